@@ -1,0 +1,56 @@
+# The newcomer's two commands are `make demo` and `make test`. Everything installs into .venv/, nothing outside it.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+PROCESSES ?= auto
+
+.PHONY: help demo test test-all lint clean
+help:
+	@echo 'make demo      record a small run and show its report (first result, a few minutes)'
+	@echo 'make test      linters, types, import contracts and the core tests'
+	@echo 'make test-all  make test, the long tiers, and the analysis side on every Python found'
+	@echo 'make clean     remove .venv/ and caches'
+
+demo: $(VENV)/.record
+	@echo '[3/4] recording a small burst run (all visible GPUs, else 4 CPU processes)'
+	@$(BIN)/python -m ringprof record --strategy burst $$($(BIN)/python scripts/demo_size.py) --output traces/run.json
+	@echo '[4/4] its report'
+	@$(BIN)/python -m ringprof report traces/run.json
+	@echo
+	@echo 'done. Activate the environment:   . $(BIN)/activate'
+	@echo 'and try next:                     ringprof report traces/h200x4-zigzag-262144'
+
+test: $(VENV)/.dev lint
+	$(BIN)/python -m pytest -m 'not long' $(PYTEST)
+
+test-all: test
+	$(BIN)/python -m pytest -m long $(PYTEST)
+	$(BIN)/python scripts/every_python.py
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+	$(BIN)/codespell
+
+# Stamps say which set of packages the environment holds; a changed setup.cfg or constraint installs again.
+$(VENV)/.made: scripts/check_python.py
+	@$(PYTHON) scripts/check_python.py
+	@echo '[1/4] making a virtual environment in $(VENV)/ with' "$$($(PYTHON) --version)"
+	@$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(VENV)/.record: $(VENV)/.made setup.cfg pyproject.toml constraints.txt
+	@echo '[2/4] installing ringprof and what recording needs (torch is large: the first time takes a while)'
+	@$(BIN)/python scripts/install.py record
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.record
+	@echo 'installing the development tools'
+	@$(BIN)/python scripts/install.py record,dev
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

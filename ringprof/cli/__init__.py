@@ -1,0 +1,90 @@
+"""The command line: each command parses its options, calls the library and writes what it returns.
+
+Commands live in a module each, loaded when first used, so that ``ringprof --help`` is instant.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from importlib import import_module
+
+import click
+
+from ringprof._version import __version__
+from ringprof.errors import RingprofError
+
+# name -> (module, one line for --help)
+COMMANDS = {
+    "record": ("ringprof.cli.record", "Run a strategy, check it, time it and profile it."),
+    "logs": ("ringprof.cli.logs", "Read benchmark logs into one table and audit them."),
+    "report": ("ringprof.cli.report", "Show where the time of a run or trace went."),
+    "strategies": ("ringprof.cli.strategies", "List the strategies, or one strategy's parameters."),
+}
+
+
+class _LazyCommands(click.Group):
+    """Loads a command's module when the command is used, and turns errors into one line."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        command: click.Command = import_module(COMMANDS[cmd_name][0]).command
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, summary) for name, (_, summary) in COMMANDS.items()])
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and args[0] not in COMMANDS and not args[0].startswith("-"):
+            raise click.UsageError(f"no command {args[0]!r}; there are: {', '.join(COMMANDS)}")
+        return super().resolve_command(ctx, args)
+
+
+@click.group(cls=_LazyCommands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="ringprof")
+def group() -> None:
+    """Record ring attention (context parallelism) and see where its time goes.
+
+    \b
+    ringprof record --strategy burst --seq 524288    record on all GPUs of this host
+    ringprof report traces/run.json                  show the newest run
+    """
+
+
+def main(args: list[str] | None = None) -> None:
+    """Run the command line and exit: 0 fine, 1 a condition holds, 2 usage or input, 3 failed run, 130 interrupted."""
+    sys.exit(run(sys.argv[1:] if args is None else args))
+
+
+def run(args: list[str]) -> int:
+    """Run one command line and return its exit code, every error as one line on stderr."""
+    try:
+        result = group.main(args, prog_name="ringprof", standalone_mode=False)
+        return result if isinstance(result, int) else 0
+    except click.exceptions.Abort:
+        return _fail("interrupted", 130)
+    except KeyboardInterrupt:
+        return _fail("interrupted", 130)
+    except click.exceptions.Exit as stop:
+        return stop.exit_code
+    except click.ClickException as error:
+        hint = f" (see: {error.ctx.command_path} --help)" if isinstance(error, click.UsageError) and error.ctx else ""
+        return _fail(error.format_message() + hint, 2)
+    except RingprofError as error:
+        return _fail(str(error), error.exit_code)
+    except BrokenPipeError:
+        # The reader of our output left (`| head`): not an error, and nothing more can be said.
+        sys.stderr.close()
+        return 128 + signal.SIGPIPE
+
+
+def _fail(message: str, code: int) -> int:
+    click.echo(f"ringprof: {' '.join(message.split())}", err=True)
+    return code

@@ -1,0 +1,66 @@
+"""Every error that ringprof raises on purpose.
+
+    RingprofError                     exit code 2 unless noted
+    |- UsageError                     an option or an argument that cannot be honoured
+    |  |- UnknownStrategyError        lists the names, suggests the nearest
+    |  `- UnfitWorkloadError          the sequence, heads or dtype do not fit the strategy, kernel or machine
+    |- InputError                     a file that cannot be read: path, what is wrong, what to do
+    |  |- TraceFormatError
+    |  |- RunFormatError
+    |  `- KernelTableError
+    |- MissingExtraError              the exact pip install line
+    |- RecordError                    a run failed: rank and log (exit 3)
+    `- VerificationError              a run computed a wrong result (exit 3)
+
+The command line turns each into one line on stderr; the library never prints and never exits.
+"""
+
+from __future__ import annotations
+
+
+class RingprofError(Exception):
+    """Base of all errors raised on purpose; ``exit_code`` is what the command line returns."""
+
+    exit_code = 2
+
+
+class UsageError(RingprofError):
+    """An option or an argument that cannot be honoured."""
+
+
+class UnknownStrategyError(UsageError):
+    """No strategy has this name."""
+
+
+class UnfitWorkloadError(UsageError):
+    """The workload does not fit the strategy, the kernel or the machine."""
+
+
+class InputError(RingprofError):
+    """A file or folder that cannot be read as what it was taken for."""
+
+
+class TraceFormatError(InputError):
+    """Not a Kineto trace, or one with nothing in it to analyse."""
+
+
+class RunFormatError(InputError):
+    """Not a run.json, or one written by a newer ringprof."""
+
+
+class KernelTableError(InputError):
+    """Text without a kernel table that can be read."""
+
+
+class MissingExtraError(RingprofError):
+    """An optional dependency is needed and not installed."""
+
+
+class RecordError(RingprofError):
+    """A recording failed; the message names the rank and the reason."""
+
+    exit_code = 3
+
+
+class VerificationError(RecordError):
+    """A strategy computed a wrong result; nothing was timed."""

@@ -1,0 +1,264 @@
+"""The Run: what a recording was asked to do, on what, and what was measured; and its store.
+
+``run.json`` holds measurements only. What follows from them (rates, slow-downs, efficiencies) is
+computed when the file is read. Times are integer nanoseconds, sizes bytes.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import msgspec
+
+from ringprof.errors import InputError, RunFormatError
+
+SCHEMA = "ringprof.run/1"
+
+
+class Workload(msgspec.Struct, frozen=True, kw_only=True):
+    """One attention problem, over all ranks together."""
+
+    batch: int = 1
+    seq: int
+    """Global sequence length in tokens."""
+    heads: int
+    kv_heads: int
+    head_dim: int
+    causal: bool = True
+    dtype: str = "bf16"
+    """``bf16``, ``fp16`` or ``fp32``."""
+    backward: bool = True
+    """Whether an iteration is forward and backward, or forward only."""
+
+    def model_flops(self) -> int:
+        """FLOPs of one iteration over all ranks: 4·B·S²·H·D forward, half when causal; backward 2.5 times."""
+        forward = 4 * self.batch * self.seq**2 * self.heads * self.head_dim
+        if self.causal:
+            forward //= 2
+        return forward * 7 // 2 if self.backward else forward
+
+    def exact_flops(self) -> int:
+        """As `model_flops`, from the exact mask area S(S+1)/2 instead of S²/2 when causal."""
+        area = self.seq * (self.seq + 1) // 2 if self.causal else self.seq**2
+        forward = 4 * self.batch * area * self.heads * self.head_dim
+        return forward * 7 // 2 if self.backward else forward
+
+
+class Topology(msgspec.Struct, frozen=True, kw_only=True):
+    """Which rank ran where."""
+
+    world_size: int
+    hosts: list[str]
+    """Host name of each rank."""
+    local_ranks: list[int]
+    ranks_per_host: int
+    """Ranks that share a host as the strategy saw it (given, or from the launcher)."""
+    device_type: str
+    """``cuda`` or ``cpu``."""
+    backend: str
+    """``nccl`` or ``gloo``."""
+
+
+class StrategyUsed(msgspec.Struct, frozen=True, kw_only=True):
+    """The strategy and every parameter it ran with, defaults included."""
+
+    name: str
+    target: str
+    """``package.module:Class`` that ran."""
+    params: dict[str, Any]
+    layout: str | None = None
+
+
+class Environment(msgspec.Struct, frozen=True, kw_only=True):
+    """Hardware, driver, versions and the variables that change communication."""
+
+    devices: list[str]
+    """Device name of each rank."""
+    driver: str | None = None
+    versions: dict[str, str]
+    """``ringprof``, ``python``, ``torch``, and where they exist ``cuda``, ``nccl``, ``cudnn``, ``flash_attn``."""
+    variables: dict[str, str]
+
+
+class TensorError(msgspec.Struct, frozen=True, kw_only=True):
+    """How far one result was from the float64 reference, over all ranks."""
+
+    max_abs: float
+    """Largest absolute error of any element."""
+    rms: float
+    """Root-mean-square error relative to the reference's root mean square."""
+    kernel_rms: float
+    """The same for one call of the same kernel on one device over the whole sequence."""
+    allowed_rms: float
+    rank: int
+    """The rank with the largest relative error."""
+
+
+class Verification(msgspec.Struct, frozen=True, kw_only=True):
+    """The check before timing: output and gradients against a dense float64 reference."""
+
+    passed: bool
+    seq: int
+    errors: dict[str, TensorError]
+    """Keys ``out``, and with backward ``dq``, ``dk``, ``dv``."""
+
+
+class Timings(msgspec.Struct, frozen=True, kw_only=True):
+    """Wall time of every iteration on every rank, measured without the profiler."""
+
+    warmup: int
+    iterations_ns: list[list[int]]
+    """One list a rank, one figure an iteration."""
+
+
+class Profiled(msgspec.Struct, frozen=True, kw_only=True):
+    """The window under the profiler, by the same clock as `Timings`."""
+
+    iterations_ns: list[list[int]]
+
+
+class Sent(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rank sent in one iteration over one ring or group."""
+
+    channel: str
+    """Such as ``kv``, ``dkv``, ``read``, ``dq``."""
+    phase: str
+    """``forward`` or ``backward``."""
+    operation: str
+    """``send_recv``, ``all_to_all``, ``all_gather`` or ``reduce_scatter``."""
+    link: str
+    """``same_host`` or ``other_host``."""
+    count: int
+    """Hops, or collective calls."""
+    sent_bytes: int
+
+
+class Work(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rank did in one iteration, counted by the kernel and the communicator as they ran."""
+
+    block_flops: int
+    """FLOPs of its attention blocks, forward and backward, from exact mask areas."""
+    block_calls: dict[str, int]
+    """Blocks computed, by ``forward`` and ``backward``."""
+    sent: list[Sent]
+
+
+class RankTrace(msgspec.Struct, frozen=True, kw_only=True):
+    """Where one rank's trace lies."""
+
+    rank: int
+    path: str
+    """Relative to the ``run.json`` that names it, with forward slashes."""
+
+
+class Run(msgspec.Struct, frozen=True, kw_only=True):
+    """One recording (schema ``ringprof.run/1``)."""
+
+    schema: str = SCHEMA
+    name: str
+    """Also the name of the run's folder."""
+    created: str
+    """UTC, ISO 8601."""
+    command: list[str]
+    workload: Workload | None
+    """None where `capture` was given none."""
+    topology: Topology
+    strategy: StrategyUsed | None
+    kernel: str | None
+    environment: Environment
+    verification: Verification | None = None
+    timings: Timings | None = None
+    profiled: Profiled | None = None
+    peak_memory_bytes: list[int] | None = None
+    """Largest memory allocated on each rank's device during the timed iterations."""
+    work: list[Work] | None = None
+    """One a rank."""
+    traces: list[RankTrace]
+
+
+# --- the store ------------------------------------------------------------------------------------
+
+
+def read_run(path: str | os.PathLike[str]) -> Run:
+    """Read a ``run.json``.
+
+    Raises `RunFormatError` where the file is not a run, was written by a newer ringprof, or names a
+    trace outside its own folder.
+    """
+    file = Path(path)
+    try:
+        data = file.read_bytes()
+    except OSError as error:
+        raise InputError(f"{file}: {error.strerror or error}") from None
+    return parse_run(data, file)
+
+
+def parse_run(data: bytes, path: Path) -> Run:
+    """Decode the text of a ``run.json``; ``path`` is for messages."""
+    try:
+        schema = msgspec.json.decode(data, type=_SchemaOnly).schema
+        if schema != SCHEMA:
+            raise RunFormatError(f"{path}: schema {schema!r} is not {SCHEMA!r}: update ringprof, or record again")
+        run = msgspec.json.decode(data, type=Run)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise RunFormatError(f"{path}: not a ringprof run: {error}") from None
+    for trace in run.traces:
+        _refuse_outside(trace.path, path)
+    return run
+
+
+class _SchemaOnly(msgspec.Struct):
+    schema: str = ""
+
+
+def _refuse_outside(relative: str, file: Path) -> None:
+    """A run may come from a stranger: its paths must stay below its own folder."""
+    pure = PurePosixPath(relative)
+    if pure.is_absolute() or ".." in pure.parts or "\\" in relative or "\0" in relative or not pure.parts:
+        raise RunFormatError(f"{file}: trace path {relative!r} leaves the run's folder")
+    folder = file.parent.resolve()
+    if not (folder / relative).resolve().is_relative_to(folder):
+        raise RunFormatError(f"{file}: trace path {relative!r} leaves the run's folder through a link")
+
+
+def write_run(run: Run, path: str | os.PathLike[str]) -> None:
+    """Write a ``run.json`` atomically: it is complete, or it is not there."""
+    file = Path(path)
+    text = msgspec.json.format(msgspec.json.encode(run), indent=1)
+    write_atomically(file, text + b"\n")
+
+
+def write_atomically(file: Path, data: bytes) -> None:
+    """Write to a temporary neighbour, flush to disk, rename over ``file``."""
+    descriptor, temporary = tempfile.mkstemp(prefix=f".{file.name}.", dir=file.parent)
+    try:
+        with os.fdopen(descriptor, "wb") as stream:
+            stream.write(data)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.chmod(temporary, 0o666 & ~_umask())
+        os.replace(temporary, file)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def relocated(run: Run, folder: str) -> Run:
+    """The same run as named from the folder above its own: trace paths gain ``folder/``."""
+    traces = [RankTrace(rank=t.rank, path=f"{folder}/{t.path}") for t in run.traces]
+    return msgspec.structs.replace(run, traces=traces)
+
+
+def with_fields(run: Run, changes: Mapping[str, Any]) -> Run:
+    """A copy of ``run`` with some fields replaced."""
+    return msgspec.structs.replace(run, **changes)

@@ -1,0 +1,14 @@
+"""Say in one line what is missing before anything is installed. Runs on any Python, so its syntax is old."""
+
+import sys
+
+NEEDED = (3, 10)
+
+if sys.version_info[:2] < NEEDED:
+    sys.exit("ringprof needs Python %d.%d or newer; this is %d.%d. Try: make PYTHON=python3.12 ..."
+             % (NEEDED + tuple(sys.version_info[:2])))
+try:
+    import ensurepip  # noqa: F401
+    import venv  # noqa: F401
+except ImportError:
+    sys.exit("this Python has no venv module. On Debian and Ubuntu: apt install python3-venv")
