@@ -1,0 +1,166 @@
+"""The Trace: one rank's trace as columns, the only thing the analysis sees of a file.
+
+All times are int64 nanoseconds of unix time (the trace's base time already added). Names are stored once and
+referred to by index. A reader fills these types; nothing in here reads or interprets.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Int64 = npt.NDArray[np.int64]
+Int32 = npt.NDArray[np.int32]
+Int8 = npt.NDArray[np.int8]
+
+KERNEL, MEMCPY, MEMSET = 0, 1, 2
+"""Values of `Activities.category`."""
+
+NONE = -1
+"""Stands for "not given" in integer columns."""
+
+
+@dataclass(frozen=True)
+class Warning:
+    """Something odd in the input that did not stop the reading."""
+
+    code: str
+    """Stable, for scripts: such as ``truncated``, ``negative_duration``, ``cpu_no_transfer_times``."""
+    message: str
+    rank: int | None = None
+    count: int = 1
+    byte_offset: int | None = None
+
+
+@dataclass(frozen=True)
+class Activities:
+    """What ran on the device: kernels, copies and sets, sorted by start; equal lengths."""
+
+    start_ns: Int64
+    end_ns: Int64
+    name: Int32
+    """Index into `Trace.names`."""
+    category: Int8
+    """`KERNEL`, `MEMCPY` or `MEMSET`."""
+    device: Int32
+    stream: Int32
+    correlation: Int64
+    """Joins an activity to its launch; `NONE` where the trace has none (CUDA graphs)."""
+    external_id: Int64
+    """Joins an activity to the CPU operator that made it; `NONE` where absent."""
+    size_bytes: Int64
+    """Copies and sets; `NONE` where not given."""
+    collective: Int32
+    """Index into `Trace.collectives` of the metadata on the kernel itself, or `NONE`."""
+    graph_node: Int64
+    """CUDA graph node, or `NONE`."""
+
+
+@dataclass(frozen=True)
+class Launches:
+    """CPU calls that launched device work (cuda_runtime and cuda_driver rows with a correlation), by start."""
+
+    start_ns: Int64
+    end_ns: Int64
+    thread: Int64
+    correlation: Int64
+
+
+@dataclass(frozen=True)
+class Ranges:
+    """Named spans: annotations and CPU operators that matter, sorted by start."""
+
+    start_ns: Int64
+    end_ns: Int64
+    name: Int32
+    """Index into `Trace.names`."""
+    thread: Int64
+    """CPU thread; for device annotations the stream."""
+    device: Int32
+    """Device of a device annotation; `NONE` on the CPU side."""
+    external_id: Int64
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One communication record: what ``record_param_comms`` or a kernel's own metadata says."""
+
+    name: str
+    """As recorded, lower case: ``send``, ``recv``, ``all_to_all``, ``_allgather_base``, ``allreduce`` ..."""
+    group: str | None
+    """Process group name (unique within the process)."""
+    group_description: str | None
+    group_ranks: tuple[int, ...] | None
+    group_size: int | None
+    in_elements: int | None
+    out_elements: int | None
+    dtype: str | None
+    source_rank: int | None
+    """Global rank received from (recv)."""
+    destination_rank: int | None
+    """Global rank sent to (send)."""
+    in_split: tuple[int, ...] = ()
+    out_split: tuple[int, ...] = ()
+    sequence: int | None = None
+    comms_id: int | None = None
+
+
+@dataclass(frozen=True)
+class CommRecords:
+    """CPU records of communication calls (``record_param_comms``), sorted by start."""
+
+    start_ns: Int64
+    end_ns: Int64
+    thread: Int64
+    external_id: Int64
+    collective: Int32
+    """Index into `Trace.collectives`."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """One device as the trace describes it."""
+
+    index: int
+    name: str
+    memory_bytes: int | None
+    multiprocessors: int | None
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One rank's trace."""
+
+    path: str
+    names: list[str]
+    """Every name once, as in the file (untrusted text)."""
+    activities: Activities
+    launches: Launches
+    annotations: Ranges
+    """CPU-side ``user_annotation`` ranges."""
+    device_annotations: Ranges
+    """Device-side ``gpu_user_annotation`` ranges."""
+    operators: Ranges
+    """CPU operators that tell attention or communication kinds apart; on a CPU trace, all of them."""
+    comm_records: CommRecords
+    collectives: list[Collective]
+    devices: list[Device]
+    rank: int | None
+    world_size: int | None
+    host: str | None
+    backend: str | None
+    """Of the default group: ``nccl``, ``gloo`` ..."""
+    groups: dict[str, tuple[int, ...]]
+    """Process group name -> global ranks, from ``distributedInfo``."""
+    base_ns: int
+    """The file's ``baseTimeNanoseconds`` (already added to every time), 0 where absent."""
+    trace_id: str | None = None
+    metadata: dict[str, Any] = field(default_factory=dict)
+    """Remaining top-level fields of the file that are short (versions, host, environment)."""
+    events_total: int = 0
+    events_skipped: int = 0
+    """Events that could not be read."""
+    warnings: list[Warning] = field(default_factory=list)

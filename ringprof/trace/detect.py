@@ -1,0 +1,209 @@
+"""Which reader fits an input: looks at names and first bytes, reads nothing in full."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from ringprof.errors import InputError, MissingExtraError, TraceFormatError
+from ringprof.trace.stream import GZIP_MAGIC, ZSTD_MAGIC, ByteSource
+
+InputType = Literal["run", "trace", "text"]
+
+RUN_FILE = "run.json"
+
+LOOK_BYTES = 1 << 16
+"""How much of a file is looked at."""
+
+_TRACE_SUFFIXES = (".json", ".json.gz", ".json.zst", ".json.zstd", ".gz", ".zst")
+
+
+@dataclass(frozen=True)
+class Input:
+    """What an input is, and where its parts lie."""
+
+    type: InputType
+    paths: tuple[str, ...] = ()
+    """The traces in order of name, or the text file; for a run only its ``run.json`` names them."""
+    run: str | None = None
+    """The ``run.json``."""
+
+
+def detect(paths: Sequence[str | os.PathLike[str]]) -> Input:
+    """Tell what the paths on a command line are: a run, a trace, a folder of traces, several traces, or text.
+
+    Raises `InputError`, or `TraceFormatError` for a known format that is not read, with what to do about it.
+    """
+    names = [os.fspath(path) for path in paths]
+    if not names:
+        raise InputError("no input: give a run.json, a trace, a folder of traces, or a log")
+    if len(names) == 1:
+        return _detect_folder(names[0]) if Path(names[0]).is_dir() else _detect_file(names[0])
+    found: list[str] = []
+    for name in names:
+        one = _detect_folder(name) if Path(name).is_dir() else _detect_file(name)
+        if one.type != "trace":
+            raise InputError(f"{name}: several inputs must all be traces; this is {_article(one.type)}")
+        found.extend(one.paths)
+    return Input("trace", tuple(dict.fromkeys(found)))
+
+
+def detect_bytes(data: bytes, name: str = "-") -> InputType:
+    """As `detect`, for what came through a pipe."""
+    return _type_of(_look(data, name), name)
+
+
+def _article(kind: InputType) -> str:
+    return {"run": "a run", "text": "a text file", "trace": "a trace"}[kind]
+
+
+def _detect_file(name: str) -> Input:
+    path = Path(name)
+    if not path.exists():
+        raise InputError(f"{name}: no such file or folder")
+    if not path.is_file():
+        raise InputError(f"{name}: not a regular file; to read from a pipe, give - as the path")
+    kind = _type_of(_look(name, name), name)
+    return Input("run", run=name) if kind == "run" else Input(kind, (name,))
+
+
+def _detect_folder(name: str) -> Input:
+    folder = Path(name)
+    run = folder / RUN_FILE
+    if run.is_file():
+        return Input("run", run=str(run))
+    try:
+        files = sorted((entry for entry in folder.iterdir() if entry.is_file()), key=_natural_order)
+        nested = [] if files else sorted((f for f in folder.glob("*/*") if f.is_file()), key=_natural_order)
+    except OSError as error:
+        raise InputError(f"{name}: {error.strerror or error}") from None
+    candidates = [file for file in files or nested if file.name.lower().endswith(_TRACE_SUFFIXES)]
+    traces = [str(file) for file in candidates if _is_trace(str(file))]
+    if not traces:
+        raise InputError(f"{name}: no run.json and no Kineto trace (.json, .json.gz, .json.zst) in this folder")
+    return Input("trace", tuple(traces))
+
+
+def _natural_order(path: Path) -> tuple[object, ...]:
+    """rank2 before rank10."""
+    text, key = str(path), []
+    digits = ""
+    for letter in text + "\0":
+        if letter.isdecimal() and letter.isascii():
+            digits += letter
+            continue
+        if digits:
+            key.append((0, int(digits), ""))
+            digits = ""
+        key.append((1, 0, letter))
+    return tuple(key)
+
+
+def _is_trace(name: str) -> bool:
+    """Whether a file found in a folder is a trace; one that is only named like it may be anything."""
+    try:
+        head = _look(name, name)
+        return _type_of(head, name) == "trace" and _has_marks(head)
+    except MissingExtraError:
+        raise
+    except InputError:
+        return False
+
+
+# --- first bytes --------------------------------------------------------------------------------------
+
+
+def _look(source: str | bytes, name: str) -> bytes:
+    """The first bytes of the content, decompressed."""
+    if isinstance(source, bytes):
+        head = source[:LOOK_BYTES]
+    else:
+        try:
+            with open(source, "rb") as file:
+                head = file.read(LOOK_BYTES)
+        except OSError as error:
+            raise InputError(f"{name}: {error.strerror or error}") from None
+    if head.startswith(GZIP_MAGIC):
+        return _gunzip_start(head, name)
+    if head.startswith(ZSTD_MAGIC):
+        return next(iter(ByteSource(source, name)), b"")[:LOOK_BYTES]
+    return head
+
+
+def _gunzip_start(head: bytes, name: str) -> bytes:
+    try:
+        return zlib.decompressobj(wbits=31).decompress(head, LOOK_BYTES)
+    except zlib.error as error:
+        raise TraceFormatError(f"{name}: damaged gzip file ({error}): copy it again") from None
+
+
+_FOREIGN = (
+    (b"SQLite format 3\0", "an SQLite file: Nsight Systems exports are not read yet; give a Kineto trace (.json)"),
+    (b"PK\x03\x04", "a zip archive: unpack it and give the folder"),
+    (b"\x7fELF", "a program, not a trace"),
+    (b"BZh", "bzip2: unpack it, or compress with gzip"),
+    (b"\xfd7zXZ", "xz: unpack it, or compress with gzip"),
+    (b"\xff\xfe", "UTF-16 text: save it as UTF-8"),
+    (b"\xfe\xff", "UTF-16 text: save it as UTF-8"),
+)
+_FOREIGN_SUFFIXES = {
+    ".pftrace": "a Perfetto trace: export JSON from the profiler (a path that ends in .json) and give that",
+    ".perfetto-trace": "a Perfetto trace: export JSON from the profiler (a path that ends in .json) and give that",
+    ".nsys-rep": "an Nsight Systems report: its export is not read yet; give a Kineto trace (.json)",
+    ".qdrep": "an Nsight Systems report: its export is not read yet; give a Kineto trace (.json)",
+    ".sqlite": "an SQLite file: Nsight Systems exports are not read yet; give a Kineto trace (.json)",
+    ".ncu-rep": "an Nsight Compute report, which has no timeline; give a Kineto trace (.json)",
+    ".tar": "an archive: unpack it and give the folder",
+    ".tgz": "an archive: unpack it and give the folder",
+    ".zip": "an archive: unpack it and give the folder",
+}
+
+
+def _type_of(head: bytes, name: str) -> InputType:
+    if not head.strip():
+        raise InputError(f"{name}: the file is empty")
+    _refuse_foreign(head, name)
+    text = head.removeprefix(b"\xef\xbb\xbf").lstrip()
+    if text.startswith(b"{") and b'"ringprof.run/' in text:
+        return "run"
+    if _looks_like_trace(text, name):
+        return "trace"
+    if _is_binary(head):
+        raise InputError(f"{name}: binary data of an unknown kind; give a Kineto trace (.json), a run.json or a log")
+    return "text"
+
+
+def _refuse_foreign(head: bytes, name: str) -> None:
+    for magic, what in _FOREIGN:
+        if head.startswith(magic):
+            raise TraceFormatError(f"{name}: {what}")
+    if head[257:262] == b"ustar":
+        raise TraceFormatError(f"{name}: an archive: unpack it and give the folder")
+    for suffix, what in _FOREIGN_SUFFIXES.items():
+        if name.lower().endswith(suffix):
+            raise TraceFormatError(f"{name}: {what}")
+
+
+_TRACE_MARKS = (b'"traceEvents"', b'"deviceProperties"', b'"baseTimeNanoseconds"', b'"distributedInfo"')
+
+
+def _looks_like_trace(text: bytes, name: str) -> bool:
+    """JSON that has a trace's fields near its start, or that at least is named as one.
+
+    A log that quotes a trace does not begin with a bracket; a trace whose first byte is damaged has its fields.
+    """
+    return _has_marks(text) or (text.startswith((b"{", b"[")) and name.lower().endswith(_TRACE_SUFFIXES))
+
+
+def _has_marks(text: bytes) -> bool:
+    return any(mark in text for mark in _TRACE_MARKS) or (text.lstrip()[:1] == b"[" and b'"ph"' in text)
+
+
+def _is_binary(head: bytes) -> bool:
+    """Text has no zero bytes and few other control characters."""
+    controls = len(head) - len(head.translate(None, bytes(range(9)) + bytes(range(14, 27)) + bytes(range(28, 32))))
+    return b"\0" in head or controls * 10 > len(head)

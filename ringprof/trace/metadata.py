@@ -1,0 +1,155 @@
+"""What a trace says about itself: rank, groups, devices, base time; from the text before and behind the events."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import PurePath
+from typing import Any
+
+from ringprof.trace.collectives import RANKS_LIMIT, whole_number
+from ringprof.trace.columns import Device
+from ringprof.trace.events import UNREADABLE, UTF8_MARK, decode_fields
+from ringprof.trace.times import LARGEST_NS
+
+_LENIENT = json.JSONDecoder(strict=False)
+
+_USED = ("traceEvents", "deviceProperties", "distributedInfo", "baseTimeNanoseconds", "trace_id", "traceName")
+_SALVAGED = (*_USED[1:], "host_name", "schemaVersion", "displayTimeUnit")
+_SHORT = 4096
+
+
+@dataclass(frozen=True)
+class Metadata:
+    """The facts about a trace that are not events."""
+
+    base_ns: int = 0
+    rank: int | None = None
+    world_size: int | None = None
+    backend: str | None = None
+    host: str | None = None
+    groups: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    devices: list[Device] = field(default_factory=list)
+    devices_listed: bool = False
+    """Whether the trace has a list of devices at all, be it empty."""
+    trace_id: str | None = None
+    other: dict[str, Any] = field(default_factory=dict)
+
+
+def read_fields(head: bytes, tail: bytes) -> tuple[dict[str, Any], bool]:
+    """The top-level fields around the event list, and whether all of that text was sound JSON.
+
+    ``head`` ends before the key of the event list, ``tail`` begins behind its closing bracket.
+    """
+    values: dict[str, Any] = {}
+    sound = True
+    for text in (_closed(head, b"}"), _opened(tail)):
+        if text is None:
+            continue
+        try:
+            values.update((key, json.loads(bytes(raw))) for key, raw in decode_fields(text).items())
+        except UNREADABLE:
+            sound = False
+            values.update(_salvaged(text.decode("utf-8", "replace")))
+    return values, sound
+
+
+def _closed(head: bytes, bracket: bytes) -> bytes | None:
+    head = head.removeprefix(UTF8_MARK).strip().removesuffix(b",")
+    return head + bracket if head else None
+
+
+def _opened(tail: bytes) -> bytes | None:
+    tail = tail.strip().removeprefix(b",").lstrip()
+    return b"{" + tail if tail not in (b"", b"}") else None
+
+
+def _salvaged(text: str) -> dict[str, Any]:
+    """The fields that matter, each read by itself."""
+    values: dict[str, Any] = {}
+    for key in _SALVAGED:
+        for found in re.finditer(rf'"{key}"\s*:\s*', text):
+            try:
+                values[key], _ = _LENIENT.raw_decode(text, found.end())
+            except UNREADABLE:
+                continue
+            break
+    if "distributedInfo" not in values:
+        values["distributedInfo"] = dict(re.findall(r'"(rank|world_size|backend)"\s*:\s*"?(\w+)', text))
+    return values
+
+
+def metadata_of(values: Mapping[str, Any]) -> Metadata:
+    """The facts, from the top-level fields; whatever has an unexpected shape is left out."""
+    info = values.get("distributedInfo")
+    info = info if isinstance(info, dict) else {}
+    base = whole_number(values.get("baseTimeNanoseconds"))
+    host = values.get("host_name")
+    return Metadata(
+        base_ns=base if base is not None and 0 <= base < LARGEST_NS else 0,
+        rank=_natural(info.get("rank")),
+        world_size=_natural(info.get("world_size")),
+        backend=info["backend"] if isinstance(info.get("backend"), str) else None,
+        host=host if isinstance(host, str) and host else None,
+        groups=_groups(info.get("pg_config")),
+        devices=_devices(values.get("deviceProperties")),
+        devices_listed=isinstance(values.get("deviceProperties"), list),
+        trace_id=values["trace_id"] if isinstance(values.get("trace_id"), str) else None,
+        other={key: value for key, value in values.items() if key not in _USED and len(repr(value)) <= _SHORT},
+    )
+
+
+def _natural(value: object) -> int | None:
+    number = whole_number(value)
+    return number if number is not None and 0 <= number < 2**31 else None
+
+
+def _groups(config: object) -> dict[str, tuple[int, ...]]:
+    groups = {}
+    for entry in config if isinstance(config, list) else []:
+        if not isinstance(entry, dict) or "pg_name" not in entry or not isinstance(entry.get("ranks"), list):
+            continue
+        ranks = [_natural(rank) for rank in entry["ranks"][:RANKS_LIMIT]]
+        known = tuple(rank for rank in ranks if rank is not None)
+        # An empty list is how PyTorch writes the group of all ranks in some versions.
+        size = _natural(entry.get("pg_size"))
+        if known and (size is None or size == len(known)):
+            groups[str(entry["pg_name"])] = known
+    return groups
+
+
+def _devices(listed: object) -> list[Device]:
+    devices: list[Device] = []
+    for entry in listed if isinstance(listed, list) else []:
+        if isinstance(entry, dict):
+            index = _natural(entry.get("id"))
+            name = entry.get("name")
+            devices.append(
+                Device(
+                    index=len(devices) if index is None else index,
+                    name=name if isinstance(name, str) else "",
+                    memory_bytes=whole_number(entry.get("totalGlobalMem")),
+                    multiprocessors=whole_number(entry.get("numSms")),
+                )
+            )
+    return devices
+
+
+_RANK_NAMES = (
+    re.compile(r"rank[\s_.=\-]*(\d{1,7})", re.IGNORECASE),
+    re.compile(r"(?:^|[_.\-])(?:worker|gpu|proc|r)[_.\-]?(\d{1,7})(?=[_.\-]|$)", re.IGNORECASE),
+    re.compile(r"^(?:trace[_.\-]?)?(\d{1,7})(?=[_.\-]|$)", re.IGNORECASE),
+)
+
+
+def rank_in_name(path: str) -> int | None:
+    """The rank that a file's name tells ("rank3.json.gz", "trace_r3.json", "rank_3/trace.json"), else None."""
+    parts = PurePath(path).parts
+    for pattern in _RANK_NAMES:
+        found = pattern.search(parts[-1]) if parts else None
+        if found:
+            return int(found.group(1))
+    found = _RANK_NAMES[0].search(parts[-2]) if len(parts) > 1 else None
+    return int(found.group(1)) if found else None

@@ -1,0 +1,275 @@
+"""Sound traces: every column, against literal values and against a slow reading of real ones."""
+
+import gzip
+import json
+import sys
+from decimal import Decimal
+
+import numpy as np
+import pytest
+
+from ringprof.errors import InputError, MissingExtraError, TraceFormatError
+from ringprof.trace.columns import KERNEL, MEMCPY, MEMSET, NONE, Collective
+from ringprof.trace.events import EventStream
+from ringprof.trace.kineto import parse_trace, read_trace
+from ringprof.trace.stream import ByteSource
+from tests.trace.kineto_text import REAL, TEN, document, kernel
+
+DEVICE = {"kernel": KERNEL, "gpu_memcpy": MEMCPY, "gpu_memset": MEMSET}
+
+
+def test_the_columns_of_a_small_trace():
+    base = 1_790_857_026_000_000_000
+    send = {"Collective name": "Send", "In msg nelems": 8, "Out msg nelems": 8, "dtype": "BFloat16"}
+    group = {"Process Group Name": "1", "Process Group Description": "cp", "Group size": 2}
+    peers = {"Dst Rank": 5, "Process Group Ranks": "[3, 5]", "Seq": 9, "Comms Id": 18446744073709551615}
+    events = [
+        kernel(1, args={"External id": 70, "device": 2, "stream": 20, "correlation": 11, "graph node id": 4}),
+        {"ph": "M", "name": "process_name", "pid": 0, "tid": 0, "args": {"name": "python"}},
+        kernel(0, cat="gpu_memcpy", name="Memcpy PtoP", args={"device": 2, "stream": 8, "bytes": 4096}),
+        {"ph": "s", "id": 11, "cat": "ac2g", "name": "ac2g", "pid": 9, "tid": 9, "ts": 900.125},
+        kernel(
+            0, cat="cuda_runtime", name="cudaLaunchKernel", ts=900.125, dur=2, pid=9, tid=9, args={"correlation": 11}
+        ),
+        kernel(0, cat="cuda_runtime", name="cudaLaunchKernel", ts=901, dur=2, pid=9, tid=9, args={"correlation": 12}),
+        kernel(0, cat="cpu_op", name="aten::add", pid=9, tid=9),
+        kernel(0, cat="cpu_op", name="c10d::send", pid=9, tid=9, args={"External id": 70}),
+        kernel(0, cat="cpu_op", name="record_param_comms", tid=9, args={"External id": 71, **send, **group, **peers}),
+        kernel(0, cat="user_annotation", name="ring_step_fwd_0", pid=9, tid=9, args={"External id": 72}),
+        kernel(0, cat="gpu_user_annotation", name="ring_step_fwd_0", pid=2, tid=20, args={"External id": 72}),
+        kernel(0, cat="python_function", name="main.py: main", pid=9, tid=9),
+    ]
+    device = {"id": 2, "name": "NVIDIA H200", "totalGlobalMem": 150109880320, "numSms": 132}
+    trace = parse_trace(
+        document(events, deviceProperties=[device], baseTimeNanoseconds=base, host_name="node7", trace_id="ABC")
+    )
+    activities = trace.activities
+    assert activities.start_ns.tolist() == [base + 1_000_500, base + 1_100_500]
+    assert activities.end_ns.tolist() == [base + 1_050_750, base + 1_150_750]
+    assert [trace.names[index] for index in activities.name] == ["Memcpy PtoP", "k1"]
+    assert activities.category.tolist() == [MEMCPY, KERNEL]
+    assert activities.device.tolist() == [2, 2]
+    assert activities.stream.tolist() == [8, 20]
+    assert activities.correlation.tolist() == [NONE, 11]
+    assert activities.external_id.tolist() == [NONE, 70]
+    assert activities.size_bytes.tolist() == [4096, NONE]
+    assert activities.graph_node.tolist() == [NONE, 4]
+    assert activities.collective.tolist() == [NONE, NONE]
+    assert trace.launches.start_ns.tolist() == [base + 900_125]
+    assert trace.launches.correlation.tolist() == [11]
+    assert trace.launches.thread.tolist() == [9]
+    assert [trace.names[index] for index in trace.operators.name] == ["c10d::send"]
+    assert [trace.names[index] for index in trace.annotations.name] == ["ring_step_fwd_0"]
+    assert trace.annotations.device.tolist() == [NONE]
+    assert trace.device_annotations.device.tolist() == [2]
+    assert trace.device_annotations.thread.tolist() == [20]
+    assert trace.comm_records.external_id.tolist() == [71]
+    assert trace.collectives == [
+        Collective(
+            name="send",
+            group="1",
+            group_description="cp",
+            group_ranks=(3, 5),
+            group_size=2,
+            in_elements=8,
+            out_elements=8,
+            dtype="BFloat16",
+            source_rank=None,
+            destination_rank=5,
+            sequence=9,
+            comms_id=18446744073709551615,
+        )
+    ]
+    assert (trace.rank, trace.world_size, trace.backend, trace.host) == (3, 8, "nccl", "node7")
+    assert (trace.devices[0].name, trace.devices[0].multiprocessors) == ("NVIDIA H200", 132)
+    assert (trace.events_total, trace.events_skipped, trace.warnings) == (12, 0, [])
+    assert (trace.base_ns, trace.trace_id) == (base, "ABC")
+
+
+def slow_rows(path):
+    """Device activities by the standard library, one event after the other, times as Decimal."""
+    with gzip.open(path) as file:
+        whole = json.load(file, parse_float=Decimal, parse_int=Decimal)
+    base = int(whole["baseTimeNanoseconds"])
+    rows, launches = [], []
+    for event in whole["traceEvents"]:
+        args = event.get("args", {})
+        if event["ph"] != "X":
+            continue
+        start = int(event["ts"] * 1000) + base
+        end = start + int(event["dur"] * 1000)
+        if event["cat"] in DEVICE:
+            numbers = [int(args.get(key, -1)) for key in ("device", "stream", "correlation", "External id", "bytes")]
+            rows.append((start, end, event["name"], DEVICE[event["cat"]], *numbers))
+        if event["cat"] in ("cuda_runtime", "cuda_driver"):
+            launches.append((start, end, int(event["tid"]), int(args.get("correlation", -1))))
+    used = {row[6] for row in rows}
+    return sorted(rows), sorted(launch for launch in launches if launch[3] in used), len(whole["traceEvents"])
+
+
+@pytest.mark.parametrize("path", REAL, ids=lambda path: path.parent.name)
+def test_a_real_trace_equals_a_slow_reading(path):
+    rows, launches, total = slow_rows(path)
+    trace = read_trace(path)
+    a = trace.activities
+    names = [trace.names[index] for index in a.name]
+    columns = (a.start_ns, a.end_ns, names, a.category, a.device, a.stream, a.correlation, a.external_id, a.size_bytes)
+    assert sorted(zip(*(list(column) for column in columns), strict=True)) == rows
+    calls = trace.launches
+    found = (calls.start_ns, calls.end_ns, calls.thread, calls.correlation)
+    assert sorted(zip(*(list(column) for column in found), strict=True)) == launches
+    assert trace.events_total == total
+    assert trace.warnings == []
+    assert trace.groups == {"0": tuple(range(8))}
+    assert {collective.name for collective in trace.collectives} == {"send", "recv", "wait"}
+    hops = [one for one in trace.collectives if one.name == "send" and one.dtype == "BFloat16"]
+    assert [(one.in_elements, one.destination_rank) for one in hops] == [(83886080, (trace.rank or 0) + 1)]
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000, 1 << 16])
+def test_pieces_do_not_show_in_the_result(size, monkeypatch):
+    """A file read in pieces of any size gives what one piece gives."""
+    data = gzip.decompress(REAL[0].read_bytes())[:200_000]
+    whole = parse_trace(data)
+    monkeypatch.setattr("ringprof.trace.stream.PIECE_BYTES", max(size, 50))
+    parts = parse_trace(data)
+    assert np.array_equal(whole.activities.start_ns, parts.activities.start_ns)
+    assert sorted(whole.names) == sorted(parts.names)
+    assert (whole.warnings, whole.events_total) == (parts.warnings, parts.events_total)
+
+
+def test_objects_in_arguments_that_look_like_events(monkeypatch):
+    inner = [{"name": "a", "ph": "b"}, {"ph": "c", "cat": "d"}, {"name": "e"}]
+    events = [kernel(number, args={"correlation": number, "items": inner}) for number in range(50)]
+    for size in (60, 100, 333, 1 << 20):
+        monkeypatch.setattr("ringprof.trace.stream.PIECE_BYTES", size)
+        trace = parse_trace(document(events))
+        assert len(trace.activities.start_ns) == 50
+        assert (trace.events_skipped, trace.warnings) == (0, [])
+
+
+def test_facts_behind_the_events():
+    events = json.dumps([kernel(0)]).encode()
+    facts = b'"distributedInfo": {"rank": 5, "world_size": 8}, "baseTimeNanoseconds": 7000, "INFO": ["a"]'
+    trace = parse_trace(b'{"traceEvents": ' + events + b", " + facts + b"}")
+    assert (trace.rank, trace.activities.start_ns.tolist()) == (5, [1_007_500])
+
+
+@pytest.mark.parametrize(
+    ("name", "rank"),
+    [
+        ("rank3.json.gz", 3),
+        ("trace_rank_12.json", 12),
+        ("rank07_trace.json.gz", 7),
+        ("run-r2.json", 2),
+        ("worker5.1712.pt.trace.json", 5),
+        ("4.json", 4),
+        ("rank_6/trace.json", 6),
+        ("host_1234.1712345678901.pt.trace.json", None),
+        ("trace.json", None),
+    ],
+)
+def test_the_rank_from_the_name(name, rank):
+    data = json.dumps({"traceEvents": [kernel(0)]}).encode()
+    assert parse_trace(data, f"some/folder/{name}").rank == rank
+
+
+def test_a_cpu_trace_keeps_every_operator():
+    events = [kernel(n, cat="cpu_op", name=f"aten::op{n}") for n in range(3)] + [kernel(4, cat="python_function")]
+    assert len(parse_trace(document(events)).operators.start_ns) == 3
+    assert len(parse_trace(document(events, deviceProperties=[])).operators.start_ns) == 3
+    assert len(parse_trace(document([*events, kernel(5)])).operators.start_ns) == 0
+
+
+def test_old_categories_are_capitalised():
+    events = [kernel(0, cat="Kernel"), kernel(1, cat="Memcpy"), kernel(2, cat="Memset"), kernel(0, cat="Runtime")]
+    trace = parse_trace(document(events))
+    assert trace.activities.category.tolist() == [KERNEL, MEMCPY, MEMSET]
+    assert len(trace.launches.start_ns) == 1
+
+
+def ranks_of(text, size, **more):
+    args = {"Collective name": "allreduce", "Group size": size, "Process Group Ranks": text, **more}
+    return parse_trace(document([kernel(0, args=args)])).collectives[0].group_ranks
+
+
+def test_shortened_rank_lists():
+    first = ", ".join(str(8 * n) for n in range(29))
+    assert ranks_of(f"[{first}, ..., 504]", 64) == tuple(range(0, 512, 8))
+    assert ranks_of(f"[{first}, ..., 505]", 64) is None
+    assert ranks_of(f"[{first}, ..., 504]", 65) is None
+    assert ranks_of("[0, 1, 5, ..., 63]", 64) is None
+    assert ranks_of([0, 2], 2) == (0, 2)
+    assert ranks_of(None, 4, **{"Global rank start": 2, "Global rank stride": 3}) == (2, 5, 8, 11)
+
+
+def test_a_kernel_with_metadata_of_its_own():
+    args = {"Collective name": "all_to_all", "In split size": "[2, 0]", "Out split size": [1, 1], "stream": 3}
+    trace = parse_trace(document([kernel(0, args=args), kernel(1, args=args), kernel(2)]))
+    assert trace.activities.collective.tolist() == [0, 0, NONE]
+    assert (trace.collectives[0].in_split, trace.collectives[0].out_split) == ((2, 0), (1, 1))
+
+
+def test_compressed_whatever_the_name(tmp_path):
+    file = tmp_path / "rank1.json"
+    file.write_bytes(gzip.compress(TEN[:500]) + gzip.compress(TEN[500:]) + b"\0" * 100)
+    assert len(read_trace(file).activities.start_ns) == 10
+
+
+def test_zstd(tmp_path):
+    file = tmp_path / "rank1.json.zst"
+    zstandard = pytest.importorskip("zstandard")
+    file.write_bytes(zstandard.compress(TEN[:900]) + zstandard.compress(TEN[900:]))
+    assert len(read_trace(file).activities.start_ns) == 10
+    file.write_bytes(zstandard.compress(TEN[:900]) + zstandard.compress(TEN[900:])[:-20])
+    assert {warning.code for warning in read_trace(file).warnings} >= {"truncated"}
+
+
+def test_zstd_without_the_package(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    monkeypatch.setitem(sys.modules, "compression", None)
+    file = tmp_path / "rank1.json"
+    file.write_bytes(b"\x28\xb5\x2f\xfd rest")
+    with pytest.raises(MissingExtraError, match="pip install zstandard"):
+        read_trace(file)
+
+
+def test_a_bomb_is_refused(tmp_path):
+    file = tmp_path / "bomb.json.gz"
+    file.write_bytes(gzip.compress(TEN[:-3] + b" " * (8 << 20)))
+    with pytest.raises(InputError, match=r"bomb\.json\.gz: expands to more than 1 MiB; .*--max-bytes"):
+        read_trace(file, limit_bytes=1 << 20)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", "the file is empty"),
+        (b" \n", "the file is empty"),
+        (b"hello", 'no "traceEvents" list'),
+        (TEN[:100], "cut off, or damaged, before its first event"),
+        (document([]), "nothing to analyse: 0 events"),
+        (document([{"ph": "M", "name": "process_name", "args": {"name": "python"}}]), "nothing to analyse: 1 events"),
+        (document([kernel(0, ph="B"), kernel(0, ph="E")]), "only begin/end events"),
+    ],
+)
+def test_what_is_no_trace(data, message):
+    with pytest.raises(TraceFormatError, match=message) as caught:
+        parse_trace(data, "some.json")
+    assert str(caught.value).startswith("some.json: ")
+    assert "\n" not in str(caught.value)
+
+
+def test_no_such_file(tmp_path):
+    with pytest.raises(InputError, match="No such file"):
+        read_trace(tmp_path / "none.json")
+
+
+def test_memory_is_bounded_by_the_piece():
+    """The stream hands on pieces of about the size it reads, however long the list is."""
+    data = document([kernel(number) for number in range(60_000)])
+    source = ByteSource(data, "-")
+    pieces = list(EventStream(source, "-").pieces())
+    assert len(pieces) > 3
+    assert max(len(piece.data) for piece in pieces) < 2 * (2 << 20)
+    assert sum(len(piece.data) for piece in pieces) < len(data)
