@@ -1,0 +1,50 @@
+"""How long the commands take as whole processes: ``ringprof --help`` and ``ringprof report`` of an 8-rank run.
+
+    python benchmarks/report_command.py [--repeat 11] [FOLDER]
+
+Prints median, least and most of the repeats beside the bar, and exits with 1 where a median misses its bar. The bars
+are for a machine of 2 cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+EXAMPLE = Path(__file__).parents[1] / "tests" / "data" / "h200x8-zigzag-131072"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", nargs="?", default=str(EXAMPLE), help="a run with 8 ranks")
+    parser.add_argument("--repeat", type=int, default=11)
+    options = parser.parse_args()
+    commands = (
+        (["--help"], 0.25),
+        (["report", options.folder], 1.5),
+        (["report", options.folder, "--format", "json"], 1.5),
+    )
+    print(f"{'command':<24}  {'median':>8}  {'least':>8}  {'most':>8}  {'bar':>7}")
+    missed = False
+    for arguments, bar_s in commands:
+        times = [seconds(arguments) for _ in range(options.repeat)]
+        median = statistics.median(times)
+        missed |= median > bar_s
+        label = " ".join(part for part in arguments if part != options.folder)
+        print(f"{label:<24}  {median:6.3f} s  {min(times):6.3f} s  {max(times):6.3f} s  {bar_s:5.2f} s")
+    return int(missed)
+
+
+def seconds(arguments: list[str]) -> float:
+    """Wall time of one whole process."""
+    started = time.perf_counter()
+    subprocess.run([sys.executable, "-m", "ringprof", *arguments], check=True, stdout=subprocess.DEVNULL)
+    return time.perf_counter() - started
+
+
+if __name__ == "__main__":
+    sys.exit(main())

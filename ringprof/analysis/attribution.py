@@ -1,0 +1,278 @@
+"""From the traces of one run to where its time went: every rank, every hop, and what could not be told."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from ringprof.analysis import hops as hop_analysis
+from ringprof.analysis import intervals
+from ringprof.analysis.breakdown import Breakdown, break_down
+from ringprof.analysis.classify import Classified, classify
+from ringprof.analysis.cpu import break_down_cpu, is_cpu_trace, marks_waiting
+from ringprof.analysis.hops import Hop, Hosts, Split
+from ringprof.analysis.matching import match
+from ringprof.analysis.rules import COMPUTE
+from ringprof.analysis.transfers import Transfer, transfers_of
+from ringprof.analysis.window import Window, find_window
+from ringprof.errors import InputError, TraceFormatError
+from ringprof.run import Run
+from ringprof.trace.columns import Int64, Trace, Warning
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One rank: its breakdown over all profiled iterations, and its communication."""
+
+    rank: int
+    host: str | None
+    device: str | None
+    """What the trace calls the device."""
+    on_cpu: bool
+    classified: Classified
+    window: Window
+    breakdown: Breakdown
+    iterations: tuple[Breakdown, ...]
+    """The same for each marked iteration alone; one where nothing was marked."""
+    splits: tuple[Split, ...]
+    """Its communication kernels, by start, with wait and wire."""
+    hops: tuple[Hop, ...]
+
+
+@dataclass(frozen=True)
+class Attribution:
+    """What the traces of one run say."""
+
+    ranks: tuple[Rank, ...]
+    """By rank."""
+    run: Run | None
+    best_gbps: dict[tuple[str, str], float]
+    """The best rate seen, by (kind, link class)."""
+    warnings: tuple[Warning, ...]
+
+    @cached_property
+    def on_cpu(self) -> bool:
+        return all(rank.on_cpu for rank in self.ranks)
+
+
+def attribute(traces: Sequence[Trace], run: Run | None = None, ranks_per_host: int | None = None) -> Attribution:
+    """Explain the traces of one run, one a rank.
+
+    ``ranks_per_host`` names the hosts where neither ``run`` nor the traces do. Raises `InputError` where two traces
+    are of the same rank or of runs of different size, `TraceFormatError` where a trace holds nothing to analyse.
+    """
+    warnings = [warning for trace in traces for warning in _with_rank(trace)]
+    numbered = _by_rank(traces, warnings)
+    hosts, source = _hosts(numbered, run, ranks_per_host)
+    ranks = {rank: _explain(rank, trace, hosts[rank], warnings) for rank, trace in numbered.items()}
+    _note_missing(numbered, run, warnings)
+    transfers = {rank: list(found) for rank, (_, found) in ranks.items()}
+    splits, best = _split(transfers, hosts, source, [explained for explained, _ in ranks.values()], warnings)
+    finished = tuple(_with_hops(explained, splits[rank]) for rank, (explained, _) in ranks.items())
+    return Attribution(finished, run, best, tuple(_merged(warnings)))
+
+
+# --- one rank -------------------------------------------------------------------------------------
+
+
+def _explain(rank: int, trace: Trace, host: str | None, warnings: list[Warning]) -> tuple[Rank, list[Transfer]]:
+    classified = classify(trace)
+    window = find_window(trace, classified.launch)
+    if is_cpu_trace(trace):
+        return _explain_cpu(rank, trace, host, classified, window, warnings), []
+    if not len(trace.activities.start_ns):
+        raise TraceFormatError(f"{trace.path}: the trace holds no GPU activity and no CPU operator: nothing to report")
+    if window.source == "trace" and window.marked:
+        warnings.append(
+            Warning("window_empty", "no activity was launched in the marked iterations: the whole trace is shown", rank)
+        )
+    activities = _one_device(trace, window.activities(), rank, warnings)
+    iterations = [np.intersect1d(part, activities) for part in window.iterations]
+    explained = Rank(
+        rank=rank,
+        host=host,
+        device=_device_name(trace, int(trace.activities.device[activities[0]])),
+        on_cpu=False,
+        classified=classified,
+        window=window,
+        breakdown=break_down(classified, activities),
+        iterations=tuple(break_down(classified, part) for part in iterations if len(part)),
+        splits=(),
+        hops=(),
+    )
+    return explained, transfers_of(classified, activities, rank)
+
+
+_CPU_TIMES = "on CPU a transfer's own time is not recorded: no overlap, wait and wire"
+
+
+def _explain_cpu(
+    rank: int, trace: Trace, host: str | None, classified: Classified, window: Window, warnings: list[Warning]
+) -> Rank:
+    whole = break_down_cpu(trace, window)
+    if whole is None:
+        raise TraceFormatError(f"{trace.path}: its CPU operators span no time: nothing to report")
+    parts = [break_down_cpu(trace, window, number) for number in range(len(window.span_ns))]
+    if (trace.world_size or 1) > 1 or marks_waiting(trace):
+        warnings.append(Warning("cpu_no_transfer_times", _CPU_TIMES, rank))
+    if not marks_waiting(trace) and (trace.world_size or 1) > 1:
+        warnings.append(
+            Warning("cpu_no_wait_marks", "no ringprof::wait range: what communication cost is not in the trace", rank)
+        )
+    iterations = tuple(part for part in parts if part) or (whole,)
+    return Rank(rank, host, None, True, classified, window, whole, iterations, (), ())
+
+
+def _one_device(trace: Trace, activities: Int64, rank: int, warnings: list[Warning]) -> Int64:
+    """The activities of the device that did most: a breakdown is of one device."""
+    devices, counts = np.unique(trace.activities.device[activities], return_counts=True)
+    if len(devices) == 1:
+        return activities
+    chosen = int(devices[np.argmax(counts)])
+    left_out = int(counts.sum() - counts.max())
+    warnings.append(
+        Warning(
+            "several_devices",
+            f"{trace.path}: of {len(devices)} devices only {chosen} is reported; {left_out} activities ran on others",
+            rank,
+        )
+    )
+    kept: Int64 = activities[trace.activities.device[activities] == chosen]
+    return kept
+
+
+def _device_name(trace: Trace, index: int) -> str | None:
+    return next((device.name for device in trace.devices if device.index == index), None)
+
+
+def _with_hops(explained: Rank, splits: list[Split]) -> Rank:
+    hops = hop_analysis.group_into_hops(splits, explained.rank)
+    activities, compute = explained.classified.trace.activities, explained.classified.of(*COMPUTE)
+    computing = intervals.union(activities.start_ns[compute], activities.end_ns[compute])
+    # All hops at once: one question to the spans of computation, however many hops there are.
+    pieces = [(number, start, end) for number, hop in enumerate(hops) for start, end in hop.busy_ns()]
+    number, start, end = np.array(pieces, np.int64).reshape(-1, 3).T
+    exposed = np.zeros(len(hops), np.int64)
+    np.add.at(exposed, number, end - start - intervals.covered_ns(computing, start, end))
+    finished = tuple(replace(hop, exposed_ns=ns) for hop, ns in zip(hops, exposed.tolist(), strict=True))
+    return replace(explained, splits=tuple(splits), hops=finished)
+
+
+# --- all ranks --------------------------------------------------------------------------------------
+
+
+def _with_rank(trace: Trace) -> list[Warning]:
+    return [w if w.rank is not None else replace(w, rank=trace.rank) for w in trace.warnings]
+
+
+def _by_rank(traces: Sequence[Trace], warnings: list[Warning]) -> dict[int, Trace]:
+    """The traces by rank. A trace that names no rank takes a free one, in the order given."""
+    if not traces:
+        raise InputError("no trace to analyse")
+    result: dict[int, Trace] = {}
+    for trace in traces:
+        if trace.rank is None:
+            continue
+        if trace.rank in result:
+            raise InputError(
+                f"{trace.path} and {result[trace.rank].path} are both of rank {trace.rank}: give the traces of one run"
+            )
+        result[trace.rank] = trace
+    nameless = [trace for trace in traces if trace.rank is None]
+    free = (rank for rank in range(len(traces) * 2 + 1) if rank not in result)
+    for trace, rank in zip(nameless, free, strict=False):
+        result[rank] = trace
+        if len(traces) > 1:
+            warnings.append(Warning("unknown_rank", f"{trace.path} names no rank: taken as rank {rank}", rank))
+    _refuse_other_sizes(result)
+    return dict(sorted(result.items()))
+
+
+def _refuse_other_sizes(traces: dict[int, Trace]) -> None:
+    sizes: dict[int, Trace] = {}
+    for trace in traces.values():
+        if trace.world_size is not None:
+            sizes.setdefault(trace.world_size, trace)
+    if len(sizes) > 1:
+        (a, first), (b, second) = list(sizes.items())[:2]
+        raise InputError(f"{first.path} is of a run of {a} ranks, {second.path} of {b}: give the traces of one run")
+
+
+def _note_missing(traces: dict[int, Trace], run: Run | None, warnings: list[Warning]) -> None:
+    sizes = [trace.world_size for trace in traces.values() if trace.world_size]
+    size = run.topology.world_size if run else max(sizes, default=len(traces))
+    missing = [rank for rank in range(size) if rank not in traces]
+    if missing and not any(warning.code == "missing_ranks" for warning in warnings):
+        shown = ", ".join(map(str, missing[:8])) + (" ..." if len(missing) > 8 else "")
+        warnings.append(Warning("missing_ranks", f"{len(missing)} of {size} ranks have no trace: {shown}"))
+
+
+def _hosts(traces: dict[int, Trace], run: Run | None, ranks_per_host: int | None) -> tuple[Hosts, str]:
+    """The host of each rank and who says so: ``run``, ``trace``, ``option`` or ``unknown``."""
+    if ranks_per_host:
+        size = max([*traces, *(rank for t in traces.values() for g in t.groups.values() for rank in g)]) + 1
+        return {rank: f"host{rank // ranks_per_host}" for rank in range(size)}, "option"
+    if run and run.topology.hosts:
+        return dict(enumerate(run.topology.hosts)), "run"
+    hosts: Hosts = {rank: trace.host for rank, trace in traces.items()}
+    return hosts, "trace" if any(hosts.values()) else "unknown"
+
+
+def _split(
+    transfers: dict[int, list[Transfer]], hosts: Hosts, source: str, ranks: list[Rank], warnings: list[Warning]
+) -> tuple[dict[int, list[Split]], dict[tuple[str, str], float]]:
+    """Wait and wire of every communication kernel, or a warning that says why not."""
+    matches = match(transfers)
+    splits, best = hop_analysis.split(transfers, matches, hosts)
+    if not any(transfers.values()):
+        return splits, {}
+    reasons = Counter(matches.unmatched.values())
+    warnings.extend(Warning(*_UNMATCHED[reason], count=count) for reason, count in sorted(reasons.items()))
+    if source == "option" and len({hosts[rank] for rank in transfers}) > 1:
+        warnings.append(
+            Warning("clocks_assumed", "wait and wire take the clocks of the hosts that were named by hand to agree")
+        )
+    problem = _no_common_clock(transfers, hosts, source, ranks)
+    if problem is None and hop_analysis.clocks_disagree(transfers, matches):
+        problem = Warning("clocks_disagree", "a transfer ends before its partner begins: no wait and wire")
+    if problem:
+        if problem.code not in {warning.code for warning in warnings}:
+            warnings.append(problem)
+        return hop_analysis.without_times(splits), {}
+    return splits, best
+
+
+_UNMATCHED = {
+    "rank_missing": ("peer_missing", "transfers whose peers' traces are not here: no wait and wire for them"),
+    "counts_differ": ("counts_differ", "transfers that two ranks count differently: no wait and wire for them"),
+    "bytes_differ": ("bytes_differ", "transfers whose bytes two ranks record differently: no wait and wire for them"),
+    "no_record": ("no_record", "communication kernels without a record of peers and bytes: no wait and wire for them"),
+}
+
+
+def _no_common_clock(
+    transfers: dict[int, list[Transfer]], hosts: Hosts, source: str, ranks: list[Rank]
+) -> Warning | None:
+    involved = {hosts.get(rank) for rank in transfers}
+    if source in {"run", "trace"} and len(involved) > 1:
+        return Warning(
+            "clocks_not_aligned", f"ranks on {len(involved)} hosts, whose clocks may differ: no wait and wire"
+        )
+    latest_start = max(rank.breakdown.start_ns for rank in ranks)
+    if latest_start > min(rank.breakdown.end_ns for rank in ranks):
+        return Warning("mixed_runs", "the traces do not overlap in time: they are of different runs or clocks")
+    return None
+
+
+def _merged(warnings: list[Warning]) -> list[Warning]:
+    """One warning where several ranks raise the same."""
+    merged: dict[tuple[str, str], Warning] = {}
+    for warning in warnings:
+        key = warning.code, warning.message
+        known = merged.get(key)
+        merged[key] = warning if known is None else replace(known, rank=None, count=known.count + warning.count)
+    return list(merged.values())

@@ -1,0 +1,111 @@
+"""Where one rank's time went: compute, exposed communication, exposed memory and idle, which sum to the wall."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ringprof.analysis import intervals
+from ringprof.analysis.classify import Classified
+from ringprof.analysis.intervals import Spans
+from ringprof.analysis.rules import CODE, COMMUNICATION, COMPUTE, KINDS, MEMORY
+from ringprof.trace.columns import Int64
+
+
+@dataclass(frozen=True)
+class KindTime:
+    """All activities of one kind on one rank."""
+
+    time_ns: int
+    """Sum of their durations; kinds may overlap."""
+    calls: int
+    hidden_ns: int | None
+    """Of a communication kind: how much of that time computation ran beside it. None for other kinds, and on CPU."""
+
+
+@dataclass(frozen=True)
+class Breakdown:
+    """One device over one window, in nanoseconds.
+
+    Always ``compute + exposed_comm + exposed_memory + idle == wall``; see docs/definitions.md.
+    """
+
+    start_ns: int
+    end_ns: int
+    compute_ns: int
+    comm_ns: int
+    overlapped_ns: int | None
+    """Communication with computation beside it; None on CPU, where the ranges of a transfer prove no overlap."""
+    exposed_comm_ns: int
+    exposed_memory_ns: int
+    idle_ns: int
+    flash_ns: int
+    """Union of the attention kernels' intervals."""
+    kinds: dict[str, KindTime]
+    """Kinds that occur, in the order of `KINDS`."""
+
+    def __post_init__(self) -> None:
+        parts = self.compute_ns + self.exposed_comm_ns + self.exposed_memory_ns + self.idle_ns
+        assert parts == self.wall_ns, f"parts {parts} ns, wall {self.wall_ns} ns"
+        assert min(self.compute_ns, self.exposed_comm_ns, self.exposed_memory_ns, self.idle_ns) >= 0
+
+    @property
+    def wall_ns(self) -> int:
+        """From the start of the first activity to the end of the last."""
+        return self.end_ns - self.start_ns
+
+    @property
+    def overlap_ratio(self) -> float | None:
+        """Share of communication time that computation covers, 0..1; None without communication, and on CPU."""
+        if self.overlapped_ns is None or not self.comm_ns:
+            return None
+        return self.overlapped_ns / self.comm_ns
+
+    @property
+    def exposed_comm_share(self) -> float:
+        """Exposed communication over wall, 0..1."""
+        return self.exposed_comm_ns / self.wall_ns if self.wall_ns else 0.0
+
+
+def break_down(classified: Classified, activities: Int64) -> Breakdown:
+    """The breakdown of one device's activities (indices into the trace's, not empty)."""
+    start = classified.trace.activities.start_ns[activities]
+    end = np.maximum(classified.trace.activities.end_ns[activities], start)
+    kind = classified.kind[activities]
+    compute = _spans(start, end, kind, COMPUTE)
+    comm = _spans(start, end, kind, COMMUNICATION)
+    memory = _spans(start, end, kind, MEMORY)
+    overlapped = intervals.length_ns(intervals.intersection(comm, compute))
+    first, last = int(start.min()), int(end.max())
+    busy = intervals.length_ns(intervals.merged(compute, comm, memory))
+    return Breakdown(
+        start_ns=first,
+        end_ns=last,
+        compute_ns=intervals.length_ns(compute),
+        comm_ns=intervals.length_ns(comm),
+        overlapped_ns=overlapped,
+        exposed_comm_ns=intervals.length_ns(intervals.subtraction(comm, compute)),
+        exposed_memory_ns=intervals.length_ns(intervals.subtraction(memory, intervals.merged(compute, comm))),
+        idle_ns=last - first - busy,
+        flash_ns=intervals.length_ns(_spans(start, end, kind, ("flash_fwd", "flash_bwd"))),
+        kinds=_kind_times(start, end, kind, compute),
+    )
+
+
+def _spans(start: Int64, end: Int64, kind: np.ndarray, kinds: tuple[str, ...]) -> Spans:
+    rows = np.isin(kind, [CODE[name] for name in kinds])
+    return intervals.union(start[rows], end[rows])
+
+
+def _kind_times(start: Int64, end: Int64, kind: np.ndarray, compute: Spans) -> dict[str, KindTime]:
+    result = {}
+    for name in KINDS:
+        rows = kind == CODE[name]
+        if not rows.any():
+            continue
+        hidden = None
+        if name in COMMUNICATION:
+            hidden = int(np.sum(intervals.covered_ns(compute, start[rows], end[rows])))
+        result[name] = KindTime(int(np.sum(end[rows] - start[rows])), int(np.count_nonzero(rows)), hidden)
+    return result

@@ -1,0 +1,96 @@
+"""Sets of time as disjoint spans: union, intersection, subtraction and length, exact in int64 nanoseconds.
+
+A span holds its start and not its end, so touching spans merge and an empty one vanishes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ringprof.trace.columns import Int64
+
+
+@dataclass(frozen=True)
+class Spans:
+    """Disjoint, non-empty, non-touching spans in ascending order; two int64 arrays of one length."""
+
+    start_ns: Int64
+    end_ns: Int64
+
+    def __len__(self) -> int:
+        return len(self.start_ns)
+
+
+NOTHING = Spans(np.empty(0, np.int64), np.empty(0, np.int64))
+
+
+def union(start_ns: Int64, end_ns: Int64) -> Spans:
+    """The time covered by any of the intervals [start, end), which may overlap and come in any order.
+
+    An interval that ends before it starts covers nothing.
+    """
+    real = end_ns > start_ns
+    start, end = start_ns[real], end_ns[real]
+    if not len(start):
+        return NOTHING
+    order = np.argsort(start, kind="stable")
+    start, latest_end = start[order], np.maximum.accumulate(end[order])
+    first = np.flatnonzero(np.concatenate(([True], start[1:] > latest_end[:-1])))
+    last = np.concatenate((first[1:], [len(start)])) - 1
+    return Spans(start[first], latest_end[last])
+
+
+def merged(*sets: Spans) -> Spans:
+    """The time in any of the sets."""
+    return union(np.concatenate([s.start_ns for s in sets]), np.concatenate([s.end_ns for s in sets]))
+
+
+def intersection(a: Spans, b: Spans) -> Spans:
+    """The time in both."""
+    return _where(a, b, wanted_in_b=True)
+
+
+def subtraction(a: Spans, b: Spans) -> Spans:
+    """The time in ``a`` and not in ``b``."""
+    return _where(a, b, wanted_in_b=False)
+
+
+def length_ns(spans: Spans) -> int:
+    """Total time."""
+    return int(np.sum(spans.end_ns - spans.start_ns))
+
+
+def contains(spans: Spans, points_ns: Int64) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    """Whether each point lies in one of the spans."""
+    if not len(spans):
+        return np.zeros(len(points_ns), np.bool_)
+    at = np.searchsorted(spans.start_ns, points_ns, side="right") - 1
+    return (at >= 0) & (points_ns < spans.end_ns[at])
+
+
+def covered_ns(spans: Spans, start_ns: Int64, end_ns: Int64) -> Int64:
+    """How much of each interval [start, end) the spans cover."""
+    result: Int64 = np.maximum(_covered_before(spans, end_ns) - _covered_before(spans, start_ns), 0)
+    return result
+
+
+def _covered_before(spans: Spans, points_ns: Int64) -> Int64:
+    if not len(spans):
+        return np.zeros(len(points_ns), np.int64)
+    lengths = spans.end_ns - spans.start_ns
+    whole = np.concatenate((np.zeros(1, np.int64), np.cumsum(lengths)))
+    begun = np.searchsorted(spans.start_ns, points_ns, side="right")
+    last = np.maximum(begun - 1, 0)
+    not_yet = np.where(begun > 0, np.maximum(spans.end_ns[last] - points_ns, 0), 0)
+    result: Int64 = whole[begun] - not_yet
+    return result
+
+
+def _where(a: Spans, b: Spans, wanted_in_b: bool) -> Spans:
+    """Between two neighbouring edges of either set nothing changes: test each such piece at its start."""
+    edges = np.unique(np.concatenate((a.start_ns, a.end_ns, b.start_ns, b.end_ns)))
+    start, end = edges[:-1], edges[1:]
+    keep = contains(a, start) & (contains(b, start) == wanted_in_b)
+    return union(start[keep], end[keep])

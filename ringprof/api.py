@@ -1,0 +1,224 @@
+"""The library's front door: load a run or traces, and ask where the time went.
+
+import ringprof
+run = ringprof.load("traces/run.json")
+run.breakdown()      # one row a rank
+run.hops()           # one row a neighbour transfer
+run.report()         # the JSON report as a dict
+"""
+
+from __future__ import annotations
+
+import html
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ringprof.analysis.attribution import Attribution, Rank, attribute
+from ringprof.analysis.hops import Hop
+from ringprof.analysis.rules import KINDS
+from ringprof.analysis.summary import Summary, summarise
+from ringprof.errors import InputError, KernelTableError
+from ringprof.report import as_json, terminal
+from ringprof.run import Run, read_run
+from ringprof.trace.columns import Trace, Warning
+from ringprof.trace.detect import Input, detect, detect_bytes
+from ringprof.trace.kineto import parse_trace
+from ringprof.trace.ranks import read_traces
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+BREAKDOWN_COLUMNS = (
+    "rank",
+    "host",
+    "wall_ns",
+    "compute_ns",
+    "comm_ns",
+    "overlapped_ns",
+    "exposed_comm_ns",
+    "exposed_memory_ns",
+    "idle_ns",
+    "overlap_ratio",
+    *(f"{kind}_ns" for kind in KINDS),
+)
+"""Of `Analysis.breakdown`: a row a rank; times in int64 nanoseconds, missing where not known; the ratio is 0..1."""
+
+HOP_COLUMNS = (
+    "rank",
+    "hop",
+    "group",
+    "send_to",
+    "receive_from",
+    "bytes",
+    "start_ns",
+    "end_ns",
+    "ready_ns",
+    "wait_ns",
+    "wire_ns",
+    "exposed_ns",
+    "wire_gbps",
+    "link",
+    "source",
+)
+"""Of `Analysis.hops`: a row a hop, by rank and start.
+
+``start_ns`` and ``end_ns`` are unix time; ``bytes`` are those sent; ``exposed_ns`` is time with no computation beside
+it; ``link`` is ``same_host``, ``other_host`` or ``unknown``; ``source`` says where peers and bytes come from.
+"""
+
+
+class Analysis:
+    """One run, or the traces of one, explained. Made by `load`."""
+
+    def __init__(self, traces: Sequence[Trace], run: Run | None, source: Input, ranks_per_host: int | None) -> None:
+        self._traces = tuple(traces)
+        self._source = source
+        self._ranks_per_host = ranks_per_host
+        self.run = run
+        """What the recorder wrote, or None for traces from elsewhere."""
+
+    @cached_property
+    def attribution(self) -> Attribution:
+        """Every rank's figures, as values."""
+        return attribute(self._traces, self.run, self._ranks_per_host)
+
+    @cached_property
+    def summary(self) -> Summary:
+        """The run as a whole."""
+        return summarise(self.attribution)
+
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks that there are traces of, ascending."""
+        return [rank.rank for rank in self.attribution.ranks]
+
+    @property
+    def warnings(self) -> list[Warning]:
+        """What was odd in the input, and what could not be told and why."""
+        return list(self.attribution.warnings)
+
+    def breakdown(self) -> pd.DataFrame:
+        """Where each rank's time went; columns `BREAKDOWN_COLUMNS`."""
+        return _frame([_breakdown_row(rank) for rank in self.attribution.ranks], BREAKDOWN_COLUMNS)
+
+    def hops(self) -> pd.DataFrame:
+        """Every neighbour transfer; columns `HOP_COLUMNS`."""
+        rows = [_hop_row(hop) for rank in self.attribution.ranks for hop in rank.hops]
+        return _frame(rows, HOP_COLUMNS)
+
+    def report(self) -> dict[str, Any]:
+        """The report of ``--format json``, schema ``ringprof.report/1``."""
+        paths = [self._source.run] if self._source.run else list(self._source.paths)
+        return as_json.as_dict(self.attribution, self.summary, source=self._source.type, paths=paths)
+
+    def to_terminal(self, look: terminal.Look | None = None) -> str:
+        """The report for people, as text."""
+        return terminal.render(self.attribution, self.summary, look)
+
+    def __repr__(self) -> str:
+        name = self.run.name if self.run else f"{len(self._traces)} traces"
+        return f"<ringprof.Analysis of {name}>"
+
+    def _repr_html_(self) -> str:
+        """The terminal report, for notebooks."""
+        text = self.to_terminal(terminal.Look(width=110))
+        return f'<pre style="line-height: 1.2">{html.escape(text)}</pre>'
+
+
+def load(
+    paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
+    *,
+    ranks_per_host: int | None = None,
+    limit_bytes: int | None = None,
+) -> Analysis:
+    """Load a ``run.json``, a run's folder, a Kineto trace, a folder of traces or several traces of one run.
+
+    ``ranks_per_host`` names the hosts where neither run nor traces do; ``limit_bytes`` is how far a compressed trace
+    may expand (16 GiB). Raises `InputError` where something cannot be read or is not of one run.
+    """
+    given = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
+    source = detect(given)
+    if source.type == "run":
+        assert source.run is not None
+        return _load_run(source.run, source, ranks_per_host, limit_bytes)
+    if source.type == "text":
+        return _load_text(source.paths[0])
+    return Analysis(read_traces(source.paths, limit_bytes=limit_bytes), None, source, ranks_per_host)
+
+
+def load_bytes(
+    data: bytes, name: str = "-", *, ranks_per_host: int | None = None, limit_bytes: int | None = None
+) -> Analysis:
+    """As `load`, for one trace that came through a pipe."""
+    kind = detect_bytes(data, name)
+    if kind == "run":
+        raise InputError(f"{name}: a run names its traces relative to its own file: give the path of the run.json")
+    if kind == "text":
+        return _load_text(name, data)
+    trace = parse_trace(data, name, limit_bytes=limit_bytes)
+    return Analysis([trace], None, Input("trace", (name,)), ranks_per_host)
+
+
+def _load_run(path: str, source: Input, ranks_per_host: int | None, limit_bytes: int | None) -> Analysis:
+    run = read_run(path)
+    if not run.traces:
+        raise InputError(f"{path}: the run names no traces: record it again")
+    rank_of = {str(Path(path).parent / trace.path): trace.rank for trace in run.traces}
+    read = read_traces(list(rank_of), limit_bytes=limit_bytes)
+    traces = [replace(trace, rank=rank_of[trace.path]) for trace in read]
+    return Analysis(traces, run, source, ranks_per_host)
+
+
+def _load_text(name: str, data: bytes | None = None) -> Analysis:
+    """Where printed kernel tables will be read: from ``data`` that came through a pipe, else from the file."""
+    raise KernelTableError(f"{name}: a text file; printed kernel tables are not read yet: give a trace or a run.json")
+
+
+# --- frames -----------------------------------------------------------------------------------------
+
+
+def _frame(rows: list[dict[str, Any]], columns: Sequence[str]) -> pd.DataFrame:
+    import pandas as pd  # here, because it takes longer to import than most reports to make
+
+    frame = pd.DataFrame(rows, columns=list(columns))
+    for column in columns:
+        if column.endswith("_ns") or column == "bytes":
+            frame[column] = frame[column].astype("Int64")
+    return frame
+
+
+def _breakdown_row(rank: Rank) -> dict[str, Any]:
+    row: dict[str, Any] = {"rank": rank.rank, "host": rank.host}
+    for column in BREAKDOWN_COLUMNS[2:10]:
+        row[column] = getattr(rank.breakdown, column)
+    for kind in KINDS:
+        figures = rank.breakdown.kinds.get(kind)
+        row[f"{kind}_ns"] = figures.time_ns if figures else 0
+    return row
+
+
+def _hop_row(hop: Hop) -> dict[str, Any]:
+    wire, size = hop.wire_ns, hop.sent_bytes
+    ready = [part.ready_ns for part in hop.parts]
+    transfers = [part.transfer for part in hop.parts]
+    return {
+        "rank": hop.rank,
+        "hop": hop.number,
+        "group": transfers[0].group[0],
+        "send_to": tuple(dict.fromkeys(m.peer for t in transfers for m in t.sends)),
+        "receive_from": tuple(dict.fromkeys(m.peer for t in transfers for m in t.receives)),
+        "bytes": size,
+        "start_ns": hop.start_ns,
+        "end_ns": hop.end_ns,
+        "ready_ns": None if None in ready else max(moment for moment in ready if moment is not None),
+        "wait_ns": hop.wait_ns,
+        "wire_ns": wire,
+        "exposed_ns": hop.exposed_ns,
+        "wire_gbps": size / wire if size is not None and wire else None,
+        "link": hop.parts[0].link,
+        "source": transfers[0].source,
+    }

@@ -1,0 +1,137 @@
+"""The report as data: ``ringprof report --format json``, schema ``ringprof.report/1``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from ringprof.analysis.attribution import Attribution, Rank
+from ringprof.analysis.hops import hop_totals, total
+from ringprof.analysis.summary import Communication, Summary
+from ringprof.run import Run
+from ringprof.trace.columns import Warning
+
+SCHEMA = "ringprof.report/1"
+
+
+def render(report: dict[str, Any]) -> str:
+    """The report as JSON text, in ASCII so that no locale can spoil it."""
+    return json.dumps(report, indent=1, ensure_ascii=True, allow_nan=False) + "\n"
+
+
+def as_dict(attribution: Attribution, summary: Summary, *, source: str, paths: Sequence[str]) -> dict[str, Any]:
+    """The whole report; ``source`` is ``run`` or ``trace``, ``paths`` the files that were read."""
+    return {
+        "schema": SCHEMA,
+        "source": {"type": source, "paths": list(paths)},
+        "summary": _summary(summary),
+        "ranks": [_rank(rank) for rank in attribution.ranks],
+        "steps": [],
+        "waterfall": None,
+        "run": _run(attribution.run) if attribution.run else None,
+        "table": None,
+        "warnings": [_warning(warning) for warning in attribution.warnings],
+    }
+
+
+def _summary(summary: Summary) -> dict[str, Any]:
+    rates = summary.rates
+    return {
+        "tflops": rates.tflops,
+        "tflops_quantiles": rates.tflops_quantiles,
+        "iterations_timed": rates.iterations_timed,
+        "block_tflops": rates.block_tflops,
+        "solo_tflops": rates.solo_tflops,
+        "profiler_overhead": rates.profiler_overhead,
+        "exposed_comm_share": {
+            "mean": summary.exposed_mean,
+            "worst": summary.exposed_worst,
+            "rank": summary.exposed_worst_rank,
+        },
+        "overlap_ratio": summary.overlap_ratio,
+        "other_share": summary.other_share,
+        "iterations": summary.iterations,
+        "slowest_rank": {"rank": summary.slowest_rank, "wall_ns": summary.slowest_wall_ns},
+        "parts_ns": {
+            part.name: {"mean": part.mean_ns, "min": part.min_ns, "max": part.max_ns} for part in summary.parts
+        },
+        "communication": [_communication(row) for row in summary.communication],
+        "devices": list(summary.devices),
+        "attention": list(summary.attention),
+    }
+
+
+def _communication(row: Communication) -> dict[str, Any]:
+    return {
+        "kind": row.kind,
+        "link": row.link,
+        "count": row.kernels,
+        "bytes": row.sent_bytes,
+        "wait_share": row.wait_share,
+        "wire_share": row.wire_share,
+        "wire_gbps": row.wire_gbps,
+        "best_gbps": row.best_gbps,
+    }
+
+
+def _rank(rank: Rank) -> dict[str, Any]:
+    b = rank.breakdown
+    return {
+        "rank": rank.rank,
+        "host": rank.host,
+        "wall_ns": b.wall_ns,
+        "compute_ns": b.compute_ns,
+        "comm_ns": b.comm_ns,
+        "overlapped_ns": b.overlapped_ns,
+        "exposed_comm_ns": b.exposed_comm_ns,
+        "exposed_memory_ns": b.exposed_memory_ns,
+        "idle_ns": b.idle_ns,
+        "overlap_ratio": b.overlap_ratio,
+        "kinds_ns": {kind: figures.time_ns for kind, figures in b.kinds.items()},
+        "waits": _waits(rank),
+        "hops": _hops(rank),
+    }
+
+
+def _waits(rank: Rank) -> dict[str, dict[str, int]] | None:
+    """Wait and wire by kind; kinds with a kernel whose split is not known are left out."""
+    waits = {}
+    for kind in dict.fromkeys(part.transfer.kind for part in rank.splits):
+        parts = [part for part in rank.splits if part.transfer.kind == kind]
+        wait, wire = total([part.wait_ns for part in parts]), total([part.wire_ns for part in parts])
+        if wait is not None and wire is not None:
+            waits[kind] = {"wait_ns": wait, "wire_ns": wire}
+    return waits or None
+
+
+def _hops(rank: Rank) -> dict[str, Any] | None:
+    if not rank.hops:
+        return None
+    totals = hop_totals(rank.hops)
+    return {
+        "count": totals.count,
+        "bytes": totals.sent_bytes,
+        "wait_ns": totals.wait_ns,
+        "wire_ns": totals.wire_ns,
+        "wire_gbps": totals.wire_gbps,
+    }
+
+
+def _warning(warning: Warning) -> dict[str, Any]:
+    return {
+        "code": warning.code,
+        "message": warning.message,
+        "rank": warning.rank,
+        "count": warning.count,
+        "byte_offset": warning.byte_offset,
+    }
+
+
+def _run(run: Run) -> dict[str, Any]:
+    """What was run and measured, without the times of every iteration: those are in the ``run.json``."""
+    plain: dict[str, Any] = msgspec.to_builtins(run)
+    kept = ("name", "created", "workload", "topology", "strategy", "kernel", "verification", "peak_memory_bytes")
+    return {key: plain[key] for key in kept}

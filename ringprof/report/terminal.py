@@ -1,0 +1,306 @@
+"""The report for people: most important first, every figure with its unit, parts that sum.
+
+`render` returns text. It decides how things are written, never what they come to.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from ringprof.analysis.attribution import Attribution
+from ringprof.analysis.hops import OTHER_HOST, SAME_HOST
+from ringprof.analysis.summary import Communication, KindRow, Rates, Summary
+from ringprof.report.text import (
+    ascii_bar,
+    bar,
+    binary_size,
+    clean,
+    duration,
+    in_ascii,
+    in_unit,
+    percent,
+    rate,
+    rounded_to_sum,
+    unit_for,
+)
+from ringprof.run import Run
+
+LONGEST_BAR = 20
+_LABELS = {
+    "compute": "compute",
+    "exposed_comm": "exposed communication",
+    "exposed_memory": "exposed memory",
+    "idle": "idle",
+    "wall": "wall",
+    "flash_fwd": "flash forward",
+    "flash_bwd": "flash backward",
+    "merge": "merge",
+    "gemm": "matrix product",
+    "other": "other compute",
+    "send_recv": "send/recv",
+    "all_to_all": "all-to-all",
+    "all_gather": "all-gather",
+    "reduce_scatter": "reduce-scatter",
+    "all_reduce": "all-reduce",
+    "broadcast": "broadcast",
+    "copy_engine": "peer copies",
+    "comm_other": "other communication",
+    "memcpy": "memory copies",
+    "memset": "memory sets",
+}
+_NAMES = {"send_recv": "SendRecv", "all_to_all": "AllToAll", "all_gather": "AllGather"}
+_LINKS = {SAME_HOST: "within a host", OTHER_HOST: "between hosts"}
+
+
+@dataclass(frozen=True)
+class Look:
+    """How the text is to be written."""
+
+    width: int = 80
+    color: bool = False
+    ascii_only: bool = False
+
+    def bar(self, share: float, width: int) -> str:
+        return ascii_bar(share, width) if self.ascii_only else bar(share, width)
+
+
+def render(attribution: Attribution, summary: Summary, look: Look | None = None) -> str:
+    """The whole report as text that ends with a newline."""
+    look = look or Look()
+    blocks: list[RenderableType] = [Text(_header(attribution, summary), style="bold")]
+    if attribution.run:
+        blocks.append(Text("\n".join(_run_lines(attribution.run, summary.rates))))
+    blocks.append(Text("\n".join(_findings(attribution, summary))))
+    blocks.append(_where_time_went(summary, look))
+    blocks.append(_by_kind(summary, attribution.on_cpu))
+    if len(attribution.ranks) > 1:
+        blocks.append(_by_rank(summary))
+    blocks.extend(_warning_block(attribution))
+    blocks.append(Text("next: ringprof report PATH --format json", style="dim"))
+    return _written(blocks, look)
+
+
+def _written(blocks: Sequence[RenderableType], look: Look) -> str:
+    file = io.StringIO()
+    console = Console(
+        file=file,
+        width=look.width,
+        force_terminal=look.color,
+        no_color=not look.color,
+        color_system="standard" if look.color else None,
+        highlight=False,
+        markup=False,
+        emoji=False,
+        legacy_windows=False,
+    )
+    for number, block in enumerate(blocks):
+        if number:
+            console.print()
+        console.print(block)
+    text = "\n".join(line.rstrip() for line in file.getvalue().splitlines()) + "\n"
+    return in_ascii(text) if look.ascii_only else text
+
+
+# --- what was run, and what stands out --------------------------------------------------------------
+
+
+def _header(attribution: Attribution, summary: Summary) -> str:
+    ranks = attribution.ranks
+    count = f"{len(ranks)} rank{'s' if len(ranks) > 1 else ''}"
+    parts = [f"{count}, {_hosts(summary)}"]
+    parts.extend(clean(device) for device in summary.devices)
+    if attribution.on_cpu:
+        parts.append("CPU")
+    if summary.attention:
+        parts.append(" and ".join(summary.attention) + " attention")
+    wall = duration(summary.slowest_wall_ns)
+    if len(ranks) > 1:
+        excess = percent(summary.slowest_excess)
+        parts.append(f"{wall} on the slowest rank (rank {summary.slowest_rank}, {excess} over the mean)")
+    else:
+        parts.append(f"{wall} on rank {ranks[0].rank}")
+    if summary.iterations > 1:
+        parts.append(f"{summary.iterations} iterations")
+    return " · ".join(parts)
+
+
+def _hosts(summary: Summary) -> str:
+    if not summary.hosts:
+        return "hosts unknown"
+    return clean(f"host {summary.hosts[0]}") if len(summary.hosts) == 1 else f"{len(summary.hosts)} hosts"
+
+
+def _run_lines(run: Run, rates: Rates) -> list[str]:
+    lines = [_what_ran(run)]
+    if run.verification:
+        outcome = "result verified" if run.verification.passed else "RESULT WRONG"
+        worst = max(run.verification.errors.values(), key=lambda error: error.rms / (error.allowed_rms or 1.0))
+        lines.append(
+            f"{outcome} against float64 at {run.verification.seq} tokens: relative error {worst.rms:.1e} "
+            f"(allowed {worst.allowed_rms:.1e}; the kernel alone {worst.kernel_rms:.1e})"
+        )
+    speed = []
+    if rates.tflops is not None and rates.tflops_quantiles:
+        low, high = rates.tflops_quantiles["p10"], rates.tflops_quantiles["p90"]
+        several = f"median of {rates.iterations_timed}, {rate(low)} to {rate(high)}"
+        spread = several if rates.iterations_timed > 1 else "one iteration"
+        speed.append(f"{rate(rates.tflops)} per device achieved ({spread})")
+    if rates.block_tflops is not None:
+        speed.append(f"its attention kernels run at {rate(rates.block_tflops)}")
+    if speed:
+        lines.append("; ".join(speed))
+    lines.extend(_cost_line(rates))
+    return lines
+
+
+def _cost_line(rates: Rates) -> list[str]:
+    parts = []
+    if rates.profiler_overhead is not None and rates.slowest_median_ns is not None:
+        slower = f"{percent(abs(rates.profiler_overhead))} {'slower' if rates.profiler_overhead >= 0 else 'faster'}"
+        parts.append(f"{duration(rates.slowest_median_ns)} an iteration without the profiler, {slower} with it")
+    if rates.peak_memory_bytes:
+        parts.append(f"peak memory {binary_size(rates.peak_memory_bytes)} a device")
+    return ["; ".join(parts)] if parts else []
+
+
+def _what_ran(run: Run) -> str:
+    parts = []
+    if run.strategy:
+        given = ", ".join(f"{key}={value}" for key, value in run.strategy.params.items())
+        parts.append(run.strategy.name + (f" ({given})" if given else ""))
+    if run.workload:
+        w = run.workload
+        heads = f"{w.heads} heads" + (f" ({w.kv_heads} kv)" if w.kv_heads != w.heads else "")
+        parts.append(f"{w.seq} tokens, {heads} of {w.head_dim}" + (f", batch {w.batch}" if w.batch > 1 else ""))
+        parts.append("causal" if w.causal else "full")
+        parts.append(w.dtype + ("" if w.backward else ", forward only"))
+    if run.kernel:
+        parts.append(f"kernel {run.kernel}")
+    return " · ".join(clean(part) for part in parts) or clean(run.name)
+
+
+def _findings(attribution: Attribution, summary: Summary) -> list[str]:
+    if not any(rank.breakdown.comm_ns for rank in attribution.ranks):
+        one = len(attribution.ranks) == 1 and _world_size(attribution) in (None, 1)
+        device = "process" if attribution.on_cpu else "GPU"
+        return [f"one {device}: nothing is communicated" if one else "no communication in these traces"]
+    exposed = f"{percent(summary.exposed_mean)} of the time is exposed communication"
+    if len(attribution.ranks) > 1:
+        exposed += f", {percent(summary.exposed_worst)} at worst (rank {summary.exposed_worst_rank})"
+    if attribution.on_cpu:
+        return [f"{exposed}: time blocked in waiting for a transfer."]
+    lines = [exposed + "."]
+    lines.extend(_split_line(row) for row in summary.communication)
+    return lines
+
+
+def _split_line(row: Communication) -> str:
+    name = _NAMES.get(row.kind, _LABELS[row.kind])
+    link = f" {_LINKS[row.link]}" if row.link in _LINKS else ""
+    rates = []
+    if row.wire_gbps is not None:
+        rates.append(f"{row.wire_gbps:.3g} GB/s")
+    if row.best_gbps is not None:
+        rates.append(f"{row.best_gbps:.3g} best seen on this link")
+    shown = f" ({'; '.join(rates)})" if rates else ""
+    waited = f"{percent(row.wait_share, 0)} of {name} time{link} was waiting for a peer"
+    return f"{waited}, {percent(row.wire_share, 0)} on the wire{shown}."
+
+
+def _world_size(attribution: Attribution) -> int | None:
+    if attribution.run:
+        return attribution.run.topology.world_size
+    return attribution.ranks[0].classified.trace.world_size
+
+
+# --- tables -------------------------------------------------------------------------------------------
+
+
+def _table(title: str, columns: Iterable[str]) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    table.add_column(title, no_wrap=True, vertical="bottom")
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
+    return table
+
+
+def _where_time_went(summary: Summary, look: Look) -> Table:
+    unit_ns, unit = unit_for(summary.parts[-1].mean_ns)
+    several = summary.parts[-1].min_ns != summary.parts[-1].max_ns
+    columns = ["mean", "min", "max", ""] if several else ["time", ""]
+    table = _table("where the time went", columns)
+    table.add_column("", no_wrap=True, style="cyan")
+    *parts, wall = summary.parts
+    means = [*rounded_to_sum([part.mean_ns / unit_ns for part in parts], wall.mean_ns / unit_ns, 3), None]
+    shares = [*rounded_to_sum([part.share * 100 for part in parts], 100 * wall.share, 1), None]
+    rows = []
+    for part, mean, share in zip(summary.parts, means, shares, strict=True):
+        row = [_LABELS[part.name], f"{in_unit(wall.mean_ns, unit_ns) if mean is None else f'{mean:,.3f}'} {unit}"]
+        if several:
+            row += [in_unit(part.min_ns, unit_ns), in_unit(part.max_ns, unit_ns)]
+        rows.append([*row, percent(part.share) if share is None else f"{share:.1f} %"])
+    taken = sum(max(map(len, column)) + 2 for column in zip(*rows, strict=True))
+    width = max(0, min(LONGEST_BAR, look.width - taken))
+    for row, part in zip(rows, summary.parts, strict=True):
+        is_wall = part is wall
+        table.add_row(*row, "" if is_wall else look.bar(part.share, width), style="bold" if is_wall else None)
+    return table
+
+
+def _by_kind(summary: Summary, on_cpu: bool) -> Table:
+    unit_ns, unit = unit_for(max(row.time_ns for row in summary.kinds))
+    table = _table("by kind", ["time", "of wall", "calls", "average"])
+    table.add_column("", no_wrap=True)
+    for row in summary.kinds:
+        table.add_row(
+            _LABELS[row.kind],
+            f"{in_unit(row.time_ns, unit_ns)} {unit}",
+            percent(row.share),
+            f"{row.calls:,.0f}" if row.calls == int(row.calls) else f"{row.calls:,.1f}",
+            duration(row.average_ns, 1),
+            _kind_note(row, on_cpu),
+        )
+    return table
+
+
+def _kind_note(row: KindRow, on_cpu: bool) -> str:
+    if row.hidden is not None:
+        return f"{percent(row.hidden, 0)} hidden"
+    if row.kind == "send_recv" and on_cpu:
+        return "blocked in wait"
+    return ""
+
+
+def _by_rank(summary: Summary) -> Table:
+    unit_ns, unit = unit_for(summary.parts[-1].mean_ns)
+    columns = ["wall", "compute", "exposed\ncomm", "exposed\nmemory", "idle", "overlap"]
+    timed = any(row.wait_share is not None for row in summary.ranks)
+    table = _table(f"by rank\nin {unit}", [*columns, "waiting", "wire\nGB/s"] if timed else columns)
+    for row in summary.ranks:
+        times = (row.wall_ns, row.compute_ns, row.exposed_comm_ns, row.exposed_memory_ns, row.idle_ns)
+        cells = [row.label, *(in_unit(time, unit_ns) for time in times)]
+        cells.append("-" if row.overlap_ratio is None else percent(row.overlap_ratio))
+        if timed:
+            cells.append("-" if row.wait_share is None else percent(row.wait_share, 0))
+            cells.append("-" if row.wire_gbps is None else f"{row.wire_gbps:.3g}")
+        table.add_row(*cells)
+    return table
+
+
+def _warning_block(attribution: Attribution) -> list[RenderableType]:
+    lines = []
+    for warning in attribution.warnings:
+        times = f" ({warning.count} times)" if warning.count > 1 else ""
+        where = f"rank {warning.rank}: " if warning.rank is not None else ""
+        lines.append(f"{where}{clean(warning.message)}{times} [{clean(warning.code)}]")
+    if not lines:
+        return []
+    text = Text("\n").join(Text(line, style="yellow") for line in lines)
+    return [Group(Text("warnings", style="bold yellow"), Padding(text, (0, 0, 0, 2)))]

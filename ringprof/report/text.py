@@ -1,0 +1,83 @@
+"""Figures and names as text: units, rounding that keeps sums, bars, and nothing that a terminal would obey."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+BLOCKS = " ▏▎▍▌▋▊▉█"
+_ASCII = str.maketrans({"·": "|", "█": "#", "…": "~", "µ": "u"})
+_UNITS = ((10e9, 1e9, "s"), (1e6, 1e6, "ms"), (0.0, 1e3, "µs"))
+LONGEST_NAME = 200
+
+
+def clean(text: str) -> str:
+    """A name from a file, safe to print: one line, no control or direction characters, not endless."""
+    plain = "".join(char if char.isprintable() else " " for char in text)
+    plain = " ".join(plain.split())
+    return plain if len(plain) <= LONGEST_NAME else plain[: LONGEST_NAME - 1] + "…"
+
+
+def in_ascii(text: str) -> str:
+    """The same text for an output that knows only ASCII."""
+    return text.translate(_ASCII).encode("ascii", "replace").decode("ascii")
+
+
+def unit_for(time_ns: float) -> tuple[float, str]:
+    """(nanoseconds in one unit, its name) that suits times up to ``time_ns``."""
+    return next((size, name) for least, size, name in _UNITS if time_ns >= least)
+
+
+def in_unit(time_ns: float, unit_ns: float, digits: int = 3) -> str:
+    """A time as a number with a fixed count of digits."""
+    return f"{time_ns / unit_ns:,.{digits}f}"
+
+
+def duration(time_ns: float, digits: int = 2) -> str:
+    """A time with the unit that suits it."""
+    unit_ns, name = unit_for(time_ns)
+    return f"{in_unit(time_ns, unit_ns, digits)} {name}"
+
+
+def percent(share: float, digits: int = 1) -> str:
+    """A share of 0..1 in percent."""
+    return f"{100 * share:.{digits}f} %"
+
+
+def rate(tflops: float) -> str:
+    """A rate of floating-point operations; on a CPU it is small."""
+    return f"{tflops:,.1f} TFLOP/s" if tflops >= 1 else f"{1000 * tflops:,.1f} GFLOP/s"
+
+
+def binary_size(size_bytes: int) -> str:
+    """A size in the largest binary unit that leaves a number of at least 1."""
+    for shift, name in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if size_bytes >= 1 << shift:
+            return f"{size_bytes / (1 << shift):,.1f} {name}"
+    return f"{size_bytes} bytes"
+
+
+def rounded_to_sum(values: Sequence[float], whole: float, digits: int) -> list[float]:
+    """``values`` rounded to ``digits`` so that they add up to ``whole`` as it is rounded itself.
+
+    Those cut most are rounded up first; where rounding alone cannot close the gap, it is left open.
+    """
+    scale = 10**digits
+    scaled = [value * scale for value in values]
+    floors = [int(value // 1) for value in scaled]
+    missing = round(whole * scale) - sum(floors)
+    by_rest = sorted(range(len(scaled)), key=lambda i: floors[i] - scaled[i])
+    for index in by_rest[: max(0, missing)]:
+        floors[index] += 1
+    return [floor / scale for floor in floors]
+
+
+def bar(share: float, width: int) -> str:
+    """A bar that is ``share`` of ``width`` characters long, to an eighth of a character."""
+    eighths = round(max(0.0, min(share, 1.0)) * width * 8)
+    whole, rest = divmod(eighths, 8)
+    return "█" * whole + (BLOCKS[rest] if rest else "")
+
+
+def ascii_bar(share: float, width: int) -> str:
+    """The same from ``#``."""
+    return "#" * round(max(0.0, min(share, 1.0)) * width)

@@ -1,0 +1,112 @@
+"""From traces to an attribution: ranks, hosts, iterations, and input that does not fit together."""
+
+from __future__ import annotations
+
+import pytest
+
+from ringprof.analysis.attribution import attribute
+from ringprof.errors import InputError, TraceFormatError
+from tests.analysis.build import FLASH, NCCL, Builder, collective
+
+
+def one(rank, *, start=1000, world_size=4):
+    return Builder(rank=rank, world_size=world_size).run(FLASH, start, start + 100, launched=10)
+
+
+def attribute_all(*builders, **options):
+    return attribute([b.trace(f"file{n}.json") for n, b in enumerate(builders)], **options)
+
+
+def codes(attribution):
+    return [warning.code for warning in attribution.warnings]
+
+
+def test_ranks_are_sorted():
+    attribution = attribute_all(one(1, world_size=2), one(0, world_size=2))
+    assert [rank.rank for rank in attribution.ranks] == [0, 1]
+    assert codes(attribution) == []
+
+
+def test_two_traces_of_one_rank_are_refused_by_name():
+    with pytest.raises(InputError, match=r"file1.json and file0.json are both of rank 1"):
+        attribute_all(one(1), one(1))
+
+
+def test_runs_of_different_size_are_refused():
+    with pytest.raises(InputError, match=r"file0.json is of a run of 4 ranks, file1.json of 8"):
+        attribute_all(one(0), one(1, world_size=8))
+
+
+def test_missing_ranks_are_said():
+    (warning,) = attribute_all(one(0), one(2)).warnings
+    assert (warning.code, warning.message) == ("missing_ranks", "2 of 4 ranks have no trace: 1, 3")
+
+
+def test_a_trace_without_a_rank_takes_a_free_one():
+    attribution = attribute_all(one(0, world_size=2), one(None, world_size=2))
+    assert [rank.rank for rank in attribution.ranks] == [0, 1]
+    assert codes(attribution) == ["unknown_rank"]
+
+
+def test_one_process_alone_is_rank_0_and_nothing_is_odd():
+    attribution = attribute_all(one(None, world_size=None))
+    assert (attribution.ranks[0].rank, codes(attribution)) == (0, [])
+
+
+def test_traces_that_share_no_moment_are_of_different_runs():
+    builders = [one(0, world_size=2), one(1, start=10_000, world_size=2)]
+    for rank, b in enumerate(builders):
+        at = 1000 + 9000 * rank
+        b.run(NCCL, at, at + 50, launched=30, own=collective("allreduce", group_ranks=(0, 1), group_size=2))
+    attribution = attribute_all(*builders)
+    assert codes(attribution) == ["mixed_runs"]
+    assert attribution.ranks[0].splits[0].wait_ns is None
+
+
+def test_a_trace_with_nothing_to_analyse_is_refused():
+    with pytest.raises(TraceFormatError, match="nothing to report"):
+        attribute_all(Builder())
+
+
+def test_no_trace_at_all_is_refused():
+    with pytest.raises(InputError):
+        attribute([])
+
+
+def test_of_several_devices_the_busiest_is_reported():
+    b = one(0, world_size=1).run(FLASH, 1200, 1300, launched=20).run(FLASH, 1200, 1800, launched=30, device=1)
+    attribution = attribute_all(b)
+    assert codes(attribution) == ["several_devices"]
+    assert attribution.ranks[0].breakdown.wall_ns == 300
+
+
+def test_iterations_are_analysed_alone_and_together():
+    b = Builder(world_size=1)
+    for number in range(3):
+        at = 1000 * number
+        b.mark("ringprof::iteration", at, at + 500).run(FLASH, at + 20, at + 320, launched=at + 10)
+    b.run(FLASH, 5000, 6000, launched=4000)
+    (rank,) = attribute_all(b).ranks
+    assert [part.wall_ns for part in rank.iterations] == [300, 300, 300]
+    assert (rank.breakdown.wall_ns, rank.breakdown.compute_ns, rank.breakdown.idle_ns) == (2300, 900, 1400)
+
+
+def test_marks_that_hold_nothing_are_said():
+    b = one(0, world_size=1).mark("ringprof::iteration", 5000, 6000)
+    assert codes(attribute_all(b)) == ["window_empty"]
+
+
+def test_hosts_come_from_the_traces_or_the_option():
+    named, unnamed = one(0, world_size=2), one(1, world_size=2)
+    named.host = "alpha"
+    assert [rank.host for rank in attribute_all(named, unnamed).ranks] == ["alpha", None]
+    given = attribute_all(named, unnamed, ranks_per_host=1)
+    assert [rank.host for rank in given.ranks] == ["host0", "host1"]
+
+
+def test_the_same_warning_of_many_ranks_is_one():
+    builders = [one(rank) for rank in range(4)]
+    for b in builders:
+        b.run(NCCL, 1100, 1200, launched=30)
+    (warning,) = attribute_all(*builders).warnings
+    assert (warning.code, warning.count, warning.rank) == ("no_record", 4, None)

@@ -1,0 +1,97 @@
+"""Runs on CPU processes: operators compute, ringprof::wait is exposed communication, nothing overlaps."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ringprof.analysis.attribution import attribute
+from tests.analysis.build import Builder
+from tests.analysis.sweep import sweep
+
+FORWARD = "aten::_scaled_dot_product_flash_attention_for_cpu"
+BACKWARD = "aten::_scaled_dot_product_flash_attention_for_cpu_backward"
+
+
+def rank_of(builder):
+    return attribute([builder.trace()]).ranks[0]
+
+
+def codes(builder):
+    return {warning.code for warning in attribute([builder.trace()]).warnings}
+
+
+def example():
+    b = Builder(world_size=1).mark("ringprof::iteration", 0, 1000)
+    b.operate("aten::scaled_dot_product_attention", 100, 300).operate(FORWARD, 110, 290)
+    b.mark("ringprof::wait", 300, 400)
+    b.mark("ringprof::fwd/step=1/merge", 400, 450).operate("aten::add", 410, 440)
+    b.operate("MulBackward0", 450, 600).operate(BACKWARD, 460, 560).operate("aten::copy_", 570, 600)
+    b.operate("aten::mm", 700, 800).operate("aten::view", 900, 950)
+    return b
+
+
+def test_the_parts_of_a_cpu_run():
+    rank = rank_of(example())
+    b = rank.breakdown
+    assert rank.on_cpu
+    assert (b.wall_ns, b.compute_ns, b.exposed_comm_ns, b.exposed_memory_ns) == (1000, 200 + 30 + 100 + 100, 100, 30)
+    assert b.idle_ns == 1000 - 430 - 100 - 30
+    assert (b.overlapped_ns, b.overlap_ratio) == (None, None)
+
+
+def test_the_kinds_of_a_cpu_run():
+    kinds = {kind: (t.time_ns, t.calls) for kind, t in rank_of(example()).breakdown.kinds.items()}
+    assert kinds == {
+        "flash_fwd": (200, 1),
+        "flash_bwd": (100, 1),
+        "merge": (30, 1),
+        "gemm": (100, 1),
+        "memcpy": (30, 1),
+        "send_recv": (100, 1),
+    }
+
+
+def test_no_wait_and_wire_and_a_warning_that_says_why():
+    assert codes(example()) == {"cpu_no_transfer_times"}
+    assert rank_of(example()).splits == ()
+
+
+def test_without_marks_of_waiting_a_warning_says_that_communication_is_unknown():
+    b = Builder(world_size=2).operate(FORWARD, 0, 100)
+    assert "cpu_no_wait_marks" in codes(b)
+
+
+def test_one_process_needs_no_warning():
+    assert codes(Builder(world_size=1).operate(FORWARD, 0, 100)) == set()
+
+
+def test_without_an_iteration_mark_the_operators_bound_the_wall():
+    assert rank_of(Builder(world_size=1).operate(FORWARD, 10, 110)).breakdown.wall_ns == 100
+
+
+def test_each_iteration_alone():
+    b = Builder(world_size=1)
+    for at in (0, 1000):
+        b.mark("ringprof::iteration", at, at + 500).operate(FORWARD, at + 100, at + 200)
+    rank = rank_of(b)
+    assert [part.wall_ns for part in rank.iterations] == [500, 500]
+    assert rank.breakdown.wall_ns == 1500
+
+
+SPANS = st.tuples(st.integers(0, 80), st.integers(1, 20))
+
+
+@given(st.lists(SPANS, min_size=1, max_size=8), st.lists(SPANS, max_size=5))
+def test_the_parts_sum_to_the_wall(operators, waits):
+    b = Builder(world_size=1).mark("ringprof::iteration", 0, 100)
+    for start, length in operators:
+        b.operate(FORWARD, start, start + length)
+    for start, length in waits:
+        b.mark("ringprof::wait", start, start + length)
+    result = rank_of(b).breakdown
+    events = [(s, s + n, "compute") for s, n in operators] + [(s, s + n, "comm") for s, n in waits]
+    expected = sweep([(0, 0, "memory"), (100, 100, "memory"), *events])
+    assert result.exposed_comm_ns == expected["comm"]
+    assert result.compute_ns == expected["compute"] - expected["overlapped"]
+    assert result.idle_ns == expected["idle"]

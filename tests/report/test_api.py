@@ -1,0 +1,101 @@
+"""The library's front door."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+import ringprof
+from ringprof.api import BREAKDOWN_COLUMNS, HOP_COLUMNS, load_bytes
+from ringprof.errors import InputError, KernelTableError
+from ringprof.run import write_run
+from tests.analysis.recorded import recorded_run
+from tests.analysis.test_real_runs import DATA, NVLINK
+
+
+@pytest.fixture(scope="module")
+def analysis():
+    return ringprof.load(DATA / NVLINK)
+
+
+def test_breakdown_has_the_documented_columns(analysis):
+    frame = analysis.breakdown()
+    assert tuple(frame.columns) == BREAKDOWN_COLUMNS
+    assert frame["rank"].tolist() == list(range(8))
+    assert str(frame["wall_ns"].dtype) == "Int64"
+    parts = frame[["compute_ns", "exposed_comm_ns", "exposed_memory_ns", "idle_ns"]].sum(axis=1)
+    assert (parts == frame["wall_ns"]).all()
+
+
+def test_hops_have_the_documented_columns(analysis):
+    frame = analysis.hops()
+    assert tuple(frame.columns) == HOP_COLUMNS
+    assert len(frame) == 8 * 22
+    assert (frame["wait_ns"] + frame["wire_ns"] == frame["end_ns"] - frame["start_ns"]).all()
+    assert frame["send_to"].iloc[0] == (1,)
+    assert int(frame["start_ns"].iloc[0]) > 1_790_857_026_000_000_000
+
+
+def test_frames_and_report_say_the_same(analysis):
+    report, frame = analysis.report(), analysis.breakdown()
+    assert report["source"]["type"] == "trace"
+    assert [rank["compute_ns"] for rank in report["ranks"]] == frame["compute_ns"].tolist()
+    assert analysis.ranks == [rank["rank"] for rank in report["ranks"]]
+
+
+def test_a_notebook_gets_the_report_as_safe_html(analysis):
+    page = analysis._repr_html_()
+    assert page.startswith("<pre")
+    assert "exposed communication" in page
+
+
+def test_one_file_several_files_and_a_folder(tmp_path):
+    paths = [DATA / NVLINK / f"rank{rank}.json.gz" for rank in (0, 1)]
+    assert ringprof.load(paths[0]).ranks == [0]
+    assert ringprof.load(paths).ranks == [0, 1]
+    assert [warning.code for warning in ringprof.load(str(paths[0])).warnings] == ["missing_ranks", "peer_missing"]
+
+
+def test_a_run_is_loaded_with_its_traces(tmp_path):
+    for rank in range(8):
+        shutil.copy(DATA / NVLINK / f"rank{rank}.json.gz", tmp_path)
+    write_run(recorded_run(world_size=8), tmp_path / "run.json")
+    for path in (tmp_path, tmp_path / "run.json"):
+        analysis = ringprof.load(path)
+        assert analysis.run is not None
+        assert analysis.run.name == "burst-1024"
+        assert analysis.report()["source"] == {"type": "run", "paths": [str(tmp_path / "run.json")]}
+        assert {rank["host"] for rank in analysis.report()["ranks"]} == {"node"}
+        assert analysis.warnings == []
+        assert analysis.summary.communication[0].link == "same_host"
+
+
+def test_bytes_from_a_pipe():
+    data = (DATA / NVLINK / "rank3.json.gz").read_bytes()
+    assert load_bytes(data).ranks == [3]
+
+
+def test_a_text_file_is_named_as_such(tmp_path):
+    file = tmp_path / "run.log"
+    file.write_text("hello\n", encoding="utf-8")
+    with pytest.raises(KernelTableError, match=r"run\.log"):
+        ringprof.load(file)
+
+
+def test_a_missing_file_is_an_input_error(tmp_path):
+    with pytest.raises(InputError, match="no such file"):
+        ringprof.load(tmp_path / "nothing.json")
+
+
+def test_a_report_loads_neither_torch_nor_pandas_nor_matplotlib():
+    code = (
+        "import sys, ringprof, ringprof.cli\n"
+        f"ringprof.cli.run(['report', {str(DATA / NVLINK)!r}])\n"
+        "loaded = {'torch', 'pandas', 'matplotlib', 'jinja2'} & set(sys.modules)\n"
+        "assert not loaded, loaded"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,92 @@
+"""The JSON report against its schema, and its figures against each other."""
+
+from __future__ import annotations
+
+import json
+from importlib.resources import files
+
+import jsonschema
+import pytest
+
+from ringprof.analysis.attribution import attribute
+from ringprof.analysis.summary import summarise
+from ringprof.report import as_json
+from tests.analysis.build import FLASH, NCCL, Builder
+from tests.analysis.recorded import recorded_run
+from tests.analysis.test_cpu import example as cpu_example
+from tests.analysis.test_real_runs import NVLINK, TWO_HOSTS, attribution_of
+from tests.analysis.test_summary import ring_with_compute
+
+SCHEMA = json.loads(files("ringprof.report").joinpath("schema/report-1.schema.json").read_text(encoding="utf-8"))
+
+
+def report_of(attribution):
+    text = as_json.render(as_json.as_dict(attribution, summarise(attribution), source="trace", paths=["x.json"]))
+    assert text.isascii()
+    return json.loads(text)
+
+
+def traced(*builders, run=None):
+    return attribute([b.trace() for b in builders], run)
+
+
+CASES = {
+    "nvlink": lambda: attribution_of(NVLINK),
+    "two hosts": lambda: attribution_of(TWO_HOSTS, 4),
+    "a run": lambda: traced(*ring_with_compute(), run=recorded_run()),
+    "a run without measurements": lambda: traced(
+        *ring_with_compute(),
+        run=recorded_run(timings=None, profiled=None, work=None, verification=None, workload=None, strategy=None),
+    ),
+    "ranks missing": lambda: traced(*ring_with_compute()[:2]),
+    "one gpu": lambda: traced(Builder(world_size=1).run(FLASH, 0, 10, launched=1)),
+    "no records": lambda: traced(Builder(world_size=1).run(NCCL, 0, 10, launched=1)),
+    "nothing but zero time": lambda: traced(Builder(world_size=1).run(FLASH, 5, 5, launched=1)),
+    "cpu": lambda: traced(cpu_example()),
+}
+
+
+def test_the_schema_is_sound():
+    jsonschema.Draft202012Validator.check_schema(SCHEMA)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_report_fits_the_schema(case):
+    jsonschema.Draft202012Validator(SCHEMA).validate(report_of(CASES[case]()))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_parts_of_every_rank_sum_to_its_wall(case):
+    for rank in report_of(CASES[case]())["ranks"]:
+        parts = ("compute_ns", "exposed_comm_ns", "exposed_memory_ns", "idle_ns")
+        assert sum(rank[part] for part in parts) == rank["wall_ns"]
+        if rank["overlapped_ns"] is not None:
+            assert rank["comm_ns"] == rank["overlapped_ns"] + rank["exposed_comm_ns"]
+
+
+def test_the_top_level_is_the_contracts():
+    assert list(report_of(attribution_of(NVLINK))) == [
+        "schema", "source", "summary", "ranks", "steps", "waterfall", "run", "table", "warnings",
+    ]  # fmt: skip
+
+
+def test_a_rank_of_the_nvlink_run():
+    rank = report_of(attribution_of(NVLINK))["ranks"][5]
+    assert (rank["rank"], rank["host"], rank["wall_ns"]) == (5, None, 163_122_749)
+    assert rank["hops"]["count"] == 22
+    assert rank["hops"]["wait_ns"] + rank["hops"]["wire_ns"] == rank["kinds_ns"]["send_recv"]
+    assert rank["waits"]["send_recv"] == {key: rank["hops"][key] for key in ("wait_ns", "wire_ns")}
+    assert rank["hops"]["wire_gbps"] == pytest.approx(rank["hops"]["bytes"] / rank["hops"]["wire_ns"])
+
+
+def test_what_is_not_known_is_null():
+    (rank,) = report_of(traced(cpu_example()))["ranks"]
+    assert [rank[key] for key in ("overlapped_ns", "overlap_ratio", "waits", "hops")] == [None] * 4
+    alone = report_of(traced(*ring_with_compute()[:1]))["ranks"][0]
+    assert alone["waits"] is None
+    assert (alone["hops"]["bytes"], alone["hops"]["wait_ns"], alone["hops"]["wire_gbps"]) == (4000, None, None)
+
+
+def test_a_run_is_named_with_its_check():
+    run = report_of(traced(*ring_with_compute(), run=recorded_run()))["run"]
+    assert (run["name"], run["strategy"]["name"], run["verification"]["passed"]) == ("burst-1024", "burst", True)

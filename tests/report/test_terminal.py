@@ -1,0 +1,120 @@
+"""The report for people, read as people read it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from ringprof.analysis.attribution import attribute
+from ringprof.analysis.summary import summarise
+from ringprof.report.terminal import Look, render
+from tests.analysis.build import FLASH, Builder
+from tests.analysis.recorded import recorded_run
+from tests.analysis.test_cpu import example as cpu_example
+from tests.analysis.test_real_runs import NVLINK, TWO_HOSTS, attribution_of
+from tests.analysis.test_summary import ring_with_compute
+
+
+def shown(attribution, **look):
+    return render(attribution, summarise(attribution), Look(**look))
+
+
+def shown_traces(*builders, run=None, **look):
+    return shown(attribute([b.trace() for b in builders], run), **look)
+
+
+def test_the_most_important_comes_first():
+    lines = shown(attribution_of(NVLINK), width=120).splitlines()
+    assert lines[0] == (
+        "8 ranks, hosts unknown · NVIDIA H200 · cuDNN attention · 163.12 ms on the slowest rank "
+        "(rank 5, 1.1 % over the mean)"
+    )
+    assert lines[2].startswith("6.7 % of the time is exposed communication")
+    assert lines[3].startswith("35 % of SendRecv time was waiting for a peer, 65 % on the wire (288 GB/s; 438 best")
+
+
+def test_the_parts_visibly_sum():
+    text = shown(attribution_of(NVLINK))
+    rows = {}
+    for line in text.splitlines():
+        match = re.match(r"(compute|exposed communication|exposed memory|idle|wall) +([\d,.]+) ms.* ([\d.]+) %", line)
+        if match:
+            rows[match[1]] = round(float(match[2].replace(",", "")) * 1000), round(float(match[3]) * 10)
+    wall = rows.pop("wall")
+    assert len(rows) == 4
+    assert tuple(map(sum, zip(*rows.values(), strict=True))) == wall
+
+
+@pytest.mark.parametrize("run", [NVLINK, TWO_HOSTS])
+@pytest.mark.parametrize("width", [60, 80, 120, 200])
+def test_no_line_is_longer_than_the_terminal(run, width):
+    assert max(map(len, shown(attribution_of(run), width=width).splitlines())) <= width
+
+
+@pytest.mark.parametrize("run", [NVLINK, TWO_HOSTS])
+def test_nothing_is_cut_at_80_columns(run):
+    assert "…" not in shown(attribution_of(run), width=80)
+
+
+def test_without_colour_there_is_no_escape_code():
+    assert "\x1b" not in shown(attribution_of(NVLINK))
+
+
+def test_colour_changes_no_letter():
+    plain, coloured = (shown(attribution_of(NVLINK), color=color) for color in (False, True))
+    assert "\x1b[" in coloured
+    stripped = re.sub(r"\x1b\[[\d;]*m", "", coloured)
+    assert [line.rstrip() for line in stripped.splitlines()] == plain.splitlines()
+
+
+def test_ascii_is_enough():
+    text = shown(attribution_of(NVLINK), ascii_only=True)
+    assert text.isascii()
+    assert "####" in text
+    assert "?" not in text
+
+
+def test_one_gpu_communicates_nothing():
+    text = shown_traces(Builder(world_size=1).run(FLASH, 0, 1000, launched=1))
+    assert "one GPU: nothing is communicated" in text
+    assert "by rank" not in text
+
+
+def test_many_ranks_are_summed_up():
+    builders = [Builder(rank=rank, world_size=17).run(FLASH, 0, 1000 + rank, launched=1) for rank in range(17)]
+    text = shown_traces(*builders)
+    assert "rank 16 " not in text
+    assert re.search(r"^mean +\d.*\nmin +\d.*\nmax +\d", text, re.MULTILINE)
+
+
+def test_a_run_shows_its_workload_check_and_speed():
+    text = shown_traces(*ring_with_compute(), run=recorded_run(), width=200)
+    assert "burst (double_ring=False) · 1024 tokens, 8 heads of 64 · causal · bf16 · kernel cudnn" in text
+    assert "result verified against float64 at 256 tokens: relative error 2.0e-03" in text
+    assert "GFLOP/s per device achieved (median of 3," in text
+    assert "its attention kernels run at" in text
+    assert "3.00 ms an iteration without the profiler, 10.0 % slower with it; peak memory 1.0 GiB a device" in text
+
+
+def test_warnings_are_shown_with_their_code():
+    text = shown_traces(*ring_with_compute()[:1], width=100)
+    assert "warnings\n  3 of 4 ranks have no trace: 1, 2, 3 [missing_ranks]" in text
+
+
+def test_a_cpu_run_speaks_of_blocked_time():
+    text = shown_traces(cpu_example(), width=100)
+    assert "10.0 % of the time is exposed communication: time blocked in waiting for a transfer." in text
+    assert "· CPU ·" in text
+    assert "[cpu_no_transfer_times]" in text
+
+
+def test_names_from_a_trace_cannot_command_the_terminal():
+    attribution = attribution_of(NVLINK)
+    evil = tuple(replace(rank, device="\x1b[2J[bold]GPU\x07\n", host="a\u202eb") for rank in attribution.ranks)
+    text = shown(replace(attribution, ranks=evil), width=200)
+    assert "\x1b" not in text
+    assert "\x07" not in text
+    assert "[bold]GPU" in text
+    assert "host a b" in text

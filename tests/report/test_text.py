@@ -1,0 +1,70 @@
+"""Figures and names as text."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ringprof.report import text
+
+
+@pytest.mark.parametrize(
+    ("raw", "shown"),
+    [
+        ("plain", "plain"),
+        ("\x1b[31mred\x1b[0m", "[31mred [0m"),
+        ("two\nlines\r\n", "two lines"),
+        ("right\u202eleft", "right left"),
+        ("bell\x07 null\x00", "bell null"),
+        ("[bold]markup[/bold]", "[bold]markup[/bold]"),
+        ("x" * 300, "x" * 199 + "…"),
+    ],
+)
+def test_names_cannot_command_a_terminal(raw, shown):
+    assert text.clean(raw) == shown
+
+
+@given(st.text())
+def test_clean_text_is_one_printable_line(raw):
+    assert all(char.isprintable() for char in text.clean(raw))
+
+
+@given(st.text())
+def test_ascii_text_is_ascii(raw):
+    assert text.in_ascii(raw).isascii()
+
+
+@pytest.mark.parametrize(
+    ("time_ns", "shown"),
+    [(163_122_749, "163.12 ms"), (950_000, "950.00 µs"), (12_500_000_000, "12.50 s"), (3_343_305_547, "3,343.31 ms")],
+)
+def test_durations_take_a_unit_that_suits(time_ns, shown):
+    assert text.duration(time_ns) == shown
+
+
+@given(st.lists(st.floats(min_value=0, max_value=1e4), min_size=1, max_size=6), st.integers(0, 3))
+def test_rounded_parts_sum_to_the_rounded_whole(values, digits):
+    parts = text.rounded_to_sum(values, sum(values), digits)
+    assert round(sum(parts), digits) == pytest.approx(round(sum(values), digits), abs=0.11 * 10**-digits)
+    assert all(abs(part - value) <= 10**-digits + 1e-9 for part, value in zip(parts, values, strict=True))
+
+
+@pytest.mark.parametrize(("tflops", "shown"), [(520.04, "520.0 TFLOP/s"), (0.0101, "10.1 GFLOP/s")])
+def test_rates(tflops, shown):
+    assert text.rate(tflops) == shown
+
+
+@pytest.mark.parametrize(
+    ("size", "shown"), [(3685 << 20, "3.6 GiB"), (6 << 20, "6.0 MiB"), (2048, "2.0 KiB"), (5, "5 bytes")]
+)
+def test_sizes(size, shown):
+    assert text.binary_size(size) == shown
+
+
+def test_bars_are_as_long_as_their_share():
+    assert text.bar(0.5, 10) == "█" * 5
+    assert text.bar(0.0, 10) == ""
+    assert text.bar(1 / 80, 10) == "▏"
+    assert text.bar(2.0, 10) == "█" * 10
+    assert text.ascii_bar(0.5, 10) == "#####"
