@@ -12,7 +12,7 @@ from __future__ import annotations
 import html
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ from ringprof.analysis.attribution import Attribution, Rank, attribute
 from ringprof.analysis.hops import Hop
 from ringprof.analysis.rules import KINDS
 from ringprof.analysis.summary import Summary, summarise
-from ringprof.errors import InputError, KernelTableError
+from ringprof.errors import InputError
 from ringprof.report import as_json, terminal
 from ringprof.run import Run, read_run
 from ringprof.trace.columns import Trace, Warning
@@ -31,6 +31,8 @@ from ringprof.trace.ranks import read_traces
 
 if TYPE_CHECKING:
     import pandas as pd
+
+    from ringprof.analysis.table import TableReport
 
 BREAKDOWN_COLUMNS = (
     "rank",
@@ -129,53 +131,99 @@ class Analysis:
         return f'<pre style="line-height: 1.2">{html.escape(text)}</pre>'
 
 
-def load(
-    paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
-    *,
-    ranks_per_host: int | None = None,
-    limit_bytes: int | None = None,
-) -> Analysis:
-    """Load a ``run.json``, a run's folder, a Kineto trace, a folder of traces or several traces of one run.
+class TableAnalysis:
+    """Printed kernel tables, explained: what a table alone can prove. Made by `load` from a log."""
 
-    ``ranks_per_host`` names the hosts where neither run nor traces do; ``limit_bytes`` is how far a compressed trace
-    may expand (16 GiB). Raises `InputError` where something cannot be read or is not of one run.
+    run = None
+    ranks: tuple[int, ...] = ()
+    """A table does not say which ranks it sums."""
+
+    def __init__(self, name: str, reports: Sequence[TableReport]) -> None:
+        self.name, self.reports = name, tuple(reports)
+
+    @property
+    def warnings(self) -> list[Warning]:
+        """What was odd in the tables."""
+        return [warning for report in self.reports for warning in report.warnings]
+
+    def report(self) -> dict[str, Any]:
+        """The JSON report (schema ``ringprof.report/1``) of the largest table."""
+        from ringprof.report import table
+
+        return table.whole_report(self.reports, [self.name])
+
+    def to_terminal(self, look: terminal.Look | None = None) -> str:
+        """The report of all tables as text."""
+        from ringprof.report import table
+
+        return table.render_all(self.reports, ascii_only=bool(look and look.ascii_only))
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How to read what was given; None leaves it to the input."""
+
+    ranks_per_host: int | None = None
+    """Names the hosts where neither run nor traces do."""
+    limit_bytes: int | None = None
+    """How far a compressed trace may expand (16 GiB)."""
+    wall_ns: int | None = None
+    """Kernel tables: wall time of the window."""
+    iterations: int | None = None
+    """Kernel tables: iterations in the window."""
+
+
+def load(
+    paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]], **how: int | None
+) -> Analysis | TableAnalysis:
+    """Load a ``run.json``, a run's folder, Kineto traces of one run, a folder of them, or a log with kernel tables.
+
+    ``how``: the fields of `Reading`. Raises `InputError` where something cannot be read or is not of one run.
     """
+    reading = Reading(**how)
     given = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
     source = detect(given)
     if source.type == "run":
         assert source.run is not None
-        return _load_run(source.run, source, ranks_per_host, limit_bytes)
+        return _load_run(source.run, source, reading)
     if source.type == "text":
-        return _load_text(source.paths[0])
-    return Analysis(read_traces(source.paths, limit_bytes=limit_bytes), None, source, ranks_per_host)
+        return _load_text(source.paths[0], None, reading)
+    traces = read_traces(source.paths, limit_bytes=reading.limit_bytes)
+    return Analysis(traces, None, source, reading.ranks_per_host)
 
 
-def load_bytes(
-    data: bytes, name: str = "-", *, ranks_per_host: int | None = None, limit_bytes: int | None = None
-) -> Analysis:
-    """As `load`, for one trace that came through a pipe."""
+def load_bytes(data: bytes, name: str = "-", **how: int | None) -> Analysis | TableAnalysis:
+    """As `load`, for one trace or log that came through a pipe."""
+    reading = Reading(**how)
     kind = detect_bytes(data, name)
     if kind == "run":
         raise InputError(f"{name}: a run names its traces relative to its own file: give the path of the run.json")
     if kind == "text":
-        return _load_text(name, data)
-    trace = parse_trace(data, name, limit_bytes=limit_bytes)
-    return Analysis([trace], None, Input("trace", (name,)), ranks_per_host)
+        return _load_text(name, data, reading)
+    trace = parse_trace(data, name, limit_bytes=reading.limit_bytes)
+    return Analysis([trace], None, Input("trace", (name,)), reading.ranks_per_host)
 
 
-def _load_run(path: str, source: Input, ranks_per_host: int | None, limit_bytes: int | None) -> Analysis:
+def _load_run(path: str, source: Input, reading: Reading) -> Analysis:
     run = read_run(path)
     if not run.traces:
         raise InputError(f"{path}: the run names no traces: record it again")
     rank_of = {str(Path(path).parent / trace.path): trace.rank for trace in run.traces}
-    read = read_traces(list(rank_of), limit_bytes=limit_bytes)
+    read = read_traces(list(rank_of), limit_bytes=reading.limit_bytes)
     traces = [replace(trace, rank=rank_of[trace.path]) for trace in read]
-    return Analysis(traces, run, source, ranks_per_host)
+    return Analysis(traces, run, source, reading.ranks_per_host)
 
 
-def _load_text(name: str, data: bytes | None = None) -> Analysis:
-    """Where printed kernel tables will be read: from ``data`` that came through a pipe, else from the file."""
-    raise KernelTableError(f"{name}: a text file; printed kernel tables are not read yet: give a trace or a run.json")
+def _load_text(name: str, data: bytes | None, reading: Reading) -> TableAnalysis:
+    from ringprof.analysis.table import analyse_table
+    from ringprof.trace.kernel_table import read_tables
+
+    try:
+        raw = Path(name).read_bytes() if data is None else data
+    except OSError as error:
+        raise InputError(f"{name}: {error.strerror or error}") from None
+    tables = read_tables(raw.decode("utf-8-sig", errors="replace"), name)
+    return TableAnalysis(name, [analyse_table(table, reading.wall_ns, reading.iterations) for table in tables])
 
 
 # --- frames -----------------------------------------------------------------------------------------

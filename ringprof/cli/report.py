@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from ringprof.api import Analysis, load, load_bytes
+from ringprof.api import Analysis, TableAnalysis, load, load_bytes
 from ringprof.errors import InputError
 from ringprof.report import as_json
 from ringprof.report.terminal import Look
@@ -26,6 +26,10 @@ NARROWEST = 60
 @click.option(
     "--max-bytes", type=click.IntRange(min=1), help="How far a compressed trace may expand.  [default: 16 GiB]"
 )
+@click.option(
+    "--wall", type=click.FloatRange(min=0, min_open=True), help="Kernel table: wall time of the window in ms."
+)
+@click.option("--iters", type=click.IntRange(min=1), help="Kernel table: iterations in the window.")
 @click.option("--strict", is_flag=True, help="Exit with 2 where the report has warnings.")
 def command(
     paths: tuple[str, ...],
@@ -34,18 +38,22 @@ def command(
     ranks_per_host: int | None,
     width: int | None,
     max_bytes: int | None,
+    wall: float | None,
+    iters: int | None,
     strict: bool,
 ) -> int:
     """Show where the time of a run or trace went.
 
     PATH is a run.json, a run's folder, a Kineto trace (.json, .json.gz), a folder of them, several traces of one run,
-    or - for a trace from a pipe. Without PATH: traces/run.json, the newest run.
+    a log with printed kernel tables, or - for a trace or log from a pipe.
+    Without PATH: traces/run.json, the newest run.
 
     \b
     ringprof report traces/run.json
     ringprof report rank0.json.gz rank1.json.gz --format json
     """
-    analysis = _load(paths, ranks_per_host, max_bytes)
+    wall_ns = round(wall * 1e6) if wall else None
+    analysis = _load(paths, ranks_per_host=ranks_per_host, limit_bytes=max_bytes, wall_ns=wall_ns, iterations=iters)
     if form == "json":
         text = as_json.render(analysis.report())
     else:
@@ -57,13 +65,12 @@ def command(
     return _strictly(analysis) if strict else 0
 
 
-def _load(paths: tuple[str, ...], ranks_per_host: int | None, max_bytes: int | None) -> Analysis:
+def _load(paths: tuple[str, ...], **how: int | None) -> Analysis | TableAnalysis:
     if paths == ("-",):
-        data = sys.stdin.buffer.read()
-        return load_bytes(data, ranks_per_host=ranks_per_host, limit_bytes=max_bytes)
+        return load_bytes(sys.stdin.buffer.read(), "-", **how)
     if "-" in paths:
-        raise click.UsageError("- stands for one trace from a pipe and cannot go with other paths")
-    return load(paths or ("traces/run.json",), ranks_per_host=ranks_per_host, limit_bytes=max_bytes)
+        raise click.UsageError("- stands for one trace or log from a pipe and cannot go with other paths")
+    return load(paths or ("traces/run.json",), **how)
 
 
 def _look(width: int | None, output: str | None) -> Look:
@@ -88,7 +95,7 @@ def _write(path: Path, text: str) -> None:
     click.echo(f"Wrote {path}", err=True)
 
 
-def _strictly(analysis: Analysis) -> int:
+def _strictly(analysis: Analysis | TableAnalysis) -> int:
     if not analysis.warnings:
         return 0
     count = len(analysis.warnings)

@@ -1,0 +1,83 @@
+"""``ringprof logs``: benchmark logs of ring-attention systems as one audited table."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+from ringprof.analysis.audit import SPREAD, Audit, audit
+from ringprof.errors import InputError
+from ringprof.report import logs as shown
+from ringprof.trace.benchmark_log import BenchmarkLog, Settings, decode_log, read_log
+
+
+@click.command(name="logs")
+@click.argument("files", nargs=-1, required=True, metavar="FILE...")
+@click.option("--format", "form", type=click.Choice(["terminal", "json", "csv"]), default="terminal", show_default=True)
+@click.option("-o", "--output", type=click.Path(dir_okay=False), help="Write to this file instead of the terminal.")
+@click.option("--batch", type=click.IntRange(min=1), help="Batch size, where a log does not state it.")
+@click.option("--heads", type=click.IntRange(min=1), help="Query heads, where a log does not state them.")
+@click.option("--head-dim", type=click.IntRange(min=1), help="Head dimension, where a log does not state it.")
+@click.option("--world", type=click.IntRange(min=1), help="GPUs, where a log does not state them.")
+@click.option("--causal/--no-causal", default=None, help="The mask, where a log does not state it.")
+@click.option("--device", help="GPU model (such as A800), where a log does not state it.")
+@click.option(
+    "--spread", type=click.FloatRange(min=0), default=100 * SPREAD, show_default=True,
+    help="Percent by which the same configuration may differ between logs.",
+)  # fmt: skip
+@click.option("--strict", is_flag=True, help="Exit with 2 where a flag is an error.")
+def command(
+    files: tuple[str, ...],
+    form: str,
+    output: str | None,
+    batch: int | None,
+    heads: int | None,
+    head_dim: int | None,
+    world: int | None,
+    causal: bool | None,
+    device: str | None,
+    spread: float,
+    strict: bool,
+) -> int:
+    """Read benchmark logs into one table and audit them.
+
+    Every row's TFLOP/s are computed again from its own time and settings. What a log does not state is never assumed:
+    give it as an option. FILE may be - for a log from a pipe.
+
+    \b
+    ringprof logs bench.log
+    ringprof logs results/*.txt --heads 40 --head-dim 128 --world 32 --format csv
+    """
+    given = Settings(
+        batch=batch, heads=heads, head_dim=head_dim, world_size=world, causal=causal, device=device
+    )  # fmt: skip
+    found = audit([_read(file) for file in dict.fromkeys(files)], given, spread / 100)
+    _write(_text(found, form, output), output)
+    errors = [flag for flag in found.flags if flag.severity == "error"]
+    return 2 if strict and errors else 0
+
+
+def _read(file: str) -> BenchmarkLog:
+    return decode_log(sys.stdin.buffer.read(), "-") if file == "-" else read_log(file)
+
+
+def _text(found: Audit, form: str, output: str | None) -> str:
+    if form == "json":
+        return shown.render_json(found)
+    if form == "csv":
+        return shown.render_csv(found)
+    encoding = "utf-8" if output else (sys.stdout.encoding or "ascii")
+    return shown.render(found, ascii_only="utf" not in encoding.lower())
+
+
+def _write(text: str, output: str | None) -> None:
+    if output is None:
+        click.echo(text, nl=False)
+        return
+    try:
+        Path(output).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"{output}: cannot be written: {error.strerror or error}") from None
+    click.echo(f"Wrote {output}", err=True)

@@ -1,0 +1,89 @@
+"""``ringprof logs`` from the outside: formats, options, pipes and errors."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+
+from ringprof.analysis.audit import COLUMNS
+from ringprof.cli import run
+
+LOGS = sorted((Path(__file__).parents[1] / "data/logs").glob("*.txt"))
+NAMES = [str(path) for path in LOGS]
+OPTIONS = ["--heads", "40", "--head-dim", "128", "--world", "32"]
+
+
+def test_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["logs", *NAMES, *OPTIONS]) == 0
+    out = capsys.readouterr().out
+    assert "42 rows" in out and "settings_solved" in out and "1 row\n" in out
+    assert not [char for char in out if char != "\n" and not char.isprintable()]
+
+
+def test_json_follows_its_schema(capsys: pytest.CaptureFixture[str]) -> None:
+    jsonschema = pytest.importorskip("jsonschema")
+    schema = json.loads((files("ringprof.report") / "schema/logs-1.schema.json").read_text())
+    jsonschema.Draft202012Validator.check_schema(schema)
+    for options in ([], OPTIONS):
+        assert run(["logs", *NAMES, *options, "--format", "json"]) == 0
+        data = json.loads(capsys.readouterr().out)
+        jsonschema.validate(data, schema)
+        assert data["schema"] == "ringprof.logs/1"
+        assert len(data["rows"]) == 80
+        assert set(data["rows"][0]) == set(COLUMNS)
+    assert {"code", "severity", "file", "line", "message", "printed", "computed"} == set(data["flags"][0])
+
+
+def test_csv(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["logs", NAMES[0], "--format", "csv"]) == 0
+    rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    assert len(rows) == 15
+    assert (rows[0]["seq"], rows[0]["heads"], rows[0]["tflops"]) == ("131072", "", "43.28")
+
+
+def test_csv_never_holds_a_formula(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = "# =cmd|' /C calc'!A0\n| B | Seq Len | FWD (ms) | TFLOPs/s |\n| 1 | 1024 | 2.0 | 3.0 |\n"
+    (tmp_path / "log.txt").write_text(text)
+    assert run(["logs", str(tmp_path / "log.txt"), "--format", "csv"]) == 0
+    assert next(csv.DictReader(io.StringIO(capsys.readouterr().out)))["label"].startswith("'=")
+
+
+def test_output_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "out.json"
+    assert run(["logs", NAMES[1], "--format", "json", "-o", str(target)]) == 0
+    assert len(json.loads(target.read_text())["rows"]) == 6
+    assert run(["logs", NAMES[1], "-o", str(tmp_path / "no" / "where")]) == 2
+    assert "cannot be written" in capsys.readouterr().err
+
+
+def test_pipe(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    stream = io.TextIOWrapper(io.BytesIO(LOGS[1].read_bytes()))
+    monkeypatch.setattr("sys.stdin", stream)
+    assert run(["logs", "-", "--format", "json"]) == 0
+    assert {row["file"] for row in json.loads(capsys.readouterr().out)["rows"]} == {"-"}
+
+
+def test_strict() -> None:
+    assert run(["logs", NAMES[0], "--strict", "-o", "/dev/null"]) == 2
+    assert run(["logs", NAMES[1], "--strict", "-o", "/dev/null"]) == 0
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe\x00", b"\x80\x81 | Seq Len | B | FWD (ms)", b"hello"])
+def test_bad_files_are_one_line(content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "bad.txt"
+    file.write_bytes(content)
+    assert run(["logs", str(file)]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "bad.txt" in error
+
+
+def test_missing_file_and_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["logs", str(tmp_path / "none")]) == 2
+    assert run(["logs", str(tmp_path)]) == 2
+    assert run(["logs"]) == 2
+    assert capsys.readouterr().err.count("\n") == 3
