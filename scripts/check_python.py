@@ -5,8 +5,10 @@ import sys
 NEEDED = (3, 10)
 
 if sys.version_info[:2] < NEEDED:
-    sys.exit("ringprof needs Python %d.%d or newer; this is %d.%d. Try: make PYTHON=python3.12 ..."
-             % (NEEDED + tuple(sys.version_info[:2])))
+    sys.exit(
+        "ringprof needs Python %d.%d or newer; this is %d.%d. Try: make PYTHON=python3.12 ..."
+        % (NEEDED + tuple(sys.version_info[:2]))
+    )
 try:
     import ensurepip  # noqa: F401
     import venv  # noqa: F401

@@ -1,0 +1,10 @@
+"""The bundled strategies: algorithms over an attention kernel, a communicator and a layout. Needs torch only."""
+
+if __name__ != "ringprof.strategies":
+    # In a checkout `import strategies` would make a second copy of every class.
+    raise ImportError("import ringprof.strategies: the folder strategies/ is part of the package ringprof")
+
+from .errors import Unfit, UnknownName
+from .registry import Parameter, Spec, create, find, names, parameters
+
+__all__ = ["Parameter", "Spec", "Unfit", "UnknownName", "create", "find", "names", "parameters"]

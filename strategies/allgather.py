@@ -1,0 +1,154 @@
+"""All-gather: every rank gathers all keys and values once, and computes its queries against them.
+
+No ring, so no step waits for the one before: also the control that shows what a ring's overlap is worth. While the
+gather travels the rank computes the block with its own keys; then one or two full rectangles with everyone else's.
+The backward pass gathers again (keeping all keys would cost their memory for every layer), computes a part of its own
+block meanwhile, and sends dK and dV home by reduce-scatter, which the rest of its own block hides.
+
+Which keys of others a causal rank r of N needs:
+
+    contiguous   all queries: ranks 0 .. r-1                      r rectangles of S x S: the last rank does the most
+    zigzag       first half of the queries: chunks 0 .. r-1       2N-2 chunk squares together, on every rank
+                 second half: those and chunks r+1 .. 2N-2-r
+
+Source: Llama 3 (arXiv 2407.21783), contiguous; Transformer Engine's all_gather, zigzag. Both call a kernel that
+aligns its mask to the end of a key prefix; ours are full or square causal, hence the own block apart.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from .annotate import ring_step
+from .base import Blocks, Context, GradWire, Rows, Strategy, wire_type
+from .kernels import Gradients
+from .layouts import LAYOUTS, Block, Layout
+from .merge import Partial, accumulate, wide_type, wide_zeros
+
+
+class AllGather(Strategy):
+    """K and V are gathered, dK and dV reduced and scattered."""
+
+    layout = LAYOUTS["contiguous"]
+    PARAMETERS: ClassVar[dict[str, str]] = {
+        "layout": "contiguous as in Llama 3, or zigzag for balanced causal work",
+        "grad_wire": "type of dK and dV in the reduce-scatter: fp32, or the input's own",
+        **Strategy.PARAMETERS,
+    }
+
+    def __init__(
+        self, context: Context, *, layout: Literal["contiguous", "zigzag"] = "contiguous",
+        grad_wire: GradWire = "input", deterministic: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__(context, deterministic=deterministic)
+        self.layout = LAYOUTS[layout]
+        self.parameters |= {"layout": layout, "grad_wire": grad_wire}
+        self.kv = self.comm.collective("kv")
+        self.dkv = self.comm.collective("dkv")
+
+    @classmethod
+    def layout_for(cls, size: int, **params: Any) -> Layout:
+        return LAYOUTS[params.get("layout", "contiguous")]
+
+    def forward(self, blocks: Blocks, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        gathers = [self.kv.all_gather(x) for x in (k, v)]
+        result = Partial()
+        with ring_step("fwd", 0, "block"):
+            result.merge(*blocks.forward(q, k, v, Block(causal=blocks.causal)))
+        others = self._others(q.shape[1], blocks.causal)
+        k_others, v_others = (others.take(gather.wait()[0]) for gather in gathers)
+        for step, block in enumerate(others.blocks, 1):
+            with ring_step("fwd", step, "block"):
+                out, lse = blocks.forward(q, k_others, v_others, block)
+            with ring_step("fwd", step, "merge"):
+                result.merge(out, lse, block.q)
+        return result.result(q.dtype)
+
+    def backward(self, blocks: Blocks, rows: Rows, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
+        gathers = [self.kv.all_gather(x) for x in (k, v)]
+        early, rest = self.home_blocks(q.shape[1], causal=blocks.causal)
+        dq = wide_zeros(q)
+        with ring_step("bwd", 0, "block"):
+            home = [(early, blocks.backward(rows, q, k, v, early))]
+        others = self._others(q.shape[1], blocks.causal)
+        k_others, v_others = (others.take(gather.wait()[0]) for gather in gathers)
+        wire = wire_type(self.parameters["grad_wire"], k)
+        dk_others, dv_others = (torch.zeros_like(x, dtype=wire) for x in (k_others, v_others))
+        for step, block in enumerate(others.blocks, 1):
+            with ring_step("bwd", step, "block"):
+                grads = blocks.backward(rows, q, k_others, v_others, block)
+            with ring_step("bwd", step, "merge"):
+                accumulate(dq[:, block.q], grads[0])
+                accumulate(dk_others[:, block.kv], grads[1])
+                accumulate(dv_others[:, block.kv], grads[2])
+        del k_others, v_others
+        scatters = [self.dkv.reduce_scatter(others.put_back(x)) for x in (dk_others, dv_others)]
+        for block in rest:
+            with ring_step("bwd", self.comm.size, "block"):
+                home.append((block, blocks.backward(rows, q, k, v, block)))
+        dk, dv = (scatter.wait()[0].to(wide_type(k)) for scatter in scatters)
+        with ring_step("bwd", self.comm.size, "merge"):
+            for block, grads in home:
+                accumulate(dq[:, block.q], grads[0])
+                accumulate(dk[:, block.kv], grads[1])
+                accumulate(dv[:, block.kv], grads[2])
+            return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+    def _others(self, local_seq: int, causal: bool) -> _Others:
+        rank, size = self.comm.rank, self.comm.size
+        if not causal or self.parameters["layout"] == "contiguous":
+            before, after = rank * local_seq, (rank + 1) * local_seq
+            blocks = [Block(kv=slice(0, before))] if before else []
+            if not causal and after < size * local_seq:
+                blocks.append(Block(kv=slice(after, size * local_seq)))
+            return _Others(size, local_seq, blocks)
+        half = local_seq // 2
+        first, second = slice(0, half), slice(half, local_seq)
+        chunks = [*range(rank), *range(rank + 1, 2 * size - 1 - rank)]
+        blocks = [Block(first, slice(0, rank * half))] if rank else []
+        if chunks:
+            blocks.append(Block(second, slice(0, len(chunks) * half)))
+        return _Others(size, local_seq, blocks, chunks)
+
+
+@dataclass(frozen=True)
+class _Others:
+    """What a rank's queries see of the gathered keys, their own apart.
+
+    ``chunks`` are the zigzag chunks that are needed, in the order in which the blocks count keys; where it is None
+    the blocks count keys in the order of the ranks, and nothing is copied.
+    """
+
+    size: int
+    local_seq: int
+    blocks: list[Block]
+    chunks: list[int] | None = None
+
+    def take(self, gathered: Tensor) -> Tensor:
+        """The needed keys (B, S', Hkv, D) of the gathered (N, B, S, Hkv, D)."""
+        if self.chunks is None:
+            return gathered.transpose(0, 1).flatten(1, 2)
+        pieces = [gathered[rank][:, part] for rank, part in map(self._home, self.chunks)]
+        return torch.cat(pieces, dim=1) if pieces else gathered[0][:, :0]
+
+    def put_back(self, gradients: Tensor) -> Tensor:
+        """The inverse of `take`: (N, B, S, Hkv, D), zero where no key was needed."""
+        batch, _, heads, head_dim = gradients.shape
+        if self.chunks is None:
+            return gradients.view(batch, self.size, self.local_seq, heads, head_dim).transpose(0, 1)
+        full = gradients.new_zeros(self.size, batch, self.local_seq, heads, head_dim)
+        half = self.local_seq // 2
+        for place, (rank, part) in enumerate(map(self._home, self.chunks)):
+            full[rank][:, part] = gradients[:, place * half : (place + 1) * half]
+        return full
+
+    def _home(self, chunk: int) -> tuple[int, slice]:
+        """The rank that holds a zigzag chunk, and where."""
+        half = self.local_seq // 2
+        if chunk < self.size:
+            return chunk, slice(0, half)
+        return 2 * self.size - 1 - chunk, slice(half, self.local_seq)

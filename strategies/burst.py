@@ -1,0 +1,165 @@
+"""BurstAttention: a (double) ring of keys and values forward; backward, the queries travel instead.
+
+Forward is the zigzag ring. Backward keeps K, V, dK and dV at home: Q, dO, LSE and delta travel on a read ring, and dQ
+follows on a second ring, one step behind, in the input's type: 3 tensors of a query's size a hop in place of 4 of a
+key's, which pays unless there are fewer kv heads. Without ``optimized_backward`` O travels in place of delta.
+
+The double ring cuts the ranks into windows (the ranks of a host). Inside a window hops go round the inner ring; once
+a window, a copy of what the window began with goes to the next window on the outer ring, with the whole window to
+arrive. dQ starts afresh in every window and is joined with the earlier windows' dQ at the window's end.
+
+Source: BurstEngine (arXiv 2509.19836) and MayDomine/Burst-Attention.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from .annotate import ring_step
+from .base import Blocks, Context, GradWire, Rows, Shape, Strategy, wire_type
+from .communicator import DoubleRing
+from .kernels import Gradients
+from .layouts import LAYOUTS, Block
+from .merge import Partial, accumulate, row_product, wide_type, wide_zeros
+
+
+class Burst(Strategy):
+    """K and V travel forward, Q and dQ backward, over one ring or a ring of rings."""
+
+    layout = LAYOUTS["zigzag"]
+    PARAMETERS: ClassVar[dict[str, str]] = {
+        "double_ring": "a ring of rings (default: where there is more than one host)",
+        "ring_window": "ranks in an inner ring (default: the ranks of a host)",
+        "optimized_backward": "send delta, one number a row, in place of O",
+        "grad_wire": "type of travelling dQ: fp32, or the input's own",
+        **Strategy.PARAMETERS,
+    }
+
+    def __init__(
+        self, context: Context, *, double_ring: bool | None = None, ring_window: int | None = None,
+        optimized_backward: bool = True, grad_wire: GradWire = "input", deterministic: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__(context, deterministic=deterministic)
+        per_host = self.comm.ranks_per_host()
+        if double_ring is None:
+            double_ring = per_host < self.comm.size or ring_window is not None
+        window = (ring_window or per_host) if double_ring else self.comm.size
+        self.parameters |= {
+            "double_ring": double_ring, "ring_window": window,
+            "optimized_backward": optimized_backward, "grad_wire": grad_wire,
+        }  # fmt: skip
+        self.read = DoubleRing(self.comm, "read", window)
+        self.dq = DoubleRing(self.comm, "dq", window)
+
+    @classmethod
+    def unfit(cls, shape: Shape, size: int, **params: Any) -> str | None:
+        window = params.get("ring_window")
+        if window is not None and (window < 1 or size % window):
+            return f"ring_window {window} does not divide the world size {size}"
+        if window not in (None, size) and params.get("double_ring") is False:
+            return f"ring_window {window} has no meaning with double_ring=false"
+        return super().unfit(shape, size, **params)
+
+    def forward(self, blocks: Blocks, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        result = Partial()
+        for step, (kv_rank, kv) in enumerate(self.read.tour([k, v])):
+            block = self._block(self.comm.rank, kv_rank, q, blocks.causal)
+            with ring_step("fwd", step, "block"):
+                out, lse = blocks.forward(q, kv[0], kv[1], block)
+            with ring_step("fwd", step, "merge"):
+                result.merge(out, lse, block.q)
+        return result.result(q.dtype)
+
+    def backward(self, blocks: Blocks, rows: Rows, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
+        if self.parameters["optimized_backward"] and rows.delta is None:
+            assert rows.out is not None
+            rows = Rows(rows.dout, rows.lse, delta=row_product(rows.dout, rows.out))
+        early, rest = self.home_blocks(q.shape[1], causal=blocks.causal)
+        dk, dv = wide_zeros(k), wide_zeros(v)
+        travelling_dq = _TravellingDq(self.dq, q, wire_type(self.parameters["grad_wire"], q))
+        for step, (q_rank, travelled) in enumerate(self.read.tour(_pack(q, rows))):
+            block = early if step == 0 else self._block(q_rank, self.comm.rank, q, blocks.causal)
+            their_q, their_rows = _unpack(travelled, rows)
+            with ring_step("bwd", step, "block"):
+                grads = blocks.backward(their_rows, their_q, k, v, block)
+            with ring_step("bwd", step, "merge"):
+                _add(dk, dv, grads, block)
+            travelling_dq.add(step, grads[0], block)
+        # What is left of this rank's own block hides the last hops of dQ.
+        home = []
+        for block in rest:
+            with ring_step("bwd", self.comm.size, "block"):
+                home.append((block, blocks.backward(rows, q, k, v, block)))
+            travelling_dq.head_home()
+        with ring_step("bwd", self.comm.size, "merge"):
+            dq = travelling_dq.home()
+            for block, grads in home:
+                accumulate(dq[:, block.q], grads[0])
+                _add(dk, dv, grads, block)
+            return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+    def _block(self, q_rank: int, kv_rank: int, q: Tensor, causal: bool) -> Block:
+        block = self.layout.block(q_rank, kv_rank, q.shape[1], causal=causal)
+        assert block is not None, "the zigzag layout gives every pair of ranks work"
+        return block
+
+
+class _TravellingDq:
+    """dQ on its way: fresh in each window, along the inner ring, over the outer ring at the window's end, home."""
+
+    def __init__(self, rings: DoubleRing, q: Tensor, dtype: torch.dtype) -> None:
+        self._rings = rings
+        self._like, self._dtype = q, dtype
+        self._inner: Any = None
+        self._outer: Any = None
+
+    def add(self, step: int, dq: Tensor, block: Block) -> None:
+        """Add one block's dQ to the partial that came with its queries, and send it on."""
+        window, inner_step = divmod(step, self._rings.window)
+        if inner_step == 0:
+            total = torch.zeros_like(self._like, dtype=self._dtype)
+        else:
+            (total,) = self._inner.wait()
+        with ring_step("bwd", step, "merge"):
+            accumulate(total[:, block.q], dq)
+        if inner_step + 1 < self._rings.window:
+            self._inner = self._rings.inner.post([total])
+            return
+        if window > 0:
+            (earlier,) = self._outer.wait()
+            with ring_step("bwd", step, "merge"):
+                accumulate(total, earlier)
+        self._inner = None
+        self._outer = self._rings.outer.post([total])
+        if self._rings.outer.size == 1:
+            self.head_home()
+
+    def head_home(self) -> None:
+        """Post the closing hop of the inner ring, once the outer ring's last hop has arrived."""
+        if self._inner is None:
+            self._inner = self._rings.inner.post(self._outer.wait())
+
+    def home(self) -> Tensor:
+        """This rank's own dQ, at least float32, without what the rank kept to the end."""
+        self.head_home()
+        dq: Tensor = self._inner.wait()[0]
+        return dq.to(wide_type(dq))
+
+
+def _pack(q: Tensor, rows: Rows) -> list[Tensor]:
+    term = rows.out if rows.delta is None else rows.delta
+    assert term is not None
+    return [q, rows.dout, rows.lse, term]
+
+
+def _unpack(travelled: list[Tensor], like: Rows) -> tuple[Tensor, Rows]:
+    q, dout, lse, term = travelled
+    return q, Rows(dout, lse, out=term) if like.delta is None else Rows(dout, lse, delta=term)
+
+
+def _add(dk: Tensor, dv: Tensor, grads: Gradients, block: Block) -> None:
+    accumulate(dk[:, block.kv], grads[1])
+    accumulate(dv[:, block.kv], grads[2])

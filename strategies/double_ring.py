@@ -1,0 +1,173 @@
+"""LoongTrain's double ring: inner rings in an outer ring, with Ulysses groups on top where wanted.
+
+The ranks of a ring are cut into windows of w (the ranks of a host). Inside a window K and V go round the inner ring;
+once a window, what the window began with goes to the next window on the outer ring, with the whole window to arrive.
+
+Backward, dK and dV start afresh in every window and make one full turn of the inner ring, w hops behind their K and V,
+so that they end where the window found them. Then they are joined with the earlier windows' and follow K and V over
+the outer ring. The closing inner hop is hidden by the next window's first block, the outer hop by the rest of that
+window, and after the last window both by what the rank kept of its own block. (The original waits for the closing hop
+at once and gives the outer hop the next window's first block; the messages are the same.)
+
+Source: LoongTrain (arXiv 2406.18485), InternEvo. Zigzag over the ring; placement as there.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from .annotate import ring_step
+from .base import Blocks, Context, Rows, Shape, Strategy
+from .communicator import DoubleRing, Hop
+from .errors import Unfit
+from .kernels import Gradients
+from .layouts import LAYOUTS, Block, Grid, Grouped, split_home_block
+from .merge import Partial, accumulate, wide_type, wide_zeros
+from .ring import add_gradients
+from .ulysses import HeadExchange, unfit_heads
+
+
+class LoongDoubleRing(Strategy):
+    """K and V travel on a double ring in both passes; dK and dV follow on another."""
+
+    layout = LAYOUTS["zigzag"]
+    PARAMETERS: ClassVar[dict[str, str]] = {
+        "ring_window": "ranks in an inner ring (default: those of the ring that share a host)",
+        "placement": "which has neighbouring ranks: Ulysses groups, or rings",
+        "ulysses_degree": "ranks that share out the heads",
+        "grad_wire": "type of dK and dV: fp32 in the first window and the input's own after it (mixed), fp32, or input",
+        **Strategy.PARAMETERS,
+    }
+
+    def __init__(
+        self, context: Context, *, ring_window: int | None = None,
+        placement: Literal["head-first", "context-first"] = "head-first", ulysses_degree: int = 1,
+        grad_wire: Literal["mixed", "fp32", "input"] = "mixed", deterministic: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__(context, deterministic=deterministic)
+        grouped = self.layout_for(self.comm.size, ulysses_degree=ulysses_degree, placement=placement)
+        self.layout, grid = grouped, grouped.grid
+        window = ring_window or default_window(grid, self.comm.ranks_per_host())
+        self.parameters |= {
+            "ring_window": window, "placement": placement, "ulysses_degree": ulysses_degree, "grad_wire": grad_wire,
+        }  # fmt: skip
+        self.exchange = HeadExchange(self.comm.collective("heads", grid.ulysses_group(self.comm.rank)))
+        self.kv = DoubleRing(self.comm, "kv", window, grid.ring(self.comm.rank))
+        self.dkv = DoubleRing(self.comm, "dkv", window, grid.ring(self.comm.rank))
+
+    @classmethod
+    def layout_for(cls, size: int, **params: Any) -> Grouped:
+        head_first = params.get("placement", "head-first") == "head-first"
+        grid = Grid.of(size, params.get("ulysses_degree") or 1, None, head_first=head_first)
+        window = params.get("ring_window")
+        if window is not None and (window < 1 or grid.ring_degree % window):
+            raise Unfit(f"ring_window {window} does not divide the ring of {grid.ring_degree}")
+        return Grouped(LAYOUTS["zigzag"], grid)
+
+    @classmethod
+    def unfit(cls, shape: Shape, size: int, **params: Any) -> str | None:
+        return super().unfit(shape, size, **params) or unfit_heads(shape, params.get("ulysses_degree") or 1)
+
+    def differentiable(
+        self, blocks: Blocks, q: Tensor, k: Tensor, v: Tensor, *, lse_wanted: bool
+    ) -> tuple[Tensor, Tensor]:
+        return self.exchange.around(super().differentiable, blocks, q, k, v, lse_wanted=lse_wanted)
+
+    def forward(self, blocks: Blocks, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        result = Partial()
+        for step, (kv_rank, kv) in enumerate(self.kv.tour([k, v])):
+            block = self._block(kv_rank, q, blocks.causal)
+            with ring_step("fwd", step, "block"):
+                out, lse = blocks.forward(q, kv[0], kv[1], block)
+            with ring_step("fwd", step, "merge"):
+                result.merge(out, lse, block.q)
+        return result.result(q.dtype)
+
+    def backward(self, blocks: Blocks, rows: Rows, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
+        early, rest = self.home_blocks(q.shape[1], causal=blocks.causal)
+        dq = wide_zeros(q)
+        travelling = _TravellingDkv(self.dkv, k, self.parameters["grad_wire"])
+        for step, (kv_rank, kv) in enumerate(self.kv.tour([k, v])):
+            block = early if step == 0 else self._block(kv_rank, q, blocks.causal)
+            with ring_step("bwd", step, "block"):
+                grads = blocks.backward(rows, q, kv[0], kv[1], block)
+            travelling.add(step, dq, grads, block)
+        home = []
+        for block in rest:
+            with ring_step("bwd", self.kv.size, "block"):
+                home.append((block, blocks.backward(rows, q, k, v, block)))
+            travelling.head_home()
+        dkv = travelling.home()
+        with ring_step("bwd", self.kv.size, "merge"):
+            for block, grads in home:
+                add_gradients(dq, dkv, grads, block)
+            return dq.to(q.dtype), dkv[0].to(k.dtype), dkv[1].to(v.dtype)
+
+    def home_blocks(self, local_seq: int, *, causal: bool) -> tuple[Block, list[Block]]:
+        if self.kv.size == 1:
+            return Block(causal=causal), []
+        return split_home_block(local_seq, causal=causal)
+
+    def _block(self, kv_rank: int, q: Tensor, causal: bool) -> Block:
+        block = self.layout.block(self.kv.rank, kv_rank, q.shape[1], causal=causal)
+        assert block is not None, "the zigzag layout gives every pair of ranks work"
+        return block
+
+
+class _TravellingDkv:
+    """dK and dV on their way: fresh in each window, one turn of the inner ring, one hop on the outer ring."""
+
+    def __init__(self, rings: DoubleRing, like: Tensor, grad_wire: str) -> None:
+        self._rings = rings
+        self._like, self._grad_wire = like, grad_wire
+        self._inner: Hop | None = None
+        self._outer: Hop | None = None
+
+    def add(self, step: int, dq: Tensor, grads: Gradients, block: Block) -> None:
+        """Add one block's gradients, dK and dV to those that came with their keys, and send these on."""
+        window, inner_step = divmod(step, self._rings.window)
+        if inner_step == 0:
+            self._leave_window()
+            dtype = self._type_in(window)
+            dkv = [torch.zeros_like(self._like, dtype=dtype) for _ in range(2)]
+        else:
+            assert self._inner is not None
+            dkv = self._inner.wait()
+        with ring_step("bwd", step, "merge"):
+            add_gradients(dq, dkv, grads, block)
+        self._inner = self._rings.inner.post(dkv)
+
+    def head_home(self) -> None:
+        """Post the last hop of the outer ring, once the closing hop of the inner ring has arrived."""
+        self._leave_window()
+
+    def home(self) -> list[Tensor]:
+        """This rank's own dK and dV, at least float32, without what the rank kept to the end."""
+        self._leave_window()
+        assert self._outer is not None
+        return [tensor.to(wide_type(tensor)) for tensor in self._outer.wait()]
+
+    def _leave_window(self) -> None:
+        """Join what came back on the inner ring with the earlier windows' gradients and send it to the next window."""
+        if self._inner is None:
+            return
+        dkv = self._inner.wait()
+        self._inner = None
+        if self._outer is not None:
+            for total, earlier in zip(dkv, self._outer.wait(), strict=True):
+                accumulate(total, earlier)
+        self._outer = self._rings.outer.post(dkv)
+
+    def _type_in(self, window: int) -> torch.dtype:
+        narrow = self._grad_wire == "input" or (self._grad_wire == "mixed" and window > 0)
+        return self._like.dtype if narrow else wide_type(self._like)
+
+
+def default_window(grid: Grid, per_host: int) -> int:
+    """How many ranks of a ring share a host, as far as that divides the ring."""
+    on_host = max(1, per_host // grid.ulysses_degree) if grid.head_first else per_host
+    return math.gcd(grid.ring_degree, on_host)

@@ -1,0 +1,220 @@
+"""Layouts: which tokens a rank holds, and what one rank's queries see of another rank's keys.
+
+With world size 4 and a causal mask (rows: queries in the order of the ranks, one letter a chunk):
+
+    contiguous  rank 0 holds a, 1 b, 2 c, 3 d            rank 3 sees everything, rank 0 almost nothing
+    zigzag      rank 0 holds a h, 1 b g, 2 c f, 3 d e    every pair of ranks shares half a square of work
+    stripe      rank i holds tokens i, i+4, i+8, ...     every pair of ranks shares a triangle
+
+Sources: zigzag and the case table, zhuzilin/ring-flash-attention (issue 2); stripe, Striped Attention
+(arXiv 2311.09431).
+
+A `Grid` of Ulysses groups and rings turns any of them into the layout of a hybrid: `Grouped`.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from .errors import Unfit
+
+ALL = slice(None)
+
+
+@dataclass(frozen=True)
+class Block:
+    """One attention call: some local queries against some local keys and values of one rank."""
+
+    q: slice = field(default_factory=lambda: ALL)
+    kv: slice = field(default_factory=lambda: ALL)
+    causal: bool = False
+    """Lower triangle of a square block; otherwise every query sees every key."""
+
+
+class Layout(ABC):
+    """A split of the sequence over ranks: a permutation, cut into equal pieces."""
+
+    name: str
+
+    @abstractmethod
+    def divisor(self, size: int) -> int:
+        """The sequence length must be a multiple of this for ``size`` ranks."""
+
+    @abstractmethod
+    def positions(self, seq: int, size: int, rank: int) -> Tensor:
+        """Global positions (int64, CPU, length ``seq / size``) of the tokens that ``rank`` holds, in local order."""
+
+    @abstractmethod
+    def causal_block(self, q_rank: int, kv_rank: int, local_seq: int) -> Block | None:
+        """What ``q_rank``'s queries see of ``kv_rank``'s keys under a causal mask; None for nothing."""
+
+    def block(self, q_rank: int, kv_rank: int, local_seq: int, *, causal: bool) -> Block | None:
+        """The block that ``q_rank`` owes ``kv_rank``'s keys; None where the mask leaves nothing."""
+        return self.causal_block(q_rank, kv_rank, local_seq) if causal else Block()
+
+    def order(self, seq: int, size: int) -> Tensor:
+        """Positions in the order of the ranks: ``x[order]`` cut into ``size`` pieces gives every rank's share."""
+        return torch.cat([self.positions(seq, size, rank) for rank in range(size)])
+
+
+class Contiguous(Layout):
+    """Rank r holds the r-th piece of the sequence."""
+
+    name = "contiguous"
+
+    def divisor(self, size: int) -> int:
+        return size
+
+    def positions(self, seq: int, size: int, rank: int) -> Tensor:
+        local = seq // size
+        return torch.arange(rank * local, (rank + 1) * local)
+
+    def causal_block(self, q_rank: int, kv_rank: int, local_seq: int) -> Block | None:
+        if kv_rank > q_rank:
+            return None
+        return Block(causal=kv_rank == q_rank)
+
+
+class Zigzag(Layout):
+    """The sequence in 2·N chunks; rank r holds chunks r and 2N-1-r, in this order."""
+
+    name = "zigzag"
+
+    def divisor(self, size: int) -> int:
+        return 2 * size
+
+    def positions(self, seq: int, size: int, rank: int) -> Tensor:
+        chunks = torch.arange(seq).chunk(2 * size)
+        return torch.cat([chunks[rank], chunks[2 * size - 1 - rank]])
+
+    def causal_block(self, q_rank: int, kv_rank: int, local_seq: int) -> Block | None:
+        half = local_seq // 2
+        if kv_rank == q_rank:
+            return Block(causal=True)
+        if kv_rank < q_rank:
+            # Their early chunk lies before both of ours, their late chunk after both.
+            return Block(kv=slice(0, half))
+        # Both of their chunks lie before our late chunk and after our early one.
+        return Block(q=slice(half, local_seq))
+
+
+class Stripe(Layout):
+    """Token i lies on rank i mod N."""
+
+    name = "stripe"
+
+    def divisor(self, size: int) -> int:
+        return size
+
+    def positions(self, seq: int, size: int, rank: int) -> Tensor:
+        return torch.arange(rank, seq, size)
+
+    def causal_block(self, q_rank: int, kv_rank: int, local_seq: int) -> Block | None:
+        if kv_rank <= q_rank:
+            return Block(causal=True)
+        # Their token i lies after our token i, so the mask shifts by one: query i sees keys 0 .. i-1.
+        if local_seq == 1:
+            return None
+        return Block(q=slice(1, local_seq), kv=slice(0, local_seq - 1), causal=True)
+
+
+LAYOUTS: dict[str, Layout] = {layout.name: layout for layout in (Contiguous(), Zigzag(), Stripe())}
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Ranks as Ulysses groups times rings. With 2 x 4 ranks, one row a Ulysses group, one column a ring:
+
+        head first   0 1      ring first   0 4
+                     2 3                   1 5
+                     4 5                   2 6
+                     6 7                   3 7
+
+    The first named has neighbouring ranks, which share a host as far as they can.
+    """
+
+    ulysses_degree: int
+    ring_degree: int
+    head_first: bool
+
+    @classmethod
+    def of(cls, size: int, ulysses_degree: int | None, ring_degree: int | None, *, head_first: bool) -> Grid:
+        """The grid of ``size`` ranks; a degree that is not given follows from the other, and is 1 where none is.
+
+        Raises `Unfit` where the product of the degrees is not ``size``.
+        """
+        given = [degree for degree in (ulysses_degree, ring_degree) if degree is not None]
+        if any(degree < 1 or size % degree for degree in given):
+            names = {"ulysses_degree": ulysses_degree, "ring_degree": ring_degree}
+            wrong = next(f"{n} {d}" for n, d in names.items() if d is not None and (d < 1 or size % d))
+            raise Unfit(f"{wrong} does not divide the world size {size}")
+        ulysses = ulysses_degree or size // (ring_degree or size)
+        ring = ring_degree or size // ulysses
+        if ulysses * ring != size:
+            raise Unfit(f"ulysses_degree {ulysses} x ring_degree {ring} is not the world size {size}")
+        return cls(ulysses, ring, head_first)
+
+    def place(self, rank: int) -> tuple[int, int]:
+        """(place in the Ulysses group, place in the ring) of a rank."""
+        if self.head_first:
+            return rank % self.ulysses_degree, rank // self.ulysses_degree
+        return rank // self.ring_degree, rank % self.ring_degree
+
+    def rank(self, ulysses_place: int, ring_place: int) -> int:
+        """The rank at these places."""
+        if self.head_first:
+            return ring_place * self.ulysses_degree + ulysses_place
+        return ulysses_place * self.ring_degree + ring_place
+
+    def ulysses_group(self, rank: int) -> list[int]:
+        """The ranks that trade heads with ``rank``, itself among them."""
+        return [self.rank(place, self.place(rank)[1]) for place in range(self.ulysses_degree)]
+
+    def ring(self, rank: int) -> list[int]:
+        """The ranks on the ring of ``rank``."""
+        return [self.rank(self.place(rank)[0], place) for place in range(self.ring_degree)]
+
+
+class Grouped(Layout):
+    """A ring's layout in which each place on the ring is a whole Ulysses group.
+
+    The group holds what one rank of the ring's layout would hold, cut into consecutive pieces in the order of the
+    group's ranks: after the all-to-all every rank of the group has those tokens in the ring layout's own order,
+    whichever placement the grid has. Ranks and local length in `causal_block` are those of the ring.
+    """
+
+    def __init__(self, ring: Layout, grid: Grid) -> None:
+        self.name = ring.name
+        self.ring, self.grid = ring, grid
+
+    def divisor(self, size: int) -> int:
+        return math.lcm(size, self.ring.divisor(self.grid.ring_degree))
+
+    def positions(self, seq: int, size: int, rank: int) -> Tensor:
+        ulysses_place, ring_place = self.grid.place(rank)
+        group = self.ring.positions(seq, self.grid.ring_degree, ring_place)
+        return group.chunk(self.grid.ulysses_degree)[ulysses_place]
+
+    def causal_block(self, q_rank: int, kv_rank: int, local_seq: int) -> Block | None:
+        return self.ring.causal_block(q_rank, kv_rank, local_seq)
+
+
+def split_home_block(local_seq: int, *, causal: bool) -> tuple[Block, list[Block]]:
+    """A rank's block with its own keys, in an early part and a late rest.
+
+    A backward pass computes the early part first, while the first hop travels, and keeps the rest to the end, where
+    it hides the last hops: gradients on their way home. It comes in two blocks, as a double ring has two last hops.
+    """
+    half = local_seq // 2
+    if local_seq < 4:
+        return Block(causal=causal), []
+    first, second = slice(0, half), slice(half, local_seq)
+    if not causal:
+        middle = half + (local_seq - half) // 2
+        return Block(q=first), [Block(q=slice(half, middle)), Block(q=slice(middle, local_seq))]
+    return Block(q=second, kv=first), [Block(first, first, causal=True), Block(second, second, causal=True)]

@@ -1,0 +1,151 @@
+"""Megatron's context parallelism, as Transformer Engine's "p2p": a zigzag ring with its own schedule.
+
+K and V travel in one packed message. Forward, the blocks of odd and even steps run on two CUDA streams, so that one
+attention kernel's last wave overlaps with the next one's first; every step's output is kept, and all are scaled by
+exp(lse_step - lse) and added once at the end. Memory grows with the number of ranks: that is the price of it.
+
+Backward begins with the keys that the forward pass ended with and goes the other way round, so that every rank's own
+block, the diagonal one, comes last. dK and dV follow one step behind their K and V in the same message:
+
+    step 0          sends K V                    computes with the next rank's keys
+    step 1 .. N-2   sends K V and dK dV
+    step N-1        sends dK dV                  computes the diagonal block, which hides the hop
+
+Source: NVIDIA/TransformerEngine, attn_forward_func_with_cp with cp_comm_type="p2p". There outputs and dQ accumulate in
+the input's type; here whatever stays on a rank does so in float32.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from .annotate import ring_step
+from .base import Blocks, Context, GradWire, Rows, Strategy, wire_type
+from .kernels import Gradients
+from .layouts import LAYOUTS, Block
+from .merge import accumulate, wide_type, wide_zeros
+
+
+class Megatron(Strategy):
+    """K and V in one message; outputs corrected once; backward in reverse with the diagonal last."""
+
+    layout = LAYOUTS["zigzag"]
+    PARAMETERS: ClassVar[dict[str, str]] = {
+        "grad_wire": "type of travelling dK and dV: fp32, or the input's own",
+        **Strategy.PARAMETERS,
+    }
+
+    def __init__(self, context: Context, *, grad_wire: GradWire = "input", deterministic: bool = False) -> None:
+        super().__init__(context, deterministic=deterministic)
+        self.parameters["grad_wire"] = grad_wire
+        ranks = range(self.comm.size)
+        self.ring = self.comm.ring("kv", ranks)
+        self.back_ring = self.comm.ring("kv_dkv", ranks[::-1], shares=self.ring)
+        self._streams: list[Any] = []
+
+    def forward(self, blocks: Blocks, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        streams = self._compute_streams(q)
+        steps: list[_Step] = []
+        for step, (kv_rank, (kv,)) in enumerate(self.ring.tour([torch.stack([k, v])])):
+            block = self._block(kv_rank, q, blocks.causal)
+            with ring_step("fwd", step, "block"), _on(streams, step):
+                out, lse = blocks.forward(q, kv[0], kv[1], block)
+            # K and V stay with the result: their memory must not be used again before the streams meet.
+            steps.append(_Step(block, out, lse, kv))
+        _meet(streams, steps)
+        blocks.keep(q, kv[0], kv[1])
+        with ring_step("fwd", self.comm.size, "merge"):
+            return corrected(steps, q.dtype)
+
+    def backward(self, blocks: Blocks, rows: Rows, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
+        """As `Strategy.backward`; k and v are those that the forward pass ended with, of the next rank."""
+        dq = wide_zeros(q)
+        last = self.comm.size - 1
+        wire = wire_type(self.parameters["grad_wire"], k)
+        held = _Message(k, wire)
+        torch.stack([k, v], out=held.kv)
+        for step in range(self.comm.size):
+            arriving = _Message(k, wire)
+            part = "whole" if 0 < step < last else "dkv" if step else "kv"
+            hop = self.back_ring.post([getattr(held, part)], into=[getattr(arriving, part)])
+            block = self._block((self.comm.rank + 1 + step) % self.comm.size, q, blocks.causal)
+            with ring_step("bwd", step, "block"):
+                grads = blocks.backward(rows, q, held.kv[0], held.kv[1], block)
+            hop.wait()
+            with ring_step("bwd", step, "merge"):
+                accumulate(dq[:, block.q], grads[0])
+                if step == 0:
+                    arriving.dkv.zero_()
+                dkv = arriving.dkv.to(wide_type(k)) if step == last else arriving.dkv
+                accumulate(dkv[0][:, block.kv], grads[1])
+                accumulate(dkv[1][:, block.kv], grads[2])
+            held = arriving
+        return dq.to(q.dtype), dkv[0].to(k.dtype), dkv[1].to(v.dtype)
+
+    def _block(self, kv_rank: int, q: Tensor, causal: bool) -> Block:
+        block = self.layout.block(self.comm.rank, kv_rank, q.shape[1], causal=causal)
+        assert block is not None, "the zigzag layout gives every pair of ranks work"
+        return block
+
+    def _compute_streams(self, q: Tensor) -> list[Any]:
+        """Two streams beside the current one, which is left to the hops; none on the CPU."""
+        if q.is_cuda and self.comm.size > 1 and not self._streams:
+            self._streams = [torch.cuda.Stream(q.device) for _ in range(2)]  # type: ignore[no-untyped-call]
+        return self._streams if q.is_cuda else []
+
+
+class _Step:
+    """One step's result of the forward pass, and the K and V that it came from."""
+
+    def __init__(self, block: Block, out: Tensor, lse: Tensor, kv: Tensor) -> None:
+        self.block, self.out, self.lse, self.kv = block, out, lse, kv
+
+
+def corrected(steps: list[_Step], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The output in ``dtype`` and the LSE over all steps, the first of which covers all queries.
+
+    lse = log Σ exp(lse_step);  out = Σ exp(lse_step - lse) · out_step
+    """
+    lse = steps[0].lse.clone()
+    for step in steps[1:]:
+        queries = lse[..., step.block.q]
+        queries.copy_(torch.logaddexp(queries, step.lse))
+    out = torch.zeros(steps[0].out.shape, dtype=lse.dtype, device=lse.device)
+    for step in steps:
+        weight = (step.lse - lse[..., step.block.q]).exp().transpose(1, 2).unsqueeze(-1)
+        out[:, step.block.q].addcmul_(step.out.to(lse.dtype), weight)
+    return out.to(dtype), lse
+
+
+class _Message:
+    """K and V, and dK and dV after them, in one stretch of memory: one message a hop, whatever their types."""
+
+    def __init__(self, like: Tensor, wire: torch.dtype) -> None:
+        count = 2 * like.numel()
+        cut = count * like.element_size()
+        self.whole = torch.empty(cut + count * wire.itemsize, dtype=torch.uint8, device=like.device)
+        self.kv = self.whole[:cut].view(like.dtype).view(2, *like.shape)
+        self.dkv = self.whole[cut:].view(wire).view(2, *like.shape)
+
+
+def _meet(streams: list[Any], steps: list[_Step]) -> None:
+    """Make the current stream wait for the others, and their results' memory wait for it."""
+    for stream in streams:
+        current = torch.cuda.current_stream(stream.device)
+        current.wait_stream(stream)
+        for step in steps:
+            step.out.record_stream(current)
+            step.lse.record_stream(current)
+
+
+def _on(streams: list[Any], step: int) -> AbstractContextManager[Any]:
+    """Run on the step's stream, after what the current stream has waited for."""
+    if not streams:
+        return nullcontext()
+    stream = streams[step % 2]
+    stream.wait_stream(torch.cuda.current_stream(stream.device))
+    return torch.cuda.stream(stream)

@@ -1,0 +1,166 @@
+"""The names of the strategies, and how one is made from its name."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import types
+import typing
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from .communicator import Communicator
+from .errors import Unfit, UnknownName
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A strategy by name: where its class is, what it is in a line, and where it comes from."""
+
+    name: str
+    target: str
+    """``package.module:Class``, imported on first use."""
+    summary: str
+    reference: str
+
+    def load(self) -> Any:
+        """The class. Raises `UnknownName` where the module or the class is not there."""
+        module, _, attribute = self.target.partition(":")
+        try:
+            return getattr(import_module(module), attribute)
+        except (ImportError, AttributeError) as error:
+            raise UnknownName(f"strategy {self.target!r} cannot be imported: {error}") from None
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter of a strategy: its type as users write it, its default, and a line of help."""
+
+    name: str
+    kind: str
+    """``bool``, ``int``, ``float``, ``str``, or the choices joined by ``|``."""
+    default: Any
+    required: bool
+    help: str
+
+
+def _spec(name: str, attribute: str, summary: str, reference: str) -> Spec:
+    return Spec(name, f"{__package__}.{name.replace('-', '_')}:{attribute}", summary, reference)
+
+
+SPECS = {
+    spec.name: spec
+    for spec in (
+        _spec("ring", "Ring", "K and V travel; contiguous layout, so causal ranks wait", "arXiv 2310.01889"),
+        _spec(
+            "zigzag",
+            "Zigzag",
+            "the ring with two chunks a rank: balanced causal work",
+            "ring-flash-attention",
+        ),
+        _spec("stripe", "Stripe", "the ring with token i on rank i mod N: balanced, all masked", "arXiv 2311.09431"),
+        _spec("ulysses", "Ulysses", "all-to-all from sequence to heads and back", "arXiv 2309.14509"),
+        _spec("usp", "USP", "Ulysses inside groups, a ring across them", "arXiv 2405.07719"),
+        _spec("double-ring", "LoongDoubleRing", "inner rings in an outer ring; dK and dV travel", "arXiv 2406.18485"),
+        _spec("burst", "Burst", "(double) ring forward; Q and dQ travel backward", "arXiv 2509.19836"),
+        _spec("megatron", "Megatron", "packed hops, two compute streams, diagonal last", "TransformerEngine, p2p"),
+        _spec("allgather", "AllGather", "all-gather of K and V, reduce-scatter of dK and dV", "arXiv 2407.21783"),
+    )
+}
+
+
+def names() -> list[str]:
+    """The bundled strategies."""
+    return list(SPECS)
+
+
+def find(name: str) -> Spec:
+    """The spec of a bundled strategy, or of ``package.module:Class``. Raises `UnknownName`."""
+    if name in SPECS:
+        return SPECS[name]
+    if ":" in name:
+        return Spec(name, name, "given by its import path", "")
+    close = difflib.get_close_matches(name, SPECS, n=1)
+    hint = f" (did you mean {close[0]!r}?)" if close else ""
+    raise UnknownName(f"no strategy {name!r}{hint}; there are: {', '.join(SPECS)}, or package.module:Class")
+
+
+def parameters(strategy: Any) -> list[Parameter]:
+    """The keyword parameters of a strategy class. Raises `Unfit` for ``*args`` and ``**kwargs``, which hide them."""
+    hints = typing.get_type_hints(strategy.__init__)
+    described: dict[str, str] = getattr(strategy, "PARAMETERS", {})
+    found = []
+    for name, parameter in inspect.signature(strategy).parameters.items():
+        if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
+            raise Unfit(f"{strategy.__name__}: parameters must be named: no *args or **kwargs")
+        if parameter.kind is not parameter.KEYWORD_ONLY:
+            continue
+        required = parameter.default is parameter.empty
+        default = None if required else parameter.default
+        found.append(Parameter(name, _kind(hints.get(name, str)), default, required, described.get(name, "")))
+    return found
+
+
+def _kind(hint: Any) -> str:
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+        return "|".join(_kind(part) for part in typing.get_args(hint) if part is not type(None))
+    if typing.get_origin(hint) is typing.Literal:
+        return "|".join(str(choice) for choice in typing.get_args(hint))
+    return getattr(hint, "__name__", str(hint))
+
+
+def check_parameters(strategy: Any, name: str, given: dict[str, Any]) -> None:
+    """Raises `Unfit` where a given parameter is not one of the strategy's, naming those that are."""
+    known = parameters(strategy)
+    for key in given:
+        if key not in {parameter.name for parameter in known}:
+            valid = ", ".join(parameter.name for parameter in known) or "none"
+            raise Unfit(f"strategy {name!r} has no parameter {key!r}; it has: {valid}")
+    for parameter in known:
+        choices, value = parameter.kind.split("|"), given.get(parameter.name)
+        if len(choices) > 1 and isinstance(value, str) and value not in choices:
+            raise Unfit(f"parameter {parameter.name}: {value!r} is not {parameter.kind}")
+    missing = [parameter.name for parameter in known if parameter.required and parameter.name not in given]
+    if missing:
+        raise Unfit(f"strategy {name!r} needs the parameter {missing[0]!r}")
+
+
+def parse_parameter(strategy: Any, name: str, key: str, text: str) -> Any:
+    """The value of ``key=text`` in the parameter's type. Raises `Unfit` where it is none."""
+    check_parameters_known = {parameter.name: parameter for parameter in parameters(strategy)}
+    if key not in check_parameters_known:
+        valid = ", ".join(check_parameters_known) or "none"
+        raise Unfit(f"strategy {name!r} has no parameter {key!r}; it has: {valid}")
+    kind = check_parameters_known[key].kind
+    try:
+        return _parse(kind, text)
+    except ValueError:
+        raise Unfit(f"parameter {key}: {text!r} is not {kind}") from None
+
+
+def _parse(kind: str, text: str) -> Any:
+    if kind == "bool":
+        truth = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+        if text.lower() not in truth:
+            raise ValueError(text)
+        return truth[text.lower()]
+    if kind in ("int", "float"):
+        return int(text) if kind == "int" else float(text)
+    if "|" in kind and text not in kind.split("|"):
+        raise ValueError(text)
+    return text
+
+
+def create(name: str, group: Any = None, kernel: str = "auto", ranks_per_host: int | None = None, **params: Any) -> Any:
+    """A strategy over the ranks of ``group`` (None: the world; one rank where torch.distributed is not in use).
+
+    ``kernel`` is a kernel's name or ``auto``; ``ranks_per_host`` overrides what the launcher says. ``params`` are the
+    strategy's own. Raises `UnknownName` and `Unfit`.
+    """
+    from .base import Context
+
+    strategy = find(name).load()
+    check_parameters(strategy, name, params)
+    comm = Communicator(group, ranks_per_host=ranks_per_host)
+    return strategy(Context(comm, kernel), **params)

@@ -1,0 +1,92 @@
+"""USP: Ulysses inside groups, a ring across them. Each place on the ring is a Ulysses group.
+
+The all-to-all gives every rank of a group the group's tokens for its share of the heads; the ring then runs among the
+ranks that hold the same heads. A ring of R has R - 1 hops of as many bytes as the flat ring's, with U times the
+computation behind each. The placement says which of the two has neighbouring ranks: ``head-first`` puts the Ulysses
+groups, which nothing hides, on the fast links; ``ring-first`` the rings.
+
+Source: USP (arXiv 2405.07719), feifeibear/long-context-attention. There, layouts other than zigzag are cut by the
+global rank, so ring-first placement puts tokens in the wrong order; here the layout knows the placement.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+from torch import Tensor
+
+from .base import Blocks, Context, GradWire, Shape, Strategy
+from .layouts import LAYOUTS, Block, Grid, Grouped, split_home_block
+from .ring import Ring
+from .ulysses import HeadExchange, unfit_heads
+
+Placement = Literal["head-first", "ring-first"]
+RingLayout = Literal["zigzag", "contiguous", "stripe"]
+
+
+class USP(Ring):
+    """The ring of `Ring`, among ranks that hold the same heads."""
+
+    PARAMETERS: ClassVar[dict[str, str]] = {
+        "ulysses_degree": "ranks that share out the heads (default: a host's ranks, or 2 where there is one host)",
+        "ring_degree": "ranks in a ring (default: what is left)",
+        "placement": "which of the two has neighbouring ranks",
+        "layout": "layout of the ring",
+        **Ring.PARAMETERS,
+    }
+
+    def __init__(
+        self, context: Context, *, ulysses_degree: int | None = None, ring_degree: int | None = None,
+        placement: Placement = "head-first", layout: RingLayout = "zigzag", grad_wire: GradWire = "fp32",
+        deterministic: bool = False,
+    ) -> None:  # fmt: skip
+        Strategy.__init__(self, context, deterministic=deterministic)
+        size = self.comm.size
+        if ulysses_degree is None and ring_degree is None:
+            ulysses_degree = default_ulysses_degree(size, self.comm.ranks_per_host(), placement)
+        grouped = self.layout_for(
+            size, ulysses_degree=ulysses_degree, ring_degree=ring_degree, placement=placement, layout=layout
+        )
+        self.layout, grid = grouped, grouped.grid
+        self.parameters |= {
+            "ulysses_degree": grid.ulysses_degree, "ring_degree": grid.ring_degree, "placement": placement,
+            "layout": layout, "grad_wire": grad_wire,
+        }  # fmt: skip
+        self.exchange = HeadExchange(self.comm.collective("heads", grid.ulysses_group(self.comm.rank)))
+        self.kv_ring = self.comm.ring("kv", grid.ring(self.comm.rank))
+        self.dkv_ring = self.comm.ring("dkv", grid.ring(self.comm.rank), shares=self.kv_ring)
+
+    @classmethod
+    def layout_for(cls, size: int, **params: Any) -> Grouped:
+        ulysses, ring = params.get("ulysses_degree"), params.get("ring_degree")
+        placement = params.get("placement", "head-first")
+        if ulysses is None and ring is None:
+            # Asked before there are hosts to look at: as on one host.
+            ulysses = default_ulysses_degree(size, size, placement)
+        grid = Grid.of(size, ulysses, ring, head_first=placement == "head-first")
+        return Grouped(LAYOUTS[params.get("layout", "zigzag")], grid)
+
+    @classmethod
+    def unfit(cls, shape: Shape, size: int, **params: Any) -> str | None:
+        reason = super().unfit(shape, size, **params)
+        return reason or unfit_heads(shape, cls.layout_for(size, **params).grid.ulysses_degree)
+
+    def differentiable(
+        self, blocks: Blocks, q: Tensor, k: Tensor, v: Tensor, *, lse_wanted: bool
+    ) -> tuple[Tensor, Tensor]:
+        return self.exchange.around(super().differentiable, blocks, q, k, v, lse_wanted=lse_wanted)
+
+    def home_blocks(self, local_seq: int, *, causal: bool) -> tuple[Block, list[Block]]:
+        if self.kv_ring.size == 1:
+            return Block(causal=causal), []
+        return split_home_block(local_seq, causal=causal)
+
+    def block(self, kv_rank: int, q: Tensor, causal: bool) -> Block | None:
+        return self.layout.block(self.kv_ring.rank, kv_rank, q.shape[1], causal=causal)
+
+
+def default_ulysses_degree(size: int, per_host: int, placement: Placement) -> int:
+    """What has neighbouring ranks gets the ranks of a host; on one host, the smallest divisor of ``size`` above 1."""
+    smallest = next((divisor for divisor in range(2, size + 1) if size % divisor == 0), 1)
+    neighbours = per_host if per_host < size else smallest
+    return neighbours if placement == "head-first" else size // neighbours

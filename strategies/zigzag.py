@@ -1,0 +1,18 @@
+"""Zigzag ring attention: the ring with two chunks a rank, so that every causal step is the same work everywhere.
+
+With 4 ranks and chunks a .. h, rank 0 holds a h, rank 1 b g, rank 2 c f, rank 3 d e. Keys of a lower rank: all my
+queries see their first half. Keys of a higher rank: my second half sees all of them. Either way half a square.
+
+Source: zhuzilin/ring-flash-attention, issue 2; the same split is "load balancing" in Transformer Engine and Megatron.
+"""
+
+from __future__ import annotations
+
+from .layouts import LAYOUTS
+from .ring import Ring
+
+
+class Zigzag(Ring):
+    """The ring over the zigzag layout."""
+
+    layout = LAYOUTS["zigzag"]

@@ -1,0 +1,109 @@
+"""Every strategy with its options, and one attention problem worked on several ranks and densely in float64."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ringprof.strategies import create
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One attention problem over all ranks."""
+
+    seq: int
+    batch: int = 1
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 8
+    causal: bool = True
+    dtype: torch.dtype = torch.float64
+    kernel: str = "reference"
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Case:
+    """A strategy, its parameters, and the world sizes that it can run on."""
+
+    name: str
+    params: dict[str, Any] = field(default_factory=dict)
+    worlds: tuple[int, ...] = (1, 2, 4, 8)
+
+    def __str__(self) -> str:
+        return "-".join([self.name, *(f"{key}={value}" for key, value in self.params.items())])
+
+
+def _usp(degree: int, **params: Any) -> Case:
+    return Case("usp", {"ulysses_degree": degree, **params}, tuple(size for size in (2, 4, 8) if size >= degree))
+
+
+CASES = [
+    Case("ring"),
+    Case("ring", {"grad_wire": "input"}),
+    Case("zigzag"),
+    Case("stripe"),
+    Case("ulysses", {}, (1, 2, 4)),
+    *(
+        _usp(2, placement=placement, layout=layout)
+        for placement in ("head-first", "ring-first")
+        for layout in ("zigzag", "contiguous", "stripe")
+    ),
+    Case("double-ring"),
+    Case("double-ring", {"ring_window": 2}, (2, 4, 8)),
+    Case("double-ring", {"ring_window": 1}, (2, 4)),
+    Case("double-ring", {"ring_window": 2, "grad_wire": "fp32"}, (4, 8)),
+    Case("burst"),
+    Case("burst", {"ring_window": 2}, (2, 4, 8)),
+    Case("burst", {"ring_window": 1}, (2, 4)),
+    Case("burst", {"optimized_backward": False}),
+    Case("burst", {"optimized_backward": False, "ring_window": 2, "grad_wire": "fp32"}, (4,)),
+    Case("megatron"),
+    Case("allgather"),
+    Case("allgather", {"layout": "zigzag"}),
+]
+
+
+def inputs(problem: Problem) -> list[Tensor]:
+    """Full q, k, v and dout, the same on every rank."""
+    generator = torch.Generator().manual_seed(problem.seed)
+
+    def draw(heads: int) -> Tensor:
+        shape = (problem.batch, problem.seq, heads, problem.head_dim)
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(problem.dtype)
+
+    return [draw(problem.heads), draw(problem.kv_heads), draw(problem.kv_heads), draw(problem.heads)]
+
+
+def dense(problem: Problem) -> list[Tensor]:
+    """out, dq, dk, dv by torch's own autograd over the plain formula, in float64."""
+    q, k, v, dout = (tensor.double() for tensor in inputs(problem))
+    leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
+    groups = problem.heads // problem.kv_heads
+    wide_k, wide_v = (tensor.repeat_interleave(groups, 2) for tensor in leaves[1:])
+    scores = torch.einsum("bqhd,bkhd->bhqk", leaves[0], wide_k) * problem.head_dim**-0.5
+    if problem.causal:
+        scores = scores.masked_fill(torch.ones(problem.seq, problem.seq).triu(1).bool(), float("-inf"))
+    out = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), wide_v)
+    out.backward(dout)
+    return [out.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+
+
+def over_the_ranks(case: Case, problem: Problem, **how: Any) -> list[Tensor]:
+    """out, dq, dk, dv of the whole sequence as the ranks computed them together."""
+    strategy = create(case.name, kernel=problem.kernel, **how, **case.params)
+    *qkv, dout = (strategy.shard(tensor) for tensor in inputs(problem))
+    for tensor in qkv:
+        tensor.requires_grad_()
+    out = strategy.attention(*qkv, causal=problem.causal)
+    out.backward(dout)
+    return [strategy.unshard(tensor) for tensor in (out, *(tensor.grad for tensor in qkv))]
+
+
+def relative_error(value: Tensor, truth: Tensor) -> float:
+    """Root mean square of the difference over that of the truth."""
+    return float((value.double() - truth).norm() / truth.norm())

@@ -1,0 +1,71 @@
+"""Several ranks on this machine: forked processes that talk over gloo."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def run_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """``function(rank, *args)`` on every rank of a fresh process group; its results in rank order.
+
+    Raises the first rank's error, with its traceback as text. Results must pickle (this is test code talking to
+    itself).
+    """
+    context = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory() as folder:
+        pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
+        processes = [
+            context.Process(target=_rank, args=(rank, world_size, folder, pipes[rank][1], function, args))
+            for rank in range(world_size)
+        ]
+        for process in processes:
+            process.start()
+        try:
+            results = [_receive(pipe[0], process) for pipe, process in zip(pipes, processes, strict=True)]
+        finally:
+            for process in processes:
+                process.join(5)
+                process.kill()
+    for ok, value in results:
+        if not ok:
+            raise AssertionError(f"a rank failed:\n{value}")
+    return [value for _, value in results]
+
+
+def _receive(pipe: Connection, process: multiprocessing.process.BaseProcess) -> tuple[bool, Any]:
+    while not pipe.poll(0.05):
+        if not process.is_alive() and not pipe.poll(0):
+            return False, f"exit code {process.exitcode} without a result"
+    result: tuple[bool, Any] = pipe.recv()
+    return result
+
+
+def _rank(
+    rank: int, world_size: int, folder: str, pipe: Connection, function: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
+    os.environ.pop("LOCAL_WORLD_SIZE", None)
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{folder}/store",
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=60),
+        )
+        pipe.send((True, function(rank, *args)))
+    except BaseException:
+        pipe.send((False, f"rank {rank}: {traceback.format_exc()}"))
+    finally:
+        # Not destroy_process_group: a rank that failed must not wait for the others.
+        os._exit(0)

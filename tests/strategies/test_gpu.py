@@ -1,0 +1,119 @@
+"""What only a GPU can show: its kernels against float64, the fused kernels against plain torch, equal bits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ringprof.strategies import create, merge
+from ringprof.strategies.kernels import KERNELS, Kernel, ReferenceKernel
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+GPU_KERNELS = ["cudnn", "flash-attn", "torch-flash"]
+# batch, heads, kv heads, queries, keys, causal
+BLOCKS = [(1, 8, 8, 512, 512, True), (2, 8, 2, 500, 500, True), (2, 8, 8, 256, 512, False), (1, 8, 2, 512, 256, False)]
+
+
+def _kernel(name: str, *, deterministic: bool = False) -> Kernel:
+    reason = KERNELS[name].unfit(torch.device("cuda"), torch.bfloat16, 128)
+    if reason:
+        pytest.skip(f"{name} {reason}")
+    return KERNELS[name](deterministic=deterministic)
+
+
+def _tensors(batch, heads, kv_heads, queries, keys):
+    """q, k, v, dout as views into longer tensors, as a zigzag half is."""
+    torch.manual_seed(0)
+
+    def view(seq, count):
+        return torch.randn(batch, 2 * seq, count, 128, device="cuda", dtype=torch.bfloat16)[:, seq:]
+
+    return view(queries, heads), view(keys, kv_heads), view(keys, kv_heads), view(queries, heads)
+
+
+def _error(value, truth):
+    return ((value.double() - truth).norm() / truth.norm()).item()
+
+
+@pytest.mark.parametrize("name", GPU_KERNELS)
+@pytest.mark.parametrize("block", BLOCKS)
+def test_a_kernel_agrees_with_float64(name, block):
+    *sizes, causal = block
+    q, k, v, dout = _tensors(*sizes)
+    kernel, scale = _kernel(name), 128**-0.5
+    out, lse = kernel.forward(q, k, v, scale=scale, causal=causal)
+    wq, wk, wv, wdout = (tensor.double() for tensor in (q, k, v, dout))
+    true_out, true_lse = ReferenceKernel().forward(wq, wk, wv, scale=scale, causal=causal)
+    truth = ReferenceKernel().backward(wdout, wq, wk, wv, true_lse, out=true_out, scale=scale, causal=causal)
+    # bf16 keeps 8 bits: one rounding is at most 2^-9 of a value, a few of them stay below 1 %.
+    assert _error(out, true_out) < 0.01
+    assert (lse.double() - true_lse).abs().max() < 1e-4
+    for row in ((out, None), (None, merge.row_product(dout, out))):
+        gradients = kernel.backward(dout, q, k, v, lse, out=row[0], delta=row[1], scale=scale, causal=causal)
+        for gradient, true in zip(gradients, truth, strict=True):
+            assert _error(gradient, true) < 0.01
+
+
+@pytest.mark.parametrize("name", ["flash-attn", "torch-flash"])
+def test_the_deterministic_mode_gives_the_same_bits(name):
+    _kernel(name)
+    strategy = create("zigzag", kernel=name, deterministic=True)
+    q, k, v, dout = (tensor.contiguous() for tensor in _tensors(1, 8, 8, 4096, 4096))
+    results = []
+    for _ in range(3):
+        inputs = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
+        out = strategy.attention(*inputs)
+        out.backward(dout)
+        results.append([out, *(tensor.grad for tensor in inputs)])
+    for again in results[1:]:
+        assert all(torch.equal(first, second) for first, second in zip(results[0], again, strict=True))
+
+
+def test_a_kernel_without_a_deterministic_mode_is_refused_or_passed_over():
+    q = torch.randn(1, 8, 1, 128, device="cuda", dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="no deterministic"):
+        create("zigzag", kernel="cudnn", deterministic=True).kernel_for(q)
+    assert create("zigzag", deterministic=True).kernel_for(q).name != "cudnn"
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 128])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_fused_kernels_equal_plain_torch(head_dim, dtype):
+    torch.manual_seed(0)
+    full = torch.randn(2, 154, 3, head_dim)
+    full_lse = 3 * torch.randn(2, 3, 154)
+    block, block_lse = torch.randn(2, 77, 3, head_dim).to(dtype), 3 * torch.randn(2, 3, 77)
+    results = []
+    for device in ("cpu", "cuda"):
+        out, lse = full.to(device, copy=True), full_lse.to(device, copy=True)
+        merge.merge_into(out[:, 77:], lse[..., 77:], block.to(device), block_lse.to(device))
+        total = full.to(device, copy=True)
+        merge.accumulate(total[:, :77], block.to(device))
+        delta = merge.row_product(block.to(device), full[:, :77].to(dtype).to(device))
+        stand_in = merge.output_with_delta(block.to(device), delta)
+        results.append([tensor.cpu().double() for tensor in (out, lse, total, delta, stand_in)])
+    for name, plain, fused in zip(("out", "lse", "total", "delta", "stand_in"), *results, strict=True):
+        # float32 sums of up to 128 terms in another order; the stand-in is rounded to the input's type.
+        tolerance = 2e-2 if name == "stand_in" else 1e-4
+        assert (plain - fused).abs().max() <= tolerance * plain.abs().max(), name
+
+
+@pytest.mark.parametrize("heads", [32, 40])
+@pytest.mark.parametrize("head_dim", [8, 128])
+def test_the_fused_merge_works_in_place_without_a_race(heads, head_dim):
+    """The same merge and accumulation many times over give the same bits: no warp reads what another has written."""
+    torch.manual_seed(0)
+    block = torch.randn(1, 256, heads, head_dim, device="cuda", dtype=torch.bfloat16)
+    start = torch.randn(1, 256, heads, head_dim, device="cuda")
+    lse, block_lse = 3 * torch.randn(2, 1, heads, 256, device="cuda")
+    expected = start + torch.sigmoid(block_lse - lse).transpose(1, 2).unsqueeze(-1) * (block - start)
+    for _ in range(500):
+        out, own, total = start.clone(), lse.clone(), start.clone()
+        merge.merge_into(out, own, block, block_lse)
+        merge.accumulate(total, block)
+        assert torch.allclose(out, expected, atol=1e-5)
+        assert torch.allclose(own, torch.logaddexp(lse, block_lse), atol=1e-5)
+        assert torch.equal(total, start + block)

@@ -1,0 +1,189 @@
+"""Layouts are permutations with an inverse whose blocks cover the mask; what does not fit is refused in a sentence."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ringprof.strategies import Unfit, UnknownName, create, find, names, parameters
+from ringprof.strategies.communicator import Hosts, Ring
+from ringprof.strategies.layouts import LAYOUTS, Block, split_home_block
+from ringprof.strategies.registry import parse_parameter
+from tests.strategies.cases import CASES
+from tests.strategies.ranks import run_ranks
+
+layout_names = st.sampled_from(["contiguous", "zigzag", "stripe"])
+
+
+@given(layout_names, st.integers(1, 9), st.integers(1, 6))
+def test_a_layout_deals_out_every_token_once(name, size, times):
+    layout = LAYOUTS[name]
+    seq = layout.divisor(size) * times
+    assert sorted(layout.order(seq, size).tolist()) == list(range(seq))
+
+
+def covered(mask: torch.Tensor, block: Block) -> None:
+    """Add a block to a count of which query saw which key."""
+    part = mask[block.q, block.kv]
+    part += torch.ones_like(part).tril() if block.causal else torch.ones_like(part)
+
+
+@given(layout_names, st.integers(1, 5), st.integers(1, 5), st.booleans())
+def test_the_blocks_of_all_pairs_are_the_mask_exactly_once(name, size, times, causal):
+    layout = LAYOUTS[name]
+    seq = layout.divisor(size) * times
+    local = seq // size
+    for q_rank in range(size):
+        for kv_rank in range(size):
+            seen = torch.zeros(local, local, dtype=torch.int)
+            block = layout.block(q_rank, kv_rank, local, causal=causal)
+            if block is not None:
+                covered(seen, block)
+            queries = layout.positions(seq, size, q_rank).unsqueeze(1)
+            keys = layout.positions(seq, size, kv_rank).unsqueeze(0)
+            expected = (keys <= queries).int() if causal else torch.ones_like(seen)
+            assert torch.equal(seen, expected)
+
+
+@given(st.integers(1, 40), st.booleans())
+def test_the_parts_of_the_home_block_are_the_whole(local, causal):
+    early, rest = split_home_block(local, causal=causal)
+    seen = torch.zeros(local, local, dtype=torch.int)
+    for block in (early, *rest):
+        covered(seen, block)
+    ones = torch.ones(local, local, dtype=torch.int)
+    assert torch.equal(seen, ones.tril() if causal else ones)
+
+
+def round_trips(rank: int, world: int) -> list[str]:
+    wrong = []
+    for case in [case for case in CASES if world in case.worlds]:
+        strategy = create(case.name, kernel="reference", **case.params)
+        for shape, dim in (((2, 32, 3), 1), ((32,), 0), ((2, 3, 32, 1), 2)):
+            x = torch.randn(shape, generator=torch.Generator().manual_seed(3))
+            local = strategy.shard(x, dim)
+            tokens = torch.arange(32)[strategy.positions(32)]
+            if not torch.equal(strategy.unshard(local, dim), x) or not torch.equal(local, x.index_select(dim, tokens)):
+                wrong.append(f"{case} {shape}")
+    return wrong
+
+
+@pytest.mark.parametrize("world", [1, 4])
+def test_unshard_undoes_shard(world):
+    assert run_ranks(world, round_trips, world) == [[]] * world
+
+
+# --- refusals ---------------------------------------------------------------------------------------
+
+
+def refusals(rank: int) -> dict[str, str]:
+    """What each call says; empty where it was taken."""
+    x = torch.zeros(1, 8, 4, 8)
+
+    def attention(name: str, *tensors: torch.Tensor, params: dict[str, int] | None = None, **options) -> None:
+        create(name, kernel="reference", **(params or {})).attention(*(tensors or (x, x, x)), **options)
+
+    calls = {
+        "odd local sequence": lambda: attention("zigzag", x[:, :7], x[:, :7], x[:, :7]),
+        "heads": lambda: attention("ring", x, x[:, :, :3], x[:, :, :3]),
+        "window": lambda: attention("burst", params={"ring_window": 3}),
+        "degrees": lambda: attention("usp", params={"ulysses_degree": 3}),
+        "product": lambda: attention("usp", params={"ulysses_degree": 2, "ring_degree": 4}),
+        "too few heads": lambda: attention("ulysses", x[:, :, :3], x[:, :, :3], x[:, :, :3]),
+        "dropout": lambda: attention("zigzag", dropout_p=0.1),
+        "sliding window": lambda: attention("zigzag", window_size=(64, 0)),
+        "alibi": lambda: attention("zigzag", alibi_slopes=torch.ones(4)),
+        "packed": lambda: attention("zigzag", cu_seqlens=torch.tensor([0, 8])),
+        "types": lambda: attention("ring", x, x.double(), x.double()),
+        "shapes": lambda: attention("ring", x[0], x[0], x[0]),
+        "kernel": lambda: create("ring", kernel="cudnn").attention(x, x, x),
+        "unknown kernel": lambda: create("ring", kernel="cudn").attention(x, x, x),
+        "hosts": lambda: create("burst", ranks_per_host=3),
+        "parameter": lambda: create("ring", windows=2),
+    }
+    said = {}
+    for label, call in calls.items():
+        try:
+            call()
+            said[label] = ""
+        except (Unfit, UnknownName) as refusal:
+            said[label] = str(refusal)
+    return said
+
+
+EXPECTED = {
+    "odd local sequence": "divisible by 8",
+    "heads": "4 heads are not a multiple of 3 kv heads",
+    "window": "ring_window 3 does not divide",
+    "degrees": "3",
+    "product": "4",
+    "too few heads": "3 heads",
+    "dropout": "dropout_p is not supported",
+    "sliding window": "window_size is not supported",
+    "alibi": "alibi_slopes is not supported",
+    "packed": "cu_seqlens is not supported",
+    "types": "share type and device",
+    "shapes": "expected q (B, S, H, D)",
+    "kernel": "needs a CUDA device",
+    "unknown kernel": "there are: auto, cudnn",
+    "hosts": "ranks_per_host 3 does not divide",
+    "parameter": "no parameter 'windows'; it has: grad_wire, deterministic",
+}
+
+
+def test_what_does_not_fit_is_refused_on_every_rank_alike():
+    for said in run_ranks(4, refusals):
+        for label, part in EXPECTED.items():
+            assert part in said[label], label
+
+
+def test_an_unknown_strategy_names_the_nearest_and_all():
+    with pytest.raises(UnknownName, match=r"did you mean 'zigzag'\?.*ring, zigzag"):
+        find("zigzg")
+    with pytest.raises(UnknownName, match="cannot be imported"):
+        find("nowhere.to_be:Found").load()
+
+
+@pytest.mark.parametrize("name", names())
+def test_every_parameter_is_described_and_listed(name):
+    for parameter in parameters(find(name).load()):
+        assert parameter.help, parameter.name
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "value"),
+    [
+        ("double_ring", "true", True),
+        ("double_ring", "no", False),
+        ("ring_window", "4", 4),
+        ("grad_wire", "fp32", "fp32"),
+    ],
+)
+def test_a_parameter_is_read_in_its_type(key, text, value):
+    assert parse_parameter(find("burst").load(), "burst", key, text) == value
+
+
+@pytest.mark.parametrize(("key", "text"), [("double_ring", "maybe"), ("ring_window", "x"), ("grad_wire", "bf16")])
+def test_a_parameter_of_another_type_is_refused(key, text):
+    with pytest.raises(Unfit, match=key):
+        parse_parameter(find("burst").load(), "burst", key, text)
+
+
+def test_hosts_come_from_the_launcher_unless_given(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert Hosts.of_run(8).per_host == 4
+    assert Hosts.of_run(8, 2).per_host == 2
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    assert Hosts.of_run(8).per_host == 8
+    assert (Hosts(4).link(3, 4), Hosts(4).link(4, 7)) == ("other_host", "same_host")
+
+
+def test_a_hop_can_be_waited_for_once():
+    ring = create("ring").kv_ring
+    assert isinstance(ring, Ring)
+    hop = ring.post([torch.ones(1)])
+    hop.wait()
+    with pytest.raises(RuntimeError, match="twice"):
+        hop.wait()

@@ -1,0 +1,204 @@
+"""Output and gradients of every strategy and option against dense float64 attention, on real ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ringprof.strategies import Unfit, create, names
+from tests.strategies.cases import CASES, Case, Problem, dense, inputs, over_the_ranks, relative_error
+from tests.strategies.ranks import run_ranks
+
+PROBLEMS = [
+    Problem(seq=32),
+    Problem(seq=32, causal=False),
+    Problem(seq=48, batch=2, heads=4, kv_heads=4, causal=True),
+    Problem(seq=16, heads=4, kv_heads=4, causal=False),
+]
+
+
+def errors_of(rank: int, cases: list[Case], problems: list[Problem]) -> list[tuple[str, float]]:
+    """The largest error of out, dq, dk and dv for every case and problem."""
+    found = []
+    for case in cases:
+        for problem in problems:
+            pairs = zip(over_the_ranks(case, problem), dense(problem), strict=True)
+            found.append((f"{case} {problem}", max(relative_error(value, truth) for value, truth in pairs)))
+    return found
+
+
+def check(world: int, problems: list[Problem], bound: float) -> None:
+    cases = [case for case in CASES if world in case.worlds]
+    for results in run_ranks(world, errors_of, cases, problems):
+        for label, error in results:
+            assert error <= bound, label
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_every_strategy_is_exact_in_float64(world):
+    # What differs from the dense formula is the order of sums: some tens of roundings of 1e-16.
+    check(world, PROBLEMS, 1e-13)
+
+
+@pytest.mark.long
+def test_every_strategy_is_exact_in_float64_on_8_ranks():
+    check(8, [Problem(seq=64), Problem(seq=64, causal=False), Problem(seq=32, batch=2, heads=8, kv_heads=2)], 1e-13)
+
+
+@pytest.mark.parametrize(("dtype", "unit"), [(torch.float32, 2**-24), (torch.bfloat16, 2**-8), (torch.float16, 2**-11)])
+def test_rounding_stays_near_that_of_one_device(dtype, unit):
+    """At most 3 times the error of one call of the same kernel, with room for a rounding at each hop on the wire."""
+    problem = Problem(seq=128, heads=4, kv_heads=2, head_dim=16, dtype=dtype, kernel="cpu-flash")
+    truth = dense(problem)
+    alone = [
+        relative_error(value, exact) for value, exact in zip(over_the_ranks(Case("ring"), problem), truth, strict=True)
+    ]
+    cases = [case for case in CASES if 4 in case.worlds]
+    worst = run_ranks(4, rounding_of, cases, problem)
+    for case, errors in zip(cases, worst[0], strict=True):
+        # On 4 ranks a gradient is rounded to the input's type at most 4 times, each by at most a unit.
+        on_the_wire = 4 * unit**2 / 3
+        for error, one in zip(errors, alone, strict=True):
+            assert error <= 3 * (one**2 + on_the_wire) ** 0.5, str(case)
+
+
+def rounding_of(rank: int, cases: list[Case], problem: Problem) -> list[list[float]]:
+    truth = dense(problem)
+    return [
+        [relative_error(value, exact) for value, exact in zip(over_the_ranks(case, problem), truth, strict=True)]
+        for case in cases
+    ]
+
+
+@st.composite
+def drawn_problems(draw) -> Problem:
+    kv_heads = draw(st.sampled_from([2, 4]))
+    return Problem(
+        seq=16 * draw(st.integers(1, 5)),
+        batch=draw(st.integers(1, 3)),
+        heads=kv_heads * draw(st.integers(1, 3)),
+        kv_heads=kv_heads,
+        head_dim=draw(st.integers(1, 9)),
+        causal=draw(st.booleans()),
+        seed=draw(st.integers(0, 2**16)),
+    )
+
+
+def drawn_are_exact(problem: Problem, world: int) -> None:
+    cases = [case for case in CASES if world in case.worlds and problem.heads % world == 0]
+    for label, error in run_ranks(world, errors_of, cases, [problem])[0]:
+        assert error <= 1e-12, label
+
+
+def examples(count: int) -> settings:
+    """Forked ranks take their time: no deadline."""
+    return settings(max_examples=count, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
+
+
+@examples(5)
+@given(drawn_problems())
+def test_drawn_shapes_on_2_ranks(problem):
+    drawn_are_exact(problem, 2)
+
+
+@pytest.mark.long
+@examples(60)
+@given(drawn_problems())
+def test_drawn_shapes_on_4_ranks(problem):
+    drawn_are_exact(problem, 4)
+
+
+def same_bits(rank: int, problem: Problem) -> list[str]:
+    differing = []
+    for case in [case for case in CASES if 4 in case.worlds]:
+        first, second = (over_the_ranks(case, problem) for _ in range(2))
+        if not all(torch.equal(one, two) for one, two in zip(first, second, strict=True)):
+            differing.append(str(case))
+    return differing
+
+
+def test_a_second_call_gives_the_same_bits():
+    problem = Problem(seq=64, dtype=torch.bfloat16, head_dim=16, kernel="cpu-flash")
+    assert run_ranks(4, same_bits, problem) == [[]] * 4
+
+
+# --- the LSE ----------------------------------------------------------------------------------------
+
+
+def lse_gradients(rank: int, cases: list[Case], problem: Problem) -> list[float]:
+    """Errors of dq, dk and dv where the loss is sum(out · dout) + sum(weights · lse)."""
+    full = inputs(problem)
+    weights = torch.randn(
+        problem.batch, problem.heads, problem.seq, generator=torch.Generator().manual_seed(9)
+    ).double()
+    leaves = [tensor.double().clone().requires_grad_() for tensor in full[:3]]
+    groups = problem.heads // problem.kv_heads
+    scores = torch.einsum("bqhd,bkhd->bhqk", leaves[0], leaves[1].repeat_interleave(groups, 2)) * problem.head_dim**-0.5
+    scores = scores.masked_fill(torch.ones(problem.seq, problem.seq).triu(1).bool(), float("-inf"))
+    out = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), leaves[2].repeat_interleave(groups, 2))
+    ((out * full[3].double()).sum() + (scores.logsumexp(-1) * weights).sum()).backward()
+    found = []
+    for case in cases:
+        strategy = create(case.name, kernel=problem.kernel, **case.params)
+        *qkv, dout = (strategy.shard(tensor) for tensor in full)
+        for tensor in qkv:
+            tensor.requires_grad_()
+        local_out, local_lse = strategy.attention(*qkv, return_lse=True)
+        ((local_out * dout).sum() + (local_lse * strategy.shard(weights, dim=2)).sum()).backward()
+        pairs = [(strategy.unshard(t.grad), leaf.grad) for t, leaf in zip(qkv, leaves, strict=True)]
+        found.append(max(relative_error(value, truth) for value, truth in pairs if truth is not None))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kernel", "dtype", "bound"), [("reference", torch.float64, 1e-13), ("cpu-flash", torch.float32, 1e-5)]
+)
+def test_a_gradient_through_the_lse_is_right(kernel, dtype, bound):
+    problem = Problem(seq=32, kernel=kernel, dtype=dtype)
+    cases = [case for case in CASES if 4 in case.worlds]
+    for errors in run_ranks(4, lse_gradients, cases, problem):
+        for case, error in zip(cases, errors, strict=True):
+            assert error <= bound, str(case)
+
+
+def lse_alone(rank: int, kernel: str) -> str:
+    """A loss of the LSE only: dO is 0 everywhere."""
+    strategy = create("burst", kernel=kernel)
+    q, k, v, _ = (strategy.shard(t).requires_grad_() for t in inputs(Problem(seq=16, dtype=torch.float32)))
+    _, lse = strategy.attention(q, k, v, return_lse=True)
+    try:
+        lse.sum().backward()
+    except Unfit as refusal:
+        return str(refusal)
+    return ""
+
+
+def test_an_lse_gradient_of_rows_without_an_output_gradient_needs_a_kernel_that_takes_delta():
+    assert run_ranks(2, lse_alone, "reference") == ["", ""]
+    for refusal in run_ranks(2, lse_alone, "cpu-flash"):
+        assert "takes no delta" in refusal and "cpu-flash" in refusal
+
+
+def test_the_stand_in_for_the_output_is_as_good_as_the_output():
+    """Burst with delta on the wire against Burst with O on the wire, through a kernel that takes no delta."""
+    for dtype in (torch.float32, torch.bfloat16):
+        problem = Problem(seq=128, head_dim=32, dtype=dtype, kernel="cpu-flash")
+        pair = [Case("burst"), Case("burst", {"optimized_backward": False})]
+        with_delta, with_out = run_ranks(2, rounding_of, pair, problem)[0]
+        for one, other in zip(with_delta[1:], with_out[1:], strict=True):
+            assert one <= 1.5 * other
+
+
+def test_every_bundled_strategy_is_among_the_cases():
+    assert {case.name for case in CASES} == set(names())
+
+
+def test_one_rank_needs_no_process_group():
+    problem = replace(PROBLEMS[0], seq=20)
+    for name in ("ring", "zigzag", "burst", "megatron"):
+        for value, truth in zip(over_the_ranks(Case(name), problem), dense(problem), strict=True):
+            assert relative_error(value, truth) < 1e-13
