@@ -1,0 +1,49 @@
+"""``ringprof strategies``: what there is, and what each takes."""
+
+from __future__ import annotations
+
+import click
+
+from ringprof.record.resolve import load_strategy, need_torch, strategy_errors
+
+
+@click.command("strategies")
+@click.argument("name", required=False)
+def command(name: str | None) -> None:
+    """List the strategies, or the parameters of strategy NAME (set with: ringprof record -p key=value).
+
+    NAME may be package.module:Class, which imports that module.
+    """
+    need_torch()
+    for line in _listing() if name is None else _parameters(name):
+        click.echo(line)
+
+
+def _listing() -> list[str]:
+    from ringprof.strategies import find, names
+
+    specs = [find(name) for name in names()]
+    width = max(len(spec.name) for spec in specs)
+    return [f"{spec.name:<{width}}  {spec.summary} ({spec.reference})" for spec in specs]
+
+
+def _parameters(name: str) -> list[str]:
+    from ringprof.strategies import find, parameters
+
+    strategy = load_strategy(name)
+    with strategy_errors():
+        spec, found = find(name), parameters(strategy)
+    lines = [f"{name}: {spec.summary}" + (f" ({spec.reference})" if spec.reference else "")]
+    if not found:
+        return [*lines, "  no parameters"]
+    width = max(len(parameter.name) for parameter in found)
+    for parameter in found:
+        default = "required" if parameter.required else f"default {_shown(parameter.default)}"
+        lines.append(f"  {parameter.name:<{width}}  {parameter.kind}, {default}: {parameter.help}".rstrip(": "))
+    return lines
+
+
+def _shown(default: object) -> str:
+    if isinstance(default, bool):
+        return str(default).lower()
+    return "automatic" if default is None else str(default)

@@ -1,0 +1,83 @@
+"""Recording: run a strategy on all ranks, check it, time it, profile it, and write the run.
+
+Loads torch, when a recording begins; importing this package does not.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from ringprof.record.placement import Placement, joined
+from ringprof.record.progress import Reporter, Silent
+from ringprof.record.request import Request, Task
+from ringprof.run import Run, read_run
+
+__all__ = ["Request", "record"]
+
+
+def record(request: Request, reporter: Reporter | None = None) -> Run | None:
+    """Record one run, on ranks started here, or as one rank where torchrun or srun started this process.
+
+    Returns the run, whose traces are named from the folder of ``request.output``; None on ranks other than 0. Blocks
+    until all ranks have ended. Raises `UsageError` and its kinds before anything is started, `RecordError` where a
+    rank fails or the result is wrong. A run that failed leaves nothing but its log.
+    """
+    reporter = reporter or Silent()
+    place = joined()
+    if place is not None:
+        from ringprof.record.join import record_as_rank
+
+        return record_as_rank(request, place, reporter)
+    return _record_here(request, reporter)
+
+
+def _record_here(request: Request, reporter: Reporter) -> Run:
+    from ringprof.record.folder import discard
+    from ringprof.record.launch import launch, make_scratch
+
+    task = prepare(request, None, reporter, str(make_scratch()))
+    try:
+        launch(task, reporter)
+    except BaseException:
+        discard(Path(task.staging))
+        raise
+    return read_run(task.request.output)
+
+
+def prepare(request: Request, place: Placement | None, reporter: Reporter, scratch: str | None) -> Task:
+    """Make every choice, say what will be done, refuse what will not do, and make the run's folder."""
+    from ringprof.record.resolve import need_torch
+
+    staging = None
+    try:
+        need_torch()
+        from ringprof.record.folder import stage
+        from ringprof.record.plan import describe, make_plan, refuse_too_large
+        from ringprof.record.resolve import resolve
+
+        request = resolve(request, place)
+        plan = make_plan(request)
+        for line in describe(request, plan):
+            reporter.say(line)
+        refuse_too_large(request, plan)
+        staging = stage(
+            Path(request.output).absolute(), f"{request.strategy}-{request.workload.seq}", request.world or 1
+        )
+    finally:
+        if staging is None and scratch is not None:
+            shutil.rmtree(scratch, ignore_errors=True)
+    return Task(
+        request=_with_absolute_output(request),
+        name=staging.name,
+        staging=str(staging.path),
+        scratch=scratch,
+        created=staging.created,
+        time_limit=request.time_limit or plan.time_limit,
+    )
+
+
+def _with_absolute_output(request: Request) -> Request:
+    from msgspec.structs import replace
+
+    return replace(request, output=str(Path(request.output).absolute()))

@@ -1,0 +1,162 @@
+"""Profiling a block of a user's own program, on every rank that runs it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ringprof.errors import UsageError
+from ringprof.run import Run, Workload
+
+if TYPE_CHECKING:
+    import torch
+
+
+@contextmanager
+def capture(
+    folder: str | os.PathLike[str], workload: Workload | None = None, *, name: str | None = None
+) -> Iterator[None]:
+    """Profile the block on every rank and write a run into ``folder``, which must be new or empty.
+
+    Inside a program started by torchrun, or alone: the process group may be there or not, it is used as it is and left
+    as it is. All ranks of the world must enter. They start together behind a barrier; at the end of the block the
+    device has finished, and when the context closes, ``folder`` holds one compressed trace a rank and ``run.json``.
+    With ``workload`` a report knows the FLOPs; there are no verification and no timings without the profiler.
+
+    Run one step of warm-up before it: the first one sets up communicators. Raises `UsageError` where the folder holds
+    something already, and `MissingExtraError` without torch. An error in the block leaves no run behind.
+    """
+    from ringprof.record.resolve import need_torch
+
+    need_torch()
+    from ringprof.record.folder import discard, trace_name
+
+    target = Path(folder).absolute()
+    staging = target.parent / f".{target.name}.partial"
+    rank, world, device = _standing()
+    created = f"{datetime.now(timezone.utc):%Y-%m-%dT%H:%M:%SZ}"
+    _together(_prepare(target, staging) if rank == 0 else None, world, device)
+    try:
+        times: list[int] = []
+        with _profiled(staging / trace_name(rank), device, world, times):
+            yield
+        run = _run(name or target.name, created, workload, device, world, rank, times)
+        if run is not None:
+            _publish(run, staging, target)
+    except BaseException:
+        if rank == 0:
+            discard(staging)
+        raise
+    _wait(world)
+
+
+def _standing() -> tuple[int, int, torch.device]:
+    """Rank, world size, and the device that the process group or this process works on."""
+    import torch
+    import torch.distributed as dist
+
+    grouped = dist.is_available() and dist.is_initialized()
+    rank, world = (dist.get_rank(), dist.get_world_size()) if grouped else (0, 1)
+    on_gpu = "nccl" in str(dist.get_backend()) if grouped else torch.cuda.is_available()
+    return rank, world, torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+
+
+def _prepare(target: Path, staging: Path) -> str:
+    """Make the staging folder; returns what stands against it, empty where nothing does."""
+    try:
+        if target.exists() and (not target.is_dir() or any(target.iterdir())):
+            return f"{target}: not empty; capture never overwrites, choose another folder"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        staging.mkdir()
+    except FileExistsError:
+        return f"{staging}: another capture is writing here, or one was killed: remove it, or choose another folder"
+    except OSError as error:
+        return f"{target}: cannot write the run here: {error.strerror or error}"
+    return ""
+
+
+def _together(refusal: str | None, world: int, device: torch.device) -> None:
+    """Rank 0's answer for all ranks. Raises `UsageError` on each where there is a refusal."""
+    if world > 1:
+        from ringprof.record.group import gather_bytes
+
+        refusal = gather_bytes((refusal or "").encode(), device)[0].decode()
+    if refusal:
+        raise UsageError(refusal)
+
+
+@contextmanager
+def _profiled(trace: Path, device: torch.device, world: int, times: list[int]) -> Iterator[None]:
+    """Profile the block as one iteration, write the trace, and append the block's time in nanoseconds."""
+    import time
+
+    from torch.profiler import record_function
+
+    from ringprof.record.measure import ITERATION, profiler
+
+    finish = _finisher(device)
+    with profiler() as recording:
+        finish()
+        recording.step()
+        _wait(world)
+        finish()
+        start = time.perf_counter_ns()
+        with record_function(ITERATION):
+            yield
+        finish()
+        times.append(time.perf_counter_ns() - start)
+        recording.step()
+    recording.export_chrome_trace(str(trace))
+
+
+def _finisher(device: torch.device) -> Callable[[], None]:
+    import torch
+
+    return torch.cuda.synchronize if device.type == "cuda" else lambda: None
+
+
+def _wait(world: int) -> None:
+    if world > 1:
+        import torch.distributed as dist
+
+        dist.barrier()
+
+
+def _run(
+    name: str, created: str, workload: Workload | None, device: torch.device, world: int, rank: int, times: list[int]
+) -> Run | None:
+    """Tell rank 0 that this rank's trace is complete; rank 0 returns the run."""
+    import msgspec
+
+    from ringprof.record.folder import trace_name
+    from ringprof.record.machine import device_name, host_name
+    from ringprof.record.rank import RankResult, assemble, exchange
+
+    result = RankResult(
+        host=host_name(), local_rank=_local_rank(rank), device=device_name(device), trace=trace_name(rank),
+        profiled_ns=times,
+    )  # fmt: skip
+    results = exchange(result, device) if world > 1 else [result]
+    if rank != 0:
+        return None
+    run = assemble(name, created, [Path(sys.argv[0]).name, *sys.argv[1:]], results, device)
+    return msgspec.structs.replace(run, workload=workload)
+
+
+def _local_rank(rank: int) -> int:
+    text = os.environ.get("LOCAL_RANK", "")
+    return int(text) if text.isdigit() else rank
+
+
+def _publish(run: Run, staging: Path, target: Path) -> None:
+    """The same order as for a recording; an empty ``target`` gives way."""
+    from ringprof.record.folder import RUN_FILE
+    from ringprof.run import write_run
+
+    write_run(run, staging / RUN_FILE)
+    os.replace(staging, target)

@@ -1,0 +1,57 @@
+"""Which rank failed and why, in one line."""
+
+from __future__ import annotations
+
+import signal
+import traceback
+
+from ringprof import errors
+from ringprof.errors import RecordError, RingprofError
+from ringprof.record.memory import ran_out
+
+OUT_OF_MEMORY = "OutOfMemory"
+
+
+class Interrupted(RecordError):
+    """The user stopped the run."""
+
+    exit_code = 130
+
+
+def kind_of(error: BaseException) -> str:
+    """The name that a rank's error travels under: one of `ringprof.errors`, ``OutOfMemory``, or its own class's."""
+    return OUT_OF_MEMORY if ran_out(error) else type(error).__name__
+
+
+def message_of(error: BaseException) -> str:
+    """An error's first line, with its class where it is not one of ours."""
+    if isinstance(error, RingprofError):
+        return str(error)
+    if ran_out(error):
+        return "out of memory"
+    first = (str(error).strip().splitlines() or [""])[0]
+    return f"{type(error).__name__}: {first}" if first else type(error).__name__
+
+
+def full_text(error: BaseException) -> str:
+    """The traceback, for a log."""
+    return "".join(traceback.format_exception(error))
+
+
+def rank_error(rank: int, kind: str, message: str, log: str) -> RingprofError:
+    """The error that the whole run ends with, from what one rank said about its own."""
+    found = getattr(errors, kind, None)
+    if isinstance(found, type) and issubclass(found, RecordError):
+        return found(f"{message}{log}")
+    if isinstance(found, type) and issubclass(found, RingprofError):
+        # All ranks refuse for the same reason: it is the request's fault, no rank's.
+        return found(message)
+    advice = ": use a shorter sequence or more ranks" if kind == OUT_OF_MEMORY else ""
+    return RecordError(f"rank {rank} failed: {message}{advice}{log}")
+
+
+def signal_error(rank: int, number: int, log: str) -> RecordError:
+    """The error of a rank that a signal killed."""
+    name = signal.Signals(number).name
+    hint = " (often the system's answer to memory running out)" if number == signal.SIGKILL else ""
+    return RecordError(f"rank {rank} was killed by {name}{hint}{log}")

@@ -1,0 +1,106 @@
+"""Where a run is written: a hidden folder beside the output, which takes its name when the run is complete."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import tempfile
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+
+from ringprof.errors import RunFormatError, UsageError
+from ringprof.run import Run, read_run, relocated, write_run
+
+RUN_FILE = "run.json"
+NEEDED_BYTES_PER_RANK = 4 * 2**20
+"""Room for a compressed trace, asked for before the work is done."""
+
+
+@dataclass(frozen=True)
+class Staging:
+    """A run's folder while it is being written."""
+
+    path: Path
+    name: str
+    created: str
+
+
+def trace_name(rank: int) -> str:
+    """The file of one rank's trace in the run's folder."""
+    return f"rank{rank}.json.gz"
+
+
+def stage(output: Path, label: str, ranks: int) -> Staging:
+    """Make the hidden folder of a new run beside ``output``; the run is called after the time and ``label``.
+
+    Raises `UsageError` where ``output`` is something else than a run, or where there is no room or no permission: in
+    one line, and before anything has been computed.
+    """
+    _refuse_foreign(output)
+    parent = output.parent
+    now = datetime.now(timezone.utc)
+    stem = f"{now:%Y%m%d-%H%M%S}-{re.sub(r'[^A-Za-z0-9._-]+', '-', label)}"
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        staging = _fresh(parent, stem)
+        _try_writing(staging.path)
+    except OSError as error:
+        raise UsageError(f"{parent}: cannot write the run here: {error.strerror or error}") from None
+    free = shutil.disk_usage(parent).free
+    if free < NEEDED_BYTES_PER_RANK * ranks:
+        discard(staging.path)
+        raise UsageError(f"{parent}: {free / 2**20:.0f} MiB free, {ranks} ranks' traces need more: choose --output")
+    return Staging(staging.path, staging.name, f"{now:%Y-%m-%dT%H:%M:%SZ}")
+
+
+def publish(staging: Path, run: Run, output: Path) -> Path:
+    """Write ``run.json`` into the staged folder, give the folder the run's name, and make ``output`` this run.
+
+    Every step is atomic, in this order, so that a ``run.json`` which exists is complete. Returns the folder.
+    """
+    write_run(run, staging / RUN_FILE)
+    folder = output.parent / run.name
+    os.rename(staging, folder)
+    write_run(relocated(run, run.name), output)
+    return folder
+
+
+def discard(staging: Path) -> None:
+    """Remove what a run that failed has written."""
+    shutil.rmtree(staging, ignore_errors=True)
+
+
+def _fresh(parent: Path, stem: str) -> Staging:
+    """A folder that nobody else has: two runs of the same second get different names."""
+    for attempt in range(1, 1000):
+        name = stem if attempt == 1 else f"{stem}-{attempt}"
+        path = parent / f".{name}.partial"
+        if (parent / name).exists():
+            continue
+        try:
+            path.mkdir()
+        except FileExistsError:
+            continue
+        return Staging(path, name, "")
+    raise FileExistsError(f"too many runs are called {stem}")
+
+
+def _try_writing(folder: Path) -> None:
+    """Find out now whether there is room: a full disk shows when a file is flushed, not when it is made."""
+    with tempfile.NamedTemporaryFile(dir=folder) as probe:
+        probe.write(bytes(1 << 16))
+        probe.flush()
+        os.fsync(probe.fileno())
+
+
+def _refuse_foreign(output: Path) -> None:
+    if output.is_dir():
+        raise UsageError(f"{output}: a folder; --output is the file that names the newest run, such as traces/run.json")
+    if not output.exists():
+        return
+    try:
+        read_run(output)
+    except RunFormatError:
+        raise UsageError(f"{output}: exists and is not a ringprof run; choose another --output") from None

@@ -1,0 +1,58 @@
+"""The ranks' process group, and what they tell each other outside the strategy."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from ringprof.record.placement import Placement, slurm_rendezvous
+
+
+@contextmanager
+def process_group(place: Placement, device_type: str, timeout_s: float) -> Iterator[torch.device]:
+    """The world's process group: NCCL on GPUs, gloo on CPUs. Yields this rank's device."""
+    if "RANK" not in os.environ:
+        os.environ.update(slurm_rendezvous(place))
+    device = torch.device("cpu")
+    if device_type == "cuda":
+        # Before the group is made: NCCL must never see a rank on another rank's device.
+        device = torch.device("cuda", place.local_rank)
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "nccl" if device_type == "cuda" else "gloo",
+        timeout=timedelta(seconds=timeout_s),
+        device_id=device if device_type == "cuda" else None,
+    )
+    yield device
+    # Only after success: with a rank gone, taking the group down would wait for it.
+    dist.destroy_process_group()
+
+
+def gather_bytes(data: bytes, device: torch.device) -> list[bytes]:
+    """Every rank's ``data``, in rank order, on every rank. ``device`` is where the group's backend works.
+
+    Bytes and not objects: what ranks exchange is JSON, nothing is unpickled.
+    """
+    world = dist.get_world_size()
+    lengths = _gather(torch.tensor([len(data)], dtype=torch.int64, device=device), world)
+    sizes = [int(length.item()) for length in lengths]
+    padded = torch.zeros(max(1, *sizes), dtype=torch.uint8)
+    padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else 0
+    gathered = _gather(padded.to(device), world)
+    return [bytes(part[:size].cpu().numpy()) for part, size in zip(gathered, sizes, strict=True)]
+
+
+def gather_tensor(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Every rank's ``tensor`` (same shape and type on all), in rank order."""
+    return _gather(tensor, dist.get_world_size())
+
+
+def _gather(tensor: torch.Tensor, world: int) -> list[torch.Tensor]:
+    parts = [torch.empty_like(tensor) for _ in range(world)]
+    dist.all_gather(parts, tensor)
+    return parts

@@ -1,0 +1,146 @@
+"""What is measured of one rank: iterations without the profiler, work done, memory, then a profile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile, record_function, schedule
+
+from ringprof.record.clock import clock_for
+from ringprof.record.memory import peak_bytes, reset_peak
+from ringprof.record.progress import Reporter
+from ringprof.record.resolve import torch_dtype
+from ringprof.run import Sent, Work, Workload
+
+ITERATION = "ringprof::iteration"
+"""The name of a profiled iteration in the trace."""
+
+
+@dataclass
+class Problem:
+    """One rank's share of a workload, and one iteration over it."""
+
+    strategy: Any
+    causal: bool
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor | None
+    """None: forward only."""
+
+    @classmethod
+    def of(cls, strategy: Any, workload: Workload, device: torch.device) -> Problem:
+        """Random inputs, made where they are needed: the full tensors may fit no device."""
+        generator = torch.Generator(device).manual_seed(1 + strategy.comm.rank)
+        local = workload.seq // strategy.comm.size
+
+        def draw(heads: int) -> Tensor:
+            shape = (workload.batch, local, heads, workload.head_dim)
+            return torch.randn(shape, generator=generator, device=device, dtype=torch_dtype(workload))
+
+        heads, kv_heads, trains = workload.heads, workload.kv_heads, workload.backward
+        q, k, v = (draw(count).requires_grad_(trains) for count in (heads, kv_heads, kv_heads))
+        return cls(strategy, workload.causal, q, k, v, draw(heads) if trains else None)
+
+    def iteration(self) -> None:
+        """Forward, and backward with gradients of its own, which are dropped at the end."""
+        out = self.strategy.attention(self.q, self.k, self.v, causal=self.causal)
+        if self.dout is not None:
+            torch.autograd.grad(out, (self.q, self.k, self.v), self.dout)
+
+
+@dataclass
+class Measured:
+    """The timed iterations of one rank."""
+
+    iterations_ns: list[int]
+    peak_bytes: int | None
+    work: Work
+
+
+def measure(problem: Problem, device: torch.device, warmup: int, iters: int, reporter: Reporter) -> Measured:
+    """Warm up, then time every iteration; the work is counted in the first timed one."""
+    warm = clock_for(device)
+    reporter.start("warm-up", warmup)
+    for _ in range(warmup):
+        warm.run(problem.iteration)
+        reporter.advance()
+    warm.times_ns()
+    reset_peak(device)
+    _reset_work(problem)
+    clock = clock_for(device)
+    reporter.start("iterations", iters)
+    work = None
+    for _ in range(iters):
+        clock.run(problem.iteration)
+        work = work or _work(problem)
+        reporter.advance()
+    assert work is not None
+    return Measured(clock.times_ns(), peak_bytes(device), work)
+
+
+def profile_iterations(problem: Problem, device: torch.device, iters: int, path: Path, reporter: Reporter) -> list[int]:
+    """Profile iterations and write the trace to ``path``; returns their times by the clock of `measure`.
+
+    All ranks start each iteration together, behind a barrier that lies outside the marked range.
+    """
+    reporter.start("profile", 1 + iters)
+    warm, clock = clock_for(device), clock_for(device)
+
+    def marked() -> None:
+        with record_function(ITERATION):
+            problem.iteration()
+
+    with profiler() as recording:
+        warm.run(problem.iteration)
+        warm.times_ns()
+        reporter.advance()
+        recording.step()
+        for _ in range(iters):
+            clock.run(marked)
+            reporter.advance()
+        # Waits for the device, so that every kernel ends inside the window.
+        times = clock.times_ns()
+        recording.step()
+    reporter.start("export", 1)
+    recording.export_chrome_trace(str(path))
+    reporter.advance()
+    return times
+
+
+@contextmanager
+def profiler() -> Iterator[Any]:
+    """The profiler, collecting between its first and second ``step()``; before that it warms up and drops all."""
+    activities = [ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(ProfilerActivity.CUDA)
+    once = schedule(wait=0, warmup=1, active=1, repeat=1)
+    with profile(activities=activities, schedule=once, record_shapes=False) as recording:
+        yield recording
+
+
+def hops_posted(strategy: Any) -> int:
+    """Hops and collectives that this rank has posted since its meter was cleared."""
+    return sum(count for count, _ in strategy.comm.meter.sent.values())
+
+
+def _reset_work(problem: Problem) -> None:
+    kernel = problem.strategy.kernel_for(problem.q)
+    kernel.flops = 0
+    kernel.calls = dict.fromkeys(kernel.calls, 0)
+    problem.strategy.comm.meter.clear()
+
+
+def _work(problem: Problem) -> Work:
+    kernel = problem.strategy.kernel_for(problem.q)
+    sent = [
+        Sent(channel=channel, phase=phase, operation=operation, link=link, count=count, sent_bytes=size)
+        for (channel, phase, operation, link), (count, size) in problem.strategy.comm.meter.sent.items()
+    ]
+    return Work(block_flops=kernel.flops, block_calls=dict(kernel.calls), sent=sent)

@@ -1,0 +1,88 @@
+"""Where this process stands among the ranks, if a launcher has made it one."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ringprof.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Placement:
+    """One rank among all, and on its host."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+
+
+def joined(environment: Mapping[str, str] | None = None) -> Placement | None:
+    """The rank that torchrun (or its like) or srun made of this process; None where nobody did.
+
+    Only a step started by ``srun`` counts for Slurm: the script of a batch job carries the job's variables too, but
+    is one process. Raises `UsageError` for variables that make no sense.
+    """
+    env = os.environ if environment is None else environment
+    if "RANK" in env and "WORLD_SIZE" in env:
+        world = _number(env, "WORLD_SIZE")
+        per_host = _number(env, "LOCAL_WORLD_SIZE", world)
+        rank = _number(env, "RANK")
+        return _checked(Placement(rank, world, _number(env, "LOCAL_RANK", rank % per_host), per_host))
+    if "SLURM_PROCID" in env and "SLURM_STEP_ID" in env:
+        world = _number(env, "SLURM_STEP_NUM_TASKS", _number(env, "SLURM_NTASKS", 1))
+        if world == 1:
+            return None
+        rank = _number(env, "SLURM_PROCID")
+        per_host = _tasks_per_host(env, world)
+        return _checked(Placement(rank, world, _number(env, "SLURM_LOCALID", rank % per_host), per_host))
+    return None
+
+
+def slurm_rendezvous(place: Placement, environment: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The variables that torch.distributed needs and srun does not set: address and port of rank 0."""
+    env = os.environ if environment is None else environment
+    job = _number(env, "SLURM_JOB_ID", 0)
+    return {
+        "MASTER_ADDR": env.get("MASTER_ADDR") or _first_host(env),
+        # Steps of different jobs on one host must not meet; below the ports that systems hand out by themselves.
+        "MASTER_PORT": env.get("MASTER_PORT") or str(12_000 + job % 18_000),
+        "RANK": str(place.rank),
+        "WORLD_SIZE": str(place.world_size),
+        "LOCAL_RANK": str(place.local_rank),
+        "LOCAL_WORLD_SIZE": str(place.local_world_size),
+    }
+
+
+def _first_host(env: Mapping[str, str]) -> str:
+    """The first host of Slurm's list: ``gpu[07-09,12],x`` begins with ``gpu07``."""
+    hosts = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_NODELIST") or "127.0.0.1"
+    match = re.match(r"([^,\[]+)(?:\[(\d+)[^\]]*\]([^,\[]*))?", hosts)
+    if match is None:
+        raise UsageError(f"SLURM_STEP_NODELIST={hosts!r} cannot be read: set MASTER_ADDR to the host of rank 0")
+    return match[1] + (match[2] or "") + (match[3] or "")
+
+
+def _tasks_per_host(env: Mapping[str, str], world: int) -> int:
+    """Slurm writes ``8(x2)`` for two hosts of 8; uneven hosts count as one."""
+    text = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE") or str(world)
+    match = re.fullmatch(r"(\d+)(?:\(x\d+\))?", text)
+    return int(match[1]) if match and int(match[1]) > 0 else world
+
+
+def _checked(place: Placement) -> Placement:
+    if not 0 <= place.rank < place.world_size or place.local_world_size < 1:
+        raise UsageError(f"the launcher's variables make no sense: rank {place.rank} of {place.world_size}")
+    return place
+
+
+def _number(env: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = env.get(name)
+    if text is None and default is not None:
+        return default
+    if text is None or not text.isdigit():
+        raise UsageError(f"{name}={text!r} is not a number: unset it, or start through torchrun or srun")
+    return int(text)

@@ -1,0 +1,261 @@
+"""What a recording is about to do: work, time and memory per device, and whether that will do.
+
+Estimates, made before anything is started. The time is that of the blocks: where they are so small that launching and
+sending cost more, as in a test on CPU, an iteration takes longer.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import torch
+
+from ringprof.errors import UnfitWorkloadError
+from ringprof.record.machine import cores
+from ringprof.record.request import Request
+from ringprof.record.resolve import fits, kernel_class, load_strategy, torch_dtype
+from ringprof.run import Workload
+
+CPU_LIMIT_S = 600.0
+CPU_START_S = 10.0
+"""Starting the ranks and leaving again, with torch's import."""
+GPU_START_S = 30.0
+GPU_RESERVE_BYTES = 3 * 2**30
+"""The device's memory that is not ours: CUDA context, NCCL's buffers, the profiler's."""
+PROFILED_SLOWDOWN = 1.5
+SAMPLE_TOKENS = 256
+TIME_LIMIT_S, TIME_LIMIT_FACTOR = 600.0, 10.0
+
+# TFLOP/s of attention, forward and backward together, by device and kernel; measured on H200, the others scaled by
+# their dense bf16 peaks. Matched against the device's name, first fit.
+RATES: tuple[tuple[str, dict[str, float]], ...] = (
+    ("H200", {"cudnn": 550, "flash-attn": 340, "torch-flash": 325}),
+    ("H100", {"cudnn": 530, "flash-attn": 330, "torch-flash": 315}),
+    ("H800", {"cudnn": 530, "flash-attn": 330, "torch-flash": 315}),
+    ("H20", {"cudnn": 110, "flash-attn": 90, "torch-flash": 85}),
+    ("B200", {"cudnn": 1000, "flash-attn": 380, "torch-flash": 360}),
+    ("A100", {"cudnn": 190, "flash-attn": 180, "torch-flash": 170}),
+    ("A800", {"cudnn": 190, "flash-attn": 180, "torch-flash": 170}),
+    ("L40", {"cudnn": 130, "flash-attn": 120, "torch-flash": 110}),
+    ("4090", {"cudnn": 130, "flash-attn": 120, "torch-flash": 110}),
+)
+REFERENCE_RATE = 2.0
+"""The float64 reference kernel, on any GPU."""
+UNKNOWN_RATE = 100.0
+
+_Device = tuple[str, "int | None", float, str]
+"""Name, bytes of memory for us, FLOP/s, and the source of that figure."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The estimates of one recording."""
+
+    device: str
+    """Name of one device."""
+    kernel: str
+    flops_per_device: int
+    """Of one iteration, by the model formula."""
+    rate: float
+    """FLOP/s that one rank is assumed to reach."""
+    rate_source: str
+    memory_bytes: int
+    """Per device."""
+    memory_limit: int | None
+    """What a device has for us; None where nobody knows."""
+    iterations: int
+    """Weighted count of all iterations: warm-up, timed, profiled."""
+    start_s: float
+
+    @property
+    def seconds_per_iteration(self) -> float:
+        return self.flops_per_device / self.rate
+
+    @property
+    def total_seconds(self) -> float:
+        """The whole command."""
+        return self.start_s + self.iterations * self.seconds_per_iteration
+
+    @property
+    def time_limit(self) -> float:
+        """Seconds after which the command counts as hung, where the user names none: generous, but not for ever."""
+        return TIME_LIMIT_S + TIME_LIMIT_FACTOR * self.total_seconds
+
+
+def make_plan(request: Request) -> Plan:
+    """The plan of a resolved request. On CPU it measures the kernel on a small block, for some milliseconds."""
+    assert request.world is not None and request.warmup is not None and request.iters is not None
+    kernel = kernel_class(request)
+    on_gpu = request.device == "cuda"
+    name, limit, rate, source = _gpu(kernel.name) if on_gpu else _cpu(kernel, request.workload, request.world)
+    profiled = PROFILED_SLOWDOWN * (1 + request.profile_iters)
+    return Plan(
+        device=name,
+        kernel=kernel.name,
+        flops_per_device=request.workload.model_flops() // request.world,
+        rate=rate,
+        rate_source=source,
+        memory_bytes=memory_per_device(request.workload, request.world),
+        memory_limit=limit,
+        iterations=round(request.warmup + request.iters + profiled),
+        start_s=GPU_START_S if on_gpu else CPU_START_S,
+    )
+
+
+def memory_per_device(workload: Workload, world: int) -> int:
+    """Bytes that one rank holds at its peak: the larger of what the bundled kinds of ring hold.
+
+    Backward: q, k, v, out and dout; the gradients of one block; float32 accumulators of what stays at home; and twice
+    (held and on its way) what travels: K and V with float32 dK and dV, or Q and dO with dQ and a stand-in for O.
+    """
+    tokens = workload.batch * -(-workload.seq // world) * workload.head_dim
+    item = 4 if workload.dtype == "fp32" else 2
+    q_bytes, kv_bytes = tokens * workload.heads * item, tokens * workload.kv_heads * item
+    q_wide, kv_wide = tokens * workload.heads * 4, tokens * workload.kv_heads * 4
+    if not workload.backward:
+        return q_bytes + 2 * kv_bytes + 2 * 2 * kv_bytes + q_wide + q_bytes
+    held = 3 * q_bytes + 2 * kv_bytes
+    block = q_bytes + 2 * kv_bytes
+    ring = q_wide + 2 * (2 * kv_bytes + 2 * kv_wide)
+    burst = 2 * kv_wide + 2 * 3 * q_bytes + q_bytes
+    return held + block + max(ring, burst)
+
+
+def describe(request: Request, plan: Plan) -> list[str]:
+    """The plan in words, a line each."""
+    workload, world = request.workload, request.world
+    devices = f"{world} x {plan.device}" if request.device == "cuda" else f"{world} CPU processes"
+    heads = f"{workload.heads} heads" + (f" ({workload.kv_heads} kv)" if workload.kv_heads != workload.heads else "")
+    mask = "causal" if workload.causal else "full attention"
+    lines = [
+        f"{request.strategy} on {devices}: sequence {workload.seq}, batch {workload.batch}, {heads},"
+        f" head_dim {workload.head_dim}, {mask}, {workload.dtype},"
+        f" {'forward and backward' if workload.backward else 'forward only'}",
+        f"plan per device: {_si(plan.flops_per_device)}FLOPs an iteration,"
+        f" about {_seconds(plan.seconds_per_iteration)} each ({_si(plan.rate)}FLOP/s {plan.kernel},"
+        f" {plan.rate_source}), about {_bytes(plan.memory_bytes)} of memory",
+    ]
+    if world == 1:
+        lines.append("one device: nothing is communicated")
+    return lines
+
+
+def refuse_too_large(request: Request, plan: Plan) -> None:
+    """Raises `UnfitWorkloadError` with the largest sequence that fits, where memory or (on CPU) time will not do."""
+    if request.force:
+        return
+    if plan.memory_limit is not None and plan.memory_bytes > plan.memory_limit:
+        reason = f"needs about {_bytes(plan.memory_bytes)} per device, {_bytes(plan.memory_limit)} are there"
+    elif request.device == "cpu" and plan.total_seconds > CPU_LIMIT_S:
+        reason = f"would take about {_seconds(plan.total_seconds)} on this CPU, over {CPU_LIMIT_S / 60:.0f} minutes"
+    else:
+        return
+    largest = largest_seq(request, plan)
+    advice = f"the largest sequence that fits is {largest}" if largest else "no sequence fits"
+    raise UnfitWorkloadError(f"sequence {request.workload.seq} {reason}; {advice} (--force runs it anyway)")
+
+
+def largest_seq(request: Request, plan: Plan) -> int:
+    """The longest sequence, as the layout needs it, that memory and time allow; 0 where none does."""
+    strategy = load_strategy(request.strategy)
+    assert request.world is not None
+    divisor = strategy.layout.divisor(request.world)
+
+    def fine(multiple: int) -> bool:
+        return _affordable(request, plan, multiple * divisor)
+
+    best = _last(fine, request.workload.seq // divisor)
+    while best and fits(strategy, request.workload, request.world, request.params, best * divisor):
+        best -= 1
+    return int(best * divisor)
+
+
+def _affordable(request: Request, plan: Plan, seq: int) -> bool:
+    assert request.world is not None
+    workload = msgspec.structs.replace(request.workload, seq=seq)
+    if plan.memory_limit is not None and memory_per_device(workload, request.world) > plan.memory_limit:
+        return False
+    seconds = plan.start_s + plan.iterations * workload.model_flops() / request.world / plan.rate
+    return request.device != "cpu" or seconds <= CPU_LIMIT_S
+
+
+def _last(fine: Callable[[int], bool], top: int) -> int:
+    """The largest number up to ``top`` that is fine, where all below a fine one are; 0 where none is."""
+    low, high = 0, top
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fine(middle) else (low, middle - 1)
+    return low
+
+
+def _cpu(kernel: Any, workload: Workload, world: int) -> _Device:
+    return "CPU process", _host_memory_per_rank(world), _cpu_rate(kernel, workload, world), "measured on a small block"
+
+
+def _gpu(kernel: str) -> _Device:
+    """For the smallest of the GPUs."""
+    properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    smallest = min(properties, key=lambda found: int(found.total_memory))
+    limit = int(smallest.total_memory) - GPU_RESERVE_BYTES
+    if kernel == "reference":
+        return smallest.name, limit, REFERENCE_RATE * 1e12, "assumed"
+    for name, rates in RATES:
+        if name in smallest.name and kernel in rates:
+            return smallest.name, limit, rates[kernel] * 1e12, f"assumed for {name}"
+    return smallest.name, limit, UNKNOWN_RATE * 1e12, "assumed: this device is not known"
+
+
+def _host_memory_per_rank(world: int) -> int | None:
+    """Memory that the host can still give, shared among the ranks; None where the system does not tell."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            free = next(int(line.split()[1]) for line in file if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        return None
+    return free * 1024 // world
+
+
+def _cpu_rate(kernel: Any, workload: Workload, world: int) -> float:
+    """FLOP/s of one rank, from one full block on the threads that a rank will have."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(max(1, cores() // world))
+    try:
+        seconds, flops = _time_block(kernel(), workload)
+    finally:
+        torch.set_num_threads(before)
+    return flops / seconds * min(1.0, cores() / world)
+
+
+def _time_block(kernel: Any, workload: Workload) -> tuple[float, int]:
+    tokens = min(SAMPLE_TOKENS, workload.seq)
+    q = torch.randn(1, tokens, 1, workload.head_dim).to(torch_dtype(workload))
+    scale, best = workload.head_dim**-0.5, float("inf")
+    for _ in range(3):
+        kernel.flops = 0
+        start = time.perf_counter()
+        out, lse = kernel.forward(q, q, q, scale=scale, causal=False)
+        if workload.backward:
+            kernel.backward(q, q, q, q, lse, out=out, scale=scale, causal=False)
+        best = min(best, time.perf_counter() - start)
+    return best, int(kernel.flops)
+
+
+def _si(value: float) -> str:
+    for factor, prefix in ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M")):
+        if value >= factor:
+            return f"{value / factor:.3g} {prefix}"
+    return f"{value:.0f} "
+
+
+def _seconds(value: float) -> str:
+    if value >= 120:
+        return f"{value / 60:.0f} minutes"
+    return f"{value:.2g} s" if value >= 1 else f"{value * 1e3:.2g} ms"
+
+
+def _bytes(value: int) -> str:
+    return f"{value / 2**30:.1f} GiB" if value >= 2**30 else f"{value / 2**20:.0f} MiB"

@@ -1,0 +1,170 @@
+"""One rank's life: check the strategy, time it, profile it, and hand the figures to rank 0, which writes the run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from ringprof.record.folder import publish, trace_name
+from ringprof.record.group import gather_bytes, process_group
+from ringprof.record.machine import device_name, driver_version, host_name, variables, versions
+from ringprof.record.measure import Measured, Problem, hops_posted, measure, profile_iterations
+from ringprof.record.placement import Placement
+from ringprof.record.progress import Reporter
+from ringprof.record.request import Request, Task
+from ringprof.record.resolve import load_strategy, strategy_errors
+from ringprof.record.verify import verify
+from ringprof.run import (
+    Environment,
+    Profiled,
+    RankTrace,
+    Run,
+    StrategyUsed,
+    Timings,
+    Topology,
+    Verification,
+    Work,
+)
+
+
+class RankResult(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rank tells rank 0 when its trace is complete."""
+
+    host: str
+    local_rank: int
+    device: str
+    trace: str
+    iterations_ns: list[int] = []
+    profiled_ns: list[int] = []
+    peak_bytes: int | None = None
+    work: Work | None = None
+
+
+@dataclass
+class Rank:
+    """One rank of a recording, with what a watchman may ask of it."""
+
+    task: Task
+    place: Placement
+    reporter: Reporter
+    strategy: Any = None
+
+    def hops(self) -> int | None:
+        """Hops posted in this iteration so far; None before there is a strategy."""
+        return None if self.strategy is None else hops_posted(self.strategy)
+
+    def run(self) -> Run | None:
+        """Record in a process group of this rank's own making; rank 0 returns the run, which it has written."""
+        request = self.task.request
+        # A rank that hangs is ended by the run's time limit; the group's own must not come first.
+        with process_group(self.place, request.device, self.task.time_limit + 60) as device:
+            return self.record(device)
+
+    def record(self, device: torch.device) -> Run | None:
+        """Record in the process group that there is."""
+        request = self.task.request
+        with strategy_errors():
+            self.strategy = _create(request)
+            verification = self._verify(device)
+            problem = Problem.of(self.strategy, request.workload, device)
+            measured, profiled = self._measure(problem, device)
+            kernel = self.strategy.kernel_for(problem.q).name
+        result = RankResult(
+            host=host_name(), local_rank=self.place.local_rank, device=device_name(device),
+            trace=trace_name(self.place.rank), iterations_ns=measured.iterations_ns, profiled_ns=profiled,
+            peak_bytes=measured.peak_bytes, work=measured.work,
+        )  # fmt: skip
+        results = exchange(result, device)
+        if self.place.rank != 0:
+            return None
+        run = assemble(self.task.name, self.task.created, request.command, results, device)
+        run = msgspec.structs.replace(
+            run,
+            workload=request.workload,
+            strategy=_strategy_used(request, self.strategy),
+            kernel=kernel,
+            topology=msgspec.structs.replace(run.topology, ranks_per_host=self.strategy.comm.ranks_per_host()),
+            verification=verification,
+            timings=Timings(warmup=request.warmup or 0, iterations_ns=[r.iterations_ns for r in results]),
+        )
+        publish(Path(self.task.staging), run, Path(request.output))
+        return run
+
+    def _verify(self, device: torch.device) -> Verification | None:
+        if not self.task.request.verify:
+            return None
+        self.reporter.start("verify", 1)
+        verification = verify(self.strategy, self.task.request.workload, device)
+        self.reporter.advance()
+        if device.type == "cuda":
+            # The reference's tensors must not stay in the allocator while the strategy is timed.
+            torch.cuda.empty_cache()
+        return verification
+
+    def _measure(self, problem: Problem, device: torch.device) -> tuple[Measured, list[int]]:
+        request = self.task.request
+        assert request.warmup is not None and request.iters is not None
+        measured = measure(problem, device, request.warmup, request.iters, self.reporter)
+        trace = Path(self.task.staging) / trace_name(self.place.rank)
+        return measured, profile_iterations(problem, device, request.profile_iters, trace, self.reporter)
+
+
+def exchange(result: RankResult, device: torch.device) -> list[RankResult]:
+    """Every rank's result, in rank order. A rank calls this when its trace is complete: that is what it says."""
+    return [msgspec.json.decode(part, type=RankResult) for part in gather_bytes(msgspec.json.encode(result), device)]
+
+
+def assemble(name: str, created: str, command: list[str], results: list[RankResult], device: torch.device) -> Run:
+    """The run as far as the ranks' results and this machine tell it."""
+    peaks = [result.peak_bytes for result in results if result.peak_bytes is not None]
+    works = [result.work for result in results if result.work is not None]
+    profiled = [result.profiled_ns for result in results]
+    return Run(
+        name=name,
+        created=created,
+        command=command,
+        workload=None,
+        topology=Topology(
+            world_size=len(results),
+            hosts=[result.host for result in results],
+            local_ranks=[result.local_rank for result in results],
+            ranks_per_host=1 + max(result.local_rank for result in results),
+            device_type=device.type,
+            backend="nccl" if device.type == "cuda" else "gloo",
+        ),
+        strategy=None,
+        kernel=None,
+        environment=Environment(
+            devices=[result.device for result in results],
+            driver=driver_version(device),
+            versions=versions(device),
+            variables=variables(),
+        ),
+        profiled=Profiled(iterations_ns=profiled) if all(profiled) else None,
+        peak_memory_bytes=peaks if len(peaks) == len(results) else None,
+        work=works if len(works) == len(results) else None,
+        traces=[RankTrace(rank=rank, path=result.trace) for rank, result in enumerate(results)],
+    )
+
+
+def _create(request: Request) -> Any:
+    """The strategy on this rank; the class is loaded first, so that the user's own modules are found."""
+    from ringprof.strategies import create
+
+    load_strategy(request.strategy)
+    return create(request.strategy, kernel=request.kernel, ranks_per_host=request.ranks_per_host, **request.params)
+
+
+def _strategy_used(request: Request, strategy: Any) -> StrategyUsed:
+    from ringprof.strategies import find
+
+    return StrategyUsed(
+        name=request.strategy,
+        target=find(request.strategy).target,
+        params=dict(strategy.parameters),
+        layout=strategy.layout.name,
+    )

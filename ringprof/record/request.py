@@ -1,0 +1,83 @@
+"""What a recording is asked to do, as plain values that travel to the ranks as JSON."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ringprof.errors import UsageError
+from ringprof.run import Workload
+
+MIN_GPU_WARMUP = 3
+"""The first iterations on a GPU set up communicators, allocator and kernels: fewer warm-ups would time that."""
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True):
+    """One recording as the user asked for it; None stands for a default that depends on the machine."""
+
+    workload: Workload
+    strategy: str
+    """A bundled strategy's name, or ``package.module:Class``."""
+    params: dict[str, Any] = {}
+    """The strategy's own parameters: text from the command line until `resolve` has typed them."""
+    kernel: str = "auto"
+    device: str = "auto"
+    """``auto``, ``cuda`` or ``cpu``."""
+    world: int | None = None
+    """Ranks to start; None: all GPUs, 4 on CPU. Under torchrun or srun it must equal theirs."""
+    ranks_per_host: int | None = None
+    """Ranks that share a host, where the launcher's answer is not the one wanted."""
+    warmup: int | None = None
+    iters: int | None = None
+    profile_iters: int = 1
+    verify: bool = True
+    output: str = "traces/run.json"
+    """Where the newest run is named; every run's own folder lies beside it."""
+    force: bool = False
+    """Run even where the plan says that memory or time will not do."""
+    time_limit: float | None = None
+    """Seconds after which the whole command counts as hung; None: from the plan's estimate."""
+    command: list[str] = []
+    """The command line, for the record."""
+
+
+class Task(msgspec.Struct, frozen=True, kw_only=True):
+    """A request with every choice made, and the folders that its ranks work in."""
+
+    request: Request
+    name: str
+    """The run's name, and its folder's."""
+    staging: str
+    """The folder that is written to; it takes the run's name when it is complete."""
+    scratch: str | None
+    """Where ranks that ringprof started keep their logs; None for ranks of another launcher."""
+    created: str
+    """UTC, ISO 8601."""
+    time_limit: float
+    """Seconds."""
+
+
+def check_numbers(request: Request) -> None:
+    """Refuse sizes and counts that cannot be meant. Raises `UsageError`."""
+    sizes = {name: getattr(request.workload, name) for name in ("batch", "seq", "heads", "kv_heads", "head_dim")}
+    counts = {"world": request.world, "ranks-per-host": request.ranks_per_host, "iters": request.iters}
+    for name, value in {**sizes, **counts, "profile-iters": request.profile_iters}.items():
+        if value is not None and value < 1:
+            raise UsageError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
+    if request.warmup is not None and request.warmup < 0:
+        raise UsageError(f"--warmup must be at least 0, not {request.warmup}")
+    if request.time_limit is not None and not request.time_limit > 0:
+        raise UsageError(f"--time-limit must be above 0 seconds, not {request.time_limit}")
+
+
+def write_task(task: Task, path: Path) -> None:
+    """Write a task for the ranks to read."""
+    path.write_bytes(msgspec.json.encode(task))
+
+
+def read_task(path: str | os.PathLike[str]) -> Task:
+    """Read what `write_task` wrote."""
+    return msgspec.json.decode(Path(path).read_bytes(), type=Task)

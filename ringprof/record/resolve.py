@@ -1,0 +1,185 @@
+"""From what was asked to what will run: strategy, parameters, device, counts.
+
+The one place where the errors of the strategies become ringprof's own.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from typing import Any
+
+import msgspec
+
+from ringprof.errors import (
+    MissingExtraError,
+    RecordError,
+    UnfitWorkloadError,
+    UnknownStrategyError,
+    UsageError,
+)
+from ringprof.record.placement import Placement
+from ringprof.record.request import MIN_GPU_WARMUP, Request, check_numbers
+from ringprof.run import Workload
+
+CPU_RANKS = 4
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+
+def need_torch() -> None:
+    """Raises `MissingExtraError` where torch is not installed."""
+    if find_spec("torch") is None:
+        raise MissingExtraError("recording needs torch: pip install 'ringprof[record]'")
+
+
+@contextmanager
+def strategy_errors() -> Iterator[None]:
+    """Turn what `ringprof.strategies` raises into ringprof's own errors."""
+    from ringprof.strategies import Unfit, UnknownName
+
+    try:
+        yield
+    except UnknownName as error:
+        raise UnknownStrategyError(str(error.args[0])) from None
+    except Unfit as error:
+        raise UnfitWorkloadError(str(error)) from None
+
+
+def load_strategy(name: str) -> Any:
+    """The class of a strategy by name or ``package.module:Class``; the current folder's modules may be named.
+
+    Importing a class by its path runs that module's code. Raises `UnknownStrategyError`.
+    """
+    from ringprof.strategies import find
+    from ringprof.strategies.base import Strategy
+
+    if ":" in name and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    with strategy_errors():
+        spec = find(name)
+        try:
+            loaded = spec.load()
+        except LookupError:
+            raise
+        except Exception as error:
+            raise UnknownStrategyError(f"strategy {name!r} cannot be imported: {_brief(error)}") from error
+    if not (isinstance(loaded, type) and issubclass(loaded, Strategy)):
+        raise UnknownStrategyError(f"strategy {name!r} is not a class derived from ringprof.strategies.base.Strategy")
+    return loaded
+
+
+def resolve(request: Request, place: Placement | None) -> Request:
+    """The request with every open choice made. ``place`` is this process's rank where a launcher made it one.
+
+    Raises `UsageError`, `UnknownStrategyError`, `UnfitWorkloadError` and `MissingExtraError`.
+    """
+    need_torch()
+    check_numbers(request)
+    if request.workload.dtype not in DTYPES:
+        raise UsageError(f"--dtype {request.workload.dtype!r} is not one of {', '.join(DTYPES)}")
+    strategy = load_strategy(request.strategy)
+    device = _device(request.device)
+    world = _world(request.world, device, place)
+    params = _typed(strategy, request.strategy, request.params)
+    _check_fit(strategy, request, params, world)
+    warmup, iters = _counts(request, device)
+    return msgspec.structs.replace(request, device=device, world=world, params=params, warmup=warmup, iters=iters)
+
+
+def fits(strategy: Any, workload: Workload, world: int, params: dict[str, Any], seq: int | None = None) -> str | None:
+    """Why the workload (at ``seq``, where given) cannot run on ``world`` ranks; None where it can."""
+    from ringprof.strategies.base import Shape
+
+    shape = Shape(
+        workload.batch, workload.seq if seq is None else seq, workload.heads, workload.kv_heads, workload.head_dim
+    )
+    reason: str | None = strategy.unfit(shape, world, **params)
+    return reason
+
+
+def torch_dtype(workload: Workload) -> Any:
+    """The torch type of a workload's tensors."""
+    import torch
+
+    return getattr(torch, DTYPES[workload.dtype])
+
+
+def kernel_class(request: Request) -> Any:
+    """The kernel that a resolved request will run with. Raises `UsageError` and `UnfitWorkloadError`."""
+    import torch
+
+    from ringprof.strategies import Unfit, UnknownName
+    from ringprof.strategies.kernels import choose_kernel
+
+    workload = request.workload
+    try:
+        return choose_kernel(request.kernel, torch.device(request.device, 0), torch_dtype(workload), workload.head_dim)
+    except UnknownName as error:
+        raise UsageError(str(error.args[0])) from None
+    except Unfit as error:
+        raise UnfitWorkloadError(str(error)) from None
+
+
+def _device(asked: str) -> str:
+    import torch
+
+    if asked not in ("auto", "cuda", "cpu"):
+        raise UsageError(f"--device {asked!r} is not one of auto, cuda, cpu")
+    available = torch.cuda.is_available()
+    if asked == "cuda" and not available:
+        raise UsageError("--device cuda: torch sees no GPU here (--device cpu runs on processes)")
+    return "cuda" if available and asked != "cpu" else "cpu"
+
+
+def _world(asked: int | None, device: str, place: Placement | None) -> int:
+    import torch
+
+    gpus = torch.cuda.device_count() if device == "cuda" else None
+    if place is not None:
+        if asked not in (None, place.world_size):
+            raise UsageError(f"--world {asked}: the launcher started {place.world_size} ranks; leave --world out")
+        if gpus is not None and place.local_rank >= gpus:
+            # Only this rank knows.
+            raise RecordError(f"rank {place.rank} is local rank {place.local_rank}, and its host has {gpus} GPUs")
+        return place.world_size
+    if gpus is None:
+        return asked or CPU_RANKS
+    if asked is not None and asked > gpus:
+        raise UsageError(f"--world {asked}: there are {gpus} GPUs here (--device cpu takes any number of ranks)")
+    return asked or gpus
+
+
+def _counts(request: Request, device: str) -> tuple[int, int]:
+    on_gpu = device == "cuda"
+    warmup = request.warmup if request.warmup is not None else (MIN_GPU_WARMUP if on_gpu else 1)
+    if on_gpu and warmup < MIN_GPU_WARMUP:
+        raise UsageError(f"--warmup {warmup}: at least {MIN_GPU_WARMUP} on GPUs, the first iterations set things up")
+    return warmup, request.iters or (10 if on_gpu else 3)
+
+
+def _typed(strategy: Any, name: str, params: dict[str, Any]) -> dict[str, Any]:
+    from ringprof.strategies.registry import check_parameters, parse_parameter
+
+    with strategy_errors():
+        typed = {
+            key: parse_parameter(strategy, name, key, value) if isinstance(value, str) else value
+            for key, value in params.items()
+        }
+        check_parameters(strategy, name, typed)
+    return typed
+
+
+def _check_fit(strategy: Any, request: Request, params: dict[str, Any], world: int) -> None:
+    if request.ranks_per_host is not None and world % request.ranks_per_host:
+        raise UnfitWorkloadError(f"--ranks-per-host {request.ranks_per_host} does not divide the {world} ranks")
+    with strategy_errors():
+        reason = fits(strategy, request.workload, world, params)
+    if reason:
+        raise UnfitWorkloadError(f"strategy {request.strategy!r} cannot run this: {reason}")
+
+
+def _brief(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,199 @@
+"""Right before fast: the strategy's result against a dense float64 reference, on the ranks that will be timed.
+
+Every rank makes the same full tensors from one seed and shards them, runs the strategy, and compares its share of
+out, dq, dk and dv with two others:
+
+* the reference: dense attention in float64, which gives the strategy's error;
+* one call of the same kernel on one device over the whole sequence, which gives the kernel's own error on the same
+  tokens: what rounding alone explains.
+
+An error is the root mean square of the difference, relative to the root mean square of the reference, over one rank's
+share of one tensor. With u the unit roundoff of the input type (2^-8 for bf16, 2^-11 for fp16, 2^-24 for fp32), a
+result passes on a rank while
+
+    error <= 3 · sqrt(kernel_error² + hops · u² / 3)        and at least 64 u for fp32
+
+with hops = 0 where partial results travel in float32, and hops = the world size for gradients that travel in the
+input's type: each of those hops rounds once, by at most u, evenly spread (variance u² / 3), and independent roundings
+add as variances, so that the bound grows with the square root of the hops. The kernel's own error counts up to 16 u: a
+kernel further off than that is wrong itself. An error that is not a number fails.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ringprof.errors import UnfitWorkloadError, VerificationError
+from ringprof.record.group import gather_tensor
+from ringprof.record.resolve import fits, torch_dtype
+from ringprof.run import TensorError, Verification, Workload
+
+SEED = 20260401
+TOKENS_PER_RANK = {"cpu": 64, "cuda": 256}
+MOST_TOKENS = 8192
+"""The reference is dense: many ranks get fewer tokens each."""
+FACTOR = 3.0
+KERNEL_ERROR_LIMIT = 16
+SINGLE_FLOOR = 64
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """Full inputs: q and dout (B, S, H, D), k and v (B, S, Hkv, D)."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+
+
+def verify(strategy: Any, workload: Workload, device: torch.device) -> Verification:
+    """Check a strategy that stands on its ranks; all ranks must call this, and all get the same answer.
+
+    Raises `VerificationError` naming the worst rank and tensor where a result is wrong.
+    """
+    comm = strategy.comm
+    seq = verification_seq(type(strategy), workload, comm.size, device.type, strategy.parameters)
+    full = _inputs(workload, seq, device)
+    measured = _strategy_results(strategy, full, workload)
+    kernel = type(strategy.kernel_for(full.q))(deterministic=bool(strategy.parameters.get("deterministic")))
+    rows, names = [], list(measured)
+    exact, alone = _reference_results(full, workload), _kernel_results(kernel, full, workload)
+    for name in names:
+        share = strategy.shard(exact[name])
+        error, size = _rms(measured[name].double() - share), _rms(share)
+        kernel_error = _rms(strategy.shard(alone[name]).double() - share)
+        largest = (measured[name].double() - share).abs().max().item()
+        rows.append([largest, _relative(error, size), _relative(kernel_error, size)])
+    gathered = gather_tensor(torch.tensor(rows, dtype=torch.float64, device=device))
+    by_rank = [part.tolist() for part in gathered]
+    errors = {
+        name: _worst(name, [rank_rows[index] for rank_rows in by_rank], workload, strategy)
+        for index, name in enumerate(names)
+    }
+    _refuse_wrong(errors, seq)
+    return Verification(passed=True, seq=seq, errors=errors)
+
+
+def verification_seq(
+    strategy: type[Any], workload: Workload, world: int, device_type: str, params: dict[str, Any]
+) -> int:
+    """The sequence length of the check: at least 64 tokens a rank on CPU and 256 on GPU, as the layout needs it.
+
+    Never longer than the workload's own. Raises `UnfitWorkloadError` where no short sequence fits.
+    """
+    divisor = int(strategy.layout.divisor(world))
+    tokens = min(TOKENS_PER_RANK[device_type] * world, max(MOST_TOKENS, divisor), workload.seq)
+    for multiple in range(max(1, tokens // divisor), workload.seq // divisor + 1):
+        if fits(strategy, workload, world, params, seq=multiple * divisor) is None:
+            return multiple * divisor
+    raise UnfitWorkloadError(f"no sequence up to {workload.seq} fits {strategy.__name__} on {world} ranks")
+
+
+def allowed_rms(kernel_rms: float, dtype: torch.dtype, hops: int) -> float:
+    """The largest relative error that passes; the formula stands at the top of the module.
+
+    ``hops`` is the number of roundings to the input's type on the way, 0 where partial results travel in float32.
+    """
+    unit = torch.finfo(dtype).eps / 2
+    explained = min(kernel_rms, KERNEL_ERROR_LIMIT * unit) if math.isfinite(kernel_rms) else 0.0
+    if dtype in (torch.float32, torch.float64):
+        explained = max(explained, SINGLE_FLOOR * unit / FACTOR)
+    return FACTOR * math.sqrt(explained**2 + hops * unit**2 / 3)
+
+
+def _inputs(workload: Workload, seq: int, device: torch.device) -> Tensors:
+    """The same on every rank and device: drawn on the CPU, from one seed."""
+    generator = torch.Generator().manual_seed(SEED)
+
+    def draw(heads: int) -> Tensor:
+        shape = (workload.batch, seq, heads, workload.head_dim)
+        return torch.randn(shape, generator=generator).to(device=device, dtype=torch_dtype(workload))
+
+    return Tensors(draw(workload.heads), draw(workload.kv_heads), draw(workload.kv_heads), draw(workload.heads))
+
+
+def _strategy_results(strategy: Any, full: Tensors, workload: Workload) -> dict[str, Tensor]:
+    """This rank's share of the strategy's output and gradients."""
+    q, k, v = (strategy.shard(x).contiguous().requires_grad_(workload.backward) for x in (full.q, full.k, full.v))
+    out = strategy.attention(q, k, v, causal=workload.causal)
+    results = {"out": out.detach()}
+    if workload.backward:
+        gradients = torch.autograd.grad(out, (q, k, v), strategy.shard(full.dout).contiguous())
+        results |= dict(zip(("dq", "dk", "dv"), gradients, strict=True))
+    return results
+
+
+def _kernel_results(kernel: Any, full: Tensors, workload: Workload) -> dict[str, Tensor]:
+    """Output and gradients of one call of a kernel over the whole sequence."""
+    scale = workload.head_dim**-0.5
+    out, lse = kernel.forward(full.q, full.k, full.v, scale=scale, causal=workload.causal)
+    if not workload.backward:
+        return {"out": out}
+    gradients = kernel.backward(full.dout, full.q, full.k, full.v, lse, out=out, scale=scale, causal=workload.causal)
+    return {"out": out, "dq": gradients[0], "dk": gradients[1], "dv": gradients[2]}
+
+
+def _reference_results(full: Tensors, workload: Workload) -> dict[str, Tensor]:
+    """The same in float64, one batch entry and kv head at a time: the scores of all heads would not fit a device."""
+    from ringprof.strategies.kernels import ReferenceKernel
+
+    kernel, group = ReferenceKernel(), workload.heads // workload.kv_heads
+    collected: dict[str, list[list[Tensor]]] = {}
+    for batch in range(workload.batch):
+        parts: dict[str, list[Tensor]] = {}
+        for head in range(workload.kv_heads):
+            mine, theirs = slice(head * group, (head + 1) * group), slice(head, head + 1)
+            one = Tensors(
+                *(
+                    x[batch : batch + 1, :, heads].double()
+                    for x, heads in ((full.q, mine), (full.k, theirs), (full.v, theirs), (full.dout, mine))
+                )
+            )
+            for name, tensor in _kernel_results(kernel, one, workload).items():
+                parts.setdefault(name, []).append(tensor)
+        for name, tensors in parts.items():
+            collected.setdefault(name, []).append(tensors)
+    return {name: torch.cat([torch.cat(row, dim=2) for row in rows]) for name, rows in collected.items()}
+
+
+def _worst(name: str, rows: list[list[float]], workload: Workload, strategy: Any) -> TensorError:
+    """One tensor's errors on the rank that comes closest to what is allowed, or passes it furthest."""
+    # A strategy that does not say how its gradients travel may round them at every hop.
+    narrow = strategy.parameters.get("grad_wire", "input") == "input"
+    hops = strategy.comm.size if narrow and name != "out" and strategy.comm.size > 1 else 0
+    dtype = torch_dtype(workload)
+    errors = [
+        TensorError(
+            max_abs=max_abs, rms=rms, kernel_rms=kernel_rms, allowed_rms=allowed_rms(kernel_rms, dtype, hops), rank=rank
+        )
+        for rank, (max_abs, rms, kernel_rms) in enumerate(rows)
+    ]
+    return max(errors, key=_severity)
+
+
+def _severity(error: TensorError) -> float:
+    return error.rms / error.allowed_rms if math.isfinite(error.rms) else math.inf
+
+
+def _refuse_wrong(errors: dict[str, TensorError], seq: int) -> None:
+    name, worst = max(errors.items(), key=lambda item: _severity(item[1]))
+    if _severity(worst) <= 1.0:
+        return
+    raise VerificationError(
+        f"wrong result on rank {worst.rank}: {name} is off by {worst.rms:.3g} (relative rms), {worst.allowed_rms:.3g}"
+        f" allowed, {worst.kernel_rms:.3g} for the kernel alone, at sequence {seq}; nothing was timed"
+    )
+
+
+def _rms(x: Tensor) -> float:
+    return x.double().square().mean().sqrt().item()
+
+
+def _relative(error: float, size: float) -> float:
+    return error / size if size > 0 else error

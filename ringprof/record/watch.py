@@ -1,0 +1,68 @@
+"""A rank's watchman: ends the process at a signal, at the parent's death or at the time limit.
+
+A rank that waits in a collective sits in native code, where Python runs no signal handler and raises no
+KeyboardInterrupt. The watchman is a thread of its own: the signal's number reaches it through a pipe that the
+interpreter writes to at once, and it ends the process without asking the main thread.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import threading
+import time
+from collections.abc import Callable
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+LOOK_S = 0.5
+
+
+class Watch:
+    """Ends this process when it must end.
+
+    ``on_end`` is called with the reason (``SIGINT``, ``parent``, ``time limit``, ...) and the exit code; then the
+    process is gone. It must be short, and must not communicate.
+    """
+
+    def __init__(self, on_end: Callable[[str, int], None], *, limit_s: float | None, parent: int | None) -> None:
+        self._on_end = on_end
+        self._deadline = None if limit_s is None else time.monotonic() + limit_s
+        self._parent = parent
+        self._stopped = threading.Event()
+        self._read, self._write = os.pipe()
+
+    def start(self) -> None:
+        """Begin to watch; must be called from the main thread, which signals are tied to."""
+        os.set_blocking(self._write, False)
+        signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        for number in SIGNALS:
+            # Any handler of Python's own: without one the interpreter would not write to the pipe.
+            signal.signal(number, lambda *_: None)
+        threading.Thread(target=self._watch, name="ringprof-watch", daemon=True).start()
+
+    def stop(self) -> None:
+        """Stop watching, and give the signals back to the system."""
+        self._stopped.set()
+        signal.set_wakeup_fd(-1)
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_DFL)
+
+    def _watch(self) -> None:
+        while not self._stopped.is_set():
+            ready, _, _ = select.select([self._read], [], [], LOOK_S)
+            if ready:
+                number = os.read(self._read, 1)[0]
+                self._end(signal.Signals(number).name, 128 + number)
+            elif self._parent is not None and os.getppid() != self._parent:
+                self._end("parent", 3)
+            elif self._deadline is not None and time.monotonic() > self._deadline:
+                self._end("time limit", 3)
+
+    def _end(self, reason: str, code: int) -> None:
+        if self._stopped.is_set():
+            return
+        try:
+            self._on_end(reason, code)
+        finally:
+            os._exit(code)

@@ -1,0 +1,67 @@
+"""One rank of a recording: ``python -m ringprof.worker TASK PARENT``, started by ``ringprof record``.
+
+TASK is the path of the task's JSON, PARENT the process to live no longer than.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+from ringprof.record.folder import discard
+from ringprof.record.launch import diary_path, log_path
+from ringprof.record.placement import joined
+from ringprof.record.progress import Diary
+from ringprof.record.request import read_task
+from ringprof.record.watch import Watch
+
+
+def main(arguments: list[str]) -> NoReturn:
+    """Run one rank and end the process: with 0, or with 3 and the reason in the rank's diary."""
+    task, parent = read_task(arguments[0]), int(arguments[1])
+    place = joined()
+    assert place is not None and task.scratch is not None, "started by ringprof record, with the ranks' variables"
+    scratch = Path(task.scratch)
+    _print_to(log_path(scratch, place.rank))
+    diary = Diary(diary_path(scratch, place.rank))
+    hops: list[Callable[[], int | None]] = []
+
+    def at_end(reason: str, code: int) -> None:
+        diary.last_words(hops[0]() if hops else None)
+        if reason == "parent" and place.rank == 0:
+            discard(Path(task.staging))
+
+    watch = Watch(at_end, limit_s=None, parent=parent)
+    watch.start()
+    from ringprof.record.failure import full_text, kind_of, message_of
+    from ringprof.record.rank import Rank
+
+    try:
+        rank = Rank(task, place, diary)
+        hops.append(rank.hops)
+        rank.run()
+    except BaseException as error:
+        sys.stderr.write(full_text(error))
+        sys.stderr.flush()
+        diary.error(kind_of(error), message_of(error))
+        # At once, without leaving the process group in good order: the peers may wait for ever.
+        os._exit(3)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # The run is complete. Native threads that torch leaves behind now and then abort an interpreter that shuts down.
+    os._exit(0)
+
+
+def _print_to(log: Path) -> None:
+    """Send what this process prints, libraries included, to its log."""
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

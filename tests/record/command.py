@@ -1,0 +1,156 @@
+"""Running ``ringprof record`` for real, as a process of its own, small enough for two cores."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+SMALL = ["--heads", "2", "--head-dim", "16", "--seq", "512", "--device", "cpu"]
+RINGPROF = [sys.executable, "-m", "ringprof"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+STRATEGIES = '''
+import time
+
+from ringprof.strategies.zigzag import Zigzag
+
+
+class Wrong(Zigzag):
+    """Rank 1's output is 5 % too large."""
+
+    def forward(self, blocks, q, k, v):
+        out, lse = super().forward(blocks, q, k, v)
+        return (out * 1.05 if self.comm.rank == 1 else out), lse
+
+
+class NotANumber(Zigzag):
+    """One element of rank 1's dv is not a number."""
+
+    def backward(self, blocks, rows, q, k, v):
+        dq, dk, dv = super().backward(blocks, rows, q, k, v)
+        if self.comm.rank == 1:
+            dv[0, 0, 0, 0] = float("nan")
+        return dq, dk, dv
+
+
+class Slow(Zigzag):
+    """Half a second an iteration, to be interrupted."""
+
+    def forward(self, blocks, q, k, v):
+        time.sleep(0.5)
+        return super().forward(blocks, q, k, v)
+
+
+class Later(Zigzag):
+    """Something happens on rank 1 in the third call."""
+
+    def __init__(self, context, *, what: str = "", deterministic: bool = False):
+        super().__init__(context, deterministic=deterministic)
+        self.parameters["what"] = what
+        self.calls = 0
+
+    def forward(self, blocks, q, k, v):
+        self.calls += 1
+        if self.comm.rank == 1 and self.calls == 3:
+            getattr(self, self.parameters["what"])()
+        return super().forward(blocks, q, k, v)
+
+    def hang(self):
+        time.sleep(1000)
+
+    def out_of_memory(self):
+        import torch
+
+        torch.empty(1 << 50)
+
+
+class Starred(Zigzag):
+    def __init__(self, context, **params):
+        super().__init__(context)
+
+
+def not_a_class():
+    pass
+'''
+
+
+def environment(**more: str) -> dict[str, str]:
+    """A process's variables: ours, without a launcher's."""
+    launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    env = {name: value for name, value in os.environ.items() if name not in launcher and not name.startswith("SLURM_")}
+    return {**env, "PYTHONPATH": str(ROOT), **more}
+
+
+def run(
+    arguments: list[str], folder: Path, program: list[str] = RINGPROF, **env: str
+) -> subprocess.CompletedProcess[str]:
+    """Run to the end, in ``folder``."""
+    return subprocess.run(
+        [*program, *arguments], cwd=folder, env=environment(**env), capture_output=True, text=True, timeout=120
+    )
+
+
+def run_and_disturb(
+    arguments: list[str], folder: Path, disturb: Callable[[subprocess.Popen[str]], None], program: list[str] = RINGPROF
+) -> tuple[int, str, float]:
+    """Start, call ``disturb`` once iterations are being timed; exit code, stderr, and seconds from there to the end.
+
+    Fails if a process that was started is still there at the end.
+    """
+    output = folder / "stderr.txt"
+    with output.open("w") as stderr:
+        process = subprocess.Popen(
+            [*program, *arguments], cwd=folder, env=environment(TMPDIR=str(folder)), stdout=subprocess.DEVNULL,
+            stderr=stderr, text=True, start_new_session=True,
+        )  # fmt: skip
+        try:
+            wait_until(lambda: "iterations" in output.read_text(), 90)
+            time.sleep(0.3)
+            begin = time.monotonic()
+            disturb(process)
+            process.wait(30)
+            wait_until(lambda: not started_in(folder), 30)
+            return process.returncode, output.read_text(), time.monotonic() - begin
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def started_in(folder: Path) -> list[int]:
+    """Living processes that run in ``folder``."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and Path(os.readlink(entry / "cwd")) == folder.resolve() and _alive(entry):
+                found.append(int(entry.name))
+        except OSError:
+            continue
+    return found
+
+
+def rank_process(folder: Path, rank: int) -> int:
+    """The process of one rank that runs in ``folder``."""
+    for pid in started_in(folder):
+        variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        if f"RANK={rank}".encode() in variables:
+            return pid
+    raise AssertionError(f"no rank {rank} runs in {folder}")
+
+
+def wait_until(condition: Callable[[], bool], seconds: float) -> None:
+    """Raises TimeoutError where the condition does not come true in time."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError
+        time.sleep(0.05)
+
+
+def _alive(entry: Path) -> bool:
+    return entry.joinpath("stat").read_text().rpartition(")")[2].split()[0] != "Z"

@@ -1,0 +1,121 @@
+"""Things going wrong, with real processes: all of them end, nothing half-written stays, one line says why."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.record.command import RINGPROF, SMALL, TORCHRUN, rank_process, run, run_and_disturb
+
+TWO = [*SMALL, "--world", "2"]
+SLOW = ["record", "--strategy", "mine:Slow", *TWO, "--iters", "100"]
+
+
+def nothing_recorded(folder: Path) -> bool:
+    """Neither a run nor a half-written one."""
+    return list((folder / "traces").iterdir()) == []
+
+
+def one_line(stderr: str) -> str:
+    """The error, which is the only line that begins so."""
+    lines = [line for line in stderr.splitlines() if line.startswith("ringprof: ")]
+    assert len(lines) == 1, stderr
+    assert "Traceback" not in stderr
+    return lines[0]
+
+
+def kept_log(line: str, folder: Path) -> None:
+    path = Path(line.split()[-1])
+    assert path.exists() and path.is_relative_to(folder), line
+
+
+@pytest.mark.parametrize(("name", "tensor"), [("Wrong", "out"), ("NotANumber", "dv")])
+def test_a_wrong_result_ends_the_run_before_timing(own_strategies: Path, name: str, tensor: str) -> None:
+    done = run(["record", "--strategy", f"mine:{name}", *TWO], own_strategies, TMPDIR=str(own_strategies))
+    assert done.returncode == 3
+    line = one_line(done.stderr)
+    assert f"wrong result on rank 1: {tensor} is off by" in line and "allowed" in line
+    assert "warm-up" not in done.stderr and "iterations" not in done.stderr.replace("an iteration", "")
+    kept_log(line, own_strategies)
+    assert nothing_recorded(own_strategies)
+
+
+def test_a_killed_rank_ends_all(own_strategies: Path) -> None:
+    code, stderr, seconds = run_and_disturb(
+        SLOW, own_strategies, lambda _: os.kill(rank_process(own_strategies, 1), signal.SIGKILL)
+    )
+    assert code == 3 and seconds < 10
+    line = one_line(stderr)
+    assert "rank 1 was killed by SIGKILL" in line
+    kept_log(line, own_strategies)
+    assert nothing_recorded(own_strategies)
+
+
+def to_group(process: subprocess.Popen[str]) -> None:
+    """As a terminal does."""
+    os.killpg(process.pid, signal.SIGINT)
+
+
+def to_parent_twice(process: subprocess.Popen[str]) -> None:
+    process.send_signal(signal.SIGINT)
+    process.send_signal(signal.SIGINT)
+
+
+@pytest.mark.parametrize("interrupt", [to_group, pytest.param(to_parent_twice, marks=pytest.mark.long)])
+def test_ctrl_c_ends_all(own_strategies: Path, interrupt: Callable[[subprocess.Popen[str]], None]) -> None:
+    code, stderr, seconds = run_and_disturb(SLOW, own_strategies, interrupt)
+    assert code == 130 and seconds < 10
+    assert "interrupted during iterations" in one_line(stderr)
+    assert nothing_recorded(own_strategies)
+
+
+@pytest.mark.long
+def test_ranks_do_not_outlive_their_parent(own_strategies: Path) -> None:
+    code, _, seconds = run_and_disturb(SLOW, own_strategies, lambda process: process.kill())
+    assert code == -signal.SIGKILL and seconds < 10
+    assert nothing_recorded(own_strategies)
+
+
+@pytest.mark.long
+def test_a_stopped_rank_is_killed_too(own_strategies: Path) -> None:
+    def disturb(process: subprocess.Popen[str]) -> None:
+        os.kill(rank_process(own_strategies, 1), signal.SIGSTOP)
+        process.send_signal(signal.SIGINT)
+
+    code, _, seconds = run_and_disturb(SLOW, own_strategies, disturb)
+    assert code == 130 and seconds < 10
+    assert nothing_recorded(own_strategies)
+
+
+@pytest.mark.long
+def test_ctrl_c_under_torchrun(own_strategies: Path) -> None:
+    arguments = ["-m", *RINGPROF[2:], *SLOW[:-2], "--iters", "100"]
+    _, stderr, seconds = run_and_disturb(
+        [argument for argument in arguments if argument not in ("--world",)], own_strategies, to_group, TORCHRUN
+    )
+    assert "stopped (SIGINT)" in stderr and seconds < 10
+    assert nothing_recorded(own_strategies)
+
+
+@pytest.mark.long
+def test_running_out_of_memory_names_the_rank(own_strategies: Path) -> None:
+    arguments = ["record", "--strategy", "mine:Later", "-p", "what=out_of_memory", *TWO]
+    done = run(arguments, own_strategies, TMPDIR=str(own_strategies))
+    assert done.returncode == 3
+    assert "rank 1 failed: out of memory" in one_line(done.stderr)
+    assert nothing_recorded(own_strategies)
+
+
+@pytest.mark.long
+def test_a_hanging_rank_is_named_when_time_is_up(own_strategies: Path) -> None:
+    arguments = ["record", "--strategy", "mine:Later", "-p", "what=hang", *TWO, "--time-limit", "15"]
+    done = run(arguments, own_strategies, TMPDIR=str(own_strategies))
+    assert done.returncode == 3
+    line = one_line(done.stderr)
+    assert "rank 1 hung in iterations, step 1, after 0 hops" in line and "15 s" in line
+    assert nothing_recorded(own_strategies)

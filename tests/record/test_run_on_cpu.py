@@ -1,0 +1,133 @@
+"""A real recording on CPU ranks: what it writes, and that an earlier run stays."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+from ringprof.run import Run, read_run
+from tests.record.command import SMALL, TORCHRUN, run
+
+WORLD, SEQ, HEADS, KV_HEADS, HEAD_DIM, BF16 = 4, 512, 2, 1, 16, 2
+
+
+def test_every_rank_has_a_complete_trace_of_the_marked_iteration(recorded: tuple[Path, Run, str]) -> None:
+    folder, found, _ = recorded
+    assert [trace.rank for trace in found.traces] == [0, 1, 2, 3]
+    for trace in found.traces:
+        with gzip.open(folder / "traces" / trace.path) as file:
+            content = json.load(file)
+        assert content["distributedInfo"]["rank"] == trace.rank
+        names = [event.get("name") for event in content["traceEvents"]]
+        assert names.count("ringprof::iteration") == 1
+        assert "ringprof::fwd/step=0/block" in names and "ringprof::bwd/step=3/block" in names
+
+
+def test_the_run_says_what_ran(recorded: tuple[Path, Run, str]) -> None:
+    _, found, _ = recorded
+    assert found.topology.world_size == WORLD and found.topology.ranks_per_host == 2
+    assert found.topology.local_ranks == [0, 1, 2, 3] and len(set(found.topology.hosts)) == 1
+    assert found.strategy is not None and found.strategy.layout == "zigzag"
+    assert found.strategy.params["double_ring"] is True and found.strategy.params["ring_window"] == 2
+    assert found.strategy.target == "ringprof.strategies.burst:Burst"
+    assert found.kernel == "cpu-flash" and found.environment.versions["torch"]
+    assert found.command[:2] == ["ringprof", "record"]
+
+
+def test_every_iteration_of_every_rank_is_kept(recorded: tuple[Path, Run, str]) -> None:
+    _, found, _ = recorded
+    assert found.timings is not None and found.profiled is not None and found.timings.warmup == 1
+    assert [len(times) for times in found.timings.iterations_ns] == [2] * WORLD
+    assert [len(times) for times in found.profiled.iterations_ns] == [1] * WORLD
+    assert all(time > 0 for times in found.timings.iterations_ns for time in times)
+
+
+def test_verification_is_in_the_run(recorded: tuple[Path, Run, str]) -> None:
+    _, found, _ = recorded
+    assert found.verification is not None and found.verification.passed and found.verification.seq == 64 * WORLD
+    assert set(found.verification.errors) == {"out", "dq", "dk", "dv"}
+    for error in found.verification.errors.values():
+        assert 0 < error.kernel_rms < 0.01 and 0 < error.rms <= error.allowed_rms < 0.05
+
+
+def test_work_equals_the_closed_formulas(recorded: tuple[Path, Run, str]) -> None:
+    _, found, _ = recorded
+    assert found.work is not None and found.workload is not None
+    assert sum(work.block_flops for work in found.work) == found.workload.exact_flops()
+    local = SEQ // WORLD
+    q_bytes, kv_bytes = local * HEADS * HEAD_DIM * BF16, local * KV_HEADS * HEAD_DIM * BF16
+    row_bytes = local * HEADS * 4
+    for work in found.work:
+        sent = {(sent.channel, sent.phase): sent for sent in work.sent}
+        # Two windows of two: each is toured by one inner hop, and one outer hop leads to the next.
+        inner, outer = sent["read_inner", "forward"], sent["read_outer", "forward"]
+        assert (inner.count, inner.sent_bytes, inner.link) == (2, 2 * 2 * kv_bytes, "same_host")
+        assert (outer.count, outer.sent_bytes, outer.link) == (1, 2 * kv_bytes, "other_host")
+        inner = sent["read_inner", "backward"]
+        assert (inner.count, inner.sent_bytes) == (2, 2 * (2 * q_bytes + 2 * row_bytes))
+        assert sent["dq_inner", "backward"].sent_bytes % q_bytes == 0
+
+
+def test_it_says_what_it_will_do_and_what_came_out(recorded: tuple[Path, Run, str]) -> None:
+    _, _, printed = recorded
+    assert "burst on 4 CPU processes: sequence 512" in printed
+    assert "FLOPs an iteration" in printed and "of memory" in printed
+    assert "TFLOP/s per device" in printed and "next: ringprof report traces/run.json" in printed
+
+
+def test_a_second_run_leaves_the_first_and_becomes_the_newest(recorded: tuple[Path, Run, str]) -> None:
+    folder, first, _ = recorded
+    kept = {path: path.read_bytes() for path in (folder / "traces" / first.name).iterdir()}
+    done = run(["record", "--strategy", "ring", *SMALL, "--world", "1", "--forward-only", "--dtype", "fp32"], folder)
+    assert done.returncode == 0, done.stderr
+    assert "nothing is communicated" in done.stderr
+    newest = read_run(folder / "traces/run.json")
+    assert newest.name != first.name and newest.work is not None and newest.work[0].sent == []
+    assert newest.verification is not None and set(newest.verification.errors) == {"out"}
+    assert {path: path.read_bytes() for path in (folder / "traces" / first.name).iterdir()} == kept
+    assert sorted(path.name for path in (folder / "traces").iterdir()) == sorted([first.name, newest.name, "run.json"])
+
+
+def test_under_torchrun_it_joins_and_only_rank_0_prints(tmp_path: Path) -> None:
+    arguments = ["-m", "ringprof", "record", "--strategy", "zigzag", *SMALL, "--iters", "1"]
+    done = run(arguments, tmp_path, TORCHRUN)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("next: ringprof report") == 1 and done.stderr.count("plan per device") == 1
+    found = read_run(tmp_path / "traces/run.json")
+    assert found.topology.world_size == 2 and len(found.traces) == 2
+
+
+CAPTURE = """
+import torch
+import torch.distributed as dist
+
+import ringprof
+from ringprof.run import Workload
+
+dist.init_process_group("gloo")
+x = torch.ones(64, 64)
+dist.all_reduce(x)
+with ringprof.capture("traces/mine", workload=Workload(seq=64, heads=1, kv_heads=1, head_dim=64)):
+    dist.all_reduce(x @ x)
+try:
+    with ringprof.capture("traces/mine"):
+        raise AssertionError("entered")
+except ringprof.errors.UsageError as error:
+    print("refused:", error)
+dist.destroy_process_group()
+"""
+
+
+def test_capture_in_a_users_own_program(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(CAPTURE)
+    done = run(["own.py"], tmp_path, TORCHRUN)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("refused:") == 2 and "never overwrites" in done.stdout
+    found = read_run(tmp_path / "traces/mine/run.json")
+    assert found.timings is None and found.verification is None and found.strategy is None
+    assert found.workload is not None and found.workload.seq == 64 and found.topology.world_size == 2
+    assert [path.name for path in (tmp_path / "traces").iterdir()] == ["mine"]
+    with gzip.open(tmp_path / "traces/mine" / found.traces[1].path) as file:
+        names = [event.get("name") for event in json.load(file)["traceEvents"]]
+    assert "ringprof::iteration" in names and "gloo:all_reduce" in names
