@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 from ringprof._version import __version__
 
 if TYPE_CHECKING:
-    from ringprof.api import Analysis, load
+    from ringprof.api import Analysis, compare, load
     from ringprof.record.capture import capture
 
-_HOME = {"Analysis": "ringprof.api", "load": "ringprof.api", "capture": "ringprof.record.capture"}
+_API = "ringprof.api"
+_HOME = {"Analysis": _API, "compare": _API, "load": _API, "capture": "ringprof.record.capture"}
 
-__all__ = ["Analysis", "__version__", "capture", "load"]
+__all__ = ["Analysis", "__version__", "capture", "compare", "load"]
 
 
 def __getattr__(name: str) -> Any:

@@ -21,7 +21,7 @@ from ringprof.analysis.attribution import Attribution, Rank, attribute
 from ringprof.analysis.hops import Hop
 from ringprof.analysis.rules import KINDS
 from ringprof.analysis.summary import Summary, summarise
-from ringprof.errors import InputError
+from ringprof.errors import InputError, KernelTableError, UsageError
 from ringprof.report import as_json, terminal
 from ringprof.run import Run, read_run
 from ringprof.trace.columns import Trace, Warning
@@ -32,6 +32,7 @@ from ringprof.trace.ranks import read_traces
 if TYPE_CHECKING:
     import pandas as pd
 
+    from ringprof.analysis.comparison import Comparison, Entry
     from ringprof.analysis.table import TableReport
 
 BREAKDOWN_COLUMNS = (
@@ -224,6 +225,53 @@ def _load_text(name: str, data: bytes | None, reading: Reading) -> TableAnalysis
         raise InputError(f"{name}: {error.strerror or error}") from None
     tables = read_tables(raw.decode("utf-8-sig", errors="replace"), name)
     return TableAnalysis(name, [analyse_table(table, reading.wall_ns, reading.iterations) for table in tables])
+
+
+def compare(*sources: str | os.PathLike[str] | Analysis | TableAnalysis) -> Comparison:
+    """Set runs, traces, printed tables and benchmark logs side by side, in any mix, against the first.
+
+    A log stands for as many entries as it has rows. Raises `UsageError` for fewer than two entries, and what `load`
+    raises.
+    """
+    from ringprof.analysis import comparison
+    from ringprof.analysis.entries import labels_of
+
+    paths = [str(source) for source in sources if isinstance(source, (str, os.PathLike))]
+    labels = iter(labels_of(paths) if paths else [])
+    entries: list[Entry] = []
+    for index, source in enumerate(sources):
+        if isinstance(source, (Analysis, TableAnalysis)):
+            entries += _entries_of(f"object {index + 1}", source)
+        else:
+            entries += _entries_at(next(labels), source)
+    if len(entries) < 2:
+        raise UsageError("a comparison needs two measurements or more: name another run, trace, table or log")
+    return comparison.compare(entries)
+
+
+def _entries_at(label: str, path: str | os.PathLike[str]) -> list[Entry]:
+    from ringprof.analysis.entries import entry_of_row
+    from ringprof.trace.benchmark_log import read_log
+
+    try:
+        return _entries_of(label, load(path))
+    except KernelTableError:
+        rows = read_log(path).rows
+        if not rows:
+            raise
+        return [entry_of_row(row) for row in rows if not row.missing]
+
+
+def _entries_of(label: str, source: Analysis | TableAnalysis) -> list[Entry]:
+    from ringprof.analysis.entries import entry_of_run, entry_of_table
+
+    if isinstance(source, Analysis):
+        return [entry_of_run(label, source.run, source.summary)]
+    several = len(source.reports) > 1
+    return [
+        entry_of_table(f"{label} table {index + 1}" if several else label, report)
+        for index, report in enumerate(source.reports)
+    ]
 
 
 # --- frames -----------------------------------------------------------------------------------------

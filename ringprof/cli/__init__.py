@@ -17,6 +17,8 @@ from ringprof.errors import RingprofError
 # name -> (module, one line for --help)
 COMMANDS = {
     "record": ("ringprof.cli.record", "Run a strategy, check it, time it and profile it."),
+    "bench": ("ringprof.cli.bench", "Record every combination of strategies, lengths and kernels."),
+    "compare": ("ringprof.cli.compare", "Set runs, traces, tables and logs side by side."),
     "logs": ("ringprof.cli.logs", "Read benchmark logs into one table and audit them."),
     "report": ("ringprof.cli.report", "Show where the time of a run or trace went."),
     "strategies": ("ringprof.cli.strategies", "List the strategies, or one strategy's parameters."),

@@ -63,7 +63,10 @@ def _rank(
             world_size=world_size,
             timeout=timedelta(seconds=60),
         )
-        pipe.send((True, function(rank, *args)))
+        result = function(rank, *args)
+        # A rank that leaves while another still connects a group would break that connection.
+        dist.barrier()
+        pipe.send((True, result))
     except BaseException:
         pipe.send((False, f"rank {rank}: {traceback.format_exc()}"))
     finally:

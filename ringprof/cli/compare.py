@@ -1,0 +1,68 @@
+"""``ringprof compare``: runs, traces, tables and logs side by side."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+from ringprof.analysis.comparison import Comparison
+from ringprof.analysis.conditions import parse_condition
+from ringprof.analysis.entries import flat
+from ringprof.api import compare
+from ringprof.errors import InputError
+from ringprof.report import comparison as shown
+
+
+@click.command(name="compare")
+@click.argument("paths", nargs=-1, required=True, metavar="BASE OTHER...")
+@click.option("--format", "form", type=click.Choice(["terminal", "json", "csv"]), default="terminal", show_default=True)
+@click.option("-o", "--output", type=click.Path(dir_okay=False), help="Write to this file instead of the terminal.")
+@click.option("--fail-if", "conditions", multiple=True, metavar="CONDITION",
+              help="Exit with 1 where it holds for an entry: 'tflops < 0.95 * base'; repeatable.")  # fmt: skip
+def command(paths: tuple[str, ...], form: str, output: str | None, conditions: tuple[str, ...]) -> int:
+    """Set runs, traces, printed tables and benchmark logs side by side, in any mix, against the first.
+
+    What differs in settings and hardware comes first. A difference within the spread of repeated timings is called
+    noise; times of different work are not set against each other.
+
+    \b
+    ringprof compare traces/a traces/b
+    ringprof compare traces/main traces/branch --fail-if 'tflops < 0.95 * base'
+    """
+    parsed = [parse_condition(text) for text in conditions]
+    found = compare(*paths)
+    text = _text(found, form, output)
+    if output is None:
+        click.echo(text, nl=False)
+    else:
+        _write(Path(output), text)
+    base = flat(found.entries[0].figures)
+    failed = False
+    for entry in found.entries[1:] or found.entries:
+        figures = flat(entry.figures)
+        for condition in parsed:
+            if condition.holds(figures, base):
+                failed = True
+                of_base = f" (base {base[condition.figure]:.6g})" if condition.figure in base else ""
+                message = f"{entry.label}: {condition.figure} is {figures[condition.figure]:.6g}{of_base}"
+                click.echo(f"ringprof: {message}: {condition.text}", err=True)
+    return 1 if failed else 0
+
+
+def _text(found: Comparison, form: str, output: str | None) -> str:
+    if form == "json":
+        return shown.render_json(found)
+    if form == "csv":
+        return shown.render_csv(found)
+    encoding = "utf-8" if output else (sys.stdout.encoding or "ascii")
+    return shown.render(found, ascii_only="utf" not in encoding.lower())
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"{path}: cannot be written: {error.strerror or error}") from None
+    click.echo(f"Wrote {path}", err=True)

@@ -1,0 +1,137 @@
+"""A comparison as text, JSON and CSV."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from typing import Any
+
+from ringprof.analysis.comparison import Comparison, Difference, Figure
+from ringprof.report.text import clean, in_ascii
+
+SCHEMA = "ringprof.compare/1"
+UNKNOWN = "unknown"
+_SIGNS = {"better": "+", "worse": "-", "noise": "~", "same": "=", "differs": " "}
+
+
+def as_dict(comparison: Comparison) -> dict[str, Any]:
+    """The JSON form (schema ``ringprof.compare/1``)."""
+    return {
+        "schema": SCHEMA,
+        "entries": [
+            {
+                "label": entry.label,
+                "source": entry.source,
+                "settings": dict(entry.settings),
+                "figures": {
+                    name: {"value": f.value, "unit": f.unit, "low": f.low, "high": f.high}
+                    for name, f in entry.figures.items()
+                },
+            }
+            for entry in comparison.entries
+        ],
+        "differing": {name: list(values) for name, values in comparison.differing.items()},
+        "differences": [
+            {"figure": d.figure, "entry": d.entry, "difference": d.difference, "ratio": d.ratio, "verdict": d.verdict}
+            for d in comparison.differences
+        ],
+    }
+
+
+def render_json(comparison: Comparison) -> str:
+    """As `as_dict`, as text."""
+    return json.dumps(as_dict(comparison), indent=1) + "\n"
+
+
+def render_csv(comparison: Comparison) -> str:
+    """A row a figure and entry."""
+    stream = io.StringIO()
+    writer = csv.writer(stream, lineterminator="\n")
+    writer.writerow(["label", "source", "figure", "unit", "value", "low", "high", "difference", "ratio", "verdict"])
+    against = {(d.figure, d.entry): d for d in comparison.differences}
+    for index, entry in enumerate(comparison.entries):
+        for name, f in entry.figures.items():
+            d = against.get((name, index), Difference(name, index, None, None, "base"))
+            row = [
+                clean(entry.label),
+                entry.source,
+                name,
+                f.unit,
+                f.value,
+                f.low,
+                f.high,
+                d.difference,
+                d.ratio,
+                d.verdict,
+            ]
+            writer.writerow(["" if value is None else value for value in row])
+    return stream.getvalue()
+
+
+def render(comparison: Comparison, *, ascii_only: bool = False) -> str:
+    """For the terminal: settings that differ, then a line a figure with each entry beside the first."""
+    lines = [f"{'base' if index == 0 else index}: {clean(entry.label)} ({entry.source})"
+             for index, entry in enumerate(comparison.entries)]  # fmt: skip
+    if comparison.differing:
+        lines += ["", "what differs"]
+        head = ["", *_columns(comparison)]
+        body = [
+            [clean(name), *(clean(value or UNKNOWN) for value in values)]
+            for name, values in comparison.differing.items()
+        ]
+        lines += _table([head, *body])
+    lines += ["", "figures, of one iteration"]
+    lines += _table([["", *_columns(comparison)], *(_figure_row(comparison, name) for name in comparison.figures)])
+    lines += ["", *_legend(comparison)]
+    text = "\n".join(line.rstrip() for line in lines) + "\n"
+    return in_ascii(text) if ascii_only else text
+
+
+def _columns(comparison: Comparison) -> list[str]:
+    return ["base", *(str(index) for index in range(1, len(comparison.entries)))]
+
+
+def _figure_row(comparison: Comparison, name: str) -> list[str]:
+    against = {d.entry: d for d in comparison.differences if d.figure == name}
+    unit = next(entry.figures[name].unit for entry in comparison.entries if name in entry.figures)
+    cells = []
+    for index, entry in enumerate(comparison.entries):
+        figure = entry.figures.get(name)
+        cells.append("-" if figure is None else _value(figure) + _against(against.get(index)))
+    return [f"{name} {'%' if unit == 'share' else unit}", *cells]
+
+
+def _value(figure: Figure) -> str:
+    value = 100 * figure.value if figure.unit == "share" else figure.value
+    return f"{value:,.3f}" if abs(value) < 100 else f"{value:,.1f}"
+
+
+def _against(difference: Difference | None) -> str:
+    if difference is None:
+        return "        "
+    if difference.verdict == "not comparable":
+        return "  (work)"
+    if difference.ratio is None:
+        return "        "
+    return f" {difference.ratio:5.2f}x{_SIGNS[difference.verdict]}"
+
+
+def _legend(comparison: Comparison) -> list[str]:
+    seen = {difference.verdict for difference in comparison.differences}
+    lines = ["beside each figure: its ratio to the base; + better, - worse, = the same; no sign: measured once"]
+    if "noise" in seen:
+        lines.append("~ noise: the ranges of the repeated measurements overlap")
+    if "not comparable" in seen:
+        lines.append("(work): not set against the base, as the work is not the same or not known to be")
+    return lines
+
+
+def _table(rows: list[list[str]]) -> list[str]:
+    """Lines of a table: the first column to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for first, *others in rows:
+        cells = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
+        lines.append("  ".join([first.ljust(widths[0]), *cells]))
+    return lines

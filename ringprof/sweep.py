@@ -1,0 +1,201 @@
+"""Sweeps: the same recording for several strategies, sequence lengths and kernels, one row each, resumable.
+
+Every row is a run on disk. The sweep's own file holds which rows are done and is written after each, so that a sweep
+that was interrupted goes on where it stopped. A row that runs out of memory or fails says why, and the sweep goes on.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import msgspec
+from msgspec.structs import replace
+
+from ringprof.api import Analysis, load
+from ringprof.errors import InputError, RecordError, UnfitWorkloadError, UsageError, VerificationError
+from ringprof.record import Request, record
+from ringprof.record.placement import joined
+from ringprof.record.progress import Reporter
+from ringprof.run import Run, Workload, read_run, write_atomically
+
+SCHEMA = "ringprof.sweep/1"
+OUT_OF_MEMORY = "out of memory"
+ATTENTION = ("flash_fwd", "flash_bwd")
+COMMUNICATION = ("send_recv", "all_to_all", "all_gather", "reduce_scatter", "all_reduce", "broadcast", "copy_engine")
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """One recording of a sweep, and what came of it."""
+
+    strategy: str
+    params: dict[str, Any]
+    """As given; the run holds all."""
+    kernel: str
+    """As given: ``auto`` or a name."""
+    workload: Workload
+    status: str
+    """``ok``, ``oom``, ``unfit`` or ``failed``."""
+    reason: str | None = None
+    run: str | None = None
+    """The run's folder, relative to the sweep's file."""
+    forward_ns: float | None = None
+    """Time of one forward pass alone, recorded apart: median over iterations of the slowest rank's."""
+
+
+class Sweep(msgspec.Struct, frozen=True, kw_only=True):
+    """All rows so far (schema ``ringprof.sweep/1``)."""
+
+    schema: str = SCHEMA
+    rows: list[Row] = []
+
+
+def plan(
+    base: Request, strategies: Sequence[str], seqs: Sequence[int], kernels: Sequence[str], params: Mapping[str, str]
+) -> list[Request]:
+    """A request for every combination. A parameter ``NAME.key`` goes to strategy NAME, ``key`` to all.
+
+    Raises `UsageError` for a parameter of a strategy that is not in the sweep.
+    """
+    for name in params:
+        owner, dot, _ = name.rpartition(".")
+        if dot and owner not in strategies:
+            raise UsageError(f"parameter {name!r} is of a strategy that is not swept: {', '.join(strategies)}")
+    requests = []
+    for strategy, kernel, seq in itertools.product(strategies, kernels, seqs):
+        own = {
+            key.rpartition(".")[2]: value for key, value in params.items() if key.rpartition(".")[0] in ("", strategy)
+        }
+        workload = replace(base.workload, seq=seq)
+        requests.append(replace(base, strategy=strategy, kernel=kernel, params=own, workload=workload))
+    return requests
+
+
+def run_sweep(requests: Sequence[Request], path: Path, reporter: Reporter) -> Iterator[tuple[Row, Analysis | None]]:
+    """Record what is not done yet, and yield every row, with its run, as soon as it is there.
+
+    Rows that an earlier sweep with the same ``path`` has done are not recorded again; failed ones are. Raises
+    `UsageError` under a launcher, and what stops every recording alike: `Interrupted`, `MissingExtraError`.
+    """
+    if joined() is not None:
+        raise UsageError("a sweep starts its own ranks: run it without torchrun or srun, on one host")
+    folder = path.parent
+    folder.mkdir(parents=True, exist_ok=True)
+    sweep = read_sweep(path) if path.exists() else Sweep()
+    for request in requests:
+        row = _done(sweep, request, folder)
+        if row is None:
+            row = _record_row(replace(request, output=str(folder / "run.json")), folder, reporter)
+            sweep = Sweep(rows=[*(old for old in sweep.rows if not _same(old, row)), row])
+            write_atomically(path, msgspec.json.format(msgspec.json.encode(sweep), indent=1) + b"\n")
+        yield row, analysis_of(row, folder)
+
+
+def read_sweep(path: str | os.PathLike[str]) -> Sweep:
+    """Read a sweep's file. Raises `InputError` where it is none."""
+    try:
+        sweep = msgspec.json.decode(Path(path).read_bytes(), type=Sweep)
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror or error}") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: not a sweep of ringprof bench: {error}") from None
+    if sweep.schema != SCHEMA:
+        raise InputError(f"{path}: schema {sweep.schema!r} is not {SCHEMA!r}")
+    return sweep
+
+
+def analysis_of(row: Row, folder: Path) -> Analysis | None:
+    """The run of a row; None where it has none."""
+    if row.run is None:
+        return None
+    loaded = load(folder / row.run / "run.json")
+    assert isinstance(loaded, Analysis)
+    return loaded
+
+
+def figures_of(row: Row, analysis: Analysis | None) -> dict[str, Any]:
+    """The table's figures of one row: times in ms, memory in MiB, shares 0..1; None where there is no figure."""
+    values: dict[str, Any] = {
+        "dtype": row.workload.dtype, "batch": row.workload.batch, "seq": row.workload.seq, "strategy": row.strategy,
+        "params": " ".join(f"{key}={value}" for key, value in row.params.items()), "kernel": row.kernel,
+        "status": row.status, "reason": row.reason,
+        "forward_ms": None if row.forward_ns is None else row.forward_ns / 1e6,
+    }  # fmt: skip
+    if analysis is None or analysis.run is None:
+        return values
+    summary, rates = analysis.summary, analysis.summary.rates
+    wall = next(part.mean_ns for part in summary.parts if part.name == "wall")
+    exposed = next(part.mean_ns for part in summary.parts if part.name == "exposed_comm")
+    times = {kind.kind: kind.time_ns for kind in summary.kinds}
+    return values | {
+        "kernel": analysis.run.kernel,
+        "forward_backward_ms": None if rates.slowest_median_ns is None else rates.slowest_median_ns / 1e6,
+        "memory_mib": None if rates.peak_memory_bytes is None else rates.peak_memory_bytes / (1 << 20),
+        "tflops": rates.tflops,
+        "flash_share": sum(times.get(kind, 0.0) for kind in ATTENTION) / wall,
+        "comm_share": sum(times.get(kind, 0.0) for kind in COMMUNICATION) / wall,
+        "overlap_ratio": summary.overlap_ratio,
+        "exposed_comm_ms": exposed / max(1, summary.iterations) / 1e6,
+        "of_kernel_rate": rates.tflops / rates.block_tflops if rates.tflops and rates.block_tflops else None,
+    }
+
+
+def _record_row(request: Request, folder: Path, reporter: Reporter) -> Row:
+    row = Row(
+        strategy=request.strategy,
+        params=dict(request.params),
+        kernel=request.kernel,
+        workload=request.workload,
+        status="ok",
+    )
+    try:
+        forward_ns = None
+        if request.workload.backward:
+            alone = replace(request, workload=replace(request.workload, backward=False), verify=False)
+            forward_ns = _median_ns(record(alone, reporter))
+        run = record(request, reporter)
+    except VerificationError as error:
+        return replace(row, status="failed", reason=str(error))
+    except UnfitWorkloadError as error:
+        return replace(row, status="unfit", reason=str(error))
+    except RecordError as error:
+        if error.exit_code != RecordError.exit_code:
+            raise  # the user's Ctrl-C ends the sweep, not the row
+        return replace(row, status="oom" if OUT_OF_MEMORY in str(error) else "failed", reason=str(error))
+    assert run is not None, "no launcher started this process"
+    return replace(row, run=run.name, forward_ns=forward_ns)
+
+
+def _median_ns(run: Run | None) -> float | None:
+    if run is None or run.timings is None:
+        return None
+    return float(median(max(times) for times in zip(*run.timings.iterations_ns, strict=True)))
+
+
+def _done(sweep: Sweep, request: Request, folder: Path) -> Row | None:
+    """The row that an earlier sweep has for this request; None where there is none, it failed, or its run is gone."""
+    wanted = (request.strategy, dict(request.params), request.kernel, request.workload)
+    for row in sweep.rows:
+        if (row.strategy, row.params, row.kernel, row.workload) != wanted or row.status == "failed":
+            continue
+        if row.run is None or _readable(folder / row.run / "run.json"):
+            return row
+    return None
+
+
+def _readable(path: Path) -> bool:
+    try:
+        read_run(path)
+    except InputError:
+        return False
+    return True
+
+
+def _same(one: Row, other: Row) -> bool:
+    return (one.strategy, one.params, one.kernel, one.workload) == (
+        other.strategy, other.params, other.kernel, other.workload,
+    )  # fmt: skip

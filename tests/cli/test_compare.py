@@ -1,0 +1,84 @@
+"""``ringprof compare`` on committed runs, traces, tables and logs."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+import ringprof
+from ringprof import cli
+
+ROOT = Path(__file__).parents[2]
+ZIGZAG, RING, BURST = (str(ROOT / "traces" / f"h200x4-{name}-262144") for name in ("zigzag", "ring", "burst"))
+TRACES = str(ROOT / "tests" / "data" / "h200x8-zigzag-131072")
+TABLE, LOG = (str(next((ROOT / "tests" / "data" / "logs").glob(f"{number}_*.txt"))) for number in ("002", "001"))
+
+
+def run(capsys, *arguments: str) -> tuple[int, str, str]:
+    code = cli.run(["compare", *arguments])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_two_runs_side_by_side(capsys):
+    code, out, _ = run(capsys, ZIGZAG, RING, "--format", "json")
+    found = json.loads(out)
+    assert code == 0 and found["schema"] == "ringprof.compare/1"
+    assert found["differing"]["strategy"] == ["zigzag", "ring"]
+    assert "seq" not in found["differing"]
+    reports = [ringprof.load(path).report() for path in (ZIGZAG, RING)]
+    for entry, report in zip(found["entries"], reports, strict=True):
+        assert entry["figures"]["tflops"]["value"] == pytest.approx(report["summary"]["tflops"])
+        mean = sum(rank["exposed_comm_ns"] for rank in report["ranks"]) / len(report["ranks"])
+        assert entry["figures"]["exposed_comm"]["value"] == pytest.approx(mean / 1e6)
+    verdicts = {d["figure"]: d["verdict"] for d in found["differences"]}
+    assert verdicts["tflops"] == verdicts["iteration"] == "worse"
+
+
+def test_a_difference_between_alike_runs_is_called_noise(capsys):
+    _, out, _ = run(capsys, ZIGZAG, BURST)
+    line = next(line for line in out.splitlines() if line.startswith("tflops"))
+    assert line.endswith("1.00x~")
+    assert "~ noise" in out
+
+
+def test_any_mix(capsys):
+    code, out, err = run(capsys, ZIGZAG, TRACES, TABLE, LOG)
+    assert code == 0, err
+    for part in ("(run)", "(trace)", "(table)", "(log)", "(work)"):
+        assert part in out
+    _, text, _ = run(capsys, ZIGZAG, TRACES, TABLE, LOG, "--format", "csv")
+    rows = list(csv.DictReader(io.StringIO(text)))
+    assert {row["source"] for row in rows} == {"run", "trace", "table", "log"}
+    assert all(row["ratio"] == "" for row in rows if row["verdict"] == "not comparable")
+
+
+def test_a_condition_sets_the_exit_code(capsys):
+    code, _, err = run(capsys, ZIGZAG, RING, "--fail-if", "tflops < 0.95 * base")
+    assert code == 1
+    assert "h200x4-ring-262144: tflops is 305" in err
+    assert run(capsys, ZIGZAG, BURST, "--fail-if", "tflops < 0.95 * base")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        ([ZIGZAG], "two measurements"),
+        ([ZIGZAG, "nowhere"], "nowhere"),
+        ([ZIGZAG, RING, "--fail-if", "tflop < 1"], "there are:"),
+        ([ZIGZAG, RING, "--fail-if", "import os"], "FIGURE OP NUMBER"),
+    ],
+)
+def test_wrong_usage_is_one_line(capsys, arguments, part):
+    code, _, err = run(capsys, *arguments)
+    assert code == 2
+    assert part in err and len(err.strip().splitlines()) == 1
+
+
+def test_objects_can_be_compared_from_python():
+    found = ringprof.compare(ringprof.load(ZIGZAG), ringprof.load(RING))
+    assert [entry.source for entry in found.entries] == ["run", "run"]

@@ -1,0 +1,144 @@
+"""Sweeps: every combination once, rows that fail, going on after an interruption."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="recording needs torch")
+
+from ringprof import cli, sweep
+from ringprof.errors import InputError, RecordError, UnfitWorkloadError, UsageError, VerificationError
+from ringprof.record import Request
+from ringprof.record.failure import Interrupted
+from ringprof.record.progress import Silent
+from ringprof.run import Workload, write_run
+from tests.analysis.recorded import recorded_run
+
+BASE = Request(workload=Workload(seq=1, heads=8, kv_heads=8, head_dim=64), strategy="")
+
+
+class Recorder:
+    """Stands in for `record`: writes a run without traces, or raises what it is told to."""
+
+    def __init__(self, errors: dict[tuple[str, int], BaseException]) -> None:
+        self.errors, self.calls = errors, []  # type: tuple[dict[tuple[str, int], BaseException], list[Any]]
+
+    def __call__(self, request: Request, reporter: Any) -> Any:
+        self.calls.append((request.strategy, request.workload.seq, request.workload.backward))
+        error = self.errors.get((request.strategy, request.workload.seq))
+        if error is not None and request.workload.backward:
+            raise error
+        name = f"run{len(list(Path(request.output).parent.iterdir()))}"
+        run = recorded_run(name=name, workload=request.workload)
+        folder = Path(request.output).parent / name
+        folder.mkdir()
+        write_run(run, folder / "run.json")
+        return run
+
+
+@pytest.fixture
+def swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Run a sweep of three strategies and two lengths with given failures; (rows, recorder)."""
+    monkeypatch.setattr(sweep, "analysis_of", lambda row, folder: None)
+
+    def go(errors: dict[tuple[str, int], BaseException]) -> tuple[list[sweep.Row], Recorder]:
+        recorder = Recorder(errors)
+        monkeypatch.setattr(sweep, "record", recorder)
+        requests = sweep.plan(
+            BASE, ["burst", "usp"], [1024, 2048], ["auto"], {"usp.ulysses_degree": "2", "grad_wire": "fp32"}
+        )
+        rows = [row for row, _ in sweep.run_sweep(requests, tmp_path / "sweep.json", Silent())]
+        return rows, recorder
+
+    return go
+
+
+def test_every_combination_has_a_row_with_its_own_parameters(swept):
+    rows, recorder = swept({})
+    assert [(row.strategy, row.workload.seq, row.status) for row in rows] == [
+        ("burst", 1024, "ok"), ("burst", 2048, "ok"), ("usp", 1024, "ok"), ("usp", 2048, "ok"),
+    ]  # fmt: skip
+    assert rows[0].params == {"grad_wire": "fp32"}
+    assert rows[2].params == {"ulysses_degree": "2", "grad_wire": "fp32"}
+    # A forward pass alone, then forward and backward; the median slowest rank of the run written is 3 ms.
+    assert recorder.calls[:2] == [("burst", 1024, False), ("burst", 1024, True)]
+    assert rows[0].forward_ns == 3e6
+
+
+def test_a_row_that_fails_says_why_and_the_sweep_goes_on(swept):
+    rows, _ = swept(
+        {
+            ("burst", 1024): RecordError("rank 1 failed: out of memory: use a shorter sequence"),
+            ("burst", 2048): VerificationError("wrong result on rank 0"),
+            ("usp", 1024): UnfitWorkloadError("needs a multiple"),
+        }
+    )
+    assert [row.status for row in rows] == ["oom", "failed", "unfit", "ok"]
+    assert rows[1].reason == "wrong result on rank 0"
+
+
+def test_an_interrupted_sweep_goes_on_where_it_stopped(swept):
+    with pytest.raises(Interrupted):
+        swept({("usp", 1024): Interrupted("interrupted")})
+    rows, recorder = swept({})
+    assert [row.status for row in rows] == ["ok"] * 4
+    assert {call[0] for call in recorder.calls} == {"usp"}
+
+
+def test_failed_rows_are_tried_again_and_what_ran_out_of_memory_is_not(swept):
+    swept({("burst", 1024): RecordError("x: out of memory"), ("burst", 2048): RecordError("rank 1 failed: other")})
+    rows, recorder = swept({})
+    assert [row.status for row in rows] == ["oom", "ok", "ok", "ok"]
+    assert recorder.calls == [("burst", 2048, False), ("burst", 2048, True)]
+
+
+def test_a_parameter_of_a_strategy_that_is_not_swept_is_refused():
+    with pytest.raises(UsageError, match="not swept"):
+        sweep.plan(BASE, ["burst"], [8], ["auto"], {"usp.ulysses_degree": "2"})
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"schema": "ringprof.sweep/9"}', "{"])
+def test_what_is_no_sweep_is_refused(tmp_path, text):
+    (tmp_path / "sweep.json").write_text(text)
+    with pytest.raises(InputError):
+        sweep.read_sweep(tmp_path / "sweep.json")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["--strategies", "zigzagg", "--seq", "64"], "did you mean"),
+        (["--strategies", "zigzag", "--seq", "many"], "not a list of numbers"),
+        (["--strategies", "zigzag", "--seq", "64", "-p", "x"], "KEY=VALUE"),
+        (["--strategies", "zigzag"], "--seq"),
+    ],
+)
+def test_wrong_usage_is_one_line(capsys, tmp_path, monkeypatch, arguments, part):
+    monkeypatch.chdir(tmp_path)
+    assert cli.run(["bench", "--device", "cpu", *arguments]) == 2
+    err = capsys.readouterr().err
+    assert part in err and "Traceback" not in err
+
+
+def test_a_real_sweep_on_two_ranks_and_again(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    small = ["--heads", "2", "--head-dim", "16", "--iters", "2", "--world", "2", "--device", "cpu"]
+    arguments = ["bench", "--strategies", "zigzag", "--seq", "256,258", *small]
+    assert cli.run(arguments) == 0
+    out = capsys.readouterr().out
+    assert "FWD+BWD ms" in out and "UNFIT" in out and "divisible by 4" in out
+    runs = sorted(path.name for path in (tmp_path / "traces/bench").iterdir())
+    assert cli.run([*arguments, "--format", "csv"]) == 0
+    row, unfit = csv.DictReader(io.StringIO(capsys.readouterr().out))
+    assert sorted(path.name for path in (tmp_path / "traces/bench").iterdir()) == runs
+    assert float(row["forward_backward_ms"]) > 0 and float(row["forward_ms"]) > 0 and unfit["status"] == "unfit"
+    assert cli.run([*arguments, "--format", "json"]) == 0
+    assert json.loads(capsys.readouterr().out)["schema"] == "ringprof.bench/1"
+    assert cli.run([*arguments, "--format", "markdown"]) == 0
+    assert capsys.readouterr().out.startswith("| Dtype | B | Seq Len |")
