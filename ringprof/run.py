@@ -174,7 +174,8 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     timings: Timings | None = None
     profiled: Profiled | None = None
     peak_memory_bytes: list[int] | None = None
-    """Largest memory allocated on each rank's device during the timed iterations."""
+    """Most memory of each rank during the timed iterations: allocated on its GPU, or resident (libraries included) on
+    CPU."""
     work: list[Work] | None = None
     """One a rank."""
     traces: list[RankTrace]

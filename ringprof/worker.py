@@ -44,11 +44,13 @@ def main(arguments: list[str]) -> NoReturn:
         hops.append(rank.hops)
         rank.run()
     except BaseException as error:
-        sys.stderr.write(full_text(error))
-        sys.stderr.flush()
-        diary.error(kind_of(error), message_of(error))
-        # At once, without leaving the process group in good order: the peers may wait for ever.
-        os._exit(3)
+        try:
+            sys.stderr.write(full_text(error))
+            sys.stderr.flush()
+            diary.error(kind_of(error), message_of(error))
+        finally:
+            # At once, without leaving the process group in good order: the peers may wait for ever.
+            os._exit(3)
     sys.stdout.flush()
     sys.stderr.flush()
     # The run is complete. Native threads that torch leaves behind now and then abort an interpreter that shuts down.

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from .communicator import Communicator
 from .errors import Unfit
@@ -240,6 +241,7 @@ class _Attention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[None, None, Tensor, Tensor, Tensor]:
         q, k, v, out, lse = ctx.saved_tensors
         strategy, blocks = ctx.strategy, ctx.blocks

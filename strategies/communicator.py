@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -351,9 +352,21 @@ def _process_group(channel: str, ranks: tuple[int, ...], hops: bool) -> dist.Pro
             list(ranks),
             use_local_synchronization=True,
             pg_options=_options(hops),
+            timeout=_timeout(),
             group_desc=f"ringprof:{channel}",
         )
     return _groups[key]
+
+
+def _timeout() -> timedelta | None:
+    """The default group's own, so that a hanging hop ends when the user said, not earlier; None where it hides it."""
+    world = dist.group.WORLD
+    device = torch.device("cuda" if "nccl" in dist.get_backend() else "cpu")
+    try:
+        found = world._get_backend(device).options._timeout if world is not None else None
+    except (AttributeError, RuntimeError):
+        return None
+    return found if isinstance(found, timedelta) else None
 
 
 def _options(hops: bool) -> object | None:

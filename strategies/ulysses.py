@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from .annotate import ring_step
 from .base import Blocks, Context, GradWire, Rows, Shape, Strategy, wire_type
@@ -125,6 +126,7 @@ class _Exchange(torch.autograd.Function):
         return tuple(exchange.trade(list(tensors), to_heads=to_heads))
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         exchange = ctx.exchange
         exchange.meter.phase = "backward"

@@ -14,7 +14,7 @@ from ringprof.analysis import intervals
 from ringprof.analysis.breakdown import Breakdown, break_down
 from ringprof.analysis.classify import Classified, classify
 from ringprof.analysis.cpu import break_down_cpu, is_cpu_trace, marks_waiting
-from ringprof.analysis.hops import Hop, Hosts, Split
+from ringprof.analysis.hops import EMULATED, Hop, Hosts, Split
 from ringprof.analysis.matching import match
 from ringprof.analysis.rules import COMPUTE
 from ringprof.analysis.transfers import Transfer, transfers_of
@@ -217,9 +217,17 @@ def _hosts(traces: dict[int, Trace], run: Run | None, ranks_per_host: int | None
         size = max([*traces, *(rank for t in traces.values() for g in t.groups.values() for rank in g)]) + 1
         return {rank: f"host{rank // ranks_per_host}" for rank in range(size)}, "option"
     if run and run.topology.hosts:
-        return dict(enumerate(run.topology.hosts)), "run"
+        return _hosts_of_run(run), "run"
     hosts: Hosts = {rank: trace.host for rank, trace in traces.items()}
     return hosts, "trace" if any(hosts.values()) else "unknown"
+
+
+def _hosts_of_run(run: Run) -> Hosts:
+    """The hosts as the strategy saw them: where ranks of one real host were told apart, ``name/0``, ``name/1`` ..."""
+    names, per_host = run.topology.hosts, run.topology.ranks_per_host
+    if per_host < 1 or all(names.count(name) <= per_host for name in names):
+        return dict(enumerate(names))
+    return {rank: f"{name}{EMULATED}{rank // per_host}" for rank, name in enumerate(names)}
 
 
 def _split(
@@ -257,7 +265,8 @@ _UNMATCHED = {
 def _no_common_clock(
     transfers: dict[int, list[Transfer]], hosts: Hosts, source: str, ranks: list[Rank]
 ) -> Warning | None:
-    involved = {hosts.get(rank) for rank in transfers}
+    # Emulated hosts are one real host, with one clock.
+    involved = {(hosts.get(rank) or "").partition(EMULATED)[0] or None for rank in transfers}
     if source in {"run", "trace"} and len(involved) > 1:
         return Warning(
             "clocks_not_aligned", f"ranks on {len(involved)} hosts, whose clocks may differ: no wait and wire"

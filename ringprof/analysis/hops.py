@@ -16,6 +16,8 @@ from ringprof.analysis.transfers import Transfer
 SAME_HOST, OTHER_HOST, UNKNOWN_LINK = "same_host", "other_host", "unknown"
 
 Hosts = dict[int, str | None]
+EMULATED = "/"
+"""Between the name of a real host and the number of an emulated one on it."""
 """Host of each rank; None where nothing names it."""
 
 # A message this large cannot sit in NCCL's buffers: its sender cannot end before its receiver began.

@@ -84,7 +84,11 @@ class Iterations:
         return min(values), max(values)
 
     def of(self, row: TableRow) -> float:
-        """Iterations that a row's time covers: those launched, times how much more ran."""
+        """Iterations that a row's time covers: by its own calls where those of an iteration are known, else those
+        launched, times how much more ran."""
+        for count in self.flash:
+            if count.kind == kind_of_row(row.name):
+                return count.iterations
         ratios = {count.group: count.ratio for count in self.counts}
         ratio = ratios.get(group_of(row), ratios.get("all", ratios.get("kernel", 1.0)))
         return self.cpu * (ratio if self.leak else 1.0)

@@ -14,7 +14,8 @@ from ringprof.errors import InputError
 from ringprof.report import as_json
 from ringprof.report.terminal import Look
 
-NARROWEST = 60
+NARROWEST = 78
+"""Below this a table would lose digits."""
 
 
 @click.command(name="report")

@@ -42,11 +42,14 @@ def stage(output: Path, label: str, ranks: int) -> Staging:
     parent = output.parent
     now = datetime.now(timezone.utc)
     stem = f"{now:%Y%m%d-%H%M%S}-{re.sub(r'[^A-Za-z0-9._-]+', '-', label)}"
+    staging = None
     try:
         parent.mkdir(parents=True, exist_ok=True)
         staging = _fresh(parent, stem)
         _try_writing(staging.path)
     except OSError as error:
+        if staging is not None:
+            discard(staging.path)
         raise UsageError(f"{parent}: cannot write the run here: {error.strerror or error}") from None
     free = shutil.disk_usage(parent).free
     if free < NEEDED_BYTES_PER_RANK * ranks:

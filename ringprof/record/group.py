@@ -21,7 +21,8 @@ def process_group(place: Placement, device_type: str, timeout_s: float) -> Itera
     device = torch.device("cpu")
     if device_type == "cuda":
         # Before the group is made: NCCL must never see a rank on another rank's device.
-        device = torch.device("cuda", place.local_rank)
+        # A launcher that shows each rank its own GPU alone calls all of them 0.
+        device = torch.device("cuda", place.local_rank if torch.cuda.device_count() > 1 else 0)
         torch.cuda.set_device(device)
     dist.init_process_group(
         "nccl" if device_type == "cuda" else "gloo",

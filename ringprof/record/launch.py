@@ -62,14 +62,17 @@ def launch(task: Task, reporter: Reporter) -> None:
     write_task(task, scratch / "task.json")
     deadline = time.monotonic() + task.time_limit
     with _signals_restored(), _store() as port:
-        context = _start(task.request, scratch, port)
+        context = None
         readers = [DiaryReader(diary_path(scratch, rank)) for rank in range(task.request.world)]
         try:
-            _until_done(context.pids(), readers, reporter, deadline, scratch)
+            context = _start(task.request, scratch, port)
+            _until_done(context.pids(), readers, reporter, deadline)
         except BaseException as error:
             _ignore_signals()
-            _end(context, type(error))
-            raise _explained(error, context.pids(), readers, scratch, task.time_limit) from None
+            if context is not None:
+                # Asked first, so that the ranks can say where they were, then killed.
+                context.close(signal.SIGTERM, END_S)
+            raise _explained(error, readers, scratch, task.time_limit) from None
         context.close()
     shutil.rmtree(scratch, ignore_errors=True)
 
@@ -158,9 +161,7 @@ def _ignore_signals() -> None:
             signal.signal(number, signal.SIG_IGN)
 
 
-def _until_done(
-    pids: dict[int, int], readers: list[DiaryReader], reporter: Reporter, deadline: float, scratch: Path
-) -> None:
+def _until_done(pids: dict[int, int], readers: list[DiaryReader], reporter: Reporter, deadline: float) -> None:
     while True:
         readers[0].relay(reporter)
         statuses = _statuses(pids)
@@ -188,14 +189,7 @@ def _statuses(pids: dict[int, int]) -> dict[int, int]:
     return statuses
 
 
-def _end(context: Any, why: type[BaseException]) -> None:
-    """End all ranks: asked first, so that they can say where they were, then killed."""
-    context.close(signal.SIGTERM, END_S)
-
-
-def _explained(
-    error: BaseException, pids: dict[int, int], readers: list[DiaryReader], scratch: Path, limit_s: float
-) -> BaseException:
+def _explained(error: BaseException, readers: list[DiaryReader], scratch: Path, limit_s: float) -> BaseException:
     """The error to end with, in the user's words."""
     from torch.distributed.elastic.multiprocessing import SignalException
 

@@ -29,7 +29,7 @@ def joined(environment: Mapping[str, str] | None = None) -> Placement | None:
     env = os.environ if environment is None else environment
     if "RANK" in env and "WORLD_SIZE" in env:
         world = _number(env, "WORLD_SIZE")
-        per_host = _number(env, "LOCAL_WORLD_SIZE", world)
+        per_host = max(1, _number(env, "LOCAL_WORLD_SIZE", world))
         rank = _number(env, "RANK")
         return _checked(Placement(rank, world, _number(env, "LOCAL_RANK", rank % per_host), per_host))
     if "SLURM_PROCID" in env and "SLURM_STEP_ID" in env:
@@ -74,7 +74,7 @@ def _tasks_per_host(env: Mapping[str, str], world: int) -> int:
 
 
 def _checked(place: Placement) -> Placement:
-    if not 0 <= place.rank < place.world_size or place.local_world_size < 1:
+    if not 0 <= place.rank < place.world_size or not 0 <= place.local_rank < place.local_world_size:
         raise UsageError(f"the launcher's variables make no sense: rank {place.rank} of {place.world_size}")
     return place
 

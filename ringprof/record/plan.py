@@ -71,9 +71,13 @@ class Plan:
     """Weighted count of all iterations: warm-up, timed, profiled."""
     start_s: float
 
+    imbalance: float
+    """Work of the busiest rank over the mean."""
+
     @property
     def seconds_per_iteration(self) -> float:
-        return self.flops_per_device / self.rate
+        """Of the busiest rank, if everything else is hidden."""
+        return self.flops_per_device * self.imbalance / self.rate
 
     @property
     def total_seconds(self) -> float:
@@ -99,30 +103,41 @@ def make_plan(request: Request) -> Plan:
         flops_per_device=request.workload.model_flops() // request.world,
         rate=rate,
         rate_source=source,
-        memory_bytes=memory_per_device(request.workload, request.world),
+        memory_bytes=memory_per_device(request.workload, request.world, request.strategy),
         memory_limit=limit,
         iterations=round(request.warmup + request.iters + profiled),
         start_s=GPU_START_S if on_gpu else CPU_START_S,
+        imbalance=_imbalance(request.workload, request.world, request.strategy),
     )
 
 
-def memory_per_device(workload: Workload, world: int) -> int:
-    """Bytes that one rank holds at its peak: the larger of what the bundled kinds of ring hold.
+def _imbalance(workload: Workload, world: int, strategy: str) -> float:
+    """With contiguous pieces and a causal mask, the last rank sees everything: 2N - 1 of N² parts of the square."""
+    return 2 - 1 / world if workload.causal and strategy in ("ring", "allgather") else 1.0
 
-    Backward: q, k, v, out and dout; the gradients of one block; float32 accumulators of what stays at home; and twice
-    (held and on its way) what travels: K and V with float32 dK and dV, or Q and dO with dQ and a stand-in for O.
+
+def memory_per_device(workload: Workload, world: int, strategy: str = "zigzag") -> int:
+    """Bytes that one rank holds at its peak.
+
+    Backward, for every strategy: q, k, v, out and dout, and the gradients of one block. A ring adds dQ in float32 and
+    three sets of what travels (K, V, and dK, dV in float32): held, arriving, and sent but not yet given back. Within a
+    fifth of what 4 H200 held at 262144 tokens; a strategy that is not bundled counts as a ring.
     """
     tokens = workload.batch * -(-workload.seq // world) * workload.head_dim
     item = 4 if workload.dtype == "fp32" else 2
-    q_bytes, kv_bytes = tokens * workload.heads * item, tokens * workload.kv_heads * item
-    q_wide, kv_wide = tokens * workload.heads * 4, tokens * workload.kv_heads * 4
+    q, kv = tokens * workload.heads * item, 2 * tokens * workload.kv_heads * item
+    q_wide, kv_wide = 4 * q // item, 4 * kv // item
+    sets = world + 1 if strategy == "allgather" else 3
     if not workload.backward:
-        return q_bytes + 2 * kv_bytes + 2 * 2 * kv_bytes + q_wide + q_bytes
-    held = 3 * q_bytes + 2 * kv_bytes
-    block = q_bytes + 2 * kv_bytes
-    ring = q_wide + 2 * (2 * kv_bytes + 2 * kv_wide)
-    burst = 2 * kv_wide + 2 * 3 * q_bytes + q_bytes
-    return held + block + max(ring, burst)
+        return q + kv + q_wide + 2 * q + sets * kv + (2 * q + kv if strategy == "ulysses" else 0)
+    common = 3 * q + kv + q + kv
+    if strategy == "ulysses":
+        # The same again with whole sequences and a share of the heads.
+        return 2 * common
+    if strategy == "burst":
+        return common + kv_wide + sets * 3 * q + q + q_wide
+    regrouped = q + kv if strategy in ("usp", "double-ring") else 0
+    return common + q_wide + sets * (kv + kv_wide) + regrouped
 
 
 def describe(request: Request, plan: Plan) -> list[str]:
@@ -177,9 +192,13 @@ def largest_seq(request: Request, plan: Plan) -> int:
 def _affordable(request: Request, plan: Plan, seq: int) -> bool:
     assert request.world is not None
     workload = msgspec.structs.replace(request.workload, seq=seq)
-    if plan.memory_limit is not None and memory_per_device(workload, request.world) > plan.memory_limit:
+    if (
+        plan.memory_limit is not None
+        and memory_per_device(workload, request.world, request.strategy) > plan.memory_limit
+    ):
         return False
-    seconds = plan.start_s + plan.iterations * workload.model_flops() / request.world / plan.rate
+    flops = workload.model_flops() / request.world * plan.imbalance
+    seconds = plan.start_s + plan.iterations * flops / plan.rate
     return request.device != "cpu" or seconds <= CPU_LIMIT_S
 
 

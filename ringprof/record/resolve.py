@@ -116,7 +116,10 @@ def kernel_class(request: Request) -> Any:
 
     workload = request.workload
     try:
-        return choose_kernel(request.kernel, torch.device(request.device, 0), torch_dtype(workload), workload.head_dim)
+        return choose_kernel(
+            request.kernel, torch.device(request.device, 0), torch_dtype(workload), workload.head_dim,
+            deterministic=bool(request.params.get("deterministic")),
+        )  # fmt: skip
     except UnknownName as error:
         raise UsageError(str(error.args[0])) from None
     except Unfit as error:
@@ -141,7 +144,8 @@ def _world(asked: int | None, device: str, place: Placement | None) -> int:
     if place is not None:
         if asked not in (None, place.world_size):
             raise UsageError(f"--world {asked}: the launcher started {place.world_size} ranks; leave --world out")
-        if gpus is not None and place.local_rank >= gpus:
+        # A launcher may show each rank its own GPU alone (srun --gpus-per-task=1).
+        if gpus is not None and gpus > 1 and place.local_rank >= gpus:
             # Only this rank knows.
             raise RecordError(f"rank {place.rank} is local rank {place.local_rank}, and its host has {gpus} GPUs")
         return place.world_size

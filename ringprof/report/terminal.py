@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ringprof.analysis.attribution import Attribution
-from ringprof.analysis.hops import OTHER_HOST, SAME_HOST
+from ringprof.analysis.hops import EMULATED, OTHER_HOST, SAME_HOST
 from ringprof.analysis.summary import Communication, KindRow, Rates, Summary
 from ringprof.report.text import (
     ascii_bar,
@@ -134,22 +134,26 @@ def _header(attribution: Attribution, summary: Summary) -> str:
 def _hosts(summary: Summary) -> str:
     if not summary.hosts:
         return "hosts unknown"
-    return clean(f"host {summary.hosts[0]}") if len(summary.hosts) == 1 else f"{len(summary.hosts)} hosts"
+    if len(summary.hosts) == 1:
+        return clean(f"host {summary.hosts[0]}")
+    emulated = "emulated " if all(EMULATED in host for host in summary.hosts) else ""
+    return f"{len(summary.hosts)} {emulated}hosts"
 
 
 def _run_lines(run: Run, rates: Rates) -> list[str]:
     lines = [_what_ran(run)]
     if run.verification:
         outcome = "result verified" if run.verification.passed else "RESULT WRONG"
-        worst = max(run.verification.errors.values(), key=lambda error: error.rms / (error.allowed_rms or 1.0))
+        errors = run.verification.errors.items()
+        name, worst = max(errors, key=lambda item: item[1].rms / (item[1].allowed_rms or 1.0))
         lines.append(
-            f"{outcome} against float64 at {run.verification.seq} tokens: relative error {worst.rms:.1e} "
-            f"(allowed {worst.allowed_rms:.1e}; the kernel alone {worst.kernel_rms:.1e})"
+            f"{outcome} against float64 at {run.verification.seq} tokens; nearest its bound: relative error of {name} "
+            f"{worst.rms:.1e} (allowed {worst.allowed_rms:.1e}; the kernel alone {worst.kernel_rms:.1e})"
         )
     speed = []
     if rates.tflops is not None and rates.tflops_quantiles:
         low, high = rates.tflops_quantiles["p10"], rates.tflops_quantiles["p90"]
-        several = f"median of {rates.iterations_timed}, {rate(low)} to {rate(high)}"
+        several = f"median of {rates.iterations_timed}, p10 to p90: {rate(low)} to {rate(high)}"
         spread = several if rates.iterations_timed > 1 else "one iteration"
         speed.append(f"{rate(rates.tflops)} per device achieved ({spread})")
     if rates.block_tflops is not None:

@@ -73,7 +73,8 @@ def test_published_warmup(published: TableReport) -> None:
 def test_published_overlap_is_an_interval_for_one_iteration(published: TableReport) -> None:
     overlap = published.overlap
     assert overlap.wall_source == "iteration_time"
-    assert overlap.least == pytest.approx(0.769, abs=0.001)
+    # Flash rows by their own calls (12 forward and 12.5 backward iterations), the rest by their launches.
+    assert overlap.least == pytest.approx(0.761, abs=0.001)
     assert overlap.most == 1.0
 
 

@@ -92,7 +92,7 @@ def test_many_ranks_are_summed_up():
 def test_a_run_shows_its_workload_check_and_speed():
     text = shown_traces(*ring_with_compute(), run=recorded_run(), width=200)
     assert "burst (double_ring=False) · 1024 tokens, 8 heads of 64 · causal · bf16 · kernel cudnn" in text
-    assert "result verified against float64 at 256 tokens: relative error 2.0e-03" in text
+    assert "nearest its bound: relative error of out 2.0e-03" in text
     assert "GFLOP/s per device achieved (median of 3," in text
     assert "its attention kernels run at" in text
     assert "3.00 ms an iteration without the profiler, 10.0 % slower with it; peak memory 1.0 GiB a device" in text

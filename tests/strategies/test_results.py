@@ -202,3 +202,34 @@ def test_one_rank_needs_no_process_group():
     for name in ("ring", "zigzag", "burst", "megatron"):
         for value, truth in zip(over_the_ranks(Case(name), problem), dense(problem), strict=True):
             assert relative_error(value, truth) < 1e-13
+
+
+def second_order(rank: int) -> list[str]:
+    """What asking for a gradient of a gradient says."""
+    said = []
+    for name in ("ring", "ulysses"):
+        strategy = create(name, kernel="reference")
+        q, k, v, dout = (strategy.shard(tensor).detach().requires_grad_() for tensor in inputs(Problem(seq=16)))
+        out = strategy.attention(q, k, v)
+        (gradient,) = torch.autograd.grad((out * dout).sum(), q, create_graph=True)
+        try:
+            gradient.sum().backward()
+            said.append("")
+        except RuntimeError as refusal:
+            said.append(str(refusal))
+    return said
+
+
+def test_a_second_order_gradient_is_refused_rather_than_wrong():
+    for said in run_ranks(2, second_order):
+        assert all("once_differentiable" in refusal for refusal in said), said
+
+
+def group_timeout(rank: int) -> float:
+    group = create("ring").kv_ring.group
+    return float(group._get_backend(torch.device("cpu")).options._timeout.total_seconds())
+
+
+def test_the_groups_of_a_ring_take_the_default_groups_timeout():
+    # run_ranks gives its group 60 s; gloo's own default is 30 minutes.
+    assert run_ranks(2, group_timeout) == [60.0, 60.0]

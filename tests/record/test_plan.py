@@ -1,0 +1,117 @@
+"""The plan: estimates that hold against real runs, and refusals that name what fits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+
+pytest.importorskip("torch", reason="recording needs torch")
+
+from ringprof.errors import MissingExtraError, UnfitWorkloadError, UsageError
+from ringprof.record.plan import Plan, describe, largest_seq, memory_per_device, refuse_too_large
+from ringprof.record.request import Request
+from ringprof.record.resolve import need_torch, resolve
+from ringprof.run import Workload, read_run
+
+TRACES = Path(__file__).parents[2] / "traces"
+GIB = 2**30
+
+
+def request(**changes: object) -> Request:
+    base = Request(
+        workload=Workload(seq=1024, heads=4, kv_heads=4, head_dim=32), strategy="zigzag", device="cpu", world=4,
+        warmup=1, iters=3,
+    )  # fmt: skip
+    return msgspec.structs.replace(base, **changes)
+
+
+def plan(**changes: object) -> Plan:
+    base = Plan(
+        device="NVIDIA H200", kernel="cudnn", flops_per_device=10**15, rate=5e14, rate_source="assumed",
+        memory_bytes=10 * GIB, memory_limit=100 * GIB, iterations=16, start_s=30.0, imbalance=1.0,
+    )  # fmt: skip
+    return replace(base, **changes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("path", sorted(TRACES.glob("h200*/run.json")), ids=lambda path: path.parent.name)
+def test_memory_is_within_a_fifth_of_what_real_runs_held(path: Path) -> None:
+    run = read_run(path)
+    assert run.workload and run.strategy and run.peak_memory_bytes
+    estimate = memory_per_device(run.workload, run.topology.world_size, run.strategy.name)
+    assert 0.95 < estimate / max(run.peak_memory_bytes) < 1.2
+
+
+def test_memory_of_a_forward_pass_by_hand() -> None:
+    """4 tokens x 1 head x 2 numbers: q 16 bytes, K and V 32, a float32 accumulator 32; K and V in three sets."""
+    workload = Workload(seq=8, heads=1, kv_heads=1, head_dim=2, backward=False)
+    assert memory_per_device(workload, 2) == 16 + 32 + 32 + 2 * 16 + 3 * 32
+
+
+def test_time_counts_every_iteration_and_the_busiest_rank() -> None:
+    assert plan().seconds_per_iteration == 2.0
+    assert plan().total_seconds == 30 + 16 * 2
+    assert plan(imbalance=1.75).seconds_per_iteration == 3.5
+
+
+def test_too_much_memory_is_refused_with_the_sequence_that_fits() -> None:
+    asked = request(device="cuda", workload=Workload(seq=2**20, heads=40, kv_heads=40, head_dim=128), world=8)
+    needed = memory_per_device(asked.workload, 8)
+    tight = plan(memory_bytes=needed, memory_limit=needed - 1)
+    fits = largest_seq(asked, tight)
+    assert fits == 2**20 - 16, "the next shorter one that zigzag can cut into 16 chunks"
+    with pytest.raises(UnfitWorkloadError, match=f"largest sequence that fits is {fits} .*--force"):
+        refuse_too_large(asked, tight)
+    refuse_too_large(msgspec.structs.replace(asked, force=True), tight)
+    refuse_too_large(asked, replace(tight, memory_limit=None))
+
+
+def test_ten_minutes_on_cpu_are_refused_and_on_gpu_not() -> None:
+    asked = request()
+    slow = plan(rate=asked.workload.model_flops() / 4 / 60, flops_per_device=asked.workload.model_flops() // 4)
+    with pytest.raises(UnfitWorkloadError, match="over 10 minutes; the largest sequence that fits is"):
+        refuse_too_large(asked, slow)
+    fits = largest_seq(asked, slow)
+    shorter = msgspec.structs.replace(asked.workload, seq=fits)
+    assert fits % 8 == 0 and 30 + 16 * shorter.model_flops() / 4 / slow.rate <= 600
+    refuse_too_large(msgspec.structs.replace(asked, device="cuda"), slow)
+
+
+def test_the_plan_in_words() -> None:
+    first, second = describe(request(device="cuda"), plan())
+    assert first.startswith("zigzag on 4 x NVIDIA H200: sequence 1024") and "forward and backward" in first
+    assert "1 PFLOPs an iteration, about 2 s each (500 TFLOP/s cudnn, assumed)" in second
+    assert "about 10.0 GiB of memory" in second
+    assert describe(request(world=1), plan())[-1] == "one device: nothing is communicated"
+
+
+def test_open_choices_follow_the_machine() -> None:
+    done = resolve(request(world=None, warmup=None, iters=None, params={"grad_wire": "input"}), None)
+    assert (done.device, done.world, done.warmup, done.iters) == ("cpu", 4, 1, 3)
+    assert done.params == {"grad_wire": "input"}
+    assert resolve(done, None) == done
+
+
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [
+        ({"iters": 0}, "--iters must be at least 1"),
+        ({"profile_iters": 0}, "--profile-iters"),
+        ({"world": 0}, "--world"),
+        ({"warmup": -1}, "--warmup"),
+        ({"time_limit": 0.0}, "--time-limit"),
+        ({"workload": Workload(seq=-8, heads=4, kv_heads=4, head_dim=32)}, "--seq"),
+        ({"workload": Workload(seq=8, heads=4, kv_heads=4, head_dim=32, dtype="fp8")}, "--dtype"),
+    ],
+)
+def test_counts_that_cannot_be_meant_are_refused(changes: dict[str, object], part: str) -> None:
+    with pytest.raises(UsageError, match=part):
+        resolve(request(**changes), None)
+
+
+def test_without_torch_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ringprof.record.resolve.find_spec", lambda _: None)
+    with pytest.raises(MissingExtraError, match=r"pip install 'ringprof\[record\]'"):
+        need_torch()

@@ -1,0 +1,106 @@
+"""A rank's diary, and how the cause of a failure is told from its effects."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from ringprof.errors import RecordError, UnfitWorkloadError, VerificationError
+from ringprof.record.launch import _cause, _laggard
+from ringprof.record.progress import Diary, DiaryReader
+
+
+class Heard:
+    """A reporter that remembers."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def say(self, text: str) -> None:
+        self.lines.append(text)
+
+    def start(self, phase: str, total: int) -> None:
+        self.lines.append(f"{phase} of {total}")
+
+    def advance(self) -> None:
+        self.lines.append("+")
+
+
+def test_a_diary_is_relayed_as_it_grows(tmp_path: Path) -> None:
+    diary, reader, heard = Diary(tmp_path / "d"), DiaryReader(tmp_path / "d"), Heard()
+    reader.relay(heard)
+    diary.start("warm-up", 2)
+    diary.advance()
+    reader.relay(heard)
+    diary.say("hello")
+    with (tmp_path / "d").open("a") as file:
+        file.write('{"advance": ')
+    reader.relay(heard)
+    assert heard.lines == ["warm-up of 2", "+", "hello"], "half a line waits"
+    assert diary.where() == "warm-up, step 2"
+
+
+def diaries(tmp_path: Path, count: int) -> tuple[list[Diary], list[DiaryReader]]:
+    paths = [tmp_path / f"rank{rank}.jsonl" for rank in range(count)]
+    return [Diary(path) for path in paths], [DiaryReader(path) for path in paths]
+
+
+def cause(statuses: dict[int, int], readers: list[DiaryReader], folder: Path) -> Exception:
+    for reader in readers:
+        reader.read()
+    return _cause(statuses, readers, folder)
+
+
+LOST_PEER = "RuntimeError: [pair.cc:553] Connection closed by peer [127.0.0.1]:53655"
+
+
+def test_a_killed_rank_is_the_cause_and_lost_connections_are_effects(tmp_path: Path) -> None:
+    written, readers = diaries(tmp_path, 3)
+    written[0].error("RuntimeError", LOST_PEER)
+    error = cause({0: 3, 2: -signal.SIGKILL}, readers, tmp_path)
+    assert isinstance(error, RecordError) and str(error).startswith("rank 2 was killed by SIGKILL")
+
+
+def test_an_error_of_its_own_beats_an_earlier_lost_connection(tmp_path: Path) -> None:
+    written, readers = diaries(tmp_path, 3)
+    written[0].error("RuntimeError", LOST_PEER)
+    written[1].error("OutOfMemory", "out of memory")
+    error = cause({0: 3, 1: 3}, readers, tmp_path)
+    assert "rank 1 failed: out of memory: use a shorter sequence" in str(error) and "rank1.log" in str(error)
+
+
+def test_ringprofs_own_errors_keep_their_class_and_exit_code(tmp_path: Path) -> None:
+    written, readers = diaries(tmp_path, 2)
+    written[0].error("VerificationError", "wrong result on rank 1")
+    assert isinstance(cause({0: 3, 1: 3}, readers, tmp_path), VerificationError)
+    written[0].error("UnfitWorkloadError", "does not fit")
+    error = cause({0: 3}, readers, tmp_path)
+    assert isinstance(error, UnfitWorkloadError) and error.exit_code == 2
+
+
+def test_a_rank_that_says_nothing_is_named_with_its_log(tmp_path: Path) -> None:
+    _, readers = diaries(tmp_path, 2)
+    assert "rank 1 ended with exit code 1 and said nothing" in str(cause({0: 0, 1: 1}, readers, tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("hops", "expected"),
+    [
+        ((7, 6, 7), "rank 1 hung in iterations, step 1, after 6 hops"),
+        ((7, None, 7), "rank 1 hung in iterations"),
+        ((7, 7, "silent"), "rank 2 hung and did not answer"),
+    ],
+)
+def test_the_rank_that_the_others_wait_for_is_named(
+    tmp_path: Path, hops: tuple[int | str | None, ...], expected: str
+) -> None:
+    written, readers = diaries(tmp_path, 3)
+    for diary, count in zip(written, hops, strict=True):
+        diary.start("iterations", 3)
+        if not isinstance(count, str):
+            diary.last_words(count)
+    for reader in readers:
+        reader.read()
+    assert _laggard(readers).startswith(expected)

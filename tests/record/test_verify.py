@@ -1,0 +1,72 @@
+"""The bound that a result must keep, and the sequence it is checked at; real checks are in test_faults."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+pytest.importorskip("torch", reason="recording needs torch")
+
+import torch
+
+from ringprof.errors import UnfitWorkloadError, VerificationError
+from ringprof.record.verify import _refuse_wrong, allowed_rms, verification_seq
+from ringprof.run import TensorError, Workload
+from ringprof.strategies import find
+
+ZIGZAG = find("zigzag").load()
+
+
+def test_three_times_the_kernels_own_error() -> None:
+    assert allowed_rms(0.002, torch.bfloat16, hops=0) == pytest.approx(0.006)
+
+
+def test_room_for_roundings_on_the_way_grows_as_the_root_of_the_hops() -> None:
+    unit = 2.0**-8
+    assert allowed_rms(0.0, torch.bfloat16, hops=12) == pytest.approx(3 * 2 * unit)
+    ratio = allowed_rms(0.0, torch.bfloat16, hops=36) / allowed_rms(0.0, torch.bfloat16, hops=9)
+    assert ratio == pytest.approx(2.0)
+
+
+def test_a_kernel_that_is_wrong_itself_excuses_little() -> None:
+    assert allowed_rms(0.9, torch.bfloat16, hops=0) == pytest.approx(3 * 16 * 2.0**-8)
+    assert allowed_rms(math.nan, torch.bfloat16, hops=0) == 0.0
+
+
+def test_float32_noise_passes_and_no_more() -> None:
+    assert allowed_rms(1e-9, torch.float32, hops=0) == pytest.approx(64 * 2.0**-24)
+
+
+def error(rms: float, rank: int = 0) -> TensorError:
+    return TensorError(max_abs=rms, rms=rms, kernel_rms=0.002, allowed_rms=0.006, rank=rank)
+
+
+@pytest.mark.parametrize("wrong", [0.0061, math.nan, math.inf])
+def test_what_is_over_the_bound_or_no_number_is_refused(wrong: float) -> None:
+    with pytest.raises(VerificationError, match=r"wrong result on rank 3: dk is off by .* 0\.006 allowed"):
+        _refuse_wrong({"out": error(0.005), "dk": error(wrong, rank=3)}, seq=256)
+
+
+def test_what_keeps_the_bound_passes() -> None:
+    _refuse_wrong({"out": error(0.006), "dv": error(0.0)}, seq=256)
+
+
+@pytest.mark.parametrize(
+    ("seq", "world", "device", "expected"),
+    [
+        (2**20, 4, "cpu", 256),
+        (2**20, 8, "cuda", 2048),
+        (2**20, 64, "cuda", 8192),
+        (64, 4, "cpu", 64),
+        (2**20, 3, "cpu", 192),
+    ],
+)
+def test_the_check_is_short_and_fits_the_layout(seq: int, world: int, device: str, expected: int) -> None:
+    workload = Workload(seq=seq, heads=4, kv_heads=4, head_dim=32)
+    assert verification_seq(ZIGZAG, workload, world, device, {}) == expected
+
+
+def test_a_workload_that_never_fits_has_no_check() -> None:
+    with pytest.raises(UnfitWorkloadError):
+        verification_seq(ZIGZAG, Workload(seq=512, heads=6, kv_heads=4, head_dim=32), 4, "cpu", {})
