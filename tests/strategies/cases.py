@@ -48,23 +48,33 @@ CASES = [
     Case("zigzag"),
     Case("stripe"),
     Case("ulysses", {}, (1, 2, 4)),
+    Case("ulysses", {"grad_wire": "fp32"}, (1, 2, 4)),
+    Case("usp"),
+    Case("usp", {"ring_degree": 1}, (1, 2, 4)),
+    Case("usp", {"ring_degree": 2, "placement": "ring-first", "grad_wire": "input"}, (2, 4, 8)),
     *(
         _usp(2, placement=placement, layout=layout)
         for placement in ("head-first", "ring-first")
         for layout in ("zigzag", "contiguous", "stripe")
     ),
+    *(_usp(4, placement=placement, layout="stripe") for placement in ("head-first", "ring-first")),
     Case("double-ring"),
     Case("double-ring", {"ring_window": 2}, (2, 4, 8)),
     Case("double-ring", {"ring_window": 1}, (2, 4)),
     Case("double-ring", {"ring_window": 2, "grad_wire": "fp32"}, (4, 8)),
+    Case("double-ring", {"ring_window": 2, "grad_wire": "input"}, (4, 8)),
+    Case("double-ring", {"ulysses_degree": 2, "ring_window": 1}, (2, 4, 8)),
+    Case("double-ring", {"ulysses_degree": 2, "ring_window": 2, "placement": "context-first"}, (4, 8)),
     Case("burst"),
     Case("burst", {"ring_window": 2}, (2, 4, 8)),
     Case("burst", {"ring_window": 1}, (2, 4)),
     Case("burst", {"optimized_backward": False}),
     Case("burst", {"optimized_backward": False, "ring_window": 2, "grad_wire": "fp32"}, (4,)),
     Case("megatron"),
+    Case("megatron", {"grad_wire": "fp32"}),
     Case("allgather"),
     Case("allgather", {"layout": "zigzag"}),
+    Case("allgather", {"layout": "zigzag", "grad_wire": "fp32"}),
 ]
 
 

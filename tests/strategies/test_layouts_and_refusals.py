@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringprof.strategies import Unfit, UnknownName, create, find, names, parameters
+from ringprof.strategies.base import Shape
 from ringprof.strategies.communicator import Hosts, Ring
-from ringprof.strategies.layouts import LAYOUTS, Block, split_home_block
+from ringprof.strategies.layouts import LAYOUTS, Block, Grid, Grouped, split_home_block
 from ringprof.strategies.registry import parse_parameter
 from tests.strategies.cases import CASES
 from tests.strategies.ranks import run_ranks
 
+# Neighbours on a busy machine are no fault of the code.
+no_deadline = settings(deadline=None)
 layout_names = st.sampled_from(["contiguous", "zigzag", "stripe"])
 
 
+@no_deadline
 @given(layout_names, st.integers(1, 9), st.integers(1, 6))
 def test_a_layout_deals_out_every_token_once(name, size, times):
     layout = LAYOUTS[name]
@@ -30,6 +37,7 @@ def covered(mask: torch.Tensor, block: Block) -> None:
     part += torch.ones_like(part).tril() if block.causal else torch.ones_like(part)
 
 
+@no_deadline
 @given(layout_names, st.integers(1, 5), st.integers(1, 5), st.booleans())
 def test_the_blocks_of_all_pairs_are_the_mask_exactly_once(name, size, times, causal):
     layout = LAYOUTS[name]
@@ -47,6 +55,7 @@ def test_the_blocks_of_all_pairs_are_the_mask_exactly_once(name, size, times, ca
             assert torch.equal(seen, expected)
 
 
+@no_deadline
 @given(st.integers(1, 40), st.booleans())
 def test_the_parts_of_the_home_block_are_the_whole(local, causal):
     early, rest = split_home_block(local, causal=causal)
@@ -55,6 +64,47 @@ def test_the_parts_of_the_home_block_are_the_whole(local, causal):
         covered(seen, block)
     ones = torch.ones(local, local, dtype=torch.int)
     assert torch.equal(seen, ones.tril() if causal else ones)
+
+
+grids = st.builds(
+    lambda ulysses, ring, head_first: Grid(ulysses, ring, head_first),
+    st.integers(1, 4),
+    st.integers(1, 4),
+    st.booleans(),
+)
+
+
+@no_deadline
+@given(grids)
+def test_a_grid_names_every_rank_once_and_gives_neighbours_to_what_comes_first(grid):
+    size = grid.ulysses_degree * grid.ring_degree
+    for rank in range(size):
+        assert grid.rank(*grid.place(rank)) == rank
+        assert set(grid.ulysses_group(rank)) & set(grid.ring(rank)) == {rank}
+        near = grid.ulysses_group(rank) if grid.head_first else grid.ring(rank)
+        assert near == list(range(near[0], near[0] + len(near)))
+
+
+@no_deadline
+@given(grids, layout_names, st.integers(1, 4))
+def test_a_ulysses_group_holds_what_its_place_on_the_ring_holds(grid, name, times):
+    layout = Grouped(LAYOUTS[name], grid)
+    size = grid.ulysses_degree * grid.ring_degree
+    seq = layout.divisor(size) * times
+    assert sorted(layout.order(seq, size).tolist()) == list(range(seq))
+    for rank in range(size):
+        # What the all-to-all puts together, in the order of the group's ranks.
+        together = torch.cat([layout.positions(seq, size, member) for member in grid.ulysses_group(rank)])
+        assert torch.equal(together, LAYOUTS[name].positions(seq, grid.ring_degree, grid.place(rank)[1]))
+
+
+def test_a_grid_by_hand():
+    # 2 x 4 ranks, 16 tokens, contiguous: a ring place holds 4 tokens, its two ranks 2 each.
+    head_first = Grouped(LAYOUTS["contiguous"], Grid.of(8, 2, None, head_first=True))
+    assert head_first.positions(16, 8, 3).tolist() == [6, 7]
+    # Rank 3 is the last place of the first ring; its partner is rank 7.
+    ring_first = Grouped(LAYOUTS["contiguous"], Grid.of(8, None, 4, head_first=False))
+    assert (ring_first.positions(16, 8, 3).tolist(), ring_first.positions(16, 8, 7).tolist()) == ([12, 13], [14, 15])
 
 
 def round_trips(rank: int, world: int) -> list[str]:
@@ -139,6 +189,61 @@ def test_what_does_not_fit_is_refused_on_every_rank_alike():
             assert part in said[label], label
 
 
+# Asked before there is a process group: strategy, parameters, what the shape has of its own, ranks, what is said.
+UNFIT = [
+    ("zigzag", {}, {"seq": 24}, 8, "a sequence divisible by 16: not 24 (try 16)"),
+    ("stripe", {}, {"seq": 12}, 8, "the stripe layout on 8 ranks needs a sequence divisible by 8"),
+    ("ulysses", {}, {"heads": 4}, 8, "a Ulysses degree of 8 does not divide 4 heads"),
+    ("ulysses", {}, {"heads": 8, "kv_heads": 3}, 8, "8 heads are not a multiple of 3 kv heads"),
+    ("usp", {"ulysses_degree": 3}, {}, 8, "ulysses_degree 3 does not divide the world size 8"),
+    ("usp", {"ring_degree": 0}, {}, 8, "ring_degree 0 does not divide the world size 8"),
+    ("usp", {"ulysses_degree": 2, "ring_degree": 2}, {}, 8, "ulysses_degree 2 x ring_degree 2 is not the world size 8"),
+    ("usp", {"ulysses_degree": 8}, {"heads": 4, "kv_heads": 4}, 8, "a Ulysses degree of 8 does not divide 4 heads"),
+    ("usp", {"ulysses_degree": 2}, {"seq": 12}, 8, "needs a sequence divisible by 8"),
+    ("double-ring", {"ring_window": 3}, {}, 8, "ring_window 3 does not divide the ring of 8"),
+    ("double-ring", {"ulysses_degree": 2, "ring_window": 8}, {}, 8, "ring_window 8 does not divide the ring of 4"),
+    ("double-ring", {"ulysses_degree": 5}, {}, 8, "ulysses_degree 5 does not divide the world size 8"),
+    (
+        "double-ring",
+        {"ulysses_degree": 8},
+        {"heads": 4, "kv_heads": 4},
+        8,
+        "a Ulysses degree of 8 does not divide 4 heads",
+    ),
+    ("burst", {"ring_window": 3}, {}, 8, "ring_window 3 does not divide the world size 8"),
+    ("burst", {"ring_window": 4, "double_ring": False}, {}, 8, "has no meaning with double_ring=false"),
+    ("megatron", {}, {"seq": 24}, 8, "divisible by 16"),
+    (
+        "allgather",
+        {"layout": "zigzag"},
+        {"seq": 24},
+        8,
+        "the zigzag layout on 8 ranks needs a sequence divisible by 16",
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "params", "given_shape", "size", "said"), UNFIT)
+def test_unfit_says_why(name, params, given_shape, size, said):
+    shape = Shape(**{"batch": 1, "seq": 64, "heads": 8, "kv_heads": 8, "head_dim": 8, **given_shape})
+    assert said in (find(name).load().unfit(shape, size, **params) or "")
+
+
+@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+def test_what_fits_is_not_refused(name, size):
+    assert find(name).load().unfit(Shape(1, 64, 8, 2, 8), size) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "params"),
+    [("usp", {"placement": "context-first"}), ("allgather", {"layout": "stripe"}), ("ring", {"grad_wire": "mixed"})],
+)
+def test_a_choice_that_there_is_not_is_refused(name, params):
+    with pytest.raises(Unfit, match=f"{next(iter(params))}: .* is not "):
+        create(name, **params)
+
+
 def test_an_unknown_strategy_names_the_nearest_and_all():
     with pytest.raises(UnknownName, match=r"did you mean 'zigzag'\?.*ring, zigzag"):
         find("zigzg")
@@ -148,8 +253,12 @@ def test_an_unknown_strategy_names_the_nearest_and_all():
 
 @pytest.mark.parametrize("name", names())
 def test_every_parameter_is_described_and_listed(name):
+    guide = (Path(__file__).parents[2] / "docs" / "strategies.md").read_text()
+    assert f"\n| {name} |" in guide or f", {name} |" in guide or f"{name}, " in guide
     for parameter in parameters(find(name).load()):
         assert parameter.help, parameter.name
+        if parameter.name not in ("deterministic", "layout"):
+            assert f"`{parameter.name}" in guide
 
 
 @pytest.mark.parametrize(
@@ -178,6 +287,30 @@ def test_hosts_come_from_the_launcher_unless_given(monkeypatch):
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
     assert Hosts.of_run(8).per_host == 8
     assert (Hosts(4).link(3, 4), Hosts(4).link(4, 7)) == ("other_host", "same_host")
+
+
+def resolved(rank: int) -> list[dict[str, object]]:
+    """The degrees and windows that are chosen on two hosts of two, told by the launcher and by the call."""
+    found = []
+    for given_hosts in (None, 4):
+        os.environ["LOCAL_WORLD_SIZE"] = "2"
+        found += [create(name, ranks_per_host=given_hosts).parameters for name in ("usp", "double-ring", "burst")]
+    found.append(create("usp", placement="ring-first").parameters)
+    found.append(create("double-ring", ulysses_degree=2).parameters)
+    found.append(create("double-ring", ulysses_degree=2, placement="context-first").parameters)
+    del os.environ["LOCAL_WORLD_SIZE"]
+    return found
+
+
+def test_degrees_and_windows_follow_the_hosts():
+    for usp, double, burst, one_usp, one_double, one_burst, ring_first, heads, context in run_ranks(4, resolved):
+        assert (usp["ulysses_degree"], usp["ring_degree"]) == (2, 2)
+        assert (double["ring_window"], burst["ring_window"], burst["double_ring"]) == (2, 2, True)
+        assert (one_usp["ulysses_degree"], one_usp["ring_degree"]) == (2, 2)
+        assert (one_double["ring_window"], one_burst["ring_window"], one_burst["double_ring"]) == (4, 4, False)
+        assert (ring_first["ulysses_degree"], ring_first["ring_degree"]) == (2, 2)
+        # A Ulysses group fills a host, so a ring has one rank on each; the other way round a ring fills it.
+        assert (heads["ring_window"], context["ring_window"]) == (1, 2)
 
 
 def test_a_hop_can_be_waited_for_once():

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+from dataclasses import replace
+
+import pytest
 import torch
 import torch.distributed as dist
 
-from ringprof.strategies import communicator, create
-from tests.strategies.cases import CASES, Case, Problem, over_the_ranks
+from ringprof.strategies import communicator, create, names
+from tests.strategies.cases import CASES, Case, Problem, inputs, over_the_ranks
 from tests.strategies.ranks import run_ranks
 
 PROBLEM = Problem(seq=64, batch=2, heads=8, kv_heads=4, head_dim=4, dtype=torch.bfloat16, kernel="cpu-flash")
@@ -29,35 +33,49 @@ FORMULAS: dict[str, tuple[int, int]] = {
     # Two windows of two: dQ makes n(w-1)+1 inner and n outer hops.
     "burst-ring_window=2": (2 * (N - 1) * KV, (N - 1) * (2 * Q + 2 * ROW) + (2 * 1 + 1 + 2) * Q),
     "megatron": (2 * (N - 1) * KV, 2 * (N - 1) * KV + 2 * (N - 1) * KV),
+    "megatron-grad_wire=fp32": (2 * (N - 1) * KV, 2 * (N - 1) * KV + 4 * (N - 1) * KV),
     "ulysses": ((N - 1) * (2 * Q + 2 * KV) // N, (N - 1) * (2 * Q + 2 * KV) // N),
+    # dO goes out in bf16, dQ, dK and dV come back in float32.
+    "ulysses-grad_wire=fp32": ((N - 1) * (2 * Q + 2 * KV) // N, (N - 1) * (Q + 2 * (Q + 2 * KV)) // N),
     # Ulysses degree U = 2 and ring degree R = 2: an all-to-all over 2, and a ring of 2 with as many bytes a hop.
     "usp-ulysses_degree=2-placement=head-first-layout=zigzag": (
         (2 * Q + 2 * KV) // 2 + 2 * KV,
         (2 * Q + 2 * KV) // 2 + 2 * KV + 2 * 4 * KV,
     ),
+    "usp-ulysses_degree=2-placement=ring-first-layout=stripe": (
+        (2 * Q + 2 * KV) // 2 + 2 * KV,
+        (2 * Q + 2 * KV) // 2 + 2 * KV + 2 * 4 * KV,
+    ),
     # Two windows of two: dK and dV make w+1 hops in float32 in the first window, the same in bf16 in the second.
     "double-ring-ring_window=2": (2 * (N - 1) * KV, 2 * (N - 1) * KV + 3 * 4 * KV + 3 * 2 * KV),
+    "double-ring-ring_window=2-grad_wire=fp32": (2 * (N - 1) * KV, 2 * (N - 1) * KV + 6 * 4 * KV),
+    "double-ring-ring_window=2-grad_wire=input": (2 * (N - 1) * KV, 2 * (N - 1) * KV + 6 * 2 * KV),
+    # Two Ulysses groups of two on a ring of two windows of one: outer hops only, the first of dK and dV in float32.
+    "double-ring-ulysses_degree=2-ring_window=1": (
+        (2 * Q + 2 * KV) // 2 + 2 * KV,
+        (2 * Q + 2 * KV) // 2 + 2 * KV + 4 * KV + 2 * KV,
+    ),
     "allgather": (2 * (N - 1) * KV, 2 * (N - 1) * KV + 2 * (N - 1) * KV),
     "allgather-layout=zigzag": (2 * (N - 1) * KV, 2 * (N - 1) * KV + 2 * (N - 1) * KV),
+    "allgather-layout=zigzag-grad_wire=fp32": (2 * (N - 1) * KV, 2 * (N - 1) * KV + 4 * (N - 1) * KV),
 }
 
 
-def sent_by(rank: int, cases: list[Case]) -> dict[str, tuple[int, int]]:
-    found = {}
-    for case in cases:
-        strategy = create(case.name, kernel=PROBLEM.kernel, **case.params)
-        q, k, v = (
-            torch.randn(
-                PROBLEM.batch, PROBLEM.seq // WORLD, heads, PROBLEM.head_dim, dtype=PROBLEM.dtype
-            ).requires_grad_()
-            for heads in (PROBLEM.heads, PROBLEM.kv_heads, PROBLEM.kv_heads)
-        )
-        strategy.attention(q, k, v).sum().backward()
-        totals = {"forward": 0, "backward": 0}
-        for (_, phase, _, _), (_, size_bytes) in strategy.comm.meter.sent.items():
-            totals[phase] += size_bytes
-        found[str(case)] = (totals["forward"], totals["backward"])
+def totals(case: Case, problem: Problem) -> dict[str, list[int]]:
+    """[hops and collectives, bytes] that this rank sends in each phase of one call."""
+    strategy = create(case.name, kernel=problem.kernel, **case.params)
+    q, k, v, dout = (strategy.shard(tensor).requires_grad_() for tensor in inputs(problem))
+    strategy.attention(q, k, v, causal=problem.causal).backward(dout)
+    found = {"forward": [0, 0], "backward": [0, 0]}
+    for (_, phase, _, _), (count, size_bytes) in strategy.comm.meter.sent.items():
+        found[phase][0] += count
+        found[phase][1] += size_bytes
     return found
+
+
+def sent_by(rank: int, cases: list[Case]) -> dict[str, tuple[int, int]]:
+    sent = {str(case): totals(case, PROBLEM) for case in cases}
+    return {label: (found["forward"][1], found["backward"][1]) for label, found in sent.items()}
 
 
 def test_every_rank_sends_what_the_formula_says():
@@ -65,6 +83,49 @@ def test_every_rank_sends_what_the_formula_says():
     assert {str(case) for case in cases} == set(FORMULAS)
     for counted in run_ranks(WORLD, sent_by, cases):
         assert counted == FORMULAS
+
+
+def test_repeated_kv_heads_are_counted():
+    # 12 heads, 3 kv heads, degree 4: lcm(3, 4) = 12 kv heads travel, as many bytes as Q; 3/4 of each of 4 tensors.
+    problem = replace(PROBLEM, heads=12, kv_heads=3)
+    q_bytes = 2 * problem.batch * (problem.seq // WORLD) * problem.heads * problem.head_dim
+    for counted in run_ranks(WORLD, sent_by_one, Case("ulysses"), problem):
+        assert counted == {"forward": [4, 3 * q_bytes], "backward": [4, 3 * q_bytes]}
+
+
+def sent_by_one(rank: int, case: Case, problem: Problem) -> dict[str, list[int]]:
+    return totals(case, problem)
+
+
+# Of 8 ranks, bf16, head_dim 128, for each rank: hops or collectives forward and backward, and megabytes of the whole
+# pass, for 131072 tokens of 40 heads and 65536 tokens of 32 heads on 8 kv heads.
+ON_8_RANKS = [
+    (Case("zigzag"), (7, 7 + 8), (2348.8, 7717.5), (234.9, 771.8)),
+    (Case("megatron"), (7, 8), (2348.8, 4697.6), (234.9, 469.8)),
+    (Case("burst"), (7, 7 + 8), (2348.8, 3727.7), (234.9, 1491.1)),
+    (Case("ulysses"), (4, 4), (587.2, 587.2), (146.8, 146.8)),
+    (Case("usp", {"ulysses_degree": 2, "ring_degree": 4}), (4 + 3, 4 + 3 + 4), None, None),
+    (Case("double-ring", {"ring_window": 4}), (7, 7 + 8 + 2), None, None),
+    (Case("allgather"), (2, 2 + 2), (2348.8, 4697.6), (234.9, 469.8)),
+]
+
+
+def sent_on_8_ranks(rank: int, problem: Problem) -> list[dict[str, list[int]]]:
+    return [totals(case, problem) for case, *_ in ON_8_RANKS]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("heads", "kv_heads", "seq", "column"), [(40, 40, 131072, 2), (32, 8, 65536, 3)])
+def test_the_volumes_on_8_ranks_are_those_of_the_literature(heads, kv_heads, seq, column):
+    """Bytes grow with the sequence: 64 tokens are counted and scaled."""
+    problem = Problem(seq=64, heads=heads, kv_heads=kv_heads, head_dim=128, dtype=torch.bfloat16, kernel="cpu-flash")
+    for counted in run_ranks(8, sent_on_8_ranks, problem):
+        for row, found in zip(ON_8_RANKS, counted, strict=True):
+            assert (found["forward"][0], found["backward"][0]) == row[1], str(row[0])
+            megabytes = row[column]
+            if megabytes is not None:
+                scaled = [round(found[phase][1] * seq / 64 / 1e6, 1) for phase in ("forward", "backward")]
+                assert tuple(scaled) == megabytes, str(row[0])
 
 
 def links_of(rank: int) -> dict[str, dict[str, int]]:
@@ -89,12 +150,35 @@ def test_a_double_ring_follows_the_hosts_and_crosses_them_once_a_window():
         assert found["burst"] == found["double-ring"] == {"same_host": 2, "other_host": 1}
 
 
+def usp_links(rank: int) -> list[dict[str, int]]:
+    """Forward bytes by link of both placements on two hosts of two ranks."""
+    found = []
+    for placement in ("head-first", "ring-first"):
+        strategy = create("usp", kernel="reference", ranks_per_host=2, ulysses_degree=2, placement=placement)
+        q, k, v = (torch.randn(1, 8, 2, 4, dtype=torch.float64) for _ in range(3))
+        strategy.attention(q, k, v)
+        sent: dict[str, int] = {}
+        for (channel, _, _, link), (_, size_bytes) in strategy.comm.meter.sent.items():
+            sent[f"{channel} {link}"] = sent.get(f"{channel} {link}", 0) + size_bytes
+        found.append(sent)
+    return found
+
+
+def test_the_placement_decides_what_crosses_hosts():
+    # A tensor is 8 tokens x 2 heads x 4 x 8 bytes = 512: half of four of them go out, and one hop of two.
+    for head_first, ring_first in run_ranks(4, usp_links):
+        assert head_first == {"heads same_host": 1024, "kv other_host": 1024}
+        assert ring_first == {"heads other_host": 1024, "kv same_host": 1024}
+
+
 def many_calls(rank: int) -> tuple[int, int]:
-    case, problem = Case("burst", {"ring_window": 2}), Problem(seq=16, batch=1)
-    over_the_ranks(case, problem)
-    groups, members = len(communicator._groups), len(dist.distributed_c10d._world.pg_map)
-    for _ in range(100):
+    """Process groups after one call of every case, and after 100 more, each by a strategy made anew."""
+    cases, problem = [case for case in CASES if 4 in case.worlds], Problem(seq=16)
+    for case in cases:
         over_the_ranks(case, problem)
+    groups, members = len(communicator._groups), len(dist.distributed_c10d._world.pg_map)
+    for call in range(100):
+        over_the_ranks(cases[call % len(cases)], problem)
     assert len(communicator._groups) == groups
     return members, len(dist.distributed_c10d._world.pg_map)
 
@@ -104,25 +188,52 @@ def test_100_calls_leave_no_process_group_behind():
         assert before == after
 
 
-def interleaved(rank: int) -> bool:
-    """Two strategies whose forward and backward passes cross each other."""
+def tensors_left(rank: int) -> list[str]:
+    """One case of each strategy after whose calls more tensors live than before; the first two calls fill caches."""
+    leaking = []
+    gc.freeze()  # What the test process had before is not looked at again.
+    for case in {case.name: case for case in CASES if 2 in case.worlds}.values():
+        strategy = create(case.name, kernel="cpu-flash", **case.params)
+        alive = []
+        for call in range(12):
+            q, k, v, dout = (strategy.shard(tensor).requires_grad_() for tensor in inputs(PROBLEM))
+            strategy.attention(q, k, v).backward(dout)
+            del q, k, v, dout
+            if call in (1, 11):
+                gc.collect()
+                alive.append(sum(issubclass(type(item), torch.Tensor) for item in gc.get_objects()))
+        # Ten calls later; what gloo's threads have just finished with may live on for a moment.
+        if alive[1] >= alive[0] + 10:
+            leaking.append(f"{case}: {alive}")
+    return leaking
+
+
+def test_calls_leave_no_tensor_behind():
+    assert run_ranks(2, tensors_left) == [[]] * 2
+
+
+def interleaved(rank: int, pairs: list[tuple[str, str]]) -> list[str]:
+    """Pairs of strategies whose forward and backward passes cross each other; the same name twice is one strategy."""
+    disturbed = []
     problems = [Problem(seq=32, seed=1), Problem(seq=32, seed=2)]
-    alone = [over_the_ranks(Case(name), problem) for name, problem in zip(("zigzag", "burst"), problems, strict=True)]
-    made = []
-    for name, problem in zip(("zigzag", "burst"), problems, strict=True):
-        from tests.strategies.cases import inputs
+    for pair in pairs:
+        made = {name: create(name, kernel="reference") for name in pair}
+        alone = [over_the_ranks(Case(name), problem) for name, problem in zip(pair, problems, strict=True)]
+        calls = []
+        for name, problem in zip(pair, problems, strict=True):
+            *leaves, dout = (made[name].shard(tensor) for tensor in inputs(problem))
+            for leaf in leaves:
+                leaf.requires_grad_()
+            calls.append((made[name], leaves, made[name].attention(*leaves), dout))
+        for *_, out, dout in calls:
+            out.backward(dout)
+        together = [[s.unshard(t) for t in (out, *(leaf.grad for leaf in leaves))] for s, leaves, out, _ in calls]
+        if not all(torch.equal(*two) for one in zip(alone, together, strict=True) for two in zip(*one, strict=True)):
+            disturbed.append(" and ".join(pair))
+    return disturbed
 
-        strategy = create(name, kernel="reference")
-        *qkv, dout = (strategy.shard(tensor) for tensor in inputs(problem))
-        leaves = [tensor.requires_grad_() for tensor in qkv]
-        made.append((strategy, leaves, strategy.attention(*leaves), dout))
-    for *_, out, dout in made:
-        out.backward(dout)
-    together = [[s.unshard(t) for t in (out, *(leaf.grad for leaf in leaves))] for s, leaves, out, _ in made]
-    return all(
-        torch.equal(a, b) for one, two in zip(alone, together, strict=True) for a, b in zip(one, two, strict=True)
-    )
 
-
-def test_two_strategies_in_one_process_do_not_disturb_each_other():
-    assert run_ranks(2, interleaved) == [True, True]
+def test_two_calls_under_way_at_once_do_not_disturb_each_other():
+    pairs = [("zigzag", "burst"), ("usp", "double-ring"), ("megatron", "allgather"), ("ulysses", "stripe")]
+    pairs += [(name, name) for name in names()]
+    assert run_ranks(2, interleaved, pairs) == [[]] * 2
