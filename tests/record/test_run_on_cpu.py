@@ -105,6 +105,9 @@ def test_under_torchrun_it_joins_and_only_rank_0_prints(tmp_path: Path) -> None:
 
 
 CAPTURE = """
+import os
+import sys
+
 import torch
 import torch.distributed as dist
 
@@ -122,6 +125,9 @@ try:
 except ringprof.errors.UsageError as error:
     print("refused:", error)
 dist.destroy_process_group()
+sys.stdout.flush()
+# Native threads that torch leaves behind now and then abort an interpreter that shuts down.
+os._exit(0)
 """
 
 
