@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from ringprof.errors import InputError, MissingExtraError, TraceFormatError
+from ringprof.trace.nsys import SQLITE_MAGIC
 from ringprof.trace.stream import GZIP_MAGIC, ZSTD_MAGIC, ByteSource
 
 InputType = Literal["run", "trace", "text"]
@@ -19,7 +20,7 @@ RUN_FILE = "run.json"
 LOOK_BYTES = 1 << 16
 """How much of a file is looked at."""
 
-_TRACE_SUFFIXES = (".json", ".json.gz", ".json.zst", ".json.zstd", ".gz", ".zst")
+_TRACE_SUFFIXES = (".json", ".json.gz", ".json.zst", ".json.zstd", ".gz", ".zst", ".sqlite")
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,8 @@ def detect(paths: Sequence[str | os.PathLike[str]]) -> Input:
 
 def detect_bytes(data: bytes, name: str = "-") -> InputType:
     """As `detect`, for what came through a pipe."""
+    if data.startswith(SQLITE_MAGIC):
+        raise TraceFormatError(f"{name}: an Nsight Systems export cannot come through a pipe: give its path")
     return _type_of(_look(data, name), name)
 
 
@@ -107,7 +110,7 @@ def _is_trace(name: str) -> bool:
     """Whether a file found in a folder is a trace; one that is only named like it may be anything."""
     try:
         head = _look(name, name)
-        return _type_of(head, name) == "trace" and _has_marks(head)
+        return _type_of(head, name) == "trace" and (_has_marks(head) or head.startswith(SQLITE_MAGIC))
     except MissingExtraError:
         raise
     except InputError:
@@ -142,7 +145,6 @@ def _gunzip_start(head: bytes, name: str) -> bytes:
 
 
 _FOREIGN = (
-    (b"SQLite format 3\0", "an SQLite file: Nsight Systems exports are not read yet; give a Kineto trace (.json)"),
     (b"PK\x03\x04", "a zip archive: unpack it and give the folder"),
     (b"\x7fELF", "a program, not a trace"),
     (b"BZh", "bzip2: unpack it, or compress with gzip"),
@@ -153,9 +155,8 @@ _FOREIGN = (
 _FOREIGN_SUFFIXES = {
     ".pftrace": "a Perfetto trace: export JSON from the profiler (a path that ends in .json) and give that",
     ".perfetto-trace": "a Perfetto trace: export JSON from the profiler (a path that ends in .json) and give that",
-    ".nsys-rep": "an Nsight Systems report: its export is not read yet; give a Kineto trace (.json)",
-    ".qdrep": "an Nsight Systems report: its export is not read yet; give a Kineto trace (.json)",
-    ".sqlite": "an SQLite file: Nsight Systems exports are not read yet; give a Kineto trace (.json)",
+    ".nsys-rep": "an Nsight Systems report: export it (nsys export --type sqlite FILE) and give the .sqlite file",
+    ".qdrep": "an Nsight Systems report: export it (nsys export --type sqlite FILE) and give the .sqlite file",
     ".ncu-rep": "an Nsight Compute report, which has no timeline; give a Kineto trace (.json)",
     ".tar": "an archive: unpack it and give the folder",
     ".tgz": "an archive: unpack it and give the folder",
@@ -166,6 +167,8 @@ _FOREIGN_SUFFIXES = {
 def _type_of(head: bytes, name: str) -> InputType:
     if not head.strip():
         raise InputError(f"{name}: the file is empty")
+    if head.startswith(SQLITE_MAGIC):
+        return "trace"
     _refuse_foreign(head, name)
     text = head.removeprefix(b"\xef\xbb\xbf").lstrip()
     if text.startswith(b"{") and b'"ringprof.run/' in text:

@@ -15,6 +15,7 @@ from pathlib import Path
 from ringprof.errors import InputError
 from ringprof.trace.columns import Trace, Warning
 from ringprof.trace.kineto import read_trace
+from ringprof.trace.nsys import SQLITE_MAGIC, read_nsys
 from ringprof.trace.stream import GZIP_MAGIC, ZSTD_MAGIC
 
 WORTH_A_PROCESS = 100 << 20
@@ -33,16 +34,27 @@ def read_traces(
     trace names its rank, the order of the paths does. Several traces of one rank, or of different runs, stay
     in the list; their warnings say so. Raises as `read_trace` does.
     """
-    names = [os.fspath(path) for path in paths]
+    given = [os.fspath(path) for path in paths]
+    exports = [name for name in given if _is_export(name)]
+    names = [name for name in given if name not in exports]
     if jobs is None:
         jobs = _cpus() if _json_bytes(names) >= WORTH_A_PROCESS else 1
-    jobs = min(jobs, len(names))
+    jobs = min(jobs, max(len(names), 1))
     if jobs > 1 and sys.executable:
         with ThreadPoolExecutor(jobs) as pool:
             traces = list(pool.map(lambda name: _read_elsewhere(name, limit_bytes), names))
     else:
         traces = [read_trace(name, limit_bytes=limit_bytes) for name in names]
-    return checked(traces)
+    return checked([*traces, *(trace for name in exports for trace in read_nsys(name))])
+
+
+def _is_export(name: str) -> bool:
+    """Whether this is an export of Nsight Systems; not for a file that cannot be opened, which reading will report."""
+    try:
+        with open(name, "rb") as file:
+            return file.read(len(SQLITE_MAGIC)) == SQLITE_MAGIC
+    except OSError:
+        return False
 
 
 def checked(traces: Sequence[Trace]) -> list[Trace]:

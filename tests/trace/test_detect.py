@@ -92,7 +92,6 @@ def test_a_pipe():
         ("empty.json.gz", gzip.compress(b" "), "the file is empty"),
         ("t.pftrace", b"\x0a\x10abc", "a Perfetto trace: export JSON"),
         ("t.nsys-rep", b"abc", "an Nsight Systems report"),
-        ("t.sqlite", b"SQLite format 3\0abc", "an SQLite file: Nsight Systems exports are not read yet"),
         ("t.zip", b"PK\x03\x04abc", "unpack it"),
         ("t.tar", b"a" * 257 + b"ustar", "unpack it"),
         ("t.json", "{}".encode("utf-16"), "UTF-16 text"),

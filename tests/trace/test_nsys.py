@@ -1,0 +1,145 @@
+"""Nsight Systems exports, made here with the tables that a real one has."""
+
+from __future__ import annotations
+
+import sqlite3
+from contextlib import closing
+
+import pytest
+
+from ringprof.analysis.attribution import attribute
+from ringprof.analysis.focus import Focus
+from ringprof.errors import InputError, TraceFormatError
+from ringprof.trace.columns import KERNEL, MEMCPY, MEMSET
+from ringprof.trace.detect import detect
+from ringprof.trace.nsys import read_nsys
+from ringprof.trace.ranks import read_traces
+
+FLASH, NCCL = "flash_fwd_kernel<Traits<128>>", "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)"
+EPOCH = 1_700_000_000_000_000_000
+TABLES = """
+CREATE TABLE StringIds (id INTEGER PRIMARY KEY, value TEXT);
+CREATE TABLE CUPTI_ACTIVITY_KIND_KERNEL (start INT, end INT, deviceId INT, contextId INT, streamId INT,
+    correlationId INT, globalPid INT, demangledName INT, shortName INT, graphNodeId INT);
+CREATE TABLE CUPTI_ACTIVITY_KIND_MEMCPY (start INT, end INT, deviceId INT, streamId INT, correlationId INT,
+    globalPid INT, bytes INT, copyKind INT);
+CREATE TABLE CUPTI_ACTIVITY_KIND_MEMSET (start INT, end INT, deviceId INT, streamId INT, correlationId INT,
+    globalPid INT, bytes INT);
+CREATE TABLE CUPTI_ACTIVITY_KIND_RUNTIME (start INT, end INT, globalTid INT, correlationId INT, nameId INT);
+CREATE TABLE NVTX_EVENTS (start INT, end INT, eventType INT, text TEXT, textId INT, globalTid INT);
+CREATE TABLE TARGET_INFO_SESSION_START_TIME (utcEpochNs INT);
+CREATE TABLE TARGET_INFO_GPU (id INT, name TEXT, totalMemory INT, smCount INT);
+CREATE TABLE TARGET_INFO_SYSTEM_ENV (name TEXT, value TEXT);
+"""
+
+
+def process(number):
+    return number << 24
+
+
+def export(path, *pids, damaged=False):
+    """Per process: a flash kernel beside a send/recv, a peer copy and a set, launched inside an NVTX range."""
+    connection = sqlite3.connect(path)
+    connection.executescript(TABLES)
+    connection.executemany("INSERT INTO StringIds VALUES (?,?)", [(1, FLASH), (2, NCCL), (3, "train step")])
+    for device, pid in enumerate(pids):
+        thread = process(pid) + 5
+        kernels = [(1000, 2000, 1, 1), (1500, 2500, 2, 2), (9000, 9100, 3, 1)]
+        for start, end, correlation, name in kernels:
+            connection.execute(
+                "INSERT INTO CUPTI_ACTIVITY_KIND_KERNEL VALUES (?,?,?,1,7,?,?,?,?,NULL)",
+                (start, end, device, correlation, process(pid), name, name),
+            )
+        connection.execute(
+            "INSERT INTO CUPTI_ACTIVITY_KIND_MEMCPY VALUES (2600,2700,?,8,4,?,4096,10)", (device, process(pid))
+        )
+        connection.execute(
+            "INSERT INTO CUPTI_ACTIVITY_KIND_MEMSET VALUES (2700,2800,?,8,5,?,64)", (device, process(pid))
+        )
+        for correlation, at in enumerate((100, 110, 800, 120, 130), start=1):
+            connection.execute(
+                "INSERT INTO CUPTI_ACTIVITY_KIND_RUNTIME VALUES (?,?,?,?,3)", (at, at + 5, thread, correlation)
+            )
+        connection.execute("INSERT INTO CUPTI_ACTIVITY_KIND_RUNTIME VALUES (1,2,?,99,3)", (thread,))
+        connection.execute("INSERT INTO NVTX_EVENTS VALUES (50,500,59,NULL,3,?)", (thread,))
+        connection.execute("INSERT INTO NVTX_EVENTS VALUES (60,70,59,'aten::mm, seq = 1, op_id = 2',NULL,?)", (thread,))
+        connection.execute("INSERT INTO NVTX_EVENTS VALUES (65,NULL,34,'a moment',NULL,?)", (thread,))
+    if damaged:
+        connection.execute("INSERT INTO CUPTI_ACTIVITY_KIND_KERNEL VALUES ('x',1,0,1,7,6,?,1,1,NULL)", (process(1),))
+    connection.execute("INSERT INTO TARGET_INFO_SESSION_START_TIME VALUES (?)", (EPOCH,))
+    connection.execute("INSERT INTO TARGET_INFO_GPU VALUES (0,'NVIDIA H200',150000000000,132)")
+    connection.execute("INSERT INTO TARGET_INFO_SYSTEM_ENV VALUES ('Hostname','alpha')")
+    connection.commit()
+    connection.close()
+    return path
+
+
+def test_the_columns_of_one_process(tmp_path):
+    (trace,) = read_nsys(export(tmp_path / "rank3.sqlite", 41))
+    rows = trace.activities
+    assert (rows.start_ns - EPOCH).tolist() == [1000, 1500, 2600, 2700, 9000]
+    assert [trace.names[name] for name in rows.name] == [FLASH, NCCL, "Memcpy PtoP", "Memset", FLASH]
+    assert rows.category.tolist() == [KERNEL, KERNEL, MEMCPY, MEMSET, KERNEL]
+    assert rows.size_bytes.tolist() == [-1, -1, 4096, 64, -1]
+    assert rows.graph_node.tolist() == [-1] * 5
+    # The call that launched nothing is left out.
+    assert trace.launches.correlation.tolist() == [1, 2, 4, 5, 3]
+    assert [trace.names[name] for name in trace.annotations.name] == ["train step"]
+    assert [trace.names[name] for name in trace.operators.name] == ["aten::mm"]
+    assert (trace.rank, trace.host, trace.base_ns) == (3, "alpha", EPOCH)
+    assert trace.devices[0].name == "NVIDIA H200"
+    assert trace.warnings == []
+
+
+def test_the_breakdown_and_a_chosen_range(tmp_path):
+    (trace,) = read_nsys(export(tmp_path / "one.sqlite", 41))
+    (rank,) = attribute([trace]).ranks
+    figures = rank.breakdown
+    assert (figures.wall_ns, figures.compute_ns, figures.exposed_comm_ns) == (8100, 1100, 600)
+    assert (figures.exposed_memory_ns, figures.idle_ns) == (100, 6300)
+    assert [hop.sent_bytes for hop in rank.hops] == [None, 4096]
+    (rank,) = attribute([trace], focus=Focus(window="train *")).ranks
+    assert rank.breakdown.wall_ns == 1800
+
+
+def test_processes_of_one_export_are_ranks_by_device(tmp_path):
+    traces = read_traces([export(tmp_path / "all.sqlite", 77, 41)])
+    assert [(trace.rank, trace.world_size) for trace in traces] == [(0, 2), (1, 2)]
+    assert [int(trace.activities.device[0]) for trace in traces] == [0, 1]
+    assert [warning.code for warning in traces[0].warnings] == ["assumed_ranks"]
+
+
+def test_the_export_is_not_written_to(tmp_path):
+    path = export(tmp_path / "one.sqlite", 41)
+    before = path.read_bytes()
+    read_nsys(path)
+    assert path.read_bytes() == before
+    assert [file.name for file in tmp_path.iterdir()] == ["one.sqlite"]
+
+
+def test_it_is_found_out_by_its_first_bytes(tmp_path):
+    path = export(tmp_path / "report.db", 41)
+    assert detect([path]).type == "trace"
+
+
+def test_rows_without_times_are_counted(tmp_path):
+    (trace,) = read_nsys(export(tmp_path / "one.sqlite", 41, damaged=True))
+    assert [(warning.code, warning.count) for warning in trace.warnings] == [("damaged_events", 1)]
+
+
+def test_other_sqlite_files_are_refused_with_what_to_do(tmp_path):
+    path = tmp_path / "other.sqlite"
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("CREATE TABLE a (b INT)")
+    with pytest.raises(TraceFormatError, match="no export of Nsight Systems: make one with nsys export"):
+        read_nsys(path)
+    path.write_bytes(b"SQLite format 3\0" + b"x" * 2000)
+    with pytest.raises(TraceFormatError, match="damaged SQLite file"):
+        read_nsys(path)
+    with pytest.raises(InputError, match="no such file"):
+        read_nsys(tmp_path / "none.sqlite")
+
+
+def test_an_export_without_gpu_work_is_refused(tmp_path):
+    with pytest.raises(TraceFormatError, match="no GPU activity"):
+        read_nsys(export(tmp_path / "empty.sqlite"))
