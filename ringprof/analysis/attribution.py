@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
 
-from ringprof.analysis import hops as hop_analysis
-from ringprof.analysis import intervals
+from ringprof.analysis import groups, intervals, waiting
 from ringprof.analysis.breakdown import Breakdown, break_down
 from ringprof.analysis.classify import Classified, classify
+from ringprof.analysis.clocks import UNKNOWN_NS, Clocks, fit_clocks, one_clock
 from ringprof.analysis.cpu import break_down_cpu, is_cpu_trace, marks_waiting
-from ringprof.analysis.hops import EMULATED, Hop, Hosts, Split
+from ringprof.analysis.focus import EVERYTHING, Focus
+from ringprof.analysis.from_run import fill
+from ringprof.analysis.hops import EMULATED, Hop, Hosts, Split, group_into_hops
 from ringprof.analysis.matching import match
 from ringprof.analysis.rules import COMPUTE
 from ringprof.analysis.transfers import Transfer, transfers_of
+from ringprof.analysis.waiting import Waits
 from ringprof.analysis.window import Window, find_window
-from ringprof.errors import InputError, TraceFormatError
+from ringprof.errors import InputError, TraceFormatError, UsageError
 from ringprof.run import Run
-from ringprof.trace.columns import Int64, Trace, Warning
+from ringprof.trace.columns import NONE, Int64, Trace, Warning
 
 
 @dataclass(frozen=True)
@@ -53,35 +55,96 @@ class Attribution:
     best_gbps: dict[tuple[str, str], float]
     """The best rate seen, by (kind, link class)."""
     warnings: tuple[Warning, ...]
+    clocks: Clocks = field(default_factory=lambda: one_clock(()))
+    """The clocks of the ranks' hosts, and how far they can be told."""
+
+    @property
+    def median_iteration(self) -> int | None:
+        """Number of the iteration whose slowest rank took the median time (the lower of two middle ones).
+
+        None where only one is marked, or not all ranks have the same number of them.
+        """
+        counts = {len(rank.iterations) for rank in self.ranks}
+        if len(counts) != 1 or counts == {1}:
+            return None
+        slowest = [
+            max(part.wall_ns for part in parts) for parts in zip(*(r.iterations for r in self.ranks), strict=True)
+        ]
+        return sorted(range(len(slowest)), key=lambda number: (slowest[number], number))[(len(slowest) - 1) // 2]
 
     @cached_property
     def on_cpu(self) -> bool:
         return all(rank.on_cpu for rank in self.ranks)
 
 
-def attribute(traces: Sequence[Trace], run: Run | None = None, ranks_per_host: int | None = None) -> Attribution:
-    """Explain the traces of one run, one a rank.
+def attribute(
+    traces: Sequence[Trace], run: Run | None = None, ranks_per_host: int | None = None, focus: Focus = EVERYTHING
+) -> Attribution:
+    """Explain the traces of one run, one a rank; ``focus`` chooses what part of them.
 
     ``ranks_per_host`` names the hosts where neither ``run`` nor the traces do. Raises `InputError` where two traces
-    are of the same rank or of runs of different size, `TraceFormatError` where a trace holds nothing to analyse.
+    are of the same rank or of runs of different size, `TraceFormatError` where a trace holds nothing to analyse,
+    `UsageError` where a chosen range or group is not there.
     """
     warnings = [warning for trace in traces for warning in _with_rank(trace)]
     numbered = _by_rank(traces, warnings)
     hosts, source = _hosts(numbered, run, ranks_per_host)
-    ranks = {rank: _explain(rank, trace, hosts[rank], warnings) for rank, trace in numbered.items()}
+    between_ns = _between(numbered, focus)
+    classified = _classified(numbered, focus, warnings)
+    ranks = {rank: _explain(rank, hosts[rank], classified[rank], focus, between_ns, warnings) for rank in numbered}
     _note_missing(numbered, run, warnings)
-    transfers = {rank: list(found) for rank, (_, found) in ranks.items()}
-    splits, best = _split(transfers, hosts, source, [explained for explained, _ in ranks.values()], warnings)
-    finished = tuple(_with_hops(explained, splits[rank]) for rank, (explained, _) in ranks.items())
-    return Attribution(finished, run, best, tuple(_merged(warnings)))
+    transfers = {rank: fill(found, run, rank) for rank, (_, found) in ranks.items()}
+    clocks, waits = _split(transfers, hosts, source, [explained for explained, _ in ranks.values()], warnings)
+    finished = tuple(_with_hops(explained, waits.by_rank[rank]) for rank, (explained, _) in ranks.items())
+    return Attribution(finished, run, waits.best_gbps, tuple(_merged(warnings)), clocks)
 
 
 # --- one rank -------------------------------------------------------------------------------------
 
 
-def _explain(rank: int, trace: Trace, host: str | None, warnings: list[Warning]) -> tuple[Rank, list[Transfer]]:
-    classified = classify(trace)
-    window = find_window(trace, classified.launch)
+def _between(traces: dict[int, Trace], focus: Focus) -> tuple[int, int] | None:
+    """The chosen times as unix times, counted from the earliest moment of any trace."""
+    if focus.between_ns is None:
+        return None
+    rows = [trace.operators if is_cpu_trace(trace) else trace.activities for trace in traces.values()]
+    start = min((int(columns.start_ns[0]) for columns in rows if len(columns.start_ns)), default=0)
+    return start + focus.between_ns[0], start + focus.between_ns[1]
+
+
+def _classified(traces: dict[int, Trace], focus: Focus, warnings: list[Warning]) -> dict[int, Classified]:
+    result = {rank: classify(trace, focus.rules) for rank, trace in traces.items()}
+    for rank, trace in traces.items():
+        replayed = int(np.count_nonzero(trace.activities.graph_node != NONE))
+        if replayed:
+            warnings.append(Warning("cuda_graph", f"{replayed} {_CUDA_GRAPH}", rank))
+    if focus.group is None:
+        return result
+    kept = {rank: groups.keep_group(classified, focus.group) for rank, classified in result.items()}
+    if not any(one.found for one in kept.values()):
+        groups.refuse_unknown_group(focus.group, traces.values())
+    for rank, one in kept.items():
+        if one.unknown:
+            warnings.append(Warning("group_unknown", _GROUP_UNKNOWN, rank, one.unknown))
+    return {rank: one.classified for rank, one in kept.items()}
+
+
+_CUDA_GRAPH = (
+    "activities were replayed by CUDA graphs, whose launches are not recorded one by one: not known are the operators "
+    "that they belong to and, of communication, peers and bytes"
+)
+_GROUP_UNKNOWN = "communication kernels without a record of their group do not count as the chosen group's"
+
+
+def _explain(
+    rank: int,
+    host: str | None,
+    classified: Classified,
+    focus: Focus,
+    between_ns: tuple[int, int] | None,
+    warnings: list[Warning],
+) -> tuple[Rank, list[Transfer]]:
+    trace = classified.trace
+    window = replace(find_window(trace, classified.launch, focus.window), between_ns=between_ns)
     if is_cpu_trace(trace):
         return _explain_cpu(rank, trace, host, classified, window, warnings), []
     if not len(trace.activities.start_ns):
@@ -90,8 +153,11 @@ def _explain(rank: int, trace: Trace, host: str | None, warnings: list[Warning])
         warnings.append(
             Warning("window_empty", "no activity was launched in the marked iterations: the whole trace is shown", rank)
         )
-    activities = _one_device(trace, window.activities(), rank, warnings)
-    iterations = [np.intersect1d(part, activities) for part in window.iterations]
+    everything = window.activities()
+    activities = _one_device(trace, _cut(trace, everything, between_ns), rank, warnings)
+    chosen = np.zeros(len(trace.activities.start_ns), np.bool_)
+    chosen[activities] = True
+    iterations = [part[chosen[part]] for part in window.iterations]
     explained = Rank(
         rank=rank,
         host=host,
@@ -99,12 +165,27 @@ def _explain(rank: int, trace: Trace, host: str | None, warnings: list[Warning])
         on_cpu=False,
         classified=classified,
         window=window,
-        breakdown=break_down(classified, activities),
-        iterations=tuple(break_down(classified, part) for part in iterations if len(part)),
+        breakdown=break_down(classified, activities, between_ns),
+        iterations=tuple(break_down(classified, part, between_ns) for part in iterations if len(part)),
         splits=(),
         hops=(),
     )
-    return explained, transfers_of(classified, activities, rank)
+    # Hops are matched over the whole window: cut at times, the ranks would not count the same ones.
+    device = trace.activities.device[activities[0]]
+    return explained, transfers_of(classified, everything[trace.activities.device[everything] == device], rank)
+
+
+def _cut(trace: Trace, activities: Int64, between_ns: tuple[int, int] | None) -> Int64:
+    """Those that reach into the chosen times."""
+    if between_ns is None:
+        return activities
+    start, end = trace.activities.start_ns[activities], trace.activities.end_ns[activities]
+    inside = activities[(start < between_ns[1]) & (end > between_ns[0])]
+    if not len(inside):
+        raise UsageError(
+            f"--between: nothing ran in {trace.path} at that time; times count from the start of the trace"
+        )
+    return inside
 
 
 _CPU_TIMES = "on CPU a transfer's own time is not recorded: no overlap, wait and wire"
@@ -150,16 +231,24 @@ def _device_name(trace: Trace, index: int) -> str | None:
 
 
 def _with_hops(explained: Rank, splits: list[Split]) -> Rank:
-    hops = hop_analysis.group_into_hops(splits, explained.rank)
+    """The rank with its hops, of those that begin in the chosen times."""
+    hops, between_ns = group_into_hops(splits, explained.rank), explained.window.between_ns
+    if between_ns:
+        first, last = between_ns
+        splits = [part for part in splits if first <= part.transfer.start_ns < last]
+        hops = [hop for hop in hops if first <= hop.start_ns < last]
     activities, compute = explained.classified.trace.activities, explained.classified.of(*COMPUTE)
     computing = intervals.union(activities.start_ns[compute], activities.end_ns[compute])
     # All hops at once: one question to the spans of computation, however many hops there are.
     pieces = [(number, start, end) for number, hop in enumerate(hops) for start, end in hop.busy_ns()]
-    number, start, end = np.array(pieces, np.int64).reshape(-1, 3).T
+    place, start, end = np.array(pieces, np.int64).reshape(-1, 3).T
     exposed = np.zeros(len(hops), np.int64)
-    np.add.at(exposed, number, end - start - intervals.covered_ns(computing, start, end))
-    finished = tuple(replace(hop, exposed_ns=ns) for hop, ns in zip(hops, exposed.tolist(), strict=True))
-    return replace(explained, splits=tuple(splits), hops=finished)
+    np.add.at(exposed, place, end - start - intervals.covered_ns(computing, start, end))
+    finished = [
+        Hop(explained.rank, number, hop.parts, ns)
+        for number, (hop, ns) in enumerate(zip(hops, exposed.tolist(), strict=True))
+    ]
+    return replace(explained, splits=tuple(splits), hops=tuple(finished))
 
 
 # --- all ranks --------------------------------------------------------------------------------------
@@ -232,27 +321,48 @@ def _hosts_of_run(run: Run) -> Hosts:
 
 def _split(
     transfers: dict[int, list[Transfer]], hosts: Hosts, source: str, ranks: list[Rank], warnings: list[Warning]
-) -> tuple[dict[int, list[Split]], dict[tuple[str, str], float]]:
+) -> tuple[Clocks, Waits]:
     """Wait and wire of every communication kernel, or a warning that says why not."""
     matches = match(transfers)
-    splits, best = hop_analysis.split(transfers, matches, hosts)
+    clock_of = _clock_of(list(transfers), hosts)
+    clocks = fit_clocks(matches, clock_of) if len(set(clock_of.values())) > 1 else one_clock(list(transfers))
+    waits = waiting.split(matches, hosts, clocks)
     if not any(transfers.values()):
-        return splits, {}
-    reasons = Counter(matches.unmatched.values())
-    warnings.extend(Warning(*_UNMATCHED[reason], count=count) for reason, count in sorted(reasons.items()))
-    if source == "option" and len({hosts[rank] for rank in transfers}) > 1:
-        warnings.append(
-            Warning("clocks_assumed", "wait and wire take the clocks of the hosts that were named by hand to agree")
-        )
-    problem = _no_common_clock(transfers, hosts, source, ranks)
-    if problem is None and hop_analysis.clocks_disagree(transfers, matches):
+        return clocks, Waits(waits.by_rank, {})
+    reasons = sorted(matches.unmatched().items())
+    warnings.extend(Warning(*_UNMATCHED[reason], count=count) for reason, count in reasons)
+    if clocks.pairs:
+        warnings.append(Warning("clocks_fitted", _fit_in_words(clocks)))
+    problem = _no_common_clock(ranks, clocks)
+    if problem is None and waiting.clocks_disagree(matches, clocks):
         problem = Warning("clocks_disagree", "a transfer ends before its partner begins: no wait and wire")
     if problem:
         if problem.code not in {warning.code for warning in warnings}:
             warnings.append(problem)
-        return hop_analysis.without_times(splits), {}
-    return splits, best
+        return clocks, Waits(waiting.without_times(waits.by_rank), {})
+    if waits.inconclusive:
+        warnings.append(Warning("clocks_inconclusive", _INCONCLUSIVE, count=waits.inconclusive))
+    return clocks, waits
 
+
+def _clock_of(ranks: list[int], hosts: Hosts) -> dict[int, str]:
+    """The host whose clock each rank reads. Emulated hosts are one real host; no host named at all is taken as one."""
+    named = {rank: (hosts.get(rank) or "").partition(EMULATED)[0] for rank in ranks}
+    if not any(named.values()):
+        return named
+    return {rank: name or f"unknown host of rank {rank}" for rank, name in named.items()}
+
+
+def _fit_in_words(clocks: Clocks) -> str:
+    residual = "is not known" if clocks.residual_ns >= UNKNOWN_NS else f"is {clocks.residual_ns / 1e3:.1f} us"
+    largest = max(abs(offset) for offset in clocks.offset_ns.values())
+    return (
+        f"the clocks of {len(set(clocks.host.values()))} hosts are aligned by their transfers, not known to agree: "
+        f"offsets up to {largest / 1e3:.1f} us, the largest residual {residual}"
+    )
+
+
+_INCONCLUSIVE = "kernels wait less than the clocks of their hosts can tell: no wait and wire for them"
 
 _UNMATCHED = {
     "rank_missing": ("peer_missing", "transfers whose peers' traces are not here: no wait and wire for them"),
@@ -262,17 +372,9 @@ _UNMATCHED = {
 }
 
 
-def _no_common_clock(
-    transfers: dict[int, list[Transfer]], hosts: Hosts, source: str, ranks: list[Rank]
-) -> Warning | None:
-    # Emulated hosts are one real host, with one clock.
-    involved = {(hosts.get(rank) or "").partition(EMULATED)[0] or None for rank in transfers}
-    if source in {"run", "trace"} and len(involved) > 1:
-        return Warning(
-            "clocks_not_aligned", f"ranks on {len(involved)} hosts, whose clocks may differ: no wait and wire"
-        )
-    latest_start = max(rank.breakdown.start_ns for rank in ranks)
-    if latest_start > min(rank.breakdown.end_ns for rank in ranks):
+def _no_common_clock(ranks: list[Rank], clocks: Clocks) -> Warning | None:
+    latest_start = max(rank.breakdown.start_ns + clocks.offset_ns[rank.rank] for rank in ranks)
+    if latest_start > min(rank.breakdown.end_ns + clocks.offset_ns[rank.rank] for rank in ranks):
         return Warning("mixed_runs", "the traces do not overlap in time: they are of different runs or clocks")
     return None
 

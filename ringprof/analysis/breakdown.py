@@ -9,7 +9,7 @@ import numpy as np
 from ringprof.analysis import intervals
 from ringprof.analysis.classify import Classified
 from ringprof.analysis.intervals import Spans
-from ringprof.analysis.rules import CODE, COMMUNICATION, COMPUTE, KINDS, MEMORY
+from ringprof.analysis.rules import CODE, COMMUNICATION, COMPUTE, KINDS, MEMORY, OTHER_GROUPS
 from ringprof.trace.columns import Int64
 
 
@@ -28,7 +28,8 @@ class KindTime:
 class Breakdown:
     """One device over one window, in nanoseconds.
 
-    Always ``compute + exposed_comm + exposed_memory + idle == wall``; see docs/definitions.md.
+    Always ``compute + exposed_comm + exposed_memory + idle == wall``, with ``exposed_other_groups`` on the left where
+    one process group was asked for; see docs/definitions.md.
     """
 
     start_ns: int
@@ -44,9 +45,13 @@ class Breakdown:
     """Union of the attention kernels' intervals."""
     kinds: dict[str, KindTime]
     """Kinds that occur, in the order of `KINDS`."""
+    exposed_other_groups_ns: int = 0
+    """Where one process group was asked for: communication of others with neither computation nor the group's own
+    communication beside it."""
 
     def __post_init__(self) -> None:
         parts = self.compute_ns + self.exposed_comm_ns + self.exposed_memory_ns + self.idle_ns
+        parts += self.exposed_other_groups_ns
         assert parts == self.wall_ns, f"parts {parts} ns, wall {self.wall_ns} ns"
         assert min(self.compute_ns, self.exposed_comm_ns, self.exposed_memory_ns, self.idle_ns) >= 0
 
@@ -68,28 +73,36 @@ class Breakdown:
         return self.exposed_comm_ns / self.wall_ns if self.wall_ns else 0.0
 
 
-def break_down(classified: Classified, activities: Int64) -> Breakdown:
-    """The breakdown of one device's activities (indices into the trace's, not empty)."""
+def break_down(classified: Classified, activities: Int64, between_ns: tuple[int, int] | None = None) -> Breakdown:
+    """The breakdown of one device's activities (indices into the trace's, not empty), cut at two times where given."""
     start = classified.trace.activities.start_ns[activities]
     end = np.maximum(classified.trace.activities.end_ns[activities], start)
+    if between_ns:
+        start, end = np.clip(start, *between_ns), np.clip(end, *between_ns)
     kind = classified.kind[activities]
     compute = _spans(start, end, kind, COMPUTE)
     comm = _spans(start, end, kind, COMMUNICATION)
+    others = _spans(start, end, kind, (OTHER_GROUPS,))
     memory = _spans(start, end, kind, MEMORY)
-    overlapped = intervals.length_ns(intervals.intersection(comm, compute))
+    computing_or_sending = intervals.merged(compute, comm)
+    before_memory = intervals.merged(computing_or_sending, others)
     first, last = int(start.min()), int(end.max())
-    busy = intervals.length_ns(intervals.merged(compute, comm, memory))
+    busy = intervals.length_ns(intervals.merged(before_memory, memory))
+    comm_ns, compute_ns = intervals.length_ns(comm), intervals.length_ns(compute)
+    exposed_ns = intervals.length_ns(computing_or_sending) - compute_ns
     return Breakdown(
         start_ns=first,
         end_ns=last,
-        compute_ns=intervals.length_ns(compute),
-        comm_ns=intervals.length_ns(comm),
-        overlapped_ns=overlapped,
-        exposed_comm_ns=intervals.length_ns(intervals.subtraction(comm, compute)),
-        exposed_memory_ns=intervals.length_ns(intervals.subtraction(memory, intervals.merged(compute, comm))),
+        compute_ns=compute_ns,
+        comm_ns=comm_ns,
+        overlapped_ns=comm_ns - exposed_ns,
+        exposed_comm_ns=exposed_ns,
+        # Each union holds the one before it, so their differences are what each part adds.
+        exposed_memory_ns=busy - intervals.length_ns(before_memory),
         idle_ns=last - first - busy,
         flash_ns=intervals.length_ns(_spans(start, end, kind, ("flash_fwd", "flash_bwd"))),
         kinds=_kind_times(start, end, kind, compute),
+        exposed_other_groups_ns=intervals.length_ns(before_memory) - intervals.length_ns(computing_or_sending),
     )
 
 

@@ -6,12 +6,14 @@
    For compute, an attention operator that the launch happened in.
 3. ``annotation``: a range that the launch happened in (``nccl:...``, ``ringprof::.../merge``).
 4. ``name``: `ringprof.analysis.rules`.
+
+A rule of the user's own (``user_rule``) stands before all but a communication call's own record.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,13 +32,17 @@ from ringprof.analysis.rules import (
 )
 from ringprof.trace.columns import MEMCPY, MEMSET, NONE, Collective, Int8, Int64, Ranges, Trace
 
-EVIDENCE = ("metadata", "cpu_records", "annotation", "name", "none")
+EVIDENCE = ("metadata", "cpu_records", "annotation", "name", "none", "user_rule")
 """A column of evidence holds indices into this tuple; ``none`` marks what no source knows (kind ``other``)."""
-METADATA, CPU_RECORDS, ANNOTATION, NAME, NO_EVIDENCE = range(len(EVIDENCE))
+METADATA, CPU_RECORDS, ANNOTATION, NAME, NO_EVIDENCE, USER_RULE = range(len(EVIDENCE))
 
 _MERGE_RANGE = re.compile(r"ringprof::(.*/)?merge\b")
 _COMM_RANGE = re.compile(r"(?:nccl|gloo|c10d)::?(\w+)")
 _FLASH = (CODE["flash_fwd"], CODE["flash_bwd"])
+
+
+Calls = tuple[Collective, ...]
+"""The communication calls that one kernel carries out, in order."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +56,9 @@ class Classified:
     """Index into `EVIDENCE`."""
     launch: Int64
     """Index into ``trace.launches`` of the CPU call that launched the activity, or `NONE`."""
-    calls: dict[int, tuple[Collective, ...]]
-    """Activity -> the communication calls that it carries out; missing where no record tells."""
+    calls: dict[int, Calls]
+    """Activity -> the communication calls that it carries out; missing where no record tells. Activities that carry
+    out the same records share one tuple."""
     attention: tuple[str, ...]
     """Families of the attention kernels that ran, most frequent first."""
 
@@ -60,15 +67,18 @@ class Classified:
         return np.isin(self.kind, [CODE[kind] for kind in kinds])
 
 
-def classify(trace: Trace) -> Classified:
-    """Decide every activity of a trace."""
+def classify(trace: Trace, own_rules: Sequence[Rule] = ()) -> Classified:
+    """Decide every activity of a trace; ``own_rules`` are the user's."""
     launch = launches_of(trace)
-    kind, evidence, attention = _by_name(trace)
+    kind, evidence, attention = _by_name(trace, own_rules)
     _by_launch(trace, launch, kind, evidence)
     calls = {}
+    kinds: dict[int, str] = {}
     for activity, found, source in _calls(trace, launch, kind):
         calls[activity] = found
-        kind[activity], evidence[activity] = CODE[_kind_of_calls(found, trace.rank)], source
+        if id(found) not in kinds:
+            kinds[id(found)] = _kind_of_calls(found, trace.rank)
+        kind[activity], evidence[activity] = CODE[kinds[id(found)]], source
     _by_comm_annotation(trace, launch, kind, evidence)
     return Classified(trace, kind, evidence, launch, calls, attention)
 
@@ -87,10 +97,10 @@ def launches_of(trace: Trace) -> Int64:
 # --- names ----------------------------------------------------------------------------------------
 
 
-def _by_name(trace: Trace) -> tuple[Int8, Int8, tuple[str, ...]]:
+def _by_name(trace: Trace, own_rules: Sequence[Rule]) -> tuple[Int8, Int8, tuple[str, ...]]:
     """Kinds from the name rules, each distinct name looked at once; copies and sets from their category."""
-    used = np.unique(trace.activities.name)
-    rules = {int(index): rule_for(trace.names[index]) for index in used}
+    counts = np.bincount(trace.activities.name, minlength=len(trace.names))
+    rules = {index: rule_for(trace.names[index], own_rules) for index in np.flatnonzero(counts).tolist()}
     code = np.full(len(trace.names), CODE["other"], np.int8)
     for index, rule in rules.items():
         code[index] = CODE[rule.kind] if rule else CODE["other"]
@@ -105,7 +115,10 @@ def _by_name(trace: Trace) -> tuple[Int8, Int8, tuple[str, ...]]:
     if len(peer_copy):
         rows = (trace.activities.category == MEMCPY) & peer_copy[trace.activities.name]
         kind[rows] = CODE["copy_engine"]
-    counts = np.bincount(trace.activities.name, minlength=len(trace.names))
+    chosen = [index for index, rule in rules.items() if rule in own_rules]
+    if chosen:
+        rows = np.isin(trace.activities.name, chosen)
+        kind[rows], evidence[rows] = code[trace.activities.name[rows]], USER_RULE
     return kind, evidence, _families(rules, counts)
 
 
@@ -125,6 +138,7 @@ def _by_launch(trace: Trace, launch: Int64, kind: Int8, evidence: Int8) -> None:
     kernel = (trace.activities.category != MEMCPY) & (trace.activities.category != MEMSET)
     either = np.array([runs_in_either_pass(name) for name in trace.names] or [False], np.bool_)
     named_flash = np.isin(kind, _FLASH) & ~either[trace.activities.name]
+    kernel &= evidence != USER_RULE
     open_to_change = kernel & ~named_flash & ~np.isin(kind, [CODE[name] for name in COMMUNICATION])
     for name in ("flash_fwd", "flash_bwd"):
         wanted = {text for text in trace.names if kind_of_attention_operator(text) == name}
@@ -161,22 +175,28 @@ def launched_inside(
 # --- communication records ------------------------------------------------------------------------
 
 
-def _calls(trace: Trace, launch: Int64, kind: Int8) -> Iterator[tuple[int, tuple[Collective, ...], int]]:
+def _calls(trace: Trace, launch: Int64, kind: Int8) -> Iterator[tuple[int, Calls, int]]:
     """(activity, the calls it carries out, evidence) for every activity that a communication record speaks of."""
     own = np.flatnonzero(trace.activities.collective != NONE)
-    for activity in own.tolist():
-        record = trace.collectives[trace.activities.collective[activity]]
-        if kind_of_collective(record.name) is not None:
-            yield activity, (record,), METADATA
+    known: dict[tuple[int, ...], Calls] = {}
+
+    def calls_of(records: tuple[int, ...]) -> Calls:
+        if records not in known:
+            found = (trace.collectives[record] for record in records)
+            known[records] = tuple(record for record in found if kind_of_collective(record.name) is not None)
+        return known[records]
+
+    for activity, number in zip(own.tolist(), trace.activities.collective[own].tolist(), strict=True):
+        if calls := calls_of((number,)):
+            yield activity, calls, METADATA
     communication = np.isin(kind, [CODE[name] for name in COMMUNICATION])
     communication[own] = True
     bare = communication & (trace.activities.collective == NONE) & (launch != NONE)
     # All nodes of a CUDA graph share one launch, which was preceded by no record of theirs.
     bare &= (trace.activities.graph_node == NONE) & _launched_alone(launch)
-    for number, records in _records_before(trace, launch, communication, bare):
-        found = tuple(record for record in records if kind_of_collective(record.name) is not None)
-        if found:
-            yield number, found, CPU_RECORDS
+    for activity, numbers in _records_before(trace, launch, communication, bare):
+        if calls := calls_of(numbers):
+            yield activity, calls, CPU_RECORDS
 
 
 def _launched_alone(launch: Int64) -> npt.NDArray[np.bool_]:
@@ -187,7 +207,7 @@ def _launched_alone(launch: Int64) -> npt.NDArray[np.bool_]:
 
 def _records_before(
     trace: Trace, launch: Int64, communication: npt.NDArray[np.bool_], bare: npt.NDArray[np.bool_]
-) -> Iterator[tuple[int, list[Collective]]]:
+) -> Iterator[tuple[int, tuple[int, ...]]]:
     """For each bare kernel the records on its launching thread since the communication launch before its own."""
     records, launches = trace.comm_records, trace.launches
     comm = np.flatnonzero(communication & (launch != NONE))
@@ -198,16 +218,16 @@ def _records_before(
         rows = np.flatnonzero(records.thread == thread)
         until = np.searchsorted(records.start_ns[rows], launched, side="right")
         since = np.concatenate(([0], until[:-1]))
-        for activity, first, last, at in zip(mine.tolist(), since, until, launched, strict=True):
-            if bare[activity]:
-                found = rows[first:last]
+        ends, numbers = records.end_ns[rows].tolist(), records.collective[rows].tolist()
+        columns = (mine, bare[mine], since, until, launched)
+        for activity, alone, first, last, at in zip(*(column.tolist() for column in columns), strict=True):
+            if alone:
                 # A record that the launch lies in is this kernel's own: the ones before it sent nothing here.
-                around = found[records.end_ns[found] > at]
-                chosen = around if len(around) else found
-                yield activity, [trace.collectives[i] for i in records.collective[chosen]]
+                around = tuple([numbers[row] for row in range(first, last) if ends[row] > at])
+                yield activity, around or tuple(numbers[first:last])
 
 
-def _kind_of_calls(calls: tuple[Collective, ...], rank: int | None) -> str:
+def _kind_of_calls(calls: Calls, rank: int | None) -> str:
     kinds = {kind_of_collective(call.name) or "comm_other" for call in calls}
     if kinds == {"all_to_all"} and all(single_peer(call, rank) is not None for call in calls):
         return "send_recv"
@@ -216,6 +236,8 @@ def _kind_of_calls(calls: tuple[Collective, ...], rank: int | None) -> str:
 
 def single_peer(call: Collective, rank: int | None) -> tuple[int, int] | None:
     """(rank sent to, rank received from) of an all-to-all that is a rotation: its splits have one peer each."""
+    if not call.in_split:
+        return None
     to = [index for index, size in enumerate(call.in_split) if size]
     source = [index for index, size in enumerate(call.out_split) if size]
     if len(to) != 1 or len(source) != 1:

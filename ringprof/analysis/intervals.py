@@ -90,7 +90,8 @@ def _covered_before(spans: Spans, points_ns: Int64) -> Int64:
 
 def _where(a: Spans, b: Spans, wanted_in_b: bool) -> Spans:
     """Between two neighbouring edges of either set nothing changes: test each such piece at its start."""
-    edges = np.unique(np.concatenate((a.start_ns, a.end_ns, b.start_ns, b.end_ns)))
+    # An edge of both sets makes a piece of no length, which the union drops.
+    edges = np.sort(np.concatenate((a.start_ns, a.end_ns, b.start_ns, b.end_ns)))
     start, end = edges[:-1], edges[1:]
     keep = contains(a, start) & (contains(b, start) == wanted_in_b)
     return union(start[keep], end[keep])

@@ -4,127 +4,150 @@ NCCL carries the messages between two ranks of one communicator in the order the
 that a rank sent to another within a group is the n-th that the other received from it there, and the n-th
 collective of a kind is the same one on every rank of its group. Where the counts or the bytes disagree, nothing
 is matched: a cut trace is reported, not forced.
+
+Transfers are numbered over all ranks, and what is known of them is held in arrays over these numbers, so that the
+cost is that of a few sorts however many there are.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
 
 from ringprof.analysis.transfers import Group, Transfer
+from ringprof.trace.columns import Int8, Int64
 
-Key = tuple[int, int]
-"""(rank, position in that rank's list of transfers)."""
+REASONS = ("", "rank_missing", "counts_differ", "bytes_differ", "no_record")
+"""Why a transfer is not matched; index 0 for those that are."""
+
+_NUMBERS = {reason: number for number, reason in enumerate(REASONS)}
 
 
 @dataclass(frozen=True)
 class Matches:
-    """For every transfer that could be matched completely: its partners."""
+    """The transfers of all ranks, and which belong together. Int64 arrays hold transfers' numbers."""
 
-    peers: dict[Key, frozenset[Key]]
-    """The kernels at the other end of its messages, or the whole group of a collective without itself."""
-    unmatched: dict[Key, str]
-    """Why a transfer was not matched: ``rank_missing``, ``counts_differ``, ``bytes_differ`` or ``no_record``."""
+    transfers: tuple[Transfer, ...]
+    """By rank, each rank's in its own order; a transfer's number is its place in here."""
+    reason: Int8
+    """For each transfer, an index into `REASONS`."""
+    sender: Int64
+    receiver: Int64
+    """One element a matched message: the kernel that sent it and the one that received it."""
+    meetings: tuple[Int64, ...]
+    """Matched collectives: a row for each rank of the group, a column for each call."""
+
+    def matched(self) -> npt.NDArray[np.bool_]:
+        """Whether each transfer's partners are all known; false for copies, which have none."""
+        partnered = np.zeros(len(self.transfers), np.bool_)
+        for numbers in (self.sender, self.receiver, *self.meetings):
+            partnered[numbers.ravel()] = True
+        matched: npt.NDArray[np.bool_] = partnered & (self.reason == 0)
+        return matched
+
+    def unmatched(self) -> dict[str, int]:
+        """How many transfers are not matched, by reason."""
+        return dict(Counter(REASONS[number] for number in self.reason[self.reason > 0].tolist()))
 
 
-def match(transfers: dict[int, list[Transfer]]) -> Matches:
+def match(transfers: Mapping[int, Sequence[Transfer]]) -> Matches:
     """Match the transfers of all ranks; ``transfers`` holds each rank's, in order."""
-    peers: dict[Key, set[Key]] = defaultdict(set)
-    unmatched: dict[Key, str] = {}
-    for ends in _channels(transfers).values():
-        _match_channel(ends, transfers, peers, unmatched)
-    _match_collectives(transfers, peers, unmatched)
-    for rank, mine in transfers.items():
-        for position, transfer in enumerate(mine):
-            if transfer.kind == "send_recv" and not (transfer.sends or transfer.receives):
-                unmatched[rank, position] = "no_record"
-    complete = {key: frozenset(found) for key, found in peers.items() if key not in unmatched}
-    return Matches(complete, unmatched)
+    everything = tuple(transfer for mine in transfers.values() for transfer in mine)
+    work = _Work(np.zeros(len(everything), np.int8))
+    _match_messages(everything, set(transfers), work)
+    _match_collectives(everything, set(transfers), work)
+    for number, transfer in enumerate(everything):
+        if transfer.kind == "send_recv" and not (transfer.sends or transfer.receives):
+            work.reason[number] = _NUMBERS["no_record"]
+    return Matches(
+        everything,
+        work.reason,
+        np.array(work.sender, np.int64),
+        np.array(work.receiver, np.int64),
+        tuple(work.meetings),
+    )
+
+
+@dataclass
+class _Work:
+    """What has been found so far."""
+
+    reason: Int8
+    sender: list[int] = field(default_factory=list)
+    receiver: list[int] = field(default_factory=list)
+    meetings: list[Int64] = field(default_factory=list)
+
+    def refuse(self, numbers: Iterable[int], reason: str) -> None:
+        """The first reason stays."""
+        for number in numbers:
+            if not self.reason[number]:
+                self.reason[number] = _NUMBERS[reason]
 
 
 # --- point to point -------------------------------------------------------------------------------
 
-Channel = tuple[Group, int, int]
-"""(group, sending rank, receiving rank)."""
-
 
 @dataclass
-class _Ends:
-    """The messages of one channel as its two ends saw them: (transfer, bytes)."""
+class _Channel:
+    """The messages from one rank to another within a group, as its two ends saw them: transfers and bytes."""
 
-    source: int
-    destination: int
-    sent: list[tuple[Key, int | None]]
-    received: list[tuple[Key, int | None]]
-
-
-def _channels(transfers: dict[int, list[Transfer]]) -> dict[Channel, _Ends]:
-    channels: dict[Channel, _Ends] = {}
-
-    def ends(group: Group, source: int, destination: int) -> _Ends:
-        return channels.setdefault((group, source, destination), _Ends(source, destination, [], []))
-
-    for rank, mine in transfers.items():
-        for position, transfer in enumerate(mine):
-            for message in transfer.sends:
-                ends(transfer.group, rank, message.peer).sent.append(((rank, position), message.size_bytes))
-            for message in transfer.receives:
-                ends(transfer.group, message.peer, rank).received.append(((rank, position), message.size_bytes))
-    return channels
+    sent: list[int] = field(default_factory=list)
+    sent_bytes: list[int | None] = field(default_factory=list)
+    received: list[int] = field(default_factory=list)
+    received_bytes: list[int | None] = field(default_factory=list)
 
 
-def _match_channel(
-    ends: _Ends,
-    transfers: dict[int, list[Transfer]],
-    peers: dict[Key, set[Key]],
-    unmatched: dict[Key, str],
-) -> None:
-    everyone = [key for key, _ in (*ends.sent, *ends.received)]
-    if ends.source not in transfers or ends.destination not in transfers:
-        _refuse(everyone, "rank_missing", unmatched)
-    elif len(ends.sent) != len(ends.received):
-        _refuse(everyone, "counts_differ", unmatched)
-    elif any(out != into for (_, out), (_, into) in zip(ends.sent, ends.received, strict=True)):
-        _refuse(everyone, "bytes_differ", unmatched)
-    else:
-        for (sender, _), (receiver, _) in zip(ends.sent, ends.received, strict=True):
-            peers[sender].add(receiver)
-            peers[receiver].add(sender)
+def _match_messages(everything: Sequence[Transfer], ranks: set[int], work: _Work) -> None:
+    channels: dict[tuple[Group, int, int], _Channel] = defaultdict(_Channel)
+    for number, transfer in enumerate(everything):
+        for message in transfer.sends:
+            channel = channels[transfer.group, transfer.rank, message.peer]
+            channel.sent.append(number)
+            channel.sent_bytes.append(message.size_bytes)
+        for message in transfer.receives:
+            channel = channels[transfer.group, message.peer, transfer.rank]
+            channel.received.append(number)
+            channel.received_bytes.append(message.size_bytes)
+    for (_, source, destination), channel in channels.items():
+        reason = _refusal(channel, source in ranks and destination in ranks)
+        if reason:
+            work.refuse((*channel.sent, *channel.received), reason)
+        else:
+            work.sender += channel.sent
+            work.receiver += channel.received
 
 
-def _refuse(keys: Iterable[Key], reason: str, unmatched: dict[Key, str]) -> None:
-    for key in keys:
-        unmatched.setdefault(key, reason)
+def _refusal(channel: _Channel, both_here: bool) -> str:
+    if not both_here:
+        return "rank_missing"
+    if len(channel.sent) != len(channel.received):
+        return "counts_differ"
+    return "" if channel.sent_bytes == channel.received_bytes else "bytes_differ"
 
 
 # --- collectives ----------------------------------------------------------------------------------
 
 
-def _match_collectives(
-    transfers: dict[int, list[Transfer]], peers: dict[Key, set[Key]], unmatched: dict[Key, str]
-) -> None:
-    by_group: dict[tuple[Group, str], dict[int, list[Key]]] = defaultdict(lambda: defaultdict(list))
-    for rank, mine in transfers.items():
-        for position, transfer in enumerate(mine):
-            if transfer.kind == "send_recv":
-                continue
-            if transfer.source == "none":
-                unmatched[rank, position] = "no_record"
-            else:
-                by_group[transfer.group, transfer.kind][rank].append((rank, position))
-    for (group, _), calls in by_group.items():
-        everyone = [key for keys in calls.values() for key in keys]
-        if not group[1] or set(group[1]) - set(calls):
-            present = group[1] and not set(group[1]) - set(transfers)
-            _refuse(everyone, "counts_differ" if present else "rank_missing", unmatched)
-        elif len({len(keys) for keys in calls.values()}) > 1:
-            _refuse(everyone, "counts_differ", unmatched)
+def _match_collectives(everything: Sequence[Transfer], ranks: set[int], work: _Work) -> None:
+    calls: dict[tuple[Group, str], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for number, transfer in enumerate(everything):
+        if transfer.kind in ("send_recv", "copy_engine"):
+            continue
+        if transfer.source == "none":
+            work.refuse((number,), "no_record")
         else:
-            _join(list(calls.values()), peers)
-
-
-def _join(calls: Sequence[list[Key]], peers: dict[Key, set[Key]]) -> None:
-    for together in zip(*calls, strict=True):
-        for key in together:
-            peers[key].update(other for other in together if other != key)
+            calls[transfer.group, transfer.kind][transfer.rank].append(number)
+    for (group, _), by_rank in calls.items():
+        members = set(group[1])
+        if not members or members - set(by_rank):
+            reason = "counts_differ" if members and not members - ranks else "rank_missing"
+        else:
+            reason = "counts_differ" if len({len(numbers) for numbers in by_rank.values()}) > 1 else ""
+        if reason:
+            work.refuse((number for numbers in by_rank.values() for number in numbers), reason)
+        else:
+            work.meetings.append(np.array(list(by_rank.values()), np.int64))

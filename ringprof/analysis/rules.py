@@ -7,6 +7,8 @@ resort, and for compute kernels mostly the only one.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 COMPUTE = ("flash_fwd", "flash_bwd", "merge", "gemm", "other")
@@ -21,7 +23,9 @@ COMMUNICATION = (
     "comm_other",
 )
 MEMORY = ("memcpy", "memset")
-KINDS = (*COMPUTE, *COMMUNICATION, *MEMORY)
+OTHER_GROUPS = "other_groups"
+"""Communication of process groups that the user did not ask for; only where one was asked for."""
+KINDS = (*COMPUTE, *COMMUNICATION, *MEMORY, OTHER_GROUPS)
 """Every kind; a column of kinds holds indices into this tuple."""
 
 CODE = {kind: code for code, kind in enumerate(KINDS)}
@@ -109,8 +113,11 @@ _ATTENTION_OPERATOR = re.compile(
 _BACKWARD = re.compile(r"backward|_bwd|::bwd", re.IGNORECASE)
 
 
-def rule_for(name: str) -> Rule | None:
-    """The first rule that fits a kernel's name; None for a name that no rule knows."""
+def rule_for(name: str, own: Sequence[Rule] = ()) -> Rule | None:
+    """The first rule that fits a kernel's name, ``own`` rules before the built-in; None where none knows it."""
+    for rule in own:
+        if re.search(rule.pattern, name, re.IGNORECASE | re.DOTALL):
+            return rule
     for rule, pattern in _COMPILED:
         if pattern.search(name):
             return rule
@@ -129,6 +136,7 @@ def kind_of_attention_operator(name: str) -> str | None:
     return "flash_bwd" if _BACKWARD.search(name) else "flash_fwd"
 
 
+@lru_cache(maxsize=1024)
 def kind_of_collective(name: str) -> str | None:
     """The kind of a communication call by its recorded name; None for what moves nothing (``wait``)."""
     plain = name.lower().replace("_", "").removeprefix("nccl:").removeprefix("c10d::")

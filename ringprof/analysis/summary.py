@@ -12,12 +12,12 @@ import numpy as np
 
 from ringprof.analysis.attribution import Attribution, Rank
 from ringprof.analysis.hops import hop_totals, total
-from ringprof.analysis.rules import COMMUNICATION, KINDS
+from ringprof.analysis.rules import COMMUNICATION, KINDS, OTHER_GROUPS
 from ringprof.run import Run
 
 MOST_RANKS_LISTED = 16
-PARTS = ("compute", "exposed_comm", "exposed_memory", "idle", "wall")
-"""The parts of a rank's time and, last, the wall that they sum to."""
+PARTS = ("compute", "exposed_comm", "exposed_other_groups", "exposed_memory", "idle", "wall")
+"""The parts of a rank's time and, last, the wall that they sum to; the third only where a group was asked for."""
 
 
 @dataclass(frozen=True)
@@ -166,6 +166,8 @@ def _parts(ranks: Sequence[Rank]) -> tuple[Part, ...]:
     result = []
     for name in PARTS:
         values = [getattr(rank.breakdown, f"{name}_ns") for rank in ranks]
+        if name == "exposed_other_groups" and not any(OTHER_GROUPS in rank.breakdown.kinds for rank in ranks):
+            continue
         mean = fmean(values)
         result.append(Part(name, mean, min(values), max(values), _ratio(mean, wall)))
     return tuple(result)

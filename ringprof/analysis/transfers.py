@@ -1,12 +1,11 @@
-"""What each communication kernel carried: its messages with peers and bytes, and its process group."""
+"""What each communication activity carried: its messages with peers and bytes, and its process group."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+import msgspec
 import numpy as np
 
-from ringprof.analysis.classify import EVIDENCE, Classified, single_peer
+from ringprof.analysis.classify import EVIDENCE, Calls, Classified, single_peer
 from ringprof.analysis.rules import CODE, COMMUNICATION, KINDS
 from ringprof.trace.columns import NONE, Collective, Int64, Trace
 
@@ -19,8 +18,9 @@ Group = tuple[str | None, tuple[int, ...]]
 """A process group as all its ranks name it: its name, and its global ranks where they are known."""
 
 
-@dataclass(frozen=True)
-class Message:
+# A large trace holds hundreds of thousands of these: structs are made several times faster than data classes, and
+# the garbage collector need not visit them, since they cannot refer to themselves.
+class Message(msgspec.Struct, frozen=True, gc=False):
     """One send or one receive within a kernel."""
 
     peer: int
@@ -28,9 +28,8 @@ class Message:
     size_bytes: int | None
 
 
-@dataclass(frozen=True)
-class Transfer:
-    """One communication kernel of one rank."""
+class Transfer(msgspec.Struct, frozen=True, gc=False):
+    """One communication kernel, or one peer-to-peer copy, of one rank."""
 
     rank: int
     activity: int
@@ -45,42 +44,57 @@ class Transfer:
     sends: tuple[Message, ...]
     receives: tuple[Message, ...]
     sent_bytes: int | None
-    """Bytes that leave this rank: of a collective, by its ring or pairwise algorithm."""
+    """Bytes that leave this rank: of a collective, by its ring or pairwise algorithm; of a copy, all."""
     source: str
-    """Which evidence the messages come from: ``metadata`` or ``cpu_records``; ``none`` where nothing tells."""
+    """Which evidence the messages come from: ``metadata``, ``cpu_records``, ``run`` (what the recorder counted) or
+    ``copy`` (a copy's own size); ``none`` where nothing tells."""
 
     @property
     def duration_ns(self) -> int:
         return self.end_ns - self.start_ns
 
 
+class _Content(msgspec.Struct, frozen=True, gc=False):
+    """What the calls of a kernel say; the same for all kernels that carry out the same calls."""
+
+    group: Group
+    sends: tuple[Message, ...]
+    receives: tuple[Message, ...]
+    sent_bytes: int | None
+
+
 def transfers_of(classified: Classified, activities: Int64, rank: int) -> list[Transfer]:
-    """The communication kernels among ``activities``, by start; copies by the copy engine are not among them."""
-    trace = classified.trace
-    carried = np.isin(classified.kind, [CODE[kind] for kind in COMMUNICATION if kind != "copy_engine"])
-    order = _launch_order(classified)
+    """The communication kernels and peer-to-peer copies among ``activities`` (ascending indices), by start."""
+    trace, rows = classified.trace, classified.trace.activities
+    chosen = activities[np.isin(classified.kind[activities], [CODE[kind] for kind in COMMUNICATION])]
+    start = rows.start_ns[chosen]
+    columns = (
+        chosen, classified.kind[chosen], classified.evidence[chosen], start, np.maximum(rows.end_ns[chosen], start),
+        rows.stream[chosen], _launch_order(classified)[chosen], rows.size_bytes[chosen],
+    )  # fmt: skip
+    contents: dict[tuple[int, int], _Content] = {}
     result = []
-    for activity in activities[carried[activities]].tolist():
-        calls = classified.calls.get(activity, ())
-        kind = KINDS[classified.kind[activity]]
-        sends, receives = _messages(calls, kind, rank)
+    for activity, code, proof, begin, end, stream, launched, size in zip(*(c.tolist() for c in columns), strict=True):
+        kind, calls = KINDS[code], classified.calls.get(activity, ())
+        if kind == "copy_engine":
+            content, source = _Content((None, ()), (), (), size if size != NONE else None), "copy"
+        else:
+            # The calls of equal batches are one object (`classify`), which lives as long as ``classified``.
+            content = contents.get((id(calls), code)) or _content(trace, calls, kind, rank)
+            contents[id(calls), code] = content
+            source = EVIDENCE[proof] if calls else "none"
         result.append(
             Transfer(
-                rank=rank,
-                activity=activity,
-                kind=kind,
-                start_ns=int(trace.activities.start_ns[activity]),
-                end_ns=max(int(trace.activities.end_ns[activity]), int(trace.activities.start_ns[activity])),
-                stream=int(trace.activities.stream[activity]),
-                launched=int(order[activity]),
-                group=_group(trace, calls),
-                sends=sends,
-                receives=receives,
-                sent_bytes=_sent(calls, kind, sends, rank),
-                source=EVIDENCE[classified.evidence[activity]] if calls else "none",
+                rank, activity, kind, begin, end, stream, launched,
+                content.group, content.sends, content.receives, content.sent_bytes, source,
             )
-        )
+        )  # fmt: skip
     return result
+
+
+def _content(trace: Trace, calls: Calls, kind: str, rank: int) -> _Content:
+    sends, receives = _messages(calls, kind, rank)
+    return _Content(_group(trace, calls), sends, receives, _sent(calls, kind, sends, rank))
 
 
 def _launch_order(classified: Classified) -> Int64:
@@ -91,14 +105,14 @@ def _launch_order(classified: Classified) -> Int64:
     return order
 
 
-def _group(trace: Trace, calls: tuple[Collective, ...]) -> Group:
+def _group(trace: Trace, calls: Calls) -> Group:
     for call in calls:
         ranks = call.group_ranks or trace.groups.get(call.group or "", ())
         return call.group, tuple(ranks)
     return None, ()
 
 
-def _messages(calls: tuple[Collective, ...], kind: str, rank: int) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
+def _messages(calls: Calls, kind: str, rank: int) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
     sends, receives = [], []
     for call in calls if kind == "send_recv" else ():
         rotation = single_peer(call, rank)
@@ -120,7 +134,7 @@ def _size(call: Collective, elements: int | None) -> int | None:
     return None if element is None else elements * element
 
 
-def _sent(calls: tuple[Collective, ...], kind: str, sends: tuple[Message, ...], rank: int) -> int | None:
+def _sent(calls: Calls, kind: str, sends: tuple[Message, ...], rank: int) -> int | None:
     """Bytes that leave the rank; None where a size is not known."""
     sizes = [m.size_bytes for m in sends] if kind == "send_recv" else [_leaving(c, kind, rank) for c in calls]
     if not calls or any(size is None for size in sizes):

@@ -1,15 +1,22 @@
-"""Which activities are looked at: those launched inside the marked iterations, or the whole trace."""
+"""Which activities are looked at: those launched inside the marked iterations or a chosen range, or the whole trace."""
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from ringprof.analysis import intervals
+from ringprof.errors import UsageError
 from ringprof.trace.columns import NONE, Int64, Ranges, Trace
+
+WHOLE_TRACE = "trace"
+"""The window's name that stands for all of the trace."""
+
+MOST_LISTED = 8
 
 # ringprof's own mark wins over the profiler's, which may include a warm-up that was recorded.
 _MARKS = (re.compile(r"ringprof::iteration\b.*"), re.compile(r"ProfilerStep#\d+"))
@@ -20,22 +27,37 @@ class Window:
     """The activities of one rank that belong to the profiled iterations."""
 
     source: str
-    """``ringprof``, ``profiler`` or ``trace`` (nothing was marked: all of it)."""
+    """``ringprof``, ``profiler``, ``range`` (a name that the user chose) or ``trace`` (nothing was marked: all)."""
     iterations: tuple[Int64, ...]
     """Indices into ``trace.activities``, one array an iteration, in order; one array where nothing was marked."""
     span_ns: tuple[tuple[int, int], ...]
     """The marked CPU ranges, one an iteration; empty where the window is all of the trace."""
     marked: bool = False
     """Whether the trace marks iterations at all; with source ``trace``, nothing was launched in them."""
+    between_ns: tuple[int, int] | None = None
+    """Unix times at which the activities are cut."""
 
     def activities(self) -> Int64:
         """Indices of all activities in the window, ascending."""
-        return np.unique(np.concatenate(self.iterations))
+        if len(self.iterations) == 1:
+            return self.iterations[0]
+        inside = np.zeros(max((int(part.max()) for part in self.iterations if len(part)), default=-1) + 1, np.bool_)
+        for part in self.iterations:
+            inside[part] = True
+        return np.flatnonzero(inside)
 
 
-def find_window(trace: Trace, launch: Int64) -> Window:
-    """The profiled iterations of a trace; ``launch`` joins activities to launches (`classify.launches_of`)."""
+def find_window(trace: Trace, launch: Int64, name: str | None = None) -> Window:
+    """The profiled iterations of a trace, or every range called ``name`` (``*`` and ``?`` are wildcards).
+
+    ``launch`` joins activities to launches (`classify.launches_of`). Raises `UsageError` where nothing was launched
+    in a range of that name.
+    """
     everything = np.arange(len(launch), dtype=np.int64)
+    if name == WHOLE_TRACE:
+        return Window("trace", (everything,), ())
+    if name is not None:
+        return _named_window(trace, launch, name)
     found_marks = False
     for source, pattern in zip(("ringprof", "profiler"), _MARKS, strict=True):
         marked = np.array([pattern.fullmatch(name) is not None for name in trace.names] or [False], np.bool_)
@@ -43,7 +65,7 @@ def find_window(trace: Trace, launch: Int64) -> Window:
         if not len(rows):
             continue
         found_marks = True
-        found = tuple(np.flatnonzero(inside) for inside in _inside(trace, launch, rows, marked))
+        found = _inside(trace, launch, rows, marked)
         spans = tuple((int(trace.annotations.start_ns[i]), int(trace.annotations.end_ns[i])) for i in rows)
         filled = [i for i, activities in enumerate(found) if len(activities)]
         if filled or not len(launch):
@@ -52,22 +74,40 @@ def find_window(trace: Trace, launch: Int64) -> Window:
     return Window("trace", (everything,), (), marked=found_marks)
 
 
+def _named_window(trace: Trace, launch: Int64, name: str) -> Window:
+    wild = re.compile("".join({"*": ".*", "?": "."}.get(letter) or re.escape(letter) for letter in name), re.DOTALL)
+    marked = np.array([wild.fullmatch(text) is not None for text in trace.names] or [False], np.bool_)
+    rows = np.flatnonzero(marked[trace.annotations.name])
+    if not len(rows):
+        known = Counter(trace.names[index] for index in trace.annotations.name.tolist())
+        listed = ", ".join(repr(text) for text, _ in known.most_common(MOST_LISTED)) or "none"
+        raise UsageError(f"--window {name!r}: {trace.path} has no such range; it has {listed}")
+    found = _inside(trace, launch, rows, marked)
+    kept = [number for number, activities in enumerate(found) if len(activities) or not len(launch)]
+    if not kept:
+        raise UsageError(f"--window {name!r}: nothing was launched in that range in {trace.path}")
+    spans = [(int(trace.annotations.start_ns[row]), int(trace.annotations.end_ns[row])) for row in rows]
+    return Window("range", tuple(found[i] for i in kept), tuple(spans[i] for i in kept), marked=True)
+
+
 def _inside(
     trace: Trace, launch: Int64, rows: npt.NDArray[np.intp], marked: npt.NDArray[np.bool_]
-) -> list[npt.NDArray[np.bool_]]:
+) -> tuple[Int64, ...]:
     """For each marked CPU range, which activities were launched in it (on any thread: backward has its own)."""
-    joined = launch != NONE
+    joined = np.flatnonzero(launch != NONE)
+    joined = joined[np.argsort(trace.launches.start_ns[launch[joined]], kind="stable")]
     launched = trace.launches.start_ns[launch[joined]]
     device_rows = np.flatnonzero(marked[trace.device_annotations.name])
     result = []
     for row in rows:
-        inside = np.zeros(len(launch), np.bool_)
-        start, end = trace.annotations.start_ns[row], trace.annotations.end_ns[row]
-        inside[joined] = (launched >= start) & (launched <= end)
-        if not joined.all():
-            inside |= ~joined & _inside_on_device(trace, device_rows, int(trace.annotations.name[row]), int(row))
+        first = np.searchsorted(launched, trace.annotations.start_ns[row], side="left")
+        last = np.searchsorted(launched, trace.annotations.end_ns[row], side="right")
+        inside = np.sort(joined[first:last])
+        if len(joined) < len(launch):
+            on_device = _inside_on_device(trace, device_rows, int(trace.annotations.name[row]), int(row))
+            inside = np.union1d(inside, np.flatnonzero(on_device & (launch == NONE)))
         result.append(inside)
-    return result
+    return tuple(result)
 
 
 def _inside_on_device(trace: Trace, device_rows: npt.NDArray[np.intp], name: int, row: int) -> npt.NDArray[np.bool_]:

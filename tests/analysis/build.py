@@ -72,6 +72,7 @@ class Builder:
         own: Collective | None = None,
         node: int = NONE,
         correlation: int | None = None,
+        size: int = NONE,
     ) -> Builder:
         """An activity on the device, launched at ``launched`` (no launch record where None)."""
         joins = NONE
@@ -82,7 +83,7 @@ class Builder:
             self.launches.append((launched, launched + 5, thread, joins))
         carried = NONE if own is None else self._collective(own)
         self.activities.append(
-            (start, end, self._name(name), category, device, stream, joins, NONE, NONE, carried, node)
+            (start, end, self._name(name), category, device, stream, joins, NONE, size, carried, node)
         )
         return self
 

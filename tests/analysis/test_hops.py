@@ -170,11 +170,12 @@ def test_hops_of_named_hosts_have_a_link_class():
 
 
 def test_clocks_of_several_hosts_are_not_taken_to_agree():
+    # One hop bounds the offset to within its own length, and nobody waits that long.
     builders = ring([1000] * 4, [2000] * 4)
     for rank, b in enumerate(builders):
         b.host = f"node{rank // 2}"
     attribution = attribution_of(builders)
-    assert "clocks_not_aligned" in codes(attribution)
+    assert codes(attribution) == ["clocks_fitted", "clocks_inconclusive"]
     assert splits(attribution) == [(None, None)] * 4
 
 

@@ -1,37 +1,69 @@
-"""HolisticTraceAnalysis as a second opinion on the overlap ratio.
+"""HolisticTraceAnalysis as a second opinion on the overlap ratio and the temporal breakdown, through ``run.hta()``.
 
-It rounds each event inward to whole microseconds, hence the tolerance. It needs pandas below 3; where it cannot be
+It rounds each event inward to whole microseconds, hence the tolerances. It needs pandas below 3; where it cannot be
 imported these tests are skipped.
 """
 
 from __future__ import annotations
 
-import shutil
+import sys
 import warnings
 from pathlib import Path
 
 import pytest
 
-from ringprof.analysis.attribution import attribute
-from ringprof.trace.ranks import read_traces
+import ringprof
+from ringprof.errors import InputError, MissingExtraError
+from tests.trace.test_nsys import export
 
 DATA = Path(__file__).parents[1] / "data"
+RUNS = ["h200x8-zigzag-131072", "h200x8-zigzag-131072-two-hosts"]
+
+
+@pytest.fixture(params=RUNS)
+def both(request):
+    """(theirs, ours) of one folder of traces."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        pytest.importorskip(
+            "hta.trace_analysis", reason="HolisticTraceAnalysis (with pandas below 3) is not here", exc_type=ImportError
+        )
+        run = ringprof.load(DATA / request.param)
+        return run.hta(), run
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("run", ["h200x8-zigzag-131072", "h200x8-zigzag-131072-two-hosts"])
-def test_the_overlap_ratio_is_within_three_tenths_of_a_point(run, tmp_path):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        analysis = pytest.importorskip(
-            "hta.trace_analysis", reason="HolisticTraceAnalysis (with pandas below 3) is not here", exc_type=ImportError
-        )
-    folder = tmp_path / run
-    shutil.copytree(DATA / run, folder)
-    table = analysis.TraceAnalysis(trace_dir=str(folder)).get_comm_comp_overlap(visualize=False)
-    theirs = dict(zip(table["rank"].tolist(), table["comp_comm_overlap_pctg"].tolist(), strict=True))
-    ours = attribute(read_traces(sorted((DATA / run).iterdir()))).ranks
-    assert len(theirs) == len(ours)
-    for rank in ours:
+def test_the_overlap_ratio_is_within_three_tenths_of_a_point(both):
+    theirs, ours = both
+    table = theirs.get_comm_comp_overlap(visualize=False)
+    ratios = dict(zip(table["rank"].tolist(), table["comp_comm_overlap_pctg"].tolist(), strict=True))
+    assert len(ratios) == len(ours.ranks)
+    for rank in ours.attribution.ranks:
         assert rank.breakdown.overlap_ratio is not None
-        assert 100 * rank.breakdown.overlap_ratio == pytest.approx(theirs[rank.rank], abs=0.3)
+        assert 100 * rank.breakdown.overlap_ratio == pytest.approx(ratios[rank.rank], abs=0.3)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_temporal_breakdown_is_within_two_microseconds_an_activity(both):
+    theirs, ours = both
+    table = theirs.get_temporal_breakdown(visualize=False).set_index("rank")
+    for rank in ours.attribution.ranks:
+        figures, row = rank.breakdown, table.loc[rank.rank]
+        # Of each activity up to 2 us is lost to the rounding; what is lost shows as idle there.
+        lost = 2 * sum(kind.calls for kind in figures.kinds.values())
+        assert figures.wall_ns / 1e3 == pytest.approx(row["kernel_time(us)"], abs=2)
+        assert figures.compute_ns / 1e3 == pytest.approx(row["compute_time(us)"], abs=lost)
+        beside = figures.exposed_comm_ns + figures.exposed_memory_ns
+        assert beside / 1e3 == pytest.approx(row["non_compute_time(us)"], abs=lost)
+        assert figures.idle_ns / 1e3 == pytest.approx(row["idle_time(us)"], abs=lost)
+
+
+def test_without_it_the_error_names_the_pip_line(monkeypatch):
+    monkeypatch.setitem(sys.modules, "hta.trace_analysis", None)
+    with pytest.raises(MissingExtraError, match=r"pip install 'ringprof\[hta\]' 'pandas<3'"):
+        ringprof.load(DATA / RUNS[0]).hta()
+
+
+def test_it_is_not_given_what_it_cannot_read(tmp_path):
+    with pytest.raises(InputError, match="reads Kineto files only"):
+        ringprof.load(export(tmp_path / "one.sqlite", 41)).hta()
