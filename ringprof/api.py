@@ -4,6 +4,8 @@ import ringprof
 run = ringprof.load("traces/run.json")
 run.breakdown()      # one row a rank
 run.hops()           # one row a neighbour transfer
+run.steps()          # one row a rank and ring step
+run.waterfall()      # from the peak to the speed achieved
 run.report()         # the JSON report as a dict
 """
 
@@ -17,10 +19,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ringprof.analysis.attribution import Attribution, Rank, attribute
-from ringprof.analysis.hops import Hop
-from ringprof.analysis.rules import KINDS
+from ringprof import frames
+from ringprof.analysis.attribution import Attribution, attribute
+from ringprof.analysis.clocks import Clocks
+from ringprof.analysis.figures import figures_of, figures_of_table
+from ringprof.analysis.focus import EVERYTHING, Focus, parse_between
+from ringprof.analysis.rules import Rule
 from ringprof.analysis.summary import Summary, summarise
+from ringprof.analysis.verdict import Findings
 from ringprof.errors import InputError, KernelTableError, UsageError
 from ringprof.report import as_json, terminal
 from ringprof.run import Run, read_run
@@ -35,64 +41,44 @@ if TYPE_CHECKING:
     from ringprof.analysis.comparison import Comparison, Entry
     from ringprof.analysis.table import TableReport
 
-BREAKDOWN_COLUMNS = (
-    "rank",
-    "host",
-    "wall_ns",
-    "compute_ns",
-    "comm_ns",
-    "overlapped_ns",
-    "exposed_comm_ns",
-    "exposed_memory_ns",
-    "idle_ns",
-    "overlap_ratio",
-    *(f"{kind}_ns" for kind in KINDS),
-)
-"""Of `Analysis.breakdown`: a row a rank; times in int64 nanoseconds, missing where not known; the ratio is 0..1."""
-
-HOP_COLUMNS = (
-    "rank",
-    "hop",
-    "group",
-    "send_to",
-    "receive_from",
-    "bytes",
-    "start_ns",
-    "end_ns",
-    "ready_ns",
-    "wait_ns",
-    "wire_ns",
-    "exposed_ns",
-    "wire_gbps",
-    "link",
-    "source",
-)
-"""Of `Analysis.hops`: a row a hop, by rank and start.
-
-``start_ns`` and ``end_ns`` are unix time; ``bytes`` are those sent; ``exposed_ns`` is time with no computation beside
-it; ``link`` is ``same_host``, ``other_host`` or ``unknown``; ``source`` says where peers and bytes come from.
-"""
-
 
 class Analysis:
     """One run, or the traces of one, explained. Made by `load`."""
 
-    def __init__(self, traces: Sequence[Trace], run: Run | None, source: Input, ranks_per_host: int | None) -> None:
+    def __init__(
+        self,
+        traces: Sequence[Trace],
+        run: Run | None,
+        source: Input,
+        ranks_per_host: int | None,
+        focus: Focus = EVERYTHING,
+    ) -> None:
         self._traces = tuple(traces)
         self._source = source
         self._ranks_per_host = ranks_per_host
+        self._focus = focus
         self.run = run
         """What the recorder wrote, or None for traces from elsewhere."""
 
     @cached_property
     def attribution(self) -> Attribution:
         """Every rank's figures, as values."""
-        return attribute(self._traces, self.run, self._ranks_per_host)
+        return attribute(self._traces, self.run, self._ranks_per_host, self._focus)
 
     @cached_property
+    def findings(self) -> Findings:
+        """Steps, waterfall and verdict, as values."""
+        return Findings(self.attribution, summarise(self.attribution))
+
+    @property
     def summary(self) -> Summary:
         """The run as a whole."""
-        return summarise(self.attribution)
+        return self.findings.summary
+
+    @property
+    def verdict(self) -> list[str]:
+        """At most three lines: what communication cost, what the cost came from, what could be gained."""
+        return list(self.findings.verdict)
 
     @property
     def ranks(self) -> list[int]:
@@ -105,22 +91,50 @@ class Analysis:
         return list(self.attribution.warnings)
 
     def breakdown(self) -> pd.DataFrame:
-        """Where each rank's time went; columns `BREAKDOWN_COLUMNS`."""
-        return _frame([_breakdown_row(rank) for rank in self.attribution.ranks], BREAKDOWN_COLUMNS)
+        """Where each rank's time went; columns `ringprof.frames.BREAKDOWN_COLUMNS`."""
+        return frames.breakdown_frame(self.attribution)
+
+    def iterations(self) -> pd.DataFrame:
+        """The same for each iteration alone; columns `ringprof.frames.ITERATION_COLUMNS`."""
+        return frames.iteration_frame(self.attribution)
 
     def hops(self) -> pd.DataFrame:
-        """Every neighbour transfer; columns `HOP_COLUMNS`."""
-        rows = [_hop_row(hop) for rank in self.attribution.ranks for hop in rank.hops]
-        return _frame(rows, HOP_COLUMNS)
+        """Every neighbour transfer; columns `ringprof.frames.HOP_COLUMNS`."""
+        return frames.hop_frame(self.attribution)
+
+    def steps(self) -> pd.DataFrame:
+        """Every ring step of every rank; columns `ringprof.analysis.steps.STEP_COLUMNS`. Empty where none are found."""
+        return frames.step_frame(self.findings.steps)
+
+    def waterfall(self) -> pd.DataFrame:
+        """From the device's peak to the speed achieved; columns `ringprof.analysis.waterfall.WATERFALL_COLUMNS`."""
+        return frames.waterfall_frame(self.findings.waterfall)
+
+    def figures(self) -> dict[str, float]:
+        """Every figure of the report by name, for conditions; see `ringprof.analysis.figures`."""
+        return figures_of(self.findings)
+
+    def clocks(self) -> Clocks:
+        """What was added to each rank's times to put all hosts on one clock, and how sure that is."""
+        return self.attribution.clocks
+
+    def hta(self) -> Any:
+        """HolisticTraceAnalysis's ``TraceAnalysis`` of the same traces, for its deeper analyses.
+
+        Raises `MissingExtraError` where it is not installed, `InputError` where it does not read these traces.
+        """
+        from ringprof.companion import trace_analysis
+
+        return trace_analysis({rank.rank: rank.classified.trace.path for rank in self.attribution.ranks})
 
     def report(self) -> dict[str, Any]:
         """The report of ``--format json``, schema ``ringprof.report/1``."""
         paths = [self._source.run] if self._source.run else list(self._source.paths)
-        return as_json.as_dict(self.attribution, self.summary, source=self._source.type, paths=paths)
+        return as_json.as_dict(self.findings, source=self._source.type, paths=paths)
 
-    def to_terminal(self, look: terminal.Look | None = None) -> str:
-        """The report for people, as text."""
-        return terminal.render(self.attribution, self.summary, look)
+    def to_terminal(self, look: terminal.Look | None = None, sections: Sequence[str] = ()) -> str:
+        """The report for people, as text; ``sections``: what to add of `ringprof.report.sections.SECTIONS`."""
+        return terminal.render(self.findings, look, sections)
 
     def __repr__(self) -> str:
         name = self.run.name if self.run else f"{len(self._traces)} traces"
@@ -153,8 +167,14 @@ class TableAnalysis:
 
         return table.whole_report(self.reports, [self.name])
 
-    def to_terminal(self, look: terminal.Look | None = None) -> str:
-        """The report of all tables as text."""
+    def figures(self) -> dict[str, float]:
+        """The figures of the largest table by name, for conditions; see `ringprof.analysis.figures`."""
+        from ringprof.report import table
+
+        return figures_of_table(table.largest_of(self.reports))
+
+    def to_terminal(self, look: terminal.Look | None = None, sections: Sequence[str] = ()) -> str:
+        """The report of all tables as text; a table has none of the further ``sections``."""
         from ringprof.report import table
 
         return table.render_all(self.reports, ascii_only=bool(look and look.ascii_only))
@@ -172,11 +192,37 @@ class Reading:
     """Kernel tables: wall time of the window."""
     iterations: int | None = None
     """Kernel tables: iterations in the window."""
+    group: str | None = None
+    """The process group whose communication is the ring's: name, description or ranks (``0,1,2,3``)."""
+    window: str | None = None
+    """Name of the ranges to look at, with ``*`` and ``?`` as wildcards; ``trace`` for the whole trace."""
+    between: str | None = None
+    """Two times from the start of the trace, such as ``10ms,20ms``; activities are cut at both."""
+    rules: str | os.PathLike[str] | None = None
+    """A file of rules of one's own, see `ringprof.analysis.user_rules`."""
+
+    def focus(self) -> Focus:
+        """What part to look at. Reads the file of rules."""
+        return Focus(
+            window=self.window,
+            between_ns=parse_between(self.between) if self.between else None,
+            group=self.group,
+            rules=_read_rules(self.rules) if self.rules else (),
+        )
 
 
-def load(
-    paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]], **how: int | None
-) -> Analysis | TableAnalysis:
+def _read_rules(path: str | os.PathLike[str]) -> tuple[Rule, ...]:
+    from ringprof.analysis.user_rules import parse_rules
+
+    try:
+        return parse_rules(Path(path).read_text("utf-8"), os.fspath(path))
+    except OSError as error:
+        raise InputError(f"{os.fspath(path)}: {error.strerror or error}") from None
+    except UnicodeDecodeError:
+        raise InputError(f"{os.fspath(path)}: not UTF-8 text: write the rules as plain text") from None
+
+
+def load(paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]], **how: Any) -> Analysis | TableAnalysis:
     """Load a ``run.json``, a run's folder, Kineto traces of one run, a folder of them, or a log with kernel tables.
 
     ``how``: the fields of `Reading`. Raises `InputError` where something cannot be read or is not of one run.
@@ -190,10 +236,10 @@ def load(
     if source.type == "text":
         return _load_text(source.paths[0], None, reading)
     traces = read_traces(source.paths, limit_bytes=reading.limit_bytes)
-    return Analysis(traces, None, source, reading.ranks_per_host)
+    return Analysis(traces, None, source, reading.ranks_per_host, reading.focus())
 
 
-def load_bytes(data: bytes, name: str = "-", **how: int | None) -> Analysis | TableAnalysis:
+def load_bytes(data: bytes, name: str = "-", **how: Any) -> Analysis | TableAnalysis:
     """As `load`, for one trace or log that came through a pipe."""
     reading = Reading(**how)
     kind = detect_bytes(data, name)
@@ -202,7 +248,7 @@ def load_bytes(data: bytes, name: str = "-", **how: int | None) -> Analysis | Ta
     if kind == "text":
         return _load_text(name, data, reading)
     trace = parse_trace(data, name, limit_bytes=reading.limit_bytes)
-    return Analysis([trace], None, Input("trace", (name,)), reading.ranks_per_host)
+    return Analysis([trace], None, Input("trace", (name,)), reading.ranks_per_host, reading.focus())
 
 
 def _load_run(path: str, source: Input, reading: Reading) -> Analysis:
@@ -212,7 +258,7 @@ def _load_run(path: str, source: Input, reading: Reading) -> Analysis:
     rank_of = {str(Path(path).parent / trace.path): trace.rank for trace in run.traces}
     read = read_traces(list(rank_of), limit_bytes=reading.limit_bytes)
     traces = [replace(trace, rank=rank_of[trace.path]) for trace in read]
-    return Analysis(traces, run, source, reading.ranks_per_host)
+    return Analysis(traces, run, source, reading.ranks_per_host, reading.focus())
 
 
 def _load_text(name: str, data: bytes | None, reading: Reading) -> TableAnalysis:
@@ -272,49 +318,3 @@ def _entries_of(label: str, source: Analysis | TableAnalysis) -> list[Entry]:
         entry_of_table(f"{label} table {index + 1}" if several else label, report)
         for index, report in enumerate(source.reports)
     ]
-
-
-# --- frames -----------------------------------------------------------------------------------------
-
-
-def _frame(rows: list[dict[str, Any]], columns: Sequence[str]) -> pd.DataFrame:
-    import pandas as pd  # here, because it takes longer to import than most reports to make
-
-    frame = pd.DataFrame(rows, columns=list(columns))
-    for column in columns:
-        if column.endswith("_ns") or column == "bytes":
-            frame[column] = frame[column].astype("Int64")
-    return frame
-
-
-def _breakdown_row(rank: Rank) -> dict[str, Any]:
-    row: dict[str, Any] = {"rank": rank.rank, "host": rank.host}
-    for column in BREAKDOWN_COLUMNS[2:10]:
-        row[column] = getattr(rank.breakdown, column)
-    for kind in KINDS:
-        figures = rank.breakdown.kinds.get(kind)
-        row[f"{kind}_ns"] = figures.time_ns if figures else 0
-    return row
-
-
-def _hop_row(hop: Hop) -> dict[str, Any]:
-    wire, size = hop.wire_ns, hop.sent_bytes
-    ready = [part.ready_ns for part in hop.parts]
-    transfers = [part.transfer for part in hop.parts]
-    return {
-        "rank": hop.rank,
-        "hop": hop.number,
-        "group": transfers[0].group[0],
-        "send_to": tuple(dict.fromkeys(m.peer for t in transfers for m in t.sends)),
-        "receive_from": tuple(dict.fromkeys(m.peer for t in transfers for m in t.receives)),
-        "bytes": size,
-        "start_ns": hop.start_ns,
-        "end_ns": hop.end_ns,
-        "ready_ns": None if None in ready else max(moment for moment in ready if moment is not None),
-        "wait_ns": hop.wait_ns,
-        "wire_ns": wire,
-        "exposed_ns": hop.exposed_ns,
-        "wire_gbps": size / wire if size is not None and wire else None,
-        "link": hop.parts[0].link,
-        "source": transfers[0].source,
-    }

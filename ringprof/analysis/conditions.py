@@ -1,6 +1,7 @@
-"""Conditions on figures, for use in CI: ``exposed_comm_share > 5%``, ``tflops < 0.95 * base``.
+"""Conditions on figures, for use in CI: ``exposed_comm > 5%``, ``max(idle) > 1%``, ``tflops < 0.95 * base``.
 
-Grammar: FIGURE OP NUMBER[%] [* base], with OP one of < <= > >= == !=. Parsed, never evaluated as code.
+Grammar: FIGURE OP NUMBER[%] [* base], with OP one of < <= > >= == !=, and FIGURE a name, or ``max(name)`` or
+``min(name)`` over ranks. Parsed, never evaluated as code.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ _OPERATORS: dict[str, Callable[[float, float], bool]] = {
     ">": operator.gt,
 }
 _SHAPE = re.compile(
-    r"\s*([a-z_][a-z0-9_.]*)\s*(<=|>=|==|!=|<|>)\s*([+-]?[0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*(%?)\s*(\*\s*base)?\s*",
+    r"\s*(?:(?P<over>max|min)\s*\(\s*(?P<inner>[a-z_][a-z0-9_.]*)\s*\)|(?P<plain>[a-z_][a-z0-9_.]*))"
+    r"\s*(?P<sign><=|>=|==|!=|<|>)\s*(?P<number>[+-]?[0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*(?P<percent>%?)"
+    r"\s*(?P<base>\*\s*base)?\s*",
     re.IGNORECASE,
 )
 
@@ -33,6 +36,7 @@ class Condition:
 
     text: str
     figure: str
+    """A name, or ``max(name)`` or ``min(name)``."""
     sign: str
     number: float
     """As a share where the text said percent."""
@@ -46,7 +50,9 @@ class Condition:
 
     def _figure(self, figures: Mapping[str, float]) -> float:
         if self.figure not in figures:
-            known = ", ".join(sorted(figures)) or "none"
+            known = ", ".join(sorted(name for name in figures if "(" not in name)) or "none"
+            if any("(" in name for name in figures):
+                known += "; those of ranks also as max(...) and min(...)"
             raise UsageError(f"--fail-if {self.text!r}: no figure {self.figure!r} here; there are: {known}")
         return figures[self.figure]
 
@@ -54,8 +60,9 @@ class Condition:
 def parse_condition(text: str) -> Condition:
     """Read a condition. Raises `UsageError` with the grammar where it is none."""
     match = _SHAPE.fullmatch(text)
-    number = float(match[3]) if match else math.nan
+    number = float(match["number"]) if match else math.nan
     if match is None or not math.isfinite(number):
         raise UsageError(f"--fail-if {text!r}: write FIGURE OP NUMBER[%] [* base], such as 'tflops < 0.95 * base'")
-    scaled = number / 100 if match[4] else number
-    return Condition(text.strip(), match[1], match[2], scaled, bool(match[5]))
+    scaled = number / 100 if match["percent"] else number
+    figure = f"{match['over'].lower()}({match['inner']})" if match["over"] else match["plain"]
+    return Condition(text.strip(), figure, match["sign"], scaled, bool(match["base"]))

@@ -6,11 +6,13 @@ import os
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
 
+from ringprof.analysis.conditions import Condition, parse_condition
 from ringprof.api import Analysis, TableAnalysis, load, load_bytes
-from ringprof.errors import InputError
+from ringprof.errors import InputError, UsageError
 from ringprof.report import as_json
 from ringprof.report.terminal import Look
 
@@ -31,6 +33,15 @@ NARROWEST = 78
     "--wall", type=click.FloatRange(min=0, min_open=True), help="Kernel table: wall time of the window in ms."
 )
 @click.option("--iters", type=click.IntRange(min=1), help="Kernel table: iterations in the window.")
+@click.option("--group", help="Only this process group's communication: its name, description or ranks (0,1,2,3).")
+@click.option("--window", help="Look at the ranges of this name (* and ? fit any text), or at the whole 'trace'.")
+@click.option("--between", metavar="T1,T2", help="Look between two times from the trace's start, such as 10ms,20ms.")
+@click.option("--rules", type=click.Path(dir_okay=False), help="File of your own rules for what kernels are.")
+@click.option("--steps", is_flag=True, help="Also show every ring step: block, hops, what was exposed and why.")
+@click.option("--hops", is_flag=True, help="Also show every hop: peers, bytes, wait, wire and rate.")
+@click.option("--waterfall", is_flag=True, help="Also show every part from the device's peak to the speed achieved.")
+@click.option("--fail-if", "conditions", multiple=True, metavar="CONDITION",
+              help="Exit with 1 where it holds: 'exposed_comm > 5%', 'max(idle) > 1%'; repeatable.")  # fmt: skip
 @click.option("--strict", is_flag=True, help="Exit with 2 where the report has warnings.")
 def command(
     paths: tuple[str, ...],
@@ -41,7 +52,13 @@ def command(
     max_bytes: int | None,
     wall: float | None,
     iters: int | None,
+    group: str | None,
+    window: str | None,
+    between: str | None,
+    rules: str | None,
+    conditions: tuple[str, ...],
     strict: bool,
+    **sections: bool,
 ) -> int:
     """Show where the time of a run or trace went.
 
@@ -52,21 +69,33 @@ def command(
     \b
     ringprof report traces/run.json
     ringprof report rank0.json.gz rank1.json.gz --format json
+    ringprof report traces/run.json --fail-if 'exposed_comm > 5%'
     """
+    parsed = [_condition(text) for text in conditions]
     wall_ns = round(wall * 1e6) if wall else None
-    analysis = _load(paths, ranks_per_host=ranks_per_host, limit_bytes=max_bytes, wall_ns=wall_ns, iterations=iters)
+    analysis = _load(
+        paths,
+        ranks_per_host=ranks_per_host,
+        limit_bytes=max_bytes,
+        wall_ns=wall_ns,
+        iterations=iters,
+        group=group,
+        window=window,
+        between=between,
+        rules=rules,
+    )
     if form == "json":
         text = as_json.render(analysis.report())
     else:
-        text = analysis.to_terminal(_look(width, output))
+        text = analysis.to_terminal(_look(width, output), [name for name, shown in sections.items() if shown])
     if output:
         _write(Path(output), text)
     else:
         click.echo(text, nl=False)
-    return _strictly(analysis) if strict else 0
+    return (_strictly(analysis) if strict else 0) or (_failed(parsed, analysis) if parsed else 0)
 
 
-def _load(paths: tuple[str, ...], **how: int | None) -> Analysis | TableAnalysis:
+def _load(paths: tuple[str, ...], **how: Any) -> Analysis | TableAnalysis:
     if paths == ("-",):
         return load_bytes(sys.stdin.buffer.read(), "-", **how)
     if "-" in paths:
@@ -94,6 +123,21 @@ def _write(path: Path, text: str) -> None:
     except OSError as error:
         raise InputError(f"{path}: cannot be written: {error.strerror or error}") from None
     click.echo(f"Wrote {path}", err=True)
+
+
+def _condition(text: str) -> Condition:
+    condition = parse_condition(text)
+    if condition.of_base:
+        raise UsageError(f"--fail-if {text!r}: one report has no base: set two side by side with 'ringprof compare'")
+    return condition
+
+
+def _failed(conditions: list[Condition], analysis: Analysis | TableAnalysis) -> int:
+    figures = analysis.figures()
+    held = [condition for condition in conditions if condition.holds(figures, {})]
+    for condition in held:
+        click.echo(f"ringprof: {condition.figure} is {figures[condition.figure]:.6g}: {condition.text}", err=True)
+    return 1 if held else 0
 
 
 def _strictly(analysis: Analysis | TableAnalysis) -> int:

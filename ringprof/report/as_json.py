@@ -8,9 +8,13 @@ from typing import Any
 
 import msgspec
 
-from ringprof.analysis.attribution import Attribution, Rank
+from ringprof.analysis.attribution import Rank
+from ringprof.analysis.clocks import UNKNOWN_NS
 from ringprof.analysis.hops import hop_totals, total
+from ringprof.analysis.rules import OTHER_GROUPS
 from ringprof.analysis.summary import Communication, Summary
+from ringprof.analysis.verdict import Findings
+from ringprof.analysis.waterfall import Waterfall, WaterfallPart
 from ringprof.run import Run
 from ringprof.trace.columns import Warning
 
@@ -22,15 +26,16 @@ def render(report: dict[str, Any]) -> str:
     return json.dumps(report, indent=1, ensure_ascii=True, allow_nan=False) + "\n"
 
 
-def as_dict(attribution: Attribution, summary: Summary, *, source: str, paths: Sequence[str]) -> dict[str, Any]:
+def as_dict(found: Findings, *, source: str, paths: Sequence[str]) -> dict[str, Any]:
     """The whole report; ``source`` is ``run`` or ``trace``, ``paths`` the files that were read."""
+    attribution = found.attribution
     return {
         "schema": SCHEMA,
         "source": {"type": source, "paths": list(paths)},
-        "summary": _summary(summary),
+        "summary": _summary(found.summary) | _explanation(found),
         "ranks": [_rank(rank) for rank in attribution.ranks],
-        "steps": [],
-        "waterfall": None,
+        "steps": [msgspec.to_builtins(step) for step in found.steps],
+        "waterfall": [_part(part) for part in found.waterfall.parts],
         "run": _run(attribution.run) if attribution.run else None,
         "table": None,
         "warnings": [_warning(warning) for warning in attribution.warnings],
@@ -64,6 +69,37 @@ def _summary(summary: Summary) -> dict[str, Any]:
     }
 
 
+def _explanation(found: Findings) -> dict[str, Any]:
+    """What explains the sums: the verdict, what could be gained, and what the waterfall starts from."""
+    waterfall, clocks = found.waterfall, found.attribution.clocks
+    residual = None if clocks.residual_ns >= UNKNOWN_NS else clocks.residual_ns
+    return {
+        "verdict": list(found.verdict),
+        "bounds_ns": _bounds(waterfall),
+        "peak": {"tflops": waterfall.peak.tflops, "source": waterfall.peak.source} if waterfall.peak else None,
+        "clocks": {
+            "hosts": len(set(clocks.host.values())),
+            "residual_ns": residual,
+            "offsets_ns": {str(rank): offset for rank, offset in clocks.offset_ns.items()},
+        },
+    }
+
+
+def _bounds(waterfall: Waterfall) -> dict[str, int]:
+    bounds = waterfall.bounds
+    return {"free_communication": bounds.free_ns, "balanced": bounds.balanced_ns, "all_hidden": bounds.hidden_ns}
+
+
+def _part(part: WaterfallPart) -> dict[str, Any]:
+    return {
+        "part": part.part,
+        "time_ns": part.time_ns,
+        "share": part.share,
+        "tflops": part.tflops,
+        "evidence": part.evidence,
+    }
+
+
 def _communication(row: Communication) -> dict[str, Any]:
     return {
         "kind": row.kind,
@@ -89,6 +125,7 @@ def _rank(rank: Rank) -> dict[str, Any]:
         "exposed_comm_ns": b.exposed_comm_ns,
         "exposed_memory_ns": b.exposed_memory_ns,
         "idle_ns": b.idle_ns,
+        **({"exposed_other_groups_ns": b.exposed_other_groups_ns} if OTHER_GROUPS in b.kinds else {}),
         "overlap_ratio": b.overlap_ratio,
         "kinds_ns": {kind: figures.time_ns for kind, figures in b.kinds.items()},
         "waits": _waits(rank),

@@ -158,9 +158,14 @@ def _claim_lines(check: ClaimCheck, path: str) -> list[str]:
 # --- JSON -------------------------------------------------------------------------------------------
 
 
+def largest_of(reports: Sequence[TableReport]) -> TableReport:
+    """The table with most time in it."""
+    return max(reports, key=lambda report: report.total_ns)
+
+
 def whole_report(reports: Sequence[TableReport], paths: Sequence[str]) -> dict[str, Any]:
     """All of ``ringprof.report/1`` for a log: ``table`` is its largest, and a warning says where the others are."""
-    largest = max(reports, key=lambda report: report.total_ns)
+    largest = largest_of(reports)
     warnings = [warning for report in reports for warning in report.warnings]
     if len(reports) > 1:
         lines = ", ".join(str(report.table.line) for report in reports if report is not largest)

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rich.console import Console, Group, RenderableType
@@ -17,6 +17,8 @@ from rich.text import Text
 from ringprof.analysis.attribution import Attribution
 from ringprof.analysis.hops import EMULATED, OTHER_HOST, SAME_HOST
 from ringprof.analysis.summary import Communication, KindRow, Rates, Summary
+from ringprof.analysis.verdict import Findings
+from ringprof.report import sections as further
 from ringprof.report.text import (
     ascii_bar,
     bar,
@@ -36,6 +38,7 @@ LONGEST_BAR = 20
 _LABELS = {
     "compute": "compute",
     "exposed_comm": "exposed communication",
+    "exposed_other_groups": "exposed, other groups",
     "exposed_memory": "exposed memory",
     "idle": "idle",
     "wall": "wall",
@@ -54,6 +57,7 @@ _LABELS = {
     "comm_other": "other communication",
     "memcpy": "memory copies",
     "memset": "memory sets",
+    "other_groups": "other groups",
 }
 _NAMES = {"send_recv": "SendRecv", "all_to_all": "AllToAll", "all_gather": "AllGather"}
 _LINKS = {SAME_HOST: "within a host", OTHER_HOST: "between hosts"}
@@ -71,19 +75,24 @@ class Look:
         return ascii_bar(share, width) if self.ascii_only else bar(share, width)
 
 
-def render(attribution: Attribution, summary: Summary, look: Look | None = None) -> str:
-    """The whole report as text that ends with a newline."""
+def render(found: Findings, look: Look | None = None, sections: Sequence[str] = ()) -> str:
+    """The whole report as text that ends with a newline; ``sections``: what to add, of `sections.SECTIONS`."""
     look = look or Look()
+    attribution, summary = found.attribution, found.summary
     blocks: list[RenderableType] = [Text(_header(attribution, summary), style="bold")]
+    blocks.append(Text("\n".join(clean(line) for line in found.verdict)))
+    if not attribution.on_cpu and summary.communication:
+        blocks.append(Text("\n".join(_split_line(row) for row in summary.communication)))
     if attribution.run:
         blocks.append(Text("\n".join(_run_lines(attribution.run, summary.rates))))
-    blocks.append(Text("\n".join(_findings(attribution, summary))))
     blocks.append(_where_time_went(summary, look))
     blocks.append(_by_kind(summary, attribution.on_cpu))
     if len(attribution.ranks) > 1:
         blocks.append(_by_rank(summary))
+    blocks.extend(_section(name, found, look) for name in further.SECTIONS if name in sections)
     blocks.extend(_warning_block(attribution))
-    blocks.append(Text("next: ringprof report PATH --format json", style="dim"))
+    left = [f"--{name}" for name in further.SECTIONS if name not in sections]
+    blocks.append(Text("next: ringprof report PATH " + " · ".join([*left, "--format json"]), style="dim"))
     return _written(blocks, look)
 
 
@@ -190,21 +199,6 @@ def _what_ran(run: Run) -> str:
     return " · ".join(clean(part) for part in parts) or clean(run.name)
 
 
-def _findings(attribution: Attribution, summary: Summary) -> list[str]:
-    if not any(rank.breakdown.comm_ns for rank in attribution.ranks):
-        one = len(attribution.ranks) == 1 and _world_size(attribution) in (None, 1)
-        device = "process" if attribution.on_cpu else "GPU"
-        return [f"one {device}: nothing is communicated" if one else "no communication in these traces"]
-    exposed = f"{percent(summary.exposed_mean)} of the time is exposed communication"
-    if len(attribution.ranks) > 1:
-        exposed += f", {percent(summary.exposed_worst)} at worst (rank {summary.exposed_worst_rank})"
-    if attribution.on_cpu:
-        return [f"{exposed}: time blocked in waiting for a transfer."]
-    lines = [exposed + "."]
-    lines.extend(_split_line(row) for row in summary.communication)
-    return lines
-
-
 def _split_line(row: Communication) -> str:
     name = _NAMES.get(row.kind, _LABELS[row.kind])
     link = f" {_LINKS[row.link]}" if row.link in _LINKS else ""
@@ -218,28 +212,22 @@ def _split_line(row: Communication) -> str:
     return f"{waited}, {percent(row.wire_share, 0)} on the wire{shown}."
 
 
-def _world_size(attribution: Attribution) -> int | None:
-    if attribution.run:
-        return attribution.run.topology.world_size
-    return attribution.ranks[0].classified.trace.world_size
-
-
 # --- tables -------------------------------------------------------------------------------------------
 
 
-def _table(title: str, columns: Iterable[str]) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    table.add_column(title, no_wrap=True, vertical="bottom")
-    for column in columns:
-        table.add_column(column, justify="right", no_wrap=True)
-    return table
+def _section(name: str, found: Findings, look: Look) -> RenderableType:
+    if name == "steps":
+        return further.steps_section(found.steps)
+    if name == "hops":
+        return further.hops_section(found.attribution)
+    return further.waterfall_section(found.waterfall, look.bar, look.width)
 
 
 def _where_time_went(summary: Summary, look: Look) -> Table:
     unit_ns, unit = unit_for(summary.parts[-1].mean_ns)
     several = summary.parts[-1].min_ns != summary.parts[-1].max_ns
     columns = ["mean", "min", "max", ""] if several else ["time", ""]
-    table = _table("where the time went", columns)
+    table = further.table("where the time went", columns)
     table.add_column("", no_wrap=True, style="cyan")
     *parts, wall = summary.parts
     means = [*rounded_to_sum([part.mean_ns / unit_ns for part in parts], wall.mean_ns / unit_ns, 3), None]
@@ -260,7 +248,7 @@ def _where_time_went(summary: Summary, look: Look) -> Table:
 
 def _by_kind(summary: Summary, on_cpu: bool) -> Table:
     unit_ns, unit = unit_for(max(row.time_ns for row in summary.kinds))
-    table = _table("by kind", ["time", "of wall", "calls", "average"])
+    table = further.table("by kind", ["time", "of wall", "calls", "average"])
     table.add_column("", no_wrap=True)
     for row in summary.kinds:
         table.add_row(
@@ -286,7 +274,7 @@ def _by_rank(summary: Summary) -> Table:
     unit_ns, unit = unit_for(summary.parts[-1].mean_ns)
     columns = ["wall", "compute", "exposed\ncomm", "exposed\nmemory", "idle", "overlap"]
     timed = any(row.wait_share is not None for row in summary.ranks)
-    table = _table(f"by rank\nin {unit}", [*columns, "waiting", "wire\nGB/s"] if timed else columns)
+    table = further.table(f"by rank\nin {unit}", [*columns, "waiting", "wire\nGB/s"] if timed else columns)
     for row in summary.ranks:
         times = (row.wall_ns, row.compute_ns, row.exposed_comm_ns, row.exposed_memory_ns, row.idle_ns)
         cells = [row.label, *(in_unit(time, unit_ns) for time in times)]

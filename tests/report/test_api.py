@@ -9,8 +9,9 @@ import sys
 import pytest
 
 import ringprof
-from ringprof.api import BREAKDOWN_COLUMNS, HOP_COLUMNS, load_bytes
+from ringprof.api import load_bytes
 from ringprof.errors import InputError, KernelTableError
+from ringprof.frames import BREAKDOWN_COLUMNS, HOP_COLUMNS
 from ringprof.run import write_run
 from tests.analysis.recorded import recorded_run
 from tests.analysis.test_real_runs import DATA, NVLINK

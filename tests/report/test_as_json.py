@@ -10,6 +10,7 @@ import pytest
 
 from ringprof.analysis.attribution import attribute
 from ringprof.analysis.summary import summarise
+from ringprof.analysis.verdict import Findings
 from ringprof.report import as_json
 from tests.analysis.build import FLASH, NCCL, Builder
 from tests.analysis.recorded import recorded_run
@@ -21,7 +22,8 @@ SCHEMA = json.loads(files("ringprof.report").joinpath("schema/report-1.schema.js
 
 
 def report_of(attribution):
-    text = as_json.render(as_json.as_dict(attribution, summarise(attribution), source="trace", paths=["x.json"]))
+    found = Findings(attribution, summarise(attribution))
+    text = as_json.render(as_json.as_dict(found, source="trace", paths=["x.json"]))
     assert text.isascii()
     return json.loads(text)
 

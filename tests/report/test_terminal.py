@@ -9,6 +9,7 @@ import pytest
 
 from ringprof.analysis.attribution import attribute
 from ringprof.analysis.summary import summarise
+from ringprof.analysis.verdict import Findings
 from ringprof.report.terminal import Look, render
 from tests.analysis.build import FLASH, Builder
 from tests.analysis.recorded import recorded_run
@@ -17,8 +18,8 @@ from tests.analysis.test_real_runs import NVLINK, TWO_HOSTS, attribution_of
 from tests.analysis.test_summary import ring_with_compute
 
 
-def shown(attribution, **look):
-    return render(attribution, summarise(attribution), Look(**look))
+def shown(attribution, sections=(), **look):
+    return render(Findings(attribution, summarise(attribution)), Look(**look), sections)
 
 
 def shown_traces(*builders, run=None, **look):
@@ -26,13 +27,13 @@ def shown_traces(*builders, run=None, **look):
 
 
 def test_the_most_important_comes_first():
-    lines = shown(attribution_of(NVLINK), width=120).splitlines()
+    lines = shown(attribution_of(NVLINK), width=250).splitlines()
     assert lines[0] == (
         "8 ranks, hosts unknown · NVIDIA H200 · cuDNN attention · 163.12 ms on the slowest rank "
         "(rank 5, 1.1 % over the mean)"
     )
     assert lines[2].startswith("6.7 % of the time is exposed communication")
-    assert lines[3].startswith("35 % of SendRecv time was waiting for a peer, 65 % on the wire (288 GB/s; 438 best")
+    assert lines[6].startswith("35 % of SendRecv time was waiting for a peer, 65 % on the wire (288 GB/s; 438 best")
 
 
 def test_the_parts_visibly_sum():

@@ -1,0 +1,138 @@
+"""Tables of an analysis as pandas frames: their columns, and how each row is made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from ringprof.analysis.attribution import Attribution, Rank
+from ringprof.analysis.breakdown import Breakdown
+from ringprof.analysis.hops import Hop
+from ringprof.analysis.rules import KINDS
+from ringprof.analysis.steps import STEP_COLUMNS, Step
+from ringprof.analysis.waterfall import WATERFALL_COLUMNS, Waterfall
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+_FIGURES = (
+    "wall_ns",
+    "compute_ns",
+    "comm_ns",
+    "overlapped_ns",
+    "exposed_comm_ns",
+    "exposed_memory_ns",
+    "idle_ns",
+    "overlap_ratio",
+    "exposed_other_groups_ns",
+)
+
+BREAKDOWN_COLUMNS = ("rank", "host", *_FIGURES, *(f"{kind}_ns" for kind in KINDS))
+"""Of `ringprof.api.Analysis.breakdown`: a row a rank; times in int64 nanoseconds, missing where not known; the ratio
+is 0..1."""
+
+ITERATION_COLUMNS = ("rank", "iteration", "median", *_FIGURES, *(f"{kind}_ns" for kind in KINDS))
+"""Of `ringprof.api.Analysis.iterations`: a row a rank and marked iteration; ``median`` marks the iteration whose
+slowest rank took the median time; the rest as in `BREAKDOWN_COLUMNS`."""
+
+HOP_COLUMNS = (
+    "rank",
+    "hop",
+    "group",
+    "send_to",
+    "receive_from",
+    "bytes",
+    "start_ns",
+    "end_ns",
+    "ready_ns",
+    "wait_ns",
+    "wire_ns",
+    "exposed_ns",
+    "wire_gbps",
+    "link",
+    "source",
+)
+"""Of `ringprof.api.Analysis.hops`: a row a hop, by rank and start.
+
+``start_ns`` and ``end_ns`` are unix time; ``bytes`` are those sent; ``exposed_ns`` is time with no computation beside
+it; ``link`` is ``same_host``, ``other_host`` or ``unknown``; ``source`` says where peers and bytes come from.
+"""
+
+
+def breakdown_frame(attribution: Attribution) -> pd.DataFrame:
+    """A row a rank."""
+    return _frame([_breakdown_row(rank) for rank in attribution.ranks], BREAKDOWN_COLUMNS)
+
+
+def iteration_frame(attribution: Attribution) -> pd.DataFrame:
+    """A row a rank and iteration."""
+    median = attribution.median_iteration
+    rows = [
+        {"rank": rank.rank, "iteration": number, "median": number == median, **_figures(part)}
+        for rank in attribution.ranks
+        for number, part in enumerate(rank.iterations)
+    ]
+    return _frame(rows, ITERATION_COLUMNS)
+
+
+def hop_frame(attribution: Attribution) -> pd.DataFrame:
+    """A row a hop."""
+    return _frame([_hop_row(hop) for rank in attribution.ranks for hop in rank.hops], HOP_COLUMNS)
+
+
+def step_frame(steps: Iterable[Step]) -> pd.DataFrame:
+    """A row a rank and ring step."""
+    return _frame([msgspec.structs.asdict(step) for step in steps], STEP_COLUMNS)
+
+
+def waterfall_frame(waterfall: Waterfall) -> pd.DataFrame:
+    """A row a part."""
+    return _frame([asdict(part) for part in waterfall.parts], WATERFALL_COLUMNS)
+
+
+def _frame(rows: list[dict[str, Any]], columns: Sequence[str]) -> pd.DataFrame:
+    import pandas as pd  # here, because it takes longer to import than most reports to make
+
+    frame = pd.DataFrame(rows, columns=list(columns))
+    for column in columns:
+        if column.endswith("_ns") or column == "bytes":
+            frame[column] = frame[column].astype("Int64")
+    return frame
+
+
+def _breakdown_row(rank: Rank) -> dict[str, Any]:
+    return {"rank": rank.rank, "host": rank.host, **_figures(rank.breakdown)}
+
+
+def _figures(breakdown: Breakdown) -> dict[str, Any]:
+    row = {column: getattr(breakdown, column) for column in _FIGURES}
+    for kind in KINDS:
+        figures = breakdown.kinds.get(kind)
+        row[f"{kind}_ns"] = figures.time_ns if figures else 0
+    return row
+
+
+def _hop_row(hop: Hop) -> dict[str, Any]:
+    wire, size = hop.wire_ns, hop.sent_bytes
+    ready = [part.ready_ns for part in hop.parts]
+    transfers = [part.transfer for part in hop.parts]
+    return {
+        "rank": hop.rank,
+        "hop": hop.number,
+        "group": transfers[0].group[0],
+        "send_to": tuple(dict.fromkeys(m.peer for t in transfers for m in t.sends)),
+        "receive_from": tuple(dict.fromkeys(m.peer for t in transfers for m in t.receives)),
+        "bytes": size,
+        "start_ns": hop.start_ns,
+        "end_ns": hop.end_ns,
+        "ready_ns": None if None in ready else max(moment for moment in ready if moment is not None),
+        "wait_ns": hop.wait_ns,
+        "wire_ns": wire,
+        "exposed_ns": hop.exposed_ns,
+        "wire_gbps": size / wire if size is not None and wire else None,
+        "link": hop.parts[0].link,
+        "source": transfers[0].source,
+    }
