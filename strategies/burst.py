@@ -23,7 +23,8 @@ from .base import Blocks, Context, GradWire, Rows, Shape, Strategy, wire_type
 from .communicator import DoubleRing
 from .kernels import Gradients
 from .layouts import LAYOUTS, Block
-from .merge import Partial, accumulate, row_product, wide_type, wide_zeros
+from .merge import Partial, accumulate, row_product, started, wide_type
+from .ring import settle_gradients
 
 
 class Burst(Strategy):
@@ -78,7 +79,6 @@ class Burst(Strategy):
             assert rows.out is not None
             rows = Rows(rows.dout, rows.lse, delta=row_product(rows.dout, rows.out))
         early, rest = self.home_blocks(q.shape[1], causal=blocks.causal)
-        dk, dv = wide_zeros(k), wide_zeros(v)
         travelling_dq = _TravellingDq(self.dq, q, wire_type(self.parameters["grad_wire"], q))
         for step, (q_rank, travelled) in enumerate(self.read.tour(_pack(q, rows))):
             block = early if step == 0 else self._block(q_rank, self.comm.rank, q, blocks.causal)
@@ -86,7 +86,11 @@ class Burst(Strategy):
             with ring_step("bwd", step, "block"):
                 grads = blocks.backward(their_rows, their_q, k, v, block)
             with ring_step("bwd", step, "merge"):
-                _add(dk, dv, grads, block)
+                if step == 0:
+                    dk, dv = (started(k, block.kv, part, wide_type(k)) for part in grads[1:])
+                else:
+                    accumulate(dk[:, block.kv], grads[1])
+                    accumulate(dv[:, block.kv], grads[2])
             travelling_dq.add(step, grads[0], block)
         # What is left of this rank's own block hides the last hops of dQ.
         home = []
@@ -95,11 +99,7 @@ class Burst(Strategy):
                 home.append((block, blocks.backward(rows, q, k, v, block)))
             travelling_dq.head_home()
         with ring_step("bwd", self.comm.size, "merge"):
-            dq = travelling_dq.home()
-            for block, grads in home:
-                accumulate(dq[:, block.q], grads[0])
-                _add(dk, dv, grads, block)
-            return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+            return settle_gradients(travelling_dq.home(), [dk, dv], home, q.dtype)
 
     def _block(self, q_rank: int, kv_rank: int, q: Tensor, causal: bool) -> Block:
         block = self.layout.block(q_rank, kv_rank, q.shape[1], causal=causal)
@@ -119,12 +119,12 @@ class _TravellingDq:
     def add(self, step: int, dq: Tensor, block: Block) -> None:
         """Add one block's dQ to the partial that came with its queries, and send it on."""
         window, inner_step = divmod(step, self._rings.window)
-        if inner_step == 0:
-            total = torch.zeros_like(self._like, dtype=self._dtype)
-        else:
-            (total,) = self._inner.wait()
+        (total,) = self._inner.wait() if inner_step else (None,)
         with ring_step("bwd", step, "merge"):
-            accumulate(total[:, block.q], dq)
+            if total is None:
+                total = started(self._like, block.q, dq, self._dtype)
+            else:
+                accumulate(total[:, block.q], dq)
         if inner_step + 1 < self._rings.window:
             self._inner = self._rings.inner.post([total])
             return
@@ -143,10 +143,10 @@ class _TravellingDq:
             self._inner = self._rings.inner.post(self._outer.wait())
 
     def home(self) -> Tensor:
-        """This rank's own dQ, at least float32, without what the rank kept to the end."""
+        """This rank's own dQ, without what the rank kept to the end."""
         self.head_home()
         dq: Tensor = self._inner.wait()[0]
-        return dq.to(wide_type(dq))
+        return dq
 
 
 def _pack(q: Tensor, rows: Rows) -> list[Tensor]:
@@ -158,8 +158,3 @@ def _pack(q: Tensor, rows: Rows) -> list[Tensor]:
 def _unpack(travelled: list[Tensor], like: Rows) -> tuple[Tensor, Rows]:
     q, dout, lse, term = travelled
     return q, Rows(dout, lse, out=term) if like.delta is None else Rows(dout, lse, delta=term)
-
-
-def _add(dk: Tensor, dv: Tensor, grads: Gradients, block: Block) -> None:
-    accumulate(dk[:, block.kv], grads[1])
-    accumulate(dv[:, block.kv], grads[2])

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -18,10 +17,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .annotate import annotate
+from .copies import CopyHop, CopyRing, can_copy, owned
 from .errors import Unfit
+from .groups import process_group
 from .merge import wide_type
 
 SAME_HOST, OTHER_HOST = "same_host", "other_host"
+HOPS = ("nccl", "copy")
+"""What can carry hops: NCCL's send/recv kernels (gloo on CPU), or copy engines (see `copies`)."""
 
 
 @dataclass(frozen=True)
@@ -89,12 +92,16 @@ class Hop:
         return self._received
 
 
+AnyHop = Hop | CopyHop
+
+
 class Ring:
     """A ring of ranks in which every hop goes from each member to the next."""
 
     def __init__(
-        self, channel: str, members: Sequence[int], group: dist.ProcessGroup | None, comm: Communicator
-    ) -> None:
+        self, channel: str, members: Sequence[int], group: dist.ProcessGroup | None, comm: Communicator,
+        *, keeps: bool = False,
+    ) -> None:  # fmt: skip
         self.channel = channel
         self.size = len(members)
         self.rank = list(members).index(comm.rank)
@@ -103,14 +110,22 @@ class Ring:
         self._next = comm.global_rank(members[(self.rank + 1) % self.size])
         self._previous = comm.global_rank(members[(self.rank - 1) % self.size])
         self._link = comm.hosts.link(comm.global_rank(comm.rank), self._next)
+        self._copies = None
+        links = {comm.hosts.link(comm.global_rank(members[0]), comm.global_rank(other)) for other in members}
+        if comm.hops == "copy" and group is not None and links == {SAME_HOST} and not keeps:
+            self._copies = CopyRing(channel, group, self._next, self._previous)
 
-    def post(self, tensors: Sequence[Tensor], *, into: Sequence[Tensor] | None = None) -> Hop:
+    def post(self, tensors: Sequence[Tensor], *, into: Sequence[Tensor] | None = None) -> AnyHop:
         """Start sending ``tensors`` to the next member and receiving the like from the previous one.
 
         All tensors of a hop travel in one batch: one kernel with NCCL. They must not be written to before `Hop.wait`.
-        ``into`` gives contiguous tensors to receive in; otherwise they are made.
+        ``into`` gives contiguous tensors to receive in; otherwise they are made, and may be used until the second next
+        hop is posted.
         """
-        sent = [tensor.contiguous() for tensor in tensors]
+        sent = [owned(tensor.contiguous(), self._copies) for tensor in tensors]
+        if self._copies is not None and into is None:
+            self._meter.add(self.channel, "copy", self._link, sum(_size_bytes(tensor) for tensor in sent))
+            return self._copies.post(sent)
         received = [torch.empty_like(tensor) for tensor in sent] if into is None else list(into)
         if self.size == 1:
             return Hop([], sent, list(sent))
@@ -274,7 +289,16 @@ def _as_bytes(tensor: Tensor) -> Tensor:
 class Communicator:
     """One rank's access to a group of ranks. Ranks below are positions in that group."""
 
-    def __init__(self, group: dist.ProcessGroup | None = None, *, ranks_per_host: int | None = None) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup | None = None, *, ranks_per_host: int | None = None, hops: str = "nccl"
+    ) -> None:
+        """``hops``: what carries the hops of rings within a host, of `HOPS`. Raises `Unfit` where it cannot here."""
+        if hops not in HOPS:
+            raise Unfit(f"hops {hops!r}: write one of {', '.join(HOPS)}")
+        problem = can_copy() if hops == "copy" else None
+        if problem:
+            raise Unfit(f"hops by copy engine {problem}")
+        self.hops = hops
         self._parent = group
         initialised = dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank(group) if initialised else 0
@@ -296,15 +320,18 @@ class Communicator:
         even = all(hosts.count(host) == per_host for host in hosts)
         return per_host if regular and even else self.size
 
-    def ring(self, channel: str, members: Sequence[int] | None = None, *, shares: Ring | None = None) -> Ring:
+    def ring(
+        self, channel: str, members: Sequence[int] | None = None, *, shares: Ring | None = None, keeps: bool = False
+    ) -> Ring:
         """A ring over ``members`` (all ranks of the group where None).
 
         ``shares`` names a ring of the same members whose process group this one uses: their hops then follow each
-        other. Every rank of the group must ask for its own rings in the same order.
+        other. With ``keeps``, what arrives may be used for as long as it is wanted, also on other streams. Every rank
+        of the group must ask for its own rings in the same order.
         """
         members = list(range(self.size)) if members is None else list(members)
         group = self._group_of(channel, members) if shares is None else shares.group
-        return Ring(channel, members, group, self)
+        return Ring(channel, members, group, self, keeps=keeps)
 
     def collective(self, channel: str, members: Sequence[int] | None = None) -> Collective:
         """A channel for collectives over ``members``, as `ring` makes one for hops."""
@@ -332,51 +359,4 @@ class Communicator:
         if len(members) == 1 or self.size == 1:
             return None
         ranks = tuple(self.global_rank(member) for member in members)
-        return _process_group(channel, ranks, hops)
-
-
-_groups: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
-_groups_world: dist.ProcessGroup | None = None
-
-
-def _process_group(channel: str, ranks: tuple[int, ...], hops: bool) -> dist.ProcessGroup:
-    """The process group of a channel, made once: communicators are costly, and many strategies may come and go."""
-    global _groups_world
-    if _groups_world is not dist.group.WORLD:
-        # torch.distributed was shut down and started again: the old groups are dead.
-        _groups.clear()
-        _groups_world = dist.group.WORLD
-    key = (channel, ranks)
-    if key not in _groups:
-        _groups[key] = dist.new_group(
-            list(ranks),
-            use_local_synchronization=True,
-            pg_options=_options(hops),
-            timeout=_timeout(),
-            group_desc=f"ringprof:{channel}",
-        )
-    return _groups[key]
-
-
-def _timeout() -> timedelta | None:
-    """The default group's own, so that a hanging hop ends when the user said, not earlier; None where it hides it."""
-    world = dist.group.WORLD
-    device = torch.device("cuda" if "nccl" in dist.get_backend() else "cpu")
-    try:
-        found = world._get_backend(device).options._timeout if world is not None else None
-    except (AttributeError, RuntimeError):
-        return None
-    return found if isinstance(found, timedelta) else None
-
-
-def _options(hops: bool) -> object | None:
-    """NCCL settings of a channel's communicator; None for other backends."""
-    if "nccl" not in dist.get_backend():
-        return None
-    options = dist.ProcessGroupNCCL.Options()
-    # A hop posted while a flash kernel fills the device must not queue behind the rest of its blocks.
-    options.is_high_priority_stream = True
-    ctas = os.environ.get("RINGPROF_HOP_CTAS", "")
-    if hops and ctas.isdigit() and int(ctas):
-        options.config.max_ctas = int(ctas)
-    return options
+        return process_group(channel, ranks, hops)

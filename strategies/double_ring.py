@@ -22,12 +22,12 @@ from torch import Tensor
 
 from .annotate import ring_step
 from .base import Blocks, Context, Rows, Shape, Strategy
-from .communicator import DoubleRing, Hop
+from .communicator import AnyHop, DoubleRing
 from .errors import Unfit
 from .kernels import Gradients
 from .layouts import LAYOUTS, Block, Grid, Grouped, split_home_block
 from .merge import Partial, accumulate, wide_type, wide_zeros
-from .ring import add_gradients
+from .ring import add_gradients, settle_gradients
 from .ulysses import HeadExchange, unfit_heads
 
 
@@ -103,9 +103,7 @@ class LoongDoubleRing(Strategy):
             travelling.head_home()
         dkv = travelling.home()
         with ring_step("bwd", self.kv.size, "merge"):
-            for block, grads in home:
-                add_gradients(dq, dkv, grads, block)
-            return dq.to(q.dtype), dkv[0].to(k.dtype), dkv[1].to(v.dtype)
+            return settle_gradients(dq, dkv, home, q.dtype)
 
     def home_blocks(self, local_seq: int, *, causal: bool) -> tuple[Block, list[Block]]:
         if self.kv.size == 1:
@@ -124,8 +122,8 @@ class _TravellingDkv:
     def __init__(self, rings: DoubleRing, like: Tensor, grad_wire: str) -> None:
         self._rings = rings
         self._like, self._grad_wire = like, grad_wire
-        self._inner: Hop | None = None
-        self._outer: Hop | None = None
+        self._inner: AnyHop | None = None
+        self._outer: AnyHop | None = None
 
     def add(self, step: int, dq: Tensor, grads: Gradients, block: Block) -> None:
         """Add one block's gradients, dK and dV to those that came with their keys, and send these on."""
@@ -146,10 +144,10 @@ class _TravellingDkv:
         self._leave_window()
 
     def home(self) -> list[Tensor]:
-        """This rank's own dK and dV, at least float32, without what the rank kept to the end."""
+        """This rank's own dK and dV, without what the rank kept to the end."""
         self._leave_window()
         assert self._outer is not None
-        return [tensor.to(wide_type(tensor)) for tensor in self._outer.wait()]
+        return self._outer.wait()
 
     def _leave_window(self) -> None:
         """Join what came back on the inner ring with the earlier windows' gradients and send it to the next window."""

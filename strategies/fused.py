@@ -71,6 +71,36 @@ def ringprof_merge_accumulate(
 
 
 @triton.jit
+def ringprof_merge_add(
+    out, total, block, count, seq, heads, head_dim, out_b, out_s, out_h, total_b, total_s, total_h,
+    block_b, block_s, block_h, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    batch, query, head = _row(rows, seq, heads)
+    columns = tl.arange(0, WIDTH)
+    mask = (rows < count)[:, None] & (columns < head_dim)[None, :]
+    out_at = out + (batch * out_b + query * out_s + head * out_h)[:, None] + columns[None, :]
+    total_at = total + (batch * total_b + query * total_s + head * total_h)[:, None] + columns[None, :]
+    block_at = block + (batch * block_b + query * block_s + head * block_h)[:, None] + columns[None, :]
+    old = tl.load(total_at, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_at, old + tl.load(block_at, mask=mask, other=0.0).to(tl.float32), mask=mask)
+
+
+@triton.jit
+def ringprof_merge_convert(
+    out, block, count, seq, heads, head_dim, out_b, out_s, out_h, block_b, block_s, block_h,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    batch, query, head = _row(rows, seq, heads)
+    columns = tl.arange(0, WIDTH)
+    mask = (rows < count)[:, None] & (columns < head_dim)[None, :]
+    out_at = out + (batch * out_b + query * out_s + head * out_h)[:, None] + columns[None, :]
+    block_at = block + (batch * block_b + query * block_s + head * block_h)[:, None] + columns[None, :]
+    tl.store(out_at, tl.load(block_at, mask=mask, other=0.0), mask=mask)
+
+
+@triton.jit
 def ringprof_row_product(
     dout, out, delta, count, seq, heads, head_dim, dout_b, dout_s, dout_h, out_b, out_s, out_h,
     delta_b, delta_h, delta_s, ROWS: tl.constexpr, WIDTH: tl.constexpr,
@@ -114,6 +144,17 @@ def accumulate(total: Tensor, block: Tensor) -> None:
     """As `merge.accumulate`."""
     strides = (*total.stride()[:3], *block.stride()[:3])
     _launch(ringprof_merge_accumulate, total, block, like=total, strides=strides)
+
+
+def add(out: Tensor, total: Tensor, block: Tensor) -> None:
+    """``out = total + block``, added in float32."""
+    strides = (*out.stride()[:3], *total.stride()[:3], *block.stride()[:3])
+    _launch(ringprof_merge_add, out, total, block, like=out, strides=strides)
+
+
+def convert(out: Tensor, block: Tensor) -> None:
+    """As `merge.convert`."""
+    _launch(ringprof_merge_convert, out, block, like=out, strides=(*out.stride()[:3], *block.stride()[:3]))
 
 
 def row_product(dout: Tensor, out: Tensor) -> Tensor:

@@ -43,7 +43,7 @@ class Megatron(Strategy):
         super().__init__(context, deterministic=deterministic)
         self.parameters["grad_wire"] = grad_wire
         ranks = range(self.comm.size)
-        self.ring = self.comm.ring("kv", ranks)
+        self.ring = self.comm.ring("kv", ranks, keeps=True)
         self.back_ring = self.comm.ring("kv_dkv", ranks[::-1], shares=self.ring)
         self._streams: list[Any] = []
 

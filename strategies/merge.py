@@ -11,6 +11,7 @@ zhuzilin/ring-flash-attention, pull request 34.)
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from importlib.util import find_spec
 
@@ -31,7 +32,8 @@ class Partial:
     def merge(self, out: Tensor, lse: Tensor, queries: slice = ALL) -> None:
         """Add a block's result for ``queries``; the first block must cover all of them."""
         if self.out is None or self.lse is None:
-            self.out, self.lse = wide(out), lse.clone()
+            self.out, self.lse = torch.empty(out.shape, dtype=wide_type(out), device=out.device), lse.clone()
+            convert(self.out, out)
             return
         merge_into(self.out[:, queries], self.lse[..., queries], out, lse)
 
@@ -61,6 +63,58 @@ def accumulate(total: Tensor, block: Tensor) -> None:
         fused.accumulate(total, block)
         return
     total += block
+
+
+def started(like: Tensor, rows: slice, block: Tensor, dtype: torch.dtype) -> Tensor:
+    """A new total of ``like``'s shape in ``dtype``: ``block`` in ``rows`` of the sequence, 0 elsewhere."""
+    total = torch.empty(like.shape, dtype=dtype, device=like.device)
+    first, last, _ = rows.indices(like.shape[1])
+    total[:, :first].zero_()
+    total[:, last:].zero_()
+    convert(total[:, rows], block)
+    return total
+
+
+def settled(total: Tensor, parts: Sequence[tuple[slice, Tensor]], dtype: torch.dtype) -> Tensor:
+    """A new tensor in ``dtype``: ``total`` plus the last blocks, each in its rows; ``total`` is used up.
+
+    Where the blocks' rows tile the sequence, each element is added in at least float32 and rounded once.
+    """
+    if not _tile([rows for rows, _ in parts], total.shape[1]):
+        total = total.to(wide_type(total), copy=True)
+        for rows, block in parts:
+            accumulate(total[:, rows], block)
+        return total.to(dtype)
+    result = torch.empty(total.shape, dtype=dtype, device=total.device)
+    for rows, block in parts:
+        if _fused(total, block):
+            from . import fused
+
+            fused.add(result[:, rows], total[:, rows], block)
+        else:
+            result[:, rows] = total[:, rows].to(wide_type(total)) + block
+    return result
+
+
+def _tile(parts: Sequence[slice], length: int) -> bool:
+    """Whether slices, in order, cover a sequence once."""
+    at = 0
+    for part in parts:
+        first, last, step = part.indices(length)
+        if first != at or step != 1:
+            return False
+        at = last
+    return bool(parts) and at == length
+
+
+def convert(out: Tensor, block: Tensor) -> None:
+    """``out`` = ``block`` (B, S, H, D), in the type of ``out``."""
+    if _fused(out, block):
+        from . import fused
+
+        fused.convert(out, block)
+        return
+    out.copy_(block)
 
 
 def row_product(dout: Tensor, out: Tensor) -> Tensor:

@@ -152,15 +152,23 @@ def _parse(kind: str, text: str) -> Any:
     return text
 
 
-def create(name: str, group: Any = None, kernel: str = "auto", ranks_per_host: int | None = None, **params: Any) -> Any:
+def create(
+    name: str,
+    group: Any = None,
+    kernel: str = "auto",
+    ranks_per_host: int | None = None,
+    hops: str = "nccl",
+    **params: Any,
+) -> Any:
     """A strategy over the ranks of ``group`` (None: the world; one rank where torch.distributed is not in use).
 
-    ``kernel`` is a kernel's name or ``auto``; ``ranks_per_host`` overrides what the launcher says. ``params`` are the
-    strategy's own. Raises `UnknownName` and `Unfit`.
+    ``kernel`` is a kernel's name or ``auto``; ``ranks_per_host`` overrides what the launcher says; with ``hops`` of
+    ``copy`` copy engines carry the hops within a host (see `copies`). ``params`` are the strategy's own. Raises
+    `UnknownName` and `Unfit`.
     """
     from .base import Context
 
     strategy = find(name).load()
     check_parameters(strategy, name, params)
-    comm = Communicator(group, ranks_per_host=ranks_per_host)
+    comm = Communicator(group, ranks_per_host=ranks_per_host, hops=hops)
     return strategy(Context(comm, kernel), **params)

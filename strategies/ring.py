@@ -21,7 +21,7 @@ from .annotate import ring_step
 from .base import Blocks, Context, GradWire, Rows, Strategy, wire_type
 from .kernels import Gradients
 from .layouts import LAYOUTS, Block
-from .merge import Partial, accumulate, wide_type, wide_zeros
+from .merge import Partial, accumulate, settled, started, wide_type
 
 
 class Ring(Strategy):
@@ -53,9 +53,7 @@ class Ring(Strategy):
 
     def backward(self, blocks: Blocks, rows: Rows, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
         early, rest = self.home_blocks(q.shape[1], causal=blocks.causal)
-        dq = wide_zeros(q)
         wire = wire_type(self.parameters["grad_wire"], k)
-        dkv = [torch.zeros_like(k, dtype=wire), torch.zeros_like(v, dtype=wire)]
         hop = None
         for step, (kv_rank, kv) in enumerate(self.kv_ring.tour([k, v])):
             block = early if step == 0 else self.block(kv_rank, q, blocks.causal)
@@ -63,11 +61,16 @@ class Ring(Strategy):
             if block is not None:
                 with ring_step("bwd", step, "block"):
                     grads = blocks.backward(rows, q, kv[0], kv[1], block)
-            if hop is not None:
-                dkv = hop.wait()
-            if block is not None and grads is not None:
+            if hop is None:
+                assert grads is not None, "a rank has work with its own keys"
                 with ring_step("bwd", step, "merge"):
-                    add_gradients(dq, dkv, grads, block)
+                    dq = started(q, early.q, grads[0], wide_type(q))
+                    dkv = [started(k, early.kv, part, wire) for part in grads[1:]]
+            else:
+                dkv = hop.wait()
+                if block is not None and grads is not None:
+                    with ring_step("bwd", step, "merge"):
+                        add_gradients(dq, dkv, grads, block)
             hop = self.dkv_ring.post(dkv)
         return self._finish(blocks, rows, (q, k, v), rest, dq, hop)
 
@@ -76,16 +79,25 @@ class Ring(Strategy):
         home = []
         for block in rest:
             with ring_step("bwd", self.comm.size, "block"):
-                home.append(blocks.backward(rows, *qkv, block))
-        dkv = [tensor.to(wide_type(tensor)) for tensor in hop.wait()]
+                home.append((block, blocks.backward(rows, *qkv, block)))
+        dkv = hop.wait()
         with ring_step("bwd", self.comm.size, "merge"):
-            for block, grads in zip(rest, home, strict=True):
-                add_gradients(dq, dkv, grads, block)
-            return dq.to(qkv[0].dtype), dkv[0].to(qkv[1].dtype), dkv[1].to(qkv[2].dtype)
+            return settle_gradients(dq, dkv, home, qkv[0].dtype)
 
     def block(self, kv_rank: int, q: Tensor, causal: bool) -> Block | None:
         """What this rank's queries see of ``kv_rank``'s keys."""
         return self.layout.block(self.comm.rank, kv_rank, q.shape[1], causal=causal)
+
+
+def settle_gradients(
+    dq: Tensor, dkv: list[Tensor], home: list[tuple[Block, Gradients]], dtype: torch.dtype
+) -> Gradients:
+    """The gradients in ``dtype``, with those of the last blocks added."""
+    return (
+        settled(dq, [(block.q, grads[0]) for block, grads in home], dtype),
+        settled(dkv[0], [(block.kv, grads[1]) for block, grads in home], dtype),
+        settled(dkv[1], [(block.kv, grads[2]) for block, grads in home], dtype),
+    )
 
 
 def add_gradients(dq: Tensor, dkv: list[Tensor], grads: Gradients, block: Block) -> None:

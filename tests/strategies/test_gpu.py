@@ -94,10 +94,15 @@ def test_the_fused_kernels_equal_plain_torch(head_dim, dtype):
         merge.accumulate(total[:, :77], block.to(device))
         delta = merge.row_product(block.to(device), full[:, :77].to(dtype).to(device))
         stand_in = merge.output_with_delta(block.to(device), delta)
-        results.append([tensor.cpu().double() for tensor in (out, lse, total, delta, stand_in)])
-    for name, plain, fused in zip(("out", "lse", "total", "delta", "stand_in"), *results, strict=True):
-        # float32 sums of up to 128 terms in another order; the stand-in is rounded to the input's type.
-        tolerance = 2e-2 if name == "stand_in" else 1e-4
+        begun = merge.started(full.to(device), slice(40, 117), block.to(device), torch.float32)
+        parts = [(slice(0, 77), block.to(device)), (slice(77, 154), block.to(device))]
+        settled = merge.settled(full.to(device), parts, dtype)
+        tensors = (out, lse, total, delta, begun, settled, stand_in)
+        results.append([tensor.cpu().double() for tensor in tensors])
+    names = ("out", "lse", "total", "delta", "begun", "settled", "stand_in")
+    for name, plain, fused in zip(names, *results, strict=True):
+        # float32 sums of up to 128 terms in another order; the last two are rounded to the input's type.
+        tolerance = 2e-2 if name in ("stand_in", "settled") else 1e-4
         assert (plain - fused).abs().max() <= tolerance * plain.abs().max(), name
 
 

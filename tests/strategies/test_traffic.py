@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ringprof.strategies import communicator, create, names
+from ringprof.strategies import create, groups, names
 from tests.strategies.cases import CASES, Case, Problem, inputs, over_the_ranks
 from tests.strategies.ranks import run_ranks
 
@@ -176,10 +176,10 @@ def many_calls(rank: int) -> tuple[int, int]:
     cases, problem = [case for case in CASES if 4 in case.worlds], Problem(seq=16)
     for case in cases:
         over_the_ranks(case, problem)
-    groups, members = len(communicator._groups), len(dist.distributed_c10d._world.pg_map)
+    made, members = len(groups._groups), len(dist.distributed_c10d._world.pg_map)
     for call in range(100):
         over_the_ranks(cases[call % len(cases)], problem)
-    assert len(communicator._groups) == groups
+    assert len(groups._groups) == made
     return members, len(dist.distributed_c10d._world.pg_map)
 
 
