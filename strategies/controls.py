@@ -1,0 +1,200 @@
+"""Both seams with one half taken out, for controls: what a strategy costs if nothing travels, or nothing is computed.
+
+A strategy runs unchanged on a `SilentCommunicator`, which sends nothing, or with an `IdleKernel`, which computes
+nothing. A `Listener` computes and keeps the list of the calls, so that the same blocks can be run alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .communicator import Collective, Communicator, Hop, Ring
+from .kernels import Gradients, Kernel
+from .merge import wide_type
+
+_SLOTS = 2
+
+
+@contextmanager
+def use_kernel(strategy: Any, kernel: Kernel) -> Iterator[None]:
+    """Let ``strategy`` compute with ``kernel``, whatever the tensors are."""
+    strategy.kernel_for = lambda q: kernel
+    try:
+        yield
+    finally:
+        del strategy.kernel_for
+
+
+# --- kernels ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class View:
+    """How a tensor lies in memory."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> View:
+        return cls(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
+
+    @property
+    def span(self) -> int:
+        """Elements from the first to the last."""
+        if 0 in self.size:
+            return 0
+        return 1 + sum((size - 1) * stride for size, stride in zip(self.size, self.stride, strict=True))
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a kernel: what it was given, without the values. ``rows`` is None for a forward call."""
+
+    q: View
+    k: View
+    v: View
+    scale: float
+    causal: bool
+    rows: RowViews | None = None
+
+
+@dataclass(frozen=True)
+class RowViews:
+    """What a backward call was given of the queries' rows; ``out`` or ``delta``, whichever the kernel takes."""
+
+    dout: View
+    lse: View
+    out: View | None
+    delta: View | None
+
+
+class Listener(Kernel):
+    """Computes with another kernel, and keeps what that was called with."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        super().__init__(deterministic=kernel.deterministic)
+        self.kernel = kernel
+        self.name, self.takes_delta = kernel.name, kernel.takes_delta
+        self.heard: list[Call] = []
+
+    @classmethod
+    def unfit(cls, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+        return None
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+        self.heard.append(Call(View.of(q), View.of(k), View.of(v), scale, causal))
+        return self.kernel.forward(q, k, v, scale=scale, causal=causal)
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, *,
+        out: Tensor | None = None, delta: Tensor | None = None, scale: float, causal: bool,
+    ) -> Gradients:  # fmt: skip
+        by_delta = delta is not None and self.takes_delta
+        # Dressing delta up as an output is work beside the block: alone, the block is given such an output at once.
+        term = delta if by_delta else torch.empty_like(dout, device="meta") if out is None else out
+        assert term is not None
+        given = View.of(term)
+        rows = RowViews(View.of(dout), View.of(lse), None if by_delta else given, given if by_delta else None)
+        self.heard.append(Call(View.of(q), View.of(k), View.of(v), scale, causal, rows))
+        return self.kernel.backward(dout, q, k, v, lse, out=out, delta=delta, scale=scale, causal=causal)
+
+    def _forward(self, *_: Any) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError("the other kernel computes")
+
+    def _backward(self, *_: Any) -> Gradients:
+        raise NotImplementedError("the other kernel computes")
+
+
+class IdleKernel(Kernel):
+    """Computes nothing: results of the right shapes and types, with whatever the memory holds."""
+
+    name = "idle"
+    takes_delta = True
+
+    @classmethod
+    def unfit(cls, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+        return None
+
+    def _count(self, phase: str, q: Tensor, k: Tensor, causal: bool, flops_per_pair: int) -> None:
+        """There is no work to count."""
+
+    def _forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+        batch, seq, heads, _ = q.shape
+        return torch.empty_like(q), torch.empty(batch, heads, seq, dtype=wide_type(q), device=q.device)
+
+    def _backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor,
+        out: Tensor | None, delta: Tensor | None, scale: float, causal: bool,
+    ) -> Gradients:  # fmt: skip
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+# --- communicator -------------------------------------------------------------------------------------
+
+
+class SilentRing(Ring):
+    """A ring on which everything stays where it is."""
+
+    def post(self, tensors: Sequence[Tensor], *, into: Sequence[Tensor] | None = None) -> Hop:
+        """As `Ring.post`, except that what arrives is what was sent: the same memory, so that nothing is copied.
+
+        Only where the caller says where to receive, it is copied there: a kernel's speed depends on the values that it
+        computes with, and what happens to lie in fresh memory may be no numbers at all.
+        """
+        sent = [tensor.contiguous() for tensor in tensors]
+        if into is None:
+            # Without the version counter: writing to what arrived is no write to what was sent.
+            return Hop([], sent, [tensor.data for tensor in sent])
+        for place, tensor in zip(into, sent, strict=True):
+            place.copy_(tensor)
+        return Hop([], sent, list(into))
+
+
+class SilentCollective(Collective):
+    """A channel on which every member keeps what it has."""
+
+    def __init__(self, channel: str, members: Sequence[int], comm: Communicator) -> None:
+        super().__init__(channel, members, None, comm)
+        self._gathered: dict[View, list[Tensor]] = {}
+
+    def all_to_all(self, tensor: Tensor) -> Hop:
+        """As `Collective.all_to_all`, but the pieces stay: the same memory."""
+        tensor = tensor.contiguous()
+        return Hop([], [tensor], [tensor])
+
+    def all_gather(self, tensor: Tensor) -> Hop:
+        """As `Collective.all_gather`, with this rank's piece in every place, written when a shape is first seen.
+
+        What arrives holds until the second next gather of the same shape.
+        """
+        tensor = tensor.contiguous()
+        slots = self._gathered.setdefault(View.of(tensor), [])
+        full = len(slots) == _SLOTS
+        slots.append(slots.pop(0) if full else tensor.expand(self.size, *tensor.shape).contiguous())
+        return Hop([], [tensor], [slots[-1]])
+
+    def reduce_scatter(self, tensor: Tensor) -> Hop:
+        """As `Collective.reduce_scatter`, but the sum is this rank's own first piece."""
+        tensor = tensor.contiguous()
+        return Hop([], [tensor], [tensor[0]])
+
+
+class SilentCommunicator(Communicator):
+    """A communicator whose channels send nothing, count nothing and need no process group of their own."""
+
+    def ring(self, channel: str, members: Sequence[int] | None = None, *, shares: Ring | None = None) -> Ring:
+        return SilentRing(channel, self._members(members), None, self)
+
+    def collective(self, channel: str, members: Sequence[int] | None = None) -> Collective:
+        return SilentCollective(channel, self._members(members), self)
+
+    def _members(self, members: Sequence[int] | None) -> list[int]:
+        return list(range(self.size)) if members is None else list(members)

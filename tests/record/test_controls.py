@@ -1,0 +1,182 @@
+"""Controls on CPU ranks: the same blocks alone, the same blocks without sending, the same hops without blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from itertools import pairwise
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ringprof.record.controls import KINDS, ORDERS, Replay, measure_controls, silent_strategy, solo
+from ringprof.record.measure import Measured, Problem, measure
+from ringprof.record.progress import Silent
+from ringprof.run import Workload
+from ringprof.strategies import communicator, create
+from ringprof.strategies.controls import IdleKernel, use_kernel
+from ringprof.strategies.kernels import CpuFlashKernel
+from tests.strategies.cases import CASES, Case
+from tests.strategies.ranks import run_ranks
+
+CPU = torch.device("cpu")
+# Batch 2: a half of the sequence is then a view with gaps.
+WORKLOAD = Workload(batch=2, seq=64, heads=8, kv_heads=4, head_dim=8)
+SENDING = ("batch_isend_irecv", "all_to_all_single", "all_gather", "all_gather_into_tensor",
+           "reduce_scatter_tensor", "all_reduce", "broadcast")  # fmt: skip
+Calls = list[tuple[Any, ...]]
+
+
+@contextmanager
+def kernel_calls() -> Iterator[Calls]:
+    """What reaches the innermost kernel: the pass, the mask, and how every tensor lies in memory."""
+    seen: Calls = []
+
+    def watched(phase: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(self: Any, *given: Any) -> Any:
+            tensors = [(tuple(x.shape), x.stride(), x.dtype) for x in given if isinstance(x, torch.Tensor)]
+            seen.append((phase, given[-1], tensors))
+            return original(self, *given)
+
+        return call
+
+    forward = watched("forward", CpuFlashKernel._forward)
+    backward = watched("backward", CpuFlashKernel._backward)
+    with patch.object(CpuFlashKernel, "_forward", forward), patch.object(CpuFlashKernel, "_backward", backward):
+        yield seen
+
+
+@contextmanager
+def nothing_may_be_sent() -> Iterator[None]:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("something was sent")
+
+    with ExitStack() as stack:
+        for name in SENDING:
+            stack.enter_context(patch.object(dist, name, refuse))
+        for name in ("_all_gather_single", "_reduce_scatter_single"):
+            stack.enter_context(patch.object(communicator, name, refuse))
+        yield
+
+
+def test_the_refusal_above_refuses() -> None:
+    def attempt(case: Case) -> bool:
+        problem, _ = problem_of(case)
+        with nothing_may_be_sent(), pytest.raises(AssertionError, match="something was sent"):
+            problem.iteration()
+        return True
+
+    assert in_every_case(2, attempt, [Case("zigzag"), Case("ulysses"), Case("allgather")]) == [[True] * 3] * 2
+
+
+def problem_of(case: Case, **changes: Any) -> tuple[Problem, Measured]:
+    """A problem on this rank, and what its ordinary iterations did."""
+    workload = Workload(**{**{name: getattr(WORKLOAD, name) for name in WORKLOAD.__struct_fields__}, **changes})
+    problem = Problem.of(create(case.name, kernel="cpu-flash", **case.params), workload, CPU)
+    return problem, measure(problem, CPU, 1, 1, Silent())
+
+
+def in_every_case(world: int, function: Callable[[Case], Any], cases: list[Case]) -> list[list[Any]]:
+    """For every rank, the results for each case that runs on so many ranks."""
+    return run_ranks(world, lambda rank: [function(case) for case in cases if world in case.worlds])
+
+
+def blocks_alone(case: Case) -> None:
+    problem, measured = problem_of(case)
+    with kernel_calls() as ordinary:
+        problem.iteration()
+    replay = Replay.of(problem)
+    with kernel_calls() as alone, nothing_may_be_sent():
+        replay.run()
+    assert alone == ordinary, case
+    assert len(alone) == sum(measured.work.block_calls.values())
+    assert replay.flops == measured.work.block_flops, case
+
+
+def without_sending(case: Case) -> None:
+    problem, measured = problem_of(case)
+    silent = silent_strategy(case.name, "cpu-flash", None, case.params)
+    with kernel_calls() as ordinary:
+        problem.iteration()
+    other = Problem(silent, True, problem.q, problem.k, problem.v, problem.dout)
+    with kernel_calls() as muted, nothing_may_be_sent():
+        other.iteration()
+    assert muted == ordinary, case
+    assert silent.comm.meter.sent == {}
+    assert silent.kernel_for(problem.q).flops == measured.work.block_flops
+
+
+def without_computing(case: Case) -> None:
+    problem, measured = problem_of(case)
+    kernel, idle = problem.strategy.kernel_for(problem.q), IdleKernel()
+    problem.strategy.comm.meter.clear()
+    before = kernel.flops
+    with kernel_calls() as computed, use_kernel(problem.strategy, idle):
+        problem.iteration()
+    assert computed == [] and (kernel.flops - before, idle.flops) == (0, 0)
+    sent = {
+        (sent.channel, sent.phase, sent.operation, sent.link): [sent.count, sent.sent_bytes]
+        for sent in measured.work.sent
+    }
+    assert problem.strategy.comm.meter.sent == sent and sent, case
+    assert problem.strategy.kernel_for(problem.q) is kernel
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("check", [blocks_alone, without_sending, without_computing])
+def test_every_strategy_and_option_under(check: Callable[[Case], None], world: int) -> None:
+    in_every_case(world, check, CASES)
+
+
+def all_in_turns(case: Case) -> tuple[int, dict[str, int], int, int]:
+    problem, measured = problem_of(case)
+    before = [x.detach().clone() for x in (problem.q, problem.k, problem.v)]
+    first = problem.strategy.attention(problem.q, problem.k, problem.v).detach()
+    silent = silent_strategy(case.name, "cpu-flash", None, case.params)
+    found = measure_controls(problem, silent, CPU, 1, 5)
+    assert all(time > 0 for times in found.times_ns.values() for time in times)
+    assert all(torch.equal(x, y) for x, y in zip(before, (problem.q, problem.k, problem.v), strict=True))
+    torch.testing.assert_close(problem.strategy.attention(problem.q, problem.k, problem.v).detach(), first)
+    counts = {kind: len(times) for kind, times in found.times_ns.items()}
+    return found.rounds, counts, found.solo_flops, measured.work.block_flops
+
+
+def test_the_turns_leave_the_problem_as_it_was_and_time_each_kind_equally_often() -> None:
+    for rank in in_every_case(2, all_in_turns, [Case(name) for name in ("zigzag", "megatron", "allgather", "usp")]):
+        for rounds, counts, solo_flops, block_flops in rank:
+            # Five in four rounds: two in each.
+            assert rounds == 4 and counts == dict.fromkeys(KINDS, 8)
+            assert solo_flops == block_flops
+
+
+def test_each_kind_follows_each_other_kind_once_within_the_rounds() -> None:
+    pairs = [pair for order in ORDERS for pair in pairwise(order)]
+    assert len(set(pairs)) == len(pairs) == 12 and all(sorted(order) == [0, 1, 2, 3] for order in ORDERS)
+
+
+def forward_only(rank: int) -> tuple[int, set[str]]:
+    problem, _ = problem_of(Case("ring"), backward=False, causal=False, kv_heads=8)
+    with kernel_calls() as calls:
+        times = solo(problem, CPU, 0, 3)
+    return len(times), {call[0] for call in calls}
+
+
+def test_solo_of_a_forward_pass_alone() -> None:
+    assert run_ranks(2, forward_only) == [(3, {"forward"})] * 2
+
+
+def finite(rank: int) -> bool:
+    """Whether the blocks alone compute with ordinary numbers: a kernel's speed depends on them."""
+    problem, _ = problem_of(Case("burst"))
+    replay, results = Replay.of(problem), []
+    for call in replay._bound:
+        found: Any = call()
+        results.append(all(bool(torch.isfinite(x).all()) and x.abs().max() < 1e3 for x in found))
+    return all(results)
+
+
+def test_the_blocks_alone_compute_with_ordinary_numbers() -> None:
+    assert run_ranks(2, finite) == [True, True]
