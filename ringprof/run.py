@@ -115,6 +115,26 @@ class Timings(msgspec.Struct, frozen=True, kw_only=True):
     """One list a rank, one figure an iteration."""
 
 
+class Controls(msgspec.Struct, frozen=True, kw_only=True):
+    """Times of ordinary iterations and of three controls, measured in turns after `Timings`, without the profiler.
+
+    One list a rank, one figure an iteration, as in `Timings`.
+    """
+
+    warmup: int
+    """Untimed iterations of each control before."""
+    rounds: int
+    ordinary_ns: list[list[int]]
+    solo_ns: list[list[int]]
+    """The same kernel calls back to back on all ranks at once, nothing merged, nothing sent."""
+    compute_only_ns: list[list[int]]
+    """The strategy on a communicator that sends nothing."""
+    communication_only_ns: list[list[int]]
+    """The strategy with a kernel that computes nothing."""
+    solo_flops: list[int]
+    """FLOPs of one solo iteration of each rank, from exact mask areas."""
+
+
 class Profiled(msgspec.Struct, frozen=True, kw_only=True):
     """The window under the profiler, by the same clock as `Timings`."""
 
@@ -172,6 +192,8 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     environment: Environment
     verification: Verification | None = None
     timings: Timings | None = None
+    controls: Controls | None = None
+    """None where they were not asked for."""
     profiled: Profiled | None = None
     peak_memory_bytes: list[int] | None = None
     """Most memory of each rank during the timed iterations: allocated on its GPU, or resident (libraries included) on

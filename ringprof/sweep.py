@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
+from ringprof.analysis.summary import Rates
 from ringprof.api import Analysis, load
 from ringprof.errors import InputError, RecordError, UnfitWorkloadError, UsageError, VerificationError
 from ringprof.record import Request, record
@@ -140,8 +141,15 @@ def figures_of(row: Row, analysis: Analysis | None) -> dict[str, Any]:
         "comm_share": sum(times.get(kind, 0.0) for kind in COMMUNICATION) / wall,
         "overlap_ratio": summary.overlap_ratio,
         "exposed_comm_ms": exposed / max(1, summary.iterations) / 1e6,
-        "of_kernel_rate": rates.tflops / rates.block_tflops if rates.tflops and rates.block_tflops else None,
+        "of_kernel_rate": _of_kernel_rate(rates),
     }
+
+
+def _of_kernel_rate(rates: Rates) -> float | None:
+    """The share of the solo rate that the run reaches; without controls, of the attention kernels' rate in the run."""
+    if rates.controls is not None:
+        return rates.controls.of_solo
+    return rates.tflops / rates.block_tflops if rates.tflops and rates.block_tflops else None
 
 
 def _record_row(request: Request, folder: Path, reporter: Reporter) -> Row:
@@ -155,7 +163,7 @@ def _record_row(request: Request, folder: Path, reporter: Reporter) -> Row:
     try:
         forward_ns = None
         if request.workload.backward:
-            alone = replace(request, workload=replace(request.workload, backward=False), verify=False)
+            alone = replace(request, workload=replace(request.workload, backward=False), verify=False, controls=False)
             forward_ns = _median_ns(record(alone, reporter))
         run = record(request, reporter)
     except VerificationError as error:
@@ -182,17 +190,17 @@ def _done(sweep: Sweep, request: Request, folder: Path) -> Row | None:
     for row in sweep.rows:
         if (row.strategy, row.params, row.kernel, row.workload) != wanted or row.status == "failed":
             continue
-        if row.run is None or _readable(folder / row.run / "run.json"):
+        if row.run is None or _serves(folder / row.run / "run.json", request):
             return row
     return None
 
 
-def _readable(path: Path) -> bool:
+def _serves(path: Path, request: Request) -> bool:
+    """Whether a run can be read and has what was asked for."""
     try:
-        read_run(path)
+        return read_run(path).controls is not None or not request.controls
     except InputError:
         return False
-    return True
 
 
 def _same(one: Row, other: Row) -> bool:

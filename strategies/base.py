@@ -117,6 +117,11 @@ class Strategy(ABC):
         """Gradients of this rank's q, k and v, in their types."""
 
     @classmethod
+    def placed(cls, size: int, per_host: int, **params: Any) -> dict[str, Any]:
+        """``params``, with what shape and refusals depend on filled in for ``per_host`` of ``size`` ranks a host."""
+        return params
+
+    @classmethod
     def layout_for(cls, size: int, **params: Any) -> Layout:
         """The layout that these parameters mean on ``size`` ranks. Raises `Unfit` where they mean none."""
         return cls.layout

@@ -42,11 +42,9 @@ class USP(Ring):
     ) -> None:  # fmt: skip
         Strategy.__init__(self, context, deterministic=deterministic)
         size = self.comm.size
-        if ulysses_degree is None and ring_degree is None:
-            ulysses_degree = default_ulysses_degree(size, self.comm.ranks_per_host(), placement)
-        grouped = self.layout_for(
-            size, ulysses_degree=ulysses_degree, ring_degree=ring_degree, placement=placement, layout=layout
-        )
+        degrees = {"ulysses_degree": ulysses_degree, "ring_degree": ring_degree}
+        placed = self.placed(size, self.comm.ranks_per_host(), placement=placement, **degrees)
+        grouped = self.layout_for(size, layout=layout, **placed)
         self.layout, grid = grouped, grouped.grid
         self.parameters |= {
             "ulysses_degree": grid.ulysses_degree, "ring_degree": grid.ring_degree, "placement": placement,
@@ -57,13 +55,18 @@ class USP(Ring):
         self.dkv_ring = self.comm.ring("dkv", grid.ring(self.comm.rank), shares=self.kv_ring)
 
     @classmethod
+    def placed(cls, size: int, per_host: int, **params: Any) -> dict[str, Any]:
+        if params.get("ulysses_degree") is None and params.get("ring_degree") is None:
+            placement = params.get("placement", "head-first")
+            params["ulysses_degree"] = default_ulysses_degree(size, per_host, placement)
+        return params
+
+    @classmethod
     def layout_for(cls, size: int, **params: Any) -> Grouped:
-        ulysses, ring = params.get("ulysses_degree"), params.get("ring_degree")
-        placement = params.get("placement", "head-first")
-        if ulysses is None and ring is None:
-            # Asked before there are hosts to look at: as on one host.
-            ulysses = default_ulysses_degree(size, size, placement)
-        grid = Grid.of(size, ulysses, ring, head_first=placement == "head-first")
+        # Asked before there are hosts to look at: as on one host.
+        params = cls.placed(size, size, **params)
+        head_first = params.get("placement", "head-first") == "head-first"
+        grid = Grid.of(size, params.get("ulysses_degree"), params.get("ring_degree"), head_first=head_first)
         return Grouped(LAYOUTS[params.get("layout", "zigzag")], grid)
 
     @classmethod

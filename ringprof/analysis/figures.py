@@ -27,12 +27,15 @@ def figures_of(found: Findings) -> dict[str, float]:
         figures |= {name: fmean(values), f"max({name})": max(values), f"min({name})": min(values)}
     # The report's means are over all the ranks' time, not over their shares.
     figures |= {part.name: part.share for part in summary.parts if part.name != "wall"}
-    rates = summary.rates
+    rates, controls = summary.rates, summary.rates.controls
     known: dict[str, float | None] = {
         "overlap_ratio": summary.overlap_ratio,
         "tflops": rates.tflops,
         "block_tflops": rates.block_tflops,
         "solo_tflops": rates.solo_tflops,
+        "of_solo": controls.of_solo if controls else None,
+        "ideal_efficiency": controls.ideal_efficiency if controls else None,
+        "flash_slowdown": controls.flash_slowdown if controls else None,
         "profiler_overhead": rates.profiler_overhead,
         "peak_memory_bytes": rates.peak_memory_bytes,
         "other_share": summary.other_share,

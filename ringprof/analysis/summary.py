@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from ringprof.analysis.attribution import Attribution, Rank
+from ringprof.analysis.controls import ControlFigures, control_figures, slowest
 from ringprof.analysis.hops import hop_totals, total
 from ringprof.analysis.rules import COMMUNICATION, KINDS, OTHER_GROUPS
 from ringprof.run import Run
@@ -77,11 +78,13 @@ class Rates:
     block_tflops: float | None = None
     """FLOPs of the attention blocks over the union of the attention kernels' intervals, mean over ranks."""
     solo_tflops: float | None = None
+    """The same blocks alone, see `ringprof.analysis.controls`."""
     slowest_median_ns: float | None = None
     profiler_overhead: float | None = None
     """Slow-down of the profiled iterations, as a share of the time without the profiler."""
     peak_memory_bytes: int | None = None
     """Of the rank that used most."""
+    controls: ControlFigures | None = None
 
 
 @dataclass(frozen=True)
@@ -136,7 +139,7 @@ def summarise(attribution: Attribution) -> Summary:
     ranks = attribution.ranks
     parts = _parts(ranks)
     wall = parts[-1]
-    slowest = max(ranks, key=lambda rank: rank.breakdown.wall_ns)
+    last = max(ranks, key=lambda rank: rank.breakdown.wall_ns)
     shares = [rank.breakdown.exposed_comm_share for rank in ranks]
     worst = int(np.argmax(shares))
     kinds = _kinds(ranks, wall.mean_ns)
@@ -150,9 +153,9 @@ def summarise(attribution: Attribution) -> Summary:
         exposed_worst=shares[worst],
         exposed_worst_rank=ranks[worst].rank,
         overlap_ratio=_overlap(ranks),
-        slowest_rank=slowest.rank,
-        slowest_wall_ns=slowest.breakdown.wall_ns,
-        slowest_excess=_ratio(slowest.breakdown.wall_ns, wall.mean_ns) - 1.0,
+        slowest_rank=last.rank,
+        slowest_wall_ns=last.breakdown.wall_ns,
+        slowest_excess=_ratio(last.breakdown.wall_ns, wall.mean_ns) - 1.0,
         other_share=next((row.share for row in kinds if row.kind == "other"), 0.0),
         ranks=_rank_rows(ranks),
         devices=_distinct(rank.device for rank in ranks),
@@ -269,33 +272,31 @@ def _rates(attribution: Attribution) -> Rates:
     run = attribution.run
     if run is None:
         return Rates()
-    slowest = _slowest(run.timings.iterations_ns) if run.timings else []
-    profiled = _slowest(run.profiled.iterations_ns) if run.profiled else []
-    typical = median(slowest) if slowest else None
+    timed = slowest(run.timings.iterations_ns) if run.timings else []
+    profiled = slowest(run.profiled.iterations_ns) if run.profiled else []
+    typical = median(timed) if timed else None
     overhead = median(profiled) / typical - 1.0 if profiled and typical else None
-    rates = _achieved(run, slowest)
+    rates = _achieved(run, timed)
+    controls = control_figures(run.controls, attribution.ranks)
     return Rates(
         tflops=rates["p50"] if rates else None,
         tflops_quantiles=rates,
-        iterations_timed=len(slowest),
+        iterations_timed=len(timed),
         block_tflops=_block_tflops(attribution, run),
+        solo_tflops=controls.solo_tflops if controls else None,
         slowest_median_ns=typical,
         profiler_overhead=overhead,
         peak_memory_bytes=max(run.peak_memory_bytes) if run.peak_memory_bytes else None,
+        controls=controls,
     )
 
 
-def _slowest(iterations_ns: list[list[int]]) -> list[int]:
-    """The slowest rank's time of every iteration."""
-    return [max(times) for times in zip(*iterations_ns, strict=False) if max(times) > 0]
-
-
-def _achieved(run: Run, slowest: list[int]) -> dict[str, float] | None:
+def _achieved(run: Run, timed: list[int]) -> dict[str, float] | None:
     """TFLOP/s a GPU by quantile over iterations; the median rate is the rate of the median time."""
-    if run.workload is None or not slowest:
+    if run.workload is None or not timed:
         return None
     per_device = run.workload.model_flops() / run.topology.world_size
-    times = {"p10": np.quantile(slowest, 0.9), "p50": median(slowest), "p90": np.quantile(slowest, 0.1)}
+    times = {"p10": np.quantile(timed, 0.9), "p50": median(timed), "p90": np.quantile(timed, 0.1)}
     return {name: float(per_device / time / 1e3) for name, time in times.items()}
 
 

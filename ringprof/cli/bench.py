@@ -48,6 +48,7 @@ class _List(click.ParamType[list[Any]]):
 @click.option("--ranks-per-host", type=int, help="Treat so many ranks as one host.")
 @click.option("--warmup", type=int, help="Untimed iterations.")
 @click.option("--iters", type=int, help="Timed iterations.")
+@click.option("--controls", is_flag=True, help="As of `ringprof record`.")
 @click.option("--verify/--no-verify", default=True, show_default=True, help="Check every row's result first.")
 @click.option("--format", "form", type=click.Choice(["terminal", *FORMATS]), default="terminal", show_default=True)
 @click.option("-o", "--output", default="traces/bench/sweep.json", show_default=True, type=click.Path(dir_okay=False),
@@ -82,7 +83,7 @@ def _base(options: dict[str, Any]) -> Request:
         batch=options["batch"], seq=1, heads=heads, kv_heads=options["kv_heads"] or heads,
         head_dim=options["head_dim"], causal=options["causal"], dtype=options["dtype"],
     )  # fmt: skip
-    same = ("device", "world", "ranks_per_host", "warmup", "iters", "verify")
+    same = ("device", "world", "ranks_per_host", "warmup", "iters", "controls", "verify")
     return Request(
         workload=workload, strategy="", command=["ringprof", *sys.argv[1:]], **{name: options[name] for name in same}
     )

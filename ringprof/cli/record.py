@@ -14,6 +14,7 @@ from ringprof.cli.progress import reporter
 from ringprof.errors import RecordError, RingprofError
 from ringprof.record import Request, record
 from ringprof.record.placement import joined
+from ringprof.report.text import duration, rate
 from ringprof.run import Run, Workload
 
 DTYPES = ("bf16", "fp16", "fp32")
@@ -44,6 +45,8 @@ DTYPES = ("bf16", "fp16", "fp32")
 @click.option("--warmup", type=int, help="Untimed iterations.  [default: 3 on GPU, 1 on CPU]")
 @click.option("--iters", type=int, help="Timed iterations.  [default: 10 on GPU, 3 on CPU]")
 @click.option("--profile-iters", default=1, show_default=True, help="Profiled iterations.")
+@click.option("--controls", is_flag=True,
+              help="Also time the blocks alone, no sending, and no computing: what overlap is worth.")  # fmt: skip
 @click.option("--verify/--no-verify", default=True, show_default=True,
               help="Compare the result with a float64 reference before timing.")  # fmt: skip
 @click.option("-o", "--output", default="traces/run.json", show_default=True, type=click.Path(),
@@ -104,7 +107,7 @@ def headline(run: Run) -> str:
     time_ns = median(slowest)
     tflops = run.workload.model_flops() / run.topology.world_size / time_ns / 1e3
     checked = "" if run.verification else ", not verified"
-    return f"{run.name}: {time_ns / 1e6:.4g} ms an iteration, {tflops:.3g} TFLOP/s per device ({run.kernel}{checked})"
+    return f"{run.name}: {duration(time_ns)} an iteration, {rate(tflops)} per device ({run.kernel}{checked})"
 
 
 def _request(options: dict[str, Any]) -> Request:
@@ -119,8 +122,8 @@ def _request(options: dict[str, Any]) -> Request:
         backward=not options["forward_only"],
     )
     same = (
-        "strategy", "kernel", "device", "world", "ranks_per_host", "warmup", "iters", "profile_iters", "verify",
-        "output", "force", "time_limit",
+        "strategy", "kernel", "device", "world", "ranks_per_host", "warmup", "iters", "profile_iters",
+        "controls", "verify", "output", "force", "time_limit",
     )  # fmt: skip
     return Request(
         workload=workload,

@@ -105,10 +105,16 @@ def make_plan(request: Request) -> Plan:
         rate_source=source,
         memory_bytes=memory_per_device(request.workload, request.world, request.strategy),
         memory_limit=limit,
-        iterations=round(request.warmup + request.iters + profiled),
+        iterations=round(request.warmup + request.iters + profiled + _control_iterations(request)),
         start_s=GPU_START_S if on_gpu else CPU_START_S,
         imbalance=_imbalance(request.workload, request.world, request.strategy),
     )
+
+
+def _control_iterations(request: Request) -> int:
+    """Ordinary iterations and three controls in four rounds, the warm-ups of the three; none costs more than one."""
+    assert request.warmup is not None and request.iters is not None
+    return 3 * request.warmup + 4 * (request.iters + 3) if request.controls else 0
 
 
 def _imbalance(workload: Workload, world: int, strategy: str) -> float:

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import torch
 
+from ringprof.record.controls import KINDS, Controlled, measure_controls, silent_strategy
 from ringprof.record.folder import publish, trace_name
 from ringprof.record.group import gather_bytes, process_group
 from ringprof.record.machine import device_name, driver_version, host_name, variables, versions
@@ -19,6 +20,7 @@ from ringprof.record.request import Request, Task
 from ringprof.record.resolve import load_strategy, strategy_errors
 from ringprof.record.verify import verify
 from ringprof.run import (
+    Controls,
     Environment,
     Profiled,
     RankTrace,
@@ -42,6 +44,7 @@ class RankResult(msgspec.Struct, frozen=True, kw_only=True):
     profiled_ns: list[int] = []
     peak_bytes: int | None = None
     work: Work | None = None
+    controls: Controlled | None = None
 
 
 @dataclass
@@ -71,12 +74,12 @@ class Rank:
             self.strategy = _create(request)
             verification = self._verify(device)
             problem = Problem.of(self.strategy, request.workload, device)
-            measured, profiled = self._measure(problem, device)
+            measured, controlled, profiled = self._measure(problem, device)
             kernel = self.strategy.kernel_for(problem.q).name
         result = RankResult(
             host=host_name(), local_rank=self.place.local_rank, device=device_name(device),
             trace=trace_name(self.place.rank), iterations_ns=measured.iterations_ns, profiled_ns=profiled,
-            peak_bytes=measured.peak_bytes, work=measured.work,
+            peak_bytes=measured.peak_bytes, work=measured.work, controls=controlled,
         )  # fmt: skip
         results = exchange(result, device)
         if self.place.rank != 0:
@@ -90,6 +93,7 @@ class Rank:
             topology=msgspec.structs.replace(run.topology, ranks_per_host=self.strategy.comm.ranks_per_host()),
             verification=verification,
             timings=Timings(warmup=request.warmup or 0, iterations_ns=[r.iterations_ns for r in results]),
+            controls=_controls(request, [r.controls for r in results if r.controls is not None]),
         )
         publish(Path(self.task.staging), run, Path(request.output))
         return run
@@ -105,12 +109,18 @@ class Rank:
             torch.cuda.empty_cache()
         return verification
 
-    def _measure(self, problem: Problem, device: torch.device) -> tuple[Measured, list[int]]:
+    def _measure(self, problem: Problem, device: torch.device) -> tuple[Measured, Controlled | None, list[int]]:
         request = self.task.request
         assert request.warmup is not None and request.iters is not None
         measured = measure(problem, device, request.warmup, request.iters, self.reporter)
+        controlled = None
+        if request.controls:
+            # After the peak memory has been read: the controls hold tensors of their own.
+            silent = silent_strategy(request.strategy, request.kernel, request.ranks_per_host, request.params)
+            controlled = measure_controls(problem, silent, device, request.warmup, request.iters, self.reporter)
         trace = Path(self.task.staging) / trace_name(self.place.rank)
-        return measured, profile_iterations(problem, device, request.profile_iters, trace, self.reporter)
+        profiled = profile_iterations(problem, device, request.profile_iters, trace, self.reporter)
+        return measured, controlled, profiled
 
 
 def exchange(result: RankResult, device: torch.device) -> list[RankResult]:
@@ -157,6 +167,15 @@ def _create(request: Request) -> Any:
 
     load_strategy(request.strategy)
     return create(request.strategy, kernel=request.kernel, ranks_per_host=request.ranks_per_host, **request.params)
+
+
+def _controls(request: Request, ranks: list[Controlled]) -> Controls | None:
+    """All ranks' controls; None where none were measured."""
+    if not ranks:
+        return None
+    times = {f"{kind}_ns": [rank.times_ns[kind] for rank in ranks] for kind in KINDS}
+    flops = [rank.solo_flops for rank in ranks]
+    return Controls(warmup=request.warmup or 0, rounds=ranks[0].rounds, solo_flops=flops, **times)
 
 
 def _strategy_used(request: Request, strategy: Any) -> StrategyUsed:

@@ -33,6 +33,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     warmup: int | None = None
     iters: int | None = None
     profile_iters: int = 1
+    controls: bool = False
+    """Time the blocks alone, the strategy without sending and without computing, too."""
     verify: bool = True
     output: str = "traces/run.json"
     """Where the newest run is named; every run's own folder lies beside it."""

@@ -83,7 +83,9 @@ def resolve(request: Request, place: Placement | None) -> Request:
     strategy = load_strategy(request.strategy)
     device = _device(request.device)
     world = _world(request.world, device, place)
-    params = _typed(strategy, request.strategy, request.params)
+    params = strategy.placed(
+        world, _per_host(request, world, place), **_typed(strategy, request.strategy, request.params)
+    )
     _check_fit(strategy, request, params, world)
     warmup, iters = _counts(request, device)
     return msgspec.structs.replace(request, device=device, world=world, params=params, warmup=warmup, iters=iters)
@@ -174,6 +176,13 @@ def _typed(strategy: Any, name: str, params: dict[str, Any]) -> dict[str, Any]:
         }
         check_parameters(strategy, name, typed)
     return typed
+
+
+def _per_host(request: Request, world: int, place: Placement | None) -> int:
+    """Ranks that will share a host, as the ranks' communicator will see it; refused later where it does not divide."""
+    launched = world if place is None else place.local_world_size
+    per_host = request.ranks_per_host or launched
+    return per_host if world % per_host == 0 else world
 
 
 def _check_fit(strategy: Any, request: Request, params: dict[str, Any], world: int) -> None:

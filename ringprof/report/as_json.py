@@ -50,6 +50,7 @@ def _summary(summary: Summary) -> dict[str, Any]:
         "iterations_timed": rates.iterations_timed,
         "block_tflops": rates.block_tflops,
         "solo_tflops": rates.solo_tflops,
+        "controls": msgspec.to_builtins(rates.controls),
         "profiler_overhead": rates.profiler_overhead,
         "exposed_comm_share": {
             "mean": summary.exposed_mean,

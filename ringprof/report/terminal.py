@@ -19,6 +19,7 @@ from ringprof.analysis.hops import EMULATED, OTHER_HOST, SAME_HOST
 from ringprof.analysis.summary import Communication, KindRow, Rates, Summary
 from ringprof.analysis.verdict import Findings
 from ringprof.report import sections as further
+from ringprof.report.controls import controls_section
 from ringprof.report.text import (
     ascii_bar,
     bar,
@@ -30,6 +31,7 @@ from ringprof.report.text import (
     percent,
     rate,
     rounded_to_sum,
+    slower_or_faster,
     unit_for,
 )
 from ringprof.run import Run
@@ -85,6 +87,8 @@ def render(found: Findings, look: Look | None = None, sections: Sequence[str] = 
         blocks.append(Text("\n".join(_split_line(row) for row in summary.communication)))
     if attribution.run:
         blocks.append(Text("\n".join(_run_lines(attribution.run, summary.rates))))
+    if summary.rates.controls:
+        blocks.append(controls_section(summary.rates.controls))
     blocks.append(_where_time_went(summary, look))
     blocks.append(_by_kind(summary, attribution.on_cpu))
     if len(attribution.ranks) > 1:
@@ -176,8 +180,8 @@ def _run_lines(run: Run, rates: Rates) -> list[str]:
 def _cost_line(rates: Rates) -> list[str]:
     parts = []
     if rates.profiler_overhead is not None and rates.slowest_median_ns is not None:
-        slower = f"{percent(abs(rates.profiler_overhead))} {'slower' if rates.profiler_overhead >= 0 else 'faster'}"
-        parts.append(f"{duration(rates.slowest_median_ns)} an iteration without the profiler, {slower} with it")
+        compared = slower_or_faster(rates.profiler_overhead)
+        parts.append(f"{duration(rates.slowest_median_ns)} an iteration without the profiler, {compared} with it")
     if rates.peak_memory_bytes:
         parts.append(f"peak memory {binary_size(rates.peak_memory_bytes)} a device")
     return ["; ".join(parts)] if parts else []

@@ -43,6 +43,12 @@ def percent(share: float, digits: int = 1) -> str:
     return f"{100 * share:.{digits}f} %"
 
 
+def slower_or_faster(excess: float) -> str:
+    """How much longer something takes, as a share, in words; what rounds to nothing is neither."""
+    shown = percent(abs(excess))
+    return "as fast" if shown == percent(0.0) else f"{shown} {'slower' if excess > 0 else 'faster'}"
+
+
 def rate(tflops: float) -> str:
     """A rate of floating-point operations; on a CPU it is small."""
     return f"{tflops:,.1f} TFLOP/s" if tflops >= 1 else f"{1000 * tflops:,.1f} GFLOP/s"

@@ -1,0 +1,91 @@
+"""What the controls of a recording say: what overlap is worth, and how near the run is to its blocks alone.
+
+Times are medians over iterations of the slowest rank's, as in the achieved rate; the solo time and what follows from it
+are means over ranks, since ranks with less work must not be charged for waiting. Everything is set against ordinary
+iterations that were timed in turns with the controls, on equally hot devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+
+from ringprof.analysis.attribution import Rank
+from ringprof.run import Controls
+
+
+@dataclass(frozen=True)
+class ControlFigures:
+    """The controls over all ranks; times in nanoseconds."""
+
+    rounds: int
+    iterations: int
+    """Of each kind."""
+    iteration_ns: float
+    """An ordinary iteration, in turns with the controls."""
+    compute_only_ns: float
+    communication_only_ns: float
+    ideal_ns: float
+    """The larger of the two."""
+    ideal_efficiency: float
+    """ideal / iteration."""
+    solo_ns: float
+    """The same blocks alone: mean over ranks of each rank's median."""
+    solo_tflops: float
+    """FLOPs of all ranks' blocks over the sum of their solo times."""
+    of_solo: float
+    """solo / iteration: the share of the solo rate that the iteration reaches."""
+    flash_slowdown: float | None
+    """Attention kernels' time in the profiled run / solo time - 1, over the ranks whose traces are here; None on CPU."""
+
+
+def control_figures(controls: Controls | None, ranks: Sequence[Rank]) -> ControlFigures | None:
+    """The figures; None where nothing was controlled, or a time is missing or zero."""
+    if controls is None:
+        return None
+    ordinary, compute, communication = (
+        slowest_median(times)
+        for times in (controls.ordinary_ns, controls.compute_only_ns, controls.communication_only_ns)
+    )
+    solo = [median(times) if times else 0.0 for times in controls.solo_ns]
+    if not (ordinary and compute and communication and solo and all(solo) and len(solo) == len(controls.solo_flops)):
+        return None
+    ideal, mean_solo = max(compute, communication), fmean(solo)
+    return ControlFigures(
+        rounds=controls.rounds,
+        iterations=min(len(times) for times in controls.ordinary_ns),
+        iteration_ns=ordinary,
+        compute_only_ns=compute,
+        communication_only_ns=communication,
+        ideal_ns=ideal,
+        ideal_efficiency=ideal / ordinary,
+        solo_ns=mean_solo,
+        solo_tflops=sum(controls.solo_flops) / sum(solo) / 1e3,
+        of_solo=mean_solo / ordinary,
+        flash_slowdown=_flash_slowdown(ranks, solo),
+    )
+
+
+def slowest(iterations_ns: Sequence[Sequence[int]]) -> list[int]:
+    """The slowest rank's time of every iteration."""
+    return [max(times) for times in zip(*iterations_ns, strict=False) if max(times) > 0]
+
+
+def slowest_median(iterations_ns: Sequence[Sequence[int]]) -> float | None:
+    """The median over iterations of the slowest rank's time; None where there is none."""
+    times = slowest(iterations_ns)
+    return float(median(times)) if times else None
+
+
+def _flash_slowdown(ranks: Sequence[Rank], solo_ns: Sequence[float]) -> float | None:
+    """Over whole profiled iterations only: a part of one, or another window, has other blocks. Not on CPU, where ranks
+    share cores and communication takes its time from other ranks' kernels."""
+    run, alone = 0.0, 0.0
+    for rank in ranks:
+        cut = rank.window.between_ns is not None or rank.window.source == "range"
+        if cut or rank.on_cpu or not rank.iterations or rank.rank >= len(solo_ns):
+            return None
+        run += rank.breakdown.flash_ns
+        alone += solo_ns[rank.rank] * len(rank.iterations)
+    return run / alone - 1.0 if run and alone else None
