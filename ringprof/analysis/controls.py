@@ -37,7 +37,7 @@ class ControlFigures:
     of_solo: float
     """solo / iteration: the share of the solo rate that the iteration reaches."""
     flash_slowdown: float | None
-    """Attention kernels' time in the profiled run / solo time - 1, over the ranks whose traces are here; None on CPU."""
+    """Attention kernels' time in the profiled run / solo time - 1, over ranks with a trace; None on CPU."""
 
 
 def control_figures(controls: Controls | None, ranks: Sequence[Rank]) -> ControlFigures | None:
@@ -49,7 +49,8 @@ def control_figures(controls: Controls | None, ranks: Sequence[Rank]) -> Control
         for times in (controls.ordinary_ns, controls.compute_only_ns, controls.communication_only_ns)
     )
     solo = [median(times) if times else 0.0 for times in controls.solo_ns]
-    if not (ordinary and compute and communication and solo and all(solo) and len(solo) == len(controls.solo_flops)):
+    complete = len(solo) == len(controls.solo_flops) and min(solo, default=0) > 0
+    if not (ordinary and compute and communication and complete):
         return None
     ideal, mean_solo = max(compute, communication), fmean(solo)
     return ControlFigures(

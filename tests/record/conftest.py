@@ -16,7 +16,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run, str]:
     folder = tmp_path_factory.mktemp("recorded")
     done = run(
         ["record", "--strategy", "burst", *SMALL, "--kv-heads", "1", "--ranks-per-host", "2", "--iters", "2",
-         "-p", "optimized_backward=true"],
+         "--controls", "-p", "optimized_backward=true"],
         folder,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

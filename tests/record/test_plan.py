@@ -11,7 +11,8 @@ import pytest
 pytest.importorskip("torch", reason="recording needs torch")
 
 from ringprof.errors import MissingExtraError, UnfitWorkloadError, UsageError
-from ringprof.record.plan import Plan, describe, largest_seq, memory_per_device, refuse_too_large
+from ringprof.record.placement import Placement
+from ringprof.record.plan import Plan, describe, largest_seq, make_plan, memory_per_device, refuse_too_large
 from ringprof.record.request import Request
 from ringprof.record.resolve import need_torch, resolve
 from ringprof.run import Workload, read_run
@@ -54,6 +55,37 @@ def test_time_counts_every_iteration_and_the_busiest_rank() -> None:
     assert plan().seconds_per_iteration == 2.0
     assert plan().total_seconds == 30 + 16 * 2
     assert plan(imbalance=1.75).seconds_per_iteration == 3.5
+
+
+def test_controls_count_as_iterations() -> None:
+    alone, controlled = (make_plan(resolve(request(controls=asked), None)) for asked in (False, True))
+    # Three warm-ups of one, and three of each of the four in turns.
+    assert controlled.iterations - alone.iterations >= 3 * 1 + 4 * 3
+
+
+SIX_RANKS = {"strategy": "usp", "world": 6, "workload": Workload(seq=1200, heads=3, kv_heads=3, head_dim=32)}
+ON_HOSTS_OF_THREE = Placement(rank=0, world_size=6, local_rank=0, local_world_size=3)
+
+
+def test_the_plan_chooses_degrees_by_the_hosts_that_the_run_will_have() -> None:
+    """On hosts of three the groups are of three, which 3 heads allow; on one host of six they are of two."""
+    assert resolve(request(**SIX_RANKS, ranks_per_host=3), None).params["ulysses_degree"] == 3
+    assert resolve(request(**SIX_RANKS), ON_HOSTS_OF_THREE).params["ulysses_degree"] == 3
+    ring_first = resolve(request(**SIX_RANKS, ranks_per_host=2, params={"placement": "ring-first"}), None)
+    assert ring_first.params["ulysses_degree"] == 3
+    with pytest.raises(UnfitWorkloadError, match="Ulysses degree of 2 does not divide 3 heads"):
+        resolve(request(**SIX_RANKS), None)
+
+
+def test_the_plan_refuses_what_the_run_would() -> None:
+    four_heads = Workload(seq=1200, heads=4, kv_heads=4, head_dim=32)
+    for hosts, place in ((3, None), (None, ON_HOSTS_OF_THREE)):
+        with pytest.raises(UnfitWorkloadError, match="Ulysses degree of 3 does not divide 4 heads"):
+            resolve(request(strategy="usp", world=6, workload=four_heads, ranks_per_host=hosts), place)
+    given = resolve(
+        request(strategy="usp", world=6, workload=four_heads, ranks_per_host=3, params={"ulysses_degree": "2"}), None
+    )
+    assert given.params == {"ulysses_degree": 2}
 
 
 def test_too_much_memory_is_refused_with_the_sequence_that_fits() -> None:

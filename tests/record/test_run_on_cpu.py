@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import pty
+import re
 import socket
 import subprocess
 from pathlib import Path
@@ -49,6 +50,25 @@ def test_every_iteration_of_every_rank_is_kept(recorded: tuple[Path, Run, str]) 
     assert all(time > 0 for times in found.timings.iterations_ns for time in times)
 
 
+def test_every_control_of_every_rank_is_kept(recorded: tuple[Path, Run, str]) -> None:
+    folder, found, _ = recorded
+    controls = found.controls
+    assert controls is not None and found.work is not None and (controls.warmup, controls.rounds) == (1, 2)
+    kinds = (controls.ordinary_ns, controls.solo_ns, controls.compute_only_ns, controls.communication_only_ns)
+    for times in kinds:
+        assert [len(rank) for rank in times] == [2] * WORLD and all(time > 0 for rank in times for time in rank)
+    assert controls.solo_flops == [work.block_flops for work in found.work]
+    reported = run(["report", "traces/run.json"], folder)
+    assert reported.returncode == 0 and "the same blocks alone" in reported.stdout, reported.stderr
+
+
+def test_record_and_report_write_the_rate_alike(recorded: tuple[Path, Run, str]) -> None:
+    folder, _, printed = recorded
+    (shown,) = re.findall(r"an iteration, ([\d.,]+ .FLOP/s) per device", printed)
+    reported = run(["report", "traces/run.json"], folder, COLUMNS="200").stdout
+    assert f"{shown} per device achieved" in reported
+
+
 def test_verification_is_in_the_run(recorded: tuple[Path, Run, str]) -> None:
     _, found, _ = recorded
     assert found.verification is not None and found.verification.passed and found.verification.seq == 64 * WORLD
@@ -79,7 +99,11 @@ def test_it_says_what_it_will_do_and_what_came_out(recorded: tuple[Path, Run, st
     _, _, printed = recorded
     assert "burst on 4 CPU processes: sequence 512" in printed
     assert "FLOPs an iteration" in printed and "of memory" in printed
-    assert "TFLOP/s per device" in printed and "next: ringprof report traces/run.json" in printed
+    assert (
+        " ms an iteration, " in printed
+        and "FLOP/s per device" in printed
+        and "next: ringprof report traces/run.json" in printed
+    )
 
 
 def test_a_second_run_leaves_the_first_and_becomes_the_newest(recorded: tuple[Path, Run, str]) -> None:

@@ -14,6 +14,7 @@ from ringprof.analysis.verdict import Findings
 from ringprof.report import as_json
 from tests.analysis.build import FLASH, NCCL, Builder
 from tests.analysis.recorded import recorded_run
+from tests.analysis.test_controls import CONTROLS
 from tests.analysis.test_cpu import example as cpu_example
 from tests.analysis.test_real_runs import NVLINK, TWO_HOSTS, attribution_of
 from tests.analysis.test_summary import ring_with_compute
@@ -40,6 +41,7 @@ CASES = {
         *ring_with_compute(),
         run=recorded_run(timings=None, profiled=None, work=None, verification=None, workload=None, strategy=None),
     ),
+    "a controlled run": lambda: traced(*ring_with_compute(), run=recorded_run(controls=CONTROLS)),
     "ranks missing": lambda: traced(*ring_with_compute()[:2]),
     "one gpu": lambda: traced(Builder(world_size=1).run(FLASH, 0, 10, launched=1)),
     "no records": lambda: traced(Builder(world_size=1).run(NCCL, 0, 10, launched=1)),
