@@ -5,20 +5,26 @@ from __future__ import annotations
 import csv
 import io
 import json
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 pytest.importorskip("torch", reason="recording needs torch")
 
 from ringprof import cli, sweep
+from ringprof.analysis.attribution import attribute
+from ringprof.analysis.summary import summarise
 from ringprof.errors import InputError, RecordError, UnfitWorkloadError, UsageError, VerificationError
 from ringprof.record import Request
 from ringprof.record.failure import Interrupted
 from ringprof.record.progress import Silent
-from ringprof.run import Workload, write_run
+from ringprof.run import Controls, Workload, write_run
 from tests.analysis.recorded import recorded_run
+from tests.analysis.test_summary import ring_with_compute
 
 BASE = Request(workload=Workload(seq=1, heads=8, kv_heads=8, head_dim=64), strategy="")
 
@@ -96,6 +102,34 @@ def test_failed_rows_are_tried_again_and_what_ran_out_of_memory_is_not(swept):
     rows, recorder = swept({})
     assert [row.status for row in rows] == ["oom", "ok", "ok", "ok"]
     assert recorder.calls == [("burst", 2048, False), ("burst", 2048, True)]
+
+
+CONTROLS = Controls(
+    warmup=1, rounds=1, ordinary_ns=[[3000]] * 4, compute_only_ns=[[2000]] * 4, communication_only_ns=[[1000]] * 4,
+    solo_ns=[[1500]] * 4, solo_flops=[10**9] * 4,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("controls", "share"), [(CONTROLS, 1500 / 3000), (None, None)])
+def test_the_kernel_rate_is_the_solo_rate_where_there_is_one(controls, share):
+    run = recorded_run(controls=controls)
+    assert run.workload is not None
+    analysis: Any = SimpleNamespace(
+        run=run, summary=summarise(attribute([b.trace() for b in ring_with_compute()], run))
+    )
+    row = sweep.Row(strategy="burst", params={}, kernel="auto", workload=run.workload, status="ok")
+    figures = sweep.figures_of(row, analysis)
+    # Without it: the achieved rate over the attention kernels', whose 1e9 FLOPs take 1000 to 1300 ns.
+    achieved = run.workload.model_flops() / 4 / 3e-3 / 1e12
+    kernels = sum(1e9 / (1000 + 100 * rank) / 1e3 for rank in range(4)) / 4
+    assert figures["of_kernel_rate"] == pytest.approx(achieved / kernels if share is None else share)
+
+
+def test_a_row_without_controls_is_recorded_again_where_they_are_asked_for(swept, monkeypatch):
+    swept({})
+    monkeypatch.setattr(sys.modules[__name__], "BASE", replace(BASE, controls=True))
+    rows, recorder = swept({})
+    assert [row.status for row in rows] == ["ok"] * 4 and len(recorder.calls) == 8
 
 
 def test_a_parameter_of_a_strategy_that_is_not_swept_is_refused():

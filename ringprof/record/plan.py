@@ -103,7 +103,7 @@ def make_plan(request: Request) -> Plan:
         flops_per_device=request.workload.model_flops() // request.world,
         rate=rate,
         rate_source=source,
-        memory_bytes=memory_per_device(request.workload, request.world, request.strategy),
+        memory_bytes=_memory(request, request.workload),
         memory_limit=limit,
         iterations=round(request.warmup + request.iters + profiled + _control_iterations(request)),
         start_s=GPU_START_S if on_gpu else CPU_START_S,
@@ -120,6 +120,21 @@ def _control_iterations(request: Request) -> int:
 def _imbalance(workload: Workload, world: int, strategy: str) -> float:
     """With contiguous pieces and a causal mask, the last rank sees everything: 2N - 1 of N² parts of the square."""
     return 2 - 1 / world if workload.causal and strategy in ("ring", "allgather") else 1.0
+
+
+def _memory(request: Request, workload: Workload) -> int:
+    """Bytes per device, with what the controls hold beside ordinary iterations.
+
+    That is an output for the blocks alone, and with all-gather all keys and values for these and for the silent gather.
+    """
+    assert request.world is not None
+    memory = memory_per_device(workload, request.world, request.strategy)
+    if not request.controls:
+        return memory
+    item = 4 if workload.dtype == "fp32" else 2
+    row = workload.batch * workload.seq * workload.head_dim * item
+    gathered = 2 * 2 * row * workload.kv_heads if request.strategy == "allgather" else 0
+    return memory + row * workload.heads // request.world + gathered
 
 
 def memory_per_device(workload: Workload, world: int, strategy: str = "zigzag") -> int:
@@ -198,10 +213,7 @@ def largest_seq(request: Request, plan: Plan) -> int:
 def _affordable(request: Request, plan: Plan, seq: int) -> bool:
     assert request.world is not None
     workload = msgspec.structs.replace(request.workload, seq=seq)
-    if (
-        plan.memory_limit is not None
-        and memory_per_device(workload, request.world, request.strategy) > plan.memory_limit
-    ):
+    if plan.memory_limit is not None and _memory(request, workload) > plan.memory_limit:
         return False
     flops = workload.model_flops() / request.world * plan.imbalance
     seconds = plan.start_s + plan.iterations * flops / plan.rate

@@ -113,14 +113,17 @@ class Rank:
         request = self.task.request
         assert request.warmup is not None and request.iters is not None
         measured = measure(problem, device, request.warmup, request.iters, self.reporter)
-        controlled = None
-        if request.controls:
-            # After the peak memory has been read: the controls hold tensors of their own.
-            silent = silent_strategy(request.strategy, request.kernel, request.ranks_per_host, request.params)
-            controlled = measure_controls(problem, silent, device, request.warmup, request.iters, self.reporter)
+        # After the peak memory has been read: the controls hold tensors of their own, until they are done.
+        controlled = self._control(problem, device) if request.controls else None
         trace = Path(self.task.staging) / trace_name(self.place.rank)
         profiled = profile_iterations(problem, device, request.profile_iters, trace, self.reporter)
         return measured, controlled, profiled
+
+    def _control(self, problem: Problem, device: torch.device) -> Controlled:
+        request = self.task.request
+        assert request.warmup is not None and request.iters is not None
+        silent = silent_strategy(request.strategy, request.kernel, request.ranks_per_host, request.params)
+        return measure_controls(problem, silent, device, request.warmup, request.iters, self.reporter)
 
 
 def exchange(result: RankResult, device: torch.device) -> list[RankResult]:

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import msgspec
 import pytest
 import torch
 import torch.distributed as dist
 
 from ringprof.record.controls import KINDS, ORDERS, Replay, measure_controls, silent_strategy, solo
 from ringprof.record.measure import Measured, Problem, measure
+from ringprof.record.plan import _memory
 from ringprof.record.progress import Silent
-from ringprof.run import Workload
-from ringprof.strategies import communicator, create
-from ringprof.strategies.controls import IdleKernel, use_kernel
+from ringprof.record.request import Request
+from ringprof.run import Workload, read_run
+from ringprof.strategies import communicator, create, names
+from ringprof.strategies.controls import IdleKernel, SilentCollective, use_kernel
 from ringprof.strategies.kernels import CpuFlashKernel
+from tests.record.command import run
 from tests.strategies.cases import CASES, Case
 from tests.strategies.ranks import run_ranks
 
@@ -145,7 +152,7 @@ def all_in_turns(case: Case) -> tuple[int, dict[str, int], int, int]:
 
 
 def test_the_turns_leave_the_problem_as_it_was_and_time_each_kind_equally_often() -> None:
-    for rank in in_every_case(2, all_in_turns, [Case(name) for name in ("zigzag", "megatron", "allgather", "usp")]):
+    for rank in in_every_case(2, all_in_turns, [Case(name) for name in names()]):
         for rounds, counts, solo_flops, block_flops in rank:
             # Five in four rounds: two in each.
             assert rounds == 4 and counts == dict.fromkeys(KINDS, 8)
@@ -155,6 +162,30 @@ def test_the_turns_leave_the_problem_as_it_was_and_time_each_kind_equally_often(
 def test_each_kind_follows_each_other_kind_once_within_the_rounds() -> None:
     pairs = [pair for order in ORDERS for pair in pairwise(order)]
     assert len(set(pairs)) == len(pairs) == 12 and all(sorted(order) == [0, 1, 2, 3] for order in ORDERS)
+
+
+def held(case: Case) -> tuple[int, int]:
+    """Bytes that the controls hold of their own, rows of single numbers left out, and what the plan says."""
+    problem, _ = problem_of(case)
+    own = {getattr(problem, role).data_ptr() for role in ("q", "k", "v", "dout")}
+    stretches = Replay.of(problem)._memory._stretches.values()
+    found = sum(x.numel() * x.element_size() for x in stretches if x.data_ptr() not in own)
+    silent = silent_strategy(case.name, "cpu-flash", None, case.params)
+    replace(problem, strategy=silent).iteration()
+    channel = getattr(silent, "kv", None)
+    gathered = channel._gathered.values() if isinstance(channel, SilentCollective) else []
+    found += sum(x.numel() * x.element_size() for slots in gathered for x in slots)
+    request = Request(workload=WORKLOAD, strategy=case.name, world=problem.strategy.comm.size, params=case.params)
+    plain, controlled = (_memory(msgspec.structs.replace(request, controls=on), WORKLOAD) for on in (False, True))
+    return found, controlled - plain
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_the_controls_hold_no_more_than_the_plan_says(world: int) -> None:
+    ranks = in_every_case(world, held, [Case(name) for name in names()])
+    for number, name in enumerate(names()):
+        found, planned = zip(*(rank[number] for rank in ranks), strict=True)
+        assert planned[0] / 2 <= max(found) <= planned[0], name
 
 
 def forward_only(rank: int) -> tuple[int, set[str]]:
@@ -180,3 +211,20 @@ def finite(rank: int) -> bool:
 
 def test_the_blocks_alone_compute_with_ordinary_numbers() -> None:
     assert run_ranks(2, finite) == [True, True]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", [*names(), "mine:Slow"])
+def test_the_command_controls_every_strategy(name: str, own_strategies: Path) -> None:
+    arguments = ["--heads", "4", "--kv-heads", "2", "--head-dim", "16", "--seq", "256", "--iters", "1", "--controls"]
+    done = run(["record", "--strategy", name, *arguments, "--device", "cpu", "--world", "2"], own_strategies)
+    assert done.returncode == 0, done.stderr
+    found = read_run(own_strategies / "traces/run.json")
+    assert found.controls is not None and found.work is not None
+    assert found.controls.solo_flops == [work.block_flops for work in found.work]
+    reported = run(["report", "traces/run.json", "--format", "json"], own_strategies)
+    controls = json.loads(reported.stdout)["summary"]["controls"]
+    ordinary, solo = found.controls.ordinary_ns, found.controls.solo_ns
+    # One iteration of each: the slowest rank's, and the mean of the ranks'.
+    assert controls["iteration_ns"] == max(ordinary[0][0], ordinary[1][0])
+    assert controls["solo_ns"] == (solo[0][0] + solo[1][0]) / 2
