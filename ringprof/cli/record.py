@@ -46,7 +46,7 @@ DTYPES = ("bf16", "fp16", "fp32")
 @click.option("--iters", type=int, help="Timed iterations.  [default: 10 on GPU, 3 on CPU]")
 @click.option("--profile-iters", default=1, show_default=True, help="Profiled iterations.")
 @click.option("--controls", is_flag=True,
-              help="Also time the blocks alone, all but sending, all but computing: what overlap is worth.")  # fmt: skip
+              help="Also time the blocks alone, all but sending, and all but computing.")  # fmt: skip
 @click.option("--verify/--no-verify", default=True, show_default=True,
               help="Compare the result with a float64 reference before timing.")  # fmt: skip
 @click.option("-o", "--output", default="traces/run.json", show_default=True, type=click.Path(),

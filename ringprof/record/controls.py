@@ -61,8 +61,9 @@ def measure_controls(
     each = -(-iters // rounds)
     replay = Replay.of(problem)
     bodies = (problem.iteration, replay.run, replace(problem, strategy=silent).iteration, _idle(problem))
-    told.start("controls", len(bodies) * (warmup + rounds * each))
-    for body in bodies[1:]:
+    controls = bodies[1:]
+    told.start("controls", len(controls) * warmup + len(bodies) * rounds * each)
+    for body in controls:
         _timed(body, device, warmup, told)
     turns = [kind for order in ORDERS[:rounds] for kind in order for _ in range(each)]
     # One clock for all: it keeps the host from running ahead, which would cost memory.

@@ -138,12 +138,27 @@ def test_every_strategy_and_option_under(check: Callable[[Case], None], world: i
     in_every_case(world, check, CASES)
 
 
+class Counting(Silent):
+    """A reporter that counts the steps that it was promised, and those that came."""
+
+    def __init__(self) -> None:
+        self.expected, self.done = 0, 0
+
+    def start(self, phase: str, total: int) -> None:
+        self.expected += total
+
+    def advance(self) -> None:
+        self.done += 1
+
+
 def all_in_turns(case: Case) -> tuple[int, dict[str, int], int, int]:
     problem, measured = problem_of(case)
     before = [x.detach().clone() for x in (problem.q, problem.k, problem.v)]
     first = problem.strategy.attention(problem.q, problem.k, problem.v).detach()
     silent = silent_strategy(case.name, "cpu-flash", None, case.params)
-    found = measure_controls(problem, silent, CPU, 1, 5)
+    told = Counting()
+    found = measure_controls(problem, silent, CPU, 1, 5, told)
+    assert told.expected == told.done == 3 * 1 + 4 * 8
     assert all(time > 0 for times in found.times_ns.values() for time in times)
     assert all(torch.equal(x, y) for x, y in zip(before, (problem.q, problem.k, problem.v), strict=True))
     torch.testing.assert_close(problem.strategy.attention(problem.q, problem.k, problem.v).detach(), first)
