@@ -190,7 +190,8 @@ class SilentCollective(Collective):
 class SilentCommunicator(Communicator):
     """A communicator whose channels send nothing, count nothing and need no process group of their own."""
 
-    def ring(self, channel: str, members: Sequence[int] | None = None, *, shares: Ring | None = None) -> Ring:
+    def ring(self, channel: str, members: Sequence[int] | None = None, **_: Any) -> Ring:
+        # How hops would travel, and with whose, makes no difference here.
         return SilentRing(channel, self._members(members), None, self)
 
     def collective(self, channel: str, members: Sequence[int] | None = None) -> Collective:
