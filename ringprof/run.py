@@ -71,6 +71,8 @@ class StrategyUsed(msgspec.Struct, frozen=True, kw_only=True):
     """``package.module:Class`` that ran."""
     params: dict[str, Any]
     layout: str | None = None
+    hops: str = "nccl"
+    """What carried the hops within a host: ``nccl`` (gloo on CPU) or ``copy``, copy engines."""
 
 
 class Environment(msgspec.Struct, frozen=True, kw_only=True):

@@ -143,14 +143,17 @@ class Ring:
         """Yield (position, tensors) of every member, this rank's own first, then the previous member's, and so on.
 
         Each hop is posted before the tensors that it carries on are handed out, so that what the caller computes with
-        them hides it.
+        them hides it. A list that was handed out is empty when the next one comes: whoever still held the tensors then
+        would hold a third set beside the two of the next hop.
         """
         current = list(tensors)
         for step in range(self.size):
             hop = self.post(current) if step + 1 < self.size else None
             yield (self.rank - step) % self.size, current
             if hop is not None:
-                current = hop.wait()
+                passed, current = current, list(hop.wait())
+                passed.clear()
+                hop = None
 
 
 class DoubleRing:

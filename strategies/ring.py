@@ -71,6 +71,7 @@ class Ring(Strategy):
                 if block is not None and grads is not None:
                     with ring_step("bwd", step, "merge"):
                         add_gradients(dq, dkv, grads, block)
+            grads = None
             hop = self.dkv_ring.post(dkv)
         return self._finish(blocks, rows, (q, k, v), rest, dq, hop)
 

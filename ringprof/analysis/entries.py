@@ -40,6 +40,7 @@ def _run_settings(run: Run) -> dict[str, str | None]:
         settings |= _workload_settings(run.workload)
     if run.strategy is not None:
         settings["strategy"] = run.strategy.name
+        settings["hops"] = run.strategy.hops
         settings |= {f"-p {key}": str(value) for key, value in sorted(run.strategy.params.items())}
     settings["kernel"] = run.kernel
     settings["ranks_per_host"] = str(run.topology.ranks_per_host)

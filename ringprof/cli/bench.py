@@ -35,6 +35,8 @@ class _List(click.ParamType[list[Any]]):
 @click.option("--strategies", required=True, type=_List(str, "names"), help="Such as burst,zigzag,usp.")
 @click.option("--seq", "seqs", required=True, type=_List(int, "numbers"), help="Global lengths: 131072,262144.")
 @click.option("--kernel", "kernels", default="auto", show_default=True, type=_List(str, "names"), help="One or more.")
+@click.option("--hops", type=click.Choice(["nccl", "copy"]), default="nccl", show_default=True,
+              help="As of `ringprof record`.")  # fmt: skip
 @click.option("--batch", default=1, show_default=True, help="Batch size.")
 @click.option("--heads", default=40, show_default=True, help="Query heads.")
 @click.option("--kv-heads", type=int, help="Key and value heads.  [default: --heads]")
@@ -83,7 +85,7 @@ def _base(options: dict[str, Any]) -> Request:
         batch=options["batch"], seq=1, heads=heads, kv_heads=options["kv_heads"] or heads,
         head_dim=options["head_dim"], causal=options["causal"], dtype=options["dtype"],
     )  # fmt: skip
-    same = ("device", "world", "ranks_per_host", "warmup", "iters", "controls", "verify")
+    same = ("hops", "device", "world", "ranks_per_host", "warmup", "iters", "controls", "verify")
     return Request(
         workload=workload, strategy="", command=["ringprof", *sys.argv[1:]], **{name: options[name] for name in same}
     )

@@ -38,6 +38,8 @@ DTYPES = ("bf16", "fp16", "fp32")
               help="A parameter of the strategy, see `ringprof strategies NAME`; repeatable.")  # fmt: skip
 @click.option("--kernel", default="auto", show_default=True,
               help="cudnn, flash-attn, torch-flash, cpu-flash or reference; auto: the fastest that fits.")  # fmt: skip
+@click.option("--hops", type=click.Choice(["nccl", "copy"]), default="nccl", show_default=True,
+              help="What carries hops within a host: NCCL's kernels, or the GPUs' copy engines.")  # fmt: skip
 @click.option("--device", type=click.Choice(["auto", "cuda", "cpu"]), default="auto", show_default=True,
               help="GPUs with NCCL, or CPU processes with gloo.")  # fmt: skip
 @click.option("--world", type=int, help="Ranks.  [default: all GPUs; 4 on CPU]")
@@ -122,7 +124,7 @@ def _request(options: dict[str, Any]) -> Request:
         backward=not options["forward_only"],
     )
     same = (
-        "strategy", "kernel", "device", "world", "ranks_per_host", "warmup", "iters", "profile_iters",
+        "strategy", "kernel", "hops", "device", "world", "ranks_per_host", "warmup", "iters", "profile_iters",
         "controls", "verify", "output", "force", "time_limit",
     )  # fmt: skip
     return Request(

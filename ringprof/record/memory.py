@@ -6,6 +6,8 @@ from pathlib import Path
 
 import torch
 
+from ringprof.strategies.copies import held_bytes
+
 
 def reset_peak(device: torch.device) -> None:
     """Start to look for the peak from here."""
@@ -20,12 +22,13 @@ def reset_peak(device: torch.device) -> None:
 
 
 def peak_bytes(device: torch.device) -> int | None:
-    """On a GPU the allocator's peak; on the CPU the process's resident peak, libraries included; None where unknown.
+    """On a GPU the allocator's peak and the memory that copied hops arrive in. On the CPU the process's resident peak,
+    libraries included; None where unknown.
 
     Without a reset the resident peak is that of the whole process, which verification may have set: an upper bound.
     """
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+        return torch.cuda.max_memory_allocated(device) + held_bytes()
     try:
         status = Path("/proc/self/status").read_text()
     except OSError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,9 @@ class Rank:
         """Record in a process group of this rank's own making; rank 0 returns the run, which it has written."""
         request = self.task.request
         # A rank that hangs is ended by the run's time limit; the group's own must not come first.
+        if request.hops == "copy":
+            # Read when CUDA starts: with few hardware queues, streams that wait would hold up others.
+            os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
         with process_group(self.place, request.device, self.task.time_limit + 60) as device:
             return self.record(device)
 
@@ -169,7 +173,10 @@ def _create(request: Request) -> Any:
     from ringprof.strategies import create
 
     load_strategy(request.strategy)
-    return create(request.strategy, kernel=request.kernel, ranks_per_host=request.ranks_per_host, **request.params)
+    return create(
+        request.strategy, kernel=request.kernel, ranks_per_host=request.ranks_per_host, hops=request.hops,
+        **request.params,
+    )  # fmt: skip
 
 
 def _controls(request: Request, ranks: list[Controlled]) -> Controls | None:
@@ -189,4 +196,5 @@ def _strategy_used(request: Request, strategy: Any) -> StrategyUsed:
         target=find(request.strategy).target,
         params=dict(strategy.parameters),
         layout=strategy.layout.name,
+        hops=request.hops,
     )

@@ -24,6 +24,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     params: dict[str, Any] = {}
     """The strategy's own parameters: text from the command line until `resolve` has typed them."""
     kernel: str = "auto"
+    hops: str = "nccl"
+    """What carries the hops within a host: ``nccl`` (gloo on CPU) or ``copy``, the GPUs' copy engines."""
     device: str = "auto"
     """``auto``, ``cuda`` or ``cpu``."""
     world: int | None = None

@@ -82,6 +82,8 @@ def resolve(request: Request, place: Placement | None) -> Request:
         raise UsageError(f"--dtype {request.workload.dtype!r} is not one of {', '.join(DTYPES)}")
     strategy = load_strategy(request.strategy)
     device = _device(request.device)
+    if request.hops == "copy" and device == "cpu":
+        raise UsageError("--hops copy: copy engines are GPUs'; on CPU hops go by gloo (leave --hops out)")
     world = _world(request.world, device, place)
     params = strategy.placed(
         world, _per_host(request, world, place), **_typed(strategy, request.strategy, request.params)

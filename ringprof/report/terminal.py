@@ -200,6 +200,8 @@ def _what_ran(run: Run) -> str:
         parts.append(w.dtype + ("" if w.backward else ", forward only"))
     if run.kernel:
         parts.append(f"kernel {run.kernel}")
+    if run.strategy and run.strategy.hops == "copy":
+        parts.append("hops by copy engine")
     return " · ".join(clean(part) for part in parts) or clean(run.name)
 
 
