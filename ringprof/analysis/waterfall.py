@@ -6,7 +6,8 @@ Each rank's time up to the slowest rank's wall is one of these parts, and every 
   work, and the slow-down beside communication;
 - exposed communication: an exposed instant is wire before wait before memory before idle. Of what a rank waits (its
   exposed waiting, and the time after its last activity until the slowest rank is done), imbalance is what its own
-  computation falls short of the slowest rank's, peer wait the rest;
+  computation falls short of that of the rank which computes longest, peer wait the rest (not of the rank whose wall is
+  longest: where all end at one transfer, that may be any);
 - other computation and exposed memory (merge and copies), and gaps in which nothing ran.
 
 Parts that the evidence cannot tell apart are one part, named so.
@@ -118,7 +119,8 @@ def find_waterfall(attribution: Attribution, summary: Summary, peak: Peak | None
     """The waterfall of a run; ``peak`` is a measured one, which goes before the device table's."""
     ranks = attribution.ranks
     slowest = next(rank for rank in ranks if rank.rank == summary.slowest_rank)
-    parts = [_of_rank(rank, slowest) for rank in ranks]
+    most_compute = max(rank.breakdown.compute_ns for rank in ranks)
+    parts = [_of_rank(rank, slowest.breakdown.wall_ns, most_compute) for rank in ranks]
     work = _work(attribution, summary, peak)
     totals = _attention(sum(part.attention_ns for part in parts), work)
     totals |= {
@@ -144,19 +146,19 @@ def find_waterfall(attribution: Attribution, summary: Summary, peak: Peak | None
     )
 
 
-def _of_rank(rank: Rank, slowest: Rank) -> _RankParts:
-    b, whole = rank.breakdown, slowest.breakdown
+def _of_rank(rank: Rank, wall_ns: int, most_compute_ns: int) -> _RankParts:
+    b = rank.breakdown
     exposure = exposure_of(rank, rows_of(rank))
     wire = intervals.length_ns(exposure.wire)
     waiting = intervals.length_ns(exposure.wait)
     unsplit = b.exposed_comm_ns - wire - waiting
     # Who is done early waits for the slowest, if only at the next collective.
-    early = whole.wall_ns - b.wall_ns
+    early = wall_ns - b.wall_ns
     if unsplit:
         unsplit += early
     else:
         waiting += early
-    imbalance = min(waiting, max(0, whole.compute_ns - b.compute_ns))
+    imbalance = min(waiting, most_compute_ns - b.compute_ns)
     # On CPU an attention operator can contain a wait, which is not computation.
     attention = min(b.flash_ns, b.compute_ns)
     return _RankParts(

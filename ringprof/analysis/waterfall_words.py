@@ -33,7 +33,7 @@ def evidence_of(attribution: Attribution, summary: Summary, work: Evidence | Non
     return {
         "attention": _attention(attribution, work),
         **_work_words(attribution, work),
-        "imbalance": _imbalance(attribution, summary),
+        "imbalance": _imbalance(attribution),
         "exposed_wire": _wire(summary),
         "peer_wait": "waiting beyond what the ranks' computation differs by",
         "exposed_unsplit": _unsplit(attribution),
@@ -75,11 +75,11 @@ def _work_words(attribution: Attribution, work: Evidence | None) -> dict[str, st
     return words
 
 
-def _imbalance(attribution: Attribution, summary: Summary) -> str:
+def _imbalance(attribution: Attribution) -> str:
     ranks = attribution.ranks
     least = min(ranks, key=lambda rank: rank.breakdown.compute_ns)
-    slowest = next(rank for rank in ranks if rank.rank == summary.slowest_rank)
-    return f"{_computes(least)}, the slowest {_computes(slowest)}"
+    most = max(ranks, key=lambda rank: rank.breakdown.compute_ns)
+    return f"{_computes(least)}, {_computes(most)}"
 
 
 def _computes(rank: Rank) -> str:

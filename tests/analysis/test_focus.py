@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -127,7 +129,7 @@ def test_the_cut_parts_equal_a_sweep_and_neighbours_sum_to_the_whole():
 def test_hops_that_begin_between_the_times_are_matched_and_whole():
     builders = [Builder(rank=rank, world_size=2) for rank in range(2)]
     for rank, b in enumerate(builders):
-        pair = {"to": 1 - rank, "source": 1 - rank, "group_ranks": (0, 1), "group_size": 2}
+        pair: dict[str, Any] = {"to": 1 - rank, "source": 1 - rank, "group_ranks": (0, 1), "group_size": 2}
         # Rank 1 ends its first hop before the time at which both are cut, rank 0 after it.
         b.batch(100, 1000, 2000 - 100 * rank, **pair).batch(200, 5000, 6000, **pair)
     attribution = attribute([b.trace() for b in builders], focus=Focus(between_ns=(950, 4500)))

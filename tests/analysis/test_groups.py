@@ -8,6 +8,7 @@ import pytest
 from ringprof.analysis.attribution import attribute
 from ringprof.analysis.focus import Focus
 from ringprof.analysis.summary import summarise
+from ringprof.analysis.verdict import Findings
 from ringprof.errors import UsageError
 from ringprof.report import as_json, terminal
 from tests.analysis.build import FLASH, NCCL, Builder, collective
@@ -77,9 +78,9 @@ def test_the_report_shows_them_as_a_part_of_their_own():
     *parts, wall = summary.parts
     assert sum(part.mean_ns for part in parts) == wall.mean_ns
     assert "exposed_other_groups" in [part.name for part in parts]
-    report = as_json.as_dict(attribution, summary, source="trace", paths=[])
+    report = as_json.as_dict(Findings(attribution, summary), source="trace", paths=[])
     assert report["ranks"][0]["exposed_other_groups_ns"] == 900
-    assert "other groups" in terminal.render(attribution, summary, None)
+    assert "other groups" in terminal.render(Findings(attribution, summary))
 
 
 def test_the_parts_equal_a_sweep_whatever_overlaps():

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-import ringprof
 from ringprof.errors import InputError, MissingExtraError
+from tests.loaded import analysis
 from tests.trace.test_nsys import export
 
 DATA = Path(__file__).parents[1] / "data"
@@ -28,7 +28,7 @@ def both(request):
         pytest.importorskip(
             "hta.trace_analysis", reason="HolisticTraceAnalysis (with pandas below 3) is not here", exc_type=ImportError
         )
-        run = ringprof.load(DATA / request.param)
+        run = analysis(DATA / request.param)
         return run.hta(), run
 
 
@@ -61,9 +61,9 @@ def test_the_temporal_breakdown_is_within_two_microseconds_an_activity(both):
 def test_without_it_the_error_names_the_pip_line(monkeypatch):
     monkeypatch.setitem(sys.modules, "hta.trace_analysis", None)
     with pytest.raises(MissingExtraError, match=r"pip install 'ringprof\[hta\]' 'pandas<3'"):
-        ringprof.load(DATA / RUNS[0]).hta()
+        analysis(DATA / RUNS[0]).hta()
 
 
 def test_it_is_not_given_what_it_cannot_read(tmp_path):
     with pytest.raises(InputError, match="reads Kineto files only"):
-        ringprof.load(export(tmp_path / "one.sqlite", 41)).hta()
+        analysis(export(tmp_path / "one.sqlite", 41)).hta()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -132,7 +133,7 @@ def refusals(rank: int) -> dict[str, str]:
     """What each call says; empty where it was taken."""
     x = torch.zeros(1, 8, 4, 8)
 
-    def attention(name: str, *tensors: torch.Tensor, params: dict[str, int] | None = None, **options) -> None:
+    def attention(name: str, *tensors: torch.Tensor, params: dict[str, Any] | None = None, **options) -> None:
         create(name, kernel="reference", **(params or {})).attention(*(tensors or (x, x, x)), **options)
 
     calls = {

@@ -1,0 +1,116 @@
+"""``ringprof report``: the further tables, and conditions for CI."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ringprof import cli
+from ringprof.analysis.conditions import parse_condition
+from ringprof.errors import UsageError
+from tests.loaded import analysis
+
+ROOT = Path(__file__).parents[2]
+RUN = ROOT / "traces" / "h200x4-ring-262144"
+TABLE = ROOT / "tests" / "data" / "logs" / "002_24cf2d6a9b1ed1f8.txt"
+
+
+def report(capsys, *options, path=RUN):
+    code = cli.run(["report", str(path), "--width", "140", *options])
+    return code, *capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    ("condition", "held"),
+    [
+        ("exposed_comm > 5%", True),
+        ("exposed_comm > 50%", False),
+        ("max(exposed_comm) > 50%", True),
+        ("min(exposed_comm) > 5%", False),
+        ("waterfall.imbalance >= 0.2", True),
+        ("tflops < 306", True),
+        ("hops != 9", True),
+        ("MAX( idle ) <= 1%", True),
+    ],
+)
+def test_a_condition_that_holds_exits_with_1_and_its_figure(capsys, condition, held):
+    code, out, err = report(capsys, "--fail-if", condition)
+    assert code == int(held)
+    assert "exposed communication" in out
+    assert err.count("\n") == int(held)
+    if held:
+        figure = parse_condition(condition).figure
+        assert err == f"ringprof: {figure} is {analysis(RUN).figures()[figure]:.6g}: {condition}\n"
+
+
+def test_every_figure_is_that_of_the_json_report():
+    run = analysis(RUN)
+    figures, data = run.figures(), run.report()
+    shares = [rank["exposed_comm_ns"] / rank["wall_ns"] for rank in data["ranks"]]
+    assert figures["max(exposed_comm)"] == max(shares) == data["summary"]["exposed_comm_share"]["worst"]
+    assert figures["min(exposed_comm)"] == min(shares)
+    assert figures["exposed_comm"] == data["summary"]["exposed_comm_share"]["mean"]
+    assert figures["tflops"] == data["summary"]["tflops"]
+    assert figures["wall_ns"] == sum(rank["wall_ns"] for rank in data["ranks"]) / 4
+    assert figures["max(hop_bytes)"] == max(rank["hops"]["bytes"] for rank in data["ranks"])
+    assert {f"waterfall.{part['part']}": part["share"] for part in data["waterfall"]}.items() <= figures.items()
+
+
+@pytest.mark.parametrize(
+    ("condition", "message"),
+    [
+        ("exposed > 5%", "no figure 'exposed' here; there are: "),
+        ("tflops < 0.95 * base", "one report has no base"),
+        ("tflops = 5", "write FIGURE OP NUMBER"),
+        ("__import__('os') > 1", "write FIGURE OP NUMBER"),
+        ("mean(idle) > 1", "write FIGURE OP NUMBER"),
+    ],
+)
+def test_a_condition_that_cannot_be_meant_exits_with_2_and_one_line(capsys, condition, message):
+    code, _, err = report(capsys, "--fail-if", condition)
+    assert code == 2
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_a_printed_table_has_figures_too(capsys):
+    code, _, err = report(capsys, "--fail-if", "send_recv_ns > 1", path=TABLE)
+    assert code == 1
+    assert "send_recv_ns is 1.1306e+10" in err
+
+
+def test_the_further_tables_are_shown_when_asked_for(capsys):
+    _, plain, _ = report(capsys)
+    assert "ring steps" not in plain
+    code, out, _ = report(capsys, "--steps", "--hops", "--waterfall")
+    assert code == 0
+    for title in ("ring steps", "hops", "waterfall"):
+        assert any(line.startswith(title) for line in out.splitlines())
+    assert "rank 0 fwd 0" in out
+    assert "bound by" in out
+    assert "needed work at peak" in out
+    assert "next: ringprof report PATH --format json" in out
+
+
+def test_a_step_row_shows_the_json_reports_figures(capsys):
+    _, out, _ = report(capsys, "--steps")
+    step = json.loads(report(capsys, "--format", "json")[1])["steps"][0]
+    row = next(line for line in out.splitlines() if line.startswith("rank 0 fwd 0")).split()
+    times = [step["block_ns"], step["end_ns"] - step["start_ns"]]
+    assert row[4:6] == [f"{time / 1e6:.3f}" for time in times]
+    assert row[-1] == step["bound"]
+
+
+def test_a_window_and_two_times_choose_what_is_looked_at(capsys):
+    wall = json.loads(report(capsys, "--format", "json", "--between", "100ms,600ms")[1])["ranks"][0]["wall_ns"]
+    assert wall <= 500_000_000
+    code, _, err = report(capsys, "--window", "nothing like it")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "has no such range" in err
+
+
+def test_a_figure_must_be_named_to_be_parsed():
+    with pytest.raises(UsageError):
+        parse_condition("> 5%")
