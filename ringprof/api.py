@@ -312,7 +312,7 @@ def _entries_of(label: str, source: Analysis | TableAnalysis) -> list[Entry]:
     from ringprof.analysis.entries import entry_of_run, entry_of_table
 
     if isinstance(source, Analysis):
-        return [entry_of_run(label, source.run, source.summary)]
+        return [entry_of_run(label, source.findings)]
     several = len(source.reports) > 1
     return [
         entry_of_table(f"{label} table {index + 1}" if several else label, report)

@@ -23,7 +23,7 @@ from ringprof.analysis.audit_rates import (
     solve,
     solved_tflops,
 )
-from ringprof.analysis.audit_sections import section_flags, sections
+from ringprof.analysis.audit_sections import repeated_rows, section_flags, sections
 from ringprof.trace.log_rows import BenchmarkLog, LogRow, Settings
 
 SPREAD = 0.10
@@ -93,6 +93,7 @@ def audit(logs: Sequence[BenchmarkLog], given: Settings | None = None, spread: f
         rows = [fill(row, given) for row in log.rows]
         for some in sections(rows):
             flags += section_flags(some, log.settings)
+        flags += repeated_rows(rows)
         judged, found = _judge_rows(rows)
         audited += judged
         flags += found + [_repeated(log.path, *one) for one in log.repeated_sources]

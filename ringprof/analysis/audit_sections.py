@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
+from typing import Any
 
 from ringprof.analysis.audit_flags import Flag, at_label, flag
 from ringprof.analysis.audit_rates import Interval, missing_settings, rates_of
@@ -38,6 +39,39 @@ def section_flags(rows: list[LogRow], settings: Settings) -> list[Flag]:
 
 
 # --- columns and rates -------------------------------------------------------------------------------
+
+
+def repeated_rows(rows: Sequence[LogRow]) -> list[Flag]:
+    """A note for each stretch of rows that are earlier rows of the same log, to the last digit."""
+    first: dict[tuple[Any, ...], LogRow] = {}
+    stretches: list[list[tuple[LogRow, LogRow]]] = []
+    going_on = False
+    for row in rows:
+        times = row.forward_ms, row.forward_backward_ms, row.throughput_per_s
+        settings = row.system, row.seq, row.ulysses_degree, row.ring_degree, row.placement
+        key = (*settings, *times, row.tflops, row.memory_mb)
+        earlier = first.setdefault(key, row)
+        again = earlier is not row and any(value is not None for value in times)
+        if again and going_on:
+            stretches[-1].append((row, earlier))
+        elif again:
+            stretches.append([(row, earlier)])
+        going_on = again
+    return [
+        flag(
+            stretch[0][0],
+            "repeated_rows",
+            "note",
+            f"{_lines([row for row, _ in stretch])} repeat {_lines([earlier for _, earlier in stretch])} to the last "
+            "digit: the same measurement, printed again",
+        )
+        for stretch in stretches
+    ]
+
+
+def _lines(rows: Sequence[LogRow]) -> str:
+    first, last = rows[0].line, rows[-1].line
+    return f"line {first}" if first == last else f"lines {first} to {last}"
 
 
 def _foreign_columns(rows: list[LogRow]) -> list[Flag]:

@@ -13,6 +13,9 @@ from dataclasses import dataclass, field
 WORK = ("seq", "batch", "heads", "kv_heads", "head_dim", "causal", "dtype", "world_size", "passes")
 """Settings that say how much work was done, and by how many."""
 
+WATERFALL = "waterfall."
+"""How the names of the figures begin that are parts of the slowest rank's wall."""
+
 
 @dataclass(frozen=True)
 class Figure:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from statistics import median
 
-from ringprof.analysis.comparison import Entry, Figure
+from ringprof.analysis.comparison import WATERFALL, Entry, Figure
 from ringprof.analysis.rules import KINDS
-from ringprof.analysis.summary import Summary
 from ringprof.analysis.table import TableReport
+from ringprof.analysis.verdict import Findings
 from ringprof.run import Run, Workload
 from ringprof.trace.log_rows import LogRow
 
@@ -16,8 +16,9 @@ MS = 1e6
 MIB = 1 << 20
 
 
-def entry_of_run(label: str, run: Run | None, summary: Summary) -> Entry:
+def entry_of_run(label: str, found: Findings) -> Entry:
     """A recorded run, or the traces of one that nothing else is known of."""
+    run, summary = found.attribution.run, found.summary
     figures = _timed_figures(run) if run is not None else {}
     iterations = max(1, summary.iterations)
     for part in summary.parts:
@@ -27,8 +28,11 @@ def entry_of_run(label: str, run: Run | None, summary: Summary) -> Entry:
         figures["overlap_ratio"] = Figure(summary.overlap_ratio, "share", higher_is_better=True)
     if summary.rates.block_tflops is not None:
         figures["block_tflops"] = Figure(summary.rates.block_tflops, "TFLOP/s", higher_is_better=True)
+    if summary.rates.solo_tflops is not None:
+        figures["solo_tflops"] = Figure(summary.rates.solo_tflops, "TFLOP/s", higher_is_better=True)
     times = {row.kind: row.time_ns / iterations for row in summary.kinds}
     figures |= {kind: _time(times[kind]) for kind in KINDS if kind in times}
+    figures |= {f"{WATERFALL}{part.part}": _time(part.time_ns / iterations) for part in found.waterfall.parts}
     settings = _run_settings(run) if run is not None else {}
     devices = ", ".join(summary.devices) or None
     return Entry(label, "trace" if run is None else "run", settings | {"device": devices}, figures)

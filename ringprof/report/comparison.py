@@ -7,7 +7,7 @@ import io
 import json
 from typing import Any
 
-from ringprof.analysis.comparison import Comparison, Difference, Figure
+from ringprof.analysis.comparison import WATERFALL, Comparison, Difference, Figure
 from ringprof.report.text import clean, in_ascii
 
 SCHEMA = "ringprof.compare/1"
@@ -81,8 +81,14 @@ def render(comparison: Comparison, *, ascii_only: bool = False) -> str:
             for name, values in comparison.differing.items()
         ]
         lines += _table([head, *body])
-    lines += ["", "figures, of one iteration"]
-    lines += _table([["", *_columns(comparison)], *(_figure_row(comparison, name) for name in comparison.figures)])
+    parts = [name for name in comparison.figures if name.startswith(WATERFALL)]
+    others = [name for name in comparison.figures if name not in parts]
+    rows = [["figures, of one iteration", *_columns(comparison)], *(_figure_row(comparison, name) for name in others)]
+    if parts:
+        rows += [[""] * (1 + len(comparison.entries)), ["waterfall: parts of the slowest rank's wall"]]
+        rows[-1] += [""] * len(comparison.entries)
+        rows += [_figure_row(comparison, name) for name in parts]
+    lines += ["", *_table(rows)]
     lines += ["", *_legend(comparison)]
     text = "\n".join(line.rstrip() for line in lines) + "\n"
     return in_ascii(text) if ascii_only else text
@@ -99,7 +105,7 @@ def _figure_row(comparison: Comparison, name: str) -> list[str]:
     for index, entry in enumerate(comparison.entries):
         figure = entry.figures.get(name)
         cells.append("-" if figure is None else _value(figure) + _against(against.get(index)))
-    return [f"{name} {'%' if unit == 'share' else unit}", *cells]
+    return [f"{name.removeprefix(WATERFALL)} {'%' if unit == 'share' else unit}", *cells]
 
 
 def _value(figure: Figure) -> str:

@@ -14,6 +14,8 @@ from ringprof.analysis.audit_flags import Audited, Flag
 from ringprof.report.text import clean, in_ascii
 
 SCHEMA = "ringprof.logs/1"
+MOST_ALIKE = 5
+"""Flags of one kind and file up to which each has a paragraph of its own."""
 _WIDTH = 110
 _HEAD = (
     f"{'line':>5} {'system':<26}{'B':>3}{'seq':>9}{'fwd ms':>11}{'fwd+bwd ms':>12}{'memory MB':>11}"
@@ -73,11 +75,28 @@ def _flag_lines(flags: Sequence[Flag]) -> list[str]:
         return ["nothing to flag"]
     counts = {name: sum(flag.severity == name for flag in flags) for name in ("error", "warning", "note")}
     lines = ["flags: " + ", ".join(f"{count} {name}{'s' * (count != 1)}" for name, count in counts.items())]
-    for flag in flags:
-        text = f"{flag.severity}: {flag.file}:{flag.line}: {flag.message} [{flag.code}]"
+    for flag, others in _collapsed(flags):
+        lines_of_others = ", ".join(str(other.line) for other in others)
+        more = f"; and {len(others)} more like it, lines {lines_of_others}" if others else ""
+        text = f"{flag.severity}: {flag.file}:{flag.line}: {flag.message}{more} [{flag.code}]"
         plain = "".join(char if char.isprintable() else " " for char in text)
         lines += textwrap.wrap(plain, _WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
     return lines
+
+
+def _collapsed(flags: Sequence[Flag]) -> list[tuple[Flag, list[Flag]]]:
+    """Each flag with those of its kind in the same file, where there are more than `MOST_ALIKE`."""
+    alike: dict[tuple[str, str], list[Flag]] = {}
+    for flag in flags:
+        alike.setdefault((flag.file, flag.code), []).append(flag)
+    result: list[tuple[Flag, list[Flag]]] = []
+    for flag in flags:
+        group = alike[flag.file, flag.code]
+        if len(group) <= MOST_ALIKE:
+            result.append((flag, []))
+        elif flag is group[0]:
+            result.append((flag, group[1:]))
+    return result
 
 
 # --- data -------------------------------------------------------------------------------------------

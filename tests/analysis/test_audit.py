@@ -95,6 +95,13 @@ def test_log_004_is_solved(all_logs: Audit) -> None:
     assert ("above_peak", 25) in found(all_logs, 4)
 
 
+def test_rows_that_are_printed_again_are_noted(all_logs: Audit) -> None:
+    # Lines 20 to 25 of the log stand under two further headings.
+    notes = [flag for flag in all_logs.flags if flag.code == "repeated_rows"]
+    assert [(flag.line, flag.severity) for flag in notes] == [(32, "note"), (50, "note")]
+    assert "lines 32 to 37 repeat lines 20 to 25" in notes[0].message
+
+
 def test_far_apart_between_logs(all_logs: Audit) -> None:
     notes = [flag for flag in all_logs.flags if flag.code == "far_apart"]
     assert [(Path(flag.file).name[:3], flag.line) for flag in notes] == [("002", 69), ("003", 51)]

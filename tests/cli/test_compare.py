@@ -11,6 +11,7 @@ import pytest
 
 import ringprof
 from ringprof import cli
+from tests.loaded import analysis
 
 ROOT = Path(__file__).parents[2]
 ZIGZAG, RING, BURST = (str(ROOT / "traces" / f"h200x4-{name}-262144") for name in ("zigzag", "ring", "burst"))
@@ -37,6 +38,19 @@ def test_two_runs_side_by_side(capsys):
         assert entry["figures"]["exposed_comm"]["value"] == pytest.approx(mean / 1e6)
     verdicts = {d["figure"]: d["verdict"] for d in found["differences"]}
     assert verdicts["tflops"] == verdicts["iteration"] == "worse"
+
+
+def test_the_parts_of_the_waterfall_are_side_by_side(capsys):
+    _, out, _ = run(capsys, ZIGZAG, RING, "--format", "json")
+    entries = json.loads(out)["entries"]
+    for entry, path in zip(entries, (ZIGZAG, RING), strict=True):
+        parts = {name: f["value"] for name, f in entry["figures"].items() if name.startswith("waterfall.")}
+        wall = analysis(path).summary.slowest_wall_ns / 1e6
+        assert sum(parts.values()) == pytest.approx(wall)
+    _, out, _ = run(capsys, ZIGZAG, RING)
+    heading, below = out.split("waterfall: parts of the slowest rank's wall")
+    assert "imbalance ms" in below
+    assert "imbalance ms" not in heading
 
 
 def test_a_difference_between_alike_runs_is_called_noise(capsys):

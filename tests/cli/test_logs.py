@@ -87,3 +87,13 @@ def test_missing_file_and_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert run(["logs", str(tmp_path)]) == 2
     assert run(["logs"]) == 2
     assert capsys.readouterr().err.count("\n") == 3
+
+
+def test_many_flags_of_one_kind_are_one_paragraph(capsys: pytest.CaptureFixture[str]) -> None:
+    code = run(["logs", *NAMES, "--heads", "40", "--head-dim", "128", "--world", "32"])
+    out = " ".join(capsys.readouterr().out.split())
+    assert code == 0
+    # Twenty rows of the last log are above the peak: one is shown with its arithmetic, the others by their lines.
+    assert out.count("[above_peak]") == 1
+    assert "and 19 more like it, lines 13, 17, 18" in out
+    assert out.count("[far_apart]") > 1
