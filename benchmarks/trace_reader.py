@@ -33,6 +33,14 @@ def read(path):
     trace = read_trace(path)
     return trace.events_total, len(trace.activities.start_ns)
 """,
+    "ringprof, with its analysis": """
+from ringprof.analysis.attribution import attribute
+from ringprof.trace.kineto import read_trace
+def read(path):
+    trace = read_trace(path)
+    rank, = attribute([trace]).ranks
+    return trace.events_total, sum(kind.calls for kind in rank.breakdown.kinds.values())
+""",
     "one typed decode": """
 import msgspec
 from pathlib import Path
