@@ -136,6 +136,15 @@ class Analysis:
         """The report for people, as text; ``sections``: what to add of `ringprof.report.sections.SECTIONS`."""
         return terminal.render(self.findings, look, sections)
 
+    def to_html(self) -> str:
+        """The report as one HTML page that needs nothing else. Raises `MissingExtraError` without Bokeh."""
+        from ringprof.report.page.document import render
+        from ringprof.report.page.run import run_document
+
+        paths = [Path(path) for path in self._source.paths]
+        name = self.run.name if self.run else (paths[0] if len(paths) == 1 else paths[0].resolve().parent).name
+        return render(run_document(self.findings, self.report(), name))
+
     def __repr__(self) -> str:
         name = self.run.name if self.run else f"{len(self._traces)} traces"
         return f"<ringprof.Analysis of {name}>"

@@ -19,8 +19,9 @@ def test_every_subpackage_is_listed() -> None:
     config = configparser.ConfigParser()
     config.read(ROOT / "setup.cfg")
     listed = set(config["options"]["packages"].split())
-    folders = {f"ringprof.{path.parent.name}" for path in (ROOT / "ringprof").glob("*/__init__.py")}
-    assert listed == {"ringprof"} | folders
+    # The link to strategies/ is no folder to a search for all levels.
+    folders = {path.parent.relative_to(ROOT) for path in (ROOT / "ringprof").rglob("__init__.py")}
+    assert listed == {".".join(folder.parts) for folder in folders} | {"ringprof.strategies"}
 
 
 def test_the_public_names_exist_and_are_sorted() -> None:

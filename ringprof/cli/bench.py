@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from ringprof.cli.progress import reporter
+from ringprof.cli.write import write_text
 from ringprof.record import Request
 from ringprof.report import sweep as shown
 from ringprof.run import Workload
@@ -55,7 +56,10 @@ class _List(click.ParamType[list[Any]]):
 @click.option("--format", "form", type=click.Choice(["terminal", *FORMATS]), default="terminal", show_default=True)
 @click.option("-o", "--output", default="traces/bench/sweep.json", show_default=True, type=click.Path(dir_okay=False),
               help="The sweep's file; its runs lie beside it. The same file again goes on with it.")  # fmt: skip
-def command(strategies: list[str], seqs: list[int], kernels: list[str], form: str, output: str, **options: Any) -> int:
+@click.option("--html", "page", type=click.Path(dir_okay=False), help="Also write the sweep as one HTML page.")
+def command(
+    strategies: list[str], seqs: list[int], kernels: list[str], form: str, output: str, page: str | None, **options: Any
+) -> int:
     """Record every combination of strategies, lengths and kernels, and print a row for each as soon as it is there.
 
     A row that runs out of memory or fails says why, and the sweep goes on. After an interruption the same command goes
@@ -76,6 +80,11 @@ def command(strategies: list[str], seqs: list[int], kernels: list[str], form: st
                 sys.stdout.flush()
     if form != "terminal":
         click.echo(FORMATS[form](rows), nl=False)
+    if page:
+        from ringprof.report.page.document import render
+        from ringprof.report.page.several import sweep_document
+
+        write_text(page, render(sweep_document(rows, Path(output).stem)))
     return 0 if any(row["status"] == "ok" for row in rows) else 3
 
 

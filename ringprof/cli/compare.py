@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 import click
 
@@ -11,7 +10,7 @@ from ringprof.analysis.comparison import Comparison
 from ringprof.analysis.conditions import parse_condition
 from ringprof.analysis.entries import flat
 from ringprof.api import compare
-from ringprof.errors import InputError
+from ringprof.cli.write import write_text
 from ringprof.report import comparison as shown
 
 
@@ -19,9 +18,12 @@ from ringprof.report import comparison as shown
 @click.argument("paths", nargs=-1, required=True, metavar="BASE OTHER...")
 @click.option("--format", "form", type=click.Choice(["terminal", "json", "csv"]), default="terminal", show_default=True)
 @click.option("-o", "--output", type=click.Path(dir_okay=False), help="Write to this file instead of the terminal.")
+@click.option("--html", "page", type=click.Path(dir_okay=False), help="Also write the comparison as one HTML page.")
 @click.option("--fail-if", "conditions", multiple=True, metavar="CONDITION",
               help="Exit with 1 where it holds for an entry: 'tflops < 0.95 * base'; repeatable.")  # fmt: skip
-def command(paths: tuple[str, ...], form: str, output: str | None, conditions: tuple[str, ...]) -> int:
+def command(
+    paths: tuple[str, ...], form: str, output: str | None, page: str | None, conditions: tuple[str, ...]
+) -> int:
     """Set runs, traces, printed tables and benchmark logs side by side, in any mix, against the first.
 
     What differs in settings and hardware comes first. A difference within the spread of repeated timings is called
@@ -37,7 +39,12 @@ def command(paths: tuple[str, ...], form: str, output: str | None, conditions: t
     if output is None:
         click.echo(text, nl=False)
     else:
-        _write(Path(output), text)
+        write_text(output, text)
+    if page:
+        from ringprof.report.page.document import render
+        from ringprof.report.page.several import comparison_document
+
+        write_text(page, render(comparison_document(found)))
     base = flat(found.entries[0].figures)
     failed = False
     for entry in found.entries[1:] or found.entries:
@@ -58,11 +65,3 @@ def _text(found: Comparison, form: str, output: str | None) -> str:
         return shown.render_csv(found)
     encoding = "utf-8" if output else (sys.stdout.encoding or "ascii")
     return shown.render(found, ascii_only="utf" not in encoding.lower())
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"{path}: cannot be written: {error.strerror or error}") from None
-    click.echo(f"Wrote {path}", err=True)

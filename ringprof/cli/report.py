@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from pathlib import Path
 from typing import Any
 
 import click
 
 from ringprof.analysis.conditions import Condition, parse_condition
 from ringprof.api import Analysis, TableAnalysis, load, load_bytes
-from ringprof.errors import InputError, UsageError
+from ringprof.cli.write import write_text
+from ringprof.errors import UsageError
 from ringprof.report import as_json
 from ringprof.report.terminal import Look
 
@@ -42,6 +42,7 @@ NARROWEST = 78
 @click.option("--waterfall", is_flag=True, help="Also show every part from the device's peak to the speed achieved.")
 @click.option("--fail-if", "conditions", multiple=True, metavar="CONDITION",
               help="Exit with 1 where it holds: 'exposed_comm > 5%', 'max(idle) > 1%'; repeatable.")  # fmt: skip
+@click.option("--html", "page", type=click.Path(dir_okay=False), help="Also write the report as one HTML page.")
 @click.option("--strict", is_flag=True, help="Exit with 2 where the report has warnings.")
 def command(
     paths: tuple[str, ...],
@@ -57,6 +58,7 @@ def command(
     between: str | None,
     rules: str | None,
     conditions: tuple[str, ...],
+    page: str | None,
     strict: bool,
     **sections: bool,
 ) -> int:
@@ -89,9 +91,13 @@ def command(
     else:
         text = analysis.to_terminal(_look(width, output), [name for name, shown in sections.items() if shown])
     if output:
-        _write(Path(output), text)
+        write_text(output, text)
     else:
         click.echo(text, nl=False)
+    if page:
+        if not isinstance(analysis, Analysis):
+            raise UsageError("--html: a printed table has no page yet: give a run or traces")
+        write_text(page, analysis.to_html())
     return (_strictly(analysis) if strict else 0) or (_failed(parsed, analysis) if parsed else 0)
 
 
@@ -115,14 +121,6 @@ def _look(width: int | None, output: str | None) -> Look:
     except (UnicodeEncodeError, LookupError):
         ascii_only = True
     return Look(width=columns, color=to_terminal and not plain, ascii_only=ascii_only)
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"{path}: cannot be written: {error.strerror or error}") from None
-    click.echo(f"Wrote {path}", err=True)
 
 
 def _condition(text: str) -> Condition:

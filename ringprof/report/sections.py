@@ -13,6 +13,7 @@ from ringprof.analysis.attribution import Attribution
 from ringprof.analysis.hops import Hop
 from ringprof.analysis.steps import Step
 from ringprof.analysis.waterfall import Waterfall, WaterfallPart
+from ringprof.report.terms import WATERFALL as PARTS
 from ringprof.report.text import clean, duration, in_unit, percent, rate, rounded_to_sum, unit_for
 
 SECTIONS = ("steps", "hops", "waterfall")
@@ -21,20 +22,6 @@ MOST_STEPS_LISTED = 100
 """Rows up to which every rank's step is shown; beyond, one row a step over all ranks."""
 MOST_HOPS_LISTED = 200
 
-_PARTS = {
-    "peak": "needed work at peak",
-    "kernel": "attention kernel below peak",
-    "repeated": "repeated work",
-    "slowdown": "slow-down beside communication",
-    "attention": "attention kernels",
-    "imbalance": "imbalance between ranks",
-    "exposed_wire": "exposed wire",
-    "peer_wait": "peer wait",
-    "exposed_unsplit": "exposed wire, wait and imbalance",
-    "other_groups": "other groups' communication",
-    "merge_and_copies": "merge and copies",
-    "launch_gaps": "launch gaps",
-}
 _SOURCES = {
     "ringprof": "as ringprof's strategies named them",
     "annotation": "as the trace names them",
@@ -146,12 +133,12 @@ def waterfall_section(waterfall: Waterfall, bar: Bar, width: int) -> RenderableT
     label = f"wall of rank {waterfall.slowest_rank}, the slowest"
     whole = [label, in_unit(waterfall.wall_ns, unit_ns), percent(1.0)]
     made.add_row(*whole, *([_speed(waterfall.tflops)] if rated else []), "", style="bold")
-    lines = [f"{_PARTS[part.part]}: {clean(part.evidence)}" for part in waterfall.parts]
+    lines = [f"{PARTS[part.part]}: {clean(part.evidence)}" for part in waterfall.parts]
     return Group(made, Text(), Text("\n".join([*lines, _bounds_line(waterfall)]), style="dim"))
 
 
 def _part_cells(part: WaterfallPart, time: str, rated: bool) -> list[str]:
-    return [_PARTS[part.part], time, percent(part.share), *([_speed(part.tflops)] if rated else [])]
+    return [PARTS[part.part], time, percent(part.share), *([_speed(part.tflops)] if rated else [])]
 
 
 def _speed(tflops: float | None) -> str:

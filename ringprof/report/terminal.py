@@ -20,6 +20,7 @@ from ringprof.analysis.summary import Communication, KindRow, Rates, Summary
 from ringprof.analysis.verdict import Findings
 from ringprof.report import sections as further
 from ringprof.report.controls import controls_section
+from ringprof.report.terms import LABELS
 from ringprof.report.text import (
     ascii_bar,
     bar,
@@ -37,30 +38,6 @@ from ringprof.report.text import (
 from ringprof.run import Run
 
 LONGEST_BAR = 20
-_LABELS = {
-    "compute": "compute",
-    "exposed_comm": "exposed communication",
-    "exposed_other_groups": "exposed, other groups",
-    "exposed_memory": "exposed memory",
-    "idle": "idle",
-    "wall": "wall",
-    "flash_fwd": "flash forward",
-    "flash_bwd": "flash backward",
-    "merge": "merge",
-    "gemm": "matrix product",
-    "other": "other compute",
-    "send_recv": "send/recv",
-    "all_to_all": "all-to-all",
-    "all_gather": "all-gather",
-    "reduce_scatter": "reduce-scatter",
-    "all_reduce": "all-reduce",
-    "broadcast": "broadcast",
-    "copy_engine": "peer copies",
-    "comm_other": "other communication",
-    "memcpy": "memory copies",
-    "memset": "memory sets",
-    "other_groups": "other groups",
-}
 _NAMES = {"send_recv": "SendRecv", "all_to_all": "AllToAll", "all_gather": "AllGather"}
 _LINKS = {SAME_HOST: "within a host", OTHER_HOST: "between hosts"}
 
@@ -81,7 +58,7 @@ def render(found: Findings, look: Look | None = None, sections: Sequence[str] = 
     """The whole report as text that ends with a newline; ``sections``: what to add, of `sections.SECTIONS`."""
     look = look or Look()
     attribution, summary = found.attribution, found.summary
-    blocks: list[RenderableType] = [Text(_header(attribution, summary), style="bold")]
+    blocks: list[RenderableType] = [Text(header_of(attribution, summary), style="bold")]
     blocks.append(Text("\n".join(clean(line) for line in found.verdict)))
     if not attribution.on_cpu and summary.communication:
         blocks.append(Text("\n".join(_split_line(row) for row in summary.communication)))
@@ -95,7 +72,7 @@ def render(found: Findings, look: Look | None = None, sections: Sequence[str] = 
         blocks.append(_by_rank(summary))
     blocks.extend(_section(name, found, look) for name in further.SECTIONS if name in sections)
     blocks.extend(_warning_block(attribution))
-    left = [f"--{name}" for name in further.SECTIONS if name not in sections]
+    left = ["--html report.html", *(f"--{name}" for name in further.SECTIONS if name not in sections)]
     blocks.append(Text("next: ringprof report PATH " + " · ".join([*left, "--format json"]), style="dim"))
     return _written(blocks, look)
 
@@ -124,7 +101,8 @@ def _written(blocks: Sequence[RenderableType], look: Look) -> str:
 # --- what was run, and what stands out --------------------------------------------------------------
 
 
-def _header(attribution: Attribution, summary: Summary) -> str:
+def header_of(attribution: Attribution, summary: Summary) -> str:
+    """Ranks, hosts, devices and the slowest rank's wall in a line."""
     ranks = attribution.ranks
     count = f"{len(ranks)} rank{'s' if len(ranks) > 1 else ''}"
     parts = [f"{count}, {_hosts(summary)}"]
@@ -206,7 +184,7 @@ def _what_ran(run: Run) -> str:
 
 
 def _split_line(row: Communication) -> str:
-    name = _NAMES.get(row.kind, _LABELS[row.kind])
+    name = _NAMES.get(row.kind, LABELS[row.kind])
     link = f" {_LINKS[row.link]}" if row.link in _LINKS else ""
     rates = []
     if row.wire_gbps is not None:
@@ -240,7 +218,7 @@ def _where_time_went(summary: Summary, look: Look) -> Table:
     shares = [*rounded_to_sum([part.share * 100 for part in parts], 100 * wall.share, 1), None]
     rows = []
     for part, mean, share in zip(summary.parts, means, shares, strict=True):
-        row = [_LABELS[part.name], f"{in_unit(wall.mean_ns, unit_ns) if mean is None else f'{mean:,.3f}'} {unit}"]
+        row = [LABELS[part.name], f"{in_unit(wall.mean_ns, unit_ns) if mean is None else f'{mean:,.3f}'} {unit}"]
         if several:
             row += [in_unit(part.min_ns, unit_ns), in_unit(part.max_ns, unit_ns)]
         rows.append([*row, percent(part.share) if share is None else f"{share:.1f} %"])
@@ -258,7 +236,7 @@ def _by_kind(summary: Summary, on_cpu: bool) -> Table:
     table.add_column("", no_wrap=True)
     for row in summary.kinds:
         table.add_row(
-            _LABELS[row.kind],
+            LABELS[row.kind],
             f"{in_unit(row.time_ns, unit_ns)} {unit}",
             percent(row.share),
             f"{row.calls:,.0f}" if row.calls == int(row.calls) else f"{row.calls:,.1f}",

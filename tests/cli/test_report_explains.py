@@ -91,7 +91,7 @@ def test_the_further_tables_are_shown_when_asked_for(capsys):
     assert "rank 0 fwd 0" in out
     assert "bound by" in out
     assert "needed work at peak" in out
-    assert "next: ringprof report PATH --format json" in out
+    assert "next: ringprof report PATH --html report.html · --format json" in out
 
 
 def test_a_step_row_shows_the_json_reports_figures(capsys):

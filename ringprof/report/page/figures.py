@@ -1,0 +1,248 @@
+"""The interactive figures of a page, as Bokeh models: zoom with the wheel, pan by dragging, hover for the figures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from bokeh.models import ColumnDataSource, FixedTicker, HoverTool, LinearColorMapper
+from bokeh.palettes import Viridis256
+from bokeh.plotting import figure
+
+from ringprof.analysis.rules import KINDS
+from ringprof.analysis.steps import Step
+from ringprof.analysis.summary import PARTS
+from ringprof.analysis.waterfall import Waterfall
+from ringprof.report import palette
+from ringprof.report.lanes import Bar, Timeline
+from ringprof.report.terms import LABELS
+from ringprof.report.terms import WATERFALL as WATERFALL_LABELS
+from ringprof.report.text import clean
+
+MOST_LABELS = 32
+"""Ranks up to which each has a label of its own beside an axis."""
+_INK = "#757575"
+"""Of axes and labels: readable on white and on near-black."""
+
+
+def _plain(title: str, height: int, tools: str = "xpan,xwheel_zoom,box_zoom,reset", **options: Any) -> Any:
+    made: Any = figure(
+        title=title, height=height, sizing_mode="stretch_width", tools=tools, toolbar_location="above",
+        background_fill_alpha=0, border_fill_alpha=0, outline_line_color=None, **options,
+    )  # fmt: skip
+    made.toolbar.logo = None
+    made.title.text_color = made.xaxis.axis_label_text_color = made.yaxis.axis_label_text_color = _INK
+    for axis in made.axis:
+        axis.major_label_text_color, axis.axis_line_color, axis.major_tick_line_color = _INK, _INK, _INK
+        axis.minor_tick_line_color = None
+        axis.axis_label_text_font_style = "normal"
+    made.grid.grid_line_color, made.grid.grid_line_alpha = _INK, 0.2
+    return made
+
+
+def _hover(made: Any, renderers: list[Any], *rows: tuple[str, str]) -> None:
+    made.add_tools(HoverTool(renderers=renderers, tooltips=list(rows)))
+
+
+def _named_rows(made: Any, names: Sequence[str], axis: str = "y") -> None:
+    """Label whole numbers 0, -1, -2, ... with names, thinned where they are many."""
+    step = -(-len(names) // MOST_LABELS)
+    shown = range(0, len(names), step)
+    ruler = made.yaxis if axis == "y" else made.xaxis
+    ruler.ticker = FixedTicker(ticks=[-place for place in shown])
+    ruler.major_label_overrides = {-place: clean(names[place]) for place in shown}
+    made.ygrid.grid_line_color = None
+
+
+def waterfall(found: Waterfall) -> Any:
+    """Bars that begin where the one before ended; a loss that is negative goes back."""
+    names = [WATERFALL_LABELS[part.part] for part in found.parts]
+    made = _plain("", 34 * len(names) + 90, x_axis_label="ms of the slowest rank's wall")
+    left, at = [], 0
+    for part in found.parts:
+        left.append(at)
+        at += part.time_ns
+    source = ColumnDataSource({
+        "y": [-place for place in range(len(names))],
+        "left": [value / 1e6 for value in left],
+        "right": [(value + part.time_ns) / 1e6 for value, part in zip(left, found.parts, strict=True)],
+        "colour": [palette.WATERFALL[part.part] for part in found.parts],
+        "part": names,
+        "time": [f"{part.time_ns / 1e6:,.3f} ms" for part in found.parts],
+        "share": [f"{100 * part.share:.1f} %" for part in found.parts],
+        "speed": ["-" if part.tflops is None else f"{part.tflops:,.1f} TFLOP/s" for part in found.parts],
+    })  # fmt: skip
+    bars = made.hbar(y="y", left="left", right="right", height=0.7, color="colour", source=source)
+    _hover(made, [bars], ("part", "@part"), ("time", "@time"), ("of wall", "@share"), ("speed after it", "@speed"))
+    _named_rows(made, names)
+    return made
+
+
+def breakdown(ranks: Sequence[Mapping[str, Any]]) -> Any:
+    """One stacked bar a rank; ``ranks`` are those of the JSON report."""
+    names = [f"rank {rank['rank']}" for rank in ranks]
+    made = _plain("", min(900, 22 * len(names) + 110), x_axis_label="ms")
+    left = [0.0] * len(names)
+    for part in PARTS[:-1]:
+        times = [(rank.get(f"{part}_ns") or 0) / 1e6 for rank in ranks]
+        if not any(times):
+            continue
+        source = ColumnDataSource({
+            "y": [-place for place in range(len(names))],
+            "left": left,
+            "right": [a + b for a, b in zip(left, times, strict=True)],
+            "rank": names,
+            "part": [LABELS[part]] * len(names),
+            "time": [f"{time:,.3f} ms" for time in times],
+        })  # fmt: skip
+        bars = made.hbar(
+            y="y", left="left", right="right", height=0.8, color=palette.PARTS[part], source=source,
+            legend_label=LABELS[part],
+        )  # fmt: skip
+        _hover(made, [bars], ("", "@rank"), ("@part", "@time"))
+        left = [a + b for a, b in zip(left, times, strict=True)]
+    _named_rows(made, names)
+    _legend(made)
+    return made
+
+
+def _legend(made: Any) -> None:
+    if not made.legend:
+        return
+    made.add_layout(made.legend[0], "below")
+    made.legend.orientation, made.legend.ncols = "horizontal", 6
+    made.legend.background_fill_alpha, made.legend.border_line_color = 0, None
+    made.legend.label_text_color, made.legend.label_text_font_size = _INK, "9pt"
+    made.legend.click_policy = "hide"
+
+
+_WHAT = {"wait": "waiting for a peer", "wire": "on the wire", "unsplit": "communication"}
+_COMM = {"wait": palette.WAIT, "wire": palette.WIRE, "unsplit": palette.UNSPLIT}
+
+
+def timeline(found: Timeline, ranks: Sequence[int]) -> Any:
+    """Two lanes a rank, every other ring step shaded behind them."""
+    place = {rank: -at for at, rank in enumerate(ranks)}
+    end = max((bar.end_ns for bar in found.bars), default=1) / 1e6
+    made = _plain(
+        "", min(1100, 40 * len(ranks) + 130), x_axis_label="ms from the first activity", x_range=(0, end),
+        y_range=(-len(ranks) + 0.4, 0.6), tools="xpan,pan,xwheel_zoom,wheel_zoom,box_zoom,reset",
+        active_scroll="xwheel_zoom", active_drag="xpan", output_backend="canvas",
+    )  # fmt: skip
+    _shade(made, found, place)
+    sorts = [kind for kind in KINDS if any(bar.what == kind for bar in found.bars)] + ["wait", "wire", "unsplit"]
+    for what in sorts:
+        bars = [bar for bar in found.bars if bar.what == what]
+        if not bars:
+            continue
+        upper = bars[0].lane == "compute"
+        source = ColumnDataSource({
+            "left": [round(bar.start_ns / 1e6, 6) for bar in bars],
+            "right": [round(bar.end_ns / 1e6, 6) for bar in bars],
+            "bottom": [place[bar.rank] + (0.02 if upper else -0.38) for bar in bars],
+            "top": [place[bar.rank] + (0.38 if upper else -0.02) for bar in bars],
+            "rank": [bar.rank for bar in bars],
+            "kind": [LABELS.get(bar.kind, bar.kind) for bar in bars],
+            "time": [f"{(bar.end_ns - bar.start_ns) / 1e6:,.3f} ms" for bar in bars],
+            "name": [_name(bar) for bar in bars],
+        })  # fmt: skip
+        label = _WHAT.get(what) or LABELS[what]
+        colour = _COMM.get(what) or palette.kind_colour(what)
+        quads = made.quad("left", "right", "top", "bottom", color=colour, source=source, legend_label=label)
+        _hover(made, [quads], ("rank", "@rank"), ("", f"@kind, {label}"), ("time", "@time"), ("", "@name"))
+    _named_rows(made, [f"rank {rank}" for rank in ranks])
+    _legend(made)
+    return made
+
+
+def _name(bar: Bar) -> str:
+    shown = clean(bar.name)[:80]
+    return f"{shown} and {bar.activities - 1} more" if bar.activities > 1 else shown
+
+
+def _shade(made: Any, found: Timeline, place: Mapping[int, int]) -> None:
+    steps = [step for step in found.steps if step.step % 2 == 0 and step.rank in place]
+    source = ColumnDataSource({
+        "left": [(step.start_ns - found.origin_ns[step.rank]) / 1e6 for step in steps],
+        "right": [(step.end_ns - found.origin_ns[step.rank]) / 1e6 for step in steps],
+        "bottom": [place[step.rank] - 0.46 for step in steps],
+        "top": [place[step.rank] + 0.46 for step in steps],
+    })  # fmt: skip
+    made.quad("left", "right", "top", "bottom", source=source, color=_INK, alpha=0.18, line_color=None)
+
+
+def waiting(steps: Sequence[Step], ranks: Sequence[int]) -> Any | None:
+    """Rank by ring step, coloured by what its hops waited; None where no step knows."""
+    columns = list(dict.fromkeys((one.iteration, one.phase, one.call, one.step) for one in steps))
+    several = any(one.call for one in steps)
+    names = [f"{phase} {f'{call}.' if several else ''}{step}" for _, phase, call, step in columns]
+    known = [one for one in steps if one.wait_ns is not None]
+    if not known:
+        return None
+    place = {rank: -at for at, rank in enumerate(ranks)}
+    across = {column: at for at, column in enumerate(columns)}
+    most = max((one.wait_ns or 0) / 1e6 for one in known) or 1.0
+    made = _plain("", min(900, 20 * len(ranks) + 130), x_axis_label="ring step", tools="pan,wheel_zoom,box_zoom,reset")
+    source = ColumnDataSource({
+        "x": [across[one.iteration, one.phase, one.call, one.step] for one in known],
+        "y": [place[one.rank] for one in known],
+        "wait": [(one.wait_ns or 0) / 1e6 for one in known],
+        "rank": [one.rank for one in known],
+        "step": [names[across[one.iteration, one.phase, one.call, one.step]] for one in known],
+        "bound": [one.bound or "not known" for one in known],
+    })  # fmt: skip
+    mapper = LinearColorMapper(palette=Viridis256, low=0, high=most)
+    cells = made.rect(
+        "x", "y", 0.96, 0.92, source=source, line_color=None, fill_color={"field": "wait", "transform": mapper}
+    )
+    made.add_layout(cells.construct_color_bar(width=10, title="ms", background_fill_alpha=0,
+                                              major_label_text_color=_INK, title_text_color=_INK), "right")  # fmt: skip
+    _hover(made, [cells], ("rank", "@rank"), ("step", "@step"), ("waited", "@wait{0.000} ms"), ("bound by", "@bound"))
+    _named_rows(made, [f"rank {rank}" for rank in ranks])
+    step = -(-len(names) // MOST_LABELS)
+    made.xaxis.ticker = FixedTicker(ticks=list(range(0, len(names), step)))
+    made.xaxis.major_label_overrides = {at: names[at] for at in range(0, len(names), step)}
+    made.xaxis.major_label_orientation = 0.9
+    made.xgrid.grid_line_color = None
+    return made
+
+
+def lines(title: str, unit: str, series: Mapping[str, Iterable[tuple[float, float]]], dashed: set[str]) -> Any:
+    """A line for each name over sequence length; ``dashed`` are ceilings."""
+    made = _plain(title, 340, tools="pan,box_zoom,reset", x_axis_type="log", x_axis_label="tokens", y_axis_label=unit)
+    ticks: set[float] = set()
+    for place, (name, points) in enumerate(series.items()):
+        x, y = zip(*sorted(points), strict=True)
+        ticks.update(x)
+        colour = palette.LINES[place % len(palette.LINES)] if name not in dashed else _INK
+        label = clean(name)
+        source = ColumnDataSource({"x": x, "y": y, "name": [label] * len(x)})
+        style = {"line_dash": "dashed"} if name in dashed else {}
+        made.line("x", "y", source=source, color=colour, line_width=2, legend_label=label, **style)
+        dots = made.scatter("x", "y", source=source, color=colour, size=8, legend_label=label)
+        _hover(made, [dots], ("", "@name"), ("tokens", "@x{0,0}"), (unit, "@y{0,0.0}"))
+    made.xaxis.ticker = FixedTicker(ticks=sorted(ticks))
+    made.xaxis.major_label_overrides = {tick: f"{tick:,.0f}" for tick in ticks}
+    made.y_range.start = 0
+    _legend(made)
+    return made
+
+
+def stacked(names: Sequence[str], parts: Mapping[str, tuple[str, Sequence[float]]], unit: str) -> Any:
+    """A bar for each name from parts, each (colour, values)."""
+    made = _plain("", 30 * len(names) + 130, x_axis_label=unit)
+    left = [0.0] * len(names)
+    for part, (colour, values) in parts.items():
+        right = [a + b for a, b in zip(left, values, strict=True)]
+        shown = [f"{value:,.1f} {unit}" for value in values]
+        source = ColumnDataSource({
+            "y": [-place for place in range(len(names))], "left": left, "right": right,
+            "name": [clean(name) for name in names], "shown": shown,
+        })  # fmt: skip
+        bars = made.hbar(y="y", left="left", right="right", height=0.7, color=colour, source=source, legend_label=part)
+        _hover(made, [bars], ("", "@name"), (part, "@shown"))
+        left = right
+    _named_rows(made, list(names))
+    made.legend.visible = len(parts) > 1
+    _legend(made)
+    return made

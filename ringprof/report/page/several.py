@@ -1,0 +1,149 @@
+"""The pages of several measurements: a comparison, and a sweep."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ringprof.analysis.comparison import WATERFALL, Comparison, Difference, Entry
+from ringprof.report import palette
+from ringprof.report.page.document import Cell, Document, Section, Table, drawing, number, text
+from ringprof.report.terms import LABELS, MEANINGS
+from ringprof.report.terms import WATERFALL as WATERFALL_LABELS
+from ringprof.report.text import clean
+
+_TIMES = ("compute", "exposed_comm", "exposed_memory", "idle")
+
+
+def comparison_document(found: Comparison) -> Document:
+    """Entries side by side: speed, where the time went, memory, and every figure with its ratio to the first."""
+    figures = drawing()
+
+    names = [entry.label for entry in found.entries]
+    sections = []
+    speeds = [(entry.label, entry.figures["tflops"].value) for entry in found.entries if "tflops" in entry.figures]
+    if speeds:
+        bars = figures.stacked([name for name, _ in speeds], _one("TFLOP/s", [value for _, value in speeds]), "TFLOP/s")
+        sections.append(Section("speed", "Speed", MEANINGS["tflops"], bars))
+    timed = [entry for entry in found.entries if all(name in entry.figures for name in _TIMES)]
+    if timed:
+        sections.append(Section("shares", "Where the time went", MEANINGS["breakdown"], _shares(timed, figures)))
+    kept = [entry for entry in found.entries if "peak_memory" in entry.figures]
+    if kept:
+        values = _one("MiB", [entry.figures["peak_memory"].value for entry in kept])
+        bars = figures.stacked([entry.label for entry in kept], values, "MiB")
+        sections.append(Section("memory", "Peak memory", MEANINGS["memory"], bars))
+    sections.append(Section("figures", "Every figure", MEANINGS["comparison"], tables=[_figure_table(found)]))
+    sections.append(Section("differences", "What differs in settings", tables=[_settings_table(found)]))
+    return Document("Comparison", " · ".join(clean(name) for name in names), [], [], sections)
+
+
+def _one(name: str, values: Sequence[float]) -> dict[str, tuple[str, Sequence[float]]]:
+    return {name: (palette.BLUE, values)}
+
+
+def _shares(entries: Sequence[Entry], figures: Any) -> Any:
+    parts = {}
+    for name in _TIMES:
+        values = []
+        for entry in entries:
+            whole = sum(entry.figures[part].value for part in _TIMES) or 1.0
+            values.append(100 * entry.figures[name].value / whole)
+        parts[LABELS[name]] = (palette.PARTS[name], values)
+    return figures.stacked([entry.label for entry in entries], parts, "%")
+
+
+def _figure_table(found: Comparison) -> Table:
+    against = {(one.figure, one.entry): one for one in found.differences}
+    titles = ["figure", "unit"]
+    for place, entry in enumerate(found.entries):
+        titles += [entry.label] if place == 0 else [entry.label, "to the first", ""]
+    rows = []
+    for name in found.figures:
+        known = [entry.figures[name] for entry in found.entries if name in entry.figures]
+        percent = known[0].unit == "share"
+        row: list[Cell] = [text(_label(name)), text("%" if percent else known[0].unit)]
+        for place, entry in enumerate(found.entries):
+            figure = entry.figures.get(name)
+            row.append(number(None if figure is None else figure.value * (100 if percent else 1)))
+            if place:
+                row += _against(against.get((name, place)))
+        rows.append(row)
+    return Table([clean(title) for title in titles], rows)
+
+
+def _label(name: str) -> str:
+    if name.startswith(WATERFALL):
+        return "waterfall: " + WATERFALL_LABELS[name.removeprefix(WATERFALL)]
+    return LABELS.get(name, name.replace("_", " "))
+
+
+def _against(one: Difference | None) -> list[Cell]:
+    return [number(None if one is None else one.ratio, 2), text("" if one is None else one.verdict)]
+
+
+def _settings_table(found: Comparison) -> Table:
+    rows = [[text(name), *(text(value or "unknown") for value in values)] for name, values in found.differing.items()]
+    return Table(["setting", *(clean(entry.label) for entry in found.entries)], rows)
+
+
+def sweep_document(rows: Sequence[Mapping[str, Any]], name: str) -> Document:
+    """All rows of a sweep: speed over sequence length under the kernels' own rate, shares, memory, the table."""
+    figures = drawing()
+
+    done = [row for row in rows if row["status"] == "ok"]
+    sections = []
+    if done:
+        speed: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
+        memory: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
+        ceiling: dict[float, float] = {}
+        for row in done:
+            speed[_series(row)].append((row["seq"], row["tflops"]))
+            if row["memory_mib"] is not None:
+                memory[_series(row)].append((row["seq"], row["memory_mib"]))
+            if row["of_kernel_rate"]:
+                ceiling[row["seq"]] = max(ceiling.get(row["seq"], 0.0), row["tflops"] / row["of_kernel_rate"])
+        top = "the kernel's own rate"
+        lines = {**speed, **({top: list(ceiling.items())} if ceiling else {})}
+        sections.append(Section("speed", "Speed", MEANINGS["tflops"], figures.lines("", "TFLOP/s", lines, {top})))
+        sections.append(Section("shares", "Where the time went", MEANINGS["shares"], _sweep_shares(done, figures)))
+        if memory:
+            drawn = figures.lines("", "MiB", memory, set())
+            sections.append(Section("memory", "Peak memory", MEANINGS["memory"], drawn))
+    sections.append(Section("rows", "Every row", MEANINGS["sweep"], tables=[_row_table(rows)]))
+    counts = f"{len(rows)} rows, {len(rows) - len(done)} of them without a result"
+    return Document(clean(name), counts, [], [], sections)
+
+
+def _series(row: Mapping[str, Any]) -> str:
+    return " ".join(str(part) for part in (row["strategy"], row["params"], row["kernel"]) if part)
+
+
+def _sweep_shares(rows: Sequence[Mapping[str, Any]], figures: Any) -> Any:
+    flash = [100 * (row["flash_share"] or 0.0) for row in rows]
+    exposed = [100 * (row["exposed_comm_ms"] or 0.0) / row["forward_backward_ms"] if row["forward_backward_ms"] else 0.0
+               for row in rows]  # fmt: skip
+    rest = [max(0.0, 100 - a - b) for a, b in zip(flash, exposed, strict=True)]
+    parts = {
+        "attention kernels": (palette.BLUE, flash),
+        "exposed communication": (palette.WIRE, exposed),
+        "everything else": (palette.GREY, rest),
+    }
+    return figures.stacked([f"{_series(row)} · {row['seq']:,}" for row in rows], parts, "%")
+
+
+def _row_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    from ringprof.report.sweep import COLUMNS
+
+    shown = []
+    for row in rows:
+        cells = []
+        for _, key, form, factor in COLUMNS:
+            value = row.get(key)
+            if isinstance(value, (int, float)) and not isinstance(value, bool):
+                cells.append(Cell(format(value * factor, form or ","), value, numeric=True))
+            else:
+                cells.append(text("-" if value in (None, "") else value))
+        shown.append([*cells, text(row["status"] if row["status"] == "ok" else f"{row['status']}: {row['reason']}")])
+    return Table([*(title for title, *_ in COLUMNS), "status"], shown)

@@ -1,0 +1,66 @@
+"""What each figure is called, and what it means in a sentence: for people who read a report without its manual."""
+
+from __future__ import annotations
+
+LABELS: dict[str, str] = {
+    "compute": "compute",
+    "exposed_comm": "exposed communication",
+    "exposed_other_groups": "exposed, other groups",
+    "exposed_memory": "exposed memory",
+    "idle": "idle",
+    "wall": "wall",
+    "flash_fwd": "flash forward",
+    "flash_bwd": "flash backward",
+    "merge": "merge",
+    "gemm": "matrix product",
+    "other": "other compute",
+    "send_recv": "send/recv",
+    "all_to_all": "all-to-all",
+    "all_gather": "all-gather",
+    "reduce_scatter": "reduce-scatter",
+    "all_reduce": "all-reduce",
+    "broadcast": "broadcast",
+    "copy_engine": "peer copies",
+    "comm_other": "other communication",
+    "memcpy": "memory copies",
+    "memset": "memory sets",
+    "other_groups": "other groups",
+}
+"""Of the parts of a rank's time, and of kinds."""
+
+WATERFALL: dict[str, str] = {
+    "peak": "needed work at peak",
+    "kernel": "attention kernel below peak",
+    "repeated": "repeated work",
+    "slowdown": "slow-down beside communication",
+    "attention": "attention kernels",
+    "imbalance": "imbalance between ranks",
+    "exposed_wire": "exposed wire",
+    "peer_wait": "peer wait",
+    "exposed_unsplit": "exposed wire, wait and imbalance",
+    "other_groups": "other groups' communication",
+    "merge_and_copies": "merge and copies",
+    "launch_gaps": "launch gaps",
+}
+"""Of the parts of a waterfall."""
+
+MEANINGS: dict[str, str] = {
+    "breakdown": "Each rank's time, in parts that sum to its wall: an instant in which anything computes is compute, "
+    "else communication if any runs (exposed), else memory operations, else idle.",
+    "waterfall": "From the device's peak matrix rate down to the speed achieved: what each loss takes of the slowest "
+    "rank's wall, mean over ranks. The parts sum to that wall.",
+    "timeline": "Every rank's device over time. Upper lane: computation. Lower lane: communication, split into waiting "
+    "for a peer and bytes on the wire where the traces tell. Shaded: every other ring step.",
+    "steps": "A ring step is one block of attention and the hops that it should hide. Exposed is communication in the "
+    "step with nothing computing beside it; a step is bound by compute, by the wire or by a peer.",
+    "waiting": "How long each rank's hops waited for their peers, by ring step.",
+    "kernels": "Activities on the device by name, over all ranks, with the kind that they count as.",
+    "hops": "A hop is one transfer with neighbours. It waits until its peers have arrived; the rest is wire.",
+    "settings": "What was run, where, and with which versions.",
+    "comparison": "Measurements side by side. Noise: the ranges of the repeated timings overlap.",
+    "sweep": "Every combination of strategy, length and kernel that was recorded.",
+    "tflops": "Model FLOPs (backward 2.5 times forward, causal half) per device over the slowest rank's time.",
+    "shares": "What the device's time went into: attention kernels, exposed communication, and everything else.",
+    "memory": "The most that a device held in the timed iterations.",
+}
+"""Of the sections of a page."""

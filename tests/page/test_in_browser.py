@@ -1,0 +1,131 @@
+"""The pages of committed runs in a real browser, opened from disk: nothing fetched, no error, and everything works."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.loaded import analysis
+from tests.page.test_page import HOSTILE, page_of
+
+browser = pytest.importorskip("tests.page.browser", reason="websocket-client is not installed", exc_type=ImportError)
+pytestmark = pytest.mark.skipif(browser.CHROMIUM is None, reason="no Chromium here")
+TRACES = Path(__file__).parents[2] / "traces"
+RUNS = sorted(path.parent for path in TRACES.glob("*/run.json"))
+_LABEL = "ms from the first activity"
+TIMELINE = f"Bokeh.documents[0].roots().find(one => one.below?.some(part => part.axis_label === '{_LABEL}'))"
+
+
+@pytest.fixture
+def tab() -> Iterator[Any]:
+    with browser.Browser() as one:
+        yield one
+
+
+def opened(tab: Any, folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "page.html"
+    path.write_text(analysis(folder).to_html(), encoding="utf-8")
+    tab.open(path)
+    assert [url for url in tab.requests if not url.startswith(("file:", "data:", "blob:"))] == []
+    assert tab.messages == []
+
+
+def check_figures(tab: Any, folder: Path) -> None:
+    report = analysis(folder).report()
+    rows = tab.run("[...document.querySelectorAll('#breakdown tbody tr')].map(r => [...r.cells].map(c => c.innerText))")
+    assert [row[2] for row in rows] == [f"{rank['wall_ns'] / 1e6:,.3f}" for rank in report["ranks"]]
+    assert tab.run("document.querySelector('.verdict').innerText").split("\n")[0] in report["summary"]["verdict"]
+    assert tab.run("document.querySelectorAll('.figure canvas, .figure .bk-Figure').length") > 0
+    # Nothing sticks out of the page to the side.
+    assert tab.run("document.documentElement.scrollWidth <= window.innerWidth")
+
+
+def test_a_page_opens_from_disk_with_its_figures(tab: Any, tmp_path: Path) -> None:
+    opened(tab, TRACES / "h200x4-zigzag-262144", tmp_path)
+    check_figures(tab, TRACES / "h200x4-zigzag-262144")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("folder", RUNS, ids=lambda path: path.name)
+def test_every_committed_run_opens_from_disk(tab: Any, folder: Path, tmp_path: Path) -> None:
+    opened(tab, folder, tmp_path)
+    check_figures(tab, folder)
+
+
+def test_zoom_hover_and_sort_work(tab: Any, tmp_path: Path) -> None:
+    opened(tab, TRACES / "h200x4-zigzag-262144", tmp_path)
+    tab.run("document.querySelector('#timeline').scrollIntoView()")
+    box = tab.run("(() => { const b = document.querySelector('#timeline .figure').getBoundingClientRect();"
+                  "return [b.left, b.top, b.width, b.height]; })()")  # fmt: skip
+    x, y = box[0] + box[2] / 2, box[1] + box[3] / 3
+    before = tab.run(f"[{TIMELINE}.x_range.start, {TIMELINE}.x_range.end]")
+    tab.mouse("mouseMoved", x, y)
+    tab.mouse("mouseWheel", x, y, deltaX=0, deltaY=-400)
+    tab.until(f"{TIMELINE}.x_range.end - {TIMELINE}.x_range.start < {0.95 * (before[1] - before[0])}")
+    # A hovered bar shows its rank, kind and time.
+    tab.run(TOOLTIP)
+    for place in range(60):
+        tab.mouse("mouseMoved", x + 4 * place, y)
+        if tab.run("tip()"):
+            break
+    assert "time:" in tab.run("tip()") and "ms" in tab.run("tip()")
+    _sorts(tab)
+    assert tab.messages == []
+
+
+TOOLTIP = """
+window.tip = () => {
+  const all = (root) => [...root.querySelectorAll('*')].flatMap(
+    (one) => (one.shadowRoot ? [one, ...all(one.shadowRoot)] : [one]));
+  const found = all(document).find((one) => /tooltip/i.test(one.className) && (one.shadowRoot ?? one).textContent);
+  return found ? (found.shadowRoot ?? found).textContent : '';
+};
+true
+"""
+
+
+def _sorts(tab: Any) -> None:
+    column = "[...document.querySelectorAll('#steps tbody tr')].map(r => Number(r.cells[4].dataset.key))"
+    click = "document.querySelectorAll('#steps th button')[4].click()"
+    values = tab.run(column)
+    tab.run(click)
+    assert tab.run(column) == sorted(values, reverse=True)
+    tab.run(click)
+    assert tab.run(column) == sorted(values)
+    assert tab.run("document.querySelectorAll('#steps th')[4].getAttribute('aria-sort')") == "ascending"
+    # By keyboard: headings are buttons, reached with Tab.
+    assert tab.run("document.querySelectorAll('#steps th button')[0].tabIndex") == 0
+
+
+def test_a_hostile_name_runs_nothing(tab: Any, tmp_path: Path) -> None:
+    from tests.analysis.rings import ring_pass
+
+    builders = ring_pass()
+    builders[0].run(HOSTILE, 20_000, 21_000, launched=99_000)
+    path = tmp_path / "page.html"
+    path.write_text(page_of(*builders), encoding="utf-8")
+    tab.open(path)
+    assert tab.messages == []
+    assert tab.run("document.querySelectorAll('img').length") == 0
+    assert "<script>alert(1)</script>" in tab.run("document.querySelector('#kernels').innerText")
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_text_stands_out_in_light_and_dark(dark: bool, tmp_path: Path) -> None:
+    with browser.Browser(dark=dark) as tab:
+        opened(tab, TRACES / "h200x4-zigzag-262144", tmp_path)
+        script = """(() => {
+          const light = (text) => { const [r, g, b] = text.match(/\\d+/g).map(Number).map(
+            (v) => (v /= 255) <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
+            return 0.2126 * r + 0.7152 * g + 0.0722 * b; };
+          const paper = light(getComputedStyle(document.body).backgroundColor);
+          return ['h1', '.meaning', 'td', 'nav a', 'footer'].map((name) => {
+            const ink = light(getComputedStyle(document.querySelector(name)).color);
+            return (Math.max(ink, paper) + 0.05) / (Math.min(ink, paper) + 0.05); });
+        })()"""
+        # WCAG 2.1, 1.4.3: 4.5 to 1 for body text.
+        assert min(tab.run(script)) >= 4.5
+        assert (tab.run("matchMedia('(prefers-color-scheme: dark)').matches")) is dark

@@ -1,0 +1,178 @@
+"""The HTML report without a browser: its figures are the JSON report's, its policy is strict, names are only text."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+import ringprof
+from ringprof import cli
+from ringprof.analysis.attribution import attribute
+from ringprof.analysis.summary import summarise
+from ringprof.analysis.verdict import Findings
+from ringprof.report import as_json
+from ringprof.report.lanes import MOST_BARS, timeline_of
+from ringprof.report.page.document import render
+from ringprof.report.page.run import run_document
+from ringprof.report.page.several import comparison_document, sweep_document
+from tests.analysis.build import Builder
+from tests.analysis.rings import ring_pass
+from tests.loaded import analysis
+
+ROOT = Path(__file__).parents[2]
+RUN = ROOT / "traces" / "h200x4-zigzag-262144-copied"
+HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\x1b[31m\u202e{{7*7}}@name"
+
+
+class Page(HTMLParser):
+    """Tables by the heading above them, and everything that could load or run."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tables: dict[str, list[list[str]]] = {}
+        self.scripts: list[str] = []
+        self.loads: list[str] = []
+        self.policy = ""
+        self._heading, self._in, self._row = "", "", [""]
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = dict(attrs)
+        self.loads += [value for name, value in attrs if name in ("src", "srcset", "action", "data") and value]
+        self.loads += [
+            given["href"] or "" for _ in [0] if "href" in given and not (given["href"] or "").startswith("#")
+        ]
+        assert not [name for name, _ in attrs if name.startswith("on")], "a script in an attribute"
+        if given.get("http-equiv") == "Content-Security-Policy":
+            self.policy = given["content"] or ""
+        if tag == "script":
+            self.scripts.append("")
+        if tag == "h2":
+            self._heading = ""
+        if tag == "tr":
+            self._row = []
+        if tag in ("td", "th"):
+            self._row.append("")
+        self._in = tag
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag == "tr":
+            self.tables.setdefault(self._heading, []).append(self._row)
+        self._in = ""
+
+    def handle_data(self, data: str) -> None:
+        if self._in == "script":
+            self.scripts[-1] += data
+        elif self._in == "h2":
+            self._heading += data
+        elif self._in in ("td", "button"):
+            self._row[-1] += data
+
+
+def page_of(*builders: Builder) -> str:
+    attribution = attribute([builder.trace() for builder in builders])
+    found = Findings(attribution, summarise(attribution))
+    return render(run_document(found, as_json.as_dict(found, source="trace", paths=["x"]), "x"))
+
+
+@pytest.fixture(scope="module")
+def text() -> str:
+    return analysis(RUN).to_html()
+
+
+def test_the_figures_are_those_of_the_json_report(text: str) -> None:
+    page, report = Page(text), analysis(RUN).report()
+    _, *rows = page.tables["Breakdown by rank"]
+    for row, rank in zip(rows, report["ranks"], strict=True):
+        times = [
+            f"{rank[f'{name}_ns'] / 1e6:,.3f}" for name in ("wall", "compute", "exposed_comm", "exposed_memory", "idle")
+        ]
+        assert row[2:7] == times
+    _, *rows = page.tables["Waterfall"]
+    assert [row[1] for row in rows] == [f"{part['time_ns'] / 1e6:,.3f}" for part in report["waterfall"]]
+    _, *rows = page.tables["Ring steps"]
+    assert len(rows) == len(report["steps"])
+    for line in report["summary"]["verdict"]:
+        assert line.replace("'", "&#39;") in text
+    assert f"{report['summary']['tflops']:,.1f} TFLOP/s" in text
+
+
+def test_only_the_pages_own_scripts_may_run_and_nothing_is_loaded(text: str) -> None:
+    page = Page(text)
+    directives = dict(part.strip().split(" ", 1) for part in page.policy.split(";"))
+    assert directives["default-src"] == "'none'"
+    hashes = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in page.scripts]
+    assert directives["script-src"].split() == [f"'sha256-{digest}'" for digest in hashes]
+    assert "unsafe" not in directives["script-src"]
+    assert page.loads == []
+    assert len(text) < 15e6
+
+
+def test_names_from_a_trace_are_text() -> None:
+    builders = ring_pass()
+    builders[0].run(HOSTILE, 20_000, 21_000, launched=99_000)
+    page = Page(page_of(*builders))
+    # The library, the figures and the sorting: no script came in with the name.
+    assert len(page.scripts) == len(Page(page_of(*ring_pass())).scripts)
+    shown = next(row[0] for row in page.tables["Kernels"] if "alert(1)" in row[0])
+    assert shown.startswith("</script><script>alert(1)</script><img src=x onerror=alert(2)>")
+    assert "\x1b" not in shown and "\u202e" not in shown
+
+
+def test_every_committed_run_has_a_page_of_modest_size() -> None:
+    for folder in sorted(path.parent for path in (ROOT / "traces").glob("*/run.json")):
+        assert 1e6 < len(analysis(folder).to_html()) < 5e6
+
+
+def test_a_large_run_is_thinned_and_says_so() -> None:
+    builders = ring_pass(world=64, names="ringprof::{phase}/step={step}/block")
+    attribution = attribute([builder.trace() for builder in builders])
+    drawn = timeline_of(attribution, ())
+    total = sum(len(rank.window.activities()) for rank in attribution.ranks)
+    assert total > MOST_BARS >= 0 and drawn.thinned
+    assert sum(bar.activities for bar in drawn.bars if bar.what != "wait") == total
+    text = page_of(*builders)
+    assert "Neighbouring short activities are drawn as one bar" in text
+    assert len(text) < 15e6
+
+
+def test_a_comparison_and_a_sweep_have_pages() -> None:
+    found = ringprof.compare(RUN, ROOT / "traces" / "h200x4-ring-262144")
+    page = Page(render(comparison_document(found)))
+    first = next(row for row in page.tables["Every figure"] if row[0] == "tflops")
+    values = [entry.figures["tflops"].value for entry in found.entries]
+    assert [first[2], first[3]] == [f"{value:,.3f}" for value in values]
+    row = {
+        "status": "ok", "reason": None, "dtype": "bf16", "batch": 1, "strategy": "zigzag", "params": "",
+        "kernel": "cudnn", "forward_ms": 1.0, "memory_mib": 5.0, "flash_share": 0.9, "comm_share": 0.2,
+        "overlap_ratio": 0.8, "exposed_comm_ms": 0.1, "of_kernel_rate": 0.9,
+    }  # fmt: skip
+    rows = [{**row, "seq": seq, "tflops": 100.0 + seq / 1e3, "forward_backward_ms": 4.0} for seq in (1024, 2048)]
+    rows.append({"status": "oom", "reason": "<b>out of memory</b>", **dict.fromkeys(("dtype", "batch", "seq"), 1),
+                 "strategy": "burst", "params": "", "kernel": "cudnn", "forward_ms": None})  # fmt: skip
+    page = Page(render(sweep_document(rows, "sweep")))
+    assert [cells[-1] for cells in page.tables["Every row"][1:]] == ["ok", "ok", "oom: <b>out of memory</b>"]
+
+
+def test_the_command_writes_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "out.html"
+    assert cli.run(["report", str(RUN), "--html", str(path)]) == 0
+    assert capsys.readouterr().err == f"Wrote {path}\n"
+    assert path.read_text(encoding="utf-8").startswith("<!doctype html>")
+    assert cli.run(["report", str(RUN), "--html", str(tmp_path / "no" / "out.html")]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_without_the_library_one_line_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in [name for name in sys.modules if name.startswith(("bokeh", "ringprof.report.page.figures"))]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "bokeh", None)
+    assert cli.run(["report", str(RUN), "--html", str(tmp_path / "out.html")]) == 2
+    assert capsys.readouterr().err == "ringprof: the HTML report needs Bokeh: pip install 'ringprof[html]'\n"
