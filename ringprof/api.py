@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
     from ringprof.analysis.comparison import Comparison, Entry
     from ringprof.analysis.table import TableReport
+    from ringprof.report.plots import Plots
 
 
 class Analysis:
@@ -135,6 +136,13 @@ class Analysis:
     def to_terminal(self, look: terminal.Look | None = None, sections: Sequence[str] = ()) -> str:
         """The report for people, as text; ``sections``: what to add of `ringprof.report.sections.SECTIONS`."""
         return terminal.render(self.findings, look, sections)
+
+    @cached_property
+    def plot(self) -> Plots:
+        """Plots with matplotlib: ``run.plot.timeline()`` and others, see `ringprof.report.plots.Plots`."""
+        from ringprof.report.plots import Plots
+
+        return Plots(self.findings)
 
     def to_html(self) -> str:
         """The report as one HTML page that needs nothing else. Raises `MissingExtraError` without Bokeh."""

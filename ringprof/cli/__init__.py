@@ -19,7 +19,9 @@ COMMANDS = {
     "record": ("ringprof.cli.record", "Run a strategy, check it, time it and profile it."),
     "bench": ("ringprof.cli.bench", "Record every combination of strategies, lengths and kernels."),
     "compare": ("ringprof.cli.compare", "Set runs, traces, tables and logs side by side."),
+    "export": ("ringprof.cli.export", "Merge all ranks into one trace for Perfetto."),
     "logs": ("ringprof.cli.logs", "Read benchmark logs into one table and audit them."),
+    "plot": ("ringprof.cli.plot", "Draw a plot as PNG, SVG or PDF."),
     "report": ("ringprof.cli.report", "Show where the time of a run or trace went."),
     "strategies": ("ringprof.cli.strategies", "List the strategies, or one strategy's parameters."),
 }

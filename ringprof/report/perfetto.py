@@ -1,0 +1,116 @@
+"""All ranks in one Chrome trace for Perfetto.
+
+One clock; tracks named by host and rank; ring steps and exposed stretches as slices of their own; an arrow from each
+send to where it is received.
+
+Format: the trace-event format's X (slice), M (name), s and f (flow start and end) events, times in microseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from ringprof.analysis.attribution import Attribution, Rank
+from ringprof.analysis.exposure import exposure_of, rows_of
+from ringprof.analysis.matching import match
+from ringprof.analysis.rules import KINDS
+from ringprof.analysis.steps import Step
+from ringprof.analysis.verdict import Findings
+from ringprof.report.terms import LABELS
+from ringprof.report.text import clean
+
+STEPS, EXPOSED, STREAMS = 1, 2, 100
+"""Track numbers inside a rank's process: ring steps, exposed communication, and a stream's number plus this."""
+
+
+def events_of(found: Findings) -> Iterator[dict[str, Any]]:
+    """Every event of the merged trace."""
+    attribution = found.attribution
+    origin = _origins(attribution)
+    for rank in attribution.ranks:
+        yield from _names(rank)
+        if rank.on_cpu:
+            continue
+        yield from _activities(rank, origin[rank.rank])
+        yield from _exposed(rank, origin[rank.rank])
+    for step in found.steps:
+        yield _step(step, origin[step.rank])
+    yield from _arrows(attribution, origin)
+
+
+def _origins(attribution: Attribution) -> dict[int, int]:
+    """By rank: what to take from its times, so that the first activity of all is at 0 on one clock."""
+    offset = attribution.clocks.offset_ns
+    first = min(rank.breakdown.start_ns + offset[rank.rank] for rank in attribution.ranks)
+    return {rank.rank: first - offset[rank.rank] for rank in attribution.ranks}
+
+
+def _slice(rank: int, track: int, name: str, start_ns: int, end_ns: int, **args: Any) -> dict[str, Any]:
+    return {
+        "ph": "X", "pid": rank, "tid": track, "name": clean(name), "ts": start_ns / 1e3,
+        "dur": max(0, end_ns - start_ns) / 1e3, "args": args,
+    }  # fmt: skip
+
+
+def _names(rank: Rank) -> Iterator[dict[str, Any]]:
+    host = f"{clean(rank.host)} " if rank.host else ""
+    yield _named("process_name", rank.rank, 0, name=f"{host}rank {rank.rank}")
+    yield _named("process_sort_index", rank.rank, 0, sort_index=rank.rank)
+    for track, name in ((STEPS, "ring steps"), (EXPOSED, "exposed communication")):
+        yield _named("thread_name", rank.rank, track, name=name)
+    streams = set() if rank.on_cpu else set(_streams(rank))
+    for stream in sorted(streams):
+        yield _named("thread_name", rank.rank, STREAMS + stream, name=f"stream {stream}")
+
+
+def _named(what: str, rank: int, track: int, **args: Any) -> dict[str, Any]:
+    return {"ph": "M", "pid": rank, "tid": track, "name": what, "args": args}
+
+
+def _streams(rank: Rank) -> list[int]:
+    columns = rank.classified.trace.activities
+    return [max(int(stream), 0) for stream in columns.stream[rank.window.activities()].tolist()]
+
+
+def _activities(rank: Rank, origin: int) -> Iterator[dict[str, Any]]:
+    trace, columns = rank.classified.trace, rank.classified.trace.activities
+    for at, stream in zip(rank.window.activities().tolist(), _streams(rank), strict=True):
+        kind = KINDS[rank.classified.kind[at]]
+        start, end = int(columns.start_ns[at]) - origin, int(columns.end_ns[at]) - origin
+        yield _slice(rank.rank, STREAMS + stream, trace.names[columns.name[at]], start, end, kind=LABELS[kind])
+
+
+def _exposed(rank: Rank, origin: int) -> Iterator[dict[str, Any]]:
+    exposure = exposure_of(rank, rows_of(rank))
+    parts = (("exposed wire", exposure.wire), ("exposed wait", exposure.wait), ("exposed, not split", exposure.unknown))
+    for name, spans in parts:
+        for start, end in zip(spans.start_ns.tolist(), spans.end_ns.tolist(), strict=True):
+            yield _slice(rank.rank, EXPOSED, name, start - origin, end - origin)
+
+
+def _step(step: Step, origin: int) -> dict[str, Any]:
+    name = f"{step.phase} {step.step}" + (f" of call {step.call}" if step.call else "")
+    figures = {"bound": step.bound or "not known", "exposed_ms": step.exposed_ns / 1e6, "hops": step.hops}
+    return _slice(step.rank, STEPS, name, step.start_ns - origin, step.end_ns - origin, **figures)
+
+
+def _arrows(attribution: Attribution, origin: dict[int, int]) -> Iterator[dict[str, Any]]:
+    """From the middle of what sends to the middle of what receives: an arrow must touch the slices it joins."""
+    transfers = {rank.rank: [part.transfer for part in rank.splits] for rank in attribution.ranks}
+    found = match(transfers)
+    stream = {
+        (rank.rank, at): track
+        for rank in attribution.ranks
+        if not rank.on_cpu
+        for at, track in zip(rank.window.activities().tolist(), _streams(rank), strict=True)
+    }
+    for number, (sender, receiver) in enumerate(zip(found.sender.tolist(), found.receiver.tolist(), strict=True)):
+        for phase, place in (("s", sender), ("f", receiver)):
+            one = found.transfers[place]
+            middle = (one.start_ns + one.end_ns) // 2 - origin[one.rank]
+            event = {
+                "ph": phase, "id": number, "cat": "hop", "name": "hop", "pid": one.rank,
+                "tid": STREAMS + stream[one.rank, one.activity], "ts": middle / 1e3,
+            }  # fmt: skip
+            yield event | ({"bp": "e"} if phase == "f" else {})

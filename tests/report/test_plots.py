@@ -1,0 +1,148 @@
+"""Plots by what they hold: lengths that sum to the report's figures, labels that do not touch, no global state."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+import pytest
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+import ringprof
+from ringprof import cli
+from ringprof.analysis.attribution import attribute
+from ringprof.analysis.summary import summarise
+from ringprof.analysis.verdict import Findings
+from ringprof.report import plots
+from tests.analysis.build import FLASH, Builder
+from tests.analysis.rings import ring_pass
+from tests.loaded import analysis
+
+ROOT = Path(__file__).parents[2]
+RUN = ROOT / "traces" / "h200x4-zigzag-65536"
+KINDS = ("waterfall", "breakdown", "timeline", "steps", "waiting")
+
+
+def plots_of(*builders: Builder) -> plots.Plots:
+    attribution = attribute([builder.trace() for builder in builders])
+    return plots.Plots(Findings(attribution, summarise(attribution)))
+
+
+def bars(ax: Axes) -> list[tuple[float, float]]:
+    return [(patch.get_x(), patch.get_width()) for patch in ax.patches]  # type: ignore[attr-defined]
+
+
+def test_the_waterfalls_bars_follow_each_other_and_sum_to_the_wall():
+    run = analysis(RUN)
+    drawn = bars(run.plot.waterfall())
+    for (x, width), (following, _) in itertools.pairwise(drawn):
+        assert following == pytest.approx(x + width)
+    assert sum(width for _, width in drawn) == pytest.approx(run.summary.slowest_wall_ns / 1e6)
+
+
+def test_a_ranks_bar_is_as_long_as_its_wall():
+    run = analysis(RUN)
+    ax = run.plot.breakdown()
+    count = len(run.ranks)
+    lengths = [sum(width for _, width in bars(ax)[rank::count]) for rank in range(count)]
+    assert lengths == pytest.approx([wall / 1e6 for wall in run.breakdown()["wall_ns"]])
+    assert ax.get_xlabel() == "ms"
+
+
+def test_the_timelines_bars_are_the_activities():
+    run = analysis(RUN)
+    ax: Any = run.plot.timeline()
+    spans = sum(path.vertices[:, 0].max() - path.vertices[:, 0].min()
+                for collection in ax.collections for path in collection.get_paths())  # fmt: skip
+    total = sum(kind.time_ns for rank in run.attribution.ranks for kind in rank.breakdown.kinds.values())
+    assert spans == pytest.approx(total / 1e6, rel=1e-6)
+
+
+def test_steps_and_waiting_hold_the_step_table():
+    run = analysis(RUN)
+    frame = run.steps()
+    widths = [width for _, width in bars(run.plot.steps())]
+    assert sum(widths) == pytest.approx((frame["block_ns"].sum() + frame["exposed_ns"].sum()) / 4e6)
+    waiting: Any = run.plot.waiting()
+    (image,) = waiting.images
+    assert float(image.get_array().sum()) == pytest.approx(frame["wait_ns"].sum() / 1e6)
+
+
+@pytest.mark.parametrize("count", [1, 4, 8, 64, 1024])
+def test_labels_never_touch_at_any_number_of_ranks(count):
+    builders = [Builder(rank=rank, world_size=count).run(FLASH, 0, 1000 + rank, launched=1) for rank in range(count)]
+    ax = plots_of(*builders).breakdown()
+    figure = ax.get_figure()
+    assert isinstance(figure, Figure)
+    figure.draw_without_rendering()
+    boxes = [label.get_window_extent() for label in ax.get_yticklabels()]
+    assert len(boxes) >= min(count, 4)
+    assert not any(above.overlaps(below) for above, below in itertools.pairwise(boxes))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_plot_draws_where_it_is_told_and_shows_nothing(kind):
+    before = plt.get_fignums()
+    _, ax = plt.subplots()
+    assert getattr(analysis(RUN).plot, kind)(ax=ax) is ax
+    assert ax.get_xlabel()
+    plt.close(ax.get_figure())
+    assert getattr(analysis(RUN).plot, kind)() is not ax
+    assert plt.get_fignums() == before
+
+
+def test_several_runs_side_by_side():
+    found = ringprof.compare(
+        RUN, ROOT / "traces" / "h200x4-zigzag-65536-copied", ROOT / "traces" / "h200x4-zigzag-262144"
+    )
+    values = [entry.figures["tflops"].value for entry in found.entries]
+    assert [width for _, width in bars(plots.comparison(found))] == pytest.approx(values)
+    ax: Any = plots.scaling(found)
+    lines = {str(line.get_label()): line for line in ax.get_lines()}
+    assert list(lines) == ["zigzag", "zigzag (copied hops)", "the kernels' own rate"]
+    assert list(lines["zigzag"].get_ydata()) == pytest.approx([values[0], values[2]])
+
+
+@pytest.mark.parametrize("suffix", ["png", "svg", "pdf"])
+def test_the_command_writes_a_picture(suffix, tmp_path, capsys):
+    path = tmp_path / f"out.{suffix}"
+    assert cli.run(["plot", "waterfall", str(RUN), "-o", str(path)]) == 0
+    assert capsys.readouterr().err == f"Wrote {path}\n"
+    assert path.read_bytes()[:4] in (b"\x89PNG", b"<?xm", b"%PDF")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["waterfall", str(RUN), "-o", "out.gif"], "one of .png, .svg, .pdf"),
+        (["timeline", str(ROOT / "traces" / "cpu4-burst-4096"), "-o", "out.png"], "records no device activities"),
+        (["comparison", str(RUN), "-o", "out.png"], "two measurements or more"),
+    ],
+)
+def test_what_cannot_be_drawn_is_one_line(arguments, message, capsys):
+    assert cli.run(["plot", *arguments]) == 2
+    err = capsys.readouterr().err
+    assert message in err and err.count("\n") == 1
+
+
+def test_names_are_text_in_svg(tmp_path):
+    builders = ring_pass()
+    for builder in builders:
+        builder.host = "<script>$x^2$</script>"
+    ax = plots_of(*builders).breakdown()
+    ax.set_title(plots._literal("<script>alert(1)</script> $\\frac{1}{2}$"))
+    figure = ax.get_figure()
+    assert isinstance(figure, Figure)
+    figure.savefig(tmp_path / "out.svg")
+    assert "<script" not in (tmp_path / "out.svg").read_text()
+
+
+def test_importing_the_library_loads_no_matplotlib():
+    code = "import ringprof.api, ringprof.cli, sys; print({'matplotlib', 'bokeh'} & set(sys.modules))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout == "set()\n"
