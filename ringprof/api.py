@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from ringprof import frames
 from ringprof.analysis.attribution import Attribution, attribute
 from ringprof.analysis.clocks import Clocks
+from ringprof.analysis.comparison import Comparison
 from ringprof.analysis.figures import figures_of, figures_of_table
 from ringprof.analysis.focus import EVERYTHING, Focus, parse_between
 from ringprof.analysis.rules import Rule
@@ -38,7 +39,7 @@ from ringprof.trace.ranks import read_traces
 if TYPE_CHECKING:
     import pandas as pd
 
-    from ringprof.analysis.comparison import Comparison, Entry
+    from ringprof.analysis.comparison import Entry
     from ringprof.analysis.table import TableReport
     from ringprof.report.plots import Plots
 
@@ -158,9 +159,10 @@ class Analysis:
         return f"<ringprof.Analysis of {name}>"
 
     def _repr_html_(self) -> str:
-        """The terminal report, for notebooks."""
-        text = self.to_terminal(terminal.Look(width=110))
-        return f'<pre style="line-height: 1.2">{html.escape(text)}</pre>'
+        """Header, verdict and breakdown, for notebooks."""
+        from ringprof.report.notebook import findings_html
+
+        return findings_html(self.findings)
 
 
 class TableAnalysis:
@@ -195,6 +197,10 @@ class TableAnalysis:
         from ringprof.report import table
 
         return table.render_all(self.reports, ascii_only=bool(look and look.ascii_only))
+
+    def _repr_html_(self) -> str:
+        """The terminal report, for notebooks."""
+        return f'<pre style="line-height: 1.2">{html.escape(self.to_terminal())}</pre>'
 
 
 @dataclass(frozen=True)
@@ -290,7 +296,35 @@ def _load_text(name: str, data: bytes | None, reading: Reading) -> TableAnalysis
     return TableAnalysis(name, [analyse_table(table, reading.wall_ns, reading.iterations) for table in tables])
 
 
-def compare(*sources: str | os.PathLike[str] | Analysis | TableAnalysis) -> Comparison:
+class SideBySide(Comparison):
+    """What `compare` returns: a `Comparison` with a frame, plots, and a look in notebooks."""
+
+    def frame(self) -> pd.DataFrame:
+        """A row an entry: its label, its settings as text, its figures in their own units."""
+        import pandas as pd
+
+        rows = [
+            {"label": entry.label, **entry.settings, **{name: one.value for name, one in entry.figures.items()}}
+            for entry in self.entries
+        ]
+        return pd.DataFrame(rows).set_index("label")
+
+    def plot(self, kind: str = "comparison", ax: Any = None) -> Any:
+        """``comparison`` (a bar an entry) or ``scaling`` (a line a strategy over tokens), with matplotlib."""
+        from ringprof.report import plots
+
+        draw = {"comparison": plots.comparison, "scaling": plots.scaling}
+        if kind not in draw:
+            raise UsageError(f"plot {kind!r}: there are {', '.join(draw)}")
+        return draw[kind](self, ax=ax)
+
+    def _repr_html_(self) -> str:
+        from ringprof.report.notebook import comparison_html
+
+        return comparison_html(self)
+
+
+def compare(*sources: str | os.PathLike[str] | Analysis | TableAnalysis) -> SideBySide:
     """Set runs, traces, printed tables and benchmark logs side by side, in any mix, against the first.
 
     A log stands for as many entries as it has rows. Raises `UsageError` for fewer than two entries, and what `load`
@@ -309,7 +343,8 @@ def compare(*sources: str | os.PathLike[str] | Analysis | TableAnalysis) -> Comp
             entries += _entries_at(next(labels), source)
     if len(entries) < 2:
         raise UsageError("a comparison needs two measurements or more: name another run, trace, table or log")
-    return comparison.compare(entries)
+    found = comparison.compare(entries)
+    return SideBySide(found.entries, found.differing, found.figures, found.differences)
 
 
 def _entries_at(label: str, path: str | os.PathLike[str]) -> list[Entry]:

@@ -9,10 +9,15 @@ import sys
 import pytest
 
 import ringprof
+from ringprof.analysis.attribution import attribute
+from ringprof.analysis.summary import summarise
+from ringprof.analysis.verdict import Findings
 from ringprof.api import load_bytes
 from ringprof.errors import InputError, KernelTableError
 from ringprof.frames import BREAKDOWN_COLUMNS, HOP_COLUMNS
+from ringprof.report.notebook import findings_html
 from ringprof.run import write_run
+from tests.analysis.build import Builder
 from tests.analysis.recorded import recorded_run
 from tests.analysis.test_real_runs import DATA, NVLINK
 
@@ -49,8 +54,20 @@ def test_frames_and_report_say_the_same(analysis):
 
 def test_a_notebook_gets_the_report_as_safe_html(analysis):
     page = analysis._repr_html_()
-    assert page.startswith("<pre")
     assert "exposed communication" in page
+    wall = analysis.breakdown()["wall_ns"][0]
+    assert f'<td style="text-align: right">{wall / 1e6:,.3f}</td>' in page
+
+
+def test_names_are_text_in_a_notebook():
+    b = Builder(world_size=1).run("<script>alert(1)</script>", 0, 10, launched=1)
+    b.host = "<img src=x onerror=alert(1)>"
+    attribution = attribute([b.trace()])
+    page = findings_html(Findings(attribution, summarise(attribution)))
+    assert "<script" not in page and "<img" not in page
+    found = ringprof.compare(DATA / NVLINK, DATA / NVLINK)
+    assert "<table>" in found._repr_html_()
+    assert list(found.frame().index) == [entry.label for entry in found.entries]
 
 
 def test_one_file_several_files_and_a_folder(tmp_path):
