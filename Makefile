@@ -5,11 +5,12 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 PROCESSES ?= auto
 
-.PHONY: help demo test test-all lint clean
+.PHONY: help demo test test-all docs lint clean
 help:
 	@echo 'make demo      record a small run and show its report (first result, a few minutes)'
 	@echo 'make test      linters, types, import contracts and the core tests'
 	@echo 'make test-all  make test, the long tiers, and the analysis side on every Python found'
+	@echo 'make docs      the reference of the Python API, from its docstrings'
 	@echo 'make clean     remove .venv/ and caches'
 
 demo: $(VENV)/.record
@@ -27,6 +28,9 @@ test: $(VENV)/.dev lint
 test-all: test
 	$(BIN)/python -m pytest -m long $(PYTEST)
 	$(BIN)/python scripts/every_python.py
+
+docs: $(VENV)/.dev
+	$(BIN)/python scripts/build_docs.py
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+import ringprof
+import ringprof.api
+import ringprof.frames
+import ringprof.strategies
 from ringprof import cli
 
 ROOT = Path(__file__).parents[1]
@@ -21,6 +29,42 @@ def test_the_example_report_is_what_the_command_prints(capsys: pytest.CaptureFix
 @pytest.mark.parametrize("name", cli.COMMANDS)
 def test_every_command_is_in_the_readme(name: str) -> None:
     assert f"ringprof {name}" in README
+
+
+def _commands(page: str) -> list[str]:
+    """Indented lines of a page that read what comes with the repository, or list what there is."""
+    lines = [
+        line.strip() for line in (ROOT / "docs" / page).read_text(encoding="utf-8").splitlines() if line[:4] == "    "
+    ]
+    reads = ("report", "compare", "export", "plot", "logs", "strategies")
+    return [line for line in lines if line.split()[0] == "ringprof" and line.split()[1] in reads]
+
+
+@pytest.mark.parametrize("command", _commands("guides.md"))
+def test_the_guides_commands_work(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    _, *arguments = shlex.split(command)
+    written = [str(tmp_path / word) if word.startswith("out.") else word for word in arguments]
+    assert cli.run(written) == 0, capsys.readouterr().err
+    assert len(list(tmp_path.iterdir())) == sum(word.startswith("out.") for word in arguments)
+
+
+def test_every_public_name_says_what_it_does() -> None:
+    for module in (ringprof, ringprof.api, ringprof.frames, ringprof.strategies):
+        for name, thing in vars(module).items():
+            mine = getattr(thing, "__module__", "").startswith("ringprof")
+            if not name.startswith("_") and mine and (inspect.isfunction(thing) or inspect.isclass(thing)):
+                assert inspect.getdoc(thing), f"{module.__name__}.{name}"
+
+
+@pytest.mark.long
+def test_the_reference_is_built_from_docstrings(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, str(ROOT / "scripts" / "build_docs.py"), str(tmp_path)], check=True, cwd=ROOT)
+    page = (tmp_path / "ringprof" / "api.html").read_text(encoding="utf-8")
+    assert all(name in page for name in ("Analysis", "waterfall", "compare", "SideBySide"))
+    assert (tmp_path / "ringprof" / "strategies" / "registry.html").is_file()
 
 
 def test_every_file_that_the_docs_link_to_exists() -> None:

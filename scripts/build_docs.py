@@ -1,0 +1,33 @@
+"""Build the reference of the Python API from its docstrings: ``python scripts/build_docs.py [FOLDER]``."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+MODULES = (
+    "ringprof.api",
+    "ringprof.frames",
+    "ringprof.run",
+    "ringprof.errors",
+    "ringprof.analysis.steps",
+    "ringprof.analysis.waterfall",
+    "ringprof.analysis.figures",
+    "ringprof.report.plots",
+    "ringprof.strategies",
+    "ringprof.strategies.base",
+    "ringprof.strategies.registry",
+    "ringprof.record.capture",
+)
+
+
+def main() -> None:
+    folder = sys.argv[1] if len(sys.argv) > 1 else str(ROOT / "build" / "docs")
+    subprocess.run([sys.executable, "-m", "pdoc", *MODULES, "-o", folder], check=True, cwd=ROOT)
+    print(f"open {folder}/index.html")
+
+
+if __name__ == "__main__":
+    main()
