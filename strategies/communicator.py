@@ -29,27 +29,37 @@ HOPS = ("nccl", "copy")
 
 @dataclass(frozen=True)
 class Hosts:
-    """Which ranks share a host: ``per_host`` consecutive global ranks each."""
+    """Which global ranks share a host: ``per_host`` consecutive ones each, or as ``numbers`` says for each rank."""
 
     per_host: int
+    numbers: tuple[int, ...] | None = None
 
     @classmethod
-    def of_run(cls, world_size: int, given: int | None = None) -> Hosts:
-        """From ``given``, else the launcher's environment (torchrun, Slurm), else all ranks on one host.
+    def of_run(cls, world_size: int, given: int | None = None, numbers: Sequence[int] | None = None) -> Hosts:
+        """From ``given``, else ``numbers``, else the launcher's environment (torchrun, Slurm), else all on one host.
 
-        Raises `Unfit` where ``given`` does not divide the world size.
+        ``numbers`` holds the host of every global rank, counted from 0 in the order of their first ranks. Raises
+        `Unfit` where ``given`` does not divide the world size.
         """
         if given is not None:
             if given < 1 or world_size % given:
                 raise Unfit(f"ranks_per_host {given} does not divide the world size {world_size}")
             return cls(given)
+        if numbers is not None:
+            if len(numbers) != world_size:
+                raise Unfit(f"hosts of {len(numbers)} ranks for a world of {world_size}")
+            return cls(max(numbers.count(number) for number in numbers), tuple(numbers))
         launched = os.environ.get("LOCAL_WORLD_SIZE", "")
         per_host = int(launched) if launched.isdigit() and int(launched) > 0 else world_size
         return cls(per_host if world_size % per_host == 0 else world_size)
 
+    def number(self, rank: int) -> int:
+        """The host of a global rank."""
+        return rank // self.per_host if self.numbers is None else self.numbers[rank]
+
     def link(self, rank: int, other: int) -> str:
         """The class of the link between two global ranks."""
-        return SAME_HOST if rank // self.per_host == other // self.per_host else OTHER_HOST
+        return SAME_HOST if self.number(rank) == self.number(other) else OTHER_HOST
 
 
 @dataclass
@@ -293,9 +303,13 @@ class Communicator:
     """One rank's access to a group of ranks. Ranks below are positions in that group."""
 
     def __init__(
-        self, group: dist.ProcessGroup | None = None, *, ranks_per_host: int | None = None, hops: str = "nccl"
-    ) -> None:
-        """``hops``: what carries the hops of rings within a host, of `HOPS`. Raises `Unfit` where it cannot here."""
+        self, group: dist.ProcessGroup | None = None, *, ranks_per_host: int | None = None, hops: str = "nccl",
+        hosts: Sequence[int] | None = None,
+    ) -> None:  # fmt: skip
+        """``hops``: what carries the hops of rings within a host, of `HOPS`. Raises `Unfit` where it cannot here.
+
+        ``hosts`` numbers the host of every global rank where the launcher's variables do not tell (see `Hosts`).
+        """
         if hops not in HOPS:
             raise Unfit(f"hops {hops!r}: write one of {', '.join(HOPS)}")
         problem = can_copy() if hops == "copy" else None
@@ -306,7 +320,7 @@ class Communicator:
         initialised = dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank(group) if initialised else 0
         self.size = dist.get_world_size(group) if initialised else 1
-        self.hosts = Hosts.of_run(dist.get_world_size() if initialised else 1, ranks_per_host)
+        self.hosts = Hosts.of_run(dist.get_world_size() if initialised else 1, ranks_per_host, hosts)
         self.meter = Meter()
 
     def global_rank(self, rank: int) -> int:
@@ -317,7 +331,7 @@ class Communicator:
 
     def ranks_per_host(self) -> int:
         """How many ranks of this group share a host, if every host has as many and they are neighbours; else all."""
-        hosts = [self.global_rank(rank) // self.hosts.per_host for rank in range(self.size)]
+        hosts = [self.hosts.number(self.global_rank(rank)) for rank in range(self.size)]
         per_host = hosts.count(hosts[0])
         regular = self.size % per_host == 0 and hosts == sorted(hosts)
         even = all(hosts.count(host) == per_host for host in hosts)

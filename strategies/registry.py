@@ -6,6 +6,7 @@ import difflib
 import inspect
 import types
 import typing
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -158,17 +159,18 @@ def create(
     kernel: str = "auto",
     ranks_per_host: int | None = None,
     hops: str = "nccl",
+    hosts: Sequence[int] | None = None,
     **params: Any,
 ) -> Any:
     """A strategy over the ranks of ``group`` (None: the world; one rank where torch.distributed is not in use).
 
     ``kernel`` is a kernel's name or ``auto``; ``ranks_per_host`` overrides what the launcher says; with ``hops`` of
-    ``copy`` copy engines carry the hops within a host (see `copies`). ``params`` are the strategy's own. Raises
-    `UnknownName` and `Unfit`.
+    ``copy`` copy engines carry the hops within a host (see `copies`); ``hosts`` numbers every global rank's host.
+    ``params`` are the strategy's own. Raises `UnknownName` and `Unfit`.
     """
     from .base import Context
 
     strategy = find(name).load()
     check_parameters(strategy, name, params)
-    comm = Communicator(group, ranks_per_host=ranks_per_host, hops=hops)
+    comm = Communicator(group, ranks_per_host=ranks_per_host, hops=hops, hosts=hosts)
     return strategy(Context(comm, kernel), **params)

@@ -71,6 +71,7 @@ def prepare(request: Request, place: Placement | None, reporter: Reporter, scrat
         request=_with_absolute_output(request),
         name=staging.name,
         staging=str(staging.path),
+        token=staging.token,
         scratch=scratch,
         created=staging.created,
         time_limit=request.time_limit or plan.time_limit,

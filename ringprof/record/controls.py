@@ -77,9 +77,12 @@ def measure_controls(
     return Controlled(rounds, times, replay.flops)
 
 
-def silent_strategy(name: str, kernel: str, ranks_per_host: int | None, params: dict[str, Any]) -> Any:
+def silent_strategy(
+    name: str, kernel: str, ranks_per_host: int | None, params: dict[str, Any], hosts: Sequence[int] | None = None
+) -> Any:
     """A strategy by name or path, as `ringprof.strategies.create` makes it, whose communicator sends nothing."""
-    return load_strategy(name)(Context(SilentCommunicator(ranks_per_host=ranks_per_host), kernel), **params)
+    communicator = SilentCommunicator(ranks_per_host=ranks_per_host, hosts=hosts)
+    return load_strategy(name)(Context(communicator, kernel), **params)
 
 
 def _idle(problem: Problem) -> Callable[[], None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import traceback
+from collections.abc import Mapping
 
 from ringprof import errors
 from ringprof.errors import RecordError, RingprofError
@@ -29,6 +30,8 @@ def message_of(error: BaseException) -> str:
         return str(error)
     if ran_out(error):
         return "out of memory"
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        return f"{error.filename}: {error.strerror}"
     first = (str(error).strip().splitlines() or [""])[0]
     return f"{type(error).__name__}: {first}" if first else type(error).__name__
 
@@ -55,3 +58,23 @@ def signal_error(rank: int, number: int, log: str) -> RecordError:
     name = signal.Signals(number).name
     hint = " (often the system's answer to memory running out)" if number == signal.SIGKILL else ""
     return RecordError(f"rank {rank} was killed by {name}{hint}{log}")
+
+
+def is_effect(kind: str, message: str) -> bool:
+    """Whether an error is of the kind that a rank has when it loses a peer: the peer's own tells more."""
+    return kind in ("DistBackendError", "DistNetworkError", "DistStoreError") or (
+        kind == "RuntimeError" and any(word in message for word in ("onnection", "gloo", "NCCL"))
+    )
+
+
+def laggard(stood: Mapping[int, tuple[str, int | None]], world: int) -> str:
+    """The rank that the others waited for: one that could not say where it was, else the one with fewest hops.
+
+    ``stood`` is where each rank was stopped, and how many hops it had posted in that iteration.
+    """
+    silent = [rank for rank in range(world) if rank not in stood]
+    if silent:
+        return f"rank {silent[0]} hung and did not answer"
+    rank, (where, hops) = min(stood.items(), key=lambda item: -1 if item[1][1] is None else item[1][1])
+    posted = "" if hops is None else f", after {hops} hops: hop {hops + 1} was not posted"
+    return f"rank {rank} hung in {where}{posted},"

@@ -11,6 +11,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from ringprof.errors import RunFormatError, UsageError
+from ringprof.record.claim import PARTIAL, claim, clear_abandoned, release
 from ringprof.run import Run, read_run, relocated, write_run
 
 RUN_FILE = "run.json"
@@ -25,6 +26,8 @@ class Staging:
     path: Path
     name: str
     created: str
+    token: str
+    """By which other processes know this folder."""
 
 
 def trace_name(rank: int) -> str:
@@ -35,58 +38,71 @@ def trace_name(rank: int) -> str:
 def stage(output: Path, label: str, ranks: int) -> Staging:
     """Make the hidden folder of a new run beside ``output``; the run is called after the time and ``label``.
 
-    Raises `UsageError` where ``output`` is something else than a run, or where there is no room or no permission: in
-    one line, and before anything has been computed.
+    What recordings that were killed have left there is removed. Raises `UsageError` where ``output`` is something else
+    than a run, or where there is no room or no permission: in one line, and before anything has been computed.
     """
     _refuse_foreign(output)
     parent = output.parent
     now = datetime.now(timezone.utc)
     stem = f"{now:%Y%m%d-%H%M%S}-{re.sub(r'[^A-Za-z0-9._-]+', '-', label)}"
-    staging = None
+    path, token = None, ""
     try:
         parent.mkdir(parents=True, exist_ok=True)
-        staging = _fresh(parent, stem)
-        _try_writing(staging.path)
+        clear_abandoned(parent)
+        path = _fresh(parent, stem)
+        token = claim(path)
+        _try_writing(path)
     except OSError as error:
-        if staging is not None:
-            discard(staging.path)
+        if path is not None:
+            discard(path)
         raise UsageError(f"{parent}: cannot write the run here: {error.strerror or error}") from None
     free = shutil.disk_usage(parent).free
     if free < NEEDED_BYTES_PER_RANK * ranks:
-        discard(staging.path)
+        discard(path)
         raise UsageError(f"{parent}: {free / 2**20:.0f} MiB free, {ranks} ranks' traces need more: choose --output")
-    return Staging(staging.path, staging.name, f"{now:%Y-%m-%dT%H:%M:%SZ}")
+    return Staging(path, path.name[1 : -len(PARTIAL)], f"{now:%Y-%m-%dT%H:%M:%SZ}", token)
 
 
 def publish(staging: Path, run: Run, output: Path) -> Path:
     """Write ``run.json`` into the staged folder, give the folder the run's name, and make ``output`` this run.
 
-    Every step is atomic, in this order, so that a ``run.json`` which exists is complete. Returns the folder.
+    Every step is atomic, in this order, so that a ``run.json`` which exists is complete. Returns the folder. Raises
+    OSError, and then there is no such run.
     """
     write_run(run, staging / RUN_FILE)
+    release(staging)
     folder = output.parent / run.name
     os.rename(staging, folder)
-    write_run(relocated(run, run.name), output)
+    try:
+        write_run(relocated(run, run.name), output)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
     return folder
 
 
 def discard(staging: Path) -> None:
     """Remove what a run that failed has written."""
     shutil.rmtree(staging, ignore_errors=True)
+    release(staging)
 
 
-def _fresh(parent: Path, stem: str) -> Staging:
+def _fresh(parent: Path, stem: str) -> Path:
     """A folder that nobody else has: two runs of the same second get different names."""
     for attempt in range(1, 1000):
         name = stem if attempt == 1 else f"{stem}-{attempt}"
-        path = parent / f".{name}.partial"
+        path = parent / f".{name}{PARTIAL}"
         if (parent / name).exists():
             continue
         try:
             path.mkdir()
         except FileExistsError:
             continue
-        return Staging(path, name, "")
+        if (parent / name).exists():
+            # The other run of this second was completed since we looked.
+            path.rmdir()
+            continue
+        return path
     raise FileExistsError(f"too many runs are called {stem}")
 
 

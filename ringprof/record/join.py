@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import sys
+import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,9 @@ import msgspec
 from ringprof import errors
 from ringprof.errors import RecordError, RingprofError
 from ringprof.record import prepare
-from ringprof.record.folder import discard
+from ringprof.record.hosts import Where, host_names, host_numbers, regular_per_host
 from ringprof.record.placement import Placement
-from ringprof.record.progress import Reporter, Silent
+from ringprof.record.progress import Reporter, Silent, Standing
 from ringprof.record.request import Request, Task
 from ringprof.record.resolve import need_torch, resolve
 from ringprof.run import Run, read_run
@@ -26,6 +27,8 @@ class _Opening(msgspec.Struct, frozen=True, kw_only=True):
     """What rank 0 tells the others before anything is computed: the task, or why there is none."""
 
     task: Task | None = None
+    port: int = 0
+    token: str = ""
     error: str = ""
     message: str = ""
 
@@ -42,50 +45,94 @@ def record_as_rank(request: Request, place: Placement, reporter: Reporter) -> Ru
         reporter = Silent()
     resolved = resolve(request, place)
     with process_group(place, resolved.device, MEETING_LIMIT_S) as device:
-        task = _agree(resolved, place, reporter, device)
-        run = _watched(task, place, reporter, device)
-    return None if run is None else read_run(task.request.output)
+        hosts = _meet(place, device)
+        shared = regular_per_host(host_numbers(hosts))
+        run = _Joined(replace(place, local_world_size=shared), hosts, Standing(reporter), device).record(request)
+    return None if run is None else read_run(request.output)
 
 
-def _agree(request: Request, place: Placement, reporter: Reporter, device: Any) -> Task:
+def _meet(place: Placement, device: Any) -> list[str]:
+    """The host of every rank."""
     from ringprof.record.group import gather_bytes
+    from ringprof.record.machine import host_name
 
-    opening, refused = _Opening(), None
-    if place.rank == 0:
+    said = gather_bytes(msgspec.json.encode(Where(host_name(), place.node)), device)
+    return host_names([msgspec.json.decode(part, type=Where) for part in said])
+
+
+class _Joined:
+    """This rank, once all know where each other is."""
+
+    def __init__(self, place: Placement, hosts: list[str], standing: Standing, device: Any) -> None:
+        self._place, self._hosts, self._standing, self._device = place, hosts, standing, device
+        self._first = place.rank == 0
+
+    def record(self, request: Request) -> Run | None:
+        """Agree, and record under a watchman who ends this rank when the launcher, another rank or time says so."""
+        from ringprof.record.ending import BACKUP_S
+        from ringprof.record.watch import Watch
+
+        rank, ending = self._agree(request)
+        limit_s = rank.task.time_limit + (0 if self._first else BACKUP_S)
+        watch = Watch(ending.stopped, limit_s=limit_s, parent=None)
+        watch.start()
         try:
-            opening = _Opening(task=prepare(request, place, reporter, None))
-        except RingprofError as error:
-            opening, refused = _Opening(error=type(error).__name__, message=str(error)), error
-    said = msgspec.json.decode(gather_bytes(msgspec.json.encode(opening), device)[0], type=_Opening)
-    if refused is not None:
-        raise refused
-    if said.task is None:
-        raise getattr(errors, said.error, RecordError)(said.message)
-    return said.task
+            run: Run | None = rank.record(self._device)
+            ending.done()
+            return run
+        except Exception as error:
+            raise ending.failed(error) from error
+        finally:
+            watch.stop()
 
+    def _agree(self, request: Request) -> tuple[Any, Any]:
+        """The task as rank 0 sees it, and each rank's line to rank 0. Raises on all ranks what rank 0 refuses."""
+        from ringprof.record.ending import FirstRank
+        from ringprof.record.group import gather_bytes
 
-def _watched(task: Task, place: Placement, reporter: Reporter, device: Any) -> Run | None:
-    """Record under a watchman, which removes the half-written folder when the launcher ends this rank."""
-    from ringprof.record.failure import kind_of, message_of, rank_error
-    from ringprof.record.rank import Rank
-    from ringprof.record.watch import Watch
+        opening, refused, made = _Opening(), None, None
+        if self._first:
+            try:
+                rank = self._rank(prepare(request, self._place, self._standing, None))
+                ending = FirstRank(self._scene(rank))
+                rank.seal = ending.seal
+                made = rank, ending
+                opening = _Opening(task=rank.task, port=ending.hub.port, token=ending.hub.token)
+            except RingprofError as error:
+                opening, refused = _Opening(error=type(error).__name__, message=str(error)), error
+        said = msgspec.json.decode(gather_bytes(msgspec.json.encode(opening), self._device)[0], type=_Opening)
+        if refused is not None:
+            raise refused
+        if said.task is None:
+            raise getattr(errors, said.error, RecordError)(said.message)
+        return self._linked(said, said.task, made)
 
-    rank = Rank(task, place, reporter)
+    def _linked(self, said: _Opening, task: Task, made: tuple[Any, Any] | None) -> tuple[Any, Any]:
+        from ringprof.record.ending import OtherRank, SaidElsewhere
+        from ringprof.record.folder import discard
+        from ringprof.record.group import gather_bytes
 
-    def at_end(reason: str, code: int) -> None:
-        if place.rank == 0:
+        address, problem = os.environ.get("MASTER_ADDR", "127.0.0.1"), ""
+        if made is None:
+            rank = self._rank(task)
+            try:
+                made = rank, OtherRank(self._scene(rank), address, said.port, said.token)
+            except OSError as error:
+                here = f"rank {self._place.rank} on host {self._hosts[self._place.rank]}"
+                problem = f"{here} cannot reach rank 0 at {address}, port {said.port}: {error.strerror or error}"
+        problems = [part.decode() for part in gather_bytes(problem.encode(), self._device) if part]
+        if not problems and made is not None:
+            return made
+        if self._first:
             discard(Path(task.staging))
-        if place.rank == 0 or reason == "time limit":
-            sys.stderr.write(f"ringprof: rank {place.rank} stopped ({reason}); nothing was recorded\n")
-            sys.stderr.flush()
+        raise (RecordError if self._first else SaidElsewhere)(f"{problems[0]}: let the hosts reach each other's ports")
 
-    watch = Watch(at_end, limit_s=task.time_limit, parent=None)
-    watch.start()
-    try:
-        return rank.record(device)
-    except Exception as error:
-        if place.rank == 0:
-            discard(Path(task.staging))
-        raise rank_error(place.rank, kind_of(error), message_of(error), "") from error
-    finally:
-        watch.stop()
+    def _rank(self, task: Task) -> Any:
+        from ringprof.record.rank import Rank
+
+        return Rank(task, self._place, self._standing, hosts=self._hosts)
+
+    def _scene(self, rank: Any) -> Any:
+        from ringprof.record.ending import Scene
+
+        return Scene(rank.task, self._place.rank, self._hosts, self._standing, rank.hops)

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from ringprof.errors import RecordError, RingprofError
-from ringprof.record.failure import Interrupted, rank_error, signal_error
+from ringprof.record.failure import Interrupted, is_effect, laggard, rank_error, signal_error
 from ringprof.record.machine import cores
 from ringprof.record.progress import DiaryReader, Reporter
 from ringprof.record.request import Request, Task, write_task
@@ -223,22 +223,10 @@ def _cause(statuses: dict[int, int], readers: list[DiaryReader], scratch: Path) 
         rank = next(rank for rank, status in statuses.items() if status)
         log = log_path(scratch, rank)
         return RecordError(f"rank {rank} ended with exit code {statuses[rank]} and said nothing; log: {log}")
-    rank, entry = min(told.items(), key=lambda item: (_is_effect(item[1]), item[1]["at"]))
+    rank, entry = min(told.items(), key=lambda item: (is_effect(item[1]["error"], item[1]["message"]), item[1]["at"]))
     return rank_error(rank, entry["error"], entry["message"], f"; log: {log_path(scratch, rank)}")
 
 
-def _is_effect(entry: dict[str, Any]) -> bool:
-    return entry["error"] in ("DistBackendError", "DistNetworkError", "DistStoreError") or (
-        entry["error"] == "RuntimeError" and any(word in entry["message"] for word in ("onnection", "gloo", "NCCL"))
-    )
-
-
 def _laggard(readers: list[DiaryReader]) -> str:
-    """The rank that the others waited for: one that could not say where it was, else the one with fewest hops."""
     words = {rank: entry for rank, reader in enumerate(readers) if (entry := reader.last("stopped"))}
-    silent = [rank for rank in range(len(readers)) if rank not in words]
-    if silent:
-        return f"rank {silent[0]} hung and did not answer"
-    rank, entry = min(words.items(), key=lambda item: -1 if item[1]["hops"] is None else item[1]["hops"])
-    hops = "" if entry["hops"] is None else f", after {entry['hops']} hops"
-    return f"rank {rank} hung in {entry['stopped']}{hops},"
+    return laggard({rank: (entry["stopped"], entry["hops"]) for rank, entry in words.items()}, len(readers))

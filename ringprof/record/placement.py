@@ -18,6 +18,8 @@ class Placement:
     world_size: int
     local_rank: int
     local_world_size: int
+    node: int = 0
+    """The launcher's number of this rank's host."""
 
 
 def joined(environment: Mapping[str, str] | None = None) -> Placement | None:
@@ -31,14 +33,17 @@ def joined(environment: Mapping[str, str] | None = None) -> Placement | None:
         world = _number(env, "WORLD_SIZE")
         per_host = max(1, _number(env, "LOCAL_WORLD_SIZE", world))
         rank = _number(env, "RANK")
-        return _checked(Placement(rank, world, _number(env, "LOCAL_RANK", rank % per_host), per_host))
+        node = _number(env, "GROUP_RANK", rank // per_host)
+        return _checked(Placement(rank, world, _number(env, "LOCAL_RANK", rank % per_host), per_host, node))
     if "SLURM_PROCID" in env and "SLURM_STEP_ID" in env:
         world = _number(env, "SLURM_STEP_NUM_TASKS", _number(env, "SLURM_NTASKS", 1))
         if world == 1:
             return None
         rank = _number(env, "SLURM_PROCID")
-        per_host = _tasks_per_host(env, world)
-        return _checked(Placement(rank, world, _number(env, "SLURM_LOCALID", rank % per_host), per_host))
+        node = _number(env, "SLURM_NODEID", -1)
+        per_host = _tasks_per_host(env, world, max(0, node))
+        local = _number(env, "SLURM_LOCALID", rank % per_host)
+        return _checked(Placement(rank, world, local, per_host, rank // per_host if node < 0 else node))
     return None
 
 
@@ -66,11 +71,16 @@ def _first_host(env: Mapping[str, str]) -> str:
     return match[1] + (match[2] or "") + (match[3] or "")
 
 
-def _tasks_per_host(env: Mapping[str, str], world: int) -> int:
-    """Slurm writes ``8(x2)`` for two hosts of 8; uneven hosts count as one."""
+def _tasks_per_host(env: Mapping[str, str], world: int, node: int) -> int:
+    """Tasks on host number ``node``; Slurm writes ``8(x2),4`` for two hosts of 8 and one of 4."""
     text = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE") or str(world)
-    match = re.fullmatch(r"(\d+)(?:\(x\d+\))?", text)
-    return int(match[1]) if match and int(match[1]) > 0 else world
+    counts: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d{1,6})\))?", part.strip())
+        if match is None or int(match[1]) < 1:
+            return world
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts[node] if node < len(counts) else world
 
 
 def _checked(place: Placement) -> Placement:

@@ -34,6 +34,33 @@ class Silent:
         pass
 
 
+class Standing:
+    """Passes everything on to another reporter, and knows where this rank stands."""
+
+    def __init__(self, reporter: Reporter) -> None:
+        self._reporter = reporter
+        self._phase, self._done = "set-up", 0
+
+    def say(self, text: str) -> None:
+        self._reporter.say(text)
+
+    def start(self, phase: str, total: int) -> None:
+        self._phase, self._done = phase, 0
+        self._reporter.start(phase, total)
+
+    def advance(self) -> None:
+        self._done += 1
+        self._reporter.advance()
+
+    def phase(self) -> str:
+        """The phase alone."""
+        return self._phase
+
+    def where(self) -> str:
+        """The phase, and the step within it."""
+        return f"{self._phase}, step {self._done + 1}"
+
+
 class Diary:
     """A rank's own file of JSON lines: its progress, its error, and its last words when it is stopped."""
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,9 @@ import torch
 
 from ringprof.record.controls import KINDS, Controlled, measure_controls, silent_strategy
 from ringprof.record.folder import publish, trace_name
+from ringprof.record.gathering import TraceFile, gather_traces
 from ringprof.record.group import gather_bytes, process_group
+from ringprof.record.hosts import host_numbers
 from ringprof.record.machine import device_name, driver_version, host_name, variables, versions
 from ringprof.record.measure import Measured, Problem, hops_posted, measure, profile_iterations
 from ringprof.record.placement import Placement
@@ -46,6 +50,8 @@ class RankResult(msgspec.Struct, frozen=True, kw_only=True):
     peak_bytes: int | None = None
     work: Work | None = None
     controls: Controlled | None = None
+    remote_bytes: int | None = None
+    """Of the trace, where it is not in the run's folder and rank 0 must be sent it."""
 
 
 @dataclass
@@ -55,6 +61,10 @@ class Rank:
     task: Task
     place: Placement
     reporter: Reporter
+    hosts: list[str] | None = None
+    """Of every rank, where the launcher's answer is known; None: all are here."""
+    seal: Callable[[], None] = lambda: None
+    """Called on rank 0 before the run is made complete."""
     strategy: Any = None
 
     def hops(self) -> int | None:
@@ -73,34 +83,65 @@ class Rank:
 
     def record(self, device: torch.device) -> Run | None:
         """Record in the process group that there is."""
-        request = self.task.request
-        with strategy_errors():
-            self.strategy = _create(request)
-            verification = self._verify(device)
-            problem = Problem.of(self.strategy, request.workload, device)
-            measured, controlled, profiled = self._measure(problem, device)
-            kernel = self.strategy.kernel_for(problem.q).name
-        result = RankResult(
-            host=host_name(), local_rank=self.place.local_rank, device=device_name(device),
-            trace=trace_name(self.place.rank), iterations_ns=measured.iterations_ns, profiled_ns=profiled,
-            peak_bytes=measured.peak_bytes, work=measured.work, controls=controlled,
-        )  # fmt: skip
-        results = exchange(result, device)
+        staging = Path(self.task.staging)
+        trace = TraceFile(staging, self.task.token, self.place.rank)
+        try:
+            results, verification, kernel = self._results(trace, device)
+            gather_traces(trace.path, [result.remote_bytes for result in results], staging, device)
+        finally:
+            trace.discard()
         if self.place.rank != 0:
             return None
+        self.seal()
+        run = self._run(results, verification, kernel, device)
+        publish(staging, run, Path(self.task.request.output))
+        return run
+
+    def _results(self, trace: TraceFile, device: torch.device) -> tuple[list[RankResult], Verification | None, str]:
+        """Every rank's result, with what is alike on all."""
+        request = self.task.request
+        with strategy_errors():
+            self.strategy = self._create()
+            verification = self._verify(device)
+            problem = Problem.of(self.strategy, request.workload, device)
+            measured, controlled, profiled = self._measure(problem, trace.path, device)
+            kernel = self.strategy.kernel_for(problem.q).name
+        host = host_name() if self.hosts is None else self.hosts[self.place.rank]
+        result = RankResult(
+            host=host, local_rank=self.place.local_rank, device=device_name(device), trace=trace_name(self.place.rank),
+            iterations_ns=measured.iterations_ns, profiled_ns=profiled, peak_bytes=measured.peak_bytes,
+            work=measured.work, controls=controlled, remote_bytes=trace.remote_bytes(),
+        )  # fmt: skip
+        return exchange(result, device), verification, kernel
+
+    def _run(
+        self, results: list[RankResult], verification: Verification | None, kernel: str, device: torch.device
+    ) -> Run:
+        request = self.task.request
         run = assemble(self.task.name, self.task.created, request.command, results, device)
-        run = msgspec.structs.replace(
+        # Hosts of unequal size, or whose ranks are not neighbours, are more than the strategy can make use of.
+        per_host = request.ranks_per_host or max(Counter(run.topology.hosts).values())
+        return msgspec.structs.replace(
             run,
             workload=request.workload,
             strategy=_strategy_used(request, self.strategy),
             kernel=kernel,
-            topology=msgspec.structs.replace(run.topology, ranks_per_host=self.strategy.comm.ranks_per_host()),
+            topology=msgspec.structs.replace(run.topology, ranks_per_host=per_host),
             verification=verification,
             timings=Timings(warmup=request.warmup or 0, iterations_ns=[r.iterations_ns for r in results]),
             controls=_controls(request, [r.controls for r in results if r.controls is not None]),
         )
-        publish(Path(self.task.staging), run, Path(request.output))
-        return run
+
+    def _create(self) -> Any:
+        """The strategy on this rank; the class is loaded first, so that the user's own modules are found."""
+        from ringprof.strategies import create
+
+        request = self.task.request
+        load_strategy(request.strategy)
+        return create(
+            request.strategy, kernel=request.kernel, ranks_per_host=request.ranks_per_host, hops=request.hops,
+            hosts=None if self.hosts is None else host_numbers(self.hosts), **request.params,
+        )  # fmt: skip
 
     def _verify(self, device: torch.device) -> Verification | None:
         if not self.task.request.verify:
@@ -113,20 +154,22 @@ class Rank:
             torch.cuda.empty_cache()
         return verification
 
-    def _measure(self, problem: Problem, device: torch.device) -> tuple[Measured, Controlled | None, list[int]]:
+    def _measure(
+        self, problem: Problem, trace: Path, device: torch.device
+    ) -> tuple[Measured, Controlled | None, list[int]]:
         request = self.task.request
         assert request.warmup is not None and request.iters is not None
         measured = measure(problem, device, request.warmup, request.iters, self.reporter)
         # After the peak memory has been read: the controls hold tensors of their own, until they are done.
         controlled = self._control(problem, device) if request.controls else None
-        trace = Path(self.task.staging) / trace_name(self.place.rank)
         profiled = profile_iterations(problem, device, request.profile_iters, trace, self.reporter)
         return measured, controlled, profiled
 
     def _control(self, problem: Problem, device: torch.device) -> Controlled:
         request = self.task.request
         assert request.warmup is not None and request.iters is not None
-        silent = silent_strategy(request.strategy, request.kernel, request.ranks_per_host, request.params)
+        hosts = None if self.hosts is None else host_numbers(self.hosts)
+        silent = silent_strategy(request.strategy, request.kernel, request.ranks_per_host, request.params, hosts)
         return measure_controls(problem, silent, device, request.warmup, request.iters, self.reporter)
 
 
@@ -166,17 +209,6 @@ def assemble(name: str, created: str, command: list[str], results: list[RankResu
         work=works if len(works) == len(results) else None,
         traces=[RankTrace(rank=rank, path=result.trace) for rank, result in enumerate(results)],
     )
-
-
-def _create(request: Request) -> Any:
-    """The strategy on this rank; the class is loaded first, so that the user's own modules are found."""
-    from ringprof.strategies import create
-
-    load_strategy(request.strategy)
-    return create(
-        request.strategy, kernel=request.kernel, ranks_per_host=request.ranks_per_host, hops=request.hops,
-        **request.params,
-    )  # fmt: skip
 
 
 def _controls(request: Request, ranks: list[Controlled]) -> Controls | None:

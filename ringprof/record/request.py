@@ -56,6 +56,8 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     """The run's name, and its folder's."""
     staging: str
     """The folder that is written to; it takes the run's name when it is complete."""
+    token: str
+    """By which a rank knows that it sees that folder."""
     scratch: str | None
     """Where ranks that ringprof started keep their logs; None for ranks of another launcher."""
     created: str

@@ -16,6 +16,8 @@ RINGPROF = [sys.executable, "-m", "ringprof"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 STRATEGIES = '''
+import os
+import signal
 import time
 
 from ringprof.strategies.zigzag import Zigzag
@@ -48,18 +50,23 @@ class Slow(Zigzag):
 
 
 class Later(Zigzag):
-    """Something happens on rank 1 in the third call."""
+    """Something happens on one rank in one call: the first verifies, the second warms up, the third is timed."""
 
-    def __init__(self, context, *, what: str = "", deterministic: bool = False):
+    def __init__(
+        self, context, *, what: str = "", call: int = 3, on: int = 1, deterministic: bool = False
+    ):
         super().__init__(context, deterministic=deterministic)
-        self.parameters["what"] = what
+        self.parameters |= {"what": what, "call": call, "on": on}
         self.calls = 0
 
     def forward(self, blocks, q, k, v):
         self.calls += 1
-        if self.comm.rank == 1 and self.calls == 3:
+        if self.comm.rank == self.parameters["on"] and self.calls == self.parameters["call"]:
             getattr(self, self.parameters["what"])()
         return super().forward(blocks, q, k, v)
+
+    def die(self):
+        os.kill(os.getpid(), signal.SIGKILL)
 
     def hang(self):
         time.sleep(1000)
@@ -68,6 +75,11 @@ class Later(Zigzag):
         import torch
 
         torch.empty(1 << 50)
+
+    def gpu_out_of_memory(self):
+        import torch
+
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 80.00 GiB")
 
 
 class Starred(Zigzag):
@@ -82,7 +94,7 @@ def not_a_class():
 
 def environment(**more: str) -> dict[str, str]:
     """A process's variables: ours, without a launcher's."""
-    launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
     env = {name: value for name, value in os.environ.items() if name not in launcher and not name.startswith("SLURM_")}
     return {**env, "PYTHONPATH": str(ROOT), **more}
 

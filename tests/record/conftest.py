@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from ringprof.run import Run, read_run
 from tests.record.command import SMALL, STRATEGIES, run
+from tests.record.two_hosts import TwoHosts, two_hosts
 
 
 @pytest.fixture(scope="session")
@@ -28,3 +30,10 @@ def own_strategies(tmp_path: Path) -> Path:
     """A folder with strategies of a user's own in ``mine.py``."""
     (tmp_path / "mine.py").write_text(STRATEGIES)
     return tmp_path
+
+
+@pytest.fixture
+def hosts() -> Iterator[TwoHosts]:
+    """Two network namespaces; skips where they are not permitted."""
+    with two_hosts() as found:
+        yield found

@@ -1,0 +1,107 @@
+"""A half-written run's owner: who else sees its folder, and whether its owner still lives.
+
+The file ``.owner`` holds a random token, and the process that writes the run keeps it locked. A rank that reads the
+same token sees the same folder. A folder whose lock is free, taken on this very machine since it was started, was left
+by a process that was killed.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import platform
+import secrets
+import shutil
+from pathlib import Path
+
+import msgspec
+
+OWNER_FILE = ".owner"
+PARTIAL = ".partial"
+MAX_OWNER_BYTES = 4096
+
+
+class _Owner(msgspec.Struct, frozen=True):
+    token: str
+    machine: str
+
+
+_locks: dict[Path, int] = {}
+
+
+def claim(folder: Path) -> str:
+    """Make this process the owner of a new folder; returns the token. Raises OSError."""
+    token = secrets.token_hex(16)
+    file = os.open(folder / OWNER_FILE, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
+    try:
+        _lock(file)
+        os.write(file, msgspec.json.encode(_Owner(token, _machine())))
+    except BaseException:
+        os.close(file)
+        raise
+    _locks[folder] = file
+    return token
+
+
+def release(folder: Path) -> None:
+    """Give up a claim; the folder stays."""
+    (folder / OWNER_FILE).unlink(missing_ok=True)
+    file = _locks.pop(folder, None)
+    if file is not None:
+        os.close(file)
+
+
+def sees(folder: Path, token: str) -> bool:
+    """Whether this process sees the folder that ``token`` was given for, and not another of that name."""
+    owner = _read(folder)
+    return owner is not None and owner.token == token
+
+
+def abandoned(folder: Path) -> bool:
+    """Whether the process that was writing here is gone. False where this machine cannot know."""
+    owner = _read(folder)
+    if owner is None or owner.machine != _machine() or folder in _locks:
+        return False
+    try:
+        file = os.open(folder / OWNER_FILE, os.O_RDWR)
+    except OSError:
+        return False
+    try:
+        return _lock(file)
+    finally:
+        os.close(file)
+
+
+def clear_abandoned(parent: Path) -> list[str]:
+    """Remove what killed recordings left half-written in ``parent``; returns the names."""
+    found = [path for path in parent.glob(f".*{PARTIAL}") if path.is_dir() and not path.is_symlink()]
+    left = [path for path in found if abandoned(path)]
+    for path in left:
+        shutil.rmtree(path, ignore_errors=True)
+    return [path.name for path in left]
+
+
+def _lock(file: int) -> bool:
+    """Take the lock if it is free. A file system without locks cannot tell the living from the dead: False."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def _machine() -> str:
+    """This machine since it was started: a lock says nothing about processes elsewhere, nor from before."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        boot = ""
+    return f"{platform.node()} {boot}"
+
+
+def _read(folder: Path) -> _Owner | None:
+    try:
+        with (folder / OWNER_FILE).open("rb") as file:
+            return msgspec.json.decode(file.read(MAX_OWNER_BYTES), type=_Owner)
+    except (OSError, msgspec.MsgspecError):
+        return None

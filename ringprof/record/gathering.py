@@ -1,0 +1,72 @@
+"""Traces that only another host can see: brought to rank 0's folder through the process group, a piece at a time."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from ringprof.record.claim import sees
+from ringprof.record.folder import trace_name
+
+PIECE_BYTES = 4 * 2**20
+"""The most of a trace that a rank holds in memory at a time."""
+
+
+class TraceFile:
+    """Where a rank writes its compressed trace: the run's folder, or one of its own where it does not see that."""
+
+    def __init__(self, staging: Path, token: str, rank: int) -> None:
+        self.shared = sees(staging, token)
+        self._folder = staging if self.shared else Path(tempfile.mkdtemp(prefix="ringprof-trace-"))
+        self.path = self._folder / trace_name(rank)
+
+    def remote_bytes(self) -> int | None:
+        """The trace's size where rank 0 must be sent it; None where it lies in the run's folder."""
+        return None if self.shared else self.path.stat().st_size
+
+    def discard(self) -> None:
+        """Remove a folder of one's own."""
+        if not self.shared:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def gather_traces(own: Path, sizes: list[int | None], staging: Path, device: torch.device) -> None:
+    """Send each trace that has a size to rank 0, which writes it into ``staging``; one rank after the other.
+
+    Called by all ranks of the world with the same ``sizes``. Raises OSError where rank 0 cannot write.
+    """
+    rank = dist.get_rank()
+    for sender, size in enumerate(sizes):
+        if size is None or sender == 0:
+            continue
+        if rank == 0:
+            _receive(staging / trace_name(sender), size, sender, device)
+        elif rank == sender:
+            _send(own, size, device)
+
+
+def _send(path: Path, size: int, device: torch.device) -> None:
+    with path.open("rb") as file:
+        for start in range(0, size, PIECE_BYTES):
+            piece = file.read(min(PIECE_BYTES, size - start))
+            _exchange(dist.isend, torch.frombuffer(bytearray(piece), dtype=torch.uint8).to(device), 0)
+
+
+def _receive(path: Path, size: int, sender: int, device: torch.device) -> None:
+    with path.open("wb") as file:
+        for start in range(0, size, PIECE_BYTES):
+            piece = torch.empty(min(PIECE_BYTES, size - start), dtype=torch.uint8, device=device)
+            _exchange(dist.irecv, piece, sender)
+            file.write(piece.cpu().numpy().data)
+
+
+def _exchange(operation: object, piece: torch.Tensor, peer: int) -> None:
+    """One message. In a batch of one: NCCL then uses the world's own communicator, and makes none for each pair."""
+    for work in dist.batch_isend_irecv([dist.P2POp(operation, piece, peer)]):  # type: ignore[arg-type]
+        work.wait()
+    if piece.device.type == "cuda":
+        torch.cuda.synchronize(piece.device)

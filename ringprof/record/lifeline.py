@@ -1,0 +1,218 @@
+"""A connection from every rank to rank 0, beside the process group: it tells at once who has failed, stopped or gone.
+
+A collective whose peer is gone waits, on TCP for ever; Python sees nothing meanwhile. The system closes a dead
+process's connection for it, and its keep-alive finds a host that is gone, however long the ranks' own threads are busy.
+What travels is one line of JSON at a time, of limited length, and only from who knows the run's token.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import msgspec
+
+CONNECT_S = 20.0
+KEEPALIVE_S = (5, 5, 3)
+"""Silence before the first probe, time between probes, and how many go unanswered before a host counts as gone."""
+MAX_LINE = 1 << 16
+WELCOME, END = b"welcome\n", b"end\n"
+
+
+class Word(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank says of itself, once: why it fails, where it was stopped, or that it is done."""
+
+    kind: str
+    """``failed``, ``stopped`` or ``done``."""
+    where: str = ""
+    """Phase and step."""
+    hops: int | None = None
+    """Posted in this iteration."""
+    reason: str = ""
+    """The signal that stopped it, or the name of the error's class."""
+    message: str = ""
+    effect: bool = False
+    """Whether the error is of the kind that a rank has when it loses a peer."""
+    detail: str = ""
+    """For the log."""
+
+
+class _Hello(msgspec.Struct, frozen=True):
+    rank: int
+    token: str
+
+
+@dataclass
+class _Guest:
+    """One connection to rank 0."""
+
+    connection: socket.socket
+    data: bytearray = field(default_factory=bytearray)
+    rank: int | None = None
+
+
+class Hub:
+    """Rank 0's side. ``on_trouble`` is called once, in a thread of its own, when a rank fails, stops or goes.
+
+    ``words`` are the other ranks' by rank, in the order in which they came; ``gone`` the ranks whose connection ended
+    before they had said a word, or that the system gave up.
+    """
+
+    def __init__(self, world: int, on_trouble: Callable[[], None]) -> None:
+        self.token = secrets.token_hex(16)
+        self.words: dict[int, Word] = {}
+        self.gone: list[int] = []
+        self._world = world
+        self._on_trouble = on_trouble
+        self._troubled = False
+        self._closed = threading.Event()
+        self._guests: dict[int, _Guest] = {}
+        self._selector = selectors.DefaultSelector()
+        both = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if both else socket.AF_INET
+        self._listener = socket.create_server(("", 0), family=family, dualstack_ipv6=both, backlog=min(world, 4096))
+        self._listener.setblocking(False)
+        self.port: int = self._listener.getsockname()[1]
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        threading.Thread(target=self._serve, name="ringprof-lifelines", daemon=True).start()
+
+    def end_all(self, seconds: float) -> None:
+        """Tell every rank to end, and hear their last words for ``seconds`` at most."""
+        for guest in list(self._guests.values()):
+            _tell(guest.connection, END)
+        deadline = time.monotonic() + seconds
+        while self._guests and time.monotonic() < deadline:
+            time.sleep(0.02)
+
+    def close(self) -> None:
+        """From here on nothing is trouble."""
+        self._closed.set()
+
+    def _serve(self) -> None:
+        while not self._closed.is_set():
+            for key, _ in self._selector.select(0.2):
+                if key.data is None:
+                    self._welcome()
+                else:
+                    self._hear(key.data)
+
+    def _welcome(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except OSError:
+            return
+        keep_alive(connection)
+        connection.setblocking(False)
+        self._selector.register(connection, selectors.EVENT_READ, _Guest(connection))
+
+    def _hear(self, guest: _Guest) -> None:
+        try:
+            data = guest.connection.recv(MAX_LINE)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        guest.data += data
+        *lines, rest = guest.data.split(b"\n")
+        guest.data = bytearray(rest)
+        understood = len(rest) <= MAX_LINE and all(self._understand(guest, bytes(line)) for line in lines)
+        if not data or not understood:
+            self._leave(guest)
+
+    def _understand(self, guest: _Guest, line: bytes) -> bool:
+        try:
+            if guest.rank is None:
+                hello = msgspec.json.decode(line, type=_Hello)
+                known = hmac.compare_digest(hello.token, self.token) and 0 < hello.rank < self._world
+                if not known or hello.rank in self._guests:
+                    return False
+                guest.rank = hello.rank
+                self._guests[hello.rank] = guest
+                return _tell(guest.connection, WELCOME)
+            word = msgspec.json.decode(line, type=Word)
+        except (msgspec.MsgspecError, UnicodeError, TypeError):
+            return False
+        self.words.setdefault(guest.rank, word)
+        if word.kind != "done":
+            self._trouble()
+        return True
+
+    def _leave(self, guest: _Guest) -> None:
+        self._selector.unregister(guest.connection)
+        guest.connection.close()
+        if guest.rank is None:
+            return
+        if guest.rank not in self.words:
+            self.gone.append(guest.rank)
+            self._trouble()
+        self._guests.pop(guest.rank, None)
+
+    def _trouble(self) -> None:
+        if not self._troubled and not self._closed.is_set():
+            self._troubled = True
+            threading.Thread(target=self._on_trouble, name="ringprof-trouble", daemon=True).start()
+
+
+class Line:
+    """Another rank's side. ``on_end`` is called once, in its own thread: with True where rank 0 says to end, with False
+    where rank 0 has gone."""
+
+    def __init__(self, address: str, port: int, token: str, rank: int, on_end: Callable[[bool], None]) -> None:
+        """Raises OSError where rank 0 cannot be reached."""
+        self._connection = socket.create_connection((address, port), CONNECT_S)
+        keep_alive(self._connection)
+        self._connection.sendall(msgspec.json.encode(_Hello(rank, token)) + b"\n")
+        if self._connection.recv(64) != WELCOME:
+            raise ConnectionRefusedError("rank 0 does not know this rank")
+        self._connection.settimeout(None)
+        self._on_end = on_end
+        self._closed = False
+        threading.Thread(target=self._listen, name="ringprof-lifeline", daemon=True).start()
+
+    def say(self, word: Word) -> bool:
+        """Tell rank 0; whether that could be done."""
+        fits = msgspec.structs.replace(word, message=word.message[:2000], detail=word.detail[-16_000:])
+        try:
+            self._connection.sendall(msgspec.json.encode(fits) + b"\n")
+        except OSError:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Nothing that happens from here on is told."""
+        self._closed = True
+
+    def _listen(self) -> None:
+        try:
+            told = self._connection.recv(64) == END
+        except OSError:
+            told = False
+        if not self._closed:
+            self._on_end(told)
+
+
+def keep_alive(connection: socket.socket) -> None:
+    """Have the system find out that the other host is gone, by probes that its system answers."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    idle, between, count = KEEPALIVE_S
+    limit_ms = 1000 * (idle + between * count)
+    options = {"TCP_KEEPIDLE": idle, "TCP_KEEPINTVL": between, "TCP_KEEPCNT": count, "TCP_USER_TIMEOUT": limit_ms}
+    for name, value in options.items():
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def _tell(connection: socket.socket, line: bytes) -> bool:
+    """Send a few bytes, which always have room; whether that could be done."""
+    try:
+        connection.send(line)
+    except OSError:
+        return False
+    return True
