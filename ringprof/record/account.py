@@ -27,6 +27,8 @@ class Account:
     gone: Sequence[int] = ()
     """Ranks that said nothing and are no more."""
     limit_s: float = 0.0
+    overdue: bool = False
+    """Whether rank 0 has let the time limit pass."""
 
     def cause(self) -> RingprofError:
         """The error to end with: the user's wish before a rank that is gone, before one that failed by itself.
@@ -44,7 +46,7 @@ class Account:
             for rank, word in failed.items():
                 if word.effect == effect:
                     return rank_error(rank, word.reason, word.message, "")
-        if any(word.reason == TIME_LIMIT for word in stopped.values()):
+        if self.overdue or any(word.reason == TIME_LIMIT for word in stopped.values()):
             stood = {rank: (word.where, word.hops) for rank, word in stopped.items()}
             slowest = laggard(stood, len(self.hosts))
             return RecordError(f"{slowest} when the time limit of {self.limit_s:.0f} s was over; nothing was recorded")

@@ -10,7 +10,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -23,6 +23,7 @@ from ringprof.record.folder import discard
 from ringprof.record.lifeline import Hub, Line, Word
 from ringprof.record.progress import Standing
 from ringprof.record.request import Task
+from ringprof.record.siblings import GRACE_S, end_siblings
 
 SETTLE_S = 0.5
 """From the first trouble to the judgement: a cause may be heard of after its effects."""
@@ -44,6 +45,8 @@ class Scene:
     hosts: Sequence[str]
     standing: Standing
     hops: Callable[[], int | None]
+    siblings: Mapping[int, int]
+    """The processes of this host's other ranks, by rank."""
 
     def stopped(self, reason: str) -> Word:
         return Word(kind="stopped", where=self.standing.where(), hops=self.hops(), reason=reason)
@@ -63,12 +66,14 @@ class FirstRank:
         self._scene = scene
         self._own: Word | None = None
         self._concluding = threading.Lock()
+        self._sealed = False
         self.hub = Hub(len(scene.hosts), self._trouble)
 
     def seal(self) -> None:
         """Everything is here: what happens to the others from now on changes nothing."""
         if not self._concluding.acquire(blocking=False):
             _wait_for_the_end()
+        self._sealed = True
         self.hub.close()
 
     def done(self) -> None:
@@ -77,8 +82,8 @@ class FirstRank:
     def failed(self, error: BaseException) -> RingprofError:
         """The error to raise for the whole run, when this rank has one."""
         self._own = self._own or self._scene.failed(error)
-        # Held where the run was sealed before.
-        self._concluding.acquire(blocking=False)
+        if not self._sealed and not self._concluding.acquire(blocking=False):
+            _wait_for_the_end()
         return self._conclude()
 
     def stopped(self, reason: str, code: int) -> None:
@@ -100,7 +105,10 @@ class FirstRank:
         self.hub.close()
         words = {**({0: self._own} if self._own else {}), **self.hub.words}
         account = Account(self._scene.hosts, words, gone, self._scene.task.time_limit)
-        return _closed(self._scene.task, account)
+        error = _closed(self._scene.task, account)
+        # They have been told, and have had their time for last words.
+        end_siblings(self._scene.siblings, GRACE_S - LAST_WORDS_S)
+        return error
 
     def _speak(self, error: RingprofError) -> NoReturn:
         _print(error)
@@ -129,9 +137,12 @@ class OtherRank:
         return SaidElsewhere(word.message)
 
     def stopped(self, reason: str, code: int) -> None:
-        """Called by the watch: ends the process."""
-        if not self._say(self._scene.stopped(reason)) or reason == TIME_LIMIT:
-            _print(f"rank {self._scene.rank} stopped ({reason}); nothing was recorded")
+        """Called by the watch: ends the process. At the time limit, rank 0 has not seen to it."""
+        if reason == TIME_LIMIT:
+            if self._speaks():
+                self._speak_for_rank_0(Account(self._scene.hosts, {}, (), self._scene.task.time_limit, overdue=True))
+        elif not self._say(self._scene.stopped(reason)) and self._speaks():
+            self._speak_for_rank_0(self._without_rank_0())
         os._exit(code)
 
     def _say(self, word: Word) -> bool:
@@ -143,20 +154,28 @@ class OtherRank:
             if not self._said:
                 self._say(self._scene.stopped(""))
         elif self._speaks():
-            self._speak_for_rank_0()
+            self._speak_for_rank_0(self._without_rank_0())
+        scene = self._scene
+        if scene.rank == scene.hosts.index(scene.hosts[scene.rank]):
+            # The first rank of a host sees to it that the host's others end; rank 0 does on its own.
+            end_siblings(scene.siblings)
         os._exit(RecordError.exit_code)
 
     def _speaks(self) -> bool:
         hosts, rank = self._scene.hosts, self._scene.rank
         return rank == 1 or (rank == hosts.index(hosts[rank]) and hosts[rank] not in hosts[:2])
 
-    def _speak_for_rank_0(self) -> None:
+    def _without_rank_0(self) -> Account:
+        return Account(self._scene.hosts, {self._scene.rank: self._scene.stopped("")}, [0])
+
+    def _speak_for_rank_0(self, account: Account) -> None:
         scene = self._scene
-        account = Account(scene.hosts, {scene.rank: scene.stopped("")}, [0])
         if sees(Path(scene.task.staging), scene.task.token):
             _print(_closed(scene.task, account))
         else:
             _print(account.cause())
+        if scene.hosts[scene.rank] == scene.hosts[0]:
+            end_siblings(scene.siblings)
 
 
 def _closed(task: Task, account: Account) -> RingprofError:

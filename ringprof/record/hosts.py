@@ -11,10 +11,11 @@ NODE = "#"
 
 
 class Where(msgspec.Struct, frozen=True):
-    """Where one rank is: its host's name, and the number that the launcher gave the host."""
+    """Where one rank is: its host's name, and the number that the launcher gave the host; and its process."""
 
     name: str
     node: int
+    pid: int = 0
 
 
 def host_names(ranks: Sequence[Where]) -> list[str]:

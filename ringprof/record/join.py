@@ -45,26 +45,34 @@ def record_as_rank(request: Request, place: Placement, reporter: Reporter) -> Ru
         reporter = Silent()
     resolved = resolve(request, place)
     with process_group(place, resolved.device, MEETING_LIMIT_S) as device:
-        hosts = _meet(place, device)
+        hosts, pids = _meet(place, device)
         shared = regular_per_host(host_numbers(hosts))
-        run = _Joined(replace(place, local_world_size=shared), hosts, Standing(reporter), device).record(request)
+        joined = _Joined(replace(place, local_world_size=shared), hosts, pids, Standing(reporter), device)
+        run = joined.record(request)
     return None if run is None else read_run(request.output)
 
 
-def _meet(place: Placement, device: Any) -> list[str]:
-    """The host of every rank."""
+def _meet(place: Placement, device: Any) -> tuple[list[str], list[int]]:
+    """The host of every rank, and its process there."""
     from ringprof.record.group import gather_bytes
     from ringprof.record.machine import host_name
 
-    said = gather_bytes(msgspec.json.encode(Where(host_name(), place.node)), device)
-    return host_names([msgspec.json.decode(part, type=Where) for part in said])
+    said = gather_bytes(msgspec.json.encode(Where(host_name(), place.node, os.getpid())), device)
+    ranks = [msgspec.json.decode(part, type=Where) for part in said]
+    return host_names(ranks), [rank.pid for rank in ranks]
 
 
 class _Joined:
     """This rank, once all know where each other is."""
 
-    def __init__(self, place: Placement, hosts: list[str], standing: Standing, device: Any) -> None:
+    def __init__(
+        self, place: Placement, hosts: list[str], pids: list[int], standing: Standing, device: Any
+    ) -> None:  # fmt: skip
         self._place, self._hosts, self._standing, self._device = place, hosts, standing, device
+        here = hosts[place.rank]
+        self._siblings = {
+            rank: pids[rank] for rank, host in enumerate(hosts) if host == here and rank != place.rank
+        }  # fmt: skip
         self._first = place.rank == 0
 
     def record(self, request: Request) -> Run | None:
@@ -135,4 +143,4 @@ class _Joined:
     def _scene(self, rank: Any) -> Any:
         from ringprof.record.ending import Scene
 
-        return Scene(rank.task, self._place.rank, self._hosts, self._standing, rank.hops)
+        return Scene(rank.task, self._place.rank, self._hosts, self._standing, rank.hops, self._siblings)

@@ -109,7 +109,11 @@ def run(
 
 
 def run_and_disturb(
-    arguments: list[str], folder: Path, disturb: Callable[[subprocess.Popen[str]], None], program: list[str] = RINGPROF
+    arguments: list[str],
+    folder: Path,
+    disturb: Callable[[subprocess.Popen[str]], None],
+    program: list[str] = RINGPROF,
+    seconds: float = 30,
 ) -> tuple[int, str, float]:
     """Start, call ``disturb`` once iterations are being timed; exit code, stderr, and seconds from there to the end.
 
@@ -126,7 +130,7 @@ def run_and_disturb(
             time.sleep(0.3)
             begin = time.monotonic()
             disturb(process)
-            process.wait(30)
+            process.wait(seconds)
             wait_until(lambda: not started_in(folder), 30)
             return process.returncode, output.read_text(), time.monotonic() - begin
         finally:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.record.command import RINGPROF, SMALL, TORCHRUN, rank_process, run, run_and_disturb
+from tests.record.command import SMALL, rank_process, run, run_and_disturb
 
 TWO = [*SMALL, "--world", "2"]
 SLOW = ["record", "--strategy", "mine:Slow", *TWO, "--iters", "100"]
@@ -89,13 +89,6 @@ def test_a_stopped_rank_is_killed_too(own_strategies: Path) -> None:
 
     code, _, seconds = run_and_disturb(SLOW, own_strategies, disturb)
     assert code == 130 and seconds < 10
-    assert nothing_recorded(own_strategies)
-
-
-@pytest.mark.long
-def test_ctrl_c_under_torchrun(own_strategies: Path) -> None:
-    _, stderr, seconds = run_and_disturb(["-m", *RINGPROF[2:], *SLOW], own_strategies, to_group, TORCHRUN)
-    assert "stopped (SIGINT)" in stderr and seconds < 10
     assert nothing_recorded(own_strategies)
 
 

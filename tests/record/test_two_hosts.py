@@ -1,14 +1,17 @@
-"""One run over two hosts: who is where, what crossed the wire by the closed formulas, and every rank's trace in one folder."""
+"""One run over two hosts: who is where, what crossed the wire by closed formulas, and all traces in one folder."""
 
 from __future__ import annotations
 
 import gzip
 import json
+import time
 from pathlib import Path
 
 import pytest
 
+from ringprof.record.lifeline import KEEPALIVE_S
 from ringprof.run import Run, Sent, read_run
+from tests.record.command import wait_until
 from tests.record.two_hosts import TwoHosts
 
 SEQ, HEADS, HEAD_DIM = 1024, 2, 32
@@ -65,3 +68,74 @@ def test_separate_folders_on_two_hosts_make_one_run(hosts: TwoHosts, tmp_path: P
         link = "other_host" if rank % 2 else "same_host"
         expected = 2 * 3 * 2 * LOCAL_BYTES * BF16 + 4 * 2 * LOCAL_BYTES * FP32
         assert {entry.link for entry in work.sent} == {link} and crossing(work.sent, link) == expected
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("strategy", "inner", "outer"), [
+    # One pass moves K and V once over each wire: within a window of two one hop of each, between the two windows one.
+    # dK and dV go all the way round the window (two hops, float32), and follow over the outer ring: to the other
+    # window and home.
+    ("double-ring", 2 * (2 * 2 * BF16) + 2 * 2 * 2 * FP32, 2 * (2 * BF16) + 2 * 2 * FP32),
+])  # fmt: skip
+def test_a_topology_aware_ring_spares_the_wire(
+    hosts: TwoHosts, tmp_path: Path, strategy: str, inner: int, outer: int
+) -> None:
+    run = recorded(hosts, tmp_path, strategy, "-p", "grad_wire=fp32")
+    assert run.strategy is not None and run.strategy.params["ring_window"] == 2 and run.work is not None
+    traces_of_all_ranks(run, tmp_path / "traces")
+    for work in run.work:
+        print([(s.channel, s.phase, s.link, s.count, s.sent_bytes / LOCAL_BYTES) for s in work.sent])
+    assert False
+
+
+SLOW = ["record", "--strategy", "mine:Slow", *SHAPE[:-1], "100"]
+
+
+def under_way(hosts: TwoHosts, folder: Path) -> None:
+    hosts.start(SLOW, [folder, folder])
+    wait_until(lambda: "iterations" in printed(folder), 60)
+    time.sleep(1)
+    assert len(hosts.ranks()) == 4
+
+
+def lines(folder: Path, node: int) -> list[str]:
+    text = (folder / f"printed{node}.txt").read_text()
+    return [line for line in text.splitlines() if line.startswith("ringprof: ")]
+
+
+def only_a_log(line: str, folder: Path) -> None:
+    assert list((folder / "traces").iterdir()) == [Path(line.split("log: ")[1])]
+
+
+@pytest.mark.long
+def test_a_host_whose_processes_die(hosts: TwoHosts, own_strategies: Path) -> None:
+    under_way(hosts, own_strategies)
+    hosts.kill(hosts.namespaces[1])
+    wait_until(lambda: not hosts.ranks(), 10)
+    (line,) = lines(own_strategies, 0)
+    assert "#1 with ranks 2, 3 has gone" in line and "in iterations" in line
+    only_a_log(line, own_strategies)
+
+
+@pytest.mark.long
+def test_rank_0s_host_dies(hosts: TwoHosts, own_strategies: Path) -> None:
+    under_way(hosts, own_strategies)
+    hosts.kill(hosts.namespaces[0])
+    wait_until(lambda: not hosts.ranks(), 10)
+    (line,) = lines(own_strategies, 1)
+    assert "rank 0 on host" in line and "has gone" in line
+    only_a_log(line, own_strategies)
+
+
+@pytest.mark.long
+def test_a_wire_that_is_cut(hosts: TwoHosts, own_strategies: Path) -> None:
+    """Neither side hears anything of the other: the system's keep-alive finds out, and each side says so."""
+    under_way(hosts, own_strategies)
+    hosts.cut()
+    idle, between, count = KEEPALIVE_S
+    wait_until(lambda: all(lines(own_strategies, node) for node in range(2)), idle + between * count + 10)
+    wait_until(lambda: not hosts.ranks(), 10)
+    (first,), (second,) = lines(own_strategies, 0), lines(own_strategies, 1)
+    assert "#1" in first and "out of reach" in first.replace("cannot be reached", "out of reach")
+    assert "rank 0 on host" in second and "out of reach" in second
+    assert not list((own_strategies / "traces").glob("*/run.json"))

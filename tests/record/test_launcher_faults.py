@@ -1,0 +1,101 @@
+"""Things going wrong on ranks that torchrun started: one line names the cause, its log stays beside the runs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.record.command import SMALL, TORCHRUN, rank_process, run, run_and_disturb, started_in, wait_until
+from tests.record.test_faults import to_group
+
+RECORD = ["-m", "ringprof", "record", *SMALL, "--iters", "1"]
+SLOW = ["-m", "ringprof", "record", "--strategy", "mine:Slow", *SMALL, "--iters", "100"]
+
+
+def one_line(stderr: str) -> str:
+    """The error; torchrun then says on its own, with a traceback of its own, that a process of its has failed."""
+    lines = [line for line in stderr.splitlines() if line.startswith("ringprof: ")]
+    assert len(lines) == 1, stderr
+    assert "/ringprof/" not in stderr
+    return lines[0]
+
+
+def only_a_log(line: str, folder: Path) -> str:
+    """The log that the line names is all that the run has left; returns its text."""
+    path = Path(line.split("log: ")[1])
+    assert list((folder / "traces").iterdir()) == [path] and path.name.endswith(".failed.log")
+    return path.read_text()
+
+
+def later(folder: Path, what: str, call: int = 3, on: int = 1, *more: str) -> str:
+    """The line that a run ends with where something happens to a rank in one call."""
+    arguments = [*RECORD, "--strategy", "mine:Later", "-p", f"what={what}", "-p", f"call={call}", "-p", f"on={on}"]
+    done = run([*arguments, *more], folder, TORCHRUN, TMPDIR=str(folder))
+    assert done.returncode != 0
+    wait_until(lambda: not started_in(folder), 10)
+    return one_line(done.stderr)
+
+
+@pytest.mark.parametrize(
+    ("call", "phase"),
+    [pytest.param(1, "verify", marks=pytest.mark.long), (3, "iterations"),
+     pytest.param(5, "profile", marks=pytest.mark.long)],
+)  # fmt: skip
+def test_a_rank_killed_before_in_and_after_the_timed_section(own_strategies: Path, call: int, phase: str) -> None:
+    line = later(own_strategies, "die", call)
+    assert "rank 1 on host" in line and "has gone without a word" in line and f"the others were in {phase}" in line
+    assert "gone without a word\n" in only_a_log(line, own_strategies)
+
+
+@pytest.mark.long
+def test_rank_0_killed(own_strategies: Path) -> None:
+    line = later(own_strategies, "die", 3, 0)
+    assert "rank 0 on host" in line and "has gone without a word" in line
+    assert "rank 1 on" in only_a_log(line, own_strategies)
+
+
+@pytest.mark.long
+def test_a_rank_out_of_gpu_memory(own_strategies: Path) -> None:
+    line = later(own_strategies, "gpu_out_of_memory")
+    assert "rank 1 failed: out of memory: use a shorter sequence or more ranks" in line
+    log = only_a_log(line, own_strategies)
+    assert "Tried to allocate 80.00 GiB" in log and 'raise torch.OutOfMemoryError("CUDA' in log
+
+
+@pytest.mark.long
+def test_a_rank_that_hangs(own_strategies: Path) -> None:
+    line = later(own_strategies, "hang", 3, 1, "--time-limit", "12")
+    assert "rank 1 hung in iterations, step 1, after 0 hops: hop 1 was not posted" in line and "12 s" in line
+    assert "rank 0 on" in only_a_log(line, own_strategies)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("on", [0, 1])
+def test_a_stopped_process(own_strategies: Path, on: int) -> None:
+    """Nothing of a rank answers: the time limit names it, whichever rank it is."""
+    code, stderr, _ = run_and_disturb(
+        [*SLOW, "--time-limit", "14"], own_strategies,
+        lambda _: os.kill(rank_process(own_strategies, on), signal.SIGSTOP), TORCHRUN, 60,
+    )  # fmt: skip
+    assert code != 0 and f"rank {on} " in one_line(stderr)
+
+
+def twice(process: subprocess.Popen[str]) -> None:
+    to_group(process)
+    time.sleep(0.2)
+    to_group(process)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("interrupt", [to_group, twice])
+def test_ctrl_c(own_strategies: Path, interrupt: Callable[[subprocess.Popen[str]], None]) -> None:
+    _, stderr, seconds = run_and_disturb(SLOW, own_strategies, interrupt, TORCHRUN)
+    line = one_line(stderr)
+    assert "interrupted during iterations" in line and seconds < 10
+    only_a_log(line, own_strategies)
