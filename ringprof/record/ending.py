@@ -122,6 +122,7 @@ class OtherRank:
         """Raises OSError where rank 0 cannot be reached."""
         self._scene = scene
         self._said = False
+        self._speaking = threading.Lock()
         self.line = Line(address, port, token, scene.rank, self._told)
 
     def done(self) -> None:
@@ -132,8 +133,9 @@ class OtherRank:
     def failed(self, error: BaseException) -> RingprofError:
         """Tell rank 0, and leave the speaking to it if it can."""
         word = self._scene.failed(error)
-        if self._say(word):
-            time.sleep(SETTLE_S + LAST_WORDS_S)
+        self._say(word)
+        # Rank 0 tells this rank to end, or is found to be gone: both end the process.
+        time.sleep(GRACE_S)
         return SaidElsewhere(word.message)
 
     def stopped(self, reason: str, code: int) -> None:
@@ -169,6 +171,8 @@ class OtherRank:
         return Account(self._scene.hosts, {self._scene.rank: self._scene.stopped("")}, [0])
 
     def _speak_for_rank_0(self, account: Account) -> None:
+        if not self._speaking.acquire(blocking=False):
+            _wait_for_the_end()
         scene = self._scene
         if sees(Path(scene.task.staging), scene.task.token):
             _print(_closed(scene.task, account))

@@ -16,7 +16,7 @@ from tests.record.two_hosts import TwoHosts
 
 SEQ, HEADS, HEAD_DIM = 1024, 2, 32
 BF16, FP32 = 2, 4
-LOCAL_BYTES = SEQ // 4 * HEADS * HEAD_DIM
+LOCAL = SEQ // 4 * HEADS * HEAD_DIM
 """Elements of one rank's K, V or Q."""
 SHAPE = ["--seq", str(SEQ), "--heads", str(HEADS), "--head-dim", str(HEAD_DIM), "--device", "cpu", "--iters", "1"]
 
@@ -66,26 +66,34 @@ def test_separate_folders_on_two_hosts_make_one_run(hosts: TwoHosts, tmp_path: P
         # A flat ring: ranks 1 and 3 send all they send to the other host. K and V make 3 hops a pass; dK and dV, which
         # travel in float32, make 4.
         link = "other_host" if rank % 2 else "same_host"
-        expected = 2 * 3 * 2 * LOCAL_BYTES * BF16 + 4 * 2 * LOCAL_BYTES * FP32
+        expected = 2 * 3 * 2 * LOCAL * BF16 + 4 * 2 * LOCAL * FP32
         assert {entry.link for entry in work.sent} == {link} and crossing(work.sent, link) == expected
 
 
+ROWS = FP32 / HEAD_DIM
+"""One number in float32 a row of Q, for each of Q's elements: LSE, or delta."""
+
+
 @pytest.mark.long
-@pytest.mark.parametrize(("strategy", "inner", "outer"), [
-    # One pass moves K and V once over each wire: within a window of two one hop of each, between the two windows one.
-    # dK and dV go all the way round the window (two hops, float32), and follow over the outer ring: to the other
-    # window and home.
-    ("double-ring", 2 * (2 * 2 * BF16) + 2 * 2 * 2 * FP32, 2 * (2 * BF16) + 2 * 2 * FP32),
-])  # fmt: skip
-def test_a_topology_aware_ring_spares_the_wire(
-    hosts: TwoHosts, tmp_path: Path, strategy: str, inner: int, outer: int
+@pytest.mark.parametrize(
+    ("strategy", "wire", "within", "between"),
+    [
+        # Two windows of two: in either pass, K and V make one hop in each window and one to the other window. dK and dV
+        # go all the way round each window, two hops, and by two hops over the outer ring back to where they started.
+        ("double-ring", "fp32", 2 * (2 * 2 * BF16) + 4 * 2 * FP32, 2 * 2 * BF16 + 2 * 2 * FP32),
+        # Backward, Q, dO, LSE and delta travel as K and V did, and dQ as dK and dV.
+        ("burst", "input", 2 * 2 * BF16 + 2 * (2 * BF16 + 2 * ROWS) + 4 * BF16, 4 * BF16 + 2 * ROWS + 2 * BF16),
+    ],
+)
+def test_what_a_double_ring_sends_over_the_wire(
+    hosts: TwoHosts, tmp_path: Path, strategy: str, wire: str, within: float, between: float
 ) -> None:
-    run = recorded(hosts, tmp_path, strategy, "-p", "grad_wire=fp32")
+    run = recorded(hosts, tmp_path, strategy, "-p", f"grad_wire={wire}")
     assert run.strategy is not None and run.strategy.params["ring_window"] == 2 and run.work is not None
     traces_of_all_ranks(run, tmp_path / "traces")
     for work in run.work:
-        print([(s.channel, s.phase, s.link, s.count, s.sent_bytes / LOCAL_BYTES) for s in work.sent])
-    assert False
+        assert crossing(work.sent, "same_host") == within * LOCAL
+        assert crossing(work.sent, "other_host") == between * LOCAL
 
 
 SLOW = ["record", "--strategy", "mine:Slow", *SHAPE[:-1], "100"]
