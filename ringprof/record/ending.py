@@ -74,10 +74,11 @@ class FirstRank:
         if not self._concluding.acquire(blocking=False):
             _wait_for_the_end()
         self._sealed = True
-        self.hub.close()
+        self.hub.calm()
 
     def done(self) -> None:
         """The run is written."""
+        self.hub.farewell()
 
     def failed(self, error: BaseException) -> RingprofError:
         """The error to raise for the whole run, when this rank has one."""

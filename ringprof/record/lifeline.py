@@ -22,7 +22,7 @@ CONNECT_S = 20.0
 KEEPALIVE_S = (5, 5, 3)
 """Silence before the first probe, time between probes, and how many go unanswered before a host counts as gone."""
 MAX_LINE = 1 << 16
-WELCOME, END = b"welcome\n", b"end\n"
+WELCOME, END, COMPLETE = b"welcome\n", b"end\n", b"complete\n"
 
 
 class Word(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,7 +70,7 @@ class Hub:
         self.gone: list[int] = []
         self._world = world
         self._on_trouble = on_trouble
-        self._troubled = False
+        self._quiet = False
         self._closed = threading.Event()
         self._guests: dict[int, _Guest] = {}
         self._selector = selectors.DefaultSelector()
@@ -80,7 +80,8 @@ class Hub:
         self._listener.setblocking(False)
         self.port: int = self._listener.getsockname()[1]
         self._selector.register(self._listener, selectors.EVENT_READ)
-        threading.Thread(target=self._serve, name="ringprof-lifelines", daemon=True).start()
+        self._serving = threading.Thread(target=self._serve, name="ringprof-lifelines", daemon=True)
+        self._serving.start()
 
     def end_all(self, seconds: float) -> None:
         """Tell every rank to end, and hear their last words for ``seconds`` at most."""
@@ -90,9 +91,20 @@ class Hub:
         while self._guests and time.monotonic() < deadline:
             time.sleep(0.02)
 
-    def close(self) -> None:
+    def calm(self) -> None:
         """From here on nothing is trouble."""
+        self._quiet = True
+
+    def farewell(self) -> None:
+        """Tell every rank that the run is complete, and close."""
+        for guest in list(self._guests.values()):
+            _tell(guest.connection, COMPLETE)
+        self.close()
+
+    def close(self) -> None:
+        """Hear no more."""
         self._closed.set()
+        self._serving.join()
 
     def _serve(self) -> None:
         while not self._closed.is_set():
@@ -101,6 +113,9 @@ class Hub:
                     self._welcome()
                 else:
                     self._hear(key.data)
+        for key in list(self._selector.get_map().values()):
+            key.fileobj.close()  # type: ignore[union-attr]
+        self._selector.close()
 
     def _welcome(self) -> None:
         try:
@@ -154,8 +169,8 @@ class Hub:
         self._guests.pop(guest.rank, None)
 
     def _trouble(self) -> None:
-        if not self._troubled and not self._closed.is_set():
-            self._troubled = True
+        if not self._quiet:
+            self._quiet = True
             threading.Thread(target=self._on_trouble, name="ringprof-trouble", daemon=True).start()
 
 
@@ -168,7 +183,9 @@ class Line:
         self._connection = socket.create_connection((address, port), CONNECT_S)
         keep_alive(self._connection)
         self._connection.sendall(msgspec.json.encode(_Hello(rank, token)) + b"\n")
-        if self._connection.recv(64) != WELCOME:
+        # No more than the answer: what comes next is for the listening thread.
+        if self._connection.recv(len(WELCOME)) != WELCOME:
+            self._connection.close()
             raise ConnectionRefusedError("rank 0 does not know this rank")
         self._connection.settimeout(None)
         self._on_end = on_end
@@ -190,11 +207,11 @@ class Line:
 
     def _listen(self) -> None:
         try:
-            told = self._connection.recv(64) == END
+            said = self._connection.recv(64)
         except OSError:
-            told = False
-        if not self._closed:
-            self._on_end(told)
+            said = b""
+        if not self._closed and said != COMPLETE:
+            self._on_end(said == END)
 
 
 def keep_alive(connection: socket.socket) -> None:

@@ -15,7 +15,8 @@ SRUN = {
 
 
 def test_torchrun_makes_a_rank() -> None:
-    assert joined(TORCHRUN) == Placement(9, 16, 1, 8)
+    assert joined(TORCHRUN) == Placement(9, 16, 1, 8, node=1)
+    assert joined({**TORCHRUN, "GROUP_RANK": "3"}) == Placement(9, 16, 1, 8, node=3)
 
 
 def test_a_launcher_that_says_little_is_one_host() -> None:
@@ -24,7 +25,7 @@ def test_a_launcher_that_says_little_is_one_host() -> None:
 
 def test_srun_makes_a_rank_and_rank_0s_host_is_the_first() -> None:
     place = joined(SRUN)
-    assert place == Placement(5, 8, 1, 4)
+    assert place == Placement(5, 8, 1, 4, node=1)
     assert slurm_rendezvous(place, SRUN) == {
         "MASTER_ADDR": "gpu07", "MASTER_PORT": "12001", "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1",
         "LOCAL_WORLD_SIZE": "4",
@@ -59,3 +60,9 @@ def test_other_processes_are_no_ranks(env: dict[str, str]) -> None:
 def test_variables_that_make_no_sense_are_refused(wrong: dict[str, str]) -> None:
     with pytest.raises(UsageError):
         joined({**TORCHRUN, **wrong})
+
+
+def test_srun_with_more_tasks_on_one_host_than_on_another() -> None:
+    uneven = {**SRUN, "SLURM_STEP_TASKS_PER_NODE": "3(x2),2", "SLURM_PROCID": "7"}
+    assert joined({**uneven, "SLURM_NODEID": "2"}) == Placement(7, 8, 1, 2, node=2)
+    assert joined({**uneven, "SLURM_NODEID": "1", "SLURM_LOCALID": "2"}) == Placement(7, 8, 2, 3, node=1)

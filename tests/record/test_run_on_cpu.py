@@ -7,11 +7,8 @@ import json
 import os
 import pty
 import re
-import socket
 import subprocess
 from pathlib import Path
-
-import pytest
 
 from ringprof.run import Run, read_run
 from tests.record.command import RINGPROF, SMALL, TORCHRUN, environment, run
@@ -167,29 +164,6 @@ def test_capture_in_a_users_own_program(tmp_path: Path) -> None:
     with gzip.open(tmp_path / "traces/mine" / found.traces[1].path) as file:
         names = [event.get("name") for event in json.load(file)["traceEvents"]]
     assert "ringprof::iteration" in names and "gloo:all_reduce" in names
-
-
-@pytest.mark.long
-def test_under_srun_it_joins(tmp_path: Path) -> None:
-    """Slurm itself is not here: two processes with the variables of a step, and a port that is free."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    processes = [
-        subprocess.Popen(
-            [*RINGPROF, "record", "--strategy", "ring", *SMALL, "--iters", "1"], cwd=tmp_path, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            env=environment(
-                SLURM_PROCID=str(rank), SLURM_STEP_ID="0", SLURM_STEP_NUM_TASKS="2", SLURM_LOCALID=str(rank),
-                SLURM_STEP_TASKS_PER_NODE="2", SLURM_STEP_NODELIST="127.0.0.1", MASTER_PORT=str(port),
-            ),
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    printed = [process.communicate(timeout=90) for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], printed
-    assert "next: ringprof report" in printed[0][0] and printed[1][0] == ""
-    assert read_run(tmp_path / "traces/run.json").topology.local_ranks == [0, 1]
 
 
 def test_on_a_terminal_there_are_bars(tmp_path: Path) -> None:

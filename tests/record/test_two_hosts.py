@@ -81,8 +81,8 @@ ROWS = FP32 / HEAD_DIM
         # Two windows of two: in either pass, K and V make one hop in each window and one to the other window. dK and dV
         # go all the way round each window, two hops, and by two hops over the outer ring back to where they started.
         ("double-ring", "fp32", 2 * (2 * 2 * BF16) + 4 * 2 * FP32, 2 * 2 * BF16 + 2 * 2 * FP32),
-        # Backward, Q, dO, LSE and delta travel as K and V did. dQ leaves each window, by the outer ring, where its queries'
-        # tour ends: one hop in each window, and after both one that closes the inner ring.
+        # Backward, Q, dO, LSE and delta travel as K and V did. dQ leaves each window, by the outer ring, where its
+        # queries' tour ends: one hop in each window, and after both one that closes the inner ring.
         ("burst", "input", 2 * 2 * BF16 + 2 * (2 * BF16 + 2 * ROWS) + 3 * BF16, 4 * BF16 + 2 * ROWS + 2 * BF16),
     ],
 )

@@ -1,0 +1,36 @@
+"""Which ranks share a host, whatever the launcher's order, and the class of the link between any two."""
+
+from __future__ import annotations
+
+import pytest
+
+from ringprof.record.hosts import Where, host_names, host_numbers, regular_per_host
+from ringprof.strategies import Unfit
+from ringprof.strategies.communicator import Hosts
+
+
+def test_a_name_is_enough_where_it_is_one_hosts() -> None:
+    assert host_names([Where("a", 0), Where("a", 0), Where("b", 1)]) == ["a", "a", "b"]
+
+
+def test_hosts_of_one_name_are_told_apart_by_their_number() -> None:
+    assert host_names([Where("pod", 0), Where("pod", 1), Where("b", 2)]) == ["pod#0", "pod#1", "b"]
+
+
+@pytest.mark.parametrize(
+    ("names", "numbers", "together"),
+    [("aabb", [0, 0, 1, 1], 2), ("bbaa", [0, 0, 1, 1], 2), ("abab", [0, 1, 0, 1], 4), ("aabbbb", [0, 0, 1, 1, 1, 1], 6),
+     ("aaaa", [0, 0, 0, 0], 4), ("abcd", [0, 1, 2, 3], 1), ("aabbb", [0, 0, 1, 1, 1], 5)],
+)  # fmt: skip
+def test_numbers_and_links(names: str, numbers: list[int], together: int) -> None:
+    assert host_numbers(names) == numbers and regular_per_host(numbers) == together
+    hosts = Hosts.of_run(len(names), numbers=numbers)
+    for one, first in enumerate(names):
+        for other, second in enumerate(names):
+            assert hosts.link(one, other) == ("same_host" if first == second else "other_host")
+
+
+def test_what_the_user_says_goes_before_what_the_launcher_said() -> None:
+    assert Hosts.of_run(4, 2, [0, 0, 0, 0]).link(1, 2) == "other_host"
+    with pytest.raises(Unfit):
+        Hosts.of_run(4, None, [0, 0, 0])

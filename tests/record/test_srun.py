@@ -1,0 +1,86 @@
+"""Under srun: Slurm itself is not here, the 2 tasks on each of 2 nodes are started here with its variables."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from ringprof.run import read_run
+from tests.record.command import RINGPROF, SMALL, environment, started_in, wait_until
+from tests.record.two_hosts import TwoHosts
+
+RECORD = ["record", "--strategy", "zigzag", *SMALL, "--iters", "1"]
+
+
+def variables(rank: int, node: int, local: int, hosts: str, port: int) -> dict[str, str]:
+    return {
+        "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": str(rank), "SLURM_STEP_NUM_TASKS": "4",
+        "SLURM_NODEID": str(node), "SLURM_LOCALID": str(local), "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+        "SLURM_STEP_NODELIST": hosts, "MASTER_PORT": str(port),
+    }  # fmt: skip
+
+
+def start(folder: Path, arguments: list[str]) -> list[subprocess.Popen[str]]:
+    """Four tasks, two on each of two nodes that are this one."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    started = []
+    for rank in range(4):
+        with (folder / f"printed{rank}.txt").open("w") as output:
+            more = variables(rank, rank // 2, rank % 2, "127.0.0.1", port)
+            started.append(
+                subprocess.Popen(
+                    [*RINGPROF, *arguments], cwd=folder, text=True, stdout=output, stderr=output,
+                    env=environment(TMPDIR=str(folder), **more),
+                )
+            )  # fmt: skip
+    return started
+
+
+def test_two_nodes_of_two_tasks_make_one_run(tmp_path: Path) -> None:
+    started = start(tmp_path, RECORD)
+    codes = [process.wait(60) for process in started]
+    printed = [(tmp_path / f"printed{rank}.txt").read_text() for rank in range(4)]
+    assert codes == [0, 0, 0, 0], printed
+    assert ["next: ringprof report" in text for text in printed] == [True, False, False, False]
+    run = read_run(tmp_path / "traces/run.json")
+    assert run.topology.local_ranks == [0, 1, 0, 1] and run.topology.ranks_per_host == 2 and run.work is not None
+    assert [name[-2:] for name in run.topology.hosts] == ["#0", "#0", "#1", "#1"]
+    assert [work.sent[0].link for work in run.work] == ["same_host", "other_host", "same_host", "other_host"]
+
+
+@pytest.mark.long
+def test_ranks_dealt_out_to_the_nodes_send_every_hop_between_hosts(hosts: TwoHosts, tmp_path: Path) -> None:
+    """srun --distribution=cyclic: neighbours in the ring are on different hosts, which no count a host can say."""
+    started = []
+    for rank in range(4):
+        node = rank % 2
+        more = variables(rank, node, rank // 2, "10.77.0.[1-2]", 29_600)
+        started.append(
+            hosts.start_process(node, [*RINGPROF, *RECORD], tmp_path, ":", f"printed{rank}.txt", **more)
+        )  # fmt: skip
+    assert [process.wait(60) for process in started] == [0, 0, 0, 0]
+    run = read_run(tmp_path / "traces/run.json")
+    assert [name[-2:] for name in run.topology.hosts] == ["#0", "#1", "#0", "#1"] and run.work is not None
+    assert run.topology.local_ranks == [0, 0, 1, 1]
+    assert {entry.link for work in run.work for entry in work.sent} == {"other_host"}
+
+
+@pytest.mark.long
+def test_a_killed_task_ends_all(own_strategies: Path) -> None:
+    """Without --kill-on-bad-exit Slurm itself would let the others run on."""
+    started = start(own_strategies, ["record", "--strategy", "mine:Slow", *SMALL, "--iters", "100"])
+    output = own_strategies / "printed0.txt"
+    wait_until(lambda: "iterations" in output.read_text(), 60)
+    started[2].kill()
+    wait_until(lambda: not started_in(own_strategies), 10)
+    assert [process.wait(1) for process in started] == [3, 3, -signal.SIGKILL, 3]
+    said = [line for rank in range(4) for line in (own_strategies / f"printed{rank}.txt").read_text().splitlines()]
+    (line,) = [line for line in said if line.startswith("ringprof: ")]
+    assert "rank 2 on host" in line and "has gone" in line
+    assert list((own_strategies / "traces").iterdir()) == [Path(line.split("log: ")[1])]
