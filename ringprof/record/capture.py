@@ -10,11 +10,15 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from ringprof.errors import UsageError
 from ringprof.run import Run, Workload
 
 if TYPE_CHECKING:
     import torch
+
+    from ringprof.record.gathering import TraceFile
 
 
 @contextmanager
@@ -26,7 +30,8 @@ def capture(
     Inside a program started by torchrun, or alone: the process group may be there or not, it is used as it is and left
     as it is. All ranks of the world must enter. They start together behind a barrier; at the end of the block the
     device has finished, and when the context closes, ``folder`` holds one compressed trace a rank and ``run.json``.
-    With ``workload`` a report knows the FLOPs; there are no verification and no timings without the profiler.
+    Where a rank does not see that folder, its trace is sent to rank 0. With ``workload`` a report knows the FLOPs;
+    there are no verification and no timings without the profiler.
 
     Run one step of warm-up before it: the first one sets up communicators. Raises `UsageError` where the folder holds
     something already, and `MissingExtraError` without torch. An error in the block leaves no run behind.
@@ -34,25 +39,36 @@ def capture(
     from ringprof.record.resolve import need_torch
 
     need_torch()
-    from ringprof.record.folder import discard, trace_name
+    from ringprof.record.folder import discard
+    from ringprof.record.gathering import TraceFile
 
     target = Path(folder).absolute()
     staging = target.parent / f".{target.name}.partial"
     rank, world, device = _standing()
     created = f"{datetime.now(timezone.utc):%Y-%m-%dT%H:%M:%SZ}"
-    _together(_prepare(target, staging) if rank == 0 else None, world, device)
+    opening = _together(_prepare(target, staging) if rank == 0 else _Opening(), world, device)
+    trace = TraceFile(staging, opening.token, rank)
     try:
         times: list[int] = []
-        with _profiled(staging / trace_name(rank), device, world, times):
+        with _profiled(trace.path, device, world, times):
             yield
-        run = _run(name or target.name, created, workload, device, world, rank, times)
+        run = _run(name or target.name, created, workload, device, world, rank, trace, staging, times)
         if run is not None:
             _publish(run, staging, target)
     except BaseException:
         if rank == 0:
             discard(staging)
         raise
+    finally:
+        trace.discard()
     _wait(world)
+
+
+class _Opening(msgspec.Struct, frozen=True):
+    """What rank 0 tells the others: what stands against the run, empty where nothing does, and its folder's token."""
+
+    refusal: str = ""
+    token: str = ""
 
 
 def _standing() -> tuple[int, int, torch.device]:
@@ -66,28 +82,32 @@ def _standing() -> tuple[int, int, torch.device]:
     return rank, world, torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
 
-def _prepare(target: Path, staging: Path) -> str:
-    """Make the staging folder; returns what stands against it, empty where nothing does."""
+def _prepare(target: Path, staging: Path) -> _Opening:
+    """Make the staging folder, which nobody else may be using; what a killed capture left there gives way."""
+    from ringprof.record.claim import claim, clear_abandoned
+
     try:
         if target.exists() and (not target.is_dir() or any(target.iterdir())):
-            return f"{target}: not empty; capture never overwrites, choose another folder"
+            return _Opening(f"{target}: not empty; capture never overwrites, choose another folder")
         target.parent.mkdir(parents=True, exist_ok=True)
+        clear_abandoned(target.parent)
         staging.mkdir()
+        return _Opening(token=claim(staging))
     except FileExistsError:
-        return f"{staging}: another capture is writing here, or one was killed: remove it, or choose another folder"
+        return _Opening(f"{staging}: another capture is writing here: choose another folder, or remove it if none is")
     except OSError as error:
-        return f"{target}: cannot write the run here: {error.strerror or error}"
-    return ""
+        return _Opening(f"{target}: cannot write the run here: {error.strerror or error}")
 
 
-def _together(refusal: str | None, world: int, device: torch.device) -> None:
+def _together(opening: _Opening, world: int, device: torch.device) -> _Opening:
     """Rank 0's answer for all ranks. Raises `UsageError` on each where there is a refusal."""
     if world > 1:
         from ringprof.record.group import gather_bytes
 
-        refusal = gather_bytes((refusal or "").encode(), device)[0].decode()
-    if refusal:
-        raise UsageError(refusal)
+        opening = msgspec.json.decode(gather_bytes(msgspec.json.encode(opening), device)[0], type=_Opening)
+    if opening.refusal:
+        raise UsageError(opening.refusal)
+    return opening
 
 
 @contextmanager
@@ -128,35 +148,52 @@ def _wait(world: int) -> None:
 
 
 def _run(
-    name: str, created: str, workload: Workload | None, device: torch.device, world: int, rank: int, times: list[int]
-) -> Run | None:
-    """Tell rank 0 that this rank's trace is complete; rank 0 returns the run."""
-    import msgspec
-
+    name: str, created: str, workload: Workload | None, device: torch.device, world: int, rank: int, trace: TraceFile,
+    staging: Path, times: list[int],
+) -> Run | None:  # fmt: skip
+    """Tell rank 0 that this rank's trace is complete, and send it where it must be; rank 0 returns the run."""
     from ringprof.record.folder import trace_name
-    from ringprof.record.machine import device_name, host_name
+    from ringprof.record.gathering import gather_traces
+    from ringprof.record.machine import device_name
     from ringprof.record.rank import RankResult, assemble, exchange
 
+    local_rank, host = _standing_on_host(rank, world, device)
     result = RankResult(
-        host=host_name(), local_rank=_local_rank(rank), device=device_name(device), trace=trace_name(rank),
-        profiled_ns=times,
+        host=host, local_rank=local_rank, device=device_name(device), trace=trace_name(rank), profiled_ns=times,
+        remote_bytes=trace.remote_bytes(),
     )  # fmt: skip
     results = exchange(result, device) if world > 1 else [result]
+    if world > 1:
+        gather_traces(trace.path, [result.remote_bytes for result in results], staging, device)
     if rank != 0:
         return None
     run = assemble(name, created, [Path(sys.argv[0]).name, *sys.argv[1:]], results, device)
     return msgspec.structs.replace(run, workload=workload)
 
 
-def _local_rank(rank: int) -> int:
+def _standing_on_host(rank: int, world: int, device: torch.device) -> tuple[int, str]:
+    """This rank's number on its host, and the host's name, told apart from others of that name."""
+    from ringprof.record.group import gather_bytes
+    from ringprof.record.hosts import Where, host_names
+    from ringprof.record.machine import host_name
+    from ringprof.record.placement import joined
+
+    place = joined()
     text = os.environ.get("LOCAL_RANK", "")
-    return int(text) if text.isdigit() else rank
+    local_rank = place.local_rank if place else int(text) if text.isdigit() else rank
+    where = Where(host_name(), place.node if place else 0)
+    if world == 1:
+        return local_rank, where.name
+    said = [msgspec.json.decode(part, type=Where) for part in gather_bytes(msgspec.json.encode(where), device)]
+    return local_rank, host_names(said)[rank]
 
 
 def _publish(run: Run, staging: Path, target: Path) -> None:
     """The same order as for a recording; an empty ``target`` gives way."""
+    from ringprof.record.claim import release
     from ringprof.record.folder import RUN_FILE
     from ringprof.run import write_run
 
     write_run(run, staging / RUN_FILE)
+    release(staging)
     os.replace(staging, target)

@@ -1,0 +1,182 @@
+"""An output that cannot be written, fills up while the ranks run, or is written by two recordings at once."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from ringprof.run import read_run
+from tests.record.command import RINGPROF, SMALL, TORCHRUN, environment, run, started_in, wait_until
+
+RECORD = ["record", "--strategy", "mine:Slow", *SMALL, "--world", "2", "--iters", "6", "--no-verify"]
+MOUNT = ["unshare", "--mount", "--propagation", "private", "sh", "-c"]
+
+
+@pytest.fixture
+def earlier(own_strategies: Path) -> Path:
+    """A folder with an earlier run."""
+    if subprocess.run([*MOUNT, "mount -t tmpfs none /mnt"], capture_output=True, check=False).returncode:
+        pytest.skip("mount namespaces are not permitted here")
+    return own_strategies
+
+
+def start(folder: Path, mount: str, program: list[str]) -> subprocess.Popen[str]:
+    """Start in a mount namespace of its own, after ``mount``."""
+    with (folder / "stderr.txt").open("w") as stderr:
+        return subprocess.Popen(
+            [*MOUNT, f'{mount} && cd . && exec "$@"', "sh", *program], cwd=folder, text=True, stderr=stderr,
+            stdout=subprocess.DEVNULL, env=environment(TMPDIR=str(folder)), start_new_session=True,
+        )  # fmt: skip
+
+
+def under_way(folder: Path) -> None:
+    wait_until(lambda: "iterations" in (folder / "stderr.txt").read_text(), 60)
+
+
+def seen_by(process: subprocess.Popen[str], folder: Path) -> Path:
+    """The folder as this process sees it, in its mount namespace."""
+    return Path(f"/proc/{process.pid}/root{folder}")
+
+
+def fill(folder: Path) -> None:
+    """Write until the disk is full."""
+    with (folder / "filling").open("wb", buffering=0) as file:
+        try:
+            while file.write(bytes(1 << 16)) == 1 << 16:
+                pass
+        except OSError:
+            return
+
+
+def one_line(folder: Path) -> str:
+    (line,) = [line for line in (folder / "stderr.txt").read_text().splitlines() if line.startswith("ringprof: ")]
+    assert "/ringprof/record" not in (folder / "stderr.txt").read_text()
+    return line
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("launcher", [[], TORCHRUN], ids=["own ranks", "torchrun"])
+def test_a_disk_that_fills_up_while_the_ranks_run(earlier: Path, launcher: list[str]) -> None:
+    program = [*launcher, "-m", "ringprof", *RECORD] if launcher else [*RINGPROF, *RECORD]
+    traces = earlier / "traces"
+    traces.mkdir()
+    process = start(earlier, f"mount -t tmpfs -o size=12m none {traces} && mkdir {traces}/old", program)
+    under_way(earlier)
+    inside = seen_by(process, traces)
+    held = os.open(inside, os.O_RDONLY)
+    fill(Path(f"/proc/self/fd/{held}"))
+    code = process.wait(60)
+    wait_until(lambda: not started_in(earlier), 10)
+    assert code == (1 if launcher else 3)
+    assert "No space left on device" in one_line(earlier)
+    # torchrun's runs keep their log beside the runs, if there is room, else with the temporary files.
+    left = sorted(name for name in os.listdir(held) if not name.endswith(".failed.log"))
+    os.close(held)
+    assert left == ["filling", "old"]
+    log = Path(one_line(earlier).split("log: ")[1])
+    assert log.parent.is_relative_to(earlier) and (launcher or "No space left" in log.read_text())
+
+
+def test_an_output_on_a_read_only_disk_is_refused_before_the_work(earlier: Path) -> None:
+    traces = earlier / "traces"
+    traces.mkdir()
+    process = start(earlier, f"mount -t tmpfs -o ro none {traces}", [*RINGPROF, *RECORD])
+    assert process.wait(60) == 2
+    assert "cannot write the run here: Read-only file system" in one_line(earlier)
+
+
+@pytest.mark.long
+def test_a_folder_that_is_taken_away(own_strategies: Path) -> None:
+    process = start_alone(own_strategies)
+    under_way(own_strategies)
+    shutil.rmtree(own_strategies / "traces")
+    assert process.wait(60) == 3
+    wait_until(lambda: not started_in(own_strategies), 10)
+    assert "No such file or directory" in one_line(own_strategies)
+    assert not (own_strategies / "traces").exists()
+
+
+@pytest.mark.long
+def test_two_recordings_on_one_output_at_once(tmp_path: Path) -> None:
+    record = [*RINGPROF, "record", "--strategy", "ring", *SMALL, "--world", "2", "--iters", "2"]
+    both = [subprocess.Popen(record, cwd=tmp_path, env=environment(), stderr=subprocess.DEVNULL) for _ in range(2)]
+    assert [process.wait(60) for process in both] == [0, 0]
+    folders = sorted(path.name for path in (tmp_path / "traces").iterdir() if path.is_dir())
+    runs = [read_run(tmp_path / "traces" / name / "run.json") for name in folders]
+    assert len(runs) == 2 and [found.name for found in runs] == folders
+    newest = read_run(tmp_path / "traces/run.json")
+    assert newest.name in folders and all((tmp_path / "traces" / trace.path).exists() for trace in newest.traces)
+    assert not list((tmp_path / "traces").glob(".*"))
+
+
+@pytest.mark.long
+def test_what_a_killed_recording_leaves_is_cleared_by_the_next(own_strategies: Path) -> None:
+    """All of its processes killed at once, nobody is left to remove the half-written run."""
+    traces = own_strategies / "traces"
+    process = start_alone(own_strategies)
+    under_way(own_strategies)
+    for pid in started_in(own_strategies):
+        os.kill(pid, signal.SIGSTOP)
+    for pid in started_in(own_strategies):
+        os.kill(pid, signal.SIGKILL)
+    process.wait(10)
+    wait_until(lambda: not started_in(own_strategies), 10)
+    assert [path.suffix for path in traces.iterdir()] == [".partial"]
+    done = run(["record", "--strategy", "ring", *SMALL, "--world", "1", "--iters", "1"], own_strategies)
+    assert done.returncode == 0 and not list(traces.glob(".*"))
+
+
+def start_alone(folder: Path) -> subprocess.Popen[str]:
+    with (folder / "stderr.txt").open("w") as stderr:
+        return subprocess.Popen([*RINGPROF, *RECORD], cwd=folder, env=environment(TMPDIR=str(folder)), stderr=stderr,
+                                text=True)  # fmt: skip
+
+
+CAPTURE = """
+import os
+import signal
+import sys
+
+import torch
+import torch.distributed as dist
+
+import ringprof
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+try:
+    with ringprof.capture("traces/mine"):
+        if rank == 1 and sys.argv[1] == "raise":
+            raise ArithmeticError("mine")
+        if rank == int(sys.argv[2]) and sys.argv[1] == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.all_reduce(torch.ones(8))
+except BaseException as error:
+    print("raised:", rank, type(error).__name__, flush=True)
+    os._exit(1)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("how", "on"), [("raise", 1), ("die", 1), ("die", 0)])
+def test_capture_with_a_rank_that_fails(tmp_path: Path, how: str, on: int) -> None:
+    (tmp_path / "own.py").write_text(CAPTURE)
+    done = run(["own.py", how, str(on)], tmp_path, TORCHRUN)
+    assert done.returncode == 1
+    wait_until(lambda: not started_in(tmp_path), 10)
+    assert "raised: 1 ArithmeticError" in done.stdout or how == "die"
+    assert not list(tmp_path.glob("traces/mine*")), "there is no run"
+    if on == 0:
+        # The writer itself is dead: what it left is cleared by the next capture of that name.
+        assert [path.name for path in (tmp_path / "traces").iterdir()] == [".mine.partial"]
+    else:
+        assert list((tmp_path / "traces").iterdir()) == []
+    (tmp_path / "own.py").write_text(CAPTURE.replace("os._exit(1)", "raise") + "\nos._exit(0)\n")
+    again = run(["own.py", "nothing", "0"], tmp_path, TORCHRUN)
+    assert again.returncode == 0, again.stderr
+    assert [path.name for path in (tmp_path / "traces").iterdir()] == ["mine"]
