@@ -81,8 +81,11 @@ class Meter:
 class Hop:
     """One transfer under way. `wait` returns what arrived, once."""
 
-    def __init__(self, works: list[dist.Work], sent: Sequence[Tensor], received: list[Tensor]) -> None:
+    def __init__(
+        self, works: list[dist.Work], sent: Sequence[Tensor], received: list[Tensor], channel: str = ""
+    ) -> None:
         self._works: list[dist.Work] | None = works
+        self._channel = channel
         # The tensors under way must outlive the transfer.
         self._sent = sent
         self._received = received
@@ -94,7 +97,7 @@ class Hop:
         """
         if self._works is None:
             raise RuntimeError("wait called twice on one hop")
-        with annotate("wait"):
+        with annotate(f"wait/{self._channel}" if self._channel else "wait"):
             for work in self._works:
                 work.wait()
         # Held to here for the transfer's sake; freed before the next hop asks for room.
@@ -147,7 +150,7 @@ class Ring:
         self._meter.add(self.channel, "send_recv", self._link, 0)
         with annotate(f"send/{self.channel}"):
             works = dist.batch_isend_irecv(operations)
-        return Hop(works, sent, received)
+        return Hop(works, sent, received, self.channel)
 
     def tour(self, tensors: Sequence[Tensor]) -> Iterator[tuple[int, list[Tensor]]]:
         """Yield (position, tensors) of every member, this rank's own first, then the previous member's, and so on.
@@ -240,7 +243,7 @@ class Collective:
             else:
                 pieces = list(_as_bytes(received).unbind(0))
                 work = dist.all_gather(pieces, _as_bytes(tensor[None])[0], group=self._group, async_op=True)
-        return Hop([work], [tensor], [received])
+        return Hop([work], [tensor], [received], self.channel)
 
     def reduce_scatter(self, tensor: Tensor) -> Hop:
         """Start summing: what arrives is the sum over all members of their ``tensor[i]``, i this rank's place.
@@ -258,7 +261,7 @@ class Collective:
         received = torch.empty_like(tensor[0])
         with annotate(f"send/{self.channel}"):
             work = _reduce_scatter_single(received, tensor, group=self._group, async_op=True)
-        return Hop([work], [tensor], [received])
+        return Hop([work], [tensor], [received], self.channel)
 
     def _trade(self, tensor: Tensor, kind: type[Hop]) -> Hop:
         received = torch.empty_like(tensor)
@@ -266,7 +269,7 @@ class Collective:
         into, out = (received, tensor) if self._nccl else (_as_bytes(received), _as_bytes(tensor))
         with annotate(f"send/{self.channel}"):
             work = dist.all_to_all_single(into, out, group=self._group, async_op=True)
-        return kind([work], [tensor], [received])
+        return kind([work], [tensor], [received], self.channel)
 
     def _count(self, operation: str, links: Sequence[str], piece_bytes: int) -> None:
         """Count one collective, under its slowest link, and its bytes by link."""

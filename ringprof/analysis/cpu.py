@@ -19,6 +19,7 @@ from ringprof.analysis.window import Window
 from ringprof.trace.columns import Int8, Int64, Ranges, Trace
 
 _WAIT = re.compile(r"ringprof::wait\b.*")
+_WAIT_CHANNEL = re.compile(r"ringprof::wait/(\S+)")
 _MERGE = re.compile(r"ringprof::(.*/)?merge\b.*")
 _COMM_OPERATOR = re.compile(r"c10d::|gloo:|nccl:|record_param_comms|ringprof::|autograd::")
 _COPY = re.compile(r"aten::(copy_|clone|contiguous|to|_to_copy|cat|narrow_copy|index_select)")
@@ -64,6 +65,20 @@ def break_down_cpu(trace: Trace, window: Window, number: int | None = None) -> B
         flash_ns=intervals.length_ns(_of(start, end, kind, ("flash_fwd", "flash_bwd"))),
         kinds=_kind_times(start, end, kind, blocked, waits),
     )
+
+
+def blocked_by_channel(trace: Trace, window: Window) -> dict[str, int]:
+    """Nanoseconds that the rank was blocked in each channel's transfers (``ringprof::wait/<channel>``), within the
+    marked iterations; channels that the trace does not name are left out."""
+    first, last = _bounds(trace, window, None)
+    named = {match[1] for name in trace.names if (match := _WAIT_CHANNEL.fullmatch(name))}
+    result = {}
+    for channel in sorted(named):
+        spans = _named(trace, trace.annotations, re.compile(re.escape(f"ringprof::wait/{channel}")))
+        result[channel] = intervals.length_ns(
+            intervals.union(np.clip(spans.start_ns, first, last), np.clip(spans.end_ns, first, last))
+        )
+    return result
 
 
 def _bounds(trace: Trace, window: Window, number: int | None) -> tuple[int, int]:

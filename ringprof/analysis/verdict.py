@@ -13,6 +13,7 @@ from itertools import pairwise
 from statistics import fmean
 
 from ringprof.analysis.attribution import Attribution, Rank
+from ringprof.analysis.cpu_links import blocked_in_words
 from ringprof.analysis.hops import OTHER_HOST, hop_totals
 from ringprof.analysis.steps import Step, find_steps
 from ringprof.analysis.summary import Summary
@@ -264,7 +265,8 @@ def _wait(found: Findings, share: float) -> str:
 
 def _unsplit(found: Findings, share: float) -> str:
     if found.attribution.on_cpu:
-        return f"{_percent(share)} of the time ranks are blocked; how much of it is waiting is not recorded on CPU."
+        blocked = f"{_percent(share)} of the time ranks are blocked; how much of it is waiting is not recorded on CPU."
+        return blocked_in_words(found.attribution) or blocked
     return f"How much of it is waiting and how much wire is not known (see warnings){_worst_step(found)}."
 
 

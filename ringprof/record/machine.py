@@ -13,7 +13,7 @@ import torch
 
 from ringprof._version import __version__
 
-VARIABLE_PREFIXES = ("NCCL_", "TORCH_NCCL_", "RINGPROF_")
+VARIABLE_PREFIXES = ("NCCL_", "TORCH_NCCL_", "GLOO_", "RINGPROF_")
 VARIABLES = ("CUDA_DEVICE_MAX_CONNECTIONS", "OMP_NUM_THREADS")
 
 
