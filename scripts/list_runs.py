@@ -14,7 +14,9 @@ def main() -> None:
     for path in sorted(TRACES.glob("*/run.json")):
         run = read_run(path)
         where = f"{run.topology.world_size} x {run.environment.devices[0]}"
-        hosts = "" if run.topology.ranks_per_host == run.topology.world_size else ", two emulated hosts"
+        hosts = ""
+        if run.topology.ranks_per_host < run.topology.world_size:
+            hosts = ", two hosts" if len(set(run.topology.hosts)) > 1 else ", two emulated hosts"
         print(f"| `{path.parent.name}` | {where}{hosts} | `{' '.join(run.command)}` |")
 
 

@@ -10,6 +10,7 @@ import jsonschema
 import pytest
 
 import ringprof
+from ringprof.analysis.cpu_links import blocked_on_links
 from ringprof.run import read_run
 from tests.analysis.sweep import sweep
 from tests.analysis.test_real_runs import nanoseconds
@@ -67,3 +68,36 @@ def test_a_committed_run(folder):
         sent = [entry for entry in run.work[rank["rank"]].sent if entry.operation in {"send_recv", "copy"}]
         counted = sum(entry.sent_bytes for entry in sent) * iterations
         assert (rank["hops"]["bytes"] if rank["hops"] else 0) == counted
+
+
+ELEMENTS = 4096 // 4 * 4 * 64
+"""Of one rank's Q, K or V in the CPU runs on two hosts: local sequence, heads, head_dim."""
+WIRE_MB_S = 25
+"""What the wire between the two hosts was held to."""
+
+
+@pytest.mark.parametrize(
+    ("name", "leaving"),
+    [
+        # Of the two ranks of a host one sends over the wire: K and V (2 bytes) 3 hops in either pass, dK and dV
+        # (4 bytes) 4 hops.
+        ("zigzag", 2 * 3 * 2 * 2 + 4 * 2 * 4),
+        # Both do: K and V once in either pass, dK and dV once in 4 bytes and once in 2.
+        ("double-ring", 2 * (2 * 2 * 2 + 2 * 4 + 2 * 2)),
+        # Both: K and V; Q, dO and two numbers of 4 bytes a row of 64; dQ twice.
+        ("burst", 2 * (2 * 2 + 2 * 2 + 2 * 4 / 64 + 2 * 2)),
+    ],
+)
+def test_a_committed_run_on_two_hosts_names_the_wire_between_them(name, leaving):
+    folder = TRACES / f"cpu4-{name}-4096-two-hosts"
+    run = read_run(folder / "run.json")
+    report = ringprof.load(folder).report()
+    jsonschema.validate(report, json.loads(SCHEMA.read_text()))
+    assert run.topology.hosts == ["host0", "host0", "host1", "host1"] and run.work is not None
+    links = blocked_on_links(ringprof.load(folder).attribution)
+    assert links is not None and links.leaving_bytes == leaving * ELEMENTS
+    exposed = sum(rank["exposed_comm_ns"] for rank in report["ranks"]) / 4
+    assert links.between_hosts_ns + links.within_host_ns == pytest.approx(exposed, rel=1e-9)
+    assert links.between_hosts_ns > links.within_host_ns
+    wall_s = sum(rank["wall_ns"] for rank in report["ranks"]) / 4 / 1e9
+    assert links.leaving_bytes / wall_s / 1e6 < WIRE_MB_S
