@@ -76,5 +76,5 @@ def laggard(stood: Mapping[int, tuple[str, int | None]], world: int) -> str:
     if silent:
         return f"rank {silent[0]} hung and did not answer"
     rank, (where, hops) = min(stood.items(), key=lambda item: -1 if item[1][1] is None else item[1][1])
-    posted = "" if hops is None else f", after {hops} hops: hop {hops + 1} was not posted"
+    posted = "" if hops is None else f", after {hops} hop{'' if hops == 1 else 's'}: hop {hops + 1} was not posted"
     return f"rank {rank} hung in {where}{posted},"
