@@ -128,7 +128,7 @@ def _memory(request: Request, workload: Workload) -> int:
     That is an output for the blocks alone, and with all-gather all keys and values for these and for the silent gather.
     """
     assert request.world is not None
-    memory = memory_per_device(workload, request.world, request.strategy)
+    memory = memory_per_device(workload, request.world, request.strategy, request.hops)
     if not request.controls:
         return memory
     item = 4 if workload.dtype == "fp32" else 2
@@ -137,12 +137,13 @@ def _memory(request: Request, workload: Workload) -> int:
     return memory + row * workload.heads // request.world + gathered
 
 
-def memory_per_device(workload: Workload, world: int, strategy: str = "zigzag") -> int:
+def memory_per_device(workload: Workload, world: int, strategy: str = "zigzag", hops: str = "nccl") -> int:
     """Bytes that one rank holds at its peak.
 
-    Backward, for every strategy: q, k, v, out and dout, and the gradients of one block. A ring adds dQ in float32 and
-    three sets of what travels (K, V, and dK, dV in float32): held, arriving, and sent but not yet given back. Within a
-    fifth of what 4 H200 held at 262144 tokens; a strategy that is not bundled counts as a ring.
+    Backward, for every strategy: q, k, v, out and dout, and the gradients of one block. A ring adds dQ in float32, the
+    kernel's own sum of it, three sets of K and V (held, arriving, and sent but not yet given back) and two of dK and dV
+    in float32. Copied hops keep the slots that they arrive in. Within a fifth of what 4 H200 held at 65536 and 262144
+    tokens; a strategy that is not bundled counts as a ring.
     """
     tokens = workload.batch * -(-workload.seq // world) * workload.head_dim
     item = 4 if workload.dtype == "fp32" else 2
@@ -156,9 +157,14 @@ def memory_per_device(workload: Workload, world: int, strategy: str = "zigzag") 
         # The same again with whole sequences and a share of the heads.
         return 2 * common
     if strategy == "burst":
-        return common + kv_wide + sets * 3 * q + q + q_wide
-    regrouped = q + kv if strategy in ("usp", "double-ring") else 0
-    return common + q_wide + sets * (kv + kv_wide) + regrouped
+        # Forward its slots are for K and V, backward for other shapes.
+        slots = 2 * kv if hops == "copy" else 0
+        return common + kv_wide + sets * 3 * q + q + q_wide + slots
+    if strategy == "allgather":
+        return common + q_wide + sets * (kv + kv_wide)
+    regrouped = 2 * q + kv if strategy in ("usp", "double-ring") else 0
+    slots = kv if hops == "copy" else 0
+    return common + 2 * q_wide + sets * kv + 2 * kv_wide + regrouped + slots
 
 
 def describe(request: Request, plan: Plan) -> list[str]:

@@ -41,7 +41,7 @@ def plan(**changes: object) -> Plan:
 def test_memory_is_within_a_fifth_of_what_real_runs_held(path: Path) -> None:
     run = read_run(path)
     assert run.workload and run.strategy and run.peak_memory_bytes
-    estimate = memory_per_device(run.workload, run.topology.world_size, run.strategy.name)
+    estimate = memory_per_device(run.workload, run.topology.world_size, run.strategy.name, run.strategy.hops)
     assert 0.95 < estimate / max(run.peak_memory_bytes) < 1.2
 
 

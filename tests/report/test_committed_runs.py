@@ -14,6 +14,7 @@ from ringprof.analysis.cpu_links import blocked_on_links
 from ringprof.run import read_run
 from tests.analysis.sweep import sweep
 from tests.analysis.test_real_runs import nanoseconds
+from tests.loaded import analysis
 
 TRACES = Path(__file__).parents[2] / "traces"
 SCHEMA = Path(ringprof.__file__).parent / "report" / "schema" / "report-1.schema.json"
@@ -94,7 +95,7 @@ def test_a_committed_run_on_two_hosts_names_the_wire_between_them(name, leaving)
     report = ringprof.load(folder).report()
     jsonschema.validate(report, json.loads(SCHEMA.read_text()))
     assert run.topology.hosts == ["host0", "host0", "host1", "host1"] and run.work is not None
-    links = blocked_on_links(ringprof.load(folder).attribution)
+    links = blocked_on_links(analysis(folder).attribution)
     assert links is not None and links.leaving_bytes == leaving * ELEMENTS
     exposed = sum(rank["exposed_comm_ns"] for rank in report["ranks"]) / 4
     assert links.between_hosts_ns + links.within_host_ns == pytest.approx(exposed, rel=1e-9)
