@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,12 +46,23 @@ def record_as_rank(request: Request, place: Placement, reporter: Reporter) -> Ru
     if place.rank != 0:
         reporter = Silent()
     resolved = resolve(request, place)
-    with process_group(place, resolved.device, MEETING_LIMIT_S) as device:
+    with _lost_before_the_run(place), process_group(place, resolved.device, MEETING_LIMIT_S) as device:
         hosts, pids = _meet(place, device)
         shared = regular_per_host(host_numbers(hosts))
         joined = _Joined(replace(place, local_world_size=shared), hosts, pids, Standing(reporter), device)
         run = joined.record(request)
     return None if run is None else read_run(request.output)
+
+
+@contextmanager
+def _lost_before_the_run(place: Placement) -> Iterator[None]:
+    """A rank that is gone before there is a lifeline shows as an error of torch.distributed, and rank 0 may be it."""
+    from ringprof.record.failure import message_of
+
+    try:
+        yield
+    except RuntimeError as error:
+        raise RecordError(f"rank {place.rank} cannot reach the other ranks: {message_of(error)}") from error
 
 
 def _meet(place: Placement, device: Any) -> tuple[list[str], list[int]]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import signal
 import socket
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from ringprof.run import read_run
-from tests.record.command import RINGPROF, SMALL, environment, started_in, wait_until
+from tests.record.command import RINGPROF, SMALL, environment, run, started_in, wait_until
 from tests.record.two_hosts import TwoHosts
 
 RECORD = ["record", "--strategy", "zigzag", *SMALL, "--iters", "1"]
@@ -84,3 +85,16 @@ def test_a_killed_task_ends_all(own_strategies: Path) -> None:
     (line,) = [line for line in said if line.startswith("ringprof: ")]
     assert "rank 2 on host" in line and "has gone" in line
     assert list((own_strategies / "traces").iterdir()) == [Path(line.split("log: ")[1])]
+
+
+def test_a_rank_that_is_gone_before_the_run_begins(tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        env = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+    meet_and_leave = "import os, torch.distributed as d; d.init_process_group('gloo'); os._exit(0)"
+    other = subprocess.Popen([sys.executable, "-c", meet_and_leave], env=environment(RANK="1", **env))
+    done = run(RECORD, tmp_path, RANK="0", **env)
+    other.wait(10)
+    assert done.returncode == 3 and "Traceback" not in done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("ringprof: ")]
+    assert "rank 0 cannot reach the other ranks" in line and not (tmp_path / "traces").exists()
