@@ -11,26 +11,12 @@ from typing import Any
 
 from ringprof.analysis.table import ASSUMPTIONS, KindTime, TableReport
 from ringprof.analysis.table_claims import ClaimCheck
+from ringprof.report.terms import LABELS
 from ringprof.report.text import clean, duration, in_ascii, in_unit, percent, unit_for
 from ringprof.trace.columns import Warning
 
 _WIDTH = 110
 
-_LABELS = {
-    "flash_fwd": "flash forward",
-    "flash_bwd": "flash backward",
-    "gemm": "matrix product",
-    "other": "other compute",
-    "send_recv": "send/recv",
-    "all_to_all": "all-to-all",
-    "all_gather": "all-gather",
-    "reduce_scatter": "reduce-scatter",
-    "all_reduce": "all-reduce",
-    "copy_engine": "peer copies",
-    "comm_other": "other communication",
-    "memcpy": "memory copies",
-    "memset": "memory sets",
-}
 _WALLS = {
     "given": "the wall time given",
     "iteration_time": "the log's own time of one iteration",
@@ -108,7 +94,7 @@ def _kind_line(kind: KindTime, total_ns: int, unit: tuple[float, str]) -> str:
     average = duration(kind.average_ns, 3) if kind.average_ns is not None else "-"
     share = percent(kind.time_ns / total_ns) if total_ns else "-"
     time = f"{in_unit(kind.time_ns, unit[0])} {unit[1]}"
-    line = f"{_LABELS.get(kind.kind, kind.kind):<22}{time:>13}{share:>9}{kind.calls:>9,}{average:>13}"
+    line = f"{LABELS.get(kind.kind, kind.kind):<22}{time:>13}{share:>9}{kind.calls:>9,}{average:>13}"
     return line + (f"{duration(kind.per_iteration_ns, 3):>15}" if kind.per_iteration_ns is not None else "")
 
 
@@ -133,7 +119,7 @@ def _iteration_line(report: TableReport) -> str:
         return line
     counts = "; ".join(
         [f"{c.launch} {c.launched:,} launched, {c.ran:,} ran" for c in counted.counts]
-        + [f"{_LABELS[f.kind]} {f.calls} calls, {f.per_iteration} an iteration" for f in counted.flash]
+        + [f"{LABELS[f.kind]} {f.calls} calls, {f.per_iteration} an iteration" for f in counted.flash]
     )
     return f"{line}, {low:.1f} to {high:.1f} in the device rows ({counts})"
 
