@@ -265,8 +265,9 @@ def _wait(found: Findings, share: float) -> str:
 
 def _unsplit(found: Findings, share: float) -> str:
     if found.attribution.on_cpu:
-        blocked = f"{_percent(share)} of the time ranks are blocked; how much of it is waiting is not recorded on CPU."
-        return blocked_in_words(found.attribution) or blocked
+        # Beyond what is blocked this holds the time from a rank's end to the slowest rank's.
+        blocked = f"{_percent(share)} of the slowest rank's time others are blocked, or done before it"
+        return blocked_in_words(found.attribution) or f"{blocked}; what of it is waiting is not recorded on CPU."
     return f"How much of it is waiting and how much wire is not known (see warnings){_worst_step(found)}."
 
 
