@@ -93,7 +93,7 @@ def test_a_rank_that_is_gone_before_the_run_begins(tmp_path: Path) -> None:
         env = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
     meet_and_leave = "import os, torch.distributed as d; d.init_process_group('gloo'); os._exit(0)"
     other = subprocess.Popen([sys.executable, "-c", meet_and_leave], env=environment(RANK="1", **env))
-    done = run(RECORD, tmp_path, RANK="0", **env)
+    done = run(RECORD, tmp_path, RINGPROF, RANK="0", **env)
     other.wait(10)
     assert done.returncode == 3 and "Traceback" not in done.stderr
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("ringprof: ")]
