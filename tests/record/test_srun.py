@@ -87,6 +87,7 @@ def test_a_killed_task_ends_all(own_strategies: Path) -> None:
     assert list((own_strategies / "traces").iterdir()) == [Path(line.split("log: ")[1])]
 
 
+@pytest.mark.long
 def test_a_rank_that_is_gone_before_the_run_begins(tmp_path: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
