@@ -181,6 +181,9 @@ def _flash_counts(
         return sum(max(low - value, 0.0) + max(value - high, 0.0) for value in values)
 
     guesses = range(max(1, math.floor(forward / high) - 2), math.ceil(backward / low) + 3)
+    if not guesses:
+        # More forward calls than backward ones: rows are missing.
+        return ()
     best = min(guesses, key=lambda n: (outside(n), n != table.context.world_size))
     if outside(best) > 0.05 * cpu:
         return ()
