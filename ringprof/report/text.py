@@ -70,7 +70,8 @@ def rounded_to_sum(values: Sequence[float], whole: float, digits: int) -> list[f
     scale = 10**digits
     scaled = [value * scale for value in values]
     floors = [int(value // 1) for value in scaled]
-    missing = round(whole * scale) - sum(floors)
+    # As formatting rounds it: the product with the scale may fall on the other side of a half.
+    missing = round(round(whole, digits) * scale) - sum(floors)
     by_rest = sorted(range(len(scaled)), key=lambda i: floors[i] - scaled[i])
     for index in by_rest[: max(0, missing)]:
         floors[index] += 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ringprof.report import text
@@ -44,6 +44,7 @@ def test_durations_take_a_unit_that_suits(time_ns, shown):
 
 
 @given(st.lists(st.floats(min_value=0, max_value=1e4), min_size=1, max_size=6), st.integers(0, 3))
+@example([0.05], 1)
 def test_rounded_parts_sum_to_the_rounded_whole(values, digits):
     parts = text.rounded_to_sum(values, sum(values), digits)
     assert round(sum(parts), digits) == pytest.approx(round(sum(values), digits), abs=0.11 * 10**-digits)
