@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 
@@ -75,17 +76,19 @@ def test_a_long_last_word_is_shortened(trouble: Heard) -> None:
 
 
 def test_all_are_told_to_end(trouble: Heard) -> None:
-    hub, ended = Hub(3, trouble), Heard()
-    lines: list[Line] = []
+    hub, ended = Hub(3, trouble), {1: Heard(), 2: Heard()}
+    lines: dict[int, Line] = {}
 
-    def leave(told: bool) -> None:
-        ended(told)
-        cut_off(lines[len(ended.calls) - 1])
+    def leave(rank: int, told: bool) -> None:
+        ended[rank](told)
+        cut_off(lines[rank])
 
-    lines += [connected(hub, rank, leave) for rank in (1, 2)]
+    for rank in ended:
+        lines[rank] = connected(hub, rank, partial(leave, rank))
     begin = time.monotonic()
     hub.end_all(10)
-    assert time.monotonic() - begin < 5 and ended.calls == [(True,), (True,)]
+    assert time.monotonic() - begin < 5
+    assert [heard.calls for heard in ended.values()] == [[(True,)], [(True,)]]
     hub.close()
 
 
