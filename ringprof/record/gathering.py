@@ -50,18 +50,26 @@ def gather_traces(own: Path, sizes: list[int | None], staging: Path, device: tor
 
 
 def _send(path: Path, size: int, device: torch.device) -> None:
+    room = _room(size, device)
     with path.open("rb") as file:
         for start in range(0, size, PIECE_BYTES):
-            piece = file.read(min(PIECE_BYTES, size - start))
-            _exchange(dist.isend, torch.frombuffer(bytearray(piece), dtype=torch.uint8).to(device), 0)
+            data = bytearray(file.read(min(PIECE_BYTES, size - start)))
+            piece = room[: len(data)].copy_(torch.frombuffer(data, dtype=torch.uint8))
+            _exchange(dist.isend, piece, 0)
 
 
 def _receive(path: Path, size: int, sender: int, device: torch.device) -> None:
+    room = _room(size, device)
     with path.open("wb") as file:
         for start in range(0, size, PIECE_BYTES):
-            piece = torch.empty(min(PIECE_BYTES, size - start), dtype=torch.uint8, device=device)
+            piece = room[: min(PIECE_BYTES, size - start)]
             _exchange(dist.irecv, piece, sender)
             file.write(piece.cpu().numpy().data)
+
+
+def _room(size: int, device: torch.device) -> torch.Tensor:
+    """The same for every piece: the backend may let go of a message's tensor long after the message is complete."""
+    return torch.empty(min(PIECE_BYTES, size), dtype=torch.uint8, device=device)
 
 
 def _exchange(operation: object, piece: torch.Tensor, peer: int) -> None:
