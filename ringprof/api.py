@@ -127,7 +127,7 @@ class Analysis:
         """
         from ringprof.companion import trace_analysis
 
-        return trace_analysis({rank.rank: rank.classified.trace.path for rank in self.attribution.ranks})
+        return trace_analysis({rank.rank: rank.path for rank in self.attribution.ranks})
 
     def report(self) -> dict[str, Any]:
         """The report of ``--format json``, schema ``ringprof.report/1``."""

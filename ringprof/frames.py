@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ringprof.analysis.attribution import Attribution, Rank
+from ringprof.analysis.attribution import Attribution
 from ringprof.analysis.breakdown import Breakdown
 from ringprof.analysis.hops import Hop
+from ringprof.analysis.rank import Rank
 from ringprof.analysis.rules import KINDS
 from ringprof.analysis.steps import STEP_COLUMNS, Step
 from ringprof.analysis.waterfall import WATERFALL_COLUMNS, Waterfall

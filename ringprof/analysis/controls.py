@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
-from ringprof.analysis.attribution import Rank
+from ringprof.analysis.rank import Rank
 from ringprof.run import Controls
 
 
@@ -84,8 +84,7 @@ def _flash_slowdown(ranks: Sequence[Rank], solo_ns: Sequence[float]) -> float | 
     share cores and communication takes its time from other ranks' kernels."""
     run, alone = 0.0, 0.0
     for rank in ranks:
-        cut = rank.window.between_ns is not None or rank.window.source == "range"
-        if cut or rank.on_cpu or not rank.iterations or rank.rank >= len(solo_ns):
+        if rank.cut or rank.on_cpu or not rank.iterations or rank.rank >= len(solo_ns):
             return None
         run += rank.breakdown.flash_ns
         alone += solo_ns[rank.rank] * len(rank.iterations)

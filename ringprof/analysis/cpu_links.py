@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from ringprof.analysis.attribution import Attribution
-from ringprof.analysis.cpu import blocked_by_channel
 from ringprof.analysis.hops import OTHER_HOST
 
 
@@ -37,7 +36,7 @@ def blocked_on_links(attribution: Attribution) -> BlockedOnLinks | None:
     crossing = {entry.channel for entry in sent if entry.link == OTHER_HOST}
     blocked: dict[str, int] = {}
     for rank in ranks:
-        for channel, time_ns in blocked_by_channel(rank.classified.trace, rank.window).items():
+        for channel, time_ns in rank.blocked_ns.items():
             blocked[channel] = blocked.get(channel, 0) + time_ns
     between = {channel: time_ns for channel, time_ns in blocked.items() if channel in crossing}
     if not between:

@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ringprof.analysis import intervals
-from ringprof.analysis.attribution import Rank
-from ringprof.analysis.intervals import NOTHING, Spans
+from ringprof.analysis.intervals import Spans
+from ringprof.analysis.rank import Detail
 from ringprof.analysis.rules import CODE, COMMUNICATION, COMPUTE
 from ringprof.trace.columns import Int64
 
@@ -55,33 +55,32 @@ class Exposure:
         return intervals.merged(self.wire, self.wait, self.unknown)
 
 
-def rows_of(rank: Rank) -> Rows:
-    """The activities of the rank's window on the device that is reported; none on CPU."""
-    columns = rank.classified.trace.activities
-    activity = rank.window.activities() if not rank.on_cpu else np.empty(0, np.int64)
+def rows_of(detail: Detail) -> Rows:
+    """The activities of a rank's window on the device that is reported; none on CPU."""
+    columns, window = detail.classified.trace.activities, detail.window
+    activity = window.activities()
     start, end = columns.start_ns[activity], columns.end_ns[activity]
-    if rank.window.between_ns:
-        first, last = rank.window.between_ns
+    if window.between_ns:
+        first, last = window.between_ns
         inside = (start < last) & (end > first)
         activity, start, end = activity[inside], np.maximum(start[inside], first), np.minimum(end[inside], last)
     devices, counts = np.unique(columns.device[activity], return_counts=True)
     if len(devices) > 1:
         mine = columns.device[activity] == devices[np.argmax(counts)]
         activity, start, end = activity[mine], start[mine], end[mine]
-    return Rows(activity, start, np.maximum(end, start), rank.classified.kind[activity])
+    return Rows(activity, start, np.maximum(end, start), detail.classified.kind[activity])
 
 
-def exposure_of(rank: Rank, rows: Rows) -> Exposure:
-    """Split the rank's exposed communication; nothing on CPU, where only its amount is known."""
-    if rank.on_cpu:
-        return Exposure(NOTHING, NOTHING, NOTHING, 0)
+def exposure_of(detail: Detail, rows: Rows) -> Exposure:
+    """Split a rank's exposed communication; not for CPU, where only its amount is known."""
+    window = detail.window
     compute = rows.spans(*COMPUTE)
-    timed = [part.transfer for part in rank.splits if part.wire_ns is not None]
-    size = [part.wire_ns for part in rank.splits if part.wire_ns is not None]
+    timed = [part.transfer for part in detail.splits if part.wire_ns is not None]
+    size = [part.wire_ns for part in detail.splits if part.wire_ns is not None]
     end = np.array([transfer.end_ns for transfer in timed], np.int64)
     start = end - np.array(size, np.int64)
-    if rank.window.between_ns:
-        start, end = np.clip(start, *rank.window.between_ns), np.clip(end, *rank.window.between_ns)
+    if window.between_ns:
+        start, end = np.clip(start, *window.between_ns), np.clip(end, *window.between_ns)
     on_wire = intervals.union(start, end)
     communication = rows.of(*COMMUNICATION)
     untimed = communication & ~np.isin(rows.activity, [transfer.activity for transfer in timed])

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from statistics import fmean
 
-from ringprof.analysis.attribution import Rank
-from ringprof.analysis.hops import hop_totals
+from ringprof.analysis.rank import Rank
 from ringprof.analysis.rules import KINDS
 from ringprof.analysis.table import TableReport
 from ringprof.analysis.verdict import Findings
@@ -57,8 +56,8 @@ def _of_rank(rank: Rank) -> dict[str, float]:
     if b.overlap_ratio is not None:
         figures["overlap_ratio"] = b.overlap_ratio
     figures |= {f"{kind}_ns": b.kinds[kind].time_ns if kind in b.kinds else 0 for kind in KINDS}
-    if rank.hops:
-        hops = hop_totals(rank.hops)
+    if rank.hop_totals.count:
+        hops = rank.hop_totals
         known = {"wait_share": hops.wait_share, "wire_gbps": hops.wire_gbps, "wait_ns": hops.wait_ns}
         known |= {"wire_ns": hops.wire_ns, "hops": hops.count, "hop_bytes": hops.sent_bytes}
         figures |= {name: value for name, value in known.items() if value is not None}

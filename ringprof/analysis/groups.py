@@ -51,9 +51,13 @@ def keep_group(classified: Classified, group: str) -> Kept:
     return Kept(replace(classified, kind=kind), found, unknown)
 
 
-def refuse_unknown_group(group: str, traces: Iterable[Trace]) -> None:
+def group_names(trace: Trace) -> set[str]:
+    """The groups that one trace has a record of, with their ranks, for a message."""
+    return {_shown(record, trace) for record in trace.collectives if record.group is not None}
+
+
+def refuse_unknown_group(group: str, names: Iterable[str]) -> None:
     """Say that no trace has a record of this group, and which groups there are."""
-    names = {_shown(record, trace) for trace in traces for record in trace.collectives if record.group is not None}
     listed = "; ".join(sorted(names)[:12]) or "none"
     raise UsageError(f"--group {group!r}: nothing was communicated in such a group; the traces have: {listed}")
 

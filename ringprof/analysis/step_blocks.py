@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ringprof.analysis.attribution import Rank
 from ringprof.analysis.exposure import Rows
+from ringprof.analysis.rank import Rank
 from ringprof.analysis.rules import CODE
 from ringprof.trace.columns import NONE, Int64, Trace
 

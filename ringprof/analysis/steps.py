@@ -16,9 +16,10 @@ import msgspec
 import numpy as np
 
 from ringprof.analysis import intervals
-from ringprof.analysis.attribution import Attribution, Rank
+from ringprof.analysis.attribution import Attribution
 from ringprof.analysis.exposure import Exposure, Rows, exposure_of, rows_of
 from ringprof.analysis.hops import Split, total
+from ringprof.analysis.rank import Rank
 from ringprof.analysis.rules import COMPUTE
 from ringprof.analysis.step_blocks import (
     Blocks,
@@ -131,7 +132,7 @@ def find_steps(attribution: Attribution) -> tuple[Step, ...]:
 
 
 def _side(rank: Rank) -> _Side:
-    rows = rows_of(rank)
+    rows = rows_of(rank.detail)
     number = np.full(len(rank.classified.trace.activities.start_ns), NONE, np.int64)
     for place, activities in enumerate(rank.window.iterations):
         number[activities] = place
@@ -173,7 +174,7 @@ def _ring_size(sides: Sequence[_Side]) -> int:
     """Ranks in the ring: of the largest group that a hop belongs to, else all."""
     groups = {len(part.transfer.group[1]) for side in sides for hop in side.rank.hops for part in hop.parts}
     largest = max(groups, default=0)
-    return largest or max((side.rank.classified.trace.world_size or 0 for side in sides), default=0) or len(sides)
+    return largest or max((side.rank.world_size or 0 for side in sides), default=0) or len(sides)
 
 
 def _slots(side: _Side, blocks: Blocks) -> Int64:
@@ -213,7 +214,7 @@ def _steps(side: _Side, blocks: Blocks, slots: Int64) -> list[Step]:
     if not blocks.keys:
         return []
     start, end = _bounds(side, blocks, slots)
-    rows, exposure = side.rows, exposure_of(side.rank, side.rows)
+    rows, exposure = side.rows, exposure_of(side.rank.detail, side.rows)
     exposed = _within(exposure.everything, start, end)
     columns: dict[str, Any] = {
         "start_ns": start,

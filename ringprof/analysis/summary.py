@@ -10,10 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from ringprof.analysis.attribution import Attribution, Rank
+from ringprof.analysis.attribution import Attribution
 from ringprof.analysis.controls import ControlFigures, control_figures, slowest
-from ringprof.analysis.hops import hop_totals, total
+from ringprof.analysis.hops import total
+from ringprof.analysis.rank import Carried, Rank
 from ringprof.analysis.rules import COMMUNICATION, KINDS, OTHER_GROUPS
+from ringprof.analysis.waiting import LinkClass
 from ringprof.run import Run
 
 MOST_RANKS_LISTED = 16
@@ -160,7 +162,7 @@ def summarise(attribution: Attribution) -> Summary:
         ranks=_rank_rows(ranks),
         devices=_distinct(rank.device for rank in ranks),
         hosts=_distinct(rank.host for rank in ranks),
-        attention=_distinct(family for rank in ranks for family in rank.classified.attention),
+        attention=_distinct(family for rank in ranks for family in rank.attention),
     )
 
 
@@ -198,7 +200,7 @@ def _over_ranks(label: str, take: Statistic, rows: Sequence[RankRow]) -> RankRow
 
 
 def _rank_row(rank: Rank) -> RankRow:
-    b, hops = rank.breakdown, hop_totals(rank.hops)
+    b, hops = rank.breakdown, rank.hop_totals
     return RankRow(
         label=f"rank {rank.rank}",
         wall_ns=b.wall_ns,
@@ -236,26 +238,26 @@ def _kinds(ranks: Sequence[Rank], wall_ns: float) -> tuple[KindRow, ...]:
 
 def _communication(attribution: Attribution) -> tuple[Communication, ...]:
     """By kind and link class, longest first; only what has wait and wire."""
-    groups = defaultdict(list)
+    groups: dict[LinkClass, list[Carried]] = defaultdict(list)
     for rank in attribution.ranks:
-        for part in rank.splits:
-            if part.wire_ns is not None:
-                groups[part.transfer.kind, part.link].append(part)
+        for row in rank.carried:
+            if row.timed:
+                groups[row.kind, row.link].append(row)
     rows = []
     for (kind, link), parts in groups.items():
-        wait, wire = sum(part.wait_ns or 0 for part in parts), sum(part.wire_ns or 0 for part in parts)
-        size = total([part.transfer.sent_bytes for part in parts])
-        row = Communication(
+        wait, wire = sum(part.wait_ns for part in parts), sum(part.wire_ns for part in parts)
+        size = total([part.sent_bytes for part in parts])
+        made = Communication(
             kind=kind,
             link=link,
-            kernels=len(parts),
+            kernels=sum(part.timed for part in parts),
             sent_bytes=size,
             wait_share=_ratio(wait, wait + wire),
             wire_share=_ratio(wire, wait + wire),
             wire_gbps=None if size is None or not wire else size / wire,
             best_gbps=attribution.best_gbps.get((kind, link)),
         )
-        rows.append((wait + wire, row))
+        rows.append((wait + wire, made))
     return tuple(row for _, row in sorted(rows, key=lambda item: -item[0]))
 
 

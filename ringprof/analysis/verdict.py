@@ -12,9 +12,10 @@ from functools import cached_property
 from itertools import pairwise
 from statistics import fmean
 
-from ringprof.analysis.attribution import Attribution, Rank
+from ringprof.analysis.attribution import Attribution
 from ringprof.analysis.cpu_links import blocked_in_words
-from ringprof.analysis.hops import OTHER_HOST, hop_totals
+from ringprof.analysis.hops import OTHER_HOST
+from ringprof.analysis.rank import Rank
 from ringprof.analysis.steps import Step, find_steps
 from ringprof.analysis.summary import Summary
 from ringprof.analysis.waterfall import Waterfall, find_waterfall
@@ -71,7 +72,7 @@ def _cost(found: Findings) -> str:
     attribution, summary = found.attribution, found.summary
     if not _communicates(found):
         ranks = attribution.ranks
-        size = attribution.run.topology.world_size if attribution.run else ranks[0].classified.trace.world_size
+        size = attribution.run.topology.world_size if attribution.run else ranks[0].world_size
         device = "process" if attribution.on_cpu else "GPU"
         alone = len(ranks) == 1 and size in (None, 1)
         return f"one {device}: nothing is communicated" if alone else "no communication in these traces"
@@ -136,10 +137,10 @@ def _imbalance(found: Findings, share: float) -> str:
 def _waited(rank: Rank) -> tuple[float, str]:
     """The share of waiting in its longest kind of communication, and that kind."""
     times: dict[str, list[int]] = defaultdict(lambda: [0, 0])
-    for part in rank.splits:
-        if part.wait_ns is not None:
-            times[part.transfer.kind][0] += part.wait_ns
-            times[part.transfer.kind][1] += part.transfer.duration_ns
+    for row in rank.carried:
+        if row.timed:
+            times[row.kind][0] += row.wait_ns
+            times[row.kind][1] += row.wait_ns + row.wire_ns
     if not times:
         return 0.0, "communication"
     kind = max(times, key=lambda name: times[name][1])
@@ -196,7 +197,7 @@ def _slow_hosts(found: Findings) -> str:
 
 def _slow_ranks(found: Findings) -> str:
     """Ranks whose hops are far slower on the wire than others': the two ends of slow links."""
-    rates = {rank.rank: hop_totals(rank.hops).wire_gbps for rank in found.attribution.ranks}
+    rates = {rank.rank: rank.hop_totals.wire_gbps for rank in found.attribution.ranks}
     known = {rank: rate for rank, rate in rates.items() if rate}
     slow = [rank for rank, rate in known.items() if rate * SLOW_LINK < max(known.values())]
     if not slow or len(slow) == len(known):
@@ -217,12 +218,10 @@ def _span(values: Sequence[float]) -> str:
 def _links(found: Findings, slow: set[int]) -> str:
     """The directions in which one slow rank sends to another."""
     pairs = {
-        (rank.rank, message.peer)
+        (rank.rank, peer)
         for rank in found.attribution.ranks
-        for hop in rank.hops
-        for part in hop.parts
-        for message in part.transfer.sends
-        if rank.rank in slow and message.peer in slow
+        for peer in rank.hop_peers
+        if rank.rank in slow and peer in slow
     }
     # Neighbours that are slow for their other side's sake would be named, too, where all of a ring is.
     if not pairs or len(pairs) > len(slow):
@@ -257,7 +256,7 @@ def _wait(found: Findings, share: float) -> str:
     if slow:
         on_wire = _percent(found.waterfall.of("exposed_wire") / found.waterfall.wall_ns)
         return f"{_percent(share)} of the time is waiting for peers whose hops are slow, {on_wire} wire: {slow}."
-    waits = {rank.rank: hop_totals(rank.hops).wait_ns for rank in found.attribution.ranks}
+    waits = {rank.rank: rank.hop_totals.wait_ns for rank in found.attribution.ranks}
     known = {rank: wait for rank, wait in waits.items() if wait}
     who = f", rank {max(known, key=lambda rank: known[rank])} longest" if len(known) > 1 else ""
     return f"{_percent(share)} of the time ranks wait for peers that have no more to compute{who}{_worst_step(found)}."

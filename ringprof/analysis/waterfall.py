@@ -18,10 +18,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ringprof.analysis import intervals
-from ringprof.analysis.attribution import Attribution, Rank
-from ringprof.analysis.exposure import exposure_of, rows_of
+from ringprof.analysis.attribution import Attribution
 from ringprof.analysis.peak import Peak, peak_of
+from ringprof.analysis.rank import Rank
 from ringprof.analysis.summary import Summary
 from ringprof.analysis.waterfall_words import Evidence, evidence_of
 
@@ -148,9 +147,7 @@ def find_waterfall(attribution: Attribution, summary: Summary, peak: Peak | None
 
 def _of_rank(rank: Rank, wall_ns: int, most_compute_ns: int) -> _RankParts:
     b = rank.breakdown
-    exposure = exposure_of(rank, rows_of(rank))
-    wire = intervals.length_ns(exposure.wire)
-    waiting = intervals.length_ns(exposure.wait)
+    wire, waiting = rank.exposed.wire_ns, rank.exposed.wait_ns
     unsplit = b.exposed_comm_ns - wire - waiting
     # Who is done early waits for the slowest, if only at the next collective.
     early = wall_ns - b.wall_ns
@@ -172,7 +169,7 @@ def _of_rank(rank: Rank, wall_ns: int, most_compute_ns: int) -> _RankParts:
         idle_ns=b.idle_ns,
         compute_ns=b.compute_ns,
         busy_ns=b.wall_ns - b.exposed_comm_ns,
-        on_wire_ns=exposure.wire_ns,
+        on_wire_ns=rank.exposed.on_wire_ns,
     )
 
 
@@ -194,7 +191,7 @@ def _work(attribution: Attribution, summary: Summary, measured: Peak | None) -> 
     if run is None or run.workload is None or run.topology.world_size != len(ranks) or attribution.on_cpu:
         return None
     iterations = {len(rank.iterations) for rank in ranks}
-    if len(iterations) != 1 or any(rank.window.between_ns or rank.window.source == "range" for rank in ranks):
+    if len(iterations) != 1 or any(rank.cut for rank in ranks):
         return None
     peak = measured or peak_of(next(iter(summary.devices), None), run.workload.dtype)
     count = iterations.pop()
@@ -238,7 +235,7 @@ def _means(totals: dict[str, int], count: int) -> dict[str, int]:
 def _always(attribution: Attribution) -> set[str]:
     """Parts that are shown though they be nothing: that they are is worth knowing."""
     several = len(attribution.ranks) > 1
-    timed = any(part.wire_ns is not None for rank in attribution.ranks for part in rank.splits)
+    timed = any(row.timed for rank in attribution.ranks for row in rank.carried)
     shown = {"merge_and_copies", "launch_gaps", "kernel", "repeated", "slowdown", "peak", "attention"}
     return shown | ({"imbalance", "exposed_wire", "peer_wait"} if several and timed else set())
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from statistics import fmean
 
-from ringprof.analysis.attribution import Attribution, Rank
+from ringprof.analysis.attribution import Attribution
 from ringprof.analysis.peak import Peak
+from ringprof.analysis.rank import Rank
 from ringprof.analysis.summary import Summary
 
 

@@ -8,9 +8,8 @@ from typing import Any
 
 import msgspec
 
-from ringprof.analysis.attribution import Rank
 from ringprof.analysis.clocks import UNKNOWN_NS
-from ringprof.analysis.hops import hop_totals, total
+from ringprof.analysis.rank import Rank
 from ringprof.analysis.rules import OTHER_GROUPS
 from ringprof.analysis.summary import Communication, Summary
 from ringprof.analysis.verdict import Findings
@@ -137,18 +136,17 @@ def _rank(rank: Rank) -> dict[str, Any]:
 def _waits(rank: Rank) -> dict[str, dict[str, int]] | None:
     """Wait and wire by kind; kinds with a kernel whose split is not known are left out."""
     waits = {}
-    for kind in dict.fromkeys(part.transfer.kind for part in rank.splits):
-        parts = [part for part in rank.splits if part.transfer.kind == kind]
-        wait, wire = total([part.wait_ns for part in parts]), total([part.wire_ns for part in parts])
-        if wait is not None and wire is not None:
-            waits[kind] = {"wait_ns": wait, "wire_ns": wire}
+    for kind in dict.fromkeys(row.kind for row in rank.carried):
+        rows = [row for row in rank.carried if row.kind == kind]
+        if all(row.timed == row.kernels for row in rows):
+            waits[kind] = {"wait_ns": sum(row.wait_ns for row in rows), "wire_ns": sum(row.wire_ns for row in rows)}
     return waits or None
 
 
 def _hops(rank: Rank) -> dict[str, Any] | None:
-    if not rank.hops:
+    totals = rank.hop_totals
+    if not totals.count:
         return None
-    totals = hop_totals(rank.hops)
     return {
         "count": totals.count,
         "bytes": totals.sent_bytes,

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from ringprof.analysis.attribution import Attribution, Rank
+from ringprof.analysis.attribution import Attribution
+from ringprof.analysis.rank import Rank
 from ringprof.analysis.rules import COMMUNICATION, KINDS
 from ringprof.analysis.steps import Step
 

@@ -11,9 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ringprof.analysis.attribution import Attribution, Rank
+from ringprof.analysis.attribution import Attribution
 from ringprof.analysis.exposure import exposure_of, rows_of
 from ringprof.analysis.matching import match
+from ringprof.analysis.rank import Rank
 from ringprof.analysis.rules import KINDS
 from ringprof.analysis.steps import Step
 from ringprof.analysis.verdict import Findings
@@ -82,7 +83,7 @@ def _activities(rank: Rank, origin: int) -> Iterator[dict[str, Any]]:
 
 
 def _exposed(rank: Rank, origin: int) -> Iterator[dict[str, Any]]:
-    exposure = exposure_of(rank, rows_of(rank))
+    exposure = exposure_of(rank.detail, rows_of(rank.detail))
     parts = (("exposed wire", exposure.wire), ("exposed wait", exposure.wait), ("exposed, not split", exposure.unknown))
     for name, spans in parts:
         for start, end in zip(spans.start_ns.tolist(), spans.end_ns.tolist(), strict=True):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from ringprof.analysis.attribution import attribute
+from ringprof.analysis.rank import kept
 from ringprof.analysis.steps import STEP_COLUMNS, find_steps
 from tests.analysis.build import FLASH, NCCL, Builder
 from tests.analysis.rings import BACKWARD, causal, everybody, ring_pass
@@ -143,7 +144,8 @@ def test_order_tells_what_names_tell(run):
         nothing = np.zeros(len(trace.annotations.start_ns), np.bool_)
         columns = vars(trace.annotations)
         bare = replace(trace, annotations=type(trace.annotations)(**{k: v[nothing] for k, v in columns.items()}))
-        ranks.append(replace(rank, classified=replace(rank.classified, trace=bare)))
+        detail = replace(rank.detail, classified=replace(rank.classified, trace=bare))
+        ranks.append(replace(rank, read_detail=kept(detail)))
     inferred = find_steps(replace(attribution, ranks=tuple(ranks)))
     assert Counter(step.source for step in inferred) == {"order": len(named)}
     values = [name for name in STEP_COLUMNS if name != "source"]

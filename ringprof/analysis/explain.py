@@ -1,0 +1,206 @@
+"""One rank's trace explained by itself: its window, its breakdown, and what its communication kernels carried."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ringprof.analysis import groups, intervals
+from ringprof.analysis.breakdown import break_down
+from ringprof.analysis.classify import Classified, classify
+from ringprof.analysis.cpu import blocked_by_channel, break_down_cpu, is_cpu_trace, marks_waiting
+from ringprof.analysis.exposure import exposure_of, rows_of
+from ringprof.analysis.focus import Focus
+from ringprof.analysis.hops import Hop, Split, group_into_hops, hop_totals
+from ringprof.analysis.rank import Detail, ExposedTime, Rank, carried_by
+from ringprof.analysis.rules import COMPUTE
+from ringprof.analysis.transfers import Transfer, transfers_of
+from ringprof.analysis.window import Window, find_window
+from ringprof.errors import TraceFormatError, UsageError
+from ringprof.trace.columns import NONE, Int64, Trace, Warning
+
+
+@dataclass(frozen=True)
+class Explained:
+    """What one trace says without the others."""
+
+    rank: Rank
+    """Nothing of it about communication yet."""
+    detail: Detail
+    transfers: list[Transfer]
+    warnings: tuple[Warning, ...]
+    in_group: bool
+    """Whether the chosen group communicates here; true where none was chosen."""
+
+
+def explain(
+    rank: int, host: str | None, trace: Trace, focus: Focus, between_ns: tuple[int, int] | None = None
+) -> Explained:
+    """Explain one trace as that of ``rank``; ``between_ns`` are the chosen times as unix times.
+
+    Raises `TraceFormatError` where it holds nothing to analyse, `UsageError` where a chosen range is not there.
+    """
+    warnings: list[Warning] = []
+    classified, found = _classified(rank, trace, focus, warnings)
+    window = replace(find_window(trace, classified.launch, focus.window), between_ns=between_ns)
+    if is_cpu_trace(trace):
+        return Explained(*_explain_cpu(rank, host, classified, window, warnings), [], tuple(warnings), found)
+    if not len(trace.activities.start_ns):
+        raise TraceFormatError(f"{trace.path}: the trace holds no GPU activity and no CPU operator: nothing to report")
+    if window.source == "trace" and window.marked:
+        warnings.append(
+            Warning("window_empty", "no activity was launched in the marked iterations: the whole trace is shown", rank)
+        )
+    everything = window.activities()
+    activities = _one_device(trace, _cut(trace, everything, between_ns), rank, warnings)
+    chosen = np.zeros(len(trace.activities.start_ns), np.bool_)
+    chosen[activities] = True
+    iterations = [part[chosen[part]] for part in window.iterations]
+    explained = Rank(
+        rank=rank,
+        host=host,
+        device=_device_name(trace, int(trace.activities.device[activities[0]])),
+        on_cpu=False,
+        path=trace.path,
+        world_size=trace.world_size,
+        attention=classified.attention,
+        cut=_is_cut(window),
+        breakdown=break_down(classified, activities, between_ns),
+        iterations=tuple(break_down(classified, part, between_ns) for part in iterations if len(part)),
+    )
+    # Hops are matched over the whole window: cut at times, the ranks would not count the same ones.
+    device = trace.activities.device[activities[0]]
+    transfers = transfers_of(classified, everything[trace.activities.device[everything] == device], rank)
+    return Explained(explained, Detail(classified, window), transfers, tuple(warnings), found)
+
+
+def _classified(rank: int, trace: Trace, focus: Focus, warnings: list[Warning]) -> tuple[Classified, bool]:
+    classified = classify(trace, focus.rules)
+    replayed = int(np.count_nonzero(trace.activities.graph_node != NONE))
+    if replayed:
+        warnings.append(Warning("cuda_graph", f"{replayed} {_CUDA_GRAPH}", rank))
+    if focus.group is None:
+        return classified, True
+    kept = groups.keep_group(classified, focus.group)
+    if kept.unknown:
+        warnings.append(Warning("group_unknown", _GROUP_UNKNOWN, rank, kept.unknown))
+    return kept.classified, kept.found
+
+
+_CUDA_GRAPH = (
+    "activities were replayed by CUDA graphs, whose launches are not recorded one by one: not known are the operators "
+    "that they belong to and, of communication, peers and bytes"
+)
+_GROUP_UNKNOWN = "communication kernels without a record of their group do not count as the chosen group's"
+
+
+def _is_cut(window: Window) -> bool:
+    return window.between_ns is not None or window.source == "range"
+
+
+def _cut(trace: Trace, activities: Int64, between_ns: tuple[int, int] | None) -> Int64:
+    """Those that reach into the chosen times."""
+    if between_ns is None:
+        return activities
+    start, end = trace.activities.start_ns[activities], trace.activities.end_ns[activities]
+    inside = activities[(start < between_ns[1]) & (end > between_ns[0])]
+    if not len(inside):
+        raise UsageError(
+            f"--between: nothing ran in {trace.path} at that time; times count from the start of the trace"
+        )
+    return inside
+
+
+_CPU_TIMES = "on CPU a transfer's own time is not recorded: no overlap, wait and wire"
+
+
+def _explain_cpu(
+    rank: int, host: str | None, classified: Classified, window: Window, warnings: list[Warning]
+) -> tuple[Rank, Detail]:
+    trace = classified.trace
+    whole = break_down_cpu(trace, window)
+    if whole is None:
+        raise TraceFormatError(f"{trace.path}: its CPU operators span no time: nothing to report")
+    parts = [break_down_cpu(trace, window, number) for number in range(len(window.span_ns))]
+    if (trace.world_size or 1) > 1 or marks_waiting(trace):
+        warnings.append(Warning("cpu_no_transfer_times", _CPU_TIMES, rank))
+    if not marks_waiting(trace) and (trace.world_size or 1) > 1:
+        warnings.append(
+            Warning("cpu_no_wait_marks", "no ringprof::wait range: what communication cost is not in the trace", rank)
+        )
+    explained = Rank(
+        rank=rank,
+        host=host,
+        device=None,
+        on_cpu=True,
+        path=trace.path,
+        world_size=trace.world_size,
+        attention=classified.attention,
+        cut=_is_cut(window),
+        breakdown=whole,
+        iterations=tuple(part for part in parts if part) or (whole,),
+        blocked_ns=blocked_by_channel(trace, window),
+    )
+    return explained, Detail(classified, window)
+
+
+def _one_device(trace: Trace, activities: Int64, rank: int, warnings: list[Warning]) -> Int64:
+    """The activities of the device that did most: a breakdown is of one device."""
+    devices, counts = np.unique(trace.activities.device[activities], return_counts=True)
+    if len(devices) == 1:
+        return activities
+    chosen = int(devices[np.argmax(counts)])
+    left_out = int(counts.sum() - counts.max())
+    warnings.append(
+        Warning(
+            "several_devices",
+            f"{trace.path}: of {len(devices)} devices only {chosen} is reported; {left_out} activities ran on others",
+            rank,
+        )
+    )
+    kept: Int64 = activities[trace.activities.device[activities] == chosen]
+    return kept
+
+
+def _device_name(trace: Trace, index: int) -> str | None:
+    return next((device.name for device in trace.devices if device.index == index), None)
+
+
+# --- with what the other ranks tell -------------------------------------------------------------------
+
+
+def with_splits(detail: Detail, splits: list[Split], rank: int) -> Detail:
+    """The detail with the rank's communication, and its hops, of those that begin in the chosen times."""
+    hops, between_ns = group_into_hops(splits, rank), detail.window.between_ns
+    if between_ns:
+        first, last = between_ns
+        splits = [part for part in splits if first <= part.transfer.start_ns < last]
+        hops = [hop for hop in hops if first <= hop.start_ns < last]
+    activities, compute = detail.classified.trace.activities, detail.classified.of(*COMPUTE)
+    computing = intervals.union(activities.start_ns[compute], activities.end_ns[compute])
+    # All hops at once: one question to the spans of computation, however many hops there are.
+    pieces = [(number, start, end) for number, hop in enumerate(hops) for start, end in hop.busy_ns()]
+    place, start, end = np.array(pieces, np.int64).reshape(-1, 3).T
+    exposed = np.zeros(len(hops), np.int64)
+    np.add.at(exposed, place, end - start - intervals.covered_ns(computing, start, end))
+    finished = [
+        Hop(rank, number, hop.parts, ns) for number, (hop, ns) in enumerate(zip(hops, exposed.tolist(), strict=True))
+    ]
+    return replace(detail, splits=tuple(splits), hops=tuple(finished))
+
+
+def with_communication(rank: Rank, detail: Detail) -> Rank:
+    """The rank's figures with those of its communication, which ``detail`` holds."""
+    exposed = ExposedTime()
+    if not rank.on_cpu:
+        found = exposure_of(detail, rows_of(detail))
+        exposed = ExposedTime(intervals.length_ns(found.wire), intervals.length_ns(found.wait), found.wire_ns)
+    sends = [message.peer for hop in detail.hops for part in hop.parts for message in part.transfer.sends]
+    return replace(
+        rank,
+        hop_totals=hop_totals(detail.hops),
+        carried=carried_by(detail.splits),
+        exposed=exposed,
+        hop_peers=frozenset(sends),
+    )

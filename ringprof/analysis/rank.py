@@ -1,0 +1,128 @@
+"""One rank of a run: its figures, which are few, and the detail that they come from, which is large."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from ringprof.analysis.breakdown import Breakdown
+from ringprof.analysis.classify import Classified
+from ringprof.analysis.hops import Hop, HopTotals, Split, hop_totals, total
+from ringprof.analysis.window import Window
+
+
+@dataclass(frozen=True)
+class Detail:
+    """What a rank's figures come from: as large as its trace."""
+
+    classified: Classified
+    window: Window
+    splits: tuple[Split, ...] = ()
+    """Its communication kernels, by start, with wait and wire."""
+    hops: tuple[Hop, ...] = ()
+
+
+@dataclass(frozen=True)
+class Carried:
+    """One rank's communication kernels of one kind over one class of link."""
+
+    kind: str
+    link: str
+    """``same_host``, ``other_host`` or ``unknown``."""
+    kernels: int
+    timed: int
+    """Those of them that have wait and wire; the figures below are of these."""
+    wait_ns: int
+    wire_ns: int
+    sent_bytes: int | None
+    """None where one's is not known."""
+
+
+@dataclass(frozen=True)
+class ExposedTime:
+    """What the exposed communication of one rank consists of, and what its wire is busy, in nanoseconds."""
+
+    wire_ns: int = 0
+    wait_ns: int = 0
+    on_wire_ns: int = 0
+    """All time with something on the wire, hidden or not."""
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One rank over all profiled iterations."""
+
+    rank: int
+    host: str | None
+    device: str | None
+    """What the trace calls the device."""
+    on_cpu: bool
+    path: str
+    """Of its trace."""
+    world_size: int | None
+    """That the trace names."""
+    attention: tuple[str, ...]
+    """Families of its attention kernels, most frequent first."""
+    cut: bool
+    """Whether the window is a chosen range or cut at times, and not of whole iterations."""
+    breakdown: Breakdown
+    iterations: tuple[Breakdown, ...]
+    """The same for each marked iteration alone; one where nothing was marked."""
+    blocked_ns: dict[str, int] = field(default_factory=dict)
+    """On CPU: time blocked in waiting, by the channel that was waited for."""
+    hop_totals: HopTotals = field(default_factory=lambda: hop_totals(()))
+    carried: tuple[Carried, ...] = ()
+    """By kind and link, in the order of their first kernel."""
+    exposed: ExposedTime = ExposedTime()
+    hop_peers: frozenset[int] = frozenset()
+    """Ranks that its hops send to."""
+    read_detail: Callable[[int], Detail] | None = field(default=None, repr=False, compare=False)
+    """Finds the detail of a rank again: kept where there is room for all ranks', else made anew."""
+
+    @property
+    def detail(self) -> Detail:
+        assert self.read_detail is not None
+        return self.read_detail(self.rank)
+
+    @property
+    def classified(self) -> Classified:
+        return self.detail.classified
+
+    @property
+    def window(self) -> Window:
+        return self.detail.window
+
+    @property
+    def splits(self) -> tuple[Split, ...]:
+        return self.detail.splits
+
+    @property
+    def hops(self) -> tuple[Hop, ...]:
+        return self.detail.hops
+
+
+def kept(detail: Detail) -> Callable[[int], Detail]:
+    """For `Rank.read_detail`: a detail that stays in memory."""
+    return lambda rank: detail
+
+
+def carried_by(splits: Sequence[Split]) -> tuple[Carried, ...]:
+    """The kernels by kind and link."""
+    groups: dict[tuple[str, str], list[Split]] = {}
+    for part in splits:
+        groups.setdefault((part.transfer.kind, part.link), []).append(part)
+    rows = []
+    for (kind, link), parts in groups.items():
+        timed = [part for part in parts if part.wire_ns is not None]
+        rows.append(
+            Carried(
+                kind=kind,
+                link=link,
+                kernels=len(parts),
+                timed=len(timed),
+                wait_ns=sum(part.wait_ns or 0 for part in timed),
+                wire_ns=sum(part.wire_ns or 0 for part in timed),
+                sent_bytes=total([part.transfer.sent_bytes for part in timed]),
+            )
+        )
+    return tuple(rows)

@@ -1,0 +1,103 @@
+"""The head of a trace: what tells whose it is, and whether several are of one run, without holding them all."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ringprof.trace.columns import Trace, Warning
+
+
+@dataclass(frozen=True)
+class Head:
+    """One trace's origin and extent."""
+
+    path: str
+    rank: int | None
+    world_size: int | None
+    host: str | None
+    largest_peer: int
+    """The largest rank of any group that it names, 0 where it names none."""
+    span_ns: tuple[int, int] | None
+    """First start and last end of its activities (on CPU: operators), unix time; None where there are none."""
+    warnings: tuple[Warning, ...] = ()
+
+
+def head_of(trace: Trace) -> Head:
+    """The head of one trace."""
+    rows = trace.activities if len(trace.activities.start_ns) else trace.operators
+    return Head(
+        path=trace.path,
+        rank=trace.rank,
+        world_size=trace.world_size,
+        host=trace.host,
+        largest_peer=max((rank for ranks in trace.groups.values() for rank in ranks), default=0),
+        span_ns=(int(rows.start_ns[0]), int(rows.end_ns.max())) if len(rows.start_ns) else None,
+        warnings=tuple(trace.warnings),
+    )
+
+
+def checked_heads(heads: Sequence[Head]) -> list[Head]:
+    """The heads, in the order given, each with its rank and with warnings about its place among the others."""
+    if len(heads) < 2:
+        return list(heads)
+    if all(head.rank is None for head in heads):
+        heads = [replace(head, rank=rank) for rank, head in enumerate(heads)]
+        note = Warning("assumed_ranks", "no trace names its rank: ranks are given in the order of the files")
+        heads[0] = _with(heads[0], note)
+    counts = Counter(head.rank for head in heads)
+    heads = [_with(head, *_place_warnings(head, counts[head.rank])) for head in heads]
+    first = min(range(len(heads)), key=lambda at: order(heads[at]))
+    heads[first] = _with(heads[first], *_run_warnings(heads))
+    return heads
+
+
+def order(head: Head) -> tuple[bool, int]:
+    """Sorts by rank, those without one last."""
+    return head.rank is None, head.rank or 0
+
+
+def _with(head: Head, *warnings: Warning) -> Head:
+    return replace(head, warnings=(*head.warnings, *warnings)) if warnings else head
+
+
+def _place_warnings(head: Head, same_rank: int) -> list[Warning]:
+    if head.rank is None:
+        return [Warning("unknown_rank", f"{head.path} does not name its rank, in the file or its name")]
+    if same_rank > 1:
+        message = f"{head.path} is one of {same_rank} traces of rank {head.rank}: give the files of one run only"
+        return [Warning("duplicate_rank", message, head.rank)]
+    return []
+
+
+def _run_warnings(heads: Sequence[Head]) -> list[Warning]:
+    """What shows that the traces are not all the ranks of one run."""
+    found = []
+    sizes = {head.world_size for head in heads if head.world_size is not None}
+    if len(sizes) > 1:
+        listed = ", ".join(str(size) for size in sorted(sizes))
+        found.append(Warning("mixed_runs", f"the traces come from runs of different world sizes ({listed})"))
+    elif sizes:
+        size = sizes.pop()
+        missing = sorted(set(range(min(size, 1 << 16))) - {head.rank for head in heads if head.rank is not None})
+        if missing:
+            message = f"{len(missing)} of {size} ranks have no trace, the first is rank {missing[0]}"
+            found.append(Warning("missing_ranks", message, count=len(missing)))
+    apart = _first_apart(heads)
+    if apart:
+        message = f"{apart[0].path} and {apart[1].path} have no moment in common: are they of one run?"
+        found.append(Warning("mixed_runs", message, apart[1].rank))
+    return found
+
+
+def _first_apart(heads: Sequence[Head]) -> tuple[Head, Head] | None:
+    """Two traces whose times do not overlap at all, such as none of one run have."""
+    spans = [(*head.span_ns, head) for head in sorted(heads, key=order) if head.span_ns]
+    if len(spans) < 2:
+        return None
+    earliest_end = min(spans, key=lambda span: span[1])
+    latest_start = max(spans, key=lambda span: span[0])
+    if latest_start[0] <= earliest_end[1]:
+        return None
+    return earliest_end[2], latest_start[2]
