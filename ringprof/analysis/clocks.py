@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import combinations
 
 import numpy as np
@@ -82,8 +83,19 @@ def one_clock(ranks: Sequence[int]) -> Clocks:
 
 def fit_clocks(matches: Matches, host: Mapping[int, str]) -> Clocks:
     """Fit the hosts' clocks from matched transfers; ``host`` names the host of every rank."""
-    names = list(dict.fromkeys(host[rank] for rank in sorted(host)))
-    found = _collect(matches, {rank: names.index(name) for rank, name in host.items()})
+    names = host_names(host)
+    found = collect(matches, {rank: names.index(name) for rank, name in host.items()})
+    return fit_ways({key: way.summed() for key, way in found.items()}, host)
+
+
+def host_names(host: Mapping[int, str]) -> list[str]:
+    """The hosts in the order of their lowest ranks: a host's number is its place in here."""
+    return list(dict.fromkeys(host[rank] for rank in sorted(host)))
+
+
+def fit_ways(found: Mapping[tuple[int, int], Way], host: Mapping[int, str]) -> Clocks:
+    """As `fit_clocks`, from what is known of the traffic from host to host, both ways for every two."""
+    names = host_names(host)
     fit = _fit_together([r for (a, b), way in found.items() for r in _readings(a, b, way, found[b, a])], len(names))
     pairs = []
     for a, b in sorted((a, b) for a, b in found if a < b):
@@ -95,8 +107,9 @@ def fit_clocks(matches: Matches, host: Mapping[int, str]) -> Clocks:
                 transfers=found[a, b].count + found[b, a].count,
             )
         )
+    place = {name: number for number, name in enumerate(names)}
     return Clocks(
-        offset_ns={rank: round(fit.offsets[names.index(name)]) for rank, name in host.items()},
+        offset_ns={rank: round(fit.offsets[place[name]]) for rank, name in host.items()},
         host=dict(host),
         residual_ns=max((pair.residual_ns for pair in pairs), default=0),
         closure_ns=round(max((fit.misfit(reading) for reading in fit.readings), default=0)),
@@ -108,27 +121,59 @@ def fit_clocks(matches: Matches, host: Mapping[int, str]) -> Clocks:
 # --- what the transfers between two hosts say -----------------------------------------------------------
 
 
-@dataclass
-class _OneWay:
-    """What travelled from one host to another, as differences between their own clocks, in ns."""
+@dataclass(frozen=True)
+class Way:
+    """What is known of the clocks of two hosts from what went from the first to the second, in ns."""
 
-    ends: list[Int64] = field(default_factory=list)
-    """Of messages: end at the receiver less end at the sender."""
-    together: list[Int64] = field(default_factory=list)
-    """Of collectives: end on the second host less end on the first."""
-    limits: list[int] = field(default_factory=list)
-    """What the second clock shows less what the first shows cannot be less than any of these."""
+    ends: tuple[float, float] | None = None
+    """Of messages: end at the receiver less end at the sender, the densest half's middle and half width."""
+    together: tuple[float, float] | None = None
+    """Of collectives: end on the second host less end on the first, the same."""
+    limit: int | None = None
+    """What the second clock shows less what the first shows cannot be less than this."""
     count: int = 0
 
 
-def _collect(matches: Matches, host: dict[int, int]) -> dict[tuple[int, int], _OneWay]:
-    """By (host, other host), both ways for every two that exchange something."""
+@dataclass
+class OneWay:
+    """What travelled from one host to another, as differences between their own clocks, in ns."""
+
+    ends: list[Int64] = field(default_factory=list)
+    together: list[Int64] = field(default_factory=list)
+    limits: list[int] = field(default_factory=list)
+    count: int = 0
+
+    def summed(self) -> Way:
+        """What the fit needs of it."""
+        return Way(
+            ends=_densest(self.ends) if self.ends else None,
+            together=_densest(self.together) if self.together else None,
+            limit=max(self.limits, default=None),
+            count=self.count,
+        )
+
+
+@dataclass(frozen=True)
+class Meetings:
+    """The calls of one collective on the ranks of one host: a figure a call, by that host's clock."""
+
+    last_start: Int64
+    first_end: Int64
+    last_end: Int64
+
+
+Traffic = dict[tuple[int, int], OneWay]
+"""By (host, other host), both ways for every two that exchange something."""
+
+
+def collect(matches: Matches, host: Mapping[int, int]) -> Traffic:
+    """What the matched transfers say; ``host`` is the number of every rank's host."""
     transfers = matches.transfers
     start = np.array([t.start_ns for t in transfers], np.int64)
     end = np.array([t.end_ns for t in transfers], np.int64)
     place = np.array([host[t.rank] for t in transfers], np.int64)
     large = np.array([(t.sent_bytes or 0) >= UNBUFFERED_BYTES for t in transfers], np.bool_)
-    found: dict[tuple[int, int], _OneWay] = defaultdict(_OneWay)
+    found: Traffic = defaultdict(OneWay)
     crossing = place[matches.sender] != place[matches.receiver]
     sender, receiver = matches.sender[crossing], matches.receiver[crossing]
     ways = np.unique(np.stack((place[sender], place[receiver]), axis=1), axis=0)
@@ -143,27 +188,26 @@ def _collect(matches: Matches, host: dict[int, int]) -> dict[tuple[int, int], _O
         if (big := large[out]).any():
             there.limits.append(int((start[into[big]] - end[out[big]]).max()))
     for meeting in matches.meetings:
-        _collect_meeting(meeting, transfers[int(meeting[0, 0])].kind, (start, end, place), found)
+        where = place[meeting[:, 0]]
+        rows_of = {one: meeting[where == one] for one in np.unique(where).tolist()}
+        on_host = {
+            one: Meetings(start[rows].max(axis=0), end[rows].min(axis=0), end[rows].max(axis=0))
+            for one, rows in rows_of.items()
+        }
+        collect_meetings(on_host, transfers[int(meeting[0, 0])].kind, found)
     return found
 
 
-def _collect_meeting(
-    meeting: Int64, kind: str, columns: tuple[Int64, Int64, Int64], found: dict[tuple[int, int], _OneWay]
-) -> None:
+def collect_meetings(on_host: Mapping[int, Meetings], kind: str, found: Traffic) -> None:
     """A collective ends on all its ranks together, and where all need all, on none before the last begins."""
-    start, end, place = columns
-    where = place[meeting[:, 0]]
-    for a, b in combinations(np.unique(where).tolist(), 2):
-        first, second = meeting[where == a], meeting[where == b]
-        last_end = [end[part].max(axis=0) for part in (first, second)]
+    for a, b in combinations(sorted(on_host), 2):
+        first, second = on_host[a], on_host[b]
         there, back = found[a, b], found[b, a]
-        there.together.append(last_end[1] - last_end[0])
-        there.count += meeting.shape[1]
+        there.together.append(second.last_end - first.last_end)
+        there.count += len(first.last_end)
         if kind in _NEED_ALL:
-            ended = [end[part].min(axis=0) for part in (first, second)]
-            begun = [start[part].max(axis=0) for part in (first, second)]
-            there.limits.append(int((begun[1] - ended[0]).max()))
-            back.limits.append(int((begun[0] - ended[1]).max()))
+            there.limits.append(int((second.last_start - first.first_end).max()))
+            back.limits.append(int((first.last_start - second.first_end).max()))
 
 
 @dataclass(frozen=True)
@@ -179,7 +223,7 @@ class _Reading:
     """Whether it is short by the time that a message is on the way."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Fit:
     """All hosts fitted together."""
 
@@ -202,26 +246,28 @@ class _Fit:
         """How far the offset between two hosts may be off, were each reading off by its width."""
         if self.first[a] != self.first[b]:
             return float(np.inf)
-        widths = np.array([reading.width_ns + self.misfit(reading) for reading in self.readings])
-        return float(np.abs(self.influence[b] - self.influence[a]) @ widths)
+        return float(np.abs(self.influence[b] - self.influence[a]) @ self._widths)
+
+    @cached_property
+    def _widths(self) -> npt.NDArray[np.float64]:
+        return np.array([reading.width_ns + self.misfit(reading) for reading in self.readings])
 
 
-def _readings(a: int, b: int, there: _OneWay, back: _OneWay) -> Iterator[_Reading]:
+def _readings(a: int, b: int, there: Way, back: Way) -> Iterator[_Reading]:
     """What is read off the traffic from one host to another; bounds from both sides count once for both ways."""
     if there.ends:
-        middle, width = _densest(there.ends)
-        yield _Reading(a, b, -middle, width, lags=True)
+        yield _Reading(a, b, -there.ends[0], there.ends[1], lags=True)
     if there.together:
-        middle, width = _densest(there.together)
-        yield _Reading(a, b, -middle, width, lags=False)
-    if a < b and there.limits and back.limits:
-        low, high = max(back.limits), -max(there.limits)
+        yield _Reading(a, b, -there.together[0], there.together[1], lags=False)
+    if a < b and there.limit is not None and back.limit is not None:
+        low, high = back.limit, -there.limit
         yield _Reading(a, b, (low + high) / 2, max(high - low, 0) / 2, lags=False)
 
 
-def _beyond(there: _OneWay, back: _OneWay, offset_ns: float) -> float:
+def _beyond(there: Way, back: Way, offset_ns: float) -> float:
     """How far an offset is outside what no order of cause and effect allows."""
-    low, high = max(back.limits, default=-np.inf), -max(there.limits, default=-np.inf)
+    low = -np.inf if back.limit is None else back.limit
+    high = np.inf if there.limit is None else -there.limit
     return float(max(low - offset_ns, offset_ns - high, 0.0))
 
 

@@ -12,8 +12,9 @@ cost is that of a few sorts however many there are.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -40,26 +41,55 @@ class Matches:
     """One element a matched message: the kernel that sent it and the one that received it."""
     meetings: tuple[Int64, ...]
     """Matched collectives: a row for each rank of the group, a column for each call."""
+    gathered: tuple[Gathered, ...] = ()
+    """Collectives whose other ranks are not among these, but are known to be matched."""
 
     def matched(self) -> npt.NDArray[np.bool_]:
         """Whether each transfer's partners are all known; false for copies, which have none."""
         partnered = np.zeros(len(self.transfers), np.bool_)
-        for numbers in (self.sender, self.receiver, *self.meetings):
+        for numbers in (self.sender, self.receiver, *self.meetings, *(one.rows for one in self.gathered)):
             partnered[numbers.ravel()] = True
         matched: npt.NDArray[np.bool_] = partnered & (self.reason == 0)
         return matched
 
-    def unmatched(self) -> dict[str, int]:
-        """How many transfers are not matched, by reason."""
-        return dict(Counter(REASONS[number] for number in self.reason[self.reason > 0].tolist()))
+    def unmatched(self, ranks: Collection[int] | None = None) -> dict[str, int]:
+        """How many transfers are not matched, by reason; of all ranks or of these."""
+        rows = np.flatnonzero(self.reason)
+        if ranks is not None:
+            rows = rows[[self.transfers[row].rank in ranks for row in rows.tolist()]] if len(rows) else rows
+        return dict(Counter(REASONS[number] for number in self.reason[rows].tolist()))
 
 
-def match(transfers: Mapping[int, Sequence[Transfer]]) -> Matches:
-    """Match the transfers of all ranks; ``transfers`` holds each rank's, in order."""
+class Gathering(Protocol):
+    """Knows of collectives what ranks did that are not here, see `ringprof.analysis.gatherings`."""
+
+    def refusal(self, group: Group, kind: str) -> str:
+        """Why the group's calls of this kind are not matched: one of `REASONS`."""
+
+    def gathered(self, group: Group, kind: str, rank: int, rows: Int64) -> Gathered:
+        """What is known of the calls of ``rank``, whose numbers are ``rows``."""
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """The calls of one collective on one rank, and what the group's other ranks did."""
+
+    rows: Int64
+    begun_ns: Int64
+    """The latest start over the group, on the common clock."""
+    unsure_ns: int
+    """How far the clocks of the group's hosts may be off this rank's."""
+
+
+def match(transfers: Mapping[int, Sequence[Transfer]], gathering: Gathering | None = None) -> Matches:
+    """Match the transfers of all ranks; ``transfers`` holds each rank's, in order.
+
+    With ``gathering`` the ranks are only some, and it tells what the others did in collectives.
+    """
     everything = tuple(transfer for mine in transfers.values() for transfer in mine)
     work = _Work(np.zeros(len(everything), np.int8))
     _match_messages(everything, set(transfers), work)
-    _match_collectives(everything, set(transfers), work)
+    _match_collectives(everything, set(transfers), work, gathering)
     for number, transfer in enumerate(everything):
         if transfer.kind == "send_recv" and not (transfer.sends or transfer.receives):
             work.reason[number] = _NUMBERS["no_record"]
@@ -69,6 +99,7 @@ def match(transfers: Mapping[int, Sequence[Transfer]]) -> Matches:
         np.array(work.sender, np.int64),
         np.array(work.receiver, np.int64),
         tuple(work.meetings),
+        tuple(work.gathered),
     )
 
 
@@ -80,6 +111,7 @@ class _Work:
     sender: list[int] = field(default_factory=list)
     receiver: list[int] = field(default_factory=list)
     meetings: list[Int64] = field(default_factory=list)
+    gathered: list[Gathered] = field(default_factory=list)
 
     def refuse(self, numbers: Iterable[int], reason: str) -> None:
         """The first reason stays."""
@@ -132,7 +164,9 @@ def _refusal(channel: _Channel, both_here: bool) -> str:
 # --- collectives ----------------------------------------------------------------------------------
 
 
-def _match_collectives(everything: Sequence[Transfer], ranks: set[int], work: _Work) -> None:
+def _match_collectives(
+    everything: Sequence[Transfer], ranks: set[int], work: _Work, gathering: Gathering | None
+) -> None:
     calls: dict[tuple[Group, str], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for number, transfer in enumerate(everything):
         if transfer.kind in ("send_recv", "copy_engine"):
@@ -141,13 +175,23 @@ def _match_collectives(everything: Sequence[Transfer], ranks: set[int], work: _W
             work.refuse((number,), "no_record")
         else:
             calls[transfer.group, transfer.kind][transfer.rank].append(number)
-    for (group, _), by_rank in calls.items():
-        members = set(group[1])
-        if not members or members - set(by_rank):
-            reason = "counts_differ" if members and not members - ranks else "rank_missing"
+    for (group, kind), by_rank in calls.items():
+        if gathering is not None:
+            reason = gathering.refusal(group, kind)
         else:
-            reason = "counts_differ" if len({len(numbers) for numbers in by_rank.values()}) > 1 else ""
+            reason = refusal_of_collective(group, ranks, {rank: len(numbers) for rank, numbers in by_rank.items()})
         if reason:
             work.refuse((number for numbers in by_rank.values() for number in numbers), reason)
+        elif gathering is not None:
+            for rank, numbers in by_rank.items():
+                work.gathered.append(gathering.gathered(group, kind, rank, np.array(numbers, np.int64)))
         else:
             work.meetings.append(np.array(list(by_rank.values()), np.int64))
+
+
+def refusal_of_collective(group: Group, ranks: Collection[int], counts: Mapping[int, int]) -> str:
+    """Why a group's calls of one kind are not matched, empty where they are; ``counts`` are the calls by rank."""
+    members = set(group[1])
+    if not members or members - set(counts):
+        return "counts_differ" if members and not members - set(ranks) else "rank_missing"
+    return "counts_differ" if len(set(counts.values())) > 1 else ""

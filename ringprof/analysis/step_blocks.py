@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ringprof.analysis.exposure import Rows
-from ringprof.analysis.rank import Rank
+from ringprof.analysis.rank import Detail
 from ringprof.analysis.rules import CODE
 from ringprof.trace.columns import NONE, Int64, Trace
 
@@ -57,13 +57,13 @@ class Blocks:
     """``ringprof``, ``annotation`` or ``order``."""
 
 
-def launch_order(rank: Rank, rows: Rows, exchanges: list[list[int]]) -> tuple[Int64, Int64]:
+def launch_order(detail: Detail, rows: Rows, exchanges: list[list[int]]) -> tuple[Int64, Int64]:
     """The order in which the CPU launched every one of ``rows`` and each exchange (lists of activities).
 
     Without launch records (CUDA graphs) an exchange counts before every activity that ends after it began: so the
     attention kernel beside it comes next.
     """
-    launch, columns = rank.classified.launch, rank.classified.trace.activities
+    launch, columns = detail.classified.launch, detail.classified.trace.activities
     attention = rows.activity[rows.of("flash_fwd", "flash_bwd")]
     first = [min(exchange, key=lambda activity: int(launch[activity])) for exchange in exchanges]
     at = np.array(first, np.int64)
@@ -84,16 +84,16 @@ class _Range(NamedTuple):
     part: str
 
 
-def named_blocks(rank: Rank, rows: Rows, iteration: Int64, order: Int64) -> Blocks | None:
+def named_blocks(detail: Detail, rows: Rows, iteration: Int64, order: Int64) -> Blocks | None:
     """The steps that the trace names; None where it names none. ``iteration`` and ``order`` are of every row."""
-    trace = rank.classified.trace
+    trace = detail.classified.trace
     for source, pattern in (("ringprof", _OWN), ("annotation", _OTHERS)):
         ranges = _ranges(trace, pattern)
         blocks = [place for place, item in enumerate(ranges) if item.part == "block"]
         if not blocks:
             continue
         flash = np.flatnonzero(rows.of("flash_fwd", "flash_bwd"))
-        place = _launched_in(trace, rank.classified.launch[rows.activity[flash]], ranges, blocks)
+        place = _launched_in(trace, detail.classified.launch[rows.activity[flash]], ranges, blocks)
         flash, place = flash[place != NONE], place[place != NONE]
         if len(flash):
             return _keyed(flash, place, _calls(ranges), ranges, iteration, order, source)

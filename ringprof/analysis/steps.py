@@ -1,15 +1,12 @@
 """Ring steps: what each rank's block took, which hops it should have hidden, and what of them it did not.
 
-A hop belongs to the step whose attention was launched next after it: it was posted so that this block hides it. That
-order is the same on every rank, so a rank without work in a step (causal, contiguous layout) takes the hops of that
-step from the rank that has all of them. A step lasts from the start of its block (without one: from the arrival of
-its keys) to the start of the next step; the last of a pass to the end of its block and hops.
+Which attention and which hops belong to a step is planned in `ringprof.analysis.step_plan`. A step lasts from the start
+of its block (without one: from the arrival of its keys) to the start of the next step; the last of a pass to the end
+of its block and hops.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -17,22 +14,12 @@ import numpy as np
 
 from ringprof.analysis import intervals
 from ringprof.analysis.attribution import Attribution
-from ringprof.analysis.exposure import Exposure, Rows, exposure_of, rows_of
+from ringprof.analysis.exposure import Exposure, Rows, exposure_of
 from ringprof.analysis.hops import Split, total
-from ringprof.analysis.rank import Rank
 from ringprof.analysis.rules import COMPUTE
-from ringprof.analysis.step_blocks import (
-    Blocks,
-    Key,
-    Runs,
-    as_numbered,
-    inferred_blocks,
-    launch_order,
-    named_blocks,
-    numbered,
-    runs_of,
-)
-from ringprof.trace.columns import NONE, Int64
+from ringprof.analysis.step_blocks import Blocks
+from ringprof.analysis.step_plan import Plan, Side, placed, plan_steps, survey
+from ringprof.trace.columns import Int64
 
 NEGLIGIBLE = 50
 """A step whose exposed communication is less than one part in this many is bound by computation."""
@@ -81,140 +68,30 @@ STEP_COLUMNS = tuple(field.name for field in msgspec.structs.fields(Step))
 """Of `ringprof.api.Analysis.steps`: a row a rank and step, the fields of `Step`; times in int64 nanoseconds."""
 
 
-@dataclass(frozen=True)
-class _Exchange:
-    """What should hide behind one block: a hop, or one gather or scatter."""
-
-    parts: tuple[Split, ...]
-
-    @property
-    def start_ns(self) -> int:
-        return min([part.transfer.start_ns for part in self.parts])
-
-    @property
-    def end_ns(self) -> int:
-        return max([part.transfer.end_ns for part in self.parts])
-
-
-@dataclass(frozen=True)
-class _Side:
-    """One rank while its steps are found."""
-
-    rank: Rank
-    rows: Rows
-    iteration: Int64
-    """Of every row."""
-    order: Int64
-    exchanges: tuple[_Exchange, ...]
-    """In the order of their launch."""
-    launched: Int64
-    """That order."""
-
-
 def find_steps(attribution: Attribution) -> tuple[Step, ...]:
     """The ring steps of every rank, by rank and time; none on CPU, and where nothing tells them."""
-    sides = [_side(rank) for rank in attribution.ranks if not rank.on_cpu]
-    blocks = _named(sides) or _inferred(sides)
-    if not blocks:
-        return ()
-    model = max(range(len(sides)), key=lambda at: len(blocks[at].keys))
-    hops = _slots(sides[model], blocks[model])
-    result: list[Step] = []
-    for side, mine in zip(sides, blocks, strict=True):
-        keys, slots = blocks[model].keys, hops
-        if len(side.exchanges) != len(hops) or not set(mine.keys) <= set(keys):
-            keys, slots = mine.keys, _slots(side, mine)
-        result += _steps(side, _under(mine, keys), slots)
-    return tuple(result)
+    sides = [Side(rank) for rank in attribution.ranks if not rank.on_cpu]
+
+    def count_runs(ring_size: int) -> list[int]:
+        return [len(side.runs(ring_size).phase) for side in sides]
+
+    plan = plan_steps([survey(side) for side in sides], count_runs, sides.__getitem__)
+    return tuple(step for side in sides for step in steps_of(side, plan)) if plan else ()
 
 
-# --- what belongs to which step -----------------------------------------------------------------------
-
-
-def _side(rank: Rank) -> _Side:
-    rows = rows_of(rank.detail)
-    number = np.full(len(rank.classified.trace.activities.start_ns), NONE, np.int64)
-    for place, activities in enumerate(rank.window.iterations):
-        number[activities] = place
-    exchanges = [_Exchange(hop.parts) for hop in rank.hops]
-    exchanges += [_Exchange((part,)) for part in rank.splits if part.transfer.kind in ("all_gather", "reduce_scatter")]
-    order, launched = launch_order(rank, rows, [[p.transfer.activity for p in e.parts] for e in exchanges])
-    sequence = np.argsort(launched, kind="stable")
-    ordered = tuple(exchanges[at] for at in sequence.tolist())
-    return _Side(rank, rows, number[rows.activity], order, ordered, launched[sequence])
-
-
-def _named(sides: Sequence[_Side]) -> list[Blocks]:
-    """The steps by name; empty where not one rank names any."""
-    found = [named_blocks(side.rank, side.rows, side.iteration, side.order) for side in sides]
-    source = next((blocks.source for blocks in found if blocks), None)
-    if source is None:
-        return []
-    nothing = np.empty(0, np.int64)
-    return [blocks or Blocks((), nothing, nothing, nothing, source) for blocks in found]
-
-
-def _inferred(sides: Sequence[_Side]) -> list[Blocks]:
-    """The steps by the order of hops; empty where there are no hops."""
-    if not any(side.rank.hops for side in sides):
-        return []
-    size = _ring_size(sides)
-    runs = [runs_of(side.rows, side.iteration, side.order, side.launched, size) for side in sides]
-    model = max(runs, key=lambda found: len(found.phase))
-    keys = numbered(model, size)
-    return [_as_model(found, model, keys, size) for found in runs]
-
-
-def _as_model(runs: Runs, model: Runs, keys: list[Key], size: int) -> Blocks:
-    mine = as_numbered(runs, model, keys)
-    return inferred_blocks(runs, numbered(runs, size) if mine is None else mine)
-
-
-def _ring_size(sides: Sequence[_Side]) -> int:
-    """Ranks in the ring: of the largest group that a hop belongs to, else all."""
-    groups = {len(part.transfer.group[1]) for side in sides for hop in side.rank.hops for part in hop.parts}
-    largest = max(groups, default=0)
-    return largest or max((side.rank.world_size or 0 for side in sides), default=0) or len(sides)
-
-
-def _slots(side: _Side, blocks: Blocks) -> Int64:
-    """For each of the rank's exchanges the step, as an index into the keys, whose block was launched next."""
-    first = np.full(len(blocks.keys), np.iinfo(np.int64).max)
-    np.minimum.at(first, blocks.slot, blocks.order)
-    slots = np.searchsorted(first, side.launched, side="right")
-    if blocks.source == "order":
-        slots = _home(slots, blocks.keys)
-    result: Int64 = np.minimum(slots, len(blocks.keys) - 1)
-    return result
-
-
-def _home(slots: Int64, keys: Sequence[Key]) -> Int64:
-    """Between two layers' backward passes the first of several hops takes the last gradients of the one before."""
-    result: Int64 = slots.copy()
-    for slot in np.unique(slots).tolist():
-        here = np.flatnonzero(slots == slot)
-        if 0 < slot < len(keys) and len(here) > 1 and keys[slot - 1].phase == "bwd" and keys[slot].step == 0:
-            result[here[0]] = slot - 1
-    return result
-
-
-def _under(blocks: Blocks, keys: tuple[Key, ...]) -> Blocks:
-    """The same with ``keys``, of which its own are some."""
-    if blocks.keys == keys:
-        return blocks
-    place = {key: slot for slot, key in enumerate(keys)}
-    slot = np.array([place[key] for key in blocks.keys], np.int64)[blocks.slot] if len(blocks.slot) else blocks.slot
-    return Blocks(keys, blocks.row, slot, blocks.order, blocks.source)
+def steps_of(side: Side, plan: Plan) -> list[Step]:
+    """The steps of one rank, by time."""
+    return _steps(side, *placed(side, plan))
 
 
 # --- figures ------------------------------------------------------------------------------------------
 
 
-def _steps(side: _Side, blocks: Blocks, slots: Int64) -> list[Step]:
+def _steps(side: Side, blocks: Blocks, slots: Int64) -> list[Step]:
     if not blocks.keys:
         return []
     start, end = _bounds(side, blocks, slots)
-    rows, exposure = side.rows, exposure_of(side.rank.detail, side.rows)
+    rows, exposure = side.rows, exposure_of(side.detail, side.rows)
     exposed = _within(exposure.everything, start, end)
     columns: dict[str, Any] = {
         "start_ns": start,
@@ -240,7 +117,7 @@ def _steps(side: _Side, blocks: Blocks, slots: Int64) -> list[Step]:
     ]
 
 
-def _bounds(side: _Side, blocks: Blocks, slots: Int64) -> tuple[Int64, Int64]:
+def _bounds(side: Side, blocks: Blocks, slots: Int64) -> tuple[Int64, Int64]:
     """Start and end of every step."""
     count, never, always = len(blocks.keys), np.iinfo(np.int64).min, np.iinfo(np.int64).max
     begun, ended = np.full(count, always), np.full(count, never)
@@ -290,7 +167,7 @@ def _block_ns(rows: Rows, blocks: Blocks) -> Int64:
     return result
 
 
-def _carried(side: _Side, slots: Int64, count: int) -> list[dict[str, Any]]:
+def _carried(side: Side, slots: Int64, count: int) -> list[dict[str, Any]]:
     parts: list[list[Split]] = [[] for _ in range(count)]
     hops = np.bincount(slots, minlength=count).tolist()
     for slot, exchange in zip(slots.tolist(), side.exchanges, strict=True):

@@ -8,7 +8,7 @@ A peer-to-peer copy does not start before its rank's peer is ready: all of it is
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,6 +22,9 @@ from ringprof.trace.columns import Int64
 
 LinkClass = tuple[str, str]
 """(kind, link)."""
+
+Best = tuple[int, int]
+"""A rate, as bytes and nanoseconds."""
 
 # The device clocks of one host agree to about a microsecond.
 _CLOCK_TOLERANCE_NS = 2_000
@@ -56,17 +59,44 @@ class _Moments:
     """How far the clocks of those that it depends on may be off its own."""
 
 
-def split(matches: Matches, hosts: Hosts, clocks: Clocks) -> Waits:
-    """Every transfer with wait and wire where its partners are known, and the best GB/s by (kind, link)."""
+def best_rates(matches: Matches, hosts: Hosts, clocks: Clocks) -> dict[LinkClass, Best]:
+    """The best rate seen by (kind, link)."""
+    return _best(matches, _moments(matches, clocks), _links(matches.transfers, hosts))
+
+
+def better(one: dict[LinkClass, Best], other: dict[LinkClass, Best]) -> dict[LinkClass, Best]:
+    """The better of two rates, by (kind, link)."""
+    result = dict(one)
+    for key, (size, span) in other.items():
+        known = result.get(key)
+        if known is None or size * known[1] > known[0] * span:
+            result[key] = size, span
+    return result
+
+
+def split(
+    matches: Matches,
+    hosts: Hosts,
+    clocks: Clocks,
+    best: dict[LinkClass, Best] | None = None,
+    ranks: Collection[int] | None = None,
+) -> Waits:
+    """Every transfer with wait and wire where its partners are known, and the best GB/s by (kind, link).
+
+    ``best``: the best rates, where ranks that are not among these may have seen better ones. ``ranks``: those to
+    split; the others are there as their partners.
+    """
     moments = _moments(matches, clocks)
     links = _links(matches.transfers, hosts)
-    best = _best(matches, moments, links)
-    result: dict[int, list[Split]] = {rank: [] for rank in clocks.offset_ns}
+    best = _best(matches, moments, links) if best is None else best
+    result: dict[int, list[Split]] = {rank: [] for rank in (clocks.offset_ns if ranks is None else ranks)}
     inconclusive = 0
     columns = (moments.end, moments.ready, moments.known, moments.unsure)
     for transfer, link, end, ready, known, unsure in zip(
         matches.transfers, links, *(column.tolist() for column in columns), strict=True
     ):
+        if transfer.rank not in result:
+            continue
         part = _split(transfer, link, end - ready if known else None, best.get((transfer.kind, link)))
         if unsure and part.wait_ns is not None and unsure > max(part.wait_ns, transfer.duration_ns // _NEGLIGIBLE):
             part, inconclusive = Split(transfer, link, None), inconclusive + 1
@@ -118,6 +148,8 @@ def _moments(matches: Matches, clocks: Clocks) -> _Moments:
     np.maximum.at(begun, receiver, start[sender])
     for meeting in matches.meetings:
         begun[meeting] = start[meeting].max(axis=0)
+    for one in matches.gathered:
+        begun[one.rows] = one.begun_ns
     unsure = _unsure(matches, clocks)
     ready, sure, doubt = begun.copy(), known.copy(), unsure.copy()
     several = _several_messages(transfers)
@@ -135,19 +167,27 @@ def _unsure(matches: Matches, clocks: Clocks) -> Int64:
     unsure = np.zeros(len(matches.transfers), np.int64)
     if not clocks.several:
         return unsure
-    hosts = list(dict.fromkeys(clocks.host.values()))
-    between = np.full((len(hosts), len(hosts)), UNKNOWN_NS, np.int64)
-    np.fill_diagonal(between, 0)
-    for pair in clocks.pairs:
-        a, b = (hosts.index(name) for name in pair.hosts)
-        between[a, b] = between[b, a] = pair.residual_ns
-    place = np.array([hosts.index(clocks.host[t.rank]) for t in matches.transfers], np.int64)
+    between, number = residuals(clocks)
+    place = np.array([number[clocks.host[t.rank]] for t in matches.transfers], np.int64)
     for mine, other in ((matches.sender, matches.receiver), (matches.receiver, matches.sender)):
         np.maximum.at(unsure, mine, between[place[mine], place[other]])
     for meeting in matches.meetings:
         where = place[meeting[:, 0]]
         unsure[meeting] = between[np.ix_(where, where)].max(axis=1)[:, None]
+    for one in matches.gathered:
+        unsure[one.rows] = one.unsure_ns
     return unsure
+
+
+def residuals(clocks: Clocks) -> tuple[Int64, dict[str, int]]:
+    """How far the clocks of any two hosts may be off each other (hosts, hosts), and the number of each host in it."""
+    number = {name: at for at, name in enumerate(dict.fromkeys(clocks.host.values()))}
+    between = np.full((len(number), len(number)), UNKNOWN_NS, np.int64)
+    np.fill_diagonal(between, 0)
+    for pair in clocks.pairs:
+        a, b = (number[name] for name in pair.hosts)
+        between[a, b] = between[b, a] = pair.residual_ns
+    return between, number
 
 
 def _several_messages(transfers: tuple[Transfer, ...]) -> npt.NDArray[np.bool_]:
@@ -179,7 +219,7 @@ def _links(transfers: tuple[Transfer, ...], hosts: Hosts) -> list[str]:
     return result
 
 
-def _best(matches: Matches, moments: _Moments, links: list[str]) -> dict[LinkClass, tuple[int, int]]:
+def _best(matches: Matches, moments: _Moments, links: list[str]) -> dict[LinkClass, Best]:
     """The best rate seen by (kind, link), as bytes and nanoseconds.
 
     Only a kernel's own peers count here: ready is then never too late, so no rate is better than was possible.
@@ -203,7 +243,7 @@ def _best(matches: Matches, moments: _Moments, links: list[str]) -> dict[LinkCla
     return best
 
 
-def _split(transfer: Transfer, link: str, after_ready: int | None, best: tuple[int, int] | None) -> Split:
+def _split(transfer: Transfer, link: str, after_ready: int | None, best: Best | None) -> Split:
     duration = transfer.end_ns - transfer.start_ns
     if transfer.kind == "copy_engine":
         return Split(transfer, link, transfer.start_ns, 0, duration)
