@@ -30,11 +30,14 @@ from ringprof.analysis.summary import Summary, summarise
 from ringprof.analysis.verdict import Findings
 from ringprof.errors import InputError, KernelTableError, UsageError
 from ringprof.report import as_json, terminal
-from ringprof.run import Run, read_run
+from ringprof.run import RankTrace, Run, read_run
+from ringprof.scale.given import Given, Notify
 from ringprof.trace.columns import Trace, Warning
 from ringprof.trace.detect import Input, detect, detect_bytes
 from ringprof.trace.kineto import parse_trace
-from ringprof.trace.ranks import read_traces
+from ringprof.trace.nsys import SQLITE_MAGIC
+from ringprof.trace.ranks import json_bytes, read_traces, starts_with
+from ringprof.trace.reduced import MAGIC
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -42,6 +45,14 @@ if TYPE_CHECKING:
     from ringprof.analysis.comparison import Entry
     from ringprof.analysis.table import TableReport
     from ringprof.report.plots import Plots
+    from ringprof.scale.attribute import Stored
+    from ringprof.scale.work import Work
+
+
+MOST_IN_MEMORY = 64
+"""Ranks up to which all traces are held in memory."""
+MOST_BYTES_IN_MEMORY = 8 << 30
+"""Bytes of JSON, all traces together, up to which they are: as columns that is a thirtieth."""
 
 
 class Analysis:
@@ -165,6 +176,30 @@ class Analysis:
         return findings_html(self.findings)
 
 
+class StoredAnalysis(Analysis):
+    """An analysis of many ranks, whose figures are in memory and whose details are made anew when asked for."""
+
+    def __init__(self, stored: Stored, source: Input, work: Work) -> None:
+        self._stored, self._work, self._source = stored, work, source
+        self.run = stored.attribution.run
+
+    @cached_property
+    def attribution(self) -> Attribution:
+        return self._stored.attribution
+
+    @cached_property
+    def findings(self) -> Findings:
+        from ringprof.scale.attribute import StoredFindings
+
+        stored = self._stored
+        return StoredFindings(
+            stored.attribution, summarise(stored.attribution), stored.details, stored.surveys, self._work
+        )
+
+    def __repr__(self) -> str:
+        return f"<ringprof.Analysis of {self.run.name if self.run else f'{len(self.ranks)} traces'}>"
+
+
 class TableAnalysis:
     """Printed kernel tables, explained: what a table alone can prove. Made by `load` from a log."""
 
@@ -223,6 +258,12 @@ class Reading:
     """Two times from the start of the trace, such as ``10ms,20ms``; activities are cut at both."""
     rules: str | os.PathLike[str] | None = None
     """A file of rules of one's own, see `ringprof.analysis.user_rules`."""
+    jobs: int | None = None
+    """Processes for a run of many ranks; by default as many as there are CPUs."""
+    scheduler: str | None = None
+    """Address of a Dask scheduler whose workers read the traces."""
+    notify: Notify | None = None
+    """Told how far the reading of a run of many ranks is: what is done, how much, of how many."""
 
     def focus(self) -> Focus:
         """What part to look at. Reads the file of rules."""
@@ -258,7 +299,10 @@ def load(paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]], **how
         return _load_run(source.run, source, reading)
     if source.type == "text":
         return _load_text(source.paths[0], None, reading)
-    traces = read_traces(source.paths, limit_bytes=reading.limit_bytes)
+    if _are_many(source.paths, reading):
+        many = Given(source.paths, [None] * len(source.paths), source.paths)
+        return _load_stored(many, source, reading)
+    traces = read_traces(source.paths, jobs=reading.jobs, limit_bytes=reading.limit_bytes)
     return Analysis(traces, None, source, reading.ranks_per_host, reading.focus())
 
 
@@ -278,10 +322,53 @@ def _load_run(path: str, source: Input, reading: Reading) -> Analysis:
     run = read_run(path)
     if not run.traces:
         raise InputError(f"{path}: the run names no traces: record it again")
-    rank_of = {str(Path(path).parent / trace.path): trace.rank for trace in run.traces}
-    read = read_traces(list(rank_of), limit_bytes=reading.limit_bytes)
-    traces = [replace(trace, rank=rank_of[trace.path]) for trace in read]
+    folder = Path(path).parent
+    shown = [str(folder / trace.path) for trace in run.traces]
+    ranks = [trace.rank for trace in run.traces]
+    paths = [_quickest(folder, trace) for trace in run.traces]
+    if _are_many(paths, reading):
+        return _load_stored(Given(paths, ranks, shown, run, path), source, reading)
+    at = {name: number for number, name in enumerate(paths)}
+    read = read_traces(paths, jobs=reading.jobs, limit_bytes=reading.limit_bytes)
+    places = [at[trace.path] for trace in read]
+    traces = [replace(trace, rank=ranks[n], path=shown[n]) for trace, n in zip(read, places, strict=True)]
     return Analysis(traces, run, source, reading.ranks_per_host, reading.focus())
+
+
+def _quickest(folder: Path, trace: RankTrace) -> str:
+    """The reduced trace where there is one that this version reads, else the trace."""
+    if trace.reduced is not None and starts_with(str(folder / trace.reduced), MAGIC):
+        return str(folder / trace.reduced)
+    return str(folder / trace.path)
+
+
+def _are_many(paths: Sequence[str], reading: Reading) -> bool:
+    """Whether memory might not hold all traces at once, or others are to read them."""
+    if any(starts_with(name, SQLITE_MAGIC) for name in paths):
+        return False
+    return bool(reading.scheduler) or len(paths) > MOST_IN_MEMORY or json_bytes(paths) > MOST_BYTES_IN_MEMORY
+
+
+def _load_stored(given: Given, source: Input, reading: Reading) -> Analysis:
+    from ringprof.scale.attribute import attribute_stored
+    from ringprof.scale.work import Cluster, Processes
+
+    work = Processes(reading.jobs)
+    cluster = Cluster(reading.scheduler) if reading.scheduler else None
+    try:
+        stored = attribute_stored(
+            given,
+            reading.ranks_per_host,
+            reading.focus(),
+            work=work,
+            reading=cluster,
+            limit_bytes=reading.limit_bytes,
+            notify=reading.notify or (lambda what, done, of: None),
+        )
+    finally:
+        if cluster is not None:
+            cluster.close()
+    return StoredAnalysis(stored, source, work)
 
 
 def _load_text(name: str, data: bytes | None, reading: Reading) -> TableAnalysis:

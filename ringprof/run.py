@@ -175,6 +175,8 @@ class RankTrace(msgspec.Struct, frozen=True, kw_only=True):
     rank: int
     path: str
     """Relative to the ``run.json`` that names it, with forward slashes."""
+    reduced: str | None = None
+    """The same trace reduced (`ringprof.trace.reduced`), relative as ``path``; None where it was not."""
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):
@@ -233,6 +235,8 @@ def parse_run(data: bytes, path: Path) -> Run:
         raise RunFormatError(f"{path}: not a ringprof run: {error}") from None
     for trace in run.traces:
         _refuse_outside(trace.path, path)
+        if trace.reduced is not None:
+            _refuse_outside(trace.reduced, path)
     return run
 
 
@@ -280,7 +284,10 @@ def _umask() -> int:
 
 def relocated(run: Run, folder: str) -> Run:
     """The same run as named from the folder above its own: trace paths gain ``folder/``."""
-    traces = [RankTrace(rank=t.rank, path=f"{folder}/{t.path}") for t in run.traces]
+    traces = [
+        RankTrace(rank=t.rank, path=f"{folder}/{t.path}", reduced=f"{folder}/{t.reduced}" if t.reduced else None)
+        for t in run.traces
+    ]
     return msgspec.structs.replace(run, traces=traces)
 
 

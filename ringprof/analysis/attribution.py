@@ -43,12 +43,10 @@ class Attribution:
 
         None where only one is marked, or not all ranks have the same number of them.
         """
-        counts = {len(rank.iterations) for rank in self.ranks}
+        counts = {len(rank.iteration_ns) for rank in self.ranks}
         if len(counts) != 1 or counts == {1}:
             return None
-        slowest = [
-            max(part.wall_ns for part in parts) for parts in zip(*(r.iterations for r in self.ranks), strict=True)
-        ]
+        slowest = [max(walls) for walls in zip(*(rank.iteration_ns for rank in self.ranks), strict=True)]
         return sorted(range(len(slowest)), key=lambda number: (slowest[number], number))[(len(slowest) - 1) // 2]
 
     @cached_property

@@ -84,8 +84,8 @@ def _flash_slowdown(ranks: Sequence[Rank], solo_ns: Sequence[float]) -> float | 
     share cores and communication takes its time from other ranks' kernels."""
     run, alone = 0.0, 0.0
     for rank in ranks:
-        if rank.cut or rank.on_cpu or not rank.iterations or rank.rank >= len(solo_ns):
+        if rank.cut or rank.on_cpu or not rank.iteration_ns or rank.rank >= len(solo_ns):
             return None
         run += rank.breakdown.flash_ns
-        alone += solo_ns[rank.rank] * len(rank.iterations)
+        alone += solo_ns[rank.rank] * len(rank.iteration_ns)
     return run / alone - 1.0 if run and alone else None

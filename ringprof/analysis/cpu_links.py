@@ -55,7 +55,7 @@ def blocked_in_words(attribution: Attribution) -> str:
     if links is None:
         return ""
     walls = [rank.breakdown.wall_ns for rank in attribution.ranks]
-    iterations = fmean(len(rank.iterations) or 1 for rank in attribution.ranks)
+    iterations = fmean(len(rank.iteration_ns) or 1 for rank in attribution.ranks)
     between, within = links.between_hosts_ns / fmean(walls), links.within_host_ns / fmean(walls)
     sent_mb, each_s = links.leaving_bytes / 1e6, fmean(walls) / iterations / 1e9
     return (

@@ -57,6 +57,7 @@ def explain(
     chosen = np.zeros(len(trace.activities.start_ns), np.bool_)
     chosen[activities] = True
     iterations = [part[chosen[part]] for part in window.iterations]
+    parts = tuple(break_down(classified, part, between_ns) for part in iterations if len(part))
     explained = Rank(
         rank=rank,
         host=host,
@@ -67,12 +68,12 @@ def explain(
         attention=classified.attention,
         cut=_is_cut(window),
         breakdown=break_down(classified, activities, between_ns),
-        iterations=tuple(break_down(classified, part, between_ns) for part in iterations if len(part)),
+        iteration_ns=tuple(part.wall_ns for part in parts),
     )
     # Hops are matched over the whole window: cut at times, the ranks would not count the same ones.
     device = trace.activities.device[activities[0]]
     transfers = transfers_of(classified, everything[trace.activities.device[everything] == device], rank)
-    return Explained(explained, Detail(classified, window), transfers, tuple(warnings), found)
+    return Explained(explained, Detail(classified, window, parts), transfers, tuple(warnings), found)
 
 
 def _classified(rank: int, trace: Trace, focus: Focus, warnings: list[Warning]) -> tuple[Classified, bool]:
@@ -123,6 +124,7 @@ def _explain_cpu(
     if whole is None:
         raise TraceFormatError(f"{trace.path}: its CPU operators span no time: nothing to report")
     parts = [break_down_cpu(trace, window, number) for number in range(len(window.span_ns))]
+    kept = tuple(part for part in parts if part) or (whole,)
     if (trace.world_size or 1) > 1 or marks_waiting(trace):
         warnings.append(Warning("cpu_no_transfer_times", _CPU_TIMES, rank))
     if not marks_waiting(trace) and (trace.world_size or 1) > 1:
@@ -139,10 +141,10 @@ def _explain_cpu(
         attention=classified.attention,
         cut=_is_cut(window),
         breakdown=whole,
-        iterations=tuple(part for part in parts if part) or (whole,),
+        iteration_ns=tuple(part.wall_ns for part in kept),
         blocked_ns=blocked_by_channel(trace, window),
     )
-    return explained, Detail(classified, window)
+    return explained, Detail(classified, window, kept)
 
 
 def _one_device(trace: Trace, activities: Int64, rank: int, warnings: list[Warning]) -> Int64:

@@ -32,11 +32,12 @@ def fill(transfers: Sequence[Transfer], run: Run | None, rank: int) -> list[Tran
         return list(transfers)
     filled = list(transfers)
     to, source = _neighbours(run, rank)
+    group = ("", tuple(range(run.topology.world_size)))
     for number, place in enumerate(bare):
         size = sizes[number % len(sizes)]
         filled[place] = msgspec.structs.replace(
             filled[place],
-            group=("", tuple(range(run.topology.world_size))),
+            group=group,
             sends=() if to is None else (Message(to, size),),
             receives=() if source is None else (Message(source, size),),
             sent_bytes=size,

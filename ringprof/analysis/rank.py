@@ -17,6 +17,8 @@ class Detail:
 
     classified: Classified
     window: Window
+    iterations: tuple[Breakdown, ...]
+    """The breakdown of each marked iteration alone; one where nothing was marked."""
     splits: tuple[Split, ...] = ()
     """Its communication kernels, by start, with wait and wire."""
     hops: tuple[Hop, ...] = ()
@@ -66,8 +68,8 @@ class Rank:
     cut: bool
     """Whether the window is a chosen range or cut at times, and not of whole iterations."""
     breakdown: Breakdown
-    iterations: tuple[Breakdown, ...]
-    """The same for each marked iteration alone; one where nothing was marked."""
+    iteration_ns: tuple[int, ...]
+    """Wall of each marked iteration alone; one where nothing was marked."""
     blocked_ns: dict[str, int] = field(default_factory=dict)
     """On CPU: time blocked in waiting, by the channel that was waited for."""
     hop_totals: HopTotals = field(default_factory=lambda: hop_totals(()))
@@ -91,6 +93,10 @@ class Rank:
     @property
     def window(self) -> Window:
         return self.detail.window
+
+    @property
+    def iterations(self) -> tuple[Breakdown, ...]:
+        return self.detail.iterations
 
     @property
     def splits(self) -> tuple[Split, ...]:

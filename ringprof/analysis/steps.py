@@ -7,6 +7,7 @@ of its block and hops.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -68,6 +69,10 @@ STEP_COLUMNS = tuple(field.name for field in msgspec.structs.fields(Step))
 """Of `ringprof.api.Analysis.steps`: a row a rank and step, the fields of `Step`; times in int64 nanoseconds."""
 
 
+ExposedBySteps = dict[tuple[str, int], tuple[int, int]]
+"""(phase, step) -> exposed communication in nanoseconds and the number of steps that it is the sum of."""
+
+
 def find_steps(attribution: Attribution) -> tuple[Step, ...]:
     """The ring steps of every rank, by rank and time; none on CPU, and where nothing tells them."""
     sides = [Side(rank) for rank in attribution.ranks if not rank.on_cpu]
@@ -82,6 +87,15 @@ def find_steps(attribution: Attribution) -> tuple[Step, ...]:
 def steps_of(side: Side, plan: Plan) -> list[Step]:
     """The steps of one rank, by time."""
     return _steps(side, *placed(side, plan))
+
+
+def exposed_by_step(steps: Iterable[Step]) -> ExposedBySteps:
+    """What each ring step exposes."""
+    found: ExposedBySteps = {}
+    for step in steps:
+        time, count = found.get((step.phase, step.step), (0, 0))
+        found[step.phase, step.step] = time + step.exposed_ns, count + 1
+    return found
 
 
 # --- figures ------------------------------------------------------------------------------------------

@@ -150,7 +150,7 @@ def summarise(attribution: Attribution) -> Summary:
         kinds=kinds,
         communication=_communication(attribution),
         rates=_rates(attribution),
-        iterations=max(len(rank.iterations) for rank in ranks),
+        iterations=max(len(rank.iteration_ns) for rank in ranks),
         exposed_mean=next(part.share for part in parts if part.name == "exposed_comm"),
         exposed_worst=shares[worst],
         exposed_worst_rank=ranks[worst].rank,
@@ -307,7 +307,7 @@ def _block_tflops(attribution: Attribution, run: Run) -> float | None:
     for rank in attribution.ranks:
         flash = rank.breakdown.flash_ns
         if run.work and rank.rank < len(run.work) and flash:
-            rates.append(run.work[rank.rank].block_flops * len(rank.iterations) / flash / 1e3)
+            rates.append(run.work[rank.rank].block_flops * len(rank.iteration_ns) / flash / 1e3)
     return fmean(rates) if rates else None
 
 

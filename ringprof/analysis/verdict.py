@@ -10,13 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from statistics import fmean
 
 from ringprof.analysis.attribution import Attribution
 from ringprof.analysis.cpu_links import blocked_in_words
 from ringprof.analysis.hops import OTHER_HOST
 from ringprof.analysis.rank import Rank
-from ringprof.analysis.steps import Step, find_steps
+from ringprof.analysis.steps import ExposedBySteps, Step, exposed_by_step, find_steps
 from ringprof.analysis.summary import Summary
 from ringprof.analysis.waterfall import Waterfall, find_waterfall
 from ringprof.analysis.waterfall_words import milliseconds
@@ -42,9 +41,19 @@ class Findings:
     attribution: Attribution
     summary: Summary
 
+    @property
+    def lists_steps(self) -> bool:
+        """Whether a report lists every rank's steps."""
+        return True
+
     @cached_property
     def steps(self) -> tuple[Step, ...]:
         return find_steps(self.attribution)
+
+    @cached_property
+    def exposed_by_step(self) -> ExposedBySteps:
+        """What each ring step exposes, over all ranks, calls and iterations."""
+        return exposed_by_step(self.steps)
 
     @cached_property
     def waterfall(self) -> Waterfall:
@@ -231,23 +240,22 @@ def _links(found: Findings, slow: set[int]) -> str:
 
 def _worst_step(found: Findings) -> str:
     """The ring step that exposes most, where there are several."""
-    if len({(step.phase, step.step) for step in found.steps}) < 2:
+    exposed = found.exposed_by_step
+    if len(exposed) < 2:
         return ""
-    exposed: dict[tuple[str, int], list[int]] = defaultdict(list)
-    for step in found.steps:
-        exposed[step.phase, step.step].append(step.exposed_ns)
     phases = {
-        phase: sum(sum(times) for key, times in exposed.items() if key[0] == phase)
+        phase: sum(time for key, (time, _) in exposed.items() if key[0] == phase)
         for phase in dict.fromkeys(key[0] for key in exposed)
     }
     everything = sum(phases.values())
     if not everything:
         return ""
     phase = max(phases, key=lambda name: phases[name])
-    (_, worst), times = max(((k, t) for k, t in exposed.items() if k[0] == phase), key=lambda item: fmean(item[1]))
+    means = {key[1]: time / count for key, (time, count) in exposed.items() if key[0] == phase}
+    worst = max(means, key=lambda step: means[step])
     return (
         f"; {_percent(phases[phase] / everything, 0)} of it in the {_PASSES[phase]} pass, most in step {worst} "
-        f"(mean {milliseconds(fmean(times))})"
+        f"(mean {milliseconds(means[worst])})"
     )
 
 

@@ -190,7 +190,7 @@ def _work(attribution: Attribution, summary: Summary, measured: Peak | None) -> 
     run, ranks = attribution.run, attribution.ranks
     if run is None or run.workload is None or run.topology.world_size != len(ranks) or attribution.on_cpu:
         return None
-    iterations = {len(rank.iterations) for rank in ranks}
+    iterations = {len(rank.iteration_ns) for rank in ranks}
     if len(iterations) != 1 or any(rank.cut for rank in ranks):
         return None
     peak = measured or peak_of(next(iter(summary.devices), None), run.workload.dtype)

@@ -11,6 +11,7 @@ from typing import Literal
 
 from ringprof.errors import InputError, MissingExtraError, TraceFormatError
 from ringprof.trace.nsys import SQLITE_MAGIC
+from ringprof.trace.reduced import MAGIC, SUFFIX
 from ringprof.trace.stream import GZIP_MAGIC, ZSTD_MAGIC, ByteSource
 
 InputType = Literal["run", "trace", "text"]
@@ -57,6 +58,8 @@ def detect_bytes(data: bytes, name: str = "-") -> InputType:
     """As `detect`, for what came through a pipe."""
     if data.startswith(SQLITE_MAGIC):
         raise TraceFormatError(f"{name}: an Nsight Systems export cannot come through a pipe: give its path")
+    if data.startswith(MAGIC):
+        raise TraceFormatError(f"{name}: a reduced trace cannot come through a pipe: give its path")
     return _type_of(_look(data, name), name)
 
 
@@ -86,6 +89,8 @@ def _detect_folder(name: str) -> Input:
         raise InputError(f"{name}: {error.strerror or error}") from None
     candidates = [file for file in files or nested if file.name.lower().endswith(_TRACE_SUFFIXES)]
     traces = [str(file) for file in candidates if _is_trace(str(file))]
+    # Reduced traces lie beside those that they were made of: one of the two is enough.
+    traces = traces or [str(file) for file in files or nested if file.suffix == SUFFIX and _is_reduced(file)]
     if not traces:
         raise InputError(f"{name}: no run.json and no Kineto trace (.json, .json.gz, .json.zst) in this folder")
     return Input("trace", tuple(traces))
@@ -115,6 +120,11 @@ def _is_trace(name: str) -> bool:
         raise
     except InputError:
         return False
+
+
+def _is_reduced(file: Path) -> bool:
+    with file.open("rb") as opened:
+        return opened.read(len(MAGIC)) == MAGIC
 
 
 # --- first bytes --------------------------------------------------------------------------------------
@@ -167,7 +177,7 @@ _FOREIGN_SUFFIXES = {
 def _type_of(head: bytes, name: str) -> InputType:
     if not head.strip():
         raise InputError(f"{name}: the file is empty")
-    if head.startswith(SQLITE_MAGIC):
+    if head.startswith((SQLITE_MAGIC, MAGIC)):
         return "trace"
     _refuse_foreign(head, name)
     text = head.removeprefix(b"\xef\xbb\xbf").lstrip()

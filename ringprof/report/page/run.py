@@ -33,18 +33,19 @@ def run_document(found: Findings, report: dict[str, Any], name: str) -> Document
         Section("breakdown", "Breakdown by rank", MEANINGS["breakdown"], figures.breakdown(report["ranks"]),
                 [_rank_table(report["ranks"])]),
     ]  # fmt: skip
-    if not attribution.on_cpu:
+    if not attribution.on_cpu and found.lists_steps:
         drawn = timeline_of(attribution, found.steps)
         lines = [_THINNED] if drawn.thinned else []
         sections.append(
             Section("timeline", "Timeline", MEANINGS["timeline"], figures.timeline(drawn, ranks), lines=lines)
         )
-    if found.steps:
+    if found.lists_steps and found.steps:
         heat = figures.waiting(found.steps, ranks)
         sections.append(Section("steps", "Ring steps", MEANINGS["steps"], heat, [_step_table(found.steps)],
                                 [MEANINGS["waiting"]] if heat else []))  # fmt: skip
-    sections.append(Section("kernels", "Kernels", MEANINGS["kernels"], tables=[_kernel_table(attribution)]))
-    if any(rank.hops for rank in attribution.ranks):
+    if found.lists_steps:
+        sections.append(Section("kernels", "Kernels", MEANINGS["kernels"], tables=[_kernel_table(attribution)]))
+    if found.lists_steps and any(rank.hop_totals.count for rank in attribution.ranks):
         sections.append(Section("hops", "Hops and bandwidth", MEANINGS["hops"], tables=_hop_tables(found)))
     sections += [_settings(report), *_warnings(report)]
     return Document(clean(name), header_of(attribution, found.summary), found.verdict, _tiles(found), sections)

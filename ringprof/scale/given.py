@@ -1,0 +1,24 @@
+"""What a run of many ranks is read from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ringprof.run import Run
+
+Notify = Callable[[str, int, int], None]
+"""Told what is being done, and how much of how many is done."""
+
+
+@dataclass(frozen=True)
+class Given:
+    """A run's traces as they were given."""
+
+    paths: Sequence[str]
+    ranks: Sequence[int | None]
+    """The rank of each where the run names it."""
+    shown: Sequence[str]
+    """The path of each for people."""
+    run: Run | None = None
+    run_path: str | None = None

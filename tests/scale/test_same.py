@@ -1,0 +1,127 @@
+"""Ranks taken a few at a time give the report that all of them together give."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ringprof
+from ringprof import api
+from ringprof.errors import InputError
+from ringprof.scale import attribute as scale
+from ringprof.trace.detect import Input
+from tests.scale.runs import RUNS, real_ring, write_ring
+
+RECORDED = sorted(folder.name for folder in RUNS.iterdir() if folder.is_dir())
+
+
+@pytest.fixture
+def few_at_a_time(monkeypatch):
+    """Loads as if memory had no room, two ranks at a time."""
+
+    def load(*paths: Any, tile: int = 2, **how: Any) -> Any:
+        with monkeypatch.context() as patch:
+            patch.setattr(api, "MOST_IN_MEMORY", 0)
+            patch.setattr(scale, "TILE", tile)
+            return loaded(paths, **{"jobs": 1, **how})
+
+    return load
+
+
+def loaded(paths: Any, **how: Any) -> Any:
+    return ringprof.load(paths, **how)
+
+
+def told(analysis: Any) -> Any:
+    """The report but for the list of steps, whose lack is a warning."""
+    report = analysis.report()
+    warnings = [json.dumps(one) for one in report["warnings"] if one["code"] != "steps_not_listed"]
+    return report | {"steps": None, "warnings": sorted(warnings)}
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_every_recorded_run(few_at_a_time, name):
+    together, apart = loaded(RUNS / name), few_at_a_time(RUNS / name)
+    assert told(apart) == told(together)
+    assert apart.findings.steps == together.findings.steps
+    assert apart.findings.exposed_by_step == together.findings.exposed_by_step
+    assert apart.hops().equals(together.hops()) and apart.iterations().equals(together.iterations())
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {"ranks_per_host": 2},
+    {"between": "20ms,60ms"},
+    {"window": "ringprof::iteration*"},
+    {"group": "0-3"},
+]
+
+
+@pytest.mark.parametrize("how", OPTIONS, ids=lambda how: next(iter(how)))
+@pytest.mark.parametrize("name", ["h200x4-zigzag-65536", "h200x4-allgather-262144", "h200x4-usp-262144"])
+def test_with_options(few_at_a_time, name, how):
+    traces = sorted((RUNS / name).glob("rank*.json.gz"))
+    assert told(few_at_a_time(*traces, **how)) == told(loaded(traces, **how))
+
+
+@pytest.mark.parametrize("lost", [0, 3])
+def test_with_a_rank_missing(few_at_a_time, lost):
+    traces = [path for rank, path in enumerate(sorted((RUNS / RECORDED[-1]).glob("rank*.json.gz"))) if rank != lost]
+    assert told(few_at_a_time(*traces)) == told(loaded(traces))
+
+
+@pytest.mark.parametrize("late_ns", [0, 3_000_000, -50_000])
+def test_hosts_with_clocks_of_their_own(few_at_a_time, tmp_path, late_ns):
+    paths = write_ring(tmp_path, 24, per_host=4, late_ns=late_ns)
+    together = loaded(paths)
+    assert told(few_at_a_time(*paths, tile=4)) == told(together)
+    offsets = together.clocks().offset_ns
+    assert all(abs(offsets[rank] + late_ns * (rank // 4)) < 100_000 for rank in range(24))
+
+
+def test_a_ring_of_many_is_the_small_ring_again(few_at_a_time, tmp_path):
+    """Each rank of the large ring has the figures of the small ring's rank that it was made of."""
+    small: Any = api.Analysis(real_ring(), None, Input("trace", ("small",)), None)
+    large = few_at_a_time(*write_ring(tmp_path, 48), tile=16)
+    ranks = small.report()["ranks"]
+    for number, rank in enumerate(large.report()["ranks"]):
+        assert rank == ranks[number % 4] | {"rank": number}
+    keys = ("exposed_comm_share", "overlap_ratio", "bounds_ns", "parts_ns")
+    assert {key: large.report()["summary"][key] for key in keys} == {
+        key: small.report()["summary"][key] for key in keys
+    }
+    assert large.findings.exposed_by_step == {
+        key: (12 * time, 12 * count) for key, (time, count) in small.findings.exposed_by_step.items()
+    }
+
+
+def test_steps_that_no_name_tells(few_at_a_time, monkeypatch):
+    """Where the order of hops tells the steps, too, all ranks are planned alike."""
+    monkeypatch.setattr("ringprof.analysis.step_plan.named_blocks", lambda *_: None)
+    together, apart = loaded(RUNS / RECORDED[-1]), few_at_a_time(RUNS / RECORDED[-1])
+    assert {step.source for step in together.findings.steps} == {"order"}
+    assert apart.findings.steps == together.findings.steps
+
+
+def test_other_processes(few_at_a_time):
+    name = "h200x4-burst-262144"
+    assert told(few_at_a_time(RUNS / name, jobs=2)) == told(loaded(RUNS / name))
+
+
+def test_the_scratch_folder_goes_with_the_analysis(few_at_a_time, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    analysis = few_at_a_time(RUNS / RECORDED[-1])
+    assert list(tmp_path.iterdir())
+    del analysis
+    assert not list(tmp_path.iterdir())
+
+
+def test_nothing_is_left_where_reading_fails(few_at_a_time, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    bad: Path = tmp_path / "rank9.json"
+    bad.write_text('{"traceEvents": []}')
+    with pytest.raises(InputError, match="rank9"):
+        few_at_a_time(*sorted((RUNS / RECORDED[-1]).glob("rank*.json.gz")), bad)
+    assert list(tmp_path.iterdir()) == [bad]
