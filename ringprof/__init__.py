@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any
 from ringprof._version import __version__
 
 if TYPE_CHECKING:
-    from ringprof.api import Analysis, compare, load
-    from ringprof.record.capture import capture
+    from ringprof.api import Analysis, capture, compare, load
 
 _API = "ringprof.api"
-_HOME = {"Analysis": _API, "compare": _API, "load": _API, "capture": "ringprof.record.capture"}
+_HOME = {"Analysis": _API, "compare": _API, "load": _API, "capture": _API}
 
 __all__ = ["Analysis", "__version__", "capture", "compare", "load"]
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import html
 import os
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -30,7 +31,7 @@ from ringprof.analysis.summary import Summary, summarise
 from ringprof.analysis.verdict import Findings
 from ringprof.errors import InputError, KernelTableError, UsageError
 from ringprof.report import as_json, terminal
-from ringprof.run import RankTrace, Run, read_run
+from ringprof.run import RankTrace, Run, Workload, read_run
 from ringprof.scale.given import Given, Notify
 from ringprof.trace.columns import Trace, Warning
 from ringprof.trace.detect import Input, detect, detect_bytes
@@ -457,3 +458,16 @@ def _entries_of(label: str, source: Analysis | TableAnalysis) -> list[Entry]:
         entry_of_table(f"{label} table {index + 1}" if several else label, report)
         for index, report in enumerate(source.reports)
     ]
+
+
+def capture(
+    folder: str | os.PathLike[str], workload: Workload | None = None, *, name: str | None = None
+) -> AbstractContextManager[None]:
+    """Profile a block of your own program on every rank that runs it; see `ringprof.record.capture.capture`.
+
+    Every rank also reduces its own trace, so that reports of many ranks are quick.
+    """
+    from ringprof.record.capture import capture as profile
+    from ringprof.trace.reduced import reduce_file
+
+    return profile(folder, workload, name=name, reduce=reduce_file)

@@ -38,9 +38,10 @@ def main(arguments: list[str]) -> NoReturn:
     watch.start()
     from ringprof.record.failure import full_text, kind_of, message_of
     from ringprof.record.rank import Rank
+    from ringprof.trace.reduced import reduce_file
 
     try:
-        rank = Rank(task, place, diary)
+        rank = Rank(task, place, diary, reduce=reduce_file)
         hops.append(rank.hops)
         rank.run()
     except BaseException as error:

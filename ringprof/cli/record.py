@@ -79,10 +79,12 @@ def _as_rank(request: Request, rank: int) -> NoReturn:
     Leaving in the interpreter's good order can block in a communicator whose peers are gone. What all ranks refuse, or
     find wrong, rank 0 says for all; a failure of one rank's own it says itself.
     """
+    from ringprof.trace.reduced import reduce_file
+
     code = 0
     try:
         with reporter() as shown:
-            run = record(request, shown)
+            run = record(request, shown, reduce_file)
         _show(run, request)
     except RingprofError as error:
         code = error.exit_code

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 from ringprof.record.placement import Placement, joined
 from ringprof.record.progress import Reporter, Silent
@@ -16,19 +17,21 @@ from ringprof.run import Run, read_run
 __all__ = ["Request", "record"]
 
 
-def record(request: Request, reporter: Reporter | None = None) -> Run | None:
+def record(request: Request, reporter: Reporter | None = None, reduce: Any = None) -> Run | None:
     """Record one run, on ranks started here, or as one rank where torchrun or srun started this process.
 
     Returns the run, whose traces are named from the folder of ``request.output``; None on ranks other than 0. Blocks
     until all ranks have ended. Raises `UsageError` and its kinds before anything is started, `RecordError` where a
     rank fails or the result is wrong. A run that failed leaves nothing but its log.
+    ``reduce`` writes the reduced form of this rank's trace (`ringprof.record.rank.Reduce`); ranks started here do so by
+    themselves.
     """
     reporter = reporter or Silent()
     place = joined()
     if place is not None:
         from ringprof.record.join import record_as_rank
 
-        return record_as_rank(request, place, reporter)
+        return record_as_rank(request, place, reporter, reduce)
     return _record_here(request, reporter)
 
 

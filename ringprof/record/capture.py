@@ -23,7 +23,11 @@ if TYPE_CHECKING:
 
 @contextmanager
 def capture(
-    folder: str | os.PathLike[str], workload: Workload | None = None, *, name: str | None = None
+    folder: str | os.PathLike[str],
+    workload: Workload | None = None,
+    *,
+    name: str | None = None,
+    reduce: Callable[[Path, Path], bool] | None = None,
 ) -> Iterator[None]:
     """Profile the block on every rank and write a run into ``folder``, which must be new or empty.
 
@@ -52,7 +56,8 @@ def capture(
         times: list[int] = []
         with _profiled(trace.path, device, world, times):
             yield
-        run = _run(name or target.name, created, workload, device, world, rank, trace, staging, times)
+        reduced = reduce is not None and reduce(trace.path, trace.reduced)
+        run = _run(name or target.name, created, workload, device, world, rank, trace, staging, times, reduced)
         if run is not None:
             _publish(run, staging, target)
     except BaseException:
@@ -149,22 +154,22 @@ def _wait(world: int) -> None:
 
 def _run(
     name: str, created: str, workload: Workload | None, device: torch.device, world: int, rank: int, trace: TraceFile,
-    staging: Path, times: list[int],
+    staging: Path, times: list[int], reduced: bool,
 ) -> Run | None:  # fmt: skip
     """Tell rank 0 that this rank's trace is complete, and send it where it must be; rank 0 returns the run."""
-    from ringprof.record.folder import trace_name
-    from ringprof.record.gathering import gather_traces
+    from ringprof.record.folder import reduced_name, trace_name
     from ringprof.record.machine import device_name
-    from ringprof.record.rank import RankResult, assemble, exchange
+    from ringprof.record.rank import RankResult, assemble, exchange, gather
 
     local_rank, host = _standing_on_host(rank, world, device)
     result = RankResult(
         host=host, local_rank=local_rank, device=device_name(device), trace=trace_name(rank), profiled_ns=times,
-        remote_bytes=trace.remote_bytes(),
+        remote_bytes=trace.remote_bytes(), reduced=reduced_name(rank) if reduced else None,
+        remote_reduced_bytes=trace.remote_reduced_bytes(),
     )  # fmt: skip
     results = exchange(result, device) if world > 1 else [result]
     if world > 1:
-        gather_traces(trace.path, [result.remote_bytes for result in results], staging, device)
+        gather(results, trace, staging, device)
     if rank != 0:
         return None
     run = assemble(name, created, [Path(sys.argv[0]).name, *sys.argv[1:]], results, device)

@@ -35,6 +35,11 @@ def trace_name(rank: int) -> str:
     return f"rank{rank}.json.gz"
 
 
+def reduced_name(rank: int) -> str:
+    """The file of one rank's reduced trace, beside its trace."""
+    return f"rank{rank}.ringprof"
+
+
 def stage(output: Path, label: str, ranks: int) -> Staging:
     """Make the hidden folder of a new run beside ``output``; the run is called after the time and ``label``.
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from ringprof.record.claim import sees
-from ringprof.record.folder import trace_name
+from ringprof.record.folder import reduced_name, trace_name
 
 PIECE_BYTES = 4 * 2**20
 """The most of a trace that a rank holds in memory at a time."""
@@ -23,10 +24,16 @@ class TraceFile:
         self.shared = sees(staging, token)
         self._folder = staging if self.shared else Path(tempfile.mkdtemp(prefix="ringprof-trace-"))
         self.path = self._folder / trace_name(rank)
+        self.reduced = self._folder / reduced_name(rank)
+        """Where the trace's reduced form goes."""
 
     def remote_bytes(self) -> int | None:
         """The trace's size where rank 0 must be sent it; None where it lies in the run's folder."""
         return None if self.shared else self.path.stat().st_size
+
+    def remote_reduced_bytes(self) -> int | None:
+        """The same of its reduced form; None where there is none."""
+        return None if self.shared or not self.reduced.exists() else self.reduced.stat().st_size
 
     def discard(self) -> None:
         """Remove a folder of one's own."""
@@ -34,17 +41,24 @@ class TraceFile:
             shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def gather_traces(own: Path, sizes: list[int | None], staging: Path, device: torch.device) -> None:
+def gather_traces(
+    own: Path,
+    sizes: list[int | None],
+    staging: Path,
+    device: torch.device,
+    name: Callable[[int], str] = trace_name,
+) -> None:
     """Send each trace that has a size to rank 0, which writes it into ``staging``; one rank after the other.
 
-    Called by all ranks of the world with the same ``sizes``. Raises OSError where rank 0 cannot write.
+    Called by all ranks of the world with the same ``sizes``; ``name`` tells the file of each rank. Raises OSError where
+    rank 0 cannot write.
     """
     rank = dist.get_rank()
     for sender, size in enumerate(sizes):
         if size is None or sender == 0:
             continue
         if rank == 0:
-            _receive(staging / trace_name(sender), size, sender, device)
+            _receive(staging / name(sender), size, sender, device)
         elif rank == sender:
             _send(own, size, device)
 

@@ -35,8 +35,10 @@ class _Opening(msgspec.Struct, frozen=True, kw_only=True):
     message: str = ""
 
 
-def record_as_rank(request: Request, place: Placement, reporter: Reporter) -> Run | None:
+def record_as_rank(request: Request, place: Placement, reporter: Reporter, reduce: Any = None) -> Run | None:
     """Record as rank ``place``; only rank 0 reports, plans and writes ``run.json``.
+
+    ``reduce``: a `ringprof.record.rank.Reduce`, for the rank's own trace.
 
     Raises on every rank what rank 0 refuses.
     """
@@ -49,7 +51,7 @@ def record_as_rank(request: Request, place: Placement, reporter: Reporter) -> Ru
     with _lost_before_the_run(place), process_group(place, resolved.device, MEETING_LIMIT_S) as device:
         hosts, pids = _meet(place, device)
         shared = regular_per_host(host_numbers(hosts))
-        joined = _Joined(replace(place, local_world_size=shared), hosts, pids, Standing(reporter), device)
+        joined = _Joined(replace(place, local_world_size=shared), hosts, pids, Standing(reporter), device, reduce)
         run = joined.record(request)
     return None if run is None else read_run(request.output)
 
@@ -79,9 +81,10 @@ class _Joined:
     """This rank, once all know where each other is."""
 
     def __init__(
-        self, place: Placement, hosts: list[str], pids: list[int], standing: Standing, device: Any
+        self, place: Placement, hosts: list[str], pids: list[int], standing: Standing, device: Any, reduce: Any
     ) -> None:  # fmt: skip
         self._place, self._hosts, self._standing, self._device = place, hosts, standing, device
+        self._reduce = reduce
         here = hosts[place.rank]
         self._siblings = {
             rank: pids[rank] for rank, host in enumerate(hosts) if host == here and rank != place.rank
@@ -149,9 +152,10 @@ class _Joined:
         raise (RecordError if self._first else SaidElsewhere)(f"{problems[0]}: let the hosts reach each other's ports")
 
     def _rank(self, task: Task) -> Any:
-        from ringprof.record.rank import Rank
+        from ringprof.record.rank import Rank, no_reduction
 
-        return Rank(task, self._place, self._standing, hosts=self._hosts)
+        reduce = self._reduce or no_reduction
+        return Rank(task, self._place, self._standing, hosts=self._hosts, reduce=reduce)
 
     def _scene(self, rank: Any) -> Any:
         from ringprof.record.ending import Scene

@@ -13,7 +13,7 @@ import msgspec
 import torch
 
 from ringprof.record.controls import KINDS, Controlled, measure_controls, silent_strategy
-from ringprof.record.folder import publish, trace_name
+from ringprof.record.folder import publish, reduced_name, trace_name
 from ringprof.record.gathering import TraceFile, gather_traces
 from ringprof.record.group import gather_bytes, process_group
 from ringprof.record.hosts import host_numbers
@@ -37,6 +37,14 @@ from ringprof.run import (
     Work,
 )
 
+Reduce = Callable[[Path, Path], bool]
+"""Writes the reduced form of a rank's own trace (first path) to the second; whether it could be read."""
+
+
+def no_reduction(trace: Path, target: Path) -> bool:
+    """For a recording whose traces are not reduced."""
+    return False
+
 
 class RankResult(msgspec.Struct, frozen=True, kw_only=True):
     """What one rank tells rank 0 when its trace is complete."""
@@ -52,6 +60,8 @@ class RankResult(msgspec.Struct, frozen=True, kw_only=True):
     controls: Controlled | None = None
     remote_bytes: int | None = None
     """Of the trace, where it is not in the run's folder and rank 0 must be sent it."""
+    reduced: str | None = None
+    remote_reduced_bytes: int | None = None
 
 
 @dataclass
@@ -65,6 +75,7 @@ class Rank:
     """Of every rank, where the launcher's answer is known; None: all are here."""
     seal: Callable[[], None] = lambda: None
     """Called on rank 0 before the run is made complete."""
+    reduce: Reduce = no_reduction
     strategy: Any = None
 
     def hops(self) -> int | None:
@@ -87,7 +98,7 @@ class Rank:
         trace = TraceFile(staging, self.task.token, self.place.rank)
         try:
             results, verification, kernel = self._results(trace, device)
-            gather_traces(trace.path, [result.remote_bytes for result in results], staging, device)
+            gather(results, trace, staging, device)
         finally:
             trace.discard()
         if self.place.rank != 0:
@@ -106,11 +117,14 @@ class Rank:
             problem = Problem.of(self.strategy, request.workload, device)
             measured, controlled, profiled = self._measure(problem, trace.path, device)
             kernel = self.strategy.kernel_for(problem.q).name
+        reduced = self.reduce(trace.path, trace.reduced)
         host = host_name() if self.hosts is None else self.hosts[self.place.rank]
         result = RankResult(
             host=host, local_rank=self.place.local_rank, device=device_name(device), trace=trace_name(self.place.rank),
             iterations_ns=measured.iterations_ns, profiled_ns=profiled, peak_bytes=measured.peak_bytes,
             work=measured.work, controls=controlled, remote_bytes=trace.remote_bytes(),
+            reduced=reduced_name(self.place.rank) if reduced else None,
+            remote_reduced_bytes=trace.remote_reduced_bytes(),
         )  # fmt: skip
         return exchange(result, device), verification, kernel
 
@@ -173,6 +187,12 @@ class Rank:
         return measure_controls(problem, silent, device, request.warmup, request.iters, self.reporter)
 
 
+def gather(results: list[RankResult], trace: TraceFile, staging: Path, device: torch.device) -> None:
+    """Bring to rank 0's folder what lies elsewhere of the ranks' traces."""
+    gather_traces(trace.path, [result.remote_bytes for result in results], staging, device)
+    gather_traces(trace.reduced, [result.remote_reduced_bytes for result in results], staging, device, reduced_name)
+
+
 def exchange(result: RankResult, device: torch.device) -> list[RankResult]:
     """Every rank's result, in rank order. A rank calls this when its trace is complete: that is what it says."""
     return [msgspec.json.decode(part, type=RankResult) for part in gather_bytes(msgspec.json.encode(result), device)]
@@ -207,7 +227,7 @@ def assemble(name: str, created: str, command: list[str], results: list[RankResu
         profiled=Profiled(iterations_ns=profiled) if all(profiled) else None,
         peak_memory_bytes=peaks if len(peaks) == len(results) else None,
         work=works if len(works) == len(results) else None,
-        traces=[RankTrace(rank=rank, path=result.trace) for rank, result in enumerate(results)],
+        traces=[RankTrace(rank=rank, path=result.trace, reduced=result.reduced) for rank, result in enumerate(results)],
     )
 
 

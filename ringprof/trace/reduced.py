@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import os
 import zlib
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
 
-from ringprof.errors import InputError, TraceFormatError
+from ringprof.errors import InputError, RingprofError, TraceFormatError
 from ringprof.trace.columns import (
     NONE,
     Activities,
@@ -27,6 +28,7 @@ from ringprof.trace.columns import (
     Trace,
     Warning,
 )
+from ringprof.trace.kineto import read_trace
 
 MAGIC = b"ringprof.trace/1\n"
 SUFFIX = ".ringprof"
@@ -83,6 +85,17 @@ def reduce_trace(trace: Trace) -> bytes:
     }
     packed = msgspec.msgpack.encode(_File(head, columns))
     return MAGIC + zlib.compress(packed, _LEVEL)
+
+
+def reduce_file(trace: Path, target: Path) -> bool:
+    """Write the reduced form of a rank's own trace; False where the trace cannot be read. Raises OSError."""
+    try:
+        read = read_trace(trace)
+    except RingprofError:
+        return False
+    # Beside it: whoever reads it knows where it lies.
+    target.write_bytes(reduce_trace(replace(read, path=trace.name)))
+    return True
 
 
 def read_reduced(path: str | os.PathLike[str], *, limit_bytes: int | None = None) -> Trace:

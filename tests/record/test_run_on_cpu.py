@@ -10,7 +10,11 @@ import re
 import subprocess
 from pathlib import Path
 
+import numpy as np
+
 from ringprof.run import Run, read_run
+from ringprof.trace.kineto import read_trace
+from ringprof.trace.reduced import read_reduced
 from tests.record.command import RINGPROF, SMALL, TORCHRUN, environment, run
 
 WORLD, SEQ, HEADS, KV_HEADS, HEAD_DIM, BF16 = 4, 512, 2, 1, 16, 2
@@ -26,6 +30,30 @@ def test_every_rank_has_a_complete_trace_of_the_marked_iteration(recorded: tuple
         names = [event.get("name") for event in content["traceEvents"]]
         assert names.count("ringprof::iteration") == 1
         assert "ringprof::fwd/step=0/block" in names and "ringprof::bwd/step=3/block" in names
+
+
+def reports_without_its_traces(folder: Path, found: Run, aside: Path) -> bool:
+    """Whether the report is the same when only what each rank reduced is left."""
+    before = run(["report", "traces/run.json"], folder)
+    for trace in found.traces:
+        (folder / "traces" / trace.path).rename(aside / f"rank{trace.rank}")
+    try:
+        after = run(["report", "traces/run.json"], folder)
+    finally:
+        for trace in found.traces:
+            (aside / f"rank{trace.rank}").rename(folder / "traces" / trace.path)
+    return before.returncode == 0 and (after.returncode, after.stdout) == (0, before.stdout)
+
+
+def test_every_rank_has_reduced_its_own_trace(recorded: tuple[Path, Run, str], tmp_path: Path) -> None:
+    folder, found, _ = recorded
+    for trace in found.traces:
+        assert trace.reduced is not None
+        reduced = read_reduced(folder / "traces" / trace.reduced)
+        whole = read_trace(folder / "traces" / trace.path)
+        assert (reduced.rank, reduced.names, reduced.events_total) == (trace.rank, whole.names, whole.events_total)
+        assert np.array_equal(reduced.operators.end_ns, whole.operators.end_ns)
+    assert reports_without_its_traces(folder, found, tmp_path)
 
 
 def test_the_run_says_what_ran(recorded: tuple[Path, Run, str]) -> None:
@@ -123,6 +151,7 @@ def test_under_torchrun_it_joins_and_only_rank_0_prints(tmp_path: Path) -> None:
     assert done.stdout.count("next: ringprof report") == 1 and done.stderr.count("plan per device") == 1
     found = read_run(tmp_path / "traces/run.json")
     assert found.topology.world_size == 2 and len(found.traces) == 2
+    assert reports_without_its_traces(tmp_path, found, tmp_path)
 
 
 CAPTURE = """
@@ -164,6 +193,8 @@ def test_capture_in_a_users_own_program(tmp_path: Path) -> None:
     with gzip.open(tmp_path / "traces/mine" / found.traces[1].path) as file:
         names = [event.get("name") for event in json.load(file)["traceEvents"]]
     assert "ringprof::iteration" in names and "gloo:all_reduce" in names
+    assert [entry.reduced for entry in found.traces] == ["rank0.ringprof", "rank1.ringprof"]
+    assert "ringprof::iteration" in read_reduced(tmp_path / "traces/mine/rank1.ringprof").names
 
 
 def test_on_a_terminal_there_are_bars(tmp_path: Path) -> None:

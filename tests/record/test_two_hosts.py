@@ -11,6 +11,7 @@ import pytest
 
 from ringprof.record.lifeline import KEEPALIVE_S
 from ringprof.run import Run, Sent, read_run
+from ringprof.trace.reduced import read_reduced
 from tests.record.command import wait_until
 from tests.record.two_hosts import TwoHosts
 
@@ -36,12 +37,15 @@ def crossing(sent: list[Sent], link: str) -> int:
 
 
 def traces_of_all_ranks(run: Run, folder: Path) -> None:
-    """Each is a whole trace, and its own rank's."""
+    """Each is a whole trace, and its own rank's, and so is what it was reduced to."""
     for entry in run.traces:
         with gzip.open(folder / entry.path) as file:
             trace = json.load(file)
         assert trace["distributedInfo"]["rank"] == entry.rank
         assert any(event.get("name") == "ringprof::iteration" for event in trace["traceEvents"])
+        assert entry.reduced is not None
+        reduced = read_reduced(folder / entry.reduced)
+        assert reduced.rank == entry.rank and "ringprof::iteration" in reduced.names
 
 
 def test_separate_folders_on_two_hosts_make_one_run(hosts: TwoHosts, tmp_path: Path) -> None:
