@@ -30,6 +30,7 @@ from ringprof.analysis.rules import Rule
 from ringprof.analysis.summary import Summary, summarise
 from ringprof.analysis.verdict import Findings
 from ringprof.errors import InputError, KernelTableError, UsageError
+from ringprof.files import folder_of, read_bytes, within
 from ringprof.report import as_json, terminal
 from ringprof.run import RankTrace, Run, Workload, read_run
 from ringprof.scale.given import Given, Notify
@@ -323,8 +324,8 @@ def _load_run(path: str, source: Input, reading: Reading) -> Analysis:
     run = read_run(path)
     if not run.traces:
         raise InputError(f"{path}: the run names no traces: record it again")
-    folder = Path(path).parent
-    shown = [str(folder / trace.path) for trace in run.traces]
+    folder = folder_of(path)
+    shown = [within(folder, trace.path) for trace in run.traces]
     ranks = [trace.rank for trace in run.traces]
     paths = [_quickest(folder, trace) for trace in run.traces]
     if _are_many(paths, reading):
@@ -336,11 +337,11 @@ def _load_run(path: str, source: Input, reading: Reading) -> Analysis:
     return Analysis(traces, run, source, reading.ranks_per_host, reading.focus())
 
 
-def _quickest(folder: Path, trace: RankTrace) -> str:
+def _quickest(folder: str, trace: RankTrace) -> str:
     """The reduced trace where there is one that this version reads, else the trace."""
-    if trace.reduced is not None and starts_with(str(folder / trace.reduced), MAGIC):
-        return str(folder / trace.reduced)
-    return str(folder / trace.path)
+    if trace.reduced and starts_with(within(folder, trace.reduced), MAGIC):
+        return within(folder, trace.reduced)
+    return within(folder, trace.path)
 
 
 def _are_many(paths: Sequence[str], reading: Reading) -> bool:
@@ -376,10 +377,7 @@ def _load_text(name: str, data: bytes | None, reading: Reading) -> TableAnalysis
     from ringprof.analysis.table import analyse_table
     from ringprof.trace.kernel_table import read_tables
 
-    try:
-        raw = Path(name).read_bytes() if data is None else data
-    except OSError as error:
-        raise InputError(f"{name}: {error.strerror or error}") from None
+    raw = read_bytes(name) if data is None else data
     tables = read_tables(raw.decode("utf-8-sig", errors="replace"), name)
     return TableAnalysis(name, [analyse_table(table, reading.wall_ns, reading.iterations) for table in tables])
 

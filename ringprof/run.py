@@ -9,12 +9,13 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Mapping
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from ringprof.errors import InputError, RunFormatError
+from ringprof.errors import RunFormatError
+from ringprof.files import leads_out, read_bytes
 
 SCHEMA = "ringprof.run/1"
 
@@ -216,42 +217,29 @@ def read_run(path: str | os.PathLike[str]) -> Run:
     Raises `RunFormatError` where the file is not a run, was written by a newer ringprof, or names a
     trace outside its own folder.
     """
-    file = Path(path)
-    try:
-        data = file.read_bytes()
-    except OSError as error:
-        raise InputError(f"{file}: {error.strerror or error}") from None
-    return parse_run(data, file)
+    name = os.fspath(path)
+    return parse_run(read_bytes(name), name)
 
 
-def parse_run(data: bytes, path: Path) -> Run:
-    """Decode the text of a ``run.json``; ``path`` is for messages."""
+def parse_run(data: bytes, path: str | os.PathLike[str]) -> Run:
+    """Decode the text of a ``run.json``; ``path`` is where it lies."""
+    file = os.fspath(path)
     try:
         schema = msgspec.json.decode(data, type=_SchemaOnly).schema
         if schema != SCHEMA:
-            raise RunFormatError(f"{path}: schema {schema!r} is not {SCHEMA!r}: update ringprof, or record again")
+            raise RunFormatError(f"{file}: schema {schema!r} is not {SCHEMA!r}: update ringprof, or record again")
         run = msgspec.json.decode(data, type=Run)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise RunFormatError(f"{path}: not a ringprof run: {error}") from None
+        raise RunFormatError(f"{file}: not a ringprof run: {error}") from None
     for trace in run.traces:
-        _refuse_outside(trace.path, path)
-        if trace.reduced is not None:
-            _refuse_outside(trace.reduced, path)
+        for relative in (trace.path, trace.reduced):
+            if relative is not None and (reason := leads_out(file, relative)):
+                raise RunFormatError(f"{file}: trace path {relative!r} {reason}")
     return run
 
 
 class _SchemaOnly(msgspec.Struct):
     schema: str = ""
-
-
-def _refuse_outside(relative: str, file: Path) -> None:
-    """A run may come from a stranger: its paths must stay below its own folder."""
-    pure = PurePosixPath(relative)
-    if pure.is_absolute() or ".." in pure.parts or "\\" in relative or "\0" in relative or not pure.parts:
-        raise RunFormatError(f"{file}: trace path {relative!r} leaves the run's folder")
-    folder = file.parent.resolve()
-    if not (folder / relative).resolve().is_relative_to(folder):
-        raise RunFormatError(f"{file}: trace path {relative!r} leaves the run's folder through a link")
 
 
 def write_run(run: Run, path: str | os.PathLike[str]) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -61,7 +63,32 @@ class Bars:
     def advance(self) -> None:
         self._progress.advance(self._bar)
 
+    def move_to(self, done: int) -> None:
+        """So many steps of the current phase are done."""
+        self._progress.update(self._bar, completed=done)
+
 
 def reporter() -> Bars | Lines:
     """The fitting one for this stderr."""
     return Bars() if sys.stderr.isatty() else Lines()
+
+
+@contextmanager
+def many_ranks() -> Iterator[Callable[[str, int, int], None] | None]:
+    """Shows on a terminal how far the reading of many ranks is; elsewhere, and of few ranks, nothing."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    shown: list[Bars] = []
+    phase = [""]
+    with ExitStack() as stack:
+
+        def notify(what: str, done: int, of: int) -> None:
+            if not shown:
+                shown.append(stack.enter_context(Bars()))
+            if what != phase[0]:
+                phase[0] = what
+                shown[0].start(what, of)
+            shown[0].move_to(done)
+
+        yield notify

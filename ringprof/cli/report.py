@@ -11,6 +11,7 @@ import click
 
 from ringprof.analysis.conditions import Condition, parse_condition
 from ringprof.api import Analysis, TableAnalysis, load, load_bytes
+from ringprof.cli.progress import many_ranks
 from ringprof.cli.write import write_text
 from ringprof.errors import UsageError
 from ringprof.report import as_json
@@ -43,6 +44,8 @@ NARROWEST = 78
 @click.option("--fail-if", "conditions", multiple=True, metavar="CONDITION",
               help="Exit with 1 where it holds: 'exposed_comm > 5%', 'max(idle) > 1%'; repeatable.")  # fmt: skip
 @click.option("--html", "page", type=click.Path(dir_okay=False), help="Also write the report as one HTML page.")
+@click.option("--jobs", type=click.IntRange(min=1), help="Processes for many ranks.  [default: one a CPU]")
+@click.option("--scheduler", metavar="ADDRESS", help="Have the workers of a Dask cluster read the traces (tcp://...).")
 @click.option("--strict", is_flag=True, help="Exit with 2 where the report has warnings.")
 def command(
     paths: tuple[str, ...],
@@ -57,6 +60,8 @@ def command(
     window: str | None,
     between: str | None,
     rules: str | None,
+    jobs: int | None,
+    scheduler: str | None,
     conditions: tuple[str, ...],
     page: str | None,
     strict: bool,
@@ -65,7 +70,7 @@ def command(
     """Show where the time of a run or trace went.
 
     PATH is a run.json, a run's folder, a Kineto trace (.json, .json.gz), a folder of them, several traces of one run,
-    a log with printed kernel tables, or - for a trace or log from a pipe.
+    a log with printed kernel tables, or - for a trace or log from a pipe. It may be a URL that fsspec reads (s3://...).
     Without PATH: traces/run.json, the newest run.
 
     \b
@@ -85,6 +90,8 @@ def command(
         window=window,
         between=between,
         rules=rules,
+        jobs=jobs,
+        scheduler=scheduler,
     )
     if form == "json":
         text = as_json.render(analysis.report())
@@ -106,7 +113,8 @@ def _load(paths: tuple[str, ...], **how: Any) -> Analysis | TableAnalysis:
         return load_bytes(sys.stdin.buffer.read(), "-", **how)
     if "-" in paths:
         raise click.UsageError("- stands for one trace or log from a pipe and cannot go with other paths")
-    return load(paths or ("traces/run.json",), **how)
+    with many_ranks() as notify:
+        return load(paths or ("traces/run.json",), notify=notify, **how)
 
 
 def _look(width: int | None, output: str | None) -> Look:

@@ -25,6 +25,7 @@ from ringprof.analysis.rank import Detail, Rank, kept
 from ringprof.analysis.step_plan import Plan, Side, Survey, survey
 from ringprof.analysis.steps import ExposedBySteps, Step, exposed_by_step, steps_of
 from ringprof.analysis.waiting import Best, LinkClass
+from ringprof.files import is_url
 from ringprof.run import Run, read_run
 from ringprof.scale.store import Store
 from ringprof.trace.columns import Warning
@@ -52,9 +53,10 @@ def _run_at(path: str) -> Run:
 
 
 def reduce_at(path: str, limit_bytes: int | None) -> tuple[Head, bytes | None]:
-    """The head of a trace, and its reduced form; None where the file is that already."""
+    """The head of a trace, and its reduced form; None where a file of this machine is that already."""
     trace = read_one(path, limit_bytes)
-    return head_of(trace), None if starts_with(path, MAGIC) else reduce_trace(trace)
+    here = not is_url(path) and starts_with(path, MAGIC)
+    return head_of(trace), None if here else reduce_trace(trace)
 
 
 # --- one rank -----------------------------------------------------------------------------------------

@@ -46,11 +46,12 @@ class Cluster:
     def __init__(self, address: str) -> None:
         """Raises `MissingExtraError` without Dask, `UsageError` where the scheduler does not answer."""
         try:
-            from distributed import Client
+            import distributed
         except ImportError:
             raise MissingExtraError("--scheduler needs Dask: pip install 'ringprof[cluster]'") from None
         try:
-            self._client = Client(address, timeout="10s", set_as_default=False)
+            client: Any = distributed.Client
+            self._client = client(address, timeout="10s", set_as_default=False)
         except (OSError, ValueError) as error:
             raise UsageError(f"--scheduler {address}: no Dask scheduler answers there ({_first_line(error)})") from None
 

@@ -11,10 +11,10 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from ringprof.errors import InputError
+from ringprof.files import read_bytes
 from ringprof.trace.log_blocks import read_burst_figures, read_results
 from ringprof.trace.log_cells import placement_of, system_of
 from ringprof.trace.log_pipes import PipeHeader, find_pipe_header, read_pipe_row
@@ -38,11 +38,7 @@ def has_rows(text: str) -> bool:
 def read_log(path: str | os.PathLike[str]) -> BenchmarkLog:
     """Read one log. Raises `InputError` where it cannot be read or holds no benchmark rows."""
     name = os.fspath(path)
-    try:
-        data = Path(name).read_bytes()
-    except OSError as error:
-        raise InputError(f"{name}: {error.strerror or error}") from None
-    return decode_log(data, name)
+    return decode_log(read_bytes(name), name)
 
 
 def decode_log(data: bytes, name: str) -> BenchmarkLog:

@@ -6,10 +6,10 @@ import os
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 from ringprof.errors import InputError, MissingExtraError, TraceFormatError
+from ringprof.files import exists, files_in, is_file, is_folder, read_bytes, within
 from ringprof.trace.nsys import SQLITE_MAGIC
 from ringprof.trace.reduced import MAGIC, SUFFIX
 from ringprof.trace.stream import GZIP_MAGIC, ZSTD_MAGIC, ByteSource
@@ -44,10 +44,10 @@ def detect(paths: Sequence[str | os.PathLike[str]]) -> Input:
     if not names:
         raise InputError("no input: give a run.json, a trace, a folder of traces, or a log")
     if len(names) == 1:
-        return _detect_folder(names[0]) if Path(names[0]).is_dir() else _detect_file(names[0])
+        return _detect_folder(names[0]) if is_folder(names[0]) else _detect_file(names[0])
     found: list[str] = []
     for name in names:
-        one = _detect_folder(name) if Path(name).is_dir() else _detect_file(name)
+        one = _detect_folder(name) if is_folder(name) else _detect_file(name)
         if one.type != "trace":
             raise InputError(f"{name}: several inputs must all be traces; this is {_article(one.type)}")
         found.extend(one.paths)
@@ -68,37 +68,30 @@ def _article(kind: InputType) -> str:
 
 
 def _detect_file(name: str) -> Input:
-    path = Path(name)
-    if not path.exists():
+    if not exists(name):
         raise InputError(f"{name}: no such file or folder")
-    if not path.is_file():
+    if not is_file(name):
         raise InputError(f"{name}: not a regular file; to read from a pipe, give - as the path")
     kind = _type_of(_look(name, name), name)
     return Input("run", run=name) if kind == "run" else Input(kind, (name,))
 
 
 def _detect_folder(name: str) -> Input:
-    folder = Path(name)
-    run = folder / RUN_FILE
-    if run.is_file():
-        return Input("run", run=str(run))
-    try:
-        files = sorted((entry for entry in folder.iterdir() if entry.is_file()), key=_natural_order)
-        nested = [] if files else sorted((f for f in folder.glob("*/*") if f.is_file()), key=_natural_order)
-    except OSError as error:
-        raise InputError(f"{name}: {error.strerror or error}") from None
-    candidates = [file for file in files or nested if file.name.lower().endswith(_TRACE_SUFFIXES)]
-    traces = [str(file) for file in candidates if _is_trace(str(file))]
+    run = within(name, RUN_FILE)
+    if is_file(run):
+        return Input("run", run=run)
+    files = sorted(files_in(name), key=_natural_order)
+    traces = [file for file in files if file.lower().endswith(_TRACE_SUFFIXES) and _is_trace(file)]
     # Reduced traces lie beside those that they were made of: one of the two is enough.
-    traces = traces or [str(file) for file in files or nested if file.suffix == SUFFIX and _is_reduced(file)]
+    traces = traces or [file for file in files if file.endswith(SUFFIX) and read_bytes(file, len(MAGIC)) == MAGIC]
     if not traces:
         raise InputError(f"{name}: no run.json and no Kineto trace (.json, .json.gz, .json.zst) in this folder")
     return Input("trace", tuple(traces))
 
 
-def _natural_order(path: Path) -> tuple[object, ...]:
+def _natural_order(text: str) -> tuple[object, ...]:
     """rank2 before rank10."""
-    text, key = str(path), []
+    key: list[tuple[object, ...]] = []
     digits = ""
     for letter in text + "\0":
         if letter.isdecimal() and letter.isascii():
@@ -122,11 +115,6 @@ def _is_trace(name: str) -> bool:
         return False
 
 
-def _is_reduced(file: Path) -> bool:
-    with file.open("rb") as opened:
-        return opened.read(len(MAGIC)) == MAGIC
-
-
 # --- first bytes --------------------------------------------------------------------------------------
 
 
@@ -135,11 +123,7 @@ def _look(source: str | bytes, name: str) -> bytes:
     if isinstance(source, bytes):
         head = source[:LOOK_BYTES]
     else:
-        try:
-            with open(source, "rb") as file:
-                head = file.read(LOOK_BYTES)
-        except OSError as error:
-            raise InputError(f"{name}: {error.strerror or error}") from None
+        head = read_bytes(source, LOOK_BYTES)
     if head.startswith(GZIP_MAGIC):
         return _gunzip_start(head, name)
     if head.startswith(ZSTD_MAGIC):

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ringprof.errors import InputError
+from ringprof.files import read_bytes, size_of
 from ringprof.trace.columns import Trace
 from ringprof.trace.heads import checked_heads, head_of, order
 from ringprof.trace.kineto import read_trace
@@ -62,9 +63,8 @@ def checked(traces: Sequence[Trace]) -> list[Trace]:
 def starts_with(name: str, magic: bytes) -> bool:
     """Whether a file does; not for one that cannot be opened, which reading will report."""
     try:
-        with open(name, "rb") as file:
-            return file.read(len(magic)) == magic
-    except OSError:
+        return read_bytes(name, len(magic)) == magic
+    except InputError:
         return False
 
 
@@ -83,10 +83,8 @@ def json_bytes(names: Sequence[str]) -> int:
     total = 0
     for name in names:
         try:
-            with open(name, "rb") as file:
-                magic = file.read(4)
-                size = os.fstat(file.fileno()).st_size
-        except OSError:
+            magic, size = read_bytes(name, 4), size_of(name)
+        except (InputError, OSError):
             continue
         total += size * (COMPRESSION if magic.startswith(GZIP_MAGIC) or magic == ZSTD_MAGIC else 1)
     return total

@@ -16,7 +16,8 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
-from ringprof.errors import InputError, RingprofError, TraceFormatError
+from ringprof.errors import RingprofError, TraceFormatError
+from ringprof.files import read_bytes
 from ringprof.trace.columns import (
     NONE,
     Activities,
@@ -101,12 +102,7 @@ def reduce_file(trace: Path, target: Path) -> bool:
 def read_reduced(path: str | os.PathLike[str], *, limit_bytes: int | None = None) -> Trace:
     """Read a reduced trace; its ``path`` becomes this file's. Raises `InputError`, `TraceFormatError`."""
     name = os.fspath(path)
-    try:
-        with open(name, "rb") as file:
-            data = file.read()
-    except OSError as error:
-        raise InputError(f"{name}: {error.strerror or error}") from None
-    return parse_reduced(data, name, limit_bytes=limit_bytes)
+    return parse_reduced(read_bytes(name), name, limit_bytes=limit_bytes)
 
 
 def parse_reduced(data: bytes, name: str | None = None, *, limit_bytes: int | None = None) -> Trace:

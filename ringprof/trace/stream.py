@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import BinaryIO, Protocol, cast
 
 from ringprof.errors import InputError, MissingExtraError
+from ringprof.files import open_binary
 
 PIECE_BYTES = 2 << 20
 """Size of the pieces: large enough that the cost per piece is little, small enough for the processor's cache. On a
@@ -53,12 +54,7 @@ class ByteSource:
                 yield from iter(lambda: file.read(PIECE_BYTES), b"")
 
     def _open(self) -> BinaryIO:
-        if isinstance(self._source, bytes):
-            return io.BytesIO(self._source)
-        try:
-            return open(self._source, "rb")
-        except OSError as error:
-            raise InputError(f"{self._name}: {error.strerror or error}") from None
+        return io.BytesIO(self._source) if isinstance(self._source, bytes) else open_binary(os.fspath(self._source))
 
     def _limited(self, pieces: Iterator[bytes]) -> Iterator[bytes]:
         total = 0

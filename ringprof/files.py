@@ -1,0 +1,137 @@
+"""Files by path or by URL: what is read may lie on this machine or, with the ``cluster`` extra, where fsspec reaches.
+
+Only what the user names is opened, and what lies below it: a file that was read never leads to another place.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path, PurePosixPath
+from typing import Any, BinaryIO, cast
+
+from ringprof.errors import InputError, MissingExtraError
+
+# Two letters at least: a Windows path begins with one and a colon.
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+(::[A-Za-z0-9+.:/-]+)?://")
+
+
+def is_url(name: str) -> bool:
+    """Whether this names a file by URL, such as ``s3://bucket/run.json``."""
+    return _URL.match(name) is not None
+
+
+def open_binary(name: str) -> BinaryIO:
+    """Open a file for reading. Raises `InputError` where it cannot be opened."""
+    try:
+        if not is_url(name):
+            return open(name, "rb")
+        system, path = _system_of(name)
+        return cast(BinaryIO, system.open(path, "rb"))
+    except OSError as error:
+        raise InputError(f"{name}: {error.strerror or error}") from None
+
+
+def read_bytes(name: str, size: int = -1) -> bytes:
+    """A file's content, or its first ``size`` bytes. Raises `InputError`."""
+    with open_binary(name) as file:
+        try:
+            return file.read(size)
+        except OSError as error:
+            raise InputError(f"{name}: {error.strerror or error}") from None
+
+
+def size_of(name: str) -> int:
+    """Bytes of a file. Raises OSError."""
+    if not is_url(name):
+        return os.stat(name).st_size
+    system, path = _system_of(name)
+    return int(system.size(path) or 0)
+
+
+def is_folder(name: str) -> bool:
+    if not is_url(name):
+        return Path(name).is_dir()
+    system, path = _system_of(name)
+    return bool(system.isdir(path))
+
+
+def is_file(name: str) -> bool:
+    if not is_url(name):
+        return Path(name).is_file()
+    system, path = _system_of(name)
+    return bool(system.isfile(path))
+
+
+def exists(name: str) -> bool:
+    if not is_url(name):
+        return Path(name).exists()
+    system, path = _system_of(name)
+    return bool(system.exists(path))
+
+
+def files_in(folder: str) -> list[str]:
+    """The files of a folder, or where it has none those of the folders in it. Raises `InputError`."""
+    try:
+        if is_url(folder):
+            return _files_at(folder)
+        here = Path(folder)
+        files = [entry for entry in here.iterdir() if entry.is_file()]
+        return [str(file) for file in files or (entry for entry in here.glob("*/*") if entry.is_file())]
+    except OSError as error:
+        raise InputError(f"{folder}: {error.strerror or error}") from None
+
+
+def within(folder: str, relative: str) -> str:
+    """A file below a folder."""
+    return f"{folder.rstrip('/')}/{relative}" if is_url(folder) else os.path.join(folder, relative)
+
+
+def folder_of(name: str) -> str:
+    """The folder of a file."""
+    return name.rpartition("/")[0] if is_url(name) else os.path.dirname(name) or "."
+
+
+def leads_out(file: str, relative: str) -> str:
+    """Why a path that ``file`` names does not stay below its folder; empty where it does.
+
+    A file may come from a stranger: it must not make its reader open other places, or other machines.
+    """
+    pure = PurePosixPath(relative)
+    # "::" chains the URLs of fsspec; backslashes are separators to some.
+    strange = any(mark in relative for mark in ("\\", "\0", "::"))
+    if strange or pure.is_absolute() or ".." in pure.parts or not pure.parts:
+        return "leaves the run's folder"
+    if is_url(file):
+        return ""
+    folder = Path(file).parent.resolve()
+    return "" if (folder / relative).resolve().is_relative_to(folder) else "leaves the run's folder through a link"
+
+
+def _files_at(folder: str) -> list[str]:
+    system, path = _system_of(folder)
+    entries = system.ls(path, detail=True)
+    files = [entry for entry in entries if entry["type"] == "file"]
+    if not files:
+        inner = [system.ls(entry["name"], detail=True) for entry in entries if entry["type"] == "directory"]
+        files = [entry for listed in inner for entry in listed if entry["type"] == "file"]
+    return [str(system.unstrip_protocol(entry["name"])) for entry in files]
+
+
+def _system_of(name: str) -> tuple[Any, str]:
+    """The file system of a URL, and the path in it. Raises `InputError`, `MissingExtraError`."""
+    try:
+        from fsspec.core import url_to_fs
+    except ImportError:
+        raise MissingExtraError(f"{name}: URLs need one more package: pip install 'ringprof[cluster]'") from None
+    try:
+        system, path = url_to_fs(name)
+    except ImportError as error:
+        raise MissingExtraError(f"{name}: {_line(error)}") from None
+    except ValueError as error:
+        raise InputError(f"{name}: {_line(error)}") from None
+    return system, str(path)
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())
