@@ -86,11 +86,16 @@ print(json.dumps({"seconds": seconds, "peak_mb": peak * 1024 / 1e6, "events": ev
 """
 
 
-def copies_of(body: bytes, copies: int) -> Iterator[bytes]:
-    """The events again and again, each time later and with ids of their own."""
+def span_of(body: bytes) -> int:
+    """How much later each copy of these events is, in microseconds."""
     times = [int(number) for key, number in _NUMBER.findall(body) if key == b'"ts": ']
+    return max(times) - min(times) + 1000
+
+
+def copies_of(body: bytes, copies: int, span: int) -> Iterator[bytes]:
+    """The events again and again, each time ``span`` microseconds later and with ids of their own."""
     ids = [int(number) for key, number in _NUMBER.findall(body) if key != b'"ts": ']
-    span, most = max(times) - min(times) + 1000, max(ids) + 1
+    most = max(ids) + 1
     for copy in range(copies):
 
         def shifted(found: re.Match[bytes], copy: int = copy) -> bytes:
@@ -108,7 +113,7 @@ def build(path: Path, sample: Path, copies: int, shapes: bool) -> None:
     body = text[begin:end] if shapes else _SHAPES.sub(b"", text[begin:end])
     with path.open("wb") as file:
         file.write(text[:begin])
-        for number, copy in enumerate(copies_of(body, copies)):
+        for number, copy in enumerate(copies_of(body, copies, span_of(body))):
             file.write((b"," if number else b"") + copy)
         file.write(text[end:])
 

@@ -10,7 +10,7 @@ import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -20,15 +20,23 @@ from ringprof.files import leads_out, read_bytes
 SCHEMA = "ringprof.run/1"
 
 
+MOST_RANKS = 1 << 20
+"""No run has more: a larger number in a file is damage, and would only fill memory."""
+
+Size = Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
+"""Checked when a file is decoded, as the next: a run may come from a stranger."""
+Nanoseconds = Annotated[int, msgspec.Meta(ge=0, le=1 << 60)]
+
+
 class Workload(msgspec.Struct, frozen=True, kw_only=True):
     """One attention problem, over all ranks together."""
 
-    batch: int = 1
-    seq: int
+    batch: Size = 1
+    seq: Size
     """Global sequence length in tokens."""
-    heads: int
-    kv_heads: int
-    head_dim: int
+    heads: Size
+    kv_heads: Size
+    head_dim: Size
     causal: bool = True
     dtype: str = "bf16"
     """``bf16``, ``fp16`` or ``fp32``."""
@@ -52,7 +60,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
 class Topology(msgspec.Struct, frozen=True, kw_only=True):
     """Which rank ran where."""
 
-    world_size: int
+    world_size: Annotated[int, msgspec.Meta(ge=1, le=MOST_RANKS)]
     hosts: list[str]
     """Host name of each rank."""
     local_ranks: list[int]
@@ -114,7 +122,7 @@ class Timings(msgspec.Struct, frozen=True, kw_only=True):
     """Wall time of every iteration on every rank, measured without the profiler."""
 
     warmup: int
-    iterations_ns: list[list[int]]
+    iterations_ns: list[list[Nanoseconds]]
     """One list a rank, one figure an iteration."""
 
 
@@ -127,12 +135,12 @@ class Controls(msgspec.Struct, frozen=True, kw_only=True):
     warmup: int
     """Untimed iterations of each control before."""
     rounds: int
-    ordinary_ns: list[list[int]]
-    solo_ns: list[list[int]]
+    ordinary_ns: list[list[Nanoseconds]]
+    solo_ns: list[list[Nanoseconds]]
     """The same kernel calls back to back on all ranks at once, nothing merged, nothing sent."""
-    compute_only_ns: list[list[int]]
+    compute_only_ns: list[list[Nanoseconds]]
     """The strategy on a communicator that sends nothing."""
-    communication_only_ns: list[list[int]]
+    communication_only_ns: list[list[Nanoseconds]]
     """The strategy with a kernel that computes nothing."""
     solo_flops: list[int]
     """FLOPs of one solo iteration of each rank, from exact mask areas."""
@@ -141,7 +149,7 @@ class Controls(msgspec.Struct, frozen=True, kw_only=True):
 class Profiled(msgspec.Struct, frozen=True, kw_only=True):
     """The window under the profiler, by the same clock as `Timings`."""
 
-    iterations_ns: list[list[int]]
+    iterations_ns: list[list[Nanoseconds]]
 
 
 class Sent(msgspec.Struct, frozen=True, kw_only=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import islice
 
 from ringprof.analysis import waiting
 from ringprof.analysis.clocks import UNKNOWN_NS, Clocks, fit_clocks, one_clock
@@ -85,6 +86,9 @@ def _finished(explained: Explained, splits: list[Split]) -> Rank:
 # --- before any trace is looked at ---------------------------------------------------------------------
 
 
+MOST_LISTED = 8
+
+
 @dataclass(frozen=True)
 class Opening:
     """What the heads of the traces tell."""
@@ -100,11 +104,12 @@ class Opening:
 
     def missing(self, said: Iterable[Warning]) -> list[Warning]:
         """A warning where ranks have no trace, unless that has been said."""
-        missing = [rank for rank in range(self.world_size) if rank not in self.place]
-        if not missing or any(warning.code == "missing_ranks" for warning in said):
+        count = self.world_size - sum(rank < self.world_size for rank in self.place)
+        if not count or any(warning.code == "missing_ranks" for warning in said):
             return []
-        shown = ", ".join(map(str, missing[:8])) + (" ..." if len(missing) > 8 else "")
-        return [Warning("missing_ranks", f"{len(missing)} of {self.world_size} ranks have no trace: {shown}")]
+        first = islice((rank for rank in range(self.world_size) if rank not in self.place), MOST_LISTED)
+        shown = ", ".join(map(str, first)) + (" ..." if count > MOST_LISTED else "")
+        return [Warning("missing_ranks", f"{count} of {self.world_size} ranks have no trace: {shown}")]
 
 
 def open_run(heads: Sequence[Head], run: Run | None, ranks_per_host: int | None, focus: Focus) -> Opening:

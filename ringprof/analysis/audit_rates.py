@@ -158,11 +158,11 @@ def _recovered(row: LogRow, rate: Rate, work: float) -> Flag:
 
 
 def _inconsistent(row: LogRow, rate: Rate, computed: float, work: float) -> Flag:
-    heads = (row.heads or 0) * rate.tflops / computed
-    time = work / rate.tflops * 1e3
-    message = (
-        f"{_arithmetic(row, rate, computed)}; printed {rate.tflops:g}: that needs {heads:.2f} heads, or {time:.2f} ms"
-    )
+    message = f"{_arithmetic(row, rate, computed)}; printed {rate.tflops:g}"
+    # Rates that no head count gives: 0, or of a time so long that nothing is left.
+    if computed and rate.tflops:
+        heads, time = (row.heads or 0) * rate.tflops / computed, work / rate.tflops * 1e3
+        message += f": that needs {heads:.2f} heads, or {time:.2f} ms"
     return flag(row, "tflops_inconsistent", "error", message, rate.tflops, round(computed, 4))
 
 

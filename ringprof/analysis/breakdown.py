@@ -75,10 +75,7 @@ class Breakdown:
 
 def break_down(classified: Classified, activities: Int64, between_ns: tuple[int, int] | None = None) -> Breakdown:
     """The breakdown of one device's activities (indices into the trace's, not empty), cut at two times where given."""
-    start = classified.trace.activities.start_ns[activities]
-    end = np.maximum(classified.trace.activities.end_ns[activities], start)
-    if between_ns:
-        start, end = np.clip(start, *between_ns), np.clip(end, *between_ns)
+    start, end = _times(classified, activities, between_ns)
     kind = classified.kind[activities]
     compute = _spans(start, end, kind, COMPUTE)
     comm = _spans(start, end, kind, COMMUNICATION)
@@ -104,6 +101,20 @@ def break_down(classified: Classified, activities: Int64, between_ns: tuple[int,
         kinds=_kind_times(start, end, kind, compute),
         exposed_other_groups_ns=intervals.length_ns(before_memory) - intervals.length_ns(computing_or_sending),
     )
+
+
+def wall_of(classified: Classified, activities: Int64, between_ns: tuple[int, int] | None = None) -> int:
+    """The wall alone of that breakdown, in nanoseconds."""
+    start, end = _times(classified, activities, between_ns)
+    return int(end.max()) - int(start.min())
+
+
+def _times(classified: Classified, activities: Int64, between_ns: tuple[int, int] | None) -> tuple[Int64, Int64]:
+    start = classified.trace.activities.start_ns[activities]
+    end = np.maximum(classified.trace.activities.end_ns[activities], start)
+    if between_ns:
+        start, end = np.clip(start, *between_ns), np.clip(end, *between_ns)
+    return start, end
 
 
 def _spans(start: Int64, end: Int64, kind: np.ndarray, kinds: tuple[str, ...]) -> Spans:

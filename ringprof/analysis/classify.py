@@ -160,9 +160,9 @@ def launched_inside(
     inside = np.zeros(len(launch), np.bool_)
     matches = np.array([wanted(name) for name in trace.names] or [False], np.bool_)
     rows = matches[ranges.name]
-    if not rows.any():
-        return inside
     joined = launch != NONE
+    if not rows.any() or not joined.any():
+        return inside
     at = np.where(joined, launch, 0)
     for thread in np.unique(ranges.thread[rows]):
         mine = rows & (ranges.thread == thread)

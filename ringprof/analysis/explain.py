@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ringprof.analysis import groups, intervals
-from ringprof.analysis.breakdown import break_down
+from ringprof.analysis.breakdown import break_down, wall_of
 from ringprof.analysis.classify import Classified, classify
 from ringprof.analysis.cpu import blocked_by_channel, break_down_cpu, is_cpu_trace, marks_waiting
 from ringprof.analysis.exposure import exposure_of, rows_of
@@ -56,8 +56,7 @@ def explain(
     activities = _one_device(trace, _cut(trace, everything, between_ns), rank, warnings)
     chosen = np.zeros(len(trace.activities.start_ns), np.bool_)
     chosen[activities] = True
-    iterations = [part[chosen[part]] for part in window.iterations]
-    parts = tuple(break_down(classified, part, between_ns) for part in iterations if len(part))
+    iterations = tuple(rows for part in window.iterations if len(rows := part[chosen[part]]))
     explained = Rank(
         rank=rank,
         host=host,
@@ -68,12 +67,12 @@ def explain(
         attention=classified.attention,
         cut=_is_cut(window),
         breakdown=break_down(classified, activities, between_ns),
-        iteration_ns=tuple(part.wall_ns for part in parts),
+        iteration_ns=tuple(wall_of(classified, rows, between_ns) for rows in iterations),
     )
     # Hops are matched over the whole window: cut at times, the ranks would not count the same ones.
     device = trace.activities.device[activities[0]]
     transfers = transfers_of(classified, everything[trace.activities.device[everything] == device], rank)
-    return Explained(explained, Detail(classified, window, parts), transfers, tuple(warnings), found)
+    return Explained(explained, Detail(classified, window, iterations), transfers, tuple(warnings), found)
 
 
 def _classified(rank: int, trace: Trace, focus: Focus, warnings: list[Warning]) -> tuple[Classified, bool]:
@@ -144,7 +143,7 @@ def _explain_cpu(
         iteration_ns=tuple(part.wall_ns for part in kept),
         blocked_ns=blocked_by_channel(trace, window),
     )
-    return explained, Detail(classified, window, kept)
+    return explained, Detail(classified, window, cpu_iterations=kept)
 
 
 def _one_device(trace: Trace, activities: Int64, rank: int, warnings: list[Warning]) -> Int64:

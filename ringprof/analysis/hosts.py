@@ -6,13 +6,14 @@ from collections.abc import Iterable, Mapping
 
 from ringprof.analysis.hops import EMULATED, Hosts
 from ringprof.run import Run
+from ringprof.trace.collectives import RANKS_LIMIT
 from ringprof.trace.heads import Head
 
 
 def hosts_of(heads: Mapping[int, Head], run: Run | None, ranks_per_host: int | None) -> Hosts:
     """The host of each rank: as ``ranks_per_host`` groups them, else as the run names them, else the traces."""
     if ranks_per_host:
-        size = max([*heads, *(head.largest_peer for head in heads.values())]) + 1
+        size = min(max([*heads, *(head.largest_peer for head in heads.values())]) + 1, RANKS_LIMIT)
         return {rank: f"host{rank // ranks_per_host}" for rank in range(size)}
     if run and run.topology.hosts:
         return _hosts_of_run(run)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
-from ringprof.analysis.breakdown import Breakdown
+from ringprof.analysis.breakdown import Breakdown, break_down
 from ringprof.analysis.classify import Classified
 from ringprof.analysis.hops import Hop, HopTotals, Split, hop_totals, total
 from ringprof.analysis.window import Window
+from ringprof.trace.columns import Int64
 
 
 @dataclass(frozen=True)
@@ -17,11 +19,20 @@ class Detail:
 
     classified: Classified
     window: Window
-    iterations: tuple[Breakdown, ...]
-    """The breakdown of each marked iteration alone; one where nothing was marked."""
+    iteration_rows: tuple[Int64, ...] = ()
+    """The activities of each marked iteration on the device that is reported; none on CPU."""
+    cpu_iterations: tuple[Breakdown, ...] = ()
+    """On CPU: the breakdown of each iteration."""
     splits: tuple[Split, ...] = ()
     """Its communication kernels, by start, with wait and wire."""
     hops: tuple[Hop, ...] = ()
+
+    @cached_property
+    def iterations(self) -> tuple[Breakdown, ...]:
+        """The breakdown of each marked iteration alone; one where nothing was marked."""
+        between_ns = self.window.between_ns
+        rows = (break_down(self.classified, part, between_ns) for part in self.iteration_rows)
+        return self.cpu_iterations or tuple(rows)
 
 
 @dataclass(frozen=True)

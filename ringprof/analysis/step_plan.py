@@ -7,6 +7,7 @@ step from the rank that has all of them.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -107,6 +108,18 @@ class Plan:
     """Where the order of hops tells the steps: the model's attention between hops."""
     run_keys: tuple[Key, ...] = ()
     """Of each run of the model."""
+
+    @property
+    def mark(self) -> str:
+        """The same for plans that place every rank's attention and hops alike."""
+        runs = (self.model.hops_before, self.model.phase, self.model.iteration) if self.model else None
+        told = (self.source, self.keys, self.slots.tolist(), self.ring_size, self.run_keys, runs)
+        return hashlib.sha256(repr(told).encode()).hexdigest()
+
+
+def own_plan(side: Side) -> Plan | None:
+    """The steps as one rank alone tells them."""
+    return plan_steps([survey(side)], lambda size: [len(side.runs(size).phase)], lambda _: side)
 
 
 def survey(side: Side) -> Survey:

@@ -9,11 +9,10 @@ import shutil
 import tempfile
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import TypeVar
 
 from ringprof.analysis.attribution import Attribution, Opening, all_warnings, judge, open_run
 from ringprof.analysis.clocks import Clocks, OneWay, Traffic, Way, fit_ways, host_names, one_clock
@@ -21,7 +20,7 @@ from ringprof.analysis.focus import Focus
 from ringprof.analysis.gatherings import Gatherings
 from ringprof.analysis.groups import refuse_unknown_group
 from ringprof.analysis.rank import Rank
-from ringprof.analysis.step_plan import Plan, Side, Survey, plan_steps
+from ringprof.analysis.step_plan import Plan, Side, plan_steps
 from ringprof.analysis.steps import ExposedBySteps, Step
 from ringprof.analysis.verdict import Findings
 from ringprof.analysis.waiting import Best, LinkClass, better
@@ -44,7 +43,7 @@ class StoredFindings(Findings):
     """Findings of a run whose ranks' details are made anew when they are asked for."""
 
     details: stages.Details
-    surveys: tuple[Survey, ...]
+    surveyed: tuple[stages.Surveyed, ...]
     """Of the ranks on GPUs, by rank."""
     work: Work
 
@@ -59,34 +58,40 @@ class StoredFindings(Findings):
         def count_runs(ring_size: int) -> list[int]:
             return list(self.work.map(stages.count_runs, ((self.details, _bare(rank), ring_size) for rank in ranks)))
 
-        return plan_steps(self.surveys, count_runs, lambda at: Side(ranks[at]))
+        return plan_steps([one.survey for one in self.surveyed], count_runs, lambda at: Side(ranks[at]))
 
     @cached_property
     def steps(self) -> tuple[Step, ...]:
         """All steps, which take as much memory as there are."""
-        return tuple(step for steps in self._map(stages.steps_at) for step in steps)
+        plan = self.plan
+        items = ((self.details, _bare(rank), plan) for rank in self._ranks if plan)
+        return tuple(step for steps in self.work.map(stages.steps_at, items) for step in steps)
 
     @cached_property
     def exposed_by_step(self) -> ExposedBySteps:
         found: ExposedBySteps = {}
-        for mine in self._map(stages.exposed_steps):
+        for mine in self._exposed():
             for key, (time, count) in mine.items():
                 known = found.get(key, (0, 0))
                 found[key] = known[0] + time, known[1] + count
         return found
 
+    def _exposed(self) -> Iterator[ExposedBySteps]:
+        """What each rank's steps expose: as it told them alone, where that is how the run has them."""
+        plan = self.plan
+        if plan is None:
+            return
+        mark, others = plan.mark, []
+        for rank, one in zip(self._ranks, self.surveyed, strict=True):
+            if one.plan == mark:
+                yield one.exposed
+            else:
+                others.append((self.details, _bare(rank), plan))
+        yield from self.work.map(stages.exposed_steps, others)
+
     @property
     def _ranks(self) -> list[Rank]:
         return [rank for rank in self.attribution.ranks if not rank.on_cpu]
-
-    def _map(self, function: Callable[..., _Result]) -> Iterator[_Result]:
-        plan = self.plan
-        if plan is None:
-            return iter(())
-        return self.work.map(function, ((self.details, _bare(rank), plan) for rank in self._ranks))
-
-
-_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True)
@@ -95,7 +100,7 @@ class Stored:
 
     attribution: Attribution
     details: stages.Details
-    surveys: tuple[Survey, ...]
+    surveyed: tuple[stages.Surveyed, ...]
 
 
 def attribute_stored(
@@ -248,24 +253,24 @@ class _Attributing:
         clocks: Clocks,
         best: dict[LinkClass, Best],
         usable: bool,
-    ) -> tuple[tuple[Rank, ...], tuple[Survey, ...], int]:
+    ) -> tuple[tuple[Rank, ...], tuple[stages.Surveyed, ...], int]:
         by_rank = {rank.rank: rank for rank in ranks}
         read_detail = lru_cache(MOST_DETAILS)(self.details)
         items = ((self.details, tile, [by_rank[rank] for rank in tile.ranks], clocks, best, usable) for tile in tiles)
         finished: dict[int, Rank] = {}
-        surveys: dict[int, Survey] = {}
+        surveyed: dict[int, stages.Surveyed] = {}
         inconclusive = 0
         for found in self.work.map(stages.split_tile, items):
             inconclusive += found.inconclusive
-            for rank, survey in zip(found.ranks, found.surveys, strict=True):
+            for rank, one in zip(found.ranks, found.surveyed, strict=True):
                 finished[rank.rank] = replace(rank, read_detail=read_detail)
-                if survey is not None:
-                    surveys[rank.rank] = survey
+                if one is not None:
+                    surveyed[rank.rank] = one
             self.notify("ranks split", len(finished), len(ranks))
         order = [rank.rank for rank in ranks]
         return (
             tuple(finished[rank] for rank in order),
-            tuple(surveys[rank] for rank in order if rank in surveys),
+            tuple(surveyed[rank] for rank in order if rank in surveyed),
             inconclusive,
         )
 

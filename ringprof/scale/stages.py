@@ -22,7 +22,7 @@ from ringprof.analysis.groups import group_names
 from ringprof.analysis.hops import Hosts
 from ringprof.analysis.matching import Matches, match
 from ringprof.analysis.rank import Detail, Rank, kept
-from ringprof.analysis.step_plan import Plan, Side, Survey, survey
+from ringprof.analysis.step_plan import Plan, Side, Survey, own_plan, survey
 from ringprof.analysis.steps import ExposedBySteps, Step, exposed_by_step, steps_of
 from ringprof.analysis.waiting import Best, LinkClass
 from ringprof.files import is_url
@@ -172,11 +172,21 @@ def judge_tile(store: Store, tile: Tile, hosts: Hosts, clocks: Clocks) -> Judged
 
 
 @dataclass(frozen=True)
+class Surveyed:
+    """One rank's steps as it tells them alone: in most runs all ranks tell the same."""
+
+    survey: Survey
+    plan: str | None
+    """The plan's mark; None where it tells none."""
+    exposed: ExposedBySteps
+
+
+@dataclass(frozen=True)
 class Together:
     """The ranks of one tile with their communication."""
 
     ranks: list[Rank]
-    surveys: list[Survey | None]
+    surveyed: list[Surveyed | None]
     """None on CPU."""
     inconclusive: int
 
@@ -193,8 +203,14 @@ def split_tile(
         store.put_splits(rank.rank, by_rank[rank.rank])
         detail = details(rank.rank)
         finished.append(with_communication(rank, detail))
-        surveys.append(None if rank.on_cpu else survey(Side(replace(rank, read_detail=kept(detail)))))
+        surveys.append(None if rank.on_cpu else _surveyed(Side(replace(rank, read_detail=kept(detail)))))
     return Together(finished, surveys, waits.inconclusive)
+
+
+def _surveyed(side: Side) -> Surveyed:
+    plan = own_plan(side)
+    exposed = exposed_by_step(steps_of(side, plan)) if plan else {}
+    return Surveyed(survey(side), plan.mark if plan else None, exposed)
 
 
 def scratch_file(folder: str, at: int) -> str:

@@ -62,18 +62,27 @@ RANKS_LIMIT = 1 << 20
 """No group is larger; a longer one in a file is damage, and would only fill memory."""
 
 
+LARGEST_RANK = 1 << 31
+
+ELEMENTS_LIMIT = 1 << 48
+"""No message has more: sums of bytes stay far within 64 bits."""
+
+
 def whole_number(value: object) -> int | None:
-    """An integer from a number or from text with digits in it ("stream 7"), else None."""
-    if isinstance(value, bool):
-        return None
-    if isinstance(value, int):
-        return value
-    if isinstance(value, float):
-        return int(value) if abs(value) < 2**63 and value == int(value) else None
+    """An integer of 64 bits from a number or from text with digits in it ("stream 7"), else None."""
     if isinstance(value, str):
         found = _DIGITS.search(value)
-        return int(found.group()) if found else None
-    return None
+        value = int(found.group()) if found else None
+    if isinstance(value, float):
+        value = int(value) if abs(value) < 2**63 and value == int(value) else None
+    if isinstance(value, bool) or not isinstance(value, int):
+        return None
+    return value if -(2**63) <= value < 2**64 else None
+
+
+def _elements(value: object) -> int | None:
+    number = whole_number(value)
+    return number if number is not None and 0 <= number <= ELEMENTS_LIMIT else None
 
 
 def collective_of(args: CommArgs) -> Collective | None:
@@ -89,8 +98,8 @@ def collective_of(args: CommArgs) -> Collective | None:
         group_description=None if args.group_description is None else str(args.group_description),
         group_ranks=ranks,
         group_size=size if size is not None else len(ranks) if ranks else None,
-        in_elements=whole_number(args.in_elements),
-        out_elements=whole_number(args.out_elements),
+        in_elements=_elements(args.in_elements),
+        out_elements=_elements(args.out_elements),
         dtype=None if args.dtype is None else str(args.dtype),
         source_rank=_peer(args, args.source_rank, ranks, name == "recv"),
         destination_rank=_peer(args, args.destination_rank, ranks, name == "send"),
@@ -129,10 +138,12 @@ def group_ranks(args: CommArgs, size: int | None) -> tuple[int, ...] | None:
         kept = _numbers(listed)
         return _with_stride(kept, size) if kept else None
     ranks = _numbers(listed)
-    if ranks and (size is None or len(ranks) == size):
+    if ranks and (size is None or len(ranks) == size) and 0 <= min(ranks) and max(ranks) < LARGEST_RANK:
         return ranks
     start, stride = whole_number(args.rank_start), whole_number(args.rank_stride)
     if start is None or not stride or size is None or not 0 < size <= RANKS_LIMIT or start < 0:
+        return None
+    if not 0 < stride <= LARGEST_RANK or start + stride * size > LARGEST_RANK:
         return None
     return tuple(range(start, start + stride * size, stride))
 
@@ -145,6 +156,8 @@ def _with_stride(kept: tuple[int, ...], size: int | None) -> tuple[int, ...] | N
         return None
     count, left = divmod(last - kept[0], stride)
     if left or not 0 < count < RANKS_LIMIT or (size is not None and count + 1 != size):
+        return None
+    if kept[0] < 0 or last >= LARGEST_RANK:
         return None
     return tuple(range(kept[0], last + 1, stride))
 

@@ -18,6 +18,7 @@ import numpy as np
 
 from ringprof.errors import RingprofError, TraceFormatError
 from ringprof.files import read_bytes
+from ringprof.trace.collectives import LARGEST_RANK
 from ringprof.trace.columns import (
     NONE,
     Activities,
@@ -49,7 +50,6 @@ _PARTS: dict[str, type[Any]] = {
 _NARROW = {"name": "<i4", "collective": "<i4", "device": "<i4", "stream": "<i4", "category": "<i1"}
 # Times and counts beyond these overflow when they are summed.
 _LARGEST = 1 << 61
-_LARGEST_RANK = 1 << 24
 
 
 class _Head(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=False):
@@ -174,7 +174,7 @@ def _check(trace: Trace) -> None:
     ranks = [trace.rank or 0, trace.world_size or 0]
     ranks += [rank for group in trace.groups.values() for rank in group]
     ranks += [rank for one in trace.collectives for rank in one.group_ranks or ()]
-    if any(not 0 <= rank <= _LARGEST_RANK for rank in ranks):
+    if any(not 0 <= rank < LARGEST_RANK for rank in ranks):
         raise ValueError("a rank out of range")
 
 

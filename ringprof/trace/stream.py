@@ -6,6 +6,8 @@ import io
 import os
 import zlib
 from collections.abc import Iterator
+from importlib import import_module
+from importlib.util import find_spec
 from typing import BinaryIO, Protocol, cast
 
 from ringprof.errors import InputError, MissingExtraError
@@ -98,7 +100,7 @@ class ByteSource:
         while True:
             try:
                 piece = reader.read(PIECE_BYTES)
-            except (EOFError, OSError, ValueError, RuntimeError) as error:
+            except _zstd_errors() as error:
                 self.damage = f"the zstd data is damaged ({error})"
                 return
             if not piece:
@@ -131,6 +133,12 @@ def _zstd_reader(file: BinaryIO, name: str) -> Readable:
     except ImportError:
         raise MissingExtraError(f"{name}: reading zstd needs one more package: pip install zstandard") from None
     return cast(Readable, zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True))
+
+
+def _zstd_errors() -> tuple[type[Exception], ...]:
+    """What reading damaged data raises; each package has its own class, which is no other's kin."""
+    package = "zstandard" if find_spec("zstandard") else "compression.zstd"
+    return EOFError, OSError, ValueError, RuntimeError, import_module(package).ZstdError
 
 
 def _size(count: int) -> str:

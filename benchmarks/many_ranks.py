@@ -1,0 +1,161 @@
+"""How fast and how small a report of many ranks is, from their traces and from what each rank reduced its own to.
+
+    python benchmarks/many_ranks.py                    # 8, 64, 512 and 1,024 ranks of 50 MB each: 6 GB of disk
+    python benchmarks/many_ranks.py --ranks 8 64 --copies 10
+
+Ranks are made of those of a recorded ring of four: rank r of a ring of n is its rank r mod 4, with peers one step
+round the larger ring, and its iteration repeated. Memory is that of all processes of the report together: the most at
+any moment, sampled twenty times a second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from joblib import Parallel, delayed
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+from trace_reader import copies_of, span_of  # noqa: E402
+
+from ringprof.trace.reduced import reduce_file  # noqa: E402
+
+RING = ROOT / "traces" / "h200x4-zigzag-65536"
+SMALL = 4
+PER_HOST = 8
+
+_PEER = re.compile(rb'"(Src|Dst) Rank": (\d+)')
+_RANKS = re.compile(rb'"Process Group Ranks": "\[0, 1, 2, 3\]"')
+_CONFIG = re.compile(rb'"ranks": ?\[0, 1, 2, 3\]')
+
+
+def parts_of(sample: Path) -> tuple[bytes, bytes, bytes]:
+    """What stands before, in, and behind the list of events."""
+    text = gzip.decompress(sample.read_bytes())
+    begin = text.index(b'"traceEvents": [') + len(b'"traceEvents": [')
+    end = text.rindex(b"\n  ],")
+    return text[:begin], text[begin:end], text[end:]
+
+
+def as_rank(text: bytes, own: int, rank: int, world: int) -> bytes:
+    """A piece of a small ring's rank ``own`` as that of ``rank`` of a ring of ``world``."""
+
+    def peer(found: re.Match[bytes]) -> bytes:
+        step = (int(found[2]) - own + SMALL // 2) % SMALL - SMALL // 2
+        return b'"%s Rank": %d' % (found[1], (rank + step) % world)
+
+    everyone = list(range(world))
+    # PyTorch shortens long lists of ranks in records, not in the trace's own description of its groups.
+    shown = everyone if world <= 30 else [*everyone[:29], "...", everyone[-1]]
+    text = _PEER.sub(peer, text)
+    text = _RANKS.sub(b'"Process Group Ranks": "[%s]"' % ", ".join(map(str, shown)).encode(), text)
+    text = _CONFIG.sub(b'"ranks": ' + json.dumps(everyone).encode(), text)
+    text = text.replace(b'"Group size": %d' % SMALL, b'"Group size": %d' % world)
+    return text.replace(b'"pg_size": %d' % SMALL, b'"pg_size": %d' % world)
+
+
+def described(text: bytes, rank: int, world: int) -> bytes:
+    """The text around the events, with the rank's own description."""
+    text = re.sub(rb'("distributedInfo": ?\{[^{}]*?"rank": ?)\d+', rb"\g<1>%d" % rank, text, count=1)
+    return re.sub(rb'("world_size": ?)\d+', rb"\g<1>%d" % world, text)
+
+
+def write_rank(folder: Path, rank: int, world: int, copies: int) -> int:
+    """Write one rank's trace and its reduced form; returns the bytes of its JSON."""
+    bodies = [parts_of(RING / f"rank{number}.json.gz")[1] for number in range(SMALL)]
+    own = rank % SMALL
+    before, body, behind = parts_of(RING / f"rank{own}.json.gz")
+    span = max(map(span_of, bodies))
+    body = as_rank(body, own, rank, world)
+    size = 0
+    path = folder / "traces" / f"rank{rank}.json.gz"
+    with gzip.open(path, "wb", compresslevel=1) as file:
+        size += file.write(described(as_rank(before, own, rank, world), rank, world))
+        for number, copy in enumerate(copies_of(body, copies, span)):
+            size += file.write((b"," if number else b"") + copy)
+        size += file.write(described(as_rank(behind, own, rank, world), rank, world))
+    assert reduce_file(path, folder / "reduced" / f"rank{rank}.ringprof")
+    return size
+
+
+def build(folder: Path, world: int, copies: int) -> int:
+    """Write a ring of ``world`` ranks; returns the bytes of JSON of all."""
+    for name in ("traces", "reduced"):
+        (folder / name).mkdir(parents=True)
+    sizes = Parallel(n_jobs=-1)(delayed(write_rank)(folder, rank, world, copies) for rank in range(world))
+    return sum(sizes)
+
+
+def measure(folder: Path) -> tuple[float, float, str]:
+    """Seconds and peak MB of a report, and its verdict."""
+    with tempfile.NamedTemporaryFile(suffix=".txt") as output:
+        hosts = ["--ranks-per-host", str(PER_HOST)]
+        command = [sys.executable, "-m", "ringprof", "report", str(folder), *hosts, "-o", output.name]
+        start = time.perf_counter()
+        process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
+        peak = 0.0
+        while process.poll() is None:
+            peak = max(peak, sum(map(resident_mb, family(process.pid))))
+            time.sleep(0.05)
+        seconds = time.perf_counter() - start
+        if process.returncode:
+            raise SystemExit(process.returncode)
+        return seconds, peak, Path(output.name).read_text("utf-8")
+
+
+def family(pid: int) -> list[int]:
+    """A process and all that it has started."""
+    try:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        threads = [path.read_text().split() for path in Path(f"/proc/{pid}/task").glob("*/children")]
+    except OSError:
+        return []
+    found = {int(child) for listed in (children, *threads) for child in listed}
+    return [pid, *(one for child in found for one in family(child))]
+
+
+def resident_mb(pid: int) -> float:
+    """Proportional memory of a process: pages that several share count once."""
+    try:
+        text = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    except OSError:
+        return 0.0
+    return next((int(line.split()[1]) / 1000 for line in text.splitlines() if line.startswith("Pss:")), 0.0)
+
+
+def main() -> None:
+    """Build each ring, measure both reports, print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 512, 1024])
+    parser.add_argument("--copies", type=int, default=125, help="iterations in each trace (125: 50 MB)")
+    parser.add_argument("--folder", type=Path, help="where to build the rings, and to keep them")
+    options = parser.parse_args()
+    head = ("ranks", "JSON", "from traces", "ranks/s", "peak memory", "from reduced", "ranks/s", "peak memory")
+    print("| " + " | ".join(head) + " |\n|" + " ---: |" * len(head), flush=True)
+    with tempfile.TemporaryDirectory() as scratch:
+        for world in options.ranks:
+            folder = (options.folder or Path(scratch)) / str(world)
+            size = folder / "json_bytes"
+            if not size.exists():
+                written = build(folder, world, options.copies)
+                size.write_text(str(written))
+            cells = [f"{world:,}", f"{int(size.read_text()) / 1e9:.1f} GB"]
+            said = []
+            for kind in ("traces", "reduced"):
+                seconds, peak, text = measure(folder / kind)
+                said.append(text)
+                cells += [f"{seconds:.1f} s", f"{world / seconds:.1f}", f"{peak:,.0f} MB"]
+            assert said[0] == said[1], "the two reports differ"
+            print("| " + " | ".join(cells) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
