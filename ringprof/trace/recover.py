@@ -15,8 +15,8 @@ import msgspec
 
 from ringprof.trace.events import BOUNDARY, EMPTY, EVENT_START, UNREADABLE, Event, Piece, decode_event
 
-_LIST_END = re.compile(rb"\s*,?\s*\]\s*(?=,\s*\"|\}\s*\Z|\Z)")
-_SEPARATOR = re.compile(rb"\s*,?\s*")
+_LIST_END = re.compile(rb"\s*(?:,\s*)?\]\s*(?=,\s*\"|\}\s*\Z|\Z)")
+_SEPARATOR = re.compile(rb"\s*(?:,\s*)?")
 
 # Words that stand where a number should, a comma before a closing bracket, and a backslash that escapes nothing.
 _BARE_WORD = re.compile(r"(?<=[:\[,])(\s*)[-+]?(?:NaN|nan|NAN|Infinity|inf|Inf|INF|N/A|None|null)(?=\s*[,\]}])")

@@ -94,8 +94,8 @@ _CHANGING = (
     (re.compile(r"\d\d?:\d\d:\d\d(?:[.,]\d{1,9})?"), r"\d\d?:\d\d:\d\d(?:[.,]\d{1,9})?"),
     (re.compile(r"(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec) +\d\d?"), r"[A-Z][a-z]{2} {1,2}\d\d?"),
     (re.compile(r"[IWEF]\d{4}(?= )"), r"[IWEF]\d{4}"),
-    (re.compile(r" *\d+\.\d+"), r" *\d{1,12}\.\d{1,9}"),
-    (re.compile(r"\d{9,}"), r"\d{9,20}"),
+    (re.compile(r" {0,64}\d{1,12}\.\d{1,9}"), r" *\d{1,12}\.\d{1,9}"),
+    (re.compile(r"\d{9,20}"), r"\d{9,20}"),
 )
 
 

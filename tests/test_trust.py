@@ -1,0 +1,134 @@
+"""What a stranger's file cannot do: run code, or hold up a regular expression."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import pkgutil
+import re
+import time
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ringprof
+
+PACKAGE = Path(ringprof.__file__).parent
+SOURCES = sorted([*PACKAGE.rglob("*.py"), *(PACKAGE.parent / "strategies").rglob("*.py")])
+RUNS_CODE = {"eval", "exec", "compile", "__import__", "execfile"}
+UNPICKLES = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve", "jsonpickle", "yaml"}
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE.parent)))
+def test_no_file_is_unpickled_or_run(path: Path) -> None:
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(node, ast.Import):
+            assert not {alias.name.partition(".")[0] for alias in node.names} & UNPICKLES
+        if isinstance(node, ast.ImportFrom):
+            assert (node.module or "").partition(".")[0] not in UNPICKLES
+        if isinstance(node, ast.Call):
+            if isinstance(node.func, ast.Name):
+                assert node.func.id not in RUNS_CODE
+            if isinstance(node.func, ast.Attribute):
+                owner = node.func.value
+                called = f"{owner.id}.{node.func.attr}" if isinstance(owner, ast.Name) else node.func.attr
+                assert called not in {"torch.load", "np.load", "numpy.load", "joblib.load", "pd.read_pickle"}
+            assert not any(word.arg == "allow_pickle" for word in node.keywords)
+
+
+def imported_by_name() -> set[str]:
+    """Files that import a module whose name is not in their text."""
+    found = set()
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if (
+                isinstance(node, ast.Call)
+                and getattr(node.func, "id", getattr(node.func, "attr", "")) == "import_module"
+            ):
+                found.add(str(path.relative_to(PACKAGE.parent)))
+    return found
+
+
+def test_only_a_strategy_that_the_user_names_is_imported() -> None:
+    """The other places import what stands in their own tables."""
+    assert imported_by_name() <= {
+        "ringprof/__init__.py",
+        "ringprof/cli/__init__.py",
+        "ringprof/trace/stream.py",
+        "ringprof/strategies/registry.py",
+        "strategies/registry.py",
+    }
+
+
+# --- regular expressions --------------------------------------------------------------------------------
+
+
+def patterns() -> Iterator[tuple[str, re.Pattern[Any]]]:
+    """Every compiled pattern at the top of a module of the reading and analysing side."""
+    # What the user types (conditions, times, groups) is his own.
+    for part in ("trace", "analysis", "report"):
+        package = importlib.import_module(f"ringprof.{part}")
+        for module in pkgutil.iter_modules(package.__path__, f"ringprof.{part}."):
+            if module.name.rpartition(".")[2] in ("conditions", "focus", "groups", "user_rules"):
+                continue
+            for name, value in vars(importlib.import_module(module.name)).items():
+                yield from ((f"{module.name}.{name}", one) for one in within(value))
+
+
+def within(value: object, depth: int = 3) -> Iterator[re.Pattern[Any]]:
+    if isinstance(value, re.Pattern):
+        yield value
+    elif isinstance(value, dict):
+        yield from within((*value.keys(), *value.values()), depth)
+    elif isinstance(value, (tuple, list, set, frozenset)) and depth:
+        for item in value:
+            yield from within(item, depth - 1)
+    elif depth and hasattr(value, "__dataclass_fields__") and not isinstance(value, type):
+        yield from within(tuple(getattr(value, name) for name in value.__dataclass_fields__), depth - 1)
+
+
+PATTERNS = {(one.pattern, one.flags): (name, one) for name, one in patterns()}
+LENGTH = 20_000
+SLOW_S = 1.0
+"""A pattern that takes time with the square of a text's length needs far longer for the texts below."""
+
+
+@lru_cache
+def used(name: str) -> tuple[str, ...]:
+    """How a module uses a pattern."""
+    module, _, variable = name.rpartition(".")
+    text = Path(str(importlib.import_module(module).__file__)).read_text("utf-8")
+    ways = dict.fromkeys(re.findall(rf"\b{variable}\.(search|match|fullmatch|finditer|findall|sub|split)\(", text))
+    # In a table: whatever the module does with any of its patterns.
+    ways = ways or dict.fromkeys(re.findall(r"\.(search|match|fullmatch|finditer|findall|sub|split)\(", text))
+    simple = {"finditer": "search", "findall": "search", "sub": "search", "split": "search"}
+    return tuple(dict.fromkeys(simple.get(way, way) for way in ways)) or ("search", "match", "fullmatch")
+
+
+def hostile(pattern: re.Pattern[Any]) -> Iterator[str]:
+    """Long texts of what the pattern is made of, which end in what it cannot take."""
+    text = pattern.pattern.decode("latin-1") if isinstance(pattern.pattern, bytes) else pattern.pattern
+    words = re.findall(r"[A-Za-z0-9]{2,}", text)[:6]
+    letters = dict.fromkeys([*' 0a-|.=:,_([\t%"\\/', *(word[0] for word in words)])
+    pieces = [*letters, *words, "0.", "0 ", "a ", "1,", "- ", "a:", "(0", "::a", "a<", "--", "| ", " |", "0/"]
+    for piece in pieces:
+        body = piece * (LENGTH // len(piece))
+        for start in ("", *words[:2]):
+            yield start + body
+            yield start + body + "\n!"
+
+
+@pytest.mark.parametrize("key", sorted(PATTERNS, key=str), ids=lambda key: PATTERNS[key][0])
+def test_no_text_holds_up_a_pattern(key: tuple[Any, int]) -> None:
+    name, pattern = PATTERNS[key]
+    ways = [getattr(pattern, way) for way in used(name)]
+    for text in hostile(pattern):
+        given = text.encode() if isinstance(pattern.pattern, bytes) else text
+        for way in ways:
+            begin = time.monotonic()
+            way(given)
+            spent = time.monotonic() - begin
+            assert spent < SLOW_S, f"{way.__name__} took {spent:.1f} s on {text[:40]!r}..."
