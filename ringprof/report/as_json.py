@@ -75,6 +75,7 @@ def _explanation(found: Findings) -> dict[str, Any]:
     residual = None if clocks.residual_ns >= UNKNOWN_NS else clocks.residual_ns
     return {
         "verdict": list(found.verdict),
+        "steps_listed": found.lists_steps,
         "bounds_ns": _bounds(waterfall),
         "peak": {"tflops": waterfall.peak.tflops, "source": waterfall.peak.source} if waterfall.peak else None,
         "clocks": {

@@ -29,7 +29,6 @@ from ringprof.scale import stages
 from ringprof.scale.given import Given, Notify
 from ringprof.scale.store import Store
 from ringprof.scale.work import Processes, Work
-from ringprof.trace.columns import Warning
 from ringprof.trace.heads import Head, checked_heads
 
 TILE = 16
@@ -187,7 +186,7 @@ class _Attributing:
             usable, warnings = judge(ranks, clocks, unmatched, disagree, inconclusive)
         said = [*self.opening.warnings, *(warning for one in alone.values() for warning in one.warnings)]
         rates = {key: size / span for key, (size, span) in best.items()} if usable and not silent else {}
-        warned = all_warnings(self.opening, said, [*([] if silent else warnings), _not_listed(len(finished))])
+        warned = all_warnings(self.opening, said, [] if silent else warnings)
         return Stored(Attribution(finished, self.run, rates, warned, clocks), self.details, surveys)
 
     def _explain(self) -> dict[int, stages.Alone]:
@@ -287,7 +286,3 @@ def _both(messages: Way, meetings: Way) -> Way:
     """What messages and what collectives say of the same two hosts."""
     limits = [limit for limit in (messages.limit, meetings.limit) if limit is not None]
     return Way(messages.ends, meetings.together, max(limits, default=None), messages.count + meetings.count)
-
-
-def _not_listed(ranks: int) -> Warning:
-    return Warning("steps_not_listed", f"the steps of {ranks} ranks are not listed: run.steps() in Python makes them")

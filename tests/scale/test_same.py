@@ -36,10 +36,11 @@ def loaded(paths: Any, **how: Any) -> Any:
 
 
 def told(analysis: Any) -> Any:
-    """The report but for the list of steps, whose lack is a warning."""
+    """The report but for the list of steps."""
     report = analysis.report()
-    warnings = [json.dumps(one) for one in report["warnings"] if one["code"] != "steps_not_listed"]
-    return report | {"steps": None, "warnings": sorted(warnings)}
+    warnings = sorted(json.dumps(one) for one in report["warnings"])
+    summary = {key: value for key, value in report["summary"].items() if key != "steps_listed"}
+    return report | {"steps": None, "summary": summary, "warnings": warnings}
 
 
 @pytest.mark.parametrize("name", RECORDED)
@@ -103,6 +104,15 @@ def test_steps_that_no_name_tells(few_at_a_time, monkeypatch):
     together, apart = loaded(RUNS / RECORDED[-1]), few_at_a_time(RUNS / RECORDED[-1])
     assert {step.source for step in together.findings.steps} == {"order"}
     assert apart.findings.steps == together.findings.steps
+
+
+def test_what_is_left_out_is_said(few_at_a_time, tmp_path):
+    together, apart = loaded(RUNS / RECORDED[-1]), few_at_a_time(RUNS / RECORDED[-1])
+    assert together.report()["summary"]["steps_listed"] and together.report()["steps"]
+    assert not apart.report()["summary"]["steps_listed"] and apart.report()["steps"] == []
+    assert "leaves out timeline" in apart.to_html() and "leaves out timeline" not in together.to_html()
+    for kind in ("timeline", "breakdown", "waterfall", "steps", "waiting"):
+        assert getattr(apart.plot, kind)().has_data()
 
 
 def test_other_processes(few_at_a_time):

@@ -21,6 +21,12 @@ MOST_ROWS = 2_000
 """Rows of a table beyond which the page says how many it leaves out."""
 
 
+_LEFT_OUT = (
+    "Of so many ranks this page leaves out timeline, ring steps, kernels and hops: "
+    "report on the files of a few ranks to see those."
+)
+
+
 def run_document(found: Findings, report: dict[str, Any], name: str) -> Document:
     """The whole page; ``report`` is the JSON report of the same findings."""
     figures = drawing()
@@ -31,7 +37,7 @@ def run_document(found: Findings, report: dict[str, Any], name: str) -> Document
     sections = [
         _waterfall(found, figures),
         Section("breakdown", "Breakdown by rank", MEANINGS["breakdown"], figures.breakdown(report["ranks"]),
-                [_rank_table(report["ranks"])]),
+                [_rank_table(report["ranks"])], [] if found.lists_steps else [_LEFT_OUT]),
     ]  # fmt: skip
     if not attribution.on_cpu and found.lists_steps:
         drawn = timeline_of(attribution, found.steps)
