@@ -19,7 +19,15 @@ MATRIX = [
     ("3.12", "pandas>=3,<4"),
     ("3.13", "pandas>=3,<4"),
 ]
-TESTS = ["tests/trace", "tests/analysis", "tests/report", "tests/cli"]
+TESTS = [
+    "tests/trace",
+    "tests/analysis",
+    "tests/report",
+    "tests/cli",
+    "tests/scale",
+    "tests/fuzz",
+    "tests/test_trust.py",
+]
 
 
 def find_python(version: str) -> str | None:

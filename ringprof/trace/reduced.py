@@ -109,7 +109,7 @@ def parse_reduced(data: bytes, name: str | None = None, *, limit_bytes: int | No
     """As `read_reduced`, from a file's bytes; without ``name`` the trace keeps the path that it was reduced from."""
     shown = name or "reduced trace"
     if not data.startswith(MAGIC):
-        raise TraceFormatError(f"{shown}: not a reduced trace of this version: report from the trace itself")
+        raise TraceFormatError(f"{shown}: not a reduced trace of this version: remove it, and the trace itself is read")
     try:
         file = msgspec.msgpack.decode(_expanded(data, shown, limit_bytes or LIMIT_BYTES), type=_File)
         parts = {part: _columns(kind, file.columns[part]) for part, kind in _PARTS.items()}
@@ -117,7 +117,9 @@ def parse_reduced(data: bytes, name: str | None = None, *, limit_bytes: int | No
         trace = Trace(**{**head, "path": name or file.head.path}, **parts)
         _check(trace)
     except (msgspec.MsgspecError, zlib.error, KeyError, ValueError) as error:
-        raise TraceFormatError(f"{shown}: damaged reduced trace ({error}): report from the trace itself") from None
+        raise TraceFormatError(
+            f"{shown}: damaged reduced trace ({error}): remove it, and the trace itself is read"
+        ) from None
     return trace
 
 

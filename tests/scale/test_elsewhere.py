@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import pytest
 
 import ringprof
@@ -18,6 +17,7 @@ from ringprof.trace.kineto import read_trace
 from ringprof.trace.reduced import reduce_trace
 from tests.scale.runs import RING, RUNS
 
+fsspec = pytest.importorskip("fsspec")
 pytest.importorskip("distributed")
 
 

@@ -1,0 +1,92 @@
+"""``ringprof report`` of more ranks than are held in memory, as a user meets it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from ringprof.run import RankTrace, parse_run, write_run
+from ringprof.run import with_fields as changed
+from ringprof.trace.kineto import read_trace
+from ringprof.trace.reduced import MAGIC, reduce_trace
+from tests.scale.runs import RING, write_ring
+
+WORLD = 72
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("many")
+    write_ring(folder, WORLD, per_host=8)
+    return folder
+
+
+def command(*arguments: str | Path, scratch: Path) -> list[str]:
+    scratch.mkdir(exist_ok=True)
+    return [sys.executable, "-m", "ringprof", "report", *map(str, arguments)]
+
+
+def report(*arguments: str | Path, scratch: Path) -> subprocess.CompletedProcess[str]:
+    surroundings = {**os.environ, "TMPDIR": str(scratch)}
+    done = command(*arguments, scratch=scratch)
+    return subprocess.run(done, capture_output=True, text=True, env=surroundings, check=False)
+
+
+def ours(scratch: Path) -> list[Path]:
+    """What the command left in the temporary folder; what joblib's own helper will remove is not counted."""
+    return sorted(scratch.glob("ringprof-*"))
+
+
+def test_a_report_of_many_ranks(many, tmp_path):
+    done = report(many, "--steps", "--format", "terminal", scratch=tmp_path / "scratch")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"{WORLD} ranks") and "ring steps" in done.stdout
+    assert ours(tmp_path / "scratch") == []
+
+
+@pytest.mark.parametrize("jobs", ["1", "2"])
+def test_ctrl_c_ends_it_and_leaves_nothing(many, tmp_path, jobs):
+    scratch = tmp_path / "scratch"
+    process = subprocess.Popen(
+        command(many, "--jobs", jobs, scratch=scratch),
+        env={**os.environ, "TMPDIR": str(scratch)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    deadline = time.monotonic() + 30
+    while not ours(scratch) and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 130 and "Traceback" not in errors, errors
+    assert ours(scratch) == []
+
+
+def test_a_damaged_trace_among_many_is_one_line(many, tmp_path):
+    folder = tmp_path / "damaged"
+    shutil.copytree(many, folder)
+    (folder / "rank40.ringprof").write_bytes(MAGIC + b"nothing")
+    done = report(folder, scratch=tmp_path / "scratch")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert "rank40.ringprof: damaged reduced trace" in done.stderr
+    assert ours(tmp_path / "scratch") == []
+
+
+def test_a_recorded_run_needs_no_trace(tmp_path):
+    """``run.json`` and the reduced traces are enough, and give the same report."""
+    run = parse_run((RING / "run.json").read_bytes(), "run.json")
+    entries = [RankTrace(rank=t.rank, path=t.path, reduced=f"rank{t.rank}.ringprof") for t in run.traces]
+    write_run(changed(run, {"traces": entries}), tmp_path / "run.json")
+    for entry in entries:
+        assert entry.reduced is not None
+        (tmp_path / entry.reduced).write_bytes(reduce_trace(read_trace(RING / entry.path)))
+    apart, whole = (report(path, scratch=tmp_path / "scratch") for path in (tmp_path / "run.json", RING / "run.json"))
+    assert apart.returncode == 0 and apart.stdout == whole.stdout
+    # One that another version wrote is not read: then the trace must be there.
+    (tmp_path / "rank2.ringprof").write_bytes(b"ringprof.trace/9\n")
+    assert "rank2.json.gz: No such file" in report(tmp_path / "run.json", scratch=tmp_path / "scratch").stderr
