@@ -30,7 +30,7 @@ from ringprof.analysis.rules import Rule
 from ringprof.analysis.summary import Summary, summarise
 from ringprof.analysis.verdict import Findings
 from ringprof.errors import InputError, KernelTableError, UsageError
-from ringprof.files import folder_of, read_bytes, within
+from ringprof.files import folder_of, read_whole, within
 from ringprof.report import as_json, terminal
 from ringprof.run import RankTrace, Run, Workload, read_run
 from ringprof.scale.given import Given, Notify
@@ -247,7 +247,7 @@ class Reading:
     ranks_per_host: int | None = None
     """Names the hosts where neither run nor traces do."""
     limit_bytes: int | None = None
-    """How far a compressed trace may expand (16 GiB)."""
+    """How far a compressed trace may expand (16 GiB), and how large a log may be (1 GiB)."""
     wall_ns: int | None = None
     """Kernel tables: wall time of the window."""
     iterations: int | None = None
@@ -375,9 +375,10 @@ def _load_stored(given: Given, source: Input, reading: Reading) -> Analysis:
 
 def _load_text(name: str, data: bytes | None, reading: Reading) -> TableAnalysis:
     from ringprof.analysis.table import analyse_table
+    from ringprof.trace.benchmark_log import LIMIT_BYTES
     from ringprof.trace.kernel_table import read_tables
 
-    raw = read_bytes(name) if data is None else data
+    raw = read_whole(name, reading.limit_bytes or LIMIT_BYTES) if data is None else data
     tables = read_tables(raw.decode("utf-8-sig", errors="replace"), name)
     return TableAnalysis(name, [analyse_table(table, reading.wall_ns, reading.iterations) for table in tables])
 

@@ -41,6 +41,23 @@ def read_bytes(name: str, size: int = -1) -> bytes:
             raise InputError(f"{name}: {error.strerror or error}") from None
 
 
+def read_whole(name: str, limit_bytes: int) -> bytes:
+    """A file's content, which must be no larger than ``limit_bytes``. Raises `InputError`."""
+    with open_binary(name) as file:
+        try:
+            return read_within(file, limit_bytes, name)
+        except OSError as error:
+            raise InputError(f"{name}: {error.strerror or error}") from None
+
+
+def read_within(file: BinaryIO, limit_bytes: int, name: str) -> bytes:
+    """All that a file or pipe holds, up to a limit. Raises `InputError` beyond it, and OSError."""
+    data = file.read(limit_bytes + 1)
+    if len(data) > limit_bytes:
+        raise InputError(f"{name}: larger than {limit_bytes:,} bytes: raise the limit with --max-bytes, or give a part")
+    return data
+
+
 def size_of(name: str) -> int:
     """Bytes of a file. Raises OSError."""
     if not is_url(name):

@@ -15,9 +15,12 @@ from typing import Annotated, Any
 import msgspec
 
 from ringprof.errors import RunFormatError
-from ringprof.files import leads_out, read_bytes
+from ringprof.files import leads_out, read_whole
 
 SCHEMA = "ringprof.run/1"
+
+LIMIT_BYTES = 256 << 20
+"""A run of 10,000 ranks has a tenth of it."""
 
 
 MOST_RANKS = 1 << 20
@@ -226,7 +229,7 @@ def read_run(path: str | os.PathLike[str]) -> Run:
     trace outside its own folder.
     """
     name = os.fspath(path)
-    return parse_run(read_bytes(name), name)
+    return parse_run(read_whole(name, LIMIT_BYTES), name)
 
 
 def parse_run(data: bytes, path: str | os.PathLike[str]) -> Run:

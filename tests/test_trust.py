@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import gzip
 import importlib
 import pkgutil
 import re
 import time
+import zlib
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -15,6 +17,8 @@ from typing import Any
 import pytest
 
 import ringprof
+from ringprof import cli
+from ringprof.trace.reduced import MAGIC
 
 PACKAGE = Path(ringprof.__file__).parent
 SOURCES = sorted([*PACKAGE.rglob("*.py"), *(PACKAGE.parent / "strategies").rglob("*.py")])
@@ -132,3 +136,23 @@ def test_no_text_holds_up_a_pattern(key: tuple[Any, int]) -> None:
             way(given)
             spent = time.monotonic() - begin
             assert spent < SLOW_S, f"{way.__name__} took {spent:.1f} s on {text[:40]!r}..."
+
+
+# --- memory ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("command", "name", "data"),
+    [
+        ("report", "some.log", b"Self CUDA\n" * 1000),
+        ("logs", "some.log", b"| a | b |\n" * 1000),
+        ("report", "rank0.json.gz", gzip.compress(b'{"traceEvents": [' + b" " * 100_000)),
+        ("report", "rank0.ringprof", MAGIC + zlib.compress(bytes(100_000))),
+    ],
+)
+def test_limits_have_an_option(command: str, name: str, data: bytes, tmp_path: Path, capsys: Any) -> None:
+    path = tmp_path / name
+    path.write_bytes(data)
+    assert cli.run([command, str(path), "--max-bytes", "5000"]) == 2
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1 and "--max-bytes" in told

@@ -9,8 +9,9 @@ import click
 
 from ringprof.analysis.audit import SPREAD, Audit, audit
 from ringprof.errors import InputError
+from ringprof.files import read_within
 from ringprof.report import logs as shown
-from ringprof.trace.benchmark_log import BenchmarkLog, Settings, decode_log, read_log
+from ringprof.trace.benchmark_log import LIMIT_BYTES, BenchmarkLog, Settings, decode_log, read_log
 
 
 @click.command(name="logs")
@@ -27,6 +28,7 @@ from ringprof.trace.benchmark_log import BenchmarkLog, Settings, decode_log, rea
     "--spread", type=click.FloatRange(min=0), default=100 * SPREAD, show_default=True,
     help="Percent by which the same configuration may differ between logs.",
 )  # fmt: skip
+@click.option("--max-bytes", type=click.IntRange(min=1), help="How large a log may be.  [default: 1 GiB]")
 @click.option("--strict", is_flag=True, help="Exit with 2 where a flag is an error.")
 def command(
     files: tuple[str, ...],
@@ -39,6 +41,7 @@ def command(
     causal: bool | None,
     device: str | None,
     spread: float,
+    max_bytes: int | None,
     strict: bool,
 ) -> int:
     """Read benchmark logs into one table and audit them.
@@ -53,14 +56,16 @@ def command(
     given = Settings(
         batch=batch, heads=heads, head_dim=head_dim, world_size=world, causal=causal, device=device
     )  # fmt: skip
-    found = audit([_read(file) for file in dict.fromkeys(files)], given, spread / 100)
+    found = audit([_read(file, max_bytes) for file in dict.fromkeys(files)], given, spread / 100)
     _write(_text(found, form, output), output)
     errors = [flag for flag in found.flags if flag.severity == "error"]
     return 2 if strict and errors else 0
 
 
-def _read(file: str) -> BenchmarkLog:
-    return decode_log(sys.stdin.buffer.read(), "-") if file == "-" else read_log(file)
+def _read(file: str, limit_bytes: int | None) -> BenchmarkLog:
+    if file == "-":
+        return decode_log(read_within(sys.stdin.buffer, limit_bytes or LIMIT_BYTES, "-"), "-")
+    return read_log(file, limit_bytes)
 
 
 def _text(found: Audit, form: str, output: str | None) -> str:

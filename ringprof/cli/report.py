@@ -14,9 +14,11 @@ from ringprof.api import Analysis, TableAnalysis, load, load_bytes
 from ringprof.cli.progress import many_ranks
 from ringprof.cli.write import write_text
 from ringprof.errors import UsageError
+from ringprof.files import read_within
 from ringprof.report import as_json
 from ringprof.report.terminal import Look
 
+PIPE_LIMIT = 4 << 30
 NARROWEST = 78
 """Below this a table would lose digits."""
 
@@ -28,7 +30,9 @@ NARROWEST = 78
 @click.option("--ranks-per-host", type=click.IntRange(min=1), help="Name the hosts where no trace does.")
 @click.option("--width", type=click.IntRange(min=NARROWEST), help="Columns to use.  [default: the terminal's]")
 @click.option(
-    "--max-bytes", type=click.IntRange(min=1), help="How far a compressed trace may expand.  [default: 16 GiB]"
+    "--max-bytes",
+    type=click.IntRange(min=1),
+    help="How far a compressed trace may expand, or how large a log or pipe may be.  [default: 16 GiB, 1 GiB, 4 GiB]",
 )
 @click.option(
     "--wall", type=click.FloatRange(min=0, min_open=True), help="Kernel table: wall time of the window in ms."
@@ -110,7 +114,7 @@ def command(
 
 def _load(paths: tuple[str, ...], **how: Any) -> Analysis | TableAnalysis:
     if paths == ("-",):
-        return load_bytes(sys.stdin.buffer.read(), "-", **how)
+        return load_bytes(read_within(sys.stdin.buffer, how["limit_bytes"] or PIPE_LIMIT, "-"), "-", **how)
     if "-" in paths:
         raise click.UsageError("- stands for one trace or log from a pipe and cannot go with other paths")
     with many_ranks() as notify:

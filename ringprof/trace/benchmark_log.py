@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from ringprof.errors import InputError
-from ringprof.files import read_bytes
+from ringprof.files import read_whole
 from ringprof.trace.log_blocks import read_burst_figures, read_results
 from ringprof.trace.log_cells import placement_of, system_of
 from ringprof.trace.log_pipes import PipeHeader, find_pipe_header, read_pipe_row
@@ -35,10 +35,14 @@ def has_rows(text: str) -> bool:
     return bool(parse_log(text, "").rows)
 
 
-def read_log(path: str | os.PathLike[str]) -> BenchmarkLog:
+LIMIT_BYTES = 1 << 30
+"""Of a log, unless the caller says otherwise."""
+
+
+def read_log(path: str | os.PathLike[str], limit_bytes: int | None = None) -> BenchmarkLog:
     """Read one log. Raises `InputError` where it cannot be read or holds no benchmark rows."""
     name = os.fspath(path)
-    return decode_log(read_bytes(name), name)
+    return decode_log(read_whole(name, limit_bytes or LIMIT_BYTES), name)
 
 
 def decode_log(data: bytes, name: str) -> BenchmarkLog:

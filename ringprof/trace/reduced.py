@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from ringprof.errors import RingprofError, TraceFormatError
-from ringprof.files import read_bytes
+from ringprof.files import read_whole
 from ringprof.trace.collectives import LARGEST_RANK
 from ringprof.trace.columns import (
     NONE,
@@ -102,7 +102,7 @@ def reduce_file(trace: Path, target: Path) -> bool:
 def read_reduced(path: str | os.PathLike[str], *, limit_bytes: int | None = None) -> Trace:
     """Read a reduced trace; its ``path`` becomes this file's. Raises `InputError`, `TraceFormatError`."""
     name = os.fspath(path)
-    return parse_reduced(read_bytes(name), name, limit_bytes=limit_bytes)
+    return parse_reduced(read_whole(name, limit_bytes or LIMIT_BYTES), name, limit_bytes=limit_bytes)
 
 
 def parse_reduced(data: bytes, name: str | None = None, *, limit_bytes: int | None = None) -> Trace:
@@ -127,7 +127,9 @@ def _expanded(data: bytes, shown: str, limit: int) -> bytes:
     inflater = zlib.decompressobj()
     expanded = inflater.decompress(data[len(MAGIC) :], limit)
     if inflater.unconsumed_tail:
-        raise TraceFormatError(f"{shown}: expands beyond {limit >> 20} MiB: raise --limit-gb if you trust it")
+        raise TraceFormatError(
+            f"{shown}: expands beyond {limit >> 20} MiB: if you trust the file, raise the limit with --max-bytes"
+        )
     if not inflater.eof:
         raise ValueError("cut off")
     return expanded

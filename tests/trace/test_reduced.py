@@ -90,7 +90,7 @@ def test_what_no_reader_makes_is_refused(change, reason):
 
 def test_a_bomb_is_not_expanded():
     bomb = MAGIC + zlib.compress(bytes(64 << 20), 9)
-    with pytest.raises(TraceFormatError, match="expands beyond 16 MiB"):
+    with pytest.raises(TraceFormatError, match="expands beyond 16,777,216 bytes"):
         parse_reduced(bomb, limit_bytes=16 << 20)
 
 
