@@ -127,9 +127,7 @@ def _expanded(data: bytes, shown: str, limit: int) -> bytes:
     inflater = zlib.decompressobj()
     expanded = inflater.decompress(data[len(MAGIC) :], limit)
     if inflater.unconsumed_tail:
-        raise TraceFormatError(
-            f"{shown}: expands beyond {limit >> 20} MiB: if you trust the file, raise the limit with --max-bytes"
-        )
+        raise TraceFormatError(f"{shown}: expands beyond {limit:,} bytes: raise the limit with --max-bytes")
     if not inflater.eof:
         raise ValueError("cut off")
     return expanded
