@@ -16,6 +16,7 @@ MODULES = (
     "ringprof.analysis.waterfall",
     "ringprof.analysis.figures",
     "ringprof.report.plots",
+    "ringprof.trace.reduced",
     "ringprof.strategies",
     "ringprof.strategies.base",
     "ringprof.strategies.registry",
