@@ -195,7 +195,7 @@ class StoredAnalysis(Analysis):
 
         stored = self._stored
         return StoredFindings(
-            stored.attribution, summarise(stored.attribution), stored.details, stored.surveyed, self._work
+            stored.attribution, summarise(stored.attribution), stored.details, stored.surveys, stored.told, self._work
         )
 
     def __repr__(self) -> str:

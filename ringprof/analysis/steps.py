@@ -98,6 +98,13 @@ def exposed_by_step(steps: Iterable[Step]) -> ExposedBySteps:
     return found
 
 
+def add_exposed(found: ExposedBySteps, more: ExposedBySteps) -> None:
+    """Add what other steps expose."""
+    for key, (time, count) in more.items():
+        known = found.get(key, (0, 0))
+        found[key] = known[0] + time, known[1] + count
+
+
 # --- figures ------------------------------------------------------------------------------------------
 
 

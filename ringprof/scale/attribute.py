@@ -20,8 +20,8 @@ from ringprof.analysis.focus import Focus
 from ringprof.analysis.gatherings import Gatherings
 from ringprof.analysis.groups import refuse_unknown_group
 from ringprof.analysis.rank import Rank
-from ringprof.analysis.step_plan import Plan, Side, plan_steps
-from ringprof.analysis.steps import ExposedBySteps, Step
+from ringprof.analysis.step_plan import Plan, Side, Survey, plan_steps
+from ringprof.analysis.steps import ExposedBySteps, Step, add_exposed
 from ringprof.analysis.verdict import Findings
 from ringprof.analysis.waiting import Best, LinkClass, better
 from ringprof.run import Run
@@ -33,8 +33,14 @@ from ringprof.trace.heads import Head, checked_heads
 
 TILE = 16
 """Ranks that are looked at together, at least; whole hosts."""
+MOST_PLANS = 4
+"""Plans of ring steps whose sums are kept: in most runs all ranks have one."""
 MOST_DETAILS = 4
 """Details of ranks that stay in memory."""
+
+
+ExposedByPlan = dict[str, tuple[ExposedBySteps, set[int]]]
+"""The mark of a plan -> what the steps of the ranks that tell this plan expose, and which ranks these are."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +48,9 @@ class StoredFindings(Findings):
     """Findings of a run whose ranks' details are made anew when they are asked for."""
 
     details: stages.Details
-    surveyed: tuple[stages.Surveyed, ...]
+    surveys: tuple[Survey, ...]
     """Of the ranks on GPUs, by rank."""
+    told: ExposedByPlan
     work: Work
 
     @property
@@ -57,7 +64,7 @@ class StoredFindings(Findings):
         def count_runs(ring_size: int) -> list[int]:
             return list(self.work.map(stages.count_runs, ((self.details, _bare(rank), ring_size) for rank in ranks)))
 
-        return plan_steps([one.survey for one in self.surveyed], count_runs, lambda at: Side(ranks[at]))
+        return plan_steps(self.surveys, count_runs, lambda at: Side(ranks[at]))
 
     @cached_property
     def steps(self) -> tuple[Step, ...]:
@@ -70,22 +77,17 @@ class StoredFindings(Findings):
     def exposed_by_step(self) -> ExposedBySteps:
         found: ExposedBySteps = {}
         for mine in self._exposed():
-            for key, (time, count) in mine.items():
-                known = found.get(key, (0, 0))
-                found[key] = known[0] + time, known[1] + count
+            add_exposed(found, mine)
         return found
 
     def _exposed(self) -> Iterator[ExposedBySteps]:
-        """What each rank's steps expose: as it told them alone, where that is how the run has them."""
+        """What steps expose: as ranks told them alone, where that is how the run has them."""
         plan = self.plan
         if plan is None:
             return
-        mark, others = plan.mark, []
-        for rank, one in zip(self._ranks, self.surveyed, strict=True):
-            if one.plan == mark:
-                yield one.exposed
-            else:
-                others.append((self.details, _bare(rank), plan))
+        known, ranks = self.told.get(plan.mark, ({}, set()))
+        yield known
+        others = ((self.details, _bare(rank), plan) for rank in self._ranks if rank.rank not in ranks)
         yield from self.work.map(stages.exposed_steps, others)
 
     @property
@@ -99,7 +101,8 @@ class Stored:
 
     attribution: Attribution
     details: stages.Details
-    surveyed: tuple[stages.Surveyed, ...]
+    surveys: tuple[Survey, ...]
+    told: ExposedByPlan
 
 
 def attribute_stored(
@@ -170,6 +173,8 @@ class _Attributing:
         number = {name: at for at, name in enumerate(names)}
         self.host = {rank: number[name] for rank, name in opening.clock_of.items()}
         self.several_clocks = len(names) > 1
+        self.surveyed: dict[int, Survey] = {}
+        self.told: ExposedByPlan = {}
 
     def attribute(self) -> Stored:
         alone = self._explain()
@@ -181,13 +186,15 @@ class _Attributing:
         best, unmatched, disagree = self._judge(tiles, clocks)
         usable, warnings = judge(ranks, clocks, unmatched, disagree, 0)
         silent = not any(one.communicates for one in alone.values())
-        finished, surveys, inconclusive = self._split(tiles, ranks, clocks, best, usable or silent)
+        finished, inconclusive = self._split(tiles, ranks, clocks, best, usable or silent)
         if usable and inconclusive:
             usable, warnings = judge(ranks, clocks, unmatched, disagree, inconclusive)
         said = [*self.opening.warnings, *(warning for one in alone.values() for warning in one.warnings)]
         rates = {key: size / span for key, (size, span) in best.items()} if usable and not silent else {}
         warned = all_warnings(self.opening, said, [] if silent else warnings)
-        return Stored(Attribution(finished, self.run, rates, warned, clocks), self.details, surveys)
+        return Stored(
+            Attribution(finished, self.run, rates, warned, clocks), self.details, self._surveys(finished), self.told
+        )
 
     def _explain(self) -> dict[int, stages.Alone]:
         items = ((self.scene, rank, self.opening.hosts[rank]) for rank in self.opening.place)
@@ -252,26 +259,33 @@ class _Attributing:
         clocks: Clocks,
         best: dict[LinkClass, Best],
         usable: bool,
-    ) -> tuple[tuple[Rank, ...], tuple[stages.Surveyed, ...], int]:
+    ) -> tuple[tuple[Rank, ...], int]:
         by_rank = {rank.rank: rank for rank in ranks}
         read_detail = lru_cache(MOST_DETAILS)(self.details)
         items = ((self.details, tile, [by_rank[rank] for rank in tile.ranks], clocks, best, usable) for tile in tiles)
         finished: dict[int, Rank] = {}
-        surveyed: dict[int, stages.Surveyed] = {}
         inconclusive = 0
         for found in self.work.map(stages.split_tile, items):
             inconclusive += found.inconclusive
             for rank, one in zip(found.ranks, found.surveyed, strict=True):
                 finished[rank.rank] = replace(rank, read_detail=read_detail)
                 if one is not None:
-                    surveyed[rank.rank] = one
+                    self._take(rank.rank, one)
             self.notify("ranks split", len(finished), len(ranks))
         order = [rank.rank for rank in ranks]
-        return (
-            tuple(finished[rank] for rank in order),
-            tuple(surveyed[rank] for rank in order if rank in surveyed),
-            inconclusive,
-        )
+        return tuple(finished[rank] for rank in order), inconclusive
+
+    def _take(self, rank: int, one: stages.Surveyed) -> None:
+        """Add what a rank tells of its steps alone; of a few plans only, so that ranks do not add to memory."""
+        self.surveyed[rank] = one.survey
+        if one.plan is None or (one.plan not in self.told and len(self.told) >= MOST_PLANS):
+            return
+        exposed, ranks = self.told.setdefault(one.plan, ({}, set()))
+        add_exposed(exposed, one.exposed)
+        ranks.add(rank)
+
+    def _surveys(self, ranks: Sequence[Rank]) -> tuple[Survey, ...]:
+        return tuple(self.surveyed[rank.rank] for rank in ranks if rank.rank in self.surveyed)
 
 
 def around(ranks: tuple[int, ...], alone: dict[int, stages.Alone]) -> tuple[int, ...]:
