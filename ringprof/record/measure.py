@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -121,8 +122,11 @@ def profiler() -> Iterator[Any]:
     if torch.cuda.is_available():
         activities.append(ProfilerActivity.CUDA)
     once = schedule(wait=0, warmup=1, active=1, repeat=1)
-    with profile(activities=activities, schedule=once, record_shapes=False) as recording:
-        yield recording
+    with warnings.catch_warnings():
+        # torch 2.11 advises how to keep the events of earlier cycles; here there is one.
+        warnings.filterwarnings("ignore", message="Warning: Profiler clears events")
+        with profile(activities=activities, schedule=once, record_shapes=False) as recording:
+            yield recording
 
 
 def hops_posted(strategy: Any) -> int:
