@@ -29,6 +29,7 @@ MOST_RANKS = 1 << 20
 Size = Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
 """Checked when a file is decoded, as the next: a run may come from a stranger."""
 Nanoseconds = Annotated[int, msgspec.Meta(ge=0, le=1 << 60)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
 
 class Workload(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,8 +67,8 @@ class Topology(msgspec.Struct, frozen=True, kw_only=True):
     world_size: Annotated[int, msgspec.Meta(ge=1, le=MOST_RANKS)]
     hosts: list[str]
     """Host name of each rank."""
-    local_ranks: list[int]
-    ranks_per_host: int
+    local_ranks: list[Count]
+    ranks_per_host: Count
     """Ranks that share a host as the strategy saw it (given, or from the launcher)."""
     device_type: str
     """``cuda`` or ``cpu``."""
@@ -108,7 +109,7 @@ class TensorError(msgspec.Struct, frozen=True, kw_only=True):
     kernel_rms: float
     """The same for one call of the same kernel on one device over the whole sequence."""
     allowed_rms: float
-    rank: int
+    rank: Count
     """The rank with the largest relative error."""
 
 
@@ -116,7 +117,7 @@ class Verification(msgspec.Struct, frozen=True, kw_only=True):
     """The check before timing: output and gradients against a dense float64 reference."""
 
     passed: bool
-    seq: int
+    seq: Count
     errors: dict[str, TensorError]
     """Keys ``out``, and with backward ``dq``, ``dk``, ``dv``."""
 
@@ -124,7 +125,7 @@ class Verification(msgspec.Struct, frozen=True, kw_only=True):
 class Timings(msgspec.Struct, frozen=True, kw_only=True):
     """Wall time of every iteration on every rank, measured without the profiler."""
 
-    warmup: int
+    warmup: Count
     iterations_ns: list[list[Nanoseconds]]
     """One list a rank, one figure an iteration."""
 
@@ -135,9 +136,9 @@ class Controls(msgspec.Struct, frozen=True, kw_only=True):
     One list a rank, one figure an iteration, as in `Timings`.
     """
 
-    warmup: int
+    warmup: Count
     """Untimed iterations of each control before."""
-    rounds: int
+    rounds: Count
     ordinary_ns: list[list[Nanoseconds]]
     solo_ns: list[list[Nanoseconds]]
     """The same kernel calls back to back on all ranks at once, nothing merged, nothing sent."""
@@ -145,7 +146,7 @@ class Controls(msgspec.Struct, frozen=True, kw_only=True):
     """The strategy on a communicator that sends nothing."""
     communication_only_ns: list[list[Nanoseconds]]
     """The strategy with a kernel that computes nothing."""
-    solo_flops: list[int]
+    solo_flops: list[Count]
     """FLOPs of one solo iteration of each rank, from exact mask areas."""
 
 
@@ -166,17 +167,17 @@ class Sent(msgspec.Struct, frozen=True, kw_only=True):
     """``send_recv``, ``all_to_all``, ``all_gather`` or ``reduce_scatter``."""
     link: str
     """``same_host`` or ``other_host``."""
-    count: int
+    count: Count
     """Hops, or collective calls."""
-    sent_bytes: int
+    sent_bytes: Count
 
 
 class Work(msgspec.Struct, frozen=True, kw_only=True):
     """What one rank did in one iteration, counted by the kernel and the communicator as they ran."""
 
-    block_flops: int
+    block_flops: Count
     """FLOPs of its attention blocks, forward and backward, from exact mask areas."""
-    block_calls: dict[str, int]
+    block_calls: dict[str, Count]
     """Blocks computed, by ``forward`` and ``backward``."""
     sent: list[Sent]
 
@@ -184,7 +185,7 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
 class RankTrace(msgspec.Struct, frozen=True, kw_only=True):
     """Where one rank's trace lies."""
 
-    rank: int
+    rank: Count
     path: str
     """Relative to the ``run.json`` that names it, with forward slashes."""
     reduced: str | None = None
@@ -211,7 +212,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     controls: Controls | None = None
     """None where they were not asked for."""
     profiled: Profiled | None = None
-    peak_memory_bytes: list[int] | None = None
+    peak_memory_bytes: list[Count] | None = None
     """Most memory of each rank during the timed iterations: allocated on its GPU, or resident (libraries included) on
     CPU."""
     work: list[Work] | None = None

@@ -34,7 +34,7 @@ def main(arguments: list[str]) -> NoReturn:
         if reason == "parent" and place.rank == 0:
             discard(Path(task.staging))
 
-    watch = Watch(at_end, limit_s=None, parent=parent)
+    watch = Watch(at_end, parent=parent)
     watch.start()
     from ringprof.record.failure import full_text, kind_of, message_of
     from ringprof.record.rank import Rank

@@ -97,8 +97,8 @@ class _Joined:
         from ringprof.record.watch import Watch
 
         rank, ending = self._agree(request)
-        limit_s = rank.task.time_limit + (0 if self._first else BACKUP_S)
-        watch = Watch(ending.stopped, limit_s=limit_s, parent=None)
+        patience_s = 0 if self._first else BACKUP_S
+        watch = Watch(ending.stopped, limit_s=rank.task.time_limit, patience_s=patience_s)
         watch.start()
         try:
             run: Run | None = rank.record(self._device)

@@ -3,10 +3,15 @@
 A rank that waits in a collective sits in native code, where Python runs no signal handler and raises no
 KeyboardInterrupt. The watchman is a thread of its own: the signal's number reaches it through a pipe that the
 interpreter writes to at once, and it ends the process without asking the main thread.
+
+A thread of Python's runs only while no other keeps the interpreter's lock. Against that there is faulthandler's timer, a
+thread of C's: ``LAST_RESORT_S`` after the run's time limit it prints where the process hangs and ends it, unless the
+watchman puts it off.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import select
 import signal
@@ -16,18 +21,24 @@ from collections.abc import Callable
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 LOOK_S = 0.5
+LAST_RESORT_S = 8.0
 
 
 class Watch:
     """Ends this process when it must end.
 
     ``on_end`` is called with the reason (``SIGINT``, ``parent``, ``time limit``, ...) and the exit code; then the
-    process is gone. It must be short, and must not communicate.
+    process is gone. It must be short, and must not communicate. ``limit_s``: of the whole run; ``patience_s``: how
+    much longer this rank waits for another to end it.
     """
 
-    def __init__(self, on_end: Callable[[str, int], None], *, limit_s: float | None, parent: int | None) -> None:
+    def __init__(
+        self, on_end: Callable[[str, int], None], *,
+        limit_s: float | None = None, patience_s: float = 0, parent: int | None = None,
+    ) -> None:  # fmt: skip
         self._on_end = on_end
-        self._deadline = None if limit_s is None else time.monotonic() + limit_s
+        self._limit = None if limit_s is None else time.monotonic() + limit_s
+        self._patience_s = patience_s
         self._parent = parent
         self._stopped = threading.Event()
         self._read, self._write = os.pipe()
@@ -39,11 +50,13 @@ class Watch:
         for number in SIGNALS:
             # Any handler of Python's own: without one the interpreter would not write to the pipe.
             signal.signal(number, lambda *_: None)
+        self._put_off_the_last_resort()
         threading.Thread(target=self._watch, name="ringprof-watch", daemon=True).start()
 
     def stop(self) -> None:
         """Stop watching, and give the signals back to the system."""
         self._stopped.set()
+        faulthandler.cancel_dump_traceback_later()
         signal.set_wakeup_fd(-1)
         for number in SIGNALS:
             signal.signal(number, signal.SIG_DFL)
@@ -56,8 +69,17 @@ class Watch:
                 self._end(signal.Signals(number).name, 128 + number)
             elif self._parent is not None and os.getppid() != self._parent:
                 self._end("parent", 3)
-            elif self._deadline is not None and time.monotonic() > self._deadline:
-                self._end("time limit", 3)
+            elif self._limit is not None and time.monotonic() > self._limit:
+                self._put_off_the_last_resort()
+                if time.monotonic() > self._limit + self._patience_s:
+                    self._end("time limit", 3)
+
+    def _put_off_the_last_resort(self) -> None:
+        if self._limit is not None:
+            left = max(0.0, self._limit - time.monotonic())
+            faulthandler.dump_traceback_later(left + LAST_RESORT_S, exit=True)
+        if self._stopped.is_set():
+            faulthandler.cancel_dump_traceback_later()
 
     def _end(self, reason: str, code: int) -> None:
         if self._stopped.is_set():

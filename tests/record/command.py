@@ -71,6 +71,12 @@ class Later(Zigzag):
     def hang(self):
         time.sleep(1000)
 
+    def never_let_go(self):
+        """Native code that keeps the interpreter's lock: no other thread of this process runs again."""
+        import re
+
+        re.match("(a+)+$", "a" * 60 + "b")
+
     def out_of_memory(self):
         import torch
 

@@ -88,6 +88,19 @@ def test_a_killed_task_ends_all(own_strategies: Path) -> None:
 
 
 @pytest.mark.long
+def test_a_task_that_no_thread_of_its_own_can_end(own_strategies: Path) -> None:
+    """Rank 2 would see to it that its node's tasks end, and nobody sees to rank 2."""
+    hang = ["-p", "what=never_let_go", "-p", "on=2", "--time-limit", "8"]
+    started = start(own_strategies, ["record", "--strategy", "mine:Later", *SMALL, *hang])
+    wait_until(lambda: started[0].poll() is not None, 90)
+    wait_until(lambda: not started_in(own_strategies), 10)
+    assert [process.wait(1) for process in started] == [3, 3, 1, 3]
+    assert not started_in(own_strategies)
+    said = [(own_strategies / f"printed{rank}.txt").read_text() for rank in range(4)]
+    assert "ringprof: rank 2 hung" in said[0] and "in never_let_go" in said[2]
+
+
+@pytest.mark.long
 def test_a_rank_that_is_gone_before_the_run_begins(tmp_path: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
