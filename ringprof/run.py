@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -68,7 +68,7 @@ class Topology(msgspec.Struct, frozen=True, kw_only=True):
     hosts: list[str]
     """Host name of each rank."""
     local_ranks: list[Count]
-    ranks_per_host: Count
+    ranks_per_host: Size
     """Ranks that share a host as the strategy saw it (given, or from the launcher)."""
     device_type: str
     """``cuda`` or ``cpu``."""
@@ -190,6 +190,8 @@ class RankTrace(msgspec.Struct, frozen=True, kw_only=True):
     """Relative to the ``run.json`` that names it, with forward slashes."""
     reduced: str | None = None
     """The same trace reduced (`ringprof.trace.reduced`), relative as ``path``; None where it was not."""
+    size_bytes: Count | None = None
+    """Of the file at ``path`` when it was reduced: another size shows that it is another trace by now."""
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):
@@ -226,8 +228,8 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
 def read_run(path: str | os.PathLike[str]) -> Run:
     """Read a ``run.json``.
 
-    Raises `RunFormatError` where the file is not a run, was written by a newer ringprof, or names a
-    trace outside its own folder.
+    Raises `RunFormatError` where the file is not a run, was written by a newer ringprof, contradicts itself, or names
+    a trace outside its own folder.
     """
     name = os.fspath(path)
     return parse_run(read_whole(name, LIMIT_BYTES), name)
@@ -247,7 +249,36 @@ def parse_run(data: bytes, path: str | os.PathLike[str]) -> Run:
         for relative in (trace.path, trace.reduced):
             if relative is not None and (reason := leads_out(file, relative)):
                 raise RunFormatError(f"{file}: trace path {relative!r} {reason}")
+    for problem in _contradictions(run):
+        raise RunFormatError(f"{file}: not a ringprof run: {problem}")
     return run
+
+
+def _contradictions(run: Run) -> Iterator[str]:
+    """What cannot be of one recording; the report takes it for granted that there is none."""
+    size = run.topology.world_size
+    each: dict[str, Sequence[object] | None] = {
+        "topology.hosts": run.topology.hosts,
+        "topology.local_ranks": run.topology.local_ranks,
+        "peak_memory_bytes": run.peak_memory_bytes,
+        "work": run.work,
+    }
+    times = {"timings": run.timings, "profiled": run.profiled, "controls": run.controls}
+    for part, recorded in times.items():
+        named = msgspec.structs.asdict(recorded) if recorded else {}
+        each |= {f"{part}.{name}": values for name, values in named.items() if name.endswith(("_ns", "_flops"))}
+    for name, values in each.items():
+        if values is not None and len(values) != size:
+            yield f"{name} is of {len(values)} ranks, the run of {size}"
+        if name.endswith("_ns") and len({len(one) for one in values or () if isinstance(one, list)}) > 1:
+            yield f"{name} holds more iterations of some ranks than of others"
+    ranks = [trace.rank for trace in run.traces]
+    if len(set(ranks)) < len(ranks) or max(ranks, default=0) >= size:
+        yield f"its traces are not one each of {size} ranks"
+    if len({trace.path for trace in run.traces}) < len(ranks):
+        yield "it names one trace for several ranks"
+    if run.verification and not run.verification.errors:
+        yield "its verification compared nothing"
 
 
 class _SchemaOnly(msgspec.Struct):
@@ -285,7 +316,7 @@ def _umask() -> int:
 def relocated(run: Run, folder: str) -> Run:
     """The same run as named from the folder above its own: trace paths gain ``folder/``."""
     traces = [
-        RankTrace(rank=t.rank, path=f"{folder}/{t.path}", reduced=f"{folder}/{t.reduced}" if t.reduced else None)
+        msgspec.structs.replace(t, path=f"{folder}/{t.path}", reduced=f"{folder}/{t.reduced}" if t.reduced else None)
         for t in run.traces
     ]
     return msgspec.structs.replace(run, traces=traces)

@@ -22,7 +22,7 @@ from ringprof.analysis.waiting import LinkClass, Waits
 from ringprof.errors import InputError
 from ringprof.run import Run
 from ringprof.trace.columns import Trace, Warning
-from ringprof.trace.heads import Head, head_of
+from ringprof.trace.heads import OF_THE_RUN, Head, head_of
 
 
 @dataclass(frozen=True)
@@ -65,14 +65,18 @@ def attribute(
     `UsageError` where a chosen range or group is not there.
     """
     opening = open_run([head_of(trace) for trace in traces], run, ranks_per_host, focus)
+    clocks = None
+    if opening.needs_clocks:
+        clocks = attribute(traces, run, ranks_per_host, replace(focus, between_ns=None)).clocks
+        opening = opening.on(clocks)
     explained = {
-        rank: explain(rank, opening.hosts[rank], traces[at], focus, opening.between_ns)
+        rank: explain(rank, opening.hosts.get(rank), traces[at], focus, opening.between_ns(rank))
         for rank, at in opening.place.items()
     }
     if focus.group is not None and not any(one.in_group for one in explained.values()):
         refuse_unknown_group(focus.group, {name for trace in traces for name in group_names(trace)})
     transfers = {rank: fill(one.transfers, run, rank) for rank, one in explained.items()}
-    clocks, waits, warnings = _split(transfers, opening, [one.rank for one in explained.values()])
+    clocks, waits, warnings = _split(transfers, opening, [one.rank for one in explained.values()], clocks)
     ranks = tuple(_finished(one, waits.by_rank[rank]) for rank, one in explained.items())
     said = [*opening.warnings, *(warning for one in explained.values() for warning in one.warnings)]
     return Attribution(ranks, run, waits.best_gbps, all_warnings(opening, said, warnings), clocks)
@@ -97,15 +101,39 @@ class Opening:
     """Rank -> index of its trace among those given, by rank."""
     hosts: Hosts
     clock_of: dict[int, str]
-    between_ns: tuple[int, int] | None
-    """The chosen times as unix times, counted from the earliest moment of any trace."""
     warnings: tuple[Warning, ...]
     world_size: int
+    starts_ns: dict[int, int]
+    """The first moment of each rank's trace, by its own clock."""
+    chosen_ns: tuple[int, int] | None
+    """The chosen times, counted from the earliest moment of any trace."""
+    offset_ns: Mapping[int, int] = field(default_factory=dict)
+    """What to add to each rank's times; empty until the clocks are known, or where there is one."""
 
-    def missing(self, said: Iterable[Warning]) -> list[Warning]:
-        """A warning where ranks have no trace, unless that has been said."""
+    @property
+    def needs_clocks(self) -> bool:
+        """Whether times are chosen that are not the same on every rank's clock."""
+        return self.chosen_ns is not None and len(set(self.clock_of.values())) > 1
+
+    def on(self, clocks: Clocks) -> Opening:
+        """The same, with all ranks' times on one clock."""
+        return replace(self, offset_ns=clocks.offset_ns)
+
+    def between_ns(self, rank: int) -> tuple[int, int] | None:
+        """The chosen times as unix times of one rank's clock."""
+        if self.chosen_ns is None:
+            return None
+        start = self._first_ns - self.offset_ns.get(rank, 0)
+        return start + self.chosen_ns[0], start + self.chosen_ns[1]
+
+    @cached_property
+    def _first_ns(self) -> int:
+        return min((start + self.offset_ns.get(rank, 0) for rank, start in self.starts_ns.items()), default=0)
+
+    def missing(self) -> list[Warning]:
+        """A warning where ranks have no trace."""
         count = self.world_size - sum(rank < self.world_size for rank in self.place)
-        if not count or any(warning.code == "missing_ranks" for warning in said):
+        if not count:
             return []
         first = islice((rank for rank in range(self.world_size) if rank not in self.place), MOST_LISTED)
         shown = ", ".join(map(str, first)) + (" ..." if count > MOST_LISTED else "")
@@ -123,21 +151,15 @@ def open_run(heads: Sequence[Head], run: Run | None, ranks_per_host: int | None,
         place=place,
         hosts=hosts,
         clock_of=clock_of(numbered, hosts),
-        between_ns=_between(heads, focus),
         warnings=tuple(warnings),
         world_size=run.topology.world_size if run else max(sizes, default=len(heads)),
+        starts_ns={rank: head.span_ns[0] for rank, head in numbered.items() if head.span_ns},
+        chosen_ns=focus.between_ns,
     )
 
 
-def _between(heads: Sequence[Head], focus: Focus) -> tuple[int, int] | None:
-    if focus.between_ns is None:
-        return None
-    start = min((head.span_ns[0] for head in heads if head.span_ns), default=0)
-    return start + focus.between_ns[0], start + focus.between_ns[1]
-
-
 def _with_rank(head: Head) -> list[Warning]:
-    return [w if w.rank is not None else replace(w, rank=head.rank) for w in head.warnings]
+    return [w if w.rank is not None or w.code in OF_THE_RUN else replace(w, rank=head.rank) for w in head.warnings]
 
 
 def _by_rank(heads: Sequence[Head], warnings: list[Warning]) -> dict[int, int]:
@@ -176,12 +198,13 @@ def _refuse_other_sizes(heads: Sequence[Head]) -> None:
 
 
 def _split(
-    transfers: dict[int, list[Transfer]], opening: Opening, ranks: Sequence[Rank]
+    transfers: dict[int, list[Transfer]], opening: Opening, ranks: Sequence[Rank], clocks: Clocks | None
 ) -> tuple[Clocks, Waits, list[Warning]]:
-    """Wait and wire of every communication kernel, or a warning that says why not."""
+    """Wait and wire of every communication kernel, or a warning that says why not; fits ``clocks`` where not given."""
     matches = match(transfers)
-    apart = len(set(opening.clock_of.values())) > 1
-    clocks = fit_clocks(matches, opening.clock_of) if apart else one_clock(list(transfers))
+    if clocks is None:
+        apart = len(set(opening.clock_of.values())) > 1
+        clocks = fit_clocks(matches, opening.clock_of) if apart else one_clock(list(transfers))
     waits = waiting.split(matches, opening.hosts, clocks)
     if not any(transfers.values()):
         return clocks, Waits(waits.by_rank, {}), []
@@ -243,7 +266,7 @@ def all_warnings(opening: Opening, said: Sequence[Warning], of_matching: Sequenc
     """Those of the input, then those that follow; what the reader has said of the whole run is not said again."""
     codes = {warning.code for warning in said}
     fresh = [warning for warning in of_matching if warning.code != "mixed_runs" or warning.code not in codes]
-    return merged([*said, *opening.missing(said), *fresh])
+    return merged([*said, *opening.missing(), *fresh])
 
 
 def merged(warnings: Iterable[Warning]) -> tuple[Warning, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from ringprof.analysis.hops import EMULATED, Hosts
@@ -23,7 +24,7 @@ def hosts_of(heads: Mapping[int, Head], run: Run | None, ranks_per_host: int | N
 def _hosts_of_run(run: Run) -> Hosts:
     """The hosts as the strategy saw them: where ranks of one real host were told apart, ``name/0``, ``name/1`` ..."""
     names, per_host = run.topology.hosts, run.topology.ranks_per_host
-    if per_host < 1 or all(names.count(name) <= per_host for name in set(names)):
+    if max(Counter(names).values()) <= per_host:
         return dict(enumerate(names))
     return {rank: f"{name}{EMULATED}{rank // per_host}" for rank, name in enumerate(names)}
 

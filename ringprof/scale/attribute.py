@@ -130,8 +130,14 @@ def attribute_stored(
             {rank: reduced[at] for rank, at in opening.place.items()},
             {rank: heads[at].path for rank, at in opening.place.items()},
         )
-        scene = stages.Scene(store, focus, opening.between_ns, given.run_path)
-        stored = _Attributing(scene, opening, given.run, work, notify).attribute()
+        clocks = None
+        if opening.needs_clocks:
+            whole = stages.Scene(store, replace(focus, between_ns=None), {}, given.run_path)
+            clocks = _Attributing(whole, opening, given.run, work, notify).attribute().attribution.clocks
+            opening = opening.on(clocks)
+        chosen = {rank: opening.between_ns(rank) for rank in opening.place} if opening.chosen_ns else {}
+        scene = stages.Scene(store, focus, chosen, given.run_path)
+        stored = _Attributing(scene, opening, given.run, work, notify, clocks).attribute()
         keep.append(stored)
     finally:
         if not keep:
@@ -165,9 +171,12 @@ def _bare(rank: Rank) -> Rank:
 class _Attributing:
     """One attribution, step by step."""
 
-    def __init__(self, scene: stages.Scene, opening: Opening, run: Run | None, work: Work, notify: Notify) -> None:
+    def __init__(
+        self, scene: stages.Scene, opening: Opening, run: Run | None, work: Work, notify: Notify,
+        clocks: Clocks | None = None,
+    ) -> None:  # fmt: skip
         self.scene, self.opening, self.run = scene, opening, run
-        self.work, self.notify = work, notify
+        self.work, self.notify, self.clocks = work, notify, clocks
         self.details = stages.Details(scene, opening.hosts)
         names = host_names(opening.clock_of)
         number = {name: at for at, name in enumerate(names)}
@@ -180,7 +189,7 @@ class _Attributing:
         alone = self._explain()
         gatherings = self._gather(alone)
         tiles = [stages.Tile(ranks, around(ranks, alone)) for ranks in self._tiles()]
-        clocks = self._clocks(tiles, gatherings)
+        clocks = self.clocks or self._clocks(tiles, gatherings)
         tiles = [replace(tile, gathered=gatherings.known_to(tile.ranks, clocks)) for tile in tiles]
         ranks = [one.rank for one in alone.values()]
         best, unmatched, disagree = self._judge(tiles, clocks)
@@ -197,7 +206,7 @@ class _Attributing:
         )
 
     def _explain(self) -> dict[int, stages.Alone]:
-        items = ((self.scene, rank, self.opening.hosts[rank]) for rank in self.opening.place)
+        items = ((self.scene, rank, self.opening.hosts.get(rank)) for rank in self.opening.place)
         alone: dict[int, stages.Alone] = {}
         for one in self.work.map(stages.explain_alone, items):
             alone[one.rank.rank] = one

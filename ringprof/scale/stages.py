@@ -40,7 +40,8 @@ class Scene:
 
     store: Store
     focus: Focus
-    between_ns: tuple[int, int] | None
+    between_ns: Mapping[int, tuple[int, int] | None]
+    """The chosen times by rank, as unix times of its clock; empty where none are chosen."""
     run_path: str | None
 
     def run(self) -> Run | None:
@@ -81,7 +82,7 @@ class Alone:
 def explain_alone(scene: Scene, rank: int, host: str | None) -> Alone:
     """Explain one rank by itself and keep its transfers."""
     trace = scene.store.trace(rank)
-    explained = explain(rank, host, trace, scene.focus, scene.between_ns)
+    explained = explain(rank, host, trace, scene.focus, scene.between_ns.get(rank))
     transfers = fill(explained.transfers, scene.run(), rank)
     scene.store.put_transfers(rank, transfers)
     peers = {message.peer for one in transfers for message in (*one.sends, *one.receives)}
@@ -105,7 +106,8 @@ class Details:
 
     def __call__(self, rank: int) -> Detail:
         store = self.scene.store
-        explained = explain(rank, self.hosts[rank], store.trace(rank), self.scene.focus, self.scene.between_ns)
+        scene, host = self.scene, self.hosts.get(rank)
+        explained = explain(rank, host, store.trace(rank), scene.focus, scene.between_ns.get(rank))
         return with_splits(explained.detail, store.splits(rank), rank)
 
 

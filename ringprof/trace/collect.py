@@ -12,7 +12,16 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ringprof.trace.collectives import COMM_FIELDS, Args, CommArgs, DeviceArgs, Number, collective_of, whole_number
+from ringprof.trace.collectives import (
+    COMM_FIELDS,
+    Args,
+    CommArgs,
+    DeviceArgs,
+    GroupLists,
+    Number,
+    collective_of,
+    whole_number,
+)
 from ringprof.trace.columns import (
     KERNEL,
     MEMCPY,
@@ -109,6 +118,7 @@ class Collector:
         """How often each oddity of a single event was met; keys are warning codes."""
         self._base_ns = self._middle_ns = 0
         self._seen_collectives: dict[tuple[Any, ...], int] = {}
+        self._group_lists = GroupLists()
         self._tables = _Tables()
         self._operator_tells = _Matches(_OPERATORS_THAT_TELL)
         self._launches_nothing = _Matches(_CALLS_THAT_LAUNCH_NOTHING)
@@ -272,7 +282,7 @@ class Collector:
                 return self._seen_collectives[key]
         except TypeError:
             key = None  # A list among the values has no hash.
-        collective = collective_of(args)
+        collective = collective_of(args, self._group_lists)
         index = NONE if collective is None else self.collectives.setdefault(collective, len(self.collectives))
         if key is not None:
             self._seen_collectives[key] = index

@@ -59,10 +59,10 @@ COMM_FIELDS = slice(len(Args.__struct_fields__), len(CommArgs.__struct_fields__)
 _DIGITS = re.compile(r"-?\d{1,20}")
 
 RANKS_LIMIT = 1 << 20
-"""No group is larger; a longer one in a file is damage, and would only fill memory."""
+"""No run and no group has more ranks: a larger number in a file is damage, and would only fill memory."""
 
-
-LARGEST_RANK = 1 << 31
+STRETCHED_LIMIT = 1 << 23
+"""So many ranks in all are made from lists that a trace holds in short."""
 
 ELEMENTS_LIMIT = 1 << 48
 """No message has more: sums of bytes stay far within 64 bits."""
@@ -80,17 +80,47 @@ def whole_number(value: object) -> int | None:
     return value if -(2**63) <= value < 2**64 else None
 
 
-def _elements(value: object) -> int | None:
+def _within(value: object, limit: int) -> int | None:
     number = whole_number(value)
-    return number if number is not None and 0 <= number <= ELEMENTS_LIMIT else None
+    return number if number is not None and 0 <= number <= limit else None
 
 
-def collective_of(args: CommArgs) -> Collective | None:
+def sound(record: Collective) -> bool:
+    """Whether a record holds only numbers that a reader of traces makes."""
+    counts = (record.in_elements, record.out_elements, *record.in_split, *record.out_split)
+    ranks = (record.source_rank, record.destination_rank, *(record.group_ranks or ()))
+    return (
+        all(0 <= count <= ELEMENTS_LIMIT for count in counts if count is not None)
+        and all(0 <= rank < RANKS_LIMIT for rank in ranks if rank is not None)
+        and 0 <= (record.group_size or 0) <= RANKS_LIMIT
+    )
+
+
+class GroupLists:
+    """The groups of one trace, each list of ranks once: a record of 30 bytes may stand for a million ranks."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[int, int, int], tuple[int, ...]] = {}
+        self._left = STRETCHED_LIMIT
+
+    def stretched(self, start: int, stop: int, stride: int) -> tuple[int, ...] | None:
+        """``range(start, stop, stride)`` as a tuple; None where the trace has asked for too many."""
+        known = self._made.get((start, stop, stride))
+        if known is None:
+            numbers = range(start, stop, stride)
+            if len(numbers) > self._left:
+                return None
+            self._left -= len(numbers)
+            known = self._made[start, stop, stride] = tuple(numbers)
+        return known
+
+
+def collective_of(args: CommArgs, lists: GroupLists) -> Collective | None:
     """The record in ``args``, or None where it holds none."""
     if not isinstance(args.collective, str) or not args.collective:
         return None
-    size = whole_number(args.group_size)
-    ranks = group_ranks(args, size)
+    size = _within(args.group_size, RANKS_LIMIT)
+    ranks = group_ranks(args, size, lists)
     name = args.collective.lower()
     return Collective(
         name=name,
@@ -98,13 +128,13 @@ def collective_of(args: CommArgs) -> Collective | None:
         group_description=None if args.group_description is None else str(args.group_description),
         group_ranks=ranks,
         group_size=size if size is not None else len(ranks) if ranks else None,
-        in_elements=_elements(args.in_elements),
-        out_elements=_elements(args.out_elements),
+        in_elements=_within(args.in_elements, ELEMENTS_LIMIT),
+        out_elements=_within(args.out_elements, ELEMENTS_LIMIT),
         dtype=None if args.dtype is None else str(args.dtype),
         source_rank=_peer(args, args.source_rank, ranks, name == "recv"),
         destination_rank=_peer(args, args.destination_rank, ranks, name == "send"),
-        in_split=_numbers(args.in_split) or (),
-        out_split=_numbers(args.out_split) or (),
+        in_split=_numbers(args.in_split, ELEMENTS_LIMIT) or (),
+        out_split=_numbers(args.out_split, ELEMENTS_LIMIT) or (),
         sequence=whole_number(args.sequence),
         comms_id=whole_number(args.comms_id),
     )
@@ -120,14 +150,14 @@ def with_group(collective: Collective, groups: dict[str, tuple[int, ...]]) -> Co
 
 def _peer(args: CommArgs, given: object, ranks: tuple[int, ...] | None, applies: bool) -> int | None:
     """The global rank at the other end; older traces give only its place in the group, as "Rank"."""
-    rank = whole_number(given)
+    rank = _within(given, RANKS_LIMIT - 1)
     if rank is not None or not applies:
         return rank
     place = whole_number(args.peer)
     return ranks[place] if ranks and place is not None and 0 <= place < len(ranks) else None
 
 
-def group_ranks(args: CommArgs, size: int | None) -> tuple[int, ...] | None:
+def group_ranks(args: CommArgs, size: int | None, lists: GroupLists) -> tuple[int, ...] | None:
     """Global ranks of the group, None where they cannot be told.
 
     PyTorch shortens lists of more than 30 to "0, 1, ... , 28, ..., 63": such a list is rebuilt where what is
@@ -135,38 +165,34 @@ def group_ranks(args: CommArgs, size: int | None) -> tuple[int, ...] | None:
     """
     listed = args.group_ranks
     if isinstance(listed, str) and "..." in listed:
-        kept = _numbers(listed)
-        return _with_stride(kept, size) if kept else None
-    ranks = _numbers(listed)
-    if ranks and (size is None or len(ranks) == size) and 0 <= min(ranks) and max(ranks) < LARGEST_RANK:
+        kept = _numbers(listed, RANKS_LIMIT - 1)
+        return _with_stride(kept, size, lists) if kept else None
+    ranks = _numbers(listed, RANKS_LIMIT - 1)
+    if ranks and (size is None or len(ranks) == size):
         return ranks
-    start, stride = whole_number(args.rank_start), whole_number(args.rank_stride)
-    if start is None or not stride or size is None or not 0 < size <= RANKS_LIMIT or start < 0:
+    start, stride = _within(args.rank_start, RANKS_LIMIT), _within(args.rank_stride, RANKS_LIMIT)
+    if start is None or not stride or not size or start + stride * size > RANKS_LIMIT:
         return None
-    if not 0 < stride <= LARGEST_RANK or start + stride * size > LARGEST_RANK:
-        return None
-    return tuple(range(start, start + stride * size, stride))
+    return lists.stretched(start, start + stride * size, stride)
 
 
-def _with_stride(kept: tuple[int, ...], size: int | None) -> tuple[int, ...] | None:
+def _with_stride(kept: tuple[int, ...], size: int | None, lists: GroupLists) -> tuple[int, ...] | None:
     if len(kept) < 3:
         return None
     stride, last = kept[1] - kept[0], kept[-1]
     if stride <= 0 or any(b - a != stride for a, b in pairwise(kept[:-1])):
         return None
     count, left = divmod(last - kept[0], stride)
-    if left or not 0 < count < RANKS_LIMIT or (size is not None and count + 1 != size):
+    if left or count <= 0 or (size is not None and count + 1 != size):
         return None
-    if kept[0] < 0 or last >= LARGEST_RANK:
-        return None
-    return tuple(range(kept[0], last + 1, stride))
+    return lists.stretched(kept[0], last + 1, stride)
 
 
-def _numbers(value: object) -> tuple[int, ...] | None:
-    """Integers of a list, or of text such as "[0, 1, 2]"."""
+def _numbers(value: object, limit: int) -> tuple[int, ...] | None:
+    """Integers of a list, or of text such as "[0, 1, 2]"; None where one is no number between 0 and ``limit``."""
     if isinstance(value, str):
-        return tuple(int(digits) for digits in _DIGITS.findall(value))
-    if isinstance(value, list):
-        numbers = [whole_number(item) for item in value]
-        return tuple(n for n in numbers if n is not None) if None not in numbers else None
-    return None
+        value = [int(digits) for digits in _DIGITS.findall(value)]
+    if not isinstance(value, list):
+        return None
+    numbers = [_within(item, limit) for item in value]
+    return tuple(n for n in numbers if n is not None) if None not in numbers else None

@@ -9,6 +9,10 @@ from dataclasses import dataclass, replace
 from ringprof.trace.columns import Trace, Warning
 
 
+OF_THE_RUN = frozenset({"mixed_runs", "assumed_ranks", "left_out"})
+"""Codes of warnings that one trace carries for all."""
+
+
 @dataclass(frozen=True)
 class Head:
     """One trace's origin and extent."""
@@ -78,26 +82,22 @@ def _run_warnings(heads: Sequence[Head]) -> list[Warning]:
     if len(sizes) > 1:
         listed = ", ".join(str(size) for size in sorted(sizes))
         found.append(Warning("mixed_runs", f"the traces come from runs of different world sizes ({listed})"))
-    elif sizes:
-        size = sizes.pop()
-        missing = sorted(set(range(min(size, 1 << 16))) - {head.rank for head in heads if head.rank is not None})
-        if missing:
-            message = f"{len(missing)} of {size} ranks have no trace, the first is rank {missing[0]}"
-            found.append(Warning("missing_ranks", message, count=len(missing)))
     apart = _first_apart(heads)
     if apart:
         message = f"{apart[0].path} and {apart[1].path} have no moment in common: are they of one run?"
-        found.append(Warning("mixed_runs", message, apart[1].rank))
+        found.append(Warning("mixed_runs", message))
     return found
 
 
 def _first_apart(heads: Sequence[Head]) -> tuple[Head, Head] | None:
-    """Two traces whose times do not overlap at all, such as none of one run have."""
-    spans = [(*head.span_ns, head) for head in sorted(heads, key=order) if head.span_ns]
-    if len(spans) < 2:
-        return None
-    earliest_end = min(spans, key=lambda span: span[1])
-    latest_start = max(spans, key=lambda span: span[0])
-    if latest_start[0] <= earliest_end[1]:
-        return None
-    return earliest_end[2], latest_start[2]
+    """Two traces of one clock whose times do not overlap at all, such as none of one run have."""
+    by_host: dict[str | None, list[tuple[int, int, Head]]] = {}
+    for head in sorted(heads, key=order):
+        if head.span_ns:
+            by_host.setdefault(head.host, []).append((*head.span_ns, head))
+    for spans in by_host.values():
+        earliest_end = min(spans, key=lambda span: span[1])
+        latest_start = max(spans, key=lambda span: span[0])
+        if latest_start[0] > earliest_end[1]:
+            return earliest_end[2], latest_start[2]
+    return None

@@ -13,8 +13,9 @@ from ringprof.trace.events import EVENT_LIMIT, UNREADABLE, Event, EventStream, P
 from ringprof.trace.metadata import Metadata, metadata_of, rank_in_name, read_fields
 from ringprof.trace.recover import Recovered, recover
 from ringprof.trace.stream import ByteSource
+from ringprof.trace.times import refuse_overflow
 
-TAIL_LIMIT = 64 << 20
+TAIL_LIMIT = 16 << 20
 """So much is read behind the event list; what comes later (log lines of old writers) is left alone."""
 
 
@@ -62,7 +63,7 @@ def _read(source: str | bytes, name: str, limit_bytes: int | None) -> Trace:
     if collector.has_operators and not collector.has_device_activities and not collector.every_operator:
         # Only now is it known to be a CPU trace, where every operator counts.
         reading = _pass(source, name, limit_bytes, every_operator=True)
-    return _trace(reading, name)
+    return refuse_overflow(_trace(reading, name))
 
 
 def _pass(source: str | bytes, name: str, limit_bytes: int | None, every_operator: bool) -> _Reading:

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import PurePath
 from typing import Any
 
@@ -19,6 +20,10 @@ _LENIENT = json.JSONDecoder(strict=False)
 _USED = ("traceEvents", "deviceProperties", "distributedInfo", "baseTimeNanoseconds", "trace_id", "traceName")
 _SALVAGED = (*_USED[1:], "host_name", "schemaVersion", "displayTimeUnit")
 _SHORT = 4096
+_USED_BYTES = 16 << 20
+_SALVAGED_CHARACTERS = 4 << 20
+_ATTEMPTS = 3
+"""So often a field is looked for in damaged text: each attempt may read to the end."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +54,8 @@ def read_fields(head: bytes, tail: bytes) -> tuple[dict[str, Any], bool]:
         if text is None:
             continue
         try:
-            values.update((key, json.loads(bytes(raw))) for key, raw in decode_fields(text).items())
+            fields = decode_fields(text).items()
+            values.update((key, json.loads(bytes(raw))) for key, raw in fields if len(bytes(raw)) <= _most_bytes(key))
         except UNREADABLE:
             sound = False
             values.update(_salvaged(text.decode("utf-8", "replace")))
@@ -66,11 +72,16 @@ def _opened(tail: bytes) -> bytes | None:
     return b"{" + tail if tail not in (b"", b"}") else None
 
 
+def _most_bytes(key: str) -> int:
+    return _USED_BYTES if key in _USED else _SHORT
+
+
 def _salvaged(text: str) -> dict[str, Any]:
     """The fields that matter, each read by itself."""
     values: dict[str, Any] = {}
+    text = text[:_SALVAGED_CHARACTERS]
     for key in _SALVAGED:
-        for found in re.finditer(rf'"{key}"\s*:\s*', text):
+        for found in islice(re.finditer(rf'"{key}"\s*:\s*', text), _ATTEMPTS):
             try:
                 values[key], _ = _LENIENT.raw_decode(text, found.end())
             except UNREADABLE:
@@ -89,8 +100,8 @@ def metadata_of(values: Mapping[str, Any]) -> Metadata:
     host = values.get("host_name")
     return Metadata(
         base_ns=base if base is not None and 0 <= base < LARGEST_NS else 0,
-        rank=_natural(info.get("rank")),
-        world_size=_natural(info.get("world_size")),
+        rank=_rank(info.get("rank")),
+        world_size=_rank(info.get("world_size")),
         backend=info["backend"] if isinstance(info.get("backend"), str) else None,
         host=host if isinstance(host, str) and host else None,
         groups=_groups(info.get("pg_config")),
@@ -106,12 +117,17 @@ def _natural(value: object) -> int | None:
     return number if number is not None and 0 <= number < 2**31 else None
 
 
+def _rank(value: object) -> int | None:
+    number = _natural(value)
+    return number if number is not None and number < RANKS_LIMIT else None
+
+
 def _groups(config: object) -> dict[str, tuple[int, ...]]:
     groups = {}
     for entry in config if isinstance(config, list) else []:
         if not isinstance(entry, dict) or "pg_name" not in entry or not isinstance(entry.get("ranks"), list):
             continue
-        ranks = [_natural(rank) for rank in entry["ranks"][:RANKS_LIMIT]]
+        ranks = [_rank(rank) for rank in entry["ranks"][:RANKS_LIMIT]]
         known = tuple(rank for rank in ranks if rank is not None)
         # An empty list is how PyTorch writes the group of all ranks in some versions.
         size = _natural(entry.get("pg_size"))
@@ -150,6 +166,6 @@ def rank_in_name(path: str) -> int | None:
     for pattern in _RANK_NAMES:
         found = pattern.search(parts[-1]) if parts else None
         if found:
-            return int(found.group(1))
+            return _rank(int(found.group(1)))
     found = _RANK_NAMES[0].search(parts[-2]) if len(parts) > 1 else None
-    return int(found.group(1)) if found else None
+    return _rank(int(found.group(1))) if found else None

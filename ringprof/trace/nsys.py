@@ -33,6 +33,7 @@ from ringprof.trace.columns import (
     Warning,
 )
 from ringprof.trace.metadata import rank_in_name
+from ringprof.trace.times import refuse_overflow
 
 SQLITE_MAGIC = b"SQLite format 3\0"
 
@@ -64,7 +65,7 @@ def read_nsys(path: str | os.PathLike[str]) -> list[Trace]:
     try:
         # The file is not written to, not even a journal beside it.
         with closing(sqlite3.connect(f"{Path(name).resolve().as_uri()}?mode=ro&immutable=1", uri=True)) as connection:
-            return _traces(_Export(name, connection))
+            return [refuse_overflow(trace) for trace in _traces(_Export(name, connection))]
     except (sqlite3.Error, OverflowError, UnicodeDecodeError) as error:
         raise TraceFormatError(f"{name}: damaged SQLite file ({error}): export it again") from None
 

@@ -2,23 +2,25 @@
 
 A line that names the format, then one zlib stream of MessagePack: the fields of `Trace`, columns as little-endian
 integers. Nothing is left out that the analysis looks at: what it says of a reduced trace is what it says of the trace.
-A file from a stranger can do no harm: it holds numbers and names, every index is checked, and its size is bounded.
+A file from a stranger can do no harm: it holds numbers and names, every index is checked, its size is bounded, and so
+is the number of things in it, which need more memory than they take in a file.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import zlib
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 import numpy as np
 
 from ringprof.errors import RingprofError, TraceFormatError
 from ringprof.files import read_whole
-from ringprof.trace.collectives import LARGEST_RANK
+from ringprof.trace.collectives import RANKS_LIMIT, sound
 from ringprof.trace.columns import (
     NONE,
     Activities,
@@ -30,9 +32,11 @@ from ringprof.trace.columns import (
     Trace,
     Warning,
 )
+from ringprof.trace.events import UNREADABLE
 from ringprof.trace.kineto import read_trace
+from ringprof.trace.times import refuse_overflow
 
-MAGIC = b"ringprof.trace/1\n"
+MAGIC = b"ringprof.trace/2\n"
 SUFFIX = ".ringprof"
 LIMIT_BYTES = 1 << 30
 """How far a reduced trace may expand: that of a JSON trace of about 30 GB."""
@@ -48,38 +52,46 @@ _PARTS: dict[str, type[Any]] = {
 }
 # Narrower than the int64 of all others; the same for every part.
 _NARROW = {"name": "<i4", "collective": "<i4", "device": "<i4", "stream": "<i4", "category": "<i1"}
-# Times and counts beyond these overflow when they are summed.
-_LARGEST = 1 << 61
+
+
+def _at_most(count: int) -> msgspec.Meta:
+    return msgspec.Meta(max_length=count)
+
+
+_Group = Annotated[tuple[int, ...], _at_most(RANKS_LIMIT)]
 
 
 class _Head(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=False):
     """Everything but the columns."""
 
     path: str
-    names: list[str]
-    collectives: list[Collective]
-    devices: list[Device]
+    names: Annotated[list[str], _at_most(1 << 20)]
+    collectives: Annotated[list[Collective], _at_most(1 << 20)]
+    devices: Annotated[list[Device], _at_most(1 << 12)]
     rank: int | None
     world_size: int | None
     host: str | None
     backend: str | None
-    groups: dict[str, tuple[int, ...]]
+    groups: Annotated[dict[str, _Group], _at_most(1 << 16)]
     base_ns: int
     trace_id: str | None
-    metadata: dict[str, Any]
+    metadata: Annotated[dict[str, Annotated[str, _at_most(1 << 13)]], _at_most(1 << 8)]
+    """Each value as JSON."""
     events_total: int
     events_skipped: int
-    warnings: list[Warning]
+    warnings: Annotated[list[Warning], _at_most(1 << 10)]
 
 
 class _File(msgspec.Struct, frozen=True):
     head: _Head
-    columns: dict[str, dict[str, bytes]]
+    columns: Annotated[dict[str, Annotated[dict[str, bytes], _at_most(16)]], _at_most(16)]
 
 
 def reduce_trace(trace: Trace) -> bytes:
     """The file's bytes; ``trace.path`` is kept for messages."""
-    head = _Head(**{name: getattr(trace, name) for name in _Head.__struct_fields__})
+    known = {name: getattr(trace, name) for name in _Head.__struct_fields__}
+    metadata = {key: json.dumps(value) for key, value in list(trace.metadata.items())[: 1 << 8]}
+    head = _Head(**{**known, "metadata": metadata, "warnings": trace.warnings[: 1 << 10]})
     columns = {
         part: {field.name: _stored(field.name, getattr(trace, part)) for field in fields(kind)}
         for part, kind in _PARTS.items()
@@ -114,13 +126,14 @@ def parse_reduced(data: bytes, name: str | None = None, *, limit_bytes: int | No
         file = msgspec.msgpack.decode(_expanded(data, shown, limit_bytes or LIMIT_BYTES), type=_File)
         parts = {part: _columns(kind, file.columns[part]) for part, kind in _PARTS.items()}
         head = {field: getattr(file.head, field) for field in _Head.__struct_fields__}
-        trace = Trace(**{**head, "path": name or file.head.path}, **parts)
+        metadata = {key: json.loads(value) for key, value in file.head.metadata.items()}
+        trace = Trace(**{**head, "path": name or file.head.path, "metadata": metadata}, **parts)
         _check(trace)
-    except (msgspec.MsgspecError, zlib.error, KeyError, ValueError) as error:
+    except (*UNREADABLE, msgspec.MsgspecError, zlib.error, KeyError) as error:
         raise TraceFormatError(
             f"{shown}: damaged reduced trace ({error}): remove it, and the trace itself is read"
         ) from None
-    return trace
+    return refuse_overflow(trace)
 
 
 def _expanded(data: bytes, shown: str, limit: int) -> bytes:
@@ -165,7 +178,7 @@ def _check(trace: Trace) -> None:
     """Refuse what no reader makes: indices that lead nowhere, times that are not in order or overflow."""
     for part in (getattr(trace, name) for name in _PARTS):
         start, end = part.start_ns, part.end_ns
-        if len(start) and (np.any(np.diff(start) < 0) or start[0] < -_LARGEST or max(start[-1], end.max()) > _LARGEST):
+        if np.any(start[1:] < start[:-1]):
             raise ValueError("times out of order")
         if np.any(end < start):
             raise ValueError("something ends before it begins")
@@ -173,11 +186,10 @@ def _check(trace: Trace) -> None:
             _check_indices(getattr(part, column, None), size, may_be_none=column == "collective")
     if np.any((trace.activities.category < 0) | (trace.activities.category > 2)):
         raise ValueError("unknown category")
-    ranks = [trace.rank or 0, trace.world_size or 0]
+    ranks = [trace.rank or 0, (trace.world_size or 1) - 1]
     ranks += [rank for group in trace.groups.values() for rank in group]
-    ranks += [rank for one in trace.collectives for rank in one.group_ranks or ()]
-    if any(not 0 <= rank < LARGEST_RANK for rank in ranks):
-        raise ValueError("a rank out of range")
+    if any(not 0 <= rank < RANKS_LIMIT for rank in ranks) or not all(sound(one) for one in trace.collectives):
+        raise ValueError("a rank or a count out of range")
 
 
 def _check_indices(values: Any, size: int, *, may_be_none: bool) -> None:

@@ -82,6 +82,20 @@ def test_hosts_with_clocks_of_their_own(few_at_a_time, tmp_path, late_ns):
     assert all(abs(offsets[rank] + late_ns * (rank // 4)) < 100_000 for rank in range(24))
 
 
+@pytest.mark.parametrize("late_ns", [0, 1_000_000, 200_000_000])
+def test_chosen_times_are_the_same_moments_on_every_clock(few_at_a_time, tmp_path, late_ns):
+    """Ranks 0 and 4 are the same rank of the small ring on two hosts: they do the same at the same moments."""
+    paths = write_ring(tmp_path, 8, per_host=4, late_ns=late_ns)
+    together = loaded(paths, between="10ms,30ms")
+    ranks = together.report()["ranks"]
+    for rank in range(4):
+        here, there = ranks[rank]["kinds_ns"], ranks[rank + 4]["kinds_ns"]
+        # To the microseconds that the clocks can be told to.
+        assert here.keys() == there.keys() and all(abs(here[kind] - there[kind]) < 100_000 for kind in here)
+    assert not {"mixed_runs", "clocks_disagree"} & {warning.code for warning in together.warnings}
+    assert told(few_at_a_time(*paths, between="10ms,30ms", tile=4)) == told(together)
+
+
 def test_a_ring_of_many_is_the_small_ring_again(few_at_a_time, tmp_path):
     """Each rank of the large ring has the figures of the small ring's rank that it was made of."""
     small: Any = api.Analysis(real_ring(), None, Input("trace", ("small",)), None)

@@ -78,12 +78,6 @@ def test_a_rank_twice(tmp_path):
     assert codes(traces) == [["duplicate_rank"], ["duplicate_rank"]]
 
 
-def test_ranks_that_are_missing(tmp_path):
-    traces = read_traces([write(tmp_path, f"rank{rank}.json", rank, size=8) for rank in (0, 5)])
-    (warning,) = traces[0].warnings
-    assert (warning.code, warning.count) == ("missing_ranks", 6)
-
-
 def test_ranks_of_different_runs(tmp_path):
     sizes = read_traces([write(tmp_path, "a.json", 0, size=2), write(tmp_path, "b.json", 1, size=4)])
     assert codes(sizes)[0] == ["mixed_runs"]

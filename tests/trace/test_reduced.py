@@ -2,6 +2,8 @@
 
 import dataclasses
 import random
+import subprocess
+import sys
 import zlib
 
 import msgspec
@@ -9,7 +11,7 @@ import numpy as np
 import pytest
 
 from ringprof.errors import RingprofError, TraceFormatError
-from ringprof.trace.columns import Trace
+from ringprof.trace.columns import Collective, Trace
 from ringprof.trace.kineto import parse_trace, read_trace
 from ringprof.trace.ranks import read_traces
 from ringprof.trace.reduced import MAGIC, parse_reduced, reduce_trace
@@ -61,6 +63,12 @@ def repacked(change):
     return MAGIC + zlib.compress(msgspec.msgpack.encode(file))
 
 
+def record(**changes):
+    """Another communication record, with what no reader lets through."""
+    one = Collective("send", None, None, (0, 1), 2, 8, 8, "Float", 0, 1)
+    return lambda head, columns: head["collectives"].append({**dataclasses.asdict(one), **changes})
+
+
 def put(part, column, values, dtype):
     return lambda head, columns: columns[part].__setitem__(column, np.array(values, dtype).tobytes())
 
@@ -74,13 +82,24 @@ def put(part, column, values, dtype):
         (put("activities", "category", [3] * 10, "<i1"), "category"),
         (put("activities", "start_ns", range(9, -1, -1), "<i8"), "order"),
         (put("activities", "end_ns", [-(1 << 62)] * 10, "<i8"), "ends before"),
-        (put("activities", "end_ns", [(1 << 63) - 1] * 10, "<i8"), "order"),
+        (put("activities", "end_ns", [(1 << 63) - 1] * 10, "<i8"), "73 years"),
+        (put("activities", "end_ns", [1 << 60] * 10, "<i8"), "73 years"),
+        (put("activities", "start_ns", [*range(9), -(1 << 63)], "<i8"), "order"),
+        (put("activities", "start_ns", [-(1 << 63)] * 10, "<i8"), "73 years"),
         (put("activities", "stream", [0] * 9, "<i4"), "unequal"),
         (put("activities", "stream", [0] * 10, "<i1"), "multiple"),
         (lambda head, columns: columns.pop("launches"), "launches"),
         (lambda head, columns: head.update(world_size=10**12), "rank"),
         (lambda head, columns: head.update(world_size="many"), "world_size"),
         (lambda head, columns: head.update(groups={"0": [-5]}), "rank"),
+        (record(in_elements=1 << 60), "count"),
+        (record(out_split=[-1]), "count"),
+        (record(group_size=1 << 40), "count"),
+        (record(destination_rank=1 << 40), "rank"),
+        (lambda head, columns: head.update(names=[""] * (2 << 20)), "length"),
+        (lambda head, columns: head.update(metadata={"x": [[]] * 1000}), "str"),
+        (lambda head, columns: head.update(metadata={"x": "[" * 8000}), "damaged"),
+        (lambda head, columns: columns.update({str(number): {} for number in range(100)}), "length"),
     ],
 )
 def test_what_no_reader_makes_is_refused(change, reason):
@@ -92,6 +111,28 @@ def test_a_bomb_is_not_expanded():
     bomb = MAGIC + zlib.compress(bytes(64 << 20), 9)
     with pytest.raises(TraceFormatError, match="expands beyond 16,777,216 bytes"):
         parse_reduced(bomb, limit_bytes=16 << 20)
+
+
+def test_a_small_file_does_not_fill_memory(tmp_path):
+    """Things that take a byte in the file and sixty in memory: refused before there is one of them."""
+    sound = zlib.decompress(reduce_trace(parse_trace(TEN))[len(MAGIC) :])
+    file = msgspec.msgpack.decode(sound)
+    file["head"]["metadata"] = {"x": "MARK"}
+    count = 8 << 20
+    lists = b"\xdd" + count.to_bytes(4, "big") + b"\x90" * count
+    bomb = msgspec.msgpack.encode(file).replace(msgspec.msgpack.encode("MARK"), lists)
+    path = tmp_path / "rank0.ringprof"
+    path.write_bytes(MAGIC + zlib.compress(bomb))
+    program = (
+        "import resource, sys; from ringprof.trace.reduced import read_reduced\n"
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "try: read_reduced(sys.argv[1])\n"
+        "except Exception as error: print(type(error).__name__)\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program, path], capture_output=True, text=True, check=True)
+    error, grown_kib = done.stdout.split()
+    assert error == "TraceFormatError" and int(grown_kib) < 64 << 10
 
 
 def test_every_cut_and_damage_is_told():
