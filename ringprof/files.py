@@ -5,15 +5,19 @@ Only what the user names is opened, and what lies below it: a file that was read
 
 from __future__ import annotations
 
+import io
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, cast
 
-from ringprof.errors import InputError, MissingExtraError
+from ringprof.errors import InputError, MissingExtraError, RingprofError
 
 # Two letters at least: a Windows path begins with one and a colon.
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+(::[A-Za-z0-9+.:/-]+)?://")
+_LOCAL = re.compile(r"^(file|local):(//)?")
 
 
 def is_url(name: str) -> bool:
@@ -23,31 +27,23 @@ def is_url(name: str) -> bool:
 
 def open_binary(name: str) -> BinaryIO:
     """Open a file for reading. Raises `InputError` where it cannot be opened."""
-    try:
+    with _told(name):
         if not is_url(name):
             return open(name, "rb")
         system, path = _system_of(name)
-        return cast(BinaryIO, system.open(path, "rb"))
-    except OSError as error:
-        raise InputError(f"{name}: {error.strerror or error}") from None
+        return cast(BinaryIO, io.BufferedReader(_Remote(name, system.open(path, "rb"))))
 
 
 def read_bytes(name: str, size: int = -1) -> bytes:
     """A file's content, or its first ``size`` bytes. Raises `InputError`."""
-    with open_binary(name) as file:
-        try:
-            return file.read(size)
-        except OSError as error:
-            raise InputError(f"{name}: {error.strerror or error}") from None
+    with open_binary(name) as file, _told(name):
+        return file.read(size)
 
 
 def read_whole(name: str, limit_bytes: int) -> bytes:
     """A file's content, which must be no larger than ``limit_bytes``. Raises `InputError`."""
-    with open_binary(name) as file:
-        try:
-            return read_within(file, limit_bytes, name)
-        except OSError as error:
-            raise InputError(f"{name}: {error.strerror or error}") from None
+    with open_binary(name) as file, _told(name):
+        return read_within(file, limit_bytes, name)
 
 
 def read_within(file: BinaryIO, limit_bytes: int, name: str) -> bytes:
@@ -59,44 +55,46 @@ def read_within(file: BinaryIO, limit_bytes: int, name: str) -> bytes:
 
 
 def size_of(name: str) -> int:
-    """Bytes of a file. Raises OSError."""
-    if not is_url(name):
-        return os.stat(name).st_size
-    system, path = _system_of(name)
-    return int(system.size(path) or 0)
+    """Bytes of a file. Raises `InputError`."""
+    with _told(name):
+        if not is_url(name):
+            return os.stat(name).st_size
+        system, path = _system_of(name)
+        return int(system.size(path) or 0)
 
 
 def is_folder(name: str) -> bool:
-    if not is_url(name):
-        return Path(name).is_dir()
-    system, path = _system_of(name)
-    return bool(system.isdir(path))
+    with _told(name):
+        if not is_url(name):
+            return Path(name).is_dir()
+        system, path = _system_of(name)
+        return bool(system.isdir(path))
 
 
 def is_file(name: str) -> bool:
-    if not is_url(name):
-        return Path(name).is_file()
-    system, path = _system_of(name)
-    return bool(system.isfile(path))
+    with _told(name):
+        if not is_url(name):
+            return Path(name).is_file()
+        system, path = _system_of(name)
+        return bool(system.isfile(path))
 
 
 def exists(name: str) -> bool:
-    if not is_url(name):
-        return Path(name).exists()
-    system, path = _system_of(name)
-    return bool(system.exists(path))
+    with _told(name):
+        if not is_url(name):
+            return Path(name).exists()
+        system, path = _system_of(name)
+        return bool(system.exists(path))
 
 
 def files_in(folder: str) -> list[str]:
     """The files of a folder, or where it has none those of the folders in it. Raises `InputError`."""
-    try:
+    with _told(folder):
         if is_url(folder):
             return _files_at(folder)
         here = Path(folder)
         files = [entry for entry in here.iterdir() if entry.is_file()]
         return [str(file) for file in files or (entry for entry in here.glob("*/*") if entry.is_file())]
-    except OSError as error:
-        raise InputError(f"{folder}: {error.strerror or error}") from None
 
 
 def within(folder: str, relative: str) -> str:
@@ -119,10 +117,15 @@ def leads_out(file: str, relative: str) -> str:
     strange = any(mark in relative for mark in ("\\", "\0", "::"))
     if strange or pure.is_absolute() or ".." in pure.parts or not pure.parts:
         return "leaves the run's folder"
-    if is_url(file):
+    local = _LOCAL.sub("", file)
+    if is_url(local):
         return ""
-    folder = Path(file).parent.resolve()
-    return "" if (folder / relative).resolve().is_relative_to(folder) else "leaves the run's folder through a link"
+    try:
+        folder = Path(local).parent.resolve()
+        inside = (folder / relative).resolve().is_relative_to(folder)
+    except (OSError, RuntimeError, ValueError):
+        return "is a link that leads in a circle"
+    return "" if inside else "leaves the run's folder through a link"
 
 
 def _files_at(folder: str) -> list[str]:
@@ -141,14 +144,55 @@ def _system_of(name: str) -> tuple[Any, str]:
         from fsspec.core import url_to_fs
     except ImportError:
         raise MissingExtraError(f"{name}: URLs need one more package: pip install 'ringprof[cluster]'") from None
-    try:
-        system, path = url_to_fs(name)
-    except ImportError as error:
-        raise MissingExtraError(f"{name}: {_line(error)}") from None
-    except ValueError as error:
-        raise InputError(f"{name}: {_line(error)}") from None
+    system, path = url_to_fs(name)
     return system, str(path)
 
 
+class _Remote(io.RawIOBase):
+    """A file of fsspec, whose errors are ringprof's."""
+
+    def __init__(self, name: str, file: Any) -> None:
+        self._name, self._file = name, file
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        with _told(self._name):
+            data = self._file.read(len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        with _told(self._name):
+            return int(self._file.seek(offset, whence))
+
+    def close(self) -> None:
+        if not self.closed:
+            self._file.close()
+        super().close()
+
+
+@contextmanager
+def _told(name: str) -> Iterator[None]:
+    """Whatever goes wrong with a file becomes one line that names it."""
+    try:
+        yield
+    except RingprofError:
+        raise
+    except ImportError as error:
+        raise MissingExtraError(f"{name}: {_line(error)}") from None
+    except OSError as error:
+        raise InputError(f"{name}: {error.strerror or _line(error)}") from None
+    except Exception as error:
+        if not is_url(name):
+            raise
+        # The many file systems behind fsspec raise what they like: BadZipFile, TypeError, errors of their clients.
+        raise InputError(f"{name}: {_line(error)}") from None
+
+
 def _line(error: Exception) -> str:
-    return " ".join(str(error).split())
+    return " ".join(str(error).split()) or type(error).__name__

@@ -4,8 +4,8 @@ A rank that waits in a collective sits in native code, where Python runs no sign
 KeyboardInterrupt. The watchman is a thread of its own: the signal's number reaches it through a pipe that the
 interpreter writes to at once, and it ends the process without asking the main thread.
 
-A thread of Python's runs only while no other keeps the interpreter's lock. Against that there is faulthandler's timer, a
-thread of C's: ``LAST_RESORT_S`` after the run's time limit it prints where the process hangs and ends it, unless the
+A thread of Python's runs only while no other keeps the interpreter's lock. Against that there is faulthandler's timer,
+a thread of C's: ``LAST_RESORT_S`` after the run's time limit it prints where the process hangs and ends it, unless the
 watchman puts it off.
 """
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 
 from ringprof.trace.columns import Trace, Warning
 
-
 OF_THE_RUN = frozenset({"mixed_runs", "assumed_ranks", "left_out"})
 """Codes of warnings that one trace carries for all."""
 

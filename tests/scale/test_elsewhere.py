@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -117,3 +118,25 @@ def test_an_error_on_a_cluster_is_the_same_error(cluster, tmp_path):
 def test_no_scheduler_there():
     with pytest.raises(UsageError, match="no Dask scheduler answers there"):
         ringprof.load(RING, scheduler="tcp://127.0.0.1:1")
+
+
+def test_a_link_out_of_the_folder_is_refused_by_url_too(tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(RING, folder)
+    shutil.move(folder / "rank0.json.gz", tmp_path / "rank0.json.gz")
+    (folder / "rank0.json.gz").symlink_to(tmp_path / "rank0.json.gz")
+    for name in (folder / "run.json", f"file://{folder}/run.json"):
+        with pytest.raises(RunFormatError, match="through a link"):
+            ringprof.load(name)
+    (folder / "rank0.json.gz").unlink()
+    (folder / "rank0.json.gz").symlink_to("rank0.json.gz")
+    with pytest.raises(RunFormatError, match="in a circle"):
+        ringprof.load(folder / "run.json")
+
+
+def test_whatever_a_file_system_raises_is_one_line(tmp_path):
+    (tmp_path / "bad.zip").write_bytes(b"nonsense")
+    for name in (f"zip://run.json::file://{tmp_path}/bad.zip", "reference://x/run.json", "data://x"):
+        with pytest.raises(InputError) as raised:
+            ringprof.load(name)
+        assert str(raised.value).startswith(f"{name}: ") and "\n" not in str(raised.value)
