@@ -64,7 +64,24 @@ def group() -> None:
 
 def main(args: list[str] | None = None) -> None:
     """Run the command line and exit: 0 fine, 1 a condition holds, 2 usage or input, 3 failed run, 130 interrupted."""
-    sys.exit(run(sys.argv[1:] if args is None else args))
+    args = sys.argv[1:] if args is None else args
+    if args[:1] not in (["record"], ["bench"]):
+        # These two see to their signals themselves.
+        for number in _ENDING:
+            # nohup has SIGHUP ignored, and means it.
+            if signal.getsignal(number) is signal.SIG_DFL:
+                signal.signal(number, _end)
+    sys.exit(run(args))
+
+
+_ENDING = (signal.SIGTERM, signal.SIGHUP)
+
+
+def _end(number: int, frame: object) -> None:
+    """As an error, so that scratch files and further processes go with this one."""
+    for other in _ENDING:
+        signal.signal(other, signal.SIG_IGN)
+    raise SystemExit(128 + number)
 
 
 def run(args: list[str]) -> int:

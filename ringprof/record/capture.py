@@ -89,7 +89,7 @@ def _standing() -> tuple[int, int, torch.device]:
 
 def _prepare(target: Path, staging: Path) -> _Opening:
     """Make the staging folder, which nobody else may be using; what a killed capture left there gives way."""
-    from ringprof.record.claim import claim, clear_abandoned
+    from ringprof.claim import claim, clear_abandoned
 
     try:
         if target.exists() and (not target.is_dir() or any(target.iterdir())):
@@ -195,7 +195,7 @@ def _standing_on_host(rank: int, world: int, device: torch.device) -> tuple[int,
 
 def _publish(run: Run, staging: Path, target: Path) -> None:
     """The same order as for a recording; an empty ``target`` gives way."""
-    from ringprof.record.claim import release
+    from ringprof.claim import release
     from ringprof.record.folder import RUN_FILE
     from ringprof.run import write_run
 

@@ -15,15 +15,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from ringprof.claim import sees
 from ringprof.errors import RecordError, RingprofError
 from ringprof.record.account import TIME_LIMIT, Account, write_log
-from ringprof.record.claim import sees
 from ringprof.record.failure import full_text, is_effect, kind_of, message_of
 from ringprof.record.folder import discard
 from ringprof.record.lifeline import Hub, Line, Word
 from ringprof.record.progress import Standing
 from ringprof.record.request import Task
 from ringprof.record.siblings import GRACE_S, end_siblings
+from ringprof.scratch import remove_all
 
 SETTLE_S = 0.5
 """From the first trouble to the judgement: a cause may be heard of after its effects."""
@@ -92,7 +93,7 @@ class FirstRank:
         self._own = self._own or self._scene.stopped(reason)
         if self._concluding.acquire(timeout=LAST_WORDS_S + SETTLE_S):
             self._speak(self._conclude())
-        os._exit(code)
+        _leave(code)
 
     def _trouble(self) -> None:
         if self._concluding.acquire(blocking=False):
@@ -113,7 +114,7 @@ class FirstRank:
 
     def _speak(self, error: RingprofError) -> NoReturn:
         _print(error)
-        os._exit(error.exit_code)
+        _leave(error.exit_code)
 
 
 class OtherRank:
@@ -146,7 +147,7 @@ class OtherRank:
                 self._speak_for_rank_0(Account(self._scene.hosts, {}, (), self._scene.task.time_limit, overdue=True))
         elif not self._say(self._scene.stopped(reason)) and self._speaks():
             self._speak_for_rank_0(self._without_rank_0())
-        os._exit(code)
+        _leave(code)
 
     def _say(self, word: Word) -> bool:
         self._said = True
@@ -162,7 +163,7 @@ class OtherRank:
         if scene.rank == scene.hosts.index(scene.hosts[scene.rank]):
             # The first rank of a host sees to it that the host's others end; rank 0 does on its own.
             end_siblings(scene.siblings)
-        os._exit(RecordError.exit_code)
+        _leave(RecordError.exit_code)
 
     def _speaks(self) -> bool:
         hosts, rank = self._scene.hosts, self._scene.rank
@@ -202,4 +203,10 @@ def _print(text: object) -> None:
 def _wait_for_the_end() -> NoReturn:
     """Another thread is ending this process."""
     time.sleep(60)
-    os._exit(RecordError.exit_code)
+    _leave(RecordError.exit_code)
+
+
+def _leave(code: int) -> NoReturn:
+    """End this process at once, whatever its other threads are in."""
+    remove_all()
+    os._exit(code)

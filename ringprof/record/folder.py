@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 
+from ringprof.claim import PARTIAL, claim, clear_abandoned, release
 from ringprof.errors import RunFormatError, UsageError
-from ringprof.record.claim import PARTIAL, claim, clear_abandoned, release
 from ringprof.run import Run, read_run, relocated, write_run
 
 RUN_FILE = "run.json"

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from ringprof.record.claim import sees
+from ringprof.claim import sees
 from ringprof.record.folder import reduced_name, trace_name
+from ringprof.scratch import remove, scratch_folder
 
 PIECE_BYTES = 4 * 2**20
 """The most of a trace that a rank holds in memory at a time."""
@@ -22,7 +21,7 @@ class TraceFile:
 
     def __init__(self, staging: Path, token: str, rank: int) -> None:
         self.shared = sees(staging, token)
-        self._folder = staging if self.shared else Path(tempfile.mkdtemp(prefix="ringprof-trace-"))
+        self._folder = staging if self.shared else scratch_folder("trace")
         self.path = self._folder / trace_name(rank)
         self.reduced = self._folder / reduced_name(rank)
         """Where the trace's reduced form goes."""
@@ -38,7 +37,7 @@ class TraceFile:
     def discard(self) -> None:
         """Remove a folder of one's own."""
         if not self.shared:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            remove(self._folder)
 
 
 def gather_traces(

@@ -5,8 +5,6 @@ What it says is what `ringprof.analysis.attribution.attribute` says of the same 
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
@@ -24,11 +22,13 @@ from ringprof.analysis.step_plan import Plan, Side, Survey, plan_steps
 from ringprof.analysis.steps import ExposedBySteps, Step, add_exposed
 from ringprof.analysis.verdict import Findings
 from ringprof.analysis.waiting import Best, LinkClass, better
+from ringprof.errors import InputError
 from ringprof.run import Run
 from ringprof.scale import stages
 from ringprof.scale.given import Given, Notify
 from ringprof.scale.store import Store
 from ringprof.scale.work import Processes, Work
+from ringprof.scratch import remove, scratch_folder
 from ringprof.trace.heads import Head, checked_heads
 
 TILE = 16
@@ -120,35 +120,45 @@ def attribute_stored(
     ``work`` carries out what needs this machine's files, ``reading`` the reading of the traces.
     """
     work = work or Processes()
-    folder = tempfile.mkdtemp(prefix="ringprof-")
-    keep: list[object] = []
     try:
-        heads, reduced = _reduce(given, folder, reading or work, limit_bytes, notify)
-        opening = open_run(heads, given.run, ranks_per_host, focus)
-        store = Store(
-            folder,
-            {rank: reduced[at] for rank, at in opening.place.items()},
-            {rank: heads[at].path for rank, at in opening.place.items()},
-        )
-        clocks = None
-        if opening.needs_clocks:
-            whole = stages.Scene(store, replace(focus, between_ns=None), {}, given.run_path)
-            clocks = _Attributing(whole, opening, given.run, work, notify).attribute().attribution.clocks
-            opening = opening.on(clocks)
-        chosen = {rank: opening.between_ns(rank) for rank in opening.place} if opening.chosen_ns else {}
-        scene = stages.Scene(store, focus, chosen, given.run_path)
-        stored = _Attributing(scene, opening, given.run, work, notify, clocks).attribute()
-        keep.append(stored)
-    finally:
-        if not keep:
-            shutil.rmtree(folder, ignore_errors=True)
-    # The files live as long as the attribution that reads them.
-    weakref.finalize(stored.attribution, shutil.rmtree, folder, ignore_errors=True)
-    return stored
+        folder = scratch_folder("report")
+        try:
+            return _attribute_in(folder, given, ranks_per_host, focus, work, reading or work, limit_bytes, notify)
+        except BaseException:
+            remove(folder)
+            raise
+    except OSError as error:
+        why = error.strerror or " ".join(str(error).split())
+        raise InputError(
+            f"a report of many ranks keeps about 2 MB a rank in the folder that TMPDIR names: {why}"
+        ) from None
+
+
+def _attribute_in(
+    folder: Path, given: Given, ranks_per_host: int | None, focus: Focus, work: Work, reading: Work,
+    limit_bytes: int | None, notify: Notify,
+) -> Stored:  # fmt: skip
+    heads, reduced = _reduce(given, folder, reading, limit_bytes, notify)
+    opening = open_run(heads, given.run, ranks_per_host, focus)
+    store = Store(
+        str(folder),
+        {rank: reduced[at] for rank, at in opening.place.items()},
+        {rank: heads[at].path for rank, at in opening.place.items()},
+    )
+    # The files live as long as anything that reads them.
+    weakref.finalize(store, remove, folder)
+    clocks = None
+    if opening.needs_clocks:
+        whole = stages.Scene(store, replace(focus, between_ns=None), {}, given.run_path)
+        clocks = _Attributing(whole, opening, given.run, work, notify).attribute().attribution.clocks
+        opening = opening.on(clocks)
+    chosen = {rank: opening.between_ns(rank) for rank in opening.place} if opening.chosen_ns else {}
+    scene = stages.Scene(store, focus, chosen, given.run_path)
+    return _Attributing(scene, opening, given.run, work, notify, clocks).attribute()
 
 
 def _reduce(
-    given: Given, folder: str, reading: Work, limit_bytes: int | None, notify: Notify
+    given: Given, folder: Path, reading: Work, limit_bytes: int | None, notify: Notify
 ) -> tuple[list[Head], list[str]]:
     """The head of every trace, and where its reduced form is."""
     heads, reduced = [], []
@@ -156,7 +166,7 @@ def _reduce(
     for at, (head, data) in enumerate(results):
         rank = head.rank if given.ranks[at] is None else given.ranks[at]
         heads.append(replace(head, rank=rank, path=given.shown[at]))
-        reduced.append(given.paths[at] if data is None else stages.scratch_file(folder, at))
+        reduced.append(given.paths[at] if data is None else stages.scratch_file(str(folder), at))
         if data is not None:
             Path(reduced[at]).write_bytes(data)
         notify("traces read", at + 1, len(given.paths))

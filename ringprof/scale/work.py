@@ -8,6 +8,7 @@ from itertools import islice
 from typing import Any, Protocol
 
 from ringprof.errors import InputError, MissingExtraError, UsageError
+from ringprof.processes import ProcessEnded, mapped
 from ringprof.trace.ranks import cpus
 
 
@@ -30,13 +31,9 @@ class Processes:
         return self._elsewhere(function, items)
 
     def _elsewhere(self, function: Callable[..., Any], items: Iterable[tuple[Any, ...]]) -> Iterator[Any]:
-        from joblib import Parallel, delayed
-        from joblib.externals.loky.process_executor import TerminatedWorkerError
-
-        pool = Parallel(n_jobs=self.jobs, return_as="generator", batch_size=1, pre_dispatch="2 * n_jobs")
         try:
-            yield from pool(delayed(function)(*item) for item in items)
-        except TerminatedWorkerError:
+            yield from mapped(self.jobs, function, items)
+        except ProcessEnded:
             raise InputError("a process that read a trace ended (out of memory?): try --jobs 1") from None
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from ringprof.errors import InputError
 from ringprof.files import read_bytes, size_of
+from ringprof.processes import ProcessEnded, mapped
 from ringprof.trace.columns import Trace
 from ringprof.trace.heads import checked_heads, head_of, order
 from ringprof.trace.kineto import read_trace
@@ -84,19 +85,14 @@ def json_bytes(names: Sequence[str]) -> int:
     for name in names:
         try:
             magic, size = read_bytes(name, 4), size_of(name)
-        except (InputError, OSError):
+        except InputError:
             continue
         total += size * (COMPRESSION if magic.startswith(GZIP_MAGIC) or magic == ZSTD_MAGIC else 1)
     return total
 
 
 def _read_elsewhere(names: Sequence[str], jobs: int, limit_bytes: int | None) -> list[Trace]:
-    # Imported here: reading a small trace has no use for it.
-    from joblib import Parallel, delayed
-    from joblib.externals.loky.process_executor import TerminatedWorkerError
-
     try:
-        traces: list[Trace] = Parallel(n_jobs=jobs)(delayed(read_one)(name, limit_bytes) for name in names)
-    except TerminatedWorkerError:
+        return list(mapped(jobs, read_one, ((name, limit_bytes) for name in names)))
+    except ProcessEnded:
         raise InputError(f"{names[0]} and others: a process that read them ended (out of memory?)") from None
-    return traces

@@ -51,20 +51,60 @@ def test_a_report_of_many_ranks(many, tmp_path):
     assert ours(tmp_path / "scratch") == []
 
 
-@pytest.mark.parametrize("jobs", ["1", "2"])
-def test_ctrl_c_ends_it_and_leaves_nothing(many, tmp_path, jobs):
-    scratch = tmp_path / "scratch"
+def running(scratch: Path) -> list[int]:
+    """Processes that were started with this temporary folder."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if f"TMPDIR={scratch}".encode() in (entry / "environ").read_bytes().split(b"\0"):
+                found.append(int(entry.name))
+        except OSError:
+            continue
+    return found
+
+
+def disturbed(many: Path, scratch: Path, jobs: str, number: signal.Signals) -> tuple[int, str]:
+    """A report that is sent a signal while it explains ranks: exit code, and what it printed of errors."""
     process = subprocess.Popen(
         command(many, "--jobs", jobs, scratch=scratch),
         env={**os.environ, "TMPDIR": str(scratch)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     deadline = time.monotonic() + 30
-    while not ours(scratch) and process.poll() is None and time.monotonic() < deadline:
+    while not list(scratch.glob("ringprof-*/transfers*")):
+        assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.01)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     _, errors = process.communicate(timeout=30)
-    assert process.returncode == 130 and "Traceback" not in errors, errors
-    assert ours(scratch) == []
+    return process.returncode, errors
+
+
+@pytest.mark.parametrize("jobs", ["1", "2"])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_it_and_leaves_nothing(many, tmp_path, jobs, number):
+    code, errors = disturbed(many, tmp_path / "scratch", jobs, number)
+    assert code == 128 + number and "Traceback" not in errors, errors
+    assert ours(tmp_path / "scratch") == []
+    deadline = time.monotonic() + 10
+    while running(tmp_path / "scratch") and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert running(tmp_path / "scratch") == []
+
+
+def test_what_a_killed_report_left_goes_with_the_next(many, tmp_path):
+    code, _ = disturbed(many, tmp_path / "scratch", "1", signal.SIGKILL)
+    assert code == -signal.SIGKILL and len(ours(tmp_path / "scratch")) == 1
+    assert report(many, scratch=tmp_path / "scratch").returncode == 0
+    assert ours(tmp_path / "scratch") == []
+
+
+def test_no_room_for_scratch_files_is_one_line(many, tmp_path):
+    surroundings = {**os.environ, "TMPDIR": str(tmp_path)}
+    done = subprocess.run(
+        ["bash", "-c", 'ulimit -f 1; exec "$@"', "_", *command(many, "--jobs", "1", scratch=tmp_path / "unused")],
+        capture_output=True, text=True, env=surroundings, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert "TMPDIR" in done.stderr and "File too large" in done.stderr and ours(tmp_path) == []
 
 
 def test_a_damaged_trace_among_many_is_one_line(many, tmp_path):

@@ -7,10 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-from ringprof.record.claim import OWNER_FILE, abandoned, claim, clear_abandoned, release, sees
+from ringprof.claim import OWNER_FILE, abandoned, claim, clear_abandoned, release, sees
 from tests.record.command import environment
 
-HOLD = "import sys, time, pathlib; from ringprof.record.claim import claim; "
+HOLD = "import sys, time, pathlib; from ringprof.claim import claim; "
 HOLD += "claim(pathlib.Path(sys.argv[1])); print('held', flush=True); time.sleep(100)"
 
 

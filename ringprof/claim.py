@@ -1,8 +1,8 @@
-"""A half-written run's owner: who else sees its folder, and whether its owner still lives.
+"""The owner of a half-written run or a scratch folder: who else sees the folder, and whether its owner still lives.
 
-The file ``.owner`` holds a random token, and the process that writes the run keeps it locked. A rank that reads the
-same token sees the same folder. A folder whose lock is free, taken on this very machine since it was started, was left
-by a process that was killed.
+The file ``.owner`` holds a random token, and the process that writes there keeps it locked. A rank that reads the same
+token sees the same folder. A folder whose lock is free, taken on this very machine since it was started, was left by a
+process that was killed.
 """
 
 from __future__ import annotations
@@ -72,10 +72,10 @@ def abandoned(folder: Path) -> bool:
         os.close(file)
 
 
-def clear_abandoned(parent: Path) -> list[str]:
-    """Remove what killed recordings left half-written in ``parent``; returns the names."""
-    found = [path for path in parent.glob(f".*{PARTIAL}") if path.is_dir() and not path.is_symlink()]
-    left = [path for path in found if abandoned(path)]
+def clear_abandoned(parent: Path, pattern: str = f".*{PARTIAL}") -> list[str]:
+    """Remove what killed processes left in ``parent``, by default half-written recordings; returns the names."""
+    found = [path for path in parent.glob(pattern) if path.is_dir() and not path.is_symlink()]
+    left = [path for path in found if path.stat().st_uid == os.getuid() and abandoned(path)]
     for path in left:
         shutil.rmtree(path, ignore_errors=True)
     return [path.name for path in left]

@@ -1,0 +1,40 @@
+"""Folders for what a process needs for a while, removed however it ends.
+
+A process that is killed removes nothing: the next one that makes such a folder does it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import shutil
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+from ringprof.claim import claim, clear_abandoned, release
+
+_made: set[Path] = set()
+
+
+def scratch_folder(what: str) -> Path:
+    """A new folder ``ringprof-WHAT-...`` among the temporary ones. Raises OSError."""
+    with suppress(OSError):
+        clear_abandoned(Path(tempfile.gettempdir()), f"ringprof-{what}-*")
+    folder = Path(tempfile.mkdtemp(prefix=f"ringprof-{what}-"))
+    _made.add(folder)
+    claim(folder)
+    return folder
+
+
+def remove(folder: Path) -> None:
+    """Remove one that `scratch_folder` made, if it is still there."""
+    shutil.rmtree(folder, ignore_errors=True)
+    release(folder)
+    _made.discard(folder)
+
+
+@atexit.register
+def remove_all() -> None:
+    """Remove all that this process has; to be called before it ends in a way that runs nothing more."""
+    for folder in list(_made):
+        remove(folder)
