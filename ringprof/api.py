@@ -30,7 +30,7 @@ from ringprof.analysis.rules import Rule
 from ringprof.analysis.summary import Summary, summarise
 from ringprof.analysis.verdict import Findings
 from ringprof.errors import InputError, KernelTableError, UsageError
-from ringprof.files import folder_of, read_whole, within
+from ringprof.files import folder_of, is_url, read_whole, within
 from ringprof.report import as_json, terminal
 from ringprof.run import RankTrace, Run, Workload, read_run
 from ringprof.scale.given import Given, Notify
@@ -302,7 +302,7 @@ def load(paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]], **how
     if source.type == "text":
         return _load_text(source.paths[0], None, reading)
     if _are_many(source.paths, reading):
-        many = Given(source.paths, [None] * len(source.paths), source.paths)
+        many = Given([_anywhere(name) for name in source.paths], [None] * len(source.paths), source.paths)
         return _load_stored(many, source, reading)
     traces = read_traces(source.paths, jobs=reading.jobs, limit_bytes=reading.limit_bytes)
     return Analysis(traces, None, source, reading.ranks_per_host, reading.focus())
@@ -329,11 +329,12 @@ def _load_run(path: str, source: Input, reading: Reading) -> Analysis:
     ranks = [trace.rank for trace in run.traces]
     paths = [_quickest(folder, trace) for trace in run.traces]
     if _are_many(paths, reading):
-        return _load_stored(Given(paths, ranks, shown, run, path), source, reading)
-    at = {name: number for number, name in enumerate(paths)}
-    read = read_traces(paths, jobs=reading.jobs, limit_bytes=reading.limit_bytes)
-    places = [at[trace.path] for trace in read]
-    traces = [replace(trace, rank=ranks[n], path=shown[n]) for trace, n in zip(read, places, strict=True)]
+        return _load_stored(
+            Given([_anywhere(name) for name in paths], ranks, shown, run, _anywhere(path)), source, reading
+        )
+    path_of = dict(zip(ranks, shown, strict=True))
+    read = read_traces(paths, jobs=reading.jobs, limit_bytes=reading.limit_bytes, ranks=ranks)
+    traces = [replace(trace, path=path_of[trace.rank or 0]) for trace in read]
     return Analysis(traces, run, source, reading.ranks_per_host, reading.focus())
 
 
@@ -342,6 +343,11 @@ def _quickest(folder: str, trace: RankTrace) -> str:
     if trace.reduced and starts_with(within(folder, trace.reduced), MAGIC):
         return within(folder, trace.reduced)
     return within(folder, trace.path)
+
+
+def _anywhere(path: str) -> str:
+    """As another process finds the file, wherever it was started."""
+    return path if is_url(path) else os.path.abspath(path)
 
 
 def _are_many(paths: Sequence[str], reading: Reading) -> bool:

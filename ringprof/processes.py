@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+import sys
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from typing import Any
 
 
@@ -13,19 +17,40 @@ class ProcessEnded(Exception):
 def mapped(jobs: int, function: Callable[..., Any], items: Iterable[tuple[Any, ...]]) -> Iterator[Any]:
     """The results in the order of ``items``, few of which are under way at a time. Raises `ProcessEnded`.
 
-    The processes stay for the next call. When the results are no longer wanted, because of an error or a signal, they
-    end with what they are doing.
+    The processes stay a while, for the next call.
     """
     # Imported here: most of what is read needs no further process.
-    from joblib import Parallel, delayed
     from joblib.externals.loky import get_reusable_executor
-    from joblib.externals.loky.process_executor import TerminatedWorkerError
+    from joblib.externals.loky.process_executor import BrokenProcessPool
 
-    pool = Parallel(n_jobs=jobs, return_as="generator", batch_size=1, pre_dispatch="2 * n_jobs")
+    executor = get_reusable_executor(max_workers=jobs)
     try:
-        yield from pool(delayed(function)(*item) for item in items)
-    except TerminatedWorkerError:
+        yield from in_order(lambda *item: executor.submit(function, *item), items, lambda: 2 * jobs)
+    except BrokenProcessPool:
         raise ProcessEnded from None
-    except BaseException:
-        get_reusable_executor().shutdown(wait=False, kill_workers=True)
-        raise
+
+
+def in_order(submit: Callable[..., Any], items: Iterable[tuple[Any, ...]], most: Callable[[], int]) -> Iterator[Any]:
+    """The results of what ``submit`` begins, in order; at most ``most()`` are under way, asked anew each time."""
+    waiting = iter(items)
+    running: deque[Any] = deque()
+    try:
+        while True:
+            running.extend(submit(*item) for item in islice(waiting, max(0, most() - len(running))))
+            if not running:
+                return
+            yield running.popleft().result()
+    finally:
+        for future in running:
+            future.cancel()
+
+
+def end_all() -> None:
+    """End the processes with what they are doing; for a process that ends at once."""
+    if "joblib" not in sys.modules:
+        return
+    from joblib.externals.loky import get_reusable_executor
+
+    # What breaks with them is not worth a word.
+    logging.disable()
+    get_reusable_executor().shutdown(wait=True, kill_workers=True)

@@ -37,6 +37,8 @@ class Attribution:
     warnings: tuple[Warning, ...]
     clocks: Clocks = field(default_factory=lambda: one_clock(()))
     """The clocks of the ranks' hosts, and how far they can be told."""
+    world_size: int = 0
+    """How many ranks the run has, as far as is known; those without a trace are not among ``ranks``."""
 
     @property
     def median_iteration(self) -> int | None:
@@ -79,7 +81,7 @@ def attribute(
     clocks, waits, warnings = _split(transfers, opening, [one.rank for one in explained.values()], clocks)
     ranks = tuple(_finished(one, waits.by_rank[rank]) for rank, one in explained.items())
     said = [*opening.warnings, *(warning for one in explained.values() for warning in one.warnings)]
-    return Attribution(ranks, run, waits.best_gbps, all_warnings(opening, said, warnings), clocks)
+    return Attribution(ranks, run, waits.best_gbps, all_warnings(opening, said, warnings), clocks, opening.world_size)
 
 
 def _finished(explained: Explained, splits: list[Split]) -> Rank:
@@ -140,10 +142,18 @@ class Opening:
         return [Warning("missing_ranks", f"{count} of {self.world_size} ranks have no trace: {shown}")]
 
 
+_CUT = {"truncated", "damaged_compression"}
+
+
 def open_run(heads: Sequence[Head], run: Run | None, ranks_per_host: int | None, focus: Focus) -> Opening:
     """Tell the ranks, hosts and clocks of traces that are of one run. Raises `InputError` where they are not."""
     warnings = [warning for head in heads for warning in _with_rank(head)]
     place = _by_rank(heads, warnings)
+    cut = {rank for rank, at in place.items() if _CUT & {warning.code for warning in heads[at].warnings}}
+    if cut < place.keys():
+        # Means over ranks and rates would be of part of an iteration.
+        place = {rank: at for rank, at in place.items() if rank not in cut}
+        warnings += [Warning("left_out", "the trace is cut off: the rank is left out", rank) for rank in sorted(cut)]
     numbered = {rank: heads[at] for rank, at in place.items()}
     hosts = hosts_of(numbered, run, ranks_per_host)
     sizes = [head.world_size for head in heads if head.world_size]

@@ -13,6 +13,7 @@ import click
 
 from ringprof._version import __version__
 from ringprof.errors import RingprofError
+from ringprof.processes import end_all
 
 # name -> (module, one line for --help)
 COMMANDS = {
@@ -71,17 +72,29 @@ def main(args: list[str] | None = None) -> None:
             # nohup has SIGHUP ignored, and means it.
             if signal.getsignal(number) is signal.SIG_DFL:
                 signal.signal(number, _end)
-    sys.exit(run(args))
+    try:
+        code = run(args)
+    except _Signalled as signalled:
+        code = signalled.code
+    if code > 128:
+        end_all()
+    sys.exit(code)
+
+
+class _Signalled(BaseException):
+    """A signal to end, as an error, so that scratch files and further processes go with this one."""
+
+    def __init__(self, number: int) -> None:
+        self.code = 128 + number
 
 
 _ENDING = (signal.SIGTERM, signal.SIGHUP)
 
 
 def _end(number: int, frame: object) -> None:
-    """As an error, so that scratch files and further processes go with this one."""
     for other in _ENDING:
         signal.signal(other, signal.SIG_IGN)
-    raise SystemExit(128 + number)
+    raise _Signalled(number)
 
 
 def run(args: list[str]) -> int:

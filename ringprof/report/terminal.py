@@ -104,7 +104,8 @@ def _written(blocks: Sequence[RenderableType], look: Look) -> str:
 def header_of(attribution: Attribution, summary: Summary) -> str:
     """Ranks, hosts, devices and the slowest rank's wall in a line."""
     ranks = attribution.ranks
-    count = f"{len(ranks)} rank{'s' if len(ranks) > 1 else ''}"
+    of = max(attribution.world_size, len(ranks))
+    count = f"{len(ranks)} of {of} ranks" if len(ranks) < of else f"{of} rank{'s' if of > 1 else ''}"
     parts = [f"{count}, {_hosts(summary)}"]
     parts.extend(clean(device) for device in summary.devices)
     if attribution.on_cpu:

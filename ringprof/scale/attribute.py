@@ -160,17 +160,27 @@ def _attribute_in(
 def _reduce(
     given: Given, folder: Path, reading: Work, limit_bytes: int | None, notify: Notify
 ) -> tuple[list[Head], list[str]]:
-    """The head of every trace, and where its reduced form is."""
-    heads, reduced = [], []
+    """The head of every trace, and where its reduced form is. A run's traces that cannot be read are left out."""
+    heads: list[Head] = []
+    reduced: list[str] = []
+    problems: list[InputError] = []
     results = reading.map(stages.reduce_at, ((path, limit_bytes) for path in given.paths))
-    for at, (head, data) in enumerate(results):
+    for at, result in enumerate(results):
+        notify("traces read", at + 1, len(given.paths))
+        if isinstance(result, InputError):
+            if given.run is None:
+                raise result
+            problems.append(result)
+            continue
+        head, data = result
         rank = head.rank if given.ranks[at] is None else given.ranks[at]
         heads.append(replace(head, rank=rank, path=given.shown[at]))
         reduced.append(given.paths[at] if data is None else stages.scratch_file(str(folder), at))
         if data is not None:
-            Path(reduced[at]).write_bytes(data)
-        notify("traces read", at + 1, len(given.paths))
-    return checked_heads(heads), reduced
+            Path(reduced[-1]).write_bytes(data)
+    if not heads:
+        raise problems[0]
+    return checked_heads(heads, problems), reduced
 
 
 def _bare(rank: Rank) -> Rank:
@@ -212,7 +222,10 @@ class _Attributing:
         rates = {key: size / span for key, (size, span) in best.items()} if usable and not silent else {}
         warned = all_warnings(self.opening, said, [] if silent else warnings)
         return Stored(
-            Attribution(finished, self.run, rates, warned, clocks), self.details, self._surveys(finished), self.told
+            Attribution(finished, self.run, rates, warned, clocks, self.opening.world_size),
+            self.details,
+            self._surveys(finished),
+            self.told,
         )
 
     def _explain(self) -> dict[int, stages.Alone]:

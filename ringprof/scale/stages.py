@@ -25,12 +25,13 @@ from ringprof.analysis.rank import Detail, Rank, kept
 from ringprof.analysis.step_plan import Plan, Side, Survey, own_plan, survey
 from ringprof.analysis.steps import ExposedBySteps, Step, exposed_by_step, steps_of
 from ringprof.analysis.waiting import Best, LinkClass
+from ringprof.errors import InputError
 from ringprof.files import is_url
 from ringprof.run import Run, read_run
 from ringprof.scale.store import Store
 from ringprof.trace.columns import Warning
 from ringprof.trace.heads import Head, head_of
-from ringprof.trace.ranks import read_one, starts_with
+from ringprof.trace.ranks import starts_with, try_one
 from ringprof.trace.reduced import MAGIC, reduce_trace
 
 
@@ -53,9 +54,14 @@ def _run_at(path: str) -> Run:
     return read_run(path)
 
 
-def reduce_at(path: str, limit_bytes: int | None) -> tuple[Head, bytes | None]:
-    """The head of a trace, and its reduced form; None where a file of this machine is that already."""
-    trace = read_one(path, limit_bytes)
+def reduce_at(path: str, limit_bytes: int | None) -> tuple[Head, bytes | None] | InputError:
+    """The head of a trace, and its reduced form; None where a file of this machine is that already.
+
+    Returns the error of a trace that cannot be read.
+    """
+    trace = try_one(path, limit_bytes)
+    if isinstance(trace, InputError):
+        return trace
     here = not is_url(path) and starts_with(path, MAGIC)
     return head_of(trace), None if here else reduce_trace(trace)
 

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from ringprof.errors import InputError
 from ringprof.trace.columns import Trace, Warning
 
 OF_THE_RUN = frozenset({"mixed_runs", "assumed_ranks", "left_out"})
@@ -41,8 +42,21 @@ def head_of(trace: Trace) -> Head:
     )
 
 
-def checked_heads(heads: Sequence[Head]) -> list[Head]:
-    """The heads, in the order given, each with its rank and with warnings about its place among the others."""
+def checked_heads(heads: Sequence[Head], problems: Sequence[InputError] = ()) -> list[Head]:
+    """The heads, in the order given, each with its rank and with warnings about its place among the others.
+
+    ``problems``: why other traces of the run could not be read.
+    """
+    heads = _placed(heads)
+    if problems:
+        more = f", and {len(problems) - 1} more" if len(problems) > 1 else ""
+        first = min(range(len(heads)), key=lambda at: order(heads[at]))
+        message = f"traces that cannot be read are left out: {problems[0]}{more}"
+        heads[first] = _with(heads[first], Warning("left_out", message))
+    return heads
+
+
+def _placed(heads: Sequence[Head]) -> list[Head]:
     if len(heads) < 2:
         return list(heads)
     if all(head.rank is None for head in heads):

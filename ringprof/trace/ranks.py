@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 from ringprof.errors import InputError
 from ringprof.files import read_bytes, size_of
@@ -24,25 +25,37 @@ COMPRESSION = 15
 
 
 def read_traces(
-    paths: Sequence[str | os.PathLike[str]], *, jobs: int | None = None, limit_bytes: int | None = None
+    paths: Sequence[str | os.PathLike[str]],
+    *,
+    jobs: int | None = None,
+    limit_bytes: int | None = None,
+    ranks: Sequence[int] | None = None,
 ) -> list[Trace]:
     """Read the traces of several ranks, sorted by rank.
 
     ``jobs``: processes to read in, by default as many as there are CPUs when the files are large. Where no
     trace names its rank, the order of the paths does. Several traces of one rank, or of different runs, stay
     in the list; their warnings say so. Raises as `read_trace` does.
+
+    ``ranks``: those of a run that names its traces. Such a trace is left out with a warning where it cannot be read,
+    as long as there is one that can.
     """
     given = [os.fspath(path) for path in paths]
+    if ranks is not None:
+        return _read_of_run(given, ranks, jobs, limit_bytes)
     exports = [name for name in given if starts_with(name, SQLITE_MAGIC)]
     names = [name for name in given if name not in exports]
-    if jobs is None:
-        jobs = cpus() if json_bytes(names) >= WORTH_A_PROCESS else 1
-    jobs = min(jobs, max(len(names), 1))
-    if jobs > 1:
-        traces = _read_elsewhere(names, jobs, limit_bytes)
-    else:
-        traces = [read_one(name, limit_bytes) for name in names]
+    traces = _read_all(read_one, names, jobs, limit_bytes)
     return checked([*traces, *(trace for name in exports for trace in read_nsys(name))])
+
+
+def _read_of_run(names: Sequence[str], ranks: Sequence[int], jobs: int | None, limit_bytes: int | None) -> list[Trace]:
+    found = _read_all(try_one, names, jobs, limit_bytes)
+    problems = [one for one in found if isinstance(one, InputError)]
+    if len(problems) == len(found):
+        raise problems[0]
+    traces = [replace(one, rank=rank) for one, rank in zip(found, ranks, strict=True) if isinstance(one, Trace)]
+    return checked(traces, problems)
 
 
 def read_one(name: str, limit_bytes: int | None = None) -> Trace:
@@ -52,9 +65,17 @@ def read_one(name: str, limit_bytes: int | None = None) -> Trace:
     return read_trace(name, limit_bytes=limit_bytes)
 
 
-def checked(traces: Sequence[Trace]) -> list[Trace]:
-    """The traces sorted by rank, each with warnings about its place among the others."""
-    heads = checked_heads([head_of(trace) for trace in traces])
+def try_one(name: str, limit_bytes: int | None = None) -> Trace | InputError:
+    """As `read_one`, but returns the error where it cannot be read."""
+    try:
+        return read_one(name, limit_bytes)
+    except InputError as error:
+        return error
+
+
+def checked(traces: Sequence[Trace], problems: Sequence[InputError] = ()) -> list[Trace]:
+    """The traces sorted by rank, each with warnings about its place among the others, one about those not read."""
+    heads = checked_heads([head_of(trace) for trace in traces], problems)
     placed = [
         replace(trace, rank=head.rank, warnings=list(head.warnings)) for trace, head in zip(traces, heads, strict=True)
     ]
@@ -91,8 +112,19 @@ def json_bytes(names: Sequence[str]) -> int:
     return total
 
 
-def _read_elsewhere(names: Sequence[str], jobs: int, limit_bytes: int | None) -> list[Trace]:
+_Read = TypeVar("_Read")
+
+
+def _read_all(
+    read: Callable[[str, int | None], _Read], names: Sequence[str], jobs: int | None, limit_bytes: int | None
+) -> list[_Read]:
+    """Each file's trace, in processes of their own where that pays."""
+    if jobs is None:
+        jobs = cpus() if json_bytes(names) >= WORTH_A_PROCESS else 1
+    jobs = min(jobs, max(len(names), 1))
+    if jobs == 1:
+        return [read(name, limit_bytes) for name in names]
     try:
-        return list(mapped(jobs, read_one, ((name, limit_bytes) for name in names)))
+        return list(mapped(jobs, read, ((name, limit_bytes) for name in names)))
     except ProcessEnded:
         raise InputError(f"{names[0]} and others: a process that read them ended (out of memory?)") from None

@@ -42,7 +42,7 @@ def test_strict_makes_warnings_an_error(capsys):
     assert run(capsys, FOLDER, "--strict")[0] == 0
     code, out, err = run(capsys, ONE, "--strict")
     assert code == 2
-    assert out.startswith("1 rank")
+    assert out.startswith("1 of 8 ranks")
     assert err.startswith("ringprof: 2 warnings, the first: ")
     assert err.count("\n") == 1
 

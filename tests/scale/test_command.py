@@ -112,7 +112,7 @@ def test_a_damaged_trace_among_many_is_one_line(many, tmp_path):
     shutil.copytree(many, folder)
     (folder / "rank40.ringprof").write_bytes(MAGIC + b"nothing")
     done = report(folder, scratch=tmp_path / "scratch")
-    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
     assert "rank40.ringprof: damaged reduced trace" in done.stderr
     assert ours(tmp_path / "scratch") == []
 
@@ -129,4 +129,9 @@ def test_a_recorded_run_needs_no_trace(tmp_path):
     assert apart.returncode == 0 and apart.stdout == whole.stdout
     # One that another version wrote is not read: then the trace must be there.
     (tmp_path / "rank2.ringprof").write_bytes(b"ringprof.trace/9\n")
-    assert "rank2.json.gz: No such file" in report(tmp_path / "run.json", scratch=tmp_path / "scratch").stderr
+    done = report(tmp_path / "run.json", scratch=tmp_path / "scratch")
+    assert done.returncode == 0 and done.stdout.startswith("3 of 4 ranks")
+    assert "rank2.json.gz: No such file or directory [left_out]" in " ".join(done.stdout.split())
+    for path in tmp_path.glob("*.ringprof"):
+        path.unlink()
+    assert "rank0.json.gz: No such file" in report(tmp_path / "run.json", scratch=tmp_path / "scratch").stderr

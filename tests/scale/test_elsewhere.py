@@ -6,7 +6,9 @@ import json
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ import ringprof
 from ringprof.errors import InputError, RunFormatError, UsageError
 from ringprof.trace.kineto import read_trace
 from ringprof.trace.reduced import reduce_trace
-from tests.scale.runs import RING, RUNS
+from tests.scale.runs import RING, RUNS, write_ring
 
 fsspec = pytest.importorskip("fsspec")
 pytest.importorskip("distributed")
@@ -83,13 +85,15 @@ def test_a_run_elsewhere_leads_nowhere_else(memory, path, field):
         ringprof.load("memory://evil/run.json")
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[str]:
-    """A scheduler and two workers, in processes of their own."""
+@contextmanager
+def cluster_of(workers: int, first: str = "") -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """A scheduler and workers, in processes of their own, each of which carries out ``first`` first."""
     program = (
+        f"{first}\n"
         "from distributed import LocalCluster; import sys\n"
         "if __name__ == '__main__':\n"
-        "    with LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None, host='127.0.0.1') as made:\n"
+        f"    with LocalCluster(n_workers={workers}, threads_per_worker=1, processes={not first}, host='127.0.0.1',\n"
+        "                      protocol='tcp', dashboard_address=None) as made:\n"
         "        print(made.scheduler_address, flush=True)\n"
         "        sys.stdin.read()\n"
     )
@@ -97,10 +101,18 @@ def cluster() -> Iterator[str]:
         [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     assert process.stdin and process.stdout
-    yield process.stdout.readline().strip()
-    process.stdin.close()
-    process.wait(30)
-    process.stdout.close()
+    try:
+        yield process.stdout.readline().strip(), process
+    finally:
+        process.stdin.close()
+        process.wait(30)
+        process.stdout.close()
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[str]:
+    with cluster_of(2) as (address, _):
+        yield address
 
 
 @pytest.mark.parametrize("name", ["h200x4-usp-262144", "cpu4-burst-4096"])
@@ -115,9 +127,43 @@ def test_an_error_on_a_cluster_is_the_same_error(cluster, tmp_path):
         ringprof.load([*sorted(RING.glob("rank*.json.gz")), bad], scheduler=cluster)
 
 
-def test_no_scheduler_there():
-    with pytest.raises(UsageError, match="no Dask scheduler answers there"):
-        ringprof.load(RING, scheduler="tcp://127.0.0.1:1")
+def test_workers_find_a_path_that_is_relative_here(cluster, monkeypatch):
+    monkeypatch.chdir(RUNS)
+    assert report_of(RING.name, scheduler=cluster) == report_of(RING)
+
+
+@pytest.mark.parametrize("address", ["bogus", "http://127.0.0.1:1", "tcp://127.0.0.1:1", "tcp://", ""])
+def test_no_scheduler_there(address):
+    begin = time.monotonic()
+    program = "import sys; from ringprof.cli import main; main()"
+    command = [sys.executable, "-c", program, "report", str(RING), "--scheduler", address]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == (2 if address else 0)
+    assert done.stderr.count("\n") == bool(address) and time.monotonic() - begin < 15, done.stderr
+
+
+def test_a_scheduler_without_workers(monkeypatch):
+    monkeypatch.setattr("ringprof.scale.work.PATIENCE_S", 2)
+    with cluster_of(0) as (address, _), pytest.raises(UsageError, match="has no workers"):
+        ringprof.load(RING, scheduler=address)
+
+
+def test_workers_without_ringprof():
+    with cluster_of(1, "import sys; sys.modules['ringprof'] = None") as (address, _):
+        with pytest.raises(UsageError, match="cannot import this version of ringprof"):
+            ringprof.load(RING, scheduler=address)
+
+
+def test_a_cluster_that_ends_meanwhile(tmp_path):
+    paths = write_ring(tmp_path, 40)
+    with cluster_of(1) as (address, process):
+
+        def end(what: str, done: int, of: int) -> None:
+            if done == 2:
+                process.kill()
+
+        with pytest.raises(UsageError, match="the work was not done"):
+            ringprof.load(paths, scheduler=address, notify=end)
 
 
 def test_a_link_out_of_the_folder_is_refused_by_url_too(tmp_path):

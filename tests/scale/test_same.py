@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +73,48 @@ def test_with_options(few_at_a_time, name, how):
 def test_with_a_rank_missing(few_at_a_time, lost):
     traces = [path for rank, path in enumerate(sorted((RUNS / RECORDED[-1]).glob("rank*.json.gz"))) if rank != lost]
     assert told(few_at_a_time(*traces)) == told(loaded(traces))
+
+
+def spoil(folder: Path, how: str) -> None:
+    """Rank 2's trace is gone, empty, cut off, or that of nothing."""
+    path = folder / "rank2.json.gz"
+    data = path.read_bytes()
+    path.unlink()
+    if how != "gone":
+        path.write_bytes({"empty": b"", "cut": data[:16_000], "nothing": gzip.compress(b'{"traceEvents": []}')}[how])
+
+
+@pytest.mark.parametrize("how", ["gone", "empty", "cut", "nothing"])
+def test_a_run_with_a_rank_that_cannot_be_read(few_at_a_time, tmp_path, how):
+    """Its figures are those of the other ranks, whichever way the rank is missing, and the report says so."""
+    folders = [tmp_path / "mine", tmp_path / "without"]
+    for folder in folders:
+        shutil.copytree(RUNS / "h200x4-zigzag-65536", folder)
+    spoil(folders[0], how)
+    spoil(folders[1], "gone")
+    together, without = (loaded(folder) for folder in folders)
+    assert told(few_at_a_time(folders[0])) == told(together)
+    assert together.ranks == [0, 1, 3]
+    assert together.figures() | {"warnings": 0} == without.figures() | {"warnings": 0}
+    codes = {warning.code for warning in together.warnings}
+    assert {"left_out", "missing_ranks"} <= codes
+    assert together.to_terminal().startswith("3 of 4 ranks")
+
+
+def test_a_run_that_names_its_ranks_needs_no_trace_to(few_at_a_time, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(RUNS / "h200x4-zigzag-65536", folder)
+    run = json.loads((folder / "run.json").read_text())
+    for entry in run["traces"]:
+        trace = json.loads(gzip.decompress((folder / entry["path"]).read_bytes()))
+        del trace["distributedInfo"]
+        (folder / entry["path"]).unlink()
+        entry["path"] = f"{'abcd'[entry['rank']]}.json.gz"
+        (folder / entry["path"]).write_bytes(gzip.compress(json.dumps(trace).encode()))
+    (folder / "run.json").write_text(json.dumps(run))
+    together = loaded(folder)
+    assert together.ranks == [0, 1, 2, 3] and not together.warnings
+    assert told(few_at_a_time(folder)) == told(together)
 
 
 @pytest.mark.parametrize("late_ns", [0, 3_000_000, -50_000])
