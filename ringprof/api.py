@@ -30,7 +30,7 @@ from ringprof.analysis.rules import Rule
 from ringprof.analysis.summary import Summary, summarise
 from ringprof.analysis.verdict import Findings
 from ringprof.errors import InputError, KernelTableError, UsageError
-from ringprof.files import folder_of, is_url, read_whole, within
+from ringprof.files import exists, folder_of, is_url, read_whole, size_of, within
 from ringprof.report import as_json, terminal
 from ringprof.run import RankTrace, Run, Workload, read_run
 from ringprof.scale.given import Given, Notify
@@ -339,10 +339,16 @@ def _load_run(path: str, source: Input, reading: Reading) -> Analysis:
 
 
 def _quickest(folder: str, trace: RankTrace) -> str:
-    """The reduced trace where there is one that this version reads, else the trace."""
-    if trace.reduced and starts_with(within(folder, trace.reduced), MAGIC):
+    """The reduced trace where there is one that this version reads and the trace is still the same; else the trace."""
+    path = within(folder, trace.path)
+    if trace.reduced and starts_with(within(folder, trace.reduced), MAGIC) and not _changed(path, trace.size_bytes):
         return within(folder, trace.reduced)
-    return within(folder, trace.path)
+    return path
+
+
+def _changed(path: str, size_bytes: int | None) -> bool:
+    """Whether the trace is there and of another size. Elsewhere each look costs a request: no."""
+    return size_bytes is not None and not is_url(path) and exists(path) and size_of(path) != size_bytes
 
 
 def _anywhere(path: str) -> str:

@@ -164,8 +164,8 @@ def _run(
     local_rank, host = _standing_on_host(rank, world, device)
     result = RankResult(
         host=host, local_rank=local_rank, device=device_name(device), trace=trace_name(rank), profiled_ns=times,
-        remote_bytes=trace.remote_bytes(), reduced=reduced_name(rank) if reduced else None,
-        remote_reduced_bytes=trace.remote_reduced_bytes(),
+        trace_bytes=trace.size_bytes, remote_bytes=trace.remote_bytes(),
+        reduced=reduced_name(rank) if reduced else None, remote_reduced_bytes=trace.remote_reduced_bytes(),
     )  # fmt: skip
     results = exchange(result, device) if world > 1 else [result]
     if world > 1:

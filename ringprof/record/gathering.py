@@ -26,9 +26,13 @@ class TraceFile:
         self.reduced = self._folder / reduced_name(rank)
         """Where the trace's reduced form goes."""
 
+    @property
+    def size_bytes(self) -> int:
+        return self.path.stat().st_size
+
     def remote_bytes(self) -> int | None:
         """The trace's size where rank 0 must be sent it; None where it lies in the run's folder."""
-        return None if self.shared else self.path.stat().st_size
+        return None if self.shared else self.size_bytes
 
     def remote_reduced_bytes(self) -> int | None:
         """The same of its reduced form; None where there is none."""

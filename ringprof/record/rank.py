@@ -58,6 +58,7 @@ class RankResult(msgspec.Struct, frozen=True, kw_only=True):
     peak_bytes: int | None = None
     work: Work | None = None
     controls: Controlled | None = None
+    trace_bytes: int | None = None
     remote_bytes: int | None = None
     """Of the trace, where it is not in the run's folder and rank 0 must be sent it."""
     reduced: str | None = None
@@ -122,7 +123,7 @@ class Rank:
         result = RankResult(
             host=host, local_rank=self.place.local_rank, device=device_name(device), trace=trace_name(self.place.rank),
             iterations_ns=measured.iterations_ns, profiled_ns=profiled, peak_bytes=measured.peak_bytes,
-            work=measured.work, controls=controlled, remote_bytes=trace.remote_bytes(),
+            work=measured.work, controls=controlled, trace_bytes=trace.size_bytes, remote_bytes=trace.remote_bytes(),
             reduced=reduced_name(self.place.rank) if reduced else None,
             remote_reduced_bytes=trace.remote_reduced_bytes(),
         )  # fmt: skip
@@ -227,7 +228,10 @@ def assemble(name: str, created: str, command: list[str], results: list[RankResu
         profiled=Profiled(iterations_ns=profiled) if all(profiled) else None,
         peak_memory_bytes=peaks if len(peaks) == len(results) else None,
         work=works if len(works) == len(results) else None,
-        traces=[RankTrace(rank=rank, path=result.trace, reduced=result.reduced) for rank, result in enumerate(results)],
+        traces=[
+            RankTrace(rank=rank, path=result.trace, reduced=result.reduced, size_bytes=result.trace_bytes)
+            for rank, result in enumerate(results)
+        ],
     )
 
 

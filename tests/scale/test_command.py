@@ -120,13 +120,24 @@ def test_a_damaged_trace_among_many_is_one_line(many, tmp_path):
 def test_a_recorded_run_needs_no_trace(tmp_path):
     """``run.json`` and the reduced traces are enough, and give the same report."""
     run = parse_run((RING / "run.json").read_bytes(), "run.json")
-    entries = [RankTrace(rank=t.rank, path=t.path, reduced=f"rank{t.rank}.ringprof") for t in run.traces]
+    entries = [
+        RankTrace(rank=t.rank, path=t.path, reduced=f"rank{t.rank}.ringprof", size_bytes=(RING / t.path).stat().st_size)
+        for t in run.traces
+    ]
     write_run(changed(run, {"traces": entries}), tmp_path / "run.json")
     for entry in entries:
         assert entry.reduced is not None
         (tmp_path / entry.reduced).write_bytes(reduce_trace(read_trace(RING / entry.path)))
     apart, whole = (report(path, scratch=tmp_path / "scratch") for path in (tmp_path / "run.json", RING / "run.json"))
     assert apart.returncode == 0 and apart.stdout == whole.stdout
+    # The report is of the trace that is there: another one since it was reduced, or none.
+    other = RING.parent / "h200x4-burst-262144" / "rank1.json.gz"
+    shutil.copy(other, tmp_path / "rank1.json.gz")
+    done = report(tmp_path / "run.json", scratch=tmp_path / "scratch")
+    assert done.returncode == 0 and done.stdout != whole.stdout
+    shutil.copy(RING / "rank1.json.gz", tmp_path / "rank1.json.gz")
+    assert report(tmp_path / "run.json", scratch=tmp_path / "scratch").stdout == whole.stdout
+    (tmp_path / "rank1.json.gz").unlink()
     # One that another version wrote is not read: then the trace must be there.
     (tmp_path / "rank2.ringprof").write_bytes(b"ringprof.trace/9\n")
     done = report(tmp_path / "run.json", scratch=tmp_path / "scratch")
