@@ -117,6 +117,10 @@ def run(args: list[str]) -> int:
         # The reader of our output left (`| head`): not an error, and nothing more can be said.
         sys.stderr.close()
         return 128 + signal.SIGPIPE
+    except OSError as error:
+        # Nothing is assumed about a path that the user gives: too long, in a circle, on a disk that is gone.
+        named = f"{error.filename}: " if error.filename else ""
+        return _fail(f"{named}{error.strerror or error}", 2)
 
 
 def _fail(message: str, code: int) -> int:

@@ -219,8 +219,10 @@ def _cause(statuses: dict[int, int], readers: list[DiaryReader], scratch: Path) 
     if killed:
         return signal_error(killed[0], -statuses[killed[0]], f"; log: {log_path(scratch, killed[0])}")
     told = {rank: entry for rank in statuses if (entry := readers[rank].last("error"))}
-    if not told:
-        rank = next(rank for rank, status in statuses.items() if status)
+    silent = [rank for rank in statuses if rank not in told]
+    if silent and all(is_effect(entry["error"], entry["message"]) for entry in told.values()):
+        # Whatever its exit code, one that left without a word is what the others fail from.
+        rank = max(silent, key=lambda rank: statuses[rank] != 0)
         log = log_path(scratch, rank)
         return RecordError(f"rank {rank} ended with exit code {statuses[rank]} and said nothing; log: {log}")
     rank, entry = min(told.items(), key=lambda item: (is_effect(item[1]["error"], item[1]["message"]), item[1]["at"]))

@@ -118,3 +118,9 @@ def test_a_compressed_trace_that_expands_beyond_the_limit_is_refused(tmp_path, c
     code, _, err = run(capsys, str(path), "--max-bytes", "100000")
     assert code == 2
     assert "--max-bytes" in err
+
+
+@pytest.mark.parametrize("options", [["-o", "x" * 300], ["-o", "/dev/full"], ["--rules", "x" * 300]])
+def test_paths_that_the_system_refuses_are_one_line(capsys, options):
+    code, _, err = run(capsys, ONE, *options)
+    assert code == 2 and err.startswith("ringprof: ") and err.count("\n") == 1

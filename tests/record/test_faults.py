@@ -103,6 +103,15 @@ def test_running_out_of_memory_names_the_rank(own_strategies: Path) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.parametrize(("what", "code"), [("leave", 0), ("leave_badly", 7)])
+def test_a_rank_that_leaves_is_named_not_the_one_that_misses_it(own_strategies: Path, what: str, code: int) -> None:
+    done = run(["record", "--strategy", "mine:Later", "-p", f"what={what}", *TWO], own_strategies)
+    assert done.returncode == 3
+    assert f"rank 1 ended with exit code {code} and said nothing; log: " in one_line(done.stderr)
+    assert nothing_recorded(own_strategies)
+
+
+@pytest.mark.long
 def test_a_hanging_rank_is_named_when_time_is_up(own_strategies: Path) -> None:
     arguments = ["record", "--strategy", "mine:Later", "-p", "what=hang", *TWO, "--time-limit", "15"]
     done = run(arguments, own_strategies, TMPDIR=str(own_strategies))
