@@ -64,6 +64,7 @@ def size_of(name: str) -> int:
 
 
 def is_folder(name: str) -> bool:
+    """Whether there is a folder of this name. Raises `InputError`."""
     with _told(name):
         if not is_url(name):
             return Path(name).is_dir()
@@ -72,6 +73,7 @@ def is_folder(name: str) -> bool:
 
 
 def is_file(name: str) -> bool:
+    """Whether there is a file of this name. Raises `InputError`."""
     with _told(name):
         if not is_url(name):
             return Path(name).is_file()
@@ -80,6 +82,7 @@ def is_file(name: str) -> bool:
 
 
 def exists(name: str) -> bool:
+    """Whether there is a file or folder of this name. Raises `InputError`."""
     with _told(name):
         if not is_url(name):
             return Path(name).exists()

@@ -43,6 +43,8 @@ class Entry:
     settings: Mapping[str, str | None]
     """Settings and hardware as text; None for what the source does not say."""
     figures: Mapping[str, Figure] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
+    """What stands against its figures."""
 
 
 @dataclass(frozen=True)

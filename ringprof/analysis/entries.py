@@ -10,6 +10,7 @@ from ringprof.analysis.rules import KINDS
 from ringprof.analysis.table import TableReport
 from ringprof.analysis.verdict import Findings
 from ringprof.run import Run, Workload
+from ringprof.trace.columns import NOTES
 from ringprof.trace.log_rows import LogRow
 
 MS = 1e6
@@ -35,7 +36,8 @@ def entry_of_run(label: str, found: Findings) -> Entry:
     figures |= {f"{WATERFALL}{part.part}": _time(part.time_ns / iterations) for part in found.waterfall.parts}
     settings = _run_settings(run) if run is not None else {}
     devices = ", ".join(summary.devices) or None
-    return Entry(label, "trace" if run is None else "run", settings | {"device": devices}, figures)
+    warnings = tuple(f"{one.message} [{one.code}]" for one in found.attribution.warnings if one.code not in NOTES)
+    return Entry(label, "trace" if run is None else "run", settings | {"device": devices}, figures, warnings)
 
 
 def _run_settings(run: Run) -> dict[str, str | None]:

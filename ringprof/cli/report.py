@@ -17,6 +17,7 @@ from ringprof.errors import UsageError
 from ringprof.files import read_within
 from ringprof.report import as_json
 from ringprof.report.terminal import Look
+from ringprof.trace.columns import NOTES
 
 PIPE_LIMIT = 4 << 30
 NARROWEST = 78
@@ -151,9 +152,10 @@ def _failed(conditions: list[Condition], analysis: Analysis | TableAnalysis) -> 
 
 
 def _strictly(analysis: Analysis | TableAnalysis) -> int:
-    if not analysis.warnings:
+    serious = [warning for warning in analysis.warnings if warning.code not in NOTES]
+    if not serious:
         return 0
-    count = len(analysis.warnings)
-    first = analysis.warnings[0]
-    click.echo(f"ringprof: {count} warnings, the first: {' '.join(first.message.split())} [{first.code}]", err=True)
+    count, first = len(serious), serious[0]
+    counted = "1 warning" if count == 1 else f"{count} warnings, the first"
+    click.echo(f"ringprof: {counted}: {' '.join(first.message.split())} [{first.code}]", err=True)
     return 2

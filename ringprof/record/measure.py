@@ -91,7 +91,7 @@ def profile_iterations(problem: Problem, device: torch.device, iters: int, path:
 
     All ranks start each iteration together, behind a barrier that lies outside the marked range.
     """
-    reporter.start("profile", 1 + iters)
+    reporter.start("profile", iters)
     warm, clock = clock_for(device), clock_for(device)
 
     def marked() -> None:
@@ -101,7 +101,6 @@ def profile_iterations(problem: Problem, device: torch.device, iters: int, path:
     with profiler() as recording:
         warm.run(problem.iteration)
         warm.times_ns()
-        reporter.advance()
         recording.step()
         for _ in range(iters):
             clock.run(marked)

@@ -28,6 +28,7 @@ def as_dict(comparison: Comparison) -> dict[str, Any]:
                     name: {"value": f.value, "unit": f.unit, "low": f.low, "high": f.high}
                     for name, f in entry.figures.items()
                 },
+                "warnings": list(entry.warnings),
             }
             for entry in comparison.entries
         ],
@@ -73,6 +74,7 @@ def render(comparison: Comparison, *, ascii_only: bool = False) -> str:
     """For the terminal: settings that differ, then a line a figure with each entry beside the first."""
     lines = [f"{'base' if index == 0 else index}: {clean(entry.label)} ({entry.source})"
              for index, entry in enumerate(comparison.entries)]  # fmt: skip
+    lines += _warnings(comparison)
     if comparison.differing:
         lines += ["", "what differs"]
         head = ["", *_columns(comparison)]
@@ -92,6 +94,12 @@ def render(comparison: Comparison, *, ascii_only: bool = False) -> str:
     lines += ["", *_legend(comparison)]
     text = "\n".join(line.rstrip() for line in lines) + "\n"
     return in_ascii(text) if ascii_only else text
+
+
+def _warnings(comparison: Comparison) -> list[str]:
+    names = _columns(comparison)
+    said = [(name, text) for name, entry in zip(names, comparison.entries, strict=True) for text in entry.warnings]
+    return ["", "warnings", *(f"{name}: {clean(text)}" for name, text in said)] if said else []
 
 
 def _columns(comparison: Comparison) -> list[str]:

@@ -43,9 +43,11 @@ def table(title: str, columns: Iterable[str]) -> Table:
 # --- ring steps ---------------------------------------------------------------------------------------
 
 
-def steps_section(steps: Sequence[Step]) -> RenderableType:
+def steps_section(steps: Sequence[Step], on_cpu: bool = False) -> RenderableType:
     """A row a rank and step, or a row a step where they are many."""
     if not steps:
+        if on_cpu:
+            return Text("ring steps: a CPU trace does not tell when a transfer ran, so none are told")
         return Text("ring steps: none found; neither annotations nor the order of hops and attention tell them")
     unit_ns, unit = unit_for(max(step.end_ns - step.start_ns for step in steps))
     groups: dict[str, list[Step]] = defaultdict(list)
@@ -54,12 +56,14 @@ def steps_section(steps: Sequence[Step]) -> RenderableType:
         rank = f"rank {step.rank} " if listed else ""
         call = f"call {step.call} " if listed and any(other.call for other in steps) else ""
         groups[f"{rank}{call}{step.phase} {step.step}"].append(step)
-    several = "" if listed else ", mean over ranks and calls"
-    title = f"ring steps\nin {unit}{several}"
+    title = f"ring steps\nin {unit}"
     made = table(title, ["block", "step", "hops", "wait", "wire", "exposed", "of it\nwire", "bound by"])
     for name, mine in groups.items():
         made.add_row(name, *_step_cells(mine, unit_ns))
-    return Group(made, Text(f"steps {_SOURCES[steps[0].source]}", style="dim"))
+    notes = [f"steps {_SOURCES[steps[0].source]}"]
+    if not listed:
+        notes.append("means over ranks and calls; what most are bound by, and how many of them")
+    return Group(made, Text("\n".join(notes), style="dim"))
 
 
 def _step_cells(steps: Sequence[Step], unit_ns: float) -> list[str]:
@@ -76,7 +80,7 @@ def _step_cells(steps: Sequence[Step], unit_ns: float) -> list[str]:
     cells.insert(2, str(hops.pop()) if len(hops) == 1 else f"{min(hops)}-{max(hops)}")
     bounds = [step.bound or "-" for step in steps]
     most = max(dict.fromkeys(bounds), key=bounds.count)
-    return [*cells, most if len(set(bounds)) == 1 else f"{most} ({bounds.count(most)} of {len(bounds)})"]
+    return [*cells, most if len(set(bounds)) == 1 else f"{most} {bounds.count(most) / len(bounds):.0%}"]
 
 
 def _mean_cell(values: Sequence[int | None], unit_ns: float) -> str:
@@ -90,6 +94,8 @@ def _mean_cell(values: Sequence[int | None], unit_ns: float) -> str:
 def hops_section(attribution: Attribution) -> RenderableType:
     """A row a hop, of the ranks' first ones where they are many."""
     hops = [hop for rank in attribution.ranks for hop in rank.hops]
+    if not hops and attribution.on_cpu:
+        return Text("hops: a CPU trace does not tell when a transfer ran; by kind, above, is what ranks waited for")
     if not hops:
         return Text("hops: none; these ranks exchange nothing with neighbours alone")
     unit_ns, unit = unit_for(max(hop.end_ns - hop.start_ns for hop in hops))

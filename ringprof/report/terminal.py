@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rich.console import Console, Group, RenderableType
+from rich.measure import Measurement
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -72,7 +73,8 @@ def render(found: Findings, look: Look | None = None, sections: Sequence[str] = 
         blocks.append(_by_rank(summary))
     blocks.extend(_section(name, found, look) for name in further.SECTIONS if name in sections)
     blocks.extend(_warning_block(attribution))
-    left = ["--html report.html", *(f"--{name}" for name in further.SECTIONS if name not in sections)]
+    untold = ("steps", "hops") if attribution.on_cpu else ()
+    left = ["--html report.html", *(f"--{name}" for name in further.SECTIONS if name not in (*sections, *untold))]
     blocks.append(Text("next: ringprof report PATH " + " · ".join([*left, "--format json"]), style="dim"))
     return _written(blocks, look)
 
@@ -93,9 +95,19 @@ def _written(blocks: Sequence[RenderableType], look: Look) -> str:
     for number, block in enumerate(blocks):
         if number:
             console.print()
-        console.print(block)
+        _print_whole(console, block)
     text = "\n".join(line.rstrip() for line in file.getvalue().splitlines()) + "\n"
     return in_ascii(text) if look.ascii_only else text
+
+
+def _print_whole(console: Console, block: RenderableType) -> None:
+    """Print; a table that does not fit runs over the edge rather than lose digits."""
+    if isinstance(block, Group):
+        for part in block.renderables:
+            _print_whole(console, part)
+        return
+    needed = Measurement.get(console, console.options.update(max_width=10_000), block).maximum
+    console.print(block, width=max(console.width, needed) if isinstance(block, Table) else None, crop=False)
 
 
 # --- what was run, and what stands out --------------------------------------------------------------
@@ -202,7 +214,7 @@ def _split_line(row: Communication) -> str:
 
 def _section(name: str, found: Findings, look: Look) -> RenderableType:
     if name == "steps":
-        return further.steps_section(found.steps)
+        return further.steps_section(found.steps, found.attribution.on_cpu)
     if name == "hops":
         return further.hops_section(found.attribution)
     return further.waterfall_section(found.waterfall, look.bar, look.width)

@@ -23,6 +23,10 @@ NONE = -1
 """Stands for "not given" in integer columns."""
 
 
+NOTES = frozenset({"clocks_fitted", "cpu_no_transfer_times", "cpu_no_wait_marks"})
+"""Codes of warnings that any sound trace of its kind has: of CPU ranks, or of several hosts."""
+
+
 @dataclass(frozen=True)
 class Warning:
     """Something odd in the input that did not stop the reading."""

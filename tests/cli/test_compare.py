@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,21 @@ def test_a_difference_between_alike_runs_is_called_noise(capsys):
     line = next(line for line in out.splitlines() if line.startswith("tflops"))
     assert line.endswith("1.00x~")
     assert "~ noise" in out
+
+
+def test_what_stands_against_an_entry_is_said(capsys, tmp_path):
+    """A trace that is cut off counts in no figure, and the comparison says that there is one."""
+    whole, cut = ROOT / "traces" / "h200x4-zigzag-65536", tmp_path / "cut"
+    shutil.copytree(whole, cut)
+    (cut / "rank2.json.gz").write_bytes((whole / "rank2.json.gz").read_bytes()[:16_000])
+    code, out, _ = run(capsys, str(whole), str(cut), "--html", str(tmp_path / "page.html"))
+    assert code == 0 and "[left_out]" in out and "1: 1 of 4 ranks have no trace: 2 [missing_ranks]" in out
+    assert "left_out" in (tmp_path / "page.html").read_text()
+    entries = json.loads(run(capsys, str(whole), str(cut), "--format", "json")[1])["entries"]
+    assert entries[0]["warnings"] == [] and any("[left_out]" in text for text in entries[1]["warnings"])
+    rates = [entry["figures"]["block_tflops"]["value"] for entry in entries]
+    assert rates[1] == pytest.approx(rates[0], rel=0.02)
+    assert "warnings" not in run(capsys, str(whole), str(whole))[1]
 
 
 def test_any_mix(capsys):

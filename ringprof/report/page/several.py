@@ -36,7 +36,8 @@ def comparison_document(found: Comparison) -> Document:
         sections.append(Section("memory", "Peak memory", MEANINGS["memory"], bars))
     sections.append(Section("figures", "Every figure", MEANINGS["comparison"], tables=[_figure_table(found)]))
     sections.append(Section("differences", "What differs in settings", tables=[_settings_table(found)]))
-    return Document("Comparison", " · ".join(clean(name) for name in names), [], [], sections)
+    warnings = [clean(f"{entry.label}: {text}") for entry in found.entries for text in entry.warnings]
+    return Document("Comparison", " · ".join(clean(name) for name in names), warnings, [], sections)
 
 
 def _one(name: str, values: Sequence[float]) -> dict[str, tuple[str, Sequence[float]]]:
