@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from ringprof.analysis.attribution import attribute
+from ringprof.analysis.clocks import Meetings, OneWay, collect_meetings, fit_ways
 from ringprof.analysis.hops import hop_totals
 from ringprof.trace.columns import Trace
 from ringprof.trace.ranks import read_traces
@@ -165,3 +167,25 @@ def test_recorded_hosts_are_aligned_and_keep_their_figures(skew):
         mine, truth = hop_totals(other.hops), hop_totals(one.hops)
         assert mine.wait_share == pytest.approx(truth.wait_share, abs=0.001)
         assert mine.wire_gbps == pytest.approx(truth.wire_gbps, rel=0.001)
+
+
+@pytest.mark.parametrize("hosts", [3, 33, 100])
+def test_a_collective_of_many_hosts_ties_all_their_clocks(hosts):
+    draw = np.random.default_rng(hosts)
+    true = np.concatenate([[0], draw.integers(-(10**9), 10**9, hosts - 1)])
+    begun = np.arange(40) * 1_000_000
+    on_host = {
+        host: Meetings(
+            begun + draw.integers(0, 1_000, 40) + true[host],
+            begun + 5_000 + draw.integers(0, 300, 40) + true[host],
+            begun + 5_300 + draw.integers(0, 300, 40) + true[host],
+        )
+        for host in range(hosts)
+    }
+    found = defaultdict(OneWay)
+    collect_meetings(on_host, "all_reduce", found)
+    ways = {pair: way.summed() for pair, way in found.items()}
+    clocks = fit_ways(ways, {rank: f"host{rank // 8}" for rank in range(8 * hosts)})
+    assert len(clocks.pairs) == hosts * (hosts - 1) // 2
+    for rank, offset in clocks.offset_ns.items():
+        assert abs(offset + true[rank // 8]) <= clocks.residual_ns < 3_000
