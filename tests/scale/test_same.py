@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import gzip
 import json
 import shutil
@@ -193,3 +194,11 @@ def test_nothing_is_left_where_reading_fails(few_at_a_time, tmp_path, monkeypatc
     with pytest.raises(InputError, match="rank9"):
         few_at_a_time(*sorted((RUNS / RECORDED[-1]).glob("rank*.json.gz")), bad)
     assert list(tmp_path.iterdir()) == [bad]
+
+
+def test_details_live_as_long_as_a_rank_does(few_at_a_time):
+    """Whoever keeps one rank of a run keeps the files that its hops are read from."""
+    together = loaded(RUNS / RECORDED[-1]).attribution.ranks[1]
+    rank = few_at_a_time(RUNS / RECORDED[-1]).attribution.ranks[1]
+    gc.collect()
+    assert rank.hops == together.hops
