@@ -22,6 +22,8 @@ from collections.abc import Callable
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 LOOK_S = 0.5
 LAST_RESORT_S = 8.0
+ENDING_S = 60.0
+"""More than ending takes, with what it removes from a slow disk."""
 
 
 class Watch:
@@ -50,7 +52,7 @@ class Watch:
         for number in SIGNALS:
             # Any handler of Python's own: without one the interpreter would not write to the pipe.
             signal.signal(number, lambda *_: None)
-        self._put_off_the_last_resort()
+        self._put_off_the_last_resort(LAST_RESORT_S)
         threading.Thread(target=self._watch, name="ringprof-watch", daemon=True).start()
 
     def stop(self) -> None:
@@ -70,20 +72,22 @@ class Watch:
             elif self._parent is not None and os.getppid() != self._parent:
                 self._end("parent", 3)
             elif self._limit is not None and time.monotonic() > self._limit:
-                self._put_off_the_last_resort()
+                self._put_off_the_last_resort(LAST_RESORT_S)
                 if time.monotonic() > self._limit + self._patience_s:
                     self._end("time limit", 3)
 
-    def _put_off_the_last_resort(self) -> None:
+    def _put_off_the_last_resort(self, by_s: float) -> None:
+        """To so many seconds from now, or from the time limit where that is to come."""
         if self._limit is not None:
             left = max(0.0, self._limit - time.monotonic())
-            faulthandler.dump_traceback_later(left + LAST_RESORT_S, exit=True)
+            faulthandler.dump_traceback_later(left + by_s, exit=True)
         if self._stopped.is_set():
             faulthandler.cancel_dump_traceback_later()
 
     def _end(self, reason: str, code: int) -> None:
         if self._stopped.is_set():
             return
+        self._put_off_the_last_resort(ENDING_S)
         try:
             self._on_end(reason, code)
         finally:
