@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from ringprof.analysis.attribution import attribute
-from ringprof.analysis.clocks import Meetings, OneWay, collect_meetings, fit_ways
+from ringprof.analysis.clocks import Meetings, OneWay, Traffic, collect_meetings, fit_ways
 from ringprof.analysis.hops import hop_totals
 from ringprof.trace.columns import Trace
 from ringprof.trace.ranks import read_traces
@@ -182,7 +182,7 @@ def test_a_collective_of_many_hosts_ties_all_their_clocks(hosts):
         )
         for host in range(hosts)
     }
-    found = defaultdict(OneWay)
+    found: Traffic = defaultdict(OneWay)
     collect_meetings(on_host, "all_reduce", found)
     ways = {pair: way.summed() for pair, way in found.items()}
     clocks = fit_ways(ways, {rank: f"host{rank // 8}" for rank in range(8 * hosts)})
