@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ringprof.analysis.clocks import Clocks, Meetings, Traffic, collect_meetings
-from ringprof.analysis.matching import Gathered, refusal_of_collective
+from ringprof.analysis.matching import Gathered, numbered, refusal_of_collective
 from ringprof.analysis.transfers import Group, Transfer
 from ringprof.analysis.waiting import residuals
 from ringprof.trace.columns import Int64
@@ -64,14 +64,15 @@ class Gatherings:
 
     def add(self, rank: int, transfers: Sequence[Transfer]) -> None:
         """Take in the transfers of one rank, in order."""
-        mine: dict[tuple[Group, str], list[Transfer]] = defaultdict(list)
-        for transfer in transfers:
+        groups, group_of = numbered(transfers)
+        mine: dict[tuple[int, str], list[Transfer]] = defaultdict(list)
+        for number, transfer in zip(group_of, transfers, strict=True):
             if transfer.kind not in ("send_recv", "copy_engine") and transfer.source != "none":
-                mine[transfer.group, transfer.kind].append(transfer)
-        for key, calls in mine.items():
+                mine[number, transfer.kind].append(transfer)
+        for (number, kind), calls in mine.items():
             start = np.array([call.start_ns for call in calls], np.int64)
             end = np.array([call.end_ns for call in calls], np.int64)
-            self._take(self._calls[key], rank, Meetings(start, end, end))
+            self._take(self._calls[groups[number], kind], rank, Meetings(start, end, end))
 
     def _take(self, known: _Calls, rank: int, moments: Meetings) -> None:
         known.counts[rank] = len(moments.last_end)

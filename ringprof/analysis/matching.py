@@ -88,8 +88,9 @@ def match(transfers: Mapping[int, Sequence[Transfer]], gathering: Gathering | No
     """
     everything = tuple(transfer for mine in transfers.values() for transfer in mine)
     work = _Work(np.zeros(len(everything), np.int8))
-    _match_messages(everything, set(transfers), work)
-    _match_collectives(everything, set(transfers), work, gathering)
+    groups, group_of = numbered(everything)
+    _match_messages(everything, group_of, set(transfers), work)
+    _match_collectives(everything, groups, group_of, set(transfers), work, gathering)
     for number, transfer in enumerate(everything):
         if transfer.kind == "send_recv" and not (transfer.sends or transfer.receives):
             work.reason[number] = _NUMBERS["no_record"]
@@ -101,6 +102,16 @@ def match(transfers: Mapping[int, Sequence[Transfer]], gathering: Gathering | No
         tuple(work.meetings),
         tuple(work.gathered),
     )
+
+
+def numbered(everything: Sequence[Transfer]) -> tuple[list[Group], list[int]]:
+    """The groups, and the number of each transfer's; a group of a thousand ranks takes long to compare."""
+    numbers: dict[Group, int] = {}
+    known: dict[int, int] = {}
+    for transfer in everything:
+        if id(transfer.group) not in known:
+            known[id(transfer.group)] = numbers.setdefault(transfer.group, len(numbers))
+    return list(numbers), [known[id(transfer.group)] for transfer in everything]
 
 
 @dataclass
@@ -133,15 +144,15 @@ class _Channel:
     received_bytes: list[int | None] = field(default_factory=list)
 
 
-def _match_messages(everything: Sequence[Transfer], ranks: set[int], work: _Work) -> None:
-    channels: dict[tuple[Group, int, int], _Channel] = defaultdict(_Channel)
-    for number, transfer in enumerate(everything):
+def _match_messages(everything: Sequence[Transfer], group_of: Sequence[int], ranks: set[int], work: _Work) -> None:
+    channels: dict[tuple[int, int, int], _Channel] = defaultdict(_Channel)
+    for number, (transfer, group) in enumerate(zip(everything, group_of, strict=True)):
         for message in transfer.sends:
-            channel = channels[transfer.group, transfer.rank, message.peer]
+            channel = channels[group, transfer.rank, message.peer]
             channel.sent.append(number)
             channel.sent_bytes.append(message.size_bytes)
         for message in transfer.receives:
-            channel = channels[transfer.group, message.peer, transfer.rank]
+            channel = channels[group, message.peer, transfer.rank]
             channel.received.append(number)
             channel.received_bytes.append(message.size_bytes)
     for (_, source, destination), channel in channels.items():
@@ -165,17 +176,23 @@ def _refusal(channel: _Channel, both_here: bool) -> str:
 
 
 def _match_collectives(
-    everything: Sequence[Transfer], ranks: set[int], work: _Work, gathering: Gathering | None
+    everything: Sequence[Transfer],
+    groups: Sequence[Group],
+    group_of: Sequence[int],
+    ranks: set[int],
+    work: _Work,
+    gathering: Gathering | None,
 ) -> None:
-    calls: dict[tuple[Group, str], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+    calls: dict[tuple[int, str], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for number, transfer in enumerate(everything):
         if transfer.kind in ("send_recv", "copy_engine"):
             continue
         if transfer.source == "none":
             work.refuse((number,), "no_record")
         else:
-            calls[transfer.group, transfer.kind][transfer.rank].append(number)
-    for (group, kind), by_rank in calls.items():
+            calls[group_of[number], transfer.kind][transfer.rank].append(number)
+    for (group_number, kind), by_rank in calls.items():
+        group = groups[group_number]
         if gathering is not None:
             reason = gathering.refusal(group, kind)
         else:

@@ -88,10 +88,13 @@ def _within(value: object, limit: int) -> int | None:
 def sound(record: Collective) -> bool:
     """Whether a record holds only numbers that a reader of traces makes."""
     counts = (record.in_elements, record.out_elements, *record.in_split, *record.out_split)
-    ranks = (record.source_rank, record.destination_rank, *(record.group_ranks or ()))
+    ranks = record.group_ranks or (0,)
+    peers = (record.source_rank, record.destination_rank)
     return (
         all(0 <= count <= ELEMENTS_LIMIT for count in counts if count is not None)
-        and all(0 <= rank < RANKS_LIMIT for rank in ranks if rank is not None)
+        and all(0 <= peer < RANKS_LIMIT for peer in peers if peer is not None)
+        and min(ranks) >= 0
+        and max(ranks) < RANKS_LIMIT
         and 0 <= (record.group_size or 0) <= RANKS_LIMIT
     )
 
