@@ -12,8 +12,10 @@ with atheris.instrument_imports(include=["ringprof"]):
     from tests.fuzz.targets import TARGETS, one_input
 
 HERE = Path(__file__).parent
-SLOWEST_S, MOST_MB, LONGEST = 10, 2048, 1 << 16
-"""Of one input: how long it may take, what memory, and how many bytes it has at most."""
+SLOWEST_S, MOST_MB, LONGEST = 10, 1024, 1 << 16
+"""Of one input: how long it may take, what memory at once, and how many bytes it has at most."""
+OWN_MB = 6 * MOST_MB
+"""Of the process: the fuzzer keeps half a KB of every input, and has millions in ten minutes."""
 
 
 def main() -> None:
@@ -28,7 +30,8 @@ def main() -> None:
     found = options.corpus or HERE / "found" / options.target
     for folder in (committed, found):
         folder.mkdir(parents=True, exist_ok=True)
-    limits = [f"-timeout={SLOWEST_S}", f"-rss_limit_mb={MOST_MB}", f"-max_len={LONGEST}", f"-artifact_prefix={found}-"]
+    limits = [f"-timeout={SLOWEST_S}", f"-malloc_limit_mb={MOST_MB}", f"-rss_limit_mb={OWN_MB}"]
+    limits += [f"-max_len={LONGEST}", f"-artifact_prefix={found}-"]
     dictionary = HERE / f"{options.target}.dict"
     if dictionary.exists():
         limits.append(f"-dict={dictionary}")
