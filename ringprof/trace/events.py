@@ -46,6 +46,8 @@ EVENT_START = re.compile(
 
 _LIST_KEY = re.compile(rb'"traceEvents"\s*:\s*\[')
 _BARE_LIST = re.compile(rb"\[\s*(?=\{\s*" + _KEY + rb")")
+_FIRST_EVENT = re.compile(rb"(?=" + EVENT_START.pattern + rb")")
+"""Where the event list begins if its key or bracket is damaged; the first list of all is that of the devices."""
 
 HEAD_LIMIT = 64 << 20
 """Where no event list begins in this many bytes, none is expected."""
@@ -90,7 +92,7 @@ class EventStream:
             start = data.removeprefix(UTF8_MARK).lstrip()[:1]
             found = _LIST_KEY.search(data) if start != b"[" else None
             if not found and (start == b"[" or not chunk):
-                found = _BARE_LIST.search(data)
+                found = (start != b"[" and _FIRST_EVENT.search(data)) or _BARE_LIST.search(data)
                 self.list_root = start == b"["
             if found or not chunk:
                 break

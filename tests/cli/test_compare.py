@@ -63,6 +63,7 @@ def test_a_difference_between_alike_runs_is_called_noise(capsys):
 
 def test_what_stands_against_an_entry_is_said(capsys, tmp_path):
     """A trace that is cut off counts in no figure, and the comparison says that there is one."""
+    pytest.importorskip("bokeh")
     whole, cut = ROOT / "traces" / "h200x4-zigzag-65536", tmp_path / "cut"
     shutil.copytree(whole, cut)
     (cut / "rank2.json.gz").write_bytes((whole / "rank2.json.gz").read_bytes()[:16_000])

@@ -166,6 +166,7 @@ def test_steps_that_no_name_tells(few_at_a_time, monkeypatch):
 
 
 def test_what_is_left_out_is_said(few_at_a_time, tmp_path):
+    pytest.importorskip("bokeh")
     together, apart = loaded(RUNS / RECORDED[-1]), few_at_a_time(RUNS / RECORDED[-1])
     assert together.report()["summary"]["steps_listed"] and together.report()["steps"]
     assert not apart.report()["summary"]["steps_listed"] and apart.report()["steps"] == []
