@@ -22,19 +22,19 @@ from typing import TYPE_CHECKING, Any
 
 from ringprof import frames
 from ringprof.analysis.attribution import Attribution, attribute
-from ringprof.analysis.clocks import Clocks
-from ringprof.analysis.comparison import Comparison
-from ringprof.analysis.figures import figures_of, figures_of_table
-from ringprof.analysis.focus import EVERYTHING, Focus, parse_between
-from ringprof.analysis.rules import Rule
-from ringprof.analysis.summary import Summary, summarise
-from ringprof.analysis.verdict import Findings
+from ringprof.analysis.findings.comparison import Comparison
+from ringprof.analysis.findings.figures import figures_of, figures_of_table
+from ringprof.analysis.findings.summary import Summary, summarise
+from ringprof.analysis.findings.verdict import Findings
+from ringprof.analysis.kinds.rules import Rule
+from ringprof.analysis.timeline.focus import EVERYTHING, Focus, parse_between
+from ringprof.analysis.transfers.clocks import Clocks
 from ringprof.errors import InputError, KernelTableError, UsageError
 from ringprof.files import exists, folder_of, is_url, read_whole, size_of, within
 from ringprof.report import as_json, terminal
 from ringprof.run import RankTrace, Run, Workload, read_run
 from ringprof.scale.given import Given, Notify
-from ringprof.trace.columns import Trace, Warning
+from ringprof.trace.columns import Caveat, Trace
 from ringprof.trace.detect import Input, detect, detect_bytes
 from ringprof.trace.kineto import parse_trace
 from ringprof.trace.nsys import SQLITE_MAGIC
@@ -44,8 +44,8 @@ from ringprof.trace.reduced import MAGIC
 if TYPE_CHECKING:
     import pandas as pd
 
-    from ringprof.analysis.comparison import Entry
-    from ringprof.analysis.table import TableReport
+    from ringprof.analysis.findings.comparison import Entry
+    from ringprof.kernel_tables.analyse import TableReport
     from ringprof.report.plots import Plots
     from ringprof.scale.attribute import Stored
     from ringprof.scale.work import Work
@@ -101,7 +101,7 @@ class Analysis:
         return [rank.rank for rank in self.attribution.ranks]
 
     @property
-    def warnings(self) -> list[Warning]:
+    def warnings(self) -> list[Caveat]:
         """What was odd in the input, and what could not be told and why."""
         return list(self.attribution.warnings)
 
@@ -118,15 +118,15 @@ class Analysis:
         return frames.hop_frame(self.attribution)
 
     def steps(self) -> pd.DataFrame:
-        """Every ring step of every rank; columns `ringprof.analysis.steps.STEP_COLUMNS`. Empty where none are found."""
+        """Every ring step of every rank; columns `ringprof.analysis.steps.steps.STEP_COLUMNS`. May be empty."""
         return frames.step_frame(self.findings.steps)
 
     def waterfall(self) -> pd.DataFrame:
-        """From the device's peak to the speed achieved; columns `ringprof.analysis.waterfall.WATERFALL_COLUMNS`."""
+        """From the device's peak to the speed achieved; `ringprof.analysis.findings.waterfall.WATERFALL_COLUMNS`."""
         return frames.waterfall_frame(self.findings.waterfall)
 
     def figures(self) -> dict[str, float]:
-        """Every figure of the report by name, for conditions; see `ringprof.analysis.figures`."""
+        """Every figure of the report by name, for conditions; see `ringprof.analysis.findings.figures`."""
         return figures_of(self.findings)
 
     def clocks(self) -> Clocks:
@@ -213,25 +213,25 @@ class TableAnalysis:
         self.name, self.reports = name, tuple(reports)
 
     @property
-    def warnings(self) -> list[Warning]:
+    def warnings(self) -> list[Caveat]:
         """What was odd in the tables."""
         return [warning for report in self.reports for warning in report.warnings]
 
     def report(self) -> dict[str, Any]:
         """The JSON report (schema ``ringprof.report/1``) of the largest table."""
-        from ringprof.report import table
+        from ringprof.kernel_tables import show as table
 
         return table.whole_report(self.reports, [self.name])
 
     def figures(self) -> dict[str, float]:
-        """The figures of the largest table by name, for conditions; see `ringprof.analysis.figures`."""
-        from ringprof.report import table
+        """The figures of the largest table by name, for conditions; see `ringprof.analysis.findings.figures`."""
+        from ringprof.kernel_tables import show as table
 
         return figures_of_table(table.largest_of(self.reports))
 
     def to_terminal(self, look: terminal.Look | None = None, sections: Sequence[str] = ()) -> str:
         """The report of all tables as text; a table has none of the further ``sections``."""
-        from ringprof.report import table
+        from ringprof.kernel_tables import show as table
 
         return table.render_all(self.reports, ascii_only=bool(look and look.ascii_only))
 
@@ -259,7 +259,7 @@ class Reading:
     between: str | None = None
     """Two times from the start of the trace, such as ``10ms,20ms``; activities are cut at both."""
     rules: str | os.PathLike[str] | None = None
-    """A file of rules of one's own, see `ringprof.analysis.user_rules`."""
+    """A file of rules of one's own, see `ringprof.analysis.kinds.user_rules`."""
     jobs: int | None = None
     """Processes for a run of many ranks; by default as many as there are CPUs."""
     scheduler: str | None = None
@@ -278,7 +278,7 @@ class Reading:
 
 
 def _read_rules(path: str | os.PathLike[str]) -> tuple[Rule, ...]:
-    from ringprof.analysis.user_rules import parse_rules
+    from ringprof.analysis.kinds.user_rules import parse_rules
 
     try:
         return parse_rules(Path(path).read_text("utf-8"), os.fspath(path))
@@ -386,9 +386,9 @@ def _load_stored(given: Given, source: Input, reading: Reading) -> Analysis:
 
 
 def _load_text(name: str, data: bytes | None, reading: Reading) -> TableAnalysis:
-    from ringprof.analysis.table import analyse_table
-    from ringprof.trace.benchmark_log import LIMIT_BYTES
-    from ringprof.trace.kernel_table import read_tables
+    from ringprof.benchmark_logs.read import LIMIT_BYTES
+    from ringprof.kernel_tables.analyse import analyse_table
+    from ringprof.kernel_tables.read import read_tables
 
     raw = read_whole(name, reading.limit_bytes or LIMIT_BYTES) if data is None else data
     tables = read_tables(raw.decode("utf-8-sig", errors="replace"), name)
@@ -429,8 +429,8 @@ def compare(*sources: str | os.PathLike[str] | Analysis | TableAnalysis) -> Side
     A log stands for as many entries as it has rows. Raises `UsageError` for fewer than two entries, and what `load`
     raises.
     """
-    from ringprof.analysis import comparison
-    from ringprof.analysis.entries import labels_of
+    from ringprof.analysis.findings import comparison
+    from ringprof.analysis.findings.entries import labels_of
 
     paths = [str(source) for source in sources if isinstance(source, (str, os.PathLike))]
     labels = iter(labels_of(paths) if paths else [])
@@ -447,8 +447,8 @@ def compare(*sources: str | os.PathLike[str] | Analysis | TableAnalysis) -> Side
 
 
 def _entries_at(label: str, path: str | os.PathLike[str]) -> list[Entry]:
-    from ringprof.analysis.entries import entry_of_row
-    from ringprof.trace.benchmark_log import read_log
+    from ringprof.analysis.findings.entries import entry_of_row
+    from ringprof.benchmark_logs.read import read_log
 
     try:
         return _entries_of(label, load(path))
@@ -460,7 +460,7 @@ def _entries_at(label: str, path: str | os.PathLike[str]) -> list[Entry]:
 
 
 def _entries_of(label: str, source: Analysis | TableAnalysis) -> list[Entry]:
-    from ringprof.analysis.entries import entry_of_run, entry_of_table
+    from ringprof.analysis.findings.entries import entry_of_run, entry_of_table
 
     if isinstance(source, Analysis):
         return [entry_of_run(label, source.findings)]

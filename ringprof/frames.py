@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ringprof.analysis.attribution import Attribution
-from ringprof.analysis.breakdown import Breakdown
-from ringprof.analysis.hops import Hop
+from ringprof.analysis.findings.waterfall import WATERFALL_COLUMNS, Waterfall
+from ringprof.analysis.kinds.rules import KINDS
 from ringprof.analysis.rank import Rank
-from ringprof.analysis.rules import KINDS
-from ringprof.analysis.steps import STEP_COLUMNS, Step
-from ringprof.analysis.waterfall import WATERFALL_COLUMNS, Waterfall
+from ringprof.analysis.steps.steps import STEP_COLUMNS, Step
+from ringprof.analysis.timeline.breakdown import Breakdown
+from ringprof.analysis.transfers.hops import Hop
 
 if TYPE_CHECKING:
     import pandas as pd

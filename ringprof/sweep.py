@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from ringprof.analysis.summary import Rates
+from ringprof.analysis.findings.summary import Rates
 from ringprof.api import Analysis, load
 from ringprof.errors import InputError, RecordError, UnfitWorkloadError, UsageError, VerificationError
 from ringprof.record import Request, record

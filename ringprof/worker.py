@@ -11,12 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
+from ringprof.record.ending.watch import Watch
 from ringprof.record.folder import discard
 from ringprof.record.launch import diary_path, log_path
 from ringprof.record.placement import joined
 from ringprof.record.progress import Diary
 from ringprof.record.request import read_task
-from ringprof.record.watch import Watch
 
 
 def main(arguments: list[str]) -> NoReturn:
@@ -36,7 +36,7 @@ def main(arguments: list[str]) -> NoReturn:
 
     watch = Watch(at_end, parent=parent)
     watch.start()
-    from ringprof.record.failure import full_text, kind_of, message_of
+    from ringprof.record.ending.failure import full_text, kind_of, message_of
     from ringprof.record.rank import Rank
     from ringprof.trace.reduced import reduce_file
 

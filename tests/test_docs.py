@@ -15,8 +15,8 @@ import ringprof.api
 import ringprof.frames
 import ringprof.strategies
 from ringprof import cli
+from tests.paths import ROOT
 
-ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 

@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 
+from tests.paths import ROOT
+
 nbformat = pytest.importorskip("nbformat", reason="the notebook extra is not installed")
 nbclient = pytest.importorskip("nbclient", reason="the notebook extra is not installed")
 pytest.importorskip("torch", reason="the last notebook records")
 
-NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
 
 def test_there_are_five() -> None:

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 import ringprof
-
-ROOT = Path(__file__).parents[1]
+from tests.paths import ROOT
 
 
 def test_every_subpackage_is_listed() -> None:

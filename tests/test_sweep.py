@@ -17,14 +17,14 @@ pytest.importorskip("torch", reason="recording needs torch")
 
 from ringprof import cli, sweep
 from ringprof.analysis.attribution import attribute
-from ringprof.analysis.summary import summarise
+from ringprof.analysis.findings.summary import summarise
 from ringprof.errors import InputError, RecordError, UnfitWorkloadError, UsageError, VerificationError
 from ringprof.record import Request
-from ringprof.record.failure import Interrupted
+from ringprof.record.ending.failure import Interrupted
 from ringprof.record.progress import Silent
 from ringprof.run import Controls, Workload, write_run
+from tests.analysis.findings.test_summary import ring_with_compute
 from tests.analysis.recorded import recorded_run
-from tests.analysis.test_summary import ring_with_compute
 
 BASE = Request(workload=Workload(seq=1, heads=8, kv_heads=8, head_dim=64), strategy="")
 

@@ -7,21 +7,21 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
 
-from ringprof.analysis import waiting
-from ringprof.analysis.clocks import UNKNOWN_NS, Clocks, fit_clocks, one_clock
 from ringprof.analysis.explain import Explained, explain, with_communication, with_splits
-from ringprof.analysis.focus import EVERYTHING, Focus
-from ringprof.analysis.from_run import fill
-from ringprof.analysis.groups import group_names, refuse_unknown_group
-from ringprof.analysis.hops import Hosts, Split
-from ringprof.analysis.hosts import clock_of, hosts_of
-from ringprof.analysis.matching import match
+from ringprof.analysis.kinds.groups import group_names, refuse_unknown_group
 from ringprof.analysis.rank import Rank, kept
-from ringprof.analysis.transfers import Transfer
-from ringprof.analysis.waiting import LinkClass, Waits
+from ringprof.analysis.timeline.focus import EVERYTHING, Focus
+from ringprof.analysis.transfers import waiting
+from ringprof.analysis.transfers.clocks import UNKNOWN_NS, Clocks, fit_clocks, one_clock
+from ringprof.analysis.transfers.from_run import fill
+from ringprof.analysis.transfers.hops import Hosts, Split
+from ringprof.analysis.transfers.hosts import clock_of, hosts_of
+from ringprof.analysis.transfers.matching import match
+from ringprof.analysis.transfers.transfers import Transfer
+from ringprof.analysis.transfers.waiting import LinkClass, Waits
 from ringprof.errors import InputError
 from ringprof.run import Run
-from ringprof.trace.columns import Trace, Warning
+from ringprof.trace.columns import Caveat, Trace
 from ringprof.trace.heads import OF_THE_RUN, Head, head_of
 
 
@@ -34,7 +34,7 @@ class Attribution:
     run: Run | None
     best_gbps: dict[LinkClass, float]
     """The best rate seen, by (kind, link class)."""
-    warnings: tuple[Warning, ...]
+    warnings: tuple[Caveat, ...]
     clocks: Clocks = field(default_factory=lambda: one_clock(()))
     """The clocks of the ranks' hosts, and how far they can be told."""
     world_size: int = 0
@@ -103,7 +103,7 @@ class Opening:
     """Rank -> index of its trace among those given, by rank."""
     hosts: Hosts
     clock_of: dict[int, str]
-    warnings: tuple[Warning, ...]
+    warnings: tuple[Caveat, ...]
     world_size: int
     starts_ns: dict[int, int]
     """The first moment of each rank's trace, by its own clock."""
@@ -132,14 +132,14 @@ class Opening:
     def _first_ns(self) -> int:
         return min((start + self.offset_ns.get(rank, 0) for rank, start in self.starts_ns.items()), default=0)
 
-    def missing(self) -> list[Warning]:
+    def missing(self) -> list[Caveat]:
         """A warning where ranks have no trace."""
         count = self.world_size - sum(rank < self.world_size for rank in self.place)
         if not count:
             return []
         first = islice((rank for rank in range(self.world_size) if rank not in self.place), MOST_LISTED)
         shown = ", ".join(map(str, first)) + (" ..." if count > MOST_LISTED else "")
-        return [Warning("missing_ranks", f"{count} of {self.world_size} ranks have no trace: {shown}")]
+        return [Caveat("missing_ranks", f"{count} of {self.world_size} ranks have no trace: {shown}")]
 
 
 _CUT = {"truncated", "damaged_compression"}
@@ -153,7 +153,7 @@ def open_run(heads: Sequence[Head], run: Run | None, ranks_per_host: int | None,
     if cut < place.keys():
         # Means over ranks and rates would be of part of an iteration.
         place = {rank: at for rank, at in place.items() if rank not in cut}
-        warnings += [Warning("left_out", "the trace is cut off: the rank is left out", rank) for rank in sorted(cut)]
+        warnings += [Caveat("left_out", "the trace is cut off: the rank is left out", rank) for rank in sorted(cut)]
     numbered = {rank: heads[at] for rank, at in place.items()}
     hosts = hosts_of(numbered, run, ranks_per_host)
     sizes = [head.world_size for head in heads if head.world_size]
@@ -168,11 +168,11 @@ def open_run(heads: Sequence[Head], run: Run | None, ranks_per_host: int | None,
     )
 
 
-def _with_rank(head: Head) -> list[Warning]:
+def _with_rank(head: Head) -> list[Caveat]:
     return [w if w.rank is not None or w.code in OF_THE_RUN else replace(w, rank=head.rank) for w in head.warnings]
 
 
-def _by_rank(heads: Sequence[Head], warnings: list[Warning]) -> dict[int, int]:
+def _by_rank(heads: Sequence[Head], warnings: list[Caveat]) -> dict[int, int]:
     """The traces by rank. A trace that names no rank takes a free one, in the order given."""
     if not heads:
         raise InputError("no trace to analyse")
@@ -189,7 +189,7 @@ def _by_rank(heads: Sequence[Head], warnings: list[Warning]) -> dict[int, int]:
     for at, rank in zip(nameless, free, strict=False):
         result[rank] = at
         if len(heads) > 1:
-            warnings.append(Warning("unknown_rank", f"{heads[at].path} names no rank: taken as rank {rank}", rank))
+            warnings.append(Caveat("unknown_rank", f"{heads[at].path} names no rank: taken as rank {rank}", rank))
     _refuse_other_sizes(heads)
     return dict(sorted(result.items()))
 
@@ -209,7 +209,7 @@ def _refuse_other_sizes(heads: Sequence[Head]) -> None:
 
 def _split(
     transfers: dict[int, list[Transfer]], opening: Opening, ranks: Sequence[Rank], clocks: Clocks | None
-) -> tuple[Clocks, Waits, list[Warning]]:
+) -> tuple[Clocks, Waits, list[Caveat]]:
     """Wait and wire of every communication kernel, or a warning that says why not; fits ``clocks`` where not given."""
     matches = match(transfers)
     if clocks is None:
@@ -227,22 +227,22 @@ def _split(
 
 def judge(
     ranks: Sequence[Rank], clocks: Clocks, unmatched: Mapping[str, int], disagree: bool, inconclusive: int
-) -> tuple[bool, list[Warning]]:
+) -> tuple[bool, list[Caveat]]:
     """Whether wait and wire can be told at all, and what is to be said of the matching.
 
     ``unmatched``: transfers without partners, by reason; ``disagree``: the clocks contradict a transfer;
     ``inconclusive``: transfers that the clocks do not tell well enough.
     """
-    warnings = [Warning(*_UNMATCHED[reason], count=count) for reason, count in sorted(unmatched.items())]
+    warnings = [Caveat(*_UNMATCHED[reason], count=count) for reason, count in sorted(unmatched.items())]
     if clocks.pairs:
-        warnings.append(Warning("clocks_fitted", _fit_in_words(clocks)))
+        warnings.append(Caveat("clocks_fitted", _fit_in_words(clocks)))
     problem = _no_common_clock(ranks, clocks)
     if problem is None and disagree:
-        problem = Warning("clocks_disagree", "a transfer ends before its partner begins: no wait and wire")
+        problem = Caveat("clocks_disagree", "a transfer ends before its partner begins: no wait and wire")
     if problem:
         return False, [*warnings, problem]
     if inconclusive:
-        warnings.append(Warning("clocks_inconclusive", _INCONCLUSIVE, count=inconclusive))
+        warnings.append(Caveat("clocks_inconclusive", _INCONCLUSIVE, count=inconclusive))
     return True, warnings
 
 
@@ -265,23 +265,23 @@ _UNMATCHED = {
 }
 
 
-def _no_common_clock(ranks: Sequence[Rank], clocks: Clocks) -> Warning | None:
+def _no_common_clock(ranks: Sequence[Rank], clocks: Clocks) -> Caveat | None:
     latest_start = max(rank.breakdown.start_ns + clocks.offset_ns[rank.rank] for rank in ranks)
     if latest_start > min(rank.breakdown.end_ns + clocks.offset_ns[rank.rank] for rank in ranks):
-        return Warning("mixed_runs", "the traces do not overlap in time: they are of different runs or clocks")
+        return Caveat("mixed_runs", "the traces do not overlap in time: they are of different runs or clocks")
     return None
 
 
-def all_warnings(opening: Opening, said: Sequence[Warning], of_matching: Sequence[Warning]) -> tuple[Warning, ...]:
+def all_warnings(opening: Opening, said: Sequence[Caveat], of_matching: Sequence[Caveat]) -> tuple[Caveat, ...]:
     """Those of the input, then those that follow; what the reader has said of the whole run is not said again."""
     codes = {warning.code for warning in said}
     fresh = [warning for warning in of_matching if warning.code != "mixed_runs" or warning.code not in codes]
     return merged([*said, *opening.missing(), *fresh])
 
 
-def merged(warnings: Iterable[Warning]) -> tuple[Warning, ...]:
+def merged(warnings: Iterable[Caveat]) -> tuple[Caveat, ...]:
     """One warning where several ranks raise the same."""
-    found: dict[tuple[str, str], Warning] = {}
+    found: dict[tuple[str, str], Caveat] = {}
     for warning in warnings:
         key = warning.code, warning.message
         known = found.get(key)

@@ -6,19 +6,20 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ringprof.analysis import groups, intervals
-from ringprof.analysis.breakdown import break_down, wall_of
-from ringprof.analysis.classify import Classified, classify
-from ringprof.analysis.cpu import blocked_by_channel, break_down_cpu, is_cpu_trace, marks_waiting
+from ringprof.analysis import intervals
 from ringprof.analysis.exposure import exposure_of, rows_of
-from ringprof.analysis.focus import Focus
-from ringprof.analysis.hops import Hop, Split, group_into_hops, hop_totals
+from ringprof.analysis.kinds import groups
+from ringprof.analysis.kinds.classify import Classified, classify
+from ringprof.analysis.kinds.rules import COMPUTE
 from ringprof.analysis.rank import Detail, ExposedTime, Rank, carried_by
-from ringprof.analysis.rules import COMPUTE
-from ringprof.analysis.transfers import Transfer, transfers_of
-from ringprof.analysis.window import Window, find_window
+from ringprof.analysis.timeline.breakdown import break_down, wall_of
+from ringprof.analysis.timeline.cpu import blocked_by_channel, break_down_cpu, is_cpu_trace, marks_waiting
+from ringprof.analysis.timeline.focus import Focus
+from ringprof.analysis.timeline.window import Window, find_window
+from ringprof.analysis.transfers.hops import Hop, Split, group_into_hops, hop_totals
+from ringprof.analysis.transfers.transfers import Transfer, transfers_of
 from ringprof.errors import TraceFormatError, UsageError
-from ringprof.trace.columns import NONE, Int64, Trace, Warning
+from ringprof.trace.columns import NONE, Caveat, Int64, Trace
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Explained:
     """Nothing of it about communication yet."""
     detail: Detail
     transfers: list[Transfer]
-    warnings: tuple[Warning, ...]
+    warnings: tuple[Caveat, ...]
     in_group: bool
     """Whether the chosen group communicates here; true where none was chosen."""
 
@@ -41,7 +42,7 @@ def explain(
 
     Raises `TraceFormatError` where it holds nothing to analyse, `UsageError` where a chosen range is not there.
     """
-    warnings: list[Warning] = []
+    warnings: list[Caveat] = []
     classified, found = _classified(rank, trace, focus, warnings)
     window = replace(find_window(trace, classified.launch, focus.window), between_ns=between_ns)
     if is_cpu_trace(trace):
@@ -50,7 +51,7 @@ def explain(
         raise TraceFormatError(f"{trace.path}: the trace holds no GPU activity and no CPU operator: nothing to report")
     if window.source == "trace" and window.marked:
         warnings.append(
-            Warning("window_empty", "no activity was launched in the marked iterations: the whole trace is shown", rank)
+            Caveat("window_empty", "no activity was launched in the marked iterations: the whole trace is shown", rank)
         )
     everything = window.activities()
     activities = _one_device(trace, _cut(trace, everything, between_ns), rank, warnings)
@@ -75,16 +76,16 @@ def explain(
     return Explained(explained, Detail(classified, window, iterations), transfers, tuple(warnings), found)
 
 
-def _classified(rank: int, trace: Trace, focus: Focus, warnings: list[Warning]) -> tuple[Classified, bool]:
+def _classified(rank: int, trace: Trace, focus: Focus, warnings: list[Caveat]) -> tuple[Classified, bool]:
     classified = classify(trace, focus.rules)
     replayed = int(np.count_nonzero(trace.activities.graph_node != NONE))
     if replayed:
-        warnings.append(Warning("cuda_graph", f"{replayed} {_CUDA_GRAPH}", rank))
+        warnings.append(Caveat("cuda_graph", f"{replayed} {_CUDA_GRAPH}", rank))
     if focus.group is None:
         return classified, True
     kept = groups.keep_group(classified, focus.group)
     if kept.unknown:
-        warnings.append(Warning("group_unknown", _GROUP_UNKNOWN, rank, kept.unknown))
+        warnings.append(Caveat("group_unknown", _GROUP_UNKNOWN, rank, kept.unknown))
     return kept.classified, kept.found
 
 
@@ -116,7 +117,7 @@ _CPU_TIMES = "on CPU a transfer's own time is not recorded: no overlap, wait and
 
 
 def _explain_cpu(
-    rank: int, host: str | None, classified: Classified, window: Window, warnings: list[Warning]
+    rank: int, host: str | None, classified: Classified, window: Window, warnings: list[Caveat]
 ) -> tuple[Rank, Detail]:
     trace = classified.trace
     whole = break_down_cpu(trace, window)
@@ -125,10 +126,10 @@ def _explain_cpu(
     parts = [break_down_cpu(trace, window, number) for number in range(len(window.span_ns))]
     kept = tuple(part for part in parts if part) or (whole,)
     if (trace.world_size or 1) > 1 or marks_waiting(trace):
-        warnings.append(Warning("cpu_no_transfer_times", _CPU_TIMES, rank))
+        warnings.append(Caveat("cpu_no_transfer_times", _CPU_TIMES, rank))
     if not marks_waiting(trace) and (trace.world_size or 1) > 1:
         warnings.append(
-            Warning("cpu_no_wait_marks", "no ringprof::wait range: what communication cost is not in the trace", rank)
+            Caveat("cpu_no_wait_marks", "no ringprof::wait range: what communication cost is not in the trace", rank)
         )
     explained = Rank(
         rank=rank,
@@ -146,7 +147,7 @@ def _explain_cpu(
     return explained, Detail(classified, window, cpu_iterations=kept)
 
 
-def _one_device(trace: Trace, activities: Int64, rank: int, warnings: list[Warning]) -> Int64:
+def _one_device(trace: Trace, activities: Int64, rank: int, warnings: list[Caveat]) -> Int64:
     """The activities of the device that did most: a breakdown is of one device."""
     devices, counts = np.unique(trace.activities.device[activities], return_counts=True)
     if len(devices) == 1:
@@ -154,7 +155,7 @@ def _one_device(trace: Trace, activities: Int64, rank: int, warnings: list[Warni
     chosen = int(devices[np.argmax(counts)])
     left_out = int(counts.sum() - counts.max())
     warnings.append(
-        Warning(
+        Caveat(
             "several_devices",
             f"{trace.path}: of {len(devices)} devices only {chosen} is reported; {left_out} activities ran on others",
             rank,

@@ -13,8 +13,8 @@ import numpy.typing as npt
 
 from ringprof.analysis import intervals
 from ringprof.analysis.intervals import Spans
+from ringprof.analysis.kinds.rules import CODE, COMMUNICATION, COMPUTE
 from ringprof.analysis.rank import Detail
-from ringprof.analysis.rules import CODE, COMMUNICATION, COMPUTE
 from ringprof.trace.columns import Int64
 
 

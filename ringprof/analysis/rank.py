@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from ringprof.analysis.breakdown import Breakdown, break_down
-from ringprof.analysis.classify import Classified
-from ringprof.analysis.hops import Hop, HopTotals, Split, hop_totals, total
-from ringprof.analysis.window import Window
+from ringprof.analysis.kinds.classify import Classified
+from ringprof.analysis.timeline.breakdown import Breakdown, break_down
+from ringprof.analysis.timeline.window import Window
+from ringprof.analysis.transfers.hops import Hop, HopTotals, Split, hop_totals, total
 from ringprof.trace.columns import Int64
 
 

@@ -6,9 +6,9 @@ import sys
 
 import click
 
-from ringprof.analysis.comparison import Comparison
-from ringprof.analysis.conditions import parse_condition
-from ringprof.analysis.entries import flat
+from ringprof.analysis.findings.comparison import Comparison
+from ringprof.analysis.findings.conditions import parse_condition
+from ringprof.analysis.findings.entries import flat
 from ringprof.api import compare
 from ringprof.cli.write import write_text
 from ringprof.report import comparison as shown

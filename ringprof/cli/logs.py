@@ -7,11 +7,11 @@ from pathlib import Path
 
 import click
 
-from ringprof.analysis.audit import SPREAD, Audit, audit
+from ringprof.benchmark_logs import show as shown
+from ringprof.benchmark_logs.audit import SPREAD, Audit, audit
+from ringprof.benchmark_logs.read import LIMIT_BYTES, BenchmarkLog, Settings, decode_log, read_log
 from ringprof.errors import InputError
 from ringprof.files import read_within
-from ringprof.report import logs as shown
-from ringprof.trace.benchmark_log import LIMIT_BYTES, BenchmarkLog, Settings, decode_log, read_log
 
 
 @click.command(name="logs")

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from ringprof.analysis.conditions import Condition, parse_condition
+from ringprof.analysis.findings.conditions import Condition, parse_condition
 from ringprof.api import Analysis, TableAnalysis, load, load_bytes
 from ringprof.cli.progress import many_ranks
 from ringprof.cli.write import write_text

@@ -59,7 +59,7 @@ def record_as_rank(request: Request, place: Placement, reporter: Reporter, reduc
 @contextmanager
 def _lost_before_the_run(place: Placement) -> Iterator[None]:
     """A rank that is gone before there is a lifeline shows as an error of torch.distributed, and rank 0 may be it."""
-    from ringprof.record.failure import message_of
+    from ringprof.record.ending.failure import message_of
 
     try:
         yield
@@ -93,8 +93,8 @@ class _Joined:
 
     def record(self, request: Request) -> Run | None:
         """Agree, and record under a watchman who ends this rank when the launcher, another rank or time says so."""
-        from ringprof.record.ending import BACKUP_S
-        from ringprof.record.watch import Watch
+        from ringprof.record.ending.ending import BACKUP_S
+        from ringprof.record.ending.watch import Watch
 
         rank, ending = self._agree(request)
         patience_s = 0 if self._first else BACKUP_S
@@ -111,7 +111,7 @@ class _Joined:
 
     def _agree(self, request: Request) -> tuple[Any, Any]:
         """The task as rank 0 sees it, and each rank's line to rank 0. Raises on all ranks what rank 0 refuses."""
-        from ringprof.record.ending import FirstRank
+        from ringprof.record.ending.ending import FirstRank
         from ringprof.record.group import gather_bytes
 
         opening, refused, made = _Opening(), None, None
@@ -132,7 +132,7 @@ class _Joined:
         return self._linked(said, said.task, made)
 
     def _linked(self, said: _Opening, task: Task, made: tuple[Any, Any] | None) -> tuple[Any, Any]:
-        from ringprof.record.ending import OtherRank, SaidElsewhere
+        from ringprof.record.ending.ending import OtherRank, SaidElsewhere
         from ringprof.record.folder import discard
         from ringprof.record.group import gather_bytes
 
@@ -158,6 +158,6 @@ class _Joined:
         return Rank(task, self._place, self._standing, hosts=self._hosts, reduce=reduce)
 
     def _scene(self, rank: Any) -> Any:
-        from ringprof.record.ending import Scene
+        from ringprof.record.ending.ending import Scene
 
         return Scene(rank.task, self._place.rank, self._hosts, self._standing, rank.hops, self._siblings)

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from ringprof.errors import RecordError, RingprofError
-from ringprof.record.failure import Interrupted, is_effect, laggard, rank_error, signal_error
+from ringprof.record.ending.failure import Interrupted, is_effect, laggard, rank_error, signal_error
 from ringprof.record.machine import cores
 from ringprof.record.progress import DiaryReader, Reporter
 from ringprof.record.request import Request, Task, write_task

@@ -8,14 +8,14 @@ from typing import Any
 
 import msgspec
 
-from ringprof.analysis.clocks import UNKNOWN_NS
+from ringprof.analysis.findings.summary import Communication, Summary
+from ringprof.analysis.findings.verdict import Findings
+from ringprof.analysis.findings.waterfall import Waterfall, WaterfallPart
+from ringprof.analysis.kinds.rules import OTHER_GROUPS
 from ringprof.analysis.rank import Rank
-from ringprof.analysis.rules import OTHER_GROUPS
-from ringprof.analysis.summary import Communication, Summary
-from ringprof.analysis.verdict import Findings
-from ringprof.analysis.waterfall import Waterfall, WaterfallPart
+from ringprof.analysis.transfers.clocks import UNKNOWN_NS
 from ringprof.run import Run
-from ringprof.trace.columns import Warning
+from ringprof.trace.columns import Caveat
 
 SCHEMA = "ringprof.report/1"
 
@@ -157,7 +157,7 @@ def _hops(rank: Rank) -> dict[str, Any] | None:
     }
 
 
-def _warning(warning: Warning) -> dict[str, Any]:
+def _warning(warning: Caveat) -> dict[str, Any]:
     return {
         "code": warning.code,
         "message": warning.message,

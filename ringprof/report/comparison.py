@@ -7,7 +7,7 @@ import io
 import json
 from typing import Any
 
-from ringprof.analysis.comparison import WATERFALL, Comparison, Difference, Figure
+from ringprof.analysis.findings.comparison import WATERFALL, Comparison, Difference, Figure
 from ringprof.report.text import clean, in_ascii
 
 SCHEMA = "ringprof.compare/1"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from ringprof.analysis.controls import ControlFigures
+from ringprof.analysis.findings.controls import ControlFigures
 from ringprof.report.sections import table
 from ringprof.report.text import in_unit, percent, rate, slower_or_faster, unit_for
 

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from ringprof.analysis.attribution import Attribution
+from ringprof.analysis.kinds.rules import COMMUNICATION, KINDS
 from ringprof.analysis.rank import Rank
-from ringprof.analysis.rules import COMMUNICATION, KINDS
-from ringprof.analysis.steps import Step
+from ringprof.analysis.steps.steps import Step
 
 MOST_BARS = 12_000
 """More are joined: a screen has some thousand columns, and a page must stay quick."""

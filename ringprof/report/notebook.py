@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from ringprof.analysis.comparison import Comparison
-from ringprof.analysis.verdict import Findings
+from ringprof.analysis.findings.comparison import Comparison
+from ringprof.analysis.findings.verdict import Findings
 from ringprof.report.terminal import header_of
 from ringprof.report.text import clean, percent
 

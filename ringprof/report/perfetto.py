@@ -13,11 +13,11 @@ from typing import Any
 
 from ringprof.analysis.attribution import Attribution
 from ringprof.analysis.exposure import exposure_of, rows_of
-from ringprof.analysis.matching import match
+from ringprof.analysis.findings.verdict import Findings
+from ringprof.analysis.kinds.rules import KINDS
 from ringprof.analysis.rank import Rank
-from ringprof.analysis.rules import KINDS
-from ringprof.analysis.steps import Step
-from ringprof.analysis.verdict import Findings
+from ringprof.analysis.steps.steps import Step
+from ringprof.analysis.transfers.matching import match
 from ringprof.report.terms import LABELS
 from ringprof.report.text import clean
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ringprof.analysis.comparison import Comparison
-from ringprof.analysis.steps import Step
-from ringprof.analysis.summary import PARTS
-from ringprof.analysis.verdict import Findings
+from ringprof.analysis.findings.comparison import Comparison
+from ringprof.analysis.findings.summary import PARTS
+from ringprof.analysis.findings.verdict import Findings
+from ringprof.analysis.steps.steps import Step
 from ringprof.report import palette
 from ringprof.report.lanes import timeline_of
 from ringprof.report.terms import LABELS

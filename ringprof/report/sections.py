@@ -10,9 +10,9 @@ from rich.table import Table
 from rich.text import Text
 
 from ringprof.analysis.attribution import Attribution
-from ringprof.analysis.hops import Hop
-from ringprof.analysis.steps import Step
-from ringprof.analysis.waterfall import Waterfall, WaterfallPart
+from ringprof.analysis.findings.waterfall import Waterfall, WaterfallPart
+from ringprof.analysis.steps.steps import Step
+from ringprof.analysis.transfers.hops import Hop
 from ringprof.report.terms import WATERFALL as PARTS
 from ringprof.report.text import clean, duration, in_unit, percent, rate, rounded_to_sum, unit_for
 

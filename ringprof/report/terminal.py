@@ -16,9 +16,9 @@ from rich.table import Table
 from rich.text import Text
 
 from ringprof.analysis.attribution import Attribution
-from ringprof.analysis.hops import EMULATED, OTHER_HOST, SAME_HOST
-from ringprof.analysis.summary import Communication, KindRow, Rates, Summary
-from ringprof.analysis.verdict import Findings
+from ringprof.analysis.findings.summary import Communication, KindRow, Rates, Summary
+from ringprof.analysis.findings.verdict import Findings
+from ringprof.analysis.transfers.hops import EMULATED, OTHER_HOST, SAME_HOST
 from ringprof.report import sections as further
 from ringprof.report.controls import controls_section
 from ringprof.report.terms import LABELS

@@ -13,18 +13,18 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 
 from ringprof.analysis.attribution import Attribution, Opening, all_warnings, judge, open_run
-from ringprof.analysis.clocks import Clocks, OneWay, Traffic, Way, fit_ways, host_names, one_clock
-from ringprof.analysis.focus import Focus
-from ringprof.analysis.gatherings import Gatherings
-from ringprof.analysis.groups import refuse_unknown_group
+from ringprof.analysis.findings.verdict import Findings
+from ringprof.analysis.kinds.groups import refuse_unknown_group
 from ringprof.analysis.rank import Rank
-from ringprof.analysis.step_plan import Plan, Side, Survey, plan_steps
-from ringprof.analysis.steps import ExposedBySteps, Step, add_exposed
-from ringprof.analysis.verdict import Findings
-from ringprof.analysis.waiting import Best, LinkClass, better
+from ringprof.analysis.steps.plan import Plan, Side, Survey, plan_steps
+from ringprof.analysis.steps.steps import ExposedBySteps, Step, add_exposed
+from ringprof.analysis.timeline.focus import Focus
+from ringprof.analysis.transfers.clocks import Clocks, OneWay, Traffic, Way, fit_ways, host_names, one_clock
+from ringprof.analysis.transfers.waiting import Best, LinkClass, better
 from ringprof.errors import InputError
 from ringprof.run import Run
 from ringprof.scale import stages
+from ringprof.scale.gatherings import Gatherings
 from ringprof.scale.given import Given, Notify
 from ringprof.scale.store import Store
 from ringprof.scale.work import Processes, Work

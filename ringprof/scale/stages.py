@@ -12,24 +12,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
-from ringprof.analysis import waiting
-from ringprof.analysis.clocks import Clocks, Way, collect
 from ringprof.analysis.explain import explain, with_communication, with_splits
-from ringprof.analysis.focus import Focus
-from ringprof.analysis.from_run import fill
-from ringprof.analysis.gatherings import KnownGatherings
-from ringprof.analysis.groups import group_names
-from ringprof.analysis.hops import Hosts
-from ringprof.analysis.matching import Matches, match
+from ringprof.analysis.kinds.groups import group_names
 from ringprof.analysis.rank import Detail, Rank, kept
-from ringprof.analysis.step_plan import Plan, Side, Survey, own_plan, survey
-from ringprof.analysis.steps import ExposedBySteps, Step, exposed_by_step, steps_of
-from ringprof.analysis.waiting import Best, LinkClass
+from ringprof.analysis.steps.plan import Plan, Side, Survey, own_plan, survey
+from ringprof.analysis.steps.steps import ExposedBySteps, Step, exposed_by_step, steps_of
+from ringprof.analysis.timeline.focus import Focus
+from ringprof.analysis.transfers import waiting
+from ringprof.analysis.transfers.clocks import Clocks, Way, collect
+from ringprof.analysis.transfers.from_run import fill
+from ringprof.analysis.transfers.hops import Hosts
+from ringprof.analysis.transfers.matching import Matches, match
+from ringprof.analysis.transfers.waiting import Best, LinkClass
 from ringprof.errors import InputError
 from ringprof.files import is_url
 from ringprof.run import Run, read_run
+from ringprof.scale.gatherings import KnownGatherings
 from ringprof.scale.store import Store
-from ringprof.trace.columns import Warning
+from ringprof.trace.columns import Caveat
 from ringprof.trace.heads import Head, head_of
 from ringprof.trace.ranks import starts_with, try_one
 from ringprof.trace.reduced import MAGIC, reduce_trace
@@ -74,7 +74,7 @@ class Alone:
     """What one trace says without the others."""
 
     rank: Rank
-    warnings: tuple[Warning, ...]
+    warnings: tuple[Caveat, ...]
     in_group: bool
     group_names: frozenset[str]
     """Where the chosen group is not there: those that are."""

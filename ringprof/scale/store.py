@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ringprof.analysis.hops import Split
-from ringprof.analysis.transfers import Message, Transfer
+from ringprof.analysis.transfers.hops import Split
+from ringprof.analysis.transfers.transfers import Message, Transfer
 from ringprof.trace.columns import Int64, Trace
 from ringprof.trace.reduced import read_reduced
 

@@ -28,7 +28,7 @@ NOTES = frozenset({"clocks_fitted", "cpu_no_transfer_times", "cpu_no_wait_marks"
 
 
 @dataclass(frozen=True)
-class Warning:
+class Caveat:
     """Something odd in the input that did not stop the reading."""
 
     code: str
@@ -167,4 +167,4 @@ class Trace:
     events_total: int = 0
     events_skipped: int = 0
     """Events that could not be read."""
-    warnings: list[Warning] = field(default_factory=list)
+    warnings: list[Caveat] = field(default_factory=list)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ringprof.errors import InputError
-from ringprof.trace.columns import Trace, Warning
+from ringprof.trace.columns import Caveat, Trace
 
 OF_THE_RUN = frozenset({"mixed_runs", "assumed_ranks", "left_out"})
 """Codes of warnings that one trace carries for all."""
@@ -25,7 +25,7 @@ class Head:
     """The largest rank of any group that it names, 0 where it names none."""
     span_ns: tuple[int, int] | None
     """First start and last end of its activities (on CPU: operators), unix time; None where there are none."""
-    warnings: tuple[Warning, ...] = ()
+    warnings: tuple[Caveat, ...] = ()
 
 
 def head_of(trace: Trace) -> Head:
@@ -52,7 +52,7 @@ def checked_heads(heads: Sequence[Head], problems: Sequence[InputError] = ()) ->
         more = f", and {len(problems) - 1} more" if len(problems) > 1 else ""
         first = min(range(len(heads)), key=lambda at: order(heads[at]))
         message = f"traces that cannot be read are left out: {problems[0]}{more}"
-        heads[first] = _with(heads[first], Warning("left_out", message))
+        heads[first] = _with(heads[first], Caveat("left_out", message))
     return heads
 
 
@@ -61,7 +61,7 @@ def _placed(heads: Sequence[Head]) -> list[Head]:
         return list(heads)
     if all(head.rank is None for head in heads):
         heads = [replace(head, rank=rank) for rank, head in enumerate(heads)]
-        note = Warning("assumed_ranks", "no trace names its rank: ranks are given in the order of the files")
+        note = Caveat("assumed_ranks", "no trace names its rank: ranks are given in the order of the files")
         heads[0] = _with(heads[0], note)
     counts = Counter(head.rank for head in heads)
     heads = [_with(head, *_place_warnings(head, counts[head.rank])) for head in heads]
@@ -75,30 +75,30 @@ def order(head: Head) -> tuple[bool, int]:
     return head.rank is None, head.rank or 0
 
 
-def _with(head: Head, *warnings: Warning) -> Head:
+def _with(head: Head, *warnings: Caveat) -> Head:
     return replace(head, warnings=(*head.warnings, *warnings)) if warnings else head
 
 
-def _place_warnings(head: Head, same_rank: int) -> list[Warning]:
+def _place_warnings(head: Head, same_rank: int) -> list[Caveat]:
     if head.rank is None:
-        return [Warning("unknown_rank", f"{head.path} does not name its rank, in the file or its name")]
+        return [Caveat("unknown_rank", f"{head.path} does not name its rank, in the file or its name")]
     if same_rank > 1:
         message = f"{head.path} is one of {same_rank} traces of rank {head.rank}: give the files of one run only"
-        return [Warning("duplicate_rank", message, head.rank)]
+        return [Caveat("duplicate_rank", message, head.rank)]
     return []
 
 
-def _run_warnings(heads: Sequence[Head]) -> list[Warning]:
+def _run_warnings(heads: Sequence[Head]) -> list[Caveat]:
     """What shows that the traces are not all the ranks of one run."""
     found = []
     sizes = {head.world_size for head in heads if head.world_size is not None}
     if len(sizes) > 1:
         listed = ", ".join(str(size) for size in sorted(sizes))
-        found.append(Warning("mixed_runs", f"the traces come from runs of different world sizes ({listed})"))
+        found.append(Caveat("mixed_runs", f"the traces come from runs of different world sizes ({listed})"))
     apart = _first_apart(heads)
     if apart:
         message = f"{apart[0].path} and {apart[1].path} have no moment in common: are they of one run?"
-        found.append(Warning("mixed_runs", message))
+        found.append(Caveat("mixed_runs", message))
     return found
 
 

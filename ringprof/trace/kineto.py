@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from ringprof.errors import TraceFormatError
 from ringprof.trace.collect import Collector
 from ringprof.trace.collectives import with_group
-from ringprof.trace.columns import Trace, Warning
+from ringprof.trace.columns import Caveat, Trace
 from ringprof.trace.events import EVENT_LIMIT, UNREADABLE, Event, EventStream, Piece, decode_events, decode_fields
 from ringprof.trace.metadata import Metadata, metadata_of, rank_in_name, read_fields
 from ringprof.trace.recover import Recovered, recover
@@ -189,27 +189,27 @@ _ODDITIES = {
 }
 
 
-def _warnings(reading: _Reading) -> list[Warning]:
+def _warnings(reading: _Reading) -> list[Caveat]:
     rank, at = reading.metadata.rank, reading.first_damage
     damaged = reading.skipped - reading.cut_events
     found = []
     if reading.damage:
-        found.append(Warning("damaged_compression", f"{reading.damage}: read up to there", rank))
+        found.append(Caveat("damaged_compression", f"{reading.damage}: read up to there", rank))
     if reading.cut_at is not None:
         message = f"the file is cut off at byte {reading.cut_at}: {reading.collector.total} complete events were read"
-        found.append(Warning("truncated", message, rank, byte_offset=reading.cut_at))
+        found.append(Caveat("truncated", message, rank, byte_offset=reading.cut_at))
     if damaged:
         message = f"{damaged} damaged events were left out, the first damage is at byte {at}"
-        found.append(Warning("damaged_events", message, rank, damaged, at))
+        found.append(Caveat("damaged_events", message, rank, damaged, at))
     if reading.repaired:
         message = f"{reading.repaired} events that are not sound JSON were read all the same, from byte {at} on"
-        found.append(Warning("repaired_events", message, rank, reading.repaired, at))
+        found.append(Caveat("repaired_events", message, rank, reading.repaired, at))
     if reading.gaps:
         message = f"{reading.gaps} commas between events are missing or too many, from byte {at} on; no event is lost"
-        found.append(Warning("misplaced_commas", message, rank, reading.gaps, at))
+        found.append(Caveat("misplaced_commas", message, rank, reading.gaps, at))
     if not reading.fields_sound:
         message = "the text around the events is damaged: the rank, groups or base time may be missing"
-        found.append(Warning("damaged_metadata", message, rank))
+        found.append(Caveat("damaged_metadata", message, rank))
     for code, count in sorted(reading.collector.oddities.items()):
-        found.append(Warning(code, f"{count} {_ODDITIES[code]}", rank, count))
+        found.append(Caveat(code, f"{count} {_ODDITIES[code]}", rank, count))
     return found

@@ -24,13 +24,13 @@ from ringprof.trace.columns import (
     MEMSET,
     NONE,
     Activities,
+    Caveat,
     CommRecords,
     Device,
     Int64,
     Launches,
     Ranges,
     Trace,
-    Warning,
 )
 from ringprof.trace.metadata import rank_in_name
 from ringprof.trace.times import refuse_overflow
@@ -129,7 +129,7 @@ def _traces(export: _Export) -> list[Trace]:
         np.unique(done["globalPid"]).tolist(), key=lambda pid: (int(done["deviceId"][done["globalPid"] == pid][0]), pid)
     )
     base, names = _base_ns(export), list(export.names)
-    skipped = [Warning("damaged_events", f"{export.skipped} rows without times were left out", None, export.skipped)]
+    skipped = [Caveat("damaged_events", f"{export.skipped} rows without times were left out", None, export.skipped)]
     return [
         Trace(
             path=export.path,

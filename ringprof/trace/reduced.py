@@ -24,13 +24,13 @@ from ringprof.trace.collectives import RANKS_LIMIT, sound
 from ringprof.trace.columns import (
     NONE,
     Activities,
+    Caveat,
     Collective,
     CommRecords,
     Device,
     Launches,
     Ranges,
     Trace,
-    Warning,
 )
 from ringprof.trace.events import UNREADABLE
 from ringprof.trace.kineto import read_trace
@@ -79,7 +79,7 @@ class _Head(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Fal
     """Each value as JSON."""
     events_total: int
     events_skipped: int
-    warnings: Annotated[list[Warning], _at_most(1 << 10)]
+    warnings: Annotated[list[Caveat], _at_most(1 << 10)]
 
 
 class _File(msgspec.Struct, frozen=True):

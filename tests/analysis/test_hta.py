@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import sys
 import warnings
-from pathlib import Path
 
 import pytest
 
 from ringprof.errors import InputError, MissingExtraError
 from tests.loaded import analysis
+from tests.paths import ROOT
 from tests.trace.test_nsys import export
 
-ROOT = Path(__file__).parents[2]
 RUNS = [
     *sorted(path for path in (ROOT / "tests" / "data").glob("h200*") if path.is_dir()),
     *sorted(path.parent for path in (ROOT / "traces").glob("h200*/run.json")),

@@ -10,17 +10,16 @@ import gzip
 import json
 from decimal import Decimal
 from functools import cache
-from pathlib import Path
 
 import pytest
 
 from ringprof.analysis.attribution import Attribution, attribute
-from ringprof.analysis.hops import hop_totals
-from ringprof.analysis.summary import summarise
+from ringprof.analysis.findings.summary import summarise
+from ringprof.analysis.transfers.hops import hop_totals
 from ringprof.trace.ranks import read_traces
 from tests.analysis.sweep import sweep
+from tests.paths import DATA
 
-DATA = Path(__file__).parents[1] / "data"
 NVLINK, TWO_HOSTS = "h200x8-zigzag-131072", "h200x8-zigzag-131072-two-hosts"
 RANKS = [(run, rank) for run in (NVLINK, TWO_HOSTS) for rank in range(8)]
 

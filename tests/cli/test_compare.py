@@ -6,15 +6,14 @@ import csv
 import io
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 
 import ringprof
 from ringprof import cli
 from tests.loaded import analysis
+from tests.paths import ROOT
 
-ROOT = Path(__file__).parents[2]
 ZIGZAG, RING, BURST = (str(ROOT / "traces" / f"h200x4-{name}-262144") for name in ("zigzag", "ring", "burst"))
 TRACES = str(ROOT / "tests" / "data" / "h200x8-zigzag-131072")
 TABLE, LOG = (str(next((ROOT / "tests" / "data" / "logs").glob(f"{number}_*.txt"))) for number in ("002", "001"))

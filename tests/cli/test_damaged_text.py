@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from ringprof import cli
+from tests.paths import ROOT
 
-ROOT = Path(__file__).parents[2]
 LOGS = sorted((ROOT / "tests" / "data" / "logs").glob("*.txt"))
 RUN = ROOT / "traces" / "h200x4-zigzag-65536"
 

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from ringprof.analysis.audit import COLUMNS
+from ringprof.benchmark_logs.audit import COLUMNS
 from ringprof.cli import run
+from tests.paths import LOGS
 
-LOGS = sorted((Path(__file__).parents[1] / "data/logs").glob("*.txt"))
-NAMES = [str(path) for path in LOGS]
+FILES = sorted(LOGS.glob("*.txt"))
+NAMES = [str(path) for path in FILES]
 OPTIONS = ["--heads", "40", "--head-dim", "128", "--world", "32"]
 
 
@@ -62,7 +63,7 @@ def test_output_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_pipe(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    stream = io.TextIOWrapper(io.BytesIO(LOGS[1].read_bytes()))
+    stream = io.TextIOWrapper(io.BytesIO(FILES[1].read_bytes()))
     monkeypatch.setattr("sys.stdin", stream)
     assert run(["logs", "-", "--format", "json"]) == 0
     assert {row["file"] for row in json.loads(capsys.readouterr().out)["rows"]} == {"-"}

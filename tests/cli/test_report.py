@@ -12,7 +12,8 @@ import sys
 import pytest
 
 from ringprof import cli
-from tests.analysis.test_real_runs import DATA, NVLINK
+from tests.analysis.test_real_runs import NVLINK
+from tests.paths import DATA
 
 FOLDER = str(DATA / NVLINK)
 ONE = str(DATA / NVLINK / "rank0.json.gz")

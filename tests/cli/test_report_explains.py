@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
 from ringprof import cli
-from ringprof.analysis.conditions import parse_condition
+from ringprof.analysis.findings.conditions import parse_condition
 from ringprof.errors import UsageError
 from tests.loaded import analysis
+from tests.paths import ROOT
 
-ROOT = Path(__file__).parents[2]
 RUN = ROOT / "traces" / "h200x4-ring-262144"
 TABLE = ROOT / "tests" / "data" / "logs" / "002_24cf2d6a9b1ed1f8.txt"
 

@@ -8,16 +8,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ringprof.analysis.attribution import attribute
-from ringprof.analysis.audit import audit
-from ringprof.analysis.summary import summarise
-from ringprof.analysis.table import analyse_table
-from ringprof.analysis.verdict import Findings
+from ringprof.analysis.findings.summary import summarise
+from ringprof.analysis.findings.verdict import Findings
+from ringprof.benchmark_logs.audit import audit
+from ringprof.benchmark_logs.read import decode_log
 from ringprof.errors import RingprofError
+from ringprof.kernel_tables.analyse import analyse_table
+from ringprof.kernel_tables.read import read_tables
 from ringprof.report import as_json
 from ringprof.run import Run, parse_run
-from ringprof.trace.benchmark_log import decode_log
 from ringprof.trace.columns import Trace
-from ringprof.trace.kernel_table import read_tables
 from ringprof.trace.kineto import parse_trace
 from ringprof.trace.reduced import MAGIC, parse_reduced, reduce_trace
 

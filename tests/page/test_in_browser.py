@@ -10,10 +10,10 @@ import pytest
 
 from tests.loaded import analysis
 from tests.page.test_page import HOSTILE, page_of
+from tests.paths import TRACES
 
 browser = pytest.importorskip("tests.page.browser", reason="websocket-client is not installed", exc_type=ImportError)
 pytestmark = pytest.mark.skipif(browser.CHROMIUM is None, reason="no Chromium here")
-TRACES = Path(__file__).parents[2] / "traces"
 RUNS = sorted(path.parent for path in TRACES.glob("*/run.json"))
 _LABEL = "ms from the first activity"
 TIMELINE = f"Bokeh.documents[0].roots().find(one => one.below?.some(part => part.axis_label === '{_LABEL}'))"

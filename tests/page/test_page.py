@@ -13,8 +13,8 @@ import pytest
 import ringprof
 from ringprof import cli
 from ringprof.analysis.attribution import attribute
-from ringprof.analysis.summary import summarise
-from ringprof.analysis.verdict import Findings
+from ringprof.analysis.findings.summary import summarise
+from ringprof.analysis.findings.verdict import Findings
 from ringprof.report import as_json
 from ringprof.report.lanes import MOST_BARS, timeline_of
 from ringprof.report.page.document import render
@@ -23,8 +23,8 @@ from ringprof.report.page.several import comparison_document, sweep_document
 from tests.analysis.build import Builder
 from tests.analysis.rings import ring_pass
 from tests.loaded import analysis
+from tests.paths import ROOT
 
-ROOT = Path(__file__).parents[2]
 RUN = ROOT / "traces" / "h200x4-zigzag-262144-copied"
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\x1b[31m\u202e{{7*7}}@name"
 

@@ -10,7 +10,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from tests.paths import ROOT
+
 SMALL = ["--heads", "2", "--head-dim", "16", "--seq", "512", "--device", "cpu"]
 RINGPROF = [sys.executable, "-m", "ringprof"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

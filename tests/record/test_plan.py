@@ -8,6 +8,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from tests.paths import TRACES
+
 pytest.importorskip("torch", reason="recording needs torch")
 
 from ringprof.errors import MissingExtraError, UnfitWorkloadError, UsageError
@@ -17,7 +19,6 @@ from ringprof.record.request import Request
 from ringprof.record.resolve import need_torch, resolve
 from ringprof.run import Workload, read_run
 
-TRACES = Path(__file__).parents[2] / "traces"
 GIB = 2**30
 
 

@@ -10,8 +10,8 @@ import pytest
 
 import ringprof
 from ringprof.analysis.attribution import attribute
-from ringprof.analysis.summary import summarise
-from ringprof.analysis.verdict import Findings
+from ringprof.analysis.findings.summary import summarise
+from ringprof.analysis.findings.verdict import Findings
 from ringprof.api import load_bytes
 from ringprof.errors import InputError, KernelTableError
 from ringprof.frames import BREAKDOWN_COLUMNS, HOP_COLUMNS
@@ -19,7 +19,8 @@ from ringprof.report.notebook import findings_html
 from ringprof.run import write_run
 from tests.analysis.build import Builder
 from tests.analysis.recorded import recorded_run
-from tests.analysis.test_real_runs import DATA, NVLINK
+from tests.analysis.test_real_runs import NVLINK
+from tests.paths import DATA
 
 
 @pytest.fixture(scope="module")

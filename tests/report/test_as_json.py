@@ -9,15 +9,15 @@ import jsonschema
 import pytest
 
 from ringprof.analysis.attribution import attribute
-from ringprof.analysis.summary import summarise
-from ringprof.analysis.verdict import Findings
+from ringprof.analysis.findings.summary import summarise
+from ringprof.analysis.findings.verdict import Findings
 from ringprof.report import as_json
 from tests.analysis.build import FLASH, NCCL, Builder
+from tests.analysis.findings.test_controls import CONTROLS
+from tests.analysis.findings.test_summary import ring_with_compute
 from tests.analysis.recorded import recorded_run
-from tests.analysis.test_controls import CONTROLS
-from tests.analysis.test_cpu import example as cpu_example
 from tests.analysis.test_real_runs import NVLINK, TWO_HOSTS, attribution_of
-from tests.analysis.test_summary import ring_with_compute
+from tests.analysis.timeline.test_cpu import example as cpu_example
 
 SCHEMA = json.loads(files("ringprof.report").joinpath("schema/report-1.schema.json").read_text(encoding="utf-8"))
 

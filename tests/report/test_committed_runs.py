@@ -10,13 +10,13 @@ import jsonschema
 import pytest
 
 import ringprof
-from ringprof.analysis.cpu_links import blocked_on_links
+from ringprof.analysis.findings.cpu_links import blocked_on_links
 from ringprof.run import read_run
 from tests.analysis.sweep import sweep
 from tests.analysis.test_real_runs import nanoseconds
 from tests.loaded import analysis
+from tests.paths import TRACES
 
-TRACES = Path(__file__).parents[2] / "traces"
 SCHEMA = Path(ringprof.__file__).parent / "report" / "schema" / "report-1.schema.json"
 RUNS = sorted(path.parent for path in TRACES.glob("h200*/run.json"))
 

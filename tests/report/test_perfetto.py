@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 from collections import defaultdict
-from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -14,8 +13,8 @@ import pytest
 from ringprof import cli
 from ringprof.report.perfetto import EXPOSED, STEPS, events_of
 from tests.loaded import analysis
+from tests.paths import ROOT
 
-ROOT = Path(__file__).parents[2]
 RUN = ROOT / "traces" / "h200x4-zigzag-65536"
 NUMBER, TEXT, WHOLE = {"type": "number"}, {"type": "string"}, {"type": "integer", "minimum": 0}
 LENGTH = {"type": "number", "minimum": 0}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -16,14 +15,14 @@ from matplotlib.figure import Figure
 import ringprof
 from ringprof import cli
 from ringprof.analysis.attribution import attribute
-from ringprof.analysis.summary import summarise
-from ringprof.analysis.verdict import Findings
+from ringprof.analysis.findings.summary import summarise
+from ringprof.analysis.findings.verdict import Findings
 from ringprof.report import plots
 from tests.analysis.build import FLASH, Builder
 from tests.analysis.rings import ring_pass
 from tests.loaded import analysis
+from tests.paths import ROOT
 
-ROOT = Path(__file__).parents[2]
 RUN = ROOT / "traces" / "h200x4-zigzag-65536"
 KINDS = ("waterfall", "breakdown", "timeline", "steps", "waiting")
 

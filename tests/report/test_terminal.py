@@ -8,14 +8,14 @@ from dataclasses import replace
 import pytest
 
 from ringprof.analysis.attribution import attribute
-from ringprof.analysis.summary import summarise
-from ringprof.analysis.verdict import Findings
+from ringprof.analysis.findings.summary import summarise
+from ringprof.analysis.findings.verdict import Findings
 from ringprof.report.terminal import Look, render
 from tests.analysis.build import FLASH, Builder
+from tests.analysis.findings.test_summary import ring_with_compute
 from tests.analysis.recorded import recorded_run
-from tests.analysis.test_cpu import example as cpu_example
 from tests.analysis.test_real_runs import NVLINK, TWO_HOSTS, attribution_of
-from tests.analysis.test_summary import ring_with_compute
+from tests.analysis.timeline.test_cpu import example as cpu_example
 
 
 def shown(attribution, sections=(), **look):

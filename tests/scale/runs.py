@@ -9,9 +9,9 @@ from typing import Any
 from ringprof.trace.columns import Collective, Trace
 from ringprof.trace.kineto import read_trace
 from ringprof.trace.reduced import reduce_trace
+from tests.paths import TRACES
 
-RUNS = Path(__file__).parents[2] / "traces"
-RING = RUNS / "h200x4-zigzag-65536"
+RING = TRACES / "h200x4-zigzag-65536"
 
 
 def real_ring() -> list[Trace]:

@@ -18,7 +18,8 @@ import ringprof
 from ringprof.errors import InputError, RunFormatError, UsageError
 from ringprof.trace.kineto import read_trace
 from ringprof.trace.reduced import reduce_trace
-from tests.scale.runs import RING, RUNS, write_ring
+from tests.paths import TRACES
+from tests.scale.runs import RING, write_ring
 
 fsspec = pytest.importorskip("fsspec")
 pytest.importorskip("distributed")
@@ -117,7 +118,7 @@ def cluster() -> Iterator[str]:
 
 @pytest.mark.parametrize("name", ["h200x4-usp-262144", "cpu4-burst-4096"])
 def test_workers_of_a_cluster_read_the_traces(cluster, name):
-    assert report_of(RUNS / name, scheduler=cluster) == report_of(RUNS / name)
+    assert report_of(TRACES / name, scheduler=cluster) == report_of(TRACES / name)
 
 
 def test_an_error_on_a_cluster_is_the_same_error(cluster, tmp_path):
@@ -128,7 +129,7 @@ def test_an_error_on_a_cluster_is_the_same_error(cluster, tmp_path):
 
 
 def test_workers_find_a_path_that_is_relative_here(cluster, monkeypatch):
-    monkeypatch.chdir(RUNS)
+    monkeypatch.chdir(TRACES)
     assert report_of(RING.name, scheduler=cluster) == report_of(RING)
 
 

@@ -16,9 +16,10 @@ from ringprof import api
 from ringprof.errors import InputError
 from ringprof.scale import attribute as scale
 from ringprof.trace.detect import Input
-from tests.scale.runs import RUNS, real_ring, write_ring
+from tests.paths import TRACES
+from tests.scale.runs import real_ring, write_ring
 
-RECORDED = sorted(folder.name for folder in RUNS.iterdir() if folder.is_dir())
+RECORDED = sorted(folder.name for folder in TRACES.iterdir() if folder.is_dir())
 
 
 @pytest.fixture
@@ -48,7 +49,7 @@ def told(analysis: Any) -> Any:
 
 @pytest.mark.parametrize("name", RECORDED)
 def test_every_recorded_run(few_at_a_time, name):
-    together, apart = loaded(RUNS / name), few_at_a_time(RUNS / name)
+    together, apart = loaded(TRACES / name), few_at_a_time(TRACES / name)
     assert told(apart) == told(together)
     assert apart.findings.steps == together.findings.steps
     assert apart.findings.exposed_by_step == together.findings.exposed_by_step
@@ -66,13 +67,13 @@ OPTIONS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("how", OPTIONS, ids=lambda how: next(iter(how)))
 @pytest.mark.parametrize("name", ["h200x4-zigzag-65536", "h200x4-allgather-262144", "h200x4-usp-262144"])
 def test_with_options(few_at_a_time, name, how):
-    traces = sorted((RUNS / name).glob("rank*.json.gz"))
+    traces = sorted((TRACES / name).glob("rank*.json.gz"))
     assert told(few_at_a_time(*traces, **how)) == told(loaded(traces, **how))
 
 
 @pytest.mark.parametrize("lost", [0, 3])
 def test_with_a_rank_missing(few_at_a_time, lost):
-    traces = [path for rank, path in enumerate(sorted((RUNS / RECORDED[-1]).glob("rank*.json.gz"))) if rank != lost]
+    traces = [path for rank, path in enumerate(sorted((TRACES / RECORDED[-1]).glob("rank*.json.gz"))) if rank != lost]
     assert told(few_at_a_time(*traces)) == told(loaded(traces))
 
 
@@ -90,7 +91,7 @@ def test_a_run_with_a_rank_that_cannot_be_read(few_at_a_time, tmp_path, how):
     """Its figures are those of the other ranks, whichever way the rank is missing, and the report says so."""
     folders = [tmp_path / "mine", tmp_path / "without"]
     for folder in folders:
-        shutil.copytree(RUNS / "h200x4-zigzag-65536", folder)
+        shutil.copytree(TRACES / "h200x4-zigzag-65536", folder)
     spoil(folders[0], how)
     spoil(folders[1], "gone")
     together, without = (loaded(folder) for folder in folders)
@@ -104,7 +105,7 @@ def test_a_run_with_a_rank_that_cannot_be_read(few_at_a_time, tmp_path, how):
 
 def test_a_run_that_names_its_ranks_needs_no_trace_to(few_at_a_time, tmp_path):
     folder = tmp_path / "run"
-    shutil.copytree(RUNS / "h200x4-zigzag-65536", folder)
+    shutil.copytree(TRACES / "h200x4-zigzag-65536", folder)
     run = json.loads((folder / "run.json").read_text())
     for entry in run["traces"]:
         trace = json.loads(gzip.decompress((folder / entry["path"]).read_bytes()))
@@ -159,15 +160,15 @@ def test_a_ring_of_many_is_the_small_ring_again(few_at_a_time, tmp_path):
 
 def test_steps_that_no_name_tells(few_at_a_time, monkeypatch):
     """Where the order of hops tells the steps, too, all ranks are planned alike."""
-    monkeypatch.setattr("ringprof.analysis.step_plan.named_blocks", lambda *_: None)
-    together, apart = loaded(RUNS / RECORDED[-1]), few_at_a_time(RUNS / RECORDED[-1])
+    monkeypatch.setattr("ringprof.analysis.steps.plan.named_blocks", lambda *_: None)
+    together, apart = loaded(TRACES / RECORDED[-1]), few_at_a_time(TRACES / RECORDED[-1])
     assert {step.source for step in together.findings.steps} == {"order"}
     assert apart.findings.steps == together.findings.steps
 
 
 def test_what_is_left_out_is_said(few_at_a_time, tmp_path):
     pytest.importorskip("bokeh")
-    together, apart = loaded(RUNS / RECORDED[-1]), few_at_a_time(RUNS / RECORDED[-1])
+    together, apart = loaded(TRACES / RECORDED[-1]), few_at_a_time(TRACES / RECORDED[-1])
     assert together.report()["summary"]["steps_listed"] and together.report()["steps"]
     assert not apart.report()["summary"]["steps_listed"] and apart.report()["steps"] == []
     assert "leaves out timeline" in apart.to_html() and "leaves out timeline" not in together.to_html()
@@ -177,12 +178,12 @@ def test_what_is_left_out_is_said(few_at_a_time, tmp_path):
 
 def test_other_processes(few_at_a_time):
     name = "h200x4-burst-262144"
-    assert told(few_at_a_time(RUNS / name, jobs=2)) == told(loaded(RUNS / name))
+    assert told(few_at_a_time(TRACES / name, jobs=2)) == told(loaded(TRACES / name))
 
 
 def test_the_scratch_folder_goes_with_the_analysis(few_at_a_time, tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    analysis = few_at_a_time(RUNS / RECORDED[-1])
+    analysis = few_at_a_time(TRACES / RECORDED[-1])
     assert list(tmp_path.iterdir())
     del analysis
     assert not list(tmp_path.iterdir())
@@ -193,13 +194,13 @@ def test_nothing_is_left_where_reading_fails(few_at_a_time, tmp_path, monkeypatc
     bad: Path = tmp_path / "rank9.json"
     bad.write_text('{"traceEvents": []}')
     with pytest.raises(InputError, match="rank9"):
-        few_at_a_time(*sorted((RUNS / RECORDED[-1]).glob("rank*.json.gz")), bad)
+        few_at_a_time(*sorted((TRACES / RECORDED[-1]).glob("rank*.json.gz")), bad)
     assert list(tmp_path.iterdir()) == [bad]
 
 
 def test_details_live_as_long_as_a_rank_does(few_at_a_time):
     """Whoever keeps one rank of a run keeps the files that its hops are read from."""
-    together = loaded(RUNS / RECORDED[-1]).attribution.ranks[1]
-    rank = few_at_a_time(RUNS / RECORDED[-1]).attribution.ranks[1]
+    together = loaded(TRACES / RECORDED[-1]).attribution.ranks[1]
+    rank = few_at_a_time(TRACES / RECORDED[-1]).attribution.ranks[1]
     gc.collect()
     assert rank.hops == together.hops

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +15,7 @@ from ringprof.strategies.base import Shape
 from ringprof.strategies.communicator import Hosts, Ring
 from ringprof.strategies.layouts import LAYOUTS, Block, Grid, Grouped, split_home_block
 from ringprof.strategies.registry import parse_parameter
+from tests.paths import ROOT
 from tests.strategies.cases import CASES
 from tests.strategies.ranks import run_ranks
 
@@ -254,7 +254,7 @@ def test_an_unknown_strategy_names_the_nearest_and_all():
 
 @pytest.mark.parametrize("name", names())
 def test_every_parameter_is_described_and_listed(name):
-    guide = (Path(__file__).parents[2] / "docs" / "strategies.md").read_text()
+    guide = (ROOT / "docs" / "strategies.md").read_text()
     assert f"\n| {name} |" in guide or f", {name} |" in guide or f"{name}, " in guide
     for parameter in parameters(find(name).load()):
         assert parameter.help, parameter.name

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
-DATA = Path(__file__).parents[1] / "data"
+from tests.paths import DATA
+
 REAL = (
     DATA / "h200x8-zigzag-131072" / "rank0.json.gz",
     DATA / "h200x8-zigzag-131072-two-hosts" / "rank1.json.gz",

@@ -8,7 +8,8 @@ import pytest
 
 from ringprof.errors import InputError, TraceFormatError
 from ringprof.trace.detect import Input, detect, detect_bytes
-from tests.trace.kineto_text import DATA, TEN
+from tests.paths import DATA
+from tests.trace.kineto_text import TEN
 
 RUN = json.dumps({"schema": "ringprof.run/1", "name": "x"}, indent=1).encode()
 LOG = b"step 1\n-----  ---\nName   Self CUDA\n-----  ---\n"

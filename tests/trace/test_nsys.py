@@ -8,7 +8,7 @@ from contextlib import closing
 import pytest
 
 from ringprof.analysis.attribution import attribute
-from ringprof.analysis.focus import Focus
+from ringprof.analysis.timeline.focus import Focus
 from ringprof.errors import InputError, TraceFormatError
 from ringprof.trace.columns import KERNEL, MEMCPY, MEMSET
 from ringprof.trace.detect import detect

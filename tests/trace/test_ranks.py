@@ -10,7 +10,8 @@ import pytest
 
 from ringprof.errors import InputError, TraceFormatError
 from ringprof.trace.ranks import read_traces
-from tests.trace.kineto_text import DATA, REAL, document, kernel
+from tests.paths import DATA
+from tests.trace.kineto_text import REAL, document, kernel
 
 FOLDER = DATA / "h200x8-zigzag-131072"
 

@@ -15,7 +15,8 @@ from ringprof.trace.columns import Collective, Trace
 from ringprof.trace.kineto import parse_trace, read_trace
 from ringprof.trace.ranks import read_traces
 from ringprof.trace.reduced import MAGIC, parse_reduced, reduce_trace
-from tests.trace.kineto_text import DATA, REAL, TEN
+from tests.paths import DATA
+from tests.trace.kineto_text import REAL, TEN
 
 RUNS = DATA.parents[1] / "traces"
 SOURCES = [*REAL, RUNS / "cpu4-burst-4096" / "rank1.json.gz", RUNS / "h200x4-burst-262144-copied" / "rank2.json.gz"]

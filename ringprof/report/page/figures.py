@@ -9,10 +9,10 @@ from bokeh.models import ColumnDataSource, FixedTicker, HoverTool, LinearColorMa
 from bokeh.palettes import Viridis256
 from bokeh.plotting import figure
 
-from ringprof.analysis.rules import KINDS
-from ringprof.analysis.steps import Step
-from ringprof.analysis.summary import PARTS
-from ringprof.analysis.waterfall import Waterfall
+from ringprof.analysis.findings.summary import PARTS
+from ringprof.analysis.findings.waterfall import Waterfall
+from ringprof.analysis.kinds.rules import KINDS
+from ringprof.analysis.steps.steps import Step
 from ringprof.report import palette
 from ringprof.report.lanes import Bar, Timeline
 from ringprof.report.terms import LABELS

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from ringprof.analysis.attribution import Attribution
-from ringprof.analysis.rules import KINDS
-from ringprof.analysis.steps import Step
-from ringprof.analysis.verdict import Findings
+from ringprof.analysis.findings.verdict import Findings
+from ringprof.analysis.kinds.rules import KINDS
+from ringprof.analysis.steps.steps import Step
 from ringprof.report.lanes import timeline_of
 from ringprof.report.page.document import Cell, Document, Section, Table, drawing, number, text
 from ringprof.report.terms import LABELS, MEANINGS

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ringprof.analysis.comparison import WATERFALL, Comparison, Difference, Entry
+from ringprof.analysis.findings.comparison import WATERFALL, Comparison, Difference, Entry
 from ringprof.report import palette
 from ringprof.report.page.document import Cell, Document, Section, Table, drawing, number, text
 from ringprof.report.terms import LABELS, MEANINGS

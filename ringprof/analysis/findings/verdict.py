@@ -1,0 +1,317 @@
+"""Three plain lines: what communication cost, what the cost came from, and what could be gained.
+
+Every line is made of figures of the report, and says nothing that they do not show.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+from ringprof.analysis.attribution import Attribution
+from ringprof.analysis.findings.cpu_links import blocked_in_words
+from ringprof.analysis.findings.summary import Summary
+from ringprof.analysis.findings.waterfall import Waterfall, find_waterfall
+from ringprof.analysis.findings.waterfall_words import milliseconds
+from ringprof.analysis.rank import Rank
+from ringprof.analysis.steps.steps import ExposedBySteps, Step, exposed_by_step, find_steps
+from ringprof.analysis.transfers.hops import OTHER_HOST
+
+WORTH_NAMING = 0.02
+"""The least share of the wall that is called a loss."""
+SLOW_LINK = 3.0
+"""A rank is at a slow link where its wire rate is this many times below the fastest rank's."""
+UNBALANCED = 1.5
+"""How many times longer one rank must compute than another, rising with the rank, to look like a causal mask."""
+
+_NAMES = {
+    "send_recv": "SendRecv", "all_to_all": "AllToAll", "all_gather": "AllGather", "reduce_scatter": "ReduceScatter",
+    "copy_engine": "peer copy",
+}  # fmt: skip
+_PASSES = {"fwd": "forward", "bwd": "backward"}
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What follows from an attribution beyond its sums; each part is found when it is first asked for."""
+
+    attribution: Attribution
+    summary: Summary
+
+    @property
+    def lists_steps(self) -> bool:
+        """Whether a report lists every rank's steps."""
+        return True
+
+    @cached_property
+    def steps(self) -> tuple[Step, ...]:
+        return find_steps(self.attribution)
+
+    @cached_property
+    def exposed_by_step(self) -> ExposedBySteps:
+        """What each ring step exposes, over all ranks, calls and iterations."""
+        return exposed_by_step(self.steps)
+
+    @cached_property
+    def waterfall(self) -> Waterfall:
+        return find_waterfall(self.attribution, self.summary)
+
+    @cached_property
+    def verdict(self) -> tuple[str, ...]:
+        """At most three lines."""
+        lines = (_cost(self), _cause(self), _gain(self))
+        return tuple(line for line in lines if line)
+
+
+def _percent(share: float, digits: int = 1) -> str:
+    return f"{100 * share:.{digits}f} %"
+
+
+def _communicates(found: Findings) -> bool:
+    return any(rank.breakdown.comm_ns for rank in found.attribution.ranks)
+
+
+# --- what it cost -------------------------------------------------------------------------------------
+
+
+def _cost(found: Findings) -> str:
+    attribution, summary = found.attribution, found.summary
+    if not _communicates(found):
+        ranks = attribution.ranks
+        size = attribution.run.topology.world_size if attribution.run else ranks[0].world_size
+        device = "process" if attribution.on_cpu else "GPU"
+        alone = len(ranks) == 1 and size in (None, 1)
+        return f"one {device}: nothing is communicated" if alone else "no communication in these traces"
+    exposed = f"{_percent(summary.exposed_mean)} of the time is exposed communication"
+    if len(attribution.ranks) > 1:
+        exposed += f", {_percent(summary.exposed_worst)} at worst (rank {summary.exposed_worst_rank})"
+    if attribution.on_cpu:
+        return f"{exposed}: time blocked in waiting for a transfer."
+    if summary.exposed_mean < WORTH_NAMING and summary.overlap_ratio is not None:
+        return f"{exposed}: {_percent(summary.overlap_ratio, 0)} of all communication is hidden behind computation."
+    return exposed + "."
+
+
+# --- where it came from -------------------------------------------------------------------------------
+
+
+def _cause(found: Findings) -> str:
+    parts = found.waterfall
+    communication = {
+        "imbalance": parts.of("imbalance"),
+        "wire": parts.of("exposed_wire"),
+        "wait": parts.of("peer_wait"),
+        "unsplit": parts.of("exposed_unsplit"),
+    }
+    others = {"merge": parts.of("merge_and_copies"), "gaps": parts.of("launch_gaps")}
+    # Communication is one loss with several causes: it is held against the others as a whole.
+    losses = communication if sum(communication.values()) >= max(others.values()) else others
+    largest = max(losses, key=lambda name: losses[name])
+    share = losses[largest] / parts.wall_ns if parts.wall_ns else 0.0
+    if share < WORTH_NAMING:
+        return _kernels(found)
+    return {
+        "imbalance": _imbalance, "wire": _wire, "wait": _wait, "unsplit": _unsplit, "merge": _merge, "gaps": _gaps,
+    }[largest](found, share)  # fmt: skip
+
+
+def _kernels(found: Findings) -> str:
+    parts = found.waterfall
+    spent = parts.of("attention", "peak", "kernel", "repeated", "slowdown")
+    text = (
+        f"No single loss reaches {_percent(WORTH_NAMING, 0)}: {_percent(spent / (parts.wall_ns or 1))} of the time is"
+    )
+    rate = found.summary.rates.block_tflops
+    if rate is None or rate < 1:
+        return f"{text} attention kernels."
+    of_peak = f", {_percent(rate / parts.peak.tflops, 0)} of the device's peak" if parts.peak else ""
+    return f"{text} attention kernels at {rate:,.0f} TFLOP/s{of_peak}."
+
+
+def _imbalance(found: Findings, share: float) -> str:
+    rank = min(found.attribution.ranks, key=lambda one: one.breakdown.compute_ns)
+    wait, kind = _waited(rank)
+    name = _NAMES.get(kind, kind)
+    text = f"{_percent(wait, 0)} of rank {rank.rank}'s {name} time was waiting for ranks {_more_work(found, rank)}"
+    if _known_contiguous(found.attribution):
+        return f"{text}: choose zigzag or stripe."
+    if _rises_with_rank(found.attribution):
+        return f"{text}; work rises with the rank, as in contiguous pieces under a causal mask: see zigzag and stripe."
+    return f"{text}; imbalance takes {_percent(share)} of the time."
+
+
+def _waited(rank: Rank) -> tuple[float, str]:
+    """The share of waiting in its longest kind of communication, and that kind."""
+    times: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+    for row in rank.carried:
+        if row.timed:
+            times[row.kind][0] += row.wait_ns
+            times[row.kind][1] += row.wait_ns + row.wire_ns
+    if not times:
+        return 0.0, "communication"
+    kind = max(times, key=lambda name: times[name][1])
+    wait, whole = times[kind]
+    return (wait / whole if whole else 0.0), kind
+
+
+def _more_work(found: Findings, rank: Rank) -> str:
+    run = found.attribution.run
+    if run and run.work and rank.rank < len(run.work) and run.work[rank.rank].block_flops:
+        ratio = max(work.block_flops for work in run.work) / run.work[rank.rank].block_flops
+        if ratio >= UNBALANCED:
+            causal = "causal " if run.workload and run.workload.causal else ""
+            return f"with up to {ratio:.3g} times its {causal}work"
+    most = max(other.breakdown.compute_ns for other in found.attribution.ranks)
+    return f"that compute up to {milliseconds(most)}, where it computes {milliseconds(rank.breakdown.compute_ns)}"
+
+
+def _known_contiguous(attribution: Attribution) -> bool:
+    run = attribution.run
+    if run is None or run.strategy is None or run.workload is None or not run.workload.causal:
+        return False
+    return run.strategy.layout == "contiguous"
+
+
+def _rises_with_rank(attribution: Attribution) -> bool:
+    if attribution.run is not None and attribution.run.strategy is not None:
+        return False
+    times = [rank.breakdown.flash_ns for rank in attribution.ranks]
+    rising = all(later > earlier for earlier, later in pairwise(times))
+    return len(times) > 2 and rising and times[-1] >= UNBALANCED * times[0]
+
+
+def _wire(found: Findings, share: float) -> str:
+    slow = _slow_hosts(found) or _slow_ranks(found)
+    text = f"{_percent(share)} of the time is bytes on a wire with nothing to hide them"
+    return f"{text}: {slow}." if slow else f"{text}{_worst_step(found)}."
+
+
+def _slow_hosts(found: Findings) -> str:
+    """The link between hosts, where it is slower than within one, or the only one there is."""
+    rows = [row for row in found.summary.communication if row.wire_gbps is not None]
+    between = [row for row in rows if row.link == OTHER_HOST]
+    within = [row.wire_gbps or 0.0 for row in rows if row.link != OTHER_HOST]
+    if not between:
+        return ""
+    row = between[0]
+    rate = row.wire_gbps or 0.0
+    if within and max(within) < SLOW_LINK * rate:
+        return ""
+    against = f", {max(within):.3g} within a host" if within else ""
+    return f"{_NAMES.get(row.kind, row.kind)} between hosts moves {rate:.3g} GB/s{against}"
+
+
+def _slow_ranks(found: Findings) -> str:
+    """Ranks whose hops are far slower on the wire than others': the two ends of slow links."""
+    rates = {rank.rank: rank.hop_totals.wire_gbps for rank in found.attribution.ranks}
+    known = {rank: rate for rank, rate in rates.items() if rate}
+    slow = [rank for rank, rate in known.items() if rate * SLOW_LINK < max(known.values())]
+    if not slow or len(slow) == len(known):
+        return ""
+    listed = [known[rank] for rank in slow]
+    ends = ", ".join(str(rank) for rank in slow[:-1]) + (f" and {slow[-1]}" if len(slow) > 1 else str(slow[-1]))
+    return (
+        f"rank{'s' if len(slow) > 1 else ''} {ends} send{'s' if len(slow) == 1 else ''} at {_span(listed)} GB/s, "
+        f"the others at {_span([rate for rank, rate in known.items() if rank not in slow])}{_links(found, set(slow))}"
+    )
+
+
+def _span(values: Sequence[float]) -> str:
+    low, high = f"{min(values):.3g}", f"{max(values):.3g}"
+    return low if low == high else f"{low} to {high}"
+
+
+def _links(found: Findings, slow: set[int]) -> str:
+    """The directions in which one slow rank sends to another."""
+    pairs = {
+        (rank.rank, peer)
+        for rank in found.attribution.ranks
+        for peer in rank.hop_peers
+        if rank.rank in slow and peer in slow
+    }
+    # Neighbours that are slow for their other side's sake would be named, too, where all of a ring is.
+    if not pairs or len(pairs) > len(slow):
+        return ""
+    return " (" + ", ".join(f"{a} to {b}" for a, b in sorted(pairs)[:6]) + ")"
+
+
+def _worst_step(found: Findings) -> str:
+    """The ring step that exposes most, where there are several."""
+    exposed = found.exposed_by_step
+    if len(exposed) < 2:
+        return ""
+    phases = {
+        phase: sum(time for key, (time, _) in exposed.items() if key[0] == phase)
+        for phase in dict.fromkeys(key[0] for key in exposed)
+    }
+    everything = sum(phases.values())
+    if not everything:
+        return ""
+    phase = max(phases, key=lambda name: phases[name])
+    means = {key[1]: time / count for key, (time, count) in exposed.items() if key[0] == phase}
+    worst = max(means, key=lambda step: means[step])
+    return (
+        f"; {_percent(phases[phase] / everything, 0)} of it in the {_PASSES[phase]} pass, most in step {worst} "
+        f"(mean {milliseconds(means[worst])})"
+    )
+
+
+def _wait(found: Findings, share: float) -> str:
+    slow = _slow_hosts(found) or _slow_ranks(found)
+    if slow:
+        on_wire = _percent(found.waterfall.of("exposed_wire") / found.waterfall.wall_ns)
+        return f"{_percent(share)} of the time is waiting for peers whose hops are slow, {on_wire} wire: {slow}."
+    waits = {rank.rank: rank.hop_totals.wait_ns for rank in found.attribution.ranks}
+    known = {rank: wait for rank, wait in waits.items() if wait}
+    who = f", rank {max(known, key=lambda rank: known[rank])} longest" if len(known) > 1 else ""
+    return f"{_percent(share)} of the time ranks wait for peers that have no more to compute{who}{_worst_step(found)}."
+
+
+def _unsplit(found: Findings, share: float) -> str:
+    if found.attribution.on_cpu:
+        # Beyond what is blocked this holds the time from a rank's end to the slowest rank's.
+        blocked = f"{_percent(share)} of the slowest rank's time others are blocked, or done before it"
+        return blocked_in_words(found.attribution) or f"{blocked}; what of it is waiting is not recorded on CPU."
+    return f"How much of it is waiting and how much wire is not known (see warnings){_worst_step(found)}."
+
+
+def _merge(found: Findings, share: float) -> str:
+    rows = [row for row in found.summary.kinds if row.kind in ("merge", "gemm", "other", "memcpy", "memset")]
+    most = f"most of it {_OTHER_WORK[rows[0].kind]}" if rows else "beside no attention"
+    return f"{_percent(share)} of the time is computation and copies other than attention, {most}."
+
+
+_OTHER_WORK = {
+    "merge": "merging", "gemm": "matrix products", "other": "kernels of other kinds", "memcpy": "memory copies",
+    "memset": "memory sets",
+}  # fmt: skip
+
+
+def _gaps(found: Findings, share: float) -> str:
+    if found.attribution.on_cpu:
+        return f"{_percent(share)} of the time nothing computes and nothing waits."
+    return (
+        f"{_percent(share)} of the time nothing runs on the GPU: the launches do not keep up, or nothing is launched."
+    )
+
+
+# --- what could be gained -----------------------------------------------------------------------------
+
+
+def _gain(found: Findings) -> str:
+    if not _communicates(found) or len(found.attribution.ranks) < 2 or not found.waterfall.wall_ns:
+        return ""
+    wall, bounds = found.waterfall.wall_ns, found.waterfall.bounds
+    parts = [f"{_less(bounds.free_ns, wall, ' less')} with free communication"]
+    if found.waterfall.of("imbalance"):
+        parts.append(f"{_less(bounds.balanced_ns, wall)} with balanced ranks")
+    if not found.attribution.on_cpu:
+        parts.append(f"{_less(bounds.hidden_ns, wall)} balanced with all hidden that can be")
+    return f"{milliseconds(wall)} could be " + ", ".join(parts) + "."
+
+
+def _less(time_ns: int, wall_ns: int, word: str = "") -> str:
+    return f"{milliseconds(time_ns)} ({_percent(1 - time_ns / wall_ns)}{word})"

@@ -1,0 +1,260 @@
+"""From the device's peak to the speed achieved: the slowest rank's wall, every part of it named, nothing left over.
+
+Each rank's time up to the slowest rank's wall is one of these parts, and every part is the mean over ranks:
+
+- attention kernels, and of them what the needed work takes at peak, what the kernel alone loses against it, repeated
+  work, and the slow-down beside communication;
+- exposed communication: an exposed instant is wire before wait before memory before idle. Of what a rank waits (its
+  exposed waiting, and the time after its last activity until the slowest rank is done), imbalance is what its own
+  computation falls short of that of the rank which computes longest, peer wait the rest (not of the rank whose wall is
+  longest: where all end at one transfer, that may be any);
+- other computation and exposed memory (merge and copies), and gaps in which nothing ran.
+
+Parts that the evidence cannot tell apart are one part, named so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ringprof.analysis.attribution import Attribution
+from ringprof.analysis.findings.summary import Summary
+from ringprof.analysis.findings.waterfall_words import Evidence, evidence_of
+from ringprof.analysis.rank import Rank
+from ringprof.devices import Peak, peak_of
+
+PARTS = (
+    "peak",
+    "kernel",
+    "repeated",
+    "slowdown",
+    "attention",
+    "imbalance",
+    "exposed_wire",
+    "peer_wait",
+    "exposed_unsplit",
+    "other_groups",
+    "merge_and_copies",
+    "launch_gaps",
+)
+"""Every part that a waterfall may have, in order. ``kernel`` holds ``slowdown`` where there is no solo rate;
+``attention`` stands for the first four where the needed work or the peak is not known; ``exposed_unsplit`` is
+exposed communication without wait and wire, ``other_groups`` that of process groups that were not asked for."""
+
+WATERFALL_COLUMNS = ("part", "time_ns", "share", "tflops", "evidence")
+"""Of `ringprof.api.Analysis.waterfall`: a row a part, the fields of `WaterfallPart`."""
+
+
+@dataclass(frozen=True)
+class WaterfallPart:
+    """One part of the slowest rank's wall."""
+
+    part: str
+    """One of `PARTS`."""
+    time_ns: int
+    """Mean over ranks, rounded so that all parts sum to the wall. A slow-down can be negative."""
+    share: float
+    """Of the wall."""
+    tflops: float | None
+    """What the speed would be if this part and those before it were all there is; None where the work is not known."""
+    evidence: str
+    """The figures that it comes from, in words."""
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """How long the window would take the slowest rank, in nanoseconds."""
+
+    free_ns: int
+    """If communication took no time: the longest that a rank computes, copies and idles."""
+    balanced_ns: int
+    """If all ranks computed equally long: the wall less imbalance. The wall itself where that is not known."""
+    hidden_ns: int
+    """If communication hid behind balanced computation: the mean of what ranks compute, copy and idle, or the longest
+    that a rank's wire is busy, whichever is longer."""
+
+
+@dataclass(frozen=True)
+class Waterfall:
+    """All parts, which sum to ``wall_ns``."""
+
+    parts: tuple[WaterfallPart, ...]
+    wall_ns: int
+    """Of the slowest rank."""
+    slowest_rank: int
+    bounds: Bounds
+    peak: Peak | None
+    tflops: float | None
+    """Needed work over the wall, per device."""
+
+    def __post_init__(self) -> None:
+        assert sum(part.time_ns for part in self.parts) == self.wall_ns
+
+    def of(self, *names: str) -> int:
+        """Time of some parts together."""
+        return sum(part.time_ns for part in self.parts if part.part in names)
+
+
+@dataclass(frozen=True)
+class _RankParts:
+    """One rank's time up to the slowest rank's wall; all but the last three fields sum to that wall."""
+
+    attention_ns: int
+    imbalance_ns: int
+    wire_ns: int
+    peer_wait_ns: int
+    unsplit_ns: int
+    other_groups_ns: int
+    merge_ns: int
+    idle_ns: int
+    compute_ns: int
+    busy_ns: int
+    """Wall less exposed communication."""
+    on_wire_ns: int
+
+
+def find_waterfall(attribution: Attribution, summary: Summary, peak: Peak | None = None) -> Waterfall:
+    """The waterfall of a run; ``peak`` is a measured one, which goes before the device table's."""
+    ranks = attribution.ranks
+    slowest = next(rank for rank in ranks if rank.rank == summary.slowest_rank)
+    most_compute = max(rank.breakdown.compute_ns for rank in ranks)
+    parts = [_of_rank(rank, slowest.breakdown.wall_ns, most_compute) for rank in ranks]
+    work = _work(attribution, summary, peak)
+    totals = _attention(sum(part.attention_ns for part in parts), work)
+    totals |= {
+        "imbalance": sum(part.imbalance_ns for part in parts),
+        "exposed_wire": sum(part.wire_ns for part in parts),
+        "peer_wait": sum(part.peer_wait_ns for part in parts),
+        "exposed_unsplit": sum(part.unsplit_ns for part in parts),
+        "other_groups": sum(part.other_groups_ns for part in parts),
+        "merge_and_copies": sum(part.merge_ns for part in parts),
+        "launch_gaps": sum(part.idle_ns for part in parts),
+    }
+    means = _means(totals, len(ranks))
+    wall = slowest.breakdown.wall_ns
+    evidence = evidence_of(attribution, summary, work)
+    flops = work.needed / len(ranks) if work else None
+    return Waterfall(
+        parts=_rows(means, wall, flops, evidence, _always(attribution)),
+        wall_ns=wall,
+        slowest_rank=slowest.rank,
+        bounds=_bounds(parts, wall, means["imbalance"]),
+        peak=work.peak if work else None,
+        tflops=flops / wall / 1e3 if flops and wall else None,
+    )
+
+
+def _of_rank(rank: Rank, wall_ns: int, most_compute_ns: int) -> _RankParts:
+    b = rank.breakdown
+    wire, waiting = rank.exposed.wire_ns, rank.exposed.wait_ns
+    unsplit = b.exposed_comm_ns - wire - waiting
+    # Who is done early waits for the slowest, if only at the next collective.
+    early = wall_ns - b.wall_ns
+    if unsplit:
+        unsplit += early
+    else:
+        waiting += early
+    imbalance = min(waiting, most_compute_ns - b.compute_ns)
+    # On CPU an attention operator can contain a wait, which is not computation.
+    attention = min(b.flash_ns, b.compute_ns)
+    return _RankParts(
+        attention_ns=attention,
+        imbalance_ns=imbalance,
+        wire_ns=wire,
+        peer_wait_ns=waiting - imbalance,
+        unsplit_ns=unsplit,
+        other_groups_ns=b.exposed_other_groups_ns,
+        merge_ns=b.compute_ns - attention + b.exposed_memory_ns,
+        idle_ns=b.idle_ns,
+        compute_ns=b.compute_ns,
+        busy_ns=b.wall_ns - b.exposed_comm_ns,
+        on_wire_ns=rank.exposed.on_wire_ns,
+    )
+
+
+def _bounds(parts: Sequence[_RankParts], wall_ns: int, imbalance_ns: int) -> Bounds:
+    mean = -(-sum(part.busy_ns for part in parts) // len(parts))
+    return Bounds(
+        free_ns=max(part.busy_ns for part in parts),
+        balanced_ns=wall_ns - imbalance_ns,
+        hidden_ns=max(mean, *(part.on_wire_ns for part in parts)),
+    )
+
+
+# --- the attention kernels' time ----------------------------------------------------------------------
+
+
+def _work(attribution: Attribution, summary: Summary, measured: Peak | None) -> Evidence | None:
+    """FLOPs and rates over all ranks; None where the run does not tell the work, or not of every rank."""
+    run, ranks = attribution.run, attribution.ranks
+    if run is None or run.workload is None or run.topology.world_size != len(ranks) or attribution.on_cpu:
+        return None
+    iterations = {len(rank.iteration_ns) for rank in ranks}
+    if len(iterations) != 1 or any(rank.cut for rank in ranks):
+        return None
+    peak = measured or peak_of(next(iter(summary.devices), None), run.workload.dtype)
+    count = iterations.pop()
+    done = None
+    if run.work and len(run.work) == len(ranks):
+        done = count * sum(work.block_flops for work in run.work)
+    needed = count * run.workload.exact_flops()
+    spent = sum(rank.breakdown.flash_ns for rank in ranks)
+    # Attention faster than the peak is not the attention of this workload.
+    if peak is None or needed / peak.tflops / 1e3 > spent or len(set(summary.devices)) > 1:
+        peak = None
+    return Evidence(peak, needed, done, summary.rates.solo_tflops)
+
+
+def _attention(spent_ns: int, work: Evidence | None) -> dict[str, int]:
+    """The attention kernels' time over all ranks, told apart as far as the evidence goes."""
+    if work is None or work.peak is None:
+        return {"attention": spent_ns}
+    totals = {"peak": round(work.needed / work.peak.tflops / 1e3)}
+    rate = work.solo_tflops or (work.done / spent_ns / 1e3 if work.done and spent_ns else None)
+    if work.done is not None and rate:
+        totals["repeated"] = round((work.done - work.needed) / rate / 1e3)
+    if work.done is not None and work.solo_tflops:
+        totals["slowdown"] = spent_ns - round(work.done / work.solo_tflops / 1e3)
+    totals["kernel"] = spent_ns - sum(totals.values())
+    return totals
+
+
+# --- means that sum -----------------------------------------------------------------------------------
+
+
+def _means(totals: dict[str, int], count: int) -> dict[str, int]:
+    """Each total over ``count``, as whole nanoseconds that sum to the mean of all: those cut most are rounded up."""
+    floors = {name: time // count for name, time in totals.items()}
+    missing = sum(totals.values()) // count - sum(floors.values())
+    for name in sorted(totals, key=lambda name: -(totals[name] % count))[:missing]:
+        floors[name] += 1
+    return floors
+
+
+def _always(attribution: Attribution) -> set[str]:
+    """Parts that are shown though they be nothing: that they are is worth knowing."""
+    several = len(attribution.ranks) > 1
+    timed = any(row.timed for rank in attribution.ranks for row in rank.carried)
+    shown = {"merge_and_copies", "launch_gaps", "kernel", "repeated", "slowdown", "peak", "attention"}
+    return shown | ({"imbalance", "exposed_wire", "peer_wait"} if several and timed else set())
+
+
+def _rows(
+    means: dict[str, int], wall_ns: int, flops: float | None, evidence: dict[str, str], always: set[str]
+) -> tuple[WaterfallPart, ...]:
+    rows, spent = [], 0
+    for name in PARTS:
+        if name not in means or (not means[name] and name not in always):
+            continue
+        spent += means[name]
+        rows.append(
+            WaterfallPart(
+                part=name,
+                time_ns=means[name],
+                share=means[name] / wall_ns if wall_ns else 0.0,
+                tflops=flops / spent / 1e3 if flops and spent > 0 else None,
+                evidence=evidence[name],
+            )
+        )
+    return tuple(rows)

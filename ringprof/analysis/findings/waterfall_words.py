@@ -1,0 +1,107 @@
+"""The line of evidence of each part of a waterfall."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from statistics import fmean
+
+from ringprof.analysis.attribution import Attribution
+from ringprof.analysis.findings.summary import Summary
+from ringprof.analysis.rank import Rank
+from ringprof.devices import Peak
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """The attention work of the window over all ranks, and the rates it is held against."""
+
+    peak: Peak | None
+    needed: int
+    """FLOPs of the workload, from its exact mask area."""
+    done: int | None
+    """FLOPs of the blocks that were computed; None where the run did not count them."""
+    solo_tflops: float | None
+    """Rate of the same blocks with nothing sent; None where it was not measured."""
+
+
+def milliseconds(time_ns: float) -> str:
+    """A time in ms, for a sentence."""
+    return f"{time_ns / 1e6:,.{1 if time_ns >= 1e8 else 3}f} ms"
+
+
+def evidence_of(attribution: Attribution, summary: Summary, work: Evidence | None) -> dict[str, str]:
+    """The words for every part."""
+    return {
+        "attention": _attention(attribution, work),
+        **_work_words(attribution, work),
+        "imbalance": _imbalance(attribution),
+        "exposed_wire": _wire(summary),
+        "peer_wait": "waiting beyond what the ranks' computation differs by",
+        "exposed_unsplit": _unsplit(attribution),
+        "other_groups": "communication of groups that were not asked for, with nothing beside it",
+        "merge_and_copies": _merge(summary),
+        "launch_gaps": "nothing ran on the device" if not attribution.on_cpu else "neither computing nor blocked",
+    }
+
+
+def _attention(attribution: Attribution, work: Evidence | None) -> str:
+    mean = fmean(rank.breakdown.flash_ns for rank in attribution.ranks)
+    if attribution.on_cpu:
+        return f"attention operators, mean {milliseconds(mean)}"
+    reason = "the traces do not tell the work" if work is None else "no peak is known that fits"
+    return f"union of the attention kernels; {reason}: not held against a peak"
+
+
+def _work_words(attribution: Attribution, work: Evidence | None) -> dict[str, str]:
+    if work is None or work.peak is None:
+        return {}
+    count = len(attribution.ranks)
+    spent = sum(rank.breakdown.flash_ns for rank in attribution.ranks)
+    done = work.done or work.needed
+    rate = done / spent / 1e3 if spent else 0.0
+    peak = work.peak
+    words = {
+        "peak": f"{work.needed / count / 1e12:,.1f} TFLOP a device at {peak.tflops:g} TFLOP/s ({peak.source})",
+        "repeated": f"blocks of {done / work.needed:.4f} times the work that the mask needs",
+    }
+    if work.solo_tflops:
+        share = work.solo_tflops / peak.tflops
+        words["kernel"] = f"the same blocks alone: {work.solo_tflops:,.1f} TFLOP/s, {share:.0%} of peak"
+        words["slowdown"] = f"{rate:,.1f} TFLOP/s in the run against {work.solo_tflops:,.1f} alone"
+    else:
+        merged = "" if work.done is not None else " repeated work and"
+        words["kernel"] = (
+            f"{rate:,.1f} TFLOP/s in the run; no solo rate:{merged} slow-down beside communication is in it"
+        )
+    return words
+
+
+def _imbalance(attribution: Attribution) -> str:
+    ranks = attribution.ranks
+    least = min(ranks, key=lambda rank: rank.breakdown.compute_ns)
+    most = max(ranks, key=lambda rank: rank.breakdown.compute_ns)
+    return f"{_computes(least)}, {_computes(most)}"
+
+
+def _computes(rank: Rank) -> str:
+    return f"rank {rank.rank} computes {milliseconds(rank.breakdown.compute_ns)}"
+
+
+def _wire(summary: Summary) -> str:
+    known = [row for row in summary.communication if row.wire_gbps is not None]
+    rates = [f"{row.kind} {row.wire_gbps:.3g} GB/s" for row in known[:3]]
+    return f"on the wire with no computation beside it; {', '.join(rates) or 'rates not known'}"
+
+
+def _unsplit(attribution: Attribution) -> str:
+    if attribution.on_cpu:
+        return "blocked in wait: on CPU wire, peer wait and imbalance are not told apart"
+    return "its kernels have no wait and wire (see warnings): exposed wire, peer wait and imbalance in one"
+
+
+def _merge(summary: Summary) -> str:
+    times = {
+        row.kind: row.time_ns for row in summary.kinds if row.kind in ("merge", "gemm", "other", "memcpy", "memset")
+    }
+    listed = [f"{kind} {milliseconds(time)}" for kind, time in times.items()]
+    return f"not beside attention; mean of all: {', '.join(listed) or 'none'}"

@@ -1,0 +1,1 @@
+"""What each activity is: the rules, the evidence, and the process groups."""

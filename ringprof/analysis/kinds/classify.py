@@ -1,0 +1,276 @@
+"""Which kind each activity is, and what says so: the strongest source of evidence that speaks.
+
+1. ``metadata``: the collective's own record on the kernel.
+2. ``cpu_records``: what the CPU recorded about the launch. A batched send/recv kernel carries no metadata: its
+   messages are the ``record_param_comms`` rows on the launching thread since the communication launch before it.
+   For compute, an attention operator that the launch happened in.
+3. ``annotation``: a range that the launch happened in (``nccl:...``, ``ringprof::.../merge``).
+4. ``name``: `ringprof.analysis.kinds.rules`.
+
+A rule of the user's own (``user_rule``) stands before all but a communication call's own record.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ringprof.analysis import intervals
+from ringprof.analysis.kinds.rules import (
+    CODE,
+    COMMUNICATION,
+    KINDS,
+    Rule,
+    kind_of_attention_operator,
+    kind_of_collective,
+    rule_for,
+    runs_in_either_pass,
+)
+from ringprof.trace.columns import MEMCPY, MEMSET, NONE, Collective, Int8, Int64, Ranges, Trace
+
+EVIDENCE = ("metadata", "cpu_records", "annotation", "name", "none", "user_rule")
+"""A column of evidence holds indices into this tuple; ``none`` marks what no source knows (kind ``other``)."""
+METADATA, CPU_RECORDS, ANNOTATION, NAME, NO_EVIDENCE, USER_RULE = range(len(EVIDENCE))
+
+_MERGE_RANGE = re.compile(r"ringprof::(.*/)?merge\b")
+_COMM_RANGE = re.compile(r"(?:nccl|gloo|c10d)::?(\w+)")
+_FLASH = (CODE["flash_fwd"], CODE["flash_bwd"])
+
+
+Calls = tuple[Collective, ...]
+"""The communication calls that one kernel carries out, in order."""
+
+
+@dataclass(frozen=True)
+class Classified:
+    """The kinds of one trace's activities; arrays as long as ``trace.activities``."""
+
+    trace: Trace
+    kind: Int8
+    """Index into `KINDS`."""
+    evidence: Int8
+    """Index into `EVIDENCE`."""
+    launch: Int64
+    """Index into ``trace.launches`` of the CPU call that launched the activity, or `NONE`."""
+    calls: dict[int, Calls]
+    """Activity -> the communication calls that it carries out; missing where no record tells. Activities that carry
+    out the same records share one tuple."""
+    attention: tuple[str, ...]
+    """Families of the attention kernels that ran, most frequent first."""
+
+    def of(self, *kinds: str) -> npt.NDArray[np.bool_]:
+        """Whether each activity is one of these kinds."""
+        return np.isin(self.kind, [CODE[kind] for kind in kinds])
+
+
+def classify(trace: Trace, own_rules: Sequence[Rule] = ()) -> Classified:
+    """Decide every activity of a trace; ``own_rules`` are the user's."""
+    launch = launches_of(trace)
+    kind, evidence, attention = _by_name(trace, own_rules)
+    _by_launch(trace, launch, kind, evidence)
+    calls = {}
+    kinds: dict[int, str] = {}
+    for activity, found, source in _calls(trace, launch, kind):
+        calls[activity] = found
+        if id(found) not in kinds:
+            kinds[id(found)] = _kind_of_calls(found, trace.rank)
+        kind[activity], evidence[activity] = CODE[kinds[id(found)]], source
+    _by_comm_annotation(trace, launch, kind, evidence)
+    return Classified(trace, kind, evidence, launch, calls, attention)
+
+
+def launches_of(trace: Trace) -> Int64:
+    """Index into ``trace.launches`` for each activity, by correlation; `NONE` where no launch was recorded."""
+    wanted, known = trace.activities.correlation, trace.launches.correlation
+    if not len(known):
+        return np.full(len(wanted), NONE, np.int64)
+    order = np.argsort(known, kind="stable")
+    at = np.minimum(np.searchsorted(known, wanted, sorter=order), len(known) - 1)
+    found = order[at]
+    return np.where((known[found] == wanted) & (wanted != NONE), found, NONE).astype(np.int64)
+
+
+# --- names ----------------------------------------------------------------------------------------
+
+
+def _by_name(trace: Trace, own_rules: Sequence[Rule]) -> tuple[Int8, Int8, tuple[str, ...]]:
+    """Kinds from the name rules, each distinct name looked at once; copies and sets from their category."""
+    counts = np.bincount(trace.activities.name, minlength=len(trace.names))
+    rules = {index: rule_for(trace.names[index], own_rules) for index in np.flatnonzero(counts).tolist()}
+    code = np.full(len(trace.names), CODE["other"], np.int8)
+    for index, rule in rules.items():
+        code[index] = CODE[rule.kind] if rule else CODE["other"]
+    known = np.zeros(len(trace.names), np.bool_)
+    known[[index for index, rule in rules.items() if rule]] = True
+    kind = code[trace.activities.name]
+    evidence = np.where(known[trace.activities.name], NAME, NO_EVIDENCE).astype(np.int8)
+    for category, name in ((MEMCPY, "memcpy"), (MEMSET, "memset")):
+        rows = trace.activities.category == category
+        kind[rows], evidence[rows] = CODE[name], NAME
+    peer_copy = np.array(["PtoP" in name or "PeerToPeer" in name for name in trace.names], np.bool_)
+    if len(peer_copy):
+        rows = (trace.activities.category == MEMCPY) & peer_copy[trace.activities.name]
+        kind[rows] = CODE["copy_engine"]
+    chosen = [index for index, rule in rules.items() if rule in own_rules]
+    if chosen:
+        rows = np.isin(trace.activities.name, chosen)
+        kind[rows], evidence[rows] = code[trace.activities.name[rows]], USER_RULE
+    return kind, evidence, _families(rules, counts)
+
+
+def _families(rules: dict[int, Rule | None], counts: npt.NDArray[np.int64]) -> tuple[str, ...]:
+    seen: dict[str, int] = {}
+    for index, rule in rules.items():
+        if rule is not None and rule.family and rule.kind in ("flash_fwd", "flash_bwd"):
+            seen[rule.family] = seen.get(rule.family, 0) + int(counts[index])
+    return tuple(sorted(seen, key=lambda family: (-seen[family], family)))
+
+
+# --- the launch: operators and ringprof's own ranges --------------------------------------------------
+
+
+def _by_launch(trace: Trace, launch: Int64, kind: Int8, evidence: Int8) -> None:
+    """Compute kernels launched inside an attention operator or a merge range, where their name is no better proof."""
+    kernel = (trace.activities.category != MEMCPY) & (trace.activities.category != MEMSET)
+    either = np.array([runs_in_either_pass(name) for name in trace.names] or [False], np.bool_)
+    named_flash = np.isin(kind, _FLASH) & ~either[trace.activities.name]
+    kernel &= evidence != USER_RULE
+    open_to_change = kernel & ~named_flash & ~np.isin(kind, [CODE[name] for name in COMMUNICATION])
+    for name in ("flash_fwd", "flash_bwd"):
+        wanted = {text for text in trace.names if kind_of_attention_operator(text) == name}
+        rows = open_to_change & launched_inside(trace, launch, trace.operators, wanted.__contains__)
+        kind[rows], evidence[rows] = CODE[name], CPU_RECORDS
+        open_to_change &= ~rows
+    rows = open_to_change & launched_inside(trace, launch, trace.annotations, _is_merge_range)
+    kind[rows], evidence[rows] = CODE["merge"], ANNOTATION
+
+
+def _is_merge_range(name: str) -> bool:
+    return _MERGE_RANGE.match(name) is not None
+
+
+def launched_inside(
+    trace: Trace, launch: Int64, ranges: Ranges, wanted: Callable[[str], bool]
+) -> npt.NDArray[np.bool_]:
+    """Whether each activity was launched inside a range of a wanted name, on the range's own thread."""
+    inside = np.zeros(len(launch), np.bool_)
+    matches = np.array([wanted(name) for name in trace.names] or [False], np.bool_)
+    rows = matches[ranges.name]
+    joined = launch != NONE
+    if not rows.any() or not joined.any():
+        return inside
+    at = np.where(joined, launch, 0)
+    for thread in np.unique(ranges.thread[rows]):
+        mine = rows & (ranges.thread == thread)
+        spans = intervals.union(ranges.start_ns[mine], ranges.end_ns[mine])
+        here = joined & (trace.launches.thread[at] == thread)
+        inside |= here & intervals.contains(spans, trace.launches.start_ns[at])
+    return inside
+
+
+# --- communication records ------------------------------------------------------------------------
+
+
+def _calls(trace: Trace, launch: Int64, kind: Int8) -> Iterator[tuple[int, Calls, int]]:
+    """(activity, the calls it carries out, evidence) for every activity that a communication record speaks of."""
+    own = np.flatnonzero(trace.activities.collective != NONE)
+    known: dict[tuple[int, ...], Calls] = {}
+
+    def calls_of(records: tuple[int, ...]) -> Calls:
+        if records not in known:
+            found = (trace.collectives[record] for record in records)
+            known[records] = tuple(record for record in found if kind_of_collective(record.name) is not None)
+        return known[records]
+
+    for activity, number in zip(own.tolist(), trace.activities.collective[own].tolist(), strict=True):
+        if calls := calls_of((number,)):
+            yield activity, calls, METADATA
+    communication = np.isin(kind, [CODE[name] for name in COMMUNICATION])
+    communication[own] = True
+    bare = communication & (trace.activities.collective == NONE) & (launch != NONE)
+    # All nodes of a CUDA graph share one launch, which was preceded by no record of theirs.
+    bare &= (trace.activities.graph_node == NONE) & _launched_alone(launch)
+    for activity, numbers in _records_before(trace, launch, communication, bare):
+        if calls := calls_of(numbers):
+            yield activity, calls, CPU_RECORDS
+
+
+def _launched_alone(launch: Int64) -> npt.NDArray[np.bool_]:
+    counts = np.bincount(launch + 1, minlength=1)
+    alone: npt.NDArray[np.bool_] = counts[launch + 1] == 1
+    return alone
+
+
+def _records_before(
+    trace: Trace, launch: Int64, communication: npt.NDArray[np.bool_], bare: npt.NDArray[np.bool_]
+) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """For each bare kernel the records on its launching thread since the communication launch before its own."""
+    records, launches = trace.comm_records, trace.launches
+    comm = np.flatnonzero(communication & (launch != NONE))
+    comm = comm[np.argsort(launches.start_ns[launch[comm]], kind="stable")]
+    for thread in np.unique(launches.thread[launch[comm]]):
+        mine = comm[launches.thread[launch[comm]] == thread]
+        launched = launches.start_ns[launch[mine]]
+        rows = np.flatnonzero(records.thread == thread)
+        until = np.searchsorted(records.start_ns[rows], launched, side="right")
+        since = np.concatenate(([0], until[:-1]))
+        ends, numbers = records.end_ns[rows].tolist(), records.collective[rows].tolist()
+        columns = (mine, bare[mine], since, until, launched)
+        for activity, alone, first, last, at in zip(*(column.tolist() for column in columns), strict=True):
+            if alone:
+                # A record that the launch lies in is this kernel's own: the ones before it sent nothing here.
+                around = tuple([numbers[row] for row in range(first, last) if ends[row] > at])
+                yield activity, around or tuple(numbers[first:last])
+
+
+def _kind_of_calls(calls: Calls, rank: int | None) -> str:
+    kinds = {kind_of_collective(call.name) or "comm_other" for call in calls}
+    if kinds == {"all_to_all"} and all(single_peer(call, rank) is not None for call in calls):
+        return "send_recv"
+    return kinds.pop() if len(kinds) == 1 else "comm_other"
+
+
+def single_peer(call: Collective, rank: int | None) -> tuple[int, int] | None:
+    """(rank sent to, rank received from) of an all-to-all that is a rotation: its splits have one peer each."""
+    if not call.in_split:
+        return None
+    to = [index for index, size in enumerate(call.in_split) if size]
+    source = [index for index, size in enumerate(call.out_split) if size]
+    if len(to) != 1 or len(source) != 1:
+        return None
+    ranks = call.group_ranks or tuple(range(call.group_size or len(call.in_split)))
+    if max(to[0], source[0]) >= len(ranks) or rank in (ranks[to[0]], ranks[source[0]]):
+        return None
+    return ranks[to[0]], ranks[source[0]]
+
+
+# --- annotations around communication -----------------------------------------------------------------
+
+
+def _by_comm_annotation(trace: Trace, launch: Int64, kind: Int8, evidence: Int8) -> None:
+    """Communication kernels that no record speaks of take the kind that their annotation names, if it names one."""
+    rows = (evidence == NAME) & np.isin(kind, [CODE[name] for name in COMMUNICATION])
+    rows &= kind != CODE["copy_engine"]
+    if not rows.any():
+        return
+    named = {name: found for name in trace.names if (found := _kind_of_comm_range(name))}
+    for name in set(named.values()):
+        wanted = {text for text, kind_named in named.items() if kind_named == name}
+        inside = rows & launched_inside(trace, launch, trace.annotations, wanted.__contains__)
+        kind[inside], evidence[inside] = CODE[name], ANNOTATION
+
+
+def _kind_of_comm_range(name: str) -> str | None:
+    match = _COMM_RANGE.match(name)
+    kind = kind_of_collective(match[1]) if match else None
+    # nccl:coalesced says that something was batched and not what.
+    return None if kind == "comm_other" else kind
+
+
+def kind_names(classified: Classified) -> list[str]:
+    """The kind of every activity, spelled out."""
+    return [KINDS[code] for code in classified.kind]

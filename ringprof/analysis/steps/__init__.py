@@ -1,0 +1,1 @@
+"""Ring steps: which attention block hides which hop."""

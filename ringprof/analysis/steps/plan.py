@@ -1,0 +1,209 @@
+"""Which attention and which hops make up which ring step: planned from the rank that has most steps, for every rank.
+
+A hop belongs to the step whose attention was launched next after it: it was posted so that this block hides it. That
+order is the same on every rank, so a rank without work in a step (causal, contiguous layout) takes the hops of that
+step from the rank that has all of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from ringprof.analysis.exposure import Rows, rows_of
+from ringprof.analysis.rank import Rank
+from ringprof.analysis.steps.blocks import (
+    Blocks,
+    Key,
+    Runs,
+    as_numbered,
+    inferred_blocks,
+    launch_order,
+    named_blocks,
+    numbered,
+    runs_of,
+)
+from ringprof.analysis.transfers.hops import Split
+from ringprof.trace.columns import NONE, Int64
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """What should hide behind one block: a hop, or one gather or scatter."""
+
+    parts: tuple[Split, ...]
+
+    @property
+    def start_ns(self) -> int:
+        return min([part.transfer.start_ns for part in self.parts])
+
+    @property
+    def end_ns(self) -> int:
+        return max([part.transfer.end_ns for part in self.parts])
+
+
+class Side:
+    """One rank while its steps are found."""
+
+    def __init__(self, rank: Rank) -> None:
+        detail = rank.detail
+        self.rank = rank
+        self.detail = detail
+        self.rows: Rows = rows_of(detail)
+        number = np.full(len(detail.classified.trace.activities.start_ns), NONE, np.int64)
+        for place, activities in enumerate(detail.window.iterations):
+            number[activities] = place
+        exchanges = [Exchange(hop.parts) for hop in detail.hops]
+        exchanges += [Exchange((p,)) for p in detail.splits if p.transfer.kind in ("all_gather", "reduce_scatter")]
+        order, launched = launch_order(detail, self.rows, [[p.transfer.activity for p in e.parts] for e in exchanges])
+        sequence = np.argsort(launched, kind="stable")
+        self.iteration: Int64 = number[self.rows.activity]
+        """Of every row."""
+        self.order = order
+        self.exchanges = tuple(exchanges[at] for at in sequence.tolist())
+        """In the order of their launch."""
+        self.launched: Int64 = launched[sequence]
+        """That order."""
+        self._runs: dict[int, Runs] = {}
+
+    @cached_property
+    def named(self) -> Blocks | None:
+        """The steps that the trace names."""
+        return named_blocks(self.detail, self.rows, self.iteration, self.order)
+
+    def runs(self, ring_size: int) -> Runs:
+        """Its attention between hops."""
+        if ring_size not in self._runs:
+            self._runs[ring_size] = runs_of(self.rows, self.iteration, self.order, self.launched, ring_size)
+        return self._runs[ring_size]
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What one rank can tell of the run's steps."""
+
+    source: str
+    """Of the names of its steps; empty where it names none."""
+    named: int
+    """How many it names."""
+    hops: int
+    ring_size: int
+    """Of the largest group that a hop of its belongs to."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The steps of a run, as the rank that has most of them has them; plain data."""
+
+    source: str
+    keys: tuple[Key, ...]
+    slots: Int64
+    """For each exchange of a rank that has all, the step whose block should hide it, as an index into ``keys``."""
+    ring_size: int
+    model: Runs | None
+    """Where the order of hops tells the steps: the model's attention between hops."""
+    run_keys: tuple[Key, ...] = ()
+    """Of each run of the model."""
+
+    @property
+    def mark(self) -> str:
+        """The same for plans that place every rank's attention and hops alike."""
+        runs = (self.model.hops_before, self.model.phase, self.model.iteration) if self.model else None
+        told = (self.source, self.keys, self.slots.tolist(), self.ring_size, self.run_keys, runs)
+        return hashlib.sha256(repr(told).encode()).hexdigest()
+
+
+def own_plan(side: Side) -> Plan | None:
+    """The steps as one rank alone tells them."""
+    return plan_steps([survey(side)], lambda size: [len(side.runs(size).phase)], lambda _: side)
+
+
+def survey(side: Side) -> Survey:
+    """What one rank can tell."""
+    named = side.named
+    groups = {len(part.transfer.group[1]) for hop in side.detail.hops for part in hop.parts}
+    return Survey(
+        source=named.source if named else "",
+        named=len(named.keys) if named else 0,
+        hops=len(side.detail.hops),
+        ring_size=max(groups, default=0),
+    )
+
+
+def plan_steps(
+    surveys: Sequence[Survey], count_runs: Callable[[int], list[int]], side_of: Callable[[int], Side]
+) -> Plan | None:
+    """The steps of a run, by name, else by the order of hops; None where nothing tells them.
+
+    ``count_runs`` gives every rank's number of runs for a size of the ring, ``side_of`` one rank.
+    """
+    source = next((found.source for found in surveys if found.source), None)
+    if source is not None:
+        model = side_of(max(range(len(surveys)), key=lambda at: surveys[at].named))
+        assert model.named is not None
+        return Plan(source, model.named.keys, _slots(model, model.named), 0, None)
+    if not any(found.hops for found in surveys):
+        return None
+    size = max(found.ring_size for found in surveys) or _ranks_named(surveys, side_of)
+    counts = count_runs(size)
+    model = side_of(max(range(len(counts)), key=counts.__getitem__))
+    runs = model.runs(size)
+    keys = numbered(runs, size)
+    blocks = inferred_blocks(runs, keys)
+    return Plan(blocks.source, blocks.keys, _slots(model, blocks), size, runs, tuple(keys))
+
+
+def _ranks_named(surveys: Sequence[Survey], side_of: Callable[[int], Side]) -> int:
+    return max(side_of(at).rank.world_size or 0 for at in range(len(surveys))) or len(surveys)
+
+
+def placed(side: Side, plan: Plan) -> tuple[Blocks, Int64]:
+    """One rank's attention by step, and the step of each of its exchanges as an index into the steps' keys."""
+    mine = _blocks(side, plan)
+    keys, slots = plan.keys, plan.slots
+    if len(side.exchanges) != len(slots) or not set(mine.keys) <= set(keys):
+        keys, slots = mine.keys, _slots(side, mine)
+    return _under(mine, keys), slots
+
+
+def _blocks(side: Side, plan: Plan) -> Blocks:
+    if plan.model is None:
+        nothing = np.empty(0, np.int64)
+        return side.named or Blocks((), nothing, nothing, nothing, plan.source)
+    runs = side.runs(plan.ring_size)
+    mine = as_numbered(runs, plan.model, list(plan.run_keys))
+    return inferred_blocks(runs, numbered(runs, plan.ring_size) if mine is None else mine)
+
+
+def _slots(side: Side, blocks: Blocks) -> Int64:
+    """For each of the rank's exchanges the step, as an index into the keys, whose block was launched next."""
+    first = np.full(len(blocks.keys), np.iinfo(np.int64).max)
+    np.minimum.at(first, blocks.slot, blocks.order)
+    slots = np.searchsorted(first, side.launched, side="right")
+    if blocks.source == "order":
+        slots = _home(slots, blocks.keys)
+    result: Int64 = np.minimum(slots, len(blocks.keys) - 1)
+    return result
+
+
+def _home(slots: Int64, keys: Sequence[Key]) -> Int64:
+    """Between two layers' backward passes the first of several hops takes the last gradients of the one before."""
+    result: Int64 = slots.copy()
+    for slot in np.unique(slots).tolist():
+        here = np.flatnonzero(slots == slot)
+        if 0 < slot < len(keys) and len(here) > 1 and keys[slot - 1].phase == "bwd" and keys[slot].step == 0:
+            result[here[0]] = slot - 1
+    return result
+
+
+def _under(blocks: Blocks, keys: tuple[Key, ...]) -> Blocks:
+    """The same with ``keys``, of which its own are some."""
+    if blocks.keys == keys:
+        return blocks
+    place = {key: slot for slot, key in enumerate(keys)}
+    slot = np.array([place[key] for key in blocks.keys], np.int64)[blocks.slot] if len(blocks.slot) else blocks.slot
+    return Blocks(keys, blocks.row, slot, blocks.order, blocks.source)

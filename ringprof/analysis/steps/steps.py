@@ -1,0 +1,212 @@
+"""Ring steps: what each rank's block took, which hops it should have hidden, and what of them it did not.
+
+Which attention and which hops belong to a step is planned in `ringprof.analysis.steps.plan`. A step lasts from the
+start of its block (without one: from the arrival of its keys) to the start of the next step; the last of a pass to the
+end of its block and hops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from ringprof.analysis import intervals
+from ringprof.analysis.attribution import Attribution
+from ringprof.analysis.exposure import Exposure, Rows, exposure_of
+from ringprof.analysis.kinds.rules import COMPUTE
+from ringprof.analysis.steps.blocks import Blocks
+from ringprof.analysis.steps.plan import Plan, Side, placed, plan_steps, survey
+from ringprof.analysis.transfers.hops import Split, total
+from ringprof.trace.columns import Int64
+
+NEGLIGIBLE = 50
+"""A step whose exposed communication is less than one part in this many is bound by computation."""
+
+BOUNDS = ("compute", "wire", "peer")
+
+
+class Step(msgspec.Struct, frozen=True, gc=False):
+    """One ring step of one rank; times in nanoseconds."""
+
+    rank: int
+    iteration: int
+    """Number of the profiled iteration."""
+    phase: str
+    """``fwd`` or ``bwd``."""
+    call: int
+    """Which attention call of the iteration and phase, from 0: a model has one a layer."""
+    step: int
+    start_ns: int
+    """Unix time by the rank's own clock, as ``end_ns``."""
+    end_ns: int
+    block_ns: int
+    """Union of the attention kernels of the step; 0 where the rank has no work in it."""
+    compute_ns: int
+    """Time in the step in which anything computes."""
+    hops: int
+    """Exchanges that the block should hide."""
+    bytes: int | None
+    """Those they send; None where one's is not known."""
+    wait_ns: int | None
+    """Of these exchanges, summed; None where one's is not known."""
+    wire_ns: int | None
+    exposed_ns: int
+    """Communication within the step with no computation beside it."""
+    exposed_wire_ns: int | None
+    """Of it, the part with something on the wire; None where that is not known."""
+    bound: str | None
+    """What the step's length came from: ``compute``, ``wire`` or ``peer`` (waiting); None where exposed communication
+    cannot be told apart."""
+    source: str
+    """What tells the steps: ``ringprof`` (its annotations), ``annotation`` (someone else's), ``order`` (of hops and
+    attention kernels)."""
+
+
+STEP_COLUMNS = tuple(field.name for field in msgspec.structs.fields(Step))
+"""Of `ringprof.api.Analysis.steps`: a row a rank and step, the fields of `Step`; times in int64 nanoseconds."""
+
+
+ExposedBySteps = dict[tuple[str, int], tuple[int, int]]
+"""(phase, step) -> exposed communication in nanoseconds and the number of steps that it is the sum of."""
+
+
+def find_steps(attribution: Attribution) -> tuple[Step, ...]:
+    """The ring steps of every rank, by rank and time; none on CPU, and where nothing tells them."""
+    sides = [Side(rank) for rank in attribution.ranks if not rank.on_cpu]
+
+    def count_runs(ring_size: int) -> list[int]:
+        return [len(side.runs(ring_size).phase) for side in sides]
+
+    plan = plan_steps([survey(side) for side in sides], count_runs, sides.__getitem__)
+    return tuple(step for side in sides for step in steps_of(side, plan)) if plan else ()
+
+
+def steps_of(side: Side, plan: Plan) -> list[Step]:
+    """The steps of one rank, by time."""
+    return _steps(side, *placed(side, plan))
+
+
+def exposed_by_step(steps: Iterable[Step]) -> ExposedBySteps:
+    """What each ring step exposes."""
+    found: ExposedBySteps = {}
+    for step in steps:
+        time, count = found.get((step.phase, step.step), (0, 0))
+        found[step.phase, step.step] = time + step.exposed_ns, count + 1
+    return found
+
+
+def add_exposed(found: ExposedBySteps, more: ExposedBySteps) -> None:
+    """Add what other steps expose."""
+    for key, (time, count) in more.items():
+        known = found.get(key, (0, 0))
+        found[key] = known[0] + time, known[1] + count
+
+
+# --- figures ------------------------------------------------------------------------------------------
+
+
+def _steps(side: Side, blocks: Blocks, slots: Int64) -> list[Step]:
+    if not blocks.keys:
+        return []
+    start, end = _bounds(side, blocks, slots)
+    rows, exposure = side.rows, exposure_of(side.detail, side.rows)
+    exposed = _within(exposure.everything, start, end)
+    columns: dict[str, Any] = {
+        "start_ns": start,
+        "end_ns": end,
+        "block_ns": _block_ns(rows, blocks),
+        "compute_ns": intervals.covered_ns(rows.spans(*COMPUTE), start, end),
+        "exposed_ns": exposed,
+    }
+    values = [dict(zip(columns, row, strict=True)) for row in zip(*(c.tolist() for c in columns.values()), strict=True)]
+    wire = _known(exposure, start, end)
+    carried = _carried(side, slots, len(blocks.keys))
+    return [
+        Step(
+            rank=side.rank.rank,
+            **key._asdict(),
+            **figures,
+            **moved,
+            exposed_wire_ns=on_wire,
+            bound=_bound(figures["end_ns"] - figures["start_ns"], figures["exposed_ns"], on_wire),
+            source=blocks.source,
+        )
+        for key, figures, moved, on_wire in zip(blocks.keys, values, carried, wire, strict=True)
+    ]
+
+
+def _bounds(side: Side, blocks: Blocks, slots: Int64) -> tuple[Int64, Int64]:
+    """Start and end of every step."""
+    count, never, always = len(blocks.keys), np.iinfo(np.int64).min, np.iinfo(np.int64).max
+    begun, ended = np.full(count, always), np.full(count, never)
+    np.minimum.at(begun, blocks.slot, side.rows.start_ns[blocks.row])
+    np.maximum.at(ended, blocks.slot, side.rows.end_ns[blocks.row])
+    sent, arrived = np.full(count, always), np.full(count, never)
+    np.minimum.at(sent, slots, np.array([exchange.start_ns for exchange in side.exchanges], np.int64))
+    np.maximum.at(arrived, slots, np.array([exchange.end_ns for exchange in side.exchanges], np.int64))
+    done = np.maximum.accumulate(np.maximum(ended, arrived))
+    before = np.concatenate(([never], done[:-1]))
+    # Without a block, a step begins when what it waited for has come.
+    start = np.where(begun < always, begun, np.where(before > never, before, sent))
+    passes = [key[:3] for key in blocks.keys]
+    first = np.array([at == 0 or passes[at] != passes[at - 1] for at in range(count)], np.bool_)
+    computed = np.concatenate(([never], np.maximum.accumulate(ended)[:-1]))
+    start = np.where(first, np.maximum(np.minimum(start, sent), computed), start)
+    start = np.minimum.accumulate(np.where(start < always, start, done[-1])[::-1])[::-1]
+    following = np.concatenate((start[1:], [always]))
+    last = np.concatenate((first[1:], [True]))
+    end = np.where(last, np.minimum(np.maximum(done, start), following), following)
+    return start, end
+
+
+def _within(spans: intervals.Spans, start: Int64, end: Int64) -> Int64:
+    return intervals.covered_ns(spans, start, end)
+
+
+def _known(exposure: Exposure, start: Int64, end: Int64) -> list[int | None]:
+    """Exposed wire time of each step, None where some of what is exposed there is not known."""
+    wire, unknown = _within(exposure.wire, start, end), _within(exposure.unknown, start, end)
+    return [None if lost else time for time, lost in zip(wire.tolist(), unknown.tolist(), strict=True)]
+
+
+def _block_ns(rows: Rows, blocks: Blocks) -> Int64:
+    """Union of each step's attention kernels: what each adds to those that began before it in the same step."""
+    start, end = rows.start_ns[blocks.row], rows.end_ns[blocks.row]
+    sequence = np.lexsort((start, blocks.slot))
+    slot, start, end = blocks.slot[sequence], start[sequence], end[sequence]
+    result = np.zeros(len(blocks.keys), np.int64)
+    if not len(slot):
+        return result
+    # Steps are set apart by more than the whole window, so that one running maximum serves all.
+    apart = slot * (int(end.max()) - int(start.min()) + 1) - int(start.min())
+    reached = np.maximum.accumulate(end + apart)
+    before = np.concatenate(([np.iinfo(np.int64).min], reached[:-1]))
+    np.add.at(result, slot, np.maximum(reached - np.maximum(start + apart, before), 0))
+    return result
+
+
+def _carried(side: Side, slots: Int64, count: int) -> list[dict[str, Any]]:
+    parts: list[list[Split]] = [[] for _ in range(count)]
+    hops = np.bincount(slots, minlength=count).tolist()
+    for slot, exchange in zip(slots.tolist(), side.exchanges, strict=True):
+        parts[slot] += exchange.parts
+    return [
+        {
+            "hops": number,
+            "bytes": total([part.transfer.sent_bytes for part in mine]),
+            "wait_ns": total([part.wait_ns for part in mine]),
+            "wire_ns": total([part.wire_ns for part in mine]),
+        }
+        for number, mine in zip(hops, parts, strict=True)
+    ]
+
+
+def _bound(time_ns: int, exposed_ns: int, on_wire: int | None) -> str | None:
+    if exposed_ns * NEGLIGIBLE <= time_ns:
+        return "compute"
+    if on_wire is None:
+        return None
+    return "wire" if 2 * on_wire >= exposed_ns else "peer"

@@ -1,0 +1,155 @@
+"""The breakdown of a run on CPU processes, where operators compute and ``ringprof::wait`` marks blocked time.
+
+gloo's own ranges run from posting to the return of ``wait()``, so they prove no overlap. What is known exactly is
+when the rank's thread was blocked: that is its exposed communication, and nothing is computed meanwhile.
+"""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import numpy.typing as npt
+
+from ringprof.analysis import intervals
+from ringprof.analysis.intervals import Spans
+from ringprof.analysis.kinds.rules import CODE, COMMUNICATION, COMPUTE, KINDS, MEMORY, kind_of_attention_operator
+from ringprof.analysis.timeline.breakdown import Breakdown, KindTime
+from ringprof.analysis.timeline.window import Window
+from ringprof.trace.columns import Int8, Int64, Ranges, Trace
+
+_WAIT = re.compile(r"ringprof::wait\b.*")
+_WAIT_CHANNEL = re.compile(r"ringprof::wait/(\S+)")
+_MERGE = re.compile(r"ringprof::(.*/)?merge\b.*")
+_COMM_OPERATOR = re.compile(r"c10d::|gloo:|nccl:|record_param_comms|ringprof::|autograd::")
+_COPY = re.compile(r"aten::(copy_|clone|contiguous|to|_to_copy|cat|narrow_copy|index_select)")
+_SET = re.compile(r"aten::(zero_|zeros|zeros_like|fill_|full|full_like|ones|ones_like)")
+_PRODUCT = re.compile(r"aten::(mm|bmm|addmm|baddbmm|matmul|linear|einsum)")
+_FREE = re.compile(r"aten::(view|reshape|transpose|permute|slice|select|as_strided|detach|expand|t|unsqueeze|squeeze)")
+
+
+def is_cpu_trace(trace: Trace) -> bool:
+    """Whether the trace has no device activity but CPU operators to analyse instead."""
+    return not len(trace.activities.start_ns) and len(trace.operators.start_ns) > 0
+
+
+def marks_waiting(trace: Trace) -> bool:
+    """Whether the trace marks the time that the rank was blocked in communication."""
+    return len(_named(trace, trace.annotations, _WAIT)) > 0
+
+
+def break_down_cpu(trace: Trace, window: Window, number: int | None = None) -> Breakdown | None:
+    """The breakdown over all marked iterations, or over iteration ``number``; None where nothing ran in it."""
+    first, last = _bounds(trace, window, number)
+    waits = _named(trace, trace.annotations, _WAIT)
+    start, end, kind = _outermost(trace)
+    clipped = np.clip(start, first, last), np.clip(end, first, last)
+    rows = clipped[1] > clipped[0]
+    start, end, kind = clipped[0][rows], clipped[1][rows], kind[rows]
+    blocked = intervals.union(np.clip(waits.start_ns, first, last), np.clip(waits.end_ns, first, last))
+    if last <= first:
+        return None
+    compute = intervals.subtraction(_of(start, end, kind, COMPUTE), blocked)
+    memory = intervals.subtraction(_of(start, end, kind, MEMORY), intervals.merged(compute, blocked))
+    exposed = intervals.length_ns(blocked)
+    busy = intervals.length_ns(compute) + exposed + intervals.length_ns(memory)
+    return Breakdown(
+        start_ns=first,
+        end_ns=last,
+        compute_ns=intervals.length_ns(compute),
+        comm_ns=exposed,
+        overlapped_ns=None,
+        exposed_comm_ns=exposed,
+        exposed_memory_ns=intervals.length_ns(memory),
+        idle_ns=last - first - busy,
+        flash_ns=intervals.length_ns(_of(start, end, kind, ("flash_fwd", "flash_bwd"))),
+        kinds=_kind_times(start, end, kind, blocked, waits),
+    )
+
+
+def blocked_by_channel(trace: Trace, window: Window) -> dict[str, int]:
+    """Nanoseconds that the rank was blocked in each channel's transfers (``ringprof::wait/<channel>``), within the
+    marked iterations; channels that the trace does not name are left out."""
+    first, last = _bounds(trace, window, None)
+    named = {match[1] for name in trace.names if (match := _WAIT_CHANNEL.fullmatch(name))}
+    result = {}
+    for channel in sorted(named):
+        spans = _named(trace, trace.annotations, re.compile(re.escape(f"ringprof::wait/{channel}")))
+        result[channel] = intervals.length_ns(
+            intervals.union(np.clip(spans.start_ns, first, last), np.clip(spans.end_ns, first, last))
+        )
+    return result
+
+
+def _bounds(trace: Trace, window: Window, number: int | None) -> tuple[int, int]:
+    if window.span_ns:
+        spans = window.span_ns if number is None else (window.span_ns[number],)
+        return spans[0][0], max(end for _, end in spans)
+    return int(trace.operators.start_ns.min()), int(trace.operators.end_ns.max())
+
+
+def _named(trace: Trace, ranges: Ranges, pattern: re.Pattern[str]) -> Spans:
+    wanted = np.array([pattern.fullmatch(name) is not None for name in trace.names] or [False], np.bool_)
+    rows = wanted[ranges.name]
+    return intervals.union(ranges.start_ns[rows], ranges.end_ns[rows])
+
+
+def _outermost(trace: Trace) -> tuple[Int64, Int64, Int8]:
+    """Start, end and kind of the outermost operators that are one thing: attention at any depth, else the top level.
+
+    An autograd function is an operator around everything its backward pass runs, so operators that contain an
+    attention operator, a merge or a wait are looked into and not counted themselves.
+    """
+    operators = trace.operators
+    code = np.array([_kind_of_operator(name) for name in trace.names] or [-1], np.int8)
+    keep = _leaf_or_known(trace, code)
+    kind = code[operators.name].copy()
+    merges = _named(trace, trace.annotations, _MERGE)
+    in_merge = intervals.contains(merges, operators.start_ns) & ~np.isin(kind, [CODE["flash_fwd"], CODE["flash_bwd"]])
+    kind[in_merge & (kind >= 0)] = CODE["merge"]
+    keep &= kind >= 0
+    return operators.start_ns[keep], operators.end_ns[keep], kind[keep]
+
+
+def _leaf_or_known(trace: Trace, code: Int8) -> npt.NDArray[np.bool_]:
+    """Operators to count: not inside one that is counted, and not a wrapper around what is told apart."""
+    operators = trace.operators
+    wrapper = np.array(["::" not in name for name in trace.names] or [False], np.bool_)
+    keep = np.zeros(len(operators.start_ns), np.bool_)
+    for thread in np.unique(operators.thread):
+        rows = np.flatnonzero((operators.thread == thread) & ~wrapper[operators.name] & (code[operators.name] >= 0))
+        # Longest first at equal starts, so that a parent precedes its children.
+        rows = rows[np.lexsort((-operators.end_ns[rows], operators.start_ns[rows]))]
+        end = operators.end_ns[rows]
+        reached = np.concatenate((np.full(1, np.iinfo(np.int64).min), np.maximum.accumulate(end)[:-1]))
+        keep[rows[end > reached]] = True
+    return keep
+
+
+def _kind_of_operator(name: str) -> int:
+    """Index into `KINDS`, or -1 for what is not work of its own (communication, views)."""
+    attention = kind_of_attention_operator(name)
+    if attention:
+        return CODE[attention]
+    if _COMM_OPERATOR.match(name) or _FREE.fullmatch(name):
+        return -1
+    for pattern, kind in ((_COPY, "memcpy"), (_SET, "memset"), (_PRODUCT, "gemm")):
+        if pattern.fullmatch(name):
+            return CODE[kind]
+    return CODE["other"]
+
+
+def _of(start: Int64, end: Int64, kind: Int8, kinds: tuple[str, ...]) -> Spans:
+    rows = np.isin(kind, [CODE[name] for name in kinds])
+    return intervals.union(start[rows], end[rows])
+
+
+def _kind_times(start: Int64, end: Int64, kind: Int8, blocked: Spans, waits: Spans) -> dict[str, KindTime]:
+    result = {}
+    for name in KINDS:
+        rows = kind == CODE[name]
+        if name == "send_recv" and len(blocked):
+            result[name] = KindTime(intervals.length_ns(blocked), len(waits), None)
+        elif name not in COMMUNICATION and rows.any():
+            result[name] = KindTime(int(np.sum(end[rows] - start[rows])), int(np.count_nonzero(rows)), None)
+    return result

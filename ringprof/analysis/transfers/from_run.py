@@ -1,0 +1,70 @@
+"""Bytes and peers of send/recv kernels that no trace record tells of, from what the recorder counted.
+
+Where an iteration was replayed by a CUDA graph, or the CPU's records are missing, a kernel shows its time and nothing
+else. ``run.json`` counts what each rank sent over each ring in an iteration. That is spread over the kernels only
+where it leaves no choice: the counts must be those of the trace, and the hops of a pass must all be equally large.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from ringprof.analysis.transfers.transfers import Message, Transfer
+from ringprof.run import Run, Sent
+
+# Bundled strategies that run one ring over all ranks: each sends to the next and receives from the one before.
+_ONE_RING = ("ringprof.strategies.ring:", "ringprof.strategies.zigzag:", "ringprof.strategies.stripe:")
+
+_PHASES = ("forward", "backward")
+
+
+def fill(transfers: Sequence[Transfer], run: Run | None, rank: int) -> list[Transfer]:
+    """The rank's transfers; its send/recv kernels with bytes and peers from ``run`` where no record has them."""
+    bare = [place for place, transfer in enumerate(transfers) if transfer.kind == "send_recv"]
+    if run is None or not run.work or rank >= len(run.work) or not bare:
+        return list(transfers)
+    if any(transfers[place].source != "none" for place in bare):
+        return list(transfers)
+    sizes = _sizes(run.work[rank].sent)
+    if not sizes or len(bare) % len(sizes):
+        return list(transfers)
+    filled = list(transfers)
+    to, source = _neighbours(run, rank)
+    group = ("", tuple(range(run.topology.world_size)))
+    for number, place in enumerate(bare):
+        size = sizes[number % len(sizes)]
+        filled[place] = msgspec.structs.replace(
+            filled[place],
+            group=group,
+            sends=() if to is None else (Message(to, size),),
+            receives=() if source is None else (Message(source, size),),
+            sent_bytes=size,
+            source="run",
+        )
+    return filled
+
+
+def _sizes(sent: Sequence[Sent]) -> list[int | None]:
+    """Bytes of each hop of one iteration, in order; None where hops of different size are mixed in one pass.
+
+    Empty where something else than hops was counted that runs as a send/recv kernel, too.
+    """
+    if any(entry.operation == "all_to_all" for entry in sent):
+        return []
+    sizes: list[int | None] = []
+    for phase in _PHASES:
+        hops = [entry for entry in sent if entry.phase == phase and entry.operation == "send_recv" and entry.count]
+        each = {entry.sent_bytes // entry.count if entry.sent_bytes % entry.count == 0 else None for entry in hops}
+        size = each.pop() if len(each) == 1 else None
+        sizes += [size] * sum(entry.count for entry in hops)
+    return sizes
+
+
+def _neighbours(run: Run, rank: int) -> tuple[int | None, int | None]:
+    """(rank sent to, rank received from), None where the strategy is not known to run one ring over all ranks."""
+    if run.strategy is None or not run.strategy.target.startswith(_ONE_RING):
+        return None, None
+    size = run.topology.world_size
+    return (rank + 1) % size, (rank - 1) % size

@@ -1,0 +1,165 @@
+"""Hops: the exchanges of a rank with its neighbours, each with what of it was waiting and what was wire."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from ringprof.analysis.transfers.transfers import Transfer
+
+SAME_HOST, OTHER_HOST, UNKNOWN_LINK = "same_host", "other_host", "unknown"
+
+EMULATED = "/"
+"""Stands between the name of a real host and the number of a host that was emulated on it."""
+
+Hosts = Mapping[int, str | None]
+"""Host of each rank; None where nothing names it."""
+
+
+class Split(msgspec.Struct, frozen=True, gc=False):
+    """One communication activity with its wait and wire; ``wait_ns + wire_ns`` is its duration."""
+
+    transfer: Transfer
+    link: str
+    """The slower of the links that it uses: ``other_host``, ``same_host``, or ``unknown`` where no host is named."""
+    ready_ns: int | None
+    """When the last rank that it depends on had started, by its own rank's clock; None where that is not known."""
+    wait_ns: int | None = None
+    wire_ns: int | None = None
+
+
+class Hop(msgspec.Struct, frozen=True, gc=False):
+    """One exchange with neighbours: one kernel, a send and a receive kernel launched one after the other, or the
+    peer-to-peer copies launched one after the other."""
+
+    rank: int
+    number: int
+    """Place among the rank's hops, by start."""
+    parts: tuple[Split, ...]
+    exposed_ns: int = 0
+    """Time of this hop with no computation beside it."""
+
+    @property
+    def start_ns(self) -> int:
+        return min([part.transfer.start_ns for part in self.parts])
+
+    @property
+    def end_ns(self) -> int:
+        return max([part.transfer.end_ns for part in self.parts])
+
+    @property
+    def sent_bytes(self) -> int | None:
+        """Bytes sent; None where a message's size is not known."""
+        if len(self.parts) == 1:
+            return self.parts[0].transfer.sent_bytes
+        return total([part.transfer.sent_bytes for part in self.parts])
+
+    @property
+    def wire_ns(self) -> int | None:
+        """Time in which one of its kernels was on the wire."""
+        if len(self.parts) == 1:
+            return self.parts[0].wire_ns
+        if any(part.wire_ns is None for part in self.parts):
+            return None
+        return _length(_joined([(p.transfer.end_ns - (p.wire_ns or 0), p.transfer.end_ns) for p in self.parts]))
+
+    @property
+    def wait_ns(self) -> int | None:
+        """The rest of its kernels' time."""
+        if len(self.parts) == 1:
+            return self.parts[0].wait_ns
+        wire = self.wire_ns
+        return None if wire is None else _length(self.busy_ns()) - wire
+
+    def busy_ns(self) -> list[tuple[int, int]]:
+        """The spans in which one of its kernels ran: one, or several that do not touch."""
+        return _joined([(part.transfer.start_ns, part.transfer.end_ns) for part in self.parts])
+
+
+@dataclass(frozen=True)
+class HopTotals:
+    """All hops of one rank, or of several."""
+
+    count: int
+    sent_bytes: int
+    """Of those whose size is known."""
+    wait_ns: int | None
+    wire_ns: int | None
+    wire_gbps: float | None
+    """All bytes over all wire time; None where either is not known of every hop."""
+    wait_share: float | None
+    """Waiting over waiting and wire."""
+
+
+def hop_totals(hops: Sequence[Hop]) -> HopTotals:
+    """What the hops come to."""
+    wait, wire = total([hop.wait_ns for hop in hops]), total([hop.wire_ns for hop in hops])
+    size = total([hop.sent_bytes for hop in hops])
+    return HopTotals(
+        count=len(hops),
+        sent_bytes=sum(hop.sent_bytes or 0 for hop in hops),
+        wait_ns=wait,
+        wire_ns=wire,
+        wire_gbps=size / wire if size is not None and wire else None,
+        wait_share=wait / (wait + wire) if wait is not None and wire is not None and wait + wire else None,
+    )
+
+
+def _joined(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The union of a few spans: too few for arrays to pay."""
+    if len(spans) == 1:
+        return spans
+    joined: list[tuple[int, int]] = []
+    for start, end in sorted(spans):
+        if joined and start <= joined[-1][1]:
+            joined[-1] = joined[-1][0], max(joined[-1][1], end)
+        else:
+            joined.append((start, end))
+    return joined
+
+
+def _length(spans: list[tuple[int, int]]) -> int:
+    return sum(end - start for start, end in spans)
+
+
+def total(values: list[int | None]) -> int | None:
+    """The sum, or None if one is not known."""
+    known = [value for value in values if value is not None]
+    return sum(known) if len(known) == len(values) else None
+
+
+def group_into_hops(splits: Sequence[Split], rank: int) -> list[Hop]:
+    """The hops of one rank, by start.
+
+    A send/recv kernel is one; so are a lone send and the lone receive beside it, and peer-to-peer copies that were
+    launched with nothing between them: K's and V's, that one kernel would have carried together.
+    """
+    mine = sorted((part for part in splits if part.transfer.kind in ("send_recv", "copy_engine")), key=_order)
+    exchanges: list[list[Split]] = []
+    last: Split | None = None
+    for part in mine:
+        if last is not None and _one_exchange(exchanges[-1], last.transfer, part.transfer):
+            exchanges[-1].append(part)
+        else:
+            exchanges.append([part])
+        last = part
+    exchanges.sort(key=lambda parts: min([part.transfer.start_ns for part in parts]))
+    return [Hop(rank, number, tuple(parts)) for number, parts in enumerate(exchanges)]
+
+
+def _order(part: Split) -> tuple[int, int]:
+    return part.transfer.launched, part.transfer.start_ns
+
+
+def _one_exchange(begun: Sequence[Split], last: Transfer, next_one: Transfer) -> bool:
+    """Whether a transfer belongs to the hop that the ones before it have begun."""
+    if last.launched < 0 or next_one.launched != last.launched + 1 or last.kind != next_one.kind:
+        return False
+    if last.kind == "copy_engine":
+        return True
+    if len(begun) != 1 or last.group != next_one.group:
+        return False
+    lone = (bool(last.sends), bool(last.receives)), (bool(next_one.sends), bool(next_one.receives))
+    return set(lone) == {(True, False), (False, True)}

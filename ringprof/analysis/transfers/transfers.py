@@ -1,0 +1,160 @@
+"""What each communication activity carried: its messages with peers and bytes, and its process group."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+
+from ringprof.analysis.kinds.classify import EVIDENCE, Calls, Classified, single_peer
+from ringprof.analysis.kinds.rules import CODE, COMMUNICATION, KINDS
+from ringprof.trace.columns import NONE, Collective, Int64, Trace
+
+_ELEMENT_BYTES = {
+    "byte": 1, "char": 1, "bool": 1, "short": 2, "int": 4, "long": 8,
+    "half": 2, "bfloat16": 2, "float": 4, "double": 8, "complexfloat": 8, "complexdouble": 16,
+}  # fmt: skip
+
+Group = tuple[str | None, tuple[int, ...]]
+"""A process group as all its ranks name it: its name, and its global ranks where they are known."""
+
+
+# A large trace holds hundreds of thousands of these: structs are made several times faster than data classes, and
+# the garbage collector need not visit them, since they cannot refer to themselves.
+class Message(msgspec.Struct, frozen=True, gc=False):
+    """One send or one receive within a kernel."""
+
+    peer: int
+    """Global rank."""
+    size_bytes: int | None
+
+
+class Transfer(msgspec.Struct, frozen=True, gc=False):
+    """One communication kernel, or one peer-to-peer copy, of one rank."""
+
+    rank: int
+    activity: int
+    """Index into the trace's activities."""
+    kind: str
+    start_ns: int
+    end_ns: int
+    stream: int
+    launched: int
+    """Place in the launch order of the rank's device work, or `NONE`."""
+    group: Group
+    sends: tuple[Message, ...]
+    receives: tuple[Message, ...]
+    sent_bytes: int | None
+    """Bytes that leave this rank: of a collective, by its ring or pairwise algorithm; of a copy, all."""
+    source: str
+    """Which evidence the messages come from: ``metadata``, ``cpu_records``, ``run`` (what the recorder counted) or
+    ``copy`` (a copy's own size); ``none`` where nothing tells."""
+
+    @property
+    def duration_ns(self) -> int:
+        return self.end_ns - self.start_ns
+
+
+class _Content(msgspec.Struct, frozen=True, gc=False):
+    """What the calls of a kernel say; the same for all kernels that carry out the same calls."""
+
+    group: Group
+    sends: tuple[Message, ...]
+    receives: tuple[Message, ...]
+    sent_bytes: int | None
+
+
+def transfers_of(classified: Classified, activities: Int64, rank: int) -> list[Transfer]:
+    """The communication kernels and peer-to-peer copies among ``activities`` (ascending indices), by start."""
+    trace, rows = classified.trace, classified.trace.activities
+    chosen = activities[np.isin(classified.kind[activities], [CODE[kind] for kind in COMMUNICATION])]
+    start = rows.start_ns[chosen]
+    columns = (
+        chosen, classified.kind[chosen], classified.evidence[chosen], start, np.maximum(rows.end_ns[chosen], start),
+        rows.stream[chosen], _launch_order(classified)[chosen], rows.size_bytes[chosen],
+    )  # fmt: skip
+    contents: dict[tuple[int, int], _Content] = {}
+    result = []
+    for activity, code, proof, begin, end, stream, launched, size in zip(*(c.tolist() for c in columns), strict=True):
+        kind, calls = KINDS[code], classified.calls.get(activity, ())
+        if kind == "copy_engine":
+            content, source = _Content((None, ()), (), (), size if size != NONE else None), "copy"
+        else:
+            # The calls of equal batches are one object (`classify`), which lives as long as ``classified``.
+            content = contents.get((id(calls), code)) or _content(trace, calls, kind, rank)
+            contents[id(calls), code] = content
+            source = EVIDENCE[proof] if calls else "none"
+        result.append(
+            Transfer(
+                rank, activity, kind, begin, end, stream, launched,
+                content.group, content.sends, content.receives, content.sent_bytes, source,
+            )
+        )  # fmt: skip
+    return result
+
+
+def _content(trace: Trace, calls: Calls, kind: str, rank: int) -> _Content:
+    sends, receives = _messages(calls, kind, rank)
+    return _Content(_group(trace, calls), sends, receives, _sent(calls, kind, sends, rank))
+
+
+def _launch_order(classified: Classified) -> Int64:
+    """Position of each activity's launch among all launches that made one, NONE where unknown."""
+    order = np.full(len(classified.launch), NONE, np.int64)
+    joined = np.flatnonzero(classified.launch != NONE)
+    order[joined[np.argsort(classified.launch[joined], kind="stable")]] = np.arange(len(joined))
+    return order
+
+
+def _group(trace: Trace, calls: Calls) -> Group:
+    for call in calls:
+        ranks = call.group_ranks or trace.groups.get(call.group or "", ())
+        return call.group, tuple(ranks)
+    return None, ()
+
+
+def _messages(calls: Calls, kind: str, rank: int) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
+    sends, receives = [], []
+    for call in calls if kind == "send_recv" else ():
+        rotation = single_peer(call, rank)
+        if rotation:
+            sends.append(Message(rotation[0], _size(call, call.in_elements)))
+            receives.append(Message(rotation[1], _size(call, call.out_elements)))
+        elif "send" in call.name and call.destination_rank is not None:
+            sends.append(Message(call.destination_rank, _size(call, call.in_elements)))
+        elif "recv" in call.name and call.source_rank is not None:
+            receives.append(Message(call.source_rank, _size(call, call.out_elements)))
+    return tuple(sends), tuple(receives)
+
+
+def _size(call: Collective, elements: int | None) -> int | None:
+    if elements is None or call.dtype is None:
+        return None
+    name = call.dtype.lower()
+    element = 1 if name.startswith("float8") else _ELEMENT_BYTES.get(name)
+    return None if element is None else elements * element
+
+
+def _sent(calls: Calls, kind: str, sends: tuple[Message, ...], rank: int) -> int | None:
+    """Bytes that leave the rank; None where a size is not known."""
+    sizes = [m.size_bytes for m in sends] if kind == "send_recv" else [_leaving(c, kind, rank) for c in calls]
+    if not calls or any(size is None for size in sizes):
+        return None
+    return sum(size for size in sizes if size is not None)
+
+
+def _leaving(call: Collective, kind: str, rank: int) -> int | None:
+    """Bytes one rank sends in a collective of ``n`` ranks: what is not its own, by the ring's or pairwise count."""
+    size, n = _size(call, call.in_elements), call.group_size or len(call.group_ranks or ())
+    if size is None or n < 1:
+        return None
+    if kind == "all_gather":
+        return size * (n - 1)
+    if kind == "all_reduce":
+        return 2 * size * (n - 1) // n
+    rows: int = sum(call.in_split)
+    if kind == "all_to_all" and rows and call.group_ranks and rank in call.group_ranks:
+        own = call.in_split[call.group_ranks.index(rank)] if len(call.in_split) == n else 0
+        return size * (rows - own) // rows
+    if kind in {"all_to_all", "reduce_scatter"}:
+        return size * (n - 1) // n
+    return None

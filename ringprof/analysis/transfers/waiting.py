@@ -1,0 +1,257 @@
+"""How long each communication kernel waited for its peers before its bytes were on the wire.
+
+A send/recv kernel starts when its rank gets there and spins until its peers do. With all ranks on one clock the
+moment they were all ready is known: the latest start among the kernel's own peers and, where it carries more than
+one message a peer (K and V in one group), their peers in the same hop. What lies before is wait; the rest is wire.
+A peer-to-peer copy does not start before its rank's peer is ready: all of it is wire.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ringprof.analysis.transfers.clocks import UNBUFFERED_BYTES, UNKNOWN_NS, Clocks
+from ringprof.analysis.transfers.hops import OTHER_HOST, SAME_HOST, UNKNOWN_LINK, Hosts, Split
+from ringprof.analysis.transfers.matching import Matches
+from ringprof.analysis.transfers.transfers import Transfer
+from ringprof.trace.columns import Int64
+
+LinkClass = tuple[str, str]
+"""(kind, link)."""
+
+Best = tuple[int, int]
+"""A rate, as bytes and nanoseconds."""
+
+# The device clocks of one host agree to about a microsecond.
+_CLOCK_TOLERANCE_NS = 2_000
+# A residual below this share of a kernel changes none of its figures that anyone would act on.
+_NEGLIGIBLE = 100
+
+
+@dataclass(frozen=True)
+class Waits:
+    """Every transfer of every rank, split."""
+
+    by_rank: dict[int, list[Split]]
+    best_gbps: dict[LinkClass, float]
+    """The best rate seen, by (kind, link)."""
+    inconclusive: int = 0
+    """Kernels left unsplit because the clocks are not known well enough to tell their wait."""
+
+
+@dataclass(frozen=True)
+class _Moments:
+    """Of each transfer, on the common clock."""
+
+    start: Int64
+    end: Int64
+    begun: Int64
+    """The latest start over it and its own partners."""
+    ready: Int64
+    """The latest start over all that it depends on."""
+    known: npt.NDArray[np.bool_]
+    """Whether all that it depends on is matched."""
+    unsure: Int64
+    """How far the clocks of those that it depends on may be off its own."""
+
+
+def best_rates(matches: Matches, hosts: Hosts, clocks: Clocks) -> dict[LinkClass, Best]:
+    """The best rate seen by (kind, link)."""
+    return _best(matches, _moments(matches, clocks), _links(matches.transfers, hosts))
+
+
+def better(one: dict[LinkClass, Best], other: dict[LinkClass, Best]) -> dict[LinkClass, Best]:
+    """The better of two rates, by (kind, link)."""
+    result = dict(one)
+    for key, (size, span) in other.items():
+        known = result.get(key)
+        if known is None or size * known[1] > known[0] * span:
+            result[key] = size, span
+    return result
+
+
+def split(
+    matches: Matches,
+    hosts: Hosts,
+    clocks: Clocks,
+    best: dict[LinkClass, Best] | None = None,
+    ranks: Collection[int] | None = None,
+) -> Waits:
+    """Every transfer with wait and wire where its partners are known, and the best GB/s by (kind, link).
+
+    ``best``: the best rates, where ranks that are not among these may have seen better ones. ``ranks``: those to
+    split; the others are there as their partners.
+    """
+    moments = _moments(matches, clocks)
+    links = _links(matches.transfers, hosts)
+    best = _best(matches, moments, links) if best is None else best
+    result: dict[int, list[Split]] = {rank: [] for rank in (clocks.offset_ns if ranks is None else ranks)}
+    inconclusive = 0
+    columns = (moments.end, moments.ready, moments.known, moments.unsure)
+    for transfer, link, end, ready, known, unsure in zip(
+        matches.transfers, links, *(column.tolist() for column in columns), strict=True
+    ):
+        if transfer.rank not in result:
+            continue
+        part = _split(transfer, link, end - ready if known else None, best.get((transfer.kind, link)))
+        if unsure and part.wait_ns is not None and unsure > max(part.wait_ns, transfer.duration_ns // _NEGLIGIBLE):
+            part, inconclusive = Split(transfer, link, None), inconclusive + 1
+        result[transfer.rank].append(part)
+    return Waits(result, {key: size / span for key, (size, span) in best.items()}, inconclusive)
+
+
+def clocks_disagree(matches: Matches, clocks: Clocks) -> bool:
+    """Whether a large transfer ended on one rank before its partner began on another: no common clock says so."""
+    moments = _moments(matches, clocks)
+    large = np.array([(t.sent_bytes or 0) >= UNBUFFERED_BYTES for t in matches.transfers], np.bool_)
+    late = moments.begun - moments.end > _CLOCK_TOLERANCE_NS + moments.unsure
+    return bool(np.any(late & large & matches.matched()))
+
+
+def without_times(splits: Mapping[int, list[Split]]) -> dict[int, list[Split]]:
+    """The same, wait and wire not known: for ranks that share no clock. Copies wait for nobody and keep theirs."""
+    return {
+        rank: [part if part.transfer.kind == "copy_engine" else Split(part.transfer, part.link, None) for part in mine]
+        for rank, mine in splits.items()
+    }
+
+
+def link_of(transfer: Transfer, hosts: Hosts) -> str:
+    """The slowest link class that a transfer uses."""
+    if transfer.kind == "copy_engine":
+        # One process reaches the memory of another by copies only within a host.
+        return SAME_HOST
+    partners = {message.peer for message in (*transfer.sends, *transfer.receives)}
+    if transfer.kind != "send_recv":
+        partners = set(transfer.group[1])
+    here = hosts.get(transfer.rank)
+    there = [hosts.get(peer) for peer in partners]
+    if here is None or None in there or not there:
+        return UNKNOWN_LINK
+    return SAME_HOST if all(host == here for host in there) else OTHER_HOST
+
+
+# --- when all were ready ------------------------------------------------------------------------------
+
+
+def _moments(matches: Matches, clocks: Clocks) -> _Moments:
+    transfers, sender, receiver = matches.transfers, matches.sender, matches.receiver
+    offset = np.array([clocks.offset_ns[t.rank] for t in transfers], np.int64)
+    start = np.array([t.start_ns for t in transfers], np.int64) + offset
+    end = np.array([t.end_ns for t in transfers], np.int64) + offset
+    begun, known = start.copy(), matches.matched()
+    np.maximum.at(begun, sender, start[receiver])
+    np.maximum.at(begun, receiver, start[sender])
+    for meeting in matches.meetings:
+        begun[meeting] = start[meeting].max(axis=0)
+    for one in matches.gathered:
+        begun[one.rows] = one.begun_ns
+    unsure = _unsure(matches, clocks)
+    ready, sure, doubt = begun.copy(), known.copy(), unsure.copy()
+    several = _several_messages(transfers)
+    for mine, other in ((sender, receiver), (receiver, sender)):
+        rows = several[mine]
+        np.maximum.at(ready, mine[rows], begun[other[rows]])
+        np.maximum.at(doubt, mine[rows], unsure[other[rows]])
+        # A peer's own peers are unknown, so is what may have held it up.
+        np.logical_and.at(sure, mine[rows], known[other[rows]])
+    return _Moments(start, end, begun, ready, sure, doubt)
+
+
+def _unsure(matches: Matches, clocks: Clocks) -> Int64:
+    """How far the clocks of a transfer's own partners may be off its own."""
+    unsure = np.zeros(len(matches.transfers), np.int64)
+    if not clocks.several:
+        return unsure
+    between, number = residuals(clocks)
+    place = np.array([number[clocks.host[t.rank]] for t in matches.transfers], np.int64)
+    for mine, other in ((matches.sender, matches.receiver), (matches.receiver, matches.sender)):
+        np.maximum.at(unsure, mine, between[place[mine], place[other]])
+    for meeting in matches.meetings:
+        where = place[meeting[:, 0]]
+        unsure[meeting] = between[np.ix_(where, where)].max(axis=1)[:, None]
+    for one in matches.gathered:
+        unsure[one.rows] = one.unsure_ns
+    return unsure
+
+
+def residuals(clocks: Clocks) -> tuple[Int64, dict[str, int]]:
+    """How far the clocks of any two hosts may be off each other (hosts, hosts), and the number of each host in it."""
+    number = {name: at for at, name in enumerate(dict.fromkeys(clocks.host.values()))}
+    between = np.full((len(number), len(number)), UNKNOWN_NS, np.int64)
+    np.fill_diagonal(between, 0)
+    for pair in clocks.pairs:
+        a, b = (number[name] for name in pair.hosts)
+        between[a, b] = between[b, a] = pair.residual_ns
+    return between, number
+
+
+def _several_messages(transfers: tuple[Transfer, ...]) -> npt.NDArray[np.bool_]:
+    """Whether some peer gets or gives more than one message in a kernel."""
+    answers: dict[tuple[int, int], bool] = {}
+    result = np.zeros(len(transfers), np.bool_)
+    for number, transfer in enumerate(transfers):
+        # Kernels that carry the same share their messages.
+        key = id(transfer.sends), id(transfer.receives)
+        if key not in answers:
+            to = [message.peer for message in transfer.sends]
+            source = [message.peer for message in transfer.receives]
+            answers[key] = len(to) > len(set(to)) or len(source) > len(set(source))
+        result[number] = answers[key]
+    return result
+
+
+# --- links and rates ----------------------------------------------------------------------------------
+
+
+def _links(transfers: tuple[Transfer, ...], hosts: Hosts) -> list[str]:
+    answers: dict[tuple[int, str, int, int, int], str] = {}
+    result = []
+    for transfer in transfers:
+        key = transfer.rank, transfer.kind, id(transfer.sends), id(transfer.receives), id(transfer.group)
+        if key not in answers:
+            answers[key] = link_of(transfer, hosts)
+        result.append(answers[key])
+    return result
+
+
+def _best(matches: Matches, moments: _Moments, links: list[str]) -> dict[LinkClass, Best]:
+    """The best rate seen by (kind, link), as bytes and nanoseconds.
+
+    Only a kernel's own peers count here: ready is then never too late, so no rate is better than was possible.
+    """
+    size = np.array([t.sent_bytes or 0 for t in matches.transfers], np.int64)
+    copies = np.array([t.kind == "copy_engine" for t in matches.transfers], np.bool_)
+    span = moments.end - moments.begun
+    usable = (matches.matched() | copies) & (span > 0) & (size > 0)
+    rate = np.where(usable, size / np.maximum(span, 1), 0.0)
+    classes: dict[LinkClass, int] = {}
+    code = np.array(
+        [classes.setdefault((t.kind, link), len(classes)) for t, link in zip(matches.transfers, links, strict=True)],
+        np.int64,
+    )
+    best = {}
+    for key, number in classes.items():
+        rows = np.flatnonzero(usable & (code == number))
+        if len(rows):
+            at = rows[np.argmax(rate[rows])]
+            best[key] = int(size[at]), int(span[at])
+    return best
+
+
+def _split(transfer: Transfer, link: str, after_ready: int | None, best: Best | None) -> Split:
+    duration = transfer.end_ns - transfer.start_ns
+    if transfer.kind == "copy_engine":
+        return Split(transfer, link, transfer.start_ns, 0, duration)
+    if after_ready is None:
+        return Split(transfer, link, None)
+    floor = 0
+    if best is not None and transfer.sent_bytes:
+        size, span = best
+        floor = span * transfer.sent_bytes // size
+    wire = min(max(after_ready, floor), duration)
+    return Split(transfer, link, transfer.end_ns - after_ready, duration - wire, wire)

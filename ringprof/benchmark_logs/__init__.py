@@ -1,0 +1,1 @@
+"""Published benchmark logs: read, audited and shown."""

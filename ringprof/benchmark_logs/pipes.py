@@ -1,0 +1,221 @@
+"""Reads rows of tables whose cells stand between ``|``: the summaries of Transformer Engine, double ring, USP and
+Ulysses scripts, Markdown tables of them, and tables by ring type."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ringprof.benchmark_logs.cells import (
+    LAYOUTS,
+    integer,
+    is_missing,
+    is_oom,
+    number,
+    sequence,
+    truth,
+)
+
+_FIGURES = {
+    "fwd(ms)": "forward_ms",
+    "forward(ms)": "forward_ms",
+    "fwd+bwd(ms)": "forward_backward_ms",
+    "forward+backward(ms)": "forward_backward_ms",
+    "memory(mb)": "memory_mb",
+    "peakmemory(mb/device)": "memory_mb",
+    "tflops/s": "tflops",
+    "tflops": "tflops",
+    "speed(tflops)": "tflops",
+    "throughput(iters/s)": "throughput_per_s",
+    "latency(ms/iter)": "latency_ms",
+}
+_SETTINGS: dict[str, tuple[str, Callable[[str], Any]]] = {
+    "dtype": ("dtype", lambda cell: cell or None),
+    "b": ("batch", integer),
+    "batch": ("batch", integer),
+    "batchsize": ("batch", integer),
+    "seqlen": ("seq", sequence),
+    "sequencelength": ("seq", sequence),
+    "numheads": ("heads", integer),
+    "heads": ("heads", integer),
+    "headdim": ("head_dim", integer),
+    "dim": ("head_dim", integer),
+    "causal": ("causal", truth),
+    "spsize": ("world_size", integer),
+    "cpsize": ("world_size", integer),
+    "worldsize": ("world_size", integer),
+    "ringtype": ("layout", lambda cell: LAYOUTS.get(cell.lower())),
+    "ulyssesdegree": ("ulysses_degree", integer),
+    "ringdegree": ("ring_degree", integer),
+    "fwdonly": ("forward_only", truth),
+    "doublering": ("double_ring", truth),
+}
+_OTHER = frozenset({"qkvformat", "cp", "window", "cudakernel", "optbwd"})
+_MARKDOWN_RULE = re.compile(r"[|:\- ]*")
+
+MOST_LINES = 8
+"""Lines that one wrapped row may spread over."""
+
+
+@dataclass(frozen=True)
+class PipeHeader:
+    """The header of one table."""
+
+    line: int
+    """Index."""
+    used: int
+    """Lines that it takes."""
+    prefix: str
+    """What a launcher put before the first cell."""
+    titles: tuple[str, ...]
+    """As printed."""
+    keys: tuple[str, ...]
+    """Without spaces and underscores, lower case."""
+    wrap: int
+    """Width at which the log was wrapped; 0 where the header is on one line."""
+
+    @property
+    def markdown(self) -> bool:
+        """Whether rows begin with a bar."""
+        return self.keys[0] == ""
+
+    @property
+    def is_burst(self) -> bool:
+        """Whether these are the settings of a Burst block, whose figures follow on lines of their own."""
+        return "seqlen" in self.keys and not any(key in _FIGURES for key in self.keys)
+
+
+def _key(title: str) -> str:
+    return title.strip().lower().replace(" ", "").replace("_", "").replace("`", "")
+
+
+def _known(key: str) -> bool:
+    return key in _FIGURES or key in _SETTINGS or key in _OTHER
+
+
+def find_pipe_header(lines: list[str], index: int) -> PipeHeader | None:
+    """The header that begins at line ``index``, or None: bars between at least three known titles, one a length."""
+    if lines[index].count("|") < 2:
+        return None
+    best = _header_of(lines[index], index, 1, 0)
+    joined = lines[index]
+    # A wrapped header goes on over lines without its prefix, each of which makes more of it known.
+    for more in range(1, MOST_LINES):
+        if index + more >= len(lines) or _starts_anew(lines[index + more], best):
+            break
+        if _header_of(lines[index + more], 0, 1, 0) is not None:
+            break
+        joined += lines[index + more]
+        found = _header_of(joined, index, more + 1, len(lines[index]))
+        if found is not None and (best is None or _known_count(found) > _known_count(best)):
+            best = found
+        elif best is not None and not lines[index + more].strip():
+            best = PipeHeader(best.line, more + 1, best.prefix, best.titles, best.keys, len(lines[index]))
+            break
+    return best
+
+
+def _starts_anew(line: str, header: PipeHeader | None) -> bool:
+    if not line.strip():
+        return header is None
+    if not line.strip("=-| :"):
+        return True
+    # A wrapped line may go on with a bar; where rows begin with one, that is a new row.
+    if (header is None or header.markdown) and line.lstrip().startswith("|"):
+        return True
+    if header is None:
+        return line.lstrip().startswith("#")
+    return bool(header.prefix.strip()) and line.startswith(header.prefix.rstrip())
+
+
+def _known_count(header: PipeHeader) -> int:
+    return sum(_known(key) for key in header.keys)
+
+
+def _header_of(text: str, index: int, used: int, wrap: int) -> PipeHeader | None:
+    if "|" not in text:
+        return None
+    cells = text.split("|")
+    if cells[-1].strip() == "":
+        cells = cells[:-1]
+    first = cells[0].split()
+    prefix = ""
+    if first and not _known(_key(cells[0])):
+        # The title may be of two words ("ring type"); what stands before it is the prefix.
+        title = next((t for n in (2, 1) if _known(_key(t := " ".join(first[-n:])))), None)
+        if title is None and len(first) > 1:
+            return None
+        prefix = cells[0][: cells[0].rindex(first[-len(title.split())])] if title else cells[0].rstrip() + " "
+        cells[0] = title or ""
+    keys = tuple(_key(cell) for cell in cells)
+    known = sum(_known(key) for key in keys)
+    if known < 3 or not {"seqlen", "sequencelength"} & set(keys):
+        return None
+    return PipeHeader(index, used, prefix, tuple(cell.strip() for cell in cells), keys, wrap)
+
+
+def read_pipe_row(lines: list[str], index: int, header: PipeHeader) -> tuple[dict[str, Any], int] | None:
+    """(fields of the row that begins at line ``index``, lines used); None where no row of this table begins there."""
+    line = lines[index]
+    if "|" not in line or _MARKDOWN_RULE.fullmatch(line.removeprefix(header.prefix)):
+        return None
+    joined, used = line, 1
+    cells = _cells(joined, header)
+    while used < MOST_LINES and index + used < len(lines) and cells is not None:
+        cut = len(cells) < len(header.keys) or (header.wrap > 0 and len(lines[index + used - 1]) == header.wrap)
+        following = lines[index + used]
+        if not cut or _starts_anew(following, header) or _header_of(following, 0, 1, 0):
+            break
+        joined, used = joined + following, used + 1
+        cells = _cells(joined, header)
+    if cells is None or len(cells) != len(header.keys):
+        return None
+    fields = _fields(cells, header)
+    return (fields, used) if fields.get("seq") else None
+
+
+def _cells(text: str, header: PipeHeader) -> list[str] | None:
+    """Stripped cells; None where the line has another prefix."""
+    prefix = header.prefix.strip()
+    if prefix:
+        if not text.lstrip().startswith(prefix):
+            return None
+        text = text.lstrip()[len(prefix) :]
+    cells = [cell.strip() for cell in text.split("|")]
+    # Markdown ends rows with a bar, and the header's own last bar was dropped.
+    while len(cells) > len(header.keys) and not cells[-1]:
+        cells.pop()
+    if not header.markdown and len(cells) == len(header.keys) and cells[0].count(" "):
+        cells[0] = cells[0].split()[-1]
+    return cells
+
+
+def _fields(cells: list[str], header: PipeHeader) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    steps: dict[str, float] = {}
+    for key, cell in zip(header.keys, cells, strict=True):
+        if key in _SETTINGS:
+            name, convert = _SETTINGS[key]
+            fields[name] = convert(cell)
+        elif key in _FIGURES:
+            name = _FIGURES[key]
+            found = number(cell)
+            if found is not None:
+                fields[name], steps[name] = found
+            elif is_oom(cell):
+                fields["oom"] = True
+            elif is_missing(cell) and name == "tflops":
+                fields["missing"] = True
+    _place_latency(fields, steps)
+    return fields | {"steps": steps}
+
+
+def _place_latency(fields: dict[str, Any], steps: dict[str, float]) -> None:
+    """One time a row: of forward, or of forward and backward, as the row says."""
+    latency = fields.pop("latency_ms", None)
+    if latency is None:
+        return
+    name = "forward_ms" if fields.get("forward_only") else "forward_backward_ms"
+    fields[name], steps[name] = latency, steps.pop("latency_ms")

@@ -1,0 +1,205 @@
+"""TFLOP/s of benchmark rows, computed again from their own times and settings.
+
+    forward FLOPs = 4 · batch · seq² · heads · head_dim, half when causal; forward and backward 3.5 times as many
+    TFLOP/s per GPU = FLOPs / GPUs / time / 1e12
+
+Printed figures are intervals, from half a unit of the last digit below (rounded) to a whole one above (cut off), so
+a comparison needs no tolerance of its own; where it fails, known slips are tried before a row is called inconsistent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ringprof.benchmark_logs.flags import Audited, Flag, flag
+from ringprof.benchmark_logs.rows import LogRow
+
+BACKWARD_AND_FORWARD = 3.5
+HEAD_DIMS = (32, 40, 48, 64, 72, 80, 96, 112, 128, 160, 192, 256)
+"""What attention kernels are written for: solving for another head dimension explains nothing."""
+
+_EXACT = 2e-4
+"""Relative slack beside rounding: S² against S(S+1) in the FLOPs of a causal mask."""
+_COARSE = 0.005
+"""A time printed this coarsely says little by itself."""
+
+Interval = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Rate:
+    """One printed rate, the time it belongs to, and the FLOPs of its pass in units of a forward pass."""
+
+    name: str
+    tflops: float
+    tflops_step: float
+    time_ms: float
+    time_step: float
+    passes: float
+
+    @property
+    def work(self) -> Interval:
+        """TFLOP that rate and time imply, over as many GPUs as the rate is for."""
+        low = (self.tflops - self.tflops_step / 2) * (self.time_ms - self.time_step / 2)
+        high = (self.tflops + self.tflops_step) * (self.time_ms + self.time_step)
+        return low / 1e3 * (1 - _EXACT), high / 1e3 * (1 + _EXACT)
+
+    @property
+    def coarse(self) -> bool:
+        """Whether the time's last digit is worth more than the rate's."""
+        return self.time_ms > 0 and self.time_step / self.time_ms > _COARSE
+
+
+def rates_of(row: LogRow) -> list[Rate]:
+    """The printed rates of a row that have a printed time; the row's main one first."""
+    whole = 1.0 if row.forward_only else BACKWARD_AND_FORWARD
+    time = row.forward_ms if row.forward_only else row.forward_backward_ms
+    time_name = "forward_ms" if row.forward_only else "forward_backward_ms"
+    found = []
+    if row.tflops is not None and time:
+        name = "forward" if row.forward_only else "forward and backward"
+        found.append(_rate(row, name, row.tflops, "tflops", time, time_name, whole))
+    if row.tflops_forward is not None and row.forward_ms:
+        found.append(_rate(row, "forward", row.tflops_forward, "tflops_forward", row.forward_ms, "forward_ms", 1.0))
+    return found
+
+
+def _rate(row: LogRow, name: str, tflops: float, key: str, time: float, time_key: str, passes: float) -> Rate:
+    return Rate(name, tflops, row.steps.get(key, 0.0), time, row.steps.get(time_key, 0.0), passes)
+
+
+def forward_tflop(row: LogRow, causal: bool) -> float | None:
+    """TFLOP of a forward pass over all GPUs; None where a setting is missing."""
+    if not (row.batch and row.seq and row.heads and row.head_dim):
+        return None
+    return 4e-12 * row.batch * row.seq**2 * row.heads * row.head_dim / (2 if causal else 1)
+
+
+def holds(interval: Interval, value: float) -> bool:
+    """Whether a value lies in an interval."""
+    return interval[0] <= value <= interval[1]
+
+
+def missing_settings(row: LogRow) -> list[str]:
+    """What a row's TFLOP/s cannot be computed without."""
+    names = ("batch", "seq", "heads", "head_dim", "world_size")
+    return [name for name in names if getattr(row, name) is None]
+
+
+# --- one row ----------------------------------------------------------------------------------------
+
+
+def judge(row: LogRow) -> tuple[Audited, list[Flag]]:
+    """The verdict on a row by itself, and its flags; ``unchecked`` where it lacks figures or settings."""
+    rates = rates_of(row)
+    if not rates or missing_settings(row):
+        return Audited(row, "unchecked", None, row.tflops), []
+    judged = [_judge_rate(row, rate) for rate in rates]
+    # Of a block with several rates the worst speaks for the row.
+    order = ("agrees", "rounding", "constant", "inconsistent")
+    verdict = max((found[0] for found in judged), key=order.index)
+    computed, corrected = judged[0][1], judged[0][2]
+    return Audited(row, verdict, computed, corrected), [one for found in judged for one in found[3]]
+
+
+def _judge_rate(row: LogRow, rate: Rate) -> tuple[str, float, float | None, list[Flag]]:
+    """(verdict, computed TFLOP/s per GPU, printed or corrected TFLOP/s per GPU, flags)."""
+    world = row.world_size or 1
+    # Where no mask is stated, the figures themselves tell: both are tried, causal first.
+    for causal in (True, False) if row.causal is None else (row.causal,):
+        work = (forward_tflop(row, causal) or 0.0) * rate.passes / world
+        computed = work / rate.time_ms * 1e3
+        if holds(rate.work, work):
+            if not rate.coarse:
+                return "agrees", computed, rate.tflops, []
+            return "rounding", computed, rate.tflops, [_recovered(row, rate, work)]
+    work = (forward_tflop(row, row.causal is not False) or 0.0) * rate.passes / world
+    computed = work / rate.time_ms * 1e3
+    for factor, what in _constants(row, rate):
+        if factor != 1 and holds(rate.work, work * factor):
+            message = f"{_arithmetic(row, rate, computed)}; printed {rate.tflops:g}, {factor:g} times that: {what}"
+            found = flag(row, "tflops_constant", "warning", message, rate.tflops, round(computed, 4))
+            return "constant", computed, rate.tflops / factor, [found]
+    return "inconsistent", computed, None, [_inconsistent(row, rate, computed, work)]
+
+
+def _constants(row: LogRow, rate: Rate) -> list[tuple[float, str]]:
+    """Slips that multiply a rate by a constant, likeliest first."""
+    world = float(row.world_size or 1)
+    halving = 2.0 if row.causal is not False else 0.5
+    mask = "without the causal halving" if halving == 2 else "halved as if causal"
+    slips = [(world, f"a total over {world:g} GPUs, not per GPU"), (halving, mask)]
+    if rate.passes != 1:
+        slips.append((1 / rate.passes, "counts the forward pass only"))
+        slips.append((3 / rate.passes, "counts backward as 2 forward passes instead of 2.5"))
+    slips.append((1e3, "the time is in ms though labelled s"))
+    slips.append((1e-3, "the time is in s though labelled ms"))
+    pairs = [(a * b, f"{x}, and {y}") for i, (a, x) in enumerate(slips[:3]) for b, y in slips[i + 1 : 3]]
+    return slips + pairs
+
+
+def _arithmetic(row: LogRow, rate: Rate, computed: float) -> str:
+    halved = "" if row.causal is False else " / 2 (causal)"
+    times = f" x {rate.passes:g}" if rate.passes != 1 else ""
+    return (
+        f"{rate.name}: 4 x {row.batch} x {row.seq}^2 x {row.heads} x {row.head_dim}{halved}{times} FLOP"
+        f" / {row.world_size} GPUs / {rate.time_ms:g} ms = {computed:.2f} TFLOP/s"
+    )
+
+
+def _recovered(row: LogRow, rate: Rate, work: float) -> Flag:
+    time = work / rate.tflops * 1e3
+    message = (
+        f"{rate.name}: the time is rounded to {rate.time_ms:g} ms (+-{rate.time_step / 2:g}); "
+        f"{work:.4f} TFLOP a GPU / {rate.tflops:g} TFLOP/s = {time:.2f} ms"
+    )
+    return flag(row, "rounded_time", "note", message, rate.time_ms, round(time, 4))
+
+
+def _inconsistent(row: LogRow, rate: Rate, computed: float, work: float) -> Flag:
+    message = f"{_arithmetic(row, rate, computed)}; printed {rate.tflops:g}"
+    # Rates that no head count gives: 0, or of a time so long that nothing is left.
+    if computed and rate.tflops:
+        heads, time = (row.heads or 0) * rate.tflops / computed, work / rate.tflops * 1e3
+        message += f": that needs {heads:.2f} heads, or {time:.2f} ms"
+    return flag(row, "tflops_inconsistent", "error", message, rate.tflops, round(computed, 4))
+
+
+# --- settings that a whole log gets wrong ------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Solution:
+    """Other settings by which every rate of some rows follows from its time."""
+
+    head_dim: int
+    causal: bool
+    total: bool
+    """The printed rates are totals over all GPUs."""
+
+
+def solve(rows: Sequence[LogRow]) -> list[Solution]:
+    """Head dimensions, masks and meanings of a rate that fit every row, the plainest first; empty where none does."""
+    checked = [(row, rate) for row in rows for rate in rates_of(row)[:1]]
+    if len(checked) < 2 or any(missing_settings(row) for row, _ in checked):
+        return []
+    masks = (True, False) if rows[0].causal is None else (rows[0].causal,)
+    return [
+        solution
+        for causal in masks
+        for total in (False, True)
+        for head_dim in HEAD_DIMS
+        if all(_fits(row, rate, solution := Solution(head_dim, causal, total)) for row, rate in checked)
+    ]
+
+
+def _fits(row: LogRow, rate: Rate, solution: Solution) -> bool:
+    work = (forward_tflop(row, solution.causal) or 0.0) * rate.passes * solution.head_dim / (row.head_dim or 1)
+    return holds(rate.work, work if solution.total else work / (row.world_size or 1))
+
+
+def solved_tflops(row: LogRow, rate: Rate, solution: Solution) -> float:
+    """TFLOP/s per GPU from the row's time with the solved settings."""
+    work = (forward_tflop(row, solution.causal) or 0.0) * rate.passes * solution.head_dim / (row.head_dim or 1)
+    return work / (row.world_size or 1) / rate.time_ms * 1e3

@@ -1,0 +1,1 @@
+"""Printed kernel tables: read, analysed and shown."""

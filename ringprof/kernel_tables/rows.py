@@ -1,0 +1,97 @@
+"""What a printed kernel table says, as values: the only thing the analysis sees of one.
+
+Times are integer nanoseconds, exact to the digits printed (``14.531s`` is 14 531 000 000); shares are 0..1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ringprof.trace.columns import Caveat
+
+
+@dataclass(frozen=True)
+class TableRow:
+    """One printed row: a kernel, an operator, a CPU call or an annotation; the table does not say which."""
+
+    name: str
+    """As printed (untrusted text), without the padding; ends in ``...`` where `cut`."""
+    line: int
+    """Line of the file, from 1."""
+    calls: int | None
+    self_cpu_ns: int | None = None
+    cpu_total_ns: int | None = None
+    self_device_ns: int | None = None
+    device_total_ns: int | None = None
+    device_average_ns: int | None = None
+    device_share: float | None = None
+    """Share of the footer's device total, as printed; None where it is not a number."""
+    unit: str = ""
+    """Unit that the device time is printed in: ``us``, ``ms``, ``s``, ``ns``."""
+    step_ns: int = 0
+    """Worth of the last digit of the device time: the time is known to within half of it."""
+    overload: str | None = None
+    shapes: str | None = None
+
+    @property
+    def cut(self) -> bool:
+        """Whether the printer cut the name off."""
+        return self.name.endswith("...")
+
+    @property
+    def stem(self) -> str:
+        """The name without the mark of a cut."""
+        return self.name[:-3] if self.cut else self.name
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A figure that the log's author printed about the table."""
+
+    subject: str
+    """``flash`` or ``send_recv``."""
+    label: str
+    """As printed."""
+    printed: str
+    """The number as printed, without its sign."""
+    percent: bool
+    """Whether a % sign follows."""
+    line: int
+    parts: tuple[float, ...] | None = None
+    """The fractions that its author's own list names for the subject, where the log has that list."""
+
+
+@dataclass(frozen=True)
+class TableContext:
+    """What the text around a table says about the run that it describes."""
+
+    claims: tuple[Claim, ...] = ()
+    iteration_ns: int | None = None
+    """Time of one forward and backward pass, measured outside the profiler."""
+    iteration_line: int | None = None
+    world_size: int | None = None
+    iterations: int | None = None
+    """Profiled iterations, where the text says how many."""
+
+
+@dataclass(frozen=True)
+class KernelTable:
+    """One table of a file."""
+
+    path: str
+    line: int
+    """Line of its header."""
+    source: str
+    """``torch`` or ``nsys``."""
+    device: str | None
+    """As its columns name it (``CUDA``, ``XPU`` ...); None where it has CPU columns only."""
+    columns: tuple[str, ...]
+    rows: tuple[TableRow, ...]
+    self_cpu_total_ns: int | None = None
+    """The footer's CPU total."""
+    self_device_total_ns: int | None = None
+    """The footer's device total."""
+    total_step_ns: int = 0
+    """Worth of the last digit of the footer's device total."""
+    context: TableContext = TableContext()
+    warnings: tuple[Caveat, ...] = field(default=())

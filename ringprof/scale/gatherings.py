@@ -1,0 +1,116 @@
+"""Collectives of many ranks, taken in one rank after another: what a group's ranks did, without all their transfers.
+
+The n-th call of a kind is the same collective on every rank of a group (`ringprof.analysis.transfers.matching`). Of
+each call only three moments a host are kept, so that what is held grows with the hosts of a group and not with its
+ranks.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ringprof.analysis.transfers.clocks import Clocks, Meetings, Traffic, collect_meetings
+from ringprof.analysis.transfers.matching import Gathered, numbered, refusal_of_collective
+from ringprof.analysis.transfers.transfers import Group, Transfer
+from ringprof.analysis.transfers.waiting import residuals
+from ringprof.trace.columns import Int64
+
+
+@dataclass
+class _Calls:
+    """One group's calls of one kind."""
+
+    counts: dict[int, int] = field(default_factory=dict)
+    """Rank -> how many."""
+    on_host: dict[int, Meetings] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class KnownCalls:
+    """Of one group's matched calls of one kind what a rank of it must know; plain data."""
+
+    begun_ns: Int64
+    """The latest start over the group, on the common clock."""
+    unsure_ns: dict[int, int]
+    """Rank -> how far the clocks of the group's hosts may be off its own."""
+
+
+@dataclass(frozen=True)
+class KnownGatherings:
+    """A `ringprof.analysis.transfers.matching.Gathering` as plain data, for some ranks."""
+
+    calls: dict[tuple[Group, str], KnownCalls | str]
+    """What is known, or why it is not matched."""
+
+    def refusal(self, group: Group, kind: str) -> str:
+        found = self.calls.get((group, kind), "rank_missing")
+        return found if isinstance(found, str) else ""
+
+    def gathered(self, group: Group, kind: str, rank: int, rows: Int64) -> Gathered:
+        found = self.calls[group, kind]
+        assert isinstance(found, KnownCalls)
+        return Gathered(rows, found.begun_ns, found.unsure_ns[rank])
+
+
+class Gatherings:
+    """What all ranks did in collectives; ``host`` is the number of every rank's host."""
+
+    def __init__(self, host: Mapping[int, int]) -> None:
+        self._host = host
+        self._calls: dict[tuple[Group, str], _Calls] = defaultdict(_Calls)
+
+    def add(self, rank: int, transfers: Sequence[Transfer]) -> None:
+        """Take in the transfers of one rank, in order."""
+        groups, group_of = numbered(transfers)
+        mine: dict[tuple[int, str], list[Transfer]] = defaultdict(list)
+        for number, transfer in zip(group_of, transfers, strict=True):
+            if transfer.kind not in ("send_recv", "copy_engine") and transfer.source != "none":
+                mine[number, transfer.kind].append(transfer)
+        for (number, kind), calls in mine.items():
+            start = np.array([call.start_ns for call in calls], np.int64)
+            end = np.array([call.end_ns for call in calls], np.int64)
+            self._take(self._calls[groups[number], kind], rank, Meetings(start, end, end))
+
+    def _take(self, known: _Calls, rank: int, moments: Meetings) -> None:
+        known.counts[rank] = len(moments.last_end)
+        host = self._host[rank]
+        others = known.on_host.get(host)
+        if others is None:
+            known.on_host[host] = moments
+        elif len(others.last_end) == len(moments.last_end):
+            known.on_host[host] = Meetings(
+                np.maximum(others.last_start, moments.last_start),
+                np.minimum(others.first_end, moments.first_end),
+                np.maximum(others.last_end, moments.last_end),
+            )
+
+    def traffic(self, found: Traffic) -> None:
+        """Add what matched calls say of the hosts' clocks."""
+        for (group, kind), calls in self._calls.items():
+            if not self._refusal(group, calls):
+                collect_meetings(calls.on_host, kind, found)
+
+    def known_to(self, ranks: Sequence[int], clocks: Clocks) -> KnownGatherings:
+        """What these ranks must know of their own groups."""
+        wanted = {key: calls for key, calls in self._calls.items() if any(rank in calls.counts for rank in ranks)}
+        return KnownGatherings({key: self._known(key[0], calls, ranks, clocks) for key, calls in wanted.items()})
+
+    def _refusal(self, group: Group, calls: _Calls) -> str:
+        return refusal_of_collective(group, self._host.keys(), calls.counts)
+
+    def _known(self, group: Group, calls: _Calls, ranks: Sequence[int], clocks: Clocks) -> KnownCalls | str:
+        reason = self._refusal(group, calls)
+        if reason:
+            return reason
+        offset = {self._host[rank]: clocks.offset_ns[rank] for rank in calls.counts}
+        begun = np.max([moments.last_start + offset[host] for host, moments in calls.on_host.items()], axis=0)
+        here = [rank for rank in ranks if rank in calls.counts]
+        if not clocks.several:
+            return KnownCalls(begun, dict.fromkeys(here, 0))
+        between, number = residuals(clocks)
+        hosts = sorted({number[clocks.host[rank]] for rank in calls.counts})
+        return KnownCalls(begun, {rank: int(between[number[clocks.host[rank]], hosts].max()) for rank in here})

@@ -1,0 +1,141 @@
+"""The controls' figures, from times that can be reckoned by hand."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import msgspec
+import pytest
+
+from ringprof.analysis.attribution import attribute
+from ringprof.analysis.findings.figures import figures_of
+from ringprof.analysis.findings.summary import summarise
+from ringprof.analysis.findings.verdict import Findings
+from ringprof.analysis.timeline.focus import Focus
+from ringprof.report import as_json
+from ringprof.report.terminal import Look, render
+from ringprof.run import Controls, Profiled, Workload, read_run, write_run
+from tests.analysis.findings.test_summary import ring_with_compute
+from tests.analysis.recorded import recorded_run
+
+# The slowest rank is another one in each iteration: 2000, 2400 and 2200 ns.
+ORDINARY = [[2000, 1000, 1000], [1000, 2400, 1000], [1000, 1000, 2200], [500, 500, 500]]
+COMPUTE = [[1700, 1800, 1900]] * 4
+COMMUNICATION = [[1500, 1500, 1600]] * 4
+SOLO = [[900, 800, 2000], [1000, 1000, 1000], [1100, 1100, 1100], [1200, 1100, 1300]]
+CONTROLS = Controls(
+    warmup=1, rounds=3, ordinary_ns=ORDINARY, compute_only_ns=COMPUTE, communication_only_ns=COMMUNICATION,
+    solo_ns=SOLO, solo_flops=[10**9] * 4,
+)  # fmt: skip
+
+
+def found(focus: Focus | None = None, **changes) -> Findings:
+    run = recorded_run(controls=msgspec.structs.replace(CONTROLS, **changes))
+    traces = [b.trace() for b in ring_with_compute()]
+    attribution = attribute(traces, run) if focus is None else attribute(traces, run, None, focus)
+    return Findings(attribution, summarise(attribution))
+
+
+def test_the_figures_are_the_formulas():
+    rates = found().summary.rates
+    c = rates.controls
+    assert c is not None and (c.rounds, c.iterations) == (3, 3)
+    assert (c.iteration_ns, c.compute_only_ns, c.communication_only_ns, c.ideal_ns) == (2200, 1800, 1500, 1800)
+    assert c.ideal_efficiency == pytest.approx(1800 / 2200)
+    assert c.solo_ns == (900 + 1000 + 1100 + 1200) / 4
+    assert rates.solo_tflops == c.solo_tflops == pytest.approx(4e9 / 4200e-9 / 1e12)
+    assert c.of_solo == pytest.approx(1050 / 2200)
+    # The attention kernels of rank r run for 1000 + 100 r ns.
+    assert c.flash_slowdown == pytest.approx(4600 / 4200 - 1)
+
+
+def test_communication_can_be_the_ideal():
+    c = found(communication_only_ns=[[2100] * 3] * 4).summary.rates.controls
+    assert c is not None and c.ideal_ns == 2100 and c.ideal_efficiency == pytest.approx(2100 / 2200)
+
+
+def test_a_part_of_an_iteration_has_no_slowdown():
+    c = found(Focus(between_ns=(0, 1800))).summary.rates.controls
+    assert c is not None and c.flash_slowdown is None and c.of_solo == pytest.approx(1050 / 2200)
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        {"solo_ns": []}, {"solo_ns": [[], [], [], []]}, {"solo_ns": [[0]] * 4}, {"solo_flops": []},
+        {"solo_ns": [[-5]] * 4},
+        {"ordinary_ns": []}, {"ordinary_ns": [[0, 0]] * 4}, {"compute_only_ns": [[]]},
+    ],
+)  # fmt: skip
+def test_what_is_not_complete_gives_no_figures(broken):
+    rates = found(**broken).summary.rates
+    assert rates.controls is None and rates.solo_tflops is None and rates.tflops is not None
+
+
+def test_without_controls_there_is_no_solo_rate():
+    run = recorded_run()
+    rates = summarise(attribute([b.trace() for b in ring_with_compute()], run)).rates
+    assert run.controls is None and rates.controls is None and rates.solo_tflops is None
+
+
+def test_conditions_know_the_figures():
+    figures = figures_of(found())
+    assert figures["ideal_efficiency"] == pytest.approx(1800 / 2200)
+    assert figures["of_solo"] == pytest.approx(1050 / 2200)
+    assert figures["flash_slowdown"] == pytest.approx(4600 / 4200 - 1)
+
+
+def test_the_json_report_has_every_figure():
+    text = as_json.render(as_json.as_dict(found(), source="run", paths=["run.json"]))
+    summary = json.loads(text)["summary"]
+    assert summary["controls"]["ideal_ns"] == 1800 and summary["controls"]["solo_tflops"] == summary["solo_tflops"]
+
+
+def test_people_read_times_shares_and_what_follows():
+    text = " ".join(render(found(), Look(width=100)).split())
+    assert "an iteration, in turns with these 2.200 µs 100.0 %" in text
+    assert "ideal: the larger of the two 1.800 µs 81.8 % compute only" in text
+    assert "the same blocks alone 1.050 µs 47.7 % 952.4 TFLOP/s" in text
+    assert "The run reaches 81.8 % of its ideal and 47.7 % of the solo rate" in text
+    assert "its attention kernels are 9.5 % slower beside communication than alone (3 of each in 3 rounds)." in text
+
+
+@pytest.mark.parametrize("width", [60, 80])
+def test_no_line_is_longer_than_the_terminal(width):
+    assert max(map(len, render(found(), Look(width=width)).splitlines())) <= width
+
+
+def test_the_profilers_cost_is_neither_slower_nor_faster_where_it_rounds_to_nothing():
+    def line(profiled_ns: int) -> str:
+        run = recorded_run(profiled=Profiled(iterations_ns=[[profiled_ns]] * 4))
+        attribution = attribute([b.trace() for b in ring_with_compute()], run)
+        return " ".join(render(Findings(attribution, summarise(attribution)), Look(width=200)).split())
+
+    # The median time without the profiler is 3 ms.
+    assert "without the profiler, as fast with it" in line(2_999_000)
+    assert "without the profiler, 10.0 % faster with it" in line(2_700_000)
+    assert "without the profiler, 10.0 % slower with it" in line(3_300_000)
+
+
+def test_the_controls_read_back_as_they_were_written(tmp_path):
+    run = recorded_run(controls=CONTROLS)
+    write_run(run, tmp_path / "run.json")
+    assert read_run(tmp_path / "run.json") == run and read_run(tmp_path / "run.json").controls == CONTROLS
+
+
+def test_a_run_of_before_there_were_controls_still_reads(tmp_path):
+    write_run(recorded_run(), tmp_path / "run.json")
+    old = json.loads((tmp_path / "run.json").read_text())
+    del old["controls"]
+    (tmp_path / "run.json").write_text(json.dumps(old))
+    assert read_run(tmp_path / "run.json") == recorded_run()
+
+
+def test_the_waterfalls_slowdown_is_the_attention_time_above_the_solo_time():
+    # So little work that the device's peak takes less time for it than the attention kernels did.
+    run = recorded_run(controls=CONTROLS, workload=Workload(seq=16, heads=8, kv_heads=8, head_dim=64))
+    attribution = attribute([b.trace() for b in ring_with_compute()], run)
+    summary = replace(summarise(attribution), devices=("NVIDIA H200",))
+    parts = {part.part: part for part in Findings(attribution, summary).waterfall.parts}
+    assert parts["slowdown"].time_ns == (4600 - 4200) / 4

@@ -1,0 +1,78 @@
+"""The run as a whole, on figures that can be checked by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from ringprof.analysis.attribution import attribute
+from ringprof.analysis.findings.summary import summarise
+from tests.analysis.build import FLASH, Builder
+from tests.analysis.recorded import recorded_run
+from tests.analysis.transfers.test_hops import BYTES, ring
+
+
+def summary_of(builders, run=None):
+    return summarise(attribute([b.trace() for b in builders], run))
+
+
+def ring_with_compute():
+    builders = ring([1000, 1000, 1000, 1500], [2500] * 4)
+    for rank, b in enumerate(builders):
+        b.run(FLASH, 500, 1500 + 100 * rank, launched=90)
+    return builders
+
+
+def test_the_means_of_the_parts_sum_to_the_mean_wall():
+    *parts, wall = summary_of(ring_with_compute()).parts
+    assert sum(part.mean_ns for part in parts) == wall.mean_ns == 2000
+    assert sum(part.share for part in parts) == pytest.approx(1.0)
+    assert [(part.name, part.min_ns, part.max_ns) for part in parts[:2]] == [
+        ("compute", 1000, 1300),
+        ("exposed_comm", 700, 1000),
+    ]
+
+
+def test_exposed_shares_name_the_worst_rank():
+    summary = summary_of(ring_with_compute())
+    assert (summary.exposed_worst, summary.exposed_worst_rank) == (0.5, 0)
+    assert summary.exposed_mean == pytest.approx((1000 + 900 + 800 + 700) / 4 / 2000)
+    assert summary.exposed_mean == summary.parts[1].share
+
+
+def test_communication_is_split_over_all_ranks():
+    (row,) = summary_of(ring_with_compute()).communication
+    assert (row.kind, row.kernels, row.sent_bytes) == ("send_recv", 4, 4 * 2 * BYTES)
+    assert row.wait_share == pytest.approx(3 * 500 / (3 * 1500 + 1000))
+    assert row.wire_gbps == pytest.approx(4 * 2 * BYTES / 4000)
+    assert row.wait_share + row.wire_share == pytest.approx(1.0)
+
+
+def test_traces_alone_have_no_rates():
+    rates = summary_of(ring_with_compute()).rates
+    assert (rates.tflops, rates.block_tflops, rates.profiler_overhead) == (None, None, None)
+
+
+def test_achieved_rate_is_that_of_the_median_of_the_slowest_ranks_time():
+    summary = summary_of(ring_with_compute(), recorded_run())
+    rates = summary.rates
+    # 4·1·1024²·8·64 / 2 · 3.5 FLOPs over 4 ranks; the slowest rank takes 2, 3 and 4 ms.
+    flops = 4 * 1024**2 * 8 * 64 // 2 * 7 // 2 / 4
+    assert rates.tflops == pytest.approx(flops / 3e-3 / 1e12)
+    assert rates.tflops_quantiles["p10"] == pytest.approx(flops / 3.8e-3 / 1e12)
+    assert rates.tflops_quantiles["p90"] == pytest.approx(flops / 2.2e-3 / 1e12)
+    assert rates.iterations_timed == 3
+    assert rates.peak_memory_bytes == 1 << 30
+    assert rates.profiler_overhead == pytest.approx(0.1)
+
+
+def test_block_rate_is_over_the_union_of_the_attention_kernels():
+    summary = summary_of(ring_with_compute(), recorded_run())
+    expected = sum(1e9 / (1000 + 100 * rank) / 1e3 for rank in range(4)) / 4
+    assert summary.rates.block_tflops == pytest.approx(expected)
+
+
+def test_many_ranks_are_given_as_statistics():
+    builders = [Builder(rank=rank, world_size=17).run(FLASH, 0, 100 + rank, launched=1) for rank in range(17)]
+    rows = summary_of(builders).ranks
+    assert [(row.label, row.wall_ns) for row in rows] == [("mean", 108.0), ("min", 100), ("max", 116)]
+    assert {row.overlap_ratio for row in rows} == {None}

@@ -1,0 +1,123 @@
+"""The verdict says what the figures show, of cases whose cause is known."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from ringprof.analysis.attribution import attribute
+from ringprof.analysis.findings.summary import summarise
+from ringprof.analysis.findings.verdict import Findings
+from tests.analysis.build import FLASH, Builder
+from tests.analysis.rings import MERGE, everybody, ring_pass
+from tests.analysis.test_real_runs import NVLINK, TWO_HOSTS, attribution_of
+from tests.analysis.timeline.test_cpu import example as cpu_example
+from tests.loaded import analysis
+from tests.paths import TRACES
+
+
+def verdict(*builders):
+    attribution = attribute([builder.trace() for builder in builders])
+    return Findings(attribution, summarise(attribution)).verdict
+
+
+def verdict_of(folder):
+    return analysis(folder).findings.verdict
+
+
+def test_a_contiguous_causal_ring_is_told_to_balance():
+    run = analysis(TRACES / "h200x4-ring-262144")
+    cost, cause, gain = run.verdict
+    report = run.report()
+    assert cost.startswith(f"{100 * report['summary']['exposed_comm_share']['mean']:.1f} % of the time is exposed")
+    rank0 = report["ranks"][0]["hops"]
+    waited = rank0["wait_ns"] / (rank0["wait_ns"] + rank0["wire_ns"])
+    # Of 4 ranks, the last has 1 + 2 x 3 half squares of work where the first has 1.
+    assert cause == (
+        f"{100 * waited:.0f} % of rank 0's SendRecv time was waiting for ranks with up to 7 times its causal work: "
+        "choose zigzag or stripe."
+    )
+    assert f"{report['summary']['bounds_ns']['balanced'] / 1e6:,.1f} ms" in gain
+
+
+def test_the_same_from_traces_alone_says_what_rises_with_the_rank():
+    builders = []
+    for rank in range(4):
+        b = Builder(rank=rank, world_size=4).run(FLASH, 0, 1000 * (rank + 1), launched=1)
+        b.batch(100, 1000 * (rank + 1), 4400, to=(rank + 1) % 4, source=(rank - 1) % 4)
+        builders.append(b)
+    _, cause, _ = verdict(*builders)
+    # Everybody waits for rank 3, which is there at 4000; rank 0 since 1000, of 3400 in all.
+    assert cause.startswith("88 % of rank 0's SendRecv time was waiting for ranks")
+    assert cause.endswith("as in contiguous pieces under a causal mask: see zigzag and stripe.")
+
+
+def test_a_slow_link_is_named_by_its_ends():
+    attribution = attribution_of(TWO_HOSTS)
+    _, cause, _ = Findings(attribution, summarise(attribution)).verdict
+    assert "ranks 0, 3, 4 and 7 send at 3.4 to 4.15 GB/s" in cause
+    assert "(3 to 4, 7 to 0)" in cause
+
+
+def test_a_slow_link_between_hosts_is_named_as_such():
+    _, cause, _ = verdict_of(TRACES / "h200x4-burst-65536-two-hosts")
+    assert "SendRecv between hosts moves 1.65 GB/s, 231 within a host" in cause
+
+
+def test_exposed_wire_names_the_step_that_exposes_most():
+    attribution = attribution_of(NVLINK)
+    found = Findings(attribution, summarise(attribution))
+    _, cause, _ = found.verdict
+    named = re.search(r"in the (\w+) pass, most in step (\d+)", cause)
+    assert named
+    phase, step = named.groups()
+    exposed: dict[tuple[str, int], list[int]] = {}
+    for one in found.steps:
+        exposed.setdefault((one.phase, one.step), []).append(one.exposed_ns)
+    worst = max((key for key in exposed if key[0] == phase[:1] + "wd"), key=lambda key: sum(exposed[key]))
+    assert (worst[1], phase) == (int(step), {"fwd": "forward", "bwd": "backward"}[worst[0]])
+
+
+def test_where_nothing_is_lost_the_kernels_are_named():
+    cost, cause, _ = verdict_of(TRACES / "h200x4-zigzag-262144-copied")
+    assert "100 % of all communication is hidden behind computation" in cost
+    assert cause.startswith("No single loss reaches 2 %: 98.")
+    assert "attention kernels at 551 TFLOP/s, 56 % of the device's peak" in cause
+
+
+def test_merging_is_named_where_it_costs_most():
+    b = Builder(world_size=1)
+    b.run(FLASH, 0, 600, launched=1).run(MERGE, 600, 1000, launched=2)
+    assert any("40.0 % of the time is computation and copies other than attention" in line for line in verdict(b))
+
+
+def test_gaps_are_named_where_they_cost_most():
+    b = Builder(world_size=1).run(FLASH, 0, 600, launched=1).run(FLASH, 900, 1000, launched=2)
+    assert any(line.startswith("30.0 % of the time nothing runs on the GPU") for line in verdict(b))
+
+
+def test_one_gpu_communicates_nothing():
+    assert verdict(Builder(world_size=1).run(FLASH, 0, 10, launched=1))[0] == "one GPU: nothing is communicated"
+
+
+def test_one_rank_of_several_says_that_the_split_is_not_known():
+    assert any("not known" in line for line in verdict(ring_pass(hop_ns=1500)[0]))
+
+
+def test_a_cpu_run_speaks_of_blocked_time():
+    assert "time blocked in waiting for a transfer" in verdict(cpu_example())[0]
+
+
+@pytest.mark.parametrize(
+    "folder", sorted(path.parent for path in TRACES.glob("*/run.json")), ids=lambda path: path.name
+)
+def test_no_verdict_has_more_than_three_lines(folder):
+    lines = verdict_of(folder)
+    assert 1 <= len(lines) <= 3
+    assert all(line and "nan" not in line and "inf" not in line for line in lines)
+
+
+def test_balanced_blocks_and_short_hops_have_no_cause_in_communication():
+    text = " ".join(verdict(*ring_pass(block=everybody(985), hop_ns=100)))
+    assert "SendRecv" not in text

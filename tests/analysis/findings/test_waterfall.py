@@ -1,0 +1,195 @@
+"""The waterfall against a sweep over instants, on passes whose truth is plain and on every committed run."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from fractions import Fraction
+
+import numpy as np
+import pytest
+
+from ringprof.analysis.attribution import attribute
+from ringprof.analysis.findings.summary import summarise
+from ringprof.analysis.findings.waterfall import PARTS, find_waterfall
+from ringprof.analysis.kinds.rules import COMMUNICATION, COMPUTE, KINDS, MEMORY
+from tests.analysis.build import FLASH, Builder
+from tests.analysis.recorded import recorded_run
+from tests.analysis.rings import LENGTH, MERGING, causal, everybody, ring_pass
+from tests.loaded import analysis
+from tests.paths import ROOT
+
+RUNS = [
+    *sorted(path.parent for path in (ROOT / "traces").glob("h200*/run.json")),
+    *sorted(path for path in (ROOT / "tests" / "data").glob("h200*") if path.is_dir()),
+]
+ATTENTION = {"peak", "kernel", "repeated", "slowdown", "attention"}
+
+
+def waterfall_of(attribution):
+    return find_waterfall(attribution, summarise(attribution))
+
+
+def instants(rank):
+    """Nanoseconds of the rank's window by what runs: (computes, on the wire, split unknown, communicates, memory)."""
+    columns, activity = rank.classified.trace.activities, rank.window.activities()
+    edges = []
+    for at in activity.tolist():
+        kind = KINDS[rank.classified.kind[at]]
+        name = next(n for n, kinds in (("k", COMPUTE), ("c", COMMUNICATION), ("m", MEMORY)) if kind in kinds)
+        edges.append((int(columns.start_ns[at]), int(columns.end_ns[at]), name))
+    split = {}
+    for part in rank.splits:
+        if part.wire_ns is not None:
+            split[part.transfer.activity] = part
+            edges.append((part.transfer.end_ns - part.wire_ns, part.transfer.end_ns, "w"))
+    for start, end, name in [
+        (int(columns.start_ns[at]), int(columns.end_ns[at]), "u")
+        for at in activity.tolist()
+        if KINDS[rank.classified.kind[at]] in COMMUNICATION and at not in split
+    ]:
+        edges.append((start, end, name))
+    moments = sorted([(start, name, 1) for start, _, name in edges] + [(end, name, -1) for _, end, name in edges])
+    running: defaultdict[str, int] = defaultdict(int)
+    found: defaultdict[tuple[bool, ...], int] = defaultdict(int)
+    before = moments[0][0]
+    for moment, name, change in moments:
+        state = tuple(running[one] > 0 for one in "kwucm")
+        found[state] += moment - before
+        before = moment
+        running[name] += change
+    return found
+
+
+def expected(attribution):
+    """Mean of every part over ranks, as fractions, by the rule that docs/definitions.md states."""
+    ranks = attribution.ranks
+    swept = {rank.rank: instants(rank) for rank in ranks}
+    computes = {rank: sum(ns for state, ns in found.items() if state[0]) for rank, found in swept.items()}
+    walls = {rank: sum(found.values()) for rank, found in swept.items()}
+    slowest = max(walls, key=lambda rank: (walls[rank], -rank))
+    parts: defaultdict[str, Fraction] = defaultdict(Fraction)
+    for rank in ranks:
+        found = swept[rank.rank]
+        wire = wait = unknown = memory = idle = 0
+        for (k, w, u, c, m), ns in found.items():
+            if k:
+                continue
+            if c:
+                wire += ns * w
+                unknown += ns * (u and not w)
+                wait += ns * (not u and not w)
+            else:
+                memory += ns * m
+                idle += ns * (not m)
+        early = walls[slowest] - walls[rank.rank]
+        if unknown:
+            unknown += early
+        else:
+            wait += early
+        imbalance = min(wait, max(computes.values()) - computes[rank.rank])
+        values = {
+            "attention": rank.breakdown.flash_ns,
+            "imbalance": imbalance,
+            "exposed_wire": wire,
+            "peer_wait": wait - imbalance,
+            "exposed_unsplit": unknown,
+            "merge_and_copies": computes[rank.rank] - rank.breakdown.flash_ns + memory,
+            "launch_gaps": idle,
+        }
+        for name, value in values.items():
+            parts[name] += Fraction(value, len(ranks))
+    return parts, walls[slowest]
+
+
+def check(attribution):
+    waterfall = waterfall_of(attribution)
+    truth, wall = expected(attribution)
+    assert waterfall.wall_ns == wall == sum(part.time_ns for part in waterfall.parts)
+    mine: defaultdict[str, int] = defaultdict(int)
+    for part in waterfall.parts:
+        mine["attention" if part.part in ATTENTION else part.part] += part.time_ns
+    assert set(mine) <= set(PARTS)
+    for name in truth.keys() | mine.keys():
+        # Each part is a whole nanosecond, the attention kernels' up to four of them.
+        assert abs(mine[name] - truth[name]) < (4 if name == "attention" else 1), name
+    return waterfall
+
+
+@pytest.mark.parametrize("folder", RUNS, ids=lambda path: path.name)
+def test_every_part_of_a_recorded_run_equals_the_sweep(folder):
+    check(analysis(folder).attribution)
+
+
+@pytest.mark.parametrize("block", [everybody(900), everybody(300), causal(900)])
+@pytest.mark.parametrize("hop_ns", [100, 400, 1500])
+@pytest.mark.parametrize("present", [4, 2])
+def test_every_part_of_a_plain_pass_equals_the_sweep(block, hop_ns, present):
+    check(attribute([builder.trace() for builder in ring_pass(block=block, hop_ns=hop_ns)[:present]]))
+
+
+def test_the_parts_of_a_hidden_ring_are_known():
+    # Blocks of 900 hide hops of 400, merges take 10 of the 100 left in a step; the gradients' last hop hides nowhere.
+    waterfall = waterfall_of(attribute([builder.trace() for builder in ring_pass()]))
+    assert waterfall.wall_ns == 8 * LENGTH + 400
+    assert waterfall.of("attention") == 8 * 900
+    assert waterfall.of("merge_and_copies") == 8 * MERGING
+    assert waterfall.of("exposed_wire") == 400
+    assert waterfall.of("launch_gaps") == 8 * (LENGTH - 900 - MERGING)
+    assert waterfall.of("imbalance", "peer_wait", "exposed_unsplit") == 0
+
+
+def test_who_has_less_to_compute_is_imbalance():
+    # Two ranks, one block of 600 and one of 1000; the shorter one waits for nothing but the longer.
+    builders = [
+        Builder(rank=rank, world_size=2).run(FLASH, 0, time, launched=1) for rank, time in enumerate((600, 1000))
+    ]
+    waterfall = waterfall_of(attribute([builder.trace() for builder in builders]))
+    assert {part.part: part.time_ns for part in waterfall.parts if part.time_ns} == {"attention": 800, "imbalance": 200}
+    assert waterfall.slowest_rank == 1
+    assert (waterfall.bounds.free_ns, waterfall.bounds.balanced_ns, waterfall.bounds.hidden_ns) == (1000, 800, 800)
+
+
+def test_with_one_rank_exposed_communication_is_one_part():
+    waterfall = waterfall_of(attribute([ring_pass(hop_ns=1500)[0].trace()]))
+    assert waterfall.of("exposed_unsplit") > 0
+    assert waterfall.of("imbalance", "exposed_wire", "peer_wait") == 0
+    assert next(part.evidence for part in waterfall.parts if part.part == "exposed_unsplit")
+
+
+def test_without_a_run_there_is_no_rate_and_no_peak():
+    waterfall = waterfall_of(attribute([builder.trace() for builder in ring_pass()]))
+    assert waterfall.peak is None
+    assert waterfall.tflops is None
+    assert {part.tflops for part in waterfall.parts} == {None}
+
+
+def test_a_run_slower_than_its_peak_starts_at_the_peak():
+    folder = ROOT / "traces" / "h200x4-zigzag-262144-copied"
+    run = analysis(folder)
+    waterfall = run.findings.waterfall
+    assert run.run is not None and run.run.workload is not None
+    workload = run.run.workload
+    pairs = workload.seq * (workload.seq + 1) // 2
+    flops = 14 * workload.heads * workload.head_dim * pairs / 4
+    first, *_ = waterfall.parts
+    assert first.part == "peak"
+    assert first.time_ns == pytest.approx(flops / 989e12 * 1e9, rel=1e-6)
+    assert first.tflops == pytest.approx(989, rel=1e-6)
+    assert waterfall.tflops == pytest.approx(flops / waterfall.wall_ns / 1e3)
+    # With a solo rate the kernel's loss ends at it, repeated work left out (there is none).
+    after = {part.part: part.tflops for part in waterfall.parts}
+    assert after["kernel"] == pytest.approx(run.summary.rates.solo_tflops, rel=2e-4)
+    assert waterfall.parts[-1].tflops == pytest.approx(waterfall.tflops)
+
+
+def test_the_frame_has_the_parts():
+    run = analysis(RUNS[0])
+    frame = run.waterfall()
+    assert frame["time_ns"].sum() == run.summary.slowest_wall_ns
+    assert frame["share"].sum() == pytest.approx(1)
+    assert np.isfinite(frame["tflops"].astype(float)).all()
+
+
+def test_work_of_another_size_than_the_traces_gives_no_rates():
+    attribution = attribute([builder.trace() for builder in ring_pass()], recorded_run(world_size=8))
+    assert waterfall_of(attribution).peak is None

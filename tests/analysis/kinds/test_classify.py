@@ -1,0 +1,116 @@
+"""The strongest evidence decides: metadata, then the CPU's records of the launch, then annotations, then the name."""
+
+from __future__ import annotations
+
+from ringprof.analysis.kinds.classify import EVIDENCE, classify, kind_names
+from ringprof.trace.columns import MEMCPY, MEMSET
+from tests.analysis.build import FLASH, MAIN, NCCL, Builder, collective
+
+ADD = "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>"
+ROTATION = {"in_split": (0, 0, 1000, 0), "out_split": (1000, 0, 0, 0)}
+
+
+def kinds_of(builder):
+    return kind_names(classify(builder.trace()))
+
+
+def evidence_of(builder):
+    return [EVIDENCE[code] for code in classify(builder.trace()).evidence]
+
+
+def test_copies_and_sets_go_by_category():
+    b = Builder()
+    b.run("Memcpy DtoD (Device -> Device)", 0, 1, category=MEMCPY)
+    b.run("Memcpy PtoP (Device -> Device)", 1, 2, category=MEMCPY)
+    b.run("Memset (Device)", 2, 3, category=MEMSET)
+    assert kinds_of(b) == ["memcpy", "copy_engine", "memset"]
+
+
+def test_metadata_beats_the_name():
+    b = Builder().run(NCCL, 0, 1, launched=0, own=collective("all_to_all"))
+    assert kinds_of(b) == ["all_to_all"]
+    assert evidence_of(b) == ["metadata"]
+
+
+def test_a_batched_kernel_takes_the_records_since_the_communication_launch_before_it():
+    b = Builder()
+    b.batch(100, 200, 300, to=1, source=3)
+    b.run(ADD, 210, 220, launched=110)
+    b.batch(200, 400, 500, to=1, source=3, tensors=3)
+    classified = classify(b.trace())
+    assert [len(classified.calls.get(activity, ())) for activity in range(3)] == [4, 0, 6]
+    assert kind_names(classified) == ["send_recv", "other", "send_recv"]
+    assert evidence_of(b) == ["cpu_records", "name", "cpu_records"] or evidence_of(b)[1] == "none"
+
+
+def test_waiting_records_carry_nothing():
+    b = Builder().record(10, 12, collective("wait")).batch(100, 200, 300, to=1, source=3)
+    assert len(classify(b.trace()).calls[0]) == 4
+
+
+def test_records_of_another_thread_are_not_taken():
+    b = Builder().record(10, 12, collective("allreduce"), thread=MAIN + 1).batch(100, 200, 300, to=1, source=3)
+    assert kinds_of(b) == ["send_recv"]
+
+
+def test_a_record_around_the_launch_is_the_kernels_own():
+    b = Builder().record(0, 4, collective("send", destination_rank=1))
+    b.record(10, 30, collective("all_to_all")).run(NCCL, 40, 50, launched=20)
+    assert kinds_of(b) == ["all_to_all"]
+    assert len(classify(b.trace()).calls[0]) == 1
+
+
+def test_nodes_of_a_graph_take_no_records():
+    b = Builder().record(0, 4, collective("allreduce"))
+    b.launches.append((10, 15, MAIN, 77))
+    b.run(NCCL, 20, 30, correlation=77, node=1).run(NCCL, 30, 40, correlation=77, node=2)
+    assert kinds_of(b) == ["send_recv", "send_recv"]
+    assert evidence_of(b) == ["name", "name"]
+
+
+def test_an_all_to_all_with_one_peer_is_a_hop():
+    b = Builder(rank=1).record(0, 4, collective("all_to_all", **ROTATION)).run(NCCL, 20, 30, launched=10)
+    assert kinds_of(b) == ["send_recv"]
+
+
+def test_an_all_to_all_that_keeps_a_part_is_none():
+    b = Builder(rank=2).record(0, 4, collective("all_to_all", **ROTATION)).run(NCCL, 20, 30, launched=10)
+    assert kinds_of(b) == ["all_to_all"]
+
+
+def test_an_annotation_speaks_where_no_record_does():
+    b = Builder().mark("nccl:all_to_all", 5, 15).run(NCCL, 20, 30, launched=10)
+    assert kinds_of(b) == ["all_to_all"]
+    assert evidence_of(b) == ["annotation"]
+
+
+def test_the_annotation_of_a_batch_says_nothing():
+    b = Builder().mark("nccl:coalesced", 5, 15).run(NCCL, 20, 30, launched=10)
+    assert evidence_of(b) == ["name"]
+
+
+def test_kernels_launched_in_a_merge_range_are_merge():
+    b = Builder().mark("ringprof::fwd/step=1/merge", 0, 20)
+    b.run(ADD, 100, 110, launched=10).run(ADD, 110, 120, launched=30).run(FLASH, 120, 130, launched=12)
+    assert kinds_of(b) == ["merge", "other", "flash_fwd"]
+
+
+def test_a_merge_range_of_another_thread_is_not_this_ones():
+    b = Builder().mark("ringprof::fwd/step=1/merge", 0, 20, thread=MAIN + 1).run(ADD, 100, 110, launched=10)
+    assert kinds_of(b) == ["other"]
+
+
+def test_helpers_launched_by_an_attention_operator_are_attention():
+    b = Builder().operate("aten::_cudnn_attention_backward", 0, 20)
+    b.run(ADD, 100, 110, launched=10).run("cudnn::qkv_tma_setup", 110, 120, launched=12).run(ADD, 120, 130, launched=25)
+    assert kinds_of(b) == ["flash_bwd", "flash_bwd", "other"]
+
+
+def test_the_most_frequent_attention_family_comes_first():
+    b = Builder().run("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_x", 0, 1)
+    b.run(FLASH, 1, 2).run(FLASH, 2, 3)
+    assert classify(b.trace()).attention == ("flash-attn 2", "cuDNN")
+
+
+def test_an_empty_trace_has_no_kinds():
+    assert kinds_of(Builder()) == []

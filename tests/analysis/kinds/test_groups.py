@@ -1,0 +1,108 @@
+"""One process group's communication told from the others'."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from ringprof.analysis.attribution import attribute
+from ringprof.analysis.findings.summary import summarise
+from ringprof.analysis.findings.verdict import Findings
+from ringprof.analysis.timeline.focus import Focus
+from ringprof.errors import UsageError
+from ringprof.report import as_json, terminal
+from tests.analysis.build import FLASH, NCCL, Builder, collective
+from tests.analysis.sweep import sweep
+
+CP = {"group": "4", "group_description": "CONTEXT_PARALLEL_GROUP", "group_ranks": (0, 1), "group_size": 2}
+PP = {"group": "7", "group_description": "PIPELINE", "group_ranks": (0, 2), "group_size": 2}
+
+
+def training(rank=0):
+    """A ring hop, then a pipeline send that runs into it, beside a little computation."""
+    b = Builder(rank=rank, world_size=2)
+    b.run(FLASH, 0, 1000, launched=10)
+    b.batch(100, 500, 2000, to=1 - rank, source=1 - rank, tensors=1, **CP)
+    b.run(NCCL, 1500, 3000, launched=200, own=collective("send", destination_rank=2, **PP), stream=30)
+    b.run(FLASH, 2500, 2600, launched=210)
+    return b.run("Memset (Device)", 2900, 3100, launched=220, category=2)
+
+
+def chosen(group, *builders):
+    return attribute([b.trace() for b in builders or (training(0), training(1))], focus=Focus(group=group))
+
+
+@pytest.mark.parametrize("group", ["4", "context_parallel_group", "0,1", "0-1"])
+def test_only_the_groups_communication_counts(group):
+    for rank in chosen(group).ranks:
+        figures = rank.breakdown
+        assert (figures.comm_ns, figures.overlapped_ns, figures.exposed_comm_ns) == (1500, 500, 1000)
+        assert figures.exposed_other_groups_ns == 900
+        assert (figures.exposed_memory_ns, figures.idle_ns, figures.wall_ns) == (100, 0, 3100)
+        assert {kind: times.time_ns for kind, times in figures.kinds.items()} == {
+            "flash_fwd": 1100,
+            "send_recv": 1500,
+            "memset": 200,
+            "other_groups": 1500,
+        }
+        assert [hop.parts[0].transfer.group[0] for hop in rank.hops] == ["4"]
+
+
+def test_without_a_choice_all_of_it_counts():
+    (rank, _) = attribute([training(0).trace(), training(1).trace()]).ranks
+    assert rank.breakdown.comm_ns == 2500
+    assert len(rank.hops) == 2
+    assert rank.breakdown.exposed_other_groups_ns == 0
+
+
+def test_an_unknown_group_is_refused_with_those_there_are():
+    with pytest.raises(UsageError, match=r"--group 'dp'.* 4 \(CONTEXT_PARALLEL_GROUP\) of ranks 0,1; 7 \(PIPELINE\)"):
+        chosen("dp")
+
+
+def test_kernels_without_a_record_are_apart_and_counted():
+    b = training(0).run(NCCL, 3100, 3200, launched=300)
+    attribution = chosen("4", b, training(1))
+    assert [(w.code, w.count) for w in attribution.warnings] == [("group_unknown", 1)]
+    assert attribution.ranks[0].breakdown.exposed_other_groups_ns == 1000
+
+
+def test_peer_copies_belong_to_the_ring():
+    b = training(0).run("Memcpy PtoP (Device -> Device)", 3100, 3400, launched=300, category=1, size=64)
+    assert chosen("4", b, training(1)).ranks[0].breakdown.exposed_comm_ns == 1300
+
+
+def test_the_report_shows_them_as_a_part_of_their_own():
+    attribution = chosen("4")
+    summary = summarise(attribution)
+    *parts, wall = summary.parts
+    assert sum(part.mean_ns for part in parts) == wall.mean_ns
+    assert "exposed_other_groups" in [part.name for part in parts]
+    report = as_json.as_dict(Findings(attribution, summary), source="trace", paths=[])
+    assert report["ranks"][0]["exposed_other_groups_ns"] == 900
+    assert "other groups" in terminal.render(Findings(attribution, summary))
+
+
+def test_the_parts_equal_a_sweep_whatever_overlaps():
+    """With one more class, brute force over every edge, on random intervals."""
+    random = np.random.default_rng(3)
+    for _ in range(20):
+        b, events = Builder(world_size=1), []
+        for number in range(30):
+            start = int(random.integers(0, 400))
+            end, what = start + int(random.integers(0, 60)), int(random.integers(0, 4))
+            events.append((start, end, ("compute", "comm", "others", "memory")[what]))
+            own = {1: collective("allreduce", **CP), 2: collective("allreduce", **PP)}.get(what)
+            name = FLASH if what == 0 else NCCL if what < 3 else "Memset (Device)"
+            b.run(name, start, end, launched=number, own=own, category=2 if what == 3 else 0)
+        figures = chosen("4", b).ranks[0].breakdown
+        # Without the other groups' activities idle time is larger by what only they covered.
+        expected = sweep([event for event in events if event[2] != "others"])
+        assert figures.compute_ns == expected["compute"]
+        assert figures.exposed_comm_ns == expected["exposed_comm"]
+        apart = sum(
+            any(e[0] <= t < e[1] for e in events if e[2] == "others")
+            and not any(e[0] <= t < e[1] for e in events if e[2] in ("compute", "comm"))
+            for t in range(500)
+        )
+        assert figures.exposed_other_groups_ns == apart

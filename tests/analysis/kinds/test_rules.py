@@ -1,0 +1,180 @@
+"""Every family of kernels in public use is told by name."""
+
+from __future__ import annotations
+
+import pytest
+
+from ringprof.analysis.kinds.rules import (
+    KINDS,
+    RULES,
+    kind_of_attention_operator,
+    kind_of_collective,
+    rule_for,
+)
+
+NAMES = {
+    "send_recv": [
+        "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)",
+        "ncclKernel_SendRecv_RING_SIMPLE_Sum_int8_t(ncclWorkElem)",
+        "void kuserbuffers_pullsend<8>(int, int)",
+        "kuserbuffers_pushrecv(int, int)",
+    ],
+    "all_gather": [
+        "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
+        "ncclKernel_AllGather_RING_LL_Sum_int8_t",
+        "ncclSymkDevKernel_AllGather_LLMC",
+        "multimem_all_gather_kernel",
+    ],
+    "reduce_scatter": ["ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL", "ncclSymkDevKernel_ReduceScatter_LD"],
+    "all_reduce": [
+        "ncclDevKernel_AllReduce_Sum_bf16_RING_LL",
+        "ncclSymDevKernel_AllReduce_AGxLL_R",
+        "multimem_all_reduce_kernel<bf16>",
+        "one_shot_all_reduce_kernel_inplace",
+        "two_shot_all_reduce_kernel",
+        "void vllm::cross_device_reduce_1stage<nv_bfloat16, 8>",
+        "allreduce_fusion_kernel_oneshot_lamport",
+    ],
+    "broadcast": ["ncclDevKernel_Broadcast_RING_LL", "ncclKernel_Broadcast_RING_LL_Sum_int8_t"],
+    "comm_other": [
+        "ncclDevKernel_Generic(ncclDevKernelArgsStorage<4096ul>)",
+        "ncclDevKernel_Generic_4(ncclDevKernelArgsStorage<4096ul>)",
+        "nvshmemi_transfer_rma_kernel",
+        "void deep_ep::intranode::dispatch<8, 768>",
+        "put_signal_kernel",
+        "wait_signal_kernel",
+        "mscclKernel_Sum_half_Simple",
+        "hccl_send_kernel",
+        "dlslime_p2p",
+    ],
+    "flash_fwd": [
+        "void flash_fwd_kernel<Flash_fwd_kernel_traits<128, 128, 64, 4, false>, false, true>(Flash_fwd_params)",
+        "void flash_fwd_splitkv_kernel<Flash_fwd_kernel_traits<128>>(Flash_fwd_params)",
+        "void flash_fwd_splitkv_combine_kernel<Flash_fwd_kernel_traits<128>>(Flash_fwd_params)",
+        "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128>>(pytorch_flash::Flash_fwd_params)",
+        "void cutlass::device_kernel<flash::enable_sm90_or_later<flash::FlashAttnFwdSm90<flash::CollectiveMainloopFwd"
+        "Sm90<2>, flash::CollectiveEpilogueFwd<int>>>>",
+        "void cutlass::device_kernel<flash::FlashAttnFwdCombine<cute::tuple<int>>>",
+        "void flash::prepare_varlen_num_blocks_kernel<1>",
+        "kernel_cutlass_kernel_flash_attncuteflash_fwd_sm90FlashAttentionForwardSm90_object_at__tensor",
+        "kernel_cutlass_kernel_FlashAttentionForwardCombine_0",
+        "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x128_4x1x1_cga1x1x1_kernel0_0",
+        "fmha_cutlassF_bf16_aligned_64x128_rf_sm80(PyTorchMemEffAttention::AttentionKernel<cutlass::bfloat16_t>::Params)",
+        "void ck_tile::kentry<1, FmhaFwdKernel<ck_tile::TileFmhaShape>>",
+        "aiter::fmha_fwd_hd128_bf16_causal_rtne_group",
+        "_ZN5aiter34fmha_fwd_hd128_bf16_causal_rtne_groupE",
+        "gqa_d128_kernel",
+        "_attn_fwd",
+        "triton_tem_fused_flex_attention_0",
+        "_fwd_kernel",
+        "void flashinfer::BatchPrefillWithRaggedKVCacheKernel<2>",
+        "fmhaSm100fKernel_QkvBfloat16",
+        "fmha_v2_flash_attention_bf16_64_128_S_q_k_v_128_sm90_kernel",
+    ],
+    "flash_bwd": [
+        "void flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<Flash_bwd_kernel_traits<128>>(Flash_bwd_params)",
+        "void flash_bwd_dq_dk_dv_loop_kernel<Flash_bwd_kernel_traits<128>>(Flash_bwd_params)",
+        "void flash_bwd_dot_do_o_kernel<true>(Flash_bwd_params)",
+        "void flash_bwd_convert_dq_kernel<Flash_bwd_kernel_traits<128>>(Flash_bwd_params)",
+        "void flash_bwd_convert_dkv_kernel<Flash_bwd_kernel_traits<128>>(Flash_bwd_params)",
+        "void flash_bwd_clear_dkvaccum_kernel<Flash_bwd_kernel_traits<128>>(Flash_bwd_params)",
+        "void pytorch_flash::flash_bwd_dot_do_o_kernel<true>(pytorch_flash::Flash_bwd_params)",
+        "void cutlass::device_kernel<flash::enable_sm90<flash::FlashAttnBwdSm90<flash::CollectiveMainloopBwdSm90<2>>>>",
+        "void cutlass::device_kernel<flash::FlashAttnBwdPreprocess<cute::tuple<int>>>",
+        "void cutlass::device_kernel<flash::FlashAttnBwdPostprocessConvertdQ<cute::tuple<int>>>",
+        "kernel_cutlass_kernel_flash_attncuteflash_bwd_sm90FlashAttentionBackwardSm90_object",
+        "kernel_cutlass_kernel_FlashAttentionBackwardPreprocess_0",
+        "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_26_64x64x128_1x4x1_cga1x1x1_kernel0_0",
+        "void cudnn::fusion::compute_dot_do_o_specialized<true, 128>(void const*)",
+        "void cudnn::fusion::compute_dot_do_o_ragged_specialized<true, 128>(void const*)",
+        "void cudnn::fusion::convert_dq_to_16bits<true>(void const*)",
+        "void cudnn::fusion::fmha_reduce_head_ragged(void const*)",
+        "fmha_cutlassB_bf16_aligned_64x64_k64_sm80",
+        "void ck_tile::kentry<1, FmhaBwdDQDKDVKernel<int>>",
+        "void ck_fused_attn::dk_dv_reduce_thd<int>",
+        "aiter::fmha_bwd_hd128_bf16_causal_a32_rtne_psskddv",
+        "triton_tem_fused_flex_attention_backward_1",
+        "_attn_bwd",
+        "_bwd_preprocess_do_o_dot",
+        "_bwd_kernel",
+        "ringprof_row_product",
+        "ringprof_output_with_delta",
+    ],
+    "merge": [
+        "ringprof_merge",
+        "ringprof_merge_accumulate",
+        "fused_to_sub_sigmoid_sub_mul_sub",
+        "void thd_out_correction_kernel<float>",
+        "thd_lse_kernel",
+        "thd_grad_correction_kernel",
+        "thd_read_half_tensor_kernel",
+        "thd_partition_indices_kernel",
+    ],
+    "gemm": [
+        "nvjet_hsh_128x256_64x4_2x1_v_bz_coopA_TNT",
+        "sm80_xmma_gemm_f16f16_f16f32_f32_tn_n",
+        "ampere_bf16_s16816gemm_bf16_128x128_ldg8_f2f_stages_32x5_tn",
+        "Cijk_Alik_Bljk_BBS_BH_MT128x128",
+    ],
+    "memcpy": ["__amd_rocclr_copyBuffer"],
+    "memset": ["__amd_rocclr_fillBufferAligned"],
+    "other": [
+        "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>",
+        "triton_poi_fused_add_mul_0",
+        "void cutlass::device_kernel<Unknown",
+    ],
+}
+
+
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, names in NAMES.items() for name in names])
+def test_every_family_is_told_by_its_name(kind, name):
+    rule = rule_for(name)
+    assert (rule.kind if rule else "other") == kind
+
+
+def test_the_case_of_a_name_does_not_matter():
+    rule = rule_for("NCCLDEVKERNEL_SENDRECV")
+    assert rule is not None
+    assert rule.kind == "send_recv"
+
+
+def test_every_rule_is_of_a_known_kind():
+    assert {rule.kind for rule in RULES} <= set(KINDS)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("aten::_scaled_dot_product_cudnn_attention", "flash_fwd"),
+        ("aten::scaled_dot_product_attention", "flash_fwd"),
+        ("aten::_scaled_dot_product_flash_attention_for_cpu_backward", "flash_bwd"),
+        ("aten::_flash_attention_backward", "flash_bwd"),
+        ("aten::_efficient_attention_forward", "flash_fwd"),
+        ("flash_attn::_flash_attn_varlen_forward", "flash_fwd"),
+        ("flash_attn_3::bwd", "flash_bwd"),
+        ("RingAttentionBackward", None),
+        ("aten::mm", None),
+    ],
+)
+def test_operators_that_are_one_attention_pass(name, kind):
+    assert kind_of_attention_operator(name) == kind
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("send", "send_recv"),
+        ("recv", "send_recv"),
+        ("nccl:_all_gather_base", "all_gather"),
+        ("_allgather_base", "all_gather"),
+        ("allgather_into_tensor_coalesced", "all_gather"),
+        ("_reduce_scatter_base", "reduce_scatter"),
+        ("allreduce", "all_reduce"),
+        ("all_to_allv", "all_to_all"),
+        ("broadcast", "broadcast"),
+        ("barrier", "comm_other"),
+        ("wait", None),
+    ],
+)
+def test_recorded_calls(name, kind):
+    assert kind_of_collective(name) == kind

@@ -1,0 +1,83 @@
+"""Rules of the user's own: reading them, and what they stand before."""
+
+from __future__ import annotations
+
+import pytest
+
+from ringprof.analysis.kinds.classify import classify, kind_names
+from ringprof.analysis.kinds.rules import rule_for
+from ringprof.analysis.kinds.user_rules import parse_rules
+from ringprof.errors import UsageError
+from tests.analysis.build import FLASH, NCCL, Builder, collective
+
+
+def kinds(builder, text):
+    return kind_names(classify(builder.trace(), parse_rules(text, "my.rules")))
+
+
+def test_comments_and_empty_lines_count_for_nothing():
+    rules = parse_rules("# mine\n\n  gemm   my kernel  \n", "my.rules")
+    assert [rule.kind for rule in rules] == ["gemm"]
+    assert rule_for("void my kernel<float>(int)", rules) == rules[0]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "name", "fits"),
+    [
+        ("push", "ring_PUSH_bf16", True),
+        ("push*", "ring_push_bf16", False),
+        ("ring_*_bf16", "ring_push_bf16", True),
+        ("ring_????_bf16", "ring_push_bf16", True),
+        ("k<float>[1]", "void k<float>[1]()", True),
+        ("a.c", "abc", False),
+        ("*(int*)*", "void k(int*, float)", True),
+    ],
+)
+def test_a_pattern_is_part_of_the_name_or_fits_all_of_it(pattern, name, fits):
+    assert (rule_for(name, parse_rules(f"gemm {pattern}", "r")) is not None) == fits
+
+
+def test_the_first_rule_wins_and_all_stand_before_the_built_in():
+    b = Builder().run(FLASH, 0, 1, launched=1).run("flash_fwd_other", 1, 2, launched=2)
+    assert kinds(b, "merge flash_fwd_other\ngemm flash_fwd") == ["gemm", "merge"]
+
+
+def test_a_rule_stands_before_operators_and_ranges():
+    b = Builder().run("my_kernel", 0, 1, launched=5)
+    b.operate("aten::_scaled_dot_product_flash_attention", 0, 10).mark("ringprof::fwd/merge", 0, 10)
+    assert kind_names(classify(b.trace())) == ["flash_fwd"]
+    assert kinds(b, "gemm my_kernel") == ["gemm"]
+
+
+def test_a_copy_can_be_made_communication():
+    b = Builder().run("Memcpy DtoD (Device -> Device)", 0, 1, launched=1, category=1)
+    assert kinds(b, "copy_engine Memcpy DtoD*") == ["copy_engine"]
+
+
+def test_a_calls_own_record_is_stronger():
+    b = Builder().run(NCCL, 0, 1, launched=1, own=collective("all_to_all"))
+    assert kinds(b, "send_recv ncclDevKernel*") == ["all_to_all"]
+
+
+def test_a_kernel_made_communication_takes_the_records_before_it():
+    b = Builder().record(1, 3, collective("send", destination_rank=1)).run("my_ring", 10, 20, launched=5)
+    classified = classify(b.trace(), parse_rules("send_recv my_ring", "r"))
+    assert [call.name for call in classified.calls[0]] == ["send"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "gemm a\nflash_fw b",
+            r"my.rules:2: 'flash_fw' is not a kind; did you mean 'flash_fwd'\? there are: flash_fwd,",
+        ),
+        ("\n\nother_groups b", r"my.rules:3: 'other_groups' is not a kind; there are"),
+        ("gemm", r"my.rules:1: no pattern after 'gemm'"),
+        ("# nothing\n", "my.rules: no rule in it"),
+        ("", "my.rules: no rule in it"),
+    ],
+)
+def test_errors_name_the_line(text, message):
+    with pytest.raises(UsageError, match=message):
+        parse_rules(text, "my.rules")

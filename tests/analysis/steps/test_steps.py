@@ -1,0 +1,154 @@
+"""Ring steps on passes whose truth is known, and on recorded runs whose names are taken away."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from ringprof.analysis.attribution import attribute
+from ringprof.analysis.rank import kept
+from ringprof.analysis.steps.steps import STEP_COLUMNS, find_steps
+from tests.analysis.build import FLASH, NCCL, Builder
+from tests.analysis.rings import BACKWARD, causal, everybody, ring_pass
+from tests.analysis.test_real_runs import NVLINK, TWO_HOSTS, attribution_of
+from tests.analysis.transfers.test_hops import BYTES
+
+NAMES = {"ringprof": "ringprof::{phase}/step={step}/block", "annotation": "ring_step_{phase}_{step}", "order": None}
+
+
+def steps_of(builders):
+    return find_steps(attribute([b.trace() for b in builders]))
+
+
+def of(steps, rank, phase, call=0):
+    return [step for step in steps if (step.rank, step.phase, step.call) == (rank, phase, call)]
+
+
+@pytest.mark.parametrize("source", NAMES)
+def test_a_block_that_is_longer_than_its_hop_hides_it(source):
+    steps = steps_of(ring_pass(block=everybody(900), hop_ns=400, names=NAMES[source]))
+    assert {step.source for step in steps} == {source}
+    forward = of(steps, 2, "fwd")
+    assert [(s.step, s.start_ns, s.end_ns) for s in forward] == [
+        (0, 0, 1000), (1, 1000, 2000), (2, 2000, 3000), (3, 3000, 3900),
+    ]  # fmt: skip
+    assert [(s.block_ns, s.compute_ns) for s in forward] == [(900, 910)] * 3 + [(900, 900)]
+    assert [(s.hops, s.bytes, s.wait_ns, s.wire_ns) for s in forward] == [(1, 2 * BYTES, 0, 400)] * 3 + [(0, 0, 0, 0)]
+    assert [(s.exposed_ns, s.exposed_wire_ns, s.bound) for s in forward] == [(0, 0, "compute")] * 4
+
+
+@pytest.mark.parametrize("source", NAMES)
+def test_a_step_is_charged_for_what_its_own_block_does_not_hide(source):
+    steps = steps_of(ring_pass(block=everybody(600), hop_ns=800, names=NAMES[source]))
+    forward = of(steps, 0, "fwd")
+    # Block and merge cover 610 of the hop's 800.
+    assert [(s.exposed_ns, s.exposed_wire_ns, s.bound) for s in forward] == [(190, 190, "wire")] * 3 + [
+        (0, 0, "compute")
+    ]
+
+
+@pytest.mark.parametrize("source", NAMES)
+def test_gradients_hide_behind_the_next_block(source):
+    backward = of(steps_of(ring_pass(names=NAMES[source])), 1, "bwd")
+    # K and V in steps 0 to 2, the gradients of the step before in 1 to 3, and those of the last go home behind nothing.
+    assert [(s.step, s.hops) for s in backward] == [(0, 1), (1, 2), (2, 2), (3, 2)]
+    assert [s.exposed_ns for s in backward] == [0, 0, 0, 400]
+    assert backward[3].end_ns == 8400
+
+
+@pytest.mark.parametrize("source", NAMES)
+def test_steps_without_work_belong_to_those_who_wait(source):
+    # Rank 0 computes in step 0 only; what it waits for is still told by step.
+    builders = ring_pass(block=causal(900), hop_ns=950, names=NAMES[source])
+    steps = steps_of(builders)
+    assert [(s.step, s.block_ns, s.hops) for s in of(steps, 0, "fwd")] == [(0, 900, 1), (1, 0, 1), (2, 0, 1), (3, 0, 0)]
+    assert [s.exposed_ns for s in of(steps, 0, "fwd")] == [40, 950, 950, 0]
+    assert [(s.step, s.block_ns) for s in of(steps, 3, "fwd")] == [(step, 900) for step in range(4)]
+    assert [(s.step, s.hops) for s in of(steps, 0, "bwd")] == [(s.step, s.hops) for s in of(steps, 3, "bwd")]
+
+
+@pytest.mark.parametrize("source", NAMES)
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_layers_are_calls(world, source):
+    steps = steps_of(ring_pass(world=world, layers=3, names=NAMES[source]))
+    for rank in range(world):
+        for phase in ("fwd", "bwd"):
+            found = [(s.call, s.step) for s in steps if (s.rank, s.phase) == (rank, phase)]
+            assert found == [(call, step) for call in range(3) for step in range(world)]
+
+
+def test_the_last_gradients_of_a_layer_are_its_own():
+    steps = steps_of(ring_pass(layers=2))
+    for call in (0, 1):
+        assert [s.hops for s in of(steps, 0, "bwd", call)] == [1, 2, 2, 2]
+
+
+def test_a_step_that_waits_for_a_peer_says_so():
+    builders = ring_pass(world=4, block=everybody(900), hop_ns=950)
+    late = builders[2]
+    # Rank 2 posts its first hop 700 late, and all end together.
+    for rank, b in enumerate(builders):
+        start, end = (700, 1650) if rank == 2 else (0, 1650)
+        rows = [row for row in b.activities if row[5] == 20]
+        b.activities[b.activities.index(rows[0])] = (start, end, *rows[0][2:])
+    assert late.rank == 2
+    first = of(steps_of(builders), 0, "fwd")[0]
+    assert (first.wait_ns, first.wire_ns) == (700, 950)
+    assert first.exposed_ns == 90
+
+
+def test_without_launch_records_the_order_is_that_of_the_device():
+    builders = ring_pass(block=everybody(900), hop_ns=400)
+    for b in builders:
+        b.launches.clear()
+    steps = steps_of(builders)
+    assert [(s.step, s.hops, s.block_ns) for s in of(steps, 0, "fwd")] == [(s, int(s < 3), 900) for s in range(4)]
+
+
+def test_one_rank_alone_has_steps_without_a_bound_where_something_is_exposed():
+    steps = steps_of(ring_pass(block=everybody(600), hop_ns=800)[:1])
+    assert [(s.exposed_ns, s.exposed_wire_ns, s.bound) for s in of(steps, 0, "fwd")][:2] == [(190, None, None)] * 2
+    assert of(steps, 0, "fwd")[3].bound == "compute"
+
+
+def test_nothing_tells_steps_without_hops_or_names():
+    assert steps_of([Builder(world_size=1).run(FLASH, 0, 10, launched=1).run(BACKWARD, 20, 30, launched=2)]) == ()
+    assert steps_of([Builder(world_size=1).run(NCCL, 0, 10, launched=1)]) == ()
+
+
+@pytest.mark.parametrize("run", [NVLINK, TWO_HOSTS])
+def test_the_steps_of_a_ring_hold_all_its_exposed_communication(run):
+    attribution = attribution_of(run)
+    steps = find_steps(attribution)
+    assert len(steps) == 8 * 16
+    for rank in attribution.ranks:
+        mine = [step for step in steps if step.rank == rank.rank]
+        assert [(s.phase, s.step) for s in mine] == [(phase, s) for phase in ("fwd", "bwd") for s in range(8)]
+        assert sum(s.exposed_ns for s in mine) == rank.breakdown.exposed_comm_ns
+        assert sum(s.hops for s in mine) == len(rank.hops)
+        assert sum(s.bytes or 0 for s in mine) == sum(hop.sent_bytes or 0 for hop in rank.hops)
+        assert all(a.end_ns <= b.start_ns for a, b in pairwise(mine))
+
+
+@pytest.mark.parametrize("run", [NVLINK, TWO_HOSTS])
+def test_order_tells_what_names_tell(run):
+    attribution = attribution_of(run)
+    named = find_steps(attribution)
+    ranks = []
+    for rank in attribution.ranks:
+        trace = rank.classified.trace
+        nothing = np.zeros(len(trace.annotations.start_ns), np.bool_)
+        columns = vars(trace.annotations)
+        bare = replace(trace, annotations=type(trace.annotations)(**{k: v[nothing] for k, v in columns.items()}))
+        detail = replace(rank.detail, classified=replace(rank.classified, trace=bare))
+        ranks.append(replace(rank, read_detail=kept(detail)))
+    inferred = find_steps(replace(attribution, ranks=tuple(ranks)))
+    assert Counter(step.source for step in inferred) == {"order": len(named)}
+    values = [name for name in STEP_COLUMNS if name != "source"]
+    assert [[getattr(s, name) for name in values] for s in inferred] == [
+        [getattr(s, name) for name in values] for s in named
+    ]

@@ -1,0 +1,190 @@
+"""Hosts' clocks, recovered from rings and collectives whose true times are known."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+
+from ringprof.analysis.attribution import attribute
+from ringprof.analysis.transfers.clocks import Meetings, OneWay, Traffic, collect_meetings, fit_ways
+from ringprof.analysis.transfers.hops import hop_totals
+from ringprof.trace.columns import Trace
+from ringprof.trace.ranks import read_traces
+from tests.analysis.build import NCCL, Builder, collective
+from tests.paths import DATA
+
+MS, US = 1_000_000, 1_000
+
+
+def ring(skews, per_host=2, hops=40, *, slow=10, lag=0, seed=0, elements=1 << 20):
+    """Traces of a ring over several hosts, the clock of each set off by its skew.
+
+    Ranks come to each hop at random times. A message arrives its wire time after both ends are there (``slow`` times
+    longer between hosts, where the receiver sees its end ``lag`` later), and a kernel ends with its last message.
+    """
+    random = np.random.default_rng(seed)
+    world = len(skews) * per_host
+    host = np.arange(world) // per_host
+    builders = [Builder(rank=rank, world_size=world, host=f"node{host[rank]}") for rank in range(world)]
+    crossing = host != np.roll(host, -1)
+    for number in range(hops):
+        come = 10 * MS * (number + 1) + random.integers(0, 300 * US, world)
+        sent = np.maximum(come, np.roll(come, -1)) + np.where(crossing, slow * 100 * US, 100 * US)
+        arrived = np.roll(sent + np.where(crossing, lag, 0), 1)
+        end = np.maximum(sent, arrived) + random.integers(0, US, world)
+        for rank, builder in enumerate(builders):
+            builder.batch(
+                1000 * (number + 1), int(come[rank] + skews[host[rank]]), int(end[rank] + skews[host[rank]]),
+                to=(rank + 1) % world, source=(rank - 1) % world, tensors=1, elements=elements,
+                group_ranks=tuple(range(world)), group_size=world,
+            )  # fmt: skip
+    return [builder.trace() for builder in builders]
+
+
+def codes(attribution):
+    return [warning.code for warning in attribution.warnings]
+
+
+def recovered(attribution, skews, per_host=2):
+    """How far each host's offset is off the truth, in ns; the first host's clock is the one kept."""
+    return [attribution.clocks.offset_ns[n * per_host] + skew - skews[0] for n, skew in enumerate(skews)]
+
+
+@pytest.mark.parametrize("skews", [(0, 5 * MS), (3 * MS, -2 * MS), (0, 700), (0, 5 * MS, -4 * MS), (1, 2, 5 * MS, 3)])
+@pytest.mark.parametrize("slow", [1, 10])
+def test_offsets_up_to_5_ms_are_recovered_to_5_us(skews, slow):
+    attribution = attribute(ring(skews, slow=slow))
+    errors = recovered(attribution, skews)
+    assert max(map(abs, errors)) <= 5 * US
+    assert attribution.clocks.residual_ns <= 5 * US
+    assert attribution.clocks.closure_ns <= 5 * US
+    assert codes(attribution)[0] == "clocks_fitted"
+
+
+def test_a_lag_on_the_way_does_not_count_as_an_offset():
+    skews = (0, 5 * MS)
+    assert max(map(abs, recovered(attribute(ring(skews, lag=300 * US)), skews))) <= 5 * US
+
+
+def test_waits_are_those_of_one_clock():
+    skewed, together = attribute(ring((0, 5 * MS))), attribute(ring((0, 0)))
+    for a, b in zip(skewed.ranks, together.ranks, strict=True):
+        mine, truth = hop_totals(a.hops), hop_totals(b.hops)
+        assert mine.wait_ns == pytest.approx(truth.wait_ns, abs=40 * 2 * US)
+        assert mine.wait_share == pytest.approx(truth.wait_share, abs=0.01)
+
+
+def test_hops_keep_their_own_clocks_times():
+    for rank in attribute(ring((0, 5 * MS))).ranks:
+        for part in rank.splits:
+            assert part.ready_ns is not None
+            assert abs(part.transfer.end_ns - part.ready_ns) < 2 * MS
+
+
+def test_collectives_alone_do():
+    skews, builders = (0, -5 * MS), []
+    random = np.random.default_rng(1)
+    come = random.integers(0, 300 * US, (10, 4)) + 10 * MS * np.arange(1, 11)[:, None]
+    end = come.max(axis=1) + 200 * US
+    for rank in range(4):
+        builder, skew = Builder(rank=rank, host=f"node{rank // 2}"), skews[rank // 2]
+        for number in range(10):
+            own = collective("allreduce", elements=1 << 20)
+            builder.run(
+                NCCL, int(come[number, rank] + skew), int(end[number] + skew), launched=10 * number + 1, own=own
+            )
+        builders.append(builder)
+    attribution = attribute([builder.trace() for builder in builders])
+    assert recovered(attribution, skews) == [0, 0]
+    assert attribution.ranks[0].splits[0].wire_ns == 200 * US
+
+
+def test_a_residual_larger_than_the_waits_leaves_them_untold():
+    # The two directions disagree by 200 us from hop to hop: nothing finer can be told, and nobody waits that long.
+    builders = [Builder(rank=rank, world_size=2, host=f"node{rank}") for rank in range(2)]
+    random = np.random.default_rng(0)
+    for number in range(20):
+        start = 10 * MS * (number + 1)
+        for rank, builder in enumerate(builders):
+            builder.batch(
+                1000 * (number + 1), start + 20 * US * rank, start + MS + int(random.integers(0, 400 * US)),
+                to=1 - rank, source=1 - rank, tensors=1, group_ranks=(0, 1), group_size=2,
+            )  # fmt: skip
+    attribution = attribute([builder.trace() for builder in builders])
+    assert codes(attribution) == ["clocks_fitted", "clocks_inconclusive"]
+    inconclusive = [part for rank in attribution.ranks for part in rank.splits if part.wait_ns is None]
+    assert len(inconclusive) == attribution.warnings[1].count > 0
+    assert hop_totals(attribution.ranks[0].hops).wait_ns is None
+
+
+def test_ranks_of_one_host_need_no_fit():
+    builders = ring((0,), per_host=4)
+    attribution = attribute(builders)
+    assert (attribution.clocks.residual_ns, attribution.clocks.pairs, codes(attribution)) == (0, (), [])
+
+
+def test_hosts_that_exchange_nothing_keep_their_times():
+    traces = []
+    for host in range(2):
+        pair = (2 * host, 2 * host + 1)
+        for rank in pair:
+            builder = Builder(rank=rank, host=f"node{host}")
+            builder.batch(100, 1000, 2000, to=sum(pair) - rank, source=sum(pair) - rank, group_ranks=pair, group_size=2)
+            traces.append(builder.trace())
+    attribution = attribute(traces)
+    assert set(attribution.clocks.offset_ns.values()) == {0}
+    assert codes(attribution) == []
+    assert [part.wire_ns for rank in attribution.ranks for part in rank.splits] == [1000] * 4
+
+
+# --- the recorded run on two hosts that were one: their clocks do agree --------------------------------
+
+
+@cache
+def recorded() -> list[Trace]:
+    folder = DATA / "h200x8-zigzag-131072-two-hosts"
+    return read_traces([folder / f"rank{rank}.json.gz" for rank in range(8)])
+
+
+def shifted(trace: Trace, by: int) -> Trace:
+    rows = replace(trace.activities, start_ns=trace.activities.start_ns + by, end_ns=trace.activities.end_ns + by)
+    return replace(trace, activities=rows)
+
+
+@pytest.mark.parametrize("skew", [0, 5 * MS, -3 * MS])
+def test_recorded_hosts_are_aligned_and_keep_their_figures(skew):
+    alike = attribute(recorded())
+    apart = attribute([shifted(t, skew if (t.rank or 0) >= 4 else 0) for t in recorded()], ranks_per_host=4)
+    # Messages are 300 us on the way here, and about 13 us longer in one direction than in the other.
+    assert abs(apart.clocks.offset_ns[4] + skew) < 10 * US
+    assert apart.clocks.residual_ns < 20 * US
+    for one, other in zip(alike.ranks, apart.ranks, strict=True):
+        mine, truth = hop_totals(other.hops), hop_totals(one.hops)
+        assert mine.wait_share == pytest.approx(truth.wait_share, abs=0.001)
+        assert mine.wire_gbps == pytest.approx(truth.wire_gbps, rel=0.001)
+
+
+@pytest.mark.parametrize("hosts", [3, 33, 100])
+def test_a_collective_of_many_hosts_ties_all_their_clocks(hosts):
+    draw = np.random.default_rng(hosts)
+    true = np.concatenate([[0], draw.integers(-(10**9), 10**9, hosts - 1)])
+    begun = np.arange(40) * 1_000_000
+    on_host = {
+        host: Meetings(
+            begun + draw.integers(0, 1_000, 40) + true[host],
+            begun + 5_000 + draw.integers(0, 300, 40) + true[host],
+            begun + 5_300 + draw.integers(0, 300, 40) + true[host],
+        )
+        for host in range(hosts)
+    }
+    found: Traffic = defaultdict(OneWay)
+    collect_meetings(on_host, "all_reduce", found)
+    ways = {pair: way.summed() for pair, way in found.items()}
+    clocks = fit_ways(ways, {rank: f"host{rank // 8}" for rank in range(8 * hosts)})
+    assert len(clocks.pairs) == hosts * (hosts - 1) // 2
+    for rank, offset in clocks.offset_ns.items():
+        assert abs(offset + true[rank // 8]) <= clocks.residual_ns < 3_000

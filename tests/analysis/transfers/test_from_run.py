@@ -1,0 +1,103 @@
+"""Bytes and peers from ``run.json`` where no trace record tells them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from ringprof.analysis.attribution import attribute
+from ringprof.analysis.transfers.hops import hop_totals
+from ringprof.run import Sent, StrategyUsed, Work, read_run
+from ringprof.trace.columns import NONE
+from ringprof.trace.ranks import read_traces
+from tests.analysis.build import NCCL, Builder
+from tests.analysis.recorded import recorded_run
+from tests.paths import TRACES
+
+ZIGZAG = StrategyUsed(name="zigzag", target="ringprof.strategies.zigzag:Zigzag", params={})
+
+
+def sent(channel, phase, count, size, operation="send_recv"):
+    return Sent(
+        channel=channel, phase=phase, operation=operation, link="same_host", count=count, sent_bytes=count * size
+    )
+
+
+def bare(hops, *entries, strategy=ZIGZAG, **changes):
+    """Four ranks whose kernels carry no record, and a run that counted ``entries``."""
+    builders = [Builder(rank=rank) for rank in range(4)]
+    for b in builders:
+        for number in range(hops):
+            b.run(NCCL, 1000 * number, 1000 * number + 500, launched=10 * number + 1, stream=20)
+    work = [Work(block_flops=1, block_calls={}, sent=list(entries)) for _ in range(4)]
+    return attribute([b.trace() for b in builders], recorded_run(work=work, strategy=strategy, **changes))
+
+
+def test_hops_of_one_size_take_it_and_say_so():
+    attribution = bare(6, sent("kv", "forward", 3, 4000))
+    for rank in attribution.ranks:
+        assert [part.transfer.source for part in rank.splits] == ["run"] * 6
+        assert hop_totals(rank.hops).sent_bytes == 6 * 4000
+        assert {message.peer for message in rank.splits[0].transfer.sends} == {(rank.rank + 1) % 4}
+        assert hop_totals(rank.hops).wire_ns == 6 * 500
+    assert attribution.warnings == ()
+
+
+def test_a_pass_with_hops_of_two_sizes_leaves_them_open():
+    attribution = bare(
+        5, sent("kv", "forward", 1, 4000), sent("kv", "backward", 2, 4000), sent("dkv", "backward", 2, 8000)
+    )
+    assert [hop.sent_bytes for hop in attribution.ranks[0].hops] == [4000, None, None, None, None]
+
+
+def test_counts_that_do_not_fit_leave_all_open():
+    attribution = bare(5, sent("kv", "forward", 3, 4000))
+    assert {part.transfer.source for rank in attribution.ranks for part in rank.splits} == {"none"}
+    assert [warning.code for warning in attribution.warnings] == ["no_record"]
+
+
+def test_a_run_with_all_to_all_leaves_all_open():
+    attribution = bare(3, sent("kv", "forward", 3, 4000), sent("q", "forward", 1, 10, "all_to_all"))
+    assert {part.transfer.source for rank in attribution.ranks for part in rank.splits} == {"none"}
+
+
+def test_peers_are_known_only_of_strategies_with_one_ring():
+    used = StrategyUsed(name="burst", target="ringprof.strategies.burst:Burst", params={})
+    attribution = bare(3, sent("kv", "forward", 3, 4000), strategy=used)
+    (part, *_) = attribution.ranks[0].splits
+    assert (part.transfer.sent_bytes, part.transfer.sends, part.wait_ns) == (4000, (), None)
+    assert [warning.code for warning in attribution.warnings] == ["no_record"]
+
+
+@pytest.mark.parametrize("name", ["h200x4-zigzag-262144", "h200x4-ring-262144", "h200x4-stripe-262144"])
+def test_what_it_fills_in_is_what_the_records_of_a_real_run_say(name):
+    run = read_run(TRACES / name / "run.json")
+    traces = read_traces([TRACES / name / trace.path for trace in run.traces])
+    none = np.empty(0, np.int64)
+    blank = []
+    for trace in traces:
+        rows = replace(trace.activities, collective=np.full_like(trace.activities.collective, NONE))
+        records = replace(
+            trace.comm_records, start_ns=none, end_ns=none, thread=none, external_id=none,
+            collective=none.astype(np.int32),
+        )  # fmt: skip
+        blank.append(replace(trace, activities=rows, comm_records=records))
+    told, filled = attribute(traces, run), attribute(blank, run)
+    known = 0
+    for a, b in zip(told.ranks, filled.ranks, strict=True):
+        for mine, truth in zip(b.hops, a.hops, strict=True):
+            assert mine.parts[0].transfer.source == "run"
+            assert {m.peer for m in mine.parts[0].transfer.sends} == {m.peer for m in truth.parts[0].transfer.sends}
+            if mine.sent_bytes is not None:
+                known += 1
+                assert mine.sent_bytes == truth.sent_bytes
+    assert known
+
+
+def test_replayed_graphs_are_said_to_hide_what_made_them():
+    b = Builder(world_size=1).run(NCCL, 0, 500, correlation=7, node=3).run(NCCL, 600, 700, correlation=7, node=4)
+    (warning, other) = attribute([b.trace()]).warnings
+    assert (warning.code, other.code) == ("cuda_graph", "no_record")
+    assert "2 activities were replayed" in warning.message

@@ -1,0 +1,197 @@
+"""Waiting and wire on rings whose truth is known."""
+
+from __future__ import annotations
+
+import pytest
+
+from ringprof.analysis.attribution import attribute
+from ringprof.analysis.transfers.hops import hop_totals
+from tests.analysis.build import FLASH, NCCL, Builder, collective
+
+SIZE = 4
+BYTES = 2000  # of one tensor of 1000 bf16 numbers
+
+
+def ring(starts, ends, tensors=2, world=SIZE, **fields):
+    """One batched hop on each rank of a ring; ``starts`` and ``ends`` by rank."""
+    builders = [Builder(rank=rank, world_size=world) for rank in range(world)]
+    for rank, b in enumerate(builders):
+        b.batch(
+            100, starts[rank], ends[rank], to=(rank + 1) % world, source=(rank - 1) % world, tensors=tensors,
+            group_ranks=tuple(range(world)), group_size=world, **fields,
+        )  # fmt: skip
+    return builders
+
+
+def attribution_of(builders, **options):
+    return attribute([b.trace() for b in builders], **options)
+
+
+def splits(attribution):
+    return [(part.wait_ns, part.wire_ns) for rank in attribution.ranks for part in rank.splits]
+
+
+def codes(attribution):
+    return [warning.code for warning in attribution.warnings]
+
+
+def test_peers_and_bytes_come_from_the_cpu_records_of_the_launch():
+    attribution = attribution_of(ring([1000] * 4, [2000] * 4))
+    (part,) = attribution.ranks[1].splits
+    assert part.transfer.source == "cpu_records"
+    assert [(m.peer, m.size_bytes) for m in part.transfer.sends] == [(2, BYTES), (2, BYTES)]
+    assert [(m.peer, m.size_bytes) for m in part.transfer.receives] == [(0, BYTES), (0, BYTES)]
+    assert part.transfer.sent_bytes == 2 * BYTES
+    assert part.transfer.group == ("cp", (0, 1, 2, 3))
+
+
+def test_nobody_waits_when_all_start_together():
+    assert splits(attribution_of(ring([1000] * 4, [2000] * 4))) == [(0, 1000)] * 4
+
+
+def test_one_message_a_peer_waits_for_the_own_peers_only():
+    # Rank 3 is 500 late. Its neighbours 0 and 2 wait for it, rank 1 does not.
+    attribution = attribution_of(ring([1000, 1000, 1000, 1500], [2500, 2000, 2500, 2500], tensors=1))
+    assert splits(attribution) == [(500, 1000), (0, 1000), (500, 1000), (0, 1000)]
+
+
+def test_two_messages_a_peer_wait_for_the_peers_peers_too():
+    # Now rank 1, two steps away, is held up as well: its peers' V cannot move before their K has.
+    attribution = attribution_of(ring([1000, 1000, 1000, 1500], [2500] * 4, tensors=2))
+    assert splits(attribution) == [(500, 1000)] * 3 + [(0, 1000)]
+
+
+def test_wire_is_never_faster_than_the_best_rate_seen():
+    # Six ranks; rank 3 is last by far, and rank 1, whose peer's peer it is, ends soon after. That it sent all its
+    # bytes in the 10 ns left cannot be: a kernel of its own direct peers took 100 ns at best.
+    starts = [1000, 1000, 1000, 1990, 1000, 1000]
+    ends = [1100, 2000, 2090, 2090, 2090, 1100]
+    builders = ring(starts, ends, world=6)
+    for b in builders:
+        b.run(FLASH, 0, 3000, launched=90)
+    attribution = attribution_of(builders)
+    best = attribution.best_gbps["send_recv", "unknown"]
+    assert best == pytest.approx(2 * BYTES / 100)
+    for rank in attribution.ranks:
+        for part in rank.splits:
+            assert part.wait_ns + part.wire_ns == part.transfer.duration_ns
+            assert part.transfer.sent_bytes / part.wire_ns <= best + 1e-9
+    assert splits(attribution)[1] == (900, 100)
+
+
+def test_totals_give_all_bytes_over_all_wire():
+    totals = hop_totals(attribution_of(ring([1000] * 4, [2000] * 4)).ranks[0].hops)
+    assert (totals.count, totals.sent_bytes, totals.wait_ns, totals.wire_ns) == (1, 2 * BYTES, 0, 1000)
+    assert totals.wire_gbps == 4.0
+
+
+def test_a_missing_rank_leaves_its_neighbours_without_a_split():
+    attribution = attribution_of(ring([1000] * 4, [2000] * 4)[:3])
+    assert splits(attribution) == [(None, None)] * 3
+    assert set(codes(attribution)) == {"missing_ranks", "peer_missing"}
+
+
+def test_one_rank_alone_has_bytes_and_no_split():
+    attribution = attribution_of(ring([1000] * 4, [2000] * 4)[:1])
+    assert splits(attribution) == [(None, None)]
+    assert hop_totals(attribution.ranks[0].hops).sent_bytes == 2 * BYTES
+    assert "peer_missing" in codes(attribution)
+
+
+def test_unequal_counts_are_reported_and_not_forced():
+    builders = ring([1000] * 4, [2000] * 4)
+    builders[0].batch(500, 3000, 4000, to=1, source=3)
+    attribution = attribution_of(builders)
+    assert "counts_differ" in codes(attribution)
+    assert splits(attribution) == [(None, None)] * 5
+
+
+def test_unequal_bytes_are_reported():
+    builders = ring([1000] * 4, [2000] * 4)
+    builders[2] = Builder(rank=2).batch(100, 1000, 2000, to=3, source=1, elements=999)
+    assert "bytes_differ" in codes(attribution_of(builders))
+
+
+def test_a_kernel_without_records_is_said_to_have_none():
+    b = Builder(world_size=1).run(FLASH, 0, 10, launched=1).run(NCCL, 10, 30, launched=2)
+    attribution = attribution_of([b])
+    assert codes(attribution) == ["no_record"]
+    assert hop_totals(attribution.ranks[0].hops).wire_gbps is None
+
+
+def test_two_rings_are_kept_apart_by_group():
+    builders = ring([1000] * 4, [2000] * 4)
+    for rank, b in enumerate(builders):
+        # The other ring runs backwards, later, on its own stream.
+        b.batch(600, 5000, 5000 + 100 * (rank + 1), to=(rank - 1) % 4, source=(rank + 1) % 4, group="back")
+    attribution = attribution_of(builders)
+    assert codes(attribution) == []
+    assert [rank.hops[1].parts[0].transfer.group[0] for rank in attribution.ranks] == ["back"] * 4
+
+
+def test_a_send_and_a_receive_launched_together_are_one_hop():
+    builders = [Builder(rank=rank, world_size=2) for rank in range(2)]
+    pair = {"group_ranks": (0, 1), "group_size": 2}
+    for rank, b in enumerate(builders):
+        other = 1 - rank
+        b.run(NCCL, 1000, 2000, launched=10, own=collective("send", destination_rank=other, **pair), stream=20)
+        b.run(NCCL, 1500, 2500, launched=20, own=collective("recv", source_rank=other, **pair), stream=21)
+    attribution = attribution_of(builders)
+    (hop,) = attribution.ranks[0].hops
+    assert len(hop.parts) == 2
+    assert (hop.start_ns, hop.end_ns, hop.sent_bytes) == (1000, 2500, BYTES)
+    # Each send is ready when the peer's receive starts, 500 in; either kernel is on the wire from 1500 to 2500.
+    assert (hop.wait_ns, hop.wire_ns) == (500, 1000)
+
+
+def test_a_lone_send_with_work_before_the_receive_is_its_own_hop():
+    b = Builder(world_size=1)
+    b.run(NCCL, 1000, 2000, launched=10, own=collective("send", destination_rank=1), stream=20)
+    b.run(FLASH, 2000, 3000, launched=15)
+    b.run(NCCL, 3000, 4000, launched=20, own=collective("recv", source_rank=3), stream=20)
+    assert len(attribution_of([b]).ranks[0].hops) == 2
+
+
+def test_a_collective_waits_for_its_whole_group():
+    builders = [Builder(rank=rank) for rank in range(4)]
+    for rank, b in enumerate(builders):
+        b.run(NCCL, 1000 + 100 * rank, 2000, launched=10, own=collective("all_to_all"), stream=20)
+    attribution = attribution_of(builders)
+    assert splits(attribution) == [(300, 700), (200, 700), (100, 700), (0, 700)]
+    assert attribution.ranks[0].hops == ()
+    assert attribution.ranks[0].splits[0].transfer.sent_bytes == BYTES * 3 // 4
+
+
+def test_hops_of_named_hosts_have_a_link_class():
+    attribution = attribution_of(ring([1000] * 4, [2000] * 4), ranks_per_host=2)
+    assert [rank.splits[0].link for rank in attribution.ranks] == ["other_host"] * 4
+    attribution = attribution_of(ring([1000] * 4, [2000] * 4), ranks_per_host=4)
+    assert [rank.splits[0].link for rank in attribution.ranks] == ["same_host"] * 4
+
+
+def test_clocks_of_several_hosts_are_not_taken_to_agree():
+    # One hop bounds the offset to within its own length, and nobody waits that long.
+    builders = ring([1000] * 4, [2000] * 4)
+    for rank, b in enumerate(builders):
+        b.host = f"node{rank // 2}"
+    attribution = attribution_of(builders)
+    assert codes(attribution) == ["clocks_fitted", "clocks_inconclusive"]
+    assert splits(attribution) == [(None, None)] * 4
+
+
+def test_a_transfer_that_ends_before_its_partner_begins_disproves_a_common_clock():
+    elements = 1 << 26
+    starts, ends = [1000, 1000, 1000, 10_000], [2000, 2000, 20_000, 20_000]
+    builders = ring(starts, ends, elements=elements)
+    for b in builders:
+        b.run(FLASH, 0, 30_000, launched=50)
+    attribution = attribution_of(builders)
+    assert "clocks_disagree" in codes(attribution)
+    assert splits(attribution) == [(None, None)] * 4
+
+
+def test_exposed_time_of_a_hop_has_no_computation_beside_it():
+    builders = ring([1000] * 4, [2000] * 4)
+    for b in builders:
+        b.run(FLASH, 500, 1600, launched=90)
+    assert [rank.hops[0].exposed_ns for rank in attribution_of(builders).ranks] == [400] * 4

@@ -1,0 +1,178 @@
+"""Every row of the published logs, against a list made by hand, and the formats in other shapes."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ringprof.benchmark_logs.read import LogRow, has_rows, parse_log, read_log
+from ringprof.errors import InputError
+from tests.paths import LOGS
+
+
+def rows(number: int) -> tuple[LogRow, ...]:
+    return read_log(next(LOGS.glob(f"{number:03d}_*"))).rows
+
+
+@pytest.mark.parametrize(("number", "count"), [(0, 15), (1, 6), (2, 1), (3, 16), (4, 42)])
+def test_every_row_is_read(number: int, count: int) -> None:
+    assert len(rows(number)) == count
+
+
+def test_log_000_by_hand() -> None:
+    found = [(r.line, r.system, r.placement, r.seq, r.forward_ms, r.forward_backward_ms, r.tflops) for r in rows(0)]
+    assert found == [
+        (5, "megatron_cp", None, 131072, 34.46, 329.61, 43.28),
+        (6, "megatron_cp", None, 262144, 105.51, 343.59, 71.98),
+        (7, "megatron_cp", None, 524288, 383.01, 1303.94, None),
+        (14, "double_ring", None, 131072, 46.40, 180.39, 106.66),
+        (15, "double_ring", None, 262144, 137.56, 463.70, 165.98),
+        (16, "double_ring", None, 524288, 471.94, 1985.06, 155.09),
+        (21, "burst", None, 131072, 60.0, 160.0, 121.59),
+        (26, "burst", None, 262144, 130.0, 460.0, 165.88),
+        (31, "burst", None, 524288, 460.0, 1710.0, 180.29),
+        (38, "usp", "ring_first", 131072, 80.09, 310.01, 62.07),
+        (39, "usp", "ring_first", 262144, 239.97, 898.68, 85.64),
+        (40, "usp", "ring_first", 524288, 904.95, 3347.21, 91.98),
+        (47, "usp", "head_first", 131072, 48.88, 140.66, 136.79),
+        (48, "usp", "head_first", 262144, 117.77, 447.32, 172.06),
+        (49, "usp", "head_first", 524288, 428.53, 1985.43, 155.06),
+    ]
+    assert [r.memory_mb for r in rows(0)[:3]] == [577.0, 1154.0, 2308.0]
+    assert [r.oom for r in rows(0)].count(True) == 1 and rows(0)[2].oom
+    assert all(r.heads is None for r in rows(0) if r.system != "burst")
+    burst = rows(0)[6]
+    assert (burst.heads, burst.head_dim, burst.causal, burst.double_ring) == (40, 128, True, True)
+    assert (burst.tflops_forward, burst.tflops_backward) == (94.74, 137.13)
+
+
+def test_log_001_with_its_wrapped_lines() -> None:
+    found = [(r.line, r.system, r.seq, r.forward_ms, r.forward_backward_ms, r.tflops) for r in rows(1)]
+    assert found == [
+        (5, "burst", 131072, 50.0, 150.0, 129.44),
+        (12, "burst", 262144, 130.0, 470.0, 165.48),
+        (19, "burst", 524288, 470.0, 1720.0, 179.13),
+        (31, "double_ring", 131072, 46.62, 148.48, 129.59),
+        (32, "double_ring", 262144, 137.45, 467.88, 164.50),
+        (33, "double_ring", 524288, 471.33, 1939.78, 158.71),
+    ]
+
+
+def test_log_002_takes_its_settings_from_the_results_block() -> None:
+    log = read_log(next(LOGS.glob("002_*")))
+    (row,) = log.rows
+    assert log.results_blocks == 1
+    assert (row.line, row.system, row.heads, row.kv_heads, row.head_dim) == (69, "double_ring", 40, 40, 128)
+    assert (row.causal, row.world_size, row.sources["heads"]) == (True, 32, "line 40")
+    assert (row.forward_ms, row.forward_backward_ms, row.tflops, row.memory_mb) == (530.17, 1941.49, 158.57, 4485.0)
+
+
+def test_log_003_has_two_missing_values_and_stated_settings() -> None:
+    found = rows(3)
+    assert [(r.line, r.missing) for r in found if r.missing] == [(30, True), (31, True)]
+    assert [r.tflops for r in found] == [
+        53.10, 104.59, None, None, 140.41, 166.84, 174.46, 181.70,
+        99.11, 145.39, 160.25, 140.69, 128.76, 163.28, 178.56, 187.74,
+    ]  # fmt: skip
+    assert {(r.heads, r.head_dim, r.world_size, r.batch) for r in found} == {(40, 128, 32, 1)}
+    assert [r.system for r in found[::4]] == ["megatron_cp", "usp", "double_ring", "burst"]
+
+
+def test_log_004_by_ring_type() -> None:
+    found = rows(4)
+    first, last = found[0], found[-1]
+    assert (first.line, first.layout, first.seq, first.forward_ms, first.tflops) == (
+        8,
+        "contiguous",
+        4096,
+        11.902,
+        11.5,
+    )
+    assert (first.batch, first.heads, first.head_dim, first.world_size, first.device) == (2, 16, 16, 8, "4090D")
+    assert (first.ulysses_degree, first.ring_degree, first.forward_only) == (2, 4, True)
+    assert (last.line, last.forward_ms, last.forward_backward_ms, last.tflops) == (61, None, 854.512, 549.7)
+    assert [r.ulysses_degree for r in found].count(4) == 6
+    assert [r.forward_only for r in found].count(False) == 6
+
+
+def test_all_logs_in_one_file() -> None:
+    text = "\n".join(path.read_text() for path in sorted(LOGS.glob("*.txt")))
+    assert len(parse_log(text, "all").rows) == 80
+
+
+@pytest.mark.parametrize("prefix", ["[rank0]:", "node-3: ", "2026-01-02 03:04:05 INFO "])
+def test_other_prefixes(prefix: str) -> None:
+    text = (LOGS / "001_70a12dcf62574dfd.txt").read_text().replace("g43: ", prefix)
+    assert [r.tflops for r in parse_log(text, "log").rows] == [r.tflops for r in rows(1)]
+
+
+def test_a_results_block_alone_is_a_row() -> None:
+    text = "".join((LOGS / "002_24cf2d6a9b1ed1f8.txt").read_text().splitlines(keepends=True)[33:62])
+    (row,) = parse_log(text, "log").rows
+    assert (row.format, row.seq, row.forward_backward_ms, row.world_size) == ("results", 524288, 1941.49, 32)
+
+
+def test_a_table_wrapped_in_the_middle_of_cells() -> None:
+    lines = (LOGS / "001_70a12dcf62574dfd.txt").read_text().splitlines()[27:33]
+    pieces = [line[at : at + 70] for line in lines for at in range(0, len(line), 70)]
+    assert [r.tflops for r in parse_log("\n".join(pieces), "log").rows] == [129.59, 164.50, 158.71]
+
+
+def test_interleaved_hosts_keep_their_tables() -> None:
+    one = (LOGS / "000_6ad8b6078955b01f.txt").read_text().splitlines()[1:8]
+    two = [line.replace("g45:", "g46:").replace("43.28", "44.44") for line in one]
+    text = "\n".join(line for pair in zip(one, two, strict=True) for line in pair)
+    assert [r.tflops for r in parse_log(text, "log").rows] == [43.28, 44.44, 71.98, 71.98, None, None]
+
+
+def test_what_is_no_log(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("| name | value |\n|---|---|\n| x | 1 |\n")
+    with pytest.raises(InputError, match=r"a\.txt: no benchmark rows"):
+        read_log(tmp_path / "a.txt")
+    with pytest.raises(InputError, match=r"none\.txt"):
+        read_log(tmp_path / "none.txt")
+    assert not has_rows("Dtype | B | Seq Len | FWD (ms)\n")
+
+
+def test_a_kernel_table_alone_names_the_other_command(tmp_path: Path) -> None:
+    text = "\n".join((LOGS / "002_24cf2d6a9b1ed1f8.txt").read_text().splitlines()[:34])
+    (tmp_path / "t.txt").write_text(text)
+    with pytest.raises(InputError, match=r"ringprof report .*t\.txt"):
+        read_log(tmp_path / "t.txt")
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_damage_never_raises(data: st.DataObject) -> None:
+    text = list(data.draw(st.sampled_from([path.read_text() for path in sorted(LOGS.glob("*.txt"))])))
+    for _ in range(data.draw(st.integers(1, 8))):
+        at = data.draw(st.integers(0, len(text) - 1))
+        text[at : at + data.draw(st.integers(0, 300))] = data.draw(st.text(max_size=5))
+        text = text or ["x"]
+    parse_log("".join(text), "log")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "|" * 300_000,
+        "| Dtype | Seq Len | B |" * 10_000,
+        "| Dtype | Seq Len | B |\n" * 10_000,
+        "a |\n" * 60_000,
+        "forward: 1" * 30_000,
+        "seqlen | num_heads | dim | causal\n" * 8_000,
+        "seq_len = 16" + ", 16" * 60_000,
+        "[1, 2" + ", 3" * 60_000,
+        "`" + "a/" * 100_000,
+        "Benchmark Results for x\n" * 8_000,
+        "heads" + " " * 200_000 + "= 3",
+    ],
+)
+def test_time_is_linear_on_hostile_text(text: str) -> None:
+    start = time.perf_counter()
+    has_rows(text)
+    assert time.perf_counter() - start < 5

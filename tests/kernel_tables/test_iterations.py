@@ -1,0 +1,59 @@
+"""Round trip: the table that torch prints for the events of a recorded run gives the same kind times as the trace."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ringprof.kernel_tables.analyse import analyse_table
+from ringprof.kernel_tables.kernels import kind_of_row
+from ringprof.kernel_tables.read import read_tables
+from tests.paths import TRACES
+
+pytest.importorskip("torch", reason="needs torch's own table formatter")
+from torch._C._autograd import DeviceType
+from torch.autograd.profiler_util import EventList, FunctionEventAvg
+
+RUNS = sorted(path for path in TRACES.glob("*/*.json.gz"))
+
+
+@pytest.mark.skipif(not RUNS, reason="no recorded runs in traces/")
+@pytest.mark.parametrize("path", RUNS, ids=lambda path: f"{path.parent.name}-{path.name}")
+def test_round_trip(path: Path) -> None:
+    events = [e for e in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"] if is_device(e)]
+    if not events:
+        pytest.skip("a run without device activities")
+    exact: Counter[str] = Counter()
+    for event in events:
+        exact[kind_of_row(event["name"])] += round(event["dur"] * 1000)
+    table = read_tables(printed(events), "log")[0]
+    report = analyse_table(table)
+    # Every row is known to half a unit of its last digit.
+    slack = sum(row.step_ns for row in table.rows) / 2 + len(events)
+    for kind, time in exact.items():
+        assert report.kinds_ns[kind] == pytest.approx(time, abs=slack)
+    assert set(report.kinds_ns) == set(exact)
+
+
+def is_device(event: dict[str, Any]) -> bool:
+    return event.get("ph") == "X" and event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")
+
+
+def printed(events: list[dict[str, Any]]) -> str:
+    """What ``key_averages().table()`` prints for these activities."""
+    rows: dict[str, Any] = {}
+    for event in events:
+        row = rows.setdefault(event["name"], FunctionEventAvg())
+        row.key, row.use_device, row.device_type = event["name"], "cuda", DeviceType.CUDA
+        row.is_async = row.is_legacy = row.is_user_annotation = False
+        row.node_id, row.stack, row.input_shapes, row.overload_name = -1, [], [], ""
+        row.count += 1
+        row.self_device_time_total += event["dur"]
+        row.device_time_total = row.self_device_time_total
+    listed: Any = EventList(rows.values(), use_device="cuda")
+    return str(listed.table(sort_by="self_cuda_time_total", row_limit=-1, max_name_column_width=100))
