@@ -10,7 +10,7 @@ import msgspec
 
 from ringprof.analysis.attribution import Attribution
 from ringprof.analysis.findings.waterfall import WATERFALL_COLUMNS, Waterfall
-from ringprof.analysis.kinds.rules import KINDS
+from ringprof.analysis.kinds.kinds import KINDS
 from ringprof.analysis.rank import Rank
 from ringprof.analysis.steps.steps import STEP_COLUMNS, Step
 from ringprof.analysis.timeline.breakdown import Breakdown

@@ -7,14 +7,15 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ringprof.analysis import intervals
-from ringprof.analysis.exposure import exposure_of, rows_of
+from ringprof.analysis.exposure import exposure_of
 from ringprof.analysis.kinds import groups
 from ringprof.analysis.kinds.classify import Classified, classify
-from ringprof.analysis.kinds.rules import COMPUTE
+from ringprof.analysis.kinds.kinds import COMPUTE
 from ringprof.analysis.rank import Detail, ExposedTime, Rank, carried_by
-from ringprof.analysis.timeline.breakdown import break_down, wall_of
+from ringprof.analysis.timeline.breakdown import break_down
 from ringprof.analysis.timeline.cpu import blocked_by_channel, break_down_cpu, is_cpu_trace, marks_waiting
 from ringprof.analysis.timeline.focus import Focus
+from ringprof.analysis.timeline.rows import rows_of
 from ringprof.analysis.timeline.window import Window, find_window
 from ringprof.analysis.transfers.hops import Hop, Split, group_into_hops, hop_totals
 from ringprof.analysis.transfers.transfers import Transfer, transfers_of
@@ -54,26 +55,23 @@ def explain(
             Caveat("window_empty", "no activity was launched in the marked iterations: the whole trace is shown", rank)
         )
     everything = window.activities()
-    activities = _one_device(trace, _cut(trace, everything, between_ns), rank, warnings)
-    chosen = np.zeros(len(trace.activities.start_ns), np.bool_)
-    chosen[activities] = True
-    iterations = tuple(rows for part in window.iterations if len(rows := part[chosen[part]]))
+    device = _device(classified, window, everything, rank, warnings)
+    rows = rows_of(classified, everything, device, between_ns)
     explained = Rank(
         rank=rank,
         host=host,
-        device=_device_name(trace, int(trace.activities.device[activities[0]])),
+        device=_device_name(trace, device),
         on_cpu=False,
         path=trace.path,
         world_size=trace.world_size,
         attention=classified.attention,
         cut=_is_cut(window),
-        breakdown=break_down(classified, activities, between_ns),
-        iteration_ns=tuple(wall_of(classified, rows, between_ns) for rows in iterations),
+        breakdown=break_down(rows),
+        iteration_ns=tuple(int(part.end_ns.max() - part.start_ns.min()) for part in window.by_iteration(rows)),
     )
     # Hops are matched over the whole window: cut at times, the ranks would not count the same ones.
-    device = trace.activities.device[activities[0]]
     transfers = transfers_of(classified, everything[trace.activities.device[everything] == device], rank)
-    return Explained(explained, Detail(classified, window, iterations), transfers, tuple(warnings), found)
+    return Explained(explained, Detail(classified, window, device), transfers, tuple(warnings), found)
 
 
 def _classified(rank: int, trace: Trace, focus: Focus, warnings: list[Caveat]) -> tuple[Classified, bool]:
@@ -98,19 +96,6 @@ _GROUP_UNKNOWN = "communication kernels without a record of their group do not c
 
 def _is_cut(window: Window) -> bool:
     return window.between_ns is not None or window.source == "range"
-
-
-def _cut(trace: Trace, activities: Int64, between_ns: tuple[int, int] | None) -> Int64:
-    """Those that reach into the chosen times."""
-    if between_ns is None:
-        return activities
-    start, end = trace.activities.start_ns[activities], trace.activities.end_ns[activities]
-    inside = activities[(start < between_ns[1]) & (end > between_ns[0])]
-    if not len(inside):
-        raise UsageError(
-            f"--between: nothing ran in {trace.path} at that time; times count from the start of the trace"
-        )
-    return inside
 
 
 _CPU_TIMES = "on CPU a transfer's own time is not recorded: no overlap, wait and wire"
@@ -147,22 +132,21 @@ def _explain_cpu(
     return explained, Detail(classified, window, cpu_iterations=kept)
 
 
-def _one_device(trace: Trace, activities: Int64, rank: int, warnings: list[Caveat]) -> Int64:
-    """The activities of the device that did most: a breakdown is of one device."""
-    devices, counts = np.unique(trace.activities.device[activities], return_counts=True)
-    if len(devices) == 1:
-        return activities
-    chosen = int(devices[np.argmax(counts)])
-    left_out = int(counts.sum() - counts.max())
-    warnings.append(
-        Caveat(
-            "several_devices",
-            f"{trace.path}: of {len(devices)} devices only {chosen} is reported; {left_out} activities ran on others",
-            rank,
+def _device(classified: Classified, window: Window, activities: Int64, rank: int, warnings: list[Caveat]) -> int:
+    """The device that did most: a breakdown is of one device. Raises `UsageError` where none did anything."""
+    trace = classified.trace
+    rows = rows_of(classified, activities, None, window.between_ns)
+    if not len(rows.activity):
+        raise UsageError(
+            f"--between: nothing ran in {trace.path} at that time; times count from the start of the trace"
         )
-    )
-    kept: Int64 = activities[trace.activities.device[activities] == chosen]
-    return kept
+    devices, counts = np.unique(trace.activities.device[rows.activity], return_counts=True)
+    chosen = int(devices[np.argmax(counts)])
+    if len(devices) > 1:
+        others = f"{int(counts.sum() - counts.max())} activities ran on others"
+        told = f"{trace.path}: of {len(devices)} devices only {chosen} is reported; {others}"
+        warnings.append(Caveat("several_devices", told, rank))
+    return chosen
 
 
 def _device_name(trace: Trace, index: int) -> str | None:
@@ -196,7 +180,7 @@ def with_communication(rank: Rank, detail: Detail) -> Rank:
     """The rank's figures with those of its communication, which ``detail`` holds."""
     exposed = ExposedTime()
     if not rank.on_cpu:
-        found = exposure_of(detail, rows_of(detail))
+        found = exposure_of(detail, detail.rows())
         exposed = ExposedTime(intervals.length_ns(found.wire), intervals.length_ns(found.wait), found.wire_ns)
     sends = [message.peer for hop in detail.hops for part in hop.parts for message in part.transfer.sends]
     return replace(

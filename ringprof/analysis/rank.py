@@ -8,9 +8,9 @@ from functools import cached_property
 
 from ringprof.analysis.kinds.classify import Classified
 from ringprof.analysis.timeline.breakdown import Breakdown, break_down
+from ringprof.analysis.timeline.rows import Rows, rows_of
 from ringprof.analysis.timeline.window import Window
 from ringprof.analysis.transfers.hops import Hop, HopTotals, Split, hop_totals, total
-from ringprof.trace.columns import Int64
 
 
 @dataclass(frozen=True)
@@ -19,20 +19,22 @@ class Detail:
 
     classified: Classified
     window: Window
-    iteration_rows: tuple[Int64, ...] = ()
-    """The activities of each marked iteration on the device that is reported; none on CPU."""
+    device: int | None = None
+    """The device that is reported; None on CPU."""
     cpu_iterations: tuple[Breakdown, ...] = ()
     """On CPU: the breakdown of each iteration."""
     splits: tuple[Split, ...] = ()
     """Its communication kernels, by start, with wait and wire."""
     hops: tuple[Hop, ...] = ()
 
+    def rows(self) -> Rows:
+        """The activities of the window on the device that is reported; made anew, since they are many."""
+        return rows_of(self.classified, self.window.activities(), self.device, self.window.between_ns)
+
     @cached_property
     def iterations(self) -> tuple[Breakdown, ...]:
         """The breakdown of each marked iteration alone; one where nothing was marked."""
-        between_ns = self.window.between_ns
-        rows = (break_down(self.classified, part, between_ns) for part in self.iteration_rows)
-        return self.cpu_iterations or tuple(rows)
+        return self.cpu_iterations or tuple(break_down(rows) for rows in self.window.by_iteration(self.rows()))
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ringprof.analysis.kinds.rules import COMMUNICATION
+from ringprof.analysis.kinds.kinds import COMMUNICATION
 from ringprof.kernel_tables.kernels import Chosen, kind_of_row
 from ringprof.kernel_tables.rows import KernelTable, TableRow
 

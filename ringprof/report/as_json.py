@@ -11,7 +11,7 @@ import msgspec
 from ringprof.analysis.findings.summary import Communication, Summary
 from ringprof.analysis.findings.verdict import Findings
 from ringprof.analysis.findings.waterfall import Waterfall, WaterfallPart
-from ringprof.analysis.kinds.rules import OTHER_GROUPS
+from ringprof.analysis.kinds.kinds import OTHER_GROUPS
 from ringprof.analysis.rank import Rank
 from ringprof.analysis.transfers.clocks import UNKNOWN_NS
 from ringprof.run import Run

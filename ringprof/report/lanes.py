@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from ringprof.analysis.attribution import Attribution
-from ringprof.analysis.kinds.rules import COMMUNICATION, KINDS
+from ringprof.analysis.kinds.kinds import COMMUNICATION, KINDS
 from ringprof.analysis.rank import Rank
 from ringprof.analysis.steps.steps import Step
 

@@ -1,25 +1,10 @@
-"""Colours of every report that is drawn: Okabe and Ito's, which people with any colour vision tell apart.
-
-Source: M. Okabe, K. Ito, "Color Universal Design", 2008.
-"""
+"""Colours of all that is drawn but kinds, which bring their own (`ringprof.analysis.kinds.kinds`)."""
 
 from __future__ import annotations
 
-BLUE, SKY, GREEN, ORANGE, VERMILION, PURPLE, YELLOW, GREY = (
-    "#0072B2", "#56B4E9", "#009E73", "#E69F00", "#D55E00", "#CC79A7", "#F0E442", "#8A8A8A",
-)  # fmt: skip
+from ringprof.analysis.kinds.kinds import BLUE, GREEN, GREY, KIND, ORANGE, PURPLE, SKY, VERMILION, YELLOW
 
-KINDS: dict[str, str] = {
-    "flash_fwd": BLUE,
-    "flash_bwd": SKY,
-    "merge": GREEN,
-    "gemm": YELLOW,
-    "other": GREY,
-    "memcpy": PURPLE,
-    "memset": PURPLE,
-    "other_groups": GREY,
-}
-"""Of computation and memory; communication is drawn by what it does."""
+__all__ = ["BLUE", "GREY", "LINES", "PARTS", "UNSPLIT", "WAIT", "WATERFALL", "WIRE", "kind_colour"]
 
 WIRE, WAIT, UNSPLIT = ORANGE, VERMILION, "#A6761D"
 """Communication on the wire, waiting, and not told apart."""
@@ -54,4 +39,4 @@ LINES = (BLUE, ORANGE, GREEN, VERMILION, PURPLE, SKY, GREY, "#000000", YELLOW)
 
 def kind_colour(kind: str) -> str:
     """The colour of an activity's kind."""
-    return KINDS.get(kind, WIRE)
+    return KIND[kind].colour

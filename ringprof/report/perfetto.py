@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from ringprof.analysis.attribution import Attribution
-from ringprof.analysis.exposure import exposure_of, rows_of
+from ringprof.analysis.exposure import exposure_of
 from ringprof.analysis.findings.verdict import Findings
-from ringprof.analysis.kinds.rules import KINDS
+from ringprof.analysis.kinds.kinds import KINDS
 from ringprof.analysis.rank import Rank
 from ringprof.analysis.steps.steps import Step
 from ringprof.analysis.transfers.matching import match
@@ -83,7 +83,8 @@ def _activities(rank: Rank, origin: int) -> Iterator[dict[str, Any]]:
 
 
 def _exposed(rank: Rank, origin: int) -> Iterator[dict[str, Any]]:
-    exposure = exposure_of(rank.detail, rows_of(rank.detail))
+    detail = rank.detail
+    exposure = exposure_of(detail, detail.rows())
     parts = (("exposed wire", exposure.wire), ("exposed wait", exposure.wait), ("exposed, not split", exposure.unknown))
     for name, spans in parts:
         for start, end in zip(spans.start_ns.tolist(), spans.end_ns.tolist(), strict=True):

@@ -18,6 +18,7 @@ from rich.text import Text
 from ringprof.analysis.attribution import Attribution
 from ringprof.analysis.findings.summary import Communication, KindRow, Rates, Summary
 from ringprof.analysis.findings.verdict import Findings
+from ringprof.analysis.kinds.kinds import in_a_sentence
 from ringprof.analysis.transfers.hops import EMULATED, OTHER_HOST, SAME_HOST
 from ringprof.report import sections as further
 from ringprof.report.controls import controls_section
@@ -39,7 +40,6 @@ from ringprof.report.text import (
 from ringprof.run import Run
 
 LONGEST_BAR = 20
-_NAMES = {"send_recv": "SendRecv", "all_to_all": "AllToAll", "all_gather": "AllGather"}
 _LINKS = {SAME_HOST: "within a host", OTHER_HOST: "between hosts"}
 
 
@@ -197,7 +197,7 @@ def _what_ran(run: Run) -> str:
 
 
 def _split_line(row: Communication) -> str:
-    name = _NAMES.get(row.kind, LABELS[row.kind])
+    name = in_a_sentence(row.kind)
     link = f" {_LINKS[row.link]}" if row.link in _LINKS else ""
     rates = []
     if row.wire_gbps is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from ringprof.analysis.kinds.kinds import KIND
+
 LABELS: dict[str, str] = {
     "compute": "compute",
     "exposed_comm": "exposed communication",
@@ -9,22 +11,7 @@ LABELS: dict[str, str] = {
     "exposed_memory": "exposed memory",
     "idle": "idle",
     "wall": "wall",
-    "flash_fwd": "flash forward",
-    "flash_bwd": "flash backward",
-    "merge": "merge",
-    "gemm": "matrix product",
-    "other": "other compute",
-    "send_recv": "send/recv",
-    "all_to_all": "all-to-all",
-    "all_gather": "all-gather",
-    "reduce_scatter": "reduce-scatter",
-    "all_reduce": "all-reduce",
-    "broadcast": "broadcast",
-    "copy_engine": "peer copies",
-    "comm_other": "other communication",
-    "memcpy": "memory copies",
-    "memset": "memory sets",
-    "other_groups": "other groups",
+    **{key: kind.label for key, kind in KIND.items()},
 }
 """Of the parts of a rank's time, and of kinds."""
 

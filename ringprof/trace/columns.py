@@ -6,6 +6,7 @@ referred to by index. A reader fills these types; nothing in here reads or inter
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -168,3 +169,7 @@ class Trace:
     events_skipped: int = 0
     """Events that could not be read."""
     warnings: list[Caveat] = field(default_factory=list)
+
+    def names_that(self, fit: Callable[[str], object]) -> npt.NDArray[np.bool_]:
+        """A mask over `names`, never empty, so that a column of names can index it."""
+        return np.array([bool(fit(name)) for name in self.names] or [False], np.bool_)

@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from ringprof.analysis.kinds.classify import Classified
+from ringprof.analysis.kinds.kinds import KINDS
 from ringprof.trace.columns import (
     KERNEL,
     NONE,
@@ -23,6 +25,11 @@ NCCL = "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)"
 FLASH = "flash_fwd_kernel<Flash_fwd_kernel_traits<128>>"
 MAIN = 100
 """The thread that everything is launched on unless said otherwise."""
+
+
+def kind_names(classified: Classified) -> list[str]:
+    """The kind of every activity, spelled out."""
+    return [KINDS[code] for code in classified.kind]
 
 
 def collective(name: str, **fields: Any) -> Collective:

@@ -7,7 +7,7 @@ from statistics import median
 
 from ringprof.analysis.findings.comparison import WATERFALL, Entry, Figure
 from ringprof.analysis.findings.verdict import Findings
-from ringprof.analysis.kinds.rules import KINDS
+from ringprof.analysis.kinds.kinds import KINDS
 from ringprof.benchmark_logs.rows import LogRow
 from ringprof.kernel_tables.analyse import TableReport
 from ringprof.run import Run, Workload

@@ -9,7 +9,7 @@ from __future__ import annotations
 from statistics import fmean
 
 from ringprof.analysis.findings.verdict import Findings
-from ringprof.analysis.kinds.rules import KINDS
+from ringprof.analysis.kinds.kinds import KINDS
 from ringprof.analysis.rank import Rank
 from ringprof.kernel_tables.analyse import TableReport
 

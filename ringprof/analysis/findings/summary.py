@@ -12,7 +12,7 @@ import numpy as np
 
 from ringprof.analysis.attribution import Attribution
 from ringprof.analysis.findings.controls import ControlFigures, control_figures, slowest
-from ringprof.analysis.kinds.rules import COMMUNICATION, KINDS, OTHER_GROUPS
+from ringprof.analysis.kinds.kinds import COMMUNICATION, KINDS, OTHER_GROUPS
 from ringprof.analysis.rank import Carried, Rank
 from ringprof.analysis.transfers.hops import total
 from ringprof.analysis.transfers.waiting import LinkClass

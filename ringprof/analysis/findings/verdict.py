@@ -16,6 +16,7 @@ from ringprof.analysis.findings.cpu_links import blocked_in_words
 from ringprof.analysis.findings.summary import Summary
 from ringprof.analysis.findings.waterfall import Waterfall, find_waterfall
 from ringprof.analysis.findings.waterfall_words import milliseconds
+from ringprof.analysis.kinds.kinds import in_a_sentence
 from ringprof.analysis.rank import Rank
 from ringprof.analysis.steps.steps import ExposedBySteps, Step, exposed_by_step, find_steps
 from ringprof.analysis.transfers.hops import OTHER_HOST
@@ -27,10 +28,6 @@ SLOW_LINK = 3.0
 UNBALANCED = 1.5
 """How many times longer one rank must compute than another, rising with the rank, to look like a causal mask."""
 
-_NAMES = {
-    "send_recv": "SendRecv", "all_to_all": "AllToAll", "all_gather": "AllGather", "reduce_scatter": "ReduceScatter",
-    "copy_engine": "peer copy",
-}  # fmt: skip
 _PASSES = {"fwd": "forward", "bwd": "backward"}
 
 
@@ -134,8 +131,7 @@ def _kernels(found: Findings) -> str:
 def _imbalance(found: Findings, share: float) -> str:
     rank = min(found.attribution.ranks, key=lambda one: one.breakdown.compute_ns)
     wait, kind = _waited(rank)
-    name = _NAMES.get(kind, kind)
-    text = f"{_percent(wait, 0)} of rank {rank.rank}'s {name} time was waiting for ranks {_more_work(found, rank)}"
+    text = f"{_percent(wait, 0)} of rank {rank.rank}'s {kind} time was waiting for ranks {_more_work(found, rank)}"
     if _known_contiguous(found.attribution):
         return f"{text}: choose zigzag or stripe."
     if _rises_with_rank(found.attribution):
@@ -144,7 +140,7 @@ def _imbalance(found: Findings, share: float) -> str:
 
 
 def _waited(rank: Rank) -> tuple[float, str]:
-    """The share of waiting in its longest kind of communication, and that kind."""
+    """The share of waiting in its longest kind of communication, and what that is called."""
     times: dict[str, list[int]] = defaultdict(lambda: [0, 0])
     for row in rank.carried:
         if row.timed:
@@ -154,7 +150,7 @@ def _waited(rank: Rank) -> tuple[float, str]:
         return 0.0, "communication"
     kind = max(times, key=lambda name: times[name][1])
     wait, whole = times[kind]
-    return (wait / whole if whole else 0.0), kind
+    return (wait / whole if whole else 0.0), in_a_sentence(kind)
 
 
 def _more_work(found: Findings, rank: Rank) -> str:
@@ -201,7 +197,7 @@ def _slow_hosts(found: Findings) -> str:
     if within and max(within) < SLOW_LINK * rate:
         return ""
     against = f", {max(within):.3g} within a host" if within else ""
-    return f"{_NAMES.get(row.kind, row.kind)} between hosts moves {rate:.3g} GB/s{against}"
+    return f"{in_a_sentence(row.kind)} between hosts moves {rate:.3g} GB/s{against}"
 
 
 def _slow_ranks(found: Findings) -> str:

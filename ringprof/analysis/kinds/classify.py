@@ -20,10 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ringprof.analysis import intervals
+from ringprof.analysis.kinds.kinds import ATTENTION, CODE, COMMUNICATION
 from ringprof.analysis.kinds.rules import (
-    CODE,
-    COMMUNICATION,
-    KINDS,
     Rule,
     kind_of_attention_operator,
     kind_of_collective,
@@ -38,7 +36,7 @@ METADATA, CPU_RECORDS, ANNOTATION, NAME, NO_EVIDENCE, USER_RULE = range(len(EVID
 
 _MERGE_RANGE = re.compile(r"ringprof::(.*/)?merge\b")
 _COMM_RANGE = re.compile(r"(?:nccl|gloo|c10d)::?(\w+)")
-_FLASH = (CODE["flash_fwd"], CODE["flash_bwd"])
+_FLASH = [CODE[kind] for kind in ATTENTION]
 
 
 Calls = tuple[Collective, ...]
@@ -111,10 +109,8 @@ def _by_name(trace: Trace, own_rules: Sequence[Rule]) -> tuple[Int8, Int8, tuple
     for category, name in ((MEMCPY, "memcpy"), (MEMSET, "memset")):
         rows = trace.activities.category == category
         kind[rows], evidence[rows] = CODE[name], NAME
-    peer_copy = np.array(["PtoP" in name or "PeerToPeer" in name for name in trace.names], np.bool_)
-    if len(peer_copy):
-        rows = (trace.activities.category == MEMCPY) & peer_copy[trace.activities.name]
-        kind[rows] = CODE["copy_engine"]
+    peer_copy = trace.names_that(lambda name: "PtoP" in name or "PeerToPeer" in name)[trace.activities.name]
+    kind[(trace.activities.category == MEMCPY) & peer_copy] = CODE["copy_engine"]
     chosen = [index for index, rule in rules.items() if rule in own_rules]
     if chosen:
         rows = np.isin(trace.activities.name, chosen)
@@ -125,7 +121,7 @@ def _by_name(trace: Trace, own_rules: Sequence[Rule]) -> tuple[Int8, Int8, tuple
 def _families(rules: dict[int, Rule | None], counts: npt.NDArray[np.int64]) -> tuple[str, ...]:
     seen: dict[str, int] = {}
     for index, rule in rules.items():
-        if rule is not None and rule.family and rule.kind in ("flash_fwd", "flash_bwd"):
+        if rule is not None and rule.family and rule.kind in ATTENTION:
             seen[rule.family] = seen.get(rule.family, 0) + int(counts[index])
     return tuple(sorted(seen, key=lambda family: (-seen[family], family)))
 
@@ -136,11 +132,11 @@ def _families(rules: dict[int, Rule | None], counts: npt.NDArray[np.int64]) -> t
 def _by_launch(trace: Trace, launch: Int64, kind: Int8, evidence: Int8) -> None:
     """Compute kernels launched inside an attention operator or a merge range, where their name is no better proof."""
     kernel = (trace.activities.category != MEMCPY) & (trace.activities.category != MEMSET)
-    either = np.array([runs_in_either_pass(name) for name in trace.names] or [False], np.bool_)
-    named_flash = np.isin(kind, _FLASH) & ~either[trace.activities.name]
+    either = trace.names_that(runs_in_either_pass)[trace.activities.name]
+    named_flash = np.isin(kind, _FLASH) & ~either
     kernel &= evidence != USER_RULE
     open_to_change = kernel & ~named_flash & ~np.isin(kind, [CODE[name] for name in COMMUNICATION])
-    for name in ("flash_fwd", "flash_bwd"):
+    for name in ATTENTION:
         wanted = {text for text in trace.names if kind_of_attention_operator(text) == name}
         rows = open_to_change & launched_inside(trace, launch, trace.operators, wanted.__contains__)
         kind[rows], evidence[rows] = CODE[name], CPU_RECORDS
@@ -158,8 +154,7 @@ def launched_inside(
 ) -> npt.NDArray[np.bool_]:
     """Whether each activity was launched inside a range of a wanted name, on the range's own thread."""
     inside = np.zeros(len(launch), np.bool_)
-    matches = np.array([wanted(name) for name in trace.names] or [False], np.bool_)
-    rows = matches[ranges.name]
+    rows = trace.names_that(wanted)[ranges.name]
     joined = launch != NONE
     if not rows.any() or not joined.any():
         return inside
@@ -269,8 +264,3 @@ def _kind_of_comm_range(name: str) -> str | None:
     kind = kind_of_collective(match[1]) if match else None
     # nccl:coalesced says that something was batched and not what.
     return None if kind == "comm_other" else kind
-
-
-def kind_names(classified: Classified) -> list[str]:
-    """The kind of every activity, spelled out."""
-    return [KINDS[code] for code in classified.kind]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ringprof.analysis.kinds.classify import Calls, Classified
-from ringprof.analysis.kinds.rules import CODE, COMMUNICATION, OTHER_GROUPS
+from ringprof.analysis.kinds.kinds import CODE, COMMUNICATION, OTHER_GROUPS
 from ringprof.errors import UsageError
 from ringprof.trace.columns import Collective, Trace
 

@@ -1,4 +1,4 @@
-"""What kernels and communication calls are: the kinds, and the one table of name rules.
+"""What kernels and communication calls are by their names: the one table of rules.
 
 A kind is decided from the strongest evidence there is (`ringprof.analysis.kinds.classify`); these rules are its last
 resort, and for compute kernels mostly the only one.
@@ -10,25 +10,6 @@ import re
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
-
-COMPUTE = ("flash_fwd", "flash_bwd", "merge", "gemm", "other")
-COMMUNICATION = (
-    "send_recv",
-    "all_to_all",
-    "all_gather",
-    "reduce_scatter",
-    "all_reduce",
-    "broadcast",
-    "copy_engine",
-    "comm_other",
-)
-MEMORY = ("memcpy", "memset")
-OTHER_GROUPS = "other_groups"
-"""Communication of process groups that the user did not ask for; only where one was asked for."""
-KINDS = (*COMPUTE, *COMMUNICATION, *MEMORY, OTHER_GROUPS)
-"""Every kind; a column of kinds holds indices into this tuple."""
-
-CODE = {kind: code for code, kind in enumerate(KINDS)}
 
 
 class Rule(NamedTuple):

@@ -15,7 +15,8 @@ from __future__ import annotations
 import difflib
 import re
 
-from ringprof.analysis.kinds.rules import KINDS, OTHER_GROUPS, Rule
+from ringprof.analysis.kinds.kinds import KINDS, OTHER_GROUPS
+from ringprof.analysis.kinds.rules import Rule
 from ringprof.errors import UsageError
 
 KNOWN = tuple(kind for kind in KINDS if kind != OTHER_GROUPS)
@@ -49,5 +50,9 @@ def _expression(pattern: str) -> str:
     """As a regular expression that is searched for."""
     if "*" not in pattern and "?" not in pattern:
         return re.escape(pattern)
-    wild = {"*": ".*", "?": "."}
-    return r"\A" + "".join(wild.get(letter) or re.escape(letter) for letter in pattern) + r"\Z"
+    return rf"\A{wildcards(pattern)}\Z"
+
+
+def wildcards(pattern: str) -> str:
+    """A regular expression for the whole of a name, of a pattern in which ``*`` and ``?`` stand for anything."""
+    return "".join({"*": ".*", "?": "."}.get(letter) or re.escape(letter) for letter in pattern)

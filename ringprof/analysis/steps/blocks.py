@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ringprof.analysis.exposure import Rows
-from ringprof.analysis.kinds.rules import CODE
+from ringprof.analysis.kinds.kinds import ATTENTION, CODE
 from ringprof.analysis.rank import Detail
+from ringprof.analysis.timeline.rows import Rows
 from ringprof.trace.columns import NONE, Int64, Trace
 
 PHASES = ("fwd", "bwd")
@@ -64,7 +64,7 @@ def launch_order(detail: Detail, rows: Rows, exchanges: list[list[int]]) -> tupl
     attention kernel beside it comes next.
     """
     launch, columns = detail.classified.launch, detail.classified.trace.activities
-    attention = rows.activity[rows.of("flash_fwd", "flash_bwd")]
+    attention = rows.activity[rows.of(*ATTENTION)]
     first = [min(exchange, key=lambda activity: int(launch[activity])) for exchange in exchanges]
     at = np.array(first, np.int64)
     if np.any(launch[attention] == NONE) or np.any(launch[at] == NONE):
@@ -92,7 +92,7 @@ def named_blocks(detail: Detail, rows: Rows, iteration: Int64, order: Int64) -> 
         blocks = [place for place, item in enumerate(ranges) if item.part == "block"]
         if not blocks:
             continue
-        flash = np.flatnonzero(rows.of("flash_fwd", "flash_bwd"))
+        flash = np.flatnonzero(rows.of(*ATTENTION))
         place = _launched_in(trace, detail.classified.launch[rows.activity[flash]], ranges, blocks)
         flash, place = flash[place != NONE], place[place != NONE]
         if len(flash):
@@ -189,7 +189,7 @@ class Runs:
 
 def runs_of(rows: Rows, iteration: Int64, order: Int64, hops: Int64, ring_size: int) -> Runs:
     """The runs of one rank; ``hops`` is the launch order of its hops, ascending."""
-    flash = np.flatnonzero(rows.of("flash_fwd", "flash_bwd"))
+    flash = np.flatnonzero(rows.of(*ATTENTION))
     flash = flash[np.argsort(order[flash], kind="stable")]
     backward = rows.kind[flash] == CODE["flash_bwd"]
     before, number = np.searchsorted(hops, order[flash]), iteration[flash]

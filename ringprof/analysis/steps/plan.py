@@ -14,7 +14,6 @@ from functools import cached_property
 
 import numpy as np
 
-from ringprof.analysis.exposure import Rows, rows_of
 from ringprof.analysis.rank import Rank
 from ringprof.analysis.steps.blocks import (
     Blocks,
@@ -27,6 +26,7 @@ from ringprof.analysis.steps.blocks import (
     numbered,
     runs_of,
 )
+from ringprof.analysis.timeline.rows import Rows
 from ringprof.analysis.transfers.hops import Split
 from ringprof.trace.columns import NONE, Int64
 
@@ -53,7 +53,7 @@ class Side:
         detail = rank.detail
         self.rank = rank
         self.detail = detail
-        self.rows: Rows = rows_of(detail)
+        self.rows: Rows = detail.rows()
         number = np.full(len(detail.classified.trace.activities.start_ns), NONE, np.int64)
         for place, activities in enumerate(detail.window.iterations):
             number[activities] = place

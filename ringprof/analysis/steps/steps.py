@@ -15,10 +15,11 @@ import numpy as np
 
 from ringprof.analysis import intervals
 from ringprof.analysis.attribution import Attribution
-from ringprof.analysis.exposure import Exposure, Rows, exposure_of
-from ringprof.analysis.kinds.rules import COMPUTE
+from ringprof.analysis.exposure import Exposure, exposure_of
+from ringprof.analysis.kinds.kinds import COMPUTE
 from ringprof.analysis.steps.blocks import Blocks
 from ringprof.analysis.steps.plan import Plan, Side, placed, plan_steps, survey
+from ringprof.analysis.timeline.rows import Rows
 from ringprof.analysis.transfers.hops import Split, total
 from ringprof.trace.columns import Int64
 

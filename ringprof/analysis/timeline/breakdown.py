@@ -8,9 +8,8 @@ import numpy as np
 
 from ringprof.analysis import intervals
 from ringprof.analysis.intervals import Spans
-from ringprof.analysis.kinds.classify import Classified
-from ringprof.analysis.kinds.rules import CODE, COMMUNICATION, COMPUTE, KINDS, MEMORY, OTHER_GROUPS
-from ringprof.trace.columns import Int64
+from ringprof.analysis.kinds.kinds import ATTENTION, COMMUNICATION, COMPUTE, KINDS, MEMORY, OTHER_GROUPS
+from ringprof.analysis.timeline.rows import Rows
 
 
 @dataclass(frozen=True)
@@ -73,18 +72,13 @@ class Breakdown:
         return self.exposed_comm_ns / self.wall_ns if self.wall_ns else 0.0
 
 
-def break_down(classified: Classified, activities: Int64, between_ns: tuple[int, int] | None = None) -> Breakdown:
-    """The breakdown of one device's activities (indices into the trace's, not empty), cut at two times where given."""
-    start, end = _times(classified, activities, between_ns)
-    kind = classified.kind[activities]
-    compute = _spans(start, end, kind, COMPUTE)
-    comm = _spans(start, end, kind, COMMUNICATION)
-    others = _spans(start, end, kind, (OTHER_GROUPS,))
-    memory = _spans(start, end, kind, MEMORY)
+def break_down(rows: Rows) -> Breakdown:
+    """The breakdown of one device's activities, of which there is one at least."""
+    compute, comm = rows.spans(*COMPUTE), rows.spans(*COMMUNICATION)
     computing_or_sending = intervals.merged(compute, comm)
-    before_memory = intervals.merged(computing_or_sending, others)
-    first, last = int(start.min()), int(end.max())
-    busy = intervals.length_ns(intervals.merged(before_memory, memory))
+    before_memory = intervals.merged(computing_or_sending, rows.spans(OTHER_GROUPS))
+    first, last = int(rows.start_ns.min()), int(rows.end_ns.max())
+    busy = intervals.length_ns(intervals.merged(before_memory, rows.spans(*MEMORY)))
     comm_ns, compute_ns = intervals.length_ns(comm), intervals.length_ns(compute)
     exposed_ns = intervals.length_ns(computing_or_sending) - compute_ns
     return Breakdown(
@@ -97,39 +91,19 @@ def break_down(classified: Classified, activities: Int64, between_ns: tuple[int,
         # Each union holds the one before it, so their differences are what each part adds.
         exposed_memory_ns=busy - intervals.length_ns(before_memory),
         idle_ns=last - first - busy,
-        flash_ns=intervals.length_ns(_spans(start, end, kind, ("flash_fwd", "flash_bwd"))),
-        kinds=_kind_times(start, end, kind, compute),
+        flash_ns=intervals.length_ns(rows.spans(*ATTENTION)),
+        kinds=_kind_times(rows, compute),
         exposed_other_groups_ns=intervals.length_ns(before_memory) - intervals.length_ns(computing_or_sending),
     )
 
 
-def wall_of(classified: Classified, activities: Int64, between_ns: tuple[int, int] | None = None) -> int:
-    """The wall alone of that breakdown, in nanoseconds."""
-    start, end = _times(classified, activities, between_ns)
-    return int(end.max()) - int(start.min())
-
-
-def _times(classified: Classified, activities: Int64, between_ns: tuple[int, int] | None) -> tuple[Int64, Int64]:
-    start = classified.trace.activities.start_ns[activities]
-    end = np.maximum(classified.trace.activities.end_ns[activities], start)
-    if between_ns:
-        start, end = np.clip(start, *between_ns), np.clip(end, *between_ns)
-    return start, end
-
-
-def _spans(start: Int64, end: Int64, kind: np.ndarray, kinds: tuple[str, ...]) -> Spans:
-    rows = np.isin(kind, [CODE[name] for name in kinds])
-    return intervals.union(start[rows], end[rows])
-
-
-def _kind_times(start: Int64, end: Int64, kind: np.ndarray, compute: Spans) -> dict[str, KindTime]:
+def _kind_times(rows: Rows, compute: Spans) -> dict[str, KindTime]:
     result = {}
     for name in KINDS:
-        rows = kind == CODE[name]
-        if not rows.any():
+        mine = rows.of(name)
+        if not mine.any():
             continue
-        hidden = None
-        if name in COMMUNICATION:
-            hidden = int(np.sum(intervals.covered_ns(compute, start[rows], end[rows])))
-        result[name] = KindTime(int(np.sum(end[rows] - start[rows])), int(np.count_nonzero(rows)), hidden)
+        start, end = rows.start_ns[mine], rows.end_ns[mine]
+        hidden = int(np.sum(intervals.covered_ns(compute, start, end))) if name in COMMUNICATION else None
+        result[name] = KindTime(int(np.sum(end - start)), len(start), hidden)
     return result

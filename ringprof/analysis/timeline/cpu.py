@@ -13,7 +13,8 @@ import numpy.typing as npt
 
 from ringprof.analysis import intervals
 from ringprof.analysis.intervals import Spans
-from ringprof.analysis.kinds.rules import CODE, COMMUNICATION, COMPUTE, KINDS, MEMORY, kind_of_attention_operator
+from ringprof.analysis.kinds.kinds import ATTENTION, CODE, COMMUNICATION, COMPUTE, KINDS, MEMORY
+from ringprof.analysis.kinds.rules import kind_of_attention_operator
 from ringprof.analysis.timeline.breakdown import Breakdown, KindTime
 from ringprof.analysis.timeline.window import Window
 from ringprof.trace.columns import Int8, Int64, Ranges, Trace
@@ -62,7 +63,7 @@ def break_down_cpu(trace: Trace, window: Window, number: int | None = None) -> B
         exposed_comm_ns=exposed,
         exposed_memory_ns=intervals.length_ns(memory),
         idle_ns=last - first - busy,
-        flash_ns=intervals.length_ns(_of(start, end, kind, ("flash_fwd", "flash_bwd"))),
+        flash_ns=intervals.length_ns(_of(start, end, kind, ATTENTION)),
         kinds=_kind_times(start, end, kind, blocked, waits),
     )
 
@@ -89,8 +90,7 @@ def _bounds(trace: Trace, window: Window, number: int | None) -> tuple[int, int]
 
 
 def _named(trace: Trace, ranges: Ranges, pattern: re.Pattern[str]) -> Spans:
-    wanted = np.array([pattern.fullmatch(name) is not None for name in trace.names] or [False], np.bool_)
-    rows = wanted[ranges.name]
+    rows = trace.names_that(pattern.fullmatch)[ranges.name]
     return intervals.union(ranges.start_ns[rows], ranges.end_ns[rows])
 
 
@@ -105,7 +105,7 @@ def _outermost(trace: Trace) -> tuple[Int64, Int64, Int8]:
     keep = _leaf_or_known(trace, code)
     kind = code[operators.name].copy()
     merges = _named(trace, trace.annotations, _MERGE)
-    in_merge = intervals.contains(merges, operators.start_ns) & ~np.isin(kind, [CODE["flash_fwd"], CODE["flash_bwd"]])
+    in_merge = intervals.contains(merges, operators.start_ns) & ~np.isin(kind, [CODE[name] for name in ATTENTION])
     kind[in_merge & (kind >= 0)] = CODE["merge"]
     keep &= kind >= 0
     return operators.start_ns[keep], operators.end_ns[keep], kind[keep]
@@ -114,7 +114,7 @@ def _outermost(trace: Trace) -> tuple[Int64, Int64, Int8]:
 def _leaf_or_known(trace: Trace, code: Int8) -> npt.NDArray[np.bool_]:
     """Operators to count: not inside one that is counted, and not a wrapper around what is told apart."""
     operators = trace.operators
-    wrapper = np.array(["::" not in name for name in trace.names] or [False], np.bool_)
+    wrapper = trace.names_that(lambda name: "::" not in name)
     keep = np.zeros(len(operators.start_ns), np.bool_)
     for thread in np.unique(operators.thread):
         rows = np.flatnonzero((operators.thread == thread) & ~wrapper[operators.name] & (code[operators.name] >= 0))

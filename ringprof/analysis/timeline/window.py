@@ -10,6 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ringprof.analysis import intervals
+from ringprof.analysis.kinds.user_rules import wildcards
+from ringprof.analysis.timeline.rows import Rows
 from ringprof.errors import UsageError
 from ringprof.trace.columns import NONE, Int64, Ranges, Trace
 
@@ -46,6 +48,11 @@ class Window:
             inside[part] = True
         return np.flatnonzero(inside)
 
+    def by_iteration(self, rows: Rows) -> list[Rows]:
+        """The rows of each iteration that has some."""
+        parts = (rows.among(part) for part in self.iterations)
+        return [part for part in parts if len(part.activity)]
+
 
 def find_window(trace: Trace, launch: Int64, name: str | None = None) -> Window:
     """The profiled iterations of a trace, or every range called ``name`` (``*`` and ``?`` are wildcards).
@@ -60,7 +67,7 @@ def find_window(trace: Trace, launch: Int64, name: str | None = None) -> Window:
         return _named_window(trace, launch, name)
     found_marks = False
     for source, pattern in zip(("ringprof", "profiler"), _MARKS, strict=True):
-        marked = np.array([pattern.fullmatch(name) is not None for name in trace.names] or [False], np.bool_)
+        marked = trace.names_that(pattern.fullmatch)
         rows = np.flatnonzero(marked[trace.annotations.name])
         if not len(rows):
             continue
@@ -75,8 +82,7 @@ def find_window(trace: Trace, launch: Int64, name: str | None = None) -> Window:
 
 
 def _named_window(trace: Trace, launch: Int64, name: str) -> Window:
-    wild = re.compile("".join({"*": ".*", "?": "."}.get(letter) or re.escape(letter) for letter in name), re.DOTALL)
-    marked = np.array([wild.fullmatch(text) is not None for text in trace.names] or [False], np.bool_)
+    marked = trace.names_that(re.compile(wildcards(name), re.DOTALL).fullmatch)
     rows = np.flatnonzero(marked[trace.annotations.name])
     if not len(rows):
         known = Counter(trace.names[index] for index in trace.annotations.name.tolist())

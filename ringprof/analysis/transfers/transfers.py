@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 
 from ringprof.analysis.kinds.classify import EVIDENCE, Calls, Classified, single_peer
-from ringprof.analysis.kinds.rules import CODE, COMMUNICATION, KINDS
+from ringprof.analysis.kinds.kinds import CODE, COMMUNICATION, KINDS
 from ringprof.trace.columns import NONE, Collective, Int64, Trace
 
 _ELEMENT_BYTES = {

@@ -11,7 +11,7 @@ from bokeh.plotting import figure
 
 from ringprof.analysis.findings.summary import PARTS
 from ringprof.analysis.findings.waterfall import Waterfall
-from ringprof.analysis.kinds.rules import KINDS
+from ringprof.analysis.kinds.kinds import KINDS
 from ringprof.analysis.steps.steps import Step
 from ringprof.report import palette
 from ringprof.report.lanes import Bar, Timeline

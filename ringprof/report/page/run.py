@@ -8,7 +8,7 @@ from typing import Any
 
 from ringprof.analysis.attribution import Attribution
 from ringprof.analysis.findings.verdict import Findings
-from ringprof.analysis.kinds.rules import KINDS
+from ringprof.analysis.kinds.kinds import KINDS
 from ringprof.analysis.steps.steps import Step
 from ringprof.report.lanes import timeline_of
 from ringprof.report.page.document import Cell, Document, Section, Table, drawing, number, text

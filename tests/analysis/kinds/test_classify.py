@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ringprof.analysis.kinds.classify import EVIDENCE, classify, kind_names
+from ringprof.analysis.kinds.classify import EVIDENCE, classify
 from ringprof.trace.columns import MEMCPY, MEMSET
-from tests.analysis.build import FLASH, MAIN, NCCL, Builder, collective
+from tests.analysis.build import FLASH, MAIN, NCCL, Builder, collective, kind_names
 
 ADD = "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>"
 ROTATION = {"in_split": (0, 0, 1000, 0), "out_split": (1000, 0, 0, 0)}

@@ -4,13 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ringprof.analysis.kinds.rules import (
-    KINDS,
-    RULES,
-    kind_of_attention_operator,
-    kind_of_collective,
-    rule_for,
-)
+from ringprof.analysis.kinds.kinds import KINDS
+from ringprof.analysis.kinds.rules import RULES, kind_of_attention_operator, kind_of_collective, rule_for
 
 NAMES = {
     "send_recv": [

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from ringprof.analysis.kinds.classify import classify, kind_names
+from ringprof.analysis.kinds.classify import classify
 from ringprof.analysis.kinds.rules import rule_for
 from ringprof.analysis.kinds.user_rules import parse_rules
 from ringprof.errors import UsageError
-from tests.analysis.build import FLASH, NCCL, Builder, collective
+from tests.analysis.build import FLASH, NCCL, Builder, collective, kind_names
 
 
 def kinds(builder, text):

@@ -1,0 +1,74 @@
+"""Every kind of activity: its key, what people and NCCL call it, what it counts as, and the colour it is drawn in.
+
+A new kind is a record here and rules that tell it (`ringprof.analysis.kinds.rules`). Colours are Okabe and Ito's, which
+people with any colour vision tell apart (M. Okabe, K. Ito, "Color Universal Design", 2008).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+BLUE, SKY, GREEN, ORANGE, VERMILION, PURPLE, YELLOW, GREY = (
+    "#0072B2", "#56B4E9", "#009E73", "#E69F00", "#D55E00", "#CC79A7", "#F0E442", "#8A8A8A",
+)  # fmt: skip
+
+
+class Kind(NamedTuple):
+    """One kind of device activity."""
+
+    key: str
+    """In JSON, frames and rules."""
+    label: str
+    """For people."""
+    group: str
+    """What it counts as: ``attention`` and ``compute`` are computation; ``communication``; ``memory``;
+    ``other_groups``."""
+    colour: str
+    operation: str = ""
+    """Of communication: what NCCL calls it, for sentences; empty where the label serves."""
+
+
+_RECORDS = (
+    Kind("flash_fwd", "flash forward", "attention", BLUE),
+    Kind("flash_bwd", "flash backward", "attention", SKY),
+    Kind("merge", "merge", "compute", GREEN),
+    Kind("gemm", "matrix product", "compute", YELLOW),
+    Kind("other", "other compute", "compute", GREY),
+    Kind("send_recv", "send/recv", "communication", ORANGE, "SendRecv"),
+    Kind("all_to_all", "all-to-all", "communication", ORANGE, "AllToAll"),
+    Kind("all_gather", "all-gather", "communication", ORANGE, "AllGather"),
+    Kind("reduce_scatter", "reduce-scatter", "communication", ORANGE, "ReduceScatter"),
+    Kind("all_reduce", "all-reduce", "communication", ORANGE, "AllReduce"),
+    Kind("broadcast", "broadcast", "communication", ORANGE, "Broadcast"),
+    Kind("copy_engine", "peer copies", "communication", ORANGE, "peer copy"),
+    Kind("comm_other", "other communication", "communication", ORANGE),
+    Kind("memcpy", "memory copies", "memory", PURPLE),
+    Kind("memset", "memory sets", "memory", PURPLE),
+    Kind("other_groups", "other groups", "other_groups", GREY),
+)
+
+KIND = {kind.key: kind for kind in _RECORDS}
+KINDS = tuple(KIND)
+"""The key of every kind; a column of kinds holds indices into this tuple."""
+CODE = {key: code for code, key in enumerate(KINDS)}
+
+
+def _of(*groups: str) -> tuple[str, ...]:
+    return tuple(kind.key for kind in _RECORDS if kind.group in groups)
+
+
+ATTENTION = _of("attention")
+COMPUTE = _of("attention", "compute")
+COMMUNICATION = _of("communication")
+MEMORY = _of("memory")
+OTHER_GROUPS = "other_groups"
+"""Communication of process groups that the user did not ask for; only where one was asked for."""
+BESIDE_ATTENTION = (*_of("compute"), *MEMORY)
+"""What a device does that is neither attention nor communication."""
+POINT_TO_POINT = ("send_recv", "copy_engine")
+"""Communication between two ranks; all other kinds are of a whole group."""
+
+
+def in_a_sentence(kind: str) -> str:
+    """What a kind is called within a sentence: ``SendRecv``, ``peer copy``."""
+    return KIND[kind].operation or KIND[kind].label

@@ -1,0 +1,57 @@
+"""The activities that a rank's figures are made of: of one device, over one window, cut where the window is cut."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ringprof.analysis import intervals
+from ringprof.analysis.intervals import Spans
+from ringprof.analysis.kinds.classify import Classified
+from ringprof.analysis.kinds.kinds import CODE
+from ringprof.trace.columns import Int8, Int64
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Activities with their times and kinds; arrays of one length."""
+
+    activity: Int64
+    """Indices into ``trace.activities``, ascending."""
+    start_ns: Int64
+    end_ns: Int64
+    """Never before the start; both cut where the window is."""
+    kind: Int8
+    """Index into `KINDS`."""
+
+    def of(self, *kinds: str) -> npt.NDArray[np.bool_]:
+        """Whether each is one of these kinds."""
+        return np.isin(self.kind, [CODE[kind] for kind in kinds])
+
+    def spans(self, *kinds: str) -> Spans:
+        """The time in which any activity of these kinds runs."""
+        rows = self.of(*kinds)
+        return intervals.union(self.start_ns[rows], self.end_ns[rows])
+
+    def among(self, activities: Int64) -> Rows:
+        """Those of them that are among ``activities`` (ascending)."""
+        place = np.searchsorted(self.activity, activities)
+        place = place[place < len(self.activity)]
+        kept = place[self.activity[place] == activities[: len(place)]]
+        return Rows(self.activity[kept], self.start_ns[kept], self.end_ns[kept], self.kind[kept])
+
+
+def rows_of(classified: Classified, activities: Int64, device: int | None, between_ns: tuple[int, int] | None) -> Rows:
+    """The ``activities`` of one device (of every one where None) that reach into the chosen times, cut at both."""
+    columns = classified.trace.activities
+    if device is not None:
+        activities = activities[columns.device[activities] == device]
+    start = columns.start_ns[activities]
+    end = np.maximum(columns.end_ns[activities], start)
+    if between_ns is not None:
+        first, last = between_ns
+        inside = (start < last) & (end > first)
+        activities, start, end = activities[inside], np.maximum(start[inside], first), np.minimum(end[inside], last)
+    return Rows(activities, start, end, classified.kind[activities])
