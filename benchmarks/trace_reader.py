@@ -34,7 +34,7 @@ def read(path):
     return trace.events_total, len(trace.activities.start_ns)
 """,
     "ringprof, with its analysis": """
-from ringprof.analysis.attribution import attribute
+from ringprof.scale.pipeline import attribute
 from ringprof.trace.kineto import read_trace
 def read(path):
     trace = read_trace(path)

@@ -21,20 +21,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ringprof import frames
-from ringprof.analysis.attribution import Attribution, attribute
+from ringprof.analysis.attribution import Attribution
 from ringprof.analysis.findings.comparison import Comparison
 from ringprof.analysis.findings.figures import figures_of, figures_of_table
-from ringprof.analysis.findings.summary import Summary, summarise
-from ringprof.analysis.findings.verdict import Findings
+from ringprof.analysis.findings.findings import Findings
+from ringprof.analysis.findings.summary import Summary
 from ringprof.analysis.kinds.rules import Rule
-from ringprof.analysis.timeline.focus import EVERYTHING, Focus, parse_between
+from ringprof.analysis.timeline.focus import Focus, parse_between
 from ringprof.analysis.transfers.clocks import Clocks
 from ringprof.errors import InputError, KernelTableError, UsageError
 from ringprof.files import exists, folder_of, is_url, read_whole, size_of, within
 from ringprof.report import as_json, terminal
 from ringprof.run import RankTrace, Run, Workload, read_run
-from ringprof.scale.given import Given, Notify
-from ringprof.trace.columns import Caveat, Trace
+from ringprof.scale.pipeline import explain_stored, explain_traces
+from ringprof.scale.trace_set import Notify, TraceSet
+from ringprof.scale.workers import DaskCluster, LocalProcesses
+from ringprof.trace.columns import Caveat
 from ringprof.trace.detect import Input, detect, detect_bytes
 from ringprof.trace.kineto import parse_trace
 from ringprof.trace.nsys import SQLITE_MAGIC
@@ -47,8 +49,6 @@ if TYPE_CHECKING:
     from ringprof.analysis.findings.comparison import Entry
     from ringprof.kernel_tables.analyse import TableReport
     from ringprof.report.plots import Plots
-    from ringprof.scale.attribute import Stored
-    from ringprof.scale.work import Work
 
 
 MOST_IN_MEMORY = 64
@@ -60,30 +60,20 @@ MOST_BYTES_IN_MEMORY = 8 << 30
 class Analysis:
     """One run, or the traces of one, explained. Made by `load`."""
 
-    def __init__(
-        self,
-        traces: Sequence[Trace],
-        run: Run | None,
-        source: Input,
-        ranks_per_host: int | None,
-        focus: Focus = EVERYTHING,
-    ) -> None:
-        self._traces = tuple(traces)
+    def __init__(self, findings: Findings, source: Input) -> None:
+        self.findings = findings
+        """Steps, waterfall and verdict, as values."""
         self._source = source
-        self._ranks_per_host = ranks_per_host
-        self._focus = focus
-        self.run = run
-        """What the recorder wrote, or None for traces from elsewhere."""
 
-    @cached_property
+    @property
     def attribution(self) -> Attribution:
         """Every rank's figures, as values."""
-        return attribute(self._traces, self.run, self._ranks_per_host, self._focus)
+        return self.findings.attribution
 
-    @cached_property
-    def findings(self) -> Findings:
-        """Steps, waterfall and verdict, as values."""
-        return Findings(self.attribution, summarise(self.attribution))
+    @property
+    def run(self) -> Run | None:
+        """What the recorder wrote, or None for traces from elsewhere."""
+        return self.attribution.run
 
     @property
     def summary(self) -> Summary:
@@ -168,7 +158,7 @@ class Analysis:
         return render(run_document(self.findings, self.report(), name))
 
     def __repr__(self) -> str:
-        name = self.run.name if self.run else f"{len(self._traces)} traces"
+        name = self.run.name if self.run else f"{len(self.ranks)} traces"
         return f"<ringprof.Analysis of {name}>"
 
     def _repr_html_(self) -> str:
@@ -176,30 +166,6 @@ class Analysis:
         from ringprof.report.notebook import findings_html
 
         return findings_html(self.findings)
-
-
-class StoredAnalysis(Analysis):
-    """An analysis of many ranks, whose figures are in memory and whose details are made anew when asked for."""
-
-    def __init__(self, stored: Stored, source: Input, work: Work) -> None:
-        self._stored, self._work, self._source = stored, work, source
-        self.run = stored.attribution.run
-
-    @cached_property
-    def attribution(self) -> Attribution:
-        return self._stored.attribution
-
-    @cached_property
-    def findings(self) -> Findings:
-        from ringprof.scale.attribute import StoredFindings
-
-        stored = self._stored
-        return StoredFindings(
-            stored.attribution, summarise(stored.attribution), stored.details, stored.surveys, stored.told, self._work
-        )
-
-    def __repr__(self) -> str:
-        return f"<ringprof.Analysis of {self.run.name if self.run else f'{len(self.ranks)} traces'}>"
 
 
 class TableAnalysis:
@@ -302,10 +268,10 @@ def load(paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]], **how
     if source.type == "text":
         return _load_text(source.paths[0], None, reading)
     if _are_many(source.paths, reading):
-        many = Given([_anywhere(name) for name in source.paths], [None] * len(source.paths), source.paths)
+        many = TraceSet([_anywhere(name) for name in source.paths], [None] * len(source.paths), source.paths)
         return _load_stored(many, source, reading)
     traces = read_traces(source.paths, jobs=reading.jobs, limit_bytes=reading.limit_bytes)
-    return Analysis(traces, None, source, reading.ranks_per_host, reading.focus())
+    return Analysis(explain_traces(traces, None, reading.ranks_per_host, reading.focus()), source)
 
 
 def load_bytes(data: bytes, name: str = "-", **how: Any) -> Analysis | TableAnalysis:
@@ -317,7 +283,7 @@ def load_bytes(data: bytes, name: str = "-", **how: Any) -> Analysis | TableAnal
     if kind == "text":
         return _load_text(name, data, reading)
     trace = parse_trace(data, name, limit_bytes=reading.limit_bytes)
-    return Analysis([trace], None, Input("trace", (name,)), reading.ranks_per_host, reading.focus())
+    return Analysis(explain_traces([trace], None, reading.ranks_per_host, reading.focus()), Input("trace", (name,)))
 
 
 def _load_run(path: str, source: Input, reading: Reading) -> Analysis:
@@ -330,12 +296,12 @@ def _load_run(path: str, source: Input, reading: Reading) -> Analysis:
     paths = [_quickest(folder, trace) for trace in run.traces]
     if _are_many(paths, reading):
         return _load_stored(
-            Given([_anywhere(name) for name in paths], ranks, shown, run, _anywhere(path)), source, reading
+            TraceSet([_anywhere(name) for name in paths], ranks, shown, run, _anywhere(path)), source, reading
         )
     path_of = dict(zip(ranks, shown, strict=True))
     read = read_traces(paths, jobs=reading.jobs, limit_bytes=reading.limit_bytes, ranks=ranks)
     traces = [replace(trace, path=path_of[trace.rank or 0]) for trace in read]
-    return Analysis(traces, run, source, reading.ranks_per_host, reading.focus())
+    return Analysis(explain_traces(traces, run, reading.ranks_per_host, reading.focus()), source)
 
 
 def _quickest(folder: str, trace: RankTrace) -> str:
@@ -363,26 +329,22 @@ def _are_many(paths: Sequence[str], reading: Reading) -> bool:
     return bool(reading.scheduler) or len(paths) > MOST_IN_MEMORY or json_bytes(paths) > MOST_BYTES_IN_MEMORY
 
 
-def _load_stored(given: Given, source: Input, reading: Reading) -> Analysis:
-    from ringprof.scale.attribute import attribute_stored
-    from ringprof.scale.work import Cluster, Processes
-
-    work = Processes(reading.jobs)
-    cluster = Cluster(reading.scheduler) if reading.scheduler else None
+def _load_stored(given: TraceSet, source: Input, reading: Reading) -> Analysis:
+    cluster = DaskCluster(reading.scheduler) if reading.scheduler else None
     try:
-        stored = attribute_stored(
+        found = explain_stored(
             given,
             reading.ranks_per_host,
             reading.focus(),
-            work=work,
-            reading=cluster,
+            workers=LocalProcesses(reading.jobs),
+            readers=cluster,
             limit_bytes=reading.limit_bytes,
-            notify=reading.notify or (lambda what, done, of: None),
+            notify=reading.notify,
         )
     finally:
         if cluster is not None:
             cluster.close()
-    return StoredAnalysis(stored, source, work)
+    return Analysis(found, source)
 
 
 def _load_text(name: str, data: bytes | None, reading: Reading) -> TableAnalysis:

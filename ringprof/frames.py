@@ -14,7 +14,7 @@ from ringprof.analysis.kinds.kinds import KINDS
 from ringprof.analysis.rank import Rank
 from ringprof.analysis.steps.steps import STEP_COLUMNS, Step
 from ringprof.analysis.timeline.breakdown import Breakdown
-from ringprof.analysis.transfers.hops import Hop
+from ringprof.analysis.transfers.hops import Hop, gbps
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -133,7 +133,7 @@ def _hop_row(hop: Hop) -> dict[str, Any]:
         "wait_ns": hop.wait_ns,
         "wire_ns": wire,
         "exposed_ns": hop.exposed_ns,
-        "wire_gbps": size / wire if size is not None and wire else None,
+        "wire_gbps": gbps(size, wire),
         "link": hop.parts[0].link,
         "source": transfers[0].source,
     }

@@ -16,13 +16,13 @@ from msgspec.structs import replace
 pytest.importorskip("torch", reason="recording needs torch")
 
 from ringprof import cli, sweep
-from ringprof.analysis.attribution import attribute
 from ringprof.analysis.findings.summary import summarise
 from ringprof.errors import InputError, RecordError, UnfitWorkloadError, UsageError, VerificationError
 from ringprof.record import Request
 from ringprof.record.ending.failure import Interrupted
 from ringprof.record.progress import Silent
 from ringprof.run import Controls, Workload, write_run
+from ringprof.scale.pipeline import attribute
 from tests.analysis.findings.test_summary import ring_with_compute
 from tests.analysis.recorded import recorded_run
 

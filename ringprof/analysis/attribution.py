@@ -7,22 +7,16 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
 
-from ringprof.analysis.explain import Explained, explain, with_communication, with_splits
-from ringprof.analysis.kinds.groups import group_names, refuse_unknown_group
-from ringprof.analysis.rank import Rank, kept
-from ringprof.analysis.timeline.focus import EVERYTHING, Focus
-from ringprof.analysis.transfers import waiting
-from ringprof.analysis.transfers.clocks import UNKNOWN_NS, Clocks, fit_clocks, one_clock
-from ringprof.analysis.transfers.from_run import fill
-from ringprof.analysis.transfers.hops import Hosts, Split
+from ringprof.analysis.rank import Rank
+from ringprof.analysis.timeline.focus import Focus
+from ringprof.analysis.transfers.clocks import UNKNOWN_NS, Clocks, one_clock
+from ringprof.analysis.transfers.hops import Hosts
 from ringprof.analysis.transfers.hosts import clock_of, hosts_of
-from ringprof.analysis.transfers.matching import match
-from ringprof.analysis.transfers.transfers import Transfer
-from ringprof.analysis.transfers.waiting import LinkClass, Waits
+from ringprof.analysis.transfers.waiting import LinkClass
 from ringprof.errors import InputError
 from ringprof.run import Run
-from ringprof.trace.columns import Caveat, Trace
-from ringprof.trace.heads import OF_THE_RUN, Head, head_of
+from ringprof.trace.columns import Caveat
+from ringprof.trace.heads import OF_THE_RUN, Head
 
 
 @dataclass(frozen=True)
@@ -57,38 +51,6 @@ class Attribution:
         return all(rank.on_cpu for rank in self.ranks)
 
 
-def attribute(
-    traces: Sequence[Trace], run: Run | None = None, ranks_per_host: int | None = None, focus: Focus = EVERYTHING
-) -> Attribution:
-    """Explain the traces of one run, one a rank; ``focus`` chooses what part of them.
-
-    ``ranks_per_host`` names the hosts where neither ``run`` nor the traces do. Raises `InputError` where two traces
-    are of the same rank or of runs of different size, `TraceFormatError` where a trace holds nothing to analyse,
-    `UsageError` where a chosen range or group is not there.
-    """
-    opening = open_run([head_of(trace) for trace in traces], run, ranks_per_host, focus)
-    clocks = None
-    if opening.needs_clocks:
-        clocks = attribute(traces, run, ranks_per_host, replace(focus, between_ns=None)).clocks
-        opening = opening.on(clocks)
-    explained = {
-        rank: explain(rank, opening.hosts.get(rank), traces[at], focus, opening.between_ns(rank))
-        for rank, at in opening.place.items()
-    }
-    if focus.group is not None and not any(one.in_group for one in explained.values()):
-        refuse_unknown_group(focus.group, {name for trace in traces for name in group_names(trace)})
-    transfers = {rank: fill(one.transfers, run, rank) for rank, one in explained.items()}
-    clocks, waits, warnings = _split(transfers, opening, [one.rank for one in explained.values()], clocks)
-    ranks = tuple(_finished(one, waits.by_rank[rank]) for rank, one in explained.items())
-    said = [*opening.warnings, *(warning for one in explained.values() for warning in one.warnings)]
-    return Attribution(ranks, run, waits.best_gbps, all_warnings(opening, said, warnings), clocks, opening.world_size)
-
-
-def _finished(explained: Explained, splits: list[Split]) -> Rank:
-    detail = with_splits(explained.detail, splits, explained.rank.rank)
-    return replace(with_communication(explained.rank, detail), read_detail=kept(detail))
-
-
 # --- before any trace is looked at ---------------------------------------------------------------------
 
 
@@ -96,7 +58,7 @@ MOST_LISTED = 8
 
 
 @dataclass(frozen=True)
-class Opening:
+class RunOutline:
     """What the heads of the traces tell."""
 
     place: dict[int, int]
@@ -117,7 +79,7 @@ class Opening:
         """Whether times are chosen that are not the same on every rank's clock."""
         return self.chosen_ns is not None and len(set(self.clock_of.values())) > 1
 
-    def on(self, clocks: Clocks) -> Opening:
+    def on(self, clocks: Clocks) -> RunOutline:
         """The same, with all ranks' times on one clock."""
         return replace(self, offset_ns=clocks.offset_ns)
 
@@ -127,6 +89,10 @@ class Opening:
             return None
         start = self._first_ns - self.offset_ns.get(rank, 0)
         return start + self.chosen_ns[0], start + self.chosen_ns[1]
+
+    def chosen_by_rank(self) -> dict[int, tuple[int, int] | None]:
+        """The same for every rank; empty where no times are chosen."""
+        return {rank: self.between_ns(rank) for rank in self.place} if self.chosen_ns else {}
 
     @cached_property
     def _first_ns(self) -> int:
@@ -145,7 +111,7 @@ class Opening:
 _CUT = {"truncated", "damaged_compression"}
 
 
-def open_run(heads: Sequence[Head], run: Run | None, ranks_per_host: int | None, focus: Focus) -> Opening:
+def outline_run(heads: Sequence[Head], run: Run | None, ranks_per_host: int | None, focus: Focus) -> RunOutline:
     """Tell the ranks, hosts and clocks of traces that are of one run. Raises `InputError` where they are not."""
     warnings = [warning for head in heads for warning in _with_rank(head)]
     place = _by_rank(heads, warnings)
@@ -157,7 +123,7 @@ def open_run(heads: Sequence[Head], run: Run | None, ranks_per_host: int | None,
     numbered = {rank: heads[at] for rank, at in place.items()}
     hosts = hosts_of(numbered, run, ranks_per_host)
     sizes = [head.world_size for head in heads if head.world_size]
-    return Opening(
+    return RunOutline(
         place=place,
         hosts=hosts,
         clock_of=clock_of(numbered, hosts),
@@ -207,25 +173,7 @@ def _refuse_other_sizes(heads: Sequence[Head]) -> None:
 # --- all ranks --------------------------------------------------------------------------------------
 
 
-def _split(
-    transfers: dict[int, list[Transfer]], opening: Opening, ranks: Sequence[Rank], clocks: Clocks | None
-) -> tuple[Clocks, Waits, list[Caveat]]:
-    """Wait and wire of every communication kernel, or a warning that says why not; fits ``clocks`` where not given."""
-    matches = match(transfers)
-    if clocks is None:
-        apart = len(set(opening.clock_of.values())) > 1
-        clocks = fit_clocks(matches, opening.clock_of) if apart else one_clock(list(transfers))
-    waits = waiting.split(matches, opening.hosts, clocks)
-    if not any(transfers.values()):
-        return clocks, Waits(waits.by_rank, {}), []
-    disagree = waiting.clocks_disagree(matches, clocks)
-    usable, warnings = judge(ranks, clocks, matches.unmatched(), disagree, waits.inconclusive)
-    if not usable:
-        waits = Waits(waiting.without_times(waits.by_rank), {})
-    return clocks, waits, warnings
-
-
-def judge(
+def judge_matching(
     ranks: Sequence[Rank], clocks: Clocks, unmatched: Mapping[str, int], disagree: bool, inconclusive: int
 ) -> tuple[bool, list[Caveat]]:
     """Whether wait and wire can be told at all, and what is to be said of the matching.
@@ -272,14 +220,14 @@ def _no_common_clock(ranks: Sequence[Rank], clocks: Clocks) -> Caveat | None:
     return None
 
 
-def all_warnings(opening: Opening, said: Sequence[Caveat], of_matching: Sequence[Caveat]) -> tuple[Caveat, ...]:
-    """Those of the input, then those that follow; what the reader has said of the whole run is not said again."""
+def all_warnings(outline: RunOutline, said: Sequence[Caveat], of_matching: Sequence[Caveat]) -> tuple[Caveat, ...]:
+    """Input warnings, then analysis warnings; a `mixed_runs` that the reader raised is not repeated."""
     codes = {warning.code for warning in said}
     fresh = [warning for warning in of_matching if warning.code != "mixed_runs" or warning.code not in codes]
-    return merged([*said, *opening.missing(), *fresh])
+    return merged_caveats([*said, *outline.missing(), *fresh])
 
 
-def merged(warnings: Iterable[Caveat]) -> tuple[Caveat, ...]:
+def merged_caveats(warnings: Iterable[Caveat]) -> tuple[Caveat, ...]:
     """One warning where several ranks raise the same."""
     found: dict[tuple[str, str], Caveat] = {}
     for warning in warnings:

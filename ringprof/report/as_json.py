@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
+from ringprof.analysis.findings.findings import Findings
 from ringprof.analysis.findings.summary import Communication, Summary
-from ringprof.analysis.findings.verdict import Findings
 from ringprof.analysis.findings.waterfall import Waterfall, WaterfallPart
 from ringprof.analysis.kinds.kinds import OTHER_GROUPS
 from ringprof.analysis.rank import Rank

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from html import escape
 
 from ringprof.analysis.findings.comparison import Comparison
-from ringprof.analysis.findings.verdict import Findings
+from ringprof.analysis.findings.findings import Findings
 from ringprof.report.terminal import header_of
 from ringprof.report.text import clean, percent
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from ringprof.analysis.attribution import Attribution
 from ringprof.analysis.exposure import exposure_of
-from ringprof.analysis.findings.verdict import Findings
+from ringprof.analysis.findings.findings import Findings
 from ringprof.analysis.kinds.kinds import KINDS
 from ringprof.analysis.rank import Rank
 from ringprof.analysis.steps.steps import Step

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ringprof.analysis.findings.comparison import Comparison
+from ringprof.analysis.findings.findings import Findings
 from ringprof.analysis.findings.summary import PARTS
-from ringprof.analysis.findings.verdict import Findings
 from ringprof.analysis.steps.steps import Step
 from ringprof.report import palette
 from ringprof.report.lanes import timeline_of

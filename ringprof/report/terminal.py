@@ -16,8 +16,8 @@ from rich.table import Table
 from rich.text import Text
 
 from ringprof.analysis.attribution import Attribution
+from ringprof.analysis.findings.findings import Findings
 from ringprof.analysis.findings.summary import Communication, KindRow, Rates, Summary
-from ringprof.analysis.findings.verdict import Findings
 from ringprof.analysis.kinds.kinds import in_a_sentence
 from ringprof.analysis.transfers.hops import EMULATED, OTHER_HOST, SAME_HOST
 from ringprof.report import sections as further

@@ -1,34 +1,36 @@
-"""What is done for one rank, or for a few that stand side by side; each a function that another process can carry out.
+"""What the pipeline does for one rank, or for a tile of ranks; each a function that another process can carry out.
 
 A rank's wait and wire hang on the ranks that it exchanges messages with, and on theirs. So a tile of ranks is split
-with those two rings of neighbours around it by the very functions that split a whole run, and of what comes out only
-the tile's part is kept.
+with those two rings of neighbours around it, and of what comes out only the tile's part is kept. In memory one tile
+holds all ranks.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 from ringprof.analysis.explain import explain, with_communication, with_splits
 from ringprof.analysis.kinds.groups import group_names
+from ringprof.analysis.kinds.kinds import POINT_TO_POINT
 from ringprof.analysis.rank import Detail, Rank, kept
-from ringprof.analysis.steps.plan import Plan, Side, Survey, own_plan, survey
-from ringprof.analysis.steps.steps import ExposedBySteps, Step, exposed_by_step, steps_of
+from ringprof.analysis.steps.plan import RankSteps, Survey, own_plan, survey
+from ringprof.analysis.steps.steps import ExposedBySteps, exposed_steps
 from ringprof.analysis.timeline.focus import Focus
-from ringprof.analysis.transfers import waiting
-from ringprof.analysis.transfers.clocks import Clocks, Way, collect
+from ringprof.analysis.transfers.clocks import Clocks, TrafficSummary, collect
 from ringprof.analysis.transfers.from_run import fill
 from ringprof.analysis.transfers.hops import Hosts
 from ringprof.analysis.transfers.matching import Matches, match
-from ringprof.analysis.transfers.waiting import Best, LinkClass
+from ringprof.analysis.transfers.waiting import Best, LinkClass, Waiting, without_times
 from ringprof.errors import InputError
 from ringprof.files import is_url
 from ringprof.run import Run, read_run
-from ringprof.scale.gatherings import KnownGatherings
-from ringprof.scale.store import Store
+from ringprof.scale.collective_ledger import LedgerExtract
+from ringprof.scale.store import RankStore
+from ringprof.scale.workers import Workers
 from ringprof.trace.columns import Caveat
 from ringprof.trace.heads import Head, head_of
 from ringprof.trace.ranks import starts_with, try_one
@@ -36,17 +38,32 @@ from ringprof.trace.reduced import MAGIC, reduce_trace
 
 
 @dataclass(frozen=True)
-class Scene:
-    """What all ranks have in common; plain data, and little."""
+class RunContext:
+    """What all ranks have in common; with a store on disk plain data, and little."""
 
-    store: Store
+    store: RankStore
     focus: Focus
     between_ns: Mapping[int, tuple[int, int] | None]
     """The chosen times by rank, as unix times of its clock; empty where none are chosen."""
-    run_path: str | None
+    recorded: Run | str | None
+    """What the recorder wrote, or the path of it."""
+    hosts: Hosts
 
     def run(self) -> Run | None:
-        return None if self.run_path is None else _run_at(self.run_path)
+        return _run_at(self.recorded) if isinstance(self.recorded, str) else self.recorded
+
+    def detail(self, rank: int) -> Detail:
+        """The detail of a rank whose transfers are split; for `ringprof.analysis.rank.Rank.read_detail`."""
+        found = self.store.detail(rank)
+        return with_splits(self.detail_alone(rank), self.store.splits(rank), rank) if found is None else found
+
+    def detail_alone(self, rank: int) -> Detail:
+        """The same without its communication."""
+        found = self.store.detail(rank)
+        if found is not None:
+            return found
+        trace, host = self.store.trace(rank), self.hosts.get(rank)
+        return explain(rank, host, trace, self.focus, self.between_ns.get(rank)).detail
 
 
 @lru_cache(maxsize=1)
@@ -66,11 +83,16 @@ def reduce_at(path: str, limit_bytes: int | None) -> tuple[Head, bytes | None] |
     return head_of(trace), None if here else reduce_trace(trace)
 
 
+def scratch_file(folder: str, at: int) -> str:
+    """Where the reduced form of the trace that was given as number ``at`` is kept."""
+    return os.path.join(folder, f"reduced{at}")
+
+
 # --- one rank -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Alone:
+class RankAlone:
     """What one trace says without the others."""
 
     rank: Rank
@@ -81,55 +103,26 @@ class Alone:
     peers: frozenset[int]
     """Ranks that it exchanges messages with."""
     communicates: bool
-    gathers: bool
-    """Whether it takes part in collectives."""
+    in_collectives: bool
 
 
-def explain_alone(scene: Scene, rank: int, host: str | None) -> Alone:
-    """Explain one rank by itself and keep its transfers."""
-    trace = scene.store.trace(rank)
-    explained = explain(rank, host, trace, scene.focus, scene.between_ns.get(rank))
-    transfers = fill(explained.transfers, scene.run(), rank)
-    scene.store.put_transfers(rank, transfers)
-    peers = {message.peer for one in transfers for message in (*one.sends, *one.receives)}
-    return Alone(
+def explain_alone(context: RunContext, rank: int) -> RankAlone:
+    """Explain one rank by itself, and keep its transfers and detail."""
+    trace = context.store.trace(rank)
+    explained = explain(rank, context.hosts.get(rank), trace, context.focus, context.between_ns.get(rank))
+    transfers = fill(explained.transfers, context.run(), rank)
+    context.store.put_transfers(rank, transfers)
+    context.store.keep_detail(rank, explained.detail)
+    exchanges = {id(one.sends): one.sends for one in transfers} | {id(one.receives): one.receives for one in transfers}
+    return RankAlone(
         rank=explained.rank,
         warnings=explained.warnings,
         in_group=explained.in_group,
         group_names=frozenset() if explained.in_group else frozenset(group_names(trace)),
-        peers=frozenset(peers - {rank}),
+        peers=frozenset(message.peer for messages in exchanges.values() for message in messages) - {rank},
         communicates=bool(transfers),
-        gathers=any(one.kind not in ("send_recv", "copy_engine") for one in transfers),
+        in_collectives=any(one.kind not in POINT_TO_POINT for one in transfers),
     )
-
-
-@dataclass(frozen=True)
-class Details:
-    """Finds the detail of a rank again; for `ringprof.analysis.rank.Rank.read_detail`."""
-
-    scene: Scene
-    hosts: Hosts
-
-    def __call__(self, rank: int) -> Detail:
-        store = self.scene.store
-        scene, host = self.scene, self.hosts.get(rank)
-        explained = explain(rank, host, store.trace(rank), scene.focus, scene.between_ns.get(rank))
-        return with_splits(explained.detail, store.splits(rank), rank)
-
-
-def count_runs(details: Details, rank: Rank, ring_size: int) -> int:
-    """How many runs of attention between hops a rank has."""
-    return len(Side(replace(rank, read_detail=details)).runs(ring_size).phase)
-
-
-def exposed_steps(details: Details, rank: Rank, plan: Plan) -> ExposedBySteps:
-    """What each step of one rank exposes."""
-    return exposed_by_step(steps_at(details, rank, plan))
-
-
-def steps_at(details: Details, rank: Rank, plan: Plan) -> list[Step]:
-    """The steps of one rank."""
-    return steps_of(Side(replace(rank, read_detail=details)), plan)
 
 
 # --- a tile of ranks ------------------------------------------------------------------------------------
@@ -142,45 +135,47 @@ class Tile:
     ranks: tuple[int, ...]
     around: tuple[int, ...]
     """These and their neighbours and theirs."""
-    gathered: KnownGatherings = field(default_factory=lambda: KnownGatherings({}))
+    absent: LedgerExtract | None = None
+    """What ranks outside did in collectives; None where no rank is outside."""
 
 
-def _matched(store: Store, tile: Tile) -> Matches:
-    mine = set(tile.ranks)
-    transfers = {
-        rank: [one for one in store.transfers(rank) if rank in mine or one.kind == "send_recv"] for rank in tile.around
-    }
-    return match(transfers, tile.gathered)
+def _matched(store: RankStore, tile: Tile) -> Matches:
+    def find() -> Matches:
+        mine = set(tile.ranks)
+        transfers = {
+            rank: [one for one in store.transfers(rank) if rank in mine or one.kind == "send_recv"]
+            for rank in tile.around
+        }
+        return match(transfers, tile.absent)
+
+    return store.matched(find)
 
 
-def traffic_of(store: Store, tile: Tile, host: Mapping[int, int]) -> dict[tuple[int, int], Way]:
+def traffic_of(store: RankStore, tile: Tile, host: Mapping[int, int]) -> dict[tuple[int, int], TrafficSummary]:
     """What the messages of the tile's hosts with others say of their clocks; the tile holds whole hosts."""
     hosts = {host[rank] for rank in tile.ranks}
-    found = collect(_matched(store, replace(tile, gathered=KnownGatherings({}))), host)
+    found = collect(_matched(store, tile), host)
     return {key: way.summed() for key, way in found.items() if hosts & set(key)}
 
 
 @dataclass(frozen=True)
-class Judged:
+class TileRates:
     """What the matching of one tile says for the whole run."""
 
     best: dict[LinkClass, Best]
     unmatched: dict[str, int]
-    disagree: bool
+    clocks_disagree: bool
 
 
-def judge_tile(store: Store, tile: Tile, hosts: Hosts, clocks: Clocks) -> Judged:
+def rates_of_tile(context: RunContext, tile: Tile, clocks: Clocks) -> TileRates:
     """The best rates seen, and what does not match."""
-    matches = _matched(store, tile)
-    return Judged(
-        best=waiting.best_rates(matches, hosts, clocks),
-        unmatched=matches.unmatched(set(tile.ranks)),
-        disagree=waiting.clocks_disagree(matches, clocks),
-    )
+    matches = _matched(context.store, tile)
+    waiting = Waiting(matches, context.hosts, clocks)
+    return TileRates(waiting.best_rates(), matches.unmatched(set(tile.ranks)), waiting.clocks_disagree())
 
 
 @dataclass(frozen=True)
-class Surveyed:
+class RankSurvey:
     """One rank's steps as it tells them alone: in most runs all ranks tell the same."""
 
     survey: Survey
@@ -190,37 +185,61 @@ class Surveyed:
 
 
 @dataclass(frozen=True)
-class Together:
+class SplitTile:
     """The ranks of one tile with their communication."""
 
     ranks: list[Rank]
-    surveyed: list[Surveyed | None]
-    """None on CPU."""
+    surveyed: list[RankSurvey | None]
+    """None on CPU, and where details stay in memory, to be surveyed when steps are asked for."""
     inconclusive: int
+    """Kernels left unsplit because the clocks are not known well enough to tell their wait."""
 
 
 def split_tile(
-    details: Details, tile: Tile, ranks: list[Rank], clocks: Clocks, best: dict[LinkClass, Best], usable: bool
-) -> Together:
+    context: RunContext, tile: Tile, ranks: list[Rank], clocks: Clocks, best: dict[LinkClass, Best], usable: bool
+) -> SplitTile:
     """Split the tile's transfers, keep them, and finish its ranks' figures."""
-    store = details.scene.store
-    waits = waiting.split(_matched(store, tile), details.hosts, clocks, best, set(tile.ranks))
-    by_rank = waits.by_rank if usable else waiting.without_times(waits.by_rank)
-    finished, surveys = [], []
+    store = context.store
+    by_rank, inconclusive = Waiting(_matched(store, tile), context.hosts, clocks).split(best, set(tile.ranks))
+    if not usable:
+        by_rank = without_times(by_rank)
+    finished, surveyed = [], []
     for rank in ranks:
-        store.put_splits(rank.rank, by_rank[rank.rank])
-        detail = details(rank.rank)
+        splits = by_rank[rank.rank]
+        detail = with_splits(context.detail_alone(rank.rank), splits, rank.rank)
+        store.put_splits(rank.rank, splits)
+        store.keep_detail(rank.rank, detail)
         finished.append(with_communication(rank, detail))
-        surveys.append(None if rank.on_cpu else _surveyed(Side(replace(rank, read_detail=kept(detail)))))
-    return Together(finished, surveys, waits.inconclusive)
+        stays = store.detail(rank.rank) is not None
+        surveyed.append(None if rank.on_cpu or stays else _survey(replace(rank, read_detail=kept(detail))))
+    return SplitTile(finished, surveyed, inconclusive)
 
 
-def _surveyed(side: Side) -> Surveyed:
+def _survey(rank: Rank) -> RankSurvey:
+    side = RankSteps(rank)
     plan = own_plan(side)
-    exposed = exposed_by_step(steps_of(side, plan)) if plan else {}
-    return Surveyed(survey(side), plan.mark if plan else None, exposed)
+    return RankSurvey(survey(side), plan.mark if plan else None, exposed_steps(side, plan) if plan else {})
 
 
-def scratch_file(folder: str, at: int) -> str:
-    """Where the reduced form of the trace that was given as number ``at`` is kept."""
-    return os.path.join(folder, f"reduced{at}")
+# --- steps of ranks whose details are made anew -----------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StoredRanks:
+    """The ranks of a run while its steps are found, as `ringprof.analysis.steps.plan.RanksOfSteps`."""
+
+    context: RunContext
+    ranks: Sequence[Rank]
+    workers: Workers
+
+    def map(self, function: Callable[..., Any], *arguments: Any, skip: Container[int] = ()) -> Iterator[Any]:
+        # Another process is told how to find details, and finds them by itself.
+        bare = (replace(rank, read_detail=None) for rank in self.ranks if rank.rank not in skip)
+        return self.workers.map(_with_steps, ((self.context, rank, function, arguments) for rank in bare))
+
+    def at(self, place: int) -> RankSteps:
+        return RankSteps(self.ranks[place])
+
+
+def _with_steps(context: RunContext, rank: Rank, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    return function(RankSteps(replace(rank, read_detail=context.detail)), *arguments)

@@ -1,16 +1,18 @@
-"""Files of a run of many ranks: what one step of the analysis leaves for the next, each rank in files of its own."""
+"""What the pipeline keeps of each rank between its steps: in memory, or in files so that ranks do not add to memory."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
 
+from ringprof.analysis.rank import Detail
 from ringprof.analysis.transfers.hops import Split
+from ringprof.analysis.transfers.matching import Matches
 from ringprof.analysis.transfers.transfers import Message, Transfer
 from ringprof.trace.columns import Int64, Trace
 from ringprof.trace.reduced import read_reduced
@@ -18,6 +20,74 @@ from ringprof.trace.reduced import read_reduced
 _NUMBERS = ("activity", "start_ns", "end_ns", "stream", "launched")
 _TIMES = ("ready_ns", "wait_ns", "wire_ns")
 _NOT_KNOWN = np.iinfo(np.int64).min
+
+
+class RankStore(Protocol):
+    """Keeps traces, transfers and their splits by rank."""
+
+    def trace(self, rank: int) -> Trace:
+        """One rank's trace."""
+
+    def keep_detail(self, rank: int, detail: Detail) -> None:
+        """Keep what its figures come from, where there is room for it."""
+
+    def detail(self, rank: int) -> Detail | None:
+        """What was last kept of it; None where there is no room, so that it is made from the trace again."""
+
+    def matched(self, match: Callable[[], Matches]) -> Matches:
+        """The matches of a tile, found once where there is one tile only."""
+
+    def put_transfers(self, rank: int, transfers: Sequence[Transfer]) -> None:
+        """Keep its communication, in order."""
+
+    def transfers(self, rank: int) -> list[Transfer]:
+        """Its transfers, as they were kept."""
+
+    def put_splits(self, rank: int, splits: Sequence[Split]) -> None:
+        """Keep wait and wire of its transfers, in their order."""
+
+    def splits(self, rank: int) -> list[Split]:
+        """What `put_splits` kept."""
+
+
+@dataclass(frozen=True)
+class MemoryStore:
+    """All in memory, each thing once."""
+
+    traces: Mapping[int, Trace]
+    _details: dict[int, Detail] = field(default_factory=dict)
+    _transfers: dict[int, list[Transfer]] = field(default_factory=dict)
+    _splits: dict[int, list[Split]] = field(default_factory=dict)
+    _matches: list[Matches] = field(default_factory=list)
+
+    def trace(self, rank: int) -> Trace:
+        return self.traces[rank]
+
+    def keep_detail(self, rank: int, detail: Detail) -> None:
+        self._details[rank] = detail
+
+    def detail(self, rank: int) -> Detail | None:
+        return self._details[rank]
+
+    def matched(self, match: Callable[[], Matches]) -> Matches:
+        if not self._matches:
+            self._matches.append(match())
+        return self._matches[0]
+
+    def put_transfers(self, rank: int, transfers: Sequence[Transfer]) -> None:
+        self._transfers[rank] = list(transfers)
+
+    def transfers(self, rank: int) -> list[Transfer]:
+        return self._transfers[rank]
+
+    def put_splits(self, rank: int, splits: Sequence[Split]) -> None:
+        self._splits[rank] = list(splits)
+
+    def splits(self, rank: int) -> list[Split]:
+        return self._splits[rank]
+
+
+# --- files: between processes of one run of this program, not for others ----------------------------------
 
 
 class _Content(msgspec.Struct, frozen=True):
@@ -45,8 +115,8 @@ class _Splits(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True)
-class Store:
-    """A scratch folder, and where the reduced trace of each rank is."""
+class DiskStore:
+    """A scratch folder, and where the reduced trace of each rank is: plain data, for other processes, too."""
 
     folder: str
     reduced: dict[int, str]
@@ -55,14 +125,18 @@ class Store:
     """Rank -> the path of its trace, for people."""
 
     def trace(self, rank: int) -> Trace:
-        """One rank's trace."""
-        trace = read_reduced(self.reduced[rank])
-        return Trace(**{**vars(trace), "path": self.shown[rank], "rank": rank})
+        return replace(read_reduced(self.reduced[rank]), path=self.shown[rank], rank=rank)
 
-    # --- transfers: between processes of one run of this program, not for others -------------------------
+    def keep_detail(self, rank: int, detail: Detail) -> None:
+        pass
+
+    def detail(self, rank: int) -> Detail | None:
+        return None
+
+    def matched(self, match: Callable[[], Matches]) -> Matches:
+        return match()
 
     def put_transfers(self, rank: int, transfers: Sequence[Transfer]) -> None:
-        """Keep one rank's communication, in order."""
         places: dict[tuple[Any, ...], int] = {}
         contents: list[_Content] = []
         content = []
@@ -79,7 +153,6 @@ class Store:
         )
 
     def transfers(self, rank: int) -> list[Transfer]:
-        """What `put_transfers` kept."""
         file = msgspec.msgpack.decode(self._path("transfers", rank).read_bytes(), type=_Transfers)
         columns = [_unpacked(file.numbers[name]).tolist() for name in _NUMBERS]
         result = []
@@ -95,7 +168,6 @@ class Store:
         return result
 
     def put_splits(self, rank: int, splits: Sequence[Split]) -> None:
-        """Keep wait and wire of one rank's transfers, in their order."""
         links = list(dict.fromkeys(part.link for part in splits))
         place = {link: number for number, link in enumerate(links)}
         times = {
@@ -106,7 +178,6 @@ class Store:
         self._path("splits", rank).write_bytes(msgspec.msgpack.encode(file))
 
     def splits(self, rank: int) -> list[Split]:
-        """What `put_splits` kept."""
         file = msgspec.msgpack.decode(self._path("splits", rank).read_bytes(), type=_Splits)
         links = [file.links[number] for number in _unpacked(file.link).tolist()]
         columns = [

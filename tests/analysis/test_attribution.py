@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ringprof.analysis.attribution import attribute
 from ringprof.errors import InputError, TraceFormatError
+from ringprof.scale.pipeline import attribute
 from tests.analysis.build import FLASH, NCCL, Builder, collective
 
 

@@ -13,9 +13,10 @@ from functools import cache
 
 import pytest
 
-from ringprof.analysis.attribution import Attribution, attribute
+from ringprof.analysis.attribution import Attribution
 from ringprof.analysis.findings.summary import summarise
 from ringprof.analysis.transfers.hops import hop_totals
+from ringprof.scale.pipeline import attribute
 from ringprof.trace.ranks import read_traces
 from tests.analysis.sweep import sweep
 from tests.paths import DATA

@@ -7,9 +7,7 @@ import zlib
 from collections.abc import Callable
 from pathlib import Path
 
-from ringprof.analysis.attribution import attribute
-from ringprof.analysis.findings.summary import summarise
-from ringprof.analysis.findings.verdict import Findings
+from ringprof.analysis.findings.findings import findings_in_memory
 from ringprof.benchmark_logs.audit import audit
 from ringprof.benchmark_logs.read import decode_log
 from ringprof.errors import RingprofError
@@ -17,6 +15,7 @@ from ringprof.kernel_tables.analyse import analyse_table
 from ringprof.kernel_tables.read import read_tables
 from ringprof.report import as_json
 from ringprof.run import Run, parse_run
+from ringprof.scale.pipeline import attribute
 from ringprof.trace.columns import Trace
 from ringprof.trace.kineto import parse_trace
 from ringprof.trace.reduced import MAGIC, parse_reduced, reduce_trace
@@ -44,7 +43,7 @@ def report_of(trace: Trace, run: Run | None = None) -> None:
     b = rank.breakdown
     parts = b.compute_ns + b.exposed_comm_ns + b.exposed_memory_ns + b.exposed_other_groups_ns + b.idle_ns
     assert parts == b.wall_ns, (parts, b.wall_ns)
-    report = as_json.as_dict(Findings(attribution, summarise(attribution)), source="trace", paths=["rank0.json"])
+    report = as_json.as_dict(findings_in_memory(attribution), source="trace", paths=["rank0.json"])
     json.loads(as_json.render(report))
 
 

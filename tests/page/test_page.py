@@ -12,14 +12,13 @@ import pytest
 
 import ringprof
 from ringprof import cli
-from ringprof.analysis.attribution import attribute
-from ringprof.analysis.findings.summary import summarise
-from ringprof.analysis.findings.verdict import Findings
+from ringprof.analysis.findings.findings import findings_in_memory
 from ringprof.report import as_json
 from ringprof.report.lanes import MOST_BARS, timeline_of
 from ringprof.report.page.document import render
 from ringprof.report.page.run import run_document
 from ringprof.report.page.several import comparison_document, sweep_document
+from ringprof.scale.pipeline import attribute
 from tests.analysis.build import Builder
 from tests.analysis.rings import ring_pass
 from tests.loaded import analysis
@@ -76,7 +75,7 @@ class Page(HTMLParser):
 
 def page_of(*builders: Builder) -> str:
     attribution = attribute([builder.trace() for builder in builders])
-    found = Findings(attribution, summarise(attribution))
+    found = findings_in_memory(attribution)
     return render(run_document(found, as_json.as_dict(found, source="trace", paths=["x"]), "x"))
 
 

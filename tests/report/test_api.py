@@ -9,14 +9,13 @@ import sys
 import pytest
 
 import ringprof
-from ringprof.analysis.attribution import attribute
-from ringprof.analysis.findings.summary import summarise
-from ringprof.analysis.findings.verdict import Findings
+from ringprof.analysis.findings.findings import findings_in_memory
 from ringprof.api import load_bytes
 from ringprof.errors import InputError, KernelTableError
 from ringprof.frames import BREAKDOWN_COLUMNS, HOP_COLUMNS
 from ringprof.report.notebook import findings_html
 from ringprof.run import write_run
+from ringprof.scale.pipeline import attribute
 from tests.analysis.build import Builder
 from tests.analysis.recorded import recorded_run
 from tests.analysis.test_real_runs import NVLINK
@@ -64,7 +63,7 @@ def test_names_are_text_in_a_notebook():
     b = Builder(world_size=1).run("<script>alert(1)</script>", 0, 10, launched=1)
     b.host = "<img src=x onerror=alert(1)>"
     attribution = attribute([b.trace()])
-    page = findings_html(Findings(attribution, summarise(attribution)))
+    page = findings_html(findings_in_memory(attribution))
     assert "<script" not in page and "<img" not in page
     found = ringprof.compare(DATA / NVLINK, DATA / NVLINK)
     assert "<table>" in found._repr_html_()

@@ -8,10 +8,9 @@ from importlib.resources import files
 import jsonschema
 import pytest
 
-from ringprof.analysis.attribution import attribute
-from ringprof.analysis.findings.summary import summarise
-from ringprof.analysis.findings.verdict import Findings
+from ringprof.analysis.findings.findings import findings_in_memory
 from ringprof.report import as_json
+from ringprof.scale.pipeline import attribute
 from tests.analysis.build import FLASH, NCCL, Builder
 from tests.analysis.findings.test_controls import CONTROLS
 from tests.analysis.findings.test_summary import ring_with_compute
@@ -23,7 +22,7 @@ SCHEMA = json.loads(files("ringprof.report").joinpath("schema/report-1.schema.js
 
 
 def report_of(attribution):
-    found = Findings(attribution, summarise(attribution))
+    found = findings_in_memory(attribution)
     text = as_json.render(as_json.as_dict(found, source="trace", paths=["x.json"]))
     assert text.isascii()
     return json.loads(text)

@@ -14,10 +14,9 @@ from matplotlib.figure import Figure
 
 import ringprof
 from ringprof import cli
-from ringprof.analysis.attribution import attribute
-from ringprof.analysis.findings.summary import summarise
-from ringprof.analysis.findings.verdict import Findings
+from ringprof.analysis.findings.findings import findings_in_memory
 from ringprof.report import plots
+from ringprof.scale.pipeline import attribute
 from tests.analysis.build import FLASH, Builder
 from tests.analysis.rings import ring_pass
 from tests.loaded import analysis
@@ -29,7 +28,7 @@ KINDS = ("waterfall", "breakdown", "timeline", "steps", "waiting")
 
 def plots_of(*builders: Builder) -> plots.Plots:
     attribution = attribute([builder.trace() for builder in builders])
-    return plots.Plots(Findings(attribution, summarise(attribution)))
+    return plots.Plots(findings_in_memory(attribution))
 
 
 def bars(ax: Axes) -> list[tuple[float, float]]:

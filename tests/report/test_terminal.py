@@ -7,10 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from ringprof.analysis.attribution import attribute
-from ringprof.analysis.findings.summary import summarise
-from ringprof.analysis.findings.verdict import Findings
+from ringprof.analysis.findings.findings import findings_in_memory
 from ringprof.report.terminal import Look, render
+from ringprof.scale.pipeline import attribute
 from tests.analysis.build import FLASH, Builder
 from tests.analysis.findings.test_summary import ring_with_compute
 from tests.analysis.recorded import recorded_run
@@ -19,7 +18,7 @@ from tests.analysis.timeline.test_cpu import example as cpu_example
 
 
 def shown(attribution, sections=(), **look):
-    return render(Findings(attribution, summarise(attribution)), Look(**look), sections)
+    return render(findings_in_memory(attribution), Look(**look), sections)
 
 
 def shown_traces(*builders, run=None, **look):

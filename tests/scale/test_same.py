@@ -14,7 +14,7 @@ import pytest
 import ringprof
 from ringprof import api
 from ringprof.errors import InputError
-from ringprof.scale import attribute as scale
+from ringprof.scale import pipeline
 from ringprof.trace.detect import Input
 from tests.paths import TRACES
 from tests.scale.runs import real_ring, write_ring
@@ -29,7 +29,7 @@ def few_at_a_time(monkeypatch):
     def load(*paths: Any, tile: int = 2, **how: Any) -> Any:
         with monkeypatch.context() as patch:
             patch.setattr(api, "MOST_IN_MEMORY", 0)
-            patch.setattr(scale, "TILE", tile)
+            patch.setattr(pipeline, "TILE", tile)
             return loaded(paths, **{"jobs": 1, **how})
 
     return load
@@ -144,7 +144,7 @@ def test_chosen_times_are_the_same_moments_on_every_clock(few_at_a_time, tmp_pat
 
 def test_a_ring_of_many_is_the_small_ring_again(few_at_a_time, tmp_path):
     """Each rank of the large ring has the figures of the small ring's rank that it was made of."""
-    small: Any = api.Analysis(real_ring(), None, Input("trace", ("small",)), None)
+    small: Any = api.Analysis(pipeline.explain_traces(real_ring()), Input("trace", ("small",)))
     large = few_at_a_time(*write_ring(tmp_path, 48), tile=16)
     ranks = small.report()["ranks"]
     for number, rank in enumerate(large.report()["ranks"]):

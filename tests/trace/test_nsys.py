@@ -7,9 +7,9 @@ from contextlib import closing
 
 import pytest
 
-from ringprof.analysis.attribution import attribute
 from ringprof.analysis.timeline.focus import Focus
 from ringprof.errors import InputError, TraceFormatError
+from ringprof.scale.pipeline import attribute
 from ringprof.trace.columns import KERNEL, MEMCPY, MEMSET
 from ringprof.trace.detect import detect
 from ringprof.trace.nsys import read_nsys

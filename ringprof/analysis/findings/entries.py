@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 
 from ringprof.analysis.findings.comparison import WATERFALL, Entry, Figure
-from ringprof.analysis.findings.verdict import Findings
+from ringprof.analysis.findings.findings import Findings
 from ringprof.analysis.kinds.kinds import KINDS
 from ringprof.benchmark_logs.rows import LogRow
 from ringprof.kernel_tables.analyse import TableReport

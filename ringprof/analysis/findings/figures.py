@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from statistics import fmean
 
-from ringprof.analysis.findings.verdict import Findings
+from ringprof.analysis.findings.findings import Findings
 from ringprof.analysis.kinds.kinds import KINDS
 from ringprof.analysis.rank import Rank
 from ringprof.kernel_tables.analyse import TableReport

@@ -14,7 +14,7 @@ from ringprof.analysis.attribution import Attribution
 from ringprof.analysis.findings.controls import ControlFigures, control_figures, slowest
 from ringprof.analysis.kinds.kinds import COMMUNICATION, KINDS, OTHER_GROUPS
 from ringprof.analysis.rank import Carried, Rank
-from ringprof.analysis.transfers.hops import total
+from ringprof.analysis.transfers.hops import gbps, total
 from ringprof.analysis.transfers.waiting import LinkClass
 from ringprof.run import Run
 
@@ -254,7 +254,7 @@ def _communication(attribution: Attribution) -> tuple[Communication, ...]:
             sent_bytes=size,
             wait_share=_ratio(wait, wait + wire),
             wire_share=_ratio(wire, wait + wire),
-            wire_gbps=None if size is None or not wire else size / wire,
+            wire_gbps=gbps(size, wire),
             best_gbps=attribution.best_gbps.get((kind, link)),
         )
         rows.append((wait + wire, made))

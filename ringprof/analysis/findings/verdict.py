@@ -7,18 +7,17 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from itertools import pairwise
+from typing import Protocol
 
 from ringprof.analysis.attribution import Attribution
 from ringprof.analysis.findings.cpu_links import blocked_in_words
 from ringprof.analysis.findings.summary import Summary
-from ringprof.analysis.findings.waterfall import Waterfall, find_waterfall
+from ringprof.analysis.findings.waterfall import Waterfall
 from ringprof.analysis.findings.waterfall_words import milliseconds
 from ringprof.analysis.kinds.kinds import in_a_sentence
 from ringprof.analysis.rank import Rank
-from ringprof.analysis.steps.steps import ExposedBySteps, Step, exposed_by_step, find_steps
+from ringprof.analysis.steps.steps import ExposedBySteps
 from ringprof.analysis.transfers.hops import OTHER_HOST
 
 WORTH_NAMING = 0.02
@@ -31,50 +30,37 @@ UNBALANCED = 1.5
 _PASSES = {"fwd": "forward", "bwd": "backward"}
 
 
-@dataclass(frozen=True)
-class Findings:
-    """What follows from an attribution beyond its sums; each part is found when it is first asked for."""
-
-    attribution: Attribution
-    summary: Summary
+class Facts(Protocol):
+    """What the lines are made of."""
 
     @property
-    def lists_steps(self) -> bool:
-        """Whether a report lists every rank's steps."""
-        return True
+    def attribution(self) -> Attribution: ...
+    @property
+    def summary(self) -> Summary: ...
+    @property
+    def waterfall(self) -> Waterfall: ...
+    @property
+    def exposed_by_step(self) -> ExposedBySteps: ...
 
-    @cached_property
-    def steps(self) -> tuple[Step, ...]:
-        return find_steps(self.attribution)
 
-    @cached_property
-    def exposed_by_step(self) -> ExposedBySteps:
-        """What each ring step exposes, over all ranks, calls and iterations."""
-        return exposed_by_step(self.steps)
-
-    @cached_property
-    def waterfall(self) -> Waterfall:
-        return find_waterfall(self.attribution, self.summary)
-
-    @cached_property
-    def verdict(self) -> tuple[str, ...]:
-        """At most three lines."""
-        lines = (_cost(self), _cause(self), _gain(self))
-        return tuple(line for line in lines if line)
+def verdict_of(found: Facts) -> tuple[str, ...]:
+    """At most three lines."""
+    lines = (_cost(found), _cause(found), _gain(found))
+    return tuple(line for line in lines if line)
 
 
 def _percent(share: float, digits: int = 1) -> str:
     return f"{100 * share:.{digits}f} %"
 
 
-def _communicates(found: Findings) -> bool:
+def _communicates(found: Facts) -> bool:
     return any(rank.breakdown.comm_ns for rank in found.attribution.ranks)
 
 
 # --- what it cost -------------------------------------------------------------------------------------
 
 
-def _cost(found: Findings) -> str:
+def _cost(found: Facts) -> str:
     attribution, summary = found.attribution, found.summary
     if not _communicates(found):
         ranks = attribution.ranks
@@ -95,7 +81,7 @@ def _cost(found: Findings) -> str:
 # --- where it came from -------------------------------------------------------------------------------
 
 
-def _cause(found: Findings) -> str:
+def _cause(found: Facts) -> str:
     parts = found.waterfall
     communication = {
         "imbalance": parts.of("imbalance"),
@@ -115,7 +101,7 @@ def _cause(found: Findings) -> str:
     }[largest](found, share)  # fmt: skip
 
 
-def _kernels(found: Findings) -> str:
+def _kernels(found: Facts) -> str:
     parts = found.waterfall
     spent = parts.of("attention", "peak", "kernel", "repeated", "slowdown")
     text = (
@@ -128,7 +114,7 @@ def _kernels(found: Findings) -> str:
     return f"{text} attention kernels at {rate:,.0f} TFLOP/s{of_peak}."
 
 
-def _imbalance(found: Findings, share: float) -> str:
+def _imbalance(found: Facts, share: float) -> str:
     rank = min(found.attribution.ranks, key=lambda one: one.breakdown.compute_ns)
     wait, kind = _waited(rank)
     text = f"{_percent(wait, 0)} of rank {rank.rank}'s {kind} time was waiting for ranks {_more_work(found, rank)}"
@@ -153,7 +139,7 @@ def _waited(rank: Rank) -> tuple[float, str]:
     return (wait / whole if whole else 0.0), in_a_sentence(kind)
 
 
-def _more_work(found: Findings, rank: Rank) -> str:
+def _more_work(found: Facts, rank: Rank) -> str:
     run = found.attribution.run
     if run and run.work and rank.rank < len(run.work) and run.work[rank.rank].block_flops:
         ratio = max(work.block_flops for work in run.work) / run.work[rank.rank].block_flops
@@ -179,13 +165,13 @@ def _rises_with_rank(attribution: Attribution) -> bool:
     return len(times) > 2 and rising and times[-1] >= UNBALANCED * times[0]
 
 
-def _wire(found: Findings, share: float) -> str:
+def _wire(found: Facts, share: float) -> str:
     slow = _slow_hosts(found) or _slow_ranks(found)
     text = f"{_percent(share)} of the time is bytes on a wire with nothing to hide them"
     return f"{text}: {slow}." if slow else f"{text}{_worst_step(found)}."
 
 
-def _slow_hosts(found: Findings) -> str:
+def _slow_hosts(found: Facts) -> str:
     """The link between hosts, where it is slower than within one, or the only one there is."""
     rows = [row for row in found.summary.communication if row.wire_gbps is not None]
     between = [row for row in rows if row.link == OTHER_HOST]
@@ -200,7 +186,7 @@ def _slow_hosts(found: Findings) -> str:
     return f"{in_a_sentence(row.kind)} between hosts moves {rate:.3g} GB/s{against}"
 
 
-def _slow_ranks(found: Findings) -> str:
+def _slow_ranks(found: Facts) -> str:
     """Ranks whose hops are far slower on the wire than others': the two ends of slow links."""
     rates = {rank.rank: rank.hop_totals.wire_gbps for rank in found.attribution.ranks}
     known = {rank: rate for rank, rate in rates.items() if rate}
@@ -220,7 +206,7 @@ def _span(values: Sequence[float]) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-def _links(found: Findings, slow: set[int]) -> str:
+def _links(found: Facts, slow: set[int]) -> str:
     """The directions in which one slow rank sends to another."""
     pairs = {
         (rank.rank, peer)
@@ -234,7 +220,7 @@ def _links(found: Findings, slow: set[int]) -> str:
     return " (" + ", ".join(f"{a} to {b}" for a, b in sorted(pairs)[:6]) + ")"
 
 
-def _worst_step(found: Findings) -> str:
+def _worst_step(found: Facts) -> str:
     """The ring step that exposes most, where there are several."""
     exposed = found.exposed_by_step
     if len(exposed) < 2:
@@ -255,7 +241,7 @@ def _worst_step(found: Findings) -> str:
     )
 
 
-def _wait(found: Findings, share: float) -> str:
+def _wait(found: Facts, share: float) -> str:
     slow = _slow_hosts(found) or _slow_ranks(found)
     if slow:
         on_wire = _percent(found.waterfall.of("exposed_wire") / found.waterfall.wall_ns)
@@ -266,7 +252,7 @@ def _wait(found: Findings, share: float) -> str:
     return f"{_percent(share)} of the time ranks wait for peers that have no more to compute{who}{_worst_step(found)}."
 
 
-def _unsplit(found: Findings, share: float) -> str:
+def _unsplit(found: Facts, share: float) -> str:
     if found.attribution.on_cpu:
         # Beyond what is blocked this holds the time from a rank's end to the slowest rank's.
         blocked = f"{_percent(share)} of the slowest rank's time others are blocked, or done before it"
@@ -274,7 +260,7 @@ def _unsplit(found: Findings, share: float) -> str:
     return f"How much of it is waiting and how much wire is not known (see warnings){_worst_step(found)}."
 
 
-def _merge(found: Findings, share: float) -> str:
+def _merge(found: Facts, share: float) -> str:
     rows = [row for row in found.summary.kinds if row.kind in ("merge", "gemm", "other", "memcpy", "memset")]
     most = f"most of it {_OTHER_WORK[rows[0].kind]}" if rows else "beside no attention"
     return f"{_percent(share)} of the time is computation and copies other than attention, {most}."
@@ -286,7 +272,7 @@ _OTHER_WORK = {
 }  # fmt: skip
 
 
-def _gaps(found: Findings, share: float) -> str:
+def _gaps(found: Facts, share: float) -> str:
     if found.attribution.on_cpu:
         return f"{_percent(share)} of the time nothing computes and nothing waits."
     return (
@@ -297,7 +283,7 @@ def _gaps(found: Findings, share: float) -> str:
 # --- what could be gained -----------------------------------------------------------------------------
 
 
-def _gain(found: Findings) -> str:
+def _gain(found: Facts) -> str:
     if not _communicates(found) or len(found.attribution.ranks) < 2 or not found.waterfall.wall_ns:
         return ""
     wall, bounds = found.waterfall.wall_ns, found.waterfall.bounds

@@ -30,7 +30,7 @@ _OTHERS = re.compile(
 )
 
 
-class Key(NamedTuple):
+class StepKey(NamedTuple):
     """One ring step, the same on every rank."""
 
     iteration: int
@@ -42,10 +42,10 @@ class Key(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Blocks:
+class StepBlocks:
     """The attention kernels of one rank by ring step."""
 
-    keys: tuple[Key, ...]
+    keys: tuple[StepKey, ...]
     """In the order of their launch."""
     row: Int64
     """Places in `Rows` of the attention kernels that belong to a step."""
@@ -84,7 +84,7 @@ class _Range(NamedTuple):
     part: str
 
 
-def named_blocks(detail: Detail, rows: Rows, iteration: Int64, order: Int64) -> Blocks | None:
+def named_blocks(detail: Detail, rows: Rows, iteration: Int64, order: Int64) -> StepBlocks | None:
     """The steps that the trace names; None where it names none. ``iteration`` and ``order`` are of every row."""
     trace = detail.classified.trace
     for source, pattern in (("ringprof", _OWN), ("annotation", _OTHERS)):
@@ -147,10 +147,10 @@ def _launched_in(trace: Trace, launch: Int64, ranges: list[_Range], blocks: list
 
 def _keyed(
     flash: Int64, place: Int64, calls: list[int], ranges: list[_Range], iteration: Int64, order: Int64, source: str
-) -> Blocks:
+) -> StepBlocks:
     """Calls are counted from 0 in every iteration."""
     full = [
-        Key(number, ranges[at].phase, calls[at], ranges[at].step)
+        StepKey(number, ranges[at].phase, calls[at], ranges[at].step)
         for number, at in zip(iteration[flash].tolist(), place.tolist(), strict=True)
     ]
     first: dict[tuple[int, str], int] = {}
@@ -161,19 +161,19 @@ def _keyed(
     return in_order(flash, named, order[flash], source)
 
 
-def in_order(row: Int64, keys: list[Key], order: Int64, source: str) -> Blocks:
-    """Kernels with their keys as `Blocks`."""
+def in_order(row: Int64, keys: list[StepKey], order: Int64, source: str) -> StepBlocks:
+    """Kernels with their keys as `StepBlocks`."""
     sequence = np.argsort(order, kind="stable")
     slots = {key: slot for slot, key in enumerate(dict.fromkeys(keys[at] for at in sequence.tolist()))}
     slot = np.array([slots[keys[at]] for at in sequence.tolist()], np.int64)
-    return Blocks(tuple(slots), row[sequence], slot, order[sequence], source)
+    return StepBlocks(tuple(slots), row[sequence], slot, order[sequence], source)
 
 
 # --- steps from the order of hops and attention -----------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Runs:
+class AttentionRuns:
     """Attention kernels that were launched with no hop between them."""
 
     row: Int64
@@ -187,7 +187,7 @@ class Runs:
     iteration: tuple[int, ...]
 
 
-def runs_of(rows: Rows, iteration: Int64, order: Int64, hops: Int64, ring_size: int) -> Runs:
+def runs_of(rows: Rows, iteration: Int64, order: Int64, hops: Int64, ring_size: int) -> AttentionRuns:
     """The runs of one rank; ``hops`` is the launch order of its hops, ascending."""
     flash = np.flatnonzero(rows.of(*ATTENTION))
     flash = flash[np.argsort(order[flash], kind="stable")]
@@ -197,7 +197,7 @@ def runs_of(rows: Rows, iteration: Int64, order: Int64, hops: Int64, ring_size: 
     run = np.concatenate((np.zeros(min(len(flash), 1), np.int64), np.cumsum(changes)))
     run = _halved(run, backward, ring_size)
     first = np.unique(run, return_index=True)[1]
-    return Runs(
+    return AttentionRuns(
         row=flash,
         order=order[flash],
         run=run,
@@ -208,9 +208,8 @@ def runs_of(rows: Rows, iteration: Int64, order: Int64, hops: Int64, ring_size: 
 
 
 def _halved(run: Int64, backward: Int64, ring_size: int) -> Int64:
-    """Runs of two steps, each cut in two: no hop before the last step of a pass tells it from the one before.
-
-    Such a run is twice as long as most; in a ring of two, every forward run is one.
+    """Split runs that hold two ring steps: a pass's last step has no hop before it, so its kernels join the previous
+    run, which then has twice the usual count. In a ring of two, every forward run is one.
     """
     starts, lengths = np.unique(run, return_index=True, return_counts=True)[1:]
     result = run.astype(np.int64)
@@ -225,20 +224,20 @@ def _halved(run: Int64, backward: Int64, ring_size: int) -> Int64:
     return result
 
 
-def numbered(runs: Runs, ring_size: int) -> list[Key]:
+def number_runs(runs: AttentionRuns, ring_size: int) -> list[StepKey]:
     """Each run of the rank with most of them as a step: ``ring_size`` to an attention call."""
     keys = []
     count: Counter[tuple[int, str]] = Counter()
     for number, phase in zip(runs.iteration, runs.phase, strict=True):
         call, step = divmod(count[number, phase], max(1, ring_size))
         count[number, phase] += 1
-        keys.append(Key(number, phase, call, step))
+        keys.append(StepKey(number, phase, call, step))
     return keys
 
 
-def as_numbered(runs: Runs, model: Runs, keys: list[Key]) -> list[Key] | None:
+def number_like(runs: AttentionRuns, model: AttentionRuns, keys: list[StepKey]) -> list[StepKey] | None:
     """Each run as the step of the model's run that follows as many hops; None where the model has none like it."""
-    places: dict[tuple[int, str, int], list[Key]] = {}
+    places: dict[tuple[int, str, int], list[StepKey]] = {}
     for before, phase, number, key in zip(model.hops_before, model.phase, model.iteration, keys, strict=True):
         places.setdefault((number, phase, before), []).append(key)
     used: Counter[tuple[int, str, int]] = Counter()
@@ -252,6 +251,6 @@ def as_numbered(runs: Runs, model: Runs, keys: list[Key]) -> list[Key] | None:
     return result
 
 
-def inferred_blocks(runs: Runs, keys: list[Key]) -> Blocks:
+def inferred_blocks(runs: AttentionRuns, keys: list[StepKey]) -> StepBlocks:
     """The kernels of the runs by step."""
     return in_order(runs.row, [keys[number] for number in runs.run.tolist()], runs.order, "order")

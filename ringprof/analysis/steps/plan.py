@@ -8,22 +8,23 @@ step from the rank that has all of them.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, Protocol
 
 import numpy as np
 
 from ringprof.analysis.rank import Rank
 from ringprof.analysis.steps.blocks import (
-    Blocks,
-    Key,
-    Runs,
-    as_numbered,
+    AttentionRuns,
+    StepBlocks,
+    StepKey,
     inferred_blocks,
     launch_order,
     named_blocks,
-    numbered,
+    number_like,
+    number_runs,
     runs_of,
 )
 from ringprof.analysis.timeline.rows import Rows
@@ -46,8 +47,8 @@ class Exchange:
         return max([part.transfer.end_ns for part in self.parts])
 
 
-class Side:
-    """One rank while its steps are found."""
+class RankSteps:
+    """One rank while its steps are found: its activities, and what it exchanged, in the order of their launch."""
 
     def __init__(self, rank: Rank) -> None:
         detail = rank.detail
@@ -68,14 +69,14 @@ class Side:
         """In the order of their launch."""
         self.launched: Int64 = launched[sequence]
         """That order."""
-        self._runs: dict[int, Runs] = {}
+        self._runs: dict[int, AttentionRuns] = {}
 
     @cached_property
-    def named(self) -> Blocks | None:
+    def named(self) -> StepBlocks | None:
         """The steps that the trace names."""
         return named_blocks(self.detail, self.rows, self.iteration, self.order)
 
-    def runs(self, ring_size: int) -> Runs:
+    def runs(self, ring_size: int) -> AttentionRuns:
         """Its attention between hops."""
         if ring_size not in self._runs:
             self._runs[ring_size] = runs_of(self.rows, self.iteration, self.order, self.launched, ring_size)
@@ -93,20 +94,22 @@ class Survey:
     hops: int
     ring_size: int
     """Of the largest group that a hop of its belongs to."""
+    world_size: int
+    """That its trace names; 0 where it names none."""
 
 
 @dataclass(frozen=True)
-class Plan:
+class StepPlan:
     """The steps of a run, as the rank that has most of them has them; plain data."""
 
     source: str
-    keys: tuple[Key, ...]
+    keys: tuple[StepKey, ...]
     slots: Int64
     """For each exchange of a rank that has all, the step whose block should hide it, as an index into ``keys``."""
     ring_size: int
-    model: Runs | None
+    model: AttentionRuns | None
     """Where the order of hops tells the steps: the model's attention between hops."""
-    run_keys: tuple[Key, ...] = ()
+    run_keys: tuple[StepKey, ...] = ()
     """Of each run of the model."""
 
     @property
@@ -117,12 +120,12 @@ class Plan:
         return hashlib.sha256(repr(told).encode()).hexdigest()
 
 
-def own_plan(side: Side) -> Plan | None:
+def own_plan(side: RankSteps) -> StepPlan | None:
     """The steps as one rank alone tells them."""
-    return plan_steps([survey(side)], lambda size: [len(side.runs(size).phase)], lambda _: side)
+    return plan_steps([survey(side)], HeldRanks(lambda: [side]))
 
 
-def survey(side: Side) -> Survey:
+def survey(side: RankSteps) -> Survey:
     """What one rank can tell."""
     named = side.named
     groups = {len(part.transfer.group[1]) for hop in side.detail.hops for part in hop.parts}
@@ -131,37 +134,62 @@ def survey(side: Side) -> Survey:
         named=len(named.keys) if named else 0,
         hops=len(side.detail.hops),
         ring_size=max(groups, default=0),
+        world_size=side.rank.world_size or 0,
     )
 
 
-def plan_steps(
-    surveys: Sequence[Survey], count_runs: Callable[[int], list[int]], side_of: Callable[[int], Side]
-) -> Plan | None:
-    """The steps of a run, by name, else by the order of hops; None where nothing tells them.
+class RanksOfSteps(Protocol):
+    """The ranks of a run while its steps are found, by rank: held in memory, or made anew whenever one is asked for."""
 
-    ``count_runs`` gives every rank's number of runs for a size of the ring, ``side_of`` one rank.
-    """
+    def map(self, function: Callable[..., Any], *arguments: Any, skip: Container[int] = ()) -> Iterator[Any]:
+        """``function(side, *arguments)`` for every rank but those to skip; the function may run in another process."""
+
+    def at(self, place: int) -> RankSteps:
+        """One rank by its place."""
+
+
+class HeldRanks:
+    """Ranks that stay in memory, made when the first is asked for."""
+
+    def __init__(self, make: Callable[[], Sequence[RankSteps]]) -> None:
+        self._make = make
+
+    @cached_property
+    def _sides(self) -> Sequence[RankSteps]:
+        return self._make()
+
+    def map(self, function: Callable[..., Any], *arguments: Any, skip: Container[int] = ()) -> Iterator[Any]:
+        return (function(side, *arguments) for side in self._sides if side.rank.rank not in skip)
+
+    def at(self, place: int) -> RankSteps:
+        return self._sides[place]
+
+
+def plan_steps(surveys: Sequence[Survey], ranks: RanksOfSteps) -> StepPlan | None:
+    """The steps of a run, by name, else by the order of hops; None where nothing tells them."""
     source = next((found.source for found in surveys if found.source), None)
     if source is not None:
-        model = side_of(max(range(len(surveys)), key=lambda at: surveys[at].named))
+        model = ranks.at(max(range(len(surveys)), key=lambda place: surveys[place].named))
         assert model.named is not None
-        return Plan(source, model.named.keys, _slots(model, model.named), 0, None)
+        return StepPlan(source, model.named.keys, _slots(model, model.named), 0, None)
     if not any(found.hops for found in surveys):
         return None
-    size = max(found.ring_size for found in surveys) or _ranks_named(surveys, side_of)
-    counts = count_runs(size)
-    model = side_of(max(range(len(counts)), key=counts.__getitem__))
+    size = max(found.ring_size for found in surveys)
+    size = size or max(found.world_size for found in surveys) or len(surveys)
+    counts = list(ranks.map(count_runs, size))
+    model = ranks.at(max(range(len(counts)), key=counts.__getitem__))
     runs = model.runs(size)
-    keys = numbered(runs, size)
+    keys = number_runs(runs, size)
     blocks = inferred_blocks(runs, keys)
-    return Plan(blocks.source, blocks.keys, _slots(model, blocks), size, runs, tuple(keys))
+    return StepPlan(blocks.source, blocks.keys, _slots(model, blocks), size, runs, tuple(keys))
 
 
-def _ranks_named(surveys: Sequence[Survey], side_of: Callable[[int], Side]) -> int:
-    return max(side_of(at).rank.world_size or 0 for at in range(len(surveys))) or len(surveys)
+def count_runs(side: RankSteps, ring_size: int) -> int:
+    """How many runs of attention between hops a rank has."""
+    return len(side.runs(ring_size).phase)
 
 
-def placed(side: Side, plan: Plan) -> tuple[Blocks, Int64]:
+def placed(side: RankSteps, plan: StepPlan) -> tuple[StepBlocks, Int64]:
     """One rank's attention by step, and the step of each of its exchanges as an index into the steps' keys."""
     mine = _blocks(side, plan)
     keys, slots = plan.keys, plan.slots
@@ -170,16 +198,16 @@ def placed(side: Side, plan: Plan) -> tuple[Blocks, Int64]:
     return _under(mine, keys), slots
 
 
-def _blocks(side: Side, plan: Plan) -> Blocks:
+def _blocks(side: RankSteps, plan: StepPlan) -> StepBlocks:
     if plan.model is None:
         nothing = np.empty(0, np.int64)
-        return side.named or Blocks((), nothing, nothing, nothing, plan.source)
+        return side.named or StepBlocks((), nothing, nothing, nothing, plan.source)
     runs = side.runs(plan.ring_size)
-    mine = as_numbered(runs, plan.model, list(plan.run_keys))
-    return inferred_blocks(runs, numbered(runs, plan.ring_size) if mine is None else mine)
+    mine = number_like(runs, plan.model, list(plan.run_keys))
+    return inferred_blocks(runs, number_runs(runs, plan.ring_size) if mine is None else mine)
 
 
-def _slots(side: Side, blocks: Blocks) -> Int64:
+def _slots(side: RankSteps, blocks: StepBlocks) -> Int64:
     """For each of the rank's exchanges the step, as an index into the keys, whose block was launched next."""
     first = np.full(len(blocks.keys), np.iinfo(np.int64).max)
     np.minimum.at(first, blocks.slot, blocks.order)
@@ -190,8 +218,9 @@ def _slots(side: Side, blocks: Blocks) -> Int64:
     return result
 
 
-def _home(slots: Int64, keys: Sequence[Key]) -> Int64:
-    """Between two layers' backward passes the first of several hops takes the last gradients of the one before."""
+def _home(slots: Int64, keys: Sequence[StepKey]) -> Int64:
+    """Where one layer's backward pass meets the next, the first of several hops carries the previous layer's last
+    dK and dV: assign it there."""
     result: Int64 = slots.copy()
     for slot in np.unique(slots).tolist():
         here = np.flatnonzero(slots == slot)
@@ -200,10 +229,10 @@ def _home(slots: Int64, keys: Sequence[Key]) -> Int64:
     return result
 
 
-def _under(blocks: Blocks, keys: tuple[Key, ...]) -> Blocks:
-    """The same with ``keys``, of which its own are some."""
+def _under(blocks: StepBlocks, keys: tuple[StepKey, ...]) -> StepBlocks:
+    """Re-index onto ``keys``, a superset of ``blocks.keys``."""
     if blocks.keys == keys:
         return blocks
     place = {key: slot for slot, key in enumerate(keys)}
     slot = np.array([place[key] for key in blocks.keys], np.int64)[blocks.slot] if len(blocks.slot) else blocks.slot
-    return Blocks(keys, blocks.row, slot, blocks.order, blocks.source)
+    return StepBlocks(keys, blocks.row, slot, blocks.order, blocks.source)

@@ -7,26 +7,34 @@ end of its block and hops.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from functools import cached_property
 from typing import Any
 
 import msgspec
 import numpy as np
 
 from ringprof.analysis import intervals
-from ringprof.analysis.attribution import Attribution
 from ringprof.analysis.exposure import Exposure, exposure_of
 from ringprof.analysis.kinds.kinds import COMPUTE
-from ringprof.analysis.steps.blocks import Blocks
-from ringprof.analysis.steps.plan import Plan, Side, placed, plan_steps, survey
+from ringprof.analysis.rank import Rank
+from ringprof.analysis.steps.blocks import StepBlocks
+from ringprof.analysis.steps.plan import (
+    HeldRanks,
+    RanksOfSteps,
+    RankSteps,
+    StepPlan,
+    Survey,
+    placed,
+    plan_steps,
+    survey,
+)
 from ringprof.analysis.timeline.rows import Rows
 from ringprof.analysis.transfers.hops import Split, total
 from ringprof.trace.columns import Int64
 
 NEGLIGIBLE = 50
 """A step whose exposed communication is less than one part in this many is bound by computation."""
-
-BOUNDS = ("compute", "wire", "peer")
 
 
 class Step(msgspec.Struct, frozen=True, gc=False):
@@ -73,19 +81,61 @@ STEP_COLUMNS = tuple(field.name for field in msgspec.structs.fields(Step))
 ExposedBySteps = dict[tuple[str, int], tuple[int, int]]
 """(phase, step) -> exposed communication in nanoseconds and the number of steps that it is the sum of."""
 
-
-def find_steps(attribution: Attribution) -> tuple[Step, ...]:
-    """The ring steps of every rank, by rank and time; none on CPU, and where nothing tells them."""
-    sides = [Side(rank) for rank in attribution.ranks if not rank.on_cpu]
-
-    def count_runs(ring_size: int) -> list[int]:
-        return [len(side.runs(ring_size).phase) for side in sides]
-
-    plan = plan_steps([survey(side) for side in sides], count_runs, sides.__getitem__)
-    return tuple(step for side in sides for step in steps_of(side, plan)) if plan else ()
+ExposedByPlan = dict[str, tuple[ExposedBySteps, set[int]]]
+"""The mark of a plan -> what the steps of the ranks that tell this plan expose, and which ranks these are."""
 
 
-def steps_of(side: Side, plan: Plan) -> list[Step]:
+class StepFinder:
+    """The ring steps of a run's ranks on GPUs, found when they are first asked for."""
+
+    def __init__(
+        self, ranks: RanksOfSteps, surveys: Sequence[Survey] | None = None, told: ExposedByPlan | None = None
+    ) -> None:
+        """``surveys`` and ``told``: what was found before, so that fewer ranks must be looked at again."""
+        self._ranks, self._surveys, self._told = ranks, surveys, told or {}
+
+    @property
+    def listed(self) -> bool:
+        """Whether a report lists every rank's steps: where their ranks are in memory."""
+        return isinstance(self._ranks, HeldRanks)
+
+    @cached_property
+    def plan(self) -> StepPlan | None:
+        """None where nothing tells steps."""
+        surveys = list(self._ranks.map(survey)) if self._surveys is None else self._surveys
+        return plan_steps(surveys, self._ranks) if surveys else None
+
+    @cached_property
+    def steps(self) -> tuple[Step, ...]:
+        """All steps, by rank and time; they take as much memory as there are."""
+        if self.plan is None:
+            return ()
+        return tuple(step for steps in self._ranks.map(steps_of, self.plan) for step in steps)
+
+    @cached_property
+    def exposed_by_step(self) -> ExposedBySteps:
+        """What each ring step exposes, over all ranks, calls and iterations."""
+        if self.listed or self.plan is None:
+            return exposed_by_step(self.steps)
+        # What a rank computed alone holds for the run where its own plan equals the run's.
+        known, ranks = self._told.get(self.plan.mark, ({}, set()))
+        found = dict(known)
+        for mine in self._ranks.map(exposed_steps, self.plan, skip=ranks):
+            add_exposed(found, mine)
+        return found
+
+
+def steps_in_memory(ranks: Iterable[Rank]) -> StepFinder:
+    """The steps of ranks whose details stay in memory; none on CPU."""
+    return StepFinder(HeldRanks(lambda: [RankSteps(rank) for rank in ranks if not rank.on_cpu]))
+
+
+def exposed_steps(side: RankSteps, plan: StepPlan) -> ExposedBySteps:
+    """What each step of one rank exposes."""
+    return exposed_by_step(steps_of(side, plan))
+
+
+def steps_of(side: RankSteps, plan: StepPlan) -> list[Step]:
     """The steps of one rank, by time."""
     return _steps(side, *placed(side, plan))
 
@@ -109,12 +159,12 @@ def add_exposed(found: ExposedBySteps, more: ExposedBySteps) -> None:
 # --- figures ------------------------------------------------------------------------------------------
 
 
-def _steps(side: Side, blocks: Blocks, slots: Int64) -> list[Step]:
+def _steps(side: RankSteps, blocks: StepBlocks, slots: Int64) -> list[Step]:
     if not blocks.keys:
         return []
     start, end = _bounds(side, blocks, slots)
     rows, exposure = side.rows, exposure_of(side.detail, side.rows)
-    exposed = _within(exposure.everything, start, end)
+    exposed = intervals.covered_ns(exposure.everything, start, end)
     columns: dict[str, Any] = {
         "start_ns": start,
         "end_ns": end,
@@ -139,7 +189,7 @@ def _steps(side: Side, blocks: Blocks, slots: Int64) -> list[Step]:
     ]
 
 
-def _bounds(side: Side, blocks: Blocks, slots: Int64) -> tuple[Int64, Int64]:
+def _bounds(side: RankSteps, blocks: StepBlocks, slots: Int64) -> tuple[Int64, Int64]:
     """Start and end of every step."""
     count, never, always = len(blocks.keys), np.iinfo(np.int64).min, np.iinfo(np.int64).max
     begun, ended = np.full(count, always), np.full(count, never)
@@ -163,17 +213,14 @@ def _bounds(side: Side, blocks: Blocks, slots: Int64) -> tuple[Int64, Int64]:
     return start, end
 
 
-def _within(spans: intervals.Spans, start: Int64, end: Int64) -> Int64:
-    return intervals.covered_ns(spans, start, end)
-
-
 def _known(exposure: Exposure, start: Int64, end: Int64) -> list[int | None]:
     """Exposed wire time of each step, None where some of what is exposed there is not known."""
-    wire, unknown = _within(exposure.wire, start, end), _within(exposure.unknown, start, end)
+    wire = intervals.covered_ns(exposure.wire, start, end)
+    unknown = intervals.covered_ns(exposure.unknown, start, end)
     return [None if lost else time for time, lost in zip(wire.tolist(), unknown.tolist(), strict=True)]
 
 
-def _block_ns(rows: Rows, blocks: Blocks) -> Int64:
+def _block_ns(rows: Rows, blocks: StepBlocks) -> Int64:
     """Union of each step's attention kernels: what each adds to those that began before it in the same step."""
     start, end = rows.start_ns[blocks.row], rows.end_ns[blocks.row]
     sequence = np.lexsort((start, blocks.slot))
@@ -189,7 +236,7 @@ def _block_ns(rows: Rows, blocks: Blocks) -> Int64:
     return result
 
 
-def _carried(side: Side, slots: Int64, count: int) -> list[dict[str, Any]]:
+def _carried(side: RankSteps, slots: Int64, count: int) -> list[dict[str, Any]]:
     parts: list[list[Split]] = [[] for _ in range(count)]
     hops = np.bincount(slots, minlength=count).tolist()
     for slot, exchange in zip(slots.tolist(), side.exchanges, strict=True):

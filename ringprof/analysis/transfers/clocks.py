@@ -64,8 +64,6 @@ class Clocks:
     """By rank: ranks of one host share a clock."""
     residual_ns: int = 0
     """How far the offset between any two hosts that exchange something may be off."""
-    closure_ns: int = 0
-    """The most that what one pair of hosts says differs from the fit over all of them."""
     lag_ns: int = 0
     """How much later a message between hosts ends at its receiver than at its sender."""
     pairs: tuple[Pair, ...] = ()
@@ -74,6 +72,16 @@ class Clocks:
     def several(self) -> bool:
         """Whether there is more than one clock."""
         return len(set(self.host.values())) > 1
+
+    def residuals(self) -> tuple[Int64, dict[str, int]]:
+        """How far the clocks of any two hosts may be off each other (hosts, hosts), and each host's number in it."""
+        number = {name: at for at, name in enumerate(dict.fromkeys(self.host.values()))}
+        between = np.full((len(number), len(number)), UNKNOWN_NS, np.int64)
+        np.fill_diagonal(between, 0)
+        for pair in self.pairs:
+            a, b = (number[name] for name in pair.hosts)
+            between[a, b] = between[b, a] = pair.residual_ns
+        return between, number
 
 
 def one_clock(ranks: Sequence[int]) -> Clocks:
@@ -93,7 +101,7 @@ def host_names(host: Mapping[int, str]) -> list[str]:
     return list(dict.fromkeys(host[rank] for rank in sorted(host)))
 
 
-def fit_ways(found: Mapping[tuple[int, int], Way], host: Mapping[int, str]) -> Clocks:
+def fit_ways(found: Mapping[tuple[int, int], TrafficSummary], host: Mapping[int, str]) -> Clocks:
     """As `fit_clocks`, from what is known of the traffic from host to host, both ways for every two."""
     names = host_names(host)
     fit = _fit_together([r for (a, b), way in found.items() for r in _readings(a, b, way, found[b, a])], len(names))
@@ -112,7 +120,6 @@ def fit_ways(found: Mapping[tuple[int, int], Way], host: Mapping[int, str]) -> C
         offset_ns={rank: round(fit.offsets[place[name]]) for rank, name in host.items()},
         host=dict(host),
         residual_ns=max((pair.residual_ns for pair in pairs), default=0),
-        closure_ns=round(max((fit.misfit(reading) for reading in fit.readings), default=0)),
         lag_ns=round(fit.lag_ns),
         pairs=tuple(pairs),
     )
@@ -122,7 +129,7 @@ def fit_ways(found: Mapping[tuple[int, int], Way], host: Mapping[int, str]) -> C
 
 
 @dataclass(frozen=True)
-class Way:
+class TrafficSummary:
     """What is known of the clocks of two hosts from what went from the first to the second, in ns."""
 
     ends: tuple[float, float] | None = None
@@ -135,7 +142,7 @@ class Way:
 
 
 @dataclass
-class OneWay:
+class TrafficSamples:
     """What travelled from one host to another, as differences between their own clocks, in ns."""
 
     ends: list[Int64] = field(default_factory=list)
@@ -143,9 +150,9 @@ class OneWay:
     limits: list[int] = field(default_factory=list)
     count: int = 0
 
-    def summed(self) -> Way:
+    def summed(self) -> TrafficSummary:
         """What the fit needs of it."""
-        return Way(
+        return TrafficSummary(
             ends=_densest(self.ends) if self.ends else None,
             together=_densest(self.together) if self.together else None,
             limit=max(self.limits, default=None),
@@ -165,7 +172,7 @@ class Meetings:
 MOST_COMPARED = 32
 """Hosts of a collective, up to which every two are compared."""
 
-Traffic = dict[tuple[int, int], OneWay]
+Traffic = dict[tuple[int, int], TrafficSamples]
 """By (host, other host), both ways for every two that exchange something."""
 
 
@@ -176,7 +183,7 @@ def collect(matches: Matches, host: Mapping[int, int]) -> Traffic:
     end = np.array([t.end_ns for t in transfers], np.int64)
     place = np.array([host[t.rank] for t in transfers], np.int64)
     large = np.array([(t.sent_bytes or 0) >= UNBUFFERED_BYTES for t in transfers], np.bool_)
-    found: Traffic = defaultdict(OneWay)
+    found: Traffic = defaultdict(TrafficSamples)
     crossing = place[matches.sender] != place[matches.receiver]
     sender, receiver = matches.sender[crossing], matches.receiver[crossing]
     ways = np.unique(np.stack((place[sender], place[receiver]), axis=1), axis=0)
@@ -264,7 +271,7 @@ class _Fit:
         return np.array([reading.width_ns + self.misfit(reading) for reading in self.readings])
 
 
-def _readings(a: int, b: int, there: Way, back: Way) -> Iterator[_Reading]:
+def _readings(a: int, b: int, there: TrafficSummary, back: TrafficSummary) -> Iterator[_Reading]:
     """What is read off the traffic from one host to another; bounds from both sides count once for both ways."""
     if there.ends:
         yield _Reading(a, b, -there.ends[0], there.ends[1], lags=True)
@@ -275,8 +282,8 @@ def _readings(a: int, b: int, there: Way, back: Way) -> Iterator[_Reading]:
         yield _Reading(a, b, (low + high) / 2, max(high - low, 0) / 2, lags=False)
 
 
-def _beyond(there: Way, back: Way, offset_ns: float) -> float:
-    """How far an offset is outside what no order of cause and effect allows."""
+def _beyond(there: TrafficSummary, back: TrafficSummary, offset_ns: float) -> float:
+    """How far the offset lies outside the interval that causality allows; 0 inside."""
     low = -np.inf if back.limit is None else back.limit
     high = np.inf if there.limit is None else -there.limit
     return float(max(low - offset_ns, offset_ns - high, 0.0))

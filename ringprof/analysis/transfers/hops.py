@@ -102,7 +102,7 @@ def hop_totals(hops: Sequence[Hop]) -> HopTotals:
         sent_bytes=sum(hop.sent_bytes or 0 for hop in hops),
         wait_ns=wait,
         wire_ns=wire,
-        wire_gbps=size / wire if size is not None and wire else None,
+        wire_gbps=gbps(size, wire),
         wait_share=wait / (wait + wire) if wait is not None and wire is not None and wait + wire else None,
     )
 
@@ -122,6 +122,11 @@ def _joined(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 def _length(spans: list[tuple[int, int]]) -> int:
     return sum(end - start for start, end in spans)
+
+
+def gbps(size_bytes: int | None, time_ns: int | None) -> float | None:
+    """A rate in GB/s; None where size or time is not known, or no time passed."""
+    return size_bytes / time_ns if size_bytes is not None and time_ns else None
 
 
 def total(values: list[int | None]) -> int | None:

@@ -41,13 +41,13 @@ class Matches:
     """One element a matched message: the kernel that sent it and the one that received it."""
     meetings: tuple[Int64, ...]
     """Matched collectives: a row for each rank of the group, a column for each call."""
-    gathered: tuple[Gathered, ...] = ()
+    absent_peers: tuple[AbsentPeers, ...] = ()
     """Collectives whose other ranks are not among these, but are known to be matched."""
 
     def matched(self) -> npt.NDArray[np.bool_]:
         """Whether each transfer's partners are all known; false for copies, which have none."""
         partnered = np.zeros(len(self.transfers), np.bool_)
-        for numbers in (self.sender, self.receiver, *self.meetings, *(one.rows for one in self.gathered)):
+        for numbers in (self.sender, self.receiver, *self.meetings, *(one.rows for one in self.absent_peers)):
             partnered[numbers.ravel()] = True
         matched: npt.NDArray[np.bool_] = partnered & (self.reason == 0)
         return matched
@@ -60,37 +60,37 @@ class Matches:
         return dict(Counter(REASONS[number] for number in self.reason[rows].tolist()))
 
 
-class Gathering(Protocol):
-    """Knows of collectives what ranks did that are not here, see `ringprof.scale.gatherings`."""
+class AbsentRanks(Protocol):
+    """Summary of collectives for ranks that are not loaded, see `ringprof.scale.collective_ledger`."""
 
     def refusal(self, group: Group, kind: str) -> str:
         """Why the group's calls of this kind are not matched: one of `REASONS`."""
 
-    def gathered(self, group: Group, kind: str, rank: int, rows: Int64) -> Gathered:
+    def calls_of(self, group: Group, kind: str, rank: int, rows: Int64) -> AbsentPeers:
         """What is known of the calls of ``rank``, whose numbers are ``rows``."""
 
 
 @dataclass(frozen=True)
-class Gathered:
+class AbsentPeers:
     """The calls of one collective on one rank, and what the group's other ranks did."""
 
     rows: Int64
-    begun_ns: Int64
+    peers_ready_ns: Int64
     """The latest start over the group, on the common clock."""
-    unsure_ns: int
+    clock_error_ns: int
     """How far the clocks of the group's hosts may be off this rank's."""
 
 
-def match(transfers: Mapping[int, Sequence[Transfer]], gathering: Gathering | None = None) -> Matches:
+def match(transfers: Mapping[int, Sequence[Transfer]], absent: AbsentRanks | None = None) -> Matches:
     """Match the transfers of all ranks; ``transfers`` holds each rank's, in order.
 
-    With ``gathering`` the ranks are only some, and it tells what the others did in collectives.
+    With ``absent`` the ranks are only some, and it tells what the others did in collectives.
     """
     everything = tuple(transfer for mine in transfers.values() for transfer in mine)
     work = _Work(np.zeros(len(everything), np.int8))
-    groups, group_of = numbered(everything)
+    groups, group_of = number_groups(everything)
     _match_messages(everything, group_of, set(transfers), work)
-    _match_collectives(everything, groups, group_of, set(transfers), work, gathering)
+    _match_collectives(everything, groups, group_of, set(transfers), work, absent)
     for number, transfer in enumerate(everything):
         if transfer.kind == "send_recv" and not (transfer.sends or transfer.receives):
             work.reason[number] = _NUMBERS["no_record"]
@@ -100,11 +100,11 @@ def match(transfers: Mapping[int, Sequence[Transfer]], gathering: Gathering | No
         np.array(work.sender, np.int64),
         np.array(work.receiver, np.int64),
         tuple(work.meetings),
-        tuple(work.gathered),
+        tuple(work.absent_peers),
     )
 
 
-def numbered(everything: Sequence[Transfer]) -> tuple[list[Group], list[int]]:
+def number_groups(everything: Sequence[Transfer]) -> tuple[list[Group], list[int]]:
     """The groups, and the number of each transfer's; a group of a thousand ranks takes long to compare."""
     numbers: dict[Group, int] = {}
     known: dict[int, int] = {}
@@ -122,7 +122,7 @@ class _Work:
     sender: list[int] = field(default_factory=list)
     receiver: list[int] = field(default_factory=list)
     meetings: list[Int64] = field(default_factory=list)
-    gathered: list[Gathered] = field(default_factory=list)
+    absent_peers: list[AbsentPeers] = field(default_factory=list)
 
     def refuse(self, numbers: Iterable[int], reason: str) -> None:
         """The first reason stays."""
@@ -181,7 +181,7 @@ def _match_collectives(
     group_of: Sequence[int],
     ranks: set[int],
     work: _Work,
-    gathering: Gathering | None,
+    absent: AbsentRanks | None,
 ) -> None:
     calls: dict[tuple[int, str], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for number, transfer in enumerate(everything):
@@ -193,15 +193,15 @@ def _match_collectives(
             calls[group_of[number], transfer.kind][transfer.rank].append(number)
     for (group_number, kind), by_rank in calls.items():
         group = groups[group_number]
-        if gathering is not None:
-            reason = gathering.refusal(group, kind)
+        if absent is not None:
+            reason = absent.refusal(group, kind)
         else:
             reason = refusal_of_collective(group, ranks, {rank: len(numbers) for rank, numbers in by_rank.items()})
         if reason:
             work.refuse((number for numbers in by_rank.values() for number in numbers), reason)
-        elif gathering is not None:
+        elif absent is not None:
             for rank, numbers in by_rank.items():
-                work.gathered.append(gathering.gathered(group, kind, rank, np.array(numbers, np.int64)))
+                work.absent_peers.append(absent.calls_of(group, kind, rank, np.array(numbers, np.int64)))
         else:
             work.meetings.append(np.array(list(by_rank.values()), np.int64))
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ringprof.analysis.transfers.clocks import UNBUFFERED_BYTES, UNKNOWN_NS, Clocks
+from ringprof.analysis.transfers.clocks import UNBUFFERED_BYTES, Clocks
 from ringprof.analysis.transfers.hops import OTHER_HOST, SAME_HOST, UNKNOWN_LINK, Hosts, Split
 from ringprof.analysis.transfers.matching import Matches
 from ringprof.analysis.transfers.transfers import Transfer
@@ -33,35 +33,19 @@ _NEGLIGIBLE = 100
 
 
 @dataclass(frozen=True)
-class Waits:
-    """Every transfer of every rank, split."""
-
-    by_rank: dict[int, list[Split]]
-    best_gbps: dict[LinkClass, float]
-    """The best rate seen, by (kind, link)."""
-    inconclusive: int = 0
-    """Kernels left unsplit because the clocks are not known well enough to tell their wait."""
-
-
-@dataclass(frozen=True)
 class _Moments:
     """Of each transfer, on the common clock."""
 
     start: Int64
     end: Int64
-    begun: Int64
+    peers_ready: Int64
     """The latest start over it and its own partners."""
-    ready: Int64
+    all_ready: Int64
     """The latest start over all that it depends on."""
-    known: npt.NDArray[np.bool_]
+    resolved: npt.NDArray[np.bool_]
     """Whether all that it depends on is matched."""
-    unsure: Int64
+    clock_error: Int64
     """How far the clocks of those that it depends on may be off its own."""
-
-
-def best_rates(matches: Matches, hosts: Hosts, clocks: Clocks) -> dict[LinkClass, Best]:
-    """The best rate seen by (kind, link)."""
-    return _best(matches, _moments(matches, clocks), _links(matches.transfers, hosts))
 
 
 def better(one: dict[LinkClass, Best], other: dict[LinkClass, Best]) -> dict[LinkClass, Best]:
@@ -74,42 +58,45 @@ def better(one: dict[LinkClass, Best], other: dict[LinkClass, Best]) -> dict[Lin
     return result
 
 
-def split(
-    matches: Matches,
-    hosts: Hosts,
-    clocks: Clocks,
-    best: dict[LinkClass, Best] | None = None,
-    ranks: Collection[int] | None = None,
-) -> Waits:
-    """Every transfer with wait and wire where its partners are known, and the best GB/s by (kind, link).
+class Waiting:
+    """Matched transfers on one clock: their best rates, and each with its wait and wire."""
 
-    ``best``: the best rates, where ranks that are not among these may have seen better ones. ``ranks``: those to
-    split; the others are there as their partners.
-    """
-    moments = _moments(matches, clocks)
-    links = _links(matches.transfers, hosts)
-    best = _best(matches, moments, links) if best is None else best
-    result: dict[int, list[Split]] = {rank: [] for rank in (clocks.offset_ns if ranks is None else ranks)}
-    inconclusive = 0
-    columns = (moments.end, moments.ready, moments.known, moments.unsure)
-    for transfer, link, end, ready, known, unsure in zip(
-        matches.transfers, links, *(column.tolist() for column in columns), strict=True
-    ):
-        if transfer.rank not in result:
-            continue
-        part = _split(transfer, link, end - ready if known else None, best.get((transfer.kind, link)))
-        if unsure and part.wait_ns is not None and unsure > max(part.wait_ns, transfer.duration_ns // _NEGLIGIBLE):
-            part, inconclusive = Split(transfer, link, None), inconclusive + 1
-        result[transfer.rank].append(part)
-    return Waits(result, {key: size / span for key, (size, span) in best.items()}, inconclusive)
+    def __init__(self, matches: Matches, hosts: Hosts, clocks: Clocks) -> None:
+        self._matches = matches
+        self._moments = _moments(matches, clocks)
+        self._links = _links(matches.transfers, hosts)
 
+    def best_rates(self) -> dict[LinkClass, Best]:
+        """The best rate seen by (kind, link)."""
+        return _best(self._matches, self._moments, self._links)
 
-def clocks_disagree(matches: Matches, clocks: Clocks) -> bool:
-    """Whether a large transfer ended on one rank before its partner began on another: no common clock says so."""
-    moments = _moments(matches, clocks)
-    large = np.array([(t.sent_bytes or 0) >= UNBUFFERED_BYTES for t in matches.transfers], np.bool_)
-    late = moments.begun - moments.end > _CLOCK_TOLERANCE_NS + moments.unsure
-    return bool(np.any(late & large & matches.matched()))
+    def clocks_disagree(self) -> bool:
+        """Whether a large transfer ended on one rank before its partner began on another: no common clock says so."""
+        moments, transfers = self._moments, self._matches.transfers
+        large = np.array([(t.sent_bytes or 0) >= UNBUFFERED_BYTES for t in transfers], np.bool_)
+        late = moments.peers_ready - moments.end > _CLOCK_TOLERANCE_NS + moments.clock_error
+        return bool(np.any(late & large & self._matches.matched()))
+
+    def split(self, best: Mapping[LinkClass, Best], ranks: Collection[int]) -> tuple[dict[int, list[Split]], int]:
+        """The transfers of ``ranks``, with wait and wire where their partners are known.
+
+        ``best`` are the best rates over the whole run. Returns also how many are left unsplit because the clocks are
+        not known well enough to tell their wait.
+        """
+        result: dict[int, list[Split]] = {rank: [] for rank in ranks}
+        inconclusive = 0
+        moments = self._moments
+        columns = (moments.end, moments.all_ready, moments.resolved, moments.clock_error)
+        for transfer, link, end, ready, resolved, error in zip(
+            self._matches.transfers, self._links, *(column.tolist() for column in columns), strict=True
+        ):
+            if transfer.rank not in result:
+                continue
+            part = _split(transfer, link, end - ready if resolved else None, best.get((transfer.kind, link)))
+            if error and part.wait_ns is not None and error > max(part.wait_ns, transfer.duration_ns // _NEGLIGIBLE):
+                part, inconclusive = Split(transfer, link, None), inconclusive + 1
+            result[transfer.rank].append(part)
+        return result, inconclusive
 
 
 def without_times(splits: Mapping[int, list[Split]]) -> dict[int, list[Split]]:
@@ -143,51 +130,41 @@ def _moments(matches: Matches, clocks: Clocks) -> _Moments:
     offset = np.array([clocks.offset_ns[t.rank] for t in transfers], np.int64)
     start = np.array([t.start_ns for t in transfers], np.int64) + offset
     end = np.array([t.end_ns for t in transfers], np.int64) + offset
-    begun, known = start.copy(), matches.matched()
-    np.maximum.at(begun, sender, start[receiver])
-    np.maximum.at(begun, receiver, start[sender])
+    peers_ready, matched = start.copy(), matches.matched()
+    np.maximum.at(peers_ready, sender, start[receiver])
+    np.maximum.at(peers_ready, receiver, start[sender])
     for meeting in matches.meetings:
-        begun[meeting] = start[meeting].max(axis=0)
-    for one in matches.gathered:
-        begun[one.rows] = one.begun_ns
-    unsure = _unsure(matches, clocks)
-    ready, sure, doubt = begun.copy(), known.copy(), unsure.copy()
+        peers_ready[meeting] = start[meeting].max(axis=0)
+    for absent in matches.absent_peers:
+        peers_ready[absent.rows] = absent.peers_ready_ns
+    own_error = _clock_error(matches, clocks)
+    all_ready, resolved, clock_error = peers_ready.copy(), matched.copy(), own_error.copy()
     several = _several_messages(transfers)
+    # Peers' peers, and no further: `ringprof.scale.pipeline.NEIGHBOURHOOD` counts on it.
     for mine, other in ((sender, receiver), (receiver, sender)):
         rows = several[mine]
-        np.maximum.at(ready, mine[rows], begun[other[rows]])
-        np.maximum.at(doubt, mine[rows], unsure[other[rows]])
+        np.maximum.at(all_ready, mine[rows], peers_ready[other[rows]])
+        np.maximum.at(clock_error, mine[rows], own_error[other[rows]])
         # A peer's own peers are unknown, so is what may have held it up.
-        np.logical_and.at(sure, mine[rows], known[other[rows]])
-    return _Moments(start, end, begun, ready, sure, doubt)
+        np.logical_and.at(resolved, mine[rows], matched[other[rows]])
+    return _Moments(start, end, peers_ready, all_ready, resolved, clock_error)
 
 
-def _unsure(matches: Matches, clocks: Clocks) -> Int64:
+def _clock_error(matches: Matches, clocks: Clocks) -> Int64:
     """How far the clocks of a transfer's own partners may be off its own."""
-    unsure = np.zeros(len(matches.transfers), np.int64)
+    error = np.zeros(len(matches.transfers), np.int64)
     if not clocks.several:
-        return unsure
-    between, number = residuals(clocks)
+        return error
+    between, number = clocks.residuals()
     place = np.array([number[clocks.host[t.rank]] for t in matches.transfers], np.int64)
     for mine, other in ((matches.sender, matches.receiver), (matches.receiver, matches.sender)):
-        np.maximum.at(unsure, mine, between[place[mine], place[other]])
+        np.maximum.at(error, mine, between[place[mine], place[other]])
     for meeting in matches.meetings:
         where = place[meeting[:, 0]]
-        unsure[meeting] = between[np.ix_(where, where)].max(axis=1)[:, None]
-    for one in matches.gathered:
-        unsure[one.rows] = one.unsure_ns
-    return unsure
-
-
-def residuals(clocks: Clocks) -> tuple[Int64, dict[str, int]]:
-    """How far the clocks of any two hosts may be off each other (hosts, hosts), and the number of each host in it."""
-    number = {name: at for at, name in enumerate(dict.fromkeys(clocks.host.values()))}
-    between = np.full((len(number), len(number)), UNKNOWN_NS, np.int64)
-    np.fill_diagonal(between, 0)
-    for pair in clocks.pairs:
-        a, b = (number[name] for name in pair.hosts)
-        between[a, b] = between[b, a] = pair.residual_ns
-    return between, number
+        error[meeting] = between[np.ix_(where, where)].max(axis=1)[:, None]
+    for absent in matches.absent_peers:
+        error[absent.rows] = absent.clock_error_ns
+    return error
 
 
 def _several_messages(transfers: tuple[Transfer, ...]) -> npt.NDArray[np.bool_]:
@@ -226,7 +203,7 @@ def _best(matches: Matches, moments: _Moments, links: list[str]) -> dict[LinkCla
     """
     size = np.array([t.sent_bytes or 0 for t in matches.transfers], np.int64)
     copies = np.array([t.kind == "copy_engine" for t in matches.transfers], np.bool_)
-    span = moments.end - moments.begun
+    span = moments.end - moments.peers_ready
     usable = (matches.matched() | copies) & (span > 0) & (size > 0)
     rate = np.where(usable, size / np.maximum(span, 1), 0.0)
     classes: dict[LinkClass, int] = {}

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ringprof.analysis.attribution import Attribution
-from ringprof.analysis.findings.verdict import Findings
+from ringprof.analysis.findings.findings import Findings
 from ringprof.analysis.kinds.kinds import KINDS
 from ringprof.analysis.steps.steps import Step
 from ringprof.report.lanes import timeline_of

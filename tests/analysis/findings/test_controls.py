@@ -8,14 +8,15 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from ringprof.analysis.attribution import attribute
 from ringprof.analysis.findings.figures import figures_of
+from ringprof.analysis.findings.findings import Findings, findings_in_memory
 from ringprof.analysis.findings.summary import summarise
-from ringprof.analysis.findings.verdict import Findings
+from ringprof.analysis.findings.waterfall import find_waterfall
 from ringprof.analysis.timeline.focus import Focus
 from ringprof.report import as_json
 from ringprof.report.terminal import Look, render
 from ringprof.run import Controls, Profiled, Workload, read_run, write_run
+from ringprof.scale.pipeline import attribute
 from tests.analysis.findings.test_summary import ring_with_compute
 from tests.analysis.recorded import recorded_run
 
@@ -34,7 +35,7 @@ def found(focus: Focus | None = None, **changes) -> Findings:
     run = recorded_run(controls=msgspec.structs.replace(CONTROLS, **changes))
     traces = [b.trace() for b in ring_with_compute()]
     attribution = attribute(traces, run) if focus is None else attribute(traces, run, None, focus)
-    return Findings(attribution, summarise(attribution))
+    return findings_in_memory(attribution)
 
 
 def test_the_figures_are_the_formulas():
@@ -110,7 +111,7 @@ def test_the_profilers_cost_is_neither_slower_nor_faster_where_it_rounds_to_noth
     def line(profiled_ns: int) -> str:
         run = recorded_run(profiled=Profiled(iterations_ns=[[profiled_ns]] * 4))
         attribution = attribute([b.trace() for b in ring_with_compute()], run)
-        return " ".join(render(Findings(attribution, summarise(attribution)), Look(width=200)).split())
+        return " ".join(render(findings_in_memory(attribution), Look(width=200)).split())
 
     # The median time without the profiler is 3 ms.
     assert "without the profiler, as fast with it" in line(2_999_000)
@@ -137,5 +138,5 @@ def test_the_waterfalls_slowdown_is_the_attention_time_above_the_solo_time():
     run = recorded_run(controls=CONTROLS, workload=Workload(seq=16, heads=8, kv_heads=8, head_dim=64))
     attribution = attribute([b.trace() for b in ring_with_compute()], run)
     summary = replace(summarise(attribution), devices=("NVIDIA H200",))
-    parts = {part.part: part for part in Findings(attribution, summary).waterfall.parts}
+    parts = {part.part: part for part in find_waterfall(attribution, summary).parts}
     assert parts["slowdown"].time_ns == (4600 - 4200) / 4

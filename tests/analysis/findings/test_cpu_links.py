@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from ringprof.analysis.attribution import attribute
 from ringprof.analysis.findings.cpu_links import blocked_in_words, blocked_on_links
 from ringprof.run import Sent, Work
+from ringprof.scale.pipeline import attribute
 from tests.analysis.build import Builder
 from tests.analysis.recorded import recorded_run
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ringprof.analysis.attribution import attribute
 from ringprof.analysis.findings.summary import summarise
+from ringprof.scale.pipeline import attribute
 from tests.analysis.build import FLASH, Builder
 from tests.analysis.recorded import recorded_run
 from tests.analysis.transfers.test_hops import BYTES, ring

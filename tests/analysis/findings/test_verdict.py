@@ -6,9 +6,8 @@ import re
 
 import pytest
 
-from ringprof.analysis.attribution import attribute
-from ringprof.analysis.findings.summary import summarise
-from ringprof.analysis.findings.verdict import Findings
+from ringprof.analysis.findings.findings import findings_in_memory
+from ringprof.scale.pipeline import attribute
 from tests.analysis.build import FLASH, Builder
 from tests.analysis.rings import MERGE, everybody, ring_pass
 from tests.analysis.test_real_runs import NVLINK, TWO_HOSTS, attribution_of
@@ -19,7 +18,7 @@ from tests.paths import TRACES
 
 def verdict(*builders):
     attribution = attribute([builder.trace() for builder in builders])
-    return Findings(attribution, summarise(attribution)).verdict
+    return findings_in_memory(attribution).verdict
 
 
 def verdict_of(folder):
@@ -55,7 +54,7 @@ def test_the_same_from_traces_alone_says_what_rises_with_the_rank():
 
 def test_a_slow_link_is_named_by_its_ends():
     attribution = attribution_of(TWO_HOSTS)
-    _, cause, _ = Findings(attribution, summarise(attribution)).verdict
+    _, cause, _ = findings_in_memory(attribution).verdict
     assert "ranks 0, 3, 4 and 7 send at 3.4 to 4.15 GB/s" in cause
     assert "(3 to 4, 7 to 0)" in cause
 
@@ -67,7 +66,7 @@ def test_a_slow_link_between_hosts_is_named_as_such():
 
 def test_exposed_wire_names_the_step_that_exposes_most():
     attribution = attribution_of(NVLINK)
-    found = Findings(attribution, summarise(attribution))
+    found = findings_in_memory(attribution)
     _, cause, _ = found.verdict
     named = re.search(r"in the (\w+) pass, most in step (\d+)", cause)
     assert named

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ringprof.analysis.attribution import attribute
+from ringprof.analysis.findings.findings import findings_in_memory
 from ringprof.analysis.findings.summary import summarise
-from ringprof.analysis.findings.verdict import Findings
 from ringprof.analysis.timeline.focus import Focus
 from ringprof.errors import UsageError
 from ringprof.report import as_json, terminal
+from ringprof.scale.pipeline import attribute
 from tests.analysis.build import FLASH, NCCL, Builder, collective
 from tests.analysis.sweep import sweep
 
@@ -78,9 +78,9 @@ def test_the_report_shows_them_as_a_part_of_their_own():
     *parts, wall = summary.parts
     assert sum(part.mean_ns for part in parts) == wall.mean_ns
     assert "exposed_other_groups" in [part.name for part in parts]
-    report = as_json.as_dict(Findings(attribution, summary), source="trace", paths=[])
+    report = as_json.as_dict(findings_in_memory(attribution), source="trace", paths=[])
     assert report["ranks"][0]["exposed_other_groups_ns"] == 900
-    assert "other groups" in terminal.render(Findings(attribution, summary))
+    assert "other groups" in terminal.render(findings_in_memory(attribution))
 
 
 def test_the_parts_equal_a_sweep_whatever_overlaps():

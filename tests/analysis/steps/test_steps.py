@@ -9,9 +9,9 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from ringprof.analysis.attribution import attribute
 from ringprof.analysis.rank import kept
-from ringprof.analysis.steps.steps import STEP_COLUMNS, find_steps
+from ringprof.analysis.steps.steps import STEP_COLUMNS, steps_in_memory
+from ringprof.scale.pipeline import attribute
 from tests.analysis.build import FLASH, NCCL, Builder
 from tests.analysis.rings import BACKWARD, causal, everybody, ring_pass
 from tests.analysis.test_real_runs import NVLINK, TWO_HOSTS, attribution_of
@@ -21,7 +21,7 @@ NAMES = {"ringprof": "ringprof::{phase}/step={step}/block", "annotation": "ring_
 
 
 def steps_of(builders):
-    return find_steps(attribute([b.trace() for b in builders]))
+    return steps_in_memory(attribute([b.trace() for b in builders]).ranks).steps
 
 
 def of(steps, rank, phase, call=0):
@@ -123,7 +123,7 @@ def test_nothing_tells_steps_without_hops_or_names():
 @pytest.mark.parametrize("run", [NVLINK, TWO_HOSTS])
 def test_the_steps_of_a_ring_hold_all_its_exposed_communication(run):
     attribution = attribution_of(run)
-    steps = find_steps(attribution)
+    steps = steps_in_memory(attribution.ranks).steps
     assert len(steps) == 8 * 16
     for rank in attribution.ranks:
         mine = [step for step in steps if step.rank == rank.rank]
@@ -137,7 +137,7 @@ def test_the_steps_of_a_ring_hold_all_its_exposed_communication(run):
 @pytest.mark.parametrize("run", [NVLINK, TWO_HOSTS])
 def test_order_tells_what_names_tell(run):
     attribution = attribution_of(run)
-    named = find_steps(attribution)
+    named = steps_in_memory(attribution.ranks).steps
     ranks = []
     for rank in attribution.ranks:
         trace = rank.classified.trace
@@ -146,7 +146,7 @@ def test_order_tells_what_names_tell(run):
         bare = replace(trace, annotations=type(trace.annotations)(**{k: v[nothing] for k, v in columns.items()}))
         detail = replace(rank.detail, classified=replace(rank.classified, trace=bare))
         ranks.append(replace(rank, read_detail=kept(detail)))
-    inferred = find_steps(replace(attribution, ranks=tuple(ranks)))
+    inferred = steps_in_memory(ranks).steps
     assert Counter(step.source for step in inferred) == {"order": len(named)}
     values = [name for name in STEP_COLUMNS if name != "source"]
     assert [[getattr(s, name) for name in values] for s in inferred] == [

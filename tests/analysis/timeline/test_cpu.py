@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringprof.analysis.attribution import attribute
+from ringprof.scale.pipeline import attribute
 from tests.analysis.build import Builder
 from tests.analysis.sweep import sweep
 

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ringprof.analysis.attribution import attribute
 from ringprof.analysis.timeline.focus import Focus, parse_between
 from ringprof.errors import UsageError
+from ringprof.scale.pipeline import attribute
 from tests.analysis.build import FLASH, NCCL, Builder, collective
 from tests.analysis.sweep import sweep
 

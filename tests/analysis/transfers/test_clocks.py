@@ -9,9 +9,9 @@ from functools import cache
 import numpy as np
 import pytest
 
-from ringprof.analysis.attribution import attribute
-from ringprof.analysis.transfers.clocks import Meetings, OneWay, Traffic, collect_meetings, fit_ways
+from ringprof.analysis.transfers.clocks import Meetings, Traffic, TrafficSamples, collect_meetings, fit_ways
 from ringprof.analysis.transfers.hops import hop_totals
+from ringprof.scale.pipeline import attribute
 from ringprof.trace.columns import Trace
 from ringprof.trace.ranks import read_traces
 from tests.analysis.build import NCCL, Builder, collective
@@ -61,7 +61,6 @@ def test_offsets_up_to_5_ms_are_recovered_to_5_us(skews, slow):
     errors = recovered(attribution, skews)
     assert max(map(abs, errors)) <= 5 * US
     assert attribution.clocks.residual_ns <= 5 * US
-    assert attribution.clocks.closure_ns <= 5 * US
     assert codes(attribution)[0] == "clocks_fitted"
 
 
@@ -181,7 +180,7 @@ def test_a_collective_of_many_hosts_ties_all_their_clocks(hosts):
         )
         for host in range(hosts)
     }
-    found: Traffic = defaultdict(OneWay)
+    found: Traffic = defaultdict(TrafficSamples)
     collect_meetings(on_host, "all_reduce", found)
     ways = {pair: way.summed() for pair, way in found.items()}
     clocks = fit_ways(ways, {rank: f"host{rank // 8}" for rank in range(8 * hosts)})

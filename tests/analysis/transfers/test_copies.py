@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ringprof.analysis.attribution import attribute
 from ringprof.analysis.findings.summary import summarise
 from ringprof.analysis.transfers.hops import hop_totals
+from ringprof.scale.pipeline import attribute
 from tests.analysis.build import FLASH, MAIN, NCCL, Builder, collective
 
 COPY = "Memcpy PtoP (Device -> Device)"

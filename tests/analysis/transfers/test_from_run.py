@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from ringprof.analysis.attribution import attribute
 from ringprof.analysis.transfers.hops import hop_totals
 from ringprof.run import Sent, StrategyUsed, Work, read_run
+from ringprof.scale.pipeline import attribute
 from ringprof.trace.columns import NONE
 from ringprof.trace.ranks import read_traces
 from tests.analysis.build import NCCL, Builder

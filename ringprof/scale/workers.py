@@ -19,14 +19,14 @@ PATIENCE_S = 10
 _ADDRESS = re.compile(r"(tcp|tls|ws|wss|ucx)://[^/\s]{1,500}:\d{1,5}")
 
 
-class Work(Protocol):
+class Workers(Protocol):
     """Carries out a function for many arguments."""
 
     def map(self, function: Callable[..., Any], items: Iterable[tuple[Any, ...]]) -> Iterator[Any]:
         """The results in the order of ``items``, of which only a few are under way at a time."""
 
 
-class Processes:
+class LocalProcesses:
     """As many processes of this machine as it has CPUs, or ``jobs``; one is this one."""
 
     def __init__(self, jobs: int | None = None) -> None:
@@ -44,7 +44,7 @@ class Processes:
             raise InputError("a process that read a trace ended (out of memory?): try --jobs 1") from None
 
 
-class Cluster:
+class DaskCluster:
     """The workers of a Dask cluster that exists, which must see the same files and have ringprof installed."""
 
     def __init__(self, address: str) -> None:

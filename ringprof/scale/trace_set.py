@@ -1,4 +1,4 @@
-"""What a run of many ranks is read from."""
+"""What a run is read from."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ Notify = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
-class Given:
-    """A run's traces as they were given."""
+class TraceSet:
+    """Paths, ranks and display names of a run's traces."""
 
     paths: Sequence[str]
     ranks: Sequence[int | None]

@@ -14,9 +14,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ringprof.analysis.transfers.clocks import Clocks, Meetings, Traffic, collect_meetings
-from ringprof.analysis.transfers.matching import Gathered, numbered, refusal_of_collective
+from ringprof.analysis.transfers.matching import AbsentPeers, number_groups, refusal_of_collective
 from ringprof.analysis.transfers.transfers import Group, Transfer
-from ringprof.analysis.transfers.waiting import residuals
 from ringprof.trace.columns import Int64
 
 
@@ -33,15 +32,17 @@ class _Calls:
 class KnownCalls:
     """Of one group's matched calls of one kind what a rank of it must know; plain data."""
 
-    begun_ns: Int64
+    peers_ready_ns: Int64
     """The latest start over the group, on the common clock."""
-    unsure_ns: dict[int, int]
+    clock_error_ns: dict[int, int]
     """Rank -> how far the clocks of the group's hosts may be off its own."""
 
 
 @dataclass(frozen=True)
-class KnownGatherings:
-    """A `ringprof.analysis.transfers.matching.Gathering` as plain data, for some ranks."""
+class LedgerExtract:
+    """What some ranks must know of the others' collectives, as plain data.
+
+    A `ringprof.analysis.transfers.matching.AbsentRanks`."""
 
     calls: dict[tuple[Group, str], KnownCalls | str]
     """What is known, or why it is not matched."""
@@ -50,13 +51,13 @@ class KnownGatherings:
         found = self.calls.get((group, kind), "rank_missing")
         return found if isinstance(found, str) else ""
 
-    def gathered(self, group: Group, kind: str, rank: int, rows: Int64) -> Gathered:
+    def calls_of(self, group: Group, kind: str, rank: int, rows: Int64) -> AbsentPeers:
         found = self.calls[group, kind]
         assert isinstance(found, KnownCalls)
-        return Gathered(rows, found.begun_ns, found.unsure_ns[rank])
+        return AbsentPeers(rows, found.peers_ready_ns, found.clock_error_ns[rank])
 
 
-class Gatherings:
+class CollectiveLedger:
     """What all ranks did in collectives; ``host`` is the number of every rank's host."""
 
     def __init__(self, host: Mapping[int, int]) -> None:
@@ -65,7 +66,7 @@ class Gatherings:
 
     def add(self, rank: int, transfers: Sequence[Transfer]) -> None:
         """Take in the transfers of one rank, in order."""
-        groups, group_of = numbered(transfers)
+        groups, group_of = number_groups(transfers)
         mine: dict[tuple[int, str], list[Transfer]] = defaultdict(list)
         for number, transfer in zip(group_of, transfers, strict=True):
             if transfer.kind not in ("send_recv", "copy_engine") and transfer.source != "none":
@@ -94,10 +95,10 @@ class Gatherings:
             if not self._refusal(group, calls):
                 collect_meetings(calls.on_host, kind, found)
 
-    def known_to(self, ranks: Sequence[int], clocks: Clocks) -> KnownGatherings:
+    def extract(self, ranks: Sequence[int], clocks: Clocks) -> LedgerExtract:
         """What these ranks must know of their own groups."""
         wanted = {key: calls for key, calls in self._calls.items() if any(rank in calls.counts for rank in ranks)}
-        return KnownGatherings({key: self._known(key[0], calls, ranks, clocks) for key, calls in wanted.items()})
+        return LedgerExtract({key: self._known(key[0], calls, ranks, clocks) for key, calls in wanted.items()})
 
     def _refusal(self, group: Group, calls: _Calls) -> str:
         return refusal_of_collective(group, self._host.keys(), calls.counts)
@@ -107,10 +108,10 @@ class Gatherings:
         if reason:
             return reason
         offset = {self._host[rank]: clocks.offset_ns[rank] for rank in calls.counts}
-        begun = np.max([moments.last_start + offset[host] for host, moments in calls.on_host.items()], axis=0)
+        ready = np.max([moments.last_start + offset[host] for host, moments in calls.on_host.items()], axis=0)
         here = [rank for rank in ranks if rank in calls.counts]
         if not clocks.several:
-            return KnownCalls(begun, dict.fromkeys(here, 0))
-        between, number = residuals(clocks)
+            return KnownCalls(ready, dict.fromkeys(here, 0))
+        between, number = clocks.residuals()
         hosts = sorted({number[clocks.host[rank]] for rank in calls.counts})
-        return KnownCalls(begun, {rank: int(between[number[clocks.host[rank]], hosts].max()) for rank in here})
+        return KnownCalls(ready, {rank: int(between[number[clocks.host[rank]], hosts].max()) for rank in here})

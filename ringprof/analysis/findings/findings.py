@@ -1,0 +1,52 @@
+"""What follows from an attribution beyond its sums: its steps, its waterfall, and what to make of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from ringprof.analysis.attribution import Attribution
+from ringprof.analysis.findings.summary import Summary, summarise
+from ringprof.analysis.findings.verdict import verdict_of
+from ringprof.analysis.findings.waterfall import Waterfall, find_waterfall
+from ringprof.analysis.steps.steps import ExposedBySteps, Step, StepFinder, steps_in_memory
+
+
+@dataclass(frozen=True)
+class Findings:
+    """All that a report shows of a run; each part is found when it is first asked for."""
+
+    attribution: Attribution
+    finder: StepFinder = field(repr=False)
+
+    @cached_property
+    def summary(self) -> Summary:
+        return summarise(self.attribution)
+
+    @property
+    def lists_steps(self) -> bool:
+        """Whether a report lists every rank's steps."""
+        return self.finder.listed
+
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        return self.finder.steps
+
+    @property
+    def exposed_by_step(self) -> ExposedBySteps:
+        """What each ring step exposes, over all ranks, calls and iterations."""
+        return self.finder.exposed_by_step
+
+    @cached_property
+    def waterfall(self) -> Waterfall:
+        return find_waterfall(self.attribution, self.summary)
+
+    @cached_property
+    def verdict(self) -> tuple[str, ...]:
+        """At most three lines."""
+        return verdict_of(self)
+
+
+def findings_in_memory(attribution: Attribution) -> Findings:
+    """The findings of an attribution whose ranks' details stay in memory."""
+    return Findings(attribution, steps_in_memory(attribution.ranks))

@@ -1,0 +1,316 @@
+"""The way from the traces of one run to its findings: a map over ranks and a small reduce.
+
+The same steps run over ranks that are all in memory, as one tile, and over ranks of which memory holds a few at a time:
+then what one step leaves for the next lies in files, and tiles of ranks are taken one after another.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from pathlib import Path
+
+from ringprof.analysis.attribution import Attribution, RunOutline, all_warnings, judge_matching, outline_run
+from ringprof.analysis.findings.findings import Findings, findings_in_memory
+from ringprof.analysis.kinds.groups import refuse_unknown_group
+from ringprof.analysis.rank import Rank, kept
+from ringprof.analysis.steps.plan import Survey
+from ringprof.analysis.steps.steps import ExposedByPlan, StepFinder, add_exposed
+from ringprof.analysis.timeline.focus import EVERYTHING, Focus
+from ringprof.analysis.transfers.clocks import (
+    Clocks,
+    Traffic,
+    TrafficSamples,
+    TrafficSummary,
+    fit_ways,
+    host_names,
+    one_clock,
+)
+from ringprof.analysis.transfers.waiting import Best, LinkClass, better
+from ringprof.errors import InputError
+from ringprof.run import Run
+from ringprof.scale import stages
+from ringprof.scale.collective_ledger import CollectiveLedger, LedgerExtract
+from ringprof.scale.store import DiskStore, MemoryStore
+from ringprof.scale.trace_set import Notify, TraceSet
+from ringprof.scale.workers import LocalProcesses, Workers
+from ringprof.scratch import remove, scratch_folder
+from ringprof.trace.columns import Trace
+from ringprof.trace.heads import Head, checked_heads, head_of
+
+TILE = 16
+"""Ranks that are looked at together, at least; whole hosts."""
+NEIGHBOURHOOD = 2
+"""How far a rank's wait and wire reach: its peers and their peers (`ringprof.analysis.transfers.waiting`)."""
+MOST_PLANS = 4
+"""Plans of ring steps whose sums are kept: in most runs all ranks have one."""
+MOST_DETAILS = 4
+"""Details of ranks that stay in memory beside those files."""
+
+
+def _say_nothing(what: str, done: int, of: int) -> None:
+    pass
+
+
+def attribute(
+    traces: Sequence[Trace], run: Run | None = None, ranks_per_host: int | None = None, focus: Focus = EVERYTHING
+) -> Attribution:
+    """Explain the traces of one run, one a rank, in memory; ``focus`` chooses what part of them.
+
+    ``ranks_per_host`` names the hosts where neither ``run`` nor the traces do. Raises `InputError` where two traces
+    are of the same rank or of runs of different size, `TraceFormatError` where a trace holds nothing to analyse,
+    `UsageError` where a chosen range or group is not there.
+    """
+    outline = outline_run([head_of(trace) for trace in traces], run, ranks_per_host, focus)
+
+    def store() -> MemoryStore:
+        return MemoryStore({rank: replace(traces[at], rank=rank) for rank, at in outline.place.items()})
+
+    clocks = None
+    if outline.needs_clocks:
+        whole = stages.RunContext(store(), replace(focus, between_ns=None), {}, run, outline.hosts)
+        clocks = _Pipeline(whole, outline, LocalProcesses(1)).attribute().clocks
+        outline = outline.on(clocks)
+    context = stages.RunContext(store(), focus, outline.chosen_by_rank(), run, outline.hosts)
+    return _Pipeline(context, outline, LocalProcesses(1), clocks=clocks).attribute()
+
+
+def explain_traces(
+    traces: Sequence[Trace], run: Run | None = None, ranks_per_host: int | None = None, focus: Focus = EVERYTHING
+) -> Findings:
+    """The findings of traces that are in memory; as `attribute`."""
+    return findings_in_memory(attribute(traces, run, ranks_per_host, focus))
+
+
+def explain_stored(
+    given: TraceSet,
+    ranks_per_host: int | None,
+    focus: Focus,
+    *,
+    workers: Workers | None = None,
+    readers: Workers | None = None,
+    limit_bytes: int | None = None,
+    notify: Notify | None = None,
+) -> Findings:
+    """The findings of traces that memory need not hold. Raises as `attribute` and reading do.
+
+    ``workers`` carry out what needs this machine's files, ``readers`` the reading of the traces.
+    """
+    workers, notify = workers or LocalProcesses(), notify or _say_nothing
+    try:
+        folder = scratch_folder("report")
+        try:
+            heads, reduced = _reduce(given, folder, readers or workers, limit_bytes, notify)
+            return _explain_in(folder, heads, reduced, given, ranks_per_host, focus, workers, notify)
+        except BaseException:
+            remove(folder)
+            raise
+    except OSError as error:
+        why = error.strerror or " ".join(str(error).split())
+        raise InputError(
+            f"a report of many ranks keeps about 2 MB a rank in the folder that TMPDIR names: {why}"
+        ) from None
+
+
+def _explain_in(
+    folder: Path, heads: Sequence[Head], reduced: Sequence[str], given: TraceSet, ranks_per_host: int | None,
+    focus: Focus, workers: Workers, notify: Notify,
+) -> Findings:  # fmt: skip
+    outline = outline_run(heads, given.run, ranks_per_host, focus)
+    store = DiskStore(
+        str(folder),
+        {rank: reduced[at] for rank, at in outline.place.items()},
+        {rank: heads[at].path for rank, at in outline.place.items()},
+    )
+    # The files live as long as anything that reads them.
+    weakref.finalize(store, remove, folder)
+    clocks = None
+    if outline.needs_clocks:
+        whole = stages.RunContext(store, replace(focus, between_ns=None), {}, given.run_path, outline.hosts)
+        clocks = _Pipeline(whole, outline, workers, notify).attribute().clocks
+        outline = outline.on(clocks)
+    context = stages.RunContext(store, focus, outline.chosen_by_rank(), given.run_path, outline.hosts)
+    pipeline = _Pipeline(context, outline, workers, notify, clocks)
+    attribution = pipeline.attribute()
+    ranks = [rank for rank in attribution.ranks if not rank.on_cpu]
+    surveys = [pipeline.surveyed[rank.rank] for rank in ranks]
+    finder = StepFinder(stages.StoredRanks(context, ranks, workers), surveys, pipeline.told)
+    return Findings(replace(attribution, run=given.run), finder)
+
+
+def _reduce(
+    given: TraceSet, folder: Path, readers: Workers, limit_bytes: int | None, notify: Notify
+) -> tuple[list[Head], list[str]]:
+    """The head of every trace, and where its reduced form is. A run's traces that cannot be read are left out."""
+    heads: list[Head] = []
+    reduced: list[str] = []
+    problems: list[InputError] = []
+    results = readers.map(stages.reduce_at, ((path, limit_bytes) for path in given.paths))
+    for at, result in enumerate(results):
+        notify("traces read", at + 1, len(given.paths))
+        if isinstance(result, InputError):
+            if given.run is None:
+                raise result
+            problems.append(result)
+            continue
+        head, data = result
+        rank = head.rank if given.ranks[at] is None else given.ranks[at]
+        heads.append(replace(head, rank=rank, path=given.shown[at]))
+        reduced.append(given.paths[at] if data is None else stages.scratch_file(str(folder), at))
+        if data is not None:
+            Path(reduced[-1]).write_bytes(data)
+    if not heads:
+        raise problems[0]
+    return checked_heads(heads, problems), reduced
+
+
+@dataclass
+class _Pipeline:
+    """One attribution, step by step."""
+
+    context: stages.RunContext
+    outline: RunOutline
+    workers: Workers
+    notify: Notify = _say_nothing
+    clocks: Clocks | None = None
+    """Where they are known already."""
+    surveyed: dict[int, Survey] = field(default_factory=dict)
+    """What ranks whose details do not stay in memory tell of the run's steps."""
+    told: ExposedByPlan = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        number = {name: at for at, name in enumerate(host_names(self.outline.clock_of))}
+        self.host = {rank: number[name] for rank, name in self.outline.clock_of.items()}
+        self.several_clocks = len(number) > 1
+        self.in_memory = isinstance(self.context.store, MemoryStore)
+
+    def attribute(self) -> Attribution:
+        alone = self._explain()
+        ledger = CollectiveLedger(self.host)
+        if not self.in_memory:
+            self._enter(ledger, alone)
+        tiles = self._tiles(alone)
+        clocks = self.clocks or self._fit_clocks(tiles, ledger)
+        if not self.in_memory:
+            tiles = [replace(tile, absent=ledger.extract(tile.ranks, clocks)) for tile in tiles]
+        ranks = [one.rank for one in alone.values()]
+        best, unmatched, disagree = self._rates(tiles, clocks)
+        usable, warnings = judge_matching(ranks, clocks, unmatched, disagree, 0)
+        silent = not any(one.communicates for one in alone.values())
+        finished, inconclusive = self._split(tiles, ranks, clocks, best, usable or silent)
+        if usable and inconclusive:
+            usable, warnings = judge_matching(ranks, clocks, unmatched, disagree, inconclusive)
+        said = [*self.outline.warnings, *(warning for one in alone.values() for warning in one.warnings)]
+        return Attribution(
+            ranks=finished,
+            run=self.context.run(),
+            best_gbps={key: size / span for key, (size, span) in best.items()} if usable and not silent else {},
+            warnings=all_warnings(self.outline, said, [] if silent else warnings),
+            clocks=clocks,
+            world_size=self.outline.world_size,
+        )
+
+    def _explain(self) -> dict[int, stages.RankAlone]:
+        alone: dict[int, stages.RankAlone] = {}
+        for one in self.workers.map(stages.explain_alone, ((self.context, rank) for rank in self.outline.place)):
+            alone[one.rank.rank] = one
+            self.notify("ranks explained", len(alone), len(self.outline.place))
+        group = self.context.focus.group
+        if group is not None and not any(one.in_group for one in alone.values()):
+            refuse_unknown_group(group, {name for one in alone.values() for name in one.group_names})
+        return alone
+
+    def _enter(self, ledger: CollectiveLedger, alone: Mapping[int, stages.RankAlone]) -> None:
+        for rank, one in alone.items():
+            if one.in_collectives:
+                ledger.add(rank, self.context.store.transfers(rank))
+
+    def _tiles(self, alone: Mapping[int, stages.RankAlone]) -> list[stages.Tile]:
+        """One of all ranks in memory, else whole hosts, where more than one is known, until there are enough ranks."""
+        if self.in_memory:
+            return [stages.Tile(tuple(alone), tuple(alone))]
+        tiles: list[list[int]] = [[]]
+        before = None
+        for rank in sorted(self.host, key=lambda rank: (self.host[rank], rank)):
+            full = len(tiles[-1]) >= TILE
+            if full and (not self.several_clocks or self.host[rank] != before):
+                tiles.append([])
+            tiles[-1].append(rank)
+            before = self.host[rank]
+        return [stages.Tile(tuple(ranks), _around(ranks, alone), LedgerExtract({})) for ranks in tiles]
+
+    def _fit_clocks(self, tiles: Sequence[stages.Tile], ledger: CollectiveLedger) -> Clocks:
+        if not self.several_clocks:
+            return one_clock(list(self.outline.place))
+        ways: dict[tuple[int, int], TrafficSummary] = {}
+        for found in self.workers.map(stages.traffic_of, ((self.context.store, tile, self.host) for tile in tiles)):
+            ways |= found
+        met: Traffic = defaultdict(TrafficSamples)
+        ledger.traffic(met)
+        for key, way in met.items():
+            ways[key] = _both(ways.get(key, TrafficSummary()), way.summed())
+        return fit_ways(ways, self.outline.clock_of)
+
+    def _rates(
+        self, tiles: Sequence[stages.Tile], clocks: Clocks
+    ) -> tuple[dict[LinkClass, Best], dict[str, int], bool]:
+        best: dict[LinkClass, Best] = {}
+        unmatched: Counter[str] = Counter()
+        disagree = False
+        results = self.workers.map(stages.rates_of_tile, ((self.context, tile, clocks) for tile in tiles))
+        for done, found in enumerate(results, 1):
+            best = better(best, found.best)
+            unmatched.update(found.unmatched)
+            disagree |= found.clocks_disagree
+            self.notify("groups of ranks matched", done, len(tiles))
+        return best, dict(unmatched), disagree
+
+    def _split(
+        self,
+        tiles: Sequence[stages.Tile],
+        ranks: Sequence[Rank],
+        clocks: Clocks,
+        best: dict[LinkClass, Best],
+        usable: bool,
+    ) -> tuple[tuple[Rank, ...], int]:
+        by_rank = {rank.rank: rank for rank in ranks}
+        # In memory the store has the details, and holds the traces; a rank shall hold its own detail only.
+        read_detail = lru_cache(MOST_DETAILS)(self.context.detail)
+        items = ((self.context, tile, [by_rank[rank] for rank in tile.ranks], clocks, best, usable) for tile in tiles)
+        finished: dict[int, Rank] = {}
+        inconclusive = 0
+        for found in self.workers.map(stages.split_tile, items):
+            inconclusive += found.inconclusive
+            for rank, one in zip(found.ranks, found.surveyed, strict=True):
+                detail = self.context.store.detail(rank.rank)
+                finished[rank.rank] = replace(rank, read_detail=read_detail if detail is None else kept(detail))
+                if one is not None:
+                    self._take(rank.rank, one)
+            self.notify("ranks split", len(finished), len(ranks))
+        return tuple(finished[rank.rank] for rank in ranks), inconclusive
+
+    def _take(self, rank: int, one: stages.RankSurvey) -> None:
+        """Add what a rank tells of its steps alone; of a few plans only, so that ranks do not add to memory."""
+        self.surveyed[rank] = one.survey
+        if one.plan is None or (one.plan not in self.told and len(self.told) >= MOST_PLANS):
+            return
+        exposed, ranks = self.told.setdefault(one.plan, ({}, set()))
+        add_exposed(exposed, one.exposed)
+        ranks.add(rank)
+
+
+def _around(ranks: Sequence[int], alone: Mapping[int, stages.RankAlone]) -> tuple[int, ...]:
+    """The ranks, those that they exchange messages with, and those that these do."""
+    found = set(ranks)
+    for _ in range(NEIGHBOURHOOD):
+        found |= {peer for rank in found for peer in alone[rank].peers if peer in alone}
+    return tuple(sorted(found))
+
+
+def _both(messages: TrafficSummary, meetings: TrafficSummary) -> TrafficSummary:
+    """What messages and what collectives say of the same two hosts."""
+    limits = [limit for limit in (messages.limit, meetings.limit) if limit is not None]
+    return TrafficSummary(messages.ends, meetings.together, max(limits, default=None), messages.count + meetings.count)
