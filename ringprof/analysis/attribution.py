@@ -10,7 +10,7 @@ from itertools import islice
 from ringprof.analysis.rank import Rank
 from ringprof.analysis.timeline.focus import Focus
 from ringprof.analysis.transfers.clocks import UNKNOWN_NS, Clocks, one_clock
-from ringprof.analysis.transfers.hops import Hosts
+from ringprof.analysis.transfers.hops import HostOfRank
 from ringprof.analysis.transfers.hosts import clock_of, hosts_of
 from ringprof.analysis.transfers.waiting import LinkClass
 from ringprof.errors import InputError
@@ -63,7 +63,7 @@ class RunOutline:
 
     place: dict[int, int]
     """Rank -> index of its trace among those given, by rank."""
-    hosts: Hosts
+    hosts: HostOfRank
     clock_of: dict[int, str]
     warnings: tuple[Caveat, ...]
     world_size: int

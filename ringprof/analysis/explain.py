@@ -65,7 +65,7 @@ def explain(
         path=trace.path,
         world_size=trace.world_size,
         attention=classified.attention,
-        cut=_is_cut(window),
+        partial_window=_is_cut(window),
         breakdown=break_down(rows),
         iteration_ns=tuple(int(part.end_ns.max() - part.start_ns.min()) for part in window.by_iteration(rows)),
     )
@@ -124,7 +124,7 @@ def _explain_cpu(
         path=trace.path,
         world_size=trace.world_size,
         attention=classified.attention,
-        cut=_is_cut(window),
+        partial_window=_is_cut(window),
         breakdown=whole,
         iteration_ns=tuple(part.wall_ns for part in kept),
         blocked_ns=blocked_by_channel(trace, window),

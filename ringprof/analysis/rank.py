@@ -78,7 +78,7 @@ class Rank:
     """That the trace names."""
     attention: tuple[str, ...]
     """Families of its attention kernels, most frequent first."""
-    cut: bool
+    partial_window: bool
     """Whether the window is a chosen range or cut at times, and not of whole iterations."""
     breakdown: Breakdown
     iteration_ns: tuple[int, ...]

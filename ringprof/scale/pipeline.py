@@ -26,7 +26,7 @@ from ringprof.analysis.transfers.clocks import (
     TrafficSamples,
     TrafficSummary,
     fit_ways,
-    host_names,
+    hosts_in_order,
     one_clock,
 )
 from ringprof.analysis.transfers.waiting import Best, LinkClass, better
@@ -182,7 +182,7 @@ class _Pipeline:
     told: ExposedByPlan = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        number = {name: at for at, name in enumerate(host_names(self.outline.clock_of))}
+        number = {name: at for at, name in enumerate(hosts_in_order(self.outline.clock_of))}
         self.host = {rank: number[name] for rank, name in self.outline.clock_of.items()}
         self.several_clocks = len(number) > 1
         self.in_memory = isinstance(self.context.store, MemoryStore)

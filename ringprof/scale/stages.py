@@ -21,8 +21,8 @@ from ringprof.analysis.steps.plan import RankSteps, Survey, own_plan, survey
 from ringprof.analysis.steps.steps import ExposedBySteps, exposed_steps
 from ringprof.analysis.timeline.focus import Focus
 from ringprof.analysis.transfers.clocks import Clocks, TrafficSummary, collect
-from ringprof.analysis.transfers.from_run import fill
-from ringprof.analysis.transfers.hops import Hosts
+from ringprof.analysis.transfers.from_run import fill_from_run
+from ringprof.analysis.transfers.hops import HostOfRank
 from ringprof.analysis.transfers.matching import Matches, match
 from ringprof.analysis.transfers.waiting import Best, LinkClass, Waiting, without_times
 from ringprof.errors import InputError
@@ -47,7 +47,7 @@ class RunContext:
     """The chosen times by rank, as unix times of its clock; empty where none are chosen."""
     recorded: Run | str | None
     """What the recorder wrote, or the path of it."""
-    hosts: Hosts
+    hosts: HostOfRank
 
     def run(self) -> Run | None:
         return _run_at(self.recorded) if isinstance(self.recorded, str) else self.recorded
@@ -110,7 +110,7 @@ def explain_alone(context: RunContext, rank: int) -> RankAlone:
     """Explain one rank by itself, and keep its transfers and detail."""
     trace = context.store.trace(rank)
     explained = explain(rank, context.hosts.get(rank), trace, context.focus, context.between_ns.get(rank))
-    transfers = fill(explained.transfers, context.run(), rank)
+    transfers = fill_from_run(explained.transfers, context.run(), rank)
     context.store.put_transfers(rank, transfers)
     context.store.keep_detail(rank, explained.detail)
     exchanges = {id(one.sends): one.sends for one in transfers} | {id(one.receives): one.receives for one in transfers}

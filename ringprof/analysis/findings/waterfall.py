@@ -20,11 +20,11 @@ from dataclasses import dataclass
 
 from ringprof.analysis.attribution import Attribution
 from ringprof.analysis.findings.summary import Summary
-from ringprof.analysis.findings.waterfall_words import Evidence, evidence_of
+from ringprof.analysis.findings.waterfall_words import AttentionWork, evidence_of
 from ringprof.analysis.rank import Rank
 from ringprof.devices import Peak, peak_of
 
-PARTS = (
+WATERFALL_PARTS = (
     "peak",
     "kernel",
     "repeated",
@@ -51,7 +51,7 @@ class WaterfallPart:
     """One part of the slowest rank's wall."""
 
     part: str
-    """One of `PARTS`."""
+    """One of `WATERFALL_PARTS`."""
     time_ns: int
     """Mean over ranks, rounded so that all parts sum to the wall. A slow-down can be negative."""
     share: float
@@ -185,13 +185,13 @@ def _bounds(parts: Sequence[_RankParts], wall_ns: int, imbalance_ns: int) -> Bou
 # --- the attention kernels' time ----------------------------------------------------------------------
 
 
-def _work(attribution: Attribution, summary: Summary, measured: Peak | None) -> Evidence | None:
+def _work(attribution: Attribution, summary: Summary, measured: Peak | None) -> AttentionWork | None:
     """FLOPs and rates over all ranks; None where the run does not tell the work, or not of every rank."""
     run, ranks = attribution.run, attribution.ranks
     if run is None or run.workload is None or run.topology.world_size != len(ranks) or attribution.on_cpu:
         return None
     iterations = {len(rank.iteration_ns) for rank in ranks}
-    if len(iterations) != 1 or any(rank.cut for rank in ranks):
+    if len(iterations) != 1 or any(rank.partial_window for rank in ranks):
         return None
     peak = measured or peak_of(next(iter(summary.devices), None), run.workload.dtype)
     count = iterations.pop()
@@ -203,10 +203,10 @@ def _work(attribution: Attribution, summary: Summary, measured: Peak | None) -> 
     # Attention faster than the peak is not the attention of this workload.
     if peak is None or needed / peak.tflops / 1e3 > spent or len(set(summary.devices)) > 1:
         peak = None
-    return Evidence(peak, needed, done, summary.rates.solo_tflops)
+    return AttentionWork(peak, needed, done, summary.rates.solo_tflops)
 
 
-def _attention(spent_ns: int, work: Evidence | None) -> dict[str, int]:
+def _attention(spent_ns: int, work: AttentionWork | None) -> dict[str, int]:
     """The attention kernels' time over all ranks, told apart as far as the evidence goes."""
     if work is None or work.peak is None:
         return {"attention": spent_ns}
@@ -244,7 +244,7 @@ def _rows(
     means: dict[str, int], wall_ns: int, flops: float | None, evidence: dict[str, str], always: set[str]
 ) -> tuple[WaterfallPart, ...]:
     rows, spent = [], 0
-    for name in PARTS:
+    for name in WATERFALL_PARTS:
         if name not in means or (not means[name] and name not in always):
             continue
         spent += means[name]

@@ -12,7 +12,7 @@ from ringprof.devices import Peak
 
 
 @dataclass(frozen=True)
-class Evidence:
+class AttentionWork:
     """The attention work of the window over all ranks, and the rates it is held against."""
 
     peak: Peak | None
@@ -29,7 +29,7 @@ def milliseconds(time_ns: float) -> str:
     return f"{time_ns / 1e6:,.{1 if time_ns >= 1e8 else 3}f} ms"
 
 
-def evidence_of(attribution: Attribution, summary: Summary, work: Evidence | None) -> dict[str, str]:
+def evidence_of(attribution: Attribution, summary: Summary, work: AttentionWork | None) -> dict[str, str]:
     """The words for every part."""
     return {
         "attention": _attention(attribution, work),
@@ -44,7 +44,7 @@ def evidence_of(attribution: Attribution, summary: Summary, work: Evidence | Non
     }
 
 
-def _attention(attribution: Attribution, work: Evidence | None) -> str:
+def _attention(attribution: Attribution, work: AttentionWork | None) -> str:
     mean = fmean(rank.breakdown.flash_ns for rank in attribution.ranks)
     if attribution.on_cpu:
         return f"attention operators, mean {milliseconds(mean)}"
@@ -52,7 +52,7 @@ def _attention(attribution: Attribution, work: Evidence | None) -> str:
     return f"union of the attention kernels; {reason}: not held against a peak"
 
 
-def _work_words(attribution: Attribution, work: Evidence | None) -> dict[str, str]:
+def _work_words(attribution: Attribution, work: AttentionWork | None) -> dict[str, str]:
     if work is None or work.peak is None:
         return {}
     count = len(attribution.ranks)

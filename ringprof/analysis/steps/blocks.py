@@ -158,10 +158,10 @@ def _keyed(
         known = first.setdefault((key.iteration, key.phase), key.call)
         first[key.iteration, key.phase] = min(known, key.call)
     named = [key._replace(call=key.call - first[key.iteration, key.phase]) for key in full]
-    return in_order(flash, named, order[flash], source)
+    return blocks_in_order(flash, named, order[flash], source)
 
 
-def in_order(row: Int64, keys: list[StepKey], order: Int64, source: str) -> StepBlocks:
+def blocks_in_order(row: Int64, keys: list[StepKey], order: Int64, source: str) -> StepBlocks:
     """Kernels with their keys as `StepBlocks`."""
     sequence = np.argsort(order, kind="stable")
     slots = {key: slot for slot, key in enumerate(dict.fromkeys(keys[at] for at in sequence.tolist()))}
@@ -253,4 +253,4 @@ def number_like(runs: AttentionRuns, model: AttentionRuns, keys: list[StepKey]) 
 
 def inferred_blocks(runs: AttentionRuns, keys: list[StepKey]) -> StepBlocks:
     """The kernels of the runs by step."""
-    return in_order(runs.row, [keys[number] for number in runs.run.tolist()], runs.order, "order")
+    return blocks_in_order(runs.row, [keys[number] for number in runs.run.tolist()], runs.order, "order")

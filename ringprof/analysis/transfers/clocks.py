@@ -91,19 +91,19 @@ def one_clock(ranks: Sequence[int]) -> Clocks:
 
 def fit_clocks(matches: Matches, host: Mapping[int, str]) -> Clocks:
     """Fit the hosts' clocks from matched transfers; ``host`` names the host of every rank."""
-    names = host_names(host)
+    names = hosts_in_order(host)
     found = collect(matches, {rank: names.index(name) for rank, name in host.items()})
     return fit_ways({key: way.summed() for key, way in found.items()}, host)
 
 
-def host_names(host: Mapping[int, str]) -> list[str]:
+def hosts_in_order(host: Mapping[int, str]) -> list[str]:
     """The hosts in the order of their lowest ranks: a host's number is its place in here."""
     return list(dict.fromkeys(host[rank] for rank in sorted(host)))
 
 
 def fit_ways(found: Mapping[tuple[int, int], TrafficSummary], host: Mapping[int, str]) -> Clocks:
     """As `fit_clocks`, from what is known of the traffic from host to host, both ways for every two."""
-    names = host_names(host)
+    names = hosts_in_order(host)
     fit = _fit_together([r for (a, b), way in found.items() for r in _readings(a, b, way, found[b, a])], len(names))
     pairs = []
     for a, b in sorted((a, b) for a, b in found if a < b):
@@ -170,7 +170,7 @@ class Meetings:
 
 
 MOST_COMPARED = 32
-"""Hosts of a collective, up to which every two are compared."""
+"""HostOfRank of a collective, up to which every two are compared."""
 
 Traffic = dict[tuple[int, int], TrafficSamples]
 """By (host, other host), both ways for every two that exchange something."""

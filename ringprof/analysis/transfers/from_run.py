@@ -20,7 +20,7 @@ _ONE_RING = ("ringprof.strategies.ring:", "ringprof.strategies.zigzag:", "ringpr
 _PHASES = ("forward", "backward")
 
 
-def fill(transfers: Sequence[Transfer], run: Run | None, rank: int) -> list[Transfer]:
+def fill_from_run(transfers: Sequence[Transfer], run: Run | None, rank: int) -> list[Transfer]:
     """The rank's transfers; its send/recv kernels with bytes and peers from ``run`` where no record has them."""
     bare = [place for place, transfer in enumerate(transfers) if transfer.kind == "send_recv"]
     if run is None or not run.work or rank >= len(run.work) or not bare:

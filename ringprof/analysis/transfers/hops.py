@@ -14,7 +14,7 @@ SAME_HOST, OTHER_HOST, UNKNOWN_LINK = "same_host", "other_host", "unknown"
 EMULATED = "/"
 """Stands between the name of a real host and the number of a host that was emulated on it."""
 
-Hosts = Mapping[int, str | None]
+HostOfRank = Mapping[int, str | None]
 """Host of each rank; None where nothing names it."""
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
-from ringprof.analysis.transfers.hops import EMULATED, Hosts
+from ringprof.analysis.transfers.hops import EMULATED, HostOfRank
 from ringprof.run import Run
 from ringprof.trace.collectives import RANKS_LIMIT
 from ringprof.trace.heads import Head
 
 
-def hosts_of(heads: Mapping[int, Head], run: Run | None, ranks_per_host: int | None) -> Hosts:
+def hosts_of(heads: Mapping[int, Head], run: Run | None, ranks_per_host: int | None) -> HostOfRank:
     """The host of each rank: as ``ranks_per_host`` groups them, else as the run names them, else the traces."""
     if ranks_per_host:
         size = min(max([*heads, *(head.largest_peer for head in heads.values())]) + 1, RANKS_LIMIT)
@@ -21,7 +21,7 @@ def hosts_of(heads: Mapping[int, Head], run: Run | None, ranks_per_host: int | N
     return {rank: head.host for rank, head in heads.items()}
 
 
-def _hosts_of_run(run: Run) -> Hosts:
+def _hosts_of_run(run: Run) -> HostOfRank:
     """The hosts as the strategy saw them: where ranks of one real host were told apart, ``name/0``, ``name/1`` ..."""
     names, per_host = run.topology.hosts, run.topology.ranks_per_host
     if max(Counter(names).values()) <= per_host:
@@ -29,7 +29,7 @@ def _hosts_of_run(run: Run) -> Hosts:
     return {rank: f"{name}{EMULATED}{rank // per_host}" for rank, name in enumerate(names)}
 
 
-def clock_of(ranks: Iterable[int], hosts: Hosts) -> dict[int, str]:
+def clock_of(ranks: Iterable[int], hosts: HostOfRank) -> dict[int, str]:
     """The host whose clock each rank reads. Emulated hosts are one real host; no host named at all is taken as one."""
     named = {rank: (hosts.get(rank) or "").partition(EMULATED)[0] for rank in ranks}
     if not any(named.values()):

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ringprof.analysis.transfers.clocks import UNBUFFERED_BYTES, Clocks
-from ringprof.analysis.transfers.hops import OTHER_HOST, SAME_HOST, UNKNOWN_LINK, Hosts, Split
+from ringprof.analysis.transfers.hops import OTHER_HOST, SAME_HOST, UNKNOWN_LINK, HostOfRank, Split
 from ringprof.analysis.transfers.matching import Matches
 from ringprof.analysis.transfers.transfers import Transfer
 from ringprof.trace.columns import Int64
@@ -61,7 +61,7 @@ def better(one: dict[LinkClass, Best], other: dict[LinkClass, Best]) -> dict[Lin
 class Waiting:
     """Matched transfers on one clock: their best rates, and each with its wait and wire."""
 
-    def __init__(self, matches: Matches, hosts: Hosts, clocks: Clocks) -> None:
+    def __init__(self, matches: Matches, hosts: HostOfRank, clocks: Clocks) -> None:
         self._matches = matches
         self._moments = _moments(matches, clocks)
         self._links = _links(matches.transfers, hosts)
@@ -107,7 +107,7 @@ def without_times(splits: Mapping[int, list[Split]]) -> dict[int, list[Split]]:
     }
 
 
-def link_of(transfer: Transfer, hosts: Hosts) -> str:
+def link_of(transfer: Transfer, hosts: HostOfRank) -> str:
     """The slowest link class that a transfer uses."""
     if transfer.kind == "copy_engine":
         # One process reaches the memory of another by copies only within a host.
@@ -185,7 +185,7 @@ def _several_messages(transfers: tuple[Transfer, ...]) -> npt.NDArray[np.bool_]:
 # --- links and rates ----------------------------------------------------------------------------------
 
 
-def _links(transfers: tuple[Transfer, ...], hosts: Hosts) -> list[str]:
+def _links(transfers: tuple[Transfer, ...], hosts: HostOfRank) -> list[str]:
     answers: dict[tuple[int, str, int, int, int], str] = {}
     result = []
     for transfer in transfers:

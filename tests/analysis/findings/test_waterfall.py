@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ringprof.analysis.findings.summary import summarise
-from ringprof.analysis.findings.waterfall import PARTS, find_waterfall
+from ringprof.analysis.findings.waterfall import WATERFALL_PARTS, find_waterfall
 from ringprof.analysis.kinds.kinds import COMMUNICATION, COMPUTE, KINDS, MEMORY
 from ringprof.scale.pipeline import attribute
 from tests.analysis.build import FLASH, Builder
@@ -108,7 +108,7 @@ def check(attribution):
     mine: defaultdict[str, int] = defaultdict(int)
     for part in waterfall.parts:
         mine["attention" if part.part in ATTENTION else part.part] += part.time_ns
-    assert set(mine) <= set(PARTS)
+    assert set(mine) <= set(WATERFALL_PARTS)
     for name in truth.keys() | mine.keys():
         # Each part is a whole nanosecond, the attention kernels' up to four of them.
         assert abs(mine[name] - truth[name]) < (4 if name == "attention" else 1), name
