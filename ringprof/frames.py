@@ -29,6 +29,7 @@ _FIGURES = (
     "idle_ns",
     "overlap_ratio",
     "exposed_other_groups_ns",
+    "background_ns",
 )
 
 BREAKDOWN_COLUMNS = ("rank", "host", *_FIGURES, *(f"{kind}_ns" for kind in KINDS))

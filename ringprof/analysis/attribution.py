@@ -46,6 +46,11 @@ class Attribution:
         slowest = [max(walls) for walls in zip(*(rank.iteration_ns for rank in self.ranks), strict=True)]
         return sorted(range(len(slowest)), key=lambda number: (slowest[number], number))[(len(slowest) - 1) // 2]
 
+    @property
+    def partial_window(self) -> bool:
+        """Whether a part of the iterations was chosen: a range of another name, or times."""
+        return any(rank.partial_window for rank in self.ranks)
+
     @cached_property
     def on_cpu(self) -> bool:
         return all(rank.on_cpu for rank in self.ranks)

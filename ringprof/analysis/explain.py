@@ -15,7 +15,7 @@ from ringprof.analysis.rank import Detail, ExposedTime, Rank, carried_by
 from ringprof.analysis.timeline.breakdown import break_down
 from ringprof.analysis.timeline.cpu import blocked_by_channel, break_down_cpu, is_cpu_trace, marks_waiting
 from ringprof.analysis.timeline.focus import Focus
-from ringprof.analysis.timeline.rows import rows_of
+from ringprof.analysis.timeline.rows import OnDevice, rows_of
 from ringprof.analysis.timeline.window import Window, find_window
 from ringprof.analysis.transfers.hops import Hop, Split, group_into_hops, hop_totals
 from ringprof.analysis.transfers.transfers import Transfer, transfers_of
@@ -66,7 +66,7 @@ def explain(
         world_size=trace.world_size,
         attention=classified.attention,
         partial_window=_is_cut(window),
-        breakdown=break_down(rows),
+        breakdown=break_down(rows, OnDevice(classified, device).background(rows)),
         iteration_ns=tuple(int(part.end_ns.max() - part.start_ns.min()) for part in window.by_iteration(rows)),
     )
     # Hops are matched over the whole window: cut at times, the ranks would not count the same ones.

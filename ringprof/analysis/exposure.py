@@ -35,7 +35,7 @@ class Exposure:
 def exposure_of(detail: Detail, rows: Rows) -> Exposure:
     """Split a rank's exposed communication; not for CPU, where only its amount is known."""
     window = detail.window
-    compute = rows.spans(*COMPUTE)
+    compute = intervals.merged(rows.spans(*COMPUTE), detail.background(rows).spans(*COMPUTE))
     timed = [part.transfer for part in detail.splits if part.wire_ns is not None]
     size = [part.wire_ns for part in detail.splits if part.wire_ns is not None]
     end = np.array([transfer.end_ns for transfer in timed], np.int64)

@@ -8,7 +8,7 @@ from functools import cached_property
 
 from ringprof.analysis.kinds.classify import Classified
 from ringprof.analysis.timeline.breakdown import Breakdown, break_down
-from ringprof.analysis.timeline.rows import Rows, rows_of
+from ringprof.analysis.timeline.rows import OnDevice, Rows, rows_of
 from ringprof.analysis.timeline.window import Window
 from ringprof.analysis.transfers.hops import Hop, HopTotals, Split, hop_totals, total
 
@@ -31,10 +31,17 @@ class Detail:
         """The activities of the window on the device that is reported; made anew, since they are many."""
         return rows_of(self.classified, self.window.activities(), self.device, self.window.between_ns)
 
+    def background(self, rows: Rows) -> Rows:
+        """What else ran on the device meanwhile."""
+        return OnDevice(self.classified, self.device).background(rows)
+
     @cached_property
     def iterations(self) -> tuple[Breakdown, ...]:
         """The breakdown of each marked iteration alone; one where nothing was marked."""
-        return self.cpu_iterations or tuple(break_down(rows) for rows in self.window.by_iteration(self.rows()))
+        if self.cpu_iterations:
+            return self.cpu_iterations
+        device = OnDevice(self.classified, self.device)
+        return tuple(break_down(rows, device.background(rows)) for rows in self.window.by_iteration(self.rows()))
 
 
 @dataclass(frozen=True)

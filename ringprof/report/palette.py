@@ -14,6 +14,7 @@ PARTS: dict[str, str] = {
     "exposed_comm": ORANGE,
     "exposed_other_groups": YELLOW,
     "exposed_memory": PURPLE,
+    "background": SKY,
     "idle": GREY,
 }
 """Of a rank's time."""
@@ -30,6 +31,7 @@ WATERFALL: dict[str, str] = {
     "exposed_unsplit": UNSPLIT,
     "other_groups": YELLOW,
     "merge_and_copies": PURPLE,
+    "background": SKY,
     "launch_gaps": GREY,
 }
 

@@ -64,7 +64,7 @@ def render(found: Findings, look: Look | None = None, sections: Sequence[str] = 
     if not attribution.on_cpu and summary.communication:
         blocks.append(Text("\n".join(_split_line(row) for row in summary.communication)))
     if attribution.run:
-        blocks.append(Text("\n".join(_run_lines(attribution.run, summary.rates))))
+        blocks.append(Text("\n".join(_run_lines(attribution.run, summary.rates, attribution.partial_window))))
     if summary.rates.controls:
         blocks.append(controls_section(summary.rates.controls))
     blocks.append(_where_time_went(summary, look))
@@ -144,7 +144,7 @@ def _hosts(summary: Summary) -> str:
     return f"{len(summary.hosts)} {emulated}hosts"
 
 
-def _run_lines(run: Run, rates: Rates) -> list[str]:
+def _run_lines(run: Run, rates: Rates, partial: bool) -> list[str]:
     lines = [_what_ran(run)]
     if run.verification:
         outcome = "result verified" if run.verification.passed else "RESULT WRONG"
@@ -164,6 +164,8 @@ def _run_lines(run: Run, rates: Rates) -> list[str]:
         speed.append(f"its attention kernels run at {rate(rates.block_tflops)}")
     if speed:
         lines.append("; ".join(speed))
+    if partial:
+        lines.append("a part of the run was chosen: rates, controls and memory of whole iterations are left out")
     lines.extend(_cost_line(rates))
     return lines
 

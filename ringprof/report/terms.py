@@ -9,6 +9,7 @@ LABELS: dict[str, str] = {
     "exposed_comm": "exposed communication",
     "exposed_other_groups": "exposed, other groups",
     "exposed_memory": "exposed memory",
+    "background": "background only",
     "idle": "idle",
     "wall": "wall",
     **{key: kind.label for key, kind in KIND.items()},
@@ -27,6 +28,7 @@ WATERFALL: dict[str, str] = {
     "exposed_unsplit": "exposed wire, wait and imbalance",
     "other_groups": "other groups' communication",
     "merge_and_copies": "merge and copies",
+    "background": "background only",
     "launch_gaps": "launch gaps",
 }
 """Of the parts of a waterfall."""

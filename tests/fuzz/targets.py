@@ -42,6 +42,7 @@ def report_of(trace: Trace, run: Run | None = None) -> None:
     (rank,) = attribution.ranks
     b = rank.breakdown
     parts = b.compute_ns + b.exposed_comm_ns + b.exposed_memory_ns + b.exposed_other_groups_ns + b.idle_ns
+    parts += b.background_ns
     assert parts == b.wall_ns, (parts, b.wall_ns)
     report = as_json.as_dict(findings_in_memory(attribution), source="trace", paths=["rank0.json"])
     json.loads(as_json.render(report))

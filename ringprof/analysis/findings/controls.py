@@ -84,7 +84,7 @@ def _flash_slowdown(ranks: Sequence[Rank], solo_ns: Sequence[float]) -> float | 
     share cores and communication takes its time from other ranks' kernels."""
     run, alone = 0.0, 0.0
     for rank in ranks:
-        if rank.partial_window or rank.on_cpu or not rank.iteration_ns or rank.rank >= len(solo_ns):
+        if rank.on_cpu or not rank.iteration_ns or rank.rank >= len(solo_ns):
             return None
         run += rank.breakdown.flash_ns
         alone += solo_ns[rank.rank] * len(rank.iteration_ns)

@@ -13,7 +13,7 @@ from ringprof.analysis.kinds.kinds import KINDS
 from ringprof.analysis.rank import Rank
 from ringprof.kernel_tables.analyse import TableReport
 
-_TIMES = ("compute", "comm", "overlapped", "exposed_comm", "exposed_memory", "idle")
+_TIMES = ("compute", "comm", "overlapped", "exposed_comm", "exposed_memory", "background", "idle")
 
 
 def figures_of(found: Findings) -> dict[str, float]:

@@ -19,8 +19,9 @@ from ringprof.analysis.transfers.waiting import LinkClass
 from ringprof.run import Run
 
 MOST_RANKS_LISTED = 16
-PARTS = ("compute", "exposed_comm", "exposed_other_groups", "exposed_memory", "idle", "wall")
-"""The parts of a rank's time and, last, the wall that they sum to; the third only where a group was asked for."""
+PARTS = ("compute", "exposed_comm", "exposed_other_groups", "exposed_memory", "background", "idle", "wall")
+"""The parts of a rank's time and, last, the wall that they sum to; ``exposed_other_groups`` only where a group was
+asked for, ``background`` only where more ran than the window."""
 
 
 @dataclass(frozen=True)
@@ -173,6 +174,8 @@ def _parts(ranks: Sequence[Rank]) -> tuple[Part, ...]:
         values = [getattr(rank.breakdown, f"{name}_ns") for rank in ranks]
         if name == "exposed_other_groups" and not any(OTHER_GROUPS in rank.breakdown.kinds for rank in ranks):
             continue
+        if name == "background" and not any(values):
+            continue
         mean = fmean(values)
         result.append(Part(name, mean, min(values), max(values), _ratio(mean, wall)))
     return tuple(result)
@@ -272,7 +275,8 @@ def _overlap(ranks: Sequence[Rank]) -> float | None:
 
 def _rates(attribution: Attribution) -> Rates:
     run = attribution.run
-    if run is None:
+    if run is None or attribution.partial_window:
+        # Rates, memory and controls are of whole iterations: beside a part of one they would be read as its own.
         return Rates()
     timed = slowest(run.timings.iterations_ns) if run.timings else []
     profiled = slowest(run.profiled.iterations_ns) if run.profiled else []

@@ -36,11 +36,13 @@ WATERFALL_PARTS = (
     "exposed_unsplit",
     "other_groups",
     "merge_and_copies",
+    "background",
     "launch_gaps",
 )
 """Every part that a waterfall may have, in order. ``kernel`` holds ``slowdown`` where there is no solo rate;
 ``attention`` stands for the first four where the needed work or the peak is not known; ``exposed_unsplit`` is
-exposed communication without wait and wire, ``other_groups`` that of process groups that were not asked for."""
+exposed communication without wait and wire, ``other_groups`` that of process groups that were not asked for,
+``background`` what else ran where the window is a part of it."""
 
 WATERFALL_COLUMNS = ("part", "time_ns", "share", "tflops", "evidence")
 """Of `ringprof.api.Analysis.waterfall`: a row a part, the fields of `WaterfallPart`."""
@@ -107,6 +109,7 @@ class _RankParts:
     unsplit_ns: int
     other_groups_ns: int
     merge_ns: int
+    background_ns: int
     idle_ns: int
     compute_ns: int
     busy_ns: int
@@ -129,6 +132,7 @@ def find_waterfall(attribution: Attribution, summary: Summary, peak: Peak | None
         "exposed_unsplit": sum(part.unsplit_ns for part in parts),
         "other_groups": sum(part.other_groups_ns for part in parts),
         "merge_and_copies": sum(part.merge_ns for part in parts),
+        "background": sum(part.background_ns for part in parts),
         "launch_gaps": sum(part.idle_ns for part in parts),
     }
     means = _means(totals, len(ranks))
@@ -166,6 +170,7 @@ def _of_rank(rank: Rank, wall_ns: int, most_compute_ns: int) -> _RankParts:
         unsplit_ns=unsplit,
         other_groups_ns=b.exposed_other_groups_ns,
         merge_ns=b.compute_ns - attention + b.exposed_memory_ns,
+        background_ns=b.background_ns,
         idle_ns=b.idle_ns,
         compute_ns=b.compute_ns,
         busy_ns=b.wall_ns - b.exposed_comm_ns,
@@ -191,7 +196,7 @@ def _work(attribution: Attribution, summary: Summary, measured: Peak | None) -> 
     if run is None or run.workload is None or run.topology.world_size != len(ranks) or attribution.on_cpu:
         return None
     iterations = {len(rank.iteration_ns) for rank in ranks}
-    if len(iterations) != 1 or any(rank.partial_window for rank in ranks):
+    if len(iterations) != 1 or attribution.partial_window:
         return None
     peak = measured or peak_of(next(iter(summary.devices), None), run.workload.dtype)
     count = iterations.pop()

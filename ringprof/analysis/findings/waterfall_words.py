@@ -40,6 +40,7 @@ def evidence_of(attribution: Attribution, summary: Summary, work: AttentionWork 
         "exposed_unsplit": _unsplit(attribution),
         "other_groups": "communication of groups that were not asked for, with nothing beside it",
         "merge_and_copies": _merge(summary),
+        "background": "other work of the device runs, launched outside the window",
         "launch_gaps": "nothing ran on the device" if not attribution.on_cpu else "neither computing nor blocked",
     }
 

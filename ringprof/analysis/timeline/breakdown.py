@@ -9,7 +9,7 @@ import numpy as np
 from ringprof.analysis import intervals
 from ringprof.analysis.intervals import Spans
 from ringprof.analysis.kinds.kinds import ATTENTION, COMMUNICATION, COMPUTE, KINDS, MEMORY, OTHER_GROUPS
-from ringprof.analysis.timeline.rows import Rows
+from ringprof.analysis.timeline.rows import NO_ROWS, Rows
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Breakdown:
     """One device over one window, in nanoseconds.
 
     Always ``compute + exposed_comm + exposed_memory + idle == wall``, with ``exposed_other_groups`` on the left where
-    one process group was asked for; see docs/definitions.md.
+    one process group was asked for, and ``background`` where more ran than the window; see docs/definitions.md.
     """
 
     start_ns: int
@@ -47,12 +47,14 @@ class Breakdown:
     exposed_other_groups_ns: int = 0
     """Where one process group was asked for: communication of others with neither computation nor the group's own
     communication beside it."""
+    background_ns: int = 0
+    """Where the window is a part of what ran: time in which the rest runs and nothing of the window counts."""
 
     def __post_init__(self) -> None:
         parts = self.compute_ns + self.exposed_comm_ns + self.exposed_memory_ns + self.idle_ns
-        parts += self.exposed_other_groups_ns
+        parts += self.exposed_other_groups_ns + self.background_ns
         assert parts == self.wall_ns, f"parts {parts} ns, wall {self.wall_ns} ns"
-        assert min(self.compute_ns, self.exposed_comm_ns, self.exposed_memory_ns, self.idle_ns) >= 0
+        assert min(self.compute_ns, self.exposed_comm_ns, self.exposed_memory_ns, self.idle_ns, self.background_ns) >= 0
 
     @property
     def wall_ns(self) -> int:
@@ -72,28 +74,30 @@ class Breakdown:
         return self.exposed_comm_ns / self.wall_ns if self.wall_ns else 0.0
 
 
-def break_down(rows: Rows) -> Breakdown:
-    """The breakdown of one device's activities, of which there is one at least."""
+def break_down(rows: Rows, background: Rows = NO_ROWS) -> Breakdown:
+    """The breakdown of one device's activities, of which there is one at least, beside what else ran meanwhile."""
     compute, comm = rows.spans(*COMPUTE), rows.spans(*COMMUNICATION)
-    computing_or_sending = intervals.merged(compute, comm)
-    before_memory = intervals.merged(computing_or_sending, rows.spans(OTHER_GROUPS))
+    hidden_by = intervals.merged(compute, background.spans(*COMPUTE))
+    exposed = intervals.subtraction(comm, hidden_by)
+    any_comm = intervals.merged(comm, background.spans(*COMMUNICATION))
+    others = intervals.subtraction(rows.spans(OTHER_GROUPS), intervals.merged(hidden_by, any_comm))
+    memory = intervals.subtraction(rows.spans(*MEMORY), intervals.merged(hidden_by, any_comm, others))
+    counted = sum(map(intervals.length_ns, (compute, exposed, others, memory)))
+    busy = intervals.length_ns(intervals.merged(rows.spans(*KINDS), background.spans(*KINDS)))
     first, last = int(rows.start_ns.min()), int(rows.end_ns.max())
-    busy = intervals.length_ns(intervals.merged(before_memory, rows.spans(*MEMORY)))
-    comm_ns, compute_ns = intervals.length_ns(comm), intervals.length_ns(compute)
-    exposed_ns = intervals.length_ns(computing_or_sending) - compute_ns
     return Breakdown(
         start_ns=first,
         end_ns=last,
-        compute_ns=compute_ns,
-        comm_ns=comm_ns,
-        overlapped_ns=comm_ns - exposed_ns,
-        exposed_comm_ns=exposed_ns,
-        # Each union holds the one before it, so their differences are what each part adds.
-        exposed_memory_ns=busy - intervals.length_ns(before_memory),
+        compute_ns=intervals.length_ns(compute),
+        comm_ns=intervals.length_ns(comm),
+        overlapped_ns=intervals.length_ns(comm) - intervals.length_ns(exposed),
+        exposed_comm_ns=intervals.length_ns(exposed),
+        exposed_memory_ns=intervals.length_ns(memory),
         idle_ns=last - first - busy,
         flash_ns=intervals.length_ns(rows.spans(*ATTENTION)),
-        kinds=_kind_times(rows, compute),
-        exposed_other_groups_ns=intervals.length_ns(before_memory) - intervals.length_ns(computing_or_sending),
+        kinds=_kind_times(rows, hidden_by),
+        exposed_other_groups_ns=intervals.length_ns(others),
+        background_ns=busy - counted,
     )
 
 

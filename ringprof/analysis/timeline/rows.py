@@ -1,4 +1,8 @@
-"""The activities that a rank's figures are made of: of one device, over one window, cut where the window is cut."""
+"""The activities that a rank's figures are made of: of one device, over one window, cut where the window is cut.
+
+Those of the window are *selected*. What else ran on the device meanwhile is the *background*: it is not counted, but it
+hides communication, and is not idle.
+"""
 
 from __future__ import annotations
 
@@ -43,6 +47,10 @@ class Rows:
         return Rows(self.activity[kept], self.start_ns[kept], self.end_ns[kept], self.kind[kept])
 
 
+_NONE = np.empty(0, np.int64)
+NO_ROWS = Rows(_NONE, _NONE, _NONE, np.empty(0, np.int8))
+
+
 def rows_of(classified: Classified, activities: Int64, device: int | None, between_ns: tuple[int, int] | None) -> Rows:
     """The ``activities`` of one device (of every one where None) that reach into the chosen times, cut at both."""
     columns = classified.trace.activities
@@ -55,3 +63,24 @@ def rows_of(classified: Classified, activities: Int64, device: int | None, betwe
         inside = (start < last) & (end > first)
         activities, start, end = activities[inside], np.maximum(start[inside], first), np.minimum(end[inside], last)
     return Rows(activities, start, end, classified.kind[activities])
+
+
+class OnDevice:
+    """All that one device did, to find what of it ran beside a window."""
+
+    def __init__(self, classified: Classified, device: int | None) -> None:
+        columns = classified.trace.activities
+        self._classified = classified
+        self._activity = np.flatnonzero(columns.device == device)
+        self._start: Int64 = columns.start_ns[self._activity]
+        self._latest_end: Int64 = np.maximum.accumulate(columns.end_ns[self._activity])
+
+    def background(self, selected: Rows) -> Rows:
+        """What ran from the first start to the last end of ``selected`` and is not among them, cut at both."""
+        first, last = int(selected.start_ns.min()), int(selected.end_ns.max())
+        # Activities are sorted by start, and no activity before the first of these ends after the window's start.
+        begin = np.searchsorted(self._latest_end, first, side="right")
+        end = np.searchsorted(self._start, last, side="left")
+        near = self._activity[begin:end]
+        other = near[~np.isin(near, selected.activity, assume_unique=True)] if len(near) else near
+        return rows_of(self._classified, other, None, (first, last))

@@ -21,7 +21,7 @@ WHOLE_TRACE = "trace"
 MOST_LISTED = 8
 
 # ringprof's own mark wins over the profiler's, which may include a warm-up that was recorded.
-_MARKS = (re.compile(r"ringprof::iteration\b.*"), re.compile(r"ProfilerStep#\d+"))
+_MARKS = {"ringprof": re.compile(r"ringprof::iteration\b.*"), "profiler": re.compile(r"ProfilerStep#\d+")}
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def find_window(trace: Trace, launch: Int64, name: str | None = None) -> Window:
     if name is not None:
         return _named_window(trace, launch, name)
     found_marks = False
-    for source, pattern in zip(("ringprof", "profiler"), _MARKS, strict=True):
+    for source, pattern in _MARKS.items():
         marked = trace.names_that(pattern.fullmatch)
         rows = np.flatnonzero(marked[trace.annotations.name])
         if not len(rows):
@@ -93,7 +93,10 @@ def _named_window(trace: Trace, launch: Int64, name: str) -> Window:
     if not kept:
         raise UsageError(f"--window {name!r}: nothing was launched in that range in {trace.path}")
     spans = [(int(trace.annotations.start_ns[row]), int(trace.annotations.end_ns[row])) for row in rows]
-    return Window("range", tuple(found[i] for i in kept), tuple(spans[i] for i in kept), marked=True)
+    # Iterations by name are iterations still.
+    found_names = {trace.names[index] for index in trace.annotations.name[rows].tolist()}
+    whole = (source for source, mark in _MARKS.items() if all(map(mark.fullmatch, found_names)))
+    return Window(next(whole, "range"), tuple(found[i] for i in kept), tuple(spans[i] for i in kept), marked=True)
 
 
 def _inside(

@@ -36,12 +36,12 @@ def test_a_range_is_chosen_by_its_name():
 
 
 def test_a_profiler_step_is_one():
-    assert walls(steps(), window="ProfilerStep#6") == ("range", [200])
+    assert walls(steps(), window="ProfilerStep#6") == ("profiler", [200])
 
 
 def test_wildcards_choose_several_and_each_is_an_iteration():
     assert walls(steps(), window="layer ?") == ("range", [20, 20])
-    assert walls(steps(), window="ProfilerStep#*") == ("range", [670, 670, 200])
+    assert walls(steps(), window="ProfilerStep#*") == ("profiler", [670, 670, 200])
 
 
 def test_the_whole_trace_can_be_asked_for():

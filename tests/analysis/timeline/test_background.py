@@ -1,0 +1,82 @@
+"""A window that is a part of what runs: the rest hides communication and is not idle, and the parts sum to the wall."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ringprof.analysis.findings.findings import findings_in_memory
+from ringprof.analysis.timeline.focus import Focus
+from ringprof.report import as_json
+from ringprof.run import Work, Workload
+from ringprof.scale.pipeline import attribute
+from ringprof.trace.columns import MEMCPY
+from tests.analysis.build import FLASH, NCCL, Builder
+from tests.analysis.findings.test_summary import ring_with_compute
+from tests.analysis.recorded import recorded_run
+
+KERNELS = {"compute": (FLASH, 0), "comm": (NCCL, 0), "memory": ("Memcpy DtoD (Device -> Device)", MEMCPY)}
+EVENT = st.tuples(st.integers(0, 60), st.integers(1, 20), st.sampled_from(sorted(KERNELS)), st.booleans())
+
+
+def chosen(events, **focus):
+    """Activities launched inside the range ``mine`` where the last of four says so, else outside of it."""
+    b = Builder(world_size=1).mark("mine", 1000, 2000)
+    for number, (start, length, name, inside) in enumerate(events):
+        kernel, category = KERNELS[name]
+        b.run(kernel, start, start + length, category=category, launched=(1000 if inside else 3000) + number)
+    (rank,) = attribute([b.trace()], focus=Focus(window="mine", **focus)).ranks
+    return rank.breakdown
+
+
+def by_the_nanosecond(events):
+    """Which part each nanosecond of the wall is, told one by one."""
+    mine = [event for event in events if event[3]]
+    first, last = min(start for start, *_ in mine), max(start + length for start, length, *_ in mine)
+    parts = dict.fromkeys(("compute", "exposed_comm", "exposed_memory", "background", "idle"), 0)
+    overlapped = 0
+    for moment in range(first, last):
+        running = {(name, inside) for start, length, name, inside in events if start <= moment < start + length}
+        computing = ("compute", True) in running or ("compute", False) in running
+        sending = ("comm", True) in running or ("comm", False) in running
+        overlapped += ("comm", True) in running and computing
+        if ("compute", True) in running:
+            parts["compute"] += 1
+        elif ("comm", True) in running and not computing:
+            parts["exposed_comm"] += 1
+        elif ("memory", True) in running and not computing and not sending:
+            parts["exposed_memory"] += 1
+        else:
+            parts["background" if running else "idle"] += 1
+    return {**parts, "overlapped": overlapped, "wall": last - first}
+
+
+@given(st.lists(EVENT, min_size=1, max_size=20).filter(lambda events: any(event[3] for event in events)))
+def test_every_part_equals_a_count_of_nanoseconds(events):
+    expected = by_the_nanosecond(events)
+    found = chosen(events)
+    assert {name: getattr(found, f"{name}_ns") for name in expected} == expected
+
+
+def test_communication_is_hidden_by_what_was_launched_elsewhere():
+    found = chosen([(0, 100, "comm", True), (10, 80, "compute", False), (150, 10, "comm", True)])
+    assert (found.comm_ns, found.overlapped_ns, found.exposed_comm_ns) == (110, 80, 30)
+    assert (found.background_ns, found.idle_ns, found.wall_ns) == (80, 50, 160)
+    assert found.kinds["send_recv"].hidden_ns == 80
+
+
+def test_a_window_of_all_that_runs_has_no_background():
+    assert chosen([(0, 10, "compute", True), (5, 10, "comm", True)]).background_ns == 0
+
+
+def test_rates_of_whole_iterations_do_not_stand_beside_a_part_of_one():
+    work = [Work(block_flops=10**9, block_calls={"forward": 1}, sent=[])] * 4
+    run = recorded_run(work=work, workload=Workload(seq=4096, heads=8, kv_heads=8, head_dim=64))
+    traces = [builder.trace() for builder in ring_with_compute()]
+    whole = findings_in_memory(attribute(traces, run))
+    part = findings_in_memory(attribute(traces, run, focus=Focus(between_ns=(0, 500))))
+    assert whole.summary.rates.block_tflops is not None and whole.summary.rates.tflops is not None
+    summaries = [as_json.as_dict(found, source="run", paths=[])["summary"] for found in (whole, part)]
+    assert [summary["partial_window"] for summary in summaries] == [False, True]
+    rates = ("tflops", "tflops_quantiles", "block_tflops", "solo_tflops", "controls", "profiler_overhead")
+    assert [summaries[1][name] for name in rates] == [None] * len(rates)
