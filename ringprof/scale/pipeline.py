@@ -313,4 +313,9 @@ def _around(ranks: Sequence[int], alone: Mapping[int, stages.RankAlone]) -> tupl
 def _both(messages: TrafficSummary, meetings: TrafficSummary) -> TrafficSummary:
     """What messages and what collectives say of the same two hosts."""
     limits = [limit for limit in (messages.limit, meetings.limit) if limit is not None]
-    return TrafficSummary(messages.ends, meetings.together, max(limits, default=None), messages.count + meetings.count)
+    return replace(
+        messages,
+        together=meetings.together,
+        limit=max(limits, default=None),
+        count=messages.count + meetings.count,
+    )

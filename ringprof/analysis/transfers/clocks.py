@@ -4,13 +4,13 @@ Two things are known of a transfer between two hosts, whatever their clocks say:
 
 * It cannot end at its receiver before it began at its sender, nor, where it is too large for NCCL's buffers, at its
   sender before its receiver was there. Traffic both ways bounds the offset from both sides.
-* It ends on both at about the same time: a collective within microseconds, a message at its receiver later than at
-  its sender by the time on the way. That lag is taken to be the same both ways, as network time protocols do.
+* No kernel outlives all its partners: it ends with its last message, and so does the partner of that message, a little
+  later where messages lag on the way. A kernel that ends after its partners on its own host was held by its partner on
+  the other: both ended then. Collectives end everywhere at about the same time.
 
-Other work may hold a kernel up on one side, so only the densest half of the differences counts, and half its width
-is what is left unknown. All hosts are fitted together, with one lag for all: around a ring of hosts, where messages
-go one way, the offsets sum to nothing and the differences to the lags. How well the pairs agree with the fit is
-reported.
+The second is much the sharper, and what is left unknown is half the width of what all of it allows. Where messages go
+one way only, as around a ring of hosts, offset and lag are told apart by the circle: all hosts are fitted together,
+with one lag for all, since the offsets around it sum to nothing.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import combinations
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -33,12 +34,17 @@ UNBUFFERED_BYTES = 64 << 20
 UNKNOWN_NS = 1 << 62
 """A residual: nothing is known."""
 
-# No reading is surer than this: device clocks of one host agree no better.
+END_TOGETHER_NS = 50_000
+"""A kernel ends at most this much after the last of its partners. On NVLink 99 of 100 do within 25 us, the rest mostly
+within 50 (`tests/analysis/transfers/test_clocks.py` holds it against recorded runs)."""
+
+# No reading is surer than this.
 _SUREST_NS = 1_000.0
-# A quarter of the differences that lies so many times closer together than half of them is a peak.
-_PEAK = 10
 # Fewer differences than these say nothing about their own spread.
 _FEWEST = 3
+# Differences that lie farther apart than this do not tell where between them the truth is.
+_TELLING_NS = 1_000_000
+_NEVER = np.iinfo(np.int64).min // 2
 # Every member of these needs what every other has: none can end before the last has begun.
 _NEED_ALL = ("all_gather", "all_reduce", "all_to_all", "reduce_scatter")
 
@@ -128,14 +134,24 @@ def fit_ways(found: Mapping[tuple[int, int], TrafficSummary], host: Mapping[int,
 # --- what the transfers between two hosts say -----------------------------------------------------------
 
 
+class Spread(NamedTuple):
+    """Differences between the ends of what two hosts exchanged, in ns."""
+
+    low: float
+    high: float
+    number: int
+
+
 @dataclass(frozen=True)
 class TrafficSummary:
     """What is known of the clocks of two hosts from what went from the first to the second, in ns."""
 
-    ends: tuple[float, float] | None = None
-    """Of messages: end at the receiver less end at the sender, the densest half's middle and half width."""
-    together: tuple[float, float] | None = None
-    """Of collectives: end on the second host less end on the first, the same."""
+    ends: Spread | None = None
+    """Of messages: end at the receiver less end at the sender."""
+    together: Spread | None = None
+    """Of collectives: end on the second host less end on the first."""
+    outlived: int | None = None
+    """The most that a kernel of the second host outlived its partners on the first, where these alone held it."""
     limit: int | None = None
     """What the second clock shows less what the first shows cannot be less than this."""
     count: int = 0
@@ -147,14 +163,16 @@ class TrafficSamples:
 
     ends: list[Int64] = field(default_factory=list)
     together: list[Int64] = field(default_factory=list)
+    outlived: list[int] = field(default_factory=list)
     limits: list[int] = field(default_factory=list)
     count: int = 0
 
     def summed(self) -> TrafficSummary:
         """What the fit needs of it."""
         return TrafficSummary(
-            ends=_densest(self.ends) if self.ends else None,
-            together=_densest(self.together) if self.together else None,
+            ends=_spread(self.ends) if self.ends else None,
+            together=_spread(self.together) if self.together else None,
+            outlived=max(self.outlived, default=None),
             limit=max(self.limits, default=None),
             count=self.count,
         )
@@ -197,6 +215,7 @@ def collect(matches: Matches, host: Mapping[int, int]) -> Traffic:
         back.limits.append(int((start[out] - end[into]).max()))
         if (big := large[out]).any():
             there.limits.append(int((start[into[big]] - end[out[big]]).max()))
+    _collect_outlived(matches, place, end, found)
     for meeting in matches.meetings:
         where = place[meeting[:, 0]]
         rows_of = {one: meeting[where == one] for one in np.unique(where).tolist()}
@@ -206,6 +225,38 @@ def collect(matches: Matches, host: Mapping[int, int]) -> Traffic:
         }
         collect_meetings(on_host, transfers[int(meeting[0, 0])].kind, found)
     return found
+
+
+def _collect_outlived(matches: Matches, place: Int64, end: Int64, found: Traffic) -> None:
+    """Kernels that ended after all their partners on their own host: the last message was one with the other host."""
+    kernel = np.concatenate((matches.sender, matches.receiver))
+    partner = np.concatenate((matches.receiver, matches.sender))
+    away = place[kernel] != place[partner]
+    latest_here = np.full(len(place), _NEVER)
+    np.maximum.at(latest_here, kernel[~away], end[partner[~away]] + _lags(matches, kernel[~away], partner[~away], end))
+    latest_away, nearest, farthest = (
+        np.full(len(place), _NEVER),
+        np.full(len(place), len(place)),
+        np.full(len(place), -1),
+    )
+    np.maximum.at(latest_away, kernel[away], end[partner[away]])
+    np.minimum.at(nearest, kernel[away], place[partner[away]])
+    np.maximum.at(farthest, kernel[away], place[partner[away]])
+    # With partners on several hosts nobody knows whose message was the last.
+    held = (nearest == farthest) & (end > latest_here + END_TOGETHER_NS)
+    for row in np.flatnonzero(held).tolist():
+        found[int(nearest[row]), int(place[row])].outlived.append(int(end[row] - latest_away[row]))
+
+
+def _lags(matches: Matches, kernel: Int64, partner: Int64, end: Int64) -> Int64:
+    """How much later than its partner a kernel may end: nothing on links on which some kernels do end together."""
+    rank = np.array([transfer.rank for transfer in matches.transfers], np.int64)
+    link = np.unique(rank[kernel] * (rank.max(initial=0) + 1) + rank[partner], return_inverse=True)[1]
+    apart = np.abs(end[kernel] - end[partner])
+    least, most = np.full(len(link), -_NEVER), np.zeros(len(link), np.int64)
+    np.minimum.at(least, link, apart)
+    np.maximum.at(most, link, apart)
+    return np.where(least[link] <= END_TOGETHER_NS, 0, most[link])
 
 
 def collect_meetings(on_host: Mapping[int, Meetings], kind: str, found: Traffic) -> None:
@@ -272,39 +323,67 @@ class _Fit:
 
 
 def _readings(a: int, b: int, there: TrafficSummary, back: TrafficSummary) -> Iterator[_Reading]:
-    """What is read off the traffic from one host to another; bounds from both sides count once for both ways."""
-    if there.ends:
-        yield _Reading(a, b, -there.ends[0], there.ends[1], lags=True)
-    if there.together:
-        yield _Reading(a, b, -there.together[0], there.together[1], lags=False)
-    if a < b and there.limit is not None and back.limit is not None:
-        low, high = back.limit, -there.limit
-        yield _Reading(a, b, (low + high) / 2, max(high - low, 0) / 2, lags=False)
+    """What is read off the traffic between two hosts; what bounds the offset from both sides, once for both ways."""
+    if there.ends and not back.ends:
+        low, high = there.outlived, back.outlived
+        if low is not None and high is not None:
+            yield _Reading(a, b, (high - low) / 2, abs(low + high) / 2 + END_TOGETHER_NS, lags=True)
+        else:
+            middle, half = (there.ends.low + there.ends.high) / 2, (there.ends.high - there.ends.low) / 2
+            if there.ends.number >= _FEWEST and half <= _TELLING_NS:
+                yield _Reading(a, b, -middle, half + END_TOGETHER_NS, lags=True)
+    if a < b:
+        low_ns, high_ns = _interval(there, back)
+        if np.isfinite(low_ns) and np.isfinite(high_ns):
+            yield _Reading(a, b, -(low_ns + high_ns) / 2, abs(high_ns - low_ns) / 2, lags=False)
+
+
+def _interval(there: TrafficSummary, back: TrafficSummary) -> tuple[float, float]:
+    """Between what the second clock less the first must lie; the first is the larger where the traffic contradicts."""
+    causal = _causal(there, back)
+    low, high = causal
+    if there.ends and back.ends:
+        low, high = _within((low, high), _by_messages(there, back))
+    if there.together and there.together.number >= _FEWEST:
+        spread = there.together
+        low, high = _within((low, high), (spread.low - END_TOGETHER_NS, spread.high + END_TOGETHER_NS))
+    return causal if low > high else (low, high)
+
+
+def _causal(there: TrafficSummary, back: TrafficSummary) -> tuple[float, float]:
+    """The interval that the order of cause and effect allows."""
+    return -np.inf if there.limit is None else there.limit, np.inf if back.limit is None else -back.limit
+
+
+def _by_messages(there: TrafficSummary, back: TrafficSummary) -> tuple[float, float]:
+    """The interval that messages both ways leave.
+
+    Who outlives whom bounds it. Where messages lag on the way, each way contradicts the other by its own lag, and the
+    truth lies between the two. Without such kernels on both sides it lies among the differences of the ends: now one
+    side is held up by others, now the other.
+    """
+    if there.outlived is not None and back.outlived is not None:
+        least, most = there.outlived - END_TOGETHER_NS, END_TOGETHER_NS - back.outlived
+        return (least, most) if least <= most else (most - END_TOGETHER_NS, least + END_TOGETHER_NS)
+    assert there.ends and back.ends
+    low, high = min(there.ends.low, -back.ends.high), max(there.ends.high, -back.ends.low)
+    told = min(there.ends.number, back.ends.number) >= _FEWEST and high - low <= 2 * _TELLING_NS
+    return (low - END_TOGETHER_NS, high + END_TOGETHER_NS) if told else (-np.inf, np.inf)
+
+
+def _within(one: tuple[float, float], other: tuple[float, float]) -> tuple[float, float]:
+    return max(one[0], other[0]), min(one[1], other[1])
 
 
 def _beyond(there: TrafficSummary, back: TrafficSummary, offset_ns: float) -> float:
     """How far the offset lies outside the interval that causality allows; 0 inside."""
-    low = -np.inf if back.limit is None else back.limit
-    high = np.inf if there.limit is None else -there.limit
-    return float(max(low - offset_ns, offset_ns - high, 0.0))
+    low, high = _causal(there, back)
+    return float(max(low + offset_ns, -offset_ns - high, 0.0))
 
 
-def _densest(differences: Sequence[Int64]) -> tuple[float, float]:
-    """Middle and half the width of the shortest span that holds half of them; infinitely wide where they are too few.
-
-    Of a quarter where that is a peak: messages as fast as those within hosts often end a kernel on one side only.
-    """
-    ordered = np.sort(np.concatenate(differences)).astype(np.float64)
-    half, quarter = (_shortest_span(ordered, len(ordered) // parts + 1) for parts in (2, 4))
-    return quarter if quarter[1] < half[1] / _PEAK else half
-
-
-def _shortest_span(ordered: npt.NDArray[np.float64], count: int) -> tuple[float, float]:
-    if count < _FEWEST:
-        return float(np.median(ordered)), np.inf
-    widths = ordered[count - 1 :] - ordered[: len(ordered) - count + 1]
-    at = int(np.argmin(widths))
-    return float(ordered[at] + ordered[at + count - 1]) / 2, float(widths[at]) / 2
+def _spread(differences: Sequence[Int64]) -> Spread:
+    everything = np.concatenate(differences)
+    return Spread(float(everything.min()), float(everything.max()), len(everything))
 
 
 # --- all hosts together ------------------------------------------------------------------------------

@@ -28,8 +28,8 @@ Best = tuple[int, int]
 
 # The device clocks of one host agree to about a microsecond.
 _CLOCK_TOLERANCE_NS = 2_000
-# A residual below this share of a kernel changes none of its figures that anyone would act on.
-_NEGLIGIBLE = 100
+# A residual below one part in this many of a kernel changes none of its figures that anyone would act on.
+_NEGLIGIBLE = 10
 
 
 @dataclass(frozen=True)
