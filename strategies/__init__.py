@@ -4,7 +4,18 @@ if __name__ != "ringprof.strategies":
     # In a checkout `import strategies` would make a second copy of every class.
     raise ImportError("import ringprof.strategies: the folder strategies/ is part of the package ringprof")
 
-from .errors import Unfit, UnknownName
+from .errors import PeerLost, Unfit, UnknownName, WrongGradient
 from .registry import Parameter, Spec, create, find, names, parameters
 
-__all__ = ["Parameter", "Spec", "Unfit", "UnknownName", "create", "find", "names", "parameters"]
+__all__ = [
+    "Parameter",
+    "PeerLost",
+    "Spec",
+    "Unfit",
+    "UnknownName",
+    "WrongGradient",
+    "create",
+    "find",
+    "names",
+    "parameters",
+]

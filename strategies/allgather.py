@@ -25,9 +25,10 @@ from torch import Tensor
 
 from .annotate import ring_step
 from .base import Blocks, Context, GradWire, Rows, Strategy, wire_type
-from .kernels import Gradients
+from .kernel import Gradients
 from .layouts import LAYOUTS, Block, Layout
-from .merge import Partial, accumulate, wide_type, wide_zeros
+from .merge import Partial, Sum, accumulate, settled
+from .ring import rows_of
 
 
 class AllGather(Strategy):
@@ -66,12 +67,13 @@ class AllGather(Strategy):
                 out, lse = blocks.forward(q, k_others, v_others, block)
             with ring_step("fwd", step, "merge"):
                 result.merge(out, lse, block.q)
-        return result.result(q.dtype)
+        with ring_step("fwd", len(others.blocks), "merge"):
+            return result.result(q.dtype)
 
     def backward(self, blocks: Blocks, rows: Rows, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
         gathers = [self.kv.all_gather(x) for x in (k, v)]
-        early, rest = self.home_blocks(q.shape[1], causal=blocks.causal)
-        dq = wide_zeros(q)
+        early, rest = self.home_blocks(q.shape[1], causal=blocks.causal, travelling=k)
+        dq = Sum(q)
         with ring_step("bwd", 0, "block"):
             home = [(early, blocks.backward(rows, q, k, v, early))]
         others = self._others(q.shape[1], blocks.causal)
@@ -82,7 +84,7 @@ class AllGather(Strategy):
             with ring_step("bwd", step, "block"):
                 grads = blocks.backward(rows, q, k_others, v_others, block)
             with ring_step("bwd", step, "merge"):
-                accumulate(dq[:, block.q], grads[0])
+                dq.add(grads[0], block.q)
                 accumulate(dk_others[:, block.kv], grads[1])
                 accumulate(dv_others[:, block.kv], grads[2])
         del k_others, v_others
@@ -90,13 +92,13 @@ class AllGather(Strategy):
         for block in rest:
             with ring_step("bwd", self.comm.size, "block"):
                 home.append((block, blocks.backward(rows, q, k, v, block)))
-        dk, dv = (scatter.wait()[0].to(wide_type(k)) for scatter in scatters)
+        dk, dv = (scatter.wait()[0] for scatter in scatters)
         with ring_step("bwd", self.comm.size, "merge"):
             for block, grads in home:
-                accumulate(dq[:, block.q], grads[0])
-                accumulate(dk[:, block.kv], grads[1])
-                accumulate(dv[:, block.kv], grads[2])
-            return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+                dq.add(grads[0], block.q)
+            return dq.result(q.dtype), *(
+                settled(x, rows_of(home, "kv", 1 + i), k.dtype) for i, x in enumerate((dk, dv))
+            )  # type: ignore[return-value]
 
     def _others(self, local_seq: int, causal: bool) -> _Others:
         rank, size = self.comm.rank, self.comm.size

@@ -7,20 +7,25 @@ and blocks. Shapes: B batch, S local sequence, H heads, Hkv kv heads, D head_dim
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from .communicator import Communicator
 from .errors import Unfit
-from .kernels import Gradients, Kernel, choose_kernel
+from .first_order import first_order
+from .kernel import Gradients, Kernel
+from .kernels import choose_kernel
 from .layouts import ALL, Block, Layout, split_home_block
-from .merge import output_with_delta, row_product, wide_type
+from .merge import output_with_delta, row_product, rows_that_carry, wide_type
 
 GradWire = Literal["fp32", "input"]
+HIDDEN_FROM_BYTES = 2**25
+"""From which size on the last hop of a backward pass is worth two more kernel calls that hide it, on a GPU."""
+POSITIONS_KEPT = 8
+"""Sequence lengths whose positions a strategy keeps on a device."""
 
 
 @dataclass(frozen=True)
@@ -42,9 +47,9 @@ class Context:
     kernel: str = "auto"
 
 
-@dataclass(frozen=True)
+@dataclass
 class Rows:
-    """What a backward pass needs of the queries' rows; one of ``out`` and ``delta`` is given.
+    """What a backward pass needs of the queries' rows; one of ``out`` and ``delta`` is given. All dense.
 
     dout and out (B, S, H, D); lse and delta = rowsum(dO · O) (B, H, S).
     """
@@ -53,26 +58,36 @@ class Rows:
     lse: Tensor
     out: Tensor | None = None
     delta: Tensor | None = None
+    _parts: dict[tuple[Any, Any], Rows] = field(default_factory=dict, repr=False)
 
     def at(self, queries: slice) -> Rows:
-        """The same for some of the queries."""
+        """The same for some of the queries, dense again: made once, as several blocks may want them.
+
+        torch keeps cuDNN's plans of a backward pass by the strides of q, k and v alone. So O, dO and LSE must always
+        have the strides that torch's own autograd gives them for such a q: dense ones.
+        """
         if queries == ALL:
             return self
-        return Rows(
-            self.dout[:, queries],
-            self.lse[..., queries],
-            None if self.out is None else self.out[:, queries],
-            None if self.delta is None else self.delta[..., queries],
-        )
+        key = queries.start, queries.stop
+        if key not in self._parts:
+            self._parts[key] = Rows(
+                self.dout[:, queries].contiguous(),
+                self.lse[..., queries].contiguous(),
+                None if self.out is None else self.out[:, queries].contiguous(),
+                None if self.delta is None else self.delta[..., queries].contiguous(),
+            )
+        return self._parts[key]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Blocks:
     """The blocks of one attention call: kernel, scale and mask."""
 
     kernel: Kernel
     scale: float
     causal: bool
+    lse_wanted: bool = False
+    """Whether a gradient may come through the LSE, on any rank: all must then go the same way back."""
     kept: list[Tensor] = field(default_factory=list)
 
     def keep(self, q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -81,15 +96,20 @@ class Blocks:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
         """Output and LSE of the block's queries over the block's keys alone."""
-        return self.kernel.forward(q[:, block.q], k[:, block.kv], v[:, block.kv], scale=self.scale, causal=block.causal)
+        k, v = _at(k, block.kv), _at(v, block.kv)
+        return self.kernel.forward(_at(q, block.q), k, v, scale=self.scale, causal=block.causal)
 
     def backward(self, rows: Rows, q: Tensor, k: Tensor, v: Tensor, block: Block) -> Gradients:
         """dq of the block's queries, dk and dv of the block's keys."""
         rows = rows.at(block.q)
         return self.kernel.backward(
-            rows.dout, q[:, block.q], k[:, block.kv], v[:, block.kv], rows.lse,
+            rows.dout, _at(q, block.q), _at(k, block.kv), _at(v, block.kv), rows.lse,
             out=rows.out, delta=rows.delta, scale=self.scale, causal=block.causal,
         )  # fmt: skip
+
+
+def _at(x: Tensor, rows: slice) -> Tensor:
+    return x if rows == ALL else x[:, rows]
 
 
 class Strategy(ABC):
@@ -103,7 +123,9 @@ class Strategy(ABC):
         self.comm = context.comm
         self.parameters: dict[str, Any] = {"deterministic": deterministic}
         self._kernel_name = context.kernel
-        self._kernels: dict[type[Kernel], Kernel] = {}
+        self._kernels: dict[Any, Kernel] = {}
+        self._fitting: set[Any] = set()
+        self._positions: dict[tuple[int, torch.device], Tensor] = {}
         self._deterministic = deterministic
 
     # --- what a strategy writes ---------------------------------------------------------------
@@ -145,14 +167,13 @@ class Strategy(ABC):
 
     # --- what a user calls --------------------------------------------------------------------
 
-    def positions(self, seq: int) -> Tensor:
+    def positions(self, seq: int, device: torch.device | str = "cpu") -> Tensor:
         """Global positions (int64, length seq / N) of the tokens that this rank holds, in local order (for RoPE)."""
-        self._check_divides(seq)
-        return self.layout.positions(seq, self.comm.size, self.comm.rank)
+        return self._positions_on(seq, torch.device(device)).clone()
 
     def shard(self, x: Tensor, dim: int = 1) -> Tensor:
         """This rank's tokens of the full tensor ``x``, whose sequence dimension is ``dim``. Differentiable."""
-        return x.index_select(dim, self.positions(x.shape[dim]).to(x.device))
+        return x.index_select(dim, self._positions_on(x.shape[dim], x.device))
 
     def unshard(self, local: Tensor, dim: int = 1) -> Tensor:
         """The full tensor from every rank's share, on every rank: the inverse of `shard`. Not differentiable."""
@@ -178,14 +199,16 @@ class Strategy(ABC):
 
         q (B, S/N, H, D), k and v (B, S/N, Hkv, D), sharded as `shard` does. Returns out (B, S/N, H, D), or (out, lse)
         with lse (B, H, S/N) float32. Raises `Unfit` for shapes, types and options that the strategy cannot honour.
+        Under autocast q, k and v are cast as `scaled_dot_product_attention` casts them.
         """  # fmt: skip
         _refuse_options(
             dropout_p=dropout_p != 0.0, window_size=tuple(window_size) != (-1, -1),
             alibi_slopes=alibi_slopes is not None, cu_seqlens=cu_seqlens is not None,
         )  # fmt: skip
+        q, k, v = _as_autocast(q, k, v)
         self._check_tensors(q, k, v)
         scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-        blocks = Blocks(self.kernel_for(q), scale, causal)
+        blocks = Blocks(self.kernel_for(q), scale, causal, return_lse)
         out, lse = self.differentiable(blocks, q, k, v, lse_wanted=return_lse)
         return (out, lse) if return_lse else out
 
@@ -198,18 +221,56 @@ class Strategy(ABC):
 
     def kernel_for(self, q: Tensor) -> Kernel:
         """The kernel that computes blocks of tensors like ``q``. Raises `Unfit` where it is not available."""
-        chosen = choose_kernel(self._kernel_name, q.device, q.dtype, q.shape[-1], deterministic=self._deterministic)
-        if chosen not in self._kernels:
-            self._kernels[chosen] = chosen(deterministic=self._deterministic)
-        return self._kernels[chosen]
+        key = q.device, q.dtype, q.shape[-1]
+        if key not in self._kernels:
+            chosen = choose_kernel(self._kernel_name, *key, deterministic=self._deterministic)
+            made = (kernel for kernel in self._kernels.values() if type(kernel) is chosen)
+            self._kernels[key] = next(made, None) or chosen(deterministic=self._deterministic)
+        return self._kernels[key]
+
+    # --- copies -------------------------------------------------------------------------------
+
+    def __deepcopy__(self, memo: Any) -> Strategy:
+        """The strategy itself: a copied module talks to the same ranks over the same process groups."""
+        return self
+
+    def __reduce__(self) -> Any:
+        """As `create` made it, to be made again over the world: collective where torch.distributed is in use."""
+        recipe = self.comm.recipe
+        if recipe is None:
+            raise TypeError(
+                f"a {type(self).__name__} over a group that is not the world cannot be pickled: make it again"
+            )
+        return recipe
 
     # --- shared pieces ------------------------------------------------------------------------
 
-    def home_blocks(self, local_seq: int, *, causal: bool) -> tuple[Block, list[Block]]:
-        """This rank's block with its own keys: an early part and what a backward pass keeps to the end."""
-        if self.comm.size == 1:
+    @property
+    def ring_size(self) -> int:
+        """Ranks that the travelling tensors of this strategy go round."""
+        return self.comm.size
+
+    def home_blocks(
+        self, local_seq: int, *, causal: bool, travelling: Tensor | None = None
+    ) -> tuple[Block, list[Block]]:
+        """This rank's block with its own keys: an early part and what a backward pass keeps to the end.
+
+        All of it is early where nothing travels, or where what comes home last, ``travelling``, is so small that the
+        additional kernel calls cost more than they hide.
+        """
+        if self.ring_size == 1 or (travelling is not None and _is_small(travelling)):
             return Block(causal=causal), []
         return split_home_block(local_seq, causal=causal)
+
+    def _positions_on(self, seq: int, device: torch.device) -> Tensor:
+        """The positions, kept where they are wanted: of the lengths asked for last."""
+        self._check_divides(seq)
+        key = seq, device
+        if key not in self._positions:
+            while len(self._positions) >= POSITIONS_KEPT:
+                del self._positions[next(iter(self._positions))]
+            self._positions[key] = self.layout.positions(seq, self.comm.size, self.comm.rank).to(device)
+        return self._positions[key]
 
     def _check_divides(self, seq: int) -> None:
         divisor = self.layout.divisor(self.comm.size)
@@ -220,6 +281,9 @@ class Strategy(ABC):
             )
 
     def _check_tensors(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+        key = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device
+        if key in self._fitting:
+            return
         if q.dim() != 4 or k.dim() != 4 or k.shape != v.shape:
             raise Unfit(f"expected q (B, S, H, D), k and v (B, S, Hkv, D): got {_shapes(q, k, v)}")
         if q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]:
@@ -230,6 +294,7 @@ class Strategy(ABC):
         reason = self.unfit(shape, self.comm.size, **self.parameters)
         if reason:
             raise Unfit(reason)
+        self._fitting.add(key)
 
 
 class _Attention(torch.autograd.Function):
@@ -238,6 +303,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, strategy: Strategy, blocks: Blocks, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         strategy.comm.meter.phase = "forward"
+        q = _heads_together(q)
         out, lse = strategy.forward(blocks, q, k, v)
         ctx.strategy, ctx.blocks = strategy, blocks
         ctx.save_for_backward(*(blocks.kept or (q, k, v)), out, lse)
@@ -246,32 +312,49 @@ class _Attention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[None, None, Tensor, Tensor, Tensor]:
         q, k, v, out, lse = ctx.saved_tensors
         strategy, blocks = ctx.strategy, ctx.blocks
         dout = torch.zeros_like(out) if dout is None else dout.contiguous()
-        rows = Rows(dout, lse, out=out)
-        if dlse is not None:
-            rows = _rows_with_lse_gradient(strategy, blocks.kernel, rows, dlse)
+        rows = Rows(dout, lse.contiguous(), out=out.contiguous())
+        if dlse is not None or (blocks.lse_wanted and blocks.kernel.takes_delta):
+            rows = _rows_with_lse_gradient(blocks.kernel, rows, dlse)
         strategy.comm.meter.phase = "backward"
         return (None, None, *strategy.backward(blocks, rows, q, k, v))
 
 
-def _rows_with_lse_gradient(strategy: Strategy, kernel: Kernel, rows: Rows, dlse: Tensor) -> Rows:
-    """A gradient that reaches the LSE enters every block as delta - dLSE in place of delta."""
+def _rows_with_lse_gradient(kernel: Kernel, rows: Rows, dlse: Tensor | None) -> Rows:
+    """A gradient that reaches the LSE enters every block as delta - dLSE in place of delta.
+
+    What ranks send is of the same shapes whether or not theirs has one: the LSE may be in the loss on some ranks only.
+    """
     assert rows.out is not None
-    delta = row_product(rows.dout, rows.out) - dlse
+    delta = row_product(rows.dout, rows.out)
+    if dlse is not None:
+        delta = delta - dlse
     if kernel.takes_delta:
-        return replace(rows, out=None, delta=delta)
-    silent = (rows.dout == 0).all(-1).transpose(1, 2)
-    # All ranks refuse together: a rank that raised alone would leave the others waiting.
-    if strategy.comm.any_rank(bool((silent & (delta != 0)).any())):
-        raise Unfit(
-            f"a gradient reaches the LSE of rows whose output has none, and kernel {kernel.name!r} takes no delta"
-            " (kernel='reference' does)"
-        )
-    return replace(rows, out=output_with_delta(rows.dout, delta))
+        return Rows(rows.dout, rows.lse, delta=delta)
+    dout = rows_that_carry(rows.dout, delta)
+    return Rows(dout, rows.lse, out=output_with_delta(dout, delta))
+
+
+def _heads_together(q: Tensor) -> Tensor:
+    """q with the strides in the order of its dimensions, for that is the order in which O and dQ will be dense."""
+    strides = [stride for stride, size in zip(q.stride(), q.shape, strict=True) if size > 1]
+    return q if strides == sorted(strides, reverse=True) and q.stride(-1) == 1 else q.contiguous()
+
+
+def _as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
+
+
+def _is_small(travelling: Tensor) -> bool:
+    return travelling.is_cuda and travelling.numel() * travelling.element_size() < HIDDEN_FROM_BYTES
 
 
 def wire_type(wire: GradWire, like: Tensor) -> torch.dtype:

@@ -20,11 +20,12 @@ from torch import Tensor
 
 from .annotate import ring_step
 from .base import Blocks, Context, GradWire, Rows, Shape, Strategy, wire_type
-from .communicator import DoubleRing
-from .kernels import Gradients
+from .hops import DoubleRing
+from .kernel import Gradients
 from .layouts import LAYOUTS, Block
-from .merge import Partial, accumulate, row_product, started, wide_type
-from .ring import settle_gradients
+from .merge import Partial, Sum, accumulate, row_product, settled, started
+from .parcels import Parcel
+from .ring import rows_of
 
 
 class Burst(Strategy):
@@ -72,25 +73,24 @@ class Burst(Strategy):
                 out, lse = blocks.forward(q, kv[0], kv[1], block)
             with ring_step("fwd", step, "merge"):
                 result.merge(out, lse, block.q)
-        return result.result(q.dtype)
+        with ring_step("fwd", step, "merge"):
+            return result.result(q.dtype)
 
     def backward(self, blocks: Blocks, rows: Rows, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
         if self.parameters["optimized_backward"] and rows.delta is None:
             assert rows.out is not None
             rows = Rows(rows.dout, rows.lse, delta=row_product(rows.dout, rows.out))
-        early, rest = self.home_blocks(q.shape[1], causal=blocks.causal)
+        early, rest = self.home_blocks(q.shape[1], causal=blocks.causal, travelling=q)
         travelling_dq = _TravellingDq(self.dq, q, wire_type(self.parameters["grad_wire"], q))
+        dk, dv = Sum(k), Sum(v)
         for step, (q_rank, travelled) in enumerate(self.read.tour(_pack(q, rows))):
             block = early if step == 0 else self._block(q_rank, self.comm.rank, q, blocks.causal)
             their_q, their_rows = _unpack(travelled, rows)
             with ring_step("bwd", step, "block"):
                 grads = blocks.backward(their_rows, their_q, k, v, block)
             with ring_step("bwd", step, "merge"):
-                if step == 0:
-                    dk, dv = (started(k, block.kv, part, wide_type(k)) for part in grads[1:])
-                else:
-                    accumulate(dk[:, block.kv], grads[1])
-                    accumulate(dv[:, block.kv], grads[2])
+                dk.add(grads[1], block.kv)
+                dv.add(grads[2], block.kv)
             travelling_dq.add(step, grads[0], block)
         # What is left of this rank's own block hides the last hops of dQ.
         home = []
@@ -98,8 +98,13 @@ class Burst(Strategy):
             with ring_step("bwd", self.comm.size, "block"):
                 home.append((block, blocks.backward(rows, q, k, v, block)))
             travelling_dq.head_home()
+        dq = travelling_dq.home()
         with ring_step("bwd", self.comm.size, "merge"):
-            return settle_gradients(travelling_dq.home(), [dk, dv], home, q.dtype)
+            return (
+                settled(dq, rows_of(home, "q", 0), q.dtype),
+                dk.result(k.dtype, rows_of(home, "kv", 1)),
+                dv.result(v.dtype, rows_of(home, "kv", 2)),
+            )
 
     def _block(self, q_rank: int, kv_rank: int, q: Tensor, causal: bool) -> Block:
         block = self.layout.block(q_rank, kv_rank, q.shape[1], causal=causal)
@@ -119,21 +124,21 @@ class _TravellingDq:
     def add(self, step: int, dq: Tensor, block: Block) -> None:
         """Add one block's dQ to the partial that came with its queries, and send it on."""
         window, inner_step = divmod(step, self._rings.window)
-        (total,) = self._inner.wait() if inner_step else (None,)
+        total = self._inner.wait() if inner_step else Parcel.empty(((self._dtype, tuple(self._like.shape)),), dq.device)
         with ring_step("bwd", step, "merge"):
-            if total is None:
-                total = started(self._like, block.q, dq, self._dtype)
+            if inner_step:
+                accumulate(total.tensors[0][:, block.q], dq)
             else:
-                accumulate(total[:, block.q], dq)
+                started(total.tensors[0], block.q, dq)
         if inner_step + 1 < self._rings.window:
-            self._inner = self._rings.inner.post([total])
+            self._inner = self._rings.inner.post(total)
             return
         if window > 0:
-            (earlier,) = self._outer.wait()
+            earlier = self._outer.wait()
             with ring_step("bwd", step, "merge"):
-                accumulate(total, earlier)
+                accumulate(total.tensors[0], earlier.tensors[0])
         self._inner = None
-        self._outer = self._rings.outer.post([total])
+        self._outer = self._rings.outer.post(total)
         if self._rings.outer.size == 1:
             self.head_home()
 
@@ -145,7 +150,7 @@ class _TravellingDq:
     def home(self) -> Tensor:
         """This rank's own dQ, without what the rank kept to the end."""
         self.head_home()
-        dq: Tensor = self._inner.wait()[0]
+        dq: Tensor = self._inner.wait().tensors[0]
         return dq
 
 

@@ -14,9 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .communicator import Collective, Communicator, Hop, Ring
-from .kernels import Gradients, Kernel
+from .collectives import Collective
+from .communicator import Communicator
+from .hops import Hop, Ring
+from .kernel import Gradients, Kernel
 from .merge import wide_type
+from .parcels import Parcel
 
 _SLOTS = 2
 
@@ -143,19 +146,18 @@ class IdleKernel(Kernel):
 class SilentRing(Ring):
     """A ring on which everything stays where it is."""
 
-    def post(self, tensors: Sequence[Tensor], *, into: Sequence[Tensor] | None = None) -> Hop:
+    def post(self, parcel: Parcel, *, into: Parcel | None = None) -> Hop:
         """As `Ring.post`, except that what arrives is what was sent: the same memory, so that nothing is copied.
 
         Only where the caller says where to receive, it is copied there: a kernel's speed depends on the values that it
         computes with, and what happens to lie in fresh memory may be no numbers at all.
         """
-        sent = [tensor.contiguous() for tensor in tensors]
         if into is None:
             # Without the version counter: writing to what arrived is no write to what was sent.
-            return Hop([], sent, [tensor.data for tensor in sent])
-        for place, tensor in zip(into, sent, strict=True):
-            place.copy_(tensor)
-        return Hop([], sent, list(into))
+            return Hop([], parcel.messages, parcel.over([message.data for message in parcel.messages]))
+        for place, message in zip(into.messages, parcel.messages, strict=True):
+            place.copy_(message)
+        return Hop([], parcel.messages, into)
 
 
 class SilentCollective(Collective):

@@ -5,15 +5,20 @@ a ring owns two slots to receive in, in symmetric memory; the one before it copi
 the same memory say what has arrived and which slot is free. Streams wait for counters and set them without a kernel
 (CUDA stream memory operations), so a hop takes no multiprocessor at all.
 
-A received tensor lies in a slot: it holds until the second next hop of the same shapes is posted on the ring.
+What is received lies in a slot: it holds until the second next hop is posted on the ring. A slot has room for the
+largest hop so far, and all strategies of a process that use one ring share its slots.
+
+No library ends a wait for a peer that has died: see `watch`. The streams then go on with NaN, and the next hop raises.
 """
 
 from __future__ import annotations
 
 import ctypes
-import math
 import os
-from collections.abc import Sequence
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 from weakref import WeakValueDictionary
@@ -23,18 +28,24 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .annotate import annotate
+from .errors import Unfit
+from .groups import by_nccl, timeout
+from .parcels import Parcel, Shapes, shapes_of, size_bytes
+from .watch import Watch
 
 SLOTS = 2
 FEWEST_QUEUES = 8
 _ALIGNED = 256
+_GROWS_BY = 2**21
 # Counters at the end of a member's memory: hops that arrived here, and hops that the next member has room for.
 _ARRIVED, _ROOM, _COUNTERS = 0, 64, 256
+_RELEASED = 2**30
+"""Beyond every hop's number."""
 
-_Shapes = tuple[tuple[torch.dtype, tuple[int, ...]], ...]
-
-
-_owners: WeakValueDictionary[int, _Box] = WeakValueDictionary()
+_rings: WeakValueDictionary[tuple[dist.ProcessGroup, str], CopyRing] = WeakValueDictionary()
+_owners: WeakValueDictionary[int, _Slots] = WeakValueDictionary()
 """By the address of its memory."""
+_watch = Watch()
 
 
 def can_copy() -> str | None:
@@ -44,7 +55,7 @@ def can_copy() -> str | None:
     """
     if not torch.cuda.is_available() or _driver() is None:
         return "need CUDA"
-    if dist.is_initialized() and "nccl" not in dist.get_backend():
+    if dist.is_initialized() and not by_nccl():
         return "need NCCL's process groups"
     queues = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "8")
     if queues.isdigit() and int(queues) < FEWEST_QUEUES:
@@ -52,111 +63,174 @@ def can_copy() -> str | None:
     return None
 
 
+def copy_ring(
+    channel: str, group: dist.ProcessGroup, following: int, previous: int, processes: Mapping[int, int | None]
+) -> CopyRing:
+    """The ring of a channel over a group, shared by all strategies of this process that have it.
+
+    ``following`` and ``previous`` are places in the group; ``processes`` their processes by global rank.
+    """
+    key = group, channel
+    ring = _rings.get(key)
+    if ring is None:
+        _rings[key] = ring = CopyRing(channel, group, following, previous, processes)
+        _watch.add(ring)
+    return ring
+
+
 def held_bytes() -> int:
     """Symmetric memory that all rings of this process hold now, which no allocator statistics count."""
-    return sum(box.size_bytes for box in _owners.values())
+    return sum(slots.size_bytes for slots in _owners.values())
 
 
-def owned(tensor: Tensor, ring: CopyRing | None) -> Tensor:
-    """The tensor, or a copy where it lies in a slot of another ring, which may fill the slot while this one reads."""
-    if not _owners or not tensor.is_cuda:
-        return tensor
-    box = _owners.get(tensor.untyped_storage().data_ptr())
-    return tensor if box is None or (ring is not None and ring.has(box)) else tensor.clone()
+def owned(parcel: Parcel, ring: CopyRing | None) -> Parcel:
+    """The parcel, or a copy where it lies in a slot of another ring, which may fill the slot while this one reads."""
+    if not _owners or not parcel.messages[0].is_cuda:
+        return parcel
+    owners = [_owners.get(message.untyped_storage().data_ptr()) for message in parcel.messages]
+    if all(slots is None or (ring is not None and ring.slots is slots) for slots in owners):
+        return parcel
+    return parcel.over([message.clone() for message in parcel.messages])
 
 
 class CopyHop:
     """One transfer under way. `wait` returns what arrived, once."""
 
-    def __init__(self, box: _Box, number: int, sent: Sequence[Tensor], done: Any) -> None:
-        self._box: _Box | None = box
-        self._number = number
-        # The tensors under way must outlive the transfer.
-        self._sent = sent
+    def __init__(self, ring: CopyRing, slots: _Slots, number: int, sent: Parcel, done: list[Any]) -> None:
+        self._ring, self._slots, self._number = ring, slots, number
+        # What is under way must outlive the transfer.
+        self._sent: Parcel | None = sent
         self._done = done
 
-    def wait(self) -> list[Tensor]:
-        """As `communicator.Hop.wait`: the host does not block, the current stream waits."""
-        if self._box is None:
+    def wait(self) -> Parcel:
+        """As `hops.Hop.wait`: the host does not block, the current stream waits. Raises `PeerLost`."""
+        if self._sent is None:
             raise RuntimeError("wait called twice on one hop")
-        box, self._box = self._box, None
+        sent, self._sent = self._sent, None
+        _watch.refuse()
         with annotate("wait"):
             stream = torch.cuda.current_stream()
-            stream.wait_event(self._done)
-            _wait_value(stream, box.here + box.counters + _ARRIVED, self._number)
-        self._sent = ()
-        return box.received[self._number % SLOTS]
+            stream.wait_event(self._done[0])
+            _wait_value(stream, self._slots.here + self._slots.counters + _ARRIVED, self._number)
+            self._done.append(stream.record_event())
+        return sent.over(self._slots.received(shapes_of(sent.messages), self._number))
 
 
 class CopyRing:
     """The hops of one ring over one group."""
 
-    def __init__(self, channel: str, group: dist.ProcessGroup, following: int, previous: int) -> None:
-        """``following`` and ``previous`` are global ranks."""
+    def __init__(
+        self, channel: str, group: dist.ProcessGroup, following: int, previous: int,
+        processes: Mapping[int, int | None],
+    ) -> None:  # fmt: skip
         self._channel, self._group = channel, group
-        self._next, self._previous = dist.get_group_rank(group, following), dist.get_group_rank(group, previous)
-        self._boxes: dict[_Shapes, _Box] = {}
-        self._stream = torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]
+        self._next, self._previous = following, previous
+        self.processes = processes
+        self.timeout_s = timeout().total_seconds()
+        self.slots: _Slots | None = None
+        self._stream: Any = torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]
+        self._under_way: deque[tuple[float, list[Any]]] = deque()
+        self._lock = threading.Lock()
 
-    def has(self, box: _Box) -> bool:
-        """Whether it is one of this ring's."""
-        return any(mine is box for mine in self._boxes.values())
+    def post(self, parcel: Parcel) -> CopyHop:
+        """Start copying a parcel to the next member. All members post the same shapes in one order.
 
-    def post(self, tensors: Sequence[Tensor]) -> CopyHop:
-        """Start copying contiguous ``tensors`` to the next member. All members post the same shapes in one order."""
-        shapes = tuple((tensor.dtype, tuple(tensor.shape)) for tensor in tensors)
-        if shapes not in self._boxes:
-            self._boxes[shapes] = _Box(shapes, self._group, self._next, self._previous)
-        box, stream = self._boxes[shapes], self._stream
-        box.number += 1
-        number = box.number
-        with annotate(f"send/{self._channel}"):
+        Raises `PeerLost`, and `Unfit` while a CUDA graph is captured: counters count on, a graph repeats itself.
+        """
+        if torch.cuda.is_current_stream_capturing():
+            raise Unfit("hops by copy engine cannot be captured in a CUDA graph: use hops='nccl'")
+        _watch.refuse()
+        shapes = shapes_of(parcel.messages)
+        slots, stream = self._slots_for(shapes), self._stream
+        slots.number += 1
+        number = slots.number
+        with annotate("send", self._channel):
             # What is sent is there, and what lay in the slot to be filled is no longer read.
             stream.wait_stream(torch.cuda.current_stream())
-            _write_value(stream, box.previous + box.counters + _ROOM, number)
-            _wait_value(stream, box.here + box.counters + _ROOM, number)
+            _write_value(stream, slots.previous + slots.counters + _ROOM, number)
+            _wait_value(stream, slots.here + slots.counters + _ROOM, number)
             with torch.cuda.stream(stream):
-                for tensor, place in zip(tensors, box.there[number % SLOTS], strict=True):
-                    place.copy_(tensor, non_blocking=True)
-            _write_value(stream, box.following + box.counters + _ARRIVED, number)
-            done = stream.record_event()
-        return CopyHop(box, number, tensors, done)
+                for message, place in zip(parcel.messages, slots.sent(shapes, number), strict=True):
+                    place.copy_(message, non_blocking=True)
+            _write_value(stream, slots.following + slots.counters + _ARRIVED, number)
+            done = [stream.record_event()]
+        self.waiting_since()
+        self._under_way.append((time.monotonic(), done))
+        return CopyHop(self, slots, number, parcel, done)
+
+    def waiting_since(self) -> float | None:
+        """As `watch.Watched`, whose thread also calls it."""
+        with self._lock:
+            while self._under_way and all(event.query() for event in self._under_way[0][1]):
+                self._under_way.popleft()
+            return self._under_way[0][0] if self._under_way else None
+
+    def release(self) -> None:
+        """As `watch.Watched`. Any stream may stand behind one that waits, so several are tried."""
+        if self.slots is None:
+            return
+        for _ in range(FEWEST_QUEUES):
+            stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            with torch.cuda.stream(stream):
+                # Bytes of 255 are NaN in every type that travels.
+                self.slots.memory[: self.slots.counters].fill_(255)
+            for counter in (_ARRIVED, _ROOM):
+                _write_value(stream, self.slots.here + self.slots.counters + counter, self.slots.number + _RELEASED)
+
+    def _slots_for(self, shapes: Shapes) -> _Slots:
+        """Slots with room for a hop; all members of the ring come here with the same shapes, and so make new ones."""
+        size = _places(shapes)[1]
+        if self.slots is None or self.slots.slot_bytes < size:
+            # When every member has come to here with its device idle, nobody uses the old slots any more.
+            torch.cuda.synchronize()
+            self.slots = _Slots(-(-size // _GROWS_BY) * _GROWS_BY, self._group, self._next, self._previous)
+        return self.slots
 
 
-class _Box:
-    """Where the hops of some shapes arrive: this member's slots, the next member's, and the counters."""
+class _Slots:
+    """Where hops arrive: this member's slots, the next member's, and the counters."""
 
-    def __init__(self, shapes: _Shapes, group: dist.ProcessGroup, following: int, previous: int) -> None:
+    def __init__(self, slot_bytes: int, group: dist.ProcessGroup, following: int, previous: int) -> None:
         import torch.distributed._symmetric_memory as symmetric
 
-        offsets, end = [], 0
-        for _ in range(SLOTS):
-            places = []
-            for dtype, shape in shapes:
-                places.append(end)
-                end += -(-math.prod(shape) * dtype.itemsize // _ALIGNED) * _ALIGNED
-            offsets.append(places)
-        self.counters, self.number = end, 0
-        memory = symmetric.empty(end + _COUNTERS, dtype=torch.uint8, device=torch.device("cuda"))
-        memory[end:].zero_()
+        end = SLOTS * slot_bytes
+        self.slot_bytes, self.counters, self.number = slot_bytes, end, 0
+        self.memory = symmetric.empty(end + _COUNTERS, dtype=torch.uint8, device=torch.device("cuda"))
+        self.memory[end:].zero_()
         # The exchange of handles below is what tells the others that the counters are at zero.
         torch.cuda.synchronize()
-        handle = symmetric.rendezvous(memory, group)
-        self._kept = memory, handle
+        handle = symmetric.rendezvous(self.memory, group)
+        self._handle = handle
         self.size_bytes = end + _COUNTERS
-        _owners[memory.untyped_storage().data_ptr()] = self
+        _owners[self.memory.untyped_storage().data_ptr()] = self
         pointers = handle.buffer_ptrs
         self.here, self.following, self.previous = (pointers[at] for at in (handle.rank, following, previous))
-        theirs = handle.get_buffer(following, (end,), torch.uint8)
-        self.received, self.there = (
-            [[_at(base, offset, *shape) for offset, shape in zip(places, shapes, strict=True)] for places in offsets]
-            for base in (memory, theirs)
-        )
+        self._theirs = handle.get_buffer(following, (end,), torch.uint8)
+        # Of the shapes that were asked for last: views are small, but lengths may be many.
+        self._views = lru_cache(maxsize=16)(self._viewed)
+
+    def received(self, shapes: Shapes, number: int) -> list[Tensor]:
+        """What hop ``number`` brings, here."""
+        return self._views(shapes, number % SLOTS, True)
+
+    def sent(self, shapes: Shapes, number: int) -> list[Tensor]:
+        """Where hop ``number`` goes, at the next member."""
+        return self._views(shapes, number % SLOTS, False)
+
+    def _viewed(self, shapes: Shapes, slot: int, here: bool) -> list[Tensor]:
+        base = (self.memory if here else self._theirs)[slot * self.slot_bytes :]
+        cuts = zip(_places(shapes)[0], shapes, strict=True)
+        return [base[at : at + size_bytes(*shape)].view(shape[0]).view(shape[1]) for at, shape in cuts]
 
 
-def _at(base: Tensor, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    size = math.prod(shape) * dtype.itemsize
-    return base[offset : offset + size].view(dtype).view(shape)
+@lru_cache(maxsize=64)
+def _places(shapes: Shapes) -> tuple[list[int], int]:
+    """Where tensors of these shapes begin in a slot, and where they end."""
+    places, end = [], 0
+    for shape in shapes:
+        places.append(end)
+        end += -(-size_bytes(*shape) // _ALIGNED) * _ALIGNED
+    return places, end
 
 
 # --- stream memory operations ------------------------------------------------------------------------

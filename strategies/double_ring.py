@@ -22,12 +22,13 @@ from torch import Tensor
 
 from .annotate import ring_step
 from .base import Blocks, Context, Rows, Shape, Strategy
-from .communicator import AnyHop, DoubleRing
 from .errors import Unfit
-from .kernels import Gradients
-from .layouts import LAYOUTS, Block, Grid, Grouped, split_home_block
-from .merge import Partial, accumulate, wide_type, wide_zeros
-from .ring import add_gradients, settle_gradients
+from .hops import AnyHop, DoubleRing
+from .kernel import Gradients
+from .layouts import LAYOUTS, Block, Grid, Grouped
+from .merge import Partial, Sum, accumulate, wide_type
+from .parcels import Parcel
+from .ring import add_dkv, begun_dkv, rows_of, settled_dkv
 from .ulysses import HeadExchange, unfit_heads
 
 
@@ -85,17 +86,20 @@ class LoongDoubleRing(Strategy):
                 out, lse = blocks.forward(q, kv[0], kv[1], block)
             with ring_step("fwd", step, "merge"):
                 result.merge(out, lse, block.q)
-        return result.result(q.dtype)
+        with ring_step("fwd", step, "merge"):
+            return result.result(q.dtype)
 
     def backward(self, blocks: Blocks, rows: Rows, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
-        early, rest = self.home_blocks(q.shape[1], causal=blocks.causal)
-        dq = wide_zeros(q)
+        early, rest = self.home_blocks(q.shape[1], causal=blocks.causal, travelling=k)
+        dq = Sum(q)
         travelling = _TravellingDkv(self.dkv, k, self.parameters["grad_wire"])
         for step, (kv_rank, kv) in enumerate(self.kv.tour([k, v])):
             block = early if step == 0 else self._block(kv_rank, q, blocks.causal)
             with ring_step("bwd", step, "block"):
                 grads = blocks.backward(rows, q, kv[0], kv[1], block)
-            travelling.add(step, dq, grads, block)
+            with ring_step("bwd", step, "merge"):
+                dq.add(grads[0], block.q)
+            travelling.add(step, grads, block)
         home = []
         for block in rest:
             with ring_step("bwd", self.kv.size, "block"):
@@ -103,12 +107,11 @@ class LoongDoubleRing(Strategy):
             travelling.head_home()
         dkv = travelling.home()
         with ring_step("bwd", self.kv.size, "merge"):
-            return settle_gradients(dq, dkv, home, q.dtype)
+            return dq.result(q.dtype, rows_of(home, "q", 0)), *settled_dkv(dkv, home, k.dtype)
 
-    def home_blocks(self, local_seq: int, *, causal: bool) -> tuple[Block, list[Block]]:
-        if self.kv.size == 1:
-            return Block(causal=causal), []
-        return split_home_block(local_seq, causal=causal)
+    @property
+    def ring_size(self) -> int:
+        return self.kv.size
 
     def _block(self, kv_rank: int, q: Tensor, causal: bool) -> Block:
         block = self.layout.block(self.kv.rank, kv_rank, q.shape[1], causal=causal)
@@ -125,29 +128,29 @@ class _TravellingDkv:
         self._inner: AnyHop | None = None
         self._outer: AnyHop | None = None
 
-    def add(self, step: int, dq: Tensor, grads: Gradients, block: Block) -> None:
-        """Add one block's gradients, dK and dV to those that came with their keys, and send these on."""
+    def add(self, step: int, grads: Gradients, block: Block) -> None:
+        """Add one block's dK and dV to those that came with their keys, and send these on."""
         window, inner_step = divmod(step, self._rings.window)
         if inner_step == 0:
             self._leave_window()
-            dtype = self._type_in(window)
-            dkv = [torch.zeros_like(self._like, dtype=dtype) for _ in range(2)]
+            dkv = begun_dkv(self._like, self._type_in(window))
         else:
             assert self._inner is not None
             dkv = self._inner.wait()
         with ring_step("bwd", step, "merge"):
-            add_gradients(dq, dkv, grads, block)
+            add_dkv(dkv, grads, block, first=inner_step == 0)
         self._inner = self._rings.inner.post(dkv)
 
     def head_home(self) -> None:
         """Post the last hop of the outer ring, once the closing hop of the inner ring has arrived."""
         self._leave_window()
 
-    def home(self) -> list[Tensor]:
+    def home(self) -> Parcel:
         """This rank's own dK and dV, without what the rank kept to the end."""
         self._leave_window()
         assert self._outer is not None
-        return self._outer.wait()
+        dkv: Parcel = self._outer.wait()
+        return dkv
 
     def _leave_window(self) -> None:
         """Join what came back on the inner ring with the earlier windows' gradients and send it to the next window."""
@@ -156,7 +159,7 @@ class _TravellingDkv:
         dkv = self._inner.wait()
         self._inner = None
         if self._outer is not None:
-            for total, earlier in zip(dkv, self._outer.wait(), strict=True):
+            for total, earlier in zip(dkv.tensors, self._outer.wait().tensors, strict=True):
                 accumulate(total, earlier)
         self._outer = self._rings.outer.post(dkv)
 

@@ -9,3 +9,11 @@ class UnknownName(LookupError):
 
 class Unfit(ValueError):
     """The tensors, the world size or the parameters do not fit the strategy; the message says which and why."""
+
+
+class WrongGradient(RuntimeError):
+    """A kernel computed a wrong gradient; the message says what made it and how to go round it."""
+
+
+class PeerLost(RuntimeError):
+    """A rank that hops were waiting for has ended, or has not answered within the group's time."""

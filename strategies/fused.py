@@ -1,6 +1,7 @@
 """What runs between blocks, as one fused Triton kernel each: every tensor is read and written once.
 
-All take views with any strides, as long as head_dim is contiguous. Results equal those of `merge.py` to rounding.
+All tensors are dense, except that `add` takes rows of the sequence of a dense tensor. Results equal those of `merge.py`
+to rounding.
 """
 
 from __future__ import annotations
@@ -14,169 +15,127 @@ from torch import Tensor
 
 ROWS = 16
 """Rows (one query of one head) that a program handles; 8 to 64 measured alike on H200."""
-
-
-@triton.jit
-def _row(rows, seq, heads):
-    """(batch, query, head) of a row number; heads vary fastest, as they do in memory."""
-    head = rows % heads
-    query = (rows // heads) % seq
-    return (rows // heads // seq).to(tl.int64), query.to(tl.int64), head.to(tl.int64)
+ELEMENTS = 4096
+"""Elements that a program adds."""
 
 
 @triton.jit
 def ringprof_merge(
-    out, lse, block_out, block_lse, count, seq, heads, head_dim,
-    out_b, out_s, out_h, lse_b, lse_h, lse_s, block_b, block_s, block_h, block_lse_b, block_lse_h, block_lse_s,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    out, before, lse, block, block_lse, count, seq, heads, from_query, queries, first, block_seq,
+    HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = rows < count
-    batch, query, head = _row(rows, seq, heads)
-    lse_at = lse + batch * lse_b + head * lse_h + query * lse_s
-    mine = tl.load(lse_at, mask=inside, other=0.0)
-    theirs_at = block_lse + batch * block_lse_b + head * block_lse_h + query * block_lse_s
-    theirs = tl.load(theirs_at, mask=inside, other=0.0)
-    weight = tl.sigmoid(theirs - mine)
+    # Heads vary fastest, as they do in memory.
+    head = rows % heads
+    query = (rows // heads) % queries + from_query
+    batch = (rows // heads // queries).to(tl.int64)
+    merged = inside & (query >= first) & (query < first + block_seq)
+    lse_at = lse + (batch * heads + head) * seq + query
+    mine = tl.load(lse_at, mask=merged, other=0.0)
+    theirs = tl.load(block_lse + (batch * heads + head) * block_seq + query - first, mask=merged, other=0.0)
+    weight = tl.where(merged, tl.sigmoid(theirs - mine), 0.0)
 
     columns = tl.arange(0, WIDTH)
-    mask = inside[:, None] & (columns < head_dim)[None, :]
-    out_at = out + (batch * out_b + query * out_s + head * out_h)[:, None] + columns[None, :]
-    block_at = block_out + (batch * block_b + query * block_s + head * block_h)[:, None] + columns[None, :]
-    old = tl.load(out_at, mask=mask, other=0.0).to(tl.float32)
-    new = tl.load(block_at, mask=mask, other=0.0).to(tl.float32)
+    wide = (columns < HEAD_DIM)[None, :]
+    at = (((batch * seq + query) * heads + head) * HEAD_DIM)[:, None] + columns[None, :]
+    block_at = (((batch * block_seq + query - first) * heads + head) * HEAD_DIM)[:, None] + columns[None, :]
+    old = tl.load(before + at, mask=inside[:, None] & wide, other=0.0).to(tl.float32)
+    new = tl.load(block + block_at, mask=merged[:, None] & wide, other=0.0).to(tl.float32)
     # Several warps hold copies of a small tensor: all must have read before the first one writes in place.
     tl.debug_barrier()
-    tl.store(out_at, old - weight[:, None] * (old - new), mask=mask)
+    tl.store(out + at, old - weight[:, None] * (old - new), mask=inside[:, None] & wide)
     # log(exp(a) + exp(b)) from the larger of the two, which cannot overflow
     larger = tl.maximum(mine, theirs)
-    tl.store(lse_at, larger + tl.log(1.0 + tl.exp(-tl.abs(mine - theirs))), mask=inside)
-
-
-@triton.jit
-def ringprof_merge_accumulate(
-    total, block, count, seq, heads, head_dim, total_b, total_s, total_h, block_b, block_s, block_h,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    batch, query, head = _row(rows, seq, heads)
-    columns = tl.arange(0, WIDTH)
-    mask = (rows < count)[:, None] & (columns < head_dim)[None, :]
-    total_at = total + (batch * total_b + query * total_s + head * total_h)[:, None] + columns[None, :]
-    block_at = block + (batch * block_b + query * block_s + head * block_h)[:, None] + columns[None, :]
-    old = tl.load(total_at, mask=mask, other=0.0).to(tl.float32)
-    new = tl.load(block_at, mask=mask, other=0.0).to(tl.float32)
-    tl.debug_barrier()  # as in the merge
-    tl.store(total_at, old + new, mask=mask)
+    tl.store(lse_at, larger + tl.log(1.0 + tl.exp(-tl.abs(mine - theirs))), mask=merged)
 
 
 @triton.jit
 def ringprof_merge_add(
-    out, total, block, count, seq, heads, head_dim, out_b, out_s, out_h, total_b, total_s, total_h,
-    block_b, block_s, block_h, ROWS: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    batch, query, head = _row(rows, seq, heads)
-    columns = tl.arange(0, WIDTH)
-    mask = (rows < count)[:, None] & (columns < head_dim)[None, :]
-    out_at = out + (batch * out_b + query * out_s + head * out_h)[:, None] + columns[None, :]
-    total_at = total + (batch * total_b + query * total_s + head * total_h)[:, None] + columns[None, :]
-    block_at = block + (batch * block_b + query * block_s + head * block_h)[:, None] + columns[None, :]
-    old = tl.load(total_at, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out_at, old + tl.load(block_at, mask=mask, other=0.0).to(tl.float32), mask=mask)
-
-
-@triton.jit
-def ringprof_merge_convert(
-    out, block, count, seq, heads, head_dim, out_b, out_s, out_h, block_b, block_s, block_h,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    batch, query, head = _row(rows, seq, heads)
-    columns = tl.arange(0, WIDTH)
-    mask = (rows < count)[:, None] & (columns < head_dim)[None, :]
-    out_at = out + (batch * out_b + query * out_s + head * out_h)[:, None] + columns[None, :]
-    block_at = block + (batch * block_b + query * block_s + head * block_h)[:, None] + columns[None, :]
-    tl.store(out_at, tl.load(block_at, mask=mask, other=0.0), mask=mask)
+    out, total, block, count, out_stride, total_stride, block_stride, HAS_TOTAL: tl.constexpr, ELEMENTS: tl.constexpr
+):
+    batch = tl.program_id(1).to(tl.int64)
+    at = tl.program_id(0).to(tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)
+    mask = at < count
+    value = tl.load(block + batch * block_stride + at, mask=mask, other=0.0).to(tl.float32)
+    if HAS_TOTAL:
+        value += tl.load(total + batch * total_stride + at, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + batch * out_stride + at, value, mask=mask)
 
 
 @triton.jit
 def ringprof_row_product(
-    dout, out, delta, count, seq, heads, head_dim, dout_b, dout_s, dout_h, out_b, out_s, out_h,
-    delta_b, delta_h, delta_s, ROWS: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
+    dout, out, delta, count, seq, heads, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr
+):
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    batch, query, head = _row(rows, seq, heads)
     columns = tl.arange(0, WIDTH)
-    mask = (rows < count)[:, None] & (columns < head_dim)[None, :]
-    dout_at = dout + (batch * dout_b + query * dout_s + head * dout_h)[:, None] + columns[None, :]
-    out_at = out + (batch * out_b + query * out_s + head * out_h)[:, None] + columns[None, :]
-    product = tl.load(dout_at, mask=mask, other=0.0).to(tl.float32) * tl.load(out_at, mask=mask, other=0.0)
-    delta_at = delta + batch * delta_b + head * delta_h + query * delta_s
-    tl.store(delta_at, tl.sum(product, 1), mask=rows < count)
+    mask = (rows < count)[:, None] & (columns < HEAD_DIM)[None, :]
+    at = (rows.to(tl.int64) * HEAD_DIM)[:, None] + columns[None, :]
+    product = tl.load(dout + at, mask=mask, other=0.0).to(tl.float32) * tl.load(out + at, mask=mask, other=0.0)
+    batch, query, head = (rows // heads // seq).to(tl.int64), (rows // heads) % seq, rows % heads
+    tl.store(delta + (batch * heads + head) * seq + query, tl.sum(product, 1), mask=rows < count)
 
 
 @triton.jit
 def ringprof_output_with_delta(
-    dout, delta, out, count, seq, heads, head_dim, dout_b, dout_s, dout_h, delta_b, delta_h, delta_s,
-    out_b, out_s, out_h, ROWS: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
+    dout, delta, out, count, seq, heads, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr
+):
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    batch, query, head = _row(rows, seq, heads)
     columns = tl.arange(0, WIDTH)
-    mask = (rows < count)[:, None] & (columns < head_dim)[None, :]
-    dout_at = dout + (batch * dout_b + query * dout_s + head * dout_h)[:, None] + columns[None, :]
-    gradient = tl.load(dout_at, mask=mask, other=0.0).to(tl.float32)
-    norm = tl.sum(gradient * gradient, 1)
-    wanted = tl.load(delta + batch * delta_b + head * delta_h + query * delta_s, mask=rows < count, other=0.0)
-    ratio = tl.where(norm > 0, wanted / norm, 0.0)
-    out_at = out + (batch * out_b + query * out_s + head * out_h)[:, None] + columns[None, :]
-    tl.store(out_at, gradient * ratio[:, None], mask=mask)
+    mask = (rows < count)[:, None] & (columns < HEAD_DIM)[None, :]
+    at = (rows.to(tl.int64) * HEAD_DIM)[:, None] + columns[None, :]
+    gradient = tl.load(dout + at, mask=mask, other=0.0).to(tl.float32)
+    largest = tl.max(tl.abs(gradient), 1)
+    divisor = tl.where(largest > 0, largest, 1.0)
+    unit = gradient / divisor[:, None]
+    batch, query, head = (rows // heads // seq).to(tl.int64), (rows // heads) % seq, rows % heads
+    wanted = tl.load(delta + (batch * heads + head) * seq + query, mask=rows < count, other=0.0)
+    ratio = tl.where(largest > 0, wanted / divisor / tl.sum(unit * unit, 1), 0.0)
+    tl.store(out + at, unit * ratio[:, None], mask=mask)
 
 
-def merge_into(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
-    """As `merge.merge_into`."""
-    strides = (*out.stride()[:3], *lse.stride(), *block_out.stride()[:3], *block_lse.stride())
-    _launch(ringprof_merge, out, lse, block_out, block_lse, like=out, strides=strides)
+def merge_into(out: Tensor, before: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor, first: int) -> None:
+    """As `merge.merge_into`, for queries from ``first`` on."""
+    batch, seq, heads, head_dim = out.shape
+    block_seq = block_out.shape[1]
+    # In place, other queries stay as they are; else they are copied.
+    from_query, queries = (first, block_seq) if out is before else (0, seq)
+    _launch(
+        ringprof_merge, batch * queries * heads, head_dim, (out, before, lse, block_out, block_lse),
+        (seq, heads, from_query, queries, first, block_seq),
+    )  # fmt: skip
 
 
-def accumulate(total: Tensor, block: Tensor) -> None:
-    """As `merge.accumulate`."""
-    strides = (*total.stride()[:3], *block.stride()[:3])
-    _launch(ringprof_merge_accumulate, total, block, like=total, strides=strides)
-
-
-def add(out: Tensor, total: Tensor, block: Tensor) -> None:
-    """``out = total + block``, added in float32."""
-    strides = (*out.stride()[:3], *total.stride()[:3], *block.stride()[:3])
-    _launch(ringprof_merge_add, out, total, block, like=out, strides=strides)
-
-
-def convert(out: Tensor, block: Tensor) -> None:
-    """As `merge.convert`."""
-    _launch(ringprof_merge_convert, out, block, like=out, strides=(*out.stride()[:3], *block.stride()[:3]))
+def add(out: Tensor, total: Tensor | None, block: Tensor) -> bool:
+    """``out`` = ``total`` + ``block``, added in float32; False where a tensor is not rows of a dense one."""
+    count = out[0].numel()
+    if not all(x is None or x[0].is_contiguous() for x in (out, total, block)):
+        return False
+    grid = (triton.cdiv(count, ELEMENTS), out.shape[0])
+    given = block if total is None else total
+    ringprof_merge_add[grid](
+        out, given, block, count, out.stride(0), given.stride(0), block.stride(0), HAS_TOTAL=total is not None,
+        ELEMENTS=ELEMENTS, num_warps=8,
+    )  # fmt: skip
+    return True
 
 
 def row_product(dout: Tensor, out: Tensor) -> Tensor:
     """As `merge.row_product`."""
-    batch, seq, heads, _ = dout.shape
+    batch, seq, heads, head_dim = dout.shape
     delta = torch.empty(batch, heads, seq, dtype=torch.float32, device=dout.device)
-    strides = (*dout.stride()[:3], *out.stride()[:3], *delta.stride())
-    _launch(ringprof_row_product, dout, out, delta, like=dout, strides=strides)
+    _launch(ringprof_row_product, batch * seq * heads, head_dim, (dout, out, delta), (seq, heads))
     return delta
 
 
 def output_with_delta(dout: Tensor, delta: Tensor) -> Tensor:
     """As `merge.output_with_delta`."""
-    out = torch.empty(dout.shape, dtype=dout.dtype, device=dout.device)
-    strides = (*dout.stride()[:3], *delta.stride(), *out.stride()[:3])
-    _launch(ringprof_output_with_delta, dout, delta, out, like=dout, strides=strides)
+    batch, seq, heads, head_dim = dout.shape
+    out = torch.empty_like(dout)
+    _launch(ringprof_output_with_delta, batch * seq * heads, head_dim, (dout, delta.contiguous(), out), (seq, heads))
     return out
 
 
-def _launch(kernel: Any, *tensors: Tensor, like: Tensor, strides: tuple[int, ...]) -> None:
-    batch, seq, heads, head_dim = like.shape
-    count = batch * seq * heads
-    grid = (triton.cdiv(count, ROWS),)
+def _launch(kernel: Any, rows: int, head_dim: int, tensors: tuple[Tensor, ...], sizes: tuple[int, ...]) -> None:
     width = triton.next_power_of_2(head_dim)
-    kernel[grid](*tensors, count, seq, heads, head_dim, *strides, ROWS=ROWS, WIDTH=width)
+    kernel[(triton.cdiv(rows, ROWS),)](*tensors, rows, *sizes, HEAD_DIM=head_dim, ROWS=ROWS, WIDTH=width)

@@ -25,9 +25,11 @@ from torch import Tensor
 
 from .annotate import ring_step
 from .base import Blocks, Context, GradWire, Rows, Strategy, wire_type
-from .kernels import Gradients
+from .kernel import Gradients
 from .layouts import LAYOUTS, Block
-from .merge import accumulate, wide_type, wide_zeros
+from .merge import Sum
+from .parcels import Parcel
+from .ring import add_dkv, settled_dkv
 
 
 class Megatron(Strategy):
@@ -63,28 +65,29 @@ class Megatron(Strategy):
 
     def backward(self, blocks: Blocks, rows: Rows, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
         """As `Strategy.backward`; k and v are those that the forward pass ended with, of the next rank."""
-        dq = wide_zeros(q)
-        last = self.comm.size - 1
+        dq, last = Sum(q), self.comm.size - 1
         wire = wire_type(self.parameters["grad_wire"], k)
         held = _Message(k, wire)
         torch.stack([k, v], out=held.kv)
         for step in range(self.comm.size):
             arriving = _Message(k, wire)
             part = "whole" if 0 < step < last else "dkv" if step else "kv"
-            hop = self.back_ring.post([getattr(held, part)], into=[getattr(arriving, part)])
+            hop = self.back_ring.post(held.parcel(part), into=arriving.parcel(part))
             block = self._block((self.comm.rank + 1 + step) % self.comm.size, q, blocks.causal)
             with ring_step("bwd", step, "block"):
                 grads = blocks.backward(rows, q, held.kv[0], held.kv[1], block)
             hop.wait()
             with ring_step("bwd", step, "merge"):
-                accumulate(dq[:, block.q], grads[0])
-                if step == 0:
-                    arriving.dkv.zero_()
-                dkv = arriving.dkv.to(wide_type(k)) if step == last else arriving.dkv
-                accumulate(dkv[0][:, block.kv], grads[1])
-                accumulate(dkv[1][:, block.kv], grads[2])
+                dq.add(grads[0], block.q)
+                dkv = Parcel([arriving.dkv], list(arriving.dkv.unbind(0)))
+                if step < last:
+                    add_dkv(dkv, grads, block, first=step == 0)
             held = arriving
-        return dq.to(q.dtype), dkv[0].to(k.dtype), dkv[1].to(v.dtype)
+        with ring_step("bwd", last, "merge"):
+            home = [(block, grads)]
+            if self.comm.size == 1:
+                return dq.result(q.dtype), grads[1].to(k.dtype), grads[2].to(v.dtype)
+            return dq.result(q.dtype), *settled_dkv(dkv, home, k.dtype)
 
     def _block(self, kv_rank: int, q: Tensor, causal: bool) -> Block:
         block = self.layout.block(self.comm.rank, kv_rank, q.shape[1], causal=causal)
@@ -130,6 +133,11 @@ class _Message:
         self.whole = torch.empty(cut + count * wire.itemsize, dtype=torch.uint8, device=like.device)
         self.kv = self.whole[:cut].view(like.dtype).view(2, *like.shape)
         self.dkv = self.whole[cut:].view(wire).view(2, *like.shape)
+
+    def parcel(self, part: str) -> Parcel:
+        """``whole``, ``kv`` or ``dkv``, to be sent or received."""
+        message: Tensor = getattr(self, part)
+        return Parcel([message], [message])
 
 
 def _meet(streams: list[Any], steps: list[_Step]) -> None:

@@ -1,4 +1,4 @@
-"""What runs between blocks: the online-softmax merge, the accumulation of gradients, and the row term delta.
+"""What runs between blocks: the online-softmax merge, the sums of gradients, and the row term delta.
 
 For two partial results a and b of the same queries, each normalised over its own keys:
 
@@ -21,100 +21,175 @@ from torch.nn import functional
 
 from .layouts import ALL
 
+FUSED_FROM = 2**23
+"""Elements from which a Triton kernel adds faster than torch: below, launching it costs the host more than it saves."""
+
+Part = tuple[slice, Tensor]
+"""A block, and the rows of the sequence that it lies in."""
+
 
 class Partial:
-    """The running result of one rank's queries: output (B, S, H, D) and LSE (B, H, S), both at least float32."""
+    """The running result of one rank's queries. Between blocks it has at least float32; it is rounded once, at the end.
+
+    The last block waits for the next one, or for the end: with it the output is written in its final type at once.
+    """
 
     def __init__(self) -> None:
-        self.out: Tensor | None = None
-        self.lse: Tensor | None = None
+        self._out: Tensor | None = None
+        self._lse: Tensor | None = None
+        self._last: tuple[Tensor, Tensor, slice] | None = None
 
     def merge(self, out: Tensor, lse: Tensor, queries: slice = ALL) -> None:
-        """Add a block's result for ``queries``; the first block must cover all of them."""
-        if self.out is None or self.lse is None:
-            self.out, self.lse = torch.empty(out.shape, dtype=wide_type(out), device=out.device), lse.clone()
-            convert(self.out, out)
+        """Add a block's result for ``queries``, out (B, S, H, D) and lse (B, H, S); the first covers all of them.
+
+        Both are used up: what they hold may be written over.
+        """
+        if self._out is None:
+            self._out, self._lse = out.contiguous(), lse.contiguous()
             return
-        merge_into(self.out[:, queries], self.lse[..., queries], out, lse)
+        self._take(wide_type(self._out))
+        self._last = out, lse, queries
 
     def result(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """The output in ``dtype`` and the LSE."""
-        assert self.out is not None and self.lse is not None
-        return self.out.to(dtype), self.lse
+        """The output in ``dtype`` and the LSE, in at least float32."""
+        self._take(dtype)
+        assert self._out is not None and self._lse is not None
+        return self._out.to(dtype), self._lse
+
+    def _take(self, dtype: torch.dtype) -> None:
+        if self._last is None:
+            return
+        assert self._out is not None and self._lse is not None
+        out, lse, queries = self._last
+        self._last = None
+        if self._out.dtype != dtype:
+            before, self._out = self._out, torch.empty_like(self._out, dtype=dtype)
+        else:
+            before = self._out
+        merge_into(self._out, before, self._lse, out, lse, queries)
 
 
-def merge_into(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
-    """Merge a block's result into ``out`` (B, S, H, D) and ``lse`` (B, H, S), in place."""
-    if _fused(out, block_out):
+def merge_into(out: Tensor, before: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor, queries: slice) -> None:
+    """``out`` = ``before`` with a block's result for ``queries`` merged in; ``lse`` in place.
+
+    ``out`` and ``before`` (B, S, H, D) are one tensor or two. Each element is rounded once, to the type of ``out``.
+    """
+    first, last, _ = queries.indices(out.shape[1])
+    if _fused(out, before, block_out):
         from . import fused
 
-        fused.merge_into(out, lse, block_out, block_lse)
+        fused.merge_into(out, before, lse, block_out.contiguous(), block_lse.contiguous(), first)
         return
-    weight = torch.sigmoid(block_lse - lse).transpose(1, 2).unsqueeze(-1)
-    out -= weight * (out - block_out)
-    lse -= functional.logsigmoid(lse - block_lse)
+    if out is not before:
+        convert(out[:, :first], before[:, :first])
+        convert(out[:, last:], before[:, last:])
+    own, mine = before[:, first:last].to(lse.dtype), lse[..., first:last]
+    weight = torch.sigmoid(block_lse - mine).transpose(1, 2).unsqueeze(-1)
+    out[:, first:last] = own - weight * (own - block_out)
+    mine -= functional.logsigmoid(mine - block_lse)
+
+
+class Sum:
+    """A sum of blocks (B, S, H, D), each in some rows of one tensor: added in at least float32, rounded once."""
+
+    def __init__(self, like: Tensor) -> None:
+        self._like = like
+        self._wide = wide_type(like)
+        self._total: Tensor | None = None
+        self._waiting: list[Part] = []
+        """While there is no wide total, blocks wait: two of them need none."""
+
+    def add(self, block: Tensor, rows: slice = ALL) -> None:
+        """Add a block. It is used up: what it holds may be written over."""
+        if self._total is not None:
+            accumulate(self._total[:, rows], block)
+        elif len(self._waiting) < 2:
+            self._waiting.append((rows, block))
+        else:
+            self._total = self._summed(self._wide)
+            accumulate(self._total[:, rows], block)
+
+    def result(self, dtype: torch.dtype, rest: Sequence[Part] = ()) -> Tensor:
+        """The sum in ``dtype``, with the last blocks, ``rest``, added."""
+        if self._total is None and not rest:
+            return self._summed(dtype)
+        total = self._summed(self._wide) if self._total is None else self._total
+        return settled(total, rest, dtype)
+
+    def _summed(self, dtype: torch.dtype) -> Tensor:
+        """What waits, in a new tensor, or in the first block's where that has all rows and the type."""
+        (rows, first), *others = self._waiting
+        self._waiting = []
+        if first.shape[1] != self._like.shape[1]:
+            total = started(torch.empty_like(self._like, dtype=self._wide), rows, first)
+            for rows, block in others:
+                accumulate(total[:, rows], block)
+            return total.to(dtype)
+        if first.dtype == dtype or not others:
+            for rows, block in others:
+                accumulate(first[:, rows], block)
+            return first.to(dtype)
+        return settled(first, others, dtype)
 
 
 def accumulate(total: Tensor, block: Tensor) -> None:
     """``total += block`` (B, S, H, D), added in at least float32 and kept in the type of ``total``."""
-    if _fused(total, block):
-        from . import fused
-
-        fused.accumulate(total, block)
-        return
-    total += block
+    if not _added(total, total, block):
+        total += block
 
 
-def started(like: Tensor, rows: slice, block: Tensor, dtype: torch.dtype) -> Tensor:
-    """A new total of ``like``'s shape in ``dtype``: ``block`` in ``rows`` of the sequence, 0 elsewhere."""
-    total = torch.empty(like.shape, dtype=dtype, device=like.device)
-    first, last, _ = rows.indices(like.shape[1])
-    total[:, :first].zero_()
-    total[:, last:].zero_()
-    convert(total[:, rows], block)
+def started(total: Tensor, rows: slice, block: Tensor) -> Tensor:
+    """``total`` (B, S, H, D), with ``block`` written in ``rows`` of the sequence and 0 elsewhere."""
+    first, last, _ = rows.indices(total.shape[1])
+    if last - first < total.shape[1]:
+        total[:, :first].zero_()
+        total[:, last:].zero_()
+    convert(total[:, first:last], block)
     return total
 
 
-def settled(total: Tensor, parts: Sequence[tuple[slice, Tensor]], dtype: torch.dtype) -> Tensor:
+def settled(total: Tensor, parts: Sequence[Part], dtype: torch.dtype) -> Tensor:
     """A new tensor in ``dtype``: ``total`` plus the last blocks, each in its rows; ``total`` is used up.
 
-    Where the blocks' rows tile the sequence, each element is added in at least float32 and rounded once.
+    Each element is added in at least float32 and rounded once.
     """
-    if not _tile([rows for rows, _ in parts], total.shape[1]):
-        total = total.to(wide_type(total), copy=True)
-        for rows, block in parts:
-            accumulate(total[:, rows], block)
-        return total.to(dtype)
+    parts = sorted(parts, key=lambda part: part[0].indices(total.shape[1]))
     result = torch.empty(total.shape, dtype=dtype, device=total.device)
+    done = 0
     for rows, block in parts:
-        if _fused(total, block):
-            from . import fused
-
-            fused.add(result[:, rows], total[:, rows], block)
-        else:
-            result[:, rows] = total[:, rows].to(wide_type(total)) + block
+        first, last, _ = rows.indices(total.shape[1])
+        if first < done:
+            return _settled_in_turn(total, parts, dtype)
+        convert(result[:, done:first], total[:, done:first])
+        done = last
+        target, own = result[:, first:last], total[:, first:last]
+        if not _added(target, own, block):
+            torch.add(own.to(wide_type(own)), block, out=target)
+    convert(result[:, done:], total[:, done:])
     return result
 
 
-def _tile(parts: Sequence[slice], length: int) -> bool:
-    """Whether slices, in order, cover a sequence once."""
-    at = 0
-    for part in parts:
-        first, last, step = part.indices(length)
-        if first != at or step != 1:
-            return False
-        at = last
-    return bool(parts) and at == length
+def _settled_in_turn(total: Tensor, parts: Sequence[Part], dtype: torch.dtype) -> Tensor:
+    """The same for blocks that share rows."""
+    total = total.to(wide_type(total), copy=True)
+    for rows, block in parts:
+        accumulate(total[:, rows], block)
+    return total.to(dtype)
 
 
 def convert(out: Tensor, block: Tensor) -> None:
     """``out`` = ``block`` (B, S, H, D), in the type of ``out``."""
-    if _fused(out, block):
-        from . import fused
+    if out.shape[1] and not _added(out, None, block):
+        out.copy_(block)
 
-        fused.convert(out, block)
-        return
-    out.copy_(block)
+
+def _added(out: Tensor, total: Tensor | None, block: Tensor) -> bool:
+    """``out`` = ``total`` + ``block`` by one kernel, where that pays; False where nothing was done."""
+    if out.numel() < FUSED_FROM or not _fused(block) or out.dtype == torch.float64:
+        return False
+    from . import fused
+
+    return fused.add(out, total, block)
 
 
 def row_product(dout: Tensor, out: Tensor) -> Tensor:
@@ -133,20 +208,34 @@ def output_with_delta(dout: Tensor, delta: Tensor) -> Tensor:
     A flash backward pass uses O for nothing but delta = rowsum(dO · O), so it computes the same gradients with this.
     Shapes: dout (B, S, H, D), delta (B, H, S); the result has dout's shape and type.
     """
-    if _fused(dout, dout):
+    if _fused(dout):
         from . import fused
 
         return fused.output_with_delta(dout, delta)
     dout_f = dout.to(wide_type(dout))
-    norm = dout_f.square().sum(-1)
-    ratio = torch.where(norm > 0, delta.transpose(1, 2) / norm, 0)
-    return (dout_f * ratio.unsqueeze(-1)).to(dout.dtype)
+    # Squares of very small numbers would vanish: a row is divided by its largest first.
+    largest = dout_f.abs().amax(-1, keepdim=True)
+    unit = dout_f / largest.masked_fill(largest == 0, 1)
+    ratio = delta.transpose(1, 2).unsqueeze(-1) / largest / unit.square().sum(-1, keepdim=True)
+    return (unit * ratio.masked_fill(largest == 0, 0)).to(dout.dtype)
 
 
-def _fused(a: Tensor, b: Tensor) -> bool:
-    """Whether the Triton kernels can do it: GPU tensors, at most float32, head_dim contiguous."""
-    narrow = a.dtype != torch.float64 and a.stride(-1) == 1 and b.stride(-1) == 1
-    return a.is_cuda and narrow and _has_triton()
+def rows_that_carry(dout: Tensor, delta: Tensor) -> Tensor:
+    """dO, with a first element in those rows that are too small for `output_with_delta` to give them ``delta``.
+
+    That element is ``delta`` · 2^-100 (fp16: 2^-14). It is the only error: it enters dV in place of the row's own, and
+    the product with V, which stands beside ``delta`` itself.
+    """
+    reach, least = (2.0**14, 2.0**-24) if dout.dtype == torch.float16 else (2.0**100, 2.0**-126)
+    element = (delta.transpose(1, 2).abs() / reach).clamp_min(least).unsqueeze(-1)
+    small = (dout.abs().amax(-1, keepdim=True) < element) & (delta != 0).transpose(1, 2).unsqueeze(-1)
+    alone = functional.pad(element.to(dout.dtype), (0, dout.shape[-1] - 1))
+    return torch.where(small, alone, dout)
+
+
+def _fused(*tensors: Tensor) -> bool:
+    """Whether the Triton kernels can do it: dense GPU tensors of at most float32."""
+    return tensors[0].is_cuda and _has_triton() and all(x.dtype != torch.float64 and x.is_contiguous() for x in tensors)
 
 
 @cache
@@ -157,13 +246,3 @@ def _has_triton() -> bool:
 def wide_type(tensor: Tensor) -> torch.dtype:
     """The type that partial results accumulate in: float32, or float64 for float64."""
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
-
-
-def wide(tensor: Tensor) -> Tensor:
-    """A copy in the type that partial results accumulate in."""
-    return tensor.to(wide_type(tensor), copy=True)
-
-
-def wide_zeros(like: Tensor) -> Tensor:
-    """Zeros of a tensor's shape in the type that partial results accumulate in."""
-    return torch.zeros(like.shape, dtype=wide_type(like), device=like.device)

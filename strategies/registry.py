@@ -8,6 +8,7 @@ import types
 import typing
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -162,7 +163,10 @@ def create(
     hosts: Sequence[int] | None = None,
     **params: Any,
 ) -> Any:
-    """A strategy over the ranks of ``group`` (None: the world; one rank where torch.distributed is not in use).
+    """A strategy over the ranks of ``group``: a process group or a DeviceMesh of one dimension (None: the world).
+
+    Collective: all ranks of the group call it, with the same arguments. Where torch.distributed is not in use there is
+    one rank.
 
     ``kernel`` is a kernel's name or ``auto``; ``ranks_per_host`` overrides what the launcher says; with ``hops`` of
     ``copy`` copy engines carry the hops within a host (see `copies`); ``hosts`` numbers every global rank's host.
@@ -170,7 +174,24 @@ def create(
     """
     from .base import Context
 
-    strategy = find(name).load()
-    check_parameters(strategy, name, params)
-    comm = Communicator(group, ranks_per_host=ranks_per_host, hops=hops, hosts=hosts)
+    strategy, problem = None, None
+    try:
+        strategy = find(name).load()
+        check_parameters(strategy, name, params)
+    except (Unfit, UnknownName) as error:
+        problem = error
+    comm = Communicator(
+        group, ranks_per_host=ranks_per_host, hops=hops, hosts=hosts, request=_request(name, kernel, params),
+        problem=problem,
+    )  # fmt: skip
+    assert strategy is not None, "a communicator is refused where there is a problem"
+    if comm.is_world:
+        again = partial(create, name, None, kernel, ranks_per_host, hops, hosts, **params)
+        comm.recipe = again, ()
     return strategy(Context(comm, kernel), **params)
+
+
+def _request(name: str, kernel: str, params: dict[str, Any]) -> str:
+    """What was asked for, in a line, alike on all ranks that were asked for the same."""
+    given = ", ".join(f"{key}={params[key]!r}" for key in sorted(params))
+    return f"{name}({given}) with kernel {kernel}"

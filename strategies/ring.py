@@ -19,9 +19,10 @@ from torch import Tensor
 
 from .annotate import ring_step
 from .base import Blocks, Context, GradWire, Rows, Strategy, wire_type
-from .kernels import Gradients
+from .kernel import Gradients
 from .layouts import LAYOUTS, Block
-from .merge import Partial, accumulate, settled, started, wide_type
+from .merge import Partial, Sum, accumulate, settled, started
+from .parcels import Parcel
 
 
 class Ring(Strategy):
@@ -49,60 +50,69 @@ class Ring(Strategy):
                 out, lse = blocks.forward(q, kv[0], kv[1], block)
             with ring_step("fwd", step, "merge"):
                 result.merge(out, lse, block.q)
-        return result.result(q.dtype)
+        with ring_step("fwd", step, "merge"):
+            return result.result(q.dtype)
 
     def backward(self, blocks: Blocks, rows: Rows, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
-        early, rest = self.home_blocks(q.shape[1], causal=blocks.causal)
+        early, rest = self.home_blocks(q.shape[1], causal=blocks.causal, travelling=k)
         wire = wire_type(self.parameters["grad_wire"], k)
-        hop = None
+        dq = Sum(q)
+        hop: Any = None
         for step, (kv_rank, kv) in enumerate(self.kv_ring.tour([k, v])):
             block = early if step == 0 else self.block(kv_rank, q, blocks.causal)
             grads = None
             if block is not None:
                 with ring_step("bwd", step, "block"):
                     grads = blocks.backward(rows, q, kv[0], kv[1], block)
-            if hop is None:
-                assert grads is not None, "a rank has work with its own keys"
+            dkv = begun_dkv(k, wire) if hop is None else hop.wait()
+            if block is not None and grads is not None:
                 with ring_step("bwd", step, "merge"):
-                    dq = started(q, early.q, grads[0], wide_type(q))
-                    dkv = [started(k, early.kv, part, wire) for part in grads[1:]]
-            else:
-                dkv = hop.wait()
-                if block is not None and grads is not None:
-                    with ring_step("bwd", step, "merge"):
-                        add_gradients(dq, dkv, grads, block)
+                    dq.add(grads[0], block.q)
+                    add_dkv(dkv, grads, block, first=hop is None)
             grads = None
             hop = self.dkv_ring.post(dkv)
-        return self._finish(blocks, rows, (q, k, v), rest, dq, hop)
-
-    def _finish(self, blocks: Blocks, rows: Rows, qkv: Gradients, rest: list[Block], dq: Tensor, hop: Any) -> Gradients:
-        """The rest of the rank's own block, computed while its dK and dV make their last hop."""
         home = []
         for block in rest:
-            with ring_step("bwd", self.comm.size, "block"):
-                home.append((block, blocks.backward(rows, *qkv, block)))
+            # Computed while dK and dV make their last hop.
+            with ring_step("bwd", self.ring_size, "block"):
+                home.append((block, blocks.backward(rows, q, k, v, block)))
         dkv = hop.wait()
-        with ring_step("bwd", self.comm.size, "merge"):
-            return settle_gradients(dq, dkv, home, qkv[0].dtype)
+        with ring_step("bwd", self.ring_size, "merge"):
+            return dq.result(q.dtype, rows_of(home, "q", 0)), *settled_dkv(dkv, home, k.dtype)
 
     def block(self, kv_rank: int, q: Tensor, causal: bool) -> Block | None:
         """What this rank's queries see of ``kv_rank``'s keys."""
         return self.layout.block(self.comm.rank, kv_rank, q.shape[1], causal=causal)
 
 
-def settle_gradients(
-    dq: Tensor, dkv: list[Tensor], home: list[tuple[Block, Gradients]], dtype: torch.dtype
-) -> Gradients:
-    """The gradients in ``dtype``, with those of the last blocks added."""
-    return (
-        settled(dq, [(block.q, grads[0]) for block, grads in home], dtype),
-        settled(dkv[0], [(block.kv, grads[1]) for block, grads in home], dtype),
-        settled(dkv[1], [(block.kv, grads[2]) for block, grads in home], dtype),
-    )
+Home = list[tuple[Block, Gradients]]
+"""The last blocks of a backward pass, with their gradients."""
 
 
-def add_gradients(dq: Tensor, dkv: list[Tensor], grads: Gradients, block: Block) -> None:
-    """Add one block's gradients where they belong."""
-    accumulate(dq[:, block.q], grads[0])
-    accumulate(dkv[0][:, block.kv], grads[1])
-    accumulate(dkv[1][:, block.kv], grads[2])
+def begun_dkv(k: Tensor, wire: torch.dtype) -> Parcel:
+    """Room for dK and dV, which will travel in the type ``wire``."""
+    return Parcel.empty(((wire, tuple(k.shape)),) * 2, k.device)
+
+
+def add_dkv(dkv: Parcel, grads: Gradients, block: Block, *, first: bool = False) -> None:
+    """Add one block's dK and dV to those that travel; the ``first`` is written, with 0 around it."""
+    for total, gradient in zip(dkv.tensors, grads[1:], strict=True):
+        if first:
+            started(total, block.kv, gradient)
+        else:
+            accumulate(total[:, block.kv], gradient)
+
+
+def settled_dkv(dkv: Parcel, home: Home, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """dK and dV that have come home, in ``dtype``, with the last blocks' added."""
+    if not home and len(dkv.messages) == 1:
+        # In one copy; also where the type is the same, for the memory is the hop's.
+        dk, dv = dkv.over([dkv.messages[0].to(dtype, copy=True)]).tensors
+        return dk, dv
+    dk, dv = (settled(x, rows_of(home, "kv", 1 + i), dtype) for i, x in enumerate(dkv.tensors))
+    return dk, dv
+
+
+def rows_of(home: Home, rows: str, which: int) -> list[tuple[slice, Tensor]]:
+    """One gradient of each of the last blocks, and the rows (``q`` or ``kv``) that it belongs to."""
+    return [(getattr(block, rows), grads[which]) for block, grads in home]

@@ -18,12 +18,13 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from .annotate import ring_step
 from .base import Blocks, Context, GradWire, Rows, Shape, Strategy, wire_type
-from .communicator import Collective, Hop
-from .kernels import Gradients
+from .collectives import Collective
+from .first_order import first_order
+from .hops import Hop
+from .kernel import Gradients
 from .layouts import LAYOUTS, Block
 
 
@@ -89,11 +90,11 @@ class HeadExchange:
         repeats = math.lcm(k.shape[2], self.degree) // k.shape[2]
         q, k, v = self._exchanged(True, q, _repeat(k, repeats), _repeat(v, repeats))
         out, lse = attention(blocks, q, k, v, lse_wanted=lse_wanted)
-        (out,) = self._exchanged(False, out)
-        if lse_wanted:
-            (rows,) = self._exchanged(False, lse.transpose(1, 2).unsqueeze(-1))
-            lse = rows.squeeze(-1).transpose(1, 2)
-        return out, lse
+        if not lse_wanted:
+            return self._exchanged(False, out)[0], lse
+        # Together: where the loss of some ranks has no LSE, or nothing but it, they still trade both gradients.
+        out, rows = self._exchanged(False, out, lse.transpose(1, 2).unsqueeze(-1))
+        return out, rows.squeeze(-1).transpose(1, 2)
 
     def _exchanged(self, to_heads: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
         result: tuple[Tensor, ...] = _Exchange.apply(self, to_heads, *tensors)  # type: ignore[no-untyped-call]
@@ -126,7 +127,7 @@ class _Exchange(torch.autograd.Function):
         return tuple(exchange.trade(list(tensors), to_heads=to_heads))
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         exchange = ctx.exchange
         exchange.meter.phase = "backward"

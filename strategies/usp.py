@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal
 from torch import Tensor
 
 from .base import Blocks, Context, GradWire, Shape, Strategy
-from .layouts import LAYOUTS, Block, Grid, Grouped, split_home_block
+from .layouts import LAYOUTS, Block, Grid, Grouped
 from .ring import Ring
 from .ulysses import HeadExchange, unfit_heads
 
@@ -79,10 +79,9 @@ class USP(Ring):
     ) -> tuple[Tensor, Tensor]:
         return self.exchange.around(super().differentiable, blocks, q, k, v, lse_wanted=lse_wanted)
 
-    def home_blocks(self, local_seq: int, *, causal: bool) -> tuple[Block, list[Block]]:
-        if self.kv_ring.size == 1:
-            return Block(causal=causal), []
-        return split_home_block(local_seq, causal=causal)
+    @property
+    def ring_size(self) -> int:
+        return self.kv_ring.size
 
     def block(self, kv_rank: int, q: Tensor, causal: bool) -> Block | None:
         return self.layout.block(self.kv_ring.rank, kv_rank, q.shape[1], causal=causal)

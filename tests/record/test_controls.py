@@ -22,9 +22,9 @@ from ringprof.record.plan import _memory
 from ringprof.record.progress import Silent
 from ringprof.record.request import Request
 from ringprof.run import Workload, read_run
-from ringprof.strategies import communicator, create, names
+from ringprof.strategies import collectives, create, hops, names
 from ringprof.strategies.controls import IdleKernel, SilentCollective, use_kernel
-from ringprof.strategies.kernels import CpuFlashKernel
+from ringprof.strategies.torch_kernels import CpuFlashKernel
 from tests.record.command import run
 from tests.strategies.cases import CASES, Case
 from tests.strategies.ranks import run_ranks
@@ -65,7 +65,8 @@ def nothing_may_be_sent() -> Iterator[None]:
         for name in SENDING:
             stack.enter_context(patch.object(dist, name, refuse))
         for name in ("_all_gather_single", "_reduce_scatter_single"):
-            stack.enter_context(patch.object(communicator, name, refuse))
+            stack.enter_context(patch.object(collectives, name, refuse))
+        stack.enter_context(patch.object(hops.Ring, "_exchange", refuse))
         yield
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from ringprof.record.hosts import Where, host_names, host_numbers, regular_per_host
 from ringprof.strategies import Unfit
-from ringprof.strategies.communicator import Hosts
+from ringprof.strategies.hosts import Hosts
 
 
 def test_a_name_is_enough_where_it_is_one_hosts() -> None:
@@ -24,13 +24,15 @@ def test_hosts_of_one_name_are_told_apart_by_their_number() -> None:
 )  # fmt: skip
 def test_numbers_and_links(names: str, numbers: list[int], together: int) -> None:
     assert host_numbers(names) == numbers and regular_per_host(numbers) == together
-    hosts = Hosts.of_run(len(names), numbers=numbers)
+    hosts = Hosts.given(len(names), None, numbers)
+    assert hosts is not None and hosts.per_host(range(len(names))) == together
     for one, first in enumerate(names):
         for other, second in enumerate(names):
             assert hosts.link(one, other) == ("same_host" if first == second else "other_host")
 
 
 def test_what_the_user_says_goes_before_what_the_launcher_said() -> None:
-    assert Hosts.of_run(4, 2, [0, 0, 0, 0]).link(1, 2) == "other_host"
+    hosts = Hosts.given(4, 2, [0, 0, 0, 0])
+    assert hosts is not None and hosts.link(1, 2) == "other_host"
     with pytest.raises(Unfit):
-        Hosts.of_run(4, None, [0, 0, 0])
+        Hosts.given(4, None, [0, 0, 0])

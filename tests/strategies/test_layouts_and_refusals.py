@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from ringprof.strategies import Unfit, UnknownName, create, find, names, parameters
 from ringprof.strategies.base import Shape
-from ringprof.strategies.communicator import Hosts, Ring
+from ringprof.strategies.hops import Ring
 from ringprof.strategies.layouts import LAYOUTS, Block, Grid, Grouped, split_home_block
+from ringprof.strategies.parcels import Parcel
 from ringprof.strategies.registry import parse_parameter
 from tests.paths import ROOT
 from tests.strategies.cases import CASES
@@ -281,15 +282,6 @@ def test_a_parameter_of_another_type_is_refused(key, text):
         parse_parameter(find("burst").load(), "burst", key, text)
 
 
-def test_hosts_come_from_the_launcher_unless_given(monkeypatch):
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert Hosts.of_run(8).per_host == 4
-    assert Hosts.of_run(8, 2).per_host == 2
-    monkeypatch.delenv("LOCAL_WORLD_SIZE")
-    assert Hosts.of_run(8).per_host == 8
-    assert (Hosts(4).link(3, 4), Hosts(4).link(4, 7)) == ("other_host", "same_host")
-
-
 def resolved(rank: int) -> list[dict[str, object]]:
     """The degrees and windows that are chosen on two hosts of two, told by the launcher and by the call."""
     found = []
@@ -317,7 +309,7 @@ def test_degrees_and_windows_follow_the_hosts():
 def test_a_hop_can_be_waited_for_once():
     ring = create("ring").kv_ring
     assert isinstance(ring, Ring)
-    hop = ring.post([torch.ones(1)])
+    hop = ring.post(Parcel.holding([torch.ones(1)]))
     hop.wait()
     with pytest.raises(RuntimeError, match="twice"):
         hop.wait()

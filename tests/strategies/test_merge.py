@@ -16,7 +16,7 @@ def test_a_total_begins_with_its_block_and_zeros_around_it(rows, dtype):
     like, block = torch.full((2, 12, 3, 4), torch.nan), torch.randn(2, len(range(12)[rows]), 3, 4)
     expected = torch.zeros(2, 12, 3, 4, dtype=dtype)
     expected[:, rows] = block.to(dtype)
-    assert torch.equal(merge.started(like, rows, block, dtype), expected)
+    assert torch.equal(merge.started(like.to(dtype), rows, block), expected)
 
 
 @pytest.mark.parametrize("cuts", [(0, 12), (0, 6, 12), (0, 1, 5, 12), (6, 9, 12), (0, 5)])
@@ -46,3 +46,79 @@ def test_a_settled_total_shares_no_memory():
         before = total.clone()
         merge.settled(total, parts, torch.float32).zero_()
         assert torch.equal(total, before)
+
+
+SLICES = [slice(None), slice(0, 6), slice(6, 12), slice(1, 12), slice(3, 9)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+def test_a_sum_of_blocks_is_rounded_once(dtype, count):
+    """Blocks in any rows, some kept to the end, against float64: one rounding to the type, after sums in float32."""
+    torch.manual_seed(count)
+    for draw in range(20):
+        order = torch.randint(len(SLICES), (count,)).tolist()
+        blocks = [(SLICES[i], torch.randn(2, len(range(12)[SLICES[i]]), 3, 4).to(dtype)) for i in order]
+        kept = draw % (count + 1)
+        truth = torch.zeros(2, 12, 3, 4, dtype=torch.float64)
+        for rows, block in blocks:
+            truth[:, rows] += block.double()
+        total = merge.Sum(torch.empty(2, 12, 3, 4, dtype=dtype))
+        for rows, block in blocks[kept:]:
+            total.add(block.clone(), rows)
+        if kept == count:
+            total.add(torch.zeros(2, 12, 3, 4, dtype=dtype))
+        result = total.result(dtype, [(rows, block.clone()) for rows, block in blocks[:kept]])
+        unit = torch.finfo(dtype).eps
+        assert result.dtype == dtype
+        # The sum's own error in float32 counts against the size of its terms.
+        assert torch.all((result.double() - truth).abs() <= truth.abs() * unit * (1 + 2**-8) + 2**-20), (order, kept)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("queries", [[], [slice(None)], [slice(6, 12)], [slice(1, 12), slice(None), slice(6, 12)]])
+def test_a_merge_of_partial_results_is_the_softmax_over_all_keys(dtype, queries):
+    torch.manual_seed(0)
+    outs = [torch.randn(2, len(range(12)[rows]), 3, 4).to(dtype) for rows in [slice(None), *queries]]
+    lses = [3 * torch.randn(2, 3, len(range(12)[rows])).double() for rows in [slice(None), *queries]]
+    weights, weighted = torch.zeros(2, 3, 12).double(), torch.zeros(2, 12, 3, 4).double()
+    for rows, out, lse in zip([slice(None), *queries], outs, lses, strict=True):
+        weights[..., rows] += lse.exp()
+        weighted[:, rows] += lse.exp().transpose(1, 2).unsqueeze(-1) * out.double()
+    partial = merge.Partial()
+    for rows, out, lse in zip([slice(None), *queries], outs, lses, strict=True):
+        partial.merge(out.clone(), lse.to(merge.wide_type(out)), rows)
+    result, lse = partial.result(dtype)
+    truth = weighted / weights.transpose(1, 2).unsqueeze(-1)
+    unit = torch.finfo(dtype).eps
+    assert torch.allclose(lse.double(), weights.log(), atol=1e-5 if dtype == torch.bfloat16 else 1e-13)
+    assert torch.all(
+        (result.double() - truth).abs() <= truth.abs() * unit + (1e-5 if dtype != torch.float64 else 1e-13)
+    )
+
+
+@pytest.mark.parametrize("size", [1.0, 1e-6, 1e-20, 1e-25, 1e-30, 1e-37])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_stand_in_for_the_output_carries_delta_however_small_its_gradient_is(dtype, size):
+    torch.manual_seed(0)
+    dout = (size * torch.randn(1, 8, 2, 16)).to(dtype)
+    delta = size * torch.randn(1, 2, 8)
+    stand_in = merge.output_with_delta(dout, delta)
+    carried = (dout.double() * stand_in.double()).sum(-1).transpose(1, 2)
+    assert torch.allclose(carried, delta.double(), rtol=16 * torch.finfo(dtype).eps, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_rows_without_a_gradient_of_their_own_carry_that_of_the_lse(dtype):
+    torch.manual_seed(0)
+    dout, delta = torch.randn(1, 8, 2, 16).to(dtype), torch.randn(1, 2, 8)
+    dout[:, 2:6] = 0
+    delta[..., 3] = 0
+    rows = merge.rows_that_carry(dout, delta)
+    carried = (rows.double() * merge.output_with_delta(rows, delta).double()).sum(-1).transpose(1, 2)
+    assert torch.allclose(carried, delta.double(), rtol=16 * torch.finfo(dtype).eps, atol=0)
+    others = [0, 1, 3, 6, 7]
+    assert torch.equal(rows[:, others], dout[:, others])
+    # What enters dV in place of nothing.
+    least = 2**-14 if dtype == torch.float16 else 2**-100
+    assert rows[:, 2:6].abs().max() <= least * delta.abs().max() * 1.01

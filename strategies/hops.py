@@ -1,0 +1,167 @@
+"""Channels in which each rank sends to the next: a ring, and a ring of rings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .annotate import annotate
+from .copies import CopyHop, copy_ring, owned
+from .errors import Unfit
+from .parcels import Parcel
+
+if TYPE_CHECKING:
+    from .communicator import Communicator
+
+
+class Hop:
+    """One transfer under way. `wait` returns what arrived, once."""
+
+    def __init__(self, works: list[Any], sent: Sequence[Tensor], received: Any, channel: str = "") -> None:
+        self._works: list[Any] | None = works
+        self._channel = channel
+        # The tensors under way must outlive the transfer.
+        self._sent = sent
+        self._received = received
+
+    def wait(self) -> Any:
+        """What was received, usable by work queued after this call: a `Parcel` of a ring, the tensors of a collective.
+
+        On GPU the host does not block: the current stream waits. Raises RuntimeError when called twice.
+        """
+        if self._works is None:
+            raise RuntimeError("wait called twice on one hop")
+        with annotate("wait", self._channel):
+            for work in self._works:
+                work.wait()
+        # Held to here for the transfer's sake; freed before the next hop asks for room.
+        self._works, self._sent = None, ()
+        return self._received
+
+
+AnyHop = Hop | CopyHop
+
+
+class Ring:
+    """A ring of ranks in which every hop goes from each member to the next."""
+
+    def __init__(
+        self, channel: str, members: Sequence[int], group: dist.ProcessGroup | None, comm: Communicator,
+        *, keeps: bool = False,
+    ) -> None:  # fmt: skip
+        self.channel = channel
+        self.size = len(members)
+        self.rank = list(members).index(comm.rank)
+        self.group = group
+        self._meter = comm.meter
+        following, previous = (comm.global_rank(members[(self.rank + step) % self.size]) for step in (1, -1))
+        self._link = comm.hosts.link(comm.global_rank(comm.rank), following)
+        if group is not None:
+            self._next, self._previous = (dist.get_group_rank(group, rank) for rank in (following, previous))
+        self._copies = None
+        same_host = len({comm.hosts.number(comm.global_rank(member)) for member in members}) == 1
+        if comm.hops == "copy" and group is not None and same_host and not keeps:
+            processes = {rank: comm.processes[rank] for rank in (following, previous)}
+            self._copies = copy_ring(channel, group, self._next, self._previous, processes)
+
+    def post(self, parcel: Parcel, *, into: Parcel | None = None) -> AnyHop:
+        """Start sending a parcel to the next member and receiving the like from the previous one.
+
+        All that is in it travels in one batch: one kernel with NCCL. It must not be written to before `Hop.wait`.
+        ``into`` is where to receive; otherwise room is made, which may be used until the second next hop is posted.
+        """
+        if self.size == 1:
+            return Hop([], parcel.messages, parcel)
+        parcel = owned(parcel, self._copies)
+        if self._copies is not None and into is None:
+            self._meter.add(self.channel, "copy", self._link, parcel.size_bytes)
+            return self._copies.post(parcel)
+        arriving = parcel.room() if into is None else into
+        self._meter.add(self.channel, "send_recv", self._link, parcel.size_bytes)
+        sent = list(parcel.messages)
+        with annotate("send", self.channel):
+            works = self._exchange(sent, arriving.messages)
+        return Hop(works, sent, arriving, self.channel)
+
+    def _exchange(self, outgoing: list[Tensor], incoming: list[Tensor]) -> list[Any]:
+        """What `torch.distributed.batch_isend_irecv` does, without its checks of every argument in every call."""
+        group: Any = self.group
+        device = outgoing[0].device
+        coalesces = self._coalesces[device.type]
+        if coalesces:
+            group._start_coalescing(device)
+        works = []
+        for out, arriving in zip(outgoing, incoming, strict=True):
+            works += [group.send([out], self._next, 0), group.recv([arriving], self._previous, 0)]
+        return [group._end_coalescing(device)] if coalesces else works
+
+    @cached_property
+    def _coalesces(self) -> dict[str, bool]:
+        """Whether the backend of each device's tensors takes a batch as one."""
+        group: Any = self.group
+        found = {}
+        for device in {device.type for device in group._device_types}:
+            found[device] = bool(group._get_backend(torch.device(device)).supports_coalescing)
+        return found
+
+    def tour(self, tensors: Sequence[Tensor] | Parcel) -> Iterator[tuple[int, list[Tensor]]]:
+        """Yield (position, tensors) of every member, this rank's own first, then the previous member's, and so on.
+
+        Each hop is posted before the tensors that it carries on are handed out, so that what the caller computes with
+        them hides it. A list that was handed out is empty when the next one comes: whoever still held the tensors then
+        would hold a third set beside the two of the next hop.
+        """
+        if self.size == 1:
+            yield self.rank, list(tensors.tensors if isinstance(tensors, Parcel) else tensors)
+            return
+        current = tensors if isinstance(tensors, Parcel) else Parcel.holding(tensors)
+        for step in range(self.size):
+            hop = self.post(current) if step + 1 < self.size else None
+            handed_out = list(current.tensors)
+            yield (self.rank - step) % self.size, handed_out
+            if hop is not None:
+                passed, current = current, hop.wait()
+                passed.clear()
+                handed_out.clear()
+                hop = None
+
+
+class DoubleRing:
+    """A ring of rings: windows of ``window`` consecutive ranks, and rings of the ranks with the same place in each.
+
+    With as many ranks in a window as there are, it is the plain ring. ``members`` are all ranks where not given.
+    """
+
+    def __init__(self, comm: Communicator, channel: str, window: int, members: Sequence[int] | None = None) -> None:
+        members = list(range(comm.size)) if members is None else list(members)
+        if window < 1 or len(members) % window:
+            whole = "the world size" if len(members) == comm.size else "the ring of"
+            raise Unfit(f"ring_window {window} does not divide {whole} {len(members)}")
+        self.window = window
+        self.size, self.rank = len(members), members.index(comm.rank)
+        first, place = self.rank // window * window, self.rank % window
+        self.inner = comm.ring(f"{channel}_inner", members[first : first + window])
+        self.outer = comm.ring(f"{channel}_outer", members[place::window])
+
+    def tour(self, tensors: Sequence[Tensor]) -> Iterator[tuple[int, list[Tensor]]]:
+        """As `Ring.tour` over all ranks: each window's hops on the inner ring, one hop a window on the outer ring.
+
+        The outer hop carries what the window began with and has the whole window to arrive.
+        """
+        if self.size == 1:
+            yield 0, list(tensors)
+            return
+        windows = self.size // self.window
+        current = Parcel.holding(tensors)
+        for turn in range(windows):
+            hop = self.outer.post(current) if turn + 1 < windows else None
+            home_window = (self.outer.rank - turn) % windows
+            for place, travelled in self.inner.tour(current):
+                yield home_window * self.window + place, travelled
+            if hop is not None:
+                current = hop.wait()

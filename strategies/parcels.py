@@ -1,0 +1,100 @@
+"""What travels together: tensors side by side in one stretch of memory, so that a hop is one message.
+
+NCCL moves one large message faster than two of half the size: on 4 H200, 128 MiB each way go at 272 GB/s as one tensor
+of 256 MiB and at 150 GB/s as two of 128.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+
+import torch
+from torch import Tensor
+
+Shapes = tuple[tuple[torch.dtype, tuple[int, ...]], ...]
+_Cut = Callable[[Tensor], list[Tensor]]
+_ALIGNED = 16
+"""Bytes that kernels want a tensor to begin at a multiple of. Tensors of other sizes travel as messages of their own:
+padding would be sent, too."""
+
+
+class Parcel:
+    """Tensors, and the messages that they are views of: one where their sizes allow, else one each."""
+
+    __slots__ = ("_cut", "messages", "tensors")
+
+    def __init__(self, messages: list[Tensor], tensors: list[Tensor], cut: _Cut | None = None) -> None:
+        self.messages, self.tensors = messages, tensors
+        self._cut = cut
+
+    @classmethod
+    def empty(cls, shapes: Shapes, device: torch.device) -> Parcel:
+        """Room for tensors of these types and shapes, not initialised."""
+        cut, dtype, shape = _message(shapes)
+        if cut is None:
+            tensors = [torch.empty(shape, dtype=dtype, device=device) for dtype, shape in shapes]
+            return cls(tensors, tensors)
+        message = torch.empty(shape, dtype=dtype, device=device)
+        return cls([message], cut(message), cut)
+
+    @classmethod
+    def holding(cls, tensors: Sequence[Tensor]) -> Parcel:
+        """Copies of the tensors in one message; a single tensor travels as it is, and so do those that do not fit."""
+        cut, dtype, _ = _message(shapes_of(tensors))
+        if cut is None:
+            own = [tensor.contiguous() for tensor in tensors]
+            return cls(own, own)
+        if cut is _unstacked:
+            message = torch.stack(list(tensors))
+        else:
+            message = torch.cat([tensor.contiguous().view(-1).view(dtype) for tensor in tensors])
+        return cls([message], cut(message), cut)
+
+    def room(self) -> Parcel:
+        """Another parcel of the same shapes, not initialised."""
+        return self.over([torch.empty_like(message) for message in self.messages])
+
+    def over(self, messages: list[Tensor]) -> Parcel:
+        """The same shapes over other memory."""
+        return Parcel(messages, messages if self._cut is None else self._cut(messages[0]), self._cut)
+
+    def clear(self) -> None:
+        """Let go of the memory."""
+        self.messages, self.tensors = [], []
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(message.numel() * message.element_size() for message in self.messages)
+
+
+def shapes_of(tensors: Sequence[Tensor]) -> Shapes:
+    """Types and shapes."""
+    return tuple((tensor.dtype, tuple(tensor.shape)) for tensor in tensors)
+
+
+def size_bytes(dtype: torch.dtype, shape: Sequence[int]) -> int:
+    """Bytes of a dense tensor."""
+    return math.prod(shape) * dtype.itemsize
+
+
+@lru_cache(maxsize=64)
+def _message(shapes: Shapes) -> tuple[_Cut | None, torch.dtype, tuple[int, ...]]:
+    """How one message holds tensors of these shapes (the cut into them, its type and shape); no cut where none does."""
+    if len(shapes) == 1 or any(size_bytes(*shape) % _ALIGNED for shape in shapes):
+        return None, *shapes[0]
+    if len(set(shapes)) == 1:
+        dtype, shape = shapes[0]
+        return _unstacked, dtype, (len(shapes), *shape)
+    count = sum(size_bytes(*shape) for shape in shapes) // torch.int32.itemsize
+    return partial(_apart, shapes), torch.int32, (count,)
+
+
+def _unstacked(message: Tensor) -> list[Tensor]:
+    return list(message.unbind(0))
+
+
+def _apart(shapes: Shapes, message: Tensor) -> list[Tensor]:
+    pieces = torch.split(message, [size_bytes(*shape) // message.element_size() for shape in shapes])
+    return [piece.view(dtype).view(shape) for piece, (dtype, shape) in zip(pieces, shapes, strict=True)]

@@ -1,0 +1,174 @@
+"""The attention kernels that come with torch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .kernel import Gradients, Kernel, half_only
+from .plan_check import PlanCheck
+
+aten = torch.ops.aten
+
+
+def _bhsd(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The (B, H, S, D) view that torch's own kernels take: strides, no copy."""
+    return tuple(tensor.transpose(1, 2) for tensor in tensors)
+
+
+class CudnnKernel(Kernel):
+    """cuDNN attention through torch: the fastest on Hopper."""
+
+    name = "cudnn"
+    # Through torch 2.11 the backward pass differs from call to call even under use_deterministic_algorithms.
+    has_deterministic_mode = False
+    _plans = PlanCheck()
+
+    @classmethod
+    def unfit(cls, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+        if device.type != "cuda" or torch.backends.cudnn.version() is None:  # type: ignore[no-untyped-call]
+            return "needs a CUDA device with cuDNN"
+        if torch.cuda.get_device_capability(device) < (8, 0):
+            return "needs compute capability 8.0 or higher"
+        if head_dim % 8 or head_dim > 128:
+            return f"takes head_dim up to 128 in steps of 8, not {head_dim}"
+        return half_only(dtype)
+
+    def _forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+        q, k, v = _bhsd(q, k, v)
+        result = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, False, scale=scale)
+        out, lse = result[0], result[1]
+        return out.transpose(1, 2), lse.view(lse.shape[:3])
+
+    def _backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor,
+        out: Tensor | None, delta: Tensor | None, scale: float, causal: bool,
+    ) -> Gradients:  # fmt: skip
+        assert out is not None
+        nothing = torch.empty((), dtype=torch.int64, device=q.device)
+        gradients = aten._scaled_dot_product_cudnn_attention_backward(
+            *_bhsd(dout, q, k, v, out), lse.unsqueeze(-1), nothing, nothing, None, None, None, q.shape[1], k.shape[1],
+            0.0, causal, scale=scale,
+        )  # fmt: skip
+        found: Gradients = _bhsd(*gradients)  # type: ignore[assignment]
+        self._plans.see(found, dout, q, k, v, out, lse, scale, causal)
+        return found
+
+
+class TorchFlashKernel(Kernel):
+    """The flash attention built into torch."""
+
+    name = "torch-flash"
+    grouped_heads = False
+
+    @classmethod
+    def unfit(cls, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+        if device.type != "cuda":
+            return "needs a CUDA device"
+        if head_dim % 8 or head_dim > 256:
+            return f"takes head_dim up to 256 in steps of 8, not {head_dim}"
+        return half_only(dtype)
+
+    def _forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+        q, k, v = _bhsd(q, k, v)
+        out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
+        return out.transpose(1, 2), lse
+
+    def _backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor,
+        out: Tensor | None, delta: Tensor | None, scale: float, causal: bool,
+    ) -> Gradients:  # fmt: skip
+        assert out is not None
+        seq_q, seq_kv = q.shape[1], k.shape[1]
+        dout, q, k, v, out = _bhsd(dout, q, k, v, out)
+        rng = torch.empty(2, dtype=torch.uint64, device=q.device)
+        with _deterministic(self.deterministic):
+            dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(
+                dout, q, k, v, out, lse.contiguous(), None, None, seq_q, seq_kv, 0.0, causal, rng, rng[0],
+                scale=scale,
+            )  # fmt: skip
+        return _bhsd(dq, dk, dv)  # type: ignore[return-value]
+
+
+class TorchEfficientKernel(Kernel):
+    """torch's memory-efficient attention: the one for float32 on a GPU."""
+
+    name = "torch-efficient"
+    grouped_heads = False
+    has_deterministic_mode = False
+
+    @classmethod
+    def unfit(cls, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+        if device.type != "cuda":
+            return "needs a CUDA device"
+        if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            return f"takes fp32, bf16 and fp16, not {dtype}"
+        return None if head_dim % 8 == 0 else f"takes head_dim in steps of 8, not {head_dim}"
+
+    def _forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+        seq = q.shape[1]
+        q, k, v = _bhsd(q, k, v)
+        out, lse, *_ = aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal, scale=scale)
+        # The kernel pads the rows of its LSE.
+        return out.transpose(1, 2), lse[..., :seq].contiguous()
+
+    def _backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor,
+        out: Tensor | None, delta: Tensor | None, scale: float, causal: bool,
+    ) -> Gradients:  # fmt: skip
+        assert out is not None
+        padding = -lse.shape[-1] % _EFFICIENT_ROWS
+        lse = torch.nn.functional.pad(lse, (0, padding), value=float("inf"))
+        dout, q, k, v, out = _bhsd(dout, q, k, v, out)
+        nothing = torch.empty((), dtype=torch.int64, device=q.device)
+        dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
+            dout, q, k, v, None, out, lse, nothing, nothing, 0.0, [True, True, True, False], causal, scale=scale
+        )
+        return _bhsd(dq, dk, dv)  # type: ignore[return-value]
+
+
+_EFFICIENT_ROWS = 32
+"""The memory-efficient kernel's LSE has a multiple of so many rows."""
+
+
+class CpuFlashKernel(Kernel):
+    """torch's flash attention for the CPU."""
+
+    name = "cpu-flash"
+    grouped_heads = False
+
+    @classmethod
+    def unfit(cls, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+        return None if device.type == "cpu" else "runs on the CPU only"
+
+    def _forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+        q, k, v = _bhsd(q, k, v)
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+        return out.transpose(1, 2), lse
+
+    def _backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor,
+        out: Tensor | None, delta: Tensor | None, scale: float, causal: bool,
+    ) -> Gradients:  # fmt: skip
+        assert out is not None
+        dout, q, k, v, out = _bhsd(dout, q, k, v, out)
+        dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            dout, q, k, v, out, lse.contiguous(), 0.0, causal, scale=scale
+        )
+        return _bhsd(dq, dk, dv)  # type: ignore[return-value]
+
+
+class _deterministic:
+    """Torch's deterministic algorithms for one call: cuDNN and torch's flash take the mode from this global switch."""
+
+    def __init__(self, wanted: bool) -> None:
+        self._wanted = wanted
+
+    def __enter__(self) -> None:
+        self._before = torch.are_deterministic_algorithms_enabled()
+        if self._wanted and not self._before:
+            torch.use_deterministic_algorithms(True)
+
+    def __exit__(self, *_: object) -> None:
+        if self._wanted and not self._before:
+            torch.use_deterministic_algorithms(False)

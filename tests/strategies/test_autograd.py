@@ -1,0 +1,179 @@
+"""Strategies inside other people's graphs: losses of some ranks only, gradients of gradients, autocast, checkpoints."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
+
+from ringprof.strategies import Unfit, create, names
+from ringprof.strategies.kernels import KERNELS, choose_kernel
+from tests.strategies.cases import CASES, Problem, dense, inputs, relative_error
+from tests.strategies.ranks import run_ranks
+
+PROBLEM = Problem(seq=16, heads=4, kv_heads=2)
+
+
+def shares(strategy: Any, problem: Problem = PROBLEM) -> tuple[list[torch.Tensor], torch.Tensor]:
+    *qkv, dout = (strategy.shard(tensor) for tensor in inputs(problem))
+    return [tensor.detach().requires_grad_() for tensor in qkv], dout
+
+
+# --- the LSE in the loss ----------------------------------------------------------------------------
+
+
+def lse_on_one_rank(rank: int, kernel: str) -> list[tuple[str, float]]:
+    """Errors where the LSE is in the loss of rank 0 alone, for strategies that send different things for it."""
+    problem = Problem(seq=16, heads=4, kv_heads=2, dtype=torch.float32)
+    full = [tensor.double() for tensor in inputs(problem)]
+    leaves = [tensor.requires_grad_() for tensor in full[:3]]
+    wide = [leaf.repeat_interleave(2, 2) for leaf in leaves[1:]]
+    scores = torch.einsum("bqhd,bkhd->bhqk", leaves[0], wide[0]) * problem.head_dim**-0.5
+    scores = scores.masked_fill(torch.ones(16, 16).triu(1).bool(), float("-inf"))
+    out, lse = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), wide[1]), scores.logsumexp(-1)
+    found = []
+    for case in [case for case in CASES if 2 in case.worlds]:
+        strategy = create(case.name, kernel=kernel, **case.params)
+        mine, dout = shares(strategy, problem)
+        local_out, local_lse = strategy.attention(*mine, return_lse=True)
+        loss = (local_out * dout).sum()
+        (loss + local_lse.sum() if rank == 0 else loss).backward()
+        of_rank_0 = lse[..., strategy.layout.positions(16, 2, 0)].sum()
+        truths = torch.autograd.grad((out * full[3]).sum() + of_rank_0, leaves, retain_graph=True)
+        pairs = [(x.grad, strategy.shard(truth)) for x, truth in zip(mine, truths, strict=True)]
+        found.append((str(case), max(relative_error(value, truth) for value, truth in pairs if value is not None)))
+    return found
+
+
+@pytest.mark.parametrize("kernel", ["reference", "cpu-flash"])
+def test_the_lse_may_be_in_the_loss_of_some_ranks_only(kernel):
+    for found in run_ranks(2, lse_on_one_rank, kernel):
+        for case, error in found:
+            assert error < 1e-5, case
+
+
+# --- gradients of gradients -------------------------------------------------------------------------
+
+
+def penalised(rank: int) -> dict[str, list[str]]:
+    """What a gradient of a gradient says, where dO needs a gradient itself and where, as in a penalty, it does not."""
+    said: dict[str, list[str]] = {}
+    for name in names():
+        for needed in (False, True):
+            strategy = create(name, kernel="reference")
+            mine, dout = shares(strategy)
+            weighted = (strategy.attention(*mine) * dout.requires_grad_(needed)).sum()
+            (gradient,) = torch.autograd.grad(weighted, mine[0], create_graph=True)
+            try:
+                (weighted + gradient.square().sum()).backward()
+                said.setdefault(name, []).append("")
+            except RuntimeError as refusal:
+                said.setdefault(name, []).append(str(refusal))
+    return said
+
+
+def test_a_second_order_gradient_is_refused_and_never_dropped():
+    for said in run_ranks(2, penalised):
+        for name, refusals in said.items():
+            assert all("second-order gradients: no bundled strategy" in refusal for refusal in refusals), name
+
+
+# --- autocast ---------------------------------------------------------------------------------------
+
+
+def cast(rank: int) -> list[str]:
+    """Types of the output and of q's gradient beside those of torch's own attention, under autocast."""
+    wrong = []
+    strategy = create("zigzag")
+    kinds = [torch.float32, torch.bfloat16, torch.float64]
+    for types in [(kinds[0],) * 3, (kinds[0], kinds[0], kinds[1]), (kinds[1],) * 3, (kinds[2],) * 3]:
+        q, k, v = (torch.randn(1, 8, 4, 8).to(dtype).requires_grad_() for dtype in types)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = strategy.attention(q, k, v)
+            own = scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
+            out.sum().backward()
+        if out.dtype != own.dtype or q.grad is None or q.grad.dtype != q.dtype:
+            wrong.append(f"{types}: {out.dtype}, not {own.dtype}")
+    return wrong
+
+
+def test_autocast_casts_as_torchs_own_attention_does():
+    assert run_ranks(2, cast) == [[], []]
+
+
+# --- graphs -----------------------------------------------------------------------------------------
+
+
+def checkpointed(rank: int) -> float:
+    errors = []
+    for name in names():
+        strategy = create(name, kernel="reference")
+        for reentrant in (False, True):
+            mine, dout = shares(strategy)
+            out = checkpoint(strategy.attention, *mine, use_reentrant=reentrant)
+            out.backward(dout)
+            pairs = zip((out.detach(), *(x.grad for x in mine)), dense(PROBLEM), strict=True)
+            errors.append(max(relative_error(value, strategy.shard(truth)) for value, truth in pairs))
+    return max(errors)
+
+
+def test_checkpoints_of_both_kinds_are_exact():
+    assert max(run_ranks(2, checkpointed)) < 1e-13
+
+
+def strided_inputs(rank: int) -> float:
+    """q, k and v as (B, H, S, D) programs hold them, and as slices of one fused projection; batch 1 and 2."""
+    errors = []
+    for batch in (1, 2):
+        problem = Problem(seq=16, batch=batch, heads=4, kv_heads=4)
+        truth = dense(problem)
+        for name in names():
+            strategy = create(name, kernel="reference")
+            mine, dout = shares(strategy, problem)
+            fused = torch.cat([x.detach() for x in mine], 2).chunk(3, 2)
+            turned = [x.detach().transpose(1, 2).contiguous().transpose(1, 2) for x in mine]
+            for given in (fused, turned):
+                leaves = [x.detach().requires_grad_() for x in given]
+                assert any(not x.is_contiguous() for x in leaves)
+                out = strategy.attention(*leaves)
+                gradients = torch.autograd.grad(out, leaves, dout.transpose(1, 2).contiguous().transpose(1, 2))
+                pairs = zip((out.detach(), *gradients), truth, strict=True)
+                errors.append(max(relative_error(value, strategy.shard(true)) for value, true in pairs))
+    return max(errors)
+
+
+def test_inputs_may_lie_in_memory_as_they_like():
+    assert max(run_ranks(2, strided_inputs)) < 1e-13
+
+
+def kept_positions(rank: int) -> tuple[int, bool]:
+    strategy = create("zigzag")
+    for seq in range(4, 84, 4):
+        strategy.shard(torch.zeros(1, seq))
+    mine = strategy.positions(8)
+    mine.zero_()
+    return len(strategy._positions), strategy.positions(8).tolist() == ([0, 1, 6, 7] if rank == 0 else [2, 3, 4, 5])
+
+
+def test_positions_are_kept_for_few_lengths_and_belong_to_the_caller():
+    assert run_ranks(2, kept_positions) == [(8, True), (8, True)]
+
+
+# --- the choice of a kernel -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_auto_never_takes_the_dense_reference_on_a_gpu(dtype, monkeypatch):
+    monkeypatch.setattr(KERNELS["cudnn"], "unfit", classmethod(lambda *_: "is not here"))
+    device = torch.device("cuda")
+    if dtype == torch.float32:
+        assert choose_kernel("auto", device, dtype, 128).name == "torch-efficient"
+        with pytest.raises(Unfit, match=r"no kernel takes torch.float32 with head_dim 100 on cuda: cudnn is not here;"):
+            choose_kernel("auto", device, dtype, 100)
+    else:
+        with pytest.raises(Unfit, match=r"no kernel takes torch.float64"):
+            choose_kernel("auto", device, dtype, 128)
+    assert choose_kernel("reference", device, dtype, 128).name == "reference"

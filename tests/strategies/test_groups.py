@@ -1,0 +1,239 @@
+"""Strategies among a program's own process groups: whatever groups its ranks know, on meshes, and on odd hosts.
+
+What cannot work is refused in one line on every rank that asked; nothing waits for a rank that will not come.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from ringprof.strategies import Unfit, UnknownName, create, groups, names
+from ringprof.strategies.agreement import Standing, hosts_of
+from tests.strategies.cases import Problem, dense, inputs, relative_error
+from tests.strategies.ranks import run_ranks
+
+PROBLEM = Problem(seq=16, heads=4, kv_heads=2)
+
+
+def error_of(strategy: Any, problem: Problem = PROBLEM) -> float:
+    """The largest error of out, dq, dk and dv on this rank against the dense formula."""
+    full = inputs(problem)
+    *qkv, dout = (strategy.shard(tensor) for tensor in full)
+    for tensor in qkv:
+        tensor.requires_grad_()
+    out = strategy.attention(*qkv)
+    out.backward(dout)
+    pairs = zip((out.detach(), *(tensor.grad for tensor in qkv)), dense(problem), strict=True)
+    return max(relative_error(value, strategy.shard(truth)) for value, truth in pairs)
+
+
+def known_groups() -> int:
+    return len(dist.distributed_c10d._world.pg_map)
+
+
+# --- groups that only some ranks know ---------------------------------------------------------------
+
+
+def a_group_of_rank_0(rank: int) -> list[float]:
+    dist.new_group([0])
+    return [error_of(create(name, kernel="reference")) for name in ("zigzag", "ulysses", "usp")]
+
+
+def test_a_group_that_only_one_rank_is_in_holds_nobody_up():
+    assert max(max(found) for found in run_ranks(2, a_group_of_rank_0)) < 1e-13
+
+
+def a_group_of_half_the_ranks(rank: int) -> float:
+    dist.new_group([0, 1])
+    return error_of(create("zigzag", kernel="reference"))
+
+
+def test_a_group_that_half_of_the_ranks_are_in_holds_nobody_up():
+    assert max(run_ranks(4, a_group_of_half_the_ranks)) < 1e-13
+
+
+def lengths_that_change(rank: int) -> tuple[list[float], list[int]]:
+    """Short documents on two ranks, long ones on four, the shortest on one; then all of it again."""
+    pair = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
+    alone = [dist.new_group([each]) for each in range(4)][rank]
+    errors, counts = [], []
+    for _ in range(3):
+        # Ranks 2 and 3 have nothing to do with the first.
+        for group in [pair, None, alone] if rank < 2 else [None, alone, pair]:
+            errors += [error_of(create(name, group=group, kernel="reference")) for name in ("zigzag", "burst")]
+        counts.append(known_groups())
+    return errors, counts
+
+
+def test_a_context_parallel_degree_that_changes_makes_each_group_once():
+    for errors, counts in run_ranks(4, lengths_that_change):
+        assert max(errors) < 1e-13
+        assert counts[0] == counts[1] == counts[2]
+
+
+def strided_groups(rank: int) -> float:
+    group = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
+    problem = replace(PROBLEM, seed=rank % 2)
+    return max(error_of(create(name, group=group, kernel="reference"), problem) for name in names())
+
+
+def test_groups_of_ranks_that_are_no_neighbours():
+    assert max(run_ranks(4, strided_groups)) < 1e-13
+
+
+# --- meshes and refusals ----------------------------------------------------------------------------
+
+
+def on_a_mesh(rank: int) -> tuple[float, str, str]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    error = max(error_of(create(name, group=mesh["cp"], kernel="reference")) for name in names())
+    return error, _said(lambda: create("zigzag", group=mesh)), str(groups.backend_for("cpu"))
+
+
+def _said(call: Any) -> str:
+    try:
+        call()
+    except (Unfit, UnknownName) as refusal:
+        return f"{type(refusal).__name__}: {refusal}"
+    return ""
+
+
+def test_a_mesh_of_one_dimension_is_a_group_and_one_of_two_is_refused():
+    for error, said, backend in run_ranks(4, on_a_mesh):
+        assert error < 1e-13
+        assert said == "Unfit: a mesh of 2 dimensions: give one of them, as mesh[NAME] of 'dp', 'cp'"
+        assert backend == "gloo"
+
+
+def from_outside(rank: int) -> str:
+    group = dist.new_group([0, 1])
+    return _said(lambda: create("zigzag", group=group, kernel="reference"))
+
+
+def test_a_rank_outside_the_group_is_told_so_and_waits_for_nobody():
+    inside, refused = "", "Unfit: rank {} is not in the group: only its members can have a strategy over it"
+    assert run_ranks(3, from_outside) == [inside, inside, refused.format(2)]
+
+
+def different_wishes(rank: int) -> list[str]:
+    calls = [
+        lambda: create("zigzag" if rank else "ring"),
+        lambda: create("burst", ring_window=2 if rank == 1 else 1),
+        lambda: create("zigzag", hops="copy" if rank == 1 else "nccl"),
+        lambda: create("zigzg" if rank == 1 else "zigzag"),
+        lambda: create("burst", ranks_per_host=1 + rank),
+    ]
+    return [_said(call) for call in calls] + [str(error_of(create("zigzag", kernel="reference")) < 1e-13)]
+
+
+def test_ranks_that_ask_for_different_things_are_all_refused():
+    for rank, (name, params, hops, unknown, hosts, after) in enumerate(run_ranks(2, different_wishes)):
+        assert name.startswith("Unfit: the ranks do not ask for the same: rank 0 for ring() with kernel auto")
+        assert "rank 1 for burst(ring_window=2)" in params
+        assert ("hops by copy engine need CUDA" in hops) and (("rank 1 refused" in hops) == (rank == 0))
+        assert "did you mean 'zigzag'" in unknown and unknown.startswith("UnknownName" if rank else "Unfit: rank 1")
+        assert "ranks_per_host=1" in hosts and "ranks_per_host=2" in hosts
+        assert after == "True"
+
+
+# --- hosts ------------------------------------------------------------------------------------------
+
+WORDS = {"LOCAL_WORLD_SIZE", "LOCAL_RANK", "SLURM_NODEID"}
+
+
+def standing(rank: int, **said: Any) -> Standing:
+    blank: dict[str, Any] = {"host": "a", "local_world_size": None, "local_rank": None, "node": None}
+    return Standing(rank=rank, request="", problem=None, token="", **{**blank, **said})
+
+
+@pytest.mark.parametrize(
+    ("ranks", "world", "hosts"),
+    [
+        # torchrun: the number on the host
+        ([standing(r, local_world_size=4 if r < 4 else 2, local_rank=r % 4) for r in range(6)], 6, [0, 0, 0, 0, 1, 1]),
+        ([standing(r, local_world_size=2, local_rank=r % 2) for r in (2, 3, 5)], 6, [0, 0, 1]),
+        # only how many share a host: neighbours do
+        ([standing(r, local_world_size=2) for r in range(4)], 4, [0, 0, 1, 1]),
+        ([standing(r, local_world_size=4 if r < 4 else 2) for r in range(6)], 6, [0, 0, 0, 0, 1, 1]),
+        ([standing(r, local_world_size=8) for r in range(4)], 4, [0, 0, 0, 0]),
+        # a number on the host that cannot be one
+        ([standing(r, local_world_size=2, local_rank=r) for r in range(4)], 4, [0, 0, 1, 1]),
+        # srun without torchrun, cyclic
+        ([standing(r, node=r % 2) for r in range(4)], 4, [0, 1, 0, 1]),
+        # neither: the names; also where only some were told
+        ([standing(r, host="ab"[r // 2]) for r in range(4)], 4, [0, 0, 1, 1]),
+        ([standing(r, host="ab"[r // 2], local_world_size=4 if r == 0 else None) for r in range(4)], 4, [0, 0, 1, 1]),
+    ],
+)
+def test_hosts_follow_the_launcher_and_else_the_names(ranks, world, hosts):
+    assert list(hosts_of(ranks, world).values()) == hosts
+
+
+def test_hosts_of_unequal_size_that_cannot_be_told_apart_are_refused():
+    ranks = [standing(rank, local_world_size=4 if rank < 4 else 2) for rank in (0, 4, 5)]
+    with pytest.raises(Unfit, match=r"LOCAL_WORLD_SIZE 2 and 4.*give ranks_per_host"):
+        hosts_of(ranks, 6)
+
+
+def under(rank: int, variables: list[dict[str, str]]) -> tuple[Any, ...]:
+    """What is chosen where the launcher says this, and whether it is right."""
+    for name in WORDS:
+        os.environ.pop(name, None)
+    os.environ |= variables[rank]
+    made = [create(name, kernel="reference") for name in ("burst", "usp", "double-ring")]
+    chosen = [made[0].parameters["ring_window"], made[1].parameters["ulysses_degree"]]
+    seq = 2 * dist.get_world_size()
+    return *chosen, max(error_of(strategy, replace(PROBLEM, seq=seq, heads=12)) for strategy in made)
+
+
+def test_srun_alone_tells_two_hosts_of_two():
+    for window, degree, error in run_ranks(4, under, [{"SLURM_NODEID": str(rank // 2)} for rank in range(4)]):
+        assert (window, degree) == (2, 2) and error < 1e-12
+
+
+def test_hosts_of_four_and_two_ranks_are_agreed_on_by_all():
+    sizes = ["4", "4", "4", "4", "2", "2"]
+    for window, degree, error in run_ranks(6, under, [{"LOCAL_WORLD_SIZE": size} for size in sizes]):
+        # No window divides both hosts: one ring of all.
+        assert (window, degree) == (6, 2) and error < 1e-12
+
+
+# --- copies of strategies ---------------------------------------------------------------------------
+
+
+class Layer(torch.nn.Module):
+    """A module that holds a strategy, as a model does."""
+
+    def __init__(self, strategy: Any) -> None:
+        super().__init__()
+        self.strategy = strategy
+        self.linear = torch.nn.Linear(2, 2)
+
+
+def copied_and_pickled(rank: int) -> tuple[bool, float, str, str]:
+    layer = Layer(create("usp", kernel="reference", ulysses_degree=2, layout="stripe"))
+    twin = copy.deepcopy(layer)
+    again = pickle.loads(pickle.dumps(layer))
+    pair = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
+    try:
+        pickle.dumps(create("zigzag", group=pair))
+        said = ""
+    except TypeError as refusal:
+        said = str(refusal)
+    same = twin.strategy is layer.strategy and twin.linear is not layer.linear
+    return same, error_of(again.strategy), again.strategy.parameters["layout"], said
+
+
+def test_a_module_that_holds_a_strategy_can_be_copied_and_pickled():
+    for same, error, layout, said in run_ranks(4, copied_and_pickled):
+        assert same and error < 1e-13 and layout == "stripe"
+        assert "cannot be pickled" in said

@@ -1,0 +1,134 @@
+"""What reaches the seams: how every kernel call's tensors lie in memory, and what lies in one message."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ringprof.strategies import create
+from ringprof.strategies.kernel import Kernel
+from ringprof.strategies.kernels import ReferenceKernel
+from ringprof.strategies.parcels import Parcel
+from ringprof.strategies.plan_check import plausible
+from tests.strategies.cases import CASES, Problem, inputs
+from tests.strategies.ranks import run_ranks
+
+
+class Recording(ReferenceKernel):
+    """Computes, and keeps what is wrong with the strides of what it is given. It takes O, as cuDNN does, not delta."""
+
+    takes_delta = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wrong: list[str] = []
+        self.backward_calls = 0
+
+    def _backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor,
+        out: Tensor | None, delta: Tensor | None, scale: float, causal: bool,
+    ) -> Any:  # fmt: skip
+        assert out is not None
+        self.backward_calls += 1
+        # torch gives O the strides of an empty tensor like q, and dO those of O; the LSE is dense.
+        for name, x, like in (("out", out, q), ("dout", dout, out)):
+            wanted = _strides(torch.empty_like(like.transpose(1, 2)).transpose(1, 2))
+            if _strides(x) != wanted:
+                self.wrong.append(f"{name} {tuple(x.shape)} has strides {x.stride()}, q {q.stride()}")
+        if not lse.is_contiguous():
+            self.wrong.append(f"lse {tuple(lse.shape)} has strides {lse.stride()}")
+        return super()._backward(dout, q, k, v, lse, out, delta, scale, causal)
+
+
+def _strides(x: Tensor) -> list[int]:
+    """Those that matter: a dimension of one has no stride."""
+    return [stride for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1]
+
+
+def strides_seen(rank: int, world: int) -> list[str]:
+    found = []
+    for batch, heads, kv_heads in [(1, 4, 4), (2, 4, 2), (3, 8, 2)]:
+        problem = Problem(seq=32, batch=batch, heads=heads, kv_heads=kv_heads)
+        full = inputs(problem)
+        for case in [case for case in CASES if world in case.worlds]:
+            strategy = create(case.name, kernel="reference", **case.params)
+            kernel = Recording()
+            strategy.kernel_for = lambda q, kernel=kernel: kernel
+            for causal in (True, False):
+                for turned in (False, True):
+                    q, k, v, dout = (strategy.shard(x) for x in full)
+                    if turned:
+                        q, dout = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, dout))
+                    leaves = [x.requires_grad_() for x in (q, k, v)]
+                    torch.autograd.grad(strategy.attention(*leaves, causal=causal), leaves, dout)
+            assert kernel.backward_calls >= 4
+            found += [f"{case} batch {batch}: {wrong}" for wrong in kernel.wrong]
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_every_backward_call_has_the_strides_that_torchs_own_autograd_gives(world):
+    for found in run_ranks(world, strides_seen, world):
+        assert found == []
+
+
+# --- the look at a plan's first gradients -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("scale", [1.0, 1e-4])
+def test_right_gradients_are_plausible_and_those_of_wrong_memory_are_not(causal, scale):
+    torch.manual_seed(0)
+    kernel: Kernel = ReferenceKernel()
+    q, dout = (torch.randn(2, 64, 4, 16).bfloat16() for _ in range(2))
+    k, v = (torch.randn(2, 64, 2, 16).bfloat16() for _ in range(2))
+    dout *= scale
+    out, lse = kernel.forward(q, k, v, scale=0.25, causal=causal)
+
+    def seen(**other: Tensor) -> bool:
+        given = {"dout": dout, "lse": lse, "out": out, **other}
+        gradients = kernel.backward(given["dout"], q, k, v, given["lse"], out=given["out"], scale=0.25, causal=causal)
+        return bool(plausible(gradients, dout, q, k, v, out, lse, 0.25, causal))
+
+    assert seen()
+    # As if the memory were read with a view's strides: that of another batch entry, of other rows, or of no row at all.
+    assert not seen(out=out.flip(0))
+    assert not seen(dout=dout.roll(7, 1))
+    assert not seen(lse=lse.roll(1, 1))
+    assert not seen(lse=lse * torch.nan)
+    # Inputs that are no numbers are no plan's fault.
+    q[-1] = torch.nan
+    assert seen()
+
+
+# --- parcels ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shapes", "messages"),
+    [
+        ([(torch.bfloat16, (2, 4, 2, 8))] * 2, 1),
+        ([(torch.bfloat16, (1, 8)), (torch.bfloat16, (1, 8)), (torch.float32, (2, 4)), (torch.float32, (4,))], 1),
+        # Sizes that no kernel may begin after: no padding is sent for them.
+        ([(torch.bfloat16, (3, 5))] * 2, 2),
+        ([(torch.float32, (4,)), (torch.bfloat16, (3,))], 2),
+        ([(torch.float32, (4,))], 1),
+    ],
+)
+def test_tensors_travel_in_one_message_where_no_byte_is_added(shapes, messages):
+    torch.manual_seed(0)
+    tensors = [torch.randn(shape).to(dtype) for dtype, shape in shapes]
+    parcel = Parcel.holding(tensors)
+    assert len(parcel.messages) == messages
+    assert parcel.size_bytes == sum(x.numel() * x.element_size() for x in tensors)
+    for other in (parcel, parcel.over([message.clone() for message in parcel.messages])):
+        assert all(torch.equal(x, own) and own.is_contiguous() for x, own in zip(tensors, other.tensors, strict=True))
+    room, made = parcel.room(), Parcel.empty(tuple(shapes), torch.device("cpu"))
+    for other in (room, made):
+        assert [(x.dtype, tuple(x.shape)) for x in other.tensors] == shapes
+        assert [tuple(x.shape) for x in other.messages] == [tuple(x.shape) for x in parcel.messages]
+        starts = {x.data_ptr() for x in other.messages} | {x.data_ptr() for x in parcel.messages}
+        assert len(starts) == 2 * messages
