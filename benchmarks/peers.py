@@ -27,6 +27,7 @@ class Peer:
     like: str
     params: dict[str, Any] = field(default_factory=dict)
     """Of ``like``."""
+    kernel: str = "flash-attn"
 
 
 def peers(degrees: list[tuple[int, int]]) -> tuple[list[Peer], list[str]]:
@@ -36,7 +37,10 @@ def peers(degrees: list[tuple[int, int]]) -> tuple[list[Peer], list[str]]:
     """
     found: list[Peer] = []
     missing = []
-    for system, maker in (("ring-flash-attn", _ring_flash_attn), ("yunchang", partial(_yunchang, degrees))):
+    makers = (
+        ("ring-flash-attn", _ring_flash_attn), ("yunchang", partial(_yunchang, degrees)), ("torch", _torch),
+    )  # fmt: skip
+    for system, maker in makers:
         try:
             found += maker()
         except Exception as error:  # noqa: PERF203 - twice
@@ -72,6 +76,36 @@ def _yunchang(degrees: list[tuple[int, int]]) -> list[Peer]:
             layer = _layer(yunchang, groups)
             found.append(Peer("yunchang", name, layer, "usp" if ring > 1 else "ulysses", params if ring > 1 else {}))
     return found
+
+
+def _torch() -> list[Peer]:
+    """torch's own context parallelism, with both of its ways to bring keys and values round, on cuDNN's kernel."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.experimental import context_parallel
+    from torch.distributed.tensor.experimental._attention import set_rotate_method
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.nn.functional import scaled_dot_product_attention
+
+    if not torch.cuda.is_available():
+        raise RuntimeError("its attention needs GPUs")
+    mesh = init_device_mesh("cuda", (dist.get_world_size(),))
+    # It shards the buffers that it is given, and must be given one.
+    buffer = torch.zeros(2 * dist.get_world_size(), device="cuda")
+
+    def attention(rotate: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+        set_rotate_method(rotate)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        grouped = k.shape[1] != q.shape[1]
+        with (
+            sdpa_kernel([SDPBackend.CUDNN_ATTENTION]),
+            context_parallel(mesh, buffers=[buffer.clone()], buffer_seq_dims=[0]),
+        ):
+            return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped).transpose(1, 2)
+
+    return [
+        Peer("torch", f"context parallel, {rotate}", partial(attention, rotate), "zigzag", kernel="cudnn")
+        for rotate in ("allgather", "alltoall")
+    ]
 
 
 def _groups(yunchang: Any, ulysses: int, ring: int, *, low: bool) -> tuple[Any, Any]:

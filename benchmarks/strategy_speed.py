@@ -1,13 +1,16 @@
-"""Every strategy on this machine's GPUs, the solo rate of its blocks, and two peers on the same kernel, in one table.
+"""Every strategy on this machine's GPUs, the solo rate of its blocks, and peers on the same kernels, in one table.
 
     torchrun --nproc-per-node 8 benchmarks/strategy_speed.py --config 131072:40:40 --config 65536:32:8
     torchrun --nproc-per-node 8 benchmarks/strategy_speed.py --config 524288:40:40 --ours zigzag,burst --kernels cudnn
+    torchrun --nproc-per-node 2 benchmarks/strategy_speed.py --grid --ours zigzag --no-solo --seconds-in-all 500 --out grid.json
 
-Forward and backward, bf16, head_dim 128, causal. All competitors of a configuration are timed in turns, round after
-round, because a hot GPU is several percent slower than a cool one; solo is the strategy's own blocks back to back,
-nothing merged, nothing sent. Peers: ring-flash-attn and yunchang, where they and flash-attn can be imported; before
-anything is timed their results are held against ours. Speed counts the model's FLOPs (docs/definitions.md), the
-slowest rank's time each iteration; memory is the peak above what was there before, inputs included.
+Forward alone, and forward and backward, bf16, head_dim 128, causal. All competitors of a configuration are timed in
+turns, round after round, because a hot GPU is several percent slower than a cool one; solo is the strategy's own blocks
+back to back, nothing merged, nothing sent. Peers: ring-flash-attn and yunchang, where they and flash-attn can be
+imported, and torch's own context parallelism; before anything is timed their results are held against ours. Speed counts
+the model's FLOPs (docs/definitions.md), the slowest rank's time each iteration; memory is the peak above what was there
+before, inputs included. A configuration is SEQ:HEADS:KV_HEADS; the grid has 1,024 to 65,536 tokens a GPU and four ratios
+of heads, small ones first. With --seconds-in-all no configuration is begun that is not likely to end in time.
 
 Two emulated hosts, halves that talk over sockets:
 
@@ -22,8 +25,10 @@ import json
 import os
 import statistics
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +45,8 @@ from ringprof.strategies import create
 from ringprof.strategies.copies import held_bytes
 
 OURS = "zigzag,burst,ring,stripe,ulysses,usp,double-ring,megatron,allgather"
+TOKENS = (1024, 2048, 4096, 8192, 16384, 65536)
+HEADS = ((40, 40), (32, 8), (24, 4), (64, 1))
 
 
 @dataclass
@@ -50,11 +57,13 @@ class Competitor:
     name: str
     kernel: str
     body: Callable[[], Any]
+    forward: Callable[[], Any]
     inputs: tuple[torch.Tensor, ...]
     """q, k, v, dout: the same for all."""
     solo: Callable[[], Any] | None = None
     strategy: Any = None
     times_ns: list[int] = field(default_factory=list)
+    forward_ns: list[int] = field(default_factory=list)
     solo_ns: list[int] = field(default_factory=list)
     peak_mib: float | None = None
     crossing_mb: float | None = None
@@ -64,14 +73,21 @@ class Competitor:
 
 def main() -> int:
     options = _options()
+    begun = time.monotonic()
     device = _start()
     found, missing = peers(_degrees(options)) if not options.no_peers else ([], [])
     _say(*missing)
     if found and not options.no_check:
         _check(found, device, options)
     rows: list[dict[str, Any]] = []
-    for config in options.config:
+    longest = 0.0
+    for config in _configs(options):
+        start = time.monotonic()
+        if not _in_time(start - begun + longest, options.seconds_in_all, device):
+            _say(f"{config}: left out, no time for it")
+            continue
         rows += _measure(config, found, device, options)
+        longest = max(longest, time.monotonic() - start)
         if dist.get_rank() == 0 and options.out:
             Path(options.out).write_text(json.dumps(rows, indent=1))
     dist.barrier()
@@ -81,7 +97,9 @@ def main() -> int:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--config", action="append", required=True, help="SEQ:HEADS:KV_HEADS, repeatable")
+    parser.add_argument("--config", action="append", default=[], help="SEQ:HEADS:KV_HEADS, repeatable")
+    parser.add_argument("--grid", action="store_true", help="lengths and ratios of heads, from small to large")
+    parser.add_argument("--seconds-in-all", type=float, help="begin no configuration that is not likely to end by then")
     parser.add_argument("--ours", default=OURS, help="names, with parameters as burst+ring_window=4")
     parser.add_argument("--kernels", default="cudnn,flash-attn")
     parser.add_argument("--hops", default="copy,nccl", help="what carries our hops; both are rows of their own")
@@ -93,6 +111,21 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--no-check", action="store_true")
     parser.add_argument("--out", help="write the rows as JSON, too")
     return parser.parse_args()
+
+
+def _configs(options: argparse.Namespace) -> list[str]:
+    world = int(os.environ["WORLD_SIZE"])
+    grid = [f"{tokens * world}:{heads}:{kv_heads}" for tokens in TOKENS for heads, kv_heads in HEADS]
+    return [*options.config, *(grid if options.grid else [])]
+
+
+def _in_time(seconds: float, limit: float | None, device: torch.device) -> bool:
+    """Whether all ranks find that there is time."""
+    if limit is None:
+        return True
+    late = torch.tensor([int(seconds > limit)], device=device)
+    dist.all_reduce(late, op=dist.ReduceOp.MAX)
+    return not int(late)
 
 
 def _start() -> torch.device:
@@ -120,14 +153,18 @@ def _say(*lines: str) -> None:
 def _check(found: list[Peer], device: torch.device, options: argparse.Namespace) -> None:
     """Hold each peer's output and gradients against ours on a small problem; bf16 kernels differ by their rounding."""
     for peer in found:
-        ours = create(peer.like, kernel="flash-attn", ranks_per_host=options.ranks_per_host, **peer.params)
+        ours = create(peer.like, kernel=peer.kernel, ranks_per_host=options.ranks_per_host, **peer.params)
         workload = Workload(batch=1, seq=4096, heads=8, kv_heads=8, head_dim=128, causal=True, dtype="bf16")
         problem = Problem.of(ours, workload, device)
         inputs = (problem.q, problem.k, problem.v)
         results = []
-        for attention in (lambda q, k, v, ours=ours: ours.attention(q, k, v, causal=True), peer.function):
-            out = attention(*inputs)
-            results.append([out.detach(), *torch.autograd.grad(out, inputs, problem.dout)])
+        try:
+            for attention in (lambda q, k, v, ours=ours: ours.attention(q, k, v, causal=True), peer.function):
+                out = attention(*inputs)
+                results.append([out.detach(), *torch.autograd.grad(out, inputs, problem.dout)])
+        except Exception as error:
+            _say(f"{peer.system} {peer.name}: {type(error).__name__}: {error}")
+            continue
         worst = max(float((a - b).norm() / a.norm()) for a, b in zip(*results, strict=True))
         total = torch.tensor([worst], device=device)
         dist.all_reduce(total, op=dist.ReduceOp.MAX)
@@ -141,12 +178,16 @@ def _check(found: list[Peer], device: torch.device, options: argparse.Namespace)
 def _measure(config: str, found: list[Peer], device: torch.device, options: argparse.Namespace) -> list[dict[str, Any]]:
     seq, heads, kv_heads = map(int, config.split(":"))
     workload = Workload(batch=1, seq=seq, heads=heads, kv_heads=kv_heads, head_dim=128, causal=True, dtype="bf16")
-    competitors = [one for one in _competitors(workload, found, device, options) if _prepare(one, device)]
+    competitors = [
+        one for one in _competitors(workload, found, device, options) if _prepare(one, device, solo=not options.no_solo)
+    ]
     counts = [max(1, round(options.seconds * 1e9 / one.times_ns.pop())) for one in competitors]
     for _ in range(options.rounds):
         for one, count in zip(competitors, counts, strict=True):
             one.times_ns += _timed(one.body, device, count)
-            if one.solo is not None and not options.no_solo:
+            with torch.no_grad():
+                one.forward_ns += _timed(one.forward, device, count)
+            if one.solo is not None:
                 one.solo_ns += _timed(one.solo, device, count)
     rows = [_row(one, workload, device) for one in competitors]
     _say(*_lines(rows, workload))
@@ -168,10 +209,14 @@ def _competitors(
                 problem = Problem.of(strategy, workload, device) if inputs is None else Problem(strategy, True, *inputs)
                 inputs = inputs or (problem.q, problem.k, problem.v, problem.dout)
                 label = text if hops == "nccl" else f"{text} (copied hops)"
-                rows.append(Competitor("ringprof", label, kernel, problem.iteration, inputs, strategy=strategy))
+                forward = partial(strategy.attention, *inputs[:3], causal=True)
+                rows.append(
+                    Competitor("ringprof", label, kernel, problem.iteration, forward, inputs, strategy=strategy)
+                )
     assert inputs is not None
-    if "flash-attn" in options.kernels:
-        rows += [Competitor(one.system, one.name, "flash-attn", _peer_body(one, inputs), inputs) for one in found]
+    for one in [one for one in found if one.kernel in options.kernels]:
+        forward = partial(one.function, *inputs[:3])
+        rows.append(Competitor(one.system, one.name, one.kernel, _peer_body(one, inputs), forward, inputs))
     return rows
 
 
@@ -188,7 +233,7 @@ def _peer_body(peer: Peer, inputs: tuple[torch.Tensor, ...]) -> Callable[[], Non
     return body
 
 
-def _prepare(one: Competitor, device: torch.device) -> bool:
+def _prepare(one: Competitor, device: torch.device, *, solo: bool) -> bool:
     """Warm up, and measure memory; False, with the reason shown, where it cannot run."""
     reason = ""
     try:
@@ -205,9 +250,10 @@ def _prepare(one: Competitor, device: torch.device) -> bool:
         if one.strategy is not None:
             sent = one.strategy.comm.meter.sent.items()
             one.crossing_mb = sum(size for key, (_, size) in sent if key[3] == "other_host") / 1e6
-            replay = Replay.of(Problem(one.strategy, True, *one.inputs))
-            one.solo = replay.run
-            _timed(replay.run, device, 1)
+            if solo:
+                replay = Replay.of(Problem(one.strategy, True, *one.inputs))
+                one.solo = replay.run
+                _timed(replay.run, device, 1)
     except Exception as error:
         reason = "out of memory" if ran_out(error) else f"{type(error).__name__}: {error}"
     failed = torch.tensor([int(bool(reason))], device=device)
@@ -240,11 +286,14 @@ def _row(one: Competitor, workload: Workload, device: torch.device) -> dict[str,
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
     crossing, peak = most.tolist()
     solo = statistics.median(one.solo_ns) if one.solo_ns else None
+    forward = sorted(one.forward_ns)
     return {
         "system": one.system, "strategy": one.name, "kernel": one.kernel,
         "seq": workload.seq, "heads": workload.heads, "kv_heads": workload.kv_heads,
         "ms": median / 1e6, "p10_ms": _quantile(times, 0.1) / 1e6, "p90_ms": _quantile(times, 0.9) / 1e6,
-        "iterations": len(times), "tflops": flops / median / 1e3,
+        "forward_ms": statistics.median(forward) / 1e6,
+        "forward_p10_ms": _quantile(forward, 0.1) / 1e6, "forward_p90_ms": _quantile(forward, 0.9) / 1e6,
+        "world": dist.get_world_size(), "iterations": len(times), "tflops": flops / median / 1e3,
         "solo_ms": solo / 1e6 if solo else None, "solo_tflops": flops / solo / 1e3 if solo else None,
         "of_solo": solo / median if solo else None, "peak_mib": peak,
         "crossing_mb": crossing if one.strategy is not None else None,
@@ -260,7 +309,7 @@ def _lines(rows: list[dict[str, Any]], workload: Workload) -> list[str]:
     heads = f"{workload.heads} heads" + (f" / {workload.kv_heads} kv" if workload.kv_heads != workload.heads else "")
     lines = [
         "", f"{workload.seq} tokens, {heads}, {dist.get_world_size()} GPUs",
-        f"{'system':<16}{'strategy':<34}{'kernel':<11}{'f+b ms':>9}{'p10':>9}{'p90':>9}{'TFLOP/s':>9}"
+        f"{'system':<16}{'strategy':<34}{'kernel':<11}{'fwd ms':>9}{'f+b ms':>9}{'p10':>9}{'p90':>9}{'TFLOP/s':>9}"
         f"{'solo':>8}{'of solo':>9}{'peak MiB':>10}" + (f"{'MB to other hosts':>19}" if crossing else ""),
     ]  # fmt: skip
     for row in sorted(rows, key=lambda row: (row["kernel"], -row["tflops"])):
@@ -269,8 +318,8 @@ def _lines(rows: list[dict[str, Any]], workload: Workload) -> list[str]:
             "" if not crossing else f"{'-' if row['crossing_mb'] is None else format(row['crossing_mb'], ',.0f'):>19}"
         )
         lines.append(
-            f"{row['system']:<16}{row['strategy']:<34}{row['kernel']:<11}{row['ms']:>9.2f}{row['p10_ms']:>9.2f}"
-            f"{row['p90_ms']:>9.2f}{row['tflops']:>9.1f}{solo}{row['peak_mib']:>10.0f}{sent}"
+            f"{row['system']:<16}{row['strategy']:<34}{row['kernel']:<11}{row['forward_ms']:>9.3f}{row['ms']:>9.3f}"
+            f"{row['p10_ms']:>9.3f}{row['p90_ms']:>9.3f}{row['tflops']:>9.1f}{solo}{row['peak_mib']:>10.0f}{sent}"
         )
     return lines
 

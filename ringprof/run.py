@@ -86,6 +86,8 @@ class StrategyUsed(msgspec.Struct, frozen=True, kw_only=True):
     layout: str | None = None
     hops: str = "nccl"
     """What carried the hops within a host: ``nccl`` (gloo on CPU) or ``copy``, copy engines."""
+    cuda_graph: bool = False
+    """Whether an iteration was captured once and replayed."""
 
 
 class Environment(msgspec.Struct, frozen=True, kw_only=True):

@@ -26,7 +26,7 @@ from torch import Tensor
 from .annotate import ring_step
 from .base import Blocks, Context, GradWire, Rows, Strategy, wire_type
 from .kernel import Gradients
-from .layouts import LAYOUTS, Block, Layout
+from .layouts import LAYOUTS, Block, Layout, part
 from .merge import Partial, Sum, accumulate, settled
 from .ring import rows_of
 
@@ -85,8 +85,8 @@ class AllGather(Strategy):
                 grads = blocks.backward(rows, q, k_others, v_others, block)
             with ring_step("bwd", step, "merge"):
                 dq.add(grads[0], block.q)
-                accumulate(dk_others[:, block.kv], grads[1])
-                accumulate(dv_others[:, block.kv], grads[2])
+                accumulate(part(dk_others, block.kv), grads[1])
+                accumulate(part(dv_others, block.kv), grads[2])
         del k_others, v_others
         scatters = [self.dkv.reduce_scatter(others.put_back(x)) for x in (dk_others, dv_others)]
         for block in rest:
@@ -144,8 +144,8 @@ class _Others:
             return gradients.view(batch, self.size, self.local_seq, heads, head_dim).transpose(0, 1)
         full = gradients.new_zeros(self.size, batch, self.local_seq, heads, head_dim)
         half = self.local_seq // 2
-        for place, (rank, part) in enumerate(map(self._home, self.chunks)):
-            full[rank][:, part] = gradients[:, place * half : (place + 1) * half]
+        for place, (rank, rows) in enumerate(map(self._home, self.chunks)):
+            full[rank][:, rows] = gradients[:, place * half : (place + 1) * half]
         return full
 
     def _home(self, chunk: int) -> tuple[int, slice]:

@@ -18,7 +18,7 @@ from .errors import Unfit
 from .first_order import first_order
 from .kernel import Gradients, Kernel
 from .kernels import choose_kernel
-from .layouts import ALL, Block, Layout, split_home_block
+from .layouts import ALL, Block, Layout, part, split_home_block
 from .merge import output_with_delta, row_product, rows_that_carry, wide_type
 
 GradWire = Literal["fp32", "input"]
@@ -71,10 +71,10 @@ class Rows:
         key = queries.start, queries.stop
         if key not in self._parts:
             self._parts[key] = Rows(
-                self.dout[:, queries].contiguous(),
-                self.lse[..., queries].contiguous(),
-                None if self.out is None else self.out[:, queries].contiguous(),
-                None if self.delta is None else self.delta[..., queries].contiguous(),
+                part(self.dout, queries).contiguous(),
+                part(self.lse, queries, 2).contiguous(),
+                None if self.out is None else part(self.out, queries).contiguous(),
+                None if self.delta is None else part(self.delta, queries, 2).contiguous(),
             )
         return self._parts[key]
 
@@ -96,20 +96,16 @@ class Blocks:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
         """Output and LSE of the block's queries over the block's keys alone."""
-        k, v = _at(k, block.kv), _at(v, block.kv)
-        return self.kernel.forward(_at(q, block.q), k, v, scale=self.scale, causal=block.causal)
+        k, v = part(k, block.kv), part(v, block.kv)
+        return self.kernel.forward(part(q, block.q), k, v, scale=self.scale, causal=block.causal)
 
     def backward(self, rows: Rows, q: Tensor, k: Tensor, v: Tensor, block: Block) -> Gradients:
         """dq of the block's queries, dk and dv of the block's keys."""
         rows = rows.at(block.q)
         return self.kernel.backward(
-            rows.dout, _at(q, block.q), _at(k, block.kv), _at(v, block.kv), rows.lse,
+            rows.dout, part(q, block.q), part(k, block.kv), part(v, block.kv), rows.lse,
             out=rows.out, delta=rows.delta, scale=self.scale, causal=block.causal,
         )  # fmt: skip
-
-
-def _at(x: Tensor, rows: slice) -> Tensor:
-    return x if rows == ALL else x[:, rows]
 
 
 class Strategy(ABC):
@@ -258,9 +254,13 @@ class Strategy(ABC):
         All of it is early where nothing travels, or where what comes home last, ``travelling``, is so small that the
         additional kernel calls cost more than they hide.
         """
-        if self.ring_size == 1 or (travelling is not None and _is_small(travelling)):
+        if self.ring_size == 1 or (travelling is not None and not self.hides_last_hop(travelling)):
             return Block(causal=causal), []
         return split_home_block(local_seq, causal=causal)
+
+    def hides_last_hop(self, travelling: Tensor) -> bool:
+        """Whether a hop of such a tensor is worth the kernel calls that hide it."""
+        return not travelling.is_cuda or travelling.numel() * travelling.element_size() >= HIDDEN_FROM_BYTES
 
     def _positions_on(self, seq: int, device: torch.device) -> Tensor:
         """The positions, kept where they are wanted: of the lengths asked for last."""
@@ -351,10 +351,6 @@ def _as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
         return tensors
     dtype = torch.get_autocast_dtype(device)
     return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
-
-
-def _is_small(travelling: Tensor) -> bool:
-    return travelling.is_cuda and travelling.numel() * travelling.element_size() < HIDDEN_FROM_BYTES
 
 
 def wire_type(wire: GradWire, like: Tensor) -> torch.dtype:

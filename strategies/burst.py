@@ -22,7 +22,7 @@ from .annotate import ring_step
 from .base import Blocks, Context, GradWire, Rows, Shape, Strategy, wire_type
 from .hops import DoubleRing
 from .kernel import Gradients
-from .layouts import LAYOUTS, Block
+from .layouts import LAYOUTS, Block, part
 from .merge import Partial, Sum, accumulate, row_product, settled, started
 from .parcels import Parcel
 from .ring import rows_of
@@ -127,7 +127,7 @@ class _TravellingDq:
         total = self._inner.wait() if inner_step else Parcel.empty(((self._dtype, tuple(self._like.shape)),), dq.device)
         with ring_step("bwd", step, "merge"):
             if inner_step:
-                accumulate(total.tensors[0][:, block.q], dq)
+                accumulate(part(total.tensors[0], block.q), dq)
             else:
                 started(total.tensors[0], block.q, dq)
         if inner_step + 1 < self._rings.window:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .layouts import ALL
+from .layouts import ALL, part
 
 FUSED_FROM = 2**23
 """Elements from which a Triton kernel adds faster than torch: below, launching it costs the host more than it saves."""
@@ -102,12 +102,12 @@ class Sum:
     def add(self, block: Tensor, rows: slice = ALL) -> None:
         """Add a block. It is used up: what it holds may be written over."""
         if self._total is not None:
-            accumulate(self._total[:, rows], block)
+            accumulate(part(self._total, rows), block)
         elif len(self._waiting) < 2:
             self._waiting.append((rows, block))
         else:
             self._total = self._summed(self._wide)
-            accumulate(self._total[:, rows], block)
+            accumulate(part(self._total, rows), block)
 
     def result(self, dtype: torch.dtype, rest: Sequence[Part] = ()) -> Tensor:
         """The sum in ``dtype``, with the last blocks, ``rest``, added."""
@@ -123,11 +123,11 @@ class Sum:
         if first.shape[1] != self._like.shape[1]:
             total = started(torch.empty_like(self._like, dtype=self._wide), rows, first)
             for rows, block in others:
-                accumulate(total[:, rows], block)
+                accumulate(part(total, rows), block)
             return total.to(dtype)
         if first.dtype == dtype or not others:
             for rows, block in others:
-                accumulate(first[:, rows], block)
+                accumulate(part(first, rows), block)
             return first.to(dtype)
         return settled(first, others, dtype)
 
@@ -140,11 +140,11 @@ def accumulate(total: Tensor, block: Tensor) -> None:
 
 def started(total: Tensor, rows: slice, block: Tensor) -> Tensor:
     """``total`` (B, S, H, D), with ``block`` written in ``rows`` of the sequence and 0 elsewhere."""
-    first, last, _ = rows.indices(total.shape[1])
-    if last - first < total.shape[1]:
+    if rows != ALL:
+        first, last, _ = rows.indices(total.shape[1])
         total[:, :first].zero_()
         total[:, last:].zero_()
-    convert(total[:, first:last], block)
+    convert(part(total, rows), block)
     return total
 
 
@@ -153,7 +153,7 @@ def settled(total: Tensor, parts: Sequence[Part], dtype: torch.dtype) -> Tensor:
 
     Each element is added in at least float32 and rounded once.
     """
-    parts = sorted(parts, key=lambda part: part[0].indices(total.shape[1]))
+    parts = sorted(parts, key=lambda item: item[0].indices(total.shape[1]))
     result = torch.empty(total.shape, dtype=dtype, device=total.device)
     done = 0
     for rows, block in parts:
@@ -173,7 +173,7 @@ def _settled_in_turn(total: Tensor, parts: Sequence[Part], dtype: torch.dtype) -
     """The same for blocks that share rows."""
     total = total.to(wide_type(total), copy=True)
     for rows, block in parts:
-        accumulate(total[:, rows], block)
+        accumulate(part(total, rows), block)
     return total.to(dtype)
 
 

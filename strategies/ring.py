@@ -20,7 +20,7 @@ from torch import Tensor
 from .annotate import ring_step
 from .base import Blocks, Context, GradWire, Rows, Strategy, wire_type
 from .kernel import Gradients
-from .layouts import LAYOUTS, Block
+from .layouts import LAYOUTS, Block, part
 from .merge import Partial, Sum, accumulate, settled, started
 from .parcels import Parcel
 
@@ -100,7 +100,7 @@ def add_dkv(dkv: Parcel, grads: Gradients, block: Block, *, first: bool = False)
         if first:
             started(total, block.kv, gradient)
         else:
-            accumulate(total[:, block.kv], gradient)
+            accumulate(part(total, block.kv), gradient)
 
 
 def settled_dkv(dkv: Parcel, home: Home, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -40,6 +40,8 @@ DTYPES = ("bf16", "fp16", "fp32")
               help="cudnn, flash-attn, torch-flash, cpu-flash or reference; auto: the fastest that fits.")  # fmt: skip
 @click.option("--hops", type=click.Choice(["nccl", "copy"]), default="nccl", show_default=True,
               help="What carries hops within a host: NCCL's kernels, or the GPUs' copy engines.")  # fmt: skip
+@click.option("--cuda-graph", is_flag=True,
+              help="Capture an iteration in a CUDA graph, and time its replays: the host costs nothing.")  # fmt: skip
 @click.option("--device", type=click.Choice(["auto", "cuda", "cpu"]), default="auto", show_default=True,
               help="GPUs with NCCL, or CPU processes with gloo.")  # fmt: skip
 @click.option("--world", type=int, help="Ranks.  [default: all GPUs; 4 on CPU]")
@@ -126,7 +128,7 @@ def _request(options: dict[str, Any]) -> Request:
         backward=not options["forward_only"],
     )
     same = (
-        "strategy", "kernel", "hops", "device", "world", "ranks_per_host", "warmup", "iters", "profile_iters",
+        "strategy", "kernel", "hops", "cuda_graph", "device", "world", "ranks_per_host", "warmup", "iters", "profile_iters",
         "controls", "verify", "output", "force", "time_limit",
     )  # fmt: skip
     return Request(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,9 +34,12 @@ class Problem:
     v: Tensor
     dout: Tensor | None
     """None: forward only."""
+    cuda_graph: bool = False
+    """Whether iterations after the warm-up are replays of one that is captured."""
+    replay: Callable[[], None] | None = None
 
     @classmethod
-    def of(cls, strategy: Any, workload: Workload, device: torch.device) -> Problem:
+    def of(cls, strategy: Any, workload: Workload, device: torch.device, *, cuda_graph: bool = False) -> Problem:
         """Random inputs, made where they are needed: the full tensors may fit no device."""
         generator = torch.Generator(device).manual_seed(1 + strategy.comm.rank)
         local = workload.seq // strategy.comm.size
@@ -47,13 +50,24 @@ class Problem:
 
         heads, kv_heads, trains = workload.heads, workload.kv_heads, workload.backward
         q, k, v = (draw(count).requires_grad_(trains) for count in (heads, kv_heads, kv_heads))
-        return cls(strategy, workload.causal, q, k, v, draw(heads) if trains else None)
+        return cls(strategy, workload.causal, q, k, v, draw(heads) if trains else None, cuda_graph)
 
     def iteration(self) -> None:
         """Forward, and backward with gradients of its own, which are dropped at the end."""
+        if self.replay is not None:
+            self.replay()
+            return
         out = self.strategy.attention(self.q, self.k, self.v, causal=self.causal)
         if self.dout is not None:
             torch.autograd.grad(out, (self.q, self.k, self.v), self.dout)
+
+    def capture(self) -> None:
+        """Make this and all further iterations replays of one that is captured now, after some that were not."""
+        graph = torch.cuda.CUDAGraph()
+        # NCCL's watchdog asks for events on a thread of its own meanwhile.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            self.iteration()
+        self.replay = graph.replay
 
 
 @dataclass
@@ -75,9 +89,15 @@ def measure(problem: Problem, device: torch.device, warmup: int, iters: int, rep
     warm.times_ns()
     reset_peak(device)
     _reset_work(problem)
+    work = None
+    if problem.cuda_graph:
+        # What is captured is counted, a replay is not: the host does not see it.
+        problem.capture()
+        work = _work(problem)
+        warm.run(problem.iteration)
+        warm.times_ns()
     clock = clock_for(device)
     reporter.start("iterations", iters)
-    work = None
     for _ in range(iters):
         clock.run(problem.iteration)
         work = work or _work(problem)

@@ -115,7 +115,7 @@ class Rank:
         with strategy_errors():
             self.strategy = self._create()
             verification = self._verify(device)
-            problem = Problem.of(self.strategy, request.workload, device)
+            problem = Problem.of(self.strategy, request.workload, device, cuda_graph=request.cuda_graph)
             measured, controlled, profiled = self._measure(problem, trace.path, device)
             kernel = self.strategy.kernel_for(problem.q).name
         reduced = self.reduce(trace.path, trace.reduced)
@@ -253,4 +253,5 @@ def _strategy_used(request: Request, strategy: Any) -> StrategyUsed:
         params=dict(strategy.parameters),
         layout=strategy.layout.name,
         hops=request.hops,
+        cuda_graph=request.cuda_graph,
     )

@@ -26,6 +26,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     kernel: str = "auto"
     hops: str = "nccl"
     """What carries the hops within a host: ``nccl`` (gloo on CPU) or ``copy``, the GPUs' copy engines."""
+    cuda_graph: bool = False
+    """Capture an iteration in a CUDA graph, and time and profile its replays."""
     device: str = "auto"
     """``auto``, ``cuda`` or ``cpu``."""
     world: int | None = None

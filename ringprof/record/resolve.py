@@ -84,6 +84,8 @@ def resolve(request: Request, place: Placement | None) -> Request:
     device = _device(request.device)
     if request.hops == "copy" and device == "cpu":
         raise UsageError("--hops copy: copy engines are GPUs'; on CPU hops go by gloo (leave --hops out)")
+    if request.cuda_graph:
+        _check_graph(request, device)
     world = _world(request.world, device, place)
     params = strategy.placed(
         world, _per_host(request, world, place), **_typed(strategy, request.strategy, request.params)
@@ -128,6 +130,15 @@ def kernel_class(request: Request) -> Any:
         raise UsageError(str(error.args[0])) from None
     except Unfit as error:
         raise UnfitWorkloadError(str(error)) from None
+
+
+def _check_graph(request: Request, device: str) -> None:
+    if device == "cpu":
+        raise UsageError("--cuda-graph needs GPUs")
+    if request.hops == "copy":
+        raise UsageError("--cuda-graph: copied hops count on, and a graph repeats itself: use --hops nccl")
+    if request.controls:
+        raise UsageError("--cuda-graph: the controls run other calls than the graph: leave --controls out")
 
 
 def _device(asked: str) -> str:

@@ -6,20 +6,16 @@ Without GPUs only the refusals can be tested; the transfers need two GPUs of one
 from __future__ import annotations
 
 import gc
-import multiprocessing
 import os
-import socket
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from ringprof.strategies import communicator, copies, create
-from ringprof.strategies.errors import Unfit
+from ringprof.strategies.errors import PeerLost, Unfit
 from tests.strategies.cases import CASES, Case
-
-GPUS = torch.cuda.device_count()
+from tests.strategies.gpu_ranks import GPUS, SIZES, needs_two_gpus, run_gpu_ranks
 
 
 def test_hops_that_nothing_carries_are_refused_by_name():
@@ -74,36 +70,88 @@ def _compared(case: Case) -> str:
     return "" if bool(hops) == bool(copies.held_bytes()) else f"{case}: memory is held for {hops}"
 
 
-def _rank(rank: int, size: int, port: int, pipe: Any) -> None:
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    torch.cuda.set_device(rank)
-    dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
+def _differences(rank: int, size: int) -> list[str]:
     found = []
     for case in CASES:
         found += [_compared(case)] if size in case.worlds else []
         # What one case held must be free before the next counts.
         gc.collect()
-    pipe.send([problem for problem in found if problem])
-    os._exit(0)
+    return [problem for problem in found if problem]
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(GPUS < 2, reason="needs two CUDA devices")
-@pytest.mark.parametrize("size", [size for size in (2, 4, 8) if size <= max(GPUS, 2)])
+@needs_two_gpus
+@pytest.mark.parametrize("size", SIZES)
 def test_every_strategy_gives_the_same_bits_and_bytes_either_way(size):
-    context = multiprocessing.get_context("spawn")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    pipes = [context.Pipe(duplex=False) for _ in range(size)]
-    processes = [context.Process(target=_rank, args=(rank, size, port, pipes[rank][1])) for rank in range(size)]
-    for process in processes:
-        process.start()
+    assert run_gpu_ranks(size, _differences, size) == [[]] * size
+
+
+def _bucketed(rank: int) -> tuple[list[int], bool]:
+    """Memory held after each of many lengths, by several strategies over the same ring, and whether all was right."""
+    strategies = [create("zigzag", kernel="torch-flash", hops="copy") for _ in range(3)]
+    plain = create("zigzag", kernel="torch-flash")
+    held, right = [], True
+    for turn, seq in enumerate([512, 1024, 256, 2048, 768, 2048, 128, 1536, *range(256, 1280, 64)]):
+        torch.manual_seed(turn)
+        q, k, v = (torch.randn(1, seq, 8, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+        outs = []
+        for strategy in (*strategies, plain):
+            leaves = [strategy.shard(x).requires_grad_() for x in (q, k, v)]
+            out = strategy.attention(*leaves)
+            outs.append([out, *torch.autograd.grad(out.sum(), leaves)])
+        pairs = [(x, outs[-1][place]) for one in outs for place, x in enumerate(one)]
+        right = right and all(torch.allclose(x, own, atol=1e-2) for x, own in pairs)
+        held.append(copies.held_bytes())
+    return held, right
+
+
+@pytest.mark.gpu
+@needs_two_gpus
+def test_a_ring_holds_two_slots_of_its_largest_hop_whatever_lengths_and_strategies_there_are():
+    for held, right in run_gpu_ranks(2, _bucketed):
+        # K and V of 1024 tokens of 8 heads of 64 in bf16 are 2 MiB, dK and dV in float32 4: two slots each.
+        assert held[3] == held[-1] == 2 * (2 + 4) * 2**20 + 2 * 256
+        assert right
+
+
+def _bereft(rank: int) -> str:
+    """What rank 0 is told when rank 1 has ended in the middle; it must not wait for ever."""
+    strategy = create("zigzag", kernel="torch-flash", hops="copy")
+    q = torch.randn(1, 1024, 8, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    strategy.attention(q, q, q).sum().backward()
+    torch.cuda.synchronize()
+    if rank == 1:
+        os._exit(0)
     try:
-        for rank, (pipe, _) in enumerate(pipes):
-            assert pipe.poll(120), f"rank {rank} hangs"
-            assert pipe.recv() == []
-    finally:
-        for process in processes:
-            process.kill()
+        for _ in range(100):
+            out = strategy.attention(q, q, q)
+            torch.cuda.synchronize()
+    except PeerLost as lost:
+        return f"{lost}; the last output has NaN: {bool(out.isnan().any())}"
+    return "nothing"
+
+
+@pytest.mark.gpu
+@needs_two_gpus
+def test_a_peer_that_dies_ends_the_wait_for_its_hop():
+    told, gone = run_gpu_ranks(2, _bereft, limit_s=90)
+    assert told.startswith("rank 1 has ended (process ") and told.endswith("the last output has NaN: True")
+    assert gone == "gone"
+
+
+def _captured(rank: int) -> str:
+    strategy = create("zigzag", kernel="torch-flash", hops="copy")
+    q = torch.randn(1, 1024, 8, 64, device="cuda", dtype=torch.bfloat16)
+    strategy.attention(q, q, q)
+    try:
+        with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
+            strategy.attention(q, q, q)
+    except Unfit as refusal:
+        return str(refusal)
+    return ""
+
+
+@pytest.mark.gpu
+@needs_two_gpus
+def test_copied_hops_are_refused_inside_a_cuda_graph():
+    assert all("cannot be captured in a CUDA graph" in said for said in run_gpu_ranks(2, _captured))

@@ -1,0 +1,202 @@
+"""What a forward and backward pass costs the host: from the call to its return, without a wait for the device.
+
+    python benchmarks/host_overhead.py                                          # no GPU: nothing computed, nothing sent
+    torchrun --nproc-per-node 2 benchmarks/host_overhead.py --kernels flash-attn,cudnn
+
+Without GPUs kernels return empty tensors at once and the process group is torch's own fake one, of as many ranks as
+--world says: what is left is Python and torch's dispatch. With GPUs everything is real; the device is idle when a pass
+begins, and is waited for after it. Tensors are small, for the host does the same whatever their size. Systems are timed
+in turns. ring-flash-attn and yunchang are measured where they can be imported; `ratio` is to ring-flash-attn's zigzag.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from peers import peers
+
+from ringprof.strategies import communicator, create
+from ringprof.strategies.agreement import Agreement
+from ringprof.strategies.controls import IdleKernel
+
+OURS = "zigzag,ring,stripe,burst,double-ring,megatron,ulysses,usp,allgather"
+Body = Callable[[], Any]
+
+
+def main() -> int:
+    options = _options()
+    on_gpu = torch.cuda.is_available()
+    rows = []
+    for world in [int(os.environ["WORLD_SIZE"])] if on_gpu else map(int, options.world.split(",")):
+        device = _start_on_gpu() if on_gpu else _start_alone(world)
+        rows += _rows(_measure(_bodies(options, device), options.rounds, device), world)
+        if not on_gpu:
+            dist.destroy_process_group()
+    if not on_gpu or dist.get_rank() == 0:
+        print(*_lines(rows), sep="\n", flush=True)
+        if options.out:
+            Path(options.out).write_text(json.dumps(rows, indent=1))
+    if on_gpu:
+        dist.barrier()
+    os._exit(0)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--world", default="2,8", help="ranks to pretend, without GPUs")
+    parser.add_argument("--ours", default=OURS)
+    parser.add_argument("--kernels", default="flash-attn,cudnn", help="with GPUs")
+    parser.add_argument("--hops", default="nccl,copy", help="with GPUs")
+    parser.add_argument("--tokens", type=int, default=512, help="tokens a rank")
+    parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--out", help="write the rows as JSON, too")
+    return parser.parse_args()
+
+
+def _start_on_gpu() -> torch.device:
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
+    return device
+
+
+def _start_alone(world: int) -> torch.device:
+    """Rank 0 of a world of which there is nothing else."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
+    torch.set_num_threads(1)
+    _pretend_flash_attn()
+    return torch.device("cpu")
+
+
+def _pretend_flash_attn() -> None:
+    """A flash-attn that computes nothing, with the arguments of the real one."""
+
+    def forward(
+        q: Any, k: Any, v: Any, dropout_p: Any, softmax_scale: Any, causal: Any, window_size_left: Any,
+        window_size_right: Any, softcap: Any, alibi_slopes: Any, return_softmax: Any,
+    ) -> Any:  # fmt: skip
+        lse = torch.empty(q.shape[0], q.shape[2], q.shape[1])
+        return torch.empty_like(q), lse, lse, lse
+
+    def backward(
+        dout: Any, q: Any, k: Any, v: Any, out: Any, softmax_lse: Any, dq: Any, dk: Any, dv: Any, dropout_p: Any,
+        softmax_scale: Any, causal: Any, window_size_left: Any, window_size_right: Any, softcap: Any,
+        alibi_slopes: Any, deterministic: Any, rng_state: Any = None,
+    ) -> Any:  # fmt: skip
+        return softmax_lse
+
+    interface = types.ModuleType("flash_attn.flash_attn_interface")
+    names = ("_flash_attn_forward", "_flash_attn_varlen_forward", "_flash_attn_backward", "_flash_attn_varlen_backward")
+    for name, function in zip(names, (forward, forward, backward, backward), strict=True):
+        setattr(interface, name, function)
+    package = types.ModuleType("flash_attn")
+    package.flash_attn_interface = interface  # type: ignore[attr-defined]
+    sys.modules |= {"flash_attn": package, "flash_attn.flash_attn_interface": interface}
+
+
+def _bodies(options: argparse.Namespace, device: torch.device) -> dict[tuple[str, str, str], Body]:
+    torch.manual_seed(dist.get_rank())
+    # A CPU's arithmetic must not count, a GPU's does not.
+    shape = (1, options.tokens, 8, 128) if device.type == "cuda" else (1, 16, 2, 8)
+    q, k, v, dout = (torch.randn(shape, device=device).bfloat16() for _ in range(4))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+
+    def body(attention: Callable[..., Any]) -> Body:
+        return lambda: torch.autograd.grad(attention(*leaves), leaves, dout)
+
+    found = {}
+    for kernel in options.kernels.split(",") if device.type == "cuda" else ["null"]:
+        for name in options.ours.split(","):
+            for hops in options.hops.split(",") if device.type == "cuda" else ["nccl"]:
+                if hops == "nccl" or name not in ("ulysses", "megatron", "allgather"):
+                    label = name if hops == "nccl" else f"{name} (copied hops)"
+                    found["ringprof", label, kernel] = body(_ours(name, kernel, hops))
+    others, missing = peers([(2, dist.get_world_size() // 2)])
+    if dist.get_rank() == 0:
+        print(*missing, sep="\n", flush=True)
+    for peer in others:
+        found[peer.system, peer.name, "flash-attn" if device.type == "cuda" else "null"] = body(peer.function)
+    return found
+
+
+def _ours(name: str, kernel: str, hops: str) -> Callable[..., Any]:
+    if kernel != "null":
+        strategy = create(name, kernel=kernel, hops=hops)
+        return lambda q, k, v: strategy.attention(q, k, v, causal=True)
+    alone = Agreement("", dict.fromkeys(range(dist.get_world_size()), 0), {})
+    with patch.object(communicator, "agree", lambda *_: alone):
+        strategy = create(name)
+    # As on a GPU, where hops of this size are not worth the kernel calls that hide them.
+    strategy.hides_last_hop = lambda travelling: False
+    idle = IdleKernel()
+    strategy.kernel_for = lambda q: idle
+    return lambda q, k, v: strategy.attention(q, k, v, causal=True)
+
+
+def _measure(bodies: dict[Any, Body], rounds: int, device: torch.device) -> dict[Any, list[float]]:
+    """Microseconds of every pass, in turns."""
+    bodies = {key: body for key, body in bodies.items() if _runs(key, body)}
+    times: dict[Any, list[float]] = {key: [] for key in bodies}
+    for _ in range(rounds):
+        for key, body in bodies.items():
+            if device.type == "cuda":
+                dist.barrier()
+                torch.cuda.synchronize()
+            start = time.perf_counter()
+            body()
+            times[key].append((time.perf_counter() - start) * 1e6)
+    return times
+
+
+def _runs(key: tuple[str, ...], body: Body) -> bool:
+    """Whether it can be run here at all, warmed up by then; says why not."""
+    try:
+        for _ in range(5):
+            body()
+    except Exception as error:
+        print(f"{' '.join(key)}: {type(error).__name__}: {error}", flush=True)
+        return False
+    return True
+
+
+def _rows(times: dict[Any, list[float]], world: int) -> list[dict[str, Any]]:
+    medians = {key: statistics.median(found) for key, found in times.items()}
+    base = next((medians[key] for key in medians if key[:2] == ("ring-flash-attn", "zigzag")), None)
+    return [
+        {
+            "world": world, "system": system, "strategy": name, "kernel": kernel, "us": median,
+            "p10_us": statistics.quantiles(times[system, name, kernel], n=10)[0],
+            "p90_us": statistics.quantiles(times[system, name, kernel], n=10)[-1],
+            "ratio": median / base if base else None,
+        }
+        for (system, name, kernel), median in medians.items()
+    ]  # fmt: skip
+
+
+def _lines(rows: list[dict[str, Any]]) -> list[str]:
+    lines = [f"{'ranks':>5}  {'system':<16}{'strategy':<34}{'kernel':<11}{'us':>8}{'p10':>8}{'p90':>8}{'ratio':>7}"]
+    for row in rows:
+        ratio = "-" if row["ratio"] is None else f"{row['ratio']:.2f}"
+        lines.append(
+            f"{row['world']:>5}  {row['system']:<16}{row['strategy']:<34}{row['kernel']:<11}{row['us']:>8.0f}"
+            f"{row['p10_us']:>8.0f}{row['p90_us']:>8.0f}{ratio:>7}"
+        )
+    return lines
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,153 @@
+"""Strategies on several GPUs: cuDNN's plans in any order, CUDA graphs, and passes that never wait for the device."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from ringprof.strategies import create
+from ringprof.strategies.kernels import ReferenceKernel
+from tests.strategies.cases import CASES, Case
+from tests.strategies.gpu_ranks import SIZES, needs_two_gpus, run_gpu_ranks
+
+pytestmark = [pytest.mark.gpu, needs_two_gpus]
+SEQ, HEAD_DIM = 1024, 128
+SHAPES = [(1, 8, 8), (2, 8, 2), (3, 8, 4)]
+"""batch, heads, kv heads"""
+
+
+def full_inputs(batch: int, heads: int, kv_heads: int) -> list[Tensor]:
+    generator = torch.Generator("cuda").manual_seed(batch)
+    counts = (heads, kv_heads, kv_heads, heads)
+    shapes = [(batch, SEQ, count, HEAD_DIM) for count in counts]
+    return [torch.randn(shape, generator=generator, device="cuda").bfloat16() for shape in shapes]
+
+
+def truth_of(full: list[Tensor], causal: bool) -> list[Tensor]:
+    q, k, v, dout = (x.double() for x in full)
+    kernel = ReferenceKernel()
+    out, lse = kernel.forward(q, k, v, scale=HEAD_DIM**-0.5, causal=causal)
+    return [out, *kernel.backward(dout, q, k, v, lse, out=out, scale=HEAD_DIM**-0.5, causal=causal)]
+
+
+def error(value: Tensor, truth: Tensor) -> float:
+    return float((value.double() - truth).norm() / truth.norm())
+
+
+def by_strategy(case: Case, hops: str, full: list[Tensor], causal: bool) -> list[Tensor]:
+    carries = "nccl" if case.name in ("ulysses", "megatron", "allgather") else hops
+    strategy = create(case.name, kernel="cudnn", hops=carries, **case.params)
+    leaves = [strategy.shard(x).requires_grad_() for x in full[:3]]
+    out = strategy.attention(*leaves, causal=causal)
+    gradients = torch.autograd.grad(out, leaves, strategy.shard(full[3]))
+    return [strategy.unshard(x.detach()) for x in (out, *gradients)]
+
+
+def by_torch(layout: str, full: list[Tensor], causal: bool) -> list[Tensor]:
+    """A user's own attention, on (B, S, H, D) memory turned round or on (B, H, S, D) memory."""
+    turned = [x.transpose(1, 2) for x in full]
+    q, k, v, dout = (x.contiguous() if layout == "bhsd" else x for x in turned)
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    with sdpa_kernel([SDPBackend.CUDNN_ATTENTION]):
+        out = scaled_dot_product_attention(leaves[0], leaves[1], leaves[2], is_causal=causal, enable_gqa=True)
+    gradients = torch.autograd.grad(out, leaves, dout)
+    return [x.detach().transpose(1, 2) for x in (out, *gradients)]
+
+
+def in_random_order(rank: int, size: int, seed: int) -> list[str]:
+    """All strategies and torch's own attention in one process, shapes and masks mixed; what is off by over 2 %."""
+    draw = random.Random(seed)
+    kinds: list[tuple[Case | str, str]] = [("bshd", ""), ("bhsd", "")]
+    kinds += [(case, hops) for case in CASES if size in case.worlds for hops in ("nccl", "copy")]
+    jobs = [(shape, causal, kind) for shape in SHAPES for causal in (True, False) for kind in kinds]
+    draw.shuffle(jobs)
+    known: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
+    wrong = []
+    for place, (shape, causal, (who, hops)) in enumerate(jobs):
+        if (shape, causal) not in known:
+            full = full_inputs(*shape)
+            known[shape, causal] = full, truth_of(full, causal)
+        full, truth = known[shape, causal]
+        results = by_torch(who, full, causal) if isinstance(who, str) else by_strategy(who, hops, full, causal)
+        worst = max(error(value, true) for value, true in zip(results, truth, strict=True))
+        # Not "worst > 0.02": NaN must not pass.
+        if not worst < 0.02:
+            wrong.append(f"{place}: {who} {hops} {shape} causal={causal}: {worst:.2g}")
+    return wrong
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("size", SIZES[:1])
+def test_cudnn_is_right_whatever_ran_before(size, seed):
+    for wrong in run_gpu_ranks(size, in_random_order, size, seed):
+        assert wrong == []
+
+
+def graphed(rank: int, kernel: str) -> list[str]:
+    """Cases whose replayed pass differs from an ordinary one, on inputs that came after the capture."""
+    wrong = []
+    for case in [case for case in CASES if 2 in case.worlds]:
+        strategy = create(case.name, kernel=kernel, **case.params)
+        draws = [full_inputs(1, 8, 4), [x.flip(1) for x in full_inputs(1, 8, 4)]]
+        held = [strategy.shard(x).requires_grad_(i < 3) for i, x in enumerate(draws[0])]
+
+        def once(held: list[Tensor] = held, strategy: Any = strategy) -> list[Tensor]:
+            out = strategy.attention(*held[:3])
+            return [out.detach(), *torch.autograd.grad(out, held[:3], held[3])]
+
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                once()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            results = once()
+        with torch.no_grad():
+            for place, x in zip(held, draws[1], strict=True):
+                place.copy_(strategy.shard(x))
+        for _ in range(2):
+            graph.replay()
+        replayed = [x.clone() for x in results]
+        expected = once()
+        worst = max(error(x, y.double()) for x, y in zip(replayed, expected, strict=True))
+        if not worst < 5e-3:
+            wrong.append(f"{case}: {worst:.2g}")
+        torch.cuda.synchronize()
+    return wrong
+
+
+@pytest.mark.parametrize("kernel", ["torch-flash", "cudnn"])
+def test_a_pass_can_be_captured_in_a_cuda_graph(kernel):
+    for wrong in run_gpu_ranks(2, graphed, kernel):
+        assert wrong == []
+
+
+def without_waiting(rank: int) -> list[str]:
+    """Cases in which a pass, with a gradient through the LSE, waits for the device after the first calls."""
+    waiting = []
+    for case in [case for case in CASES if 2 in case.worlds]:
+        for hops in ("nccl", "copy") if case.name not in ("ulysses", "megatron", "allgather") else ("nccl",):
+            strategy = create(case.name, kernel="cudnn", hops=hops, **case.params)
+            leaves = [strategy.shard(x).requires_grad_() for x in full_inputs(1, 8, 4)[:3]]
+            for turn in range(3):
+                torch.cuda.set_sync_debug_mode("error" if turn == 2 else "default")
+                try:
+                    out, lse = strategy.attention(*leaves, return_lse=True)
+                    (out.float().sum() + lse.sum()).backward()
+                except RuntimeError as problem:
+                    waiting.append(f"{case} {hops}: {problem}")
+                torch.cuda.set_sync_debug_mode("default")
+    return waiting
+
+
+def test_neither_pass_waits_for_the_device():
+    for waiting in run_gpu_ranks(2, without_waiting):
+        assert waiting == []
