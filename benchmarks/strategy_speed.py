@@ -2,15 +2,16 @@
 
     torchrun --nproc-per-node 8 benchmarks/strategy_speed.py --config 131072:40:40 --config 65536:32:8
     torchrun --nproc-per-node 8 benchmarks/strategy_speed.py --config 524288:40:40 --ours zigzag,burst --kernels cudnn
-    torchrun --nproc-per-node 2 benchmarks/strategy_speed.py --grid --ours zigzag --no-solo --seconds-in-all 500 --out grid.json
+    torchrun --nproc-per-node 2 benchmarks/strategy_speed.py --grid --ours zigzag --no-solo --seconds-in-all 500
 
 Forward alone, and forward and backward, bf16, head_dim 128, causal. All competitors of a configuration are timed in
 turns, round after round, because a hot GPU is several percent slower than a cool one; solo is the strategy's own blocks
 back to back, nothing merged, nothing sent. Peers: ring-flash-attn and yunchang, where they and flash-attn can be
-imported, and torch's own context parallelism; before anything is timed their results are held against ours. Speed counts
-the model's FLOPs (docs/definitions.md), the slowest rank's time each iteration; memory is the peak above what was there
-before, inputs included. A configuration is SEQ:HEADS:KV_HEADS; the grid has 1,024 to 65,536 tokens a GPU and four ratios
-of heads, small ones first. With --seconds-in-all no configuration is begun that is not likely to end in time.
+imported, and torch's own context parallelism; before anything is timed their results are held against ours. Speed
+counts the model's FLOPs (docs/definitions.md), the slowest rank's time each iteration; memory is the peak above what
+was there before, inputs included. A configuration is SEQ:HEADS:KV_HEADS; the grid has 1,024 to 65,536 tokens a GPU and
+four ratios of heads, small ones first. With --seconds-in-all no configuration is begun that is not likely to end in
+time; with --out every configuration is written when it is done.
 
 Two emulated hosts, halves that talk over sockets:
 
@@ -178,9 +179,8 @@ def _check(found: list[Peer], device: torch.device, options: argparse.Namespace)
 def _measure(config: str, found: list[Peer], device: torch.device, options: argparse.Namespace) -> list[dict[str, Any]]:
     seq, heads, kv_heads = map(int, config.split(":"))
     workload = Workload(batch=1, seq=seq, heads=heads, kv_heads=kv_heads, head_dim=128, causal=True, dtype="bf16")
-    competitors = [
-        one for one in _competitors(workload, found, device, options) if _prepare(one, device, solo=not options.no_solo)
-    ]
+    candidates = _competitors(workload, found, device, options)
+    competitors = [one for one in candidates if _prepare(one, device, solo=not options.no_solo)]
     counts = [max(1, round(options.seconds * 1e9 / one.times_ns.pop())) for one in competitors]
     for _ in range(options.rounds):
         for one, count in zip(competitors, counts, strict=True):
@@ -210,9 +210,8 @@ def _competitors(
                 inputs = inputs or (problem.q, problem.k, problem.v, problem.dout)
                 label = text if hops == "nccl" else f"{text} (copied hops)"
                 forward = partial(strategy.attention, *inputs[:3], causal=True)
-                rows.append(
-                    Competitor("ringprof", label, kernel, problem.iteration, forward, inputs, strategy=strategy)
-                )
+                body = problem.iteration
+                rows.append(Competitor("ringprof", label, kernel, body, forward, inputs, strategy=strategy))
     assert inputs is not None
     for one in [one for one in found if one.kernel in options.kernels]:
         forward = partial(one.function, *inputs[:3])

@@ -128,8 +128,8 @@ def _request(options: dict[str, Any]) -> Request:
         backward=not options["forward_only"],
     )
     same = (
-        "strategy", "kernel", "hops", "cuda_graph", "device", "world", "ranks_per_host", "warmup", "iters", "profile_iters",
-        "controls", "verify", "output", "force", "time_limit",
+        "strategy", "kernel", "hops", "cuda_graph", "device", "world", "ranks_per_host", "warmup", "iters",
+        "profile_iters", "controls", "verify", "output", "force", "time_limit",
     )  # fmt: skip
     return Request(
         workload=workload,

@@ -56,8 +56,8 @@ def test_a_kernel_agrees_with_float64(name, dtype, head_dim):
     # One rounding is at most half of eps of a value, a few of them stay below 2.5 eps. In fp32 TF32 is not enough.
     allowed = 2.5 * torch.finfo(dtype).eps if dtype != torch.float32 else 1e-5
     wrong = []
-    for *sizes, causal in BLOCKS:
-        q, k, v, dout = _tensors(*sizes, head_dim=head_dim, dtype=dtype)
+    for batch, heads, kv_heads, queries, keys, causal in BLOCKS:
+        q, k, v, dout = _tensors(batch, heads, kv_heads, queries, keys, head_dim, dtype)
         out, lse = kernel.forward(q, k, v, scale=scale, causal=causal)
         wq, wk, wv, wdout = (tensor.double() for tensor in (q, k, v, dout))
         true_out, true_lse = ReferenceKernel().forward(wq, wk, wv, scale=scale, causal=causal)
@@ -67,6 +67,7 @@ def test_a_kernel_agrees_with_float64(name, dtype, head_dim):
             gradients = kernel.backward(dout, q, k, v, lse, out=row[0], delta=row[1], scale=scale, causal=causal)
             errors += [_error(gradient, true) for gradient, true in zip(gradients, truth, strict=True)]
         if not all(found < allowed for found in errors):
+            sizes = (batch, heads, kv_heads, queries, keys)
             wrong.append(f"{sizes} causal={causal}: {' '.join(f'{found:.1e}' for found in errors)}")
     assert wrong == []
 
