@@ -6,12 +6,13 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Only files that git tracks: what was recorded or downloaded here is nobody's spelling.
 TEXT = $$(git ls-files '*.py' '*.md' '*.toml' '*.cfg' '*.j2' '*.js' '*.css' Makefile 2>/dev/null)
 
-.PHONY: help demo test test-all docs lint clean
+.PHONY: help demo test test-all docs lint release clean
 help:
 	@echo 'make demo      record a small run and show its report (first result, a few minutes)'
 	@echo 'make test      linters, types, import contracts and the core tests'
 	@echo 'make test-all  make test, the long tiers, and the analysis side on every Python found'
 	@echo 'make docs      the reference of the Python API, from its docstrings'
+	@echo 'make release   wheel and sdist in dist/, checked and tried in fresh environments; publishes nothing'
 	@echo 'make clean     remove .venv/ and caches'
 
 demo: $(VENV)/.record
@@ -32,6 +33,10 @@ test-all: test
 
 docs: $(VENV)/.dev
 	$(BIN)/python scripts/build_docs.py
+
+release: $(VENV)/.dev
+	@test -z "$$(git status --porcelain)" || { echo 'a release is made of what is committed; commit first'; exit 1; }
+	@$(BIN)/python scripts/release.py
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

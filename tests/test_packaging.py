@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import configparser
+import re
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
 import pytest
 
 import ringprof
-from tests.paths import ROOT
+from tests.paths import ROOT, tracked_files
 
 
 def test_every_subpackage_is_listed() -> None:
@@ -53,29 +55,69 @@ def test_a_second_copy_of_the_strategies_cannot_be_imported() -> None:
     assert "import ringprof.strategies" in done.stderr
 
 
-@pytest.mark.long
-def test_a_wheel_holds_the_strategies_under_ringprof_and_installs(tmp_path: Path) -> None:
-    """From a copy without the link, as a zip archive leaves it; beside a folder strategies/ of the user's own."""
-    source = tmp_path / "source"
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    for name in filter(None, listed.split("\0")):
-        if not (ROOT / name).is_symlink() and (ROOT / name).exists():
-            target = source / name
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes((ROOT / name).read_bytes())
-    subprocess.run(
-        [sys.executable, "-m", "pip", "wheel", "--no-deps", "-q", "-w", str(tmp_path), str(source)], check=True
+def stated_version(name: str, pattern: str) -> str:
+    found = re.search(pattern, (ROOT / name).read_text("utf-8"), re.MULTILINE)
+    assert found, name
+    return found[1]
+
+
+def test_a_version_that_can_be_cited() -> None:
+    released = stated_version("CHANGELOG.md", r"^## \[(\d.*)\] - ")
+    assert stated_version("CITATION.cff", "^version: (.*)$") == released == ringprof.__version__
+    day = stated_version("CHANGELOG.md", rf"^## \[{re.escape(released)}\] - (.*)$")
+    assert stated_version("CITATION.cff", "^date-released: (.*)$") == day
+    assert stated_version("CITATION.cff", "^license: (.*)$") == stated_version(
+        "setup.cfg", "^license_expression = (.*)$"
     )
-    (wheel,) = tmp_path.glob("*.whl")
-    names = zipfile.ZipFile(wheel).namelist()
-    assert {name.split("/")[0] for name in names} == {"ringprof", f"ringprof-{ringprof.__version__}.dist-info"}
-    on_disk = {f"ringprof/strategies/{path.name}" for path in (ROOT / "strategies").glob("*.py")}
-    assert on_disk <= set(names)
+
+
+@pytest.fixture(scope="module")
+def released(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """``make release`` in a copy without the link, as a zip archive leaves it: the folder, and what it printed."""
+    source = tmp_path_factory.mktemp("a zip archive")
+    for name in tracked_files():
+        if not (ROOT / name).is_symlink():
+            (source / name).parent.mkdir(parents=True, exist_ok=True)
+            (source / name).write_bytes((ROOT / name).read_bytes())
+    folder = tmp_path_factory.mktemp("release")
+    command = [sys.executable, str(source / "scripts" / "release.py"), str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return folder, done.stdout
+
+
+@pytest.mark.long
+def test_a_release_is_checked_and_works_in_fresh_environments(released: tuple[Path, str]) -> None:
+    lines = released[1].splitlines()
+    assert lines[0] == f"ringprof {ringprof.__version__}, Apache-2.0"
+    assert [line.endswith("installs and works") for line in lines[1:]] == [True, True]
+
+
+@pytest.mark.long
+def test_what_a_release_holds(released: tuple[Path, str]) -> None:
+    (wheel,), (sdist,) = released[0].glob("*.whl"), released[0].glob("*.tar.gz")
+    package = {name for name in tracked_files() if name.startswith("ringprof/") and not (ROOT / name).is_symlink()}
+    strategies = {name for name in tracked_files() if name.startswith("strategies/")}
+    info = f"ringprof-{ringprof.__version__}.dist-info"
+    written = {"licenses/LICENSE", "METADATA", "WHEEL", "entry_points.txt", "top_level.txt", "RECORD"}
+    installed = package | {f"ringprof/{name}" for name in strategies}
+    assert set(zipfile.ZipFile(wheel).namelist()) == installed | {f"{info}/{name}" for name in written}
+    with tarfile.open(sdist) as archive:
+        members = {member.name.partition("/")[2] for member in archive.getmembers() if member.isfile()}
+    texts = {"README.md", "LICENSE", "CHANGELOG.md", "CITATION.cff", "MANIFEST.in", "pyproject.toml", "setup.cfg"}
+    made = {"PKG-INFO"} | {name for name in members if name.startswith("ringprof.egg-info/")}
+    assert members == package | strategies | texts | made
+
+
+@pytest.mark.long
+def test_beside_a_folder_of_the_same_name(released: tuple[Path, str], tmp_path: Path) -> None:
+    """The user's own folder strategies/ is not what ``ringprof.strategies`` imports."""
+    (wheel,) = released[0].glob("*.whl")
     site, hostile = tmp_path / "site", tmp_path / "work"
     install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(site), str(wheel)]
     subprocess.run(install, check=True)
     (hostile / "strategies").mkdir(parents=True)
-    (hostile / "strategies" / "__init__.py").write_text("raise AssertionError('the user\\'s own folder was imported')")
+    (hostile / "strategies" / "__init__.py").write_text("raise AssertionError('the user's own folder was imported')")
     program = "import ringprof.strategies as s; print(s.__file__, *s.names())"
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=hostile, env={"PYTHONPATH": str(site)}, capture_output=True, text=True
