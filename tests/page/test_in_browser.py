@@ -10,11 +10,10 @@ import pytest
 
 from tests.loaded import analysis
 from tests.page.test_page import HOSTILE, page_of
-from tests.paths import TRACES
+from tests.paths import COMMITTED, TRACES
 
 browser = pytest.importorskip("tests.page.browser", reason="websocket-client is not installed", exc_type=ImportError)
 pytestmark = pytest.mark.skipif(browser.CHROMIUM is None, reason="no Chromium here")
-RUNS = sorted(path.parent for path in TRACES.glob("*/run.json"))
 _LABEL = "ms from the first activity"
 TIMELINE = f"Bokeh.documents[0].roots().find(one => one.below?.some(part => part.axis_label === '{_LABEL}'))"
 
@@ -49,7 +48,7 @@ def test_a_page_opens_from_disk_with_its_figures(tab: Any, tmp_path: Path) -> No
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("folder", RUNS, ids=lambda path: path.name)
+@pytest.mark.parametrize("folder", COMMITTED, ids=lambda path: path.name)
 def test_every_committed_run_opens_from_disk(tab: Any, folder: Path, tmp_path: Path) -> None:
     opened(tab, folder, tmp_path)
     check_figures(tab, folder)

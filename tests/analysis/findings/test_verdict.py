@@ -13,7 +13,7 @@ from tests.analysis.rings import MERGE, everybody, ring_pass
 from tests.analysis.test_real_runs import NVLINK, TWO_HOSTS, attribution_of
 from tests.analysis.timeline.test_cpu import example as cpu_example
 from tests.loaded import analysis
-from tests.paths import TRACES
+from tests.paths import COMMITTED, TRACES
 
 
 def verdict(*builders):
@@ -108,9 +108,7 @@ def test_a_cpu_run_speaks_of_blocked_time():
     assert "time blocked in waiting for a transfer" in verdict(cpu_example())[0]
 
 
-@pytest.mark.parametrize(
-    "folder", sorted(path.parent for path in TRACES.glob("*/run.json")), ids=lambda path: path.name
-)
+@pytest.mark.parametrize("folder", COMMITTED, ids=lambda path: path.name)
 def test_no_verdict_has_more_than_three_lines(folder):
     lines = verdict_of(folder)
     assert 1 <= len(lines) <= 3

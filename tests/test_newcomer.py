@@ -1,0 +1,31 @@
+"""What a newcomer does first, in a fresh clone: ``make demo``, then ``make test``, and both again."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.paths import ROOT
+
+FEW = "-q tests/test_run.py tests/test_docs.py tests/report/test_text.py"
+"""All linters run, and of the tests some that read what a demo leaves beside the committed runs."""
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_the_two_commands_of_the_readme_twice(tmp_path: Path) -> None:
+    clone = tmp_path / "a clone"
+    subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)
+    surroundings = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    for _ in range(2):
+        for words in (["demo"], ["test", f"PYTEST={FEW}"]):
+            command = ["make", *words, f"PYTHON={sys.executable}"]
+            done = subprocess.run(command, cwd=clone, env=surroundings, capture_output=True, text=True, check=False)
+            assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    status = subprocess.run(["git", "status", "--porcelain"], cwd=clone, capture_output=True, text=True, check=True)
+    assert status.stdout == ""
+    assert len(list((clone / "traces").glob("2*-burst-*/run.json"))) == 2
