@@ -10,8 +10,8 @@ from pathlib import Path
 from ringprof.claim import OWNER_FILE, abandoned, claim, clear_abandoned, release, sees
 from tests.record.command import environment
 
-HOLD = "import sys, time, pathlib; from ringprof.claim import claim; "
-HOLD += "claim(pathlib.Path(sys.argv[1])); print('held', flush=True); time.sleep(100)"
+HOLD = "import sys, pathlib; from ringprof.claim import claim; "
+HOLD += "claim(pathlib.Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
 
 
 def partial(parent: Path, name: str) -> Path:
@@ -23,8 +23,9 @@ def partial(parent: Path, name: str) -> Path:
 def holder(folder: Path) -> subprocess.Popen[str]:
     """Another process that is writing a run."""
     process = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(folder)], env=environment(), stdout=subprocess.PIPE, text=True
-    )
+        [sys.executable, "-c", HOLD, str(folder)],
+        env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
     assert process.stdout is not None and process.stdout.readline() == "held\n"
     return process
 
@@ -45,7 +46,7 @@ def test_only_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
         (other / OWNER_FILE).write_text('{"token": "t", "machine": "elsewhere 1"}')
         assert clear_abandoned(tmp_path) == [] and not abandoned(theirs)
         process.send_signal(signal.SIGKILL)
-        process.wait(10)
+        process.wait()
         assert abandoned(theirs) and clear_abandoned(tmp_path) == [theirs.name]
     assert sorted(tmp_path.iterdir()) == sorted([mine, foreign, other])
     release(mine)

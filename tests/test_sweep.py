@@ -25,6 +25,7 @@ from ringprof.run import Controls, Workload, write_run
 from ringprof.scale.pipeline import attribute
 from tests.analysis.findings.test_summary import ring_with_compute
 from tests.analysis.recorded import recorded_run
+from tests.paths import ROOT
 
 BASE = Request(workload=Workload(seq=1, heads=8, kv_heads=8, head_dim=64), strategy="")
 
@@ -162,6 +163,8 @@ def test_wrong_usage_is_one_line(capsys, tmp_path, monkeypatch, arguments, part)
 
 def test_a_real_sweep_on_two_ranks_and_again(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    # This checkout, whatever is installed.
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     small = ["--heads", "2", "--head-dim", "16", "--iters", "2", "--world", "2", "--device", "cpu"]
     arguments = ["bench", "--strategies", "zigzag", "--seq", "256,258", *small]
     assert cli.run(arguments) == 0

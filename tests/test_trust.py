@@ -132,9 +132,9 @@ def test_no_text_holds_up_a_pattern(key: tuple[Any, int]) -> None:
     for text in hostile(pattern):
         given = text.encode() if isinstance(pattern.pattern, bytes) else text
         for way in ways:
-            begin = time.monotonic()
+            begin = time.process_time()
             way(given)
-            spent = time.monotonic() - begin
+            spent = time.process_time() - begin
             assert spent < SLOW_S, f"{way.__name__} took {spent:.1f} s on {text[:40]!r}..."
 
 

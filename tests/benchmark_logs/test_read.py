@@ -173,6 +173,6 @@ def test_damage_never_raises(data: st.DataObject) -> None:
     ],
 )
 def test_time_is_linear_on_hostile_text(text: str) -> None:
-    start = time.perf_counter()
+    start = time.process_time()
     has_rows(text)
-    assert time.perf_counter() - start < 5
+    assert time.process_time() - start < 5

@@ -22,9 +22,9 @@ def test_the_corpus(target: str) -> None:
     inputs = sorted((CORPUS / target).iterdir())
     assert inputs
     for path in inputs:
-        begin = time.monotonic()
+        begin = time.process_time()
         one_input(target, path.read_bytes())
-        assert time.monotonic() - begin < 10, path
+        assert time.process_time() - begin < 10, path
 
 
 def test_the_corpus_is_small() -> None:

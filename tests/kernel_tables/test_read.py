@@ -214,8 +214,8 @@ def test_damage_never_raises_anything_else(data: st.DataObject) -> None:
     ],
 )
 def test_time_is_linear_on_hostile_text(text: str) -> None:
-    start = time.perf_counter()
+    start = time.process_time()
     if has_table(text):
         with contextlib.suppress(KernelTableError):
             read_tables(text, "log")
-    assert time.perf_counter() - start < 5
+    assert time.process_time() - start < 5
