@@ -110,3 +110,26 @@ def test_the_same_warning_of_many_ranks_is_one():
         b.run(NCCL, 1100, 1200, launched=30)
     (warning,) = attribute_all(*builders).warnings
     assert (warning.code, warning.count, warning.rank) == ("no_record", 4, None)
+
+
+def test_what_warnings_say():
+    """Whole messages, and one warning where several ranks say the same."""
+    b = Builder().run(FLASH, 0, 10, device=0).run(FLASH, 20, 30, device=0).run(FLASH, 40, 50, device=1)
+    (warning,) = attribute([b.trace("a.json")]).warnings[:1]
+    assert warning.message == "a.json: of 2 devices only 0 is reported; 1 activities ran on others"
+    builders = [Builder(rank=rank, world_size=2, host=f"node{rank}") for rank in range(2)]
+    for rank, b in enumerate(builders):
+        for number in range(10):
+            at = 10_000_000 * number + 3_000_000 * rank
+            b.batch(
+                1000 * number + 500, at, at + 1_000_000, to=1 - rank, source=1 - rank, tensors=1,
+                group_ranks=(0, 1), group_size=2,
+            )  # fmt: skip
+    said = {warning.code: warning.message for warning in attribute([b.trace() for b in builders]).warnings}
+    assert said["clocks_fitted"].startswith(
+        "the clocks of 2 hosts are aligned by their transfers, not known to agree: offsets up to 3000.0 us, "
+        "the largest residual is "
+    )
+    silent = [Builder(rank=rank, world_size=2).run(NCCL, 0, 10, launched=1) for rank in range(2)]
+    found = [one for one in attribute([b.trace() for b in silent]).warnings if one.code == "no_record"]
+    assert [(one.count, one.rank) for one in found] == [(2, None)]

@@ -16,10 +16,12 @@ from ringprof import api
 from ringprof.errors import InputError
 from ringprof.scale import pipeline
 from ringprof.trace.detect import Input
-from tests.paths import TRACES
+from ringprof.trace.reduced import reduce_trace
+from tests.analysis.build import NCCL, Builder, collective
+from tests.paths import COMMITTED, TRACES
 from tests.scale.runs import real_ring, write_ring
 
-RECORDED = sorted(folder.name for folder in TRACES.iterdir() if folder.is_dir())
+RECORDED = [folder.name for folder in COMMITTED]
 
 
 @pytest.fixture
@@ -204,3 +206,19 @@ def test_details_live_as_long_as_a_rank_does(few_at_a_time):
     rank = few_at_a_time(TRACES / RECORDED[-1]).attribution.ranks[1]
     gc.collect()
     assert rank.hops == together.hops
+
+
+def test_a_host_of_unequal_ranks_tells_its_clock_by_the_one_that_ends_first(few_at_a_time, tmp_path):
+    """All need all: rank 3, until 700, ended after rank 1 began, at 1000: the clocks are 300 to 9000 us apart."""
+    spans_us = [(0, 9000), (1000, 9000), (0, 9000), (0, 700)]
+    for rank, (start, end) in enumerate(spans_us):
+        builder = Builder(rank=rank, host=f"node{rank // 2}")
+        for number in range(10):
+            begin, own = 10_000 * number, collective("allreduce", elements=1 << 20)
+            builder.run(
+                NCCL, 1000 * (begin + start), 1000 * (begin + end), launched=100 * number + 1, own=own, stream=20
+            )
+        (tmp_path / f"rank{rank}.ringprof").write_bytes(reduce_trace(builder.trace()))
+    for run in (loaded(tmp_path), few_at_a_time(tmp_path)):
+        (pair,) = run.attribution.clocks.pairs
+        assert (pair.hosts, pair.residual_ns) == (("node0", "node1"), 4_350_000)

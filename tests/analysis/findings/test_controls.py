@@ -17,6 +17,7 @@ from ringprof.report import as_json
 from ringprof.report.terminal import Look, render
 from ringprof.run import Controls, Profiled, Workload, read_run, write_run
 from ringprof.scale.pipeline import attribute
+from tests.analysis.build import FLASH, Builder
 from tests.analysis.findings.test_summary import ring_with_compute
 from tests.analysis.recorded import recorded_run
 
@@ -139,3 +140,20 @@ def test_the_waterfalls_slowdown_is_the_attention_time_above_the_solo_time():
     summary = replace(summarise(attribution), devices=("NVIDIA H200",))
     parts = {part.part: part for part in find_waterfall(attribution, summary).parts}
     assert parts["slowdown"].time_ns == (4600 - 4200) / 4
+
+
+def test_the_slowdown_is_that_of_one_profiled_iteration_though_there_be_two():
+    builders = [Builder(rank=rank) for rank in range(4)]
+    for rank, b in enumerate(builders):
+        for begin in (0, 10_000):
+            b.mark("ringprof::iteration", begin, begin + 5_000)
+            b.run(FLASH, begin + 1_000, begin + 2_000 + 100 * rank, launched=begin + 10)
+    attribution = attribute([b.trace() for b in builders], recorded_run(controls=CONTROLS))
+    assert [len(rank.iteration_ns) for rank in attribution.ranks] == [2] * 4
+    controls = summarise(attribution).rates.controls
+    assert controls is not None and controls.flash_slowdown == pytest.approx(9200 / 8400 - 1)
+
+
+def test_ranks_that_the_controls_do_not_know_have_no_slowdown():
+    c = found(solo_ns=SOLO[:3], solo_flops=[10**9] * 3).summary.rates.controls
+    assert c is not None and c.flash_slowdown is None and c.solo_ns == 1000

@@ -15,6 +15,7 @@ from ringprof.scale.pipeline import attribute
 from tests.analysis.build import FLASH, Builder
 from tests.analysis.recorded import recorded_run
 from tests.analysis.rings import LENGTH, MERGING, causal, everybody, ring_pass
+from tests.analysis.transfers.test_hops import ring
 from tests.loaded import analysis
 from tests.paths import ROOT
 
@@ -185,6 +186,7 @@ def test_a_run_slower_than_its_peak_starts_at_the_peak():
 def test_the_frame_has_the_parts():
     run = analysis(RUNS[0])
     frame = run.waterfall()
+    assert list(frame.columns) == ["part", "time_ns", "share", "tflops", "evidence"]
     assert frame["time_ns"].sum() == run.summary.slowest_wall_ns
     assert frame["share"].sum() == pytest.approx(1)
     assert np.isfinite(frame["tflops"].astype(float)).all()
@@ -193,3 +195,12 @@ def test_the_frame_has_the_parts():
 def test_work_of_another_size_than_the_traces_gives_no_rates():
     attribution = attribute([builder.trace() for builder in ring_pass()], recorded_run(world_size=8))
     assert waterfall_of(attribution).peak is None
+
+
+def test_communication_longer_than_computation_is_what_hiding_leaves():
+    # Blocks of 400 and 200, then a hop of 1000 that begins beside them: hidden, the hop is all that is left.
+    builders = ring([100, 100], [1100, 1100], world=2)
+    for b, time in zip(builders, (400, 200), strict=True):
+        b.run(FLASH, 0, time, launched=1)
+    bounds = waterfall_of(attribute([builder.trace() for builder in builders])).bounds
+    assert (bounds.free_ns, bounds.hidden_ns) == (400, 1000)

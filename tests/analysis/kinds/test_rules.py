@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ringprof.analysis.kinds.kinds import KINDS
+from ringprof.analysis.kinds.kinds import KIND, KINDS
 from ringprof.analysis.kinds.rules import RULES, kind_of_attention_operator, kind_of_collective, rule_for
 
 NAMES = {
@@ -99,6 +99,7 @@ NAMES = {
         "ringprof_merge",
         "ringprof_merge_accumulate",
         "fused_to_sub_sigmoid_sub_mul_sub",
+        "triton_poi_fused_sub_sigmoid_neg_mul_sub_1",
         "void thd_out_correction_kernel<float>",
         "thd_lse_kernel",
         "thd_grad_correction_kernel",
@@ -121,16 +122,76 @@ NAMES = {
 }
 
 
+GROUPS = {
+    "attention": ["flash_fwd", "flash_bwd"],
+    "compute": ["merge", "gemm", "other"],
+    "communication": [
+        "send_recv", "all_to_all", "all_gather", "reduce_scatter", "all_reduce", "broadcast", "copy_engine",
+        "comm_other",
+    ],
+    "memory": ["memcpy", "memset"],
+    "other_groups": ["other_groups"],
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, names in NAMES.items() for name in names])
 def test_every_family_is_told_by_its_name(kind, name):
     rule = rule_for(name)
     assert (rule.kind if rule else "other") == kind
 
 
+@pytest.mark.parametrize(
+    ("name", "family"),
+    [
+        ("ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", "NCCL"),
+        ("multimem_all_gather_kernel", "symmetric memory"),
+        ("put_signal_kernel", "symmetric memory"),
+        ("void vllm::cross_device_reduce_1stage<nv_bfloat16, 8>", "vLLM or TensorRT-LLM"),
+        ("kuserbuffers_pushrecv(int, int)", "userbuffers"),
+        ("nvshmemi_transfer_rma_kernel", "NVSHMEM"),
+        ("ringprof_merge", "ringprof"),
+        ("thd_lse_kernel", "Transformer Engine"),
+        ("fused_to_sub_sigmoid_sub_mul_sub", "ring-flash-attention"),
+        ("kernel_cutlass_kernel_FlashAttentionForwardCombine_0", "flash-attn 4"),
+        ("kernel_cutlass_kernel_FlashAttentionBackwardPreprocess_0", "flash-attn 4"),
+        ("void cutlass::device_kernel<flash::enable_sm90<flash::FlashAttnFwdSm90<2>>>", "flash-attn 3"),
+        ("void cutlass::device_kernel<flash::enable_sm90<flash::FlashAttnBwdSm90<2>>>", "flash-attn 3"),
+        ("void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128>>", "torch flash"),
+        ("void pytorch_flash::flash_bwd_dot_do_o_kernel<true>", "torch flash"),
+        ("void flash_fwd_kernel<Flash_fwd_kernel_traits<128, 128, 64, 4>>", "flash-attn 2"),
+        ("void flash_bwd_dot_do_o_kernel<true>(Flash_bwd_params)", "flash-attn 2"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16", "cuDNN"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16", "cuDNN"),
+        ("fmha_cutlassF_bf16_aligned_64x128_rf_sm80", "memory-efficient"),
+        ("fmha_cutlassB_bf16_aligned_64x64_k64_sm80", "memory-efficient"),
+        ("void ck_tile::kentry<1, FmhaFwdKernel<ck_tile::TileFmhaShape>>", "CK"),
+        ("void ck_fused_attn::dk_dv_reduce_thd<int>", "CK"),
+        ("_ZN5aiter34fmha_fwd_hd128_bf16_causal_rtne_groupE", "AITER"),
+        ("_ZN5aiter24fmha_fwd_bf16_causal_rtneE", "AITER"),
+        ("aiter::fmha_bwd_hd128_bf16_causal_a32_rtne_psskddv", "AITER"),
+        ("_attn_fwd", "Triton"),
+        ("_attn_bwd", "Triton"),
+        ("void flashinfer::BatchPrefillWithRaggedKVCacheKernel<2>", "FlashInfer"),
+        ("fmhaSm100fKernel_QkvBfloat16", "TensorRT-LLM"),
+        ("ringprof_row_product", ""),
+        ("nvjet_hsh_128x256_64x4_2x1_v_bz_coopA_TNT", "matrix product"),
+        ("__amd_rocclr_copyBuffer", "ROCm"),
+    ],
+)
+def test_whose_kernel_it_is(name, family):
+    rule = rule_for(name)
+    assert rule is not None and rule.family == family
+
+
 def test_the_case_of_a_name_does_not_matter():
     rule = rule_for("NCCLDEVKERNEL_SENDRECV")
     assert rule is not None
     assert rule.kind == "send_recv"
+
+
+def test_what_each_kind_counts_as():
+    assert {group: [kind.key for kind in KIND.values() if kind.group == group] for group in GROUPS} == GROUPS
+    assert sum(map(len, GROUPS.values())) == len(KINDS)
 
 
 def test_every_rule_is_of_a_known_kind():

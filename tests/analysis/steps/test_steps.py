@@ -12,7 +12,7 @@ import pytest
 from ringprof.analysis.rank import kept
 from ringprof.analysis.steps.steps import STEP_COLUMNS, steps_in_memory
 from ringprof.scale.pipeline import attribute
-from tests.analysis.build import FLASH, NCCL, Builder
+from tests.analysis.build import FLASH, NCCL, Builder, collective
 from tests.analysis.rings import BACKWARD, causal, everybody, ring_pass
 from tests.analysis.test_real_runs import NVLINK, TWO_HOSTS, attribution_of
 from tests.analysis.transfers.test_hops import BYTES
@@ -152,3 +152,47 @@ def test_order_tells_what_names_tell(run):
     assert [[getattr(s, name) for name in values] for s in inferred] == [
         [getattr(s, name) for name in values] for s in named
     ]
+
+
+@pytest.mark.parametrize(("hop_ns", "exposed", "bound"), [(630, 20, "compute"), (631, 21, "wire")])
+def test_exposed_communication_of_a_fiftieth_of_a_step_is_negligible(hop_ns, exposed, bound):
+    # Block and merge cover 610 of each step's 1000.
+    step = of(steps_of(ring_pass(block=everybody(600), hop_ns=hop_ns)), 1, "fwd")[1]
+    assert (step.end_ns - step.start_ns, step.exposed_ns, step.bound) == (1000, exposed, bound)
+
+
+@pytest.mark.parametrize(("late", "exposed_wire", "bound"), [(805, 195, "wire"), (806, 194, "peer")])
+def test_half_of_what_is_exposed_on_the_wire_makes_the_wire_the_bound(late, exposed_wire, bound):
+    # The first hop lasts until 1000, 390 longer than block and merge, and moves nothing before the late rank has come.
+    builders = ring_pass(block=everybody(600), hop_ns=800)
+    for rank, b in enumerate(builders):
+        hop = next(row for row in b.activities if row[5] == 20)
+        b.activities[b.activities.index(hop)] = (late if rank == 2 else 0, 1000, *hop[2:])
+    step = of(steps_of(builders), 0, "fwd")[0]
+    assert (step.exposed_ns, step.exposed_wire_ns, step.bound) == (390, exposed_wire, bound)
+
+
+def test_a_blocks_time_is_the_union_of_its_kernels_whatever_other_steps_do():
+    # The second kernel of step 0 runs within its first, and beyond the start of step 1's on another stream.
+    b = Builder(world_size=1)
+    for step, (at, spans) in enumerate([(10, [(0, 1000), (400, 1300)]), (500, [(1100, 1500)])]):
+        for number, (start, end) in enumerate(spans):
+            b.run(FLASH, start, end, launched=at + 10 * (number + 1), stream=7 + step)
+        b.mark(f"ringprof::fwd/step={step}/block", at, at + 100)
+    b.run(NCCL, 0, 200, launched=5, stream=20)
+    first, second = steps_of([b])
+    assert (first.block_ns, second.block_ns) == (1300, 400)
+
+
+@pytest.mark.parametrize("name", ["_allgather_base", "_reduce_scatter_base"])
+def test_a_collective_that_a_block_hides_is_a_hop_of_its_step(name):
+    builders = [Builder(rank=rank, world_size=2) for rank in range(2)]
+    for b in builders:
+        own = collective(name, group_ranks=(0, 1), group_size=2)
+        b.run(NCCL, 0, 700, launched=10, own=own, stream=20)
+        b.mark("ringprof::fwd/step=0/block", 20, 80).run(FLASH, 0, 600, launched=30)
+        b.mark("ringprof::fwd/step=1/block", 90, 150).run(FLASH, 700, 1300, launched=100)
+    steps = steps_of(builders)
+    assert [(s.rank, s.step, s.hops, s.wire_ns, s.exposed_ns) for s in steps] == [
+        (0, 0, 1, 700, 100), (0, 1, 0, 0, 0), (1, 0, 1, 700, 100), (1, 1, 0, 0, 0),
+    ]  # fmt: skip

@@ -195,3 +195,76 @@ def test_exposed_time_of_a_hop_has_no_computation_beside_it():
     for b in builders:
         b.run(FLASH, 500, 1600, launched=90)
     assert [rank.hops[0].exposed_ns for rank in attribution_of(builders).ranks] == [400] * 4
+
+
+def test_a_hop_is_one_send_and_one_receive_and_no_third():
+    builders = [Builder(rank=rank, world_size=2) for rank in range(2)]
+    pair = {"group_ranks": (0, 1), "group_size": 2}
+    for rank, b in enumerate(builders):
+        send = collective("send", destination_rank=1 - rank, **pair)
+        receive = collective("recv", source_rank=1 - rank, **pair)
+        for number, own in enumerate((send, receive, send, receive, receive)):
+            b.run(NCCL, 1000 * number, 1000 * number + 900, launched=10 + 10 * number, own=own, stream=20)
+    hops = attribution_of(builders).ranks[0].hops
+    assert [(hop.start_ns, hop.end_ns, len(hop.parts)) for hop in hops] == [
+        (0, 1900, 2), (2000, 3900, 2), (4000, 4900, 1),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "sent"), [("allreduce", 3000), ("_allgather_base", 6000), ("_reduce_scatter_base", 1500)]
+)
+def test_what_leaves_a_rank_in_a_ring_collective(name, sent):
+    # 2000 bytes on each of 4 ranks: three quarters twice; all of it three times; three quarters once.
+    builders = [Builder(rank=rank) for rank in range(4)]
+    for b in builders:
+        b.run(NCCL, 1000, 2000, launched=10, own=collective(name), stream=20)
+    assert [rank.splits[0].transfer.sent_bytes for rank in attribution_of(builders).ranks] == [sent] * 4
+
+
+@pytest.mark.parametrize(
+    ("dtype", "element"),
+    [
+        ("Byte", 1), ("Char", 1), ("Bool", 1), ("Short", 2), ("Int", 4), ("Long", 8), ("Half", 2), ("BFloat16", 2),
+        ("Float", 4), ("Double", 8), ("ComplexFloat", 8), ("ComplexDouble", 16), ("Float8_e4m3fn", 1),
+        ("float8_e5m2", 1), ("Quux", None), (None, None),
+    ],
+)  # fmt: skip
+def test_bytes_of_every_type(dtype, element):
+    own = collective("send", destination_rank=1, dtype=dtype)
+    b = Builder(world_size=2).run(NCCL, 0, 10, launched=1, own=own, stream=20)
+    (part,) = attribution_of([b]).ranks[0].splits
+    assert part.transfer.sent_bytes == (None if element is None else 1000 * element)
+
+
+@pytest.mark.parametrize(
+    ("to", "source", "fields", "peers"),
+    [
+        ((0, 5, 0), (0, 0, 5), {}, (1, 2)),
+        ((0, 5, 0), (0, 0, 5), {"group_ranks": (0, 4, 8), "group_size": 3}, (4, 8)),
+        ((0, 5, 0), (0, 0, 5), {"group_ranks": None, "group_size": None}, (1, 2)),
+        ((0, 5, 5), (0, 0, 5), {}, None),
+        ((5, 0, 0), (0, 5, 0), {}, None),
+    ],
+)
+def test_an_all_to_all_of_one_peer_each_way_is_a_hop(to, source, fields, peers):
+    values = {"group_ranks": (0, 1, 2), "group_size": 3, **fields}
+    own = collective("all_to_allv", in_split=to, out_split=source, **values)
+    b = Builder(world_size=3).run(NCCL, 0, 10, launched=1, own=own, stream=20)
+    (part,) = attribution_of([b]).ranks[0].splits
+    if peers is None:
+        assert (part.transfer.kind, part.transfer.sends) == ("all_to_all", ())
+    else:
+        assert part.transfer.kind == "send_recv"
+        assert ([m.peer for m in part.transfer.sends], [m.peer for m in part.transfer.receives]) == (
+            [peers[0]],
+            [peers[1]],
+        )
+
+
+@pytest.mark.parametrize(("split", "sent"), [((2, 1, 1), 1000), ((4, 0, 0), 0), ((), 1333)])
+def test_what_leaves_a_rank_in_an_all_to_all(split, sent):
+    # 2000 bytes on each of 3 ranks: what its own split keeps stays; two thirds without splits.
+    own = collective("all_to_all", group_ranks=(0, 1, 2), group_size=3, in_split=split)
+    b = Builder(world_size=3).run(NCCL, 0, 10, launched=1, own=own, stream=20)
+    assert attribution_of([b]).ranks[0].splits[0].transfer.sent_bytes == sent

@@ -1,0 +1,171 @@
+"""What a trace may say at most, on both sides of each limit; and what stands in where a fact is missing."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ringprof.errors import TraceFormatError
+from ringprof.trace.columns import NONE, Trace
+from ringprof.trace.kineto import parse_trace
+from ringprof.trace.ranks import read_traces
+from ringprof.trace.reduced import parse_reduced, reduce_trace
+from tests.analysis.build import FLASH, Builder, collective
+from tests.trace.kineto_text import document, kernel
+
+
+def facts(**distributed: Any) -> Trace:
+    return parse_trace(document([kernel(0)], distributedInfo=distributed))
+
+
+@pytest.mark.parametrize(("stated", "rank"), [(0, 0), (1_048_575, 1_048_575), (1_048_576, None), (-1, None), ("7", 7)])
+def test_a_rank_is_a_natural_number_below_a_million(stated: object, rank: int | None) -> None:
+    assert facts(rank=stated).rank == rank
+    assert facts(rank=0, world_size=stated).world_size == rank
+
+
+def test_a_group_is_kept_where_its_size_is_the_number_of_its_ranks() -> None:
+    config = [
+        {"pg_name": "0", "ranks": [0, 1, 2, 3], "pg_size": 4},
+        {"pg_name": "1", "ranks": [0, 2], "pg_size": 4},
+        {"pg_name": "2", "ranks": [1, 3]},
+        {"pg_name": "3", "ranks": [], "pg_size": 4},
+        {"ranks": [0], "pg_size": 1},
+    ]
+    assert facts(rank=0, pg_config=config).groups == {"0": (0, 1, 2, 3), "2": (1, 3)}
+
+
+def test_devices_are_numbered_by_their_place_where_they_have_no_number() -> None:
+    listed: list[object] = [{"id": 5, "name": "NVIDIA H200"}, {}, "none", {"id": 0}]
+    devices = parse_trace(document([kernel(0)], deviceProperties=listed)).devices
+    assert [(device.index, device.name) for device in devices] == [(5, "NVIDIA H200"), (1, ""), (0, "")]
+
+
+def test_a_device_annotation_is_of_the_device_in_its_arguments() -> None:
+    events = [
+        kernel(0),
+        kernel(1, cat="gpu_user_annotation", pid=2, tid=20, args={"device": 3, "stream": 9}),
+        kernel(2, cat="gpu_user_annotation", pid=2, tid=20, args={}),
+    ]
+    marks = parse_trace(document(events)).device_annotations
+    assert (marks.device.tolist(), marks.thread.tolist()) == ([3, 2], [9, 20])
+
+
+@pytest.mark.parametrize(
+    ("stated", "kept"),
+    [(2**31 - 1, 2**31 - 1), (2**31, NONE), (-(2**31) + 1, -(2**31) + 1), (-(2**31), NONE), ("stream 12", 12)],
+)
+def test_streams_are_numbers_of_32_bits(stated: object, kept: int) -> None:
+    trace = parse_trace(document([kernel(0, args={"stream": stated})]))
+    assert trace.activities.stream.tolist() == [kept]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "size", "read"),
+    [
+        ("[0, ..., 6]", 4, None),
+        ("[0, 2, ..., 6]", 4, (0, 2, 4, 6)),
+        ("[0, 2, 4, ..., 10]", 6, (0, 2, 4, 6, 8, 10)),
+        ("[5, 6, 7, ..., 9]", 5, (5, 6, 7, 8, 9)),
+        ("[6, 4, 2, ..., 0]", 4, None),
+        ("[0, 1, 3, ..., 6]", 5, None),
+    ],
+)
+def test_a_shortened_list_of_ranks_needs_a_stride(ranks: str, size: int, read: tuple[int, ...] | None) -> None:
+    args = {"Collective name": "allreduce", "Group size": size, "Process Group Ranks": ranks}
+    assert parse_trace(document([kernel(0, args=args)])).collectives[0].group_ranks == read
+
+
+@pytest.mark.parametrize(("elements", "kept"), [(1 << 48, 1 << 48), ((1 << 48) + 1, None), (-1, None), (True, None)])
+def test_a_message_has_a_quarter_of_a_quadrillion_elements_at_most(elements: object, kept: int | None) -> None:
+    args = {"Collective name": "send", "In msg nelems": elements}
+    (found,) = parse_trace(document([kernel(0, args=args)])).collectives
+    assert found.in_elements == kept
+
+
+def test_every_damaged_event_is_counted() -> None:
+    text = document([kernel(number) for number in range(10)]).replace(b'"k2"', b'"k2').replace(b'"k6"', b'"k6')
+    trace = parse_trace(text)
+    assert trace.events_skipped == 2
+    assert [trace.names[index] for index in trace.activities.name] == [f"k{n}" for n in range(10) if n not in (2, 6)]
+
+
+def test_what_follows_a_damaged_last_event_is_nothing() -> None:
+    text = document([kernel(number) for number in range(3)])
+    trace = parse_trace(text[: text.rindex(b'"dur"')])
+    assert [trace.names[index] for index in trace.activities.name] == ["k0", "k1"]
+    assert {warning.code for warning in trace.warnings} == {"truncated"}
+
+
+def test_traces_of_the_cpu_that_do_not_overlap_are_of_different_runs(tmp_path: Any) -> None:
+    for rank, at in enumerate((0, 10**9)):
+        events = [kernel(n, cat="cpu_op", name="aten::add", ts=at + n) for n in range(2)]
+        fields = {"distributedInfo": {"rank": rank, "world_size": 2}}
+        (tmp_path / f"rank{rank}.json").write_text(json.dumps({**fields, "traceEvents": events}))
+    traces = read_traces(sorted(tmp_path.iterdir()))
+    assert {warning.code for trace in traces for warning in trace.warnings} == {"mixed_runs"}
+
+
+@pytest.mark.parametrize(
+    ("name", "peer", "ends"),
+    [("send", 1, (None, 6)), ("recv", 0, (4, None)), ("send", 2, (None, None)), ("allreduce", 1, (None, None))],
+)
+def test_older_traces_give_a_peers_place_in_the_group(name: str, peer: int, ends: tuple[int | None, ...]) -> None:
+    args = {"Collective name": name, "Group size": 2, "Process Group Ranks": "[4, 6]", "Rank": peer}
+    (found,) = parse_trace(document([kernel(0, args=args)])).collectives
+    assert (found.source_rank, found.destination_rank) == ends
+
+
+@pytest.mark.parametrize("start", [0, 1234567890123])
+def test_times_keep_their_nanoseconds_however_they_are_written(start: int) -> None:
+    written = [f"{start + 1}.250", f"{start + 2}.5", start + 3, f"{start + 4}.0005", f"{start + 5}.0015"]
+    events = [kernel(number, ts=text, dur="1.250") for number, text in enumerate(written)]
+    trace = parse_trace(document(events))
+    whole = [1_250, 2_500, 3_000, 4_000, 5_002]
+    assert trace.activities.start_ns.tolist() == [1000 * start + time for time in whole]
+    assert (trace.activities.end_ns - trace.activities.start_ns).tolist() == [1250] * 5
+
+
+# --- reduced traces -------------------------------------------------------------------------------------
+
+
+def reduced(**changes: Any) -> Trace:
+    """A trace of two names and one collective through its reduced form, with columns of its activities changed."""
+    builder = Builder().run(FLASH, 0, 10, launched=1).run("send", 20, 30, launched=2, own=collective("send"))
+    trace = builder.trace()
+    activities = replace(trace.activities, **changes)
+    return parse_reduced(reduce_trace(replace(trace, activities=activities)), "rank0.ringprof")
+
+
+def column(*values: int, kind: type = np.int32) -> Any:
+    return np.array(values, kind)
+
+
+def test_every_index_of_a_reduced_trace_is_within_its_list() -> None:
+    assert reduced(name=column(1, 0)).activities.name.tolist() == [1, 0]
+    assert reduced(collective=column(NONE, 0)).activities.collective.tolist() == [NONE, 0]
+    for broken in (
+        {"name": column(0, 2)},
+        {"name": column(0, -1)},
+        {"collective": column(1, 0)},
+        {"collective": column(-2, 0)},
+        {"category": column(0, 3, kind=np.int8)},
+        {"category": column(0, -1, kind=np.int8)},
+    ):
+        with pytest.raises(TraceFormatError):
+            reduced(**broken)
+
+
+def test_no_part_of_a_reduced_trace_lasts_over_73_years() -> None:
+    """Also behind a part without rows, here the launches."""
+
+    def through(end_ns: int) -> Trace:
+        return parse_reduced(reduce_trace(Builder().run(FLASH, 0, 10).mark("m", 0, end_ns).trace()), "rank0.ringprof")
+
+    assert through(1 << 61).annotations.end_ns.tolist() == [1 << 61]
+    with pytest.raises(TraceFormatError, match="73 years"):
+        through((1 << 61) + 1024)
