@@ -1,0 +1,153 @@
+"""Plant small bugs in the code one at a time, and list those that no test notices.
+
+``python scripts/mutants --number 600 --seed 1`` takes a sample of the mutants that mutmut makes of the analysis, the
+readers and the strategies: every place in the code is equally likely, then one of the place's mutants. Each is put
+into a copy of the checkout, and the tests that pass through it run there, the shortest first. mutmut's own runner
+would leave out decorated functions, tables, and the package whose folder lies elsewhere (``strategies/``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import random
+import sys
+import tempfile
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from covering import Covering
+from fork import Watch, copy_checkout, in_fork, preload, run_pytest
+from sample import ROOT, Mutant, sample
+
+ROOMS = ["ringprof/analysis", "ringprof/trace", "strategies"]
+PAGE = ROOT / "docs" / "mutants.md"
+Row = dict[str, Any]
+
+
+def judge(mutant: Mutant, trees: Path, tests: list[str], limit_s: float) -> Row:
+    """What became of a mutant, and which test noticed it. Each process works in a copy of its own."""
+    tree = trees / str(os.getpid())
+    if not tree.exists():
+        copy_checkout(tree)
+    path, answer = tree / mutant.file, tree / "answer.json"
+    original, times = path.read_bytes(), path.stat()
+    answer.unlink(missing_ok=True)
+    try:
+        path.write_text(mutant.text, "utf-8")
+        in_time = in_fork(_ask, tree, tests, answer, limit_s=limit_s)
+    finally:
+        path.write_bytes(original)
+        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    if not answer.exists():
+        return row(mutant, "killed" if in_time else "timeout", "the process ended" if in_time else "")
+    code, *failed = json.loads(answer.read_text())
+    return row(mutant, "killed" if code else "survived", failed[0] if failed else "an import" if code else "")
+
+
+def _ask(tree: Path, tests: list[str], answer: Path) -> None:
+    watch = Watch()
+    code = run_pytest(tree, ["-x", *tests], watch)
+    answer.write_text(json.dumps([code, *watch.failed]))
+
+
+def row(mutant: Mutant, outcome: str, killer: str = "") -> Row:
+    return {**asdict(mutant), "text": "", "outcome": outcome, "killer": killer}
+
+
+def key(one: Row) -> tuple[Any, ...]:
+    return one["file"], one["line"], one["column"], one["after"]
+
+
+def judge_all(mutants: list[Mutant], covering: Covering, folder: Path, jobs: int) -> list[Row]:
+    """A row a mutant. Rows that a stopped run has left in the folder are taken from there."""
+    log = folder / "rows.jsonl"
+    kept = {key(one): one for one in map(json.loads, log.read_text().splitlines())} if log.exists() else {}
+    rows, futures = [], []
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("fork")) as pool, log.open("a") as stream:
+        # In random order: a stopped run has seen a sample of the sample.
+        for mutant in random.Random(0).sample(mutants, len(mutants)):
+            tests, known = covering.tests(mutant), kept.get(key(row(mutant, "")))
+            if known or not tests:
+                rows.append(known or row(mutant, "not covered"))
+            else:
+                limit_s = 60 + 10 * sum(covering.seconds[test] for test in tests)
+                futures.append(pool.submit(judge, mutant, folder, tests, limit_s))
+        for future in as_completed(futures):
+            rows.append(future.result())
+            print(f"{len(rows)}/{len(mutants)}", *(rows[-1][name] for name in ("outcome", "file", "line", "killer")))
+            sys.stdout.flush()
+            stream.write(json.dumps(rows[-1]) + "\n")
+            stream.flush()
+    return sorted(rows, key=key)
+
+
+def void(rows: list[Row], tree: Path) -> list[str]:
+    """Tests that are said to have noticed a mutant and fail without one, too."""
+    killers = sorted({one["killer"] for one in rows if "::" in one["killer"]})
+    answer = tree / "answer.json"
+    answer.unlink(missing_ok=True)
+    in_fork(_ask_all, tree, killers, answer)
+    return list(json.loads(answer.read_text())[1:])
+
+
+def _ask_all(tree: Path, tests: list[str], answer: Path) -> None:
+    watch = Watch()
+    code = run_pytest(tree, tests, watch)
+    answer.write_text(json.dumps([code, *watch.failed]))
+
+
+def line(one: Row) -> str:
+    """A mutant as a line of a table, without what changes when code moves; what stands after it is why it survived."""
+    before, after = (" ".join(one[name].split()).replace("|", "\\|")[:110] for name in ("before", "after"))
+    return f"| {one['file']} {one['function']} | `{before}` | `{after}` |"
+
+
+def named_equivalent() -> list[str]:
+    """The lines of the page's table of mutants that change nothing a test could see."""
+    return PAGE.read_text("utf-8").partition("## Equivalent")[2].partition("\n## ")[0].splitlines()
+
+
+def table(rows: list[Row]) -> str:
+    """The mutants that no test noticed."""
+    notes = {"not covered": "no test runs it", "survived": ""}
+    found = (f"{line(one)} {notes[one['outcome']]} |" for one in rows if one["outcome"] in notes)
+    return "\n".join(["| place | before | after | |", "| --- | --- | --- | --- |", *found])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--number", type=int, default=600)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--rooms", nargs="+", default=ROOMS)
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--folder", type=Path, help="keep copies and rows here, and go on where a run stopped")
+    parser.add_argument("--least", type=float, default=85.0, help="exit with 1 if fewer percent are noticed")
+    options = parser.parse_args()
+    mutants = sample(options.rooms, options.number, options.seed)
+    preload()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = (options.folder or Path(temporary)).resolve()
+        tree = folder / "map"
+        if not tree.exists():
+            copy_checkout(tree)
+        covering = Covering(tree, ROOMS)
+        print(f"{len(mutants)} mutants; {len(covering.seconds)} tests pass, not asked: {covering.failed}", flush=True)
+        rows = judge_all(mutants, covering, folder, options.jobs)
+        untrue = void(rows, tree)
+    known = named_equivalent()
+    different = [one for one in rows if not any(known_one.startswith(line(one)) for known_one in known)]
+    counts = Counter(one["outcome"] for one in different if one["killer"] not in untrue)
+    noticed = 100 * (counts["killed"] + counts["timeout"]) / len(different)
+    print(table(different), f"tests that fail without a mutant: {untrue}" if untrue else "", dict(counts), sep="\n")
+    print(f"{noticed:.1f} % of {len(different)} mutants noticed; {len(rows) - len(different)} are named as equivalent")
+    return int(noticed < options.least)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,92 @@
+"""Copies of the checkout, and pytest in a fork that works in one of them."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import coverage
+import pytest
+from sample import ROOT
+
+MEMORY = 6 << 30
+
+
+def preload() -> None:
+    """Import once, before the forks, what every one of them would import."""
+    for name in ("bokeh.plotting", "jinja2", "jsonschema", "matplotlib.figure", "pandas", "torch"):
+        with suppress(ImportError):
+            import_module(name)
+
+
+def copy_checkout(target: Path) -> None:
+    """What git lists, with what is not committed yet."""
+    listing = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    for name in filter(None, subprocess.check_output(listing, cwd=ROOT, text=True).split("\0")):
+        if (ROOT / name).is_symlink() or (ROOT / name).is_file():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, target / name, follow_symlinks=False)
+
+
+class Watch:
+    """Tells coverage which test runs, and keeps how long each took and which failed."""
+
+    def __init__(self, cover: coverage.Coverage | None = None) -> None:
+        self.cover = cover
+        self.seconds: dict[str, float] = {}
+        self.failed: list[str] = []
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Any:
+        if self.cover:
+            self.cover.switch_context(item.nodeid)
+        begin = time.perf_counter()
+        result = yield
+        self.seconds[item.nodeid] = time.perf_counter() - begin
+        return result
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self.failed.append(report.nodeid)
+
+
+def run_pytest(tree: Path, arguments: list[str], watch: Watch) -> int:
+    """In a fork: the tree's own code and tests, without a word."""
+    os.chdir(tree)
+    sys.path.insert(0, str(tree))
+    sys.dont_write_bytecode = True
+    os.environ.update(PYTHONPATH=str(tree), PYTHONDONTWRITEBYTECODE="1")
+    quiet = os.open(tree / "pytest.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for stream in (1, 2):
+        os.dup2(quiet, stream)
+    options = ["-q", "-m", "not long", "-p", "no:cacheprovider", "--hypothesis-seed=0", "--rootdir", str(tree)]
+    return int(pytest.main([*options, *arguments], plugins=[watch]))
+
+
+def in_fork(function: Callable[..., Any], *arguments: Any, limit_s: float | None = None) -> bool:
+    """Run it in a process group of its own that is ended with it; whether it kept the limit."""
+
+    def run() -> None:
+        os.setsid()
+        resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
+        function(*arguments)
+
+    process = multiprocessing.get_context("fork").Process(target=run)
+    process.start()
+    process.join(limit_s)
+    in_time = process.exitcode is not None
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid or 0, signal.SIGKILL)
+    process.join()
+    return in_time
