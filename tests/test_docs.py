@@ -68,7 +68,7 @@ def test_the_reference_is_built_from_docstrings(tmp_path: Path) -> None:
 
 
 def test_every_file_that_the_docs_link_to_exists() -> None:
-    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), ROOT / "traces" / "README.md"]:
+    for page in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "traces" / "README.md"]:
         for part in page.read_text(encoding="utf-8").split("](")[1:]:
             target = part.partition(")")[0].partition("#")[0]
             if target and "://" not in target:
