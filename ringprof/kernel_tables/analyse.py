@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ringprof.analysis.kinds.kinds import COMMUNICATION, COMPUTE, KINDS
-from ringprof.analysis.kinds.rules import kind_of_collective
+from ringprof.analysis.kinds.operators import kind_of_collective
 from ringprof.kernel_tables.claims import ClaimCheck, check_claims
 from ringprof.kernel_tables.iterations import Iterations, count_iterations
 from ringprof.kernel_tables.kernels import Chosen, LeftOut, choose_rows, kind_of_row, slack_ns

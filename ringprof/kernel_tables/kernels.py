@@ -12,7 +12,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import combinations
 
-from ringprof.analysis.kinds.rules import kind_of_attention_operator, kind_of_collective, rule_for
+from ringprof.analysis.kinds.kinds import ATTENTION, COMPUTE
+from ringprof.analysis.kinds.operators import (
+    kind_enclosing,
+    kind_of_attention_operator,
+    kind_of_collective,
+    kind_of_its_kernel,
+)
+from ringprof.analysis.kinds.rules import rule_for
 from ringprof.kernel_tables.rows import KernelTable, TableRow
 
 _LONGEST_NAME = 1024
@@ -24,6 +31,7 @@ _ANNOTATION = re.compile(
 )
 _OPERATOR = re.compile(r"[A-Za-z_]\w*::\w+(?:\.\w+)?")
 _MOST_DOUBTFUL = 10
+_COMMON_WORDS = set(COMPUTE) - {*ATTENTION, "merge", "gemm"}
 
 
 @dataclass(frozen=True)
@@ -58,7 +66,7 @@ def kind_of_row(name: str) -> str:
         return "copy_engine" if "PtoP" in stem or "peer" in bare else "memcpy"
     if bare.startswith("memset"):
         return "memset"
-    if kind := kind_of_attention_operator(stem):
+    if kind := kind_of_attention_operator(stem) or kind_enclosing(stem) or kind_of_its_kernel(stem):
         return kind
     if stem.startswith(("c10d::", "nccl:")):
         return kind_of_collective(stem) or "other"
@@ -137,8 +145,12 @@ def _reason_to_leave_out(row: TableRow, table: KernelTable) -> str | None:
 
 
 def _in_doubt(row: TableRow) -> bool:
-    """Whether a name without CPU time could be an annotation: free text that no rule knows and no compiler wrote."""
-    return not any(mark in row.name for mark in "(<") and kind_of_row(row.name) == "other"
+    """Whether a name without CPU time could be an annotation: free text that no compiler wrote, and that no rule
+    knows but those for common words."""
+    if any(mark in row.name for mark in "(<"):
+        return False
+    rule = rule_for(row.name)
+    return kind_of_row(row.name) in _COMMON_WORDS or (rule is not None and rule.loose)
 
 
 def slack_ns(rows: list[TableRow] | tuple[TableRow, ...], table: KernelTable) -> int:

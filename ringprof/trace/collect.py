@@ -56,8 +56,12 @@ _DEVICE_CATEGORIES = {
     "gpu_memset": MEMSET,
     "memset": MEMSET,
 }
+# Those that tell what runs in them where the kernels' own names do not (`ringprof.analysis.kinds.operators`).
 _OPERATORS_THAT_TELL = re.compile(
-    "attention|attn|flash|sdpa|scaled_dot|fmha|nccl|rccl|c10d|gloo|nvshmem|symm_mem", re.IGNORECASE
+    "attention|attn|flash|sdpa|scaled_dot|fmha|nccl|rccl|c10d|gloo|nvshmem|symm_mem|vllm_fa|sgl_kernel"
+    "|embedding|fbgemm::|cppnode<split|norm|softmax|conv|aten::(?:add|ba?d?d?)?(?:mm|mv)$|_mm$|aten::_fused_"
+    "|optimizer.step|index_put_impl|aten::(?:sort|topk|dot)$",
+    re.IGNORECASE,
 )
 _CALLS_THAT_LAUNCH_NOTHING = re.compile(
     r"^(?!.*(?:Launch|Memcpy|Memset|Copy)).*(?:Event|Query|Captur|Synchronize|Get|Attribute|Occupancy)"
@@ -65,6 +69,12 @@ _CALLS_THAT_LAUNCH_NOTHING = re.compile(
 """Most CUDA calls of a trace; their correlation belongs to no device activity."""
 
 _NO_ARGS = msgspec.Raw(b"{}")
+_TRITON_FILE = re.compile(rb'"kernel_file"\s*:\s*"(?:[^"\\]*/)?([\w.-]{1,200})"')
+
+
+def _names_its_file(event: Event) -> bool:
+    """Whether an operator is a Triton kernel, whose arguments name the file that it was compiled from."""
+    return "::" not in (event.name or "::") and b'"kernel_file"' in bytes(event.args)
 
 
 class _Tables(dict[str | None, str | None]):
@@ -140,10 +150,10 @@ class Collector:
         if not self.every_operator:
             self.has_operators |= bool(operators)
             tells = self._operator_tells
-            operators = [event for event in operators if tells[event.name]]
+            operators = [event for event in operators if tells[event.name] or _names_its_file(event)]
         else:
             operators = [event for event in operators if event.name != COMM_RECORD]
-        self._keep("operator", operators, self._range)
+        self._keep("operator", operators, self._operator)
         self._keep("comm", records, self._comm)
         self._keep("device", sorted_events["device"], self._device)
         idle = self._launches_nothing
@@ -251,6 +261,20 @@ class Collector:
             "thread": _threads(events),
             "device": np.full(len(events), NONE, np.int32),
             "external_id": _external_ids(self._args(events, Args)),
+        }
+
+    def _operator(self, events: list[Event]) -> Columns:
+        """As a range, but for its identity, which nothing asks for; a Triton kernel's goes by its file."""
+        names, index = self.names, self._name_indices(events)
+        for place, event in enumerate(events):
+            if _names_its_file(event) and (file := _TRITON_FILE.search(bytes(event.args))):
+                index[place] = names.setdefault("kernel_file " + file[1].decode(errors="replace"), len(names))
+        count = len(events)
+        return {
+            "name": index,
+            "thread": _threads(events),
+            "device": np.full(count, NONE, np.int32),
+            "external_id": np.full(count, NONE, np.int64),
         }
 
     def _device_range(self, events: list[Event]) -> Columns:

@@ -145,7 +145,7 @@ def test_operators_and_annotations_are_not_added() -> None:
 
 def test_a_kernel_and_an_operator_of_one_name() -> None:
     report = analyse_table(table(cpu("fused_add", 1, 5), kernel("fused_add", 5), total_ms=5))
-    assert report.kinds_ns == {"other": 5 * MS}
+    assert report.kinds_ns == {"elementwise": 5 * MS}
 
 
 def test_an_annotation_of_the_users_own_has_a_cpu_row() -> None:
@@ -156,7 +156,7 @@ def test_an_annotation_of_the_users_own_has_a_cpu_row() -> None:
 
 def test_the_footer_tells_an_annotation_without_a_cpu_row() -> None:
     report = analyse_table(table(kernel("phase one", 7), kernel("fused_add", 1), kernel(FLASH, 5), total_ms=6))
-    assert report.kinds_ns == {"flash_fwd": 5 * MS, "other": 1 * MS}
+    assert report.kinds_ns == {"flash_fwd": 5 * MS, "elementwise": 1 * MS}
     assert codes(report) == ["table_annotations_by_footer"]
 
 

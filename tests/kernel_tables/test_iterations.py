@@ -29,14 +29,22 @@ def test_round_trip(path: Path) -> None:
         pytest.skip("a run without device activities")
     exact: Counter[str] = Counter()
     for event in events:
-        exact[kind_of_row(event["name"])] += round(event["dur"] * 1000)
+        exact[merged(kind_of_row(event["name"]))] += round(event["dur"] * 1000)
     table = read_tables(printed(events), "log")[0]
     report = analyse_table(table)
+    told: Counter[str] = Counter()
+    for kind, time in report.kinds_ns.items():
+        told[merged(kind)] += time
     # Every row is known to half a unit of its last digit.
     slack = sum(row.step_ns for row in table.rows) / 2 + len(events)
     for kind, time in exact.items():
-        assert report.kinds_ns[kind] == pytest.approx(time, abs=slack)
-    assert set(report.kinds_ns) == set(exact)
+        assert told[kind] == pytest.approx(time, abs=slack)
+    assert set(told) == set(exact)
+
+
+def merged(kind: str) -> str:
+    """The kind, but for what a cut name of torch's template does not tell apart: what it does to each element."""
+    return "elementwise" if kind in ("permute", "cast", "optimizer") else kind
 
 
 def is_device(event: dict[str, Any]) -> bool:

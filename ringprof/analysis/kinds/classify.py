@@ -3,8 +3,10 @@
 1. ``metadata``: the collective's own record on the kernel.
 2. ``cpu_records``: what the CPU recorded about the launch. A batched send/recv kernel carries no metadata: its
    messages are the ``record_param_comms`` rows on the launching thread since the communication launch before it.
-   For compute, an attention operator that the launch happened in.
-3. ``annotation``: a range that the launch happened in (``nccl:...``, ``ringprof::.../merge``).
+   For compute, an operator that the launch happened in and that says what runs in it: attention, whatever the
+   kernel's name; an embedding table, a norm, an optimizer or a matrix product where the name says less.
+3. ``annotation``: a range that the launch happened in (``nccl:...``, ``ringprof::.../merge``,
+   ``Optimizer.step#AdamW.step``).
 4. ``name``: `ringprof.analysis.kinds.rules`.
 
 A rule of the user's own (``user_rule``) stands before all but a communication call's own record.
@@ -20,14 +22,15 @@ import numpy as np
 import numpy.typing as npt
 
 from ringprof.analysis import intervals
-from ringprof.analysis.kinds.kinds import ATTENTION, CODE, COMMUNICATION
-from ringprof.analysis.kinds.rules import (
-    Rule,
+from ringprof.analysis.kinds.kinds import ATTENTION, CODE, COMMUNICATION, COMPUTE, KINDS
+from ringprof.analysis.kinds.operators import (
+    ENCLOSING,
+    kind_enclosing,
     kind_of_attention_operator,
     kind_of_collective,
-    rule_for,
-    runs_in_either_pass,
+    kind_of_its_kernel,
 )
+from ringprof.analysis.kinds.rules import Rule, rule_for, runs_in_either_pass
 from ringprof.trace.columns import MEMCPY, MEMSET, NONE, Collective, Int8, Int64, Ranges, Trace
 
 EVIDENCE = ("metadata", "cpu_records", "annotation", "name", "none", "user_rule")
@@ -68,8 +71,10 @@ class Classified:
 def classify(trace: Trace, own_rules: Sequence[Rule] = ()) -> Classified:
     """Decide every activity of a trace; ``own_rules`` are the user's."""
     launch = launches_of(trace)
-    kind, evidence, attention = _by_name(trace, own_rules)
+    rules = _rules_of_names(trace, own_rules)
+    kind, evidence = _by_name(trace, rules, own_rules)
     _by_launch(trace, launch, kind, evidence)
+    _by_operator(trace, launch, kind, evidence, rules)
     calls = {}
     kinds: dict[int, str] = {}
     for activity, found, source in _calls(trace, launch, kind):
@@ -78,7 +83,7 @@ def classify(trace: Trace, own_rules: Sequence[Rule] = ()) -> Classified:
             kinds[id(found)] = _kind_of_calls(found, trace.rank)
         kind[activity], evidence[activity] = CODE[kinds[id(found)]], source
     _by_comm_annotation(trace, launch, kind, evidence)
-    return Classified(trace, kind, evidence, launch, calls, attention)
+    return Classified(trace, kind, evidence, launch, calls, _families(trace, rules))
 
 
 def launches_of(trace: Trace) -> Int64:
@@ -95,30 +100,42 @@ def launches_of(trace: Trace) -> Int64:
 # --- names ----------------------------------------------------------------------------------------
 
 
-def _by_name(trace: Trace, own_rules: Sequence[Rule]) -> tuple[Int8, Int8, tuple[str, ...]]:
-    """Kinds from the name rules, each distinct name looked at once; copies and sets from their category."""
-    counts = np.bincount(trace.activities.name, minlength=len(trace.names))
-    rules = {index: rule_for(trace.names[index], own_rules) for index in np.flatnonzero(counts).tolist()}
-    code = np.full(len(trace.names), CODE["other"], np.int8)
+Rules = dict[int, "Rule | None"]
+"""For each name of an activity, as its index into ``trace.names``: the rule that fits it."""
+
+
+def _rules_of_names(trace: Trace, own_rules: Sequence[Rule]) -> Rules:
+    """Each distinct name looked at once."""
+    return {index: rule_for(trace.names[index], own_rules) for index in np.unique(trace.activities.name).tolist()}
+
+
+def _by_name(trace: Trace, rules: Rules, own_rules: Sequence[Rule]) -> tuple[Int8, Int8]:
+    """Kinds from the name rules; copies and sets from their category."""
+    code = np.full(max(len(trace.names), 1), CODE["other"], np.int8)
     for index, rule in rules.items():
         code[index] = CODE[rule.kind] if rule else CODE["other"]
-    known = np.zeros(len(trace.names), np.bool_)
-    known[[index for index, rule in rules.items() if rule]] = True
     kind = code[trace.activities.name]
-    evidence = np.where(known[trace.activities.name], NAME, NO_EVIDENCE).astype(np.int8)
+    evidence = np.where(_rows_whose_rule(trace, rules, bool), NAME, NO_EVIDENCE).astype(np.int8)
     for category, name in ((MEMCPY, "memcpy"), (MEMSET, "memset")):
         rows = trace.activities.category == category
         kind[rows], evidence[rows] = CODE[name], NAME
     peer_copy = trace.names_that(lambda name: "PtoP" in name or "PeerToPeer" in name)[trace.activities.name]
     kind[(trace.activities.category == MEMCPY) & peer_copy] = CODE["copy_engine"]
-    chosen = [index for index, rule in rules.items() if rule in own_rules]
-    if chosen:
-        rows = np.isin(trace.activities.name, chosen)
+    if own_rules:
+        rows = _rows_whose_rule(trace, rules, lambda rule: rule in own_rules)
         kind[rows], evidence[rows] = code[trace.activities.name[rows]], USER_RULE
-    return kind, evidence, _families(rules, counts)
+    return kind, evidence
 
 
-def _families(rules: dict[int, Rule | None], counts: npt.NDArray[np.int64]) -> tuple[str, ...]:
+def _rows_whose_rule(trace: Trace, rules: Rules, fit: Callable[[Rule | None], object]) -> npt.NDArray[np.bool_]:
+    """Which activities have a name whose rule fits."""
+    fitting = np.zeros(max(len(trace.names), 1), np.bool_)
+    fitting[[index for index, rule in rules.items() if fit(rule)]] = True
+    return fitting[trace.activities.name]
+
+
+def _families(trace: Trace, rules: Rules) -> tuple[str, ...]:
+    counts = np.bincount(trace.activities.name, minlength=len(trace.names))
     seen: dict[str, int] = {}
     for index, rule in rules.items():
         if rule is not None and rule.family and rule.kind in ATTENTION:
@@ -143,6 +160,36 @@ def _by_launch(trace: Trace, launch: Int64, kind: Int8, evidence: Int8) -> None:
         open_to_change &= ~rows
     rows = open_to_change & launched_inside(trace, launch, trace.annotations, _is_merge_range)
     kind[rows], evidence[rows] = CODE["merge"], ANNOTATION
+
+
+def _by_operator(trace: Trace, launch: Int64, kind: Int8, evidence: Int8, rules: Rules) -> None:
+    """Kernels whose names say little: what they were launched in says more."""
+    unknown = evidence == NO_EVIDENCE
+    loose = unknown | ((evidence == NAME) & _rows_whose_rule(trace, rules, lambda rule: rule and rule.loose))
+    loose &= np.isin(kind, [CODE[name] for name in COMPUTE if name not in ATTENTION])
+    for kind_of, rows in ((kind_enclosing, loose), (kind_of_its_kernel, loose & unknown)):
+        for name, ranges, source, wanted in _ranges_that_tell(trace, kind_of):
+            inside = rows & launched_inside(trace, launch, ranges, wanted.__contains__)
+            kind[inside], evidence[inside] = CODE[name], source
+            rows &= ~inside
+            loose &= ~inside
+
+
+def _ranges_that_tell(
+    trace: Trace, kind_of: Callable[[str], str | None]
+) -> Iterator[tuple[str, Ranges, int, set[str]]]:
+    """(kind, operators or annotations, evidence, their names) in the order in which they are asked."""
+    found: dict[str, list[tuple[Ranges, int, set[str]]]] = {}
+    for ranges, source in ((trace.operators, CPU_RECORDS), (trace.annotations, ANNOTATION)):
+        names: dict[str, set[str]] = {}
+        for index in np.unique(ranges.name).tolist():
+            if told := kind_of(trace.names[index]):
+                names.setdefault(told, set()).add(trace.names[index])
+        for name, wanted in names.items():
+            found.setdefault(name, []).append((ranges, source, wanted))
+    for name in sorted(found, key=lambda one: [*ENCLOSING, *KINDS].index(one)):
+        for ranges, source, wanted in found[name]:
+            yield name, ranges, source, wanted
 
 
 def _is_merge_range(name: str) -> bool:

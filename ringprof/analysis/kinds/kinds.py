@@ -1,7 +1,8 @@
 """Every kind of activity: its key, what people and NCCL call it, what it counts as, and the colour it is drawn in.
 
-A new kind is a record here and rules that tell it (`ringprof.analysis.kinds.rules`). Colours are Okabe and Ito's, which
-people with any colour vision tell apart (M. Okabe, K. Ito, "Color Universal Design", 2008).
+A new kind is a record here and rules that tell it (`ringprof.analysis.kinds.rules`). The first colours are Okabe and
+Ito's, which people with any colour vision tell apart (M. Okabe, K. Ito, "Color Universal Design", 2008); those of other
+computation are as far from these, and from one another, as these are.
 """
 
 from __future__ import annotations
@@ -33,6 +34,15 @@ _RECORDS = (
     Kind("flash_bwd", "flash backward", "attention", SKY),
     Kind("merge", "merge", "compute", GREEN),
     Kind("gemm", "matrix product", "compute", YELLOW),
+    Kind("convolution", "convolution", "compute", "#8F9A2E"),
+    Kind("embedding", "embedding", "compute", "#8C2D9E"),
+    Kind("norm", "norm", "compute", "#4B4FC4"),
+    Kind("softmax", "softmax", "compute", "#C2185B"),
+    Kind("elementwise", "elementwise", "compute", "#B5DB8C"),
+    Kind("reduction", "reduction", "compute", "#3F6B14"),
+    Kind("cast", "cast and quantize", "compute", "#F4A58A"),
+    Kind("permute", "permute and gather", "compute", "#1F8A9E"),
+    Kind("optimizer", "optimizer", "compute", "#8A4B3A"),
     Kind("other", "other compute", "compute", GREY),
     Kind("send_recv", "send/recv", "communication", ORANGE, "SendRecv"),
     Kind("all_to_all", "all-to-all", "communication", ORANGE, "AllToAll"),
@@ -63,8 +73,16 @@ COMMUNICATION = _of("communication")
 MEMORY = _of("memory")
 OTHER_GROUPS = "other_groups"
 """Communication of process groups that the user did not ask for; only where one was asked for."""
-BESIDE_ATTENTION = (*_of("compute"), *MEMORY)
-"""What a device does that is neither attention nor communication."""
+_NAMED = {
+    "matrix_products": ("gemm", "convolution"),
+    "optimizer": ("optimizer",),
+    "merge_and_copies": ("merge", "permute"),
+}
+COMPUTE_PARTS = {
+    **_NAMED,
+    "other_compute": tuple(kind for kind in _of("compute") if not any(kind in named for named in _NAMED.values())),
+}
+"""The parts of what is computed beside attention. Where kernels of two run at once, the first has the time."""
 POINT_TO_POINT = ("send_recv", "copy_engine")
 """Communication between two ranks; all other kinds are of a whole group."""
 

@@ -1,4 +1,4 @@
-"""What kernels and communication calls are by their names: the one table of rules.
+"""What kernels are by their names: the one table of rules.
 
 A kind is decided from the strongest evidence there is (`ringprof.analysis.kinds.classify`); these rules are its last
 resort, and for compute kernels mostly the only one.
@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import NamedTuple
+
+from ringprof.analysis.kinds.inductor import kind_of_inductor
 
 
 class Rule(NamedTuple):
-    """A kernel whose name contains ``pattern`` (a regular expression, case ignored) is of this kind.
+    """A kernel whose name, in lower case, contains ``pattern`` (a regular expression) is of this kind.
 
     ``then`` must follow in the same word, ``later`` anywhere behind. Both stand apart because a name may be a
     stranger's: ``a.*b`` in one expression takes time with the square of what was made to look like many an ``a``.
@@ -25,102 +26,233 @@ class Rule(NamedTuple):
     pattern: str
     then: str = ""
     later: str = ""
+    loose: bool = False
+    """Whether the name is a template that many operators run, or a common word: the operator tells better."""
 
 
-# The first rule that fits wins. Names come demangled or mangled, and may be cut by whoever wrote the trace.
-# No rule may look for "collective" alone: flash-attn 3's own kernels contain CollectiveMainloop.
+def _rules(kind: str, *given: tuple[str, ...], loose: bool = False) -> list[Rule]:
+    """Rules of one kind, each given as (family, pattern, then, later), the last two where they are needed."""
+    rules = []
+    for texts in given:
+        family, pattern, then, later = (*texts, "", "")[:4]
+        rules.append(Rule(kind, family, pattern, then, later, loose))
+    return rules
+
+
+# The first rule that fits wins, so what is particular stands before what is common. Names come demangled or mangled,
+# and may be cut by whoever wrote the trace: (?<![a-z]) is the beginning of a word in any of them. No rule may look for
+# "collective" alone (flash-attn 3's own kernels contain CollectiveMainloop), nor for a word that others hold: "gemm" in
+# "fbgemm", "cast" in "broadcast" and "LoadWithCast".
 RULES: tuple[Rule, ...] = (
+    # --- copies: ROCm's are kernels ---
+    Rule("memcpy", "ROCm", r"__amd_rocclr_copybuffer"),
+    Rule("memset", "ROCm", r"__amd_rocclr_fillbuffer"),
     # --- communication ---
-    Rule("all_gather", "NCCL", r"nccl", then="AllGather"),
-    Rule("reduce_scatter", "NCCL", r"nccl", then="ReduceScatter"),
-    Rule("all_reduce", "NCCL", r"nccl", then="AllReduce"),
-    Rule("broadcast", "NCCL", r"nccl", then="Broadcast"),
-    Rule("all_to_all", "NCCL", r"nccl", then="AllToAll"),
-    Rule("send_recv", "NCCL", r"nccl", then="SendRecv"),
-    Rule("comm_other", "NCCL", r"nccl(Sym|Symk)?(Dev)?Kernel"),
-    Rule("all_gather", "symmetric memory", r"multimem_all_gather"),
-    Rule("reduce_scatter", "symmetric memory", r"(multimem_)?reduce_scatter_kernel|multimem_reduce_scatter"),
-    Rule("all_reduce", "symmetric memory", r"(multimem_|one_shot_|two_shot_)all_reduce"),
-    Rule("all_reduce", "vLLM or TensorRT-LLM", r"cross_device_reduce_[12]stage|allreduce_fusion_kernel"),
+    Rule("all_gather", "NCCL", r"nccl", then=r"allgather"),
+    Rule("reduce_scatter", "NCCL", r"nccl", then=r"reducescatter"),
+    Rule("all_reduce", "NCCL", r"nccl", then=r"allreduce"),
+    Rule("broadcast", "NCCL", r"nccl", then=r"broadcast"),
+    Rule("all_to_all", "NCCL", r"nccl", then=r"alltoall"),
+    Rule("send_recv", "NCCL", r"nccl", then=r"sendrecv"),
+    Rule("comm_other", "NCCL", r"nccl(symk?)?(dev)?kernel|rcclgenerickernel"),
     Rule("send_recv", "userbuffers", r"kuserbuffers_(pull|push)(send|recv)"),
     Rule("comm_other", "userbuffers", r"kuserbuffers|userbuffers_fp16_sum|ub_comm"),
-    Rule("comm_other", "NVSHMEM", r"nvshmemi?_|nvshmemx|deep_ep::"),
-    Rule("comm_other", "symmetric memory", r"(put|wait)_signal_kernel|\bbarrier_kernel"),
-    Rule("comm_other", "symmetric memory", r"symm_mem", then="barrier"),
-    Rule("comm_other", "other", r"\bhccl|dlslime"),
-    Rule("comm_other", "other", r"msccl", then="kernel"),
-    # --- merging and other glue of a ring ---
+    Rule("all_reduce", "quickreduce", r"quickreduce"),
+    # Of torch's symmetric memory, vLLM, AITER, FlashInfer, TensorRT-LLM, SGLang, MSCCL++ and others.
+    Rule("all_reduce", "vLLM or TensorRT-LLM", r"cross_device_reduce"),
+    Rule("all_gather", "symmetric memory", r"multimem_all_gather"),
+    Rule("reduce_scatter", "custom", r"reduce_?scatter", loose=True),
+    Rule("all_reduce", "custom", r"(?<!warp)(?<!block)(?<!warp_)(?<!block_)all_?reduce", loose=True),
+    Rule("all_gather", "custom", r"all_?gather", loose=True),
+    Rule("all_to_all", "custom", r"all_?to_?all|moe_?a2a", loose=True),
+    # Expert parallelism: tokens go to the ranks of their experts, and back.
+    Rule("send_recv", "DeepEP", r"deep_ep", later=r"pp_(send|recv)"),
+    Rule("all_to_all", "DeepEP", r"deep_ep|dpsk::ep|dpsk2ep|hybrid_ep|uccl::ep|nccl_ep"),
+    Rule("all_to_all", "mori", r"mori::|4mori3|(?<![a-z])ep_?(dispatch|combine)"),
+    Rule("all_to_all", "MagiAttention", r"grpcoll|group_cast"),
+    Rule("comm_other", "MSCCL", r"mscclpp"),
+    Rule("comm_other", "MSCCL", r"msccl", then=r"kernel"),
+    Rule("comm_other", "NVSHMEM", r"nvshmemi?_|nvshmemx|rocshmem"),
+    Rule("comm_other", "symmetric memory", r"(put|wait)_signal_kernel|\bbarrier_kernel|multimem_"),
+    Rule("comm_other", "symmetric memory", r"symm_mem", then=r"barrier"),
+    Rule("comm_other", "other", r"\bhccl|dlslime|oneccl"),
+    # --- merging of partial results ---
     Rule("merge", "ringprof", r"ringprof_merge"),
     Rule("merge", "Transformer Engine", r"thd_(out_correction|lse|grad_correction)"),
-    Rule("merge", "Transformer Engine", r"thd_(read_half_tensor|partition_indices|reorder)"),
     Rule("merge", "ring-flash-attention", r"fused_to_sub_sigmoid"),
-    Rule("merge", "ring-flash-attention", r"sub_sigmoid_", then="mul_sub"),
+    Rule("merge", "ring-flash-attention", r"sub_sigmoid_", then=r"mul_sub"),
+    Rule("merge", "FlashInfer or vLLM", r"merge_?states?|merge_attn_states"),
+    # --- what stands beside attention and has words of its names ---
+    Rule("permute", "", r"_and_cache|kv_?cache_kernel|kv_buffer|store_?kv|append\w{0,20}kv_?cache|copy_blocks_kernel"),
+    Rule("permute", "", r"thd_(read_half_tensor|partition_indices|reorder)"),
+    Rule("norm", "", r"rms_?norm|layer_?norm"),
+    Rule("elementwise", "", r"rotary|(fused|triton)_m?rope|rope_(fwd|bwd|forward|backward|kernel)"),
     # --- attention, backward: its names often contain those of the forward pass ---
-    Rule("flash_bwd", "flash-attn 4", r"FlashAttentionBackward"),
-    Rule("flash_bwd", "flash-attn 4", r"flash_?attncute", then="bwd"),
-    Rule("flash_bwd", "flash-attn 3", r"FlashAttnBwd"),
-    Rule("flash_bwd", "torch flash", r"pytorch_flash", later="flash_bwd"),
-    Rule("flash_bwd", "flash-attn 2", r"flash_bwd_(dq_dk_dv|dot_do_o|convert_d|clear_dkvaccum)|flash_bwd"),
-    Rule("flash_bwd", "cuDNN", r"flash_bprop|fmha_reduce_head"),
-    Rule("flash_bwd", "cuDNN", r"sdpa", then="bprop"),
-    Rule("flash_bwd", "cuDNN", r"compute_dot_do_o|convert_dq_to_16bits"),
-    Rule("flash_bwd", "memory-efficient", r"fmha_cutlassB|AttentionBackwardKernel"),
-    Rule("flash_bwd", "CK", r"FmhaBwd"),
-    Rule("flash_bwd", "CK", r"ck_fused_attn", later=r"dk_dv_reduce|bwd"),
-    Rule("flash_bwd", "AITER", r"aiter", later=r"fmha_bwd|dq_convert|odo"),
-    Rule("flash_bwd", "Triton", r"flex_attention_backward|_attn_bwd|_bwd_preprocess"),
-    Rule("flash_bwd", "Triton", r"^_bwd_kernel(_dq|_dkv|_dk_dv)?\b|^_bwd_kernel"),
-    # Of the backward pass as dot_do_o is, where a strategy runs it once for all its blocks.
-    Rule("flash_bwd", "", r"ringprof_(row_product|output_with_delta)"),
+    *_rules(
+        "flash_bwd",
+        ("flash-attn 4", r"flashattentionbackward"),
+        ("flash-attn 4", r"flash_?attncute", r"bwd"),
+        ("flash-attn 3", r"flashattnbwd"),
+        ("torch flash", r"pytorch_flash", "", r"flash_bwd"),
+        ("flash-attn 2", r"flash_bwd"),
+        ("cuDNN", r"flash_bprop|fmha_reduce_head"),
+        ("cuDNN", r"sdpa", r"bprop"),
+        ("cuDNN", r"compute_dot_do_o|convert_dq_to_16bits"),
+        ("memory-efficient", r"fmha_cutlassb|attentionbackwardkernel"),
+        ("CK", r"fmhabwd"),
+        ("CK", r"ck_fused_attn", "", r"dk_dv_reduce|bwd"),
+        ("AITER", r"aiter", "", r"fmha_bwd|dq_convert|odo"),
+        ("AOTriton", r"^bwd_(kernel_(dk_dv|dq|fuse)|preprocess)"),
+        ("Triton", r"_attn_bwd|_bwd_preprocess|^_bwd_kernel"),
+        # Of the backward pass as dot_do_o is, where a strategy runs it once for all its blocks.
+        ("", r"ringprof_(row_product|output_with_delta)"),
+        ("other", r"fmha|flash_?att(ention|n)", "", r"bwd|backward|scoregrad"),
+    ),
     # --- attention, forward ---
-    Rule("flash_fwd", "flash-attn 4", r"FlashAttentionForward|FlashPrepareScheduler"),
-    Rule("flash_fwd", "flash-attn 4", r"flash_?attncute", then="fwd"),
-    Rule("flash_fwd", "flash-attn 3", r"FlashAttnFwd|prepare_varlen_num_blocks"),
-    Rule("flash_fwd", "flash-attn 3", r"enable_sm90", later="flash"),
-    Rule("flash_fwd", "torch flash", r"pytorch_flash", later="flash_fwd"),
-    Rule("flash_fwd", "flash-attn 2", r"flash_fwd(_splitkv)?(_combine)?_kernel"),
-    Rule("flash_fwd", "cuDNN", r"flash_fprop|qkv_tma_setup|cu_seqlens_to_actual_seqlens"),
-    Rule("flash_fwd", "cuDNN", r"sdpa", then="fprop"),
-    Rule("flash_fwd", "memory-efficient", r"fmha_cutlassF|AttentionKernel"),
-    Rule("flash_fwd", "CK", r"FmhaFwd|ck_fused_attn"),
-    Rule("flash_fwd", "AITER", r"fmha_fwd_hd\d|gqa_d128_kernel"),
-    Rule("flash_fwd", "AITER", r"aiter", later="fmha_fwd"),
-    Rule("flash_fwd", "Triton", r"fused_flex_attention|_?attn_fwd"),
-    Rule("flash_fwd", "FlashInfer", r"(BatchPrefill|SinglePrefill)With", then="KVCache"),
-    Rule("flash_fwd", "TensorRT-LLM", r"fmhaSm\d+|fmha_v2_flash_attention"),
-    # Also the name of Triton layer norms; kept for old flash-attention kernels that are called just this.
-    Rule("flash_fwd", "Triton", r"^_fwd_kernel\b"),
-    # --- other compute ---
-    Rule("gemm", "matrix product", r"gemm|nvjet_|cublas|xmma|wgrad|Cijk_|matmul|splitKreduce"),
-    # ROCm copies are kernels.
-    Rule("memcpy", "ROCm", r"__amd_rocclr_copyBuffer"),
-    Rule("memset", "ROCm", r"__amd_rocclr_fillBuffer"),
-)
+    *_rules(
+        "flash_fwd",
+        ("flash-attn 4", r"flashattentionforward|flashpreparescheduler"),
+        ("flash-attn 4", r"flash_?attncute", r"fwd"),
+        ("flash-attn 3", r"flashattnfwd|prepare_varlen_num_blocks|compute_attn_ws"),
+        ("flash-attn 3", r"enable_sm90", "", r"flash"),
+        ("torch flash", r"pytorch_flash", "", r"flash_fwd"),
+        ("FlashMLA", r"flash_fwd(_splitkv)?_mla|sparse_attn_(fwd|decode)|get_mla_metadata"),
+        ("flash-attn 2", r"flash_fwd"),
+        ("cuDNN", r"flash_fprop|qkv_tma_setup|cu_seqlens_to_actual_seqlens"),
+        ("cuDNN", r"sdpa", r"fprop"),
+        ("memory-efficient", r"fmha_cutlassf|attentionkernel"),
+        ("CK", r"fmhafwd|ck_fused_attn"),
+        ("AITER", r"fmha_fwd_hd\d|gqa_d128_kernel|(?<![a-z])mla_(dec|pfl|a\d|reduce)|aiter::pa_"),
+        ("AITER", r"aiter", "", r"fmha_fwd"),
+        ("AOTriton", r"^attn_fwd"),
+        ("SageAttention", r"qk_int\d?_sv_"),
+        ("Triton", r"attn_fwd"),
+        ("FlashInfer", r"(prefill|decode)with(paged|ragged)?kvcache|batchmla"),
+        ("TensorRT-LLM", r"fmhasm\d+|fmha_v2|masked_multihead_attention|kernel_mha|xqa_kernel"),
+        ("vLLM", r"(paged|unified|cached_kv)_attention|^reduce_segments"),
+        # Also the name of Triton layer norms; kept for old flash-attention kernels that are called just this.
+        ("Triton", r"^_fwd_kernel\b|^_fwd_(grouped_)?kernel_stage\d"),
+    ),
+    *_rules(
+        "flash_fwd",
+        ("other", r"fmha|flash_?att(ention|n)|(?<!linear_)attention_?kernel|attn_kernel|sparse_mla"),
+        loose=True,
+    ),
+    # --- convolutions and norms before matrix products, which many of them contain by name ---
+    *_rules(
+        "convolution",
+        ("", r"implicit_(gemm|convolve)|xmma_[fdw](prop|grad)|(fprop|[dw]grad)_?(optimized|analytic|2d|alg)"),
+        ("", r"winograd|im2col|col2im|igemm_(fwd|bwd|wrw)|convolve|conv\dd|conv_depthwise"),
+        ("MIOpen", r"sp3asmconv|naive_conv|scudnn"),
+        ("MIOpen", r"miopen", r"conv"),
+    ),
+    *_rules(
+        "norm",
+        ("", r"batch_?norm|group_?norm|instance_?norm|l2norm_|(?<![a-z])ln_(fwd|bwd)|(?<![a-z])bn_(fw|bw)"),
+        ("torch or apex", r"cuapplylayer|cucompute(part)?grad|gammabeta|rowwisemoments|computefusedparams|welford"),
+    ),
+    # --- matrix products ---
+    Rule("permute", "", r"utils::transpose|batched_transpose|nchwtonhwc|nhwctonchw"),
+    *_rules(
+        "gemm",
+        ("cuBLAS", r"nvjet|cublas|splitkreduce|xmma|reduce_1block_kernel|gemv"),
+        ("", r"(?<!fb)gemm|cijk_|matmul|tensorop|(?<![a-z])bmm(?![a-z])|(scaled|grouped)_mm|flatmm|wgrad"),
+        ("mixture of experts", r"fused_moe_kernel|mfma_moe|(?<![a-z])fmoe|kernel_moe|moe_mx"),
+        ("quantized or small", r"marlin|wvsplitk|(?<![a-z])[bs]gmv|lora_(shrink|expand)|gemlite"),
+    ),
+    # --- the optimizer, and what works on all its tensors at once ---
+    Rule("reduction", "norm of gradients", r"lpnorm|l2norm(functor|op)|maxnorm"),
+    Rule("permute", "torch", r"multi_tensor_apply", later=r"at::native::copy<"),
+    *_rules(
+        "optimizer",
+        ("", r"fused_?adam|adammath|fused(sgd|adagrad|lamb|optimizer)|(adam|sgd|lamb|adagrad)\w{0,10}functor"),
+        ("", r"koptimizer|adamw?_(kernel|cuda)|amp_(foreach|update)|lambstage|novograd|muon_"),
+    ),
+    Rule("optimizer", "torch", r"multi_tensor|addcdiv", loose=True),
+    # --- embedding tables ---
+    Rule("permute", "FBGEMM", r"permute_(pooled|multi|duplicate)"),
+    *_rules(
+        "embedding",
+        ("FBGEMM", r"embedding_codegen|codegen_(forward|backward)|rowwise_adagrad|find_long_segments"),
+        ("FBGEMM", r"bounds_check_indices|linearize_(index|cache)|(?<![a-z])l[xf]u_cache"),
+        ("torch", r"embedding|krn_partial|compute_grad_weight|sum_and_scatter"),
+    ),
+    # --- softmax, activations, conversions ---
+    Rule("softmax", "", r"soft_?max|cross_?entropy|cce_(forward|backward)"),
+    *_rules(
+        "elementwise",
+        ("activation", r"act_and_mul|swiglu|geglu|silu|gelu|(?<![a-z])relu|threshold_kernel"),
+        ("dropout", r"dropout|distribution_(elementwise|nullary)"),
+    ),
+    *_rules(
+        "cast",
+        ("FBGEMM", r"hfp8|fp8rowwise|fp8_?quantize|fp8_qparam"),
+        ("torch", r"float\w{0,12}_copy_kernel|unrolled_elementwise_kernel<at::native::direct_copy"),
+        ("torch", r"direct_copy_kernel", "", r"loadwithcast"),
+        ("", r"(?<!no_)cast_(to|back|transpose|and|kernel|dbias|only)|(?<![a-z])k?(de)?quant|fp4quant|fp8quant"),
+        ("", r"_quant_|quantize|(?<![a-z])to_fp8"),
+    ),
+    # --- what only moves elements ---
+    *_rules(
+        "permute",
+        ("torch", r"direct_copy_kernel|catarray|split_with_sizes_copy|chunk_cat|copy_device_to_device"),
+        ("", r"transpose|permut|copy_(tensor_)?kernel|pad_kernel|concat|split_reshape|repeat_interleave|flip_kernel"),
+        ("experts", r"routingindices|routing::|finalize(moe|kernel)|moe_align|align_block_size|expand(_to|input)"),
+        ("experts", r"count_\w{0,20}expert|fused_mapping|moe_(fused_)?gate|sort_chunks|dispatch_layout"),
+    ),
+    *_rules(
+        "permute",
+        ("torch", r"index_?(select|elementwise|put|copy|fill|add)|indexing_backward|scatter|gather|masked_select"),
+        ("", r"radixsort|bitonicsort|mergesort|topk|sort_by|sorting|_sort_|unique|nonzero"),
+        loose=True,
+    ),
+    # --- templates and common words: sums, and what works element by element ---
+    *_rules(
+        "reduction",
+        ("torch", r"reduce_kernel|reduceop"),
+        ("CUB", r"devicereduce|segmented_?reduce|devicescan|scan_(inner|outer)most|compactinit"),
+        ("", r"nll_loss|moe_sum|cumsum|cumprod|logcumsum|histogram|bincount|argm(ax|in)|pool_|pooling"),
+        loose=True,
+    ),
+    Rule("elementwise", "torch", r"elementwise|triu_tril|where_kernel|fill_?functor|fill_kernel", loose=True),
+    *_rules(
+        "reduction",
+        ("", r"reduce|reduction|(?<![a-z])(sum|mean|amax|norm)_(kernel|partial)|amax_kernel"),
+        loose=True,
+    ),
+    *_rules(
+        "elementwise",
+        ("TorchScript", r"^fused_(\w{0,40}_)?(add|sub|mul|div|sigmoid|tanh|exp|neg|pow|sqrt)"),
+        ("", r"(?<![a-z])(add|mul|scale|axpy|residual|bias)_(\w{0,20}_)?kernel|pointwise"),
+        loose=True,
+    ),
+)  # fmt: skip
 
 
 class _Compiled(NamedTuple):
     rule: Rule
+    words: tuple[str, ...]
+    """The alternatives of a pattern that is plain words: many times quicker to find."""
     pattern: re.Pattern[str]
     then: re.Pattern[str]
     later: re.Pattern[str]
 
 
-_COMPILED = [
-    _Compiled(rule, *(re.compile(text, re.IGNORECASE) for text in (rule.pattern, rule.then, rule.later)))
-    for rule in RULES
-]
-_WORD = re.compile(r"\w*")
-_EITHER_PASS = re.compile(r"qkv_tma_setup|cu_seqlens_to_actual_seqlens", re.IGNORECASE)
+LONGEST_NAME = 8192
+"""Names are looked at this far: templates' are long, and a stranger's may be longer."""
 
-# CPU operators that launch one attention pass and nothing else. Wrappers such as autograd functions of whole ring
-# loops are not among them: what they launch is more than attention.
-_ATTENTION_OPERATOR = re.compile(
-    r"aten::_?(scaled_dot_product_(?=\w*attention)|flash_attention|efficient_attention|cudnn_attention)\w*"
-    r"|flash_attn(_3)?::_?(flash_attn|bwd|fwd)\w*"
-    r"|(xformers_flash|xformers)::(flash|efficient_attention)_?\w*"
-    r"|aiter::(?=\w*mha_)\w+"
-)
-_BACKWARD = re.compile(r"backward|_bwd|::bwd", re.IGNORECASE)
+_NOT_PLAIN = re.compile(r"[^\w:|<]")
+_WORD = re.compile(r"\w*")
+
+
+def _compiled(rule: Rule) -> _Compiled:
+    plain = not (_NOT_PLAIN.search(rule.pattern) or rule.then or rule.later)
+    words = tuple(rule.pattern.split("|")) if plain else ()
+    return _Compiled(rule, words, *(re.compile(text) for text in (rule.pattern, rule.then, rule.later)))
+
+
+_COMPILED = [_compiled(rule) for rule in RULES]
+_EITHER_PASS = re.compile(r"qkv_tma_setup|cu_seqlens_to_actual_seqlens", re.IGNORECASE)
 
 
 def rule_for(name: str, own: Sequence[Rule] = ()) -> Rule | None:
@@ -128,7 +260,19 @@ def rule_for(name: str, own: Sequence[Rule] = ()) -> Rule | None:
     for rule in own:
         if re.search(rule.pattern, name, re.IGNORECASE | re.DOTALL):
             return rule
-    for rule, pattern, then, later in _COMPILED:
+    name = name[:LONGEST_NAME]
+    if kind := kind_of_inductor(name):
+        # Its name lists what was fused into it, and no more.
+        return Rule(kind, "Triton", "")
+    return _built_in(name.lower())
+
+
+def _built_in(name: str) -> Rule | None:
+    for rule, words, pattern, then, later in _COMPILED:
+        if words:
+            if any(word in name for word in words):
+                return rule
+            continue
         found = pattern.search(name)
         if found is None or (rule.later and not later.search(name, found.end())):
             continue
@@ -151,33 +295,3 @@ def _follows(name: str, pattern: re.Pattern[str], then: re.Pattern[str], found: 
 def runs_in_either_pass(name: str) -> bool:
     """Whether this attention helper serves forward and backward, so that its name does not tell the pass."""
     return _EITHER_PASS.search(name) is not None
-
-
-def kind_of_attention_operator(name: str) -> str | None:
-    """``flash_fwd`` or ``flash_bwd`` for a CPU operator that is one attention pass, else None."""
-    if not _ATTENTION_OPERATOR.fullmatch(name):
-        return None
-    return "flash_bwd" if _BACKWARD.search(name) else "flash_fwd"
-
-
-@lru_cache(maxsize=1024)
-def kind_of_collective(name: str) -> str | None:
-    """The kind of a communication call by its recorded name; None for what moves nothing (``wait``)."""
-    plain = name.lower().replace("_", "").removeprefix("nccl:").removeprefix("c10d::")
-    if plain in {"wait", "init", ""}:
-        return None
-    for word, kind in _COLLECTIVE_WORDS:
-        if word in plain:
-            return kind
-    return "comm_other"
-
-
-_COLLECTIVE_WORDS = (
-    ("allgather", "all_gather"),
-    ("reducescatter", "reduce_scatter"),
-    ("allreduce", "all_reduce"),
-    ("alltoall", "all_to_all"),
-    ("broadcast", "broadcast"),
-    ("send", "send_recv"),
-    ("recv", "send_recv"),
-)

@@ -14,7 +14,12 @@ import numpy.typing as npt
 from ringprof.analysis import intervals
 from ringprof.analysis.intervals import Spans
 from ringprof.analysis.kinds.kinds import ATTENTION, CODE, COMMUNICATION, COMPUTE, KINDS, MEMORY
-from ringprof.analysis.kinds.rules import kind_of_attention_operator
+from ringprof.analysis.kinds.operators import (
+    ENCLOSING,
+    kind_enclosing,
+    kind_of_attention_operator,
+    kind_of_its_kernel,
+)
 from ringprof.analysis.timeline.breakdown import Breakdown, KindTime
 from ringprof.analysis.timeline.window import Window
 from ringprof.trace.columns import Int8, Int64, Ranges, Trace
@@ -22,10 +27,26 @@ from ringprof.trace.columns import Int8, Int64, Ranges, Trace
 _WAIT = re.compile(r"ringprof::wait\b.*")
 _WAIT_CHANNEL = re.compile(r"ringprof::wait/(\S+)")
 _MERGE = re.compile(r"ringprof::(.*/)?merge\b.*")
+_OPTIMIZER = re.compile(ENCLOSING["optimizer"])
 _COMM_OPERATOR = re.compile(r"c10d::|gloo:|nccl:|record_param_comms|ringprof::|autograd::")
-_COPY = re.compile(r"aten::(copy_|clone|contiguous|to|_to_copy|cat|narrow_copy|index_select)")
-_SET = re.compile(r"aten::(zero_|zeros|zeros_like|fill_|full|full_like|ones|ones_like)")
-_PRODUCT = re.compile(r"aten::(mm|bmm|addmm|baddbmm|matmul|linear|einsum)")
+_KINDS = (
+    (re.compile(r"aten::(copy_|clone|contiguous|to|_to_copy|narrow_copy)"), "memcpy"),
+    (re.compile(r"aten::(zero_|zeros|zeros_like|fill_|full|full_like|ones|ones_like)"), "memset"),
+    (re.compile(r"aten::(matmul|linear|einsum)"), "gemm"),
+    (
+        re.compile(r"aten::(cat|stack|index\w*|gather|scatter\w*|sort|topk|flip|roll|repeat|_unsafe_index\w*)"),
+        "permute",
+    ),
+    (re.compile(r"aten::(sum|mean|amax|amin|max|min|argmax|cumsum|norm|linalg_vector_norm|nll_loss\w*)"), "reduction"),
+    (re.compile(r"aten::_foreach_\w+"), "optimizer"),
+    (
+        re.compile(
+            r"aten::(add|sub|rsub|mul|div|neg|exp|log|pow|sqrt|rsqrt|sin|cos|tanh|sigmoid|silu|gelu|relu|where|clamp\w*"
+            r"|native_dropout|bernoulli|masked_fill|addcmul|addcdiv|threshold)(_|_backward)?"
+        ),
+        "elementwise",
+    ),
+)
 _FREE = re.compile(r"aten::(view|reshape|transpose|permute|slice|select|as_strided|detach|expand|t|unsqueeze|squeeze)")
 
 
@@ -107,6 +128,8 @@ def _outermost(trace: Trace) -> tuple[Int64, Int64, Int8]:
     merges = _named(trace, trace.annotations, _MERGE)
     in_merge = intervals.contains(merges, operators.start_ns) & ~np.isin(kind, [CODE[name] for name in ATTENTION])
     kind[in_merge & (kind >= 0)] = CODE["merge"]
+    in_step = intervals.contains(_named(trace, trace.annotations, _OPTIMIZER), operators.start_ns)
+    kind[in_step & np.isin(kind, [CODE[name] for name in ("elementwise", "reduction", "other")])] = CODE["optimizer"]
     keep &= kind >= 0
     return operators.start_ns[keep], operators.end_ns[keep], kind[keep]
 
@@ -133,10 +156,8 @@ def _kind_of_operator(name: str) -> int:
         return CODE[attention]
     if _COMM_OPERATOR.match(name) or _FREE.fullmatch(name):
         return -1
-    for pattern, kind in ((_COPY, "memcpy"), (_SET, "memset"), (_PRODUCT, "gemm")):
-        if pattern.fullmatch(name):
-            return CODE[kind]
-    return CODE["other"]
+    known = kind_of_its_kernel(name) or kind_enclosing(name)
+    return CODE[known or next((kind for pattern, kind in _KINDS if pattern.fullmatch(name)), "other")]
 
 
 def _of(start: Int64, end: Int64, kind: Int8, kinds: tuple[str, ...]) -> Spans:

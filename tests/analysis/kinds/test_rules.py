@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 
 from ringprof.analysis.kinds.kinds import KIND, KINDS
-from ringprof.analysis.kinds.rules import RULES, kind_of_attention_operator, kind_of_collective, rule_for
+from ringprof.analysis.kinds.operators import (
+    kind_enclosing,
+    kind_of_attention_operator,
+    kind_of_collective,
+    kind_of_its_kernel,
+)
+from ringprof.analysis.kinds.rules import RULES, rule_for
 
 NAMES = {
     "send_recv": [
@@ -35,7 +41,6 @@ NAMES = {
         "ncclDevKernel_Generic(ncclDevKernelArgsStorage<4096ul>)",
         "ncclDevKernel_Generic_4(ncclDevKernelArgsStorage<4096ul>)",
         "nvshmemi_transfer_rma_kernel",
-        "void deep_ep::intranode::dispatch<8, 768>",
         "put_signal_kernel",
         "wait_signal_kernel",
         "mscclKernel_Sum_half_Simple",
@@ -103,9 +108,9 @@ NAMES = {
         "void thd_out_correction_kernel<float>",
         "thd_lse_kernel",
         "thd_grad_correction_kernel",
-        "thd_read_half_tensor_kernel",
-        "thd_partition_indices_kernel",
     ],
+    "all_to_all": ["void deep_ep::intranode::dispatch<8, 768>"],
+    "permute": ["thd_read_half_tensor_kernel", "thd_partition_indices_kernel"],
     "gemm": [
         "nvjet_hsh_128x256_64x4_2x1_v_bz_coopA_TNT",
         "sm80_xmma_gemm_f16f16_f16f32_f32_tn_n",
@@ -114,17 +119,26 @@ NAMES = {
     ],
     "memcpy": ["__amd_rocclr_copyBuffer"],
     "memset": ["__amd_rocclr_fillBufferAligned"],
-    "other": [
+    "elementwise": [
         "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>",
         "triton_poi_fused_add_mul_0",
+    ],
+    "other": [
         "void cutlass::device_kernel<Unknown",
+        "main_kernel",
+        "kernel_0",
+        # State-space models, whose kernels are none of these.
+        "_chunk_scan_fwd_kernel",
     ],
 }
 
 
 GROUPS = {
     "attention": ["flash_fwd", "flash_bwd"],
-    "compute": ["merge", "gemm", "other"],
+    "compute": [
+        "merge", "gemm", "convolution", "embedding", "norm", "softmax", "elementwise", "reduction", "cast", "permute",
+        "optimizer", "other",
+    ],
     "communication": [
         "send_recv", "all_to_all", "all_gather", "reduce_scatter", "all_reduce", "broadcast", "copy_engine",
         "comm_other",
@@ -174,7 +188,7 @@ def test_every_family_is_told_by_its_name(kind, name):
         ("void flashinfer::BatchPrefillWithRaggedKVCacheKernel<2>", "FlashInfer"),
         ("fmhaSm100fKernel_QkvBfloat16", "TensorRT-LLM"),
         ("ringprof_row_product", ""),
-        ("nvjet_hsh_128x256_64x4_2x1_v_bz_coopA_TNT", "matrix product"),
+        ("nvjet_hsh_128x256_64x4_2x1_v_bz_coopA_TNT", "cuBLAS"),
         ("__amd_rocclr_copyBuffer", "ROCm"),
     ],
 )
@@ -234,3 +248,49 @@ def test_operators_that_are_one_attention_pass(name, kind):
 )
 def test_recorded_calls(name, kind):
     assert kind_of_collective(name) == kind
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("Optimizer.step#AdamW.step", "optimizer"),
+        ("optimizer_step", "optimizer"),
+        ("Optimizer.zero_grad#AdamW.zero_grad", None),
+        ("aten::_fused_adamw_", "optimizer"),
+        ("aten::native_layer_norm_backward", "norm"),
+        ("_C::fused_add_rms_norm", "norm"),
+        ("aten::linalg_vector_norm", None),
+        ("aten::embedding_dense_backward", "embedding"),
+        ("torch::autograd::CppNode<SplitLookupFunction_rowwise_adagrad_Op>", "embedding"),
+        ("fbgemm::permute_2D_sparse_data", "permute"),
+        ("aten::add_", None),
+    ],
+)
+def test_what_runs_in_an_operator_or_annotation(name, kind):
+    assert kind_enclosing(name) == kind
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("aten::addmm", "gemm"),
+        ("aten::_scaled_mm", "gemm"),
+        ("aten::cudnn_convolution", "convolution"),
+        ("aten::convolution_backward", "convolution"),
+        ("aten::_log_softmax_backward_data", "softmax"),
+        ("vllm::unified_attention_with_output", "flash_fwd"),
+        ("kernel_file layer_norm.py", "norm"),
+        ("kernel_file ch4lah5qtiqtyrlhee4kxisgq2na7hyppsiit5mhcmnefm6d7vir.py", None),
+        ("aten::add_", None),
+        ("my_norm_of_nothing", None),
+    ],
+)
+def test_whose_kernel_an_operator_launches(name, kind):
+    assert kind_of_its_kernel(name) == kind
+
+
+def test_a_name_of_a_million_letters_takes_no_time():
+    for name in ("a" * 10**6, "aten::" + "norm" * 250_000 + "!", "fused_" + "x_" * 500_000, "flash" * 200_000):
+        assert kind_enclosing(name) in (None, "norm")
+        assert kind_of_its_kernel(name) is None
+        rule_for(name)

@@ -1,0 +1,96 @@
+"""What CPU operators, annotations and recorded communication calls do, by their names."""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+
+# CPU operators that launch one attention pass and nothing else. Wrappers such as autograd functions of whole ring
+# loops are not among them: what they launch is more than attention.
+_ATTENTION = re.compile(
+    r"aten::_?(scaled_dot_product_(?=\w*attention)|flash_attention|efficient_attention|cudnn_attention)\w*"
+    r"|flash_attn(_3)?::_?(flash_attn|bwd|fwd)\w*"
+    r"|(xformers_flash|xformers)::(flash|efficient_attention)_?\w*"
+    r"|aiter::(?=\w*mha_)\w+"
+)
+_BACKWARD = re.compile(r"backward|_bwd|::bwd", re.IGNORECASE)
+
+ENCLOSING = {
+    "optimizer": r"(?i:optimizer\.step\b.*|optimizer[ _]step)|aten::_fused_(adamw?|sgd|adagrad)_",
+    "embedding": r"\w+::\w*embedding\w*|fbgemm::(bounds_check_indices|linearize_\w+|lxu_cache\w*)"
+    r"|torch::autograd::CppNode<Split\w*Lookup\w*>",
+    "norm": r"\w+::\w*(rms|layer|batch|group|instance)_?norm\w*",
+    "permute": r"fbgemm::\w*permute\w*|aten::(_index_put_impl_|sort|topk)",
+}
+"""Operators and annotations that say what all that runs in them is for, though it be sums and fills; the first of the
+table that a launch lies in decides."""
+
+_ITS_OWN = {
+    "flash_fwd": r"(vllm|sglang)::unified_\w*attention\w*|_vllm_fa\d_C::\w*fwd\w*|sgl_kernel::(flash_mla_)?\w*fwd\w*",
+    "gemm": r"aten::(mm|addmm|bmm|baddbmm|addbmm|mv|addmv|dot|_scaled_mm|_grouped_mm|_scaled_grouped_mm|_int_mm)"
+    r"|aten::_addmm_activation|fbgemm::f8f8bf16\w*",
+    "convolution": r"aten::(cudnn|miopen|mkldnn)?_?conv(olution|_depthwise|_transpose)?\w*|aten::(slow|thnn)_conv\w*",
+    "softmax": r"aten::_?(log_|masked_|safe_)?softmax\w*",
+}
+"""Operators whose own kernel it is, where its name says nothing; what else runs in them has names of its own."""
+
+_FILES = {
+    "norm": r"\w*(rms|layer|group)_?norm\w*",
+    "softmax": r"\w*(softmax|cross_entropy)\w*",
+    "elementwise": r"\w*(rope|rotary|swiglu|geglu|gelu|silu|activation)\w*",
+    "gemm": r"\w*(matmul|gemm)\w*",
+    "embedding": r"\w*embedding\w*",
+}
+KERNEL_FILE = "kernel_file "
+"""What the reader writes before the name of the file that a Triton kernel was compiled from."""
+
+
+LONGEST_NAME = 1024
+"""Names of operators are looked at this far: torch's own are shorter, and these may be a stranger's."""
+
+
+@lru_cache(maxsize=4096)
+def kind_enclosing(name: str) -> str | None:
+    """The kind of all that is launched in this operator or annotation, matrix products and the like apart."""
+    name = name[:LONGEST_NAME]
+    return next((kind for kind, pattern in ENCLOSING.items() if re.fullmatch(pattern, name)), None)
+
+
+@lru_cache(maxsize=4096)
+def kind_of_its_kernel(name: str) -> str | None:
+    """The kind of this operator's own kernel."""
+    name = name[:LONGEST_NAME]
+    if name.startswith(KERNEL_FILE):
+        stem = name.removeprefix(KERNEL_FILE).removesuffix(".py")
+        return next((kind for kind, pattern in _FILES.items() if re.fullmatch(pattern, stem)), None)
+    return next((kind for kind, pattern in _ITS_OWN.items() if re.fullmatch(pattern, name)), None)
+
+
+def kind_of_attention_operator(name: str) -> str | None:
+    """``flash_fwd`` or ``flash_bwd`` for a CPU operator that is one attention pass, else None."""
+    if not _ATTENTION.fullmatch(name[:LONGEST_NAME]):
+        return None
+    return "flash_bwd" if _BACKWARD.search(name) else "flash_fwd"
+
+
+@lru_cache(maxsize=1024)
+def kind_of_collective(name: str) -> str | None:
+    """The kind of a communication call by its recorded name; None for what moves nothing (``wait``)."""
+    plain = name.lower().replace("_", "").removeprefix("nccl:").removeprefix("c10d::")
+    if plain in {"wait", "init", ""}:
+        return None
+    for word, kind in _COLLECTIVE_WORDS:
+        if word in plain:
+            return kind
+    return "comm_other"
+
+
+_COLLECTIVE_WORDS = (
+    ("allgather", "all_gather"),
+    ("reducescatter", "reduce_scatter"),
+    ("allreduce", "all_reduce"),
+    ("alltoall", "all_to_all"),
+    ("broadcast", "broadcast"),
+    ("send", "send_recv"),
+    ("recv", "send_recv"),
+)
