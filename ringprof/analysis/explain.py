@@ -181,7 +181,8 @@ def with_communication(rank: Rank, detail: Detail) -> Rank:
     exposed = ExposedTime()
     if not rank.on_cpu:
         found = exposure_of(detail, detail.rows())
-        exposed = ExposedTime(intervals.length_ns(found.wire), intervals.length_ns(found.wait), found.wire_ns)
+        wire_ns, wait_ns = intervals.length_ns(found.wire), intervals.length_ns(found.wait)
+        exposed = ExposedTime(wire_ns, wait_ns, found.wire_ns, found.by_group)
     sends = [message.peer for hop in detail.hops for part in hop.parts for message in part.transfer.sends]
     return replace(
         rank,

@@ -12,7 +12,8 @@ import numpy as np
 
 from ringprof.analysis import intervals
 from ringprof.analysis.intervals import Spans
-from ringprof.analysis.kinds.kinds import COMMUNICATION, COMPUTE
+from ringprof.analysis.kinds.groups import name_of_group
+from ringprof.analysis.kinds.kinds import COMMUNICATION, COMPUTE, KINDS
 from ringprof.analysis.rank import Detail
 from ringprof.analysis.timeline.rows import Rows
 
@@ -26,6 +27,8 @@ class Exposure:
     unknown: Spans
     wire_ns: int
     """All time with something on the wire, hidden or not."""
+    by_group: dict[tuple[str, str], int]
+    """Length of what is exposed of each kind and process group."""
 
     @property
     def everything(self) -> Spans:
@@ -49,4 +52,19 @@ def exposure_of(detail: Detail, rows: Rows) -> Exposure:
     wire = intervals.intersection(everything, on_wire)
     rest = intervals.subtraction(everything, wire)
     unknown = intervals.intersection(rest, intervals.union(rows.start_ns[untimed], rows.end_ns[untimed]))
-    return Exposure(wire, intervals.subtraction(rest, unknown), unknown, intervals.length_ns(on_wire))
+    waiting, by_group = intervals.subtraction(rest, unknown), _by_group(detail, rows, compute)
+    return Exposure(wire, waiting, unknown, intervals.length_ns(on_wire), by_group)
+
+
+def _by_group(detail: Detail, rows: Rows, compute: Spans) -> dict[tuple[str, str], int]:
+    """Exposed communication by kind and process group."""
+    places: dict[tuple[str, str], list[int]] = {}
+    calls = detail.classified.calls
+    for place in np.flatnonzero(rows.of(*COMMUNICATION)).tolist():
+        called = calls.get(int(rows.activity[place]), ())
+        places.setdefault((KINDS[rows.kind[place]], name_of_group(called)), []).append(place)
+    result = {}
+    for key, mine in places.items():
+        spans = intervals.union(rows.start_ns[mine], rows.end_ns[mine])
+        result[key] = intervals.length_ns(intervals.subtraction(spans, compute))
+    return result

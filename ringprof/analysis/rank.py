@@ -68,6 +68,8 @@ class ExposedTime:
     wait_ns: int = 0
     on_wire_ns: int = 0
     """All time with something on the wire, hidden or not."""
+    by_group: dict[tuple[str, str], int] = field(default_factory=dict)
+    """Exposed communication by kind and process group (empty where none is recorded); parts may run at once."""
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,10 @@ WATERFALL: dict[str, str] = {
     "peer_wait": "peer wait",
     "exposed_unsplit": "exposed wire, wait and imbalance",
     "other_groups": "other groups' communication",
-    "merge_and_copies": "merge and copies",
+    "matrix_products": "matrix products",
+    "optimizer": "optimizer",
+    "other_compute": "other computation",
+    "merge_and_copies": "merges and copies",
     "background": "background only",
     "launch_gaps": "launch gaps",
 }

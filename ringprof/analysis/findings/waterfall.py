@@ -8,7 +8,9 @@ Each rank's time up to the slowest rank's wall is one of these parts, and every 
   exposed waiting, and the time after its last activity until the slowest rank is done), imbalance is what its own
   computation falls short of that of the rank which computes longest, peer wait the rest (not of the rank whose wall is
   longest: where all end at one transfer, that may be any);
-- other computation and exposed memory (merge and copies), and gaps in which nothing ran.
+- matrix products, the optimizer, other computation, and merges and copies (with exposed memory): an instant in which
+  several of them run is the first's;
+- gaps in which nothing ran.
 
 Parts that the evidence cannot tell apart are one part, named so.
 """
@@ -21,6 +23,7 @@ from dataclasses import dataclass
 from ringprof.analysis.attribution import Attribution
 from ringprof.analysis.findings.summary import Summary
 from ringprof.analysis.findings.waterfall_words import AttentionWork, evidence_of
+from ringprof.analysis.kinds.kinds import COMPUTE_PARTS
 from ringprof.analysis.rank import Rank
 from ringprof.devices import Peak, peak_of
 
@@ -35,6 +38,9 @@ WATERFALL_PARTS = (
     "peer_wait",
     "exposed_unsplit",
     "other_groups",
+    "matrix_products",
+    "optimizer",
+    "other_compute",
     "merge_and_copies",
     "background",
     "launch_gaps",
@@ -108,7 +114,8 @@ class _RankParts:
     peer_wait_ns: int
     unsplit_ns: int
     other_groups_ns: int
-    merge_ns: int
+    beside_ns: dict[str, int]
+    """Computation other than attention, and exposed memory, by part."""
     background_ns: int
     idle_ns: int
     compute_ns: int
@@ -131,7 +138,7 @@ def find_waterfall(attribution: Attribution, summary: Summary, peak: Peak | None
         "peer_wait": sum(part.peer_wait_ns for part in parts),
         "exposed_unsplit": sum(part.unsplit_ns for part in parts),
         "other_groups": sum(part.other_groups_ns for part in parts),
-        "merge_and_copies": sum(part.merge_ns for part in parts),
+        **{name: sum(part.beside_ns[name] for part in parts) for name in COMPUTE_PARTS},
         "background": sum(part.background_ns for part in parts),
         "launch_gaps": sum(part.idle_ns for part in parts),
     }
@@ -160,16 +167,16 @@ def _of_rank(rank: Rank, wall_ns: int, most_compute_ns: int) -> _RankParts:
     else:
         waiting += early
     imbalance = min(waiting, most_compute_ns - b.compute_ns)
-    # On CPU an attention operator can contain a wait, which is not computation.
-    attention = min(b.flash_ns, b.compute_ns)
+    copies = b.beside_ns["merge_and_copies"] + b.exposed_memory_ns
     return _RankParts(
-        attention_ns=attention,
+        # On CPU an attention operator can contain a wait, which is not computation.
+        attention_ns=b.compute_ns - sum(b.beside_ns.values()),
         imbalance_ns=imbalance,
         wire_ns=wire,
         peer_wait_ns=waiting - imbalance,
         unsplit_ns=unsplit,
         other_groups_ns=b.exposed_other_groups_ns,
-        merge_ns=b.compute_ns - attention + b.exposed_memory_ns,
+        beside_ns={**b.beside_ns, "merge_and_copies": copies},
         background_ns=b.background_ns,
         idle_ns=b.idle_ns,
         compute_ns=b.compute_ns,

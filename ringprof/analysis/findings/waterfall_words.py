@@ -7,6 +7,7 @@ from statistics import fmean
 
 from ringprof.analysis.attribution import Attribution
 from ringprof.analysis.findings.summary import Summary
+from ringprof.analysis.kinds.kinds import COMPUTE_PARTS, MEMORY
 from ringprof.analysis.rank import Rank
 from ringprof.devices import Peak
 
@@ -39,7 +40,8 @@ def evidence_of(attribution: Attribution, summary: Summary, work: AttentionWork 
         "peer_wait": "waiting beyond what the ranks' computation differs by",
         "exposed_unsplit": _unsplit(attribution),
         "other_groups": "communication of groups that were not asked for, with nothing beside it",
-        "merge_and_copies": _merge(summary),
+        **{part: _beside(summary, kinds) for part, kinds in COMPUTE_PARTS.items()},
+        "merge_and_copies": _beside(summary, (*COMPUTE_PARTS["merge_and_copies"], *MEMORY)),
         "background": "other work of the device runs, launched outside the window",
         "launch_gaps": "nothing ran on the device" if not attribution.on_cpu else "neither computing nor blocked",
     }
@@ -100,9 +102,6 @@ def _unsplit(attribution: Attribution) -> str:
     return "its kernels have no wait and wire (see warnings): exposed wire, peer wait and imbalance in one"
 
 
-def _merge(summary: Summary) -> str:
-    times = {
-        row.kind: row.time_ns for row in summary.kinds if row.kind in ("merge", "gemm", "other", "memcpy", "memset")
-    }
-    listed = [f"{kind} {milliseconds(time)}" for kind, time in times.items()]
+def _beside(summary: Summary, kinds: tuple[str, ...]) -> str:
+    listed = [f"{row.kind} {milliseconds(row.time_ns)}" for row in summary.kinds if row.kind in kinds]
     return f"not beside attention; mean of all: {', '.join(listed) or 'none'}"

@@ -51,6 +51,14 @@ def keep_group(classified: Classified, group: str) -> Kept:
     return Kept(replace(classified, kind=kind), found, unknown)
 
 
+def name_of_group(calls: Calls) -> str:
+    """What people call the group of a kernel's calls: its description, else its name; empty where none tells."""
+    for call in calls:
+        described = call.group_description or ""
+        return described if described not in ("", "default_pg", "undefined") else call.group or ""
+    return ""
+
+
 def group_names(trace: Trace) -> set[str]:
     """The groups that one trace has a record of, with their ranks, for a message."""
     return {_shown(record, trace) for record in trace.collectives if record.group is not None}

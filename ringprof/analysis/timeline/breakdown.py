@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from ringprof.analysis import intervals
 from ringprof.analysis.intervals import Spans
-from ringprof.analysis.kinds.kinds import ATTENTION, COMMUNICATION, COMPUTE, KINDS, MEMORY, OTHER_GROUPS
+from ringprof.analysis.kinds.kinds import (
+    ATTENTION,
+    COMMUNICATION,
+    COMPUTE,
+    COMPUTE_PARTS,
+    KINDS,
+    MEMORY,
+    OTHER_GROUPS,
+)
 from ringprof.analysis.timeline.rows import NO_ROWS, Rows
 
 
@@ -49,6 +58,8 @@ class Breakdown:
     communication beside it."""
     background_ns: int = 0
     """Where the window is a part of what ran: time in which the rest runs and nothing of the window counts."""
+    beside_ns: dict[str, int] = field(default_factory=dict)
+    """What is computed beside attention, by `COMPUTE_PARTS`, whose sum is the compute that is not attention."""
 
     def __post_init__(self) -> None:
         parts = self.compute_ns + self.exposed_comm_ns + self.exposed_memory_ns + self.idle_ns
@@ -98,7 +109,18 @@ def break_down(rows: Rows, background: Rows = NO_ROWS) -> Breakdown:
         kinds=_kind_times(rows, hidden_by),
         exposed_other_groups_ns=intervals.length_ns(others),
         background_ns=busy - counted,
+        beside_ns=beside_attention(lambda kinds: rows.spans(*kinds)),
     )
+
+
+def beside_attention(spans_of: Callable[[tuple[str, ...]], Spans]) -> dict[str, int]:
+    """Each instant of computation without attention as one of `COMPUTE_PARTS`, the first that runs in it."""
+    covered, result = spans_of(ATTENTION), {}
+    for part, kinds in COMPUTE_PARTS.items():
+        wider = intervals.merged(covered, spans_of(kinds))
+        result[part] = intervals.length_ns(wider) - intervals.length_ns(covered)
+        covered = wider
+    return result
 
 
 def _kind_times(rows: Rows, compute: Spans) -> dict[str, KindTime]:

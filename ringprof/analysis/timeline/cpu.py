@@ -20,7 +20,7 @@ from ringprof.analysis.kinds.operators import (
     kind_of_attention_operator,
     kind_of_its_kernel,
 )
-from ringprof.analysis.timeline.breakdown import Breakdown, KindTime
+from ringprof.analysis.timeline.breakdown import Breakdown, KindTime, beside_attention
 from ringprof.analysis.timeline.window import Window
 from ringprof.trace.columns import Int8, Int64, Ranges, Trace
 
@@ -86,6 +86,7 @@ def break_down_cpu(trace: Trace, window: Window, number: int | None = None) -> B
         idle_ns=last - first - busy,
         flash_ns=intervals.length_ns(_of(start, end, kind, ATTENTION)),
         kinds=_kind_times(start, end, kind, blocked, waits),
+        beside_ns=beside_attention(lambda kinds: intervals.subtraction(_of(start, end, kind, kinds), blocked)),
     )
 
 

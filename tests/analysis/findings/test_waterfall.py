@@ -24,6 +24,13 @@ RUNS = [
     *sorted(path for path in (ROOT / "tests" / "data").glob("h200*") if path.is_dir()),
 ]
 ATTENTION = {"peak", "kernel", "repeated", "slowdown", "attention"}
+FIRST = {
+    "attention": {"flash_fwd", "flash_bwd"},
+    "matrix_products": {"gemm", "convolution"},
+    "optimizer": {"optimizer"},
+    "merge_and_copies": {"merge", "permute"},
+}
+"""What an instant of computation is, the first that runs; any other is ``other_compute``."""
 
 
 def waterfall_of(attribution):
@@ -31,13 +38,15 @@ def waterfall_of(attribution):
 
 
 def instants(rank):
-    """Nanoseconds of the rank's window by what runs: (computes, on the wire, split unknown, communicates, memory)."""
+    """Nanoseconds of the rank's window by what runs: (computes, on the wire, split unknown, communicates, memory), then
+    whether each of `FIRST` does."""
     columns, activity = rank.classified.trace.activities, rank.window.activities()
     edges = []
     for at in activity.tolist():
         kind = KINDS[rank.classified.kind[at]]
         name = next(n for n, kinds in (("k", COMPUTE), ("c", COMMUNICATION), ("m", MEMORY)) if kind in kinds)
         edges.append((int(columns.start_ns[at]), int(columns.end_ns[at]), name))
+        edges += [(*edges[-1][:2], part) for part, kinds in FIRST.items() if kind in kinds]
     split = {}
     for part in rank.splits:
         if part.wire_ns is not None:
@@ -54,7 +63,7 @@ def instants(rank):
     found: defaultdict[tuple[bool, ...], int] = defaultdict(int)
     before = moments[0][0]
     for moment, name, change in moments:
-        state = tuple(running[one] > 0 for one in "kwucm")
+        state = tuple(running[one] > 0 for one in (*"kwucm", *FIRST))
         found[state] += moment - before
         before = moment
         running[name] += change
@@ -72,10 +81,12 @@ def expected(attribution):
     for rank in ranks:
         found = swept[rank.rank]
         wire = wait = unknown = memory = idle = 0
-        for (k, w, u, c, m), ns in found.items():
+        computing: defaultdict[str, int] = defaultdict(int)
+        for (k, w, u, c, m, *firsts), ns in found.items():
             if k:
-                continue
-            if c:
+                first = (part for part, runs in zip(FIRST, firsts, strict=True) if runs)
+                computing[next(first, "other_compute")] += ns
+            elif c:
                 wire += ns * w
                 unknown += ns * (u and not w)
                 wait += ns * (not u and not w)
@@ -88,13 +99,13 @@ def expected(attribution):
         else:
             wait += early
         imbalance = min(wait, max(computes.values()) - computes[rank.rank])
+        computing["merge_and_copies"] += memory
         values = {
-            "attention": rank.breakdown.flash_ns,
+            **computing,
             "imbalance": imbalance,
             "exposed_wire": wire,
             "peer_wait": wait - imbalance,
             "exposed_unsplit": unknown,
-            "merge_and_copies": computes[rank.rank] - rank.breakdown.flash_ns + memory,
             "launch_gaps": idle,
         }
         for name, value in values.items():
