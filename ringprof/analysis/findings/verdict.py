@@ -12,10 +12,11 @@ from typing import Protocol
 
 from ringprof.analysis.attribution import Attribution
 from ringprof.analysis.findings.cpu_links import blocked_in_words
+from ringprof.analysis.findings.job import computation_in_words, exposed_in_words, is_attention
 from ringprof.analysis.findings.summary import Summary
 from ringprof.analysis.findings.waterfall import Waterfall
 from ringprof.analysis.findings.waterfall_words import milliseconds
-from ringprof.analysis.kinds.kinds import in_a_sentence
+from ringprof.analysis.kinds.kinds import COMPUTE_PARTS, KIND, MEMORY, in_a_sentence
 from ringprof.analysis.rank import Rank
 from ringprof.analysis.steps.steps import ExposedBySteps
 from ringprof.analysis.transfers.hops import OTHER_HOST
@@ -27,6 +28,7 @@ SLOW_LINK = 3.0
 UNBALANCED = 1.5
 """How many times longer one rank must compute than another, rising with the rank, to look like a causal mask."""
 
+ATTENTION_PARTS = ("attention", "peak", "kernel", "repeated", "slowdown")
 _PASSES = {"fwd": "forward", "bwd": "backward"}
 
 
@@ -45,7 +47,8 @@ class Facts(Protocol):
 
 def verdict_of(found: Facts) -> tuple[str, ...]:
     """At most three lines."""
-    lines = (_cost(found), _cause(found), _gain(found))
+    cause = _cause if is_attention(found.attribution) else _computation
+    lines = (_cost(found), cause(found), _gain(found))
     return tuple(line for line in lines if line)
 
 
@@ -71,11 +74,12 @@ def _cost(found: Facts) -> str:
     exposed = f"{_percent(summary.exposed_mean)} of the time is exposed communication"
     if len(attribution.ranks) > 1:
         exposed += f", {_percent(summary.exposed_worst)} at worst (rank {summary.exposed_worst_rank})"
-    if attribution.on_cpu:
+    if attribution.on_cpu and is_attention(attribution):
         return f"{exposed}: time blocked in waiting for a transfer."
     if summary.exposed_mean < WORTH_NAMING and summary.overlap_ratio is not None:
         return f"{exposed}: {_percent(summary.overlap_ratio, 0)} of all communication is hidden behind computation."
-    return exposed + "."
+    parts = "" if is_attention(attribution) else exposed_in_words(attribution)
+    return f"{exposed}: {parts}." if parts else f"{exposed}."
 
 
 # --- where it came from -------------------------------------------------------------------------------
@@ -89,21 +93,33 @@ def _cause(found: Facts) -> str:
         "wait": parts.of("peer_wait"),
         "unsplit": parts.of("exposed_unsplit"),
     }
-    others = {"merge": parts.of("merge_and_copies"), "gaps": parts.of("launch_gaps")}
+    others = {part: parts.of(part) for part in (*COMPUTE_PARTS, "launch_gaps")}
     # Communication is one loss with several causes: it is held against the others as a whole.
     losses = communication if sum(communication.values()) >= max(others.values()) else others
     largest = max(losses, key=lambda name: losses[name])
     share = losses[largest] / parts.wall_ns if parts.wall_ns else 0.0
     if share < WORTH_NAMING:
         return _kernels(found)
+    if largest in COMPUTE_PARTS:
+        return _beside(found, share, largest)
     return {
-        "imbalance": _imbalance, "wire": _wire, "wait": _wait, "unsplit": _unsplit, "merge": _merge, "gaps": _gaps,
+        "imbalance": _imbalance, "wire": _wire, "wait": _wait, "unsplit": _unsplit, "launch_gaps": _gaps,
     }[largest](found, share)  # fmt: skip
+
+
+def _computation(found: Facts) -> str:
+    """Of a step that is more than attention: what computes longest, after gaps that are longer than it."""
+    said = computation_in_words(found.attribution, found.summary)
+    parts = found.waterfall
+    gaps = parts.of("launch_gaps") / parts.wall_ns if parts.wall_ns else 0.0
+    if gaps >= max(WORTH_NAMING, *(parts.of(part) / parts.wall_ns for part in (*COMPUTE_PARTS, *ATTENTION_PARTS))):
+        return f"{_gaps(found, gaps).removesuffix('.')}; {said}." if said else _gaps(found, gaps)
+    return f"{said[:1].upper()}{said[1:]}." if said else ""
 
 
 def _kernels(found: Facts) -> str:
     parts = found.waterfall
-    spent = parts.of("attention", "peak", "kernel", "repeated", "slowdown")
+    spent = parts.of(*ATTENTION_PARTS)
     text = (
         f"No single loss reaches {_percent(WORTH_NAMING, 0)}: {_percent(spent / (parts.wall_ns or 1))} of the time is"
     )
@@ -260,16 +276,19 @@ def _unsplit(found: Facts, share: float) -> str:
     return f"How much of it is waiting and how much wire is not known (see warnings){_worst_step(found)}."
 
 
-def _merge(found: Facts, share: float) -> str:
-    rows = [row for row in found.summary.kinds if row.kind in ("merge", "gemm", "other", "memcpy", "memset")]
-    most = f"most of it {_OTHER_WORK[rows[0].kind]}" if rows else "beside no attention"
-    return f"{_percent(share)} of the time is computation and copies other than attention, {most}."
+def _beside(found: Facts, share: float, part: str) -> str:
+    kinds = COMPUTE_PARTS[part] if part != "merge_and_copies" else (*COMPUTE_PARTS[part], *MEMORY)
+    rows = [row for row in found.summary.kinds if row.kind in kinds]
+    most = f", most of it {KIND[rows[0].kind].label}" if len(rows) > 1 else ""
+    return f"{_percent(share)} of the time is {_BESIDE[part]}{most}."
 
 
-_OTHER_WORK = {
-    "merge": "merging", "gemm": "matrix products", "other": "kernels of other kinds", "memcpy": "memory copies",
-    "memset": "memory sets",
-}  # fmt: skip
+_BESIDE = {
+    "matrix_products": "matrix products",
+    "optimizer": "the optimizer",
+    "other_compute": "computation other than attention",
+    "merge_and_copies": "merges and copies",
+}
 
 
 def _gaps(found: Facts, share: float) -> str:
