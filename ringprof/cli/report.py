@@ -39,7 +39,9 @@ NARROWEST = 78
     "--wall", type=click.FloatRange(min=0, min_open=True), help="Kernel table: wall time of the window in ms."
 )
 @click.option("--iters", type=click.IntRange(min=1), help="Kernel table: iterations in the window.")
-@click.option("--group", help="Only this process group's communication: its name, description or ranks (0,1,2,3).")
+@click.option("--group", multiple=True, callback=lambda context, option, given: ";".join(given) or None,
+              help="Only these process groups' communication: names or descriptions (* and ? fit any text), or a "
+              "group's ranks (0,1,2,3); repeatable.")  # fmt: skip
 @click.option("--window", help="Look at the ranges of this name (* and ? fit any text), or at the whole 'trace'.")
 @click.option("--between", metavar="T1,T2", help="Look between two times from the trace's start, such as 10ms,20ms.")
 @click.option("--rules", type=click.Path(dir_okay=False), help="File of your own rules for what kernels are.")

@@ -123,7 +123,8 @@ def _rank(value: object) -> int | None:
 
 
 def _groups(config: object) -> dict[str, tuple[int, ...]]:
-    groups = {}
+    groups: dict[str, tuple[int, ...]] = {}
+    described: dict[str, set[tuple[int, ...]]] = {}
     for entry in config if isinstance(config, list) else []:
         if not isinstance(entry, dict) or "pg_name" not in entry or not isinstance(entry.get("ranks"), list):
             continue
@@ -133,7 +134,9 @@ def _groups(config: object) -> dict[str, tuple[int, ...]]:
         size = _natural(entry.get("pg_size"))
         if known and (size is None or size == len(known)):
             groups[str(entry["pg_name"])] = known
-    return groups
+            described.setdefault(str(entry.get("pg_desc") or ""), set()).add(known)
+    # A description that is one group's stands for it, too: people know their groups by it.
+    return {text: next(iter(ranks)) for text, ranks in described.items() if text and len(ranks) == 1} | groups
 
 
 def _devices(listed: object) -> list[Device]:

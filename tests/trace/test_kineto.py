@@ -120,7 +120,7 @@ def test_a_real_trace_equals_a_slow_reading(path):
     assert sorted(zip(*(list(column) for column in found), strict=True)) == launches
     assert trace.events_total == total
     assert trace.warnings == []
-    assert trace.groups == {"0": tuple(range(8))}
+    assert trace.groups == {"0": tuple(range(8)), "default_pg": tuple(range(8))}
     assert {collective.name for collective in trace.collectives} == {"send", "recv", "wait"}
     hops = [one for one in trace.collectives if one.name == "send" and one.dtype == "BFloat16"]
     assert [(one.in_elements, one.destination_rank) for one in hops] == [(83886080, (trace.rank or 0) + 1)]

@@ -14,9 +14,12 @@ import numpy as np
 
 from ringprof.analysis.kinds.classify import Calls, Classified
 from ringprof.analysis.kinds.kinds import CODE, COMMUNICATION, OTHER_GROUPS
+from ringprof.analysis.kinds.user_rules import wildcards
 from ringprof.errors import UsageError
 from ringprof.trace.columns import Collective, Trace
 
+_OWN_CHANNEL = "ringprof:"
+"""What the descriptions of the groups begin with that ringprof's own strategies communicate in."""
 _RANKS = re.compile(r"\s*\d+(\s*-\s*\d+)?(\s*,\s*\d+(\s*-\s*\d+)?)*\s*")
 
 
@@ -32,17 +35,20 @@ class Kept:
 
 
 def keep_group(classified: Classified, group: str) -> Kept:
-    """Set apart all communication of other groups than ``group``: a name, a description, or ranks (``0,1`` ``0-3``).
+    """Set apart all communication of other groups than ``group``: names or descriptions in which ``*`` and ``?`` stand
+    for anything, with commas between them, or one group's ranks (``0,1`` ``0-3``); semicolons stand between choices.
 
+    A channel of ringprof's own strategies counts as the group that it was made in, which has all its ranks.
     Peer-to-peer copies belong to no process group and stay.
     """
+    choice = _Choice.of(group, classified.trace)
     wanted: dict[int, bool] = {}
     rows = np.flatnonzero(classified.of(*(kind for kind in COMMUNICATION if kind != "copy_engine")))
     kind, unknown, found = classified.kind.copy(), 0, False
     for activity in rows.tolist():
         calls = classified.calls.get(activity, ())
         if id(calls) not in wanted:
-            wanted[id(calls)] = bool(calls) and _is_of(calls, group, classified.trace)
+            wanted[id(calls)] = bool(calls) and all(map(choice.has, calls))
         if wanted[id(calls)]:
             found = True
         else:
@@ -77,16 +83,37 @@ def _shown(record: Collective, trace: Trace) -> str:
     return f"{record.group}{description}{members}"
 
 
-def _is_of(calls: Calls, group: str, trace: Trace) -> bool:
-    return all(_names(record, group, trace) for record in calls)
+@dataclass(frozen=True)
+class _Choice:
+    """The groups that the user chose, of one trace."""
 
+    patterns: tuple[re.Pattern[str], ...]
+    ranks: frozenset[frozenset[int]]
+    """Of groups that were chosen by their ranks."""
+    members: tuple[frozenset[int], ...]
+    """Ranks of each chosen group."""
+    trace: Trace
 
-def _names(record: Collective, group: str, trace: Trace) -> bool:
-    if record.group == group or (record.group_description or "").lower() == group.lower():
-        return True
-    # A lone number is a name: PyTorch numbers its groups.
-    several = _RANKS.fullmatch(group) is not None and ("," in group or "-" in group)
-    return several and set(_ranks_of(record, trace)) == _listed(group)
+    @classmethod
+    def of(cls, text: str, trace: Trace) -> _Choice:
+        choices = [one.strip() for one in text.split(";")]
+        # A lone number is a name: PyTorch numbers its groups.
+        by_ranks = [one for one in choices if _RANKS.fullmatch(one) and ("," in one or "-" in one)]
+        names = [name.strip() for one in choices if one not in by_ranks for name in one.split(",")]
+        patterns = tuple(re.compile(wildcards(name), re.IGNORECASE | re.DOTALL) for name in names if name)
+        ranks = frozenset(frozenset(_listed(one)) for one in by_ranks)
+        listed = [frozenset(of) for name, of in trace.groups.items() if any(p.fullmatch(name) for p in patterns)]
+        return cls(patterns, ranks, (*ranks, *listed), trace)
+
+    def has(self, record: Collective) -> bool:
+        """Whether a call is of a chosen group."""
+        named = (record.group or "", record.group_description or "")
+        if any(pattern.fullmatch(name) for pattern in self.patterns for name in named):
+            return True
+        ranks = frozenset(_ranks_of(record, self.trace))
+        if not named[1].startswith(_OWN_CHANNEL):
+            return ranks in self.ranks
+        return bool(ranks) and any(ranks <= members for members in self.members)
 
 
 def _ranks_of(record: Collective, trace: Trace) -> tuple[int, ...]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -32,7 +34,7 @@ def chosen(group, *builders):
     return attribute([b.trace() for b in builders or (training(0), training(1))], focus=Focus(group=group))
 
 
-@pytest.mark.parametrize("group", ["4", "context_parallel_group", "0,1", "0-1"])
+@pytest.mark.parametrize("group", ["4", "context_parallel_group", "0,1", "0-1", "CONTEXT*", "tp,*parallel*", "3-5;0-1"])
 def test_only_the_groups_communication_counts(group):
     for rank in chosen(group).ranks:
         figures = rank.breakdown
@@ -53,6 +55,26 @@ def test_without_a_choice_all_of_it_counts():
     assert rank.breakdown.comm_ns == 2500
     assert len(rank.hops) == 2
     assert rank.breakdown.exposed_other_groups_ns == 0
+
+
+def test_several_groups_are_kept_together():
+    for group in ("4;7", "*", "*PARALLEL*,PIPE*", "0,1;0,2"):
+        assert chosen(group).ranks[0].breakdown.comm_ns == 2500
+
+
+@pytest.mark.parametrize("group", ["mesh_cp", "MESH_C?", "4", "0-3"])
+def test_the_channels_of_our_own_strategies_are_the_groups_that_they_were_made_in(group):
+    # Two rings of two ranks within the context-parallel group of four, and the data-parallel group of others.
+    inner = {"group": "9", "group_description": "ringprof:read_inner", "group_ranks": (0, 1), "group_size": 2}
+    b = Builder(world_size=8).run(FLASH, 0, 1000, launched=10)
+    b.batch(100, 1000, 2000, to=1, source=1, tensors=1, **inner)
+    sharded = collective("allreduce", group="5", group_description="mesh_dp", group_ranks=(0, 4), group_size=2)
+    b.run("ncclDevKernel_AllReduce", 2000, 2500, launched=200, own=sharded, stream=30)
+    trace = replace(b.trace(), groups={"4": (0, 1, 2, 3), "mesh_cp": (0, 1, 2, 3), "5": (0, 4)})
+    (rank,) = attribute([trace], focus=Focus(group=group)).ranks
+    assert (rank.breakdown.exposed_comm_ns, rank.breakdown.exposed_other_groups_ns) == (1000, 500)
+    (rank,) = attribute([trace], focus=Focus(group="mesh_dp")).ranks
+    assert (rank.breakdown.exposed_comm_ns, rank.breakdown.exposed_other_groups_ns) == (500, 1000)
 
 
 def test_an_unknown_group_is_refused_with_those_there_are():

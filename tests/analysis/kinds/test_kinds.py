@@ -1,0 +1,53 @@
+"""Colours of kinds that are drawn side by side can be told apart, on a light and on a dark page."""
+
+from __future__ import annotations
+
+import math
+from itertools import combinations
+
+from ringprof.analysis.kinds.kinds import COMPUTE, COMPUTE_PARTS, KIND, ORANGE, PURPLE
+from ringprof.report.palette import UNSPLIT, WAIT
+
+
+def linear(channel):
+    return channel / 12.92 if channel <= 0.04045 else ((channel + 0.055) / 1.055) ** 2.4
+
+
+def xyz(colour):
+    r, g, b = (linear(int(colour[at : at + 2], 16) / 255) for at in (1, 3, 5))
+    weights = ((0.4124, 0.3576, 0.1805), (0.2126, 0.7152, 0.0722), (0.0193, 0.1192, 0.9505))
+    return [red * r + green * g + blue * b for red, green, blue in weights]
+
+
+def lab(colour):
+    """CIE 1976 L*a*b*, under daylight."""
+    x, y, z = (
+        (value / white) ** (1 / 3) if value / white > 0.008856 else 7.787 * value / white + 16 / 116
+        for value, white in zip(xyz(colour), (0.95047, 1.0, 1.08883), strict=True)
+    )
+    return 116 * y - 16, 500 * (x - y), 200 * (y - z)
+
+
+def contrast(colour, page):
+    low, high = sorted((xyz(colour)[1], xyz(page)[1]))
+    return (high + 0.05) / (low + 0.05)
+
+
+COMMUNICATION = {"wire": ORANGE, "wait": WAIT, "unsplit": UNSPLIT}
+DRAWN = {**{kind: KIND[kind].colour for kind in COMPUTE}, **COMMUNICATION, "memory": PURPLE}
+
+
+def test_any_two_colours_are_far_apart():
+    # A difference of 2.3 is just noticeable; the two blues of attention are 26 apart.
+    near = [pair for pair in combinations(DRAWN, 2) if math.dist(*(lab(DRAWN[name]) for name in pair)) < 25]
+    assert not near
+
+
+def test_every_colour_stands_out_on_a_light_and_on_a_dark_page():
+    assert min(contrast(colour, "#ffffff") for colour in DRAWN.values()) > 1.3
+    assert min(contrast(colour, "#15181c") for colour in DRAWN.values()) > 2.5
+
+
+def test_what_is_beside_attention_is_in_one_part():
+    parts = [kind for kinds in COMPUTE_PARTS.values() for kind in kinds]
+    assert sorted(parts) == sorted(set(COMPUTE) - {"flash_fwd", "flash_bwd"})
