@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 
+import msgspec
+
 from ringprof.analysis.attribution import Attribution, RunOutline, all_warnings, judge_matching, outline_run
 from ringprof.analysis.findings.findings import Findings, findings_in_memory
 from ringprof.analysis.kinds.groups import refuse_unknown_group
@@ -20,6 +22,7 @@ from ringprof.analysis.rank import Rank, kept
 from ringprof.analysis.steps.plan import Survey
 from ringprof.analysis.steps.steps import ExposedByPlan, StepFinder, add_exposed
 from ringprof.analysis.timeline.focus import EVERYTHING, Focus
+from ringprof.analysis.transfers.by_ends import SOURCE, Communicators, find_communicators
 from ringprof.analysis.transfers.clocks import (
     Clocks,
     Traffic,
@@ -189,6 +192,7 @@ class _Pipeline:
 
     def attribute(self) -> Attribution:
         alone = self._explain()
+        told_by_ends = self._group_by_ends(alone)
         ledger = CollectiveLedger(self.host)
         if not self.in_memory:
             self._enter(ledger, alone)
@@ -203,6 +207,7 @@ class _Pipeline:
         finished, inconclusive = self._split(tiles, ranks, clocks, best, usable or silent)
         if usable and inconclusive:
             usable, warnings = judge_matching(ranks, clocks, unmatched, disagree, inconclusive)
+        warnings += told_by_ends.warning()
         said = [*self.outline.warnings, *(warning for one in alone.values() for warning in one.warnings)]
         return Attribution(
             ranks=finished,
@@ -222,6 +227,20 @@ class _Pipeline:
         if group is not None and not any(one.in_group for one in alone.values()):
             refuse_unknown_group(group, {name for one in alone.values() for name in one.group_names})
         return alone
+
+    def _group_by_ends(self, alone: Mapping[int, stages.RankAlone]) -> Communicators:
+        """Give collectives without a record the groups that their ends tell."""
+        calls = [one for rank in alone.values() for one in rank.unrecorded]
+        if self.outline.world_size > len(alone):
+            # Whoever is not here may have been the last to begin.
+            calls = []
+        found = find_communicators(calls, self.host)
+        for rank, groups in found.group_of.items():
+            transfers = self.context.store.transfers(rank)
+            for place, group in groups.items():
+                transfers[place] = msgspec.structs.replace(transfers[place], group=group, source=SOURCE)
+            self.context.store.put_transfers(rank, transfers)
+        return found
 
     def _enter(self, ledger: CollectiveLedger, alone: Mapping[int, stages.RankAlone]) -> None:
         for rank, one in alone.items():

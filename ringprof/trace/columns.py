@@ -24,8 +24,8 @@ NONE = -1
 """Stands for "not given" in integer columns."""
 
 
-NOTES = frozenset({"clocks_fitted", "cpu_no_transfer_times", "cpu_no_wait_marks"})
-"""Codes of warnings that any sound trace of its kind has: of CPU ranks, or of several hosts."""
+NOTES = frozenset({"clocks_fitted", "cpu_no_transfer_times", "cpu_no_wait_marks", "matched_by_ends"})
+"""Codes of warnings that any sound trace of its kind has: of CPU ranks, of several hosts, of older writers."""
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@
    kernel's name; an embedding table, a norm, an optimizer or a matrix product where the name says less.
 3. ``annotation``: a range that the launch happened in (``nccl:...``, ``ringprof::.../merge``,
    ``Optimizer.step#AdamW.step``).
-4. ``name``: `ringprof.analysis.kinds.rules`.
+4. ``name``: `ringprof.analysis.kinds.rules`; of a SendRecv kernel whose launch was cut off, what the others of its
+   ``stream`` are.
 
 A rule of the user's own (``user_rule``) stands before all but a communication call's own record.
 """
@@ -33,9 +34,9 @@ from ringprof.analysis.kinds.operators import (
 from ringprof.analysis.kinds.rules import Rule, rule_for, runs_in_either_pass
 from ringprof.trace.columns import MEMCPY, MEMSET, NONE, Collective, Int8, Int64, Ranges, Trace
 
-EVIDENCE = ("metadata", "cpu_records", "annotation", "name", "none", "user_rule")
+EVIDENCE = ("metadata", "cpu_records", "annotation", "name", "none", "user_rule", "stream")
 """A column of evidence holds indices into this tuple; ``none`` marks what no source knows (kind ``other``)."""
-METADATA, CPU_RECORDS, ANNOTATION, NAME, NO_EVIDENCE, USER_RULE = range(len(EVIDENCE))
+METADATA, CPU_RECORDS, ANNOTATION, NAME, NO_EVIDENCE, USER_RULE, STREAM = range(len(EVIDENCE))
 
 _MERGE_RANGE = re.compile(r"ringprof::(.*/)?merge\b")
 _COMM_RANGE = re.compile(r"(?:nccl|gloo|c10d)::?(\w+)")
@@ -83,6 +84,7 @@ def classify(trace: Trace, own_rules: Sequence[Rule] = ()) -> Classified:
             kinds[id(found)] = _kind_of_calls(found, trace.rank)
         kind[activity], evidence[activity] = CODE[kinds[id(found)]], source
     _by_comm_annotation(trace, launch, kind, evidence)
+    _by_stream(trace, launch, kind, evidence)
     return Classified(trace, kind, evidence, launch, calls, _families(trace, rules))
 
 
@@ -304,6 +306,21 @@ def _by_comm_annotation(trace: Trace, launch: Int64, kind: Int8, evidence: Int8)
         wanted = {text for text, kind_named in named.items() if kind_named == name}
         inside = rows & launched_inside(trace, launch, trace.annotations, wanted.__contains__)
         kind[inside], evidence[inside] = CODE[name], ANNOTATION
+
+
+def _by_stream(trace: Trace, launch: Int64, kind: Int8, evidence: Int8) -> None:
+    """SendRecv kernels whose launch was cut off are what all others of their stream are, which is one communicator's.
+
+    An all-to-all runs under this name, too, and would be taken as a hop.
+    """
+    rows = trace.activities
+    named = evidence == NAME
+    bare = np.flatnonzero(named & (kind == CODE["send_recv"]) & (launch == NONE) & (rows.graph_node == NONE))
+    for at in bare.tolist():
+        same = (rows.stream == rows.stream[at]) & (rows.device == rows.device[at])
+        others = np.unique(kind[same & ~named & np.isin(kind, [CODE[name] for name in COMMUNICATION])])
+        if len(others) == 1:
+            kind[at], evidence[at] = others[0], STREAM
 
 
 def _kind_of_comm_range(name: str) -> str | None:
