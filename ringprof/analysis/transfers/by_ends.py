@@ -1,7 +1,7 @@
 """Collectives without a record of their group, matched by when they end.
 
 Older PyTorch, Nsight Systems and RCCL leave kernels that say what they are and not among whom. A communicator's kernels
-run on one stream of each of its ranks, in the same order, and none ends before all ranks have begun it; so all end within
+run on one stream of each of its ranks, in one order, and none ends before all ranks have begun it; so all end within
 microseconds. Where the kernels of a stream do so with those of a stream on other ranks, one by one, they are the same
 communicator's, and the n-th is the same collective on all.
 """
