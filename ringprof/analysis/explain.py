@@ -13,7 +13,13 @@ from ringprof.analysis.kinds.classify import Classified, classify
 from ringprof.analysis.kinds.kinds import COMPUTE
 from ringprof.analysis.rank import Detail, ExposedTime, Rank, carried_by
 from ringprof.analysis.timeline.breakdown import break_down
-from ringprof.analysis.timeline.cpu import blocked_by_channel, break_down_cpu, is_cpu_trace, marks_waiting
+from ringprof.analysis.timeline.cpu import (
+    blocked_by_channel,
+    break_down_cpu,
+    exposed_ranges,
+    is_cpu_trace,
+    marks_waiting,
+)
 from ringprof.analysis.timeline.focus import Focus
 from ringprof.analysis.timeline.rows import OnDevice, rows_of
 from ringprof.analysis.timeline.window import Window, find_window
@@ -98,6 +104,7 @@ def _is_cut(window: Window) -> bool:
     return window.between_ns is not None or window.source == "range"
 
 
+_CPU_NO_MARKS = "no ringprof::wait or gloo range: what communication cost is not in the trace"
 _CPU_TIMES = "on CPU a transfer's own time is not recorded: no overlap, wait and wire"
 
 
@@ -112,10 +119,9 @@ def _explain_cpu(
     kept = tuple(part for part in parts if part) or (whole,)
     if (trace.world_size or 1) > 1 or marks_waiting(trace):
         warnings.append(Caveat("cpu_no_transfer_times", _CPU_TIMES, rank))
-    if not marks_waiting(trace) and (trace.world_size or 1) > 1:
-        warnings.append(
-            Caveat("cpu_no_wait_marks", "no ringprof::wait range: what communication cost is not in the trace", rank)
-        )
+    exposed = exposed_ranges(trace, window)
+    if not marks_waiting(trace) and not whole.comm_ns and (trace.world_size or 1) > 1:
+        warnings.append(Caveat("cpu_no_wait_marks", _CPU_NO_MARKS, rank))
     explained = Rank(
         rank=rank,
         host=host,
@@ -128,6 +134,7 @@ def _explain_cpu(
         breakdown=whole,
         iteration_ns=tuple(part.wall_ns for part in kept),
         blocked_ns=blocked_by_channel(trace, window),
+        exposed=ExposedTime(by_group=exposed),
     )
     return explained, Detail(classified, window, cpu_iterations=kept)
 
@@ -178,7 +185,7 @@ def with_splits(detail: Detail, splits: list[Split], rank: int) -> Detail:
 
 def with_communication(rank: Rank, detail: Detail) -> Rank:
     """The rank's figures with those of its communication, which ``detail`` holds."""
-    exposed = ExposedTime()
+    exposed = rank.exposed
     if not rank.on_cpu:
         found = exposure_of(detail, detail.rows())
         wire_ns, wait_ns = intervals.length_ns(found.wire), intervals.length_ns(found.wait)

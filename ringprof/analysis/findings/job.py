@@ -19,8 +19,8 @@ def is_attention(attribution: Attribution) -> bool:
     """Whether the job is attention: a recorded strategy, or attention for at least half of what computes."""
     if attribution.run is not None and attribution.run.strategy is not None:
         return True
-    ranks = attribution.ranks
-    return 2 * sum(rank.breakdown.flash_ns for rank in ranks) >= sum(rank.breakdown.compute_ns for rank in ranks)
+    flash = sum(rank.breakdown.flash_ns for rank in attribution.ranks)
+    return 0 < flash >= sum(rank.breakdown.compute_ns for rank in attribution.ranks) / 2
 
 
 def exposed_in_words(attribution: Attribution) -> str:

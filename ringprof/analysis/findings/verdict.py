@@ -74,11 +74,12 @@ def _cost(found: Facts) -> str:
     exposed = f"{_percent(summary.exposed_mean)} of the time is exposed communication"
     if len(attribution.ranks) > 1:
         exposed += f", {_percent(summary.exposed_worst)} at worst (rank {summary.exposed_worst_rank})"
-    if attribution.on_cpu and is_attention(attribution):
+    ranges = any(rank.exposed.by_group for rank in attribution.ranks)
+    if attribution.on_cpu and not ranges:
         return f"{exposed}: time blocked in waiting for a transfer."
     if summary.exposed_mean < WORTH_NAMING and summary.overlap_ratio is not None:
         return f"{exposed}: {_percent(summary.overlap_ratio, 0)} of all communication is hidden behind computation."
-    parts = "" if is_attention(attribution) else exposed_in_words(attribution)
+    parts = "" if is_attention(attribution) and not attribution.on_cpu else exposed_in_words(attribution)
     return f"{exposed}: {parts}." if parts else f"{exposed}."
 
 

@@ -1,7 +1,8 @@
-"""The breakdown of a run on CPU processes, where operators compute and ``ringprof::wait`` marks blocked time.
+"""The breakdown of a run on CPU processes, where operators compute, and ranges and marks tell what is communicated.
 
-gloo's own ranges run from posting to the return of ``wait()``, so they prove no overlap. What is known exactly is
-when the rank's thread was blocked: that is its exposed communication, and nothing is computed meanwhile.
+Where ``ringprof::wait`` marks when the rank's thread was blocked, that is its exposed communication, and nothing is
+computed meanwhile. Of other communication, the time with nothing computing beside it is exposed. Ranges prove no
+overlap: a send's or receive's runs until it is waited for.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import numpy.typing as npt
 
 from ringprof.analysis import intervals
 from ringprof.analysis.intervals import Spans
-from ringprof.analysis.kinds.kinds import ATTENTION, CODE, COMMUNICATION, COMPUTE, KINDS, MEMORY
+from ringprof.analysis.kinds.kinds import ATTENTION, CODE, COMPUTE, KINDS, MEMORY
 from ringprof.analysis.kinds.operators import (
     ENCLOSING,
     kind_enclosing,
@@ -21,14 +22,19 @@ from ringprof.analysis.kinds.operators import (
     kind_of_its_kernel,
 )
 from ringprof.analysis.timeline.breakdown import Breakdown, KindTime, beside_attention
+from ringprof.analysis.timeline.cpu_communication import (
+    CpuCommunication,
+    exposed_by_kind,
+    find_communication,
+    marked_waits,
+)
 from ringprof.analysis.timeline.window import Window
 from ringprof.trace.columns import Int8, Int64, Ranges, Trace
 
-_WAIT = re.compile(r"ringprof::wait\b.*")
 _WAIT_CHANNEL = re.compile(r"ringprof::wait/(\S+)")
 _MERGE = re.compile(r"ringprof::(.*/)?merge\b.*")
 _OPTIMIZER = re.compile(ENCLOSING["optimizer"])
-_COMM_OPERATOR = re.compile(r"c10d::|gloo:|nccl:|record_param_comms|ringprof::|autograd::")
+_COMM_OPERATOR = re.compile(r"c10d::|(gloo|mpi|ucc|xccl|nccl):|record_param_comms|ringprof::|autograd::")
 _KINDS = (
     (re.compile(r"aten::(copy_|clone|contiguous|to|_to_copy|narrow_copy)"), "memcpy"),
     (re.compile(r"aten::(zero_|zeros|zeros_like|fill_|full|full_like|ones|ones_like)"), "memset"),
@@ -51,41 +57,50 @@ _FREE = re.compile(r"aten::(view|reshape|transpose|permute|slice|select|as_strid
 
 
 def is_cpu_trace(trace: Trace) -> bool:
-    """Whether the trace has no device activity but CPU operators to analyse instead."""
-    return not len(trace.activities.start_ns) and len(trace.operators.start_ns) > 0
+    """Whether the trace has no device activity but CPU operators or ranges to analyse instead."""
+    return not len(trace.activities.start_ns) and len(trace.operators.start_ns) + len(trace.annotations.start_ns) > 0
 
 
 def marks_waiting(trace: Trace) -> bool:
     """Whether the trace marks the time that the rank was blocked in communication."""
-    return len(_named(trace, trace.annotations, _WAIT)) > 0
+    return len(marked_waits(trace)) > 0
+
+
+def exposed_ranges(trace: Trace, window: Window) -> dict[tuple[str, str], int]:
+    """Exposed communication of the marked iterations by kind, of ranges; marked blocking is not among it."""
+    first, last = _bounds(trace, window, None)
+    start, end, kind = _outermost(trace)
+    computing = _of(np.clip(start, first, last), np.clip(end, first, last), kind, COMPUTE)
+    return exposed_by_kind(find_communication(trace, first, last), computing)
 
 
 def break_down_cpu(trace: Trace, window: Window, number: int | None = None) -> Breakdown | None:
     """The breakdown over all marked iterations, or over iteration ``number``; None where nothing ran in it."""
     first, last = _bounds(trace, window, number)
-    waits = _named(trace, trace.annotations, _WAIT)
     start, end, kind = _outermost(trace)
     clipped = np.clip(start, first, last), np.clip(end, first, last)
     rows = clipped[1] > clipped[0]
     start, end, kind = clipped[0][rows], clipped[1][rows], kind[rows]
-    blocked = intervals.union(np.clip(waits.start_ns, first, last), np.clip(waits.end_ns, first, last))
     if last <= first:
         return None
+    communication = find_communication(trace, first, last)
+    blocked = communication.blocked
     compute = intervals.subtraction(_of(start, end, kind, COMPUTE), blocked)
-    memory = intervals.subtraction(_of(start, end, kind, MEMORY), intervals.merged(compute, blocked))
-    exposed = intervals.length_ns(blocked)
+    all_exposed = intervals.merged(blocked, intervals.subtraction(communication.ranges, compute))
+    memory = intervals.subtraction(_of(start, end, kind, MEMORY), intervals.merged(compute, all_exposed))
+    exposed = intervals.length_ns(all_exposed)
     busy = intervals.length_ns(compute) + exposed + intervals.length_ns(memory)
     return Breakdown(
         start_ns=first,
         end_ns=last,
         compute_ns=intervals.length_ns(compute),
-        comm_ns=exposed,
+        comm_ns=intervals.length_ns(intervals.merged(blocked, communication.ranges)),
         overlapped_ns=None,
         exposed_comm_ns=exposed,
         exposed_memory_ns=intervals.length_ns(memory),
         idle_ns=last - first - busy,
         flash_ns=intervals.length_ns(_of(start, end, kind, ATTENTION)),
-        kinds=_kind_times(start, end, kind, blocked, waits),
+        kinds=_kind_times(start, end, kind, communication),
         beside_ns=beside_attention(lambda kinds: intervals.subtraction(_of(start, end, kind, kinds), blocked)),
     )
 
@@ -108,7 +123,8 @@ def _bounds(trace: Trace, window: Window, number: int | None) -> tuple[int, int]
     if window.span_ns:
         spans = window.span_ns if number is None else (window.span_ns[number],)
         return spans[0][0], max(end for _, end in spans)
-    return int(trace.operators.start_ns.min()), int(trace.operators.end_ns.max())
+    found = trace.operators if len(trace.operators.start_ns) else trace.annotations
+    return int(found.start_ns.min()), int(found.end_ns.max())
 
 
 def _named(trace: Trace, ranges: Ranges, pattern: re.Pattern[str]) -> Spans:
@@ -166,12 +182,15 @@ def _of(start: Int64, end: Int64, kind: Int8, kinds: tuple[str, ...]) -> Spans:
     return intervals.union(start[rows], end[rows])
 
 
-def _kind_times(start: Int64, end: Int64, kind: Int8, blocked: Spans, waits: Spans) -> dict[str, KindTime]:
+def _kind_times(start: Int64, end: Int64, kind: Int8, found: CpuCommunication) -> dict[str, KindTime]:
+    start, end = np.concatenate((start, found.start_ns)), np.concatenate((end, found.end_ns))
+    kind = np.concatenate((kind, found.kind))
     result = {}
     for name in KINDS:
         rows = kind == CODE[name]
-        if name == "send_recv" and len(blocked):
-            result[name] = KindTime(intervals.length_ns(blocked), len(waits), None)
-        elif name not in COMMUNICATION and rows.any():
-            result[name] = KindTime(int(np.sum(end[rows] - start[rows])), int(np.count_nonzero(rows)), None)
+        time, calls = int(np.sum(end[rows] - start[rows])), int(np.count_nonzero(rows))
+        if name == "send_recv" and len(found.blocked):
+            time, calls = time + intervals.length_ns(found.blocked), calls + found.marks
+        if calls:
+            result[name] = KindTime(time, calls, None)
     return result

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringprof.scale.pipeline import attribute
@@ -82,6 +82,7 @@ def test_each_iteration_alone():
 SPANS = st.tuples(st.integers(0, 80), st.integers(1, 20))
 
 
+@settings(deadline=None)
 @given(st.lists(SPANS, min_size=1, max_size=8), st.lists(SPANS, max_size=5))
 def test_the_parts_sum_to_the_wall(operators, waits):
     b = Builder(world_size=1).mark("ringprof::iteration", 0, 100)
@@ -95,3 +96,59 @@ def test_the_parts_sum_to_the_wall(operators, waits):
     assert result.exposed_comm_ns == expected["comm"]
     assert result.compute_ns == expected["compute"] - expected["overlapped"]
     assert result.idle_ns == expected["idle"]
+
+
+def data_parallel():
+    """Backward computes while a worker's thread reduces the first gradients; the last are waited for; a barrier."""
+    b = Builder(world_size=2).mark("ProfilerStep#5", 0, 1000)
+    b.operate("aten::mm", 0, 400).operate("c10d::allreduce_", 100, 110)
+    b.mark("gloo:all_reduce", 110, 300, thread=7).mark("gloo:all_reduce", 380, 700, thread=8)
+    return b.mark("gloo:barrier", 800, 850, thread=7).operate("aten::add_", 900, 1000)
+
+
+def test_the_ranges_of_gloo_are_communication():
+    rank = rank_of(data_parallel())
+    b = rank.breakdown
+    # 110 to 300 and 20 of the second are beside the product.
+    assert (b.comm_ns, b.exposed_comm_ns, b.compute_ns, b.idle_ns) == (190 + 320 + 50, 300 + 50, 500, 150)
+    assert b.overlapped_ns is None
+    assert {kind: (t.time_ns, t.calls) for kind, t in b.kinds.items()} == {
+        "gemm": (400, 1),
+        "elementwise": (100, 1),
+        "all_reduce": (510, 2),
+        "comm_other": (50, 1),
+    }
+    assert rank.exposed.by_group == {("all_reduce", ""): 300, ("comm_other", ""): 50}
+    assert "cpu_no_wait_marks" not in codes(data_parallel())
+
+
+def test_posting_calls_count_where_there_is_no_range():
+    b = Builder(world_size=2).operate("aten::mm", 0, 100).operate("c10d::allreduce_", 100, 140)
+    b.operate("c10d::allreduce_", 140, 200).operate("aten::mm", 200, 300)
+    kinds = rank_of(b).breakdown.kinds
+    assert (kinds["all_reduce"].time_ns, kinds["all_reduce"].calls) == (100, 2)
+    assert rank_of(b).breakdown.exposed_comm_ns == 100
+
+
+def test_a_range_that_is_waited_for_in_a_mark_is_told_by_it_and_others_beside_it_count():
+    b = example()
+    # A hop of the ring's own, posted before the block that hides it, and a reduction of somebody else's.
+    b.mark("gloo:send", 120, 400).mark("gloo:all_reduce", 800, 870, thread=7)
+    found = rank_of(b).breakdown
+    assert found.exposed_comm_ns == 100 + 70
+    assert found.kinds["send_recv"].time_ns == 100
+    assert found.kinds["all_reduce"].time_ns == 70
+
+
+def test_ranges_alone_are_a_report():
+    b = Builder(rank=34, world_size=300).mark("ProfilerStep#551", 0, 1000)
+    b.mark("gloo:all_reduce", 100, 800, thread=3553).mark("gloo:all_reduce", 200, 1500, thread=3554)
+    assert rank_of(b).breakdown.exposed_comm_ns == 900
+
+
+def test_what_runs_in_the_optimizers_step_is_the_optimizer():
+    b = Builder(world_size=1).mark("Optimizer.step#AdamW.step", 0, 100)
+    b.operate("aten::add_", 10, 40).operate("aten::mm", 40, 60).operate("aten::_foreach_sqrt", 200, 220)
+    b.operate("aten::add_", 300, 340).operate("aten::native_layer_norm", 400, 410).operate("aten::_softmax", 410, 425)
+    times = {kind: t.time_ns for kind, t in rank_of(b).breakdown.kinds.items()}
+    assert times == {"optimizer": 50, "gemm": 20, "elementwise": 40, "norm": 10, "softmax": 15}
