@@ -222,3 +222,18 @@ def test_a_host_of_unequal_ranks_tells_its_clock_by_the_one_that_ends_first(few_
     for run in (loaded(tmp_path), few_at_a_time(tmp_path)):
         (pair,) = run.attribution.clocks.pairs
         assert (pair.hosts, pair.residual_ns) == (("node0", "node1"), 4_350_000)
+
+
+def test_collectives_without_records_that_end_together(few_at_a_time, tmp_path):
+    """Rank r comes r ms after rank 0 to each of four all-reduces."""
+    ms = 1_000_000
+    for rank in range(6):
+        b = Builder(rank=rank, world_size=6)
+        for at in range(0, 40 * ms, 10 * ms):
+            b.run("ncclKernel_AllReduce_RING_LL_Sum_float", at + rank * ms, at + 8 * ms + rank, stream=20)
+        (tmp_path / f"rank{rank}.ringprof").write_bytes(reduce_trace(b.trace()))
+    together, apart = loaded(tmp_path), few_at_a_time(tmp_path)
+    assert told(apart) == told(together)
+    for analysis in (together, apart):
+        waits = [sum(part.wait_ns for part in rank.splits) for rank in analysis.attribution.ranks]
+        assert waits == [4 * (5 - rank) * ms for rank in range(6)]

@@ -78,6 +78,22 @@ def test_an_all_to_all_that_keeps_a_part_is_none():
     assert kinds_of(b) == ["all_to_all"]
 
 
+def test_a_kernel_whose_launch_was_cut_off_is_what_its_stream_is():
+    """The first all-to-all of a trace, launched before it begins, is no hop."""
+    b = Builder().run(NCCL, 0, 8, stream=20)
+    b.record(9, 11, collective("all_to_all")).run(NCCL, 20, 30, launched=10, stream=20)
+    assert kinds_of(b) == ["all_to_all", "all_to_all"]
+    assert evidence_of(b) == ["stream", "cpu_records"]
+
+
+def test_a_stream_of_several_kinds_says_nothing():
+    b = Builder().run(NCCL, 0, 8, stream=20)
+    b.record(9, 11, collective("all_to_all")).run(NCCL, 20, 30, launched=10, stream=20)
+    b.record(31, 33, collective("allreduce")).run(NCCL, 40, 50, launched=32, stream=20)
+    b.run(NCCL, 60, 70, stream=24)
+    assert kinds_of(b) == ["send_recv", "all_to_all", "all_reduce", "send_recv"]
+
+
 def test_an_annotation_speaks_where_no_record_does():
     b = Builder().mark("nccl:all_to_all", 5, 15).run(NCCL, 20, 30, launched=10)
     assert kinds_of(b) == ["all_to_all"]
