@@ -82,7 +82,7 @@ class Analysis:
 
     @property
     def verdict(self) -> list[str]:
-        """At most three lines: what communication cost, what the cost came from, what could be gained."""
+        """What is missing, where something is; what communication cost, what the cost came from, what could be gained."""
         return list(self.findings.verdict)
 
     @property

@@ -15,7 +15,7 @@ from ringprof.analysis.transfers.hosts import clock_of, hosts_of
 from ringprof.analysis.transfers.waiting import LinkClass
 from ringprof.errors import InputError
 from ringprof.run import Run
-from ringprof.trace.columns import Caveat
+from ringprof.trace.columns import NO_DEVICE_ACTIVITIES, Caveat
 from ringprof.trace.heads import OF_THE_RUN, Head
 
 
@@ -54,6 +54,11 @@ class Attribution:
     @cached_property
     def on_cpu(self) -> bool:
         return all(rank.on_cpu for rank in self.ranks)
+
+    @property
+    def lacks_device(self) -> bool:
+        """Whether it ran on GPUs, and no trace has anything of what ran there."""
+        return self.on_cpu and any(warning.code == NO_DEVICE_ACTIVITIES for warning in self.warnings)
 
 
 # --- before any trace is looked at ---------------------------------------------------------------------
@@ -113,18 +118,24 @@ class RunOutline:
         return [Caveat("missing_ranks", f"{count} of {self.world_size} ranks have no trace: {shown}")]
 
 
-_CUT = {"truncated", "damaged_compression"}
+CUT_OFF = frozenset({"truncated", "damaged_compression"})
+"""Codes of warnings that the end of a trace is missing."""
+_LEFT_OUT = (
+    (CUT_OFF, "is cut off"),
+    ({NO_DEVICE_ACTIVITIES}, "has no device activities, which others have"),
+)
+"""Codes of warnings of traces that are left out beside better ones, and why: means over ranks would be of unlike parts."""
 
 
 def outline_run(heads: Sequence[Head], run: Run | None, ranks_per_host: int | None, focus: Focus) -> RunOutline:
     """Tell the ranks, hosts and clocks of traces that are of one run. Raises `InputError` where they are not."""
     warnings = [warning for head in heads for warning in _with_rank(head)]
     place = _by_rank(heads, warnings)
-    cut = {rank for rank, at in place.items() if _CUT & {warning.code for warning in heads[at].warnings}}
-    if cut < place.keys():
-        # Means over ranks and rates would be of part of an iteration.
-        place = {rank: at for rank, at in place.items() if rank not in cut}
-        warnings += [Caveat("left_out", "the trace is cut off: the rank is left out", rank) for rank in sorted(cut)]
+    for codes, why in _LEFT_OUT:
+        worse = {rank for rank, at in place.items() if codes & {warning.code for warning in heads[at].warnings}}
+        if worse < place.keys():
+            place = {rank: at for rank, at in place.items() if rank not in worse}
+            warnings += [Caveat("left_out", f"the trace {why}: the rank is left out", rank) for rank in sorted(worse)]
     numbered = {rank: heads[at] for rank, at in place.items()}
     hosts = hosts_of(numbered, run, ranks_per_host)
     sizes = [head.world_size for head in heads if head.world_size]

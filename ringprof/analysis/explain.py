@@ -117,10 +117,11 @@ def _explain_cpu(
         raise TraceFormatError(f"{trace.path}: its CPU operators span no time: nothing to report")
     parts = [break_down_cpu(trace, window, number) for number in range(len(window.span_ns))]
     kept = tuple(part for part in parts if part) or (whole,)
-    if (trace.world_size or 1) > 1 or marks_waiting(trace):
+    several = (trace.world_size or 1) > 1 and not trace.lacks_device
+    if several or marks_waiting(trace):
         warnings.append(Caveat("cpu_no_transfer_times", _CPU_TIMES, rank))
     exposed = exposed_ranges(trace, window)
-    if not marks_waiting(trace) and not whole.comm_ns and (trace.world_size or 1) > 1:
+    if several and not marks_waiting(trace) and not whole.comm_ns:
         warnings.append(Caveat("cpu_no_wait_marks", _CPU_NO_MARKS, rank))
     explained = Rank(
         rank=rank,

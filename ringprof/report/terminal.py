@@ -68,7 +68,8 @@ def render(found: Findings, look: Look | None = None, sections: Sequence[str] = 
     if summary.rates.controls:
         blocks.append(controls_section(summary.rates.controls))
     blocks.append(_where_time_went(summary, look))
-    blocks.append(_by_kind(summary, attribution.on_cpu))
+    if summary.kinds:
+        blocks.append(_by_kind(summary, attribution.on_cpu))
     if len(attribution.ranks) > 1:
         blocks.append(_by_rank(summary))
     blocks.extend(_section(name, found, look) for name in further.SECTIONS if name in sections)
@@ -121,7 +122,7 @@ def header_of(attribution: Attribution, summary: Summary) -> str:
     parts = [f"{count}, {_hosts(summary)}"]
     parts.extend(clean(device) for device in summary.devices)
     if attribution.on_cpu:
-        parts.append("CPU")
+        parts.append("GPU run without device activities" if attribution.lacks_device else "CPU, no device activity")
     if summary.attention:
         parts.append(" and ".join(summary.attention) + " attention")
     wall = duration(summary.slowest_wall_ns)
@@ -246,7 +247,7 @@ def _where_time_went(summary: Summary, look: Look) -> Table:
 
 
 def _by_kind(summary: Summary, on_cpu: bool) -> Table:
-    unit_ns, unit = unit_for(max(row.time_ns for row in summary.kinds))
+    unit_ns, unit = unit_for(max((row.time_ns for row in summary.kinds), default=0))
     table = further.table("by kind", ["time", "of wall", "calls", "average"])
     table.add_column("", no_wrap=True)
     for row in summary.kinds:

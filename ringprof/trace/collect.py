@@ -141,6 +141,11 @@ class Collector:
         """Whether any kernel, copy or set was kept."""
         return bool(self._chunks["device"])
 
+    @property
+    def calls_a_device(self) -> bool:
+        """Whether a device's runtime was called to do anything."""
+        return bool(self._chunks["launch"])
+
     def add(self, events: list[Event]) -> None:
         """Keep what matters of the next events."""
         self.total += len(events)

@@ -27,6 +27,9 @@ NONE = -1
 NOTES = frozenset({"clocks_fitted", "cpu_no_transfer_times", "cpu_no_wait_marks", "matched_by_ends"})
 """Codes of warnings that any sound trace of its kind has: of CPU ranks, of several hosts, of older writers."""
 
+NO_DEVICE_ACTIVITIES = "no_device_activities"
+"""Code of the warning that a run used a GPU and its trace has nothing of what ran there."""
+
 
 @dataclass(frozen=True)
 class Caveat:
@@ -169,6 +172,11 @@ class Trace:
     events_skipped: int = 0
     """Events that could not be read."""
     warnings: list[Caveat] = field(default_factory=list)
+
+    @property
+    def lacks_device(self) -> bool:
+        """Whether the run used a GPU, and the trace has nothing of what ran there."""
+        return any(warning.code == NO_DEVICE_ACTIVITIES for warning in self.warnings)
 
     def names_that(self, fit: Callable[[str], object]) -> npt.NDArray[np.bool_]:
         """A mask over `names`, never empty, so that a column of names can index it."""

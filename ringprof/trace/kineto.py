@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from ringprof.errors import TraceFormatError
 from ringprof.trace.collect import Collector
 from ringprof.trace.collectives import with_group
-from ringprof.trace.columns import Caveat, Trace
+from ringprof.trace.columns import NO_DEVICE_ACTIVITIES, Caveat, Trace
 from ringprof.trace.events import EVENT_LIMIT, UNREADABLE, Event, EventStream, Piece, decode_events, decode_fields
 from ringprof.trace.metadata import Metadata, metadata_of, rank_in_name, read_fields
 from ringprof.trace.recover import Recovered, recover
@@ -53,6 +53,8 @@ class _Reading:
     hopeless: bool = False
     """Whether reading stopped where no events were to be found any more."""
     fields_sound: bool = True
+    lacks_device: bool = False
+    """Whether a GPU was used and nothing of what ran on it is in the trace."""
     damage: str | None = None
     """What is wrong with the compressed data."""
 
@@ -81,6 +83,8 @@ def _pass(source: str | bytes, name: str, limit_bytes: int | None, every_operato
             break
     values, reading.fields_sound = read_fields(stream.head, tail)
     reading.metadata = metadata_of(values)
+    used = reading.collector.calls_a_device or reading.metadata.on_gpu
+    reading.lacks_device = used and not reading.collector.has_device_activities
     reading.damage = byte_source.damage
     return reading
 
@@ -189,6 +193,12 @@ _ODDITIES = {
 }
 
 
+_NO_DEVICE = (
+    "the run used a GPU, and nothing of what ran there is in the trace: device activities were not profiled (not asked "
+    "for, or refused to the profiler), or profiling ended before the first kernel"
+)
+
+
 def _warnings(reading: _Reading) -> list[Caveat]:
     rank, at = reading.metadata.rank, reading.first_damage
     damaged = reading.skipped - reading.cut_events
@@ -210,6 +220,8 @@ def _warnings(reading: _Reading) -> list[Caveat]:
     if not reading.fields_sound:
         message = "the text around the events is damaged: the rank, groups or base time may be missing"
         found.append(Caveat("damaged_metadata", message, rank))
+    if reading.lacks_device:
+        found.append(Caveat(NO_DEVICE_ACTIVITIES, _NO_DEVICE, rank))
     for code, count in sorted(reading.collector.oddities.items()):
         found.append(Caveat(code, f"{count} {_ODDITIES[code]}", rank, count))
     return found

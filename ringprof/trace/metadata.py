@@ -37,8 +37,8 @@ class Metadata:
     host: str | None = None
     groups: dict[str, tuple[int, ...]] = field(default_factory=dict)
     devices: list[Device] = field(default_factory=list)
-    devices_listed: bool = False
-    """Whether the trace has a list of devices at all, be it empty."""
+    on_gpu: bool = False
+    """Whether devices are listed or, where there is no list at all, the backend is theirs; gloo alone runs on CPU."""
     trace_id: str | None = None
     other: dict[str, Any] = field(default_factory=dict)
 
@@ -106,10 +106,16 @@ def metadata_of(values: Mapping[str, Any]) -> Metadata:
         host=host if isinstance(host, str) and host else None,
         groups=_groups(info.get("pg_config")),
         devices=_devices(values.get("deviceProperties")),
-        devices_listed=isinstance(values.get("deviceProperties"), list),
+        on_gpu=_on_gpu(values.get("deviceProperties"), str(info.get("backend"))),
         trace_id=values["trace_id"] if isinstance(values.get("trace_id"), str) else None,
         other={key: value for key, value in values.items() if key not in _USED and len(repr(value)) <= _SHORT},
     )
+
+
+def _on_gpu(devices: object, backend: str) -> bool:
+    if isinstance(devices, list):
+        return bool(devices) and backend not in ("gloo", "mpi")
+    return "nccl" in backend
 
 
 def _natural(value: object) -> int | None:

@@ -43,7 +43,7 @@ class Findings:
 
     @cached_property
     def verdict(self) -> tuple[str, ...]:
-        """At most three lines."""
+        """At most four lines."""
         return verdict_of(self)
 
 

@@ -1,4 +1,5 @@
-"""Three plain lines: what communication cost, what the cost came from, and what could be gained.
+"""Three plain lines: what communication cost, what the cost came from, and what could be gained. What is missing of the
+traces stands before them.
 
 Every line is made of figures of the report, and says nothing that they do not show.
 """
@@ -13,6 +14,7 @@ from typing import Protocol
 from ringprof.analysis.attribution import Attribution
 from ringprof.analysis.findings.cpu_links import blocked_in_words
 from ringprof.analysis.findings.job import computation_in_words, exposed_in_words, is_attention
+from ringprof.analysis.findings.missing import missing_in_words
 from ringprof.analysis.findings.summary import Summary
 from ringprof.analysis.findings.waterfall import Waterfall
 from ringprof.analysis.findings.waterfall_words import milliseconds
@@ -46,9 +48,12 @@ class Facts(Protocol):
 
 
 def verdict_of(found: Facts) -> tuple[str, ...]:
-    """At most three lines."""
+    """What is missing, where something is; then, of what there is, at most three lines."""
+    missing = missing_in_words(found.attribution)
+    if found.attribution.lacks_device:
+        return (missing,)
     cause = _cause if is_attention(found.attribution) else _computation
-    lines = (_cost(found), cause(found), _gain(found))
+    lines = (missing, _cost(found), cause(found), _gain(found))
     return tuple(line for line in lines if line)
 
 
