@@ -13,11 +13,12 @@ from ringprof._version import __version__
 
 if TYPE_CHECKING:
     from ringprof.api import Analysis, capture, compare, load
+    from ringprof.benchmark_logs.logs import logs
 
 _API = "ringprof.api"
-_HOME = {"Analysis": _API, "compare": _API, "load": _API, "capture": _API}
+_HOME = {"Analysis": _API, "compare": _API, "load": _API, "capture": _API, "logs": "ringprof.benchmark_logs.logs"}
 
-__all__ = ["Analysis", "__version__", "capture", "compare", "load"]
+__all__ = ["Analysis", "__version__", "capture", "compare", "load", "logs"]
 
 
 def __getattr__(name: str) -> Any:

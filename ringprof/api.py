@@ -11,7 +11,6 @@ run.report()         # the JSON report as a dict
 
 from __future__ import annotations
 
-import html
 import os
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -23,13 +22,13 @@ from typing import TYPE_CHECKING, Any
 from ringprof import frames
 from ringprof.analysis.attribution import Attribution
 from ringprof.analysis.findings.comparison import Comparison
-from ringprof.analysis.findings.figures import figures_of, figures_of_table
+from ringprof.analysis.findings.figures import figures_of
 from ringprof.analysis.findings.findings import Findings
 from ringprof.analysis.findings.summary import Summary
 from ringprof.analysis.kinds.rules import Rule
 from ringprof.analysis.timeline.focus import Focus, parse_between
 from ringprof.analysis.transfers.clocks import Clocks
-from ringprof.errors import InputError, KernelTableError, UsageError
+from ringprof.errors import InputError, KernelTableError, NoKernelTableError, UsageError
 from ringprof.files import exists, folder_of, is_url, read_whole, size_of, within
 from ringprof.report import as_json, terminal
 from ringprof.run import RankTrace, Run, Workload, read_run
@@ -47,7 +46,8 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from ringprof.analysis.findings.comparison import Entry
-    from ringprof.kernel_tables.analyse import TableReport
+    from ringprof.benchmark_logs.logs import BenchmarkLogs
+    from ringprof.kernel_tables.table_analysis import TableAnalysis
     from ringprof.report.plots import Plots
 
 
@@ -119,6 +119,12 @@ class Analysis:
         """Every figure of the report by name, for conditions; see `ringprof.analysis.findings.figures`."""
         return figures_of(self.findings)
 
+    def entries(self, label: str) -> list[Entry]:
+        """The run as one side of a comparison."""
+        from ringprof.analysis.findings.entries import entry_of_run
+
+        return [entry_of_run(label, self.findings)]
+
     def clocks(self) -> Clocks:
         """What was added to each rank's times to put all hosts on one clock, and how sure that is."""
         return self.attribution.clocks
@@ -166,44 +172,6 @@ class Analysis:
         from ringprof.report.notebook import findings_html
 
         return findings_html(self.findings)
-
-
-class TableAnalysis:
-    """Printed kernel tables, explained: what a table alone can prove. Made by `load` from a log."""
-
-    run = None
-    ranks: tuple[int, ...] = ()
-    """A table does not say which ranks it sums."""
-
-    def __init__(self, name: str, reports: Sequence[TableReport]) -> None:
-        self.name, self.reports = name, tuple(reports)
-
-    @property
-    def warnings(self) -> list[Caveat]:
-        """What was odd in the tables."""
-        return [warning for report in self.reports for warning in report.warnings]
-
-    def report(self) -> dict[str, Any]:
-        """The JSON report (schema ``ringprof.report/1``) of the largest table."""
-        from ringprof.kernel_tables import show as table
-
-        return table.whole_report(self.reports, [self.name])
-
-    def figures(self) -> dict[str, float]:
-        """The figures of the largest table by name, for conditions; see `ringprof.analysis.findings.figures`."""
-        from ringprof.kernel_tables import show as table
-
-        return figures_of_table(table.largest_of(self.reports))
-
-    def to_terminal(self, look: terminal.Look | None = None, sections: Sequence[str] = ()) -> str:
-        """The report of all tables as text; a table has none of the further ``sections``."""
-        from ringprof.kernel_tables import show as table
-
-        return table.render_all(self.reports, ascii_only=bool(look and look.ascii_only))
-
-    def _repr_html_(self) -> str:
-        """The terminal report, for notebooks."""
-        return f'<pre style="line-height: 1.2">{html.escape(self.to_terminal())}</pre>'
 
 
 @dataclass(frozen=True)
@@ -348,13 +316,17 @@ def _load_stored(given: TraceSet, source: Input, reading: Reading) -> Analysis:
 
 
 def _load_text(name: str, data: bytes | None, reading: Reading) -> TableAnalysis:
-    from ringprof.benchmark_logs.read import LIMIT_BYTES
-    from ringprof.kernel_tables.analyse import analyse_table
-    from ringprof.kernel_tables.read import read_tables
+    from ringprof.benchmark_logs.read import has_rows
+    from ringprof.kernel_tables.table_analysis import analyse_tables
+    from ringprof.log_lines import LOG_LIMIT_BYTES
 
-    raw = read_whole(name, reading.limit_bytes or LIMIT_BYTES) if data is None else data
-    tables = read_tables(raw.decode("utf-8-sig", errors="replace"), name)
-    return TableAnalysis(name, [analyse_table(table, reading.wall_ns, reading.iterations) for table in tables])
+    raw = read_whole(name, reading.limit_bytes or LOG_LIMIT_BYTES) if data is None else data
+    try:
+        return analyse_tables(raw, name, reading.wall_ns, reading.iterations)
+    except NoKernelTableError:
+        if has_rows(raw):
+            raise KernelTableError(f"{name}: benchmark rows but no kernel table: ringprof logs {name}") from None
+        raise
 
 
 class SideBySide(Comparison):
@@ -385,7 +357,7 @@ class SideBySide(Comparison):
         return comparison_html(self)
 
 
-def compare(*sources: str | os.PathLike[str] | Analysis | TableAnalysis) -> SideBySide:
+def compare(*sources: str | os.PathLike[str] | Analysis | TableAnalysis | BenchmarkLogs) -> SideBySide:
     """Set runs, traces, printed tables and benchmark logs side by side, in any mix, against the first.
 
     A log stands for as many entries as it has rows. Raises `UsageError` for fewer than two entries, and what `load`
@@ -398,39 +370,23 @@ def compare(*sources: str | os.PathLike[str] | Analysis | TableAnalysis) -> Side
     labels = iter(labels_of(paths) if paths else [])
     entries: list[Entry] = []
     for index, source in enumerate(sources):
-        if isinstance(source, (Analysis, TableAnalysis)):
-            entries += _entries_of(f"object {index + 1}", source)
+        if isinstance(source, (str, os.PathLike)):
+            entries += _loaded(source).entries(next(labels))
         else:
-            entries += _entries_at(next(labels), source)
+            entries += source.entries(f"object {index + 1}")
     if len(entries) < 2:
         raise UsageError("a comparison needs two measurements or more: name another run, trace, table or log")
     found = comparison.compare(entries)
     return SideBySide(found.entries, found.differing, found.figures, found.differences)
 
 
-def _entries_at(label: str, path: str | os.PathLike[str]) -> list[Entry]:
-    from ringprof.analysis.findings.entries import entry_of_row
-    from ringprof.benchmark_logs.read import read_log
-
+def _loaded(path: str | os.PathLike[str]) -> Analysis | TableAnalysis | BenchmarkLogs:
     try:
-        return _entries_of(label, load(path))
+        return load(path)
     except KernelTableError:
-        rows = read_log(path).rows
-        if not rows:
-            raise
-        return [entry_of_row(row) for row in rows if not row.missing]
+        from ringprof.benchmark_logs.logs import logs
 
-
-def _entries_of(label: str, source: Analysis | TableAnalysis) -> list[Entry]:
-    from ringprof.analysis.findings.entries import entry_of_run, entry_of_table
-
-    if isinstance(source, Analysis):
-        return [entry_of_run(label, source.findings)]
-    several = len(source.reports) > 1
-    return [
-        entry_of_table(f"{label} table {index + 1}" if several else label, report)
-        for index, report in enumerate(source.reports)
-    ]
+        return logs(path)
 
 
 def capture(

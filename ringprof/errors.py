@@ -8,6 +8,7 @@
     |  |- TraceFormatError
     |  |- RunFormatError
     |  `- KernelTableError
+    |     `- NoKernelTableError
     |- MissingExtraError              the exact pip install line
     |- RecordError                    a run failed: rank and log (exit 3)
     `- VerificationError              a run computed a wrong result (exit 3)
@@ -50,6 +51,10 @@ class RunFormatError(InputError):
 
 class KernelTableError(InputError):
     """Text without a kernel table that can be read."""
+
+
+class NoKernelTableError(KernelTableError):
+    """Text in which no kernel table stands at all."""
 
 
 class MissingExtraError(RingprofError):

@@ -40,7 +40,7 @@ def _commands(page: str) -> list[str]:
     return [line for line in lines if line.split()[0] == "ringprof" and line.split()[1] in reads]
 
 
-@pytest.mark.parametrize("command", _commands("guides.md"))
+@pytest.mark.parametrize("command", [*_commands("guides.md"), *_commands("logs.md")])
 def test_the_guides_commands_work(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

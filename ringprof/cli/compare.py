@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-
 import click
 
 from ringprof.analysis.findings.comparison import Comparison
 from ringprof.analysis.findings.conditions import parse_condition
 from ringprof.analysis.findings.entries import flat
 from ringprof.api import compare
-from ringprof.cli.write import write_text
+from ringprof.cli.write import knows_only_ascii, print_or_write, write_text
 from ringprof.report import comparison as shown
 
 
@@ -35,11 +33,7 @@ def command(
     """
     parsed = [parse_condition(text) for text in conditions]
     found = compare(*paths)
-    text = _text(found, form, output)
-    if output is None:
-        click.echo(text, nl=False)
-    else:
-        write_text(output, text)
+    print_or_write(_text(found, form, output), output)
     if page:
         from ringprof.report.page.document import render
         from ringprof.report.page.several import comparison_document
@@ -63,5 +57,4 @@ def _text(found: Comparison, form: str, output: str | None) -> str:
         return shown.render_json(found)
     if form == "csv":
         return shown.render_csv(found)
-    encoding = "utf-8" if output else (sys.stdout.encoding or "ascii")
-    return shown.render(found, ascii_only="utf" not in encoding.lower())
+    return shown.render(found, ascii_only=knows_only_ascii(output))

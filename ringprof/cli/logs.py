@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 import click
 
-from ringprof.benchmark_logs import show as shown
-from ringprof.benchmark_logs.audit import SPREAD, Audit, audit
-from ringprof.benchmark_logs.read import LIMIT_BYTES, BenchmarkLog, Settings, decode_log, read_log
-from ringprof.errors import InputError
+from ringprof.benchmark_logs.audit import SPREAD
+from ringprof.benchmark_logs.logs import BenchmarkLogs
+from ringprof.benchmark_logs.read import parse_log, read_log
+from ringprof.benchmark_logs.rows import BenchmarkLog, LogSettings
+from ringprof.cli.write import knows_only_ascii, print_or_write
 from ringprof.files import read_within
+from ringprof.log_lines import LOG_LIMIT_BYTES
+from ringprof.report import as_json
 
 
 @click.command(name="logs")
@@ -53,36 +55,20 @@ def command(
     ringprof logs bench.log
     ringprof logs results/*.txt --heads 40 --head-dim 128 --world 32 --format csv
     """
-    given = Settings(
-        batch=batch, heads=heads, head_dim=head_dim, world_size=world, causal=causal, device=device
-    )  # fmt: skip
-    found = audit([_read(file, max_bytes) for file in dict.fromkeys(files)], given, spread / 100)
-    _write(_text(found, form, output), output)
+    given = LogSettings(batch=batch, heads=heads, head_dim=head_dim, world_size=world, causal=causal, device=device)
+    found = BenchmarkLogs([_read(file, max_bytes) for file in dict.fromkeys(files)], given, spread / 100)
+    print_or_write(_text(found, form, output), output)
     errors = [flag for flag in found.flags if flag.severity == "error"]
     return 2 if strict and errors else 0
 
 
 def _read(file: str, limit_bytes: int | None) -> BenchmarkLog:
     if file == "-":
-        return decode_log(read_within(sys.stdin.buffer, limit_bytes or LIMIT_BYTES, "-"), "-")
+        return parse_log(read_within(sys.stdin.buffer, limit_bytes or LOG_LIMIT_BYTES, "-"), "-")
     return read_log(file, limit_bytes)
 
 
-def _text(found: Audit, form: str, output: str | None) -> str:
+def _text(found: BenchmarkLogs, form: str, output: str | None) -> str:
     if form == "json":
-        return shown.render_json(found)
-    if form == "csv":
-        return shown.render_csv(found)
-    encoding = "utf-8" if output else (sys.stdout.encoding or "ascii")
-    return shown.render(found, ascii_only="utf" not in encoding.lower())
-
-
-def _write(text: str, output: str | None) -> None:
-    if output is None:
-        click.echo(text, nl=False)
-        return
-    try:
-        Path(output).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"{output}: cannot be written: {error.strerror or error}") from None
-    click.echo(f"Wrote {output}", err=True)
+        return as_json.render(found.report())
+    return found.to_csv() if form == "csv" else found.to_terminal(knows_only_ascii(output))

@@ -5,19 +5,22 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from ringprof.analysis.findings.conditions import Condition, parse_condition
-from ringprof.api import Analysis, TableAnalysis, load, load_bytes
+from ringprof.api import Analysis, load, load_bytes
 from ringprof.cli.progress import many_ranks
-from ringprof.cli.write import write_text
+from ringprof.cli.write import knows_only_ascii, print_or_write, write_text
 from ringprof.errors import UsageError
 from ringprof.files import read_within
 from ringprof.report import as_json
 from ringprof.report.terminal import Look
 from ringprof.trace.columns import NOTES
+
+if TYPE_CHECKING:
+    from ringprof.kernel_tables.table_analysis import TableAnalysis
 
 PIPE_LIMIT = 4 << 30
 NARROWEST = 78
@@ -102,10 +105,7 @@ def command(
         text = as_json.render(analysis.report())
     else:
         text = analysis.to_terminal(_look(width, output), [name for name, shown in sections.items() if shown])
-    if output:
-        write_text(output, text)
-    else:
-        click.echo(text, nl=False)
+    print_or_write(text, output)
     if page:
         if not isinstance(analysis, Analysis):
             raise UsageError("--html: a printed table has no page yet: give a run or traces")
@@ -127,13 +127,7 @@ def _look(width: int | None, output: str | None) -> Look:
     to_terminal = output is None and sys.stdout.isatty()
     plain = bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"
     columns = width or max(NARROWEST, shutil.get_terminal_size((80, 24)).columns)
-    encoding = "utf-8" if output else (sys.stdout.encoding or "ascii")
-    try:
-        "█▏·µ…".encode(encoding)
-        ascii_only = False
-    except (UnicodeEncodeError, LookupError):
-        ascii_only = True
-    return Look(width=columns, color=to_terminal and not plain, ascii_only=ascii_only)
+    return Look(width=columns, color=to_terminal and not plain, ascii_only=knows_only_ascii(output))
 
 
 def _condition(text: str) -> Condition:

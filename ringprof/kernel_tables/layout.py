@@ -1,41 +1,37 @@
-"""Text of a log as lines, and the dashed rules by which its tables are found.
+"""Where a printed table stands in a log: its dashed rule, its titles, and what stands before each of its lines.
 
-A printed table is found by its rules (``-----  ---  ---``): their runs of dashes give the offset of every
-column, and what stands before the first run is the prefix that a launcher or a logger put on each line.
-Nothing here searches with a pattern that can match a stretch of text in more than one way, so the time is
-linear in the size of the text whatever it holds.
+A table is found by its rules (``-----  ---  ---``): their runs of dashes give the offset of every column, and what
+stands before the first run is the prefix that a launcher or a logger put on each line. Nothing here searches with a
+pattern that can match a stretch of text in more than one way, so the time is linear in the size of the text.
 """
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import cached_property
 
-# Control sequences (colours, cursor moves) and titles (OSC), as ECMA-48 writes them.
-_ANSI = re.compile(r"\x1b(?:\[[0-?]{0,64}[ -/]{0,8}[@-~]|\][^\x07\x1b]{0,512}(?:\x07|\x1b\\)|[@-Z\\^_])")
+from ringprof.log_lines import LogLines
+
 _DASHES = re.compile(r"-+")
 _GAP = re.compile(r" {2,}")
 
 _LEAST_FIRST_COLUMN = 4
 """Narrower first runs are punctuation of a prefix (``INFO - -----  ---``): names get at least 5 columns."""
 
-MOST_PIECES = 40
+_MOST_PIECES = 40
 """Lines that one wrapped row may spread over."""
 
-COUNT_TITLES = {"# of Calls", "Number of Calls", "Calls", "Instances", "Num Calls", "Count", "Operations"}
-"""Columns that count: of torch's tables, and of the summaries that ``nsys stats`` prints."""
-
-MOST_BETWEEN = 64
+_MOST_BETWEEN = 64
 """Lines of other streams that may stand between a table's header and the rule below it."""
 
-
-def split_lines(text: str) -> list[str]:
-    """The lines of ``text`` without colours; only line feeds end a line, since names may hold other separators."""
-    return [_ANSI.sub("", line) if "\x1b" in line else line for line in text.replace("\r\n", "\n").split("\n")]
+_NAME_TITLES = {"Name", "Operation"}
+_COUNT_TITLES = {"# of Calls", "Number of Calls", "Calls", "Instances", "Num Calls", "Count", "Operations"}
+"""Columns that count: of torch's tables, and of the summaries that ``nsys stats`` prints."""
 
 
 @dataclass(frozen=True)
-class Rule:
+class DashedRule:
     """A dashed line: what stands before it, and the span of each column counted from its first dash."""
 
     prefix: str
@@ -47,13 +43,12 @@ class Rule:
         return self.spans[-1][1]
 
 
-def find_rule(line: str, least: int = 3) -> Rule | None:
+def find_rule(line: str, least: int = 3) -> DashedRule | None:
     """The rule that ``line`` ends in, or None: runs of dashes exactly two spaces apart, at least ``least``."""
     text = line.rstrip()
     if not text.endswith("-"):
         return None
-    tail = len(text.rstrip("- "))
-    runs = [match.span() for match in _DASHES.finditer(text, tail)]
+    runs = [match.span() for match in _DASHES.finditer(text, len(text.rstrip("- ")))]
     first = len(runs) - 1
     while first > 0 and runs[first][0] - runs[first - 1][1] == 2:
         first -= 1
@@ -62,12 +57,7 @@ def find_rule(line: str, least: int = 3) -> Rule | None:
     if len(runs) - first < least:
         return None
     start = runs[first][0]
-    return Rule(text[:start], tuple((a - start, b - start) for a, b in runs[first:]))
-
-
-def split_header(text: str) -> list[str]:
-    """Column titles of a header line: at least two spaces apart, since a title wider than its column pushes on."""
-    return _GAP.split(text.strip())
+    return DashedRule(text[:start], tuple((a - start, b - start) for a, b in runs[first:]))
 
 
 class Prefix:
@@ -89,13 +79,16 @@ class Prefix:
 
 
 # What changes from line to line in a prefix. A rank's or a host's number does not: it tells streams apart.
-_CHANGING = (
-    (re.compile(r"\d{4}[-/]\d\d[-/]\d\d"), r"\d{4}[-/]\d\d[-/]\d\d"),
-    (re.compile(r"\d\d?:\d\d:\d\d(?:[.,]\d{1,9})?"), r"\d\d?:\d\d:\d\d(?:[.,]\d{1,9})?"),
-    (re.compile(r"(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec) +\d\d?"), r"[A-Z][a-z]{2} {1,2}\d\d?"),
-    (re.compile(r"[IWEF]\d{4}(?= )"), r"[IWEF]\d{4}"),
-    (re.compile(r" {0,64}\d{1,12}\.\d{1,9}"), r" *\d{1,12}\.\d{1,9}"),
-    (re.compile(r"\d{9,20}"), r"\d{9,20}"),
+_CHANGING = tuple(
+    (re.compile(found), general or found)
+    for found, general in (
+        (r"\d{4}[-/]\d\d[-/]\d\d", ""),
+        (r"\d\d?:\d\d:\d\d(?:[.,]\d{1,9})?", ""),
+        (r"(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec) +\d\d?", r"[A-Z][a-z]{2} {1,2}\d\d?"),
+        (r"[IWEF]\d{4}(?= )", r"[IWEF]\d{4}"),
+        (r" {0,64}\d{1,12}\.\d{1,9}", r" *\d{1,12}\.\d{1,9}"),
+        (r"\d{9,20}", ""),
+    )
 )
 
 
@@ -117,7 +110,7 @@ def _prefix_pattern(text: str) -> str | None:
 
 
 @dataclass(frozen=True)
-class FoundHeader:
+class TableLayout:
     """Where a table begins, and how its lines are laid out."""
 
     line: int
@@ -125,92 +118,100 @@ class FoundHeader:
     rows_at: int
     """Index of the first line after the rule below the header."""
     titles: tuple[str, ...]
-    rule: Rule
+    rule: DashedRule
     wrap: int = 0
     """Width at which the log was wrapped; 0 where it was not."""
 
-    def readings(self, lines: list[str], index: int, prefix: Prefix) -> list[tuple[str, int]]:
+    @cached_property
+    def prefix(self) -> Prefix:
+        """What stands before each of its lines."""
+        return Prefix(self.rule.prefix)
+
+    def readings(self, lines: LogLines, index: int) -> list[tuple[str, int]]:
         """(content, lines used) of the row that may begin at line ``index``; empty where its prefix is another's.
 
         A wrapped row may be wider than the rule, so several are possible, fewest lines first.
         """
         if not self.wrap:
-            content = prefix.cut(lines[index])
+            content = self.prefix.cut(lines[index])
             return [] if content is None else [(content, 1)]
-        return _joined(lines, index, self.wrap, self.rule.width, prefix)
+        least = -(-(len(self.prefix.text) + self.rule.width) // self.wrap)
+        found: list[tuple[str, int]] = []
+        for used in range(least, min(least + 3, len(lines) - index + 1)):
+            content = _joined(lines.between(index, index + used), self.wrap, self.prefix)
+            if content is None:
+                break
+            found.append((content, used))
+            following = lines.between(index + used, index + used + 1)
+            if following and self.prefix.text.strip() and self.prefix.cut(following[0]) is not None:
+                break
+        return found
+
+    def closes(self, content: str) -> bool:
+        """Whether a line without its prefix is the rule that ends this table."""
+        if content.strip("- \t"):
+            return False
+        rule = find_rule(content)
+        return rule is not None and rule.spans == self.rule.spans
 
 
-def _joined(lines: list[str], index: int, wrap: int, width: int, prefix: Prefix) -> list[tuple[str, int]]:
-    """Lines from ``index`` on put together to at least ``width`` characters of content; a few may be too wide."""
-    least = -(-(len(prefix.text) + width) // wrap)
-    found: list[tuple[str, int]] = []
-    for pieces in range(least, min(least + 3, len(lines) - index + 1)):
-        content = join_pieces(lines[index : index + pieces], wrap, prefix)
-        if content is None:
-            break
-        found.append((content, pieces))
-        last = index + pieces - 1
-        anew = prefix.text.strip() and last + 1 < len(lines) and prefix.cut(lines[last + 1]) is not None
-        if anew:
-            break
-    return found
-
-
-def join_pieces(pieces: list[str], wrap: int, prefix: Prefix) -> str | None:
+def _joined(pieces: list[str], wrap: int, prefix: Prefix) -> str | None:
     """One line of a table from the lines that it was wrapped into; a stripped piece gets its spaces back."""
     first = prefix.cut(pieces[0].ljust(wrap))
     return None if first is None else first + "".join(piece.ljust(wrap) for piece in pieces[1:])
 
 
-def find_header(lines: list[str], index: int) -> FoundHeader | None:
+def find_layout(lines: LogLines, index: int) -> TableLayout | None:
     """The table whose rule below the header is (or, wrapped, begins at) line ``index``; else None."""
-    if "--" not in lines[index]:
-        return None
-    if index + 1 < len(lines) and _only_dashes(lines[index + 1]):
-        wrapped = _find_wrapped(lines, index)
-        if wrapped is not None:
-            return wrapped
+    following = lines.between(index + 1, index + 2)
+    if following and _only_dashes(following[0]) and (wrapped := _find_wrapped(lines, index)):
+        return wrapped
     rule = find_rule(lines[index])
     if rule is None:
         return None
     prefix = Prefix(rule.prefix)
     # Other ranks' lines may stand between a header and the rule below it.
-    for above in range(index - 1, max(-1, index - 1 - MOST_BETWEEN), -1):
+    for above in range(index - 1, max(-1, index - 1 - _MOST_BETWEEN), -1):
         text = prefix.cut(lines[above])
         if text is not None and text.strip():
-            titles = split_header(text)
-            fits = len(titles) == len(rule.spans) and _are_titles(titles)
-            return FoundHeader(above, index + 1, tuple(titles), rule) if fits else _find_wrapped(lines, index)
+            titles = _titles(text, rule)
+            return TableLayout(above, index + 1, titles, rule) if titles else _find_wrapped(lines, index)
     return None
 
 
-def _are_titles(titles: list[str]) -> bool:
-    """Whether a table that we read has such columns: names, and counts of calls or of kernels."""
-    return not {"Name", "Operation"}.isdisjoint(titles) and not COUNT_TITLES.isdisjoint(titles)
+def _titles(header: str | None, rule: DashedRule) -> tuple[str, ...]:
+    """The titles of a table that is read, one a column: names, and counts of calls or of kernels; else none."""
+    # They are two spaces or more apart; by offset they cannot be told, since one wider than its column pushes on.
+    titles = tuple(_GAP.split(header.strip())) if header else ()
+    known = not _NAME_TITLES.isdisjoint(titles) and not _COUNT_TITLES.isdisjoint(titles)
+    return titles if known and len(titles) == len(rule.spans) else ()
 
 
-def _find_wrapped(lines: list[str], index: int) -> FoundHeader | None:
-    """As `find_header`, where the rule runs on over the next lines, which hold dashes and spaces only."""
+def _find_wrapped(lines: LogLines, index: int) -> TableLayout | None:
+    """As `find_layout`, where the rule runs on over the next lines, which hold dashes and spaces only."""
+    if index == 0 or _only_dashes(lines[index - 1]):
+        return None
     pieces = 1
-    while index + pieces < len(lines) and pieces <= MOST_PIECES and _only_dashes(lines[index + pieces]):
+    for line in lines.between(index + 1, index + 1 + _MOST_PIECES):
+        if not _only_dashes(line):
+            break
         pieces += 1
     begun = find_rule(lines[index], least=1)
     if index < pieces or begun is None:
         return None
-    prefix = Prefix(begun.prefix)
-    seen = max(len(line) for line in lines[max(0, index - pieces) : index + 3 * pieces])
+    prefix, found = Prefix(begun.prefix), list[TableLayout]()
+    seen = max(map(len, lines.between(max(0, index - pieces), index + 3 * pieces)))
     # Cut inside a gap and stripped, every line near it is one or two spaces short of the width.
     for wrap in (seen, seen + 1, seen + 2):
-        joined = join_pieces(lines[index : index + pieces], wrap, prefix)
+        joined = _joined(lines.between(index, index + pieces), wrap, prefix)
         rule = find_rule(joined) if joined is not None else None
         if rule is None or rule.prefix:
             continue
         for above in range(index - pieces, max(-1, index - pieces - 3), -1):
-            header = join_pieces(lines[above:index], wrap, prefix)
-            titles = split_header(header) if header else []
-            if len(titles) == len(rule.spans) and _are_titles(titles):
-                return FoundHeader(above, index + pieces, tuple(titles), Rule(begun.prefix, rule.spans), wrap)
-    return None
+            if titles := _titles(_joined(lines.between(above, index), wrap, prefix), rule):
+                found.append(TableLayout(above, index + pieces, titles, DashedRule(begun.prefix, rule.spans), wrap))
+    # Joined at a wrong width, one column is split or two become one, whose width then no other column has.
+    return min(found, key=lambda one: len({end - start for start, end in one.rule.spans}), default=None)
 
 
 def _only_dashes(line: str) -> bool:

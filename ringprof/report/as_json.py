@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -17,7 +17,7 @@ from ringprof.analysis.transfers.clocks import UNKNOWN_NS
 from ringprof.run import Run
 from ringprof.trace.columns import Caveat
 
-SCHEMA = "ringprof.report/1"
+REPORT_SCHEMA = "ringprof.report/1"
 
 
 def render(report: dict[str, Any]) -> str:
@@ -28,16 +28,27 @@ def render(report: dict[str, Any]) -> str:
 def as_dict(found: Findings, *, source: str, paths: Sequence[str]) -> dict[str, Any]:
     """The whole report; ``source`` is ``run`` or ``trace``, ``paths`` the files that were read."""
     attribution = found.attribution
+    return whole_report(
+        source,
+        paths,
+        attribution.warnings,
+        summary=_summary(found.summary) | _explanation(found) | {"partial_window": attribution.partial_window},
+        ranks=[_rank(rank) for rank in attribution.ranks],
+        steps=[msgspec.to_builtins(step) for step in found.steps] if found.lists_steps else [],
+        waterfall=[_part(part) for part in found.waterfall.parts],
+        run=_run(attribution.run) if attribution.run else None,
+    )
+
+
+def whole_report(source: str, paths: Sequence[str], warnings: Iterable[Caveat], **parts: Any) -> dict[str, Any]:
+    """A report with every part that the schema asks for; those not given are empty."""
+    empty: dict[str, Any] = {"summary": None, "ranks": [], "steps": [], "waterfall": None, "run": None, "table": None}
     return {
-        "schema": SCHEMA,
+        "schema": REPORT_SCHEMA,
         "source": {"type": source, "paths": list(paths)},
-        "summary": _summary(found.summary) | _explanation(found) | {"partial_window": attribution.partial_window},
-        "ranks": [_rank(rank) for rank in attribution.ranks],
-        "steps": [msgspec.to_builtins(step) for step in found.steps] if found.lists_steps else [],
-        "waterfall": [_part(part) for part in found.waterfall.parts],
-        "run": _run(attribution.run) if attribution.run else None,
-        "table": None,
-        "warnings": [_warning(warning) for warning in attribution.warnings],
+        **empty,
+        **parts,
+        "warnings": [_warning(warning) for warning in warnings],
     }
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
+from typing import Any
 
 BLOCKS = " ▏▎▍▌▋▊▉█"
 _ASCII = str.maketrans({"·": "|", "█": "#", "…": "~", "µ": "u"})
@@ -12,9 +14,27 @@ LONGEST_NAME = 200
 
 def clean(text: str) -> str:
     """A name from a file, safe to print: one line, no control or direction characters, not endless."""
-    plain = "".join(char if char.isprintable() else " " for char in text)
-    plain = " ".join(plain.split())
+    plain = " ".join(printable(text).split())
     return plain if len(plain) <= LONGEST_NAME else plain[: LONGEST_NAME - 1] + "…"
+
+
+def printable(text: str) -> str:
+    """A text without what a terminal would obey: spaces stand for it."""
+    return "".join(char if char.isprintable() else " " for char in text)
+
+
+def paragraph(text: str, width: int = 110) -> list[str]:
+    """A sentence on lines of readable width, `printable`; words are kept whole, since some are paths."""
+    plain = printable(text)
+    return textwrap.wrap(plain, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+
+
+def spreadsheet_cell(value: Any) -> Any:
+    """A value for a CSV: text from outside on one line, and none that a spreadsheet would run as a formula."""
+    if not isinstance(value, str):
+        return value
+    plain = clean(value)
+    return f"'{plain}" if plain.startswith(("=", "+", "-", "@")) else plain
 
 
 def in_ascii(text: str) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ringprof.analysis.findings.findings import findings_in_memory
 from ringprof.benchmark_logs.audit import audit
-from ringprof.benchmark_logs.read import decode_log
+from ringprof.benchmark_logs.read import parse_log
 from ringprof.errors import RingprofError
 from ringprof.kernel_tables.analyse import analyse_table
 from ringprof.kernel_tables.read import read_tables
@@ -50,13 +50,13 @@ def report_of(trace: Trace, run: Run | None = None) -> None:
 
 def read_table(data: bytes) -> None:
     """Printed kernel tables and what they prove."""
-    for table in read_tables(data.decode("utf-8", errors="replace"), "some.log"):
+    for table in read_tables(data, "some.log"):
         analyse_table(table, None, None)
 
 
 def read_log(data: bytes) -> None:
     """Benchmark logs and their audit."""
-    audit([decode_log(data, "some.log")])
+    audit([parse_log(data, "some.log")])
 
 
 def read_run(data: bytes) -> None:

@@ -30,7 +30,7 @@ def test_round_trip(path: Path) -> None:
     exact: Counter[str] = Counter()
     for event in events:
         exact[kind_of_row(event["name"])] += round(event["dur"] * 1000)
-    table = read_tables(printed(events), "log")[0]
+    table = read_tables(printed(events).encode(), "log")[0]
     report = analyse_table(table)
     # Every row is known to half a unit of its last digit.
     slack = sum(row.step_ns for row in table.rows) / 2 + len(events)

@@ -11,7 +11,6 @@ from statistics import fmean
 from ringprof.analysis.findings.findings import Findings
 from ringprof.analysis.kinds.kinds import KINDS
 from ringprof.analysis.rank import Rank
-from ringprof.kernel_tables.analyse import TableReport
 
 _TIMES = ("compute", "comm", "overlapped", "exposed_comm", "exposed_memory", "background", "idle")
 
@@ -62,11 +61,3 @@ def _of_rank(rank: Rank) -> dict[str, float]:
         known |= {"wire_ns": hops.wire_ns, "hops": hops.count, "hop_bytes": hops.sent_bytes}
         figures |= {name: value for name, value in known.items() if value is not None}
     return figures
-
-
-def figures_of_table(report: TableReport) -> dict[str, float]:
-    """The figures of a printed kernel table: times of kinds, and their shares of all of it."""
-    times = {kind.kind: kind.time_ns for kind in report.kinds}
-    whole = sum(times.values()) or 1
-    figures = {f"{kind}_ns": float(time) for kind, time in times.items()}
-    return figures | {kind: time / whole for kind, time in times.items()}
