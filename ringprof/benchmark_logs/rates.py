@@ -66,17 +66,17 @@ def rates_of(row: LogRow) -> list[Rate]:
 
 def missing_settings(row: LogRow) -> list[str]:
     """What a row's TFLOP/s cannot be computed without."""
-    return [name for name in ("batch", "seq", "heads", "head_dim", "world_size") if not getattr(row, name)]
+    return [name for name in ("batch", "seq", "heads", "head_dim", "world_size") if getattr(row, name) is None]
 
 
 def tflop_per_gpu(row: LogRow, rate: Rate, causal: bool, head_dim: int | None = None) -> float:
     """TFLOP of a rate's pass on each GPU, with another head dimension than the stated where one is given.
 
-    The row's settings must be known.
+    The row's settings must be known. Where it prints 0 for one of them there is no work at all.
     """
-    assert row.batch and row.seq and row.heads and row.head_dim and row.world_size
-    work = 4e-12 * row.batch * row.seq**2 * row.heads * row.head_dim / (2 if causal else 1) * rate.passes
-    return (work * head_dim / row.head_dim if head_dim else work) / row.world_size
+    batch, seq, heads, stated = row.batch or 0, row.seq or 0, row.heads or 0, row.head_dim or 0
+    work = 4e-12 * batch * seq**2 * heads * stated / (2 if causal else 1) * rate.passes
+    return (work * head_dim / (stated or 1) if head_dim else work) / (row.world_size or 1)
 
 
 def follows(work: float, rate: Rate) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import torch
 
+from ringprof.devices import peak_of
 from ringprof.errors import UnfitWorkloadError
 from ringprof.record.machine import cores
 from ringprof.record.request import Request
@@ -30,18 +31,18 @@ PROFILED_SLOWDOWN = 1.5
 SAMPLE_TOKENS = 256
 TIME_LIMIT_S, TIME_LIMIT_FACTOR = 600.0, 10.0
 
-# TFLOP/s of attention, forward and backward together, by device and kernel; measured on H200, the others scaled by
-# their dense bf16 peaks. Matched against the device's name, first fit.
-RATES: tuple[tuple[str, dict[str, float]], ...] = (
-    ("H200", {"cudnn": 550, "flash-attn": 340, "torch-flash": 325}),
-    ("H100", {"cudnn": 530, "flash-attn": 330, "torch-flash": 315}),
-    ("H800", {"cudnn": 530, "flash-attn": 330, "torch-flash": 315}),
-    ("H20", {"cudnn": 110, "flash-attn": 90, "torch-flash": 85}),
-    ("B200", {"cudnn": 1000, "flash-attn": 380, "torch-flash": 360}),
-    ("A100", {"cudnn": 190, "flash-attn": 180, "torch-flash": 170}),
-    ("A800", {"cudnn": 190, "flash-attn": 180, "torch-flash": 170}),
-    ("L40", {"cudnn": 130, "flash-attn": 120, "torch-flash": 110}),
-    ("4090", {"cudnn": 130, "flash-attn": 120, "torch-flash": 110}),
+# Share of the device's dense peak that attention reaches, forward and backward together, by device and kernel: measured
+# on H200, estimates elsewhere. Matched against the device's name, first fit.
+SHARES_OF_PEAK: tuple[tuple[str, dict[str, float]], ...] = (
+    ("H200", {"cudnn": 0.55, "flash-attn": 0.34, "torch-flash": 0.33}),
+    ("H100", {"cudnn": 0.53, "flash-attn": 0.33, "torch-flash": 0.32}),
+    ("H800", {"cudnn": 0.53, "flash-attn": 0.33, "torch-flash": 0.32}),
+    ("H20", {"cudnn": 0.74, "flash-attn": 0.6, "torch-flash": 0.57}),
+    ("B200", {"cudnn": 0.44, "flash-attn": 0.17, "torch-flash": 0.16}),
+    ("A100", {"cudnn": 0.6, "flash-attn": 0.58, "torch-flash": 0.55}),
+    ("A800", {"cudnn": 0.6, "flash-attn": 0.58, "torch-flash": 0.55}),
+    ("L40", {"cudnn": 0.7, "flash-attn": 0.65, "torch-flash": 0.6}),
+    ("4090", {"cudnn": 0.75, "flash-attn": 0.7, "torch-flash": 0.65}),
 )
 REFERENCE_RATE = 2.0
 """The float64 reference kernel, on any GPU."""
@@ -246,9 +247,10 @@ def _gpu(kernel: str) -> _Device:
     limit = int(smallest.total_memory) - GPU_RESERVE_BYTES
     if kernel == "reference":
         return smallest.name, limit, REFERENCE_RATE * 1e12, "assumed"
-    for name, rates in RATES:
-        if name in smallest.name and kernel in rates:
-            return smallest.name, limit, rates[kernel] * 1e12, f"assumed for {name}"
+    peak = peak_of(smallest.name, "bf16")
+    for name, shares in SHARES_OF_PEAK:
+        if peak is not None and name in smallest.name and kernel in shares:
+            return smallest.name, limit, shares[kernel] * peak.tflops * 1e12, f"assumed for {name}"
     return smallest.name, limit, UNKNOWN_RATE * 1e12, "assumed: this device is not known"
 
 
