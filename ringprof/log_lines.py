@@ -59,10 +59,9 @@ class LogLines:
         """The lines from ``start`` to before ``end``, as far as there are any."""
         return [self[index] for index in range(start, min(end, self._count))]
 
-    @property
-    def ends_open(self) -> bool:
-        """Whether the last line has no line feed, so that the log may have been cut off inside it."""
-        return not self._data.endswith(b"\n") and bool(self._data)
+    def is_open(self, index: int) -> bool:
+        """Whether a line holds something and has no line feed: the log may have been cut off inside it."""
+        return index == self._count - 1 and bool(self[index])
 
     def _decoded(self, block: int) -> list[str]:
         start, last = self._starts[block], block + 1 == len(self._starts)
@@ -81,3 +80,54 @@ def _as_utf8(data: bytes) -> bytes:
     decoder = codecs.getincrementaldecoder("utf-16")(errors="replace")
     pieces = (data[at : at + _BLOCK_BYTES] for at in range(0, len(data), _BLOCK_BYTES))
     return b"".join(decoder.decode(piece).encode() for piece in pieces) + decoder.decode(b"", final=True).encode()
+
+
+class LinePrefix:
+    """What a launcher or logger puts before each line of one stream: the same text, but for times."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        general = _prefix_pattern(text)
+        self._pattern = re.compile(general) if general is not None else None
+        self.key = general or text
+        """Equal for the prefixes of one stream."""
+
+    def cut(self, line: str) -> str | None:
+        """``line`` without its prefix; None where it has another one or none."""
+        if line.startswith(self.text):
+            return line[len(self.text) :]
+        if self._pattern is not None and (match := self._pattern.match(line)):
+            return line[match.end() :]
+        # A blank cell can have lost the spaces that end the prefix.
+        return "" if self.text.strip() and line.rstrip() == self.text.rstrip() else None
+
+
+# What changes from line to line in a prefix. A rank's or a host's number does not: it tells streams apart.
+_CHANGING = tuple(
+    (re.compile(found), general or found)
+    for found, general in (
+        (r"\d{4}[-/]\d\d[-/]\d\d", ""),
+        (r"\d\d?:\d\d:\d\d(?:[.,]\d{1,9})?", ""),
+        (r"(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec) +\d\d?", r"[A-Z][a-z]{2} {1,2}\d\d?"),
+        (r"[IWEF]\d{4}(?= )", r"[IWEF]\d{4}"),
+        (r" {0,64}\d{1,12}\.\d{1,9}", r" *\d{1,12}\.\d{1,9}"),
+        (r"\d{9,20}", ""),
+    )
+)
+
+
+def _prefix_pattern(text: str) -> str | None:
+    """A pattern like ``text`` with every time in it left open; None where it has none."""
+    parts: list[str] = []
+    position, changing = 0, False
+    while position < len(text):
+        for found, general in _CHANGING:
+            if match := found.match(text, position):
+                parts.append(general)
+                changing = True
+                position = match.end()
+                break
+        else:
+            parts.append(re.escape(text[position]))
+            position += 1
+    return "".join(parts) if changing else None

@@ -75,6 +75,9 @@ def test_one_emoji_does_not_widen_a_log() -> None:
     assert peak < len(data)
 
 
-@pytest.mark.parametrize(("data", "opened"), [(b"a", True), (b"a\n", False), (b"a\nb", True), (b"", False)])
-def test_a_last_line_without_line_feed(data: bytes, opened: bool) -> None:
-    assert LogLines(data).ends_open is opened
+@pytest.mark.parametrize(
+    ("data", "opened"), [(b"a", True), (b"a\n", False), (b"a\nb 1", True), (b"a |", True), (b"", False)]
+)
+def test_a_last_line_in_which_the_log_may_be_cut_off(data: bytes, opened: bool) -> None:
+    lines = LogLines(data)
+    assert [lines.is_open(index) for index in range(len(lines))] == [*[False] * (len(lines) - 1), opened]

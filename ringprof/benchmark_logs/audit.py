@@ -50,7 +50,7 @@ def audit(logs: Sequence[BenchmarkLog], given: LogSettings | None = None, spread
         completed = [_with_given(row, given) for row in log.rows] if given else list(log.rows)
         judged, found = _judge_rows(completed)
         rows += judged
-        flags += [*section_flags(completed, log.settings), *found, *_repeated_sources(log)]
+        flags += [*section_flags(completed, log.settings), *found, *log.flags]
     flags += [found for one in rows for found in _above_peak(one)]
     flags += [*_masks(rows), *_far_apart(rows, spread)]
     files = {log.path: index for index, log in enumerate(logs)}
@@ -63,14 +63,6 @@ def _with_given(row: LogRow, given: LogSettings) -> LogRow:
     added = {name: getattr(given, name) for name in STATED if getattr(row, name) is None}
     added = {name: value for name, value in added.items() if value is not None}
     return replace(row, **added, sources={**row.sources, **dict.fromkeys(added, "option")}) if added else row
-
-
-def _repeated_sources(log: BenchmarkLog) -> list[Flag]:
-    words = "is listed a second time (first on line {}): another file was probably meant"
-    return [
-        Flag("repeated_source", "note", log.path, second, f"{name} {words.format(first)}", name)
-        for first, second, name in log.repeated_sources
-    ]
 
 
 # --- verdicts, alone and together ------------------------------------------------------------------------

@@ -76,10 +76,16 @@ def read_results(lines: LogLines, index: int) -> tuple[dict[str, Any], int] | No
     for line in lines.between(index + 1, index + _LONGEST_BLOCK):
         if "Benchmark Summary" in line or "Benchmark Results for" in line or "|" in line:
             break
-        if match := _ITEM.search(line):
+        # Where the log ends inside a line only a unit proves that the figure before it is whole.
+        if (match := _ITEM.search(line)) and not (lines.is_open(index + used) and not _has_unit(match[2])):
             items[match[1].strip().lower()] = match[2].strip()
         used += 1
     return (_from_items(items) | {"label": head[1]}, used) if "sequence length" in items else None
+
+
+def _has_unit(text: str) -> bool:
+    figure = _FIGURE.match(text)
+    return figure is not None and figure[2] is not None
 
 
 def _from_items(items: dict[str, str]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ringprof.benchmark_logs.cells import LAYOUT_NAMES, integer, is_missing, is_oom, number, sequence, truth
-from ringprof.log_lines import LogLines
+from ringprof.log_lines import LinePrefix, LogLines
 
 _FIGURES = {
     "fwd(ms)": "forward_ms",
@@ -61,7 +61,7 @@ class PipeHeader:
     """Index."""
     used: int
     """Lines that it takes."""
-    prefix: str
+    prefix: LinePrefix
     """What a launcher put before the first cell."""
     titles: tuple[str, ...]
     """As printed."""
@@ -84,6 +84,19 @@ class PipeHeader:
     def is_burst(self) -> bool:
         """Whether these are the settings of a Burst block, whose figures follow on lines of their own."""
         return "seqlen" in self.keys and _FIGURES.keys().isdisjoint(self.keys)
+
+
+@dataclass(frozen=True)
+class PipeRow:
+    """One row of a table."""
+
+    fields: dict[str, Any]
+    """By the names of `LogRow`; with the worth of each figure's last digit as ``steps``."""
+    used: int
+    """Lines that it takes."""
+    last_figure: str
+    """What stands in the last column; empty where it is no figure."""
+    last_cell: str
 
 
 def _key(title: str) -> str:
@@ -119,7 +132,7 @@ def _starts_anew(line: str, header: PipeHeader | None) -> bool:
         return True
     if header is None:
         return line.lstrip().startswith("#")
-    return bool(header.prefix.strip()) and line.startswith(header.prefix.rstrip())
+    return bool(header.prefix.text) and header.prefix.cut(line.lstrip()) is not None
 
 
 def _header_of(text: str, index: int, used: int, wrap: int) -> PipeHeader | None:
@@ -129,20 +142,18 @@ def _header_of(text: str, index: int, used: int, wrap: int) -> PipeHeader | None
     prefix = ""
     if first := cells[0].split() if cells and _key(cells[0]) not in _KNOWN else []:
         # The title may be of two words ("ring type"); what stands before it is the prefix.
-        title = next((t for n in (2, 1) if _key(t := " ".join(first[-n:])) in _KNOWN), None)
-        if title is None and len(first) > 1:
-            return None
-        prefix = cells[0][: cells[0].rindex(first[-len(title.split())])] if title else cells[0].rstrip() + " "
-        cells[0] = title or ""
+        title = next((t for n in (2, 1) if _key(t := " ".join(first[-n:])) in _KNOWN), "")
+        prefix = cells[0][: cells[0].rindex(first[-len(title.split())])] if title else cells[0]
+        cells[0] = title
     keys = tuple(map(_key, cells))
-    header = PipeHeader(index, used, prefix, tuple(cell.strip() for cell in cells), keys, wrap)
+    header = PipeHeader(index, used, LinePrefix(prefix.strip()), tuple(cell.strip() for cell in cells), keys, wrap)
     return header if header.known >= 3 and not _LENGTHS.isdisjoint(keys) else None
 
 
-def read_pipe_row(lines: LogLines, index: int, header: PipeHeader) -> tuple[dict[str, Any], int] | None:
-    """(fields of the row that begins at line ``index``, lines used); None where no row of this table begins there."""
+def read_pipe_row(lines: LogLines, index: int, header: PipeHeader) -> PipeRow | None:
+    """The row that begins at line ``index``; None where no row of this table begins there."""
     joined, used = lines[index], 1
-    if "|" not in joined or _MARKDOWN_RULE.fullmatch(joined.removeprefix(header.prefix)):
+    if "|" not in joined:
         return None
     cells = _cells(joined, header)
     while cells is not None and used < min(_MOST_PIECES, len(lines) - index):
@@ -155,16 +166,17 @@ def read_pipe_row(lines: LogLines, index: int, header: PipeHeader) -> tuple[dict
     if cells is None or len(cells) != len(header.keys):
         return None
     fields = _fields(cells, header)
-    return (fields, used) if fields.get("seq") else None
+    last = _FIGURES.get(header.keys[-1], "")
+    last = _time_of(fields) if last == "latency_ms" else last
+    return PipeRow(fields, used, last, cells[-1]) if fields.get("seq") else None
 
 
 def _cells(text: str, header: PipeHeader) -> list[str] | None:
-    """Stripped cells; None where the line has another prefix."""
-    if prefix := header.prefix.strip():
-        if not text.lstrip().startswith(prefix):
-            return None
-        text = text.lstrip()[len(prefix) :]
-    cells = [cell.strip() for cell in text.split("|")]
+    """Stripped cells; None where the line has another prefix, or is the rule of a Markdown table."""
+    content = header.prefix.cut(text.lstrip())
+    if content is None or _MARKDOWN_RULE.fullmatch(content):
+        return None
+    cells = [cell.strip() for cell in content.split("|")]
     # Markdown ends rows with a bar, and the header's own last bar was dropped.
     while len(cells) > len(header.keys) and not cells[-1]:
         cells.pop()
@@ -189,7 +201,11 @@ def _fields(cells: list[str], header: PipeHeader) -> dict[str, Any]:
             elif is_missing(cell) and name == "tflops":
                 fields["missing"] = True
     if "latency_ms" in fields:
-        # One time a row: of forward, or of forward and backward, as the row says.
-        name = "forward_ms" if fields.get("forward_only") else "forward_backward_ms"
+        name = _time_of(fields)
         fields[name], steps[name] = fields.pop("latency_ms"), steps.pop("latency_ms")
     return fields | {"steps": steps}
+
+
+def _time_of(fields: dict[str, Any]) -> str:
+    """What the one time of a row is of: forward, or forward and backward, as the row says."""
+    return "forward_ms" if fields.get("forward_only") else "forward_backward_ms"

@@ -15,12 +15,12 @@ from typing import Any
 
 from ringprof.benchmark_logs.blocks import read_burst_figures, read_results
 from ringprof.benchmark_logs.cells import placement_of, system_of
-from ringprof.benchmark_logs.pipes import PipeHeader, find_pipe_header, read_pipe_row
-from ringprof.benchmark_logs.rows import STATED, BenchmarkLog, LogRow, LogSettings
+from ringprof.benchmark_logs.pipes import PipeHeader, PipeRow, find_pipe_header, read_pipe_row
+from ringprof.benchmark_logs.rows import STATED, BenchmarkLog, Flag, LogRow, LogSettings, flag
 from ringprof.benchmark_logs.settings import log_names, read_settings
 from ringprof.errors import InputError
 from ringprof.files import read_whole
-from ringprof.log_lines import LOG_LIMIT_BYTES, LogLines
+from ringprof.log_lines import LOG_LIMIT_BYTES, LinePrefix, LogLines
 
 _TWO_RINGS = re.compile(r"\[\d+(?:, ?\d+){0,4096}\]\s{1,16}\[\d+(?:, ?\d+){0,4096}\]")
 _MOST_HEADERS = 16
@@ -41,7 +41,7 @@ def parse_log(data: bytes, name: str) -> BenchmarkLog:
         has_titles = b"# of Calls" in data or b"Total Time (ns)" in data
         hint = f": for its kernel table, ringprof report {name}" if has_titles else ""
         raise InputError(f"{name}: no benchmark rows in a known format{hint}")
-    return BenchmarkLog(name, tuple(reader.rows), reader.settings, tuple(reader.repeated))
+    return BenchmarkLog(name, tuple(reader.rows), reader.settings, tuple(reader.flags))
 
 
 def has_rows(data: bytes) -> bool:
@@ -58,12 +58,14 @@ class _Reader:
         self.lines, self.path = lines, path
         self.rows: list[LogRow] = []
         self.settings = LogSettings()
-        self.repeated: list[tuple[int, int, str]] = []
+        self.flags: list[Flag] = []
         self._named: dict[str, int] = {}
         self._label: tuple[str, int | None] = ("", None)
         self._headers: dict[str, PipeHeader] = {}
+        self._prefixes = _prefixes_in(lines)
         self._block: LogRow | None = None
         self._two_rings = False
+        self._last_row: tuple[int, PipeRow] | None = None
 
     def read(self, only_first: bool = False) -> None:
         """Read all rows, or no more than tells whether there are any."""
@@ -71,6 +73,7 @@ class _Reader:
         while index < len(self.lines) and not (only_first and self.rows):
             index += self._step(index)
         self._end_block()
+        self._check_end()
 
     def _step(self, index: int) -> int:
         """Reads what begins at a line, and returns how many lines it took."""
@@ -84,15 +87,17 @@ class _Reader:
             self._two_rings = True
         self._heading(line, index)
         for name in log_names(line):
-            if name in self._named:
-                self.repeated.append((self._named[name], index + 1, name))
-            self._named.setdefault(name, index + 1)
+            first = self._named.setdefault(name, index + 1)
+            if first != index + 1:
+                message = f"{name} is listed a second time (first on line {first}): another file was probably meant"
+                self.flags.append(Flag("repeated_source", "note", self.path, index + 1, message, name))
         if "|" not in line:
             self.settings = read_settings(self.settings, line, index + 1)
         return 1
 
     def _heading(self, line: str, index: int) -> None:
-        text = line.strip()
+        contents = (prefix.cut(line.lstrip()) for prefix in self._prefixes)
+        text = next((content for content in contents if content), line).strip()
         if text.startswith("#"):
             self._end_block()
             self._headers.clear()
@@ -110,12 +115,13 @@ class _Reader:
                 return self._burst(header)
             if len(self._headers) >= _MOST_HEADERS:
                 self._headers.clear()
-            self._headers[header.prefix.strip()] = header
+            self._headers[header.prefix.key] = header
             return header.used
         for header in self._headers.values():
             if found := read_pipe_row(self.lines, index, header):
-                self._table_row(found[0], header, index)
-                return found[1]
+                self._table_row(found.fields, header, index)
+                self._last_row = (index + found.used - 1, found)
+                return found.used
         return 0
 
     def _table_row(self, fields: dict[str, Any], header: PipeHeader, index: int) -> None:
@@ -138,12 +144,12 @@ class _Reader:
         while at < min(len(self.lines), start + 3) and not self.lines[at].strip():
             at += 1
         found = read_pipe_row(self.lines, at, header) if at < len(self.lines) else None
-        figures = read_burst_figures(self.lines, at + found[1]) if found else None
+        figures = read_burst_figures(self.lines, at + found.used) if found else None
         if found is None or figures is None:
             return header.used
-        row = self._row(found[0] | figures[0], at, "burst", header.titles)
+        row = self._row(found.fields | figures[0], at, "burst", header.titles)
         self.rows.append(replace(row, system="burst"))
-        return at + found[1] + figures[1] - header.line
+        return at + found.used + figures[1] - header.line
 
     def _results(self, fields: dict[str, Any], index: int) -> None:
         self._end_block()
@@ -159,6 +165,37 @@ class _Reader:
             self._block = None
 
     # --- rows ---
+
+    def _check_end(self) -> None:
+        """Where the log ends inside a row of a table, its last figure may be the beginning of another."""
+        last = len(self.lines) - 1
+        above = self.lines[last - 1] if last else ""
+        if not self.lines.is_open(last):
+            return
+        if self._last_row is not None and self._last_row[0] == last:
+            self._check_last_figure(self.rows[-1], self._last_row[1])
+        elif self._headers and "|" in self.lines[last] and set(above) & set("|=-"):
+            message = "the log ends inside this row, which is left out: it was cut off here"
+            self.flags.append(Flag("cut_off", "warning", self.path, last + 1, message))
+
+    def _check_last_figure(self, row: LogRow, read: PipeRow) -> None:
+        """A figure with fewer decimals than those above it is left out; of a lone or a whole number nobody knows."""
+        name, cell = read.last_figure, read.last_cell
+        complete = cell and (row.missing or not self.lines[len(self.lines) - 1][-1].isalnum())
+        if not name or row.oom or complete:
+            return
+        step = row.steps.get(name, 0.0)
+        above = [one.steps[name] for one in self.rows[:-1] if one.columns == row.columns and name in one.steps]
+        if step < 1 and step in above:
+            return
+        if step and step <= min(above, default=step):
+            message = f"the log ends right behind {cell}: it may be the beginning of another figure"
+            self.flags.append(flag(row, "cut_off", "note", message, cell))
+            return
+        without: dict[str, Any] = {name: None, "steps": {n: s for n, s in row.steps.items() if n != name}}
+        self.rows[-1] = replace(row, missing=False, **without)
+        message = f"the log ends inside the last figure of this row, which is left out ({cell or 'nothing'} is there)"
+        self.flags.append(flag(row, "cut_off", "warning", message, cell or None))
 
     def _row(self, fields: dict[str, Any], index: int, kind: str, titles: tuple[str, ...]) -> LogRow:
         label, label_line = self._label
@@ -178,6 +215,17 @@ class _Reader:
             **known,
             **stated,
         )
+
+
+def _prefixes_in(lines: LogLines) -> list[LinePrefix]:
+    """What launchers put before the lines of tables, so that headings with it are known too."""
+    found: dict[str, LinePrefix] = {}
+    for index, line in enumerate(lines):
+        if "|" in line and (header := find_pipe_header(lines, index)) and header.prefix.text:
+            found.setdefault(header.prefix.key, header.prefix)
+            if len(found) == _MOST_HEADERS:
+                break
+    return list(found.values())
 
 
 def _same_run(block: LogRow, row: LogRow) -> bool:

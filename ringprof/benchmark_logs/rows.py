@@ -89,6 +89,20 @@ class LogRow:
 
 
 @dataclass(frozen=True)
+class Flag:
+    """One finding, at one line of one file."""
+
+    code: str
+    severity: Severity
+    file: str
+    line: int
+    message: str
+    """With the arithmetic."""
+    printed: Any = None
+    computed: Any = None
+
+
+@dataclass(frozen=True)
 class BenchmarkLog:
     """One file's rows, with what it says around them."""
 
@@ -96,8 +110,8 @@ class BenchmarkLog:
     rows: tuple[LogRow, ...]
     settings: LogSettings
     """The last stated of each."""
-    repeated_sources: tuple[tuple[int, int, str], ...] = ()
-    """(line, line, name) of log files that the text lists twice."""
+    flags: tuple[Flag, ...] = ()
+    """What is odd about its text: files named twice, an end inside a row."""
 
 
 @dataclass(frozen=True)
@@ -110,20 +124,6 @@ class JudgedRow:
     """Per GPU, from the row's own time and settings."""
     tflops_per_gpu: float | None = None
     """As printed, or corrected where the printed figure is a total or otherwise off by a constant."""
-
-
-@dataclass(frozen=True)
-class Flag:
-    """One finding, at one line of one file."""
-
-    code: str
-    severity: Severity
-    file: str
-    line: int
-    message: str
-    """With the arithmetic."""
-    printed: Any = None
-    computed: Any = None
 
 
 def flag(row: LogRow, code: str, severity: Severity, message: str, printed: Any = None, computed: Any = None) -> Flag:

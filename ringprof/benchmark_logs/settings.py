@@ -8,7 +8,7 @@ from typing import Any
 
 from ringprof.benchmark_logs.rows import LogSettings
 
-_GAP = r"[`* ]{0,4}[:=][`* ]{0,4}"
+_GAP = r"[`*\"' ]{0,4}[:=][`*\"' ]{0,4}"
 _NUMBER = re.compile(
     r"\b(?:(?P<kv_heads>num_kv_heads|num_key_value_heads|kv_heads)"
     r"|(?P<heads>num_attn_heads|num_attention_heads|num_heads|nheads|heads)"
@@ -17,7 +17,7 @@ _NUMBER = re.compile(
     rf"{_GAP}(\d{{1,7}})\b",
     re.IGNORECASE,
 )
-_GPUS = re.compile(r"(?<![\w.])(\d{1,6}) ?(?:[x\u00d7*] ?)?GPUs?\b", re.IGNORECASE)
+_GPUS = re.compile(r"(?<![\w.])(\d{1,6}) ?(?:[x\u00d7*] ?GPU\b|(?:[x\u00d7*] ?)?GPUs\b)", re.IGNORECASE)
 _DEVICE = (
     r"((?:RTX ?)?\b(?:A10|A40|A100|A800|A6000|B100|B200|GB200|H20|H100|H200|H800|L20|L40S?|V100"
     r"|3090|4090D?|MI\d{3}X?))\b"

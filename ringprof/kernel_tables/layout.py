@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 from functools import cached_property
 
-from ringprof.log_lines import LogLines
+from ringprof.log_lines import LinePrefix, LogLines
 
 _DASHES = re.compile(r"-+")
 _GAP = re.compile(r" {2,}")
@@ -60,55 +60,6 @@ def find_rule(line: str, least: int = 3) -> DashedRule | None:
     return DashedRule(text[:start], tuple((a - start, b - start) for a, b in runs[first:]))
 
 
-class Prefix:
-    """Tells whether a line has the prefix of its table, and takes it off; times in a prefix may differ."""
-
-    def __init__(self, text: str) -> None:
-        self.text = text
-        general = _prefix_pattern(text)
-        self._pattern = re.compile(general) if general is not None else None
-
-    def cut(self, line: str) -> str | None:
-        """``line`` without its prefix; None where it has another one or none."""
-        if line.startswith(self.text):
-            return line[len(self.text) :]
-        if self._pattern is not None and (match := self._pattern.match(line)):
-            return line[match.end() :]
-        # A blank cell can have lost the spaces that end the prefix.
-        return "" if self.text.strip() and line.rstrip() == self.text.rstrip() else None
-
-
-# What changes from line to line in a prefix. A rank's or a host's number does not: it tells streams apart.
-_CHANGING = tuple(
-    (re.compile(found), general or found)
-    for found, general in (
-        (r"\d{4}[-/]\d\d[-/]\d\d", ""),
-        (r"\d\d?:\d\d:\d\d(?:[.,]\d{1,9})?", ""),
-        (r"(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec) +\d\d?", r"[A-Z][a-z]{2} {1,2}\d\d?"),
-        (r"[IWEF]\d{4}(?= )", r"[IWEF]\d{4}"),
-        (r" {0,64}\d{1,12}\.\d{1,9}", r" *\d{1,12}\.\d{1,9}"),
-        (r"\d{9,20}", ""),
-    )
-)
-
-
-def _prefix_pattern(text: str) -> str | None:
-    """A pattern like ``text`` with every time in it left open; None where it has none."""
-    parts: list[str] = []
-    position, changing = 0, False
-    while position < len(text):
-        for found, general in _CHANGING:
-            if match := found.match(text, position):
-                parts.append(general)
-                changing = True
-                position = match.end()
-                break
-        else:
-            parts.append(re.escape(text[position]))
-            position += 1
-    return "".join(parts) if changing else None
-
-
 @dataclass(frozen=True)
 class TableLayout:
     """Where a table begins, and how its lines are laid out."""
@@ -123,9 +74,9 @@ class TableLayout:
     """Width at which the log was wrapped; 0 where it was not."""
 
     @cached_property
-    def prefix(self) -> Prefix:
+    def prefix(self) -> LinePrefix:
         """What stands before each of its lines."""
-        return Prefix(self.rule.prefix)
+        return LinePrefix(self.rule.prefix)
 
     def readings(self, lines: LogLines, index: int) -> list[tuple[str, int]]:
         """(content, lines used) of the row that may begin at line ``index``; empty where its prefix is another's.
@@ -155,7 +106,7 @@ class TableLayout:
         return rule is not None and rule.spans == self.rule.spans
 
 
-def _joined(pieces: list[str], wrap: int, prefix: Prefix) -> str | None:
+def _joined(pieces: list[str], wrap: int, prefix: LinePrefix) -> str | None:
     """One line of a table from the lines that it was wrapped into; a stripped piece gets its spaces back."""
     first = prefix.cut(pieces[0].ljust(wrap))
     return None if first is None else first + "".join(piece.ljust(wrap) for piece in pieces[1:])
@@ -169,7 +120,7 @@ def find_layout(lines: LogLines, index: int) -> TableLayout | None:
     rule = find_rule(lines[index])
     if rule is None:
         return None
-    prefix = Prefix(rule.prefix)
+    prefix = LinePrefix(rule.prefix)
     # Other ranks' lines may stand between a header and the rule below it.
     for above in range(index - 1, max(-1, index - 1 - _MOST_BETWEEN), -1):
         text = prefix.cut(lines[above])
@@ -199,7 +150,7 @@ def _find_wrapped(lines: LogLines, index: int) -> TableLayout | None:
     begun = find_rule(lines[index], least=1)
     if index < pieces or begun is None:
         return None
-    prefix, found = Prefix(begun.prefix), list[TableLayout]()
+    prefix, found = LinePrefix(begun.prefix), list[TableLayout]()
     seen = max(map(len, lines.between(max(0, index - pieces), index + 3 * pieces)))
     # Cut inside a gap and stripped, every line near it is one or two spaces short of the width.
     for wrap in (seen, seen + 1, seen + 2):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import time
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ringprof.benchmark_logs.audit import audit
 from ringprof.benchmark_logs.read import has_rows, parse_log, read_log
 from ringprof.benchmark_logs.rows import LogRow
 from ringprof.errors import InputError
@@ -109,6 +111,83 @@ def test_all_logs_in_one_file() -> None:
 def test_other_prefixes(prefix: str) -> None:
     text = (LOGS / "001_70a12dcf62574dfd.txt").read_text().replace("g43: ", prefix)
     assert [r.tflops for r in parse_log(text.encode(), "log").rows] == [r.tflops for r in rows(1)]
+
+
+TIMED = "2026-01-02 03:{:02d}:07,{:03d} - INFO - "
+
+
+@pytest.mark.parametrize("prefix", ["(EngineCore_6 pid=1389346) ", "[2026-01-02 03:04:05] [INFO] ", TIMED])
+@pytest.mark.parametrize("number", [0, 3, 4])
+def test_any_prefix_changes_nothing(prefix: str, number: int) -> None:
+    text = re.sub(r"(?m)^g\d\d: |\n-$", "", next(LOGS.glob(f"{number:03d}_*")).read_text())
+    plain = parse_log(text.encode(), "log")
+    lines = "".join(f"{prefix.format(at % 60, at)}{line}\n" for at, line in enumerate(text.splitlines()))
+    assert parse_log(lines.encode(), "log").rows == plain.rows and len(plain.rows) in (15, 16, 42)
+
+
+def test_settings_of_pasted_json() -> None:
+    text = '{"num_attention_heads": 40, "head_dim": 128, "batch_size": 1}\n' + WHOLE
+    (row,) = parse_log(text.encode(), "log").rows
+    assert (row.heads, row.head_dim, row.batch, row.sources) == (40, 128, 1, {"heads": "line 1", "head_dim": "line 1"})
+
+
+def test_a_count_of_gpus_is_no_number_beside_the_word() -> None:
+    text = "step 3 tokens 4096 GPU 3 ok\non 32 GPUs\n| B | Seq Len | TFLOPs/s |\n| 1 | 8192 | 30.5 |\n"
+    assert parse_log(text.encode(), "log").rows[0].world_size == 32
+
+
+@pytest.mark.parametrize("cell", ["1_000", "1e3", "0x10", "1.5", "-3", "½"])
+def test_what_is_no_whole_number_is_no_length(cell: str) -> None:
+    text = f"| B | Seq Len | TFLOPs/s |\n| 1 | {cell} | 30.5 |\n| 1 | 1,000 | 30.5 |\n"
+    assert [row.seq for row in parse_log(text.encode(), "log").rows] == [1000]
+
+
+# --- a log that ends inside a row -----------------------------------------------------------------------
+
+WHOLE = "| B | Seq Len | FWD (ms) | TFLOPs/s |\n|---|---|---|---|\n| 1 | 8192 | 2.00 | 136.79 |\n"
+
+
+@pytest.mark.parametrize(
+    ("end", "tflops", "severity"),
+    [
+        ("| 1 | 16384 | 4.00 | 155.06 |\n", [136.79, 155.06], None),
+        ("| 1 | 16384 | 4.00 | 155.06 |", [136.79, 155.06], None),
+        ("| 1 | 16384 | 4.00 | 155.06", [136.79, 155.06], None),
+        ("| 1 | 16384 | 4.00 | 155.0", [136.79, None], "warning"),
+        ("| 1 | 16384 | 4.00 | 15", [136.79, None], "warning"),
+        ("| 1 | 16384 | 4.00 | ", [136.79, None], "warning"),
+        ("| 1 | 16384 | 4.0", [136.79], "warning"),
+        ("| 1 | 163", [136.79], "warning"),
+        ("| 1 | 16384 | 4.00 | OOM", [136.79, None], None),
+        ("loss 3 at step 5", [136.79], None),
+        ("", [136.79], None),
+    ],
+)
+def test_a_log_that_ends_inside_a_row(end: str, tflops: list[float | None], severity: str | None) -> None:
+    log = parse_log((WHOLE + end).encode(), "log")
+    assert [row.tflops for row in log.rows] == tflops
+    assert [(flag.code, flag.severity, flag.line) for flag in log.flags] == [("cut_off", severity, 4)] * bool(severity)
+    assert log.flags == tuple(flag for flag in audit([log]).flags if flag.code == "cut_off")
+
+
+def test_a_lone_figure_at_the_end_may_be_cut() -> None:
+    log = parse_log(WHOLE[: WHOLE.index("6.79")].encode(), "log")
+    assert [row.tflops for row in log.rows] == [13.0]
+    assert [(flag.severity, flag.printed) for flag in log.flags] == [("note", "13")]
+
+
+@pytest.mark.parametrize("path", sorted(LOGS.glob("*.txt")), ids=lambda path: path.name[:3])
+def test_no_cut_changes_a_figure_in_silence(path: Path) -> None:
+    data = path.read_bytes()
+    whole = {row.line: row for row in read_log(path).rows}
+    for cut in range(7, len(data), 13):
+        with contextlib.suppress(InputError):
+            log = parse_log(data[:cut], str(path))
+            for row in log.rows:
+                # Without its summary, the results block of log 002 is the row.
+                other = whole.get(row.line, whole.get(69))
+                same = all(getattr(row, name) == getattr(other, name) for name in ("seq", *row.steps))
+                assert same or log.flags, (cut, row)
 
 
 def test_a_results_block_alone_is_a_row() -> None:
