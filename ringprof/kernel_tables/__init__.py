@@ -1,4 +1,4 @@
-"""Printed kernel tables: what torch, and ``nsys stats``, print of a profile, read, added up and judged.
+"""Printed kernel tables: what torch, ``nsys stats`` and nvprof print of a profile, read, added up and judged.
 
 In the order in which a log goes through them:
 
@@ -7,6 +7,7 @@ In the order in which a log goes through them:
     cells            the cells of a row, and numbers as integers
     torch_tables     rows of torch's tables
     nsys_stats       rows of nsys's summaries
+    nvprof           rows of nvprof's
     context          what the text around a table says
     read             every table of a log
     kernels          which rows are kernels, and of what kind

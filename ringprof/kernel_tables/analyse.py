@@ -6,6 +6,7 @@ are of summed kernel time, not of a wall time, and overlap is known only as an i
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -15,6 +16,7 @@ from ringprof.kernel_tables.iterations import Iterations, count_iterations
 from ringprof.kernel_tables.kernels import CountedRows, counted_rows, slack_ns
 from ringprof.kernel_tables.rows import KernelTable, TableRow
 from ringprof.kernel_tables.stated_shares import CheckedShare, check_shares
+from ringprof.report.text import duration
 from ringprof.trace.columns import Caveat
 
 ASSUMPTIONS = (
@@ -22,6 +24,10 @@ ASSUMPTIONS = (
     "communication kernels do not overlap one another",
     "all of them ran within the wall time",
 )
+_SHARE_STEP = 1e-4
+"""Worth of the last digit of a printed share: 0.01 %."""
+_LEAST_SHARE = 0.01
+"""Shares below this are printed with too few digits to tell the whole, and not always rounded."""
 _SEND_RECV_KINDS = ("send_recv", "all_to_all", "comm_other")
 
 WallSource = Literal["given", "iteration_time", "cpu_total"]
@@ -64,6 +70,9 @@ class OverlapBounds:
     """Why the interval is null."""
 
 
+UNKNOWN_OVERLAP = OverlapBounds(None, None, None, None, 0, 0, "the table has no kernels")
+
+
 @dataclass(frozen=True)
 class TableReport:
     """Everything that a report of one table shows."""
@@ -95,6 +104,19 @@ class TableReport:
         return None if self.footer_ns is None else self.total_ns - self.footer_ns
 
     @property
+    def missing_ns(self) -> int:
+        """Time of kernels that have no row here, by the footer or by the printed shares; 0 where neither tells."""
+        if self.counted.basis != "kernels":
+            return 0
+        whole, slack = (self.footer_ns, self.slack_ns) if self.footer_ns is not None else whole_by_shares(self.table)
+        return whole - self.total_ns if whole is not None and whole - self.total_ns > slack else 0
+
+    @property
+    def whole_ns(self) -> int:
+        """What shares are of: `total_ns`, with the time of kernels that have no row here where that is known."""
+        return self.total_ns + self.missing_ns
+
+    @property
     def kinds_ns(self) -> dict[str, int]:
         """Time by kind, largest first."""
         return {kind.kind: kind.time_ns for kind in self.kinds}
@@ -109,10 +131,24 @@ def analyse_table(table: KernelTable, wall_ns: int | None = None, iterations: in
     counted = counted_rows(table)
     told = count_iterations(table, counted, iterations)
     kinds, split = _kinds(table, counted, told)
-    shares = check_shares(table.context.shares, counted, sum(kind.time_ns for kind in kinds))
-    overlap = _overlap(table, counted, kinds, told, wall_ns)
-    report = TableReport(table, counted, kinds, slack_ns(counted.rows, table), told, overlap, shares, ())
-    return replace(report, warnings=(*table.warnings, *_row_warnings(counted), *split, *_sum_warnings(report)))
+    report = TableReport(table, counted, kinds, slack_ns(counted.rows, table), told, UNKNOWN_OVERLAP, (), ())
+    return replace(
+        report,
+        overlap=_overlap(report, wall_ns),
+        shares=check_shares(table.context.shares, counted, report.total_ns),
+        warnings=(*table.warnings, *_row_warnings(counted), *split, *_sum_warnings(report)),
+    )
+
+
+def whole_by_shares(table: KernelTable) -> tuple[int | None, int]:
+    """(the device's whole time by the shares that are printed beside times, how far it may be off); None: not known."""
+    low, high = 0.0, math.inf
+    for row in table.rows:
+        time_ns, share = row.self_device_ns or 0, row.device_share or 0.0
+        if share >= _LEAST_SHARE:
+            low = max(low, (time_ns - row.step_ns / 2) / (share + _SHARE_STEP / 2))
+            high = min(high, (time_ns + row.step_ns / 2) / (share - _SHARE_STEP / 2))
+    return (round((low + high) / 2), math.ceil((high - low) / 2)) if low <= high < math.inf else (None, 0)
 
 
 # --- kinds ------------------------------------------------------------------------------------------
@@ -171,15 +207,16 @@ def _kind_of_annotation(row: TableRow) -> str | None:
 # --- overlap ----------------------------------------------------------------------------------------
 
 
-def _overlap(
-    table: KernelTable, counted: CountedRows, kinds: tuple[KindSum, ...], told: Iterations | None, given_ns: int | None
-) -> OverlapBounds:
+def _overlap(report: TableReport, given_ns: int | None) -> OverlapBounds:
     """From |C| + |K| - wall at least, and the smaller of |C| and |K| at most, of |C|."""
-    if counted.basis != "kernels":
-        return OverlapBounds(None, None, None, None, 0, 0, "the table has no kernels")
-    wall, source = _wall(table, told, given_ns)
+    told = report.iterations
+    if report.counted.basis != "kernels":
+        return UNKNOWN_OVERLAP
+    wall, source = _wall(report.table, told, given_ns)
     each = source == "iteration_time"
-    comm, compute = _sum(kinds, COMMUNICATION, each), _sum(kinds, COMPUTE, each)
+    comm, compute = _sum(report.kinds, COMMUNICATION, each), _sum(report.kinds, COMPUTE, each)
+    # Kernels without a row may be of either side: at most, all of them hid communication.
+    missing = report.missing_ns / told.device_range[0] if each and told is not None else report.missing_ns
     reason = None
     if not comm:
         reason = "there is no communication"
@@ -193,7 +230,7 @@ def _overlap(
     if reason is not None or wall is None:
         return OverlapBounds(None, None, wall, source, comm, compute, reason)
     least = max(0.0, comm + compute - wall) / comm
-    return OverlapBounds(least, min(1.0, compute / comm), wall, source, comm, compute, None)
+    return OverlapBounds(least, min(1.0, (compute + missing) / comm), wall, source, comm, compute, None)
 
 
 def _wall(
@@ -223,7 +260,7 @@ def _row_warnings(counted: CountedRows) -> list[Caveat]:
     if counted.basis == "operators":
         text = "the table has no kernel rows: the operators' own device times are added up"
         found.append(Caveat("table_operators_only", text))
-    generic = sum(one.row.cut and one.kind == "other" and "cutlass" in one.row.name for one in counted.rows)
+    generic = sum(one.generic for one in counted.rows)
     if generic:
         text = f"{generic} rows are cut to a generic CUTLASS name and counted as other: they may be attention"
         found.append(Caveat("table_names_cut", text, count=generic))
@@ -246,6 +283,12 @@ def _sum_warnings(report: TableReport) -> list[Caveat]:
             f"(line {report.table.line} on; rounding explains {report.slack_ns / 1e6:.3f} ms): {why}"
         )
         found.append(Caveat("table_off_footer", text))
+    if difference is None and report.missing_ns:
+        text = (
+            f"by the shares printed beside the times all kernels took {duration(report.whole_ns)}: "
+            f"{duration(report.missing_ns)} of it has no row here"
+        )
+        found.append(Caveat("table_rows_missing", text))
     if told is not None and told.leak:
         pairs = ", ".join(f"{c.launch} {c.launched:,} to {c.ran:,}" for c in told.counts if c.ratio > 1)
         low, high = told.device_range

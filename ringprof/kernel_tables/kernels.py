@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Literal
 
 from ringprof.analysis.kinds.rules import kind_of_attention_operator, kind_of_collective, rule_for
-from ringprof.kernel_tables.rows import KernelTable, TableRow
+from ringprof.kernel_tables.rows import CUT_MARKS, KernelTable, TableRow
 
 _LONGEST_NAME = 1024
 """Names are classified by this much of them: torch's own are shorter, and rules search them."""
@@ -31,7 +31,7 @@ Reason = Literal["operator", "annotation", "same_name_on_cpu", "footer"]
 """Why a row with device time is not counted; ``footer``: without it the rows add up to the footer's total."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class LeftOutRow:
     """A row with device time that is not counted, and why."""
 
@@ -39,7 +39,7 @@ class LeftOutRow:
     reason: Reason
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class CountedRow:
     """A row whose time counts."""
 
@@ -57,6 +57,11 @@ class CountedRow:
         """Whether a name without CPU time could be an annotation: free text that no rule knows, from no compiler."""
         return self.kind == "other" and not any(mark in self.row.name for mark in "(<")
 
+    @property
+    def generic(self) -> bool:
+        """Whether its name was cut where all kernels of a template library are still called the same."""
+        return self.kind == "other" and self.row.cut and ("cutlass" in self.row.name or "flash" in self.row.name)
+
 
 @dataclass(frozen=True)
 class CountedRows:
@@ -70,7 +75,8 @@ class CountedRows:
 
 def kind_of_row(name: str) -> str:
     """The kind of a kernel, copy or operator by the name in a table, of which the end may be missing."""
-    stem = name.removesuffix("...")[:_LONGEST_NAME]
+    cut = name.endswith(CUT_MARKS)
+    stem = name.removesuffix("...").removesuffix("…")[:_LONGEST_NAME]
     bare = stem.lower().removeprefix("[cuda ").removeprefix("[")
     if bare.startswith(("memcpy", "hipmemcpy")):
         return "copy_engine" if "PtoP" in stem or "peer" in bare else "memcpy"
@@ -80,7 +86,7 @@ def kind_of_row(name: str) -> str:
         return kind
     if stem.startswith(("c10d::", "nccl:")):
         return kind_of_collective(stem) or "other"
-    if name.endswith("...") and (kind := _completed_kind(stem)):
+    if cut and (kind := _completed_kind(stem)):
         return kind
     rule = rule_for(stem)
     return rule.kind if rule else "other"
@@ -136,7 +142,8 @@ def counted_rows(table: KernelTable) -> CountedRows:
     beyond_footer = _too_much_for_footer(rows, table)
     left_out += [LeftOutRow(one.row, "footer") for one in beyond_footer]
     left_out.sort(key=lambda out: out.row.line)
-    return CountedRows(tuple(one for one in rows if one not in beyond_footer), tuple(left_out), "kernels")
+    counted = _told_by_operators([one for one in rows if one not in beyond_footer], launchers)
+    return CountedRows(tuple(counted), tuple(left_out), "kernels")
 
 
 def _counted(row: TableRow, time_ns: int | None) -> CountedRow:
@@ -168,10 +175,43 @@ def _too_much_for_footer(rows: Sequence[CountedRow], table: KernelTable) -> tupl
     excess = sum(one.time_ns for one in rows) - table.self_device_total_ns
     if excess <= slack:
         return ()
-    doubtful = [one for one in rows if one.in_doubt][:_MOST_DOUBTFUL]
-    for count in range(1, len(doubtful) + 1):
-        some = combinations(doubtful, count)
-        fitting = [chosen for chosen in some if abs(sum(one.time_ns for one in chosen) - excess) <= slack]
+    return _adding_up_to(excess, slack, [one for one in rows if one.in_doubt])
+
+
+def _adding_up_to(time_ns: int, slack: int, rows: Sequence[CountedRow]) -> tuple[CountedRow, ...]:
+    """The fewest rows that add up to a time within rounding; none where no choice does, or more than one."""
+    some = rows[:_MOST_DOUBTFUL]
+    for count in range(1, len(some) + 1):
+        tried = combinations(some, count)
+        fitting = [chosen for chosen in tried if abs(sum(one.time_ns for one in chosen) - time_ns) <= slack]
         if fitting:
             return fitting[0] if len(fitting) == 1 else ()
     return ()
+
+
+# --- kinds by operator ------------------------------------------------------------------------------
+
+_GEMM_OPERATOR = re.compile(r"aten::(?:_scaled_|_grouped_|_scaled_grouped_)?(?:mm|bmm|addmm|baddbmm|addbmm)")
+
+
+def _told_by_operators(rows: list[CountedRow], launchers: Sequence[TableRow]) -> list[CountedRow]:
+    """Names that were cut too early told by the operators: the device time of one is that of the kernels it launched.
+
+    Of attention and matrix products, where the kernels that are known make less than the operators' time and just one
+    choice of cut names makes the rest, called as often or a whole number of times as often.
+    """
+    for kind in ("flash_fwd", "flash_bwd", "gemm"):
+        operators = [row for row in launchers if _kind_of_operator(row.name) == kind]
+        known = [one for one in rows if one.kind == kind]
+        calls = sum(row.calls or 0 for row in operators)
+        missing = sum(row.self_device_ns or 0 for row in operators) - sum(one.time_ns for one in known)
+        cut = [one for one in rows if one.generic and calls and one.calls % calls == 0]
+        slack = sum(row.step_ns for row in (*operators, *(one.row for one in (*known, *cut)))) // 2 + 1
+        if missing > slack:
+            told = _adding_up_to(missing, slack, cut)
+            rows = [replace(one, kind=kind) if one in told else one for one in rows]
+    return rows
+
+
+def _kind_of_operator(name: str) -> str | None:
+    return "gemm" if _GEMM_OPERATOR.fullmatch(name) else kind_of_attention_operator(name)

@@ -12,6 +12,7 @@ from ringprof.kernel_tables.cells import scaled
 from ringprof.kernel_tables.layout import TableLayout
 from ringprof.kernel_tables.rows import KernelTable, TableRow
 from ringprof.log_lines import LogLines
+from ringprof.trace.columns import Caveat
 
 _TOTAL = re.compile(r"Total(?: Time)? ?\((ns|us|μs|ms|s)\)|Total Time")
 _NAMES = ("Name", "Operation")
@@ -43,7 +44,18 @@ def read_nsys_text(lines: LogLines, layout: TableLayout, path: str) -> KernelTab
                 used = pieces
                 break
         index += used
-    return KernelTable(path, layout.line + 1, "nsys", "CUDA", layout.titles, tuple(rows))
+    return _table(lines, layout.line, path, layout.titles, rows, index)
+
+
+def _table(
+    lines: LogLines, header: int, path: str, titles: tuple[str, ...], rows: list[TableRow], end: int
+) -> KernelTable:
+    """The table of these rows, of which the first line behind them is ``end``."""
+    warnings: tuple[Caveat, ...] = ()
+    if end == len(lines) and lines.is_open(end - 1):
+        message = f"{path}:{header + 1}: the log ends inside this table: it may have been cut off"
+        warnings = (Caveat("table_cut_off", message),)
+    return KernelTable(path, header + 1, "nsys", "CUDA", titles, tuple(rows), warnings=warnings)
 
 
 def _cells(content: str, layout: TableLayout) -> list[str]:
@@ -59,12 +71,11 @@ def read_nsys_csv(lines: LogLines, index: int, path: str) -> KernelTable | None:
     if not is_nsys(titles):
         return None
     rows: list[TableRow] = []
-    for at in range(index + 1, len(lines)):
-        row = _row(_csv_cells(lines[at]), titles, at + 1)
-        if row is None:
-            break
+    at = index + 1
+    while at < len(lines) and (row := _row(_csv_cells(lines[at]), titles, at + 1)):
         rows.append(row)
-    return KernelTable(path, index + 1, "nsys", "CUDA", titles, tuple(rows))
+        at += 1
+    return _table(lines, index, path, titles, rows, at)
 
 
 def _csv_cells(line: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Finds every printed kernel table in a text: torch's ``key_averages().table()`` and ``nsys stats`` summaries."""
+"""Finds every printed kernel table in a text: torch's ``key_averages().table()``, ``nsys stats`` and nvprof's."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from ringprof.errors import KernelTableError, NoKernelTableError
 from ringprof.kernel_tables.context import read_context
 from ringprof.kernel_tables.layout import TableLayout, find_layout
 from ringprof.kernel_tables.nsys_stats import fold_nsys, is_nsys, read_nsys_csv, read_nsys_text
+from ringprof.kernel_tables.nvprof import read_nvprof
 from ringprof.kernel_tables.rows import KernelTable
 from ringprof.kernel_tables.torch_tables import read_torch
 from ringprof.log_lines import LogLines
@@ -24,20 +25,25 @@ def read_tables(data: bytes, path: str) -> list[KernelTable]:
     lines = LogLines(data)
     layouts: list[TableLayout] = []
     nsys: list[KernelTable] = []
+    nvprof: list[KernelTable] = []
+    read_to = 0
     for index, line in enumerate(lines):
         if "--" in line and (layout := find_layout(lines, index)):
             layouts.append(layout)
         if "," in line and "Total" in line and (table := read_nsys_csv(lines, index, path)):
             nsys.append(table)
+        if "Time(%)" in line and index >= read_to and (found := read_nvprof(lines, index, path)):
+            nvprof.append(found[0])
+            read_to = found[1]
     nsys += [read_nsys_text(lines, layout, path) for layout in layouts if is_nsys(layout.titles)]
     torch = [
         read_torch(lines, layout, path, limit)
         for layout, limit in zip(layouts, _limits(layouts, len(lines)), strict=True)
         if not is_nsys(layout.titles)
     ]
-    tables = sorted([*torch, *fold_nsys(nsys)], key=lambda table: table.line)
+    tables = sorted([*torch, *fold_nsys(nsys), *nvprof], key=lambda table: table.line)
     if not tables:
-        raise NoKernelTableError(f"{path}: no kernel table in this text (torch's .table() or nsys stats)")
+        raise NoKernelTableError(f"{path}: no kernel table in this text (torch's .table(), nsys stats or nvprof)")
     if not any(table.rows for table in tables):
         where = f"{path}:{tables[0].line}"
         raise KernelTableError(f"{where}: a kernel table without a row that can be read: was the log cut off here?")

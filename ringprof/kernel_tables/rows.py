@@ -9,13 +9,16 @@ from dataclasses import dataclass
 
 from ringprof.trace.columns import Caveat
 
+CUT_MARKS = ("...", "…")
+"""What printers put where they cut a name off: torch, and ``nsys stats``."""
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, slots=True)
 class TableRow:
     """One printed row: a kernel, an operator, a CPU call or an annotation; the table does not say which."""
 
     name: str
-    """As printed (untrusted text), without the padding; ends in ``...`` where `cut`."""
+    """As printed (untrusted text), without the padding; ends in one of `CUT_MARKS` where `cut`."""
     line: int
     """Line of the file, from 1."""
     calls: int | None
@@ -23,7 +26,7 @@ class TableRow:
     cpu_total_ns: int | None = None
     self_device_ns: int | None = None
     device_share: float | None = None
-    """Share of the footer's device total, as printed; None where it is not a number."""
+    """Share of the device's whole time, as printed with two decimals of a percent; None where it is not a number."""
     unit: str = ""
     """Unit that the device time is printed in: ``us``, ``ms``, ``s``, ``ns``."""
     step_ns: int = 0
@@ -32,12 +35,12 @@ class TableRow:
     @property
     def cut(self) -> bool:
         """Whether the printer cut the name off."""
-        return self.name.endswith("...")
+        return self.name.endswith(CUT_MARKS)
 
     @property
     def stem(self) -> str:
         """The name without the mark of a cut."""
-        return self.name[:-3] if self.cut else self.name
+        return self.name.removesuffix("...").removesuffix("…")
 
     @property
     def on_cpu(self) -> bool:
@@ -82,7 +85,7 @@ class KernelTable:
     line: int
     """Line of its header."""
     source: str
-    """``torch`` or ``nsys``."""
+    """``torch``, ``nsys`` or ``nvprof``."""
     device: str | None
     """As its columns name it (``CUDA``, ``XPU`` ...); None where it has CPU columns only."""
     columns: tuple[str, ...]

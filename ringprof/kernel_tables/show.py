@@ -73,17 +73,22 @@ def _title(report: TableReport) -> str:
 def _kind_lines(report: TableReport) -> list[str]:
     each = f"{'an iteration':>15}" if report.iterations is not None else ""
     unit = unit_for(max((kind.time_ns for kind in report.kinds), default=0))
-    return [
+    summed, whole = "shares are of summed time", report.whole_ns or 1
+    lines = [
         f"{'by kind':<22}{'time':>13}{'share':>9}{'calls':>9}{'average':>13}{each}",
-        *(_kind_line(kind, report.total_ns, unit) for kind in report.kinds),
-        f"{'all, summed':<22}{duration(report.total_ns, 3):>13}{percent(1.0):>9}",
-        "shares are of summed time: kinds that run at once are each counted in full",
+        *(_kind_line(kind, report.whole_ns, unit) for kind in report.kinds),
+        f"{'all, summed':<22}{duration(report.total_ns, 3):>13}{percent(report.total_ns / whole):>9}",
     ]
+    if report.missing_ns:
+        summed += ", with that of kernels that have no row here"
+        missing = f"{duration(report.missing_ns, 3):>13}{percent(report.missing_ns / whole):>9}"
+        lines.append(f"{'not in this table':<22}{missing}")
+    return [*lines, f"{summed}: kinds that run at once are each counted in full"]
 
 
-def _kind_line(kind: KindSum, total_ns: int, unit: tuple[float, str]) -> str:
+def _kind_line(kind: KindSum, whole_ns: int, unit: tuple[float, str]) -> str:
     average = duration(kind.average_ns, 3) if kind.average_ns is not None else "-"
-    share = percent(kind.time_ns / total_ns) if total_ns else "-"
+    share = percent(kind.time_ns / whole_ns) if whole_ns else "-"
     time = f"{in_unit(kind.time_ns, unit[0])} {unit[1]}"
     line = f"{LABELS.get(kind.kind, kind.kind):<22}{time:>13}{share:>9}{kind.calls:>9,}{average:>13}"
     return line + (f"{duration(kind.per_iteration_ns, 3):>15}" if kind.per_iteration_ns is not None else "")
@@ -157,6 +162,7 @@ def table_dict(report: TableReport) -> dict[str, Any]:
         "total_ns": report.total_ns,
         "footer_ns": report.footer_ns,
         "difference_ns": report.difference_ns,
+        "whole_ns": report.whole_ns,
         "basis": report.counted.basis,
         "kinds_ns": report.kinds_ns,
         "kinds": {
@@ -209,8 +215,8 @@ def _share(checked: CheckedShare) -> dict[str, Any]:
 
 
 def figures_of_table(report: TableReport) -> dict[str, float]:
-    """Figures by name, for conditions: times of kinds with ``_ns``, and their shares of all of it."""
-    times, whole = report.kinds_ns, report.total_ns or 1
+    """Figures by name, for conditions: times of kinds with ``_ns``, and their shares of the whole."""
+    times, whole = report.kinds_ns, report.whole_ns or 1
     return {f"{kind}_ns": float(time) for kind, time in times.items()} | {k: time / whole for k, time in times.items()}
 
 
@@ -221,7 +227,7 @@ def entry_of_table(label: str, report: TableReport) -> Entry:
         for kind in report.kinds
         if kind.per_iteration_ns is not None
     }
-    times, whole = report.kinds_ns, report.total_ns or 1
+    times, whole = report.kinds_ns, report.whole_ns or 1
     flash = times.get("flash_fwd", 0) + times.get("flash_bwd", 0)
     figures["flash_share"] = Figure(flash / whole, "share")
     figures["send_recv_share"] = Figure(times.get("send_recv", 0) / whole, "share")

@@ -40,7 +40,7 @@ class _TorchTable:
 
     def read(self, limit: int) -> KernelTable:
         layout, rows = self.layout, list[TableRow]()
-        where, warnings = f"{self.path}:{layout.line + 1}", tuple[Caveat, ...]()
+        where, warnings = f"{self.path}:{layout.line + 1}", list[Caveat]()
         index = own = layout.rows_at
         stray = skipped = 0
         footer: tuple[int | None, int | None, int] = (None, None, 0)
@@ -48,10 +48,7 @@ class _TorchTable:
             readings = layout.readings(self.lines, index)
             end = next((used for content, used in readings if layout.closes(content)), 0)
             if end:
-                if count := skipped + stray:
-                    message = f"{where}: {count} lines inside the table are not rows of it"
-                    warnings = (Caveat("table_lines_skipped", message, count=count),)
-                footer = self._footer(index + end)
+                skipped, footer = skipped + stray, self._footer(index + end)
                 break
             row, used = self._row_at(index, readings)
             if row is not None:
@@ -61,10 +58,14 @@ class _TorchTable:
                 stray += 1
             index += used
         else:
-            warnings = (Caveat("table_cut_off", f"{where}: no rule ends this table: it was cut off"),)
+            warnings.append(Caveat("table_cut_off", f"{where}: no rule ends this table: it was cut off"))
+        if skipped:
+            message = f"{where}: {skipped} lines inside the table are not rows of it"
+            warnings.append(Caveat("table_lines_skipped", message, count=skipped))
         return KernelTable(
-            self.path, layout.line + 1, "torch", self.device, layout.titles, tuple(rows), *footer, warnings=warnings
-        )
+            self.path, layout.line + 1, "torch", self.device, layout.titles, tuple(rows), *footer,
+            warnings=tuple(warnings),
+        )  # fmt: skip
 
     def _continues_stack(self, content: str) -> bool:
         """Whether a line is a further one of a row's stack: only the last column is filled."""
