@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from decimal import Decimal
 
 from ringprof.kernel_tables.layout import DashedRule
 
 _DECIMAL = r"-?\d{1,18}(?:\.\d{1,12})?"
-_TIME = re.compile(r"(-?)(\d{1,18})(?:\.(\d{1,12}))?(ns|us|ms|s)")
 _SHAPES = {
-    "time": _TIME,
-    "share": re.compile(rf"{_DECIMAL}%|nan|NaN|0|-?inf%?"),
-    "count": re.compile(r"-?\d{1,18}"),
-    "memory": re.compile(rf"{_DECIMAL} ?(?:[KMGTP]i?)?[bB]"),
+    "time": rf"{_DECIMAL}(?:ns|us|ms|s)",
+    "share": rf"{_DECIMAL}%|nan|NaN|0|-?inf%?",
+    "count": r"-?\d{1,18}",
+    "memory": rf"{_DECIMAL} ?(?:[KMGTP]i?)?[bB]",
 }
-_SHARE = re.compile(rf"({_DECIMAL})%?")
-_CHUNK = re.compile(r"[^ ]+(?: [^ ]+)*")
+_TIME = re.compile(r"(-?)(\d{1,18})(?:\.(\d{1,12}))?(ns|us|ms|s)")
+_SHARE = re.compile(r"(-?\d{1,18})(?:\.(\d{1,12}))?%?")
+_GAP = re.compile(r" {2,}")
+
 _MOST_SHIFT = 80
 """How far a cell that is wider than its column can push the numbers behind it: a cut name is about 55 wide."""
 
@@ -27,7 +27,7 @@ UNIT_NS = {"ns": 1, "us": 1_000, "µs": 1_000, "μs": 1_000, "ms": 1_000_000, "s
 """Nanoseconds in each unit that tables print; the micro sign and the Greek letter are two characters."""
 
 
-def _shape_of(title: str) -> re.Pattern[str] | None:
+def _shape_of(title: str) -> str | None:
     """What the cells of a column of numbers look like; None for a column of text."""
     if title in CALLS or title == "Node ID":
         return _SHAPES["count"]
@@ -46,11 +46,11 @@ class Columns:
     def __init__(self, titles: Sequence[str], rule: DashedRule) -> None:
         shapes = [_shape_of(title) for title in titles]
         first = next((index for index, shape in enumerate(shapes) if shape), len(shapes))
-        self._shapes = [shape for shape in shapes if shape]
+        numbers = " {2,}".join(f"({shape})" for shape in shapes if shape)
+        self._numbers = re.compile(numbers + (r"(?: {2}| ?$)" if shapes[-1] is None else " *$"))
         self._titles = [title for title, shape in zip(titles, shapes, strict=True) if shape]
         self._name_end = rule.spans[0][1] if first > 1 else None
         self._numbers_at = rule.spans[min(first, len(shapes) - 1)][0]
-        self._open = shapes[-1] is None
 
     def cut(self, text: str) -> dict[str, str] | None:
         """Name and numbers of a row by title; None where the line does not hold what the columns must.
@@ -58,16 +58,10 @@ class Columns:
         Cells are two spaces apart or more. One that is wider than its column pushes those behind it to the right, but
         nothing ever stands further left than its column.
         """
-        chunks = [match.span() for match in _CHUNK.finditer(text)]
-        last = len(chunks) - len(self._shapes)
-        for at in range(0 if self._open else max(0, last), last + 1):
-            if not 0 <= chunks[at][0] - self._numbers_at <= _MOST_SHIFT:
-                continue
-            cells = chunks[at : at + len(self._shapes)]
-            if all(shape.fullmatch(text, *span) for shape, span in zip(self._shapes, cells, strict=True)):
-                numbers = (text[start:end] for start, end in cells)
-                name = text[: chunks[at][0]][: self._name_end].strip()
-                return {"Name": name, **dict(zip(self._titles, numbers, strict=True))}
+        for gap in _GAP.finditer(text, max(0, self._numbers_at - 2), self._numbers_at + _MOST_SHIFT):
+            if match := self._numbers.match(text, gap.end()):
+                name = text[: gap.end()][: self._name_end].strip()
+                return {"Name": name, **dict(zip(self._titles, match.groups(), strict=True))}
         return None
 
 
@@ -92,4 +86,9 @@ def scaled(whole: str, decimals: str, unit: str) -> tuple[int, int]:
 def parse_share(cell: str) -> float | None:
     """A printed percentage as 0..1; None for NaN and anything else that is not a number."""
     match = _SHARE.fullmatch(cell)
-    return float(Decimal(match[1]) / 100) if match else None
+    if match is None:
+        return None
+    decimals = match[2] or ""
+    # Of integers, so that 44.46 % is 0.4446 and not a hair less.
+    share: float = int(match[1] + decimals) / 10 ** (2 + len(decimals))
+    return share

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import combinations
 from typing import Literal
 
@@ -73,6 +74,7 @@ class CountedRows:
     """``operators`` where a table has no kernel rows (torch before 1.8); ``cpu`` without a device."""
 
 
+@lru_cache(maxsize=4096)
 def kind_of_row(name: str) -> str:
     """The kind of a kernel, copy or operator by the name in a table, of which the end may be missing."""
     cut = name.endswith(CUT_MARKS)
