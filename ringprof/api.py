@@ -36,11 +36,9 @@ from ringprof.scale.pipeline import explain_stored, explain_traces
 from ringprof.scale.trace_set import Notify, TraceSet
 from ringprof.scale.workers import DaskCluster, LocalProcesses
 from ringprof.trace.columns import Caveat
-from ringprof.trace.detect import Input, detect, detect_bytes
-from ringprof.trace.kineto import parse_trace
-from ringprof.trace.nsys import SQLITE_MAGIC
-from ringprof.trace.ranks import json_bytes, read_traces, starts_with
-from ringprof.trace.reduced import MAGIC
+from ringprof.trace.formats import REDUCED, format_at, parse_bytes
+from ringprof.trace.inputs import Input, detect, detect_bytes
+from ringprof.trace.ranks import json_bytes, read_traces
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -250,7 +248,7 @@ def load_bytes(data: bytes, name: str = "-", **how: Any) -> Analysis | TableAnal
         raise InputError(f"{name}: a run names its traces relative to its own file: give the path of the run.json")
     if kind == "text":
         return _load_text(name, data, reading)
-    trace = parse_trace(data, name, limit_bytes=reading.limit_bytes)
+    trace = parse_bytes(data, name, reading.limit_bytes)
     return Analysis(explain_traces([trace], None, reading.ranks_per_host, reading.focus()), Input("trace", (name,)))
 
 
@@ -275,8 +273,9 @@ def _load_run(path: str, source: Input, reading: Reading) -> Analysis:
 def _quickest(folder: str, trace: RankTrace) -> str:
     """The reduced trace where there is one that this version reads and the trace is still the same; else the trace."""
     path = within(folder, trace.path)
-    if trace.reduced and starts_with(within(folder, trace.reduced), MAGIC) and not _changed(path, trace.size_bytes):
-        return within(folder, trace.reduced)
+    reduced = within(folder, trace.reduced) if trace.reduced else None
+    if reduced and format_at(reduced) is REDUCED and not _changed(path, trace.size_bytes):
+        return reduced
     return path
 
 
@@ -292,7 +291,7 @@ def _anywhere(path: str) -> str:
 
 def _are_many(paths: Sequence[str], reading: Reading) -> bool:
     """Whether memory might not hold all traces at once, or others are to read them."""
-    if any(starts_with(name, SQLITE_MAGIC) for name in paths):
+    if not all(format_at(name).one_rank for name in paths):
         return False
     return bool(reading.scheduler) or len(paths) > MOST_IN_MEMORY or json_bytes(paths) > MOST_BYTES_IN_MEMORY
 

@@ -61,7 +61,6 @@ def test_only_a_strategy_that_the_user_names_is_imported() -> None:
     assert imported_by_name() <= {
         "ringprof/__init__.py",
         "ringprof/cli/__init__.py",
-        "ringprof/trace/stream.py",
         "ringprof/strategies/registry.py",
         "strategies/registry.py",
     }

@@ -16,7 +16,7 @@ from ringprof.analysis.transfers.waiting import LinkClass
 from ringprof.errors import InputError
 from ringprof.run import Run
 from ringprof.trace.columns import Caveat
-from ringprof.trace.heads import OF_THE_RUN, Head
+from ringprof.trace.one_run import OF_THE_RUN, TraceFacts
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ MOST_LISTED = 8
 
 @dataclass(frozen=True)
 class RunOutline:
-    """What the heads of the traces tell."""
+    """What is known of a run before any activity is looked at."""
 
     place: dict[int, int]
     """Rank -> index of its trace among those given, by rank."""
@@ -116,60 +116,60 @@ class RunOutline:
 _CUT = {"truncated", "damaged_compression"}
 
 
-def outline_run(heads: Sequence[Head], run: Run | None, ranks_per_host: int | None, focus: Focus) -> RunOutline:
+def outline_run(facts: Sequence[TraceFacts], run: Run | None, ranks_per_host: int | None, focus: Focus) -> RunOutline:
     """Tell the ranks, hosts and clocks of traces that are of one run. Raises `InputError` where they are not."""
-    warnings = [warning for head in heads for warning in _with_rank(head)]
-    place = _by_rank(heads, warnings)
-    cut = {rank for rank, at in place.items() if _CUT & {warning.code for warning in heads[at].warnings}}
+    warnings = [warning for one in facts for warning in _with_rank(one)]
+    place = _by_rank(facts, warnings)
+    cut = {rank for rank, at in place.items() if _CUT & {warning.code for warning in facts[at].warnings}}
     if cut < place.keys():
         # Means over ranks and rates would be of part of an iteration.
         place = {rank: at for rank, at in place.items() if rank not in cut}
         warnings += [Caveat("left_out", "the trace is cut off: the rank is left out", rank) for rank in sorted(cut)]
-    numbered = {rank: heads[at] for rank, at in place.items()}
+    numbered = {rank: facts[at] for rank, at in place.items()}
     hosts = hosts_of(numbered, run, ranks_per_host)
-    sizes = [head.world_size for head in heads if head.world_size]
+    sizes = [one.world_size for one in facts if one.world_size]
     return RunOutline(
         place=place,
         hosts=hosts,
         clock_of=clock_of(numbered, hosts),
         warnings=tuple(warnings),
-        world_size=run.topology.world_size if run else max(sizes, default=len(heads)),
-        starts_ns={rank: head.span_ns[0] for rank, head in numbered.items() if head.span_ns},
+        world_size=run.topology.world_size if run else max(sizes, default=len(facts)),
+        starts_ns={rank: one.span_ns[0] for rank, one in numbered.items() if one.span_ns},
         chosen_ns=focus.between_ns,
     )
 
 
-def _with_rank(head: Head) -> list[Caveat]:
-    return [w if w.rank is not None or w.code in OF_THE_RUN else replace(w, rank=head.rank) for w in head.warnings]
+def _with_rank(one: TraceFacts) -> list[Caveat]:
+    return [w if w.rank is not None or w.code in OF_THE_RUN else replace(w, rank=one.rank) for w in one.warnings]
 
 
-def _by_rank(heads: Sequence[Head], warnings: list[Caveat]) -> dict[int, int]:
+def _by_rank(facts: Sequence[TraceFacts], warnings: list[Caveat]) -> dict[int, int]:
     """The traces by rank. A trace that names no rank takes a free one, in the order given."""
-    if not heads:
+    if not facts:
         raise InputError("no trace to analyse")
     result: dict[int, int] = {}
-    for at, head in enumerate(heads):
-        if head.rank is None:
+    for at, one in enumerate(facts):
+        if one.rank is None:
             continue
-        if head.rank in result:
-            first = heads[result[head.rank]]
-            raise InputError(f"{head.path} and {first.path} are both of rank {head.rank}: give the traces of one run")
-        result[head.rank] = at
-    nameless = [at for at, head in enumerate(heads) if head.rank is None]
-    free = (rank for rank in range(len(heads) * 2 + 1) if rank not in result)
+        if one.rank in result:
+            first = facts[result[one.rank]]
+            raise InputError(f"{one.path} and {first.path} are both of rank {one.rank}: give the traces of one run")
+        result[one.rank] = at
+    nameless = [at for at, one in enumerate(facts) if one.rank is None]
+    free = (rank for rank in range(len(facts) * 2 + 1) if rank not in result)
     for at, rank in zip(nameless, free, strict=False):
         result[rank] = at
-        if len(heads) > 1:
-            warnings.append(Caveat("unknown_rank", f"{heads[at].path} names no rank: taken as rank {rank}", rank))
-    _refuse_other_sizes(heads)
+        if len(facts) > 1:
+            warnings.append(Caveat("unknown_rank", f"{facts[at].path} names no rank: taken as rank {rank}", rank))
+    _refuse_other_sizes(facts)
     return dict(sorted(result.items()))
 
 
-def _refuse_other_sizes(heads: Sequence[Head]) -> None:
-    sizes: dict[int, Head] = {}
-    for head in heads:
-        if head.world_size is not None:
-            sizes.setdefault(head.world_size, head)
+def _refuse_other_sizes(facts: Sequence[TraceFacts]) -> None:
+    sizes: dict[int, TraceFacts] = {}
+    for one in facts:
+        if one.world_size is not None:
+            sizes.setdefault(one.world_size, one)
     if len(sizes) > 1:
         (a, first), (b, second) = list(sizes.items())[:2]
         raise InputError(f"{first.path} is of a run of {a} ranks, {second.path} of {b}: give the traces of one run")

@@ -39,7 +39,7 @@ from ringprof.scale.trace_set import Notify, TraceSet
 from ringprof.scale.workers import LocalProcesses, Workers
 from ringprof.scratch import remove, scratch_folder
 from ringprof.trace.columns import Trace
-from ringprof.trace.heads import Head, checked_heads, head_of
+from ringprof.trace.one_run import TraceFacts, checked_facts, facts_of
 
 TILE = 16
 """Ranks that are looked at together, at least; whole hosts."""
@@ -64,7 +64,7 @@ def attribute(
     are of the same rank or of runs of different size, `TraceFormatError` where a trace holds nothing to analyse,
     `UsageError` where a chosen range or group is not there.
     """
-    outline = outline_run([head_of(trace) for trace in traces], run, ranks_per_host, focus)
+    outline = outline_run([facts_of(trace) for trace in traces], run, ranks_per_host, focus)
 
     def store() -> MemoryStore:
         return MemoryStore({rank: replace(traces[at], rank=rank) for rank, at in outline.place.items()})
@@ -103,8 +103,8 @@ def explain_stored(
     try:
         folder = scratch_folder("report")
         try:
-            heads, reduced = _reduce(given, folder, readers or workers, limit_bytes, notify)
-            return _explain_in(folder, heads, reduced, given, ranks_per_host, focus, workers, notify)
+            facts, reduced = _reduce(given, folder, readers or workers, limit_bytes, notify)
+            return _explain_in(folder, facts, reduced, given, ranks_per_host, focus, workers, notify)
         except BaseException:
             remove(folder)
             raise
@@ -116,14 +116,14 @@ def explain_stored(
 
 
 def _explain_in(
-    folder: Path, heads: Sequence[Head], reduced: Sequence[str], given: TraceSet, ranks_per_host: int | None,
+    folder: Path, facts: Sequence[TraceFacts], reduced: Sequence[str], given: TraceSet, ranks_per_host: int | None,
     focus: Focus, workers: Workers, notify: Notify,
 ) -> Findings:  # fmt: skip
-    outline = outline_run(heads, given.run, ranks_per_host, focus)
+    outline = outline_run(facts, given.run, ranks_per_host, focus)
     store = DiskStore(
         str(folder),
         {rank: reduced[at] for rank, at in outline.place.items()},
-        {rank: heads[at].path for rank, at in outline.place.items()},
+        {rank: facts[at].path for rank, at in outline.place.items()},
     )
     # The files live as long as anything that reads them.
     weakref.finalize(store, remove, folder)
@@ -143,9 +143,9 @@ def _explain_in(
 
 def _reduce(
     given: TraceSet, folder: Path, readers: Workers, limit_bytes: int | None, notify: Notify
-) -> tuple[list[Head], list[str]]:
-    """The head of every trace, and where its reduced form is. A run's traces that cannot be read are left out."""
-    heads: list[Head] = []
+) -> tuple[list[TraceFacts], list[str]]:
+    """The facts of every trace, and where its reduced form is. A run's traces that cannot be read are left out."""
+    facts: list[TraceFacts] = []
     reduced: list[str] = []
     problems: list[InputError] = []
     results = readers.map(stages.reduce_at, ((path, limit_bytes) for path in given.paths))
@@ -156,15 +156,15 @@ def _reduce(
                 raise result
             problems.append(result)
             continue
-        head, data = result
-        rank = head.rank if given.ranks[at] is None else given.ranks[at]
-        heads.append(replace(head, rank=rank, path=given.shown[at]))
+        one, data = result
+        rank = one.rank if given.ranks[at] is None else given.ranks[at]
+        facts.append(replace(one, rank=rank, path=given.shown[at]))
         reduced.append(given.paths[at] if data is None else stages.scratch_file(str(folder), at))
         if data is not None:
             Path(reduced[-1]).write_bytes(data)
-    if not heads:
+    if not facts:
         raise problems[0]
-    return checked_heads(heads, problems), reduced
+    return checked_facts(facts, problems), reduced
 
 
 @dataclass

@@ -32,9 +32,10 @@ from ringprof.scale.collective_ledger import LedgerExtract
 from ringprof.scale.store import RankStore
 from ringprof.scale.workers import Workers
 from ringprof.trace.columns import Caveat
-from ringprof.trace.heads import Head, head_of
-from ringprof.trace.ranks import starts_with, try_one
-from ringprof.trace.reduced import MAGIC, reduce_trace
+from ringprof.trace.formats import REDUCED, format_at
+from ringprof.trace.one_run import TraceFacts, facts_of
+from ringprof.trace.ranks import try_file
+from ringprof.trace.reduced import reduce_trace
 
 
 @dataclass(frozen=True)
@@ -71,16 +72,17 @@ def _run_at(path: str) -> Run:
     return read_run(path)
 
 
-def reduce_at(path: str, limit_bytes: int | None) -> tuple[Head, bytes | None] | InputError:
-    """The head of a trace, and its reduced form; None where a file of this machine is that already.
+def reduce_at(path: str, limit_bytes: int | None) -> tuple[TraceFacts, bytes | None] | InputError:
+    """The facts of a trace, and its reduced form; None where a file of this machine is that already.
 
     Returns the error of a trace that cannot be read.
     """
-    trace = try_one(path, limit_bytes)
-    if isinstance(trace, InputError):
-        return trace
-    here = not is_url(path) and starts_with(path, MAGIC)
-    return head_of(trace), None if here else reduce_trace(trace)
+    read = try_file(path, limit_bytes)
+    if isinstance(read, InputError):
+        return read
+    (trace,) = read
+    here = not is_url(path) and format_at(path) is REDUCED
+    return facts_of(trace), None if here else reduce_trace(trace)
 
 
 def scratch_file(folder: str, at: int) -> str:

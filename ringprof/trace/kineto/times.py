@@ -13,14 +13,11 @@ from decimal import ROUND_HALF_EVEN, Context, Decimal, InvalidOperation
 import msgspec
 import numpy as np
 
-from ringprof.errors import TraceFormatError
-from ringprof.trace.columns import Int64, Trace
+from ringprof.trace.checks import LARGEST_NS
+from ringprof.trace.columns import Int64
 
 MISSING = int(np.iinfo(np.int64).min)
 """Stands for a time that is absent or is no number."""
-
-LARGEST_NS = 2**61
-"""Times beyond this (73 years) are cut to it, so that a base time can be added without overflow."""
 
 Text = bytes | msgspec.Raw
 
@@ -71,7 +68,7 @@ def one_to_ns(text: bytes) -> int:
 
 
 def _decimal_to_ns(text: bytes) -> int:
-    if not text or len(text) > _LONGEST_TEXT:
+    if not text or len(text) > _LONGEST_TEXT or b"_" in text:
         return MISSING
     try:
         value = Decimal(text.decode("ascii"))
@@ -86,19 +83,3 @@ def _decimal_to_ns(text: bytes) -> int:
         return 0
     ns = int(value.scaleb(3, _EXACT).to_integral_value(ROUND_HALF_EVEN, _EXACT))
     return max(-LARGEST_NS, min(ns, LARGEST_NS))
-
-
-_TIMED = ("activities", "launches", "annotations", "device_annotations", "operators", "comm_records")
-
-
-def refuse_overflow(trace: Trace) -> Trace:
-    """The trace, whose times can be summed in 64 bits. Raises `TraceFormatError` where they cannot."""
-    for name in _TIMED:
-        start, end = getattr(trace, name).start_ns, getattr(trace, name).end_ns
-        if not len(start):
-            continue
-        # In floats, which grow and do not wrap.
-        length = float((end.astype(np.float64) - start).sum())
-        if max(length, -float(start.min()), float(end.max())) > LARGEST_NS:
-            raise TraceFormatError(f"{trace.path}: damaged times: its {name.replace('_', ' ')} last over 73 years")
-    return trace

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import msgspec
 
 from ringprof.errors import TraceFormatError
-from ringprof.trace.stream import ByteSource
+from ringprof.trace.kineto.byte_source import ByteSource
 
 EMPTY = msgspec.Raw(b"")
 

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from ringprof.errors import InputError, TraceFormatError
-from ringprof.trace.detect import Input, detect, detect_bytes
+from ringprof.trace.inputs import Input, detect, detect_bytes
 from tests.paths import DATA
 from tests.trace.kineto_text import TEN
 
@@ -97,7 +97,7 @@ def test_a_pipe():
         ("t.tar", b"a" * 257 + b"ustar", "unpack it"),
         ("t.json", "{}".encode("utf-16"), "UTF-16 text"),
         ("t.bin", bytes(range(256)), "binary data of an unknown kind"),
-        ("t.json.gz", b"\x1f\x8b\x08\x00" + b"\xff" * 50, "damaged gzip file"),
+        ("t.json.gz", b"\x1f\x8b\x08\x00" + b"\xff" * 50, "gzip data is damaged"),
     ],
 )
 def test_what_is_refused(tmp_path, name, data, message):

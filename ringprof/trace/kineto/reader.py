@@ -6,14 +6,23 @@ import os
 from dataclasses import dataclass, field
 
 from ringprof.errors import TraceFormatError
-from ringprof.trace.collect import Collector
-from ringprof.trace.collectives import with_group
+from ringprof.trace.checks import refuse_unsound
 from ringprof.trace.columns import Caveat, Trace
-from ringprof.trace.events import EVENT_LIMIT, UNREADABLE, Event, EventStream, Piece, decode_events, decode_fields
-from ringprof.trace.metadata import Metadata, metadata_of, rank_in_name, read_fields
-from ringprof.trace.recover import Recovered, recover
-from ringprof.trace.stream import ByteSource
-from ringprof.trace.times import refuse_overflow
+from ringprof.trace.kineto.byte_source import ByteSource
+from ringprof.trace.kineto.collectives import with_group
+from ringprof.trace.kineto.event_list import (
+    EVENT_LIMIT,
+    UNREADABLE,
+    Event,
+    EventStream,
+    Piece,
+    decode_events,
+    decode_fields,
+)
+from ringprof.trace.kineto.event_tables import Collector
+from ringprof.trace.kineto.fields import Metadata, metadata_of, read_fields
+from ringprof.trace.kineto.recover import Recovery
+from ringprof.trace.one_run import rank_in_name
 
 TAIL_LIMIT = 16 << 20
 """So much is read behind the event list; what comes later (log lines of old writers) is left alone."""
@@ -63,7 +72,7 @@ def _read(source: str | bytes, name: str, limit_bytes: int | None) -> Trace:
     if collector.has_operators and not collector.has_device_activities and not collector.every_operator:
         # Only now is it known to be a CPU trace, where every operator counts.
         reading = _pass(source, name, limit_bytes, every_operator=True)
-    return refuse_overflow(_trace(reading, name))
+    return refuse_unsound(_trace(reading, name))
 
 
 def _pass(source: str | bytes, name: str, limit_bytes: int | None, every_operator: bool) -> _Reading:
@@ -93,7 +102,7 @@ def _take(piece: Piece, stream: EventStream, reading: _Reading) -> int | None:
         return end
     except UNREADABLE:
         pass
-    recovered = recover(piece)
+    recovered = Recovery(piece)
     reading.collector.add(recovered.events)
     if recovered.unfinished:
         stream.push_back(recovered.unfinished)
@@ -116,7 +125,7 @@ def _decode_last(piece: Piece, list_root: bool) -> tuple[list[Event], int]:
     return decode_events(listed), end
 
 
-def _note(reading: _Reading, piece: Piece, stream: EventStream, recovered: Recovered) -> None:
+def _note(reading: _Reading, piece: Piece, stream: EventStream, recovered: Recovery) -> None:
     reading.repaired += recovered.repaired
     reading.gaps += recovered.gaps
     reading.skipped += recovered.skipped
@@ -137,31 +146,20 @@ def _note(reading: _Reading, piece: Piece, stream: EventStream, recovered: Recov
 
 def _trace(reading: _Reading, name: str) -> Trace:
     collector, metadata = reading.collector, reading.metadata
-    collector.set_base(metadata.base_ns)
-    activities = collector.activities()
-    operators = collector.ranges("operator")
-    annotations = collector.ranges("user_annotation")
-    if not len(activities.start_ns) and not len(operators.start_ns) and not len(annotations.start_ns):
+    tables = collector.tables(metadata.base_ns)
+    if not any(len(tables[name].start_ns) for name in ("activities", "operators", "annotations")):
         raise TraceFormatError(f"{name}: {_why_empty(reading)}")
     return Trace(
         path=name,
         names=list(collector.names),
-        activities=activities,
-        launches=collector.launches(activities),
-        annotations=annotations,
-        device_annotations=collector.ranges("gpu_user_annotation"),
-        operators=operators,
-        comm_records=collector.comm_records(),
+        **tables,
         collectives=[with_group(one, metadata.groups) for one in collector.collectives],
         devices=metadata.devices,
         rank=rank_in_name(name) if metadata.rank is None else metadata.rank,
         world_size=metadata.world_size,
         host=metadata.host,
-        backend=metadata.backend,
         groups=metadata.groups,
         base_ns=metadata.base_ns,
-        trace_id=metadata.trace_id,
-        metadata=metadata.other,
         events_total=collector.total + reading.skipped,
         events_skipped=reading.skipped,
         warnings=_warnings(reading),

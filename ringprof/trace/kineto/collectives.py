@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from ringprof.trace.checks import ELEMENTS_LIMIT, RANKS_LIMIT
 from ringprof.trace.columns import Collective
 
 Number = int | str | float | None
@@ -49,30 +50,24 @@ class DeviceArgs(CommArgs, gc=False):
 
     device: Number = None
     stream: Number = None
-    bytes: Number = None
+    size_bytes: Number = msgspec.field(default=None, name="bytes")
     graph_node: Number = msgspec.field(default=None, name="graph node id")
 
 
 COMM_FIELDS = slice(len(Args.__struct_fields__), len(CommArgs.__struct_fields__))
 """Which of the fields, in order, describe the communication."""
 
-_DIGITS = re.compile(r"-?\d{1,20}")
-
-RANKS_LIMIT = 1 << 20
-"""No run and no group has more ranks: a larger number in a file is damage, and would only fill memory."""
+_WHOLE = re.compile(r"\s*(?:[A-Za-z]+[ _]?)?(-?[0-9]{1,20})\s*")
 
 STRETCHED_LIMIT = 1 << 23
 """So many ranks in all are made from lists that a trace holds in short."""
 
-ELEMENTS_LIMIT = 1 << 48
-"""No message has more: sums of bytes stay far within 64 bits."""
-
 
 def whole_number(value: object) -> int | None:
-    """An integer of 64 bits from a number or from text with digits in it ("stream 7"), else None."""
+    """An integer of 64 bits from a number, or from text that is one or ends in one ("stream 7"), else None."""
     if isinstance(value, str):
-        found = _DIGITS.search(value)
-        value = int(found.group()) if found else None
+        found = _WHOLE.fullmatch(value)
+        value = int(found.group(1)) if found else None
     if isinstance(value, float):
         value = int(value) if abs(value) < 2**63 and value == int(value) else None
     if isinstance(value, bool) or not isinstance(value, int):
@@ -83,20 +78,6 @@ def whole_number(value: object) -> int | None:
 def _within(value: object, limit: int) -> int | None:
     number = whole_number(value)
     return number if number is not None and 0 <= number <= limit else None
-
-
-def sound(record: Collective) -> bool:
-    """Whether a record holds only numbers that a reader of traces makes."""
-    counts = (record.in_elements, record.out_elements, *record.in_split, *record.out_split)
-    ranks = record.group_ranks or (0,)
-    peers = (record.source_rank, record.destination_rank)
-    return (
-        all(0 <= count <= ELEMENTS_LIMIT for count in counts if count is not None)
-        and all(0 <= peer < RANKS_LIMIT for peer in peers if peer is not None)
-        and min(ranks) >= 0
-        and max(ranks) < RANKS_LIMIT
-        and 0 <= (record.group_size or 0) <= RANKS_LIMIT
-    )
 
 
 class GroupLists:
@@ -194,7 +175,7 @@ def _with_stride(kept: tuple[int, ...], size: int | None, lists: GroupLists) -> 
 def _numbers(value: object, limit: int) -> tuple[int, ...] | None:
     """Integers of a list, or of text such as "[0, 1, 2]"; None where one is no number between 0 and ``limit``."""
     if isinstance(value, str):
-        value = [int(digits) for digits in _DIGITS.findall(value)]
+        value = [part for part in value.strip("[]() ").split(",") if part.strip() not in ("", "...")]
     if not isinstance(value, list):
         return None
     numbers = [_within(item, limit) for item in value]

@@ -1,0 +1,122 @@
+"""What a trace says about itself: rank, groups, devices, base time; from the text before and behind the events."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+from ringprof.trace.checks import LARGEST_NS, RANKS_LIMIT
+from ringprof.trace.columns import Device
+from ringprof.trace.kineto.collectives import whole_number
+from ringprof.trace.kineto.event_list import UNREADABLE, UTF8_MARK, decode_fields
+
+_LENIENT = json.JSONDecoder(strict=False)
+
+_WANTED = ("deviceProperties", "distributedInfo", "baseTimeNanoseconds", "host_name")
+_FIELD_BYTES = 16 << 20
+_SALVAGED_CHARACTERS = 4 << 20
+_ATTEMPTS = 3
+"""So often a field is looked for in damaged text: each attempt may read to the end."""
+
+
+@dataclass(frozen=True)
+class Metadata:
+    """The facts about a trace that are not events."""
+
+    base_ns: int = 0
+    rank: int | None = None
+    world_size: int | None = None
+    host: str | None = None
+    groups: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    devices: list[Device] = field(default_factory=list)
+
+
+def read_fields(head: bytes, tail: bytes) -> tuple[dict[str, Any], bool]:
+    """The top-level fields around the event list, and whether all of that text was sound JSON.
+
+    ``head`` ends before the key of the event list, ``tail`` begins behind its closing bracket.
+    """
+    values: dict[str, Any] = {}
+    sound = True
+    for text in (_closed(head), _opened(tail)):
+        if text is None:
+            continue
+        try:
+            fields = {key: bytes(raw) for key, raw in decode_fields(text).items() if key in _WANTED}
+            values.update((key, json.loads(raw)) for key, raw in fields.items() if len(raw) <= _FIELD_BYTES)
+        except UNREADABLE:
+            sound = False
+            values.update(_salvaged(text.decode("utf-8", "replace")))
+    return values, sound
+
+
+def _closed(head: bytes) -> bytes | None:
+    head = head.removeprefix(UTF8_MARK).strip().removesuffix(b",")
+    return head + b"}" if head else None
+
+
+def _opened(tail: bytes) -> bytes | None:
+    tail = tail.strip().removeprefix(b",").lstrip()
+    return b"{" + tail if tail not in (b"", b"}") else None
+
+
+def _salvaged(text: str) -> dict[str, Any]:
+    """The fields that matter, each read by itself."""
+    values: dict[str, Any] = {}
+    text = text[:_SALVAGED_CHARACTERS]
+    for key in _WANTED:
+        for found in islice(re.finditer(rf'"{key}"\s*:\s*', text), _ATTEMPTS):
+            try:
+                values[key], _ = _LENIENT.raw_decode(text, found.end())
+            except UNREADABLE:
+                continue
+            break
+    if "distributedInfo" not in values:
+        values["distributedInfo"] = dict(re.findall(r'"(rank|world_size)"\s*:\s*"?(\w+)', text))
+    return values
+
+
+def metadata_of(values: Mapping[str, Any]) -> Metadata:
+    """The facts, from the top-level fields; whatever has an unexpected shape is left out."""
+    info = values.get("distributedInfo")
+    info = info if isinstance(info, dict) else {}
+    base = whole_number(values.get("baseTimeNanoseconds"))
+    host = values.get("host_name")
+    return Metadata(
+        base_ns=base if base is not None and 0 <= base < LARGEST_NS else 0,
+        rank=_rank(info.get("rank")),
+        world_size=_rank(info.get("world_size")),
+        host=host if isinstance(host, str) and host else None,
+        groups=_groups(info.get("pg_config")),
+        devices=_devices(values.get("deviceProperties")),
+    )
+
+
+def _rank(value: object) -> int | None:
+    number = whole_number(value)
+    return number if number is not None and 0 <= number < RANKS_LIMIT else None
+
+
+def _groups(config: object) -> dict[str, tuple[int, ...]]:
+    groups = {}
+    for entry in config if isinstance(config, list) else []:
+        if not isinstance(entry, dict) or "pg_name" not in entry or not isinstance(entry.get("ranks"), list):
+            continue
+        known = tuple(rank for rank in map(_rank, entry["ranks"]) if rank is not None)
+        # An empty list is how PyTorch writes the group of all ranks in some versions.
+        if known and _rank(entry.get("pg_size")) in (None, len(known)):
+            groups[str(entry["pg_name"])] = known
+    return groups
+
+
+def _devices(listed: object) -> list[Device]:
+    entries = [entry for entry in listed if isinstance(entry, dict)] if isinstance(listed, list) else []
+    devices = []
+    for place, entry in enumerate(entries):
+        index, name = _rank(entry.get("id")), entry.get("name")
+        devices.append(Device(place if index is None else index, name if isinstance(name, str) else ""))
+    return devices
