@@ -30,6 +30,7 @@ from ringprof.analysis.timeline.focus import Focus, parse_between
 from ringprof.analysis.transfers.clocks import Clocks
 from ringprof.errors import InputError, KernelTableError, NoKernelTableError, UsageError
 from ringprof.files import exists, folder_of, is_url, read_whole, size_of, within
+from ringprof.limits import EXPANDED_BYTES, MEMORY_BYTES, Limits, MemoryBudget
 from ringprof.report import as_json, terminal
 from ringprof.run import RankTrace, Run, Workload, read_run
 from ringprof.scale.pipeline import explain_stored, explain_traces
@@ -178,8 +179,10 @@ class Reading:
 
     ranks_per_host: int | None = None
     """Names the hosts where neither run nor traces do."""
+    memory_bytes: int | None = None
+    """Memory that one process may take to read and analyse (1 GiB)."""
     limit_bytes: int | None = None
-    """How far a compressed trace may expand (16 GiB), and how large a log may be (1 GiB)."""
+    """How far a compressed trace may expand (16 GiB)."""
     wall_ns: int | None = None
     """Kernel tables: wall time of the window."""
     iterations: int | None = None
@@ -198,6 +201,10 @@ class Reading:
     """Address of a Dask scheduler whose workers read the traces."""
     notify: Notify | None = None
     """Told how far the reading of a run of many ranks is: what is done, how much, of how many."""
+
+    def limits(self) -> Limits:
+        """How much the process that reads may take."""
+        return Limits(self.memory_bytes or MEMORY_BYTES, self.limit_bytes or EXPANDED_BYTES)
 
     def focus(self) -> Focus:
         """What part to look at. Reads the file of rules."""
@@ -236,7 +243,7 @@ def load(paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]], **how
     if _are_many(source.paths, reading):
         many = TraceSet([_anywhere(name) for name in source.paths], [None] * len(source.paths), source.paths)
         return _load_stored(many, source, reading)
-    traces = read_traces(source.paths, jobs=reading.jobs, limit_bytes=reading.limit_bytes)
+    traces = read_traces(source.paths, jobs=reading.jobs, limits=reading.limits())
     return Analysis(explain_traces(traces, None, reading.ranks_per_host, reading.focus()), source)
 
 
@@ -248,12 +255,12 @@ def load_bytes(data: bytes, name: str = "-", **how: Any) -> Analysis | TableAnal
         raise InputError(f"{name}: a run names its traces relative to its own file: give the path of the run.json")
     if kind == "text":
         return _load_text(name, data, reading)
-    trace = parse_bytes(data, name, reading.limit_bytes)
+    trace = parse_bytes(data, name, MemoryBudget(reading.limits()))
     return Analysis(explain_traces([trace], None, reading.ranks_per_host, reading.focus()), Input("trace", (name,)))
 
 
 def _load_run(path: str, source: Input, reading: Reading) -> Analysis:
-    run = read_run(path)
+    run = read_run(path, reading.limits())
     if not run.traces:
         raise InputError(f"{path}: the run names no traces: record it again")
     folder = folder_of(path)
@@ -265,7 +272,7 @@ def _load_run(path: str, source: Input, reading: Reading) -> Analysis:
             TraceSet([_anywhere(name) for name in paths], ranks, shown, run, _anywhere(path)), source, reading
         )
     path_of = dict(zip(ranks, shown, strict=True))
-    read = read_traces(paths, jobs=reading.jobs, limit_bytes=reading.limit_bytes, ranks=ranks)
+    read = read_traces(paths, jobs=reading.jobs, limits=reading.limits(), ranks=ranks)
     traces = [replace(trace, path=path_of[trace.rank or 0]) for trace in read]
     return Analysis(explain_traces(traces, run, reading.ranks_per_host, reading.focus()), source)
 
@@ -305,7 +312,7 @@ def _load_stored(given: TraceSet, source: Input, reading: Reading) -> Analysis:
             reading.focus(),
             workers=LocalProcesses(reading.jobs),
             readers=cluster,
-            limit_bytes=reading.limit_bytes,
+            limits=reading.limits(),
             notify=reading.notify,
         )
     finally:
@@ -317,9 +324,9 @@ def _load_stored(given: TraceSet, source: Input, reading: Reading) -> Analysis:
 def _load_text(name: str, data: bytes | None, reading: Reading) -> TableAnalysis:
     from ringprof.benchmark_logs.read import has_rows
     from ringprof.kernel_tables.table_analysis import analyse_tables
-    from ringprof.log_lines import LOG_LIMIT_BYTES
+    from ringprof.log_lines import TEXT_SHARE
 
-    raw = read_whole(name, reading.limit_bytes or LOG_LIMIT_BYTES) if data is None else data
+    raw = read_whole(name, reading.limits(), TEXT_SHARE) if data is None else data
     try:
         return analyse_tables(raw, name, reading.wall_ns, reading.iterations)
     except NoKernelTableError:

@@ -14,6 +14,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, cast
 
 from ringprof.errors import InputError, MissingExtraError, RingprofError
+from ringprof.limits import Limits
 
 # Two letters at least: a Windows path begins with one and a colon.
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+(::[A-Za-z0-9+.:/-]+)?://")
@@ -40,18 +41,26 @@ def read_bytes(name: str, size: int = -1) -> bytes:
         return file.read(size)
 
 
-def read_whole(name: str, limit_bytes: int) -> bytes:
-    """A file's content, which must be no larger than ``limit_bytes``. Raises `InputError`."""
+def read_whole(name: str, limits: Limits | None = None, share: int = 2) -> bytes:
+    """A file's content; no larger than one part in ``share`` of the memory that reading may take. Raises `InputError`.
+
+    ``share``: how many times its size it may need in memory, decoded.
+    """
     with open_binary(name) as file, _told(name):
-        return read_within(file, limit_bytes, name)
+        return read_within(file, name, limits, share)
 
 
-def read_within(file: BinaryIO, limit_bytes: int, name: str) -> bytes:
-    """All that a file or pipe holds, up to a limit. Raises `InputError` beyond it, and OSError."""
-    data = file.read(limit_bytes + 1)
-    if len(data) > limit_bytes:
-        raise InputError(f"{name}: larger than {limit_bytes:,} bytes: raise the limit with --max-bytes, or give a part")
-    return data
+def read_within(file: BinaryIO, name: str, limits: Limits | None = None, share: int = 2) -> bytes:
+    """As `read_whole`, from an open file or a pipe. Raises also OSError."""
+    limits = limits or Limits()
+    most = min(limits.memory_bytes // share, limits.expanded_bytes)
+    data = bytearray()
+    while piece := file.read(1 << 20):
+        data += piece
+        if len(data) > most:
+            option = "--max-bytes" if most == limits.expanded_bytes else "--max-memory"
+            raise InputError(f"{name}: larger than {most:,} bytes: raise the limit with {option}, or give a part")
+    return bytes(data)
 
 
 def size_of(name: str) -> int:

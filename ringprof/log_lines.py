@@ -11,8 +11,8 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from functools import lru_cache
 
-LOG_LIMIT_BYTES = 1 << 30
-"""Size of the largest log that is read, unless the caller says otherwise."""
+TEXT_SHARE = 3
+"""How many times its size a log may need in memory: its bytes, what was read before they were whole, UTF-16 as UTF-8."""
 
 LONGEST_LINE = 1 << 20
 """Bytes of one line that are read; no table is wider, and what stands behind is left out."""

@@ -16,11 +16,13 @@ import msgspec
 
 from ringprof.errors import RunFormatError
 from ringprof.files import leads_out, read_whole
+from ringprof.limits import Limits
 
 SCHEMA = "ringprof.run/1"
 
-LIMIT_BYTES = 256 << 20
-"""A run of 10,000 ranks has a tenth of it."""
+_SHARE = 32
+"""A ``run.json`` may be as large as one part in so many of the memory for reading: made of empty lists, one needs 20
+times its size. Of 1 GiB that is 32 MiB; a run of 10,000 ranks has 25."""
 
 
 MOST_RANKS = 1 << 20
@@ -227,14 +229,14 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
 # --- the store ------------------------------------------------------------------------------------
 
 
-def read_run(path: str | os.PathLike[str]) -> Run:
+def read_run(path: str | os.PathLike[str], limits: Limits | None = None) -> Run:
     """Read a ``run.json``.
 
     Raises `RunFormatError` where the file is not a run, was written by a newer ringprof, contradicts itself, or names
     a trace outside its own folder.
     """
     name = os.fspath(path)
-    return parse_run(read_whole(name, LIMIT_BYTES), name)
+    return parse_run(read_whole(name, limits, _SHARE), name)
 
 
 def parse_run(data: bytes, path: str | os.PathLike[str]) -> Run:
@@ -245,7 +247,7 @@ def parse_run(data: bytes, path: str | os.PathLike[str]) -> Run:
         if schema != SCHEMA:
             raise RunFormatError(f"{file}: schema {schema!r} is not {SCHEMA!r}: update ringprof, or record again")
         run = msgspec.json.decode(data, type=Run)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RunFormatError(f"{file}: not a ringprof run: {error}") from None
     for trace in run.traces:
         for relative in (trace.path, trace.reduced):

@@ -20,17 +20,18 @@ from ringprof.benchmark_logs.rows import STATED, BenchmarkLog, Flag, LogRow, Log
 from ringprof.benchmark_logs.settings import log_names, read_settings
 from ringprof.errors import InputError
 from ringprof.files import read_whole
-from ringprof.log_lines import LOG_LIMIT_BYTES, LinePrefix, LogLines
+from ringprof.limits import Limits
+from ringprof.log_lines import TEXT_SHARE, LinePrefix, LogLines
 
 _TWO_RINGS = re.compile(r"\[\d+(?:, ?\d+){0,4096}\]\s{1,16}\[\d+(?:, ?\d+){0,4096}\]")
 _MOST_HEADERS = 16
 """Tables of different prefixes that may be interleaved."""
 
 
-def read_log(path: str | os.PathLike[str], limit_bytes: int | None = None) -> BenchmarkLog:
+def read_log(path: str | os.PathLike[str], limits: Limits | None = None) -> BenchmarkLog:
     """Read one log. Raises `InputError` where it cannot be read or holds no benchmark rows."""
     name = os.fspath(path)
-    return parse_log(read_whole(name, limit_bytes or LOG_LIMIT_BYTES), name)
+    return parse_log(read_whole(name, limits, TEXT_SHARE), name)
 
 
 def parse_log(data: bytes, name: str) -> BenchmarkLog:

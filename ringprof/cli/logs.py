@@ -12,7 +12,8 @@ from ringprof.benchmark_logs.read import parse_log, read_log
 from ringprof.benchmark_logs.rows import BenchmarkLog, LogSettings
 from ringprof.cli.write import knows_only_ascii, print_or_write
 from ringprof.files import read_within
-from ringprof.log_lines import LOG_LIMIT_BYTES
+from ringprof.limits import EXPANDED_BYTES, MEMORY_BYTES, Limits
+from ringprof.log_lines import TEXT_SHARE
 from ringprof.report import as_json
 
 
@@ -44,6 +45,7 @@ def command(
     device: str | None,
     spread: float,
     max_bytes: int | None,
+    max_memory: int | None,
     strict: bool,
 ) -> int:
     """Read benchmark logs into one table and audit them.
@@ -56,16 +58,17 @@ def command(
     ringprof logs results/*.txt --heads 40 --head-dim 128 --world 32 --format csv
     """
     given = LogSettings(batch=batch, heads=heads, head_dim=head_dim, world_size=world, causal=causal, device=device)
-    found = BenchmarkLogs([_read(file, max_bytes) for file in dict.fromkeys(files)], given, spread / 100)
+    limits = Limits(max_memory or MEMORY_BYTES, max_bytes or EXPANDED_BYTES)
+    found = BenchmarkLogs([_read(file, limits) for file in dict.fromkeys(files)], given, spread / 100)
     print_or_write(_text(found, form, output), output)
     errors = [flag for flag in found.flags if flag.severity == "error"]
     return 2 if strict and errors else 0
 
 
-def _read(file: str, limit_bytes: int | None) -> BenchmarkLog:
+def _read(file: str, limits: Limits) -> BenchmarkLog:
     if file == "-":
-        return parse_log(read_within(sys.stdin.buffer, limit_bytes or LOG_LIMIT_BYTES, "-"), "-")
-    return read_log(file, limit_bytes)
+        return parse_log(read_within(sys.stdin.buffer, "-", limits, TEXT_SHARE), "-")
+    return read_log(file, limits)
 
 
 def _text(found: BenchmarkLogs, form: str, output: str | None) -> str:

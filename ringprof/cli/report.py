@@ -15,6 +15,7 @@ from ringprof.cli.progress import many_ranks
 from ringprof.cli.write import knows_only_ascii, print_or_write, write_text
 from ringprof.errors import UsageError
 from ringprof.files import read_within
+from ringprof.limits import MEMORY_BYTES, Limits
 from ringprof.report import as_json
 from ringprof.report.terminal import Look
 from ringprof.trace.columns import NOTES
@@ -22,7 +23,6 @@ from ringprof.trace.columns import NOTES
 if TYPE_CHECKING:
     from ringprof.kernel_tables.table_analysis import TableAnalysis
 
-PIPE_LIMIT = 4 << 30
 NARROWEST = 78
 """Below this a table would lose digits."""
 
@@ -36,7 +36,10 @@ NARROWEST = 78
 @click.option(
     "--max-bytes",
     type=click.IntRange(min=1),
-    help="How far a compressed trace may expand, or how large a log or pipe may be.  [default: 16 GiB, 1 GiB, 4 GiB]",
+    help="How far a compressed trace may expand, or how large a log may be.  [default: 16 GiB]",
+)
+@click.option(
+    "--max-memory", type=click.IntRange(min=1), help="Bytes of memory to read and analyse in.  [default: 1 GiB]"
 )
 @click.option(
     "--wall", type=click.FloatRange(min=0, min_open=True), help="Kernel table: wall time of the window in ms."
@@ -62,6 +65,7 @@ def command(
     ranks_per_host: int | None,
     width: int | None,
     max_bytes: int | None,
+    max_memory: int | None,
     wall: float | None,
     iters: int | None,
     group: str | None,
@@ -92,6 +96,7 @@ def command(
         paths,
         ranks_per_host=ranks_per_host,
         limit_bytes=max_bytes,
+        memory_bytes=max_memory,
         wall_ns=wall_ns,
         iterations=iters,
         group=group,
@@ -115,7 +120,7 @@ def command(
 
 def _load(paths: tuple[str, ...], **how: Any) -> Analysis | TableAnalysis:
     if paths == ("-",):
-        return load_bytes(read_within(sys.stdin.buffer, how["limit_bytes"] or PIPE_LIMIT, "-"), "-", **how)
+        return load_bytes(read_within(sys.stdin.buffer, "-", Limits(how["memory_bytes"] or MEMORY_BYTES)), "-", **how)
     if "-" in paths:
         raise click.UsageError("- stands for one trace or log from a pipe and cannot go with other paths")
     with many_ranks() as notify:

@@ -31,6 +31,7 @@ from ringprof.analysis.transfers.clocks import (
 )
 from ringprof.analysis.transfers.waiting import Best, LinkClass, better
 from ringprof.errors import InputError
+from ringprof.limits import Limits
 from ringprof.run import Run
 from ringprof.scale import stages
 from ringprof.scale.collective_ledger import CollectiveLedger, LedgerExtract
@@ -92,7 +93,7 @@ def explain_stored(
     *,
     workers: Workers | None = None,
     readers: Workers | None = None,
-    limit_bytes: int | None = None,
+    limits: Limits | None = None,
     notify: Notify | None = None,
 ) -> Findings:
     """The findings of traces that memory need not hold. Raises as `attribute` and reading do.
@@ -103,7 +104,7 @@ def explain_stored(
     try:
         folder = scratch_folder("report")
         try:
-            facts, reduced = _reduce(given, folder, readers or workers, limit_bytes, notify)
+            facts, reduced = _reduce(given, folder, readers or workers, limits or Limits(), notify)
             return _explain_in(folder, facts, reduced, given, ranks_per_host, focus, workers, notify)
         except BaseException:
             remove(folder)
@@ -142,13 +143,13 @@ def _explain_in(
 
 
 def _reduce(
-    given: TraceSet, folder: Path, readers: Workers, limit_bytes: int | None, notify: Notify
+    given: TraceSet, folder: Path, readers: Workers, limits: Limits, notify: Notify
 ) -> tuple[list[TraceFacts], list[str]]:
     """The facts of every trace, and where its reduced form is. A run's traces that cannot be read are left out."""
     facts: list[TraceFacts] = []
     reduced: list[str] = []
     problems: list[InputError] = []
-    results = readers.map(stages.reduce_at, ((path, limit_bytes) for path in given.paths))
+    results = readers.map(stages.reduce_at, ((path, limits) for path in given.paths))
     for at, result in enumerate(results):
         notify("traces read", at + 1, len(given.paths))
         if isinstance(result, InputError):

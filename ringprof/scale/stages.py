@@ -27,6 +27,7 @@ from ringprof.analysis.transfers.matching import Matches, match
 from ringprof.analysis.transfers.waiting import Best, LinkClass, Waiting, without_times
 from ringprof.errors import InputError
 from ringprof.files import is_url
+from ringprof.limits import Limits, MemoryBudget
 from ringprof.run import Run, read_run
 from ringprof.scale.collective_ledger import LedgerExtract
 from ringprof.scale.store import RankStore
@@ -72,12 +73,12 @@ def _run_at(path: str) -> Run:
     return read_run(path)
 
 
-def reduce_at(path: str, limit_bytes: int | None) -> tuple[TraceFacts, bytes | None] | InputError:
+def reduce_at(path: str, limits: Limits) -> tuple[TraceFacts, bytes | None] | InputError:
     """The facts of a trace, and its reduced form; None where a file of this machine is that already.
 
     Returns the error of a trace that cannot be read.
     """
-    read = try_file(path, limit_bytes)
+    read = try_file(path, MemoryBudget(limits))
     if isinstance(read, InputError):
         return read
     (trace,) = read

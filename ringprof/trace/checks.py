@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
 from ringprof.errors import TraceFormatError
-from ringprof.trace.columns import NONE, TABLES, Collective, Trace
+from ringprof.trace.columns import NONE, TABLES, Trace
 
 RANKS_LIMIT = 1 << 20
 """No run and no group has more ranks: a larger number in a file is damage, and would only fill memory."""
@@ -25,9 +26,7 @@ def refuse_unsound(trace: Trace) -> Trace:
         problem = _problem_of(getattr(trace, name), trace)
         if problem:
             raise TraceFormatError(f"{trace.path}: damaged trace: of its {name.replace('_', ' ')} {problem}")
-    ranks = [trace.rank or 0, (trace.world_size or 1) - 1]
-    ranks += [rank for group in trace.groups.values() for rank in group]
-    if any(not 0 <= rank < RANKS_LIMIT for rank in ranks) or not all(map(_is_sound, trace.collectives)):
+    if not _within(_ranks_in(trace), RANKS_LIMIT) or not _within(_counts_in(trace), ELEMENTS_LIMIT + 1):
         raise TraceFormatError(f"{trace.path}: damaged trace: a rank or a count is out of range")
     return trace
 
@@ -60,14 +59,24 @@ def _lead(values: Any, least: int, size: int) -> bool:
     return values is None or bool(values.min() >= least and values.max() < size)
 
 
-def _is_sound(record: Collective) -> bool:
-    counts = (record.in_elements, record.out_elements, *record.in_split, *record.out_split)
-    ranks = record.group_ranks or (0,)
-    peers = (record.source_rank, record.destination_rank)
-    return (
-        all(0 <= count <= ELEMENTS_LIMIT for count in counts if count is not None)
-        and all(0 <= peer < RANKS_LIMIT for peer in peers if peer is not None)
-        and min(ranks) >= 0
-        and max(ranks) < RANKS_LIMIT
-        and 0 <= (record.group_size or 0) <= RANKS_LIMIT
-    )
+def _within(lists: Iterable[Iterable[int | None]], limit: int) -> bool:
+    # Each list once: records share those of their groups, which may have a million ranks.
+    different = {id(numbers): numbers for numbers in lists}
+    return all(0 <= number < limit for numbers in different.values() for number in numbers if number is not None)
+
+
+def _ranks_in(trace: Trace) -> list[tuple[int | None, ...]]:
+    records = trace.collectives
+    listed = [*trace.groups.values(), *(one.group_ranks for one in records if one.group_ranks is not None)]
+    named = tuple(rank for one in records for rank in (one.source_rank, one.destination_rank, _last(one.group_size)))
+    return [*listed, named, (trace.rank, _last(trace.world_size))]
+
+
+def _last(size: int | None) -> int | None:
+    return size - 1 if size else None
+
+
+def _counts_in(trace: Trace) -> list[tuple[int | None, ...]]:
+    records = trace.collectives
+    counts = tuple(count for one in records for count in (one.in_elements, one.out_elements))
+    return [*(split for one in records for split in (one.in_split, one.out_split)), counts]

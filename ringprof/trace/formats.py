@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ringprof.errors import InputError, TraceFormatError
+from ringprof.limits import MemoryBudget
 from ringprof.trace.columns import Trace
 from ringprof.trace.kineto import parse_trace, read_trace
 from ringprof.trace.kineto.byte_source import first_bytes
@@ -24,11 +25,11 @@ class Format:
     """How the names of such files end; what a folder holds is looked at only if its name ends so."""
     sniff: Callable[[bytes], bool]
     """Whether content that begins so, unpacked, is of this format."""
-    read: Callable[[str, int | None], list[Trace]]
+    read: Callable[[str, MemoryBudget], list[Trace]]
     """The traces in a file: one, or of every rank that it holds."""
     one_rank: bool = True
     """Whether a file is of one rank only."""
-    parse: Callable[[bytes, str, int | None], Trace] | None = None
+    parse: Callable[[bytes, str, MemoryBudget], Trace] | None = None
     """Reads one trace from a file's bytes; None where that needs the file."""
 
 
@@ -45,21 +46,21 @@ NSYS = Format(
     name="an Nsight Systems export",
     suffixes=(".sqlite",),
     sniff=lambda head: head.startswith(SQLITE_MAGIC),
-    read=lambda path, limit_bytes: read_nsys(path),
+    read=read_nsys,
     one_rank=False,
 )
 REDUCED = Format(
     name="a reduced trace",
     suffixes=(SUFFIX,),
     sniff=lambda head: head.startswith(MAGIC),
-    read=lambda path, limit_bytes: [read_reduced(path, limit_bytes=limit_bytes)],
+    read=lambda path, budget: [read_reduced(path, budget)],
 )
 KINETO = Format(
     name="a Kineto trace",
     suffixes=(".json", ".json.gz", ".json.zst", ".json.zstd", ".gz", ".zst"),
     sniff=_is_kineto,
-    read=lambda path, limit_bytes: [read_trace(path, limit_bytes=limit_bytes)],
-    parse=lambda data, name, limit_bytes: parse_trace(data, name, limit_bytes=limit_bytes),
+    read=lambda path, budget: [read_trace(path, budget)],
+    parse=parse_trace,
 )
 FORMATS = (NSYS, REDUCED, KINETO)
 
@@ -77,9 +78,9 @@ def format_at(path: str) -> Format:
         return KINETO
 
 
-def parse_bytes(data: bytes, name: str, limit_bytes: int | None = None) -> Trace:
+def parse_bytes(data: bytes, name: str, budget: MemoryBudget) -> Trace:
     """The trace that came through a pipe. Raises `TraceFormatError` where its format needs a file."""
     form = format_of(first_bytes(data, name)) or KINETO
     if form.parse is None:
         raise TraceFormatError(f"{name}: {form.name} cannot come through a pipe: give its path")
-    return form.parse(data, name, limit_bytes)
+    return form.parse(data, name, budget)

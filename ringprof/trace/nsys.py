@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ringprof.errors import InputError, TraceFormatError
+from ringprof.limits import MemoryBudget
 from ringprof.trace.checks import LARGEST_NS, refuse_unsound
 from ringprof.trace.columns import (
     KERNEL,
@@ -34,6 +35,7 @@ from ringprof.trace.columns import (
     Trace,
     table_of,
 )
+from ringprof.trace.memory import bytes_of_text, take_analysis
 from ringprof.trace.one_run import rank_in_name
 
 SQLITE_MAGIC = b"SQLite format 3\0"
@@ -59,6 +61,7 @@ _THREAD_BITS = 24
 _OPERATOR = re.compile(r"(\w+::\w+)(, (seq|op_id) = .*)?")
 
 _ROWS_AT_ONCE = 1 << 14
+_IN_MEMORY = 6  # of a row that are there at once: as it came, among all, as they are sorted, and as its process's
 _LONGEST_VALUE = 1 << 18
 _LIMIT_LENGTH = 0  # sqlite3.SQLITE_LIMIT_LENGTH, which Python has from 3.11 on
 _STEPS_BETWEEN, _STEPS_FREE, _STEPS_PER_BYTE = 10_000, 10_000_000, 8
@@ -68,7 +71,7 @@ Rows = dict[str, Int64]
 """Columns of one table, of equal length."""
 
 
-def read_nsys(path: str | os.PathLike[str]) -> list[Trace]:
+def read_nsys(path: str | os.PathLike[str], budget: MemoryBudget | None = None) -> list[Trace]:
     """Read an export: one trace a process, by device.
 
     Raises `InputError` where the file cannot be opened, `TraceFormatError` where it is no export of Nsight Systems or
@@ -84,7 +87,8 @@ def read_nsys(path: str | os.PathLike[str]) -> list[Trace]:
     try:
         # The file is not written to, not even a journal beside it.
         with closing(sqlite3.connect(f"{file.resolve().as_uri()}?mode=ro&immutable=1", uri=True)) as connection:
-            return [refuse_unsound(trace) for trace in _traces(_Export(name, connection, file.stat().st_size))]
+            export = _Export(name, connection, file.stat().st_size, budget or MemoryBudget())
+            return [take_analysis(refuse_unsound(trace), export.budget) for trace in _traces(export)]
     except (sqlite3.Error, OverflowError) as error:
         raise TraceFormatError(f"{name}: damaged SQLite file ({error}): export it again") from None
 
@@ -92,8 +96,8 @@ def read_nsys(path: str | os.PathLike[str]) -> list[Trace]:
 class _Export:
     """An open export, and the names seen so far."""
 
-    def __init__(self, path: str, connection: sqlite3.Connection, size: int) -> None:
-        self.path = path
+    def __init__(self, path: str, connection: sqlite3.Connection, size: int, budget: MemoryBudget) -> None:
+        self.path, self.budget = path, budget
         self.names: dict[str, int] = {}
         self.skipped = self.total = 0
         self._connection = connection
@@ -140,9 +144,16 @@ class _Export:
     def whole(self, table: str, wanted: Mapping[str, str]) -> Rows:
         """Columns of whole numbers, by our names; `NONE` where there is none. Rows without times are left out."""
         term = f"""CASE typeof("{{0}}") WHEN 'integer' THEN "{{0}}" ELSE {NONE} END"""
-        chunks = [np.array(rows, np.int64) for rows in self.select(table, wanted.values(), term, str(NONE))]
-        columns = np.concatenate([np.empty((0, len(wanted)), np.int64), *chunks]).T
-        return self.timed(dict(zip(wanted, columns, strict=True)))
+        chunks = (np.array(rows, np.int64) for rows in self.select(table, wanted.values(), term, str(NONE)))
+        return self.timed(self.joined(wanted, chunks))
+
+    def joined(self, names: Iterable[str], chunks: Iterable[Int64]) -> Rows:
+        """Columns of these names, from arrays of a row each; counted before the next is read."""
+        found = [np.empty((0, len(tuple(names))), np.int64)]
+        for chunk in chunks:
+            self.budget.take(_IN_MEMORY * chunk.nbytes, self.path)
+            found.append(chunk)
+        return dict(zip(names, np.concatenate(found).T, strict=True))
 
     def timed(self, rows: Rows) -> Rows:
         """The rows whose times can be; the others are counted."""
@@ -155,14 +166,21 @@ class _Export:
 
     def number(self, name: str) -> int:
         """Index of a name."""
-        return self.names.setdefault(name, len(self.names))
+        if name not in self.names:
+            self.budget.take(bytes_of_text(name), self.path)
+            self.names[name] = len(self.names)
+        return self.names[name]
 
     def texts(self, wanted: Int64) -> dict[int, str]:
         """Those of Nsight's strings that have the wanted numbers."""
         numbers = set(wanted.tolist())
-        return {
-            key: str(text) for rows in self.select(_STRINGS, ("id", "value")) for key, text in rows if key in numbers
-        }
+        found = {}
+        for rows in self.select(_STRINGS, ("id", "value")):
+            for key, text in rows:
+                if key in numbers:
+                    found[key] = str(text)
+                    self.budget.take(bytes_of_text(found[key]), self.path)
+        return found
 
 
 # --- from tables to traces ----------------------------------------------------------------------------
@@ -230,20 +248,32 @@ def _each(keys: Int64, answer: Callable[[int], int]) -> Int64:
 
 def _marks(export: _Export) -> Rows:
     """NVTX ranges; ``operator`` is 1 for those that stand for a PyTorch operator."""
-    columns = ("start", "end", "globalTid", "textId", "text")
-    # Marks without an end are moments, not ranges.
-    found = [row for rows in export.select(_MARKS, columns) for row in rows if all(isinstance(n, int) for n in row[:3])]
-    texts = export.texts(np.array([key for *_, key, own in found if own is None and isinstance(key, int)], np.int64))
-    rows = []
-    for start, end, thread, key, own in found:
-        text = texts.get(key) if own is None else str(own)
-        if text is not None:
-            match = _OPERATOR.fullmatch(text)
-            operator = match is not None and not text.startswith("ringprof::")
-            name = export.number(match[1] if match is not None and operator else text)
-            rows.append((start, end, thread, name, int(operator)))
-    made = np.array(rows, np.int64).reshape(-1, 5).T
-    return export.timed(dict(zip(("start_ns", "end_ns", "thread", "name", "operator"), made, strict=True)))
+
+    def named(rows: list[tuple[Any, ...]]) -> Int64:
+        # Marks without an end are moments, not ranges.
+        ranges = (row for row in rows if all(isinstance(number, int) for number in row[:3]))
+        return np.array(
+            [
+                (*times, key if isinstance(key, int) else NONE, NONE if own is None else _mark(export, str(own)))
+                for *times, key, own in ranges
+            ],
+            np.int64,
+        ).reshape(-1, 5)
+
+    chunks = map(named, export.select(_MARKS, ("start", "end", "globalTid", "textId", "text")))
+    rows = export.joined(("start_ns", "end_ns", "thread", "text", "mark"), chunks)
+    unnamed = rows["mark"] == NONE
+    marks = {key: _mark(export, text) for key, text in export.texts(rows["text"][unnamed]).items()}
+    rows["mark"][unnamed] = _each(rows["text"][unnamed], lambda key: marks.get(key, NONE))
+    rows = export.timed(_of(rows, rows["mark"] != NONE))
+    return {**rows, "name": rows["mark"] >> 1, "operator": rows["mark"] & 1}
+
+
+def _mark(export: _Export, text: str) -> int:
+    """The number of a range's name, doubled; one more where it is the name of a PyTorch operator."""
+    match = _OPERATOR.fullmatch(text)
+    operator = match is not None and not text.startswith("ringprof::")
+    return 2 * export.number(match[1] if match is not None and operator else text) + operator
 
 
 def _of(rows: Rows, chosen: npt.NDArray[np.bool_] | npt.NDArray[np.intp]) -> Rows:

@@ -9,10 +9,12 @@ from typing import TypeVar
 
 from ringprof.errors import InputError
 from ringprof.files import read_bytes, size_of
+from ringprof.limits import Limits, MemoryBudget, MemoryLimitError
 from ringprof.processes import ProcessEnded, mapped
 from ringprof.trace.columns import Trace
 from ringprof.trace.formats import format_at
 from ringprof.trace.kineto.byte_source import is_packed
+from ringprof.trace.memory import take_trace
 from ringprof.trace.one_run import checked_facts, facts_of, order
 
 WORTH_A_PROCESS = 100 << 20
@@ -26,38 +28,39 @@ def read_traces(
     paths: Sequence[str | os.PathLike[str]],
     *,
     jobs: int | None = None,
-    limit_bytes: int | None = None,
+    limits: Limits | None = None,
     ranks: Sequence[int] | None = None,
 ) -> list[Trace]:
     """Read the traces of several ranks, sorted by rank.
 
     ``jobs``: processes to read in, by default as many as there are CPUs when the files are large. Where no
     trace names its rank, the order of the paths does. Several traces of one rank, or of different runs, stay
-    in the list; their warnings say so. Raises as `read_file` does.
+    in the list; their warnings say so. Raises as `read_file` does, `MemoryLimitError` where memory may not hold all.
 
     ``ranks``: those of a run that names its traces. Such a trace is left out with a warning where it cannot be read,
     as long as there is one that can.
     """
     names = [os.fspath(path) for path in paths]
     if ranks is None:
-        return _checked([trace for traces in _read_all(read_file, names, jobs, limit_bytes) for trace in traces])
-    found = _read_all(try_file, names, jobs, limit_bytes)
+        return _checked([trace for traces in _read_all(read_file, names, jobs, limits) for trace in traces])
+    found = _read_all(try_file, names, jobs, limits)
     problems = [one for one in found if isinstance(one, InputError)]
-    if len(problems) == len(found):
-        raise problems[0]
+    fatal = [one for one in problems if isinstance(one, MemoryLimitError) or len(problems) == len(found)]
+    if fatal:
+        raise fatal[0]
     read = [replace(one[0], rank=rank) for one, rank in zip(found, ranks, strict=True) if isinstance(one, list)]
     return _checked(read, problems)
 
 
-def read_file(name: str, limit_bytes: int | None = None) -> list[Trace]:
+def read_file(name: str, budget: MemoryBudget) -> list[Trace]:
     """The traces in a file: one, or of every rank that it holds. Raises `InputError`, `MissingExtraError`."""
-    return format_at(name).read(name, limit_bytes)
+    return format_at(name).read(name, budget)
 
 
-def try_file(name: str, limit_bytes: int | None = None) -> list[Trace] | InputError:
+def try_file(name: str, budget: MemoryBudget) -> list[Trace] | InputError:
     """As `read_file`, but returns the error where it cannot be read."""
     try:
-        return read_file(name, limit_bytes)
+        return read_file(name, budget)
     except InputError as error:
         return error
 
@@ -97,15 +100,21 @@ _Read = TypeVar("_Read")
 
 
 def _read_all(
-    read: Callable[[str, int | None], _Read], names: Sequence[str], jobs: int | None, limit_bytes: int | None
+    read: Callable[[str, MemoryBudget], _Read], names: Sequence[str], jobs: int | None, limits: Limits | None
 ) -> list[_Read]:
     """Each file's traces, in processes of their own where that pays."""
+    budget = MemoryBudget(limits)
     if jobs is None:
         jobs = cpus() if json_bytes(names) >= WORTH_A_PROCESS else 1
     jobs = min(jobs, max(len(names), 1))
     if jobs == 1:
-        return [read(name, limit_bytes) for name in names]
+        return [read(name, budget) for name in names]
+    found = []
     try:
-        return list(mapped(jobs, read, ((name, limit_bytes) for name in names)))
+        for one in mapped(jobs, read, ((name, MemoryBudget(limits)) for name in names)):
+            found.append(one)
+            for trace in one if isinstance(one, list) else []:
+                take_trace(trace, budget)
     except ProcessEnded:
         raise InputError(f"{names[0]} and others: a process that read them ended (out of memory?)") from None
+    return found

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from ringprof.errors import InputError, MissingExtraError, TraceFormatError
+from ringprof.limits import Limits, MemoryBudget
 from ringprof.trace.columns import KERNEL, MEMCPY, MEMSET, NONE, Collective, Device
 from ringprof.trace.kineto import parse_trace, read_trace
 from ringprof.trace.kineto.byte_source import ByteSource
@@ -272,7 +273,7 @@ def test_a_bomb_is_refused(tmp_path):
     file = tmp_path / "bomb.json.gz"
     file.write_bytes(gzip.compress(TEN[:-3] + b" " * (8 << 20)))
     with pytest.raises(InputError, match=r"bomb\.json\.gz: expands to more than 1 MiB; .*--max-bytes"):
-        read_trace(file, limit_bytes=1 << 20)
+        read_trace(file, MemoryBudget(Limits(expanded_bytes=1 << 20)))
 
 
 @pytest.mark.parametrize(

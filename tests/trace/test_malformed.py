@@ -89,8 +89,8 @@ CASES = {
         {},
     ),
     "bare list": (listed(10), 10, 0, {}),
-    "bare list without its bracket": (listed(10)[:-1], 10, 0, {}),
-    "bare list ending in a comma": (listed(10)[:-1] + b",\n", 10, 0, {}),
+    "bare list without its bracket": (listed(10)[:-1], 10, 0, {"truncated": 1}),
+    "bare list ending in a comma": (listed(10)[:-1] + b",\n", 10, 0, {"truncated": 1}),
     "bare list, cut": (listed(10)[:-5], 9, 1, {"truncated": 1}),
     "comma after the last event": (TEN.replace(b"\n ]\n", b",\n ]\n"), 10, 0, {"misplaced_commas": 1}),
     "comma after the last argument": (

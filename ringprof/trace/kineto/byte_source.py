@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import io
+import re
 import zlib
 from collections.abc import Iterator
 from typing import BinaryIO, Protocol, cast
 
 from ringprof.errors import InputError, MissingExtraError, TraceFormatError
 from ringprof.files import open_binary
+from ringprof.limits import EXPANDED_BYTES, size_text
 
 PIECE_BYTES = 2 << 20
 """Size of the pieces: large enough that the cost per piece is little, small enough for the processor's cache. On a
@@ -17,11 +19,10 @@ PIECE_BYTES = 2 << 20
 LOOK_BYTES = 1 << 16
 """How much of a file is looked at to tell what it is."""
 
-LIMIT_BYTES = 16 << 30
-"""How far a compressed file may expand unless the caller says otherwise."""
-
 _GZIP_MAGIC = b"\x1f\x8b"
 _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
+_FIRST_STEP = 512
+_ZEROS = re.compile(rb"\0*")
 
 
 def is_packed(head: bytes) -> bool:
@@ -52,11 +53,11 @@ class ByteSource:
     """
 
     def __init__(
-        self, source: str | bytes, name: str, limit_bytes: int | None = None, piece_bytes: int | None = None
+        self, source: str | bytes, name: str, limit_bytes: int = EXPANDED_BYTES, piece_bytes: int | None = None
     ) -> None:
         self._source = source
         self._name = name
-        self._limit = LIMIT_BYTES if limit_bytes is None else limit_bytes
+        self._limit = limit_bytes
         self._size = PIECE_BYTES if piece_bytes is None else piece_bytes
         self.damage: str | None = None
         """What is wrong with the compressed data, in words; None if nothing."""
@@ -81,31 +82,39 @@ class ByteSource:
             total += len(piece)
             if total > self._limit:
                 raise InputError(
-                    f"{self._name}: expands to more than {_size(self._limit)};"
+                    f"{self._name}: expands to more than {size_text(self._limit)};"
                     " if you trust the file, raise the limit with --max-bytes"
                 )
             yield piece
 
     def _gunzip(self, file: BinaryIO) -> Iterator[bytes]:
         inflater = zlib.decompressobj(wbits=31)
-        waiting = b""
+        data, at, step = b"", 0, _FIRST_STEP
         while True:
-            waiting = waiting or file.read(self._size)
-            if not waiting:
-                self.damage = None if inflater.eof else "the gzip data is cut off"
-                return
+            if at == len(data):
+                data, at = file.read(self._size), 0
+                if not data:
+                    self.damage = None if inflater.eof else "the gzip data is cut off"
+                    return
             if inflater.eof:
-                if not waiting.startswith(_GZIP_MAGIC):
-                    return  # Padding after the last member, as gzip itself allows.
-                inflater = zlib.decompressobj(wbits=31)
-            before = inflater.copy()
+                padding = _ZEROS.match(data, at)  # As gzip itself allows.
+                at = padding.end() if padding else at
+                if at == len(data):
+                    continue
+                if data[at] != _GZIP_MAGIC[0]:
+                    self.damage = "what stands behind the gzip data is none"
+                    return
+                inflater, step = zlib.decompressobj(wbits=31), _FIRST_STEP
+            before, part = inflater.copy(), data[at : at + step]
             try:
-                piece = inflater.decompress(waiting, self._size)
+                piece = inflater.decompress(part, self._size)
             except zlib.error as error:
                 self.damage = f"the gzip data is damaged ({error})"
-                yield from _up_to_damage(before, waiting)
+                yield from _up_to_damage(before, part)
                 return
-            waiting = inflater.unused_data if inflater.eof else inflater.unconsumed_tail
+            at += len(part) - len(inflater.unused_data if inflater.eof else inflater.unconsumed_tail)
+            # Small steps at first: what follows a member's end is copied, and a file may have a million of them.
+            step = min(2 * step, self._size)
             if piece:
                 yield piece
 
@@ -151,10 +160,3 @@ def _zstd_reader(file: BinaryIO, name: str) -> tuple[Readable, type[Exception]]:
         raise MissingExtraError(f"{name}: reading zstd needs one more package: pip install zstandard") from None
     reader = zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True)
     return cast(Readable, reader), zstandard.ZstdError
-
-
-def _size(count: int) -> str:
-    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if count >= scale and count % scale == 0:
-            return f"{count // scale} {unit}"
-    return f"{count} bytes"

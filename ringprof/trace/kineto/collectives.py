@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -11,6 +12,7 @@ import msgspec
 
 from ringprof.trace.checks import ELEMENTS_LIMIT, RANKS_LIMIT
 from ringprof.trace.columns import Collective
+from ringprof.trace.memory import bytes_of_list
 
 Number = int | str | float | None
 
@@ -59,8 +61,8 @@ COMM_FIELDS = slice(len(Args.__struct_fields__), len(CommArgs.__struct_fields__)
 
 _WHOLE = re.compile(r"\s*(?:[A-Za-z]+[ _]?)?(-?[0-9]{1,20})\s*")
 
-STRETCHED_LIMIT = 1 << 23
-"""So many ranks in all are made from lists that a trace holds in short."""
+STRETCHED_LIMIT = 1 << 26
+"""So many ranks in all are named by lists that a trace holds in short; each record is looked at rank by rank."""
 
 
 def whole_number(value: object) -> int | None:
@@ -80,26 +82,36 @@ def _within(value: object, limit: int) -> int | None:
     return number if number is not None and 0 <= number <= limit else None
 
 
-class GroupLists:
-    """The groups of one trace, each list of ranks once: a record of 30 bytes may stand for a million ranks."""
+class NumberLists:
+    """The groups and split sizes of one trace, each list once: a record of 30 bytes may stand for a million ranks."""
 
-    def __init__(self) -> None:
-        self._made: dict[tuple[int, int, int], tuple[int, ...]] = {}
+    def __init__(self, take: Callable[[int], None]) -> None:
+        self._take = take
+        self._stretched: dict[range, tuple[int, ...]] = {}
+        self._listed: dict[tuple[int, ...], tuple[int, ...]] = {}
         self._left = STRETCHED_LIMIT
 
-    def stretched(self, start: int, stop: int, stride: int) -> tuple[int, ...] | None:
-        """``range(start, stop, stride)`` as a tuple; None where the trace has asked for too many."""
-        known = self._made.get((start, stop, stride))
+    def stretched(self, numbers: range) -> tuple[int, ...] | None:
+        """As a tuple; None where the trace has asked for too many."""
+        self._left -= len(numbers)
+        if self._left < 0:
+            return None
+        known = self._stretched.get(numbers)
         if known is None:
-            numbers = range(start, stop, stride)
-            if len(numbers) > self._left:
-                return None
-            self._left -= len(numbers)
-            known = self._made[start, stop, stride] = tuple(numbers)
+            self._take(bytes_of_list(len(numbers)))
+            known = self._stretched[numbers] = self.listed(tuple(numbers))
+        return known
+
+    def listed(self, numbers: tuple[int, ...]) -> tuple[int, ...]:
+        """The one such list that there is."""
+        known = self._listed.get(numbers)
+        if known is None:
+            self._take(bytes_of_list(len(numbers)))
+            known = self._listed[numbers] = numbers
         return known
 
 
-def collective_of(args: CommArgs, lists: GroupLists) -> Collective | None:
+def collective_of(args: CommArgs, lists: NumberLists) -> Collective | None:
     """The record in ``args``, or None where it holds none."""
     if not isinstance(args.collective, str) or not args.collective:
         return None
@@ -117,8 +129,8 @@ def collective_of(args: CommArgs, lists: GroupLists) -> Collective | None:
         dtype=None if args.dtype is None else str(args.dtype),
         source_rank=_peer(args, args.source_rank, ranks, name == "recv"),
         destination_rank=_peer(args, args.destination_rank, ranks, name == "send"),
-        in_split=_numbers(args.in_split, ELEMENTS_LIMIT) or (),
-        out_split=_numbers(args.out_split, ELEMENTS_LIMIT) or (),
+        in_split=lists.listed(_numbers(args.in_split, ELEMENTS_LIMIT) or ()),
+        out_split=lists.listed(_numbers(args.out_split, ELEMENTS_LIMIT) or ()),
         sequence=whole_number(args.sequence),
         comms_id=whole_number(args.comms_id),
     )
@@ -141,7 +153,7 @@ def _peer(args: CommArgs, given: object, ranks: tuple[int, ...] | None, applies:
     return ranks[place] if ranks and place is not None and 0 <= place < len(ranks) else None
 
 
-def group_ranks(args: CommArgs, size: int | None, lists: GroupLists) -> tuple[int, ...] | None:
+def group_ranks(args: CommArgs, size: int | None, lists: NumberLists) -> tuple[int, ...] | None:
     """Global ranks of the group, None where they cannot be told.
 
     PyTorch shortens lists of more than 30 to "0, 1, ... , 28, ..., 63": such a list is rebuilt where what is
@@ -153,14 +165,14 @@ def group_ranks(args: CommArgs, size: int | None, lists: GroupLists) -> tuple[in
         return _with_stride(kept, size, lists) if kept else None
     ranks = _numbers(listed, RANKS_LIMIT - 1)
     if ranks and (size is None or len(ranks) == size):
-        return ranks
+        return lists.listed(ranks)
     start, stride = _within(args.rank_start, RANKS_LIMIT), _within(args.rank_stride, RANKS_LIMIT)
     if start is None or not stride or not size or start + stride * size > RANKS_LIMIT:
         return None
-    return lists.stretched(start, start + stride * size, stride)
+    return lists.stretched(range(start, start + stride * size, stride))
 
 
-def _with_stride(kept: tuple[int, ...], size: int | None, lists: GroupLists) -> tuple[int, ...] | None:
+def _with_stride(kept: tuple[int, ...], size: int | None, lists: NumberLists) -> tuple[int, ...] | None:
     if len(kept) < 3:
         return None
     stride, last = kept[1] - kept[0], kept[-1]
@@ -169,7 +181,7 @@ def _with_stride(kept: tuple[int, ...], size: int | None, lists: GroupLists) -> 
     count, left = divmod(last - kept[0], stride)
     if left or count <= 0 or (size is not None and count + 1 != size):
         return None
-    return lists.stretched(kept[0], last + 1, stride)
+    return lists.stretched(range(kept[0], last + 1, stride))
 
 
 def _numbers(value: object, limit: int) -> tuple[int, ...] | None:

@@ -44,15 +44,16 @@ EVENT_START = re.compile(
 )
 """An event's beginning, to find the next one behind damage; strict enough to pass over arguments."""
 
-_LIST_KEY = re.compile(rb'"traceEvents"\s*:\s*\[')
+LIST_KEY = re.compile(rb'"traceEvents"\s*:\s*\[')
 _BARE_LIST = re.compile(rb"\[\s*(?=\{\s*" + _KEY + rb")")
 _FIRST_EVENT = re.compile(rb"(?=" + EVENT_START.pattern + rb")")
 """Where the event list begins if its key or bracket is damaged; the first list of all is that of the devices."""
 
-HEAD_LIMIT = 64 << 20
-"""Where no event list begins in this many bytes, none is expected."""
+HEAD_LIMIT = 16 << 20
+"""Where no event list begins in this many bytes, none is expected. What is decoded at once takes twenty times its size
+in memory at most, as a list of empty lists does."""
 
-EVENT_LIMIT = 64 << 20
+EVENT_LIMIT = 8 << 20
 """A piece is handed on with no event boundary in it once it is this large."""
 
 UTF8_MARK = b"\xef\xbb\xbf"
@@ -90,7 +91,7 @@ class EventStream:
             chunk = next(self._chunks, b"")
             data += chunk
             start = data.removeprefix(UTF8_MARK).lstrip()[:1]
-            found = _LIST_KEY.search(data) if start != b"[" else None
+            found = LIST_KEY.search(data) if start != b"[" else None
             if not found and (start == b"[" or not chunk):
                 found = (start != b"[" and _FIRST_EVENT.search(data)) or _BARE_LIST.search(data)
                 self.list_root = start == b"["

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Any, TypeVar
 
 import msgspec
@@ -28,13 +29,14 @@ from ringprof.trace.kineto.collectives import (
     Args,
     CommArgs,
     DeviceArgs,
-    GroupLists,
     Number,
+    NumberLists,
     collective_of,
     whole_number,
 )
 from ringprof.trace.kineto.event_list import EMPTY, UNREADABLE, Event, decode_fields
 from ringprof.trace.kineto.times import MISSING, to_ns
+from ringprof.trace.memory import bytes_of_collectives, bytes_of_rows, bytes_of_text
 
 Columns = dict[str, npt.NDArray[Any]]
 A = TypeVar("A", bound=Args)
@@ -83,7 +85,7 @@ class _Remembered(dict[str | None, Any]):
 
     def __missing__(self, key: str | None) -> Any:
         answer = self._function(key)
-        if len(self) < 100_000:
+        if len(self) < 100_000 and len(key or "") < 1000:
             self[key] = answer
         return answer
 
@@ -103,11 +105,12 @@ def _table_for(category: str | None) -> str | None:
 class Collector:
     """Takes events piece by piece; `tables` then gives what is kept of them.
 
-    ``every_operator``: keep all CPU operators, as a trace without device activities needs.
+    ``every_operator``: keep all CPU operators, as a trace without device activities needs. ``take`` counts memory.
     """
 
-    def __init__(self, every_operator: bool) -> None:
+    def __init__(self, every_operator: bool, take: Callable[[int], None]) -> None:
         self.every_operator = every_operator
+        self.take = take
         self.names: dict[str, int] = {}
         self.collectives: dict[Collective, int] = {}
         self.total = 0
@@ -117,7 +120,7 @@ class Collector:
         """How often each oddity of a single event was met; keys are warning codes."""
         self._base_ns = self._middle_ns = 0
         self._seen_collectives: dict[tuple[Any, ...], int] = {}
-        self._group_lists = GroupLists()
+        self.number_lists = NumberLists(take)
         self._table_for = _Remembered(_table_for)
         self._tells = _Remembered(lambda name: _OPERATORS_THAT_TELL.search(name or "") is not None)
         self._idle = _Remembered(lambda name: _CALLS_THAT_LAUNCH_NOTHING.search(name or "") is not None)
@@ -161,15 +164,16 @@ class Collector:
     def _keep(self, table: str, events: list[Event]) -> None:
         if not events:
             return
-        start, end, sound = self._times(events, counted=table == "activities")
+        start, end, sound = self._times(events, on_device=table == "activities")
         if not sound.all():
             events = [event for event, keep in zip(events, sound.tolist(), strict=True) if keep]
             if not events:
                 return
             start, end = start[sound], end[sound]
+        self.take(bytes_of_rows(table, len(events)))
         self._chunks[table].append({"start_ns": start, "end_ns": end, **self._columns_of(table, events)})
 
-    def _times(self, events: list[Event], counted: bool) -> tuple[Int64, Int64, npt.NDArray[np.bool_]]:
+    def _times(self, events: list[Event], on_device: bool) -> tuple[Int64, Int64, npt.NDArray[np.bool_]]:
         """Start and end (without the base time) and which events have usable ones."""
         start = to_ns([event.ts for event in events])
         duration = to_ns([event.dur for event in events])
@@ -181,8 +185,8 @@ class Collector:
         self._count("missing_time", start == MISSING)
         self._count("absurd_duration", absurd)
         self._count("negative_duration", negative)
-        if counted:
-            self._count("missing_duration", no_duration)
+        self._count("missing_duration", no_duration)
+        if on_device:
             self._count("zero_duration", (duration == 0) & ~no_duration & ~negative)
         end = np.where(sound, start, 0) + duration
         return start, end, sound
@@ -220,7 +224,11 @@ class Collector:
     def _column(self, name: str, events: list[Event], args: list[Any], on_device: bool) -> npt.NDArray[Any]:
         match name:
             case "name":
-                return np.array([self.names.setdefault(e.name or "", len(self.names)) for e in events], np.int32)
+                known = len(self.names)
+                numbers = [self.names.setdefault(e.name or "", len(self.names)) for e in events]
+                added = islice(reversed(self.names), len(self.names) - known)
+                self.take(sum(bytes_of_text(text) for text in added))
+                return np.array(numbers, np.int32)
             case "category":
                 return np.array([_DEVICE_CATEGORIES[(e.cat or "").lower()] for e in events], np.int8)
             case "thread" if not on_device:
@@ -249,10 +257,12 @@ class Collector:
                 return self._seen_collectives[key]
         except TypeError:
             key = None  # A list among the values has no hash.
-        collective = collective_of(args, self._group_lists)
+        collective = collective_of(args, self.number_lists)
         index = NONE if collective is None else self.collectives.setdefault(collective, len(self.collectives))
         if key is not None:
             self._seen_collectives[key] = index
+            texts = sum(bytes_of_text(part) for part in key if isinstance(part, str))
+            self.take(bytes_of_collectives(1) + texts)
         return index
 
     # --- the finished columns ---------------------------------------------------------------------
@@ -271,15 +281,15 @@ class Collector:
         chunks = self._chunks.pop(table)
         if not chunks:
             return {}
-        joined = {key: np.concatenate([chunk[key] for chunk in chunks]) for key in chunks[0]}
-        start = joined["start_ns"]
+        start = np.concatenate([chunk["start_ns"] for chunk in chunks])
         unset = (start == 0) & (self._base_ns > 0 or self._middle_ns > UNIX_TIMES_NS)
         stray = ~unset & (abs(start - self._middle_ns) > ABSURD_NS)
         self._count("zero_timestamp", unset)
         self._count("absurd_timestamp", stray)
         kept = np.flatnonzero(~(unset | stray))
         order = kept[np.argsort(start[kept], kind="stable")]
-        joined = {key: values[order] for key, values in joined.items()}
+        # One column after the other, so that only one is there twice.
+        joined = {key: np.concatenate([chunk.pop(key) for chunk in chunks])[order] for key in tuple(chunks[0])}
         joined["start_ns"] += self._base_ns
         joined["end_ns"] += self._base_ns
         return joined

@@ -9,18 +9,35 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
+import msgspec
+
 from ringprof.trace.checks import LARGEST_NS, RANKS_LIMIT
 from ringprof.trace.columns import Device
 from ringprof.trace.kineto.collectives import whole_number
-from ringprof.trace.kineto.event_list import UNREADABLE, UTF8_MARK, decode_fields
+from ringprof.trace.kineto.event_list import EMPTY, UNREADABLE, UTF8_MARK
 
 _LENIENT = json.JSONDecoder(strict=False)
 
-_WANTED = ("deviceProperties", "distributedInfo", "baseTimeNanoseconds", "host_name")
-_FIELD_BYTES = 16 << 20
+MOST_DEVICES = 1 << 12
+"""No host has more: the others are passed over."""
+
 _SALVAGED_CHARACTERS = 4 << 20
 _ATTEMPTS = 3
 """So often a field is looked for in damaged text: each attempt may read to the end."""
+
+
+class _Fields(msgspec.Struct):
+    """What is wanted of the top level; what else is there is passed over."""
+
+    deviceProperties: msgspec.Raw = EMPTY
+    distributedInfo: msgspec.Raw = EMPTY
+    baseTimeNanoseconds: msgspec.Raw = EMPTY
+    host_name: msgspec.Raw = EMPTY
+    traceEvents: msgspec.Raw = EMPTY
+
+
+_WANTED = _Fields.__struct_fields__[:-1]
+_decode = msgspec.json.Decoder(_Fields).decode
 
 
 @dataclass(frozen=True)
@@ -46,8 +63,8 @@ def read_fields(head: bytes, tail: bytes) -> tuple[dict[str, Any], bool]:
         if text is None:
             continue
         try:
-            fields = {key: bytes(raw) for key, raw in decode_fields(text).items() if key in _WANTED}
-            values.update((key, json.loads(raw)) for key, raw in fields.items() if len(raw) <= _FIELD_BYTES)
+            given = msgspec.structs.asdict(_decode(text))
+            values.update((key, json.loads(bytes(given[key]))) for key in _WANTED if given[key] is not EMPTY)
         except UNREADABLE:
             sound = False
             values.update(_salvaged(text.decode("utf-8", "replace")))
@@ -90,7 +107,7 @@ def metadata_of(values: Mapping[str, Any]) -> Metadata:
         base_ns=base if base is not None and 0 <= base < LARGEST_NS else 0,
         rank=_rank(info.get("rank")),
         world_size=_rank(info.get("world_size")),
-        host=host if isinstance(host, str) and host else None,
+        host=_text(host) or None,
         groups=_groups(info.get("pg_config")),
         devices=_devices(values.get("deviceProperties")),
     )
@@ -109,14 +126,19 @@ def _groups(config: object) -> dict[str, tuple[int, ...]]:
         known = tuple(rank for rank in map(_rank, entry["ranks"]) if rank is not None)
         # An empty list is how PyTorch writes the group of all ranks in some versions.
         if known and _rank(entry.get("pg_size")) in (None, len(known)):
-            groups[str(entry["pg_name"])] = known
+            groups[_text(entry["pg_name"])] = known
     return groups
 
 
 def _devices(listed: object) -> list[Device]:
-    entries = [entry for entry in listed if isinstance(entry, dict)] if isinstance(listed, list) else []
+    entries = [one for one in listed[:MOST_DEVICES] if isinstance(one, dict)] if isinstance(listed, list) else []
     devices = []
     for place, entry in enumerate(entries):
-        index, name = _rank(entry.get("id")), entry.get("name")
-        devices.append(Device(place if index is None else index, name if isinstance(name, str) else ""))
+        index = _rank(entry.get("id"))
+        devices.append(Device(place if index is None else index, _text(entry.get("name"))))
     return devices
+
+
+def _text(value: object) -> str:
+    """Text without lone surrogates, which no UTF-8 file can hold; empty for what is no text or number."""
+    return str(value).encode("utf-8", "replace").decode() if isinstance(value, str | int) else ""

@@ -6,12 +6,14 @@ import os
 from dataclasses import dataclass, field
 
 from ringprof.errors import TraceFormatError
+from ringprof.limits import MemoryBudget
 from ringprof.trace.checks import refuse_unsound
 from ringprof.trace.columns import Caveat, Trace
 from ringprof.trace.kineto.byte_source import ByteSource
 from ringprof.trace.kineto.collectives import with_group
 from ringprof.trace.kineto.event_list import (
     EVENT_LIMIT,
+    LIST_KEY,
     UNREADABLE,
     Event,
     EventStream,
@@ -22,27 +24,28 @@ from ringprof.trace.kineto.event_list import (
 from ringprof.trace.kineto.event_tables import Collector
 from ringprof.trace.kineto.fields import Metadata, metadata_of, read_fields
 from ringprof.trace.kineto.recover import Recovery
+from ringprof.trace.memory import bytes_of_text, take_analysis
 from ringprof.trace.one_run import rank_in_name
 
 TAIL_LIMIT = 16 << 20
 """So much is read behind the event list; what comes later (log lines of old writers) is left alone."""
 
 
-def read_trace(path: str | os.PathLike[str], *, limit_bytes: int | None = None) -> Trace:
+def read_trace(path: str | os.PathLike[str], budget: MemoryBudget | None = None) -> Trace:
     """Read one rank's trace: ``.json``, gzip or zstd, whatever its name.
 
-    ``limit_bytes``: how far a compressed file may expand (16 GiB). All times of the result are int64
-    nanoseconds of unix time. Raises `InputError` where the file cannot be read, `TraceFormatError` where it is
-    no Kineto trace or holds nothing to analyse, `MissingExtraError` where zstd is needed and not installed.
-    What is odd but did not stop the reading is in ``Trace.warnings``.
+    All times of the result are int64 nanoseconds of unix time. Raises `InputError` where the file cannot be read or
+    takes more than it may, `TraceFormatError` where it is no Kineto trace or holds nothing to analyse,
+    `MissingExtraError` where zstd is needed and not installed. What is odd but did not stop the reading is in
+    ``Trace.warnings``.
     """
     name = os.fspath(path)
-    return _read(name, name, limit_bytes)
+    return _read(name, name, budget or MemoryBudget())
 
 
-def parse_trace(data: bytes, name: str = "-", *, limit_bytes: int | None = None) -> Trace:
+def parse_trace(data: bytes, name: str = "-", budget: MemoryBudget | None = None) -> Trace:
     """As `read_trace`, from the bytes of a file; ``name`` is for messages and for finding the rank."""
-    return _read(data, name, limit_bytes)
+    return _read(data, name, budget or MemoryBudget())
 
 
 @dataclass
@@ -62,24 +65,29 @@ class _Reading:
     hopeless: bool = False
     """Whether reading stopped where no events were to be found any more."""
     fields_sound: bool = True
+    second_list: bool = False
+    """Whether another list of events stands behind the first, or inside what does."""
     damage: str | None = None
     """What is wrong with the compressed data."""
 
 
-def _read(source: str | bytes, name: str, limit_bytes: int | None) -> Trace:
-    reading = _pass(source, name, limit_bytes, every_operator=False)
+def _read(source: str | bytes, name: str, budget: MemoryBudget) -> Trace:
+    left = budget.left
+    reading = _pass(source, name, budget, every_operator=False)
     collector = reading.collector
     if collector.has_operators and not collector.has_device_activities and not collector.every_operator:
         # Only now is it known to be a CPU trace, where every operator counts.
-        reading = _pass(source, name, limit_bytes, every_operator=True)
-    return refuse_unsound(_trace(reading, name))
+        budget.left = left
+        reading = _pass(source, name, budget, every_operator=True)
+    return take_analysis(refuse_unsound(_trace(reading, name)), budget)
 
 
-def _pass(source: str | bytes, name: str, limit_bytes: int | None, every_operator: bool) -> _Reading:
-    byte_source = ByteSource(source, name, limit_bytes)
+def _pass(source: str | bytes, name: str, budget: MemoryBudget, every_operator: bool) -> _Reading:
+    byte_source = ByteSource(source, name, budget.limits.expanded_bytes)
     stream = EventStream(byte_source, name)
     head, _ = read_fields(stream.head, b"")
-    reading = _Reading(Collector(every_operator or head.get("deviceProperties") == []))
+    collector = Collector(every_operator or head.get("deviceProperties") == [], lambda size: budget.take(size, name))
+    reading = _Reading(collector)
     tail = b""
     for piece in stream.pieces():
         end = _take(piece, stream, reading)
@@ -90,6 +98,7 @@ def _pass(source: str | bytes, name: str, limit_bytes: int | None, every_operato
             break
     values, reading.fields_sound = read_fields(stream.head, tail)
     reading.metadata = metadata_of(values)
+    reading.second_list = LIST_KEY.search(tail) is not None
     reading.damage = byte_source.damage
     return reading
 
@@ -132,10 +141,9 @@ def _note(reading: _Reading, piece: Piece, stream: EventStream, recovered: Recov
     if reading.first_damage is None:
         reading.first_damage = recovered.first_damage
     if piece.last and recovered.end is None:
-        # Chrome's format lets a bare list end without its bracket, so only a cut event is a cut list there.
-        if recovered.skipped_last or not stream.list_root:
-            reading.cut_at = piece.offset + recovered.last_whole
-            reading.cut_events = int(recovered.skipped_last)
+        # Chrome's format lets a bare list end without its bracket; but then nobody can tell a cut one from a whole one.
+        reading.cut_at = piece.offset + recovered.last_whole
+        reading.cut_events = int(recovered.skipped_last)
     if not recovered.events and len(piece.data) >= EVENT_LIMIT:
         reading.hopeless = True
         reading.cut_at = piece.offset
@@ -147,18 +155,20 @@ def _note(reading: _Reading, piece: Piece, stream: EventStream, recovered: Recov
 def _trace(reading: _Reading, name: str) -> Trace:
     collector, metadata = reading.collector, reading.metadata
     tables = collector.tables(metadata.base_ns)
+    groups = {group: collector.number_lists.listed(ranks) for group, ranks in metadata.groups.items()}
+    collector.take(sum(map(bytes_of_text, groups)))
     if not any(len(tables[name].start_ns) for name in ("activities", "operators", "annotations")):
         raise TraceFormatError(f"{name}: {_why_empty(reading)}")
     return Trace(
         path=name,
         names=list(collector.names),
         **tables,
-        collectives=[with_group(one, metadata.groups) for one in collector.collectives],
+        collectives=[with_group(one, groups) for one in collector.collectives],
         devices=metadata.devices,
         rank=rank_in_name(name) if metadata.rank is None else metadata.rank,
         world_size=metadata.world_size,
         host=metadata.host,
-        groups=metadata.groups,
+        groups=groups,
         base_ns=metadata.base_ns,
         events_total=collector.total + reading.skipped,
         events_skipped=reading.skipped,
@@ -180,7 +190,7 @@ _ODDITIES = {
     "absurd_timestamp": "events days away from the rest of the trace were left out",
     "absurd_duration": "events that claim to last over 7 days were left out",
     "negative_duration": "events with a negative duration count as 0 ns long",
-    "missing_duration": "kernels or copies without a duration count as 0 ns long",
+    "missing_duration": "events without a readable duration count as 0 ns long",
     "zero_duration": "kernels or copies are 0 ns long",
     "unreadable_arguments": "events have arguments that cannot be read in full; their times count",
     "begin_end_events": "begin/end events, which PyTorch does not write, were left out",
@@ -208,6 +218,9 @@ def _warnings(reading: _Reading) -> list[Caveat]:
     if not reading.fields_sound:
         message = "the text around the events is damaged: the rank, groups or base time may be missing"
         found.append(Caveat("damaged_metadata", message, rank))
+    if reading.second_list:
+        message = "a second list of events stands behind the first and was not read: split the file"
+        found.append(Caveat("second_event_list", message, rank))
     for code, count in sorted(reading.collector.oddities.items()):
         found.append(Caveat(code, f"{count} {_ODDITIES[code]}", rank, count))
     return found
