@@ -16,6 +16,10 @@ RANKS_LIMIT = 1 << 20
 ELEMENTS_LIMIT = 1 << 48
 """No message has more: sums of bytes stay far within 64 bits."""
 
+NAMED_LIMIT = 1 << 25
+"""So many ranks and sizes the records of a trace name in all, each record those of its own group: the analysis looks at
+each of them, and a file needs few bytes to name a million again."""
+
 LARGEST_NS = 2**61
 """No time is beyond this (73 years), so that a base time can be added without overflow."""
 
@@ -26,6 +30,8 @@ def refuse_unsound(trace: Trace) -> Trace:
         problem = _problem_of(getattr(trace, name), trace)
         if problem:
             raise TraceFormatError(f"{trace.path}: damaged trace: of its {name.replace('_', ' ')} {problem}")
+    if _named(trace) > NAMED_LIMIT:
+        raise TraceFormatError(f"{trace.path}: damaged trace: its records name over {NAMED_LIMIT:,} ranks in all")
     if not _within(_ranks_in(trace), RANKS_LIMIT) or not _within(_counts_in(trace), ELEMENTS_LIMIT + 1):
         raise TraceFormatError(f"{trace.path}: damaged trace: a rank or a count is out of range")
     return trace
@@ -63,6 +69,14 @@ def _within(lists: Iterable[Iterable[int | None]], limit: int) -> bool:
     # Each list once: records share those of their groups, which may have a million ranks.
     different = {id(numbers): numbers for numbers in lists}
     return all(0 <= number < limit for numbers in different.values() for number in numbers if number is not None)
+
+
+def _named(trace: Trace) -> int:
+    sizes = {name: len(ranks) for name, ranks in trace.groups.items()}
+    groups = (
+        sizes.get(one.group or "", 0) if one.group_ranks is None else len(one.group_ranks) for one in trace.collectives
+    )
+    return sum(groups) + sum(len(one.in_split) + len(one.out_split) for one in trace.collectives)
 
 
 def _ranks_in(trace: Trace) -> list[tuple[int | None, ...]]:

@@ -60,6 +60,8 @@ _THREAD_BITS = 24
 # What autograd's emit_nvtx writes: the operator, then its sequence number and identity.
 _OPERATOR = re.compile(r"(\w+::\w+)(, (seq|op_id) = .*)?")
 
+MOST_PROCESSES = 1 << 10
+"""No host runs more on its GPUs at once: each becomes a rank of a report."""
 _ROWS_AT_ONCE = 1 << 14
 _IN_MEMORY = 6  # of a row that are there at once: as it came, among all, as they are sorted, and as its process's
 _LONGEST_VALUE = 1 << 18
@@ -99,20 +101,22 @@ class _Export:
     def __init__(self, path: str, connection: sqlite3.Connection, size: int, budget: MemoryBudget) -> None:
         self.path, self.budget = path, budget
         self.names: dict[str, int] = {}
-        self.skipped = self.total = 0
+        self.skipped = self.total = self.unnamed = 0
         self._connection = connection
         self._steps_left = _STEPS_FREE + _STEPS_PER_BYTE * size
         connection.text_factory = lambda data: data.decode("utf-8", "replace")
         connection.set_progress_handler(self._is_over, _STEPS_BETWEEN)
         if hasattr(connection, "setlimit"):  # Python 3.11
             connection.setlimit(_LIMIT_LENGTH, _LONGEST_VALUE)
-        # No views, no virtual tables, which have no first page, and no columns that are computed.
-        tables = connection.execute("SELECT name FROM sqlite_master WHERE type='table' AND rootpage>0").fetchall()
-        self._present = {
-            name: {row[1] for row in connection.execute(f"PRAGMA table_info({name})")}
-            for (name,) in tables
-            if name in _READ
-        }
+        # Views and virtual tables have no first page; columns that are computed are not in the list of columns.
+        named = connection.execute(
+            "SELECT name, rootpage FROM sqlite_master WHERE type IN ('table', 'view')"
+        ).fetchall()
+        pages = {name: page for name, page in named if name in _READ}
+        for name, page in pages.items():
+            if not page:
+                raise TraceFormatError(f"{path}: {name} is no plain table: export it again with nsys")
+        self._present = {name: {row[1] for row in connection.execute(f"PRAGMA table_info({name})")} for name in pages}
         connection.set_authorizer(self._allow)
 
     def _is_over(self) -> bool:
@@ -193,6 +197,10 @@ def _traces(export: _Export) -> list[Trace]:
     done = _by_process(_activities(export), "process")
     if not done:
         raise TraceFormatError(f"{export.path}: the export holds no GPU activity: profile with nsys --trace cuda,nvtx")
+    if len(done) > MOST_PROCESSES:
+        raise TraceFormatError(
+            f"{export.path}: {len(done):,} processes used a GPU: no export has over {MOST_PROCESSES:,}"
+        )
     calls = _by_process(export.whole(_CALLS, {**_TIMES, "thread": "globalTid", "correlation": "correlationId"}))
     marks = _by_process(_marks(export))
     base, host, devices = _base_ns(export), _host(export), _devices(export)
@@ -217,6 +225,9 @@ def _traces(export: _Export) -> list[Trace]:
     if export.skipped:
         message = f"{export.skipped} rows without times were left out"
         traces[0].warnings.append(Caveat("damaged_events", message, None, export.skipped))
+    if export.unnamed:
+        message = f"{export.unnamed} kernels have no name in the export: what they do is not known"
+        traces[0].warnings.append(Caveat("unnamed_kernels", message, None, export.unnamed))
     return traces
 
 
@@ -227,6 +238,7 @@ def _activities(export: _Export) -> Rows:
     sets = export.whole(_SETS, {**_ACTIVITY, "size_bytes": "bytes"})
     text = np.where(kernels["text"] != NONE, kernels["text"], kernels["short"])
     texts = export.texts(text)
+    export.unnamed = int(np.count_nonzero(~np.isin(text, np.array(list(texts), np.int64))))
     kernels["name"] = _each(text, lambda key: export.number(texts.get(key, "unknown kernel")))
     kernels["size_bytes"] = np.full(len(text), NONE, np.int64)
     copies["name"] = _each(copies["kind"], lambda kind: export.number(_COPY_NAMES.get(kind, "Memcpy")))

@@ -26,6 +26,7 @@ from ringprof.trace.checks import refuse_unsound
 from ringprof.trace.columns import TABLES, Caveat, Collective, Device, Int64, Trace, dtypes_of
 from ringprof.trace.kineto import read_trace
 from ringprof.trace.kineto.event_list import UNREADABLE
+from ringprof.trace.kineto.fields import MOST_DEVICES
 from ringprof.trace.memory import bytes_of_collectives, bytes_of_list, bytes_of_rows, bytes_of_text, take_analysis
 
 MAGIC = b"ringprof.trace/3\n"
@@ -70,7 +71,7 @@ class _File(msgspec.Struct, frozen=True, kw_only=True):
     base_ns: int
     events_total: int
     events_skipped: int
-    devices: list[Device]
+    devices: Annotated[list[Device], msgspec.Meta(max_length=MOST_DEVICES)]
     warnings: Annotated[list[Caveat], msgspec.Meta(max_length=_MOST_WARNINGS)]
     names: _Ragged
     lists: _Ragged

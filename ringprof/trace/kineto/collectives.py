@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from ringprof.trace.checks import ELEMENTS_LIMIT, RANKS_LIMIT
+from ringprof.trace.checks import ELEMENTS_LIMIT, NAMED_LIMIT, RANKS_LIMIT
 from ringprof.trace.columns import Collective
 from ringprof.trace.memory import bytes_of_list
 
@@ -61,9 +61,6 @@ COMM_FIELDS = slice(len(Args.__struct_fields__), len(CommArgs.__struct_fields__)
 
 _WHOLE = re.compile(r"\s*(?:[A-Za-z]+[ _]?)?(-?[0-9]{1,20})\s*")
 
-STRETCHED_LIMIT = 1 << 26
-"""So many ranks in all are named by lists that a trace holds in short; each record is looked at rank by rank."""
-
 
 def whole_number(value: object) -> int | None:
     """An integer of 64 bits from a number, or from text that is one or ends in one ("stream 7"), else None."""
@@ -89,7 +86,7 @@ class NumberLists:
         self._take = take
         self._stretched: dict[range, tuple[int, ...]] = {}
         self._listed: dict[tuple[int, ...], tuple[int, ...]] = {}
-        self._left = STRETCHED_LIMIT
+        self._left = NAMED_LIMIT
 
     def stretched(self, numbers: range) -> tuple[int, ...] | None:
         """As a tuple; None where the trace has asked for too many."""

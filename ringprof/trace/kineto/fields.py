@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -52,33 +52,33 @@ class Metadata:
     devices: list[Device] = field(default_factory=list)
 
 
-def read_fields(head: bytes, tail: bytes) -> tuple[dict[str, Any], bool]:
-    """The top-level fields around the event list, and whether all of that text was sound JSON.
+class Found(NamedTuple):
+    """Top-level fields."""
 
-    ``head`` ends before the key of the event list, ``tail`` begins behind its closing bracket.
-    """
-    values: dict[str, Any] = {}
-    sound = True
-    for text in (_closed(head), _opened(tail)):
-        if text is None:
-            continue
-        try:
-            given = msgspec.structs.asdict(_decode(text))
-            values.update((key, json.loads(bytes(given[key]))) for key in _WANTED if given[key] is not EMPTY)
-        except UNREADABLE:
-            sound = False
-            values.update(_salvaged(text.decode("utf-8", "replace")))
-    return values, sound
+    values: dict[str, Any]
+    sound: bool
+    """Whether all of the text was sound JSON."""
 
 
-def _closed(head: bytes) -> bytes | None:
+def read_fields(text: bytes) -> Found:
+    """The wanted fields of an object."""
+    try:
+        given = msgspec.structs.asdict(_decode(text))
+        return Found({key: json.loads(bytes(given[key])) for key in _WANTED if given[key] is not EMPTY}, True)
+    except UNREADABLE:
+        return Found(_salvaged(text.decode("utf-8", "replace")), False)
+
+
+def closed(head: bytes) -> bytes:
+    """What ends before the key of the event list, as an object."""
     head = head.removeprefix(UTF8_MARK).strip().removesuffix(b",")
-    return head + b"}" if head else None
+    return head + b"}" if head else b"{}"
 
 
-def _opened(tail: bytes) -> bytes | None:
+def opened(tail: bytes) -> bytes:
+    """What begins behind the event list's closing bracket, as an object."""
     tail = tail.strip().removeprefix(b",").lstrip()
-    return b"{" + tail if tail not in (b"", b"}") else None
+    return b"{" + (tail or b"}")
 
 
 def _salvaged(text: str) -> dict[str, Any]:

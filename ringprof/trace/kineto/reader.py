@@ -22,7 +22,7 @@ from ringprof.trace.kineto.event_list import (
     decode_fields,
 )
 from ringprof.trace.kineto.event_tables import Collector
-from ringprof.trace.kineto.fields import Metadata, metadata_of, read_fields
+from ringprof.trace.kineto.fields import Metadata, closed, metadata_of, opened, read_fields
 from ringprof.trace.kineto.recover import Recovery
 from ringprof.trace.memory import bytes_of_text, take_analysis
 from ringprof.trace.one_run import rank_in_name
@@ -85,8 +85,9 @@ def _read(source: str | bytes, name: str, budget: MemoryBudget) -> Trace:
 def _pass(source: str | bytes, name: str, budget: MemoryBudget, every_operator: bool) -> _Reading:
     byte_source = ByteSource(source, name, budget.limits.expanded_bytes)
     stream = EventStream(byte_source, name)
-    head, _ = read_fields(stream.head, b"")
-    collector = Collector(every_operator or head.get("deviceProperties") == [], lambda size: budget.take(size, name))
+    head = read_fields(closed(stream.head))
+    of_cpu = head.values.get("deviceProperties") == []
+    collector = Collector(every_operator or of_cpu, lambda size: budget.take(size, name))
     reading = _Reading(collector)
     tail = b""
     for piece in stream.pieces():
@@ -96,8 +97,9 @@ def _pass(source: str | bytes, name: str, budget: MemoryBudget, every_operator: 
             break
         if reading.hopeless:
             break
-    values, reading.fields_sound = read_fields(stream.head, tail)
-    reading.metadata = metadata_of(values)
+    behind = read_fields(opened(tail))
+    reading.metadata = metadata_of(head.values | behind.values)
+    reading.fields_sound = head.sound and behind.sound
     reading.second_list = LIST_KEY.search(tail) is not None
     reading.damage = byte_source.damage
     return reading
