@@ -241,9 +241,14 @@ def load(paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]], **how
     if source.type == "text":
         return _load_text(source.paths[0], None, reading)
     if _are_many(source.paths, reading):
-        many = TraceSet([_anywhere(name) for name in source.paths], [None] * len(source.paths), source.paths)
+        absolute = [_anywhere(name) for name in source.paths]
+        many = TraceSet(
+            absolute, [None] * len(absolute), source.paths, in_folder=source.in_folder, left_out=source.left_out
+        )
         return _load_stored(many, source, reading)
-    traces = read_traces(source.paths, jobs=reading.jobs, limits=reading.limits())
+    traces = read_traces(
+        source.paths, jobs=reading.jobs, limits=reading.limits(), in_folder=source.in_folder, left_out=source.left_out
+    )
     return Analysis(explain_traces(traces, None, reading.ranks_per_host, reading.focus()), source)
 
 

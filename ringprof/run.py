@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import msgspec
 
 from ringprof.errors import RunFormatError
-from ringprof.files import leads_out, read_whole
+from ringprof.files import leading_out, read_whole
 from ringprof.limits import Limits
 
 SCHEMA = "ringprof.run/1"
@@ -249,10 +249,9 @@ def parse_run(data: bytes, path: str | os.PathLike[str]) -> Run:
         run = msgspec.json.decode(data, type=Run)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RunFormatError(f"{file}: not a ringprof run: {error}") from None
-    for trace in run.traces:
-        for relative in (trace.path, trace.reduced):
-            if relative is not None and (reason := leads_out(file, relative)):
-                raise RunFormatError(f"{file}: trace path {relative!r} {reason}")
+    named = (path for trace in run.traces for path in (trace.path, trace.reduced) if path is not None)
+    for relative, reason in leading_out(file, named):
+        raise RunFormatError(f"{file}: trace path {relative!r} {reason}")
     for problem in _contradictions(run):
         raise RunFormatError(f"{file}: not a ringprof run: {problem}")
     return run

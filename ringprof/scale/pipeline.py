@@ -148,12 +148,12 @@ def _reduce(
     """The facts of every trace, and where its reduced form is. A run's traces that cannot be read are left out."""
     facts: list[TraceFacts] = []
     reduced: list[str] = []
-    problems: list[InputError] = []
+    problems = list(given.left_out)
     results = readers.map(stages.reduce_at, ((path, limits) for path in given.paths))
     for at, result in enumerate(results):
         notify("traces read", at + 1, len(given.paths))
         if isinstance(result, InputError):
-            if given.run is None:
+            if given.run is None and not given.in_folder:
                 raise result
             problems.append(result)
             continue

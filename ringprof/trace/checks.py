@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ringprof.errors import TraceFormatError
-from ringprof.trace.columns import NONE, TABLES, Trace
+from ringprof.trace.columns import KERNEL, NONE, TABLES, Activities, Caveat, Trace
 
 RANKS_LIMIT = 1 << 20
 """No run and no group has more ranks: a larger number in a file is damage, and would only fill memory."""
@@ -24,6 +24,10 @@ LARGEST_NS = 2**61
 """No time is beyond this (73 years), so that a base time can be added without overflow."""
 
 
+_FOLLOWING = 8
+"""A kernel may begin while the one before it on its stream drains, never while so many do."""
+
+
 def refuse_unsound(trace: Trace) -> Trace:
     """The trace, which holds only what the analysis can take. Raises `TraceFormatError` where it does not."""
     for name in TABLES:
@@ -35,6 +39,19 @@ def refuse_unsound(trace: Trace) -> Trace:
     if not _within(_ranks_in(trace), RANKS_LIMIT) or not _within(_counts_in(trace), ELEMENTS_LIMIT + 1):
         raise TraceFormatError(f"{trace.path}: damaged trace: a rank or a count is out of range")
     return trace
+
+
+def overlaps(rows: Activities, rank: int | None) -> list[Caveat]:
+    """A warning where kernels lie over many others of their stream, which carries out one after another."""
+    order = np.lexsort((rows.start_ns, rows.stream, rows.device))
+    order = order[(rows.category[order] == KERNEL) & (rows.stream[order] != NONE)]
+    early, late = order[:-_FOLLOWING], order[_FOLLOWING:]
+    over = (rows.device[early] == rows.device[late]) & (rows.stream[early] == rows.stream[late])
+    count = int(np.count_nonzero(over & (rows.end_ns[early] > rows.start_ns[late])))
+    if not count:
+        return []
+    message = f"{count} kernels last until {_FOLLOWING} others of their stream have begun: their times may be damaged"
+    return [Caveat("overlapping_kernels", message, rank, count)]
 
 
 def _problem_of(part: Any, trace: Trace) -> str | None:

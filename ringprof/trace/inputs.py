@@ -7,11 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from ringprof.errors import InputError, MissingExtraError, TraceFormatError
-from ringprof.files import exists, files_in, is_file, is_folder, within
+import msgspec
+
+from ringprof.errors import InputError, TraceFormatError
+from ringprof.files import exists, files_in, is_file, is_folder, is_url, leading_out, within
 from ringprof.trace.formats import FORMATS, KINETO, REDUCED, Format, format_of
-from ringprof.trace.kineto.byte_source import first_bytes
-from ringprof.trace.kineto.event_list import UTF8_MARK
+from ringprof.trace.kineto.byte_source import LOOK_BYTES, first_bytes
+from ringprof.trace.kineto.event_list import UNREADABLE, UTF8_MARK
+from ringprof.trace.one_run import rank_in_name
 
 InputType = Literal["run", "trace", "text"]
 
@@ -27,6 +30,10 @@ class Input:
     """The traces in order of name, or the text file; for a run only its ``run.json`` names them."""
     run: str | None = None
     """The ``run.json``."""
+    in_folder: bool = False
+    """Whether the traces were found in a folder: one of them that cannot be read is left out."""
+    left_out: tuple[InputError, ...] = ()
+    """What in the folder is named as a trace and is none, or lies elsewhere."""
 
 
 def detect(paths: Sequence[str | os.PathLike[str]]) -> Input:
@@ -44,7 +51,12 @@ def detect(paths: Sequence[str | os.PathLike[str]]) -> Input:
         if one.type != "trace":
             what = "a run" if one.type == "run" else "a text file"
             raise InputError(f"{name}: several inputs must all be traces; this is {what}")
-    return Input("trace", tuple(dict.fromkeys(path for one in found for path in one.paths)))
+    return Input(
+        "trace",
+        tuple(dict.fromkeys(path for one in found for path in one.paths)),
+        in_folder=any(one.in_folder for one in found),
+        left_out=tuple(problem for one in found for problem in one.left_out),
+    )
 
 
 def detect_bytes(data: bytes, name: str = "-") -> InputType:
@@ -65,13 +77,38 @@ def _detect_folder(name: str) -> Input:
     run = within(name, RUN_FILE)
     if is_file(run):
         return Input("run", run=run)
-    files = [(file, _trace_format(file)) for file in sorted(files_in(name), key=_natural_order)]
+    here = name if is_url(name) else os.path.join(name, "")
+    files = [file for file in files_in(name) if any(file.lower().endswith(one.suffixes) for one in FORMATS)]
+    outside = dict(leading_out(within(name, RUN_FILE), (file.removeprefix(here) for file in files)))
+    formats: dict[str, Format] = {}
+    problems: dict[str, InputError] = {}
+    for file in sorted(files, key=_natural_order):
+        reason = outside.get(file.removeprefix(here))
+        if reason is not None:
+            problems[file] = InputError(f"{file}: {reason}: give its own path")
+            continue
+        form = _format_in_folder(file)
+        if isinstance(form, InputError):
+            problems[file] = form
+        elif form is not None:
+            formats[file] = form
     # Reduced traces lie beside those that they were made of: one of the two is enough.
-    traces = [file for file, form in files if form not in (None, REDUCED)]
-    traces = traces or [file for file, form in files if form is REDUCED]
+    whole = {_which(file) for file, form in formats.items() if form is not REDUCED}
+    traces = [file for file, form in formats.items() if form is not REDUCED or _which(file) not in whole]
+    if not traces and problems:
+        raise next(iter(problems.values()))
     if not traces:
         raise InputError(f"{name}: no run.json and no Kineto trace (.json, .json.gz, .json.zst) in this folder")
-    return Input("trace", tuple(traces))
+    known = {_which(file) for file in traces}
+    left_out = tuple(problem for file, problem in problems.items() if _which(file) not in known)
+    return Input("trace", tuple(traces), in_folder=True, left_out=left_out)
+
+
+def _which(file: str) -> str | int:
+    """What a trace and its reduced form have in common: the rank in their names, else the name before its first dot."""
+    folder, base = os.path.split(file)
+    rank = rank_in_name(file)
+    return os.path.join(folder, base.partition(".")[0]) if rank is None else rank
 
 
 def _natural_order(text: str) -> tuple[object, ...]:
@@ -89,18 +126,29 @@ def _natural_order(text: str) -> tuple[object, ...]:
     return tuple(key)
 
 
-def _trace_format(name: str) -> Format | None:
-    """The format of a file found in a folder, None where it is no trace, however it is named."""
-    if not any(name.lower().endswith(one.suffixes) for one in FORMATS):
-        return None
+def _format_in_folder(file: str) -> Format | InputError | None:
+    """The format of a file that is named like a trace; why it cannot be told; None for something else."""
+    expected = rank_in_name(file) is not None or ".json" in os.path.basename(file)
     try:
-        head = first_bytes(name, name)
-        kind, _ = _type_of(head, name)
-        return format_of(head) if kind == "trace" else None
-    except MissingExtraError:
-        raise
-    except InputError:
-        return None
+        head = first_bytes(file, file)
+        kind, form = _type_of(head, file)
+    except InputError as error:
+        return error if expected else None
+    if kind == "trace" and form is KINETO and format_of(head) is None:
+        # JSON without any mark of a trace.
+        other = rank_in_name(file) is None and (len(head) == LOOK_BYTES or _is_json(head))
+        return None if other else InputError(f"{file}: no Kineto trace, or damaged at its beginning")
+    if kind != "trace":
+        return InputError(f"{file}: no trace, for all its name") if expected else None
+    return form
+
+
+def _is_json(text: bytes) -> bool:
+    try:
+        msgspec.json.decode(text, type=msgspec.Raw)
+        return True
+    except UNREADABLE:
+        return False
 
 
 # --- first bytes --------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from ringprof.errors import InputError, TraceFormatError
 from ringprof.limits import MemoryBudget
-from ringprof.trace.checks import LARGEST_NS, refuse_unsound
+from ringprof.trace.checks import LARGEST_NS, overlaps, refuse_unsound
 from ringprof.trace.columns import (
     KERNEL,
     MEMCPY,
@@ -222,6 +222,8 @@ def _traces(export: _Export) -> list[Trace]:
         )
         for process in sorted(done, key=lambda process: (int(done[process]["device"][0]), process))
     ]
+    for trace in traces:
+        trace.warnings.extend(overlaps(trace.activities, rank))
     if export.skipped:
         message = f"{export.skipped} rows without times were left out"
         traces[0].warnings.append(Caveat("damaged_events", message, None, export.skipped))

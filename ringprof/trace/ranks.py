@@ -30,6 +30,8 @@ def read_traces(
     jobs: int | None = None,
     limits: Limits | None = None,
     ranks: Sequence[int] | None = None,
+    in_folder: bool = False,
+    left_out: Sequence[InputError] = (),
 ) -> list[Trace]:
     """Read the traces of several ranks, sorted by rank.
 
@@ -37,19 +39,21 @@ def read_traces(
     trace names its rank, the order of the paths does. Several traces of one rank, or of different runs, stay
     in the list; their warnings say so. Raises as `read_file` does, `MemoryLimitError` where memory may not hold all.
 
-    ``ranks``: those of a run that names its traces. Such a trace is left out with a warning where it cannot be read,
-    as long as there is one that can.
+    ``ranks``: those of a run that names its traces. Such a trace, or one ``in_folder``, is left out with a warning
+    where it cannot be read, as long as there is one that can; ``left_out``: others that already are.
     """
     names = [os.fspath(path) for path in paths]
-    if ranks is None:
-        return _checked([trace for traces in _read_all(read_file, names, jobs, limits) for trace in traces])
+    if ranks is None and not in_folder:
+        return _checked([trace for traces in _read_all(read_file, names, jobs, limits) for trace in traces], left_out)
     found = _read_all(try_file, names, jobs, limits)
     problems = [one for one in found if isinstance(one, InputError)]
     fatal = [one for one in problems if isinstance(one, MemoryLimitError) or len(problems) == len(found)]
     if fatal:
         raise fatal[0]
-    read = [replace(one[0], rank=rank) for one, rank in zip(found, ranks, strict=True) if isinstance(one, list)]
-    return _checked(read, problems)
+    read = [(at, trace) for at, one in enumerate(found) if isinstance(one, list) for trace in one]
+    return _checked(
+        [trace if ranks is None else replace(trace, rank=ranks[at]) for at, trace in read], [*left_out, *problems]
+    )
 
 
 def read_file(name: str, budget: MemoryBudget) -> list[Trace]:

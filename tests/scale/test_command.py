@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -112,11 +113,24 @@ def test_no_room_for_scratch_files_is_one_line(many, tmp_path):
     assert "TMPDIR" in done.stderr and "File too large" in done.stderr and ours(tmp_path) == []
 
 
-def test_a_damaged_trace_among_many_is_one_line(many, tmp_path):
+def test_a_damaged_trace_of_many_in_a_folder_is_left_out_and_said(many, tmp_path):
     folder = tmp_path / "damaged"
     shutil.copytree(many, folder)
     (folder / "rank40.ringprof").write_bytes(MAGIC + b"nothing")
+    (folder / "rank7.ringprof").write_bytes(b"")
     done = report(folder, scratch=tmp_path / "scratch")
+    assert done.returncode == 0 and done.stdout.startswith("70 of 72 ranks"), done.stderr
+    told = json.loads(report(folder, "--format", "json", scratch=tmp_path / "scratch").stdout)["warnings"]
+    (message,) = [warning["message"] for warning in told if warning["code"] == "left_out"]
+    assert message.endswith(f"are left out: {folder}/rank7.ringprof: the file is empty, and 1 more")
+    assert report(folder, "--strict", scratch=tmp_path / "scratch").returncode == 2
+
+
+def test_a_damaged_trace_among_many_that_are_named_is_one_line(many, tmp_path):
+    folder = tmp_path / "damaged"
+    shutil.copytree(many, folder)
+    (folder / "rank40.ringprof").write_bytes(MAGIC + b"nothing")
+    done = report(*sorted(folder.iterdir()), scratch=tmp_path / "scratch")
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
     assert "rank40.ringprof: damaged reduced trace" in done.stderr
     assert ours(tmp_path / "scratch") == []

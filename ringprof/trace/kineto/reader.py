@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from ringprof.errors import TraceFormatError
 from ringprof.limits import MemoryBudget
-from ringprof.trace.checks import refuse_unsound
+from ringprof.trace.checks import overlaps, refuse_unsound
 from ringprof.trace.columns import Caveat, Trace
 from ringprof.trace.kineto.byte_source import ByteSource
 from ringprof.trace.kineto.collectives import with_group
@@ -174,7 +174,7 @@ def _trace(reading: _Reading, name: str) -> Trace:
         base_ns=metadata.base_ns,
         events_total=collector.total + reading.skipped,
         events_skipped=reading.skipped,
-        warnings=_warnings(reading),
+        warnings=_warnings(reading) + overlaps(tables["activities"], metadata.rank),
     )
 
 
