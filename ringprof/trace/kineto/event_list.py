@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import msgspec
 
 from ringprof.errors import TraceFormatError
+from ringprof.limits import MEMORY_BYTES
 from ringprof.trace.kineto.byte_source import ByteSource
 
 EMPTY = msgspec.Raw(b"")
@@ -49,12 +50,9 @@ _BARE_LIST = re.compile(rb"\[\s*(?=\{\s*" + _KEY + rb")")
 _FIRST_EVENT = re.compile(rb"(?=" + EVENT_START.pattern + rb")")
 """Where the event list begins if its key or bracket is damaged; the first list of all is that of the devices."""
 
-HEAD_LIMIT = 16 << 20
-"""Where no event list begins in this many bytes, none is expected. What is decoded at once takes twenty times its size
-in memory at most, as a list of empty lists does."""
-
-EVENT_LIMIT = 8 << 20
-"""A piece is handed on with no event boundary in it once it is this large."""
+_HEAD_SHARE, _EVENT_SHARE = 64, 256
+"""What is decoded at once may be one part in so many of the memory for reading: lists of empty lists or events take up
+to thirty times their size. Of 1 GiB that is 16 MiB for all before the first event, and 4 MiB for one."""
 
 UTF8_MARK = b"\xef\xbb\xbf"
 
@@ -73,7 +71,11 @@ class Piece:
 class EventStream:
     """Splits a source into the head (all before the first event) and pieces of the event list."""
 
-    def __init__(self, source: ByteSource, name: str) -> None:
+    def __init__(self, source: ByteSource, name: str, memory_bytes: int = MEMORY_BYTES) -> None:
+        self.head_limit = memory_bytes // _HEAD_SHARE
+        """Where no event list begins in this many bytes, none is expected."""
+        self.event_limit = memory_bytes // _EVENT_SHARE
+        """A piece is handed on with no event boundary in it once it is this large."""
         self._source = source
         self._chunks = iter(source)
         self._name = name
@@ -87,7 +89,7 @@ class EventStream:
     def _read_head(self) -> bytes:
         """Everything before the first event; raises `TraceFormatError` where there is no event list."""
         data = b""
-        while len(data) < HEAD_LIMIT:
+        while len(data) < self.head_limit:
             chunk = next(self._chunks, b"")
             data += chunk
             start = data.removeprefix(UTF8_MARK).lstrip()[:1]
@@ -114,7 +116,7 @@ class EventStream:
         for chunk in self._chunks:
             data = self._rest + chunk
             cut = last_boundary(data)
-            if cut is None and len(data) < EVENT_LIMIT:
+            if cut is None and len(data) < self.event_limit:
                 self._rest = data
                 continue
             end, begin = cut or (len(data), len(data))
@@ -130,14 +132,14 @@ class EventStream:
             self._rest = self._carried + separator + self._rest
             self._carried = b""
 
-    def remainder(self, limit: int) -> bytes:
-        """What follows the last piece, up to ``limit`` bytes."""
+    def remainder(self) -> bytes:
+        """What follows the last piece, as far as it may be decoded; log lines of old writers are left alone."""
         data = self._rest
         for chunk in self._chunks:
             data += chunk
-            if len(data) > limit:
+            if len(data) > self.head_limit:
                 break
-        return data[:limit]
+        return data[: self.head_limit]
 
 
 def last_boundary(data: bytes) -> tuple[int, int] | None:

@@ -12,7 +12,6 @@ from ringprof.trace.columns import Caveat, Trace
 from ringprof.trace.kineto.byte_source import ByteSource
 from ringprof.trace.kineto.collectives import with_group
 from ringprof.trace.kineto.event_list import (
-    EVENT_LIMIT,
     LIST_KEY,
     UNREADABLE,
     Event,
@@ -26,9 +25,6 @@ from ringprof.trace.kineto.fields import Metadata, closed, metadata_of, opened, 
 from ringprof.trace.kineto.recover import Recovery
 from ringprof.trace.memory import bytes_of_text, take_analysis
 from ringprof.trace.one_run import rank_in_name
-
-TAIL_LIMIT = 16 << 20
-"""So much is read behind the event list; what comes later (log lines of old writers) is left alone."""
 
 
 def read_trace(path: str | os.PathLike[str], budget: MemoryBudget | None = None) -> Trace:
@@ -84,7 +80,7 @@ def _read(source: str | bytes, name: str, budget: MemoryBudget) -> Trace:
 
 def _pass(source: str | bytes, name: str, budget: MemoryBudget, every_operator: bool) -> _Reading:
     byte_source = ByteSource(source, name, budget.limits.expanded_bytes)
-    stream = EventStream(byte_source, name)
+    stream = EventStream(byte_source, name, budget.limits.memory_bytes)
     head = read_fields(closed(stream.head))
     of_cpu = head.values.get("deviceProperties") == []
     collector = Collector(every_operator or of_cpu, lambda size: budget.take(size, name))
@@ -93,7 +89,7 @@ def _pass(source: str | bytes, name: str, budget: MemoryBudget, every_operator: 
     for piece in stream.pieces():
         end = _take(piece, stream, reading)
         if end is not None:
-            tail = piece.data[end + 1 :] + (b"" if piece.last else stream.remainder(TAIL_LIMIT))
+            tail = piece.data[end + 1 :] + (b"" if piece.last else stream.remainder())
             break
         if reading.hopeless:
             break
@@ -146,7 +142,7 @@ def _note(reading: _Reading, piece: Piece, stream: EventStream, recovered: Recov
         # Chrome's format lets a bare list end without its bracket; but then nobody can tell a cut one from a whole one.
         reading.cut_at = piece.offset + recovered.last_whole
         reading.cut_events = int(recovered.skipped_last)
-    if not recovered.events and len(piece.data) >= EVENT_LIMIT:
+    if not recovered.events and len(piece.data) >= stream.event_limit:
         reading.hopeless = True
         reading.cut_at = piece.offset
 
