@@ -14,6 +14,7 @@ import re
 import sqlite3
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,7 @@ MOST_PROCESSES = 1 << 10
 """No host runs more on its GPUs at once: each becomes a rank of a report."""
 _ROWS_AT_ONCE = 1 << 14
 _IN_MEMORY = 6  # of a row that are there at once: as it came, among all, as they are sorted, and as its process's
-_LONGEST_VALUE = 1 << 18
+_LONGEST_VALUE = 1 << 20
 _LIMIT_LENGTH = 0  # sqlite3.SQLITE_LIMIT_LENGTH, which Python has from 3.11 on
 _STEPS_BETWEEN, _STEPS_FREE, _STEPS_PER_BYTE = 10_000, 10_000_000, 8
 """SQLite may carry out so many steps of its own, and so many more a byte of the file: rows take two or three a byte."""
@@ -103,9 +104,10 @@ class _Export:
         self.names: dict[str, int] = {}
         self.skipped = self.total = self.unnamed = 0
         self._connection = connection
-        self._steps_left = _STEPS_FREE + _STEPS_PER_BYTE * size
         connection.text_factory = lambda data: data.decode("utf-8", "replace")
-        connection.set_progress_handler(self._is_over, _STEPS_BETWEEN)
+        # No function of Python's: what a signal raises in one is lost. The iterator's end stops SQLite.
+        turns = (_STEPS_FREE + _STEPS_PER_BYTE * size) // _STEPS_BETWEEN
+        connection.set_progress_handler(repeat(0, turns).__next__, _STEPS_BETWEEN)
         if hasattr(connection, "setlimit"):  # Python 3.11
             connection.setlimit(_LIMIT_LENGTH, _LONGEST_VALUE)
         # Views and virtual tables have no first page; columns that are computed are not in the list of columns.
@@ -118,10 +120,6 @@ class _Export:
                 raise TraceFormatError(f"{path}: {name} is no plain table: export it again with nsys")
         self._present = {name: {row[1] for row in connection.execute(f"PRAGMA table_info({name})")} for name in pages}
         connection.set_authorizer(self._allow)
-
-    def _is_over(self) -> bool:
-        self._steps_left -= _STEPS_BETWEEN
-        return self._steps_left < 0
 
     def _allow(self, action: int, table: str | None, name: str | None, database: str | None, by: str | None) -> int:
         plain = action == sqlite3.SQLITE_SELECT or (action == sqlite3.SQLITE_READ and table in self._present)
@@ -181,8 +179,8 @@ class _Export:
         found = {}
         for rows in self.select(_STRINGS, ("id", "value")):
             for key, text in rows:
-                if key in numbers:
-                    found[key] = str(text)
+                if key in numbers and isinstance(text, str):
+                    found[key] = text
                     self.budget.take(bytes_of_text(found[key]), self.path)
         return found
 
