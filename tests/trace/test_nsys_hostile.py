@@ -162,7 +162,7 @@ def test_a_text_that_is_longer_than_its_file(tmp_path: Path) -> None:
     data[(last - 1) * 4096 : (last - 1) * 4096 + 4] = struct.pack(">I", first)
     path.write_bytes(data)
     assert longer > 30 * len(data)
-    with pytest.raises(TraceFormatError, match="malformed|too big"):
+    with pytest.raises(TraceFormatError, match=r"malformed|too big"):
         read_nsys(path)
 
 
@@ -170,7 +170,7 @@ def test_a_text_that_is_longer_than_its_file(tmp_path: Path) -> None:
 def test_changes_that_are_not_in_the_file_yet(tmp_path: Path, suffix: str) -> None:
     path = export(tmp_path / "one.sqlite", 41)
     Path(f"{path}{suffix}").write_bytes(b"x")
-    with pytest.raises(InputError, match=f"changes to it wait in one.sqlite{suffix}"):
+    with pytest.raises(InputError, match=rf"changes to it wait in one\.sqlite{suffix}"):
         read_nsys(path)
 
 
