@@ -31,7 +31,10 @@ from ringprof.report import as_json
     "--spread", type=click.FloatRange(min=0), default=100 * SPREAD, show_default=True,
     help="Percent by which the same configuration may differ between logs.",
 )  # fmt: skip
-@click.option("--max-bytes", type=click.IntRange(min=1), help="How large a log may be.  [default: 1 GiB]")
+@click.option(
+    "--max-bytes", type=click.IntRange(min=1), help="How large a log may be.  [default: a tenth of --max-memory]"
+)
+@click.option("--max-memory", type=click.IntRange(min=1), help="Bytes of memory to read it in.  [default: 1 GiB]")
 @click.option("--strict", is_flag=True, help="Exit with 2 where a flag is an error.")
 def command(
     files: tuple[str, ...],
