@@ -6,12 +6,15 @@ then what one step leaves for the next lies in files, and tiles of ranks are tak
 
 from __future__ import annotations
 
+import errno
+import os
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from ringprof.analysis.attribution import Attribution, RunOutline, all_warnings, judge_matching, outline_run
 from ringprof.analysis.findings.findings import Findings, findings_in_memory
@@ -31,6 +34,7 @@ from ringprof.analysis.transfers.clocks import (
 )
 from ringprof.analysis.transfers.waiting import Best, LinkClass, better
 from ringprof.errors import InputError
+from ringprof.files import is_url
 from ringprof.limits import Limits
 from ringprof.run import Run
 from ringprof.scale import stages
@@ -149,8 +153,7 @@ def _reduce(
     facts: list[TraceFacts] = []
     reduced: list[str] = []
     problems = list(given.left_out)
-    results = readers.map(stages.reduce_at, ((path, limits) for path in given.paths))
-    for at, result in enumerate(results):
+    for at, result in enumerate(_reduced(given.paths, readers, limits)):
         notify("traces read", at + 1, len(given.paths))
         if isinstance(result, InputError):
             if given.run is None and not given.in_folder:
@@ -166,6 +169,15 @@ def _reduce(
     if not facts:
         raise problems[0]
     return checked_facts(facts, problems), reduced
+
+
+def _reduced(paths: Sequence[str], readers: Workers, limits: Limits) -> Iterator[Any]:
+    """What `stages.reduce_at` makes of each. No process of this machine is asked for a file that is not there."""
+    here = isinstance(readers, LocalProcesses)
+    absent = {path for path in paths if here and not is_url(path) and not os.path.lexists(path)}
+    results = readers.map(stages.reduce_at, ((path, limits) for path in paths if path not in absent))
+    for path in paths:
+        yield InputError(f"{path}: {os.strerror(errno.ENOENT)}") if path in absent else next(results)
 
 
 @dataclass
