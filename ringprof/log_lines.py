@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 
 TEXT_SHARE = 3
-"""How many times its size a log may need in memory: its bytes, what was read before they were whole, UTF-16 as UTF-8."""
+"""How many times its size a log may need in memory: read piece by piece, whole, and from UTF-16."""
 
 LONGEST_LINE = 1 << 20
 """Bytes of one line that are read; no table is wider, and what stands behind is left out."""

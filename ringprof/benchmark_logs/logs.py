@@ -12,6 +12,7 @@ from ringprof.benchmark_logs import show
 from ringprof.benchmark_logs.audit import SPREAD, LogAudit, audit
 from ringprof.benchmark_logs.read import read_log
 from ringprof.benchmark_logs.rows import BenchmarkLog, Flag, JudgedRow, LogSettings
+from ringprof.limits import MEMORY_BYTES, Limits
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -74,16 +75,17 @@ def logs(
     causal: bool | None = None,
     device: str | None = None,
     spread: float = SPREAD,
-    limit_bytes: int | None = None,
+    memory_bytes: int = MEMORY_BYTES,
 ) -> BenchmarkLogs:
     """Read benchmark logs and audit them: every row's TFLOP/s computed again from its own time and settings.
 
     ``batch`` to ``device`` hold where a log does not state them: query heads, GPUs (``world``), the mask, the model of
     GPU (such as ``A800``). Nothing else is assumed. ``spread`` is the relative difference up to which one configuration
-    may differ between logs, ``limit_bytes`` how large a log may be (1 GiB). Raises `InputError` where one cannot be
-    read or holds no benchmark rows.
+    may differ between logs, ``memory_bytes`` what reading one may take. Raises `InputError` where one cannot be read or
+    holds no benchmark rows.
     """
     listed = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
     given = LogSettings(batch=batch, heads=heads, head_dim=head_dim, world_size=world, causal=causal, device=device)
-    read = [read_log(path, limit_bytes) for path in dict.fromkeys(os.fspath(path) for path in listed)]
+    limits = Limits(memory_bytes)
+    read = [read_log(path, limits) for path in dict.fromkeys(os.fspath(path) for path in listed)]
     return BenchmarkLogs(read, given, spread)

@@ -86,7 +86,7 @@ def test_what_cannot_be_read_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"empty\.txt: no benchmark rows"):
         ringprof.logs(tmp_path / "empty.txt")
     with pytest.raises(InputError, match="larger than 5"):
-        ringprof.logs(FILES[0], limit_bytes=5)
+        ringprof.logs(FILES[0], memory_bytes=15)
 
 
 def test_logs_are_one_side_of_a_comparison(published: BenchmarkLogs) -> None:
