@@ -12,12 +12,21 @@ from typing import TYPE_CHECKING, Any
 from ringprof._version import __version__
 
 if TYPE_CHECKING:
-    from ringprof.api import Analysis, capture, compare, load
+    from ringprof.api import Analysis, load
+    from ringprof.capturing import capture
+    from ringprof.kernel_tables.table_analysis import TableAnalysis, load_tables
+    from ringprof.side_by_side import compare
 
-_API = "ringprof.api"
-_HOME = {"Analysis": _API, "compare": _API, "load": _API, "capture": _API}
+_HOME = {
+    "Analysis": "ringprof.api",
+    "TableAnalysis": "ringprof.kernel_tables.table_analysis",
+    "capture": "ringprof.capturing",
+    "compare": "ringprof.side_by_side",
+    "load": "ringprof.api",
+    "load_tables": "ringprof.kernel_tables.table_analysis",
+}
 
-__all__ = ["Analysis", "__version__", "capture", "compare", "load"]
+__all__ = ["Analysis", "TableAnalysis", "__version__", "capture", "compare", "load", "load_tables"]
 
 
 def __getattr__(name: str) -> Any:

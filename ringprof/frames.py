@@ -14,7 +14,7 @@ from ringprof.analysis.kinds.kinds import KINDS
 from ringprof.analysis.rank import Rank
 from ringprof.analysis.steps.steps import STEP_COLUMNS, Step
 from ringprof.analysis.timeline.breakdown import Breakdown
-from ringprof.analysis.transfers.hops import Hop, gbps
+from ringprof.analysis.transfers.hops import Hop
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -118,23 +118,21 @@ def _figures(breakdown: Breakdown) -> dict[str, Any]:
 
 
 def _hop_row(hop: Hop) -> dict[str, Any]:
-    wire, size = hop.wire_ns, hop.sent_bytes
-    ready = [part.ready_ns for part in hop.parts]
-    transfers = [part.transfer for part in hop.parts]
+    first, ready = hop.parts[0], [part.ready_ns for part in hop.parts]
     return {
         "rank": hop.rank,
         "hop": hop.number,
-        "group": transfers[0].group[0],
-        "send_to": tuple(dict.fromkeys(m.peer for t in transfers for m in t.sends)),
-        "receive_from": tuple(dict.fromkeys(m.peer for t in transfers for m in t.receives)),
-        "bytes": size,
+        "group": first.transfer.group[0],
+        "send_to": hop.sent_to,
+        "receive_from": hop.received_from,
+        "bytes": hop.sent_bytes,
         "start_ns": hop.start_ns,
         "end_ns": hop.end_ns,
         "ready_ns": None if None in ready else max(moment for moment in ready if moment is not None),
         "wait_ns": hop.wait_ns,
-        "wire_ns": wire,
+        "wire_ns": hop.wire_ns,
         "exposed_ns": hop.exposed_ns,
-        "wire_gbps": gbps(size, wire),
-        "link": hop.parts[0].link,
-        "source": transfers[0].source,
+        "wire_gbps": hop.wire_gbps,
+        "link": first.link,
+        "source": first.transfer.source,
     }

@@ -17,6 +17,7 @@ import msgspec
 from msgspec.structs import replace
 
 from ringprof.analysis.findings.summary import Rates
+from ringprof.analysis.kinds.kinds import ATTENTION, COMMUNICATION
 from ringprof.api import Analysis, load
 from ringprof.errors import InputError, RecordError, UnfitWorkloadError, UsageError, VerificationError
 from ringprof.record import Request, record
@@ -26,8 +27,6 @@ from ringprof.run import Run, Workload, read_run, write_atomically
 
 SCHEMA = "ringprof.sweep/1"
 OUT_OF_MEMORY = "out of memory"
-ATTENTION = ("flash_fwd", "flash_bwd")
-COMMUNICATION = ("send_recv", "all_to_all", "all_gather", "reduce_scatter", "all_reduce", "broadcast", "copy_engine")
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
@@ -113,9 +112,7 @@ def analysis_of(row: Row, folder: Path) -> Analysis | None:
     """The run of a row; None where it has none."""
     if row.run is None:
         return None
-    loaded = load(folder / row.run / "run.json")
-    assert isinstance(loaded, Analysis)
-    return loaded
+    return load(folder / row.run / "run.json")
 
 
 def figures_of(row: Row, analysis: Analysis | None) -> dict[str, Any]:

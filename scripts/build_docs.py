@@ -9,6 +9,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 MODULES = (
     "ringprof.api",
+    "ringprof.side_by_side",
+    "ringprof.kernel_tables.table_analysis",
+    "ringprof.capturing",
     "ringprof.frames",
     "ringprof.run",
     "ringprof.errors",

@@ -12,6 +12,8 @@ from ringprof.cli.progress import reporter
 from ringprof.cli.write import write_text
 from ringprof.record import Request
 from ringprof.report import sweep as shown
+from ringprof.report.page import html
+from ringprof.report.page.several import sweep_document
 from ringprof.run import Workload
 from ringprof.sweep import figures_of, plan, run_sweep
 
@@ -81,10 +83,7 @@ def command(
     if form != "terminal":
         click.echo(FORMATS[form](rows), nl=False)
     if page:
-        from ringprof.report.page.document import render
-        from ringprof.report.page.several import sweep_document
-
-        write_text(page, render(sweep_document(rows, Path(output).stem)))
+        write_text(page, html.render(sweep_document(rows, Path(output).stem)))
     return 0 if any(row["status"] == "ok" for row in rows) else 3
 
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import sys
-
 import click
 
 from ringprof.analysis.findings.comparison import Comparison
 from ringprof.analysis.findings.conditions import parse_condition
 from ringprof.analysis.findings.entries import flat
-from ringprof.api import compare
-from ringprof.cli.write import write_text
+from ringprof.cli.reading import reads_traces
+from ringprof.cli.write import emit, text_style, write_text
+from ringprof.options import LoadOptions
 from ringprof.report import comparison as shown
+from ringprof.side_by_side import compare_with
 
 
 @click.command(name="compare")
@@ -21,8 +21,14 @@ from ringprof.report import comparison as shown
 @click.option("--html", "page", type=click.Path(dir_okay=False), help="Also write the comparison as one HTML page.")
 @click.option("--fail-if", "conditions", multiple=True, metavar="CONDITION",
               help="Exit with 1 where it holds for an entry: 'tflops < 0.95 * base'; repeatable.")  # fmt: skip
+@reads_traces
 def command(
-    paths: tuple[str, ...], form: str, output: str | None, page: str | None, conditions: tuple[str, ...]
+    paths: tuple[str, ...],
+    reading: LoadOptions,
+    form: str,
+    output: str | None,
+    page: str | None,
+    conditions: tuple[str, ...],
 ) -> int:
     """Set runs, traces, printed tables and benchmark logs side by side, in any mix, against the first.
 
@@ -34,17 +40,10 @@ def command(
     ringprof compare traces/main traces/branch --fail-if 'tflops < 0.95 * base'
     """
     parsed = [parse_condition(text) for text in conditions]
-    found = compare(*paths)
-    text = _text(found, form, output)
-    if output is None:
-        click.echo(text, nl=False)
-    else:
-        write_text(output, text)
+    found = compare_with(paths, reading)
+    emit(_text(found, form, output), output)
     if page:
-        from ringprof.report.page.document import render
-        from ringprof.report.page.several import comparison_document
-
-        write_text(page, render(comparison_document(found)))
+        write_text(page, found.to_html())
     base = flat(found.entries[0].figures)
     failed = False
     for entry in found.entries[1:] or found.entries:
@@ -63,5 +62,4 @@ def _text(found: Comparison, form: str, output: str | None) -> str:
         return shown.render_json(found)
     if form == "csv":
         return shown.render_csv(found)
-    encoding = "utf-8" if output else (sys.stdout.encoding or "ascii")
-    return shown.render(found, ascii_only="utf" not in encoding.lower())
+    return shown.render(found, text_style(output))

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 import click
 
 from ringprof.benchmark_logs import show as shown
 from ringprof.benchmark_logs.audit import SPREAD, Audit, audit
 from ringprof.benchmark_logs.read import LIMIT_BYTES, BenchmarkLog, Settings, decode_log, read_log
-from ringprof.errors import InputError
+from ringprof.cli.write import emit, text_style
 from ringprof.files import read_within
 
 
@@ -57,7 +56,7 @@ def command(
         batch=batch, heads=heads, head_dim=head_dim, world_size=world, causal=causal, device=device
     )  # fmt: skip
     found = audit([_read(file, max_bytes) for file in dict.fromkeys(files)], given, spread / 100)
-    _write(_text(found, form, output), output)
+    emit(_text(found, form, output), output)
     errors = [flag for flag in found.flags if flag.severity == "error"]
     return 2 if strict and errors else 0
 
@@ -73,16 +72,4 @@ def _text(found: Audit, form: str, output: str | None) -> str:
         return shown.render_json(found)
     if form == "csv":
         return shown.render_csv(found)
-    encoding = "utf-8" if output else (sys.stdout.encoding or "ascii")
-    return shown.render(found, ascii_only="utf" not in encoding.lower())
-
-
-def _write(text: str, output: str | None) -> None:
-    if output is None:
-        click.echo(text, nl=False)
-        return
-    try:
-        Path(output).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"{output}: cannot be written: {error.strerror or error}") from None
-    click.echo(f"Wrote {output}", err=True)
+    return shown.render(found, ascii_only=text_style(output).ascii_only)

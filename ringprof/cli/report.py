@@ -2,73 +2,59 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import click
 
 from ringprof.analysis.findings.conditions import Condition, parse_condition
-from ringprof.api import Analysis, TableAnalysis, load, load_bytes
-from ringprof.cli.progress import many_ranks
-from ringprof.cli.write import write_text
+from ringprof.api import Analysis, load_any, parse_any
+from ringprof.cli.progress import loading_progress
+from ringprof.cli.reading import NEWEST, reads_traces
+from ringprof.cli.write import NARROWEST, emit, text_style, write_text
 from ringprof.errors import UsageError
 from ringprof.files import read_within
+from ringprof.options import LoadOptions
 from ringprof.report import as_json
-from ringprof.report.terminal import Look
-from ringprof.trace.columns import NOTES
+from ringprof.report.sections import OPTIONAL
+from ringprof.trace.columns import NOTES, Caveat
 
 PIPE_LIMIT = 4 << 30
-NARROWEST = 78
-"""Below this a table would lose digits."""
+
+
+def _sections(function: Callable[..., Any]) -> Callable[..., Any]:
+    for name, section in reversed(OPTIONAL.items()):
+        function = click.option(f"--{name}", is_flag=True, help=section.option)(function)
+    return function
 
 
 @click.command(name="report")
 @click.argument("paths", nargs=-1, metavar="[PATH]...")
 @click.option("--format", "form", type=click.Choice(["terminal", "json"]), default="terminal", show_default=True)
 @click.option("-o", "--output", type=click.Path(dir_okay=False), help="Write to this file instead of the terminal.")
-@click.option("--ranks-per-host", type=click.IntRange(min=1), help="Name the hosts where no trace does.")
 @click.option("--width", type=click.IntRange(min=NARROWEST), help="Columns to use.  [default: the terminal's]")
-@click.option(
-    "--max-bytes",
-    type=click.IntRange(min=1),
-    help="How far a compressed trace may expand, or how large a log or pipe may be.  [default: 16 GiB, 1 GiB, 4 GiB]",
-)
+@click.option("--html", "page", type=click.Path(dir_okay=False), help="Also write the report as one HTML page.")
+@_sections
+@click.option("--fail-if", "conditions", multiple=True, metavar="CONDITION",
+              help="Exit with 1 where it holds: 'exposed_comm > 5%', 'max(idle) > 1%'; repeatable.")  # fmt: skip
+@click.option("--strict", is_flag=True, help="Exit with 2 where the report has warnings.")
+@reads_traces
 @click.option(
     "--wall", type=click.FloatRange(min=0, min_open=True), help="Kernel table: wall time of the window in ms."
 )
 @click.option("--iters", type=click.IntRange(min=1), help="Kernel table: iterations in the window.")
-@click.option("--group", help="Only this process group's communication: its name, description or ranks (0,1,2,3).")
-@click.option("--window", help="Look at the ranges of this name (* and ? fit any text), or at the whole 'trace'.")
-@click.option("--between", metavar="T1,T2", help="Look between two times from the trace's start, such as 10ms,20ms.")
-@click.option("--rules", type=click.Path(dir_okay=False), help="File of your own rules for what kernels are.")
-@click.option("--steps", is_flag=True, help="Also show every ring step: block, hops, what was exposed and why.")
-@click.option("--hops", is_flag=True, help="Also show every hop: peers, bytes, wait, wire and rate.")
-@click.option("--waterfall", is_flag=True, help="Also show every part from the device's peak to the speed achieved.")
-@click.option("--fail-if", "conditions", multiple=True, metavar="CONDITION",
-              help="Exit with 1 where it holds: 'exposed_comm > 5%', 'max(idle) > 1%'; repeatable.")  # fmt: skip
-@click.option("--html", "page", type=click.Path(dir_okay=False), help="Also write the report as one HTML page.")
-@click.option("--jobs", type=click.IntRange(min=1), help="Processes for many ranks.  [default: one a CPU]")
-@click.option("--scheduler", metavar="ADDRESS", help="Have the workers of a Dask cluster read the traces (tcp://...).")
-@click.option("--strict", is_flag=True, help="Exit with 2 where the report has warnings.")
 def command(
     paths: tuple[str, ...],
-    form: str,
-    output: str | None,
-    ranks_per_host: int | None,
-    width: int | None,
-    max_bytes: int | None,
+    reading: LoadOptions,
     wall: float | None,
     iters: int | None,
-    group: str | None,
-    window: str | None,
-    between: str | None,
-    rules: str | None,
-    jobs: int | None,
-    scheduler: str | None,
-    conditions: tuple[str, ...],
+    form: str,
+    output: str | None,
+    width: int | None,
     page: str | None,
+    conditions: tuple[str, ...],
     strict: bool,
     **sections: bool,
 ) -> int:
@@ -84,56 +70,27 @@ def command(
     ringprof report traces/run.json --fail-if 'exposed_comm > 5%'
     """
     parsed = [_condition(text) for text in conditions]
-    wall_ns = round(wall * 1e6) if wall else None
-    analysis = _load(
-        paths,
-        ranks_per_host=ranks_per_host,
-        limit_bytes=max_bytes,
-        wall_ns=wall_ns,
-        iterations=iters,
-        group=group,
-        window=window,
-        between=between,
-        rules=rules,
-        jobs=jobs,
-        scheduler=scheduler,
-    )
+    of_table = {"wall_ns": round(wall * 1e6) if wall else None, "iterations": iters}
+    if paths == ("-",):
+        piped = read_within(sys.stdin.buffer, reading.limit_bytes or PIPE_LIMIT, "-")
+        analysis = parse_any(piped, "-", reading, **of_table)
+    elif "-" in paths:
+        raise click.UsageError("- stands for one trace or log from a pipe and cannot go with other paths")
+    else:
+        with loading_progress() as notify:
+            analysis = load_any(paths or [NEWEST], replace(reading, notify=notify), **of_table)
     if form == "json":
         text = as_json.render(analysis.report())
+    elif isinstance(analysis, Analysis):
+        text = analysis.to_terminal(text_style(output, width), [name for name, shown in sections.items() if shown])
     else:
-        text = analysis.to_terminal(_look(width, output), [name for name, shown in sections.items() if shown])
-    if output:
-        write_text(output, text)
-    else:
-        click.echo(text, nl=False)
+        text = analysis.to_terminal(text_style(output, width))
+    emit(text, output)
     if page:
         if not isinstance(analysis, Analysis):
             raise UsageError("--html: a printed table has no page yet: give a run or traces")
         write_text(page, analysis.to_html())
-    return (_strictly(analysis) if strict else 0) or (_failed(parsed, analysis) if parsed else 0)
-
-
-def _load(paths: tuple[str, ...], **how: Any) -> Analysis | TableAnalysis:
-    if paths == ("-",):
-        return load_bytes(read_within(sys.stdin.buffer, how["limit_bytes"] or PIPE_LIMIT, "-"), "-", **how)
-    if "-" in paths:
-        raise click.UsageError("- stands for one trace or log from a pipe and cannot go with other paths")
-    with many_ranks() as notify:
-        return load(paths or ("traces/run.json",), notify=notify, **how)
-
-
-def _look(width: int | None, output: str | None) -> Look:
-    """How to write: colour only to a terminal that wants it, ASCII where the output knows no more."""
-    to_terminal = output is None and sys.stdout.isatty()
-    plain = bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"
-    columns = width or max(NARROWEST, shutil.get_terminal_size((80, 24)).columns)
-    encoding = "utf-8" if output else (sys.stdout.encoding or "ascii")
-    try:
-        "█▏·µ…".encode(encoding)
-        ascii_only = False
-    except (UnicodeEncodeError, LookupError):
-        ascii_only = True
-    return Look(width=columns, color=to_terminal and not plain, ascii_only=ascii_only)
+    return (_strictly(analysis.warnings) if strict else 0) or (_failed(parsed, analysis.figures()) if parsed else 0)
 
 
 def _condition(text: str) -> Condition:
@@ -143,16 +100,15 @@ def _condition(text: str) -> Condition:
     return condition
 
 
-def _failed(conditions: list[Condition], analysis: Analysis | TableAnalysis) -> int:
-    figures = analysis.figures()
+def _failed(conditions: list[Condition], figures: dict[str, float]) -> int:
     held = [condition for condition in conditions if condition.holds(figures, {})]
     for condition in held:
         click.echo(f"ringprof: {condition.figure} is {figures[condition.figure]:.6g}: {condition.text}", err=True)
     return 1 if held else 0
 
 
-def _strictly(analysis: Analysis | TableAnalysis) -> int:
-    serious = [warning for warning in analysis.warnings if warning.code not in NOTES]
+def _strictly(warnings: list[Caveat]) -> int:
+    serious = [warning for warning in warnings if warning.code not in NOTES]
     if not serious:
         return 0
     count, first = len(serious), serious[0]

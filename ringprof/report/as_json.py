@@ -10,14 +10,12 @@ import msgspec
 
 from ringprof.analysis.findings.findings import Findings
 from ringprof.analysis.findings.summary import Communication, Summary
-from ringprof.analysis.findings.waterfall import Waterfall, WaterfallPart
-from ringprof.analysis.kinds.kinds import OTHER_GROUPS
-from ringprof.analysis.rank import Rank
+from ringprof.analysis.findings.waterfall import Waterfall
 from ringprof.analysis.transfers.clocks import UNKNOWN_NS
-from ringprof.run import Run
-from ringprof.trace.columns import Caveat
+from ringprof.report.sections import SECTIONS
 
 SCHEMA = "ringprof.report/1"
+_ORDER = ("schema", "source", "summary", "ranks", "steps", "waterfall", "run", "table", "warnings")
 
 
 def render(report: dict[str, Any]) -> str:
@@ -27,18 +25,15 @@ def render(report: dict[str, Any]) -> str:
 
 def as_dict(found: Findings, *, source: str, paths: Sequence[str]) -> dict[str, Any]:
     """The whole report; ``source`` is ``run`` or ``trace``, ``paths`` the files that were read."""
-    attribution = found.attribution
-    return {
-        "schema": SCHEMA,
-        "source": {"type": source, "paths": list(paths)},
-        "summary": _summary(found.summary) | _explanation(found) | {"partial_window": attribution.partial_window},
-        "ranks": [_rank(rank) for rank in attribution.ranks],
-        "steps": [msgspec.to_builtins(step) for step in found.steps] if found.lists_steps else [],
-        "waterfall": [_part(part) for part in found.waterfall.parts],
-        "run": _run(attribution.run) if attribution.run else None,
-        "table": None,
-        "warnings": [_warning(warning) for warning in attribution.warnings],
-    }
+    report: dict[str, Any] = dict.fromkeys(_ORDER)
+    report["schema"] = SCHEMA
+    report["source"] = {"type": source, "paths": list(paths)}
+    report["summary"] = _summary(found.summary) | _explanation(found)
+    report["summary"] |= {"partial_window": found.attribution.partial_window}
+    for section in SECTIONS:
+        if section.json:
+            report |= section.json(found)
+    return report
 
 
 def _summary(summary: Summary) -> dict[str, Any]:
@@ -91,16 +86,6 @@ def _bounds(waterfall: Waterfall) -> dict[str, int]:
     return {"free_communication": bounds.free_ns, "balanced": bounds.balanced_ns, "all_hidden": bounds.hidden_ns}
 
 
-def _part(part: WaterfallPart) -> dict[str, Any]:
-    return {
-        "part": part.part,
-        "time_ns": part.time_ns,
-        "share": part.share,
-        "tflops": part.tflops,
-        "evidence": part.evidence,
-    }
-
-
 def _communication(row: Communication) -> dict[str, Any]:
     return {
         "kind": row.kind,
@@ -112,64 +97,3 @@ def _communication(row: Communication) -> dict[str, Any]:
         "wire_gbps": row.wire_gbps,
         "best_gbps": row.best_gbps,
     }
-
-
-def _rank(rank: Rank) -> dict[str, Any]:
-    b = rank.breakdown
-    return {
-        "rank": rank.rank,
-        "host": rank.host,
-        "wall_ns": b.wall_ns,
-        "compute_ns": b.compute_ns,
-        "comm_ns": b.comm_ns,
-        "overlapped_ns": b.overlapped_ns,
-        "exposed_comm_ns": b.exposed_comm_ns,
-        "exposed_memory_ns": b.exposed_memory_ns,
-        "idle_ns": b.idle_ns,
-        **({"exposed_other_groups_ns": b.exposed_other_groups_ns} if OTHER_GROUPS in b.kinds else {}),
-        **({"background_ns": b.background_ns} if b.background_ns else {}),
-        "overlap_ratio": b.overlap_ratio,
-        "kinds_ns": {kind: figures.time_ns for kind, figures in b.kinds.items()},
-        "waits": _waits(rank),
-        "hops": _hops(rank),
-    }
-
-
-def _waits(rank: Rank) -> dict[str, dict[str, int]] | None:
-    """Wait and wire by kind; kinds with a kernel whose split is not known are left out."""
-    waits = {}
-    for kind in dict.fromkeys(row.kind for row in rank.carried):
-        rows = [row for row in rank.carried if row.kind == kind]
-        if all(row.timed == row.kernels for row in rows):
-            waits[kind] = {"wait_ns": sum(row.wait_ns for row in rows), "wire_ns": sum(row.wire_ns for row in rows)}
-    return waits or None
-
-
-def _hops(rank: Rank) -> dict[str, Any] | None:
-    totals = rank.hop_totals
-    if not totals.count:
-        return None
-    return {
-        "count": totals.count,
-        "bytes": totals.sent_bytes,
-        "wait_ns": totals.wait_ns,
-        "wire_ns": totals.wire_ns,
-        "wire_gbps": totals.wire_gbps,
-    }
-
-
-def _warning(warning: Caveat) -> dict[str, Any]:
-    return {
-        "code": warning.code,
-        "message": warning.message,
-        "rank": warning.rank,
-        "count": warning.count,
-        "byte_offset": warning.byte_offset,
-    }
-
-
-def _run(run: Run) -> dict[str, Any]:
-    """What was run and measured, without the times of every iteration: those are in the ``run.json``."""
-    plain: dict[str, Any] = msgspec.to_builtins(run)
-    kept = ("name", "created", "workload", "topology", "strategy", "kernel", "verification", "peak_memory_bytes")
-    return {key: plain[key] for key in kept}

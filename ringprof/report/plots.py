@@ -13,10 +13,10 @@ from ringprof.analysis.findings.findings import Findings
 from ringprof.analysis.findings.summary import PARTS
 from ringprof.analysis.steps.steps import Step
 from ringprof.report import palette
-from ringprof.report.lanes import timeline_of
 from ringprof.report.terms import LABELS
 from ringprof.report.terms import WATERFALL as WATERFALL_LABELS
 from ringprof.report.text import clean
+from ringprof.report.timeline import timeline_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ringprof.report.text import clean
+from ringprof.report.text import clean, csv_text
 
 # title, key of the row's figures, format, factor
 COLUMNS: tuple[tuple[str, str, str, float], ...] = (
@@ -41,29 +39,29 @@ def line(row: Mapping[str, Any]) -> str:
     """One row; what failed says so in place of its figures."""
     cells = _cells(row)
     if row["status"] != "ok":
-        return _line(cells[:6]) + f"  {row['status'].upper()}: {clean(row['reason'] or '')}"
+        return f"{_line(cells[:6])}  {_failure(row)}"
     return _line(cells)
+
+
+def _failure(row: Mapping[str, Any]) -> str:
+    return f"{row['status'].upper()}: {clean(row['reason'] or '')}"
 
 
 def render_markdown(rows: Sequence[Mapping[str, Any]]) -> str:
     """A Markdown table."""
-    lines = ["| " + " | ".join(title for title, *_ in COLUMNS) + " |", "|" + " --- |" * len(COLUMNS)]
+    lines = [[title for title, *_ in COLUMNS], ["---"] * len(COLUMNS)]
     for row in rows:
-        cells = [cell.replace("|", "\\|") for cell in _cells(row)]
+        cells = _cells(row)
         if row["status"] != "ok":
-            cells[6] = f"{row['status'].upper()}: {clean(row['reason'] or '')}".replace("|", "\\|")
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+            cells[6] = _failure(row)
+        lines.append([cell.replace("|", "\\|") for cell in cells])
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
 
 def render_csv(rows: Sequence[Mapping[str, Any]]) -> str:
     """CSV with the figures' own names and full precision."""
     keys = [*(key for _, key, _, _ in COLUMNS), "status", "reason"]
-    stream = io.StringIO()
-    writer = csv.writer(stream, lineterminator="\n")
-    writer.writerow(keys)
-    writer.writerows(["" if row.get(key) is None else row[key] for key in keys] for row in rows)
-    return stream.getvalue()
+    return csv_text(keys, ([row.get(key) for key in keys] for row in rows))
 
 
 def render_json(rows: Sequence[Mapping[str, Any]]) -> str:

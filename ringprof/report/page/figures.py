@@ -14,10 +14,10 @@ from ringprof.analysis.findings.waterfall import Waterfall
 from ringprof.analysis.kinds.kinds import KINDS
 from ringprof.analysis.steps.steps import Step
 from ringprof.report import palette
-from ringprof.report.lanes import Bar, Timeline
 from ringprof.report.terms import LABELS
 from ringprof.report.terms import WATERFALL as WATERFALL_LABELS
 from ringprof.report.text import clean
+from ringprof.report.timeline import Bar, Timeline
 
 MOST_LABELS = 32
 """Ranks up to which each has a label of its own beside an axis."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from ringprof.analysis.attribution import Attribution
 from ringprof.analysis.kinds.kinds import COMMUNICATION, KINDS
-from ringprof.analysis.rank import Rank
+from ringprof.analysis.rank import Detail, Rank
 from ringprof.analysis.steps.steps import Step
 
 MOST_BARS = 12_000
@@ -41,13 +41,44 @@ class Timeline(NamedTuple):
     thinned: bool
 
 
+class Activity(NamedTuple):
+    """One activity that a rank's breakdown counts; times by the rank's own clock, cut where the window is."""
+
+    row: int
+    """In ``trace.activities``."""
+    kind: str
+    name: str
+    stream: int
+    start_ns: int
+    end_ns: int
+
+
+def activities_of(detail: Detail) -> Iterator[Activity]:
+    """What ran in a rank's window on the device that is reported, by start; nothing on CPU.
+
+    Whatever draws or lists activities takes them from here, so that it shows what the figures are of.
+    """
+    rows, trace = detail.rows(), detail.classified.trace
+    columns = trace.activities
+    stream, name = columns.stream[rows.activity], columns.name[rows.activity]
+    for row, kind, at, on, start, end in zip(
+        *(column.tolist() for column in (rows.activity, rows.kind, name, stream, rows.start_ns, rows.end_ns)),
+        strict=True,
+    ):
+        yield Activity(row, KINDS[kind], trace.names[at], max(on, 0), start, end)
+
+
+def origins_of(attribution: Attribution) -> dict[int, int]:
+    """By rank: what to take from its times, so that the first activity of all is at 0 on one clock."""
+    offset = attribution.clocks.offset_ns
+    first = min(rank.breakdown.start_ns + offset[rank.rank] for rank in attribution.ranks)
+    return {rank.rank: first - offset[rank.rank] for rank in attribution.ranks}
+
+
 def timeline_of(attribution: Attribution, steps: Sequence[Step]) -> Timeline:
     """The bars of all ranks on one clock; none for ranks on CPU, whose traces hold no device activities."""
-    ranks = [rank for rank in attribution.ranks if not rank.on_cpu]
-    offset = attribution.clocks.offset_ns
-    first = min((rank.breakdown.start_ns + offset[rank.rank] for rank in ranks), default=0)
-    origin = {rank.rank: first - offset[rank.rank] for rank in ranks}
-    bars = [bar for rank in ranks for bar in _bars(rank, origin[rank.rank])]
+    origin = origins_of(attribution)
+    bars = [bar for rank in attribution.ranks if not rank.on_cpu for bar in _bars(rank, origin[rank.rank])]
     thinned = len(bars) > MOST_BARS
     if thinned:
         span = max(bar.end_ns for bar in bars)
@@ -55,24 +86,22 @@ def timeline_of(attribution: Attribution, steps: Sequence[Step]) -> Timeline:
     return Timeline(bars, list(steps), origin, thinned)
 
 
-def _bars(rank: Rank, origin: int) -> Iterable[Bar]:
-    trace, kinds = rank.classified.trace, rank.classified.kind
-    columns = trace.activities
-    split = {part.transfer.activity: part for part in rank.splits}
-    for at in rank.window.activities().tolist():
-        kind, name = KINDS[kinds[at]], trace.names[columns.name[at]]
-        start, end = int(columns.start_ns[at]) - origin, int(columns.end_ns[at]) - origin
-        if kind not in COMMUNICATION:
-            yield Bar(rank.rank, "compute", kind, kind, start, end, name)
+def _bars(rank: Rank, origin: int) -> Iterator[Bar]:
+    detail = rank.detail
+    split = {part.transfer.activity: part for part in detail.splits}
+    for one in activities_of(detail):
+        start, end = one.start_ns - origin, one.end_ns - origin
+        if one.kind not in COMMUNICATION:
+            yield Bar(rank.rank, "compute", one.kind, one.kind, start, end, one.name)
             continue
-        part = split.get(at)
+        part = split.get(one.row)
         if part is None or part.wire_ns is None:
-            yield Bar(rank.rank, "communication", "unsplit", kind, start, end, name)
+            yield Bar(rank.rank, "communication", "unsplit", one.kind, start, end, one.name)
             continue
-        ready = end - part.wire_ns
-        if ready > start:
-            yield Bar(rank.rank, "communication", "wait", kind, start, ready, name)
-        yield Bar(rank.rank, "communication", "wire", kind, ready, end, name)
+        ready = min(max(part.transfer.end_ns - part.wire_ns - origin, start), end)
+        for what, since, until in (("wait", start, ready), ("wire", ready, end)):
+            if until > since or what == "wire":
+                yield Bar(rank.rank, "communication", what, one.kind, since, until, one.name)
 
 
 def _joined(bars: Iterable[Bar], gap_ns: int) -> Iterable[Bar]:

@@ -1,0 +1,45 @@
+"""The options of every command that reads runs or traces: defined once, they mean and do the same everywhere."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from ringprof.options import LoadOptions
+
+NEWEST = "traces/run.json"
+"""What is read where no path is given."""
+
+_OPTIONS = (
+    click.option("--window", metavar="NAME",
+                 help="Look at the ranges of this name (* and ? fit any text), or at the whole 'trace'."),
+    click.option("--between", metavar="T1,T2",
+                 help="Look between two times from the trace's start, such as 10ms,20ms."),
+    click.option("--group", help="Only this process group's communication: its name, description or ranks (0,1,2,3)."),
+    click.option("--rules", type=click.Path(dir_okay=False), help="File of your own rules for what kernels are."),
+    click.option("--ranks-per-host", type=click.IntRange(min=1), help="Name the hosts where no trace does."),
+    click.option("--max-bytes", "limit_bytes", type=click.IntRange(min=1),
+                 help="How far a compressed trace may expand, or how large a log or pipe may be."
+                 "  [default: 16 GiB, 1 GiB, 4 GiB]"),
+    click.option("--jobs", type=click.IntRange(min=1), help="Processes for many ranks.  [default: one a CPU]"),
+    click.option("--scheduler", metavar="ADDRESS",
+                 help="Have the workers of a Dask cluster read the traces (tcp://...)."),
+)  # fmt: skip
+_NAMES = ("window", "between", "group", "rules", "ranks_per_host", "limit_bytes", "jobs", "scheduler")
+
+
+def reads_traces(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Gives a command the options; it gets them as one argument, ``reading``."""
+
+    @functools.wraps(function)
+    def command(**options: Any) -> Any:
+        chosen = {name: options.pop(name) for name in _NAMES}
+        return function(reading=LoadOptions(**chosen), **options)
+
+    decorated: Callable[..., Any] = command
+    for option in reversed(_OPTIONS):
+        decorated = option(decorated)
+    return decorated

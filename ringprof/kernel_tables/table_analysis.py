@@ -1,0 +1,70 @@
+"""Printed kernel tables, loaded and explained."""
+
+from __future__ import annotations
+
+import html
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from ringprof.analysis.findings.figures import figures_of_table
+from ringprof.benchmark_logs.read import LIMIT_BYTES
+from ringprof.files import read_whole
+from ringprof.kernel_tables import show
+from ringprof.kernel_tables.analyse import TableReport, analyse_table
+from ringprof.kernel_tables.read import read_tables
+from ringprof.report.text import TextStyle
+from ringprof.trace.columns import Caveat
+
+
+class TableAnalysis:
+    """Printed kernel tables, explained: what a table alone can prove. Made by `load_tables`."""
+
+    def __init__(self, name: str, reports: Sequence[TableReport]) -> None:
+        self.name, self.reports = name, tuple(reports)
+
+    @property
+    def warnings(self) -> list[Caveat]:
+        """What was odd in the tables."""
+        return [warning for report in self.reports for warning in report.warnings]
+
+    def report(self) -> dict[str, Any]:
+        """The JSON report (schema ``ringprof.report/1``) of the largest table."""
+        return show.whole_report(self.reports, [self.name])
+
+    def figures(self) -> dict[str, float]:
+        """The figures of the largest table by name, for conditions; see `ringprof.analysis.findings.figures`."""
+        return figures_of_table(show.largest_of(self.reports))
+
+    def to_terminal(self, style: TextStyle | None = None) -> str:
+        """The report of all tables as text."""
+        return show.render_all(self.reports, ascii_only=bool(style and style.ascii_only))
+
+    def __repr__(self) -> str:
+        return f"<ringprof.TableAnalysis of {self.name}>"
+
+    def _repr_html_(self) -> str:
+        """The terminal report, for notebooks."""
+        return f'<pre style="line-height: 1.2">{html.escape(self.to_terminal())}</pre>'
+
+
+def load_tables(
+    path: str | os.PathLike[str],
+    *,
+    wall_ns: int | None = None,
+    iterations: int | None = None,
+    limit_bytes: int | None = None,
+) -> TableAnalysis:
+    """Load a log with printed kernel tables: of torch.profiler or of ``nsys stats``, anywhere in it.
+
+    ``wall_ns``: wall time of the window that the tables are of; ``iterations``: how many it holds; ``limit_bytes``:
+    how large the log may be (1 GiB). Raises `KernelTableError` where there is no table, `InputError`.
+    """
+    name = os.fspath(path)
+    return parse_tables(read_whole(name, limit_bytes or LIMIT_BYTES), name, wall_ns, iterations)
+
+
+def parse_tables(data: bytes, name: str, wall_ns: int | None = None, iterations: int | None = None) -> TableAnalysis:
+    """As `load_tables`, from a log's content."""
+    tables = read_tables(data.decode("utf-8-sig", errors="replace"), name)
+    return TableAnalysis(name, [analyse_table(table, wall_ns, iterations) for table in tables])

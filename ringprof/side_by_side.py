@@ -1,0 +1,112 @@
+"""Runs, traces, printed tables and benchmark logs side by side."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from ringprof.analysis.findings import comparison
+from ringprof.analysis.findings.comparison import Comparison, Entry
+from ringprof.analysis.findings.entries import entry_of_row, entry_of_run, entry_of_table, labels_of
+from ringprof.api import Analysis, load_any
+from ringprof.benchmark_logs.read import read_log
+from ringprof.errors import KernelTableError, UsageError
+from ringprof.kernel_tables.table_analysis import TableAnalysis
+from ringprof.options import LoadOptions
+from ringprof.report import notebook, plots
+from ringprof.report.page import html
+from ringprof.report.page.several import comparison_document
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.axes import Axes
+
+
+class SideBySide(Comparison):
+    """What `compare` returns: a `Comparison` with a frame, plots, and a look in notebooks."""
+
+    def frame(self) -> pd.DataFrame:
+        """A row an entry: its label, its settings as text, its figures in their own units."""
+        import pandas as pd  # here, because it takes longer to import than most comparisons to make
+
+        rows = [
+            {"label": entry.label, **entry.settings, **{name: one.value for name, one in entry.figures.items()}}
+            for entry in self.entries
+        ]
+        return pd.DataFrame(rows).set_index("label")
+
+    def plot(self, kind: str = "comparison", ax: Axes | None = None) -> Axes:
+        """``comparison`` (a bar an entry) or ``scaling`` (a line a strategy over tokens), with matplotlib."""
+        draw = {"comparison": plots.comparison, "scaling": plots.scaling}
+        if kind not in draw:
+            raise UsageError(f"plot {kind!r}: there are {', '.join(draw)}")
+        return draw[kind](self, ax=ax)
+
+    def to_html(self) -> str:
+        """One HTML page that needs nothing else. Raises `MissingExtraError` without Bokeh."""
+        return html.render(comparison_document(self))
+
+    def _repr_html_(self) -> str:
+        return notebook.comparison_html(self)
+
+
+def compare(
+    *sources: str | os.PathLike[str] | Analysis | TableAnalysis,
+    window: str | None = None,
+    between: str | None = None,
+    group: str | None = None,
+    rules: str | os.PathLike[str] | None = None,
+    ranks_per_host: int | None = None,
+    limit_bytes: int | None = None,
+    jobs: int | None = None,
+    scheduler: str | None = None,
+) -> SideBySide:
+    """Set runs, traces, printed tables and benchmark logs side by side, in any mix, against the first.
+
+    A log stands for as many entries as it has rows. The options are those of `load`, for every path. Raises
+    `UsageError` for fewer than two entries, and what `load` raises.
+    """
+    options = LoadOptions(
+        window=window, between=between, group=group, rules=rules, ranks_per_host=ranks_per_host,
+        limit_bytes=limit_bytes, jobs=jobs, scheduler=scheduler,
+    )  # fmt: skip
+    return compare_with(sources, options)
+
+
+def compare_with(
+    sources: Sequence[str | os.PathLike[str] | Analysis | TableAnalysis], options: LoadOptions
+) -> SideBySide:
+    """As `compare`."""
+    paths = [str(source) for source in sources if isinstance(source, (str, os.PathLike))]
+    labels = iter(labels_of(paths) if paths else [])
+    entries: list[Entry] = []
+    for index, source in enumerate(sources):
+        if isinstance(source, (Analysis, TableAnalysis)):
+            entries += _entries_of(f"object {index + 1}", source)
+        else:
+            entries += _entries_at(next(labels), source, options)
+    if len(entries) < 2:
+        raise UsageError("a comparison needs two measurements or more: name another run, trace, table or log")
+    found = comparison.compare(entries)
+    return SideBySide(found.entries, found.differing, found.figures, found.differences)
+
+
+def _entries_at(label: str, path: str | os.PathLike[str], options: LoadOptions) -> list[Entry]:
+    try:
+        return _entries_of(label, load_any([path], options))
+    except KernelTableError:
+        rows = read_log(path).rows
+        if not rows:
+            raise
+        return [entry_of_row(row) for row in rows if not row.missing]
+
+
+def _entries_of(label: str, source: Analysis | TableAnalysis) -> list[Entry]:
+    if isinstance(source, Analysis):
+        return [entry_of_run(label, source.findings)]
+    several = len(source.reports) > 1
+    return [
+        entry_of_table(f"{label} table {index + 1}" if several else label, report)
+        for index, report in enumerate(source.reports)
+    ]
