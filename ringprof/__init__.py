@@ -15,10 +15,12 @@ if TYPE_CHECKING:
     from ringprof.api import Analysis, load
     from ringprof.capturing import capture
     from ringprof.kernel_tables.table_analysis import TableAnalysis, load_tables
+    from ringprof.options import LoadOptions
     from ringprof.side_by_side import compare
 
 _HOME = {
     "Analysis": "ringprof.api",
+    "LoadOptions": "ringprof.options",
     "TableAnalysis": "ringprof.kernel_tables.table_analysis",
     "capture": "ringprof.capturing",
     "compare": "ringprof.side_by_side",
@@ -26,7 +28,7 @@ _HOME = {
     "load_tables": "ringprof.kernel_tables.table_analysis",
 }
 
-__all__ = ["Analysis", "TableAnalysis", "__version__", "capture", "compare", "load", "load_tables"]
+__all__ = ["Analysis", "LoadOptions", "TableAnalysis", "__version__", "capture", "compare", "load", "load_tables"]
 
 
 def __getattr__(name: str) -> Any:

@@ -75,6 +75,12 @@ class Analysis:
         return self.attribution.run
 
     @property
+    def name(self) -> str:
+        """The run's name, else that of the trace or of the folder that the traces are in."""
+        paths = [Path(path) for path in self._source.paths]
+        return self.run.name if self.run else (paths[0] if len(paths) == 1 else paths[0].resolve().parent).name
+
+    @property
     def summary(self) -> Summary:
         """The run as a whole."""
         return self.findings.summary
@@ -145,13 +151,10 @@ class Analysis:
 
     def to_html(self) -> str:
         """The report as one HTML page that needs nothing else. Raises `MissingExtraError` without Bokeh."""
-        paths = [Path(path) for path in self._source.paths]
-        name = self.run.name if self.run else (paths[0] if len(paths) == 1 else paths[0].resolve().parent).name
-        return html.render(run_document(self.findings, self.report(), name))
+        return html.render(run_document(self.findings, self.report(), self.name))
 
     def __repr__(self) -> str:
-        name = self.run.name if self.run else f"{len(self.ranks)} traces"
-        return f"<ringprof.Analysis of {name}>"
+        return f"<ringprof.Analysis of {self.name}, {len(self.ranks)} ranks>"
 
     def _repr_html_(self) -> str:
         """Header, verdict and breakdown, for notebooks."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, cast
@@ -27,7 +27,7 @@ def is_url(name: str) -> bool:
 
 def open_binary(name: str) -> BinaryIO:
     """Open a file for reading. Raises `InputError` where it cannot be opened."""
-    with _told(name):
+    with _as_input_error(name):
         if not is_url(name):
             return open(name, "rb")
         system, path = _system_of(name)
@@ -36,13 +36,13 @@ def open_binary(name: str) -> BinaryIO:
 
 def read_bytes(name: str, size: int = -1) -> bytes:
     """A file's content, or its first ``size`` bytes. Raises `InputError`."""
-    with open_binary(name) as file, _told(name):
+    with open_binary(name) as file, _as_input_error(name):
         return file.read(size)
 
 
 def read_whole(name: str, limit_bytes: int) -> bytes:
     """A file's content, which must be no larger than ``limit_bytes``. Raises `InputError`."""
-    with open_binary(name) as file, _told(name):
+    with open_binary(name) as file, _as_input_error(name):
         return read_within(file, limit_bytes, name)
 
 
@@ -56,43 +56,36 @@ def read_within(file: BinaryIO, limit_bytes: int, name: str) -> bytes:
 
 def size_of(name: str) -> int:
     """Bytes of a file. Raises `InputError`."""
-    with _told(name):
-        if not is_url(name):
-            return os.stat(name).st_size
-        system, path = _system_of(name)
-        return int(system.size(path) or 0)
+    return int(_asked(name, lambda path: path.stat().st_size, "size") or 0)
 
 
 def is_folder(name: str) -> bool:
     """Whether there is a folder of this name. Raises `InputError`."""
-    with _told(name):
-        if not is_url(name):
-            return Path(name).is_dir()
-        system, path = _system_of(name)
-        return bool(system.isdir(path))
+    return bool(_asked(name, Path.is_dir, "isdir"))
 
 
 def is_file(name: str) -> bool:
     """Whether there is a file of this name. Raises `InputError`."""
-    with _told(name):
-        if not is_url(name):
-            return Path(name).is_file()
-        system, path = _system_of(name)
-        return bool(system.isfile(path))
+    return bool(_asked(name, Path.is_file, "isfile"))
 
 
 def exists(name: str) -> bool:
     """Whether there is a file or folder of this name. Raises `InputError`."""
-    with _told(name):
+    return bool(_asked(name, Path.exists, "exists"))
+
+
+def _asked(name: str, here: Callable[[Path], Any], elsewhere: str) -> Any:
+    """What this machine says of a path, or the file system of a URL by its function of this name."""
+    with _as_input_error(name):
         if not is_url(name):
-            return Path(name).exists()
+            return here(Path(name))
         system, path = _system_of(name)
-        return bool(system.exists(path))
+        return getattr(system, elsewhere)(path)
 
 
 def files_in(folder: str) -> list[str]:
     """The files of a folder, or where it has none those of the folders in it. Raises `InputError`."""
-    with _told(folder):
+    with _as_input_error(folder):
         if is_url(folder):
             return _files_at(folder)
         here = Path(folder)
@@ -161,7 +154,7 @@ class _Remote(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        with _told(self._name):
+        with _as_input_error(self._name):
             data = self._file.read(len(buffer))
         buffer[: len(data)] = data
         return len(data)
@@ -170,7 +163,7 @@ class _Remote(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = 0) -> int:
-        with _told(self._name):
+        with _as_input_error(self._name):
             return int(self._file.seek(offset, whence))
 
     def close(self) -> None:
@@ -180,22 +173,22 @@ class _Remote(io.RawIOBase):
 
 
 @contextmanager
-def _told(name: str) -> Iterator[None]:
+def _as_input_error(name: str) -> Iterator[None]:
     """Whatever goes wrong with a file becomes one line that names it."""
     try:
         yield
     except RingprofError:
         raise
     except ImportError as error:
-        raise MissingExtraError(f"{name}: {_line(error)}") from None
+        raise MissingExtraError(f"{name}: {_one_line(error)}") from None
     except OSError as error:
-        raise InputError(f"{name}: {error.strerror or _line(error)}") from None
+        raise InputError(f"{name}: {error.strerror or _one_line(error)}") from None
     except Exception as error:
         if not is_url(name):
             raise
         # The many file systems behind fsspec raise what they like: BadZipFile, TypeError, errors of their clients.
-        raise InputError(f"{name}: {_line(error)}") from None
+        raise InputError(f"{name}: {_one_line(error)}") from None
 
 
-def _line(error: Exception) -> str:
+def _one_line(error: Exception) -> str:
     return " ".join(str(error).split()) or type(error).__name__

@@ -17,7 +17,7 @@ MOST_RULES_BYTES = 1 << 24
 
 @dataclass(frozen=True, kw_only=True)
 class LoadOptions:
-    """Each field as the option of `ringprof.load` that has its name."""
+    """Each field is the option of `ringprof.load` that has its name."""
 
     window: str | None = None
     between: str | None = None

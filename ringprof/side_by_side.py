@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ringprof.analysis.findings import comparison
@@ -52,49 +51,29 @@ class SideBySide(Comparison):
 
 
 def compare(
-    *sources: str | os.PathLike[str] | Analysis | TableAnalysis,
-    window: str | None = None,
-    between: str | None = None,
-    group: str | None = None,
-    rules: str | os.PathLike[str] | None = None,
-    ranks_per_host: int | None = None,
-    limit_bytes: int | None = None,
-    jobs: int | None = None,
-    scheduler: str | None = None,
+    *sources: str | os.PathLike[str] | Analysis | TableAnalysis, reading: LoadOptions | None = None
 ) -> SideBySide:
     """Set runs, traces, printed tables and benchmark logs side by side, in any mix, against the first.
 
-    A log stands for as many entries as it has rows. The options are those of `load`, for every path. Raises
-    `UsageError` for fewer than two entries, and what `load` raises.
+    A log stands for as many entries as it has rows. ``reading``: how to read the paths. Raises `UsageError` for fewer
+    than two entries, and what `load` raises.
     """
-    options = LoadOptions(
-        window=window, between=between, group=group, rules=rules, ranks_per_host=ranks_per_host,
-        limit_bytes=limit_bytes, jobs=jobs, scheduler=scheduler,
-    )  # fmt: skip
-    return compare_with(sources, options)
-
-
-def compare_with(
-    sources: Sequence[str | os.PathLike[str] | Analysis | TableAnalysis], options: LoadOptions
-) -> SideBySide:
-    """As `compare`."""
-    paths = [str(source) for source in sources if isinstance(source, (str, os.PathLike))]
-    labels = iter(labels_of(paths) if paths else [])
+    names = [str(source) if isinstance(source, (str, os.PathLike)) else source.name for source in sources]
     entries: list[Entry] = []
-    for index, source in enumerate(sources):
+    for label, source in zip(labels_of(names) if names else [], sources, strict=True):
         if isinstance(source, (Analysis, TableAnalysis)):
-            entries += _entries_of(f"object {index + 1}", source)
+            entries += _entries_of(label, source)
         else:
-            entries += _entries_at(next(labels), source, options)
+            entries += _entries_at(label, source, reading or LoadOptions())
     if len(entries) < 2:
         raise UsageError("a comparison needs two measurements or more: name another run, trace, table or log")
     found = comparison.compare(entries)
     return SideBySide(found.entries, found.differing, found.figures, found.differences)
 
 
-def _entries_at(label: str, path: str | os.PathLike[str], options: LoadOptions) -> list[Entry]:
+def _entries_at(label: str, path: str | os.PathLike[str], reading: LoadOptions) -> list[Entry]:
     try:
-        return _entries_of(label, load_any([path], options))
+        return _entries_of(label, load_any([path], reading))
     except KernelTableError:
         rows = read_log(path).rows
         if not rows:

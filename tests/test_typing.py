@@ -24,7 +24,7 @@ SOUND = {
         walls: list[int] = [rank.breakdown.wall_ns for rank in run.attribution.ranks]
         verdict: list[str] = run.verdict
         tables: ringprof.TableAnalysis = ringprof.load_tables("kernels.log", wall_ns=1_000_000, iterations=3)
-        found = ringprof.compare(run, "other", tables, between="10ms,20ms")
+        found = ringprof.compare(run, "other", tables, reading=ringprof.LoadOptions(between="10ms,20ms"))
         page: str = found.to_html()
         with ringprof.capture("traces/mine"):
             pass
@@ -37,7 +37,7 @@ WRONG = {
     'ringprof.load("x").hopps()': "hopps",
     'ringprof.load_tables("x", group="cp")': "group",
     'ringprof.load_tables("x").hops()': "hops",
-    'ringprof.compare("x", "y", grup="cp")': "grup",
+    'ringprof.LoadOptions(grup="cp")': "grup",
 }
 
 

@@ -11,7 +11,7 @@ from ringprof.cli.reading import reads_traces
 from ringprof.cli.write import emit, text_style, write_text
 from ringprof.options import LoadOptions
 from ringprof.report import comparison as shown
-from ringprof.side_by_side import compare_with
+from ringprof.side_by_side import compare
 
 
 @click.command(name="compare")
@@ -40,7 +40,7 @@ def command(
     ringprof compare traces/main traces/branch --fail-if 'tflops < 0.95 * base'
     """
     parsed = [parse_condition(text) for text in conditions]
-    found = compare_with(paths, reading)
+    found = compare(*paths, reading=reading)
     emit(_text(found, form, output), output)
     if page:
         write_text(page, found.to_html())

@@ -13,7 +13,7 @@ from ringprof.cli.write import written
 from ringprof.errors import UsageError
 from ringprof.options import LoadOptions
 from ringprof.report import plots
-from ringprof.side_by_side import compare_with
+from ringprof.side_by_side import compare
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -48,7 +48,7 @@ def command(kind: str, paths: tuple[str, ...], reading: LoadOptions, output: str
 
 def _drawn(kind: str, paths: tuple[str, ...], reading: LoadOptions) -> Axes:
     if kind in OF_SEVERAL:
-        return compare_with(paths, reading).plot(kind)
+        return compare(*paths, reading=reading).plot(kind)
     analysis = load_any(paths, reading)
     if not isinstance(analysis, Analysis):
         raise UsageError(f"plot {kind}: a printed table has no such plot: give a run or traces")

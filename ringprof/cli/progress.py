@@ -4,22 +4,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from types import TracebackType
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import click
 
 
-class LineProgress:
+class LineProgress(AbstractContextManager["LineProgress"]):
     """A line for each phase: for logs and pipes."""
 
-    def __enter__(self) -> LineProgress:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         pass
 
     def say(self, text: str) -> None:
@@ -32,7 +26,7 @@ class LineProgress:
         pass
 
 
-class BarProgress:
+class BarProgress(AbstractContextManager["BarProgress"]):
     """A bar for each phase."""
 
     def __init__(self) -> None:
@@ -49,9 +43,7 @@ class BarProgress:
         self._progress.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._progress.stop()
 
     def say(self, text: str) -> None:

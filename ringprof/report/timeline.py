@@ -9,6 +9,8 @@ from ringprof.analysis.attribution import Attribution
 from ringprof.analysis.kinds.kinds import COMMUNICATION, KINDS
 from ringprof.analysis.rank import Detail, Rank
 from ringprof.analysis.steps.steps import Step
+from ringprof.report import palette
+from ringprof.report.terms import LABELS
 
 MOST_BARS = 12_000
 """More are joined: a screen has some thousand columns, and a page must stay quick."""
@@ -29,6 +31,13 @@ class Bar(NamedTuple):
     name: str
     """Of the activity; of the first of several."""
     activities: int = 1
+
+
+def drawn_as(what: str) -> tuple[str, str]:
+    """What a bar of this sort is called, and its colour."""
+    sorts = {"wait": ("waiting for a peer", palette.WAIT), "wire": ("on the wire", palette.WIRE),
+             "unsplit": ("communication", palette.UNSPLIT)}  # fmt: skip
+    return sorts.get(what) or (LABELS[what], palette.kind_colour(what))
 
 
 class Timeline(NamedTuple):

@@ -110,5 +110,6 @@ def test_wrong_usage_is_one_line(capsys, arguments, part):
 
 
 def test_objects_can_be_compared_from_python():
-    found = ringprof.compare(ringprof.load(ZIGZAG), ringprof.load(RING))
-    assert [entry.source for entry in found.entries] == ["run", "run"]
+    runs = [ringprof.load(ZIGZAG), ringprof.load(RING)]
+    found = ringprof.compare(*runs)
+    assert [(entry.label, entry.source) for entry in found.entries] == [(run.name, "run") for run in runs]
