@@ -12,6 +12,7 @@ run.report()         # the JSON report as a dict
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -32,6 +33,7 @@ from ringprof.report import as_json, notebook, terminal
 from ringprof.report.page import html
 from ringprof.report.page.run import run_document
 from ringprof.report.plots import Plots
+from ringprof.report.tables import Listing
 from ringprof.report.text import TextStyle
 from ringprof.run import RankTrace, Run, read_run
 from ringprof.scale.pipeline import explain_stored, explain_traces
@@ -56,12 +58,17 @@ MOST_BYTES_IN_MEMORY = 8 << 30
 """Bytes of JSON, all traces together, up to which they are: as columns that is a thirtieth."""
 
 
+MOST_PATHS_SHOWN = 3
+
+
 class Analysis:
     """One run, or the traces of one, explained. Made by `load`."""
 
     def __init__(self, findings: Findings, source: Input) -> None:
         self.findings = findings
         """Steps, waterfall and verdict, as values."""
+        self.given: tuple[str, ...] = source.paths
+        """The paths that it was loaded from, as they were given."""
         self._source = source
 
     @property
@@ -116,6 +123,10 @@ class Analysis:
         """Every ring step of every rank; columns `ringprof.analysis.steps.steps.STEP_COLUMNS`. May be empty."""
         return frames.step_frame(self.findings.steps)
 
+    def kernels(self) -> pd.DataFrame:
+        """Every kernel, copy and set by name; `ringprof.analysis.timeline.kernels.KERNEL_COLUMNS`. Empty on CPU."""
+        return frames.kernel_frame(self.attribution)
+
     def waterfall(self) -> pd.DataFrame:
         """From the device's peak to the speed achieved; `ringprof.analysis.findings.waterfall.WATERFALL_COLUMNS`."""
         return frames.waterfall_frame(self.findings.waterfall)
@@ -140,9 +151,16 @@ class Analysis:
         paths = [self._source.run] if self._source.run else list(self._source.paths)
         return as_json.as_dict(self.findings, source=self._source.type, paths=paths)
 
-    def to_terminal(self, style: TextStyle | None = None, sections: Sequence[str] = ()) -> str:
+    def to_terminal(
+        self, style: TextStyle | None = None, sections: Sequence[str] = (), listing: Listing | None = None
+    ) -> str:
         """The report for people, as text; ``sections``: what to add of `ringprof.report.sections.OPTIONAL`."""
-        return terminal.render(self.findings, style, sections)
+        return terminal.render(self.findings, style, sections, listing, self._path())
+
+    def _path(self) -> str:
+        """What was given, as a command takes it."""
+        shown = [os.path.relpath(path) if os.path.isabs(path) and _is_below_here(path) else path for path in self.given]
+        return " ".join(map(shlex.quote, shown)) if 0 < len(shown) <= MOST_PATHS_SHOWN else "PATH..."
 
     @cached_property
     def plot(self) -> Plots:
@@ -206,20 +224,15 @@ def load_any(
     iterations: int | None = None,
 ) -> Analysis | TableAnalysis:
     """What `load` or `load_tables` makes of it, whichever fits."""
-    given = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
+    given = [os.fspath(path) for path in ([paths] if isinstance(paths, (str, os.PathLike)) else paths)]
     source = detect(given)
-    if source.type == "run":
-        assert source.run is not None
-        return _load_run(source.run, source, reading)
     if source.type == "text":
         from ringprof.kernel_tables.table_analysis import load_tables
 
         return load_tables(source.paths[0], wall_ns=wall_ns, iterations=iterations, limit_bytes=reading.limit_bytes)
-    if _are_many(source.paths, reading):
-        many = TraceSet([_anywhere(name) for name in source.paths], [None] * len(source.paths), source.paths)
-        return _load_stored(many, source, reading)
-    traces = read_traces(source.paths, jobs=reading.jobs, limit_bytes=reading.limit_bytes)
-    return Analysis(explain_traces(traces, None, reading.ranks_per_host, reading.focus()), source)
+    analysis = _load_run(source.run, source, reading) if source.run else _load_traces(source, reading)
+    analysis.given = tuple(given)
+    return analysis
 
 
 def parse_any(
@@ -235,6 +248,14 @@ def parse_any(
         return parse_tables(data, name, wall_ns, iterations)
     trace = parse_trace(data, name, limit_bytes=reading.limit_bytes)
     return Analysis(explain_traces([trace], None, reading.ranks_per_host, reading.focus()), Input("trace", (name,)))
+
+
+def _load_traces(source: Input, reading: LoadOptions) -> Analysis:
+    if _are_many(source.paths, reading):
+        many = TraceSet([_anywhere(name) for name in source.paths], [None] * len(source.paths), source.paths)
+        return _load_stored(many, source, reading)
+    traces = read_traces(source.paths, jobs=reading.jobs, limit_bytes=reading.limit_bytes)
+    return Analysis(explain_traces(traces, None, reading.ranks_per_host, reading.focus()), source)
 
 
 def _load_run(path: str, source: Input, reading: LoadOptions) -> Analysis:
@@ -266,6 +287,10 @@ def _quickest(folder: str, trace: RankTrace) -> str:
 def _changed(path: str, size_bytes: int | None) -> bool:
     """Whether the trace is there and of another size. Elsewhere each look costs a request: no."""
     return size_bytes is not None and not is_url(path) and exists(path) and size_of(path) != size_bytes
+
+
+def _is_below_here(path: str) -> bool:
+    return os.path.abspath(path).startswith(os.path.join(os.getcwd(), ""))
 
 
 def _anywhere(path: str) -> str:

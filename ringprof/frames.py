@@ -14,7 +14,9 @@ from ringprof.analysis.kinds.kinds import KINDS
 from ringprof.analysis.rank import Rank
 from ringprof.analysis.steps.steps import STEP_COLUMNS, Step
 from ringprof.analysis.timeline.breakdown import Breakdown
+from ringprof.analysis.timeline.kernels import KERNEL_COLUMNS
 from ringprof.analysis.transfers.hops import Hop
+from ringprof.report.text import csv_text
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -90,9 +92,25 @@ def step_frame(steps: Iterable[Step]) -> pd.DataFrame:
     return _frame([msgspec.structs.asdict(step) for step in steps], STEP_COLUMNS)
 
 
+def kernel_frame(attribution: Attribution) -> pd.DataFrame:
+    """A row a name and kind."""
+    whole = sum(one.time_ns for one in attribution.kernels) or 1
+    rows = [
+        {**one._asdict(), "share": one.time_ns / whole, "mean_ns": one.mean_ns, "hidden": one.hidden}
+        for one in attribution.kernels
+    ]
+    return _frame(rows, KERNEL_COLUMNS)
+
+
 def waterfall_frame(waterfall: Waterfall) -> pd.DataFrame:
     """A row a part."""
     return _frame([asdict(part) for part in waterfall.parts], WATERFALL_COLUMNS)
+
+
+def as_csv(frame: pd.DataFrame) -> str:
+    """A frame as CSV; what is not known is empty."""
+    plain = frame.astype(object).where(frame.notna(), None)
+    return csv_text(list(frame.columns), plain.itertuples(index=False))
 
 
 def _frame(rows: list[dict[str, Any]], columns: Sequence[str]) -> pd.DataFrame:
@@ -100,7 +118,7 @@ def _frame(rows: list[dict[str, Any]], columns: Sequence[str]) -> pd.DataFrame:
 
     frame = pd.DataFrame(rows, columns=list(columns))
     for column in columns:
-        if column.endswith("_ns") or column == "bytes":
+        if (column.endswith("_ns") and column != "mean_ns") or column == "bytes":
             frame[column] = frame[column].astype("Int64")
     return frame
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import click
 
 from ringprof.analysis.findings.comparison import Comparison
-from ringprof.analysis.findings.conditions import parse_condition
+from ringprof.analysis.findings.conditions import Condition, parse_condition
 from ringprof.analysis.findings.entries import flat
 from ringprof.cli.reading import reads_traces
 from ringprof.cli.write import emit, text_style, write_text
@@ -44,17 +46,22 @@ def command(
     emit(_text(found, form, output), output)
     if page:
         write_text(page, found.to_html())
-    base = flat(found.entries[0].figures)
-    failed = False
-    for entry in found.entries[1:] or found.entries:
+    return 1 if _failed(found, parsed) else 0
+
+
+def _failed(found: Comparison, conditions: Sequence[Condition]) -> bool:
+    """Whether a condition holds for an entry; says which."""
+    base, failed = flat(found.entries[0].figures), False
+    for entry in found.entries[1:]:
         figures = flat(entry.figures)
-        for condition in parsed:
-            if condition.holds(figures, base):
+        shares = {name for name, one in entry.figures.items() if one.unit == "share"}
+        for condition in conditions:
+            if condition.holds(figures, base, shares):
                 failed = True
                 of_base = f" (base {base[condition.figure]:.6g})" if condition.figure in base else ""
                 message = f"{entry.label}: {condition.figure} is {figures[condition.figure]:.6g}{of_base}"
                 click.echo(f"ringprof: {message}: {condition.text}", err=True)
-    return 1 if failed else 0
+    return failed
 
 
 def _text(found: Comparison, form: str, output: str | None) -> str:

@@ -8,7 +8,7 @@ import json
 import click
 
 from ringprof.api import Analysis, load_any
-from ringprof.cli.reading import NEWEST, reads_traces
+from ringprof.cli.reading import newest_or, reads_traces
 from ringprof.cli.write import written
 from ringprof.errors import UsageError
 from ringprof.options import LoadOptions
@@ -30,7 +30,7 @@ def command(paths: tuple[str, ...], reading: LoadOptions, output: str) -> int:
     suffix = output.lower()
     if not suffix.endswith((".json", ".json.gz")):
         raise UsageError(f"--output {output}: a trace is written as .json or .json.gz")
-    analysis = load_any(paths or [NEWEST], reading)
+    analysis = load_any(newest_or(paths), reading)
     if not isinstance(analysis, Analysis):
         raise UsageError("export: a printed table has no timeline: give a run or traces")
     found = analysis.findings  # before a file is begun, as it may be refused

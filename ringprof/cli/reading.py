@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import click
 
+from ringprof.errors import InputError
+from ringprof.files import is_file
 from ringprof.options import LoadOptions
 
 NEWEST = "traces/run.json"
@@ -29,6 +31,13 @@ _OPTIONS = (
                  help="Have the workers of a Dask cluster read the traces (tcp://...)."),
 )  # fmt: skip
 _NAMES = ("window", "between", "group", "rules", "ranks_per_host", "limit_bytes", "jobs", "scheduler")
+
+
+def newest_or(paths: Sequence[str]) -> Sequence[str]:
+    """The paths, or without any the newest run. Raises `InputError` where there is none."""
+    if not paths and not is_file(NEWEST):
+        raise InputError(f"{NEWEST}: no run here yet: give a path, or record one with: ringprof record --help")
+    return paths or (NEWEST,)
 
 
 def reads_traces(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Callable
+import tempfile
+import webbrowser
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import click
 
 from ringprof.analysis.findings.conditions import Condition, parse_condition
+from ringprof.analysis.findings.figures import shares_among
 from ringprof.api import Analysis, load_any, parse_any
 from ringprof.cli.progress import loading_progress
-from ringprof.cli.reading import NEWEST, reads_traces
+from ringprof.cli.reading import newest_or, reads_traces
 from ringprof.cli.write import NARROWEST, emit, text_style, write_text
-from ringprof.errors import UsageError
-from ringprof.files import read_within
+from ringprof.errors import UsageError, nearest
+from ringprof.files import is_file, read_within, within
+from ringprof.frames import as_csv
+from ringprof.kernel_tables.table_analysis import TableAnalysis
 from ringprof.options import LoadOptions
 from ringprof.report import as_json
 from ringprof.report.sections import OPTIONAL
+from ringprof.report.tables import Listing
 from ringprof.trace.columns import NOTES, Caveat
 
 PIPE_LIMIT = 4 << 30
+FRAMES = ("breakdown", "iterations", "steps", "kernels", "hops", "waterfall")
+"""Tables that can be had as CSV: methods of `Analysis`."""
 
 
 def _sections(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -33,30 +43,24 @@ def _sections(function: Callable[..., Any]) -> Callable[..., Any]:
 @click.command(name="report")
 @click.argument("paths", nargs=-1, metavar="[PATH]...")
 @click.option("--format", "form", type=click.Choice(["terminal", "json"]), default="terminal", show_default=True)
+@click.option("--csv", "frame", type=click.Choice(FRAMES), help="Write one table as CSV instead of the report.")
 @click.option("-o", "--output", type=click.Path(dir_okay=False), help="Write to this file instead of the terminal.")
 @click.option("--width", type=click.IntRange(min=NARROWEST), help="Columns to use.  [default: the terminal's]")
 @click.option("--html", "page", type=click.Path(dir_okay=False), help="Also write the report as one HTML page.")
+@click.option("--open", "opens", is_flag=True, help="Open the page in a browser; without --html a temporary file.")
 @_sections
+@click.option("--sort", metavar="COLUMN", default="", help="Order --steps, --kernels and --hops, largest first.")
+@click.option("--top", type=click.IntRange(min=1), help="So many rows of each of them.")
+@click.option("--all", "everything", is_flag=True, help="All rows of them, every rank's own.")
 @click.option("--fail-if", "conditions", multiple=True, metavar="CONDITION",
               help="Exit with 1 where it holds: 'exposed_comm > 5%', 'max(idle) > 1%'; repeatable.")  # fmt: skip
 @click.option("--strict", is_flag=True, help="Exit with 2 where the report has warnings.")
 @reads_traces
-@click.option(
-    "--wall", type=click.FloatRange(min=0, min_open=True), help="Kernel table: wall time of the window in ms."
-)
+@click.option("--wall", type=click.FloatRange(min=0, min_open=True), metavar="MS",
+              help="Kernel table: wall time of the window in ms.")  # fmt: skip
 @click.option("--iters", type=click.IntRange(min=1), help="Kernel table: iterations in the window.")
 def command(
-    paths: tuple[str, ...],
-    reading: LoadOptions,
-    wall: float | None,
-    iters: int | None,
-    form: str,
-    output: str | None,
-    width: int | None,
-    page: str | None,
-    conditions: tuple[str, ...],
-    strict: bool,
-    **sections: bool,
+    paths: tuple[str, ...], reading: LoadOptions, conditions: tuple[str, ...], strict: bool, **options: Any
 ) -> int:
     """Show where the time of a run or trace went.
 
@@ -70,27 +74,59 @@ def command(
     ringprof report traces/run.json --fail-if 'exposed_comm > 5%'
     """
     parsed = [_condition(text) for text in conditions]
-    of_table = {"wall_ns": round(wall * 1e6) if wall else None, "iterations": iters}
+    sections = [name for name, asked in options.items() if name in OPTIONAL and asked]
+    _refuse_unknown_column(options["sort"], sections)
+    analysis = _loaded(paths, reading, options)
+    emit(_text(analysis, sections, options), options["output"])
+    if options["page"] or options["opens"]:
+        _write_page(_with_page(analysis), options["page"], options["opens"])
+    return (_strictly(analysis.warnings) if strict else 0) or (_failed(parsed, analysis.figures()) if parsed else 0)
+
+
+def _loaded(paths: Sequence[str], reading: LoadOptions, options: Mapping[str, Any]) -> Analysis | TableAnalysis:
+    of_table = {"wall_ns": round(options["wall"] * 1e6) if options["wall"] else None, "iterations": options["iters"]}
     if paths == ("-",):
         piped = read_within(sys.stdin.buffer, reading.limit_bytes or PIPE_LIMIT, "-")
-        analysis = parse_any(piped, "-", reading, **of_table)
-    elif "-" in paths:
+        return parse_any(piped, "-", reading, **of_table)
+    if "-" in paths:
         raise click.UsageError("- stands for one trace or log from a pipe and cannot go with other paths")
-    else:
-        with loading_progress() as notify:
-            analysis = load_any(paths or [NEWEST], replace(reading, notify=notify), **of_table)
-    if form == "json":
-        text = as_json.render(analysis.report())
-    elif isinstance(analysis, Analysis):
-        text = analysis.to_terminal(text_style(output, width), [name for name, shown in sections.items() if shown])
-    else:
-        text = analysis.to_terminal(text_style(output, width))
-    emit(text, output)
-    if page:
-        if not isinstance(analysis, Analysis):
-            raise UsageError("--html: a printed table has no page yet: give a run or traces")
-        write_text(page, analysis.to_html())
-    return (_strictly(analysis.warnings) if strict else 0) or (_failed(parsed, analysis.figures()) if parsed else 0)
+    if len(paths) > 1 and all(is_file(within(path, "run.json")) or path.endswith("run.json") for path in paths):
+        raise UsageError(f"these are {len(paths)} runs: set them side by side with: ringprof compare {' '.join(paths)}")
+    with loading_progress() as notify:
+        return load_any(newest_or(paths), replace(reading, notify=notify), **of_table)
+
+
+def _text(analysis: Analysis | TableAnalysis, sections: Sequence[str], options: Mapping[str, Any]) -> str:
+    if options["frame"]:
+        return as_csv(getattr(_with_page(analysis), options["frame"])())
+    if options["form"] == "json":
+        return as_json.render(analysis.report())
+    style = text_style(options["output"], options["width"])
+    if isinstance(analysis, TableAnalysis):
+        return analysis.to_terminal(style)
+    return analysis.to_terminal(style, sections, Listing(options["sort"], options["top"], options["everything"]))
+
+
+def _with_page(analysis: Analysis | TableAnalysis) -> Analysis:
+    if isinstance(analysis, TableAnalysis):
+        raise UsageError("--html, --open and --csv: a printed table has no page and no frames: give a run or traces")
+    return analysis
+
+
+def _write_page(analysis: Analysis, page: str | None, opens: bool) -> None:
+    path = page or os.path.join(tempfile.mkdtemp(prefix="ringprof-"), "report.html")
+    write_text(path, analysis.to_html())
+    if opens and not webbrowser.open(Path(path).resolve().as_uri()):
+        click.echo(f"ringprof: no browser to be had here: open {path}", err=True)
+
+
+def _refuse_unknown_column(name: str, sections: Sequence[str]) -> None:
+    columns = {column.name: None for section in sections for column in OPTIONAL[section].columns if column.name}
+    if not name or name in columns:
+        return
+    if not columns:
+        raise UsageError(f"--sort {name}: orders --steps, --kernels and --hops: ask for one of them")
+    raise UsageError(f"--sort {name}: no such column{nearest(name, columns)}; there are: {', '.join(columns)}")
 
 
 def _condition(text: str) -> Condition:
@@ -101,7 +137,7 @@ def _condition(text: str) -> Condition:
 
 
 def _failed(conditions: list[Condition], figures: dict[str, float]) -> int:
-    held = [condition for condition in conditions if condition.holds(figures, {})]
+    held = [condition for condition in conditions if condition.holds(figures, {}, shares_among(figures))]
     for condition in held:
         click.echo(f"ringprof: {condition.figure} is {figures[condition.figure]:.6g}: {condition.text}", err=True)
     return 1 if held else 0

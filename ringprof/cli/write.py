@@ -43,15 +43,18 @@ def written(path: str | Path) -> Iterator[None]:
 
 
 def text_style(output: str | None, width: int | None = None) -> TextStyle:
-    """How to write: colour only to a terminal that wants it, ASCII where the output knows no more."""
+    """How to write: colour only to a terminal that wants it or by FORCE_COLOR, ASCII where the output knows no more."""
     to_terminal = output is None and sys.stdout.isatty()
-    plain = bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"
+    forced = os.environ.get("FORCE_COLOR", "0") not in ("", "0")
+    plain = bool(os.environ.get("NO_COLOR")) or (os.environ.get("TERM") == "dumb" and not forced)
     columns = width or max(NARROWEST, shutil.get_terminal_size((80, 24)).columns)
     try:
         "█▏·µ…".encode("utf-8" if output else (sys.stdout.encoding or "ascii"))
         ascii_only = False
     except (UnicodeEncodeError, LookupError):
         ascii_only = True
+    color = (to_terminal or (forced and output is None)) and not plain
+    color = (to_terminal or (forced and output is None)) and not plain
     # Without a terminal, and where nobody asked for a width, nothing needs to be left out of a table.
     wide = not to_terminal and width is None and "COLUMNS" not in os.environ
-    return TextStyle(width=columns, color=to_terminal and not plain, ascii_only=ascii_only, wide_tables=wide)
+    return TextStyle(width=columns, color=color, ascii_only=ascii_only, wide_tables=wide)

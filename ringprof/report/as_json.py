@@ -12,7 +12,7 @@ from ringprof.analysis.findings.findings import Findings
 from ringprof.analysis.findings.summary import Communication, Summary
 from ringprof.analysis.findings.waterfall import Waterfall
 from ringprof.analysis.transfers.clocks import UNKNOWN_NS
-from ringprof.report.sections import SECTIONS
+from ringprof.report.sections import SECTIONS, kernels
 
 SCHEMA = "ringprof.report/1"
 _ORDER = ("schema", "source", "summary", "ranks", "steps", "waterfall", "run", "table", "warnings")
@@ -71,8 +71,12 @@ def _explanation(found: Findings) -> dict[str, Any]:
     return {
         "verdict": list(found.verdict),
         "steps_listed": found.lists_steps,
+        "largest_of_other": [
+            {"name": one.name, "time_ns": one.time_ns, "calls": one.calls} for one in found.attribution.largest_of_other
+        ],
         "bounds_ns": _bounds(waterfall),
         "peak": {"tflops": waterfall.peak.tflops, "source": waterfall.peak.source} if waterfall.peak else None,
+        "kernels": kernels.items(found),
         "clocks": {
             "hosts": len(set(clocks.host.values())),
             "residual_ns": residual,

@@ -12,20 +12,30 @@ from ringprof.analysis.findings.findings import Findings
 from ringprof.analysis.findings.summary import Summary
 from ringprof.analysis.transfers.hops import EMULATED
 from ringprof.report.sections import OPTIONAL, SECTIONS
+from ringprof.report.tables import Listing
 from ringprof.report.text import TextStyle, clean, duration, percent
 
 
-def render(found: Findings, style: TextStyle | None = None, sections: Sequence[str] = ()) -> str:
-    """The whole report as text that ends with a newline; ``sections``: what to add, of `sections.OPTIONAL`."""
-    style = style or TextStyle()
+def render(
+    found: Findings,
+    style: TextStyle | None = None,
+    sections: Sequence[str] = (),
+    listing: Listing | None = None,
+    path: str = "PATH",
+) -> str:
+    """The whole report as text that ends with a newline.
+
+    ``sections``: what to add, of `sections.OPTIONAL`; ``listing``: what of it; ``path``: of the run, for hints.
+    """
     attribution, summary = found.attribution, found.summary
+    style, listing = style or TextStyle(), listing or Listing()
     blocks = [style.wrap(header_of(attribution, summary), "bold")]
     blocks.append(style.wrap("\n".join(clean(line) for line in found.verdict)))
     *always, warnings = (section for section in SECTIONS if section.terminal and not section.option)
     for section in (*always, *(OPTIONAL[name] for name in sections), warnings):
         assert section.terminal is not None
-        blocks += section.terminal(found, style)
-    blocks.append(style.wrap("next: ringprof report PATH " + " · ".join(_next(attribution, sections)), "dim"))
+        blocks += section.terminal(found, style, listing)
+    blocks.append(style.wrap(f"next: ringprof report {path} " + " · ".join(_next(attribution, sections)), "dim"))
     return style.finish("\n\n".join(blocks))
 
 

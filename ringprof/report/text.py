@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 import sys
 import textwrap
 from collections.abc import Iterable, Sequence
@@ -14,13 +15,29 @@ BLOCKS = " ▏▎▍▌▋▊▉█"
 _ASCII = str.maketrans({"·": "|", "█": "#", "…": "~", "µ": "u"})
 _UNITS = ((10e9, 1e9, "s"), (1e6, 1e6, "ms"), (0.0, 1e3, "µs"))
 LONGEST_NAME = 200
+LONGEST_KERNEL = 2_000
+_NAMESPACE = re.compile(r"\b(?:\w{1,100}::)+(?=\w)")
 
 
-def clean(text: str) -> str:
+def clean(text: str, longest: int = LONGEST_NAME) -> str:
     """A name from a file, safe to print: one line, no control or direction characters, not endless."""
     plain = "".join(char if char.isprintable() else " " for char in text)
     plain = " ".join(plain.split())
-    return plain if len(plain) <= LONGEST_NAME else plain[: LONGEST_NAME - 1] + "…"
+    return plain if len(plain) <= longest else plain[: longest - 1] + "…"
+
+
+def short_name(kernel: str) -> str:
+    """A kernel's name without namespaces and what it returns and takes: ``f<8, G>`` of ``void a::f<8, b::G>(int)``."""
+    name = kernel.removeprefix("void ")
+    at, depth = len(name) - 1, 0
+    while name.endswith(")") and at > 0:
+        depth += {")": 1, "(": -1}.get(name[at], 0)
+        if not depth:
+            # "Memset (Device)" takes nothing.
+            name = name[:at] if name[at - 1] != " " else name
+            break
+        at -= 1
+    return clean(_NAMESPACE.sub("", name) or kernel, LONGEST_KERNEL)
 
 
 def in_ascii(text: str) -> str:

@@ -83,18 +83,18 @@ def test_a_printed_table_has_figures_too(capsys):
 def test_the_further_tables_are_shown_when_asked_for(capsys):
     _, plain, _ = report(capsys)
     assert "ring steps" not in plain
-    code, out, _ = report(capsys, "--steps", "--hops", "--waterfall")
+    code, out, _ = report(capsys, "--steps", "--hops", "--waterfall", "--kernels", "--all")
     assert code == 0
-    for title in ("ring steps", "hops", "waterfall"):
+    for title in ("ring steps", "hops", "waterfall", "kernels"):
         assert any(line.startswith(title) for line in out.splitlines())
     assert "rank 0 fwd 0" in out
     assert "bound by" in out
     assert "needed work at peak" in out
-    assert "next: ringprof report PATH --html report.html · --format json" in out
+    assert "next: ringprof report traces/h200x4-ring-262144 --html report.html · --format json" in out
 
 
 def test_a_step_row_shows_the_json_reports_figures(capsys):
-    _, out, _ = report(capsys, "--steps")
+    _, out, _ = report(capsys, "--steps", "--all")
     step = json.loads(report(capsys, "--format", "json")[1])["steps"][0]
     row = next(line for line in out.splitlines() if line.startswith("rank 0 fwd 0")).split()
     times = [step["block_ns"], step["end_ns"] - step["start_ns"]]

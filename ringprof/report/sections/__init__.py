@@ -5,7 +5,7 @@ A new section is a row of `SECTIONS` and a module of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from ringprof.analysis.findings.findings import Findings
@@ -22,6 +22,7 @@ from ringprof.report.sections import (
     warnings,
     waterfall,
 )
+from ringprof.report.tables import Column, Listing
 from ringprof.report.text import TextStyle
 
 
@@ -32,7 +33,7 @@ class Section(NamedTuple):
     """Also of the option that asks for it in the terminal."""
     title: str = ""
     """On the page."""
-    terminal: Callable[[Findings, TextStyle], list[str]] | None = None
+    terminal: Callable[[Findings, TextStyle, Listing], list[str]] | None = None
     """Blocks of text; none where there is nothing to say."""
     json: Callable[[Findings], dict[str, Any]] | None = None
     """What it adds to the report."""
@@ -42,6 +43,8 @@ class Section(NamedTuple):
     """What the option says of itself; empty where the terminal report always has this section."""
     on_cpu: bool = True
     """Whether a CPU run can tell it."""
+    columns: Sequence[Column] = ()
+    """Of a listing that can be sorted."""
 
 
 SECTIONS = (
@@ -53,10 +56,11 @@ SECTIONS = (
     Section("breakdown", "Breakdown by rank", breakdown.terminal, breakdown.json, breakdown.html),
     Section("timeline", "Timeline", html=timeline.html),
     Section("steps", "Ring steps", steps.terminal, steps.json, steps.html,
-            "Also show every ring step: block, hops, what was exposed and why.", on_cpu=False),
-    Section("kernels", "Kernels", html=kernels.html),
+            "Also show ring steps: block, hops, what was exposed and why.", on_cpu=False, columns=steps.COLUMNS),
+    Section("kernels", "Kernels", kernels.terminal, html=kernels.html,
+            option="Also show kernels by name: time, calls, hidden or exposed.", on_cpu=False, columns=kernels.COLUMNS),
     Section("hops", "Hops and bandwidth", hops.terminal, html=hops.html,
-            option="Also show every hop: peers, bytes, wait, wire and rate.", on_cpu=False),
+            option="Also show hops: peers, bytes, wait, wire and rate.", on_cpu=False, columns=hops.COLUMNS),
     Section("settings", "Settings and environment", html=run.html),
     Section("warnings", "Warnings", warnings.terminal, warnings.json, warnings.html),
 )  # fmt: skip

@@ -9,20 +9,24 @@ from ringprof.analysis.findings.summary import KindRow, Summary
 from ringprof.analysis.kinds.kinds import OTHER_GROUPS
 from ringprof.analysis.rank import Rank
 from ringprof.report.page.document import Content
-from ringprof.report.tables import BETWEEN, Column, Table, TextColumn, text_table
+from ringprof.report.tables import BETWEEN, Column, Listing, Table, TextColumn, text_table
 from ringprof.report.terms import LABELS
-from ringprof.report.text import TextStyle, duration, in_unit, percent, rounded_to_sum, unit_for
+from ringprof.report.text import TextStyle, duration, in_unit, percent, rounded_to_sum, short_name, unit_for
 
 LONGEST_BAR = 20
+WORTH_LISTING = 0.01
+"""Share of the wall from which the terminal names what is left in other compute; JSON and page always do."""
 _LEFT_OUT = (
     "Of so many ranks this page leaves out timeline, ring steps, kernels and hops: "
     "report on the files of a few ranks to see those."
 )
 
 
-def terminal(found: Findings, style: TextStyle) -> list[str]:
+def terminal(found: Findings, style: TextStyle, listing: Listing) -> list[str]:
     """A table by part, one by kind and, of several ranks, one by rank."""
     blocks = [_by_part(found.summary, style), _by_kind(found.summary, found.attribution.on_cpu, style)]
+    if found.summary.other_share >= WORTH_LISTING and found.attribution.kernels:
+        blocks.append(_largest_of_other(found).text(style))
     return [*blocks, _by_rank(found.summary).text(style)] if len(found.attribution.ranks) > 1 else blocks
 
 
@@ -68,6 +72,26 @@ def _kind_note(row: KindRow, on_cpu: bool) -> str:
     if row.hidden is not None:
         return f"{percent(row.hidden, 0)} hidden"
     return "blocked in wait" if row.kind == "send_recv" and on_cpu else ""
+
+
+def _largest_of_other(found: Findings) -> Table:
+    count = len(found.attribution.ranks)
+    columns = (
+        Column("", folds=True),
+        Column("time", "time"),
+        Column("of wall", "share"),
+        Column("calls", "rough count"),
+    )
+    rows = [
+        [
+            short_name(one.name),
+            one.time_ns / count,
+            one.time_ns / count / found.summary.parts[-1].mean_ns,
+            one.calls / count,
+        ]
+        for one in found.attribution.largest_of_other
+    ]
+    return Table("largest of other compute", columns, rows)
 
 
 def _by_rank(summary: Summary) -> Table:
@@ -151,5 +175,5 @@ def html(found: Findings, report: dict[str, Any], figures: Any) -> Content:
         hops = [(rank["hops"] or {}).get(name) for name in ("wait_ns", "wire_ns", "wire_gbps")]
         spent = [rank[f"{name}_ns"] for name in times]
         rows.append([rank["rank"], rank["host"] or "unknown", *spent, rank["overlap_ratio"], *hops])
-    table = Table("", columns, rows).page("run.breakdown()")
+    table = Table("", columns, rows, "run.breakdown()").page()
     return Content(figures.breakdown(report["ranks"]), [table], [] if found.lists_steps else [_LEFT_OUT])

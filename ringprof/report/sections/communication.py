@@ -6,12 +6,13 @@ from ringprof.analysis.findings.findings import Findings
 from ringprof.analysis.findings.summary import Communication
 from ringprof.analysis.kinds.kinds import in_a_sentence
 from ringprof.analysis.transfers.hops import OTHER_HOST, SAME_HOST
+from ringprof.report.tables import Listing
 from ringprof.report.text import TextStyle, percent
 
 _LINKS = {SAME_HOST: "within a host", OTHER_HOST: "between hosts"}
 
 
-def terminal(found: Findings, style: TextStyle) -> list[str]:
+def terminal(found: Findings, style: TextStyle, listing: Listing) -> list[str]:
     """None on CPU, where no transfer's own time is known."""
     rows = found.summary.communication
     return [style.wrap("\n".join(map(_line, rows)))] if rows and not found.attribution.on_cpu else []

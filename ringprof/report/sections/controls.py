@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from ringprof.analysis.findings.findings import Findings
-from ringprof.report.tables import TextColumn, text_table
+from ringprof.report.tables import Listing, TextColumn, text_table
 from ringprof.report.text import TextStyle, in_unit, percent, rate, slower_or_faster, unit_for
 
 
-def terminal(found: Findings, style: TextStyle) -> list[str]:
+def terminal(found: Findings, style: TextStyle, listing: Listing) -> list[str]:
     """A row a control, each with its share of an ordinary iteration, and what follows from them."""
     c = found.summary.rates.controls
     if c is None:

@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ringprof.analysis.findings.findings import Findings
-from ringprof.analysis.transfers.hops import Hop
+from ringprof.analysis.transfers.hops import Hop, hop_totals
 from ringprof.report.page.document import Content
-from ringprof.report.tables import Column, Table
+from ringprof.report.tables import Column, Listing, Table, mean
 from ringprof.report.terms import LABELS
 from ringprof.report.text import TextStyle
 
-MOST_HOPS_LISTED = 200
-
-
-_COLUMNS = (
-    Column("to"), Column("from", drop=4), Column("MB", "bytes"), Column("start", "time", 3),
-    Column("duration", "time", 2), Column("wait", "time"), Column("wire", "time"), Column("GB/s", "rate"),
-    Column("exposed", "time", 1),
+_FIGURES = (
+    Column("MB", "bytes"), Column("start", "time", 3), Column("duration", "time", 2), Column("wait", "time"),
+    Column("wire", "time"), Column("GB/s", "rate"), Column("exposed", "time", 1),
 )  # fmt: skip
+COLUMNS = (Column(""), Column("to", drop=4), Column("from", drop=5), *_FIGURES)
+_WORST = (Column("worst\nrank", "count"), Column("it\nexposes", "time"))
 
 
-def terminal(found: Findings, style: TextStyle) -> list[str]:
-    """A row a hop, of the ranks' first ones where they are many."""
+def terminal(found: Findings, style: TextStyle, listing: Listing) -> list[str]:
+    """A row for the n-th hop of all ranks, with means and the rank that exposes most; or a row a hop."""
     attribution = found.attribution
     hops = [hop for rank in attribution.ranks for hop in rank.hops]
     if not hops and attribution.on_cpu:
@@ -30,26 +30,41 @@ def terminal(found: Findings, style: TextStyle) -> list[str]:
         return [style.wrap(f"hops: {text}")]
     if not hops:
         return [style.wrap("hops: none; these ranks exchange nothing with neighbours alone")]
-    start = min(hop.start_ns for hop in hops)
-    rows = [[f"rank {hop.rank} hop {hop.number}", *_figures(hop, start)] for hop in hops[:MOST_HOPS_LISTED]]
-    made = Table("hops", (Column(""), *_COLUMNS), rows).text(style)
-    left = len(hops) - MOST_HOPS_LISTED
-    more = f"and {left} more: --format json sums them, run.hops() lists them"
-    return [f"{made}\n{style.wrap(more, 'dim')}" if left > 0 else made]
+    offset = attribution.clocks.offset_ns
+    first = min(hop.start_ns + offset[hop.rank] for hop in hops)
+    starts = {hop.rank: first - offset[hop.rank] for hop in hops}
+    if listing.everything or len(starts) == 1:
+        peers = [[",".join(map(str, ranks)) or "-" for ranks in (hop.sent_to, hop.received_from)] for hop in hops]
+        rows = [
+            [f"rank {hop.rank} hop {hop.number}", *names, *_figures([hop], starts)]
+            for hop, names in zip(hops, peers, strict=True)
+        ]
+        return [Table("hops", COLUMNS, rows).listed(style, listing)]
+    groups: dict[int, list[Hop]] = defaultdict(list)
+    for hop in hops:
+        groups[hop.number].append(hop)
+    rows = [[f"hop {number}", *_figures(groups[number], starts), *_worst(groups[number])] for number in sorted(groups)]
+    table = Table(f"hops, mean of {len(starts)} ranks", (COLUMNS[0], *_FIGURES, *_WORST), rows, "--all")
+    note = style.wrap("the n-th of every rank in one row; every rank's, with its peers: --all", "dim")
+    return [table.listed(style, listing) + "\n" + note]
 
 
-def _figures(hop: Hop, start_ns: int) -> list[Any]:
+def _figures(hops: Sequence[Hop], starts: Mapping[int, int]) -> list[Any]:
+    """Means over hops; their rate is all bytes over all wire time."""
     return [
-        ",".join(map(str, hop.sent_to)) or "-",
-        ",".join(map(str, hop.received_from)) or "-",
-        hop.sent_bytes,
-        hop.start_ns - start_ns,
-        hop.end_ns - hop.start_ns,
-        hop.wait_ns,
-        hop.wire_ns,
-        hop.wire_gbps,
-        hop.exposed_ns,
+        mean([hop.sent_bytes for hop in hops]),
+        mean([hop.start_ns - starts[hop.rank] for hop in hops]),
+        mean([hop.end_ns - hop.start_ns for hop in hops]),
+        mean([hop.wait_ns for hop in hops]),
+        mean([hop.wire_ns for hop in hops]),
+        hop_totals(hops).wire_gbps,
+        mean([hop.exposed_ns for hop in hops]),
     ]
+
+
+def _worst(hops: Sequence[Hop]) -> tuple[int, int]:
+    worst = max(hops, key=lambda hop: hop.exposed_ns)
+    return worst.rank, worst.exposed_ns
 
 
 _LINKS = (
@@ -78,4 +93,4 @@ def html(found: Findings, report: dict[str, Any], figures: Any) -> Content | Non
          hop.end_ns - hop.start_ns, hop.wait_ns, hop.wire_ns, hop.wire_gbps, hop.exposed_ns]
         for hop in hops
     ]  # fmt: skip
-    return Content(tables=[Table("", _LINKS, links).page(), Table("", columns, rows).page("run.hops()")])
+    return Content(tables=[Table("", _LINKS, links).page(), Table("", columns, rows, "run.hops()").page()])

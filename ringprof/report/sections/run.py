@@ -9,6 +9,7 @@ import msgspec
 from ringprof.analysis.findings.findings import Findings
 from ringprof.analysis.findings.summary import Rates
 from ringprof.report.page.document import Content, PageTable, text
+from ringprof.report.tables import Listing
 from ringprof.report.text import TextStyle, binary_size, clean, duration, rate, slower_or_faster
 from ringprof.run import Run, Verification, Workload
 
@@ -16,7 +17,7 @@ _PARTIAL = "a part of the run was chosen: rates, controls and memory of whole it
 _KEPT = ("name", "created", "workload", "topology", "strategy", "kernel", "verification", "peak_memory_bytes")
 
 
-def terminal(found: Findings, style: TextStyle) -> list[str]:
+def terminal(found: Findings, style: TextStyle, listing: Listing) -> list[str]:
     """None for traces that nothing else is known of."""
     run, rates = found.attribution.run, found.summary.rates
     if run is None:

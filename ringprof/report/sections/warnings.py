@@ -7,10 +7,11 @@ from typing import Any
 
 from ringprof.analysis.findings.findings import Findings
 from ringprof.report.page.document import Content, PageTable, number, text
+from ringprof.report.tables import Listing
 from ringprof.report.text import TextStyle, clean
 
 
-def terminal(found: Findings, style: TextStyle) -> list[str]:
+def terminal(found: Findings, style: TextStyle, listing: Listing) -> list[str]:
     """A line a warning, with its code."""
     lines = []
     for warning in found.attribution.warnings:

@@ -8,12 +8,12 @@ from typing import Any
 from ringprof.analysis.findings.findings import Findings
 from ringprof.analysis.findings.waterfall import Bounds, Waterfall
 from ringprof.report.page.document import Content
-from ringprof.report.tables import Column, Table, TextColumn, text_table
+from ringprof.report.tables import Column, Listing, Table, TextColumn, text_table
 from ringprof.report.terms import WATERFALL as LABELS
 from ringprof.report.text import TextStyle, clean, duration, in_unit, percent, rate, rounded_to_sum, unit_for
 
 
-def terminal(found: Findings, style: TextStyle) -> list[str]:
+def terminal(found: Findings, style: TextStyle, listing: Listing) -> list[str]:
     """The parts from the peak down, each with the speed left after it, and the line that it rests on."""
     waterfall = found.waterfall
     unit_ns, unit = unit_for(waterfall.wall_ns)
