@@ -21,6 +21,8 @@ from ringprof.errors import InputError, RecordError, UnfitWorkloadError, UsageEr
 from ringprof.record import Request
 from ringprof.record.ending.failure import Interrupted
 from ringprof.record.progress import Silent
+from ringprof.report.sweep import COLUMNS, SweepTable
+from ringprof.report.text import TextStyle
 from ringprof.run import Controls, Workload, write_run
 from ringprof.scale.pipeline import attribute
 from tests.analysis.findings.test_summary import ring_with_compute
@@ -179,3 +181,13 @@ def test_a_real_sweep_on_two_ranks_and_again(capsys, tmp_path, monkeypatch):
     assert json.loads(capsys.readouterr().out)["schema"] == "ringprof.bench/1"
     assert cli.run([*arguments, "--format", "markdown"]) == 0
     assert capsys.readouterr().out.startswith("| Dtype | B | Seq Len |")
+
+
+@pytest.mark.parametrize(("width", "title"), [(80, "no room for"), (200, "parameters")])
+def test_a_row_fits_the_terminal(width, title):
+    table = SweepTable(TextStyle(width=width))
+    figures = {one.key: 1234.5 / one.factor if one.form else "name" for one in COLUMNS}
+    row = table.line({**figures, "status": "ok", "reason": None})
+    assert title in table.header and max(map(len, [*table.header.splitlines(), row])) <= width
+    assert len(row) == len(table.header.splitlines()[0])
+    assert table.line({**figures, "status": "oom", "reason": "too long"}).endswith("  OOM: too long")

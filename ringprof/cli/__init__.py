@@ -24,6 +24,7 @@ COMMANDS = {
     "logs": ("ringprof.cli.logs", "Read benchmark logs into one table and audit them."),
     "plot": ("ringprof.cli.plot", "Draw a plot as PNG, SVG or PDF."),
     "report": ("ringprof.cli.report", "Show where the time of a run or trace went."),
+    "runs": ("ringprof.cli.runs", "List the runs of a folder."),
     "strategies": ("ringprof.cli.strategies", "List the strategies, or one strategy's parameters."),
 }
 

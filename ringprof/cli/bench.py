@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from ringprof.cli.progress import reporter
-from ringprof.cli.write import write_text
+from ringprof.cli.write import text_style, write_text
 from ringprof.record import Request
 from ringprof.report import sweep as shown
 from ringprof.report.page import html
@@ -72,13 +72,14 @@ def command(
     """
     requests = plan(_base(options), strategies, seqs, kernels, _params(options["params"]))
     rows = []
+    table = shown.SweepTable(text_style(None))
     if form == "terminal":
-        click.echo(shown.header())
+        click.echo(table.header)
     with reporter() as progress:
         for row, analysis in run_sweep(requests, Path(output), progress):
             rows.append(figures_of(row, analysis))
             if form == "terminal":
-                click.echo(shown.line(rows[-1]))
+                click.echo(table.line(rows[-1]))
                 sys.stdout.flush()
     if form != "terminal":
         click.echo(FORMATS[form](rows), nl=False)

@@ -21,7 +21,8 @@ NARROWEST = 78
 def emit(text: str, output: str | None) -> None:
     """Print, or write to the file that was asked for instead."""
     if output is None:
-        click.echo(text, nl=False)
+        # Coloured by `text_style` or not at all: click would take forced colours out again.
+        click.echo(text, nl=False, color=True)
     else:
         write_text(output, text)
 

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from ringprof.analysis.findings.comparison import WATERFALL, Comparison, Difference, Figure
-from ringprof.report.tables import TextColumn, text_table
+from ringprof.report.tables import TextColumn, table_width, text_table
 from ringprof.report.text import TextStyle, clean, csv_text
 
 SCHEMA = "ringprof.compare/1"
@@ -56,24 +56,35 @@ def render_csv(comparison: Comparison) -> str:
 
 
 def render(comparison: Comparison, style: TextStyle) -> str:
-    """For the terminal: settings that differ, then a line a figure with each entry beside the first."""
-    lines = [f"{'base' if index == 0 else index}: {clean(entry.label)} ({entry.source})"
-             for index, entry in enumerate(comparison.entries)]  # fmt: skip
-    lines += _warnings(comparison)
-    columns = _columns(comparison)
+    """For the terminal: settings that differ, then figures: a line a figure, or a line an entry where room is short."""
+    lines = [style.wrap(f"{name}: {clean(entry.label)} ({entry.source})")
+             for name, entry in zip(_columns(comparison), comparison.entries, strict=True)]  # fmt: skip
+    lines += map(style.wrap, _warnings(comparison))
     if comparison.differing:
         rows = [[clean(name), *(clean(value or UNKNOWN) for value in values)]
                 for name, values in comparison.differing.items()]  # fmt: skip
-        lines += ["", "what differs", text_table([*map(TextColumn, ("", *columns))], rows, style)]
+        lines += ["", _either_way("what differs", rows, comparison, style)]
     parts = [name for name in comparison.figures if name.startswith(WATERFALL)]
     rows = [_figure_row(comparison, name) for name in comparison.figures if name not in parts]
+    lines += ["", _either_way("figures, of one iteration", rows, comparison, style)]
     if parts:
-        empty = [""] * len(comparison.entries)
-        rows += [["", *empty], ["waterfall: parts of the slowest rank's wall", *empty]]
-        rows += [_figure_row(comparison, name) for name in parts]
-    lines += ["", text_table([*map(TextColumn, ("figures, of one iteration", *columns))], rows, style)]
-    lines += ["", *_legend(comparison)]
+        rows = [_figure_row(comparison, name) for name in parts]
+        lines += ["", _either_way("waterfall: parts of the slowest rank's wall", rows, comparison, style)]
+    lines += ["", *map(style.wrap, _legend(comparison))]
     return style.finish("\n".join(lines))
+
+
+def _either_way(title: str, rows: list[list[str]], comparison: Comparison, style: TextStyle) -> str:
+    """A row a name with a column an entry or, where that is too wide, a row an entry."""
+    heading = style.paint(title, "bold")
+    columns = [*map(TextColumn, ("", *_columns(comparison)))]
+    if table_width(columns, rows) <= style.table_width:
+        return f"{heading}\n{text_table(columns, rows, style)}"
+    heads = [TextColumn("", folds=True), *(TextColumn(row[0].replace("_", "_\n").replace(" ", "\n")) for row in rows)]
+    turned = [list(cells) for cells in zip(*(row[1:] for row in rows), strict=True)]
+    labels = [clean(entry.label) for entry in comparison.entries]
+    lines = [[label, *map(str.strip, cells)] for label, cells in zip(labels, turned, strict=True)]
+    return f"{heading}\n{text_table(heads, lines, style)}"
 
 
 def _warnings(comparison: Comparison) -> list[str]:

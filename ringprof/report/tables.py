@@ -41,7 +41,7 @@ def text_table(
     ``bold``: the rows that are.
     """
     room, shown = style.table_width, [*range(len(columns))]
-    widths = [max(map(_width, cells)) for cells in zip([column.title for column in columns], *rows, strict=True)]
+    widths = _widths(columns, rows)
 
     def needed(places: Sequence[int]) -> int:
         return sum(widths[place] + BETWEEN for place in places) - BETWEEN
@@ -72,8 +72,14 @@ def text_table(
     return "\n".join(blocks)
 
 
-def _width(cell: str) -> int:
-    return max(map(len, cell.split("\n")))
+def table_width(columns: Sequence[TextColumn], rows: Sequence[Sequence[str]]) -> int:
+    """How wide the whole table is."""
+    return sum(width + BETWEEN for width in _widths(columns, rows)) - BETWEEN
+
+
+def _widths(columns: Sequence[TextColumn], rows: Sequence[Sequence[str]]) -> list[int]:
+    titles = [column.title for column in columns]
+    return [max(len(line) for cell in cells for line in cell.split("\n")) for cells in zip(titles, *rows, strict=True)]
 
 
 def _folded(name: str, width: int) -> str:

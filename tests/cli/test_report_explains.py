@@ -32,6 +32,8 @@ def report(capsys, *options, path=RUN):
         ("tflops < 306", True),
         ("hops != 9", True),
         ("MAX( idle ) <= 1%", True),
+        ("exposed_comm > 0.05", True),
+        ("exposed_comm <= 1", True),
     ],
 )
 def test_a_condition_that_holds_exits_with_1_and_its_figure(capsys, condition, held):
@@ -65,6 +67,11 @@ def test_every_figure_is_that_of_the_json_report():
         ("tflops = 5", "write FIGURE OP NUMBER"),
         ("__import__('os') > 1", "write FIGURE OP NUMBER"),
         ("mean(idle) > 1", "write FIGURE OP NUMBER"),
+        ("exposed_com > 5%", "nearest: exposed_comm"),
+        ("exposed_comm > 5", "exposed_comm is a share: did you mean 'exposed_comm > 5%'?"),
+        ("max(idle) >= 2", "did you mean 'max(idle) >= 2%'?"),
+        ("waterfall.imbalance > 10", "did you mean"),
+        ("tflops < 95%", "tflops is no share: did you mean 'tflops < 0.95 * base'?"),
     ],
 )
 def test_a_condition_that_cannot_be_meant_exits_with_2_and_one_line(capsys, condition, message):

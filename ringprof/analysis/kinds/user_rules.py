@@ -12,11 +12,12 @@ count for nothing. The first rule that fits wins, before any rule of ringprof's 
 
 from __future__ import annotations
 
+import difflib
 import re
 
 from ringprof.analysis.kinds.kinds import KINDS, OTHER_GROUPS
 from ringprof.analysis.kinds.rules import Rule
-from ringprof.errors import UsageError, nearest
+from ringprof.errors import UsageError
 
 KNOWN = tuple(kind for kind in KINDS if kind != OTHER_GROUPS)
 """The kinds that a rule may give."""
@@ -37,7 +38,9 @@ def parse_rules(text: str, name: str) -> tuple[Rule, ...]:
 def _rule(line: str, where: str) -> Rule:
     kind, *rest = line.split(maxsplit=1)
     if kind not in KNOWN:
-        raise UsageError(f"{where}: {kind!r} is not a kind{nearest(kind, KNOWN)}; there are: {', '.join(KNOWN)}")
+        near = difflib.get_close_matches(kind, KNOWN, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise UsageError(f"{where}: {kind!r} is not a kind; {hint}there are: {', '.join(KNOWN)}")
     if not rest:
         raise UsageError(f"{where}: no pattern after {kind!r}; write part of a kernel's name, or one with * or ?")
     return Rule(kind, "", _expression(rest[0]))

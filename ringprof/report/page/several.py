@@ -145,11 +145,11 @@ def _row_table(rows: Sequence[Mapping[str, Any]]) -> PageTable:
     shown = []
     for row in rows:
         cells = []
-        for _, key, form, factor in COLUMNS:
-            value = row.get(key)
+        for column in COLUMNS:
+            value = row.get(column.key)
             if isinstance(value, (int, float)) and not isinstance(value, bool):
-                cells.append(Cell(format(value * factor, form or ","), value, numeric=True))
+                cells.append(Cell(format(value * column.factor, column.form or ","), value, numeric=True))
             else:
                 cells.append(text("-" if value in (None, "") else value))
         shown.append([*cells, text(row["status"] if row["status"] == "ok" else f"{row['status']}: {row['reason']}")])
-    return PageTable([*(title for title, *_ in COLUMNS), "status"], shown)
+    return PageTable([*(column.title for column in COLUMNS), "status"], shown)
