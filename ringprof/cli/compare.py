@@ -17,7 +17,7 @@ from ringprof.side_by_side import compare
 
 
 @click.command(name="compare")
-@click.argument("paths", nargs=-1, required=True, metavar="BASE OTHER...")
+@click.argument("paths", nargs=-1, type=click.Path(), required=True, metavar="BASE OTHER...")
 @click.option("--format", "form", type=click.Choice(["terminal", "json", "csv"]), default="terminal", show_default=True)
 @click.option("-o", "--output", type=click.Path(dir_okay=False), help="Write to this file instead of the terminal.")
 @click.option("--html", "page", type=click.Path(dir_okay=False), help="Also write the comparison as one HTML page.")

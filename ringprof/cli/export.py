@@ -16,7 +16,7 @@ from ringprof.report.perfetto import events_of
 
 
 @click.command(name="export")
-@click.argument("paths", nargs=-1, metavar="[PATH]...")
+@click.argument("paths", nargs=-1, type=click.Path(), metavar="[PATH]...")
 @click.option("-o", "--output", required=True, type=click.Path(dir_okay=False), help="A .json or .json.gz file.")
 @reads_traces
 def command(paths: tuple[str, ...], reading: LoadOptions, output: str) -> int:

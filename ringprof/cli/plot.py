@@ -25,7 +25,7 @@ FORMATS = (".png", ".svg", ".pdf")
 
 @click.command(name="plot")
 @click.argument("kind", type=click.Choice([*OF_ONE, *OF_SEVERAL]))
-@click.argument("paths", nargs=-1, required=True, metavar="PATH...")
+@click.argument("paths", nargs=-1, type=click.Path(), required=True, metavar="PATH...")
 @click.option("-o", "--output", required=True, type=click.Path(dir_okay=False), help="A .png, .svg or .pdf file.")
 @reads_traces
 def command(kind: str, paths: tuple[str, ...], reading: LoadOptions, output: str) -> int:

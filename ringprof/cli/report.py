@@ -41,7 +41,7 @@ def _sections(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @click.command(name="report")
-@click.argument("paths", nargs=-1, metavar="[PATH]...")
+@click.argument("paths", nargs=-1, type=click.Path(), metavar="[PATH]...")
 @click.option("--format", "form", type=click.Choice(["terminal", "json"]), default="terminal", show_default=True)
 @click.option("--csv", "frame", type=click.Choice(FRAMES), help="Write one table as CSV instead of the report.")
 @click.option("-o", "--output", type=click.Path(dir_okay=False), help="Write to this file instead of the terminal.")

@@ -29,7 +29,7 @@ _COLUMNS = (
 
 
 @click.command(name="runs")
-@click.argument("folders", nargs=-1, metavar="[FOLDER]...")
+@click.argument("folders", nargs=-1, type=click.Path(), metavar="[FOLDER]...")
 @click.option("--format", "form", type=click.Choice(["terminal", "json", "csv"]), default="terminal", show_default=True)
 @click.option("-o", "--output", type=click.Path(dir_okay=False), help="Write to this file instead of the terminal.")
 def command(folders: tuple[str, ...], form: str, output: str | None) -> int:
