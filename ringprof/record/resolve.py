@@ -180,7 +180,7 @@ def _counts(request: Request, device: str) -> tuple[int, int]:
 
 
 def typed_params(strategy: Any, name: str, params: dict[str, Any]) -> dict[str, Any]:
-    """The parameters of strategy ``name`` as what they are. Raises `UnfitWorkloadError` for one that it does not take."""
+    """The parameters of strategy ``name`` as what they are. Raises `UnfitWorkloadError` for one it does not take."""
     from ringprof.strategies.registry import check_parameters, parse_parameter
 
     with strategy_errors():
