@@ -1,5 +1,20 @@
 """ringprof: record ring attention (context parallelism) and see where its time goes.
 
+```python
+import ringprof
+
+run = ringprof.load("traces/run.json")      # or a trace, or a folder of traces
+run.verdict                                 # what communication cost, why, and what could be gained
+run.breakdown()                             # pandas frames: a row a rank; hops(), steps(), kernels(), waterfall()
+run.plot.timeline()                         # matplotlib axes
+
+ringprof.compare("traces/main", "traces/branch").frame()
+ringprof.load_tables("some.log").report()   # printed kernel tables
+
+with ringprof.capture("traces/mine"):       # in your own torchrun script
+    step()
+```
+
 Importing this module loads neither torch nor pandas nor matplotlib: the public names below load what they
 need when they are first used.
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import shlex
 import subprocess
 import sys
@@ -62,7 +63,10 @@ def test_every_public_name_says_what_it_does() -> None:
 
 @pytest.mark.long
 def test_the_reference_is_built_from_docstrings(tmp_path: Path) -> None:
-    subprocess.run([sys.executable, str(ROOT / "scripts" / "build_docs.py"), str(tmp_path)], check=True, cwd=ROOT)
+    command = [sys.executable, str(ROOT / "scripts" / "build_docs.py"), str(tmp_path)]
+    subprocess.run(command, check=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    first = (tmp_path / "ringprof.html").read_text(encoding="utf-8")
+    assert all(f'id="{name}"' in first for name in ringprof.__all__) and "traces/run.json" in first
     for module, names in (("api", ("Analysis", "waterfall", "between")), ("side_by_side", ("compare", "SideBySide"))):
         page = (tmp_path / "ringprof" / f"{module}.html").read_text(encoding="utf-8")
         assert all(name in page for name in names)
