@@ -36,28 +36,21 @@ def as_dict(found: Findings, *, source: str, paths: Sequence[str]) -> dict[str, 
     return report
 
 
+_RATES = ("tflops", "tflops_quantiles", "iterations_timed", "block_tflops", "solo_tflops")
+
+
 def _summary(summary: Summary) -> dict[str, Any]:
-    rates = summary.rates
+    rates, worst = summary.rates, (summary.exposed_mean, summary.exposed_worst, summary.exposed_worst_rank)
     return {
-        "tflops": rates.tflops,
-        "tflops_quantiles": rates.tflops_quantiles,
-        "iterations_timed": rates.iterations_timed,
-        "block_tflops": rates.block_tflops,
-        "solo_tflops": rates.solo_tflops,
+        **{name: getattr(rates, name) for name in _RATES},
         "controls": msgspec.to_builtins(rates.controls),
         "profiler_overhead": rates.profiler_overhead,
-        "exposed_comm_share": {
-            "mean": summary.exposed_mean,
-            "worst": summary.exposed_worst,
-            "rank": summary.exposed_worst_rank,
-        },
+        "exposed_comm_share": dict(zip(("mean", "worst", "rank"), worst, strict=True)),
         "overlap_ratio": summary.overlap_ratio,
         "other_share": summary.other_share,
         "iterations": summary.iterations,
         "slowest_rank": {"rank": summary.slowest_rank, "wall_ns": summary.slowest_wall_ns},
-        "parts_ns": {
-            part.name: {"mean": part.mean_ns, "min": part.min_ns, "max": part.max_ns} for part in summary.parts
-        },
+        "parts_ns": {one.name: {"mean": one.mean_ns, "min": one.min_ns, "max": one.max_ns} for one in summary.parts},
         "communication": [_communication(row) for row in summary.communication],
         "devices": list(summary.devices),
         "attention": list(summary.attention),
@@ -72,7 +65,8 @@ def _explanation(found: Findings) -> dict[str, Any]:
         "verdict": list(found.verdict),
         "steps_listed": found.lists_steps,
         "largest_of_other": [
-            {"name": one.name, "time_ns": one.time_ns, "calls": one.calls} for one in found.attribution.largest_of_other
+            {name: getattr(one, name) for name in ("name", "time_ns", "calls")}
+            for one in found.attribution.largest_of_other
         ],
         "bounds_ns": _bounds(waterfall),
         "peak": {"tflops": waterfall.peak.tflops, "source": waterfall.peak.source} if waterfall.peak else None,
@@ -91,13 +85,5 @@ def _bounds(waterfall: Waterfall) -> dict[str, int]:
 
 
 def _communication(row: Communication) -> dict[str, Any]:
-    return {
-        "kind": row.kind,
-        "link": row.link,
-        "count": row.kernels,
-        "bytes": row.sent_bytes,
-        "wait_share": row.wait_share,
-        "wire_share": row.wire_share,
-        "wire_gbps": row.wire_gbps,
-        "best_gbps": row.best_gbps,
-    }
+    rates = {name: getattr(row, name) for name in ("wait_share", "wire_share", "wire_gbps", "best_gbps")}
+    return {"kind": row.kind, "link": row.link, "count": row.kernels, "bytes": row.sent_bytes, **rates}

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from ringprof.analysis.findings.comparison import WATERFALL, Comparison, Difference, Figure
-from ringprof.report.tables import TextColumn, table_width, text_table
+from ringprof.report.tables import Column, table_width, text_table
 from ringprof.report.text import TextStyle, clean, csv_text
 
 SCHEMA = "ringprof.compare/1"
@@ -77,10 +77,10 @@ def render(comparison: Comparison, style: TextStyle) -> str:
 def _either_way(title: str, rows: list[list[str]], comparison: Comparison, style: TextStyle) -> str:
     """A row a name with a column an entry or, where that is too wide, a row an entry."""
     heading = style.paint(title, "bold")
-    columns = [*map(TextColumn, ("", *_columns(comparison)))]
+    columns = [*map(Column, ("", *_columns(comparison)))]
     if table_width(columns, rows) <= style.table_width:
         return f"{heading}\n{text_table(columns, rows, style)}"
-    heads = [TextColumn("", folds=True), *(TextColumn(row[0].replace("_", "_\n").replace(" ", "\n")) for row in rows)]
+    heads = [Column("", folds=True), *(Column(row[0].replace("_", "_\n").replace(" ", "\n")) for row in rows)]
     turned = [list(cells) for cells in zip(*(row[1:] for row in rows), strict=True)]
     labels = [clean(entry.label) for entry in comparison.entries]
     lines = [[label, *map(str.strip, cells)] for label, cells in zip(labels, turned, strict=True)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from ringprof.analysis.transfers.hops import total
@@ -15,79 +15,88 @@ NARROWEST_NAME = 36
 """Room that a column of long names keeps."""
 
 
-_BELOW = "\n"
-
-
-class TextColumn(NamedTuple):
-    """A column of text; the first of a table holds names."""
+class Column(NamedTuple):
+    """A column; the first of a table holds names."""
 
     title: str
     """Of one line or several."""
-    left: bool = False
-    """Where its cells stand; figures to the right."""
+    unit: str = "text"
+    """One of `UNITS`."""
     drop: int = 0
-    """Where room is short, the column with the largest goes first; 0 stays."""
-    paint: str = ""
+    """Where the terminal is too narrow, the column with the largest goes first; 0 stays."""
+    on_page: str = ""
+    """Its title on the page, where the unit alone does not make one."""
     folds: bool = False
     """Whether its cells may go on in a line below: long names."""
+    left: bool = False
+    """Whether its cells stand to the left; figures do not."""
+    paint: str = ""
+
+    @property
+    def name(self) -> str:
+        """Its title in one line, by which a listing is sorted."""
+        return self.title.replace("\n", " ").lower()
+
+    @property
+    def page_title(self) -> str:
+        return self.on_page or self.title.replace("\n", " ") + UNITS[self.unit].suffix
 
 
 def text_table(
-    columns: Sequence[TextColumn], rows: Sequence[Sequence[str]], style: TextStyle, bold: Sequence[int] = ()
+    columns: Sequence[Column], rows: Sequence[Sequence[str]], style: TextStyle, bold: Sequence[int] = ()
 ) -> str:
-    """The table in the room there is; no figure is ever cut.
+    """A table of text in the room there is; no figure is ever cut.
 
     Long names go on below, columns are left out, which is said, and what still does not fit stands in a table below.
     ``bold``: the rows that are.
     """
-    room, shown = style.table_width, [*range(len(columns))]
-    widths = _widths(columns, rows)
-
-    def needed(places: Sequence[int]) -> int:
-        return sum(widths[place] + BETWEEN for place in places) - BETWEEN
-
-    natural, everything = list(widths), shown
-    for place in shown:
-        widths[place] = min(widths[place], NARROWEST_NAME) if columns[place].folds else widths[place]
-    enough = needed(everything)
-    while needed(shown) > room and any(columns[place].drop for place in shown):
-        dropped = max(shown, key=lambda place: (columns[place].drop, place))
-        shown = [place for place in shown if place != dropped]
+    room, natural = style.table_width, _widths(columns, rows)
+    widths = [min(width, NARROWEST_NAME) if one.folds else width for one, width in zip(columns, natural, strict=True)]
+    enough, shown = _needed(widths, range(len(columns))), [*range(len(columns))]
+    while _needed(widths, shown) > room and any(columns[place].drop for place in shown):
+        shown.remove(max(shown, key=lambda place: (columns[place].drop, place)))
     for place in shown:
         if columns[place].folds:
-            widths[place] = min(natural[place], max(widths[place], room - needed(shown) + widths[place]))
+            widths[place] = min(natural[place], max(widths[place], widths[place] + room - _needed(widths, shown)))
             rows = [[*row[:place], _folded(row[place], widths[place]), *row[place + 1 :]] for row in rows]
-    blocks: list[str] = []
-    rest = shown[1:]
-    while rest or not blocks:
-        fitting = 1
-        while fitting < len(rest) and needed([0, *rest[: fitting + 1]]) <= room:
-            fitting += 1
-        places = [0, *rest[:fitting]]
-        blocks.append(_block(places, columns, rows, [widths[place] for place in places], style, bold))
-        rest = rest[fitting:]
-    left_out = [columns[place].title.replace("\n", " ") for place in everything if place not in shown]
+    blocks = [_block(places, columns, rows, widths, style, bold) for places in _side_by_side(shown, widths, room)]
+    left_out = [column.title.replace("\n", " ") for place, column in enumerate(columns) if place not in shown]
     if left_out:
         blocks.append(style.wrap(f"no room for {', '.join(left_out)}: --width {enough}", "dim"))
     return "\n".join(blocks)
 
 
-def table_width(columns: Sequence[TextColumn], rows: Sequence[Sequence[str]]) -> int:
+def table_width(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> int:
     """How wide the whole table is."""
-    return sum(width + BETWEEN for width in _widths(columns, rows)) - BETWEEN
+    return _needed(_widths(columns, rows), range(len(columns)))
 
 
-def _widths(columns: Sequence[TextColumn], rows: Sequence[Sequence[str]]) -> list[int]:
+def _widths(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> list[int]:
     titles = [column.title for column in columns]
     return [max(len(line) for cell in cells for line in cell.split("\n")) for cells in zip(titles, *rows, strict=True)]
+
+
+def _needed(widths: Sequence[int], places: Sequence[int]) -> int:
+    return sum(widths[place] + BETWEEN for place in places) - BETWEEN
 
 
 def _folded(name: str, width: int) -> str:
     return "\n".join(name[at : at + width] for at in range(0, len(name), width)) or name
 
 
+def _side_by_side(shown: Sequence[int], widths: Sequence[int], room: int) -> Iterator[list[int]]:
+    """The columns in groups that fit, each with the names before it."""
+    group = shown[:2]
+    for place in shown[2:]:
+        if _needed(widths, [*group, place]) > room:
+            yield [*group]
+            group = shown[:1]
+        group = [*group, place]
+    yield [*group]
+
+
 def _block(
-    places: Sequence[int], columns: Sequence[TextColumn], rows: Sequence[Sequence[str]], widths: Sequence[int],
+    places: Sequence[int], columns: Sequence[Column], rows: Sequence[Sequence[str]], widths: Sequence[int],
     style: TextStyle, bold: Sequence[int],
 ) -> str:  # fmt: skip
     lines = []
@@ -95,13 +104,13 @@ def _block(
         cells = [row[place].split("\n") for place in places]
         height = max(map(len, cells))
         # The lines of a title stand at its bottom, those of a cell at its top.
-        padded = [
-            [""] * (height - len(cell)) + cell if at < 0 else cell + [""] * (height - len(cell)) for cell in cells
-        ]
+        rest = [[""] * (height - len(cell)) for cell in cells]
+        padded = [above + cell if at < 0 else cell + above for cell, above in zip(cells, rest, strict=True)]
         for parts in zip(*padded, strict=True):
             line = []
-            for place, part, width in zip(places, parts, widths, strict=True):
-                text = part.ljust(width) if columns[place].left or place == 0 else part.rjust(width)
+            for place, part in zip(places, parts, strict=True):
+                to_left = columns[place].left or place == 0
+                text = part.ljust(widths[place]) if to_left else part.rjust(widths[place])
                 line.append(style.paint(text, "bold" if at < 0 or at in bold else columns[place].paint))
             lines.append((" " * BETWEEN).join(line).rstrip())
     return "\n".join(lines)
@@ -118,29 +127,6 @@ class Listing(NamedTuple):
 
 
 # --- figures ------------------------------------------------------------------------------------------
-
-
-class Column(NamedTuple):
-    """A column of figures."""
-
-    title: str
-    unit: str = "text"
-    """One of `UNITS`."""
-    drop: int = 0
-    """As of `TextColumn`."""
-    on_page: str = ""
-    """Its title on the page, where the unit alone does not make one."""
-    folds: bool = False
-    """As of `TextColumn`."""
-
-    @property
-    def name(self) -> str:
-        """Its title in one line, by which a listing is sorted."""
-        return self.title.replace("\n", " ").lower()
-
-    @property
-    def page_title(self) -> str:
-        return self.on_page or self.title.replace("\n", " ") + UNITS[self.unit].suffix
 
 
 class Unit(NamedTuple):
@@ -188,14 +174,12 @@ class Table(NamedTuple):
                 return "-"
             return in_unit(value, unit_ns) if kind == "time" else UNITS[kind].in_terminal(value)
 
-        first, *others = self.columns
         cells = [[*map(cell, row, kinds)] for row in rows]
         # A title that would widen the column of names for its own sake stands above.
         above = len(self.title) > max((len(row[0]) for row in cells), default=0) + 6
-        title = self.title + (f"{', ' if above else _BELOW}in {unit}" if times else "")
-        names = TextColumn("" if above else title, folds=first.folds)
-        columns = [names, *(TextColumn(column.title, drop=column.drop) for column in others)]
-        made = text_table(columns, cells, style)
+        title = self.title + ((", " if above else "\n") + f"in {unit}" if times else "")
+        names = self.columns[0]._replace(title="" if above else title)
+        made = text_table([names, *self.columns[1:]], cells, style)
         made = style.paint(title, "bold") + "\n" + made if above else made
         left = len(self.rows) - len(rows)
         return made + "\n" + style.wrap(f"and {left} more: {self.whole}", "dim") if left > 0 else made

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ringprof.analysis.attribution import Attribution
+from ringprof.analysis.findings.findings import Findings
 from ringprof.analysis.kinds.kinds import COMMUNICATION, KINDS
 from ringprof.analysis.rank import Detail, Rank
 from ringprof.analysis.steps.steps import Step
 from ringprof.report import palette
+from ringprof.report.page.document import Content
 from ringprof.report.terms import LABELS
 
 MOST_BARS = 12_000
@@ -128,3 +130,16 @@ def _joined(bars: Iterable[Bar], gap_ns: int) -> Iterable[Bar]:
             yield before
         open_bars[key] = bar
     yield from open_bars.values()
+
+
+_THINNED = "Neighbouring short activities are drawn as one bar, so that the page stays quick."
+
+
+def html(found: Findings, report: dict[str, Any], figures: Any) -> Content | None:
+    """None on CPU, whose traces hold no device activities, and of very many ranks."""
+    attribution = found.attribution
+    if attribution.on_cpu or not found.lists_steps:
+        return None
+    drawn = timeline_of(attribution, found.steps)
+    ranks = [rank.rank for rank in attribution.ranks]
+    return Content(figures.timeline(drawn, ranks), lines=[_THINNED] if drawn.thinned else [])

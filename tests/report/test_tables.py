@@ -8,18 +8,18 @@ import re
 import pytest
 
 from ringprof.report.sections import OPTIONAL
-from ringprof.report.tables import Column, Listing, Table, TextColumn, text_table
+from ringprof.report.tables import Column, Listing, Table, text_table
 from ringprof.report.text import TextStyle, short_name
 from tests.analysis.test_real_runs import NVLINK, TWO_HOSTS
 from tests.loaded import analysis
 from tests.paths import DATA, TRACES
 
 RUNS = [DATA / NVLINK, DATA / TWO_HOSTS, *sorted(path.parent for path in TRACES.glob("*/run.json"))]
-COLUMNS = (TextColumn("rank"), TextColumn("wall"), TextColumn("note", drop=2), TextColumn("exposed\ncomm", drop=1))
+COLUMNS = (Column("rank"), Column("wall"), Column("note", drop=2), Column("exposed\ncomm", drop=1))
 ROWS = [["rank 0", "1,186.187", "long note", "14.366"], ["rank 1", "74.901", "-", "44.453"]]
 
 
-def lines(width: int, columns: tuple[TextColumn, ...] = COLUMNS) -> list[str]:
+def lines(width: int, columns: tuple[Column, ...] = COLUMNS) -> list[str]:
     return text_table(columns, ROWS, TextStyle(width=width)).split("\n")
 
 
@@ -58,7 +58,7 @@ def test_what_cannot_go_stands_below_with_the_names() -> None:
 
 
 def test_long_names_go_on_below() -> None:
-    columns = (TextColumn("kernel", folds=True), TextColumn("time"))
+    columns = (Column("kernel", folds=True), Column("time"))
     text = text_table(columns, [["k" * 50, "1.000"]], TextStyle(width=47))
     assert text.split("\n")[1:] == ["k" * 40 + "  1.000", "k" * 10]
 

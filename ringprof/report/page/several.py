@@ -37,7 +37,7 @@ def comparison_document(found: Comparison) -> Document:
         values = _one("MiB", [entry.figures["peak_memory"].value for entry in kept])
         bars = figures.stacked([entry.label for entry in kept], values, "MiB")
         sections.append(PageSection("memory", "Peak memory", MEANINGS["memory"], Content(bars)))
-    every = Content(tables=[_figure_table(found)])
+    every = Content(tables=[figure_table(found)])
     sections.append(PageSection("figures", "Every figure", MEANINGS["comparison"], every))
     differing = Content(tables=[_settings_table(found)])
     sections.append(PageSection("differences", "What differs in settings", "", differing))
@@ -60,7 +60,8 @@ def _shares(entries: Sequence[Entry], figures: Any) -> Any:
     return figures.stacked([entry.label for entry in entries], parts, "%")
 
 
-def _figure_table(found: Comparison) -> PageTable:
+def figure_table(found: Comparison) -> PageTable:
+    """Every figure, each entry's with its ratio to the first entry's."""
     against = {(one.figure, one.entry): one for one in found.differences}
     titles = ["figure", "unit"]
     for place, entry in enumerate(found.entries):

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from ringprof.analysis.findings.findings import Findings
+from ringprof.report import timeline
 from ringprof.report.page.document import Content
 from ringprof.report.sections import (
     breakdown,
@@ -18,7 +19,6 @@ from ringprof.report.sections import (
     kernels,
     run,
     steps,
-    timeline,
     warnings,
     waterfall,
 )

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ringprof.analysis.findings.findings import Findings
 from ringprof.analysis.findings.summary import KindRow, Summary
 from ringprof.analysis.kinds.kinds import OTHER_GROUPS
 from ringprof.analysis.rank import Rank
-from ringprof.report.page.document import Content
-from ringprof.report.tables import BETWEEN, Column, Listing, Table, TextColumn, text_table
+from ringprof.report.page.document import Content, PageTable
+from ringprof.report.tables import BETWEEN, Column, Listing, Table, text_table
 from ringprof.report.terms import LABELS
 from ringprof.report.text import TextStyle, duration, in_unit, percent, rounded_to_sum, short_name, unit_for
 
@@ -17,7 +18,7 @@ LONGEST_BAR = 20
 WORTH_LISTING = 0.01
 """Share of the wall from which the terminal names what is left in other compute; JSON and page always do."""
 _LEFT_OUT = (
-    "Of so many ranks this page leaves out timeline, ring steps, kernels and hops: "
+    "Of so many ranks this page leaves out timeline, ring steps and hops: "
     "report on the files of a few ranks to see those."
 )
 
@@ -47,7 +48,7 @@ def _by_part(summary: Summary, style: TextStyle) -> str:
     drawn = [[*row, "" if part is wall else style.bar(part.share, width)]
              for row, part in zip(rows, summary.parts, strict=True)]  # fmt: skip
     titles = ["where the time went", *(["mean", "min", "max"] if several else ["time"]), ""]
-    columns = [*map(TextColumn, titles), TextColumn("", left=True, paint="cyan")]
+    columns = [*map(Column, titles), Column("", left=True, paint="cyan")]
     return text_table(columns, drawn, style, bold=[len(parts)])
 
 
@@ -64,7 +65,7 @@ def _by_kind(summary: Summary, on_cpu: bool, style: TextStyle) -> str:
         ]
         for row in summary.kinds
     ]
-    columns = [*map(TextColumn, ("by kind", "time", "of wall", "calls", "average")), TextColumn("", left=True)]
+    columns = [*map(Column, ("by kind", "time", "of wall", "calls", "average")), Column("", left=True)]
     return text_table(columns, rows, style)
 
 
@@ -149,31 +150,29 @@ def _waits(rank: Rank) -> dict[str, dict[str, int]] | None:
 
 def _hops(rank: Rank) -> dict[str, Any] | None:
     totals = rank.hop_totals
-    if not totals.count:
-        return None
-    return {
-        "count": totals.count,
-        "bytes": totals.sent_bytes,
-        "wait_ns": totals.wait_ns,
-        "wire_ns": totals.wire_ns,
-        "wire_gbps": totals.wire_gbps,
-    }
+    times = {name: getattr(totals, name) for name in ("wait_ns", "wire_ns", "wire_gbps")}
+    return {"count": totals.count, "bytes": totals.sent_bytes, **times} if totals.count else None
 
 
 # --- page ---------------------------------------------------------------------------------------------
 
 
-def html(found: Findings, report: dict[str, Any], figures: Any) -> Content:
-    """The drawn breakdown, and a row a rank."""
+def rank_table(ranks: Sequence[Mapping[str, Any]]) -> PageTable:
+    """A row a rank; ``ranks`` are those of the JSON report."""
     times = ("wall", "compute", "exposed_comm", "exposed_memory", "idle")
     columns = [
         Column("rank", "count"), Column("host"), *(Column(name.replace("_", " "), "time") for name in times),
         Column("overlap", "share"), Column("hop wait", "time"), Column("hop wire", "time"), Column("wire GB/s", "rate"),
     ]  # fmt: skip
     rows = []
-    for rank in report["ranks"]:
+    for rank in ranks:
         hops = [(rank["hops"] or {}).get(name) for name in ("wait_ns", "wire_ns", "wire_gbps")]
         spent = [rank[f"{name}_ns"] for name in times]
         rows.append([rank["rank"], rank["host"] or "unknown", *spent, rank["overlap_ratio"], *hops])
-    table = Table("", columns, rows, "run.breakdown()").page()
-    return Content(figures.breakdown(report["ranks"]), [table], [] if found.lists_steps else [_LEFT_OUT])
+    return Table("", columns, rows, "run.breakdown()").page()
+
+
+def html(found: Findings, report: dict[str, Any], figures: Any) -> Content:
+    """The drawn breakdown, and a row a rank."""
+    ranks = report["ranks"]
+    return Content(figures.breakdown(ranks), [rank_table(ranks)], [] if found.lists_steps else [_LEFT_OUT])

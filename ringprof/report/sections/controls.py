@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ringprof.analysis.findings.findings import Findings
-from ringprof.report.tables import Listing, TextColumn, text_table
+from ringprof.report.tables import Column, Listing, text_table
 from ringprof.report.text import TextStyle, in_unit, percent, rate, slower_or_faster, unit_for
 
 
@@ -24,7 +24,7 @@ def terminal(found: Findings, style: TextStyle, listing: Listing) -> list[str]:
     cells = [
         [name, f"{in_unit(time, unit_ns)} {unit}", percent(time / c.iteration_ns), note] for name, time, note in rows
     ]
-    columns = [TextColumn("controls"), TextColumn("time"), TextColumn("of an\niteration"), TextColumn("", left=True)]
+    columns = [Column("controls"), Column("time"), Column("of an\niteration"), Column("", left=True)]
     times = f"{c.iterations} of each in {c.rounds} round{'s' if c.rounds > 1 else ''}"
     lines = [f"The run reaches {percent(c.ideal_efficiency)} of its ideal and {percent(c.of_solo)} of the solo rate"]
     if c.flash_slowdown is not None:

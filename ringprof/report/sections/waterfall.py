@@ -8,7 +8,7 @@ from typing import Any
 from ringprof.analysis.findings.findings import Findings
 from ringprof.analysis.findings.waterfall import Bounds, Waterfall
 from ringprof.report.page.document import Content
-from ringprof.report.tables import Column, Listing, Table, TextColumn, text_table
+from ringprof.report.tables import Column, Listing, Table, text_table
 from ringprof.report.terms import WATERFALL as LABELS
 from ringprof.report.text import TextStyle, clean, duration, in_unit, percent, rate, rounded_to_sum, unit_for
 
@@ -27,7 +27,7 @@ def terminal(found: Findings, style: TextStyle, listing: Listing) -> list[str]:
     label = f"wall of rank {waterfall.slowest_rank}, the slowest"
     whole = [label, in_unit(waterfall.wall_ns, unit_ns), percent(1.0), *_speed(waterfall, waterfall.tflops), ""]
     titles = ["waterfall", unit, "of wall", *_speed(waterfall, None, "TFLOP/s\nafter it")]
-    columns = [*map(TextColumn, titles), TextColumn("", left=True, paint="cyan")]
+    columns = [*map(Column, titles), Column("", left=True, paint="cyan")]
     lines = [f"{LABELS[part.part]}: {clean(part.evidence)}" for part in waterfall.parts]
     lines.append("bounds: " + _bounds(waterfall.bounds))
     return [text_table(columns, [*rows, whole], style, bold=[len(rows)]), style.wrap("\n".join(lines), "dim")]
