@@ -9,7 +9,7 @@ import webbrowser
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -22,12 +22,14 @@ from ringprof.cli.write import NARROWEST, emit, text_style, write_text
 from ringprof.errors import UsageError, nearest
 from ringprof.files import is_file, read_within, within
 from ringprof.frames import as_csv
-from ringprof.kernel_tables.table_analysis import TableAnalysis
 from ringprof.options import LoadOptions
 from ringprof.report import as_json
 from ringprof.report.sections import OPTIONAL
 from ringprof.report.tables import Listing
 from ringprof.trace.columns import NOTES, Caveat
+
+if TYPE_CHECKING:
+    from ringprof.kernel_tables.table_analysis import TableAnalysis  # loaded only where there is a printed table
 
 PIPE_LIMIT = 4 << 30
 FRAMES = ("breakdown", "iterations", "steps", "kernels", "hops", "waterfall")
@@ -102,13 +104,13 @@ def _text(analysis: Analysis | TableAnalysis, sections: Sequence[str], options: 
     if options["form"] == "json":
         return as_json.render(analysis.report())
     style = text_style(options["output"], options["width"])
-    if isinstance(analysis, TableAnalysis):
-        return analysis.to_terminal(style)
-    return analysis.to_terminal(style, sections, Listing(options["sort"], options["top"], options["everything"]))
+    if isinstance(analysis, Analysis):
+        return analysis.to_terminal(style, sections, Listing(options["sort"], options["top"], options["everything"]))
+    return analysis.to_terminal(style)
 
 
 def _with_page(analysis: Analysis | TableAnalysis) -> Analysis:
-    if isinstance(analysis, TableAnalysis):
+    if not isinstance(analysis, Analysis):
         raise UsageError("--html, --open and --csv: a printed table has no page and no frames: give a run or traces")
     return analysis
 
