@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 from ringprof import frames
 from ringprof.analysis.attribution import Attribution
+from ringprof.analysis.findings.comparison import Entry
+from ringprof.analysis.findings.entries import entry_of_run
 from ringprof.analysis.findings.figures import figures_of
 from ringprof.analysis.findings.findings import Findings
 from ringprof.analysis.findings.summary import Summary
@@ -135,6 +137,10 @@ class Analysis:
         """Every figure of the report by name, for conditions; see `ringprof.analysis.findings.figures`."""
         return figures_of(self.findings)
 
+    def entries(self, label: str) -> list[Entry]:
+        """The run as one side of a comparison."""
+        return [entry_of_run(label, self.findings)]
+
     def clocks(self) -> Clocks:
         """What was added to each rank's times to put all hosts on one clock, and how sure that is."""
         return self.attribution.clocks
@@ -243,9 +249,9 @@ def parse_any(
     if kind == "run":
         raise InputError(f"{name}: a run names its traces relative to its own file: give the path of the run.json")
     if kind == "text":
-        from ringprof.kernel_tables.table_analysis import parse_tables
+        from ringprof.kernel_tables.table_analysis import analyse_tables
 
-        return parse_tables(data, name, wall_ns, iterations)
+        return analyse_tables(data, name, wall_ns, iterations)
     trace = parse_trace(data, name, limit_bytes=reading.limit_bytes)
     return Analysis(explain_traces([trace], None, reading.ranks_per_host, reading.focus()), Input("trace", (name,)))
 

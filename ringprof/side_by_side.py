@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ringprof.analysis.findings import comparison
 from ringprof.analysis.findings.comparison import Comparison, Entry
-from ringprof.analysis.findings.entries import entry_of_row, entry_of_run, entry_of_table, labels_of
+from ringprof.analysis.findings.entries import entry_of_row, labels_of
 from ringprof.api import Analysis, load_any
 from ringprof.benchmark_logs.read import read_log
 from ringprof.errors import KernelTableError, UsageError
@@ -62,7 +62,7 @@ def compare(
     entries: list[Entry] = []
     for label, source in zip(labels_of(names) if names else [], sources, strict=True):
         if isinstance(source, (Analysis, TableAnalysis)):
-            entries += _entries_of(label, source)
+            entries += source.entries(label)
         else:
             entries += _entries_at(label, source, reading or LoadOptions())
     if len(entries) < 2:
@@ -73,19 +73,9 @@ def compare(
 
 def _entries_at(label: str, path: str | os.PathLike[str], reading: LoadOptions) -> list[Entry]:
     try:
-        return _entries_of(label, load_any([path], reading))
+        return load_any([path], reading).entries(label)
     except KernelTableError:
         rows = read_log(path).rows
         if not rows:
             raise
         return [entry_of_row(row) for row in rows if not row.missing]
-
-
-def _entries_of(label: str, source: Analysis | TableAnalysis) -> list[Entry]:
-    if isinstance(source, Analysis):
-        return [entry_of_run(label, source.findings)]
-    several = len(source.reports) > 1
-    return [
-        entry_of_table(f"{label} table {index + 1}" if several else label, report)
-        for index, report in enumerate(source.reports)
-    ]

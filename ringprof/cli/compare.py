@@ -10,7 +10,7 @@ from ringprof.analysis.findings.comparison import Comparison
 from ringprof.analysis.findings.conditions import Condition, parse_condition
 from ringprof.analysis.findings.entries import flat
 from ringprof.cli.reading import reads_traces
-from ringprof.cli.write import emit, text_style, write_text
+from ringprof.cli.write import print_or_write, text_style, write_text
 from ringprof.options import LoadOptions
 from ringprof.report import comparison as shown
 from ringprof.side_by_side import compare
@@ -43,7 +43,7 @@ def command(
     """
     parsed = [parse_condition(text) for text in conditions]
     found = compare(*paths, reading=reading)
-    emit(_text(found, form, output), output)
+    print_or_write(_text(found, form, output), output)
     if page:
         write_text(page, found.to_html())
     return 1 if _failed(found, parsed) else 0

@@ -9,7 +9,7 @@ import click
 from ringprof.benchmark_logs import show as shown
 from ringprof.benchmark_logs.audit import SPREAD, Audit, audit
 from ringprof.benchmark_logs.read import LIMIT_BYTES, BenchmarkLog, Settings, decode_log, read_log
-from ringprof.cli.write import emit, text_style
+from ringprof.cli.write import knows_only_ascii, print_or_write
 from ringprof.files import read_within
 
 
@@ -56,7 +56,7 @@ def command(
         batch=batch, heads=heads, head_dim=head_dim, world_size=world, causal=causal, device=device
     )  # fmt: skip
     found = audit([_read(file, max_bytes) for file in dict.fromkeys(files)], given, spread / 100)
-    emit(_text(found, form, output), output)
+    print_or_write(_text(found, form, output), output)
     errors = [flag for flag in found.flags if flag.severity == "error"]
     return 2 if strict and errors else 0
 
@@ -72,4 +72,4 @@ def _text(found: Audit, form: str, output: str | None) -> str:
         return shown.render_json(found)
     if form == "csv":
         return shown.render_csv(found)
-    return shown.render(found, ascii_only=text_style(output).ascii_only)
+    return shown.render(found, ascii_only=knows_only_ascii(output))

@@ -18,7 +18,7 @@ from ringprof.analysis.findings.figures import shares_among
 from ringprof.api import Analysis, load_any, parse_any
 from ringprof.cli.progress import loading_progress
 from ringprof.cli.reading import newest_or, reads_traces
-from ringprof.cli.write import NARROWEST, emit, text_style, write_text
+from ringprof.cli.write import NARROWEST, print_or_write, text_style, write_text
 from ringprof.errors import UsageError, nearest
 from ringprof.files import is_file, read_within, within
 from ringprof.frames import as_csv
@@ -79,7 +79,7 @@ def command(
     sections = [name for name, asked in options.items() if name in OPTIONAL and asked]
     _refuse_unknown_column(options["sort"], sections)
     analysis = _loaded(paths, reading, options)
-    emit(_text(analysis, sections, options), options["output"])
+    print_or_write(_text(analysis, sections, options), options["output"])
     if options["page"] or options["opens"]:
         _write_page(_with_page(analysis), options["page"], options["opens"])
     return (_strictly(analysis.warnings) if strict else 0) or (_failed(parsed, analysis.figures()) if parsed else 0)

@@ -18,7 +18,7 @@ NARROWEST = 78
 """Below this a table would lose digits."""
 
 
-def emit(text: str, output: str | None) -> None:
+def print_or_write(text: str, output: str | None) -> None:
     """Print, or write to the file that was asked for instead."""
     if output is None:
         # Coloured by `text_style` or not at all: click would take forced colours out again.
@@ -49,13 +49,17 @@ def text_style(output: str | None, width: int | None = None) -> TextStyle:
     forced = os.environ.get("FORCE_COLOR", "0") not in ("", "0")
     plain = bool(os.environ.get("NO_COLOR")) or (os.environ.get("TERM") == "dumb" and not forced)
     columns = width or max(NARROWEST, shutil.get_terminal_size((80, 24)).columns)
-    try:
-        "█▏·µ…".encode("utf-8" if output else (sys.stdout.encoding or "ascii"))
-        ascii_only = False
-    except (UnicodeEncodeError, LookupError):
-        ascii_only = True
     color = (to_terminal or (forced and output is None)) and not plain
     color = (to_terminal or (forced and output is None)) and not plain
     # Without a terminal, and where nobody asked for a width, nothing needs to be left out of a table.
     wide = not to_terminal and width is None and "COLUMNS" not in os.environ
-    return TextStyle(width=columns, color=color, ascii_only=ascii_only, wide_tables=wide)
+    return TextStyle(width=columns, color=color, ascii_only=knows_only_ascii(output), wide_tables=wide)
+
+
+def knows_only_ascii(output: str | None) -> bool:
+    """Whether the terminal lacks the characters of bars and units; a file never does."""
+    try:
+        "█▏·µ…".encode("utf-8" if output else (sys.stdout.encoding or "ascii"))
+    except (UnicodeEncodeError, LookupError):
+        return True
+    return False

@@ -7,6 +7,8 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+from ringprof.analysis.findings.comparison import Entry
+from ringprof.analysis.findings.entries import entry_of_table
 from ringprof.analysis.findings.figures import figures_of_table
 from ringprof.benchmark_logs.read import LIMIT_BYTES
 from ringprof.files import read_whole
@@ -36,6 +38,12 @@ class TableAnalysis:
         """The figures of the largest table by name, for conditions; see `ringprof.analysis.findings.figures`."""
         return figures_of_table(show.largest_of(self.reports))
 
+    def entries(self, label: str) -> list[Entry]:
+        """Each table as one side of a comparison."""
+        several = len(self.reports) > 1
+        labels = [f"{label} table {number}" if several else label for number in range(1, len(self.reports) + 1)]
+        return [entry_of_table(name, report) for name, report in zip(labels, self.reports, strict=True)]
+
     def to_terminal(self, style: TextStyle | None = None) -> str:
         """The report of all tables as text."""
         return show.render_all(self.reports, ascii_only=bool(style and style.ascii_only))
@@ -61,10 +69,10 @@ def load_tables(
     how large the log may be (1 GiB). Raises `KernelTableError` where there is no table, `InputError`.
     """
     name = os.fspath(path)
-    return parse_tables(read_whole(name, limit_bytes or LIMIT_BYTES), name, wall_ns, iterations)
+    return analyse_tables(read_whole(name, limit_bytes or LIMIT_BYTES), name, wall_ns, iterations)
 
 
-def parse_tables(data: bytes, name: str, wall_ns: int | None = None, iterations: int | None = None) -> TableAnalysis:
+def analyse_tables(data: bytes, name: str, wall_ns: int | None = None, iterations: int | None = None) -> TableAnalysis:
     """As `load_tables`, from a log's content."""
     tables = read_tables(data.decode("utf-8-sig", errors="replace"), name)
     return TableAnalysis(name, [analyse_table(table, wall_ns, iterations) for table in tables])

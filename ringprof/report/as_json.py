@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import msgspec
@@ -13,9 +14,9 @@ from ringprof.analysis.findings.summary import Communication, Summary
 from ringprof.analysis.findings.waterfall import Waterfall
 from ringprof.analysis.transfers.clocks import UNKNOWN_NS
 from ringprof.report.sections import SECTIONS, kernels
+from ringprof.trace.columns import Caveat
 
-SCHEMA = "ringprof.report/1"
-_ORDER = ("schema", "source", "summary", "ranks", "steps", "waterfall", "run", "table", "warnings")
+REPORT_SCHEMA = "ringprof.report/1"
 
 
 def render(report: dict[str, Any]) -> str:
@@ -25,15 +26,19 @@ def render(report: dict[str, Any]) -> str:
 
 def as_dict(found: Findings, *, source: str, paths: Sequence[str]) -> dict[str, Any]:
     """The whole report; ``source`` is ``run`` or ``trace``, ``paths`` the files that were read."""
-    report: dict[str, Any] = dict.fromkeys(_ORDER)
-    report["schema"] = SCHEMA
-    report["source"] = {"type": source, "paths": list(paths)}
-    report["summary"] = _summary(found.summary) | _explanation(found)
-    report["summary"] |= {"partial_window": found.attribution.partial_window}
+    summary = _summary(found.summary) | _explanation(found) | {"partial_window": found.attribution.partial_window}
+    parts: dict[str, Any] = {"summary": summary}
     for section in SECTIONS:
         if section.json:
-            report |= section.json(found)
-    return report
+            parts |= section.json(found)
+    return whole_report(source, paths, found.attribution.warnings, **parts)
+
+
+def whole_report(source: str, paths: Sequence[str], warnings: Iterable[Caveat], **parts: Any) -> dict[str, Any]:
+    """A report with every part that the schema asks for; those not given are empty."""
+    empty: dict[str, Any] = {"summary": None, "ranks": [], "steps": [], "waterfall": None, "run": None, "table": None}
+    first = {"schema": REPORT_SCHEMA, "source": {"type": source, "paths": list(paths)}}
+    return {**first, **empty, **parts, "warnings": [asdict(warning) for warning in warnings]}
 
 
 _RATES = ("tflops", "tflops_quantiles", "iterations_timed", "block_tflops", "solo_tflops")

@@ -106,13 +106,14 @@ def csv_text(titles: Sequence[str], rows: Iterable[Iterable[Any]]) -> str:
     stream = io.StringIO()
     writer = csv.writer(stream, lineterminator="\n")
     writer.writerow(titles)
-    writer.writerows([_csv_cell(value) for value in row] for row in rows)
+    writer.writerows([spreadsheet_cell(value) for value in row] for row in rows)
     return stream.getvalue()
 
 
-def _csv_cell(value: Any) -> Any:
+def spreadsheet_cell(value: Any) -> Any:
+    """A value for a CSV: text from outside on one line, and none that a spreadsheet would run as a formula."""
     if not isinstance(value, str):
-        return "" if value is None else value
+        return value
     plain = clean(value)
     return f"'{plain}" if plain.startswith(("=", "+", "-", "@")) else plain
 

@@ -62,7 +62,7 @@ SECTIONS = (
     Section("hops", "Hops and bandwidth", hops.terminal, html=hops.html,
             option="Also show hops: peers, bytes, wait, wire and rate.", on_cpu=False, columns=hops.COLUMNS),
     Section("settings", "Settings and environment", html=run.html),
-    Section("warnings", "Warnings", warnings.terminal, warnings.json, warnings.html),
+    Section("warnings", "Warnings", warnings.terminal, html=warnings.html),
 )  # fmt: skip
 """In their order on the page. The terminal shows those that it always has, then those asked for, then warnings."""
 

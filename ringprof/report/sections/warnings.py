@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Any
 
 from ringprof.analysis.findings.findings import Findings
@@ -21,11 +20,6 @@ def terminal(found: Findings, style: TextStyle, listing: Listing) -> list[str]:
     if not lines:
         return []
     return [style.paint("warnings", "bold yellow") + "\n" + style.wrap("\n".join(lines), "yellow", indent=2)]
-
-
-def json(found: Findings) -> dict[str, Any]:
-    """A warning an item."""
-    return {"warnings": [asdict(warning) for warning in found.attribution.warnings]}
 
 
 def html(found: Findings, report: dict[str, Any], figures: Any) -> Content | None:
