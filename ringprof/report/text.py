@@ -16,7 +16,7 @@ _ASCII = str.maketrans({"·": "|", "█": "#", "…": "~", "µ": "u"})
 _UNITS = ((10e9, 1e9, "s"), (1e6, 1e6, "ms"), (0.0, 1e3, "µs"))
 LONGEST_NAME = 200
 LONGEST_KERNEL = 2_000
-_NAMESPACE = re.compile(r"\b(?:\w{1,100}::)+(?=\w)")
+_NAMESPACE = re.compile(r"(?:\b\w{1,100}::|\(anonymous namespace\)::)+(?=\w)")
 
 
 def clean(text: str, longest: int = LONGEST_NAME) -> str:

@@ -106,6 +106,7 @@ FILL = "vectorized_elementwise_kernel<4, {0}FillFunctor<float>, {1}array<char*, 
     [
         (f"void at::native::{FILL.format('at::native::', 'std::')}(int, std::array<char*, 1ul>)", FILL.format("", "")),
         ("ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", "ncclDevKernel_SendRecv"),
+        ("void at::native::(anonymous namespace)::CatArrayBatchedCopy<int, 1>(int*)", "CatArrayBatchedCopy<int, 1>"),
         ("Memset (Device)", "Memset (Device)"),
         ("f(g(int))::{lambda(float)#1}", "f(g(int))::{lambda(float)#1}"),
         ("(anonymous)", "(anonymous)"),

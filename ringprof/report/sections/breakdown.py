@@ -53,7 +53,7 @@ def _by_part(summary: Summary, style: TextStyle) -> str:
 
 
 def _by_kind(summary: Summary, on_cpu: bool, style: TextStyle) -> str:
-    unit_ns, unit = unit_for(max(row.time_ns for row in summary.kinds))
+    unit_ns, unit = unit_for(max((row.time_ns for row in summary.kinds), default=0))
     rows = [
         [
             LABELS[row.kind],
