@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from typing import Any
 
 import click
@@ -30,7 +31,7 @@ _OPTIONS = (
     click.option("--scheduler", metavar="ADDRESS",
                  help="Have the workers of a Dask cluster read the traces (tcp://...)."),
 )  # fmt: skip
-_NAMES = ("window", "between", "group", "rules", "ranks_per_host", "limit_bytes", "jobs", "scheduler")
+_NAMES = tuple(field.name for field in fields(LoadOptions) if field.name != "notify")
 
 
 def newest_or(paths: Sequence[str]) -> Sequence[str]:
