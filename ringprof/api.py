@@ -1,13 +1,4 @@
-"""The library's front door: load a run or traces, and ask where the time went.
-
-import ringprof
-run = ringprof.load("traces/run.json")
-run.breakdown()      # one row a rank
-run.hops()           # one row a neighbour transfer
-run.steps()          # one row a rank and ring step
-run.waterfall()      # from the peak to the speed achieved
-run.report()         # the JSON report as a dict
-"""
+"""The library's front door: load a run or traces, and ask where the time went."""
 
 from __future__ import annotations
 
