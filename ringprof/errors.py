@@ -18,6 +18,9 @@ The command line turns each into one line on stderr; the library never prints an
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 
 class RingprofError(Exception):
     """Base of all errors raised on purpose; ``exit_code`` is what the command line returns."""
@@ -69,3 +72,9 @@ class RecordError(RingprofError):
 
 class VerificationError(RecordError):
     """A strategy computed a wrong result; nothing was timed."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """For a message: which known name was likely meant; empty where none is near."""
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""

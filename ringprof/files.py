@@ -9,7 +9,7 @@ import io
 import os
 import re
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, cast
@@ -77,38 +77,31 @@ def read_within(file: BinaryIO, name: str, limits: Limits | None = None, share: 
 
 def size_of(name: str) -> int:
     """Bytes of a file. Raises `InputError`."""
-    with _as_input_error(name):
-        if not is_url(name):
-            return os.stat(name).st_size
-        system, path = _system_of(name)
-        return int(system.size(path) or 0)
+    return int(_asked(name, lambda path: path.stat().st_size, "size") or 0)
 
 
 def is_folder(name: str) -> bool:
     """Whether there is a folder of this name. Raises `InputError`."""
-    with _as_input_error(name):
-        if not is_url(name):
-            return Path(name).is_dir()
-        system, path = _system_of(name)
-        return bool(system.isdir(path))
+    return bool(_asked(name, Path.is_dir, "isdir"))
 
 
 def is_file(name: str) -> bool:
     """Whether there is a file of this name. Raises `InputError`."""
-    with _as_input_error(name):
-        if not is_url(name):
-            return Path(name).is_file()
-        system, path = _system_of(name)
-        return bool(system.isfile(path))
+    return bool(_asked(name, Path.is_file, "isfile"))
 
 
 def exists(name: str) -> bool:
     """Whether there is a file or folder of this name. Raises `InputError`."""
+    return bool(_asked(name, Path.exists, "exists"))
+
+
+def _asked(name: str, here: Callable[[Path], Any], elsewhere: str) -> Any:
+    """What this machine says of a path, or the file system of a URL by its function of this name."""
     with _as_input_error(name):
         if not is_url(name):
-            return Path(name).exists()
+            return here(Path(name))
         system, path = _system_of(name)
-        return bool(system.exists(path))
+        return getattr(system, elsewhere)(path)
 
 
 def files_in(folder: str) -> list[str]:
@@ -218,15 +211,15 @@ def _as_input_error(name: str) -> Iterator[None]:
     except RingprofError:
         raise
     except ImportError as error:
-        raise MissingExtraError(f"{name}: {_line(error)}") from None
+        raise MissingExtraError(f"{name}: {_one_line(error)}") from None
     except OSError as error:
-        raise InputError(f"{name}: {error.strerror or _line(error)}") from None
+        raise InputError(f"{name}: {error.strerror or _one_line(error)}") from None
     except Exception as error:
         if not is_url(name):
             raise
         # The many file systems behind fsspec raise what they like: BadZipFile, TypeError, errors of their clients.
-        raise InputError(f"{name}: {_line(error)}") from None
+        raise InputError(f"{name}: {_one_line(error)}") from None
 
 
-def _line(error: Exception) -> str:
+def _one_line(error: Exception) -> str:
     return " ".join(str(error).split()) or type(error).__name__

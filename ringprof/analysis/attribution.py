@@ -9,6 +9,7 @@ from itertools import islice
 
 from ringprof.analysis.rank import Rank
 from ringprof.analysis.timeline.focus import Focus
+from ringprof.analysis.timeline.kernels import Kernel
 from ringprof.analysis.transfers.clocks import UNKNOWN_NS, Clocks, one_clock
 from ringprof.analysis.transfers.hops import HostOfRank
 from ringprof.analysis.transfers.hosts import clock_of, hosts_of
@@ -17,6 +18,8 @@ from ringprof.errors import InputError
 from ringprof.run import Run
 from ringprof.trace.columns import Caveat
 from ringprof.trace.one_run import OF_THE_RUN, TraceFacts
+
+MOST_OF_OTHER = 5
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,8 @@ class Attribution:
     """The clocks of the ranks' hosts, and how far they can be told."""
     world_size: int = 0
     """How many ranks the run has, as far as is known; those without a trace are not among ``ranks``."""
+    kernels: tuple[Kernel, ...] = ()
+    """What ran on the devices by name, over all ranks, longest first."""
 
     @property
     def median_iteration(self) -> int | None:
@@ -54,6 +59,11 @@ class Attribution:
     @cached_property
     def on_cpu(self) -> bool:
         return all(rank.on_cpu for rank in self.ranks)
+
+    @property
+    def largest_of_other(self) -> tuple[Kernel, ...]:
+        """The longest kernels of kind ``other``: what is left when all that is known has a name."""
+        return tuple(kernel for kernel in self.kernels if kernel.kind == "other")[:MOST_OF_OTHER]
 
 
 # --- before any trace is looked at ---------------------------------------------------------------------

@@ -25,6 +25,11 @@ class BenchmarkLogs:
         self._audit: LogAudit = audit(read, given, spread)
 
     @property
+    def name(self) -> str:
+        """The files that were read."""
+        return ", ".join(dict.fromkeys(one.row.file for one in self.rows))
+
+    @property
     def rows(self) -> tuple[JudgedRow, ...]:
         """Every printed row with its verdict, by file and line."""
         return self._audit.rows

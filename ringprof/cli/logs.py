@@ -18,7 +18,7 @@ from ringprof.report import as_json
 
 
 @click.command(name="logs")
-@click.argument("files", nargs=-1, required=True, metavar="FILE...")
+@click.argument("files", nargs=-1, type=click.Path(), required=True, metavar="FILE...")
 @click.option("--format", "form", type=click.Choice(["terminal", "json", "csv"]), default="terminal", show_default=True)
 @click.option("-o", "--output", type=click.Path(dir_okay=False), help="Write to this file instead of the terminal.")
 @click.option("--batch", type=click.IntRange(min=1), help="Batch size, where a log does not state it.")

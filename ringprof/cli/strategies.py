@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import click
 
+from ringprof.cli.values import STRATEGIES, Known
 from ringprof.record.resolve import load_strategy, need_torch, strategy_errors
 
 
 @click.command("strategies")
-@click.argument("name", required=False)
+@click.argument("name", required=False, type=Known(STRATEGIES))
 def command(name: str | None) -> None:
     """List the strategies, or the parameters of strategy NAME (set with: ringprof record -p key=value).
 

@@ -1,25 +1,25 @@
-"""What `ringprof.load` makes of a log with printed kernel tables."""
+"""Printed kernel tables, loaded and explained."""
 
 from __future__ import annotations
 
 import html
+import os
 from collections.abc import Sequence
 from typing import Any
 
 from ringprof.analysis.findings.comparison import Entry
+from ringprof.files import read_whole
 from ringprof.kernel_tables import show
 from ringprof.kernel_tables.analyse import TableReport, analyse_table
 from ringprof.kernel_tables.read import read_tables
-from ringprof.report.terminal import Look
+from ringprof.limits import MEMORY_BYTES, Limits
+from ringprof.log_lines import TEXT_SHARE
+from ringprof.report.text import TextStyle
 from ringprof.trace.columns import Caveat
 
 
 class TableAnalysis:
-    """Printed kernel tables, explained: what a table alone can prove. Made by `ringprof.load` from a log."""
-
-    run = None
-    ranks: tuple[int, ...] = ()
-    """A table does not say which ranks it sums."""
+    """Printed kernel tables, explained: what a table alone can prove. Made by `load_tables`."""
 
     def __init__(self, name: str, reports: Sequence[TableReport]) -> None:
         self.name, self.reports = name, tuple(reports)
@@ -43,9 +43,9 @@ class TableAnalysis:
         labels = [f"{label} table {number}" if several else label for number in range(1, len(self.reports) + 1)]
         return [show.entry_of_table(name, report) for name, report in zip(labels, self.reports, strict=True)]
 
-    def to_terminal(self, look: Look | None = None, sections: Sequence[str] = ()) -> str:
-        """The report of all tables as text; a table has none of the further ``sections``."""
-        return show.tables_text(self.reports, ascii_only=bool(look and look.ascii_only))
+    def to_terminal(self, style: TextStyle | None = None) -> str:
+        """The report of all tables as text."""
+        return show.tables_text(self.reports, ascii_only=bool(style and style.ascii_only))
 
     def __repr__(self) -> str:
         return f"<ringprof.TableAnalysis of {self.name}: {len(self.reports)} tables>"
@@ -55,6 +55,22 @@ class TableAnalysis:
         return f'<pre style="line-height: 1.2">{html.escape(self.to_terminal())}</pre>'
 
 
+def load_tables(
+    path: str | os.PathLike[str],
+    *,
+    wall_ns: int | None = None,
+    iterations: int | None = None,
+    memory_bytes: int = MEMORY_BYTES,
+) -> TableAnalysis:
+    """Load a log with printed kernel tables: of torch.profiler, ``nsys stats`` or nvprof, anywhere in it.
+
+    ``wall_ns``: wall time of the window that the tables are of; ``iterations``: how many it holds; ``memory_bytes``:
+    what reading the log may take. Raises `KernelTableError` where there is no table, `InputError`.
+    """
+    name = os.fspath(path)
+    return analyse_tables(read_whole(name, Limits(memory_bytes), TEXT_SHARE), name, wall_ns, iterations)
+
+
 def analyse_tables(data: bytes, name: str, wall_ns: int | None = None, iterations: int | None = None) -> TableAnalysis:
-    """Every kernel table in a log, explained; see `analyse_table`. Raises `KernelTableError` where there is none."""
+    """As `load_tables`, from a log's content."""
     return TableAnalysis(name, [analyse_table(table, wall_ns, iterations) for table in read_tables(data, name)])

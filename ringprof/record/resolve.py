@@ -88,7 +88,7 @@ def resolve(request: Request, place: Placement | None) -> Request:
         _check_graph(request, device)
     world = _world(request.world, device, place)
     params = strategy.placed(
-        world, _per_host(request, world, place), **_typed(strategy, request.strategy, request.params)
+        world, _per_host(request, world, place), **typed_params(strategy, request.strategy, request.params)
     )
     _check_fit(strategy, request, params, world)
     warmup, iters = _counts(request, device)
@@ -179,7 +179,8 @@ def _counts(request: Request, device: str) -> tuple[int, int]:
     return warmup, request.iters or (10 if on_gpu else 3)
 
 
-def _typed(strategy: Any, name: str, params: dict[str, Any]) -> dict[str, Any]:
+def typed_params(strategy: Any, name: str, params: dict[str, Any]) -> dict[str, Any]:
+    """The parameters of strategy ``name`` as what they are. Raises `UnfitWorkloadError` for one it does not take."""
     from ringprof.strategies.registry import check_parameters, parse_parameter
 
     with strategy_errors():

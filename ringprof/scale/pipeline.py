@@ -23,6 +23,7 @@ from ringprof.analysis.rank import Rank, kept
 from ringprof.analysis.steps.plan import Survey
 from ringprof.analysis.steps.steps import ExposedByPlan, StepFinder, add_exposed
 from ringprof.analysis.timeline.focus import EVERYTHING, Focus
+from ringprof.analysis.timeline.kernels import KernelTotals
 from ringprof.analysis.transfers.clocks import (
     Clocks,
     Traffic,
@@ -193,6 +194,7 @@ class _Pipeline:
     surveyed: dict[int, Survey] = field(default_factory=dict)
     """What ranks whose details do not stay in memory tell of the run's steps."""
     told: ExposedByPlan = field(default_factory=dict)
+    kernels: KernelTotals = field(default_factory=KernelTotals)
 
     def __post_init__(self) -> None:
         number = {name: at for at, name in enumerate(hosts_in_order(self.outline.clock_of))}
@@ -224,12 +226,14 @@ class _Pipeline:
             warnings=all_warnings(self.outline, said, [] if silent else warnings),
             clocks=clocks,
             world_size=self.outline.world_size,
+            kernels=self.kernels.sorted(),
         )
 
     def _explain(self) -> dict[int, stages.RankAlone]:
         alone: dict[int, stages.RankAlone] = {}
         for one in self.workers.map(stages.explain_alone, ((self.context, rank) for rank in self.outline.place)):
-            alone[one.rank.rank] = one
+            self.kernels.add(one.rank.rank, one.kernels)
+            alone[one.rank.rank] = replace(one, kernels=())
             self.notify("ranks explained", len(alone), len(self.outline.place))
         group = self.context.focus.group
         if group is not None and not any(one.in_group for one in alone.values()):

@@ -20,6 +20,7 @@ from ringprof.analysis.rank import Detail, Rank, kept
 from ringprof.analysis.steps.plan import RankSteps, Survey, own_plan, survey
 from ringprof.analysis.steps.steps import ExposedBySteps, exposed_steps
 from ringprof.analysis.timeline.focus import Focus
+from ringprof.analysis.timeline.kernels import RankKernel
 from ringprof.analysis.transfers.clocks import Clocks, TrafficSummary, collect
 from ringprof.analysis.transfers.from_run import fill_from_run
 from ringprof.analysis.transfers.hops import HostOfRank
@@ -107,6 +108,8 @@ class RankAlone:
     """Ranks that it exchanges messages with."""
     communicates: bool
     in_collectives: bool
+    kernels: Sequence[RankKernel] = ()
+    """What ran on its device by name, until it is added up."""
 
 
 def explain_alone(context: RunContext, rank: int) -> RankAlone:
@@ -125,6 +128,7 @@ def explain_alone(context: RunContext, rank: int) -> RankAlone:
         peers=frozenset(message.peer for messages in exchanges.values() for message in messages) - {rank},
         communicates=bool(transfers),
         in_collectives=any(one.kind not in POINT_TO_POINT for one in transfers),
+        kernels=explained.kernels,
     )
 
 

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ringprof.api import load_bytes
+from ringprof.api import parse_any
 from ringprof.errors import KernelTableError
 from ringprof.kernel_tables.read import read_tables
+from ringprof.options import LoadOptions
 from tests.paths import LOGS
 
 LOG = LOGS / "002_24cf2d6a9b1ed1f8.txt"
@@ -179,7 +180,7 @@ def test_no_table(text: str) -> None:
 def test_benchmark_rows_without_a_table_name_the_other_command() -> None:
     text = (LOG.parent / "000_6ad8b6078955b01f.txt").read_text()
     with pytest.raises(KernelTableError, match=r"ringprof logs some\.txt"):
-        load_bytes(text.encode(), "some.txt")
+        parse_any(text.encode(), "some.txt", LoadOptions())
 
 
 def test_a_table_without_rows_says_where() -> None:

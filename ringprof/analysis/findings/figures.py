@@ -6,6 +6,7 @@ wall (0..1); with ``_ns`` they are times. What a report does not know has no fig
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from statistics import fmean
 
 from ringprof.analysis.findings.findings import Findings
@@ -43,6 +44,15 @@ def figures_of(found: Findings) -> dict[str, float]:
     figures |= {name: float(value) for name, value in known.items() if value is not None}
     figures |= {f"waterfall.{part.part}": part.share for part in found.waterfall.parts}
     return figures
+
+
+_NO_SHARES = {"tflops", "block_tflops", "solo_tflops", "wire_gbps", "hops", "warnings", "iterations"}
+
+
+def shares_among(figures: Iterable[str]) -> set[str]:
+    """Those of the figures that are shares, 0..1 or more."""
+    plain = {name: name.partition("(")[2].rstrip(")") or name for name in figures}
+    return {name for name, one in plain.items() if one not in _NO_SHARES and not one.endswith(("_ns", "_bytes"))}
 
 
 def _of_rank(rank: Rank) -> dict[str, float]:

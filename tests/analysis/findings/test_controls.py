@@ -14,7 +14,8 @@ from ringprof.analysis.findings.summary import summarise
 from ringprof.analysis.findings.waterfall import find_waterfall
 from ringprof.analysis.timeline.focus import Focus
 from ringprof.report import as_json
-from ringprof.report.terminal import Look, render
+from ringprof.report.terminal import render
+from ringprof.report.text import TextStyle
 from ringprof.run import Controls, Profiled, Workload, read_run, write_run
 from ringprof.scale.pipeline import attribute
 from tests.analysis.build import FLASH, Builder
@@ -94,7 +95,7 @@ def test_the_json_report_has_every_figure():
 
 
 def test_people_read_times_shares_and_what_follows():
-    text = " ".join(render(found(), Look(width=100)).split())
+    text = " ".join(render(found(), TextStyle(width=100)).split())
     assert "an iteration, in turns with these 2.200 µs 100.0 %" in text
     assert "ideal: the larger of the two 1.800 µs 81.8 % compute only" in text
     assert "the same blocks alone 1.050 µs 47.7 % 952.4 TFLOP/s" in text
@@ -104,14 +105,14 @@ def test_people_read_times_shares_and_what_follows():
 
 @pytest.mark.parametrize("width", [60, 80])
 def test_no_line_is_longer_than_the_terminal(width):
-    assert max(map(len, render(found(), Look(width=width)).splitlines())) <= width
+    assert max(map(len, render(found(), TextStyle(width=width)).splitlines())) <= width
 
 
 def test_the_profilers_cost_is_neither_slower_nor_faster_where_it_rounds_to_nothing():
     def line(profiled_ns: int) -> str:
         run = recorded_run(profiled=Profiled(iterations_ns=[[profiled_ns]] * 4))
         attribution = attribute([b.trace() for b in ring_with_compute()], run)
-        return " ".join(render(findings_in_memory(attribution), Look(width=200)).split())
+        return " ".join(render(findings_in_memory(attribution), TextStyle(width=200)).split())
 
     # The median time without the profiler is 3 ms.
     assert "without the profiler, as fast with it" in line(2_999_000)
