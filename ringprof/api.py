@@ -128,7 +128,7 @@ class Analysis:
 
         Raises `MissingExtraError` where it is not installed, `InputError` where it does not read these traces.
         """
-        from ringprof.companion import trace_analysis
+        from ringprof.hta import trace_analysis
 
         return trace_analysis({rank.rank: rank.path for rank in self.attribution.ranks})
 

@@ -11,7 +11,7 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-from ringprof.claim import claim, clear_abandoned, release
+from ringprof.folder_owner import claim, clear_abandoned, release
 
 _made: set[Path] = set()
 

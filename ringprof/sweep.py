@@ -18,14 +18,13 @@ from msgspec.structs import replace
 
 from ringprof.analysis.findings.summary import Rates
 from ringprof.api import Analysis, load
-from ringprof.errors import InputError, RecordError, UnfitWorkloadError, UsageError, VerificationError
+from ringprof.errors import InputError, Interrupted, OutOfMemory, RecordError, UnfitWorkloadError, UsageError
 from ringprof.record import Request, record
-from ringprof.record.placement import joined
+from ringprof.record.launcher import launcher_rank
 from ringprof.record.progress import Reporter
 from ringprof.run import Run, Workload, read_run, write_atomically
 
 SCHEMA = "ringprof.sweep/1"
-OUT_OF_MEMORY = "out of memory"
 ATTENTION = ("flash_fwd", "flash_bwd")
 COMMUNICATION = ("send_recv", "all_to_all", "all_gather", "reduce_scatter", "all_reduce", "broadcast", "copy_engine")
 
@@ -82,7 +81,7 @@ def run_sweep(requests: Sequence[Request], path: Path, reporter: Reporter) -> It
     Rows that an earlier sweep with the same ``path`` has done are not recorded again; failed ones are. Raises
     `UsageError` under a launcher, and what stops every recording alike: `Interrupted`, `MissingExtraError`.
     """
-    if joined() is not None:
+    if launcher_rank() is not None:
         raise UsageError("a sweep starts its own ranks: run it without torchrun or srun, on one host")
     folder = path.parent
     folder.mkdir(parents=True, exist_ok=True)
@@ -166,14 +165,12 @@ def _record_row(request: Request, folder: Path, reporter: Reporter) -> Row:
             alone = replace(request, workload=replace(request.workload, backward=False), verify=False, controls=False)
             forward_ns = _median_ns(record(alone, reporter))
         run = record(request, reporter)
-    except VerificationError as error:
-        return replace(row, status="failed", reason=str(error))
     except UnfitWorkloadError as error:
         return replace(row, status="unfit", reason=str(error))
+    except Interrupted:
+        raise  # the user's Ctrl-C ends the sweep, not the row
     except RecordError as error:
-        if error.exit_code != RecordError.exit_code:
-            raise  # the user's Ctrl-C ends the sweep, not the row
-        return replace(row, status="oom" if OUT_OF_MEMORY in str(error) else "failed", reason=str(error))
+        return replace(row, status="oom" if isinstance(error, OutOfMemory) else "failed", reason=str(error))
     assert run is not None, "no launcher started this process"
     return replace(row, run=run.name, forward_ns=forward_ns)
 

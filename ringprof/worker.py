@@ -11,18 +11,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-from ringprof.record.ending.watch import Watch
-from ringprof.record.folder import discard
-from ringprof.record.launch import diary_path, log_path
-from ringprof.record.placement import joined
+from ringprof.record.ending.watchdog import Watchdog
+from ringprof.record.launcher import launcher_rank
+from ringprof.record.own_ranks import diary_path, log_path
 from ringprof.record.progress import Diary
 from ringprof.record.request import read_task
+from ringprof.record.run_folder import discard
 
 
 def main(arguments: list[str]) -> NoReturn:
     """Run one rank and end the process: with 0, or with 3 and the reason in the rank's diary."""
     task, parent = read_task(arguments[0]), int(arguments[1])
-    place = joined()
+    place = launcher_rank()
     assert place is not None and task.scratch is not None, "started by ringprof record, with the ranks' variables"
     scratch = Path(task.scratch)
     _print_to(log_path(scratch, place.rank))
@@ -34,21 +34,21 @@ def main(arguments: list[str]) -> NoReturn:
         if reason == "parent" and place.rank == 0:
             discard(Path(task.staging))
 
-    watch = Watch(at_end, parent=parent)
-    watch.start()
-    from ringprof.record.ending.failure import full_text, kind_of, message_of
-    from ringprof.record.rank import Rank
+    watchdog = Watchdog(at_end, parent=parent)
+    watchdog.start()
+    from ringprof.record.ending.rank_errors import error_kind, error_line, traceback_text
+    from ringprof.record.recording import RankRecording
     from ringprof.trace.reduced import reduce_file
 
     try:
-        rank = Rank(task, place, diary, reduce=reduce_file)
+        rank = RankRecording(task, place, diary, reduce=reduce_file)
         hops.append(rank.hops)
         rank.run()
     except BaseException as error:
         try:
-            sys.stderr.write(full_text(error))
+            sys.stderr.write(traceback_text(error))
             sys.stderr.flush()
-            diary.error(kind_of(error), message_of(error))
+            diary.error(error_kind(error), error_line(error))
         finally:
             # At once, without leaving the process group in good order: the peers may wait for ever.
             os._exit(3)

@@ -17,10 +17,17 @@ pytest.importorskip("torch", reason="recording needs torch")
 
 from ringprof import cli, sweep
 from ringprof.analysis.findings.summary import summarise
-from ringprof.errors import InputError, RecordError, UnfitWorkloadError, UsageError, VerificationError
+from ringprof.errors import (
+    InputError,
+    Interrupted,
+    OutOfMemory,
+    RecordError,
+    UnfitWorkloadError,
+    UsageError,
+    VerificationError,
+)
 from ringprof.record import Request
-from ringprof.record.ending.failure import Interrupted
-from ringprof.record.progress import Silent
+from ringprof.record.progress import SilentReporter
 from ringprof.run import Controls, Workload, write_run
 from ringprof.scale.pipeline import attribute
 from tests.analysis.findings.test_summary import ring_with_compute
@@ -60,7 +67,7 @@ def swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         requests = sweep.plan(
             BASE, ["burst", "usp"], [1024, 2048], ["auto"], {"usp.ulysses_degree": "2", "grad_wire": "fp32"}
         )
-        rows = [row for row, _ in sweep.run_sweep(requests, tmp_path / "sweep.json", Silent())]
+        rows = [row for row, _ in sweep.run_sweep(requests, tmp_path / "sweep.json", SilentReporter())]
         return rows, recorder
 
     return go
@@ -81,7 +88,7 @@ def test_every_combination_has_a_row_with_its_own_parameters(swept):
 def test_a_row_that_fails_says_why_and_the_sweep_goes_on(swept):
     rows, _ = swept(
         {
-            ("burst", 1024): RecordError("rank 1 failed: out of memory: use a shorter sequence"),
+            ("burst", 1024): OutOfMemory("rank 1 failed: out of memory: use a shorter sequence"),
             ("burst", 2048): VerificationError("wrong result on rank 0"),
             ("usp", 1024): UnfitWorkloadError("needs a multiple"),
         }
@@ -99,7 +106,7 @@ def test_an_interrupted_sweep_goes_on_where_it_stopped(swept):
 
 
 def test_failed_rows_are_tried_again_and_what_ran_out_of_memory_is_not(swept):
-    swept({("burst", 1024): RecordError("x: out of memory"), ("burst", 2048): RecordError("rank 1 failed: other")})
+    swept({("burst", 1024): OutOfMemory("x: out of memory"), ("burst", 2048): RecordError("rank 1 failed: other")})
     rows, recorder = swept({})
     assert [row.status for row in rows] == ["oom", "ok", "ok", "ok"]
     assert recorder.calls == [("burst", 2048, False), ("burst", 2048, True)]

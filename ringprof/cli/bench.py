@@ -11,6 +11,7 @@ import click
 from ringprof.cli.progress import reporter
 from ringprof.cli.write import write_text
 from ringprof.record import Request
+from ringprof.record.resolve import DTYPES
 from ringprof.report import sweep as shown
 from ringprof.run import Workload
 from ringprof.sweep import figures_of, plan, run_sweep
@@ -43,7 +44,7 @@ class _List(click.ParamType[list[Any]]):
 @click.option("--kv-heads", type=int, help="Key and value heads.  [default: --heads]")
 @click.option("--head-dim", default=128, show_default=True, help="Size of a head.")
 @click.option("--causal/--no-causal", default=True, show_default=True, help="Causal mask, or full attention.")
-@click.option("--dtype", type=click.Choice(["bf16", "fp16", "fp32"]), default="bf16", show_default=True)
+@click.option("--dtype", type=click.Choice(list(DTYPES)), default="bf16", show_default=True)
 @click.option("-p", "--param", "params", multiple=True, metavar="[NAME.]KEY=VALUE",
               help="A parameter of all strategies, or of strategy NAME; repeatable.")  # fmt: skip
 @click.option("--device", type=click.Choice(["auto", "cuda", "cpu"]), default="auto", show_default=True)

@@ -13,11 +13,10 @@ import click
 from ringprof.cli.progress import reporter
 from ringprof.errors import RecordError, RingprofError
 from ringprof.record import Request, record
-from ringprof.record.placement import joined
+from ringprof.record.launcher import launcher_rank
+from ringprof.record.resolve import DTYPES
 from ringprof.report.text import duration, rate
 from ringprof.run import Run, Workload
-
-DTYPES = ("bf16", "fp16", "fp32")
 
 
 @click.command("record")
@@ -32,7 +31,7 @@ DTYPES = ("bf16", "fp16", "fp32")
 @click.option("--kv-heads", type=int, help="Key and value heads (grouped-query).  [default: --heads]")
 @click.option("--head-dim", default=128, show_default=True, help="Size of a head.")
 @click.option("--causal/--no-causal", default=True, show_default=True, help="Causal mask, or full attention.")
-@click.option("--dtype", type=click.Choice(DTYPES), default="bf16", show_default=True, help="Type of the inputs.")
+@click.option("--dtype", type=click.Choice(list(DTYPES)), default="bf16", show_default=True, help="Type of the inputs.")
 @click.option("--forward-only", is_flag=True, help="No backward pass.")
 @click.option("-p", "--param", "params", multiple=True, metavar="KEY=VALUE",
               help="A parameter of the strategy, see `ringprof strategies NAME`; repeatable.")  # fmt: skip
@@ -68,7 +67,7 @@ def command(**options: Any) -> None:
     ringprof record --strategy zigzag --seq 8192 --heads 4 --head-dim 64 --device cpu
     torchrun --nnodes 2 --nproc-per-node 8 ... -m ringprof record --strategy burst --seq 1048576
     """
-    request, place = _request(options), joined()
+    request, place = _request(options), launcher_rank()
     if place is not None:
         _as_rank(request, place.rank)
     with reporter() as shown:

@@ -18,7 +18,7 @@ from ringprof.run import Run, Workload
 if TYPE_CHECKING:
     import torch
 
-    from ringprof.record.gathering import TraceFile
+    from ringprof.record.remote_traces import TraceFile
 
 
 @contextmanager
@@ -43,8 +43,8 @@ def capture(
     from ringprof.record.resolve import need_torch
 
     need_torch()
-    from ringprof.record.folder import discard
-    from ringprof.record.gathering import TraceFile
+    from ringprof.record.remote_traces import TraceFile
+    from ringprof.record.run_folder import discard
 
     target = Path(folder).absolute()
     staging = target.parent / f".{target.name}.partial"
@@ -89,7 +89,7 @@ def _standing() -> tuple[int, int, torch.device]:
 
 def _prepare(target: Path, staging: Path) -> _Opening:
     """Make the staging folder, which nobody else may be using; what a killed capture left there gives way."""
-    from ringprof.claim import claim, clear_abandoned
+    from ringprof.folder_owner import claim, clear_abandoned
 
     try:
         if target.exists() and (not target.is_dir() or any(target.iterdir())):
@@ -107,7 +107,7 @@ def _prepare(target: Path, staging: Path) -> _Opening:
 def _together(opening: _Opening, world: int, device: torch.device) -> _Opening:
     """Rank 0's answer for all ranks. Raises `UsageError` on each where there is a refusal."""
     if world > 1:
-        from ringprof.record.group import gather_bytes
+        from ringprof.record.world_group import gather_bytes
 
         opening = msgspec.json.decode(gather_bytes(msgspec.json.encode(opening), device)[0], type=_Opening)
     if opening.refusal:
@@ -157,9 +157,9 @@ def _run(
     staging: Path, times: list[int], reduced: bool,
 ) -> Run | None:  # fmt: skip
     """Tell rank 0 that this rank's trace is complete, and send it where it must be; rank 0 returns the run."""
-    from ringprof.record.folder import reduced_name, trace_name
     from ringprof.record.machine import device_name
-    from ringprof.record.rank import RankResult, assemble, exchange, gather
+    from ringprof.record.recording import RankResult, assemble, exchange, gather
+    from ringprof.record.run_folder import reduced_name, trace_name
 
     local_rank, host = _standing_on_host(rank, world, device)
     result = RankResult(
@@ -178,25 +178,25 @@ def _run(
 
 def _standing_on_host(rank: int, world: int, device: torch.device) -> tuple[int, str]:
     """This rank's number on its host, and the host's name, told apart from others of that name."""
-    from ringprof.record.group import gather_bytes
-    from ringprof.record.hosts import Where, host_names
+    from ringprof.record.hosts import RankHost, distinct_host_names
+    from ringprof.record.launcher import launcher_rank
     from ringprof.record.machine import host_name
-    from ringprof.record.placement import joined
+    from ringprof.record.world_group import gather_bytes
 
-    place = joined()
+    place = launcher_rank()
     text = os.environ.get("LOCAL_RANK", "")
     local_rank = place.local_rank if place else int(text) if text.isdigit() else rank
-    where = Where(host_name(), place.node if place else 0)
+    where = RankHost(host_name(), place.node if place else 0)
     if world == 1:
         return local_rank, where.name
-    said = [msgspec.json.decode(part, type=Where) for part in gather_bytes(msgspec.json.encode(where), device)]
-    return local_rank, host_names(said)[rank]
+    said = [msgspec.json.decode(part, type=RankHost) for part in gather_bytes(msgspec.json.encode(where), device)]
+    return local_rank, distinct_host_names(said)[rank]
 
 
 def _publish(run: Run, staging: Path, target: Path) -> None:
     """The same order as for a recording; an empty ``target`` gives way."""
-    from ringprof.claim import release
-    from ringprof.record.folder import RUN_FILE
+    from ringprof.folder_owner import release
+    from ringprof.record.run_folder import RUN_FILE
     from ringprof.run import write_run
 
     write_run(run, staging / RUN_FILE)

@@ -10,7 +10,7 @@ NODE = "#"
 """Between a host's name and the launcher's number, where several of the launcher's hosts have one name."""
 
 
-class Where(msgspec.Struct, frozen=True):
+class RankHost(msgspec.Struct, frozen=True):
     """Where one rank is: its host's name, and the number that the launcher gave the host; and its process."""
 
     name: str
@@ -18,7 +18,7 @@ class Where(msgspec.Struct, frozen=True):
     pid: int = 0
 
 
-def host_names(ranks: Sequence[Where]) -> list[str]:
+def distinct_host_names(ranks: Sequence[RankHost]) -> list[str]:
     """The host of each rank. Containers and network namespaces may have one name: their number tells them apart."""
     nodes: dict[str, set[int]] = {}
     for rank in ranks:

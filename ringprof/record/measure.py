@@ -71,7 +71,7 @@ class Problem:
 
 
 @dataclass
-class Measured:
+class Measurement:
     """The timed iterations of one rank."""
 
     iterations_ns: list[int]
@@ -79,7 +79,7 @@ class Measured:
     work: Work
 
 
-def measure(problem: Problem, device: torch.device, warmup: int, iters: int, reporter: Reporter) -> Measured:
+def measure(problem: Problem, device: torch.device, warmup: int, iters: int, reporter: Reporter) -> Measurement:
     """Warm up, then time every iteration; the work is counted in the first timed one."""
     warm = clock_for(device)
     reporter.start("warm-up", warmup)
@@ -103,7 +103,7 @@ def measure(problem: Problem, device: torch.device, warmup: int, iters: int, rep
         work = work or _work(problem)
         reporter.advance()
     assert work is not None
-    return Measured(clock.times_ns(), peak_bytes(device), work)
+    return Measurement(clock.times_ns(), peak_bytes(device), work)
 
 
 def profile_iterations(problem: Problem, device: torch.device, iters: int, path: Path, reporter: Reporter) -> list[int]:

@@ -21,7 +21,7 @@ from ringprof.errors import (
     UnknownStrategyError,
     UsageError,
 )
-from ringprof.record.placement import Placement
+from ringprof.record.launcher import RankPlace
 from ringprof.record.request import MIN_GPU_WARMUP, Request, check_numbers
 from ringprof.run import Workload
 
@@ -71,7 +71,7 @@ def load_strategy(name: str) -> Any:
     return loaded
 
 
-def resolve(request: Request, place: Placement | None) -> Request:
+def resolve(request: Request, place: RankPlace | None) -> Request:
     """The request with every open choice made. ``place`` is this process's rank where a launcher made it one.
 
     Raises `UsageError`, `UnknownStrategyError`, `UnfitWorkloadError` and `MissingExtraError`.
@@ -152,7 +152,7 @@ def _device(asked: str) -> str:
     return "cuda" if available and asked != "cpu" else "cpu"
 
 
-def _world(asked: int | None, device: str, place: Placement | None) -> int:
+def _world(asked: int | None, device: str, place: RankPlace | None) -> int:
     import torch
 
     gpus = torch.cuda.device_count() if device == "cuda" else None
@@ -191,7 +191,7 @@ def _typed(strategy: Any, name: str, params: dict[str, Any]) -> dict[str, Any]:
     return typed
 
 
-def _per_host(request: Request, world: int, place: Placement | None) -> int:
+def _per_host(request: Request, world: int, place: RankPlace | None) -> int:
     """Ranks that will share a host, as the ranks' communicator will see it; refused later where it does not divide."""
     launched = world if place is None else place.local_world_size
     per_host = request.ranks_per_host or launched

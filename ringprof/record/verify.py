@@ -29,8 +29,8 @@ import torch
 from torch import Tensor
 
 from ringprof.errors import UnfitWorkloadError, VerificationError
-from ringprof.record.group import gather_tensor
 from ringprof.record.resolve import fits, torch_dtype
+from ringprof.record.world_group import gather_tensor
 from ringprof.run import TensorError, Verification, Workload
 
 SEED = 20260401

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from ringprof.record.hosts import Where, host_names, host_numbers, regular_per_host
+from ringprof.record.hosts import RankHost, distinct_host_names, host_numbers, regular_per_host
 from ringprof.strategies import Unfit
 from ringprof.strategies.hosts import Hosts
 
 
 def test_a_name_is_enough_where_it_is_one_hosts() -> None:
-    assert host_names([Where("a", 0), Where("a", 0), Where("b", 1)]) == ["a", "a", "b"]
+    assert distinct_host_names([RankHost("a", 0), RankHost("a", 0), RankHost("b", 1)]) == ["a", "a", "b"]
 
 
 def test_hosts_of_one_name_are_told_apart_by_their_number() -> None:
-    assert host_names([Where("pod", 0), Where("pod", 1), Where("b", 2)]) == ["pod#0", "pod#1", "b"]
+    assert distinct_host_names([RankHost("pod", 0), RankHost("pod", 1), RankHost("b", 2)]) == ["pod#0", "pod#1", "b"]
 
 
 @pytest.mark.parametrize(

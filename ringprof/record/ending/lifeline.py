@@ -25,8 +25,8 @@ MAX_LINE = 1 << 16
 WELCOME, END, COMPLETE = b"welcome\n", b"end\n", b"complete\n"
 
 
-class Word(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank says of itself, once: why it fails, where it was stopped, or that it is done."""
+class RankOutcome(msgspec.Struct, frozen=True, kw_only=True):
+    """How the run ended for one rank, in its own words: it failed, was stopped, or is done. Told once."""
 
     kind: str
     """``failed``, ``stopped`` or ``done``."""
@@ -49,7 +49,7 @@ class _Hello(msgspec.Struct, frozen=True):
 
 
 @dataclass
-class _Guest:
+class _Connection:
     """One connection to rank 0."""
 
     connection: socket.socket
@@ -57,22 +57,22 @@ class _Guest:
     rank: int | None = None
 
 
-class Hub:
-    """Rank 0's side. ``on_trouble`` is called once, in a thread of its own, when a rank fails, stops or goes.
+class LifelineServer:
+    """Rank 0's side. ``on_trouble`` is called once, in a thread of its own, when a rank fails, stops or disconnects.
 
-    ``words`` are the other ranks' by rank, in the order in which they came; ``gone`` the ranks whose connection ended
-    before they had said a word, or that the system gave up.
+    ``outcomes`` are the other ranks' by rank, in the order in which they came; ``gone`` the ranks whose connection
+    ended, or was given up by the system, before they had told an outcome.
     """
 
     def __init__(self, world: int, on_trouble: Callable[[], None]) -> None:
         self.token = secrets.token_hex(16)
-        self.words: dict[int, Word] = {}
+        self.outcomes: dict[int, RankOutcome] = {}
         self.gone: list[int] = []
         self._world = world
         self._on_trouble = on_trouble
         self._quiet = False
         self._closed = threading.Event()
-        self._guests: dict[int, _Guest] = {}
+        self._ranks: dict[int, _Connection] = {}
         self._selector = selectors.DefaultSelector()
         both = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if both else socket.AF_INET
@@ -83,22 +83,22 @@ class Hub:
         self._serving = threading.Thread(target=self._serve, name="ringprof-lifelines", daemon=True)
         self._serving.start()
 
-    def end_all(self, seconds: float) -> None:
-        """Tell every rank to end, and hear their last words for ``seconds`` at most."""
-        for guest in list(self._guests.values()):
-            _tell(guest.connection, END)
+    def tell_all_to_end(self, seconds: float) -> None:
+        """Tell every rank to end, and hear their outcomes for ``seconds`` at most."""
+        for peer in list(self._ranks.values()):
+            _send_line(peer.connection, END)
         deadline = time.monotonic() + seconds
-        while self._guests and time.monotonic() < deadline:
+        while self._ranks and time.monotonic() < deadline:
             time.sleep(0.02)
 
-    def calm(self) -> None:
-        """From here on nothing is trouble."""
+    def stop_reporting(self) -> None:
+        """Ignore disconnects and outcomes from here on: the run is complete."""
         self._quiet = True
 
-    def farewell(self) -> None:
+    def announce_complete(self) -> None:
         """Tell every rank that the run is complete, and close."""
-        for guest in list(self._guests.values()):
-            _tell(guest.connection, COMPLETE)
+        for peer in list(self._ranks.values()):
+            _send_line(peer.connection, COMPLETE)
         self.close()
 
     def close(self) -> None:
@@ -124,49 +124,49 @@ class Hub:
             return
         keep_alive(connection)
         connection.setblocking(False)
-        self._selector.register(connection, selectors.EVENT_READ, _Guest(connection))
+        self._selector.register(connection, selectors.EVENT_READ, _Connection(connection))
 
-    def _hear(self, guest: _Guest) -> None:
+    def _hear(self, peer: _Connection) -> None:
         try:
-            data = guest.connection.recv(MAX_LINE)
+            data = peer.connection.recv(MAX_LINE)
         except BlockingIOError:
             return
         except OSError:
             data = b""
-        guest.data += data
-        *lines, rest = guest.data.split(b"\n")
-        guest.data = bytearray(rest)
-        understood = len(rest) <= MAX_LINE and all(self._understand(guest, bytes(line)) for line in lines)
+        peer.data += data
+        *lines, rest = peer.data.split(b"\n")
+        peer.data = bytearray(rest)
+        understood = len(rest) <= MAX_LINE and all(self._understand(peer, bytes(line)) for line in lines)
         if not data or not understood:
-            self._leave(guest)
+            self._leave(peer)
 
-    def _understand(self, guest: _Guest, line: bytes) -> bool:
+    def _understand(self, peer: _Connection, line: bytes) -> bool:
         try:
-            if guest.rank is None:
+            if peer.rank is None:
                 hello = msgspec.json.decode(line, type=_Hello)
                 known = hmac.compare_digest(hello.token, self.token) and 0 < hello.rank < self._world
-                if not known or hello.rank in self._guests:
+                if not known or hello.rank in self._ranks:
                     return False
-                guest.rank = hello.rank
-                self._guests[hello.rank] = guest
-                return _tell(guest.connection, WELCOME)
-            word = msgspec.json.decode(line, type=Word)
+                peer.rank = hello.rank
+                self._ranks[hello.rank] = peer
+                return _send_line(peer.connection, WELCOME)
+            outcome = msgspec.json.decode(line, type=RankOutcome)
         except (msgspec.MsgspecError, UnicodeError, TypeError):
             return False
-        self.words.setdefault(guest.rank, word)
-        if word.kind != "done":
+        self.outcomes.setdefault(peer.rank, outcome)
+        if outcome.kind != "done":
             self._trouble()
         return True
 
-    def _leave(self, guest: _Guest) -> None:
-        self._selector.unregister(guest.connection)
-        guest.connection.close()
-        if guest.rank is None:
+    def _leave(self, peer: _Connection) -> None:
+        self._selector.unregister(peer.connection)
+        peer.connection.close()
+        if peer.rank is None:
             return
-        if guest.rank not in self.words:
-            self.gone.append(guest.rank)
+        if peer.rank not in self.outcomes:
+            self.gone.append(peer.rank)
             self._trouble()
-        self._guests.pop(guest.rank, None)
+        self._ranks.pop(peer.rank, None)
 
     def _trouble(self) -> None:
         if not self._quiet:
@@ -174,7 +174,7 @@ class Hub:
             threading.Thread(target=self._on_trouble, name="ringprof-trouble", daemon=True).start()
 
 
-class Line:
+class Lifeline:
     """Another rank's side. ``on_end`` is called once, in its own thread: with True where rank 0 says to end, with False
     where rank 0 has gone."""
 
@@ -192,9 +192,9 @@ class Line:
         self._closed = False
         threading.Thread(target=self._listen, name="ringprof-lifeline", daemon=True).start()
 
-    def say(self, word: Word) -> bool:
+    def tell(self, outcome: RankOutcome) -> bool:
         """Tell rank 0; whether that could be done."""
-        fits = msgspec.structs.replace(word, message=word.message[:2000], detail=word.detail[-16_000:])
+        fits = msgspec.structs.replace(outcome, message=outcome.message[:2000], detail=outcome.detail[-16_000:])
         try:
             self._connection.sendall(msgspec.json.encode(fits) + b"\n")
         except OSError:
@@ -226,7 +226,7 @@ def keep_alive(connection: socket.socket) -> None:
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
-def _tell(connection: socket.socket, line: bytes) -> bool:
+def _send_line(connection: socket.socket, line: bytes) -> bool:
     """Send a few bytes, which always have room; whether that could be done."""
     try:
         connection.send(line)

@@ -12,18 +12,18 @@ from typing import Any
 import msgspec
 import torch
 
-from ringprof.record.controls import KINDS, Controlled, measure_controls, silent_strategy
-from ringprof.record.folder import publish, reduced_name, trace_name
-from ringprof.record.gathering import TraceFile, gather_traces
-from ringprof.record.group import gather_bytes, process_group
+from ringprof.record.control_times import CONTROL_KINDS, ControlTimes, measure_controls, silent_strategy
 from ringprof.record.hosts import host_numbers
+from ringprof.record.launcher import RankPlace
 from ringprof.record.machine import device_name, driver_version, host_name, variables, versions
-from ringprof.record.measure import Measured, Problem, hops_posted, measure, profile_iterations
-from ringprof.record.placement import Placement
+from ringprof.record.measure import Measurement, Problem, hops_posted, measure, profile_iterations
 from ringprof.record.progress import Reporter
+from ringprof.record.remote_traces import TraceFile, gather_traces
 from ringprof.record.request import Request, Task
 from ringprof.record.resolve import load_strategy, strategy_errors
+from ringprof.record.run_folder import publish, reduced_name, trace_name
 from ringprof.record.verify import verify
+from ringprof.record.world_group import gather_bytes, world_group
 from ringprof.run import (
     Controls,
     Environment,
@@ -57,7 +57,7 @@ class RankResult(msgspec.Struct, frozen=True, kw_only=True):
     profiled_ns: list[int] = []
     peak_bytes: int | None = None
     work: Work | None = None
-    controls: Controlled | None = None
+    controls: ControlTimes | None = None
     trace_bytes: int | None = None
     remote_bytes: int | None = None
     """Of the trace, where it is not in the run's folder and rank 0 must be sent it."""
@@ -66,11 +66,11 @@ class RankResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass
-class Rank:
-    """One rank of a recording, with what a watchman may ask of it."""
+class RankRecording:
+    """One rank of a recording, with what a watchdog may ask of it."""
 
     task: Task
-    place: Placement
+    place: RankPlace
     reporter: Reporter
     hosts: list[str] | None = None
     """Of every rank, where the launcher's answer is known; None: all are here."""
@@ -90,7 +90,7 @@ class Rank:
         if request.hops == "copy":
             # Read when CUDA starts: with few hardware queues, streams that wait would hold up others.
             os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-        with process_group(self.place, request.device, self.task.time_limit + 60) as device:
+        with world_group(self.place, request.device, self.task.time_limit + 60) as device:
             return self.record(device)
 
     def record(self, device: torch.device) -> Run | None:
@@ -171,7 +171,7 @@ class Rank:
 
     def _measure(
         self, problem: Problem, trace: Path, device: torch.device
-    ) -> tuple[Measured, Controlled | None, list[int]]:
+    ) -> tuple[Measurement, ControlTimes | None, list[int]]:
         request = self.task.request
         assert request.warmup is not None and request.iters is not None
         measured = measure(problem, device, request.warmup, request.iters, self.reporter)
@@ -180,7 +180,7 @@ class Rank:
         profiled = profile_iterations(problem, device, request.profile_iters, trace, self.reporter)
         return measured, controlled, profiled
 
-    def _control(self, problem: Problem, device: torch.device) -> Controlled:
+    def _control(self, problem: Problem, device: torch.device) -> ControlTimes:
         request = self.task.request
         assert request.warmup is not None and request.iters is not None
         hosts = None if self.hosts is None else host_numbers(self.hosts)
@@ -235,11 +235,11 @@ def assemble(name: str, created: str, command: list[str], results: list[RankResu
     )
 
 
-def _controls(request: Request, ranks: list[Controlled]) -> Controls | None:
+def _controls(request: Request, ranks: list[ControlTimes]) -> Controls | None:
     """All ranks' controls; None where none were measured."""
     if not ranks:
         return None
-    times = {f"{kind}_ns": [rank.times_ns[kind] for rank in ranks] for kind in KINDS}
+    times = {f"{kind}_ns": [rank.times_ns[kind] for rank in ranks] for kind in CONTROL_KINDS}
     flops = [rank.solo_flops for rank in ranks]
     return Controls(warmup=request.warmup or 0, rounds=ranks[0].rounds, solo_flops=flops, **times)
 

@@ -13,8 +13,8 @@ from tests.paths import TRACES
 pytest.importorskip("torch", reason="recording needs torch")
 
 from ringprof.errors import MissingExtraError, UnfitWorkloadError, UsageError
-from ringprof.record.placement import Placement
-from ringprof.record.plan import Plan, describe, largest_seq, make_plan, memory_per_device, refuse_too_large
+from ringprof.record.estimate import Estimate, describe, estimate_of, largest_seq, memory_per_device, refuse_too_large
+from ringprof.record.launcher import RankPlace
 from ringprof.record.request import Request
 from ringprof.record.resolve import need_torch, resolve
 from ringprof.run import Workload, read_run
@@ -30,8 +30,8 @@ def request(**changes: object) -> Request:
     return msgspec.structs.replace(base, **changes)
 
 
-def plan(**changes: object) -> Plan:
-    base = Plan(
+def plan(**changes: object) -> Estimate:
+    base = Estimate(
         device="NVIDIA H200", kernel="cudnn", flops_per_device=10**15, rate=5e14, rate_source="assumed",
         memory_bytes=10 * GIB, memory_limit=100 * GIB, iterations=16, start_s=30.0, imbalance=1.0,
     )  # fmt: skip
@@ -59,13 +59,13 @@ def test_time_counts_every_iteration_and_the_busiest_rank() -> None:
 
 
 def test_controls_count_as_iterations() -> None:
-    alone, controlled = (make_plan(resolve(request(controls=asked), None)) for asked in (False, True))
+    alone, controlled = (estimate_of(resolve(request(controls=asked), None)) for asked in (False, True))
     # Three warm-ups of one, and three of each of the four in turns.
     assert controlled.iterations - alone.iterations >= 3 * 1 + 4 * 3
 
 
 SIX_RANKS = {"strategy": "usp", "world": 6, "workload": Workload(seq=1200, heads=3, kv_heads=3, head_dim=32)}
-ON_HOSTS_OF_THREE = Placement(rank=0, world_size=6, local_rank=0, local_world_size=3)
+ON_HOSTS_OF_THREE = RankPlace(rank=0, world_size=6, local_rank=0, local_world_size=3)
 
 
 def test_the_plan_chooses_degrees_by_the_hosts_that_the_run_will_have() -> None:

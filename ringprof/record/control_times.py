@@ -15,20 +15,20 @@ from torch import Tensor
 
 from ringprof.record.clock import clock_for
 from ringprof.record.measure import Problem
-from ringprof.record.progress import Reporter, Silent
+from ringprof.record.progress import Reporter, SilentReporter
 from ringprof.record.resolve import load_strategy
 from ringprof.strategies.base import Context
 from ringprof.strategies.controls import Call, IdleKernel, Listener, SilentCommunicator, View, use_kernel
 
-KINDS = ("ordinary", "solo", "compute_only", "communication_only")
+CONTROL_KINDS = ("ordinary", "solo", "compute_only", "communication_only")
 ORDERS = ((0, 1, 3, 2), (1, 2, 0, 3), (2, 3, 1, 0), (3, 0, 2, 1))
-"""The order of `KINDS` in each round: in four rounds each kind follows each other kind once, and so is timed on a
-device that the one before has left hot as often as on one that it has left cool."""
+"""The order of `CONTROL_KINDS` in each round: in four rounds each kind follows each other kind once, and so is timed on
+a device that the one before has left hot as often as on one that it has left cool."""
 
 
 @dataclass(frozen=True)
-class Controlled:
-    """One rank's times: nanoseconds of every iteration, by `KINDS`."""
+class ControlTimes:
+    """One rank's times: nanoseconds of every iteration, by `CONTROL_KINDS`."""
 
     rounds: int
     times_ns: dict[str, list[int]]
@@ -49,14 +49,14 @@ def solo(problem: Problem, device: torch.device, warmup: int, iters: int) -> lis
 
 def measure_controls(
     problem: Problem, silent: Any, device: torch.device, warmup: int, iters: int, reporter: Reporter | None = None
-) -> Controlled:
+) -> ControlTimes:
     """Time ordinary iterations and the three controls in turns, at least ``iters`` of each, in up to four rounds.
 
     ``compute_only`` is an iteration on a communicator that sends nothing, ``communication_only`` one with a kernel that
     computes nothing; merges and accumulation run in both.
     ``silent`` is the problem's strategy on a `SilentCommunicator`. Collective: every rank calls it.
     """
-    told = reporter or Silent()
+    told = reporter or SilentReporter()
     rounds = min(iters, len(ORDERS))
     each = -(-iters // rounds)
     replay = Replay.of(problem)
@@ -71,10 +71,10 @@ def measure_controls(
     for kind in turns:
         clock.run(bodies[kind])
         told.advance()
-    times: dict[str, list[int]] = {name: [] for name in KINDS}
+    times: dict[str, list[int]] = {name: [] for name in CONTROL_KINDS}
     for kind, time_ns in zip(turns, clock.times_ns(), strict=True):
-        times[KINDS[kind]].append(time_ns)
-    return Controlled(rounds, times, replay.flops)
+        times[CONTROL_KINDS[kind]].append(time_ns)
+    return ControlTimes(rounds, times, replay.flops)
 
 
 def silent_strategy(

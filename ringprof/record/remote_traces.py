@@ -8,11 +8,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from ringprof.claim import sees
-from ringprof.record.folder import reduced_name, trace_name
+from ringprof.folder_owner import sees
+from ringprof.record.run_folder import reduced_name, trace_name
 from ringprof.scratch import remove, scratch_folder
 
-PIECE_BYTES = 4 * 2**20
+MESSAGE_BYTES = 4 * 2**20
 """The most of a trace that a rank holds in memory at a time."""
 
 
@@ -69,8 +69,8 @@ def gather_traces(
 def _send(path: Path, size: int, device: torch.device) -> None:
     room = _room(size, device)
     with path.open("rb") as file:
-        for start in range(0, size, PIECE_BYTES):
-            data = bytearray(file.read(min(PIECE_BYTES, size - start)))
+        for start in range(0, size, MESSAGE_BYTES):
+            data = bytearray(file.read(min(MESSAGE_BYTES, size - start)))
             piece = room[: len(data)].copy_(torch.frombuffer(data, dtype=torch.uint8))
             _exchange(dist.isend, piece, 0)
 
@@ -78,15 +78,15 @@ def _send(path: Path, size: int, device: torch.device) -> None:
 def _receive(path: Path, size: int, sender: int, device: torch.device) -> None:
     room = _room(size, device)
     with path.open("wb") as file:
-        for start in range(0, size, PIECE_BYTES):
-            piece = room[: min(PIECE_BYTES, size - start)]
+        for start in range(0, size, MESSAGE_BYTES):
+            piece = room[: min(MESSAGE_BYTES, size - start)]
             _exchange(dist.irecv, piece, sender)
             file.write(piece.cpu().numpy().data)
 
 
 def _room(size: int, device: torch.device) -> torch.Tensor:
     """The same for every piece: the backend may let go of a message's tensor long after the message is complete."""
-    return torch.empty(min(PIECE_BYTES, size), dtype=torch.uint8, device=device)
+    return torch.empty(min(MESSAGE_BYTES, size), dtype=torch.uint8, device=device)
 
 
 def _exchange(operation: object, piece: torch.Tensor, peer: int) -> None:

@@ -16,10 +16,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ringprof.record.controls import KINDS, ORDERS, Replay, measure_controls, silent_strategy, solo
-from ringprof.record.measure import Measured, Problem, measure
-from ringprof.record.plan import _memory
-from ringprof.record.progress import Silent
+from ringprof.record.control_times import CONTROL_KINDS, ORDERS, Replay, measure_controls, silent_strategy, solo
+from ringprof.record.estimate import _memory
+from ringprof.record.measure import Measurement, Problem, measure
+from ringprof.record.progress import SilentReporter
 from ringprof.record.request import Request
 from ringprof.run import Workload, read_run
 from ringprof.strategies import collectives, create, hops, names
@@ -90,11 +90,11 @@ def test_the_refusal_above_refuses() -> None:
     assert in_every_case(2, attempt, [Case("zigzag"), Case("ulysses"), Case("allgather")]) == [[True] * 3] * 2
 
 
-def problem_of(case: Case, **changes: Any) -> tuple[Problem, Measured]:
+def problem_of(case: Case, **changes: Any) -> tuple[Problem, Measurement]:
     """A problem on this rank, and what its ordinary iterations did."""
     workload = Workload(**{**{name: getattr(WORKLOAD, name) for name in WORKLOAD.__struct_fields__}, **changes})
     problem = Problem.of(create(case.name, kernel="cpu-flash", **case.params), workload, CPU)
-    return problem, measure(problem, CPU, 1, 1, Silent())
+    return problem, measure(problem, CPU, 1, 1, SilentReporter())
 
 
 def in_every_case(world: int, function: Callable[[Case], Any], cases: list[Case]) -> list[list[Any]]:
@@ -156,7 +156,7 @@ def test_every_strategy_and_option_under(check: Callable[[Case], None], world: i
     in_every_case(world, check, CASES)
 
 
-class Counting(Silent):
+class Counting(SilentReporter):
     """A reporter that counts the steps that it was promised, and those that came."""
 
     def __init__(self) -> None:
@@ -188,7 +188,7 @@ def test_the_turns_leave_the_problem_as_it_was_and_time_each_kind_equally_often(
     for rank in in_every_case(2, all_in_turns, [Case(name) for name in names()]):
         for rounds, counts, solo_flops, block_flops in rank:
             # Five in four rounds: two in each.
-            assert rounds == 4 and counts == dict.fromkeys(KINDS, 8)
+            assert rounds == 4 and counts == dict.fromkeys(CONTROL_KINDS, 8)
             assert solo_flops == block_flops
 
 

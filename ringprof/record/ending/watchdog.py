@@ -1,12 +1,12 @@
-"""A rank's watchman: ends the process at a signal, at the parent's death or at the time limit.
+"""A rank's watchdog: ends the process at a signal, at the parent's death or at the time limit.
 
 A rank that waits in a collective sits in native code, where Python runs no signal handler and raises no
-KeyboardInterrupt. The watchman is a thread of its own: the signal's number reaches it through a pipe that the
+KeyboardInterrupt. The watchdog is a thread of its own: the signal's number reaches it through a pipe that the
 interpreter writes to at once, and it ends the process without asking the main thread.
 
 A thread of Python's runs only while no other keeps the interpreter's lock. Against that there is faulthandler's timer,
 a thread of C's: ``LAST_RESORT_S`` after the run's time limit it prints where the process hangs and ends it, unless the
-watchman puts it off.
+watchdog puts it off.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ENDING_S = 60.0
 """More than ending takes, with what it removes from a slow disk."""
 
 
-class Watch:
+class Watchdog:
     """Ends this process when it must end.
 
     ``on_end`` is called with the reason (``SIGINT``, ``parent``, ``time limit``, ...) and the exit code; then the
@@ -53,7 +53,7 @@ class Watch:
             # Any handler of Python's own: without one the interpreter would not write to the pipe.
             signal.signal(number, lambda *_: None)
         self._put_off_the_last_resort(LAST_RESORT_S)
-        threading.Thread(target=self._watch, name="ringprof-watch", daemon=True).start()
+        threading.Thread(target=self._watch, name="ringprof-watchdog", daemon=True).start()
 
     def stop(self) -> None:
         """Stop watching, and give the signals back to the system."""

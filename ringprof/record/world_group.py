@@ -10,11 +10,11 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from ringprof.record.placement import Placement, slurm_rendezvous
+from ringprof.record.launcher import RankPlace, slurm_rendezvous
 
 
 @contextmanager
-def process_group(place: Placement, device_type: str, timeout_s: float) -> Iterator[torch.device]:
+def world_group(place: RankPlace, device_type: str, timeout_s: float) -> Iterator[torch.device]:
     """The world's process group: NCCL on GPUs, gloo on CPUs. Yields this rank's device."""
     if "RANK" not in os.environ:
         os.environ.update(slurm_rendezvous(place))

@@ -52,7 +52,7 @@ _Device = tuple[str, "int | None", float, str]
 
 
 @dataclass(frozen=True)
-class Plan:
+class Estimate:
     """The estimates of one recording."""
 
     device: str
@@ -90,14 +90,14 @@ class Plan:
         return TIME_LIMIT_S + TIME_LIMIT_FACTOR * self.total_seconds
 
 
-def make_plan(request: Request) -> Plan:
+def estimate_of(request: Request) -> Estimate:
     """The plan of a resolved request. On CPU it measures the kernel on a small block, for some milliseconds."""
     assert request.world is not None and request.warmup is not None and request.iters is not None
     kernel = kernel_class(request)
     on_gpu = request.device == "cuda"
     name, limit, rate, source = _gpu(kernel.name) if on_gpu else _cpu(kernel, request.workload, request.world)
     profiled = PROFILED_SLOWDOWN * (1 + request.profile_iters)
-    return Plan(
+    return Estimate(
         device=name,
         kernel=kernel.name,
         flops_per_device=request.workload.model_flops() // request.world,
@@ -167,7 +167,7 @@ def memory_per_device(workload: Workload, world: int, strategy: str = "zigzag", 
     return common + 2 * q_wide + sets * kv + 2 * kv_wide + regrouped + slots
 
 
-def describe(request: Request, plan: Plan) -> list[str]:
+def describe(request: Request, plan: Estimate) -> list[str]:
     """The plan in words, a line each."""
     workload, world = request.workload, request.world
     devices = f"{world} x {plan.device}" if request.device == "cuda" else f"{world} CPU processes"
@@ -186,7 +186,7 @@ def describe(request: Request, plan: Plan) -> list[str]:
     return lines
 
 
-def refuse_too_large(request: Request, plan: Plan) -> None:
+def refuse_too_large(request: Request, plan: Estimate) -> None:
     """Raises `UnfitWorkloadError` with the largest sequence that fits, where memory or (on CPU) time will not do."""
     if request.force:
         return
@@ -201,7 +201,7 @@ def refuse_too_large(request: Request, plan: Plan) -> None:
     raise UnfitWorkloadError(f"sequence {request.workload.seq} {reason}; {advice} (--force runs it anyway)")
 
 
-def largest_seq(request: Request, plan: Plan) -> int:
+def largest_seq(request: Request, plan: Estimate) -> int:
     """The longest sequence, as the layout needs it, that memory and time allow; 0 where none does."""
     strategy = load_strategy(request.strategy)
     assert request.world is not None
@@ -216,7 +216,7 @@ def largest_seq(request: Request, plan: Plan) -> int:
     return int(best * divisor)
 
 
-def _affordable(request: Request, plan: Plan, seq: int) -> bool:
+def _affordable(request: Request, plan: Estimate, seq: int) -> bool:
     assert request.world is not None
     workload = msgspec.structs.replace(request.workload, seq=seq)
     if plan.memory_limit is not None and _memory(request, workload) > plan.memory_limit:

@@ -22,8 +22,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from ringprof.errors import RecordError, RingprofError
-from ringprof.record.ending.failure import Interrupted, is_effect, laggard, rank_error, signal_error
+from ringprof.errors import Interrupted, RecordError, RingprofError
+from ringprof.record.ending.rank_errors import is_consequence, laggard, rank_error, signal_error
 from ringprof.record.machine import cores
 from ringprof.record.progress import DiaryReader, Reporter
 from ringprof.record.request import Request, Task, write_task
@@ -220,12 +220,14 @@ def _cause(statuses: dict[int, int], readers: list[DiaryReader], scratch: Path) 
         return signal_error(killed[0], -statuses[killed[0]], f"; log: {log_path(scratch, killed[0])}")
     told = {rank: entry for rank in statuses if (entry := readers[rank].last("error"))}
     silent = [rank for rank in statuses if rank not in told]
-    if silent and all(is_effect(entry["error"], entry["message"]) for entry in told.values()):
+    if silent and all(is_consequence(entry["error"], entry["message"]) for entry in told.values()):
         # Whatever its exit code, one that left without a word is what the others fail from.
         rank = max(silent, key=lambda rank: statuses[rank] != 0)
         log = log_path(scratch, rank)
         return RecordError(f"rank {rank} ended with exit code {statuses[rank]} and said nothing; log: {log}")
-    rank, entry = min(told.items(), key=lambda item: (is_effect(item[1]["error"], item[1]["message"]), item[1]["at"]))
+    rank, entry = min(
+        told.items(), key=lambda item: (is_consequence(item[1]["error"], item[1]["message"]), item[1]["at"])
+    )
     return rank_error(rank, entry["error"], entry["message"], f"; log: {log_path(scratch, rank)}")
 
 

@@ -19,7 +19,7 @@ _RANK = ("RANK", "SLURM_PROCID")
 _RUN = ("TORCHELASTIC_RUN_ID", "MASTER_PORT", "SLURM_JOB_ID", "SLURM_STEP_ID")
 
 
-def end_siblings(pids: Mapping[int, int], seconds: float = GRACE_S) -> list[int]:
+def end_local_ranks(pids: Mapping[int, int], seconds: float = GRACE_S) -> list[int]:
     """Kill what is left of these ranks' processes after ``seconds``; returns the ranks that had to be killed."""
     deadline = time.monotonic() + seconds
     left = dict(pids)
