@@ -1,4 +1,4 @@
-"""One rank of a recording: ``python -m ringprof.worker TASK PARENT``, started by ``ringprof record``.
+"""One rank of a recording, started by ``ringprof record`` through `ringprof.isolated`, with TASK and PARENT.
 
 TASK is the path of the task's JSON, PARENT the process to live no longer than.
 """
@@ -64,7 +64,3 @@ def _print_to(log: Path) -> None:
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -13,7 +13,6 @@ import click
 
 from ringprof._version import __version__
 from ringprof.errors import RingprofError
-from ringprof.processes import end_all
 
 # name -> (module, one line for --help)
 COMMANDS = {
@@ -76,8 +75,9 @@ def main(args: list[str] | None = None) -> None:
         code = run(args)
     except _Signalled as signalled:
         code = signalled.code
-    if code > 128:
-        end_all()
+    if code > 128 and "ringprof.processes" in sys.modules:
+        # At once: Python's own end would wait for what the further processes are doing.
+        sys.modules["ringprof.processes"].end_all()
     sys.exit(code)
 
 

@@ -28,11 +28,15 @@ def command(kind: str, paths: tuple[str, ...], output: str) -> int:
     """
     if Path(output).suffix.lower() not in FORMATS:
         raise UsageError(f"--output {output}: a plot is written as one of {', '.join(FORMATS)}")
-    from matplotlib import rc_context
+    import matplotlib
 
     from ringprof.report import plots
 
-    with rc_context(plots.STYLE):
+    with matplotlib.rc_context():
+        if Path(matplotlib.matplotlib_fname()).resolve().parent == Path.cwd():
+            # A stranger's folder must not say how plots are drawn: its settings may run LaTeX.
+            matplotlib.rcdefaults()
+        matplotlib.rcParams.update(plots.STYLE)
         figure = _drawn(kind, paths, plots).get_figure()
         try:
             figure.savefig(output)

@@ -12,7 +12,7 @@ from typing import Any
 from ringprof.record.launcher import RankPlace, launcher_rank
 from ringprof.record.progress import Reporter, SilentReporter
 from ringprof.record.request import Request, Task
-from ringprof.record.resolve import need_torch
+from ringprof.record.resolve import need
 from ringprof.run import Run, read_run
 
 __all__ = ["Request", "record"]
@@ -30,7 +30,7 @@ def record(request: Request, reporter: Reporter | None = None, reduce: Any = Non
     reporter = reporter or SilentReporter()
     place = launcher_rank()
     if place is not None:
-        need_torch()
+        need("torch", "psutil")
         from ringprof.record.under_launcher import record_as_rank
 
         return record_as_rank(request, place, reporter, reduce)
@@ -54,7 +54,7 @@ def prepare(request: Request, place: RankPlace | None, reporter: Reporter, scrat
     """Make every choice, say what will be done, refuse what will not do, and make the run's folder."""
     staging = None
     try:
-        need_torch()
+        need("torch", "psutil")
         from ringprof.record.estimate import describe, estimate_of, refuse_too_large
         from ringprof.record.resolve import resolve
         from ringprof.record.run_folder import stage

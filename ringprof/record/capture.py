@@ -40,9 +40,9 @@ def capture(
     Run one step of warm-up before it: the first one sets up communicators. Raises `UsageError` where the folder holds
     something already, and `MissingExtraError` without torch. An error in the block leaves no run behind.
     """
-    from ringprof.record.resolve import need_torch
+    from ringprof.record.resolve import need
 
-    need_torch()
+    need("torch")
     from ringprof.record.remote_traces import TraceFile
     from ringprof.record.run_folder import discard
 

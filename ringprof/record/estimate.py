@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+import psutil
 import torch
 
 from ringprof.errors import UnfitWorkloadError
-from ringprof.record.machine import cores
+from ringprof.processes import cpu_count
 from ringprof.record.request import Request
 from ringprof.record.resolve import fits, kernel_class, load_strategy, torch_dtype
 from ringprof.run import Workload
@@ -236,7 +237,9 @@ def _last(fine: Callable[[int], bool], top: int) -> int:
 
 
 def _cpu(kernel: Any, workload: Workload, world: int) -> _Device:
-    return "CPU process", _host_memory_per_rank(world), _cpu_rate(kernel, workload, world), "measured on a small block"
+    # What the host can still give, shared among the ranks.
+    memory = psutil.virtual_memory().available // world
+    return "CPU process", memory, _cpu_rate(kernel, workload, world), "measured on a small block"
 
 
 def _gpu(kernel: str) -> _Device:
@@ -252,25 +255,15 @@ def _gpu(kernel: str) -> _Device:
     return smallest.name, limit, UNKNOWN_RATE * 1e12, "assumed: this device is not known"
 
 
-def _host_memory_per_rank(world: int) -> int | None:
-    """Memory that the host can still give, shared among the ranks; None where the system does not tell."""
-    try:
-        with open("/proc/meminfo", encoding="ascii") as file:
-            free = next(int(line.split()[1]) for line in file if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):
-        return None
-    return free * 1024 // world
-
-
 def _cpu_rate(kernel: Any, workload: Workload, world: int) -> float:
     """FLOP/s of one rank, from one full block on the threads that a rank will have."""
     before = torch.get_num_threads()
-    torch.set_num_threads(max(1, cores() // world))
+    torch.set_num_threads(max(1, cpu_count() // world))
     try:
         seconds, flops = _time_block(kernel(), workload)
     finally:
         torch.set_num_threads(before)
-    return flops / seconds * min(1.0, cores() / world)
+    return flops / seconds * min(1.0, cpu_count() / world)
 
 
 def _time_block(kernel: Any, workload: Workload) -> tuple[float, int]:

@@ -12,7 +12,6 @@ import os
 import shutil
 import signal
 import socket
-import sys
 import tempfile
 import threading
 import time
@@ -23,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from ringprof.errors import Interrupted, RecordError, RingprofError
+from ringprof.processes import cpu_count, isolated
 from ringprof.record.ending.rank_errors import is_consequence, laggard, rank_error, signal_error
-from ringprof.record.machine import cores
 from ringprof.record.progress import DiaryReader, Reporter
 from ringprof.record.request import Request, Task, write_task
 
@@ -95,12 +94,11 @@ def _start(request: Request, scratch: Path, port: int) -> Any:
     # The launcher reports on its own; here it is part of a program that does.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL + 1)
     world = request.world or 1
+    command = isolated("rank", str(scratch / "task.json"), str(os.getpid()))
     return start_processes(
         name="ringprof",
-        entrypoint=sys.executable,
-        args={
-            rank: ("-u", "-m", "ringprof.worker", str(scratch / "task.json"), str(os.getpid())) for rank in range(world)
-        },
+        entrypoint=command[0],
+        args={rank: tuple(command[1:]) for rank in range(world)},
         envs={rank: _environment(request, rank, world, port) for rank in range(world)},
         logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
     )
@@ -117,7 +115,7 @@ def _environment(request: Request, rank: int, world: int, port: int) -> dict[str
         "MASTER_PORT": str(port),
         # The parent's store is the rendezvous: no rank opens a port of its own.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cores() // world))),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cpu_count() // world))),
     }
     if request.device == "cpu" and _has_loopback():
         # One host: gloo must not depend on what the host's name resolves to.

@@ -29,10 +29,11 @@ CPU_RANKS = 4
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
-def need_torch() -> None:
-    """Raises `MissingExtraError` where torch is not installed."""
-    if find_spec("torch") is None:
-        raise MissingExtraError("recording needs torch: pip install 'ringprof[record]'")
+def need(*packages: str) -> None:
+    """Raises `MissingExtraError` where one of these is not installed."""
+    for package in packages:
+        if find_spec(package) is None:
+            raise MissingExtraError(f"recording needs {package}: pip install 'ringprof[record]'")
 
 
 @contextmanager
@@ -76,7 +77,7 @@ def resolve(request: Request, place: RankPlace | None) -> Request:
 
     Raises `UsageError`, `UnknownStrategyError`, `UnfitWorkloadError` and `MissingExtraError`.
     """
-    need_torch()
+    need("torch")
     check_numbers(request)
     if request.workload.dtype not in DTYPES:
         raise UsageError(f"--dtype {request.workload.dtype!r} is not one of {', '.join(DTYPES)}")

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from ringprof.errors import InputError
 from ringprof.files import read_bytes, size_of
-from ringprof.processes import ProcessEnded, mapped
+from ringprof.processes import ProcessEnded, cpu_count, mapped
 from ringprof.trace.columns import Trace
 from ringprof.trace.heads import checked_heads, head_of, order
 from ringprof.trace.kineto import read_trace
@@ -93,13 +93,6 @@ def starts_with(name: str, magic: bytes) -> bool:
 # --- other processes ----------------------------------------------------------------------------------
 
 
-def cpus() -> int:
-    """How many CPUs this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
 def json_bytes(names: Sequence[str]) -> int:
     """About how much JSON the files hold; 0 for those that cannot be opened, which reading will report."""
     total = 0
@@ -120,7 +113,7 @@ def _read_all(
 ) -> list[_Read]:
     """Each file's trace, in processes of their own where that pays."""
     if jobs is None:
-        jobs = cpus() if json_bytes(names) >= WORTH_A_PROCESS else 1
+        jobs = cpu_count() if json_bytes(names) >= WORTH_A_PROCESS else 1
     jobs = min(jobs, max(len(names), 1))
     if jobs == 1:
         return [read(name, limit_bytes) for name in names]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import msgspec
@@ -16,7 +17,7 @@ from ringprof.errors import MissingExtraError, UnfitWorkloadError, UsageError
 from ringprof.record.estimate import Estimate, describe, estimate_of, largest_seq, memory_per_device, refuse_too_large
 from ringprof.record.launcher import RankPlace
 from ringprof.record.request import Request
-from ringprof.record.resolve import need_torch, resolve
+from ringprof.record.resolve import need, resolve
 from ringprof.run import Workload, read_run
 
 GIB = 2**30
@@ -144,7 +145,8 @@ def test_counts_that_cannot_be_meant_are_refused(changes: dict[str, object], par
         resolve(request(**changes), None)
 
 
-def test_without_torch_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ringprof.record.resolve.find_spec", lambda _: None)
-    with pytest.raises(MissingExtraError, match=r"pip install 'ringprof\[record\]'"):
-        need_torch()
+@pytest.mark.parametrize("missing", ["torch", "psutil"])
+def test_without_what_recording_needs_the_extra_is_named(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ringprof.record.resolve.find_spec", lambda name: None if name == missing else find_spec(name))
+    with pytest.raises(MissingExtraError, match=rf"needs {missing}: pip install 'ringprof\[record\]'"):
+        need("torch", "psutil")

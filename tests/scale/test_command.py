@@ -40,7 +40,7 @@ def report(*arguments: str | Path, scratch: Path) -> subprocess.CompletedProcess
 
 
 def ours(scratch: Path) -> list[Path]:
-    """What the command left in the temporary folder; what joblib's own helper will remove is not counted."""
+    """What the command left in the temporary folder."""
     return sorted(scratch.glob("ringprof-*"))
 
 
