@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Annotated, Any
 
 import msgspec
@@ -131,6 +132,15 @@ class Timings(msgspec.Struct, frozen=True, kw_only=True):
     iterations_ns: list[list[Nanoseconds]]
     """One list a rank, one figure an iteration."""
 
+    def slowest_ns(self) -> list[int]:
+        """The slowest rank's time, of each iteration."""
+        return [max(times) for times in zip(*self.iterations_ns, strict=True)]
+
+    def median_ns(self) -> float | None:
+        """The run's time: the median over iterations of the slowest rank's; None where nothing was timed."""
+        slowest = self.slowest_ns()
+        return float(median(slowest)) if slowest else None
+
 
 class Controls(msgspec.Struct, frozen=True, kw_only=True):
     """Times of ordinary iterations and of three controls, measured in turns after `Timings`, without the profiler.
@@ -172,6 +182,8 @@ class Sent(msgspec.Struct, frozen=True, kw_only=True):
     count: Count
     """Hops, or collective calls."""
     sent_bytes: Count
+    to: Count | None = None
+    """The rank that hops go to; None for collectives, and in runs of before this was recorded."""
 
 
 class Work(msgspec.Struct, frozen=True, kw_only=True):
@@ -222,6 +234,12 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     work: list[Work] | None = None
     """One a rank."""
     traces: list[RankTrace]
+
+    def tflops(self, time_ns: float | None) -> float | None:
+        """The rate per device of an iteration of this time, by the model's FLOPs; None where either is unknown."""
+        if self.workload is None or not time_ns:
+            return None
+        return self.workload.model_flops() / self.topology.world_size / time_ns / 1e3
 
 
 # --- the store ------------------------------------------------------------------------------------
@@ -322,8 +340,3 @@ def relocated(run: Run, folder: str) -> Run:
         for t in run.traces
     ]
     return msgspec.structs.replace(run, traces=traces)
-
-
-def with_fields(run: Run, changes: Mapping[str, Any]) -> Run:
-    """A copy of ``run`` with some fields replaced."""
-    return msgspec.structs.replace(run, **changes)

@@ -10,7 +10,6 @@ import itertools
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import msgspec
@@ -22,7 +21,7 @@ from ringprof.errors import InputError, Interrupted, OutOfMemory, RecordError, U
 from ringprof.record import Request, record
 from ringprof.record.launcher import launcher_rank
 from ringprof.record.progress import Reporter
-from ringprof.run import Run, Workload, read_run, write_atomically
+from ringprof.run import Workload, read_run, write_atomically
 
 SCHEMA = "ringprof.sweep/1"
 ATTENTION = ("flash_fwd", "flash_bwd")
@@ -163,7 +162,8 @@ def _record_row(request: Request, folder: Path, reporter: Reporter) -> Row:
         forward_ns = None
         if request.workload.backward:
             alone = replace(request, workload=replace(request.workload, backward=False), verify=False, controls=False)
-            forward_ns = _median_ns(record(alone, reporter))
+            forward = record(alone, reporter)
+            forward_ns = forward.timings.median_ns() if forward and forward.timings else None
         run = record(request, reporter)
     except UnfitWorkloadError as error:
         return replace(row, status="unfit", reason=str(error))
@@ -173,12 +173,6 @@ def _record_row(request: Request, folder: Path, reporter: Reporter) -> Row:
         return replace(row, status="oom" if isinstance(error, OutOfMemory) else "failed", reason=str(error))
     assert run is not None, "no launcher started this process"
     return replace(row, run=run.name, forward_ns=forward_ns)
-
-
-def _median_ns(run: Run | None) -> float | None:
-    if run is None or run.timings is None:
-        return None
-    return float(median(max(times) for times in zip(*run.timings.iterations_ns, strict=True)))
 
 
 def _done(sweep: Sweep, request: Request, folder: Path) -> Row | None:

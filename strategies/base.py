@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .communicator import Communicator
 from .errors import Unfit
+from .expected import Expectations
 from .first_order import first_order
 from .kernel import Gradients, Kernel
 from .kernels import choose_kernel
@@ -108,7 +109,7 @@ class Blocks:
         )  # fmt: skip
 
 
-class Strategy(ABC):
+class Strategy(Expectations, ABC):
     """One way of computing attention over a sequence that is split over ranks."""
 
     layout: Layout

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from statistics import median
 from typing import Any, NoReturn
 
 import click
@@ -107,10 +106,9 @@ def _show(run: Run | None, request: Request) -> None:
 
 def headline(run: Run) -> str:
     """Time and rate of a run in a line."""
-    assert run.timings is not None and run.workload is not None
-    slowest = [max(times) for times in zip(*run.timings.iterations_ns, strict=True)]
-    time_ns = median(slowest)
-    tflops = run.workload.model_flops() / run.topology.world_size / time_ns / 1e3
+    time_ns = run.timings.median_ns() if run.timings else None
+    tflops = run.tflops(time_ns)
+    assert time_ns is not None and tflops is not None
     checked = "" if run.verification else ", not verified"
     return f"{run.name}: {duration(time_ns)} an iteration, {rate(tflops)} per device ({run.kernel}{checked})"
 

@@ -36,17 +36,6 @@ class ControlTimes:
     """Of one solo iteration, counted by the kernel."""
 
 
-def solo(problem: Problem, device: torch.device, warmup: int, iters: int) -> list[int]:
-    """Time the blocks of one iteration back to back on all ranks at once: nothing merged, nothing sent.
-
-    Returns this rank's time of each of ``iters`` iterations in nanoseconds, as `ringprof.record.clock` measures.
-    Collective: every rank calls it. One ordinary iteration runs first, to see which blocks there are.
-    """
-    replay = Replay.of(problem)
-    _timed(replay.run, device, warmup)
-    return _timed(replay.run, device, iters)
-
-
 def measure_controls(
     problem: Problem, silent: Any, device: torch.device, warmup: int, iters: int, reporter: Reporter | None = None
 ) -> ControlTimes:
@@ -61,10 +50,12 @@ def measure_controls(
     each = -(-iters // rounds)
     replay = Replay.of(problem)
     bodies = (problem.iteration, replay.run, replace(problem, strategy=silent).iteration, _idle(problem))
-    controls = bodies[1:]
-    told.start("controls", len(controls) * warmup + len(bodies) * rounds * each)
-    for body in controls:
-        _timed(body, device, warmup, told)
+    told.start("controls", len(bodies[1:]) * warmup + len(bodies) * rounds * each)
+    warming = clock_for(device)
+    for body in [body for body in bodies[1:] for _ in range(warmup)]:
+        warming.run(body)
+        told.advance()
+    warming.times_ns()
     turns = [kind for order in ORDERS[:rounds] for kind in order for _ in range(each)]
     # One clock for all: it keeps the host from running ahead, which would cost memory.
     clock = clock_for(device)
@@ -93,15 +84,6 @@ def _idle(problem: Problem) -> Callable[[], None]:
             problem.iteration()
 
     return body
-
-
-def _timed(body: Callable[[], None], device: torch.device, times: int, told: Reporter | None = None) -> list[int]:
-    clock = clock_for(device)
-    for _ in range(times):
-        clock.run(body)
-        if told is not None:
-            told.advance()
-    return clock.times_ns()
 
 
 class Replay:

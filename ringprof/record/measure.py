@@ -162,8 +162,12 @@ def _reset_work(problem: Problem) -> None:
 
 def _work(problem: Problem) -> Work:
     kernel = problem.strategy.kernel_for(problem.q)
+    meter = problem.strategy.comm.meter
     sent = [
-        Sent(channel=channel, phase=phase, operation=operation, link=link, count=count, sent_bytes=size)
-        for (channel, phase, operation, link), (count, size) in problem.strategy.comm.meter.sent.items()
-    ]
+        Sent(
+            channel=channel, phase=phase, operation=operation, link=link, count=count, sent_bytes=size,
+            to=meter.goes_to.get(channel),
+        )
+        for (channel, phase, operation, link), (count, size) in meter.sent.items()
+    ]  # fmt: skip
     return Work(block_flops=kernel.flops, block_calls=dict(kernel.calls), sent=sent)

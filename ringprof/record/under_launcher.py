@@ -23,7 +23,7 @@ from ringprof.record.ending.shutdown import (
     ReportedElsewhere,
 )
 from ringprof.record.ending.watchdog import Watchdog
-from ringprof.record.hosts import RankHost, distinct_host_names, host_numbers, regular_per_host
+from ringprof.record.hosts import RankHost, distinct_host_names, host_numbers
 from ringprof.record.launcher import RankPlace
 from ringprof.record.machine import host_name
 from ringprof.record.progress import PositionReporter, Reporter, SilentReporter
@@ -33,6 +33,7 @@ from ringprof.record.resolve import resolve
 from ringprof.record.run_folder import discard
 from ringprof.record.world_group import gather_bytes, world_group
 from ringprof.run import Run, read_run
+from ringprof.strategies.hosts import Hosts
 
 MEETING_LIMIT_S = 600.0
 """Until the plan has said how long the run may take."""
@@ -61,7 +62,8 @@ def record_as_rank(request: Request, place: RankPlace, reporter: Reporter, reduc
     resolved = resolve(request, place)
     with _lost_before_the_run(place), world_group(place, resolved.device, MEETING_LIMIT_S) as device:
         hosts, pids = _meet(place, device)
-        place = replace(place, local_world_size=regular_per_host(host_numbers(hosts)))
+        together = Hosts(dict(enumerate(host_numbers(hosts)))).per_host(range(len(hosts)))
+        place = replace(place, local_world_size=together)
         rank = _LaunchedRank(place, hosts, pids, PositionReporter(reporter), device, reduce or no_reduction)
         run = rank.record(request)
     return None if run is None else read_run(request.output)

@@ -16,8 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ringprof.record.control_times import CONTROL_KINDS, ORDERS, Replay, measure_controls, silent_strategy, solo
-from ringprof.record.estimate import _memory
+from ringprof.record.control_times import CONTROL_KINDS, ORDERS, Replay, measure_controls, silent_strategy
+from ringprof.record.estimate import memory_per_device
 from ringprof.record.measure import Measurement, Problem, measure
 from ringprof.record.progress import SilentReporter
 from ringprof.record.request import Request
@@ -209,7 +209,10 @@ def held(case: Case) -> tuple[int, int]:
     gathered = channel._gathered.values() if isinstance(channel, SilentCollective) else []
     found += sum(x.numel() * x.element_size() for slots in gathered for x in slots)
     request = Request(workload=WORKLOAD, strategy=case.name, world=problem.strategy.comm.size, params=case.params)
-    plain, controlled = (_memory(msgspec.structs.replace(request, controls=on), WORKLOAD) for on in (False, True))
+    plain, controlled = (
+        memory_per_device(msgspec.structs.replace(request, controls=on), WORKLOAD) for on in (False, True)
+    )
+    assert plain is not None and controlled is not None
     return found, controlled - plain
 
 
@@ -223,13 +226,14 @@ def test_the_controls_hold_no_more_than_the_plan_says(world: int) -> None:
 
 def forward_only(rank: int) -> tuple[int, set[str]]:
     problem, _ = problem_of(Case("ring"), backward=False, causal=False, kv_heads=8)
+    replay = Replay.of(problem)
     with kernel_calls() as calls:
-        times = solo(problem, CPU, 0, 3)
-    return len(times), {call[0] for call in calls}
+        replay.run()
+    return len(calls), {call[0] for call in calls}
 
 
-def test_solo_of_a_forward_pass_alone() -> None:
-    assert run_ranks(2, forward_only) == [(3, {"forward"})] * 2
+def test_the_blocks_of_a_forward_pass_alone() -> None:
+    assert run_ranks(2, forward_only) == [(2, {"forward"})] * 2
 
 
 def finite(rank: int) -> bool:

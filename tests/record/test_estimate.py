@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -13,12 +15,28 @@ from tests.paths import TRACES
 
 pytest.importorskip("torch", reason="recording needs torch")
 
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
 from ringprof.errors import MissingExtraError, UnfitWorkloadError, UsageError
-from ringprof.record.estimate import Estimate, describe, estimate_of, largest_seq, memory_per_device, refuse_too_large
+from ringprof.record.estimate import (
+    Estimate,
+    describe,
+    estimate_of,
+    kernel_rate,
+    largest_seq,
+    memory_per_device,
+    refuse_too_large,
+)
 from ringprof.record.launcher import RankPlace
+from ringprof.record.measure import Problem
 from ringprof.record.request import Request
 from ringprof.record.resolve import need, resolve
-from ringprof.run import Workload, read_run
+from ringprof.run import Run, Workload, read_run
+from ringprof.strategies import create, find, names
+from ringprof.strategies.controls import IdleKernel, use_kernel
+from ringprof.strategies.zigzag import Zigzag
 
 GIB = 2**30
 
@@ -39,24 +57,129 @@ def plan(**changes: object) -> Estimate:
     return replace(base, **changes)  # type: ignore[arg-type]
 
 
+def asked_for(run: Run) -> Request:
+    """What asks for such a run."""
+    assert run.workload and run.strategy
+    used = run.strategy
+    return request(
+        strategy=used.name, params=used.params, hops=used.hops, workload=run.workload, world=run.topology.world_size
+    )
+
+
 @pytest.mark.parametrize("path", sorted(TRACES.glob("h200*/run.json")), ids=lambda path: path.parent.name)
 def test_memory_is_within_a_fifth_of_what_real_runs_held(path: Path) -> None:
     run = read_run(path)
     assert run.workload and run.strategy and run.peak_memory_bytes
-    estimate = memory_per_device(run.workload, run.topology.world_size, run.strategy.name, run.strategy.hops)
+    estimate = memory_per_device(asked_for(run), run.workload)
+    assert estimate is not None
     assert 0.95 < estimate / max(run.peak_memory_bytes) < 1.2
 
 
 def test_memory_of_a_forward_pass_by_hand() -> None:
     """4 tokens x 1 head x 2 numbers: q 16 bytes, K and V 32, a float32 accumulator 32; K and V in three sets."""
     workload = Workload(seq=8, heads=1, kv_heads=1, head_dim=2, backward=False)
-    assert memory_per_device(workload, 2) == 16 + 32 + 32 + 2 * 16 + 3 * 32
+    assert memory_per_device(request(world=2), workload) == 16 + 32 + 32 + 2 * 16 + 3 * 32
 
 
 def test_time_counts_every_iteration_and_the_busiest_rank() -> None:
     assert plan().seconds_per_iteration == 2.0
     assert plan().total_seconds == 30 + 16 * 2
     assert plan(imbalance=1.75).seconds_per_iteration == 3.5
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("causal", [True, False])
+def test_the_busiest_ranks_work_is_that_of_the_mask_cells(name: str, size: int, causal: bool) -> None:
+    """Every rank's cells counted by its tokens' positions; strategies that share out the heads share the cells."""
+    strategy = find(name).load()
+    layouts = {"usp": ("contiguous", "zigzag", "stripe"), "allgather": ("contiguous", "zigzag")}.get(name, (None,))
+    for layout in layouts:
+        params = {} if layout is None else {"layout": layout}
+        found = strategy.imbalance(size, causal=causal, **params)
+        seq = 64 * strategy.layout_for(size, **params).divisor(size)
+        assert found == pytest.approx(busiest_over_mean(strategy, size, seq, causal, params), rel=0.02), layout
+
+
+def busiest_over_mean(strategy: Any, size: int, seq: int, causal: bool, params: dict[str, Any]) -> float:
+    layout: Any = strategy.layout_for(size, **params)
+    cells = [int((layout.positions(seq, size, rank) + 1).sum()) if causal else seq for rank in range(size)]
+    if strategy.__name__ == "Ulysses":
+        cells = [sum(cells)]
+    if strategy.__name__ == "USP":
+        cells = [sum(cells[member] for member in layout.grid.ulysses_group(rank)) for rank in range(size)]
+    return max(cells) / (sum(cells) / len(cells))
+
+
+@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("kv_heads", [8, 2])
+@pytest.mark.parametrize("backward", [True, False])
+def test_memory_of_one_rank_is_within_a_fifth_of_its_tensors(name: str, kv_heads: int, backward: bool) -> None:
+    """Where nothing is sent. The attention kernel computes nothing: its results are there, without values."""
+    workload = Workload(seq=1024, heads=8, kv_heads=kv_heads, head_dim=32, backward=backward)
+    estimate = memory_per_device(request(world=1, strategy=name), workload)
+    assert estimate is not None and 0.95 < estimate / peak_of_tensors(create(name), workload) < 1.2
+
+
+def peak_of_tensors(strategy: Any, workload: Workload) -> int:
+    """Bytes of all tensors that live at the same time in two iterations of one rank."""
+    tensors = Tensors()
+    with tensors, use_kernel(strategy, IdleKernel()):
+        problem = Problem.of(strategy, workload, torch.device("cpu"))
+        for _ in range(2):
+            problem.iteration()
+    return tensors.peak
+
+
+class Tensors(TorchDispatchMode):
+    """Adds up the storages that operators return for as long as they live."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held: dict[int, int] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = operator(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in self.held:
+                storage = tensor.untyped_storage()
+                self.held[storage.data_ptr()] = storage.nbytes()
+                weakref.finalize(storage, self.held.pop, storage.data_ptr(), None)
+                self.peak = max(self.peak, sum(self.held.values()))
+        return result
+
+
+class Mine(Zigzag):
+    """A user's own strategy: it has a parent, and says nothing of itself."""
+
+
+def test_a_users_strategy_without_figures_gets_nobody_elses() -> None:
+    asked = resolve(request(strategy="tests.record.test_estimate:Mine"), None)
+    made = estimate_of(asked)
+    assert made.memory_bytes is None and made.imbalance is None
+    _, plan_line, unknown = describe(asked, made)
+    assert "memory unknown: the strategy has no estimate" in plan_line and "not known" in unknown
+    refuse_too_large(asked, made)
+
+
+@pytest.mark.parametrize("missing", ["memory_bytes", "imbalance"])
+def test_a_bundled_strategy_without_figures_of_its_own_cannot_be_made(missing: str) -> None:
+    body: dict[str, Any] = {"__module__": "ringprof.strategies.new", "memory_bytes": None, "imbalance": None}
+    del body[missing]
+    with pytest.raises(TypeError, match=f"ringprof.strategies.new.New must say {missing} itself"):
+        type("New", (Zigzag,), body)
+    type("New", (Zigzag,), {**body, missing: None})
+
+
+@pytest.mark.parametrize(
+    ("device", "kernel", "tflops"),
+    [("NVIDIA H200", "cudnn", 0.56 * 989), ("NVIDIA H200", "flash-attn", 340),
+     ("NVIDIA A100-SXM4-80GB", "flash-attn", 181), ("NVIDIA H200", "reference", 2), ("some card", "cudnn", 100)],
+)  # fmt: skip
+def test_the_rate_follows_from_the_devices_peak(device: str, kernel: str, tflops: float) -> None:
+    rate, source = kernel_rate(device, kernel, "bf16")
+    assert rate / 1e12 == pytest.approx(tflops, rel=0.01) and source.startswith("assumed")
 
 
 def test_controls_count_as_iterations() -> None:
@@ -92,7 +215,8 @@ def test_the_plan_refuses_what_the_run_would() -> None:
 
 def test_too_much_memory_is_refused_with_the_sequence_that_fits() -> None:
     asked = request(device="cuda", workload=Workload(seq=2**20, heads=40, kv_heads=40, head_dim=128), world=8)
-    needed = memory_per_device(asked.workload, 8)
+    needed = memory_per_device(asked, asked.workload)
+    assert needed is not None
     tight = plan(memory_bytes=needed, memory_limit=needed - 1)
     fits = largest_seq(asked, tight)
     assert fits == 2**20 - 16, "the next shorter one that zigzag can cut into 16 chunks"

@@ -67,6 +67,15 @@ def test_the_run_says_what_ran(recorded: tuple[Path, Run, str]) -> None:
     assert found.command[:2] == ["ringprof", "record"]
 
 
+def test_the_run_says_where_each_ranks_hops_go_to(recorded: tuple[Path, Run, str]) -> None:
+    """Windows of two: the inner ring's next is the other of the window, the outer ring's the same place in the next."""
+    _, found, _ = recorded
+    assert found.work is not None
+    to = [{entry.channel: entry.to for entry in work.sent} for work in found.work]
+    assert [channels["read_inner"] for channels in to] == [1, 0, 3, 2]
+    assert [channels["read_outer"] for channels in to] == [2, 3, 0, 1]
+
+
 def test_every_iteration_of_every_rank_is_kept(recorded: tuple[Path, Run, str]) -> None:
     _, found, _ = recorded
     assert found.timings is not None and found.profiled is not None and found.timings.warmup == 1

@@ -14,9 +14,6 @@ import msgspec
 from ringprof.analysis.transfers.transfers import Message, Transfer
 from ringprof.run import Run, Sent
 
-# Bundled strategies that run one ring over all ranks: each sends to the next and receives from the one before.
-_ONE_RING = ("ringprof.strategies.ring:", "ringprof.strategies.zigzag:", "ringprof.strategies.stripe:")
-
 _PHASES = ("forward", "backward")
 
 
@@ -63,8 +60,15 @@ def _sizes(sent: Sequence[Sent]) -> list[int | None]:
 
 
 def _neighbours(run: Run, rank: int) -> tuple[int | None, int | None]:
-    """(rank sent to, rank received from), None where the strategy is not known to run one ring over all ranks."""
-    if run.strategy is None or not run.strategy.target.startswith(_ONE_RING):
-        return None, None
-    size = run.topology.world_size
-    return (rank + 1) % size, (rank - 1) % size
+    """(rank sent to, rank received from), None where what was sent did not go round one ring of all ranks."""
+    to: dict[int, int] = {}
+    for sender, work in enumerate(run.work or []):
+        receivers = {entry.to for entry in work.sent}
+        receiver = receivers.pop() if len(receivers) == 1 else None
+        if receiver is None:
+            return None, None
+        to[sender] = receiver
+    ring = [rank]
+    while (following := to.get(ring[-1], rank)) not in ring:
+        ring.append(following)
+    return (to[rank], ring[-1]) if len(ring) == len(to) else (None, None)
