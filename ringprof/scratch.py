@@ -26,6 +26,12 @@ def scratch_folder(what: str) -> Path:
     return folder
 
 
+def keep(folder: Path) -> None:
+    """Let one that `scratch_folder` made stay for good."""
+    _made.discard(folder)
+    release(folder)
+
+
 def remove(folder: Path) -> None:
     """Remove one that `scratch_folder` made, if it is still there."""
     shutil.rmtree(folder, ignore_errors=True)

@@ -6,12 +6,13 @@ TASK is the path of the task's JSON, PARENT the process to live no longer than.
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-from ringprof.record.ending.watchdog import Watchdog
+from ringprof.record.ending.watchdog import PARENT_GONE, Watchdog
 from ringprof.record.launcher import launcher_rank
 from ringprof.record.own_ranks import diary_path, log_path
 from ringprof.record.progress import Diary
@@ -31,8 +32,9 @@ def main(arguments: list[str]) -> NoReturn:
 
     def at_end(reason: str, code: int) -> None:
         diary.last_words(hops[0]() if hops else None)
-        if reason == "parent" and place.rank == 0:
+        if reason == PARENT_GONE and place.rank == 0:
             discard(Path(task.staging))
+            shutil.rmtree(scratch, ignore_errors=True)
 
     watchdog = Watchdog(at_end, parent=parent)
     watchdog.start()

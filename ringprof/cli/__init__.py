@@ -65,12 +65,10 @@ def group() -> None:
 def main(args: list[str] | None = None) -> None:
     """Run the command line and exit: 0 fine, 1 a condition holds, 2 usage or input, 3 failed run, 130 interrupted."""
     args = sys.argv[1:] if args is None else args
-    if args[:1] not in (["record"], ["bench"]):
-        # These two see to their signals themselves.
-        for number in _ENDING:
-            # nohup has SIGHUP ignored, and means it.
-            if signal.getsignal(number) is signal.SIG_DFL:
-                signal.signal(number, _end)
+    for number in _ENDING:
+        # nohup has SIGHUP ignored, and means it.
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, _end)
     try:
         code = run(args)
     except _Signalled as signalled:

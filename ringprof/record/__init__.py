@@ -5,7 +5,6 @@ Loads torch, when a recording begins; importing this package does not.
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from ringprof.record.progress import Reporter, SilentReporter
 from ringprof.record.request import Request, Task
 from ringprof.record.resolve import need
 from ringprof.run import Run, read_run
+from ringprof.scratch import remove
 
 __all__ = ["Request", "record"]
 
@@ -69,7 +69,7 @@ def prepare(request: Request, place: RankPlace | None, reporter: Reporter, scrat
         )
     finally:
         if staging is None and scratch is not None:
-            shutil.rmtree(scratch, ignore_errors=True)
+            remove(Path(scratch))
     return Task(
         request=_with_absolute_output(request),
         name=staging.name,

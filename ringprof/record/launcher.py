@@ -20,6 +20,12 @@ class RankPlace:
     local_world_size: int
     node: int = 0
     """The launcher's number of this rank's host."""
+    parent: int | None = None
+    """The launcher's process, which a rank does not outlive; None where a shell may have started it and gone."""
+
+
+_parent = os.getppid()
+"""As this process began: by the time that torch is loaded, it may have gone."""
 
 
 def launcher_rank(environment: Mapping[str, str] | None = None) -> RankPlace | None:
@@ -34,7 +40,8 @@ def launcher_rank(environment: Mapping[str, str] | None = None) -> RankPlace | N
         per_host = max(1, _number(env, "LOCAL_WORLD_SIZE", world))
         rank = _number(env, "RANK")
         node = _number(env, "GROUP_RANK", rank // per_host)
-        return _checked(RankPlace(rank, world, _number(env, "LOCAL_RANK", rank % per_host), per_host, node))
+        parent = _parent if "TORCHELASTIC_RUN_ID" in env else None
+        return _checked(RankPlace(rank, world, _number(env, "LOCAL_RANK", rank % per_host), per_host, node, parent))
     if "SLURM_PROCID" in env and "SLURM_STEP_ID" in env:
         world = _number(env, "SLURM_STEP_NUM_TASKS", _number(env, "SLURM_NTASKS", 1))
         if world == 1:
@@ -43,7 +50,7 @@ def launcher_rank(environment: Mapping[str, str] | None = None) -> RankPlace | N
         node = _number(env, "SLURM_NODEID", -1)
         per_host = _tasks_per_host(env, world, max(0, node))
         local = _number(env, "SLURM_LOCALID", rank % per_host)
-        return _checked(RankPlace(rank, world, local, per_host, rank // per_host if node < 0 else node))
+        return _checked(RankPlace(rank, world, local, per_host, rank // per_host if node < 0 else node, _parent))
     return None
 
 

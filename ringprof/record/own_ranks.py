@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import signal
 import socket
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -26,6 +24,7 @@ from ringprof.processes import cpu_count, isolated
 from ringprof.record.ending.rank_errors import is_consequence, laggard, rank_error, signal_error
 from ringprof.record.progress import DiaryReader, Reporter
 from ringprof.record.request import Request, Task, write_task
+from ringprof.scratch import keep, remove, scratch_folder
 
 POLL_S = 0.05
 SETTLE_S = 0.3
@@ -36,8 +35,8 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
 def make_scratch() -> Path:
-    """The folder of the ranks' logs and diaries."""
-    return Path(tempfile.mkdtemp(prefix="ringprof-"))
+    """The folder of the ranks' logs and diaries; it stays only after a failure."""
+    return scratch_folder("ranks")
 
 
 def log_path(scratch: Path, rank: int) -> Path:
@@ -71,9 +70,10 @@ def launch(task: Task, reporter: Reporter) -> None:
             if context is not None:
                 # Asked first, so that the ranks can say where they were, then killed.
                 context.close(signal.SIGTERM, END_S)
+            keep(scratch)
             raise _explained(error, readers, scratch, task.time_limit) from None
         context.close()
-    shutil.rmtree(scratch, ignore_errors=True)
+    remove(scratch)
 
 
 class _RankFailed(Exception):
@@ -129,12 +129,18 @@ def _has_loopback() -> bool:
 
 @contextmanager
 def _store() -> Iterator[int]:
-    """A store for the ranks' rendezvous; yields its port."""
+    """A store for the ranks' rendezvous, for this host alone; yields its port."""
     import torch.distributed
 
     untyped: Any = torch.distributed
-    store = untyped.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
-    yield store.port
+    # A store that opens its port itself listens to all networks.
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    store = untyped.TCPStore(
+        "127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60),
+        master_listen_fd=listener.detach(),
+    )  # fmt: skip
+    yield port
     del store
 
 

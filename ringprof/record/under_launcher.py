@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -14,6 +17,7 @@ import torch
 from ringprof import errors
 from ringprof.errors import RecordError, RingprofError
 from ringprof.record import prepare
+from ringprof.record.ending.lifeline import LOOPBACK
 from ringprof.record.ending.rank_errors import error_line
 from ringprof.record.ending.shutdown import (
     BACKUP_S,
@@ -60,13 +64,26 @@ def record_as_rank(request: Request, place: RankPlace, reporter: Reporter, reduc
     if place.rank != 0:
         reporter = SilentReporter()
     resolved = resolve(request, place)
-    with _lost_before_the_run(place), world_group(place, resolved.device, MEETING_LIMIT_S) as device:
-        hosts, pids = _meet(place, device)
-        together = Hosts(dict(enumerate(host_numbers(hosts)))).per_host(range(len(hosts)))
-        place = replace(place, local_world_size=together)
-        rank = _LaunchedRank(place, hosts, pids, PositionReporter(reporter), device, reduce or no_reduction)
-        run = rank.record(request)
+    # Ranks that wait for others that never come hear of signals and of their launcher's end through it alone.
+    watchdog = Watchdog(partial(_leave_before_the_run, place), place.parent)
+    watchdog.start()
+    try:
+        with _lost_before_the_run(place), world_group(place, resolved.device, MEETING_LIMIT_S) as device:
+            hosts, pids = _meet(place, device)
+            together = Hosts(dict(enumerate(host_numbers(hosts)))).per_host(range(len(hosts)))
+            place = replace(place, local_world_size=together)
+            rank = _LaunchedRank(place, hosts, pids, PositionReporter(reporter), device, reduce or no_reduction)
+            run = rank.record(request, watchdog)
+    finally:
+        watchdog.stop()
     return None if run is None else read_run(request.output)
+
+
+def _leave_before_the_run(place: RankPlace, reason: str, code: int) -> None:
+    """End this process. Rank 0 says why, unless it is the launcher that ends all."""
+    if place.rank == 0 and reason == signal.SIGINT.name:
+        sys.stderr.write("ringprof: interrupted before all ranks were there; nothing was recorded\n")
+    os._exit(code)
 
 
 @contextmanager
@@ -98,12 +115,11 @@ class _LaunchedRank:
         self._siblings = {rank: pids[rank] for rank, host in enumerate(hosts) if host == here and rank != place.rank}
         self._first = place.rank == 0
 
-    def record(self, request: Request) -> Run | None:
+    def record(self, request: Request, watchdog: Watchdog) -> Run | None:
         """Agree, and record under a watchdog that ends this rank when the launcher, another rank or time says so."""
         rank, ending = self._agree(request)
         patience_s = 0 if self._first else BACKUP_S
-        watchdog = Watchdog(ending.stopped, limit_s=rank.task.time_limit, patience_s=patience_s)
-        watchdog.start()
+        watchdog.hand_over(ending.stopped, rank.task.time_limit, patience_s)
         try:
             run = rank.record(self._device)
             ending.done()
@@ -133,7 +149,8 @@ class _LaunchedRank:
         return self._linked(said, said.task, made)
 
     def _linked(self, said: _Agreement, task: Task, made: Ready | None) -> Ready:
-        address, problem = os.environ.get("MASTER_ADDR", "127.0.0.1"), ""
+        one_host = len(set(self._hosts)) == 1
+        address, problem = LOOPBACK if one_host else os.environ.get("MASTER_ADDR", LOOPBACK), ""
         if made is None:
             rank = self._rank(task)
             try:

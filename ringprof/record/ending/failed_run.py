@@ -11,8 +11,8 @@ from pathlib import Path
 from ringprof.errors import Interrupted, RecordError, RingprofError
 from ringprof.record.ending.lifeline import RankOutcome
 from ringprof.record.ending.rank_errors import laggard, rank_error
+from ringprof.record.ending.watchdog import TIME_LIMIT
 
-TIME_LIMIT = "time limit"
 INTERRUPT = signal.SIGINT.name
 
 
@@ -94,7 +94,11 @@ def write_log(text: str, output: Path, name: str) -> Path | None:
     for folder in (output.parent, Path(tempfile.gettempdir())):
         path = folder / f"{name}.failed.log"
         try:
-            path.write_text(text, encoding="utf-8")
+            # Never through a link that somebody else has put there.
+            with path.open("x", encoding="utf-8", errors="backslashreplace") as file:
+                file.write(text)
+        except FileExistsError:
+            continue
         except OSError:
             # A full disk leaves half a file.
             _remove(path)

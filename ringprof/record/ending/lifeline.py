@@ -13,7 +13,9 @@ import selectors
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import msgspec
@@ -22,6 +24,9 @@ CONNECT_S = 20.0
 KEEPALIVE_S = (5, 5, 3)
 """Silence before the first probe, time between probes, and how many go unanswered before a host counts as gone."""
 MAX_LINE = 1 << 16
+MOST_STRANGERS = 64
+"""Connections beyond the ranks' own that may be open before they have said the token."""
+LOOPBACK = "127.0.0.1"
 WELCOME, END, COMPLETE = b"welcome\n", b"end\n", b"complete\n"
 
 
@@ -48,7 +53,7 @@ class _Hello(msgspec.Struct, frozen=True):
     token: str
 
 
-@dataclass
+@dataclass(eq=False)
 class _Connection:
     """One connection to rank 0."""
 
@@ -64,7 +69,8 @@ class LifelineServer:
     ended, or was given up by the system, before they had told an outcome.
     """
 
-    def __init__(self, world: int, on_trouble: Callable[[], None]) -> None:
+    def __init__(self, world: int, on_trouble: Callable[[], None], *, one_host: bool = True) -> None:
+        """``one_host``: whether all ranks are on this host; then nobody else's connection is taken."""
         self.token = secrets.token_hex(16)
         self.outcomes: dict[int, RankOutcome] = {}
         self.gone: list[int] = []
@@ -74,9 +80,11 @@ class LifelineServer:
         self._closed = threading.Event()
         self._ranks: dict[int, _Connection] = {}
         self._selector = selectors.DefaultSelector()
-        both = socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if both else socket.AF_INET
-        self._listener = socket.create_server(("", 0), family=family, dualstack_ipv6=both, backlog=min(world, 4096))
+        self._strangers: deque[_Connection] = deque()
+        both = socket.has_dualstack_ipv6() and not one_host
+        family, backlog = socket.AF_INET6 if both else socket.AF_INET, min(world + MOST_STRANGERS, 4096)
+        here = (LOOPBACK if one_host else "", 0)
+        self._listener = socket.create_server(here, family=family, dualstack_ipv6=both, backlog=backlog)
         self._listener.setblocking(False)
         self.port: int = self._listener.getsockname()[1]
         self._selector.register(self._listener, selectors.EVENT_READ)
@@ -118,15 +126,24 @@ class LifelineServer:
         self._selector.close()
 
     def _welcome(self) -> None:
-        try:
-            connection, _ = self._listener.accept()
-        except OSError:
-            return
+        """Take the connections that are waiting, not more at a time than may be open."""
+        with suppress(OSError):
+            for _ in range(MOST_STRANGERS):
+                self._take(self._listener.accept()[0])
+
+    def _take(self, connection: socket.socket) -> None:
         keep_alive(connection)
         connection.setblocking(False)
-        self._selector.register(connection, selectors.EVENT_READ, _Connection(connection))
+        peer = _Connection(connection)
+        self._selector.register(connection, selectors.EVENT_READ, peer)
+        self._strangers.append(peer)
+        if len(self._strangers) > self._world + MOST_STRANGERS:
+            # A rank says at once who it is: the longest silent is none.
+            self._leave(self._strangers[0])
 
     def _hear(self, peer: _Connection) -> None:
+        if peer.connection.fileno() < 0:
+            return  # turned away a moment ago
         try:
             data = peer.connection.recv(MAX_LINE)
         except BlockingIOError:
@@ -149,6 +166,7 @@ class LifelineServer:
                     return False
                 peer.rank = hello.rank
                 self._ranks[hello.rank] = peer
+                self._strangers.remove(peer)
                 return _send_line(peer.connection, WELCOME)
             outcome = msgspec.json.decode(line, type=RankOutcome)
         except (msgspec.MsgspecError, UnicodeError, TypeError):
@@ -162,6 +180,7 @@ class LifelineServer:
         self._selector.unregister(peer.connection)
         peer.connection.close()
         if peer.rank is None:
+            self._strangers.remove(peer)
             return
         if peer.rank not in self.outcomes:
             self.gone.append(peer.rank)

@@ -17,10 +17,11 @@ from typing import NoReturn
 
 from ringprof.errors import RecordError, RingprofError
 from ringprof.folder_owner import sees
-from ringprof.record.ending.failed_run import TIME_LIMIT, FailedRun, write_log
+from ringprof.record.ending.failed_run import FailedRun, write_log
 from ringprof.record.ending.lifeline import Lifeline, LifelineServer, RankOutcome
 from ringprof.record.ending.local_ranks import GRACE_S, end_local_ranks
 from ringprof.record.ending.rank_errors import error_kind, error_line, is_consequence, traceback_text
+from ringprof.record.ending.watchdog import TIME_LIMIT
 from ringprof.record.progress import PositionReporter
 from ringprof.record.request import Task
 from ringprof.record.run_folder import discard
@@ -49,6 +50,11 @@ class RankContext:
     siblings: Mapping[int, int]
     """The processes of this host's other ranks, by rank."""
 
+    @property
+    def one_host(self) -> bool:
+        """Whether all ranks are on one host."""
+        return len(set(self.hosts)) == 1
+
     def stopped(self, reason: str) -> RankOutcome:
         return RankOutcome(kind="stopped", where=self.position.where(), hops=self.hops(), reason=reason)
 
@@ -68,7 +74,7 @@ class FirstRankShutdown:
         self._own: RankOutcome | None = None
         self._concluding = threading.Lock()
         self._sealed = False
-        self.server = LifelineServer(len(context.hosts), self._trouble)
+        self.server = LifelineServer(len(context.hosts), self._trouble, one_host=context.one_host)
 
     def seal(self) -> None:
         """Everything is here: what happens to the others from now on changes nothing."""
@@ -121,7 +127,7 @@ class OtherRankShutdown:
     """Any other rank's ending of a run."""
 
     def __init__(self, context: RankContext, address: str, port: int, token: str) -> None:
-        """Raises OSError where rank 0 cannot be reached."""
+        """``address`` is of rank 0's host. Raises OSError where rank 0 cannot be reached."""
         self._context = context
         self._has_told = False
         self._speaking = threading.Lock()

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from ringprof.errors import Interrupted, RecordError, UnfitWorkloadError, VerificationError
-from ringprof.record.ending.failed_run import TIME_LIMIT, FailedRun, write_log
+from ringprof.record.ending.failed_run import FailedRun, write_log
 from ringprof.record.ending.lifeline import RankOutcome
+from ringprof.record.ending.watchdog import TIME_LIMIT
 
 HOSTS = ["a", "a", "b", "b"]
 
@@ -81,3 +82,18 @@ def test_a_log_goes_to_the_temporary_files_where_there_is_no_output(
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     assert write_log("x", tmp_path / "none/run.json", "mine") == tmp_path / "mine.failed.log"
+
+
+def test_a_log_is_not_written_through_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody else has guessed the log's name, in a folder that both write to."""
+    precious, runs, temporary = tmp_path / "precious", tmp_path / "runs", tmp_path / "temporary"
+    runs.mkdir()
+    temporary.mkdir()
+    precious.write_text("mine")
+    for target in (precious, tmp_path / "none"):
+        (runs / "log.failed.log").unlink(missing_ok=True)
+        (runs / "log.failed.log").symlink_to(target)
+        monkeypatch.setattr("tempfile.tempdir", str(temporary))
+        assert write_log("text", runs / "run.json", "log") == temporary / "log.failed.log"
+        (temporary / "log.failed.log").unlink()
+    assert precious.read_text() == "mine" and not (tmp_path / "none").exists()

@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from ringprof.record.ending.local_ranks import end_local_ranks
+from tests.record.command import wait_until
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(1000)"]
 
@@ -26,8 +27,11 @@ def started() -> Iterator[list[subprocess.Popen[bytes]]]:
 
 
 def start(started: list[subprocess.Popen[bytes]], **variables: str) -> int:
-    started.append(subprocess.Popen(SLEEP, env={**psutil.Process().environ(), **variables}))
-    return started[-1].pid
+    started.append(subprocess.Popen(SLEEP, env={**psutil.Process().environ(), **variables, "STARTED": "1"}))
+    pid = started[-1].pid
+    # The system shows a new process's variables some moments after it has begun.
+    wait_until(lambda: "STARTED" in psutil.Process(pid).environ(), 10)
+    return pid
 
 
 @pytest.mark.parametrize("variable", ["RANK", "SLURM_PROCID"])
