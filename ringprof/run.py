@@ -6,6 +6,7 @@ computed when the file is read. Times are integer nanoseconds, sizes bytes.
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -307,9 +308,12 @@ class _SchemaOnly(msgspec.Struct):
 
 def write_run(run: Run, path: str | os.PathLike[str]) -> None:
     """Write a ``run.json`` atomically: it is complete, or it is not there."""
-    file = Path(path)
-    text = msgspec.json.format(msgspec.json.encode(run), indent=1)
-    write_atomically(file, text + b"\n")
+    try:
+        text = msgspec.json.encode(run)
+    except UnicodeEncodeError:
+        # A command line or a variable that is no text.
+        text = json.dumps(msgspec.to_builtins(run), ensure_ascii=False).encode(errors="replace")
+    write_atomically(Path(path), msgspec.json.format(text, indent=1) + b"\n")
 
 
 def write_atomically(file: Path, data: bytes) -> None:

@@ -16,13 +16,13 @@ from ringprof.record.ending.watchdog import PARENT_GONE, Watchdog
 from ringprof.record.launcher import launcher_rank
 from ringprof.record.own_ranks import diary_path, log_path
 from ringprof.record.progress import Diary
-from ringprof.record.request import read_task
+from ringprof.record.request import Task, from_json
 from ringprof.record.run_folder import discard
 
 
 def main(arguments: list[str]) -> NoReturn:
     """Run one rank and end the process: with 0, or with 3 and the reason in the rank's diary."""
-    task, parent = read_task(arguments[0]), int(arguments[1])
+    task, parent = from_json(Path(arguments[0]).read_bytes(), Task), int(arguments[1])
     place = launcher_rank()
     assert place is not None and task.scratch is not None, "started by ringprof record, with the ranks' variables"
     scratch = Path(task.scratch)
@@ -65,4 +65,8 @@ def _print_to(log: Path) -> None:
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
-    os.close(descriptor)
+    if descriptor > 2:
+        os.close(descriptor)
+    # Without streams of Python's own where this process was given none.
+    sys.stdout = sys.stdout or open(1, "w", closefd=False)
+    sys.stderr = sys.stderr or open(2, "w", closefd=False)

@@ -101,7 +101,7 @@ def _as_rank(request: Request, rank: int) -> NoReturn:
 def _show(run: Run | None, request: Request) -> None:
     if run is not None:
         click.echo(headline(run))
-        click.echo(f"next: ringprof report {request.output}")
+        click.echo(f"next: ringprof report {click.format_filename(request.output)}")
 
 
 def headline(run: Run) -> str:

@@ -23,7 +23,7 @@ from ringprof.errors import Interrupted, RecordError, RingprofError
 from ringprof.processes import cpu_count, isolated
 from ringprof.record.ending.rank_errors import is_consequence, laggard, rank_error, signal_error
 from ringprof.record.progress import DiaryReader, Reporter
-from ringprof.record.request import Request, Task, write_task
+from ringprof.record.request import Request, Task, to_json
 from ringprof.scratch import keep, remove, scratch_folder
 
 POLL_S = 0.05
@@ -57,7 +57,7 @@ def launch(task: Task, reporter: Reporter) -> None:
     """
     assert task.scratch is not None and task.request.world is not None
     scratch = Path(task.scratch)
-    write_task(task, scratch / "task.json")
+    (scratch / "task.json").write_bytes(to_json(task))
     deadline = time.monotonic() + task.time_limit
     with _signals_restored(), _store() as port:
         context = None

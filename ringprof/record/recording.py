@@ -19,7 +19,7 @@ from ringprof.record.machine import device_name, driver_version, host_name, vari
 from ringprof.record.measure import Measurement, Problem, hops_posted, measure, profile_iterations
 from ringprof.record.progress import Reporter
 from ringprof.record.remote_traces import TraceFile, gather_traces
-from ringprof.record.request import Request, Task
+from ringprof.record.request import Request, Task, from_json, to_json
 from ringprof.record.resolve import load_strategy, strategy_errors
 from ringprof.record.run_folder import publish, reduced_name, trace_name
 from ringprof.record.verify import verify
@@ -196,7 +196,7 @@ def gather(results: list[RankResult], trace: TraceFile, staging: Path, device: t
 
 def exchange(result: RankResult, device: torch.device) -> list[RankResult]:
     """Every rank's result, in rank order. A rank calls this when its trace is complete: that is what it says."""
-    return [msgspec.json.decode(part, type=RankResult) for part in gather_bytes(msgspec.json.encode(result), device)]
+    return [from_json(part, RankResult) for part in gather_bytes(to_json(result), device)]
 
 
 def assemble(name: str, created: str, command: list[str], results: list[RankResult], device: torch.device) -> Run:

@@ -32,7 +32,7 @@ from ringprof.record.launcher import RankPlace
 from ringprof.record.machine import host_name
 from ringprof.record.progress import PositionReporter, Reporter, SilentReporter
 from ringprof.record.recording import RankRecording, Reduce, no_reduction
-from ringprof.record.request import Request, Task
+from ringprof.record.request import Request, Task, from_json, to_json
 from ringprof.record.resolve import resolve
 from ringprof.record.run_folder import discard
 from ringprof.record.world_group import gather_bytes, world_group
@@ -97,8 +97,8 @@ def _lost_before_the_run(place: RankPlace) -> Iterator[None]:
 
 def _meet(place: RankPlace, device: torch.device) -> tuple[list[str], list[int]]:
     """The host of every rank, and its process there."""
-    said = gather_bytes(msgspec.json.encode(RankHost(host_name(), place.node, os.getpid())), device)
-    ranks = [msgspec.json.decode(part, type=RankHost) for part in said]
+    said = gather_bytes(to_json(RankHost(host_name(), place.node, os.getpid())), device)
+    ranks = [from_json(part, RankHost) for part in said]
     return distinct_host_names(ranks), [rank.pid for rank in ranks]
 
 
@@ -141,7 +141,7 @@ class _LaunchedRank:
                 agreement = _Agreement(task=rank.task, port=ending.server.port, token=ending.server.token)
             except RingprofError as error:
                 agreement, refused = _Agreement(error=type(error).__name__, message=str(error)), error
-        said = msgspec.json.decode(gather_bytes(msgspec.json.encode(agreement), self._device)[0], type=_Agreement)
+        said = from_json(gather_bytes(to_json(agreement), self._device)[0], _Agreement)
         if refused is not None:
             raise refused
         if said.task is None:
@@ -158,7 +158,7 @@ class _LaunchedRank:
             except OSError as error:
                 here = f"rank {self._place.rank} on host {self._hosts[self._place.rank]}"
                 problem = f"{here} cannot reach rank 0 at {address}, port {said.port}: {error.strerror or error}"
-        problems = [part.decode() for part in gather_bytes(problem.encode(), self._device) if part]
+        problems = [os.fsdecode(part) for part in gather_bytes(os.fsencode(problem), self._device) if part]
         if not problems and made is not None:
             return made
         if self._first:

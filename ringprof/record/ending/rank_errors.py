@@ -17,7 +17,11 @@ def error_kind(error: BaseException) -> str:
 
 
 def error_line(error: BaseException) -> str:
-    """An error's first line, with its class where it is not one of ours."""
+    """An error's first line, with its class where it is not one of ours; what is no text is escaped."""
+    return _line(error).encode(errors="backslashreplace").decode()
+
+
+def _line(error: BaseException) -> str:
     if isinstance(error, RingprofError):
         return str(error)
     if ran_out(error):
