@@ -117,6 +117,22 @@ class TensorError(msgspec.Struct, frozen=True, kw_only=True):
     """The rank with the largest relative error."""
 
 
+class TimedVerification(msgspec.Struct, frozen=True, kw_only=True):
+    """The check after timing, of the last timed iteration: in places, against attention over the whole sequence."""
+
+    seq: Count
+    places: Count
+    """Query rows of ``out`` and ``dq``, and keys of ``dk`` and ``dv``, that each rank looked at."""
+    kv_head: Count
+    """Whose keys those are; the rows are of all heads."""
+    same_output: bool
+    """Whether the output has the same bits as that of the first iteration at this length."""
+    errors: dict[str, TensorError]
+    """As those of `Verification`, over the places."""
+    took_ns: Nanoseconds
+    """How long this check took on rank 0."""
+
+
 class Verification(msgspec.Struct, frozen=True, kw_only=True):
     """The check before timing: output and gradients against a dense float64 reference."""
 
@@ -124,6 +140,8 @@ class Verification(msgspec.Struct, frozen=True, kw_only=True):
     seq: Count
     errors: dict[str, TensorError]
     """Keys ``out``, and with backward ``dq``, ``dk``, ``dv``."""
+    timed: TimedVerification | None = None
+    """None in runs of before there was this check."""
 
 
 class Timings(msgspec.Struct, frozen=True, kw_only=True):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,9 @@ class Problem:
     """None: forward only."""
     cuda_graph: bool = False
     """Whether iterations after the warm-up are replays of one that is captured."""
-    replay: Callable[[], None] | None = None
+    graph: torch.cuda.CUDAGraph | None = None
+    captured: list[Results] = field(default_factory=list)
+    """What the replays of the graph compute; empty without one."""
 
     @classmethod
     def of(cls, strategy: Any, workload: Workload, device: torch.device, *, cuda_graph: bool = False) -> Problem:
@@ -52,22 +54,34 @@ class Problem:
         q, k, v = (draw(count).requires_grad_(trains) for count in (heads, kv_heads, kv_heads))
         return cls(strategy, workload.causal, q, k, v, draw(heads) if trains else None, cuda_graph)
 
-    def iteration(self) -> None:
-        """Forward, and backward with gradients of its own, which are dropped at the end."""
-        if self.replay is not None:
-            self.replay()
-            return
+    def iteration(self) -> Results:
+        """Forward, and backward with gradients of its own."""
+        if self.graph is not None:
+            self.graph.replay()
+            return self.captured[0]
         out = self.strategy.attention(self.q, self.k, self.v, causal=self.causal)
-        if self.dout is not None:
-            torch.autograd.grad(out, (self.q, self.k, self.v), self.dout)
+        if self.dout is None:
+            return Results(out)
+        return Results(out, *torch.autograd.grad(out, (self.q, self.k, self.v), self.dout))
 
     def capture(self) -> None:
         """Make this and all further iterations replays of one that is captured now, after some that were not."""
         graph = torch.cuda.CUDAGraph()
         # NCCL's watchdog asks for events on a thread of its own meanwhile.
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            self.iteration()
-        self.replay = graph.replay
+            # Every replay writes to these.
+            self.captured.append(self.iteration())
+        self.graph = graph
+
+
+@dataclass(frozen=True)
+class Results:
+    """What one iteration computed on this rank: as q, k and v, and None without a backward pass."""
+
+    out: Tensor
+    dq: Tensor | None = None
+    dk: Tensor | None = None
+    dv: Tensor | None = None
 
 
 @dataclass
@@ -77,19 +91,29 @@ class Measurement:
     iterations_ns: list[int]
     peak_bytes: int | None
     work: Work
+    first_rows: Tensor
+    """The `row_sums` of the first output, of warm-up where there was one."""
+    last: Results | None
+    """Of the last timed iteration; None when it has been looked at."""
 
 
 def measure(problem: Problem, device: torch.device, warmup: int, iters: int, reporter: Reporter) -> Measurement:
     """Warm up, then time every iteration; the work is counted in the first timed one."""
+    kept: list[Results] = []
+    first_rows = work = None
+
+    def keeping() -> None:
+        kept.append(problem.iteration())
+
     warm = clock_for(device)
     reporter.start("warm-up", warmup)
-    for _ in range(warmup):
-        warm.run(problem.iteration)
+    for number in range(warmup):
+        warm.run(problem.iteration if number else keeping)
+        first_rows = row_sums(kept.pop().out) if kept else first_rows
         reporter.advance()
     warm.times_ns()
     reset_peak(device)
     _reset_work(problem)
-    work = None
     if problem.cuda_graph:
         # What is captured is counted, a replay is not: the host does not see it.
         problem.capture()
@@ -98,12 +122,21 @@ def measure(problem: Problem, device: torch.device, warmup: int, iters: int, rep
         warm.times_ns()
     clock = clock_for(device)
     reporter.start("iterations", iters)
-    for _ in range(iters):
-        clock.run(problem.iteration)
+    for number in range(iters):
+        # What an iteration returns goes with its end; the last one's results are checked.
+        kept.clear()
+        clock.run(keeping if number == iters - 1 or first_rows is None else problem.iteration)
         work = work or _work(problem)
+        first_rows = row_sums(kept[0].out) if first_rows is None else first_rows
         reporter.advance()
-    assert work is not None
-    return Measurement(clock.times_ns(), peak_bytes(device), work)
+    assert work is not None and first_rows is not None
+    return Measurement(clock.times_ns(), peak_bytes(device), work, first_rows, kept[0])
+
+
+def row_sums(out: Tensor) -> Tensor:
+    """The sum of the bits of every row of an output (B, S, H, D): int64 (B, S), by which two outputs are told apart."""
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[out.element_size()]
+    return out.detach().view(bits).flatten(2).sum(2, dtype=torch.int64)
 
 
 def profile_iterations(problem: Problem, device: torch.device, iters: int, path: Path, reporter: Reporter) -> list[int]:

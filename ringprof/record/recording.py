@@ -23,6 +23,7 @@ from ringprof.record.request import Request, Task, from_json, to_json
 from ringprof.record.resolve import load_strategy, strategy_errors
 from ringprof.record.run_folder import publish, reduced_name, trace_name
 from ringprof.record.verify import verify
+from ringprof.record.verify_timed import verify_timed
 from ringprof.record.world_group import gather_bytes, world_group
 from ringprof.run import (
     Controls,
@@ -116,7 +117,12 @@ class RankRecording:
             self.strategy = self._create()
             verification = self._verify(device)
             problem = Problem.of(self.strategy, request.workload, device, cuda_graph=request.cuda_graph)
-            measured, controlled, profiled = self._measure(problem, trace.path, device)
+            measured = self._timed(problem, device)
+            verification = self._verify_timed(problem, measured, verification)
+            # The controls hold tensors of their own, until they are done.
+            measured.last = None
+            controlled = self._control(problem, device) if request.controls else None
+            profiled = profile_iterations(problem, device, request.profile_iters, trace.path, self.reporter)
             kernel = self.strategy.kernel_for(problem.q).name
         reduced = self.reduce(trace.path, trace.reduced)
         host = host_name() if self.hosts is None else self.hosts[self.place.rank]
@@ -169,16 +175,20 @@ class RankRecording:
             torch.cuda.empty_cache()
         return verification
 
-    def _measure(
-        self, problem: Problem, trace: Path, device: torch.device
-    ) -> tuple[Measurement, ControlTimes | None, list[int]]:
+    def _timed(self, problem: Problem, device: torch.device) -> Measurement:
         request = self.task.request
         assert request.warmup is not None and request.iters is not None
-        measured = measure(problem, device, request.warmup, request.iters, self.reporter)
-        # After the peak memory has been read: the controls hold tensors of their own, until they are done.
-        controlled = self._control(problem, device) if request.controls else None
-        profiled = profile_iterations(problem, device, request.profile_iters, trace, self.reporter)
-        return measured, controlled, profiled
+        return measure(problem, device, request.warmup, request.iters, self.reporter)
+
+    def _verify_timed(
+        self, problem: Problem, measured: Measurement, before: Verification | None
+    ) -> Verification | None:
+        if before is None or measured.last is None:
+            return None
+        self.reporter.start("verify the timed result", 1)
+        verification = verify_timed(problem, measured.first_rows, measured.last, self.task.request.workload, before)
+        self.reporter.advance()
+        return verification
 
     def _control(self, problem: Problem, device: torch.device) -> ControlTimes:
         request = self.task.request

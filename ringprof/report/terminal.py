@@ -37,7 +37,7 @@ from ringprof.report.text import (
     slower_or_faster,
     unit_for,
 )
-from ringprof.run import Run
+from ringprof.run import Run, Verification
 
 LONGEST_BAR = 20
 _LINKS = {SAME_HOST: "within a host", OTHER_HOST: "between hosts"}
@@ -144,16 +144,22 @@ def _hosts(summary: Summary) -> str:
     return f"{len(summary.hosts)} {emulated}hosts"
 
 
+def _verified(verification: Verification) -> str:
+    """At which lengths the result was compared, how, and how close it came to its bound."""
+    outcome, timed = "result verified" if verification.passed else "RESULT WRONG", verification.timed
+    errors = [*verification.errors.items(), *(timed.errors.items() if timed else ())]
+    name, worst = max(errors, key=lambda item: item[1].rms / (item[1].allowed_rms or 1.0))
+    places = f", and at {timed.places} places a rank of the timed {timed.seq}" if timed else ""
+    return (
+        f"{outcome} against float64 at {verification.seq} tokens{places}; nearest its bound: relative error of {name} "
+        f"{worst.rms:.1e} (allowed {worst.allowed_rms:.1e}; the kernel alone {worst.kernel_rms:.1e})"
+    )
+
+
 def _run_lines(run: Run, rates: Rates, partial: bool) -> list[str]:
     lines = [_what_ran(run)]
     if run.verification:
-        outcome = "result verified" if run.verification.passed else "RESULT WRONG"
-        errors = run.verification.errors.items()
-        name, worst = max(errors, key=lambda item: item[1].rms / (item[1].allowed_rms or 1.0))
-        lines.append(
-            f"{outcome} against float64 at {run.verification.seq} tokens; nearest its bound: relative error of {name} "
-            f"{worst.rms:.1e} (allowed {worst.allowed_rms:.1e}; the kernel alone {worst.kernel_rms:.1e})"
-        )
+        lines.append(_verified(run.verification))
     speed = []
     if rates.tflops is not None and rates.tflops_quantiles:
         low, high = rates.tflops_quantiles["p10"], rates.tflops_quantiles["p90"]

@@ -42,6 +42,29 @@ class NotANumber(Zigzag):
         return dq, dk, dv
 
 
+class LongOnly(Zigzag):
+    """Leaves out a block where a rank holds more tokens than the check before timing gives it."""
+
+    def block(self, kv_rank, q, causal):
+        last = (self.comm.rank - kv_rank) % self.comm.size == self.comm.size - 1
+        return None if q.shape[1] > 64 and last else super().block(kv_rank, q, causal)
+
+
+class SecondCall(Zigzag):
+    """Right in the first call, then nothing forward and no numbers backward: a stale buffer, a missing wait."""
+
+    calls = 0
+
+    def forward(self, blocks, q, k, v):
+        self.calls += 1
+        out, lse = super().forward(blocks, q, k, v)
+        return (out * 0 if self.calls > 1 else out), lse
+
+    def backward(self, blocks, rows, q, k, v):
+        gradients = super().backward(blocks, rows, q, k, v)
+        return tuple(x * float("nan") for x in gradients) if self.calls > 1 else gradients
+
+
 class Slow(Zigzag):
     """Half a second an iteration, to be interrupted."""
 

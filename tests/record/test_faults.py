@@ -54,6 +54,24 @@ def test_a_wrong_result_ends_the_run_before_timing(own_strategies: Path, name: s
     assert nothing_recorded(own_strategies)
 
 
+@pytest.mark.parametrize(
+    ("name", "told"), [("LongOnly", "is off by"), ("SecondCall", "is not finite, in the last timed iteration")]
+)
+def test_a_result_that_is_wrong_only_where_it_is_timed_ends_the_run(own_strategies: Path, name: str, told: str) -> None:
+    done = run(["record", "--strategy", f"mine:{name}", *TWO], own_strategies, TMPDIR=str(own_strategies))
+    assert done.returncode == 3
+    line = one_line(done.stderr)
+    assert "wrong result on rank" in line and told in line and "sequence 512" in line
+    assert "nothing was recorded" in line and nothing_recorded(own_strategies)
+
+
+def test_one_key_a_row_is_verified(own_strategies: Path) -> None:
+    """Where the kernel alone has no error, as a row that sees one key."""
+    tiny = ["--seq", "4", "--world", "4", "--heads", "4", "--head-dim", "8", "--device", "cpu", "--iters", "1"]
+    done = run(["record", "--strategy", "ring", *tiny], own_strategies)
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_killed_rank_ends_all(own_strategies: Path) -> None:
     code, stderr, seconds = run_and_disturb(
         SLOW, own_strategies, lambda _: os.kill(rank_process(own_strategies, 1), signal.SIGKILL)
