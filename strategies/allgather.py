@@ -58,7 +58,7 @@ class AllGather(Strategy):
         if not load.backward:
             return forward_bytes(load, load.size + 1) + gathered
         if load.size == 1:
-            return load.own + load.q_wide + load.kv_wide + load.q + 2 * load.kv + gathered
+            return load.own + max(load.q_wide, load.kv_wide + load.kv) + gathered
         return load.own + load.q_wide + (load.size + 1) * (load.kv + load.kv_wide) + gathered
 
     @classmethod

@@ -62,7 +62,7 @@ class Burst(Strategy):
         if not load.backward:
             return forward_bytes(load)
         if load.size == 1:
-            return load.own + load.q_wide + load.kv_wide + 2 * load.q + load.kv
+            return 9 * load.q + load.kv
         # Three sets of Q, dO and the rows; forward the slots of copied hops are for K and V, backward for other shapes.
         slots = 2 * load.kv if load.copied_hops else 0
         return load.own + load.kv_wide + 3 * 3 * load.q + load.q + load.q_wide + slots

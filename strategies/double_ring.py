@@ -72,6 +72,8 @@ class LoongDoubleRing(Strategy):
 
     @classmethod
     def memory_bytes(cls, load: Load, **params: Any) -> int | None:
+        if load.size == 1 and load.backward:
+            return load.own + max(load.q_wide, load.kv_wide + load.kv)
         # What a window began with, and the earlier windows' dK and dV, wait for the outer ring.
         return ring_bytes(load) + (2 * load.q + load.kv if load.backward else 0)
 

@@ -53,20 +53,25 @@ class Load:
 
 
 def forward_bytes(load: Load, kv_sets: int = 3) -> int:
-    """The peak of a forward pass: q, k, v, two outputs and one in float32, and ``kv_sets`` of K and V that travel."""
-    return 3 * load.q + load.kv + load.q_wide + (kv_sets * load.kv if load.size > 1 else 0)
+    """The peak of a forward pass: q, k, v and the output of one rank alone.
+
+    Where more ranks merge, another output and one in float32, and ``kv_sets`` of K and V that travel.
+    """
+    alone = 2 * load.q + load.kv
+    return alone if load.size == 1 else alone + load.q + load.q_wide + kv_sets * load.kv
 
 
 def ring_bytes(load: Load) -> int:
     """The peak of a ring of K and V, with dK and dV in float32 behind them.
 
     That is dQ in float32, the kernel's own sum of it, three sets of K and V (held, arriving, and sent but not yet given
-    back) and two of dK and dV. Copied hops keep the places that they arrive in.
+    back) and two of dK and dV. Copied hops keep the places that they arrive in. One rank alone holds the larger of the
+    kernel's sum and its dK and dV.
     """
     if not load.backward:
         return forward_bytes(load)
     if load.size == 1:
-        return load.own + load.q_wide + load.kv_wide + load.q + load.kv
+        return load.own + max(load.q_wide, load.kv_wide)
     slots = load.kv if load.copied_hops else 0
     return load.own + 2 * load.q_wide + 3 * load.kv + 2 * load.kv_wide + slots
 

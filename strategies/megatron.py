@@ -54,8 +54,7 @@ class Megatron(Strategy):
     def memory_bytes(cls, load: Load, **params: Any) -> int | None:
         if load.size > 1:
             return ring_bytes(load)
-        packed = 5 * load.kv if load.backward else load.q + load.kv
-        return ring_bytes(load) + packed
+        return load.own + load.q_wide + 5 * load.kv if load.backward else 6 * load.q + 2 * load.kv
 
     @classmethod
     def imbalance(cls, size: int, *, causal: bool, **params: Any) -> float | None:

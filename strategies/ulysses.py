@@ -46,7 +46,7 @@ class Ulysses(Strategy):
     @classmethod
     def memory_bytes(cls, load: Load, **params: Any) -> int | None:
         if load.size == 1:
-            return load.own if load.backward else 2 * load.q + load.kv
+            return load.own + load.q_wide if load.backward else forward_bytes(load)
         # The same again with whole sequences and a share of the heads.
         return 2 * load.own if load.backward else forward_bytes(load) + 2 * load.q + load.kv
 
