@@ -173,9 +173,9 @@ class Controls(msgspec.Struct, frozen=True, kw_only=True):
     ordinary_ns: list[list[Nanoseconds]]
     solo_ns: list[list[Nanoseconds]]
     """The same kernel calls back to back on all ranks at once, nothing merged, nothing sent."""
-    compute_only_ns: list[list[Nanoseconds]]
-    """The strategy on a communicator that sends nothing."""
-    communication_only_ns: list[list[Nanoseconds]]
+    compute_only_ns: list[list[Nanoseconds]] | None = None
+    """The strategy on a communicator that sends nothing; None, as the next, where one rank has nobody to send to."""
+    communication_only_ns: list[list[Nanoseconds]] | None = None
     """The strategy with a kernel that computes nothing."""
     solo_flops: list[Count]
     """FLOPs of one solo iteration of each rank, from exact mask areas."""
@@ -208,11 +208,13 @@ class Sent(msgspec.Struct, frozen=True, kw_only=True):
 class Work(msgspec.Struct, frozen=True, kw_only=True):
     """What one rank did in one iteration, counted by the kernel and the communicator as they ran."""
 
-    block_flops: Count
-    """FLOPs of its attention blocks, forward and backward, from exact mask areas."""
+    block_flops: Count | None
+    """FLOPs of its attention blocks, forward and backward, from exact mask areas; None where the strategy computes
+    with other kernels than those that count, as other people's code does."""
     block_calls: dict[str, Count]
     """Blocks computed, by ``forward`` and ``backward``."""
-    sent: list[Sent]
+    sent: list[Sent] | None
+    """None where the strategy sends by other ways than those that count."""
 
 
 class RankTrace(msgspec.Struct, frozen=True, kw_only=True):
@@ -259,6 +261,11 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
         if self.workload is None or not time_ns:
             return None
         return self.workload.model_flops() / self.topology.world_size / time_ns / 1e3
+
+    def block_flops(self) -> list[int] | None:
+        """FLOPs of every rank's attention blocks in one iteration; None where they were not counted."""
+        counted = [work.block_flops for work in self.work or () if work.block_flops is not None]
+        return counted if len(counted) == self.topology.world_size else None
 
 
 # --- the store ------------------------------------------------------------------------------------

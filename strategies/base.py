@@ -225,6 +225,10 @@ class Strategy(Expectations, ABC):
             self._kernels[key] = next(made, None) or chosen(deterministic=self._deterministic)
         return self._kernels[key]
 
+    def kernels(self) -> list[Kernel]:
+        """Those that have computed blocks so far, or may have."""
+        return list({id(kernel): kernel for kernel in self._kernels.values()}.values())
+
     # --- copies -------------------------------------------------------------------------------
 
     def __deepcopy__(self, memo: Any) -> Strategy:

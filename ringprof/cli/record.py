@@ -109,8 +109,8 @@ def headline(run: Run) -> str:
     time_ns = run.timings.median_ns() if run.timings else None
     tflops = run.tflops(time_ns)
     assert time_ns is not None and tflops is not None
-    checked = "" if run.verification else ", not verified"
-    return f"{run.name}: {duration(time_ns)} an iteration, {rate(tflops)} per device ({run.kernel}{checked})"
+    by = (run.kernel or "a kernel of its own") + ("" if run.verification else ", not verified")
+    return f"{run.name}: {duration(time_ns)} an iteration, {rate(tflops)} per device ({by})"
 
 
 def _request(options: dict[str, Any]) -> Request:

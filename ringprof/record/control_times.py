@@ -28,7 +28,7 @@ a device that the one before has left hot as often as on one that it has left co
 
 @dataclass(frozen=True)
 class ControlTimes:
-    """One rank's times: nanoseconds of every iteration, by `CONTROL_KINDS`."""
+    """One rank's times: nanoseconds of every iteration, by those of `CONTROL_KINDS` that there are."""
 
     rounds: int
     times_ns: dict[str, list[int]]
@@ -42,27 +42,29 @@ def measure_controls(
     """Time ordinary iterations and the three controls in turns, at least ``iters`` of each, in up to four rounds.
 
     ``compute_only`` is an iteration on a communicator that sends nothing, ``communication_only`` one with a kernel that
-    computes nothing; merges and accumulation run in both.
+    computes nothing; merges and accumulation run in both. One rank alone has neither: it sends nothing anyway.
     ``silent`` is the problem's strategy on a `SilentCommunicator`. Collective: every rank calls it.
     """
     told = reporter or SilentReporter()
     rounds = min(iters, len(ORDERS))
     each = -(-iters // rounds)
     replay = Replay.of(problem)
-    bodies = (problem.iteration, replay.run, replace(problem, strategy=silent).iteration, _idle(problem))
+    bodies = [problem.iteration, replay.run]
+    if problem.strategy.comm.size > 1:
+        bodies += [replace(problem, strategy=silent).iteration, _idle(problem)]
     told.start("controls", len(bodies[1:]) * warmup + len(bodies) * rounds * each)
     warming = clock_for(device)
     for body in [body for body in bodies[1:] for _ in range(warmup)]:
         warming.run(body)
         told.advance()
     warming.times_ns()
-    turns = [kind for order in ORDERS[:rounds] for kind in order for _ in range(each)]
+    turns = [kind for order in ORDERS[:rounds] for kind in order if kind < len(bodies) for _ in range(each)]
     # One clock for all: it keeps the host from running ahead, which would cost memory.
     clock = clock_for(device)
     for kind in turns:
         clock.run(bodies[kind])
         told.advance()
-    times: dict[str, list[int]] = {name: [] for name in CONTROL_KINDS}
+    times: dict[str, list[int]] = {name: [] for name in CONTROL_KINDS[: len(bodies)]}
     for kind, time_ns in zip(turns, clock.times_ns(), strict=True):
         times[CONTROL_KINDS[kind]].append(time_ns)
     return ControlTimes(rounds, times, replay.flops)

@@ -12,7 +12,8 @@ from typing import Any
 import msgspec
 import torch
 
-from ringprof.record.control_times import CONTROL_KINDS, ControlTimes, measure_controls, silent_strategy
+from ringprof.errors import UsageError
+from ringprof.record.control_times import ControlTimes, measure_controls, silent_strategy
 from ringprof.record.hosts import host_numbers
 from ringprof.record.launcher import RankPlace
 from ringprof.record.machine import device_name, driver_version, host_name, variables, versions
@@ -24,7 +25,7 @@ from ringprof.record.resolve import load_strategy, strategy_errors
 from ringprof.record.run_folder import publish, reduced_name, trace_name
 from ringprof.record.verify import verify
 from ringprof.record.verify_timed import verify_timed
-from ringprof.record.world_group import gather_bytes, world_group
+from ringprof.record.world_group import gather_bytes, gather_tensor, world_group
 from ringprof.run import (
     Controls,
     Environment,
@@ -110,33 +111,42 @@ class RankRecording:
         publish(staging, run, Path(self.task.request.output))
         return run
 
-    def _results(self, trace: TraceFile, device: torch.device) -> tuple[list[RankResult], Verification | None, str]:
+    def _results(
+        self, trace: TraceFile, device: torch.device
+    ) -> tuple[list[RankResult], Verification | None, str | None]:
         """Every rank's result, with what is alike on all."""
         request = self.task.request
         with strategy_errors():
             self.strategy = self._create()
             verification = self._verify(device)
+            if verification is not None and request.controls:
+                # Told by the few blocks of that check, before the many.
+                self._refuse_controls(*self._counted(device))
             problem = Problem.of(self.strategy, request.workload, device, cuda_graph=request.cuda_graph)
             measured = self._timed(problem, device)
+            computes, sends = self._counted(device, measured.work.block_flops)
+            if request.controls:
+                self._refuse_controls(computes, sends)
             verification = self._verify_timed(problem, measured, verification)
             # The controls hold tensors of their own, until they are done.
             measured.last = None
             controlled = self._control(problem, device) if request.controls else None
             profiled = profile_iterations(problem, device, request.profile_iters, trace.path, self.reporter)
-            kernel = self.strategy.kernel_for(problem.q).name
+            kernel = self.strategy.kernel_for(problem.q).name if computes else None
         reduced = self.reduce(trace.path, trace.reduced)
         host = host_name() if self.hosts is None else self.hosts[self.place.rank]
         result = RankResult(
             host=host, local_rank=self.place.local_rank, device=device_name(device), trace=trace_name(self.place.rank),
             iterations_ns=measured.iterations_ns, profiled_ns=profiled, peak_bytes=measured.peak_bytes,
-            work=measured.work, controls=controlled, trace_bytes=trace.size_bytes, remote_bytes=trace.remote_bytes(),
+            work=counted_work(measured.work, computes, sends), controls=controlled,
+            trace_bytes=trace.size_bytes, remote_bytes=trace.remote_bytes(),
             reduced=reduced_name(self.place.rank) if reduced else None,
             remote_reduced_bytes=trace.remote_reduced_bytes(),
         )  # fmt: skip
         return exchange(result, device), verification, kernel
 
     def _run(
-        self, results: list[RankResult], verification: Verification | None, kernel: str, device: torch.device
+        self, results: list[RankResult], verification: Verification | None, kernel: str | None, device: torch.device
     ) -> Run:
         request = self.task.request
         run = assemble(self.task.name, self.task.created, request.command, results, device)
@@ -190,12 +200,38 @@ class RankRecording:
         self.reporter.advance()
         return verification
 
+    def _counted(self, device: torch.device, block_flops: int | None = None) -> tuple[bool, bool]:
+        """Whether the strategy has computed with the kernels that count, and sent by the ways that count, on all ranks.
+
+        Other people's code may do neither. ``block_flops`` are this rank's of one timed iteration, where they are
+        known: all ranks' must be the whole problem's. Collective.
+        """
+        calls = sum(sum(kernel.calls.values()) for kernel in self.strategy.kernels())
+        found = gather_tensor(torch.tensor([calls, hops_posted(self.strategy), block_flops or 0], device=device))
+        computes, sends = (all(int(rank[which]) for rank in found) for which in (0, 1))
+        whole = block_flops is None or sum(int(rank[2]) for rank in found) >= self.task.request.workload.exact_flops()
+        return computes and whole, sends or len(found) == 1
+
+    def _refuse_controls(self, computes: bool, sends: bool) -> None:
+        name = self.task.request.strategy
+        past = "" if computes else "computes with kernels of its own: its blocks can be neither left out nor run alone"
+        past = past or ("" if sends else "sends by ways of its own: nothing can be left unsent")
+        if past:
+            raise UsageError(f"--controls: strategy {name!r} {past} (record it without --controls)")
+
     def _control(self, problem: Problem, device: torch.device) -> ControlTimes:
         request = self.task.request
         assert request.warmup is not None and request.iters is not None
         hosts = None if self.hosts is None else host_numbers(self.hosts)
         silent = silent_strategy(request.strategy, request.kernel, request.ranks_per_host, request.params, hosts)
         return measure_controls(problem, silent, device, request.warmup, request.iters, self.reporter)
+
+
+def counted_work(work: Work, computes: bool, sends: bool) -> Work:
+    """What was counted, with None for what this strategy does past the counters."""
+    return msgspec.structs.replace(
+        work, block_flops=work.block_flops if computes else None, sent=work.sent if sends else None
+    )
 
 
 def gather(results: list[RankResult], trace: TraceFile, staging: Path, device: torch.device) -> None:
@@ -249,7 +285,7 @@ def _controls(request: Request, ranks: list[ControlTimes]) -> Controls | None:
     """All ranks' controls; None where none were measured."""
     if not ranks:
         return None
-    times = {f"{kind}_ns": [rank.times_ns[kind] for rank in ranks] for kind in CONTROL_KINDS}
+    times = {f"{kind}_ns": [rank.times_ns[kind] for rank in ranks] for kind in ranks[0].times_ns}
     flops = [rank.solo_flops for rank in ranks]
     return Controls(warmup=request.warmup or 0, rounds=ranks[0].rounds, solo_flops=flops, **times)
 

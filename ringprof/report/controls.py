@@ -25,9 +25,11 @@ def controls_section(controls: ControlFigures) -> RenderableType:
         ("the same blocks alone", c.solo_ns, rate(c.solo_tflops)),
     )
     for name, time, note in rows:
-        made.add_row(name, f"{in_unit(time, unit_ns)} {unit}", percent(time / c.iteration_ns), note)
+        if time is not None:
+            made.add_row(name, f"{in_unit(time, unit_ns)} {unit}", percent(time / c.iteration_ns), note)
     times = f"{c.iterations} of each in {c.rounds} round{'s' if c.rounds > 1 else ''}"
-    lines = [f"The run reaches {percent(c.ideal_efficiency)} of its ideal and {percent(c.of_solo)} of the solo rate"]
+    ideal = f"{percent(c.ideal_efficiency)} of its ideal and " if c.ideal_efficiency is not None else ""
+    lines = [f"The run reaches {ideal}{percent(c.of_solo)} of the solo rate"]
     if c.flash_slowdown is not None:
         lines.append(f"its attention kernels are {slower_or_faster(c.flash_slowdown)} beside communication than alone")
     return Group(made, Text(), Text("; ".join(lines) + f" ({times})."))

@@ -131,6 +131,7 @@ def without_sending(case: Case) -> None:
     muted = muted[: len(ordinary)]
     assert muted == ordinary, case
     assert silent.comm.meter.sent == {}
+    assert measured.work.block_flops is not None
     assert silent.kernel_for(problem.q).flops == 2 * measured.work.block_flops
 
 
@@ -144,7 +145,7 @@ def without_computing(case: Case) -> None:
     assert computed == [] and (kernel.flops - before, idle.flops) == (0, 0)
     sent = {
         (sent.channel, sent.phase, sent.operation, sent.link): [sent.count, sent.sent_bytes]
-        for sent in measured.work.sent
+        for sent in measured.work.sent or []
     }
     assert problem.strategy.comm.meter.sent == sent and sent, case
     assert problem.strategy.kernel_for(problem.q) is kernel
@@ -169,7 +170,7 @@ class Counting(SilentReporter):
         self.done += 1
 
 
-def all_in_turns(case: Case) -> tuple[int, dict[str, int], int, int]:
+def all_in_turns(case: Case) -> tuple[int, dict[str, int], int, int | None]:
     problem, measured = problem_of(case)
     before = [x.detach().clone() for x in (problem.q, problem.k, problem.v)]
     first = problem.strategy.attention(problem.q, problem.k, problem.v).detach()

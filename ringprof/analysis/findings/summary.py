@@ -307,11 +307,11 @@ def _achieved(run: Run, timed: list[int]) -> dict[str, float] | None:
 
 
 def _block_tflops(attribution: Attribution, run: Run) -> float | None:
-    rates = []
+    rates, flops = [], run.block_flops()
     for rank in attribution.ranks:
         flash = rank.breakdown.flash_ns
-        if run.work and rank.rank < len(run.work) and flash:
-            rates.append(run.work[rank.rank].block_flops * len(rank.iteration_ns) / flash / 1e3)
+        if flops and rank.rank < len(flops) and flash:
+            rates.append(flops[rank.rank] * len(rank.iteration_ns) / flash / 1e3)
     return fmean(rates) if rates else None
 
 

@@ -24,7 +24,7 @@ def fill_from_run(transfers: Sequence[Transfer], run: Run | None, rank: int) -> 
         return list(transfers)
     if any(transfers[place].source != "none" for place in bare):
         return list(transfers)
-    sizes = _sizes(run.work[rank].sent)
+    sizes = _sizes(run.work[rank].sent or [])
     if not sizes or len(bare) % len(sizes):
         return list(transfers)
     filled = list(transfers)
@@ -63,7 +63,7 @@ def _neighbours(run: Run, rank: int) -> tuple[int | None, int | None]:
     """(rank sent to, rank received from), None where what was sent did not go round one ring of all ranks."""
     to: dict[int, int] = {}
     for sender, work in enumerate(run.work or []):
-        receivers = {entry.to for entry in work.sent}
+        receivers = {entry.to for entry in work.sent or ()}
         receiver = receivers.pop() if len(receivers) == 1 else None
         if receiver is None:
             return None, None
