@@ -48,18 +48,24 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     """``bf16``, ``fp16`` or ``fp32``."""
     backward: bool = True
     """Whether an iteration is forward and backward, or forward only."""
+    layers: Size = 1
+    """Attention layers that a captured step goes through."""
+    steps: Size = 1
+    """Steps in a captured block."""
 
     def model_flops(self) -> int:
-        """FLOPs of one iteration over all ranks: 4·B·S²·H·D forward, half when causal; backward 2.5 times."""
-        forward = 4 * self.batch * self.seq**2 * self.heads * self.head_dim
-        if self.causal:
-            forward //= 2
-        return forward * 7 // 2 if self.backward else forward
+        """FLOPs of one iteration over all ranks: 4·B·S²·H·D forward, half when causal; backward 2.5 times.
+
+        Of a captured block, of all its steps and layers.
+        """
+        return self._flops(self.seq**2 if self.causal else 2 * self.seq**2)
 
     def exact_flops(self) -> int:
         """As `model_flops`, from the exact mask area S(S+1)/2 instead of S²/2 when causal."""
-        area = self.seq * (self.seq + 1) // 2 if self.causal else self.seq**2
-        forward = 4 * self.batch * area * self.heads * self.head_dim
+        return self._flops(self.seq * (self.seq + 1) if self.causal else 2 * self.seq**2)
+
+    def _flops(self, twice_the_area: int) -> int:
+        forward = 2 * self.batch * twice_the_area * self.heads * self.head_dim * self.layers * self.steps
         return forward * 7 // 2 if self.backward else forward
 
 
@@ -69,6 +75,8 @@ class Topology(msgspec.Struct, frozen=True, kw_only=True):
     world_size: Annotated[int, msgspec.Meta(ge=1, le=MOST_RANKS)]
     hosts: list[str]
     """Host name of each rank."""
+    ranks: list[Count] | None = None
+    """The ranks' numbers in their world, by which traces name them, where `capture` was of a group; None: from 0 on."""
     local_ranks: list[Count]
     ranks_per_host: Size
     """Ranks that share a host as the strategy saw it (given, or from the launcher)."""
@@ -262,9 +270,18 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
             return None
         return self.workload.model_flops() / self.topology.world_size / time_ns / 1e3
 
-    def block_flops(self) -> list[int] | None:
+    def ranks(self) -> Sequence[int]:
+        """The number of each rank, as its trace names it."""
+        return self.topology.ranks or range(self.topology.world_size)
+
+    def work_of(self, rank: int) -> Work | None:
+        """What the rank of this number did in one iteration; None where it was not counted."""
+        return dict(zip(self.ranks(), self.work or (), strict=False)).get(rank)
+
+    def block_flops(self) -> dict[int, int] | None:
         """FLOPs of every rank's attention blocks in one iteration; None where they were not counted."""
-        counted = [work.block_flops for work in self.work or () if work.block_flops is not None]
+        works = zip(self.ranks(), self.work or (), strict=False)
+        counted = {rank: work.block_flops for rank, work in works if work.block_flops is not None}
         return counted if len(counted) == self.topology.world_size else None
 
 
@@ -305,6 +322,7 @@ def _contradictions(run: Run) -> Iterator[str]:
     size = run.topology.world_size
     each: dict[str, Sequence[object] | None] = {
         "topology.hosts": run.topology.hosts,
+        "topology.ranks": run.topology.ranks,
         "topology.local_ranks": run.topology.local_ranks,
         "peak_memory_bytes": run.peak_memory_bytes,
         "work": run.work,
@@ -319,8 +337,10 @@ def _contradictions(run: Run) -> Iterator[str]:
         if name.endswith("_ns") and len({len(one) for one in values or () if isinstance(one, list)}) > 1:
             yield f"{name} holds more iterations of some ranks than of others"
     ranks = [trace.rank for trace in run.traces]
-    if len(set(ranks)) < len(ranks) or max(ranks, default=0) >= size:
+    if len(set(ranks)) < len(ranks) or not set(ranks) <= set(run.ranks()):
         yield f"its traces are not one each of {size} ranks"
+    if max(run.topology.ranks or [0]) >= MOST_RANKS:
+        yield "its ranks have numbers that no world has"
     if len({trace.path for trace in run.traces}) < len(ranks):
         yield "it names one trace for several ranks"
     if run.verification and not run.verification.errors:

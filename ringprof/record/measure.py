@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -113,11 +114,11 @@ def measure(problem: Problem, device: torch.device, warmup: int, iters: int, rep
         reporter.advance()
     warm.times_ns()
     reset_peak(device)
-    _reset_work(problem)
+    reset_counts([problem.strategy])
     if problem.cuda_graph:
         # What is captured is counted, a replay is not: the host does not see it.
         problem.capture()
-        work = _work(problem)
+        work = counted_work([problem.strategy])
         warm.run(problem.iteration)
         warm.times_ns()
     clock = clock_for(device)
@@ -126,7 +127,7 @@ def measure(problem: Problem, device: torch.device, warmup: int, iters: int, rep
         # What an iteration returns goes with its end; the last one's results are checked.
         kept.clear()
         clock.run(keeping if number == iters - 1 or first_rows is None else problem.iteration)
-        work = work or _work(problem)
+        work = work or counted_work([problem.strategy])
         first_rows = row_sums(kept[0].out) if first_rows is None else first_rows
         reporter.advance()
     assert work is not None and first_rows is not None
@@ -186,21 +187,36 @@ def hops_posted(strategy: Any) -> int:
     return sum(count for count, _ in strategy.comm.meter.sent.values())
 
 
-def _reset_work(problem: Problem) -> None:
-    kernel = problem.strategy.kernel_for(problem.q)
-    kernel.flops = 0
-    kernel.calls = dict.fromkeys(kernel.calls, 0)
-    problem.strategy.comm.meter.clear()
+def reset_counts(strategies: Sequence[Any]) -> None:
+    """Count the strategies' work anew from here."""
+    for strategy in strategies:
+        strategy.comm.meter.clear()
+        for kernel in strategy.kernels():
+            kernel.flops = 0
+            kernel.calls = dict.fromkeys(kernel.calls, 0)
 
 
-def _work(problem: Problem) -> Work:
-    kernel = problem.strategy.kernel_for(problem.q)
-    meter = problem.strategy.comm.meter
-    sent = [
-        Sent(
-            channel=channel, phase=phase, operation=operation, link=link, count=count, sent_bytes=size,
-            to=meter.goes_to.get(channel),
-        )
-        for (channel, phase, operation, link), (count, size) in meter.sent.items()
-    ]  # fmt: skip
-    return Work(block_flops=kernel.flops, block_calls=dict(kernel.calls), sent=sent)
+def counted_work(strategies: Sequence[Any]) -> Work:
+    """What the strategies of this rank have computed and sent since `reset_counts`, together.
+
+    None stands for what no kernel and no channel of theirs has counted.
+    """
+    flops, calls = 0, Counter[str]()
+    sent: dict[tuple[str, str, str, str, int | None], list[int]] = {}
+    for strategy in strategies:
+        for kernel in strategy.kernels():
+            flops += kernel.flops
+            calls.update(kernel.calls)
+        meter = strategy.comm.meter
+        for (channel, *how), counts in meter.sent.items():
+            total = sent.setdefault((channel, *how, meter.goes_to.get(channel)), [0, 0])
+            total[:] = [one + other for one, other in zip(total, counts, strict=True)]
+    entries = [
+        Sent(channel=channel, phase=phase, operation=operation, link=link, to=to, count=count, sent_bytes=size)
+        for (channel, phase, operation, link, to), (count, size) in sent.items()
+    ]
+    alone = all(strategy.comm.size == 1 for strategy in strategies)
+    computed = bool(sum(calls.values()))
+    return Work(
+        block_flops=flops if computed else None, block_calls=dict(calls), sent=entries if entries or alone else None
+    )

@@ -17,7 +17,7 @@ from ringprof.record.control_times import ControlTimes, measure_controls, silent
 from ringprof.record.hosts import host_numbers
 from ringprof.record.launcher import RankPlace
 from ringprof.record.machine import device_name, driver_version, host_name, variables, versions
-from ringprof.record.measure import Measurement, Problem, hops_posted, measure, profile_iterations
+from ringprof.record.measure import Measurement, Problem, counted_work, hops_posted, measure, profile_iterations
 from ringprof.record.progress import Reporter
 from ringprof.record.remote_traces import TraceFile, gather_traces
 from ringprof.record.request import Request, Task, from_json, to_json
@@ -38,6 +38,7 @@ from ringprof.run import (
     Verification,
     Work,
 )
+from ringprof.strategies import create, find, names
 
 Reduce = Callable[[Path, Path], bool]
 """Writes the reduced form of a rank's own trace (first path) to the second; whether it could be read."""
@@ -121,10 +122,10 @@ class RankRecording:
             verification = self._verify(device)
             if verification is not None and request.controls:
                 # Told by the few blocks of that check, before the many.
-                self._refuse_controls(*self._counted(device))
+                self._refuse_controls(*self._counted(None, device))
             problem = Problem.of(self.strategy, request.workload, device, cuda_graph=request.cuda_graph)
             measured = self._timed(problem, device)
-            computes, sends = self._counted(device, measured.work.block_flops)
+            computes, sends = self._counted(measured.work, device)
             if request.controls:
                 self._refuse_controls(computes, sends)
             verification = self._verify_timed(problem, measured, verification)
@@ -138,7 +139,7 @@ class RankRecording:
         result = RankResult(
             host=host, local_rank=self.place.local_rank, device=device_name(device), trace=trace_name(self.place.rank),
             iterations_ns=measured.iterations_ns, profiled_ns=profiled, peak_bytes=measured.peak_bytes,
-            work=counted_work(measured.work, computes, sends), controls=controlled,
+            work=_as_far_as_counted(measured.work, computes, sends), controls=controlled,
             trace_bytes=trace.size_bytes, remote_bytes=trace.remote_bytes(),
             reduced=reduced_name(self.place.rank) if reduced else None,
             remote_reduced_bytes=trace.remote_reduced_bytes(),
@@ -155,7 +156,7 @@ class RankRecording:
         return msgspec.structs.replace(
             run,
             workload=request.workload,
-            strategy=_strategy_used(request, self.strategy),
+            strategy=strategy_used(self.strategy, request.strategy, cuda_graph=request.cuda_graph),
             kernel=kernel,
             topology=msgspec.structs.replace(run.topology, ranks_per_host=per_host),
             verification=verification,
@@ -165,8 +166,6 @@ class RankRecording:
 
     def _create(self) -> Any:
         """The strategy on this rank; the class is loaded first, so that the user's own modules are found."""
-        from ringprof.strategies import create
-
         request = self.task.request
         load_strategy(request.strategy)
         return create(
@@ -200,17 +199,17 @@ class RankRecording:
         self.reporter.advance()
         return verification
 
-    def _counted(self, device: torch.device, block_flops: int | None = None) -> tuple[bool, bool]:
-        """Whether the strategy has computed with the kernels that count, and sent by the ways that count, on all ranks.
+    def _counted(self, work: Work | None, device: torch.device) -> tuple[bool, bool]:
+        """Whether the strategy computes with the kernels that count, and sends by the ways that count, on all ranks.
 
-        Other people's code may do neither. ``block_flops`` are this rank's of one timed iteration, where they are
-        known: all ranks' must be the whole problem's. Collective.
+        Other people's code may do neither. ``work`` is that of one timed iteration, and must add up to the whole
+        problem's; None: what was counted so far, of another problem. Collective.
         """
-        calls = sum(sum(kernel.calls.values()) for kernel in self.strategy.kernels())
-        found = gather_tensor(torch.tensor([calls, hops_posted(self.strategy), block_flops or 0], device=device))
-        computes, sends = (all(int(rank[which]) for rank in found) for which in (0, 1))
-        whole = block_flops is None or sum(int(rank[2]) for rank in found) >= self.task.request.workload.exact_flops()
-        return computes and whole, sends or len(found) == 1
+        so_far = work or counted_work([self.strategy])
+        counts = [so_far.block_flops or 0, int(so_far.sent is not None)]
+        found = gather_tensor(torch.tensor(counts, device=device))
+        needed = self.task.request.workload.exact_flops() if work else 1
+        return sum(int(rank[0]) for rank in found) >= needed, all(int(rank[1]) for rank in found)
 
     def _refuse_controls(self, computes: bool, sends: bool) -> None:
         name = self.task.request.strategy
@@ -227,22 +226,26 @@ class RankRecording:
         return measure_controls(problem, silent, device, request.warmup, request.iters, self.reporter)
 
 
-def counted_work(work: Work, computes: bool, sends: bool) -> Work:
-    """What was counted, with None for what this strategy does past the counters."""
+def _as_far_as_counted(work: Work, computes: bool, sends: bool) -> Work:
+    """The same on all ranks: None where one of them does something past the counters."""
     return msgspec.structs.replace(
         work, block_flops=work.block_flops if computes else None, sent=work.sent if sends else None
     )
 
 
-def gather(results: list[RankResult], trace: TraceFile, staging: Path, device: torch.device) -> None:
-    """Bring to rank 0's folder what lies elsewhere of the ranks' traces."""
-    gather_traces(trace.path, [result.remote_bytes for result in results], staging, device)
-    gather_traces(trace.reduced, [result.remote_reduced_bytes for result in results], staging, device, reduced_name)
+def gather(
+    results: list[RankResult], trace: TraceFile, staging: Path, device: torch.device, group: Any = None
+) -> None:  # fmt: skip
+    """Bring to the first rank's folder what lies elsewhere of the ranks' traces. Collective over ``group``."""
+    remote = [(result.trace, result.remote_bytes) for result in results]
+    reduced = [(result.reduced or "", result.remote_reduced_bytes) for result in results]
+    gather_traces(trace.path, remote, staging, device, group)
+    gather_traces(trace.reduced, reduced, staging, device, group)
 
 
-def exchange(result: RankResult, device: torch.device) -> list[RankResult]:
+def exchange(result: RankResult, device: torch.device, group: Any = None) -> list[RankResult]:
     """Every rank's result, in rank order. A rank calls this when its trace is complete: that is what it says."""
-    return [from_json(part, RankResult) for part in gather_bytes(to_json(result), device)]
+    return [from_json(part, RankResult) for part in gather_bytes(to_json(result), device, group)]
 
 
 def assemble(name: str, created: str, command: list[str], results: list[RankResult], device: torch.device) -> Run:
@@ -290,14 +293,15 @@ def _controls(request: Request, ranks: list[ControlTimes]) -> Controls | None:
     return Controls(warmup=request.warmup or 0, rounds=ranks[0].rounds, solo_flops=flops, **times)
 
 
-def _strategy_used(request: Request, strategy: Any) -> StrategyUsed:
-    from ringprof.strategies import find
-
+def strategy_used(strategy: Any, name: str = "", *, cuda_graph: bool = False) -> StrategyUsed:
+    """What a strategy is and ran with; ``name`` as the user gave it."""
+    target = f"{type(strategy).__module__}:{type(strategy).__name__}"
+    bundled = (spec.name for spec in map(find, names()) if spec.target == target)
     return StrategyUsed(
-        name=request.strategy,
-        target=find(request.strategy).target,
+        name=name or next(bundled, target),
+        target=find(name).target if name else target,
         params=dict(strategy.parameters),
         layout=strategy.layout.name,
-        hops=request.hops,
-        cuda_graph=request.cuda_graph,
+        hops=strategy.comm.hops,
+        cuda_graph=cuda_graph,
     )

@@ -92,7 +92,7 @@ def test_every_control_of_every_rank_is_kept(recorded: tuple[Path, Run, str]) ->
     for times in kinds:
         assert times is not None and [len(rank) for rank in times] == [2] * WORLD
         assert all(time > 0 for rank in times for time in rank)
-    assert controls.solo_flops == found.block_flops()
+    assert dict(enumerate(controls.solo_flops)) == found.block_flops()
     reported = run(["report", "traces/run.json"], folder)
     assert reported.returncode == 0 and "the same blocks alone" in reported.stdout, reported.stderr
 
@@ -115,7 +115,7 @@ def test_verification_is_in_the_run(recorded: tuple[Path, Run, str]) -> None:
 def test_work_equals_the_closed_formulas(recorded: tuple[Path, Run, str]) -> None:
     _, found, _ = recorded
     assert found.work is not None and found.workload is not None
-    assert sum(found.block_flops() or []) == found.workload.exact_flops()
+    assert sum((found.block_flops() or {}).values()) == found.workload.exact_flops()
     local = SEQ // WORLD
     q_bytes, kv_bytes = local * HEADS * HEAD_DIM * BF16, local * KV_HEADS * HEAD_DIM * BF16
     row_bytes = local * HEADS * 4

@@ -142,8 +142,8 @@ def _waited(rank: Rank) -> tuple[float, str]:
 def _more_work(found: Facts, rank: Rank) -> str:
     run = found.attribution.run
     flops = run.block_flops() if run else None
-    if run and flops and rank.rank < len(flops) and flops[rank.rank]:
-        ratio = max(flops) / flops[rank.rank]
+    if run and flops and flops.get(rank.rank):
+        ratio = max(flops.values()) / flops[rank.rank]
         if ratio >= UNBALANCED:
             causal = "causal " if run.workload and run.workload.causal else ""
             return f"with up to {ratio:.3g} times its {causal}work"

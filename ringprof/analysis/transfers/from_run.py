@@ -20,16 +20,17 @@ _PHASES = ("forward", "backward")
 def fill_from_run(transfers: Sequence[Transfer], run: Run | None, rank: int) -> list[Transfer]:
     """The rank's transfers; its send/recv kernels with bytes and peers from ``run`` where no record has them."""
     bare = [place for place, transfer in enumerate(transfers) if transfer.kind == "send_recv"]
-    if run is None or not run.work or rank >= len(run.work) or not bare:
+    work = run.work_of(rank) if run and bare else None
+    if run is None or work is None:
         return list(transfers)
     if any(transfers[place].source != "none" for place in bare):
         return list(transfers)
-    sizes = _sizes(run.work[rank].sent or [])
+    sizes = _sizes(work.sent or [])
     if not sizes or len(bare) % len(sizes):
         return list(transfers)
     filled = list(transfers)
     to, source = _neighbours(run, rank)
-    group = ("", tuple(range(run.topology.world_size)))
+    group = ("", tuple(run.ranks()))
     for number, place in enumerate(bare):
         size = sizes[number % len(sizes)]
         filled[place] = msgspec.structs.replace(
@@ -62,7 +63,7 @@ def _sizes(sent: Sequence[Sent]) -> list[int | None]:
 def _neighbours(run: Run, rank: int) -> tuple[int | None, int | None]:
     """(rank sent to, rank received from), None where what was sent did not go round one ring of all ranks."""
     to: dict[int, int] = {}
-    for sender, work in enumerate(run.work or []):
+    for sender, work in zip(run.ranks(), run.work or (), strict=False):
         receivers = {entry.to for entry in work.sent or ()}
         receiver = receivers.pop() if len(receivers) == 1 else None
         if receiver is None:
