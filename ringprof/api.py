@@ -434,13 +434,22 @@ def _entries_of(label: str, source: Analysis | TableAnalysis) -> list[Entry]:
 
 
 def capture(
-    folder: str | os.PathLike[str], workload: Workload | None = None, *, name: str | None = None
+    folder: str | os.PathLike[str],
+    workload: Workload | None = None,
+    *,
+    name: str | None = None,
+    group: Any = None,
+    strategy: Any = None,
 ) -> AbstractContextManager[None]:
     """Profile a block of your own program on every rank that runs it; see `ringprof.record.capture.capture`.
 
-    Every rank also reduces its own trace, so that reports of many ranks are quick.
+    Every rank also reduces its own trace, so that reports of many ranks are quick. Raises `MissingExtraError` without
+    torch.
     """
+    from ringprof.record.resolve import need
+
+    need("torch")
     from ringprof.record.capture import capture as profile
     from ringprof.trace.reduced import reduce_file
 
-    return profile(folder, workload, name=name, reduce=reduce_file)
+    return profile(folder, workload, name=name, group=group, strategy=strategy, reduce=reduce_file)

@@ -46,9 +46,9 @@ def capture(
 
     Inside a program started by torchrun, or alone: the process group may be there or not, it is used as it is and left
     as it is. All ranks of ``group`` (a process group or a DeviceMesh of one dimension; None is the world) must enter,
-    others must not. They start together behind a barrier; at the end of the block the device has finished, and when the
-    context closes, ``folder`` holds one compressed trace a rank and ``run.json``. Where a rank does not see that folder,
-    its trace is sent to the group's first rank.
+    others must not. They start together behind a barrier; at the end of the block the device has finished, and when
+    the context closes, ``folder`` holds one compressed trace a rank and ``run.json``. Where a rank does not see that
+    folder, its trace is sent to the group's first rank.
 
     ``workload`` is what the block computes, its ``layers`` and ``steps`` included: with it a report knows the FLOPs and
     TFLOP/s, of the time under the profiler. ``strategy``, or several where layers have their own, adds the kernel, the

@@ -36,7 +36,7 @@ def world_group(place: RankPlace, device_type: str, timeout_s: float) -> Iterato
 
 
 def gather_bytes(data: bytes, device: torch.device, group: Any = None) -> list[bytes]:
-    """Every rank's ``data``, in the order of ``group`` (None: the world), on each. ``device`` is where its backend works.
+    """Every rank's ``data``, in the order of ``group`` (None: the world). ``device`` is where its backend works.
 
     Bytes and not objects: what ranks exchange is JSON, nothing is unpickled.
     """

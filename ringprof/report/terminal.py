@@ -165,6 +165,7 @@ def _run_lines(run: Run, rates: Rates, partial: bool) -> list[str]:
         low, high = rates.tflops_quantiles["p10"], rates.tflops_quantiles["p90"]
         several = f"median of {rates.iterations_timed}, p10 to p90: {rate(low)} to {rate(high)}"
         spread = several if rates.iterations_timed > 1 else "one iteration"
+        spread += "" if run.timings else ", under the profiler"
         speed.append(f"{rate(rates.tflops)} per device achieved ({spread})")
     if rates.block_tflops is not None:
         speed.append(f"its attention kernels run at {rate(rates.block_tflops)}")

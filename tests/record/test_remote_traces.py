@@ -38,7 +38,7 @@ small = torch.zeros(8)
 dist.all_reduce(small)
 reset_peak(device)
 before = peak_bytes(device)
-gather_traces(trace.path, sizes, staging, device)
+gather_traces(trace.path, [(trace_name(sender), size) for sender, size in enumerate(sizes)], staging, device)
 grown = peak_bytes(device) - before
 
 
