@@ -18,9 +18,9 @@ from ringprof.analysis.findings.figures import figures_of
 from ringprof.analysis.findings.findings import Findings
 from ringprof.analysis.findings.summary import Summary
 from ringprof.analysis.transfers.clocks import Clocks
-from ringprof.companion import trace_analysis
 from ringprof.errors import InputError, KernelTableError, NoKernelTableError
 from ringprof.files import exists, folder_of, is_url, read_whole, size_of, within
+from ringprof.hta import trace_analysis
 from ringprof.limits import MemoryBudget
 from ringprof.log_lines import TEXT_SHARE
 from ringprof.options import LoadOptions

@@ -10,8 +10,10 @@
     |  `- KernelTableError
     |     `- NoKernelTableError
     |- MissingExtraError              the exact pip install line
-    |- RecordError                    a run failed: rank and log (exit 3)
-    `- VerificationError              a run computed a wrong result (exit 3)
+    `- RecordError                    a run failed: rank and log (exit 3)
+       |- OutOfMemory                 a rank's device or host had no more memory
+       |- VerificationError           a run computed a wrong result
+       `- Interrupted                 the user stopped the run (exit 130)
 
 The command line turns each into one line on stderr; the library never prints and never exits.
 """
@@ -70,8 +72,18 @@ class RecordError(RingprofError):
     exit_code = 3
 
 
+class OutOfMemory(RecordError):
+    """A rank's device or host had no more memory."""
+
+
 class VerificationError(RecordError):
-    """A strategy computed a wrong result; nothing was timed."""
+    """A strategy computed a wrong result; there is no run."""
+
+
+class Interrupted(RecordError):
+    """The user stopped the run."""
+
+    exit_code = 130
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -10,7 +10,6 @@ import itertools
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import msgspec
@@ -19,16 +18,14 @@ from msgspec.structs import replace
 from ringprof.analysis.findings.summary import Rates
 from ringprof.analysis.kinds.kinds import ATTENTION, COMMUNICATION
 from ringprof.api import Analysis, load
-from ringprof.errors import InputError, RecordError, UnfitWorkloadError, UsageError, VerificationError
+from ringprof.errors import InputError, Interrupted, OutOfMemory, RecordError, UnfitWorkloadError, UsageError
 from ringprof.record import Request, record
-from ringprof.record.placement import joined
+from ringprof.record.launcher import launcher_rank
 from ringprof.record.progress import Reporter
-from ringprof.record.resolve import kernel_class, load_strategy, need_torch, resolve, typed_params
-from ringprof.run import Run, Workload, read_run, write_atomically
+from ringprof.record.resolve import kernel_class, load_strategy, need, resolve, typed_params
+from ringprof.run import Workload, read_run, write_atomically
 
 SCHEMA = "ringprof.sweep/1"
-OUT_OF_MEMORY = "out of memory"
-
 
 WHERE = ("hops", "device", "world", "ranks_per_host")
 """Options that make another measurement: a row is recorded again where they differ."""
@@ -95,7 +92,7 @@ def run_sweep(requests: Sequence[Request], path: Path, reporter: Reporter) -> It
     Rows that an earlier sweep with the same ``path`` has done are not recorded again; failed ones are. Raises
     `UsageError` under a launcher, and what stops every recording alike: `Interrupted`, `MissingExtraError`.
     """
-    if joined() is not None:
+    if launcher_rank() is not None:
         raise UsageError("a sweep starts its own ranks: run it without torchrun or srun, on one host")
     for request in requests:
         _refuse_unknown(request)
@@ -115,7 +112,7 @@ def run_sweep(requests: Sequence[Request], path: Path, reporter: Reporter) -> It
 
 def _refuse_unknown(request: Request) -> None:
     """Raises for a name or an option that no recording could honour, before hours go into the rows before it."""
-    need_torch()
+    need("torch")
     try:
         typed_params(load_strategy(request.strategy), request.strategy, request.params)
     except UnfitWorkloadError as error:
@@ -212,24 +209,17 @@ def _record_row(request: Request, folder: Path, reporter: Reporter) -> Row:
         forward_ns = None
         if request.workload.backward:
             alone = replace(request, workload=replace(request.workload, backward=False), verify=False, controls=False)
-            forward_ns = _median_ns(record(alone, reporter))
+            forward = record(alone, reporter)
+            forward_ns = forward.timings.median_ns() if forward and forward.timings else None
         run = record(request, reporter)
-    except VerificationError as error:
-        return replace(row, status="failed", reason=str(error))
     except UnfitWorkloadError as error:
         return replace(row, status="unfit", reason=str(error))
+    except Interrupted:
+        raise  # the user's Ctrl-C ends the sweep, not the row
     except RecordError as error:
-        if error.exit_code != RecordError.exit_code:
-            raise  # the user's Ctrl-C ends the sweep, not the row
-        return replace(row, status="oom" if OUT_OF_MEMORY in str(error) else "failed", reason=str(error))
+        return replace(row, status="oom" if isinstance(error, OutOfMemory) else "failed", reason=str(error))
     assert run is not None, "no launcher started this process"
     return replace(row, run=run.name, forward_ns=forward_ns)
-
-
-def _median_ns(run: Run | None) -> float | None:
-    if run is None or run.timings is None:
-        return None
-    return float(median(max(times) for times in zip(*run.timings.iterations_ns, strict=True)))
 
 
 def _done(sweep: Sweep, request: Request, folder: Path) -> Row | None:

@@ -17,10 +17,17 @@ pytest.importorskip("torch", reason="recording needs torch")
 
 from ringprof import cli, sweep
 from ringprof.analysis.findings.summary import summarise
-from ringprof.errors import InputError, RecordError, UnfitWorkloadError, UsageError, VerificationError
+from ringprof.errors import (
+    InputError,
+    Interrupted,
+    OutOfMemory,
+    RecordError,
+    UnfitWorkloadError,
+    UsageError,
+    VerificationError,
+)
 from ringprof.record import Request
-from ringprof.record.ending.failure import Interrupted
-from ringprof.record.progress import Silent
+from ringprof.record.progress import SilentReporter
 from ringprof.report.sweep import COLUMNS, SweepTable
 from ringprof.report.text import TextStyle
 from ringprof.run import Controls, Workload, write_run
@@ -59,7 +66,7 @@ def swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def go(
         errors: dict[tuple[str, int], BaseException], said: list[str] | None = None, **changes: Any
     ) -> tuple[list[sweep.Row], Recorder]:
-        recorder, reporter = Recorder(errors), Silent()
+        recorder, reporter = Recorder(errors), SilentReporter()
         if said is not None:
             monkeypatch.setattr(reporter, "say", said.append)
         monkeypatch.setattr(sweep, "record", recorder)
@@ -91,7 +98,7 @@ def test_every_combination_has_a_row_with_its_own_parameters(swept):
 def test_a_row_that_fails_says_why_and_the_sweep_goes_on(swept):
     rows, _ = swept(
         {
-            ("burst", 1024): RecordError("rank 1 failed: out of memory: use a shorter sequence"),
+            ("burst", 1024): OutOfMemory("rank 1 failed: out of memory: use a shorter sequence"),
             ("burst", 2048): VerificationError("wrong result on rank 0"),
             ("usp", 1024): UnfitWorkloadError("needs a multiple"),
         }
@@ -109,7 +116,7 @@ def test_an_interrupted_sweep_goes_on_where_it_stopped(swept):
 
 
 def test_failed_rows_are_tried_again_and_what_ran_out_of_memory_is_not(swept):
-    swept({("burst", 1024): RecordError("x: out of memory"), ("burst", 2048): RecordError("rank 1 failed: other")})
+    swept({("burst", 1024): OutOfMemory("x: out of memory"), ("burst", 2048): RecordError("rank 1 failed: other")})
     rows, recorder = swept({})
     assert [row.status for row in rows] == ["oom", "ok", "ok", "ok"]
     assert recorder.calls == [("burst", 2048, False), ("burst", 2048, True)]
@@ -176,7 +183,7 @@ def test_every_name_and_option_is_checked_before_anything_is_recorded(tmp_path, 
     asked: dict[str, Any] = {"base": BASE, "strategies": ["burst"], "seqs": [1024], "kernels": ["auto"], "params": {}}
     requests = sweep.sweep_requests(**(asked | changes))
     with pytest.raises(UsageError, match=said):
-        list(sweep.run_sweep(requests, tmp_path / "sweep.json", Silent()))
+        list(sweep.run_sweep(requests, tmp_path / "sweep.json", SilentReporter()))
     assert recorder.calls == [] and list(tmp_path.iterdir()) == []
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
@@ -82,6 +82,8 @@ class RunOutline:
     clock_of: dict[int, str]
     warnings: tuple[Caveat, ...]
     world_size: int
+    expected: Collection[int]
+    """The ranks that should be there, ascending."""
     starts_ns: dict[int, int]
     """The first moment of each rank's trace, by its own clock."""
     chosen_ns: tuple[int, int] | None
@@ -115,10 +117,10 @@ class RunOutline:
 
     def missing(self) -> list[Caveat]:
         """A warning where ranks have no trace."""
-        count = self.world_size - sum(rank < self.world_size for rank in self.place)
+        count = len(self.expected) - sum(rank in self.expected for rank in self.place)
         if not count:
             return []
-        first = islice((rank for rank in range(self.world_size) if rank not in self.place), MOST_LISTED)
+        first = islice((rank for rank in self.expected if rank not in self.place), MOST_LISTED)
         shown = ", ".join(map(str, first)) + (" ..." if count > MOST_LISTED else "")
         return [Caveat("missing_ranks", f"{count} of {self.world_size} ranks have no trace: {shown}")]
 
@@ -138,12 +140,14 @@ def outline_run(facts: Sequence[TraceFacts], run: Run | None, ranks_per_host: in
     numbered = {rank: facts[at] for rank, at in place.items()}
     hosts = hosts_of(numbered, run, ranks_per_host)
     sizes = [one.world_size for one in facts if one.world_size]
+    world_size = run.topology.world_size if run else max(sizes, default=len(facts))
     return RunOutline(
         place=place,
         hosts=hosts,
         clock_of=clock_of(numbered, hosts),
         warnings=tuple(warnings),
-        world_size=run.topology.world_size if run else max(sizes, default=len(facts)),
+        world_size=world_size,
+        expected=dict.fromkeys(run.topology.ranks) if run and run.topology.ranks else range(world_size),
         starts_ns={rank: one.span_ns[0] for rank, one in numbered.items() if one.span_ns},
         chosen_ns=focus.between_ns,
     )

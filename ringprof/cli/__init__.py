@@ -5,6 +5,7 @@ Commands live in a module each, loaded when first used, so that ``ringprof --hel
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from importlib import import_module
@@ -14,7 +15,6 @@ from click.shell_completion import CompletionItem
 
 from ringprof._version import __version__
 from ringprof.errors import RingprofError, nearest
-from ringprof.processes import end_all
 
 # name -> (module, one line for --help)
 COMMANDS = {
@@ -77,19 +77,29 @@ def group(context: click.Context) -> None:
 def main(args: list[str] | None = None) -> None:
     """Run the command line and exit: 0 fine, 1 a condition holds, 2 usage or input, 3 failed run, 130 interrupted."""
     args = sys.argv[1:] if args is None else args
-    if args[:1] not in (["record"], ["bench"]):
-        # These two see to their signals themselves.
-        for number in _ENDING:
-            # nohup has SIGHUP ignored, and means it.
-            if signal.getsignal(number) is signal.SIG_DFL:
-                signal.signal(number, _end)
+    _open_closed_streams()
+    for number in _ENDING:
+        # nohup has SIGHUP ignored, and means it.
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, _end)
     try:
         code = run(args)
     except _Signalled as signalled:
         code = signalled.code
-    if code > 128:
-        end_all()
+    if code > 128 and "ringprof.processes" in sys.modules:
+        # At once: Python's own end would wait for what the further processes are doing.
+        sys.modules["ringprof.processes"].end_all()
     sys.exit(code)
+
+
+def _open_closed_streams() -> None:
+    """Give a standard stream that was closed (``>&-``) nowhere to write to: the next file would take its number."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            nowhere = os.open(os.devnull, os.O_RDWR)
+            os.dup2(nowhere, number)
+            os.set_inheritable(number, True)
+            setattr(sys, name, open(number, "r+" if number else "r", closefd=False))
 
 
 class _Signalled(BaseException):

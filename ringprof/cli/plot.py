@@ -37,9 +37,13 @@ def command(kind: str, paths: tuple[str, ...], reading: LoadOptions, output: str
     """
     if Path(output).suffix.lower() not in FORMATS:
         raise UsageError(f"--output {output}: a plot is written as one of {', '.join(FORMATS)}")
-    from matplotlib import rc_context  # here, because it takes longer to import than most commands to run
+    import matplotlib  # here, because it takes longer to import than most commands to run
 
-    with rc_context(plots.STYLE):
+    with matplotlib.rc_context():
+        if Path(matplotlib.matplotlib_fname()).resolve().parent == Path.cwd():
+            # A stranger's folder must not say how plots are drawn: its settings may run LaTeX.
+            matplotlib.rcdefaults()
+        matplotlib.rcParams.update(plots.STYLE)
         figure: Any = _drawn(kind, paths, reading).get_figure()
         with written(output):
             figure.savefig(output)

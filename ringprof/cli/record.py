@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from statistics import median
 from typing import Any, NoReturn
 
 import click
@@ -15,7 +14,7 @@ from ringprof.cli.recording import params_of, records, request_of
 from ringprof.cli.values import KERNELS, STRATEGIES, Known, Tokens
 from ringprof.errors import RecordError, RingprofError
 from ringprof.record import Request, record
-from ringprof.record.placement import joined
+from ringprof.record.launcher import launcher_rank
 from ringprof.report.text import duration, rate
 from ringprof.run import Run
 
@@ -51,7 +50,7 @@ def command(**options: Any) -> None:
     ringprof record --strategy zigzag --seq 8192 --heads 4 --head-dim 64 --device cpu
     torchrun --nnodes 2 --nproc-per-node 8 ... -m ringprof record --strategy burst --seq 1048576
     """
-    request, place = _request(options), joined()
+    request, place = _request(options), launcher_rank()
     if place is not None:
         _as_rank(request, place.rank)
     with reporter() as shown:
@@ -86,17 +85,16 @@ def _as_rank(request: Request, rank: int) -> NoReturn:
 def _show(run: Run | None, request: Request) -> None:
     if run is not None:
         click.echo(headline(run))
-        click.echo(f"next: ringprof report {request.output}")
+        click.echo(f"next: ringprof report {click.format_filename(request.output)}")
 
 
 def headline(run: Run) -> str:
     """Time and rate of a run in a line."""
-    assert run.timings is not None and run.workload is not None
-    slowest = [max(times) for times in zip(*run.timings.iterations_ns, strict=True)]
-    time_ns = median(slowest)
-    tflops = run.workload.model_flops() / run.topology.world_size / time_ns / 1e3
-    checked = "" if run.verification else ", not verified"
-    return f"{run.name}: {duration(time_ns)} an iteration, {rate(tflops)} per device ({run.kernel}{checked})"
+    time_ns = run.timings.median_ns() if run.timings else None
+    tflops = run.tflops(time_ns)
+    assert time_ns is not None and tflops is not None
+    by = (run.kernel or "a kernel of its own") + ("" if run.verification else ", not verified")
+    return f"{run.name}: {duration(time_ns)} an iteration, {rate(tflops)} per device ({by})"
 
 
 def _request(options: dict[str, Any]) -> Request:

@@ -9,9 +9,9 @@ from typing import Any
 import click
 
 from ringprof.record import Request
+from ringprof.record.resolve import DTYPES
 from ringprof.run import Workload
 
-DTYPES = ("bf16", "fp16", "fp32")
 _SAME = ("hops", "device", "world", "ranks_per_host", "warmup", "iters", "controls", "verify")
 """Options that a request has under the same name."""
 
@@ -21,7 +21,8 @@ _OPTIONS = (
     click.option("--kv-heads", type=int, help="Key and value heads (grouped-query).  [default: --heads]"),
     click.option("--head-dim", default=128, show_default=True, help="Size of a head."),
     click.option("--causal/--no-causal", default=True, show_default=True, help="Causal mask, or full attention."),
-    click.option("--dtype", type=click.Choice(DTYPES), default="bf16", show_default=True, help="Type of the inputs."),
+    click.option("--dtype", type=click.Choice(list(DTYPES)), default="bf16", show_default=True,
+                 help="Type of the inputs."),
     click.option("--hops", type=click.Choice(["nccl", "copy"]), default="nccl", show_default=True,
                  help="What carries hops within a host: NCCL's kernels, or the GPUs' copy engines."),
     click.option("--device", type=click.Choice(["auto", "cuda", "cpu"]), default="auto", show_default=True,

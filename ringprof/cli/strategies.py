@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from ringprof.cli.values import STRATEGIES, Known
-from ringprof.record.resolve import load_strategy, need_torch, strategy_errors
+from ringprof.record.resolve import load_strategy, need, strategy_errors
 
 
 @click.command("strategies")
@@ -15,7 +15,7 @@ def command(name: str | None) -> None:
 
     NAME may be package.module:Class, which imports that module.
     """
-    need_torch()
+    need("torch")
     for line in _listing() if name is None else _parameters(name):
         click.echo(line)
 

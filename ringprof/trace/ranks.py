@@ -10,7 +10,7 @@ from typing import TypeVar
 from ringprof.errors import InputError
 from ringprof.files import read_bytes, size_of
 from ringprof.limits import Limits, MemoryBudget, MemoryLimitError
-from ringprof.processes import ProcessEnded, mapped
+from ringprof.processes import ProcessEnded, cpu_count, mapped
 from ringprof.trace.columns import Trace
 from ringprof.trace.formats import format_at
 from ringprof.trace.kineto.byte_source import is_packed
@@ -81,13 +81,6 @@ def _checked(traces: Sequence[Trace], problems: Sequence[InputError] = ()) -> li
 # --- other processes ----------------------------------------------------------------------------------
 
 
-def cpus() -> int:
-    """How many CPUs this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
 def json_bytes(names: Sequence[str]) -> int:
     """About how much JSON the files hold; 0 for those that cannot be opened, which reading will report."""
 
@@ -109,7 +102,7 @@ def _read_all(
     """Each file's traces, in processes of their own where that pays."""
     budget = MemoryBudget(limits)
     if jobs is None:
-        jobs = cpus() if json_bytes(names) >= WORTH_A_PROCESS else 1
+        jobs = cpu_count() if json_bytes(names) >= WORTH_A_PROCESS else 1
     jobs = min(jobs, max(len(names), 1))
     if jobs == 1:
         return [read(name, budget) for name in names]

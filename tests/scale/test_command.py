@@ -12,9 +12,9 @@ import time
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from ringprof.run import RankTrace, parse_run, write_run
-from ringprof.run import with_fields as changed
 from ringprof.trace.kineto import read_trace
 from ringprof.trace.reduced import MAGIC, reduce_trace
 from tests.scale.runs import RING, write_ring
@@ -41,7 +41,7 @@ def report(*arguments: str | Path, scratch: Path) -> subprocess.CompletedProcess
 
 
 def ours(scratch: Path) -> list[Path]:
-    """What the command left in the temporary folder; what joblib's own helper will remove is not counted."""
+    """What the command left in the temporary folder."""
     return sorted(scratch.glob("ringprof-*"))
 
 
@@ -148,7 +148,7 @@ def test_a_recorded_run_needs_no_trace(tmp_path):
         RankTrace(rank=t.rank, path=t.path, reduced=f"rank{t.rank}.ringprof", size_bytes=(RING / t.path).stat().st_size)
         for t in run.traces
     ]
-    write_run(changed(run, {"traces": entries}), tmp_path / "run.json")
+    write_run(replace(run, traces=entries), tmp_path / "run.json")
     for entry in entries:
         assert entry.reduced is not None
         (tmp_path / entry.reduced).write_bytes(reduce_trace(read_trace(RING / entry.path)))

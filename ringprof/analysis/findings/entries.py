@@ -62,6 +62,7 @@ def _workload_settings(work: Workload) -> dict[str, str | None]:
         "causal": str(work.causal).lower(),
         "dtype": work.dtype,
         "passes": "forward and backward" if work.backward else "forward",
+        **{name: str(count) for name, count in (("layers", work.layers), ("steps", work.steps)) if count > 1},
     }
 
 

@@ -25,8 +25,11 @@ def _hosts_of_run(run: Run) -> HostOfRank:
     """The hosts as the strategy saw them: where ranks of one real host were told apart, ``name/0``, ``name/1`` ..."""
     names, per_host = run.topology.hosts, run.topology.ranks_per_host
     if max(Counter(names).values()) <= per_host:
-        return dict(enumerate(names))
-    return {rank: f"{name}{EMULATED}{rank // per_host}" for rank, name in enumerate(names)}
+        return dict(zip(run.ranks(), names, strict=True))
+    return {
+        rank: f"{name}{EMULATED}{place // per_host}"
+        for place, (rank, name) in enumerate(zip(run.ranks(), names, strict=True))
+    }
 
 
 def clock_of(ranks: Iterable[int], hosts: HostOfRank) -> dict[int, str]:

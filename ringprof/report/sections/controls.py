@@ -22,11 +22,14 @@ def terminal(found: Findings, style: TextStyle, listing: Listing) -> list[str]:
         ("the same blocks alone", c.solo_ns, rate(c.solo_tflops)),
     )
     cells = [
-        [name, f"{in_unit(time, unit_ns)} {unit}", percent(time / c.iteration_ns), note] for name, time, note in rows
+        [name, f"{in_unit(time, unit_ns)} {unit}", percent(time / c.iteration_ns), note]
+        for name, time, note in rows
+        if time is not None
     ]
     columns = [Column("controls"), Column("time"), Column("of an\niteration"), Column("", left=True)]
     times = f"{c.iterations} of each in {c.rounds} round{'s' if c.rounds > 1 else ''}"
-    lines = [f"The run reaches {percent(c.ideal_efficiency)} of its ideal and {percent(c.of_solo)} of the solo rate"]
+    ideal = f"{percent(c.ideal_efficiency)} of its ideal and " if c.ideal_efficiency is not None else ""
+    lines = [f"The run reaches {ideal}{percent(c.of_solo)} of the solo rate"]
     if c.flash_slowdown is not None:
         lines.append(f"its attention kernels are {slower_or_faster(c.flash_slowdown)} beside communication than alone")
     return [text_table(columns, cells, style), style.wrap("; ".join(lines) + f" ({times}).")]

@@ -24,7 +24,7 @@ def terminal(found: Findings, style: TextStyle, listing: Listing) -> list[str]:
         return []
     check = [_check(run.verification)] if run.verification else []
     partial = [_PARTIAL] if found.attribution.partial_window else []
-    return [style.wrap("\n".join([_what_ran(run), *check, *_speed(rates), *partial, *_cost(rates)]))]
+    return [style.wrap("\n".join([_what_ran(run), *check, *_speed(run, rates), *partial, *_cost(rates)]))]
 
 
 def _what_ran(run: Run) -> str:
@@ -51,20 +51,25 @@ def _workload(work: Workload) -> list[str]:
 
 
 def _check(check: Verification) -> str:
+    """At which lengths the result was compared, how, and how close it came to its bound."""
     outcome = "result verified" if check.passed else "RESULT WRONG"
-    name, worst = max(check.errors.items(), key=lambda item: item[1].rms / (item[1].allowed_rms or 1.0))
+    timed = check.timed
+    errors = [*check.errors.items(), *(timed.errors.items() if timed else ())]
+    name, worst = max(errors, key=lambda item: item[1].rms / (item[1].allowed_rms or 1.0))
+    places = f", and at {timed.places} places a rank of the timed {timed.seq}" if timed else ""
     return (
-        f"{outcome} against float64 at {check.seq} tokens; nearest its bound: relative error of {name} "
+        f"{outcome} against float64 at {check.seq} tokens{places}; nearest its bound: relative error of {name} "
         f"{worst.rms:.1e} (allowed {worst.allowed_rms:.1e}; the kernel alone {worst.kernel_rms:.1e})"
     )
 
 
-def _speed(rates: Rates) -> list[str]:
+def _speed(run: Run, rates: Rates) -> list[str]:
     parts = []
     if rates.tflops is not None and rates.tflops_quantiles:
         low, high = rates.tflops_quantiles["p10"], rates.tflops_quantiles["p90"]
         several = f"median of {rates.iterations_timed}, p10 to p90: {rate(low)} to {rate(high)}"
         spread = several if rates.iterations_timed > 1 else "one iteration"
+        spread += "" if run.timings else ", under the profiler"
         parts.append(f"{rate(rates.tflops)} per device achieved ({spread})")
     if rates.block_tflops is not None:
         parts.append(f"its attention kernels run at {rate(rates.block_tflops)}")

@@ -58,6 +58,27 @@ def test_communication_can_be_the_ideal():
     assert c is not None and c.ideal_ns == 2100 and c.ideal_efficiency == pytest.approx(2100 / 2200)
 
 
+@pytest.mark.parametrize("recorded", [True, False])
+def test_of_one_rank_nothing_is_said_of_communication(recorded):
+    """Also where the run has these controls, as earlier ones do."""
+    run = recorded_run(
+        world_size=1,
+        controls=Controls(
+            warmup=1, rounds=1, ordinary_ns=[[2000, 2200]], solo_ns=[[900, 1100]], solo_flops=[10**9],
+            compute_only_ns=[[1990, 2000]] if recorded else None,
+            communication_only_ns=[[100, 100]] if recorded else None,
+        ),
+    )  # fmt: skip
+    one = Builder(world_size=1).run("flash_fwd", 0, 1000).run("flash_bwd", 1000, 2000)
+    findings = findings_in_memory(attribute([one.trace()], run))
+    c = findings.summary.rates.controls
+    assert c is not None and (c.iteration_ns, c.solo_ns) == (2100, 1000) and c.of_solo == pytest.approx(1000 / 2100)
+    assert (c.compute_only_ns, c.communication_only_ns, c.ideal_ns, c.ideal_efficiency, c.flash_slowdown) == (None,) * 5
+    shown = render(findings, TextStyle(), ())
+    controls, of_each, _ = shown.partition("controls")[2].partition("of each in 1 round")
+    assert of_each and "of the solo rate" in controls and "communication" not in controls
+
+
 def test_a_part_of_an_iteration_has_none():
     assert found(Focus(between_ns=(0, 1800))).summary.rates.controls is None
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from ringprof.errors import UsageError
-from ringprof.record.folder import discard, publish, stage
+from ringprof.record.run_folder import discard, publish, stage
 from ringprof.run import read_run
 from tests.analysis.recorded import recorded_run
 

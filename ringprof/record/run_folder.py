@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 
-from ringprof.claim import PARTIAL, claim, clear_abandoned, release
 from ringprof.errors import RunFormatError, UsageError
+from ringprof.folder_owner import PARTIAL, claim, clear_abandoned, release
 from ringprof.run import Run, read_run, relocated, write_run
 
 RUN_FILE = "run.json"
@@ -20,7 +20,7 @@ NEEDED_BYTES_PER_RANK = 4 * 2**20
 
 
 @dataclass(frozen=True)
-class Staging:
+class StagingFolder:
     """A run's folder while it is being written."""
 
     path: Path
@@ -40,7 +40,7 @@ def reduced_name(rank: int) -> str:
     return f"rank{rank}.ringprof"
 
 
-def stage(output: Path, label: str, ranks: int) -> Staging:
+def stage(output: Path, label: str, ranks: int) -> StagingFolder:
     """Make the hidden folder of a new run beside ``output``; the run is called after the time and ``label``.
 
     What recordings that were killed have left there is removed. Raises `UsageError` where ``output`` is something else
@@ -65,7 +65,7 @@ def stage(output: Path, label: str, ranks: int) -> Staging:
     if free < NEEDED_BYTES_PER_RANK * ranks:
         discard(path)
         raise UsageError(f"{parent}: {free / 2**20:.0f} MiB free, {ranks} ranks' traces need more: choose --output")
-    return Staging(path, path.name[1 : -len(PARTIAL)], f"{now:%Y-%m-%dT%H:%M:%SZ}", token)
+    return StagingFolder(path, path.name[1 : -len(PARTIAL)], f"{now:%Y-%m-%dT%H:%M:%SZ}", token)
 
 
 def publish(staging: Path, run: Run, output: Path) -> Path:

@@ -12,18 +12,20 @@ from typing import Any
 import msgspec
 import torch
 
-from ringprof.record.controls import KINDS, Controlled, measure_controls, silent_strategy
-from ringprof.record.folder import publish, reduced_name, trace_name
-from ringprof.record.gathering import TraceFile, gather_traces
-from ringprof.record.group import gather_bytes, process_group
+from ringprof.errors import UsageError
+from ringprof.record.control_times import ControlTimes, measure_controls, silent_strategy
 from ringprof.record.hosts import host_numbers
+from ringprof.record.launcher import RankPlace
 from ringprof.record.machine import device_name, driver_version, host_name, variables, versions
-from ringprof.record.measure import Measured, Problem, hops_posted, measure, profile_iterations
-from ringprof.record.placement import Placement
+from ringprof.record.measure import Measurement, Problem, counted_work, hops_posted, measure, profile_iterations
 from ringprof.record.progress import Reporter
-from ringprof.record.request import Request, Task
+from ringprof.record.remote_traces import TraceFile, gather_traces
+from ringprof.record.request import Request, Task, from_json, to_json
 from ringprof.record.resolve import load_strategy, strategy_errors
+from ringprof.record.run_folder import publish, reduced_name, trace_name
 from ringprof.record.verify import verify
+from ringprof.record.verify_timed import verify_timed
+from ringprof.record.world_group import gather_bytes, gather_tensor, world_group
 from ringprof.run import (
     Controls,
     Environment,
@@ -36,6 +38,7 @@ from ringprof.run import (
     Verification,
     Work,
 )
+from ringprof.strategies import create, find, names
 
 Reduce = Callable[[Path, Path], bool]
 """Writes the reduced form of a rank's own trace (first path) to the second; whether it could be read."""
@@ -57,7 +60,7 @@ class RankResult(msgspec.Struct, frozen=True, kw_only=True):
     profiled_ns: list[int] = []
     peak_bytes: int | None = None
     work: Work | None = None
-    controls: Controlled | None = None
+    controls: ControlTimes | None = None
     trace_bytes: int | None = None
     remote_bytes: int | None = None
     """Of the trace, where it is not in the run's folder and rank 0 must be sent it."""
@@ -66,11 +69,11 @@ class RankResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass
-class Rank:
-    """One rank of a recording, with what a watchman may ask of it."""
+class RankRecording:
+    """One rank of a recording, with what a watchdog may ask of it."""
 
     task: Task
-    place: Placement
+    place: RankPlace
     reporter: Reporter
     hosts: list[str] | None = None
     """Of every rank, where the launcher's answer is known; None: all are here."""
@@ -90,7 +93,7 @@ class Rank:
         if request.hops == "copy":
             # Read when CUDA starts: with few hardware queues, streams that wait would hold up others.
             os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-        with process_group(self.place, request.device, self.task.time_limit + 60) as device:
+        with world_group(self.place, request.device, self.task.time_limit + 60) as device:
             return self.record(device)
 
     def record(self, device: torch.device) -> Run | None:
@@ -109,28 +112,42 @@ class Rank:
         publish(staging, run, Path(self.task.request.output))
         return run
 
-    def _results(self, trace: TraceFile, device: torch.device) -> tuple[list[RankResult], Verification | None, str]:
+    def _results(
+        self, trace: TraceFile, device: torch.device
+    ) -> tuple[list[RankResult], Verification | None, str | None]:
         """Every rank's result, with what is alike on all."""
         request = self.task.request
         with strategy_errors():
             self.strategy = self._create()
             verification = self._verify(device)
+            if verification is not None and request.controls:
+                # Told by the few blocks of that check, before the many.
+                self._refuse_controls(*self._counted(None, device))
             problem = Problem.of(self.strategy, request.workload, device, cuda_graph=request.cuda_graph)
-            measured, controlled, profiled = self._measure(problem, trace.path, device)
-            kernel = self.strategy.kernel_for(problem.q).name
+            measured = self._timed(problem, device)
+            computes, sends = self._counted(measured.work, device)
+            if request.controls:
+                self._refuse_controls(computes, sends)
+            verification = self._verify_timed(problem, measured, verification)
+            # The controls hold tensors of their own, until they are done.
+            measured.last = None
+            controlled = self._control(problem, device) if request.controls else None
+            profiled = profile_iterations(problem, device, request.profile_iters, trace.path, self.reporter)
+            kernel = self.strategy.kernel_for(problem.q).name if computes else None
         reduced = self.reduce(trace.path, trace.reduced)
         host = host_name() if self.hosts is None else self.hosts[self.place.rank]
         result = RankResult(
             host=host, local_rank=self.place.local_rank, device=device_name(device), trace=trace_name(self.place.rank),
             iterations_ns=measured.iterations_ns, profiled_ns=profiled, peak_bytes=measured.peak_bytes,
-            work=measured.work, controls=controlled, trace_bytes=trace.size_bytes, remote_bytes=trace.remote_bytes(),
+            work=_as_far_as_counted(measured.work, computes, sends), controls=controlled,
+            trace_bytes=trace.size_bytes, remote_bytes=trace.remote_bytes(),
             reduced=reduced_name(self.place.rank) if reduced else None,
             remote_reduced_bytes=trace.remote_reduced_bytes(),
         )  # fmt: skip
         return exchange(result, device), verification, kernel
 
     def _run(
-        self, results: list[RankResult], verification: Verification | None, kernel: str, device: torch.device
+        self, results: list[RankResult], verification: Verification | None, kernel: str | None, device: torch.device
     ) -> Run:
         request = self.task.request
         run = assemble(self.task.name, self.task.created, request.command, results, device)
@@ -139,7 +156,7 @@ class Rank:
         return msgspec.structs.replace(
             run,
             workload=request.workload,
-            strategy=_strategy_used(request, self.strategy),
+            strategy=strategy_used(self.strategy, request.strategy, cuda_graph=request.cuda_graph),
             kernel=kernel,
             topology=msgspec.structs.replace(run.topology, ranks_per_host=per_host),
             verification=verification,
@@ -149,8 +166,6 @@ class Rank:
 
     def _create(self) -> Any:
         """The strategy on this rank; the class is loaded first, so that the user's own modules are found."""
-        from ringprof.strategies import create
-
         request = self.task.request
         load_strategy(request.strategy)
         return create(
@@ -169,18 +184,41 @@ class Rank:
             torch.cuda.empty_cache()
         return verification
 
-    def _measure(
-        self, problem: Problem, trace: Path, device: torch.device
-    ) -> tuple[Measured, Controlled | None, list[int]]:
+    def _timed(self, problem: Problem, device: torch.device) -> Measurement:
         request = self.task.request
         assert request.warmup is not None and request.iters is not None
-        measured = measure(problem, device, request.warmup, request.iters, self.reporter)
-        # After the peak memory has been read: the controls hold tensors of their own, until they are done.
-        controlled = self._control(problem, device) if request.controls else None
-        profiled = profile_iterations(problem, device, request.profile_iters, trace, self.reporter)
-        return measured, controlled, profiled
+        return measure(problem, device, request.warmup, request.iters, self.reporter)
 
-    def _control(self, problem: Problem, device: torch.device) -> Controlled:
+    def _verify_timed(
+        self, problem: Problem, measured: Measurement, before: Verification | None
+    ) -> Verification | None:
+        if before is None or measured.last is None:
+            return None
+        self.reporter.start("verify the timed result", 1)
+        verification = verify_timed(problem, measured.first_rows, measured.last, self.task.request.workload, before)
+        self.reporter.advance()
+        return verification
+
+    def _counted(self, work: Work | None, device: torch.device) -> tuple[bool, bool]:
+        """Whether the strategy computes with the kernels that count, and sends by the ways that count, on all ranks.
+
+        Other people's code may do neither. ``work`` is that of one timed iteration, and must add up to the whole
+        problem's; None: what was counted so far, of another problem. Collective.
+        """
+        so_far = work or counted_work([self.strategy])
+        counts = [so_far.block_flops or 0, int(so_far.sent is not None)]
+        found = gather_tensor(torch.tensor(counts, device=device))
+        needed = self.task.request.workload.exact_flops() if work else 1
+        return sum(int(rank[0]) for rank in found) >= needed, all(int(rank[1]) for rank in found)
+
+    def _refuse_controls(self, computes: bool, sends: bool) -> None:
+        name = self.task.request.strategy
+        past = "" if computes else "computes with kernels of its own: its blocks can be neither left out nor run alone"
+        past = past or ("" if sends else "sends by ways of its own: nothing can be left unsent")
+        if past:
+            raise UsageError(f"--controls: strategy {name!r} {past} (record it without --controls)")
+
+    def _control(self, problem: Problem, device: torch.device) -> ControlTimes:
         request = self.task.request
         assert request.warmup is not None and request.iters is not None
         hosts = None if self.hosts is None else host_numbers(self.hosts)
@@ -188,15 +226,26 @@ class Rank:
         return measure_controls(problem, silent, device, request.warmup, request.iters, self.reporter)
 
 
-def gather(results: list[RankResult], trace: TraceFile, staging: Path, device: torch.device) -> None:
-    """Bring to rank 0's folder what lies elsewhere of the ranks' traces."""
-    gather_traces(trace.path, [result.remote_bytes for result in results], staging, device)
-    gather_traces(trace.reduced, [result.remote_reduced_bytes for result in results], staging, device, reduced_name)
+def _as_far_as_counted(work: Work, computes: bool, sends: bool) -> Work:
+    """The same on all ranks: None where one of them does something past the counters."""
+    return msgspec.structs.replace(
+        work, block_flops=work.block_flops if computes else None, sent=work.sent if sends else None
+    )
 
 
-def exchange(result: RankResult, device: torch.device) -> list[RankResult]:
+def gather(
+    results: list[RankResult], trace: TraceFile, staging: Path, device: torch.device, group: Any = None
+) -> None:  # fmt: skip
+    """Bring to the first rank's folder what lies elsewhere of the ranks' traces. Collective over ``group``."""
+    remote = [(result.trace, result.remote_bytes) for result in results]
+    reduced = [(result.reduced or "", result.remote_reduced_bytes) for result in results]
+    gather_traces(trace.path, remote, staging, device, group)
+    gather_traces(trace.reduced, reduced, staging, device, group)
+
+
+def exchange(result: RankResult, device: torch.device, group: Any = None) -> list[RankResult]:
     """Every rank's result, in rank order. A rank calls this when its trace is complete: that is what it says."""
-    return [msgspec.json.decode(part, type=RankResult) for part in gather_bytes(msgspec.json.encode(result), device)]
+    return [from_json(part, RankResult) for part in gather_bytes(to_json(result), device, group)]
 
 
 def assemble(name: str, created: str, command: list[str], results: list[RankResult], device: torch.device) -> Run:
@@ -235,23 +284,24 @@ def assemble(name: str, created: str, command: list[str], results: list[RankResu
     )
 
 
-def _controls(request: Request, ranks: list[Controlled]) -> Controls | None:
+def _controls(request: Request, ranks: list[ControlTimes]) -> Controls | None:
     """All ranks' controls; None where none were measured."""
     if not ranks:
         return None
-    times = {f"{kind}_ns": [rank.times_ns[kind] for rank in ranks] for kind in KINDS}
+    times = {f"{kind}_ns": [rank.times_ns[kind] for rank in ranks] for kind in ranks[0].times_ns}
     flops = [rank.solo_flops for rank in ranks]
     return Controls(warmup=request.warmup or 0, rounds=ranks[0].rounds, solo_flops=flops, **times)
 
 
-def _strategy_used(request: Request, strategy: Any) -> StrategyUsed:
-    from ringprof.strategies import find
-
+def strategy_used(strategy: Any, name: str = "", *, cuda_graph: bool = False) -> StrategyUsed:
+    """What a strategy is and ran with; ``name`` as the user gave it."""
+    target = f"{type(strategy).__module__}:{type(strategy).__name__}"
+    bundled = (spec.name for spec in map(find, names()) if spec.target == target)
     return StrategyUsed(
-        name=request.strategy,
-        target=find(request.strategy).target,
+        name=name or next(bundled, target),
+        target=find(name).target if name else target,
         params=dict(strategy.parameters),
         layout=strategy.layout.name,
-        hops=request.hops,
-        cuda_graph=request.cuda_graph,
+        hops=strategy.comm.hops,
+        cuda_graph=cuda_graph,
     )

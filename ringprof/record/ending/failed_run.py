@@ -1,4 +1,4 @@
-"""How a run on somebody else's launcher ended: the cause in one line, and the log of what every rank said."""
+"""A run under somebody else's launcher that failed: the cause in one line, and the log of what every rank told."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ringprof.errors import RecordError, RingprofError
-from ringprof.record.ending.failure import Interrupted, laggard, rank_error
-from ringprof.record.ending.lifeline import Word
+from ringprof.errors import Interrupted, RecordError, RingprofError
+from ringprof.record.ending.lifeline import RankOutcome
+from ringprof.record.ending.rank_errors import laggard, rank_error
+from ringprof.record.ending.watchdog import TIME_LIMIT
 
-TIME_LIMIT = "time limit"
 INTERRUPT = signal.SIGINT.name
 
 
 @dataclass
-class Account:
+class FailedRun:
     """What is known when a run has failed."""
 
     hosts: Sequence[str]
     """Of each rank."""
-    words: Mapping[int, Word] = field(default_factory=dict)
+    outcomes: Mapping[int, RankOutcome] = field(default_factory=dict)
     """In the order in which they came."""
     gone: Sequence[int] = ()
     """Ranks that said nothing and are no more."""
@@ -35,44 +35,44 @@ class Account:
 
         A rank that the launcher stops, or that loses its peers, is no cause where there is another.
         """
-        failed = {rank: word for rank, word in self.words.items() if word.kind == "failed"}
-        stopped = {rank: word for rank, word in self.words.items() if word.kind == "stopped"}
-        interrupted = [word for word in stopped.values() if word.reason == INTERRUPT]
+        failed = {rank: outcome for rank, outcome in self.outcomes.items() if outcome.kind == "failed"}
+        stopped = {rank: outcome for rank, outcome in self.outcomes.items() if outcome.kind == "stopped"}
+        interrupted = [outcome for outcome in stopped.values() if outcome.reason == INTERRUPT]
         if interrupted:
             return Interrupted(f"interrupted during {interrupted[0].where}; nothing was recorded")
         if self.gone:
             return RecordError(f"{self._gone_in_words()}{self._stood()}; nothing was recorded")
         for effect in (False, True):
-            for rank, word in failed.items():
-                if word.effect == effect:
-                    return rank_error(rank, word.reason, word.message, "")
-        if self.overdue or any(word.reason == TIME_LIMIT for word in stopped.values()):
-            stood = {rank: (word.where, word.hops) for rank, word in stopped.items()}
+            for rank, outcome in failed.items():
+                if outcome.effect == effect:
+                    return rank_error(rank, outcome.reason, outcome.message, "")
+        if self.overdue or any(outcome.reason == TIME_LIMIT for outcome in stopped.values()):
+            stood = {rank: (outcome.where, outcome.hops) for rank, outcome in stopped.items()}
             slowest = laggard(stood, len(self.hosts))
             return RecordError(f"{slowest} when the time limit of {self.limit_s:.0f} s was over; nothing was recorded")
-        for rank, word in stopped.items():
-            if word.reason:
-                return RecordError(f"rank {rank} was stopped by {word.reason} in {word.where}; nothing was recorded")
+        for rank, outcome in stopped.items():
+            if outcome.reason:
+                what = f"rank {rank} was stopped by {outcome.reason} in {outcome.where}"
+                return RecordError(f"{what}; nothing was recorded")
         return RecordError("a rank ended and said nothing; nothing was recorded")
 
     def log(self, command: Sequence[str]) -> str:
-        """Every rank's last words, with the tracebacks."""
+        """Every rank's last outcomes, with the tracebacks."""
         lines = [f"$ {' '.join(command)}", f"{self.cause()}", ""]
         for rank, host in enumerate(self.hosts):
             lines.append(f"rank {rank} on {host}: {self._last(rank)}")
-            detail = self.words[rank].detail if rank in self.words else ""
+            detail = self.outcomes[rank].detail if rank in self.outcomes else ""
             lines += [f"    {line}" for line in detail.splitlines()]
         return "\n".join(lines) + "\n"
 
     def _last(self, rank: int) -> str:
-        word = self.words.get(rank)
-        if word is None:
+        outcome = self.outcomes.get(rank)
+        if outcome is None:
             return "gone without a word" if rank in self.gone else "said nothing"
-        posted = "" if word.hops is None else f", {word.hops} hops posted"
-        place = f" in {word.where}{posted}" if word.where else ""
-        return (
-            f"{word.kind}{place}{f': {word.message}' if word.message else f' ({word.reason})' if word.reason else ''}"
-        )
+        posted = "" if outcome.hops is None else f", {outcome.hops} hops posted"
+        place = f" in {outcome.where}{posted}" if outcome.where else ""
+        said = f": {outcome.message}" if outcome.message else f" ({outcome.reason})" if outcome.reason else ""
+        return f"{outcome.kind}{place}{said}"
 
     def _gone_in_words(self) -> str:
         gone = sorted(self.gone)
@@ -85,7 +85,7 @@ class Account:
         return f"{kind} without a word: killed (often the system's answer to memory running out), or out of reach"
 
     def _stood(self) -> str:
-        told = next((word.where for word in self.words.values() if word.where), "")
+        told = next((outcome.where for outcome in self.outcomes.values() if outcome.where), "")
         return f", while the others were in {told}" if told else ""
 
 
@@ -94,7 +94,11 @@ def write_log(text: str, output: Path, name: str) -> Path | None:
     for folder in (output.parent, Path(tempfile.gettempdir())):
         path = folder / f"{name}.failed.log"
         try:
-            path.write_text(text, encoding="utf-8")
+            # Never through a link that somebody else has put there.
+            with path.open("x", encoding="utf-8", errors="backslashreplace") as file:
+                file.write(text)
+        except FileExistsError:
+            continue
         except OSError:
             # A full disk leaves half a file.
             _remove(path)

@@ -11,7 +11,8 @@ import signal
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from pathlib import Path
+
+import psutil
 
 GRACE_S = 3.0
 """What a rank that was told to end gets."""
@@ -19,7 +20,7 @@ _RANK = ("RANK", "SLURM_PROCID")
 _RUN = ("TORCHELASTIC_RUN_ID", "MASTER_PORT", "SLURM_JOB_ID", "SLURM_STEP_ID")
 
 
-def end_siblings(pids: Mapping[int, int], seconds: float = GRACE_S) -> list[int]:
+def end_local_ranks(pids: Mapping[int, int], seconds: float = GRACE_S) -> list[int]:
     """Kill what is left of these ranks' processes after ``seconds``; returns the ranks that had to be killed."""
     deadline = time.monotonic() + seconds
     left = dict(pids)
@@ -36,19 +37,12 @@ def end_siblings(pids: Mapping[int, int], seconds: float = GRACE_S) -> list[int]
 
 def _is_rank(pid: int, rank: int) -> bool:
     """Whether the process is that rank of this very run, and not yet dead."""
-    folder = Path(f"/proc/{pid}")
     try:
-        variables = dict(
-            entry.split("=", 1)
-            for entry in (folder / "environ").read_text(errors="replace").split("\0")
-            if "=" in entry
-        )
-        state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
+        process = psutil.Process(pid)
+        variables, dead = process.environ(), process.status() == psutil.STATUS_ZOMBIE
+    except psutil.Error:
         return False
-    same_run = all(variables.get(name) == _at_start.get(name) for name in _RUN)
-    return state != "Z" and same_run and str(rank) in {variables.get(name) for name in _RANK}
-
-
-_at_start = {name: value for name, value in os.environ.items() if name in _RUN}
-"""As this process was started: later additions to the environment do not show in another's."""
+    # As both were started: what a process adds later to its own variables does not show in another's.
+    own = psutil.Process().environ()
+    same_run = all(variables.get(name) == own.get(name) for name in _RUN)
+    return same_run and not dead and str(rank) in {variables.get(name) for name in _RANK}

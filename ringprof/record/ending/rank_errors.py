@@ -7,25 +7,21 @@ import traceback
 from collections.abc import Mapping
 
 from ringprof import errors
-from ringprof.errors import RecordError, RingprofError
+from ringprof.errors import OutOfMemory, RecordError, RingprofError
 from ringprof.record.memory import ran_out
 
-OUT_OF_MEMORY = "OutOfMemory"
+
+def error_kind(error: BaseException) -> str:
+    """The name that a rank's error travels under: one of `ringprof.errors`, or its own class's."""
+    return OutOfMemory.__name__ if ran_out(error) else type(error).__name__
 
 
-class Interrupted(RecordError):
-    """The user stopped the run."""
-
-    exit_code = 130
-
-
-def kind_of(error: BaseException) -> str:
-    """The name that a rank's error travels under: one of `ringprof.errors`, ``OutOfMemory``, or its own class's."""
-    return OUT_OF_MEMORY if ran_out(error) else type(error).__name__
+def error_line(error: BaseException) -> str:
+    """An error's first line, with its class where it is not one of ours; what is no text is escaped."""
+    return _line(error).encode(errors="backslashreplace").decode()
 
 
-def message_of(error: BaseException) -> str:
-    """An error's first line, with its class where it is not one of ours."""
+def _line(error: BaseException) -> str:
     if isinstance(error, RingprofError):
         return str(error)
     if ran_out(error):
@@ -36,21 +32,22 @@ def message_of(error: BaseException) -> str:
     return f"{type(error).__name__}: {first}" if first else type(error).__name__
 
 
-def full_text(error: BaseException) -> str:
+def traceback_text(error: BaseException) -> str:
     """The traceback, for a log."""
     return "".join(traceback.format_exception(error))
 
 
 def rank_error(rank: int, kind: str, message: str, log: str) -> RingprofError:
     """The error that the whole run ends with, from what one rank said about its own."""
+    if kind == OutOfMemory.__name__:
+        return OutOfMemory(f"rank {rank} failed: {message}: use a shorter sequence or more ranks{log}")
     found = getattr(errors, kind, None)
     if isinstance(found, type) and issubclass(found, RecordError):
         return found(f"{message}{log}")
     if isinstance(found, type) and issubclass(found, RingprofError):
         # All ranks refuse for the same reason: it is the request's fault, no rank's.
         return found(message)
-    advice = ": use a shorter sequence or more ranks" if kind == OUT_OF_MEMORY else ""
-    return RecordError(f"rank {rank} failed: {message}{advice}{log}")
+    return RecordError(f"rank {rank} failed: {message}{log}")
 
 
 def signal_error(rank: int, number: int, log: str) -> RecordError:
@@ -60,7 +57,7 @@ def signal_error(rank: int, number: int, log: str) -> RecordError:
     return RecordError(f"rank {rank} was killed by {name}{hint}{log}")
 
 
-def is_effect(kind: str, message: str) -> bool:
+def is_consequence(kind: str, message: str) -> bool:
     """Whether an error is of the kind that a rank has when it loses a peer: the peer's own tells more."""
     return kind in ("DistBackendError", "DistNetworkError", "DistStoreError") or (
         kind == "RuntimeError" and any(word in message for word in ("onnection", "gloo", "NCCL"))

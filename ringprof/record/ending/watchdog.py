@@ -1,12 +1,12 @@
-"""A rank's watchman: ends the process at a signal, at the parent's death or at the time limit.
+"""A rank's watchdog: ends the process at a signal, at the parent's death or at the time limit.
 
 A rank that waits in a collective sits in native code, where Python runs no signal handler and raises no
-KeyboardInterrupt. The watchman is a thread of its own: the signal's number reaches it through a pipe that the
+KeyboardInterrupt. The watchdog is a thread of its own: the signal's number reaches it through a pipe that the
 interpreter writes to at once, and it ends the process without asking the main thread.
 
 A thread of Python's runs only while no other keeps the interpreter's lock. Against that there is faulthandler's timer,
 a thread of C's: ``LAST_RESORT_S`` after the run's time limit it prints where the process hangs and ends it, unless the
-watchman puts it off.
+watchdog puts it off.
 """
 
 from __future__ import annotations
@@ -18,30 +18,29 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+PARENT_GONE, TIME_LIMIT = "its parent's end", "time limit"
 LOOK_S = 0.5
 LAST_RESORT_S = 8.0
 ENDING_S = 60.0
 """More than ending takes, with what it removes from a slow disk."""
 
 
-class Watch:
+class Watchdog:
     """Ends this process when it must end.
 
-    ``on_end`` is called with the reason (``SIGINT``, ``parent``, ``time limit``, ...) and the exit code; then the
-    process is gone. It must be short, and must not communicate. ``limit_s``: of the whole run; ``patience_s``: how
-    much longer this rank waits for another to end it.
+    ``on_end`` is called with the reason (``SIGINT``, `PARENT_GONE`, `TIME_LIMIT`, ...) and the exit code; then the
+    process is gone. It must be short, and must not communicate. ``parent`` is the process to live no longer than.
     """
 
-    def __init__(
-        self, on_end: Callable[[str, int], None], *,
-        limit_s: float | None = None, patience_s: float = 0, parent: int | None = None,
-    ) -> None:  # fmt: skip
+    def __init__(self, on_end: Callable[[str, int], None], parent: int | None = None) -> None:
         self._on_end = on_end
-        self._limit = None if limit_s is None else time.monotonic() + limit_s
-        self._patience_s = patience_s
         self._parent = parent
+        self._limit: float | None = None
+        self._patience_s = 0.0
+        self._handlers: dict[int, Any] = {}
         self._stopped = threading.Event()
         self._read, self._write = os.pipe()
 
@@ -51,17 +50,24 @@ class Watch:
         signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         for number in SIGNALS:
             # Any handler of Python's own: without one the interpreter would not write to the pipe.
-            signal.signal(number, lambda *_: None)
+            self._handlers[number] = signal.signal(number, lambda *_: None)
+        threading.Thread(target=self._watch, name="ringprof-watchdog", daemon=True).start()
+
+    def hand_over(self, on_end: Callable[[str, int], None], limit_s: float, patience_s: float) -> None:
+        """From here on call ``on_end``, also where this process runs for more than ``limit_s`` seconds.
+
+        ``patience_s`` is how much longer it waits for another rank to end it.
+        """
+        self._patience_s, self._limit, self._on_end = patience_s, time.monotonic() + limit_s, on_end
         self._put_off_the_last_resort(LAST_RESORT_S)
-        threading.Thread(target=self._watch, name="ringprof-watch", daemon=True).start()
 
     def stop(self) -> None:
-        """Stop watching, and give the signals back to the system."""
+        """Stop watching, and give the signals back."""
         self._stopped.set()
         faulthandler.cancel_dump_traceback_later()
         signal.set_wakeup_fd(-1)
-        for number in SIGNALS:
-            signal.signal(number, signal.SIG_DFL)
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
 
     def _watch(self) -> None:
         while not self._stopped.is_set():
@@ -70,11 +76,11 @@ class Watch:
                 number = os.read(self._read, 1)[0]
                 self._end(signal.Signals(number).name, 128 + number)
             elif self._parent is not None and os.getppid() != self._parent:
-                self._end("parent", 3)
+                self._end(PARENT_GONE, 3)
             elif self._limit is not None and time.monotonic() > self._limit:
                 self._put_off_the_last_resort(LAST_RESORT_S)
                 if time.monotonic() > self._limit + self._patience_s:
-                    self._end("time limit", 3)
+                    self._end(TIME_LIMIT, 3)
 
     def _put_off_the_last_resort(self, by_s: float) -> None:
         """To so many seconds from now, or from the time limit where that is to come."""

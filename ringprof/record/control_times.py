@@ -15,20 +15,20 @@ from torch import Tensor
 
 from ringprof.record.clock import clock_for
 from ringprof.record.measure import Problem
-from ringprof.record.progress import Reporter, Silent
+from ringprof.record.progress import Reporter, SilentReporter
 from ringprof.record.resolve import load_strategy
 from ringprof.strategies.base import Context
 from ringprof.strategies.controls import Call, IdleKernel, Listener, SilentCommunicator, View, use_kernel
 
-KINDS = ("ordinary", "solo", "compute_only", "communication_only")
+CONTROL_KINDS = ("ordinary", "solo", "compute_only", "communication_only")
 ORDERS = ((0, 1, 3, 2), (1, 2, 0, 3), (2, 3, 1, 0), (3, 0, 2, 1))
-"""The order of `KINDS` in each round: in four rounds each kind follows each other kind once, and so is timed on a
-device that the one before has left hot as often as on one that it has left cool."""
+"""The order of `CONTROL_KINDS` in each round: in four rounds each kind follows each other kind once, and so is timed on
+a device that the one before has left hot as often as on one that it has left cool."""
 
 
 @dataclass(frozen=True)
-class Controlled:
-    """One rank's times: nanoseconds of every iteration, by `KINDS`."""
+class ControlTimes:
+    """One rank's times: nanoseconds of every iteration, by those of `CONTROL_KINDS` that there are."""
 
     rounds: int
     times_ns: dict[str, list[int]]
@@ -36,45 +36,38 @@ class Controlled:
     """Of one solo iteration, counted by the kernel."""
 
 
-def solo(problem: Problem, device: torch.device, warmup: int, iters: int) -> list[int]:
-    """Time the blocks of one iteration back to back on all ranks at once: nothing merged, nothing sent.
-
-    Returns this rank's time of each of ``iters`` iterations in nanoseconds, as `ringprof.record.clock` measures.
-    Collective: every rank calls it. One ordinary iteration runs first, to see which blocks there are.
-    """
-    replay = Replay.of(problem)
-    _timed(replay.run, device, warmup)
-    return _timed(replay.run, device, iters)
-
-
 def measure_controls(
     problem: Problem, silent: Any, device: torch.device, warmup: int, iters: int, reporter: Reporter | None = None
-) -> Controlled:
+) -> ControlTimes:
     """Time ordinary iterations and the three controls in turns, at least ``iters`` of each, in up to four rounds.
 
     ``compute_only`` is an iteration on a communicator that sends nothing, ``communication_only`` one with a kernel that
-    computes nothing; merges and accumulation run in both.
+    computes nothing; merges and accumulation run in both. One rank alone has neither: it sends nothing anyway.
     ``silent`` is the problem's strategy on a `SilentCommunicator`. Collective: every rank calls it.
     """
-    told = reporter or Silent()
+    told = reporter or SilentReporter()
     rounds = min(iters, len(ORDERS))
     each = -(-iters // rounds)
     replay = Replay.of(problem)
-    bodies = (problem.iteration, replay.run, replace(problem, strategy=silent).iteration, _idle(problem))
-    controls = bodies[1:]
-    told.start("controls", len(controls) * warmup + len(bodies) * rounds * each)
-    for body in controls:
-        _timed(body, device, warmup, told)
-    turns = [kind for order in ORDERS[:rounds] for kind in order for _ in range(each)]
+    bodies = [problem.iteration, replay.run]
+    if problem.strategy.comm.size > 1:
+        bodies += [replace(problem, strategy=silent).iteration, _idle(problem)]
+    told.start("controls", len(bodies[1:]) * warmup + len(bodies) * rounds * each)
+    warming = clock_for(device)
+    for body in [body for body in bodies[1:] for _ in range(warmup)]:
+        warming.run(body)
+        told.advance()
+    warming.times_ns()
+    turns = [kind for order in ORDERS[:rounds] for kind in order if kind < len(bodies) for _ in range(each)]
     # One clock for all: it keeps the host from running ahead, which would cost memory.
     clock = clock_for(device)
     for kind in turns:
         clock.run(bodies[kind])
         told.advance()
-    times: dict[str, list[int]] = {name: [] for name in KINDS}
+    times: dict[str, list[int]] = {name: [] for name in CONTROL_KINDS[: len(bodies)]}
     for kind, time_ns in zip(turns, clock.times_ns(), strict=True):
-        times[KINDS[kind]].append(time_ns)
-    return Controlled(rounds, times, replay.flops)
+        times[CONTROL_KINDS[kind]].append(time_ns)
+    return ControlTimes(rounds, times, replay.flops)
 
 
 def silent_strategy(
@@ -93,15 +86,6 @@ def _idle(problem: Problem) -> Callable[[], None]:
             problem.iteration()
 
     return body
-
-
-def _timed(body: Callable[[], None], device: torch.device, times: int, told: Reporter | None = None) -> list[int]:
-    clock = clock_for(device)
-    for _ in range(times):
-        clock.run(body)
-        if told is not None:
-            told.advance()
-    return clock.times_ns()
 
 
 class Replay:

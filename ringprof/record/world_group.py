@@ -6,15 +6,16 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ringprof.record.placement import Placement, slurm_rendezvous
+from ringprof.record.launcher import RankPlace, slurm_rendezvous
 
 
 @contextmanager
-def process_group(place: Placement, device_type: str, timeout_s: float) -> Iterator[torch.device]:
+def world_group(place: RankPlace, device_type: str, timeout_s: float) -> Iterator[torch.device]:
     """The world's process group: NCCL on GPUs, gloo on CPUs. Yields this rank's device."""
     if "RANK" not in os.environ:
         os.environ.update(slurm_rendezvous(place))
@@ -34,26 +35,21 @@ def process_group(place: Placement, device_type: str, timeout_s: float) -> Itera
     dist.destroy_process_group()
 
 
-def gather_bytes(data: bytes, device: torch.device) -> list[bytes]:
-    """Every rank's ``data``, in rank order, on every rank. ``device`` is where the group's backend works.
+def gather_bytes(data: bytes, device: torch.device, group: Any = None) -> list[bytes]:
+    """Every rank's ``data``, in the order of ``group`` (None: the world). ``device`` is where its backend works.
 
     Bytes and not objects: what ranks exchange is JSON, nothing is unpickled.
     """
-    world = dist.get_world_size()
-    lengths = _gather(torch.tensor([len(data)], dtype=torch.int64, device=device), world)
+    lengths = gather_tensor(torch.tensor([len(data)], dtype=torch.int64, device=device), group)
     sizes = [int(length.item()) for length in lengths]
     padded = torch.zeros(max(1, *sizes), dtype=torch.uint8)
     padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else 0
-    gathered = _gather(padded.to(device), world)
+    gathered = gather_tensor(padded.to(device), group)
     return [bytes(part[:size].cpu().numpy()) for part, size in zip(gathered, sizes, strict=True)]
 
 
-def gather_tensor(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Every rank's ``tensor`` (same shape and type on all), in rank order."""
-    return _gather(tensor, dist.get_world_size())
-
-
-def _gather(tensor: torch.Tensor, world: int) -> list[torch.Tensor]:
-    parts = [torch.empty_like(tensor) for _ in range(world)]
-    dist.all_gather(parts, tensor)
+def gather_tensor(tensor: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
+    """Every rank's ``tensor`` (same shape and type on all), in the order of ``group`` (None: the world)."""
+    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, tensor, group=group)
     return parts

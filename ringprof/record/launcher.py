@@ -11,7 +11,7 @@ from ringprof.errors import UsageError
 
 
 @dataclass(frozen=True)
-class Placement:
+class RankPlace:
     """One rank among all, and on its host."""
 
     rank: int
@@ -20,9 +20,15 @@ class Placement:
     local_world_size: int
     node: int = 0
     """The launcher's number of this rank's host."""
+    parent: int | None = None
+    """The launcher's process, which a rank does not outlive; None where a shell may have started it and gone."""
 
 
-def joined(environment: Mapping[str, str] | None = None) -> Placement | None:
+_parent = os.getppid()
+"""As this process began: by the time that torch is loaded, it may have gone."""
+
+
+def launcher_rank(environment: Mapping[str, str] | None = None) -> RankPlace | None:
     """The rank that torchrun (or its like) or srun made of this process; None where nobody did.
 
     Only a step started by ``srun`` counts for Slurm: the script of a batch job carries the job's variables too, but
@@ -34,7 +40,8 @@ def joined(environment: Mapping[str, str] | None = None) -> Placement | None:
         per_host = max(1, _number(env, "LOCAL_WORLD_SIZE", world))
         rank = _number(env, "RANK")
         node = _number(env, "GROUP_RANK", rank // per_host)
-        return _checked(Placement(rank, world, _number(env, "LOCAL_RANK", rank % per_host), per_host, node))
+        parent = _parent if "TORCHELASTIC_RUN_ID" in env else None
+        return _checked(RankPlace(rank, world, _number(env, "LOCAL_RANK", rank % per_host), per_host, node, parent))
     if "SLURM_PROCID" in env and "SLURM_STEP_ID" in env:
         world = _number(env, "SLURM_STEP_NUM_TASKS", _number(env, "SLURM_NTASKS", 1))
         if world == 1:
@@ -43,11 +50,11 @@ def joined(environment: Mapping[str, str] | None = None) -> Placement | None:
         node = _number(env, "SLURM_NODEID", -1)
         per_host = _tasks_per_host(env, world, max(0, node))
         local = _number(env, "SLURM_LOCALID", rank % per_host)
-        return _checked(Placement(rank, world, local, per_host, rank // per_host if node < 0 else node))
+        return _checked(RankPlace(rank, world, local, per_host, rank // per_host if node < 0 else node, _parent))
     return None
 
 
-def slurm_rendezvous(place: Placement, environment: Mapping[str, str] | None = None) -> dict[str, str]:
+def slurm_rendezvous(place: RankPlace, environment: Mapping[str, str] | None = None) -> dict[str, str]:
     """The variables that torch.distributed needs and srun does not set: address and port of rank 0."""
     env = os.environ if environment is None else environment
     job = _number(env, "SLURM_JOB_ID", 0)
@@ -83,7 +90,7 @@ def _tasks_per_host(env: Mapping[str, str], world: int, node: int) -> int:
     return counts[node] if node < len(counts) else world
 
 
-def _checked(place: Placement) -> Placement:
+def _checked(place: RankPlace) -> RankPlace:
     if not 0 <= place.rank < place.world_size or not 0 <= place.local_rank < place.local_world_size:
         raise UsageError(f"the launcher's variables make no sense: rank {place.rank} of {place.world_size}")
     return place

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from ringprof.errors import UsageError
-from ringprof.record.placement import Placement, joined, slurm_rendezvous
+from ringprof.record.launcher import RankPlace, launcher_rank, slurm_rendezvous
 
 TORCHRUN = {"RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "8"}
 SRUN = {
@@ -15,17 +17,19 @@ SRUN = {
 
 
 def test_torchrun_makes_a_rank() -> None:
-    assert joined(TORCHRUN) == Placement(9, 16, 1, 8, node=1)
-    assert joined({**TORCHRUN, "GROUP_RANK": "3"}) == Placement(9, 16, 1, 8, node=3)
+    assert launcher_rank(TORCHRUN) == RankPlace(9, 16, 1, 8, node=1)
+    assert launcher_rank({**TORCHRUN, "GROUP_RANK": "3"}) == RankPlace(9, 16, 1, 8, node=3)
+    elastic = launcher_rank({**TORCHRUN, "TORCHELASTIC_RUN_ID": "7"})
+    assert elastic is not None and elastic.parent == os.getppid()
 
 
 def test_a_launcher_that_says_little_is_one_host() -> None:
-    assert joined({"RANK": "1", "WORLD_SIZE": "2"}) == Placement(1, 2, 1, 2)
+    assert launcher_rank({"RANK": "1", "WORLD_SIZE": "2"}) == RankPlace(1, 2, 1, 2)
 
 
 def test_srun_makes_a_rank_and_rank_0s_host_is_the_first() -> None:
-    place = joined(SRUN)
-    assert place == Placement(5, 8, 1, 4, node=1)
+    place = launcher_rank(SRUN)
+    assert place == RankPlace(5, 8, 1, 4, node=1, parent=os.getppid())
     assert slurm_rendezvous(place, SRUN) == {
         "MASTER_ADDR": "gpu07", "MASTER_PORT": "12001", "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1",
         "LOCAL_WORLD_SIZE": "4",
@@ -36,7 +40,7 @@ def test_srun_makes_a_rank_and_rank_0s_host_is_the_first() -> None:
     ("hosts", "first"), [("a1,a2", "a1"), ("a[3,5-9],b1", "a3"), ("rack[01-02]-x", "rack01-x"), ("solo", "solo")]
 )
 def test_the_first_host_of_a_slurm_list(hosts: str, first: str) -> None:
-    place = joined(SRUN)
+    place = launcher_rank(SRUN)
     assert place is not None
     assert slurm_rendezvous(place, {**SRUN, "SLURM_STEP_NODELIST": hosts})["MASTER_ADDR"] == first
 
@@ -51,7 +55,7 @@ def test_the_first_host_of_a_slurm_list(hosts: str, first: str) -> None:
     ],
 )
 def test_other_processes_are_no_ranks(env: dict[str, str]) -> None:
-    assert joined(env) is None
+    assert launcher_rank(env) is None
 
 
 @pytest.mark.parametrize(
@@ -59,10 +63,12 @@ def test_other_processes_are_no_ranks(env: dict[str, str]) -> None:
 )
 def test_variables_that_make_no_sense_are_refused(wrong: dict[str, str]) -> None:
     with pytest.raises(UsageError):
-        joined({**TORCHRUN, **wrong})
+        launcher_rank({**TORCHRUN, **wrong})
 
 
 def test_srun_with_more_tasks_on_one_host_than_on_another() -> None:
     uneven = {**SRUN, "SLURM_STEP_TASKS_PER_NODE": "3(x2),2", "SLURM_PROCID": "7"}
-    assert joined({**uneven, "SLURM_NODEID": "2"}) == Placement(7, 8, 1, 2, node=2)
-    assert joined({**uneven, "SLURM_NODEID": "1", "SLURM_LOCALID": "2"}) == Placement(7, 8, 2, 3, node=1)
+    assert launcher_rank({**uneven, "SLURM_NODEID": "2"}) == RankPlace(7, 8, 1, 2, 2, os.getppid())
+    assert launcher_rank({**uneven, "SLURM_NODEID": "1", "SLURM_LOCALID": "2"}) == RankPlace(
+        7, 8, 2, 3, 1, os.getppid()
+    )

@@ -16,10 +16,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ringprof.record.controls import KINDS, ORDERS, Replay, measure_controls, silent_strategy, solo
-from ringprof.record.measure import Measured, Problem, measure
-from ringprof.record.plan import _memory
-from ringprof.record.progress import Silent
+from ringprof.record.control_times import CONTROL_KINDS, ORDERS, Replay, measure_controls, silent_strategy
+from ringprof.record.estimate import memory_per_device
+from ringprof.record.measure import Measurement, Problem, measure
+from ringprof.record.progress import SilentReporter
 from ringprof.record.request import Request
 from ringprof.run import Workload, read_run
 from ringprof.strategies import collectives, create, hops, names
@@ -90,11 +90,11 @@ def test_the_refusal_above_refuses() -> None:
     assert in_every_case(2, attempt, [Case("zigzag"), Case("ulysses"), Case("allgather")]) == [[True] * 3] * 2
 
 
-def problem_of(case: Case, **changes: Any) -> tuple[Problem, Measured]:
+def problem_of(case: Case, **changes: Any) -> tuple[Problem, Measurement]:
     """A problem on this rank, and what its ordinary iterations did."""
     workload = Workload(**{**{name: getattr(WORKLOAD, name) for name in WORKLOAD.__struct_fields__}, **changes})
     problem = Problem.of(create(case.name, kernel="cpu-flash", **case.params), workload, CPU)
-    return problem, measure(problem, CPU, 1, 1, Silent())
+    return problem, measure(problem, CPU, 1, 1, SilentReporter())
 
 
 def in_every_case(world: int, function: Callable[[Case], Any], cases: list[Case]) -> list[list[Any]]:
@@ -131,6 +131,7 @@ def without_sending(case: Case) -> None:
     muted = muted[: len(ordinary)]
     assert muted == ordinary, case
     assert silent.comm.meter.sent == {}
+    assert measured.work.block_flops is not None
     assert silent.kernel_for(problem.q).flops == 2 * measured.work.block_flops
 
 
@@ -144,7 +145,7 @@ def without_computing(case: Case) -> None:
     assert computed == [] and (kernel.flops - before, idle.flops) == (0, 0)
     sent = {
         (sent.channel, sent.phase, sent.operation, sent.link): [sent.count, sent.sent_bytes]
-        for sent in measured.work.sent
+        for sent in measured.work.sent or []
     }
     assert problem.strategy.comm.meter.sent == sent and sent, case
     assert problem.strategy.kernel_for(problem.q) is kernel
@@ -156,7 +157,7 @@ def test_every_strategy_and_option_under(check: Callable[[Case], None], world: i
     in_every_case(world, check, CASES)
 
 
-class Counting(Silent):
+class Counting(SilentReporter):
     """A reporter that counts the steps that it was promised, and those that came."""
 
     def __init__(self) -> None:
@@ -169,7 +170,7 @@ class Counting(Silent):
         self.done += 1
 
 
-def all_in_turns(case: Case) -> tuple[int, dict[str, int], int, int]:
+def all_in_turns(case: Case) -> tuple[int, dict[str, int], int, int | None]:
     problem, measured = problem_of(case)
     before = [x.detach().clone() for x in (problem.q, problem.k, problem.v)]
     first = problem.strategy.attention(problem.q, problem.k, problem.v).detach()
@@ -188,7 +189,7 @@ def test_the_turns_leave_the_problem_as_it_was_and_time_each_kind_equally_often(
     for rank in in_every_case(2, all_in_turns, [Case(name) for name in names()]):
         for rounds, counts, solo_flops, block_flops in rank:
             # Five in four rounds: two in each.
-            assert rounds == 4 and counts == dict.fromkeys(KINDS, 8)
+            assert rounds == 4 and counts == dict.fromkeys(CONTROL_KINDS, 8)
             assert solo_flops == block_flops
 
 
@@ -209,7 +210,10 @@ def held(case: Case) -> tuple[int, int]:
     gathered = channel._gathered.values() if isinstance(channel, SilentCollective) else []
     found += sum(x.numel() * x.element_size() for slots in gathered for x in slots)
     request = Request(workload=WORKLOAD, strategy=case.name, world=problem.strategy.comm.size, params=case.params)
-    plain, controlled = (_memory(msgspec.structs.replace(request, controls=on), WORKLOAD) for on in (False, True))
+    plain, controlled = (
+        memory_per_device(msgspec.structs.replace(request, controls=on), WORKLOAD) for on in (False, True)
+    )
+    assert plain is not None and controlled is not None
     return found, controlled - plain
 
 
@@ -223,13 +227,14 @@ def test_the_controls_hold_no_more_than_the_plan_says(world: int) -> None:
 
 def forward_only(rank: int) -> tuple[int, set[str]]:
     problem, _ = problem_of(Case("ring"), backward=False, causal=False, kv_heads=8)
+    replay = Replay.of(problem)
     with kernel_calls() as calls:
-        times = solo(problem, CPU, 0, 3)
-    return len(times), {call[0] for call in calls}
+        replay.run()
+    return len(calls), {call[0] for call in calls}
 
 
-def test_solo_of_a_forward_pass_alone() -> None:
-    assert run_ranks(2, forward_only) == [(3, {"forward"})] * 2
+def test_the_blocks_of_a_forward_pass_alone() -> None:
+    assert run_ranks(2, forward_only) == [(2, {"forward"})] * 2
 
 
 def finite(rank: int) -> bool:

@@ -12,14 +12,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+import psutil
 import torch
 
 from ringprof.devices import peak_of
 from ringprof.errors import UnfitWorkloadError
-from ringprof.record.machine import cores
+from ringprof.processes import cpu_count
 from ringprof.record.request import Request
 from ringprof.record.resolve import fits, kernel_class, load_strategy, torch_dtype
 from ringprof.run import Workload
+from ringprof.strategies.expected import Load
 
 CPU_LIMIT_S = 600.0
 CPU_START_S = 10.0
@@ -31,21 +33,11 @@ PROFILED_SLOWDOWN = 1.5
 SAMPLE_TOKENS = 256
 TIME_LIMIT_S, TIME_LIMIT_FACTOR = 600.0, 10.0
 
-# Share of the device's dense peak that attention reaches, forward and backward together, by device and kernel: measured
-# on H200, estimates elsewhere. Matched against the device's name, first fit.
-SHARES_OF_PEAK: tuple[tuple[str, dict[str, float]], ...] = (
-    ("H200", {"cudnn": 0.55, "flash-attn": 0.34, "torch-flash": 0.33}),
-    ("H100", {"cudnn": 0.53, "flash-attn": 0.33, "torch-flash": 0.32}),
-    ("H800", {"cudnn": 0.53, "flash-attn": 0.33, "torch-flash": 0.32}),
-    ("H20", {"cudnn": 0.74, "flash-attn": 0.6, "torch-flash": 0.57}),
-    ("B200", {"cudnn": 0.44, "flash-attn": 0.17, "torch-flash": 0.16}),
-    ("A100", {"cudnn": 0.6, "flash-attn": 0.58, "torch-flash": 0.55}),
-    ("A800", {"cudnn": 0.6, "flash-attn": 0.58, "torch-flash": 0.55}),
-    ("L40", {"cudnn": 0.7, "flash-attn": 0.65, "torch-flash": 0.6}),
-    ("4090", {"cudnn": 0.75, "flash-attn": 0.7, "torch-flash": 0.65}),
-)
+KERNEL_SHARES = {"cudnn": (0.56, 1200.0), "flash-attn": (0.58, 340.0), "torch-flash": (0.55, 325.0)}
+"""What a kernel reaches, forward and backward together: a share of the device's peak, and TFLOP/s at most. Measured on
+H200 and A100; flash-attn 2, which torch's own is, makes no use of what came after Ampere."""
 REFERENCE_RATE = 2.0
-"""The float64 reference kernel, on any GPU."""
+"""TFLOP/s of the float64 reference kernel, on any GPU."""
 UNKNOWN_RATE = 100.0
 
 _Device = tuple[str, "int | None", float, str]
@@ -53,7 +45,7 @@ _Device = tuple[str, "int | None", float, str]
 
 
 @dataclass(frozen=True)
-class Plan:
+class Estimate:
     """The estimates of one recording."""
 
     device: str
@@ -64,21 +56,21 @@ class Plan:
     rate: float
     """FLOP/s that one rank is assumed to reach."""
     rate_source: str
-    memory_bytes: int
-    """Per device."""
+    memory_bytes: int | None
+    """Per device; None where the strategy does not say."""
     memory_limit: int | None
     """What a device has for us; None where nobody knows."""
     iterations: int
     """Weighted count of all iterations: warm-up, timed, profiled."""
     start_s: float
 
-    imbalance: float
-    """Work of the busiest rank over the mean."""
+    imbalance: float | None
+    """Work of the busiest rank over the mean; None where the strategy does not say."""
 
     @property
     def seconds_per_iteration(self) -> float:
-        """Of the busiest rank, if everything else is hidden."""
-        return self.flops_per_device * self.imbalance / self.rate
+        """Of the busiest rank, if everything else is hidden; of a mean rank where the imbalance is not known."""
+        return self.flops_per_device * (self.imbalance or 1.0) / self.rate
 
     @property
     def total_seconds(self) -> float:
@@ -91,24 +83,24 @@ class Plan:
         return TIME_LIMIT_S + TIME_LIMIT_FACTOR * self.total_seconds
 
 
-def make_plan(request: Request) -> Plan:
+def estimate_of(request: Request) -> Estimate:
     """The plan of a resolved request. On CPU it measures the kernel on a small block, for some milliseconds."""
     assert request.world is not None and request.warmup is not None and request.iters is not None
-    kernel = kernel_class(request)
+    kernel, strategy = kernel_class(request), load_strategy(request.strategy)
     on_gpu = request.device == "cuda"
-    name, limit, rate, source = _gpu(kernel.name) if on_gpu else _cpu(kernel, request.workload, request.world)
+    name, limit, rate, source = _gpu(request, kernel.name) if on_gpu else _cpu(request, kernel)
     profiled = PROFILED_SLOWDOWN * (1 + request.profile_iters)
-    return Plan(
+    return Estimate(
         device=name,
         kernel=kernel.name,
         flops_per_device=request.workload.model_flops() // request.world,
         rate=rate,
         rate_source=source,
-        memory_bytes=_memory(request, request.workload),
+        memory_bytes=memory_per_device(request, request.workload),
         memory_limit=limit,
         iterations=round(request.warmup + request.iters + profiled + _control_iterations(request)),
         start_s=GPU_START_S if on_gpu else CPU_START_S,
-        imbalance=_imbalance(request.workload, request.world, request.strategy),
+        imbalance=strategy.imbalance(request.world, causal=request.workload.causal, **request.params),
     )
 
 
@@ -118,57 +110,22 @@ def _control_iterations(request: Request) -> int:
     return 3 * request.warmup + 4 * (request.iters + 3) if request.controls else 0
 
 
-def _imbalance(workload: Workload, world: int, strategy: str) -> float:
-    """With contiguous pieces and a causal mask, the last rank sees everything: 2N - 1 of N² parts of the square."""
-    return 2 - 1 / world if workload.causal and strategy in ("ring", "allgather") else 1.0
-
-
-def _memory(request: Request, workload: Workload) -> int:
-    """Bytes per device, with what the controls hold beside ordinary iterations.
-
-    That is an output for the blocks alone, and with all-gather all keys and values for these and for the silent gather.
-    """
+def memory_per_device(request: Request, workload: Workload) -> int | None:
+    """Bytes that one rank holds at its peak, as the strategy expects it; None where it does not say."""
     assert request.world is not None
-    memory = memory_per_device(workload, request.world, request.strategy, request.hops)
-    if not request.controls:
-        return memory
-    item = 4 if workload.dtype == "fp32" else 2
-    row = workload.batch * workload.seq * workload.head_dim * item
-    gathered = 2 * 2 * row * workload.kv_heads if request.strategy == "allgather" else 0
-    return memory + row * workload.heads // request.world + gathered
+    load = Load(
+        workload.batch, workload.seq, workload.heads, workload.kv_heads, workload.head_dim,
+        item_bytes=4 if workload.dtype == "fp32" else 2, size=request.world, backward=workload.backward,
+        copied_hops=request.hops == "copy", controls=request.controls,
+    )  # fmt: skip
+    expected: int | None = load_strategy(request.strategy).memory_bytes(load, **request.params)
+    if expected is None:
+        return None
+    # The blocks alone have an output of their own.
+    return expected + load.q if request.controls else expected
 
 
-def memory_per_device(workload: Workload, world: int, strategy: str = "zigzag", hops: str = "nccl") -> int:
-    """Bytes that one rank holds at its peak.
-
-    Backward, for every strategy: q, k, v, out and dout, and the gradients of one block. A ring adds dQ in float32, the
-    kernel's own sum of it, three sets of K and V (held, arriving, and sent but not yet given back) and two of dK and dV
-    in float32. Copied hops keep the slots that they arrive in. Within a fifth of what 4 H200 held at 65536 and 262144
-    tokens; a strategy that is not bundled counts as a ring.
-    """
-    tokens = workload.batch * -(-workload.seq // world) * workload.head_dim
-    item = 4 if workload.dtype == "fp32" else 2
-    q, kv = tokens * workload.heads * item, 2 * tokens * workload.kv_heads * item
-    q_wide, kv_wide = 4 * q // item, 4 * kv // item
-    sets = world + 1 if strategy == "allgather" else 3
-    if not workload.backward:
-        return q + kv + q_wide + 2 * q + sets * kv + (2 * q + kv if strategy == "ulysses" else 0)
-    common = 3 * q + kv + q + kv
-    if strategy == "ulysses":
-        # The same again with whole sequences and a share of the heads.
-        return 2 * common
-    if strategy == "burst":
-        # Forward its slots are for K and V, backward for other shapes.
-        slots = 2 * kv if hops == "copy" else 0
-        return common + kv_wide + sets * 3 * q + q + q_wide + slots
-    if strategy == "allgather":
-        return common + q_wide + sets * (kv + kv_wide)
-    regrouped = 2 * q + kv if strategy in ("usp", "double-ring") else 0
-    slots = kv if hops == "copy" else 0
-    return common + 2 * q_wide + sets * kv + 2 * kv_wide + regrouped + slots
-
-
-def describe(request: Request, plan: Plan) -> list[str]:
+def describe(request: Request, plan: Estimate) -> list[str]:
     """The plan in words, a line each."""
     workload, world = request.workload, request.world
     devices = f"{world} x {plan.device}" if request.device == "cuda" else f"{world} CPU processes"
@@ -180,18 +137,24 @@ def describe(request: Request, plan: Plan) -> list[str]:
         f" {'forward and backward' if workload.backward else 'forward only'}",
         f"plan per device: {_si(plan.flops_per_device)}FLOPs an iteration,"
         f" about {_seconds(plan.seconds_per_iteration)} each ({_si(plan.rate)}FLOP/s {plan.kernel},"
-        f" {plan.rate_source}), about {_bytes(plan.memory_bytes)} of memory",
+        f" {plan.rate_source}), {_memory_in_words(plan.memory_bytes)}",
     ]
+    if plan.imbalance is None:
+        lines.append(f"how evenly {request.strategy} deals out work is not known: the time is that of a mean rank")
     if world == 1:
         lines.append("one device: nothing is communicated")
     return lines
 
 
-def refuse_too_large(request: Request, plan: Plan) -> None:
+def _memory_in_words(size: int | None) -> str:
+    return "memory unknown: the strategy has no estimate" if size is None else f"about {_bytes(size)} of memory"
+
+
+def refuse_too_large(request: Request, plan: Estimate) -> None:
     """Raises `UnfitWorkloadError` with the largest sequence that fits, where memory or (on CPU) time will not do."""
     if request.force:
         return
-    if plan.memory_limit is not None and plan.memory_bytes > plan.memory_limit:
+    if plan.memory_bytes and plan.memory_limit and plan.memory_bytes > plan.memory_limit:
         reason = f"needs about {_bytes(plan.memory_bytes)} per device, {_bytes(plan.memory_limit)} are there"
     elif request.device == "cpu" and plan.total_seconds > CPU_LIMIT_S:
         reason = f"would take about {_seconds(plan.total_seconds)} on this CPU, over {CPU_LIMIT_S / 60:.0f} minutes"
@@ -202,7 +165,7 @@ def refuse_too_large(request: Request, plan: Plan) -> None:
     raise UnfitWorkloadError(f"sequence {request.workload.seq} {reason}; {advice} (--force runs it anyway)")
 
 
-def largest_seq(request: Request, plan: Plan) -> int:
+def largest_seq(request: Request, plan: Estimate) -> int:
     """The longest sequence, as the layout needs it, that memory and time allow; 0 where none does."""
     strategy = load_strategy(request.strategy)
     assert request.world is not None
@@ -217,12 +180,13 @@ def largest_seq(request: Request, plan: Plan) -> int:
     return int(best * divisor)
 
 
-def _affordable(request: Request, plan: Plan, seq: int) -> bool:
+def _affordable(request: Request, plan: Estimate, seq: int) -> bool:
     assert request.world is not None
     workload = msgspec.structs.replace(request.workload, seq=seq)
-    if plan.memory_limit is not None and _memory(request, workload) > plan.memory_limit:
+    memory = memory_per_device(request, workload)
+    if memory and plan.memory_limit and memory > plan.memory_limit:
         return False
-    flops = workload.model_flops() / request.world * plan.imbalance
+    flops = workload.model_flops() / request.world * (plan.imbalance or 1.0)
     seconds = plan.start_s + plan.iterations * flops / plan.rate
     return request.device != "cpu" or seconds <= CPU_LIMIT_S
 
@@ -236,43 +200,40 @@ def _last(fine: Callable[[int], bool], top: int) -> int:
     return low
 
 
-def _cpu(kernel: Any, workload: Workload, world: int) -> _Device:
-    return "CPU process", _host_memory_per_rank(world), _cpu_rate(kernel, workload, world), "measured on a small block"
+def _cpu(request: Request, kernel: Any) -> _Device:
+    assert request.world is not None
+    # What the host can still give, shared among the ranks.
+    memory = psutil.virtual_memory().available // request.world
+    return "CPU process", memory, _cpu_rate(kernel, request.workload, request.world), "measured on a small block"
 
 
-def _gpu(kernel: str) -> _Device:
+def _gpu(request: Request, kernel: str) -> _Device:
     """For the smallest of the GPUs."""
     properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     smallest = min(properties, key=lambda found: int(found.total_memory))
-    limit = int(smallest.total_memory) - GPU_RESERVE_BYTES
+    rate, source = kernel_rate(smallest.name, kernel, request.workload.dtype)
+    return smallest.name, int(smallest.total_memory) - GPU_RESERVE_BYTES, rate, source
+
+
+def kernel_rate(device: str, kernel: str, dtype: str) -> tuple[float, str]:
+    """FLOP/s that a kernel is assumed to reach on a device, and why so many."""
     if kernel == "reference":
-        return smallest.name, limit, REFERENCE_RATE * 1e12, "assumed"
-    peak = peak_of(smallest.name, "bf16")
-    for name, shares in SHARES_OF_PEAK:
-        if peak is not None and name in smallest.name and kernel in shares:
-            return smallest.name, limit, shares[kernel] * peak.tflops * 1e12, f"assumed for {name}"
-    return smallest.name, limit, UNKNOWN_RATE * 1e12, "assumed: this device is not known"
-
-
-def _host_memory_per_rank(world: int) -> int | None:
-    """Memory that the host can still give, shared among the ranks; None where the system does not tell."""
-    try:
-        with open("/proc/meminfo", encoding="ascii") as file:
-            free = next(int(line.split()[1]) for line in file if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):
-        return None
-    return free * 1024 // world
+        return REFERENCE_RATE * 1e12, "assumed"
+    peak, (share, most) = peak_of(device, dtype), KERNEL_SHARES.get(kernel, (0.0, 0.0))
+    if peak is None or not share:
+        return UNKNOWN_RATE * 1e12, "assumed: this device or kernel is not known"
+    return min(share * peak.tflops, most) * 1e12, f"assumed from the peak of {device}"
 
 
 def _cpu_rate(kernel: Any, workload: Workload, world: int) -> float:
     """FLOP/s of one rank, from one full block on the threads that a rank will have."""
     before = torch.get_num_threads()
-    torch.set_num_threads(max(1, cores() // world))
+    torch.set_num_threads(max(1, cpu_count() // world))
     try:
         seconds, flops = _time_block(kernel(), workload)
     finally:
         torch.set_num_threads(before)
-    return flops / seconds * min(1.0, cores() / world)
+    return flops / seconds * min(1.0, cpu_count() / world)
 
 
 def _time_block(kernel: Any, workload: Workload) -> tuple[float, int]:

@@ -6,27 +6,27 @@ from pathlib import Path
 
 import pytest
 
-from ringprof.errors import RecordError, UnfitWorkloadError, VerificationError
-from ringprof.record.ending.account import TIME_LIMIT, Account, write_log
-from ringprof.record.ending.failure import Interrupted
-from ringprof.record.ending.lifeline import Word
+from ringprof.errors import Interrupted, RecordError, UnfitWorkloadError, VerificationError
+from ringprof.record.ending.failed_run import FailedRun, write_log
+from ringprof.record.ending.lifeline import RankOutcome
+from ringprof.record.ending.watchdog import TIME_LIMIT
 
 HOSTS = ["a", "a", "b", "b"]
 
 
-def stopped(reason: str = "", hops: int | None = 2) -> Word:
-    return Word(kind="stopped", where="iterations, step 3", hops=hops, reason=reason)
+def stopped(reason: str = "", hops: int | None = 2) -> RankOutcome:
+    return RankOutcome(kind="stopped", where="iterations, step 3", hops=hops, reason=reason)
 
 
-def failed(reason: str, message: str, *, effect: bool = False) -> Word:
-    return Word(kind="failed", where="iterations, step 3", reason=reason, message=message, effect=effect)
+def failed(reason: str, message: str, *, effect: bool = False) -> RankOutcome:
+    return RankOutcome(kind="failed", where="iterations, step 3", reason=reason, message=message, effect=effect)
 
 
 LOST = failed("RuntimeError", "RuntimeError: Connection closed by peer", effect=True)
 
 
-def cause(words: dict[int, Word], gone: list[int] | None = None, *, overdue: bool = False):
-    return Account(HOSTS, words, gone or [], 60, overdue).cause()
+def cause(words: dict[int, RankOutcome], gone: list[int] | None = None, *, overdue: bool = False):
+    return FailedRun(HOSTS, words, gone or [], 60, overdue).cause()
 
 
 @pytest.mark.parametrize(
@@ -42,9 +42,9 @@ def cause(words: dict[int, Word], gone: list[int] | None = None, *, overdue: boo
         ({0: stopped("SIGTERM")}, [], "rank 0 was stopped by SIGTERM in iterations, step 3"),
     ],
 )
-def test_the_cause_is_told_from_its_effects(words: dict[int, Word], gone: list[int], expected: str) -> None:
+def test_the_cause_is_told_from_its_effects(words: dict[int, RankOutcome], gone: list[int], expected: str) -> None:
     error = cause(words, gone)
-    assert type(error) is RecordError and error.exit_code == 3 and str(error).startswith(expected)
+    assert isinstance(error, RecordError) and error.exit_code == 3 and str(error).startswith(expected)
 
 
 def test_the_users_wish_is_no_failure() -> None:
@@ -68,7 +68,7 @@ def test_the_laggard_at_the_time_limit() -> None:
 
 
 def test_the_log_has_every_rank(tmp_path: Path) -> None:
-    account = Account(HOSTS, {0: LOST, 1: Word(kind="failed", message="m", detail="line 1\nline 2")}, [2])
+    account = FailedRun(HOSTS, {0: LOST, 1: RankOutcome(kind="failed", message="m", detail="line 1\nline 2")}, [2])
     text = account.log(["ringprof", "record"])
     assert text.splitlines()[0] == "$ ringprof record"
     assert "rank 1 on a: failed: m\n    line 1\n    line 2\n" in text
@@ -82,3 +82,18 @@ def test_a_log_goes_to_the_temporary_files_where_there_is_no_output(
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     assert write_log("x", tmp_path / "none/run.json", "mine") == tmp_path / "mine.failed.log"
+
+
+def test_a_log_is_not_written_through_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody else has guessed the log's name, in a folder that both write to."""
+    precious, runs, temporary = tmp_path / "precious", tmp_path / "runs", tmp_path / "temporary"
+    runs.mkdir()
+    temporary.mkdir()
+    precious.write_text("mine")
+    for target in (precious, tmp_path / "none"):
+        (runs / "log.failed.log").unlink(missing_ok=True)
+        (runs / "log.failed.log").symlink_to(target)
+        monkeypatch.setattr("tempfile.tempdir", str(temporary))
+        assert write_log("text", runs / "run.json", "log") == temporary / "log.failed.log"
+        (temporary / "log.failed.log").unlink()
+    assert precious.read_text() == "mine" and not (tmp_path / "none").exists()

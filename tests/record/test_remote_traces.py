@@ -18,14 +18,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from ringprof.record.folder import trace_name
-from ringprof.record.gathering import PIECE_BYTES, TraceFile, gather_traces
+from ringprof.record.run_folder import trace_name
+from ringprof.record.remote_traces import MESSAGE_BYTES, TraceFile, gather_traces
 from ringprof.record.memory import peak_bytes, reset_peak
 
 dist.init_process_group("gloo")
 rank, staging = dist.get_rank(), Path("staging")
 # Rank 0 has its own in the folder; of the others one is large, one ends on a piece, one is empty.
-sizes = [None, 12 * PIECE_BYTES + 7, 2 * PIECE_BYTES, 0]
+sizes = [None, 12 * MESSAGE_BYTES + 7, 2 * MESSAGE_BYTES, 0]
 trace = TraceFile(staging, "another folder's" if rank else "", rank)
 if rank:
     with trace.path.open("wb") as file:
@@ -38,7 +38,7 @@ small = torch.zeros(8)
 dist.all_reduce(small)
 reset_peak(device)
 before = peak_bytes(device)
-gather_traces(trace.path, sizes, staging, device)
+gather_traces(trace.path, [(trace_name(sender), size) for sender, size in enumerate(sizes)], staging, device)
 grown = peak_bytes(device) - before
 
 

@@ -9,11 +9,8 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import signal
 import socket
-import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -22,11 +19,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from ringprof.errors import RecordError, RingprofError
-from ringprof.record.ending.failure import Interrupted, is_effect, laggard, rank_error, signal_error
-from ringprof.record.machine import cores
+from ringprof.errors import Interrupted, RecordError, RingprofError
+from ringprof.processes import cpu_count, isolated
+from ringprof.record.ending.rank_errors import is_consequence, laggard, rank_error, signal_error
 from ringprof.record.progress import DiaryReader, Reporter
-from ringprof.record.request import Request, Task, write_task
+from ringprof.record.request import Request, Task, to_json
+from ringprof.scratch import keep, remove, scratch_folder
 
 POLL_S = 0.05
 SETTLE_S = 0.3
@@ -37,8 +35,8 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
 def make_scratch() -> Path:
-    """The folder of the ranks' logs and diaries."""
-    return Path(tempfile.mkdtemp(prefix="ringprof-"))
+    """The folder of the ranks' logs and diaries; it stays only after a failure."""
+    return scratch_folder("ranks")
 
 
 def log_path(scratch: Path, rank: int) -> Path:
@@ -59,7 +57,7 @@ def launch(task: Task, reporter: Reporter) -> None:
     """
     assert task.scratch is not None and task.request.world is not None
     scratch = Path(task.scratch)
-    write_task(task, scratch / "task.json")
+    (scratch / "task.json").write_bytes(to_json(task))
     deadline = time.monotonic() + task.time_limit
     with _signals_restored(), _store() as port:
         context = None
@@ -72,9 +70,10 @@ def launch(task: Task, reporter: Reporter) -> None:
             if context is not None:
                 # Asked first, so that the ranks can say where they were, then killed.
                 context.close(signal.SIGTERM, END_S)
+            keep(scratch)
             raise _explained(error, readers, scratch, task.time_limit) from None
         context.close()
-    shutil.rmtree(scratch, ignore_errors=True)
+    remove(scratch)
 
 
 class _RankFailed(Exception):
@@ -95,12 +94,11 @@ def _start(request: Request, scratch: Path, port: int) -> Any:
     # The launcher reports on its own; here it is part of a program that does.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL + 1)
     world = request.world or 1
+    command = isolated("rank", str(scratch / "task.json"), str(os.getpid()))
     return start_processes(
         name="ringprof",
-        entrypoint=sys.executable,
-        args={
-            rank: ("-u", "-m", "ringprof.worker", str(scratch / "task.json"), str(os.getpid())) for rank in range(world)
-        },
+        entrypoint=command[0],
+        args={rank: tuple(command[1:]) for rank in range(world)},
         envs={rank: _environment(request, rank, world, port) for rank in range(world)},
         logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
     )
@@ -117,7 +115,7 @@ def _environment(request: Request, rank: int, world: int, port: int) -> dict[str
         "MASTER_PORT": str(port),
         # The parent's store is the rendezvous: no rank opens a port of its own.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cores() // world))),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cpu_count() // world))),
     }
     if request.device == "cpu" and _has_loopback():
         # One host: gloo must not depend on what the host's name resolves to.
@@ -131,12 +129,18 @@ def _has_loopback() -> bool:
 
 @contextmanager
 def _store() -> Iterator[int]:
-    """A store for the ranks' rendezvous; yields its port."""
+    """A store for the ranks' rendezvous, for this host alone; yields its port."""
     import torch.distributed
 
     untyped: Any = torch.distributed
-    store = untyped.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
-    yield store.port
+    # A store that opens its port itself listens to all networks.
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    store = untyped.TCPStore(
+        "127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60),
+        master_listen_fd=listener.detach(),
+    )  # fmt: skip
+    yield port
     del store
 
 
@@ -220,12 +224,14 @@ def _cause(statuses: dict[int, int], readers: list[DiaryReader], scratch: Path) 
         return signal_error(killed[0], -statuses[killed[0]], f"; log: {log_path(scratch, killed[0])}")
     told = {rank: entry for rank in statuses if (entry := readers[rank].last("error"))}
     silent = [rank for rank in statuses if rank not in told]
-    if silent and all(is_effect(entry["error"], entry["message"]) for entry in told.values()):
+    if silent and all(is_consequence(entry["error"], entry["message"]) for entry in told.values()):
         # Whatever its exit code, one that left without a word is what the others fail from.
         rank = max(silent, key=lambda rank: statuses[rank] != 0)
         log = log_path(scratch, rank)
         return RecordError(f"rank {rank} ended with exit code {statuses[rank]} and said nothing; log: {log}")
-    rank, entry = min(told.items(), key=lambda item: (is_effect(item[1]["error"], item[1]["message"]), item[1]["at"]))
+    rank, entry = min(
+        told.items(), key=lambda item: (is_consequence(item[1]["error"], item[1]["message"]), item[1]["at"])
+    )
     return rank_error(rank, entry["error"], entry["message"], f"; log: {log_path(scratch, rank)}")
 
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ringprof.claim import sees
-from ringprof.record.folder import reduced_name, trace_name
+from ringprof.folder_owner import sees
+from ringprof.record.run_folder import reduced_name, trace_name
 from ringprof.scratch import remove, scratch_folder
 
-PIECE_BYTES = 4 * 2**20
+MESSAGE_BYTES = 4 * 2**20
 """The most of a trace that a rank holds in memory at a time."""
 
 
@@ -45,53 +46,49 @@ class TraceFile:
 
 
 def gather_traces(
-    own: Path,
-    sizes: list[int | None],
-    staging: Path,
-    device: torch.device,
-    name: Callable[[int], str] = trace_name,
+    own: Path, files: Sequence[tuple[str, int | None]], staging: Path, device: torch.device, group: Any = None
 ) -> None:
-    """Send each trace that has a size to rank 0, which writes it into ``staging``; one rank after the other.
+    """Send each rank's trace to the group's first rank, which writes it into ``staging``; one rank after the other.
 
-    Called by all ranks of the world with the same ``sizes``; ``name`` tells the file of each rank. Raises OSError where
-    rank 0 cannot write.
+    ``files`` holds the name of each rank's trace there, and its size where it must be sent. Called by all ranks of
+    ``group`` (None: the world) with the same ``files``. Raises OSError where the first rank cannot write.
     """
-    rank = dist.get_rank()
-    for sender, size in enumerate(sizes):
-        if size is None or sender == 0:
+    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+    for sender, (name, size) in zip(ranks, files, strict=True):
+        if size is None or sender == ranks[0]:
             continue
-        if rank == 0:
-            _receive(staging / name(sender), size, sender, device)
-        elif rank == sender:
-            _send(own, size, device)
+        if dist.get_rank() == ranks[0]:
+            _receive(staging / name, size, sender, device, group)
+        elif dist.get_rank() == sender:
+            _send(own, size, ranks[0], device, group)
 
 
-def _send(path: Path, size: int, device: torch.device) -> None:
+def _send(path: Path, size: int, receiver: int, device: torch.device, group: Any) -> None:
     room = _room(size, device)
     with path.open("rb") as file:
-        for start in range(0, size, PIECE_BYTES):
-            data = bytearray(file.read(min(PIECE_BYTES, size - start)))
+        for start in range(0, size, MESSAGE_BYTES):
+            data = bytearray(file.read(min(MESSAGE_BYTES, size - start)))
             piece = room[: len(data)].copy_(torch.frombuffer(data, dtype=torch.uint8))
-            _exchange(dist.isend, piece, 0)
+            _exchange(dist.isend, piece, receiver, group)
 
 
-def _receive(path: Path, size: int, sender: int, device: torch.device) -> None:
+def _receive(path: Path, size: int, sender: int, device: torch.device, group: Any) -> None:
     room = _room(size, device)
     with path.open("wb") as file:
-        for start in range(0, size, PIECE_BYTES):
-            piece = room[: min(PIECE_BYTES, size - start)]
-            _exchange(dist.irecv, piece, sender)
+        for start in range(0, size, MESSAGE_BYTES):
+            piece = room[: min(MESSAGE_BYTES, size - start)]
+            _exchange(dist.irecv, piece, sender, group)
             file.write(piece.cpu().numpy().data)
 
 
 def _room(size: int, device: torch.device) -> torch.Tensor:
     """The same for every piece: the backend may let go of a message's tensor long after the message is complete."""
-    return torch.empty(min(PIECE_BYTES, size), dtype=torch.uint8, device=device)
+    return torch.empty(min(MESSAGE_BYTES, size), dtype=torch.uint8, device=device)
 
 
-def _exchange(operation: object, piece: torch.Tensor, peer: int) -> None:
-    """One message. In a batch of one: NCCL then uses the world's own communicator, and makes none for each pair."""
-    for work in dist.batch_isend_irecv([dist.P2POp(operation, piece, peer)]):  # type: ignore[arg-type]
+def _exchange(operation: object, piece: torch.Tensor, peer: int, group: Any) -> None:
+    """One message. In a batch of one: NCCL then uses the group's own communicator, and makes none for each pair."""
+    for work in dist.batch_isend_irecv([dist.P2POp(operation, piece, peer, group)]):  # type: ignore[arg-type]
         work.wait()
     if piece.device.type == "cuda":
         torch.cuda.synchronize(piece.device)
