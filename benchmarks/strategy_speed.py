@@ -38,7 +38,7 @@ import torch.distributed as dist
 from peers import Peer, peers
 
 from ringprof.record.clock import clock_for
-from ringprof.record.controls import Replay
+from ringprof.record.control_times import Replay
 from ringprof.record.measure import Problem
 from ringprof.record.memory import ran_out
 from ringprof.run import Workload

@@ -1,5 +1,20 @@
 """ringprof: record ring attention (context parallelism) and see where its time goes.
 
+```python
+import ringprof
+
+run = ringprof.load("traces/run.json")      # or a trace, or a folder of traces
+run.verdict                                 # what communication cost, why, and what could be gained
+run.breakdown()                             # pandas frames: a row a rank; hops(), steps(), kernels(), waterfall()
+run.plot.timeline()                         # matplotlib axes
+
+ringprof.compare("traces/main", "traces/branch").frame()
+ringprof.load_tables("some.log").report()   # printed kernel tables
+
+with ringprof.capture("traces/mine"):       # in your own torchrun script
+    step()
+```
+
 Importing this module loads neither torch nor pandas nor matplotlib: the public names below load what they
 need when they are first used.
 """
@@ -12,12 +27,35 @@ from typing import TYPE_CHECKING, Any
 from ringprof._version import __version__
 
 if TYPE_CHECKING:
-    from ringprof.api import Analysis, capture, compare, load
+    from ringprof.api import Analysis, load
+    from ringprof.benchmark_logs.logs import logs
+    from ringprof.capturing import capture
+    from ringprof.kernel_tables.table_analysis import TableAnalysis, load_tables
+    from ringprof.options import LoadOptions
+    from ringprof.side_by_side import compare
 
-_API = "ringprof.api"
-_HOME = {"Analysis": _API, "compare": _API, "load": _API, "capture": _API}
+_HOME = {
+    "Analysis": "ringprof.api",
+    "LoadOptions": "ringprof.options",
+    "TableAnalysis": "ringprof.kernel_tables.table_analysis",
+    "capture": "ringprof.capturing",
+    "compare": "ringprof.side_by_side",
+    "load": "ringprof.api",
+    "load_tables": "ringprof.kernel_tables.table_analysis",
+    "logs": "ringprof.benchmark_logs.logs",
+}
 
-__all__ = ["Analysis", "__version__", "capture", "compare", "load"]
+__all__ = [
+    "Analysis",
+    "LoadOptions",
+    "TableAnalysis",
+    "__version__",
+    "capture",
+    "compare",
+    "load",
+    "load_tables",
+    "logs",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -8,14 +8,20 @@
     |  |- TraceFormatError
     |  |- RunFormatError
     |  `- KernelTableError
+    |     `- NoKernelTableError
     |- MissingExtraError              the exact pip install line
-    |- RecordError                    a run failed: rank and log (exit 3)
-    `- VerificationError              a run computed a wrong result (exit 3)
+    `- RecordError                    a run failed: rank and log (exit 3)
+       |- OutOfMemory                 a rank's device or host had no more memory
+       |- VerificationError           a run computed a wrong result
+       `- Interrupted                 the user stopped the run (exit 130)
 
 The command line turns each into one line on stderr; the library never prints and never exits.
 """
 
 from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
 
 
 class RingprofError(Exception):
@@ -52,6 +58,10 @@ class KernelTableError(InputError):
     """Text without a kernel table that can be read."""
 
 
+class NoKernelTableError(KernelTableError):
+    """Text in which no kernel table stands at all."""
+
+
 class MissingExtraError(RingprofError):
     """An optional dependency is needed and not installed."""
 
@@ -62,5 +72,21 @@ class RecordError(RingprofError):
     exit_code = 3
 
 
+class OutOfMemory(RecordError):
+    """A rank's device or host had no more memory."""
+
+
 class VerificationError(RecordError):
-    """A strategy computed a wrong result; nothing was timed."""
+    """A strategy computed a wrong result; there is no run."""
+
+
+class Interrupted(RecordError):
+    """The user stopped the run."""
+
+    exit_code = 130
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """For a message: which known name was likely meant; empty where none is near."""
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""

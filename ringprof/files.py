@@ -8,16 +8,20 @@ from __future__ import annotations
 import io
 import os
 import re
-from collections.abc import Iterator
+import stat
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, cast
+from urllib.parse import unquote
 
 from ringprof.errors import InputError, MissingExtraError, RingprofError
+from ringprof.limits import Limits
 
 # Two letters at least: a Windows path begins with one and a colon.
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+(::[A-Za-z0-9+.:/-]+)?://")
 _LOCAL = re.compile(r"^(file|local):(//)?")
+_CACHES = re.compile(r"^((simplecache|filecache|blockcache|cached)::)+")
 
 
 def is_url(name: str) -> bool:
@@ -26,73 +30,83 @@ def is_url(name: str) -> bool:
 
 
 def open_binary(name: str) -> BinaryIO:
-    """Open a file for reading. Raises `InputError` where it cannot be opened."""
-    with _told(name):
+    """Open a regular file for reading. Raises `InputError` where it cannot be opened or is none, such as a pipe."""
+    with _as_input_error(name):
         if not is_url(name):
-            return open(name, "rb")
+            return _open_regular(name)
         system, path = _system_of(name)
         return cast(BinaryIO, io.BufferedReader(_Remote(name, system.open(path, "rb"))))
 
 
+def _open_regular(name: str) -> BinaryIO:
+    # Without blocking: the end of a pipe that nobody writes to would be waited for.
+    file = open(name, "rb", opener=lambda path, flags: os.open(path, flags | getattr(os, "O_NONBLOCK", 0)))
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise InputError(f"{name}: not a regular file; to read from a pipe, give - as the path")
+    return file
+
+
 def read_bytes(name: str, size: int = -1) -> bytes:
     """A file's content, or its first ``size`` bytes. Raises `InputError`."""
-    with open_binary(name) as file, _told(name):
+    with open_binary(name) as file, _as_input_error(name):
         return file.read(size)
 
 
-def read_whole(name: str, limit_bytes: int) -> bytes:
-    """A file's content, which must be no larger than ``limit_bytes``. Raises `InputError`."""
-    with open_binary(name) as file, _told(name):
-        return read_within(file, limit_bytes, name)
+def read_whole(name: str, limits: Limits | None = None, share: int = 2) -> bytes:
+    """A file's content; no larger than one part in ``share`` of the memory that reading may take. Raises `InputError`.
+
+    ``share``: how many times its size it may need in memory, decoded.
+    """
+    with open_binary(name) as file, _as_input_error(name):
+        return read_within(file, name, limits, share)
 
 
-def read_within(file: BinaryIO, limit_bytes: int, name: str) -> bytes:
-    """All that a file or pipe holds, up to a limit. Raises `InputError` beyond it, and OSError."""
-    data = file.read(limit_bytes + 1)
-    if len(data) > limit_bytes:
-        raise InputError(f"{name}: larger than {limit_bytes:,} bytes: raise the limit with --max-bytes, or give a part")
-    return data
+def read_within(file: BinaryIO, name: str, limits: Limits | None = None, share: int = 2) -> bytes:
+    """As `read_whole`, from an open file or a pipe. Raises also OSError."""
+    limits = limits or Limits()
+    most = min(limits.memory_bytes // share, limits.expanded_bytes)
+    data = bytearray()
+    while piece := file.read(1 << 20):
+        data += piece
+        if len(data) > most:
+            option = "--max-bytes" if most == limits.expanded_bytes else "--max-memory"
+            raise InputError(f"{name}: larger than {most:,} bytes: raise the limit with {option}, or give a part")
+    return bytes(data)
 
 
 def size_of(name: str) -> int:
     """Bytes of a file. Raises `InputError`."""
-    with _told(name):
-        if not is_url(name):
-            return os.stat(name).st_size
-        system, path = _system_of(name)
-        return int(system.size(path) or 0)
+    return int(_asked(name, lambda path: path.stat().st_size, "size") or 0)
 
 
 def is_folder(name: str) -> bool:
     """Whether there is a folder of this name. Raises `InputError`."""
-    with _told(name):
-        if not is_url(name):
-            return Path(name).is_dir()
-        system, path = _system_of(name)
-        return bool(system.isdir(path))
+    return bool(_asked(name, Path.is_dir, "isdir"))
 
 
 def is_file(name: str) -> bool:
     """Whether there is a file of this name. Raises `InputError`."""
-    with _told(name):
-        if not is_url(name):
-            return Path(name).is_file()
-        system, path = _system_of(name)
-        return bool(system.isfile(path))
+    return bool(_asked(name, Path.is_file, "isfile"))
 
 
 def exists(name: str) -> bool:
     """Whether there is a file or folder of this name. Raises `InputError`."""
-    with _told(name):
+    return bool(_asked(name, Path.exists, "exists"))
+
+
+def _asked(name: str, here: Callable[[Path], Any], elsewhere: str) -> Any:
+    """What this machine says of a path, or the file system of a URL by its function of this name."""
+    with _as_input_error(name):
         if not is_url(name):
-            return Path(name).exists()
+            return here(Path(name))
         system, path = _system_of(name)
-        return bool(system.exists(path))
+        return getattr(system, elsewhere)(path)
 
 
 def files_in(folder: str) -> list[str]:
     """The files of a folder, or where it has none those of the folders in it. Raises `InputError`."""
-    with _told(folder):
+    with _as_input_error(folder):
         if is_url(folder):
             return _files_at(folder)
         here = Path(folder)
@@ -110,25 +124,35 @@ def folder_of(name: str) -> str:
     return name.rpartition("/")[0] if is_url(name) else os.path.dirname(name) or "."
 
 
-def leads_out(file: str, relative: str) -> str:
-    """Why a path that ``file`` names does not stay below its folder; empty where it does.
+def leading_out(file: str, relatives: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Which paths do not stay below the folder of ``file``, which names them, and why.
 
     A file may come from a stranger: it must not make its reader open other places, or other machines.
     """
-    pure = PurePosixPath(relative)
-    # "::" chains the URLs of fsspec; backslashes are separators to some.
-    strange = any(mark in relative for mark in ("\\", "\0", "::"))
-    if strange or pure.is_absolute() or ".." in pure.parts or not pure.parts:
-        return "leaves the run's folder"
-    local = _LOCAL.sub("", file)
-    if is_url(local):
-        return ""
-    try:
-        folder = Path(local).parent.resolve()
-        inside = (folder / relative).resolve().is_relative_to(folder)
-    except (OSError, RuntimeError, ValueError):
-        return "is a link that leads in a circle"
-    return "" if inside else "leaves the run's folder through a link"
+    local = _CACHES.sub("", file)
+    local = _LOCAL.sub("", local)
+    real: dict[str, str] = {}
+
+    def resolved(folder: str) -> str:
+        if folder not in real:
+            real[folder] = os.path.realpath(folder)
+        return real[folder]
+
+    for relative in relatives:
+        # "::" chains the URLs of fsspec; backslashes are separators to some; servers take %2e for a dot.
+        plain = PurePosixPath(unquote(relative) if is_url(local) else relative)
+        strange = any(mark in relative for mark in ("\\", "\0", "::"))
+        if strange or plain.is_absolute() or ".." in plain.parts or not plain.parts:
+            yield relative, "leaves the run's folder"
+        elif not is_url(local):
+            folder = os.path.dirname(local) or "."
+            path = os.path.join(resolved(os.path.join(folder, os.path.dirname(relative))), plain.name)
+            if os.path.islink(path):
+                path = os.path.realpath(path)
+            if not path.startswith(os.path.join(resolved(folder), "")):
+                yield relative, "leaves the run's folder through a link"
+            elif os.path.islink(path):
+                yield relative, "is a link that leads in a circle"
 
 
 def _files_at(folder: str) -> list[str]:
@@ -161,7 +185,7 @@ class _Remote(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        with _told(self._name):
+        with _as_input_error(self._name):
             data = self._file.read(len(buffer))
         buffer[: len(data)] = data
         return len(data)
@@ -170,7 +194,7 @@ class _Remote(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = 0) -> int:
-        with _told(self._name):
+        with _as_input_error(self._name):
             return int(self._file.seek(offset, whence))
 
     def close(self) -> None:
@@ -180,22 +204,22 @@ class _Remote(io.RawIOBase):
 
 
 @contextmanager
-def _told(name: str) -> Iterator[None]:
+def _as_input_error(name: str) -> Iterator[None]:
     """Whatever goes wrong with a file becomes one line that names it."""
     try:
         yield
     except RingprofError:
         raise
     except ImportError as error:
-        raise MissingExtraError(f"{name}: {_line(error)}") from None
+        raise MissingExtraError(f"{name}: {_one_line(error)}") from None
     except OSError as error:
-        raise InputError(f"{name}: {error.strerror or _line(error)}") from None
+        raise InputError(f"{name}: {error.strerror or _one_line(error)}") from None
     except Exception as error:
         if not is_url(name):
             raise
         # The many file systems behind fsspec raise what they like: BadZipFile, TypeError, errors of their clients.
-        raise InputError(f"{name}: {_line(error)}") from None
+        raise InputError(f"{name}: {_one_line(error)}") from None
 
 
-def _line(error: Exception) -> str:
+def _one_line(error: Exception) -> str:
     return " ".join(str(error).split()) or type(error).__name__

@@ -14,7 +14,9 @@ from ringprof.analysis.kinds.kinds import KINDS
 from ringprof.analysis.rank import Rank
 from ringprof.analysis.steps.steps import STEP_COLUMNS, Step
 from ringprof.analysis.timeline.breakdown import Breakdown
-from ringprof.analysis.transfers.hops import Hop, gbps
+from ringprof.analysis.timeline.kernels import KERNEL_COLUMNS
+from ringprof.analysis.transfers.hops import Hop
+from ringprof.report.text import csv_text
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -90,9 +92,25 @@ def step_frame(steps: Iterable[Step]) -> pd.DataFrame:
     return _frame([msgspec.structs.asdict(step) for step in steps], STEP_COLUMNS)
 
 
+def kernel_frame(attribution: Attribution) -> pd.DataFrame:
+    """A row a name and kind."""
+    whole = sum(one.time_ns for one in attribution.kernels) or 1
+    rows = [
+        {**one._asdict(), "share": one.time_ns / whole, "mean_ns": one.mean_ns, "hidden": one.hidden}
+        for one in attribution.kernels
+    ]
+    return _frame(rows, KERNEL_COLUMNS)
+
+
 def waterfall_frame(waterfall: Waterfall) -> pd.DataFrame:
     """A row a part."""
     return _frame([asdict(part) for part in waterfall.parts], WATERFALL_COLUMNS)
+
+
+def as_csv(frame: pd.DataFrame) -> str:
+    """A frame as CSV; what is not known is empty."""
+    plain = frame.astype(object).where(frame.notna(), None)
+    return csv_text(list(frame.columns), plain.itertuples(index=False))
 
 
 def _frame(rows: list[dict[str, Any]], columns: Sequence[str]) -> pd.DataFrame:
@@ -100,7 +118,7 @@ def _frame(rows: list[dict[str, Any]], columns: Sequence[str]) -> pd.DataFrame:
 
     frame = pd.DataFrame(rows, columns=list(columns))
     for column in columns:
-        if column.endswith("_ns") or column == "bytes":
+        if (column.endswith("_ns") and column != "mean_ns") or column == "bytes":
             frame[column] = frame[column].astype("Int64")
     return frame
 
@@ -118,23 +136,21 @@ def _figures(breakdown: Breakdown) -> dict[str, Any]:
 
 
 def _hop_row(hop: Hop) -> dict[str, Any]:
-    wire, size = hop.wire_ns, hop.sent_bytes
-    ready = [part.ready_ns for part in hop.parts]
-    transfers = [part.transfer for part in hop.parts]
+    first, ready = hop.parts[0], [part.ready_ns for part in hop.parts]
     return {
         "rank": hop.rank,
         "hop": hop.number,
-        "group": transfers[0].group[0],
-        "send_to": tuple(dict.fromkeys(m.peer for t in transfers for m in t.sends)),
-        "receive_from": tuple(dict.fromkeys(m.peer for t in transfers for m in t.receives)),
-        "bytes": size,
+        "group": first.transfer.group[0],
+        "send_to": hop.sent_to,
+        "receive_from": hop.received_from,
+        "bytes": hop.sent_bytes,
         "start_ns": hop.start_ns,
         "end_ns": hop.end_ns,
         "ready_ns": None if None in ready else max(moment for moment in ready if moment is not None),
         "wait_ns": hop.wait_ns,
-        "wire_ns": wire,
+        "wire_ns": hop.wire_ns,
         "exposed_ns": hop.exposed_ns,
-        "wire_gbps": gbps(size, wire),
-        "link": hop.parts[0].link,
-        "source": transfers[0].source,
+        "wire_gbps": hop.wire_gbps,
+        "link": first.link,
+        "source": first.transfer.source,
     }

@@ -6,21 +6,25 @@ computed when the file is read. Times are integer nanoseconds, sizes bytes.
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Annotated, Any
 
 import msgspec
 
 from ringprof.errors import RunFormatError
-from ringprof.files import leads_out, read_whole
+from ringprof.files import leading_out, read_whole
+from ringprof.limits import Limits
 
 SCHEMA = "ringprof.run/1"
 
-LIMIT_BYTES = 256 << 20
-"""A run of 10,000 ranks has a tenth of it."""
+_SHARE = 32
+"""A ``run.json`` may be as large as one part in so many of the memory for reading: made of empty lists, one needs 20
+times its size. Of 1 GiB that is 32 MiB; a run of 10,000 ranks has 25."""
 
 
 MOST_RANKS = 1 << 20
@@ -46,18 +50,24 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     """``bf16``, ``fp16`` or ``fp32``."""
     backward: bool = True
     """Whether an iteration is forward and backward, or forward only."""
+    layers: Size = 1
+    """Attention layers that a captured step goes through."""
+    steps: Size = 1
+    """Steps in a captured block."""
 
     def model_flops(self) -> int:
-        """FLOPs of one iteration over all ranks: 4·B·S²·H·D forward, half when causal; backward 2.5 times."""
-        forward = 4 * self.batch * self.seq**2 * self.heads * self.head_dim
-        if self.causal:
-            forward //= 2
-        return forward * 7 // 2 if self.backward else forward
+        """FLOPs of one iteration over all ranks: 4·B·S²·H·D forward, half when causal; backward 2.5 times.
+
+        Of a captured block, of all its steps and layers.
+        """
+        return self._flops(self.seq**2 if self.causal else 2 * self.seq**2)
 
     def exact_flops(self) -> int:
         """As `model_flops`, from the exact mask area S(S+1)/2 instead of S²/2 when causal."""
-        area = self.seq * (self.seq + 1) // 2 if self.causal else self.seq**2
-        forward = 4 * self.batch * area * self.heads * self.head_dim
+        return self._flops(self.seq * (self.seq + 1) if self.causal else 2 * self.seq**2)
+
+    def _flops(self, twice_the_area: int) -> int:
+        forward = 2 * self.batch * twice_the_area * self.heads * self.head_dim * self.layers * self.steps
         return forward * 7 // 2 if self.backward else forward
 
 
@@ -67,6 +77,8 @@ class Topology(msgspec.Struct, frozen=True, kw_only=True):
     world_size: Annotated[int, msgspec.Meta(ge=1, le=MOST_RANKS)]
     hosts: list[str]
     """Host name of each rank."""
+    ranks: list[Count] | None = None
+    """The ranks' numbers in their world, by which traces name them, where `capture` was of a group; None: from 0 on."""
     local_ranks: list[Count]
     ranks_per_host: Size
     """Ranks that share a host as the strategy saw it (given, or from the launcher)."""
@@ -115,6 +127,22 @@ class TensorError(msgspec.Struct, frozen=True, kw_only=True):
     """The rank with the largest relative error."""
 
 
+class TimedVerification(msgspec.Struct, frozen=True, kw_only=True):
+    """The check after timing, of the last timed iteration: in places, against attention over the whole sequence."""
+
+    seq: Count
+    places: Count
+    """Query rows of ``out`` and ``dq``, and keys of ``dk`` and ``dv``, that each rank looked at."""
+    kv_head: Count
+    """Whose keys those are; the rows are of all heads."""
+    same_output: bool
+    """Whether the output has the same bits as that of the first iteration at this length."""
+    errors: dict[str, TensorError]
+    """As those of `Verification`, over the places."""
+    took_ns: Nanoseconds
+    """How long this check took on rank 0."""
+
+
 class Verification(msgspec.Struct, frozen=True, kw_only=True):
     """The check before timing: output and gradients against a dense float64 reference."""
 
@@ -122,6 +150,8 @@ class Verification(msgspec.Struct, frozen=True, kw_only=True):
     seq: Count
     errors: dict[str, TensorError]
     """Keys ``out``, and with backward ``dq``, ``dk``, ``dv``."""
+    timed: TimedVerification | None = None
+    """None in runs of before there was this check."""
 
 
 class Timings(msgspec.Struct, frozen=True, kw_only=True):
@@ -130,6 +160,15 @@ class Timings(msgspec.Struct, frozen=True, kw_only=True):
     warmup: Count
     iterations_ns: list[list[Nanoseconds]]
     """One list a rank, one figure an iteration."""
+
+    def slowest_ns(self) -> list[int]:
+        """The slowest rank's time, of each iteration."""
+        return [max(times) for times in zip(*self.iterations_ns, strict=True)]
+
+    def median_ns(self) -> float | None:
+        """The run's time: the median over iterations of the slowest rank's; None where nothing was timed."""
+        slowest = self.slowest_ns()
+        return float(median(slowest)) if slowest else None
 
 
 class Controls(msgspec.Struct, frozen=True, kw_only=True):
@@ -144,9 +183,9 @@ class Controls(msgspec.Struct, frozen=True, kw_only=True):
     ordinary_ns: list[list[Nanoseconds]]
     solo_ns: list[list[Nanoseconds]]
     """The same kernel calls back to back on all ranks at once, nothing merged, nothing sent."""
-    compute_only_ns: list[list[Nanoseconds]]
-    """The strategy on a communicator that sends nothing."""
-    communication_only_ns: list[list[Nanoseconds]]
+    compute_only_ns: list[list[Nanoseconds]] | None = None
+    """The strategy on a communicator that sends nothing; None, as the next, where one rank has nobody to send to."""
+    communication_only_ns: list[list[Nanoseconds]] | None = None
     """The strategy with a kernel that computes nothing."""
     solo_flops: list[Count]
     """FLOPs of one solo iteration of each rank, from exact mask areas."""
@@ -172,16 +211,20 @@ class Sent(msgspec.Struct, frozen=True, kw_only=True):
     count: Count
     """Hops, or collective calls."""
     sent_bytes: Count
+    to: Count | None = None
+    """The rank that hops go to; None for collectives, and in runs of before this was recorded."""
 
 
 class Work(msgspec.Struct, frozen=True, kw_only=True):
     """What one rank did in one iteration, counted by the kernel and the communicator as they ran."""
 
-    block_flops: Count
-    """FLOPs of its attention blocks, forward and backward, from exact mask areas."""
+    block_flops: Count | None
+    """FLOPs of its attention blocks, forward and backward, from exact mask areas; None where the strategy computes
+    with other kernels than those that count, as other people's code does."""
     block_calls: dict[str, Count]
     """Blocks computed, by ``forward`` and ``backward``."""
-    sent: list[Sent]
+    sent: list[Sent] | None
+    """None where the strategy sends by other ways than those that count."""
 
 
 class RankTrace(msgspec.Struct, frozen=True, kw_only=True):
@@ -223,18 +266,38 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     """One a rank."""
     traces: list[RankTrace]
 
+    def tflops(self, time_ns: float | None) -> float | None:
+        """The rate per device of an iteration of this time, by the model's FLOPs; None where either is unknown."""
+        if self.workload is None or not time_ns:
+            return None
+        return self.workload.model_flops() / self.topology.world_size / time_ns / 1e3
+
+    def ranks(self) -> Sequence[int]:
+        """The number of each rank, as its trace names it."""
+        return self.topology.ranks or range(self.topology.world_size)
+
+    def work_of(self, rank: int) -> Work | None:
+        """What the rank of this number did in one iteration; None where it was not counted."""
+        return dict(zip(self.ranks(), self.work or (), strict=False)).get(rank)
+
+    def block_flops(self) -> dict[int, int] | None:
+        """FLOPs of every rank's attention blocks in one iteration; None where they were not counted."""
+        works = zip(self.ranks(), self.work or (), strict=False)
+        counted = {rank: work.block_flops for rank, work in works if work.block_flops is not None}
+        return counted if len(counted) == self.topology.world_size else None
+
 
 # --- the store ------------------------------------------------------------------------------------
 
 
-def read_run(path: str | os.PathLike[str]) -> Run:
+def read_run(path: str | os.PathLike[str], limits: Limits | None = None) -> Run:
     """Read a ``run.json``.
 
     Raises `RunFormatError` where the file is not a run, was written by a newer ringprof, contradicts itself, or names
     a trace outside its own folder.
     """
     name = os.fspath(path)
-    return parse_run(read_whole(name, LIMIT_BYTES), name)
+    return parse_run(read_whole(name, limits, _SHARE), name)
 
 
 def parse_run(data: bytes, path: str | os.PathLike[str]) -> Run:
@@ -245,12 +308,11 @@ def parse_run(data: bytes, path: str | os.PathLike[str]) -> Run:
         if schema != SCHEMA:
             raise RunFormatError(f"{file}: schema {schema!r} is not {SCHEMA!r}: update ringprof, or record again")
         run = msgspec.json.decode(data, type=Run)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RunFormatError(f"{file}: not a ringprof run: {error}") from None
-    for trace in run.traces:
-        for relative in (trace.path, trace.reduced):
-            if relative is not None and (reason := leads_out(file, relative)):
-                raise RunFormatError(f"{file}: trace path {relative!r} {reason}")
+    named = (path for trace in run.traces for path in (trace.path, trace.reduced) if path is not None)
+    for relative, reason in leading_out(file, named):
+        raise RunFormatError(f"{file}: trace path {relative!r} {reason}")
     for problem in _contradictions(run):
         raise RunFormatError(f"{file}: not a ringprof run: {problem}")
     return run
@@ -261,6 +323,7 @@ def _contradictions(run: Run) -> Iterator[str]:
     size = run.topology.world_size
     each: dict[str, Sequence[object] | None] = {
         "topology.hosts": run.topology.hosts,
+        "topology.ranks": run.topology.ranks,
         "topology.local_ranks": run.topology.local_ranks,
         "peak_memory_bytes": run.peak_memory_bytes,
         "work": run.work,
@@ -275,8 +338,10 @@ def _contradictions(run: Run) -> Iterator[str]:
         if name.endswith("_ns") and len({len(one) for one in values or () if isinstance(one, list)}) > 1:
             yield f"{name} holds more iterations of some ranks than of others"
     ranks = [trace.rank for trace in run.traces]
-    if len(set(ranks)) < len(ranks) or max(ranks, default=0) >= size:
+    if len(set(ranks)) < len(ranks) or not set(ranks) <= set(run.ranks()):
         yield f"its traces are not one each of {size} ranks"
+    if max(run.topology.ranks or [0]) >= MOST_RANKS:
+        yield "its ranks have numbers that no world has"
     if len({trace.path for trace in run.traces}) < len(ranks):
         yield "it names one trace for several ranks"
     if run.verification and not run.verification.errors:
@@ -289,9 +354,12 @@ class _SchemaOnly(msgspec.Struct):
 
 def write_run(run: Run, path: str | os.PathLike[str]) -> None:
     """Write a ``run.json`` atomically: it is complete, or it is not there."""
-    file = Path(path)
-    text = msgspec.json.format(msgspec.json.encode(run), indent=1)
-    write_atomically(file, text + b"\n")
+    try:
+        text = msgspec.json.encode(run)
+    except UnicodeEncodeError:
+        # A command line or a variable that is no text.
+        text = json.dumps(msgspec.to_builtins(run), ensure_ascii=False).encode(errors="replace")
+    write_atomically(Path(path), msgspec.json.format(text, indent=1) + b"\n")
 
 
 def write_atomically(file: Path, data: bytes) -> None:
@@ -322,8 +390,3 @@ def relocated(run: Run, folder: str) -> Run:
         for t in run.traces
     ]
     return msgspec.structs.replace(run, traces=traces)
-
-
-def with_fields(run: Run, changes: Mapping[str, Any]) -> Run:
-    """A copy of ``run`` with some fields replaced."""
-    return msgspec.structs.replace(run, **changes)

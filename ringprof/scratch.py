@@ -11,7 +11,7 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-from ringprof.claim import claim, clear_abandoned, release
+from ringprof.folder_owner import claim, clear_abandoned, release
 
 _made: set[Path] = set()
 
@@ -24,6 +24,12 @@ def scratch_folder(what: str) -> Path:
     _made.add(folder)
     claim(folder)
     return folder
+
+
+def keep(folder: Path) -> None:
+    """Let one that `scratch_folder` made stay for good."""
+    _made.discard(folder)
+    release(folder)
 
 
 def remove(folder: Path) -> None:

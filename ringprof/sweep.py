@@ -10,24 +10,27 @@ import itertools
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import msgspec
 from msgspec.structs import replace
 
 from ringprof.analysis.findings.summary import Rates
+from ringprof.analysis.kinds.kinds import ATTENTION, COMMUNICATION
 from ringprof.api import Analysis, load
-from ringprof.errors import InputError, RecordError, UnfitWorkloadError, UsageError, VerificationError
+from ringprof.errors import InputError, Interrupted, OutOfMemory, RecordError, UnfitWorkloadError, UsageError
 from ringprof.record import Request, record
-from ringprof.record.placement import joined
+from ringprof.record.launcher import launcher_rank
 from ringprof.record.progress import Reporter
-from ringprof.run import Run, Workload, read_run, write_atomically
+from ringprof.record.resolve import kernel_class, load_strategy, need, resolve, typed_params
+from ringprof.run import Workload, read_run, write_atomically
 
 SCHEMA = "ringprof.sweep/1"
-OUT_OF_MEMORY = "out of memory"
-ATTENTION = ("flash_fwd", "flash_bwd")
-COMMUNICATION = ("send_recv", "all_to_all", "all_gather", "reduce_scatter", "all_reduce", "broadcast", "copy_engine")
+
+WHERE = ("hops", "device", "world", "ranks_per_host")
+"""Options that make another measurement: a row is recorded again where they differ."""
+HOW = ("warmup", "iters", "verify")
+"""Options by which a measurement is more or less sure: an earlier row stays, and the sweep says so."""
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,6 +49,13 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     """The run's folder, relative to the sweep's file."""
     forward_ns: float | None = None
     """Time of one forward pass alone, recorded apart: median over iterations of the slowest rank's."""
+    options: dict[str, Any] = {}
+    """How it was recorded: those of `OPTIONS`, as given; empty in sweeps of before they were kept."""
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What makes it another row."""
+        return self.strategy, self.params, self.kernel, self.workload, *(self.options.get(name) for name in WHERE)
 
 
 class Sweep(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,7 +65,7 @@ class Sweep(msgspec.Struct, frozen=True, kw_only=True):
     rows: list[Row] = []
 
 
-def plan(
+def sweep_requests(
     base: Request, strategies: Sequence[str], seqs: Sequence[int], kernels: Sequence[str], params: Mapping[str, str]
 ) -> list[Request]:
     """A request for every combination. A parameter ``NAME.key`` goes to strategy NAME, ``key`` to all.
@@ -82,8 +92,10 @@ def run_sweep(requests: Sequence[Request], path: Path, reporter: Reporter) -> It
     Rows that an earlier sweep with the same ``path`` has done are not recorded again; failed ones are. Raises
     `UsageError` under a launcher, and what stops every recording alike: `Interrupted`, `MissingExtraError`.
     """
-    if joined() is not None:
+    if launcher_rank() is not None:
         raise UsageError("a sweep starts its own ranks: run it without torchrun or srun, on one host")
+    for request in requests:
+        _refuse_unknown(request)
     folder = path.parent
     folder.mkdir(parents=True, exist_ok=True)
     sweep = read_sweep(path) if path.exists() else Sweep()
@@ -91,9 +103,43 @@ def run_sweep(requests: Sequence[Request], path: Path, reporter: Reporter) -> It
         row = _done(sweep, request, folder)
         if row is None:
             row = _record_row(replace(request, output=str(folder / "run.json")), folder, reporter)
-            sweep = Sweep(rows=[*(old for old in sweep.rows if not _same(old, row)), row])
+            sweep = Sweep(rows=[*(old for old in sweep.rows if old.key != row.key), row])
             write_atomically(path, msgspec.json.format(msgspec.json.encode(sweep), indent=1) + b"\n")
+        else:
+            _say_what_differs(row, request, path, reporter)
         yield row, analysis_of(row, folder)
+
+
+def _refuse_unknown(request: Request) -> None:
+    """Raises for a name or an option that no recording could honour, before hours go into the rows before it."""
+    need("torch")
+    try:
+        typed_params(load_strategy(request.strategy), request.strategy, request.params)
+    except UnfitWorkloadError as error:
+        raise UsageError(str(error)) from None
+    try:
+        kernel_class(resolve(request, None))
+    except UnfitWorkloadError:
+        pass  # Of this length or on this machine: the row itself will say so.
+
+
+def _say_what_differs(row: Row, request: Request, path: Path, reporter: Reporter) -> None:
+    asked = _asked(request).options
+    if not row.options:
+        reporter.say(f"{row.strategy} {row.workload.seq}: taken from {path}; how it was recorded is not known")
+        return
+    others = [
+        f"--{name.replace('_', '-')} {_shown(row.options.get(name))}, not {_shown(asked[name])}"
+        for name in HOW
+        if row.options.get(name) != asked[name]
+    ]
+    if others:
+        text = f"{row.strategy} {row.workload.seq}: taken from {path}, recorded with {'; '.join(others)}"
+        reporter.say(f"{text} (give another --output to record it again)")
+
+
+def _shown(value: Any) -> str:
+    return "as by default" if value is None else str(value).lower()
 
 
 def read_sweep(path: str | os.PathLike[str]) -> Sweep:
@@ -113,12 +159,10 @@ def analysis_of(row: Row, folder: Path) -> Analysis | None:
     """The run of a row; None where it has none."""
     if row.run is None:
         return None
-    loaded = load(folder / row.run / "run.json")
-    assert isinstance(loaded, Analysis)
-    return loaded
+    return load(folder / row.run / "run.json")
 
 
-def figures_of(row: Row, analysis: Analysis | None) -> dict[str, Any]:
+def row_figures(row: Row, analysis: Analysis | None) -> dict[str, Any]:
     """The table's figures of one row: times in ms, memory in MiB, shares 0..1; None where there is no figure."""
     values: dict[str, Any] = {
         "dtype": row.workload.dtype, "batch": row.workload.batch, "seq": row.workload.seq, "strategy": row.strategy,
@@ -152,43 +196,38 @@ def _of_kernel_rate(rates: Rates) -> float | None:
     return rates.tflops / rates.block_tflops if rates.tflops and rates.block_tflops else None
 
 
+def _asked(request: Request) -> Row:
+    return Row(
+        strategy=request.strategy, params=dict(request.params), kernel=request.kernel, workload=request.workload,
+        status="ok", options={name: getattr(request, name) for name in (*WHERE, *HOW)},
+    )  # fmt: skip
+
+
 def _record_row(request: Request, folder: Path, reporter: Reporter) -> Row:
-    row = Row(
-        strategy=request.strategy,
-        params=dict(request.params),
-        kernel=request.kernel,
-        workload=request.workload,
-        status="ok",
-    )
+    row = _asked(request)
     try:
         forward_ns = None
         if request.workload.backward:
             alone = replace(request, workload=replace(request.workload, backward=False), verify=False, controls=False)
-            forward_ns = _median_ns(record(alone, reporter))
+            forward = record(alone, reporter)
+            forward_ns = forward.timings.median_ns() if forward and forward.timings else None
         run = record(request, reporter)
-    except VerificationError as error:
-        return replace(row, status="failed", reason=str(error))
     except UnfitWorkloadError as error:
         return replace(row, status="unfit", reason=str(error))
+    except Interrupted:
+        raise  # the user's Ctrl-C ends the sweep, not the row
     except RecordError as error:
-        if error.exit_code != RecordError.exit_code:
-            raise  # the user's Ctrl-C ends the sweep, not the row
-        return replace(row, status="oom" if OUT_OF_MEMORY in str(error) else "failed", reason=str(error))
+        return replace(row, status="oom" if isinstance(error, OutOfMemory) else "failed", reason=str(error))
     assert run is not None, "no launcher started this process"
     return replace(row, run=run.name, forward_ns=forward_ns)
 
 
-def _median_ns(run: Run | None) -> float | None:
-    if run is None or run.timings is None:
-        return None
-    return float(median(max(times) for times in zip(*run.timings.iterations_ns, strict=True)))
-
-
 def _done(sweep: Sweep, request: Request, folder: Path) -> Row | None:
     """The row that an earlier sweep has for this request; None where there is none, it failed, or its run is gone."""
-    wanted = (request.strategy, dict(request.params), request.kernel, request.workload)
+    wanted = _asked(request)
     for row in sweep.rows:
-        if (row.strategy, row.params, row.kernel, row.workload) != wanted or row.status == "failed":
+        known = row if row.options else replace(row, options=wanted.options)
+        if known.key != wanted.key or row.status == "failed":
             continue
         if row.run is None or _serves(folder / row.run / "run.json", request):
             return row
@@ -201,9 +240,3 @@ def _serves(path: Path, request: Request) -> bool:
         return read_run(path).controls is not None or not request.controls
     except InputError:
         return False
-
-
-def _same(one: Row, other: Row) -> bool:
-    return (one.strategy, one.params, one.kernel, one.workload) == (
-        other.strategy, other.params, other.kernel, other.workload,
-    )  # fmt: skip

@@ -1,4 +1,4 @@
-"""One rank of a recording: ``python -m ringprof.worker TASK PARENT``, started by ``ringprof record``.
+"""One rank of a recording, started by ``ringprof record`` through `ringprof.isolated`, with TASK and PARENT.
 
 TASK is the path of the task's JSON, PARENT the process to live no longer than.
 """
@@ -6,23 +6,24 @@ TASK is the path of the task's JSON, PARENT the process to live no longer than.
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-from ringprof.record.ending.watch import Watch
-from ringprof.record.folder import discard
-from ringprof.record.launch import diary_path, log_path
-from ringprof.record.placement import joined
+from ringprof.record.ending.watchdog import PARENT_GONE, Watchdog
+from ringprof.record.launcher import launcher_rank
+from ringprof.record.own_ranks import diary_path, log_path
 from ringprof.record.progress import Diary
-from ringprof.record.request import read_task
+from ringprof.record.request import Task, from_json
+from ringprof.record.run_folder import discard
 
 
 def main(arguments: list[str]) -> NoReturn:
     """Run one rank and end the process: with 0, or with 3 and the reason in the rank's diary."""
-    task, parent = read_task(arguments[0]), int(arguments[1])
-    place = joined()
+    task, parent = from_json(Path(arguments[0]).read_bytes(), Task), int(arguments[1])
+    place = launcher_rank()
     assert place is not None and task.scratch is not None, "started by ringprof record, with the ranks' variables"
     scratch = Path(task.scratch)
     _print_to(log_path(scratch, place.rank))
@@ -31,24 +32,25 @@ def main(arguments: list[str]) -> NoReturn:
 
     def at_end(reason: str, code: int) -> None:
         diary.last_words(hops[0]() if hops else None)
-        if reason == "parent" and place.rank == 0:
+        if reason == PARENT_GONE and place.rank == 0:
             discard(Path(task.staging))
+            shutil.rmtree(scratch, ignore_errors=True)
 
-    watch = Watch(at_end, parent=parent)
-    watch.start()
-    from ringprof.record.ending.failure import full_text, kind_of, message_of
-    from ringprof.record.rank import Rank
+    watchdog = Watchdog(at_end, parent=parent)
+    watchdog.start()
+    from ringprof.record.ending.rank_errors import error_kind, error_line, traceback_text
+    from ringprof.record.recording import RankRecording
     from ringprof.trace.reduced import reduce_file
 
     try:
-        rank = Rank(task, place, diary, reduce=reduce_file)
+        rank = RankRecording(task, place, diary, reduce=reduce_file)
         hops.append(rank.hops)
         rank.run()
     except BaseException as error:
         try:
-            sys.stderr.write(full_text(error))
+            sys.stderr.write(traceback_text(error))
             sys.stderr.flush()
-            diary.error(kind_of(error), message_of(error))
+            diary.error(error_kind(error), error_line(error))
         finally:
             # At once, without leaving the process group in good order: the peers may wait for ever.
             os._exit(3)
@@ -63,8 +65,8 @@ def _print_to(log: Path) -> None:
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
-    os.close(descriptor)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
+    if descriptor > 2:
+        os.close(descriptor)
+    # Without streams of Python's own where this process was given none.
+    sys.stdout = sys.stdout or open(1, "w", closefd=False)
+    sys.stderr = sys.stderr or open(2, "w", closefd=False)

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from .annotate import ring_step
 from .base import Blocks, Context, GradWire, Rows, Strategy, wire_type
+from .expected import Load, contiguous_imbalance, forward_bytes
 from .kernel import Gradients
 from .layouts import LAYOUTS, Block, Layout, part
 from .merge import Partial, Sum, accumulate, settled
@@ -50,6 +51,19 @@ class AllGather(Strategy):
         self.parameters |= {"layout": layout, "grad_wire": grad_wire}
         self.kv = self.comm.collective("kv")
         self.dkv = self.comm.collective("dkv")
+
+    @classmethod
+    def memory_bytes(cls, load: Load, **params: Any) -> int | None:
+        gathered = 2 * load.size * load.kv if load.controls else 0
+        if not load.backward:
+            return forward_bytes(load, load.size + 1) + gathered
+        if load.size == 1:
+            return load.own + max(load.q_wide, load.kv_wide + load.kv) + gathered
+        return load.own + load.q_wide + (load.size + 1) * (load.kv + load.kv_wide) + gathered
+
+    @classmethod
+    def imbalance(cls, size: int, *, causal: bool, **params: Any) -> float | None:
+        return contiguous_imbalance(size) if causal and params.get("layout", "contiguous") == "contiguous" else 1.0
 
     @classmethod
     def layout_for(cls, size: int, **params: Any) -> Layout:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .communicator import Communicator
 from .errors import Unfit
+from .expected import Expectations
 from .first_order import first_order
 from .kernel import Gradients, Kernel
 from .kernels import choose_kernel
@@ -108,7 +109,7 @@ class Blocks:
         )  # fmt: skip
 
 
-class Strategy(ABC):
+class Strategy(Expectations, ABC):
     """One way of computing attention over a sequence that is split over ranks."""
 
     layout: Layout
@@ -223,6 +224,10 @@ class Strategy(ABC):
             made = (kernel for kernel in self._kernels.values() if type(kernel) is chosen)
             self._kernels[key] = next(made, None) or chosen(deterministic=self._deterministic)
         return self._kernels[key]
+
+    def kernels(self) -> list[Kernel]:
+        """Those that have computed blocks so far, or may have."""
+        return list({id(kernel): kernel for kernel in self._kernels.values()}.values())
 
     # --- copies -------------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from .annotate import ring_step
 from .base import Blocks, Context, GradWire, Rows, Shape, Strategy, wire_type
+from .expected import Load, forward_bytes
 from .hops import DoubleRing
 from .kernel import Gradients
 from .layouts import LAYOUTS, Block, part
@@ -55,6 +56,20 @@ class Burst(Strategy):
         }  # fmt: skip
         self.read = DoubleRing(self.comm, "read", window)
         self.dq = DoubleRing(self.comm, "dq", window)
+
+    @classmethod
+    def memory_bytes(cls, load: Load, **params: Any) -> int | None:
+        if not load.backward:
+            return forward_bytes(load)
+        if load.size == 1:
+            return 9 * load.q + load.kv
+        # Three sets of Q, dO and the rows; forward the slots of copied hops are for K and V, backward for other shapes.
+        slots = 2 * load.kv if load.copied_hops else 0
+        return load.own + load.kv_wide + 3 * 3 * load.q + load.q + load.q_wide + slots
+
+    @classmethod
+    def imbalance(cls, size: int, *, causal: bool, **params: Any) -> float | None:
+        return 1.0
 
     @classmethod
     def unfit(cls, shape: Shape, size: int, **params: Any) -> str | None:

@@ -33,6 +33,8 @@ class Meter:
     """What this rank has sent: (channel, phase, operation, link) -> [count, bytes]."""
 
     phase: str = "forward"
+    goes_to: dict[str, int] = field(default_factory=dict)
+    """The global rank that the hops of a channel go to."""
     sent: dict[tuple[str, str, str, str], list[int]] = field(default_factory=dict)
 
     def add(self, channel: str, operation: str, link: str, size_bytes: int, count: int = 1) -> None:

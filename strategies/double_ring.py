@@ -23,6 +23,7 @@ from torch import Tensor
 from .annotate import ring_step
 from .base import Blocks, Context, Rows, Shape, Strategy
 from .errors import Unfit
+from .expected import Load, ring_bytes
 from .hops import AnyHop, DoubleRing
 from .kernel import Gradients
 from .layouts import LAYOUTS, Block, Grid, Grouped
@@ -68,6 +69,17 @@ class LoongDoubleRing(Strategy):
         if window is not None and (window < 1 or grid.ring_degree % window):
             raise Unfit(f"ring_window {window} does not divide the ring of {grid.ring_degree}")
         return Grouped(LAYOUTS["zigzag"], grid)
+
+    @classmethod
+    def memory_bytes(cls, load: Load, **params: Any) -> int | None:
+        if load.size == 1 and load.backward:
+            return load.own + max(load.q_wide, load.kv_wide + load.kv)
+        # What a window began with, and the earlier windows' dK and dV, wait for the outer ring.
+        return ring_bytes(load) + (2 * load.q + load.kv if load.backward else 0)
+
+    @classmethod
+    def imbalance(cls, size: int, *, causal: bool, **params: Any) -> float | None:
+        return 1.0
 
     @classmethod
     def unfit(cls, shape: Shape, size: int, **params: Any) -> str | None:

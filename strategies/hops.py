@@ -61,6 +61,7 @@ class Ring:
         self._meter = comm.meter
         following, previous = (comm.global_rank(members[(self.rank + step) % self.size]) for step in (1, -1))
         self._link = comm.hosts.link(comm.global_rank(comm.rank), following)
+        comm.meter.goes_to[channel] = following
         if group is not None:
             self._next, self._previous = (dist.get_group_rank(group, rank) for rank in (following, previous))
         self._copies = None

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from .annotate import ring_step
 from .base import Blocks, Context, GradWire, Rows, Strategy, wire_type
+from .expected import Load, ring_bytes
 from .kernel import Gradients
 from .layouts import LAYOUTS, Block
 from .merge import Sum
@@ -48,6 +49,16 @@ class Megatron(Strategy):
         self.ring = self.comm.ring("kv", ranks, keeps=True)
         self.back_ring = self.comm.ring("kv_dkv", ranks[::-1], shares=self.ring)
         self._streams: list[Any] = []
+
+    @classmethod
+    def memory_bytes(cls, load: Load, **params: Any) -> int | None:
+        if load.size > 1:
+            return ring_bytes(load)
+        return load.own + load.q_wide + 5 * load.kv if load.backward else 6 * load.q + 2 * load.kv
+
+    @classmethod
+    def imbalance(cls, size: int, *, causal: bool, **params: Any) -> float | None:
+        return 1.0
 
     def forward(self, blocks: Blocks, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         streams = self._compute_streams(q)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from .annotate import ring_step
 from .base import Blocks, Context, GradWire, Rows, Strategy, wire_type
+from .expected import Load, contiguous_imbalance, ring_bytes
 from .kernel import Gradients
 from .layouts import LAYOUTS, Block, part
 from .merge import Partial, Sum, accumulate, settled, started
@@ -39,6 +40,14 @@ class Ring(Strategy):
         self.parameters["grad_wire"] = grad_wire
         self.kv_ring = self.comm.ring("kv")
         self.dkv_ring = self.comm.ring("dkv", shares=self.kv_ring)
+
+    @classmethod
+    def memory_bytes(cls, load: Load, **params: Any) -> int | None:
+        return ring_bytes(load)
+
+    @classmethod
+    def imbalance(cls, size: int, *, causal: bool, **params: Any) -> float | None:
+        return contiguous_imbalance(size) if causal else 1.0
 
     def forward(self, blocks: Blocks, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         result = Partial()

@@ -8,6 +8,9 @@ Source: Striped Attention (arXiv 2311.09431); zhuzilin/ring-flash-attention.
 
 from __future__ import annotations
 
+from typing import Any
+
+from .expected import Load, ring_bytes
 from .layouts import LAYOUTS
 from .ring import Ring
 
@@ -16,3 +19,11 @@ class Stripe(Ring):
     """The ring over the stripe layout."""
 
     layout = LAYOUTS["stripe"]
+
+    @classmethod
+    def memory_bytes(cls, load: Load, **params: Any) -> int | None:
+        return ring_bytes(load)
+
+    @classmethod
+    def imbalance(cls, size: int, *, causal: bool, **params: Any) -> float | None:
+        return 1.0

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Literal
 from torch import Tensor
 
 from .base import Blocks, Context, GradWire, Shape, Strategy
+from .expected import Load, contiguous_imbalance, ring_bytes
 from .layouts import LAYOUTS, Block, Grid, Grouped
 from .ring import Ring
 from .ulysses import HeadExchange, unfit_heads
@@ -68,6 +69,17 @@ class USP(Ring):
         head_first = params.get("placement", "head-first") == "head-first"
         grid = Grid.of(size, params.get("ulysses_degree"), params.get("ring_degree"), head_first=head_first)
         return Grouped(LAYOUTS[params.get("layout", "zigzag")], grid)
+
+    @classmethod
+    def memory_bytes(cls, load: Load, **params: Any) -> int | None:
+        # What the exchange of heads has received and not yet regrouped.
+        exchanged = 2 * load.q + load.kv if load.backward and load.size > 1 else 0
+        return ring_bytes(load) + exchanged
+
+    @classmethod
+    def imbalance(cls, size: int, *, causal: bool, **params: Any) -> float | None:
+        ring = cls.layout_for(size, **params).grid.ring_degree
+        return contiguous_imbalance(ring) if causal and params.get("layout") == "contiguous" else 1.0
 
     @classmethod
     def unfit(cls, shape: Shape, size: int, **params: Any) -> str | None:

@@ -8,6 +8,9 @@ Source: zhuzilin/ring-flash-attention, issue 2; the same split is "load balancin
 
 from __future__ import annotations
 
+from typing import Any
+
+from .expected import Load, ring_bytes
 from .layouts import LAYOUTS
 from .ring import Ring
 
@@ -16,3 +19,11 @@ class Zigzag(Ring):
     """The ring over the zigzag layout."""
 
     layout = LAYOUTS["zigzag"]
+
+    @classmethod
+    def memory_bytes(cls, load: Load, **params: Any) -> int | None:
+        return ring_bytes(load)
+
+    @classmethod
+    def imbalance(cls, size: int, *, causal: bool, **params: Any) -> float | None:
+        return 1.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import shlex
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 import ringprof
 import ringprof.api
 import ringprof.frames
+import ringprof.side_by_side
 import ringprof.strategies
 from ringprof import cli
 from tests.paths import ROOT
@@ -40,7 +42,7 @@ def _commands(page: str) -> list[str]:
     return [line for line in lines if line.split()[0] == "ringprof" and line.split()[1] in reads]
 
 
-@pytest.mark.parametrize("command", _commands("guides.md"))
+@pytest.mark.parametrize("command", [*_commands("guides.md"), *_commands("logs.md")])
 def test_the_guides_commands_work(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -52,7 +54,7 @@ def test_the_guides_commands_work(
 
 
 def test_every_public_name_says_what_it_does() -> None:
-    for module in (ringprof, ringprof.api, ringprof.frames, ringprof.strategies):
+    for module in (ringprof, ringprof.api, ringprof.side_by_side, ringprof.frames, ringprof.strategies):
         for name, thing in vars(module).items():
             mine = getattr(thing, "__module__", "").startswith("ringprof")
             if not name.startswith("_") and mine and (inspect.isfunction(thing) or inspect.isclass(thing)):
@@ -61,9 +63,13 @@ def test_every_public_name_says_what_it_does() -> None:
 
 @pytest.mark.long
 def test_the_reference_is_built_from_docstrings(tmp_path: Path) -> None:
-    subprocess.run([sys.executable, str(ROOT / "scripts" / "build_docs.py"), str(tmp_path)], check=True, cwd=ROOT)
-    page = (tmp_path / "ringprof" / "api.html").read_text(encoding="utf-8")
-    assert all(name in page for name in ("Analysis", "waterfall", "compare", "SideBySide"))
+    command = [sys.executable, str(ROOT / "scripts" / "build_docs.py"), str(tmp_path)]
+    subprocess.run(command, check=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    first = (tmp_path / "ringprof.html").read_text(encoding="utf-8")
+    assert all(f'id="{name}"' in first for name in ringprof.__all__) and "traces/run.json" in first
+    for module, names in (("api", ("Analysis", "waterfall", "between")), ("side_by_side", ("compare", "SideBySide"))):
+        page = (tmp_path / "ringprof" / f"{module}.html").read_text(encoding="utf-8")
+        assert all(name in page for name in names)
     assert (tmp_path / "ringprof" / "strategies" / "registry.html").is_file()
 
 

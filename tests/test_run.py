@@ -11,7 +11,7 @@ import pytest
 
 from ringprof import run as store
 from ringprof.errors import InputError, RunFormatError
-from ringprof.run import RankTrace, Run, Workload, read_run, write_run
+from ringprof.run import RankTrace, Run, Timings, Workload, read_run, write_run
 from tests.analysis.recorded import recorded_run
 
 
@@ -95,3 +95,17 @@ def test_model_flops_count_query_key_pairs(causal: bool, backward: bool, pairs: 
     assert workload.model_flops() == factor * 3 * pairs * 5 * 2
     exact = 36 if causal else 64
     assert workload.exact_flops() == factor * 3 * exact * 5 * 2
+
+
+def test_the_time_of_a_run_is_the_median_of_its_slowest_rank() -> None:
+    """Of an even number of iterations the mean of the middle two."""
+    timings = Timings(warmup=1, iterations_ns=[[10, 40, 20, 30], [15, 5, 25, 35]])
+    assert timings.slowest_ns() == [15, 40, 25, 35] and timings.median_ns() == 30.0
+    assert Timings(warmup=0, iterations_ns=[[], []]).median_ns() is None
+
+
+def test_the_rate_of_a_run_is_per_device(recorded: Run) -> None:
+    """Forward and backward of 4·S²·H·D / 2 = 2·1024²·8·64 FLOPs, 3.5 times, over 4 ranks in a millisecond."""
+    assert recorded.tflops(1e6) == pytest.approx(2 * 1024**2 * 8 * 64 * 3.5 / 4 / 1e9)
+    assert recorded.tflops(None) is None
+    assert msgspec.structs.replace(recorded, workload=None).tflops(1e6) is None

@@ -17,10 +17,19 @@ pytest.importorskip("torch", reason="recording needs torch")
 
 from ringprof import cli, sweep
 from ringprof.analysis.findings.summary import summarise
-from ringprof.errors import InputError, RecordError, UnfitWorkloadError, UsageError, VerificationError
+from ringprof.errors import (
+    InputError,
+    Interrupted,
+    OutOfMemory,
+    RecordError,
+    UnfitWorkloadError,
+    UsageError,
+    VerificationError,
+)
 from ringprof.record import Request
-from ringprof.record.ending.failure import Interrupted
-from ringprof.record.progress import Silent
+from ringprof.record.progress import SilentReporter
+from ringprof.report.sweep import COLUMNS, SweepTable
+from ringprof.report.text import TextStyle
 from ringprof.run import Controls, Workload, write_run
 from ringprof.scale.pipeline import attribute
 from tests.analysis.findings.test_summary import ring_with_compute
@@ -54,13 +63,21 @@ def swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Run a sweep of three strategies and two lengths with given failures; (rows, recorder)."""
     monkeypatch.setattr(sweep, "analysis_of", lambda row, folder: None)
 
-    def go(errors: dict[tuple[str, int], BaseException]) -> tuple[list[sweep.Row], Recorder]:
-        recorder = Recorder(errors)
+    def go(
+        errors: dict[tuple[str, int], BaseException], said: list[str] | None = None, **changes: Any
+    ) -> tuple[list[sweep.Row], Recorder]:
+        recorder, reporter = Recorder(errors), SilentReporter()
+        if said is not None:
+            monkeypatch.setattr(reporter, "say", said.append)
         monkeypatch.setattr(sweep, "record", recorder)
-        requests = sweep.plan(
-            BASE, ["burst", "usp"], [1024, 2048], ["auto"], {"usp.ulysses_degree": "2", "grad_wire": "fp32"}
+        requests = sweep.sweep_requests(
+            replace(BASE, **changes),
+            ["burst", "usp"],
+            [1024, 2048],
+            ["auto"],
+            {"usp.ulysses_degree": "2", "grad_wire": "fp32"},
         )
-        rows = [row for row, _ in sweep.run_sweep(requests, tmp_path / "sweep.json", Silent())]
+        rows = [row for row, _ in sweep.run_sweep(requests, tmp_path / "sweep.json", reporter)]
         return rows, recorder
 
     return go
@@ -81,7 +98,7 @@ def test_every_combination_has_a_row_with_its_own_parameters(swept):
 def test_a_row_that_fails_says_why_and_the_sweep_goes_on(swept):
     rows, _ = swept(
         {
-            ("burst", 1024): RecordError("rank 1 failed: out of memory: use a shorter sequence"),
+            ("burst", 1024): OutOfMemory("rank 1 failed: out of memory: use a shorter sequence"),
             ("burst", 2048): VerificationError("wrong result on rank 0"),
             ("usp", 1024): UnfitWorkloadError("needs a multiple"),
         }
@@ -99,7 +116,7 @@ def test_an_interrupted_sweep_goes_on_where_it_stopped(swept):
 
 
 def test_failed_rows_are_tried_again_and_what_ran_out_of_memory_is_not(swept):
-    swept({("burst", 1024): RecordError("x: out of memory"), ("burst", 2048): RecordError("rank 1 failed: other")})
+    swept({("burst", 1024): OutOfMemory("x: out of memory"), ("burst", 2048): RecordError("rank 1 failed: other")})
     rows, recorder = swept({})
     assert [row.status for row in rows] == ["oom", "ok", "ok", "ok"]
     assert recorder.calls == [("burst", 2048, False), ("burst", 2048, True)]
@@ -119,7 +136,7 @@ def test_the_kernel_rate_is_the_solo_rate_where_there_is_one(controls, share):
         run=run, summary=summarise(attribute([b.trace() for b in ring_with_compute()], run))
     )
     row = sweep.Row(strategy="burst", params={}, kernel="auto", workload=run.workload, status="ok")
-    figures = sweep.figures_of(row, analysis)
+    figures = sweep.row_figures(row, analysis)
     # Without it: the achieved rate over the attention kernels', whose 1e9 FLOPs take 1000 to 1300 ns.
     achieved = run.workload.model_flops() / 4 / 3e-3 / 1e12
     kernels = sum(1e9 / (1000 + 100 * rank) / 1e3 for rank in range(4)) / 4
@@ -133,9 +150,46 @@ def test_a_row_without_controls_is_recorded_again_where_they_are_asked_for(swept
     assert [row.status for row in rows] == ["ok"] * 4 and len(recorder.calls) == 8
 
 
+def test_rows_recorded_with_other_options_are_kept_and_it_is_said(swept):
+    swept({}, iters=3)
+    said: list[str] = []
+    rows, recorder = swept({}, said, iters=10)
+    assert [row.status for row in rows] == ["ok"] * 4 and recorder.calls == []
+    assert len(said) == 4 and "burst 1024: taken from " in said[0] and "--iters 3, not 10" in said[0]
+    said.clear()
+    swept({}, said, iters=3)
+    assert said == []
+
+
+def test_another_world_is_another_row(swept):
+    swept({}, world=2)
+    rows, recorder = swept({}, world=4)
+    assert len(rows) == 4 and len(recorder.calls) == 8
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"strategies": ["burst", "ulyses"]}, "did you mean 'ulysses'"),
+        ({"kernels": ["auto", "flash-atn"]}, "no kernel 'flash-atn'"),
+        ({"params": {"burst.ring_windows": "2"}}, "ring_window"),
+        ({"seqs": [1024, 0]}, "--seq must be at least 1"),
+        ({"base": replace(BASE, warmup=-1)}, "--warmup must be at least 0"),
+    ],
+)
+def test_every_name_and_option_is_checked_before_anything_is_recorded(tmp_path, monkeypatch, changes, said):
+    recorder = Recorder({})
+    monkeypatch.setattr(sweep, "record", recorder)
+    asked: dict[str, Any] = {"base": BASE, "strategies": ["burst"], "seqs": [1024], "kernels": ["auto"], "params": {}}
+    requests = sweep.sweep_requests(**(asked | changes))
+    with pytest.raises(UsageError, match=said):
+        list(sweep.run_sweep(requests, tmp_path / "sweep.json", SilentReporter()))
+    assert recorder.calls == [] and list(tmp_path.iterdir()) == []
+
+
 def test_a_parameter_of_a_strategy_that_is_not_swept_is_refused():
     with pytest.raises(UsageError, match="not swept"):
-        sweep.plan(BASE, ["burst"], [8], ["auto"], {"usp.ulysses_degree": "2"})
+        sweep.sweep_requests(BASE, ["burst"], [8], ["auto"], {"usp.ulysses_degree": "2"})
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"schema": "ringprof.sweep/9"}', "{"])
@@ -149,7 +203,7 @@ def test_what_is_no_sweep_is_refused(tmp_path, text):
     ("arguments", "part"),
     [
         (["--strategies", "zigzagg", "--seq", "64"], "did you mean"),
-        (["--strategies", "zigzag", "--seq", "many"], "not a list of numbers"),
+        (["--strategies", "zigzag", "--seq", "many"], "'many' is not a number of tokens"),
         (["--strategies", "zigzag", "--seq", "64", "-p", "x"], "KEY=VALUE"),
         (["--strategies", "zigzag"], "--seq"),
     ],
@@ -179,3 +233,13 @@ def test_a_real_sweep_on_two_ranks_and_again(capsys, tmp_path, monkeypatch):
     assert json.loads(capsys.readouterr().out)["schema"] == "ringprof.bench/1"
     assert cli.run([*arguments, "--format", "markdown"]) == 0
     assert capsys.readouterr().out.startswith("| Dtype | B | Seq Len |")
+
+
+@pytest.mark.parametrize(("width", "title"), [(80, "no room for"), (200, "parameters")])
+def test_a_row_fits_the_terminal(width, title):
+    table = SweepTable(TextStyle(width=width))
+    figures = {one.key: 1234.5 / one.factor if one.form else "n" for one in COLUMNS}
+    row = table.line({**figures, "status": "ok", "reason": None})
+    assert title in table.header and max(map(len, [*table.header.splitlines(), row])) <= width
+    assert len(row) == len(table.header.splitlines()[0])
+    assert table.line({**figures, "status": "oom", "reason": "too long"}).endswith("  OOM: too long")

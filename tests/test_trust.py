@@ -61,7 +61,6 @@ def test_only_a_strategy_that_the_user_names_is_imported() -> None:
     assert imported_by_name() <= {
         "ringprof/__init__.py",
         "ringprof/cli/__init__.py",
-        "ringprof/trace/stream.py",
         "ringprof/strategies/registry.py",
         "strategies/registry.py",
     }
@@ -73,13 +72,14 @@ def test_only_a_strategy_that_the_user_names_is_imported() -> None:
 def patterns() -> Iterator[tuple[str, re.Pattern[Any]]]:
     """Every compiled pattern at the top of a module of the reading and analysing side."""
     # What the user types (conditions, times, groups) is his own.
-    for part in ("trace", "analysis", "report"):
+    names = ["ringprof.log_lines"]
+    for part in ("trace", "analysis", "report", "kernel_tables", "benchmark_logs"):
         package = importlib.import_module(f"ringprof.{part}")
-        for module in pkgutil.iter_modules(package.__path__, f"ringprof.{part}."):
-            if module.name.rpartition(".")[2] in ("conditions", "focus", "groups", "user_rules"):
-                continue
-            for name, value in vars(importlib.import_module(module.name)).items():
-                yield from ((f"{module.name}.{name}", one) for one in within(value))
+        names += [module.name for module in pkgutil.walk_packages(package.__path__, f"ringprof.{part}.")]
+    for module in names:
+        if module.rpartition(".")[2] not in ("conditions", "focus", "groups", "user_rules"):
+            for name, value in vars(importlib.import_module(module)).items():
+                yield from ((f"{module}.{name}", one) for one in within(value))
 
 
 def within(value: object, depth: int = 3) -> Iterator[re.Pattern[Any]]:

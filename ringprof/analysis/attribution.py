@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
 
 from ringprof.analysis.rank import Rank
 from ringprof.analysis.timeline.focus import Focus
+from ringprof.analysis.timeline.kernels import Kernel
 from ringprof.analysis.transfers.clocks import UNKNOWN_NS, Clocks, one_clock
 from ringprof.analysis.transfers.hops import HostOfRank
 from ringprof.analysis.transfers.hosts import clock_of, hosts_of
@@ -16,7 +17,9 @@ from ringprof.analysis.transfers.waiting import LinkClass
 from ringprof.errors import InputError
 from ringprof.run import Run
 from ringprof.trace.columns import NO_DEVICE_ACTIVITIES, Caveat
-from ringprof.trace.heads import OF_THE_RUN, Head
+from ringprof.trace.one_run import OF_THE_RUN, TraceFacts
+
+MOST_OF_OTHER = 5
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,8 @@ class Attribution:
     """The clocks of the ranks' hosts, and how far they can be told."""
     world_size: int = 0
     """How many ranks the run has, as far as is known; those without a trace are not among ``ranks``."""
+    kernels: tuple[Kernel, ...] = ()
+    """What ran on the devices by name, over all ranks, longest first."""
 
     @property
     def median_iteration(self) -> int | None:
@@ -60,6 +65,11 @@ class Attribution:
         """Whether it ran on GPUs, and no trace has anything of what ran there."""
         return self.on_cpu and any(warning.code == NO_DEVICE_ACTIVITIES for warning in self.warnings)
 
+    @property
+    def largest_of_other(self) -> tuple[Kernel, ...]:
+        """The longest kernels of kind ``other``: what is left when all that is known has a name."""
+        return tuple(kernel for kernel in self.kernels if kernel.kind == "other")[:MOST_OF_OTHER]
+
 
 # --- before any trace is looked at ---------------------------------------------------------------------
 
@@ -69,7 +79,7 @@ MOST_LISTED = 8
 
 @dataclass(frozen=True)
 class RunOutline:
-    """What the heads of the traces tell."""
+    """What is known of a run before any activity is looked at."""
 
     place: dict[int, int]
     """Rank -> index of its trace among those given, by rank."""
@@ -77,6 +87,8 @@ class RunOutline:
     clock_of: dict[int, str]
     warnings: tuple[Caveat, ...]
     world_size: int
+    expected: Collection[int]
+    """The ranks that should be there, ascending."""
     starts_ns: dict[int, int]
     """The first moment of each rank's trace, by its own clock."""
     chosen_ns: tuple[int, int] | None
@@ -110,10 +122,10 @@ class RunOutline:
 
     def missing(self) -> list[Caveat]:
         """A warning where ranks have no trace."""
-        count = self.world_size - sum(rank < self.world_size for rank in self.place)
+        count = len(self.expected) - sum(rank in self.expected for rank in self.place)
         if not count:
             return []
-        first = islice((rank for rank in range(self.world_size) if rank not in self.place), MOST_LISTED)
+        first = islice((rank for rank in self.expected if rank not in self.place), MOST_LISTED)
         shown = ", ".join(map(str, first)) + (" ..." if count > MOST_LISTED else "")
         return [Caveat("missing_ranks", f"{count} of {self.world_size} ranks have no trace: {shown}")]
 
@@ -124,63 +136,65 @@ _LEFT_OUT = (
     (CUT_OFF, "is cut off"),
     ({NO_DEVICE_ACTIVITIES}, "has no device activities, which others have"),
 )
-"""Codes of warnings of traces that are left out beside better ones, and why: means over ranks would be of unlike parts."""
+"""Codes of warnings of traces that are left out beside better ones, and why: means would be of unlike ranks."""
 
 
-def outline_run(heads: Sequence[Head], run: Run | None, ranks_per_host: int | None, focus: Focus) -> RunOutline:
+def outline_run(facts: Sequence[TraceFacts], run: Run | None, ranks_per_host: int | None, focus: Focus) -> RunOutline:
     """Tell the ranks, hosts and clocks of traces that are of one run. Raises `InputError` where they are not."""
-    warnings = [warning for head in heads for warning in _with_rank(head)]
-    place = _by_rank(heads, warnings)
+    warnings = [warning for one in facts for warning in _with_rank(one)]
+    place = _by_rank(facts, warnings)
     for codes, why in _LEFT_OUT:
-        worse = {rank for rank, at in place.items() if codes & {warning.code for warning in heads[at].warnings}}
+        worse = {rank for rank, at in place.items() if codes & {warning.code for warning in facts[at].warnings}}
         if worse < place.keys():
             place = {rank: at for rank, at in place.items() if rank not in worse}
             warnings += [Caveat("left_out", f"the trace {why}: the rank is left out", rank) for rank in sorted(worse)]
-    numbered = {rank: heads[at] for rank, at in place.items()}
+    numbered = {rank: facts[at] for rank, at in place.items()}
     hosts = hosts_of(numbered, run, ranks_per_host)
-    sizes = [head.world_size for head in heads if head.world_size]
+    sizes = [one.world_size for one in facts if one.world_size]
+    world_size = run.topology.world_size if run else max(sizes, default=len(facts))
     return RunOutline(
         place=place,
         hosts=hosts,
         clock_of=clock_of(numbered, hosts),
         warnings=tuple(warnings),
-        world_size=run.topology.world_size if run else max(sizes, default=len(heads)),
-        starts_ns={rank: head.span_ns[0] for rank, head in numbered.items() if head.span_ns},
+        world_size=world_size,
+        expected=dict.fromkeys(run.topology.ranks) if run and run.topology.ranks else range(world_size),
+        starts_ns={rank: one.span_ns[0] for rank, one in numbered.items() if one.span_ns},
         chosen_ns=focus.between_ns,
     )
 
 
-def _with_rank(head: Head) -> list[Caveat]:
-    return [w if w.rank is not None or w.code in OF_THE_RUN else replace(w, rank=head.rank) for w in head.warnings]
+def _with_rank(one: TraceFacts) -> list[Caveat]:
+    return [w if w.rank is not None or w.code in OF_THE_RUN else replace(w, rank=one.rank) for w in one.warnings]
 
 
-def _by_rank(heads: Sequence[Head], warnings: list[Caveat]) -> dict[int, int]:
+def _by_rank(facts: Sequence[TraceFacts], warnings: list[Caveat]) -> dict[int, int]:
     """The traces by rank. A trace that names no rank takes a free one, in the order given."""
-    if not heads:
+    if not facts:
         raise InputError("no trace to analyse")
     result: dict[int, int] = {}
-    for at, head in enumerate(heads):
-        if head.rank is None:
+    for at, one in enumerate(facts):
+        if one.rank is None:
             continue
-        if head.rank in result:
-            first = heads[result[head.rank]]
-            raise InputError(f"{head.path} and {first.path} are both of rank {head.rank}: give the traces of one run")
-        result[head.rank] = at
-    nameless = [at for at, head in enumerate(heads) if head.rank is None]
-    free = (rank for rank in range(len(heads) * 2 + 1) if rank not in result)
+        if one.rank in result:
+            first = facts[result[one.rank]]
+            raise InputError(f"{one.path} and {first.path} are both of rank {one.rank}: give the traces of one run")
+        result[one.rank] = at
+    nameless = [at for at, one in enumerate(facts) if one.rank is None]
+    free = (rank for rank in range(len(facts) * 2 + 1) if rank not in result)
     for at, rank in zip(nameless, free, strict=False):
         result[rank] = at
-        if len(heads) > 1:
-            warnings.append(Caveat("unknown_rank", f"{heads[at].path} names no rank: taken as rank {rank}", rank))
-    _refuse_other_sizes(heads)
+        if len(facts) > 1:
+            warnings.append(Caveat("unknown_rank", f"{facts[at].path} names no rank: taken as rank {rank}", rank))
+    _refuse_other_sizes(facts)
     return dict(sorted(result.items()))
 
 
-def _refuse_other_sizes(heads: Sequence[Head]) -> None:
-    sizes: dict[int, Head] = {}
-    for head in heads:
-        if head.world_size is not None:
-            sizes.setdefault(head.world_size, head)
+def _refuse_other_sizes(facts: Sequence[TraceFacts]) -> None:
+    sizes: dict[int, TraceFacts] = {}
+    for one in facts:
+        if one.world_size is not None:
+            sizes.setdefault(one.world_size, one)
     if len(sizes) > 1:
         (a, first), (b, second) = list(sizes.items())[:2]
         raise InputError(f"{first.path} is of a run of {a} ranks, {second.path} of {b}: give the traces of one run")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -21,6 +22,7 @@ from ringprof.analysis.timeline.cpu import (
     marks_waiting,
 )
 from ringprof.analysis.timeline.focus import Focus
+from ringprof.analysis.timeline.kernels import RankKernel, rank_kernels
 from ringprof.analysis.timeline.rows import OnDevice, rows_of
 from ringprof.analysis.timeline.window import Window, find_window
 from ringprof.analysis.transfers.hops import Hop, Split, group_into_hops, hop_totals
@@ -40,6 +42,8 @@ class Explained:
     warnings: tuple[Caveat, ...]
     in_group: bool
     """Whether the chosen group communicates here; true where none was chosen."""
+    kernels: Sequence[RankKernel] = ()
+    """What ran on its device by name; none on CPU."""
 
 
 def explain(
@@ -63,6 +67,7 @@ def explain(
     everything = window.activities()
     device = _device(classified, window, everything, rank, warnings)
     rows = rows_of(classified, everything, device, between_ns)
+    background = OnDevice(classified, device).background(rows)
     explained = Rank(
         rank=rank,
         host=host,
@@ -72,12 +77,13 @@ def explain(
         world_size=trace.world_size,
         attention=classified.attention,
         partial_window=_is_cut(window),
-        breakdown=break_down(rows, OnDevice(classified, device).background(rows)),
+        breakdown=break_down(rows, background),
         iteration_ns=tuple(int(part.end_ns.max() - part.start_ns.min()) for part in window.by_iteration(rows)),
     )
     # Hops are matched over the whole window: cut at times, the ranks would not count the same ones.
     transfers = transfers_of(classified, everything[trace.activities.device[everything] == device], rank)
-    return Explained(explained, Detail(classified, window, device), transfers, tuple(warnings), found)
+    detail, kernels = Detail(classified, window, device), rank_kernels(rows, background, trace)
+    return Explained(explained, detail, transfers, tuple(warnings), found, kernels)
 
 
 def _classified(rank: int, trace: Trace, focus: Focus, warnings: list[Caveat]) -> tuple[Classified, bool]:

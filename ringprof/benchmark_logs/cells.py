@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 
 _NUMBER = re.compile(r"\d{1,15}(?:,\d{3}){0,4}(?:\.\d{1,12})?")
 _SEQUENCE = re.compile(r"(\d{1,12}(?:,\d{3}){0,3})\s?([kKM]?)")
@@ -20,7 +21,7 @@ _SYSTEMS = (
     ("stripe", re.compile(r"strip", re.IGNORECASE)),
     ("ring", re.compile(r"\bring\b|ring ?att", re.IGNORECASE)),
 )
-LAYOUTS = {"basic": "contiguous", "ring": "contiguous", "zigzag": "zigzag", "stripe": "stripe", "strip": "stripe"}
+LAYOUT_NAMES = {"basic": "contiguous", "ring": "contiguous", "zigzag": "zigzag", "stripe": "stripe", "strip": "stripe"}
 
 
 def number(cell: str) -> tuple[float, float] | None:
@@ -59,6 +60,7 @@ def is_oom(cell: str) -> bool:
     return cell.strip().lower() in ("oom", "out of memory")
 
 
+@lru_cache(maxsize=256)
 def system_of(label: str) -> str:
     """The system that a heading names; ``unknown`` where none is known."""
     return next((system for system, pattern in _SYSTEMS if pattern.search(label)), "unknown")

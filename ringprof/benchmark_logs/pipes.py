@@ -5,18 +5,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from ringprof.benchmark_logs.cells import (
-    LAYOUTS,
-    integer,
-    is_missing,
-    is_oom,
-    number,
-    sequence,
-    truth,
-)
+from ringprof.benchmark_logs.cells import LAYOUT_NAMES, integer, is_missing, is_oom, number, sequence, truth
+from ringprof.log_lines import LinePrefix, LogLines
 
 _FIGURES = {
     "fwd(ms)": "forward_ms",
@@ -46,16 +39,17 @@ _SETTINGS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "spsize": ("world_size", integer),
     "cpsize": ("world_size", integer),
     "worldsize": ("world_size", integer),
-    "ringtype": ("layout", lambda cell: LAYOUTS.get(cell.lower())),
+    "ringtype": ("layout", lambda cell: LAYOUT_NAMES.get(cell.lower())),
     "ulyssesdegree": ("ulysses_degree", integer),
     "ringdegree": ("ring_degree", integer),
     "fwdonly": ("forward_only", truth),
     "doublering": ("double_ring", truth),
 }
-_OTHER = frozenset({"qkvformat", "cp", "window", "cudakernel", "optbwd"})
+_KNOWN = {*_FIGURES, *_SETTINGS, "qkvformat", "cp", "window", "cudakernel", "optbwd"}
+_LENGTHS = {"seqlen", "sequencelength"}
 _MARKDOWN_RULE = re.compile(r"[|:\- ]*")
 
-MOST_LINES = 8
+_MOST_PIECES = 8
 """Lines that one wrapped row may spread over."""
 
 
@@ -67,7 +61,7 @@ class PipeHeader:
     """Index."""
     used: int
     """Lines that it takes."""
-    prefix: str
+    prefix: LinePrefix
     """What a launcher put before the first cell."""
     titles: tuple[str, ...]
     """As printed."""
@@ -77,6 +71,11 @@ class PipeHeader:
     """Width at which the log was wrapped; 0 where the header is on one line."""
 
     @property
+    def known(self) -> int:
+        """Titles whose meaning is known."""
+        return sum(key in _KNOWN for key in self.keys)
+
+    @property
     def markdown(self) -> bool:
         """Whether rows begin with a bar."""
         return self.keys[0] == ""
@@ -84,36 +83,42 @@ class PipeHeader:
     @property
     def is_burst(self) -> bool:
         """Whether these are the settings of a Burst block, whose figures follow on lines of their own."""
-        return "seqlen" in self.keys and not any(key in _FIGURES for key in self.keys)
+        return "seqlen" in self.keys and _FIGURES.keys().isdisjoint(self.keys)
+
+
+@dataclass(frozen=True)
+class PipeRow:
+    """One row of a table."""
+
+    fields: dict[str, Any]
+    """By the names of `LogRow`; with the worth of each figure's last digit as ``steps``."""
+    used: int
+    """Lines that it takes."""
+    last_figure: str
+    """What stands in the last column; empty where it is no figure."""
+    last_cell: str
 
 
 def _key(title: str) -> str:
     return title.strip().lower().replace(" ", "").replace("_", "").replace("`", "")
 
 
-def _known(key: str) -> bool:
-    return key in _FIGURES or key in _SETTINGS or key in _OTHER
-
-
-def find_pipe_header(lines: list[str], index: int) -> PipeHeader | None:
+def find_pipe_header(lines: LogLines, index: int) -> PipeHeader | None:
     """The header that begins at line ``index``, or None: bars between at least three known titles, one a length."""
-    if lines[index].count("|") < 2:
+    line = lines[index]
+    if line.count("|") < 2 or not any(_key(cell) in _KNOWN for cell in line.split("|")):
         return None
-    best = _header_of(lines[index], index, 1, 0)
-    joined = lines[index]
+    best, used = _header_of(line, index, 1, 0), 1
     # A wrapped header goes on over lines without its prefix, each of which makes more of it known.
-    for more in range(1, MOST_LINES):
-        if index + more >= len(lines) or _starts_anew(lines[index + more], best):
+    for following in lines.between(index + 1, index + _MOST_PIECES):
+        if _starts_anew(following, best) or _header_of(following, index, 1, 0) is not None:
             break
-        if _header_of(lines[index + more], 0, 1, 0) is not None:
-            break
-        joined += lines[index + more]
-        found = _header_of(joined, index, more + 1, len(lines[index]))
-        if found is not None and (best is None or _known_count(found) > _known_count(best)):
+        line, used = line + following, used + 1
+        found = _header_of(line, index, used, len(lines[index]))
+        if found is not None and (best is None or found.known > best.known):
             best = found
-        elif best is not None and not lines[index + more].strip():
-            best = PipeHeader(best.line, more + 1, best.prefix, best.titles, best.keys, len(lines[index]))
-            break
+        elif best is not None and not following.strip():
+            return replace(best, used=used, wrap=len(lines[index]))
     return best
 
 
@@ -127,63 +132,51 @@ def _starts_anew(line: str, header: PipeHeader | None) -> bool:
         return True
     if header is None:
         return line.lstrip().startswith("#")
-    return bool(header.prefix.strip()) and line.startswith(header.prefix.rstrip())
-
-
-def _known_count(header: PipeHeader) -> int:
-    return sum(_known(key) for key in header.keys)
+    return bool(header.prefix.text) and header.prefix.cut(line.lstrip()) is not None
 
 
 def _header_of(text: str, index: int, used: int, wrap: int) -> PipeHeader | None:
-    if "|" not in text:
-        return None
     cells = text.split("|")
     if cells[-1].strip() == "":
-        cells = cells[:-1]
-    first = cells[0].split()
+        cells.pop()
     prefix = ""
-    if first and not _known(_key(cells[0])):
+    if first := cells[0].split() if cells and _key(cells[0]) not in _KNOWN else []:
         # The title may be of two words ("ring type"); what stands before it is the prefix.
-        title = next((t for n in (2, 1) if _known(_key(t := " ".join(first[-n:])))), None)
-        if title is None and len(first) > 1:
-            return None
-        prefix = cells[0][: cells[0].rindex(first[-len(title.split())])] if title else cells[0].rstrip() + " "
-        cells[0] = title or ""
-    keys = tuple(_key(cell) for cell in cells)
-    known = sum(_known(key) for key in keys)
-    if known < 3 or not {"seqlen", "sequencelength"} & set(keys):
-        return None
-    return PipeHeader(index, used, prefix, tuple(cell.strip() for cell in cells), keys, wrap)
+        title = next((t for n in (2, 1) if _key(t := " ".join(first[-n:])) in _KNOWN), "")
+        prefix = cells[0][: cells[0].rindex(first[-len(title.split())])] if title else cells[0]
+        cells[0] = title
+    keys = tuple(map(_key, cells))
+    header = PipeHeader(index, used, LinePrefix(prefix.strip()), tuple(cell.strip() for cell in cells), keys, wrap)
+    return header if header.known >= 3 and not _LENGTHS.isdisjoint(keys) else None
 
 
-def read_pipe_row(lines: list[str], index: int, header: PipeHeader) -> tuple[dict[str, Any], int] | None:
-    """(fields of the row that begins at line ``index``, lines used); None where no row of this table begins there."""
-    line = lines[index]
-    if "|" not in line or _MARKDOWN_RULE.fullmatch(line.removeprefix(header.prefix)):
+def read_pipe_row(lines: LogLines, index: int, header: PipeHeader) -> PipeRow | None:
+    """The row that begins at line ``index``; None where no row of this table begins there."""
+    joined, used = lines[index], 1
+    if "|" not in joined:
         return None
-    joined, used = line, 1
     cells = _cells(joined, header)
-    while used < MOST_LINES and index + used < len(lines) and cells is not None:
+    while cells is not None and used < min(_MOST_PIECES, len(lines) - index):
         cut = len(cells) < len(header.keys) or (header.wrap > 0 and len(lines[index + used - 1]) == header.wrap)
         following = lines[index + used]
-        if not cut or _starts_anew(following, header) or _header_of(following, 0, 1, 0):
+        if not cut or _starts_anew(following, header) or _header_of(following, index, 1, 0):
             break
         joined, used = joined + following, used + 1
         cells = _cells(joined, header)
     if cells is None or len(cells) != len(header.keys):
         return None
     fields = _fields(cells, header)
-    return (fields, used) if fields.get("seq") else None
+    last = _FIGURES.get(header.keys[-1], "")
+    last = _time_of(fields) if last == "latency_ms" else last
+    return PipeRow(fields, used, last, cells[-1]) if fields.get("seq") else None
 
 
 def _cells(text: str, header: PipeHeader) -> list[str] | None:
-    """Stripped cells; None where the line has another prefix."""
-    prefix = header.prefix.strip()
-    if prefix:
-        if not text.lstrip().startswith(prefix):
-            return None
-        text = text.lstrip()[len(prefix) :]
-    cells = [cell.strip() for cell in text.split("|")]
+    """Stripped cells; None where the line has another prefix, or is the rule of a Markdown table."""
+    content = header.prefix.cut(text.lstrip())
+    if content is None or _MARKDOWN_RULE.fullmatch(content):
+        return None
+    cells = [cell.strip() for cell in content.split("|")]
     # Markdown ends rows with a bar, and the header's own last bar was dropped.
     while len(cells) > len(header.keys) and not cells[-1]:
         cells.pop()
@@ -201,21 +194,18 @@ def _fields(cells: list[str], header: PipeHeader) -> dict[str, Any]:
             fields[name] = convert(cell)
         elif key in _FIGURES:
             name = _FIGURES[key]
-            found = number(cell)
-            if found is not None:
+            if found := number(cell):
                 fields[name], steps[name] = found
             elif is_oom(cell):
                 fields["oom"] = True
             elif is_missing(cell) and name == "tflops":
                 fields["missing"] = True
-    _place_latency(fields, steps)
+    if "latency_ms" in fields:
+        name = _time_of(fields)
+        fields[name], steps[name] = fields.pop("latency_ms"), steps.pop("latency_ms")
     return fields | {"steps": steps}
 
 
-def _place_latency(fields: dict[str, Any], steps: dict[str, float]) -> None:
-    """One time a row: of forward, or of forward and backward, as the row says."""
-    latency = fields.pop("latency_ms", None)
-    if latency is None:
-        return
-    name = "forward_ms" if fields.get("forward_only") else "forward_backward_ms"
-    fields[name], steps[name] = latency, steps.pop("latency_ms")
+def _time_of(fields: dict[str, Any]) -> str:
+    """What the one time of a row is of: forward, or forward and backward, as the row says."""
+    return "forward_ms" if fields.get("forward_only") else "forward_backward_ms"

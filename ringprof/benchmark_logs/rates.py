@@ -10,10 +10,9 @@ a comparison needs no tolerance of its own; where it fails, known slips are trie
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from ringprof.benchmark_logs.flags import Audited, Flag, flag
-from ringprof.benchmark_logs.rows import LogRow
+from ringprof.benchmark_logs.rows import Flag, JudgedRow, LogRow, Verdict, flag
 
 BACKWARD_AND_FORWARD = 3.5
 HEAD_DIMS = (32, 40, 48, 64, 72, 80, 96, 112, 128, 160, 192, 256)
@@ -24,7 +23,9 @@ _EXACT = 2e-4
 _COARSE = 0.005
 """A time printed this coarsely says little by itself."""
 
-Interval = tuple[float, float]
+_FROM_BEST: tuple[Verdict, ...] = ("agrees", "rounding", "constant", "inconsistent")
+
+Bounds = tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Rate:
     passes: float
 
     @property
-    def work(self) -> Interval:
+    def work(self) -> Bounds:
         """TFLOP that rate and time imply, over as many GPUs as the rate is for."""
         low = (self.tflops - self.tflops_step / 2) * (self.time_ms - self.time_step / 2)
         high = (self.tflops + self.tflops_step) * (self.time_ms + self.time_step)
@@ -53,75 +54,68 @@ class Rate:
 
 def rates_of(row: LogRow) -> list[Rate]:
     """The printed rates of a row that have a printed time; the row's main one first."""
-    whole = 1.0 if row.forward_only else BACKWARD_AND_FORWARD
-    time = row.forward_ms if row.forward_only else row.forward_backward_ms
-    time_name = "forward_ms" if row.forward_only else "forward_backward_ms"
-    found = []
-    if row.tflops is not None and time:
-        name = "forward" if row.forward_only else "forward and backward"
-        found.append(_rate(row, name, row.tflops, "tflops", time, time_name, whole))
-    if row.tflops_forward is not None and row.forward_ms:
-        found.append(_rate(row, "forward", row.tflops_forward, "tflops_forward", row.forward_ms, "forward_ms", 1.0))
-    return found
-
-
-def _rate(row: LogRow, name: str, tflops: float, key: str, time: float, time_key: str, passes: float) -> Rate:
-    return Rate(name, tflops, row.steps.get(key, 0.0), time, row.steps.get(time_key, 0.0), passes)
-
-
-def forward_tflop(row: LogRow, causal: bool) -> float | None:
-    """TFLOP of a forward pass over all GPUs; None where a setting is missing."""
-    if not (row.batch and row.seq and row.heads and row.head_dim):
-        return None
-    return 4e-12 * row.batch * row.seq**2 * row.heads * row.head_dim / (2 if causal else 1)
-
-
-def holds(interval: Interval, value: float) -> bool:
-    """Whether a value lies in an interval."""
-    return interval[0] <= value <= interval[1]
+    main = ("forward and backward", "tflops", "forward_backward_ms", BACKWARD_AND_FORWARD)
+    if row.forward_only:
+        main = ("forward", "tflops", "forward_ms", 1.0)
+    return [
+        Rate(name, tflops, row.steps.get(key, 0.0), time, row.steps.get(time_key, 0.0), passes)
+        for name, key, time_key, passes in (main, ("forward", "tflops_forward", "forward_ms", 1.0))
+        if (tflops := getattr(row, key)) is not None and (time := getattr(row, time_key))
+    ]
 
 
 def missing_settings(row: LogRow) -> list[str]:
     """What a row's TFLOP/s cannot be computed without."""
-    names = ("batch", "seq", "heads", "head_dim", "world_size")
-    return [name for name in names if getattr(row, name) is None]
+    return [name for name in ("batch", "seq", "heads", "head_dim", "world_size") if getattr(row, name) is None]
+
+
+def tflop_per_gpu(row: LogRow, rate: Rate, causal: bool, head_dim: int | None = None) -> float:
+    """TFLOP of a rate's pass on each GPU, with another head dimension than the stated where one is given.
+
+    The row's settings must be known. Where it prints 0 for one of them there is no work at all.
+    """
+    batch, seq, heads, stated = row.batch or 0, row.seq or 0, row.heads or 0, row.head_dim or 0
+    work = 4e-12 * batch * seq**2 * heads * stated / (2 if causal else 1) * rate.passes
+    return (work * head_dim / (stated or 1) if head_dim else work) / (row.world_size or 1)
+
+
+def follows(work: float, rate: Rate) -> bool:
+    """Whether a rate and its time, as printed, can be those of so many TFLOP."""
+    low, high = rate.work
+    return low <= work <= high
 
 
 # --- one row ----------------------------------------------------------------------------------------
 
 
-def judge(row: LogRow) -> tuple[Audited, list[Flag]]:
+def judge_row(row: LogRow) -> tuple[JudgedRow, list[Flag]]:
     """The verdict on a row by itself, and its flags; ``unchecked`` where it lacks figures or settings."""
     rates = rates_of(row)
     if not rates or missing_settings(row):
-        return Audited(row, "unchecked", None, row.tflops), []
+        return JudgedRow(row, "unchecked", None, row.tflops), []
     judged = [_judge_rate(row, rate) for rate in rates]
     # Of a block with several rates the worst speaks for the row.
-    order = ("agrees", "rounding", "constant", "inconsistent")
-    verdict = max((found[0] for found in judged), key=order.index)
-    computed, corrected = judged[0][1], judged[0][2]
-    return Audited(row, verdict, computed, corrected), [one for found in judged for one in found[3]]
+    worst = max((one.verdict for one, _ in judged), key=_FROM_BEST.index)
+    return replace(judged[0][0], verdict=worst), [found for _, flags in judged for found in flags]
 
 
-def _judge_rate(row: LogRow, rate: Rate) -> tuple[str, float, float | None, list[Flag]]:
-    """(verdict, computed TFLOP/s per GPU, printed or corrected TFLOP/s per GPU, flags)."""
-    world = row.world_size or 1
+def _judge_rate(row: LogRow, rate: Rate) -> tuple[JudgedRow, list[Flag]]:
     # Where no mask is stated, the figures themselves tell: both are tried, causal first.
     for causal in (True, False) if row.causal is None else (row.causal,):
-        work = (forward_tflop(row, causal) or 0.0) * rate.passes / world
-        computed = work / rate.time_ms * 1e3
-        if holds(rate.work, work):
+        work = tflop_per_gpu(row, rate, causal)
+        if follows(work, rate):
+            computed = work / rate.time_ms * 1e3
             if not rate.coarse:
-                return "agrees", computed, rate.tflops, []
-            return "rounding", computed, rate.tflops, [_recovered(row, rate, work)]
-    work = (forward_tflop(row, row.causal is not False) or 0.0) * rate.passes / world
+                return JudgedRow(row, "agrees", computed, rate.tflops), []
+            return JudgedRow(row, "rounding", computed, rate.tflops), [_recovered(row, rate, work)]
+    work = tflop_per_gpu(row, rate, row.causal is not False)
     computed = work / rate.time_ms * 1e3
     for factor, what in _constants(row, rate):
-        if factor != 1 and holds(rate.work, work * factor):
+        if factor != 1 and follows(work * factor, rate):
             message = f"{_arithmetic(row, rate, computed)}; printed {rate.tflops:g}, {factor:g} times that: {what}"
             found = flag(row, "tflops_constant", "warning", message, rate.tflops, round(computed, 4))
-            return "constant", computed, rate.tflops / factor, [found]
-    return "inconsistent", computed, None, [_inconsistent(row, rate, computed, work)]
+            return JudgedRow(row, "constant", computed, rate.tflops / factor), [found]
+    return JudgedRow(row, "inconsistent", computed, None), [_inconsistent(row, rate, computed, work)]
 
 
 def _constants(row: LogRow, rate: Rate) -> list[tuple[float, str]]:
@@ -170,7 +164,7 @@ def _inconsistent(row: LogRow, rate: Rate, computed: float, work: float) -> Flag
 
 
 @dataclass(frozen=True)
-class Solution:
+class SolvedSettings:
     """Other settings by which every rate of some rows follows from its time."""
 
     head_dim: int
@@ -178,28 +172,16 @@ class Solution:
     total: bool
     """The printed rates are totals over all GPUs."""
 
+    def tflop(self, row: LogRow, rate: Rate) -> float:
+        """TFLOP of the rate's pass, over as many GPUs as the printed rate is for."""
+        return tflop_per_gpu(row, rate, self.causal, self.head_dim) * (row.world_size or 1 if self.total else 1)
 
-def solve(rows: Sequence[LogRow]) -> list[Solution]:
+
+def solve(rows: Sequence[LogRow]) -> list[SolvedSettings]:
     """Head dimensions, masks and meanings of a rate that fit every row, the plainest first; empty where none does."""
     checked = [(row, rate) for row in rows for rate in rates_of(row)[:1]]
     if len(checked) < 2 or any(missing_settings(row) for row, _ in checked):
         return []
     masks = (True, False) if rows[0].causal is None else (rows[0].causal,)
-    return [
-        solution
-        for causal in masks
-        for total in (False, True)
-        for head_dim in HEAD_DIMS
-        if all(_fits(row, rate, solution := Solution(head_dim, causal, total)) for row, rate in checked)
-    ]
-
-
-def _fits(row: LogRow, rate: Rate, solution: Solution) -> bool:
-    work = (forward_tflop(row, solution.causal) or 0.0) * rate.passes * solution.head_dim / (row.head_dim or 1)
-    return holds(rate.work, work if solution.total else work / (row.world_size or 1))
-
-
-def solved_tflops(row: LogRow, rate: Rate, solution: Solution) -> float:
-    """TFLOP/s per GPU from the row's time with the solved settings."""
-    work = (forward_tflop(row, solution.causal) or 0.0) * rate.passes * solution.head_dim / (row.head_dim or 1)
-    return work / (row.world_size or 1) / rate.time_ms * 1e3
+    tried = [SolvedSettings(dim, mask, total) for mask in masks for total in (False, True) for dim in HEAD_DIMS]
+    return [one for one in tried if all(follows(one.tflop(row, rate), rate) for row, rate in checked)]

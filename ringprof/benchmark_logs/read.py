@@ -15,102 +15,90 @@ from typing import Any
 
 from ringprof.benchmark_logs.blocks import read_burst_figures, read_results
 from ringprof.benchmark_logs.cells import placement_of, system_of
-from ringprof.benchmark_logs.pipes import PipeHeader, find_pipe_header, read_pipe_row
-from ringprof.benchmark_logs.rows import BenchmarkLog, LogRow, Settings
+from ringprof.benchmark_logs.pipes import PipeHeader, PipeRow, find_pipe_header, read_pipe_row
+from ringprof.benchmark_logs.rows import STATED, BenchmarkLog, Flag, LogRow, LogSettings, flag
 from ringprof.benchmark_logs.settings import log_names, read_settings
 from ringprof.errors import InputError
 from ringprof.files import read_whole
-from ringprof.kernel_tables.text import split_lines
+from ringprof.limits import Limits
+from ringprof.log_lines import TEXT_SHARE, LinePrefix, LogLines
 
-__all__ = ["BenchmarkLog", "LogRow", "Settings", "has_rows", "parse_log", "read_log"]
-
-_STATED = ("batch", "heads", "kv_heads", "head_dim", "causal", "world_size", "device")
 _TWO_RINGS = re.compile(r"\[\d+(?:, ?\d+){0,4096}\]\s{1,16}\[\d+(?:, ?\d+){0,4096}\]")
 _MOST_HEADERS = 16
 """Tables of different prefixes that may be interleaved."""
 
 
-def has_rows(text: str) -> bool:
-    """Whether ``text`` holds benchmark rows."""
-    return bool(parse_log(text, "").rows)
-
-
-LIMIT_BYTES = 1 << 30
-"""Of a log, unless the caller says otherwise."""
-
-
-def read_log(path: str | os.PathLike[str], limit_bytes: int | None = None) -> BenchmarkLog:
+def read_log(path: str | os.PathLike[str], limits: Limits | None = None) -> BenchmarkLog:
     """Read one log. Raises `InputError` where it cannot be read or holds no benchmark rows."""
     name = os.fspath(path)
-    return decode_log(read_whole(name, limit_bytes or LIMIT_BYTES), name)
+    return parse_log(read_whole(name, limits, TEXT_SHARE), name)
 
 
-def decode_log(data: bytes, name: str) -> BenchmarkLog:
-    """As `read_log`, for bytes that are there already; what is not UTF-8 is replaced."""
-    encoding = "utf-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig"
-    text = data.decode(encoding, errors="replace")
-    log = parse_log(text, name)
-    if not log.rows:
-        marks = ("# of Calls", "Total Time (ns)")
-        hint = f": for its kernel table, ringprof report {name}" if any(mark in text for mark in marks) else ""
-        raise InputError(f"{name}: no benchmark rows in a known format{hint}")
-    return log
-
-
-def parse_log(text: str, path: str) -> BenchmarkLog:
-    """Every benchmark row in ``text``; none, where it holds none. ``path`` is kept as ``LogRow.file``."""
-    reader = _Reader(split_lines(text), path)
+def parse_log(data: bytes, name: str) -> BenchmarkLog:
+    """As `read_log`, for bytes that are there already; ``name`` is kept as ``LogRow.file``."""
+    reader = _Reader(LogLines(data), name)
     reader.read()
-    return BenchmarkLog(
-        path, tuple(reader.rows), reader.settings, reader.blocks, tuple(reader.repeated)
-    )  # fmt: skip
+    if not reader.rows:
+        has_titles = b"# of Calls" in data or b"Total Time (ns)" in data
+        hint = f": for its kernel table, ringprof report {name}" if has_titles else ""
+        raise InputError(f"{name}: no benchmark rows in a known format{hint}")
+    return BenchmarkLog(name, tuple(reader.rows), reader.settings, tuple(reader.flags))
+
+
+def has_rows(data: bytes) -> bool:
+    """Whether a log holds benchmark rows."""
+    reader = _Reader(LogLines(data), "")
+    reader.read(only_first=True)
+    return bool(reader.rows)
 
 
 class _Reader:
     """Goes through the lines once, with the headings, settings and table headers that hold at each."""
 
-    def __init__(self, lines: list[str], path: str) -> None:
+    def __init__(self, lines: LogLines, path: str) -> None:
         self.lines, self.path = lines, path
         self.rows: list[LogRow] = []
-        self.settings = Settings()
-        self.blocks = 0
-        self.repeated: list[tuple[int, int, str]] = []
+        self.settings = LogSettings()
+        self.flags: list[Flag] = []
         self._named: dict[str, int] = {}
         self._label: tuple[str, int | None] = ("", None)
         self._headers: dict[str, PipeHeader] = {}
+        self._prefixes = _prefixes_in(lines)
         self._block: LogRow | None = None
         self._two_rings = False
+        self._last_row: tuple[int, PipeRow] | None = None
 
-    def read(self) -> None:
+    def read(self, only_first: bool = False) -> None:
+        """Read all rows, or no more than tells whether there are any."""
         index = 0
-        while index < len(self.lines):
+        while index < len(self.lines) and not (only_first and self.rows):
             index += self._step(index)
         self._end_block()
+        self._check_end()
 
     def _step(self, index: int) -> int:
         """Reads what begins at a line, and returns how many lines it took."""
         line = self.lines[index]
-        if "|" in line:
-            used = self._pipes(index)
-            if used:
-                return used
-        block = read_results(self.lines, index)
-        if block is not None:
+        if "|" in line and (used := self._pipes(index)):
+            return used
+        if block := read_results(self.lines, index):
             self._results(block[0], index)
             return block[1]
-        if _TWO_RINGS.search(line):
+        if "[" in line and _TWO_RINGS.search(line):
             self._two_rings = True
         self._heading(line, index)
         for name in log_names(line):
-            if name in self._named:
-                self.repeated.append((self._named[name], index + 1, name))
-            self._named.setdefault(name, index + 1)
+            first = self._named.setdefault(name, index + 1)
+            if first != index + 1:
+                message = f"{name} is listed a second time (first on line {first}): another file was probably meant"
+                self.flags.append(Flag("repeated_source", "note", self.path, index + 1, message, name))
         if "|" not in line:
             self.settings = read_settings(self.settings, line, index + 1)
         return 1
 
     def _heading(self, line: str, index: int) -> None:
-        text = line.strip()
+        contents = (prefix.cut(line.lstrip()) for prefix in self._prefixes)
+        text = next((content for content in contents if content), line).strip()
         if text.startswith("#"):
             self._end_block()
             self._headers.clear()
@@ -128,13 +116,13 @@ class _Reader:
                 return self._burst(header)
             if len(self._headers) >= _MOST_HEADERS:
                 self._headers.clear()
-            self._headers[header.prefix.strip()] = header
+            self._headers[header.prefix.key] = header
             return header.used
         for header in self._headers.values():
-            found = read_pipe_row(self.lines, index, header)
-            if found is not None:
-                self._table_row(found[0], header, index)
-                return found[1]
+            if found := read_pipe_row(self.lines, index, header):
+                self._table_row(found.fields, header, index)
+                self._last_row = (index + found.used - 1, found)
+                return found.used
         return 0
 
     def _table_row(self, fields: dict[str, Any], header: PipeHeader, index: int) -> None:
@@ -143,9 +131,8 @@ class _Reader:
         if ulysses and ring:
             fields.setdefault("world_size", ulysses * ring)
         row = self._row(fields, index, kind, header.titles)
-        layout = fields.get("layout")
-        if layout is not None:
-            own = "ring" if layout == "contiguous" else layout
+        if row.layout is not None:
+            own = "ring" if row.layout == "contiguous" else row.layout
             row = replace(row, system="usp" if (ulysses or 1) > 1 else own)
         if self._block is not None and _same_run(self._block, row):
             row = _completed(row, self._block)
@@ -154,24 +141,22 @@ class _Reader:
 
     def _burst(self, header: PipeHeader) -> int:
         """A block: titles, their values, then lines of times and of rates."""
-        at = header.line + header.used
-        while at < len(self.lines) and at < header.line + header.used + 3 and not self.lines[at].strip():
+        start = at = header.line + header.used
+        while at < min(len(self.lines), start + 3) and not self.lines[at].strip():
             at += 1
         found = read_pipe_row(self.lines, at, header) if at < len(self.lines) else None
-        figures = read_burst_figures(self.lines, at + found[1]) if found else None
+        figures = read_burst_figures(self.lines, at + found.used) if found else None
         if found is None or figures is None:
             return header.used
-        fields = found[0] | figures[0]
-        row = self._row(fields, at, "burst", header.titles)
+        row = self._row(found.fields | figures[0], at, "burst", header.titles)
         self.rows.append(replace(row, system="burst"))
-        return at + found[1] + figures[1] - header.line
+        return at + found.used + figures[1] - header.line
 
     def _results(self, fields: dict[str, Any], index: int) -> None:
         self._end_block()
-        self.blocks += 1
         label = fields.pop("label")
-        row = self._row(fields, index, "results", ())
         system = "double_ring" if self._two_rings else system_of(label)
+        row = self._row(fields, index, "results", ())
         self._block = replace(row, label=label, label_line=index + 1, system=system)
 
     def _end_block(self) -> None:
@@ -182,15 +167,42 @@ class _Reader:
 
     # --- rows ---
 
+    def _check_end(self) -> None:
+        """Where the log ends inside a row of a table, its last figure may be the beginning of another."""
+        last = len(self.lines) - 1
+        above = self.lines[last - 1] if last else ""
+        if not self.lines.is_open(last):
+            return
+        if self._last_row is not None and self._last_row[0] == last:
+            self._check_last_figure(self.rows[-1], self._last_row[1])
+        elif self._headers and "|" in self.lines[last] and set(above) & set("|=-"):
+            message = "the log ends inside this row, which is left out: it was cut off here"
+            self.flags.append(Flag("cut_off", "warning", self.path, last + 1, message))
+
+    def _check_last_figure(self, row: LogRow, read: PipeRow) -> None:
+        """A figure with fewer decimals than those above it is left out; of a lone or a whole number nobody knows."""
+        name, cell = read.last_figure, read.last_cell
+        complete = cell and (row.missing or not self.lines[len(self.lines) - 1][-1].isalnum())
+        if not name or row.oom or complete:
+            return
+        step = row.steps.get(name, 0.0)
+        above = [one.steps[name] for one in self.rows[:-1] if one.columns == row.columns and name in one.steps]
+        if step < 1 and step in above:
+            return
+        if step and step <= min(above, default=step):
+            message = f"the log ends right behind {cell}: it may be the beginning of another figure"
+            self.flags.append(flag(row, "cut_off", "note", message, cell))
+            return
+        without: dict[str, Any] = {name: None, "steps": {n: s for n, s in row.steps.items() if n != name}}
+        self.rows[-1] = replace(row, missing=False, **without)
+        message = f"the log ends inside the last figure of this row, which is left out ({cell or 'nothing'} is there)"
+        self.flags.append(flag(row, "cut_off", "warning", message, cell or None))
+
     def _row(self, fields: dict[str, Any], index: int, kind: str, titles: tuple[str, ...]) -> LogRow:
         label, label_line = self._label
-        sources: dict[str, str] = {}
         known = {name: value for name, value in fields.items() if value is not None}
-        for name in _STATED:
-            value = getattr(self.settings, name)
-            if value is not None and name not in known:
-                known[name] = value
-                sources[name] = f"line {self.settings.lines.get(name, 0)}"
+        stated = {name: getattr(self.settings, name) for name in STATED if name not in known}
+        stated = {name: value for name, value in stated.items() if value is not None}
         return LogRow(
             file=self.path,
             line=index + 1,
@@ -200,9 +212,21 @@ class _Reader:
             label_line=label_line,
             placement=placement_of(label),
             columns=tuple(title for title in titles if title),
-            sources=sources,
+            sources={name: f"line {self.settings.lines.get(name, 0)}" for name in stated},
             **known,
+            **stated,
         )
+
+
+def _prefixes_in(lines: LogLines) -> list[LinePrefix]:
+    """What launchers put before the lines of tables, so that headings with it are known too."""
+    found: dict[str, LinePrefix] = {}
+    for index, line in enumerate(lines):
+        if "|" in line and (header := find_pipe_header(lines, index)) and header.prefix.text:
+            found.setdefault(header.prefix.key, header.prefix)
+            if len(found) == _MOST_HEADERS:
+                break
+    return list(found.values())
 
 
 def _same_run(block: LogRow, row: LogRow) -> bool:

@@ -1,14 +1,28 @@
-"""What a benchmark log says, as rows: times in ms, memory in MB, rates in TFLOP/s, None for what is not printed."""
+"""What a benchmark log says, as rows, and what the audit says of them.
+
+Times are in ms, memory in MB, rates in TFLOP/s; None stands for what is not printed.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Severity = Literal["error", "warning", "note"]
+"""``error``: cannot be right. ``warning``: hardly right, or wrong around the row. ``note``: good to know."""
+
+Verdict = Literal["agrees", "rounding", "constant", "settings", "inconsistent", "unchecked"]
+"""Of the TFLOP/s of a row: they follow from its time and settings; within the rounding of the printed time; but for a
+known constant; but for settings that were solved for; not at all; or too little is known."""
+
+STATED = ("batch", "heads", "kv_heads", "head_dim", "causal", "world_size", "device")
+"""Settings that hold for rows though they stand elsewhere, or come from the user."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
-    """What a log states about its runs outside the rows, or a user on the command line; None: not stated."""
+class LogSettings:
+    """What a log states about its runs outside the rows, or a user does; None: not stated."""
 
     batch: int | None = None
     heads: int | None = None
@@ -75,14 +89,50 @@ class LogRow:
 
 
 @dataclass(frozen=True)
+class Flag:
+    """One finding, at one line of one file."""
+
+    code: str
+    severity: Severity
+    file: str
+    line: int
+    message: str
+    """With the arithmetic."""
+    printed: Any = None
+    computed: Any = None
+
+
+@dataclass(frozen=True)
 class BenchmarkLog:
     """One file's rows, with what it says around them."""
 
     path: str
     rows: tuple[LogRow, ...]
-    settings: Settings
+    settings: LogSettings
     """The last stated of each."""
-    results_blocks: int = 0
-    """``Benchmark Results for`` blocks, whether or not a row repeats them."""
-    repeated_sources: tuple[tuple[int, int, str], ...] = ()
-    """(line, line, name) of log files that the text lists twice."""
+    flags: tuple[Flag, ...] = ()
+    """What is odd about its text: files named twice, an end inside a row."""
+
+
+@dataclass(frozen=True)
+class JudgedRow:
+    """A row with what was made of it."""
+
+    row: LogRow
+    verdict: Verdict
+    computed_tflops: float | None = None
+    """Per GPU, from the row's own time and settings."""
+    tflops_per_gpu: float | None = None
+    """As printed, or corrected where the printed figure is a total or otherwise off by a constant."""
+
+
+def flag(row: LogRow, code: str, severity: Severity, message: str, printed: Any = None, computed: Any = None) -> Flag:
+    """A flag at a row's own line."""
+    return Flag(code, severity, row.file, row.line, message, printed, computed)
+
+
+def section_flag(
+    rows: list[LogRow], code: str, severity: Severity, message: str, printed: Any = None, computed: Any = None
+) -> Flag:
+    """A flag about a whole section: at its heading, else at its first row."""
+    return Flag(code, severity, rows[0].file, rows[0].label_line or rows[0].line, message, printed, computed)

@@ -1,60 +1,68 @@
-"""Audited benchmark logs as text, JSON (schema ``ringprof.logs/1``) and CSV; no arithmetic."""
+"""Audited benchmark logs as text, JSON (schema ``ringprof.logs/1``), CSV and entries of a comparison; no arithmetic."""
 
 from __future__ import annotations
 
 import csv
 import io
-import json
-import textwrap
 from collections.abc import Sequence
+from dataclasses import asdict, fields
 from typing import Any
 
-from ringprof.benchmark_logs.audit import COLUMNS, Audit, record
-from ringprof.benchmark_logs.flags import Audited, Flag
-from ringprof.report.text import clean, in_ascii
+from ringprof.analysis.findings.comparison import Entry, Figure
+from ringprof.benchmark_logs.audit import LogAudit
+from ringprof.benchmark_logs.rows import Flag, JudgedRow, LogRow
+from ringprof.report.text import clean, in_ascii, paragraph, spreadsheet_cell
 
-SCHEMA = "ringprof.logs/1"
+LOGS_SCHEMA = "ringprof.logs/1"
+
+LOG_COLUMNS = (
+    "file", "line", "format", "system", "label", "seq", "batch", "heads", "kv_heads", "head_dim", "causal", "dtype",
+    "world_size", "placement", "layout", "ulysses_degree", "ring_degree", "double_ring", "forward_only", "device",
+    "forward_ms", "forward_backward_ms", "throughput_per_s", "tflops", "tflops_forward", "tflops_backward",
+    "memory_mb", "oom", "missing", "computed_tflops", "tflops_per_gpu", "verdict",
+)  # fmt: skip
+"""Of the frame, the CSV and the rows in JSON. Times in ms, memory in MB, ``throughput_per_s`` in iterations a second;
+``tflops`` as printed, ``computed_tflops`` per GPU from the row's own time, ``tflops_per_gpu`` as printed or corrected
+by a known constant; all rates in TFLOP/s."""
+
 MOST_ALIKE = 5
 """Flags of one kind and file up to which each has a paragraph of its own."""
-_WIDTH = 110
 _HEAD = (
     f"{'line':>5} {'system':<26}{'B':>3}{'seq':>9}{'fwd ms':>11}{'fwd+bwd ms':>12}{'memory MB':>11}"
     f"{'TFLOP/s':>9}{'computed':>10}  verdict"
 )
+_OF_ROW = frozenset(field.name for field in fields(LogRow))
 
 
 # --- terminal ---------------------------------------------------------------------------------------
 
 
-def render(audit: Audit, ascii_only: bool = False) -> str:
+def audit_text(audit: LogAudit, ascii_only: bool = False) -> str:
     """The rows of each file, then the flags; figures as printed, beside them what they come to."""
+    files: dict[str, list[JudgedRow]] = {}
+    for one in audit.rows:
+        files.setdefault(one.row.file, []).append(one)
     lines: list[str] = []
-    for file in dict.fromkeys(one.row.file for one in audit.rows):
-        rows = [one for one in audit.rows if one.row.file == file]
-        lines += [
-            f"{clean(file)} · {len(rows)} row{'s' * (len(rows) != 1)}",
-            _HEAD,
-            *(_row_line(one) for one in rows),
-            "",
-        ]
+    for file, rows in files.items():
+        counted = f"{clean(file)} · {len(rows)} row{'s' * (len(rows) != 1)}"
+        lines += [counted, _HEAD, *map(_row_line, rows), ""]
     lines += _flag_lines(audit.flags)
     text = "\n".join(line.rstrip() for line in lines) + "\n"
     return in_ascii(text) if ascii_only else text
 
 
-def _row_line(one: Audited) -> str:
+def _row_line(one: JudgedRow) -> str:
     row = one.row
     tflops = "OOM" if row.oom else "x" if row.missing else _figure(row.tflops)
     return (
-        f"{row.line:>5} {_system(one):<26}{_whole(row.batch):>3}{_whole(row.seq):>9}{_figure(row.forward_ms):>11}"
+        f"{row.line:>5} {_system(row):<26}{_whole(row.batch):>3}{_whole(row.seq):>9}{_figure(row.forward_ms):>11}"
         f"{_figure(row.forward_backward_ms):>12}{_figure(row.memory_mb):>11}{tflops:>9}"
         f"{_figure(one.computed_tflops):>10}  {one.verdict}"
     )
 
 
-def _system(one: Audited) -> str:
+def _system(row: LogRow) -> str:
     """Name, layout, degrees and placement, as far as the log states them."""
-    row = one.row
     parts = [row.system if row.system != "unknown" else clean(row.label)[:16] or "unknown"]
     parts += [row.layout] if row.layout and row.layout != row.system else []
     parts += [f"u{row.ulysses_degree} r{row.ring_degree}"] if row.ulysses_degree and row.ring_degree else []
@@ -75,65 +83,67 @@ def _flag_lines(flags: Sequence[Flag]) -> list[str]:
         return ["nothing to flag"]
     counts = {name: sum(flag.severity == name for flag in flags) for name in ("error", "warning", "note")}
     lines = ["flags: " + ", ".join(f"{count} {name}{'s' * (count != 1)}" for name, count in counts.items())]
-    for flag, others in _collapsed(flags):
-        lines_of_others = ", ".join(str(other.line) for other in others)
-        more = f"; and {len(others)} more like it, lines {lines_of_others}" if others else ""
-        text = f"{flag.severity}: {flag.file}:{flag.line}: {flag.message}{more} [{flag.code}]"
-        plain = "".join(char if char.isprintable() else " " for char in text)
-        lines += textwrap.wrap(plain, _WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
-    return lines
-
-
-def _collapsed(flags: Sequence[Flag]) -> list[tuple[Flag, list[Flag]]]:
-    """Each flag with those of its kind in the same file, where there are more than `MOST_ALIKE`."""
     alike: dict[tuple[str, str], list[Flag]] = {}
     for flag in flags:
         alike.setdefault((flag.file, flag.code), []).append(flag)
-    result: list[tuple[Flag, list[Flag]]] = []
     for flag in flags:
-        group = alike[flag.file, flag.code]
-        if len(group) <= MOST_ALIKE:
-            result.append((flag, []))
-        elif flag is group[0]:
-            result.append((flag, group[1:]))
-    return result
+        first, *others = alike[flag.file, flag.code]
+        if len(others) < MOST_ALIKE:
+            more = ""
+        elif flag is first:
+            more = f"; and {len(others)} more like it, lines {', '.join(str(other.line) for other in others)}"
+        else:
+            continue
+        lines += paragraph(f"{flag.severity}: {flag.file}:{flag.line}: {flag.message}{more} [{flag.code}]")
+    return lines
 
 
 # --- data -------------------------------------------------------------------------------------------
 
 
-def as_dict(audit: Audit) -> dict[str, Any]:
-    """The whole audit: ``rows`` with the fields `COLUMNS`, null for what is not printed, and ``flags``."""
-    return {
-        "schema": SCHEMA,
-        "rows": [record(one) for one in audit.rows],
-        "flags": [_flag(flag) for flag in audit.flags],
-    }
+def record_of(one: JudgedRow) -> dict[str, Any]:
+    """One row as plain values in the order of `LOG_COLUMNS`, None for what is not printed."""
+    values = {name: getattr(one.row if name in _OF_ROW else one, name) for name in LOG_COLUMNS}
+    return {name: value if value != "" else None for name, value in values.items()}
 
 
-def _flag(flag: Flag) -> dict[str, Any]:
-    names = ("code", "severity", "file", "line", "message", "printed", "computed")
-    return {name: getattr(flag, name) for name in names}
+def audit_dict(audit: LogAudit) -> dict[str, Any]:
+    """The whole audit: ``rows`` with the fields `LOG_COLUMNS`, null for what is not printed, and ``flags``."""
+    rows = [record_of(one) for one in audit.rows]
+    return {"schema": LOGS_SCHEMA, "rows": rows, "flags": [asdict(flag) for flag in audit.flags]}
 
 
-def render_json(audit: Audit) -> str:
-    """`as_dict` as JSON text, in ASCII so that no locale can spoil it."""
-    return json.dumps(as_dict(audit), indent=1, ensure_ascii=True, allow_nan=False) + "\n"
-
-
-def render_csv(audit: Audit) -> str:
+def audit_csv(audit: LogAudit) -> str:
     """The rows as CSV with a header; empty for what is not printed."""
     stream = io.StringIO()
-    writer = csv.DictWriter(stream, COLUMNS, lineterminator="\n")
+    writer = csv.DictWriter(stream, LOG_COLUMNS, lineterminator="\n")
     writer.writeheader()
     for one in audit.rows:
-        writer.writerow({name: _safe(value) for name, value in record(one).items()})
+        writer.writerow({name: spreadsheet_cell(value) for name, value in record_of(one).items()})
     return stream.getvalue()
 
 
-def _safe(value: Any) -> Any:
-    """Text from a log on one line, and none that a spreadsheet would run as a formula."""
-    if not isinstance(value, str):
-        return value
-    plain = clean(value)
-    return f"'{plain}" if plain.startswith(("=", "+", "-", "@")) else plain
+def entry_of_row(row: LogRow) -> Entry:
+    """A row as one side of a comparison. Its TFLOP/s are what it printed."""
+    kv_heads = row.kv_heads if row.kv_heads is not None else row.heads
+    numbers = {"seq": row.seq, "batch": row.batch, "heads": row.heads, "kv_heads": kv_heads, "head_dim": row.head_dim}
+    settings = {
+        "strategy": row.system,
+        **{name: None if value is None else str(value) for name, value in numbers.items()},
+        "causal": None if row.causal is None else str(row.causal).lower(),
+        "dtype": row.dtype,
+        "world_size": None if row.world_size is None else str(row.world_size),
+        "passes": "forward" if row.forward_only else "forward and backward",
+        "device": row.device,
+    }
+    times = {"forward": row.forward_ms, "iteration": row.forward_backward_ms}
+    figures = {
+        name: Figure(value, "ms", higher_is_better=False, depends_on_work=True)
+        for name, value in times.items()
+        if value is not None
+    }
+    if row.tflops is not None:
+        figures["tflops"] = Figure(row.tflops, "TFLOP/s", higher_is_better=True)
+    if row.memory_mb is not None:
+        figures["peak_memory"] = Figure(row.memory_mb, "MiB", higher_is_better=False, depends_on_work=True)
+    return Entry(f"{row.file}:{row.line}", "log", settings, figures)

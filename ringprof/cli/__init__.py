@@ -5,15 +5,16 @@ Commands live in a module each, loaded when first used, so that ``ringprof --hel
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from importlib import import_module
 
 import click
+from click.shell_completion import CompletionItem
 
 from ringprof._version import __version__
-from ringprof.errors import RingprofError
-from ringprof.processes import end_all
+from ringprof.errors import RingprofError, nearest
 
 # name -> (module, one line for --help)
 COMMANDS = {
@@ -24,6 +25,7 @@ COMMANDS = {
     "logs": ("ringprof.cli.logs", "Read benchmark logs into one table and audit them."),
     "plot": ("ringprof.cli.plot", "Draw a plot as PNG, SVG or PDF."),
     "report": ("ringprof.cli.report", "Show where the time of a run or trace went."),
+    "runs": ("ringprof.cli.runs", "List the runs of a folder."),
     "strategies": ("ringprof.cli.strategies", "List the strategies, or one strategy's parameters."),
 }
 
@@ -40,6 +42,10 @@ class _LazyCommands(click.Group):
         command: click.Command = import_module(COMMANDS[cmd_name][0]).command
         return command
 
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Without loading the commands."""
+        return [CompletionItem(name, help=help) for name, (_, help) in COMMANDS.items() if name.startswith(incomplete)]
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
             formatter.write_dl([(name, summary) for name, (_, summary) in COMMANDS.items()])
@@ -48,37 +54,52 @@ class _LazyCommands(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         if args and args[0] not in COMMANDS and not args[0].startswith("-"):
-            raise click.UsageError(f"no command {args[0]!r}; there are: {', '.join(COMMANDS)}")
+            raise click.UsageError(
+                f"no command {args[0]!r}{nearest(args[0], COMMANDS)}; there are: {', '.join(COMMANDS)}"
+            )
         return super().resolve_command(ctx, args)
 
 
-@click.group(cls=_LazyCommands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=_LazyCommands, invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="ringprof")
-def group() -> None:
+@click.pass_context
+def group(context: click.Context) -> None:
     """Record ring attention (context parallelism) and see where its time goes.
 
     \b
     ringprof record --strategy burst --seq 524288    record on all GPUs of this host
     ringprof report traces/run.json                  show the newest run
     """
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help())
 
 
 def main(args: list[str] | None = None) -> None:
     """Run the command line and exit: 0 fine, 1 a condition holds, 2 usage or input, 3 failed run, 130 interrupted."""
     args = sys.argv[1:] if args is None else args
-    if args[:1] not in (["record"], ["bench"]):
-        # These two see to their signals themselves.
-        for number in _ENDING:
-            # nohup has SIGHUP ignored, and means it.
-            if signal.getsignal(number) is signal.SIG_DFL:
-                signal.signal(number, _end)
+    _open_closed_streams()
+    for number in _ENDING:
+        # nohup has SIGHUP ignored, and means it.
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, _end)
     try:
         code = run(args)
     except _Signalled as signalled:
         code = signalled.code
-    if code > 128:
-        end_all()
+    if code > 128 and "ringprof.processes" in sys.modules:
+        # At once: Python's own end would wait for what the further processes are doing.
+        sys.modules["ringprof.processes"].end_all()
     sys.exit(code)
+
+
+def _open_closed_streams() -> None:
+    """Give a standard stream that was closed (``>&-``) nowhere to write to: the next file would take its number."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            nowhere = os.open(os.devnull, os.O_RDWR)
+            os.dup2(nowhere, number)
+            os.set_inheritable(number, True)
+            setattr(sys, name, open(number, "r+" if number else "r", closefd=False))
 
 
 class _Signalled(BaseException):
@@ -109,8 +130,7 @@ def run(args: list[str]) -> int:
     except click.exceptions.Exit as stop:
         return stop.exit_code
     except click.ClickException as error:
-        hint = f" (see: {error.ctx.command_path} --help)" if isinstance(error, click.UsageError) and error.ctx else ""
-        return _fail(error.format_message() + hint, 2)
+        return _fail(error.format_message() + _hint(error), 2)
     except RingprofError as error:
         return _fail(str(error), error.exit_code)
     except BrokenPipeError:
@@ -121,6 +141,20 @@ def run(args: list[str]) -> int:
         # Nothing is assumed about a path that the user gives: too long, in a circle, on a disk that is gone.
         named = f"{error.filename}: " if error.filename else ""
         return _fail(f"{named}{error.strerror or error}", 2)
+
+
+_RANKS = ("--nproc", "--nproc-per-node", "--nproc_per_node", "--world-size", "--gpus", "--num-gpus", "--ranks")
+"""What other launchers call the number of ranks."""
+
+
+def _hint(error: click.ClickException) -> str:
+    if not isinstance(error, click.UsageError) or not error.ctx:
+        return ""
+    meant = ""
+    if isinstance(error, click.NoSuchOption) and error.option_name.partition("=")[0] in _RANKS:
+        known = {option.name for option in error.ctx.command.params}
+        meant = "--world sets the number of ranks; " if "world" in known else ""
+    return f" ({meant}see: {error.ctx.command_path} --help)"
 
 
 def _fail(message: str, code: int) -> int:

@@ -9,50 +9,25 @@ from typing import Any
 import click
 
 from ringprof.cli.progress import reporter
-from ringprof.cli.write import write_text
-from ringprof.record import Request
+from ringprof.cli.recording import params_of, records, request_of
+from ringprof.cli.values import KERNELS, STRATEGIES, Known, ListOf, Tokens
+from ringprof.cli.write import text_style, write_text
 from ringprof.report import sweep as shown
-from ringprof.run import Workload
-from ringprof.sweep import figures_of, plan, run_sweep
+from ringprof.report.page import html
+from ringprof.report.page.several import sweep_document
+from ringprof.sweep import row_figures, run_sweep, sweep_requests
 
 FORMATS = {"json": shown.render_json, "csv": shown.render_csv, "markdown": shown.render_markdown}
 
 
-class _List(click.ParamType[list[Any]]):
-    """Values separated by commas."""
-
-    def __init__(self, kind: type, name: str) -> None:
-        self.kind, self.name = kind, name
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> list[Any]:
-        try:
-            values = [self.kind(part.strip()) for part in str(value).split(",") if part.strip()]
-        except ValueError:
-            self.fail(f"{value!r} is not a list of {self.name}", param, ctx)
-        return values or self.fail("the list is empty", param, ctx)
-
-
 @click.command(name="bench")
-@click.option("--strategies", required=True, type=_List(str, "names"), help="Such as burst,zigzag,usp.")
-@click.option("--seq", "seqs", required=True, type=_List(int, "numbers"), help="Global lengths: 131072,262144.")
-@click.option("--kernel", "kernels", default="auto", show_default=True, type=_List(str, "names"), help="One or more.")
-@click.option("--hops", type=click.Choice(["nccl", "copy"]), default="nccl", show_default=True,
-              help="As of `ringprof record`.")  # fmt: skip
-@click.option("--batch", default=1, show_default=True, help="Batch size.")
-@click.option("--heads", default=40, show_default=True, help="Query heads.")
-@click.option("--kv-heads", type=int, help="Key and value heads.  [default: --heads]")
-@click.option("--head-dim", default=128, show_default=True, help="Size of a head.")
-@click.option("--causal/--no-causal", default=True, show_default=True, help="Causal mask, or full attention.")
-@click.option("--dtype", type=click.Choice(["bf16", "fp16", "fp32"]), default="bf16", show_default=True)
+@click.option("--strategies", required=True, type=ListOf(Known(STRATEGIES)), help="Such as burst,zigzag,usp.")
+@click.option("--seq", "seqs", required=True, type=ListOf(Tokens()), help="Global lengths in tokens: 128k,256k.")
+@click.option("--kernel", "kernels", default="auto", show_default=True, type=ListOf(Known(KERNELS)),
+              help="One or more.")  # fmt: skip
+@records
 @click.option("-p", "--param", "params", multiple=True, metavar="[NAME.]KEY=VALUE",
               help="A parameter of all strategies, or of strategy NAME; repeatable.")  # fmt: skip
-@click.option("--device", type=click.Choice(["auto", "cuda", "cpu"]), default="auto", show_default=True)
-@click.option("--world", type=int, help="Ranks.  [default: all GPUs; 4 on CPU]")
-@click.option("--ranks-per-host", type=int, help="Treat so many ranks as one host.")
-@click.option("--warmup", type=int, help="Untimed iterations.")
-@click.option("--iters", type=int, help="Timed iterations.")
-@click.option("--controls", is_flag=True, help="As of `ringprof record`.")
-@click.option("--verify/--no-verify", default=True, show_default=True, help="Check every row's result first.")
 @click.option("--format", "form", type=click.Choice(["terminal", *FORMATS]), default="terminal", show_default=True)
 @click.option("-o", "--output", default="traces/bench/sweep.json", show_default=True, type=click.Path(dir_okay=False),
               help="The sweep's file; its runs lie beside it. The same file again goes on with it.")  # fmt: skip
@@ -66,46 +41,22 @@ def command(
     on where it stopped.
 
     \b
-    ringprof bench --strategies burst,zigzag,usp --seq 131072,262144 -p usp.ulysses_degree=2
+    ringprof bench --strategies burst,zigzag,usp --seq 128k,256k -p usp.ulysses_degree=2
     """
-    requests = plan(_base(options), strategies, seqs, kernels, _params(options["params"]))
+    params = params_of(options["params"], "[NAME.]KEY=VALUE")
+    requests = sweep_requests(request_of(options, seq=1, strategy=""), strategies, seqs, kernels, params)
     rows = []
+    table = shown.SweepTable(text_style(None))
     if form == "terminal":
-        click.echo(shown.header())
+        click.echo(table.header)
     with reporter() as progress:
         for row, analysis in run_sweep(requests, Path(output), progress):
-            rows.append(figures_of(row, analysis))
+            rows.append(row_figures(row, analysis))
             if form == "terminal":
-                click.echo(shown.line(rows[-1]))
+                click.echo(table.line(rows[-1]))
                 sys.stdout.flush()
     if form != "terminal":
         click.echo(FORMATS[form](rows), nl=False)
     if page:
-        from ringprof.report.page.document import render
-        from ringprof.report.page.several import sweep_document
-
-        write_text(page, render(sweep_document(rows, Path(output).stem)))
+        write_text(page, html.render(sweep_document(rows, Path(output).stem)))
     return 0 if any(row["status"] == "ok" for row in rows) else 3
-
-
-def _base(options: dict[str, Any]) -> Request:
-    heads = options["heads"]
-    workload = Workload(
-        batch=options["batch"], seq=1, heads=heads, kv_heads=options["kv_heads"] or heads,
-        head_dim=options["head_dim"], causal=options["causal"], dtype=options["dtype"],
-    )  # fmt: skip
-    same = ("hops", "device", "world", "ranks_per_host", "warmup", "iters", "controls", "verify")
-    return Request(
-        workload=workload, strategy="", command=["ringprof", *sys.argv[1:]], **{name: options[name] for name in same}
-    )
-
-
-def _params(given: tuple[str, ...]) -> dict[str, str]:
-    params = {}
-    for text in given:
-        key, equals, value = text.partition("=")
-        if not equals or not key:
-            raise click.BadParameter(f"{text!r} is not [NAME.]KEY=VALUE", param_hint="--param")
-        owner, dot, name = key.rpartition(".")
-        params[f"{owner}{dot}{name.replace('-', '_')}"] = value
-    return params

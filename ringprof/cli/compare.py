@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Sequence
 
 import click
 
 from ringprof.analysis.findings.comparison import Comparison
-from ringprof.analysis.findings.conditions import parse_condition
+from ringprof.analysis.findings.conditions import Condition, parse_condition
 from ringprof.analysis.findings.entries import flat
-from ringprof.api import compare
-from ringprof.cli.write import write_text
+from ringprof.cli.reading import reads_traces
+from ringprof.cli.write import print_or_write, text_style, write_text
+from ringprof.options import LoadOptions
 from ringprof.report import comparison as shown
+from ringprof.side_by_side import compare
 
 
 @click.command(name="compare")
-@click.argument("paths", nargs=-1, required=True, metavar="BASE OTHER...")
+@click.argument("paths", nargs=-1, type=click.Path(), required=True, metavar="BASE OTHER...")
 @click.option("--format", "form", type=click.Choice(["terminal", "json", "csv"]), default="terminal", show_default=True)
 @click.option("-o", "--output", type=click.Path(dir_okay=False), help="Write to this file instead of the terminal.")
 @click.option("--html", "page", type=click.Path(dir_okay=False), help="Also write the comparison as one HTML page.")
 @click.option("--fail-if", "conditions", multiple=True, metavar="CONDITION",
               help="Exit with 1 where it holds for an entry: 'tflops < 0.95 * base'; repeatable.")  # fmt: skip
+@reads_traces
 def command(
-    paths: tuple[str, ...], form: str, output: str | None, page: str | None, conditions: tuple[str, ...]
+    paths: tuple[str, ...],
+    reading: LoadOptions,
+    form: str,
+    output: str | None,
+    page: str | None,
+    conditions: tuple[str, ...],
 ) -> int:
     """Set runs, traces, printed tables and benchmark logs side by side, in any mix, against the first.
 
@@ -34,28 +42,26 @@ def command(
     ringprof compare traces/main traces/branch --fail-if 'tflops < 0.95 * base'
     """
     parsed = [parse_condition(text) for text in conditions]
-    found = compare(*paths)
-    text = _text(found, form, output)
-    if output is None:
-        click.echo(text, nl=False)
-    else:
-        write_text(output, text)
+    found = compare(*paths, reading=reading)
+    print_or_write(_text(found, form, output), output)
     if page:
-        from ringprof.report.page.document import render
-        from ringprof.report.page.several import comparison_document
+        write_text(page, found.to_html())
+    return 1 if _failed(found, parsed) else 0
 
-        write_text(page, render(comparison_document(found)))
-    base = flat(found.entries[0].figures)
-    failed = False
-    for entry in found.entries[1:] or found.entries:
+
+def _failed(found: Comparison, conditions: Sequence[Condition]) -> bool:
+    """Whether a condition holds for an entry; says which."""
+    base, failed = flat(found.entries[0].figures), False
+    for entry in found.entries[1:]:
         figures = flat(entry.figures)
-        for condition in parsed:
-            if condition.holds(figures, base):
+        shares = {name for name, one in entry.figures.items() if one.unit == "share"}
+        for condition in conditions:
+            if condition.holds(figures, base, shares):
                 failed = True
                 of_base = f" (base {base[condition.figure]:.6g})" if condition.figure in base else ""
                 message = f"{entry.label}: {condition.figure} is {figures[condition.figure]:.6g}{of_base}"
                 click.echo(f"ringprof: {message}: {condition.text}", err=True)
-    return 1 if failed else 0
+    return failed
 
 
 def _text(found: Comparison, form: str, output: str | None) -> str:
@@ -63,5 +69,4 @@ def _text(found: Comparison, form: str, output: str | None) -> str:
         return shown.render_json(found)
     if form == "csv":
         return shown.render_csv(found)
-    encoding = "utf-8" if output else (sys.stdout.encoding or "ascii")
-    return shown.render(found, ascii_only="utf" not in encoding.lower())
+    return shown.render(found, text_style(output))

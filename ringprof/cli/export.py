@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import gzip
 import json
-from pathlib import Path
 
 import click
 
-from ringprof.api import Analysis, load
-from ringprof.errors import InputError, UsageError
+from ringprof.api import Analysis, load_any
+from ringprof.cli.reading import newest_or, reads_traces
+from ringprof.cli.write import written
+from ringprof.errors import UsageError
+from ringprof.options import LoadOptions
+from ringprof.report.perfetto import events_of
 
 
 @click.command(name="export")
-@click.argument("paths", nargs=-1, metavar="[PATH]...")
+@click.argument("paths", nargs=-1, type=click.Path(), metavar="[PATH]...")
 @click.option("-o", "--output", required=True, type=click.Path(dir_okay=False), help="A .json or .json.gz file.")
-def command(paths: tuple[str, ...], output: str) -> int:
+@reads_traces
+def command(paths: tuple[str, ...], reading: LoadOptions, output: str) -> int:
     """Merge all ranks into one trace on one clock, with ring steps, exposed stretches and arrows from send to receive.
 
     Open the file in https://ui.perfetto.dev, or in chrome://tracing.
@@ -23,24 +27,17 @@ def command(paths: tuple[str, ...], output: str) -> int:
     \b
     ringprof export traces/run.json -o merged.json.gz
     """
-    from ringprof.report.perfetto import events_of
-
-    if not output.lower().endswith((".json", ".json.gz")):
+    suffix = output.lower()
+    if not suffix.endswith((".json", ".json.gz")):
         raise UsageError(f"--output {output}: a trace is written as .json or .json.gz")
-    analysis = load(list(paths) or ["traces/run.json"])
+    analysis = load_any(newest_or(paths), reading)
     if not isinstance(analysis, Analysis):
         raise UsageError("export: a printed table has no timeline: give a run or traces")
-    try:
-        with (
-            gzip.open(output, "wt", encoding="utf-8")
-            if output.lower().endswith(".gz")
-            else Path(output).open("w", encoding="utf-8") as file
-        ):
-            file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
-            for number, event in enumerate(events_of(analysis.findings)):
-                file.write((",\n" if number else "") + json.dumps(event))
-            file.write("\n]}\n")
-    except OSError as error:
-        raise InputError(f"{output}: cannot be written: {error.strerror or error}") from None
-    click.echo(f"Wrote {output}", err=True)
+    found = analysis.findings  # before a file is begun, as it may be refused
+    opened = gzip.open if suffix.endswith(".gz") else open
+    with written(output), opened(output, "wt", encoding="utf-8") as file:
+        file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
+        for number, event in enumerate(events_of(found)):
+            file.write((",\n" if number else "") + json.dumps(event))
+        file.write("\n]}\n")
     return 0

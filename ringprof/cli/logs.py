@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 import click
 
-from ringprof.benchmark_logs import show as shown
-from ringprof.benchmark_logs.audit import SPREAD, Audit, audit
-from ringprof.benchmark_logs.read import LIMIT_BYTES, BenchmarkLog, Settings, decode_log, read_log
-from ringprof.errors import InputError
+from ringprof.benchmark_logs.audit import SPREAD
+from ringprof.benchmark_logs.logs import BenchmarkLogs
+from ringprof.benchmark_logs.read import parse_log, read_log
+from ringprof.benchmark_logs.rows import BenchmarkLog, LogSettings
+from ringprof.cli.write import knows_only_ascii, print_or_write
 from ringprof.files import read_within
+from ringprof.limits import EXPANDED_BYTES, MEMORY_BYTES, Limits
+from ringprof.log_lines import TEXT_SHARE
+from ringprof.report import as_json
 
 
 @click.command(name="logs")
-@click.argument("files", nargs=-1, required=True, metavar="FILE...")
+@click.argument("files", nargs=-1, type=click.Path(), required=True, metavar="FILE...")
 @click.option("--format", "form", type=click.Choice(["terminal", "json", "csv"]), default="terminal", show_default=True)
 @click.option("-o", "--output", type=click.Path(dir_okay=False), help="Write to this file instead of the terminal.")
 @click.option("--batch", type=click.IntRange(min=1), help="Batch size, where a log does not state it.")
@@ -28,7 +31,10 @@ from ringprof.files import read_within
     "--spread", type=click.FloatRange(min=0), default=100 * SPREAD, show_default=True,
     help="Percent by which the same configuration may differ between logs.",
 )  # fmt: skip
-@click.option("--max-bytes", type=click.IntRange(min=1), help="How large a log may be.  [default: 1 GiB]")
+@click.option(
+    "--max-bytes", type=click.IntRange(min=1), help="How large a log may be.  [default: a tenth of --max-memory]"
+)
+@click.option("--max-memory", type=click.IntRange(min=1), help="Bytes of memory to read it in.  [default: 1 GiB]")
 @click.option("--strict", is_flag=True, help="Exit with 2 where a flag is an error.")
 def command(
     files: tuple[str, ...],
@@ -42,6 +48,7 @@ def command(
     device: str | None,
     spread: float,
     max_bytes: int | None,
+    max_memory: int | None,
     strict: bool,
 ) -> int:
     """Read benchmark logs into one table and audit them.
@@ -53,36 +60,21 @@ def command(
     ringprof logs bench.log
     ringprof logs results/*.txt --heads 40 --head-dim 128 --world 32 --format csv
     """
-    given = Settings(
-        batch=batch, heads=heads, head_dim=head_dim, world_size=world, causal=causal, device=device
-    )  # fmt: skip
-    found = audit([_read(file, max_bytes) for file in dict.fromkeys(files)], given, spread / 100)
-    _write(_text(found, form, output), output)
+    given = LogSettings(batch=batch, heads=heads, head_dim=head_dim, world_size=world, causal=causal, device=device)
+    limits = Limits(max_memory or MEMORY_BYTES, max_bytes or EXPANDED_BYTES)
+    found = BenchmarkLogs([_read(file, limits) for file in dict.fromkeys(files)], given, spread / 100)
+    print_or_write(_text(found, form, output), output)
     errors = [flag for flag in found.flags if flag.severity == "error"]
     return 2 if strict and errors else 0
 
 
-def _read(file: str, limit_bytes: int | None) -> BenchmarkLog:
+def _read(file: str, limits: Limits) -> BenchmarkLog:
     if file == "-":
-        return decode_log(read_within(sys.stdin.buffer, limit_bytes or LIMIT_BYTES, "-"), "-")
-    return read_log(file, limit_bytes)
+        return parse_log(read_within(sys.stdin.buffer, "-", limits, TEXT_SHARE), "-")
+    return read_log(file, limits)
 
 
-def _text(found: Audit, form: str, output: str | None) -> str:
+def _text(found: BenchmarkLogs, form: str, output: str | None) -> str:
     if form == "json":
-        return shown.render_json(found)
-    if form == "csv":
-        return shown.render_csv(found)
-    encoding = "utf-8" if output else (sys.stdout.encoding or "ascii")
-    return shown.render(found, ascii_only="utf" not in encoding.lower())
-
-
-def _write(text: str, output: str | None) -> None:
-    if output is None:
-        click.echo(text, nl=False)
-        return
-    try:
-        Path(output).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"{output}: cannot be written: {error.strerror or error}") from None
-    click.echo(f"Wrote {output}", err=True)
+        return as_json.render(found.report())
+    return found.to_csv() if form == "csv" else found.to_terminal(knows_only_ascii(output))

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from ringprof.api import Analysis, compare, load
-from ringprof.errors import InputError, UsageError
+from ringprof.api import Analysis, load_any
+from ringprof.cli.reading import reads_traces
+from ringprof.cli.write import written
+from ringprof.errors import UsageError
+from ringprof.options import LoadOptions
+from ringprof.report import plots
+from ringprof.side_by_side import compare
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 OF_ONE = ("waterfall", "breakdown", "timeline", "steps", "waiting")
 OF_SEVERAL = ("comparison", "scaling")
@@ -17,9 +25,10 @@ FORMATS = (".png", ".svg", ".pdf")
 
 @click.command(name="plot")
 @click.argument("kind", type=click.Choice([*OF_ONE, *OF_SEVERAL]))
-@click.argument("paths", nargs=-1, required=True, metavar="PATH...")
+@click.argument("paths", nargs=-1, type=click.Path(), required=True, metavar="PATH...")
 @click.option("-o", "--output", required=True, type=click.Path(dir_okay=False), help="A .png, .svg or .pdf file.")
-def command(kind: str, paths: tuple[str, ...], output: str) -> int:
+@reads_traces
+def command(kind: str, paths: tuple[str, ...], reading: LoadOptions, output: str) -> int:
     """Draw one plot of a run or traces, or of several side by side (comparison, scaling).
 
     \b
@@ -28,28 +37,28 @@ def command(kind: str, paths: tuple[str, ...], output: str) -> int:
     """
     if Path(output).suffix.lower() not in FORMATS:
         raise UsageError(f"--output {output}: a plot is written as one of {', '.join(FORMATS)}")
-    from matplotlib import rc_context
+    import matplotlib  # here, because it takes longer to import than most commands to run
 
-    from ringprof.report import plots
-
-    with rc_context(plots.STYLE):
-        figure = _drawn(kind, paths, plots).get_figure()
-        try:
+    with matplotlib.rc_context():
+        if Path(matplotlib.matplotlib_fname()).resolve().parent == Path.cwd():
+            # A stranger's folder must not say how plots are drawn: its settings may run LaTeX.
+            matplotlib.rcdefaults()
+        matplotlib.rcParams.update(plots.STYLE)
+        figure: Any = _drawn(kind, paths, reading).get_figure()
+        with written(output):
             figure.savefig(output)
-        except OSError as error:
-            raise InputError(f"{output}: cannot be written: {error.strerror or error}") from None
-    click.echo(f"Wrote {output}", err=True)
     return 0
 
 
-def _drawn(kind: str, paths: tuple[str, ...], plots: Any) -> Any:
+def _drawn(kind: str, paths: tuple[str, ...], reading: LoadOptions) -> Axes:
     if kind in OF_SEVERAL:
-        return getattr(plots, kind)(compare(*paths))
-    analysis = load(list(paths))
+        return compare(*paths, reading=reading).plot(kind)
+    analysis = load_any(paths, reading)
     if not isinstance(analysis, Analysis):
         raise UsageError(f"plot {kind}: a printed table has no such plot: give a run or traces")
     if kind in ("timeline", "steps", "waiting") and analysis.attribution.on_cpu:
         raise UsageError(f"plot {kind}: a CPU run records no device activities; waterfall and breakdown can be drawn")
     if kind in ("steps", "waiting") and not analysis.findings.steps:
         raise UsageError(f"plot {kind}: no ring steps were found in these traces")
-    return getattr(analysis.plot, kind)()
+    axes: Axes = getattr(analysis.plot, kind)()
+    return axes

@@ -4,22 +4,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from types import TracebackType
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import click
 
 
-class Lines:
+class LineProgress(AbstractContextManager["LineProgress"]):
     """A line for each phase: for logs and pipes."""
 
-    def __enter__(self) -> Lines:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         pass
 
     def say(self, text: str) -> None:
@@ -32,7 +26,7 @@ class Lines:
         pass
 
 
-class Bars:
+class BarProgress(AbstractContextManager["BarProgress"]):
     """A bar for each phase."""
 
     def __init__(self) -> None:
@@ -45,13 +39,11 @@ class Bars:
         )  # fmt: skip
         self._bar: Any = None
 
-    def __enter__(self) -> Bars:
+    def __enter__(self) -> BarProgress:
         self._progress.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._progress.stop()
 
     def say(self, text: str) -> None:
@@ -68,24 +60,24 @@ class Bars:
         self._progress.update(self._bar, completed=done)
 
 
-def reporter() -> Bars | Lines:
+def reporter() -> BarProgress | LineProgress:
     """The fitting one for this stderr."""
-    return Bars() if sys.stderr.isatty() else Lines()
+    return BarProgress() if sys.stderr.isatty() else LineProgress()
 
 
 @contextmanager
-def many_ranks() -> Iterator[Callable[[str, int, int], None] | None]:
+def loading_progress() -> Iterator[Callable[[str, int, int], None] | None]:
     """Shows on a terminal how far the reading of many ranks is; elsewhere, and of few ranks, nothing."""
     if not sys.stderr.isatty():
         yield None
         return
-    shown: list[Bars] = []
+    shown: list[BarProgress] = []
     phase = [""]
     with ExitStack() as stack:
 
         def notify(what: str, done: int, of: int) -> None:
             if not shown:
-                shown.append(stack.enter_context(Bars()))
+                shown.append(stack.enter_context(BarProgress()))
             if what != phase[0]:
                 phase[0] = what
                 shown[0].start(what, of)

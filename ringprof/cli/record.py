@@ -5,54 +5,36 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from statistics import median
 from typing import Any, NoReturn
 
 import click
 
 from ringprof.cli.progress import reporter
+from ringprof.cli.recording import params_of, records, request_of
+from ringprof.cli.values import KERNELS, STRATEGIES, Known, Tokens
 from ringprof.errors import RecordError, RingprofError
 from ringprof.record import Request, record
-from ringprof.record.placement import joined
+from ringprof.record.launcher import launcher_rank
 from ringprof.report.text import duration, rate
-from ringprof.run import Run, Workload
-
-DTYPES = ("bf16", "fp16", "fp32")
+from ringprof.run import Run
 
 
 @click.command("record")
 @click.option(
-    "--strategy", required=True, metavar="NAME",
+    "--strategy", required=True, metavar="NAME", type=Known(STRATEGIES),
     help="A name from `ringprof strategies`, or package.module:Class for your own. That imports the module: it runs"
     " code that is not ringprof's.",
 )  # fmt: skip
-@click.option("--seq", required=True, type=int, help="Global sequence length in tokens.")
-@click.option("--batch", default=1, show_default=True, help="Batch size.")
-@click.option("--heads", default=40, show_default=True, help="Query heads.")
-@click.option("--kv-heads", type=int, help="Key and value heads (grouped-query).  [default: --heads]")
-@click.option("--head-dim", default=128, show_default=True, help="Size of a head.")
-@click.option("--causal/--no-causal", default=True, show_default=True, help="Causal mask, or full attention.")
-@click.option("--dtype", type=click.Choice(DTYPES), default="bf16", show_default=True, help="Type of the inputs.")
+@click.option("--seq", required=True, type=Tokens(), help="Global sequence length in tokens: 131072 or 128k.")
+@records
 @click.option("--forward-only", is_flag=True, help="No backward pass.")
 @click.option("-p", "--param", "params", multiple=True, metavar="KEY=VALUE",
               help="A parameter of the strategy, see `ringprof strategies NAME`; repeatable.")  # fmt: skip
-@click.option("--kernel", default="auto", show_default=True,
-              help="cudnn, flash-attn, torch-flash, cpu-flash or reference; auto: the fastest that fits.")  # fmt: skip
-@click.option("--hops", type=click.Choice(["nccl", "copy"]), default="nccl", show_default=True,
-              help="What carries hops within a host: NCCL's kernels, or the GPUs' copy engines.")  # fmt: skip
+@click.option("--kernel", default="auto", show_default=True, type=Known(KERNELS),
+              help=f"One of {', '.join(KERNELS[1:])}; auto: the fastest that fits.")  # fmt: skip
 @click.option("--cuda-graph", is_flag=True,
               help="Capture an iteration in a CUDA graph, and time its replays: the host costs nothing.")  # fmt: skip
-@click.option("--device", type=click.Choice(["auto", "cuda", "cpu"]), default="auto", show_default=True,
-              help="GPUs with NCCL, or CPU processes with gloo.")  # fmt: skip
-@click.option("--world", type=int, help="Ranks.  [default: all GPUs; 4 on CPU]")
-@click.option("--ranks-per-host", type=int, help="Treat so many ranks as one host.  [default: as launched]")
-@click.option("--warmup", type=int, help="Untimed iterations.  [default: 3 on GPU, 1 on CPU]")
-@click.option("--iters", type=int, help="Timed iterations.  [default: 10 on GPU, 3 on CPU]")
 @click.option("--profile-iters", default=1, show_default=True, help="Profiled iterations.")
-@click.option("--controls", is_flag=True,
-              help="Also time the blocks alone, all but sending, and all but computing.")  # fmt: skip
-@click.option("--verify/--no-verify", default=True, show_default=True,
-              help="Compare the result with a float64 reference before timing.")  # fmt: skip
 @click.option("-o", "--output", default="traces/run.json", show_default=True, type=click.Path(),
               help="Names the newest run; each run keeps its own folder beside it.")  # fmt: skip
 @click.option("--force", is_flag=True, help="Run even where memory or time will not do by the estimate.")
@@ -64,11 +46,11 @@ def command(**options: Any) -> None:
     Starts its own ranks on this host; under torchrun or srun it is one of theirs.
 
     \b
-    ringprof record --strategy burst --seq 524288
+    ringprof record --strategy burst --seq 512k
     ringprof record --strategy zigzag --seq 8192 --heads 4 --head-dim 64 --device cpu
     torchrun --nnodes 2 --nproc-per-node 8 ... -m ringprof record --strategy burst --seq 1048576
     """
-    request, place = _request(options), joined()
+    request, place = _request(options), launcher_rank()
     if place is not None:
         _as_rank(request, place.rank)
     with reporter() as shown:
@@ -103,47 +85,21 @@ def _as_rank(request: Request, rank: int) -> NoReturn:
 def _show(run: Run | None, request: Request) -> None:
     if run is not None:
         click.echo(headline(run))
-        click.echo(f"next: ringprof report {request.output}")
+        click.echo(f"next: ringprof report {click.format_filename(request.output)}")
 
 
 def headline(run: Run) -> str:
     """Time and rate of a run in a line."""
-    assert run.timings is not None and run.workload is not None
-    slowest = [max(times) for times in zip(*run.timings.iterations_ns, strict=True)]
-    time_ns = median(slowest)
-    tflops = run.workload.model_flops() / run.topology.world_size / time_ns / 1e3
-    checked = "" if run.verification else ", not verified"
-    return f"{run.name}: {duration(time_ns)} an iteration, {rate(tflops)} per device ({run.kernel}{checked})"
+    time_ns = run.timings.median_ns() if run.timings else None
+    tflops = run.tflops(time_ns)
+    assert time_ns is not None and tflops is not None
+    by = (run.kernel or "a kernel of its own") + ("" if run.verification else ", not verified")
+    return f"{run.name}: {duration(time_ns)} an iteration, {rate(tflops)} per device ({by})"
 
 
 def _request(options: dict[str, Any]) -> Request:
-    workload = Workload(
-        batch=options["batch"],
-        seq=options["seq"],
-        heads=options["heads"],
-        kv_heads=options["heads"] if options["kv_heads"] is None else options["kv_heads"],
-        head_dim=options["head_dim"],
-        causal=options["causal"],
-        dtype=options["dtype"],
-        backward=not options["forward_only"],
-    )
-    same = (
-        "strategy", "kernel", "hops", "cuda_graph", "device", "world", "ranks_per_host", "warmup", "iters",
-        "profile_iters", "controls", "verify", "output", "force", "time_limit",
+    own = ("kernel", "cuda_graph", "profile_iters", "output", "force", "time_limit")
+    return request_of(
+        options, seq=options["seq"], strategy=options["strategy"], backward=not options["forward_only"],
+        params=params_of(options["params"], "KEY=VALUE"), **{name: options[name] for name in own},
     )  # fmt: skip
-    return Request(
-        workload=workload,
-        params=_params(options["params"]),
-        command=["ringprof", *sys.argv[1:]],
-        **{name: options[name] for name in same},
-    )
-
-
-def _params(given: tuple[str, ...]) -> dict[str, Any]:
-    params: dict[str, Any] = {}
-    for text in given:
-        key, equals, value = text.partition("=")
-        if not equals or not key:
-            raise click.BadParameter(f"{text!r} is not KEY=VALUE", param_hint="--param")
-        params[key.replace("-", "_")] = value
-    return params

@@ -3,76 +3,65 @@
 from __future__ import annotations
 
 import os
-import shutil
 import sys
-from typing import Any
+import tempfile
+import webbrowser
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from ringprof.analysis.findings.conditions import Condition, parse_condition
-from ringprof.api import Analysis, TableAnalysis, load, load_bytes
-from ringprof.cli.progress import many_ranks
-from ringprof.cli.write import write_text
-from ringprof.errors import UsageError
-from ringprof.files import read_within
+from ringprof.analysis.findings.figures import shares_among
+from ringprof.api import Analysis, load_any, parse_any
+from ringprof.cli.progress import loading_progress
+from ringprof.cli.reading import newest_or, reads_traces
+from ringprof.cli.write import NARROWEST, print_or_write, text_style, write_text
+from ringprof.errors import UsageError, nearest
+from ringprof.files import is_file, read_within, within
+from ringprof.frames import as_csv
+from ringprof.options import LoadOptions
 from ringprof.report import as_json
-from ringprof.report.terminal import Look
-from ringprof.trace.columns import NOTES
+from ringprof.report.sections import OPTIONAL
+from ringprof.report.tables import Listing
+from ringprof.trace.columns import NOTES, Caveat
 
-PIPE_LIMIT = 4 << 30
-NARROWEST = 78
-"""Below this a table would lose digits."""
+if TYPE_CHECKING:
+    from ringprof.kernel_tables.table_analysis import TableAnalysis  # loaded only where there is a printed table
+
+FRAMES = ("breakdown", "iterations", "steps", "kernels", "hops", "waterfall")
+"""Tables that can be had as CSV: methods of `Analysis`."""
+
+
+def _sections(function: Callable[..., Any]) -> Callable[..., Any]:
+    for name, section in reversed(OPTIONAL.items()):
+        function = click.option(f"--{name}", is_flag=True, help=section.option)(function)
+    return function
 
 
 @click.command(name="report")
-@click.argument("paths", nargs=-1, metavar="[PATH]...")
+@click.argument("paths", nargs=-1, type=click.Path(), metavar="[PATH]...")
 @click.option("--format", "form", type=click.Choice(["terminal", "json"]), default="terminal", show_default=True)
+@click.option("--csv", "frame", type=click.Choice(FRAMES), help="Write one table as CSV instead of the report.")
 @click.option("-o", "--output", type=click.Path(dir_okay=False), help="Write to this file instead of the terminal.")
-@click.option("--ranks-per-host", type=click.IntRange(min=1), help="Name the hosts where no trace does.")
 @click.option("--width", type=click.IntRange(min=NARROWEST), help="Columns to use.  [default: the terminal's]")
-@click.option(
-    "--max-bytes",
-    type=click.IntRange(min=1),
-    help="How far a compressed trace may expand, or how large a log or pipe may be.  [default: 16 GiB, 1 GiB, 4 GiB]",
-)
-@click.option(
-    "--wall", type=click.FloatRange(min=0, min_open=True), help="Kernel table: wall time of the window in ms."
-)
-@click.option("--iters", type=click.IntRange(min=1), help="Kernel table: iterations in the window.")
-@click.option("--group", multiple=True, callback=lambda context, option, given: ";".join(given) or None,
-              help="Only these process groups' communication: names or descriptions (* and ? fit any text), or a "
-              "group's ranks (0,1,2,3); repeatable.")  # fmt: skip
-@click.option("--window", help="Look at the ranges of this name (* and ? fit any text), or at the whole 'trace'.")
-@click.option("--between", metavar="T1,T2", help="Look between two times from the trace's start, such as 10ms,20ms.")
-@click.option("--rules", type=click.Path(dir_okay=False), help="File of your own rules for what kernels are.")
-@click.option("--steps", is_flag=True, help="Also show every ring step: block, hops, what was exposed and why.")
-@click.option("--hops", is_flag=True, help="Also show every hop: peers, bytes, wait, wire and rate.")
-@click.option("--waterfall", is_flag=True, help="Also show every part from the device's peak to the speed achieved.")
+@click.option("--html", "page", type=click.Path(dir_okay=False), help="Also write the report as one HTML page.")
+@click.option("--open", "opens", is_flag=True, help="Open the page in a browser; without --html a temporary file.")
+@_sections
+@click.option("--sort", metavar="COLUMN", default="", help="Order --steps, --kernels and --hops, largest first.")
+@click.option("--top", type=click.IntRange(min=1), help="So many rows of each of them.")
+@click.option("--all", "everything", is_flag=True, help="All rows of them, every rank's own.")
 @click.option("--fail-if", "conditions", multiple=True, metavar="CONDITION",
               help="Exit with 1 where it holds: 'exposed_comm > 5%', 'max(idle) > 1%'; repeatable.")  # fmt: skip
-@click.option("--html", "page", type=click.Path(dir_okay=False), help="Also write the report as one HTML page.")
-@click.option("--jobs", type=click.IntRange(min=1), help="Processes for many ranks.  [default: one a CPU]")
-@click.option("--scheduler", metavar="ADDRESS", help="Have the workers of a Dask cluster read the traces (tcp://...).")
 @click.option("--strict", is_flag=True, help="Exit with 2 where the report has warnings.")
+@reads_traces
+@click.option("--wall", type=click.FloatRange(min=0, min_open=True), metavar="MS",
+              help="Kernel table: wall time of the window in ms.")  # fmt: skip
+@click.option("--iters", type=click.IntRange(min=1), help="Kernel table: iterations in the window.")
 def command(
-    paths: tuple[str, ...],
-    form: str,
-    output: str | None,
-    ranks_per_host: int | None,
-    width: int | None,
-    max_bytes: int | None,
-    wall: float | None,
-    iters: int | None,
-    group: str | None,
-    window: str | None,
-    between: str | None,
-    rules: str | None,
-    jobs: int | None,
-    scheduler: str | None,
-    conditions: tuple[str, ...],
-    page: str | None,
-    strict: bool,
-    **sections: bool,
+    paths: tuple[str, ...], reading: LoadOptions, conditions: tuple[str, ...], strict: bool, **options: Any
 ) -> int:
     """Show where the time of a run or trace went.
 
@@ -86,56 +75,59 @@ def command(
     ringprof report traces/run.json --fail-if 'exposed_comm > 5%'
     """
     parsed = [_condition(text) for text in conditions]
-    wall_ns = round(wall * 1e6) if wall else None
-    analysis = _load(
-        paths,
-        ranks_per_host=ranks_per_host,
-        limit_bytes=max_bytes,
-        wall_ns=wall_ns,
-        iterations=iters,
-        group=group,
-        window=window,
-        between=between,
-        rules=rules,
-        jobs=jobs,
-        scheduler=scheduler,
-    )
-    if form == "json":
-        text = as_json.render(analysis.report())
-    else:
-        text = analysis.to_terminal(_look(width, output), [name for name, shown in sections.items() if shown])
-    if output:
-        write_text(output, text)
-    else:
-        click.echo(text, nl=False)
-    if page:
-        if not isinstance(analysis, Analysis):
-            raise UsageError("--html: a printed table has no page yet: give a run or traces")
-        write_text(page, analysis.to_html())
-    return (_strictly(analysis) if strict else 0) or (_failed(parsed, analysis) if parsed else 0)
+    sections = [name for name, asked in options.items() if name in OPTIONAL and asked]
+    _refuse_unknown_column(options["sort"], sections)
+    analysis = _loaded(paths, reading, options)
+    print_or_write(_text(analysis, sections, options), options["output"])
+    if options["page"] or options["opens"]:
+        _write_page(_with_page(analysis), options["page"], options["opens"])
+    return (_strictly(analysis.warnings) if strict else 0) or (_failed(parsed, analysis.figures()) if parsed else 0)
 
 
-def _load(paths: tuple[str, ...], **how: Any) -> Analysis | TableAnalysis:
+def _loaded(paths: Sequence[str], reading: LoadOptions, options: Mapping[str, Any]) -> Analysis | TableAnalysis:
+    of_table = {"wall_ns": round(options["wall"] * 1e6) if options["wall"] else None, "iterations": options["iters"]}
     if paths == ("-",):
-        return load_bytes(read_within(sys.stdin.buffer, how["limit_bytes"] or PIPE_LIMIT, "-"), "-", **how)
+        piped = read_within(sys.stdin.buffer, "-", reading.limits())
+        return parse_any(piped, "-", reading, **of_table)
     if "-" in paths:
         raise click.UsageError("- stands for one trace or log from a pipe and cannot go with other paths")
-    with many_ranks() as notify:
-        return load(paths or ("traces/run.json",), notify=notify, **how)
+    if len(paths) > 1 and all(is_file(within(path, "run.json")) or path.endswith("run.json") for path in paths):
+        raise UsageError(f"these are {len(paths)} runs: set them side by side with: ringprof compare {' '.join(paths)}")
+    with loading_progress() as notify:
+        return load_any(newest_or(paths), replace(reading, notify=notify), **of_table)
 
 
-def _look(width: int | None, output: str | None) -> Look:
-    """How to write: colour only to a terminal that wants it, ASCII where the output knows no more."""
-    to_terminal = output is None and sys.stdout.isatty()
-    plain = bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"
-    columns = width or max(NARROWEST, shutil.get_terminal_size((80, 24)).columns)
-    encoding = "utf-8" if output else (sys.stdout.encoding or "ascii")
-    try:
-        "█▏·µ…".encode(encoding)
-        ascii_only = False
-    except (UnicodeEncodeError, LookupError):
-        ascii_only = True
-    return Look(width=columns, color=to_terminal and not plain, ascii_only=ascii_only)
+def _text(analysis: Analysis | TableAnalysis, sections: Sequence[str], options: Mapping[str, Any]) -> str:
+    if options["frame"]:
+        return as_csv(getattr(_with_page(analysis), options["frame"])())
+    if options["form"] == "json":
+        return as_json.render(analysis.report())
+    style = text_style(options["output"], options["width"])
+    if isinstance(analysis, Analysis):
+        return analysis.to_terminal(style, sections, Listing(options["sort"], options["top"], options["everything"]))
+    return analysis.to_terminal(style)
+
+
+def _with_page(analysis: Analysis | TableAnalysis) -> Analysis:
+    if not isinstance(analysis, Analysis):
+        raise UsageError("--html, --open and --csv: a printed table has no page and no frames: give a run or traces")
+    return analysis
+
+
+def _write_page(analysis: Analysis, page: str | None, opens: bool) -> None:
+    path = page or os.path.join(tempfile.mkdtemp(prefix="ringprof-"), "report.html")
+    write_text(path, analysis.to_html())
+    if opens and not webbrowser.open(Path(path).resolve().as_uri()):
+        click.echo(f"ringprof: no browser to be had here: open {path}", err=True)
+
+
+def _refuse_unknown_column(name: str, sections: Sequence[str]) -> None:
+    columns = {column.name: None for section in sections for column in OPTIONAL[section].columns if column.name}
+    if not name or name in columns:
+        return
+    if not columns:
+        raise UsageError(f"--sort {name}: orders --steps, --kernels and --hops: ask for one of them")
+    raise UsageError(f"--sort {name}: no such column{nearest(name, columns)}; there are: {', '.join(columns)}")
 
 
 def _condition(text: str) -> Condition:
@@ -145,16 +137,15 @@ def _condition(text: str) -> Condition:
     return condition
 
 
-def _failed(conditions: list[Condition], analysis: Analysis | TableAnalysis) -> int:
-    figures = analysis.figures()
-    held = [condition for condition in conditions if condition.holds(figures, {})]
+def _failed(conditions: list[Condition], figures: dict[str, float]) -> int:
+    held = [condition for condition in conditions if condition.holds(figures, {}, shares_among(figures))]
     for condition in held:
         click.echo(f"ringprof: {condition.figure} is {figures[condition.figure]:.6g}: {condition.text}", err=True)
     return 1 if held else 0
 
 
-def _strictly(analysis: Analysis | TableAnalysis) -> int:
-    serious = [warning for warning in analysis.warnings if warning.code not in NOTES]
+def _strictly(warnings: list[Caveat]) -> int:
+    serious = [warning for warning in warnings if warning.code not in NOTES]
     if not serious:
         return 0
     count, first = len(serious), serious[0]

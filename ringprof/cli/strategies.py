@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import click
 
-from ringprof.record.resolve import load_strategy, need_torch, strategy_errors
+from ringprof.cli.values import STRATEGIES, Known
+from ringprof.record.resolve import load_strategy, need, strategy_errors
 
 
 @click.command("strategies")
-@click.argument("name", required=False)
+@click.argument("name", required=False, type=Known(STRATEGIES))
 def command(name: str | None) -> None:
     """List the strategies, or the parameters of strategy NAME (set with: ringprof record -p key=value).
 
     NAME may be package.module:Class, which imports that module.
     """
-    need_torch()
+    need("torch")
     for line in _listing() if name is None else _parameters(name):
         click.echo(line)
 

@@ -1,1 +1,19 @@
-"""Printed kernel tables: read, analysed and shown."""
+"""Printed kernel tables: what torch, ``nsys stats`` and nvprof print of a profile, read, added up and judged.
+
+In the order in which a log goes through them:
+
+    rows             what a table says, as values
+    layout           where a table stands among other lines, its columns, its prefix
+    cells            the cells of a row, and numbers as integers
+    torch_tables     rows of torch's tables
+    nsys_stats       rows of nsys's summaries
+    nvprof           rows of nvprof's
+    context          what the text around a table says
+    read             every table of a log
+    kernels          which rows are kernels, and of what kind
+    iterations       how many iterations the rows hold
+    stated_shares    shares that the log's author printed, checked
+    analyse          time by kind, and what it proves about overlap
+    show             the report as text and JSON, its figures, and entries of a comparison
+    table_analysis   what `ringprof.load` returns: the room's door
+"""

@@ -6,14 +6,17 @@ are of summed kernel time, not of a wall time, and overlap is known only as an i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from ringprof.analysis.kinds.kinds import COMMUNICATION, COMPUTE, KINDS
 from ringprof.analysis.kinds.operators import kind_of_collective
-from ringprof.kernel_tables.claims import ClaimCheck, check_claims
 from ringprof.kernel_tables.iterations import Iterations, count_iterations
-from ringprof.kernel_tables.kernels import Chosen, LeftOut, choose_rows, kind_of_row, slack_ns
+from ringprof.kernel_tables.kernels import CountedRows, counted_rows, slack_ns
 from ringprof.kernel_tables.rows import KernelTable, TableRow
+from ringprof.kernel_tables.stated_shares import CheckedShare, check_shares
+from ringprof.report.text import duration
 from ringprof.trace.columns import Caveat
 
 ASSUMPTIONS = (
@@ -21,11 +24,18 @@ ASSUMPTIONS = (
     "communication kernels do not overlap one another",
     "all of them ran within the wall time",
 )
+_SHARE_STEP = 1e-4
+"""Worth of the last digit of a printed share: 0.01 %."""
+_LEAST_SHARE = 0.01
+"""Shares below this are printed with too few digits to tell the whole, and not always rounded."""
 _SEND_RECV_KINDS = ("send_recv", "all_to_all", "comm_other")
+
+WallSource = Literal["given", "iteration_time", "cpu_total"]
+"""Of a wall time: the user, the log's time of one iteration, or the footer's CPU total."""
 
 
 @dataclass(frozen=True)
-class KindTime:
+class KindSum:
     """One kind's rows added up."""
 
     kind: str
@@ -34,6 +44,11 @@ class KindTime:
     per_iteration_ns: float | None
     """None where the number of iterations is not known."""
 
+    def plus(self, time_ns: int, calls: int, per_iteration_ns: float) -> KindSum:
+        """The sum with one more part."""
+        each = None if self.per_iteration_ns is None else self.per_iteration_ns + per_iteration_ns
+        return KindSum(self.kind, self.time_ns + time_ns, self.calls + calls, each)
+
     @property
     def average_ns(self) -> float | None:
         """Time of one call."""
@@ -41,14 +56,13 @@ class KindTime:
 
 
 @dataclass(frozen=True)
-class Overlap:
+class OverlapBounds:
     """The least and the most of the communication that can have been hidden behind compute."""
 
     least: float | None
     most: float | None
     wall_ns: int | None
-    wall_source: str | None
-    """``given``, ``iteration_time`` (the log's time of one iteration) or ``cpu_total`` (the footer's)."""
+    wall_source: WallSource | None
     comm_ns: float
     """Communication in `wall_ns`: of one iteration where that is the wall."""
     compute_ns: float
@@ -56,29 +70,51 @@ class Overlap:
     """Why the interval is null."""
 
 
+UNKNOWN_OVERLAP = OverlapBounds(None, None, None, None, 0, 0, "the table has no kernels")
+
+
 @dataclass(frozen=True)
 class TableReport:
     """Everything that a report of one table shows."""
 
     table: KernelTable
-    chosen: Chosen
-    total_ns: int
-    """Sum of the rows that count."""
-    kinds: tuple[KindTime, ...]
+    counted: CountedRows
+    kinds: tuple[KindSum, ...]
     """Largest first."""
-    difference_ns: int | None
-    """`total_ns` minus the footer's total; None without a footer."""
     slack_ns: int
-    """How large the difference can be by rounding of the printed times alone."""
+    """How large the difference from the footer can be by rounding of the printed times alone."""
     iterations: Iterations | None
-    overlap: Overlap
-    claims: tuple[ClaimCheck, ...]
+    overlap: OverlapBounds
+    shares: tuple[CheckedShare, ...]
     warnings: tuple[Caveat, ...]
 
     @property
-    def left_out(self) -> tuple[LeftOut, ...]:
-        """Rows with device time that repeat the time of kernels."""
-        return self.chosen.left_out
+    def total_ns(self) -> int:
+        """Sum of the rows that count."""
+        return sum(kind.time_ns for kind in self.kinds)
+
+    @property
+    def footer_ns(self) -> int | None:
+        """The footer's total of what the rows count: of the CPU where there is no device."""
+        return self.table.self_cpu_total_ns if self.counted.basis == "cpu" else self.table.self_device_total_ns
+
+    @property
+    def difference_ns(self) -> int | None:
+        """`total_ns` minus the footer's total; None without a footer."""
+        return None if self.footer_ns is None else self.total_ns - self.footer_ns
+
+    @property
+    def missing_ns(self) -> int:
+        """Time of kernels that have no row here, by the footer or by the printed shares; 0 where neither tells."""
+        if self.counted.basis != "kernels":
+            return 0
+        whole, slack = (self.footer_ns, self.slack_ns) if self.footer_ns is not None else whole_by_shares(self.table)
+        return whole - self.total_ns if whole is not None and whole - self.total_ns > slack else 0
+
+    @property
+    def whole_ns(self) -> int:
+        """What shares are of: `total_ns`, with the time of kernels that have no row here where that is known."""
+        return self.total_ns + self.missing_ns
 
     @property
     def kinds_ns(self) -> dict[str, int]:
@@ -92,67 +128,61 @@ def analyse_table(table: KernelTable, wall_ns: int | None = None, iterations: in
     ``wall_ns`` is the wall time of the profiled window, ``iterations`` how many iterations it holds; where they
     are not given, the log's own figures are used and named. Raises nothing: what is odd is a warning.
     """
-    chosen = choose_rows(table)
-    counted = count_iterations(table, chosen, iterations)
-    kinds, split = _kinds(table, chosen, counted)
-    total = sum(kind.time_ns for kind in kinds)
-    footer = table.self_cpu_total_ns if chosen.basis == "cpu" else table.self_device_total_ns
-    difference = total - footer if footer is not None else None
-    slack = slack_ns(chosen.rows, table)
-    warnings = [*table.warnings, *_row_warnings(table, chosen), *split]
-    if difference is not None and chosen.basis == "kernels" and abs(difference) > slack:
-        warnings.append(_off_footer(table, difference, slack))
-    if counted is not None and counted.leak:
-        warnings.append(_leak(counted))
-    claims = check_claims(table.context.claims, chosen, total)
-    overlap = _overlap(table, chosen, kinds, counted, wall_ns)
-    return TableReport(table, chosen, total, kinds, difference, slack, counted, overlap, tuple(claims), tuple(warnings))
+    counted = counted_rows(table)
+    told = count_iterations(table, counted, iterations)
+    kinds, split = _kinds(table, counted, told)
+    report = TableReport(table, counted, kinds, slack_ns(counted.rows, table), told, UNKNOWN_OVERLAP, (), ())
+    return replace(
+        report,
+        overlap=_overlap(report, wall_ns),
+        shares=check_shares(table.context.shares, counted, report.total_ns),
+        warnings=(*table.warnings, *_row_warnings(counted), *split, *_sum_warnings(report)),
+    )
+
+
+def whole_by_shares(table: KernelTable) -> tuple[int | None, int]:
+    """(the device's whole time by the shares that are printed beside times, how far it may be off); None: not known."""
+    low, high = 0.0, math.inf
+    for row in table.rows:
+        time_ns, share = row.self_device_ns or 0, row.device_share or 0.0
+        if share >= _LEAST_SHARE:
+            low = max(low, (time_ns - row.step_ns / 2) / (share + _SHARE_STEP / 2))
+            high = min(high, (time_ns + row.step_ns / 2) / (share - _SHARE_STEP / 2))
+    return (round((low + high) / 2), math.ceil((high - low) / 2)) if low <= high < math.inf else (None, 0)
 
 
 # --- kinds ------------------------------------------------------------------------------------------
 
 
-def _kinds(table: KernelTable, chosen: Chosen, counted: Iterations | None) -> tuple[tuple[KindTime, ...], list[Caveat]]:
-    time = dict.fromkeys(KINDS, 0)
-    calls = dict.fromkeys(KINDS, 0)
-    each = dict.fromkeys(KINDS, 0.0)
-    for row in chosen.rows:
-        kind = kind_of_row(row.name)
-        time[kind] += chosen.time_of(row)
-        calls[kind] += row.calls or 0
-        each[kind] += chosen.time_of(row) / counted.of(row) if counted else 0.0
-    warnings = _split_send_recv(table, chosen, time, calls, each)
-    kinds = [
-        KindTime(kind, time[kind], calls[kind], each[kind] if counted else None)
-        for kind in sorted(KINDS, key=lambda kind: -time[kind])
-        if calls[kind] or time[kind]
-    ]
-    return tuple(kinds), warnings
+def _kinds(
+    table: KernelTable, counted: CountedRows, told: Iterations | None
+) -> tuple[tuple[KindSum, ...], list[Caveat]]:
+    sums = {kind: KindSum(kind, 0, 0, 0.0 if told else None) for kind in KINDS}
+    for row in counted.rows:
+        each = row.time_ns / told.of(row) if told else 0.0
+        sums[row.kind] = sums[row.kind].plus(row.time_ns, row.calls, each)
+    warnings = _split_send_recv(table, sums) if counted.basis == "kernels" else []
+    largest_first = sorted(sums.values(), key=lambda one: -one.time_ns)
+    return tuple(one for one in largest_first if one.calls or one.time_ns), warnings
 
 
-def _split_send_recv(
-    table: KernelTable, chosen: Chosen, time: dict[str, int], calls: dict[str, int], each: dict[str, float]
-) -> list[Caveat]:
+def _split_send_recv(table: KernelTable, sums: dict[str, KindSum]) -> list[Caveat]:
     """Sends, receives and all-to-alls run in kernels of one name: the annotations' times share it out."""
-    named: dict[str, tuple[int, int]] = {}
+    times: dict[str, int] = {}
+    calls: dict[str, int] = {}
     for row in table.rows:
-        kind = _kind_of_annotation(row)
-        if kind is not None:
-            before = named.get(kind, (0, 0))
-            named[kind] = before[0] + (row.self_device_ns or 0), before[1] + (row.calls or 0)
-    whole, count, one = time["send_recv"], calls["send_recv"], each["send_recv"]
-    if chosen.basis != "kernels" or not whole or not named or set(named) == {"send_recv"}:
+        if kind := _kind_of_annotation(row):
+            times[kind] = times.get(kind, 0) + (row.self_device_ns or 0)
+            calls[kind] = calls.get(kind, 0) + (row.calls or 0)
+    whole = sums["send_recv"]
+    if not whole.time_ns or set(times) <= {"send_recv"}:
         return []
-    times = _shared_out(whole, {kind: part for kind, (part, _) in named.items()})
-    counts = _shared_out(count, {kind: part for kind, (_, part) in named.items()})
-    time["send_recv"] = calls["send_recv"] = 0
-    each["send_recv"] = 0.0
-    for kind, part in times.items():
-        time[kind] += part
-        calls[kind] += counts[kind]
-        each[kind] += one * part / whole
-    annotated = sum(part for part, _ in named.values())
-    parts = ", ".join(f"{kind} {100 * named[kind][0] / annotated:.1f} %" for kind in sorted(named))
+    sums["send_recv"] = KindSum("send_recv", 0, 0, None if whole.per_iteration_ns is None else 0.0)
+    shared_calls = _shared_out(whole.calls, calls)
+    for kind, part in _shared_out(whole.time_ns, times).items():
+        each = (whole.per_iteration_ns or 0.0) * part / whole.time_ns
+        sums[kind] = sums[kind].plus(part, shared_calls[kind], each)
+    parts = ", ".join(f"{kind} {100 * times[kind] / sum(times.values()):.1f} %" for kind in sorted(times))
     message = f"SendRecv kernels carry more than hops: their time is shared out as their annotations' is ({parts})"
     return [Caveat("send_recv_split", message)]
 
@@ -167,7 +197,7 @@ def _shared_out(whole: int, weights: dict[str, int]) -> dict[str, int]:
 
 def _kind_of_annotation(row: TableRow) -> str | None:
     """What an ``nccl:`` row on the device says that SendRecv kernels did; None for other rows."""
-    if not row.name.startswith("nccl:") or not row.self_device_ns or row.self_cpu_ns or row.cpu_total_ns:
+    if not row.name.startswith("nccl:") or (row.self_device_ns or 0) <= 0 or row.on_cpu:
         return None
     # Point-to-point calls are batched as "coalesced".
     kind = "send_recv" if row.name.startswith("nccl:coalesced") else kind_of_collective(row.name.split(" ")[0])
@@ -177,81 +207,95 @@ def _kind_of_annotation(row: TableRow) -> str | None:
 # --- overlap ----------------------------------------------------------------------------------------
 
 
-def _overlap(
-    table: KernelTable,
-    chosen: Chosen,
-    kinds: tuple[KindTime, ...],
-    counted: Iterations | None,
-    given_ns: int | None,
-) -> Overlap:
+def _overlap(report: TableReport, given_ns: int | None) -> OverlapBounds:
     """From |C| + |K| - wall at least, and the smaller of |C| and |K| at most, of |C|."""
-    if chosen.basis != "kernels":
-        return Overlap(None, None, None, None, 0, 0, "the table has no kernels")
-    per_iteration = given_ns is None and table.context.iteration_ns is not None and counted is not None
-    comm = _sum(kinds, COMMUNICATION, per_iteration)
-    compute = _sum(kinds, COMPUTE, per_iteration)
-    wall, source = given_ns, "given"
-    if per_iteration:
-        wall, source = table.context.iteration_ns, "iteration_time"
-    elif given_ns is None:
-        wall, source = table.self_cpu_total_ns, "cpu_total"
+    told = report.iterations
+    if report.counted.basis != "kernels":
+        return UNKNOWN_OVERLAP
+    wall, source = _wall(report.table, told, given_ns)
+    each = source == "iteration_time"
+    comm, compute = _sum(report.kinds, COMMUNICATION, each), _sum(report.kinds, COMPUTE, each)
+    # Kernels without a row may be of either side: at most, all of them hid communication.
+    missing = report.missing_ns / told.device_range[0] if each and told is not None else report.missing_ns
     reason = None
     if not comm:
         reason = "there is no communication"
-    elif not wall or wall <= 0:
-        wall, reason = None, "no wall time is known"
-    elif source == "cpu_total" and counted is not None and counted.leak:
+    elif wall is None:
+        reason = "no wall time is known"
+    elif source == "cpu_total" and told is not None and told.leak:
         reason = "the device rows hold work from before the window that the CPU total covers"
     elif max(comm, compute) > wall:
         side = "communication" if comm > compute else "compute"
         reason = f"{side} alone exceeds the wall time, so its kernels overlap one another or ran outside it"
     if reason is not None or wall is None:
-        return Overlap(None, None, wall, source if wall else None, comm, compute, reason)
+        return OverlapBounds(None, None, wall, source, comm, compute, reason)
     least = max(0.0, comm + compute - wall) / comm
-    return Overlap(least, min(1.0, compute / comm), wall, source, comm, compute, None)
+    return OverlapBounds(least, min(1.0, (compute + missing) / comm), wall, source, comm, compute, None)
 
 
-def _sum(kinds: tuple[KindTime, ...], wanted: tuple[str, ...], per_iteration: bool) -> float:
+def _wall(
+    table: KernelTable, told: Iterations | None, given_ns: int | None
+) -> tuple[int, WallSource] | tuple[None, None]:
+    """The wall time to hold the sums against, and whose it is; the time of one iteration where the log has it."""
+    if given_ns is not None:
+        return given_ns, "given"
+    if table.context.iteration_ns and told is not None:
+        return table.context.iteration_ns, "iteration_time"
+    if (table.self_cpu_total_ns or 0) > 0:
+        return table.self_cpu_total_ns or 0, "cpu_total"
+    return None, None
+
+
+def _sum(kinds: tuple[KindSum, ...], wanted: tuple[str, ...], per_iteration: bool) -> float:
     return sum((k.per_iteration_ns or 0.0) if per_iteration else k.time_ns for k in kinds if k.kind in wanted)
 
 
 # --- warnings ---------------------------------------------------------------------------------------
 
 
-def _row_warnings(table: KernelTable, chosen: Chosen) -> list[Caveat]:
+def _row_warnings(counted: CountedRows) -> list[Caveat]:
     found = []
-    if chosen.basis == "cpu":
+    if counted.basis == "cpu":
         found.append(Caveat("table_cpu_only", "the table has no device columns: self CPU times are added up"))
-    if chosen.basis == "operators":
+    if counted.basis == "operators":
         text = "the table has no kernel rows: the operators' own device times are added up"
         found.append(Caveat("table_operators_only", text))
-    generic = [row for row in chosen.rows if row.cut and kind_of_row(row.name) == "other" and "cutlass" in row.name]
+    generic = sum(one.generic for one in counted.rows)
     if generic:
-        text = f"{len(generic)} rows are cut to a generic CUTLASS name and counted as other: they may be attention"
-        found.append(Caveat("table_names_cut", text, count=len(generic)))
-    doubtful = [out for out in chosen.left_out if out.reason == "footer"]
+        text = f"{generic} rows are cut to a generic CUTLASS name and counted as other: they may be attention"
+        found.append(Caveat("table_names_cut", text, count=generic))
+    doubtful = sum(out.reason == "footer" for out in counted.left_out)
     if doubtful:
-        text = f"{len(doubtful)} rows are left out as annotations: without them the rows add up to the footer's total"
-        found.append(Caveat("table_annotations_by_footer", text, count=len(doubtful)))
+        text = f"{doubtful} rows are left out as annotations: without them the rows add up to the footer's total"
+        found.append(Caveat("table_annotations_by_footer", text, count=doubtful))
     return found
 
 
-def _off_footer(table: KernelTable, difference: int, slack: int) -> Caveat:
-    less = difference < 0
-    why = "rows are missing (row_limit) or were left out wrongly" if less else "rows that are no kernels were counted"
-    text = (
-        f"the kernels add up to {abs(difference) / 1e6:.3f} ms {'less' if less else 'more'} than the footer's total "
-        f"(line {table.line} on; rounding explains {slack / 1e6:.3f} ms): {why}"
-    )
-    return Caveat("table_off_footer", text)
-
-
-def _leak(counted: Iterations) -> Caveat:
-    pairs = ", ".join(f"{c.launch} {c.launched:,} to {c.ran:,}" for c in counted.counts if c.ratio > 1)
-    low, high = counted.device_range
-    text = (
-        f"device rows hold {low:.1f} to {high:.1f} iterations against {counted.cpu} in the CPU rows"
-        f" ({counted.source.replace('_', ' ')}): work launched before the window ran on into it"
-        f" (launches to device calls: {pairs})"
-    )
-    return Caveat("warmup_in_window", text)
+def _sum_warnings(report: TableReport) -> list[Caveat]:
+    found = []
+    difference, told = report.difference_ns, report.iterations
+    if difference is not None and report.counted.basis == "kernels" and abs(difference) > report.slack_ns:
+        more, why = "more", "rows that are no kernels were counted"
+        if difference < 0:
+            more, why = "less", "rows are missing (row_limit) or were left out wrongly"
+        text = (
+            f"the kernels add up to {abs(difference) / 1e6:.3f} ms {more} than the footer's total "
+            f"(line {report.table.line} on; rounding explains {report.slack_ns / 1e6:.3f} ms): {why}"
+        )
+        found.append(Caveat("table_off_footer", text))
+    if difference is None and report.missing_ns:
+        text = (
+            f"by the shares printed beside the times all kernels took {duration(report.whole_ns)}: "
+            f"{duration(report.missing_ns)} of it has no row here"
+        )
+        found.append(Caveat("table_rows_missing", text))
+    if told is not None and told.leak:
+        pairs = ", ".join(f"{c.launch} {c.launched:,} to {c.ran:,}" for c in told.counts if c.ratio > 1)
+        low, high = told.device_range
+        text = (
+            f"device rows hold {low:.1f} to {high:.1f} iterations against {told.cpu} in the CPU rows"
+            f" ({told.source.replace('_', ' ')}): work launched before the window ran on into it"
+            f" (launches to device calls: {pairs})"
+        )
+        found.append(Caveat("warmup_in_window", text))
+    return found

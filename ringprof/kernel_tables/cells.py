@@ -1,113 +1,94 @@
-"""Cells of a printed table: what each column may hold, and rows cut at the columns' offsets."""
+"""The cells of a row of torch's table: what each column may hold, and numbers as integers."""
 
 from __future__ import annotations
 
 import re
-from decimal import Decimal
-from itertools import pairwise
+from collections.abc import Sequence
 
-from ringprof.kernel_tables.text import Rule
+from ringprof.kernel_tables.layout import DashedRule
 
-_TIME = re.compile(r"(-?)(\d{1,18})(?:\.(\d{1,12}))?(ns|us|ms|s)")
+_DECIMAL = r"-?\d{1,18}(?:\.\d{1,12})?"
 _SHAPES = {
-    "time": _TIME,
-    "share": re.compile(r"-?\d{1,18}(?:\.\d{1,12})?%|nan|NaN|0|-?inf%?"),
-    "count": re.compile(r"-?\d{1,18}"),
-    "memory": re.compile(r"-?\d{1,18}(?:\.\d{1,12})? ?(?:[KMGTP]i?)?[bB]"),
+    "time": rf"{_DECIMAL}(?:ns|us|ms|s)",
+    "share": rf"{_DECIMAL}%|nan|NaN|0|-?inf%?",
+    "count": r"-?\d{1,18}",
+    "memory": rf"{_DECIMAL} ?(?:[KMGTP]i?)?[bB]",
 }
-_CALLS = ("# of Calls", "Number of Calls", "Calls")
-_NS = {"ns": 1, "us": 1_000, "ms": 1_000_000, "s": 1_000_000_000}
+_TIME = re.compile(r"(-?)(\d{1,18})(?:\.(\d{1,12}))?(ns|us|ms|s)")
+_SHARE = re.compile(r"(-?\d{1,18})(?:\.(\d{1,12}))?%?")
+_GAP = re.compile(r" {2,}")
 
 _MOST_SHIFT = 80
-"""How far a cell that is wider than its column can push the numbers after it: a cut name is about 55 wide."""
+"""How far a cell that is wider than its column can push the numbers behind it: a cut name is about 55 wide."""
+
+CALLS = ("# of Calls", "Number of Calls", "Calls")
+"""Titles of the column that counts calls."""
+UNIT_NS = {"ns": 1, "us": 1_000, "µs": 1_000, "μs": 1_000, "ms": 1_000_000, "s": 1_000_000_000}
+"""Nanoseconds in each unit that tables print; the micro sign and the Greek letter are two characters."""
 
 
-def kind_of(title: str) -> str:
-    """What the cells of a column hold: ``text``, ``time``, ``share``, ``count`` or ``memory``."""
-    if title in _CALLS or title == "Node ID":
-        return "count"
+def _shape_of(title: str) -> str | None:
+    """What the cells of a column of numbers look like; None for a column of text."""
+    if title in CALLS or title == "Node ID":
+        return _SHAPES["count"]
     if title.endswith("%"):
-        return "share"
+        return _SHAPES["share"]
     if title.endswith("Mem"):
-        return "memory"
+        return _SHAPES["memory"]
     if title in ("Name", "Overload Name", "Input Shapes") or title.startswith("Source Loc") or "FLOP" in title:
-        return "text"
-    return "time"
-
-
-def is_calls(title: str) -> bool:
-    """Whether a column counts calls."""
-    return title in _CALLS
-
-
-def parse_time(cell: str) -> tuple[int, int, str] | None:
-    """Nanoseconds, the worth of the last printed digit, and the unit of a cell such as ``14.531s``."""
-    match = _TIME.fullmatch(cell)
-    if match is None:
         return None
+    return _SHAPES["time"]
+
+
+class Columns:
+    """The columns of one table: names at the left, numbers behind them, perhaps shapes and stacks at the right."""
+
+    def __init__(self, titles: Sequence[str], rule: DashedRule) -> None:
+        shapes = [_shape_of(title) for title in titles]
+        first = next((index for index, shape in enumerate(shapes) if shape), len(shapes))
+        numbers = " {2,}".join(f"({shape})" for shape in shapes if shape)
+        self._numbers = re.compile(numbers + (r"(?: {2}| ?$)" if shapes[-1] is None else " *$"))
+        self._titles = [title for title, shape in zip(titles, shapes, strict=True) if shape]
+        self._name_end = rule.spans[0][1] if first > 1 else None
+        self._numbers_at = rule.spans[min(first, len(shapes) - 1)][0]
+
+    def cut(self, text: str) -> dict[str, str] | None:
+        """Name and numbers of a row by title; None where the line does not hold what the columns must.
+
+        Cells are two spaces apart or more. One that is wider than its column pushes those behind it to the right, but
+        nothing ever stands further left than its column.
+        """
+        for gap in _GAP.finditer(text, max(0, self._numbers_at - 2), self._numbers_at + _MOST_SHIFT):
+            if match := self._numbers.match(text, gap.end()):
+                name = text[: gap.end()][: self._name_end].strip()
+                return {"Name": name, **dict(zip(self._titles, match.groups(), strict=True))}
+        return None
+
+
+def parse_time(cell: str | None) -> tuple[int | None, int, str]:
+    """Nanoseconds (None for what is no time), the worth of the last printed digit, and the unit of ``14.531s``."""
+    match = _TIME.fullmatch(cell) if cell else None
+    if match is None:
+        return None, 0, ""
     sign, whole, decimals, unit = match.groups()
-    scale, digits = _NS[unit], decimals or ""
+    value, step = scaled(whole, decimals or "", unit)
+    return (-value if sign else value), step, unit
+
+
+def scaled(whole: str, decimals: str, unit: str) -> tuple[int, int]:
+    """A printed number in nanoseconds, and the worth of its last digit."""
     # Printed digits below a nanosecond are dropped: no printer has them but as zeros.
-    value = int(whole) * scale + int(digits or "0") * scale // 10 ** len(digits)
-    return (-value if sign else value), max(1, scale // 10 ** len(digits)), unit
+    scale = UNIT_NS[unit]
+    parts = 10 ** len(decimals)
+    return int(whole) * scale + int(decimals or "0") * scale // parts, max(1, scale // parts)
 
 
 def parse_share(cell: str) -> float | None:
     """A printed percentage as 0..1; None for NaN and anything else that is not a number."""
-    text = cell.removesuffix("%")
-    return float(Decimal(text) / 100) if re.fullmatch(r"-?\d{1,18}(?:\.\d{1,12})?", text) else None
-
-
-def cut_row(text: str, rule: Rule, kinds: tuple[str, ...]) -> list[str] | None:
-    """The cells of a row at the rule's offsets, stripped; None where they do not hold what their columns must.
-
-    Where a cell is wider than its column, everything after it is pushed to the right; then the numbers are
-    followed one after the other, starting where their last one ends at the end of the line.
-    """
-    text = text.rstrip()
-    cells = [text[start:end].strip() for start, end in rule.spans]
-    cells[-1] = text[rule.spans[-1][0] :].strip()
-    gaps = (text[end:start] for (_, end), (start, _) in pairwise(rule.spans))
-    if not any(gap.strip() for gap in gaps) and _all_fit(cells, kinds):
-        return cells
-    over = len(text) - rule.width
-    near = [over] if 0 < over <= _MOST_SHIFT else []
-    for shift in (*near, *range(_MOST_SHIFT)):
-        cells_or_none = _follow(text, rule, kinds, shift)
-        if cells_or_none is not None:
-            return cells_or_none
-    return None
-
-
-def _all_fit(cells: list[str], kinds: tuple[str, ...]) -> bool:
-    return all(kind == "text" or _SHAPES[kind].fullmatch(cell) for cell, kind in zip(cells, kinds, strict=True))
-
-
-def _follow(text: str, rule: Rule, kinds: tuple[str, ...], shift: int) -> list[str] | None:
-    """The cells where the first number's column begins ``shift`` to the right and any may be too wide."""
-    first = next((i for i, kind in enumerate(kinds) if kind != "text"), len(kinds))
-    cells = [text[start:end].strip() for start, end in rule.spans[:first]]
-    if first >= len(kinds):
+    match = _SHARE.fullmatch(cell)
+    if match is None:
         return None
-    position = rule.spans[first][0] + shift
-    if text[max(0, position - 2) : position].strip():
-        return None
-    cells[-1:] = [text[rule.spans[first - 1][0] : position].strip()] if cells else []
-    if cells and not cells[0]:
-        return None
-    for (start, end), kind in zip(rule.spans[first:], kinds[first:], strict=True):
-        column_end = position + end - start
-        if kind == "text":
-            cell_end = column_end if len(cells) + 1 < len(kinds) else len(text)
-            cells.append(text[position:cell_end].strip())
-            # With both stacks and FLOPs torch prints each under the other's title, as wide as it happens to be.
-        else:
-            token = re.compile(r" *(\S+(?: [KMGTP]?i?[bB](?!\S))?)").match(text, position)
-            if token is None or not _SHAPES[kind].fullmatch(token[1]):
-                return None
-            column_end = max(column_end, token.end())
-            cells.append(token[1])
-            if text[column_end : column_end + 2].strip() and len(cells) < len(kinds):
-                return None
-        position = column_end + 2
-    return cells
+    decimals = match[2] or ""
+    # Of integers, so that 44.46 % is 0.4446 and not a hair less.
+    share: float = int(match[1] + decimals) / 10 ** (2 + len(decimals))
+    return share

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
 
 from ringprof.analysis.kinds.kinds import COMMUNICATION
-from ringprof.kernel_tables.kernels import Chosen, kind_of_row
-from ringprof.kernel_tables.rows import KernelTable, TableRow
+from ringprof.kernel_tables.kernels import CountedRow, CountedRows
+from ringprof.kernel_tables.rows import KernelTable
 
 LEAK = 1.01
 """More device calls than launches by this factor is no accident of where a window was cut."""
@@ -22,14 +25,16 @@ LEAK = 1.01
 _MOST_RATIO = 2.0
 """Beyond this the launches are not one a kernel (CUDA graphs), and counts prove nothing."""
 
+_MOST_GUESSES = 10_000
+"""Calls an iteration that are tried."""
+
+_COPIES = {"copy": ("cudaMemcpyAsync",), "set": ("cudaMemsetAsync",)}
 _LAUNCHES = {
     "communication": ("cuLaunchKernelEx", "cudaLaunchKernelExC"),
     "compiled": ("cuLaunchKernel",),
     "kernel": ("cudaLaunchKernel",),
-    "copy": ("cudaMemcpyAsync",),
-    "set": ("cudaMemsetAsync",),
+    **_COPIES,
 }
-_COUNTED = frozenset(name for names in _LAUNCHES.values() for name in names)
 _IDENTIFIER = re.compile(r"[A-Za-z_]\w*")
 
 
@@ -68,8 +73,8 @@ class Iterations:
 
     cpu: int
     """Iterations in the CPU rows."""
-    source: str
-    """Of `cpu`: ``given``, ``log``, ``profiler_steps`` or ``inferred`` (greatest common divisor of launch counts)."""
+    source: Literal["given", "log", "profiler_steps", "inferred"]
+    """Of `cpu`; inferred is the greatest common divisor of the launch counts."""
     counts: tuple[LaunchCount, ...]
     flash: tuple[FlashCount, ...]
     leak: bool
@@ -83,95 +88,100 @@ class Iterations:
         values = [self.cpu * count.ratio for count in self.counts] + [count.iterations for count in self.flash]
         return min(values), max(values)
 
-    def of(self, row: TableRow) -> float:
+    @cached_property
+    def _by_flash(self) -> dict[str, float]:
+        return {count.kind: count.iterations for count in self.flash}
+
+    @cached_property
+    def _by_group(self) -> dict[str, float]:
+        return {count.group: self.cpu * count.ratio for count in self.counts}
+
+    def of(self, row: CountedRow) -> float:
         """Iterations that a row's time covers: by its own calls where those of an iteration are known, else those
         launched, times how much more ran."""
-        for count in self.flash:
-            if count.kind == kind_of_row(row.name):
-                return count.iterations
-        ratios = {count.group: count.ratio for count in self.counts}
-        ratio = ratios.get(group_of(row), ratios.get("all", ratios.get("kernel", 1.0)))
-        return self.cpu * (ratio if self.leak else 1.0)
+        if row.kind in self._by_flash:
+            return self._by_flash[row.kind]
+        known = self._by_group if self.leak else {}
+        return next((known[group] for group in (launch_group(row), "all", "kernel") if group in known), self.cpu)
 
 
-def group_of(row: TableRow) -> str:
-    """How a device activity is launched, by the name of it."""
-    kind = kind_of_row(row.name)
-    if kind in ("memcpy", "copy_engine"):
+def launch_group(row: CountedRow) -> str:
+    """How a device activity is launched, by its kind and name."""
+    if row.kind in ("memcpy", "copy_engine"):
         return "copy"
-    if kind == "memset":
+    if row.kind == "memset":
         return "set"
-    if kind in COMMUNICATION:
+    if row.kind in COMMUNICATION:
         return "communication"
-    return "compiled" if _IDENTIFIER.fullmatch(row.name) else "kernel"
+    return "compiled" if _IDENTIFIER.fullmatch(row.row.name) else "kernel"
 
 
-def count_iterations(table: KernelTable, chosen: Chosen, given: int | None) -> Iterations | None:
+def count_iterations(table: KernelTable, counted: CountedRows, given: int | None) -> Iterations | None:
     """Iterations in the CPU and in the device rows; None where neither the log nor its launches tell."""
-    if chosen.basis != "kernels":
-        cpu, source = _cpu_iterations(table, given, ())
-        return Iterations(cpu, source, (), (), False) if cpu else None
-    counts = _launch_counts(table, chosen.rows)
-    cpu, source = _cpu_iterations(table, given, counts)
-    if not cpu:
+    counts = _launch_counts(table, counted.rows) if counted.basis == "kernels" else ()
+    told = _cpu_iterations(table, given, counts)
+    if told is None:
         return None
     leak = any(count.ratio > LEAK for count in counts) and all(count.ratio < _MOST_RATIO for count in counts)
-    flash = _flash_counts(table, chosen.rows, cpu, counts) if leak else ()
-    return Iterations(cpu, source, counts, flash, leak)
+    flash = _flash_counts(table, counted.rows, told[0], counts) if leak else ()
+    return Iterations(*told, counts, flash, leak)
 
 
-def _calls(rows: Iterable[TableRow]) -> int:
-    return sum(row.calls or 0 for row in rows)
-
-
-def _launch_counts(table: KernelTable, rows: tuple[TableRow, ...]) -> tuple[LaunchCount, ...]:
+def _launch_counts(table: KernelTable, rows: Iterable[CountedRow]) -> tuple[LaunchCount, ...]:
     """One count for each kind of launch; all kernels together where they do not match one by one."""
-    cpu = {row.name: row.calls or 0 for row in table.rows if row.name in _COUNTED and row.self_cpu_ns is not None}
     if any(row.name.startswith(("cudaGraphLaunch", "hipGraphLaunch")) for row in table.rows):
         return ()
-    counts = []
-    for group, names in _LAUNCHES.items():
-        ran, launched = _calls(r for r in rows if group_of(r) == group), sum(cpu.get(name, 0) for name in names)
-        if ran and launched:
-            counts.append(LaunchCount(group, " and ".join(n for n in names if n in cpu), launched, ran))
-    kernels = [row for row in rows if group_of(row) not in ("copy", "set")]
-    launches = [name for name in cpu if name not in (*_LAUNCHES["copy"], *_LAUNCHES["set"])]
-    launched = sum(cpu[name] for name in launches)
-    if not kernels or not launched:
-        return tuple(counts)
-    together = LaunchCount("all", " and ".join(sorted(launches)), launched, _calls(kernels))
-    own = [count for count in counts if count.group not in ("copy", "set")]
-    explained = sum(count.ran for count in own) == together.ran and sum(c.launched for c in own) == launched
+    cpu = {row.name: row.calls or 0 for row in table.rows if row.self_cpu_ns is not None}
+    ran: Counter[str] = Counter()
+    for row in rows:
+        ran[launch_group(row)] += row.calls
+    counts = {group: _launch_count(group, names, cpu, ran[group]) for group, names in _LAUNCHES.items()}
+    found = {group: count for group, count in counts.items() if count is not None}
+    own = [count for group, count in found.items() if group not in _COPIES]
+    kernels = sum(calls for group, calls in ran.items() if group not in _COPIES)
+    launches = sorted(name for group, names in _LAUNCHES.items() if group not in _COPIES for name in names)
+    together = _launch_count("all", launches, cpu, kernels)
+    if together is None:
+        return tuple(found.values())
+    explained = sum(c.ran for c in own) == together.ran and sum(c.launched for c in own) == together.launched
     # Newer libraries launch some of their kernels by another call: then only the sums can be compared.
     if explained and all(abs(count.ratio / together.ratio - 1) < 0.1 for count in own):
-        return tuple(counts)
-    return (together, *(count for count in counts if count.group in ("copy", "set")))
+        return tuple(found.values())
+    return (together, *(count for group, count in found.items() if group in _COPIES))
 
 
-def _cpu_iterations(table: KernelTable, given: int | None, counts: tuple[LaunchCount, ...]) -> tuple[int | None, str]:
+def _launch_count(group: str, names: Iterable[str], cpu: dict[str, int], ran: int) -> LaunchCount | None:
+    """None where nothing was launched so, or nothing ran."""
+    there = [name for name in names if name in cpu]
+    launched = sum(cpu[name] for name in there)
+    return LaunchCount(group, " and ".join(there), launched, ran) if launched and ran else None
+
+
+def _cpu_iterations(
+    table: KernelTable, given: int | None, counts: tuple[LaunchCount, ...]
+) -> tuple[int, Literal["given", "log", "profiler_steps", "inferred"]] | None:
     if given:
         return given, "given"
     if table.context.iterations:
         return table.context.iterations, "log"
-    steps = [row for row in table.rows if row.name.startswith("ProfilerStep") and row.calls and row.cpu_total_ns]
+    steps = sum(row.calls or 0 for row in table.rows if row.name.startswith("ProfilerStep") and row.cpu_total_ns)
     if steps:
-        return _calls(steps), "profiler_steps"
+        return steps, "profiler_steps"
     divisor = math.gcd(*(count.launched for count in counts)) if len(counts) > 1 else 0
-    return (divisor, "inferred") if divisor > 1 else (None, "")
+    return (divisor, "inferred") if divisor > 1 else None
 
 
 def _flash_counts(
-    table: KernelTable, rows: tuple[TableRow, ...], cpu: int, counts: tuple[LaunchCount, ...]
+    table: KernelTable, rows: Iterable[CountedRow], cpu: int, counts: tuple[LaunchCount, ...]
 ) -> tuple[FlashCount, ...]:
     """Attention calls of both passes, where one number of calls an iteration fits both: a ring calls them equally."""
-    forward = _calls(row for row in rows if kind_of_row(row.name) == "flash_fwd")
-    by_kernel: dict[str, int] = {}
+    calls: dict[str, Counter[str]] = {"flash_fwd": Counter(), "flash_bwd": Counter()}
     for row in rows:
-        if kind_of_row(row.name) == "flash_bwd":
-            base = re.split(r"[<(]", row.name, maxsplit=1)[0]
-            by_kernel[base] = by_kernel.get(base, 0) + (row.calls or 0)
+        if row.kind in calls:
+            calls[row.kind][re.split(r"[<(]", row.row.name, maxsplit=1)[0]] += row.calls
+    forward = calls["flash_fwd"].total()
     # Backward has helper kernels; its main one comes first in a table sorted by time.
-    backward = next(iter(by_kernel.values()), 0)
+    backward = next(iter(calls["flash_bwd"].values()), 0)
     if not forward or not backward:
         return ()
     low, high = cpu * min(c.ratio for c in counts), cpu * max(c.ratio for c in counts)
@@ -180,11 +190,11 @@ def _flash_counts(
         values = (forward / per_iteration, backward / per_iteration)
         return sum(max(low - value, 0.0) + max(value - high, 0.0) for value in values)
 
-    guesses = range(max(1, math.floor(forward / high) - 2), math.ceil(backward / low) + 3)
-    if not guesses:
-        # More forward calls than backward ones: rows are missing.
+    least, most = max(1, math.floor(forward / high) - 2), math.ceil(backward / low) + 2
+    # With more forward calls than backward ones rows are missing; with many times fewer no ring made them.
+    if not least <= most <= least + _MOST_GUESSES:
         return ()
-    best = min(guesses, key=lambda n: (outside(n), n != table.context.world_size))
+    best = min(range(least, most + 1), key=lambda n: (outside(n), n != table.context.world_size))
     if outside(best) > 0.05 * cpu:
         return ()
     return FlashCount("flash_fwd", forward, best), FlashCount("flash_bwd", backward, best)

@@ -5,48 +5,52 @@ Times are integer nanoseconds, exact to the digits printed (``14.531s`` is 14 53
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ringprof.trace.columns import Caveat
 
+CUT_MARKS = ("...", "…")
+"""What printers put where they cut a name off: torch, and ``nsys stats``."""
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, slots=True)
 class TableRow:
     """One printed row: a kernel, an operator, a CPU call or an annotation; the table does not say which."""
 
     name: str
-    """As printed (untrusted text), without the padding; ends in ``...`` where `cut`."""
+    """As printed (untrusted text), without the padding; ends in one of `CUT_MARKS` where `cut`."""
     line: int
     """Line of the file, from 1."""
     calls: int | None
     self_cpu_ns: int | None = None
     cpu_total_ns: int | None = None
     self_device_ns: int | None = None
-    device_total_ns: int | None = None
-    device_average_ns: int | None = None
     device_share: float | None = None
-    """Share of the footer's device total, as printed; None where it is not a number."""
+    """Share of the device's whole time, as printed with two decimals of a percent; None where it is not a number."""
     unit: str = ""
     """Unit that the device time is printed in: ``us``, ``ms``, ``s``, ``ns``."""
     step_ns: int = 0
     """Worth of the last digit of the device time: the time is known to within half of it."""
-    overload: str | None = None
-    shapes: str | None = None
 
     @property
     def cut(self) -> bool:
         """Whether the printer cut the name off."""
-        return self.name.endswith("...")
+        return self.name.endswith(CUT_MARKS)
 
     @property
     def stem(self) -> str:
         """The name without the mark of a cut."""
-        return self.name[:-3] if self.cut else self.name
+        return self.name.removesuffix("...").removesuffix("…")
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether the row has CPU time: a kernel has none."""
+        return bool(self.self_cpu_ns or self.cpu_total_ns)
 
 
 @dataclass(frozen=True)
-class Claim:
-    """A figure that the log's author printed about the table."""
+class StatedShare:
+    """A share of the time that the log's author printed about the table."""
 
     subject: str
     """``flash`` or ``send_recv``."""
@@ -65,10 +69,9 @@ class Claim:
 class TableContext:
     """What the text around a table says about the run that it describes."""
 
-    claims: tuple[Claim, ...] = ()
+    shares: tuple[StatedShare, ...] = ()
     iteration_ns: int | None = None
     """Time of one forward and backward pass, measured outside the profiler."""
-    iteration_line: int | None = None
     world_size: int | None = None
     iterations: int | None = None
     """Profiled iterations, where the text says how many."""
@@ -82,7 +85,7 @@ class KernelTable:
     line: int
     """Line of its header."""
     source: str
-    """``torch`` or ``nsys``."""
+    """``torch``, ``nsys`` or ``nvprof``."""
     device: str | None
     """As its columns name it (``CUDA``, ``XPU`` ...); None where it has CPU columns only."""
     columns: tuple[str, ...]
@@ -94,4 +97,4 @@ class KernelTable:
     total_step_ns: int = 0
     """Worth of the last digit of the footer's device total."""
     context: TableContext = TableContext()
-    warnings: tuple[Caveat, ...] = field(default=())
+    warnings: tuple[Caveat, ...] = ()

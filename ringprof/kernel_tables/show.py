@@ -1,22 +1,23 @@
-"""The report of a printed kernel table, for people and as the ``table`` part of ``ringprof.report/1``.
+"""The report of a printed kernel table: for people, as the ``table`` part of ``ringprof.report/1``, and in figures.
 
-Nothing is computed here but units; names come from logs and are cleaned before a terminal sees them.
+Nothing is computed here but units and shares; names come from logs and are cleaned before a terminal sees them.
 """
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-from ringprof.kernel_tables.analyse import ASSUMPTIONS, KindTime, TableReport
-from ringprof.kernel_tables.claims import ClaimCheck
+from ringprof.analysis.findings.comparison import Entry, Figure
+from ringprof.kernel_tables.analyse import ASSUMPTIONS, KindSum, TableReport
+from ringprof.kernel_tables.iterations import Iterations
+from ringprof.kernel_tables.stated_shares import CheckedShare
+from ringprof.report.as_json import whole_report
 from ringprof.report.terms import LABELS
-from ringprof.report.text import clean, duration, in_ascii, in_unit, percent, unit_for
+from ringprof.report.text import clean, duration, in_ascii, in_unit, paragraph, percent, unit_for
 from ringprof.trace.columns import Caveat
 
-_WIDTH = 110
-
+_SUMMED = {"kernels": "kernel time", "operators": "device time", "cpu": "CPU time"}
 _WALLS = {
     "given": "the wall time given",
     "iteration_time": "the log's own time of one iteration",
@@ -34,65 +35,60 @@ _CAUSES = {
 }
 
 
-def render_all(reports: Sequence[TableReport], ascii_only: bool = False) -> str:
+# --- terminal ---------------------------------------------------------------------------------------
+
+
+def tables_text(reports: Sequence[TableReport], ascii_only: bool = False) -> str:
     """Every table of a log as text, in order."""
-    text = "\n".join(render(report) for report in reports)
+    text = "\n".join(table_text(report) for report in reports)
     return in_ascii(text) if ascii_only else text
 
 
-def render(report: TableReport) -> str:
+def table_text(report: TableReport) -> str:
     """One table's report as text."""
-    table = report.table
-    lines = [_title(report), ""]
-    lines += _kind_lines(report)
-    lines += ["", *_overlap_lines(report)]
+    lines = [_title(report), "", *_kind_lines(report), "", *_overlap_lines(report)]
     if report.iterations is not None:
-        lines += ["", *_wrapped(_iteration_line(report))]
-    if report.claims:
+        lines += ["", *paragraph(_iteration_line(report.iterations))]
+    if report.shares:
         lines += ["", "the log's own summary, and the table's"]
-        lines += [line for claim in report.claims for line in _claim_lines(claim, clean(table.path))]
-    if report.left_out:
-        names = ", ".join(dict.fromkeys(clean(out.row.stem) for out in report.left_out[:4]))
-        more = f" and {len(report.left_out) - 4} more" if len(report.left_out) > 4 else ""
+        lines += [line for share in report.shares for line in _share_lines(share, clean(report.table.path))]
+    if left_out := report.counted.left_out:
+        names = ", ".join(dict.fromkeys(clean(out.row.stem) for out in left_out[:4]))
+        more = f" and {len(left_out) - 4} more" if len(left_out) > 4 else ""
         lines += ["", f"not added up, since they repeat their kernels' time: {names}{more}"]
     if report.warnings:
-        lines += [""]
-        for warning in report.warnings:
-            lines += _wrapped("warning: " + warning.message)
+        lines += ["", *(line for warning in report.warnings for line in paragraph("warning: " + warning.message))]
     return "\n".join(lines) + "\n"
 
 
-def _wrapped(text: str) -> list[str]:
-    """A sentence of ours on lines of readable width, without what a terminal would obey."""
-    plain = "".join(char if char.isprintable() else " " for char in text)
-    return textwrap.wrap(plain, _WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
-
-
 def _title(report: TableReport) -> str:
-    table = report.table
-    what = {"kernels": "kernel time", "operators": "device time", "cpu": "CPU time"}[report.chosen.basis]
+    table, what = report.table, _SUMMED[report.counted.basis]
     title = f"{clean(table.path)}:{table.line} · {len(table.rows)} rows · {what} {duration(report.total_ns, 3)} summed"
-    footer = table.self_cpu_total_ns if report.chosen.basis == "cpu" else table.self_device_total_ns
-    if footer is None or report.difference_ns is None:
+    if report.footer_ns is None or report.difference_ns is None:
         return f"{title} · no total in its footer"
-    off = f"{report.difference_ns / 1e6:+,.3f} ms"
     rounding = ", within rounding" if abs(report.difference_ns) <= report.slack_ns else ""
-    return f"{title}, footer {duration(footer, 3)} ({off}{rounding})"
+    return f"{title}, footer {duration(report.footer_ns, 3)} ({report.difference_ns / 1e6:+,.3f} ms{rounding})"
 
 
 def _kind_lines(report: TableReport) -> list[str]:
-    each = any(kind.per_iteration_ns is not None for kind in report.kinds)
-    head = f"{'by kind':<22}{'time':>13}{'share':>9}{'calls':>9}{'average':>13}"
-    lines = [head + (f"{'an iteration':>15}" if each else "")]
+    each = f"{'an iteration':>15}" if report.iterations is not None else ""
     unit = unit_for(max((kind.time_ns for kind in report.kinds), default=0))
-    lines += [_kind_line(kind, report.total_ns, unit) for kind in report.kinds]
-    total = f"{'all, summed':<22}{duration(report.total_ns, 3):>13}{percent(1.0):>9}"
-    return [*lines, total, "shares are of summed time: kinds that run at once are each counted in full"]
+    summed, whole = "shares are of summed time", report.whole_ns or 1
+    lines = [
+        f"{'by kind':<22}{'time':>13}{'share':>9}{'calls':>9}{'average':>13}{each}",
+        *(_kind_line(kind, report.whole_ns, unit) for kind in report.kinds),
+        f"{'all, summed':<22}{duration(report.total_ns, 3):>13}{percent(report.total_ns / whole):>9}",
+    ]
+    if report.missing_ns:
+        summed += ", with that of kernels that have no row here"
+        missing = f"{duration(report.missing_ns, 3):>13}{percent(report.missing_ns / whole):>9}"
+        lines.append(f"{'not in this table':<22}{missing}")
+    return [*lines, f"{summed}: kinds that run at once are each counted in full"]
 
 
-def _kind_line(kind: KindTime, total_ns: int, unit: tuple[float, str]) -> str:
+def _kind_line(kind: KindSum, whole_ns: int, unit: tuple[float, str]) -> str:
     average = duration(kind.average_ns, 3) if kind.average_ns is not None else "-"
-    share = percent(kind.time_ns / total_ns) if total_ns else "-"
+    share = percent(kind.time_ns / whole_ns) if whole_ns else "-"
     time = f"{in_unit(kind.time_ns, unit[0])} {unit[1]}"
     line = f"{LABELS.get(kind.kind, kind.kind):<22}{time:>13}{share:>9}{kind.calls:>9,}{average:>13}"
     return line + (f"{duration(kind.per_iteration_ns, 3):>15}" if kind.per_iteration_ns is not None else "")
@@ -110,38 +106,35 @@ def _overlap_lines(report: TableReport) -> list[str]:
     ]
 
 
-def _iteration_line(report: TableReport) -> str:
-    counted = report.iterations
-    assert counted is not None
-    low, high = counted.device_range
-    line = f"iterations: {counted.cpu} in the CPU rows ({_SOURCES[counted.source]})"
-    if not counted.leak:
+def _iteration_line(told: Iterations) -> str:
+    line = f"iterations: {told.cpu} in the CPU rows ({_SOURCES[told.source]})"
+    if not told.leak:
         return line
-    counts = "; ".join(
-        [f"{c.launch} {c.launched:,} launched, {c.ran:,} ran" for c in counted.counts]
-        + [f"{LABELS[f.kind]} {f.calls} calls, {f.per_iteration} an iteration" for f in counted.flash]
-    )
-    return f"{line}, {low:.1f} to {high:.1f} in the device rows ({counts})"
+    counts = [f"{c.launch} {c.launched:,} launched, {c.ran:,} ran" for c in told.counts]
+    counts += [f"{LABELS[f.kind]} {f.calls} calls, {f.per_iteration} an iteration" for f in told.flash]
+    low, high = told.device_range
+    return f"{line}, {low:.1f} to {high:.1f} in the device rows ({'; '.join(counts)})"
 
 
-def _claim_lines(check: ClaimCheck, path: str) -> list[str]:
-    sign = " %" if check.claim.percent else ""
-    printed = f"{clean(check.claim.label)}: printed {check.claim.printed}{sign}, is {percent(check.share, 2)}"
-    if check.agrees:
-        why = "agrees"
-    elif check.causes:
-        why = " and ".join(_CAUSES[cause] for cause in check.causes)
-    else:
-        why = "the printed figure follows from no reading of the table that is known here"
-    lines = [f"  {printed} ({path}:{check.claim.line}): {why}"]
-    if "seconds_dropped" in check.causes:
-        lost = ", ".join(f"{(row.self_device_ns or 0) / 1e9:.3f} s (line {row.line})" for row in check.missing)
-        listed = "; the author's list beside the table names just those" if check.listed else ""
-        lines += [f"    missing: {lost}", f"    the rows in us and ms make {percent(check.partial_share, 2)}{listed}"]
+def _share_lines(checked: CheckedShare, path: str) -> list[str]:
+    stated = checked.stated
+    printed = f"{clean(stated.label)}: printed {_printed(checked)}, is {percent(checked.share, 2)}"
+    why = " and ".join(_CAUSES[cause] for cause in checked.causes)
+    why = why or "the printed figure follows from no reading of the table that is known here"
+    lines = [f"  {printed} ({path}:{stated.line}): {'agrees' if checked.agrees else why}"]
+    if "seconds_dropped" in checked.causes:
+        lost = ", ".join(f"{(row.self_device_ns or 0) / 1e9:.3f} s (line {row.line})" for row in checked.missing)
+        listed = "; the author's list beside the table names just those" if checked.listed else ""
+        lines.append(f"    missing: {lost}")
+        lines.append(f"    the rows in us and ms make {percent(checked.partial_share, 2)}{listed}")
     return lines
 
 
-# --- JSON -------------------------------------------------------------------------------------------
+def _printed(checked: CheckedShare) -> str:
+    return checked.stated.printed + (" %" if checked.stated.percent else "")
+
+
+# --- data -------------------------------------------------------------------------------------------
 
 
 def largest_of(reports: Sequence[TableReport]) -> TableReport:
@@ -149,7 +142,7 @@ def largest_of(reports: Sequence[TableReport]) -> TableReport:
     return max(reports, key=lambda report: report.total_ns)
 
 
-def whole_report(reports: Sequence[TableReport], paths: Sequence[str]) -> dict[str, Any]:
+def tables_dict(reports: Sequence[TableReport], path: str) -> dict[str, Any]:
     """All of ``ringprof.report/1`` for a log: ``table`` is its largest, and a warning says where the others are."""
     largest = largest_of(reports)
     warnings = [warning for report in reports for warning in report.warnings]
@@ -157,37 +150,23 @@ def whole_report(reports: Sequence[TableReport], paths: Sequence[str]) -> dict[s
         lines = ", ".join(str(report.table.line) for report in reports if report is not largest)
         text = f"{len(reports)} kernel tables: the JSON report holds the largest, of line {largest.table.line}"
         warnings.append(Caveat("several_tables", f"{text}; the others are at lines {lines}"))
-    return {
-        "schema": "ringprof.report/1",
-        "source": {"type": "table", "paths": list(paths)},
-        "summary": None,
-        "ranks": [],
-        "steps": [],
-        "waterfall": None,
-        "run": None,
-        "table": as_dict(largest),
-        "warnings": [{"code": one.code, "message": one.message, "rank": one.rank, "count": one.count,
-                      "byte_offset": one.byte_offset} for one in warnings],
-    }  # fmt: skip
+    return whole_report("table", [path], warnings, table=table_dict(largest))
 
 
-def as_dict(report: TableReport) -> dict[str, Any]:
+def table_dict(report: TableReport) -> dict[str, Any]:
     """The ``table`` part of ``ringprof.report/1``: times in integer nanoseconds, shares and ratios 0..1."""
-    overlap, table = report.overlap, report.table
+    overlap = report.overlap
     return {
-        "line": table.line,
-        "source": table.source,
+        "line": report.table.line,
+        "source": report.table.source,
         "total_ns": report.total_ns,
-        "footer_ns": table.self_cpu_total_ns if report.chosen.basis == "cpu" else table.self_device_total_ns,
+        "footer_ns": report.footer_ns,
         "difference_ns": report.difference_ns,
-        "basis": report.chosen.basis,
+        "whole_ns": report.whole_ns,
+        "basis": report.counted.basis,
         "kinds_ns": report.kinds_ns,
         "kinds": {
-            kind.kind: {
-                "calls": kind.calls,
-                "average_ns": kind.average_ns,
-                "per_iteration_ns": kind.per_iteration_ns,
-            }
+            kind.kind: {"calls": kind.calls, "average_ns": kind.average_ns, "per_iteration_ns": kind.per_iteration_ns}
             for kind in report.kinds
         },
         "overlap_ratio_min": overlap.least,
@@ -200,39 +179,56 @@ def as_dict(report: TableReport) -> dict[str, Any]:
             "reason": overlap.reason,
             "assumptions": list(ASSUMPTIONS),
         },
-        "iterations": _iterations(report),
+        "iterations": _iterations(report.iterations) if report.iterations else None,
         "left_out": [
             {"name": out.row.name, "line": out.row.line, "time_ns": out.row.self_device_ns, "reason": out.reason}
-            for out in report.left_out
+            for out in report.counted.left_out
         ],
-        "claims": [_claim(check) for check in report.claims],
+        "claims": [_share(checked) for checked in report.shares],
     }
 
 
-def _iterations(report: TableReport) -> dict[str, Any] | None:
-    counted = report.iterations
-    if counted is None:
-        return None
-    low, high = counted.device_range
+def _iterations(told: Iterations) -> dict[str, Any]:
+    low, high = told.device_range
+    launches = [{"launch": count.launch, "launched": count.launched, "ran": count.ran} for count in told.counts]
     return {
-        "cpu": counted.cpu,
-        "source": counted.source,
+        "cpu": told.cpu,
+        "source": told.source,
         "device_min": low,
         "device_max": high,
-        "warmup_in_window": counted.leak,
-        "launches": [
-            {"launch": count.launch, "launched": count.launched, "ran": count.ran} for count in counted.counts
-        ],
+        "warmup_in_window": told.leak,
+        "launches": launches,
     }
 
 
-def _claim(check: ClaimCheck) -> dict[str, Any]:
+def _share(checked: CheckedShare) -> dict[str, Any]:
+    stated = checked.stated
     return {
-        "subject": check.claim.subject,
-        "label": check.claim.label,
-        "line": check.claim.line,
-        "printed": check.claim.printed + (" %" if check.claim.percent else ""),
-        "share": check.share,
-        "agrees": check.agrees,
-        "causes": list(check.causes),
+        "subject": stated.subject,
+        "label": stated.label,
+        "line": stated.line,
+        "printed": _printed(checked),
+        "share": checked.share,
+        "agrees": checked.agrees,
+        "causes": list(checked.causes),
     }
+
+
+def figures_of_table(report: TableReport) -> dict[str, float]:
+    """Figures by name, for conditions: times of kinds with ``_ns``, and their shares of the whole."""
+    times, whole = report.kinds_ns, report.whole_ns or 1
+    return {f"{kind}_ns": float(time) for kind, time in times.items()} | {k: time / whole for k, time in times.items()}
+
+
+def entry_of_table(label: str, report: TableReport) -> Entry:
+    """A table as one side of a comparison: times of one iteration where it is known how many the table holds."""
+    figures = {
+        kind.kind: Figure(kind.per_iteration_ns / 1e6, "ms", higher_is_better=False, depends_on_work=True)
+        for kind in report.kinds
+        if kind.per_iteration_ns is not None
+    }
+    times, whole = report.kinds_ns, report.whole_ns or 1
+    flash = times.get("flash_fwd", 0) + times.get("flash_bwd", 0)
+    figures["flash_share"] = Figure(flash / whole, "share")
+    figures["send_recv_share"] = Figure(times.get("send_recv", 0) / whole, "share")
+    return Entry(label, "table", {}, figures)

@@ -5,14 +5,15 @@ Loads torch, when a recording begins; importing this package does not.
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
-from ringprof.record.placement import Placement, joined
-from ringprof.record.progress import Reporter, Silent
+from ringprof.record.launcher import RankPlace, launcher_rank
+from ringprof.record.progress import Reporter, SilentReporter
 from ringprof.record.request import Request, Task
+from ringprof.record.resolve import need
 from ringprof.run import Run, read_run
+from ringprof.scratch import remove
 
 __all__ = ["Request", "record"]
 
@@ -23,21 +24,22 @@ def record(request: Request, reporter: Reporter | None = None, reduce: Any = Non
     Returns the run, whose traces are named from the folder of ``request.output``; None on ranks other than 0. Blocks
     until all ranks have ended. Raises `UsageError` and its kinds before anything is started, `RecordError` where a
     rank fails or the result is wrong. A run that failed leaves nothing but its log.
-    ``reduce`` writes the reduced form of this rank's trace (`ringprof.record.rank.Reduce`); ranks started here do so by
-    themselves.
+    ``reduce`` writes the reduced form of this rank's trace (`ringprof.record.recording.Reduce`); ranks started here do
+    so by themselves.
     """
-    reporter = reporter or Silent()
-    place = joined()
+    reporter = reporter or SilentReporter()
+    place = launcher_rank()
     if place is not None:
-        from ringprof.record.join import record_as_rank
+        need("torch", "psutil")
+        from ringprof.record.under_launcher import record_as_rank
 
         return record_as_rank(request, place, reporter, reduce)
     return _record_here(request, reporter)
 
 
 def _record_here(request: Request, reporter: Reporter) -> Run:
-    from ringprof.record.folder import discard
-    from ringprof.record.launch import launch, make_scratch
+    from ringprof.record.own_ranks import launch, make_scratch
+    from ringprof.record.run_folder import discard
 
     task = prepare(request, None, reporter, str(make_scratch()))
     try:
@@ -48,19 +50,17 @@ def _record_here(request: Request, reporter: Reporter) -> Run:
     return read_run(task.request.output)
 
 
-def prepare(request: Request, place: Placement | None, reporter: Reporter, scratch: str | None) -> Task:
+def prepare(request: Request, place: RankPlace | None, reporter: Reporter, scratch: str | None) -> Task:
     """Make every choice, say what will be done, refuse what will not do, and make the run's folder."""
-    from ringprof.record.resolve import need_torch
-
     staging = None
     try:
-        need_torch()
-        from ringprof.record.folder import stage
-        from ringprof.record.plan import describe, make_plan, refuse_too_large
+        need("torch", "psutil")
+        from ringprof.record.estimate import describe, estimate_of, refuse_too_large
         from ringprof.record.resolve import resolve
+        from ringprof.record.run_folder import stage
 
         request = resolve(request, place)
-        plan = make_plan(request)
+        plan = estimate_of(request)
         for line in describe(request, plan):
             reporter.say(line)
         refuse_too_large(request, plan)
@@ -69,7 +69,7 @@ def prepare(request: Request, place: Placement | None, reporter: Reporter, scrat
         )
     finally:
         if staging is None and scratch is not None:
-            shutil.rmtree(scratch, ignore_errors=True)
+            remove(Path(scratch))
     return Task(
         request=_with_absolute_output(request),
         name=staging.name,

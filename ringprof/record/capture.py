@@ -1,24 +1,35 @@
-"""Profiling a block of a user's own program, on every rank that runs it."""
+"""Profiling a block of a user's own program, on every rank that runs it. Loads torch."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import msgspec
+import torch
+import torch.distributed as dist
+from msgspec.structs import replace
+from torch.profiler import record_function
 
 from ringprof.errors import UsageError
-from ringprof.run import Run, Workload
-
-if TYPE_CHECKING:
-    import torch
-
-    from ringprof.record.gathering import TraceFile
+from ringprof.folder_owner import claim, clear_abandoned, release
+from ringprof.record.hosts import RankHost, distinct_host_names
+from ringprof.record.launcher import launcher_rank
+from ringprof.record.machine import device_name, host_name
+from ringprof.record.measure import ITERATION, counted_work, profiler, reset_counts
+from ringprof.record.recording import RankResult, assemble, exchange, gather, strategy_used
+from ringprof.record.remote_traces import TraceFile
+from ringprof.record.request import from_json, to_json
+from ringprof.record.run_folder import RUN_FILE, discard, reduced_name, trace_name
+from ringprof.record.world_group import gather_bytes
+from ringprof.run import Run, Workload, write_run
+from ringprof.strategies.groups import by_nccl
 
 
 @contextmanager
@@ -27,70 +38,118 @@ def capture(
     workload: Workload | None = None,
     *,
     name: str | None = None,
+    group: Any = None,
+    strategy: Any = None,
     reduce: Callable[[Path, Path], bool] | None = None,
 ) -> Iterator[None]:
     """Profile the block on every rank and write a run into ``folder``, which must be new or empty.
 
     Inside a program started by torchrun, or alone: the process group may be there or not, it is used as it is and left
-    as it is. All ranks of the world must enter. They start together behind a barrier; at the end of the block the
-    device has finished, and when the context closes, ``folder`` holds one compressed trace a rank and ``run.json``.
-    Where a rank does not see that folder, its trace is sent to rank 0. With ``workload`` a report knows the FLOPs;
-    there are no verification and no timings without the profiler.
+    as it is. All ranks of ``group`` (a process group or a DeviceMesh of one dimension; None is the world) must enter,
+    others must not. They start together behind a barrier; at the end of the block the device has finished, and when
+    the context closes, ``folder`` holds one compressed trace a rank and ``run.json``. Where a rank does not see that
+    folder, its trace is sent to the group's first rank.
+
+    ``workload`` is what the block computes, its ``layers`` and ``steps`` included: with it a report knows the FLOPs and
+    TFLOP/s, of the time under the profiler. ``strategy``, or several where layers have their own, adds the kernel, the
+    work that it counted and the bytes that it sent. There are no verification and no timings without the profiler.
 
     Run one step of warm-up before it: the first one sets up communicators. Raises `UsageError` where the folder holds
-    something already, and `MissingExtraError` without torch. An error in the block leaves no run behind.
+    something already, and on a rank outside ``group``. An error in the block leaves no run behind, nor does a rank that
+    does not come.
     """
-    from ringprof.record.resolve import need_torch
-
-    need_torch()
-    from ringprof.record.folder import discard
-    from ringprof.record.gathering import TraceFile
-
     target = Path(folder).absolute()
-    staging = target.parent / f".{target.name}.partial"
-    rank, world, device = _standing()
+    ranks = _Ranks(group)
+    strategies = _listed(strategy)
     created = f"{datetime.now(timezone.utc):%Y-%m-%dT%H:%M:%SZ}"
-    opening = _together(_prepare(target, staging) if rank == 0 else _Opening(), world, device)
-    trace = TraceFile(staging, opening.token, rank)
-    try:
-        times: list[int] = []
-        with _profiled(trace.path, device, world, times):
-            yield
-        reduced = reduce is not None and reduce(trace.path, trace.reduced)
-        run = _run(name or target.name, created, workload, device, world, rank, trace, staging, times, reduced)
-        if run is not None:
-            _publish(run, staging, target)
-    except BaseException:
-        if rank == 0:
-            discard(staging)
-        raise
-    finally:
-        trace.discard()
-    _wait(world)
+    staging = target.parent / f".{target.name}.partial"
+    with _staged(staging, target, ranks) as token:
+        trace = TraceFile(staging, token, ranks.number)
+        try:
+            times: list[int] = []
+            reset_counts(strategies)
+            with _profiled(trace.path, ranks, times):
+                yield
+            reduced = reduce is not None and reduce(trace.path, trace.reduced)
+            result = _result(ranks, trace, times, strategies, reduced)
+            results = exchange(result, ranks.device, ranks.group) if ranks.size > 1 else [result]
+            if ranks.size > 1:
+                gather(results, trace, staging, ranks.device, ranks.group)
+            if ranks.rank == 0:
+                command = [Path(sys.argv[0]).name, *sys.argv[1:]]
+                run = assemble(name or target.name, created, command, results, ranks.device)
+                _publish(_described(run, ranks, workload, strategies), staging, target)
+        finally:
+            trace.discard()
+    ranks.wait()
 
 
 class _Opening(msgspec.Struct, frozen=True):
-    """What rank 0 tells the others: what stands against the run, empty where nothing does, and its folder's token."""
+    """What the first rank tells the others: why there is no run, empty where there is one, and its folder's token."""
 
     refusal: str = ""
     token: str = ""
 
 
-def _standing() -> tuple[int, int, torch.device]:
-    """Rank, world size, and the device that the process group or this process works on."""
-    import torch
-    import torch.distributed as dist
+class _Ranks:
+    """The ranks that capture, and this one among them; one rank where torch.distributed is not in use."""
 
-    grouped = dist.is_available() and dist.is_initialized()
-    rank, world = (dist.get_rank(), dist.get_world_size()) if grouped else (0, 1)
-    on_gpu = "nccl" in str(dist.get_backend()) if grouped else torch.cuda.is_available()
-    return rank, world, torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    def __init__(self, group: Any) -> None:
+        """Raises `UsageError` on a rank outside ``group``."""
+        self.rank, self.size, self.number, self.numbers = 0, 1, 0, [0]
+        self.group: Any = None
+        on_gpu = torch.cuda.is_available()
+        if dist.is_available() and dist.is_initialized():
+            self.group = group.get_group() if hasattr(group, "get_group") else group or dist.group.WORLD
+            self.rank, self.number = dist.get_rank(self.group), dist.get_rank()
+            if self.rank < 0:
+                raise UsageError(f"rank {self.number} is not in the group: only its members capture together")
+            self.size = dist.get_world_size(self.group)
+            self.numbers = dist.get_process_group_ranks(self.group)
+            # Where the user named no backend, as init_device_mesh does not, there is one for each sort of device.
+            named = str(dist.get_backend(self.group))
+            used: Any = torch.cuda
+            on_gpu = "nccl" in named or (named == "undefined" and by_nccl(self.group) and used.is_initialized())
+        self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+
+    def finish(self) -> None:
+        """Wait for the device."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def wait(self) -> None:
+        """Wait for the other ranks."""
+        if self.size > 1:
+            dist.barrier(self.group)
+
+    def told(self, value: msgspec.Struct) -> list[bytes]:
+        """Every rank's ``value``, as JSON."""
+        own = to_json(value)
+        return gather_bytes(own, self.device, self.group) if self.size > 1 else [own]
+
+
+@contextmanager
+def _staged(staging: Path, target: Path, ranks: _Ranks) -> Iterator[str]:
+    """The half-written run's folder, which the first rank makes, for all ranks; yields its token.
+
+    After an error it is gone, also where the ranks did not come together. Raises `UsageError` on each rank where there
+    is a refusal.
+    """
+    opening = _prepare(target, staging) if ranks.rank == 0 else _Opening()
+    made = ranks.rank == 0 and not opening.refusal
+    try:
+        opening = from_json(ranks.told(opening)[0], _Opening)
+        if opening.refusal:
+            raise UsageError(opening.refusal)
+        yield opening.token
+    except BaseException:
+        if made:
+            discard(staging)
+        raise
 
 
 def _prepare(target: Path, staging: Path) -> _Opening:
     """Make the staging folder, which nobody else may be using; what a killed capture left there gives way."""
-    from ringprof.claim import claim, clear_abandoned
-
     try:
         if target.exists() and (not target.is_dir() or any(target.iterdir())):
             return _Opening(f"{target}: not empty; capture never overwrites, choose another folder")
@@ -104,101 +163,62 @@ def _prepare(target: Path, staging: Path) -> _Opening:
         return _Opening(f"{target}: cannot write the run here: {error.strerror or error}")
 
 
-def _together(opening: _Opening, world: int, device: torch.device) -> _Opening:
-    """Rank 0's answer for all ranks. Raises `UsageError` on each where there is a refusal."""
-    if world > 1:
-        from ringprof.record.group import gather_bytes
-
-        opening = msgspec.json.decode(gather_bytes(msgspec.json.encode(opening), device)[0], type=_Opening)
-    if opening.refusal:
-        raise UsageError(opening.refusal)
-    return opening
-
-
 @contextmanager
-def _profiled(trace: Path, device: torch.device, world: int, times: list[int]) -> Iterator[None]:
+def _profiled(trace: Path, ranks: _Ranks, times: list[int]) -> Iterator[None]:
     """Profile the block as one iteration, write the trace, and append the block's time in nanoseconds."""
-    import time
-
-    from torch.profiler import record_function
-
-    from ringprof.record.measure import ITERATION, profiler
-
-    finish = _finisher(device)
     with profiler() as recording:
-        finish()
+        ranks.finish()
         recording.step()
-        _wait(world)
-        finish()
+        ranks.wait()
+        ranks.finish()
         start = time.perf_counter_ns()
         with record_function(ITERATION):
             yield
-        finish()
+        ranks.finish()
         times.append(time.perf_counter_ns() - start)
         recording.step()
     recording.export_chrome_trace(str(trace))
 
 
-def _finisher(device: torch.device) -> Callable[[], None]:
-    import torch
-
-    return torch.cuda.synchronize if device.type == "cuda" else lambda: None
-
-
-def _wait(world: int) -> None:
-    if world > 1:
-        import torch.distributed as dist
-
-        dist.barrier()
-
-
-def _run(
-    name: str, created: str, workload: Workload | None, device: torch.device, world: int, rank: int, trace: TraceFile,
-    staging: Path, times: list[int], reduced: bool,
-) -> Run | None:  # fmt: skip
-    """Tell rank 0 that this rank's trace is complete, and send it where it must be; rank 0 returns the run."""
-    from ringprof.record.folder import reduced_name, trace_name
-    from ringprof.record.machine import device_name
-    from ringprof.record.rank import RankResult, assemble, exchange, gather
-
-    local_rank, host = _standing_on_host(rank, world, device)
-    result = RankResult(
-        host=host, local_rank=local_rank, device=device_name(device), trace=trace_name(rank), profiled_ns=times,
-        trace_bytes=trace.size_bytes, remote_bytes=trace.remote_bytes(),
-        reduced=reduced_name(rank) if reduced else None, remote_reduced_bytes=trace.remote_reduced_bytes(),
-    )  # fmt: skip
-    results = exchange(result, device) if world > 1 else [result]
-    if world > 1:
-        gather(results, trace, staging, device)
-    if rank != 0:
-        return None
-    run = assemble(name, created, [Path(sys.argv[0]).name, *sys.argv[1:]], results, device)
-    return msgspec.structs.replace(run, workload=workload)
-
-
-def _standing_on_host(rank: int, world: int, device: torch.device) -> tuple[int, str]:
-    """This rank's number on its host, and the host's name, told apart from others of that name."""
-    from ringprof.record.group import gather_bytes
-    from ringprof.record.hosts import Where, host_names
-    from ringprof.record.machine import host_name
-    from ringprof.record.placement import joined
-
-    place = joined()
+def _result(
+    ranks: _Ranks, trace: TraceFile, times: list[int], strategies: Sequence[Any], reduced: bool
+) -> RankResult:  # fmt: skip
+    """What this rank tells the first; its trace is complete."""
+    place = launcher_rank()
     text = os.environ.get("LOCAL_RANK", "")
-    local_rank = place.local_rank if place else int(text) if text.isdigit() else rank
-    where = Where(host_name(), place.node if place else 0)
-    if world == 1:
-        return local_rank, where.name
-    said = [msgspec.json.decode(part, type=Where) for part in gather_bytes(msgspec.json.encode(where), device)]
-    return local_rank, host_names(said)[rank]
+    local_rank = place.local_rank if place else int(text) if text.isdigit() else ranks.rank
+    said = ranks.told(RankHost(host_name(), place.node if place else 0))
+    host = distinct_host_names([from_json(part, RankHost) for part in said])[ranks.rank]
+    return RankResult(
+        host=host, local_rank=local_rank, device=device_name(ranks.device), trace=trace_name(ranks.number),
+        profiled_ns=times, work=counted_work(strategies) if strategies else None,
+        trace_bytes=trace.size_bytes, remote_bytes=trace.remote_bytes(),
+        reduced=reduced_name(ranks.number) if reduced else None, remote_reduced_bytes=trace.remote_reduced_bytes(),
+    )  # fmt: skip
+
+
+def _described(run: Run, ranks: _Ranks, workload: Workload | None, strategies: Sequence[Any]) -> Run:
+    """The run with what the user and the strategies say of it."""
+    if ranks.numbers != list(range(ranks.size)):
+        traces = [replace(trace, rank=number) for trace, number in zip(run.traces, ranks.numbers, strict=True)]
+        run = replace(run, topology=replace(run.topology, ranks=ranks.numbers), traces=traces)
+    if not strategies:
+        return replace(run, workload=workload)
+    kernels = {kernel.name for strategy in strategies for kernel in strategy.kernels() if any(kernel.calls.values())}
+    return replace(
+        run, workload=workload, strategy=strategy_used(strategies[0]), kernel=" and ".join(sorted(kernels)) or None
+    )
+
+
+def _listed(strategy: Any) -> list[Any]:
+    if strategy is None:
+        return []
+    several = list(strategy) if isinstance(strategy, Sequence) else [strategy]
+    return list({id(one): one for one in several}.values())
 
 
 def _publish(run: Run, staging: Path, target: Path) -> None:
     """The same order as for a recording; an empty ``target`` gives way."""
-    from ringprof.claim import release
-    from ringprof.record.folder import RUN_FILE
-    from ringprof.run import write_run
-
     write_run(run, staging / RUN_FILE)
     release(staging)
     os.replace(staging, target)

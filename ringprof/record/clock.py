@@ -13,7 +13,7 @@ import torch.distributed as dist
 class Clock(Protocol):
     """Runs a body behind a barrier and keeps how long it took on this rank."""
 
-    def run(self, body: Callable[[], None]) -> None:
+    def run(self, body: Callable[[], object]) -> None:
         """Wait for all ranks, then run ``body``."""
 
     def times_ns(self) -> list[int]:
@@ -26,7 +26,7 @@ class CpuClock:
     def __init__(self) -> None:
         self._times: list[int] = []
 
-    def run(self, body: Callable[[], None]) -> None:
+    def run(self, body: Callable[[], object]) -> None:
         dist.barrier()
         start = time.perf_counter_ns()
         body()
@@ -47,7 +47,7 @@ class CudaClock:
         self._token = torch.zeros(1, device=device)
         self._events: list[tuple[Any, Any]] = []
 
-    def run(self, body: Callable[[], None]) -> None:
+    def run(self, body: Callable[[], object]) -> None:
         event: Any = torch.cuda.Event
         start, end = event(enable_timing=True), event(enable_timing=True)
         dist.all_reduce(self._token)

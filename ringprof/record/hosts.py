@@ -10,7 +10,7 @@ NODE = "#"
 """Between a host's name and the launcher's number, where several of the launcher's hosts have one name."""
 
 
-class Where(msgspec.Struct, frozen=True):
+class RankHost(msgspec.Struct, frozen=True):
     """Where one rank is: its host's name, and the number that the launcher gave the host; and its process."""
 
     name: str
@@ -18,7 +18,7 @@ class Where(msgspec.Struct, frozen=True):
     pid: int = 0
 
 
-def host_names(ranks: Sequence[Where]) -> list[str]:
+def distinct_host_names(ranks: Sequence[RankHost]) -> list[str]:
     """The host of each rank. Containers and network namespaces may have one name: their number tells them apart."""
     nodes: dict[str, set[int]] = {}
     for rank in ranks:
@@ -30,13 +30,3 @@ def host_numbers(names: Sequence[str]) -> list[int]:
     """Hosts counted from 0, in the order of their first ranks."""
     order = {name: number for number, name in enumerate(dict.fromkeys(names))}
     return [order[name] for name in names]
-
-
-def regular_per_host(numbers: Sequence[int]) -> int:
-    """How many neighbouring ranks share a host, if every host has as many; else all ranks count as together.
-
-    The same answer as a strategy's communicator gives, for choices that are made before there is one.
-    """
-    per_host = list(numbers).count(numbers[0])
-    regular = [rank // per_host for rank in range(len(numbers))]
-    return per_host if len(numbers) % per_host == 0 and list(numbers) == regular else len(numbers)

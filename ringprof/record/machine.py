@@ -17,11 +17,6 @@ VARIABLE_PREFIXES = ("NCCL_", "TORCH_NCCL_", "GLOO_", "RINGPROF_")
 VARIABLES = ("CUDA_DEVICE_MAX_CONNECTIONS", "OMP_NUM_THREADS")
 
 
-def cores() -> int:
-    """CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def host_name() -> str:
     """This host's name, as other hosts' ranks would print it."""
     return platform.node() or "localhost"

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,9 @@ class Problem:
     """None: forward only."""
     cuda_graph: bool = False
     """Whether iterations after the warm-up are replays of one that is captured."""
-    replay: Callable[[], None] | None = None
+    graph: torch.cuda.CUDAGraph | None = None
+    captured: list[Results] = field(default_factory=list)
+    """What the replays of the graph compute; empty without one."""
 
     @classmethod
     def of(cls, strategy: Any, workload: Workload, device: torch.device, *, cuda_graph: bool = False) -> Problem:
@@ -52,58 +55,89 @@ class Problem:
         q, k, v = (draw(count).requires_grad_(trains) for count in (heads, kv_heads, kv_heads))
         return cls(strategy, workload.causal, q, k, v, draw(heads) if trains else None, cuda_graph)
 
-    def iteration(self) -> None:
-        """Forward, and backward with gradients of its own, which are dropped at the end."""
-        if self.replay is not None:
-            self.replay()
-            return
+    def iteration(self) -> Results:
+        """Forward, and backward with gradients of its own."""
+        if self.graph is not None:
+            self.graph.replay()
+            return self.captured[0]
         out = self.strategy.attention(self.q, self.k, self.v, causal=self.causal)
-        if self.dout is not None:
-            torch.autograd.grad(out, (self.q, self.k, self.v), self.dout)
+        if self.dout is None:
+            return Results(out)
+        return Results(out, *torch.autograd.grad(out, (self.q, self.k, self.v), self.dout))
 
     def capture(self) -> None:
         """Make this and all further iterations replays of one that is captured now, after some that were not."""
         graph = torch.cuda.CUDAGraph()
         # NCCL's watchdog asks for events on a thread of its own meanwhile.
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            self.iteration()
-        self.replay = graph.replay
+            # Every replay writes to these.
+            self.captured.append(self.iteration())
+        self.graph = graph
+
+
+@dataclass(frozen=True)
+class Results:
+    """What one iteration computed on this rank: as q, k and v, and None without a backward pass."""
+
+    out: Tensor
+    dq: Tensor | None = None
+    dk: Tensor | None = None
+    dv: Tensor | None = None
 
 
 @dataclass
-class Measured:
+class Measurement:
     """The timed iterations of one rank."""
 
     iterations_ns: list[int]
     peak_bytes: int | None
     work: Work
+    first_rows: Tensor
+    """The `row_sums` of the first output, of warm-up where there was one."""
+    last: Results | None
+    """Of the last timed iteration; None when it has been looked at."""
 
 
-def measure(problem: Problem, device: torch.device, warmup: int, iters: int, reporter: Reporter) -> Measured:
+def measure(problem: Problem, device: torch.device, warmup: int, iters: int, reporter: Reporter) -> Measurement:
     """Warm up, then time every iteration; the work is counted in the first timed one."""
+    kept: list[Results] = []
+    first_rows = work = None
+
+    def keeping() -> None:
+        kept.append(problem.iteration())
+
     warm = clock_for(device)
     reporter.start("warm-up", warmup)
-    for _ in range(warmup):
-        warm.run(problem.iteration)
+    for number in range(warmup):
+        warm.run(problem.iteration if number else keeping)
+        first_rows = row_sums(kept.pop().out) if kept else first_rows
         reporter.advance()
     warm.times_ns()
     reset_peak(device)
-    _reset_work(problem)
-    work = None
+    reset_counts([problem.strategy])
     if problem.cuda_graph:
         # What is captured is counted, a replay is not: the host does not see it.
         problem.capture()
-        work = _work(problem)
+        work = counted_work([problem.strategy])
         warm.run(problem.iteration)
         warm.times_ns()
     clock = clock_for(device)
     reporter.start("iterations", iters)
-    for _ in range(iters):
-        clock.run(problem.iteration)
-        work = work or _work(problem)
+    for number in range(iters):
+        # What an iteration returns goes with its end; the last one's results are checked.
+        kept.clear()
+        clock.run(keeping if number == iters - 1 or first_rows is None else problem.iteration)
+        work = work or counted_work([problem.strategy])
+        first_rows = row_sums(kept[0].out) if first_rows is None else first_rows
         reporter.advance()
-    assert work is not None
-    return Measured(clock.times_ns(), peak_bytes(device), work)
+    assert work is not None and first_rows is not None
+    return Measurement(clock.times_ns(), peak_bytes(device), work, first_rows, kept[0])
+
+
+def row_sums(out: Tensor) -> Tensor:
+    """The sum of the bits of every row of an output (B, S, H, D): int64 (B, S), by which two outputs are told apart."""
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[out.element_size()]
+    return out.detach().view(bits).flatten(2).sum(2, dtype=torch.int64)
 
 
 def profile_iterations(problem: Problem, device: torch.device, iters: int, path: Path, reporter: Reporter) -> list[int]:
@@ -153,17 +187,36 @@ def hops_posted(strategy: Any) -> int:
     return sum(count for count, _ in strategy.comm.meter.sent.values())
 
 
-def _reset_work(problem: Problem) -> None:
-    kernel = problem.strategy.kernel_for(problem.q)
-    kernel.flops = 0
-    kernel.calls = dict.fromkeys(kernel.calls, 0)
-    problem.strategy.comm.meter.clear()
+def reset_counts(strategies: Sequence[Any]) -> None:
+    """Count the strategies' work anew from here."""
+    for strategy in strategies:
+        strategy.comm.meter.clear()
+        for kernel in strategy.kernels():
+            kernel.flops = 0
+            kernel.calls = dict.fromkeys(kernel.calls, 0)
 
 
-def _work(problem: Problem) -> Work:
-    kernel = problem.strategy.kernel_for(problem.q)
-    sent = [
-        Sent(channel=channel, phase=phase, operation=operation, link=link, count=count, sent_bytes=size)
-        for (channel, phase, operation, link), (count, size) in problem.strategy.comm.meter.sent.items()
+def counted_work(strategies: Sequence[Any]) -> Work:
+    """What the strategies of this rank have computed and sent since `reset_counts`, together.
+
+    None stands for what no kernel and no channel of theirs has counted.
+    """
+    flops, calls = 0, Counter[str]()
+    sent: dict[tuple[str, str, str, str, int | None], list[int]] = {}
+    for strategy in strategies:
+        for kernel in strategy.kernels():
+            flops += kernel.flops
+            calls.update(kernel.calls)
+        meter = strategy.comm.meter
+        for (channel, *how), counts in meter.sent.items():
+            total = sent.setdefault((channel, *how, meter.goes_to.get(channel)), [0, 0])
+            total[:] = [one + other for one, other in zip(total, counts, strict=True)]
+    entries = [
+        Sent(channel=channel, phase=phase, operation=operation, link=link, to=to, count=count, sent_bytes=size)
+        for (channel, phase, operation, link, to), (count, size) in sent.items()
     ]
-    return Work(block_flops=kernel.flops, block_calls=dict(kernel.calls), sent=sent)
+    alone = all(strategy.comm.size == 1 for strategy in strategies)
+    computed = bool(sum(calls.values()))
+    return Work(
+        block_flops=flops if computed else None, block_calls=dict(calls), sent=entries if entries or alone else None
+    )

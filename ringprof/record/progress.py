@@ -21,7 +21,7 @@ class Reporter(Protocol):
         """One step of the current phase is done."""
 
 
-class Silent:
+class SilentReporter:
     """A reporter for nobody."""
 
     def say(self, text: str) -> None:
@@ -34,7 +34,7 @@ class Silent:
         pass
 
 
-class Standing:
+class PositionReporter:
     """Passes everything on to another reporter, and knows where this rank stands."""
 
     def __init__(self, reporter: Reporter) -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-from typing import Any
+import json
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -13,6 +12,9 @@ from ringprof.run import Workload
 
 MIN_GPU_WARMUP = 3
 """The first iterations on a GPU set up communicators, allocator and kernels: fewer warm-ups would time that."""
+
+
+Value = TypeVar("Value", bound=msgspec.Struct)
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,11 +83,11 @@ def check_numbers(request: Request) -> None:
         raise UsageError(f"--time-limit must be above 0 seconds, not {request.time_limit}")
 
 
-def write_task(task: Task, path: Path) -> None:
-    """Write a task for the ranks to read."""
-    path.write_bytes(msgspec.json.encode(task))
+def to_json(value: msgspec.Struct) -> bytes:
+    """As JSON, for `from_json`. msgspec's own encoder refuses the names of files that are not UTF-8."""
+    return json.dumps(msgspec.to_builtins(value)).encode()
 
 
-def read_task(path: str | os.PathLike[str]) -> Task:
-    """Read what `write_task` wrote."""
-    return msgspec.json.decode(Path(path).read_bytes(), type=Task)
+def from_json(data: bytes, kind: type[Value]) -> Value:
+    """What `to_json` wrote."""
+    return msgspec.convert(json.loads(data), kind)

@@ -21,7 +21,7 @@ from ringprof.errors import (
     UnknownStrategyError,
     UsageError,
 )
-from ringprof.record.placement import Placement
+from ringprof.record.launcher import RankPlace
 from ringprof.record.request import MIN_GPU_WARMUP, Request, check_numbers
 from ringprof.run import Workload
 
@@ -29,10 +29,11 @@ CPU_RANKS = 4
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
-def need_torch() -> None:
-    """Raises `MissingExtraError` where torch is not installed."""
-    if find_spec("torch") is None:
-        raise MissingExtraError("recording needs torch: pip install 'ringprof[record]'")
+def need(*packages: str) -> None:
+    """Raises `MissingExtraError` where one of these is not installed."""
+    for package in packages:
+        if find_spec(package) is None:
+            raise MissingExtraError(f"recording needs {package}: pip install 'ringprof[record]'")
 
 
 @contextmanager
@@ -71,12 +72,12 @@ def load_strategy(name: str) -> Any:
     return loaded
 
 
-def resolve(request: Request, place: Placement | None) -> Request:
+def resolve(request: Request, place: RankPlace | None) -> Request:
     """The request with every open choice made. ``place`` is this process's rank where a launcher made it one.
 
     Raises `UsageError`, `UnknownStrategyError`, `UnfitWorkloadError` and `MissingExtraError`.
     """
-    need_torch()
+    need("torch")
     check_numbers(request)
     if request.workload.dtype not in DTYPES:
         raise UsageError(f"--dtype {request.workload.dtype!r} is not one of {', '.join(DTYPES)}")
@@ -88,7 +89,7 @@ def resolve(request: Request, place: Placement | None) -> Request:
         _check_graph(request, device)
     world = _world(request.world, device, place)
     params = strategy.placed(
-        world, _per_host(request, world, place), **_typed(strategy, request.strategy, request.params)
+        world, _per_host(request, world, place), **typed_params(strategy, request.strategy, request.params)
     )
     _check_fit(strategy, request, params, world)
     warmup, iters = _counts(request, device)
@@ -152,7 +153,7 @@ def _device(asked: str) -> str:
     return "cuda" if available and asked != "cpu" else "cpu"
 
 
-def _world(asked: int | None, device: str, place: Placement | None) -> int:
+def _world(asked: int | None, device: str, place: RankPlace | None) -> int:
     import torch
 
     gpus = torch.cuda.device_count() if device == "cuda" else None
@@ -179,7 +180,8 @@ def _counts(request: Request, device: str) -> tuple[int, int]:
     return warmup, request.iters or (10 if on_gpu else 3)
 
 
-def _typed(strategy: Any, name: str, params: dict[str, Any]) -> dict[str, Any]:
+def typed_params(strategy: Any, name: str, params: dict[str, Any]) -> dict[str, Any]:
+    """The parameters of strategy ``name`` as what they are. Raises `UnfitWorkloadError` for one it does not take."""
     from ringprof.strategies.registry import check_parameters, parse_parameter
 
     with strategy_errors():
@@ -191,7 +193,7 @@ def _typed(strategy: Any, name: str, params: dict[str, Any]) -> dict[str, Any]:
     return typed
 
 
-def _per_host(request: Request, world: int, place: Placement | None) -> int:
+def _per_host(request: Request, world: int, place: RankPlace | None) -> int:
     """Ranks that will share a host, as the ranks' communicator will see it; refused later where it does not divide."""
     launched = world if place is None else place.local_world_size
     per_host = request.ranks_per_host or launched

@@ -29,8 +29,8 @@ import torch
 from torch import Tensor
 
 from ringprof.errors import UnfitWorkloadError, VerificationError
-from ringprof.record.group import gather_tensor
 from ringprof.record.resolve import fits, torch_dtype
+from ringprof.record.world_group import gather_tensor
 from ringprof.run import TensorError, Verification, Workload
 
 SEED = 20260401
@@ -63,20 +63,21 @@ def verify(strategy: Any, workload: Workload, device: torch.device) -> Verificat
     measured = _strategy_results(strategy, full, workload)
     kernel = type(strategy.kernel_for(full.q))(deterministic=bool(strategy.parameters.get("deterministic")))
     rows, names = [], list(measured)
-    exact, alone = _reference_results(full, workload), _kernel_results(kernel, full, workload)
+    dout = full.dout if workload.backward else None
+    exact = _reference_results(full, workload)
+    alone = kernel_results(kernel, full.q, full.k, full.v, dout, causal=workload.causal)
     for name in names:
         share = strategy.shard(exact[name])
-        error, size = _rms(measured[name].double() - share), _rms(share)
-        kernel_error = _rms(strategy.shard(alone[name]).double() - share)
-        largest = (measured[name].double() - share).abs().max().item()
-        rows.append([largest, _relative(error, size), _relative(kernel_error, size)])
+        difference = measured[name].double() - share
+        kernel_error = relative_rms(strategy.shard(alone[name]).double() - share, share)
+        rows.append([difference.abs().max().item(), relative_rms(difference, share), kernel_error])
     gathered = gather_tensor(torch.tensor(rows, dtype=torch.float64, device=device))
     by_rank = [part.tolist() for part in gathered]
     errors = {
-        name: _worst(name, [rank_rows[index] for rank_rows in by_rank], workload, strategy)
+        name: worst(name, [rank_rows[index] for rank_rows in by_rank], workload, strategy)
         for index, name in enumerate(names)
     }
-    _refuse_wrong(errors, seq)
+    refuse_wrong(errors, f"at sequence {seq}; nothing was timed")
     return Verification(passed=True, seq=seq, errors=errors)
 
 
@@ -129,13 +130,15 @@ def _strategy_results(strategy: Any, full: Tensors, workload: Workload) -> dict[
     return results
 
 
-def _kernel_results(kernel: Any, full: Tensors, workload: Workload) -> dict[str, Tensor]:
-    """Output and gradients of one call of a kernel over the whole sequence."""
-    scale = workload.head_dim**-0.5
-    out, lse = kernel.forward(full.q, full.k, full.v, scale=scale, causal=workload.causal)
-    if not workload.backward:
+def kernel_results(
+    kernel: Any, q: Tensor, k: Tensor, v: Tensor, dout: Tensor | None, *, causal: bool
+) -> dict[str, Tensor]:
+    """Output and, with ``dout``, gradients of one call of a kernel over the whole sequence."""
+    scale = q.shape[-1] ** -0.5
+    out, lse = kernel.forward(q, k, v, scale=scale, causal=causal)
+    if dout is None:
         return {"out": out}
-    gradients = kernel.backward(full.dout, full.q, full.k, full.v, lse, out=out, scale=scale, causal=workload.causal)
+    gradients = kernel.backward(dout, q, k, v, lse, out=out, scale=scale, causal=causal)
     return {"out": out, "dq": gradients[0], "dk": gradients[1], "dv": gradients[2]}
 
 
@@ -149,21 +152,23 @@ def _reference_results(full: Tensors, workload: Workload) -> dict[str, Tensor]:
         parts: dict[str, list[Tensor]] = {}
         for head in range(workload.kv_heads):
             mine, theirs = slice(head * group, (head + 1) * group), slice(head, head + 1)
-            one = Tensors(
-                *(
-                    x[batch : batch + 1, :, heads].double()
-                    for x, heads in ((full.q, mine), (full.k, theirs), (full.v, theirs), (full.dout, mine))
-                )
+            q, k, v, dout = (
+                x[batch : batch + 1, :, heads].double()
+                for x, heads in ((full.q, mine), (full.k, theirs), (full.v, theirs), (full.dout, mine))
             )
-            for name, tensor in _kernel_results(kernel, one, workload).items():
+            given = dout if workload.backward else None
+            for name, tensor in kernel_results(kernel, q, k, v, given, causal=workload.causal).items():
                 parts.setdefault(name, []).append(tensor)
         for name, tensors in parts.items():
             collected.setdefault(name, []).append(tensors)
     return {name: torch.cat([torch.cat(row, dim=2) for row in rows]) for name, rows in collected.items()}
 
 
-def _worst(name: str, rows: list[list[float]], workload: Workload, strategy: Any) -> TensorError:
-    """One tensor's errors on the rank that comes closest to what is allowed, or passes it furthest."""
+def worst(name: str, rows: list[list[float]], workload: Workload, strategy: Any) -> TensorError:
+    """One tensor's errors on the rank that comes closest to what is allowed, or passes it furthest.
+
+    ``rows`` holds each rank's largest absolute error, relative error, and relative error of the kernel alone.
+    """
     # A mixture of types, or a strategy that does not say, may round gradients at every hop.
     narrow = strategy.parameters.get("grad_wire", "input") != "fp32"
     hops = strategy.comm.size if narrow and name != "out" and strategy.comm.size > 1 else 0
@@ -178,22 +183,23 @@ def _worst(name: str, rows: list[list[float]], workload: Workload, strategy: Any
 
 
 def _severity(error: TensorError) -> float:
-    return error.rms / error.allowed_rms if math.isfinite(error.rms) else math.inf
+    if error.rms == 0:
+        return 0.0  # exact, where nothing else may be allowed
+    return error.rms / error.allowed_rms if error.allowed_rms and math.isfinite(error.rms) else math.inf
 
 
-def _refuse_wrong(errors: dict[str, TensorError], seq: int) -> None:
-    name, worst = max(errors.items(), key=lambda item: _severity(item[1]))
-    if _severity(worst) <= 1.0:
+def refuse_wrong(errors: dict[str, TensorError], where: str) -> None:
+    """Raises `VerificationError` for the tensor furthest off, if that is too far; ``where`` ends its message."""
+    name, error = max(errors.items(), key=lambda item: _severity(item[1]))
+    if _severity(error) <= 1.0:
         return
     raise VerificationError(
-        f"wrong result on rank {worst.rank}: {name} is off by {worst.rms:.3g} (relative rms), {worst.allowed_rms:.3g}"
-        f" allowed, {worst.kernel_rms:.3g} for the kernel alone, at sequence {seq}; nothing was timed"
+        f"wrong result on rank {error.rank}: {name} is off by {error.rms:.3g} (relative rms), {error.allowed_rms:.3g}"
+        f" allowed, {error.kernel_rms:.3g} for the kernel alone, {where}"
     )
 
 
-def _rms(x: Tensor) -> float:
-    return x.double().square().mean().sqrt().item()
-
-
-def _relative(error: float, size: float) -> float:
+def relative_rms(difference: Tensor, reference: Tensor) -> float:
+    """The root mean square of a difference, relative to the reference's where that is not 0."""
+    error, size = (x.double().square().mean().sqrt().item() for x in (difference, reference))
     return error / size if size > 0 else error

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
+from dataclasses import asdict
 from typing import Any
 
 from ringprof.analysis.findings.comparison import WATERFALL, Comparison, Difference, Figure
-from ringprof.report.text import clean, in_ascii
+from ringprof.report.tables import Column, table_width, text_table
+from ringprof.report.text import TextStyle, clean, csv_text
 
 SCHEMA = "ringprof.compare/1"
 UNKNOWN = "unknown"
@@ -33,10 +33,7 @@ def as_dict(comparison: Comparison) -> dict[str, Any]:
             for entry in comparison.entries
         ],
         "differing": {name: list(values) for name, values in comparison.differing.items()},
-        "differences": [
-            {"figure": d.figure, "entry": d.entry, "difference": d.difference, "ratio": d.ratio, "verdict": d.verdict}
-            for d in comparison.differences
-        ],
+        "differences": [asdict(difference) for difference in comparison.differences],
     }
 
 
@@ -47,53 +44,47 @@ def render_json(comparison: Comparison) -> str:
 
 def render_csv(comparison: Comparison) -> str:
     """A row a figure and entry."""
-    stream = io.StringIO()
-    writer = csv.writer(stream, lineterminator="\n")
-    writer.writerow(["label", "source", "figure", "unit", "value", "low", "high", "difference", "ratio", "verdict"])
+    titles = ("label", "source", "figure", "unit", "value", "low", "high", "difference", "ratio", "verdict")
     against = {(d.figure, d.entry): d for d in comparison.differences}
+    rows = []
     for index, entry in enumerate(comparison.entries):
         for name, f in entry.figures.items():
             d = against.get((name, index), Difference(name, index, None, None, "base"))
-            row = [
-                clean(entry.label),
-                entry.source,
-                name,
-                f.unit,
-                f.value,
-                f.low,
-                f.high,
-                d.difference,
-                d.ratio,
-                d.verdict,
-            ]
-            writer.writerow(["" if value is None else value for value in row])
-    return stream.getvalue()
+            measured = (f.unit, f.value, f.low, f.high)
+            rows.append([entry.label, entry.source, name, *measured, d.difference, d.ratio, d.verdict])
+    return csv_text(titles, rows)
 
 
-def render(comparison: Comparison, *, ascii_only: bool = False) -> str:
-    """For the terminal: settings that differ, then a line a figure with each entry beside the first."""
-    lines = [f"{'base' if index == 0 else index}: {clean(entry.label)} ({entry.source})"
-             for index, entry in enumerate(comparison.entries)]  # fmt: skip
-    lines += _warnings(comparison)
+def render(comparison: Comparison, style: TextStyle) -> str:
+    """For the terminal: settings that differ, then figures: a line a figure, or a line an entry where room is short."""
+    lines = [style.wrap(f"{name}: {clean(entry.label)} ({entry.source})")
+             for name, entry in zip(_columns(comparison), comparison.entries, strict=True)]  # fmt: skip
+    lines += map(style.wrap, _warnings(comparison))
     if comparison.differing:
-        lines += ["", "what differs"]
-        head = ["", *_columns(comparison)]
-        body = [
-            [clean(name), *(clean(value or UNKNOWN) for value in values)]
-            for name, values in comparison.differing.items()
-        ]
-        lines += _table([head, *body])
+        rows = [[clean(name), *(clean(value or UNKNOWN) for value in values)]
+                for name, values in comparison.differing.items()]  # fmt: skip
+        lines += ["", _either_way("what differs", rows, comparison, style)]
     parts = [name for name in comparison.figures if name.startswith(WATERFALL)]
-    others = [name for name in comparison.figures if name not in parts]
-    rows = [["figures, of one iteration", *_columns(comparison)], *(_figure_row(comparison, name) for name in others)]
+    rows = [_figure_row(comparison, name) for name in comparison.figures if name not in parts]
+    lines += ["", _either_way("figures, of one iteration", rows, comparison, style)]
     if parts:
-        rows += [[""] * (1 + len(comparison.entries)), ["waterfall: parts of the slowest rank's wall"]]
-        rows[-1] += [""] * len(comparison.entries)
-        rows += [_figure_row(comparison, name) for name in parts]
-    lines += ["", *_table(rows)]
-    lines += ["", *_legend(comparison)]
-    text = "\n".join(line.rstrip() for line in lines) + "\n"
-    return in_ascii(text) if ascii_only else text
+        rows = [_figure_row(comparison, name) for name in parts]
+        lines += ["", _either_way("waterfall: parts of the slowest rank's wall", rows, comparison, style)]
+    lines += ["", *map(style.wrap, _legend(comparison))]
+    return style.finish("\n".join(lines))
+
+
+def _either_way(title: str, rows: list[list[str]], comparison: Comparison, style: TextStyle) -> str:
+    """A row a name with a column an entry or, where that is too wide, a row an entry."""
+    heading = style.paint(title, "bold")
+    columns = [*map(Column, ("", *_columns(comparison)))]
+    if table_width(columns, rows) <= style.table_width:
+        return f"{heading}\n{text_table(columns, rows, style)}"
+    heads = [Column("", folds=True), *(Column(row[0].replace("_", "_\n").replace(" ", "\n")) for row in rows)]
+    turned = [list(cells) for cells in zip(*(row[1:] for row in rows), strict=True)]
+    labels = [clean(entry.label) for entry in comparison.entries]
+    lines = [[label, *map(str.strip, cells)] for label, cells in zip(labels, turned, strict=True)]
+    return f"{heading}\n{text_table(heads, lines, style)}"
 
 
 def _warnings(comparison: Comparison) -> list[str]:
@@ -138,14 +129,4 @@ def _legend(comparison: Comparison) -> list[str]:
         lines.append("~ noise: the ranges of the repeated measurements overlap")
     if "not comparable" in seen:
         lines.append("(work): not set against the base, as the work is not the same or not known to be")
-    return lines
-
-
-def _table(rows: list[list[str]]) -> list[str]:
-    """Lines of a table: the first column to the left, the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for first, *others in rows:
-        cells = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
-        lines.append("  ".join([first.ljust(widths[0]), *cells]))
     return lines

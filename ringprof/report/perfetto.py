@@ -14,12 +14,16 @@ from typing import Any
 from ringprof.analysis.attribution import Attribution
 from ringprof.analysis.exposure import exposure_of
 from ringprof.analysis.findings.findings import Findings
-from ringprof.analysis.kinds.kinds import KINDS
 from ringprof.analysis.rank import Rank
 from ringprof.analysis.steps.steps import Step
+from ringprof.analysis.timeline.rows import rows_of
+from ringprof.analysis.transfers.from_run import fill_from_run
 from ringprof.analysis.transfers.matching import match
+from ringprof.analysis.transfers.transfers import Transfer, transfers_of
 from ringprof.report.terms import LABELS
 from ringprof.report.text import clean
+from ringprof.report.timeline import activities_of, origins_of
+from ringprof.run import Run
 
 STEPS, EXPOSED, STREAMS = 1, 2, 100
 """Track numbers inside a rank's process: ring steps, exposed communication, and a stream's number plus this."""
@@ -28,7 +32,7 @@ STEPS, EXPOSED, STREAMS = 1, 2, 100
 def events_of(found: Findings) -> Iterator[dict[str, Any]]:
     """Every event of the merged trace."""
     attribution = found.attribution
-    origin = _origins(attribution)
+    origin = origins_of(attribution)
     for rank in attribution.ranks:
         yield from _names(rank)
         if rank.on_cpu:
@@ -38,13 +42,6 @@ def events_of(found: Findings) -> Iterator[dict[str, Any]]:
     for step in found.steps:
         yield _step(step, origin[step.rank])
     yield from _arrows(attribution, origin)
-
-
-def _origins(attribution: Attribution) -> dict[int, int]:
-    """By rank: what to take from its times, so that the first activity of all is at 0 on one clock."""
-    offset = attribution.clocks.offset_ns
-    first = min(rank.breakdown.start_ns + offset[rank.rank] for rank in attribution.ranks)
-    return {rank.rank: first - offset[rank.rank] for rank in attribution.ranks}
 
 
 def _slice(rank: int, track: int, name: str, start_ns: int, end_ns: int, **args: Any) -> dict[str, Any]:
@@ -60,8 +57,7 @@ def _names(rank: Rank) -> Iterator[dict[str, Any]]:
     yield _named("process_sort_index", rank.rank, 0, sort_index=rank.rank)
     for track, name in ((STEPS, "ring steps"), (EXPOSED, "exposed communication")):
         yield _named("thread_name", rank.rank, track, name=name)
-    streams = set() if rank.on_cpu else set(_streams(rank))
-    for stream in sorted(streams):
+    for stream in sorted({one.stream for one in activities_of(rank.detail)}):
         yield _named("thread_name", rank.rank, STREAMS + stream, name=f"stream {stream}")
 
 
@@ -69,17 +65,10 @@ def _named(what: str, rank: int, track: int, **args: Any) -> dict[str, Any]:
     return {"ph": "M", "pid": rank, "tid": track, "name": what, "args": args}
 
 
-def _streams(rank: Rank) -> list[int]:
-    columns = rank.classified.trace.activities
-    return [max(int(stream), 0) for stream in columns.stream[rank.window.activities()].tolist()]
-
-
 def _activities(rank: Rank, origin: int) -> Iterator[dict[str, Any]]:
-    trace, columns = rank.classified.trace, rank.classified.trace.activities
-    for at, stream in zip(rank.window.activities().tolist(), _streams(rank), strict=True):
-        kind = KINDS[rank.classified.kind[at]]
-        start, end = int(columns.start_ns[at]) - origin, int(columns.end_ns[at]) - origin
-        yield _slice(rank.rank, STREAMS + stream, trace.names[columns.name[at]], start, end, kind=LABELS[kind])
+    for one in activities_of(rank.detail):
+        start, end = one.start_ns - origin, one.end_ns - origin
+        yield _slice(rank.rank, STREAMS + one.stream, one.name, start, end, kind=LABELS[one.kind])
 
 
 def _exposed(rank: Rank, origin: int) -> Iterator[dict[str, Any]]:
@@ -99,20 +88,26 @@ def _step(step: Step, origin: int) -> dict[str, Any]:
 
 def _arrows(attribution: Attribution, origin: dict[int, int]) -> Iterator[dict[str, Any]]:
     """From the middle of what sends to the middle of what receives: an arrow must touch the slices it joins."""
-    transfers = {rank.rank: [part.transfer for part in rank.splits] for rank in attribution.ranks}
-    found = match(transfers)
-    stream = {
-        (rank.rank, at): track
-        for rank in attribution.ranks
-        if not rank.on_cpu
-        for at, track in zip(rank.window.activities().tolist(), _streams(rank), strict=True)
-    }
-    for number, (sender, receiver) in enumerate(zip(found.sender.tolist(), found.receiver.tolist(), strict=True)):
-        for phase, place in (("s", sender), ("f", receiver)):
-            one = found.transfers[place]
-            middle = (one.start_ns + one.end_ns) // 2 - origin[one.rank]
+    found = match({rank.rank: _transfers(rank, attribution.run) for rank in attribution.ranks})
+    drawn = {rank.rank: {one.row: one for one in activities_of(rank.detail)} for rank in attribution.ranks}
+    for number, pair in enumerate(zip(found.sender.tolist(), found.receiver.tolist(), strict=True)):
+        ends = [found.transfers[place] for place in pair]
+        if any(end.activity not in drawn[end.rank] for end in ends):
+            continue
+        for phase, end in zip("sf", ends, strict=True):
+            one = drawn[end.rank][end.activity]
+            middle = (one.start_ns + one.end_ns) // 2 - origin[end.rank]
             event = {
-                "ph": phase, "id": number, "cat": "hop", "name": "hop", "pid": one.rank,
-                "tid": STREAMS + stream[one.rank, one.activity], "ts": middle / 1e3,
+                "ph": phase, "id": number, "cat": "hop", "name": "hop", "pid": end.rank,
+                "tid": STREAMS + one.stream, "ts": middle / 1e3,
             }  # fmt: skip
             yield event | ({"bp": "e"} if phase == "f" else {})
+
+
+def _transfers(rank: Rank, run: Run | None) -> list[Transfer]:
+    """Those of the whole window: cut at times, ranks would count different ones, and the wrong two be joined."""
+    detail = rank.detail
+    if detail.window.between_ns is None:
+        return [part.transfer for part in detail.splits]
+    whole = rows_of(detail.classified, detail.window.activities(), detail.device, None)
+    return fill_from_run(transfers_of(detail.classified, whole.activity, rank.rank), run, rank.rank)

@@ -13,10 +13,10 @@ from ringprof.analysis.findings.findings import Findings
 from ringprof.analysis.findings.summary import PARTS
 from ringprof.analysis.steps.steps import Step
 from ringprof.report import palette
-from ringprof.report.lanes import timeline_of
 from ringprof.report.terms import LABELS
 from ringprof.report.terms import WATERFALL as WATERFALL_LABELS
 from ringprof.report.text import clean
+from ringprof.report.timeline import drawn_as, timeline_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -38,8 +38,6 @@ ROW_INCHES = 0.32
 LARGEST_INCHES = 14.0
 POINTS_A_LABEL = 12.0
 """Height that a row's label needs."""
-_COMM = {"wait": palette.WAIT, "wire": palette.WIRE, "unsplit": palette.UNSPLIT}
-_WHAT = {"wait": "waiting for a peer", "wire": "on the wire", "unsplit": "communication"}
 
 
 class Plots:
@@ -79,8 +77,8 @@ class Plots:
         ax = _axes(ax, len(ranks) * 1.6)
         place = {rank: at for at, rank in enumerate(ranks)}
         for what in dict.fromkeys(bar.what for bar in drawn.bars):
-            colour = _COMM.get(what) or palette.kind_colour(what)
-            label: str | None = _WHAT.get(what) or LABELS[what]
+            label: str | None
+            label, colour = drawn_as(what)
             for rank in ranks:
                 mine = [bar for bar in drawn.bars if bar.rank == rank and bar.what == what]
                 if mine:

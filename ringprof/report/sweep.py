@@ -2,68 +2,94 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from ringprof.report.text import clean
+from ringprof.report.text import TextStyle, clean, csv_text
 
-# title, key of the row's figures, format, factor
-COLUMNS: tuple[tuple[str, str, str, float], ...] = (
-    ("Dtype", "dtype", "", 1),
-    ("B", "batch", "", 1),
-    ("Seq Len", "seq", "", 1),
-    ("strategy", "strategy", "", 1),
-    ("parameters", "params", "", 1),
-    ("kernel", "kernel", "", 1),
-    ("FWD ms", "forward_ms", ",.2f", 1),
-    ("FWD+BWD ms", "forward_backward_ms", ",.2f", 1),
-    ("Memory MB", "memory_mib", ",.0f", 1),
-    ("TFLOPs/s", "tflops", ",.2f", 1),
-    ("flash %", "flash_share", ".1f", 100),
-    ("ring %", "comm_share", ".1f", 100),
-    ("overlap %", "overlap_ratio", ".1f", 100),
-    ("exposed ms", "exposed_comm_ms", ",.2f", 1),
-    ("% of kernel rate", "of_kernel_rate", ".1f", 100),
+
+class SweepColumn(NamedTuple):
+    """A column of a sweep's table."""
+
+    title: str
+    key: str
+    """Of the row's figures."""
+    width: int
+    form: str = ""
+    factor: float = 1
+    drop: int = 0
+    """Where a terminal is too narrow, the column with the largest goes first; 0 stays."""
+
+
+COLUMNS = (
+    SweepColumn("Dtype", "dtype", 5, drop=5),
+    SweepColumn("B", "batch", 2, drop=4),
+    SweepColumn("Seq Len", "seq", 8),
+    SweepColumn("strategy", "strategy", 11),
+    SweepColumn("parameters", "params", 20, drop=6),
+    SweepColumn("kernel", "kernel", 10, drop=7),
+    SweepColumn("FWD ms", "forward_ms", 10, ",.2f", drop=3),
+    SweepColumn("FWD+BWD ms", "forward_backward_ms", 11, ",.2f"),
+    SweepColumn("Memory MB", "memory_mib", 9, ",.0f", drop=1),
+    SweepColumn("TFLOPs/s", "tflops", 9, ",.2f"),
+    SweepColumn("flash %", "flash_share", 7, ".1f", 100, drop=8),
+    SweepColumn("ring %", "comm_share", 6, ".1f", 100, drop=9),
+    SweepColumn("overlap %", "overlap_ratio", 9, ".1f", 100),
+    SweepColumn("exposed ms", "exposed_comm_ms", 10, ",.2f"),
+    SweepColumn("% of kernel rate", "of_kernel_rate", 16, ".1f", 100, drop=2),
 )
-_WIDTHS = (5, 2, 8, 11, 20, 10, 10, 11, 9, 9, 7, 6, 9, 10, 16)
 _LEFT = {"strategy", "parameters", "kernel"}
+_BETWEEN = 2
 
 
-def header() -> str:
-    """The table's head, a line."""
-    return _line([title for title, *_ in COLUMNS])
+class SweepTable:
+    """The table of a sweep, a line at a time: in the terminal as soon as a row is there."""
+
+    def __init__(self, style: TextStyle) -> None:
+        shown = list(COLUMNS)
+        while sum(one.width + _BETWEEN for one in shown) - _BETWEEN > style.table_width and any(o.drop for o in shown):
+            shown.remove(max(shown, key=lambda one: one.drop))
+        self._shown = shown
+        left_out = ", ".join(one.title for one in COLUMNS if one not in shown)
+        self.header = self._line([one.title for one in shown])
+        if left_out:
+            self.header += "\n" + style.wrap(f"no room for {left_out}: --format csv has all", "dim")
+
+    def line(self, row: Mapping[str, Any]) -> str:
+        """One row; what failed says so in place of its figures."""
+        if row["status"] == "ok":
+            return self._line([_cell(row, one) for one in self._shown])
+        names = [one for one in self._shown if not one.form]
+        return f"{self._line([_cell(row, one) for one in names])}  {_failure(row)}"
+
+    def _line(self, cells: Sequence[str]) -> str:
+        padded = [
+            cell.ljust(one.width) if one.title in _LEFT else cell.rjust(one.width)
+            for cell, one in zip(cells, self._shown, strict=False)
+        ]
+        return (" " * _BETWEEN).join(padded).rstrip()
 
 
-def line(row: Mapping[str, Any]) -> str:
-    """One row; what failed says so in place of its figures."""
-    cells = _cells(row)
-    if row["status"] != "ok":
-        return _line(cells[:6]) + f"  {row['status'].upper()}: {clean(row['reason'] or '')}"
-    return _line(cells)
+def _failure(row: Mapping[str, Any]) -> str:
+    return f"{row['status'].upper()}: {clean(row['reason'] or '')}"
 
 
 def render_markdown(rows: Sequence[Mapping[str, Any]]) -> str:
     """A Markdown table."""
-    lines = ["| " + " | ".join(title for title, *_ in COLUMNS) + " |", "|" + " --- |" * len(COLUMNS)]
+    lines = [[one.title for one in COLUMNS], ["---"] * len(COLUMNS)]
     for row in rows:
-        cells = [cell.replace("|", "\\|") for cell in _cells(row)]
+        cells = [_cell(row, one) for one in COLUMNS]
         if row["status"] != "ok":
-            cells[6] = f"{row['status'].upper()}: {clean(row['reason'] or '')}".replace("|", "\\|")
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+            cells[6] = _failure(row)
+        lines.append([cell.replace("|", "\\|") for cell in cells])
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
 
 def render_csv(rows: Sequence[Mapping[str, Any]]) -> str:
     """CSV with the figures' own names and full precision."""
-    keys = [*(key for _, key, _, _ in COLUMNS), "status", "reason"]
-    stream = io.StringIO()
-    writer = csv.writer(stream, lineterminator="\n")
-    writer.writerow(keys)
-    writer.writerows(["" if row.get(key) is None else row[key] for key in keys] for row in rows)
-    return stream.getvalue()
+    keys = [*(one.key for one in COLUMNS), "status", "reason"]
+    return csv_text(keys, ([row.get(key) for key in keys] for row in rows))
 
 
 def render_json(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -71,18 +97,8 @@ def render_json(rows: Sequence[Mapping[str, Any]]) -> str:
     return json.dumps({"schema": "ringprof.bench/1", "rows": [dict(row) for row in rows]}, indent=1) + "\n"
 
 
-def _cells(row: Mapping[str, Any]) -> list[str]:
-    cells = []
-    for _, key, form, factor in COLUMNS:
-        value = row.get(key)
-        cells.append("-" if value is None else clean(str(value)) if not form else format(value * factor, form))
-    return cells
-
-
-def _line(cells: Sequence[str]) -> str:
-    titles = [title for title, *_ in COLUMNS]
-    padded = [
-        cell.ljust(width) if title in _LEFT else cell.rjust(width)
-        for cell, width, title in zip(cells, _WIDTHS, titles, strict=False)
-    ]
-    return "  ".join(padded).rstrip()
+def _cell(row: Mapping[str, Any], column: SweepColumn) -> str:
+    value = row.get(column.key)
+    if value is None:
+        return "-"
+    return format(value * column.factor, column.form) if column.form else clean(str(value))

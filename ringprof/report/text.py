@@ -2,19 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import csv
+import io
+import re
+import sys
+import textwrap
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 BLOCKS = " ▏▎▍▌▋▊▉█"
 _ASCII = str.maketrans({"·": "|", "█": "#", "…": "~", "µ": "u"})
 _UNITS = ((10e9, 1e9, "s"), (1e6, 1e6, "ms"), (0.0, 1e3, "µs"))
 LONGEST_NAME = 200
+LONGEST_KERNEL = 2_000
+_NAMESPACE = re.compile(r"(?:\b\w{1,100}::|\(anonymous namespace\)::)+(?=\w)")
 
 
-def clean(text: str) -> str:
+def clean(text: str, longest: int = LONGEST_NAME) -> str:
     """A name from a file, safe to print: one line, no control or direction characters, not endless."""
-    plain = "".join(char if char.isprintable() else " " for char in text)
-    plain = " ".join(plain.split())
-    return plain if len(plain) <= LONGEST_NAME else plain[: LONGEST_NAME - 1] + "…"
+    plain = " ".join(printable(text).split())
+    return plain if len(plain) <= longest else plain[: longest - 1] + "…"
+
+
+def short_name(kernel: str) -> str:
+    """A kernel's name without namespaces and what it returns and takes: ``f<8, G>`` of ``void a::f<8, b::G>(int)``."""
+    name = kernel.removeprefix("void ")
+    at, depth = len(name) - 1, 0
+    while name.endswith(")") and at > 0:
+        depth += {")": 1, "(": -1}.get(name[at], 0)
+        if not depth:
+            # "Memset (Device)" takes nothing.
+            name = name[:at] if name[at - 1] != " " else name
+            break
+        at -= 1
+    return clean(_NAMESPACE.sub("", name) or kernel, LONGEST_KERNEL)
+
+
+def printable(text: str) -> str:
+    """A text without what a terminal would obey: spaces stand for it."""
+    return "".join(char if char.isprintable() else " " for char in text)
+
+
+def paragraph(text: str, width: int = 110) -> list[str]:
+    """A sentence on lines of readable width, `printable`; words are kept whole, since some are paths."""
+    plain = printable(text)
+    return textwrap.wrap(plain, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
 def in_ascii(text: str) -> str:
@@ -78,13 +111,64 @@ def rounded_to_sum(values: Sequence[float], whole: float, digits: int) -> list[f
     return [floor / scale for floor in floors]
 
 
-def bar(share: float, width: int) -> str:
-    """A bar that is ``share`` of ``width`` characters long, to an eighth of a character."""
-    eighths = round(max(0.0, min(share, 1.0)) * width * 8)
-    whole, rest = divmod(eighths, 8)
-    return "█" * whole + (BLOCKS[rest] if rest else "")
+def csv_text(titles: Sequence[str], rows: Iterable[Iterable[Any]]) -> str:
+    """A table as CSV: empty for what is not known, names on one line, and none that a spreadsheet would run."""
+    stream = io.StringIO()
+    writer = csv.writer(stream, lineterminator="\n")
+    writer.writerow(titles)
+    writer.writerows([spreadsheet_cell(value) for value in row] for row in rows)
+    return stream.getvalue()
 
 
-def ascii_bar(share: float, width: int) -> str:
-    """The same from ``#``."""
-    return "#" * round(max(0.0, min(share, 1.0)) * width)
+def spreadsheet_cell(value: Any) -> Any:
+    """A value for a CSV: text from outside on one line, and none that a spreadsheet would run as a formula."""
+    if not isinstance(value, str):
+        return value
+    plain = clean(value)
+    return f"'{plain}" if plain.startswith(("=", "+", "-", "@")) else plain
+
+
+_PAINT = {"bold": "1", "dim": "2", "cyan": "36", "yellow": "33", "bold yellow": "1;33"}
+
+
+@dataclass(frozen=True)
+class TextStyle:
+    """How text is to be written."""
+
+    width: int = 80
+    color: bool = False
+    ascii_only: bool = False
+    wide_tables: bool = False
+    """Whether tables may be wider than the text: in a file or a pipe nothing needs to be left out."""
+
+    @property
+    def table_width(self) -> int:
+        return sys.maxsize if self.wide_tables else self.width
+
+    def paint(self, text: str, kind: str) -> str:
+        """The text in one of a few colours, where there are colours."""
+        return f"\x1b[{_PAINT[kind]}m{text}\x1b[0m" if self.color and kind and text.strip() else text
+
+    def wrap(self, text: str, kind: str = "", indent: int = 0) -> str:
+        """The text in lines that fit."""
+        lines = [part for line in text.split("\n") for part in self._lines(line, indent)]
+        return "\n".join(self.paint(line, kind) for line in lines)
+
+    def _lines(self, line: str, indent: int) -> list[str]:
+        space = " " * indent
+        return textwrap.wrap(
+            line, self.width, initial_indent=space, subsequent_indent=space, break_on_hyphens=False
+        ) or [""]
+
+    def bar(self, share: float, width: int) -> str:
+        """A bar that is ``share`` of ``width`` characters long, to an eighth of one; in ASCII to a whole one."""
+        length = max(0.0, min(share, 1.0)) * width
+        if self.ascii_only:
+            return "#" * round(length)
+        whole, rest = divmod(round(length * 8), 8)
+        return "█" * whole + (BLOCKS[rest] if rest else "")
+
+    def finish(self, text: str) -> str:
+        """The whole text as the output can show it: no spaces at the end of a line, a newline at the end of all."""
+        lines = "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
+        return in_ascii(lines) if self.ascii_only else lines

@@ -6,12 +6,15 @@ then what one step leaves for the next lies in files, and tiles of ranks are tak
 
 from __future__ import annotations
 
+import errno
+import os
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -22,6 +25,7 @@ from ringprof.analysis.rank import Rank, kept
 from ringprof.analysis.steps.plan import Survey
 from ringprof.analysis.steps.steps import ExposedByPlan, StepFinder, add_exposed
 from ringprof.analysis.timeline.focus import EVERYTHING, Focus
+from ringprof.analysis.timeline.kernels import KernelTotals
 from ringprof.analysis.transfers.by_ends import SOURCE, Communicators, find_communicators
 from ringprof.analysis.transfers.clocks import (
     Clocks,
@@ -34,6 +38,8 @@ from ringprof.analysis.transfers.clocks import (
 )
 from ringprof.analysis.transfers.waiting import Best, LinkClass, better
 from ringprof.errors import InputError
+from ringprof.files import is_url
+from ringprof.limits import Limits
 from ringprof.run import Run
 from ringprof.scale import stages
 from ringprof.scale.collective_ledger import CollectiveLedger, LedgerExtract
@@ -42,7 +48,7 @@ from ringprof.scale.trace_set import Notify, TraceSet
 from ringprof.scale.workers import LocalProcesses, Workers
 from ringprof.scratch import remove, scratch_folder
 from ringprof.trace.columns import Trace
-from ringprof.trace.heads import Head, checked_heads, head_of
+from ringprof.trace.one_run import TraceFacts, checked_facts, facts_of
 
 TILE = 16
 """Ranks that are looked at together, at least; whole hosts."""
@@ -67,7 +73,7 @@ def attribute(
     are of the same rank or of runs of different size, `TraceFormatError` where a trace holds nothing to analyse,
     `UsageError` where a chosen range or group is not there.
     """
-    outline = outline_run([head_of(trace) for trace in traces], run, ranks_per_host, focus)
+    outline = outline_run([facts_of(trace) for trace in traces], run, ranks_per_host, focus)
 
     def store() -> MemoryStore:
         return MemoryStore({rank: replace(traces[at], rank=rank) for rank, at in outline.place.items()})
@@ -95,7 +101,7 @@ def explain_stored(
     *,
     workers: Workers | None = None,
     readers: Workers | None = None,
-    limit_bytes: int | None = None,
+    limits: Limits | None = None,
     notify: Notify | None = None,
 ) -> Findings:
     """The findings of traces that memory need not hold. Raises as `attribute` and reading do.
@@ -106,8 +112,8 @@ def explain_stored(
     try:
         folder = scratch_folder("report")
         try:
-            heads, reduced = _reduce(given, folder, readers or workers, limit_bytes, notify)
-            return _explain_in(folder, heads, reduced, given, ranks_per_host, focus, workers, notify)
+            facts, reduced = _reduce(given, folder, readers or workers, limits or Limits(), notify)
+            return _explain_in(folder, facts, reduced, given, ranks_per_host, focus, workers, notify)
         except BaseException:
             remove(folder)
             raise
@@ -119,14 +125,14 @@ def explain_stored(
 
 
 def _explain_in(
-    folder: Path, heads: Sequence[Head], reduced: Sequence[str], given: TraceSet, ranks_per_host: int | None,
+    folder: Path, facts: Sequence[TraceFacts], reduced: Sequence[str], given: TraceSet, ranks_per_host: int | None,
     focus: Focus, workers: Workers, notify: Notify,
 ) -> Findings:  # fmt: skip
-    outline = outline_run(heads, given.run, ranks_per_host, focus)
+    outline = outline_run(facts, given.run, ranks_per_host, focus)
     store = DiskStore(
         str(folder),
         {rank: reduced[at] for rank, at in outline.place.items()},
-        {rank: heads[at].path for rank, at in outline.place.items()},
+        {rank: facts[at].path for rank, at in outline.place.items()},
     )
     # The files live as long as anything that reads them.
     weakref.finalize(store, remove, folder)
@@ -145,29 +151,37 @@ def _explain_in(
 
 
 def _reduce(
-    given: TraceSet, folder: Path, readers: Workers, limit_bytes: int | None, notify: Notify
-) -> tuple[list[Head], list[str]]:
-    """The head of every trace, and where its reduced form is. A run's traces that cannot be read are left out."""
-    heads: list[Head] = []
+    given: TraceSet, folder: Path, readers: Workers, limits: Limits, notify: Notify
+) -> tuple[list[TraceFacts], list[str]]:
+    """The facts of every trace, and where its reduced form is. A run's traces that cannot be read are left out."""
+    facts: list[TraceFacts] = []
     reduced: list[str] = []
-    problems: list[InputError] = []
-    results = readers.map(stages.reduce_at, ((path, limit_bytes) for path in given.paths))
-    for at, result in enumerate(results):
+    problems = list(given.left_out)
+    for at, result in enumerate(_reduced(given.paths, readers, limits)):
         notify("traces read", at + 1, len(given.paths))
         if isinstance(result, InputError):
-            if given.run is None:
+            if given.run is None and not given.in_folder:
                 raise result
             problems.append(result)
             continue
-        head, data = result
-        rank = head.rank if given.ranks[at] is None else given.ranks[at]
-        heads.append(replace(head, rank=rank, path=given.shown[at]))
+        one, data = result
+        rank = one.rank if given.ranks[at] is None else given.ranks[at]
+        facts.append(replace(one, rank=rank, path=given.shown[at]))
         reduced.append(given.paths[at] if data is None else stages.scratch_file(str(folder), at))
         if data is not None:
             Path(reduced[-1]).write_bytes(data)
-    if not heads:
+    if not facts:
         raise problems[0]
-    return checked_heads(heads, problems), reduced
+    return checked_facts(facts, problems), reduced
+
+
+def _reduced(paths: Sequence[str], readers: Workers, limits: Limits) -> Iterator[Any]:
+    """What `stages.reduce_at` makes of each. No process of this machine is asked for a file that is not there."""
+    here = isinstance(readers, LocalProcesses)
+    absent = {path for path in paths if here and not is_url(path) and not os.path.lexists(path)}
+    results = readers.map(stages.reduce_at, ((path, limits) for path in paths if path not in absent))
+    for path in paths:
+        yield InputError(f"{path}: {os.strerror(errno.ENOENT)}") if path in absent else next(results)
 
 
 @dataclass
@@ -183,6 +197,7 @@ class _Pipeline:
     surveyed: dict[int, Survey] = field(default_factory=dict)
     """What ranks whose details do not stay in memory tell of the run's steps."""
     told: ExposedByPlan = field(default_factory=dict)
+    kernels: KernelTotals = field(default_factory=KernelTotals)
 
     def __post_init__(self) -> None:
         number = {name: at for at, name in enumerate(hosts_in_order(self.outline.clock_of))}
@@ -216,12 +231,14 @@ class _Pipeline:
             warnings=all_warnings(self.outline, said, [] if silent else warnings),
             clocks=clocks,
             world_size=self.outline.world_size,
+            kernels=self.kernels.sorted(),
         )
 
     def _explain(self) -> dict[int, stages.RankAlone]:
         alone: dict[int, stages.RankAlone] = {}
         for one in self.workers.map(stages.explain_alone, ((self.context, rank) for rank in self.outline.place)):
-            alone[one.rank.rank] = one
+            self.kernels.add(one.rank.rank, one.kernels)
+            alone[one.rank.rank] = replace(one, kernels=())
             self.notify("ranks explained", len(alone), len(self.outline.place))
         group = self.context.focus.group
         if group is not None and not any(one.in_group for one in alone.values()):

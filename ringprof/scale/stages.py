@@ -20,6 +20,7 @@ from ringprof.analysis.rank import Detail, Rank, kept
 from ringprof.analysis.steps.plan import RankSteps, Survey, own_plan, survey
 from ringprof.analysis.steps.steps import ExposedBySteps, exposed_steps
 from ringprof.analysis.timeline.focus import Focus
+from ringprof.analysis.timeline.kernels import RankKernel
 from ringprof.analysis.transfers.by_ends import StreamCalls, unrecorded_calls
 from ringprof.analysis.transfers.clocks import Clocks, TrafficSummary, collect
 from ringprof.analysis.transfers.from_run import fill_from_run
@@ -28,14 +29,16 @@ from ringprof.analysis.transfers.matching import Matches, match
 from ringprof.analysis.transfers.waiting import Best, LinkClass, Waiting, without_times
 from ringprof.errors import InputError
 from ringprof.files import is_url
+from ringprof.limits import Limits, MemoryBudget
 from ringprof.run import Run, read_run
 from ringprof.scale.collective_ledger import LedgerExtract
 from ringprof.scale.store import RankStore
 from ringprof.scale.workers import Workers
 from ringprof.trace.columns import Caveat
-from ringprof.trace.heads import Head, head_of
-from ringprof.trace.ranks import starts_with, try_one
-from ringprof.trace.reduced import MAGIC, reduce_trace
+from ringprof.trace.formats import REDUCED, format_at
+from ringprof.trace.one_run import TraceFacts, facts_of
+from ringprof.trace.ranks import try_file
+from ringprof.trace.reduced import reduce_trace
 
 
 @dataclass(frozen=True)
@@ -72,16 +75,17 @@ def _run_at(path: str) -> Run:
     return read_run(path)
 
 
-def reduce_at(path: str, limit_bytes: int | None) -> tuple[Head, bytes | None] | InputError:
-    """The head of a trace, and its reduced form; None where a file of this machine is that already.
+def reduce_at(path: str, limits: Limits) -> tuple[TraceFacts, bytes | None] | InputError:
+    """The facts of a trace, and its reduced form; None where a file of this machine is that already.
 
     Returns the error of a trace that cannot be read.
     """
-    trace = try_one(path, limit_bytes)
-    if isinstance(trace, InputError):
-        return trace
-    here = not is_url(path) and starts_with(path, MAGIC)
-    return head_of(trace), None if here else reduce_trace(trace)
+    read = try_file(path, MemoryBudget(limits))
+    if isinstance(read, InputError):
+        return read
+    (trace,) = read
+    here = not is_url(path) and format_at(path) is REDUCED
+    return facts_of(trace), None if here else reduce_trace(trace)
 
 
 def scratch_file(folder: str, at: int) -> str:
@@ -107,6 +111,8 @@ class RankAlone:
     in_collectives: bool
     unrecorded: tuple[StreamCalls, ...]
     """Collectives of which no record tells the group."""
+    kernels: Sequence[RankKernel] = ()
+    """What ran on its device by name, until it is added up."""
 
 
 def explain_alone(context: RunContext, rank: int) -> RankAlone:
@@ -126,6 +132,7 @@ def explain_alone(context: RunContext, rank: int) -> RankAlone:
         communicates=bool(transfers),
         in_collectives=any(one.kind not in POINT_TO_POINT for one in transfers),
         unrecorded=tuple(unrecorded_calls(rank, transfers)),
+        kernels=explained.kernels,
     )
 
 

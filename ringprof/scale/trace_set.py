@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from ringprof.errors import InputError
 from ringprof.run import Run
 
 Notify = Callable[[str, int, int], None]
@@ -22,3 +23,7 @@ class TraceSet:
     """The path of each for people."""
     run: Run | None = None
     run_path: str | None = None
+    in_folder: bool = False
+    """Whether they were found in a folder: one that cannot be read is left out, as one of a run."""
+    left_out: Sequence[InputError] = ()
+    """Why others are left out already."""

@@ -11,8 +11,7 @@ from importlib.util import find_spec
 from typing import Any, Protocol
 
 from ringprof.errors import InputError, MissingExtraError, RingprofError, UsageError
-from ringprof.processes import ProcessEnded, in_order, mapped
-from ringprof.trace.ranks import cpus
+from ringprof.processes import ProcessEnded, cpu_count, in_order, mapped
 
 PATIENCE_S = 10
 """For a scheduler to answer, and to have a worker."""
@@ -30,7 +29,7 @@ class LocalProcesses:
     """As many processes of this machine as it has CPUs, or ``jobs``; one is this one."""
 
     def __init__(self, jobs: int | None = None) -> None:
-        self.jobs = jobs or cpus()
+        self.jobs = jobs or cpu_count()
 
     def map(self, function: Callable[..., Any], items: Iterable[tuple[Any, ...]]) -> Iterator[Any]:
         if self.jobs == 1:

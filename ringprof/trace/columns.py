@@ -6,9 +6,9 @@ referred to by index. A reader fills these types; nothing in here reads or inter
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -134,8 +134,36 @@ class Device:
 
     index: int
     name: str
-    memory_bytes: int | None
-    multiprocessors: int | None
+
+
+TABLES: dict[str, type[Any]] = {
+    "activities": Activities,
+    "launches": Launches,
+    "annotations": Ranges,
+    "device_annotations": Ranges,
+    "operators": Ranges,
+    "comm_records": CommRecords,
+}
+"""The fields of `Trace` that hold columns."""
+
+_DTYPES: dict[str, type[Any]] = {"Int64": np.int64, "Int32": np.int32, "Int8": np.int8}
+_Table = TypeVar("_Table")
+
+
+def dtypes_of(kind: type[Any]) -> dict[str, type[Any]]:
+    """What the columns of a table are made of."""
+    return {column.name: _DTYPES[str(column.type)] for column in fields(kind)}
+
+
+def table_of(kind: type[_Table], columns: Mapping[str, npt.NDArray[Any]]) -> _Table:
+    """A table from columns of equal length, in their own types; `NONE` stands in a column that is not given."""
+    count = len(columns["start_ns"]) if columns else 0
+    return kind(
+        **{
+            name: columns[name].astype(dtype, copy=False) if name in columns else np.full(count, NONE, dtype)
+            for name, dtype in dtypes_of(kind).items()
+        }
+    )
 
 
 @dataclass(frozen=True)
@@ -159,15 +187,10 @@ class Trace:
     rank: int | None
     world_size: int | None
     host: str | None
-    backend: str | None
-    """Of the default group: ``nccl``, ``gloo`` ..."""
     groups: dict[str, tuple[int, ...]]
     """Process group name -> global ranks, from ``distributedInfo``."""
     base_ns: int
     """The file's ``baseTimeNanoseconds`` (already added to every time), 0 where absent."""
-    trace_id: str | None = None
-    metadata: dict[str, Any] = field(default_factory=dict)
-    """Remaining top-level fields of the file that are short (versions, host, environment)."""
     events_total: int = 0
     events_skipped: int = 0
     """Events that could not be read."""

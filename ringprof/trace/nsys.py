@@ -2,6 +2,9 @@
 
 An export holds all processes that were profiled together, so one file gives one trace a process that used a GPU.
 Times in it count from the start of the session. It says nothing of process groups, peers or bytes of NCCL kernels.
+
+An export may come from a stranger, and a database can hold programs: only rows of plain tables are read, one table
+after the other from its first row to its last, and the work that SQLite may do grows with the size of the file.
 """
 
 from __future__ import annotations
@@ -9,36 +12,45 @@ from __future__ import annotations
 import os
 import re
 import sqlite3
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass, field
+from itertools import repeat
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ringprof.errors import InputError, TraceFormatError
+from ringprof.limits import MemoryBudget
+from ringprof.trace.checks import LARGEST_NS, overlaps, refuse_unsound
 from ringprof.trace.columns import (
     KERNEL,
     MEMCPY,
     MEMSET,
     NONE,
-    Activities,
+    TABLES,
     Caveat,
-    CommRecords,
     Device,
     Int64,
-    Launches,
-    Ranges,
     Trace,
+    table_of,
 )
-from ringprof.trace.metadata import rank_in_name
-from ringprof.trace.times import refuse_overflow
+from ringprof.trace.memory import bytes_of_text, take_analysis
+from ringprof.trace.one_run import rank_in_name
 
 SQLITE_MAGIC = b"SQLite format 3\0"
 
 _KERNELS, _COPIES, _SETS = (f"CUPTI_ACTIVITY_KIND_{what}" for what in ("KERNEL", "MEMCPY", "MEMSET"))
-_CALLS, _MARKS = "CUPTI_ACTIVITY_KIND_RUNTIME", "NVTX_EVENTS"
+_CALLS, _MARKS, _STRINGS = "CUPTI_ACTIVITY_KIND_RUNTIME", "NVTX_EVENTS", "StringIds"
+_START, _DEVICES, _SYSTEM = "TARGET_INFO_SESSION_START_TIME", "TARGET_INFO_GPU", "TARGET_INFO_SYSTEM_ENV"
+_READ = {_KERNELS, _COPIES, _SETS, _CALLS, _MARKS, _STRINGS, _START, _DEVICES, _SYSTEM}
+# Our columns and Nsight's.
+_TIMES = {"start_ns": "start", "end_ns": "end"}
+_ACTIVITY = {
+    **_TIMES, "device": "deviceId", "stream": "streamId", "correlation": "correlationId", "process": "globalPid",
+    "graph_node": "graphNodeId",
+}  # fmt: skip
 # Of Nsight's ENUM_CUDA_MEMCPY_OPER, in the words that Kineto uses.
 _COPY_NAMES = {
     1: "Memcpy HtoD", 2: "Memcpy DtoH", 3: "Memcpy HtoA", 4: "Memcpy AtoH", 5: "Memcpy AtoA", 6: "Memcpy AtoD",
@@ -49,211 +61,258 @@ _THREAD_BITS = 24
 # What autograd's emit_nvtx writes: the operator, then its sequence number and identity.
 _OPERATOR = re.compile(r"(\w+::\w+)(, (seq|op_id) = .*)?")
 
+MOST_PROCESSES = 1 << 10
+"""No host runs more on its GPUs at once: each becomes a rank of a report."""
+_ROWS_AT_ONCE = 1 << 14
+_IN_MEMORY = 6  # of a row that are there at once: as it came, among all, as they are sorted, and as its process's
+_LONGEST_VALUE = 1 << 20
+_LIMIT_LENGTH = 0  # sqlite3.SQLITE_LIMIT_LENGTH, which Python has from 3.11 on
+_STEPS_BETWEEN, _STEPS_FREE, _STEPS_PER_BYTE = 10_000, 10_000_000, 8
+"""SQLite may carry out so many steps of its own, and so many more a byte of the file: rows take two or three a byte."""
+
 Rows = dict[str, Int64]
 """Columns of one table, of equal length."""
 
 
-def read_nsys(path: str | os.PathLike[str]) -> list[Trace]:
+def read_nsys(path: str | os.PathLike[str], budget: MemoryBudget | None = None) -> list[Trace]:
     """Read an export: one trace a process, by device.
 
     Raises `InputError` where the file cannot be opened, `TraceFormatError` where it is no export of Nsight Systems or
     holds no GPU activity.
     """
     name = os.fspath(path)
-    if not Path(name).is_file():
+    file = Path(name)
+    if not file.is_file():
         raise InputError(f"{name}: no such file")
+    for journal in (Path(f"{name}-wal"), Path(f"{name}-journal")):
+        if journal.is_file() and journal.stat().st_size:
+            raise InputError(f"{name}: changes to it wait in {journal.name}: let the program that writes it end first")
     try:
         # The file is not written to, not even a journal beside it.
-        with closing(sqlite3.connect(f"{Path(name).resolve().as_uri()}?mode=ro&immutable=1", uri=True)) as connection:
-            return [refuse_overflow(trace) for trace in _traces(_Export(name, connection))]
-    except (sqlite3.Error, OverflowError, UnicodeDecodeError) as error:
+        with closing(sqlite3.connect(f"{file.resolve().as_uri()}?mode=ro&immutable=1", uri=True)) as connection:
+            export = _Export(name, connection, file.stat().st_size, budget or MemoryBudget())
+            return [take_analysis(refuse_unsound(trace), export.budget) for trace in _traces(export)]
+    except (sqlite3.Error, OverflowError) as error:
         raise TraceFormatError(f"{name}: damaged SQLite file ({error}): export it again") from None
 
 
-@dataclass
 class _Export:
     """An open export, and the names seen so far."""
 
-    path: str
-    connection: sqlite3.Connection
-    names: dict[str, int] = field(default_factory=dict)
-    skipped: int = 0
-    total: int = 0
+    def __init__(self, path: str, connection: sqlite3.Connection, size: int, budget: MemoryBudget) -> None:
+        self.path, self.budget = path, budget
+        self.names: dict[str, int] = {}
+        self.skipped = self.total = self.unnamed = 0
+        self._connection = connection
+        connection.text_factory = lambda data: data.decode("utf-8", "replace")
+        # No function of Python's: what a signal raises in one is lost. The iterator's end stops SQLite.
+        turns = (_STEPS_FREE + _STEPS_PER_BYTE * size) // _STEPS_BETWEEN
+        connection.set_progress_handler(repeat(0, turns).__next__, _STEPS_BETWEEN)
+        if hasattr(connection, "setlimit"):  # Python 3.11
+            connection.setlimit(_LIMIT_LENGTH, _LONGEST_VALUE)
+        # Views and virtual tables have no first page; columns that are computed are not in the list of columns.
+        named = connection.execute(
+            "SELECT name, rootpage FROM sqlite_master WHERE type IN ('table', 'view')"
+        ).fetchall()
+        pages = {name: page for name, page in named if name in _READ}
+        for name, page in pages.items():
+            if not page:
+                raise TraceFormatError(f"{path}: {name} is no plain table: export it again with nsys")
+        self._present = {name: {row[1] for row in connection.execute(f"PRAGMA table_info({name})")} for name in pages}
+        connection.set_authorizer(self._allow)
 
-    def columns(self, table: str) -> set[str]:
-        """What the table has; empty where there is no such table."""
-        return {row[1] for row in self.connection.execute(f"PRAGMA table_info({table})")}
+    def _allow(self, action: int, table: str | None, name: str | None, database: str | None, by: str | None) -> int:
+        plain = action == sqlite3.SQLITE_SELECT or (action == sqlite3.SQLITE_READ and table in self._present)
+        called = action == sqlite3.SQLITE_FUNCTION and name == "typeof"
+        return sqlite3.SQLITE_OK if (plain or called) and by is None else sqlite3.SQLITE_DENY
 
-    def read(self, table: str, wanted: tuple[str, ...]) -> Rows:
-        """Whole-number columns of a table, by start; `NONE` where a value is missing or the table has no such one."""
-        present = self.columns(table)
-        if not {"start", "end"} <= present:
-            return {name: np.empty(0, np.int64) for name in wanted}
-        # Column and table names come from this module, never from the file; "end" is a word of SQL's own.
-        query = ", ".join(
-            f"""CASE typeof("{c}") WHEN 'integer' THEN "{c}" ELSE {NONE} END""" if c in present else str(NONE)
-            for c in wanted
-        )
-        timed = """typeof("start")='integer' AND typeof("end")='integer'"""
-        rows = self.connection.execute(f"SELECT {query} FROM {table} WHERE {timed} ORDER BY start").fetchall()
-        count = self.connection.execute(f"SELECT COUNT(*) FROM {table}").fetchone()[0]
-        self.total, self.skipped = self.total + count, self.skipped + count - len(rows)
-        found = np.array(rows, np.int64).reshape(-1, len(wanted))
-        return {column: found[:, place].copy() for place, column in enumerate(wanted)}
+    def has(self, table: str) -> bool:
+        """Whether there is such a table."""
+        return table in self._present
+
+    def select(
+        self, table: str, wanted: Iterable[str], term: str = '"{}"', absent: str = "NULL"
+    ) -> Iterator[list[tuple[Any, ...]]]:
+        """Columns of all rows, in the order of the file and some rows at a time; ``absent`` where there is no column.
+
+        Tables and columns are named by this module, never by the file.
+        """
+        if table in self._present:
+            terms = (term.format(column) if column in self._present[table] else absent for column in wanted)
+            cursor = self._connection.execute(f"SELECT {', '.join(terms)} FROM {table} NOT INDEXED")
+            while rows := cursor.fetchmany(_ROWS_AT_ONCE):
+                yield rows
+
+    def whole(self, table: str, wanted: Mapping[str, str]) -> Rows:
+        """Columns of whole numbers, by our names; `NONE` where there is none. Rows without times are left out."""
+        term = f"""CASE typeof("{{0}}") WHEN 'integer' THEN "{{0}}" ELSE {NONE} END"""
+        chunks = (np.array(rows, np.int64) for rows in self.select(table, wanted.values(), term, str(NONE)))
+        return self.timed(self.joined(wanted, chunks))
+
+    def joined(self, names: Iterable[str], chunks: Iterable[Int64]) -> Rows:
+        """Columns of these names, from arrays of a row each; counted before the next is read."""
+        found = [np.empty((0, len(tuple(names))), np.int64)]
+        for chunk in chunks:
+            self.budget.take(_IN_MEMORY * chunk.nbytes, self.path)
+            found.append(chunk)
+        return dict(zip(names, np.concatenate(found).T, strict=True))
+
+    def timed(self, rows: Rows) -> Rows:
+        """The rows whose times can be; the others are counted."""
+        sound = np.ones(len(rows["start_ns"]), np.bool_)
+        for time in (rows["start_ns"], rows["end_ns"]):
+            sound &= (time != NONE) & (time > -LARGEST_NS) & (time < LARGEST_NS)
+        self.total += len(sound)
+        self.skipped += int(np.count_nonzero(~sound))
+        return _of(rows, sound)
 
     def number(self, name: str) -> int:
         """Index of a name."""
-        return self.names.setdefault(name, len(self.names))
+        if name not in self.names:
+            self.budget.take(bytes_of_text(name), self.path)
+            self.names[name] = len(self.names)
+        return self.names[name]
 
-    def texts(self) -> dict[int, str]:
-        """Nsight's table of strings."""
-        if not self.columns("StringIds"):
-            return {}
-        return {key: str(value) for key, value in self.connection.execute("SELECT id, value FROM StringIds")}
+    def texts(self, wanted: Int64) -> dict[int, str]:
+        """Those of Nsight's strings that have the wanted numbers."""
+        numbers = set(wanted.tolist())
+        found = {}
+        for rows in self.select(_STRINGS, ("id", "value")):
+            for key, text in rows:
+                if key in numbers and isinstance(text, str):
+                    found[key] = text
+                    self.budget.take(bytes_of_text(found[key]), self.path)
+        return found
 
 
 # --- from tables to traces ----------------------------------------------------------------------------
 
 
 def _traces(export: _Export) -> list[Trace]:
-    if not export.columns("StringIds") and not export.columns(_KERNELS):
+    if not export.has(_STRINGS) and not export.has(_KERNELS):
         what = "an SQLite file, but no export of Nsight Systems: make one with nsys export --type sqlite"
         raise TraceFormatError(f"{export.path}: {what}")
-    texts = export.texts()
-    done = _activities(export, texts)
-    if not len(done["start"]):
+    done = _by_process(_activities(export), "process")
+    if not done:
         raise TraceFormatError(f"{export.path}: the export holds no GPU activity: profile with nsys --trace cuda,nvtx")
-    calls = export.read(_CALLS, ("start", "end", "globalTid", "correlationId"))
-    marks = _marks(export, texts)
-    processes = sorted(
-        np.unique(done["globalPid"]).tolist(), key=lambda pid: (int(done["deviceId"][done["globalPid"] == pid][0]), pid)
-    )
-    base, names = _base_ns(export), list(export.names)
-    skipped = [Caveat("damaged_events", f"{export.skipped} rows without times were left out", None, export.skipped)]
-    return [
+    if len(done) > MOST_PROCESSES:
+        raise TraceFormatError(
+            f"{export.path}: {len(done):,} processes used a GPU: no export has over {MOST_PROCESSES:,}"
+        )
+    calls = _by_process(export.whole(_CALLS, {**_TIMES, "thread": "globalTid", "correlation": "correlationId"}))
+    marks = _by_process(_marks(export))
+    base, host, devices = _base_ns(export), _host(export), _devices(export)
+    rank = rank_in_name(export.path) if len(done) == 1 else None
+    traces = [
         Trace(
             path=export.path,
-            names=names,
-            activities=_columns(_of(done, done["globalPid"] == pid), base),
-            launches=_launches(_of(calls, _process(calls) == pid), _of(done, done["globalPid"] == pid), base),
-            annotations=_ranges(_of(marks, (_process(marks) == pid) & (marks["operator"] == 0)), base),
-            device_annotations=_ranges(_of(marks, np.zeros(len(marks["start"]), np.bool_)), base),
-            operators=_ranges(_of(marks, (_process(marks) == pid) & (marks["operator"] == 1)), base),
-            comm_records=_no_records(),
+            names=list(export.names),
+            **_tables(done[process], calls.get(process), marks.get(process), base),
             collectives=[],
-            devices=_devices(export),
-            rank=rank_in_name(export.path) if len(processes) == 1 else None,
-            world_size=len(processes) if len(processes) > 1 else None,
-            host=_host(export),
-            backend=None,
+            devices=devices,
+            rank=rank,
+            world_size=len(done) if len(done) > 1 else None,
+            host=host,
             groups={},
             base_ns=base,
             events_total=export.total,
             events_skipped=export.skipped,
-            warnings=list(skipped) if export.skipped and number == 0 else [],
         )
-        for number, pid in enumerate(processes)
+        for process in sorted(done, key=lambda process: (int(done[process]["device"][0]), process))
     ]
+    for trace in traces:
+        trace.warnings.extend(overlaps(trace.activities, rank))
+    if export.skipped:
+        message = f"{export.skipped} rows without times were left out"
+        traces[0].warnings.append(Caveat("damaged_events", message, None, export.skipped))
+    if export.unnamed:
+        message = f"{export.unnamed} kernels have no name in the export: what they do is not known"
+        traces[0].warnings.append(Caveat("unnamed_kernels", message, None, export.unnamed))
+    return traces
 
 
-def _activities(export: _Export, texts: dict[int, str]) -> Rows:
-    """Kernels, copies and sets of all processes, by start, each with the index of its name."""
-    common = ("start", "end", "deviceId", "streamId", "correlationId", "globalPid", "graphNodeId")
-    kernels = export.read(_KERNELS, (*common, "demangledName", "shortName"))
-    text = np.where(kernels["demangledName"] != NONE, kernels.pop("demangledName"), kernels.pop("shortName"))
+def _activities(export: _Export) -> Rows:
+    """Kernels, copies and sets of all processes, each with the index of its name."""
+    kernels = export.whole(_KERNELS, {**_ACTIVITY, "text": "demangledName", "short": "shortName"})
+    copies = export.whole(_COPIES, {**_ACTIVITY, "size_bytes": "bytes", "kind": "copyKind"})
+    sets = export.whole(_SETS, {**_ACTIVITY, "size_bytes": "bytes"})
+    text = np.where(kernels["text"] != NONE, kernels["text"], kernels["short"])
+    texts = export.texts(text)
+    export.unnamed = int(np.count_nonzero(~np.isin(text, np.array(list(texts), np.int64))))
     kernels["name"] = _each(text, lambda key: export.number(texts.get(key, "unknown kernel")))
-    copies = export.read(_COPIES, (*common, "bytes", "copyKind"))
-    copies["name"] = _each(copies.pop("copyKind"), lambda kind: export.number(_COPY_NAMES.get(kind, "Memcpy")))
-    sets = export.read(_SETS, (*common, "bytes"))
-    sets["name"] = np.full(len(sets["start"]), export.number("Memset"), np.int64)
-    kernels["bytes"] = np.full(len(kernels["start"]), NONE, np.int64)
-    tables = (kernels, copies, sets)
-    for table, category in zip(tables, (KERNEL, MEMCPY, MEMSET), strict=True):
-        table["category"] = np.full(len(table["start"]), category, np.int64)
-    joined = {column: np.concatenate([table[column] for table in tables]) for column in kernels}
-    return _of(joined, np.argsort(joined["start"], kind="stable"))
+    kernels["size_bytes"] = np.full(len(text), NONE, np.int64)
+    copies["name"] = _each(copies["kind"], lambda kind: export.number(_COPY_NAMES.get(kind, "Memcpy")))
+    sets["name"] = _each(np.zeros(len(sets["start_ns"]), np.int64), lambda _: export.number("Memset"))
+    for table, category in ((kernels, KERNEL), (copies, MEMCPY), (sets, MEMSET)):
+        table["category"] = np.full(len(table["start_ns"]), category, np.int64)
+    columns = (*_ACTIVITY, "size_bytes", "name", "category")
+    joined = {column: np.concatenate([table[column] for table in (kernels, copies, sets)]) for column in columns}
+    for narrow in ("device", "stream"):
+        joined[narrow][abs(joined[narrow]) >= 1 << 31] = NONE
+    return joined
 
 
 def _each(keys: Int64, answer: Callable[[int], int]) -> Int64:
     """``answer`` of each key, asked once for every distinct one."""
     distinct, place = np.unique(keys, return_inverse=True)
-    return np.array([answer(key) for key in distinct.tolist()] or [0], np.int64)[place.ravel()]
+    return np.array([answer(key) for key in distinct.tolist()], np.int64)[place.ravel()]
 
 
-def _marks(export: _Export, texts: dict[int, str]) -> Rows:
+def _marks(export: _Export) -> Rows:
     """NVTX ranges; ``operator`` is 1 for those that stand for a PyTorch operator."""
-    found: list[tuple[int, int, int, int, int]] = []
-    for start, end, text, thread in _raw_marks(export, texts):
-        match = _OPERATOR.fullmatch(text)
-        is_operator = match is not None and not text.startswith("ringprof::")
-        name = match[1] if match is not None and is_operator else text
-        found.append((start, end, export.number(name), thread, int(is_operator)))
-    columns = np.array(found, np.int64).reshape(-1, 5).T
-    return dict(zip(("start", "end", "name", "globalTid", "operator"), columns, strict=True))
+
+    def named(rows: list[tuple[Any, ...]]) -> Int64:
+        # Marks without an end are moments, not ranges.
+        ranges = (row for row in rows if all(isinstance(number, int) for number in row[:3]))
+        return np.array(
+            [
+                (*times, key if isinstance(key, int) else NONE, NONE if own is None else _mark(export, str(own)))
+                for *times, key, own in ranges
+            ],
+            np.int64,
+        ).reshape(-1, 5)
+
+    chunks = map(named, export.select(_MARKS, ("start", "end", "globalTid", "textId", "text")))
+    rows = export.joined(("start_ns", "end_ns", "thread", "text", "mark"), chunks)
+    unnamed = rows["mark"] == NONE
+    marks = {key: _mark(export, text) for key, text in export.texts(rows["text"][unnamed]).items()}
+    rows["mark"][unnamed] = _each(rows["text"][unnamed], lambda key: marks.get(key, NONE))
+    rows = export.timed(_of(rows, rows["mark"] != NONE))
+    return {**rows, "name": rows["mark"] >> 1, "operator": rows["mark"] & 1}
 
 
-def _raw_marks(export: _Export, texts: dict[int, str]) -> Iterator[tuple[int, int, str, int]]:
-    present = export.columns(_MARKS)
-    if not {"start", "end", "globalTid"} <= present:
-        return
-    text, text_id = ("text" if "text" in present else "NULL"), ("textId" if "textId" in present else "NULL")
-    # Marks without an end are moments, not ranges.
-    query = f'SELECT start, "end", {text}, {text_id}, globalTid FROM {_MARKS} WHERE typeof("end")=? ORDER BY start'
-    for start, end, own, key, thread in export.connection.execute(query, ("integer",)):
-        shown = own if own is not None else texts.get(key)
-        if isinstance(start, int) and isinstance(thread, int) and shown is not None:
-            yield start, end, str(shown), thread
+def _mark(export: _Export, text: str) -> int:
+    """The number of a range's name, doubled; one more where it is the name of a PyTorch operator."""
+    match = _OPERATOR.fullmatch(text)
+    operator = match is not None and not text.startswith("ringprof::")
+    return 2 * export.number(match[1] if match is not None and operator else text) + operator
 
 
 def _of(rows: Rows, chosen: npt.NDArray[np.bool_] | npt.NDArray[np.intp]) -> Rows:
     return {name: column[chosen] for name, column in rows.items()}
 
 
-def _process(rows: Rows) -> Int64:
-    """The process of each row that names a thread, as activities give it."""
-    process: Int64 = (rows["globalTid"] >> _THREAD_BITS) << _THREAD_BITS
-    return process
+def _by_process(rows: Rows, column: str = "thread") -> dict[int, Rows]:
+    """The rows of each process, by start."""
+    process = (rows[column] >> _THREAD_BITS) << _THREAD_BITS if column == "thread" else rows[column]
+    order = np.lexsort((rows["start_ns"], process))
+    processes, begin = np.unique(process[order], return_index=True)
+    parts = np.split(order, begin[1:]) if len(processes) else []
+    return {number: _of(rows, part) for number, part in zip(processes.tolist(), parts, strict=True)}
 
 
-def _columns(rows: Rows, base: int) -> Activities:
-    start = rows["start"] + base
-    none = np.full(len(start), NONE, np.int64)
-    return Activities(
-        start_ns=start,
-        end_ns=np.maximum(rows["end"] + base, start),
-        name=rows["name"].astype(np.int32),
-        category=rows["category"].astype(np.int8),
-        device=rows["deviceId"].astype(np.int32),
-        stream=rows["streamId"].astype(np.int32),
-        correlation=rows["correlationId"],
-        external_id=none,
-        size_bytes=rows["bytes"],
-        collective=none.astype(np.int32),
-        graph_node=rows["graphNodeId"],
-    )
-
-
-def _no_records() -> CommRecords:
-    nothing = np.empty(0, np.int64)
-    return CommRecords(nothing, nothing, nothing, nothing, nothing.astype(np.int32))
-
-
-def _launches(calls: Rows, done: Rows, base: int) -> Launches:
-    """The calls that led to an activity."""
-    used = _of(calls, np.isin(calls["correlationId"], done["correlationId"]))
-    return Launches(used["start"] + base, used["end"] + base, used["globalTid"], used["correlationId"])
-
-
-def _ranges(marks: Rows, base: int) -> Ranges:
-    count = len(marks["start"])
-    return Ranges(
-        start_ns=marks["start"] + base,
-        end_ns=marks["end"] + base,
-        name=marks["name"].astype(np.int32),
-        thread=marks["globalTid"],
-        device=np.full(count, NONE, np.int32),
-        external_id=np.full(count, NONE, np.int64),
-    )
+def _tables(done: Rows, calls: Rows | None, marks: Rows | None, base: int) -> dict[str, Any]:
+    """The tables of one process's trace."""
+    parts: dict[str, Rows] = {"activities": done}
+    if calls:
+        parts["launches"] = _of(calls, np.isin(calls["correlation"], done["correlation"]))
+    if marks:
+        parts["annotations"] = _of(marks, marks["operator"] == 0)
+        parts["operators"] = _of(marks, marks["operator"] == 1)
+    for rows in parts.values():
+        rows["start_ns"] = rows["start_ns"] + base
+        rows["end_ns"] = np.maximum(rows["end_ns"] + base, rows["start_ns"])
+    return {table: table_of(kind, parts.get(table, {})) for table, kind in TABLES.items()}
 
 
 # --- what the export says of the machine ----------------------------------------------------------------
@@ -261,24 +320,15 @@ def _ranges(marks: Rows, base: int) -> Ranges:
 
 def _base_ns(export: _Export) -> int:
     """Unix time of the session's start, 0 where the export does not give it."""
-    if "utcEpochNs" not in export.columns("TARGET_INFO_SESSION_START_TIME"):
-        return 0
-    row = export.connection.execute("SELECT utcEpochNs FROM TARGET_INFO_SESSION_START_TIME").fetchone()
-    return row[0] if row and isinstance(row[0], int) and 0 <= row[0] < 1 << 62 else 0
+    given = [value for rows in export.select(_START, ("utcEpochNs",)) for (value,) in rows]
+    return given[0] if given and isinstance(given[0], int) and 0 <= given[0] < LARGEST_NS else 0
 
 
 def _devices(export: _Export) -> list[Device]:
-    present = export.columns("TARGET_INFO_GPU")
-    if not {"id", "name"} <= present:
-        return []
-    memory, units = (column if column in present else "NULL" for column in ("totalMemory", "smCount"))
-    rows = export.connection.execute(f"SELECT id, name, {memory}, {units} FROM TARGET_INFO_GPU")
-    return [Device(int(index), str(name), size, count) for index, name, size, count in rows if index is not None]
+    rows = [row for rows in export.select(_DEVICES, ("id", "name")) for row in rows]
+    return [Device(index, str(name)) for index, name in rows if isinstance(index, int)]
 
 
 def _host(export: _Export) -> str | None:
-    if not {"name", "value"} <= export.columns("TARGET_INFO_SYSTEM_ENV"):
-        return None
-    query = "SELECT value FROM TARGET_INFO_SYSTEM_ENV WHERE lower(name)='hostname'"
-    row = export.connection.execute(query).fetchone()
-    return str(row[0]) if row and row[0] else None
+    rows = [row for rows in export.select(_SYSTEM, ("name", "value")) for row in rows]
+    return next((str(value) for name, value in rows if str(name).lower() == "hostname" and value), None)

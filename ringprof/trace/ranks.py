@@ -9,13 +9,13 @@ from typing import TypeVar
 
 from ringprof.errors import InputError
 from ringprof.files import read_bytes, size_of
-from ringprof.processes import ProcessEnded, mapped
+from ringprof.limits import Limits, MemoryBudget, MemoryLimitError
+from ringprof.processes import ProcessEnded, cpu_count, mapped
 from ringprof.trace.columns import Trace
-from ringprof.trace.heads import checked_heads, head_of, order
-from ringprof.trace.kineto import read_trace
-from ringprof.trace.nsys import SQLITE_MAGIC, read_nsys
-from ringprof.trace.reduced import MAGIC, read_reduced
-from ringprof.trace.stream import GZIP_MAGIC, ZSTD_MAGIC
+from ringprof.trace.formats import format_at
+from ringprof.trace.kineto.byte_source import is_packed
+from ringprof.trace.memory import take_trace
+from ringprof.trace.one_run import checked_facts, facts_of, order
 
 WORTH_A_PROCESS = 100 << 20
 """Bytes of JSON, all files together, from which further processes read faster than this one alone."""
@@ -28,103 +28,90 @@ def read_traces(
     paths: Sequence[str | os.PathLike[str]],
     *,
     jobs: int | None = None,
-    limit_bytes: int | None = None,
+    limits: Limits | None = None,
     ranks: Sequence[int] | None = None,
+    in_folder: bool = False,
+    left_out: Sequence[InputError] = (),
 ) -> list[Trace]:
     """Read the traces of several ranks, sorted by rank.
 
     ``jobs``: processes to read in, by default as many as there are CPUs when the files are large. Where no
     trace names its rank, the order of the paths does. Several traces of one rank, or of different runs, stay
-    in the list; their warnings say so. Raises as `read_trace` does.
+    in the list; their warnings say so. Raises as `read_file` does, `MemoryLimitError` where memory may not hold all.
 
-    ``ranks``: those of a run that names its traces. Such a trace is left out with a warning where it cannot be read,
-    as long as there is one that can.
+    ``ranks``: those of a run that names its traces. Such a trace, or one ``in_folder``, is left out with a warning
+    where it cannot be read, as long as there is one that can; ``left_out``: others that already are.
     """
-    given = [os.fspath(path) for path in paths]
-    if ranks is not None:
-        return _read_of_run(given, ranks, jobs, limit_bytes)
-    exports = [name for name in given if starts_with(name, SQLITE_MAGIC)]
-    names = [name for name in given if name not in exports]
-    traces = _read_all(read_one, names, jobs, limit_bytes)
-    return checked([*traces, *(trace for name in exports for trace in read_nsys(name))])
-
-
-def _read_of_run(names: Sequence[str], ranks: Sequence[int], jobs: int | None, limit_bytes: int | None) -> list[Trace]:
-    found = _read_all(try_one, names, jobs, limit_bytes)
+    names = [os.fspath(path) for path in paths]
+    if ranks is None and not in_folder:
+        return _checked([trace for traces in _read_all(read_file, names, jobs, limits) for trace in traces], left_out)
+    found = _read_all(try_file, names, jobs, limits)
     problems = [one for one in found if isinstance(one, InputError)]
-    if len(problems) == len(found):
-        raise problems[0]
-    traces = [replace(one, rank=rank) for one, rank in zip(found, ranks, strict=True) if isinstance(one, Trace)]
-    return checked(traces, problems)
+    fatal = [one for one in problems if isinstance(one, MemoryLimitError) or len(problems) == len(found)]
+    if fatal:
+        raise fatal[0]
+    read = [(at, trace) for at, one in enumerate(found) if isinstance(one, list) for trace in one]
+    return _checked(
+        [trace if ranks is None else replace(trace, rank=ranks[at]) for at, trace in read], [*left_out, *problems]
+    )
 
 
-def read_one(name: str, limit_bytes: int | None = None) -> Trace:
-    """Read one rank's trace, as the profiler wrote it or reduced."""
-    if starts_with(name, MAGIC):
-        return read_reduced(name, limit_bytes=limit_bytes)
-    return read_trace(name, limit_bytes=limit_bytes)
+def read_file(name: str, budget: MemoryBudget) -> list[Trace]:
+    """The traces in a file: one, or of every rank that it holds. Raises `InputError`, `MissingExtraError`."""
+    return format_at(name).read(name, budget)
 
 
-def try_one(name: str, limit_bytes: int | None = None) -> Trace | InputError:
-    """As `read_one`, but returns the error where it cannot be read."""
+def try_file(name: str, budget: MemoryBudget) -> list[Trace] | InputError:
+    """As `read_file`, but returns the error where it cannot be read."""
     try:
-        return read_one(name, limit_bytes)
+        return read_file(name, budget)
     except InputError as error:
         return error
 
 
-def checked(traces: Sequence[Trace], problems: Sequence[InputError] = ()) -> list[Trace]:
+def _checked(traces: Sequence[Trace], problems: Sequence[InputError] = ()) -> list[Trace]:
     """The traces sorted by rank, each with warnings about its place among the others, one about those not read."""
-    heads = checked_heads([head_of(trace) for trace in traces], problems)
+    facts = checked_facts([facts_of(trace) for trace in traces], problems)
     placed = [
-        replace(trace, rank=head.rank, warnings=list(head.warnings)) for trace, head in zip(traces, heads, strict=True)
+        replace(trace, rank=one.rank, warnings=list(one.warnings)) for trace, one in zip(traces, facts, strict=True)
     ]
-    return [placed[at] for at in sorted(range(len(heads)), key=lambda at: order(heads[at]))]
-
-
-def starts_with(name: str, magic: bytes) -> bool:
-    """Whether a file does; not for one that cannot be opened, which reading will report."""
-    try:
-        return read_bytes(name, len(magic)) == magic
-    except InputError:
-        return False
+    return [placed[at] for at in sorted(range(len(facts)), key=lambda at: order(facts[at]))]
 
 
 # --- other processes ----------------------------------------------------------------------------------
 
 
-def cpus() -> int:
-    """How many CPUs this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
 def json_bytes(names: Sequence[str]) -> int:
     """About how much JSON the files hold; 0 for those that cannot be opened, which reading will report."""
-    total = 0
-    for name in names:
+
+    def of_one(name: str) -> int:
         try:
-            magic, size = read_bytes(name, 4), size_of(name)
+            return size_of(name) * (COMPRESSION if is_packed(read_bytes(name, 4)) else 1)
         except InputError:
-            continue
-        total += size * (COMPRESSION if magic.startswith(GZIP_MAGIC) or magic == ZSTD_MAGIC else 1)
-    return total
+            return 0
+
+    return sum(of_one(name) for name in names)
 
 
 _Read = TypeVar("_Read")
 
 
 def _read_all(
-    read: Callable[[str, int | None], _Read], names: Sequence[str], jobs: int | None, limit_bytes: int | None
+    read: Callable[[str, MemoryBudget], _Read], names: Sequence[str], jobs: int | None, limits: Limits | None
 ) -> list[_Read]:
-    """Each file's trace, in processes of their own where that pays."""
+    """Each file's traces, in processes of their own where that pays."""
+    budget = MemoryBudget(limits)
     if jobs is None:
-        jobs = cpus() if json_bytes(names) >= WORTH_A_PROCESS else 1
+        jobs = cpu_count() if json_bytes(names) >= WORTH_A_PROCESS else 1
     jobs = min(jobs, max(len(names), 1))
     if jobs == 1:
-        return [read(name, limit_bytes) for name in names]
+        return [read(name, budget) for name in names]
+    found = []
     try:
-        return list(mapped(jobs, read, ((name, limit_bytes) for name in names)))
+        for one in mapped(jobs, read, ((name, MemoryBudget(limits)) for name in names)):
+            found.append(one)
+            for trace in one if isinstance(one, list) else []:
+                take_trace(trace, budget)
     except ProcessEnded:
         raise InputError(f"{names[0]} and others: a process that read them ended (out of memory?)") from None
+    return found

@@ -1,103 +1,125 @@
 """A reduced trace: one rank's trace as the columns that the analysis reads, a fraction of its size and quick to read.
 
 A line that names the format, then one zlib stream of MessagePack: the fields of `Trace`, columns as little-endian
-integers. Nothing is left out that the analysis looks at: what it says of a reduced trace is what it says of the trace.
-A file from a stranger can do no harm: it holds numbers and names, every index is checked, its size is bounded, and so
-is the number of things in it, which need more memory than they take in a file.
+integers, texts and lists of numbers end to end with their sizes. Nothing is left out that the analysis looks at: what
+it says of a reduced trace is what it says of the trace. A file from a stranger can do no harm: it holds numbers and
+names, every index is checked, and what it needs of memory is counted before it is there, by the figures that the
+trace itself was counted by (`ringprof.trace.memory`).
 """
 
 from __future__ import annotations
 
-import json
 import os
 import zlib
-from dataclasses import fields, is_dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
 
 from ringprof.errors import RingprofError, TraceFormatError
 from ringprof.files import read_whole
-from ringprof.trace.collectives import RANKS_LIMIT, sound
-from ringprof.trace.columns import (
-    NONE,
-    Activities,
-    Caveat,
-    Collective,
-    CommRecords,
-    Device,
-    Launches,
-    Ranges,
-    Trace,
-)
-from ringprof.trace.events import UNREADABLE
+from ringprof.limits import MemoryBudget
+from ringprof.trace.checks import refuse_unsound
+from ringprof.trace.columns import TABLES, Caveat, Collective, Device, Int64, Trace, dtypes_of
 from ringprof.trace.kineto import read_trace
-from ringprof.trace.times import refuse_overflow
+from ringprof.trace.kineto.event_list import UNREADABLE
+from ringprof.trace.kineto.fields import MOST_DEVICES
+from ringprof.trace.memory import bytes_of_collectives, bytes_of_list, bytes_of_rows, bytes_of_text, take_analysis
 
-MAGIC = b"ringprof.trace/2\n"
+MAGIC = b"ringprof.trace/3\n"
 SUFFIX = ".ringprof"
-LIMIT_BYTES = 1 << 30
-"""How far a reduced trace may expand: that of a JSON trace of about 30 GB."""
 
 _LEVEL = 4
-_PARTS: dict[str, type[Any]] = {
-    "activities": Activities,
-    "launches": Launches,
-    "annotations": Ranges,
-    "device_annotations": Ranges,
-    "operators": Ranges,
-    "comm_records": CommRecords,
-}
-# Narrower than the int64 of all others; the same for every part.
-_NARROW = {"name": "<i4", "collective": "<i4", "device": "<i4", "stream": "<i4", "category": "<i1"}
+_MOST_WARNINGS = 1 << 10
+_FEW = msgspec.Meta(max_length=16)
 
 
-def _at_most(count: int) -> msgspec.Meta:
-    return msgspec.Meta(max_length=count)
+class _Ragged(msgspec.Struct, frozen=True):
+    """Sequences of unequal length."""
+
+    sizes: memoryview
+    data: memoryview
 
 
-_Group = Annotated[tuple[int, ...], _at_most(RANKS_LIMIT)]
+class _Record(msgspec.Struct, frozen=True):
+    """A `Collective`; its lists by their places among all lists."""
+
+    name: str
+    group: str | None
+    group_description: str | None
+    group_ranks: int | None
+    group_size: int | None
+    in_elements: int | None
+    out_elements: int | None
+    dtype: str | None
+    source_rank: int | None
+    destination_rank: int | None
+    in_split: int
+    out_split: int
+    sequence: int | None
+    comms_id: int | None
 
 
-class _Head(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=False):
-    """Everything but the columns."""
-
+class _File(msgspec.Struct, frozen=True, kw_only=True):
     path: str
-    names: Annotated[list[str], _at_most(1 << 20)]
-    collectives: Annotated[list[Collective], _at_most(1 << 20)]
-    devices: Annotated[list[Device], _at_most(1 << 12)]
     rank: int | None
     world_size: int | None
     host: str | None
-    backend: str | None
-    groups: Annotated[dict[str, _Group], _at_most(1 << 16)]
     base_ns: int
-    trace_id: str | None
-    metadata: Annotated[dict[str, Annotated[str, _at_most(1 << 13)]], _at_most(1 << 8)]
-    """Each value as JSON."""
     events_total: int
     events_skipped: int
-    warnings: Annotated[list[Caveat], _at_most(1 << 10)]
+    devices: Annotated[list[Device], msgspec.Meta(max_length=MOST_DEVICES)]
+    warnings: Annotated[list[Caveat], msgspec.Meta(max_length=_MOST_WARNINGS)]
+    names: _Ragged
+    lists: _Ragged
+    group_names: _Ragged
+    group_lists: memoryview
+    """Place of each group's ranks among the lists."""
+    collectives: list[_Record]
+    columns: Annotated[
+        dict[str, Annotated[dict[str, memoryview], msgspec.Meta(max_length=16)]], msgspec.Meta(max_length=16)
+    ]
 
 
-class _File(msgspec.Struct, frozen=True):
-    head: _Head
-    columns: Annotated[dict[str, Annotated[dict[str, bytes], _at_most(16)]], _at_most(16)]
+_PLAIN = ("rank", "world_size", "host", "base_ns", "events_total", "events_skipped", "devices")
 
 
 def reduce_trace(trace: Trace) -> bytes:
     """The file's bytes; ``trace.path`` is kept for messages."""
-    known = {name: getattr(trace, name) for name in _Head.__struct_fields__}
-    metadata = {key: json.dumps(value) for key, value in list(trace.metadata.items())[: 1 << 8]}
-    head = _Head(**{**known, "metadata": metadata, "warnings": trace.warnings[: 1 << 10]})
-    columns = {
-        part: {field.name: _stored(field.name, getattr(trace, part)) for field in fields(kind)}
-        for part, kind in _PARTS.items()
-    }
-    packed = msgspec.msgpack.encode(_File(head, columns))
-    return MAGIC + zlib.compress(packed, _LEVEL)
+    lists: dict[tuple[int, ...], int] = {}
+
+    def place(numbers: tuple[int, ...]) -> int:
+        return lists.setdefault(numbers, len(lists))
+
+    records = [
+        _Record(**{
+            **vars(one),
+            "group_ranks": None if one.group_ranks is None else place(one.group_ranks),
+            "in_split": place(one.in_split),
+            "out_split": place(one.out_split),
+        })
+        for one in trace.collectives
+    ]  # fmt: skip
+    file = _File(
+        **{name: getattr(trace, name) for name in _PLAIN},
+        path=trace.path.encode("utf-8", "replace").decode(),
+        warnings=trace.warnings[:_MOST_WARNINGS],
+        names=_texts_stored(trace.names),
+        group_names=_texts_stored(trace.groups),
+        group_lists=_stored([place(ranks) for ranks in trace.groups.values()]),
+        collectives=records,
+        lists=_Ragged(_stored([len(one) for one in lists]), _stored([number for one in lists for number in one])),
+        columns={
+            table: {
+                name: _stored(getattr(getattr(trace, table), name), dtype) for name, dtype in dtypes_of(kind).items()
+            }
+            for table, kind in TABLES.items()
+        },
+    )
+    return MAGIC + zlib.compress(msgspec.msgpack.encode(file), _LEVEL)
 
 
 def reduce_file(trace: Path, target: Path) -> bool:
@@ -111,89 +133,117 @@ def reduce_file(trace: Path, target: Path) -> bool:
     return True
 
 
-def read_reduced(path: str | os.PathLike[str], *, limit_bytes: int | None = None) -> Trace:
+def read_reduced(path: str | os.PathLike[str], budget: MemoryBudget | None = None) -> Trace:
     """Read a reduced trace; its ``path`` becomes this file's. Raises `InputError`, `TraceFormatError`."""
     name = os.fspath(path)
-    return parse_reduced(read_whole(name, limit_bytes or LIMIT_BYTES), name, limit_bytes=limit_bytes)
+    budget = budget or MemoryBudget()
+    return parse_reduced(read_whole(name, budget.limits), name, budget)
 
 
-def parse_reduced(data: bytes, name: str | None = None, *, limit_bytes: int | None = None) -> Trace:
+def parse_reduced(data: bytes, name: str | None = None, budget: MemoryBudget | None = None) -> Trace:
     """As `read_reduced`, from a file's bytes; without ``name`` the trace keeps the path that it was reduced from."""
-    shown = name or "reduced trace"
+    shown, budget = name or "reduced trace", budget or MemoryBudget()
     if not data.startswith(MAGIC):
         raise TraceFormatError(f"{shown}: not a reduced trace of this version: remove it, and the trace itself is read")
     try:
-        file = msgspec.msgpack.decode(_expanded(data, shown, limit_bytes or LIMIT_BYTES), type=_File)
-        parts = {part: _columns(kind, file.columns[part]) for part, kind in _PARTS.items()}
-        head = {field: getattr(file.head, field) for field in _Head.__struct_fields__}
-        metadata = {key: json.loads(value) for key, value in file.head.metadata.items()}
-        trace = Trace(**{**head, "path": name or file.head.path, "metadata": metadata}, **parts)
-        _check(trace)
-    except (*UNREADABLE, msgspec.MsgspecError, zlib.error, KeyError) as error:
+        file = msgspec.msgpack.decode(_expanded(data, shown, budget), type=_File)
+        trace = _trace(file, name or file.path, lambda size: budget.take(size, shown))
+    except (*UNREADABLE, msgspec.MsgspecError, zlib.error, LookupError, OverflowError) as error:
         raise TraceFormatError(
             f"{shown}: damaged reduced trace ({error}): remove it, and the trace itself is read"
         ) from None
-    return refuse_overflow(trace)
+    return take_analysis(refuse_unsound(trace), budget)
 
 
-def _expanded(data: bytes, shown: str, limit: int) -> bytes:
+def _expanded(data: bytes, shown: str, budget: MemoryBudget) -> bytes:
+    """The MessagePack; what it holds is counted as three times as much, so a third of the limit is enough for it."""
+    most = min(budget.limits.expanded_bytes, budget.left // 3)
     inflater = zlib.decompressobj()
-    expanded = inflater.decompress(data[len(MAGIC) :], limit)
-    if inflater.unconsumed_tail:
-        raise TraceFormatError(f"{shown}: expands beyond {limit:,} bytes: raise the limit with --max-bytes")
+    expanded = inflater.decompress(memoryview(data)[len(MAGIC) :], most + 1)
+    if len(expanded) > budget.limits.expanded_bytes:
+        raise TraceFormatError(f"{shown}: expands beyond {most:,} bytes: raise the limit with --max-bytes")
+    if len(expanded) > most:
+        budget.take(3 * len(expanded), shown)
     if not inflater.eof:
         raise ValueError("cut off")
     return expanded
 
 
-# --- columns ----------------------------------------------------------------------------------------
+def _trace(file: _File, path: str, take: Callable[[int], None]) -> Trace:
+    for table in TABLES:
+        take(bytes_of_rows(table, len(file.columns[table]["start_ns"]) // 8))
+    take(bytes_of_collectives(len(file.collectives)))
+    lists = list(_lists(file.lists, take))
+    groups = zip(_texts(file.group_names, take), _numbers(file.group_lists).tolist(), strict=True)
+    return Trace(
+        **{name: getattr(file, name) for name in _PLAIN},
+        path=path,
+        warnings=file.warnings,
+        names=list(_texts(file.names, take)),
+        groups={name: _at(lists, place) for name, place in groups},
+        collectives=[
+            Collective(**{
+                **msgspec.structs.asdict(one),
+                "group_ranks": None if one.group_ranks is None else _at(lists, one.group_ranks),
+                "in_split": _at(lists, one.in_split),
+                "out_split": _at(lists, one.out_split),
+            })
+            for one in file.collectives
+        ],
+        **{
+            table: kind(**{name: _column(file.columns[table][name], dtype) for name, dtype in dtypes_of(kind).items()})
+            for table, kind in TABLES.items()
+        },
+    )  # fmt: skip
 
 
-def _dtype(column: str) -> np.dtype[Any]:
-    return np.dtype(_NARROW.get(column, "<i8"))
+# --- columns, texts and lists -------------------------------------------------------------------------
 
 
-def _stored(column: str, part: object) -> bytes:
-    values: bytes = np.ascontiguousarray(getattr(part, column), _dtype(column)).tobytes()
-    return values
+def _stored(values: Any, dtype: type[Any] = np.int64) -> memoryview:
+    return memoryview(np.ascontiguousarray(values, np.dtype(dtype).newbyteorder("<")).tobytes())
 
 
-_Part = TypeVar("_Part")
+def _column(stored: memoryview, dtype: type[Any] = np.int64) -> Any:
+    # As a copy: arrays over bytes cannot be written to.
+    return np.frombuffer(stored, np.dtype(dtype).newbyteorder("<")).astype(dtype)
 
 
-def _columns(kind: type[_Part], stored: dict[str, bytes]) -> _Part:
-    assert is_dataclass(kind)
-    columns = {}
-    for field in fields(kind):
-        # A copy: arrays over bytes cannot be written to.
-        values = np.frombuffer(stored[field.name], _dtype(field.name)).copy()
-        columns[field.name] = values.astype(values.dtype.newbyteorder("="), copy=False)
-    if len({len(values) for values in columns.values()}) > 1:
-        raise ValueError("columns of unequal length")
-    made: _Part = kind(**columns)
-    return made
+def _numbers(stored: memoryview) -> Int64:
+    numbers: Int64 = _column(stored)
+    return numbers
 
 
-def _check(trace: Trace) -> None:
-    """Refuse what no reader makes: indices that lead nowhere, times that are not in order or overflow."""
-    for part in (getattr(trace, name) for name in _PARTS):
-        start, end = part.start_ns, part.end_ns
-        if np.any(start[1:] < start[:-1]):
-            raise ValueError("times out of order")
-        if np.any(end < start):
-            raise ValueError("something ends before it begins")
-        for column, size in (("name", len(trace.names)), ("collective", len(trace.collectives))):
-            _check_indices(getattr(part, column, None), size, may_be_none=column == "collective")
-    if np.any((trace.activities.category < 0) | (trace.activities.category > 2)):
-        raise ValueError("unknown category")
-    ranks = [trace.rank or 0, (trace.world_size or 1) - 1]
-    ranks += [rank for group in trace.groups.values() for rank in group]
-    if any(not 0 <= rank < RANKS_LIMIT for rank in ranks) or not all(sound(one) for one in trace.collectives):
-        raise ValueError("a rank or a count out of range")
+def _texts_stored(texts: Iterable[str]) -> _Ragged:
+    # Lone surrogates, which no UTF-8 file can hold, are replaced.
+    encoded = [text.encode("utf-8", "replace") for text in texts]
+    return _Ragged(_stored([len(text) for text in encoded]), memoryview(b"".join(encoded)))
 
 
-def _check_indices(values: Any, size: int, *, may_be_none: bool) -> None:
-    if values is None or not len(values):
-        return
-    if values.min() < (NONE if may_be_none else 0) or values.max() >= size:
+def _texts(ragged: _Ragged, take: Callable[[int], None]) -> Iterator[str]:
+    for start, end in _bounds(ragged, len(ragged.data)):
+        text = str(ragged.data[start:end], "utf-8")
+        take(bytes_of_text(text))
+        yield text
+
+
+def _lists(ragged: _Ragged, take: Callable[[int], None]) -> Iterator[tuple[int, ...]]:
+    numbers = _numbers(ragged.data)
+    for start, end in _bounds(ragged, len(numbers)):
+        take(bytes_of_list(end - start))
+        yield tuple(numbers[start:end].tolist())
+
+
+def _bounds(ragged: _Ragged, count: int) -> Iterator[tuple[int, int]]:
+    """Where each sequence begins and ends among so many items."""
+    sizes = _numbers(ragged.sizes)
+    if len(sizes) and not (0 <= sizes.min() and sizes.max() <= count and sizes.sum() == count):
+        raise ValueError("sizes that cannot be")
+    ends = np.cumsum(sizes)
+    yield from zip((ends - sizes).tolist(), ends.tolist(), strict=True)
+
+
+def _at(lists: Sequence[tuple[int, ...]], place: int) -> tuple[int, ...]:
+    if place < 0:
         raise ValueError("an index out of range")
+    return lists[place]

@@ -141,11 +141,10 @@ class Builder:
             operators=_columns(Ranges, self.operators, ranges),
             comm_records=_columns(CommRecords, self.records, (np.int64,) * 4 + (np.int32,)),
             collectives=list(self.collectives),
-            devices=[Device(0, "NVIDIA H200", 1, 132)],
+            devices=[Device(0, "NVIDIA H200")],
             rank=self.rank,
             world_size=self.world_size,
             host=self.host,
-            backend="nccl",
             groups={},
             base_ns=0,
         )

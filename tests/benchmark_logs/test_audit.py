@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from ringprof.benchmark_logs.audit import COLUMNS, Audit, audit
-from ringprof.benchmark_logs.flags import VERDICTS, Flag
-from ringprof.benchmark_logs.read import BenchmarkLog, Settings, parse_log, read_log
+from ringprof.benchmark_logs.audit import LogAudit, audit
+from ringprof.benchmark_logs.read import parse_log, read_log
+from ringprof.benchmark_logs.rows import BenchmarkLog, Flag, LogSettings
 from tests.paths import LOGS
 
-SETTINGS = Settings(heads=40, head_dim=128, world_size=32)
+SETTINGS = LogSettings(heads=40, head_dim=128, world_size=32)
 
 
 def log(number: int) -> BenchmarkLog:
@@ -19,11 +19,11 @@ def log(number: int) -> BenchmarkLog:
 
 
 @pytest.fixture(scope="module")
-def all_logs() -> Audit:
+def all_logs() -> LogAudit:
     return audit([log(number) for number in range(5)], SETTINGS)
 
 
-def found(result: Audit, number: int, *severities: str) -> list[tuple[str, int]]:
+def found(result: LogAudit, number: int, *severities: str) -> list[tuple[str, int]]:
     return [
         (flag.code, flag.line)
         for flag in result.flags
@@ -31,7 +31,7 @@ def found(result: Audit, number: int, *severities: str) -> list[tuple[str, int]]
     ]
 
 
-def test_log_000(all_logs: Audit) -> None:
+def test_log_000(all_logs: LogAudit) -> None:
     assert found(all_logs, 0, "error") == [
         ("tflops_no_settings", 1),
         ("tflops_inconsistent", 5),
@@ -45,7 +45,7 @@ def test_log_000(all_logs: Audit) -> None:
     assert "29.66 heads" in flag.message
 
 
-def test_right_rows_agree_and_bear_no_error(all_logs: Audit) -> None:
+def test_right_rows_agree_and_bear_no_error(all_logs: LogAudit) -> None:
     verdicts = [one.verdict for one in all_logs.rows[:22]]
     assert verdicts == (
         ["inconsistent"] * 2 + ["unchecked"] + ["agrees"] * 3 + ["rounding"] * 3 + ["agrees"] * 6
@@ -56,17 +56,17 @@ def test_right_rows_agree_and_bear_no_error(all_logs: Audit) -> None:
     assert not wrong & right
 
 
-def test_rounded_times_are_recovered(all_logs: Audit) -> None:
+def test_rounded_times_are_recovered(all_logs: LogAudit) -> None:
     times = [flag.computed for flag in all_logs.flags if flag.code == "rounded_time" and "/000_" in flag.file]
     assert times == pytest.approx([158.25, 58.03, 463.98, 127.13, 1707.60, 461.30], abs=0.01)
 
 
-def test_log_001_and_002_have_no_error(all_logs: Audit) -> None:
+def test_log_001_and_002_have_no_error(all_logs: LogAudit) -> None:
     assert found(all_logs, 1, "error", "warning") == []
     assert found(all_logs, 2) == [("far_apart", 69)]
 
 
-def test_log_003(all_logs: Audit) -> None:
+def test_log_003(all_logs: LogAudit) -> None:
     assert found(all_logs, 3, "error") == []
     assert found(all_logs, 3, "warning") == [
         ("length_missing", 43),
@@ -78,7 +78,7 @@ def test_log_003(all_logs: Audit) -> None:
     assert flag.computed == [262144, 524288] and "times 4" in flag.message
 
 
-def test_log_004_is_solved(all_logs: Audit) -> None:
+def test_log_004_is_solved(all_logs: LogAudit) -> None:
     assert found(all_logs, 4, "error") == [("settings_solved", 2)]
     flag = next(flag for flag in all_logs.flags if flag.code == "settings_solved")
     assert (flag.printed, flag.computed) == (16, 128)
@@ -95,14 +95,14 @@ def test_log_004_is_solved(all_logs: Audit) -> None:
     assert ("above_peak", 25) in found(all_logs, 4)
 
 
-def test_rows_that_are_printed_again_are_noted(all_logs: Audit) -> None:
+def test_rows_that_are_printed_again_are_noted(all_logs: LogAudit) -> None:
     # Lines 20 to 25 of the log stand under two further headings.
     notes = [flag for flag in all_logs.flags if flag.code == "repeated_rows"]
     assert [(flag.line, flag.severity) for flag in notes] == [(32, "note"), (50, "note")]
     assert "lines 32 to 37 repeat lines 20 to 25" in notes[0].message
 
 
-def test_far_apart_between_logs(all_logs: Audit) -> None:
+def test_far_apart_between_logs(all_logs: LogAudit) -> None:
     notes = [flag for flag in all_logs.flags if flag.code == "far_apart"]
     assert [(Path(flag.file).name[:3], flag.line) for flag in notes] == [("002", 69), ("003", 51)]
     text = " ".join(flag.message for flag in notes)
@@ -123,7 +123,7 @@ def test_nothing_is_assumed() -> None:
 
 
 def test_what_a_log_states_is_not_overridden() -> None:
-    result = audit([log(2)], Settings(heads=7, world_size=3))
+    result = audit([log(2)], LogSettings(heads=7, world_size=3))
     assert (result.rows[0].row.heads, result.rows[0].verdict) == (40, "agrees")
 
 
@@ -135,8 +135,8 @@ def one_row(time_ms: float, tflops: float, seq: int = 131072) -> tuple[str, list
         "| B | Seq Len | FWD (ms) | FWD+BWD (ms) | TFLOPs/s |\n|---|---|---|---|---|\n"
         f"| 1 | {seq} | {time_ms / 3.5:.3f} | {time_ms:.3f} | {tflops:.3f} |\n"
     )
-    given = Settings(heads=40, head_dim=128, world_size=8, causal=True, device="A100")
-    result = audit([parse_log(text, "log")], given)
+    given = LogSettings(heads=40, head_dim=128, world_size=8, causal=True, device="A100")
+    result = audit([parse_log(text.encode(), "log")], given)
     return result.rows[0].verdict, list(result.flags), result.rows[0].tflops_per_gpu
 
 
@@ -178,15 +178,6 @@ def test_above_the_peak() -> None:
 
 def test_throughput_against_latency() -> None:
     text = (LOGS / "004_095922512483cfba.txt").read_text().replace("| 84.019 |", "| 94.019 |")
-    codes = [(flag.code, flag.line) for flag in audit([parse_log(text, "log")]).flags]
+    codes = [(flag.code, flag.line) for flag in audit([parse_log(text.encode(), "log")]).flags]
     assert ("throughput_mismatch", 8) in codes
     assert codes.count(("throughput_mismatch", 8)) == len([code for code, _ in codes if code == "throughput_mismatch"])
-
-
-def test_the_frame_has_its_columns(all_logs: Audit) -> None:
-    frame = all_logs.frame()
-    assert tuple(frame.columns) == COLUMNS
-    assert len(frame) == 80
-    assert set(frame["verdict"]) <= set(VERDICTS)
-    assert int(frame["oom"].sum()) == 1
-    assert int(frame["missing"].sum()) == 2

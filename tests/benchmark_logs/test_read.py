@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
 import time
 from pathlib import Path
 
@@ -9,7 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ringprof.benchmark_logs.read import LogRow, has_rows, parse_log, read_log
+from ringprof.benchmark_logs.audit import audit
+from ringprof.benchmark_logs.read import has_rows, parse_log, read_log
+from ringprof.benchmark_logs.rows import LogRow
 from ringprof.errors import InputError
 from tests.paths import LOGS
 
@@ -65,7 +69,6 @@ def test_log_001_with_its_wrapped_lines() -> None:
 def test_log_002_takes_its_settings_from_the_results_block() -> None:
     log = read_log(next(LOGS.glob("002_*")))
     (row,) = log.rows
-    assert log.results_blocks == 1
     assert (row.line, row.system, row.heads, row.kv_heads, row.head_dim) == (69, "double_ring", 40, 40, 128)
     assert (row.causal, row.world_size, row.sources["heads"]) == (True, 32, "line 40")
     assert (row.forward_ms, row.forward_backward_ms, row.tflops, row.memory_mb) == (530.17, 1941.49, 158.57, 4485.0)
@@ -101,32 +104,109 @@ def test_log_004_by_ring_type() -> None:
 
 def test_all_logs_in_one_file() -> None:
     text = "\n".join(path.read_text() for path in sorted(LOGS.glob("*.txt")))
-    assert len(parse_log(text, "all").rows) == 80
+    assert len(parse_log(text.encode(), "all").rows) == 80
 
 
 @pytest.mark.parametrize("prefix", ["[rank0]:", "node-3: ", "2026-01-02 03:04:05 INFO "])
 def test_other_prefixes(prefix: str) -> None:
     text = (LOGS / "001_70a12dcf62574dfd.txt").read_text().replace("g43: ", prefix)
-    assert [r.tflops for r in parse_log(text, "log").rows] == [r.tflops for r in rows(1)]
+    assert [r.tflops for r in parse_log(text.encode(), "log").rows] == [r.tflops for r in rows(1)]
+
+
+TIMED = "2026-01-02 03:{:02d}:07,{:03d} - INFO - "
+
+
+@pytest.mark.parametrize("prefix", ["(EngineCore_6 pid=1389346) ", "[2026-01-02 03:04:05] [INFO] ", TIMED])
+@pytest.mark.parametrize("number", [0, 3, 4])
+def test_any_prefix_changes_nothing(prefix: str, number: int) -> None:
+    text = re.sub(r"(?m)^g\d\d: |\n-$", "", next(LOGS.glob(f"{number:03d}_*")).read_text())
+    plain = parse_log(text.encode(), "log")
+    lines = "".join(f"{prefix.format(at % 60, at)}{line}\n" for at, line in enumerate(text.splitlines()))
+    assert parse_log(lines.encode(), "log").rows == plain.rows and len(plain.rows) in (15, 16, 42)
+
+
+def test_settings_of_pasted_json() -> None:
+    text = '{"num_attention_heads": 40, "head_dim": 128, "batch_size": 1}\n' + WHOLE
+    (row,) = parse_log(text.encode(), "log").rows
+    assert (row.heads, row.head_dim, row.batch, row.sources) == (40, 128, 1, {"heads": "line 1", "head_dim": "line 1"})
+
+
+def test_a_count_of_gpus_is_no_number_beside_the_word() -> None:
+    text = "step 3 tokens 4096 GPU 3 ok\non 32 GPUs\n| B | Seq Len | TFLOPs/s |\n| 1 | 8192 | 30.5 |\n"
+    assert parse_log(text.encode(), "log").rows[0].world_size == 32
+
+
+@pytest.mark.parametrize("cell", ["1_000", "1e3", "0x10", "1.5", "-3", "½"])
+def test_what_is_no_whole_number_is_no_length(cell: str) -> None:
+    text = f"| B | Seq Len | TFLOPs/s |\n| 1 | {cell} | 30.5 |\n| 1 | 1,000 | 30.5 |\n"
+    assert [row.seq for row in parse_log(text.encode(), "log").rows] == [1000]
+
+
+# --- a log that ends inside a row -----------------------------------------------------------------------
+
+WHOLE = "| B | Seq Len | FWD (ms) | TFLOPs/s |\n|---|---|---|---|\n| 1 | 8192 | 2.00 | 136.79 |\n"
+
+
+@pytest.mark.parametrize(
+    ("end", "tflops", "severity"),
+    [
+        ("| 1 | 16384 | 4.00 | 155.06 |\n", [136.79, 155.06], None),
+        ("| 1 | 16384 | 4.00 | 155.06 |", [136.79, 155.06], None),
+        ("| 1 | 16384 | 4.00 | 155.06", [136.79, 155.06], None),
+        ("| 1 | 16384 | 4.00 | 155.0", [136.79, None], "warning"),
+        ("| 1 | 16384 | 4.00 | 15", [136.79, None], "warning"),
+        ("| 1 | 16384 | 4.00 | ", [136.79, None], "warning"),
+        ("| 1 | 16384 | 4.0", [136.79], "warning"),
+        ("| 1 | 163", [136.79], "warning"),
+        ("| 1 | 16384 | 4.00 | OOM", [136.79, None], None),
+        ("loss 3 at step 5", [136.79], None),
+        ("", [136.79], None),
+    ],
+)
+def test_a_log_that_ends_inside_a_row(end: str, tflops: list[float | None], severity: str | None) -> None:
+    log = parse_log((WHOLE + end).encode(), "log")
+    assert [row.tflops for row in log.rows] == tflops
+    assert [(flag.code, flag.severity, flag.line) for flag in log.flags] == [("cut_off", severity, 4)] * bool(severity)
+    assert log.flags == tuple(flag for flag in audit([log]).flags if flag.code == "cut_off")
+
+
+def test_a_lone_figure_at_the_end_may_be_cut() -> None:
+    log = parse_log(WHOLE[: WHOLE.index("6.79")].encode(), "log")
+    assert [row.tflops for row in log.rows] == [13.0]
+    assert [(flag.severity, flag.printed) for flag in log.flags] == [("note", "13")]
+
+
+@pytest.mark.parametrize("path", sorted(LOGS.glob("*.txt")), ids=lambda path: path.name[:3])
+def test_no_cut_changes_a_figure_in_silence(path: Path) -> None:
+    data = path.read_bytes()
+    whole = {row.line: row for row in read_log(path).rows}
+    for cut in range(7, len(data), 13):
+        with contextlib.suppress(InputError):
+            log = parse_log(data[:cut], str(path))
+            for row in log.rows:
+                # Without its summary, the results block of log 002 is the row.
+                other = whole.get(row.line, whole.get(69))
+                same = all(getattr(row, name) == getattr(other, name) for name in ("seq", *row.steps))
+                assert same or log.flags, (cut, row)
 
 
 def test_a_results_block_alone_is_a_row() -> None:
     text = "".join((LOGS / "002_24cf2d6a9b1ed1f8.txt").read_text().splitlines(keepends=True)[33:62])
-    (row,) = parse_log(text, "log").rows
+    (row,) = parse_log(text.encode(), "log").rows
     assert (row.format, row.seq, row.forward_backward_ms, row.world_size) == ("results", 524288, 1941.49, 32)
 
 
 def test_a_table_wrapped_in_the_middle_of_cells() -> None:
     lines = (LOGS / "001_70a12dcf62574dfd.txt").read_text().splitlines()[27:33]
     pieces = [line[at : at + 70] for line in lines for at in range(0, len(line), 70)]
-    assert [r.tflops for r in parse_log("\n".join(pieces), "log").rows] == [129.59, 164.50, 158.71]
+    assert [r.tflops for r in parse_log("\n".join(pieces).encode(), "log").rows] == [129.59, 164.50, 158.71]
 
 
 def test_interleaved_hosts_keep_their_tables() -> None:
     one = (LOGS / "000_6ad8b6078955b01f.txt").read_text().splitlines()[1:8]
     two = [line.replace("g45:", "g46:").replace("43.28", "44.44") for line in one]
     text = "\n".join(line for pair in zip(one, two, strict=True) for line in pair)
-    assert [r.tflops for r in parse_log(text, "log").rows] == [43.28, 44.44, 71.98, 71.98, None, None]
+    assert [r.tflops for r in parse_log(text.encode(), "log").rows] == [43.28, 44.44, 71.98, 71.98, None, None]
 
 
 def test_what_is_no_log(tmp_path: Path) -> None:
@@ -135,7 +215,7 @@ def test_what_is_no_log(tmp_path: Path) -> None:
         read_log(tmp_path / "a.txt")
     with pytest.raises(InputError, match=r"none\.txt"):
         read_log(tmp_path / "none.txt")
-    assert not has_rows("Dtype | B | Seq Len | FWD (ms)\n")
+    assert not has_rows(b"Dtype | B | Seq Len | FWD (ms)\n")
 
 
 def test_a_kernel_table_alone_names_the_other_command(tmp_path: Path) -> None:
@@ -153,7 +233,8 @@ def test_damage_never_raises(data: st.DataObject) -> None:
         at = data.draw(st.integers(0, len(text) - 1))
         text[at : at + data.draw(st.integers(0, 300))] = data.draw(st.text(max_size=5))
         text = text or ["x"]
-    parse_log("".join(text), "log")
+    with contextlib.suppress(InputError):
+        parse_log("".join(text).encode(errors="replace"), "log")
 
 
 @pytest.mark.parametrize(
@@ -174,5 +255,5 @@ def test_damage_never_raises(data: st.DataObject) -> None:
 )
 def test_time_is_linear_on_hostile_text(text: str) -> None:
     start = time.process_time()
-    has_rows(text)
+    has_rows(text.encode())
     assert time.process_time() - start < 5

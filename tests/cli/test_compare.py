@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 import shutil
 
 import pytest
@@ -101,6 +102,8 @@ def test_a_condition_sets_the_exit_code(capsys):
         ([ZIGZAG, "nowhere"], "nowhere"),
         ([ZIGZAG, RING, "--fail-if", "tflop < 1"], "there are:"),
         ([ZIGZAG, RING, "--fail-if", "import os"], "FIGURE OP NUMBER"),
+        ([ZIGZAG, RING, "--fail-if", "exposed_comm_share > 5"], "did you mean 'exposed_comm_share > 5%'?"),
+        ([ZIGZAG, RING, "--fail-if", "exposed_comm > 5%"], "exposed_comm is no share"),
     ],
 )
 def test_wrong_usage_is_one_line(capsys, arguments, part):
@@ -110,5 +113,18 @@ def test_wrong_usage_is_one_line(capsys, arguments, part):
 
 
 def test_objects_can_be_compared_from_python():
-    found = ringprof.compare(ringprof.load(ZIGZAG), ringprof.load(RING))
-    assert [entry.source for entry in found.entries] == ["run", "run"]
+    runs = [ringprof.load(ZIGZAG), ringprof.load(RING)]
+    found = ringprof.compare(*runs)
+    assert [(entry.label, entry.source) for entry in found.entries] == [(run.name, "run") for run in runs]
+
+
+def test_nine_runs_fit_80_columns_one_run_a_row(capsys, monkeypatch):
+    paths = [str(path) for path in sorted((ROOT / "traces").glob("h200x4-*-262144"))]
+    assert len(paths) == 9
+    _, wide, _ = run(capsys, *paths)
+    monkeypatch.setenv("COLUMNS", "80")
+    _, narrow, _ = run(capsys, *paths)
+    assert max(map(len, narrow.splitlines())) <= 80 and "…" not in narrow
+    assert re.search(r"^h200x4-usp-262144 +1,173.4 +0.59x\+ +524.7 +1.71x\+ ", narrow, re.MULTILINE)
+    figure = re.compile(r"\d[\d,]*\.\d+")
+    assert sorted(figure.findall(narrow)) == sorted(figure.findall(wide))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ringprof.benchmark_logs.audit import COLUMNS
+from ringprof.benchmark_logs.show import LOG_COLUMNS
 from ringprof.cli import run
 from tests.paths import LOGS
 
@@ -36,7 +36,7 @@ def test_json_follows_its_schema(capsys: pytest.CaptureFixture[str]) -> None:
         jsonschema.validate(data, schema)
         assert data["schema"] == "ringprof.logs/1"
         assert len(data["rows"]) == 80
-        assert set(data["rows"][0]) == set(COLUMNS)
+        assert set(data["rows"][0]) == set(LOG_COLUMNS)
     assert {"code", "severity", "file", "line", "message", "printed", "computed"} == set(data["flags"][0])
 
 

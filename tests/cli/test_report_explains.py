@@ -32,6 +32,8 @@ def report(capsys, *options, path=RUN):
         ("tflops < 306", True),
         ("hops != 9", True),
         ("MAX( idle ) <= 1%", True),
+        ("exposed_comm > 0.05", True),
+        ("exposed_comm <= 1", True),
     ],
 )
 def test_a_condition_that_holds_exits_with_1_and_its_figure(capsys, condition, held):
@@ -65,6 +67,11 @@ def test_every_figure_is_that_of_the_json_report():
         ("tflops = 5", "write FIGURE OP NUMBER"),
         ("__import__('os') > 1", "write FIGURE OP NUMBER"),
         ("mean(idle) > 1", "write FIGURE OP NUMBER"),
+        ("exposed_com > 5%", "nearest: exposed_comm"),
+        ("exposed_comm > 5", "exposed_comm is a share: did you mean 'exposed_comm > 5%'?"),
+        ("max(idle) >= 2", "did you mean 'max(idle) >= 2%'?"),
+        ("waterfall.imbalance > 10", "did you mean"),
+        ("tflops < 95%", "tflops is no share: did you mean 'tflops < 0.95 * base'?"),
     ],
 )
 def test_a_condition_that_cannot_be_meant_exits_with_2_and_one_line(capsys, condition, message):
@@ -83,18 +90,18 @@ def test_a_printed_table_has_figures_too(capsys):
 def test_the_further_tables_are_shown_when_asked_for(capsys):
     _, plain, _ = report(capsys)
     assert "ring steps" not in plain
-    code, out, _ = report(capsys, "--steps", "--hops", "--waterfall")
+    code, out, _ = report(capsys, "--steps", "--hops", "--waterfall", "--kernels", "--all")
     assert code == 0
-    for title in ("ring steps", "hops", "waterfall"):
+    for title in ("ring steps", "hops", "waterfall", "kernels"):
         assert any(line.startswith(title) for line in out.splitlines())
     assert "rank 0 fwd 0" in out
     assert "bound by" in out
     assert "needed work at peak" in out
-    assert "next: ringprof report PATH --html report.html · --format json" in out
+    assert "next: ringprof report traces/h200x4-ring-262144 --html report.html · --format json" in out
 
 
 def test_a_step_row_shows_the_json_reports_figures(capsys):
-    _, out, _ = report(capsys, "--steps")
+    _, out, _ = report(capsys, "--steps", "--all")
     step = json.loads(report(capsys, "--format", "json")[1])["steps"][0]
     row = next(line for line in out.splitlines() if line.startswith("rank 0 fwd 0")).split()
     times = [step["block_ns"], step["end_ns"] - step["start_ns"]]

@@ -9,10 +9,11 @@ from pathlib import Path
 
 from ringprof.analysis.findings.findings import findings_in_memory
 from ringprof.benchmark_logs.audit import audit
-from ringprof.benchmark_logs.read import decode_log
+from ringprof.benchmark_logs.read import parse_log
 from ringprof.errors import RingprofError
 from ringprof.kernel_tables.analyse import analyse_table
 from ringprof.kernel_tables.read import read_tables
+from ringprof.limits import Limits, MemoryBudget
 from ringprof.report import as_json
 from ringprof.run import Run, parse_run
 from ringprof.scale.pipeline import attribute
@@ -20,20 +21,21 @@ from ringprof.trace.columns import Trace
 from ringprof.trace.kineto import parse_trace
 from ringprof.trace.reduced import MAGIC, parse_reduced, reduce_trace
 
+SMALL = Limits(expanded_bytes=1 << 24)
 _SEED = Path(__file__).parent / "corpus" / "trace" / "h200x4-zigzag-65536.json"
 SOUND = parse_trace(_SEED.read_bytes(), "rank0.json")
 
 
 def read_trace(data: bytes) -> None:
     """A Kineto trace, its report, and its reduced form."""
-    trace = parse_trace(data, "rank0.json", limit_bytes=1 << 24)
+    trace = parse_trace(data, "rank0.json", MemoryBudget(SMALL))
     assert len(parse_reduced(reduce_trace(trace)).activities.start_ns) == len(trace.activities.start_ns)
     report_of(trace)
 
 
 def read_reduced(data: bytes) -> None:
     """A reduced trace from what its compressed part expands to, and its report."""
-    report_of(parse_reduced(MAGIC + zlib.compress(data, 0), "rank0.ringprof", limit_bytes=1 << 24))
+    report_of(parse_reduced(MAGIC + zlib.compress(data, 0), "rank0.ringprof", MemoryBudget(SMALL)))
 
 
 def report_of(trace: Trace, run: Run | None = None) -> None:
@@ -50,13 +52,13 @@ def report_of(trace: Trace, run: Run | None = None) -> None:
 
 def read_table(data: bytes) -> None:
     """Printed kernel tables and what they prove."""
-    for table in read_tables(data.decode("utf-8", errors="replace"), "some.log"):
+    for table in read_tables(data, "some.log"):
         analyse_table(table, None, None)
 
 
 def read_log(data: bytes) -> None:
     """Benchmark logs and their audit."""
-    audit([decode_log(data, "some.log")])
+    audit([parse_log(data, "some.log")])
 
 
 def read_run(data: bytes) -> None:

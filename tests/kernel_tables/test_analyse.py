@@ -10,8 +10,9 @@ import pytest
 
 from ringprof.kernel_tables.analyse import TableReport, analyse_table
 from ringprof.kernel_tables.kernels import kind_of_row
-from ringprof.kernel_tables.read import KernelTable, TableRow, read_tables
-from ringprof.kernel_tables.show import as_dict, render, render_all, whole_report
+from ringprof.kernel_tables.read import read_tables
+from ringprof.kernel_tables.rows import KernelTable, TableRow
+from ringprof.kernel_tables.show import table_dict, table_text, tables_dict, tables_text
 from tests.paths import LOGS
 
 LOG = LOGS / "002_24cf2d6a9b1ed1f8.txt"
@@ -23,12 +24,12 @@ SEND = "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)"
 
 
 def kernel(name: str, ms: float, calls: int = 1) -> TableRow:
-    return TableRow(name, 1, calls, 0, 0, round(ms * MS), round(ms * MS), unit="ms", step_ns=1000)
+    return TableRow(name, 1, calls, 0, 0, round(ms * MS), unit="ms", step_ns=1000)
 
 
 def cpu(name: str, ms: float, device_ms: float = 0, calls: int = 1) -> TableRow:
     time = round(ms * MS)
-    return TableRow(name, 1, calls, time, time, round(device_ms * MS), round(device_ms * MS), unit="ms", step_ns=1000)
+    return TableRow(name, 1, calls, time, time, round(device_ms * MS), unit="ms", step_ns=1000)
 
 
 def table(*rows: TableRow, total_ms: float | None = None, cpu_ms: float | None = None) -> KernelTable:
@@ -46,7 +47,7 @@ def codes(report: TableReport) -> list[str]:
 
 @pytest.fixture(scope="module")
 def published() -> TableReport:
-    return analyse_table(read_tables(LOG.read_text(), "log")[0])
+    return analyse_table(read_tables(LOG.read_bytes(), "log")[0])
 
 
 def test_published_times(published: TableReport) -> None:
@@ -79,11 +80,11 @@ def test_published_overlap_is_an_interval_for_one_iteration(published: TableRepo
 
 
 def test_published_summary_is_explained(published: TableReport) -> None:
-    flash, ring = published.claims
-    assert (flash.claim.printed, round(flash.share, 4), flash.listed) == ("0.03", 0.6350, True)
+    flash, ring = published.shares
+    assert (flash.stated.printed, round(flash.share, 4), flash.listed) == ("0.03", 0.6350, True)
     assert flash.causes == ("seconds_dropped", "fraction_as_percent")
-    assert (ring.claim.printed, round(ring.share, 4), ring.causes) == ("0.00", 0.3459, ("seconds_dropped",))
-    text = render(published)
+    assert (ring.stated.printed, round(ring.share, 4), ring.causes) == ("0.00", 0.3459, ("seconds_dropped",))
+    text = table_text(published)
     for figure in ("0.03 %", "63.50 %", "0.00 %", "34.59 %", "14.531 s", "11.306 s", "5.564 s", "15.191 s"):
         assert figure in text
 
@@ -102,7 +103,7 @@ def test_given_iterations_are_used(published: TableReport) -> None:
 
 
 def test_published_json(published: TableReport) -> None:
-    data = json.loads(json.dumps(as_dict(published), allow_nan=False))
+    data = json.loads(json.dumps(table_dict(published), allow_nan=False))
     assert {"total_ns", "kinds_ns", "overlap_ratio_min", "overlap_ratio_max"} <= set(data)
     assert data["kinds_ns"]["send_recv"] == 11_306 * MS
 
@@ -114,7 +115,7 @@ def test_the_whole_json_report(published: TableReport) -> None:
     whole = json.loads((folder / "report-1.schema.json").read_text())
     small = analyse_table(table(kernel(FLASH, 5)))
     for reports in ([published], [small], [small, published]):
-        data = whole_report(reports, ["log"])
+        data = tables_dict(reports, "log")
         jsonschema.validate(data["table"], part)
         jsonschema.validate({**data, "table": None}, whole)
     assert data["table"]["total_ns"] == published.total_ns
@@ -139,7 +140,7 @@ def test_operators_and_annotations_are_not_added() -> None:
     )
     assert report.kinds_ns == {"flash_bwd": 8 * MS, "send_recv": 3 * MS, "gemm": 2 * MS}
     assert report.difference_ns == 0
-    assert [out.reason for out in report.left_out].count("annotation") == 2
+    assert [out.reason for out in report.counted.left_out].count("annotation") == 2
     assert codes(report) == []
 
 
@@ -151,7 +152,7 @@ def test_a_kernel_and_an_operator_of_one_name() -> None:
 def test_an_annotation_of_the_users_own_has_a_cpu_row() -> None:
     report = analyse_table(table(cpu("my step", 9, 0), kernel("my step", 9), kernel(FLASH, 5), total_ms=5))
     assert report.kinds_ns == {"flash_fwd": 5 * MS}
-    assert "same_name_on_cpu" in [out.reason for out in report.left_out]
+    assert "same_name_on_cpu" in [out.reason for out in report.counted.left_out]
 
 
 def test_the_footer_tells_an_annotation_without_a_cpu_row() -> None:
@@ -259,12 +260,12 @@ def test_no_claim_where_graphs_launch_many_kernels() -> None:
 
 
 def test_two_tables_are_both_shown(published: TableReport) -> None:
-    text = render_all([published, published])
+    text = tables_text([published, published])
     assert text.count("by kind") == 2
-    assert render_all([published], ascii_only=True).isascii()
+    assert tables_text([published], ascii_only=True).isascii()
 
 
 def test_names_cannot_reach_the_terminal_as_commands() -> None:
     report = analyse_table(table(kernel("nccl:\x1b[31m\x07evil\u202e", 3), kernel(FLASH, 5)))
-    text = render(report)
+    text = table_text(report)
     assert not [char for char in text if char != "\n" and not char.isprintable()]

@@ -30,7 +30,7 @@ def test_round_trip(path: Path) -> None:
     exact: Counter[str] = Counter()
     for event in events:
         exact[merged(kind_of_row(event["name"]))] += round(event["dur"] * 1000)
-    table = read_tables(printed(events), "log")[0]
+    table = read_tables(printed(events).encode(), "log")[0]
     report = analyse_table(table)
     told: Counter[str] = Counter()
     for kind, time in report.kinds_ns.items():

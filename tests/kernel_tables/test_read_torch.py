@@ -117,7 +117,7 @@ def test_a_wrapped_table_parses_back(
 
 def check(logged: str, rows: list[FunctionEventAvg], unit: str | None, width: int | None) -> None:
     note(logged)
-    table = read_tables(logged, "log")[0]
+    table = read_tables(logged.encode(), "log")[0]
     assert len(table.rows) == len(rows)
     for row, event in zip(table.rows, rows, strict=True):
         name = str(event.key)

@@ -14,10 +14,10 @@ import ringprof
 from ringprof import cli
 from ringprof.analysis.findings.findings import findings_in_memory
 from ringprof.report import as_json
-from ringprof.report.lanes import MOST_BARS, timeline_of
-from ringprof.report.page.document import render
+from ringprof.report.page.html import render
 from ringprof.report.page.run import run_document
 from ringprof.report.page.several import comparison_document, sweep_document
+from ringprof.report.timeline import MOST_BARS, timeline_of
 from ringprof.scale.pipeline import attribute
 from tests.analysis.build import Builder
 from tests.analysis.rings import ring_pass

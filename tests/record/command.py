@@ -21,6 +21,11 @@ import os
 import signal
 import time
 
+import torch
+import torch.distributed as dist
+
+from ringprof.strategies.base import Strategy
+from ringprof.strategies.layouts import LAYOUTS
 from ringprof.strategies.zigzag import Zigzag
 
 
@@ -40,6 +45,29 @@ class NotANumber(Zigzag):
         if self.comm.rank == 1:
             dv[0, 0, 0, 0] = float("nan")
         return dq, dk, dv
+
+
+class LongOnly(Zigzag):
+    """Leaves out a block where a rank holds more tokens than the check before timing gives it."""
+
+    def block(self, kv_rank, q, causal):
+        last = (self.comm.rank - kv_rank) % self.comm.size == self.comm.size - 1
+        return None if q.shape[1] > 64 and last else super().block(kv_rank, q, causal)
+
+
+class SecondCall(Zigzag):
+    """Right in the first call, then nothing forward and no numbers backward: a stale buffer, a missing wait."""
+
+    calls = 0
+
+    def forward(self, blocks, q, k, v):
+        self.calls += 1
+        out, lse = super().forward(blocks, q, k, v)
+        return (out * 0 if self.calls > 1 else out), lse
+
+    def backward(self, blocks, rows, q, k, v):
+        gradients = super().backward(blocks, rows, q, k, v)
+        return tuple(x * float("nan") for x in gradients) if self.calls > 1 else gradients
 
 
 class Slow(Zigzag):
@@ -93,6 +121,40 @@ class Later(Zigzag):
         import torch
 
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 80.00 GiB")
+
+
+class Past(Strategy):
+    """Right, and past ringprof's kernels and channels: what it computes and sends is not counted."""
+
+    layout = LAYOUTS["contiguous"]
+
+    def whole(self, x):
+        pieces = [torch.empty_like(x) for _ in range(self.comm.size)]
+        dist.all_gather(pieces, x.contiguous())
+        return torch.cat(pieces, dim=1)
+
+    def weights(self, blocks, q, k):
+        scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * blocks.scale
+        if blocks.causal:
+            later = torch.arange(k.shape[1]) > self.positions(k.shape[1])[:, None]
+            scores = scores.masked_fill(later, float("-inf"))
+        return scores.softmax(-1), scores.logsumexp(-1)
+
+    def forward(self, blocks, q, k, v):
+        weights, lse = self.weights(blocks, q.float(), self.whole(k.float()))
+        return torch.einsum("bhqk,bkhd->bqhd", weights, self.whole(v.float())).to(q.dtype), lse
+
+    def backward(self, blocks, rows, q, k, v):
+        wide_k, wide_v, dout = self.whole(k.float()), self.whole(v.float()), rows.dout.float()
+        weights, _ = self.weights(blocks, q.float(), wide_k)
+        dweights = torch.einsum("bqhd,bkhd->bhqk", dout, wide_v)
+        dscores = weights * (dweights - (weights * dweights).sum(-1, keepdim=True)) * blocks.scale
+        sums = torch.stack([
+            torch.einsum("bhqk,bqhd->bkhd", dscores, q.float()), torch.einsum("bhqk,bqhd->bkhd", weights, dout)
+        ])
+        dist.all_reduce(sums)
+        dk, dv = sums[:, :, self.comm.rank * k.shape[1]:][:, :, : k.shape[1]]
+        return torch.einsum("bhqk,bkhd->bqhd", dscores, wide_k).to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
 class Starred(Zigzag):

@@ -10,7 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.record.command import SMALL, rank_process, run, run_and_disturb, wait_until
+from tests.record.command import (
+    RINGPROF,
+    SMALL,
+    environment,
+    rank_process,
+    run,
+    run_and_disturb,
+    started_in,
+    wait_until,
+)
 
 TWO = [*SMALL, "--world", "2"]
 SLOW = ["record", "--strategy", "mine:Slow", *TWO, "--iters", "100"]
@@ -43,6 +52,24 @@ def test_a_wrong_result_ends_the_run_before_timing(own_strategies: Path, name: s
     assert "warm-up" not in done.stderr and "iterations" not in done.stderr.replace("an iteration", "")
     kept_log(line, own_strategies)
     assert nothing_recorded(own_strategies)
+
+
+@pytest.mark.parametrize(
+    ("name", "told"), [("LongOnly", "is off by"), ("SecondCall", "is not finite, in the last timed iteration")]
+)
+def test_a_result_that_is_wrong_only_where_it_is_timed_ends_the_run(own_strategies: Path, name: str, told: str) -> None:
+    done = run(["record", "--strategy", f"mine:{name}", *TWO], own_strategies, TMPDIR=str(own_strategies))
+    assert done.returncode == 3
+    line = one_line(done.stderr)
+    assert "wrong result on rank" in line and told in line and "sequence 512" in line
+    assert "nothing was recorded" in line and nothing_recorded(own_strategies)
+
+
+def test_one_key_a_row_is_verified(own_strategies: Path) -> None:
+    """Where the kernel alone has no error, as a row that sees one key."""
+    tiny = ["--seq", "4", "--world", "4", "--heads", "4", "--head-dim", "8", "--device", "cpu", "--iters", "1"]
+    done = run(["record", "--strategy", "ring", *tiny], own_strategies)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_killed_rank_ends_all(own_strategies: Path) -> None:
@@ -119,3 +146,33 @@ def test_a_hanging_rank_is_named_when_time_is_up(own_strategies: Path) -> None:
     line = one_line(done.stderr)
     assert "rank 1 hung in iterations, step 1, after 0 hops" in line and "15 s" in line
     assert nothing_recorded(own_strategies)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_before_there_are_ranks_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
+    (tmp_path / "tmp").mkdir()
+    process = subprocess.Popen(
+        [*RINGPROF, "record", "--strategy", "ring", *TWO], cwd=tmp_path, stderr=subprocess.PIPE, text=True,
+        env=environment(TMPDIR=str(tmp_path / "tmp")),
+    )  # fmt: skip
+    wait_until(lambda: bool(list((tmp_path / "tmp").glob("ringprof-ranks-*"))), 60)
+    process.send_signal(number)
+    _, stderr = process.communicate(timeout=10)
+    assert process.returncode == 128 + number and "Traceback" not in stderr
+    assert list((tmp_path / "tmp").iterdir()) == [] and not (tmp_path / "traces").exists()
+
+
+@pytest.mark.long
+def test_what_a_killed_recording_leaves_among_the_temporary_files_goes_with_the_next(own_strategies: Path) -> None:
+    run_and_disturb(SLOW, own_strategies, kill_all)
+    assert list(own_strategies.glob("ringprof-ranks-*"))
+    done = run(["record", "--strategy", "ring", *TWO, "--iters", "1"], own_strategies, TMPDIR=str(own_strategies))
+    assert done.returncode == 0 and not list(own_strategies.glob("ringprof-*"))
+
+
+def kill_all(process: subprocess.Popen[str]) -> None:
+    """The ranks first stopped, so that none can clear up."""
+    folder = Path(os.readlink(f"/proc/{process.pid}/cwd"))
+    for number in (signal.SIGSTOP, signal.SIGKILL):
+        for pid in started_in(folder):
+            os.kill(pid, number)

@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import pytest
 
-from ringprof.record.hosts import Where, host_names, host_numbers, regular_per_host
+from ringprof.record.hosts import RankHost, distinct_host_names, host_numbers
 from ringprof.strategies import Unfit
 from ringprof.strategies.hosts import Hosts
 
 
 def test_a_name_is_enough_where_it_is_one_hosts() -> None:
-    assert host_names([Where("a", 0), Where("a", 0), Where("b", 1)]) == ["a", "a", "b"]
+    assert distinct_host_names([RankHost("a", 0), RankHost("a", 0), RankHost("b", 1)]) == ["a", "a", "b"]
 
 
 def test_hosts_of_one_name_are_told_apart_by_their_number() -> None:
-    assert host_names([Where("pod", 0), Where("pod", 1), Where("b", 2)]) == ["pod#0", "pod#1", "b"]
+    assert distinct_host_names([RankHost("pod", 0), RankHost("pod", 1), RankHost("b", 2)]) == ["pod#0", "pod#1", "b"]
 
 
 @pytest.mark.parametrize(
     ("names", "numbers", "together"),
     [("aabb", [0, 0, 1, 1], 2), ("bbaa", [0, 0, 1, 1], 2), ("abab", [0, 1, 0, 1], 4), ("aabbbb", [0, 0, 1, 1, 1, 1], 6),
-     ("aaaa", [0, 0, 0, 0], 4), ("abcd", [0, 1, 2, 3], 1), ("aabbb", [0, 0, 1, 1, 1], 5)],
+     ("aaaa", [0, 0, 0, 0], 4), ("abcd", [0, 1, 2, 3], 1), ("aabaab", [0, 0, 1, 0, 0, 1], 6),
+     ("aabbb", [0, 0, 1, 1, 1], 5)],
 )  # fmt: skip
 def test_numbers_and_links(names: str, numbers: list[int], together: int) -> None:
-    assert host_numbers(names) == numbers and regular_per_host(numbers) == together
+    assert host_numbers(names) == numbers
     hosts = Hosts.given(len(names), None, numbers)
     assert hosts is not None and hosts.per_host(range(len(names))) == together
     for one, first in enumerate(names):

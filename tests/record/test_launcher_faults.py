@@ -4,14 +4,26 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
-from tests.record.command import SMALL, TORCHRUN, rank_process, run, run_and_disturb, started_in, wait_until
+from tests.record.command import (
+    SMALL,
+    TORCHRUN,
+    environment,
+    rank_process,
+    run,
+    run_and_disturb,
+    started_in,
+    wait_until,
+)
 from tests.record.test_faults import to_group
 
 RECORD = ["-m", "ringprof", "record", *SMALL, "--iters", "1"]
@@ -99,3 +111,57 @@ def test_ctrl_c(own_strategies: Path, interrupt: Callable[[subprocess.Popen[str]
     line = one_line(stderr)
     assert "interrupted during iterations" in line and seconds < 10
     only_a_log(line, own_strategies)
+
+
+# A launcher, and one rank of it that waits for another which never comes.
+LONELY = """
+import os, subprocess, sys, time
+rank = subprocess.Popen([sys.executable, "-m", "ringprof", "record", *sys.argv[1:]])
+print(rank.pid, flush=True)
+sys.exit(rank.wait())
+"""
+
+
+@pytest.fixture
+def lonely(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    launched = environment(
+        RANK="0", WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
+        TORCHELASTIC_RUN_ID="lonely", TMPDIR=str(tmp_path),
+    )  # fmt: skip
+    command = [sys.executable, "-c", LONELY, "--strategy", "ring", *SMALL]
+    launcher = subprocess.Popen(
+        command, cwd=tmp_path, env=launched, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert launcher.stdout is not None and launcher.stderr is not None
+    rank = int(launcher.stdout.readline())
+    # It waits when the port is open where the ranks are to meet.
+    wait_until(lambda: any(at.laddr.port == port for at in psutil.Process(rank).net_connections()), 60)
+    yield launcher, rank
+    launcher.stdout.close()
+    launcher.stderr.close()
+    if psutil.pid_exists(rank):
+        os.kill(rank, signal.SIGKILL)
+
+
+def test_ranks_do_not_wait_for_others_when_their_launcher_is_gone(
+    lonely: tuple[subprocess.Popen[str], int], tmp_path: Path
+) -> None:
+    launcher, rank = lonely
+    launcher.kill()
+    launcher.wait(10)
+    wait_until(lambda: not psutil.pid_exists(rank), 10)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_rank_that_waits_for_others_hears_signals(
+    lonely: tuple[subprocess.Popen[str], int], number: signal.Signals, code: int
+) -> None:
+    launcher, rank = lonely
+    os.kill(rank, number)
+    assert launcher.wait(10) == code
+    said = launcher.stderr.read() if launcher.stderr else ""
+    assert ("ringprof: interrupted before all ranks were there" in said) == (number == signal.SIGINT)
+    assert "Traceback" not in said

@@ -180,3 +180,46 @@ def test_capture_with_a_rank_that_fails(tmp_path: Path, how: str, on: int) -> No
     again = run(["own.py", "nothing", "0"], tmp_path, TORCHRUN)
     assert again.returncode == 0, again.stderr
     assert [path.name for path in (tmp_path / "traces").iterdir()] == ["mine"]
+
+
+NOT_UTF_8 = os.fsdecode(b"bad\xff")
+QUICK = ["record", "--strategy", "ring", *SMALL, "--seq", "128", "--world", "2", "--iters", "1"]
+
+
+@pytest.mark.parametrize(
+    "launcher",
+    [pytest.param(RINGPROF, id="own ranks"),
+     pytest.param([*TORCHRUN, "-m", "ringprof"], id="torchrun", marks=pytest.mark.long)],
+)  # fmt: skip
+def test_a_folder_whose_name_is_not_utf_8(tmp_path: Path, launcher: list[str]) -> None:
+    """Where the command runs, where it writes to, and among its arguments."""
+    folder = tmp_path / NOT_UTF_8
+    folder.mkdir()
+    done = subprocess.run(
+        [*launcher, *QUICK, "-o", str(folder / "traces" / NOT_UTF_8)], cwd=folder, env=environment(),
+        capture_output=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert read_run(folder / "traces" / NOT_UTF_8).topology.world_size == 2
+    assert not list((folder / "traces").glob(".*"))
+
+
+def test_an_output_that_is_not_utf_8_and_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / NOT_UTF_8).write_text("no run")
+    done = subprocess.run(
+        [*RINGPROF, *QUICK, "-o", NOT_UTF_8], cwd=tmp_path, env=environment(), capture_output=True, check=False
+    )
+    assert done.returncode == 2 and b"Traceback" not in done.stderr
+    assert b"exists and is not a ringprof run" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "closed", [">&- 2>&- <&-", *(pytest.param(one, marks=pytest.mark.long) for one in (">&-", "2>&-", "<&-"))]
+)
+def test_closed_streams_are_no_failure(tmp_path: Path, closed: str) -> None:
+    command = ["bash", "-c", f'"$@" {closed}', "_", *RINGPROF, *QUICK]
+    env = environment(TMPDIR=str(tmp_path))
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert read_run(tmp_path / "traces/run.json").verification is not None
+    assert not list(tmp_path.glob("ringprof-*"))

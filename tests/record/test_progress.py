@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ringprof.errors import RecordError, UnfitWorkloadError, VerificationError
-from ringprof.record.launch import _cause, _laggard
+from ringprof.record.own_ranks import _cause, _laggard
 from ringprof.record.progress import Diary, DiaryReader
 
 

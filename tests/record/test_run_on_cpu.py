@@ -67,6 +67,15 @@ def test_the_run_says_what_ran(recorded: tuple[Path, Run, str]) -> None:
     assert found.command[:2] == ["ringprof", "record"]
 
 
+def test_the_run_says_where_each_ranks_hops_go_to(recorded: tuple[Path, Run, str]) -> None:
+    """Windows of two: the inner ring's next is the other of the window, the outer ring's the same place in the next."""
+    _, found, _ = recorded
+    assert found.work is not None
+    to = [{entry.channel: entry.to for entry in work.sent or []} for work in found.work]
+    assert [channels["read_inner"] for channels in to] == [1, 0, 3, 2]
+    assert [channels["read_outer"] for channels in to] == [2, 3, 0, 1]
+
+
 def test_every_iteration_of_every_rank_is_kept(recorded: tuple[Path, Run, str]) -> None:
     _, found, _ = recorded
     assert found.timings is not None and found.profiled is not None and found.timings.warmup == 1
@@ -81,8 +90,9 @@ def test_every_control_of_every_rank_is_kept(recorded: tuple[Path, Run, str]) ->
     assert controls is not None and found.work is not None and (controls.warmup, controls.rounds) == (1, 2)
     kinds = (controls.ordinary_ns, controls.solo_ns, controls.compute_only_ns, controls.communication_only_ns)
     for times in kinds:
-        assert [len(rank) for rank in times] == [2] * WORLD and all(time > 0 for rank in times for time in rank)
-    assert controls.solo_flops == [work.block_flops for work in found.work]
+        assert times is not None and [len(rank) for rank in times] == [2] * WORLD
+        assert all(time > 0 for rank in times for time in rank)
+    assert dict(enumerate(controls.solo_flops)) == found.block_flops()
     reported = run(["report", "traces/run.json"], folder)
     assert reported.returncode == 0 and "the same blocks alone" in reported.stdout, reported.stderr
 
@@ -105,12 +115,12 @@ def test_verification_is_in_the_run(recorded: tuple[Path, Run, str]) -> None:
 def test_work_equals_the_closed_formulas(recorded: tuple[Path, Run, str]) -> None:
     _, found, _ = recorded
     assert found.work is not None and found.workload is not None
-    assert sum(work.block_flops for work in found.work) == found.workload.exact_flops()
+    assert sum((found.block_flops() or {}).values()) == found.workload.exact_flops()
     local = SEQ // WORLD
     q_bytes, kv_bytes = local * HEADS * HEAD_DIM * BF16, local * KV_HEADS * HEAD_DIM * BF16
     row_bytes = local * HEADS * 4
     for work in found.work:
-        sent = {(sent.channel, sent.phase): sent for sent in work.sent}
+        sent = {(sent.channel, sent.phase): sent for sent in work.sent or []}
         # Two windows of two: each is toured by one inner hop, and one outer hop leads to the next.
         inner, outer = sent["read_inner", "forward"], sent["read_outer", "forward"]
         assert (inner.count, inner.sent_bytes, inner.link) == (2, 2 * 2 * kv_bytes, "same_host")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import msgspec
 import pytest
 
 pytest.importorskip("torch", reason="recording needs torch")
@@ -11,7 +12,7 @@ pytest.importorskip("torch", reason="recording needs torch")
 import torch
 
 from ringprof.errors import UnfitWorkloadError, VerificationError
-from ringprof.record.verify import _refuse_wrong, allowed_rms, verification_seq
+from ringprof.record.verify import allowed_rms, refuse_wrong, verification_seq
 from ringprof.run import TensorError, Workload
 from ringprof.strategies import find
 
@@ -45,11 +46,19 @@ def error(rms: float, rank: int = 0) -> TensorError:
 @pytest.mark.parametrize("wrong", [0.0061, math.nan, math.inf])
 def test_what_is_over_the_bound_or_no_number_is_refused(wrong: float) -> None:
     with pytest.raises(VerificationError, match=r"wrong result on rank 3: dk is off by .* 0\.006 allowed"):
-        _refuse_wrong({"out": error(0.005), "dk": error(wrong, rank=3)}, seq=256)
+        refuse_wrong({"out": error(0.005), "dk": error(wrong, rank=3)}, "at sequence 256")
 
 
 def test_what_keeps_the_bound_passes() -> None:
-    _refuse_wrong({"out": error(0.006), "dv": error(0.0)}, seq=256)
+    refuse_wrong({"out": error(0.006), "dv": error(0.0)}, "at sequence 256")
+
+
+def test_what_is_exact_passes_where_nothing_is_allowed() -> None:
+    """One key a row: the kernel alone has no error there, and the strategy must have none."""
+    exact = TensorError(max_abs=0.0, rms=0.0, kernel_rms=0.0, allowed_rms=0.0, rank=0)
+    refuse_wrong({"out": exact, "dk": error(0.005)}, "")
+    with pytest.raises(VerificationError, match="out is off by 1e-09"):
+        refuse_wrong({"out": msgspec.structs.replace(exact, rms=1e-9), "dk": error(0.005)}, "")
 
 
 @pytest.mark.parametrize(

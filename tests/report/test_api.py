@@ -10,13 +10,14 @@ import pytest
 
 import ringprof
 from ringprof.analysis.findings.findings import findings_in_memory
-from ringprof.api import load_bytes
+from ringprof.api import Analysis, parse_any
 from ringprof.errors import InputError, KernelTableError
-from ringprof.frames import BREAKDOWN_COLUMNS, HOP_COLUMNS
+from ringprof.frames import BREAKDOWN_COLUMNS, HOP_COLUMNS, hop_frame
+from ringprof.options import LoadOptions
 from ringprof.report.notebook import findings_html
 from ringprof.run import write_run
 from ringprof.scale.pipeline import attribute
-from tests.analysis.build import Builder
+from tests.analysis.build import NCCL, Builder, collective
 from tests.analysis.recorded import recorded_run
 from tests.analysis.test_real_runs import NVLINK
 from tests.paths import DATA
@@ -43,6 +44,23 @@ def test_hops_have_the_documented_columns(analysis):
     assert (frame["wait_ns"] + frame["wire_ns"] == frame["end_ns"] - frame["start_ns"]).all()
     assert frame["send_to"].iloc[0] == (1,)
     assert int(frame["start_ns"].iloc[0]) > 1_790_857_026_000_000_000
+
+
+def test_a_hop_of_two_kernels_is_ready_when_the_later_one_is():
+    """A lone send, and the lone receive launched after it: each ready when the other rank's kernel begins."""
+    starts = {0: (100, 110), 1: (300, 700)}
+    builders = []
+    for rank, (send, receive) in starts.items():
+        b = Builder(rank=rank, world_size=2)
+        group = {"group_ranks": (0, 1), "group_size": 2}
+        b.record(20, 24, collective("send", destination_rank=1 - rank, **group)).run(NCCL, send, 900, launched=30)
+        b.record(40, 44, collective("recv", source_rank=1 - rank, **group)).run(NCCL, receive, 900, launched=50)
+        builders.append(b)
+    frame = hop_frame(attribute([b.trace() for b in builders]))
+    assert frame["send_to"].tolist() == [(1,), (0,)] and frame["bytes"].tolist() == [2000, 2000]
+    # Rank 0's send waits for rank 1's receive, at 700; its receive for rank 1's send, at 300.
+    assert frame["ready_ns"].tolist() == [700, 700]
+    assert frame["wire_gbps"].tolist() == pytest.approx([2000 / 600, 2000 / 600])
 
 
 def test_frames_and_report_say_the_same(analysis):
@@ -93,7 +111,8 @@ def test_a_run_is_loaded_with_its_traces(tmp_path):
 
 def test_bytes_from_a_pipe():
     data = (DATA / NVLINK / "rank3.json.gz").read_bytes()
-    assert load_bytes(data).ranks == [3]
+    loaded = parse_any(data, "-", LoadOptions())
+    assert isinstance(loaded, Analysis) and loaded.ranks == [3]
 
 
 def test_a_text_file_is_named_as_such(tmp_path):

@@ -82,6 +82,14 @@ def test_a_rank_of_the_nvlink_run():
     assert rank["hops"]["wire_gbps"] == pytest.approx(rank["hops"]["bytes"] / rank["hops"]["wire_ns"])
 
 
+def test_each_bound_has_its_own_name():
+    """Ranks compute from 500 to 1500, 1600, 1700 and 1800; their hops wait until 1500 and end at 2500."""
+    bounds = report_of(traced(*ring_with_compute()))["summary"]["bounds_ns"]
+    # Free: what the longest computes. Balanced: the wall, as nobody waits with nothing beside it. Hidden: the mean of
+    # what ranks compute, which is longer than the 1000 that a wire is busy.
+    assert bounds == {"free_communication": 1300, "balanced": 2000, "all_hidden": 1150}
+
+
 def test_what_is_not_known_is_null():
     (rank,) = report_of(traced(cpu_example()))["ranks"]
     assert [rank[key] for key in ("overlapped_ns", "overlap_ratio", "waits", "hops")] == [None] * 4

@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 
 from ringprof.analysis.findings.findings import findings_in_memory
-from ringprof.report.terminal import Look, render
+from ringprof.report.terminal import render
+from ringprof.report.text import TextStyle
 from ringprof.scale.pipeline import attribute
 from tests.analysis.build import FLASH, Builder
 from tests.analysis.findings.test_summary import ring_with_compute
@@ -18,7 +19,7 @@ from tests.analysis.timeline.test_cpu import example as cpu_example
 
 
 def shown(attribution, sections=(), **look):
-    return render(findings_in_memory(attribution), Look(**look), sections)
+    return render(findings_in_memory(attribution), TextStyle(**look), sections)
 
 
 def shown_traces(*builders, run=None, **look):

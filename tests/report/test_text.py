@@ -64,8 +64,9 @@ def test_sizes(size, shown):
 
 
 def test_bars_are_as_long_as_their_share():
-    assert text.bar(0.5, 10) == "█" * 5
-    assert text.bar(0.0, 10) == ""
-    assert text.bar(1 / 80, 10) == "▏"
-    assert text.bar(2.0, 10) == "█" * 10
-    assert text.ascii_bar(0.5, 10) == "#####"
+    bar = text.TextStyle().bar
+    assert bar(0.5, 10) == "█" * 5
+    assert bar(0.0, 10) == ""
+    assert bar(1 / 80, 10) == "▏"
+    assert bar(2.0, 10) == "█" * 10
+    assert text.TextStyle(ascii_only=True).bar(0.5, 10) == "#####"

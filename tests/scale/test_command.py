@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -11,9 +12,9 @@ import time
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from ringprof.run import RankTrace, parse_run, write_run
-from ringprof.run import with_fields as changed
 from ringprof.trace.kineto import read_trace
 from ringprof.trace.reduced import MAGIC, reduce_trace
 from tests.scale.runs import RING, write_ring
@@ -40,7 +41,7 @@ def report(*arguments: str | Path, scratch: Path) -> subprocess.CompletedProcess
 
 
 def ours(scratch: Path) -> list[Path]:
-    """What the command left in the temporary folder; what joblib's own helper will remove is not counted."""
+    """What the command left in the temporary folder."""
     return sorted(scratch.glob("ringprof-*"))
 
 
@@ -112,14 +113,32 @@ def test_no_room_for_scratch_files_is_one_line(many, tmp_path):
     assert "TMPDIR" in done.stderr and "File too large" in done.stderr and ours(tmp_path) == []
 
 
-def test_a_damaged_trace_among_many_is_one_line(many, tmp_path):
+def test_a_damaged_trace_of_many_in_a_folder_is_left_out_and_said(many, tmp_path):
     folder = tmp_path / "damaged"
     shutil.copytree(many, folder)
     (folder / "rank40.ringprof").write_bytes(MAGIC + b"nothing")
+    (folder / "rank7.ringprof").write_bytes(b"")
     done = report(folder, scratch=tmp_path / "scratch")
+    assert done.returncode == 0 and done.stdout.startswith("70 of 72 ranks"), done.stderr
+    told = json.loads(report(folder, "--format", "json", scratch=tmp_path / "scratch").stdout)["warnings"]
+    (message,) = [warning["message"] for warning in told if warning["code"] == "left_out"]
+    assert message.endswith(f"are left out: {folder}/rank7.ringprof: the file is empty, and 1 more")
+    assert report(folder, "--strict", scratch=tmp_path / "scratch").returncode == 2
+
+
+def test_a_damaged_trace_among_many_that_are_named_is_one_line(many, tmp_path):
+    folder = tmp_path / "damaged"
+    shutil.copytree(many, folder)
+    (folder / "rank40.ringprof").write_bytes(MAGIC + b"nothing")
+    done = report(*sorted(folder.iterdir()), scratch=tmp_path / "scratch")
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
     assert "rank40.ringprof: damaged reduced trace" in done.stderr
     assert ours(tmp_path / "scratch") == []
+
+
+def without_hint(done):
+    """The report without its last line, which names the path."""
+    return done.stdout.rpartition("\nnext: ")[0]
 
 
 def test_a_recorded_run_needs_no_trace(tmp_path):
@@ -129,19 +148,19 @@ def test_a_recorded_run_needs_no_trace(tmp_path):
         RankTrace(rank=t.rank, path=t.path, reduced=f"rank{t.rank}.ringprof", size_bytes=(RING / t.path).stat().st_size)
         for t in run.traces
     ]
-    write_run(changed(run, {"traces": entries}), tmp_path / "run.json")
+    write_run(replace(run, traces=entries), tmp_path / "run.json")
     for entry in entries:
         assert entry.reduced is not None
         (tmp_path / entry.reduced).write_bytes(reduce_trace(read_trace(RING / entry.path)))
     apart, whole = (report(path, scratch=tmp_path / "scratch") for path in (tmp_path / "run.json", RING / "run.json"))
-    assert apart.returncode == 0 and apart.stdout == whole.stdout
+    assert apart.returncode == 0 and without_hint(apart) == without_hint(whole)
     # The report is of the trace that is there: another one since it was reduced, or none.
     other = RING.parent / "h200x4-burst-262144" / "rank1.json.gz"
     shutil.copy(other, tmp_path / "rank1.json.gz")
     done = report(tmp_path / "run.json", scratch=tmp_path / "scratch")
-    assert done.returncode == 0 and done.stdout != whole.stdout
+    assert done.returncode == 0 and without_hint(done) != without_hint(whole)
     shutil.copy(RING / "rank1.json.gz", tmp_path / "rank1.json.gz")
-    assert report(tmp_path / "run.json", scratch=tmp_path / "scratch").stdout == whole.stdout
+    assert without_hint(report(tmp_path / "run.json", scratch=tmp_path / "scratch")) == without_hint(whole)
     (tmp_path / "rank1.json.gz").unlink()
     # One that another version wrote is not read: then the trace must be there.
     (tmp_path / "rank2.ringprof").write_bytes(b"ringprof.trace/9\n")

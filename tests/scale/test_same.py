@@ -15,7 +15,7 @@ import ringprof
 from ringprof import api
 from ringprof.errors import InputError
 from ringprof.scale import pipeline
-from ringprof.trace.detect import Input
+from ringprof.trace.inputs import Input
 from ringprof.trace.reduced import reduce_trace
 from tests.analysis.build import NCCL, Builder, collective
 from tests.paths import COMMITTED, TRACES

@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 
 from ringprof.errors import InputError, MissingExtraError, TraceFormatError
-from ringprof.trace.columns import KERNEL, MEMCPY, MEMSET, NONE, Collective
-from ringprof.trace.events import EventStream
+from ringprof.limits import Limits, MemoryBudget
+from ringprof.trace.columns import KERNEL, MEMCPY, MEMSET, NONE, Collective, Device
 from ringprof.trace.kineto import parse_trace, read_trace
-from ringprof.trace.stream import ByteSource
+from ringprof.trace.kineto.byte_source import ByteSource
+from ringprof.trace.kineto.collectives import whole_number
+from ringprof.trace.kineto.event_list import EventStream
 from tests.trace.kineto_text import REAL, TEN, document, kernel
 
 DEVICE = {"kernel": KERNEL, "gpu_memcpy": MEMCPY, "gpu_memset": MEMSET}
@@ -40,9 +42,7 @@ def test_the_columns_of_a_small_trace():
         kernel(0, cat="python_function", name="main.py: main", pid=9, tid=9),
     ]
     device = {"id": 2, "name": "NVIDIA H200", "totalGlobalMem": 150109880320, "numSms": 132}
-    trace = parse_trace(
-        document(events, deviceProperties=[device], baseTimeNanoseconds=base, host_name="node7", trace_id="ABC")
-    )
+    trace = parse_trace(document(events, deviceProperties=[device], baseTimeNanoseconds=base, host_name="node7"))
     activities = trace.activities
     assert activities.start_ns.tolist() == [base + 1_000_500, base + 1_100_500]
     assert activities.end_ns.tolist() == [base + 1_050_750, base + 1_150_750]
@@ -80,10 +80,10 @@ def test_the_columns_of_a_small_trace():
             comms_id=18446744073709551615,
         )
     ]
-    assert (trace.rank, trace.world_size, trace.backend, trace.host) == (3, 8, "nccl", "node7")
-    assert (trace.devices[0].name, trace.devices[0].multiprocessors) == ("NVIDIA H200", 132)
+    assert (trace.rank, trace.world_size, trace.host) == (3, 8, "node7")
+    assert trace.devices == [Device(2, "NVIDIA H200")]
     assert (trace.events_total, trace.events_skipped, trace.warnings) == (12, 0, [])
-    assert (trace.base_ns, trace.trace_id) == (base, "ABC")
+    assert trace.base_ns == base
 
 
 def slow_rows(path):
@@ -131,7 +131,7 @@ def test_pieces_do_not_show_in_the_result(size, monkeypatch):
     """A file read in pieces of any size gives what one piece gives."""
     data = gzip.decompress(REAL[0].read_bytes())[:200_000]
     whole = parse_trace(data)
-    monkeypatch.setattr("ringprof.trace.stream.PIECE_BYTES", max(size, 50))
+    monkeypatch.setattr("ringprof.trace.kineto.byte_source.PIECE_BYTES", max(size, 50))
     parts = parse_trace(data)
     assert np.array_equal(whole.activities.start_ns, parts.activities.start_ns)
     assert sorted(whole.names) == sorted(parts.names)
@@ -142,7 +142,7 @@ def test_objects_in_arguments_that_look_like_events(monkeypatch):
     inner = [{"name": "a", "ph": "b"}, {"ph": "c", "cat": "d"}, {"name": "e"}]
     events = [kernel(number, args={"correlation": number, "items": inner}) for number in range(50)]
     for size in (60, 100, 333, 1 << 20):
-        monkeypatch.setattr("ringprof.trace.stream.PIECE_BYTES", size)
+        monkeypatch.setattr("ringprof.trace.kineto.byte_source.PIECE_BYTES", size)
         trace = parse_trace(document(events))
         assert len(trace.activities.start_ns) == 50
         assert (trace.events_skipped, trace.warnings) == (0, [])
@@ -203,6 +203,41 @@ def test_shortened_rank_lists():
     assert ranks_of(None, 4, **{"Global rank start": 2, "Global rank stride": 3}) == (2, 5, 8, 11)
 
 
+def test_a_group_must_have_as_many_ranks_as_it_says():
+    config = [
+        {"pg_name": "whole", "pg_size": 2, "ranks": [4, 6]},
+        {"pg_name": "fewer", "pg_size": 4, "ranks": [0, 1]},
+        {"pg_name": "more", "pg_size": 1, "ranks": [0, 1]},
+        {"pg_name": "of no stated size", "ranks": [3, 5]},
+        {"pg_name": "one unreadable", "pg_size": 3, "ranks": [0, "x", 2]},
+        {"pg_name": "all ranks", "pg_size": 0, "ranks": []},
+    ]
+    info = {"rank": 3, "world_size": 8, "pg_config": config}
+    trace = parse_trace(document([kernel(0)], distributedInfo=info))
+    assert trace.groups == {"whole": (4, 6), "of no stated size": (3, 5)}
+
+
+@pytest.mark.parametrize(("text", "number"), [("3", 3), ("stream 7", 7), ("rank_2", 2), (" 5 ", 5), ("-4", -4)])
+def test_text_that_is_a_number(text, number):
+    assert whole_number(text) == number
+
+
+@pytest.mark.parametrize("text", ["1_000", "1e3", "8x", "0x10", "7.5", "", "1 2", "²", "٣", "9" * 30, "NaN"])
+def test_text_that_only_begins_like_a_number_is_none(text):
+    assert whole_number(text) is None
+    info = {"rank": text, "world_size": 8}
+    assert parse_trace(document([kernel(0)], distributedInfo=info)).rank is None
+    # "1_000" is one to int(), to Decimal and to numpy.
+    (row,) = parse_trace(document([kernel(0, args={"correlation": text})])).activities.correlation.tolist()
+    assert row == NONE
+
+
+@pytest.mark.parametrize("text", ["1_000", "1e 3", "²", "0x10"])
+def test_times_that_only_look_like_numbers_are_none(text):
+    trace = parse_trace(document([kernel(0), kernel(1, ts=text)]))
+    assert [(w.code, w.count) for w in trace.warnings] == [("missing_time", 1)]
+
+
 def test_a_kernel_with_metadata_of_its_own():
     args = {"Collective name": "all_to_all", "In split size": "[2, 0]", "Out split size": [1, 1], "stream": 3}
     trace = parse_trace(document([kernel(0, args=args), kernel(1, args=args), kernel(2)]))
@@ -238,7 +273,7 @@ def test_a_bomb_is_refused(tmp_path):
     file = tmp_path / "bomb.json.gz"
     file.write_bytes(gzip.compress(TEN[:-3] + b" " * (8 << 20)))
     with pytest.raises(InputError, match=r"bomb\.json\.gz: expands to more than 1 MiB; .*--max-bytes"):
-        read_trace(file, limit_bytes=1 << 20)
+        read_trace(file, MemoryBudget(Limits(expanded_bytes=1 << 20)))
 
 
 @pytest.mark.parametrize(

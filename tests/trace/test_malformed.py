@@ -89,8 +89,8 @@ CASES = {
         {},
     ),
     "bare list": (listed(10), 10, 0, {}),
-    "bare list without its bracket": (listed(10)[:-1], 10, 0, {}),
-    "bare list ending in a comma": (listed(10)[:-1] + b",\n", 10, 0, {}),
+    "bare list without its bracket": (listed(10)[:-1], 10, 0, {"truncated": 1}),
+    "bare list ending in a comma": (listed(10)[:-1] + b",\n", 10, 0, {"truncated": 1}),
     "bare list, cut": (listed(10)[:-5], 9, 1, {"truncated": 1}),
     "comma after the last event": (TEN.replace(b"\n ]\n", b",\n ]\n"), 10, 0, {"misplaced_commas": 1}),
     "comma after the last argument": (
@@ -135,7 +135,7 @@ def test_byte_offsets_point_at_the_damage():
 
 
 def test_byte_offsets_count_from_the_start_of_the_file(monkeypatch):
-    monkeypatch.setattr("ringprof.trace.stream.PIECE_BYTES", 400)
+    monkeypatch.setattr("ringprof.trace.kineto.byte_source.PIECE_BYTES", 400)
     data = changed(b'"k4"', b'"k"4"')
     (damaged,) = parse_trace(data).warnings
     assert (damaged.code, damaged.byte_offset) == ("damaged_events", START_OF_FIFTH)
@@ -148,10 +148,14 @@ def test_the_rank_survives_damage_around_it():
 
 
 def test_the_values_of_a_repaired_event_are_exact():
-    data = changed(b'"device": 0', b'"x": NaN, "device": 0').replace(b"1400.5", b"4347463084898.731")
-    trace = parse_trace(data.replace(b'"k4"', '"ké4"'.encode()))
-    assert 4_347_463_084_898_731 in trace.activities.start_ns.tolist() or "absurd_timestamp" in str(trace.warnings)
-    assert "ké4" in trace.names
+    data = ten(name="ké4", args={"x": float("nan"), "device": 0, "stream": 9, "correlation": 4})
+    trace = parse_trace(data)
+    assert [(warning.code, warning.count) for warning in trace.warnings] == [("repaired_events", 1)]
+    # 4347463084898.731 µs and four times 100 µs after the base time, 50.25 µs long.
+    assert int(trace.activities.start_ns[4]) == 1_790_857_026_000_000_000 + 4_347_463_085_298_731
+    assert int(trace.activities.end_ns[4] - trace.activities.start_ns[4]) == 50_250
+    assert trace.names[trace.activities.name[4]] == "ké4"
+    assert trace.activities.stream.tolist() == [7, 7, 7, 7, 9, 7, 7, 7, 7, 7]
 
 
 @pytest.mark.parametrize(
@@ -165,7 +169,7 @@ def test_garbage_ends_soon(unit):
 
 
 def test_a_hole_in_the_middle_costs_only_itself(monkeypatch):
-    monkeypatch.setattr("ringprof.trace.stream.PIECE_BYTES", 1 << 16)
+    monkeypatch.setattr("ringprof.trace.kineto.byte_source.PIECE_BYTES", 1 << 16)
     data = gzip.decompress(REAL[0].read_bytes())
     whole = parse_trace(data)
     begin, end = len(data) // 2, len(data) // 2 + 5000

@@ -11,7 +11,7 @@ from ringprof.analysis.timeline.focus import Focus
 from ringprof.errors import InputError, TraceFormatError
 from ringprof.scale.pipeline import attribute
 from ringprof.trace.columns import KERNEL, MEMCPY, MEMSET
-from ringprof.trace.detect import detect
+from ringprof.trace.inputs import detect
 from ringprof.trace.nsys import read_nsys
 from ringprof.trace.ranks import read_traces
 
@@ -37,13 +37,13 @@ def process(number):
     return number << 24
 
 
-def export(path, *pids, damaged=False):
+def export(path, *pids, damaged=False, thread_number=5):
     """Per process: a flash kernel beside a send/recv, a peer copy and a set, launched inside an NVTX range."""
     connection = sqlite3.connect(path)
     connection.executescript(TABLES)
     connection.executemany("INSERT INTO StringIds VALUES (?,?)", [(1, FLASH), (2, NCCL), (3, "train step")])
     for device, pid in enumerate(pids):
-        thread = process(pid) + 5
+        thread = process(pid) + thread_number
         kernels = [(1000, 2000, 1, 1), (1500, 2500, 2, 2), (9000, 9100, 3, 1)]
         for start, end, correlation, name in kernels:
             connection.execute(
@@ -89,6 +89,14 @@ def test_the_columns_of_one_process(tmp_path):
     assert (trace.rank, trace.host, trace.base_ns) == (3, "alpha", EPOCH)
     assert trace.devices[0].name == "NVIDIA H200"
     assert trace.warnings == []
+
+
+def test_threads_have_24_bits(tmp_path):
+    """A process is what stands above them: a thread's number beyond 65,535 must not make it another process's."""
+    (trace,) = read_nsys(export(tmp_path / "one.sqlite", 41, thread_number=70_000))
+    assert trace.launches.correlation.tolist() == [1, 2, 4, 5, 3]
+    assert trace.launches.thread.tolist() == [(41 << 24) + 70_000] * 5
+    assert [trace.names[name] for name in trace.annotations.name] == ["train step"]
 
 
 def test_the_breakdown_and_a_chosen_range(tmp_path):

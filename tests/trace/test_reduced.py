@@ -1,9 +1,8 @@
 """A reduced trace says all that its trace says, and one from a stranger does no harm."""
 
 import dataclasses
+import json
 import random
-import subprocess
-import sys
 import zlib
 
 import msgspec
@@ -11,14 +10,16 @@ import numpy as np
 import pytest
 
 from ringprof.errors import RingprofError, TraceFormatError
+from ringprof.limits import Limits, MemoryBudget, MemoryLimitError
 from ringprof.trace.columns import Collective, Trace
 from ringprof.trace.kineto import parse_trace, read_trace
 from ringprof.trace.ranks import read_traces
 from ringprof.trace.reduced import MAGIC, parse_reduced, reduce_trace
 from tests.paths import DATA
-from tests.trace.kineto_text import REAL, TEN
+from tests.trace.kineto_text import REAL, TEN, document, kernel
 
 RUNS = DATA.parents[1] / "traces"
+TEN_EVENTS = [kernel(number) for number in range(10)]
 SOURCES = [*REAL, RUNS / "cpu4-burst-4096" / "rank1.json.gz", RUNS / "h200x4-burst-262144-copied" / "rank2.json.gz"]
 
 
@@ -60,18 +61,36 @@ def test_whatever_a_name_holds_can_be_stored(name):
 def repacked(change):
     """A sound file with one thing changed."""
     file = msgspec.msgpack.decode(zlib.decompress(reduce_trace(parse_trace(TEN))[len(MAGIC) :]))
-    change(*file.values())
+    change(file)
     return MAGIC + zlib.compress(msgspec.msgpack.encode(file))
+
+
+def int64(*values):
+    return np.array(values, "<i8").tobytes()
 
 
 def record(**changes):
     """Another communication record, with what no reader lets through."""
     one = Collective("send", None, None, (0, 1), 2, 8, 8, "Float", 0, 1)
-    return lambda head, columns: head["collectives"].append({**dataclasses.asdict(one), **changes})
+
+    def change(file):
+        file["lists"] = {"sizes": int64(2, 0, 1), "data": int64(0, 1, -1)}
+        places = {"group_ranks": 0, "in_split": 1, "out_split": 1}
+        file["collectives"].append({**dataclasses.asdict(one), **places, **changes})
+
+    return change
 
 
 def put(part, column, values, dtype):
-    return lambda head, columns: columns[part].__setitem__(column, np.array(values, dtype).tobytes())
+    return lambda file: file["columns"][part].__setitem__(column, np.array(values, dtype).tobytes())
+
+
+def group(*ranks):
+    def change(file):
+        file["lists"] = {"sizes": int64(len(ranks)), "data": int64(*ranks)}
+        file.update(group_names={"sizes": int64(1), "data": b"0"}, group_lists=int64(0))
+
+    return change
 
 
 @pytest.mark.parametrize(
@@ -89,18 +108,23 @@ def put(part, column, values, dtype):
         (put("activities", "start_ns", [-(1 << 63)] * 10, "<i8"), "73 years"),
         (put("activities", "stream", [0] * 9, "<i4"), "unequal"),
         (put("activities", "stream", [0] * 10, "<i1"), "multiple"),
-        (lambda head, columns: columns.pop("launches"), "launches"),
-        (lambda head, columns: head.update(world_size=10**12), "rank"),
-        (lambda head, columns: head.update(world_size="many"), "world_size"),
-        (lambda head, columns: head.update(groups={"0": [-5]}), "rank"),
+        (lambda file: file["columns"].pop("launches"), "launches"),
+        (lambda file: file.update(world_size=10**12), "rank"),
+        (lambda file: file.update(world_size="many"), "world_size"),
+        (group(-5), "rank"),
+        (group(1 << 20), "rank"),
         (record(in_elements=1 << 60), "count"),
-        (record(out_split=[-1]), "count"),
+        (record(out_split=2), "count"),
+        (record(out_split=3), "index"),
+        (record(out_split=-1), "index"),
         (record(group_size=1 << 40), "count"),
         (record(destination_rank=1 << 40), "rank"),
-        (lambda head, columns: head.update(names=[""] * (2 << 20)), "length"),
-        (lambda head, columns: head.update(metadata={"x": [[]] * 1000}), "str"),
-        (lambda head, columns: head.update(metadata={"x": "[" * 8000}), "damaged"),
-        (lambda head, columns: columns.update({str(number): {} for number in range(100)}), "length"),
+        (lambda file: file.update(names={"sizes": int64(20), "data": b"k" * 19}), "sizes"),
+        (lambda file: file.update(names={"sizes": int64(-1, 20), "data": b"k" * 19}), "sizes"),
+        (lambda file: file.update(names={"sizes": int64(1, 1), "data": b"k" * 19}), "sizes"),
+        (lambda file: file.update(names={"sizes": int64(1), "data": b"\xff"}), "damaged"),
+        (lambda file: file.update(group_lists=int64(0)), "damaged"),
+        (lambda file: file["columns"].update({str(number): {} for number in range(100)}), "length"),
     ],
 )
 def test_what_no_reader_makes_is_refused(change, reason):
@@ -111,29 +135,65 @@ def test_what_no_reader_makes_is_refused(change, reason):
 def test_a_bomb_is_not_expanded():
     bomb = MAGIC + zlib.compress(bytes(64 << 20), 9)
     with pytest.raises(TraceFormatError, match="expands beyond 16,777,216 bytes"):
-        parse_reduced(bomb, limit_bytes=16 << 20)
+        parse_reduced(bomb, budget=MemoryBudget(Limits(expanded_bytes=16 << 20)))
 
 
-def test_a_small_file_does_not_fill_memory(tmp_path):
-    """Things that take a byte in the file and sixty in memory: refused before there is one of them."""
-    sound = zlib.decompress(reduce_trace(parse_trace(TEN))[len(MAGIC) :])
-    file = msgspec.msgpack.decode(sound)
-    file["head"]["metadata"] = {"x": "MARK"}
-    count = 8 << 20
-    lists = b"\xdd" + count.to_bytes(4, "big") + b"\x90" * count
-    bomb = msgspec.msgpack.encode(file).replace(msgspec.msgpack.encode("MARK"), lists)
-    path = tmp_path / "rank0.ringprof"
-    path.write_bytes(MAGIC + zlib.compress(bomb))
-    program = (
-        "import resource, sys; from ringprof.trace.reduced import read_reduced\n"
-        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
-        "try: read_reduced(sys.argv[1])\n"
-        "except Exception as error: print(type(error).__name__)\n"
-        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", program, path], capture_output=True, text=True, check=True)
-    error, grown_kib = done.stdout.split()
-    assert error == "TraceFormatError" and int(grown_kib) < 64 << 10
+def many_events(count):
+    return [kernel(number, name=f"k{number}") for number in range(count)]
+
+
+def groups_of_one(count):
+    config = [{"pg_name": str(number), "pg_size": 1, "ranks": [0]} for number in range(count)]
+    return {"distributedInfo": {"rank": 0, "world_size": 1, "pg_config": config}}
+
+
+@pytest.mark.parametrize(
+    ("events", "fields"),
+    [
+        (TEN_EVENTS, {"note": "\U0001f4a5" * 1000}),
+        (TEN_EVENTS, {"note": json.loads("[" * 500 + "]" * 500)}),
+        (TEN_EVENTS, {"deviceProperties": [{"id": number, "name": "H200"} for number in range(4200)]}),
+        (TEN_EVENTS, groups_of_one(70_000)),
+        ([kernel(0, name="\U0001f4a5" * 100_000)], {}),
+        ([kernel(0, args={"correlation": (1 << 64) - 1, "Comms Id": (1 << 64) - 1, "Collective name": "send"})], {}),
+        (TEN_EVENTS, {"baseTimeNanoseconds": (1 << 61) - (1 << 40)}),
+        (many_events(50_000), {}),
+    ],
+)
+def test_what_the_reader_of_traces_takes_is_taken_back(events, fields):
+    """The two share their limits: a rank whose trace reads well must not be lost in a run of many ranks."""
+    trace = parse_trace(document(events, **fields))
+    assert trace.warnings == []
+    assert_same(trace, parse_reduced(reduce_trace(trace)))
+
+
+def test_lone_surrogates():
+    """JSON can hold them; UTF-8, and so the reduced form, cannot."""
+    config = [{"pg_name": "g\ud800", "pg_size": 2, "ranks": [0, 1]}]
+    info = {"rank": 3, "world_size": 8, "pg_config": config}
+    device = {"id": 0, "name": "H\udfff00"}
+    data = document(TEN_EVENTS, host_name="a\ud800", deviceProperties=[device], distributedInfo=info)
+    trace = parse_trace(data)
+    assert [warning.code for warning in trace.warnings] == ["damaged_metadata"]
+    assert (trace.host, trace.groups, trace.devices[0].name) == ("a?", {"g?": (0, 1)}, "H?00")
+    assert_same(trace, parse_reduced(reduce_trace(trace)))
+    elsewhere = dataclasses.replace(trace, path="bad\udcff/rank0.json")
+    assert parse_reduced(reduce_trace(elsewhere)).path == "bad?/rank0.json"
+
+
+def test_it_needs_no_more_memory_than_its_trace():
+    """Whatever is counted for the trace is enough for its reduced form, whatever the limit is."""
+    data = document([kernel(number, name=f"kernel {number}") for number in range(2000)], **groups_of_one(300))
+    taken = []
+    for limit in range(1 << 20, 6 << 20, 1 << 16):
+        budget = MemoryBudget(Limits(memory_bytes=limit))
+        try:
+            trace = parse_trace(data, "-", budget)
+        except MemoryLimitError:
+            continue
+        taken.append(limit)
+        assert_same(trace, parse_reduced(reduce_trace(trace), budget=MemoryBudget(Limits(memory_bytes=limit))))
+    assert 10 < len(taken) < 80
 
 
 def test_every_cut_and_damage_is_told():

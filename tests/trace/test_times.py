@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringprof.trace.times import LARGEST_NS, MISSING, one_to_ns, to_ns
+from ringprof.trace.checks import LARGEST_NS
+from ringprof.trace.kineto.times import MISSING, one_to_ns, to_ns
 
 
 def slow(text: str) -> int:

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 
 WORK = ("seq", "batch", "heads", "kv_heads", "head_dim", "causal", "dtype", "world_size", "passes")
 """Settings that say how much work was done, and by how many."""
+_REPEATS = ("layers", "steps")
+"""Settings that say how often; where they are not stated, once."""
 
 WATERFALL = "waterfall."
 """How the names of the figures begin that are parts of the slowest rank's wall."""
@@ -93,8 +95,9 @@ def compare(entries: Sequence[Entry]) -> Comparison:
 
 def same_work(one: Entry, other: Entry) -> bool:
     """Whether both are known to have done the same work."""
-    pairs = [(one.settings.get(name), other.settings.get(name)) for name in WORK]
-    return all(mine is not None and mine == theirs for mine, theirs in pairs)
+    if any(one.settings.get(name) != other.settings.get(name) for name in (*WORK, *_REPEATS)):
+        return False
+    return all(one.settings.get(name) is not None for name in WORK)
 
 
 def _difference(name: str, index: int, base: Entry, entry: Entry) -> Difference:

@@ -6,10 +6,11 @@ Grammar: FIGURE OP NUMBER[%] [* base], with OP one of < <= > >= == !=, and FIGUR
 
 from __future__ import annotations
 
+import difflib
 import math
 import operator
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from ringprof.errors import UsageError
@@ -40,11 +41,20 @@ class Condition:
     sign: str
     number: float
     """As a share where the text said percent."""
+    percent: bool
     of_base: bool
 
-    def holds(self, figures: Mapping[str, float], base: Mapping[str, float]) -> bool:
-        """Whether the condition holds for these figures. Raises `UsageError` for a figure that is not there."""
+    def holds(
+        self, figures: Mapping[str, float], base: Mapping[str, float], shares: Collection[str] | None = None
+    ) -> bool:
+        """Whether the condition holds for these figures, of which ``shares`` are 0..1 where that is known.
+
+        Raises `UsageError` for a figure that is not there, and for a number of another unit: what never holds, or
+        always, is no gate.
+        """
         value = self._figure(figures)
+        if shares is not None and not self.of_base:
+            self._refuse_other_unit(self.figure in shares)
         limit = self.number * (self._figure(base) if self.of_base else 1.0)
         return _OPERATORS[self.sign](value, limit)
 
@@ -53,8 +63,18 @@ class Condition:
             known = ", ".join(sorted(name for name in figures if "(" not in name)) or "none"
             if any("(" in name for name in figures):
                 known += "; those of ranks also as max(...) and min(...)"
-            raise UsageError(f"--fail-if {self.text!r}: no figure {self.figure!r} here; there are: {known}")
+            near = ", ".join(difflib.get_close_matches(self.figure, figures, n=3, cutoff=0.4))
+            hint = f"; nearest: {near}" if near else ""
+            raise UsageError(f"--fail-if {self.text!r}: no figure {self.figure!r} here; there are: {known}{hint}")
         return figures[self.figure]
+
+    def _refuse_other_unit(self, is_share: bool) -> None:
+        if is_share and not self.percent and abs(self.number) > 1:
+            meant = f"{self.figure} {self.sign} {self.number:g}%"
+            raise UsageError(f"--fail-if {self.text!r}: {self.figure} is a share: did you mean {meant!r}?")
+        if self.percent and not is_share:
+            meant = f"{self.figure} {self.sign} {self.number:g} * base"
+            raise UsageError(f"--fail-if {self.text!r}: {self.figure} is no share: did you mean {meant!r}?")
 
 
 def parse_condition(text: str) -> Condition:
@@ -65,4 +85,4 @@ def parse_condition(text: str) -> Condition:
         raise UsageError(f"--fail-if {text!r}: write FIGURE OP NUMBER[%] [* base], such as 'tflops < 0.95 * base'")
     scaled = number / 100 if match["percent"] else number
     figure = f"{match['over'].lower()}({match['inner']})" if match["over"] else match["plain"]
-    return Condition(text.strip(), figure, match["sign"], scaled, bool(match["base"]))
+    return Condition(text.strip(), figure, match["sign"], scaled, bool(match["percent"]), bool(match["base"]))

@@ -24,11 +24,12 @@ class ControlFigures:
     """Of each kind."""
     iteration_ns: float
     """An ordinary iteration, in turns with the controls."""
-    compute_only_ns: float
-    communication_only_ns: float
-    ideal_ns: float
+    compute_only_ns: float | None
+    """None, as the next three, for one rank alone: nothing is communicated."""
+    communication_only_ns: float | None
+    ideal_ns: float | None
     """The larger of the two."""
-    ideal_efficiency: float
+    ideal_efficiency: float | None
     """ideal / iteration."""
     solo_ns: float
     """The same blocks alone: mean over ranks of each rank's median."""
@@ -37,22 +38,31 @@ class ControlFigures:
     of_solo: float
     """solo / iteration: the share of the solo rate that the iteration reaches."""
     flash_slowdown: float | None
-    """Attention kernels' time in the profiled run / solo time - 1, over ranks with a trace; None on CPU."""
+    """Attention kernels' time in the profiled run / solo time - 1, over ranks with a trace; None on CPU, and for one
+    rank alone."""
 
 
 def control_figures(controls: Controls | None, ranks: Sequence[Rank]) -> ControlFigures | None:
     """The figures; None where nothing was controlled, or a time is missing or zero."""
     if controls is None:
         return None
+    alone = len(controls.solo_ns) == 1
     ordinary, compute, communication = (
-        slowest_median(times)
+        slowest_median(times or [])
         for times in (controls.ordinary_ns, controls.compute_only_ns, controls.communication_only_ns)
     )
     solo = [median(times) if times else 0.0 for times in controls.solo_ns]
     complete = len(solo) == len(controls.solo_flops) and min(solo, default=0) > 0
-    if not (ordinary and compute and communication and complete):
+    if not (ordinary and complete):
         return None
-    ideal, mean_solo = max(compute, communication), fmean(solo)
+    ideal, mean_solo = None, fmean(solo)
+    if alone:
+        # Runs of before one rank's controls were left out have them, too.
+        compute = communication = None
+    elif compute and communication:
+        ideal = max(compute, communication)
+    else:
+        return None
     return ControlFigures(
         rounds=controls.rounds,
         iterations=min(len(times) for times in controls.ordinary_ns),
@@ -60,11 +70,11 @@ def control_figures(controls: Controls | None, ranks: Sequence[Rank]) -> Control
         compute_only_ns=compute,
         communication_only_ns=communication,
         ideal_ns=ideal,
-        ideal_efficiency=ideal / ordinary,
+        ideal_efficiency=ideal / ordinary if ideal else None,
         solo_ns=mean_solo,
         solo_tflops=sum(controls.solo_flops) / sum(solo) / 1e3,
         of_solo=mean_solo / ordinary,
-        flash_slowdown=_flash_slowdown(ranks, solo),
+        flash_slowdown=None if alone else _flash_slowdown(ranks, solo),
     )
 
 

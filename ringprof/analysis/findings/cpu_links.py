@@ -31,7 +31,7 @@ def blocked_on_links(attribution: Attribution) -> BlockedOnLinks | None:
     hosts = {rank.host for rank in ranks}
     if run is None or run.work is None or not attribution.on_cpu or len(hosts) < 2:
         return None
-    sent = [entry for work in run.work for entry in work.sent]
+    sent = [entry for work in run.work for entry in work.sent or ()]
     # Every rank of a ring that crosses hosts is held up by the crossing, wherever its own neighbours are.
     crossing = {entry.channel for entry in sent if entry.link == OTHER_HOST}
     blocked: dict[str, int] = {}

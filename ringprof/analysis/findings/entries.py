@@ -1,4 +1,4 @@
-"""Runs, traces, printed tables and log rows as entries of a comparison."""
+"""Runs and traces as entries of a comparison."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from statistics import median
 from ringprof.analysis.findings.comparison import WATERFALL, Entry, Figure
 from ringprof.analysis.findings.findings import Findings
 from ringprof.analysis.kinds.kinds import KINDS
-from ringprof.benchmark_logs.rows import LogRow
-from ringprof.kernel_tables.analyse import TableReport
 from ringprof.run import Run, Workload
 from ringprof.trace.columns import NOTES
 
@@ -64,6 +62,7 @@ def _workload_settings(work: Workload) -> dict[str, str | None]:
         "causal": str(work.causal).lower(),
         "dtype": work.dtype,
         "passes": "forward and backward" if work.backward else "forward",
+        **{name: str(count) for name, count in (("layers", work.layers), ("steps", work.steps)) if count > 1},
     }
 
 
@@ -86,44 +85,6 @@ def _timed_figures(run: Run) -> dict[str, Figure]:
     return figures
 
 
-def entry_of_table(label: str, report: TableReport) -> Entry:
-    """A printed kernel table: times of one iteration where it is known how many the table holds."""
-    figures = {}
-    for kind in report.kinds:
-        if kind.per_iteration_ns is not None:
-            figures[kind.kind] = _time(kind.per_iteration_ns)
-    shares = {kind.kind: kind.time_ns for kind in report.kinds}
-    whole = sum(shares.values()) or 1
-    flash = shares.get("flash_fwd", 0) + shares.get("flash_bwd", 0)
-    figures["flash_share"] = Figure(flash / whole, "share")
-    figures["send_recv_share"] = Figure(shares.get("send_recv", 0) / whole, "share")
-    return Entry(label, "table", {}, figures)
-
-
-def entry_of_row(row: LogRow) -> Entry:
-    """A row of a benchmark log. Its TFLOP/s are what it printed."""
-    settings = {
-        "strategy": row.system,
-        "seq": _text(row.seq),
-        "batch": _text(row.batch),
-        "heads": _text(row.heads),
-        "kv_heads": _text(row.kv_heads if row.kv_heads is not None else row.heads),
-        "head_dim": _text(row.head_dim),
-        "causal": None if row.causal is None else str(row.causal).lower(),
-        "dtype": row.dtype,
-        "world_size": _text(row.world_size),
-        "passes": "forward" if row.forward_only else "forward and backward",
-        "device": row.device,
-    }
-    times = {"forward": row.forward_ms, "iteration": row.forward_backward_ms}
-    figures = {name: _time(value * MS) for name, value in times.items() if value is not None}
-    if row.tflops is not None:
-        figures["tflops"] = Figure(row.tflops, "TFLOP/s", higher_is_better=True)
-    if row.memory_mb is not None:
-        figures["peak_memory"] = Figure(row.memory_mb, "MiB", higher_is_better=False, depends_on_work=True)
-    return Entry(f"{row.file}:{row.line}", "log", settings, figures)
-
-
 def labels_of(paths: Sequence[str]) -> list[str]:
     """The shortest end of each path that tells it from the others: its last parts, ``run.json`` left out."""
     parts = [[part for part in path.split("/") if part not in ("", ".", "run.json")] or [path] for path in paths]
@@ -136,10 +97,6 @@ def labels_of(paths: Sequence[str]) -> list[str]:
 
 def _time(time_ns: float) -> Figure:
     return Figure(time_ns / MS, "ms", higher_is_better=False, depends_on_work=True)
-
-
-def _text(value: int | None) -> str | None:
-    return None if value is None else str(value)
 
 
 def flat(figures: Mapping[str, Figure]) -> dict[str, float]:

@@ -6,12 +6,12 @@ wall (0..1); with ``_ns`` they are times. What a report does not know has no fig
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from statistics import fmean
 
 from ringprof.analysis.findings.findings import Findings
 from ringprof.analysis.kinds.kinds import KINDS
 from ringprof.analysis.rank import Rank
-from ringprof.kernel_tables.analyse import TableReport
 
 _TIMES = ("compute", "comm", "overlapped", "exposed_comm", "exposed_memory", "background", "idle")
 
@@ -46,6 +46,15 @@ def figures_of(found: Findings) -> dict[str, float]:
     return figures
 
 
+_NO_SHARES = {"tflops", "block_tflops", "solo_tflops", "wire_gbps", "hops", "warnings", "iterations"}
+
+
+def shares_among(figures: Iterable[str]) -> set[str]:
+    """Those of the figures that are shares, 0..1 or more."""
+    plain = {name: name.partition("(")[2].rstrip(")") or name for name in figures}
+    return {name for name, one in plain.items() if one not in _NO_SHARES and not one.endswith(("_ns", "_bytes"))}
+
+
 def _of_rank(rank: Rank) -> dict[str, float]:
     b = rank.breakdown
     figures: dict[str, float] = {"wall_ns": b.wall_ns}
@@ -62,11 +71,3 @@ def _of_rank(rank: Rank) -> dict[str, float]:
         known |= {"wire_ns": hops.wire_ns, "hops": hops.count, "hop_bytes": hops.sent_bytes}
         figures |= {name: value for name, value in known.items() if value is not None}
     return figures
-
-
-def figures_of_table(report: TableReport) -> dict[str, float]:
-    """The figures of a printed kernel table: times of kinds, and their shares of all of it."""
-    times = {kind.kind: kind.time_ns for kind in report.kinds}
-    whole = sum(times.values()) or 1
-    figures = {f"{kind}_ns": float(time) for kind, time in times.items()}
-    return figures | {kind: time / whole for kind, time in times.items()}

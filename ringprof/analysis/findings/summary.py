@@ -282,12 +282,13 @@ def _rates(attribution: Attribution) -> Rates:
     profiled = slowest(run.profiled.iterations_ns) if run.profiled else []
     typical = median(timed) if timed else None
     overhead = median(profiled) / typical - 1.0 if profiled and typical else None
-    rates = _achieved(run, timed)
+    # A captured block was timed under the profiler only.
+    rates = _achieved(run, timed or profiled)
     controls = control_figures(run.controls, attribution.ranks)
     return Rates(
         tflops=rates["p50"] if rates else None,
         tflops_quantiles=rates,
-        iterations_timed=len(timed),
+        iterations_timed=len(timed or profiled),
         block_tflops=_block_tflops(attribution, run),
         solo_tflops=controls.solo_tflops if controls else None,
         slowest_median_ns=typical,
@@ -307,11 +308,11 @@ def _achieved(run: Run, timed: list[int]) -> dict[str, float] | None:
 
 
 def _block_tflops(attribution: Attribution, run: Run) -> float | None:
-    rates = []
+    rates, flops = [], run.block_flops()
     for rank in attribution.ranks:
         flash = rank.breakdown.flash_ns
-        if run.work and rank.rank < len(run.work) and flash:
-            rates.append(run.work[rank.rank].block_flops * len(rank.iteration_ns) / flash / 1e3)
+        if flops and rank.rank in flops and flash:
+            rates.append(flops[rank.rank] * len(rank.iteration_ns) / flash / 1e3)
     return fmean(rates) if rates else None
 
 

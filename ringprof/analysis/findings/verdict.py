@@ -163,8 +163,9 @@ def _waited(rank: Rank) -> tuple[float, str]:
 
 def _more_work(found: Facts, rank: Rank) -> str:
     run = found.attribution.run
-    if run and run.work and rank.rank < len(run.work) and run.work[rank.rank].block_flops:
-        ratio = max(work.block_flops for work in run.work) / run.work[rank.rank].block_flops
+    flops = run.block_flops() if run else None
+    if run and flops and flops.get(rank.rank):
+        ratio = max(flops.values()) / flops[rank.rank]
         if ratio >= UNBALANCED:
             causal = "causal " if run.workload and run.workload.causal else ""
             return f"with up to {ratio:.3g} times its {causal}work"

@@ -207,9 +207,8 @@ def _work(attribution: Attribution, summary: Summary, measured: Peak | None) -> 
         return None
     peak = measured or peak_of(next(iter(summary.devices), None), run.workload.dtype)
     count = iterations.pop()
-    done = None
-    if run.work and len(run.work) == len(ranks):
-        done = count * sum(work.block_flops for work in run.work)
+    flops = run.block_flops()
+    done = None if flops is None else count * sum(flops.values())
     needed = count * run.workload.exact_flops()
     spent = sum(rank.breakdown.flash_ns for rank in ranks)
     # Attention faster than the peak is not the attention of this workload.

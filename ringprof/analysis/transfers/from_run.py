@@ -14,25 +14,23 @@ import msgspec
 from ringprof.analysis.transfers.transfers import Message, Transfer
 from ringprof.run import Run, Sent
 
-# Bundled strategies that run one ring over all ranks: each sends to the next and receives from the one before.
-_ONE_RING = ("ringprof.strategies.ring:", "ringprof.strategies.zigzag:", "ringprof.strategies.stripe:")
-
 _PHASES = ("forward", "backward")
 
 
 def fill_from_run(transfers: Sequence[Transfer], run: Run | None, rank: int) -> list[Transfer]:
     """The rank's transfers; its send/recv kernels with bytes and peers from ``run`` where no record has them."""
     bare = [place for place, transfer in enumerate(transfers) if transfer.kind == "send_recv"]
-    if run is None or not run.work or rank >= len(run.work) or not bare:
+    work = run.work_of(rank) if run and bare else None
+    if run is None or work is None:
         return list(transfers)
     if any(transfers[place].source != "none" for place in bare):
         return list(transfers)
-    sizes = _sizes(run.work[rank].sent)
+    sizes = _sizes(work.sent or [])
     if not sizes or len(bare) % len(sizes):
         return list(transfers)
     filled = list(transfers)
     to, source = _neighbours(run, rank)
-    group = ("", tuple(range(run.topology.world_size)))
+    group = ("", tuple(run.ranks()))
     for number, place in enumerate(bare):
         size = sizes[number % len(sizes)]
         filled[place] = msgspec.structs.replace(
@@ -63,8 +61,15 @@ def _sizes(sent: Sequence[Sent]) -> list[int | None]:
 
 
 def _neighbours(run: Run, rank: int) -> tuple[int | None, int | None]:
-    """(rank sent to, rank received from), None where the strategy is not known to run one ring over all ranks."""
-    if run.strategy is None or not run.strategy.target.startswith(_ONE_RING):
-        return None, None
-    size = run.topology.world_size
-    return (rank + 1) % size, (rank - 1) % size
+    """(rank sent to, rank received from), None where what was sent did not go round one ring of all ranks."""
+    to: dict[int, int] = {}
+    for sender, work in zip(run.ranks(), run.work or (), strict=False):
+        receivers = {entry.to for entry in work.sent or ()}
+        receiver = receivers.pop() if len(receivers) == 1 else None
+        if receiver is None:
+            return None, None
+        to[sender] = receiver
+    ring = [rank]
+    while (following := to.get(ring[-1], rank)) not in ring:
+        ring.append(following)
+    return (to[rank], ring[-1]) if len(ring) == len(to) else (None, None)

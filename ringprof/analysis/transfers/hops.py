@@ -50,6 +50,16 @@ class Hop(msgspec.Struct, frozen=True, gc=False):
         return max([part.transfer.end_ns for part in self.parts])
 
     @property
+    def sent_to(self) -> tuple[int, ...]:
+        """The ranks that it sends to."""
+        return tuple(dict.fromkeys([message.peer for part in self.parts for message in part.transfer.sends]))
+
+    @property
+    def received_from(self) -> tuple[int, ...]:
+        """The ranks that it receives from."""
+        return tuple(dict.fromkeys([message.peer for part in self.parts for message in part.transfer.receives]))
+
+    @property
     def sent_bytes(self) -> int | None:
         """Bytes sent; None where a message's size is not known."""
         if len(self.parts) == 1:
@@ -72,6 +82,11 @@ class Hop(msgspec.Struct, frozen=True, gc=False):
             return self.parts[0].wait_ns
         wire = self.wire_ns
         return None if wire is None else _length(self.busy_ns()) - wire
+
+    @property
+    def wire_gbps(self) -> float | None:
+        """Its rate while it is on the wire."""
+        return gbps(self.sent_bytes, self.wire_ns)
 
     def busy_ns(self) -> list[tuple[int, int]]:
         """The spans in which one of its kernels ran: one, or several that do not touch."""

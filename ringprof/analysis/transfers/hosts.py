@@ -7,26 +7,29 @@ from collections.abc import Iterable, Mapping
 
 from ringprof.analysis.transfers.hops import EMULATED, HostOfRank
 from ringprof.run import Run
-from ringprof.trace.collectives import RANKS_LIMIT
-from ringprof.trace.heads import Head
+from ringprof.trace.checks import RANKS_LIMIT
+from ringprof.trace.one_run import TraceFacts
 
 
-def hosts_of(heads: Mapping[int, Head], run: Run | None, ranks_per_host: int | None) -> HostOfRank:
+def hosts_of(facts: Mapping[int, TraceFacts], run: Run | None, ranks_per_host: int | None) -> HostOfRank:
     """The host of each rank: as ``ranks_per_host`` groups them, else as the run names them, else the traces."""
     if ranks_per_host:
-        size = min(max([*heads, *(head.largest_peer for head in heads.values())]) + 1, RANKS_LIMIT)
+        size = min(max([*facts, *(one.largest_peer for one in facts.values())]) + 1, RANKS_LIMIT)
         return {rank: f"host{rank // ranks_per_host}" for rank in range(size)}
     if run and run.topology.hosts:
         return _hosts_of_run(run)
-    return {rank: head.host for rank, head in heads.items()}
+    return {rank: one.host for rank, one in facts.items()}
 
 
 def _hosts_of_run(run: Run) -> HostOfRank:
     """The hosts as the strategy saw them: where ranks of one real host were told apart, ``name/0``, ``name/1`` ..."""
     names, per_host = run.topology.hosts, run.topology.ranks_per_host
     if max(Counter(names).values()) <= per_host:
-        return dict(enumerate(names))
-    return {rank: f"{name}{EMULATED}{rank // per_host}" for rank, name in enumerate(names)}
+        return dict(zip(run.ranks(), names, strict=True))
+    return {
+        rank: f"{name}{EMULATED}{place // per_host}"
+        for place, (rank, name) in enumerate(zip(run.ranks(), names, strict=True))
+    }
 
 
 def clock_of(ranks: Iterable[int], hosts: HostOfRank) -> dict[int, str]:

@@ -13,7 +13,9 @@ import selectors
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import msgspec
@@ -22,11 +24,14 @@ CONNECT_S = 20.0
 KEEPALIVE_S = (5, 5, 3)
 """Silence before the first probe, time between probes, and how many go unanswered before a host counts as gone."""
 MAX_LINE = 1 << 16
+MOST_STRANGERS = 64
+"""Connections beyond the ranks' own that may be open before they have said the token."""
+LOOPBACK = "127.0.0.1"
 WELCOME, END, COMPLETE = b"welcome\n", b"end\n", b"complete\n"
 
 
-class Word(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank says of itself, once: why it fails, where it was stopped, or that it is done."""
+class RankOutcome(msgspec.Struct, frozen=True, kw_only=True):
+    """How the run ended for one rank, in its own words: it failed, was stopped, or is done. Told once."""
 
     kind: str
     """``failed``, ``stopped`` or ``done``."""
@@ -48,8 +53,8 @@ class _Hello(msgspec.Struct, frozen=True):
     token: str
 
 
-@dataclass
-class _Guest:
+@dataclass(eq=False)
+class _Connection:
     """One connection to rank 0."""
 
     connection: socket.socket
@@ -57,48 +62,51 @@ class _Guest:
     rank: int | None = None
 
 
-class Hub:
-    """Rank 0's side. ``on_trouble`` is called once, in a thread of its own, when a rank fails, stops or goes.
+class LifelineServer:
+    """Rank 0's side. ``on_trouble`` is called once, in a thread of its own, when a rank fails, stops or disconnects.
 
-    ``words`` are the other ranks' by rank, in the order in which they came; ``gone`` the ranks whose connection ended
-    before they had said a word, or that the system gave up.
+    ``outcomes`` are the other ranks' by rank, in the order in which they came; ``gone`` the ranks whose connection
+    ended, or was given up by the system, before they had told an outcome.
     """
 
-    def __init__(self, world: int, on_trouble: Callable[[], None]) -> None:
+    def __init__(self, world: int, on_trouble: Callable[[], None], *, one_host: bool = True) -> None:
+        """``one_host``: whether all ranks are on this host; then nobody else's connection is taken."""
         self.token = secrets.token_hex(16)
-        self.words: dict[int, Word] = {}
+        self.outcomes: dict[int, RankOutcome] = {}
         self.gone: list[int] = []
         self._world = world
         self._on_trouble = on_trouble
         self._quiet = False
         self._closed = threading.Event()
-        self._guests: dict[int, _Guest] = {}
+        self._ranks: dict[int, _Connection] = {}
         self._selector = selectors.DefaultSelector()
-        both = socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if both else socket.AF_INET
-        self._listener = socket.create_server(("", 0), family=family, dualstack_ipv6=both, backlog=min(world, 4096))
+        self._strangers: deque[_Connection] = deque()
+        both = socket.has_dualstack_ipv6() and not one_host
+        family, backlog = socket.AF_INET6 if both else socket.AF_INET, min(world + MOST_STRANGERS, 4096)
+        here = (LOOPBACK if one_host else "", 0)
+        self._listener = socket.create_server(here, family=family, dualstack_ipv6=both, backlog=backlog)
         self._listener.setblocking(False)
         self.port: int = self._listener.getsockname()[1]
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._serving = threading.Thread(target=self._serve, name="ringprof-lifelines", daemon=True)
         self._serving.start()
 
-    def end_all(self, seconds: float) -> None:
-        """Tell every rank to end, and hear their last words for ``seconds`` at most."""
-        for guest in list(self._guests.values()):
-            _tell(guest.connection, END)
+    def tell_all_to_end(self, seconds: float) -> None:
+        """Tell every rank to end, and hear their outcomes for ``seconds`` at most."""
+        for peer in list(self._ranks.values()):
+            _send_line(peer.connection, END)
         deadline = time.monotonic() + seconds
-        while self._guests and time.monotonic() < deadline:
+        while self._ranks and time.monotonic() < deadline:
             time.sleep(0.02)
 
-    def calm(self) -> None:
-        """From here on nothing is trouble."""
+    def stop_reporting(self) -> None:
+        """Ignore disconnects and outcomes from here on: the run is complete."""
         self._quiet = True
 
-    def farewell(self) -> None:
+    def announce_complete(self) -> None:
         """Tell every rank that the run is complete, and close."""
-        for guest in list(self._guests.values()):
-            _tell(guest.connection, COMPLETE)
+        for peer in list(self._ranks.values()):
+            _send_line(peer.connection, COMPLETE)
         self.close()
 
     def close(self) -> None:
@@ -118,55 +126,66 @@ class Hub:
         self._selector.close()
 
     def _welcome(self) -> None:
-        try:
-            connection, _ = self._listener.accept()
-        except OSError:
-            return
+        """Take the connections that are waiting, not more at a time than may be open."""
+        with suppress(OSError):
+            for _ in range(MOST_STRANGERS):
+                self._take(self._listener.accept()[0])
+
+    def _take(self, connection: socket.socket) -> None:
         keep_alive(connection)
         connection.setblocking(False)
-        self._selector.register(connection, selectors.EVENT_READ, _Guest(connection))
+        peer = _Connection(connection)
+        self._selector.register(connection, selectors.EVENT_READ, peer)
+        self._strangers.append(peer)
+        if len(self._strangers) > self._world + MOST_STRANGERS:
+            # A rank says at once who it is: the longest silent is none.
+            self._leave(self._strangers[0])
 
-    def _hear(self, guest: _Guest) -> None:
+    def _hear(self, peer: _Connection) -> None:
+        if peer.connection.fileno() < 0:
+            return  # turned away a moment ago
         try:
-            data = guest.connection.recv(MAX_LINE)
+            data = peer.connection.recv(MAX_LINE)
         except BlockingIOError:
             return
         except OSError:
             data = b""
-        guest.data += data
-        *lines, rest = guest.data.split(b"\n")
-        guest.data = bytearray(rest)
-        understood = len(rest) <= MAX_LINE and all(self._understand(guest, bytes(line)) for line in lines)
+        peer.data += data
+        *lines, rest = peer.data.split(b"\n")
+        peer.data = bytearray(rest)
+        understood = len(rest) <= MAX_LINE and all(self._understand(peer, bytes(line)) for line in lines)
         if not data or not understood:
-            self._leave(guest)
+            self._leave(peer)
 
-    def _understand(self, guest: _Guest, line: bytes) -> bool:
+    def _understand(self, peer: _Connection, line: bytes) -> bool:
         try:
-            if guest.rank is None:
+            if peer.rank is None:
                 hello = msgspec.json.decode(line, type=_Hello)
                 known = hmac.compare_digest(hello.token, self.token) and 0 < hello.rank < self._world
-                if not known or hello.rank in self._guests:
+                if not known or hello.rank in self._ranks:
                     return False
-                guest.rank = hello.rank
-                self._guests[hello.rank] = guest
-                return _tell(guest.connection, WELCOME)
-            word = msgspec.json.decode(line, type=Word)
+                peer.rank = hello.rank
+                self._ranks[hello.rank] = peer
+                self._strangers.remove(peer)
+                return _send_line(peer.connection, WELCOME)
+            outcome = msgspec.json.decode(line, type=RankOutcome)
         except (msgspec.MsgspecError, UnicodeError, TypeError):
             return False
-        self.words.setdefault(guest.rank, word)
-        if word.kind != "done":
+        self.outcomes.setdefault(peer.rank, outcome)
+        if outcome.kind != "done":
             self._trouble()
         return True
 
-    def _leave(self, guest: _Guest) -> None:
-        self._selector.unregister(guest.connection)
-        guest.connection.close()
-        if guest.rank is None:
+    def _leave(self, peer: _Connection) -> None:
+        self._selector.unregister(peer.connection)
+        peer.connection.close()
+        if peer.rank is None:
+            self._strangers.remove(peer)
             return
-        if guest.rank not in self.words:
-            self.gone.append(guest.rank)
+        if peer.rank not in self.outcomes:
+            self.gone.append(peer.rank)
             self._trouble()
-        self._guests.pop(guest.rank, None)
+        self._ranks.pop(peer.rank, None)
 
     def _trouble(self) -> None:
         if not self._quiet:
@@ -174,7 +193,7 @@ class Hub:
             threading.Thread(target=self._on_trouble, name="ringprof-trouble", daemon=True).start()
 
 
-class Line:
+class Lifeline:
     """Another rank's side. ``on_end`` is called once, in its own thread: with True where rank 0 says to end, with False
     where rank 0 has gone."""
 
@@ -192,9 +211,9 @@ class Line:
         self._closed = False
         threading.Thread(target=self._listen, name="ringprof-lifeline", daemon=True).start()
 
-    def say(self, word: Word) -> bool:
+    def tell(self, outcome: RankOutcome) -> bool:
         """Tell rank 0; whether that could be done."""
-        fits = msgspec.structs.replace(word, message=word.message[:2000], detail=word.detail[-16_000:])
+        fits = msgspec.structs.replace(outcome, message=outcome.message[:2000], detail=outcome.detail[-16_000:])
         try:
             self._connection.sendall(msgspec.json.encode(fits) + b"\n")
         except OSError:
@@ -226,7 +245,7 @@ def keep_alive(connection: socket.socket) -> None:
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
-def _tell(connection: socket.socket, line: bytes) -> bool:
+def _send_line(connection: socket.socket, line: bytes) -> bool:
     """Send a few bytes, which always have room; whether that could be done."""
     try:
         connection.send(line)

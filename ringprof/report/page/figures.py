@@ -14,10 +14,10 @@ from ringprof.analysis.findings.waterfall import Waterfall
 from ringprof.analysis.kinds.kinds import KINDS
 from ringprof.analysis.steps.steps import Step
 from ringprof.report import palette
-from ringprof.report.lanes import Bar, Timeline
 from ringprof.report.terms import LABELS
 from ringprof.report.terms import WATERFALL as WATERFALL_LABELS
 from ringprof.report.text import clean
+from ringprof.report.timeline import Bar, Timeline, drawn_as
 
 MOST_LABELS = 32
 """Ranks up to which each has a label of its own beside an axis."""
@@ -80,30 +80,12 @@ def waterfall(found: Waterfall) -> Any:
 
 def breakdown(ranks: Sequence[Mapping[str, Any]]) -> Any:
     """One stacked bar a rank; ``ranks`` are those of the JSON report."""
-    names = [f"rank {rank['rank']}" for rank in ranks]
-    made = _plain("", min(900, 22 * len(names) + 110), x_axis_label="ms")
-    left = [0.0] * len(names)
+    parts = {}
     for part in PARTS[:-1]:
         times = [(rank.get(f"{part}_ns") or 0) / 1e6 for rank in ranks]
-        if not any(times):
-            continue
-        source = ColumnDataSource({
-            "y": [-place for place in range(len(names))],
-            "left": left,
-            "right": [a + b for a, b in zip(left, times, strict=True)],
-            "rank": names,
-            "part": [LABELS[part]] * len(names),
-            "time": [f"{time:,.3f} ms" for time in times],
-        })  # fmt: skip
-        bars = made.hbar(
-            y="y", left="left", right="right", height=0.8, color=palette.PARTS[part], source=source,
-            legend_label=LABELS[part],
-        )  # fmt: skip
-        _hover(made, [bars], ("", "@rank"), ("@part", "@time"))
-        left = [a + b for a, b in zip(left, times, strict=True)]
-    _named_rows(made, names)
-    _legend(made)
-    return made
+        if any(times):
+            parts[LABELS[part]] = palette.PARTS[part], times
+    return stacked([f"rank {rank['rank']}" for rank in ranks], parts, "ms", digits=3)
 
 
 def _legend(made: Any) -> None:
@@ -114,10 +96,6 @@ def _legend(made: Any) -> None:
     made.legend.background_fill_alpha, made.legend.border_line_color = 0, None
     made.legend.label_text_color, made.legend.label_text_font_size = _INK, "9pt"
     made.legend.click_policy = "hide"
-
-
-_WHAT = {"wait": "waiting for a peer", "wire": "on the wire", "unsplit": "communication"}
-_COMM = {"wait": palette.WAIT, "wire": palette.WIRE, "unsplit": palette.UNSPLIT}
 
 
 def timeline(found: Timeline, ranks: Sequence[int]) -> Any:
@@ -146,8 +124,7 @@ def timeline(found: Timeline, ranks: Sequence[int]) -> Any:
             "time": [f"{(bar.end_ns - bar.start_ns) / 1e6:,.3f} ms" for bar in bars],
             "name": [_name(bar) for bar in bars],
         })  # fmt: skip
-        label = _WHAT.get(what) or LABELS[what]
-        colour = _COMM.get(what) or palette.kind_colour(what)
+        label, colour = drawn_as(what)
         quads = made.quad("left", "right", "top", "bottom", color=colour, source=source, legend_label=label)
         _hover(made, [quads], ("rank", "@rank"), ("", f"@kind, {label}"), ("time", "@time"), ("", "@name"))
     _named_rows(made, [f"rank {rank}" for rank in ranks])
@@ -228,21 +205,20 @@ def lines(title: str, unit: str, series: Mapping[str, Iterable[tuple[float, floa
     return made
 
 
-def stacked(names: Sequence[str], parts: Mapping[str, tuple[str, Sequence[float]]], unit: str) -> Any:
+def stacked(names: Sequence[str], parts: Mapping[str, tuple[str, Sequence[float]]], unit: str, digits: int = 1) -> Any:
     """A bar for each name from parts, each (colour, values)."""
-    made = _plain("", 30 * len(names) + 130, x_axis_label=unit)
+    made = _plain("", min(900, 22 * len(names) + 110), x_axis_label=unit)
     left = [0.0] * len(names)
     for part, (colour, values) in parts.items():
         right = [a + b for a, b in zip(left, values, strict=True)]
-        shown = [f"{value:,.1f} {unit}" for value in values]
         source = ColumnDataSource({
             "y": [-place for place in range(len(names))], "left": left, "right": right,
-            "name": [clean(name) for name in names], "shown": shown,
+            "name": [clean(name) for name in names], "shown": [f"{value:,.{digits}f} {unit}" for value in values],
         })  # fmt: skip
-        bars = made.hbar(y="y", left="left", right="right", height=0.7, color=colour, source=source, legend_label=part)
+        bars = made.hbar(y="y", left="left", right="right", height=0.8, color=colour, source=source, legend_label=part)
         _hover(made, [bars], ("", "@name"), (part, "@shown"))
         left = right
-    _named_rows(made, list(names))
+    _named_rows(made, names)
     made.legend.visible = len(parts) > 1
     _legend(made)
     return made

@@ -8,7 +8,9 @@ from typing import Any
 
 from ringprof.analysis.findings.comparison import WATERFALL, Comparison, Difference, Entry
 from ringprof.report import palette
-from ringprof.report.page.document import Cell, Document, Section, Table, drawing, number, text
+from ringprof.report.page.document import Cell, Content, Document, PageSection, PageTable, number, text
+from ringprof.report.page.html import drawing
+from ringprof.report.sweep import COLUMNS
 from ringprof.report.terms import LABELS, MEANINGS
 from ringprof.report.terms import WATERFALL as WATERFALL_LABELS
 from ringprof.report.text import clean
@@ -25,17 +27,20 @@ def comparison_document(found: Comparison) -> Document:
     speeds = [(entry.label, entry.figures["tflops"].value) for entry in found.entries if "tflops" in entry.figures]
     if speeds:
         bars = figures.stacked([name for name, _ in speeds], _one("TFLOP/s", [value for _, value in speeds]), "TFLOP/s")
-        sections.append(Section("speed", "Speed", MEANINGS["tflops"], bars))
+        sections.append(PageSection("speed", "Speed", MEANINGS["tflops"], Content(bars)))
     timed = [entry for entry in found.entries if all(name in entry.figures for name in _TIMES)]
     if timed:
-        sections.append(Section("shares", "Where the time went", MEANINGS["breakdown"], _shares(timed, figures)))
+        drawn = Content(_shares(timed, figures))
+        sections.append(PageSection("shares", "Where the time went", MEANINGS["breakdown"], drawn))
     kept = [entry for entry in found.entries if "peak_memory" in entry.figures]
     if kept:
         values = _one("MiB", [entry.figures["peak_memory"].value for entry in kept])
         bars = figures.stacked([entry.label for entry in kept], values, "MiB")
-        sections.append(Section("memory", "Peak memory", MEANINGS["memory"], bars))
-    sections.append(Section("figures", "Every figure", MEANINGS["comparison"], tables=[_figure_table(found)]))
-    sections.append(Section("differences", "What differs in settings", tables=[_settings_table(found)]))
+        sections.append(PageSection("memory", "Peak memory", MEANINGS["memory"], Content(bars)))
+    every = Content(tables=[figure_table(found)])
+    sections.append(PageSection("figures", "Every figure", MEANINGS["comparison"], every))
+    differing = Content(tables=[_settings_table(found)])
+    sections.append(PageSection("differences", "What differs in settings", "", differing))
     warnings = [clean(f"{entry.label}: {text}") for entry in found.entries for text in entry.warnings]
     return Document("Comparison", " · ".join(clean(name) for name in names), warnings, [], sections)
 
@@ -55,7 +60,8 @@ def _shares(entries: Sequence[Entry], figures: Any) -> Any:
     return figures.stacked([entry.label for entry in entries], parts, "%")
 
 
-def _figure_table(found: Comparison) -> Table:
+def figure_table(found: Comparison) -> PageTable:
+    """Every figure, each entry's with its ratio to the first entry's."""
     against = {(one.figure, one.entry): one for one in found.differences}
     titles = ["figure", "unit"]
     for place, entry in enumerate(found.entries):
@@ -71,7 +77,7 @@ def _figure_table(found: Comparison) -> Table:
             if place:
                 row += _against(against.get((name, place)))
         rows.append(row)
-    return Table([clean(title) for title in titles], rows)
+    return PageTable([clean(title) for title in titles], rows)
 
 
 def _label(name: str) -> str:
@@ -84,9 +90,9 @@ def _against(one: Difference | None) -> list[Cell]:
     return [number(None if one is None else one.ratio, 2), text("" if one is None else one.verdict)]
 
 
-def _settings_table(found: Comparison) -> Table:
+def _settings_table(found: Comparison) -> PageTable:
     rows = [[text(name), *(text(value or "unknown") for value in values)] for name, values in found.differing.items()]
-    return Table(["setting", *(clean(entry.label) for entry in found.entries)], rows)
+    return PageTable(["setting", *(clean(entry.label) for entry in found.entries)], rows)
 
 
 def sweep_document(rows: Sequence[Mapping[str, Any]], name: str) -> Document:
@@ -107,12 +113,14 @@ def sweep_document(rows: Sequence[Mapping[str, Any]], name: str) -> Document:
                 ceiling[row["seq"]] = max(ceiling.get(row["seq"], 0.0), row["tflops"] / row["of_kernel_rate"])
         top = "the kernel's own rate"
         lines = {**speed, **({top: list(ceiling.items())} if ceiling else {})}
-        sections.append(Section("speed", "Speed", MEANINGS["tflops"], figures.lines("", "TFLOP/s", lines, {top})))
-        sections.append(Section("shares", "Where the time went", MEANINGS["shares"], _sweep_shares(done, figures)))
+        drawn = Content(figures.lines("", "TFLOP/s", lines, {top}))
+        sections.append(PageSection("speed", "Speed", MEANINGS["tflops"], drawn))
+        drawn = Content(_sweep_shares(done, figures))
+        sections.append(PageSection("shares", "Where the time went", MEANINGS["shares"], drawn))
         if memory:
-            drawn = figures.lines("", "MiB", memory, set())
-            sections.append(Section("memory", "Peak memory", MEANINGS["memory"], drawn))
-    sections.append(Section("rows", "Every row", MEANINGS["sweep"], tables=[_row_table(rows)]))
+            drawn = Content(figures.lines("", "MiB", memory, set()))
+            sections.append(PageSection("memory", "Peak memory", MEANINGS["memory"], drawn))
+    sections.append(PageSection("rows", "Every row", MEANINGS["sweep"], Content(tables=[_row_table(rows)])))
     counts = f"{len(rows)} rows, {len(rows) - len(done)} of them without a result"
     return Document(clean(name), counts, [], [], sections)
 
@@ -134,17 +142,15 @@ def _sweep_shares(rows: Sequence[Mapping[str, Any]], figures: Any) -> Any:
     return figures.stacked([f"{_series(row)} · {row['seq']:,}" for row in rows], parts, "%")
 
 
-def _row_table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    from ringprof.report.sweep import COLUMNS
-
+def _row_table(rows: Sequence[Mapping[str, Any]]) -> PageTable:
     shown = []
     for row in rows:
         cells = []
-        for _, key, form, factor in COLUMNS:
-            value = row.get(key)
+        for column in COLUMNS:
+            value = row.get(column.key)
             if isinstance(value, (int, float)) and not isinstance(value, bool):
-                cells.append(Cell(format(value * factor, form or ","), value, numeric=True))
+                cells.append(Cell(format(value * column.factor, column.form or ","), value, numeric=True))
             else:
                 cells.append(text("-" if value in (None, "") else value))
         shown.append([*cells, text(row["status"] if row["status"] == "ok" else f"{row['status']}: {row['reason']}")])
-    return Table([*(title for title, *_ in COLUMNS), "status"], shown)
+    return PageTable([*(column.title for column in COLUMNS), "status"], shown)

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from ringprof.analysis.findings.comparison import WORK, Entry, Figure, compare, same_work
 from ringprof.analysis.findings.conditions import parse_condition
-from ringprof.analysis.findings.entries import entry_of_row, labels_of
+from ringprof.analysis.findings.entries import labels_of
 from ringprof.benchmark_logs.rows import LogRow
+from ringprof.benchmark_logs.show import entry_of_row
 from ringprof.errors import UsageError
 
 SETTINGS: dict[str, str | None] = dict.fromkeys(WORK, "1")

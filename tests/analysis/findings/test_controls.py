@@ -14,7 +14,8 @@ from ringprof.analysis.findings.summary import summarise
 from ringprof.analysis.findings.waterfall import find_waterfall
 from ringprof.analysis.timeline.focus import Focus
 from ringprof.report import as_json
-from ringprof.report.terminal import Look, render
+from ringprof.report.terminal import render
+from ringprof.report.text import TextStyle
 from ringprof.run import Controls, Profiled, Workload, read_run, write_run
 from ringprof.scale.pipeline import attribute
 from tests.analysis.build import FLASH, Builder
@@ -57,6 +58,27 @@ def test_communication_can_be_the_ideal():
     assert c is not None and c.ideal_ns == 2100 and c.ideal_efficiency == pytest.approx(2100 / 2200)
 
 
+@pytest.mark.parametrize("recorded", [True, False])
+def test_of_one_rank_nothing_is_said_of_communication(recorded):
+    """Also where the run has these controls, as earlier ones do."""
+    run = recorded_run(
+        world_size=1,
+        controls=Controls(
+            warmup=1, rounds=1, ordinary_ns=[[2000, 2200]], solo_ns=[[900, 1100]], solo_flops=[10**9],
+            compute_only_ns=[[1990, 2000]] if recorded else None,
+            communication_only_ns=[[100, 100]] if recorded else None,
+        ),
+    )  # fmt: skip
+    one = Builder(world_size=1).run("flash_fwd", 0, 1000).run("flash_bwd", 1000, 2000)
+    findings = findings_in_memory(attribute([one.trace()], run))
+    c = findings.summary.rates.controls
+    assert c is not None and (c.iteration_ns, c.solo_ns) == (2100, 1000) and c.of_solo == pytest.approx(1000 / 2100)
+    assert (c.compute_only_ns, c.communication_only_ns, c.ideal_ns, c.ideal_efficiency, c.flash_slowdown) == (None,) * 5
+    shown = render(findings, TextStyle(), ())
+    controls, of_each, _ = shown.partition("controls")[2].partition("of each in 1 round")
+    assert of_each and "of the solo rate" in controls and "communication" not in controls
+
+
 def test_a_part_of_an_iteration_has_none():
     assert found(Focus(between_ns=(0, 1800))).summary.rates.controls is None
 
@@ -94,7 +116,7 @@ def test_the_json_report_has_every_figure():
 
 
 def test_people_read_times_shares_and_what_follows():
-    text = " ".join(render(found(), Look(width=100)).split())
+    text = " ".join(render(found(), TextStyle(width=100)).split())
     assert "an iteration, in turns with these 2.200 µs 100.0 %" in text
     assert "ideal: the larger of the two 1.800 µs 81.8 % compute only" in text
     assert "the same blocks alone 1.050 µs 47.7 % 952.4 TFLOP/s" in text
@@ -104,14 +126,14 @@ def test_people_read_times_shares_and_what_follows():
 
 @pytest.mark.parametrize("width", [60, 80])
 def test_no_line_is_longer_than_the_terminal(width):
-    assert max(map(len, render(found(), Look(width=width)).splitlines())) <= width
+    assert max(map(len, render(found(), TextStyle(width=width)).splitlines())) <= width
 
 
 def test_the_profilers_cost_is_neither_slower_nor_faster_where_it_rounds_to_nothing():
     def line(profiled_ns: int) -> str:
         run = recorded_run(profiled=Profiled(iterations_ns=[[profiled_ns]] * 4))
         attribution = attribute([b.trace() for b in ring_with_compute()], run)
-        return " ".join(render(findings_in_memory(attribution), Look(width=200)).split())
+        return " ".join(render(findings_in_memory(attribution), TextStyle(width=200)).split())
 
     # The median time without the profiler is 3 ms.
     assert "without the profiler, as fast with it" in line(2_999_000)

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 
 from ringprof.analysis.transfers.hops import hop_totals
-from ringprof.run import Sent, StrategyUsed, Work, read_run
+from ringprof.run import Sent, Work, read_run
 from ringprof.scale.pipeline import attribute
 from ringprof.trace.columns import NONE
 from ringprof.trace.ranks import read_traces
 from tests.analysis.build import NCCL, Builder
 from tests.analysis.recorded import recorded_run
 from tests.paths import TRACES
-
-ZIGZAG = StrategyUsed(name="zigzag", target="ringprof.strategies.zigzag:Zigzag", params={})
 
 
 def sent(channel, phase, count, size, operation="send_recv"):
@@ -25,14 +24,25 @@ def sent(channel, phase, count, size, operation="send_recv"):
     )
 
 
-def bare(hops, *entries, strategy=ZIGZAG, **changes):
-    """Four ranks whose kernels carry no record, and a run that counted ``entries``."""
+def round_a_ring(work, step=1):
+    """The same work, with hops from each rank to the one ``step`` further."""
+    return [
+        msgspec.structs.replace(
+            one, sent=[msgspec.structs.replace(entry, to=(rank + step) % len(work)) for entry in one.sent]
+        )
+        for rank, one in enumerate(work)
+    ]  # fmt: skip
+
+
+def bare(hops, *entries, step=1, **changes):
+    """Four ranks whose kernels carry no record, and a run that counted ``entries`` on a ring."""
     builders = [Builder(rank=rank) for rank in range(4)]
     for b in builders:
         for number in range(hops):
             b.run(NCCL, 1000 * number, 1000 * number + 500, launched=10 * number + 1, stream=20)
     work = [Work(block_flops=1, block_calls={}, sent=list(entries)) for _ in range(4)]
-    return attribute([b.trace() for b in builders], recorded_run(work=work, strategy=strategy, **changes))
+    work = round_a_ring(work, step) if step else work
+    return attribute([b.trace() for b in builders], recorded_run(work=work, **changes))
 
 
 def test_hops_of_one_size_take_it_and_say_so():
@@ -63,9 +73,10 @@ def test_a_run_with_all_to_all_leaves_all_open():
     assert {part.transfer.source for rank in attribution.ranks for part in rank.splits} == {"none"}
 
 
-def test_peers_are_known_only_of_strategies_with_one_ring():
-    used = StrategyUsed(name="burst", target="ringprof.strategies.burst:Burst", params={})
-    attribution = bare(3, sent("kv", "forward", 3, 4000), strategy=used)
+@pytest.mark.parametrize("step", [2, 0])
+def test_peers_are_known_only_of_one_ring_over_all_ranks(step):
+    """Two rings of two, and a run of before peers were recorded."""
+    attribution = bare(3, sent("kv", "forward", 3, 4000), step=step)
     (part, *_) = attribution.ranks[0].splits
     assert (part.transfer.sent_bytes, part.transfer.sends, part.wait_ns) == (4000, (), None)
     assert [warning.code for warning in attribution.warnings] == ["no_record"]
@@ -84,6 +95,9 @@ def test_what_it_fills_in_is_what_the_records_of_a_real_run_say(name):
             collective=none.astype(np.int32),
         )  # fmt: skip
         blank.append(replace(trace, activities=rows, comm_records=records))
+    assert run.work is not None
+    # These were recorded before runs said where hops go to.
+    run = msgspec.structs.replace(run, work=round_a_ring(run.work))
     told, filled = attribute(traces, run), attribute(blank, run)
     known = 0
     for a, b in zip(told.ranks, filled.ranks, strict=True):

@@ -11,7 +11,7 @@ from functools import partial
 
 import pytest
 
-from ringprof.record.ending.lifeline import MAX_LINE, Hub, Line, Word
+from ringprof.record.ending.lifeline import MAX_LINE, MOST_STRANGERS, Lifeline, LifelineServer, RankOutcome
 from tests.record.command import wait_until
 
 
@@ -30,11 +30,11 @@ def trouble() -> Heard:
     return Heard()
 
 
-def connected(hub: Hub, rank: int, on_end: Callable[[bool], None]) -> Line:
-    return Line("127.0.0.1", hub.port, hub.token, rank, on_end)
+def connected(server: LifelineServer, rank: int, on_end: Callable[[bool], None]) -> Lifeline:
+    return Lifeline("127.0.0.1", server.port, server.token, rank, on_end)
 
 
-def cut_off(line: Line) -> None:
+def cut_off(line: Lifeline) -> None:
     """What the system does for a process that dies."""
     line.close()
     line._connection.shutdown(socket.SHUT_RDWR)
@@ -42,60 +42,60 @@ def cut_off(line: Line) -> None:
 
 
 def test_words_arrive_and_the_first_counts(trouble: Heard) -> None:
-    hub = Hub(3, trouble)
-    line = connected(hub, 2, Heard())
-    assert line.say(Word(kind="failed", message="first")) and line.say(Word(kind="stopped"))
+    server = LifelineServer(3, trouble)
+    line = connected(server, 2, Heard())
+    assert line.tell(RankOutcome(kind="failed", message="first")) and line.tell(RankOutcome(kind="stopped"))
     wait_until(lambda: bool(trouble.calls), 5)
-    assert hub.words[2].message == "first" and hub.gone == [] and len(trouble.calls) == 1
-    hub.close()
+    assert server.outcomes[2].message == "first" and server.gone == [] and len(trouble.calls) == 1
+    server.close()
     cut_off(line)
 
 
 def test_one_who_is_done_may_go_and_one_who_is_not_has_gone(trouble: Heard) -> None:
-    hub = Hub(3, trouble)
-    done, killed = connected(hub, 1, Heard()), connected(hub, 2, Heard())
-    done.say(Word(kind="done"))
-    wait_until(lambda: 1 in hub.words, 5)
+    server = LifelineServer(3, trouble)
+    done, killed = connected(server, 1, Heard()), connected(server, 2, Heard())
+    done.tell(RankOutcome(kind="done"))
+    wait_until(lambda: 1 in server.outcomes, 5)
     cut_off(done)
     time.sleep(0.3)
     assert trouble.calls == []
     cut_off(killed)
     wait_until(lambda: bool(trouble.calls), 5)
-    assert hub.gone == [2]
-    hub.close()
+    assert server.gone == [2]
+    server.close()
 
 
 def test_a_long_last_word_is_shortened(trouble: Heard) -> None:
-    hub = Hub(2, trouble)
-    line = connected(hub, 1, Heard())
-    line.say(Word(kind="failed", message="m" * 10**6, detail="d" * 10**6))
-    wait_until(lambda: 1 in hub.words, 5)
-    assert len(hub.words[1].message) == 2000 and len(hub.words[1].detail) == 16_000
-    hub.close()
+    server = LifelineServer(2, trouble)
+    line = connected(server, 1, Heard())
+    line.tell(RankOutcome(kind="failed", message="m" * 10**6, detail="d" * 10**6))
+    wait_until(lambda: 1 in server.outcomes, 5)
+    assert len(server.outcomes[1].message) == 2000 and len(server.outcomes[1].detail) == 16_000
+    server.close()
     cut_off(line)
 
 
 def test_all_are_told_to_end(trouble: Heard) -> None:
-    hub, ended = Hub(3, trouble), {1: Heard(), 2: Heard()}
-    lines: dict[int, Line] = {}
+    server, ended = LifelineServer(3, trouble), {1: Heard(), 2: Heard()}
+    lines: dict[int, Lifeline] = {}
 
     def leave(rank: int, told: bool) -> None:
         ended[rank](told)
         cut_off(lines[rank])
 
     for rank in ended:
-        lines[rank] = connected(hub, rank, partial(leave, rank))
+        lines[rank] = connected(server, rank, partial(leave, rank))
     begin = time.monotonic()
-    hub.end_all(10)
+    server.tell_all_to_end(10)
     assert time.monotonic() - begin < 5
     assert [heard.calls for heard in ended.values()] == [[(True,)], [(True,)]]
-    hub.close()
+    server.close()
 
 
 def test_a_complete_run_is_no_end(trouble: Heard) -> None:
-    hub, ended = Hub(2, trouble), Heard()
-    line = connected(hub, 1, ended)
-    hub.farewell()
+    server, ended = LifelineServer(2, trouble), Heard()
+    line = connected(server, 1, ended)
+    server.announce_complete()
     time.sleep(0.3)
     assert ended.calls == [] and trouble.calls == []
     cut_off(line)
@@ -113,7 +113,7 @@ def test_rank_0s_end_is_noticed(trouble: Heard) -> None:
 
     serving = threading.Thread(target=rank_0)
     serving.start()
-    line = Line("127.0.0.1", listener.getsockname()[1], "", 1, ended)
+    line = Lifeline("127.0.0.1", listener.getsockname()[1], "", 1, ended)
     wait_until(lambda: bool(ended.calls), 5)
     assert ended.calls == [(False,)]
     serving.join()
@@ -127,25 +127,48 @@ def hello(rank: object, token: str) -> bytes:
 
 @pytest.mark.parametrize("rank", [0, 2, -1, 10**30, "1", None])
 def test_ranks_that_there_are_not_are_turned_away(trouble: Heard, rank: object) -> None:
-    hub = Hub(2, trouble)
-    turned_away(hub, hello(rank, hub.token))
-    hub.close()
-    assert trouble.calls == [] and hub.words == {} and hub.gone == []
+    server = LifelineServer(2, trouble)
+    turned_away(server, hello(rank, server.token))
+    server.close()
+    assert trouble.calls == [] and server.outcomes == {} and server.gone == []
 
 
 @pytest.mark.parametrize("data", [hello(1, "guess"), b"x\n", b"\xff\n", b"[" * 1000 + b"\n", b"a" * (2 * MAX_LINE)])
 def test_strangers_are_turned_away(trouble: Heard, data: bytes) -> None:
-    hub = Hub(2, trouble)
-    turned_away(hub, data)
+    server = LifelineServer(2, trouble)
+    turned_away(server, data)
     # Nor do they keep a rank out.
-    line = connected(hub, 1, Heard())
-    hub.close()
-    assert trouble.calls == [] and hub.words == {}
+    line = connected(server, 1, Heard())
+    server.close()
+    assert trouble.calls == [] and server.outcomes == {}
     cut_off(line)
 
 
-def turned_away(hub: Hub, data: bytes) -> None:
-    with socket.create_connection(("127.0.0.1", hub.port), 5) as stranger:
+def test_many_silent_strangers_keep_no_rank_out(trouble: Heard) -> None:
+    server = LifelineServer(2, trouble)
+    strangers = [socket.create_connection(("127.0.0.1", server.port), 5) for _ in range(2 * MOST_STRANGERS)]
+    line = connected(server, 1, Heard())
+    open_ones = len(server._selector.get_map()) - 1
+    assert open_ones <= 2 + MOST_STRANGERS + 1
+    line.tell(RankOutcome(kind="failed", message="mine"))
+    wait_until(lambda: bool(trouble.calls), 5)
+    assert server.outcomes[1].message == "mine" and server.gone == []
+    server.close()
+    cut_off(line)
+    for stranger in strangers:
+        stranger.close()
+
+
+@pytest.mark.parametrize(("one_host", "address"), [(True, "127.0.0.1"), (False, "::")])
+def test_where_all_ranks_are_on_one_host_no_other_can_connect(trouble: Heard, one_host: bool, address: str) -> None:
+    server = LifelineServer(2, trouble, one_host=one_host)
+    expected = {address} if socket.has_dualstack_ipv6() or one_host else {"0.0.0.0"}
+    assert server._listener.getsockname()[0] in expected
+    server.close()
+
+
+def turned_away(server: LifelineServer, data: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", server.port), 5) as stranger:
         try:
             stranger.sendall(data)
             assert stranger.recv(100) == b""

@@ -1,0 +1,68 @@
+"""The options of the commands that record, defined once, and the request that they make."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import click
+
+from ringprof.record import Request
+from ringprof.record.resolve import DTYPES
+from ringprof.run import Workload
+
+_SAME = ("hops", "device", "world", "ranks_per_host", "warmup", "iters", "controls", "verify")
+"""Options that a request has under the same name."""
+
+_OPTIONS = (
+    click.option("--batch", default=1, show_default=True, help="Batch size."),
+    click.option("--heads", default=40, show_default=True, help="Query heads."),
+    click.option("--kv-heads", type=int, help="Key and value heads (grouped-query).  [default: --heads]"),
+    click.option("--head-dim", default=128, show_default=True, help="Size of a head."),
+    click.option("--causal/--no-causal", default=True, show_default=True, help="Causal mask, or full attention."),
+    click.option("--dtype", type=click.Choice(list(DTYPES)), default="bf16", show_default=True,
+                 help="Type of the inputs."),
+    click.option("--hops", type=click.Choice(["nccl", "copy"]), default="nccl", show_default=True,
+                 help="What carries hops within a host: NCCL's kernels, or the GPUs' copy engines."),
+    click.option("--device", type=click.Choice(["auto", "cuda", "cpu"]), default="auto", show_default=True,
+                 help="GPUs with NCCL, or CPU processes with gloo."),
+    click.option("--world", type=int, help="Ranks.  [default: all GPUs; 4 on CPU]"),
+    click.option("--ranks-per-host", type=int, help="Treat so many ranks as one host.  [default: as launched]"),
+    click.option("--warmup", type=int, help="Untimed iterations.  [default: 3 on GPU, 1 on CPU]"),
+    click.option("--iters", type=int, help="Timed iterations.  [default: 10 on GPU, 3 on CPU]"),
+    click.option("--controls", is_flag=True,
+                 help="Also time the blocks alone, all but sending, and all but computing."),
+    click.option("--verify/--no-verify", default=True, show_default=True,
+                 help="Compare the result with a float64 reference before timing."),
+)  # fmt: skip
+
+
+def records(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Gives a command the options that every recording has."""
+    for option in reversed(_OPTIONS):
+        function = option(function)
+    return function
+
+
+def request_of(options: dict[str, Any], *, seq: int, strategy: str, backward: bool = True, **others: Any) -> Request:
+    """What the options ask for; ``others`` are further fields of the request."""
+    heads, kv_heads = options["heads"], options["kv_heads"]
+    workload = Workload(
+        batch=options["batch"], seq=seq, heads=heads, kv_heads=heads if kv_heads is None else kv_heads,
+        head_dim=options["head_dim"], causal=options["causal"], dtype=options["dtype"], backward=backward,
+    )  # fmt: skip
+    chosen = {name: options[name] for name in _SAME}
+    return Request(workload=workload, strategy=strategy, command=["ringprof", *sys.argv[1:]], **chosen, **others)
+
+
+def params_of(given: Iterable[str], form: str) -> dict[str, str]:
+    """``KEY=VALUE`` as a dict; dashes in the last part of a key stand for underscores."""
+    params = {}
+    for text in given:
+        key, equals, value = text.partition("=")
+        if not equals or not key:
+            raise click.BadParameter(f"{text!r} is not {form}", param_hint="--param")
+        owner, dot, name = key.rpartition(".")
+        params[f"{owner}{dot}{name.replace('-', '_')}"] = value
+    return params

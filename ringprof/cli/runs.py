@@ -1,0 +1,101 @@
+"""``ringprof runs``: the runs of a folder, a line each."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ringprof.analysis.findings.controls import slowest_median
+from ringprof.cli.write import print_or_write, text_style
+from ringprof.errors import InputError
+from ringprof.report.tables import Column, Table
+from ringprof.report.text import clean, csv_text, duration, rate
+from ringprof.run import Run, read_run
+
+FIELDS = (
+    "path", "created", "strategy", "seq", "world_size", "ranks_per_host", "kernel", "dtype", "iteration_ms", "tflops",
+    "verified",
+)  # fmt: skip
+"""Of JSON and CSV; empty or null for what a run does not hold."""
+_COLUMNS = (
+    Column("run", folds=True), Column("recorded", drop=3), Column("strategy"), Column("tokens", "count"),
+    Column("ranks", "count"), Column("kernel", drop=4), Column("type", drop=2), Column("iteration", drop=1),
+    Column("per device"), Column("checked", drop=5),
+)  # fmt: skip
+
+
+@click.command(name="runs")
+@click.argument("folders", nargs=-1, type=click.Path(), metavar="[FOLDER]...")
+@click.option("--format", "form", type=click.Choice(["terminal", "json", "csv"]), default="terminal", show_default=True)
+@click.option("-o", "--output", type=click.Path(dir_okay=False), help="Write to this file instead of the terminal.")
+def command(folders: tuple[str, ...], form: str, output: str | None) -> int:
+    """List the runs in FOLDER (traces/ where none is given), the newest first.
+
+    \b
+    ringprof runs
+    ringprof runs traces/bench --format csv
+    """
+    found = {str(path.parent): _read(path) for path in _places(folders or ("traces",))}
+    if not found:
+        raise InputError(f"{' '.join(folders) or 'traces'}: no runs here (folders that hold a run.json)")
+    rows = [_fields(path, run) for path, run in found.items() if isinstance(run, Run)]
+    rows.sort(key=lambda row: row["created"], reverse=True)
+    if form == "json":
+        text = json.dumps(rows, indent=1) + "\n"
+    elif form == "csv":
+        text = csv_text(FIELDS, ([row[name] for name in FIELDS] for row in rows))
+    else:
+        text = Table("", _COLUMNS, [_cells(row) for row in rows]).text(text_style(output)) + "\n"
+    print_or_write(text, output)
+    for problem in found.values():
+        if isinstance(problem, InputError):
+            click.echo(f"ringprof: left out: {problem}", err=True)
+    return 0
+
+
+def _places(folders: Sequence[str]) -> Iterator[Path]:
+    """Where the runs in the folders are; a folder may be a run itself."""
+    for folder in map(Path, folders):
+        if not folder.is_dir():
+            raise InputError(f"{folder}: no such folder")
+        # Beside runs, traces/run.json names the newest of them.
+        yield from sorted(folder.glob("*/run.json")) or filter(Path.is_file, [folder / "run.json"])
+
+
+def _read(path: Path) -> Run | InputError:
+    try:
+        return read_run(path)
+    except InputError as error:
+        return error
+
+
+def _fields(path: str, run: Run) -> dict[str, Any]:
+    time_ns = slowest_median(run.timings.iterations_ns) if run.timings else None
+    work, size = run.workload, run.topology.world_size
+    values = (
+        path, run.created, run.strategy.name if run.strategy else None, work.seq if work else None, size,
+        run.topology.ranks_per_host, run.kernel, work.dtype if work else None,
+        time_ns / 1e6 if time_ns else None, work.model_flops() / size / time_ns / 1e3 if work and time_ns else None,
+        run.verification.passed if run.verification else None,
+    )  # fmt: skip
+    return dict(zip(FIELDS, values, strict=True))
+
+
+def _cells(row: dict[str, Any]) -> list[Any]:
+    time_ms, tflops = row["iteration_ms"], row["tflops"]
+    return [
+        clean(row["path"]),
+        clean(row["created"][:16].replace("T", " ")),
+        clean(row["strategy"] or "own program"),
+        row["seq"],
+        row["world_size"],
+        clean(row["kernel"] or "-"),
+        row["dtype"] or "-",
+        "-" if time_ms is None else duration(time_ms * 1e6),
+        "-" if tflops is None else rate(tflops),
+        {True: "right", False: "WRONG", None: "no"}[row["verified"]],
+    ]

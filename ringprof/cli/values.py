@@ -1,0 +1,62 @@
+"""Values of options: lengths in tokens, lists, and names that a shell can complete."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import click
+from click.shell_completion import CompletionItem
+
+# Torch takes seconds to import, and a shell asks at every key: so these stand here a second time, which a test holds
+# equal to what `ringprof.strategies` has.
+STRATEGIES = ("ring", "zigzag", "stripe", "ulysses", "usp", "double-ring", "burst", "megatron", "allgather")
+KERNELS = ("auto", "cudnn", "flash-attn", "torch-flash", "torch-efficient", "cpu-flash", "reference")
+
+_LENGTH = re.compile(r"([0-9]+)([km]?)", re.IGNORECASE)
+_FACTORS = {"": 1, "k": 1 << 10, "m": 1 << 20}
+
+
+class Tokens(click.ParamType[int]):
+    """A number of tokens: ``131072``, or ``128k`` with k for 1024 and m for 1024 k."""
+
+    name = "tokens"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        match = _LENGTH.fullmatch(str(value).strip())
+        if match is None:
+            self.fail(f"{value!r} is not a number of tokens, such as 131072 or 128k", param, ctx)
+        return int(match[1]) * _FACTORS[match[2].lower()]
+
+
+class Known(click.ParamType[str]):
+    """A name, of which some are known: a shell completes those."""
+
+    name = "name"
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = names
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        return str(value).strip()
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        return [CompletionItem(name) for name in self.names if name.startswith(incomplete)]
+
+
+class ListOf(click.ParamType[list[Any]]):
+    """Values separated by commas."""
+
+    name = "list"
+
+    def __init__(self, kind: click.ParamType[Any]) -> None:
+        self.kind = kind
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> list[Any]:
+        values = [self.kind.convert(part, param, ctx) for part in str(value).split(",") if part.strip()]
+        return values or self.fail("the list is empty", param, ctx)
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        before, comma, last = incomplete.rpartition(",")
+        return [CompletionItem(f"{before}{comma}{item.value}") for item in self.kind.shell_complete(ctx, param, last)]

@@ -1,0 +1,76 @@
+"""Printed kernel tables, loaded and explained."""
+
+from __future__ import annotations
+
+import html
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from ringprof.analysis.findings.comparison import Entry
+from ringprof.files import read_whole
+from ringprof.kernel_tables import show
+from ringprof.kernel_tables.analyse import TableReport, analyse_table
+from ringprof.kernel_tables.read import read_tables
+from ringprof.limits import MEMORY_BYTES, Limits
+from ringprof.log_lines import TEXT_SHARE
+from ringprof.report.text import TextStyle
+from ringprof.trace.columns import Caveat
+
+
+class TableAnalysis:
+    """Printed kernel tables, explained: what a table alone can prove. Made by `load_tables`."""
+
+    def __init__(self, name: str, reports: Sequence[TableReport]) -> None:
+        self.name, self.reports = name, tuple(reports)
+
+    @property
+    def warnings(self) -> list[Caveat]:
+        """What was odd in the tables."""
+        return [warning for report in self.reports for warning in report.warnings]
+
+    def report(self) -> dict[str, Any]:
+        """The JSON report (schema ``ringprof.report/1``) of the largest table."""
+        return show.tables_dict(self.reports, self.name)
+
+    def figures(self) -> dict[str, float]:
+        """The figures of the largest table by name, for conditions: `ringprof.kernel_tables.show.figures_of_table`."""
+        return show.figures_of_table(show.largest_of(self.reports))
+
+    def entries(self, label: str) -> list[Entry]:
+        """Each table as one side of a comparison."""
+        several = len(self.reports) > 1
+        labels = [f"{label} table {number}" if several else label for number in range(1, len(self.reports) + 1)]
+        return [show.entry_of_table(name, report) for name, report in zip(labels, self.reports, strict=True)]
+
+    def to_terminal(self, style: TextStyle | None = None) -> str:
+        """The report of all tables as text."""
+        return show.tables_text(self.reports, ascii_only=bool(style and style.ascii_only))
+
+    def __repr__(self) -> str:
+        return f"<ringprof.TableAnalysis of {self.name}: {len(self.reports)} tables>"
+
+    def _repr_html_(self) -> str:
+        """The terminal report, for notebooks."""
+        return f'<pre style="line-height: 1.2">{html.escape(self.to_terminal())}</pre>'
+
+
+def load_tables(
+    path: str | os.PathLike[str],
+    *,
+    wall_ns: int | None = None,
+    iterations: int | None = None,
+    memory_bytes: int = MEMORY_BYTES,
+) -> TableAnalysis:
+    """Load a log with printed kernel tables: of torch.profiler, ``nsys stats`` or nvprof, anywhere in it.
+
+    ``wall_ns``: wall time of the window that the tables are of; ``iterations``: how many it holds; ``memory_bytes``:
+    what reading the log may take. Raises `KernelTableError` where there is no table, `InputError`.
+    """
+    name = os.fspath(path)
+    return analyse_tables(read_whole(name, Limits(memory_bytes), TEXT_SHARE), name, wall_ns, iterations)
+
+
+def analyse_tables(data: bytes, name: str, wall_ns: int | None = None, iterations: int | None = None) -> TableAnalysis:
+    """As `load_tables`, from a log's content."""
+    return TableAnalysis(name, [analyse_table(table, wall_ns, iterations) for table in read_tables(data, name)])

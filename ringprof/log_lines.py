@@ -1,0 +1,133 @@
+"""The lines of a log, decoded a block at a time: a log of any size takes the memory of its bytes, whatever they hold.
+
+Python keeps a text as wide as its widest character is: with one emoji, a log of 500 MB would be a text of 2 GB.
+"""
+
+from __future__ import annotations
+
+import codecs
+import re
+from bisect import bisect_right
+from collections.abc import Iterator
+from functools import lru_cache
+
+TEXT_SHARE = 3
+"""How many times its size a log may need in memory: read piece by piece, whole, and from UTF-16."""
+
+LONGEST_LINE = 1 << 20
+"""Bytes of one line that are read; no table is wider, and what stands behind is left out."""
+
+_BLOCK_BYTES = 1 << 16
+_UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+# Control sequences (colours, cursor moves) and titles (OSC), as ECMA-48 writes them.
+_ANSI = re.compile(r"\x1b(?:\[[0-?]{0,64}[ -/]{0,8}[@-~]|\][^\x07\x1b]{0,512}(?:\x07|\x1b\\)|[@-Z\\^_])")
+
+
+class LogLines:
+    """The lines of UTF-8 or UTF-16 text without colours, by index from 0; what cannot be decoded is replaced.
+
+    Only line feeds end a line, with or without a carriage return, since names may hold other separators.
+    """
+
+    def __init__(self, data: bytes) -> None:
+        self._data = _as_utf8(data)
+        self._starts, self._firsts = [len(codecs.BOM_UTF8) if self._data.startswith(codecs.BOM_UTF8) else 0], [0]
+        while (end := self._data.find(b"\n", self._starts[-1] + _BLOCK_BYTES)) >= 0:
+            self._firsts.append(self._firsts[-1] + self._data.count(b"\n", self._starts[-1], end + 1))
+            self._starts.append(end + 1)
+        self._count = self._firsts[-1] + self._data.count(b"\n", self._starts[-1]) + 1
+        # Readers look a few lines ahead and back, so a few blocks are at hand.
+        self._block = lru_cache(maxsize=4)(self._decoded)
+        self._first, self._lines = 0, self._block(0)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> str:
+        if not 0 <= index - self._first < len(self._lines):
+            if not 0 <= index < self._count:
+                raise IndexError(index)
+            block = bisect_right(self._firsts, index) - 1
+            self._first, self._lines = self._firsts[block], self._block(block)
+        return self._lines[index - self._first]
+
+    def __iter__(self) -> Iterator[str]:
+        for block in range(len(self._starts)):
+            yield from self._block(block)
+
+    def between(self, start: int, end: int) -> list[str]:
+        """The lines from ``start`` to before ``end``, as far as there are any."""
+        return [self[index] for index in range(start, min(end, self._count))]
+
+    def is_open(self, index: int) -> bool:
+        """Whether a line holds something and has no line feed: the log may have been cut off inside it."""
+        return index == self._count - 1 and bool(self[index])
+
+    def _decoded(self, block: int) -> list[str]:
+        start, last = self._starts[block], block + 1 == len(self._starts)
+        end = len(self._data) if last else self._starts[block + 1] - 1
+        # Only the last line of a block can be longer than a block.
+        text = self._data[start : min(end, start + _BLOCK_BYTES + LONGEST_LINE)].decode("utf-8", errors="replace")
+        lines = text.replace("\r\n", "\n").split("\n")
+        if not last:
+            lines[-1] = lines[-1].removesuffix("\r")
+        return [_ANSI.sub("", line) for line in lines] if "\x1b" in text else lines
+
+
+def _as_utf8(data: bytes) -> bytes:
+    if not data.startswith(_UTF_16):
+        return data
+    decoder = codecs.getincrementaldecoder("utf-16")(errors="replace")
+    pieces = (data[at : at + _BLOCK_BYTES] for at in range(0, len(data), _BLOCK_BYTES))
+    return b"".join(decoder.decode(piece).encode() for piece in pieces) + decoder.decode(b"", final=True).encode()
+
+
+class LinePrefix:
+    """What a launcher or logger puts before each line of one stream: the same text, but for times."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        general = _prefix_pattern(text)
+        self._pattern = re.compile(general) if general is not None else None
+        self.key = general or text
+        """Equal for the prefixes of one stream."""
+
+    def cut(self, line: str) -> str | None:
+        """``line`` without its prefix; None where it has another one or none."""
+        if line.startswith(self.text):
+            return line[len(self.text) :]
+        if self._pattern is not None and (match := self._pattern.match(line)):
+            return line[match.end() :]
+        # A blank cell can have lost the spaces that end the prefix.
+        return "" if self.text.strip() and line.rstrip() == self.text.rstrip() else None
+
+
+# What changes from line to line in a prefix. A rank's or a host's number does not: it tells streams apart.
+_CHANGING = tuple(
+    (re.compile(found), general or found)
+    for found, general in (
+        (r"\d{4}[-/]\d\d[-/]\d\d", ""),
+        (r"\d\d?:\d\d:\d\d(?:[.,]\d{1,9})?", ""),
+        (r"(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec) +\d\d?", r"[A-Z][a-z]{2} {1,2}\d\d?"),
+        (r"[IWEF]\d{4}(?= )", r"[IWEF]\d{4}"),
+        (r" {0,64}\d{1,12}\.\d{1,9}", r" *\d{1,12}\.\d{1,9}"),
+        (r"\d{9,20}", ""),
+    )
+)
+
+
+def _prefix_pattern(text: str) -> str | None:
+    """A pattern like ``text`` with every time in it left open; None where it has none."""
+    parts: list[str] = []
+    position, changing = 0, False
+    while position < len(text):
+        for found, general in _CHANGING:
+            if match := found.match(text, position):
+                parts.append(general)
+                changing = True
+                position = match.end()
+                break
+        else:
+            parts.append(re.escape(text[position]))
+            position += 1
+    return "".join(parts) if changing else None

@@ -1,0 +1,53 @@
+"""How traces are to be read: what `ringprof.load` and every command that reads them can be told."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from ringprof.analysis.kinds.rules import Rule
+from ringprof.analysis.kinds.user_rules import parse_rules
+from ringprof.analysis.timeline.focus import Focus, parse_between
+from ringprof.errors import InputError
+from ringprof.files import read_whole
+from ringprof.limits import EXPANDED_BYTES, MEMORY_BYTES, Limits
+from ringprof.scale.trace_set import Notify
+
+_MOST_RULES = Limits(memory_bytes=1 << 25)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadOptions:
+    """Each field is the option of `ringprof.load` that has its name."""
+
+    window: str | None = None
+    between: str | None = None
+    group: str | None = None
+    rules: str | os.PathLike[str] | None = None
+    ranks_per_host: int | None = None
+    memory_bytes: int | None = None
+    limit_bytes: int | None = None
+    jobs: int | None = None
+    scheduler: str | None = None
+    notify: Notify | None = None
+
+    def limits(self) -> Limits:
+        """How much the process that reads may take."""
+        return Limits(self.memory_bytes or MEMORY_BYTES, self.limit_bytes or EXPANDED_BYTES)
+
+    def focus(self) -> Focus:
+        """What part to look at. Reads the file of rules."""
+        return Focus(
+            window=self.window,
+            between_ns=parse_between(self.between) if self.between else None,
+            group=self.group,
+            rules=_read_rules(self.rules) if self.rules else (),
+        )
+
+
+def _read_rules(path: str | os.PathLike[str]) -> tuple[Rule, ...]:
+    name = os.fspath(path)
+    try:
+        return parse_rules(read_whole(name, _MOST_RULES).decode("utf-8"), name)
+    except UnicodeDecodeError:
+        raise InputError(f"{name}: not UTF-8 text: write the rules as plain text") from None

@@ -1,0 +1,267 @@
+"""What a recording is about to do: work, time and memory per device, and whether that will do.
+
+Estimates, made before anything is started. The time is that of the blocks: where they are so small that launching and
+sending cost more, as in a test on CPU, an iteration takes longer.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import psutil
+import torch
+
+from ringprof.devices import peak_of
+from ringprof.errors import UnfitWorkloadError
+from ringprof.processes import cpu_count
+from ringprof.record.request import Request
+from ringprof.record.resolve import fits, kernel_class, load_strategy, torch_dtype
+from ringprof.run import Workload
+from ringprof.strategies.expected import Load
+
+CPU_LIMIT_S = 600.0
+CPU_START_S = 10.0
+"""Starting the ranks and leaving again, with torch's import."""
+GPU_START_S = 30.0
+GPU_RESERVE_BYTES = 3 * 2**30
+"""The device's memory that is not ours: CUDA context, NCCL's buffers, the profiler's."""
+PROFILED_SLOWDOWN = 1.5
+SAMPLE_TOKENS = 256
+TIME_LIMIT_S, TIME_LIMIT_FACTOR = 600.0, 10.0
+
+KERNEL_SHARES = {"cudnn": (0.56, 1200.0), "flash-attn": (0.58, 340.0), "torch-flash": (0.55, 325.0)}
+"""What a kernel reaches, forward and backward together: a share of the device's peak, and TFLOP/s at most. Measured on
+H200 and A100; flash-attn 2, which torch's own is, makes no use of what came after Ampere."""
+REFERENCE_RATE = 2.0
+"""TFLOP/s of the float64 reference kernel, on any GPU."""
+UNKNOWN_RATE = 100.0
+
+_Device = tuple[str, "int | None", float, str]
+"""Name, bytes of memory for us, FLOP/s, and the source of that figure."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The estimates of one recording."""
+
+    device: str
+    """Name of one device."""
+    kernel: str
+    flops_per_device: int
+    """Of one iteration, by the model formula."""
+    rate: float
+    """FLOP/s that one rank is assumed to reach."""
+    rate_source: str
+    memory_bytes: int | None
+    """Per device; None where the strategy does not say."""
+    memory_limit: int | None
+    """What a device has for us; None where nobody knows."""
+    iterations: int
+    """Weighted count of all iterations: warm-up, timed, profiled."""
+    start_s: float
+
+    imbalance: float | None
+    """Work of the busiest rank over the mean; None where the strategy does not say."""
+
+    @property
+    def seconds_per_iteration(self) -> float:
+        """Of the busiest rank, if everything else is hidden; of a mean rank where the imbalance is not known."""
+        return self.flops_per_device * (self.imbalance or 1.0) / self.rate
+
+    @property
+    def total_seconds(self) -> float:
+        """The whole command."""
+        return self.start_s + self.iterations * self.seconds_per_iteration
+
+    @property
+    def time_limit(self) -> float:
+        """Seconds after which the command counts as hung, where the user names none: generous, but not for ever."""
+        return TIME_LIMIT_S + TIME_LIMIT_FACTOR * self.total_seconds
+
+
+def estimate_of(request: Request) -> Estimate:
+    """The plan of a resolved request. On CPU it measures the kernel on a small block, for some milliseconds."""
+    assert request.world is not None and request.warmup is not None and request.iters is not None
+    kernel, strategy = kernel_class(request), load_strategy(request.strategy)
+    on_gpu = request.device == "cuda"
+    name, limit, rate, source = _gpu(request, kernel.name) if on_gpu else _cpu(request, kernel)
+    profiled = PROFILED_SLOWDOWN * (1 + request.profile_iters)
+    return Estimate(
+        device=name,
+        kernel=kernel.name,
+        flops_per_device=request.workload.model_flops() // request.world,
+        rate=rate,
+        rate_source=source,
+        memory_bytes=memory_per_device(request, request.workload),
+        memory_limit=limit,
+        iterations=round(request.warmup + request.iters + profiled + _control_iterations(request)),
+        start_s=GPU_START_S if on_gpu else CPU_START_S,
+        imbalance=strategy.imbalance(request.world, causal=request.workload.causal, **request.params),
+    )
+
+
+def _control_iterations(request: Request) -> int:
+    """Ordinary iterations and three controls in four rounds, the warm-ups of the three; none costs more than one."""
+    assert request.warmup is not None and request.iters is not None
+    return 3 * request.warmup + 4 * (request.iters + 3) if request.controls else 0
+
+
+def memory_per_device(request: Request, workload: Workload) -> int | None:
+    """Bytes that one rank holds at its peak, as the strategy expects it; None where it does not say."""
+    assert request.world is not None
+    load = Load(
+        workload.batch, workload.seq, workload.heads, workload.kv_heads, workload.head_dim,
+        item_bytes=4 if workload.dtype == "fp32" else 2, size=request.world, backward=workload.backward,
+        copied_hops=request.hops == "copy", controls=request.controls,
+    )  # fmt: skip
+    expected: int | None = load_strategy(request.strategy).memory_bytes(load, **request.params)
+    if expected is None:
+        return None
+    # The blocks alone have an output of their own.
+    return expected + load.q if request.controls else expected
+
+
+def describe(request: Request, plan: Estimate) -> list[str]:
+    """The plan in words, a line each."""
+    workload, world = request.workload, request.world
+    devices = f"{world} x {plan.device}" if request.device == "cuda" else f"{world} CPU processes"
+    heads = f"{workload.heads} heads" + (f" ({workload.kv_heads} kv)" if workload.kv_heads != workload.heads else "")
+    mask = "causal" if workload.causal else "full attention"
+    lines = [
+        f"{request.strategy} on {devices}: sequence {workload.seq}, batch {workload.batch}, {heads},"
+        f" head_dim {workload.head_dim}, {mask}, {workload.dtype},"
+        f" {'forward and backward' if workload.backward else 'forward only'}",
+        f"plan per device: {_si(plan.flops_per_device)}FLOPs an iteration,"
+        f" about {_seconds(plan.seconds_per_iteration)} each ({_si(plan.rate)}FLOP/s {plan.kernel},"
+        f" {plan.rate_source}), {_memory_in_words(plan.memory_bytes)}",
+    ]
+    if plan.imbalance is None:
+        lines.append(f"how evenly {request.strategy} deals out work is not known: the time is that of a mean rank")
+    if world == 1:
+        lines.append("one device: nothing is communicated")
+    return lines
+
+
+def _memory_in_words(size: int | None) -> str:
+    return "memory unknown: the strategy has no estimate" if size is None else f"about {_bytes(size)} of memory"
+
+
+def refuse_too_large(request: Request, plan: Estimate) -> None:
+    """Raises `UnfitWorkloadError` with the largest sequence that fits, where memory or (on CPU) time will not do."""
+    if request.force:
+        return
+    if plan.memory_bytes and plan.memory_limit and plan.memory_bytes > plan.memory_limit:
+        reason = f"needs about {_bytes(plan.memory_bytes)} per device, {_bytes(plan.memory_limit)} are there"
+    elif request.device == "cpu" and plan.total_seconds > CPU_LIMIT_S:
+        reason = f"would take about {_seconds(plan.total_seconds)} on this CPU, over {CPU_LIMIT_S / 60:.0f} minutes"
+    else:
+        return
+    largest = largest_seq(request, plan)
+    advice = f"the largest sequence that fits is {largest}" if largest else "no sequence fits"
+    raise UnfitWorkloadError(f"sequence {request.workload.seq} {reason}; {advice} (--force runs it anyway)")
+
+
+def largest_seq(request: Request, plan: Estimate) -> int:
+    """The longest sequence, as the layout needs it, that memory and time allow; 0 where none does."""
+    strategy = load_strategy(request.strategy)
+    assert request.world is not None
+    divisor = strategy.layout.divisor(request.world)
+
+    def fine(multiple: int) -> bool:
+        return _affordable(request, plan, multiple * divisor)
+
+    best = _last(fine, request.workload.seq // divisor)
+    while best and fits(strategy, request.workload, request.world, request.params, best * divisor):
+        best -= 1
+    return int(best * divisor)
+
+
+def _affordable(request: Request, plan: Estimate, seq: int) -> bool:
+    assert request.world is not None
+    workload = msgspec.structs.replace(request.workload, seq=seq)
+    memory = memory_per_device(request, workload)
+    if memory and plan.memory_limit and memory > plan.memory_limit:
+        return False
+    flops = workload.model_flops() / request.world * (plan.imbalance or 1.0)
+    seconds = plan.start_s + plan.iterations * flops / plan.rate
+    return request.device != "cpu" or seconds <= CPU_LIMIT_S
+
+
+def _last(fine: Callable[[int], bool], top: int) -> int:
+    """The largest number up to ``top`` that is fine, where all below a fine one are; 0 where none is."""
+    low, high = 0, top
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fine(middle) else (low, middle - 1)
+    return low
+
+
+def _cpu(request: Request, kernel: Any) -> _Device:
+    assert request.world is not None
+    # What the host can still give, shared among the ranks.
+    memory = psutil.virtual_memory().available // request.world
+    return "CPU process", memory, _cpu_rate(kernel, request.workload, request.world), "measured on a small block"
+
+
+def _gpu(request: Request, kernel: str) -> _Device:
+    """For the smallest of the GPUs."""
+    properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    smallest = min(properties, key=lambda found: int(found.total_memory))
+    rate, source = kernel_rate(smallest.name, kernel, request.workload.dtype)
+    return smallest.name, int(smallest.total_memory) - GPU_RESERVE_BYTES, rate, source
+
+
+def kernel_rate(device: str, kernel: str, dtype: str) -> tuple[float, str]:
+    """FLOP/s that a kernel is assumed to reach on a device, and why so many."""
+    if kernel == "reference":
+        return REFERENCE_RATE * 1e12, "assumed"
+    peak, (share, most) = peak_of(device, dtype), KERNEL_SHARES.get(kernel, (0.0, 0.0))
+    if peak is None or not share:
+        return UNKNOWN_RATE * 1e12, "assumed: this device or kernel is not known"
+    return min(share * peak.tflops, most) * 1e12, f"assumed from the peak of {device}"
+
+
+def _cpu_rate(kernel: Any, workload: Workload, world: int) -> float:
+    """FLOP/s of one rank, from one full block on the threads that a rank will have."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(max(1, cpu_count() // world))
+    try:
+        seconds, flops = _time_block(kernel(), workload)
+    finally:
+        torch.set_num_threads(before)
+    return flops / seconds * min(1.0, cpu_count() / world)
+
+
+def _time_block(kernel: Any, workload: Workload) -> tuple[float, int]:
+    tokens = min(SAMPLE_TOKENS, workload.seq)
+    q = torch.randn(1, tokens, 1, workload.head_dim).to(torch_dtype(workload))
+    scale, best = workload.head_dim**-0.5, float("inf")
+    for _ in range(3):
+        kernel.flops = 0
+        start = time.perf_counter()
+        out, lse = kernel.forward(q, q, q, scale=scale, causal=False)
+        if workload.backward:
+            kernel.backward(q, q, q, q, lse, out=out, scale=scale, causal=False)
+        best = min(best, time.perf_counter() - start)
+    return best, int(kernel.flops)
+
+
+def _si(value: float) -> str:
+    for factor, prefix in ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M")):
+        if value >= factor:
+            return f"{value / factor:.3g} {prefix}"
+    return f"{value:.0f} "
+
+
+def _seconds(value: float) -> str:
+    if value >= 120:
+        return f"{value / 60:.0f} minutes"
+    return f"{value:.2g} s" if value >= 1 else f"{value * 1e3:.2g} ms"
+
+
+def _bytes(value: int) -> str:
+    return f"{value / 2**30:.1f} GiB" if value >= 2**30 else f"{value / 2**20:.0f} MiB"

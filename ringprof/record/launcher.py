@@ -1,0 +1,105 @@
+"""Where this process stands among the ranks, if a launcher has made it one."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ringprof.errors import UsageError
+
+
+@dataclass(frozen=True)
+class RankPlace:
+    """One rank among all, and on its host."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    node: int = 0
+    """The launcher's number of this rank's host."""
+    parent: int | None = None
+    """The launcher's process, which a rank does not outlive; None where a shell may have started it and gone."""
+
+
+_parent = os.getppid()
+"""As this process began: by the time that torch is loaded, it may have gone."""
+
+
+def launcher_rank(environment: Mapping[str, str] | None = None) -> RankPlace | None:
+    """The rank that torchrun (or its like) or srun made of this process; None where nobody did.
+
+    Only a step started by ``srun`` counts for Slurm: the script of a batch job carries the job's variables too, but
+    is one process. Raises `UsageError` for variables that make no sense.
+    """
+    env = os.environ if environment is None else environment
+    if "RANK" in env and "WORLD_SIZE" in env:
+        world = _number(env, "WORLD_SIZE")
+        per_host = max(1, _number(env, "LOCAL_WORLD_SIZE", world))
+        rank = _number(env, "RANK")
+        node = _number(env, "GROUP_RANK", rank // per_host)
+        parent = _parent if "TORCHELASTIC_RUN_ID" in env else None
+        return _checked(RankPlace(rank, world, _number(env, "LOCAL_RANK", rank % per_host), per_host, node, parent))
+    if "SLURM_PROCID" in env and "SLURM_STEP_ID" in env:
+        world = _number(env, "SLURM_STEP_NUM_TASKS", _number(env, "SLURM_NTASKS", 1))
+        if world == 1:
+            return None
+        rank = _number(env, "SLURM_PROCID")
+        node = _number(env, "SLURM_NODEID", -1)
+        per_host = _tasks_per_host(env, world, max(0, node))
+        local = _number(env, "SLURM_LOCALID", rank % per_host)
+        return _checked(RankPlace(rank, world, local, per_host, rank // per_host if node < 0 else node, _parent))
+    return None
+
+
+def slurm_rendezvous(place: RankPlace, environment: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The variables that torch.distributed needs and srun does not set: address and port of rank 0."""
+    env = os.environ if environment is None else environment
+    job = _number(env, "SLURM_JOB_ID", 0)
+    return {
+        "MASTER_ADDR": env.get("MASTER_ADDR") or _first_host(env),
+        # Steps of different jobs on one host must not meet; below the ports that systems hand out by themselves.
+        "MASTER_PORT": env.get("MASTER_PORT") or str(12_000 + job % 18_000),
+        "RANK": str(place.rank),
+        "WORLD_SIZE": str(place.world_size),
+        "LOCAL_RANK": str(place.local_rank),
+        "LOCAL_WORLD_SIZE": str(place.local_world_size),
+    }
+
+
+def _first_host(env: Mapping[str, str]) -> str:
+    """The first host of Slurm's list: ``gpu[07-09,12],x`` begins with ``gpu07``."""
+    hosts = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_NODELIST") or "127.0.0.1"
+    match = re.match(r"([^,\[]+)(?:\[(\d+)[^\]]*\]([^,\[]*))?", hosts)
+    if match is None:
+        raise UsageError(f"SLURM_STEP_NODELIST={hosts!r} cannot be read: set MASTER_ADDR to the host of rank 0")
+    return match[1] + (match[2] or "") + (match[3] or "")
+
+
+def _tasks_per_host(env: Mapping[str, str], world: int, node: int) -> int:
+    """Tasks on host number ``node``; Slurm writes ``8(x2),4`` for two hosts of 8 and one of 4."""
+    text = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE") or str(world)
+    counts: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d{1,6})\))?", part.strip())
+        if match is None or int(match[1]) < 1:
+            return world
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts[node] if node < len(counts) else world
+
+
+def _checked(place: RankPlace) -> RankPlace:
+    if not 0 <= place.rank < place.world_size or not 0 <= place.local_rank < place.local_world_size:
+        raise UsageError(f"the launcher's variables make no sense: rank {place.rank} of {place.world_size}")
+    return place
+
+
+def _number(env: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = env.get(name)
+    if text is None and default is not None:
+        return default
+    if text is None or not text.isdigit():
+        raise UsageError(f"{name}={text!r} is not a number: unset it, or start through torchrun or srun")
+    return int(text)

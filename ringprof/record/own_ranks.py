@@ -1,0 +1,240 @@
+"""Starting ranks of our own, and ending all of them within seconds when one fails or the user says stop.
+
+Ranks are started by torch's elastic launcher (its process layer, without agent and rendezvous service: there is one
+host, nothing is restarted, and the agent would give a stuck rank half a minute). The rendezvous store lives here in the
+parent, on a port that the system chose, so that two runs cannot meet.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from ringprof.errors import Interrupted, RecordError, RingprofError
+from ringprof.processes import cpu_count, isolated
+from ringprof.record.ending.rank_errors import is_consequence, laggard, rank_error, signal_error
+from ringprof.record.progress import DiaryReader, Reporter
+from ringprof.record.request import Request, Task, to_json
+from ringprof.scratch import keep, remove, scratch_folder
+
+POLL_S = 0.05
+SETTLE_S = 0.3
+"""After a first rank has failed: others that failed by themselves show up, and the cause is told from the effects."""
+END_S = 5
+"""What a rank gets between the request to end and SIGKILL."""
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+
+
+def make_scratch() -> Path:
+    """The folder of the ranks' logs and diaries; it stays only after a failure."""
+    return scratch_folder("ranks")
+
+
+def log_path(scratch: Path, rank: int) -> Path:
+    """What a rank printed."""
+    return scratch / f"rank{rank}.log"
+
+
+def diary_path(scratch: Path, rank: int) -> Path:
+    """What a rank reported."""
+    return scratch / f"rank{rank}.jsonl"
+
+
+def launch(task: Task, reporter: Reporter) -> None:
+    """Run a task on ranks of our own until all have ended well.
+
+    Raises `RecordError`, `VerificationError` or another error that a rank had; `Interrupted` when the user said stop.
+    Whatever happens, no rank is left behind; the scratch folder stays only after a failure.
+    """
+    assert task.scratch is not None and task.request.world is not None
+    scratch = Path(task.scratch)
+    (scratch / "task.json").write_bytes(to_json(task))
+    deadline = time.monotonic() + task.time_limit
+    with _signals_restored(), _store() as port:
+        context = None
+        readers = [DiaryReader(diary_path(scratch, rank)) for rank in range(task.request.world)]
+        try:
+            context = _start(task.request, scratch, port)
+            _until_done(context.pids(), readers, reporter, deadline)
+        except BaseException as error:
+            _ignore_signals()
+            if context is not None:
+                # Asked first, so that the ranks can say where they were, then killed.
+                context.close(signal.SIGTERM, END_S)
+            keep(scratch)
+            raise _explained(error, readers, scratch, task.time_limit) from None
+        context.close()
+    remove(scratch)
+
+
+class _RankFailed(Exception):
+    """At least one rank has ended badly; which one and why is found out after all have ended."""
+
+    def __init__(self, statuses: dict[int, int]) -> None:
+        super().__init__()
+        self.statuses = statuses
+
+
+class _TimeIsUp(Exception):
+    """The run's time limit has passed."""
+
+
+def _start(request: Request, scratch: Path, port: int) -> Any:
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
+
+    # The launcher reports on its own; here it is part of a program that does.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL + 1)
+    world = request.world or 1
+    command = isolated("rank", str(scratch / "task.json"), str(os.getpid()))
+    return start_processes(
+        name="ringprof",
+        entrypoint=command[0],
+        args={rank: tuple(command[1:]) for rank in range(world)},
+        envs={rank: _environment(request, rank, world, port) for rank in range(world)},
+        logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
+    )
+
+
+def _environment(request: Request, rank: int, world: int, port: int) -> dict[str, str]:
+    """What torch.distributed reads in a rank, and the threads that it may use."""
+    env = {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        # The parent's store is the rendezvous: no rank opens a port of its own.
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cpu_count() // world))),
+    }
+    if request.device == "cpu" and _has_loopback():
+        # One host: gloo must not depend on what the host's name resolves to.
+        env["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
+    return env
+
+
+def _has_loopback() -> bool:
+    return any(name == "lo" for _, name in socket.if_nameindex())
+
+
+@contextmanager
+def _store() -> Iterator[int]:
+    """A store for the ranks' rendezvous, for this host alone; yields its port."""
+    import torch.distributed
+
+    untyped: Any = torch.distributed
+    # A store that opens its port itself listens to all networks.
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    store = untyped.TCPStore(
+        "127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60),
+        master_listen_fd=listener.detach(),
+    )  # fmt: skip
+    yield port
+    del store
+
+
+@contextmanager
+def _signals_restored() -> Iterator[None]:
+    """The launcher sets handlers of its own; give the caller's back afterwards."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _ignore_signals() -> None:
+    """From here on the ranks are being ended: a second Ctrl-C must not stop that."""
+    if threading.current_thread() is threading.main_thread():
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+
+
+def _until_done(pids: dict[int, int], readers: list[DiaryReader], reporter: Reporter, deadline: float) -> None:
+    while True:
+        readers[0].relay(reporter)
+        statuses = _statuses(pids)
+        if any(statuses.values()):
+            time.sleep(SETTLE_S)
+            raise _RankFailed(_statuses(pids))
+        if len(statuses) == len(pids):
+            readers[0].relay(reporter)
+            return
+        if time.monotonic() > deadline:
+            raise _TimeIsUp
+        time.sleep(POLL_S)
+
+
+def _statuses(pids: dict[int, int]) -> dict[int, int]:
+    """Exit codes of the ranks that have ended, negative for signals; looked at, not collected."""
+    statuses = {}
+    for rank, pid in pids.items():
+        try:
+            ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            continue
+        if ended is not None:
+            statuses[rank] = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+    return statuses
+
+
+def _explained(error: BaseException, readers: list[DiaryReader], scratch: Path, limit_s: float) -> BaseException:
+    """The error to end with, in the user's words."""
+    from torch.distributed.elastic.multiprocessing import SignalException
+
+    for reader in readers:
+        reader.read()
+    logs = f"; logs kept in {scratch}"
+    if isinstance(error, (SignalException, KeyboardInterrupt)):
+        return Interrupted(f"interrupted{_stood(readers)}; nothing was recorded{logs}")
+    if isinstance(error, _RankFailed):
+        return _cause(error.statuses, readers, scratch)
+    if isinstance(error, _TimeIsUp):
+        return RecordError(f"{_laggard(readers)} when the time limit of {limit_s:.0f} s was over{logs}")
+    return error
+
+
+def _stood(readers: list[DiaryReader]) -> str:
+    entry = readers[0].last("start") if readers else None
+    return f" during {entry['start']}" if entry else ""
+
+
+def _cause(statuses: dict[int, int], readers: list[DiaryReader], scratch: Path) -> RingprofError:
+    """The rank that failed first by itself: one killed, then one with an error of its own, earliest first.
+
+    A rank that only lost its peers fails with an error of the communication library, a moment later.
+    """
+    killed = [rank for rank, status in statuses.items() if status < 0]
+    if killed:
+        return signal_error(killed[0], -statuses[killed[0]], f"; log: {log_path(scratch, killed[0])}")
+    told = {rank: entry for rank in statuses if (entry := readers[rank].last("error"))}
+    silent = [rank for rank in statuses if rank not in told]
+    if silent and all(is_consequence(entry["error"], entry["message"]) for entry in told.values()):
+        # Whatever its exit code, one that left without a word is what the others fail from.
+        rank = max(silent, key=lambda rank: statuses[rank] != 0)
+        log = log_path(scratch, rank)
+        return RecordError(f"rank {rank} ended with exit code {statuses[rank]} and said nothing; log: {log}")
+    rank, entry = min(
+        told.items(), key=lambda item: (is_consequence(item[1]["error"], item[1]["message"]), item[1]["at"])
+    )
+    return rank_error(rank, entry["error"], entry["message"], f"; log: {log_path(scratch, rank)}")
+
+
+def _laggard(readers: list[DiaryReader]) -> str:
+    words = {rank: entry for rank, reader in enumerate(readers) if (entry := reader.last("stopped"))}
+    return laggard({rank: (entry["stopped"], entry["hops"]) for rank, entry in words.items()}, len(readers))

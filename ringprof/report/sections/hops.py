@@ -1,0 +1,96 @@
+"""Hops: every exchange with neighbours, and what each link carried."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ringprof.analysis.findings.findings import Findings
+from ringprof.analysis.transfers.hops import Hop, hop_totals
+from ringprof.report.page.document import Content
+from ringprof.report.tables import Column, Listing, Table, mean
+from ringprof.report.terms import LABELS
+from ringprof.report.text import TextStyle
+
+_FIGURES = (
+    Column("MB", "bytes"), Column("start", "time", 3), Column("duration", "time", 2), Column("wait", "time"),
+    Column("wire", "time"), Column("GB/s", "rate"), Column("exposed", "time", 1),
+)  # fmt: skip
+COLUMNS = (Column(""), Column("to", drop=4), Column("from", drop=5), *_FIGURES)
+_WORST = (Column("worst\nrank", "count"), Column("it\nexposes", "time"))
+
+
+def terminal(found: Findings, style: TextStyle, listing: Listing) -> list[str]:
+    """A row for the n-th hop of all ranks, with means and the rank that exposes most; or a row a hop."""
+    attribution = found.attribution
+    hops = [hop for rank in attribution.ranks for hop in rank.hops]
+    if not hops and attribution.on_cpu:
+        text = "a CPU trace does not tell when a transfer ran; by kind, above, is what ranks waited for"
+        return [style.wrap(f"hops: {text}")]
+    if not hops:
+        return [style.wrap("hops: none; these ranks exchange nothing with neighbours alone")]
+    offset = attribution.clocks.offset_ns
+    first = min(hop.start_ns + offset[hop.rank] for hop in hops)
+    starts = {hop.rank: first - offset[hop.rank] for hop in hops}
+    if listing.everything or len(starts) == 1:
+        peers = [[",".join(map(str, ranks)) or "-" for ranks in (hop.sent_to, hop.received_from)] for hop in hops]
+        rows = [
+            [f"rank {hop.rank} hop {hop.number}", *names, *_figures([hop], starts)]
+            for hop, names in zip(hops, peers, strict=True)
+        ]
+        return [Table("hops", COLUMNS, rows).listed(style, listing)]
+    groups: dict[int, list[Hop]] = defaultdict(list)
+    for hop in hops:
+        groups[hop.number].append(hop)
+    rows = [[f"hop {number}", *_figures(groups[number], starts), *_worst(groups[number])] for number in sorted(groups)]
+    table = Table(f"hops, mean of {len(starts)} ranks", (COLUMNS[0], *_FIGURES, *_WORST), rows, "--all")
+    note = style.wrap("the n-th of every rank in one row; every rank's, with its peers: --all", "dim")
+    return [table.listed(style, listing) + "\n" + note]
+
+
+def _figures(hops: Sequence[Hop], starts: Mapping[int, int]) -> list[Any]:
+    """Means over hops; their rate is all bytes over all wire time."""
+    return [
+        mean([hop.sent_bytes for hop in hops]),
+        mean([hop.start_ns - starts[hop.rank] for hop in hops]),
+        mean([hop.end_ns - hop.start_ns for hop in hops]),
+        mean([hop.wait_ns for hop in hops]),
+        mean([hop.wire_ns for hop in hops]),
+        hop_totals(hops).wire_gbps,
+        mean([hop.exposed_ns for hop in hops]),
+    ]
+
+
+def _worst(hops: Sequence[Hop]) -> tuple[int, int]:
+    worst = max(hops, key=lambda hop: hop.exposed_ns)
+    return worst.rank, worst.exposed_ns
+
+
+_LINKS = (
+    Column("kind"), Column("link"), Column("kernels", "count"), Column("MB sent", "bytes"),
+    Column("waiting", "share", on_page="% waiting"), Column("GB/s", "rate"), Column("best GB/s", "rate"),
+)  # fmt: skip
+
+
+def html(found: Findings, report: dict[str, Any], figures: Any) -> Content | None:
+    """A row a link and a row a hop; None where there are none, and of very many ranks."""
+    hops = [hop for rank in found.attribution.ranks for hop in rank.hops] if found.lists_steps else []
+    if not hops:
+        return None
+    first = min(hop.start_ns for hop in hops)
+    links = [
+        [LABELS[row.kind], row.link, row.kernels, row.sent_bytes, row.wait_share, row.wire_gbps, row.best_gbps]
+        for row in found.summary.communication
+    ]
+    columns = (
+        Column("rank", "count"), Column("hop", "count"), Column("to"), Column("MB", "bytes"), Column("start", "time"),
+        Column("", "time", on_page="ms"), Column("wait", "time"), Column("wire", "time"), Column("GB/s", "rate"),
+        Column("exposed", "time"),
+    )  # fmt: skip
+    rows = [
+        [hop.rank, hop.number, ", ".join(map(str, hop.sent_to)) or "-", hop.sent_bytes, hop.start_ns - first,
+         hop.end_ns - hop.start_ns, hop.wait_ns, hop.wire_ns, hop.wire_gbps, hop.exposed_ns]
+        for hop in hops
+    ]  # fmt: skip
+    return Content(tables=[Table("", _LINKS, links).page(), Table("", columns, rows, "run.hops()").page()])

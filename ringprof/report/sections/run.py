@@ -1,0 +1,105 @@
+"""What was run, checked and measured: in words, as data, and as the page's settings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from ringprof.analysis.findings.findings import Findings
+from ringprof.analysis.findings.summary import Rates
+from ringprof.report.page.document import Content, PageTable, text
+from ringprof.report.tables import Listing
+from ringprof.report.text import TextStyle, binary_size, clean, duration, rate, slower_or_faster
+from ringprof.run import Run, Verification, Workload
+
+_PARTIAL = "a part of the run was chosen: rates, controls and memory of whole iterations are left out"
+_KEPT = ("name", "created", "workload", "topology", "strategy", "kernel", "verification", "peak_memory_bytes")
+
+
+def terminal(found: Findings, style: TextStyle, listing: Listing) -> list[str]:
+    """None for traces that nothing else is known of."""
+    run, rates = found.attribution.run, found.summary.rates
+    if run is None:
+        return []
+    check = [_check(run.verification)] if run.verification else []
+    partial = [_PARTIAL] if found.attribution.partial_window else []
+    return [style.wrap("\n".join([_what_ran(run), *check, *_speed(run, rates), *partial, *_cost(rates)]))]
+
+
+def _what_ran(run: Run) -> str:
+    parts = []
+    if run.strategy:
+        given = ", ".join(f"{key}={value}" for key, value in run.strategy.params.items())
+        parts.append(run.strategy.name + (f" ({given})" if given else ""))
+    if run.workload:
+        parts += _workload(run.workload)
+    if run.kernel:
+        parts.append(f"kernel {run.kernel}")
+    if run.strategy and run.strategy.hops == "copy":
+        parts.append("hops by copy engine")
+    return " · ".join(clean(part) for part in parts) or clean(run.name)
+
+
+def _workload(work: Workload) -> list[str]:
+    heads = f"{work.heads} heads" + (f" ({work.kv_heads} kv)" if work.kv_heads != work.heads else "")
+    return [
+        f"{work.seq} tokens, {heads} of {work.head_dim}" + (f", batch {work.batch}" if work.batch > 1 else ""),
+        "causal" if work.causal else "full",
+        work.dtype + ("" if work.backward else ", forward only"),
+    ]
+
+
+def _check(check: Verification) -> str:
+    """At which lengths the result was compared, how, and how close it came to its bound."""
+    outcome = "result verified" if check.passed else "RESULT WRONG"
+    timed = check.timed
+    errors = [*check.errors.items(), *(timed.errors.items() if timed else ())]
+    name, worst = max(errors, key=lambda item: item[1].rms / (item[1].allowed_rms or 1.0))
+    places = f", and at {timed.places} places a rank of the timed {timed.seq}" if timed else ""
+    return (
+        f"{outcome} against float64 at {check.seq} tokens{places}; nearest its bound: relative error of {name} "
+        f"{worst.rms:.1e} (allowed {worst.allowed_rms:.1e}; the kernel alone {worst.kernel_rms:.1e})"
+    )
+
+
+def _speed(run: Run, rates: Rates) -> list[str]:
+    parts = []
+    if rates.tflops is not None and rates.tflops_quantiles:
+        low, high = rates.tflops_quantiles["p10"], rates.tflops_quantiles["p90"]
+        several = f"median of {rates.iterations_timed}, p10 to p90: {rate(low)} to {rate(high)}"
+        spread = several if rates.iterations_timed > 1 else "one iteration"
+        spread += "" if run.timings else ", under the profiler"
+        parts.append(f"{rate(rates.tflops)} per device achieved ({spread})")
+    if rates.block_tflops is not None:
+        parts.append(f"its attention kernels run at {rate(rates.block_tflops)}")
+    return ["; ".join(parts)] if parts else []
+
+
+def _cost(rates: Rates) -> list[str]:
+    parts = []
+    if rates.profiler_overhead is not None and rates.slowest_median_ns is not None:
+        compared = slower_or_faster(rates.profiler_overhead)
+        parts.append(f"{duration(rates.slowest_median_ns)} an iteration without the profiler, {compared} with it")
+    if rates.peak_memory_bytes:
+        parts.append(f"peak memory {binary_size(rates.peak_memory_bytes)} a device")
+    return ["; ".join(parts)] if parts else []
+
+
+def json(found: Findings) -> dict[str, Any]:
+    """What was run and measured, without the times of every iteration: those are in the ``run.json``."""
+    if found.attribution.run is None:
+        return {"run": None}
+    plain: dict[str, Any] = msgspec.to_builtins(found.attribution.run)
+    return {"run": {key: plain[key] for key in _KEPT}}
+
+
+def html(found: Findings, report: dict[str, Any], figures: Any) -> Content:
+    """Every setting, a row each."""
+    rows = [[text("source"), text(", ".join(report["source"]["paths"]))]]
+    run = report["run"] or {}
+    for group in ("workload", "topology", "strategy", "verification"):
+        value = run.get(group) or {}
+        rows += [[text(f"{group}: {key}"), text(item)] for key, item in value.items() if item is not None]
+    rows += [[text(key), text(run[key])] for key in ("name", "created", "kernel") if run.get(key)]
+    return Content(tables=[PageTable(["what", "value"], rows)])

@@ -1,0 +1,145 @@
+"""What a drawn timeline shows: each rank's activities as bars in two lanes, thinned to what can be seen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from ringprof.analysis.attribution import Attribution
+from ringprof.analysis.findings.findings import Findings
+from ringprof.analysis.kinds.kinds import COMMUNICATION, KINDS
+from ringprof.analysis.rank import Detail, Rank
+from ringprof.analysis.steps.steps import Step
+from ringprof.report import palette
+from ringprof.report.page.document import Content
+from ringprof.report.terms import LABELS
+
+MOST_BARS = 12_000
+"""More are joined: a screen has some thousand columns, and a page must stay quick."""
+COLUMNS = 2_000
+
+
+class Bar(NamedTuple):
+    """Something that ran from one time to another, in nanoseconds from the first activity of any rank."""
+
+    rank: int
+    lane: str
+    """``compute`` or ``communication``."""
+    what: str
+    """A kind of computation or memory operation; or ``wait``, ``wire`` or ``unsplit``."""
+    kind: str
+    start_ns: int
+    end_ns: int
+    name: str
+    """Of the activity; of the first of several."""
+    activities: int = 1
+
+
+def drawn_as(what: str) -> tuple[str, str]:
+    """What a bar of this sort is called, and its colour."""
+    sorts = {"wait": ("waiting for a peer", palette.WAIT), "wire": ("on the wire", palette.WIRE),
+             "unsplit": ("communication", palette.UNSPLIT)}  # fmt: skip
+    return sorts.get(what) or (LABELS[what], palette.kind_colour(what))
+
+
+class Timeline(NamedTuple):
+    """All bars, and whether some stand for several activities."""
+
+    bars: list[Bar]
+    steps: list[Step]
+    origin_ns: dict[int, int]
+    """By rank: what to take from its times."""
+    thinned: bool
+
+
+class Activity(NamedTuple):
+    """One activity that a rank's breakdown counts; times by the rank's own clock, cut where the window is."""
+
+    row: int
+    """In ``trace.activities``."""
+    kind: str
+    name: str
+    stream: int
+    start_ns: int
+    end_ns: int
+
+
+def activities_of(detail: Detail) -> Iterator[Activity]:
+    """What ran in a rank's window on the device that is reported, by start; nothing on CPU.
+
+    Whatever draws or lists activities takes them from here, so that it shows what the figures are of.
+    """
+    rows, trace = detail.rows(), detail.classified.trace
+    columns = trace.activities
+    stream, name = columns.stream[rows.activity], columns.name[rows.activity]
+    for row, kind, at, on, start, end in zip(
+        *(column.tolist() for column in (rows.activity, rows.kind, name, stream, rows.start_ns, rows.end_ns)),
+        strict=True,
+    ):
+        yield Activity(row, KINDS[kind], trace.names[at], max(on, 0), start, end)
+
+
+def origins_of(attribution: Attribution) -> dict[int, int]:
+    """By rank: what to take from its times, so that the first activity of all is at 0 on one clock."""
+    offset = attribution.clocks.offset_ns
+    first = min(rank.breakdown.start_ns + offset[rank.rank] for rank in attribution.ranks)
+    return {rank.rank: first - offset[rank.rank] for rank in attribution.ranks}
+
+
+def timeline_of(attribution: Attribution, steps: Sequence[Step]) -> Timeline:
+    """The bars of all ranks on one clock; none for ranks on CPU, whose traces hold no device activities."""
+    origin = origins_of(attribution)
+    bars = [bar for rank in attribution.ranks if not rank.on_cpu for bar in _bars(rank, origin[rank.rank])]
+    thinned = len(bars) > MOST_BARS
+    if thinned:
+        span = max(bar.end_ns for bar in bars)
+        bars = list(_joined(bars, max(1, span // COLUMNS)))
+    return Timeline(bars, list(steps), origin, thinned)
+
+
+def _bars(rank: Rank, origin: int) -> Iterator[Bar]:
+    detail = rank.detail
+    split = {part.transfer.activity: part for part in detail.splits}
+    for one in activities_of(detail):
+        start, end = one.start_ns - origin, one.end_ns - origin
+        if one.kind not in COMMUNICATION:
+            yield Bar(rank.rank, "compute", one.kind, one.kind, start, end, one.name)
+            continue
+        part = split.get(one.row)
+        if part is None or part.wire_ns is None:
+            yield Bar(rank.rank, "communication", "unsplit", one.kind, start, end, one.name)
+            continue
+        ready = min(max(part.transfer.end_ns - part.wire_ns - origin, start), end)
+        for what, since, until in (("wait", start, ready), ("wire", ready, end)):
+            if until > since or what == "wire":
+                yield Bar(rank.rank, "communication", what, one.kind, since, until, one.name)
+
+
+def _joined(bars: Iterable[Bar], gap_ns: int) -> Iterable[Bar]:
+    """Bars of one rank, lane and sort, joined where less than ``gap_ns`` lies between two that are no longer."""
+    open_bars: dict[tuple[int, str, str], Bar] = {}
+    for bar in sorted(bars, key=lambda bar: bar.start_ns):
+        key = bar.rank, bar.lane, bar.what
+        before = open_bars.get(key)
+        short = bar.end_ns - bar.start_ns < gap_ns
+        if before is not None and short and bar.start_ns - before.end_ns < gap_ns:
+            end = max(before.end_ns, bar.end_ns)
+            open_bars[key] = before._replace(end_ns=end, activities=before.activities + bar.activities)
+            continue
+        if before is not None:
+            yield before
+        open_bars[key] = bar
+    yield from open_bars.values()
+
+
+_THINNED = "Neighbouring short activities are drawn as one bar, so that the page stays quick."
+
+
+def html(found: Findings, report: dict[str, Any], figures: Any) -> Content | None:
+    """None on CPU, whose traces hold no device activities, and of very many ranks."""
+    attribution = found.attribution
+    if attribution.on_cpu or not found.lists_steps:
+        return None
+    drawn = timeline_of(attribution, found.steps)
+    ranks = [rank.rank for rank in attribution.ranks]
+    return Content(figures.timeline(drawn, ranks), lines=[_THINNED] if drawn.thinned else [])

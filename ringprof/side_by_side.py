@@ -1,0 +1,78 @@
+"""Runs, traces, printed tables and benchmark logs side by side."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from ringprof.analysis.findings import comparison
+from ringprof.analysis.findings.comparison import Comparison, Entry
+from ringprof.analysis.findings.entries import labels_of
+from ringprof.api import Analysis, load_any
+from ringprof.benchmark_logs.logs import BenchmarkLogs, logs
+from ringprof.errors import KernelTableError, UsageError
+from ringprof.kernel_tables.table_analysis import TableAnalysis
+from ringprof.options import LoadOptions
+from ringprof.report import notebook, plots
+from ringprof.report.page import html
+from ringprof.report.page.several import comparison_document
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.axes import Axes
+
+
+class SideBySide(Comparison):
+    """What `compare` returns: a `Comparison` with a frame, plots, and a look in notebooks."""
+
+    def frame(self) -> pd.DataFrame:
+        """A row an entry: its label, its settings as text, its figures in their own units."""
+        import pandas as pd  # here, because it takes longer to import than most comparisons to make
+
+        rows = [
+            {"label": entry.label, **entry.settings, **{name: one.value for name, one in entry.figures.items()}}
+            for entry in self.entries
+        ]
+        return pd.DataFrame(rows).set_index("label")
+
+    def plot(self, kind: str = "comparison", ax: Axes | None = None) -> Axes:
+        """``comparison`` (a bar an entry) or ``scaling`` (a line a strategy over tokens), with matplotlib."""
+        draw = {"comparison": plots.comparison, "scaling": plots.scaling}
+        if kind not in draw:
+            raise UsageError(f"plot {kind!r}: there are {', '.join(draw)}")
+        return draw[kind](self, ax=ax)
+
+    def to_html(self) -> str:
+        """One HTML page that needs nothing else. Raises `MissingExtraError` without Bokeh."""
+        return html.render(comparison_document(self))
+
+    def _repr_html_(self) -> str:
+        return notebook.comparison_html(self)
+
+
+def compare(
+    *sources: str | os.PathLike[str] | Analysis | TableAnalysis | BenchmarkLogs, reading: LoadOptions | None = None
+) -> SideBySide:
+    """Set runs, traces, printed tables and benchmark logs side by side, in any mix, against the first.
+
+    A log stands for as many entries as it has rows. ``reading``: how to read the paths. Raises `UsageError` for fewer
+    than two entries, and what `load` raises.
+    """
+    names = [str(source) if isinstance(source, (str, os.PathLike)) else source.name for source in sources]
+    entries: list[Entry] = []
+    for label, source in zip(labels_of(names) if names else [], sources, strict=True):
+        if isinstance(source, (Analysis, TableAnalysis, BenchmarkLogs)):
+            entries += source.entries(label)
+        else:
+            entries += _entries_at(label, source, reading or LoadOptions())
+    if len(entries) < 2:
+        raise UsageError("a comparison needs two measurements or more: name another run, trace, table or log")
+    found = comparison.compare(entries)
+    return SideBySide(found.entries, found.differing, found.figures, found.differences)
+
+
+def _entries_at(label: str, path: str | os.PathLike[str], reading: LoadOptions) -> list[Entry]:
+    try:
+        return load_any([path], reading).entries(label)
+    except KernelTableError:
+        return logs(path, memory_bytes=reading.limits().memory_bytes).entries(label)

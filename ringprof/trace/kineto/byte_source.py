@@ -1,0 +1,162 @@
+"""The bytes of a file in pieces of bounded size, unpacked: plain, gzip or zstd, from a path or from memory."""
+
+from __future__ import annotations
+
+import io
+import re
+import zlib
+from collections.abc import Iterator
+from typing import BinaryIO, Protocol, cast
+
+from ringprof.errors import InputError, MissingExtraError, TraceFormatError
+from ringprof.files import open_binary
+from ringprof.limits import EXPANDED_BYTES, size_text
+
+PIECE_BYTES = 2 << 20
+"""Size of the pieces: large enough that the cost per piece is little, small enough for the processor's cache. On a
+300 MB trace 2 MB read a fifth faster than 8 MB, in a quarter less memory."""
+
+LOOK_BYTES = 1 << 16
+"""How much of a file is looked at to tell what it is."""
+
+_GZIP_MAGIC = b"\x1f\x8b"
+_ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
+_FIRST_STEP = 512
+_ZEROS = re.compile(rb"\0*")
+
+
+def is_packed(head: bytes) -> bool:
+    """Whether what begins with these four bytes is compressed."""
+    return head.startswith((_GZIP_MAGIC, _ZSTD_MAGIC))
+
+
+def first_bytes(source: str | bytes, name: str) -> bytes:
+    """The first bytes of the content, unpacked. Raises as `ByteSource`, and `TraceFormatError` where all is damaged."""
+    pieces = ByteSource(source, name, piece_bytes=LOOK_BYTES)
+    head = next(iter(pieces), b"")[:LOOK_BYTES]
+    if not head and pieces.damage:
+        raise TraceFormatError(f"{name}: {pieces.damage}: copy the file again")
+    return head
+
+
+class Readable(Protocol):
+    """What a decompressor and a file have in common."""
+
+    def read(self, size: int, /) -> bytes: ...
+
+
+class ByteSource:
+    """Iterates over a file's unpacked bytes; afterwards `damage` says whether they ended too early.
+
+    ``source`` is a path, or the bytes themselves. Raises `InputError` where the file cannot be opened or
+    expands beyond ``limit_bytes``, `MissingExtraError` where zstd is needed and not installed.
+    """
+
+    def __init__(
+        self, source: str | bytes, name: str, limit_bytes: int = EXPANDED_BYTES, piece_bytes: int | None = None
+    ) -> None:
+        self._source = source
+        self._name = name
+        self._limit = limit_bytes
+        self._size = PIECE_BYTES if piece_bytes is None else piece_bytes
+        self.damage: str | None = None
+        """What is wrong with the compressed data, in words; None if nothing."""
+
+    def __iter__(self) -> Iterator[bytes]:
+        with self._open() as file:
+            magic = file.read(4)
+            file.seek(0)
+            if magic.startswith(_GZIP_MAGIC):
+                yield from self._limited(self._gunzip(file))
+            elif magic == _ZSTD_MAGIC:
+                yield from self._limited(self._unzstd(file))
+            else:
+                yield from iter(lambda: file.read(self._size), b"")
+
+    def _open(self) -> BinaryIO:
+        return io.BytesIO(self._source) if isinstance(self._source, bytes) else open_binary(self._source)
+
+    def _limited(self, pieces: Iterator[bytes]) -> Iterator[bytes]:
+        total = 0
+        for piece in pieces:
+            total += len(piece)
+            if total > self._limit:
+                raise InputError(
+                    f"{self._name}: expands to more than {size_text(self._limit)};"
+                    " if you trust the file, raise the limit with --max-bytes"
+                )
+            yield piece
+
+    def _gunzip(self, file: BinaryIO) -> Iterator[bytes]:
+        inflater = zlib.decompressobj(wbits=31)
+        data, at, step = b"", 0, _FIRST_STEP
+        while True:
+            if at == len(data):
+                data, at = file.read(self._size), 0
+                if not data:
+                    self.damage = None if inflater.eof else "the gzip data is cut off"
+                    return
+            if inflater.eof:
+                padding = _ZEROS.match(data, at)  # As gzip itself allows.
+                at = padding.end() if padding else at
+                if at == len(data):
+                    continue
+                if data[at] != _GZIP_MAGIC[0]:
+                    self.damage = "what stands behind the gzip data is none"
+                    return
+                inflater, step = zlib.decompressobj(wbits=31), _FIRST_STEP
+            before, part = inflater.copy(), data[at : at + step]
+            try:
+                piece = inflater.decompress(part, self._size)
+            except zlib.error as error:
+                self.damage = f"the gzip data is damaged ({error})"
+                yield from _up_to_damage(before, part)
+                return
+            at += len(part) - len(inflater.unused_data if inflater.eof else inflater.unconsumed_tail)
+            # Small steps at first: what follows a member's end is copied, and a file may have a million of them.
+            step = min(2 * step, self._size)
+            if piece:
+                yield piece
+
+    def _unzstd(self, file: BinaryIO) -> Iterator[bytes]:
+        reader, own_error = _zstd_reader(file, self._name)
+        # A reader that meets the end of a cut file just stops; the cut then shows in the JSON, if there is any.
+        self.damage = "the zstd data is cut off"
+        while True:
+            try:
+                piece = reader.read(self._size)
+            except (own_error, EOFError, OSError, ValueError, RuntimeError) as error:
+                self.damage = f"the zstd data is damaged ({error})"
+                return
+            if not piece:
+                return
+            self.damage = None
+            yield piece
+
+
+def _up_to_damage(inflater: zlib._Decompress, data: bytes) -> Iterator[bytes]:
+    """What can be inflated before the damage: zlib gives nothing from the call that meets it."""
+    for step in (256, 1):
+        for start in range(0, len(data), step):
+            before = inflater.copy()
+            try:
+                yield inflater.decompress(data[start : start + step])
+            except zlib.error:
+                inflater, data = before, data[start : start + step]
+                break
+
+
+def _zstd_reader(file: BinaryIO, name: str) -> tuple[Readable, type[Exception]]:
+    """A reader, and its package's own error, which is no other's kin."""
+    try:
+        from compression import zstd  # type: ignore[import-not-found, unused-ignore]  # Python 3.14
+
+        return cast(Readable, zstd.open(file, "rb")), zstd.ZstdError
+    except ImportError:
+        pass
+    try:
+        import zstandard  # type: ignore[import-not-found, unused-ignore]
+    except ImportError:
+        raise MissingExtraError(f"{name}: reading zstd needs one more package: pip install zstandard") from None
+    reader = zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True)
+    return cast(Readable, reader), zstandard.ZstdError

@@ -1,0 +1,191 @@
+"""Collective metadata, as a communication record or a kernel carries it, to `Collective`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import msgspec
+
+from ringprof.trace.checks import ELEMENTS_LIMIT, NAMED_LIMIT, RANKS_LIMIT
+from ringprof.trace.columns import Collective
+from ringprof.trace.memory import bytes_of_list
+
+Number = int | str | float | None
+
+
+class Args(msgspec.Struct, gc=False):
+    """Arguments that every kept event may have."""
+
+    correlation: Number = None
+    external_id: Number = msgspec.field(default=None, name="External id")
+    old_external_id: Number = msgspec.field(default=None, name="external id")
+
+
+class CommArgs(Args, gc=False):
+    """Arguments of communication records, and of the kernels that carry a record's metadata."""
+
+    collective: Any = msgspec.field(default=None, name="Collective name")
+    in_elements: Any = msgspec.field(default=None, name="In msg nelems")
+    out_elements: Any = msgspec.field(default=None, name="Out msg nelems")
+    group_size: Any = msgspec.field(default=None, name="Group size")
+    dtype: Any = None
+    in_split: Any = msgspec.field(default=None, name="In split size")
+    out_split: Any = msgspec.field(default=None, name="Out split size")
+    group: Any = msgspec.field(default=None, name="Process Group Name")
+    group_description: Any = msgspec.field(default=None, name="Process Group Description")
+    group_ranks: Any = msgspec.field(default=None, name="Process Group Ranks")
+    source_rank: Any = msgspec.field(default=None, name="Src Rank")
+    destination_rank: Any = msgspec.field(default=None, name="Dst Rank")
+    sequence: Any = msgspec.field(default=None, name="Seq")
+    comms_id: Any = msgspec.field(default=None, name="Comms Id")
+    peer: Any = msgspec.field(default=None, name="Rank")
+    rank_start: Any = msgspec.field(default=None, name="Global rank start")
+    rank_stride: Any = msgspec.field(default=None, name="Global rank stride")
+
+
+class DeviceArgs(CommArgs, gc=False):
+    """Arguments of kernels, copies and sets."""
+
+    device: Number = None
+    stream: Number = None
+    size_bytes: Number = msgspec.field(default=None, name="bytes")
+    graph_node: Number = msgspec.field(default=None, name="graph node id")
+
+
+COMM_FIELDS = slice(len(Args.__struct_fields__), len(CommArgs.__struct_fields__))
+"""Which of the fields, in order, describe the communication."""
+
+_WHOLE = re.compile(r"\s*(?:[A-Za-z]+[ _]?)?(-?[0-9]{1,20})\s*")
+
+
+def whole_number(value: object) -> int | None:
+    """An integer of 64 bits from a number, or from text that is one or ends in one ("stream 7"), else None."""
+    if isinstance(value, str):
+        found = _WHOLE.fullmatch(value)
+        value = int(found.group(1)) if found else None
+    if isinstance(value, float):
+        value = int(value) if abs(value) < 2**63 and value == int(value) else None
+    if isinstance(value, bool) or not isinstance(value, int):
+        return None
+    return value if -(2**63) <= value < 2**64 else None
+
+
+def _within(value: object, limit: int) -> int | None:
+    number = whole_number(value)
+    return number if number is not None and 0 <= number <= limit else None
+
+
+class NumberLists:
+    """The groups and split sizes of one trace, each list once: a record of 30 bytes may stand for a million ranks."""
+
+    def __init__(self, take: Callable[[int], None]) -> None:
+        self._take = take
+        self._stretched: dict[range, tuple[int, ...]] = {}
+        self._listed: dict[tuple[int, ...], tuple[int, ...]] = {}
+        self._left = NAMED_LIMIT
+
+    def stretched(self, numbers: range) -> tuple[int, ...] | None:
+        """As a tuple; None where the trace has asked for too many."""
+        self._left -= len(numbers)
+        if self._left < 0:
+            return None
+        known = self._stretched.get(numbers)
+        if known is None:
+            self._take(bytes_of_list(len(numbers)))
+            known = self._stretched[numbers] = self.listed(tuple(numbers))
+        return known
+
+    def listed(self, numbers: tuple[int, ...]) -> tuple[int, ...]:
+        """The one such list that there is."""
+        known = self._listed.get(numbers)
+        if known is None:
+            self._take(bytes_of_list(len(numbers)))
+            known = self._listed[numbers] = numbers
+        return known
+
+
+def collective_of(args: CommArgs, lists: NumberLists) -> Collective | None:
+    """The record in ``args``, or None where it holds none."""
+    if not isinstance(args.collective, str) or not args.collective:
+        return None
+    size = _within(args.group_size, RANKS_LIMIT)
+    ranks = group_ranks(args, size, lists)
+    name = args.collective.lower()
+    return Collective(
+        name=name,
+        group=None if args.group is None else str(args.group),
+        group_description=None if args.group_description is None else str(args.group_description),
+        group_ranks=ranks,
+        group_size=size if size is not None else len(ranks) if ranks else None,
+        in_elements=_within(args.in_elements, ELEMENTS_LIMIT),
+        out_elements=_within(args.out_elements, ELEMENTS_LIMIT),
+        dtype=None if args.dtype is None else str(args.dtype),
+        source_rank=_peer(args, args.source_rank, ranks, name == "recv"),
+        destination_rank=_peer(args, args.destination_rank, ranks, name == "send"),
+        in_split=lists.listed(_numbers(args.in_split, ELEMENTS_LIMIT) or ()),
+        out_split=lists.listed(_numbers(args.out_split, ELEMENTS_LIMIT) or ()),
+        sequence=whole_number(args.sequence),
+        comms_id=whole_number(args.comms_id),
+    )
+
+
+def with_group(collective: Collective, groups: dict[str, tuple[int, ...]]) -> Collective:
+    """The record with the ranks of its group filled in from ``groups`` where it lacks them."""
+    if collective.group_ranks is not None or collective.group not in groups:
+        return collective
+    ranks = groups[collective.group]
+    return replace(collective, group_ranks=ranks, group_size=collective.group_size or len(ranks))
+
+
+def _peer(args: CommArgs, given: object, ranks: tuple[int, ...] | None, applies: bool) -> int | None:
+    """The global rank at the other end; older traces give only its place in the group, as "Rank"."""
+    rank = _within(given, RANKS_LIMIT - 1)
+    if rank is not None or not applies:
+        return rank
+    place = whole_number(args.peer)
+    return ranks[place] if ranks and place is not None and 0 <= place < len(ranks) else None
+
+
+def group_ranks(args: CommArgs, size: int | None, lists: NumberLists) -> tuple[int, ...] | None:
+    """Global ranks of the group, None where they cannot be told.
+
+    PyTorch shortens lists of more than 30 to "0, 1, ... , 28, ..., 63": such a list is rebuilt where what is
+    left of it has one stride and the group's size agrees.
+    """
+    listed = args.group_ranks
+    if isinstance(listed, str) and "..." in listed:
+        kept = _numbers(listed, RANKS_LIMIT - 1)
+        return _with_stride(kept, size, lists) if kept else None
+    ranks = _numbers(listed, RANKS_LIMIT - 1)
+    if ranks and (size is None or len(ranks) == size):
+        return lists.listed(ranks)
+    start, stride = _within(args.rank_start, RANKS_LIMIT), _within(args.rank_stride, RANKS_LIMIT)
+    if start is None or not stride or not size or start + stride * size > RANKS_LIMIT:
+        return None
+    return lists.stretched(range(start, start + stride * size, stride))
+
+
+def _with_stride(kept: tuple[int, ...], size: int | None, lists: NumberLists) -> tuple[int, ...] | None:
+    if len(kept) < 3:
+        return None
+    stride, last = kept[1] - kept[0], kept[-1]
+    if stride <= 0 or any(b - a != stride for a, b in pairwise(kept[:-1])):
+        return None
+    count, left = divmod(last - kept[0], stride)
+    if left or count <= 0 or (size is not None and count + 1 != size):
+        return None
+    return lists.stretched(range(kept[0], last + 1, stride))
+
+
+def _numbers(value: object, limit: int) -> tuple[int, ...] | None:
+    """Integers of a list, or of text such as "[0, 1, 2]"; None where one is no number between 0 and ``limit``."""
+    if isinstance(value, str):
+        value = [part for part in value.strip("[]() ").split(",") if part.strip() not in ("", "...")]
+    if not isinstance(value, list):
+        return None
+    numbers = [_within(item, limit) for item in value]
+    return tuple(n for n in numbers if n is not None) if None not in numbers else None

@@ -1,0 +1,163 @@
+"""The list of events, found in a trace's bytes and handed on in pieces that begin and end between two events."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import msgspec
+
+from ringprof.errors import TraceFormatError
+from ringprof.limits import MEMORY_BYTES
+from ringprof.trace.kineto.byte_source import ByteSource
+
+EMPTY = msgspec.Raw(b"")
+
+UNREADABLE = (ValueError, RecursionError)
+"""What msgspec raises on text that it cannot decode (its own errors are ValueErrors)."""
+
+
+class Event(msgspec.Struct, gc=False):
+    """One event. What needs more work stays text: most events are dropped before anyone looks at it."""
+
+    ph: str = ""
+    cat: str | None = ""
+    name: str | None = ""
+    ts: msgspec.Raw = EMPTY
+    dur: msgspec.Raw = EMPTY
+    pid: int | str | float | None = None
+    tid: int | str | float | None = None
+    args: msgspec.Raw = EMPTY
+
+
+decode_event = msgspec.json.Decoder(Event).decode
+decode_events = msgspec.json.Decoder(list[Event]).decode
+decode_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+
+_KEY = rb'"(?:ph|cat|name|ts|dur|pid|tid|id|s|bp|args)"\s*:'
+BOUNDARY = re.compile(rb"\}\s*,\s*(?=\{\s*" + _KEY + rb")")
+"""Between two events. It cannot match inside a sound string (its quotes would be escaped), only between objects
+inside an event's arguments; a piece cut there does not decode, and recovery puts it together."""
+
+EVENT_START = re.compile(
+    rb'\{\s*"(?:(?:ph|cat|ts)"\s*:|name"\s*:\s*"(?:[^"\\]|\\.){0,2000}"\s*,\s*"(?:ph|cat|ts|pid)")'
+)
+"""An event's beginning, to find the next one behind damage; strict enough to pass over arguments."""
+
+LIST_KEY = re.compile(rb'"traceEvents"\s*:\s*\[')
+_BARE_LIST = re.compile(rb"\[\s*(?=\{\s*" + _KEY + rb")")
+_FIRST_EVENT = re.compile(rb"(?=" + EVENT_START.pattern + rb")")
+"""Where the event list begins if its key or bracket is damaged; the first list of all is that of the devices."""
+
+_HEAD_SHARE, _EVENT_SHARE = 64, 256
+"""What is decoded at once may be one part in so many of the memory for reading: lists of empty lists or events take up
+to thirty times their size. Of 1 GiB that is 16 MiB for all before the first event, and 4 MiB for one."""
+
+UTF8_MARK = b"\xef\xbb\xbf"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Consecutive events, without the brackets of the list."""
+
+    data: bytes
+    offset: int
+    """Where it begins in the decompressed file."""
+    last: bool
+    """Whether the file ends with it: then the list's end and what follows it are part of ``data``."""
+
+
+class EventStream:
+    """Splits a source into the head (all before the first event) and pieces of the event list."""
+
+    def __init__(self, source: ByteSource, name: str, memory_bytes: int = MEMORY_BYTES) -> None:
+        self.head_limit = memory_bytes // _HEAD_SHARE
+        """Where no event list begins in this many bytes, none is expected."""
+        self.event_limit = memory_bytes // _EVENT_SHARE
+        """A piece is handed on with no event boundary in it once it is this large."""
+        self._source = source
+        self._chunks = iter(source)
+        self._name = name
+        self._rest = b""
+        self._offset = 0
+        self._carried = b""
+        self.list_root = False
+        """Whether the file is a bare list of events, with nothing around it."""
+        self.head = self._read_head()
+
+    def _read_head(self) -> bytes:
+        """Everything before the first event; raises `TraceFormatError` where there is no event list."""
+        data = b""
+        while len(data) < self.head_limit:
+            chunk = next(self._chunks, b"")
+            data += chunk
+            start = data.removeprefix(UTF8_MARK).lstrip()[:1]
+            found = LIST_KEY.search(data) if start != b"[" else None
+            if not found and (start == b"[" or not chunk):
+                found = (start != b"[" and _FIRST_EVENT.search(data)) or _BARE_LIST.search(data)
+                self.list_root = start == b"["
+            if found or not chunk:
+                break
+        else:
+            found = None
+        if not found:
+            raise TraceFormatError(f"{self._name}: {self._source.damage or 'not a Kineto trace: ' + _what_it_is(data)}")
+        self._rest = data[found.end() :]
+        self._offset = found.end()
+        return data[: found.start()]
+
+    def push_back(self, data: bytes) -> None:
+        """Hand the unfinished end of the piece just read back; it begins the next piece."""
+        self._carried = data
+
+    def pieces(self) -> Iterator[Piece]:
+        """The pieces in order. Each holds about one chunk of the source."""
+        for chunk in self._chunks:
+            data = self._rest + chunk
+            cut = last_boundary(data)
+            if cut is None and len(data) < self.event_limit:
+                self._rest = data
+                continue
+            end, begin = cut or (len(data), len(data))
+            yield Piece(data[:end], self._offset, last=False)
+            self._offset += begin
+            self._rest = data[begin:]
+            self._take_carried(data[end:begin])
+        yield Piece(self._rest, self._offset, last=True)
+
+    def _take_carried(self, separator: bytes) -> None:
+        if self._carried:
+            self._offset -= len(self._carried) + len(separator)
+            self._rest = self._carried + separator + self._rest
+            self._carried = b""
+
+    def remainder(self) -> bytes:
+        """What follows the last piece, as far as it may be decoded; log lines of old writers are left alone."""
+        data = self._rest
+        for chunk in self._chunks:
+            data += chunk
+            if len(data) > self.head_limit:
+                break
+        return data[: self.head_limit]
+
+
+def last_boundary(data: bytes) -> tuple[int, int] | None:
+    """The last place between two events: the end of the one, the beginning of the next."""
+    window = 1 << 16
+    while True:
+        low = max(0, len(data) - window)
+        matches = list(BOUNDARY.finditer(data, low))
+        if matches:
+            return matches[-1].start() + 1, matches[-1].end()
+        if low == 0:
+            return None
+        window *= 8
+
+
+def _what_it_is(data: bytes) -> str:
+    if not data.strip():
+        return "the file is empty"
+    if b'"deviceProperties"' in data or b'"schemaVersion"' in data:
+        return "it is cut off, or damaged, before its first event"
+    return 'no "traceEvents" list in it'

@@ -1,0 +1,376 @@
+"""Typed events in, columns out: sorts events into tables as they come and keeps only what the analysis uses."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from itertools import islice
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from ringprof.trace.columns import (
+    KERNEL,
+    MEMCPY,
+    MEMSET,
+    NONE,
+    TABLES,
+    Collective,
+    Int32,
+    Int64,
+    dtypes_of,
+    table_of,
+)
+from ringprof.trace.kineto.collectives import (
+    COMM_FIELDS,
+    Args,
+    CommArgs,
+    DeviceArgs,
+    Number,
+    NumberLists,
+    collective_of,
+    whole_number,
+)
+from ringprof.trace.kineto.event_list import EMPTY, UNREADABLE, Event, decode_fields
+from ringprof.trace.kineto.times import MISSING, to_ns
+from ringprof.trace.memory import bytes_of_collectives, bytes_of_rows, bytes_of_text
+
+Columns = dict[str, npt.NDArray[Any]]
+A = TypeVar("A", bound=Args)
+
+ABSURD_NS = 7 * 24 * 3600 * 10**9
+"""No event lasts seven days, nor lies that far from the middle of its trace: such times are damage."""
+
+UNIX_TIMES_NS = 10**18
+"""Times beyond this (2001) are unix times, where 0 can only mean "not set"."""
+
+COMM_RECORD = "record_param_comms"
+
+_DEVICE_CATEGORIES = {
+    "kernel": KERNEL,
+    "gpu_memcpy": MEMCPY,
+    "memcpy": MEMCPY,
+    "gpu_memset": MEMSET,
+    "memset": MEMSET,
+}
+# Those that tell what runs in them where the kernels' own names do not (`ringprof.analysis.kinds.operators`).
+_OPERATORS_THAT_TELL = re.compile(
+    "attention|attn|flash|sdpa|scaled_dot|fmha|nccl|rccl|c10d|gloo|nvshmem|symm_mem|vllm_fa|sgl_kernel"
+    "|embedding|fbgemm::|cppnode<split|norm|softmax|conv|aten::(?:add|ba?d?d?)?(?:mm|mv)$|_mm$|aten::_fused_"
+    "|optimizer.step|index_put_impl|aten::(?:sort|topk|dot)$",
+    re.IGNORECASE,
+)
+_CALLS_THAT_LAUNCH_NOTHING = re.compile(
+    r"^(?!.*(?:Launch|Memcpy|Memset|Copy)).*(?:Event|Query|Captur|Synchronize|Get|Attribute|Occupancy)"
+)
+"""Most CUDA calls of a trace; their correlation belongs to no device activity."""
+
+_NO_ARGS = msgspec.Raw(b"{}")
+_TRITON_FILE = re.compile(rb'"kernel_file"\s*:\s*"(?:[^"\\]*/)?([\w.-]{1,200})"')
+
+_ARGS: dict[str, type[Args]] = {
+    "activities": DeviceArgs,
+    "launches": Args,
+    "annotations": Args,
+    "device_annotations": DeviceArgs,
+    "operators": Args,
+    "comm_records": CommArgs,
+}
+
+
+def _names_its_file(event: Event) -> bool:
+    """Whether an operator is a Triton kernel, whose arguments name the file that it was compiled from."""
+    return "::" not in (event.name or "::") and b'"kernel_file"' in bytes(event.args)
+
+
+def _named_by_file(event: Event) -> Event:
+    file = _TRITON_FILE.search(bytes(event.args))
+    return msgspec.structs.replace(event, name="kernel_file " + file[1].decode(errors="replace")) if file else event
+
+
+class _Remembered(dict[str | None, Any]):
+    """A function's answers: categories and names are few and repeat, but in a damaged file they may be any number."""
+
+    def __init__(self, function: Callable[[str | None], Any]) -> None:
+        super().__init__()
+        self._function = function
+
+    def __missing__(self, key: str | None) -> Any:
+        answer = self._function(key)
+        if len(self) < 100_000 and len(key or "") < 1000:
+            self[key] = answer
+        return answer
+
+
+def _table_for(category: str | None) -> str | None:
+    """The table of a category's events. Categories compare without case: old files capitalise them."""
+    key = (category or "").lower()
+    if key in _DEVICE_CATEGORIES:
+        return "activities"
+    if key in ("runtime", "driver") or key.endswith(("_runtime", "_driver")):
+        return "launches"
+    if key in ("cpu_op", "operator"):
+        return "operators"
+    return {"user_annotation": "annotations", "gpu_user_annotation": "device_annotations"}.get(key)
+
+
+class Collector:
+    """Takes events piece by piece; `tables` then gives what is kept of them.
+
+    ``every_operator``: keep all CPU operators, as a trace without device activities needs. ``take`` counts memory.
+    """
+
+    def __init__(self, every_operator: bool, take: Callable[[int], None]) -> None:
+        self.every_operator = every_operator
+        self.take = take
+        self.names: dict[str, int] = {}
+        self.collectives: dict[Collective, int] = {}
+        self.total = 0
+        self.has_operators = False
+        """Whether there were any CPU operators, kept or not."""
+        self.oddities: Counter[str] = Counter()
+        """How often each oddity of a single event was met; keys are warning codes."""
+        self._base_ns = self._middle_ns = 0
+        self._seen_collectives: dict[tuple[Any, ...], int] = {}
+        self.number_lists = NumberLists(take)
+        self._table_for = _Remembered(_table_for)
+        self._tells = _Remembered(lambda name: _OPERATORS_THAT_TELL.search(name or "") is not None)
+        self._idle = _Remembered(lambda name: _CALLS_THAT_LAUNCH_NOTHING.search(name or "") is not None)
+        self._chunks: dict[str, list[Columns]] = {table: [] for table in TABLES}
+
+    @property
+    def has_device_activities(self) -> bool:
+        """Whether any kernel, copy or set was kept."""
+        return bool(self._chunks["activities"])
+
+    @property
+    def calls_a_device(self) -> bool:
+        """Whether a device's runtime was called to do anything."""
+        return bool(self._chunks["launches"])
+
+    def add(self, events: list[Event]) -> None:
+        """Keep what matters of the next events."""
+        self.total += len(events)
+        tables = self._sort(events)
+        operators, idle, tells = tables["operators"], self._idle, self._tells
+        self.has_operators |= bool(operators)
+        tables["comm_records"] = [event for event in operators if event.name == COMM_RECORD]
+        if self.every_operator:
+            tables["operators"] = [event for event in operators if event.name != COMM_RECORD]
+        else:
+            compiled = [_named_by_file(event) for event in operators if _names_its_file(event)]
+            tables["operators"] = [event for event in operators if tells[event.name]] + compiled
+        tables["launches"] = [event for event in tables["launches"] if not idle[event.name]]
+        for table, chosen in tables.items():
+            self._keep(table, chosen)
+
+    def _sort(self, events: list[Event]) -> dict[str, list[Event]]:
+        tables: dict[str, list[Event]] = {table: [] for table in TABLES}
+        table_for = self._table_for
+        odd = 0
+        for event in events:
+            if event.ph == "X":
+                table = table_for[event.cat]
+                if table is not None:
+                    tables[table].append(event)
+            elif event.ph == "B" or event.ph == "E":
+                odd += 1
+        if odd:
+            self.oddities["begin_end_events"] += odd
+        return tables
+
+    def _keep(self, table: str, events: list[Event]) -> None:
+        if not events:
+            return
+        start, end, sound = self._times(events, on_device=table == "activities")
+        if not sound.all():
+            events = [event for event, keep in zip(events, sound.tolist(), strict=True) if keep]
+            if not events:
+                return
+            start, end = start[sound], end[sound]
+        self.take(bytes_of_rows(table, len(events)))
+        self._chunks[table].append({"start_ns": start, "end_ns": end, **self._columns_of(table, events)})
+
+    def _times(self, events: list[Event], on_device: bool) -> tuple[Int64, Int64, npt.NDArray[np.bool_]]:
+        """Start and end (without the base time) and which events have usable ones."""
+        start = to_ns([event.ts for event in events])
+        duration = to_ns([event.dur for event in events])
+        no_duration = duration == MISSING
+        duration[no_duration] = 0
+        negative, absurd = duration < 0, duration > ABSURD_NS
+        duration[negative] = 0
+        sound = (start != MISSING) & ~absurd
+        self._count("missing_time", start == MISSING)
+        self._count("absurd_duration", absurd)
+        self._count("negative_duration", negative)
+        self._count("missing_duration", no_duration)
+        if on_device:
+            self._count("zero_duration", (duration == 0) & ~no_duration & ~negative)
+        end = np.where(sound, start, 0) + duration
+        return start, end, sound
+
+    def _count(self, code: str, mask: npt.NDArray[np.bool_]) -> None:
+        count = int(np.count_nonzero(mask))
+        if count:
+            self.oddities[code] += count
+
+    def _args(self, events: list[Event], kind: type[A]) -> list[A]:
+        """The arguments of each event, decoded together; defaults where they are no object or hold nonsense."""
+        texts = [_NO_ARGS if event.args is EMPTY else event.args for event in events]
+        try:
+            return msgspec.json.decode(b"[" + b",".join(texts) + b"]", type=list[kind])  # type: ignore[valid-type]
+        except UNREADABLE:
+            return [self._one_args(text, kind) for text in texts]
+
+    def _one_args(self, text: msgspec.Raw, kind: type[A]) -> A:
+        try:
+            return msgspec.json.decode(text, type=kind)
+        except UNREADABLE:
+            pass
+        args = kind()
+        if bytes(text) != b"null" and not _fill(args, text):
+            self.oddities["unreadable_arguments"] += 1
+        return args
+
+    def _columns_of(self, table: str, events: list[Event]) -> Columns:
+        """The columns of a table's events, but for their times and for what events of this table do not say."""
+        args: list[Any] = self._args(events, _ARGS[table])
+        on_device = _ARGS[table] is DeviceArgs
+        names = dtypes_of(TABLES[table]).keys() - {"start_ns", "end_ns"} - ({"device"} if not on_device else set())
+        return {name: self._column(name, events, args, on_device) for name in names}
+
+    def _column(self, name: str, events: list[Event], args: list[Any], on_device: bool) -> npt.NDArray[Any]:
+        match name:
+            case "name":
+                known = len(self.names)
+                numbers = [self.names.setdefault(e.name or "", len(self.names)) for e in events]
+                added = islice(reversed(self.names), len(self.names) - known)
+                self.take(sum(bytes_of_text(text) for text in added))
+                return np.array(numbers, np.int32)
+            case "category":
+                return np.array([_DEVICE_CATEGORIES[(e.cat or "").lower()] for e in events], np.int8)
+            case "thread" if not on_device:
+                return integers([e.tid for e in events])
+            case "thread":
+                return integers([_given(a.stream, e.tid) for e, a in zip(events, args, strict=True)])
+            case "stream":
+                return _narrow(self._column("thread", events, args, on_device))
+            case "device":
+                return _narrow(integers([_given(a.device, e.pid) for e, a in zip(events, args, strict=True)]))
+            case "external_id":
+                return integers([_given(a.external_id, a.old_external_id) for a in args])
+            case "collective":
+                return self._collective_indices(args)
+        return integers([getattr(a, name) for a in args])
+
+    def _collective_indices(self, args: Sequence[CommArgs]) -> Int32:
+        indices = [NONE if one.collective is None else self._collective_index(one) for one in args]
+        return np.array(indices, np.int32)
+
+    def _collective_index(self, args: CommArgs) -> int:
+        try:
+            # Most records repeat an earlier one but for their ids, which come first among the fields.
+            key = msgspec.structs.astuple(args)[COMM_FIELDS]
+            if key in self._seen_collectives:
+                return self._seen_collectives[key]
+        except TypeError:
+            key = None  # A list among the values has no hash.
+        collective = collective_of(args, self.number_lists)
+        index = NONE if collective is None else self.collectives.setdefault(collective, len(self.collectives))
+        if key is not None:
+            self._seen_collectives[key] = index
+            texts = sum(bytes_of_text(part) for part in key if isinstance(part, str))
+            self.take(bytes_of_collectives(1) + texts)
+        return index
+
+    # --- the finished columns ---------------------------------------------------------------------
+
+    def _middle(self) -> int:
+        """The median time of what matters most; others lie around it."""
+        for table in ("activities", "operators", "annotations"):
+            starts = [chunk["start_ns"] for chunk in self._chunks[table]]
+            if starts:
+                joined = np.concatenate(starts)
+                return int(np.partition(joined, len(joined) // 2)[len(joined) // 2])
+        return 0
+
+    def _columns(self, table: str) -> Columns:
+        """One table's columns, all pieces together, sorted by start, with the base time added."""
+        chunks = self._chunks.pop(table)
+        if not chunks:
+            return {}
+        start = np.concatenate([chunk["start_ns"] for chunk in chunks])
+        unset = (start == 0) & (self._base_ns > 0 or self._middle_ns > UNIX_TIMES_NS)
+        stray = ~unset & (abs(start - self._middle_ns) > ABSURD_NS)
+        self._count("zero_timestamp", unset)
+        self._count("absurd_timestamp", stray)
+        kept = np.flatnonzero(~(unset | stray))
+        order = kept[np.argsort(start[kept], kind="stable")]
+        # One column after the other, so that only one is there twice.
+        joined = {key: np.concatenate([chunk.pop(key) for chunk in chunks])[order] for key in tuple(chunks[0])}
+        joined["start_ns"] += self._base_ns
+        joined["end_ns"] += self._base_ns
+        return joined
+
+    def tables(self, base_ns: int) -> dict[str, Any]:
+        """The tables of a `Trace`, by its fields; ``base_ns`` is added to all times."""
+        self._base_ns = base_ns
+        self._middle_ns = self._middle()
+        rows = {table: self._columns(table) for table in TABLES}
+        if rows["launches"]:
+            correlation = rows["launches"]["correlation"]
+            known = rows["activities"].get("correlation", np.empty(0, np.int64))
+            rows["launches"] = _chosen(rows["launches"], (correlation != NONE) & np.isin(correlation, known))
+        if rows["comm_records"]:
+            rows["comm_records"] = _chosen(rows["comm_records"], rows["comm_records"]["collective"] != NONE)
+        return {table: table_of(kind, rows[table]) for table, kind in TABLES.items()}
+
+
+def _chosen(columns: Columns, mask: npt.NDArray[np.bool_]) -> Columns:
+    return {name: values[mask] for name, values in columns.items()}
+
+
+def _fill(args: Args, text: msgspec.Raw) -> bool:
+    """Set what can be read of ``args``, field by field; whether all of it could."""
+    try:
+        given = decode_fields(text)
+    except UNREADABLE:
+        return False
+    sound = True
+    for field, key in zip(args.__struct_fields__, args.__struct_encode_fields__, strict=True):
+        if key in given:
+            try:
+                setattr(args, field, msgspec.json.decode(given[key], type=int | str | float | None))
+            except UNREADABLE:
+                sound = False
+    return sound
+
+
+def integers(values: Sequence[Number]) -> Int64:
+    """A column of integers; `NONE` where a value is absent, no number, or beyond 64 bits."""
+    # Anything but an integer goes the slow way: numpy reads "1_000" as one.
+    if set(map(type, values)) <= _PLAIN:
+        try:
+            return np.array([NONE if value is None else value for value in values], np.int64)
+        except OverflowError:
+            pass
+    return np.array([_int64(value) for value in values], np.int64)
+
+
+_PLAIN = {int, type(None)}
+
+
+def _int64(value: Number) -> int:
+    number = whole_number(value)
+    return number if number is not None and -(2**63) < number < 2**63 else NONE
+
+
+def _given(value: Number, other: Number) -> Number:
+    return other if value is None else value
+
+
+def _narrow(wide: Int64) -> Int32:
+    return np.where(abs(wide) < 2**31, wide, NONE).astype(np.int32)

@@ -1,0 +1,236 @@
+"""One Kineto trace to a `Trace`: reads its pieces in turn, keeps what matters, and says what was odd."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+
+from ringprof.errors import TraceFormatError
+from ringprof.limits import MemoryBudget
+from ringprof.trace.checks import overlaps, refuse_unsound
+from ringprof.trace.columns import NO_DEVICE_ACTIVITIES, Caveat, Trace
+from ringprof.trace.kineto.byte_source import ByteSource
+from ringprof.trace.kineto.collectives import with_group
+from ringprof.trace.kineto.event_list import (
+    LIST_KEY,
+    UNREADABLE,
+    Event,
+    EventStream,
+    Piece,
+    decode_events,
+    decode_fields,
+)
+from ringprof.trace.kineto.event_tables import Collector
+from ringprof.trace.kineto.fields import Metadata, closed, metadata_of, opened, read_fields
+from ringprof.trace.kineto.recover import Recovery
+from ringprof.trace.memory import bytes_of_text, take_analysis
+from ringprof.trace.one_run import rank_in_name
+
+
+def read_trace(path: str | os.PathLike[str], budget: MemoryBudget | None = None) -> Trace:
+    """Read one rank's trace: ``.json``, gzip or zstd, whatever its name.
+
+    All times of the result are int64 nanoseconds of unix time. Raises `InputError` where the file cannot be read or
+    takes more than it may, `TraceFormatError` where it is no Kineto trace or holds nothing to analyse,
+    `MissingExtraError` where zstd is needed and not installed. What is odd but did not stop the reading is in
+    ``Trace.warnings``.
+    """
+    name = os.fspath(path)
+    return _read(name, name, budget or MemoryBudget())
+
+
+def parse_trace(data: bytes, name: str = "-", budget: MemoryBudget | None = None) -> Trace:
+    """As `read_trace`, from the bytes of a file; ``name`` is for messages and for finding the rank."""
+    return _read(data, name, budget or MemoryBudget())
+
+
+@dataclass
+class _Reading:
+    """What one pass over the file found."""
+
+    collector: Collector
+    metadata: Metadata = field(default_factory=Metadata)
+    repaired: int = 0
+    gaps: int = 0
+    skipped: int = 0
+    first_damage: int | None = None
+    cut_at: int | None = None
+    """Where the event list ends too early; None where it is closed."""
+    cut_events: int = 0
+    """Whether an incomplete event, which is among ``skipped``, stands there."""
+    hopeless: bool = False
+    """Whether reading stopped where no events were to be found any more."""
+    fields_sound: bool = True
+    lacks_device: bool = False
+    """Whether a GPU was used and nothing of what ran on it is in the trace."""
+    second_list: bool = False
+    """Whether another list of events stands behind the first, or inside what does."""
+    damage: str | None = None
+    """What is wrong with the compressed data."""
+
+
+def _read(source: str | bytes, name: str, budget: MemoryBudget) -> Trace:
+    left = budget.left
+    reading = _pass(source, name, budget, every_operator=False)
+    collector = reading.collector
+    if collector.has_operators and not collector.has_device_activities and not collector.every_operator:
+        # Only now is it known to be a CPU trace, where every operator counts.
+        budget.left = left
+        reading = _pass(source, name, budget, every_operator=True)
+    return take_analysis(refuse_unsound(_trace(reading, name)), budget)
+
+
+def _pass(source: str | bytes, name: str, budget: MemoryBudget, every_operator: bool) -> _Reading:
+    byte_source = ByteSource(source, name, budget.limits.expanded_bytes)
+    stream = EventStream(byte_source, name, budget.limits.memory_bytes)
+    head = read_fields(closed(stream.head))
+    of_cpu = head.values.get("deviceProperties") == []
+    collector = Collector(every_operator or of_cpu, lambda size: budget.take(size, name))
+    reading = _Reading(collector)
+    tail = b""
+    for piece in stream.pieces():
+        end = _take(piece, stream, reading)
+        if end is not None:
+            tail = piece.data[end + 1 :] + (b"" if piece.last else stream.remainder())
+            break
+        if reading.hopeless:
+            break
+    behind = read_fields(opened(tail))
+    reading.metadata = metadata_of(head.values | behind.values)
+    used = reading.collector.calls_a_device or reading.metadata.on_gpu
+    reading.lacks_device = used and not reading.collector.has_device_activities
+    reading.fields_sound = head.sound and behind.sound
+    reading.second_list = LIST_KEY.search(tail) is not None
+    reading.damage = byte_source.damage
+    return reading
+
+
+def _take(piece: Piece, stream: EventStream, reading: _Reading) -> int | None:
+    """Collect a piece's events; returns where in it the event list is closed, None where it goes on."""
+    try:
+        events, end = _decode_last(piece, stream.list_root) if piece.last else (_decode(piece), None)
+        reading.collector.add(events)
+        return end
+    except UNREADABLE:
+        pass
+    recovered = Recovery(piece)
+    reading.collector.add(recovered.events)
+    if recovered.unfinished:
+        stream.push_back(recovered.unfinished)
+    _note(reading, piece, stream, recovered)
+    return recovered.end
+
+
+def _decode(piece: Piece) -> list[Event]:
+    return decode_events(b"".join((b"[", piece.data, b"]")))
+
+
+def _decode_last(piece: Piece, list_root: bool) -> tuple[list[Event], int]:
+    """Events of the last piece, and where the list is closed; raises where any of it is not sound."""
+    if list_root:
+        return decode_events(b"[" + piece.data), piece.data.rindex(b"]")
+    listed = decode_fields(b"".join((b'{"traceEvents":[', piece.data)))["traceEvents"]
+    end = memoryview(listed).nbytes - 2
+    if piece.data[end : end + 1] != b"]":
+        raise ValueError("the key is there twice")
+    return decode_events(listed), end
+
+
+def _note(reading: _Reading, piece: Piece, stream: EventStream, recovered: Recovery) -> None:
+    reading.repaired += recovered.repaired
+    reading.gaps += recovered.gaps
+    reading.skipped += recovered.skipped
+    if reading.first_damage is None:
+        reading.first_damage = recovered.first_damage
+    if piece.last and recovered.end is None:
+        # Chrome's format lets a bare list end without its bracket; but then nobody can tell a cut one from a whole one.
+        reading.cut_at = piece.offset + recovered.last_whole
+        reading.cut_events = int(recovered.skipped_last)
+    if not recovered.events and len(piece.data) >= stream.event_limit:
+        reading.hopeless = True
+        reading.cut_at = piece.offset
+
+
+# --- from what was read to the Trace ------------------------------------------------------------------
+
+
+def _trace(reading: _Reading, name: str) -> Trace:
+    collector, metadata = reading.collector, reading.metadata
+    tables = collector.tables(metadata.base_ns)
+    groups = {group: collector.number_lists.listed(ranks) for group, ranks in metadata.groups.items()}
+    collector.take(sum(map(bytes_of_text, groups)))
+    if not any(len(tables[name].start_ns) for name in ("activities", "operators", "annotations")):
+        raise TraceFormatError(f"{name}: {_why_empty(reading)}")
+    return Trace(
+        path=name,
+        names=list(collector.names),
+        **tables,
+        collectives=[with_group(one, groups) for one in collector.collectives],
+        devices=metadata.devices,
+        rank=rank_in_name(name) if metadata.rank is None else metadata.rank,
+        world_size=metadata.world_size,
+        host=metadata.host,
+        groups=groups,
+        base_ns=metadata.base_ns,
+        events_total=collector.total + reading.skipped,
+        events_skipped=reading.skipped,
+        warnings=_warnings(reading) + overlaps(tables["activities"], metadata.rank),
+    )
+
+
+def _why_empty(reading: _Reading) -> str:
+    if reading.skipped or reading.cut_at is not None:
+        return f"no event in it can be read ({reading.skipped} damaged, {reading.collector.total} of no use)"
+    if reading.collector.oddities["begin_end_events"]:
+        return "only begin/end events, which PyTorch does not write: export the trace with torch.profiler"
+    return f"nothing to analyse: {reading.collector.total} events, none of them a kernel, operator or annotation"
+
+
+_ODDITIES = {
+    "missing_time": "events without a readable time were left out",
+    "zero_timestamp": "events with time 0 were left out",
+    "absurd_timestamp": "events days away from the rest of the trace were left out",
+    "absurd_duration": "events that claim to last over 7 days were left out",
+    "negative_duration": "events with a negative duration count as 0 ns long",
+    "missing_duration": "events without a readable duration count as 0 ns long",
+    "zero_duration": "kernels or copies are 0 ns long",
+    "unreadable_arguments": "events have arguments that cannot be read in full; their times count",
+    "begin_end_events": "begin/end events, which PyTorch does not write, were left out",
+}
+
+
+_NO_DEVICE = (
+    "the run used a GPU, and nothing of what ran there is in the trace: device activities were not profiled (not asked "
+    "for, or refused to the profiler), or profiling ended before the first kernel"
+)
+
+
+def _warnings(reading: _Reading) -> list[Caveat]:
+    rank, at = reading.metadata.rank, reading.first_damage
+    damaged = reading.skipped - reading.cut_events
+    found = []
+    if reading.damage:
+        found.append(Caveat("damaged_compression", f"{reading.damage}: read up to there", rank))
+    if reading.cut_at is not None:
+        message = f"the file is cut off at byte {reading.cut_at}: {reading.collector.total} complete events were read"
+        found.append(Caveat("truncated", message, rank, byte_offset=reading.cut_at))
+    if damaged:
+        message = f"{damaged} damaged events were left out, the first damage is at byte {at}"
+        found.append(Caveat("damaged_events", message, rank, damaged, at))
+    if reading.repaired:
+        message = f"{reading.repaired} events that are not sound JSON were read all the same, from byte {at} on"
+        found.append(Caveat("repaired_events", message, rank, reading.repaired, at))
+    if reading.gaps:
+        message = f"{reading.gaps} commas between events are missing or too many, from byte {at} on; no event is lost"
+        found.append(Caveat("misplaced_commas", message, rank, reading.gaps, at))
+    if not reading.fields_sound:
+        message = "the text around the events is damaged: the rank, groups or base time may be missing"
+        found.append(Caveat("damaged_metadata", message, rank))
+    if reading.lacks_device:
+        found.append(Caveat(NO_DEVICE_ACTIVITIES, _NO_DEVICE, rank))
+    if reading.second_list:
+        message = "a second list of events stands behind the first and was not read: split the file"
+        found.append(Caveat("second_event_list", message, rank))
+    for code, count in sorted(reading.collector.oddities.items()):
+        found.append(Caveat(code, f"{count} {_ODDITIES[code]}", rank, count))
+    return found

@@ -1,0 +1,85 @@
+"""Decimal text in microseconds to int64 nanoseconds, exactly.
+
+Kineto writes times as decimal text with three digits after the point. float64 cannot hold them all: near
+4.4e12 µs, where a trace lies some fifty days into a quarter, its values are 1 ns apart, and unix time in
+microseconds is beyond that. The digits are therefore read as integers; the point is only moved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from decimal import ROUND_HALF_EVEN, Context, Decimal, InvalidOperation
+
+import msgspec
+import numpy as np
+
+from ringprof.trace.checks import LARGEST_NS
+from ringprof.trace.columns import Int64
+
+MISSING = int(np.iinfo(np.int64).min)
+"""Stands for a time that is absent or is no number."""
+
+Text = bytes | msgspec.Raw
+
+_LONGEST_FAST = 19
+_LONGEST_TEXT = 60
+_EXACT = Context(prec=_LONGEST_TEXT + 10, rounding=ROUND_HALF_EVEN)
+
+
+def to_ns(texts: Sequence[Text]) -> Int64:
+    """Nanoseconds of many decimal texts in microseconds; `MISSING` where one is absent or no number.
+
+    A text may stand in quotes, have an exponent or any number of decimals; what lies below a nanosecond is
+    rounded half to even. Times beyond `LARGEST_NS` are cut to it.
+    """
+    if not texts:
+        return np.empty(0, np.int64)
+    joined = b",".join(texts)
+    if not joined.translate(None, b"0123456789.,"):
+        fast = _uniform_to_ns(joined, len(texts))
+        if fast is not None:
+            return fast
+    return np.fromiter((one_to_ns(bytes(text)) for text in texts), np.int64, len(texts))
+
+
+def _uniform_to_ns(joined: bytes, count: int) -> Int64 | None:
+    """As `to_ns`, for texts that all have three decimals, or all none; else None."""
+    text = np.frombuffer(joined, np.uint8)
+    ends = np.append(np.flatnonzero(text == ord(",")), len(text))
+    lengths = np.diff(ends, prepend=-1) - 1
+    points = np.flatnonzero(text == ord("."))
+    if len(ends) != count or lengths.min() < 1 or lengths.max() > _LONGEST_FAST:
+        return None
+    if len(points) == 0 and lengths.max() <= _LONGEST_FAST - 4:
+        return np.fromstring(joined.decode("ascii"), np.int64, sep=",") * 1000
+    if len(points) == count and lengths.min() >= 5 and bool((points + 4 == ends).all()):
+        return np.fromstring(joined.replace(b".", b"").decode("ascii"), np.int64, sep=",")
+    return None
+
+
+def one_to_ns(text: bytes) -> int:
+    """As `to_ns`, for one text."""
+    text = text.strip(b'" \t\r\n')
+    whole, _, fraction = text.partition(b".")
+    if whole.isdigit() and len(whole) < _LONGEST_FAST - 3 and len(fraction) <= 3:
+        if not fraction or fraction.isdigit():
+            return int(whole) * 1000 + int(fraction.ljust(3, b"0"))
+    return _decimal_to_ns(text)
+
+
+def _decimal_to_ns(text: bytes) -> int:
+    if not text or len(text) > _LONGEST_TEXT or b"_" in text:
+        return MISSING
+    try:
+        value = Decimal(text.decode("ascii"))
+    except (InvalidOperation, UnicodeDecodeError):
+        return MISSING
+    # The size is checked before anything is expanded: 1e999999 is a short text.
+    if not value.is_finite():
+        return MISSING
+    if value.adjusted() > 18:
+        return LARGEST_NS if value > 0 else -LARGEST_NS
+    if value.adjusted() < -_LONGEST_TEXT:
+        return 0
+    ns = int(value.scaleb(3, _EXACT).to_integral_value(ROUND_HALF_EVEN, _EXACT))
+    return max(-LARGEST_NS, min(ns, LARGEST_NS))

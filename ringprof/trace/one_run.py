@@ -1,0 +1,132 @@
+"""Whose trace is this, and are several the ranks of one run? Answered from a few facts of each, not from all traces."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import PurePath
+
+from ringprof.errors import InputError
+from ringprof.trace.checks import RANKS_LIMIT
+from ringprof.trace.columns import Caveat, Trace
+
+OF_THE_RUN = frozenset({"mixed_runs", "assumed_ranks", "left_out"})
+"""Codes of warnings that one trace carries for all."""
+
+
+@dataclass(frozen=True)
+class TraceFacts:
+    """What is known of a trace before its activities are looked at."""
+
+    path: str
+    rank: int | None
+    world_size: int | None
+    host: str | None
+    largest_peer: int
+    """The largest rank of any group that it names, 0 where it names none."""
+    span_ns: tuple[int, int] | None
+    """First start and last end of its activities (on CPU: operators), unix time; None where there are none."""
+    warnings: tuple[Caveat, ...] = ()
+
+
+def facts_of(trace: Trace) -> TraceFacts:
+    """The facts of one trace."""
+    rows = trace.activities if len(trace.activities.start_ns) else trace.operators
+    return TraceFacts(
+        path=trace.path,
+        rank=trace.rank,
+        world_size=trace.world_size,
+        host=trace.host,
+        largest_peer=max((rank for ranks in trace.groups.values() for rank in ranks), default=0),
+        span_ns=(int(rows.start_ns[0]), int(rows.end_ns.max())) if len(rows.start_ns) else None,
+        warnings=tuple(trace.warnings),
+    )
+
+
+def checked_facts(facts: Sequence[TraceFacts], problems: Sequence[InputError] = ()) -> list[TraceFacts]:
+    """The facts in the order given, each with its rank and with warnings about its place among the others.
+
+    ``problems``: why other traces of the run could not be read.
+    """
+    checked = list(facts)
+    if len(checked) > 1:
+        if all(one.rank is None for one in checked):
+            checked = [replace(one, rank=rank) for rank, one in enumerate(checked)]
+            note = Caveat("assumed_ranks", "no trace names its rank: ranks are given in the order of the files")
+            checked[0] = _with(checked[0], note)
+        counts = Counter(one.rank for one in checked)
+        checked = [_with(one, *_place_warnings(one, counts[one.rank])) for one in checked]
+    first = min(range(len(checked)), key=lambda at: order(checked[at]))
+    checked[first] = _with(checked[first], *_run_warnings(checked), *_left_out(problems))
+    return checked
+
+
+def order(one: TraceFacts) -> tuple[bool, int]:
+    """Sorts by rank, those without one last."""
+    return one.rank is None, one.rank or 0
+
+
+def _with(one: TraceFacts, *warnings: Caveat) -> TraceFacts:
+    return replace(one, warnings=(*one.warnings, *warnings)) if warnings else one
+
+
+def _place_warnings(one: TraceFacts, same_rank: int) -> list[Caveat]:
+    if one.rank is None:
+        return [Caveat("unknown_rank", f"{one.path} does not name its rank, in the file or its name")]
+    if same_rank > 1:
+        message = f"{one.path} is one of {same_rank} traces of rank {one.rank}: give the files of one run only"
+        return [Caveat("duplicate_rank", message, one.rank)]
+    return []
+
+
+def _left_out(problems: Sequence[InputError]) -> list[Caveat]:
+    if not problems:
+        return []
+    more = f", and {len(problems) - 1} more" if len(problems) > 1 else ""
+    return [Caveat("left_out", f"traces that cannot be read are left out: {problems[0]}{more}")]
+
+
+def _run_warnings(facts: Sequence[TraceFacts]) -> list[Caveat]:
+    """What shows that the traces are not all the ranks of one run."""
+    found = []
+    sizes = {one.world_size for one in facts if one.world_size is not None}
+    if len(sizes) > 1:
+        listed = ", ".join(str(size) for size in sorted(sizes))
+        found.append(Caveat("mixed_runs", f"the traces come from runs of different world sizes ({listed})"))
+    apart = _first_apart(facts)
+    if apart:
+        message = f"{apart[0].path} and {apart[1].path} have no moment in common: are they of one run?"
+        found.append(Caveat("mixed_runs", message))
+    return found
+
+
+def _first_apart(facts: Sequence[TraceFacts]) -> tuple[TraceFacts, TraceFacts] | None:
+    """Two traces of one clock whose times do not overlap at all, such as none of one run have."""
+    by_host: dict[str | None, list[tuple[int, int, TraceFacts]]] = {}
+    for one in sorted(facts, key=order):
+        if one.span_ns:
+            by_host.setdefault(one.host, []).append((*one.span_ns, one))
+    for spans in by_host.values():
+        earliest_end = min(spans, key=lambda span: span[1])
+        latest_start = max(spans, key=lambda span: span[0])
+        if latest_start[0] > earliest_end[1]:
+            return earliest_end[2], latest_start[2]
+    return None
+
+
+_RANK_NAMES = (
+    re.compile(r"rank[\s_.=\-]*(\d{1,7})", re.IGNORECASE),
+    re.compile(r"(?:^|[_.\-])(?:worker|gpu|proc|r)[_.\-]?(\d{1,7})(?=[_.\-]|$)", re.IGNORECASE),
+    re.compile(r"^(?:trace[_.\-]?)?(\d{1,7})(?=[_.\-]|$)", re.IGNORECASE),
+)
+
+
+def rank_in_name(path: str) -> int | None:
+    """The rank that a file's name tells ("rank3.json.gz", "trace_r3.json", "rank_3/trace.json"), else None."""
+    parts = PurePath(path).parts
+    found = next((match for pattern in _RANK_NAMES if (match := pattern.search(parts[-1]))), None) if parts else None
+    if found is None and len(parts) > 1:
+        found = _RANK_NAMES[0].search(parts[-2])
+    return int(found.group(1)) if found and int(found.group(1)) < RANKS_LIMIT else None

@@ -1,0 +1,84 @@
+"""The options of all commands that read traces: the same everywhere, and obeyed everywhere."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+import pytest
+
+from ringprof import cli
+from tests.analysis.test_real_runs import NVLINK
+from tests.loaded import analysis
+from tests.paths import DATA, ROOT
+
+FOLDER = str(DATA / NVLINK)
+RUN = str(ROOT / "traces" / "h200x4-zigzag-65536")
+NAMES = ("window", "between", "group", "rules", "ranks_per_host", "limit_bytes", "jobs", "scheduler")
+READERS = {
+    "report": ["report", FOLDER],
+    "compare": ["compare", FOLDER, FOLDER],
+    "plot": ["plot", "breakdown", FOLDER, "-o", "out.svg"],
+    "plot of several": ["plot", "comparison", FOLDER, FOLDER, "-o", "out.svg"],
+    "export": ["export", FOLDER, "-o", "out.json"],
+}
+
+
+def options_of(name: str) -> dict[str, click.Option]:
+    command = cli.group.get_command(click.Context(cli.group), name)
+    assert command is not None
+    return {option.name or "": option for option in command.params if isinstance(option, click.Option)}
+
+
+@pytest.mark.parametrize("name", ["compare", "plot", "export"])
+def test_every_reader_has_the_options_of_the_report(name: str) -> None:
+    ours, others = options_of("report"), options_of(name)
+    for option in NAMES:
+        mine, other = ours[option], others[option]
+        assert (mine.opts, mine.help, mine.type.name) == (other.opts, other.help, other.type.name)
+
+
+@pytest.mark.parametrize("command", READERS)
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        (["--group", "nobody"], "--group 'nobody'"),
+        (["--window", "nothing like it"], "has no such range"),
+        (["--between", "500s,501s"], "nothing ran"),
+        (["--between", "1,2"], "write two times with units"),
+        (["--rules", "nowhere.txt"], "nowhere.txt"),
+        (["--scheduler", "nowhere"], "--scheduler nowhere"),
+    ],
+)
+def test_every_reader_obeys_them(
+    command: str, option: list[str], message: str, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    assert cli.run([*READERS[command], *option]) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err and captured.err.count("\n") == 1 and captured.out == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_comparison_is_of_the_chosen_times(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["compare", FOLDER, FOLDER, "--between", "10ms,20ms", "--format", "json"]) == 0
+    (first, second) = json.loads(capsys.readouterr().out)["entries"]
+    walls = analysis(FOLDER, between="10ms,20ms").breakdown()["wall_ns"]
+    assert first["figures"]["wall"]["value"] == second["figures"]["wall"]["value"] == pytest.approx(walls.mean() / 1e6)
+    assert max(walls) <= 10_000_000
+
+
+def test_an_export_is_of_the_chosen_times(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    assert cli.run(["export", RUN, "--between", "10ms,20ms", "-o", str(out)]) == 0
+    slices = [event for event in json.loads(out.read_text())["traceEvents"] if event["ph"] == "X"]
+    ends = [event["ts"] + event["dur"] for event in slices if event["tid"] >= 100]
+    assert 9_000 < max(ends) - min(event["ts"] for event in slices if event["tid"] >= 100) <= 10_000 + 1e-3
+
+
+def test_a_plot_is_of_the_chosen_times(tmp_path: Path) -> None:
+    """The axis of a drawn timeline ends where the chosen time does."""
+    axes = analysis(RUN, between="10ms,20ms").plot.timeline()
+    assert 9 < axes.dataLim.x1 <= 10 and axes.dataLim.x0 >= 0

@@ -1,0 +1,220 @@
+"""Tables in the shapes that other people post: cut names, first rows only, servers' prefixes, nsys and nvprof."""
+
+from __future__ import annotations
+
+import json
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+
+from ringprof.cli import run
+from ringprof.kernel_tables.analyse import TableReport, analyse_table, whole_by_shares
+from ringprof.kernel_tables.read import read_tables
+from ringprof.kernel_tables.rows import KernelTable, TableRow
+from ringprof.kernel_tables.show import entry_of_table, figures_of_table, table_dict, table_text
+from tests.paths import DATA
+
+TABLES = DATA / "tables"
+US, MS, S = 1_000, 1_000_000, 1_000_000_000
+
+
+def report(name: str) -> TableReport:
+    (table,) = read_tables((TABLES / name).read_bytes(), name)
+    return analyse_table(table)
+
+
+def codes(found: TableReport) -> list[str]:
+    return [warning.code for warning in found.warnings]
+
+
+# --- names cut too early, told by their operators -----------------------------------------------------------
+
+
+def test_cut_names_are_told_by_their_operator() -> None:
+    found = report("cut-names.txt")
+    assert found.kinds_ns == {"flash_fwd": 75 * US, "cast": 20 * US, "elementwise": 5 * US}
+    assert figures_of_table(found)["flash_fwd"] == 0.75
+    assert codes(found) == []
+
+
+def kernel(name: str, us: int, calls: int = 4) -> TableRow:
+    return TableRow(name, 1, calls, 0, 0, us * US, unit="us", step_ns=1)
+
+
+def operator(name: str, us: int, calls: int = 4) -> TableRow:
+    return TableRow(name, 1, calls, 9, 9, us * US, unit="us", step_ns=1)
+
+
+def kinds(*rows: TableRow) -> dict[str, int]:
+    found = analyse_table(KernelTable("log", 1, "torch", "CUDA", ("Name",), rows)).kinds_ns
+    return {kind: time // US for kind, time in found.items()}
+
+
+CUT = "void cutlass::device_kernel<flash::enable_sm90_or_la..."
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        ([operator("flash_attn_3::fwd", 30), kernel(CUT, 30)], {"flash_fwd": 30}),
+        ([operator("flash_attn_3::bwd", 30), kernel(CUT, 30)], {"flash_bwd": 30}),
+        # Forward and backward, each by its own time.
+        (
+            [operator("flash_attn_3::fwd", 30), operator("flash_attn_3::bwd", 70), kernel(CUT, 70), kernel(CUT, 30)],
+            {"flash_bwd": 70, "flash_fwd": 30},
+        ),
+        # Two kernels a call, one of them called twice as often.
+        ([operator("flash_attn_3::fwd", 30), kernel(CUT, 20), kernel(CUT, 10, 8)], {"flash_fwd": 30}),
+        ([operator("aten::mm", 50), kernel("void cutlass::Kernel2<cutlass_80_tens...", 50)], {"gemm": 50}),
+        ([operator("aten::addmm", 50), kernel("gemm_a", 20), kernel("void cutlass::Ker...", 30)], {"gemm": 50}),
+        # Two choices fit: neither is taken.
+        ([operator("flash_attn_3::fwd", 30), kernel(CUT, 30), kernel(CUT, 30)], {"other": 60}),
+        # No choice fits, another number of calls, an operator that says nothing, all of its time known.
+        ([operator("flash_attn_3::fwd", 31), kernel(CUT, 30)], {"other": 30}),
+        ([operator("flash_attn_3::fwd", 30, 3), kernel(CUT, 30)], {"other": 30}),
+        ([operator("aten::add", 30), kernel(CUT, 30)], {"other": 30}),
+        (
+            [operator("flash_attn_3::fwd", 10), kernel("flash_fwd_kernel<1>", 10), kernel(CUT, 9)],
+            {"flash_fwd": 10, "other": 9},
+        ),
+        # Names that are whole, or cut but not of a template library, stay what they are.
+        ([operator("flash_attn_3::fwd", 30), kernel("void cutlass::device_kernel<x>", 30)], {"other": 30}),
+        ([operator("flash_attn_3::fwd", 30), kernel("void my_very_lo...", 30)], {"other": 30}),
+    ],
+)
+def test_only_what_the_operators_prove(rows: list[TableRow], expected: dict[str, int]) -> None:
+    assert kinds(*rows) == expected
+
+
+# --- rows that are not there ----------------------------------------------------------------------------------
+
+
+def test_the_first_rows_of_a_table_are_not_the_whole() -> None:
+    found = report("first-rows.txt")
+    # 40 s are 32.00 %, 31.25 s 25.00 % and 30 s 24.00 %: of 125 s.
+    whole, slack = whole_by_shares(found.table)
+    assert whole is not None and abs(whole - 125 * S) <= slack <= 0.0003 * 125 * S
+    assert found.total_ns == 70_062_500_000
+    assert abs(found.missing_ns - 54_937_500_000) <= slack
+    assert figures_of_table(found)["all_gather"] == pytest.approx(0.32, abs=1e-4)
+    assert codes(found) == ["table_cut_off", "table_rows_missing"]
+    assert table_dict(found)["whole_ns"] == whole
+    lines = table_text(found).splitlines()
+    assert next(line for line in lines if line.startswith("all-gather")).split()[-4:-2] == ["%", "1,528"]
+    assert next(line for line in lines if line.startswith("not in this table")).split()[-2:] == ["44.0", "%"]
+    assert entry_of_table("a", found).figures["send_recv_share"].value == 0.0
+
+
+def test_a_printed_total_tells_what_is_missing() -> None:
+    found = report("prefixed.txt")
+    assert (found.total_ns, found.whole_ns, found.missing_ns) == (500 * US, 2 * S, 2 * S - 500 * US)
+    assert figures_of_table(found)["gemm"] == 0.00025
+    assert codes(found) == ["table_off_footer"]
+
+
+def test_shares_that_contradict_one_another_tell_nothing() -> None:
+    rows = tuple(
+        TableRow(name, 1, 1, 0, 0, 30 * MS, share, "ms", 1000) for name, share in (("a<1>", 0.30), ("b<1>", 0.20))
+    )
+    table = KernelTable("log", 1, "torch", "CUDA", ("Name",), rows)
+    assert whole_by_shares(table) == (None, 0)
+    assert analyse_table(table).missing_ns == 0
+
+
+def test_missing_kernels_may_have_hidden_communication() -> None:
+    rows = (kernel("flash_fwd_kernel<1>", 10), kernel("ncclDevKernel_SendRecv(x)", 40))
+    table = KernelTable("log", 1, "torch", "CUDA", ("Name",), rows, None, 70 * US)
+    overlap = analyse_table(table, wall_ns=60 * US).overlap
+    # Of 40 us of communication at most 10 of what is there and 20 of what is not.
+    assert (overlap.least, overlap.most) == (0.0, 0.75)
+
+
+# --- nsys and nvprof ------------------------------------------------------------------------------------------
+
+
+def test_names_that_nsys_cut() -> None:
+    found = report("nsys.txt")
+    assert found.kinds_ns == {"all_reduce": 8 * MS, "gemm": 1_500 * US, "flash_fwd": 500 * US}
+    assert [row.cut for row in found.table.rows] == [True, False, True]
+    assert found.table.rows[0].stem.endswith("ncclDevKernelArg")
+    assert codes(found) == []
+
+
+def test_nvprof() -> None:
+    found = report("nvprof.txt")
+    table = found.table
+    assert (table.source, table.line, table.device, len(table.rows)) == ("nvprof", 3, "CUDA", 5)
+    assert found.kinds_ns == {"all_reduce": 1_600 * US, "gemm": 300 * US, "memcpy": 20 * US}
+    assert [(row.name, row.calls, row.self_cpu_ns) for row in table.rows[3:]] == [
+        ("cudaLaunchKernel", 5, 90 * MS),
+        ("cudaMemcpyAsync", 2, 10 * MS),
+    ]
+    assert (table.rows[0].device_share, table.rows[0].step_ns) == (0.8, 100)
+    # 1.92 ms are 96 % of it.
+    assert found.missing_ns == pytest.approx(80 * US, abs=2 * US)
+
+
+OLD_NVPROF = """\
+[rank1] ==9261== Profiling result:
+[rank1] Time(%)      Time     Calls       Avg       Min       Max  Name
+[rank1]  58.00%  580.00ms      1000  580.00us  424.00us  1.1400ms  flash_fwd_kernel(float const *, int)
+[rank1]  42.00%  420.00ms         1  420.00ms  420.00ms  420.00ms  [CUDA memcpy DtoH]
+[rank1]
+[rank1] ==9261== API calls:
+[rank1] Time(%)      Time     Calls       Avg       Min       Max  Name
+[rank1]  99.00%  1.20000s       500  2.4000ms  1.0000us  1.0000ms  cudaDeviceSynchronize
+epoch 2
+"""
+
+
+def test_nvprof_before_its_parts_had_a_column() -> None:
+    (table,) = read_tables(OLD_NVPROF.encode(), "log")
+    assert [(row.name, row.self_device_ns, row.self_cpu_ns) for row in table.rows] == [
+        ("flash_fwd_kernel(float const *, int)", 580 * MS, 0),
+        ("[CUDA memcpy DtoH]", 420 * MS, 0),
+        ("cudaDeviceSynchronize", None, 1_200 * MS),
+    ]
+    assert analyse_table(table).missing_ns == 0
+
+
+@pytest.mark.parametrize("name", ["nsys.txt", "nvprof.txt"])
+def test_a_table_that_the_log_ends_in(name: str) -> None:
+    data = (TABLES / name).read_bytes()
+    (table,) = read_tables(data[: data.index(b"flash_fwd" if name == "nsys.txt" else b"cudaMemcpyAsync") + 5], "log")
+    assert [warning.code for warning in table.warnings] == ["table_cut_off"]
+
+
+def test_a_cut_off_table_says_what_was_skipped_too() -> None:
+    lines = (TABLES / "first-rows.txt").read_text().splitlines(keepends=True)
+    (table,) = read_tables("".join([*lines[:4], "NCCL WARN something\n", *lines[4:]]).encode(), "log")
+    assert [(warning.code, warning.count) for warning in table.warnings] == [
+        ("table_cut_off", 1),
+        ("table_lines_skipped", 1),
+    ]
+
+
+# --- all of them ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", sorted(TABLES.glob("*.txt")), ids=lambda path: path.stem)
+def test_reports_follow_the_schema(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    jsonschema = pytest.importorskip("jsonschema")
+    assert run(["report", str(path), "--format", "json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    schema = json.loads((files("ringprof.report") / "schema" / "table-1.schema.json").read_text())
+    jsonschema.validate(data["table"], schema)
+    assert data["table"]["total_ns"] == sum(data["table"]["kinds_ns"].values()) <= data["table"]["whole_ns"]
+
+
+def test_calls_beyond_reason_are_tried_no_longer_than_others() -> None:
+    rows = (
+        TableRow("cudaLaunchKernel", 1, 9 * 10**16, 9, 9),
+        TableRow("flash_fwd_kernel<1>", 1, 1, 0, 0, 5),
+        TableRow("flash_bwd_kernel<1>", 1, 10**17, 0, 0, 5),
+        TableRow("cudaMemcpyAsync", 1, 10, 9, 9),
+        TableRow("Memcpy DtoD", 1, 11, 0, 0, 5),
+    )
+    found = analyse_table(KernelTable("log", 1, "torch", "CUDA", ("Name",), rows), iterations=10)
+    assert found.iterations is not None and found.iterations.leak
+    assert found.iterations.flash == ()

@@ -1,0 +1,286 @@
+"""The plan: estimates that hold against real runs, and refusals that name what fits."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.paths import TRACES
+
+pytest.importorskip("torch", reason="recording needs torch")
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from ringprof.errors import MissingExtraError, UnfitWorkloadError, UsageError
+from ringprof.record.estimate import (
+    Estimate,
+    describe,
+    estimate_of,
+    kernel_rate,
+    largest_seq,
+    memory_per_device,
+    refuse_too_large,
+)
+from ringprof.record.launcher import RankPlace
+from ringprof.record.measure import Problem
+from ringprof.record.request import Request
+from ringprof.record.resolve import need, resolve
+from ringprof.run import Run, Workload, read_run
+from ringprof.strategies import create, find, names
+from ringprof.strategies.controls import IdleKernel, use_kernel
+from ringprof.strategies.zigzag import Zigzag
+
+GIB = 2**30
+
+
+def request(**changes: object) -> Request:
+    base = Request(
+        workload=Workload(seq=1024, heads=4, kv_heads=4, head_dim=32), strategy="zigzag", device="cpu", world=4,
+        warmup=1, iters=3,
+    )  # fmt: skip
+    return msgspec.structs.replace(base, **changes)
+
+
+def plan(**changes: object) -> Estimate:
+    base = Estimate(
+        device="NVIDIA H200", kernel="cudnn", flops_per_device=10**15, rate=5e14, rate_source="assumed",
+        memory_bytes=10 * GIB, memory_limit=100 * GIB, iterations=16, start_s=30.0, imbalance=1.0,
+    )  # fmt: skip
+    return replace(base, **changes)  # type: ignore[arg-type]
+
+
+def asked_for(run: Run) -> Request:
+    """What asks for such a run."""
+    assert run.workload and run.strategy
+    used = run.strategy
+    return request(
+        strategy=used.name, params=used.params, hops=used.hops, workload=run.workload, world=run.topology.world_size
+    )
+
+
+@pytest.mark.parametrize("path", sorted(TRACES.glob("h200*/run.json")), ids=lambda path: path.parent.name)
+def test_memory_is_within_a_fifth_of_what_real_runs_held(path: Path) -> None:
+    run = read_run(path)
+    assert run.workload and run.strategy and run.peak_memory_bytes
+    estimate = memory_per_device(asked_for(run), run.workload)
+    assert estimate is not None
+    assert 0.95 < estimate / max(run.peak_memory_bytes) < 1.2
+
+
+def test_memory_of_a_forward_pass_by_hand() -> None:
+    """4 tokens x 1 head x 2 numbers: q 16 bytes, K and V 32, a float32 accumulator 32; K and V in three sets."""
+    workload = Workload(seq=8, heads=1, kv_heads=1, head_dim=2, backward=False)
+    assert memory_per_device(request(world=2), workload) == 16 + 32 + 32 + 2 * 16 + 3 * 32
+
+
+def test_time_counts_every_iteration_and_the_busiest_rank() -> None:
+    assert plan().seconds_per_iteration == 2.0
+    assert plan().total_seconds == 30 + 16 * 2
+    assert plan(imbalance=1.75).seconds_per_iteration == 3.5
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("causal", [True, False])
+def test_the_busiest_ranks_work_is_that_of_the_mask_cells(name: str, size: int, causal: bool) -> None:
+    """Every rank's cells counted by its tokens' positions; strategies that share out the heads share the cells."""
+    strategy = find(name).load()
+    layouts = {"usp": ("contiguous", "zigzag", "stripe"), "allgather": ("contiguous", "zigzag")}.get(name, (None,))
+    for layout in layouts:
+        params = {} if layout is None else {"layout": layout}
+        found = strategy.imbalance(size, causal=causal, **params)
+        seq = 64 * strategy.layout_for(size, **params).divisor(size)
+        assert found == pytest.approx(busiest_over_mean(strategy, size, seq, causal, params), rel=0.02), layout
+
+
+def busiest_over_mean(strategy: Any, size: int, seq: int, causal: bool, params: dict[str, Any]) -> float:
+    layout: Any = strategy.layout_for(size, **params)
+    cells = [int((layout.positions(seq, size, rank) + 1).sum()) if causal else seq for rank in range(size)]
+    if strategy.__name__ == "Ulysses":
+        cells = [sum(cells)]
+    if strategy.__name__ == "USP":
+        cells = [sum(cells[member] for member in layout.grid.ulysses_group(rank)) for rank in range(size)]
+    return max(cells) / (sum(cells) / len(cells))
+
+
+@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("kv_heads", [8, 2])
+@pytest.mark.parametrize("backward", [True, False])
+def test_memory_of_one_rank_is_within_a_fifth_of_its_tensors(name: str, kv_heads: int, backward: bool) -> None:
+    """Where nothing is sent. The attention kernel computes nothing: its results are there, without values."""
+    workload = Workload(seq=1024, heads=8, kv_heads=kv_heads, head_dim=32, backward=backward)
+    estimate = memory_per_device(request(world=1, strategy=name), workload)
+    assert estimate is not None and 0.95 < estimate / peak_of_tensors(create(name), workload) < 1.2
+
+
+def peak_of_tensors(strategy: Any, workload: Workload) -> int:
+    """Bytes of all tensors that live at the same time in two iterations of one rank."""
+    tensors = Tensors()
+    with tensors, use_kernel(strategy, KernelsRoom()):
+        problem = Problem.of(strategy, workload, torch.device("cpu"))
+        for _ in range(2):
+            problem.iteration()
+    return tensors.peak
+
+
+class KernelsRoom(IdleKernel):
+    """Takes the room that a kernel needs for its sum of dQ in float32, and computes nothing."""
+
+    def _backward(self, dout: Any, q: Any, *given: Any) -> Any:
+        room = torch.empty(q.shape, dtype=torch.float32)
+        gradients = super()._backward(dout, q, *given)
+        del room
+        return gradients
+
+
+class Tensors(TorchDispatchMode):
+    """Adds up the storages that operators return for as long as they live."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held: dict[int, int] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = operator(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in self.held:
+                storage = tensor.untyped_storage()
+                self.held[storage.data_ptr()] = storage.nbytes()
+                weakref.finalize(storage, self.held.pop, storage.data_ptr(), None)
+                self.peak = max(self.peak, sum(self.held.values()))
+        return result
+
+
+class Mine(Zigzag):
+    """A user's own strategy: it has a parent, and says nothing of itself."""
+
+
+def test_a_users_strategy_without_figures_gets_nobody_elses() -> None:
+    asked = resolve(request(strategy="tests.record.test_estimate:Mine"), None)
+    made = estimate_of(asked)
+    assert made.memory_bytes is None and made.imbalance is None
+    _, plan_line, unknown = describe(asked, made)
+    assert "memory unknown: the strategy has no estimate" in plan_line and "not known" in unknown
+    refuse_too_large(asked, made)
+
+
+@pytest.mark.parametrize("missing", ["memory_bytes", "imbalance"])
+def test_a_bundled_strategy_without_figures_of_its_own_cannot_be_made(missing: str) -> None:
+    body: dict[str, Any] = {"__module__": "ringprof.strategies.new", "memory_bytes": None, "imbalance": None}
+    del body[missing]
+    with pytest.raises(TypeError, match=f"ringprof.strategies.new.New must say {missing} itself"):
+        type("New", (Zigzag,), body)
+    type("New", (Zigzag,), {**body, missing: None})
+
+
+@pytest.mark.parametrize(
+    ("device", "kernel", "tflops"),
+    [("NVIDIA H200", "cudnn", 0.56 * 989), ("NVIDIA H200", "flash-attn", 340),
+     ("NVIDIA A100-SXM4-80GB", "flash-attn", 181), ("NVIDIA H200", "reference", 2), ("some card", "cudnn", 100)],
+)  # fmt: skip
+def test_the_rate_follows_from_the_devices_peak(device: str, kernel: str, tflops: float) -> None:
+    rate, source = kernel_rate(device, kernel, "bf16")
+    assert rate / 1e12 == pytest.approx(tflops, rel=0.01) and source.startswith("assumed")
+
+
+def test_controls_count_as_iterations() -> None:
+    alone, controlled = (estimate_of(resolve(request(controls=asked), None)) for asked in (False, True))
+    # Three warm-ups of one, and three of each of the four in turns.
+    assert controlled.iterations - alone.iterations >= 3 * 1 + 4 * 3
+
+
+SIX_RANKS = {"strategy": "usp", "world": 6, "workload": Workload(seq=1200, heads=3, kv_heads=3, head_dim=32)}
+ON_HOSTS_OF_THREE = RankPlace(rank=0, world_size=6, local_rank=0, local_world_size=3)
+
+
+def test_the_plan_chooses_degrees_by_the_hosts_that_the_run_will_have() -> None:
+    """On hosts of three the groups are of three, which 3 heads allow; on one host of six they are of two."""
+    assert resolve(request(**SIX_RANKS, ranks_per_host=3), None).params["ulysses_degree"] == 3
+    assert resolve(request(**SIX_RANKS), ON_HOSTS_OF_THREE).params["ulysses_degree"] == 3
+    ring_first = resolve(request(**SIX_RANKS, ranks_per_host=2, params={"placement": "ring-first"}), None)
+    assert ring_first.params["ulysses_degree"] == 3
+    with pytest.raises(UnfitWorkloadError, match="Ulysses degree of 2 does not divide 3 heads"):
+        resolve(request(**SIX_RANKS), None)
+
+
+def test_the_plan_refuses_what_the_run_would() -> None:
+    four_heads = Workload(seq=1200, heads=4, kv_heads=4, head_dim=32)
+    for hosts, place in ((3, None), (None, ON_HOSTS_OF_THREE)):
+        with pytest.raises(UnfitWorkloadError, match="Ulysses degree of 3 does not divide 4 heads"):
+            resolve(request(strategy="usp", world=6, workload=four_heads, ranks_per_host=hosts), place)
+    given = resolve(
+        request(strategy="usp", world=6, workload=four_heads, ranks_per_host=3, params={"ulysses_degree": "2"}), None
+    )
+    assert given.params == {"ulysses_degree": 2}
+
+
+def test_too_much_memory_is_refused_with_the_sequence_that_fits() -> None:
+    asked = request(device="cuda", workload=Workload(seq=2**20, heads=40, kv_heads=40, head_dim=128), world=8)
+    needed = memory_per_device(asked, asked.workload)
+    assert needed is not None
+    tight = plan(memory_bytes=needed, memory_limit=needed - 1)
+    fits = largest_seq(asked, tight)
+    assert fits == 2**20 - 16, "the next shorter one that zigzag can cut into 16 chunks"
+    with pytest.raises(UnfitWorkloadError, match=f"largest sequence that fits is {fits} .*--force"):
+        refuse_too_large(asked, tight)
+    refuse_too_large(msgspec.structs.replace(asked, force=True), tight)
+    refuse_too_large(asked, replace(tight, memory_limit=None))
+
+
+def test_ten_minutes_on_cpu_are_refused_and_on_gpu_not() -> None:
+    asked = request()
+    slow = plan(rate=asked.workload.model_flops() / 4 / 60, flops_per_device=asked.workload.model_flops() // 4)
+    with pytest.raises(UnfitWorkloadError, match="over 10 minutes; the largest sequence that fits is"):
+        refuse_too_large(asked, slow)
+    fits = largest_seq(asked, slow)
+    shorter = msgspec.structs.replace(asked.workload, seq=fits)
+    assert fits % 8 == 0 and 30 + 16 * shorter.model_flops() / 4 / slow.rate <= 600
+    refuse_too_large(msgspec.structs.replace(asked, device="cuda"), slow)
+
+
+def test_the_plan_in_words() -> None:
+    first, second = describe(request(device="cuda"), plan())
+    assert first.startswith("zigzag on 4 x NVIDIA H200: sequence 1024") and "forward and backward" in first
+    assert "1 PFLOPs an iteration, about 2 s each (500 TFLOP/s cudnn, assumed)" in second
+    assert "about 10.0 GiB of memory" in second
+    assert describe(request(world=1), plan())[-1] == "one device: nothing is communicated"
+
+
+def test_open_choices_follow_the_machine() -> None:
+    done = resolve(request(world=None, warmup=None, iters=None, params={"grad_wire": "input"}), None)
+    assert (done.device, done.world, done.warmup, done.iters) == ("cpu", 4, 1, 3)
+    assert done.params == {"grad_wire": "input"}
+    assert resolve(done, None) == done
+
+
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [
+        ({"iters": 0}, "--iters must be at least 1"),
+        ({"profile_iters": 0}, "--profile-iters"),
+        ({"world": 0}, "--world"),
+        ({"warmup": -1}, "--warmup"),
+        ({"time_limit": 0.0}, "--time-limit"),
+        ({"workload": Workload(seq=-8, heads=4, kv_heads=4, head_dim=32)}, "--seq"),
+        ({"workload": Workload(seq=8, heads=4, kv_heads=4, head_dim=32, dtype="fp8")}, "--dtype"),
+    ],
+)
+def test_counts_that_cannot_be_meant_are_refused(changes: dict[str, object], part: str) -> None:
+    with pytest.raises(UsageError, match=part):
+        resolve(request(**changes), None)
+
+
+@pytest.mark.parametrize("missing", ["torch", "psutil"])
+def test_without_what_recording_needs_the_extra_is_named(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ringprof.record.resolve.find_spec", lambda name: None if name == missing else find_spec(name))
+    with pytest.raises(MissingExtraError, match=rf"needs {missing}: pip install 'ringprof\[record\]'"):
+        need("torch", "psutil")

@@ -1,0 +1,45 @@
+"""Strategies that compute or send past what counts, as other people's code does: no figures of what nobody counted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from ringprof.run import read_run
+from tests.record.command import SMALL, run
+
+RECORD = ["record", "--strategy", "mine:Past", *SMALL, "--world", "2", "--iters", "2"]
+
+
+def test_what_is_not_counted_is_null_and_the_rate_of_the_model_stays(own_strategies: Path) -> None:
+    done = run(RECORD, own_strategies)
+    assert done.returncode == 0, done.stderr
+    assert "per device (a kernel of its own)" in done.stdout
+    found = read_run(own_strategies / "traces/run.json")
+    assert found.verification is not None and found.verification.timed is not None and found.kernel is None
+    assert found.work is not None and found.block_flops() is None
+    assert [(work.block_flops, work.sent) for work in found.work] == [(None, None)] * 2
+    reported = run(["report", "traces/run.json", "--format", "json"], own_strategies)
+    summary = json.loads(reported.stdout)["summary"]
+    assert summary["block_tflops"] is None and summary["solo_tflops"] is None and summary["tflops"] > 0
+    shown = run(["report", "traces/run.json"], own_strategies)
+    assert shown.returncode == 0 and "attention kernels run at" not in shown.stdout
+
+
+def test_controls_are_refused_with_the_reason(own_strategies: Path) -> None:
+    done = run([*RECORD, "--controls"], own_strategies, TMPDIR=str(own_strategies))
+    assert done.returncode == 2
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("ringprof: ")]
+    assert "strategy 'mine:Past' computes with kernels of its own" in line and "record it without --controls" in line
+    assert "warm-up" not in done.stderr and list((own_strategies / "traces").iterdir()) == []
+
+
+def test_one_rank_has_no_controls_of_communication(tmp_path: Path) -> None:
+    alone = ["record", "--strategy", "zigzag", *SMALL, "--world", "1", "--iters", "2", "--controls"]
+    done = run(alone, tmp_path)
+    assert done.returncode == 0, done.stderr
+    controls = read_run(tmp_path / "traces/run.json").controls
+    assert controls is not None and controls.compute_only_ns is None and controls.communication_only_ns is None
+    assert [len(times) for times in (*controls.ordinary_ns, *controls.solo_ns)] == [2, 2]
+    shown = run(["report", "traces/run.json"], tmp_path)
+    assert "the same blocks alone" in shown.stdout and "communication only" not in shown.stdout

@@ -1,0 +1,166 @@
+"""The check at the timed length: its reference is dense attention, and it sees what is wrong anywhere it looks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+pytest.importorskip("torch", reason="recording needs torch")
+
+import torch
+from torch import Tensor
+
+from ringprof.errors import VerificationError
+from ringprof.record import verify_timed as subject
+from ringprof.record.measure import Problem, Results, row_sums
+from ringprof.record.verify_timed import PLACES, softmax_rows, verify_timed
+from ringprof.run import TensorError, TimedVerification, Verification, Workload
+from ringprof.strategies import create
+from tests.strategies import cases
+from tests.strategies.cases import Case, dense, inputs
+from tests.strategies.ranks import run_ranks
+
+SEQ = 192
+LAYOUTS = [
+    Case("ring"), Case("zigzag"), Case("stripe"), Case("ulysses"), Case("allgather", {"layout": "zigzag"}),
+    Case("usp", {"ulysses_degree": 2, "layout": "stripe"}),
+    Case("double-ring", {"ulysses_degree": 2, "ring_window": 2}),
+]  # fmt: skip
+
+
+def stated(dtype: torch.dtype, causal: bool) -> tuple[cases.Problem, Workload]:
+    """One problem, as the strategies' tests and as the recorder state it; grouped heads, two batch entries."""
+    problem = cases.Problem(SEQ, batch=2, heads=4, kv_heads=2, head_dim=8, causal=causal, dtype=dtype)
+    name = {torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype]
+    return problem, Workload(batch=2, seq=SEQ, heads=4, kv_heads=2, head_dim=8, causal=causal, dtype=name)
+
+
+def on_this_rank(case: Case, dtype: torch.dtype, causal: bool = True) -> tuple[Problem, Results, Workload]:
+    """The problem's share of this rank, and the share of dense attention's results."""
+    problem, workload = stated(dtype, causal)
+    strategy = create(case.name, **case.params)
+    q, k, v, dout = (strategy.shard(x).contiguous() for x in inputs(problem))
+    local = Problem(strategy, causal, q, k, v, dout)
+    return local, Results(*(strategy.shard(x) for x in dense(problem))), workload
+
+
+def reference_is_dense(rank: int, dtype: torch.dtype, causal: bool, limit: float) -> None:
+    small = patch.dict(subject.BLOCK_NUMBERS, cpu=256), patch.object(subject, "KEYS_AT_A_TIME", 16)
+    for case in LAYOUTS:
+        problem, truth, workload = on_this_rank(case, dtype, causal)
+        with small[0], small[1]:
+            places = subject._Places(problem, workload)
+            expected = places.of_rows() | places.of_keys(1)
+        measured = places.in_results(truth, 1)
+        for name, found in places.of_kernel(1).items():
+            there = measured[name][:1, :, -found.shape[2] :]
+            assert (found - there).norm() / there.norm() < (1e-5 if dtype == torch.float32 else 2e-2), (case, name)
+        for name, found in expected.items():
+            error = (found - measured[name]).norm() / measured[name].norm()
+            assert found.shape == measured[name].shape and error < limit, (case, name, error)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-12), (torch.bfloat16, 1e-5)])
+def test_its_reference_is_dense_attention(dtype: torch.dtype, causal: bool, limit: float) -> None:
+    """Computed in blocks of a few keys and rows; float64, with LSE and delta of 16-bit inputs in float32."""
+    run_ranks(4, reference_is_dense, dtype, causal, limit)
+
+
+def judged(
+    problem: Problem, last: Results, workload: Workload, first: Tensor | None = None, kernel_rms: float = 1e-3
+) -> TimedVerification:
+    before = TensorError(max_abs=0.0, rms=0.0, kernel_rms=kernel_rms, allowed_rms=1e-2, rank=0)
+    verification = Verification(passed=True, seq=64, errors=dict.fromkeys(("out", "dq", "dk", "dv"), before))
+    rows = row_sums(last.out) if first is None else first
+    timed = verify_timed(problem, rows, last, workload, verification).timed
+    assert timed is not None
+    return timed
+
+
+DAMAGES: dict[str, tuple[str, Any]] = {
+    "one number that is none": ("dv", lambda x: x.where(torch.arange(x.numel()).view_as(x) != 5, float("nan"))),
+    "an output 5 % too large": ("out", lambda x: x * 1.05),
+    "dQ without its last kv head": ("dq", lambda x: x * (torch.arange(4) < 2)[:, None]),
+    "dK of other tokens": ("dk", lambda x: x.roll(1, 1)),
+    "dV not there": ("dv", torch.zeros_like),
+}
+
+
+def damaged(rank: int, name: str) -> str:
+    problem, right, workload = on_this_rank(Case("zigzag"), torch.bfloat16)
+    field, damage = DAMAGES[name]
+    last = replace(right, **{field: damage(getattr(right, field))}) if rank == 1 else right
+    with pytest.raises(VerificationError) as refused:
+        judged(problem, last, workload)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_every_rank_refuses_what_one_has_wrong(name: str) -> None:
+    said = run_ranks(2, damaged, name)
+    assert said[0] == said[1] and said[0].startswith(f"wrong result on rank 1: {DAMAGES[name][0]} is ")
+    assert said[0].endswith("in the last timed iteration, at sequence 192; nothing was recorded")
+
+
+def passes(rank: int) -> tuple[TimedVerification, TimedVerification]:
+    problem, right, workload = on_this_rank(Case("zigzag"), torch.bfloat16)
+    return judged(problem, right, workload), judged(problem, right, workload, torch.zeros_like(row_sums(right.out)))
+
+
+def test_what_is_right_passes_and_is_said_to_be_the_first_output_or_not() -> None:
+    (same, other), _ = run_ranks(2, passes)
+    assert (same.seq, same.places, same.same_output, other.same_output) == (SEQ, PLACES, True, False)
+    assert set(same.errors) == {"out", "dq", "dk", "dv"} and all(e.rms < 1e-5 for e in same.errors.values())
+
+
+def bound_by(rank: int, most_iterations: int) -> dict[str, float]:
+    problem, right, workload = on_this_rank(Case("zigzag"), torch.bfloat16)
+    with patch.object(subject, "MOST_ITERATIONS", most_iterations):
+        errors = judged(problem, right, workload, kernel_rms=0.0123).errors
+    return {name: error.kernel_rms for name, error in errors.items()}
+
+
+def test_the_kernels_own_error_is_measured_at_this_length_where_that_is_cheap() -> None:
+    """Then it is at least the unit roundoff of bf16; where it is not measured, it is that of the check before."""
+    measured, assumed = (run_ranks(2, bound_by, most)[0] for most in (2, 0))
+    assert assumed == dict.fromkeys(("out", "dq", "dk", "dv"), 0.0123)
+    assert all(2.0**-8 <= error < 0.01 for error in measured.values())
+
+
+def not_the_first(rank: int) -> None:
+    problem, right, workload = on_this_rank(Case("zigzag", {"deterministic": True}), torch.bfloat16)
+    other = row_sums(right.out)
+    if rank == 1:
+        other[1, 7] += 1
+    with pytest.raises(VerificationError, match="not the first's to the bit"):
+        judged(problem, right, workload, other)
+
+
+def test_a_deterministic_kernel_must_give_the_first_output_again() -> None:
+    run_ranks(2, not_the_first)
+
+
+@pytest.mark.parametrize("wide", [torch.float64, torch.float32])
+def test_softmax_in_blocks(wide: torch.dtype) -> None:
+    """Scores of several hundred, which overflow where the maximum is not taken out."""
+    torch.manual_seed(0)
+    q, k, v = (40 * torch.randn(rows, 8, dtype=torch.float64) for rows in (5, 300, 300))
+    positions = torch.tensor([0, 3, 77, 299, 150])
+    with patch.dict(subject.BLOCK_NUMBERS, cpu=5 * 7):
+        out, lse = softmax_rows(q, k, v, positions, 0.5, wide)
+    scores = q @ k.T * 0.5
+    scores[torch.arange(300) > positions[:, None]] = float("-inf")
+    assert torch.allclose(lse.double(), scores.logsumexp(1), rtol=1e-5)
+    assert torch.allclose(out.double(), scores.softmax(1) @ v, rtol=1e-3, atol=1e-3)
+
+
+def test_row_sums_tell_outputs_apart() -> None:
+    x = torch.randn(2, 6, 3, 4).to(torch.bfloat16)
+    y = x.clone()
+    y[1, 4, 2, 3] = -y[1, 4, 2, 3]
+    assert (row_sums(x) != row_sums(y)).nonzero().tolist() == [[1, 4]]
+    assert not torch.equal(row_sums(x), row_sums(x.roll(1, 1)))

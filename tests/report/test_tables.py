@@ -1,0 +1,117 @@
+"""Tables in the room there is: columns go by priority and are named, names fold, the rest stands below; no digit goes
+missing."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from ringprof.report.sections import OPTIONAL
+from ringprof.report.tables import Column, Listing, Table, text_table
+from ringprof.report.text import TextStyle, short_name
+from tests.analysis.test_real_runs import NVLINK, TWO_HOSTS
+from tests.loaded import analysis
+from tests.paths import DATA, TRACES
+
+RUNS = [DATA / NVLINK, DATA / TWO_HOSTS, *sorted(path.parent for path in TRACES.glob("*/run.json"))]
+COLUMNS = (Column("rank"), Column("wall"), Column("note", drop=2), Column("exposed\ncomm", drop=1))
+ROWS = [["rank 0", "1,186.187", "long note", "14.366"], ["rank 1", "74.901", "-", "44.453"]]
+
+
+def lines(width: int, columns: tuple[Column, ...] = COLUMNS) -> list[str]:
+    return text_table(columns, ROWS, TextStyle(width=width)).split("\n")
+
+
+def test_what_fits_is_shown_whole() -> None:
+    assert lines(40) == [
+        "                              exposed",
+        "rank         wall       note     comm",
+        "rank 0  1,186.187  long note   14.366",
+        "rank 1     74.901          -   44.453",
+    ]
+
+
+def test_columns_go_by_priority_and_are_named() -> None:
+    assert lines(30) == [
+        "                   exposed",
+        "rank         wall     comm",
+        "rank 0  1,186.187   14.366",
+        "rank 1     74.901   44.453",
+        "no room for note: --width 37",
+    ]
+    assert lines(20)[:2] == ["rank         wall", "rank 0  1,186.187"]
+    assert " ".join(lines(20)[3:]) == "no room for note, exposed comm: --width 37"
+
+
+def test_what_cannot_go_stands_below_with_the_names() -> None:
+    kept = tuple(column._replace(drop=0) for column in COLUMNS)
+    assert lines(30, kept) == [
+        "rank         wall       note",
+        "rank 0  1,186.187  long note",
+        "rank 1     74.901          -",
+        "        exposed",
+        "rank       comm",
+        "rank 0   14.366",
+        "rank 1   44.453",
+    ]
+
+
+def test_long_names_go_on_below() -> None:
+    columns = (Column("kernel", folds=True), Column("time"))
+    text = text_table(columns, [["k" * 50, "1.000"]], TextStyle(width=47))
+    assert text.split("\n")[1:] == ["k" * 40 + "  1.000", "k" * 10]
+
+
+TABLE = Table("steps", (Column(""), Column("exposed", "time"), Column("bound by"), Column("GB/s", "rate")), [
+    ["fwd 0", 1_000_000, "wire", 300.0], ["fwd 1", 3_000_000, "compute", None], ["fwd 2", 2_000_000, "peer", 20.5],
+], "--all")  # fmt: skip
+
+
+def names(listing: Listing, most: int | None = None) -> list[str]:
+    return re.findall(r"fwd \d", TABLE.listed(TextStyle(), listing, most))
+
+
+def test_rows_come_in_the_order_and_number_asked_for() -> None:
+    assert names(Listing()) == ["fwd 0", "fwd 1", "fwd 2"]
+    assert names(Listing("exposed")) == ["fwd 1", "fwd 2", "fwd 0"]
+    assert names(Listing("bound by")) == ["fwd 1", "fwd 2", "fwd 0"]
+    assert names(Listing("gb/s")) == ["fwd 0", "fwd 2", "fwd 1"]
+    assert names(Listing("exposed", top=1)) == ["fwd 1"]
+    assert names(Listing(), most=2) == ["fwd 0", "fwd 1"]
+    assert names(Listing(everything=True), most=2) == ["fwd 0", "fwd 1", "fwd 2"]
+    assert "and 1 more: --all" in TABLE.listed(TextStyle(), Listing(), 2)
+
+
+@pytest.mark.parametrize("folder", RUNS, ids=lambda path: path.name)
+@pytest.mark.parametrize("everything", [False, True])
+def test_no_figure_of_a_committed_run_is_cut_at_80_columns(folder, everything: bool) -> None:
+    """Every number of the 80 columns is one of the unlimited report, and no line is longer than the terminal."""
+    run, sections, listing = analysis(folder), list(OPTIONAL), Listing(everything=everything)
+    narrow = run.to_terminal(TextStyle(width=80), sections, listing)
+    wide = run.to_terminal(TextStyle(width=80, wide_tables=True), sections, listing)
+    assert "…" not in narrow + wide
+    assert max(map(len, narrow.splitlines())) <= 80
+    figures = re.compile(r"(?<![\w.])[\d,]+\.\d{3}(?![\w.])")
+    assert set(figures.findall(narrow)) <= set(figures.findall(wide))
+    missing = len(set(figures.findall(wide)) - set(figures.findall(narrow)))
+    assert not missing or "no room for" in narrow
+
+
+FILL = "vectorized_elementwise_kernel<4, {0}FillFunctor<float>, {1}array<char*, 1ul> >"
+
+
+@pytest.mark.parametrize(
+    ("kernel", "shown"),
+    [
+        (f"void at::native::{FILL.format('at::native::', 'std::')}(int, std::array<char*, 1ul>)", FILL.format("", "")),
+        ("ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", "ncclDevKernel_SendRecv"),
+        ("void at::native::(anonymous namespace)::CatArrayBatchedCopy<int, 1>(int*)", "CatArrayBatchedCopy<int, 1>"),
+        ("Memset (Device)", "Memset (Device)"),
+        ("f(g(int))::{lambda(float)#1}", "f(g(int))::{lambda(float)#1}"),
+        ("(anonymous)", "(anonymous)"),
+        (")", ")"),
+    ],
+)
+def test_kernels_are_called_by_what_they_are(kernel: str, shown: str) -> None:
+    assert short_name(kernel) == shown

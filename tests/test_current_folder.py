@@ -1,0 +1,96 @@
+"""A stranger's folder runs no code: no process imports from the folder that ringprof is used in, nor obeys its files.
+
+Modules of every name that Python and the installed packages have lie there; each leaves a mark when it is imported.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+import pytest
+
+from tests.paths import ROOT
+from tests.record.command import SMALL, environment
+from tests.scale.runs import write_ring
+
+INSTALLED = set(packages_distributions())
+
+
+@pytest.fixture(scope="session")
+def scripts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The installed commands ``ringprof`` and ``torchrun``."""
+    folder = tmp_path_factory.mktemp("bin")
+    (folder / "ringprof").write_text("from ringprof.cli import main\nmain()\n")
+    (folder / "torchrun").write_text("from torch.distributed.run import main\nmain()\n")
+    return folder
+
+
+def plant(folder: Path, names: set[str]) -> None:
+    """Modules that must not be imported."""
+    for name in names - {"ringprof"}:
+        if name.isidentifier():
+            (folder / f"{name}.py").write_text(f"print({name!r}, file=open({str(folder / 'MARK')!r}, 'a'))\n")
+
+
+def finished(program: Path, arguments: list[str], folder: Path) -> str:
+    """What a command printed that ran in a folder."""
+    command = [sys.executable, str(program), *arguments]
+    done = subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert not (folder / "MARK").exists(), (folder / "MARK").read_text()
+    return done.stdout + done.stderr
+
+
+def test_helpers_of_a_report_of_many_ranks(scripts: Path, tmp_path: Path) -> None:
+    plant(tmp_path, INSTALLED | sys.stdlib_module_names)
+    write_ring(tmp_path, 72, per_host=8)
+    printed = finished(scripts / "ringprof", ["report", ".", "--jobs", "2"], tmp_path)
+    assert printed.startswith("72 ranks")
+
+
+RECORD = ["record", *SMALL, "--seq", "128", "--world", "2", "--iters", "1"]
+
+
+def test_ranks_of_a_recording(scripts: Path, tmp_path: Path) -> None:
+    plant(tmp_path, INSTALLED | sys.stdlib_module_names)
+    finished(scripts / "ringprof", [*RECORD, "--strategy", "ring"], tmp_path)
+
+
+def test_ranks_of_torchrun(scripts: Path, tmp_path: Path) -> None:
+    """They are started as ``python -m ringprof``: what Python imports before it knows of ringprof is Python's own."""
+    plant(tmp_path, INSTALLED)
+    launch = ["--standalone", "--nproc-per-node", "2", "-m", "ringprof"]
+    finished(scripts / "torchrun", [*launch, *RECORD, "--strategy", "ring"], tmp_path)
+
+
+def test_a_strategy_given_by_its_path_is_the_users_word(scripts: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("from ringprof.strategies.ring import Ring\n\n\nclass Mine(Ring):\n    pass\n")
+    assert "mine:Mine" in finished(scripts / "ringprof", [*RECORD, "--strategy", "mine:Mine"], tmp_path)
+
+
+def test_a_plot_is_not_drawn_by_the_folders_settings(scripts: Path, tmp_path: Path) -> None:
+    for place, colour in (("plain", None), ("stranger", "red")):
+        folder = tmp_path / place
+        folder.mkdir()
+        shutil.copy(ROOT / "tests/data/h200x8-zigzag-131072/rank0.json.gz", folder)
+        if colour:
+            (folder / "matplotlibrc").write_text(f"axes.facecolor: {colour}\ntext.usetex: True\n")
+        finished(scripts / "ringprof", ["plot", "breakdown", "rank0.json.gz", "-o", "plot.png"], folder)
+    assert (tmp_path / "plain/plot.png").read_bytes() == (tmp_path / "stranger/plot.png").read_bytes()
+
+
+@pytest.mark.parametrize(
+    "start", [["-m", "ringprof"], ["-P", "-m", "ringprof"]][: 2 if sys.version_info >= (3, 11) else 1]
+)
+def test_the_module_as_a_program(start: list[str], tmp_path: Path) -> None:
+    (tmp_path / "click.py").write_text("raise SystemExit('the stranger')")
+    done = subprocess.run(
+        [sys.executable, *start, "--version"], cwd=tmp_path, env=environment(), capture_output=True, text=True
+    )
+    assert done.returncode == 0 and "ringprof" in done.stdout, done.stderr
+    assert os.listdir(tmp_path) == ["click.py"]

@@ -1,0 +1,59 @@
+"""Half-written runs: whose they are, and that only what the dead have left is removed."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from ringprof.folder_owner import OWNER_FILE, abandoned, claim, clear_abandoned, release, sees
+from tests.record.command import environment
+
+HOLD = "import sys, pathlib; from ringprof.folder_owner import claim; "
+HOLD += "claim(pathlib.Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
+
+
+def partial(parent: Path, name: str) -> Path:
+    folder = parent / f".{name}.partial"
+    folder.mkdir()
+    return folder
+
+
+def holder(folder: Path) -> subprocess.Popen[str]:
+    """Another process that is writing a run."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(folder)],
+        env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stdout is not None and process.stdout.readline() == "held\n"
+    return process
+
+
+def test_a_token_tells_a_folder_from_another_of_its_name(tmp_path: Path) -> None:
+    folder = partial(tmp_path, "mine")
+    token = claim(folder)
+    assert sees(folder, token) and not sees(folder, token[::-1]) and not sees(tmp_path / "elsewhere", token)
+    release(folder)
+    assert not sees(folder, token) and list(folder.iterdir()) == []
+
+
+def test_only_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
+    mine, theirs, foreign, other = (partial(tmp_path, name) for name in ("mine", "theirs", "foreign", "other"))
+    claim(mine)
+    with holder(theirs) as process:
+        # Of another machine, or of before this one was started: nobody here can know.
+        (other / OWNER_FILE).write_text('{"token": "t", "machine": "elsewhere 1"}')
+        assert clear_abandoned(tmp_path) == [] and not abandoned(theirs)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        assert abandoned(theirs) and clear_abandoned(tmp_path) == [theirs.name]
+    assert sorted(tmp_path.iterdir()) == sorted([mine, foreign, other])
+    release(mine)
+
+
+def test_an_owner_file_from_a_stranger_says_nothing(tmp_path: Path) -> None:
+    folder = partial(tmp_path, "odd")
+    for text in ("", "[]", "{", "x" * 10_000):
+        (folder / OWNER_FILE).write_text(text)
+        assert not sees(folder, "") and not abandoned(folder)

@@ -1,0 +1,88 @@
+"""Further processes: results in order, a process that ends or fails, and none that outlives its purpose."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from ringprof import processes
+from ringprof.processes import ProcessEnded, mapped
+from tests.paths import ROOT
+from tests.record.command import wait_until
+
+
+def test_results_come_in_the_order_of_the_items() -> None:
+    assert list(mapped(2, pow, [(2, power) for power in range(40)])) == [2**power for power in range(40)]
+
+
+def test_few_items_are_taken_ahead_of_the_results() -> None:
+    taken = []
+
+    def items():
+        for number in range(1000):
+            taken.append(number)
+            yield (number,)
+
+    results = mapped(2, math.sqrt, items())
+    assert next(results) == 0.0 and len(taken) <= 5
+    results.close()
+
+
+def test_the_processes_stay_for_the_next_call() -> None:
+    first, second = (set(mapped(2, os.getpid, [()] * 20)) for _ in range(2))
+    assert first | second <= set(first) and os.getpid() not in first
+
+
+def test_an_error_is_the_functions_own() -> None:
+    with pytest.raises(ZeroDivisionError):
+        list(mapped(2, divmod, [(1, 1), (1, 0)]))
+    assert list(mapped(2, divmod, [(7, 2)])) == [(3, 1)]
+
+
+@pytest.mark.parametrize(("function", "item"), [(os._exit, (0,)), (os.kill, (0, signal.SIGKILL))])
+def test_a_process_that_ends_is_told_and_the_next_call_has_others(function, item) -> None:
+    with pytest.raises(ProcessEnded):
+        list(mapped(2, function, [item]))
+    assert list(mapped(2, abs, [(-1,)])) == [1]
+
+
+def test_results_that_nobody_takes_end_the_processes() -> None:
+    results = mapped(2, time.sleep, [(0,), (1000,), (1000,)])
+    next(results)
+    assert processes._Helpers.started is not None
+    helpers = [process.pid for process in processes._Helpers.started._processes]
+    with pytest.raises(KeyboardInterrupt):
+        results.throw(KeyboardInterrupt)
+    assert helpers and not any(Path(f"/proc/{pid}").exists() for pid in helpers)
+
+
+OWNER = """
+import time
+from ringprof.processes import _Helpers, mapped
+results = mapped(2, time.sleep, [(0.01,), (0.01,), (1000,), (1000,)])
+next(results); next(results)
+print(*(process.pid for process in _Helpers.started._processes), flush=True)
+time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_they_end_with_their_owner_whatever_they_are_doing(tmp_path: Path, number: signal.Signals) -> None:
+    owner = subprocess.Popen(
+        [sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True, cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert owner.stdout is not None
+    helpers = [int(pid) for pid in owner.stdout.readline().split()]
+    assert len(helpers) == 2
+    owner.send_signal(number)
+    owner.wait(10)
+    owner.stdout.close()
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in helpers), 30)

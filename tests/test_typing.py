@@ -1,0 +1,64 @@
+"""What a user's type checker says of programs that use the library, installed as a user has it."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+from tests.paths import ROOT
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+SOUND = {
+    "readme": textwrap.dedent(re.findall(r"## From Python\n\n((?:    .*\n|\n)+)", README)[0]),
+    "options": """
+        from pathlib import Path
+        import ringprof
+        run: ringprof.Analysis = ringprof.load(
+            [Path("rank0.json"), "rank1.json"], window="step*", between="10ms,20ms", group="cp", rules="rules.txt",
+            ranks_per_host=8, limit_bytes=1 << 30, jobs=2, scheduler="tcp://host:1", notify=lambda what, done, of: None)
+        walls: list[int] = [rank.breakdown.wall_ns for rank in run.attribution.ranks]
+        verdict: list[str] = run.verdict
+        tables: ringprof.TableAnalysis = ringprof.load_tables("kernels.log", wall_ns=1_000_000, iterations=3)
+        found = ringprof.compare(run, "other", tables, reading=ringprof.LoadOptions(between="10ms,20ms"))
+        page: str = found.to_html()
+        with ringprof.capture("traces/mine"):
+            pass
+    """,
+}
+WRONG = {
+    'ringprof.load("x", grup="cp")': "grup",
+    'ringprof.load("x", between=5)': "between",
+    'ringprof.load("x", "cp")': "positional",
+    'ringprof.load("x").hopps()': "hopps",
+    'ringprof.load_tables("x", group="cp")': "group",
+    'ringprof.load_tables("x").hops()': "hops",
+    'ringprof.LoadOptions(grup="cp")': "grup",
+}
+
+
+def test_a_users_type_checker_accepts_what_works_and_refuses_what_does_not(tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    site.mkdir()
+    (site / "ringprof").symlink_to(ROOT / "ringprof")
+    for name, program in SOUND.items():
+        (tmp_path / f"{name}.py").write_text(textwrap.dedent(program))
+    (tmp_path / "wrong.py").write_text("import ringprof\n" + "".join(f"{line}\n" for line in WRONG))
+    # The tensors that the README's second half speaks of.
+    (tmp_path / "readme.py").write_text("import torch\nq = local_k = local_v = torch.zeros(1)\n" + SOUND["readme"])
+    files = [*SOUND, "wrong"]
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", "--strict", "--cache-dir", str(ROOT / ".mypy_cache" / "of_a_user"),
+         "--config-file", os.devnull, *(f"{name}.py" for name in files)],
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(site)}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    *lines, summary = done.stdout.splitlines()
+    said = {int(line.split(":")[1]): line for line in lines if line.startswith("wrong.py") and ": error:" in line}
+    assert [line for line in lines if not line.startswith("wrong.py")] == [], done.stdout + done.stderr
+    for number, (program, part) in enumerate(WRONG.items(), start=2):
+        assert part in said.get(number, ""), f"{program}: {said.get(number)}"
+    assert len(said) == len(WRONG) and summary.startswith("Found")

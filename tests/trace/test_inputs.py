@@ -1,0 +1,245 @@
+"""What an input is, told from names and first bytes."""
+
+import gzip
+import json
+import os
+import shutil
+
+import pytest
+
+from ringprof.api import load
+from ringprof.errors import InputError, TraceFormatError
+from ringprof.trace.inputs import Input, detect, detect_bytes
+from ringprof.trace.kineto import parse_trace, read_trace
+from ringprof.trace.ranks import read_traces
+from ringprof.trace.reduced import reduce_trace
+from tests.paths import DATA, TRACES
+from tests.trace.kineto_text import TEN
+
+RUN = json.dumps({"schema": "ringprof.run/1", "name": "x"}, indent=1).encode()
+LOG = b"step 1\n-----  ---\nName   Self CUDA\n-----  ---\n"
+
+
+def put(folder, name, data):
+    path = folder / name
+    path.parent.mkdir(exist_ok=True, parents=True)
+    path.write_bytes(data)
+    return str(path)
+
+
+def test_a_run(tmp_path):
+    run = put(tmp_path, "run.json", RUN)
+    put(tmp_path, "rank0.json", TEN)
+    assert detect([run]) == detect([tmp_path]) == Input("run", run=run)
+    renamed = put(tmp_path / "other", "mine.json", RUN)
+    assert detect([renamed]) == Input("run", run=renamed)
+
+
+@pytest.mark.parametrize("name", ["rank0.json", "trace.bin", "noname"])
+@pytest.mark.parametrize("pack", [bytes, gzip.compress])
+def test_a_trace_whatever_its_name(tmp_path, name, pack):
+    path = put(tmp_path, name, pack(TEN))
+    assert detect([path]) == Input("trace", (path,))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        json.dumps([{"ph": "X", "ts": 1}]).encode(),
+        b"\xef\xbb\xbf" + TEN,
+        b"x" + TEN[1:],
+        TEN[:40],
+        gzip.compress(TEN)[:60],
+        b'{"traceEvents": [' + b" " * 100_000,
+    ],
+)
+def test_a_trace_that_is_odd(tmp_path, data):
+    path = put(tmp_path, "some.json", data)
+    assert detect([path]).type == "trace"
+
+
+def test_a_folder_in_the_order_of_ranks(tmp_path):
+    paths = [put(tmp_path, f"rank{rank}.json.gz", gzip.compress(TEN)) for rank in (0, 2, 10, 1)]
+    put(tmp_path, "notes.json", b'{"a": 1}')
+    put(tmp_path, "README.md", b"hello")
+    put(tmp_path, "empty.json", b"")
+    names = [os.path.basename(path) for path in detect([tmp_path]).paths]
+    assert names == ["rank0.json.gz", "rank1.json.gz", "rank2.json.gz", "rank10.json.gz"]
+    assert detect(paths) == Input("trace", tuple(paths))
+
+
+SOUND = gzip.compress(TEN)
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "reason"),
+    [
+        ("rank1.json.gz", b"", "the file is empty"),
+        ("rank1.json", b" \n", "the file is empty"),
+        ("host_1.17.pt.trace.json", b"", "the file is empty"),
+        ("rank1.json.gz", bytes(5000), "binary data of an unknown kind"),
+        ("rank1.json.gz", SOUND[:10] + b"\xff" * 50, "the gzip data is damaged"),
+        ("rank1.json.gz", SOUND[:3], "the gzip data is cut off"),
+        ("rank1.json.gz", b"version https://git-lfs.github.com/spec/v1\n", "no trace, for all its name"),
+        ("rank1.json", b'{"a": 1}', "no Kineto trace, or damaged at its beginning"),
+        ("trace.json", b'{"schemaVersion": 1, "devi', "no Kineto trace, or damaged at its beginning"),
+        ("rank1.json", b"PK\x03\x04", "a zip archive"),
+        ("rank1.ringprof", b"", "the file is empty"),
+        ("rank1.sqlite", b"SQLite", "no trace, for all its name"),
+    ],
+)
+def test_a_damaged_trace_in_a_folder_does_not_vanish(tmp_path, name, data, reason):
+    path = put(tmp_path, "rank0.json.gz", SOUND)
+    bad = put(tmp_path, name, data)
+    found = detect([tmp_path])
+    assert found.paths == (path,) and found.in_folder
+    assert [str(problem).startswith(f"{bad}: {reason}") for problem in found.left_out] == [True]
+    os.unlink(path)
+    with pytest.raises(InputError, match=reason):
+        detect([tmp_path])
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        ("notes.json", b'{"a": 1}'),
+        ("package-lock.json", b'{"packages": {' + b" " * 100_000 + b"}}"),
+        ("data.csv.gz", gzip.compress(b"a,b\n")),
+        ("broken.gz", b"\x1f\x8b"),
+        ("README.md", b""),
+    ],
+)
+def test_other_files_in_a_folder_are_passed_over(tmp_path, name, data):
+    path = put(tmp_path, "rank0.json.gz", SOUND)
+    put(tmp_path, name, data)
+    found = detect([tmp_path])
+    assert (found.paths, found.left_out) == ((path,), ())
+
+
+def test_ranks_of_which_only_the_reduced_form_is_there(tmp_path):
+    reduced = reduce_trace(parse_trace(TEN))
+    for rank in (0, 1, 2):
+        put(tmp_path, f"rank{rank}.ringprof", reduced)
+    put(tmp_path, "rank0.json.gz", SOUND)
+    put(tmp_path, "rank2.json.gz", b"")
+    found = detect([tmp_path])
+    assert [os.path.basename(path) for path in found.paths] == ["rank0.json.gz", "rank1.ringprof", "rank2.ringprof"]
+    # No rank is lost with the empty one.
+    assert found.left_out == ()
+
+
+def test_links_out_of_a_folder_are_not_followed(tmp_path):
+    secret = put(tmp_path / "elsewhere", "rank0.json", TEN)
+    run = tmp_path / "run"
+    here = put(run, "data/rank0.json", TEN)
+    (run / "rank1.json").symlink_to(here)
+    (run / "rank2.json").symlink_to(secret)
+    (run / "rank3.json").symlink_to("rank3.json")
+    found = detect([run])
+    assert found.paths == (str(run / "rank1.json"),)
+    assert [str(problem) for problem in found.left_out] == [
+        f"{run}/rank2.json: leaves the run's folder through a link: give its own path"
+    ]
+    assert read_traces(found.paths, in_folder=True, left_out=found.left_out)[0].warnings[-1].code == "left_out"
+    # A folder in it may be a link as well.
+    (tmp_path / "linked").mkdir()
+    (tmp_path / "linked" / "rank_0").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(InputError, match="leaves the run's folder through a link"):
+        detect([tmp_path / "linked"])
+    # What the user names himself is his own.
+    assert detect([run / "rank2.json"]).paths == (str(run / "rank2.json"),)
+
+
+@pytest.mark.timeout(20)
+def test_nothing_but_regular_files_is_opened(tmp_path):
+    """Nobody writes to this pipe: opening it would wait for ever."""
+    put(tmp_path, "rank0.json", TEN)
+    os.mkfifo(tmp_path / "rank1.json")
+    assert detect([tmp_path]).paths == (str(tmp_path / "rank0.json"),)
+    with pytest.raises(InputError, match="not a regular file"):
+        detect([tmp_path / "rank1.json"])
+    with pytest.raises(InputError, match="not a regular file"):
+        read_trace(tmp_path / "rank1.json")
+    with pytest.raises(InputError, match="not a regular file"):
+        read_trace("/dev/zero")
+
+
+@pytest.mark.timeout(20)
+def test_a_run_that_names_a_pipe(tmp_path):
+    run = json.loads((TRACES / "h200x4-zigzag-65536" / "run.json").read_bytes())
+    for trace in run["traces"]:
+        shutil.copy(TRACES / "h200x4-zigzag-65536" / trace["path"], tmp_path)
+        trace["reduced"] = f"rank{trace['rank']}.ringprof"
+        os.mkfifo(tmp_path / trace["reduced"])
+    os.unlink(tmp_path / "rank2.json.gz")
+    os.mkfifo(tmp_path / "rank2.json.gz")
+    put(tmp_path, "run.json", json.dumps(run).encode())
+    analysis = load(tmp_path)
+    assert analysis.ranks == [0, 1, 3]
+    (left_out,) = [warning for warning in analysis.warnings if warning.code == "left_out"]
+    assert "rank2.json.gz: not a regular file" in left_out.message
+
+
+def test_a_folder_with_a_folder_for_each_rank(tmp_path):
+    for rank in (1, 0):
+        put(tmp_path, f"rank_{rank}/trace.json", TEN)
+    assert len(detect([tmp_path]).paths) == 2
+
+
+def test_real_folders():
+    for folder in DATA.glob("h200*"):
+        assert len(detect([folder]).paths) == 8
+
+
+def test_text(tmp_path):
+    path = put(tmp_path, "log.txt", LOG)
+    assert detect([path]) == Input("text", (path,))
+    assert detect([put(tmp_path, "colour.log", b"\x1b[32m" + LOG)]).type == "text"
+
+
+def test_a_pipe():
+    assert [detect_bytes(data) for data in (TEN, gzip.compress(TEN), RUN, LOG)] == ["trace", "trace", "run", "text"]
+    with pytest.raises(InputError, match="-: the file is empty"):
+        detect_bytes(b"")
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "message"),
+    [
+        ("empty.json", b"", "the file is empty"),
+        ("empty.json.gz", gzip.compress(b" "), "the file is empty"),
+        ("t.pftrace", b"\x0a\x10abc", "a Perfetto trace: export JSON"),
+        ("t.nsys-rep", b"abc", "an Nsight Systems report"),
+        ("t.zip", b"PK\x03\x04abc", "unpack it"),
+        ("t.tar", b"a" * 257 + b"ustar", "unpack it"),
+        ("t.json", "{}".encode("utf-16"), "UTF-16 text"),
+        ("t.bin", bytes(range(256)), "binary data of an unknown kind"),
+        ("t.json.gz", b"\x1f\x8b\x08\x00" + b"\xff" * 50, "gzip data is damaged"),
+    ],
+)
+def test_what_is_refused(tmp_path, name, data, message):
+    path = put(tmp_path, name, data)
+    with pytest.raises(InputError, match=message) as caught:
+        detect([path])
+    assert str(caught.value).startswith(f"{path}: ")
+    assert "\n" not in str(caught.value)
+
+
+def test_what_is_not_there(tmp_path):
+    with pytest.raises(InputError, match="no such file or folder"):
+        detect([tmp_path / "none"])
+    with pytest.raises(InputError, match=r"no run\.json and no Kineto trace"):
+        detect([tmp_path])
+    with pytest.raises(InputError, match="no input"):
+        detect([])
+
+
+def test_several_inputs_must_be_traces(tmp_path):
+    trace, text = put(tmp_path, "rank0.json", TEN), put(tmp_path, "log.txt", LOG)
+    with pytest.raises(InputError, match="several inputs must all be traces; this is a text file"):
+        detect([trace, text])
+
+
+def test_known_formats_are_trace_errors(tmp_path):
+    with pytest.raises(TraceFormatError):
+        detect([put(tmp_path, "t.pftrace", b"abc")])
