@@ -143,6 +143,7 @@ def outline_run(facts: Sequence[TraceFacts], run: Run | None, ranks_per_host: in
     """Tell the ranks, hosts and clocks of traces that are of one run. Raises `InputError` where they are not."""
     warnings = [warning for one in facts for warning in _with_rank(one)]
     place = _by_rank(facts, warnings)
+    given = tuple(place)
     for codes, why in _LEFT_OUT:
         worse = {rank for rank, at in place.items() if codes & {warning.code for warning in facts[at].warnings}}
         if worse < place.keys():
@@ -151,17 +152,26 @@ def outline_run(facts: Sequence[TraceFacts], run: Run | None, ranks_per_host: in
     numbered = {rank: facts[at] for rank, at in place.items()}
     hosts = hosts_of(numbered, run, ranks_per_host)
     sizes = [one.world_size for one in facts if one.world_size]
-    world_size = run.topology.world_size if run else max(sizes, default=len(facts))
+    # A lone trace that names no world is one of its own, though its file be called rank2.
+    least = 1 if len(given) == 1 else max(given) + 1
+    world_size = run.topology.world_size if run else max(sizes, default=least)
     return RunOutline(
         place=place,
         hosts=hosts,
         clock_of=clock_of(numbered, hosts),
         warnings=tuple(warnings),
         world_size=world_size,
-        expected=dict.fromkeys(run.topology.ranks) if run and run.topology.ranks else range(world_size),
+        expected=_expected(run, given, world_size, bool(sizes)),
         starts_ns={rank: one.span_ns[0] for rank, one in numbered.items() if one.span_ns},
         chosen_ns=focus.between_ns,
     )
+
+
+def _expected(run: Run | None, given: Collection[int], world_size: int, told: bool) -> Collection[int]:
+    """The ranks that should be there; ``told``: whether traces name the size of their world."""
+    if run and run.topology.ranks:
+        return dict.fromkeys(run.topology.ranks)
+    return range(world_size) if run or told or len(given) > 1 else given
 
 
 def _with_rank(one: TraceFacts) -> list[Caveat]:

@@ -42,6 +42,16 @@ def test_missing_ranks_are_said():
     assert (warning.code, warning.message) == ("missing_ranks", "2 of 4 ranks have no trace: 1, 3")
 
 
+def test_a_lone_trace_without_a_world_is_one_of_its_own():
+    attribution = attribute_all(one(2, world_size=None))
+    assert ([rank.rank for rank in attribution.ranks], attribution.world_size, codes(attribution)) == ([2], 1, [])
+
+
+def test_several_traces_without_a_world_are_of_one_that_has_their_ranks():
+    (warning,) = attribute_all(one(0, world_size=None), one(3, world_size=None)).warnings
+    assert warning.message == "2 of 4 ranks have no trace: 1, 2"
+
+
 def test_a_trace_without_a_rank_takes_a_free_one():
     attribution = attribute_all(one(0, world_size=2), one(None, world_size=2))
     assert [rank.rank for rank in attribution.ranks] == [0, 1]

@@ -107,7 +107,7 @@ def test_warnings_are_shown_with_their_code():
 def test_a_cpu_run_speaks_of_blocked_time():
     text = shown_traces(cpu_example(), width=100)
     assert "10.0 % of the time is exposed communication: time blocked in waiting for a transfer." in text
-    assert "· CPU ·" in text
+    assert "· CPU, no device activity ·" in text
     assert "[cpu_no_transfer_times]" in text
 
 

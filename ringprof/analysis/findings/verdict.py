@@ -117,8 +117,9 @@ def _computation(found: Facts) -> str:
     """Of a step that is more than attention: what computes longest, after gaps that are longer than it."""
     said = computation_in_words(found.attribution, found.summary)
     parts = found.waterfall
+    longest = max(map(parts.of, ("launch_gaps", *COMPUTE_PARTS, *ATTENTION_PARTS)))
     gaps = parts.of("launch_gaps") / parts.wall_ns if parts.wall_ns else 0.0
-    if gaps >= max(WORTH_NAMING, *(parts.of(part) / parts.wall_ns for part in (*COMPUTE_PARTS, *ATTENTION_PARTS))):
+    if gaps >= WORTH_NAMING and parts.of("launch_gaps") == longest:
         return f"{_gaps(found, gaps).removesuffix('.')}; {said}." if said else _gaps(found, gaps)
     return f"{said[:1].upper()}{said[1:]}." if said else ""
 
