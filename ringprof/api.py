@@ -12,28 +12,21 @@ from typing import TYPE_CHECKING, Any
 
 from ringprof import frames
 from ringprof.analysis.attribution import Attribution
-from ringprof.analysis.findings.comparison import Entry
-from ringprof.analysis.findings.entries import entry_of_run
 from ringprof.analysis.findings.figures import figures_of
 from ringprof.analysis.findings.findings import Findings
 from ringprof.analysis.findings.summary import Summary
 from ringprof.analysis.transfers.clocks import Clocks
 from ringprof.errors import InputError, KernelTableError, NoKernelTableError
 from ringprof.files import exists, folder_of, is_url, read_whole, size_of, within
-from ringprof.hta import trace_analysis
 from ringprof.limits import MemoryBudget
-from ringprof.log_lines import TEXT_SHARE
 from ringprof.options import LoadOptions
-from ringprof.report import as_json, notebook, terminal
-from ringprof.report.page import html
-from ringprof.report.page.run import run_document
-from ringprof.report.plots import Plots
+from ringprof.report import as_json, terminal
 from ringprof.report.tables import Listing
 from ringprof.report.text import TextStyle
 from ringprof.run import RankTrace, Run, read_run
 from ringprof.scale.pipeline import explain_stored, explain_traces
 from ringprof.scale.trace_set import Notify, TraceSet
-from ringprof.scale.workers import DaskCluster, LocalProcesses
+from ringprof.scale.workers import LocalProcesses
 from ringprof.trace.columns import Caveat
 from ringprof.trace.formats import REDUCED, format_at, parse_bytes
 from ringprof.trace.inputs import Input, detect, detect_bytes
@@ -42,8 +35,11 @@ from ringprof.trace.ranks import json_bytes, read_traces
 if TYPE_CHECKING:
     import pandas as pd
 
+    from ringprof.analysis.findings.comparison import Entry
     from ringprof.kernel_tables.table_analysis import TableAnalysis
+    from ringprof.report.plots import Plots
 
+# What only some need is imported where they need it: a report of a small trace takes as long as its imports.
 
 MOST_IN_MEMORY = 64
 """Ranks up to which all traces are held in memory."""
@@ -130,6 +126,8 @@ class Analysis:
 
     def entries(self, label: str) -> list[Entry]:
         """The run as one side of a comparison."""
+        from ringprof.analysis.findings.entries import entry_of_run
+
         return [entry_of_run(label, self.findings)]
 
     def clocks(self) -> Clocks:
@@ -141,6 +139,8 @@ class Analysis:
 
         Raises `MissingExtraError` where it is not installed, `InputError` where it does not read these traces.
         """
+        from ringprof.hta import trace_analysis
+
         return trace_analysis({rank.rank: rank.path for rank in self.attribution.ranks})
 
     def report(self) -> dict[str, Any]:
@@ -162,10 +162,15 @@ class Analysis:
     @cached_property
     def plot(self) -> Plots:
         """Plots with matplotlib: ``run.plot.timeline()`` and others, see `ringprof.report.plots.Plots`."""
+        from ringprof.report.plots import Plots
+
         return Plots(self.findings)
 
     def to_html(self) -> str:
         """The report as one HTML page that needs nothing else. Raises `MissingExtraError` without Bokeh."""
+        from ringprof.report.page import html
+        from ringprof.report.page.run import run_document
+
         return html.render(run_document(self.findings, self.report(), self.name))
 
     def __repr__(self) -> str:
@@ -173,6 +178,8 @@ class Analysis:
 
     def _repr_html_(self) -> str:
         """Header, verdict and breakdown, for notebooks."""
+        from ringprof.report import notebook
+
         return notebook.findings_html(self.findings)
 
 
@@ -226,6 +233,8 @@ def load_any(
     given = [os.fspath(path) for path in ([paths] if isinstance(paths, (str, os.PathLike)) else paths)]
     source = detect(given)
     if source.type == "text":
+        from ringprof.log_lines import TEXT_SHARE
+
         return _load_text(
             read_whole(source.paths[0], reading.limits(), TEXT_SHARE), source.paths[0], wall_ns, iterations
         )
@@ -321,7 +330,11 @@ def _are_many(paths: Sequence[str], reading: LoadOptions) -> bool:
 
 
 def _load_stored(given: TraceSet, source: Input, reading: LoadOptions) -> Analysis:
-    cluster = DaskCluster(reading.scheduler) if reading.scheduler else None
+    cluster = None
+    if reading.scheduler:
+        from ringprof.scale.dask_cluster import DaskCluster
+
+        cluster = DaskCluster(reading.scheduler)
     try:
         found = explain_stored(
             given,

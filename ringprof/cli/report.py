@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
-import webbrowser
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -115,6 +113,9 @@ def _with_page(analysis: Analysis | TableAnalysis) -> Analysis:
 
 
 def _write_page(analysis: Analysis, page: str | None, opens: bool) -> None:
+    import tempfile  # both here, since few reports are opened
+    import webbrowser
+
     path = page or os.path.join(tempfile.mkdtemp(prefix="ringprof-"), "report.html")
     write_text(path, analysis.to_html())
     if opens and not webbrowser.open(Path(path).resolve().as_uri()):

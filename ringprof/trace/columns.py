@@ -148,6 +148,14 @@ TABLES: dict[str, type[Any]] = {
 
 _DTYPES: dict[str, type[Any]] = {"Int64": np.int64, "Int32": np.int32, "Int8": np.int8}
 _Table = TypeVar("_Table")
+_Number = TypeVar("_Number", bound=np.generic)
+
+
+def distinct(column: npt.NDArray[_Number]) -> npt.NDArray[_Number]:
+    """The values that a column has, ascending."""
+    # Without counts NumPy loads its masked arrays to ask for them, which takes longer than a small trace.
+    values: npt.NDArray[_Number] = np.unique(column, return_counts=True)[0]
+    return values
 
 
 def dtypes_of(kind: type[Any]) -> dict[str, type[Any]]:

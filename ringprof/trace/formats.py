@@ -11,7 +11,6 @@ from ringprof.trace.columns import Trace
 from ringprof.trace.kineto import parse_trace, read_trace
 from ringprof.trace.kineto.byte_source import first_bytes
 from ringprof.trace.kineto.event_list import UTF8_MARK
-from ringprof.trace.nsys import SQLITE_MAGIC, read_nsys
 from ringprof.trace.reduced import MAGIC, SUFFIX, read_reduced
 
 
@@ -33,6 +32,7 @@ class Format:
     """Reads one trace from a file's bytes; None where that needs the file."""
 
 
+_SQLITE_MAGIC = b"SQLite format 3\x00"
 _KINETO_MARKS = (b'"traceEvents"', b'"deviceProperties"', b'"baseTimeNanoseconds"', b'"distributedInfo"')
 
 
@@ -42,11 +42,17 @@ def _is_kineto(head: bytes) -> bool:
     return bare_list or any(mark in head for mark in _KINETO_MARKS)
 
 
+def _read_nsys(path: str, budget: MemoryBudget) -> list[Trace]:
+    from ringprof.trace.nsys import read_nsys  # here, with SQLite, since most traces are Kineto's
+
+    return read_nsys(path, budget)
+
+
 NSYS = Format(
     name="an Nsight Systems export",
     suffixes=(".sqlite",),
-    sniff=lambda head: head.startswith(SQLITE_MAGIC),
-    read=read_nsys,
+    sniff=lambda head: head.startswith(_SQLITE_MAGIC),
+    read=_read_nsys,
     one_rank=False,
 )
 REDUCED = Format(

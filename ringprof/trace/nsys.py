@@ -39,8 +39,6 @@ from ringprof.trace.columns import (
 from ringprof.trace.memory import bytes_of_text, take_analysis
 from ringprof.trace.one_run import rank_in_name
 
-SQLITE_MAGIC = b"SQLite format 3\0"
-
 _KERNELS, _COPIES, _SETS = (f"CUPTI_ACTIVITY_KIND_{what}" for what in ("KERNEL", "MEMCPY", "MEMSET"))
 _CALLS, _MARKS, _STRINGS = "CUPTI_ACTIVITY_KIND_RUNTIME", "NVTX_EVENTS", "StringIds"
 _START, _DEVICES, _SYSTEM = "TARGET_INFO_SESSION_START_TIME", "TARGET_INFO_GPU", "TARGET_INFO_SYSTEM_ENV"

@@ -10,7 +10,6 @@ from typing import TypeVar
 from ringprof.errors import InputError
 from ringprof.files import read_bytes, size_of
 from ringprof.limits import Limits, MemoryBudget, MemoryLimitError
-from ringprof.processes import ProcessEnded, cpu_count, mapped
 from ringprof.trace.columns import Trace
 from ringprof.trace.formats import format_at
 from ringprof.trace.kineto.byte_source import is_packed
@@ -101,11 +100,11 @@ def _read_all(
 ) -> list[_Read]:
     """Each file's traces, in processes of their own where that pays."""
     budget = MemoryBudget(limits)
-    if jobs is None:
-        jobs = cpu_count() if json_bytes(names) >= WORTH_A_PROCESS else 1
-    jobs = min(jobs, max(len(names), 1))
-    if jobs == 1:
+    if len(names) < 2 or jobs == 1 or (jobs is None and json_bytes(names) < WORTH_A_PROCESS):
         return [read(name, budget) for name in names]
+    from ringprof.processes import ProcessEnded, cpu_count, mapped  # here: it takes as long as a small trace
+
+    jobs = min(jobs or cpu_count(), len(names))
     found = []
     try:
         for one in mapped(jobs, read, ((name, MemoryBudget(limits)) for name in names)):

@@ -135,7 +135,7 @@ def test_workers_find_a_path_that_is_relative_here(cluster, monkeypatch):
 @pytest.mark.parametrize("address", ["bogus", "http://127.0.0.1:1", "tcp://127.0.0.1:1", "tcp://", ""])
 def test_no_scheduler_there(address):
     """One line, and no wait longer than the patience: as a process, since Dask leaves threads behind."""
-    program = "from ringprof.scale import workers; workers.PATIENCE_S = 1; from ringprof.cli import main; main()"
+    program = "import ringprof.scale.dask_cluster as d; d.PATIENCE_S = 1; from ringprof.cli import main; main()"
     command = [sys.executable, "-c", program, "report", str(RING), "--scheduler", address]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == (2 if address else 0)
@@ -143,7 +143,7 @@ def test_no_scheduler_there(address):
 
 
 def test_a_scheduler_without_workers(monkeypatch):
-    monkeypatch.setattr("ringprof.scale.workers.PATIENCE_S", 2)
+    monkeypatch.setattr("ringprof.scale.dask_cluster.PATIENCE_S", 2)
     with cluster_of(0) as (address, _), pytest.raises(UsageError, match="has no workers"):
         ringprof.load(RING, scheduler=address)
 

@@ -32,7 +32,7 @@ from ringprof.analysis.kinds.operators import (
     kind_of_its_kernel,
 )
 from ringprof.analysis.kinds.rules import Rule, rule_for, runs_in_either_pass
-from ringprof.trace.columns import MEMCPY, MEMSET, NONE, Collective, Int8, Int64, Ranges, Trace
+from ringprof.trace.columns import MEMCPY, MEMSET, NONE, Collective, Int8, Int64, Ranges, Trace, distinct
 
 EVIDENCE = ("metadata", "cpu_records", "annotation", "name", "none", "user_rule", "stream")
 """A column of evidence holds indices into this tuple; ``none`` marks what no source knows (kind ``other``)."""
@@ -108,7 +108,7 @@ Rules = dict[int, "Rule | None"]
 
 def _rules_of_names(trace: Trace, own_rules: Sequence[Rule]) -> Rules:
     """Each distinct name looked at once."""
-    return {index: rule_for(trace.names[index], own_rules) for index in np.unique(trace.activities.name).tolist()}
+    return {index: rule_for(trace.names[index], own_rules) for index in distinct(trace.activities.name).tolist()}
 
 
 def _by_name(trace: Trace, rules: Rules, own_rules: Sequence[Rule]) -> tuple[Int8, Int8]:
@@ -184,7 +184,7 @@ def _ranges_that_tell(
     found: dict[str, list[tuple[Ranges, int, set[str]]]] = {}
     for ranges, source in ((trace.operators, CPU_RECORDS), (trace.annotations, ANNOTATION)):
         names: dict[str, set[str]] = {}
-        for index in np.unique(ranges.name).tolist():
+        for index in distinct(ranges.name).tolist():
             if told := kind_of(trace.names[index]):
                 names.setdefault(told, set()).add(trace.names[index])
         for name, wanted in names.items():
@@ -208,7 +208,7 @@ def launched_inside(
     if not rows.any() or not joined.any():
         return inside
     at = np.where(joined, launch, 0)
-    for thread in np.unique(ranges.thread[rows]):
+    for thread in distinct(ranges.thread[rows]):
         mine = rows & (ranges.thread == thread)
         spans = intervals.union(ranges.start_ns[mine], ranges.end_ns[mine])
         here = joined & (trace.launches.thread[at] == thread)
@@ -256,7 +256,7 @@ def _records_before(
     records, launches = trace.comm_records, trace.launches
     comm = np.flatnonzero(communication & (launch != NONE))
     comm = comm[np.argsort(launches.start_ns[launch[comm]], kind="stable")]
-    for thread in np.unique(launches.thread[launch[comm]]):
+    for thread in distinct(launches.thread[launch[comm]]):
         mine = comm[launches.thread[launch[comm]] == thread]
         launched = launches.start_ns[launch[mine]]
         rows = np.flatnonzero(records.thread == thread)
@@ -318,7 +318,7 @@ def _by_stream(trace: Trace, launch: Int64, kind: Int8, evidence: Int8) -> None:
     bare = np.flatnonzero(named & (kind == CODE["send_recv"]) & (launch == NONE) & (rows.graph_node == NONE))
     for at in bare.tolist():
         same = (rows.stream == rows.stream[at]) & (rows.device == rows.device[at])
-        others = np.unique(kind[same & ~named & np.isin(kind, [CODE[name] for name in COMMUNICATION])])
+        others = distinct(kind[same & ~named & np.isin(kind, [CODE[name] for name in COMMUNICATION])])
         if len(others) == 1:
             kind[at], evidence[at] = others[0], STREAM
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import cache
 from typing import NamedTuple
 
 from ringprof.analysis.kinds.inductor import kind_of_inductor
@@ -61,10 +62,10 @@ RULES: tuple[Rule, ...] = (
     # Of torch's symmetric memory, vLLM, AITER, FlashInfer, TensorRT-LLM, SGLang, MSCCL++ and others.
     Rule("all_reduce", "vLLM or TensorRT-LLM", r"cross_device_reduce"),
     Rule("all_gather", "symmetric memory", r"multimem_all_gather"),
-    Rule("reduce_scatter", "custom", r"reduce_?scatter", loose=True),
-    Rule("all_reduce", "custom", r"(?<!warp)(?<!block)(?<!warp_)(?<!block_)all_?reduce", loose=True),
-    Rule("all_gather", "custom", r"all_?gather", loose=True),
-    Rule("all_to_all", "custom", r"all_?to_?all|moe_?a2a", loose=True),
+    Rule("reduce_scatter", "custom", r"reduce[-_]?scatter", loose=True),
+    Rule("all_reduce", "custom", r"(?<!warp)(?<!block)(?<!warp_)(?<!block_)all[-_]?reduce", loose=True),
+    Rule("all_gather", "custom", r"all[-_]?gather", loose=True),
+    Rule("all_to_all", "custom", r"all[-_]?to[-_]?all|moe_?a2a|(?<![a-z])a2a(?![a-z])", loose=True),
     # Expert parallelism: tokens go to the ranks of their experts, and back.
     Rule("send_recv", "DeepEP", r"deep_ep", later=r"pp_(send|recv)"),
     Rule("all_to_all", "DeepEP", r"deep_ep|dpsk::ep|dpsk2ep|hybrid_ep|uccl::ep|nccl_ep"),
@@ -75,7 +76,7 @@ RULES: tuple[Rule, ...] = (
     Rule("comm_other", "NVSHMEM", r"nvshmemi?_|nvshmemx|rocshmem"),
     Rule("comm_other", "symmetric memory", r"(put|wait)_signal_kernel|\bbarrier_kernel|multimem_"),
     Rule("comm_other", "symmetric memory", r"symm_mem", then=r"barrier"),
-    Rule("comm_other", "other", r"\bhccl|dlslime|oneccl"),
+    Rule("comm_other", "other", r"\bhccl|dlslime|oneccl|(?<![a-z])i(send|recv)"),
     # --- merging of partial results ---
     Rule("merge", "ringprof", r"ringprof_merge"),
     Rule("merge", "Transformer Engine", r"thd_(out_correction|lse|grad_correction)"),
@@ -84,8 +85,9 @@ RULES: tuple[Rule, ...] = (
     Rule("merge", "FlashInfer or vLLM", r"merge_?states?|merge_attn_states"),
     # --- what stands beside attention and has words of its names ---
     Rule("permute", "", r"_and_cache|kv_?cache_kernel|kv_buffer|store_?kv|append\w{0,20}kv_?cache|copy_blocks_kernel"),
+    Rule("permute", "", r"(?<![a-z])gather_\w{0,30}_cache|slot_mapping|destindex_copy|kv_indic|to_token_pool"),
     Rule("permute", "", r"thd_(read_half_tensor|partition_indices|reorder)"),
-    Rule("norm", "", r"rms_?norm|layer_?norm"),
+    Rule("norm", "", r"rms_?norm|layer_?norm|qk_?norm"),
     Rule("elementwise", "", r"rotary|(fused|triton)_m?rope|rope_(fwd|bwd|forward|backward|kernel)"),
     # --- attention, backward: its names often contain those of the forward pass ---
     *_rules(
@@ -103,10 +105,11 @@ RULES: tuple[Rule, ...] = (
         ("CK", r"ck_fused_attn", "", r"dk_dv_reduce|bwd"),
         ("AITER", r"aiter", "", r"fmha_bwd|dq_convert|odo"),
         ("AOTriton", r"^bwd_(kernel_(dk_dv|dq|fuse)|preprocess)"),
-        ("Triton", r"_attn_bwd|_bwd_preprocess|^_bwd_kernel"),
+        ("Triton", r"_attn_bwd|_bwd_preprocess|^_bwd_kernel|^_bwd_(dkdv|dq)"),
+        ("HSTU", r"hstu_(attn_)?bwd"),
         # Of the backward pass as dot_do_o is, where a strategy runs it once for all its blocks.
         ("", r"ringprof_(row_product|output_with_delta)"),
-        ("other", r"fmha|flash_?att(ention|n)", "", r"bwd|backward|scoregrad"),
+        ("other", r"fmha|flash_?att(ention|n)|(?<!linear)(?<!linear_)attention|mha_", "", r"bwd|backward|scoregrad"),
     ),
     # --- attention, forward ---
     *_rules(
@@ -122,54 +125,51 @@ RULES: tuple[Rule, ...] = (
         ("cuDNN", r"sdpa", r"fprop"),
         ("memory-efficient", r"fmha_cutlassf|attentionkernel"),
         ("CK", r"fmhafwd|ck_fused_attn"),
-        ("AITER", r"fmha_fwd_hd\d|gqa_d128_kernel|(?<![a-z])mla_(dec|pfl|a\d|reduce)|aiter::pa_"),
+        ("AITER", r"fmha_fwd_hd\d|gqa_d128_kernel|(?<![a-z])mla_(dec|pfl|a\d|reduce|fp8)|splitkv_mla|aiter::pa_"),
         ("AITER", r"aiter", "", r"fmha_fwd"),
         ("AOTriton", r"^attn_fwd"),
-        ("SageAttention", r"qk_int\d?_sv_"),
-        ("Triton", r"attn_fwd"),
+        ("SageAttention", r"qk_int\d?_sv_|sageattn"),
+        ("Triton", r"attn_fwd|decode_att_m"),
+        ("xFormers", r"^_splitk_reduce"),
+        ("HSTU", r"hstu_(attn_)?fwd"),
         ("FlashInfer", r"(prefill|decode)with(paged|ragged)?kvcache|batchmla"),
         ("TensorRT-LLM", r"fmhasm\d+|fmha_v2|masked_multihead_attention|kernel_mha|xqa_kernel"),
-        ("vLLM", r"(paged|unified|cached_kv)_attention|^reduce_segments"),
+        ("vLLM", r"(paged|unified|cached_kv)_attention|pagedattn|^reduce_segments"),
         # Also the name of Triton layer norms; kept for old flash-attention kernels that are called just this.
-        ("Triton", r"^_fwd_kernel\b|^_fwd_(grouped_)?kernel_stage\d"),
+        ("Triton", r"^_fwd_kernel(\b|_splitk|_aligned|_int8kv)|^_fwd_(grouped_)?kernel_stage\d"),
     ),
     *_rules(
         "flash_fwd",
-        ("other", r"fmha|flash_?att(ention|n)|(?<!linear_)attention_?kernel|attn_kernel|sparse_mla"),
+        ("other", r"fmha|flash_?att(ention|n)|(?<!linear)(?<!linear_)attention(?!_?(mask|bias|input|softmax|meta))"),
+        ("other", r"attn_kernel|sparse_mla|flash_mha|(?<![a-z])(mha|mla|nsa|mqa|gqa)_(fwd|prefill|decode)"),
         loose=True,
     ),
     # --- convolutions and norms before matrix products, which many of them contain by name ---
     *_rules(
         "convolution",
         ("", r"implicit_(gemm|convolve)|xmma_[fdw](prop|grad)|(fprop|[dw]grad)_?(optimized|analytic|2d|alg)"),
-        ("", r"winograd|im2col|col2im|igemm_(fwd|bwd|wrw)|convolve|conv\dd|conv_depthwise"),
+        ("", r"winograd|im2col|col2im|vol2col|col2vol|igemm_(fwd|bwd|wrw)|convolve|conv\dd|conv_(depthwise|fwd|bwd)"),
         ("MIOpen", r"sp3asmconv|naive_conv|scudnn"),
         ("MIOpen", r"miopen", r"conv"),
     ),
     *_rules(
         "norm",
-        ("", r"batch_?norm|group_?norm|instance_?norm|l2norm_|(?<![a-z])ln_(fwd|bwd)|(?<![a-z])bn_(fw|bw)"),
+        ("", r"(batch|group|instance|weight)_?norm|(?<!tensor_)l2_?norm_|(?<![a-z])ln_(fwd|bwd)|(?<![a-z])bn_(fw|bw)"),
         ("torch or apex", r"cuapplylayer|cucompute(part)?grad|gammabeta|rowwisemoments|computefusedparams|welford"),
     ),
     # --- matrix products ---
-    Rule("permute", "", r"utils::transpose|batched_transpose|nchwtonhwc|nhwctonchw"),
+    Rule("permute", "", r"utils::transpose|batched_transpose|nchwtonhwc|nhwctonchw|repack|preshuffle_weight"),
+    Rule("permute", "DeepGEMM", r"deep_gemm::", then=r"transpose|layout"),
+    Rule("elementwise", "MIOpen", r"(sub|op)_?tensor_?op|optensor"),
     *_rules(
         "gemm",
         ("cuBLAS", r"nvjet|cublas|splitkreduce|xmma|reduce_1block_kernel|gemv"),
         ("", r"(?<!fb)gemm|cijk_|matmul|tensorop|(?<![a-z])bmm(?![a-z])|(scaled|grouped)_mm|flatmm|wgrad"),
-        ("mixture of experts", r"fused_moe_kernel|mfma_moe|(?<![a-z])fmoe|kernel_moe|moe_mx"),
-        ("quantized or small", r"marlin|wvsplitk|(?<![a-z])[bs]gmv|lora_(shrink|expand)|gemlite"),
+        ("mixture of experts", r"(fused|batched)_moe_(lora_)?kernel|mfma_moe|(?<![a-z])fmoe|kernel_moe|moe_mx"),
+        ("quantized or small", r"marlin|machete|wvsplitk|llmm\d|(?<![a-z])[bs]gmv|lora_(shrink|expand)|gemlite"),
+        ("", r"mul_mat_|(?<![a-z])dot_kernel|(cutlass|group)_mm"),
     ),
-    # --- the optimizer, and what works on all its tensors at once ---
-    Rule("reduction", "norm of gradients", r"lpnorm|l2norm(functor|op)|maxnorm"),
-    Rule("permute", "torch", r"multi_tensor_apply", later=r"at::native::copy<"),
-    *_rules(
-        "optimizer",
-        ("", r"fused_?adam|adammath|fused(sgd|adagrad|lamb|optimizer)|(adam|sgd|lamb|adagrad)\w{0,10}functor"),
-        ("", r"koptimizer|adamw?_(kernel|cuda)|amp_(foreach|update)|lambstage|novograd|muon_"),
-    ),
-    Rule("optimizer", "torch", r"multi_tensor|addcdiv", loose=True),
-    # --- embedding tables ---
+    # --- embedding tables, which some libraries update as they go back through them ---
     Rule("permute", "FBGEMM", r"permute_(pooled|multi|duplicate)"),
     *_rules(
         "embedding",
@@ -177,11 +177,26 @@ RULES: tuple[Rule, ...] = (
         ("FBGEMM", r"bounds_check_indices|linearize_(index|cache)|(?<![a-z])l[xf]u_cache"),
         ("torch", r"embedding|krn_partial|compute_grad_weight|sum_and_scatter"),
     ),
+    # --- the optimizer, and what works on all its tensors at once ---
+    Rule("reduction", "norm of gradients", r"lpnorm|l2norm(functor|op)|maxnorm"),
+    Rule("permute", "torch", r"multi_tensor_apply", later=r"at::native::copy<"),
+    *_rules(
+        "optimizer",
+        ("", r"fused_?adam|adammath|fused(sgd|adagrad|lamb|optimizer)|(adam|sgd|lamb|adagrad)\w{0,10}functor"),
+        ("", r"koptimizer|kprecondition|amp_(foreach|update)|lambstage|novograd|newton_?schulz|param_update"),
+        ("", r"(?<![a-z])(adamw?|adagrad|adafactor|lamb|lion|muon|shampoo)_"),
+    ),
+    Rule("optimizer", "torch", r"multi_tensor|addcdiv", loose=True),
     # --- softmax, activations, conversions ---
     Rule("softmax", "", r"soft_?max|cross_?entropy|cce_(forward|backward)"),
+    # XLA names a fusion by how it runs and by its root: loop_add_fusion, input_reduce_fusion_2, wrapped_transpose.
+    Rule("cast", "XLA", r"^(loop|wrapped)_convert"),
+    Rule("permute", "XLA", r"^(loop|input|wrapped)_(dynamic_|transpose|slice|gather|scatter|concat|copy|pad|reverse)"),
+    Rule("reduction", "XLA", r"^(input|wrapped|row|column)_\w{0,60}reduc"),
+    Rule("elementwise", "XLA", r"^(loop|input)_\w{0,80}fusion"),
     *_rules(
         "elementwise",
-        ("activation", r"act_and_mul|swiglu|geglu|silu|gelu|(?<![a-z])relu|threshold_kernel"),
+        ("activation", r"act_and_mul|swiglu|geglu|silu|gelu|(?<![a-z])relu|threshold_kernel|activation|_act_kernel"),
         ("dropout", r"dropout|distribution_(elementwise|nullary)"),
     ),
     *_rules(
@@ -190,13 +205,14 @@ RULES: tuple[Rule, ...] = (
         ("torch", r"float\w{0,12}_copy_kernel|unrolled_elementwise_kernel<at::native::direct_copy"),
         ("torch", r"direct_copy_kernel", "", r"loadwithcast"),
         ("", r"(?<!no_)cast_(to|back|transpose|and|kernel|dbias|only)|(?<![a-z])k?(de)?quant|fp4quant|fp8quant"),
-        ("", r"_quant_|quantize|(?<![a-z])to_fp8"),
+        ("", r"_quant_|quantize|(?<![a-z])to_fp8|(?<![a-z])(cvt|convert)_"),
     ),
     # --- what only moves elements ---
     *_rules(
         "permute",
         ("torch", r"direct_copy_kernel|catarray|split_with_sizes_copy|chunk_cat|copy_device_to_device"),
         ("", r"transpose|permut|copy_(tensor_)?kernel|pad_kernel|concat|split_reshape|repeat_interleave|flip_kernel"),
+        ("", r"swizzle|(?<![a-z])(un)?(pack|pad|padding)_|transform(4d)?_0213|d2dmemcpy|roll_cuda|src2dst"),
         ("experts", r"routingindices|routing::|finalize(moe|kernel)|moe_align|align_block_size|expand(_to|input)"),
         ("experts", r"count_\w{0,20}expert|fused_mapping|moe_(fused_)?gate|sort_chunks|dispatch_layout"),
     ),
@@ -215,6 +231,7 @@ RULES: tuple[Rule, ...] = (
         loose=True,
     ),
     Rule("elementwise", "torch", r"elementwise|triu_tril|where_kernel|fill_?functor|fill_kernel", loose=True),
+    Rule("elementwise", "", r"elemwise|upsample|penalt|bin_bcast|(?<![a-z])scal_kernel|fused_bias", loose=True),
     *_rules(
         "reduction",
         ("", r"reduce|reduction|(?<![a-z])(sum|mean|amax|norm)_(kernel|partial)|amax_kernel"),
@@ -229,30 +246,45 @@ RULES: tuple[Rule, ...] = (
 )  # fmt: skip
 
 
-class _Compiled(NamedTuple):
-    rule: Rule
-    words: tuple[str, ...]
-    """The alternatives of a pattern that is plain words: many times quicker to find."""
-    pattern: re.Pattern[str]
-    then: re.Pattern[str]
-    later: re.Pattern[str]
-
-
 LONGEST_NAME = 8192
 """Names are looked at this far: templates' are long, and a stranger's may be longer."""
 
-_NOT_PLAIN = re.compile(r"[^\w:|<]")
+_PLAIN = re.compile(r"[\w:|<]*")
+_PIECE = re.compile(r"(\\.|\[[^]]+]|.)([?*+]|\{[\d,]+\})?")
 _WORD = re.compile(r"\w*")
-
-
-def _compiled(rule: Rule) -> _Compiled:
-    plain = not (_NOT_PLAIN.search(rule.pattern) or rule.then or rule.later)
-    words = tuple(rule.pattern.split("|")) if plain else ()
-    return _Compiled(rule, words, *(re.compile(text) for text in (rule.pattern, rule.then, rule.later)))
-
-
-_COMPILED = [_compiled(rule) for rule in RULES]
 _EITHER_PASS = re.compile(r"qkv_tma_setup|cu_seqlens_to_actual_seqlens", re.IGNORECASE)
+
+
+def words_needed(pattern: str) -> tuple[str, ...]:
+    """Plain text of which a name must hold one for a rule's pattern to be found in it; empty text is in every name."""
+    words, longest, run, depth = [], "", "", 0
+    for piece in _PIECE.finditer(pattern):
+        text, repeat = piece[1], piece[2] or ""
+        depth += (text == "(") - (text == ")")
+        if text == "|" and not depth:
+            words.append(longest)
+            longest = run = ""
+        elif depth or len(text) > 1 or text in "^$.)" or repeat:
+            run = ""
+        else:
+            run += text
+            longest = max(longest, run, key=len)
+    return (*words, longest)
+
+
+@cache
+def _table() -> list[tuple[Rule, tuple[str, ...], bool]]:
+    """Each rule, the words that a name must hold for it, and whether one of them is enough.
+
+    Words are found many times quicker than expressions, and few expressions are ever compiled: to compile all takes
+    longer than to read a small trace.
+    """
+    table = []
+    for rule in RULES:
+        plain = _PLAIN.fullmatch(rule.pattern) is not None
+        words = tuple(rule.pattern.split("|")) if plain else words_needed(rule.pattern)
+        table.append((rule, words, plain and not (rule.then or rule.later)))
+    return table
 
 
 def rule_for(name: str, own: Sequence[Rule] = ()) -> Rule | None:
@@ -268,15 +300,16 @@ def rule_for(name: str, own: Sequence[Rule] = ()) -> Rule | None:
 
 
 def _built_in(name: str) -> Rule | None:
-    for rule, words, pattern, then, later in _COMPILED:
-        if words:
-            if any(word in name for word in words):
-                return rule
+    for rule, words, enough in _table():
+        if not any(word in name for word in words):
             continue
+        if enough:
+            return rule
+        pattern = re.compile(rule.pattern)
         found = pattern.search(name)
-        if found is None or (rule.later and not later.search(name, found.end())):
+        if found is None or (rule.later and not re.compile(rule.later).search(name, found.end())):
             continue
-        if not rule.then or _follows(name, pattern, then, found):
+        if not rule.then or _follows(name, pattern, re.compile(rule.then), found):
             return rule
     return None
 

@@ -7,7 +7,6 @@ step from the rank that has all of them.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -29,7 +28,7 @@ from ringprof.analysis.steps.blocks import (
 )
 from ringprof.analysis.timeline.rows import Rows
 from ringprof.analysis.transfers.hops import Split
-from ringprof.trace.columns import NONE, Int64
+from ringprof.trace.columns import NONE, Int64, distinct
 
 
 @dataclass(frozen=True)
@@ -117,6 +116,8 @@ class StepPlan:
         """The same for plans that place every rank's attention and hops alike."""
         runs = (self.model.hops_before, self.model.phase, self.model.iteration) if self.model else None
         told = (self.source, self.keys, self.slots.tolist(), self.ring_size, self.run_keys, runs)
+        import hashlib  # here, since only runs that do not fit in memory need it
+
         return hashlib.sha256(repr(told).encode()).hexdigest()
 
 
@@ -222,7 +223,7 @@ def _home(slots: Int64, keys: Sequence[StepKey]) -> Int64:
     """Where one layer's backward pass meets the next, the first of several hops carries the previous layer's last
     dK and dV: assign it there."""
     result: Int64 = slots.copy()
-    for slot in np.unique(slots).tolist():
+    for slot in distinct(slots).tolist():
         here = np.flatnonzero(slots == slot)
         if 0 < slot < len(keys) and len(here) > 1 and keys[slot - 1].phase == "bwd" and keys[slot].step == 0:
             result[here[0]] = slot - 1

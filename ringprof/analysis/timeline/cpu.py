@@ -29,7 +29,7 @@ from ringprof.analysis.timeline.cpu_communication import (
     marked_waits,
 )
 from ringprof.analysis.timeline.window import Window
-from ringprof.trace.columns import Int8, Int64, Ranges, Trace
+from ringprof.trace.columns import Int8, Int64, Ranges, Trace, distinct
 
 _WAIT_CHANNEL = re.compile(r"ringprof::wait/(\S+)")
 _MERGE = re.compile(r"ringprof::(.*/)?merge\b.*")
@@ -156,7 +156,7 @@ def _leaf_or_known(trace: Trace, code: Int8) -> npt.NDArray[np.bool_]:
     operators = trace.operators
     wrapper = trace.names_that(lambda name: "::" not in name)
     keep = np.zeros(len(operators.start_ns), np.bool_)
-    for thread in np.unique(operators.thread):
+    for thread in distinct(operators.thread):
         rows = np.flatnonzero((operators.thread == thread) & ~wrapper[operators.name] & (code[operators.name] >= 0))
         # Longest first at equal starts, so that a parent precedes its children.
         rows = rows[np.lexsort((-operators.end_ns[rows], operators.start_ns[rows]))]

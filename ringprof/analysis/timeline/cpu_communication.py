@@ -17,7 +17,7 @@ from ringprof.analysis import intervals
 from ringprof.analysis.intervals import Spans
 from ringprof.analysis.kinds.kinds import CODE, COMMUNICATION
 from ringprof.analysis.kinds.operators import kind_of_collective
-from ringprof.trace.columns import Int8, Int64, Ranges, Trace
+from ringprof.trace.columns import Int8, Int64, Ranges, Trace, distinct
 
 WAIT = re.compile(r"ringprof::wait\b.*")
 _RANGE = re.compile(r"(?:gloo|mpi|ucc|xccl|nccl):(\w+)")
@@ -71,7 +71,7 @@ def _ranges_of(trace: Trace, ranges: Ranges, pattern: re.Pattern[str]) -> tuple[
     """Start, end and kind of the ranges whose names fit."""
     code = np.full(max(len(trace.names), 1), -1, np.int64)
     # On a GPU whose activities are not in the trace, these calls only launch what communicates.
-    for index in np.unique(ranges.name).tolist() if not trace.lacks_device else ():
+    for index in distinct(ranges.name).tolist() if not trace.lacks_device else ():
         match = pattern.match(trace.names[index])
         if match and (kind := kind_of_collective(match[1])):
             code[index] = CODE[kind]

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from ringprof.analysis.findings.findings import Findings
-from ringprof.report import timeline
 from ringprof.report.page.document import Content
 from ringprof.report.sections import (
     breakdown,
@@ -47,6 +46,12 @@ class Section(NamedTuple):
     """Of a listing that can be sorted."""
 
 
+def _timeline(found: Findings, report: dict[str, Any], figures: Any) -> Content | None:
+    from ringprof.report import timeline  # here, since only the page has one
+
+    return timeline.html(found, report, figures)
+
+
 SECTIONS = (
     Section("communication", terminal=communication.terminal),
     Section("run", terminal=run.terminal, json=run.json),
@@ -54,7 +59,7 @@ SECTIONS = (
     Section("waterfall", "Waterfall", waterfall.terminal, waterfall.json, waterfall.html,
             "Also show every part from the device's peak to the speed achieved."),
     Section("breakdown", "Breakdown by rank", breakdown.terminal, breakdown.json, breakdown.html),
-    Section("timeline", "Timeline", html=timeline.html),
+    Section("timeline", "Timeline", html=_timeline),
     Section("steps", "Ring steps", steps.terminal, steps.json, steps.html,
             "Also show ring steps: block, hops, what was exposed and why.", on_cpu=False, columns=steps.COLUMNS),
     Section("kernels", "Kernels", kernels.terminal, html=kernels.html,
