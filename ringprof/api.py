@@ -190,6 +190,7 @@ def load(
     between: str | None = None,
     group: str | None = None,
     rules: str | os.PathLike[str] | None = None,
+    mixed_runs: bool = False,
     ranks_per_host: int | None = None,
     memory_bytes: int | None = None,
     limit_bytes: int | None = None,
@@ -201,8 +202,10 @@ def load(
 
     - ``window``: name of the ranges to look at, with ``*`` and ``?`` as wildcards; ``trace`` for the whole trace.
     - ``between``: two times from the start of the trace, such as ``10ms,20ms``; activities are cut at both.
-    - ``group``: the process group whose communication is the ring's: name, description or ranks (``0,1,2,3``).
+    - ``group``: the process groups whose communication is the ring's, with semicolons between: names or descriptions,
+      with ``*`` and ``?`` as wildcards, or a group's ranks (``0,1,2,3``).
     - ``rules``: a file of rules of one's own for what kernels are, see `ringprof.analysis.kinds.user_rules`.
+    - ``mixed_runs``: take traces together though they have no moment in common, as those of two runs.
     - ``ranks_per_host``: names the hosts where neither run nor traces do.
     - ``memory_bytes``: memory that one process may take to read and analyse (1 GiB).
     - ``limit_bytes``: how far a compressed trace may expand (16 GiB).
@@ -214,7 +217,7 @@ def load(
     printed kernel tables `load_tables` reads.
     """
     loaded = load_any(paths, LoadOptions(
-        window=window, between=between, group=group, rules=rules, ranks_per_host=ranks_per_host,
+        window=window, between=between, group=group, rules=rules, mixed_runs=mixed_runs, ranks_per_host=ranks_per_host,
         memory_bytes=memory_bytes, limit_bytes=limit_bytes, jobs=jobs, scheduler=scheduler, notify=notify,
     ))  # fmt: skip
     if not isinstance(loaded, Analysis):

@@ -24,6 +24,7 @@ class LoadOptions:
     between: str | None = None
     group: str | None = None
     rules: str | os.PathLike[str] | None = None
+    mixed_runs: bool = False
     ranks_per_host: int | None = None
     memory_bytes: int | None = None
     limit_bytes: int | None = None
@@ -42,6 +43,7 @@ class LoadOptions:
             between_ns=parse_between(self.between) if self.between else None,
             group=self.group,
             rules=_read_rules(self.rules) if self.rules else (),
+            mixed_runs=self.mixed_runs,
         )
 
 

@@ -51,12 +51,16 @@ class SideBySide(Comparison):
 
 
 def compare(
-    *sources: str | os.PathLike[str] | Analysis | TableAnalysis | BenchmarkLogs, reading: LoadOptions | None = None
+    *sources: str | os.PathLike[str] | Analysis | TableAnalysis | BenchmarkLogs,
+    reading: LoadOptions | None = None,
+    same_work: bool = False,
 ) -> SideBySide:
     """Set runs, traces, printed tables and benchmark logs side by side, in any mix, against the first.
 
-    A log stands for as many entries as it has rows. ``reading``: how to read the paths. Raises `UsageError` for fewer
-    than two entries, and what `load` raises.
+    A log stands for as many entries as it has rows. ``reading``: how to read the paths; ``same_work``: set times and
+    memory against each other though no source says that the work was the same, as of traces from elsewhere.
+
+    Raises `UsageError` for fewer than two entries, and what `load` raises.
     """
     names = [str(source) if isinstance(source, (str, os.PathLike)) else source.name for source in sources]
     entries: list[Entry] = []
@@ -67,7 +71,7 @@ def compare(
             entries += _entries_at(label, source, reading or LoadOptions())
     if len(entries) < 2:
         raise UsageError("a comparison needs two measurements or more: name another run, trace, table or log")
-    found = comparison.compare(entries)
+    found = comparison.compare(entries, same_work)
     return SideBySide(found.entries, found.differing, found.figures, found.differences)
 
 

@@ -142,6 +142,7 @@ _LEFT_OUT = (
 def outline_run(facts: Sequence[TraceFacts], run: Run | None, ranks_per_host: int | None, focus: Focus) -> RunOutline:
     """Tell the ranks, hosts and clocks of traces that are of one run. Raises `InputError` where they are not."""
     warnings = [warning for one in facts for warning in _with_rank(one)]
+    _refuse_mixed_runs(warnings, run, focus)
     place = _by_rank(facts, warnings)
     given = tuple(place)
     for codes, why in _LEFT_OUT:
@@ -198,6 +199,14 @@ def _by_rank(facts: Sequence[TraceFacts], warnings: list[Caveat]) -> dict[int, i
             warnings.append(Caveat("unknown_rank", f"{facts[at].path} names no rank: taken as rank {rank}", rank))
     _refuse_other_sizes(facts)
     return dict(sorted(result.items()))
+
+
+def _refuse_mixed_runs(warnings: Sequence[Caveat], run: Run | None, focus: Focus) -> None:
+    """Means over ranks of two runs are of neither; what is recorded says itself that it is one."""
+    if run is None and not focus.mixed_runs:
+        for warning in warnings:
+            if warning.code == "mixed_runs":
+                raise InputError(f"{warning.message} Give those of one, or take them together with --mixed-runs")
 
 
 def _refuse_other_sizes(facts: Sequence[TraceFacts]) -> None:

@@ -23,6 +23,8 @@ from ringprof.side_by_side import compare
 @click.option("--html", "page", type=click.Path(dir_okay=False), help="Also write the comparison as one HTML page.")
 @click.option("--fail-if", "conditions", multiple=True, metavar="CONDITION",
               help="Exit with 1 where it holds for an entry: 'tflops < 0.95 * base'; repeatable.")  # fmt: skip
+@click.option("--same-work", is_flag=True,
+              help="Set times and memory against each other, too: you know that the work was the same.")  # fmt: skip
 @reads_traces
 def command(
     paths: tuple[str, ...],
@@ -31,6 +33,7 @@ def command(
     output: str | None,
     page: str | None,
     conditions: tuple[str, ...],
+    same_work: bool,
 ) -> int:
     """Set runs, traces, printed tables and benchmark logs side by side, in any mix, against the first.
 
@@ -42,7 +45,7 @@ def command(
     ringprof compare traces/main traces/branch --fail-if 'tflops < 0.95 * base'
     """
     parsed = [parse_condition(text) for text in conditions]
-    found = compare(*paths, reading=reading)
+    found = compare(*paths, reading=reading, same_work=same_work)
     print_or_write(_text(found, form, output), output)
     if page:
         write_text(page, found.to_html())

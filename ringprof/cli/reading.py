@@ -25,6 +25,8 @@ _OPTIONS = (
                  help="Only these process groups' communication: names or descriptions (* and ? fit any text), or a "
                  "group's ranks (0,1,2,3); repeatable."),
     click.option("--rules", type=click.Path(dir_okay=False), help="File of your own rules for what kernels are."),
+    click.option("--mixed-runs", is_flag=True,
+                 help="Take traces together though they have no moment in common, as of two runs."),
     click.option("--ranks-per-host", type=click.IntRange(min=1), help="Name the hosts where no trace does."),
     click.option("--max-memory", "memory_bytes", type=click.IntRange(min=1),
                  help="Bytes of memory that a process may take to read and analyse.  [default: 1 GiB]"),

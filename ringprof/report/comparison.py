@@ -128,5 +128,5 @@ def _legend(comparison: Comparison) -> list[str]:
     if "noise" in seen:
         lines.append("~ noise: the ranges of the repeated measurements overlap")
     if "not comparable" in seen:
-        lines.append("(work): not set against the base, as the work is not the same or not known to be")
+        lines.append("(work): not set against the base, as the work is not the same or not known to be (--same-work)")
     return lines

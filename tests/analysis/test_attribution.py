@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+import ringprof
 from ringprof.errors import InputError, TraceFormatError
 from ringprof.scale.pipeline import attribute
 from tests.analysis.build import FLASH, NCCL, Builder, collective
+from tests.trace.kineto_text import document, kernel
 
 
 def one(rank, *, start=1000, world_size=4):
@@ -143,3 +145,13 @@ def test_what_warnings_say():
     silent = [Builder(rank=rank, world_size=2).run(NCCL, 0, 10, launched=1) for rank in range(2)]
     found = [one for one in attribute([b.trace() for b in silent]).warnings if one.code == "no_record"]
     assert [(one.count, one.rank) for one in found] == [(2, None)]
+
+
+def test_traces_of_two_runs_are_refused_unless_asked_for(tmp_path):
+    for rank, at in ((0, 1000), (1, 5000)):
+        info = {"backend": "nccl", "rank": rank, "world_size": 2}
+        text = document([kernel(number, ts=at + 100 * number) for number in range(10)], distributedInfo=info)
+        (tmp_path / f"rank{rank}.json").write_bytes(text)
+    with pytest.raises(InputError, match=r"rank0.json and .*rank1.json have no moment in common.*--mixed-runs"):
+        ringprof.load(tmp_path)
+    assert "mixed_runs" in [warning.code for warning in ringprof.load(tmp_path, mixed_runs=True).warnings]

@@ -128,3 +128,11 @@ def test_nine_runs_fit_80_columns_one_run_a_row(capsys, monkeypatch):
     assert re.search(r"^h200x4-usp-262144 +1,173.4 +0.59x\+ +524.7 +1.71x\+ ", narrow, re.MULTILINE)
     figure = re.compile(r"\d[\d,]*\.\d+")
     assert sorted(figure.findall(narrow)) == sorted(figure.findall(wide))
+
+
+def test_traces_from_elsewhere_are_of_the_same_work_where_the_user_says_so(capsys):
+    traces = [f"{TRACES}/rank{rank}.json.gz" for rank in (0, 1)]
+    _, out, _ = run(capsys, *traces)
+    assert "(work)" in out and "(--same-work)" in out
+    code, out, _ = run(capsys, *traces, "--same-work")
+    assert code == 0 and "(work)" not in out

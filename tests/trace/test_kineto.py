@@ -308,3 +308,26 @@ def test_memory_is_bounded_by_the_piece():
     assert len(pieces) > 3
     assert max(len(piece.data) for piece in pieces) < 2 * (2 << 20)
     assert sum(len(piece.data) for piece in pieces) < len(data)
+
+
+GPU = {"id": 0, "name": "NVIDIA H100", "totalGlobalMem": 1}
+OPERATOR = {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "pid": 1, "tid": 1, "ts": 5, "dur": 10}
+LAUNCH = {**OPERATOR, "cat": "cuda_runtime", "name": "cudaLaunchKernel", "args": {"correlation": 7}}
+
+
+@pytest.mark.parametrize(
+    ("events", "fields", "lacks"),
+    [
+        ([OPERATOR, LAUNCH], {}, True),
+        ([OPERATOR], {"deviceProperties": [GPU]}, True),
+        ([OPERATOR, LAUNCH, kernel(0)], {"deviceProperties": [GPU]}, False),
+        # A run by gloo, on a machine that has a GPU for others.
+        ([OPERATOR], {"deviceProperties": [GPU], "distributedInfo": {"backend": "gloo", "rank": 0}}, False),
+        ([OPERATOR], {"deviceProperties": [], "distributedInfo": {"backend": "gloo", "rank": 0}}, False),
+        ([OPERATOR], {"distributedInfo": {"backend": "cpu:gloo,cuda:nccl", "rank": 0}}, True),
+    ],
+)
+def test_a_gpu_run_without_device_activities_is_no_cpu_run(events, fields, lacks):
+    trace = parse_trace(document(events, **fields))
+    assert trace.lacks_device is lacks
+    assert ("no_device_activities" in [warning.code for warning in trace.warnings]) is lacks

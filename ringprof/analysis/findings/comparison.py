@@ -75,15 +75,21 @@ class Comparison:
     differences: tuple[Difference, ...]
 
 
-def compare(entries: Sequence[Entry]) -> Comparison:
-    """Set every entry against the first. Raises ValueError for fewer than two."""
+def compare(entries: Sequence[Entry], did_same_work: bool = False) -> Comparison:
+    """Set every entry against the first; ``did_same_work``: whether the user knows that all did the same work.
+
+    Raises ValueError for fewer than two.
+    """
     if len(entries) < 2:
         raise ValueError("a comparison needs two measurements or more")
     names = dict.fromkeys(name for entry in entries for name in entry.settings)
     settings = {name: tuple(entry.settings.get(name) for entry in entries) for name in names}
     figures = tuple(dict.fromkeys(name for entry in entries for name in entry.figures))
     differences = [
-        _difference(name, index, entries[0], entry) for name in figures for index, entry in enumerate(entries) if index
+        _difference(name, index, entries[0], entry, did_same_work)
+        for name in figures
+        for index, entry in enumerate(entries)
+        if index
     ]
     return Comparison(
         entries=tuple(entries),
@@ -100,11 +106,11 @@ def same_work(one: Entry, other: Entry) -> bool:
     return all(one.settings.get(name) is not None for name in WORK)
 
 
-def _difference(name: str, index: int, base: Entry, entry: Entry) -> Difference:
+def _difference(name: str, index: int, base: Entry, entry: Entry, did_same_work: bool) -> Difference:
     mine, theirs = base.figures.get(name), entry.figures.get(name)
     if mine is None or theirs is None:
         return Difference(name, index, None, None, "missing")
-    if mine.depends_on_work and not same_work(base, entry):
+    if mine.depends_on_work and not (did_same_work or same_work(base, entry)):
         return Difference(name, index, None, None, "not comparable")
     ratio = theirs.value / mine.value if mine.value else None
     return Difference(name, index, theirs.value - mine.value, ratio, _verdict(mine, theirs))

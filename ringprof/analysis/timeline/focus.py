@@ -25,6 +25,8 @@ class Focus:
     """The process group whose communication is the ring's: its name, description or ranks (``0,1,2,3``)."""
     rules: tuple[Rule, ...] = ()
     """Rules of the user's own, asked before the built-in ones."""
+    mixed_runs: bool = False
+    """Whether traces are taken together though they have no moment in common."""
 
 
 EVERYTHING = Focus()

@@ -122,3 +122,12 @@ def test_an_unknown_figure_names_those_that_are():
 def test_a_condition_is_what_python_says(value, limit, sign):
     expected = eval(f"{value!r} {sign} {limit!r}")
     assert parse_condition(f"figure {sign} {limit!r}").holds({"figure": value}, {}) is expected
+
+
+def test_times_of_work_that_only_the_user_knows_are_set_against_each_other_where_he_says_so():
+    entries = [
+        entry(label, {}, wall=Figure(value, "ms", depends_on_work=True)) for label, value in (("a", 8), ("b", 6))
+    ]
+    assert [one.verdict for one in compare(entries).differences] == ["not comparable"]
+    (found,) = compare(entries, did_same_work=True).differences
+    assert (found.difference, found.ratio) == (-2, 0.75)
