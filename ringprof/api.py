@@ -116,6 +116,10 @@ class Analysis:
         """Every kernel, copy and set by name; `ringprof.analysis.timeline.kernels.KERNEL_COLUMNS`. Empty on CPU."""
         return frames.kernel_frame(self.attribution)
 
+    def annotations(self) -> pd.DataFrame:
+        """The user's own ranges; columns `ringprof.analysis.findings.annotations.ANNOTATION_COLUMNS`. Empty on CPU."""
+        return frames.annotation_frame(self.findings)
+
     def waterfall(self) -> pd.DataFrame:
         """From the device's peak to the speed achieved; `ringprof.analysis.findings.waterfall.WATERFALL_COLUMNS`."""
         return frames.waterfall_frame(self.findings.waterfall)

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ringprof.analysis.attribution import Attribution
+from ringprof.analysis.findings.annotations import ANNOTATION_COLUMNS
+from ringprof.analysis.findings.findings import Findings
 from ringprof.analysis.findings.waterfall import WATERFALL_COLUMNS, Waterfall
 from ringprof.analysis.kinds.kinds import KINDS
 from ringprof.analysis.rank import Rank
@@ -100,6 +102,11 @@ def kernel_frame(attribution: Attribution) -> pd.DataFrame:
         for one in attribution.kernels
     ]
     return _frame(rows, KERNEL_COLUMNS)
+
+
+def annotation_frame(findings: Findings) -> pd.DataFrame:
+    """A row a name."""
+    return _frame([{**one._asdict(), "hidden": one.hidden} for one in findings.annotations], ANNOTATION_COLUMNS)
 
 
 def waterfall_frame(waterfall: Waterfall) -> pd.DataFrame:

@@ -29,7 +29,7 @@ from ringprof.trace.columns import NOTES, Caveat
 if TYPE_CHECKING:
     from ringprof.kernel_tables.table_analysis import TableAnalysis  # loaded only where there is a printed table
 
-FRAMES = ("breakdown", "iterations", "steps", "kernels", "hops", "waterfall")
+FRAMES = ("breakdown", "iterations", "steps", "kernels", "annotations", "hops", "waterfall")
 """Tables that can be had as CSV: methods of `Analysis`."""
 
 
@@ -48,7 +48,9 @@ def _sections(function: Callable[..., Any]) -> Callable[..., Any]:
 @click.option("--html", "page", type=click.Path(dir_okay=False), help="Also write the report as one HTML page.")
 @click.option("--open", "opens", is_flag=True, help="Open the page in a browser; without --html a temporary file.")
 @_sections
-@click.option("--sort", metavar="COLUMN", default="", help="Order --steps, --kernels and --hops, largest first.")
+@click.option(
+    "--sort", metavar="COLUMN", default="", help="Order --steps, --kernels, --annotations and --hops, largest first."
+)
 @click.option("--top", type=click.IntRange(min=1), help="So many rows of each of them.")
 @click.option("--all", "everything", is_flag=True, help="All rows of them, every rank's own.")
 @click.option("--fail-if", "conditions", multiple=True, metavar="CONDITION",
@@ -127,7 +129,7 @@ def _refuse_unknown_column(name: str, sections: Sequence[str]) -> None:
     if not name or name in columns:
         return
     if not columns:
-        raise UsageError(f"--sort {name}: orders --steps, --kernels and --hops: ask for one of them")
+        raise UsageError(f"--sort {name}: orders --steps, --kernels, --annotations and --hops: ask for one of them")
     raise UsageError(f"--sort {name}: no such column{nearest(name, columns)}; there are: {', '.join(columns)}")
 
 

@@ -13,7 +13,7 @@ from ringprof.analysis.findings.findings import Findings
 from ringprof.analysis.findings.summary import Communication, Summary
 from ringprof.analysis.findings.waterfall import Waterfall
 from ringprof.analysis.transfers.clocks import UNKNOWN_NS
-from ringprof.report.sections import SECTIONS, kernels
+from ringprof.report.sections import SECTIONS, annotated, kernels
 from ringprof.trace.columns import Caveat
 
 REPORT_SCHEMA = "ringprof.report/1"
@@ -76,6 +76,7 @@ def _explanation(found: Findings) -> dict[str, Any]:
         "bounds_ns": _bounds(waterfall),
         "peak": {"tflops": waterfall.peak.tflops, "source": waterfall.peak.source} if waterfall.peak else None,
         "kernels": kernels.items(found),
+        "annotations": annotated.items(found),
         "clocks": {
             "hosts": len(set(clocks.host.values())),
             "residual_ns": residual,

@@ -111,7 +111,7 @@ def test_a_pipe_gets_all_columns_and_a_width_what_fits() -> None:
     assert "no room for" in narrow and max(map(len, narrow.splitlines())) <= 80
 
 
-@pytest.mark.parametrize("frame", ["breakdown", "iterations", "steps", "kernels", "hops", "waterfall"])
+@pytest.mark.parametrize("frame", ["breakdown", "iterations", "steps", "kernels", "annotations", "hops", "waterfall"])
 def test_every_frame_can_be_had_as_csv(frame: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "frame.csv"
     assert run(capsys, "report", RUN, "--csv", frame, "-o", str(out))[:2] == (0, "")

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from ringprof.analysis.attribution import Attribution
+from ringprof.analysis.findings.annotations import Annotation, annotations_of
 from ringprof.analysis.findings.summary import Summary, summarise
 from ringprof.analysis.findings.verdict import verdict_of
 from ringprof.analysis.findings.waterfall import Waterfall, find_waterfall
@@ -36,6 +37,11 @@ class Findings:
     def exposed_by_step(self) -> ExposedBySteps:
         """What each ring step exposes, over all ranks, calls and iterations."""
         return self.finder.exposed_by_step
+
+    @cached_property
+    def annotations(self) -> tuple[Annotation, ...]:
+        """The user's own ranges over all ranks; none on CPU, nor where steps are not listed either."""
+        return annotations_of(self.attribution.ranks) if self.lists_steps and not self.attribution.on_cpu else ()
 
     @cached_property
     def waterfall(self) -> Waterfall:

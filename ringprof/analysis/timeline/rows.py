@@ -39,12 +39,15 @@ class Rows:
         rows = self.of(*kinds)
         return intervals.union(self.start_ns[rows], self.end_ns[rows])
 
+    def at(self, places: npt.NDArray[np.intp]) -> Rows:
+        """Those at some places."""
+        return Rows(self.activity[places], self.start_ns[places], self.end_ns[places], self.kind[places])
+
     def among(self, activities: Int64) -> Rows:
         """Those of them that are among ``activities`` (ascending)."""
         place = np.searchsorted(self.activity, activities)
         place = place[place < len(self.activity)]
-        kept = place[self.activity[place] == activities[: len(place)]]
-        return Rows(self.activity[kept], self.start_ns[kept], self.end_ns[kept], self.kind[kept])
+        return self.at(place[self.activity[place] == activities[: len(place)]])
 
 
 _NONE = np.empty(0, np.int64)

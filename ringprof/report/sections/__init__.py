@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from ringprof.analysis.findings.findings import Findings
 from ringprof.report.page.document import Content
 from ringprof.report.sections import (
+    annotated,
     breakdown,
     communication,
     controls,
@@ -64,6 +65,9 @@ SECTIONS = (
             "Also show ring steps: block, hops, what was exposed and why.", on_cpu=False, columns=steps.COLUMNS),
     Section("kernels", "Kernels", kernels.terminal, html=kernels.html,
             option="Also show kernels by name: time, calls, hidden or exposed.", on_cpu=False, columns=kernels.COLUMNS),
+    Section("annotations", "Annotations", annotated.terminal, html=annotated.html,
+            option="Also show your own ranges: time, and communication exposed and hidden.", on_cpu=False,
+            columns=annotated.COLUMNS),
     Section("hops", "Hops and bandwidth", hops.terminal, html=hops.html,
             option="Also show hops: peers, bytes, wait, wire and rate.", on_cpu=False, columns=hops.COLUMNS),
     Section("settings", "Settings and environment", html=run.html),
