@@ -90,9 +90,9 @@ def test_a_printed_table_has_figures_too(capsys):
 def test_the_further_tables_are_shown_when_asked_for(capsys):
     _, plain, _ = report(capsys)
     assert "ring steps" not in plain
-    code, out, _ = report(capsys, "--steps", "--hops", "--waterfall", "--kernels", "--all")
+    code, out, _ = report(capsys, "--steps", "--hops", "--waterfall", "--kernels", "--annotations", "--all")
     assert code == 0
-    for title in ("ring steps", "hops", "waterfall", "kernels"):
+    for title in ("ring steps", "hops", "waterfall", "kernels", "annotations"):
         assert any(line.startswith(title) for line in out.splitlines())
     assert "rank 0 fwd 0" in out
     assert "bound by" in out
