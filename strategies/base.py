@@ -50,7 +50,7 @@ class Context:
 
 @dataclass
 class Rows:
-    """What a backward pass needs of the queries' rows; one of ``out`` and ``delta`` is given. All dense.
+    """What a backward pass needs of the queries' rows; one of ``out`` and ``delta`` is given. Made of dense tensors.
 
     dout and out (B, S, H, D); lse and delta = rowsum(dO · O) (B, H, S).
     """
@@ -61,22 +61,21 @@ class Rows:
     delta: Tensor | None = None
     _parts: dict[tuple[Any, Any], Rows] = field(default_factory=dict, repr=False)
 
-    def at(self, queries: slice) -> Rows:
+    def at(self, queries: slice, *, dense: bool = True) -> Rows:
         """The same for some of the queries, dense again: made once, as several blocks may want them.
 
-        torch keeps cuDNN's plans of a backward pass by the strides of q, k and v alone. So O, dO and LSE must always
-        have the strides that torch's own autograd gives them for such a q: dense ones.
+        With ``dense`` false O and dO may be views, as far as nothing is computed from them here.
         """
         if queries == ALL:
             return self
         key = queries.start, queries.stop
         if key not in self._parts:
-            self._parts[key] = Rows(
-                part(self.dout, queries).contiguous(),
-                part(self.lse, queries, 2).contiguous(),
-                None if self.out is None else part(self.out, queries).contiguous(),
-                None if self.delta is None else part(self.delta, queries, 2).contiguous(),
-            )
+            dout, out = (None if x is None else part(x, queries) for x in (self.dout, self.out))
+            assert dout is not None
+            if dense or self.delta is not None:
+                dout, out = dout.contiguous(), None if out is None else out.contiguous()
+            delta = None if self.delta is None else part(self.delta, queries, 2).contiguous()
+            self._parts[key] = Rows(dout, part(self.lse, queries, 2).contiguous(), out, delta)
         return self._parts[key]
 
 
@@ -102,7 +101,7 @@ class Blocks:
 
     def backward(self, rows: Rows, q: Tensor, k: Tensor, v: Tensor, block: Block) -> Gradients:
         """dq of the block's queries, dk and dv of the block's keys."""
-        rows = rows.at(block.q)
+        rows = rows.at(block.q, dense=self.kernel.dense_rows)
         return self.kernel.backward(
             rows.dout, part(q, block.q), part(k, block.kv), part(v, block.kv), rows.lse,
             out=rows.out, delta=rows.delta, scale=self.scale, causal=block.causal,

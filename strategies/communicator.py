@@ -116,7 +116,7 @@ class Communicator:
     def collective(self, channel: str, members: Sequence[int] | None = None) -> Collective:
         """A channel for collectives over ``members``, as `ring` makes one for hops."""
         members = list(range(self.size)) if members is None else list(members)
-        return Collective(channel, members, self._group_of(channel, members, hops=False), self)
+        return Collective(channel, members, self._group_of(channel, members), self)
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """The ``tensor`` of every rank, in rank order (for checks and `unshard`: not counted as traffic)."""
@@ -126,10 +126,10 @@ class Communicator:
         dist.all_gather(gathered, tensor.contiguous(), group=self._parent)
         return gathered
 
-    def _group_of(self, channel: str, members: Sequence[int], *, hops: bool = True) -> dist.ProcessGroup | None:
+    def _group_of(self, channel: str, members: Sequence[int]) -> dist.ProcessGroup | None:
         if len(members) == 1:
             return None
-        return process_group(channel, tuple(self._ranks[member] for member in members), self._token, hops=hops)
+        return process_group(channel, tuple(self._ranks[member] for member in members), self._token)
 
 
 def _initialised() -> bool:

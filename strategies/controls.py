@@ -85,7 +85,7 @@ class Listener(Kernel):
     def __init__(self, kernel: Kernel) -> None:
         super().__init__(deterministic=kernel.deterministic)
         self.kernel = kernel
-        self.name, self.takes_delta = kernel.name, kernel.takes_delta
+        self.name, self.takes_delta, self.dense_rows = kernel.name, kernel.takes_delta, kernel.dense_rows
         self.heard: list[Call] = []
 
     @classmethod
@@ -121,6 +121,7 @@ class IdleKernel(Kernel):
 
     name = "idle"
     takes_delta = True
+    dense_rows = False
 
     @classmethod
     def unfit(cls, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:

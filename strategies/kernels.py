@@ -21,6 +21,7 @@ class FlashAttnKernel(Kernel):
     """The flash-attn package, version 2."""
 
     name = "flash-attn"
+    dense_rows = False
 
     @classmethod
     def unfit(cls, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
@@ -40,10 +41,11 @@ class FlashAttnKernel(Kernel):
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor,
         out: Tensor | None, delta: Tensor | None, scale: float, causal: bool,
     ) -> Gradients:  # fmt: skip
-        dq, dk, dv, *_ = _flash_attn().bwd(
-            dout, q, k, v, out, lse, None, None, None, None, 0.0, scale, causal, -1, -1, 0.0, self.deterministic, None,
-            None,
-        )  # fmt: skip
+        # Side by side: what comes after takes both in one step.
+        dk, dv = torch.empty((2, *k.shape), dtype=k.dtype, device=k.device).unbind(0)
+        dq, *_ = _flash_attn().bwd(
+            dout, q, k, v, out, lse, None, dk, dv, None, 0.0, scale, causal, -1, -1, 0.0, self.deterministic, None, None
+        )
         return dq, dk, dv
 
 

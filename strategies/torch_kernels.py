@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -9,6 +11,12 @@ from .kernel import Gradients, Kernel, half_only
 from .plan_check import PlanCheck
 
 aten = torch.ops.aten
+
+
+@cache
+def _nothing(device: torch.device) -> Tensor:
+    """What stands for the random state of a dropout that there is not."""
+    return torch.zeros((), dtype=torch.int64, device=device)
 
 
 def _bhsd(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -45,7 +53,7 @@ class CudnnKernel(Kernel):
         out: Tensor | None, delta: Tensor | None, scale: float, causal: bool,
     ) -> Gradients:  # fmt: skip
         assert out is not None
-        nothing = torch.empty((), dtype=torch.int64, device=q.device)
+        nothing = _nothing(q.device)
         gradients = aten._scaled_dot_product_cudnn_attention_backward(
             *_bhsd(dout, q, k, v, out), lse.unsqueeze(-1), nothing, nothing, None, None, None, q.shape[1], k.shape[1],
             0.0, causal, scale=scale,
@@ -120,7 +128,7 @@ class TorchEfficientKernel(Kernel):
         padding = -lse.shape[-1] % _EFFICIENT_ROWS
         lse = torch.nn.functional.pad(lse, (0, padding), value=float("inf"))
         dout, q, k, v, out = _bhsd(dout, q, k, v, out)
-        nothing = torch.empty((), dtype=torch.int64, device=q.device)
+        nothing = _nothing(q.device)
         dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
             dout, q, k, v, None, out, lse, nothing, nothing, 0.0, [True, True, True, False], causal, scale=scale
         )
