@@ -114,6 +114,8 @@ class Strategy(Expectations, ABC):
     layout: Layout
     PARAMETERS: ClassVar[dict[str, str]] = {"deterministic": "the kernel's deterministic mode: same bits every call"}
     """A line of help for each keyword parameter of the constructor."""
+    KERNELS: ClassVar[tuple[str, ...]] = ()
+    """The kernels that may compute its blocks, where not all may."""
 
     def __init__(self, context: Context, *, deterministic: bool = False) -> None:
         self.comm = context.comm
@@ -215,11 +217,18 @@ class Strategy(Expectations, ABC):
         result: tuple[Tensor, Tensor] = _Attention.apply(self, blocks, q, k, v)  # type: ignore[no-untyped-call]
         return result
 
+    @classmethod
+    def kernel_class(
+        cls, name: str, device: torch.device, dtype: torch.dtype, head_dim: int, *, deterministic: bool = False
+    ) -> type[Kernel]:
+        """The kernel called ``name``, or for ``auto`` the fastest that fits. Raises `UnknownName` and `Unfit`."""
+        return choose_kernel(name, device, dtype, head_dim, deterministic=deterministic, among=cls.KERNELS)
+
     def kernel_for(self, q: Tensor) -> Kernel:
         """The kernel that computes blocks of tensors like ``q``. Raises `Unfit` where it is not available."""
         key = q.device, q.dtype, q.shape[-1]
         if key not in self._kernels:
-            chosen = choose_kernel(self._kernel_name, *key, deterministic=self._deterministic)
+            chosen = self.kernel_class(self._kernel_name, *key, deterministic=self._deterministic)
             made = (kernel for kernel in self._kernels.values() if type(kernel) is chosen)
             self._kernels[key] = next(made, None) or chosen(deterministic=self._deterministic)
         return self._kernels[key]

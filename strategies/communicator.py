@@ -63,7 +63,8 @@ class Communicator:
         self.hops = hops
         self.meter = Meter()
         self.rank, self.size, self._token = 0, 1, ""
-        self._parent: Any = None
+        self.group: Any = None
+        """The process group; None where torch.distributed is not in use."""
         self._ranks = [0]
         self.hosts = Hosts({0: 0})
         self.processes: dict[int, int | None] = {}
@@ -72,9 +73,9 @@ class Communicator:
         world_size = dist.get_world_size() if _initialised() else 1
         problem = problem or _problem(world_size, ranks_per_host, hops, hosts)
         if _initialised():
-            self._parent = parent = _process_group(group)
-            self.rank, self.size = dist.get_rank(parent), dist.get_world_size(parent)
-            self._ranks = dist.get_process_group_ranks(parent)
+            self.group = found = _process_group(group)
+            self.rank, self.size = dist.get_rank(found), dist.get_world_size(found)
+            self._ranks = dist.get_process_group_ranks(found)
             self._agree(f"{request}, {ranks_per_host=}, {hops=}, {hosts=}", problem)
             self.hosts = Hosts.given(world_size, ranks_per_host, hosts) or self.hosts
         elif problem is not None:
@@ -82,7 +83,7 @@ class Communicator:
 
     def _agree(self, request: str, problem: Exception | None) -> None:
         try:
-            agreed = agree(self._parent, request, None if problem is None else str(problem))
+            agreed = agree(self.group, request, None if problem is None else str(problem))
         except Unfit as refusal:
             raise (problem or refusal) from None
         self._token, self.hosts, self.processes = agreed.token, Hosts(agreed.hosts), agreed.processes
@@ -123,7 +124,7 @@ class Communicator:
         if self.size == 1:
             return [tensor]
         gathered = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(self.size)]
-        dist.all_gather(gathered, tensor.contiguous(), group=self._parent)
+        dist.all_gather(gathered, tensor.contiguous(), group=self.group)
         return gathered
 
     def _group_of(self, channel: str, members: Sequence[int]) -> dist.ProcessGroup | None:

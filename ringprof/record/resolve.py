@@ -119,11 +119,10 @@ def kernel_class(request: Request) -> Any:
     import torch
 
     from ringprof.strategies import Unfit, UnknownName
-    from ringprof.strategies.kernels import choose_kernel
 
     workload = request.workload
     try:
-        return choose_kernel(
+        return load_strategy(request.strategy).kernel_class(
             request.kernel, torch.device(request.device, 0), torch_dtype(workload), workload.head_dim,
             deterministic=bool(request.params.get("deterministic")),
         )  # fmt: skip
