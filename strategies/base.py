@@ -275,6 +275,10 @@ class Strategy(Expectations, ABC):
         """Whether a hop of such a tensor is worth the kernel calls that hide it."""
         return not travelling.is_cuda or travelling.numel() * travelling.element_size() >= HIDDEN_FROM_BYTES
 
+    def _begin(self, phase: str, kernel: Kernel) -> None:
+        """Tell the communicator what it works beside."""
+        self.comm.meter.phase, self.comm.beside_greedy_kernel = phase, kernel.greedy
+
     def _positions_on(self, seq: int, device: torch.device) -> Tensor:
         """The positions, kept where they are wanted: of the lengths asked for last."""
         self._check_divides(seq)
@@ -315,7 +319,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, strategy: Strategy, blocks: Blocks, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        strategy.comm.meter.phase = "forward"
+        strategy._begin("forward", blocks.kernel)
         q = _heads_together(q)
         out, lse = strategy.forward(blocks, q, k, v)
         ctx.strategy, ctx.blocks = strategy, blocks
@@ -333,7 +337,7 @@ class _Attention(torch.autograd.Function):
         rows = Rows(dout, lse.contiguous(), out=out.contiguous())
         if dlse is not None or (blocks.lse_wanted and blocks.kernel.takes_delta):
             rows = _rows_with_lse_gradient(blocks.kernel, rows, dlse)
-        strategy.comm.meter.phase = "backward"
+        strategy._begin("backward", blocks.kernel)
         return (None, None, *strategy.backward(blocks, rows, q, k, v))
 
 

@@ -24,8 +24,9 @@ from .groups import process_group
 from .hops import Ring
 from .hosts import Hosts
 
-HOPS = ("nccl", "copy")
-"""What can carry hops: NCCL's send/recv kernels (gloo on CPU), or copy engines (see `copies`)."""
+HOPS = ("auto", "nccl", "copy")
+"""What can carry hops: NCCL's send/recv kernels (gloo on CPU), or copy engines (see `copies`); ``auto`` is copy engines
+where all ranks can and the kernel beside them is one that needs every multiprocessor."""
 
 
 @dataclass
@@ -61,6 +62,10 @@ class Communicator:
         rank where one rank cannot, or where they do not ask for the same; ``problem`` itself where it is given.
         """
         self.hops = hops
+        self.can_copy = False
+        """Whether ``auto`` may mean copy engines: all ranks can, and see each other's memory."""
+        self.beside_greedy_kernel = False
+        """Whether what is computed now is `Kernel.greedy`."""
         self.meter = Meter()
         self.rank, self.size, self._token = 0, 1, ""
         self.group: Any = None
@@ -87,11 +92,18 @@ class Communicator:
         except Unfit as refusal:
             raise (problem or refusal) from None
         self._token, self.hosts, self.processes = agreed.token, Hosts(agreed.hosts), agreed.processes
+        self.can_copy = agreed.can_copy
 
     @property
     def is_world(self) -> bool:
         """Whether these are all ranks that there are."""
         return not _initialised() or self.size == dist.get_world_size()
+
+    @property
+    def carried_by(self) -> str:
+        """What has carried hops within a host, or will: ``nccl`` or ``copy``; of ``auto``, as far as is known."""
+        copied = any(operation == "copy" for _, _, operation, _ in self.meter.sent)
+        return "copy" if self.hops == "copy" or copied else "nccl"
 
     def global_rank(self, rank: int) -> int:
         """The global rank of a position in this group."""

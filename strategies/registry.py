@@ -213,7 +213,7 @@ def create(
     group: Any = None,
     kernel: str = "auto",
     ranks_per_host: int | None = None,
-    hops: str = "nccl",
+    hops: str = "auto",
     hosts: Sequence[int] | None = None,
     **params: Any,
 ) -> Any:
@@ -222,8 +222,8 @@ def create(
     Collective: all ranks of the group call it, with the same arguments. Where torch.distributed is not in use there is
     one rank.
 
-    ``kernel`` is a kernel's name or ``auto``; ``ranks_per_host`` overrides what the launcher says; with ``hops`` of
-    ``copy`` copy engines carry the hops within a host (see `copies`); ``hosts`` numbers every global rank's host.
+    ``kernel`` is a kernel's name or ``auto``; ``ranks_per_host`` overrides what the launcher says; ``hops``
+    says what carries the hops within a host (see `communicator.HOPS`); ``hosts`` numbers every global rank's host.
     ``params`` are the strategy's own. Raises `UnknownName` and `Unfit`.
     """
     from .base import Context

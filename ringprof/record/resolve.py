@@ -87,6 +87,8 @@ def resolve(request: Request, place: RankPlace | None) -> Request:
         raise UsageError("--hops copy: copy engines are GPUs'; on CPU hops go by gloo (leave --hops out)")
     if request.cuda_graph:
         _check_graph(request, device)
+    if request.hops == "auto" and (device == "cpu" or request.cuda_graph):
+        request = msgspec.structs.replace(request, hops="nccl")
     world = _world(request.world, device, place)
     params = strategy.placed(
         world, _per_host(request, world, place), **typed_params(strategy, request.strategy, request.params)
