@@ -50,7 +50,7 @@ class Context:
 
 @dataclass
 class Rows:
-    """What a backward pass needs of the queries' rows; one of ``out`` and ``delta`` is given. All dense.
+    """What a backward pass needs of the queries' rows; one of ``out`` and ``delta`` is given. Made of dense tensors.
 
     dout and out (B, S, H, D); lse and delta = rowsum(dO · O) (B, H, S).
     """
@@ -61,22 +61,21 @@ class Rows:
     delta: Tensor | None = None
     _parts: dict[tuple[Any, Any], Rows] = field(default_factory=dict, repr=False)
 
-    def at(self, queries: slice) -> Rows:
+    def at(self, queries: slice, *, dense: bool = True) -> Rows:
         """The same for some of the queries, dense again: made once, as several blocks may want them.
 
-        torch keeps cuDNN's plans of a backward pass by the strides of q, k and v alone. So O, dO and LSE must always
-        have the strides that torch's own autograd gives them for such a q: dense ones.
+        With ``dense`` false O and dO may be views, as far as nothing is computed from them here.
         """
         if queries == ALL:
             return self
         key = queries.start, queries.stop
         if key not in self._parts:
-            self._parts[key] = Rows(
-                part(self.dout, queries).contiguous(),
-                part(self.lse, queries, 2).contiguous(),
-                None if self.out is None else part(self.out, queries).contiguous(),
-                None if self.delta is None else part(self.delta, queries, 2).contiguous(),
-            )
+            dout, out = (None if x is None else part(x, queries) for x in (self.dout, self.out))
+            assert dout is not None
+            if dense or self.delta is not None:
+                dout, out = dout.contiguous(), None if out is None else out.contiguous()
+            delta = None if self.delta is None else part(self.delta, queries, 2).contiguous()
+            self._parts[key] = Rows(dout, part(self.lse, queries, 2).contiguous(), out, delta)
         return self._parts[key]
 
 
@@ -102,7 +101,7 @@ class Blocks:
 
     def backward(self, rows: Rows, q: Tensor, k: Tensor, v: Tensor, block: Block) -> Gradients:
         """dq of the block's queries, dk and dv of the block's keys."""
-        rows = rows.at(block.q)
+        rows = rows.at(block.q, dense=self.kernel.dense_rows)
         return self.kernel.backward(
             rows.dout, part(q, block.q), part(k, block.kv), part(v, block.kv), rows.lse,
             out=rows.out, delta=rows.delta, scale=self.scale, causal=block.causal,
@@ -115,6 +114,8 @@ class Strategy(Expectations, ABC):
     layout: Layout
     PARAMETERS: ClassVar[dict[str, str]] = {"deterministic": "the kernel's deterministic mode: same bits every call"}
     """A line of help for each keyword parameter of the constructor."""
+    KERNELS: ClassVar[tuple[str, ...]] = ()
+    """The kernels that may compute its blocks, where not all may."""
 
     def __init__(self, context: Context, *, deterministic: bool = False) -> None:
         self.comm = context.comm
@@ -216,11 +217,18 @@ class Strategy(Expectations, ABC):
         result: tuple[Tensor, Tensor] = _Attention.apply(self, blocks, q, k, v)  # type: ignore[no-untyped-call]
         return result
 
+    @classmethod
+    def kernel_class(
+        cls, name: str, device: torch.device, dtype: torch.dtype, head_dim: int, *, deterministic: bool = False
+    ) -> type[Kernel]:
+        """The kernel called ``name``, or for ``auto`` the fastest that fits. Raises `UnknownName` and `Unfit`."""
+        return choose_kernel(name, device, dtype, head_dim, deterministic=deterministic, among=cls.KERNELS)
+
     def kernel_for(self, q: Tensor) -> Kernel:
         """The kernel that computes blocks of tensors like ``q``. Raises `Unfit` where it is not available."""
         key = q.device, q.dtype, q.shape[-1]
         if key not in self._kernels:
-            chosen = choose_kernel(self._kernel_name, *key, deterministic=self._deterministic)
+            chosen = self.kernel_class(self._kernel_name, *key, deterministic=self._deterministic)
             made = (kernel for kernel in self._kernels.values() if type(kernel) is chosen)
             self._kernels[key] = next(made, None) or chosen(deterministic=self._deterministic)
         return self._kernels[key]
@@ -267,6 +275,10 @@ class Strategy(Expectations, ABC):
         """Whether a hop of such a tensor is worth the kernel calls that hide it."""
         return not travelling.is_cuda or travelling.numel() * travelling.element_size() >= HIDDEN_FROM_BYTES
 
+    def _begin(self, phase: str, kernel: Kernel) -> None:
+        """Tell the communicator what it works beside."""
+        self.comm.meter.phase, self.comm.beside_greedy_kernel = phase, kernel.greedy
+
     def _positions_on(self, seq: int, device: torch.device) -> Tensor:
         """The positions, kept where they are wanted: of the lengths asked for last."""
         self._check_divides(seq)
@@ -307,7 +319,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, strategy: Strategy, blocks: Blocks, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        strategy.comm.meter.phase = "forward"
+        strategy._begin("forward", blocks.kernel)
         q = _heads_together(q)
         out, lse = strategy.forward(blocks, q, k, v)
         ctx.strategy, ctx.blocks = strategy, blocks
@@ -325,7 +337,7 @@ class _Attention(torch.autograd.Function):
         rows = Rows(dout, lse.contiguous(), out=out.contiguous())
         if dlse is not None or (blocks.lse_wanted and blocks.kernel.takes_delta):
             rows = _rows_with_lse_gradient(blocks.kernel, rows, dlse)
-        strategy.comm.meter.phase = "backward"
+        strategy._begin("backward", blocks.kernel)
         return (None, None, *strategy.backward(blocks, rows, q, k, v))
 
 

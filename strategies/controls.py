@@ -27,7 +27,14 @@ _SLOTS = 2
 @contextmanager
 def use_kernel(strategy: Any, kernel: Kernel) -> Iterator[None]:
     """Let ``strategy`` compute with ``kernel``, whatever the tensors are."""
-    strategy.kernel_for = lambda q: kernel
+    replaced = strategy.kernel_for
+
+    def chosen(q: Tensor) -> Kernel:
+        # What carries the hops must not change with it.
+        kernel.greedy = replaced(q).greedy
+        return kernel
+
+    strategy.kernel_for = chosen
     try:
         yield
     finally:
@@ -85,7 +92,7 @@ class Listener(Kernel):
     def __init__(self, kernel: Kernel) -> None:
         super().__init__(deterministic=kernel.deterministic)
         self.kernel = kernel
-        self.name, self.takes_delta = kernel.name, kernel.takes_delta
+        self.name, self.takes_delta, self.dense_rows = kernel.name, kernel.takes_delta, kernel.dense_rows
         self.heard: list[Call] = []
 
     @classmethod
@@ -121,6 +128,7 @@ class IdleKernel(Kernel):
 
     name = "idle"
     takes_delta = True
+    dense_rows = False
 
     @classmethod
     def unfit(cls, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:

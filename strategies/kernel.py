@@ -25,6 +25,11 @@ class Kernel(ABC):
     has_deterministic_mode = True
     production = True
     """Whether ``auto`` may choose it; a kernel for checks is chosen by name alone."""
+    dense_rows = True
+    """Whether a backward pass must be given O and dO without gaps, as torch's own autograd does. torch keeps cuDNN's
+    plans by the strides of q, k and v alone: O, dO and LSE must always have the strides that belong to such a q."""
+    greedy = False
+    """Whether it loses more to the multiprocessors that NCCL's kernels take than hops by copy engine cost."""
     grouped_heads = True
     """Whether fewer kv heads than heads are taken as they are; otherwise they are repeated, gradients summed."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from importlib.util import find_spec
 from typing import Any
@@ -21,6 +22,7 @@ class FlashAttnKernel(Kernel):
     """The flash-attn package, version 2."""
 
     name = "flash-attn"
+    dense_rows = False
 
     @classmethod
     def unfit(cls, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
@@ -40,10 +42,11 @@ class FlashAttnKernel(Kernel):
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor,
         out: Tensor | None, delta: Tensor | None, scale: float, causal: bool,
     ) -> Gradients:  # fmt: skip
-        dq, dk, dv, *_ = _flash_attn().bwd(
-            dout, q, k, v, out, lse, None, None, None, None, 0.0, scale, causal, -1, -1, 0.0, self.deterministic, None,
-            None,
-        )  # fmt: skip
+        # Side by side: what comes after takes both in one step.
+        dk, dv = torch.empty((2, *k.shape), dtype=k.dtype, device=k.device).unbind(0)
+        dq, *_ = _flash_attn().bwd(
+            dout, q, k, v, out, lse, None, dk, dv, None, 0.0, scale, causal, -1, -1, 0.0, self.deterministic, None, None
+        )
         return dq, dk, dv
 
 
@@ -112,15 +115,19 @@ KERNELS: dict[str, type[Kernel]] = {
 
 
 def choose_kernel(
-    name: str, device: torch.device, dtype: torch.dtype, head_dim: int, *, deterministic: bool = False
-) -> type[Kernel]:
+    name: str, device: torch.device, dtype: torch.dtype, head_dim: int, *, deterministic: bool = False,
+    among: Sequence[str] = (),
+) -> type[Kernel]:  # fmt: skip
     """The kernel called ``name``, or for ``auto`` the fastest that this device, type and head_dim allow.
 
-    Raises `UnknownName`, or `Unfit` with the reason.
+    ``among`` are those that may be chosen, where not all may. Raises `UnknownName`, or `Unfit` with the reason.
     """
     if name not in ("auto", *KERNELS):
         raise UnknownName(f"no kernel {name!r}; there are: auto, {', '.join(KERNELS)}")
-    candidates = [KERNELS[name]] if name != "auto" else [kernel for kernel in KERNELS.values() if kernel.production]
+    if among and name not in ("auto", *among):
+        raise Unfit(f"kernel {name!r}: this strategy brings its own way to compute blocks; it has {', '.join(among)}")
+    of_all = [kernel for kernel in KERNELS.values() if kernel.production and (not among or kernel.name in among)]
+    candidates = [KERNELS[name]] if name != "auto" else of_all
     reasons = [_reason_against(kernel, device, dtype, head_dim, deterministic) for kernel in candidates]
     for kernel, reason in zip(candidates, reasons, strict=True):
         if reason is None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -61,6 +62,7 @@ class Layout(ABC):
     def causal_block(self, q_rank: int, kv_rank: int, local_seq: int) -> Block | None:
         """What ``q_rank``'s queries see of ``kv_rank``'s keys under a causal mask; None for nothing."""
 
+    @lru_cache(maxsize=1024)  # noqa: B019 - layouts are few and small
     def block(self, q_rank: int, kv_rank: int, local_seq: int, *, causal: bool) -> Block | None:
         """The block that ``q_rank`` owes ``kv_rank``'s keys; None where the mask leaves nothing."""
         return self.causal_block(q_rank, kv_rank, local_seq) if causal else Block()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -9,6 +11,12 @@ from .kernel import Gradients, Kernel, half_only
 from .plan_check import PlanCheck
 
 aten = torch.ops.aten
+
+
+@cache
+def _nothing(device: torch.device) -> Tensor:
+    """What stands for the random state of a dropout that there is not."""
+    return torch.zeros((), dtype=torch.int64, device=device)
 
 
 def _bhsd(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -20,6 +28,8 @@ class CudnnKernel(Kernel):
     """cuDNN attention through torch: the fastest on Hopper."""
 
     name = "cudnn"
+    # Measured on 2 H200: zigzag at 90 to 95 % of its blocks' own speed beside NCCL, at 95 to 97 % beside copies.
+    greedy = True
     # Through torch 2.11 the backward pass differs from call to call even under use_deterministic_algorithms.
     has_deterministic_mode = False
     _plans = PlanCheck()
@@ -45,7 +55,7 @@ class CudnnKernel(Kernel):
         out: Tensor | None, delta: Tensor | None, scale: float, causal: bool,
     ) -> Gradients:  # fmt: skip
         assert out is not None
-        nothing = torch.empty((), dtype=torch.int64, device=q.device)
+        nothing = _nothing(q.device)
         gradients = aten._scaled_dot_product_cudnn_attention_backward(
             *_bhsd(dout, q, k, v, out), lse.unsqueeze(-1), nothing, nothing, None, None, None, q.shape[1], k.shape[1],
             0.0, causal, scale=scale,
@@ -120,7 +130,7 @@ class TorchEfficientKernel(Kernel):
         padding = -lse.shape[-1] % _EFFICIENT_ROWS
         lse = torch.nn.functional.pad(lse, (0, padding), value=float("inf"))
         dout, q, k, v, out = _bhsd(dout, q, k, v, out)
-        nothing = torch.empty((), dtype=torch.int64, device=q.device)
+        nothing = _nothing(q.device)
         dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
             dout, q, k, v, None, out, lse, nothing, nothing, 0.0, [True, True, True, False], causal, scale=scale
         )

@@ -116,7 +116,7 @@ def memory_per_device(request: Request, workload: Workload) -> int | None:
     load = Load(
         workload.batch, workload.seq, workload.heads, workload.kv_heads, workload.head_dim,
         item_bytes=4 if workload.dtype == "fp32" else 2, size=request.world, backward=workload.backward,
-        copied_hops=request.hops == "copy", controls=request.controls,
+        copied_hops=request.hops != "nccl", controls=request.controls,
     )  # fmt: skip
     expected: int | None = load_strategy(request.strategy).memory_bytes(load, **request.params)
     if expected is None:

@@ -87,6 +87,8 @@ def resolve(request: Request, place: RankPlace | None) -> Request:
         raise UsageError("--hops copy: copy engines are GPUs'; on CPU hops go by gloo (leave --hops out)")
     if request.cuda_graph:
         _check_graph(request, device)
+    if request.hops == "auto" and (device == "cpu" or request.cuda_graph):
+        request = msgspec.structs.replace(request, hops="nccl")
     world = _world(request.world, device, place)
     params = strategy.placed(
         world, _per_host(request, world, place), **typed_params(strategy, request.strategy, request.params)
@@ -119,11 +121,10 @@ def kernel_class(request: Request) -> Any:
     import torch
 
     from ringprof.strategies import Unfit, UnknownName
-    from ringprof.strategies.kernels import choose_kernel
 
     workload = request.workload
     try:
-        return choose_kernel(
+        return load_strategy(request.strategy).kernel_class(
             request.kernel, torch.device(request.device, 0), torch_dtype(workload), workload.head_dim,
             deterministic=bool(request.params.get("deterministic")),
         )  # fmt: skip

@@ -171,7 +171,9 @@ def environment(**more: str) -> dict[str, str]:
     """A process's variables: ours, without a launcher's."""
     launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
     env = {name: value for name, value in os.environ.items() if name not in launcher and not name.startswith("SLURM_")}
-    return {**env, "PYTHONPATH": str(ROOT), **more}
+    # Packages may have been found by the path that the tests were given.
+    path = os.pathsep.join([str(ROOT), *filter(None, [env.get("PYTHONPATH")])])
+    return {**env, "PYTHONPATH": path, **more}
 
 
 def run(
