@@ -117,8 +117,10 @@ class Ring:
             found[device] = bool(group._get_backend(torch.device(device)).supports_coalescing)
         return found
 
-    def tour(self, tensors: Sequence[Tensor] | Parcel) -> Iterator[tuple[int, list[Tensor]]]:
+    def tour(self, tensors: Sequence[Tensor] | Parcel, steps: int | None = None) -> Iterator[tuple[int, list[Tensor]]]:
         """Yield (position, tensors) of every member, this rank's own first, then the previous member's, and so on.
+
+        Of the first ``steps`` alone where they are given: no more hops are made.
 
         Each hop is posted before the tensors that it carries on are handed out, so that what the caller computes with
         them hides it. A list that was handed out is empty when the next one comes: whoever still held the tensors then
@@ -128,8 +130,9 @@ class Ring:
             yield self.rank, list(tensors.tensors if isinstance(tensors, Parcel) else tensors)
             return
         current = tensors if isinstance(tensors, Parcel) else Parcel.holding(tensors)
-        for step in range(self.size):
-            hop = self.post(current) if step + 1 < self.size else None
+        steps = steps or self.size
+        for step in range(steps):
+            hop = self.post(current) if step + 1 < steps else None
             handed_out = list(current.tensors)
             yield (self.rank - step) % self.size, handed_out
             if hop is not None:

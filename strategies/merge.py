@@ -89,6 +89,17 @@ def merge_into(out: Tensor, before: Tensor, lse: Tensor, block_out: Tensor, bloc
     mine -= functional.logsigmoid(mine - block_lse)
 
 
+def merge_rows(out: Tensor, lse: Tensor, some_out: Tensor, some_lse: Tensor, rows: slice | Tensor) -> None:
+    """Merge a finite result for ``rows`` (a slice, or indices) into out (B, S, H, D) and LSE (B, H, S).
+
+    Rows that have no result yet hold 0 and -inf; they take the new one as it is.
+    """
+    own, mine = out[:, rows], lse[..., rows]
+    weight = torch.sigmoid(some_lse - mine).transpose(1, 2).unsqueeze(-1)
+    out[:, rows] = (own + weight * (some_out - own)).to(out.dtype)
+    lse[..., rows] = torch.logaddexp(mine, some_lse)
+
+
 class Sum:
     """A sum of blocks (B, S, H, D), each in some rows of one tensor: added in at least float32, rounded once."""
 

@@ -130,6 +130,11 @@ def peers() -> list[str]:
     return list(PEERS)
 
 
+def taking_masks() -> list[str]:
+    """The bundled strategies that compute packed documents and sliding windows."""
+    return [name for name, spec in SPECS.items() if spec.load().takes_masks]
+
+
 def find(name: str) -> Spec:
     """The spec of a bundled strategy, of a peer, or of ``package.module:Class``. Raises `UnknownName`."""
     known = {**SPECS, **PEERS}

@@ -31,6 +31,7 @@ class Ring(Strategy):
     """K and V travel; the layout decides which block each step is."""
 
     layout = LAYOUTS["contiguous"]
+    takes_masks = True
     PARAMETERS: ClassVar[dict[str, str]] = {
         "grad_wire": "type of travelling dK and dV: fp32, or the input's own",
         **Strategy.PARAMETERS,
@@ -52,8 +53,8 @@ class Ring(Strategy):
 
     def forward(self, blocks: Blocks, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         result = Partial()
-        for step, (kv_rank, kv) in enumerate(self.kv_ring.tour([k, v])):
-            block = self.block(kv_rank, q, blocks.causal)
+        for step, (kv_rank, kv) in enumerate(self.kv_ring.tour([k, v], self.steps(blocks))):
+            block = self.block(blocks, kv_rank, q)
             if block is None:
                 continue
             with ring_step("fwd", step, "block"):
@@ -64,13 +65,15 @@ class Ring(Strategy):
             return result.result(q.dtype)
 
     def backward(self, blocks: Blocks, rows: Rows, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
-        early, rest = self.home_blocks(q.shape[1], causal=blocks.causal, travelling=k)
+        own = None if blocks.cut is None else self.block(blocks, self.ring_rank, q)
+        early, rest = self.home_blocks(q.shape[1], causal=blocks.causal, travelling=k, own=own)
         wire = wire_type(self.parameters["grad_wire"], k)
         dq = Sum(q)
         home: Home = []
         hop: Any = None
-        for step, (kv_rank, kv) in enumerate(self.kv_ring.tour([k, v])):
-            block = early if step == 0 else self.block(kv_rank, q, blocks.causal)
+        steps = self.steps(blocks)
+        for step, (kv_rank, kv) in enumerate(self.kv_ring.tour([k, v], steps)):
+            block = early if step == 0 else self.block(blocks, kv_rank, q)
             grads = None
             if block is not None:
                 with ring_step("bwd", step, "block"):
@@ -85,6 +88,8 @@ class Ring(Strategy):
                     add_dkv(dkv, grads, block, first=hop is None)
                 hop = self.dkv_ring.post(dkv)
             grads = None
+        for _ in range(steps, self.ring_size if steps > 1 else 0):
+            hop = self.dkv_ring.post(hop.wait())
         for block in rest:
             # Computed while dK and dV make their last hop.
             with ring_step("bwd", self.ring_size, "block"):
@@ -93,9 +98,18 @@ class Ring(Strategy):
         with ring_step("bwd", self.ring_size, "merge"):
             return dq.result(q.dtype, rows_of(home[1:], "q", 0)), *settled_dkv(dkv, home, k.dtype)
 
-    def block(self, kv_rank: int, q: Tensor, causal: bool) -> Block | None:
+    @property
+    def ring_rank(self) -> int:
+        """This rank's place on the ring."""
+        return self.kv_ring.rank
+
+    def steps(self, blocks: Blocks) -> int:
+        """Steps until no rank needs another's keys any more."""
+        return self.ring_size if blocks.cut is None else blocks.cut.steps
+
+    def block(self, blocks: Blocks, kv_rank: int, q: Tensor) -> Block | None:
         """What this rank's queries see of ``kv_rank``'s keys."""
-        return self.layout.block(self.comm.rank, kv_rank, q.shape[1], causal=causal)
+        return blocks.between(self.layout, self.ring_rank, kv_rank, q.shape[1])
 
 
 Home = list[tuple[Block, Gradients]]

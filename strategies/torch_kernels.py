@@ -7,7 +7,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from .kernel import Gradients, Kernel, half_only
+from .kernel import Gradients, Kernel
+from .parts import Part, seen_in_band
 from .plan_check import PlanCheck
 
 aten = torch.ops.aten
@@ -34,15 +35,15 @@ class CudnnKernel(Kernel):
     has_deterministic_mode = False
     _plans = PlanCheck()
 
+    most_head_dim = 128
+
     @classmethod
-    def unfit(cls, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    def missing(cls, device: torch.device) -> str | None:
         if device.type != "cuda" or torch.backends.cudnn.version() is None:  # type: ignore[no-untyped-call]
             return "needs a CUDA device with cuDNN"
         if torch.cuda.get_device_capability(device) < (8, 0):
             return "needs compute capability 8.0 or higher"
-        if head_dim % 8 or head_dim > 128:
-            return f"takes head_dim up to 128 in steps of 8, not {head_dim}"
-        return half_only(dtype)
+        return None
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
         q, k, v = _bhsd(q, k, v)
@@ -71,13 +72,11 @@ class TorchFlashKernel(Kernel):
     name = "torch-flash"
     grouped_heads = False
 
+    most_head_dim = 256
+
     @classmethod
-    def unfit(cls, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-        if device.type != "cuda":
-            return "needs a CUDA device"
-        if head_dim % 8 or head_dim > 256:
-            return f"takes head_dim up to 256 in steps of 8, not {head_dim}"
-        return half_only(dtype)
+    def missing(cls, device: torch.device) -> str | None:
+        return None if device.type == "cuda" else "needs a CUDA device"
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
         q, k, v = _bhsd(q, k, v)
@@ -107,13 +106,11 @@ class TorchEfficientKernel(Kernel):
     grouped_heads = False
     has_deterministic_mode = False
 
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+
     @classmethod
-    def unfit(cls, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-        if device.type != "cuda":
-            return "needs a CUDA device"
-        if dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            return f"takes fp32, bf16 and fp16, not {dtype}"
-        return None if head_dim % 8 == 0 else f"takes head_dim in steps of 8, not {head_dim}"
+    def missing(cls, device: torch.device) -> str | None:
+        return None if device.type == "cuda" else "needs a CUDA device"
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
         seq = q.shape[1]
@@ -146,26 +143,47 @@ class CpuFlashKernel(Kernel):
 
     name = "cpu-flash"
     grouped_heads = False
+    takes_windows = True
+
+    dtypes = None
+    head_dim_step = 1
 
     @classmethod
-    def unfit(cls, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    def missing(cls, device: torch.device) -> str | None:
         return None if device.type == "cpu" else "runs on the CPU only"
 
-    def _forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    def _forward(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         q, k, v = _bhsd(q, k, v)
-        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
         return out.transpose(1, 2), lse
+
+    def _forward_band(self, q: Tensor, k: Tensor, v: Tensor, scale: float, part: Part) -> tuple[Tensor, Tensor]:
+        return self._forward(q, k, v, scale, False, _added_to_scores(part, q))
+
+    def _backward_band(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor,
+        out: Tensor | None, delta: Tensor | None, scale: float, part: Part,
+    ) -> Gradients:  # fmt: skip
+        return self._backward(dout, q, k, v, lse, out, delta, scale, False, _added_to_scores(part, q))
 
     def _backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor,
-        out: Tensor | None, delta: Tensor | None, scale: float, causal: bool,
+        out: Tensor | None, delta: Tensor | None, scale: float, causal: bool, mask: Tensor | None = None,
     ) -> Gradients:  # fmt: skip
         assert out is not None
         dout, q, k, v, out = _bhsd(dout, q, k, v, out)
         dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            dout, q, k, v, out, lse.contiguous(), 0.0, causal, scale=scale
+            dout, q, k, v, out, lse.contiguous(), 0.0, causal, attn_mask=mask, scale=scale
         )
         return _bhsd(dq, dk, dv)  # type: ignore[return-value]
+
+
+def _added_to_scores(part: Part, like: Tensor) -> Tensor:
+    """A mask as this kernel takes it: 0 where a query sees a key, else -inf."""
+    hidden = ~seen_in_band(part, like.device)
+    return torch.zeros(hidden.shape, dtype=like.dtype, device=like.device).masked_fill_(hidden, float("-inf"))
 
 
 class _deterministic:

@@ -133,7 +133,7 @@ class RankRecording:
             measured.last = None
             controlled = self._control(problem, device) if request.controls else None
             profiled = profile_iterations(problem, device, request.profile_iters, trace.path, self.reporter)
-            kernel = self.strategy.kernel_for(problem.q).name if computes else None
+            kernel = problem.kernel().name if computes else None
         reduced = self.reduce(trace.path, trace.reduced)
         host = host_name() if self.hosts is None else self.hosts[self.place.rank]
         result = RankResult(

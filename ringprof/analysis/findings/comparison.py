@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 WORK = ("seq", "batch", "heads", "kv_heads", "head_dim", "causal", "dtype", "world_size", "passes")
 """Settings that say how much work was done, and by how many."""
-_REPEATS = ("layers", "steps")
-"""Settings that say how often; where they are not stated, once."""
+_UNLESS_STATED = ("layers", "steps", "mask")
+"""Settings that say how often, and by which mask; where they are not stated, once, and causal or full."""
 
 WATERFALL = "waterfall."
 """How the names of the figures begin that are parts of the slowest rank's wall."""
@@ -95,7 +95,7 @@ def compare(entries: Sequence[Entry]) -> Comparison:
 
 def same_work(one: Entry, other: Entry) -> bool:
     """Whether both are known to have done the same work."""
-    if any(one.settings.get(name) != other.settings.get(name) for name in (*WORK, *_REPEATS)):
+    if any(one.settings.get(name) != other.settings.get(name) for name in (*WORK, *_UNLESS_STATED)):
         return False
     return all(one.settings.get(name) is not None for name in WORK)
 

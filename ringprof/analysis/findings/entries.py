@@ -60,6 +60,7 @@ def _workload_settings(work: Workload) -> dict[str, str | None]:
         "kv_heads": str(work.kv_heads),
         "head_dim": str(work.head_dim),
         "causal": str(work.causal).lower(),
+        **({} if work.mask().plain else {"mask": f"{work.mask()}: {work.mask().area(work.seq)} pairs"}),
         "dtype": work.dtype,
         "passes": "forward and backward" if work.backward else "forward",
         **{name: str(count) for name, count in (("layers", work.layers), ("steps", work.steps)) if count > 1},
