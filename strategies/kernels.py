@@ -71,7 +71,7 @@ def _flash_attn_varlen_forward(
 
     out, lse, *_ = flash_attn_interface._flash_attn_varlen_forward(
         q, k, v, lengths.cumulative_q, lengths.cumulative_kv, batch.most_queries, batch.most_keys, 0.0, scale,
-        causal=batch.right == 0, window_size_left=batch.left, window_size_right=batch.right, softcap=0.0,
+        causal=batch.causal, window_size_left=batch.left, window_size_right=batch.right, softcap=0.0,
         alibi_slopes=None, return_softmax=False,
     )  # fmt: skip
     return out, lse
@@ -86,7 +86,7 @@ def _flash_attn_varlen_backward(
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     flash_attn_interface._flash_attn_varlen_backward(
         dout, q, k, v, out, lse, dq, dk, dv, lengths.cumulative_q, lengths.cumulative_kv, batch.most_queries,
-        batch.most_keys, 0.0, scale, causal=batch.right == 0, window_size_left=batch.left,
+        batch.most_keys, 0.0, scale, causal=batch.causal, window_size_left=batch.left,
         window_size_right=batch.right, softcap=0.0, alibi_slopes=None, deterministic=deterministic,
     )  # fmt: skip
     return dq, dk, dv

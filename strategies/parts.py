@@ -190,6 +190,7 @@ class Batch:
     def __init__(self, parts: tuple[Part, ...]) -> None:
         self.parts = parts
         self.left, self.right = parts[0].band
+        self.causal = (self.left, self.right) == (NO_LIMIT, 0)
         self.most_queries = max(part.queries for part in parts)
         self.most_keys = max(part.keys for part in parts)
         self._on: dict[tuple[torch.device, int], Lengths] = {}
