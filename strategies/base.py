@@ -24,7 +24,7 @@ from .first_order import first_order
 from .kernel import Gradients, Kernel
 from .kernels import choose_kernel
 from .layouts import ALL, Block, Layout, part, split_home_block
-from .merge import output_with_delta, row_product, rows_that_carry, wide_type
+from .merge import output_with_delta, row_product, rows_that_carry, wide_type, with_sinks
 
 GradWire = Literal["fp32", "input"]
 DocumentsLayout = Literal["packed", "per_document"]
@@ -247,6 +247,7 @@ class Strategy(Expectations, ABC):
         window_size: tuple[int, int] = (-1, -1),
         alibi_slopes: Tensor | None = None,
         documents: Documents = None,
+        sinks: Tensor | None = None,
     ) -> Any:
         """Attention over the whole sequence for this rank's queries. Differentiable, also through the LSE.
 
@@ -256,7 +257,9 @@ class Strategy(Expectations, ABC):
 
         ``documents`` are the cumulative lengths, from 0 to S, of the documents that every batch entry packs
         (``cu_seqlens`` of flash-attn; a tensor on a GPU makes the host wait for it): none sees another.
-        ``window_size`` are the tokens before and after its own that a query sees, -1 for all.
+        ``window_size`` are the tokens before and after its own that a query sees, -1 for all. ``sinks`` (H) are logits
+        that take part in the softmax of each head's rows and have no value; their gradient is this rank's share, to be
+        added up over the ranks as that of every replicated parameter.
         """
         _refuse_options(dropout_p=dropout_p != 0.0, alibi_slopes=alibi_slopes is not None)
         q, k, v = _as_autocast(q, k, v)
@@ -266,8 +269,10 @@ class Strategy(Expectations, ABC):
         if documents is not None or tuple(window_size) != (-1, -1):
             cut = self._cut(causal, documents, window_size, q.shape[1] * self.comm.size)
         kernel = self.kernel_for(q) if cut is None else self.kernel_for(q, windows=cut.mask.windowed)
-        blocks = Blocks(kernel, scale, causal, return_lse, cut)
-        out, lse = self.differentiable(blocks, q, k, v, lse_wanted=return_lse)
+        blocks = Blocks(kernel, scale, causal, return_lse or sinks is not None, cut)
+        out, lse = self.differentiable(blocks, q, k, v, lse_wanted=blocks.lse_wanted)
+        if sinks is not None:
+            out, lse = with_sinks(out, lse, sinks)
         return (out, lse) if return_lse else out
 
     def differentiable(

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from .errors import Unfit
 from .layouts import ALL, part
 
 FUSED_FROM = 2**23
@@ -98,6 +99,18 @@ def merge_rows(out: Tensor, lse: Tensor, some_out: Tensor, some_lse: Tensor, row
     weight = torch.sigmoid(some_lse - mine).transpose(1, 2).unsqueeze(-1)
     out[:, rows] = (own + weight * (some_out - own)).to(out.dtype)
     lse[..., rows] = torch.logaddexp(mine, some_lse)
+
+
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """The output (B, S, H, D) and LSE (B, H, S) of a softmax with one more logit a head, ``sinks`` (H), of value 0.
+
+    Differentiable: what the sink takes of a row's weight is 1 - sigmoid(lse - sink).
+    """
+    if sinks.shape != (out.shape[2],):
+        raise Unfit(f"sinks are one logit a head: ({out.shape[2]},), not {tuple(sinks.shape)}")
+    logits = sinks.to(lse.dtype).view(1, -1, 1)
+    kept = torch.sigmoid(lse - logits).transpose(1, 2).unsqueeze(-1)
+    return (out * kept).to(out.dtype), torch.logaddexp(lse, logits)
 
 
 class Sum:

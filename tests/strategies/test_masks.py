@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ringprof.mask import NO_LIMIT, Mask
-from ringprof.strategies import Unfit, create, several_lengths
+from ringprof.strategies import Unfit, create, find, names, several_lengths
 from ringprof.strategies.kernels import ReferenceKernel
 from ringprof.strategies.layouts import LAYOUTS, zigzag_per_document
 from ringprof.strategies.parts import Part, Parts, banded, seen_in_band
@@ -164,6 +164,53 @@ def leaks(rank: int, kernel: str) -> list[str]:
 @pytest.mark.parametrize("kernel", ["reference", "cpu-flash"])
 def test_what_one_document_holds_reaches_no_bit_of_another(kernel: str) -> None:
     assert run_ranks(4, leaks, kernel) == [[]] * 4
+
+
+# --- attention sinks ------------------------------------------------------------------------------------
+
+
+def dense_with_sinks(problem: Problem, mask: Mask, sinks: Tensor) -> list[Tensor]:
+    """out, dq, dk, dv, dsinks, LSE of a softmax over the keys and one more logit, by torch's own autograd."""
+    seen = torch.tensor([[sees(mask, query, key) for key in range(problem.seq)] for query in range(problem.seq)])
+    q, k, v, dout = inputs(problem)
+    leaves = [x.requires_grad_() for x in (q, k, v, sinks.clone())]
+    wide_k, wide_v = (x.repeat_interleave(problem.heads // problem.kv_heads, 2) for x in leaves[1:3])
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, wide_k) * problem.head_dim**-0.5
+    column = leaves[3].view(1, -1, 1, 1).expand(problem.batch, -1, problem.seq, 1)
+    scores = torch.cat([scores.masked_fill(~seen, float("-inf")), column], -1)
+    out = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1)[..., :-1], wide_v)
+    out.backward(dout)
+    return [out.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None), scores.logsumexp(-1).detach()]
+
+
+def sink_errors(rank: int, kernel: str, sinks: Tensor, truths: dict[Mask, list[Tensor]]) -> list[tuple[str, float]]:
+    problem, found = Problem(seq=64, batch=2, kernel=kernel), []
+    for mask, truth in truths.items():
+        for name in names():
+            if not mask.plain and not find(name).load().takes_masks:
+                continue
+            strategy = create(name, kernel=kernel)
+            *qkv, dout = (strategy.shard(x) for x in inputs(problem))
+            leaves = [x.requires_grad_() for x in (*qkv, sinks.clone())]
+            out, lse = strategy.attention(
+                *leaves[:3], documents=mask.documents, window_size=mask.window, sinks=leaves[3], return_lse=True
+            )
+            out.backward(dout)
+            torch.distributed.all_reduce(leaves[3].grad)
+            whole = [strategy.unshard(x) for x in (out, *(leaf.grad for leaf in leaves[:3]))]
+            whole += [leaves[3].grad, strategy.unshard(lse, 2)]
+            worst = max(relative_error(value.detach(), exact) for value, exact in zip(whole, truth, strict=True))
+            found.append((f"{name}, {mask}", worst))
+    return found
+
+
+@pytest.mark.parametrize("kernel", ["reference", "cpu-flash"])
+def test_sinks_are_exact_in_every_strategy_and_learn(kernel: str) -> None:
+    sinks = torch.tensor([-1.5, 0.0, 0.7, 3.0], dtype=torch.float64)
+    masks = [Mask(), Mask.of(documents=[0, 7, 40, 64], window=(9, 0))]
+    truths = {mask: dense_with_sinks(Problem(seq=64, batch=2), mask, sinks) for mask in masks}
+    for label, error in run_ranks(4, sink_errors, kernel, sinks, truths)[0]:
+        assert error < 1e-12, label
 
 
 # --- refusals -------------------------------------------------------------------------------------------
