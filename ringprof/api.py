@@ -14,7 +14,6 @@ from ringprof import frames
 from ringprof.analysis.attribution import Attribution
 from ringprof.analysis.findings.comparison import Entry
 from ringprof.analysis.findings.entries import entry_of_run
-from ringprof.analysis.findings.figures import figures_of
 from ringprof.analysis.findings.findings import Findings
 from ringprof.analysis.findings.summary import Summary
 from ringprof.analysis.transfers.clocks import Clocks
@@ -126,7 +125,7 @@ class Analysis:
 
     def figures(self) -> dict[str, float]:
         """Every figure of the report by name, for conditions; see `ringprof.analysis.findings.figures`."""
-        return figures_of(self.findings)
+        return entry_of_run(self.name, self.findings).values()
 
     def entries(self, label: str) -> list[Entry]:
         """The run as one side of a comparison."""
