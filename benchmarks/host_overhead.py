@@ -5,8 +5,9 @@
 
 Without GPUs kernels return empty tensors at once and the process group is torch's own fake one, of as many ranks as
 --world says: what is left is Python and torch's dispatch. With GPUs everything is real; the device is idle when a pass
-begins, and is waited for after it. Tensors are small, for the host does the same whatever their size. Systems are timed
-in turns. ring-flash-attn and yunchang are measured where they can be imported; `ratio` is to ring-flash-attn's zigzag.
+begins, and is waited for after it. Tensors are small, for the host does the same whatever their size. All are timed in
+turns; other people's strategies, where they are installed; `ratio` is to ring-flash-attn's zigzag. With --pieces a
+second table says where the time of --ours goes: calls of kernels, hops, merges and sums, each with what it calls.
 """
 
 from __future__ import annotations
@@ -18,21 +19,27 @@ import statistics
 import sys
 import time
 import types
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from peers import peers
 
-from ringprof.strategies import communicator, create
+from ringprof.strategies import communicator, create, find, hops, merge, ring
 from ringprof.strategies.agreement import Agreement
+from ringprof.strategies.base import Rows
 from ringprof.strategies.controls import IdleKernel
+from ringprof.strategies.kernel import Kernel
 
 OURS = "zigzag,ring,stripe,burst,double-ring,megatron,ulysses,usp,allgather"
+PEERS = "ring-flash-attn/zigzag,ring-flash-attn/ring,ring-flash-attn/stripe,yunchang/usp,torch-cp"
 Body = Callable[[], Any]
+WARM_CALLS = 3
 
 
 def main() -> int:
@@ -41,7 +48,14 @@ def main() -> int:
     rows = []
     for world in [int(os.environ["WORLD_SIZE"])] if on_gpu else map(int, options.world.split(",")):
         device = _start_on_gpu() if on_gpu else _start_alone(world)
-        rows += _rows(_measure(_bodies(options, device), options.rounds, device), world)
+        bodies = _bodies(options, device)
+        bodies = {key: body for key, body in bodies.items() if _runs(key, body)}
+        rows += _rows(_measure(bodies, options.rounds, device), world)
+        if options.pieces:
+            ours = {key: body for key, body in bodies.items() if key[0].split(" ")[0] in options.ours.split(",")}
+            pieces = _pieces(ours, options.rounds, device)
+            if not on_gpu or dist.get_rank() == 0:
+                print(*pieces, sep="\n", flush=True)
         if not on_gpu:
             dist.destroy_process_group()
     if not on_gpu or dist.get_rank() == 0:
@@ -57,6 +71,8 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--world", default="2,8", help="ranks to pretend, without GPUs")
     parser.add_argument("--ours", default=OURS)
+    parser.add_argument("--peers", default=PEERS)
+    parser.add_argument("--pieces", action="store_true", help="where the time goes")
     parser.add_argument("--kernels", default="flash-attn,cudnn", help="with GPUs")
     parser.add_argument("--hops", default="nccl,copy", help="with GPUs")
     parser.add_argument("--tokens", type=int, default=512, help="tokens a rank")
@@ -105,38 +121,66 @@ def _pretend_flash_attn() -> None:
         setattr(interface, name, function)
     package = types.ModuleType("flash_attn")
     package.flash_attn_interface = interface  # type: ignore[attr-defined]
+    package.__spec__ = ModuleSpec("flash_attn", None)
     sys.modules |= {"flash_attn": package, "flash_attn.flash_attn_interface": interface}
 
 
-def _bodies(options: argparse.Namespace, device: torch.device) -> dict[tuple[str, str, str], Body]:
+def _bodies(options: argparse.Namespace, device: torch.device) -> dict[tuple[str, str], Body]:
+    """By strategy and kernel."""
     torch.manual_seed(dist.get_rank())
+    on_gpu = device.type == "cuda"
     # A CPU's arithmetic must not count, a GPU's does not.
-    shape = (1, options.tokens, 8, 128) if device.type == "cuda" else (1, 16, 2, 8)
+    shape = (1, options.tokens, 8, 128) if on_gpu else (1, 16, 2, 8)
     q, k, v, dout = (torch.randn(shape, device=device).bfloat16() for _ in range(4))
     leaves = [x.requires_grad_() for x in (q, k, v)]
 
-    def body(attention: Callable[..., Any]) -> Body:
-        return lambda: torch.autograd.grad(attention(*leaves), leaves, dout)
+    def body(strategy: Any) -> Body:
+        return lambda: torch.autograd.grad(strategy.attention(*leaves, causal=True), leaves, dout)
 
     found = {}
-    for kernel in options.kernels.split(",") if device.type == "cuda" else ["null"]:
+    for kernel in options.kernels.split(",") if on_gpu else ["null"]:
         for name in options.ours.split(","):
-            for hops in options.hops.split(",") if device.type == "cuda" else ["nccl"]:
-                if hops == "nccl" or name not in ("ulysses", "megatron", "allgather"):
-                    label = name if hops == "nccl" else f"{name} (copied hops)"
-                    found["ringprof", label, kernel] = body(_ours(name, kernel, hops))
-    others, missing = peers([(2, dist.get_world_size() // 2)])
-    if dist.get_rank() == 0:
-        print(*missing, sep="\n", flush=True)
-    for peer in others:
-        found[peer.system, peer.name, "flash-attn" if device.type == "cuda" else "null"] = body(peer.function)
+            ring_like = name not in ("ulysses", "megatron", "allgather")
+            for carried in options.hops.split(",") if on_gpu and ring_like else ["nccl"]:
+                label = f"{name} (copied hops)" if carried == "copy" else name
+                found[label, kernel] = body(_strategy(name, kernel, carried))
+                if on_gpu and carried == "nccl":
+                    found[f"{name} (CUDA graph)", kernel] = _replay(found[label, kernel])
+        for name in options.peers.split(","):
+            missing = find(name).missing()
+            try:
+                if not missing and (not on_gpu or kernel in find(name).load().KERNELS):
+                    found[name, kernel] = body(_strategy(name, kernel, "nccl"))
+            except Exception as error:
+                missing = f"{type(error).__name__}: {error}"
+            if missing and dist.get_rank() == 0:
+                print(f"{name} is not measured: {missing}", flush=True)
     return found
 
 
-def _ours(name: str, kernel: str, hops: str) -> Callable[..., Any]:
+def _replay(body: Body) -> Body:
+    """The same as replays of a CUDA graph, captured in the fourth call."""
+    calls, graph = 0, torch.cuda.CUDAGraph()
+
+    def replayed() -> None:
+        nonlocal calls
+        calls += 1
+        if calls <= WARM_CALLS:
+            body()
+            return
+        if calls == WARM_CALLS + 1:
+            torch.cuda.synchronize()
+            # NCCL's watchdog asks for events on a thread of its own meanwhile.
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                body()
+        graph.replay()
+
+    return replayed
+
+
+def _strategy(name: str, kernel: str, hops: str) -> Any:
     if kernel != "null":
-        strategy = create(name, kernel=kernel, hops=hops)
-        return lambda q, k, v: strategy.attention(q, k, v, causal=True)
+        return create(name, kernel=kernel, hops=hops)
     alone = Agreement("", dict.fromkeys(range(dist.get_world_size()), 0), {})
     with patch.object(communicator, "agree", lambda *_: alone):
         strategy = create(name)
@@ -144,12 +188,11 @@ def _ours(name: str, kernel: str, hops: str) -> Callable[..., Any]:
     strategy.hides_last_hop = lambda travelling: False
     idle = IdleKernel()
     strategy.kernel_for = lambda q: idle
-    return lambda q, k, v: strategy.attention(q, k, v, causal=True)
+    return strategy
 
 
 def _measure(bodies: dict[Any, Body], rounds: int, device: torch.device) -> dict[Any, list[float]]:
     """Microseconds of every pass, in turns."""
-    bodies = {key: body for key, body in bodies.items() if _runs(key, body)}
     times: dict[Any, list[float]] = {key: [] for key in bodies}
     for _ in range(rounds):
         for key, body in bodies.items():
@@ -160,6 +203,52 @@ def _measure(bodies: dict[Any, Body], rounds: int, device: torch.device) -> dict
             body()
             times[key].append((time.perf_counter() - start) * 1e6)
     return times
+
+
+PIECES = (
+    (Kernel, "forward"), (Kernel, "backward"), (hops.Ring, "post"), (hops.Hop, "wait"), (merge.Partial, "_take"),
+    (merge.Sum, "add"), (merge.Sum, "result"), (ring, "add_dkv"), (ring, "settled_dkv"), (Rows, "at"),
+)  # fmt: skip
+"""What the time is told of by --pieces."""
+
+
+def _pieces(bodies: dict[tuple[str, str], Body], rounds: int, device: torch.device) -> list[str]:
+    """Median microseconds of a pass that go into each piece; clocks of their own make the whole somewhat longer."""
+    lines = []
+    for key, body in bodies.items():
+        spent: dict[str, list[float]] = defaultdict(list)
+        with _clocks() as clocks:
+            for _ in range(rounds):
+                clocks.clear()
+                for name, times in _measure({key: body}, 1, device).items():
+                    spent["all of it" if name == key else str(name)] += times
+                for name, time_us in clocks.items():
+                    spent[name].append(time_us)
+        shown = ", ".join(f"{name} {statistics.median(times):.0f}" for name, times in spent.items())
+        lines.append(f"{' '.join(key)}: {shown} us")
+    return lines
+
+
+@contextmanager
+def _clocks() -> Iterator[dict[str, float]]:
+    """Microseconds by piece while this lasts."""
+    spent: dict[str, float] = defaultdict(float)
+
+    def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **how: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return function(*args, **how)
+            finally:
+                spent[name] += (time.perf_counter() - start) * 1e6
+
+        return call
+
+    with ExitStack() as stack:
+        for owner, name in PIECES:
+            label = f"{getattr(owner, '__name__', '').rpartition('.')[2]}.{name}"
+            stack.enter_context(patch.object(owner, name, timed(label, getattr(owner, name))))
+        yield spent
 
 
 def _runs(key: tuple[str, ...], body: Body) -> bool:
@@ -175,24 +264,24 @@ def _runs(key: tuple[str, ...], body: Body) -> bool:
 
 def _rows(times: dict[Any, list[float]], world: int) -> list[dict[str, Any]]:
     medians = {key: statistics.median(found) for key, found in times.items()}
-    base = next((medians[key] for key in medians if key[:2] == ("ring-flash-attn", "zigzag")), None)
+    base = next((medians[key] for key in medians if key[0] == "ring-flash-attn/zigzag"), None)
     return [
         {
-            "world": world, "system": system, "strategy": name, "kernel": kernel, "us": median,
-            "p10_us": statistics.quantiles(times[system, name, kernel], n=10)[0],
-            "p90_us": statistics.quantiles(times[system, name, kernel], n=10)[-1],
+            "world": world, "strategy": name, "kernel": kernel, "us": median,
+            "p10_us": statistics.quantiles(times[name, kernel], n=10)[0],
+            "p90_us": statistics.quantiles(times[name, kernel], n=10)[-1],
             "ratio": median / base if base else None,
         }
-        for (system, name, kernel), median in medians.items()
+        for (name, kernel), median in medians.items()
     ]  # fmt: skip
 
 
 def _lines(rows: list[dict[str, Any]]) -> list[str]:
-    lines = [f"{'ranks':>5}  {'system':<16}{'strategy':<34}{'kernel':<11}{'us':>8}{'p10':>8}{'p90':>8}{'ratio':>7}"]
+    lines = [f"{'ranks':>5}  {'strategy':<34}{'kernel':<11}{'us':>8}{'p10':>8}{'p90':>8}{'ratio':>7}"]
     for row in rows:
         ratio = "-" if row["ratio"] is None else f"{row['ratio']:.2f}"
         lines.append(
-            f"{row['world']:>5}  {row['system']:<16}{row['strategy']:<34}{row['kernel']:<11}{row['us']:>8.0f}"
+            f"{row['world']:>5}  {row['strategy']:<34}{row['kernel']:<11}{row['us']:>8.0f}"
             f"{row['p10_us']:>8.0f}{row['p90_us']:>8.0f}{ratio:>7}"
         )
     return lines

@@ -6,8 +6,9 @@
 
 Forward alone, and forward and backward, bf16, head_dim 128, causal. All competitors of a configuration are timed in
 turns, round after round, because a hot GPU is several percent slower than a cool one; solo is the strategy's own blocks
-back to back, nothing merged, nothing sent. Peers: ring-flash-attn and yunchang, where they and flash-attn can be
-imported, and torch's own context parallelism; before anything is timed their results are held against ours. Speed
+back to back, nothing merged, nothing sent. Peers are other people's strategies (`ringprof strategies` lists them), as
+far as they are installed. Before anything is timed every competitor's output and gradients are held against float64,
+and one that is wrong is not timed; a rate above the device's peak is marked, for that is not the whole work. Speed
 counts the model's FLOPs (docs/definitions.md), the slowest rank's time each iteration; memory is the peak above what
 was there before, inputs included. A configuration is SEQ:HEADS:KV_HEADS; the grid has 1,024 to 65,536 tokens a GPU and
 four ratios of heads, small ones first. With --seconds-in-all no configuration is begun that is not likely to end in
@@ -35,17 +36,24 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from peers import Peer, peers
 
+from ringprof.devices import peak_of
+from ringprof.errors import VerificationError
 from ringprof.record.clock import clock_for
 from ringprof.record.control_times import Replay
 from ringprof.record.measure import Problem
 from ringprof.record.memory import ran_out
+from ringprof.record.verify import verify
 from ringprof.run import Workload
-from ringprof.strategies import create
+from ringprof.strategies import Unfit, create, find
 from ringprof.strategies.copies import held_bytes
 
 OURS = "zigzag,burst,ring,stripe,ulysses,usp,double-ring,megatron,allgather"
+PEERS = (
+    "torch-cp,torch-cp+rotate=alltoall,ring-flash-attn/zigzag,ring-flash-attn/stripe,ring-flash-attn/ring,"
+    "ring-flash-attn/llama3,yunchang/ulysses,yunchang/usp,transformer-engine/p2p,transformer-engine/a2a,"
+    "transformer-engine/all_gather,magi"
+)
 TOKENS = (1024, 2048, 4096, 8192, 16384, 65536)
 HEADS = ((40, 40), (32, 8), (24, 4), (64, 1))
 
@@ -54,32 +62,26 @@ HEADS = ((40, 40), (32, 8), (24, 4), (64, 1))
 class Competitor:
     """One row: what runs an iteration, and what it took."""
 
-    system: str
     name: str
     kernel: str
-    body: Callable[[], Any]
-    forward: Callable[[], Any]
-    inputs: tuple[torch.Tensor, ...]
-    """q, k, v, dout: the same for all."""
+    strategy: Any
+    problem: Problem
+    """Over the same q, k, v and dout for all."""
+    is_peer: bool
     solo: Callable[[], Any] | None = None
-    strategy: Any = None
     times_ns: list[int] = field(default_factory=list)
     forward_ns: list[int] = field(default_factory=list)
     solo_ns: list[int] = field(default_factory=list)
     peak_mib: float | None = None
     crossing_mb: float | None = None
     """Most bytes that a rank sends to other hosts in an iteration."""
-    problem: str = ""
 
 
 def main() -> int:
     options = _options()
     begun = time.monotonic()
     device = _start()
-    found, missing = peers(_degrees(options)) if not options.no_peers else ([], [])
-    _say(*missing)
-    if found and not options.no_check:
-        _check(found, device, options)
+    entries = _right(_entries(options), device, options)
     rows: list[dict[str, Any]] = []
     longest = 0.0
     for config in _configs(options):
@@ -87,7 +89,7 @@ def main() -> int:
         if not _in_time(start - begun + longest, options.seconds_in_all, device):
             _say(f"{config}: left out, no time for it")
             continue
-        rows += _measure(config, found, device, options)
+        rows += _measure(config, entries, device, options)
         longest = max(longest, time.monotonic() - start)
         if dist.get_rank() == 0 and options.out:
             Path(options.out).write_text(json.dumps(rows, indent=1))
@@ -102,13 +104,13 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--grid", action="store_true", help="lengths and ratios of heads, from small to large")
     parser.add_argument("--seconds-in-all", type=float, help="begin no configuration that is not likely to end by then")
     parser.add_argument("--ours", default=OURS, help="names, with parameters as burst+ring_window=4")
+    parser.add_argument("--peers", default=PEERS, help="names, as --ours; none: leave them out")
     parser.add_argument("--kernels", default="cudnn,flash-attn")
     parser.add_argument("--hops", default="copy,nccl", help="what carries our hops; both are rows of their own")
     parser.add_argument("--ranks-per-host", type=int)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=0.5, help="timed per competitor and round, about")
     parser.add_argument("--no-solo", action="store_true")
-    parser.add_argument("--no-peers", action="store_true")
     parser.add_argument("--no-check", action="store_true")
     parser.add_argument("--out", help="write the rows as JSON, too")
     return parser.parse_args()
@@ -136,57 +138,104 @@ def _start() -> torch.device:
     return device
 
 
-def _degrees(options: argparse.Namespace) -> list[tuple[int, int]]:
-    world = dist.get_world_size()
-    hybrid = [(2, world // 2)] + ([(world // 2, 2)] if world > 4 else [])
-    return hybrid if options.ranks_per_host else [(world, 1), *hybrid]
-
-
 def _say(*lines: str) -> None:
     if dist.get_rank() == 0:
         for line in lines:
             print(line, flush=True)
 
 
-# --- the check --------------------------------------------------------------------------------------
+# --- who competes -----------------------------------------------------------------------------------
 
 
-def _check(found: list[Peer], device: torch.device, options: argparse.Namespace) -> None:
-    """Hold each peer's output and gradients against ours on a small problem; bf16 kernels differ by their rounding."""
-    for peer in found:
-        ours = create(peer.like, kernel=peer.kernel, ranks_per_host=options.ranks_per_host, **peer.params)
-        workload = Workload(batch=1, seq=4096, heads=8, kv_heads=8, head_dim=128, causal=True, dtype="bf16")
-        problem = Problem.of(ours, workload, device)
-        inputs = (problem.q, problem.k, problem.v)
-        results = []
-        try:
-            for attention in (lambda q, k, v, ours=ours: ours.attention(q, k, v, causal=True), peer.function):
-                out = attention(*inputs)
-                results.append([out.detach(), *torch.autograd.grad(out, inputs, problem.dout)])
-        except Exception as error:
-            _say(f"{peer.system} {peer.name}: {type(error).__name__}: {error}")
+@dataclass(frozen=True)
+class Entry:
+    """A strategy as it will compete."""
+
+    text: str
+    """Name and parameters."""
+    kernel: str
+    hops: str
+    is_peer: bool
+
+    @property
+    def label(self) -> str:
+        return self.text if self.hops == "nccl" else f"{self.text} (copied hops)"
+
+    def create(self, options: argparse.Namespace) -> Any:
+        name, *given = self.text.split("+")
+        params = {key: _value(value) for key, value in (item.split("=") for item in given)}
+        return create(name, kernel=self.kernel, ranks_per_host=options.ranks_per_host, hops=self.hops, **params)
+
+
+def _entries(options: argparse.Namespace) -> list[Entry]:
+    found = []
+    for text in options.ours.split(","):
+        # Hops are a ring's; Megatron's keep what arrived.
+        ring = text.split("+")[0] not in ("ulysses", "megatron", "allgather")
+        for kernel in options.kernels.split(","):
+            found += [Entry(text, kernel, hops, False) for hops in (options.hops.split(",") if ring else ["nccl"])]
+    for text in options.peers.split(",") if options.peers != "none" else []:
+        spec = find(text.split("+")[0])
+        missing = spec.missing()
+        if missing:
+            _say(f"{spec.name} is not measured: it {missing}")
             continue
-        worst = max(float((a - b).norm() / a.norm()) for a, b in zip(*results, strict=True))
-        total = torch.tensor([worst], device=device)
-        dist.all_reduce(total, op=dist.ReduceOp.MAX)
-        verdict = "agrees" if float(total) < 0.02 else "DIFFERS"
-        _say(f"{peer.system} {peer.name}: {verdict} with our {peer.like} (relative difference {float(total):.1e})")
+        kernels = [kernel for kernel in options.kernels.split(",") if kernel in spec.load().KERNELS]
+        found += [Entry(text, kernel, "nccl", True) for kernel in kernels]
+    return found
+
+
+def _value(text: str) -> Any:
+    return {"true": True, "false": False}.get(text, int(text) if text.isdigit() else text)
+
+
+def _right(entries: list[Entry], device: torch.device, options: argparse.Namespace) -> list[Entry]:
+    """Those whose results on a small problem are right; says of the others what is wrong."""
+    if options.no_check:
+        return entries
+    # Heads that any degree divides.
+    heads = 8 * dist.get_world_size()
+    workload = Workload(batch=1, seq=4096, heads=heads, kv_heads=heads, head_dim=128, causal=True, dtype="bf16")
+    right = []
+    for entry in entries:
+        reason = ""
+        try:
+            errors = verify(entry.create(options), workload, device).errors
+            worst = max(errors, key=lambda name: errors[name].rms / errors[name].allowed_rms)
+            if entry.is_peer:
+                found = f"{worst} off by {errors[worst].rms:.1e}, {errors[worst].allowed_rms:.1e} allowed"
+                _say(f"{entry.label} ({entry.kernel}): right, {found}")
+        except VerificationError as error:
+            reason = f"NOT TIMED: {error}"
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+        if _all_well(not reason, device):
+            right.append(entry)
+        else:
+            _say(f"{entry.label} ({entry.kernel}): {reason or 'failed on another rank'}")
+    return right
+
+
+def _all_well(well: bool, device: torch.device) -> bool:
+    failed = torch.tensor([int(not well)], device=device)
+    dist.all_reduce(failed, op=dist.ReduceOp.MAX)
+    return not int(failed)
 
 
 # --- measuring --------------------------------------------------------------------------------------
 
 
-def _measure(config: str, found: list[Peer], device: torch.device, options: argparse.Namespace) -> list[dict[str, Any]]:
+def _measure(config: str, entries: list[Entry], device: torch.device, options: argparse.Namespace) -> list[Any]:
     seq, heads, kv_heads = map(int, config.split(":"))
     workload = Workload(batch=1, seq=seq, heads=heads, kv_heads=kv_heads, head_dim=128, causal=True, dtype="bf16")
-    candidates = _competitors(workload, found, device, options)
+    candidates = _competitors(workload, entries, device, options)
     competitors = [one for one in candidates if _prepare(one, device, solo=not options.no_solo)]
     counts = [max(1, round(options.seconds * 1e9 / one.times_ns.pop())) for one in competitors]
     for _ in range(options.rounds):
         for one, count in zip(competitors, counts, strict=True):
-            one.times_ns += _timed(one.body, device, count)
+            one.times_ns += _timed(one.problem.iteration, device, count)
             with torch.no_grad():
-                one.forward_ns += _timed(one.forward, device, count)
+                one.forward_ns += _timed(partial(_forward, one.problem), device, count)
             if one.solo is not None:
                 one.solo_ns += _timed(one.solo, device, count)
     rows = [_row(one, workload, device) for one in competitors]
@@ -195,41 +244,20 @@ def _measure(config: str, found: list[Peer], device: torch.device, options: argp
     return rows
 
 
+def _forward(problem: Problem) -> None:
+    problem.strategy.attention(problem.q, problem.k, problem.v, causal=True)
+
+
 def _competitors(
-    workload: Workload, found: list[Peer], device: torch.device, options: argparse.Namespace
+    workload: Workload, entries: list[Entry], device: torch.device, options: argparse.Namespace
 ) -> list[Competitor]:
-    inputs = None
-    rows = []
-    for kernel in options.kernels.split(","):
-        for text in options.ours.split(","):
-            name, *given = text.split("+")
-            for hops in options.hops.split(",") if name not in ("ulysses", "megatron", "allgather") else ["nccl"]:
-                params = {key: _value(value) for key, value in (item.split("=") for item in given)}
-                strategy = create(name, kernel=kernel, ranks_per_host=options.ranks_per_host, hops=hops, **params)
-                problem = Problem.of(strategy, workload, device) if inputs is None else Problem(strategy, True, *inputs)
-                inputs = inputs or (problem.q, problem.k, problem.v, problem.dout)
-                label = text if hops == "nccl" else f"{text} (copied hops)"
-                forward = partial(strategy.attention, *inputs[:3], causal=True)
-                body = problem.iteration
-                rows.append(Competitor("ringprof", label, kernel, body, forward, inputs, strategy=strategy))
-    assert inputs is not None
-    for one in [one for one in found if one.kernel in options.kernels]:
-        forward = partial(one.function, *inputs[:3])
-        rows.append(Competitor(one.system, one.name, one.kernel, _peer_body(one, inputs), forward, inputs))
+    inputs, rows = None, []
+    for entry in entries:
+        strategy = entry.create(options)
+        problem = Problem.of(strategy, workload, device) if inputs is None else Problem(strategy, True, *inputs)
+        inputs = inputs or (problem.q, problem.k, problem.v, problem.dout)
+        rows.append(Competitor(entry.label, entry.kernel, strategy, problem, entry.is_peer))
     return rows
-
-
-def _value(text: str) -> Any:
-    return {"true": True, "false": False}.get(text, int(text) if text.isdigit() else text)
-
-
-def _peer_body(peer: Peer, inputs: tuple[torch.Tensor, ...]) -> Callable[[], None]:
-    q, k, v, dout = inputs
-
-    def body() -> None:
-        torch.autograd.grad(peer.function(q, k, v), (q, k, v), dout)
-
-    return body
 
 
 def _prepare(one: Competitor, device: torch.device, *, solo: bool) -> bool:
@@ -237,28 +265,28 @@ def _prepare(one: Competitor, device: torch.device, *, solo: bool) -> bool:
     reason = ""
     try:
         held = held_bytes()
-        _timed(one.body, device, 1)
+        _timed(one.problem.iteration, device, 1)
         held = held_bytes() - held
-        inputs = sum(tensor.numel() * tensor.element_size() for tensor in one.inputs)
+        tensors = (one.problem.q, one.problem.k, one.problem.v, one.problem.dout)
+        inputs = sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor is not None)
         before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
-        if one.strategy is not None:
-            one.strategy.comm.meter.clear()
-        one.times_ns = _timed(one.body, device, 1)
+        one.strategy.comm.meter.clear()
+        one.times_ns = _timed(one.problem.iteration, device, 1)
         one.peak_mib = (torch.cuda.max_memory_allocated(device) - before + inputs + held) / 2**20
-        if one.strategy is not None:
+        if not one.is_peer:
             sent = one.strategy.comm.meter.sent.items()
             one.crossing_mb = sum(size for key, (_, size) in sent if key[3] == "other_host") / 1e6
             if solo:
-                replay = Replay.of(Problem(one.strategy, True, *one.inputs))
+                replay = Replay.of(one.problem)
                 one.solo = replay.run
                 _timed(replay.run, device, 1)
+    except Unfit as error:
+        reason = str(error)
     except Exception as error:
         reason = "out of memory" if ran_out(error) else f"{type(error).__name__}: {error}"
-    failed = torch.tensor([int(bool(reason))], device=device)
-    dist.all_reduce(failed, op=dist.ReduceOp.MAX)
-    if int(failed):
-        _say(f"{one.system} {one.name} ({one.kernel}): {reason or 'failed on another rank'}")
+    if not _all_well(not reason, device):
+        _say(f"{one.name} ({one.kernel}): {reason or 'failed on another rank'}")
         torch.cuda.empty_cache()
         return False
     return True
@@ -286,16 +314,18 @@ def _row(one: Competitor, workload: Workload, device: torch.device) -> dict[str,
     crossing, peak = most.tolist()
     solo = statistics.median(one.solo_ns) if one.solo_ns else None
     forward = sorted(one.forward_ns)
+    peak_rate = peak_of(torch.cuda.get_device_name(device), workload.dtype)
     return {
-        "system": one.system, "strategy": one.name, "kernel": one.kernel,
+        "strategy": one.name, "kernel": one.kernel, "peer": one.is_peer,
         "seq": workload.seq, "heads": workload.heads, "kv_heads": workload.kv_heads,
         "ms": median / 1e6, "p10_ms": _quantile(times, 0.1) / 1e6, "p90_ms": _quantile(times, 0.9) / 1e6,
         "forward_ms": statistics.median(forward) / 1e6,
         "forward_p10_ms": _quantile(forward, 0.1) / 1e6, "forward_p90_ms": _quantile(forward, 0.9) / 1e6,
         "world": dist.get_world_size(), "iterations": len(times), "tflops": flops / median / 1e3,
+        "above_peak": peak_rate is not None and flops / _quantile(times, 0.1) / 1e3 > peak_rate.tflops,
         "solo_ms": solo / 1e6 if solo else None, "solo_tflops": flops / solo / 1e3 if solo else None,
         "of_solo": solo / median if solo else None, "peak_mib": peak,
-        "crossing_mb": crossing if one.strategy is not None else None,
+        "crossing_mb": None if one.is_peer else crossing,
     }  # fmt: skip
 
 
@@ -308,7 +338,7 @@ def _lines(rows: list[dict[str, Any]], workload: Workload) -> list[str]:
     heads = f"{workload.heads} heads" + (f" / {workload.kv_heads} kv" if workload.kv_heads != workload.heads else "")
     lines = [
         "", f"{workload.seq} tokens, {heads}, {dist.get_world_size()} GPUs",
-        f"{'system':<16}{'strategy':<34}{'kernel':<11}{'fwd ms':>9}{'f+b ms':>9}{'p10':>9}{'p90':>9}{'TFLOP/s':>9}"
+        f"{'strategy':<40}{'kernel':<11}{'fwd ms':>9}{'f+b ms':>9}{'p10':>9}{'p90':>9}{'TFLOP/s':>9}"
         f"{'solo':>8}{'of solo':>9}{'peak MiB':>10}" + (f"{'MB to other hosts':>19}" if crossing else ""),
     ]  # fmt: skip
     for row in sorted(rows, key=lambda row: (row["kernel"], -row["tflops"])):
@@ -317,8 +347,9 @@ def _lines(rows: list[dict[str, Any]], workload: Workload) -> list[str]:
             "" if not crossing else f"{'-' if row['crossing_mb'] is None else format(row['crossing_mb'], ',.0f'):>19}"
         )
         lines.append(
-            f"{row['system']:<16}{row['strategy']:<34}{row['kernel']:<11}{row['forward_ms']:>9.3f}{row['ms']:>9.3f}"
+            f"{row['strategy']:<40}{row['kernel']:<11}{row['forward_ms']:>9.3f}{row['ms']:>9.3f}"
             f"{row['p10_ms']:>9.3f}{row['p90_ms']:>9.3f}{row['tflops']:>9.1f}{solo}{row['peak_mib']:>10.0f}{sent}"
+            + ("  IMPOSSIBLE: above the device's peak" if row["above_peak"] else "")
         )
     return lines
 

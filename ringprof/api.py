@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from ringprof import frames
 from ringprof.analysis.attribution import Attribution
-from ringprof.analysis.findings.figures import figures_of
 from ringprof.analysis.findings.findings import Findings
 from ringprof.analysis.findings.summary import Summary
 from ringprof.analysis.transfers.clocks import Clocks
@@ -126,7 +125,8 @@ class Analysis:
 
     def figures(self) -> dict[str, float]:
         """Every figure of the report by name, for conditions; see `ringprof.analysis.findings.figures`."""
-        return figures_of(self.findings)
+        (entry,) = self.entries(self.name)
+        return entry.values()
 
     def entries(self, label: str) -> list[Entry]:
         """The run as one side of a comparison."""

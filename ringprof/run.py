@@ -10,6 +10,7 @@ import json
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -19,6 +20,7 @@ import msgspec
 from ringprof.errors import RunFormatError
 from ringprof.files import leading_out, read_whole
 from ringprof.limits import Limits
+from ringprof.mask import NO_LIMIT, Mask
 
 SCHEMA = "ringprof.run/1"
 
@@ -54,17 +56,42 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     """Attention layers that a captured step goes through."""
     steps: Size = 1
     """Steps in a captured block."""
+    documents: tuple[Size, ...] | None = None
+    """Lengths of the documents that the sequence packs, in their order; None: one."""
+    window: Size | None = None
+    """Keys that a query sees before it, its own counted, and without a causal mask as many after it; None: all."""
+
+    def __post_init__(self) -> None:
+        if self.documents is not None and sum(self.documents) != self.seq:
+            raise ValueError(f"the documents are {sum(self.documents)} tokens together, the sequence has {self.seq}")
+
+    def mask(self) -> Mask:
+        """Which keys a query sees."""
+        cumulative = None if self.documents is None else [0, *accumulate(self.documents)]
+        side = NO_LIMIT if self.window is None else self.window - 1
+        return Mask.of(self.causal, cumulative, (side, side))
+
+    def at(self, seq: int) -> Workload:
+        """The same over another number of tokens: documents and window shrink or grow alike."""
+        scaled = self.mask().scaled(self.seq, seq)
+        documents = None if scaled.documents is None else tuple(end - first for first, end in scaled.spans(seq))
+        window = None if self.window is None else scaled.left + 1
+        return msgspec.structs.replace(self, seq=seq, documents=documents, window=window)
 
     def model_flops(self) -> int:
         """FLOPs of one iteration over all ranks: 4·B·S²·H·D forward, half when causal; backward 2.5 times.
 
-        Of a captured block, of all its steps and layers.
+        S² is the sum over the documents of each one's; with a window the exact area stands in its place. Of a captured
+        block, of all its steps and layers.
         """
-        return self._flops(self.seq**2 if self.causal else 2 * self.seq**2)
+        if self.window is not None:
+            return self.exact_flops()
+        squares = sum(length**2 for length in self.documents or (self.seq,))
+        return self._flops(squares if self.causal else 2 * squares)
 
     def exact_flops(self) -> int:
-        """As `model_flops`, from the exact mask area S(S+1)/2 instead of S²/2 when causal."""
-        return self._flops(self.seq * (self.seq + 1) if self.causal else 2 * self.seq**2)
+        """As `model_flops`, from the mask's exact area: S(S+1)/2 instead of S²/2 for a document when causal."""
+        return self._flops(2 * self.mask().area(self.seq))
 
     def _flops(self, twice_the_area: int) -> int:
         forward = 2 * self.batch * twice_the_area * self.heads * self.head_dim * self.layers * self.steps

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ringprof.analysis.findings import comparison
-from ringprof.analysis.findings.comparison import Comparison, Entry
+from ringprof.analysis.findings.comparison import Comparison, Entry, as_one
 from ringprof.analysis.findings.entries import labels_of
 from ringprof.api import Analysis, load_any
 from ringprof.benchmark_logs.logs import BenchmarkLogs, logs
@@ -22,8 +23,16 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
+Source = str | os.PathLike[str] | Analysis | TableAnalysis | BenchmarkLogs
+"""A path or what was loaded from one."""
+_SINGLE = (str, os.PathLike, Analysis, TableAnalysis, BenchmarkLogs)
+
+
 class SideBySide(Comparison):
     """What `compare` returns: a `Comparison` with a frame, plots, and a look in notebooks."""
+
+    def __repr__(self) -> str:
+        return f"<ringprof.compare of {', '.join(entry.label for entry in self.entries)}>"
 
     def frame(self) -> pd.DataFrame:
         """A row an entry: its label, its settings as text, its figures in their own units."""
@@ -51,28 +60,34 @@ class SideBySide(Comparison):
 
 
 def compare(
-    *sources: str | os.PathLike[str] | Analysis | TableAnalysis | BenchmarkLogs,
-    reading: LoadOptions | None = None,
-    same_work: bool = False,
+    *sources: Source | Sequence[Source], reading: LoadOptions | None = None, same_work: bool = False
 ) -> SideBySide:
     """Set runs, traces, printed tables and benchmark logs side by side, in any mix, against the first.
 
-    A log stands for as many entries as it has rows. ``reading``: how to read the paths; ``same_work``: set times and
-    memory against each other though no source says that the work was the same, as of traces from elsewhere.
+    A log stands for as many entries as it has rows; a list of sources for one entry: several recordings of one run.
+    ``reading``: how to read the paths; ``same_work``: set times and memory against each other though no source says
+    that the work was the same, as of traces from elsewhere.
 
     Raises `UsageError` for fewer than two entries, and what `load` raises.
     """
-    names = [str(source) if isinstance(source, (str, os.PathLike)) else source.name for source in sources]
+    groups = [[one] if isinstance(one, _SINGLE) else list(one) for one in sources]
+    each = [source for group in groups for source in group]
+    names = [str(source) if isinstance(source, (str, os.PathLike)) else source.name for source in each]
+    labels = iter(labels_of(names) if names else [])
     entries: list[Entry] = []
-    for label, source in zip(labels_of(names) if names else [], sources, strict=True):
-        if isinstance(source, (Analysis, TableAnalysis, BenchmarkLogs)):
-            entries += source.entries(label)
-        else:
-            entries += _entries_at(label, source, reading or LoadOptions())
+    for given, group in zip(sources, groups, strict=True):
+        made = [entry for source in group for entry in _entries_of(next(labels), source, reading or LoadOptions())]
+        entries += made if isinstance(given, _SINGLE) or not made else [as_one(made)]
     if len(entries) < 2:
         raise UsageError("a comparison needs two measurements or more: name another run, trace, table or log")
     found = comparison.compare(entries, same_work)
     return SideBySide(found.entries, found.differing, found.figures, found.differences)
+
+
+def _entries_of(label: str, source: Source, reading: LoadOptions) -> list[Entry]:
+    if isinstance(source, (Analysis, TableAnalysis, BenchmarkLogs)):
+        return source.entries(label)
+    return _entries_at(label, source, reading)
 
 
 def _entries_at(label: str, path: str | os.PathLike[str], reading: LoadOptions) -> list[Entry]:

@@ -5,7 +5,7 @@ if __name__ != "ringprof.strategies":
     raise ImportError("import ringprof.strategies: the folder strategies/ is part of the package ringprof")
 
 from .errors import PeerLost, Unfit, UnknownName, WrongGradient
-from .registry import Parameter, Spec, create, find, names, parameters
+from .registry import Parameter, Spec, create, find, names, parameters, peers
 
 __all__ = [
     "Parameter",
@@ -18,4 +18,5 @@ __all__ = [
     "find",
     "names",
     "parameters",
+    "peers",
 ]

@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
+from .copies import can_copy, sees_peers
 from .errors import Unfit
 
 
@@ -36,12 +37,15 @@ class Standing:
     """Slurm's number of the host."""
     process: tuple[str, int] | None = None
     """Its number, and where that number is good for: the host's boot and namespace."""
+    can_copy: bool = False
+    """Whether it can have hops by copy engine, and sees its peers' GPUs."""
 
     @classmethod
     def here(cls, request: str, problem: str | None) -> Standing:
         return cls(
             dist.get_rank(), request, problem, uuid.uuid4().hex, socket.gethostname(),
             _number("LOCAL_WORLD_SIZE"), _number("LOCAL_RANK"), _number("SLURM_NODEID"), _process(),
+            can_copy() is None and sees_peers(),
         )  # fmt: skip
 
     def first_on_host(self) -> int | None:
@@ -61,6 +65,8 @@ class Agreement:
     """The host of each of the group's global ranks, counted from 0."""
     processes: dict[int, int | None]
     """The process of each, where this rank can see it by its number."""
+    can_copy: bool = False
+    """Whether every rank can have hops by copy engine."""
 
 
 _agreements: WeakKeyDictionary[Any, dict[str, Agreement]] = WeakKeyDictionary()
@@ -77,7 +83,10 @@ def agree(group: dist.ProcessGroup, request: str, problem: str | None = None) ->
         said: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(said, Standing.here(request, problem), group=group)
         _refuse_differences(said)
-        known[request] = Agreement(said[0].token, hosts_of(said, dist.get_world_size()), _processes(said))
+        known[request] = Agreement(
+            said[0].token, hosts_of(said, dist.get_world_size()), _processes(said),
+            all(rank.can_copy for rank in said),
+        )  # fmt: skip
     return known[request]
 
 

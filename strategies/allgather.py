@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from .annotate import ring_step
-from .base import Blocks, Context, GradWire, Rows, Strategy, wire_type
+from .base import Blocks, Context, DocumentsLayout, GradWire, Rows, Strategy, wire_type
 from .expected import Load, contiguous_imbalance, forward_bytes
 from .kernel import Gradients
 from .layouts import LAYOUTS, Block, Layout, part
@@ -36,19 +36,21 @@ class AllGather(Strategy):
     """K and V are gathered, dK and dV reduced and scattered."""
 
     layout = LAYOUTS["contiguous"]
+    takes_masks = True
     PARAMETERS: ClassVar[dict[str, str]] = {
         "layout": "contiguous as in Llama 3, or zigzag for balanced causal work",
+        "documents_layout": "zigzag over the packed whole, or over each document by itself",
         "grad_wire": "type of dK and dV in the reduce-scatter: fp32, or the input's own",
         **Strategy.PARAMETERS,
     }
 
     def __init__(
         self, context: Context, *, layout: Literal["contiguous", "zigzag"] = "contiguous",
-        grad_wire: GradWire = "input", deterministic: bool = False,
+        documents_layout: DocumentsLayout = "packed", grad_wire: GradWire = "input", deterministic: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(context, deterministic=deterministic)
         self.layout = LAYOUTS[layout]
-        self.parameters |= {"layout": layout, "grad_wire": grad_wire}
+        self.parameters |= {"layout": layout, "documents_layout": documents_layout, "grad_wire": grad_wire}
         self.kv = self.comm.collective("kv")
         self.dkv = self.comm.collective("dkv")
 
@@ -73,8 +75,8 @@ class AllGather(Strategy):
         gathers = [self.kv.all_gather(x) for x in (k, v)]
         result = Partial()
         with ring_step("fwd", 0, "block"):
-            result.merge(*blocks.forward(q, k, v, Block(causal=blocks.causal)))
-        others = self._others(q.shape[1], blocks.causal)
+            result.merge(*blocks.forward(q, k, v, self._own(blocks) or Block(causal=blocks.causal)))
+        others = self._others(q.shape[1], blocks)
         k_others, v_others = (others.take(gather.wait()[0]) for gather in gathers)
         for step, block in enumerate(others.blocks, 1):
             with ring_step("fwd", step, "block"):
@@ -86,11 +88,12 @@ class AllGather(Strategy):
 
     def backward(self, blocks: Blocks, rows: Rows, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
         gathers = [self.kv.all_gather(x) for x in (k, v)]
-        early, rest = self.home_blocks(q.shape[1], causal=blocks.causal, travelling=k)
+        own = self._own(blocks)
+        early, rest = self.home_blocks(q.shape[1], causal=blocks.causal, travelling=k, own=own)
         dq = Sum(q)
         with ring_step("bwd", 0, "block"):
             home = [(early, blocks.backward(rows, q, k, v, early))]
-        others = self._others(q.shape[1], blocks.causal)
+        others = self._others(q.shape[1], blocks)
         k_others, v_others = (others.take(gather.wait()[0]) for gather in gathers)
         wire = wire_type(self.parameters["grad_wire"], k)
         dk_others, dv_others = (torch.zeros_like(x, dtype=wire) for x in (k_others, v_others))
@@ -114,8 +117,14 @@ class AllGather(Strategy):
                 settled(x, rows_of(home, "kv", 1 + i), k.dtype) for i, x in enumerate((dk, dv))
             )  # type: ignore[return-value]
 
-    def _others(self, local_seq: int, causal: bool) -> _Others:
-        rank, size = self.comm.rank, self.comm.size
+    def _own(self, blocks: Blocks) -> Block | None:
+        """The block with this rank's own keys, where the mask is neither causal nor full."""
+        return None if blocks.cut is None else blocks.cut.block(self.comm.rank, self.comm.rank)
+
+    def _others(self, local_seq: int, blocks_: Blocks) -> _Others:
+        rank, size, causal = self.comm.rank, self.comm.size, blocks_.causal
+        if blocks_.cut is not None:
+            return _Others(size, local_seq, blocks_.cut.with_others(rank))
         if not causal or self.parameters["layout"] == "contiguous":
             before, after = rank * local_seq, (rank + 1) * local_seq
             blocks = [Block(kv=slice(0, before))] if before else []

@@ -7,22 +7,29 @@ and blocks. Shapes: B batch, S local sequence, H heads, Hkv kv heads, D head_dim
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
+from ringprof.mask import Mask
+
 from .communicator import Communicator
+from .cut import Cut, cut_of
 from .errors import Unfit
 from .expected import Expectations
 from .first_order import first_order
 from .kernel import Gradients, Kernel
 from .kernels import choose_kernel
 from .layouts import ALL, Block, Layout, part, split_home_block
-from .merge import output_with_delta, row_product, rows_that_carry, wide_type
+from .merge import output_with_delta, row_product, rows_that_carry, wide_type, with_sinks
 
 GradWire = Literal["fp32", "input"]
+DocumentsLayout = Literal["packed", "per_document"]
+Documents = Sequence[int] | Tensor | None
+"""Cumulative lengths of packed documents, from 0 to the sequence's."""
 HIDDEN_FROM_BYTES = 2**25
 """From which size on the last hop of a backward pass is worth two more kernel calls that hide it, on a GPU."""
 POSITIONS_KEPT = 8
@@ -50,7 +57,7 @@ class Context:
 
 @dataclass
 class Rows:
-    """What a backward pass needs of the queries' rows; one of ``out`` and ``delta`` is given. All dense.
+    """What a backward pass needs of the queries' rows; one of ``out`` and ``delta`` is given. Made of dense tensors.
 
     dout and out (B, S, H, D); lse and delta = rowsum(dO · O) (B, H, S).
     """
@@ -61,22 +68,21 @@ class Rows:
     delta: Tensor | None = None
     _parts: dict[tuple[Any, Any], Rows] = field(default_factory=dict, repr=False)
 
-    def at(self, queries: slice) -> Rows:
+    def at(self, queries: slice, *, dense: bool = True) -> Rows:
         """The same for some of the queries, dense again: made once, as several blocks may want them.
 
-        torch keeps cuDNN's plans of a backward pass by the strides of q, k and v alone. So O, dO and LSE must always
-        have the strides that torch's own autograd gives them for such a q: dense ones.
+        With ``dense`` false O and dO may be views, as far as nothing is computed from them here.
         """
         if queries == ALL:
             return self
         key = queries.start, queries.stop
         if key not in self._parts:
-            self._parts[key] = Rows(
-                part(self.dout, queries).contiguous(),
-                part(self.lse, queries, 2).contiguous(),
-                None if self.out is None else part(self.out, queries).contiguous(),
-                None if self.delta is None else part(self.delta, queries, 2).contiguous(),
-            )
+            dout, out = (None if x is None else part(x, queries) for x in (self.dout, self.out))
+            assert dout is not None
+            if dense or self.delta is not None:
+                dout, out = dout.contiguous(), None if out is None else out.contiguous()
+            delta = None if self.delta is None else part(self.delta, queries, 2).contiguous()
+            self._parts[key] = Rows(dout, part(self.lse, queries, 2).contiguous(), out, delta)
         return self._parts[key]
 
 
@@ -89,23 +95,37 @@ class Blocks:
     causal: bool
     lse_wanted: bool = False
     """Whether a gradient may come through the LSE, on any rank: all must then go the same way back."""
+    cut: Cut | None = None
+    """The mask, where it is more than causal or none."""
     kept: list[Tensor] = field(default_factory=list)
 
     def keep(self, q: Tensor, k: Tensor, v: Tensor) -> None:
         """Called by a forward pass whose backward pass begins with other tensors than the call's own q, k and v."""
         self.kept[:] = [q, k, v]
 
+    def between(self, layout: Layout, q_rank: int, kv_rank: int, local_seq: int) -> Block | None:
+        """The block that ``q_rank`` owes ``kv_rank``'s keys; None where the mask leaves nothing."""
+        if self.cut is not None:
+            return self.cut.block(q_rank, kv_rank)
+        return layout.block(q_rank, kv_rank, local_seq, causal=self.causal)
+
+    def whole(self) -> Block:
+        """Everything against everything, where one rank holds all tokens in order."""
+        block = Block(causal=self.causal) if self.cut is None else self.cut.block(0, 0)
+        assert block is not None
+        return block
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
         """Output and LSE of the block's queries over the block's keys alone."""
         k, v = part(k, block.kv), part(v, block.kv)
-        return self.kernel.forward(part(q, block.q), k, v, scale=self.scale, causal=block.causal)
+        return self.kernel.forward(part(q, block.q), k, v, scale=self.scale, causal=block.causal, parts=block.parts)
 
     def backward(self, rows: Rows, q: Tensor, k: Tensor, v: Tensor, block: Block) -> Gradients:
         """dq of the block's queries, dk and dv of the block's keys."""
-        rows = rows.at(block.q)
+        rows = rows.at(block.q, dense=self.kernel.dense_rows)
         return self.kernel.backward(
             rows.dout, part(q, block.q), part(k, block.kv), part(v, block.kv), rows.lse,
-            out=rows.out, delta=rows.delta, scale=self.scale, causal=block.causal,
+            out=rows.out, delta=rows.delta, scale=self.scale, causal=block.causal, parts=block.parts,
         )  # fmt: skip
 
 
@@ -113,8 +133,12 @@ class Strategy(Expectations, ABC):
     """One way of computing attention over a sequence that is split over ranks."""
 
     layout: Layout
+    takes_masks: ClassVar[bool] = False
+    """Whether it computes packed documents and sliding windows."""
     PARAMETERS: ClassVar[dict[str, str]] = {"deterministic": "the kernel's deterministic mode: same bits every call"}
     """A line of help for each keyword parameter of the constructor."""
+    KERNELS: ClassVar[tuple[str, ...]] = ()
+    """The kernels that may compute its blocks, where not all may."""
 
     def __init__(self, context: Context, *, deterministic: bool = False) -> None:
         self.comm = context.comm
@@ -122,7 +146,8 @@ class Strategy(Expectations, ABC):
         self._kernel_name = context.kernel
         self._kernels: dict[Any, Kernel] = {}
         self._fitting: set[Any] = set()
-        self._positions: dict[tuple[int, torch.device], Tensor] = {}
+        self._positions: dict[tuple[int, torch.device, Layout], Tensor] = {}
+        self._layouts: dict[tuple[int, ...], Layout] = {}
         self._deterministic = deterministic
 
     # --- what a strategy writes ---------------------------------------------------------------
@@ -152,31 +177,62 @@ class Strategy(Expectations, ABC):
             layout = cls.layout_for(size, **params)
         except Unfit as error:
             return str(error)
-        divisor = layout.divisor(size)
-        if shape.seq % divisor:
-            return (
-                f"the {layout.name} layout on {size} ranks needs a sequence divisible by {divisor}: not {shape.seq}"
-                f" (try {max(divisor, shape.seq // divisor * divisor)})"
-            )
+        reason = _indivisible(layout, shape.seq, size)
+        if reason:
+            return reason
         if shape.heads % shape.kv_heads:
             return f"{shape.heads} heads are not a multiple of {shape.kv_heads} kv heads"
         return None
 
+    @classmethod
+    def unfit_mask(cls, mask: Mask, seq: int, size: int, **params: Any) -> str | None:
+        """Why this mask cannot be computed over ``seq`` tokens on ``size`` ranks; None where it can."""
+        if mask.plain:
+            return None
+        if not cls.takes_masks:
+            from .registry import taking_masks
+
+            return f"takes no packed documents and no sliding window: those that do are {', '.join(taking_masks())}"
+        try:
+            mask.check(seq)
+            if mask.documents and params.get("documents_layout") == "per_document":
+                layout = cls.layout_for(size, **params).per_document(mask.documents)
+                return _indivisible(layout, seq, size)
+        except (Unfit, ValueError) as error:
+            return str(error)
+        return None
+
     # --- what a user calls --------------------------------------------------------------------
 
-    def positions(self, seq: int, device: torch.device | str = "cpu") -> Tensor:
-        """Global positions (int64, length seq / N) of the tokens that this rank holds, in local order (for RoPE)."""
-        return self._positions_on(seq, torch.device(device)).clone()
+    def positions(self, seq: int, device: torch.device | str = "cpu", *, documents: Documents = None) -> Tensor:
+        """Global positions (int64, length seq / N) of the tokens that this rank holds, in local order (for RoPE).
 
-    def shard(self, x: Tensor, dim: int = 1) -> Tensor:
+        ``documents``, here and in `shard` and `unshard`, as in `attention`: positions count on over all of them.
+        """
+        return self._positions_on(seq, torch.device(device), documents).clone()
+
+    def shard(self, x: Tensor, dim: int = 1, *, documents: Documents = None) -> Tensor:
         """This rank's tokens of the full tensor ``x``, whose sequence dimension is ``dim``. Differentiable."""
-        return x.index_select(dim, self._positions_on(x.shape[dim], x.device))
+        return x.index_select(dim, self._positions_on(x.shape[dim], x.device, documents))
 
-    def unshard(self, local: Tensor, dim: int = 1) -> Tensor:
+    def unshard(self, local: Tensor, dim: int = 1, *, documents: Documents = None) -> Tensor:
         """The full tensor from every rank's share, on every rank: the inverse of `shard`. Not differentiable."""
         full = torch.cat(self.comm.all_gather(local.detach()), dim)
-        order = self.layout.order(full.shape[dim], self.comm.size).to(full.device)
+        order = self.layout_of(documents).order(full.shape[dim], self.comm.size).to(full.device)
         return torch.empty_like(full).index_copy_(dim, order, full)
+
+    def layout_of(self, documents: Documents) -> Layout:
+        """The layout of a sequence that packs these documents (None: one)."""
+        if documents is None or self.parameters.get("documents_layout") != "per_document":
+            return self.layout
+        packed = Mask.of(documents=documents).documents
+        if packed is None:
+            return self.layout
+        if packed not in self._layouts:
+            while len(self._layouts) >= POSITIONS_KEPT:
+                del self._layouts[next(iter(self._layouts))]
+            self._layouts[packed] = self.layout.per_document(packed)
+        return self._layouts[packed]
 
     def attention(
         self,
@@ -190,23 +246,33 @@ class Strategy(Expectations, ABC):
         dropout_p: float = 0.0,
         window_size: tuple[int, int] = (-1, -1),
         alibi_slopes: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
+        documents: Documents = None,
+        sinks: Tensor | None = None,
     ) -> Any:
         """Attention over the whole sequence for this rank's queries. Differentiable, also through the LSE.
 
         q (B, S/N, H, D), k and v (B, S/N, Hkv, D), sharded as `shard` does. Returns out (B, S/N, H, D), or (out, lse)
         with lse (B, H, S/N) float32. Raises `Unfit` for shapes, types and options that the strategy cannot honour.
         Under autocast q, k and v are cast as `scaled_dot_product_attention` casts them.
-        """  # fmt: skip
-        _refuse_options(
-            dropout_p=dropout_p != 0.0, window_size=tuple(window_size) != (-1, -1),
-            alibi_slopes=alibi_slopes is not None, cu_seqlens=cu_seqlens is not None,
-        )  # fmt: skip
+
+        ``documents`` are the cumulative lengths, from 0 to S, of the documents that every batch entry packs
+        (``cu_seqlens`` of flash-attn; a tensor on a GPU makes the host wait for it): none sees another.
+        ``window_size`` are the tokens before and after its own that a query sees, -1 for all. ``sinks`` (H) are logits
+        that take part in the softmax of each head's rows and have no value; their gradient is this rank's share, to be
+        added up over the ranks as that of every replicated parameter.
+        """
+        _refuse_options(dropout_p=dropout_p != 0.0, alibi_slopes=alibi_slopes is not None)
         q, k, v = _as_autocast(q, k, v)
         self._check_tensors(q, k, v)
         scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-        blocks = Blocks(self.kernel_for(q), scale, causal, return_lse)
-        out, lse = self.differentiable(blocks, q, k, v, lse_wanted=return_lse)
+        cut = None
+        if documents is not None or tuple(window_size) != (-1, -1):
+            cut = self._cut(causal, documents, window_size, q.shape[1] * self.comm.size)
+        kernel = self.kernel_for(q) if cut is None else self.kernel_for(q, windows=cut.mask.windowed)
+        blocks = Blocks(kernel, scale, causal, return_lse or sinks is not None, cut)
+        out, lse = self.differentiable(blocks, q, k, v, lse_wanted=blocks.lse_wanted)
+        if sinks is not None:
+            out, lse = with_sinks(out, lse, sinks)
         return (out, lse) if return_lse else out
 
     def differentiable(
@@ -216,11 +282,48 @@ class Strategy(Expectations, ABC):
         result: tuple[Tensor, Tensor] = _Attention.apply(self, blocks, q, k, v)  # type: ignore[no-untyped-call]
         return result
 
-    def kernel_for(self, q: Tensor) -> Kernel:
-        """The kernel that computes blocks of tensors like ``q``. Raises `Unfit` where it is not available."""
-        key = q.device, q.dtype, q.shape[-1]
+    def _cut(self, causal: bool, documents: Documents, window: Sequence[int], seq: int) -> Cut | None:
+        """The mask as the ranks that trade keys hold it; None for a plain one."""
+        try:
+            mask = Mask.of(causal, documents, window)
+        except ValueError as error:
+            raise Unfit(str(error)) from None
+        reason = self.unfit_mask(mask, seq, self.comm.size, **self.parameters)
+        if reason:
+            raise Unfit(f"{type(self).__name__} {reason}")
+        return None if mask.plain else self.cut(mask, seq, self.comm.size, **self.parameters)
+
+    @classmethod
+    def cut(cls, mask: Mask, seq: int, size: int, **params: Any) -> Cut:
+        """The mask over ``seq`` tokens as ``size`` ranks hold it when they compute."""
+        layout = cls.layout_for(size, **params)
+        if mask.documents and params.get("documents_layout") == "per_document":
+            layout = layout.per_document(mask.documents)
+        return cut_of(mask, *cls.computing(layout, size), seq)
+
+    @classmethod
+    def computing(cls, layout: Layout, size: int) -> tuple[Layout, int]:
+        """The layout of the tokens when blocks are computed, and by how many ranks (or groups of them)."""
+        return layout, size
+
+    @classmethod
+    def kernel_class(
+        cls, name: str, device: torch.device, dtype: torch.dtype, head_dim: int, *, deterministic: bool = False,
+        windows: bool = False,
+    ) -> type[Kernel]:  # fmt: skip
+        """The kernel called ``name``, or for ``auto`` the fastest that fits. Raises `UnknownName` and `Unfit`."""
+        return choose_kernel(
+            name, device, dtype, head_dim, deterministic=deterministic, among=cls.KERNELS, windows=windows
+        )
+
+    def kernel_for(self, q: Tensor, *, windows: bool = False) -> Kernel:
+        """The kernel that computes blocks of tensors like ``q``, in sliding ``windows`` or without.
+
+        Raises `Unfit` where it is not available.
+        """
+        key = q.device, q.dtype, q.shape[-1], windows
         if key not in self._kernels:
-            chosen = choose_kernel(self._kernel_name, *key, deterministic=self._deterministic)
+            chosen = self.kernel_class(self._kernel_name, *key[:3], deterministic=self._deterministic, windows=windows)
             made = (kernel for kernel in self._kernels.values() if type(kernel) is chosen)
             self._kernels[key] = next(made, None) or chosen(deterministic=self._deterministic)
         return self._kernels[key]
@@ -252,13 +355,16 @@ class Strategy(Expectations, ABC):
         return self.comm.size
 
     def home_blocks(
-        self, local_seq: int, *, causal: bool, travelling: Tensor | None = None
+        self, local_seq: int, *, causal: bool, travelling: Tensor | None = None, own: Block | None = None
     ) -> tuple[Block, list[Block]]:
         """This rank's block with its own keys: an early part and what a backward pass keeps to the end.
 
         All of it is early where nothing travels, or where what comes home last, ``travelling``, is so small that the
-        additional kernel calls cost more than they hide.
+        additional kernel calls cost more than they hide. ``own`` is that block where the mask is neither causal nor
+        full.
         """
+        if own is not None:
+            return own, []
         if self.ring_size == 1 or (travelling is not None and not self.hides_last_hop(travelling)):
             return Block(causal=causal), []
         return split_home_block(local_seq, causal=causal)
@@ -267,23 +373,22 @@ class Strategy(Expectations, ABC):
         """Whether a hop of such a tensor is worth the kernel calls that hide it."""
         return not travelling.is_cuda or travelling.numel() * travelling.element_size() >= HIDDEN_FROM_BYTES
 
-    def _positions_on(self, seq: int, device: torch.device) -> Tensor:
+    def _begin(self, phase: str, kernel: Kernel) -> None:
+        """Tell the communicator what it works beside."""
+        self.comm.meter.phase, self.comm.beside_greedy_kernel = phase, kernel.greedy
+
+    def _positions_on(self, seq: int, device: torch.device, documents: Documents = None) -> Tensor:
         """The positions, kept where they are wanted: of the lengths asked for last."""
-        self._check_divides(seq)
-        key = seq, device
+        layout = self.layout_of(documents)
+        reason = _indivisible(layout, seq, self.comm.size)
+        if reason:
+            raise Unfit(reason)
+        key = seq, device, layout
         if key not in self._positions:
             while len(self._positions) >= POSITIONS_KEPT:
                 del self._positions[next(iter(self._positions))]
-            self._positions[key] = self.layout.positions(seq, self.comm.size, self.comm.rank).to(device)
+            self._positions[key] = layout.positions(seq, self.comm.size, self.comm.rank).to(device)
         return self._positions[key]
-
-    def _check_divides(self, seq: int) -> None:
-        divisor = self.layout.divisor(self.comm.size)
-        if seq % divisor:
-            raise Unfit(
-                f"the {self.layout.name} layout on {self.comm.size} ranks needs a sequence divisible by {divisor}:"
-                f" not {seq}"
-            )
 
     def _check_tensors(self, q: Tensor, k: Tensor, v: Tensor) -> None:
         key = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device
@@ -307,7 +412,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, strategy: Strategy, blocks: Blocks, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        strategy.comm.meter.phase = "forward"
+        strategy._begin("forward", blocks.kernel)
         q = _heads_together(q)
         out, lse = strategy.forward(blocks, q, k, v)
         ctx.strategy, ctx.blocks = strategy, blocks
@@ -325,7 +430,7 @@ class _Attention(torch.autograd.Function):
         rows = Rows(dout, lse.contiguous(), out=out.contiguous())
         if dlse is not None or (blocks.lse_wanted and blocks.kernel.takes_delta):
             rows = _rows_with_lse_gradient(blocks.kernel, rows, dlse)
-        strategy.comm.meter.phase = "backward"
+        strategy._begin("backward", blocks.kernel)
         return (None, None, *strategy.backward(blocks, rows, q, k, v))
 
 
@@ -361,6 +466,17 @@ def _as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 def wire_type(wire: GradWire, like: Tensor) -> torch.dtype:
     """The type that a gradient travels in: at least float32, or the input's own."""
     return like.dtype if wire == "input" else wide_type(like)
+
+
+def _indivisible(layout: Layout, seq: int, size: int) -> str | None:
+    """Why a layout cannot cut so long a sequence; None where it can."""
+    divisor = layout.divisor(size)
+    if seq % divisor == 0:
+        return None
+    return (
+        f"the {layout.name} layout on {size} ranks needs a sequence divisible by {divisor}: not {seq}"
+        f" (try {max(divisor, seq // divisor * divisor)})"
+    )
 
 
 def _refuse_options(**given: bool) -> None:

@@ -24,8 +24,9 @@ from .groups import process_group
 from .hops import Ring
 from .hosts import Hosts
 
-HOPS = ("nccl", "copy")
-"""What can carry hops: NCCL's send/recv kernels (gloo on CPU), or copy engines (see `copies`)."""
+HOPS = ("auto", "nccl", "copy")
+"""What can carry hops: NCCL's send/recv kernels (gloo on CPU), or copy engines (see `copies`); ``auto`` is copy engines
+where all ranks can and the kernel beside them is one that needs every multiprocessor."""
 
 
 @dataclass
@@ -61,9 +62,14 @@ class Communicator:
         rank where one rank cannot, or where they do not ask for the same; ``problem`` itself where it is given.
         """
         self.hops = hops
+        self.can_copy = False
+        """Whether ``auto`` may mean copy engines: all ranks can, and see each other's memory."""
+        self.beside_greedy_kernel = False
+        """Whether what is computed now is `Kernel.greedy`."""
         self.meter = Meter()
         self.rank, self.size, self._token = 0, 1, ""
-        self._parent: Any = None
+        self.group: Any = None
+        """The process group; None where torch.distributed is not in use."""
         self._ranks = [0]
         self.hosts = Hosts({0: 0})
         self.processes: dict[int, int | None] = {}
@@ -72,9 +78,9 @@ class Communicator:
         world_size = dist.get_world_size() if _initialised() else 1
         problem = problem or _problem(world_size, ranks_per_host, hops, hosts)
         if _initialised():
-            self._parent = parent = _process_group(group)
-            self.rank, self.size = dist.get_rank(parent), dist.get_world_size(parent)
-            self._ranks = dist.get_process_group_ranks(parent)
+            self.group = found = _process_group(group)
+            self.rank, self.size = dist.get_rank(found), dist.get_world_size(found)
+            self._ranks = dist.get_process_group_ranks(found)
             self._agree(f"{request}, {ranks_per_host=}, {hops=}, {hosts=}", problem)
             self.hosts = Hosts.given(world_size, ranks_per_host, hosts) or self.hosts
         elif problem is not None:
@@ -82,15 +88,22 @@ class Communicator:
 
     def _agree(self, request: str, problem: Exception | None) -> None:
         try:
-            agreed = agree(self._parent, request, None if problem is None else str(problem))
+            agreed = agree(self.group, request, None if problem is None else str(problem))
         except Unfit as refusal:
             raise (problem or refusal) from None
         self._token, self.hosts, self.processes = agreed.token, Hosts(agreed.hosts), agreed.processes
+        self.can_copy = agreed.can_copy
 
     @property
     def is_world(self) -> bool:
         """Whether these are all ranks that there are."""
         return not _initialised() or self.size == dist.get_world_size()
+
+    @property
+    def carried_by(self) -> str:
+        """What has carried hops within a host, or will: ``nccl`` or ``copy``; of ``auto``, as far as is known."""
+        copied = any(operation == "copy" for _, _, operation, _ in self.meter.sent)
+        return "copy" if self.hops == "copy" or copied else "nccl"
 
     def global_rank(self, rank: int) -> int:
         """The global rank of a position in this group."""
@@ -116,20 +129,20 @@ class Communicator:
     def collective(self, channel: str, members: Sequence[int] | None = None) -> Collective:
         """A channel for collectives over ``members``, as `ring` makes one for hops."""
         members = list(range(self.size)) if members is None else list(members)
-        return Collective(channel, members, self._group_of(channel, members, hops=False), self)
+        return Collective(channel, members, self._group_of(channel, members), self)
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """The ``tensor`` of every rank, in rank order (for checks and `unshard`: not counted as traffic)."""
         if self.size == 1:
             return [tensor]
         gathered = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(self.size)]
-        dist.all_gather(gathered, tensor.contiguous(), group=self._parent)
+        dist.all_gather(gathered, tensor.contiguous(), group=self.group)
         return gathered
 
-    def _group_of(self, channel: str, members: Sequence[int], *, hops: bool = True) -> dist.ProcessGroup | None:
+    def _group_of(self, channel: str, members: Sequence[int]) -> dist.ProcessGroup | None:
         if len(members) == 1:
             return None
-        return process_group(channel, tuple(self._ranks[member] for member in members), self._token, hops=hops)
+        return process_group(channel, tuple(self._ranks[member] for member in members), self._token)
 
 
 def _initialised() -> bool:

@@ -20,6 +20,7 @@ from .hops import Hop, Ring
 from .kernel import Gradients, Kernel
 from .merge import wide_type
 from .parcels import Parcel
+from .parts import Parts
 
 _SLOTS = 2
 
@@ -27,7 +28,14 @@ _SLOTS = 2
 @contextmanager
 def use_kernel(strategy: Any, kernel: Kernel) -> Iterator[None]:
     """Let ``strategy`` compute with ``kernel``, whatever the tensors are."""
-    strategy.kernel_for = lambda q: kernel
+    replaced = strategy.kernel_for
+
+    def chosen(q: Tensor, **needs: Any) -> Kernel:
+        # What carries the hops must not change with it.
+        kernel.greedy = replaced(q, **needs).greedy
+        return kernel
+
+    strategy.kernel_for = chosen
     try:
         yield
     finally:
@@ -66,6 +74,7 @@ class Call:
     v: View
     scale: float
     causal: bool
+    parts: Parts | None = None
     rows: RowViews | None = None
 
 
@@ -85,20 +94,22 @@ class Listener(Kernel):
     def __init__(self, kernel: Kernel) -> None:
         super().__init__(deterministic=kernel.deterministic)
         self.kernel = kernel
-        self.name, self.takes_delta = kernel.name, kernel.takes_delta
+        self.name, self.takes_delta, self.dense_rows = kernel.name, kernel.takes_delta, kernel.dense_rows
         self.heard: list[Call] = []
 
     @classmethod
     def unfit(cls, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
         return None
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-        self.heard.append(Call(View.of(q), View.of(k), View.of(v), scale, causal))
-        return self.kernel.forward(q, k, v, scale=scale, causal=causal)
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool, parts: Parts | None = None
+    ) -> tuple[Tensor, Tensor]:
+        self.heard.append(Call(View.of(q), View.of(k), View.of(v), scale, causal, parts))
+        return self.kernel.forward(q, k, v, scale=scale, causal=causal, parts=parts)
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, *,
-        out: Tensor | None = None, delta: Tensor | None = None, scale: float, causal: bool,
+        out: Tensor | None = None, delta: Tensor | None = None, scale: float, causal: bool, parts: Parts | None = None,
     ) -> Gradients:  # fmt: skip
         by_delta = delta is not None and self.takes_delta
         # Dressing delta up as an output is work beside the block: alone, the block is given such an output at once.
@@ -106,8 +117,8 @@ class Listener(Kernel):
         assert term is not None
         given = View.of(term)
         rows = RowViews(View.of(dout), View.of(lse), None if by_delta else given, given if by_delta else None)
-        self.heard.append(Call(View.of(q), View.of(k), View.of(v), scale, causal, rows))
-        return self.kernel.backward(dout, q, k, v, lse, out=out, delta=delta, scale=scale, causal=causal)
+        self.heard.append(Call(View.of(q), View.of(k), View.of(v), scale, causal, parts, rows))
+        return self.kernel.backward(dout, q, k, v, lse, out=out, delta=delta, scale=scale, causal=causal, parts=parts)
 
     def _forward(self, *_: Any) -> tuple[Tensor, Tensor]:
         raise NotImplementedError("the other kernel computes")
@@ -121,13 +132,23 @@ class IdleKernel(Kernel):
 
     name = "idle"
     takes_delta = True
+    dense_rows = False
 
     @classmethod
     def unfit(cls, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
         return None
 
-    def _count(self, phase: str, q: Tensor, k: Tensor, causal: bool, flops_per_pair: int) -> None:
+    def _count(self, phase: str, q: Tensor, k: Tensor, causal: bool, parts: Parts | None = None) -> None:
         """There is no work to count."""
+
+    def _forward_parts(self, q: Tensor, k: Tensor, v: Tensor, scale: float, parts: Parts) -> tuple[Tensor, Tensor]:
+        return self._forward(q, k, v, scale, False)
+
+    def _backward_parts(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor,
+        out: Tensor | None, delta: Tensor | None, scale: float, parts: Parts,
+    ) -> Gradients:  # fmt: skip
+        return self._backward(dout, q, k, v, lse, out, delta, scale, False)
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
         batch, seq, heads, _ = q.shape

@@ -63,6 +63,12 @@ def can_copy() -> str | None:
     return None
 
 
+def sees_peers() -> bool:
+    """Whether this process's GPU can reach the memory of the others, as far as they can be seen: none is no."""
+    here, count = torch.cuda.current_device(), torch.cuda.device_count()
+    return count > 1 and all(torch.cuda.can_device_access_peer(here, other) for other in range(count) if other != here)
+
+
 def copy_ring(
     channel: str, group: dist.ProcessGroup, following: int, previous: int, processes: Mapping[int, int | None]
 ) -> CopyRing:

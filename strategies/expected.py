@@ -88,7 +88,7 @@ class Expectations:
     """The two figures that every strategy class brings itself; None where it says nothing.
 
     They are not inherited: another strategy's figures, even a parent's, are not one's own. A bundled class without them
-    cannot be made (TypeError); a user's own counts as unknown.
+    cannot be made (TypeError); a user's own counts as unknown, and so does other people's code.
     """
 
     @classmethod
@@ -106,6 +106,13 @@ class Expectations:
         for name in ("memory_bytes", "imbalance"):
             if name in vars(cls):
                 continue
-            if cls.__module__.startswith(f"{__package__}.") and cls.__module__ != f"{__package__}.base":
+            if _bundled(cls.__module__):
                 raise TypeError(f"{cls.__module__}.{cls.__name__} must say {name} itself: a parent's is not its own")
             setattr(cls, name, vars(Expectations)[name])
+
+
+def _bundled(module: str) -> bool:
+    """Whether it holds strategies of ours: the base class is none, and those in `foreign` call other people's."""
+    return module.startswith(f"{__package__}.") and not module.startswith(
+        (f"{__package__}.base", f"{__package__}.foreign.")
+    )

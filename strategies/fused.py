@@ -100,7 +100,7 @@ def merge_into(out: Tensor, before: Tensor, lse: Tensor, block_out: Tensor, bloc
     block_seq = block_out.shape[1]
     # In place, other queries stay as they are; else they are copied.
     from_query, queries = (first, block_seq) if out is before else (0, seq)
-    _launch(
+    _launch_rows(
         ringprof_merge, batch * queries * heads, head_dim, (out, before, lse, block_out, block_lse),
         (seq, heads, from_query, queries, first, block_seq),
     )  # fmt: skip
@@ -111,11 +111,10 @@ def add(out: Tensor, total: Tensor | None, block: Tensor) -> bool:
     count = out[0].numel()
     if not all(x is None or x[0].is_contiguous() for x in (out, total, block)):
         return False
-    grid = (triton.cdiv(count, ELEMENTS), out.shape[0])
     given = block if total is None else total
-    ringprof_merge_add[grid](
-        out, given, block, count, out.stride(0), given.stride(0), block.stride(0), HAS_TOTAL=total is not None,
-        ELEMENTS=ELEMENTS, num_warps=8,
+    _launch(
+        ringprof_merge_add, (triton.cdiv(count, ELEMENTS), out.shape[0], 1), (out, given, block),
+        (count, out.stride(0), given.stride(0), block.stride(0)), (total is not None, ELEMENTS), num_warps=8,
     )  # fmt: skip
     return True
 
@@ -124,7 +123,7 @@ def row_product(dout: Tensor, out: Tensor) -> Tensor:
     """As `merge.row_product`."""
     batch, seq, heads, head_dim = dout.shape
     delta = torch.empty(batch, heads, seq, dtype=torch.float32, device=dout.device)
-    _launch(ringprof_row_product, batch * seq * heads, head_dim, (dout, out, delta), (seq, heads))
+    _launch_rows(ringprof_row_product, batch * seq * heads, head_dim, (dout, out, delta), (seq, heads))
     return delta
 
 
@@ -132,10 +131,36 @@ def output_with_delta(dout: Tensor, delta: Tensor) -> Tensor:
     """As `merge.output_with_delta`."""
     batch, seq, heads, head_dim = dout.shape
     out = torch.empty_like(dout)
-    _launch(ringprof_output_with_delta, batch * seq * heads, head_dim, (dout, delta.contiguous(), out), (seq, heads))
+    tensors = (dout, delta.contiguous(), out)
+    _launch_rows(ringprof_output_with_delta, batch * seq * heads, head_dim, tensors, (seq, heads))
     return out
 
 
-def _launch(kernel: Any, rows: int, head_dim: int, tensors: tuple[Tensor, ...], sizes: tuple[int, ...]) -> None:
-    width = triton.next_power_of_2(head_dim)
-    kernel[(triton.cdiv(rows, ROWS),)](*tensors, rows, *sizes, HEAD_DIM=head_dim, ROWS=ROWS, WIDTH=width)
+def _launch_rows(kernel: Any, rows: int, head_dim: int, tensors: tuple[Tensor, ...], sizes: tuple[int, ...]) -> None:
+    constants = (head_dim, ROWS, triton.next_power_of_2(head_dim))
+    _launch(kernel, (triton.cdiv(rows, ROWS), 1, 1), tensors, (rows, *sizes), constants)
+
+
+_compiled: dict[Any, Any] = {}
+"""By all that a kernel is compiled for, and more: the numbers themselves."""
+_COMPILED_AT_MOST = 512
+
+
+def _launch(
+    kernel: Any, grid: tuple[int, int, int], tensors: tuple[Tensor, ...], numbers: tuple[int, ...],
+    constants: tuple[Any, ...], **how: Any,
+) -> None:  # fmt: skip
+    """Launch; from the second time on without triton's look at every argument, which costs as much again."""
+    addresses = [tensor.data_ptr() for tensor in tensors]
+    key = kernel, tensors[0].device, numbers, constants, *(tensor.dtype for tensor in tensors)
+    # A kernel is compiled for addresses that are multiples of 16, or for any.
+    aligned = not any(address % 16 for address in addresses)
+    compiled = _compiled.get(key) if aligned else None
+    if compiled is not None:
+        compiled[grid](*addresses, *numbers, *constants)
+        return
+    compiled = kernel[grid](*tensors, *numbers, *constants, **how)
+    if aligned:
+        if len(_compiled) >= _COMPILED_AT_MOST:
+            _compiled.clear()
+        _compiled[key] = compiled

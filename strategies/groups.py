@@ -8,7 +8,6 @@ token that the members have agreed on.
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -22,7 +21,7 @@ _groups: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
 _groups_world: dist.ProcessGroup | None = None
 
 
-def process_group(channel: str, ranks: tuple[int, ...], token: str, *, hops: bool) -> dist.ProcessGroup:
+def process_group(channel: str, ranks: tuple[int, ...], token: str) -> dist.ProcessGroup:
     """The process group of a channel, made once: communicators are costly, and many strategies may come and go.
 
     Collective over ``ranks``, global ones, the first time; all must give the same ``token``.
@@ -34,7 +33,7 @@ def process_group(channel: str, ranks: tuple[int, ...], token: str, *, hops: boo
         _groups_world = dist.group.WORLD
     key = (channel, ranks)
     if key not in _groups:
-        _groups[key] = _made(channel, ranks, token, hops)
+        _groups[key] = _made(channel, ranks, token)
     return _groups[key]
 
 
@@ -52,7 +51,7 @@ def by_nccl(group: dist.ProcessGroup | None = None) -> bool:
     return torch.cuda.is_available() and backend_for("cuda", group) == "nccl"
 
 
-def _made(channel: str, ranks: tuple[int, ...], token: str, hops: bool) -> dist.ProcessGroup:
+def _made(channel: str, ranks: tuple[int, ...], token: str) -> dist.ProcessGroup:
     # Not new_group: it chooses the name itself.
     world: Any = dist.group.WORLD
     backend, store = c10d._world.pg_map[world]
@@ -61,7 +60,7 @@ def _made(channel: str, ranks: tuple[int, ...], token: str, hops: bool) -> dist.
         make: Any = c10d._new_process_group_helper
         group, _ = make(
             len(ranks), ranks.index(dist.get_rank()), list(ranks), backend, store, f"ringprof:{channel}:{digest}",
-            backend_options=_options(hops), timeout=timeout(), group_desc=f"ringprof:{channel}",
+            backend_options=_options(), timeout=timeout(), group_desc=f"ringprof:{channel}",
         )  # fmt: skip
     c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
     made: dist.ProcessGroup = group
@@ -90,7 +89,7 @@ def timeout() -> timedelta:
     return found if isinstance(found, timedelta) else default
 
 
-def _options(hops: bool) -> object | None:
+def _options() -> object | None:
     """NCCL settings of a channel's communicator; None for other backends."""
     if not by_nccl():
         return None
@@ -98,7 +97,4 @@ def _options(hops: bool) -> object | None:
     options._timeout = timeout()
     # A hop posted while a flash kernel fills the device must not queue behind the rest of its blocks.
     options.is_high_priority_stream = True
-    ctas = os.environ.get("RINGPROF_HOP_CTAS", "")
-    if hops and ctas.isdigit() and int(ctas):
-        options.config.max_ctas = int(ctas)
     return options

@@ -58,7 +58,7 @@ class Ring:
         self.size = len(members)
         self.rank = list(members).index(comm.rank)
         self.group = group
-        self._meter = comm.meter
+        self._comm, self._meter = comm, comm.meter
         following, previous = (comm.global_rank(members[(self.rank + step) % self.size]) for step in (1, -1))
         self._link = comm.hosts.link(comm.global_rank(comm.rank), following)
         comm.meter.goes_to[channel] = following
@@ -66,7 +66,8 @@ class Ring:
             self._next, self._previous = (dist.get_group_rank(group, rank) for rank in (following, previous))
         self._copies = None
         same_host = len({comm.hosts.number(comm.global_rank(member)) for member in members}) == 1
-        if comm.hops == "copy" and group is not None and same_host and not keeps:
+        may_copy = comm.hops == "copy" or (comm.hops == "auto" and comm.can_copy)
+        if may_copy and group is not None and same_host and not keeps:
             processes = {rank: comm.processes[rank] for rank in (following, previous)}
             self._copies = copy_ring(channel, group, self._next, self._previous, processes)
 
@@ -74,20 +75,26 @@ class Ring:
         """Start sending a parcel to the next member and receiving the like from the previous one.
 
         All that is in it travels in one batch: one kernel with NCCL. It must not be written to before `Hop.wait`.
-        ``into`` is where to receive; otherwise room is made, which may be used until the second next hop is posted.
+        ``into`` is where to receive, on a ring that keeps; otherwise room is made, which may be used until the second
+        next hop is posted.
         """
         if self.size == 1:
             return Hop([], parcel.messages, parcel)
-        parcel = owned(parcel, self._copies)
-        if self._copies is not None and into is None:
+        copies = self._copies if self._copies is not None and self._copying() else None
+        parcel = owned(parcel, copies)
+        if copies is not None:
             self._meter.add(self.channel, "copy", self._link, parcel.size_bytes)
-            return self._copies.post(parcel)
+            return copies.post(parcel)
         arriving = parcel.room() if into is None else into
         self._meter.add(self.channel, "send_recv", self._link, parcel.size_bytes)
         sent = list(parcel.messages)
         with annotate("send", self.channel):
             works = self._exchange(sent, arriving.messages)
         return Hop(works, sent, arriving, self.channel)
+
+    def _copying(self) -> bool:
+        """Whether copy engines carry the next hop, where they can: alike on all members."""
+        return self._comm.hops == "copy" or self._comm.beside_greedy_kernel
 
     def _exchange(self, outgoing: list[Tensor], incoming: list[Tensor]) -> list[Any]:
         """What `torch.distributed.batch_isend_irecv` does, without its checks of every argument in every call."""
@@ -110,8 +117,10 @@ class Ring:
             found[device] = bool(group._get_backend(torch.device(device)).supports_coalescing)
         return found
 
-    def tour(self, tensors: Sequence[Tensor] | Parcel) -> Iterator[tuple[int, list[Tensor]]]:
+    def tour(self, tensors: Sequence[Tensor] | Parcel, steps: int | None = None) -> Iterator[tuple[int, list[Tensor]]]:
         """Yield (position, tensors) of every member, this rank's own first, then the previous member's, and so on.
+
+        Of the first ``steps`` alone where they are given: no more hops are made.
 
         Each hop is posted before the tensors that it carries on are handed out, so that what the caller computes with
         them hides it. A list that was handed out is empty when the next one comes: whoever still held the tensors then
@@ -121,8 +130,9 @@ class Ring:
             yield self.rank, list(tensors.tensors if isinstance(tensors, Parcel) else tensors)
             return
         current = tensors if isinstance(tensors, Parcel) else Parcel.holding(tensors)
-        for step in range(self.size):
-            hop = self.post(current) if step + 1 < self.size else None
+        steps = steps or self.size
+        for step in range(steps):
+            hop = self.post(current) if step + 1 < steps else None
             handed_out = list(current.tensors)
             yield (self.rank - step) % self.size, handed_out
             if hop is not None:

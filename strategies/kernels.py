@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Sequence
+from functools import cache, partial
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ringprof.mask import NO_LIMIT, Mask
+
+from . import several_lengths
 from .errors import Unfit, UnknownName
-from .kernel import Gradients, Kernel, half_only
+from .kernel import Gradients, Kernel
 from .merge import row_product, wide_type
+from .parts import Batch, Lengths, Part, Parts, seen_in_band
 from .torch_kernels import CpuFlashKernel, CudnnKernel, TorchEfficientKernel, TorchFlashKernel
 
 __all__ = ["KERNELS", "Gradients", "Kernel", "ReferenceKernel", "choose_kernel"]
@@ -21,16 +26,16 @@ class FlashAttnKernel(Kernel):
     """The flash-attn package, version 2."""
 
     name = "flash-attn"
+    dense_rows = False
+    takes_windows = True
+    most_head_dim = 256
+    several_lengths = True
 
     @classmethod
-    def unfit(cls, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    def missing(cls, device: torch.device) -> str | None:
         if device.type != "cuda":
             return "needs a CUDA device"
-        if find_spec("flash_attn") is None:
-            return "needs the flash-attn package: pip install 'ringprof[flash]'"
-        if head_dim % 8 or head_dim > 256:
-            return f"takes head_dim up to 256 in steps of 8, not {head_dim}"
-        return half_only(dtype)
+        return None if find_spec("flash_attn") else "needs the flash-attn package: pip install 'ringprof[flash]'"
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
         out, lse, *_ = _flash_attn().fwd(q, k, v, None, None, 0.0, scale, causal, -1, -1, 0.0, False, None)
@@ -40,11 +45,51 @@ class FlashAttnKernel(Kernel):
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor,
         out: Tensor | None, delta: Tensor | None, scale: float, causal: bool,
     ) -> Gradients:  # fmt: skip
-        dq, dk, dv, *_ = _flash_attn().bwd(
-            dout, q, k, v, out, lse, None, None, None, None, 0.0, scale, causal, -1, -1, 0.0, self.deterministic, None,
-            None,
-        )  # fmt: skip
+        # Side by side: what comes after takes both in one step.
+        dk, dv = torch.empty((2, *k.shape), dtype=k.dtype, device=k.device).unbind(0)
+        dq, *_ = _flash_attn().bwd(
+            dout, q, k, v, out, lse, None, dk, dv, None, 0.0, scale, causal, -1, -1, 0.0, self.deterministic, None, None
+        )
         return dq, dk, dv
+
+    def _forward_parts(self, q: Tensor, k: Tensor, v: Tensor, scale: float, parts: Parts) -> tuple[Tensor, Tensor]:
+        return several_lengths.forward(_flash_attn_varlen_forward, q, k, v, scale, parts)
+
+    def _backward_parts(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor,
+        out: Tensor | None, delta: Tensor | None, scale: float, parts: Parts,
+    ) -> Gradients:  # fmt: skip
+        assert out is not None
+        call = partial(_flash_attn_varlen_backward, deterministic=self.deterministic)
+        return several_lengths.backward(call, dout, q, k, v, lse, out, scale, parts)
+
+
+def _flash_attn_varlen_forward(
+    q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, batch: Batch, scale: float
+) -> tuple[Tensor, Tensor]:
+    from flash_attn import flash_attn_interface
+
+    out, lse, *_ = flash_attn_interface._flash_attn_varlen_forward(
+        q, k, v, lengths.cumulative_q, lengths.cumulative_kv, batch.most_queries, batch.most_keys, 0.0, scale,
+        causal=batch.causal, window_size_left=batch.left, window_size_right=batch.right, softcap=0.0,
+        alibi_slopes=None, return_softmax=False,
+    )  # fmt: skip
+    return out, lse
+
+
+def _flash_attn_varlen_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, lengths: Lengths, batch: Batch,
+    scale: float, deterministic: bool,
+) -> Gradients:  # fmt: skip
+    from flash_attn import flash_attn_interface
+
+    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    flash_attn_interface._flash_attn_varlen_backward(
+        dout, q, k, v, out, lse, dq, dk, dv, lengths.cumulative_q, lengths.cumulative_kv, batch.most_queries,
+        batch.most_keys, 0.0, scale, causal=batch.causal, window_size_left=batch.left,
+        window_size_right=batch.right, softcap=0.0, alibi_slopes=None, deterministic=deterministic,
+    )  # fmt: skip
+    return dq, dk, dv
 
 
 @cache
@@ -60,15 +105,22 @@ class ReferenceKernel(Kernel):
 
     name = "reference"
     takes_delta = True
+    takes_windows = True
     grouped_heads = False
     production = False
 
-    @classmethod
-    def unfit(cls, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-        return None
+    dtypes = None
+    head_dim_step = 1
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-        scores = self._scores(q, k, scale, causal)
+        return self.forward_seen(q, k, v, scale, _triangle(q) if causal else None)
+
+    def _forward_band(self, q: Tensor, k: Tensor, v: Tensor, scale: float, part: Part) -> tuple[Tensor, Tensor]:
+        return self.forward_seen(q, k, v, scale, seen_in_band(part, q.device))
+
+    def forward_seen(self, q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor | None) -> tuple[Tensor, Tensor]:
+        """As `forward` over as many kv heads as heads; ``seen`` (Sq, Sk) says which keys a query sees, None: all."""
+        scores = self._scores(q, k, scale, seen)
         lse = torch.logsumexp(scores, dim=-1)
         out = torch.einsum("bhqk,bkhd->bqhd", (scores - lse.unsqueeze(-1)).exp(), v.double())
         return out.to(q.dtype), lse.to(wide_type(q))
@@ -77,10 +129,23 @@ class ReferenceKernel(Kernel):
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor,
         out: Tensor | None, delta: Tensor | None, scale: float, causal: bool,
     ) -> Gradients:  # fmt: skip
+        return self.backward_seen(dout, q, k, v, lse, out, delta, scale, _triangle(q) if causal else None)
+
+    def _backward_band(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor,
+        out: Tensor | None, delta: Tensor | None, scale: float, part: Part,
+    ) -> Gradients:  # fmt: skip
+        return self.backward_seen(dout, q, k, v, lse, out, delta, scale, seen_in_band(part, q.device))
+
+    def backward_seen(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor,
+        out: Tensor | None, delta: Tensor | None, scale: float, seen: Tensor | None,
+    ) -> Gradients:  # fmt: skip
+        """As `backward`, with ``seen`` as in `forward_seen`."""
         if delta is None:
             assert out is not None
             delta = row_product(dout.double(), out.double())
-        weights = (self._scores(q, k, scale, causal) - lse.double().unsqueeze(-1)).exp()
+        weights = (self._scores(q, k, scale, seen) - lse.double().unsqueeze(-1)).exp()
         dweights = torch.einsum("bqhd,bkhd->bhqk", dout.double(), v.double())
         dscores = weights * (dweights - delta.double().unsqueeze(-1)) * scale
         dq = torch.einsum("bhqk,bkhd->bqhd", dscores, k.double())
@@ -89,12 +154,48 @@ class ReferenceKernel(Kernel):
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
     @staticmethod
-    def _scores(q: Tensor, k: Tensor, scale: float, causal: bool) -> Tensor:
+    def _scores(q: Tensor, k: Tensor, scale: float, seen: Tensor | None) -> Tensor:
         scores = torch.einsum("bqhd,bkhd->bhqk", q.double(), k.double()) * scale
-        if causal:
-            above = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-            scores = scores.masked_fill(above, float("-inf"))
-        return scores
+        return scores if seen is None else scores.masked_fill(~seen, float("-inf"))
+
+
+class MaskedReference(ReferenceKernel):
+    """Dense attention in float64 over a whole sequence with any mask, for checks."""
+
+    def __init__(self, mask: Mask) -> None:
+        super().__init__()
+        self._mask = mask
+
+    def _forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+        return self.forward_seen(q, k, v, scale, self._seen(q))
+
+    def _backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor,
+        out: Tensor | None, delta: Tensor | None, scale: float, causal: bool,
+    ) -> Gradients:  # fmt: skip
+        return self.backward_seen(dout, q, k, v, lse, out, delta, scale, self._seen(q))
+
+    def _seen(self, q: Tensor) -> Tensor:
+        everything = torch.arange(q.shape[1], device=q.device)
+        first, end = key_spans(self._mask, everything, q.shape[1])
+        return (everything >= first[:, None]) & (everything < end[:, None])
+
+
+def key_spans(mask: Mask, queries: Tensor, seq: int) -> tuple[Tensor, Tensor]:
+    """The first key that each of some queries sees, and the end of its keys; all are positions (int64)."""
+    mask.check(seq)
+    bounds = torch.tensor(mask.documents or (0, seq), device=queries.device)
+    document = torch.searchsorted(bounds, queries, right=True)
+    first, end = bounds[document - 1], bounds[document]
+    if mask.left != NO_LIMIT:
+        first = torch.maximum(first, queries - mask.left)
+    if mask.right != NO_LIMIT:
+        end = torch.minimum(end, queries + mask.right + 1)
+    return first, end
+
+
+def _triangle(q: Tensor) -> Tensor:
+    return torch.ones(q.shape[1], q.shape[1], dtype=torch.bool, device=q.device).tril()
 
 
 # Fastest first (measured on H200: cuDNN about 1.7 times flash-attn 2).
@@ -112,16 +213,21 @@ KERNELS: dict[str, type[Kernel]] = {
 
 
 def choose_kernel(
-    name: str, device: torch.device, dtype: torch.dtype, head_dim: int, *, deterministic: bool = False
-) -> type[Kernel]:
+    name: str, device: torch.device, dtype: torch.dtype, head_dim: int, *, deterministic: bool = False,
+    windows: bool = False, among: Sequence[str] = (),
+) -> type[Kernel]:  # fmt: skip
     """The kernel called ``name``, or for ``auto`` the fastest that this device, type and head_dim allow.
 
+    With ``windows`` it must take parts that are bands. ``among`` are those that may be chosen, where not all may.
     Raises `UnknownName`, or `Unfit` with the reason.
     """
     if name not in ("auto", *KERNELS):
         raise UnknownName(f"no kernel {name!r}; there are: auto, {', '.join(KERNELS)}")
-    candidates = [KERNELS[name]] if name != "auto" else [kernel for kernel in KERNELS.values() if kernel.production]
-    reasons = [_reason_against(kernel, device, dtype, head_dim, deterministic) for kernel in candidates]
+    if among and name not in ("auto", *among):
+        raise Unfit(f"kernel {name!r}: this strategy brings its own way to compute blocks; it has {', '.join(among)}")
+    of_all = [kernel for kernel in KERNELS.values() if kernel.production and (not among or kernel.name in among)]
+    candidates = [KERNELS[name]] if name != "auto" else of_all
+    reasons = [_reason_against(kernel, device, dtype, head_dim, deterministic, windows) for kernel in candidates]
     for kernel, reason in zip(candidates, reasons, strict=True):
         if reason is None:
             return kernel
@@ -132,8 +238,10 @@ def choose_kernel(
 
 
 def _reason_against(
-    kernel: type[Kernel], device: torch.device, dtype: torch.dtype, head_dim: int, deterministic: bool
+    kernel: type[Kernel], device: torch.device, dtype: torch.dtype, head_dim: int, deterministic: bool, windows: bool
 ) -> str | None:
+    if windows and not kernel.takes_windows:
+        return "takes no sliding windows"
     if deterministic and not kernel.has_deterministic_mode:
         return "has no deterministic backward pass"
     return kernel.unfit(device, dtype, head_dim)

@@ -17,11 +17,14 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from .errors import Unfit
+from .parts import Parts
 
 ALL = slice(None)
 
@@ -42,6 +45,8 @@ class Block:
     kv: slice = field(default_factory=lambda: ALL)
     causal: bool = False
     """Lower triangle of a square block; otherwise every query sees every key."""
+    parts: Parts | None = None
+    """What alone of the block is computed, where that is neither of the two."""
 
 
 class Layout(ABC):
@@ -61,9 +66,18 @@ class Layout(ABC):
     def causal_block(self, q_rank: int, kv_rank: int, local_seq: int) -> Block | None:
         """What ``q_rank``'s queries see of ``kv_rank``'s keys under a causal mask; None for nothing."""
 
+    @lru_cache(maxsize=1024)  # noqa: B019 - layouts are few and small
     def block(self, q_rank: int, kv_rank: int, local_seq: int, *, causal: bool) -> Block | None:
         """The block that ``q_rank`` owes ``kv_rank``'s keys; None where the mask leaves nothing."""
         return self.causal_block(q_rank, kv_rank, local_seq) if causal else Block()
+
+    def stride(self, size: int) -> int:
+        """How far apart neighbouring tokens of a rank are in the sequence, but where a new chunk begins."""
+        return 1
+
+    def per_document(self, documents: tuple[int, ...]) -> Layout:
+        """The same split of every document by itself. Raises `Unfit` where there is none."""
+        raise Unfit(f"the {self.name} layout is not made for each document by itself: documents_layout=packed")
 
     def order(self, seq: int, size: int) -> Tensor:
         """Positions in the order of the ranks: ``x[order]`` cut into ``size`` pieces gives every rank's share."""
@@ -110,6 +124,52 @@ class Zigzag(Layout):
         # Both of their chunks lie before our late chunk and after our early one.
         return Block(q=slice(half, local_seq))
 
+    def per_document(self, documents: tuple[int, ...]) -> Layout:
+        return zigzag_per_document(documents)
+
+
+class ZigzagPerDocument(Layout):
+    """Each document by itself in 2·N chunks; rank r holds chunks r and 2N-1-r of every one.
+
+    Chunks are as even as they can be. What a document has over is dealt to the ranks in turn, from where the document
+    before stopped, so that all ranks hold as many tokens whatever the lengths: nothing is padded.
+    """
+
+    def __init__(self, documents: tuple[int, ...]) -> None:
+        self.name = "zigzag per document"
+        self.documents = documents
+
+    def divisor(self, size: int) -> int:
+        return 2 * size
+
+    def positions(self, seq: int, size: int, rank: int) -> Tensor:
+        return self._all_positions(seq, size)[rank]
+
+    def causal_block(self, q_rank: int, kv_rank: int, local_seq: int) -> Block | None:
+        raise NotImplementedError("a layout for documents is cut by them")
+
+    @lru_cache(maxsize=4)  # noqa: B019 - layouts are few
+    def _all_positions(self, seq: int, size: int) -> list[Tensor]:
+        pieces: list[list[Tensor]] = [[] for _ in range(size)]
+        turn = 0
+        for first, end in pairwise(self.documents):
+            even, over = divmod(end - first, 2 * size)
+            lengths = [even] * (2 * size)
+            for extra in range(over):
+                # A rank's first extra token makes its late chunk longer, its second the early one.
+                rank = (turn + extra) % size
+                lengths[2 * size - 1 - rank if extra < size else rank] += 1
+            turn = (turn + over) % size
+            start = first
+            for chunk, length in enumerate(lengths):
+                pieces[min(chunk, 2 * size - 1 - chunk)].append(torch.arange(start, start + length))
+                start += length
+        return [torch.cat(piece) for piece in pieces]
+
+
+zigzag_per_document = lru_cache(maxsize=16)(ZigzagPerDocument)
+"""Kept, as the layers of a model ask for the same one."""
+
 
 class Stripe(Layout):
     """Token i lies on rank i mod N."""
@@ -117,6 +177,9 @@ class Stripe(Layout):
     name = "stripe"
 
     def divisor(self, size: int) -> int:
+        return size
+
+    def stride(self, size: int) -> int:
         return size
 
     def positions(self, seq: int, size: int, rank: int) -> Tensor:
@@ -207,6 +270,9 @@ class Grouped(Layout):
         ulysses_place, ring_place = self.grid.place(rank)
         group = self.ring.positions(seq, self.grid.ring_degree, ring_place)
         return group.chunk(self.grid.ulysses_degree)[ulysses_place]
+
+    def per_document(self, documents: tuple[int, ...]) -> Layout:
+        return Grouped(self.ring.per_document(documents), self.grid)
 
     def causal_block(self, q_rank: int, kv_rank: int, local_seq: int) -> Block | None:
         return self.ring.causal_block(q_rank, kv_rank, local_seq)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from .errors import Unfit
 from .layouts import ALL, part
 
 FUSED_FROM = 2**23
@@ -89,6 +90,29 @@ def merge_into(out: Tensor, before: Tensor, lse: Tensor, block_out: Tensor, bloc
     mine -= functional.logsigmoid(mine - block_lse)
 
 
+def merge_rows(out: Tensor, lse: Tensor, some_out: Tensor, some_lse: Tensor, rows: slice | Tensor) -> None:
+    """Merge a finite result for ``rows`` (a slice, or indices) into out (B, S, H, D) and LSE (B, H, S).
+
+    Rows that have no result yet hold 0 and -inf; they take the new one as it is.
+    """
+    own, mine = out[:, rows], lse[..., rows]
+    weight = torch.sigmoid(some_lse - mine).transpose(1, 2).unsqueeze(-1)
+    out[:, rows] = (own + weight * (some_out - own)).to(out.dtype)
+    lse[..., rows] = torch.logaddexp(mine, some_lse)
+
+
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """The output (B, S, H, D) and LSE (B, H, S) of a softmax with one more logit a head, ``sinks`` (H), of value 0.
+
+    Differentiable: what the sink takes of a row's weight is 1 - sigmoid(lse - sink).
+    """
+    if sinks.shape != (out.shape[2],):
+        raise Unfit(f"sinks are one logit a head: ({out.shape[2]},), not {tuple(sinks.shape)}")
+    logits = sinks.to(lse.dtype).view(1, -1, 1)
+    kept = torch.sigmoid(lse - logits).transpose(1, 2).unsqueeze(-1)
+    return (out * kept).to(out.dtype), torch.logaddexp(lse, logits)
+
+
 class Sum:
     """A sum of blocks (B, S, H, D), each in some rows of one tensor: added in at least float32, rounded once."""
 
@@ -142,39 +166,47 @@ def started(total: Tensor, rows: slice, block: Tensor) -> Tensor:
     """``total`` (B, S, H, D), with ``block`` written in ``rows`` of the sequence and 0 elsewhere."""
     if rows != ALL:
         first, last, _ = rows.indices(total.shape[1])
-        total[:, :first].zero_()
-        total[:, last:].zero_()
+        for around in (slice(0, first), slice(last, total.shape[1])):
+            if around.start < around.stop:
+                part(total, around).zero_()
     convert(part(total, rows), block)
     return total
 
 
 def settled(total: Tensor, parts: Sequence[Part], dtype: torch.dtype) -> Tensor:
-    """A new tensor in ``dtype``: ``total`` plus the last blocks, each in its rows; ``total`` is used up.
+    """A new tensor in ``dtype``: ``total`` plus some blocks, each in its rows; ``total`` is used up.
 
     Each element is added in at least float32 and rounded once.
     """
-    parts = sorted(parts, key=lambda item: item[0].indices(total.shape[1]))
+    total, parts = _apart(total, parts)
     result = torch.empty(total.shape, dtype=dtype, device=total.device)
     done = 0
     for rows, block in parts:
         first, last, _ = rows.indices(total.shape[1])
-        if first < done:
-            return _settled_in_turn(total, parts, dtype)
-        convert(result[:, done:first], total[:, done:first])
+        if first > done:
+            convert(result[:, done:first], total[:, done:first])
         done = last
-        target, own = result[:, first:last], total[:, first:last]
+        target, own = part(result, rows), part(total, rows)
         if not _added(target, own, block):
             torch.add(own.to(wide_type(own)), block, out=target)
-    convert(result[:, done:], total[:, done:])
+    if done < total.shape[1]:
+        convert(result[:, done:], total[:, done:])
     return result
 
 
-def _settled_in_turn(total: Tensor, parts: Sequence[Part], dtype: torch.dtype) -> Tensor:
-    """The same for blocks that share rows."""
-    total = total.to(wide_type(total), copy=True)
-    for rows, block in parts:
-        accumulate(part(total, rows), block)
-    return total.to(dtype)
+def _apart(total: Tensor, parts: Sequence[Part]) -> tuple[Tensor, list[Part]]:
+    """Blocks in the order of their rows, without those that share rows with one before: these are in the total then."""
+    found: list[Part] = []
+    done = 0
+    for rows, block in sorted(parts, key=lambda item: item[0].indices(total.shape[1])):
+        first, last, _ = rows.indices(total.shape[1])
+        if first < done:
+            total = total.to(wide_type(total))
+            accumulate(part(total, rows), block)
+        else:
+            found.append((rows, block))
+            done = last
+    return total, found
 
 
 def convert(out: Tensor, block: Tensor) -> None:

@@ -69,9 +69,19 @@ class Parcel:
         return sum(message.numel() * message.element_size() for message in self.messages)
 
 
+def side_by_side(first: Tensor, second: Tensor) -> Tensor | None:
+    """Two dense tensors (B, ...) of one shape as one of (2B, ...), where the second follows the first in memory."""
+    follows = first.data_ptr() + first.nbytes == second.data_ptr()
+    if not follows or first.shape != second.shape or first.dtype != second.dtype or not first.is_contiguous():
+        return None
+    if first.untyped_storage().data_ptr() != second.untyped_storage().data_ptr() or not second.is_contiguous():
+        return None
+    return first.as_strided((2 * first.shape[0], *first.shape[1:]), first.stride())
+
+
 def shapes_of(tensors: Sequence[Tensor]) -> Shapes:
     """Types and shapes."""
-    return tuple((tensor.dtype, tuple(tensor.shape)) for tensor in tensors)
+    return tuple((tensor.dtype, tensor.shape) for tensor in tensors)
 
 
 def size_bytes(dtype: torch.dtype, shape: Sequence[int]) -> int:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 from .communicator import Communicator
@@ -25,10 +26,22 @@ class Spec:
     """``package.module:Class``, imported on first use."""
     summary: str
     reference: str
+    packages: tuple[str, ...] = ()
+    """Modules of other people that it calls."""
+    install: str = ""
+    """How to get them."""
+
+    def missing(self) -> str | None:
+        """Which of other people's packages are not here, and how to get them; None where nothing is missing."""
+        lacking = [package for package in self.packages if find_spec(package) is None]
+        return f"needs {' and '.join(lacking)}: {self.install}" if lacking else None
 
     def load(self) -> Any:
-        """The class. Raises `UnknownName` where the module or the class is not there."""
+        """The class. Raises `UnknownName` where the module, the class or another's package is not there."""
         module, _, attribute = self.target.partition(":")
+        lacking = self.missing()
+        if lacking:
+            raise UnknownName(f"strategy {self.name!r} {lacking}")
         try:
             return getattr(import_module(module), attribute)
         except (ImportError, AttributeError) as error:
@@ -72,20 +85,66 @@ SPECS = {
 }
 
 
+_RING_FLASH_ATTN = ("ring_flash_attn", "flash_attn"), "pip install ring-flash-attn flash-attn"
+_YUNCHANG = ("yunchang", "flash_attn"), "pip install yunchang flash-attn"
+_TRANSFORMER_ENGINE = ("transformer_engine",), "pip install --no-build-isolation 'transformer_engine[pytorch]'"
+_MAGI = ("magi_attention",), "build it from https://github.com/SandAI-org/MagiAttention"
+
+
+def _peer(name: str, attribute: str, summary: str, source: tuple[tuple[str, ...], str] = ((), "")) -> Spec:
+    module = name.partition("/")[0].replace("-", "_")
+    return Spec(name, f"{__package__}.foreign.{module}:{attribute}", summary, "", *source)
+
+
+PEERS = {
+    spec.name: spec
+    for spec in (
+        _peer("torch-cp", "TorchContextParallel", "the ring of torch's context_parallel"),
+        _peer("ring-flash-attn/ring", "RingFlashAttnRing", "K and V travel", _RING_FLASH_ATTN),
+        _peer("ring-flash-attn/zigzag", "RingFlashAttnZigzag", "the ring, balanced", _RING_FLASH_ATTN),
+        _peer("ring-flash-attn/stripe", "RingFlashAttnStripe", "the ring, token i on rank i mod N", _RING_FLASH_ATTN),
+        _peer("ring-flash-attn/llama3", "RingFlashAttnLlama3", "all-gather, some heads at a time", _RING_FLASH_ATTN),
+        _peer("yunchang/ulysses", "YunchangUlysses", "all-to-all from sequence to heads and back", _YUNCHANG),
+        _peer("yunchang/usp", "YunchangUSP", "Ulysses inside groups, a zigzag ring across them", _YUNCHANG),
+        _peer("transformer-engine/p2p", "TransformerEngineP2P", "cp_comm_type p2p", _TRANSFORMER_ENGINE),
+        _peer("transformer-engine/a2a", "TransformerEngineA2A", "cp_comm_type a2a", _TRANSFORMER_ENGINE),
+        _peer(
+            "transformer-engine/all_gather",
+            "TransformerEngineAllGather",
+            "cp_comm_type all_gather",
+            _TRANSFORMER_ENGINE,
+        ),
+        _peer("magi", "Magi", "MagiAttention, with its own dispatch of tokens", _MAGI),
+    )
+}
+"""Other people's code, which is a strategy where it is installed."""
+
+
 def names() -> list[str]:
     """The bundled strategies."""
     return list(SPECS)
 
 
+def peers() -> list[str]:
+    """Other people's, whether or not they are installed."""
+    return list(PEERS)
+
+
+def taking_masks() -> list[str]:
+    """The bundled strategies that compute packed documents and sliding windows."""
+    return [name for name, spec in SPECS.items() if spec.load().takes_masks]
+
+
 def find(name: str) -> Spec:
-    """The spec of a bundled strategy, or of ``package.module:Class``. Raises `UnknownName`."""
-    if name in SPECS:
-        return SPECS[name]
+    """The spec of a bundled strategy, of a peer, or of ``package.module:Class``. Raises `UnknownName`."""
+    known = {**SPECS, **PEERS}
+    if name in known:
+        return known[name]
     if ":" in name:
         return Spec(name, name, "given by its import path", "")
-    close = difflib.get_close_matches(name, SPECS, n=1)
+    close = difflib.get_close_matches(name, known, n=1)
     hint = f" (did you mean {close[0]!r}?)" if close else ""
-    raise UnknownName(f"no strategy {name!r}{hint}; there are: {', '.join(SPECS)}, or package.module:Class")
+    raise UnknownName(f"no strategy {name!r}{hint}; there are: {', '.join(known)}, or package.module:Class")
 
 
 def parameters(strategy: Any) -> list[Parameter]:
@@ -159,7 +218,7 @@ def create(
     group: Any = None,
     kernel: str = "auto",
     ranks_per_host: int | None = None,
-    hops: str = "nccl",
+    hops: str = "auto",
     hosts: Sequence[int] | None = None,
     **params: Any,
 ) -> Any:
@@ -168,8 +227,8 @@ def create(
     Collective: all ranks of the group call it, with the same arguments. Where torch.distributed is not in use there is
     one rank.
 
-    ``kernel`` is a kernel's name or ``auto``; ``ranks_per_host`` overrides what the launcher says; with ``hops`` of
-    ``copy`` copy engines carry the hops within a host (see `copies`); ``hosts`` numbers every global rank's host.
+    ``kernel`` is a kernel's name or ``auto``; ``ranks_per_host`` overrides what the launcher says; ``hops``
+    says what carries the hops within a host (see `communicator.HOPS`); ``hosts`` numbers every global rank's host.
     ``params`` are the strategy's own. Raises `UnknownName` and `Unfit`.
     """
     from .base import Context

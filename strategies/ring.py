@@ -1,13 +1,14 @@
 """Ring attention: every rank keeps its queries; keys and values travel round the ring.
 
 Step 0 computes the rank's own block; step s the block with the keys of rank r - s, which arrived while step s - 1 was
-computed. In the backward pass dK and dV travel behind their K and V and come home after N hops; a part of the rank's
-own block is kept to the end, so that the last hop is hidden too.
+computed. In the backward pass dK and dV travel behind their K and V, from the first rank that is not their own, and
+come home after N - 1 hops, where those of the rank's own block are added; a part of that block is kept to the end, so
+that the last hop is hidden too.
 
 With the contiguous layout and a causal mask, rank r has work in r + 1 of the N steps and waits in the others: that is
 this strategy, and what zigzag and stripe mend.
 
-Source: Ring Attention (arXiv 2310.01889); zhuzilin/ring-flash-attention, whose dK and dV travel in float32.
+Source: Ring Attention (arXiv 2310.01889); zhuzilin/ring-flash-attention, whose dK and dV travel in float32, N hops.
 """
 
 from __future__ import annotations
@@ -23,13 +24,14 @@ from .expected import Load, contiguous_imbalance, ring_bytes
 from .kernel import Gradients
 from .layouts import LAYOUTS, Block, part
 from .merge import Partial, Sum, accumulate, settled, started
-from .parcels import Parcel
+from .parcels import Parcel, side_by_side
 
 
 class Ring(Strategy):
     """K and V travel; the layout decides which block each step is."""
 
     layout = LAYOUTS["contiguous"]
+    takes_masks = True
     PARAMETERS: ClassVar[dict[str, str]] = {
         "grad_wire": "type of travelling dK and dV: fp32, or the input's own",
         **Strategy.PARAMETERS,
@@ -51,8 +53,8 @@ class Ring(Strategy):
 
     def forward(self, blocks: Blocks, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         result = Partial()
-        for step, (kv_rank, kv) in enumerate(self.kv_ring.tour([k, v])):
-            block = self.block(kv_rank, q, blocks.causal)
+        for step, (kv_rank, kv) in enumerate(self.kv_ring.tour([k, v], self.steps(blocks))):
+            block = self.block(blocks, kv_rank, q)
             if block is None:
                 continue
             with ring_step("fwd", step, "block"):
@@ -63,39 +65,55 @@ class Ring(Strategy):
             return result.result(q.dtype)
 
     def backward(self, blocks: Blocks, rows: Rows, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
-        early, rest = self.home_blocks(q.shape[1], causal=blocks.causal, travelling=k)
+        own = None if blocks.cut is None else self.block(blocks, self.ring_rank, q)
+        early, rest = self.home_blocks(q.shape[1], causal=blocks.causal, travelling=k, own=own)
         wire = wire_type(self.parameters["grad_wire"], k)
         dq = Sum(q)
+        home: Home = []
         hop: Any = None
-        for step, (kv_rank, kv) in enumerate(self.kv_ring.tour([k, v])):
-            block = early if step == 0 else self.block(kv_rank, q, blocks.causal)
+        steps = self.steps(blocks)
+        for step, (kv_rank, kv) in enumerate(self.kv_ring.tour([k, v], steps)):
+            block = early if step == 0 else self.block(blocks, kv_rank, q)
             grads = None
             if block is not None:
                 with ring_step("bwd", step, "block"):
                     grads = blocks.backward(rows, q, kv[0], kv[1], block)
-            dkv = begun_dkv(k, wire) if hop is None else hop.wait()
-            if block is not None and grads is not None:
                 with ring_step("bwd", step, "merge"):
                     dq.add(grads[0], block.q)
+                if step == 0:
+                    home.append((block, grads))
+            if step > 0:
+                dkv = begun_dkv(k, wire) if hop is None else hop.wait()
+                with ring_step("bwd", step, "merge"):
                     add_dkv(dkv, grads, block, first=hop is None)
+                hop = self.dkv_ring.post(dkv)
             grads = None
-            hop = self.dkv_ring.post(dkv)
-        home = []
+        for _ in range(steps, self.ring_size if steps > 1 else 0):
+            hop = self.dkv_ring.post(hop.wait())
         for block in rest:
             # Computed while dK and dV make their last hop.
             with ring_step("bwd", self.ring_size, "block"):
                 home.append((block, blocks.backward(rows, q, k, v, block)))
-        dkv = hop.wait()
+        dkv = None if hop is None else hop.wait()
         with ring_step("bwd", self.ring_size, "merge"):
-            return dq.result(q.dtype, rows_of(home, "q", 0)), *settled_dkv(dkv, home, k.dtype)
+            return dq.result(q.dtype, rows_of(home[1:], "q", 0)), *settled_dkv(dkv, home, k.dtype)
 
-    def block(self, kv_rank: int, q: Tensor, causal: bool) -> Block | None:
+    @property
+    def ring_rank(self) -> int:
+        """This rank's place on the ring."""
+        return self.kv_ring.rank
+
+    def steps(self, blocks: Blocks) -> int:
+        """Steps until no rank needs another's keys any more."""
+        return self.ring_size if blocks.cut is None else blocks.cut.steps
+
+    def block(self, blocks: Blocks, kv_rank: int, q: Tensor) -> Block | None:
         """What this rank's queries see of ``kv_rank``'s keys."""
-        return self.layout.block(self.comm.rank, kv_rank, q.shape[1], causal=causal)
+        return blocks.between(self.layout, self.ring_rank, kv_rank, q.shape[1])
 
 
 Home = list[tuple[Block, Gradients]]
-"""The last blocks of a backward pass, with their gradients."""
+"""Blocks whose gradients stay on the rank, with these."""
 
 
 def begun_dkv(k: Tensor, wire: torch.dtype) -> Parcel:
@@ -103,25 +121,42 @@ def begun_dkv(k: Tensor, wire: torch.dtype) -> Parcel:
     return Parcel.empty(((wire, tuple(k.shape)),) * 2, k.device)
 
 
-def add_dkv(dkv: Parcel, grads: Gradients, block: Block, *, first: bool = False) -> None:
-    """Add one block's dK and dV to those that travel; the ``first`` is written, with 0 around it."""
-    for total, gradient in zip(dkv.tensors, grads[1:], strict=True):
+def add_dkv(dkv: Parcel, grads: Gradients | None, block: Block | None, *, first: bool = False) -> None:
+    """Add a block's dK and dV, where there is one, to those that travel; the ``first`` is written, with 0 around it."""
+    if grads is None or block is None:
+        for message in dkv.messages if first else ():
+            message.zero_()
+        return
+    for total, gradient in zip(*_as_few(dkv, [grads]), strict=True):
         if first:
-            started(total, block.kv, gradient)
+            started(total, block.kv, gradient[0])
         else:
-            accumulate(part(total, block.kv), gradient)
+            accumulate(part(total, block.kv), gradient[0])
 
 
-def settled_dkv(dkv: Parcel, home: Home, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """dK and dV that have come home, in ``dtype``, with the last blocks' added."""
-    if not home and len(dkv.messages) == 1:
-        # In one copy; also where the type is the same, for the memory is the hop's.
-        dk, dv = dkv.over([dkv.messages[0].to(dtype, copy=True)]).tensors
-        return dk, dv
-    dk, dv = (settled(x, rows_of(home, "kv", 1 + i), dtype) for i, x in enumerate(dkv.tensors))
+def settled_dkv(dkv: Parcel | None, home: Home, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """dK and dV that have come home (None: they never left), in ``dtype``, with those of the blocks that stayed."""
+    if dkv is None:
+        ((_, (_, dk, dv)),) = home
+        return dk.to(dtype), dv.to(dtype)
+    totals, gradients = _as_few(dkv, [grads for _, grads in home])
+    rows = [block.kv for block, _ in home]
+    settlements = [
+        settled(x, list(zip(rows, one, strict=True)), dtype) for x, one in zip(totals, gradients, strict=True)
+    ]
+    dk, dv = settlements if len(settlements) == 2 else settlements[0].chunk(2)
     return dk, dv
 
 
+def _as_few(dkv: Parcel, gradients: list[Gradients]) -> tuple[list[Tensor], list[list[Tensor]]]:
+    """dK and dV, and each block's; both as one tensor of twice the batch where all of them lie so in memory."""
+    together = [side_by_side(dk, dv) for _, dk, dv in gradients]
+    whole = [x for x in together if x is not None]
+    if len(dkv.messages) == 1 and len(whole) == len(together):
+        return [dkv.messages[0].flatten(0, 1)], [whole]
+    return dkv.tensors, [[one[1 + i] for one in gradients] for i in range(2)]
+
+
 def rows_of(home: Home, rows: str, which: int) -> list[tuple[slice, Tensor]]:
-    """One gradient of each of the last blocks, and the rows (``q`` or ``kv``) that it belongs to."""
+    """One gradient of each of the blocks, and the rows (``q`` or ``kv``) that it belongs to."""
     return [(getattr(block, rows), grads[which]) for block, grads in home]

@@ -26,13 +26,14 @@ from .expected import Load, forward_bytes
 from .first_order import first_order
 from .hops import Hop
 from .kernel import Gradients
-from .layouts import LAYOUTS, Block
+from .layouts import LAYOUTS, Layout
 
 
 class Ulysses(Strategy):
     """All ranks trade sequence for heads; each computes its heads alone."""
 
     layout = LAYOUTS["contiguous"]
+    takes_masks = True
     PARAMETERS: ClassVar[dict[str, str]] = {
         "grad_wire": "type of dQ, dK and dV in the all-to-all: fp32, or the input's own",
         **Strategy.PARAMETERS,
@@ -65,11 +66,15 @@ class Ulysses(Strategy):
 
     def forward(self, blocks: Blocks, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         with ring_step("fwd", 0, "block"):
-            return blocks.forward(q, k, v, Block(causal=blocks.causal))
+            return blocks.forward(q, k, v, blocks.whole())
 
     def backward(self, blocks: Blocks, rows: Rows, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
         with ring_step("bwd", 0, "block"):
-            return blocks.backward(rows, q, k, v, Block(causal=blocks.causal))
+            return blocks.backward(rows, q, k, v, blocks.whole())
+
+    @classmethod
+    def computing(cls, layout: Layout, size: int) -> tuple[Layout, int]:
+        return layout, 1
 
 
 def unfit_heads(shape: Shape, ulysses_degree: int) -> str | None:

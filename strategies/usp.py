@@ -15,9 +15,9 @@ from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
-from .base import Blocks, Context, GradWire, Shape, Strategy
+from .base import Blocks, Context, DocumentsLayout, GradWire, Shape, Strategy
 from .expected import Load, contiguous_imbalance, ring_bytes
-from .layouts import LAYOUTS, Block, Grid, Grouped
+from .layouts import LAYOUTS, Grid, Grouped, Layout
 from .ring import Ring
 from .ulysses import HeadExchange, unfit_heads
 
@@ -33,13 +33,14 @@ class USP(Ring):
         "ring_degree": "ranks in a ring (default: what is left)",
         "placement": "which of the two has neighbouring ranks",
         "layout": "layout of the ring",
+        "documents_layout": "zigzag over the packed whole, or over each document by itself",
         **Ring.PARAMETERS,
     }
 
     def __init__(
         self, context: Context, *, ulysses_degree: int | None = None, ring_degree: int | None = None,
         placement: Placement = "head-first", layout: RingLayout = "zigzag", grad_wire: GradWire = "fp32",
-        deterministic: bool = False,
+        documents_layout: DocumentsLayout = "packed", deterministic: bool = False,
     ) -> None:  # fmt: skip
         Strategy.__init__(self, context, deterministic=deterministic)
         size = self.comm.size
@@ -49,7 +50,7 @@ class USP(Ring):
         self.layout, grid = grouped, grouped.grid
         self.parameters |= {
             "ulysses_degree": grid.ulysses_degree, "ring_degree": grid.ring_degree, "placement": placement,
-            "layout": layout, "grad_wire": grad_wire,
+            "layout": layout, "grad_wire": grad_wire, "documents_layout": documents_layout,
         }  # fmt: skip
         self.exchange = HeadExchange(self.comm.collective("heads", grid.ulysses_group(self.comm.rank)))
         self.kv_ring = self.comm.ring("kv", grid.ring(self.comm.rank))
@@ -95,8 +96,10 @@ class USP(Ring):
     def ring_size(self) -> int:
         return self.kv_ring.size
 
-    def block(self, kv_rank: int, q: Tensor, causal: bool) -> Block | None:
-        return self.layout.block(self.kv_ring.rank, kv_rank, q.shape[1], causal=causal)
+    @classmethod
+    def computing(cls, layout: Layout, size: int) -> tuple[Layout, int]:
+        assert isinstance(layout, Grouped)
+        return layout.ring, layout.grid.ring_degree
 
 
 def default_ulysses_degree(size: int, per_host: int, placement: Placement) -> int:

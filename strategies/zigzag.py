@@ -8,8 +8,9 @@ Source: zhuzilin/ring-flash-attention, issue 2; the same split is "load balancin
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
+from .base import Context, DocumentsLayout, GradWire
 from .expected import Load, ring_bytes
 from .layouts import LAYOUTS
 from .ring import Ring
@@ -19,6 +20,17 @@ class Zigzag(Ring):
     """The ring over the zigzag layout."""
 
     layout = LAYOUTS["zigzag"]
+    PARAMETERS: ClassVar[dict[str, str]] = {
+        "documents_layout": "zigzag over the packed whole, or over each document by itself",
+        **Ring.PARAMETERS,
+    }
+
+    def __init__(
+        self, context: Context, *, grad_wire: GradWire = "fp32", documents_layout: DocumentsLayout = "packed",
+        deterministic: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__(context, grad_wire=grad_wire, deterministic=deterministic)
+        self.parameters["documents_layout"] = documents_layout
 
     @classmethod
     def memory_bytes(cls, load: Load, **params: Any) -> int | None:

@@ -136,7 +136,7 @@ def entry_of_row(row: LogRow) -> Entry:
         "passes": "forward" if row.forward_only else "forward and backward",
         "device": row.device,
     }
-    times = {"forward": row.forward_ms, "iteration": row.forward_backward_ms}
+    times = {"forward_ms": row.forward_ms, "iteration_ms": row.forward_backward_ms}
     figures = {
         name: Figure(value, "ms", higher_is_better=False, depends_on_work=True)
         for name, value in times.items()
@@ -145,5 +145,5 @@ def entry_of_row(row: LogRow) -> Entry:
     if row.tflops is not None:
         figures["tflops"] = Figure(row.tflops, "TFLOP/s", higher_is_better=True)
     if row.memory_mb is not None:
-        figures["peak_memory"] = Figure(row.memory_mb, "MiB", higher_is_better=False, depends_on_work=True)
+        figures["peak_memory_mb"] = Figure(row.memory_mb, "MB", higher_is_better=False, depends_on_work=True)
     return Entry(f"{row.file}:{row.line}", "log", settings, figures)

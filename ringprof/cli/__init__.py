@@ -19,9 +19,11 @@ from ringprof.errors import RingprofError, nearest
 # name -> (module, one line for --help)
 COMMANDS = {
     "record": ("ringprof.cli.record", "Run a strategy, check it, time it and profile it."),
+    "balance": ("ringprof.cli.balance", "Compare how evenly layouts deal out packed documents."),
     "bench": ("ringprof.cli.bench", "Record every combination of strategies, lengths and kernels."),
     "compare": ("ringprof.cli.compare", "Set runs, traces, tables and logs side by side."),
     "export": ("ringprof.cli.export", "Merge all ranks into one trace for Perfetto."),
+    "kernels": ("ringprof.cli.kernels", "List the attention kernels and what each can."),
     "logs": ("ringprof.cli.logs", "Read benchmark logs into one table and audit them."),
     "plot": ("ringprof.cli.plot", "Draw a plot as PNG, SVG or PDF."),
     "report": ("ringprof.cli.report", "Show where the time of a run or trace went."),

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 
 import click
 
 from ringprof.analysis.findings.comparison import Comparison
-from ringprof.analysis.findings.conditions import Condition, parse_condition
-from ringprof.analysis.findings.entries import flat
+from ringprof.cli.gate import gate, gated
 from ringprof.cli.reading import reads_traces
 from ringprof.cli.write import print_or_write, text_style, write_text
 from ringprof.options import LoadOptions
@@ -21,10 +21,9 @@ from ringprof.side_by_side import compare
 @click.option("--format", "form", type=click.Choice(["terminal", "json", "csv"]), default="terminal", show_default=True)
 @click.option("-o", "--output", type=click.Path(dir_okay=False), help="Write to this file instead of the terminal.")
 @click.option("--html", "page", type=click.Path(dir_okay=False), help="Also write the comparison as one HTML page.")
-@click.option("--fail-if", "conditions", multiple=True, metavar="CONDITION",
-              help="Exit with 1 where it holds for an entry: 'tflops < 0.95 * base'; repeatable.")  # fmt: skip
 @click.option("--same-work", is_flag=True,
               help="Set times and memory against each other, too: you know that the work was the same.")  # fmt: skip
+@gated("'tflops < 0.95 * base'")
 @reads_traces
 def command(
     paths: tuple[str, ...],
@@ -33,38 +32,38 @@ def command(
     output: str | None,
     page: str | None,
     conditions: tuple[str, ...],
+    undecided: str,
     same_work: bool,
 ) -> int:
     """Set runs, traces, printed tables and benchmark logs side by side, in any mix, against the first.
 
-    What differs in settings and hardware comes first. A difference within the spread of repeated timings is called
-    noise; times of different work are not set against each other.
+    What differs in settings and hardware comes first. A difference that the repeated timings do not prove is called
+    noise; times of different work are not set against each other. With the word vs between them, what stands on each
+    side is several recordings of one run.
 
     \b
     ringprof compare traces/a traces/b
+    ringprof compare traces/main-1 traces/main-2 traces/main-3 vs traces/branch-*
     ringprof compare traces/main traces/branch --fail-if 'tflops < 0.95 * base'
     """
-    parsed = [parse_condition(text) for text in conditions]
-    found = compare(*paths, reading=reading, same_work=same_work)
+    conditional = gate(conditions, undecided)
+    found = compare(*_sides(paths), reading=reading, same_work=same_work)
     print_or_write(_text(found, form, output), output)
     if page:
         write_text(page, found.to_html())
-    return 1 if _failed(found, parsed) else 0
+    failed = [
+        conditional.fails(entry, found.entries[0], [one for one in found.differences if one.entry == index])
+        for index, entry in enumerate(found.entries)
+        if index
+    ]
+    return 1 if any(failed) else 0
 
 
-def _failed(found: Comparison, conditions: Sequence[Condition]) -> bool:
-    """Whether a condition holds for an entry; says which."""
-    base, failed = flat(found.entries[0].figures), False
-    for entry in found.entries[1:]:
-        figures = flat(entry.figures)
-        shares = {name for name, one in entry.figures.items() if one.unit == "share"}
-        for condition in conditions:
-            if condition.holds(figures, base, shares):
-                failed = True
-                of_base = f" (base {base[condition.figure]:.6g})" if condition.figure in base else ""
-                message = f"{entry.label}: {condition.figure} is {figures[condition.figure]:.6g}{of_base}"
-                click.echo(f"ringprof: {message}: {condition.text}", err=True)
-    return failed
+def _sides(paths: Sequence[str]) -> list[str | list[str]]:
+    """The paths one by one or, with ``vs`` among them, what it separates."""
+    if "vs" not in paths:
+        return [*paths]
+    return [list(side) for is_vs, side in groupby(paths, lambda path: path == "vs") if not is_vs]
 
 
 def _text(found: Comparison, form: str, output: str | None) -> str:

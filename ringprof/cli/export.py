@@ -12,15 +12,16 @@ from ringprof.cli.reading import newest_or, reads_traces
 from ringprof.cli.write import written
 from ringprof.errors import UsageError
 from ringprof.options import LoadOptions
-from ringprof.report.perfetto import events_of
+from ringprof.report.perfetto import events_of, metadata_of
 
 
 @click.command(name="export")
 @click.argument("paths", nargs=-1, type=click.Path(), metavar="[PATH]...")
 @click.option("-o", "--output", required=True, type=click.Path(dir_okay=False), help="A .json or .json.gz file.")
+@click.option("--launches", is_flag=True, help="With the CPU threads: their launches and named ranges.")
 @reads_traces
-def command(paths: tuple[str, ...], reading: LoadOptions, output: str) -> int:
-    """Merge all ranks into one trace on one clock, with ring steps, exposed stretches and arrows from send to receive.
+def command(paths: tuple[str, ...], reading: LoadOptions, output: str, launches: bool) -> int:
+    """Merge all ranks into one trace on one clock, with ring steps, waits, rates and arrows from send to receive.
 
     Open the file in https://ui.perfetto.dev, or in chrome://tracing.
 
@@ -36,8 +37,8 @@ def command(paths: tuple[str, ...], reading: LoadOptions, output: str) -> int:
     found = analysis.findings  # before a file is begun, as it may be refused
     opened = gzip.open if suffix.endswith(".gz") else open
     with written(output), opened(output, "wt", encoding="utf-8") as file:
-        file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
-        for number, event in enumerate(events_of(found)):
+        file.write(f'{{"displayTimeUnit": "ms", "otherData": {json.dumps(metadata_of(found))}, "traceEvents": [\n')
+        for number, event in enumerate(events_of(found, launches=launches)):
             file.write((",\n" if number else "") + json.dumps(event))
         file.write("\n]}\n")
     return 0

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import click
 
 from ringprof.cli.progress import reporter
-from ringprof.cli.recording import params_of, records, request_of
+from ringprof.cli.recording import masks, params_of, records, request_of
 from ringprof.cli.values import KERNELS, STRATEGIES, Known, Tokens
 from ringprof.errors import RecordError, RingprofError
 from ringprof.record import Request, record
@@ -26,6 +26,7 @@ from ringprof.run import Run
     " code that is not ringprof's.",
 )  # fmt: skip
 @click.option("--seq", required=True, type=Tokens(), help="Global sequence length in tokens: 131072 or 128k.")
+@masks
 @records
 @click.option("--forward-only", is_flag=True, help="No backward pass.")
 @click.option("-p", "--param", "params", multiple=True, metavar="KEY=VALUE",

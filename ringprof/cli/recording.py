@@ -8,6 +8,9 @@ from typing import Any
 
 import click
 
+from ringprof.cli.values import Tokens
+from ringprof.documents import document_lengths
+from ringprof.errors import UsageError
 from ringprof.record import Request
 from ringprof.record.resolve import DTYPES
 from ringprof.run import Workload
@@ -23,8 +26,8 @@ _OPTIONS = (
     click.option("--causal/--no-causal", default=True, show_default=True, help="Causal mask, or full attention."),
     click.option("--dtype", type=click.Choice(list(DTYPES)), default="bf16", show_default=True,
                  help="Type of the inputs."),
-    click.option("--hops", type=click.Choice(["nccl", "copy"]), default="nccl", show_default=True,
-                 help="What carries hops within a host: NCCL's kernels, or the GPUs' copy engines."),
+    click.option("--hops", type=click.Choice(["auto", "nccl", "copy"]), default="auto", show_default=True,
+                 help="What carries hops within a host: NCCL, or copy engines; auto: these beside cuDNN."),
     click.option("--device", type=click.Choice(["auto", "cuda", "cpu"]), default="auto", show_default=True,
                  help="GPUs with NCCL, or CPU processes with gloo."),
     click.option("--world", type=int, help="Ranks.  [default: all GPUs; 4 on CPU]"),
@@ -45,15 +48,35 @@ def records(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
+def masks(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Gives a command the options of a mask that is more than causal or none."""
+    documents = click.option(
+        "--documents", metavar="LENGTHS",
+        help="Packed documents: 65536,32768x4, a file of lengths, or lognormal:mean=8192,sigma=1.2,seed=7.",
+    )  # fmt: skip
+    window = click.option(
+        "--window-size", type=Tokens(), help="Sliding window: a token sees so many keys, its own counted."
+    )
+    return documents(window(function))
+
+
 def request_of(options: dict[str, Any], *, seq: int, strategy: str, backward: bool = True, **others: Any) -> Request:
     """What the options ask for; ``others`` are further fields of the request."""
-    heads, kv_heads = options["heads"], options["kv_heads"]
+    given, heads, kv_heads = options.get("documents"), options["heads"], options["kv_heads"]
     workload = Workload(
         batch=options["batch"], seq=seq, heads=heads, kv_heads=heads if kv_heads is None else kv_heads,
         head_dim=options["head_dim"], causal=options["causal"], dtype=options["dtype"], backward=backward,
+        documents=document_lengths(given, seq) if given else None, window=window_of(options.get("window_size")),
     )  # fmt: skip
     chosen = {name: options[name] for name in _SAME}
     return Request(workload=workload, strategy=strategy, command=["ringprof", *sys.argv[1:]], **chosen, **others)
+
+
+def window_of(given: int | None) -> int | None:
+    """A window as a workload has it. Raises `UsageError` where it is none."""
+    if given is not None and given < 1:
+        raise UsageError(f"--window-size must be at least 1, a token's own key, not {given}")
+    return given
 
 
 def params_of(given: Iterable[str], form: str) -> dict[str, str]:

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ringprof.analysis.findings.conditions import Condition, parse_condition
-from ringprof.analysis.findings.figures import shares_among
+from ringprof.analysis.findings.comparison import Entry
 from ringprof.api import Analysis, load_any, parse_any
+from ringprof.cli.gate import Gate, gate, gated
 from ringprof.cli.progress import loading_progress
 from ringprof.cli.reading import newest_or, reads_traces
 from ringprof.cli.write import NARROWEST, print_or_write, text_style, write_text
@@ -53,15 +53,19 @@ def _sections(function: Callable[..., Any]) -> Callable[..., Any]:
 )
 @click.option("--top", type=click.IntRange(min=1), help="So many rows of each of them.")
 @click.option("--all", "everything", is_flag=True, help="All rows of them, every rank's own.")
-@click.option("--fail-if", "conditions", multiple=True, metavar="CONDITION",
-              help="Exit with 1 where it holds: 'exposed_comm > 5%', 'max(idle) > 1%'; repeatable.")  # fmt: skip
+@gated("'exposed_comm > 5%', 'max(idle) > 1%'")
 @click.option("--strict", is_flag=True, help="Exit with 2 where the report has warnings.")
 @reads_traces
 @click.option("--wall", type=click.FloatRange(min=0, min_open=True), metavar="MS",
               help="Kernel table: wall time of the window in ms.")  # fmt: skip
 @click.option("--iters", type=click.IntRange(min=1), help="Kernel table: iterations in the window.")
 def command(
-    paths: tuple[str, ...], reading: LoadOptions, conditions: tuple[str, ...], strict: bool, **options: Any
+    paths: tuple[str, ...],
+    reading: LoadOptions,
+    conditions: tuple[str, ...],
+    undecided: str,
+    strict: bool,
+    **options: Any,
 ) -> int:
     """Show where the time of a run or trace went.
 
@@ -74,14 +78,15 @@ def command(
     ringprof report rank0.json.gz rank1.json.gz --format json
     ringprof report traces/run.json --fail-if 'exposed_comm > 5%'
     """
-    parsed = [_condition(text) for text in conditions]
+    conditional = _of_one_report(gate(conditions, undecided))
     sections = [name for name, asked in options.items() if name in OPTIONAL and asked]
     _refuse_unknown_column(options["sort"], sections)
     analysis = _loaded(paths, reading, options)
     print_or_write(_text(analysis, sections, options), options["output"])
     if options["page"] or options["opens"]:
         _write_page(_with_page(analysis), options["page"], options["opens"])
-    return (_strictly(analysis.warnings) if strict else 0) or (_failed(parsed, analysis.figures()) if parsed else 0)
+    failed = conditional.conditions and conditional.fails(_entry_of(analysis))
+    return (_strictly(analysis.warnings) if strict else 0) or (1 if failed else 0)
 
 
 def _loaded(paths: Sequence[str], reading: LoadOptions, options: Mapping[str, Any]) -> Analysis | TableAnalysis:
@@ -133,18 +138,18 @@ def _refuse_unknown_column(name: str, sections: Sequence[str]) -> None:
     raise UsageError(f"--sort {name}: no such column{nearest(name, columns)}; there are: {', '.join(columns)}")
 
 
-def _condition(text: str) -> Condition:
-    condition = parse_condition(text)
-    if condition.of_base:
-        raise UsageError(f"--fail-if {text!r}: one report has no base: set two side by side with 'ringprof compare'")
-    return condition
+def _of_one_report(conditional: Gate) -> Gate:
+    for one in conditional.conditions:
+        if one.of_base:
+            text = f"--fail-if {one.text!r}: one report has no base: set two side by side with 'ringprof compare'"
+            raise UsageError(text)
+    return conditional
 
 
-def _failed(conditions: list[Condition], figures: dict[str, float]) -> int:
-    held = [condition for condition in conditions if condition.holds(figures, {}, shares_among(figures))]
-    for condition in held:
-        click.echo(f"ringprof: {condition.figure} is {figures[condition.figure]:.6g}: {condition.text}", err=True)
-    return 1 if held else 0
+def _entry_of(analysis: Analysis | TableAnalysis) -> Entry:
+    if isinstance(analysis, Analysis):
+        return analysis.entries(analysis.name)[0]
+    return Entry(analysis.name, "table", {}, others=analysis.figures())
 
 
 def _strictly(warnings: list[Caveat]) -> int:

@@ -21,11 +21,18 @@ def command(name: str | None) -> None:
 
 
 def _listing() -> list[str]:
-    from ringprof.strategies import find, names
+    from ringprof.strategies import find, names, peers
 
-    specs = [find(name) for name in names()]
-    width = max(len(spec.name) for spec in specs)
-    return [f"{spec.name:<{width}}  {spec.summary} ({spec.reference})" for spec in specs]
+    ours, theirs = ([find(name) for name in listed()] for listed in (names, peers))
+    width = max(len(spec.name) for spec in ours + theirs)
+    lacking = {spec.name.partition("/")[0]: spec.install for spec in theirs if spec.missing()}
+    return [
+        *(f"{spec.name:<{width}}  {spec.summary} ({spec.reference})" for spec in ours),
+        "",
+        "other people's, called as they are:",
+        *(f"{spec.name:<{width}}  {spec.summary} ({'not ' * bool(spec.missing())}installed)" for spec in theirs),
+        *(f"to get {name}: {install}" for name, install in lacking.items()),
+    ]
 
 
 def _parameters(name: str) -> list[str]:

@@ -223,12 +223,11 @@ def figures_of_table(report: TableReport) -> dict[str, float]:
 def entry_of_table(label: str, report: TableReport) -> Entry:
     """A table as one side of a comparison: times of one iteration where it is known how many the table holds."""
     figures = {
-        kind.kind: Figure(kind.per_iteration_ns / 1e6, "ms", higher_is_better=False, depends_on_work=True)
+        f"{kind.kind}_ms": Figure(kind.per_iteration_ns / 1e6, "ms", higher_is_better=False, depends_on_work=True)
         for kind in report.kinds
         if kind.per_iteration_ns is not None
     }
-    times, whole = report.kinds_ns, report.whole_ns or 1
-    flash = times.get("flash_fwd", 0) + times.get("flash_bwd", 0)
-    figures["flash_share"] = Figure(flash / whole, "share")
-    figures["send_recv_share"] = Figure(times.get("send_recv", 0) / whole, "share")
-    return Entry(label, "table", {}, figures)
+    others = figures_of_table(report)
+    for kind in ("flash_fwd", "flash_bwd", "send_recv"):
+        figures[kind] = Figure(others.pop(kind, 0.0), "share")
+    return Entry(label, "table", {}, figures, others=others)

@@ -109,7 +109,7 @@ class Replay:
     @classmethod
     def of(cls, problem: Problem) -> Replay:
         """The calls of one iteration of ``problem``, which is run to see them. Collective."""
-        kernel = problem.strategy.kernel_for(problem.q)
+        kernel = problem.kernel()
         listener = Listener(kernel)
         with use_kernel(problem.strategy, listener):
             problem.iteration()
@@ -123,20 +123,20 @@ class Replay:
 
     def _bind(self, call: Call) -> Callable[[], object]:
         q, k, v = (self._memory.at(role, getattr(call, role)) for role in ("q", "k", "v"))
-        kernel, scale, causal = self._kernel, call.scale, call.causal
+        kernel, how = self._kernel, {"scale": call.scale, "causal": call.causal, "parts": call.parts}
         if call.rows is None:
-            return lambda: kernel.forward(q, k, v, scale=scale, causal=causal)
+            return lambda: kernel.forward(q, k, v, **how)
         if call not in self._rows:
             self._rows[call] = self._rows_of(call, q, k, v)
         rows = self._rows[call]
-        return lambda: kernel.backward(q=q, k=k, v=v, scale=scale, causal=causal, **rows)
+        return lambda: kernel.backward(q=q, k=k, v=v, **how, **rows)
 
     def _rows_of(self, call: Call, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Tensor]:
         """dout, lse, and out or delta, of a backward call."""
         views = call.rows
         assert views is not None
         lse = torch.empty_strided(views.lse.size, views.lse.stride, dtype=views.lse.dtype, device=q.device)
-        lse.copy_(self._kernel.forward(q, k, v, scale=call.scale, causal=call.causal)[1])
+        lse.copy_(self._kernel.forward(q, k, v, scale=call.scale, causal=call.causal, parts=call.parts)[1])
         rows = {"dout": self._memory.at("dout", views.dout), "lse": lse}
         for name, view in (("out", views.out), ("delta", views.delta)):
             if view is not None:

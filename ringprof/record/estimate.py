@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 import psutil
 import torch
 
@@ -21,6 +20,7 @@ from ringprof.processes import cpu_count
 from ringprof.record.request import Request
 from ringprof.record.resolve import fits, kernel_class, load_strategy, torch_dtype
 from ringprof.run import Workload
+from ringprof.strategies.cut import busiest_over_mean
 from ringprof.strategies.expected import Load
 
 CPU_LIMIT_S = 600.0
@@ -100,8 +100,18 @@ def estimate_of(request: Request) -> Estimate:
         memory_limit=limit,
         iterations=round(request.warmup + request.iters + profiled + _control_iterations(request)),
         start_s=GPU_START_S if on_gpu else CPU_START_S,
-        imbalance=strategy.imbalance(request.world, causal=request.workload.causal, **request.params),
+        imbalance=_imbalance(strategy, request),
     )
+
+
+def _imbalance(strategy: Any, request: Request) -> float | None:
+    """Work of the busiest rank over the mean; None where that is not known."""
+    workload, mask = request.workload, request.workload.mask()
+    assert request.world is not None
+    if mask.plain:
+        stated: float | None = strategy.imbalance(request.world, causal=workload.causal, **request.params)
+        return stated
+    return busiest_over_mean(strategy.cut(mask, workload.seq, request.world, **request.params).areas())
 
 
 def _control_iterations(request: Request) -> int:
@@ -116,7 +126,7 @@ def memory_per_device(request: Request, workload: Workload) -> int | None:
     load = Load(
         workload.batch, workload.seq, workload.heads, workload.kv_heads, workload.head_dim,
         item_bytes=4 if workload.dtype == "fp32" else 2, size=request.world, backward=workload.backward,
-        copied_hops=request.hops == "copy", controls=request.controls,
+        copied_hops=request.hops != "nccl", controls=request.controls,
     )  # fmt: skip
     expected: int | None = load_strategy(request.strategy).memory_bytes(load, **request.params)
     if expected is None:
@@ -130,7 +140,7 @@ def describe(request: Request, plan: Estimate) -> list[str]:
     workload, world = request.workload, request.world
     devices = f"{world} x {plan.device}" if request.device == "cuda" else f"{world} CPU processes"
     heads = f"{workload.heads} heads" + (f" ({workload.kv_heads} kv)" if workload.kv_heads != workload.heads else "")
-    mask = "causal" if workload.causal else "full attention"
+    mask = "full attention" if workload.mask().plain and not workload.causal else str(workload.mask())
     lines = [
         f"{request.strategy} on {devices}: sequence {workload.seq}, batch {workload.batch}, {heads},"
         f" head_dim {workload.head_dim}, {mask}, {workload.dtype},"
@@ -182,7 +192,7 @@ def largest_seq(request: Request, plan: Estimate) -> int:
 
 def _affordable(request: Request, plan: Estimate, seq: int) -> bool:
     assert request.world is not None
-    workload = msgspec.structs.replace(request.workload, seq=seq)
+    workload = request.workload.at(seq)
     memory = memory_per_device(request, workload)
     if memory and plan.memory_limit and memory > plan.memory_limit:
         return False

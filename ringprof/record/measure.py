@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 from ringprof.record.clock import clock_for
 from ringprof.record.memory import peak_bytes, reset_peak
 from ringprof.record.progress import Reporter
-from ringprof.record.resolve import torch_dtype
+from ringprof.record.resolve import mask_options, torch_dtype
 from ringprof.run import Sent, Work, Workload
 
 ITERATION = "ringprof::iteration"
@@ -38,6 +38,10 @@ class Problem:
     cuda_graph: bool = False
     """Whether iterations after the warm-up are replays of one that is captured."""
     graph: torch.cuda.CUDAGraph | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    """What `Strategy.attention` is told of the mask beside that."""
+    windows: bool = False
+    """Whether that are sliding windows, which not every kernel computes."""
     captured: list[Results] = field(default_factory=list)
     """What the replays of the graph compute; empty without one."""
 
@@ -53,14 +57,23 @@ class Problem:
 
         heads, kv_heads, trains = workload.heads, workload.kv_heads, workload.backward
         q, k, v = (draw(count).requires_grad_(trains) for count in (heads, kv_heads, kv_heads))
-        return cls(strategy, workload.causal, q, k, v, draw(heads) if trains else None, cuda_graph)
+        dout = draw(heads) if trains else None
+        return cls(
+            strategy, workload.causal, q, k, v, dout, cuda_graph,
+            options=mask_options(workload), windows=workload.mask().windowed,
+        )  # fmt: skip
+
+    def kernel(self) -> Any:
+        """The kernel that computes its blocks."""
+        needs = {"windows": True} if self.windows else {}
+        return self.strategy.kernel_for(self.q, **needs)
 
     def iteration(self) -> Results:
         """Forward, and backward with gradients of its own."""
         if self.graph is not None:
             self.graph.replay()
             return self.captured[0]
-        out = self.strategy.attention(self.q, self.k, self.v, causal=self.causal)
+        out = self.strategy.attention(self.q, self.k, self.v, causal=self.causal, **self.options)
         if self.dout is None:
             return Results(out)
         return Results(out, *torch.autograd.grad(out, (self.q, self.k, self.v), self.dout))

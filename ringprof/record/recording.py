@@ -90,7 +90,7 @@ class RankRecording:
         """Record in a process group of this rank's own making; rank 0 returns the run, which it has written."""
         request = self.task.request
         # A rank that hangs is ended by the run's time limit; the group's own must not come first.
-        if request.hops == "copy":
+        if request.hops != "nccl":
             # Read when CUDA starts: with few hardware queues, streams that wait would hold up others.
             os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
         with world_group(self.place, request.device, self.task.time_limit + 60) as device:
@@ -133,7 +133,7 @@ class RankRecording:
             measured.last = None
             controlled = self._control(problem, device) if request.controls else None
             profiled = profile_iterations(problem, device, request.profile_iters, trace.path, self.reporter)
-            kernel = self.strategy.kernel_for(problem.q).name if computes else None
+            kernel = problem.kernel().name if computes else None
         reduced = self.reduce(trace.path, trace.reduced)
         host = host_name() if self.hosts is None else self.hosts[self.place.rank]
         result = RankResult(
@@ -302,6 +302,6 @@ def strategy_used(strategy: Any, name: str = "", *, cuda_graph: bool = False) ->
         target=find(name).target if name else target,
         params=dict(strategy.parameters),
         layout=strategy.layout.name,
-        hops=strategy.comm.hops,
+        hops=strategy.comm.carried_by,
         cuda_graph=cuda_graph,
     )

@@ -26,8 +26,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     params: dict[str, Any] = {}
     """The strategy's own parameters: text from the command line until `resolve` has typed them."""
     kernel: str = "auto"
-    hops: str = "nccl"
-    """What carries the hops within a host: ``nccl`` (gloo on CPU) or ``copy``, the GPUs' copy engines."""
+    hops: str = "auto"
+    """What carries the hops within a host: ``nccl`` (gloo on CPU), ``copy``, the GPUs' copy engines, or ``auto``."""
     cuda_graph: bool = False
     """Capture an iteration in a CUDA graph, and time and profile its replays."""
     device: str = "auto"

@@ -87,6 +87,8 @@ def resolve(request: Request, place: RankPlace | None) -> Request:
         raise UsageError("--hops copy: copy engines are GPUs'; on CPU hops go by gloo (leave --hops out)")
     if request.cuda_graph:
         _check_graph(request, device)
+    if request.hops == "auto" and (device == "cpu" or request.cuda_graph):
+        request = msgspec.structs.replace(request, hops="nccl")
     world = _world(request.world, device, place)
     params = strategy.placed(
         world, _per_host(request, world, place), **typed_params(strategy, request.strategy, request.params)
@@ -100,11 +102,27 @@ def fits(strategy: Any, workload: Workload, world: int, params: dict[str, Any], 
     """Why the workload (at ``seq``, where given) cannot run on ``world`` ranks; None where it can."""
     from ringprof.strategies.base import Shape
 
-    shape = Shape(
-        workload.batch, workload.seq if seq is None else seq, workload.heads, workload.kv_heads, workload.head_dim
-    )
+    if seq is not None:
+        workload = workload.at(seq)
+    shape = Shape(workload.batch, workload.seq, workload.heads, workload.kv_heads, workload.head_dim)
     reason: str | None = strategy.unfit(shape, world, **params)
-    return reason
+    return reason or strategy.unfit_mask(workload.mask(), workload.seq, world, **params)
+
+
+def mask_options(workload: Workload) -> dict[str, Any]:
+    """What `Strategy.attention` is told of the workload's mask, beside whether it is causal."""
+    mask = workload.mask()
+    return {} if mask.plain else {"documents": mask.documents, "window_size": mask.window}
+
+
+def layout_options(workload: Workload) -> dict[str, Any]:
+    """What a strategy's `shard`, `positions` and `layout_of` are told of the workload's documents."""
+    return {} if workload.documents is None else {"documents": workload.mask().documents}
+
+
+def kernel_of(strategy: Any, q: Any, workload: Workload) -> Any:
+    """The kernel that computes a strategy's blocks of tensors like ``q``."""
+    return strategy.kernel_for(q, windows=True) if workload.mask().windowed else strategy.kernel_for(q)
 
 
 def torch_dtype(workload: Workload) -> Any:
@@ -119,13 +137,12 @@ def kernel_class(request: Request) -> Any:
     import torch
 
     from ringprof.strategies import Unfit, UnknownName
-    from ringprof.strategies.kernels import choose_kernel
 
     workload = request.workload
     try:
-        return choose_kernel(
+        return load_strategy(request.strategy).kernel_class(
             request.kernel, torch.device(request.device, 0), torch_dtype(workload), workload.head_dim,
-            deterministic=bool(request.params.get("deterministic")),
+            deterministic=bool(request.params.get("deterministic")), windows=workload.mask().windowed,
         )  # fmt: skip
     except UnknownName as error:
         raise UsageError(str(error.args[0])) from None

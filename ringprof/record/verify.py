@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from ringprof.errors import UnfitWorkloadError, VerificationError
-from ringprof.record.resolve import fits, torch_dtype
+from ringprof.record.resolve import fits, kernel_of, layout_options, mask_options, torch_dtype
 from ringprof.record.world_group import gather_tensor
 from ringprof.run import TensorError, Verification, Workload
 
@@ -59,17 +59,20 @@ def verify(strategy: Any, workload: Workload, device: torch.device) -> Verificat
     """
     comm = strategy.comm
     seq = verification_seq(type(strategy), workload, comm.size, device.type, strategy.parameters)
-    full = _inputs(workload, seq, device)
+    workload = workload.at(seq)
+    full = _inputs(workload, device)
     measured = _strategy_results(strategy, full, workload)
-    kernel = type(strategy.kernel_for(full.q))(deterministic=bool(strategy.parameters.get("deterministic")))
+    kernel = type(kernel_of(strategy, full.q, workload))(deterministic=bool(strategy.parameters.get("deterministic")))
     rows, names = [], list(measured)
     dout = full.dout if workload.backward else None
     exact = _reference_results(full, workload)
-    alone = kernel_results(kernel, full.q, full.k, full.v, dout, causal=workload.causal)
+    whole = whole_block(workload)
+    alone = kernel_results(kernel, full.q, full.k, full.v, dout, whole)
+    shared = layout_options(workload)
     for name in names:
-        share = strategy.shard(exact[name])
+        share = strategy.shard(exact[name], **shared)
         difference = measured[name].double() - share
-        kernel_error = relative_rms(strategy.shard(alone[name]).double() - share, share)
+        kernel_error = relative_rms(strategy.shard(alone[name], **shared).double() - share, share)
         rows.append([difference.abs().max().item(), relative_rms(difference, share), kernel_error])
     gathered = gather_tensor(torch.tensor(rows, dtype=torch.float64, device=device))
     by_rank = [part.tolist() for part in gathered]
@@ -108,12 +111,12 @@ def allowed_rms(kernel_rms: float, dtype: torch.dtype, hops: int) -> float:
     return FACTOR * math.sqrt(explained**2 + hops * unit**2 / 3)
 
 
-def _inputs(workload: Workload, seq: int, device: torch.device) -> Tensors:
+def _inputs(workload: Workload, device: torch.device) -> Tensors:
     """The same on every rank and device: drawn on the CPU, from one seed."""
     generator = torch.Generator().manual_seed(SEED)
 
     def draw(heads: int) -> Tensor:
-        shape = (workload.batch, seq, heads, workload.head_dim)
+        shape = (workload.batch, workload.seq, heads, workload.head_dim)
         return torch.randn(shape, generator=generator).to(device=device, dtype=torch_dtype(workload))
 
     return Tensors(draw(workload.heads), draw(workload.kv_heads), draw(workload.kv_heads), draw(workload.heads))
@@ -121,32 +124,47 @@ def _inputs(workload: Workload, seq: int, device: torch.device) -> Tensors:
 
 def _strategy_results(strategy: Any, full: Tensors, workload: Workload) -> dict[str, Tensor]:
     """This rank's share of the strategy's output and gradients."""
-    q, k, v = (strategy.shard(x).contiguous().requires_grad_(workload.backward) for x in (full.q, full.k, full.v))
-    out = strategy.attention(q, k, v, causal=workload.causal)
+    shared = layout_options(workload)
+    q, k, v = (
+        strategy.shard(x, **shared).contiguous().requires_grad_(workload.backward) for x in (full.q, full.k, full.v)
+    )
+    out = strategy.attention(q, k, v, causal=workload.causal, **mask_options(workload))
     results = {"out": out.detach()}
     if workload.backward:
-        gradients = torch.autograd.grad(out, (q, k, v), strategy.shard(full.dout).contiguous())
+        gradients = torch.autograd.grad(out, (q, k, v), strategy.shard(full.dout, **shared).contiguous())
         results |= dict(zip(("dq", "dk", "dv"), gradients, strict=True))
     return results
 
 
+def whole_block(workload: Workload) -> dict[str, Any]:
+    """What a kernel is told that computes the whole sequence in one call: ``causal`` and ``parts``."""
+    from ringprof.strategies.cut import cut_of
+    from ringprof.strategies.layouts import LAYOUTS
+
+    mask = workload.mask()
+    block = None if mask.plain else cut_of(mask, LAYOUTS["contiguous"], 1, workload.seq).block(0, 0)
+    if block is None:
+        return {"causal": workload.causal}
+    return {"causal": block.causal, "parts": block.parts}
+
+
 def kernel_results(
-    kernel: Any, q: Tensor, k: Tensor, v: Tensor, dout: Tensor | None, *, causal: bool
+    kernel: Any, q: Tensor, k: Tensor, v: Tensor, dout: Tensor | None, block: dict[str, Any]
 ) -> dict[str, Tensor]:
-    """Output and, with ``dout``, gradients of one call of a kernel over the whole sequence."""
+    """Output and, with ``dout``, gradients of one call of a kernel over the whole sequence, a `whole_block`."""
     scale = q.shape[-1] ** -0.5
-    out, lse = kernel.forward(q, k, v, scale=scale, causal=causal)
+    out, lse = kernel.forward(q, k, v, scale=scale, **block)
     if dout is None:
         return {"out": out}
-    gradients = kernel.backward(dout, q, k, v, lse, out=out, scale=scale, causal=causal)
+    gradients = kernel.backward(dout, q, k, v, lse, out=out, scale=scale, **block)
     return {"out": out, "dq": gradients[0], "dk": gradients[1], "dv": gradients[2]}
 
 
 def _reference_results(full: Tensors, workload: Workload) -> dict[str, Tensor]:
     """The same in float64, one batch entry and kv head at a time: the scores of all heads would not fit a device."""
-    from ringprof.strategies.kernels import ReferenceKernel
+    from ringprof.strategies.kernels import MaskedReference
 
-    kernel, group = ReferenceKernel(), workload.heads // workload.kv_heads
+    kernel, group = MaskedReference(workload.mask()), workload.heads // workload.kv_heads
     collected: dict[str, list[list[Tensor]]] = {}
     for batch in range(workload.batch):
         parts: dict[str, list[Tensor]] = {}
@@ -157,7 +175,7 @@ def _reference_results(full: Tensors, workload: Workload) -> dict[str, Tensor]:
                 for x, heads in ((full.q, mine), (full.k, theirs), (full.v, theirs), (full.dout, mine))
             )
             given = dout if workload.backward else None
-            for name, tensor in kernel_results(kernel, q, k, v, given, causal=workload.causal).items():
+            for name, tensor in kernel_results(kernel, q, k, v, given, {"causal": workload.causal}).items():
                 parts.setdefault(name, []).append(tensor)
         for name, tensors in parts.items():
             collected.setdefault(name, []).append(tensors)

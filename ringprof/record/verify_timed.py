@@ -27,9 +27,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringprof.errors import VerificationError
+from ringprof.mask import Mask
 from ringprof.record.measure import Problem, Results, row_sums
-from ringprof.record.resolve import torch_dtype
-from ringprof.record.verify import SEED, kernel_results, refuse_wrong, relative_rms, worst
+from ringprof.record.resolve import layout_options, torch_dtype
+from ringprof.record.verify import SEED, kernel_results, refuse_wrong, relative_rms, whole_block, worst
 from ringprof.record.world_group import gather_tensor
 from ringprof.run import TimedVerification, Verification, Workload
 
@@ -81,32 +82,50 @@ def verify_timed(
     return msgspec.structs.replace(before, timed=timed)
 
 
-def softmax_rows(
-    q: Tensor, k: Tensor, v: Tensor, positions: Tensor | None, scale: float, wide: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """Output (R, D) and LSE (R) of query rows (R, D) over whole keys and values (S, D), in ``wide``, block by block.
+class Seen(NamedTuple):
+    """The stretch of keys that each of R query rows sees: positions (R), the first and the end."""
 
-    ``positions`` (R) are the rows' places in the sequence with a causal mask, and None without one.
-    """
+    first: Tensor
+    end: Tensor
+
+    @classmethod
+    def of(cls, mask: Mask, positions: Tensor, seq: int) -> Seen:
+        """What rows at these positions see."""
+        from ringprof.strategies.kernels import key_spans
+
+        return cls(*key_spans(mask, positions, seq))
+
+    def repeated(self, times: int) -> Seen:
+        """The same for as many rows after each other: the heads of a group."""
+        return Seen(self.first.repeat(times), self.end.repeat(times))
+
+    def hide(self, scores: Tensor, keys: Tensor) -> None:
+        """Set to -inf what a row does not see of keys at these positions: scores (R, keys)."""
+        scores.masked_fill_((keys < self.first[:, None]) | (keys >= self.end[:, None]), float("-inf"))
+
+
+def softmax_rows(q: Tensor, k: Tensor, v: Tensor, seen: Seen, scale: float, wide: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Output (R, D) and LSE (R) of query rows (R, D) over whole keys and values (S, D), in ``wide``, block by block."""
     q = q.to(wide) * scale
     out, lse = torch.zeros_like(q), torch.full_like(q[:, 0], float("-inf"))
-    for keys, scores in _scores(q, k, positions):
+    for keys, scores in _scores(q, k, seen):
         block = torch.logsumexp(scores, 1)
         total = torch.logaddexp(lse, block)
-        out = out * (lse - total).exp()[:, None] + (scores - total[:, None]).exp_() @ v[keys].to(wide)
+        # A row may see none of these keys yet.
+        base = total.masked_fill(total.isneginf(), 0)
+        out = out * (lse - base).exp()[:, None] + (scores - base[:, None]).exp_() @ v[keys].to(wide)
         lse = total
     return out, lse
 
 
-def _scores(q: Tensor, k: Tensor, positions: Tensor | None) -> Iterator[tuple[slice, Tensor]]:
-    """Blocks of keys and the scores of all rows against them; keys that no row sees are left out."""
-    seen = len(k) if positions is None else int(positions.max()) + 1
+def _scores(q: Tensor, k: Tensor, seen: Seen) -> Iterator[tuple[slice, Tensor]]:
+    """Blocks of keys and the scores of all rows against them; keys at the ends that no row sees are left out."""
+    first, end = int(seen.first.min()), int(seen.end.max())
     step = max(1, BLOCK_NUMBERS[q.device.type] // len(q))
-    for start in range(0, seen, step):
-        keys = slice(start, min(start + step, seen))
+    for start in range(first, end, step):
+        keys = slice(start, min(start + step, end))
         scores = q @ k[keys].to(q.dtype).T
-        if positions is not None:
-            scores.masked_fill_(torch.arange(start, keys.stop, device=q.device) > positions[:, None], float("-inf"))
+        seen.hide(scores, torch.arange(start, keys.stop, device=q.device))
         yield keys, scores
 
 
@@ -125,7 +144,9 @@ class _Places:
         self._strategy, self._device = problem.strategy, problem.q.device
         self._group = workload.heads // workload.kv_heads
         self._scale: float = workload.head_dim**-0.5
-        self._positions = self._strategy.positions(workload.seq).to(self._device)
+        self._mask, shared = workload.mask(), layout_options(workload)
+        self._positions = self._strategy.positions(workload.seq, **shared).to(self._device)
+        self._layout = self._strategy.layout_of(**shared) if shared else self._strategy.layout
         self.count = min(PLACES, len(self._positions))
         generator = torch.Generator().manual_seed(SEED + dist.get_rank())
         chosen = torch.randperm(len(self._positions), generator=generator)[: self.count]
@@ -156,9 +177,9 @@ class _Places:
         q, k, v = (self._whole(x, 0, self.heads(head) if x is problem.q else slice(head, head + 1))[None]
                    for x in (problem.q, problem.k, problem.v))  # fmt: skip
         dout = None if problem.dout is None else self._whole(problem.dout, 0, self.heads(head))[None]
-        chosen = type(self._strategy.kernel_for(q))
+        chosen = type(problem.kernel())
         kernel = chosen(deterministic=bool(self._strategy.parameters.get("deterministic")))
-        found = kernel_results(kernel, q, k, v, dout, causal=problem.causal)
+        found = kernel_results(kernel, q, k, v, dout, whole_block(workload))
         return {name: x[:, self._positions[self._chosen]] for name, x in found.items()}
 
     def of_rows(self) -> dict[str, Tensor]:
@@ -166,7 +187,7 @@ class _Places:
         problem = self._problem
         q = self._at(problem.q).double()
         found = {"out": torch.empty_like(q)} | ({"dq": torch.empty_like(q)} if problem.dout is not None else {})
-        at = self._positions[self._chosen].repeat(self._group) if problem.causal else None
+        at = self._seen_from(self._positions[self._chosen])
         for batch in range(self._workload.batch):
             for head in range(self._workload.kv_heads):
                 whole, heads = self._keys(batch, head), self.heads(head)
@@ -178,7 +199,7 @@ class _Places:
                     found["dq"][batch, :, heads] = self._by_row(self._dq(rows, dout, out, lse, whole, at))
         return found
 
-    def _dq(self, q: Tensor, dout: Tensor, out: Tensor, lse: Tensor, whole: _Whole, at: Tensor | None) -> Tensor:
+    def _dq(self, q: Tensor, dout: Tensor, out: Tensor, lse: Tensor, whole: _Whole, at: Seen) -> Tensor:
         dq, delta = torch.zeros_like(q), (dout * out).sum(1, keepdim=True)
         for keys, scores in _scores(q * self._scale, whole.k, at):
             weights = (scores - lse[:, None]).exp_()
@@ -205,12 +226,11 @@ class _Places:
         for start in range(0, len(self._positions), step):
             rows = slice(start, start + step)
             q, dout = (_by_head(x.detach()[0, rows, heads]) for x in (self._problem.q, self._problem.dout))
-            at = self._positions[rows].repeat(self._group)
-            out, lse = softmax_rows(q, whole.k, whole.v, at if self._problem.causal else None, self._scale, wide)
+            at = self._seen_from(self._positions[rows])
+            out, lse = softmax_rows(q, whole.k, whole.v, at, self._scale, wide)
             q, dout, out, lse = q.double(), dout.double(), out.double(), lse.double()
             scores = q @ keys.T * self._scale
-            if self._problem.causal:
-                scores.masked_fill_(everywhere > at[:, None], float("-inf"))
+            at.hide(scores, everywhere)
             weights = (scores - lse[:, None]).exp_()
             delta = (dout * out).sum(1, keepdim=True)
             sums[0] += (weights * (dout @ values.T - delta)).T @ q * self._scale
@@ -218,6 +238,10 @@ class _Places:
         dist.all_reduce(sums)
         mine = sums[:, dist.get_rank() * self.count :][:, : self.count]
         return {"dk": mine[0][None, :, None], "dv": mine[1][None, :, None]}
+
+    def _seen_from(self, positions: Tensor) -> Seen:
+        """What all heads of a group see from these positions."""
+        return Seen.of(self._mask, positions, self._workload.seq).repeated(self._group)
 
     def _keys(self, batch: int, head: int) -> _Whole:
         k, v = (self._whole(x, batch, slice(head, head + 1))[:, 0] for x in (self._problem.k, self._problem.v))
@@ -228,7 +252,7 @@ class _Places:
         # gloo does not know every type, but bytes are bytes.
         pieces = gather_tensor(x.detach()[batch, :, heads].contiguous().view(torch.uint8))
         together = torch.cat(pieces).view(x.dtype)
-        order = self._strategy.layout.order(self._workload.seq, dist.get_world_size()).to(self._device)
+        order = self._layout.order(self._workload.seq, dist.get_world_size()).to(self._device)
         in_order: Tensor = torch.empty_like(together).index_copy_(0, order, together)
         return in_order
 

@@ -25,9 +25,10 @@ def as_dict(comparison: Comparison) -> dict[str, Any]:
                 "source": entry.source,
                 "settings": dict(entry.settings),
                 "figures": {
-                    name: {"value": f.value, "unit": f.unit, "low": f.low, "high": f.high}
+                    name: {"value": f.value, "unit": f.unit, **dict(zip(("low", "high"), _ends(f), strict=True))}
                     for name, f in entry.figures.items()
                 },
+                "recordings": max(1, len(entry.created)),
                 "warnings": list(entry.warnings),
             }
             for entry in comparison.entries
@@ -44,21 +45,27 @@ def render_json(comparison: Comparison) -> str:
 
 def render_csv(comparison: Comparison) -> str:
     """A row a figure and entry."""
-    titles = ("label", "source", "figure", "unit", "value", "low", "high", "difference", "ratio", "verdict")
+    titles = ("label", "source", "figure", "unit", "value", "low", "high", "difference", "ratio", "verdict",
+              "ratio_low", "ratio_high")  # fmt: skip
     against = {(d.figure, d.entry): d for d in comparison.differences}
     rows = []
     for index, entry in enumerate(comparison.entries):
         for name, f in entry.figures.items():
             d = against.get((name, index), Difference(name, index, None, None, "base"))
-            measured = (f.unit, f.value, f.low, f.high)
-            rows.append([entry.label, entry.source, name, *measured, d.difference, d.ratio, d.verdict])
+            measured = (f.unit, f.value, *_ends(f))
+            rows.append([entry.label, entry.source, name, *measured, d.difference, d.ratio, d.verdict, d.low, d.high])
     return csv_text(titles, rows)
+
+
+def _ends(figure: Figure) -> tuple[float | None, float | None]:
+    return figure.interval() or (None, None)
 
 
 def render(comparison: Comparison, style: TextStyle) -> str:
     """For the terminal: settings that differ, then figures: a line a figure, or a line an entry where room is short."""
     lines = [style.wrap(f"{name}: {clean(entry.label)} ({entry.source})")
              for name, entry in zip(_columns(comparison), comparison.entries, strict=True)]  # fmt: skip
+    lines += ["", *map(style.wrap, verdict_of(comparison))]
     lines += map(style.wrap, _warnings(comparison))
     if comparison.differing:
         rows = [[clean(name), *(clean(value or UNKNOWN) for value in values)]
@@ -87,6 +94,33 @@ def _either_way(title: str, rows: list[list[str]], comparison: Comparison, style
     return f"{heading}\n{text_table(heads, lines, style)}"
 
 
+def verdict_of(comparison: Comparison) -> list[str]:
+    """A line an entry: by how much it is slower or faster than the base, with the interval."""
+    lines = []
+    for index, name in enumerate(_columns(comparison)):
+        time, rate = (comparison.against_base(figure, index) for figure in ("iteration_ms", "tflops"))
+        for found, words in ((time, ("slower", "faster")), (rate, ("more TFLOP/s", "fewer TFLOP/s"))):
+            if found is not None and found.ratio is not None:
+                lines.append(f"{name}: {in_words(found, *words)}")
+                break
+    return lines
+
+
+def in_words(found: Difference, more: str, less: str) -> str:
+    """A difference whose ratio is known: ``slower by 9.8 % (9.5 to 10.1)``."""
+    assert found.ratio is not None
+    sign = 1 if found.ratio >= 1 else -1
+    by = f"{more if sign > 0 else less} by {100 * sign * (found.ratio - 1):.1f} %"
+    if found.verdict == "same":
+        return "the same"
+    if found.low is None or found.high is None:
+        return f"{by}, measured once"
+    low, high = sorted((100 * sign * (found.low - 1), 100 * sign * (found.high - 1)))
+    if found.verdict == "noise":
+        return f"no difference proved: {by} ({low:.1f} to {high:.1f})"
+    return f"{by} ({low:.1f} to {high:.1f})"
+
+
 def _warnings(comparison: Comparison) -> list[str]:
     names = _columns(comparison)
     said = [(name, text) for name, entry in zip(names, comparison.entries, strict=True) for text in entry.warnings]
@@ -104,7 +138,8 @@ def _figure_row(comparison: Comparison, name: str) -> list[str]:
     for index, entry in enumerate(comparison.entries):
         figure = entry.figures.get(name)
         cells.append("-" if figure is None else _value(figure) + _against(against.get(index)))
-    return [f"{name.removeprefix(WATERFALL)} {'%' if unit == 'share' else unit}", *cells]
+    suffix = {"share": " %", "TFLOP/s": " TFLOP/s"}.get(unit, "")
+    return [name.removeprefix(WATERFALL) + suffix, *cells]
 
 
 def _value(figure: Figure) -> str:
@@ -126,7 +161,7 @@ def _legend(comparison: Comparison) -> list[str]:
     seen = {difference.verdict for difference in comparison.differences}
     lines = ["beside each figure: its ratio to the base; + better, - worse, = the same; no sign: measured once"]
     if "noise" in seen:
-        lines.append("~ noise: the ranges of the repeated measurements overlap")
+        lines.append("~ noise: the measurements do not prove that there is a difference (95 % interval, rank test)")
     if "not comparable" in seen:
         lines.append("(work): not set against the base, as the work is not the same or not known to be (--same-work)")
     return lines

@@ -1,107 +1,137 @@
-"""All ranks in one Chrome trace for Perfetto.
+"""All ranks in one trace for Perfetto, on one clock.
 
-One clock; tracks named by host and rank; ring steps and exposed stretches as slices of their own; an arrow from each
-send to where it is received.
-
-Format: the trace-event format's X (slice), M (name), s and f (flow start and end) events, times in microseconds.
+A process a rank, named by host and rank, with its streams, ring steps and exposed stretches as tracks, and what it
+sends per link as counters. A transfer holds its wait and its wire as slices of their own, and an arrow goes from where
+its sender starts it to where its receiver ends it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
 
 from ringprof.analysis.attribution import Attribution
 from ringprof.analysis.exposure import exposure_of
 from ringprof.analysis.findings.findings import Findings
-from ringprof.analysis.rank import Rank
+from ringprof.analysis.rank import Detail, Rank
+from ringprof.analysis.steps.blocks import StepKey
 from ringprof.analysis.steps.steps import Step
 from ringprof.analysis.timeline.rows import rows_of
 from ringprof.analysis.transfers.from_run import fill_from_run
+from ringprof.analysis.transfers.hops import Split, gbps
 from ringprof.analysis.transfers.matching import match
-from ringprof.analysis.transfers.transfers import Transfer, transfers_of
+from ringprof.analysis.transfers.transfers import Message, Transfer, transfers_of
+from ringprof.report import perfetto_calls
 from ringprof.report.terms import LABELS
 from ringprof.report.text import clean
-from ringprof.report.timeline import activities_of, origins_of
+from ringprof.report.timeline import Activity, activities_of, origins_of
+from ringprof.report.trace_event import Event, Lanes, arrow_end, counter, named, slice_of
 from ringprof.run import Run
 
-STEPS, EXPOSED, STREAMS = 1, 2, 100
-"""Track numbers inside a rank's process: ring steps, exposed communication, and a stream's number plus this."""
+RUN, STEPS, EXPOSED, STREAMS, LANES = 0, 1, 2, 100, 1_000_000
+"""Track numbers inside a process: the run, ring steps, exposed communication, a stream's number plus this, and what is
+added for each further lane of a track whose slices overlap."""
+MESSAGE = "message"
+LINKS = {"same_host": "same host", "other_host": "other host", "unknown": "unknown link"}
 
 
-def events_of(found: Findings) -> Iterator[dict[str, Any]]:
-    """Every event of the merged trace."""
+def events_of(found: Findings, *, launches: bool = False) -> Iterator[Event]:
+    """Every event of the merged trace; with ``launches`` also every rank's CPU threads."""
     attribution = found.attribution
-    origin = origins_of(attribution)
+    origin, arrows = _origins(attribution, launches), _arrows(attribution)
+    steps = found.finder.by_activity
+    yield from _run(attribution, origin, arrows)
     for rank in attribution.ranks:
         yield from _names(rank)
         if rank.on_cpu:
+            calls = perfetto_calls.ranges_and_operators(rank.detail)
+            yield from perfetto_calls.drawn(rank.rank, calls, origin[rank.rank])
             continue
-        yield from _activities(rank, origin[rank.rank])
-        yield from _exposed(rank, origin[rank.rank])
-    for step in found.steps:
-        yield _step(step, origin[step.rank])
-    yield from _arrows(attribution, origin)
+        mine = _RankEvents(rank, rank.detail, origin[rank.rank], arrows, steps.get(rank.rank, {}))
+        yield from mine.activities(launches)
+        yield from mine.exposed()
+        yield from mine.rates()
+    yield from _steps(found.steps, origin)
 
 
-def _slice(rank: int, track: int, name: str, start_ns: int, end_ns: int, **args: Any) -> dict[str, Any]:
-    return {
-        "ph": "X", "pid": rank, "tid": track, "name": clean(name), "ts": start_ns / 1e3,
-        "dur": max(0, end_ns - start_ns) / 1e3, "args": args,
-    }  # fmt: skip
+def _origins(attribution: Attribution, launches: bool) -> dict[int, int]:
+    """By rank what to take from its times, so that none is below 0: Perfetto would drop it."""
+    origin, early = origins_of(attribution), 0
+    for rank in attribution.ranks if launches else ():
+        first = perfetto_calls.first_launch_ns(rank.detail)
+        early = early if first is None else max(early, origin[rank.rank] - first)
+    return {rank: at - early for rank, at in origin.items()}
 
 
-def _names(rank: Rank) -> Iterator[dict[str, Any]]:
-    host = f"{clean(rank.host)} " if rank.host else ""
-    yield _named("process_name", rank.rank, 0, name=f"{host}rank {rank.rank}")
-    yield _named("process_sort_index", rank.rank, 0, sort_index=rank.rank)
-    for track, name in ((STEPS, "ring steps"), (EXPOSED, "exposed communication")):
-        yield _named("thread_name", rank.rank, track, name=name)
-    for stream in sorted({one.stream for one in activities_of(rank.detail)}):
-        yield _named("thread_name", rank.rank, STREAMS + stream, name=f"stream {stream}")
+def metadata_of(found: Findings) -> dict[str, Any]:
+    """What was run and where, as the file's ``otherData``."""
+    attribution, run = found.attribution, found.attribution.run
+    clocks = attribution.clocks
+    known: dict[str, Any] = {
+        "ranks": len(attribution.ranks),
+        "world size": attribution.world_size or None,
+        "devices": ", ".join(dict.fromkeys(clean(rank.device) for rank in attribution.ranks if rank.device)) or None,
+        "clocks of hosts may be off by us": clocks.residual_ns / 1e3 if clocks.several else None,
+    }
+    if run is not None:
+        known |= _of_run(run)
+    return {key: value for key, value in known.items() if value is not None}
 
 
-def _named(what: str, rank: int, track: int, **args: Any) -> dict[str, Any]:
-    return {"ph": "M", "pid": rank, "tid": track, "name": what, "args": args}
+def _of_run(run: Run) -> dict[str, Any]:
+    work, strategy = run.workload, run.strategy
+    known: dict[str, Any] = {"run": run.name, "created": run.created, "kernel": run.kernel}
+    if strategy:
+        known |= {"strategy": strategy.name, "hops": strategy.hops, **strategy.params}
+    if work:
+        known |= {"tokens": work.seq, "heads": work.heads, "kv heads": work.kv_heads, "head dim": work.head_dim,
+                  "batch": work.batch, "dtype": work.dtype, "causal": work.causal}  # fmt: skip
+    known |= run.environment.versions | {"driver": run.environment.driver}
+    return {clean(key): clean(value) if isinstance(value, str) else value for key, value in known.items()}
 
 
-def _activities(rank: Rank, origin: int) -> Iterator[dict[str, Any]]:
-    for one in activities_of(rank.detail):
-        start, end = one.start_ns - origin, one.end_ns - origin
-        yield _slice(rank.rank, STREAMS + one.stream, one.name, start, end, kind=LABELS[one.kind])
+# --- arrows -------------------------------------------------------------------------------------------
 
 
-def _exposed(rank: Rank, origin: int) -> Iterator[dict[str, Any]]:
-    detail = rank.detail
-    exposure = exposure_of(detail, detail.rows())
-    parts = (("exposed wire", exposure.wire), ("exposed wait", exposure.wait), ("exposed, not split", exposure.unknown))
-    for name, spans in parts:
-        for start, end in zip(spans.start_ns.tolist(), spans.end_ns.tolist(), strict=True):
-            yield _slice(rank.rank, EXPOSED, name, start - origin, end - origin)
+@dataclass(frozen=True)
+class _Arrows:
+    """Which transfers an arrow starts or ends at, as (rank, activity) -> the arrows' numbers."""
+
+    begin: dict[tuple[int, int], list[int]] = field(default_factory=dict)
+    end: dict[tuple[int, int], list[int]] = field(default_factory=dict)
+    backward: int = 0
+    """Left out: the clocks of two hosts are so far off that the message would end before it begins."""
 
 
-def _step(step: Step, origin: int) -> dict[str, Any]:
-    name = f"{step.phase} {step.step}" + (f" of call {step.call}" if step.call else "")
-    figures = {"bound": step.bound or "not known", "exposed_ms": step.exposed_ns / 1e6, "hops": step.hops}
-    return _slice(step.rank, STEPS, name, step.start_ns - origin, step.end_ns - origin, **figures)
-
-
-def _arrows(attribution: Attribution, origin: dict[int, int]) -> Iterator[dict[str, Any]]:
-    """From the middle of what sends to the middle of what receives: an arrow must touch the slices it joins."""
+def _arrows(attribution: Attribution) -> _Arrows:
+    """One arrow from each transfer to each that receives of it, where both are drawn."""
     found = match({rank.rank: _transfers(rank, attribution.run) for rank in attribution.ranks})
-    drawn = {rank.rank: {one.row: one for one in activities_of(rank.detail)} for rank in attribution.ranks}
-    for number, pair in enumerate(zip(found.sender.tolist(), found.receiver.tolist(), strict=True)):
-        ends = [found.transfers[place] for place in pair]
-        if any(end.activity not in drawn[end.rank] for end in ends):
+    windows = {rank.rank: rank.window.between_ns for rank in attribution.ranks}
+    pairs = dict.fromkeys(zip(found.sender.tolist(), found.receiver.tolist(), strict=True))
+    arrows, backward = _Arrows(), 0
+    for number, pair in enumerate(pairs):
+        sender, receiver = (found.transfers[place] for place in pair)
+        begun, ended = _within(sender, windows[sender.rank]), _within(receiver, windows[receiver.rank])
+        if begun is None or ended is None:
             continue
-        for phase, end in zip("sf", ends, strict=True):
-            one = drawn[end.rank][end.activity]
-            middle = (one.start_ns + one.end_ns) // 2 - origin[end.rank]
-            event = {
-                "ph": phase, "id": number, "cat": "hop", "name": "hop", "pid": end.rank,
-                "tid": STREAMS + one.stream, "ts": middle / 1e3,
-            }  # fmt: skip
-            yield event | ({"bp": "e"} if phase == "f" else {})
+        offset = attribution.clocks.offset_ns
+        if ended[1] + offset[receiver.rank] <= begun[0] + offset[sender.rank]:
+            backward += 1
+            continue
+        arrows.begin.setdefault((sender.rank, sender.activity), []).append(number)
+        arrows.end.setdefault((receiver.rank, receiver.activity), []).append(number)
+    return _Arrows(arrows.begin, arrows.end, backward)
+
+
+def _within(transfer: Transfer, between_ns: tuple[int, int] | None) -> tuple[int, int] | None:
+    """What is drawn of it; None where nothing is."""
+    start, end = transfer.start_ns, transfer.end_ns
+    if between_ns is not None:
+        start, end = max(start, between_ns[0]), min(end, between_ns[1])
+    return (start, end) if between_ns is None or start < end else None
 
 
 def _transfers(rank: Rank, run: Run | None) -> list[Transfer]:
@@ -111,3 +141,154 @@ def _transfers(rank: Rank, run: Run | None) -> list[Transfer]:
         return [part.transfer for part in detail.splits]
     whole = rows_of(detail.classified, detail.window.activities(), detail.device, None)
     return fill_from_run(transfers_of(detail.classified, whole.activity, rank.rank), run, rank.rank)
+
+
+# --- the run, and names -------------------------------------------------------------------------------
+
+
+def _run(attribution: Attribution, origin: dict[int, int], arrows: _Arrows) -> Iterator[Event]:
+    """One slice over all, which holds what was run: the viewer does not show what else the file says of it."""
+    place = max(rank.rank for rank in attribution.ranks) + 1
+    run = attribution.run
+    name = clean(run.name) if run else "run"
+    yield named("process_name", place, 0, name=f"ringprof: {name}")
+    yield named("process_sort_index", place, 0, sort_index=-1)
+    yield named("thread_name", place, RUN, name="run")
+    about = (_of_run(run) if run else {}) | {"arrows left out, as clocks are off": arrows.backward or None}
+    end = max(rank.breakdown.end_ns - origin[rank.rank] for rank in attribution.ranks)
+    yield slice_of(place, RUN, name, 0, end, **about)
+
+
+def _names(rank: Rank) -> Iterator[Event]:
+    host = f"{clean(rank.host)} " if rank.host else ""
+    yield named("process_name", rank.rank, 0, name=f"{host}rank {rank.rank}")
+    yield named("process_sort_index", rank.rank, 0, sort_index=rank.rank)
+    for track, name in ((STEPS, "ring steps"), (EXPOSED, "exposed communication")):
+        if not rank.on_cpu:
+            yield named("thread_name", rank.rank, track, name=name)
+
+
+def _steps(steps: Iterable[Step], origin: dict[int, int]) -> Iterator[Event]:
+    lanes: dict[int, Lanes] = {}
+    for step in steps:
+        start, end = step.start_ns - origin[step.rank], step.end_ns - origin[step.rank]
+        track = STEPS + LANES * lanes.setdefault(step.rank, Lanes()).place(start, end)
+        name = _step_name(StepKey(step.iteration, step.phase, step.call, step.step))
+        figures = {
+            "bound": step.bound or "not known", "hops": step.hops, "bytes": step.bytes,
+            "exposed ms": step.exposed_ns / 1e6, "wait ms": _ms(step.wait_ns), "wire ms": _ms(step.wire_ns),
+        }  # fmt: skip
+        yield slice_of(step.rank, track, name, start, end, **figures)
+
+
+def _step_name(key: StepKey) -> str:
+    return f"{key.phase} {key.step}" + (f" of call {key.call}" if key.call else "")
+
+
+def _ms(time_ns: int | None) -> float | None:
+    return None if time_ns is None else time_ns / 1e6
+
+
+# --- one rank -----------------------------------------------------------------------------------------
+
+
+class _RankEvents:
+    """The events of one rank whose trace holds the activities of a device."""
+
+    def __init__(self, rank: Rank, detail: Detail, origin: int, arrows: _Arrows, steps: dict[int, StepKey]) -> None:
+        self._rank, self._detail, self._origin, self._arrows, self._steps = rank.rank, detail, origin, arrows, steps
+        self._split = {part.transfer.activity: part for part in detail.splits}
+
+    def activities(self, launches: bool) -> Iterator[Event]:
+        calls = perfetto_calls.ranges_and_launches(self._detail) if launches else []
+        yield from perfetto_calls.drawn(self._rank, calls, self._origin)
+        launched = {activity for call in calls for activity in call.launched}
+        lanes: dict[int, Lanes] = {}
+        known: set[int] = set()
+        for one in activities_of(self._detail):
+            start, end = one.start_ns - self._origin, one.end_ns - self._origin
+            lane = lanes.setdefault(one.stream, Lanes()).place(start, end)
+            track = STREAMS + one.stream + LANES * lane
+            if track not in known:
+                known.add(track)
+                name = f"stream {one.stream}" + (f", beside ({lane + 1})" if lane else "")
+                yield named("thread_name", self._rank, track, name=name)
+            yield from self._activity(one, track, start, end)
+            if one.row in launched:
+                number = perfetto_calls.arrow_number(self._rank, one.row)
+                yield arrow_end("f", perfetto_calls.LAUNCH, number, self._rank, track, start)
+            yield from self._of_transfer(one, track, start, end)
+
+    def _activity(self, one: Activity, track: int, start: int, end: int) -> Iterator[Event]:
+        key = self._steps.get(one.row)
+        figures = {"kind": LABELS[one.kind], "step": key and _step_name(key)}
+        part = self._split.get(one.row)
+        yield slice_of(self._rank, track, clean(one.name), start, end, **figures, **(_figures(part) if part else {}))
+
+    def _of_transfer(self, one: Activity, track: int, start: int, end: int) -> Iterator[Event]:
+        """Its messages as moments with their arrows, and its wait and wire."""
+        part, place = self._split.get(one.row), (self._rank, one.row)
+        sent, received = self._arrows.begin.get(place, ()), self._arrows.end.get(place, ())
+        if sent:
+            to = _peers(part.transfer.sends) if part else None
+            yield slice_of(self._rank, track, f"send to {to}" if to else "send", start, start)
+            yield from (arrow_end("s", MESSAGE, number, self._rank, track, start) for number in sent)
+        if part is not None and part.wire_ns is not None:
+            ready = min(max(part.transfer.end_ns - part.wire_ns - self._origin, start), end)
+            if ready > start:
+                yield slice_of(self._rank, track, "wait", start, ready)
+            if end > ready:
+                yield slice_of(self._rank, track, "wire", ready, end, **{"GB/s": _rate(part)})
+        if received:
+            # Perfetto closes a slice at its end: what belongs to it begins before.
+            last, of = max(start, end - 1), _peers(part.transfer.receives) if part else None
+            yield slice_of(self._rank, track, f"received from {of}" if of else "received", last, last)
+            yield from (arrow_end("f", MESSAGE, number, self._rank, track, last) for number in received)
+
+    def exposed(self) -> Iterator[Event]:
+        found = exposure_of(self._detail, self._detail.rows())
+        parts = (("exposed wire", found.wire), ("exposed wait", found.wait), ("exposed, not split", found.unknown))
+        for name, spans in parts:
+            for start, end in zip(spans.start_ns.tolist(), spans.end_ns.tolist(), strict=True):
+                yield slice_of(self._rank, EXPOSED, name, start - self._origin, end - self._origin)
+
+    def rates(self) -> Iterator[Event]:
+        """What leaves the rank over each class of link, as long as it is on the wire."""
+        links: dict[str, list[tuple[int, int, float]]] = {}
+        for part in self._split.values():
+            rate = _rate(part)
+            if rate is not None and part.wire_ns:
+                end = part.transfer.end_ns
+                links.setdefault(part.link, []).append((end - part.wire_ns, end, rate))
+        for link, spans in links.items():
+            for time, value in _summed(spans, self._detail.window.between_ns):
+                yield counter(self._rank, f"sent, {LINKS[link]}", time - self._origin, "GB/s", value)
+
+
+def _figures(part: Split) -> dict[str, Any]:
+    transfer = part.transfer
+    return {
+        "bytes": transfer.sent_bytes, "send to": _peers(transfer.sends), "receive from": _peers(transfer.receives),
+        "link": LINKS[part.link], "group": clean(transfer.group[0]) if transfer.group[0] else None,
+        "wait ms": _ms(part.wait_ns), "wire ms": _ms(part.wire_ns), "GB/s": _rate(part),
+    }  # fmt: skip
+
+
+def _peers(messages: Iterable[Message]) -> str | None:
+    return ", ".join(dict.fromkeys(f"rank {one.peer}" for one in messages)) or None
+
+
+def _rate(part: Split) -> float | None:
+    rate = gbps(part.transfer.sent_bytes, part.wire_ns)
+    return None if rate is None else round(rate, 3)
+
+
+def _summed(spans: list[tuple[int, int, float]], between_ns: tuple[int, int] | None) -> Iterator[tuple[int, float]]:
+    """The sum of the rates of what is on the wire, at each time that it changes."""
+    begun, ended, rate = (np.array(column) for column in zip(*spans, strict=True))
+    if between_ns is not None:
+        begun, ended = np.clip(begun, *between_ns), np.clip(ended, *between_ns)
+    times, place = np.unique(np.concatenate((begun, ended)), return_inverse=True)
+    change = np.zeros(len(times))
+    np.add.at(change, place, np.concatenate((rate, -rate)))
+    yield from zip(times.tolist(), np.abs(np.round(np.cumsum(change), 3)).tolist(), strict=True)

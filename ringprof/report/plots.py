@@ -122,16 +122,17 @@ class Plots:
 
 
 def comparison(found: Comparison, ax: Axes | None = None) -> Axes:
-    """One bar an entry: TFLOP/s per device, with the range of the repeated timings."""
+    """One bar an entry: TFLOP/s per device, with the 95 % interval of its median."""
     entries = [entry for entry in found.entries if "tflops" in entry.figures]
     ax = _axes(ax, len(entries))
     for place, entry in enumerate(entries):
         figure = entry.figures["tflops"]
-        low, high = figure.low or figure.value, figure.high or figure.value
+        low, high = figure.interval() or (figure.value, figure.value)
         colour = palette.LINES[place % len(palette.LINES)]
-        ax.barh(place, figure.value, xerr=[[figure.value - low], [high - figure.value]], color=colour, height=0.7)
+        ends = [[max(0.0, figure.value - low)], [max(0.0, high - figure.value)]]
+        ax.barh(place, figure.value, xerr=ends, color=colour, height=0.7)
     _rows(ax, [clean(entry.label) for entry in entries])
-    return _finish(ax, "TFLOP/s per device")
+    return _finish(ax, "TFLOP/s per device; whiskers: where the median lies, to 95 %")
 
 
 def scaling(found: Comparison, ax: Axes | None = None) -> Axes:

@@ -49,7 +49,8 @@ MEANINGS: dict[str, str] = {
     "kernels": "Activities on the device by name, over all ranks, with the kind that they count as.",
     "hops": "A hop is one transfer with neighbours. It waits until its peers have arrived; the rest is wire.",
     "settings": "What was run, where, and with which versions.",
-    "comparison": "Measurements side by side. Noise: the ranges of the repeated timings overlap.",
+    "comparison": "Measurements side by side. Noise: the measurements do not prove a difference (95 % interval of "
+    "the ratio, rank test).",
     "sweep": "Every combination of strategy, length and kernel that was recorded.",
     "tflops": "Model FLOPs (backward 2.5 times forward, causal half) per device over the slowest rank's time.",
     "shares": "What the device's time went into: attention kernels, exposed communication, and everything else.",

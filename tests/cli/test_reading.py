@@ -66,7 +66,11 @@ def test_a_comparison_is_of_the_chosen_times(capsys: pytest.CaptureFixture[str])
     assert cli.run(["compare", FOLDER, FOLDER, "--between", "10ms,20ms", "--format", "json"]) == 0
     (first, second) = json.loads(capsys.readouterr().out)["entries"]
     walls = analysis(FOLDER, between="10ms,20ms").breakdown()["wall_ns"]
-    assert first["figures"]["wall"]["value"] == second["figures"]["wall"]["value"] == pytest.approx(walls.mean() / 1e6)
+    assert (
+        first["figures"]["wall_ms"]["value"]
+        == second["figures"]["wall_ms"]["value"]
+        == pytest.approx(walls.mean() / 1e6)
+    )
     assert max(walls) <= 10_000_000
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ WRONG = [
     (["--strategy", "zigzag", *SMALL, "--seq", "63"], "divisible by 8"),
     (["--strategy", "zigzag", *SMALL, "--heads", "6", "--kv-heads", "4"], "not a multiple of 4 kv heads"),
     (["--strategy", "zigzag", *SMALL, "--kernel", "cudnn"], "needs a CUDA device"),
-    (["--strategy", "zigzag", *SMALL, "-p", "windows=2"], "it has: grad_wire, deterministic"),
+    (["--strategy", "zigzag", *SMALL, "-p", "windows=2"], "it has: grad_wire, documents_layout, deterministic"),
     (["--strategy", "zigzag", *SMALL, "-p", "grad_wire=bf16"], "is not fp32|input"),
     (["--strategy", "zigzag", *SMALL, "-p", "grad_wire"], "KEY=VALUE"),
     (["--strategy", "burst", *SMALL, "-p", "ring_window=3"], "does not divide"),
@@ -65,8 +66,18 @@ def test_the_strategies_are_listed_with_their_parameters(capsys) -> None:
     assert code == 0
     for name in ("ring", "zigzag", "stripe", "ulysses", "usp", "double-ring", "burst", "megatron", "allgather"):
         assert name in out
+    assert "torch-cp                       the ring of torch's context_parallel (installed)" in out
     code, out, _ = run(capsys, "strategies", "burst")
     assert code == 0
     for part in ("ring_window", "optimized_backward", "fp32|input", "deterministic"):
         assert part in out
     assert run(capsys, "strategies", "burts")[0] == 2
+
+
+@pytest.mark.skipif(find_spec("yunchang") is not None, reason="the package is installed")
+def test_a_strategy_whose_package_is_missing_is_refused_with_the_way_to_get_it(capsys) -> None:
+    code, out, _ = run(capsys, "strategies")
+    assert code == 0 and "yunchang/usp" in out and "to get yunchang: pip install yunchang flash-attn" in out
+    code, _, err = run(capsys, "record", "--strategy", "yunchang/usp", "--seq", "64", "--device", "cpu")
+    assert code == 2
+    assert err.splitlines()[-1].startswith("ringprof: strategy 'yunchang/usp' needs yunchang")

@@ -29,7 +29,7 @@ def report(capsys, *options, path=RUN):
         ("max(exposed_comm) > 50%", True),
         ("min(exposed_comm) > 5%", False),
         ("waterfall.imbalance >= 0.2", True),
-        ("tflops < 306", True),
+        ("tflops < 320", True),
         ("hops != 9", True),
         ("MAX( idle ) <= 1%", True),
         ("exposed_comm > 0.05", True),
@@ -43,7 +43,9 @@ def test_a_condition_that_holds_exits_with_1_and_its_figure(capsys, condition, h
     assert err.count("\n") == int(held)
     if held:
         figure = parse_condition(condition).figure
-        assert err == f"ringprof: {figure} is {analysis(RUN).figures()[figure]:.6g}: {condition}\n"
+        # What was timed repeatedly stands with its interval.
+        assert err.startswith(f"ringprof: {figure} is {analysis(RUN).figures()[figure]:.6g}")
+        assert err.endswith(f": {condition}\n")
 
 
 def test_every_figure_is_that_of_the_json_report():

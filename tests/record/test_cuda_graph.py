@@ -32,7 +32,7 @@ def test_what_a_graph_cannot_hold_is_refused(tmp_path: Path, options: list[str],
 def test_replays_are_timed_profiled_and_counted(tmp_path: Path) -> None:
     size = ["--seq", "4096", "--heads", "8", "--head-dim", "128", "--world", "2", "--iters", "5"]
     runs = []
-    for options in ([], ["--cuda-graph"]):
+    for options in (["--hops", "nccl"], ["--cuda-graph"]):
         ended = run(["record", "--strategy", "zigzag", *size, *options], tmp_path)
         assert ended.returncode == 0, ended.stderr
         runs.append(read_run(tmp_path / "traces" / "run.json"))

@@ -1,19 +1,33 @@
-"""The merged trace: valid by its schema, on one clock, with every activity, and arrows from send to receive."""
+"""The merged trace: valid by its schema, on one clock, with every activity, and arrows from send to receive.
+
+What a viewer makes of it is told by `tests.report.perfetto_model`, and by Perfetto itself where it is installed.
+"""
 
 from __future__ import annotations
 
 import gzip
 import json
+import shutil
 from collections import defaultdict
+from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ringprof import cli
-from ringprof.report.perfetto import EXPOSED, STEPS, events_of
+from ringprof.analysis.findings.findings import findings_in_memory
+from ringprof.report.perfetto import EXPOSED, STEPS, STREAMS, events_of
+from ringprof.report.trace_event import Lanes, microseconds
+from ringprof.scale.pipeline import attribute
+from tests.analysis.build import FLASH, Builder
+from tests.analysis.test_real_runs import NVLINK
+from tests.analysis.transfers.test_hops import ring
 from tests.loaded import analysis
-from tests.paths import ROOT
+from tests.paths import DATA, ROOT
+from tests.report.perfetto_model import Model, Slice, nanoseconds, read
 
 RUN = ROOT / "traces" / "h200x4-zigzag-65536"
 NUMBER, TEXT, WHOLE = {"type": "number"}, {"type": "string"}, {"type": "integer", "minimum": 0}
@@ -34,6 +48,9 @@ SCHEMA: dict[str, Any] = {
                      "required": ["ph", "pid", "tid", "name", "args"]},
                     {"properties": {"ph": {"enum": ["s", "f"]}, **PLACE, "ts": NUMBER, "id": WHOLE, "cat": TEXT},
                      "required": ["ph", "pid", "tid", "name", "ts", "id", "cat"]},
+                    {"properties": {"ph": {"const": "C"}, **PLACE, "ts": NUMBER,
+                                    "args": {"additionalProperties": NUMBER, "minProperties": 1}},
+                     "required": ["ph", "pid", "name", "ts", "args"]},
                 ]
             },
         }
@@ -54,7 +71,7 @@ def test_it_is_a_valid_trace(merged):
 
 
 def test_every_activity_is_a_slice_with_its_own_time(merged):
-    slices = [event for event in merged["traceEvents"] if event["ph"] == "X" and event["tid"] > EXPOSED]
+    slices = [event for event in merged["traceEvents"] if event["ph"] == "X" and "kind" in event["args"]]
     for rank in analysis(RUN).attribution.ranks:
         mine = [event for event in slices if event["pid"] == rank.rank]
         assert len(mine) == len(rank.window.activities())
@@ -77,24 +94,153 @@ def test_each_ring_step_is_a_slice(merged):
     assert {e["name"] for e in slices if e["pid"] == 0} >= {"fwd 0", "fwd 3", "bwd 0", "bwd 4"}
 
 
-def test_arrows_go_from_a_rank_to_the_next_and_touch_their_slices(merged):
+def test_arrows_go_from_a_rank_to_the_next_each_once(merged):
     ends: dict[int, dict[str, Any]] = defaultdict(dict)
     for event in merged["traceEvents"]:
         if event["ph"] in "sf":
+            assert event["ph"] not in ends[event["id"]]
             ends[event["id"]][event["ph"]] = event
-    hops = sum(len(rank.hops) for rank in analysis(RUN).attribution.ranks)
-    # A hop of zigzag sends two messages, K and V or dK and dV.
-    assert len(ends) == 2 * hops
-    slices = [e for e in merged["traceEvents"] if e["ph"] == "X"]
+    # A hop of zigzag sends K and V, or dK and dV, in one kernel: one arrow, as there is one kernel to go to.
+    assert len(ends) == sum(len(rank.hops) for rank in analysis(RUN).attribution.ranks) == 40
     for pair in ends.values():
         assert pair["f"]["pid"] == (pair["s"]["pid"] + 1) % 4
-        assert pair["f"]["bp"] == "e"
-        for event in pair.values():
-            assert any(
-                one["ts"] <= event["ts"] <= one["ts"] + one["dur"]
-                for one in slices
-                if (one["pid"], one["tid"]) == (event["pid"], event["tid"])
-            )
+        assert pair["s"]["ts"] <= pair["f"]["ts"]
+
+
+def built(*builders: Builder, launches: bool = False) -> Model:
+    """What a viewer reads of the export of these traces."""
+    found = findings_in_memory(attribute([builder.trace() for builder in builders]))
+    return read(list(events_of(found, launches=launches)))
+
+
+def of_rank(model: Model, rank: int) -> list[Slice]:
+    return [one for one in model.slices if one.process == rank and one.track >= STREAMS]
+
+
+def test_a_transfer_holds_its_messages_its_wait_and_its_wire() -> None:
+    """Rank 3 is 500 late. Its neighbours 0 and 2 wait for it, rank 1 does not; 2000 bytes in 1000 ns are 2 GB/s."""
+    model = built(*ring([1000, 1000, 1000, 1500], [2500, 2000, 2500, 2500], tensors=1))
+    whole, *inside = of_rank(model, 0)
+    assert (whole.start_ns, whole.end_ns, whole.parent) == (0, 1500, None)
+    assert whole.args == {
+        "kind": "send/recv", "bytes": 2000, "send to": "rank 1", "receive from": "rank 3", "link": "unknown link",
+        "group": "cp", "wait ms": 0.0005, "wire ms": 0.001, "GB/s": 2.0,
+    }  # fmt: skip
+    assert [(one.name, one.start_ns, one.end_ns) for one in inside] == [
+        ("send to rank 1", 0, 0), ("wait", 0, 500), ("wire", 500, 1500), ("received from rank 3", 1499, 1499),
+    ]  # fmt: skip
+    assert inside[1].parent is whole and inside[2].parent is whole
+    assert model.counters[0, "sent, unknown link GB/s"] == [(500, 2.0), (1500, 0.0)]
+    assert model.counters[1, "sent, unknown link GB/s"] == [(0, 2.0), (1000, 0.0)]
+    arrows = {(one.source.process, one.target.process): (one.starts_ns, one.ends_ns) for one in model.arrows}
+    assert arrows == {(0, 1): (0, 999), (1, 2): (0, 1499), (2, 3): (0, 1499), (3, 0): (500, 1499)}
+    assert {(one.source.name, one.target.name) for one in model.arrows if one.source.process == 0} == {
+        ("send to rank 1", "received from rank 0")
+    }
+
+
+def test_rates_of_transfers_at_one_time_are_summed() -> None:
+    """Both on one link: 2000 bytes in 1000 ns from 0 on, and in 500 ns from 600 on."""
+    builders = ring([1000] * 4, [2000] * 4, tensors=1)
+    for rank, builder in enumerate(builders):
+        builder.batch(300, 1600, 2100, to=(rank + 1) % 4, source=(rank - 1) % 4, tensors=1)
+        builder.activities[-1] = (*builder.activities[-1][:5], 21, *builder.activities[-1][6:])
+    found = built(*builders).counters[0, "sent, unknown link GB/s"]
+    assert found == [(0, 2.0), (600, 6.0), (1000, 4.0), (1100, 0.0)]
+
+
+def test_a_message_that_would_end_before_it_begins_has_no_arrow() -> None:
+    """Rank 1 is done before rank 0 begins: the times of one of them are wrong."""
+    model = built(*ring([5000, 1000, 5000, 5000], [6000, 2000, 6000, 6000], tensors=1))
+    assert (0, 1) not in {(one.source.process, one.target.process) for one in model.arrows}
+    assert not +model.lost
+    (run,) = [one for one in model.slices if one.process == 4]
+    assert run.args["arrows left out, as clocks are off"] == 1
+
+
+def test_activities_that_overlap_on_a_stream_are_all_read() -> None:
+    builder = Builder(world_size=1).run(FLASH, 0, 10, launched=1).run(FLASH, 5, 20, launched=2)
+    builder.run(FLASH, 6, 9, launched=3).run(FLASH, 10, 30, launched=4)
+    model = built(builder)
+    assert not +model.lost
+    assert [(one.start_ns, one.end_ns, one.parent) for one in of_rank(model, 0)] == [
+        (0, 10, None), (5, 20, None), (6, 9, None), (10, 30, None),
+    ]  # fmt: skip
+
+
+def test_launches_are_drawn_on_request_with_an_arrow_to_what_they_launched() -> None:
+    builder = Builder(world_size=1).run(FLASH, 100, 110, launched=20).run(FLASH, 120, 130, launched=40)
+    builder.mark("my step", 10, 60).run("early_by_its_clock", 30, 35, launched=50)
+    assert not built(builder).arrows
+    model = built(builder, launches=True)
+    assert not +model.lost
+    calls = [one for one in model.slices if one.name.startswith("launch of")]
+    assert [(one.start_ns, one.parent and one.parent.name) for one in calls] == [
+        (0, "my step"), (20, "my step"), (30, "my step"),
+    ]  # fmt: skip
+    assert [(one.source.start_ns, one.target.start_ns) for one in model.arrows] == [(0, 80), (20, 100)]
+
+
+RUNS = [
+    "h200x4-zigzag-65536",
+    "h200x4-burst-65536-two-hosts",
+    "h200x4-double-ring-262144",
+    "h200x4-burst-262144-copied",
+]
+
+
+@pytest.mark.parametrize(
+    "path", [*(ROOT / "traces" / name for name in RUNS), DATA / NVLINK], ids=lambda path: path.name
+)
+def test_a_viewer_loses_nothing_of_a_recorded_run(path: Path) -> None:
+    found = analysis(path).findings
+    events = list(events_of(found, launches=True))
+    model = read(events)
+    assert not +model.lost
+    assert len(model.slices) == sum(event["ph"] == "X" for event in events)
+    messages = [arrow for arrow in model.arrows if arrow.category == "message"]
+    assert len(messages) == sum(
+        hop.parts[0].transfer.kind == "send_recv" for r in found.attribution.ranks for hop in r.hops
+    )
+    for arrow in messages:
+        assert arrow.source.name == f"send to rank {arrow.target.process}"
+        assert arrow.target.name == f"received from rank {arrow.source.process}"
+    steps = {one.args["step"] for one in model.slices if "bytes" in one.args and "step" in one.args}
+    assert steps >= {"fwd 0", "bwd 0"}
+
+
+def test_a_run_on_cpu_shows_its_operators_and_what_it_waited() -> None:
+    run = analysis(ROOT / "traces" / "cpu4-burst-4096")
+    model = read(list(events_of(run.findings)))
+    assert not +model.lost
+    for rank in run.attribution.ranks:
+        waits = [s for s in model.slices if s.process == rank.rank and s.name.startswith("ringprof::wait")]
+        assert sum(one.end_ns - one.start_ns for one in waits) == rank.breakdown.exposed_comm_ns
+        assert any(one.process == rank.rank and one.name.startswith("aten::") for one in model.slices)
+
+
+def test_the_file_says_what_was_run(merged):
+    about = merged["otherData"]
+    assert (about["strategy"], about["tokens"], about["ranks"]) == ("zigzag", 65536, 4)
+    assert about["devices"] == "NVIDIA H200" and about["torch"].startswith("2.")
+    (run,) = [event for event in merged["traceEvents"] if event["ph"] == "X" and event["pid"] == 4]
+    assert run["args"]["strategy"] == "zigzag"
+
+
+@given(st.integers(0, 10**15))
+def test_no_time_is_lost_by_cutting_off(time_ns: int) -> None:
+    assert nanoseconds(json.loads(json.dumps(microseconds(time_ns)))) == time_ns
+
+
+@given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 20))), st.booleans())
+def test_what_shares_a_lane_is_apart_or_within(drawn: list[tuple[int, int]], nested: bool) -> None:
+    spans = sorted(((start, start + size) for start, size in drawn), key=lambda span: (span[0], -span[1]))
+    lanes = Lanes(nested=nested)
+    placed = [(lanes.place(*span), *span) for span in spans]
+    for number, (lane, start, end) in enumerate(placed):
+        for other, _, ended in placed[:number]:
+            if lane == other:
+                assert start >= ended or (nested and end <= ended)
 
 
 def test_hosts_are_put_on_one_clock():
@@ -104,7 +250,7 @@ def test_hosts_are_put_on_one_clock():
     first = min(starts.values())
     slices: dict[int, list[float]] = defaultdict(list)
     for event in events_of(run.findings):
-        if event["ph"] == "X" and event["tid"] > EXPOSED:
+        if event["ph"] == "X" and "kind" in event["args"]:
             slices[event["pid"]].append(event["ts"])
     assert len(slices) == 8
     for rank, start in starts.items():
@@ -125,9 +271,15 @@ def test_what_cannot_be_exported_is_one_line(arguments, message, capsys):
 
 
 def test_the_trace_processor_reads_it(merged, tmp_path):
-    processor = pytest.importorskip("perfetto.trace_processor", reason="Perfetto's trace processor is not installed")
+    if shutil.which("trace_processor_shell") is None:
+        pytest.skip("Perfetto's trace_processor_shell is not on the path")
+    processor = pytest.importorskip("perfetto.trace_processor", reason="the package perfetto is not installed")
     path = tmp_path / "merged.json"
     path.write_text(json.dumps(merged))
-    with processor.TraceProcessor(trace=str(path)) as opened:
-        (row,) = opened.query("select count(*) as count from slice")
-    assert row.count == sum(event["ph"] == "X" for event in merged["traceEvents"])
+    config = processor.TraceProcessorConfig(bin_path=shutil.which("trace_processor_shell"))
+    with processor.TraceProcessor(trace=str(path), config=config) as opened:
+        (slices,) = opened.query("select count(*) as count from slice")
+        (flows,) = opened.query("select count(*) as count from flow")
+        lost = [row.name for row in opened.query("select name from stats where severity != 'info' and value > 0")]
+    assert slices.count == sum(event["ph"] == "X" for event in merged["traceEvents"])
+    assert flows.count == 40 and not lost

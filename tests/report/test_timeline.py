@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,7 +12,7 @@ from ringprof.analysis.findings.findings import Findings
 from ringprof.analysis.kinds.kinds import KINDS
 from ringprof.analysis.timeline.focus import Focus
 from ringprof.report.page.document import Content
-from ringprof.report.perfetto import EXPOSED, STREAMS, events_of
+from ringprof.report.perfetto import EXPOSED, events_of
 from ringprof.report.sections import kernels
 from ringprof.report.terms import LABELS
 from ringprof.report.timeline import Bar, timeline_of
@@ -19,7 +21,7 @@ from tests.analysis.build import FLASH, Builder
 from tests.analysis.test_real_runs import NVLINK
 from tests.analysis.transfers.test_hops import ring
 from tests.loaded import analysis
-from tests.paths import DATA
+from tests.paths import DATA, ROOT
 
 
 def bars_of(*builders: Builder, between_ns: tuple[int, int] | None = None) -> list[Bar]:
@@ -58,13 +60,22 @@ def test_only_the_device_that_is_reported_is_drawn() -> None:
     ]  # fmt: skip
 
 
-CHOSEN = (None, "10ms,20ms", "33.3ms,120ms")
+BURST = ROOT / "traces" / "h200x4-burst-65536-two-hosts"
+CHOSEN: tuple[tuple[Path, dict[str, Any]], ...] = (
+    (DATA / NVLINK, {}),
+    (DATA / NVLINK, {"between": "10ms,20ms"}),
+    (DATA / NVLINK, {"between": "33.3ms,120ms"}),
+    (BURST, {"window": "ringprof::bwd*"}),
+    (BURST, {"window": "ringprof::bwd*", "between": "200ms,500ms"}),
+    (BURST, {"group": "ringprof:read_inner"}),
+    (BURST, {"group": "ringprof:read_inner", "between": "20ms,60ms"}),
+)
 
 
-@pytest.mark.parametrize("between", CHOSEN)
-def test_timeline_kernel_table_and_export_hold_what_the_breakdown_holds(between: str | None) -> None:
+@pytest.mark.parametrize(("path", "how"), CHOSEN, ids=lambda one: str(one)[-60:])
+def test_timeline_kernel_table_and_export_hold_what_the_breakdown_holds(path: Path, how: dict[str, Any]) -> None:
     """By kind and rank, to the nanosecond."""
-    run = analysis(DATA / NVLINK, between=between)
+    run, between = analysis(path, **how), how.get("between")
     ranks = {rank.rank: rank.breakdown for rank in run.attribution.ranks}
     expected = {
         (rank, kind): (figures.calls, figures.time_ns) for rank, b in ranks.items() for kind, figures in b.kinds.items()
@@ -74,7 +85,11 @@ def test_timeline_kernel_table_and_export_hold_what_the_breakdown_holds(between:
     assert {key: spent[0] for key, spent in expected.items()} == _counted_slices(run.findings)
     if between is not None:
         low, high = (float(time.removesuffix("ms")) for time in between.split(","))
-        slices = [event for event in events_of(run.findings) if event["ph"] == "X" and event["tid"] >= EXPOSED]
+        slices = [
+            event
+            for event in events_of(run.findings)
+            if event["ph"] == "X" and (event["tid"] == EXPOSED or "kind" in event["args"])
+        ]
         ends = [event["ts"] + event["dur"] for event in slices]
         assert max(ends) - min(event["ts"] for event in slices) <= (high - low) * 1e3 + 1e-3
 
@@ -107,7 +122,7 @@ def _kernel_rows(found: Findings) -> dict[str, tuple[int, int]]:
 
 def _counted_slices(found: Findings) -> dict[tuple[int, str], int]:
     labels = {label: kind for kind, label in LABELS.items() if kind in KINDS}
-    activities = (event for event in events_of(found) if event["ph"] == "X" and event["tid"] >= STREAMS)
+    activities = (event for event in events_of(found) if event["ph"] == "X" and "kind" in event["args"])
     return dict(Counter((event["pid"], labels[event["args"]["kind"]]) for event in activities))
 
 

@@ -103,9 +103,11 @@ def dense(problem: Problem) -> list[Tensor]:
     return [out.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
 
 
-def over_the_ranks(case: Case, problem: Problem, **how: Any) -> list[Tensor]:
-    """out, dq, dk, dv of the whole sequence as the ranks computed them together."""
+def over_the_ranks(case: Case, problem: Problem, using: Any = None, **how: Any) -> list[Tensor]:
+    """out, dq, dk, dv of the whole sequence as the ranks computed them together, with the kernel ``using`` if given."""
     strategy = create(case.name, kernel=problem.kernel, **how, **case.params)
+    if using is not None:
+        strategy.kernel_for = lambda q: using
     *qkv, dout = (strategy.shard(tensor) for tensor in inputs(problem))
     for tensor in qkv:
         tensor.requires_grad_()

@@ -8,19 +8,74 @@ from __future__ import annotations
 import gc
 import os
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
-from ringprof.strategies import communicator, copies, create
+from ringprof.strategies import agreement, copies, create, hops
 from ringprof.strategies.errors import PeerLost, Unfit
-from tests.strategies.cases import CASES, Case
+from ringprof.strategies.hops import Hop, Ring
+from ringprof.strategies.kernels import ReferenceKernel
+from ringprof.strategies.parcels import Parcel
+from tests.strategies.cases import CASES, Case, Problem, dense, inputs, relative_error
 from tests.strategies.gpu_ranks import GPUS, SIZES, needs_two_gpus, run_gpu_ranks
+from tests.strategies.ranks import run_ranks
 
 
 def test_hops_that_nothing_carries_are_refused_by_name():
-    with pytest.raises(Unfit, match="hops 'pigeon': write one of nccl, copy"):
+    with pytest.raises(Unfit, match="hops 'pigeon': write one of auto, nccl, copy"):
         create("ring", hops="pigeon")
+
+
+class _ByGloo:
+    """Carries what copy engines would."""
+
+    slots = None
+
+    def __init__(self, ring: Ring) -> None:
+        self._ring = ring
+
+    def post(self, parcel: Parcel) -> Hop:
+        arriving = parcel.room()
+        return Hop(self._ring._exchange(parcel.messages, arriving.messages), parcel.messages, arriving)
+
+
+def _carried(rank: int, can: list[bool], greedy: bool) -> tuple[set[str], float]:
+    """By what the hops went, where ``can`` says of each rank whether it has copy engines; and the error."""
+    problem = Problem(seq=16)
+    kernel = ReferenceKernel()
+    kernel.greedy = greedy
+    with (
+        patch.object(agreement, "can_copy", lambda: None if can[rank] else "need CUDA"),
+        patch.object(agreement, "sees_peers", lambda: True),
+        patch.object(hops, "copy_ring", lambda *_: None),
+    ):
+        strategy = create("zigzag")
+        if strategy.comm.can_copy:
+            for ring in (strategy.kv_ring, strategy.dkv_ring):
+                ring._copies = _ByGloo(ring)
+    strategy.kernel_for = lambda q: kernel
+    *qkv, dout = (strategy.shard(x) for x in inputs(problem))
+    out = strategy.attention(*(x.requires_grad_() for x in qkv))
+    out.backward(dout)
+    results = [strategy.unshard(x) for x in (out, *(x.grad for x in qkv))]
+    error = max(relative_error(x, true) for x, true in zip(results, dense(problem), strict=True))
+    return {operation for _, _, operation, _ in strategy.comm.meter.sent}, error
+
+
+@pytest.mark.parametrize(
+    ("can", "greedy", "way"),
+    [
+        ([True, True], True, "copy"),
+        ([True, True], False, "send_recv"),
+        ([True, False], True, "send_recv"),
+        ([False, False], True, "send_recv"),
+    ],
+)
+def test_auto_copies_beside_a_greedy_kernel_where_all_ranks_can(can, greedy, way):
+    for ways, error in run_ranks(2, _carried, can, greedy):
+        assert ways == {way} and error < 1e-13
 
 
 @pytest.mark.skipif(GPUS > 0, reason="needs a machine without CUDA")
@@ -54,20 +109,20 @@ def _calls(strategy: Any, seeds: range, heads: int, kv_heads: int) -> list[list[
 def _compared(case: Case) -> str:
     """Empty where both ways of a case give the same bits and count the same bytes; else what differs."""
     params = {**case.params, "deterministic": True}
-    ways = {hops: create(case.name, kernel="torch-flash", hops=hops, **params) for hops in communicator.HOPS}
-    results = {hops: _calls(strategy, range(6), 8, 4) for hops, strategy in ways.items()}
+    ways = {way: create(case.name, kernel="torch-flash", hops=way, **params) for way in ("nccl", "copy")}
+    results = {way: _calls(strategy, range(6), 8, 4) for way, strategy in ways.items()}
     for call, pair in enumerate(zip(*results.values(), strict=True)):
         for name, one, other in zip(("out", "dq", "dk", "dv"), *pair, strict=True):
             if not torch.equal(one, other):
                 return f"{case}: {name} of call {call} differs by {(one - other).abs().max().item()}"
     sent = {
-        hops: {(*key[:2], key[3]): value for key, value in strategy.comm.meter.sent.items()}
-        for hops, strategy in ways.items()
+        way: {(*key[:2], key[3]): value for key, value in strategy.comm.meter.sent.items()}
+        for way, strategy in ways.items()
     }
     if sent["nccl"] != sent["copy"]:
         return f"{case}: counted {sent}"
-    hops = [key for key in ways["copy"].comm.meter.sent if key[2] == "copy"]
-    return "" if bool(hops) == bool(copies.held_bytes()) else f"{case}: memory is held for {hops}"
+    copied = [key for key in ways["copy"].comm.meter.sent if key[2] == "copy"]
+    return "" if bool(copied) == bool(copies.held_bytes()) else f"{case}: memory is held for {copied}"
 
 
 def _differences(rank: int, size: int) -> list[str]:
@@ -155,3 +210,18 @@ def _captured(rank: int) -> str:
 @needs_two_gpus
 def test_copied_hops_are_refused_inside_a_cuda_graph():
     assert all("cannot be captured in a CUDA graph" in said for said in run_gpu_ranks(2, _captured))
+
+
+def _auto(rank: int) -> dict[str, set[str]]:
+    found = {}
+    for kernel in ("cudnn", "torch-flash"):
+        strategy = create("zigzag", kernel=kernel)
+        _calls(strategy, range(2), 8, 4)
+        found[kernel] = {operation for _, _, operation, _ in strategy.comm.meter.sent}
+    return found
+
+
+@pytest.mark.gpu
+@needs_two_gpus
+def test_auto_copies_beside_cudnn_alone_on_gpus():
+    assert run_gpu_ranks(2, _auto) == [{"cudnn": {"copy"}, "torch-flash": {"send_recv"}}] * 2

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import ringprof.strategies
-from ringprof.strategies import create, find, names, parameters
+from ringprof.strategies import create, find, foreign, names, parameters, peers
 from ringprof.strategies.base import Strategy
 from tests.strategies.cases import CASES, Case, Problem, dense, inputs, over_the_ranks, relative_error
 from tests.strategies.ranks import run_ranks
@@ -211,11 +211,14 @@ def test_the_stand_in_for_the_output_is_as_good_as_the_output():
             assert one <= 1.5 * other
 
 
+NOT_TRIED_HERE = {"deterministic", "double_ring", "documents_layout"}
+"""The first is the kernel's affair: test_gpu.py has it; the last says how packed documents lie: test_masks.py."""
+
+
 def test_every_bundled_strategy_is_among_the_cases_with_each_of_its_options():
     assert {case.name for case in CASES} == set(names())
     for name in names():
-        # `deterministic` is the kernel's affair: test_gpu.py has it.
-        options = {parameter.name for parameter in parameters(find(name).load())} - {"deterministic", "double_ring"}
+        options = {parameter.name for parameter in parameters(find(name).load())} - NOT_TRIED_HERE
         tried = {key for case in CASES if case.name == name for key in case.params}
         if name in ("zigzag", "stripe"):
             continue  # the ring with another layout
@@ -227,9 +230,23 @@ def test_every_strategy_on_disk_is_registered():
     on_disk = set()
     for module in pkgutil.iter_modules(ringprof.strategies.__path__):
         if module.name != "fused":  # needs triton, holds no strategy
-            loaded = vars(import_module(f"ringprof.strategies.{module.name}")).values()
-            on_disk |= {item for item in loaded if isinstance(item, type) and issubclass(item, Strategy)}
+            on_disk |= _strategies_in(f"ringprof.strategies.{module.name}")
     assert on_disk - {Strategy} == registered
+
+
+def test_every_adapter_on_disk_is_registered():
+    registered = {find(name).target for name in peers()}
+    on_disk = set()
+    for module in pkgutil.iter_modules(foreign.__path__):
+        own = f"{foreign.__name__}.{module.name}"
+        classes = (item for item in _strategies_in(own) if item.__module__ == own)
+        on_disk |= {f"{own}:{item.__name__}" for item in classes if not item.__name__.startswith("_")}
+    assert on_disk - {f"{foreign.__name__}.call:Foreign"} == registered
+
+
+def _strategies_in(module: str) -> set[type[Strategy]]:
+    loaded = vars(import_module(module)).values()
+    return {item for item in loaded if isinstance(item, type) and issubclass(item, Strategy)}
 
 
 def test_one_rank_needs_no_process_group():

@@ -11,9 +11,10 @@ from torch import Tensor
 from ringprof.strategies import create
 from ringprof.strategies.kernel import Kernel
 from ringprof.strategies.kernels import ReferenceKernel
-from ringprof.strategies.parcels import Parcel
+from ringprof.strategies.parcels import Parcel, side_by_side
 from ringprof.strategies.plan_check import plausible
-from tests.strategies.cases import CASES, Problem, inputs
+from ringprof.strategies.torch_kernels import CpuFlashKernel
+from tests.strategies.cases import CASES, Problem, dense, inputs, over_the_ranks, relative_error
 from tests.strategies.ranks import run_ranks
 
 
@@ -75,6 +76,53 @@ def test_every_backward_call_has_the_strides_that_torchs_own_autograd_gives(worl
         assert found == []
 
 
+class LikeFlashAttn(Recording):
+    """Takes O and dO as views, and gives dK and dV side by side, as flash-attn does."""
+
+    dense_rows = False
+
+    def _backward(self, *given: Any) -> Any:
+        dq, dk, dv = super()._backward(*given)
+        dk, dv = torch.stack([dk, dv]).unbind(0)
+        assert side_by_side(dk, dv) is not None
+        return dq, dk, dv
+
+
+def results_with_views(rank: int, world: int) -> tuple[list[str], int]:
+    """Cases that are wrong with such a kernel, and how many calls were given views."""
+    wrong, views = [], 0
+    problem = Problem(seq=32, batch=2)
+    truth = dense(problem)
+    for case in [case for case in CASES if world in case.worlds]:
+        kernel = LikeFlashAttn()
+        results = over_the_ranks(case, problem, using=kernel)
+        worst = max(relative_error(value, true) for value, true in zip(results, truth, strict=True))
+        # dO and O travel as float64, but some gradients of some cases in the input's type, which is that, too.
+        if not worst < 1e-12:
+            wrong.append(f"{case}: {worst:.1e}")
+        views += len(kernel.wrong)
+    return wrong, views
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_a_kernel_that_takes_views_is_given_them_and_its_gradients_are_added_in_pairs(world):
+    for rank, (wrong, views) in enumerate(run_ranks(world, results_with_views, world)):
+        assert wrong == []
+        # Half of a rank's queries see the keys of those before it: ranks but the last have such blocks.
+        assert views > 0 or rank == world - 1
+
+
+def test_only_what_lies_side_by_side_is_taken_as_one():
+    pair = torch.arange(24.0).view(2, 1, 3, 4)
+    first, second = pair.unbind(0)
+    both = side_by_side(first, second)
+    assert both is not None and torch.equal(both, pair.flatten(0, 1)) and both.data_ptr() == pair.data_ptr()
+    for other in (first, second.clone(), second.bfloat16(), second[:, :2], second.transpose(1, 2)):
+        assert side_by_side(first, other) is None
+    # Neighbours in memory by chance, or as parts of something else.
+    assert side_by_side(pair[0, :, :, :2], pair[0, :, :, 2:]) is None
+
+
 # --- the look at a plan's first gradients -----------------------------------------------------------
 
 
@@ -132,3 +180,22 @@ def test_tensors_travel_in_one_message_where_no_byte_is_added(shapes, messages):
         assert [tuple(x.shape) for x in other.messages] == [tuple(x.shape) for x in parcel.messages]
         starts = {x.data_ptr() for x in other.messages} | {x.data_ptr() for x in parcel.messages}
         assert len(starts) == 2 * messages
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("sharpness", [1, 8, 60, 200])
+def test_gradients_of_a_softmax_with_one_key_are_rounding_and_no_sign_of_a_wrong_plan(causal, sharpness):
+    torch.manual_seed(0)
+    q, k, v, dout = (torch.randn(1, 256, 4, 64).bfloat16() for _ in range(4))
+    k = (k + sharpness * q.float()).bfloat16()
+    kernel = CpuFlashKernel()
+    out, lse = kernel.forward(q, k, v, scale=0.1, causal=causal)
+
+    def seen(given: Tensor) -> bool:
+        gradients = kernel.backward(dout, q, k, v, lse, out=given, scale=0.1, causal=causal)
+        return bool(plausible(gradients, dout, q, k, v, out, lse, 0.1, causal))
+
+    assert seen(out.contiguous())
+    # As if O were read with other strides: other rows, other heads.
+    assert not seen(out.roll(7, 1).contiguous())
+    assert not seen(out.flip(2).contiguous())

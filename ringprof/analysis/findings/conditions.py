@@ -1,5 +1,8 @@
 """Conditions on figures, for use in CI: ``exposed_comm > 5%``, ``max(idle) > 1%``, ``tflops < 0.95 * base``.
 
+Of a figure that was repeated a condition holds, or does not, where it does so over the figure's whole interval; else it
+is undecided. A figure that was measured once is taken as it is.
+
 Grammar: FIGURE OP NUMBER[%] [* base], with OP one of < <= > >= == !=, and FIGURE a name, or ``max(name)`` or
 ``min(name)`` over ranks. Parsed, never evaluated as code.
 """
@@ -45,18 +48,26 @@ class Condition:
     of_base: bool
 
     def holds(
-        self, figures: Mapping[str, float], base: Mapping[str, float], shares: Collection[str] | None = None
-    ) -> bool:
+        self,
+        figures: Mapping[str, float],
+        base: Mapping[str, float],
+        shares: Collection[str] | None = None,
+        interval: tuple[float, float] | None = None,
+    ) -> bool | None:
         """Whether the condition holds for these figures, of which ``shares`` are 0..1 where that is known.
 
-        Raises `UsageError` for a figure that is not there, and for a number of another unit: what never holds, or
-        always, is no gate.
+        ``interval`` is the figure's, or its ratio's to the base's, where it was repeated: None, for undecided, where
+        that lies on both sides of the limit. Raises `UsageError` for a figure that is not there, and for a number of
+        another unit: what never holds, or always, is no gate.
         """
         value = self._figure(figures)
         if shares is not None and not self.of_base:
             self._refuse_other_unit(self.figure in shares)
-        limit = self.number * (self._figure(base) if self.of_base else 1.0)
-        return _OPERATORS[self.sign](value, limit)
+        test = _OPERATORS[self.sign]
+        if interval is not None and self.sign not in ("==", "!="):
+            low, high = (test(end, self.number) for end in interval)
+            return low if low == high else None
+        return test(value, self.number * (self._figure(base) if self.of_base else 1.0))
 
     def _figure(self, figures: Mapping[str, float]) -> float:
         if self.figure not in figures:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from statistics import median
+from collections.abc import Sequence
+from statistics import fmean
+
+import numpy as np
 
 from ringprof.analysis.findings.comparison import WATERFALL, Entry, Figure
+from ringprof.analysis.findings.controls import ControlFigures, slowest
+from ringprof.analysis.findings.figures import figures_of
 from ringprof.analysis.findings.findings import Findings
+from ringprof.analysis.findings.summary import Summary
 from ringprof.analysis.kinds.kinds import KINDS
-from ringprof.run import Run, Workload
+from ringprof.run import Controls, Run, Workload
 from ringprof.trace.columns import NOTES
 
 MS = 1e6
@@ -18,24 +23,34 @@ MIB = 1 << 20
 def entry_of_run(label: str, found: Findings) -> Entry:
     """A recorded run, or the traces of one that nothing else is known of."""
     run, summary = found.attribution.run, found.summary
-    figures = _timed_figures(run) if run is not None else {}
+    # Rates, memory and controls are of whole iterations: beside a part of one they would be read as its own.
+    whole = run if not found.attribution.partial_window else None
+    figures = _timed_figures(whole, summary) if whole is not None else {}
     iterations = max(1, summary.iterations)
     for part in summary.parts:
-        figures[part.name] = _time(part.mean_ns / iterations)
-    figures["exposed_comm_share"] = Figure(summary.exposed_mean, "share", higher_is_better=False)
+        figures[f"{part.name}_ms"] = _time(part.mean_ns / iterations)
+    figures["exposed_comm"] = Figure(summary.exposed_mean, "share", higher_is_better=False)
     if summary.overlap_ratio is not None:
         figures["overlap_ratio"] = Figure(summary.overlap_ratio, "share", higher_is_better=True)
     if summary.rates.block_tflops is not None:
         figures["block_tflops"] = Figure(summary.rates.block_tflops, "TFLOP/s", higher_is_better=True)
-    if summary.rates.solo_tflops is not None:
-        figures["solo_tflops"] = Figure(summary.rates.solo_tflops, "TFLOP/s", higher_is_better=True)
+    if whole is not None and whole.controls is not None and summary.rates.controls is not None:
+        figures |= _control_figures(whole.controls, summary.rates.controls)
     times = {row.kind: row.time_ns / iterations for row in summary.kinds}
-    figures |= {kind: _time(times[kind]) for kind in KINDS if kind in times}
-    figures |= {f"{WATERFALL}{part.part}": _time(part.time_ns / iterations) for part in found.waterfall.parts}
+    figures |= {f"{kind}_ms": _time(times[kind]) for kind in KINDS if kind in times}
+    figures |= {f"{WATERFALL}{part.part}_ms": _time(part.time_ns / iterations) for part in found.waterfall.parts}
     settings = _run_settings(run) if run is not None else {}
     devices = ", ".join(summary.devices) or None
     warnings = tuple(f"{one.message} [{one.code}]" for one in found.attribution.warnings if one.code not in NOTES)
-    return Entry(label, "trace" if run is None else "run", settings | {"device": devices}, figures, warnings)
+    return Entry(
+        label=label,
+        source="trace" if run is None else "run",
+        settings=settings | {"device": devices},
+        figures=figures,
+        warnings=warnings,
+        others={name: value for name, value in figures_of(found).items() if name not in figures},
+        created=(run.created,) if run is not None else (),
+    )
 
 
 def _run_settings(run: Run) -> dict[str, str | None]:
@@ -60,28 +75,50 @@ def _workload_settings(work: Workload) -> dict[str, str | None]:
         "kv_heads": str(work.kv_heads),
         "head_dim": str(work.head_dim),
         "causal": str(work.causal).lower(),
+        **({} if work.mask().plain else {"mask": f"{work.mask()}: {work.mask().area(work.seq)} pairs"}),
         "dtype": work.dtype,
         "passes": "forward and backward" if work.backward else "forward",
         **{name: str(count) for name, count in (("layers", work.layers), ("steps", work.steps)) if count > 1},
     }
 
 
-def _timed_figures(run: Run) -> dict[str, Figure]:
+def _timed_figures(run: Run, summary: Summary) -> dict[str, Figure]:
     """What the recorder timed without the profiler: of every iteration, the slowest rank's time."""
     figures: dict[str, Figure] = {}
-    if run.timings is not None:
-        slowest = [max(times) for times in zip(*run.timings.iterations_ns, strict=True)]
-        figures["iteration"] = Figure(
-            median(slowest) / MS, "ms", min(slowest) / MS, max(slowest) / MS, False, depends_on_work=True
+    rates = summary.rates
+    times = slowest(run.timings.iterations_ns) if run.timings else []
+    if rates.slowest_median_ns is not None:
+        each = (tuple(time / MS for time in times),)
+        figures["iteration_ms"] = Figure(rates.slowest_median_ns / MS, "ms", each, False, depends_on_work=True)
+    if rates.tflops is not None:
+        # A captured block was timed under the profiler only.
+        timed = times or (slowest(run.profiled.iterations_ns) if run.profiled else [])
+        each = (tuple(rate for time in timed if (rate := run.tflops(time)) is not None),)
+        figures["tflops"] = Figure(rates.tflops, "TFLOP/s", each, True)
+    if rates.peak_memory_bytes is not None:
+        figures["peak_memory_mib"] = Figure(
+            rates.peak_memory_bytes / MIB, "MiB", higher_is_better=False, depends_on_work=True
         )
-        if run.workload is not None:
-            per_device = run.workload.model_flops() / run.topology.world_size / 1e3
-            low, high = per_device / max(slowest), per_device / min(slowest)
-            figures["tflops"] = Figure(per_device / median(slowest), "TFLOP/s", low, high, True)
-    if run.peak_memory_bytes:
-        figures["peak_memory"] = Figure(
-            max(run.peak_memory_bytes) / MIB, "MiB", higher_is_better=False, depends_on_work=True
-        )
+    return figures
+
+
+def _control_figures(controls: Controls, found: ControlFigures) -> dict[str, Figure]:
+    """Of the controls: the shares are repeated by rounds, in which all that they set against each other took turns."""
+
+    def by_round(times: Sequence[float]) -> list[float]:
+        return [float(np.median(part)) for part in np.array_split(times, controls.rounds or 1) if len(part)]
+
+    def share(value: float, parts: Sequence[float]) -> Figure:
+        ratios = (tuple(part / whole for part, whole in zip(parts, ordinary, strict=False)),)
+        return Figure(value, "share", ratios, higher_is_better=True)
+
+    ordinary = by_round(slowest(controls.ordinary_ns))
+    solo = by_round([fmean(times) for times in zip(*controls.solo_ns, strict=True)])
+    figures = {"solo_tflops": Figure(found.solo_tflops, "TFLOP/s", higher_is_better=True)}
+    figures["of_solo"] = share(found.of_solo, solo)
+    if found.ideal_efficiency is not None:
+        sides = [by_round(slowest(one or [])) for one in (controls.compute_only_ns, controls.communication_only_ns)]
+        figures["ideal_efficiency"] = share(found.ideal_efficiency, [max(pair) for pair in zip(*sides, strict=False)])
     return figures
 
 
@@ -97,8 +134,3 @@ def labels_of(paths: Sequence[str]) -> list[str]:
 
 def _time(time_ns: float) -> Figure:
     return Figure(time_ns / MS, "ms", higher_is_better=False, depends_on_work=True)
-
-
-def flat(figures: Mapping[str, Figure]) -> dict[str, float]:
-    """Figure name -> value, for conditions."""
-    return {name: figure.value for name, figure in figures.items()}

@@ -1,7 +1,8 @@
 """Every figure of a report by name, for conditions: a mean over ranks, and ``max(...)`` and ``min(...)`` over them.
 
-The names are those of the JSON report. ``exposed_comm``, ``idle`` and the other parts of the time are shares of the
-wall (0..1); with ``_ns`` they are times. What a report does not know has no figure.
+A name means the same in every report and comparison. ``exposed_comm``, ``idle`` and the other parts of the time are
+shares of the wall (0..1); with ``_ns`` they are times over the whole window, with ``_ms`` times of one iteration
+(`ringprof.analysis.findings.entries`). What a report does not know has no figure.
 """
 
 from __future__ import annotations
@@ -52,7 +53,11 @@ _NO_SHARES = {"tflops", "block_tflops", "solo_tflops", "wire_gbps", "hops", "war
 def shares_among(figures: Iterable[str]) -> set[str]:
     """Those of the figures that are shares, 0..1 or more."""
     plain = {name: name.partition("(")[2].rstrip(")") or name for name in figures}
-    return {name for name, one in plain.items() if one not in _NO_SHARES and not one.endswith(("_ns", "_bytes"))}
+    return {
+        name
+        for name, one in plain.items()
+        if one not in _NO_SHARES and not one.endswith(("_ns", "_ms", "_bytes", "_mib", "_mb"))
+    }
 
 
 def _of_rank(rank: Rank) -> dict[str, float]:

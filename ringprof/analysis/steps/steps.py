@@ -18,7 +18,7 @@ from ringprof.analysis import intervals
 from ringprof.analysis.exposure import Exposure, exposure_of
 from ringprof.analysis.kinds.kinds import COMPUTE
 from ringprof.analysis.rank import Rank
-from ringprof.analysis.steps.blocks import StepBlocks
+from ringprof.analysis.steps.blocks import StepBlocks, StepKey
 from ringprof.analysis.steps.plan import (
     HeldRanks,
     RanksOfSteps,
@@ -113,6 +113,11 @@ class StepFinder:
         return tuple(step for steps in self._ranks.map(steps_of, self.plan) for step in steps)
 
     @cached_property
+    def by_activity(self) -> dict[int, dict[int, StepKey]]:
+        """Rank -> the step that each of its attention kernels and exchanges belongs to, by activity."""
+        return {} if self.plan is None else dict(self._ranks.map(keys_of_activities, self.plan))
+
+    @cached_property
     def exposed_by_step(self) -> ExposedBySteps:
         """What each ring step exposes, over all ranks, calls and iterations."""
         if self.listed or self.plan is None:
@@ -138,6 +143,18 @@ def exposed_steps(side: RankSteps, plan: StepPlan) -> ExposedBySteps:
 def steps_of(side: RankSteps, plan: StepPlan) -> list[Step]:
     """The steps of one rank, by time."""
     return _steps(side, *placed(side, plan))
+
+
+def keys_of_activities(side: RankSteps, plan: StepPlan) -> tuple[int, dict[int, StepKey]]:
+    """A rank, and the step that each of its attention kernels and exchanges belongs to, by activity."""
+    blocks, slots = placed(side, plan)
+    attention = zip(side.rows.activity[blocks.row].tolist(), blocks.slot.tolist(), strict=True)
+    found = {activity: blocks.keys[slot] for activity, slot in attention}
+    if not blocks.keys:
+        return side.rank.rank, found
+    for slot, exchange in zip(slots.tolist(), side.exchanges, strict=True):
+        found |= {part.transfer.activity: blocks.keys[slot] for part in exchange.parts}
+    return side.rank.rank, found
 
 
 def exposed_by_step(steps: Iterable[Step]) -> ExposedBySteps:

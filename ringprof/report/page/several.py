@@ -16,6 +16,7 @@ from ringprof.report.terms import WATERFALL as WATERFALL_LABELS
 from ringprof.report.text import clean
 
 _TIMES = ("compute", "exposed_comm", "exposed_memory", "idle")
+"""Parts of the time; in figures with ``_ms``."""
 
 
 def comparison_document(found: Comparison) -> Document:
@@ -28,13 +29,13 @@ def comparison_document(found: Comparison) -> Document:
     if speeds:
         bars = figures.stacked([name for name, _ in speeds], _one("TFLOP/s", [value for _, value in speeds]), "TFLOP/s")
         sections.append(PageSection("speed", "Speed", MEANINGS["tflops"], Content(bars)))
-    timed = [entry for entry in found.entries if all(name in entry.figures for name in _TIMES)]
+    timed = [entry for entry in found.entries if all(f"{name}_ms" in entry.figures for name in _TIMES)]
     if timed:
         drawn = Content(_shares(timed, figures))
         sections.append(PageSection("shares", "Where the time went", MEANINGS["breakdown"], drawn))
-    kept = [entry for entry in found.entries if "peak_memory" in entry.figures]
+    kept = [entry for entry in found.entries if "peak_memory_mib" in entry.figures]
     if kept:
-        values = _one("MiB", [entry.figures["peak_memory"].value for entry in kept])
+        values = _one("MiB", [entry.figures["peak_memory_mib"].value for entry in kept])
         bars = figures.stacked([entry.label for entry in kept], values, "MiB")
         sections.append(PageSection("memory", "Peak memory", MEANINGS["memory"], Content(bars)))
     every = Content(tables=[figure_table(found)])
@@ -54,8 +55,8 @@ def _shares(entries: Sequence[Entry], figures: Any) -> Any:
     for name in _TIMES:
         values = []
         for entry in entries:
-            whole = sum(entry.figures[part].value for part in _TIMES) or 1.0
-            values.append(100 * entry.figures[name].value / whole)
+            whole = sum(entry.figures[f"{part}_ms"].value for part in _TIMES) or 1.0
+            values.append(100 * entry.figures[f"{name}_ms"].value / whole)
         parts[LABELS[name]] = (palette.PARTS[name], values)
     return figures.stacked([entry.label for entry in entries], parts, "%")
 
@@ -82,8 +83,9 @@ def figure_table(found: Comparison) -> PageTable:
 
 def _label(name: str) -> str:
     if name.startswith(WATERFALL):
-        return "waterfall: " + WATERFALL_LABELS[name.removeprefix(WATERFALL)]
-    return LABELS.get(name, name.replace("_", " "))
+        return "waterfall: " + WATERFALL_LABELS[name.removeprefix(WATERFALL).removesuffix("_ms")]
+    plain = name.removesuffix("_ms").removesuffix("_mib")
+    return LABELS.get(plain, plain.replace("_", " "))
 
 
 def _against(one: Difference | None) -> list[Cell]:

@@ -24,7 +24,8 @@ def terminal(found: Findings, style: TextStyle, listing: Listing) -> list[str]:
         return []
     check = [_check(run.verification)] if run.verification else []
     partial = [_PARTIAL] if found.attribution.partial_window else []
-    return [style.wrap("\n".join([_what_ran(run), *check, *_speed(run, rates), *partial, *_cost(rates)]))]
+    speed = [*_speed(run, rates), *_balance(run)]
+    return [style.wrap("\n".join([_what_ran(run), *check, *speed, *partial, *_cost(rates)]))]
 
 
 def _what_ran(run: Run) -> str:
@@ -45,7 +46,7 @@ def _workload(work: Workload) -> list[str]:
     heads = f"{work.heads} heads" + (f" ({work.kv_heads} kv)" if work.kv_heads != work.heads else "")
     return [
         f"{work.seq} tokens, {heads} of {work.head_dim}" + (f", batch {work.batch}" if work.batch > 1 else ""),
-        "causal" if work.causal else "full",
+        str(work.mask()),
         work.dtype + ("" if work.backward else ", forward only"),
     ]
 
@@ -74,6 +75,20 @@ def _speed(run: Run, rates: Rates) -> list[str]:
     if rates.block_tflops is not None:
         parts.append(f"its attention kernels run at {rate(rates.block_tflops)}")
     return ["; ".join(parts)] if parts else []
+
+
+def _balance(run: Run) -> list[str]:
+    """How even the work of a mask is over the ranks, where that is neither causal nor full."""
+    flops = run.block_flops()
+    if not flops or run.workload is None or run.workload.mask().plain:
+        return []
+    mean = sum(flops.values()) / len(flops)
+    busiest = max(flops, key=lambda rank: flops[rank])
+    least = min(flops, key=lambda rank: flops[rank])
+    return [
+        f"attention work over the ranks: {flops[busiest] / mean:.3f} of the mean on rank {busiest}, "
+        f"{flops[least] / mean:.3f} on rank {least}"
+    ]
 
 
 def _cost(rates: Rates) -> list[str]:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringprof.analysis.findings.comparison import WORK, Entry, Figure, compare, same_work
+from ringprof.analysis.findings.comparison import WORK, Entry, Figure, as_one, compare, in_turns, same_work
 from ringprof.analysis.findings.conditions import parse_condition
 from ringprof.analysis.findings.entries import labels_of
 from ringprof.benchmark_logs.rows import LogRow
@@ -22,30 +22,35 @@ def entry(label: str, settings: dict[str, str | None] | None = None, **figures: 
     return Entry(label, "run", SETTINGS if settings is None else settings, figures)
 
 
-def rate(value: float, low: float, high: float) -> Figure:
-    return Figure(value, "TFLOP/s", low, high, higher_is_better=True)
+def rate(value: float, spread: float) -> Figure:
+    """Ten measurements around a value, none of which is it."""
+    each = tuple(value + spread * (at - 4.5) / 4.5 for at in (3, 8, 0, 5, 9, 1, 7, 2, 6, 4))
+    return Figure(value, "TFLOP/s", (each,), higher_is_better=True)
 
 
 @pytest.mark.parametrize(
     ("base", "other", "verdict"),
     [
-        (rate(100, 99, 101), rate(110, 109, 111), "better"),
-        (rate(100, 99, 101), rate(90, 89, 91), "worse"),
-        (rate(100, 95, 105), rate(104, 99, 109), "noise"),
-        (rate(100, 99, 101), rate(100, 99, 101), "same"),
-        (rate(100, 99, 101), Figure(110, "TFLOP/s", higher_is_better=True), "differs"),
-        (Figure(5, "ms", 4, 6, None), Figure(9, "ms", 8, 10, None), "differs"),
+        (rate(100, 1), rate(110, 1), "better"),
+        (rate(100, 1), rate(90, 1), "worse"),
+        (rate(100, 5), rate(101, 5), "noise"),
+        (rate(100, 1), rate(100, 1), "same"),
+        (rate(100, 1), Figure(110, "TFLOP/s", higher_is_better=True), "differs"),
+        (replace(rate(5, 0.1), higher_is_better=None), replace(rate(9, 0.1), higher_is_better=None), "differs"),
     ],
 )
-def test_a_difference_within_the_spread_is_noise(base, other, verdict):
+def test_a_difference_that_is_not_proved_is_noise(base, other, verdict):
     (difference,) = compare([entry("a", x=base), entry("b", x=other)]).differences
     assert difference.verdict == verdict
+    assert (difference.low is None) == (not other.recordings)
+    if difference.low is not None and difference.high is not None and difference.ratio is not None:
+        assert difference.low <= difference.ratio <= difference.high
     assert difference.difference == other.value - base.value
     assert difference.ratio == other.value / base.value
 
 
 def test_times_are_set_against_each_other_only_for_the_same_work():
-    time = Figure(5, "ms", 5, 5, False, depends_on_work=True)
+    time = Figure(5, "ms", higher_is_better=False, depends_on_work=True)
     longer = entry("b", SETTINGS | {"seq": "2"}, t=replace(time, value=10))
     unknown = entry("c", {}, t=time)
     found = compare([entry("a", t=time), longer, unknown, entry("d", t=time)])
@@ -55,9 +60,51 @@ def test_times_are_set_against_each_other_only_for_the_same_work():
 
 
 def test_a_figure_that_one_side_lacks_is_missing():
-    found = compare([entry("a", x=rate(1, 1, 1)), entry("b", y=rate(1, 1, 1))])
+    found = compare([entry("a", x=rate(1, 0)), entry("b", y=rate(1, 0))])
     assert found.figures == ("x", "y")
     assert {d.verdict for d in found.differences} == {"missing"}
+
+
+def recorded(label: str, created: str, tflops: float, exposed: float) -> Entry:
+    share = Figure(exposed, "share", higher_is_better=False)
+    return replace(
+        entry(label, tflops=rate(tflops, 1), exposed_comm=share),
+        created=(created,),
+        others={"idle": exposed / 10},
+        warnings=("odd",),
+    )
+
+
+def test_recordings_of_one_run_are_one_entry():
+    one = as_one(
+        [recorded("b", "2026-02", 104, 0.3), recorded("a", "2026-01", 100, 0.1), recorded("c", "2026-03", 102, 0.2)]
+    )
+    assert (one.label, one.created) == ("a and 2 more", ("2026-01", "2026-02", "2026-03"))
+    # The median over recordings; what was measured once in each is repeated by them.
+    assert one.figures["tflops"].value == 102
+    assert one.figures["exposed_comm"].recordings == ((0.1,), (0.3,), (0.2,))
+    assert one.others == {"idle": pytest.approx(0.02)}
+    assert one.warnings == ("a: odd", "b: odd", "c: odd")
+    assert as_one([one]) is one
+
+
+def test_a_setting_in_which_recordings_differ_shows_all_its_values():
+    two = [replace(entry(label, SETTINGS | {"torch": version}), created=(label,)) for label, version in ("a1", "b2")]
+    one = as_one(two)
+    assert one.settings["torch"] == "1, 2"
+    assert one.settings["seq"] == "1"
+    assert not same_work(one, as_one([replace(e, settings={**e.settings, "seq": e.label}) for e in two]))
+
+
+def test_recordings_made_in_turns_are_told_by_their_times():
+    def made(*times: str) -> Entry:
+        return replace(entry("x"), created=times)
+
+    assert in_turns(made("01", "04", "05", "08"), made("02", "03", "06", "07"))
+    assert not in_turns(made("01", "02", "03", "04"), made("05", "06", "07", "08"))
+    assert not in_turns(made("01", "03", "05"), made("02", "04", "06"))
+    assert not in_turns(made("01", "03", "05", "07"), made("02"))
+    assert not in_turns(made(), made())
 
 
 def test_one_entry_is_no_comparison():
@@ -71,7 +118,7 @@ def test_a_log_row_keeps_what_it_printed():
     )
     found = entry_of_row(row)
     assert (found.label, found.settings["seq"], found.settings["heads"]) == ("x.log:7", "8", None)
-    assert {name: figure.value for name, figure in found.figures.items()} == {"forward": 2.0, "tflops": 3.0}
+    assert {name: figure.value for name, figure in found.figures.items()} == {"forward_ms": 2.0, "tflops": 3.0}
 
 
 @pytest.mark.parametrize(
@@ -103,6 +150,22 @@ def test_labels_are_the_shortest_that_differ(paths, labels):
 )
 def test_a_condition_on_a_figure(text, holds):
     assert parse_condition(text).holds({"x": 0.06}, {"x": 0.1}) is holds
+
+
+@pytest.mark.parametrize(
+    ("text", "interval", "answer"),
+    [
+        ("x < 0.95 * base", (0.90, 0.94), True),
+        ("x < 0.95 * base", (0.96, 0.99), False),
+        ("x < 0.95 * base", (0.94, 0.96), None),
+        ("x > 5%", (0.04, 0.07), None),
+        ("x > 5%", (0.051, 0.07), True),
+        ("x != 0.06", (0.04, 0.07), False),
+        ("x > 5%", None, True),
+    ],
+)
+def test_a_condition_is_undecided_where_the_interval_lies_on_both_sides(text, interval, answer):
+    assert parse_condition(text).holds({"x": 0.06}, {"x": 0.064}, None, interval) is answer
 
 
 @pytest.mark.parametrize(

@@ -86,15 +86,16 @@ def test_a_run_as_an_entry_of_a_comparison():
     entry = entry_of_run("mine", findings_in_memory(attribution))
     flops = 4 * 1024**2 * 8 * 64 // 2 * 7 // 2 / 4
     assert (entry.label, entry.source) == ("mine", "run")
-    assert entry.figures["iteration"] == Figure(3, "ms", 2, 4, higher_is_better=False, depends_on_work=True)
+    timed = Figure(3, "ms", ((2, 3, 4),), higher_is_better=False, depends_on_work=True)
+    assert entry.figures["iteration_ms"] == timed
     rate = entry.figures["tflops"]
-    assert (rate.value, rate.low, rate.high) == pytest.approx((flops / 3e9, flops / 4e9, flops / 2e9))
+    assert (rate.value, *rate.recordings[0]) == pytest.approx((flops / 3e9, flops / 2e9, flops / 3e9, flops / 4e9))
     assert (rate.unit, rate.higher_is_better, rate.depends_on_work) == ("TFLOP/s", True, False)
-    assert entry.figures["peak_memory"] == Figure(1024, "MiB", higher_is_better=False, depends_on_work=True)
+    assert entry.figures["peak_memory_mib"] == Figure(1024, "MiB", higher_is_better=False, depends_on_work=True)
     # Each rank computes 1000 to 1300 ns of a wall of 2000.
-    assert entry.figures["compute"] == Figure(1150 / 1e6, "ms", higher_is_better=False, depends_on_work=True)
-    assert entry.figures["wall"].value == 2000 / 1e6
-    assert entry.figures["exposed_comm_share"] == Figure(0.425, "share", higher_is_better=False)
+    assert entry.figures["compute_ms"] == Figure(1150 / 1e6, "ms", higher_is_better=False, depends_on_work=True)
+    assert entry.figures["wall_ms"].value == 2000 / 1e6
+    assert entry.figures["exposed_comm"] == Figure(0.425, "share", higher_is_better=False)
     assert entry.figures["overlap_ratio"].higher_is_better is True
     assert {name: value for name, value in entry.settings.items() if value is not None} == {
         "world_size": "4", "seq": "1024", "batch": "1", "heads": "8", "kv_heads": "8", "head_dim": "64",
@@ -113,4 +114,4 @@ def test_times_of_an_entry_are_of_one_iteration():
     # Each iteration is 2000 ns of attention; nothing runs for the 8000 ns between them.
     wanted = {"wall": 6000, "compute": 2000, "flash_fwd": 2000, "idle": 4000}
     wanted |= {"waterfall.attention": 2000, "waterfall.launch_gaps": 4000}
-    assert {name: figures[name].value * 1e6 for name in wanted} == pytest.approx(wanted)
+    assert {name: figures[f"{name}_ms"].value * 1e6 for name in wanted} == pytest.approx(wanted)

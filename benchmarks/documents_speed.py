@@ -1,0 +1,251 @@
+"""Packed documents and sliding windows on this machine's GPUs, beside ring-flash-attn's, on the same kernel.
+
+    torchrun --nproc-per-node 2 benchmarks/documents_speed.py --tokens 16384,65536
+    torchrun --nproc-per-node 2 benchmarks/documents_speed.py --tokens 65536 --documents none --window 4096
+
+Forward and backward, bf16, head_dim 128, causal; tokens are those of one GPU. All competitors are timed in turns,
+round after round, the slowest rank's time each iteration. Every one of ours is first held against float64 with the same
+mask, at a short length; a peer's output and gradients must be those of ours that holds the same tokens. Lengths are
+rounded to what the peers take: multiples of twice the number of GPUs. Beside each time stands the mask's exact area at
+the rate that plain zigzag has on the same GPUs, as a share of that time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ringprof.documents import document_lengths
+from ringprof.errors import RingprofError
+from ringprof.record.clock import clock_for
+from ringprof.record.measure import Problem
+from ringprof.record.verify import verify
+from ringprof.run import Workload
+from ringprof.strategies import create
+
+OURS = (
+    "zigzag+documents_layout=per_document,zigzag,stripe,ring,allgather,"
+    "allgather+layout=zigzag+documents_layout=per_document,ulysses"
+)
+SAME_TOKENS = {
+    "ring-flash-attn zigzag varlen": "zigzag+documents_layout=per_document",
+    "ring-flash-attn llama3": "allgather",
+}
+
+
+@dataclass
+class Competitor:
+    """What runs an iteration, and what it took."""
+
+    name: str
+    body: Callable[[], list[Tensor]]
+    """Output, dq, dk and dv of this rank."""
+    times_ns: list[int] = field(default_factory=list)
+
+
+def main() -> int:
+    options = _options()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
+    rows: list[dict[str, Any]] = []
+    for tokens in map(int, options.tokens.split(",")):
+        for heads in options.heads.split(","):
+            rows += _measured(_workload(tokens, heads, options), options, device)
+            if dist.get_rank() == 0 and options.out:
+                Path(options.out).write_text(json.dumps(rows, indent=1))
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tokens", default="16384,65536")
+    parser.add_argument("--heads", default="32:8", help="HEADS:KV_HEADS, several with commas")
+    parser.add_argument(
+        "--documents", default="lognormal:mean=8192,sigma=1.2,seed=7", help="as record takes it, or none"
+    )
+    parser.add_argument("--window", type=int)
+    parser.add_argument("--ours", default=OURS)
+    parser.add_argument("--kernel", default="flash-attn")
+    parser.add_argument("--hops", default="nccl")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=0.3, help="timed per competitor and round, about")
+    parser.add_argument("--out", help="write the rows as JSON, too")
+    return parser.parse_args()
+
+
+def _workload(tokens: int, heads: str, options: argparse.Namespace) -> Workload:
+    seq = tokens * dist.get_world_size()
+    query, kv = map(int, heads.split(":"))
+    documents = None
+    if options.documents != "none":
+        unit = 2 * dist.get_world_size()
+        drawn = document_lengths(options.documents, seq // unit if options.documents[:1].isdigit() else seq)
+        rounded = [max(unit, length // unit * unit) for length in drawn]
+        rounded[rounded.index(max(rounded))] += seq - sum(rounded)
+        documents = tuple(rounded)
+    return Workload(
+        seq=seq, heads=query, kv_heads=kv, head_dim=128, dtype="bf16", documents=documents, window=options.window
+    )
+
+
+def _say(line: str) -> None:
+    if dist.get_rank() == 0:
+        print(line, flush=True)
+
+
+def _measured(workload: Workload, options: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
+    _say(f"\n{workload.seq} tokens on {dist.get_world_size()} GPUs, {workload.heads}/{workload.kv_heads} heads, "
+         f"{workload.mask()}: {workload.mask().area(workload.seq) / workload.seq**2:.3%} of the square")  # fmt: skip
+    plain = Workload(seq=workload.seq, heads=workload.heads, kv_heads=workload.kv_heads, head_dim=128, dtype="bf16")
+    competitors = [Competitor("zigzag, plain causal", _ours("zigzag", plain, options, device))]
+    for name in options.ours.split(","):
+        body = _checked(name, workload, options, device)
+        if body is not None:
+            competitors.append(Competitor(name, body))
+    if workload.documents and workload.window is None:
+        competitors += _peers(competitors, workload, device)
+    counts = [max(1, round(options.seconds * 1e9 / _timed(one.body, device, 2)[-1])) for one in competitors]
+    for _ in range(options.rounds):
+        for one, count in zip(competitors, counts, strict=True):
+            one.times_ns += _timed(one.body, device, count)
+    rate = plain.exact_flops() / statistics.median(competitors[0].times_ns)
+    return [_row(one, plain if one is competitors[0] else workload, rate) for one in competitors]
+
+
+def _row(one: Competitor, workload: Workload, rate: float) -> dict[str, Any]:
+    times = sorted(one.times_ns)
+    median = statistics.median(times)
+    share = workload.exact_flops() / rate / median
+    _say(f"{one.name:<58}{median / 1e6:>9.3f} ms{times[0] / 1e6:>9.3f} to {times[-1] / 1e6:<9.3f}{share:>8.1%}")
+    return {
+        "name": one.name, "seq": workload.seq, "heads": workload.heads, "kv_heads": workload.kv_heads,
+        "mask": str(workload.mask()), "ms": median / 1e6, "least_ms": times[0] / 1e6, "most_ms": times[-1] / 1e6,
+        "of_plain_rate": share, "iterations": len(times),
+    }  # fmt: skip
+
+
+def _timed(body: Callable[[], Any], device: torch.device, count: int) -> list[int]:
+    clock = clock_for(device)
+    for _ in range(count):
+        clock.run(body)
+    times = torch.tensor(clock.times_ns(), device=device)
+    dist.all_reduce(times, op=dist.ReduceOp.MAX)
+    return [int(time) for time in times.tolist()]
+
+
+def _checked(
+    name: str, workload: Workload, options: argparse.Namespace, device: torch.device
+) -> Callable[[], list[Tensor]] | None:
+    reason = ""
+    try:
+        verify(_strategy(name, options), workload, device)
+        body = _ours(name, workload, options, device)
+        body()
+    except (RingprofError, ValueError, RuntimeError) as error:
+        reason = f"{type(error).__name__}: {error}"
+    failed = torch.tensor([int(bool(reason))], device=device)
+    dist.all_reduce(failed)
+    if int(failed):
+        _say(f"{name}: NOT TIMED: {reason[:300] or 'failed on another rank'}")
+        return None
+    return body
+
+
+def _strategy(text: str, options: argparse.Namespace) -> Any:
+    name, *given = text.split("+")
+    hops = options.hops if name not in ("ulysses", "allgather") else "nccl"
+    return create(name, kernel=options.kernel, hops=hops, **dict(item.split("=") for item in given))
+
+
+def _ours(
+    text: str, workload: Workload, options: argparse.Namespace, device: torch.device
+) -> Callable[[], list[Tensor]]:
+    problem = Problem.of(_strategy(text, options), workload, device)
+    return lambda: [x for x in vars(problem.iteration()).values() if x is not None]
+
+
+# --- ring-flash-attn --------------------------------------------------------------------------------
+
+
+def _peers(ours: list[Competitor], workload: Workload, device: torch.device) -> list[Competitor]:
+    found = []
+    for name, make in (("ring-flash-attn zigzag varlen", _zigzag_varlen), ("ring-flash-attn llama3", _llama3)):
+        same = next((one for one in ours if one.name == SAME_TOKENS[name]), None)
+        reason = "" if same else f"{SAME_TOKENS[name]} is not among ours"
+        try:
+            body = make(workload, device)
+            if same is not None:
+                pairs = zip(body(), same.body(), strict=True)
+                worst = max(float((a.double() - b.double()).norm() / b.double().norm()) for a, b in pairs)
+                # Not "worst > 0.02": NaN must not pass.
+                reason = "" if worst < 0.02 else f"output or gradients are {worst:.2g} off ours"
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+        failed = torch.tensor([int(bool(reason))], device=device)
+        dist.all_reduce(failed)
+        if int(failed):
+            _say(f"{name}: NOT TIMED: {reason[:300] or 'failed on another rank'}")
+        else:
+            found.append(Competitor(name, body))
+    return found
+
+
+def _leaves(workload: Workload, device: torch.device) -> list[Tensor]:
+    """The numbers that `Problem.of` draws, packed: (T, H, D)."""
+    problem = Problem.of(create("ring", kernel="flash-attn"), workload, device)
+    assert problem.dout is not None
+    return [x.detach()[0].requires_grad_() for x in (problem.q, problem.k, problem.v)] + [problem.dout[0]]
+
+
+def _zigzag_varlen(workload: Workload, device: torch.device) -> Callable[[], list[Tensor]]:
+    from ringprof.strategies.foreign.ring_flash_attn import _package
+
+    function = _package().zigzag_ring_flash_attn_varlen_func
+    q, k, v, dout = _leaves(workload, device)
+    assert workload.documents is not None
+    lengths = [length // dist.get_world_size() for length in workload.documents]
+    cumulative = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+
+    def body() -> list[Tensor]:
+        out = function(q, k, v, cumulative, max(lengths), causal=True)
+        return [out[None], *(x[None] for x in torch.autograd.grad(out, (q, k, v), dout))]
+
+    return body
+
+
+def _llama3(workload: Workload, device: torch.device) -> Callable[[], list[Tensor]]:
+    from ringprof.strategies.foreign.ring_flash_attn import _package
+
+    package = _package()
+    q, k, v, dout = _leaves(workload, device)
+    assert workload.documents is not None
+    whole = torch.tensor([0, *accumulate(workload.documents)], dtype=torch.int32, device=device)
+    prepared = package.llama3_flash_attn_prepare_cu_seqlens(whole, True, dist.get_rank(), dist.get_world_size())
+    *lengths, local_k_slice = prepared
+
+    def body() -> list[Tensor]:
+        out = package.llama3_flash_attn_varlen_func(
+            q, k, v, *lengths, heads_k_stride=workload.kv_heads, local_k_slice=local_k_slice, causal=True
+        )
+        return [out[None], *(x[None] for x in torch.autograd.grad(out, (q, k, v), dout))]
+
+    return body
+
+
+if __name__ == "__main__":
+    sys.exit(main())

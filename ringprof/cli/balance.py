@@ -1,0 +1,70 @@
+"""``ringprof balance``: which layout deals out a mask's work most evenly."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+
+import click
+
+from ringprof.cli.recording import masks, window_of
+from ringprof.cli.values import Tokens
+from ringprof.cli.write import print_or_write, text_style
+from ringprof.documents import document_lengths
+from ringprof.record.resolve import need
+from ringprof.report.tables import Column, Table
+from ringprof.run import Workload
+
+_COLUMNS = (
+    Column("strategy"), Column("", left=True, folds=True), Column("busiest rank\nover the mean"),
+    Column("with waiting\nin every step"), Column("pairs of ranks\nthat need keys"),
+)  # fmt: skip
+
+
+@click.command("balance")
+@click.option("--seq", required=True, type=Tokens(), help="Global sequence length in tokens: 131072 or 128k.")
+@masks
+@click.option("--world", default=8, show_default=True, type=click.IntRange(min=1), help="Ranks.")
+@click.option("--heads", default=40, show_default=True, type=click.IntRange(min=1), help="Query heads.")
+@click.option("--causal/--no-causal", default=True, show_default=True, help="Causal mask, or full attention.")
+@click.option("--format", "form", type=click.Choice(["terminal", "json"]), default="terminal", show_default=True)
+@click.option("-o", "--output", type=click.Path(dir_okay=False), help="Write to this file instead of the terminal.")
+def command(
+    seq: int, documents: str | None, window_size: int | None, world: int, heads: int, causal: bool, form: str,
+    output: str | None,
+) -> None:  # fmt: skip
+    """Compare how evenly strategies and layouts deal out the work of packed documents or a window. Needs no GPU.
+
+    \b
+    ringprof balance --seq 512k --documents lognormal:mean=8192,sigma=1.2,seed=7 --world 8
+    """
+    need("torch")
+    from ringprof.record.balance import balances
+
+    workload = Workload(
+        seq=seq, heads=heads, kv_heads=heads, head_dim=128, causal=causal, window=window_of(window_size),
+        documents=document_lengths(documents, seq) if documents else None,
+    )  # fmt: skip
+    found = balances(workload, world)
+    if form == "json":
+        print_or_write(json.dumps([asdict(one) for one in found], indent=1) + "\n", output)
+        return
+    rows = [
+        [
+            one.strategy, " ".join(f"{key}={value}" for key, value in one.params.items()),
+            *(_ratio(x) for x in (one.busiest, one.steps)), "-" if one.needed is None else f"{one.needed:.0%}",
+        ]
+        for one in found
+        if one.reason is None
+    ]  # fmt: skip
+    style = text_style(output)
+    heading = (
+        f"{seq} tokens on {world} ranks, {workload.mask()}: {workload.mask().area(seq) / seq**2:.2%} of the square"
+    )
+    left_out = [f"{one.strategy} left out: {one.reason}" for one in found if one.reason]
+    text = "\n".join([heading, "", Table("", _COLUMNS, rows).text(style), *left_out])
+    print_or_write(text + "\n", output)
+
+
+def _ratio(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"

@@ -1,0 +1,77 @@
+"""``--fail-if``: conditions that set the exit code, and what is said of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import click
+
+from ringprof.analysis.findings.comparison import Difference, Entry
+from ringprof.analysis.findings.conditions import Condition, parse_condition
+from ringprof.analysis.findings.figures import shares_among
+from ringprof.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Gate:
+    """The conditions of a command, and what an undecided one counts as."""
+
+    conditions: tuple[Condition, ...]
+    undecided_fails: bool
+
+    def fails(self, entry: Entry, base: Entry | None = None, against: Sequence[Difference] = ()) -> bool:
+        """Whether a condition fails the entry; says so, and which are undecided. ``against``: it beside the base."""
+        answers = [self._answer(condition, entry, base, against) for condition in self.conditions]
+        return any(answer or (answer is None and self.undecided_fails) for answer in answers)
+
+    def _answer(
+        self, condition: Condition, entry: Entry, base: Entry | None, against: Sequence[Difference]
+    ) -> bool | None:
+        name, values = condition.figure, entry.values()
+        beside = next((one for one in against if one.figure == name), None)
+        if condition.of_base and beside is not None and beside.verdict == "not comparable":
+            raise UsageError(
+                f"--fail-if {condition.text!r}: {entry.label}: not known to be the same work as the base's"
+            )
+        interval = _interval(condition, entry, beside)
+        answer = condition.holds(values, base.values() if base else {}, shares_among(values), interval)
+        if answer is not False:
+            shown = f"{name} is {values[name]:.6g}"
+            if base is not None and name in base.values():
+                shown += f" (base {base.values()[name]:.6g})"
+            if interval is not None:
+                of_base = " times the base" if condition.of_base else ""
+                shown += f", {interval[0]:.4g} to {interval[1]:.4g}{of_base}"
+            label = f"{entry.label}: " if base is not None else ""
+            verdict = "undecided: " if answer is None else ""
+            click.echo(f"ringprof: {label}{shown}: {verdict}{condition.text}", err=True)
+        return answer
+
+
+def _interval(condition: Condition, entry: Entry, beside: Difference | None) -> tuple[float, float] | None:
+    if not condition.of_base:
+        figure = entry.figures.get(condition.figure)
+        return figure.interval() if figure is not None else None
+    if beside is None or beside.low is None or beside.high is None:
+        return None
+    return beside.low, beside.high
+
+
+def gated(example: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Gives a command the options ``conditions`` and ``undecided``, to make a `gate` of."""
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        fail_if = click.option("--fail-if", "conditions", multiple=True, metavar="CONDITION",
+                               help=f"Exit with 1 where it holds: {example}; repeatable.")  # fmt: skip
+        undecided = click.option("--undecided", type=click.Choice(["pass", "fail"]), default="pass", show_default=True,
+                                 help="What a condition counts as that the measurements do not decide.")  # fmt: skip
+        return fail_if(undecided(function))
+
+    return decorate
+
+
+def gate(conditions: Sequence[str], undecided: str) -> Gate:
+    """Raises `UsageError` for what is no condition."""
+    return Gate(tuple(map(parse_condition, conditions)), undecided == "fail")

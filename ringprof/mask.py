@@ -1,0 +1,150 @@
+"""Which keys a query sees, and how many pairs that makes: one definition for strategies, checks and counts.
+
+Positions are those of the whole sequence, which may pack several documents. Query i of a document that lies in [a, b)
+sees the keys j of the same document with
+
+    max(a, i - left) <= j <= min(b - 1, i + right)
+
+so every query sees one stretch of consecutive keys. A causal mask has right = 0; -1 is no limit, as in flash-attn's
+``window_size``. With two documents and left = 2, causal:
+
+    x . . . | . .
+    x x . . | . .
+    x x x . | . .
+    . x x x | . .
+    --------+----
+    . . . . | x .
+    . . . . | x x
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any
+
+NO_LIMIT = -1
+Window = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Mask:
+    """A mask over a sequence of any length, or, where it has documents, of exactly theirs."""
+
+    causal: bool = True
+    documents: tuple[int, ...] | None = None
+    """Cumulative lengths from 0 to the sequence's, as flash-attn's ``cu_seqlens``; None: one document."""
+    window: Window = (NO_LIMIT, NO_LIMIT)
+    """Tokens before and after its own that a query sees; a causal mask leaves none after it."""
+
+    def __post_init__(self) -> None:
+        if any(side < NO_LIMIT for side in self.window):
+            raise ValueError(f"window_size {self.window}: a side is a number of tokens, or -1 for no limit")
+        if self.documents is not None:
+            _check_documents(self.documents)
+
+    @classmethod
+    def of(cls, causal: bool = True, documents: Any = None, window: Sequence[int] = (-1, -1)) -> Mask:
+        """The mask of these arguments; ``documents`` may be any sequence of integers, a tensor, too, or None."""
+        left, right = window
+        cumulative = None
+        if documents is not None:
+            cumulative = tuple(int(x) for x in getattr(documents, "tolist", lambda: documents)())
+            _check_documents(cumulative)
+        # One document is none, so that equal masks compare equal.
+        return cls(causal, cumulative if cumulative and len(cumulative) > 2 else None, (int(left), int(right)))
+
+    @property
+    def plain(self) -> bool:
+        """Whether there is nothing but a causal mask, or none."""
+        return self.documents is None and self.left == NO_LIMIT and self.right == (0 if self.causal else NO_LIMIT)
+
+    @property
+    def left(self) -> int:
+        """Tokens before its own that a query sees; -1: all."""
+        return self.window[0]
+
+    @property
+    def right(self) -> int:
+        """Tokens after its own that a query sees; -1: all."""
+        return 0 if self.causal else self.window[1]
+
+    @property
+    def windowed(self) -> bool:
+        """Whether a query may miss keys of its own document that a plain mask would show it."""
+        return self.left != NO_LIMIT or self.right > 0 or (not self.causal and self.right == 0)
+
+    def spans(self, seq: int) -> Iterator[tuple[int, int]]:
+        """First position and end of every document that is not empty."""
+        bounds = (0, seq) if self.documents is None else self.documents
+        self.check(seq)
+        yield from ((first, end) for first, end in pairwise(bounds) if end > first)
+
+    def check(self, seq: int) -> None:
+        """Raises ValueError where the documents are not ``seq`` tokens together."""
+        if self.documents is not None and self.documents[-1] != seq:
+            raise ValueError(f"the documents end at {self.documents[-1]}, and the sequence has {seq} tokens")
+
+    def document_of(self, position: int) -> int:
+        """The number of the document that a position lies in."""
+        return 0 if self.documents is None else bisect_right(self.documents, position) - 1
+
+    def area(self, seq: int) -> int:
+        """How many pairs of a query and a key that it sees there are."""
+        return _area(self, seq)
+
+    def scaled(self, seq: int, to: int) -> Mask:
+        """The same mask over ``to`` tokens in place of ``seq``: documents and window shrink alike, as well as they can.
+
+        A document may lose all its tokens; a window keeps at least one.
+        """
+        if seq == to or self.plain:
+            return self
+        documents = self.documents and tuple(round(bound * to / seq) for bound in self.documents)
+        left, right = (side if side < 0 else max(1, (side + 1) * to // seq) - 1 for side in self.window)
+        return Mask(self.causal, documents, (left, right))
+
+    def __str__(self) -> str:
+        parts = ["causal" if self.causal else "full"]
+        if self.documents is not None:
+            lengths = [end - first for first, end in self.spans(self.documents[-1])]
+            parts.append(f"{len(lengths)} documents of {min(lengths)} to {max(lengths)} tokens")
+        if self.windowed:
+            parts.append(f"window {self.left}, {self.right}" if not self.causal else f"window of {self.left + 1}")
+        return ", ".join(parts)
+
+
+def band_area(queries: int, keys: int, left: int, right: int) -> int:
+    """Pairs of a block whose last query and last key are at the same place, as flash-attn aligns them.
+
+    Query i sees the keys from i + keys - queries - left to i + keys - queries + right, -1 being no limit.
+    """
+    shift = keys - queries
+    first = 0 if left == NO_LIMIT else _clamped_sum(queries, shift - left, 0, keys)
+    end = queries * keys if right == NO_LIMIT else _clamped_sum(queries, shift + right + 1, 0, keys)
+    return end - first
+
+
+def _clamped_sum(count: int, start: int, low: int, high: int) -> int:
+    """The sum of min(max(start + i, low), high) over i from 0 to count - 1."""
+    below = min(max(low - start, 0), count)
+    above = min(max(high - start, below), count)
+    slope = above - below
+    return below * low + slope * start + (below + above - 1) * slope // 2 + (count - above) * high
+
+
+@lru_cache(maxsize=256)
+def _area(mask: Mask, seq: int) -> int:
+    lengths = (end - first for first, end in mask.spans(seq))
+    return sum(band_area(length, length, mask.left, mask.right) for length in lengths)
+
+
+def _check_documents(documents: Sequence[int]) -> None:
+    if len(documents) < 2 or documents[0] != 0 or any(b < a for a, b in pairwise(documents)):
+        raise ValueError(
+            "documents are cumulative lengths: 0, the end of the first, of the second, and so on, never falling; got "
+            + ", ".join(map(str, documents[:6])) + (", ..." if len(documents) > 6 else "")
+        )  # fmt: skip

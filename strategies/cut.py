@@ -1,0 +1,154 @@
+"""A mask cut by a layout: what one rank's queries see of another rank's keys, for any mask and layout.
+
+A rank's tokens are runs of evenly spaced positions. In every document, a run of queries and a run of keys with the same
+spacing see each other in a band (or all, or not at all), which is a `Part`; full parts that touch are joined. So of a
+packed sequence the ranks' off-diagonal blocks are those of the few documents that lie on both ranks, and a rank's own
+block is one triangle a document.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from functools import cached_property, lru_cache
+from itertools import pairwise
+from typing import NamedTuple
+
+from ringprof.mask import NO_LIMIT, Mask
+
+from .layouts import ALL, Block, Layout
+from .parts import Part, Parts, banded, joined
+
+
+class Piece(NamedTuple):
+    """A run of a rank's rows within one document: row r + i is at position first + i · stride."""
+
+    row: int
+    first: int
+    tokens: int
+
+
+class Cut:
+    """A mask over ``seq`` tokens that ``size`` ranks hold by a layout."""
+
+    def __init__(self, mask: Mask, layout: Layout, size: int, seq: int) -> None:
+        self.mask, self.seq, self.size = mask, seq, size
+        self.stride = layout.stride(size)
+        self._pieces = [_pieces(layout, mask, seq, size, rank) for rank in range(size)]
+        self._blocks: dict[tuple[int, int], Block | None] = {}
+
+    def block(self, q_rank: int, kv_rank: int) -> Block | None:
+        """The block that ``q_rank`` owes ``kv_rank``'s keys; None where the mask leaves nothing."""
+        key = q_rank, kv_rank
+        if key not in self._blocks:
+            self._blocks[key] = block_of(self.parts(*key), self.seq // self.size, self.seq // self.size)
+        return self._blocks[key]
+
+    def parts(self, q_rank: int, kv_rank: int) -> list[Part]:
+        """What ``q_rank``'s queries see of ``kv_rank``'s keys, all rows counted from the rank's first."""
+        theirs = self._pieces[kv_rank]
+        found: list[Part] = []
+        for document, mine in self._pieces[q_rank].items():
+            if document in theirs:
+                found += self._in_document(mine, theirs[document], own=q_rank == kv_rank)
+        return found
+
+    def with_others(self, q_rank: int) -> list[Block]:
+        """What ``q_rank``'s queries see of all others' keys, these in the order of the ranks: one block, or none."""
+        local = self.seq // self.size
+        parts = [
+            part.moved(0, kv_rank * local)
+            for kv_rank in range(self.size)
+            if kv_rank != q_rank
+            for part in self.parts(q_rank, kv_rank)
+        ]
+        block = block_of(joined(parts), local, self.seq)
+        return [] if block is None else [block]
+
+    @cached_property
+    def steps(self) -> int:
+        """Steps of a ring, the own block's among them, after which no rank needs another's keys any more."""
+        ranks = range(self.size)
+        needed = (
+            step for step in reversed(ranks) if any(self.block(rank, (rank - step) % self.size) for rank in ranks)
+        )
+        return 1 + next(needed, 0)
+
+    def area(self, q_rank: int, kv_rank: int) -> int:
+        """Pairs of a query and a key that it sees, of these two ranks."""
+        return sum(part.area for part in self.parts(q_rank, kv_rank))
+
+    def areas(self) -> list[list[int]]:
+        """`area` of every rank's queries (rows) with every rank's keys."""
+        return [[self.area(q_rank, kv_rank) for kv_rank in range(self.size)] for q_rank in range(self.size)]
+
+    def _in_document(self, mine: list[Piece], theirs: list[Piece], *, own: bool) -> list[Part]:
+        if own and self.mask.right == 0 and self.mask.left == NO_LIMIT:
+            # Whatever the layout, a rank's own rows lie in the order of their positions.
+            first, end = mine[0].row, mine[-1].row + mine[-1].tokens
+            return [Part(first, end, first, end, right=0 if end - first > 1 else NO_LIMIT)]
+        found = [part for q in mine for kv in theirs if (part := self._pair(q, kv))]
+        return joined(found)
+
+    def _pair(self, q: Piece, kv: Piece) -> Part | None:
+        apart = q.first - kv.first
+        left, right = self.mask.left, self.mask.right
+        low = None if left == NO_LIMIT else -((left - apart) // self.stride)
+        high = None if right == NO_LIMIT else (apart + right) // self.stride
+        return banded(q.row, q.tokens, kv.row, kv.tokens, low, high)
+
+
+@lru_cache(maxsize=16)
+def cut_of(mask: Mask, layout: Layout, size: int, seq: int) -> Cut:
+    """The `Cut`, kept: the layers of a model ask for the same one."""
+    return Cut(mask, layout, size, seq)
+
+
+def busiest_over_mean(areas: list[list[int]]) -> float:
+    """Work of the rank with most of it over the mean, from every rank's areas with every rank's keys."""
+    work = [sum(row) for row in areas]
+    return max(work) * len(work) / sum(work)
+
+
+def steps_over_mean(areas: list[list[int]]) -> float:
+    """The same of a ring whose ranks all wait for the busiest one in every step, as they do where hops tie them."""
+    size = len(areas)
+    steps = ([areas[rank][(rank - step) % size] for rank in range(size)] for step in range(size))
+    return sum(map(max, steps)) * size / sum(map(sum, areas))
+
+
+def block_of(parts: list[Part], queries: int, keys: int) -> Block | None:
+    """The parts as one block of ``queries`` x ``keys``, no larger than it must be; None where there are none."""
+    if not parts:
+        return None
+    q = slice(min(part.q_first for part in parts), max(part.q_end for part in parts))
+    kv = slice(min(part.kv_first for part in parts), max(part.kv_end for part in parts))
+    rows, columns = (ALL if (x.start, x.stop) == (0, whole) else x for x, whole in ((q, queries), (kv, keys)))
+    if len(parts) == 1 and (parts[0].full or parts[0].causal):
+        return Block(rows, columns, causal=parts[0].causal)
+    inside = tuple(part.moved(-q.start, -kv.start) for part in parts)
+    return Block(rows, columns, parts=Parts(inside, q.stop - q.start, kv.stop - kv.start))
+
+
+def _pieces(layout: Layout, mask: Mask, seq: int, size: int, rank: int) -> dict[int, list[Piece]]:
+    """By the number of the document."""
+    bounds = mask.documents or (0, seq)
+    stride = layout.stride(size)
+    found: dict[int, list[Piece]] = {}
+    for run in _runs(layout, seq, size, rank):
+        row, position, left = run
+        document = bisect_right(bounds, position) - 1
+        while left:
+            # Rows up to the document's end.
+            count = min(left, -((position - bounds[document + 1]) // stride))
+            if count > 0:
+                found.setdefault(document, []).append(Piece(row, position, count))
+                row, position, left = row + count, position + count * stride, left - count
+            document += 1
+    return found
+
+
+def _runs(layout: Layout, seq: int, size: int, rank: int) -> list[Piece]:
+    positions = layout.positions(seq, size, rank)
+    breaks = (positions.diff() != layout.stride(size)).nonzero().flatten().add(1).tolist()
+    bounds = [0, *breaks, len(positions)]
+    return [Piece(row, int(positions[row]), end - row) for row, end in pairwise(bounds) if end > row]

@@ -1,0 +1,84 @@
+"""Blocks of parts through kernels that take several sequences of any length, packed, in one call (varlen)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .kernel import Gradients
+from .merge import merge_rows, wide_type
+from .parts import Batch, Lengths, Parts
+
+Call = Callable[..., Any]
+"""A kernel over packed rows: q, dout and out (T, H, D), k and v (T', Hkv, D), LSE (H, T)."""
+
+
+def forward(call: Call, q: Tensor, k: Tensor, v: Tensor, scale: float, parts: Parts) -> tuple[Tensor, Tensor]:
+    """As `Kernel.forward` of ``parts``, with ``call(q, k, v, lengths, batch, scale)`` for out and LSE."""
+    many = len(parts.batches) > 1
+    out = lse = None
+    for batch in parts.batches:
+        lengths, rows = _lengths(batch, q, k)
+        taken = (_packed(x, index) for x, index in zip((q, k, v), (lengths.q, lengths.kv, lengths.kv), strict=True))
+        some_out, some_lse = call(*taken, lengths, batch, scale)
+        if lengths.q is None and not many:
+            return some_out.view(*q.shape[:3], v.shape[3]), _by_entry(some_lse, q)
+        if out is None or lse is None:
+            out = q.new_zeros((rows, *some_out.shape[1:]), dtype=wide_type(q) if parts.share_queries else q.dtype)
+            lse = q.new_full((q.shape[2], rows), float("-inf"), dtype=some_lse.dtype)
+        rows_of_all = slice(None) if lengths.q is None else lengths.q
+        merge_rows(out[None], lse[None], some_out[None], some_lse[None], rows_of_all)
+    assert out is not None and lse is not None
+    return out.view(*q.shape[:3], v.shape[3]), _by_entry(lse, q)
+
+
+def backward(
+    call: Call, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, out: Tensor, scale: float, parts: Parts
+) -> Gradients:
+    """As `Kernel.backward`, with ``call(dout, q, k, v, out, lse, lengths, batch, scale)`` for the gradients."""
+    by_head = lse.transpose(0, 1).flatten(1)
+    totals: list[Tensor] = []
+    for batch in parts.batches:
+        lengths, _ = _lengths(batch, q, k)
+        dout_, q_, out_ = (_packed(x, lengths.q) for x in (dout, q, out))
+        k_, v_ = (_packed(x, lengths.kv) for x in (k, v))
+        some_lse = (by_head if lengths.q is None else by_head[:, lengths.q]).contiguous()
+        found = call(dout_, q_, k_, v_, out_, some_lse, lengths, batch, scale)
+        if len(parts.batches) == 1 and lengths.q is None and lengths.kv is None:
+            totals = list(found)
+            break
+        totals = totals or _zeros(q, k, v, parts)
+        for total, index, gradient in zip(totals, (lengths.q, lengths.kv, lengths.kv), found, strict=True):
+            rows = slice(None) if index is None else index
+            # No row comes twice in one batch of parts.
+            total[rows] += gradient
+    dq, dk, dv = (total.view(like.shape) for total, like in zip(totals, (q, k, v), strict=True))
+    return dq, dk, dv
+
+
+def _zeros(q: Tensor, k: Tensor, v: Tensor, parts: Parts) -> list[Tensor]:
+    """Packed dq, dk and dv; wide where several parts add to the same rows."""
+    shared = parts.share_queries, parts.share_keys, parts.share_keys
+    return [
+        torch.zeros_like(x.flatten(0, 1), dtype=wide_type(x) if wide else x.dtype)
+        for x, wide in zip((q, k, v), shared, strict=True)
+    ]
+
+
+def _lengths(batch: Batch, q: Tensor, k: Tensor) -> tuple[Lengths, int]:
+    """Of the batch, on the tensors' device; and how many rows of queries there are."""
+    return batch.on(q.device, q.shape[0], q.shape[1], k.shape[1]), q.shape[0] * q.shape[1]
+
+
+def _packed(x: Tensor, index: Tensor | None) -> Tensor:
+    """(B, S, H, D) -> (T, H, D), of some rows."""
+    rows = x.flatten(0, 1)
+    return rows if index is None else rows.index_select(0, index)
+
+
+def _by_entry(lse: Tensor, q: Tensor) -> Tensor:
+    """(H, B · S) -> (B, H, S)."""
+    return lse.view(q.shape[2], q.shape[0], q.shape[1]).transpose(0, 1).contiguous()

@@ -1,0 +1,207 @@
+"""Intervals and rank tests against brute force, known distributions, and recordings of one command."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections import Counter
+from statistics import median
+
+import numpy as np
+import pytest
+
+from ringprof.analysis.findings import uncertainty
+from ringprof.analysis.findings.comparison import Recordings
+from ringprof.analysis.findings.uncertainty import (
+    DRAWS,
+    differ,
+    own_interval,
+    rank_test,
+    ratio_interval,
+    resampled_medians,
+)
+from tests.paths import ROOT
+
+SAME_COMMAND = sorted((ROOT / "tests" / "data" / "same_command").glob("*.json"))
+
+
+# --- a regression with one hiccup ---------------------------------------------------------------------
+
+
+def interval(base: Recordings, other: Recordings, in_turns: bool = False) -> tuple[float, float]:
+    found = ratio_interval(base, other, in_turns)
+    assert found is not None
+    return found
+
+
+def timed(middle: float, count: int, seed: int) -> list[float]:
+    return [*(middle + np.random.default_rng(seed).uniform(-0.25, 0.25, count))]
+
+
+def test_ten_percent_with_one_hiccup_is_found():
+    base, slower = timed(80.9, 50, 1), timed(89.0, 50, 2)
+    base[17] = 91.0
+    assert min(slower) < max(base)
+    low, high = interval([base], [slower])
+    assert 1.095 < low < median(slower) / median(base) < high < 1.105
+    assert differ([base], [slower])
+    assert differ([slower], [base])
+
+
+def test_more_iterations_make_the_interval_narrower():
+    def width(count: int) -> float:
+        low, high = interval([timed(80.9, count, 3)], [timed(89.0, count, 4)])
+        return high - low
+
+    widths = [width(count) for count in (10, 50, 500, 5000)]
+    assert widths == sorted(widths, reverse=True)
+    assert widths[-1] < widths[1] / 4
+
+
+def test_the_interval_of_a_rate_is_the_reciprocal_of_its_times():
+    base, other = timed(80.9, 9, 5), timed(82.0, 8, 6)
+    low, high = interval([base], [other])
+    rates = [[1 / value for value in times] for times in (base, other)]
+    assert interval([rates[0]], [rates[1]]) == pytest.approx((1 / high, 1 / low), rel=2e-3)
+
+
+def test_what_was_measured_once_has_no_interval():
+    assert ratio_interval([[5.0]], [[4.0, 5.0]]) is None
+    assert own_interval([[5.0]]) is None
+    assert own_interval([]) is None
+    assert own_interval([[0.0, 5.0]]) is None
+
+
+# --- the bootstrap ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("values", [[1.0, 2.0, 4.0], [1.0, 2.0, 4.0, 8.0], [1.0, 1.0, 3.0, 7.0, 9.0]])
+def test_resampled_medians_are_those_of_every_resample(values):
+    expected = Counter(median(sample) for sample in itertools.product(values, repeat=len(values)))
+    drawn = Counter(resampled_medians(np.array(values), np.random.default_rng(7)).tolist())
+    assert set(drawn) <= set(expected)
+    whole = len(values) ** len(values)
+    for middle, count in expected.items():
+        share = count / whole
+        # Five standard errors of a count among so many draws.
+        assert drawn[middle] / DRAWS == pytest.approx(share, abs=5 * math.sqrt(share * (1 - share) / DRAWS) + 1e-9)
+
+
+DISTRIBUTIONS = {
+    "normal": lambda random, count: random.normal(0, 0.004, count),
+    "long tail": lambda random, count: random.exponential(0.004, count),
+    "two levels": lambda random, count: random.choice([0.0, 0.006], count) + random.normal(0, 0.001, count),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "count"), [("normal", 4), ("normal", 10), ("normal", 40), ("long tail", 10), ("two levels", 10)]
+)
+def test_intervals_hold_the_true_ratio_as_often_as_they_say(name, count):
+    """Two sets drawn from one distribution, one set three percent slower: seeded, so the counts are always the same."""
+    random, rounds = np.random.default_rng(count), 200
+    held = 0
+    for _ in range(rounds):
+        base, other = (80 * np.exp(DISTRIBUTIONS[name](random, count)) for _ in range(2))
+        low, high = interval([base], [1.03 * other])
+        held += low <= 1.03 <= high
+    # 95 % less two standard errors.
+    assert held / rounds >= 0.92
+
+
+# --- the rank test ------------------------------------------------------------------------------------
+
+
+def by_every_arrangement(one: list[float], other: list[float]) -> float:
+    """The share of all arrangements whose rank sum is at least as far from its mean as this one's."""
+    both = one + other
+    ranks = [sum(b < a for b in both) + (sum(b == a for b in both) + 1) / 2 for a in both]
+    middle = len(one) * (len(both) + 1) / 2
+    sums = [abs(sum(chosen) - middle) for chosen in itertools.combinations(ranks, len(one))]
+    mine = abs(sum(ranks[: len(one)]) - middle)
+    return sum(value >= mine - 1e-9 for value in sums) / len(sums)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_rank_test_is_that_of_every_arrangement(seed):
+    random = np.random.default_rng(seed)
+    # Few distinct values: ties within and between.
+    one, other = ([float(v) for v in random.integers(0, 6, size)] for size in random.integers(2, 7, 2))
+    assert rank_test(one, other) == pytest.approx(by_every_arrangement(one, other))
+
+
+def test_the_rank_test_by_hand():
+    # 3 against 3, all below all: 2 of the 20 arrangements. 4 against 4: 2 of 70.
+    assert rank_test([1, 2, 3], [4, 5, 6]) == pytest.approx(0.1)
+    assert rank_test([1, 2, 3, 4], [5, 6, 7, 8]) == pytest.approx(2 / 70)
+    assert rank_test([1, 1], [1, 1]) == 1.0
+
+
+def test_many_measurements_by_the_normal_approximation(monkeypatch):
+    random = np.random.default_rng(3)
+    one, other = random.integers(0, 60, 35).tolist(), random.integers(6, 66, 40).tolist()
+    exact = rank_test(one, other)
+    monkeypatch.setattr(uncertainty, "EXACT", 0)
+    assert 0.01 < exact < 0.2
+    assert rank_test(one, other) == pytest.approx(exact, rel=0.03)
+    assert rank_test([1.0] * 60, [1.0] * 60) == 1.0
+
+
+def test_three_against_three_prove_nothing():
+    """However far apart: a rank test of so few finds one arrangement in ten as extreme."""
+    assert not differ([[80.0, 80.1, 80.2]], [[90.0, 90.1, 90.2]])
+    assert differ([[80.0, 80.1, 80.2, 80.3]], [[90.0, 90.1, 90.2, 90.3]])
+
+
+# --- recordings of one command ------------------------------------------------------------------------
+
+
+def recordings(path) -> list[list[float]]:
+    found = json.loads(path.read_text())["recordings"]
+    assert [one["created"] for one in found] == sorted(one["created"] for one in found)
+    return [[max(times) / 1e6 for times in zip(*one["iterations_ns"], strict=True)] for one in found]
+
+
+@pytest.mark.parametrize("path", SAME_COMMAND, ids=lambda path: path.stem)
+def test_pairs_of_one_command_are_called_different_one_time_in_twenty_at_most(path):
+    """80 recordings of one command, one after another, on a machine whose two cores others used more and less."""
+    levels = recordings(path)
+    assert len(levels) == 80
+    pairs = [(levels[at], levels[at + 1]) for at in range(0, 80, 2)]
+    assert sum(differ([one], [two]) for one, two in pairs) <= 2
+    # Scatter within each recording is not all of it: the medians of the whole set are far apart.
+    middles = [median(times) for times in levels]
+    assert max(middles) > 1.5 * min(middles)
+
+
+@pytest.mark.parametrize("path", SAME_COMMAND, ids=lambda path: path.stem)
+def test_groups_of_recordings_of_one_command_differ_one_time_in_twenty_at_most(path):
+    """Four against four made in turns: 10 pairs of groups."""
+    levels = recordings(path)
+    groups = [levels[at : at + 8] for at in range(0, 80, 8)]
+    assert sum(differ(group[0::2], group[1::2], in_turns=True) for group in groups) <= 1
+    assert sum(differ(group[0::2], group[1::2]) for group in groups) <= 1
+
+
+def test_a_group_against_a_group_is_students_t():
+    base, other = [[100.0], [102.0], [101.0]], [[110.0], [111.0], [113.0]]
+    one, two = np.log([100, 102, 101]), np.log([110, 111, 113])
+    spread = math.sqrt((one.var(ddof=1) + two.var(ddof=1)) / 2 * (2 / 3))
+    apart, t_of_4 = two.mean() - one.mean(), 2.776
+    expected = math.exp(apart - t_of_4 * spread), math.exp(apart + t_of_4 * spread)
+    assert interval(base, other) == pytest.approx(expected, abs=0.002)
+    assert differ(base, other)
+
+
+def test_made_in_turns_what_moved_both_cancels():
+    drift = [1.0, 1.2, 0.9, 1.4]
+    base, other = [[100 * by] for by in drift], [[110 * by + 0.1 * at] for at, by in enumerate(drift)]
+    assert not differ(base, other)
+    assert differ(base, other, in_turns=True)
+
+
+def test_one_run_against_recordings_of_another():
+    group = [[100.0], [101.0], [100.5], [99.5]]
+    assert differ(group, [[90.0, 90.1]])
+    assert not differ(group, [[100.4, 100.2]])

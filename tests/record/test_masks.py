@@ -1,0 +1,149 @@
+"""Packed documents and windows through the recorder: both gates with the same mask, and what a run says of it."""
+
+from __future__ import annotations
+
+from unittest.mock import patch
+
+import pytest
+
+pytest.importorskip("torch", reason="recording needs torch")
+
+import msgspec
+import torch
+
+from ringprof.errors import UsageError, VerificationError
+from ringprof.record import verify_timed as subject
+from ringprof.record.balance import balances
+from ringprof.record.measure import Problem, Results
+from ringprof.record.verify import verify
+from ringprof.run import Workload
+from ringprof.strategies import create
+from ringprof.strategies.base import Context
+from ringprof.strategies.communicator import Communicator
+from ringprof.strategies.zigzag import Zigzag
+from tests.strategies import cases
+from tests.strategies.cases import Case, inputs
+from tests.strategies.ranks import run_ranks
+from tests.strategies.test_masks import dense
+
+BASE = Workload(batch=2, seq=96, heads=4, kv_heads=2, head_dim=8, dtype="fp32")
+WORKLOADS = [
+    msgspec.structs.replace(BASE, documents=(1, 50, 5, 40)),
+    msgspec.structs.replace(BASE, window=17),
+    msgspec.structs.replace(BASE, documents=(60, 36), window=9, causal=False),
+]
+CASES = [
+    Case("zigzag"), Case("zigzag", {"documents_layout": "per_document"}), Case("stripe"), Case("ulysses"),
+    Case("usp", {"ulysses_degree": 2}), Case("allgather", {"layout": "zigzag", "documents_layout": "per_document"}),
+]  # fmt: skip
+
+
+def gates(rank: int) -> None:
+    for workload in WORKLOADS:
+        problem = cases.Problem(96, 2, 4, 2, 8, dtype=torch.float32, kernel="cpu-flash")
+        mask = workload.mask()
+        truth = dense(problem, mask)
+        for case in CASES:
+            strategy = create(case.name, kernel="cpu-flash", **case.params)
+            assert verify(strategy, workload, torch.device("cpu")).passed
+            local = Problem.of(strategy, workload, torch.device("cpu"))
+            for name, whole in zip("qkv", inputs(problem), strict=False):
+                setattr(local, name, strategy.shard(whole, documents=mask.documents).contiguous())
+            local.dout = strategy.shard(inputs(problem)[3], documents=mask.documents).contiguous()
+            with patch.dict(subject.BLOCK_NUMBERS, cpu=256), patch.object(subject, "KEYS_AT_A_TIME", 16):
+                places = subject._Places(local, workload)
+                expected = places.of_rows() | places.of_keys(1)
+            right = Results(*(strategy.shard(x, documents=mask.documents) for x in truth))
+            for name, found in places.in_results(right, 1).items():
+                assert (found - expected[name]).norm() < 1e-12 * right.out.norm(), (case, workload, name)
+            for name, found in places.of_kernel(1).items():
+                there = expected[name] if name in ("dk", "dv") else expected[name][:1, :, 2:]
+                there = there[:, :, -found.shape[2] :]
+                assert (found - there).norm() < 1e-5 * right.out.norm(), (case, workload, name)
+
+
+def test_both_gates_take_the_workloads_mask() -> None:
+    run_ranks(4, gates)
+
+
+class Leaking(Zigzag):
+    """Forgets where documents end."""
+
+    def attention(self, *tensors, documents=None, **options):
+        return super().attention(*tensors, **options)
+
+
+def leaking(rank: int) -> str:
+    strategy = Leaking(Context(Communicator(), "cpu-flash"))
+    with pytest.raises(VerificationError) as refused:
+        verify(strategy, WORKLOADS[0], torch.device("cpu"))
+    return str(refused.value)
+
+
+def test_attention_across_documents_is_found() -> None:
+    assert all("wrong result on rank" in said for said in run_ranks(2, leaking))
+
+
+def test_work_and_rates_are_of_the_masks_area() -> None:
+    packed, window = WORKLOADS[:2]
+    pairs = 1 + 50 * 51 // 2 + 15 + 40 * 41 // 2
+    assert packed.exact_flops() == 14 * 2 * 4 * 8 * pairs
+    # By the model's convention half the squares of the documents; of a window, its area.
+    assert packed.model_flops() == 7 * 2 * 4 * 8 * (1 + 2500 + 25 + 1600)
+    assert window.model_flops() == window.exact_flops() == 14 * 2 * 4 * 8 * (17 * 18 // 2 + (96 - 17) * 17)
+
+
+def test_a_shorter_workload_keeps_the_masks_shape() -> None:
+    short = msgspec.structs.replace(BASE, documents=(48, 48), window=16).at(48)
+    assert (short.seq, short.documents, short.window) == (48, (24, 24), 8)
+    # A document may vanish; what is left is one.
+    assert msgspec.structs.replace(BASE, documents=(95, 1)).at(32).documents == (32,)
+
+
+def test_documents_must_fill_the_sequence() -> None:
+    with pytest.raises(ValueError, match="91 tokens together, the sequence has 96"):
+        Workload(seq=96, heads=1, kv_heads=1, head_dim=8, documents=(90, 1))
+
+
+def test_balance_by_hand() -> None:
+    """4 ranks, 4 documents of a rank's size: contiguous pieces need nothing of each other, zigzag does."""
+    workload = Workload(seq=64, heads=4, kv_heads=4, head_dim=8, documents=(16, 16, 16, 16))
+    found = {(one.strategy, one.params.get("documents_layout")): one for one in balances(workload, 4)}
+    ring, zigzag = found["ring", None], found["zigzag", "packed"]
+    assert (ring.busiest, ring.steps, ring.needed) == (1.0, 1.0, 0.0)
+    # Chunks of 8; rank 0 holds the first of document 0 and the last of document 3: 36 own pairs, 64 + 36 of the late.
+    assert zigzag.busiest == 1.0 and zigzag.needed == pytest.approx(4 / 12)
+    causal = {one.strategy: one for one in balances(Workload(seq=64, heads=4, kv_heads=4, head_dim=8), 4)}
+    assert causal["ring"].busiest == pytest.approx((16 * 48 + 136) / (64 * 65 / 2 / 4))
+
+
+def test_a_size_that_does_not_fit_says_why() -> None:
+    workload = Workload(seq=60, heads=4, kv_heads=4, head_dim=8, documents=(30, 30))
+    reasons = {one.strategy: one.reason for one in balances(workload, 4) if one.reason}
+    assert "divisible by 8: not 60" in reasons["zigzag"]
+
+
+def test_lengths_as_users_write_them(tmp_path) -> None:
+    from ringprof.documents import document_lengths
+
+    assert document_lengths("64k,32768x4", 196608) == (65536, *[32768] * 4)
+    drawn = document_lengths("lognormal:mean=8192,sigma=1.2,seed=7", 2**24)
+    assert sum(drawn) == 2**24 and drawn == document_lengths("lognormal:mean=8192,sigma=1.2,seed=7", 2**24)
+    # 2048 draws of that mean and spread: their mean is within some percent.
+    assert sum(drawn) / len(drawn) == pytest.approx(8192, rel=0.15)
+    file = tmp_path / "lengths.txt"
+    file.write_text("10 20\n30, 40\n")
+    assert document_lengths(str(file), 55) == (10, 20, 25)
+    for text, said in {
+        "10,20": "30 tokens together, the sequence has 100",
+        "10,twenty": "'twenty' is neither a file nor a length",
+        str(file): None,
+        "lognormal:mean=0": "as in lognormal:mean=8192",
+        "lognormal:median=3": "as in lognormal:mean=8192",
+        "0x3": "is no document",
+    }.items():
+        if said is None:
+            assert len(document_lengths(text, 100)) == 4
+            continue
+        with pytest.raises(UsageError, match=said):
+            document_lengths(text, 100)

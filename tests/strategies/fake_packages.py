@@ -1,0 +1,242 @@
+"""Stand-ins for other people's packages: the names, signatures and layouts of the real ones, dense attention inside.
+
+Every function gathers all that the ranks hold, puts it in the order in which the real package shards a sequence, and
+computes in float64. So an adapter that shards otherwise, or hands over other arguments, gets wrong numbers.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def install() -> None:
+    """Put them where `import` finds them first; in a process of its own."""
+    _module("flash_attn")
+    _module(
+        "ring_flash_attn", ring_flash_attn_func=_ring, zigzag_ring_flash_attn_func=_zigzag,
+        stripe_flash_attn_func=_stripe, llama3_flash_attn_varlen_func=_llama3,
+        llama3_flash_attn_prepare_cu_seqlens=_prepare,
+    )  # fmt: skip
+    held = SimpleNamespace(ULYSSES_PG=None, RING_PG=None)
+    _module(
+        "yunchang", set_seq_parallel_pg=_set_groups(held), LongContextAttention=_LongContextAttention,
+        globals=SimpleNamespace(PROCESS_GROUP=held), kernels=SimpleNamespace(AttnType=SimpleNamespace(FA="fa")),
+    )  # fmt: skip
+    _module("transformer_engine", pytorch=_module("transformer_engine.pytorch", DotProductAttention=_DotProduct))
+    api = _module("magi_attention.api", calc_attn=_calc_attn, get_position_ids=_ids, magi_attn_varlen_key=_Key)
+    _module("magi_attention", api=api)
+
+
+def _module(name: str, **content: Any) -> ModuleType:
+    module = ModuleType(name)
+    module.__spec__ = ModuleSpec(name, None)
+    vars(module).update(content)
+    sys.modules[name] = module
+    return module
+
+
+# --- who holds what: index of the rank's tokens in the whole sequence -----------------------------------
+
+
+def _contiguous(seq: int, size: int, rank: int) -> list[int]:
+    return list(range(rank * seq // size, (rank + 1) * seq // size))
+
+
+def _two_chunks(seq: int, size: int, rank: int) -> list[int]:
+    chunk = seq // size // 2
+    other = 2 * size - 1 - rank
+    return [*range(rank * chunk, (rank + 1) * chunk), *range(other * chunk, (other + 1) * chunk)]
+
+
+def _striped(seq: int, size: int, rank: int) -> list[int]:
+    return list(range(rank, seq, size))
+
+
+def _dealt(seq: int, size: int, rank: int, chunk: int) -> list[int]:
+    """Every size-th chunk, from the last one down."""
+    chunks = range(seq // chunk - 1 - rank, -1, -size)
+    return [token for first in chunks for token in range(first * chunk, (first + 1) * chunk)]
+
+
+class _Dense(torch.autograd.Function):
+    """Attention over what all ranks of a group hold, of this rank's queries."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, held: list[list[int]], causal: bool, scale: float, group: Any
+    ) -> Tensor:  # fmt: skip
+        ctx.full = [_whole(x, held, group).requires_grad_() for x in (q, k, v)]
+        ctx.held, ctx.group, ctx.mine = held, group, held[dist.get_rank(group)]
+        with torch.enable_grad():
+            wide = [x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in ctx.full]
+            scores = torch.einsum("bqhd,bkhd->bhqk", wide[0], wide[1]) * scale
+            if causal:
+                scores = scores.masked_fill(torch.ones(scores.shape[-2:]).triu(1).bool(), float("-inf"))
+            ctx.out = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), wide[2])
+        out: Tensor = ctx.out.detach()[:, ctx.mine].to(q.dtype)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> Any:
+        whole = torch.autograd.grad(ctx.out, ctx.full, _whole(dout, ctx.held, ctx.group))
+        return (*(x[:, ctx.mine].to(dout.dtype) for x in whole), None, None, None, None)
+
+
+def _whole(x: Tensor, held: list[list[int]], group: Any) -> Tensor:
+    parts = [torch.empty_like(x) for _ in held]
+    dist.all_gather(parts, x.detach().contiguous(), group=group)
+    order = torch.tensor([token for tokens in held for token in tokens])
+    return torch.cat(parts, 1).double()[:, order.argsort()]
+
+
+def _dense(layout: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, group: Any) -> Tensor:
+    size = dist.get_world_size(group)
+    held = [layout(q.shape[1] * size, size, rank) for rank in range(size)]
+    out: Tensor = _Dense.apply(q, k, v, held, causal, q.shape[-1] ** -0.5 if scale is None else scale, group)
+    return out
+
+
+# --- ring-flash-attn ----------------------------------------------------------------------------------
+
+
+def _ring(
+    q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), alibi_slopes=None,
+    deterministic=False, return_attn_probs=False, group=None,
+):  # fmt: skip
+    return _dense(_contiguous, q, k, v, causal, softmax_scale, group)
+
+
+def _zigzag(
+    q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), alibi_slopes=None,
+    deterministic=False, return_attn_probs=False, group=None,
+):  # fmt: skip
+    assert causal, "zigzag ring is meaningless for causal=False"
+    return _dense(_two_chunks, q, k, v, causal, softmax_scale, group)
+
+
+def _stripe(
+    q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), alibi_slopes=None,
+    deterministic=False, return_attn_probs=False, group=None,
+):  # fmt: skip
+    assert causal, "stripe flash attn only supports causal attention"
+    return _dense(_striped, q, k, v, causal, softmax_scale, group)
+
+
+def _prepare(cu_seqlens, causal, rank, world_size):
+    assert cu_seqlens.dtype == torch.int32
+    total = int(cu_seqlens[-1])
+    local = total // world_size
+    assert causal
+    seen = (rank + 1) * local
+    ends = [torch.tensor([0, count], dtype=torch.int32) for count in (local, seen)]
+    return *ends, local, seen, slice(0, seen)
+
+
+def _llama3(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, heads_k_stride, local_k_slice, dropout_p=0.0,
+    softmax_scale=None, causal=False, window_size=(-1, -1), alibi_slopes=None, deterministic=False,
+    return_attn_probs=False, group=None,
+):  # fmt: skip
+    rank = dist.get_rank(group)
+    assert k.shape[1] % heads_k_stride == 0
+    assert max_seqlen_q == q.shape[0] == int(cu_seqlens_q[-1])
+    assert max_seqlen_k == int(cu_seqlens_k[-1]) == local_k_slice.stop == (rank + 1) * q.shape[0]
+    q, k, v = (x.unsqueeze(0) for x in (q, k, v))
+    return _dense(_contiguous, q, k, v, causal, softmax_scale, group).squeeze(0)
+
+
+# --- yunchang -----------------------------------------------------------------------------------------
+
+
+def _set_groups(held: Any) -> Any:
+    def set_seq_parallel_pg(sp_ulysses_degree, sp_ring_degree, rank, world_size, use_ulysses_low=True):
+        assert sp_ulysses_degree * sp_ring_degree == world_size == dist.get_world_size()
+        assert rank == dist.get_rank()
+        held.ULYSSES_PG, held.RING_PG = (sp_ulysses_degree, use_ulysses_low), (sp_ring_degree, use_ulysses_low)
+
+    return set_seq_parallel_pg
+
+
+class _LongContextAttention(torch.nn.Module):
+    """Ranks of one Ulysses group share two chunks of the sequence: the ring's pieces, cut contiguously."""
+
+    def __init__(
+        self, scatter_idx=2, gather_idx=1, ring_impl_type="basic", use_pack_qkv=False, use_sync=False, attn_type="fa",
+        attn_processor=None,
+    ):  # fmt: skip
+        super().__init__()
+        held = sys.modules["yunchang"].globals.PROCESS_GROUP
+        assert ring_impl_type == "zigzag" and held.ULYSSES_PG
+        self.ulysses_pg, self.ring_pg = held.ULYSSES_PG, held.RING_PG
+
+    def forward(
+        self, query, key, value, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
+        alibi_slopes=None, deterministic=False, return_attn_probs=False, *args,
+    ):  # fmt: skip
+        (ulysses, low), (ring, _) = self.ulysses_pg, self.ring_pg
+        assert query.shape[2] % ulysses == key.shape[2] % ulysses == 0
+
+        def layout(seq: int, size: int, rank: int) -> list[int]:
+            place, within = (rank // ulysses, rank % ulysses) if low else (rank % ring, rank // ring)
+            tokens = _two_chunks(seq, ring, place)
+            return tokens[within * seq // size : (within + 1) * seq // size]
+
+        return _dense(layout, query, key, value, causal, softmax_scale, None)
+
+
+# --- Transformer Engine -------------------------------------------------------------------------------
+
+
+class _DotProduct(torch.nn.Module):
+    def __init__(
+        self, num_attention_heads, kv_channels, num_gqa_groups=None, attention_dropout=0.0, qkv_format="sbhd",
+        attn_mask_type="causal", window_size=None, sequence_parallel=False, softmax_scale=None,
+    ):  # fmt: skip
+        super().__init__()
+        assert qkv_format == "bshd" and attention_dropout == 0.0
+        self.sizes = num_attention_heads, num_gqa_groups, kv_channels
+        self.causal, self.scale = {"causal": True, "no_mask": False}[attn_mask_type], softmax_scale
+
+    def set_context_parallel_group(self, cp_group, cp_global_ranks, cp_stream, cp_comm_type="p2p"):
+        assert cp_comm_type in ("p2p", "all_gather", "a2a")
+        assert cp_global_ranks == dist.get_process_group_ranks(cp_group)
+        self.group = cp_group
+
+    def forward(self, query_layer, key_layer, value_layer):
+        assert self.sizes == (query_layer.shape[2], key_layer.shape[2], query_layer.shape[3])
+        out = _dense(_two_chunks, query_layer, key_layer, value_layer, self.causal, self.scale, self.group)
+        return out.flatten(2)
+
+
+# --- MagiAttention ------------------------------------------------------------------------------------
+
+
+class _Key:
+    def __init__(
+        self, cu_seqlens_q, cu_seqlens_k, num_heads_q, num_heads_kv, head_dim, pad_size, cp_group_or_mesh,
+        causal=False, window_size=(-1, -1), dist_attn_config=None, chunk_size=None, head_dim_v=None,
+    ):  # fmt: skip
+        assert pad_size == 0 and cu_seqlens_q.tolist() == cu_seqlens_k.tolist()
+        self.seq, self.causal, self.chunk, self.group = int(cu_seqlens_q[-1]), causal, chunk_size, cp_group_or_mesh
+        self.heads = num_heads_q, num_heads_kv, head_dim
+
+    def layout(self, seq: int, size: int, rank: int) -> list[int]:
+        return _dealt(seq, size, rank, self.chunk)
+
+
+def _ids(key):
+    size, rank = dist.get_world_size(key.group), dist.get_rank(key.group)
+    return torch.tensor(key.layout(key.seq, size, rank), dtype=torch.int32)
+
+
+def _calc_attn(q, k, v, key, sink=None, softmax_scale=None, softcap=0.0):
+    assert key.heads == (q.shape[1], k.shape[1], q.shape[2])
+    q, k, v = (x.unsqueeze(0) for x in (q, k, v))
+    return _dense(key.layout, q, k, v, key.causal, softmax_scale, key.group).squeeze(0), None

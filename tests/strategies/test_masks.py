@@ -1,0 +1,383 @@
+"""Packed documents and sliding windows on every strategy that computes them, against dense float64."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ringprof.mask import NO_LIMIT, Mask
+from ringprof.strategies import Unfit, create, find, names, several_lengths
+from ringprof.strategies.kernels import ReferenceKernel
+from ringprof.strategies.layouts import LAYOUTS, zigzag_per_document
+from ringprof.strategies.parts import Part, Parts, banded, seen_in_band
+from tests.strategies.cases import Case, Problem, inputs, relative_error
+from tests.strategies.ranks import run_ranks
+from tests.strategies.test_results import examples
+from tests.test_mask import sees
+
+TAKING = [
+    Case("ring"),
+    Case("zigzag"),
+    Case("zigzag", {"documents_layout": "per_document", "grad_wire": "input"}),
+    Case("stripe"),
+    Case("ulysses", {}, (1, 2, 4)),
+    Case("usp"),
+    Case("usp", {"ulysses_degree": 2, "documents_layout": "per_document", "placement": "ring-first"}, (2, 4)),
+    Case("usp", {"ulysses_degree": 2, "layout": "stripe"}, (2, 4)),
+    Case("allgather"),
+    Case("allgather", {"layout": "zigzag"}),
+    Case("allgather", {"layout": "zigzag", "documents_layout": "per_document"}),
+]
+MASKS = [
+    # Single tokens, an empty document, one long among many, bounds inside and on the edges of every chunk.
+    Mask.of(documents=[0, 1, 2, 9, 9, 40, 64]),
+    Mask.of(documents=[0, 16, 32, 48, 64]),
+    Mask.of(documents=[0, 61, 62, 63, 64]),
+    Mask.of(causal=False, documents=[0, 5, 40, 64]),
+    Mask.of(window=(6, 0)),
+    Mask.of(window=(33, 0)),
+    Mask.of(causal=False, window=(3, 17)),
+    Mask.of(documents=[0, 3, 30, 64], window=(8, 0)),
+    Mask.of(causal=False, documents=[0, 29, 64], window=(5, 2)),
+]
+
+
+def dense(problem: Problem, mask: Mask) -> list[Tensor]:
+    """out, dq, dk, dv by torch's own autograd over the plain formula, in float64; the mask pair by pair."""
+    seen = torch.tensor([[sees(mask, query, key) for key in range(problem.seq)] for query in range(problem.seq)])
+    q, k, v, dout = (tensor.double() for tensor in inputs(problem))
+    leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
+    wide_k, wide_v = (x.repeat_interleave(problem.heads // problem.kv_heads, 2) for x in leaves[1:])
+    scores = torch.einsum("bqhd,bkhd->bhqk", leaves[0], wide_k) * problem.head_dim**-0.5
+    weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+    out = torch.einsum("bhqk,bkhd->bqhd", weights, wide_v)
+    out.backward(dout)
+    return [out.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+
+
+def over_the_ranks(
+    case: Case, problem: Problem, mask: Mask, tensors: list[Tensor] | None = None
+) -> tuple[list[Tensor], int]:
+    """out, dq, dk, dv of the whole sequence as the ranks computed them; and the FLOPs that this rank counted."""
+    strategy = create(case.name, kernel=problem.kernel, **case.params)
+    *qkv, dout = (strategy.shard(x, documents=mask.documents) for x in tensors or inputs(problem))
+    for tensor in qkv:
+        tensor.requires_grad_()
+    out = strategy.attention(*qkv, causal=mask.causal, documents=mask.documents, window_size=mask.window)
+    out.backward(dout)
+    whole = [strategy.unshard(x, documents=mask.documents) for x in (out, *(tensor.grad for tensor in qkv))]
+    return whole, sum(kernel.flops for kernel in strategy.kernels())
+
+
+def errors_of(
+    rank: int, cases: list[Case], problem: Problem, truths: dict[Mask, list[Tensor]]
+) -> list[tuple[str, float]]:
+    found = []
+    for mask, truth in truths.items():
+        for case in cases:
+            whole, flops = over_the_ranks(case, problem, mask)
+            worst = max(relative_error(value, exact) for value, exact in zip(whole, truth, strict=True))
+            total = torch.tensor(flops)
+            torch.distributed.all_reduce(total)
+            pairs = problem.batch * problem.heads * problem.head_dim * mask.area(problem.seq)
+            counted = int(total) == 14 * pairs
+            found.append((f"{case} {mask}" + ("" if counted else " counts other FLOPs"), worst if counted else 1.0))
+    return found
+
+
+@pytest.mark.parametrize(("world", "kernel"), [(1, "reference"), (2, "cpu-flash"), (4, "reference")])
+def test_exact_in_float64_and_counted_by_the_exact_area(world: int, kernel: str) -> None:
+    cases = [case for case in TAKING if world in case.worlds]
+    problem = Problem(seq=64, batch=2, kernel=kernel)
+    truths = {mask: dense(problem, mask) for mask in MASKS}
+    for label, error in run_ranks(world, errors_of, cases, problem, truths)[0]:
+        assert error < 1e-12, label
+
+
+@pytest.mark.long
+def test_exact_in_float64_on_8_ranks() -> None:
+    cases = [case for case in TAKING if case.name != "ulysses" and 4 in case.worlds]
+    truths = {mask: dense(Problem(seq=64), mask) for mask in MASKS}
+    for label, error in run_ranks(8, errors_of, cases, Problem(seq=64), truths)[0]:
+        assert error < 1e-12, label
+
+
+@st.composite
+def drawn(draw) -> tuple[Problem, Mask]:
+    seq = 4 * draw(st.integers(1, 14))
+    bounds = draw(st.lists(st.integers(0, seq), max_size=6))
+    causal = draw(st.booleans())
+    documents = [0, *sorted(bounds), seq] if draw(st.booleans()) else None
+    window = draw(st.tuples(st.sampled_from([-1, 1, 2, 5, 13, 40]), st.sampled_from([-1, 0, 1, 7, 60])))
+    problem = Problem(seq, draw(st.integers(1, 2)), head_dim=draw(st.integers(1, 9)), seed=draw(st.integers(0, 999)))
+    return problem, Mask.of(causal, documents, window)
+
+
+@examples(5)
+@given(drawn())
+def test_drawn_masks_on_2_ranks(problem: tuple[Problem, Mask]) -> None:
+    cases = [case for case in TAKING if 2 in case.worlds]
+    # Where a query sees itself alone dq and dk are 0, and what is left of them is rounding.
+    for label, error in run_ranks(2, errors_of_all, cases, *problem)[0]:
+        assert error < 1e-12, label
+
+
+def errors_of_all(rank: int, cases: list[Case], problem: Problem, mask: Mask) -> list[tuple[str, float]]:
+    truth = dense(problem, mask)
+    size = max(float(x.norm()) for x in truth)
+    return [
+        (f"{case} {mask}", max(float((value - exact).norm()) for value, exact in zip(whole, truth, strict=True)) / size)
+        for case in cases
+        for whole in (over_the_ranks(case, problem, mask)[0],)
+    ]
+
+
+# --- nothing leaks --------------------------------------------------------------------------------------
+
+
+def leaks(rank: int, kernel: str) -> list[str]:
+    problem = Problem(seq=64, kernel=kernel, dtype=torch.float32)
+    mask = Mask.of(documents=[0, 7, 37, 64])
+    mine = slice(7, 37)
+    found = []
+    for case in (case for case in TAKING if 4 in case.worlds):
+        whole = inputs(problem)
+        before, _ = over_the_ranks(case, problem, mask)
+        for label, change in (("NaN", lambda x: x.fill_(float("nan"))), ("other values", lambda x: x.mul_(-1.5))):
+            changed = [x.clone() for x in whole]
+            for x in changed:
+                change(x[:, mine])
+            after, _ = over_the_ranks(case, problem, mask, changed)
+            for name, old, new in zip(("out", "dq", "dk", "dv"), before, after, strict=True):
+                outside = [torch.equal(old[:, rows], new[:, rows]) for rows in (slice(0, 7), slice(37, 64))]
+                if not all(outside) or torch.equal(old[:, mine], new[:, mine]):
+                    found.append(f"{case}: {label} in a document: {name} of another")
+    return found
+
+
+@pytest.mark.parametrize("kernel", ["reference", "cpu-flash"])
+def test_what_one_document_holds_reaches_no_bit_of_another(kernel: str) -> None:
+    assert run_ranks(4, leaks, kernel) == [[]] * 4
+
+
+# --- attention sinks ------------------------------------------------------------------------------------
+
+
+def dense_with_sinks(problem: Problem, mask: Mask, sinks: Tensor) -> list[Tensor]:
+    """out, dq, dk, dv, dsinks, LSE of a softmax over the keys and one more logit, by torch's own autograd."""
+    seen = torch.tensor([[sees(mask, query, key) for key in range(problem.seq)] for query in range(problem.seq)])
+    q, k, v, dout = inputs(problem)
+    leaves = [x.requires_grad_() for x in (q, k, v, sinks.clone())]
+    wide_k, wide_v = (x.repeat_interleave(problem.heads // problem.kv_heads, 2) for x in leaves[1:3])
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, wide_k) * problem.head_dim**-0.5
+    column = leaves[3].view(1, -1, 1, 1).expand(problem.batch, -1, problem.seq, 1)
+    scores = torch.cat([scores.masked_fill(~seen, float("-inf")), column], -1)
+    out = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1)[..., :-1], wide_v)
+    out.backward(dout)
+    return [out.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None), scores.logsumexp(-1).detach()]
+
+
+def sink_errors(rank: int, kernel: str, sinks: Tensor, truths: dict[Mask, list[Tensor]]) -> list[tuple[str, float]]:
+    problem, found = Problem(seq=64, batch=2, kernel=kernel), []
+    for mask, truth in truths.items():
+        for name in names():
+            if not mask.plain and not find(name).load().takes_masks:
+                continue
+            strategy = create(name, kernel=kernel)
+            *qkv, dout = (strategy.shard(x) for x in inputs(problem))
+            leaves = [x.requires_grad_() for x in (*qkv, sinks.clone())]
+            out, lse = strategy.attention(
+                *leaves[:3], documents=mask.documents, window_size=mask.window, sinks=leaves[3], return_lse=True
+            )
+            out.backward(dout)
+            torch.distributed.all_reduce(leaves[3].grad)
+            whole = [strategy.unshard(x) for x in (out, *(leaf.grad for leaf in leaves[:3]))]
+            whole += [leaves[3].grad, strategy.unshard(lse, 2)]
+            worst = max(relative_error(value.detach(), exact) for value, exact in zip(whole, truth, strict=True))
+            found.append((f"{name}, {mask}", worst))
+    return found
+
+
+@pytest.mark.parametrize("kernel", ["reference", "cpu-flash"])
+def test_sinks_are_exact_in_every_strategy_and_learn(kernel: str) -> None:
+    sinks = torch.tensor([-1.5, 0.0, 0.7, 3.0], dtype=torch.float64)
+    masks = [Mask(), Mask.of(documents=[0, 7, 40, 64], window=(9, 0))]
+    truths = {mask: dense_with_sinks(Problem(seq=64, batch=2), mask, sinks) for mask in masks}
+    for label, error in run_ranks(4, sink_errors, kernel, sinks, truths)[0]:
+        assert error < 1e-12, label
+
+
+# --- refusals -------------------------------------------------------------------------------------------
+
+
+def refusals(rank: int) -> list[str]:
+    x = torch.zeros(1, 8, 4, 8)
+    calls: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+        ("burst", {}, {"documents": [0, 4, 16]}),
+        ("double-ring", {}, {"window_size": (4, 0)}),
+        ("megatron", {}, {"documents": torch.tensor([0, 4, 16])}),
+        ("zigzag", {}, {"documents": [0, 4, 8]}),
+        ("zigzag", {}, {"documents": [4, 16]}),
+        ("zigzag", {}, {"window_size": (-3, 0)}),
+        ("usp", {"documents_layout": "per_document", "layout": "stripe"}, {"documents": [0, 4, 16]}),
+    ]
+    said = []
+    for name, params, options in calls:
+        with pytest.raises(Unfit) as refusal:
+            create(name, kernel="reference", **params).attention(x, x, x, **options)
+        said.append(str(refusal.value))
+    return said
+
+
+def test_who_takes_no_such_mask_names_those_who_do() -> None:
+    able = "those that do are ring, zigzag, stripe, ulysses, usp, allgather"
+    for said in run_ranks(2, refusals):
+        assert all(able in line for line in said[:3])
+        assert "the documents end at 8, and the sequence has 16" in said[3]
+        assert "documents are cumulative lengths: 0" in said[4]
+        assert "window_size (-3, 0)" in said[5]
+        assert "the stripe layout is not made for each document by itself" in said[6]
+
+
+def test_one_document_and_no_window_is_the_plain_path() -> None:
+    strategy = create("burst", kernel="reference")
+    x = torch.randn(1, 8, 2, 4)
+    plain = strategy.attention(x, x, x)
+    assert torch.equal(plain, strategy.attention(x, x, x, documents=[0, 8], window_size=(-1, 0)))
+
+
+# --- pieces ---------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=9).filter(sum), st.integers(1, 5))
+def test_zigzag_per_document_deals_every_token_out_evenly(lengths: list[int], size: int) -> None:
+    lengths.append(-sum(lengths) % (2 * size))
+    bounds = (0, *itertools.accumulate(lengths))
+    layout = zigzag_per_document(bounds)
+    shares = [layout.positions(bounds[-1], size, rank) for rank in range(size)]
+    assert sorted(torch.cat(shares).tolist()) == list(range(bounds[-1]))
+    assert {len(share) for share in shares} == {bounds[-1] // size}
+    for first, end in itertools.pairwise(bounds):
+        chunks = 2 * size
+        for rank, share in enumerate(shares):
+            held = share[(share >= first) & (share < end)]
+            # At most one token more in either chunk than an even cut.
+            assert (end - first) // chunks * 2 <= len(held) <= (end - first) // chunks * 2 + 2, rank
+            assert held.tolist() == sorted(held.tolist())
+
+
+@given(*(st.integers(1, 7),) * 2, *(st.one_of(st.none(), st.integers(-9, 9)),) * 2)
+def test_a_band_keeps_every_pair(queries: int, keys: int, low: int | None, high: int | None) -> None:
+    wanted = {
+        (i, j)
+        for i, j in itertools.product(range(queries), range(keys))
+        if (low is None or j >= i + low) and (high is None or j <= i + high)
+    }
+    part = banded(0, queries, 0, keys, low, high)
+    if part is None:
+        assert not wanted
+        return
+    seen = seen_in_band(part, torch.device("cpu"))
+    assert {(i + part.q_first, j + part.kv_first) for i, j in seen.nonzero().tolist()} == wanted
+    assert part.area == len(wanted) and bool(seen.any(1).all()) and bool(seen.any(0).all())
+    # What needs no window is called full or causal.
+    assert part.left in (NO_LIMIT, *range(keys)) and part.right in (NO_LIMIT, *range(queries))
+    assert part.full == bool(seen.all())
+
+
+PARTS = {
+    "triangles, all rows": [Part(0, 5, 0, 5, right=0), Part(5, 12, 5, 12, right=0)],
+    "with gaps": [Part(1, 5, 0, 4, right=0), Part(6, 9, 7, 10, right=0), Part(9, 12, 10, 12)],
+    "shared queries": [Part(0, 12, 0, 3), Part(2, 12, 2, 12, 3, 0), Part(6, 9, 9, 12, 2, 1)],
+    "shared keys": [Part(0, 4, 0, 12), Part(4, 12, 0, 12, left=9)],
+}
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("parts", PARTS.values(), ids=PARTS)
+def test_several_lengths_in_one_call_are_a_call_each(parts: list[Part], batch: int) -> None:
+    """The rows and lengths that a varlen kernel is given, with one made of dense calls."""
+    block, kernel = Parts(tuple(parts), 12, 12), ReferenceKernel()
+    torch.manual_seed(0)
+    q, k, v, dout = (torch.randn(batch, 12, heads, 4, dtype=torch.float64) for heads in (4, 2, 2, 4))
+    wide_k, wide_v = (x.repeat_interleave(2, 2) for x in (k, v))
+    out, lse = kernel.forward(q, k, v, scale=0.5, causal=False, parts=block)
+    found = several_lengths.forward(_varlen_forward, q, wide_k, wide_v, 0.5, block)
+    assert torch.allclose(found[0], out) and torch.allclose(found[1].double(), lse, atol=1e-6)
+    # Every row with some result has an LSE of its own; what the gradients are taken at does not matter here.
+    rows = torch.randn(batch, 4, 12, dtype=torch.float64), torch.randn_like(q)
+    expected = kernel._backward_parts(dout, q, wide_k, wide_v, rows[0], rows[1], None, 0.5, block)
+    gradients = several_lengths.backward(_varlen_backward, dout, q, wide_k, wide_v, rows[0], rows[1], 0.5, block)
+    assert all(torch.allclose(one, other) for one, other in zip(gradients, expected, strict=True))
+
+
+def _segments(lengths, batch) -> list[tuple[slice, slice, Part]]:
+    q, kv = (list(itertools.pairwise(x.tolist())) for x in (lengths.cumulative_q, lengths.cumulative_kv))
+    assert batch.most_queries == max(b - a for a, b in q) and batch.most_keys == max(b - a for a, b in kv)
+    return [
+        (slice(*a), slice(*b), Part(0, a[1] - a[0], 0, b[1] - b[0], batch.left, batch.right))
+        for a, b in zip(q, kv, strict=True)
+    ]
+
+
+def _varlen_forward(q, k, v, lengths, batch, scale):
+    found = [
+        ReferenceKernel()._forward_band(q[None, a], k[None, b], v[None, b], scale, part)
+        for a, b, part in _segments(lengths, batch)
+    ]
+    return torch.cat([out[0] for out, _ in found]), torch.cat([lse[0] for _, lse in found], 1)
+
+
+def _varlen_backward(dout, q, k, v, out, lse, lengths, batch, scale):
+    found = [
+        ReferenceKernel()._backward_band(
+            dout[None, a], q[None, a], k[None, b], v[None, b], lse[None, :, a], out[None, a], None, scale, part
+        )
+        for a, b, part in _segments(lengths, batch)
+    ]
+    return tuple(torch.cat([gradients[i][0] for gradients in found]) for i in range(3))
+
+
+def test_packed_zigzag_computes_full_rectangles_between_ranks_and_triangles_on_them() -> None:
+    """4 ranks, chunks of 8; one document of 40 tokens and one of 24: what rank 0 owes is 4 plain calls."""
+    from ringprof.strategies.cut import Cut
+
+    cut = Cut(Mask.of(documents=[0, 40, 64]), LAYOUTS["zigzag"], 4, 64)
+    own = cut.block(0, 0)
+    assert own is not None and own.parts is not None
+    assert [part.area for part in own.parts] == [36, 36]
+    # Rank 0 holds 0..8 of the first and 56..64 of the second, rank 1 holds 8..16 and 48..56.
+    later = cut.block(0, 1)
+    assert later is not None and later.parts is None and not later.causal
+    assert (later.q, later.kv) == (slice(8, 16), slice(8, 16))
+    earlier = cut.block(1, 0)
+    assert earlier is not None and (earlier.q, earlier.kv) == (slice(0, 8), slice(0, 8))
+
+
+def hops_of(rank: int, mask: Mask) -> dict[str, int]:
+    problem = Problem(seq=64)
+    strategy = create("ring", kernel="reference")
+    *qkv, dout = (strategy.shard(x).requires_grad_() for x in inputs(problem))
+    strategy.attention(*qkv, causal=mask.causal, documents=mask.documents, window_size=mask.window).backward(dout)
+    return {f"{channel} {phase}": count for (channel, phase, *_), (count, _) in strategy.comm.meter.sent.items()}
+
+
+@pytest.mark.parametrize(
+    ("mask", "hops"),
+    [
+        # A window no longer than a rank's 16 tokens reaches the rank before; dK and dV go on round the ring, home.
+        (Mask.of(window=(16, 0)), {"kv forward": 1, "kv backward": 1, "dkv backward": 3}),
+        (Mask.of(window=(17, 0)), {"kv forward": 2, "kv backward": 2, "dkv backward": 3}),
+        # No document lies on two ranks.
+        (Mask.of(documents=[0, 16, 20, 32, 64 - 16, 64]), {}),
+        (Mask.of(documents=[0, 16, 20, 33, 64]), {"kv forward": 1, "kv backward": 1, "dkv backward": 3}),
+    ],
+)
+def test_a_ring_stops_when_nobody_needs_more(mask: Mask, hops: dict[str, int]) -> None:
+    assert run_ranks(4, hops_of, mask) == [hops] * 4

@@ -1,0 +1,137 @@
+"""Packed documents and windows on GPU kernels, against float64: one kernel, and strategies on several GPUs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from ringprof.mask import Mask
+from ringprof.strategies import Unfit, create
+from ringprof.strategies.cut import cut_of
+from ringprof.strategies.kernels import KERNELS, MaskedReference
+from ringprof.strategies.layouts import LAYOUTS
+from tests.strategies.cases import Case
+from tests.strategies.gpu_ranks import needs_two_gpus, run_gpu_ranks
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+SEQ, HEAD_DIM = 1024, 128
+SHAPES = [(1, 8, 8), (2, 8, 2)]
+"""batch, heads, kv heads"""
+DOCUMENTS = Mask.of(documents=[0, 1, 8, 300, 300, 556, 1024])
+MASKS = [
+    DOCUMENTS,
+    Mask.of(causal=False, documents=[0, 130, 1024]),
+    Mask.of(window=(63, 0)),
+    Mask.of(window=(600, 0)),
+    Mask.of(causal=False, window=(40, 70)),
+    Mask.of(documents=[0, 5, 500, 1024], window=(127, 0)),
+]
+CASES = [
+    Case("ring"), Case("zigzag"), Case("zigzag", {"documents_layout": "per_document"}), Case("stripe"), Case("ulysses"),
+    Case("usp"), Case("allgather"), Case("allgather", {"layout": "zigzag", "documents_layout": "per_document"}),
+]  # fmt: skip
+
+
+def full_inputs(batch: int, heads: int, kv_heads: int) -> list[Tensor]:
+    generator = torch.Generator("cuda").manual_seed(batch)
+    shapes = [(batch, SEQ, count, HEAD_DIM) for count in (heads, kv_heads, kv_heads, heads)]
+    return [torch.randn(shape, generator=generator, device="cuda").bfloat16() for shape in shapes]
+
+
+def truth_of(full: list[Tensor], mask: Mask) -> list[Tensor]:
+    q, k, v, dout = (x.double() for x in full)
+    kernel = MaskedReference(mask)
+    out, lse = kernel.forward(q, k, v, scale=HEAD_DIM**-0.5, causal=mask.causal)
+    return [out, *kernel.backward(dout, q, k, v, lse, out=out, scale=HEAD_DIM**-0.5, causal=mask.causal)]
+
+
+def worst(values: list[Tensor], truth: list[Tensor]) -> float:
+    return max(float((x.double() - y).norm() / y.norm()) for x, y in zip(values, truth, strict=True))
+
+
+@pytest.mark.parametrize("name", ["cudnn", "flash-attn", "torch-flash", "torch-efficient"])
+def test_a_kernel_computes_parts_as_float64_does(name: str) -> None:
+    reason = KERNELS[name].unfit(torch.device("cuda"), torch.bfloat16, HEAD_DIM)
+    if reason:
+        pytest.skip(f"{name} {reason}")
+    wrong = []
+    for shape in SHAPES:
+        full = full_inputs(*shape)
+        q, k, v, dout = full
+        for mask in MASKS:
+            block = cut_of(mask, LAYOUTS["contiguous"], 1, SEQ).block(0, 0)
+            assert block is not None and block.parts is not None
+            kernel = KERNELS[name]()
+            if block.parts.bands and not kernel.takes_windows:
+                continue
+            how = {"scale": HEAD_DIM**-0.5, "causal": False, "parts": block.parts}
+            out, lse = kernel.forward(q, k, v, **how)
+            gradients = kernel.backward(dout, q, k, v, lse, out=out.to(q.dtype), **how)
+            off = worst([out, *gradients], truth_of(full, mask))
+            # Not "off > 0.02": NaN must not pass.
+            if not off < 0.02:
+                wrong.append(f"{name}, {shape}, {mask}: {off}")
+    assert not wrong
+
+
+def wrong_on_a_rank(rank: int, kernel: str) -> list[str]:
+    found = []
+    for shape in SHAPES:
+        full = full_inputs(*shape)
+        for mask in MASKS:
+            truth = truth_of(full, mask)
+            for case in CASES:
+                strategy = create(case.name, kernel=kernel, hops="nccl", **case.params)
+                share = {"documents": mask.documents}
+                leaves = [strategy.shard(x, **share).requires_grad_() for x in full[:3]]
+                try:
+                    out = strategy.attention(*leaves, causal=mask.causal, window_size=mask.window, **share)
+                except Unfit as refusal:
+                    assert mask.windowed and "takes no sliding windows" in str(refusal)
+                    continue
+                gradients = torch.autograd.grad(out, leaves, strategy.shard(full[3], **share))
+                off = worst([strategy.unshard(x, **share) for x in (out, *gradients)], truth)
+                if not off < 0.02:
+                    found.append(f"{case}, {shape}, {mask}: {off}")
+    return found
+
+
+@needs_two_gpus
+@pytest.mark.parametrize("kernel", ["cudnn", "flash-attn", "torch-flash"])
+def test_strategies_are_right_on_two_gpus(kernel: str) -> None:
+    reason = KERNELS[kernel].unfit(torch.device("cuda"), torch.bfloat16, HEAD_DIM)
+    if reason:
+        pytest.skip(f"{kernel} {reason}")
+    assert run_gpu_ranks(2, wrong_on_a_rank, kernel) == [[], []]
+
+
+def bits(rank: int) -> list[str]:
+    """What a change in one document does to the bits of the others, with a deterministic kernel."""
+    full, found = full_inputs(1, 8, 2), []
+    inside = slice(300, 556)
+    for case in CASES:
+        strategy = create(case.name, kernel="flash-attn", hops="nccl", deterministic=True, **case.params)
+        results = []
+        for value in (1.0, float("nan"), 3.0):
+            changed = [x.clone() for x in full]
+            for x in changed:
+                x[:, inside].fill_(value)
+            share = {"documents": DOCUMENTS.documents}
+            leaves = [strategy.shard(x, **share).requires_grad_() for x in changed[:3]]
+            out = strategy.attention(*leaves, **share)
+            gradients = torch.autograd.grad(out, leaves, strategy.shard(changed[3], **share))
+            results.append([strategy.unshard(x, **share) for x in (out, *gradients)])
+        for other in results[1:]:
+            for name, before, after in zip(("out", "dq", "dk", "dv"), results[0], other, strict=True):
+                rows = [slice(0, 300), slice(556, SEQ)]
+                if not all(torch.equal(before[:, part], after[:, part]) for part in rows):
+                    found.append(f"{case}: {name}")
+    return found
+
+
+@needs_two_gpus
+def test_no_bit_of_one_document_reaches_another() -> None:
+    if KERNELS["flash-attn"].missing(torch.device("cuda")):
+        pytest.skip("flash-attn is not here")
+    assert run_gpu_ranks(2, bits) == [[], []]

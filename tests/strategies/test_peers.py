@@ -1,0 +1,133 @@
+"""Other people's attention as a strategy, against float64: adapters with stand-ins for packages, torch's own ring."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.tensor.experimental
+
+from ringprof.strategies import Unfit, UnknownName, create, find, peers
+from ringprof.strategies.kernels import FlashAttnKernel
+from ringprof.strategies.torch_kernels import CudnnKernel
+from tests.strategies.cases import Case, Problem, dense, over_the_ranks, relative_error
+from tests.strategies.fake_packages import install
+from tests.strategies.ranks import run_ranks
+
+PEERS = [
+    Case("ring-flash-attn/ring"),
+    Case("ring-flash-attn/zigzag"),
+    Case("ring-flash-attn/stripe"),
+    Case("ring-flash-attn/llama3"),
+    Case("ring-flash-attn/llama3", {"heads_k_stride": 2}),
+    Case("yunchang/ulysses"),
+    Case("yunchang/usp"),
+    Case("yunchang/usp", {"ulysses_degree": 2, "placement": "ring-first"}),
+    Case("yunchang/usp", {"ring_degree": 4}, (4,)),
+    Case("transformer-engine/p2p"),
+    Case("transformer-engine/a2a"),
+    Case("transformer-engine/all_gather"),
+    Case("magi", {"chunk_size": 4}),
+]
+FULL = ["ring-flash-attn/ring", "transformer-engine/p2p"]
+"""Those that take a full mask, too."""
+
+
+def _pretend() -> None:
+    """The stand-ins, on a CPU: the kernels that the real packages bring are asked for, and never called."""
+    install()
+    for kernel in (FlashAttnKernel, CudnnKernel):
+        kernel.unfit = classmethod(lambda *_: None)  # type: ignore[assignment]
+
+
+def _errors(rank: int, cases: list[Case], problem: Problem) -> dict[str, float]:
+    _pretend()
+    truth = dense(problem)
+    found = {}
+    for case in cases:
+        results = over_the_ranks(case, problem)
+        found[str(case)] = max(relative_error(result, true) for result, true in zip(results, truth, strict=True))
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_every_adapter_gives_dense_attention(world: int) -> None:
+    cases = [case for case in PEERS if world in case.worlds]
+    problem = Problem(seq=48, heads=8, kv_heads=4, kernel="auto", seed=5)
+    (errors, *_) = run_ranks(world, _errors, cases, problem)
+    assert {name: error for name, error in errors.items() if not error < 1e-12} == {}
+    assert len(errors) == len(cases)
+
+
+def test_a_full_mask_and_a_batch_are_passed_on() -> None:
+    problem = Problem(seq=32, batch=2, kernel="auto", causal=False)
+    (errors, _) = run_ranks(2, _errors, [Case(name) for name in FULL], problem)
+    assert max(errors.values()) < 1e-12
+
+
+def _torch_errors(rank: int, problem: Problem) -> list[float]:
+    truth = dense(problem)
+    rings = [Case("torch-cp", {"rotate": rotate}) for rotate in ("allgather", "alltoall")]
+    results = [over_the_ranks(ring, problem) for ring in rings]
+    return [relative_error(one, true) for result in results for one, true in zip(result, truth, strict=True)]
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("causal", [True, False])
+def test_torchs_own_ring_gives_dense_attention(world: int, causal: bool) -> None:
+    problem = Problem(seq=64, batch=2, causal=causal, dtype=torch.float32, kernel="cpu-flash")
+    (errors, *_) = run_ranks(world, _torch_errors, problem)
+    # It merges in float32, whose unit roundoff is 6e-8.
+    assert max(errors) < 1e-6
+
+
+def _options_left(rank: int) -> Any:
+    from torch.distributed.tensor.experimental._attention import _cp_options
+
+    before = _cp_options.enable_load_balance, _cp_options.rotate_method
+    over_the_ranks(Case("torch-cp", {"rotate": "alltoall"}), Problem(seq=16, causal=False))
+    return before == (_cp_options.enable_load_balance, _cp_options.rotate_method)
+
+
+def test_torchs_options_are_as_before() -> None:
+    assert run_ranks(2, _options_left) == [True, True]
+
+
+def _refusals(rank: int) -> list[str]:
+    _pretend()
+    asked: list[tuple[str, dict[str, Any], dict[str, Any], int]] = [
+        ("ring-flash-attn/zigzag", {}, {"causal": False}, 1),
+        ("ring-flash-attn/ring", {}, {"return_lse": True}, 1),
+        ("ring-flash-attn/llama3", {}, {}, 2),
+        ("ring-flash-attn/llama3", {"heads_k_stride": 3}, {}, 1),
+        ("transformer-engine/a2a", {}, {}, 1),
+    ]
+    said = []
+    for name, params, options, batch in asked:
+        strategy = create(name, **params)
+        q, k, v = (torch.zeros(batch, 8, heads, 8, dtype=torch.bfloat16) for heads in (3, 1, 1))
+        with pytest.raises(Unfit) as refused:
+            strategy.attention(q, k, v, **options)
+        said.append(str(refused.value))
+    return said
+
+
+def test_what_a_peer_cannot_do_is_refused_in_a_line() -> None:
+    (said, _) = run_ranks(2, _refusals)
+    for line, part in zip(
+        said,
+        ["a causal mask only", "return_lse", "one sequence at a time", "heads_k_stride 3", "divide 3 heads"],
+        strict=True,
+    ):
+        assert part in line and "\n" not in line
+
+
+@pytest.mark.parametrize("name", peers())
+def test_a_package_that_is_not_here_is_named_with_the_way_to_get_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ringprof.strategies.registry.find_spec", lambda package: None)
+    if name == "torch-cp":
+        assert find(name).missing() is None
+        return
+    with pytest.raises(UnknownName, match=r"needs .*: (pip install|build)"):
+        create(name)

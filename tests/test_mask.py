@@ -1,0 +1,76 @@
+"""The mask against its own definition, pair by pair."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ringprof.mask import Mask, band_area
+
+
+def sees(mask: Mask, query: int, key: int) -> bool:
+    """The definition, for one pair."""
+    left, right = mask.window
+    same = mask.document_of(query) == mask.document_of(key)
+    after = key <= query if mask.causal else right < 0 or key - query <= right
+    return same and after and (left < 0 or query - key <= left)
+
+
+@st.composite
+def masks(draw) -> tuple[Mask, int]:
+    """A mask and the length of its sequence; documents may be empty, or one token long."""
+    lengths = draw(st.lists(st.integers(0, 9), min_size=1, max_size=5).filter(sum))
+    window = draw(st.tuples(st.integers(-1, 10), st.integers(-1, 10)))
+    documents = [0, *itertools.accumulate(lengths)] if draw(st.booleans()) else None
+    return Mask.of(draw(st.booleans()), documents, window), sum(lengths)
+
+
+@settings(max_examples=200, deadline=None)
+@given(masks())
+def test_area_counts_every_pair(drawn):
+    mask, seq = drawn
+    assert mask.area(seq) == sum(sees(mask, query, key) for query in range(seq) for key in range(seq))
+
+
+def test_areas_by_hand():
+    assert Mask().area(131072) == 131072 * 131073 // 2
+    assert Mask(causal=False).area(1000) == 10**6
+    assert Mask.of(documents=[0, 3, 3, 5]).area(5) == 6 + 3
+    assert Mask.of(window=(2, 0)).area(6) == 1 + 2 + 3 * 4
+    # Without a causal mask both sides count: 2 + 3 + 3 + 2.
+    assert Mask.of(causal=False, window=(1, 1)).area(4) == 10
+
+
+@given(*(st.integers(1, 8),) * 2, *(st.integers(-1, 9),) * 2)
+def test_band_area_is_aligned_to_the_last_query_and_key(queries, keys, left, right):
+    shift = keys - queries
+    pairs = itertools.product(range(queries), range(keys))
+    expected = sum(
+        (left < 0 or key >= query + shift - left) and (right < 0 or key <= query + shift + right)
+        for query, key in pairs
+    )
+    assert band_area(queries, keys, left, right) == expected
+
+
+def test_a_scaled_mask_keeps_the_shares():
+    mask = Mask.of(documents=[0, 1000, 3000, 4000], window=(399, 0)).scaled(4000, 400)
+    assert (mask.documents, mask.window) == ((0, 100, 300, 400), (39, 0))
+    assert Mask.of(window=(0, 0)).scaled(4000, 4) == Mask.of(window=(0, 0))
+
+
+def test_what_is_no_mask_is_refused():
+    for documents in ([1, 4], [0, 5, 3], [0]):
+        with pytest.raises(ValueError, match="cumulative lengths"):
+            Mask.of(documents=documents)
+    with pytest.raises(ValueError, match="window_size"):
+        Mask.of(window=(-2, 0))
+    with pytest.raises(ValueError, match="end at 4, and the sequence has 5"):
+        Mask.of(documents=[0, 2, 4]).area(5)
+
+
+def test_one_document_is_a_plain_mask():
+    assert Mask.of(documents=[0, 8]) == Mask() and Mask().plain and Mask(causal=False).plain
+    assert not Mask.of(documents=[0, 4, 8]).plain and not Mask.of(window=(3, 0)).plain
