@@ -81,14 +81,20 @@ _ARGS: dict[str, type[Args]] = {
 }
 
 
-def _names_its_file(event: Event) -> bool:
-    """Whether an operator is a Triton kernel, whose arguments name the file that it was compiled from."""
-    return "::" not in (event.name or "::") and b'"kernel_file"' in bytes(event.args)
+_TELLS, _MAY_NAME_A_FILE = 1, 2
 
 
-def _named_by_file(event: Event) -> Event:
+def _told_by(name: str | None) -> int:
+    """What an operator's name says: that it tells, that its arguments might, or (0) neither."""
+    if _OPERATORS_THAT_TELL.search(name or ""):
+        return _TELLS
+    return 0 if "::" in (name or "::") else _MAY_NAME_A_FILE
+
+
+def _named_by_file(event: Event) -> Event | None:
+    """A Triton kernel by the file that it was compiled from, which its arguments name; None for all else."""
     file = _TRITON_FILE.search(bytes(event.args))
-    return msgspec.structs.replace(event, name="kernel_file " + file[1].decode(errors="replace")) if file else event
+    return msgspec.structs.replace(event, name="kernel_file " + file[1].decode(errors="replace")) if file else None
 
 
 class _Remembered(dict[str | None, Any]):
@@ -137,7 +143,7 @@ class Collector:
         self._seen_collectives: dict[tuple[Any, ...], int] = {}
         self.number_lists = NumberLists(take)
         self._table_for = _Remembered(_table_for)
-        self._tells = _Remembered(lambda name: _OPERATORS_THAT_TELL.search(name or "") is not None)
+        self._told_by = _Remembered(_told_by)
         self._idle = _Remembered(lambda name: _CALLS_THAT_LAUNCH_NOTHING.search(name or "") is not None)
         self._chunks: dict[str, list[Columns]] = {table: [] for table in TABLES}
 
@@ -155,14 +161,15 @@ class Collector:
         """Keep what matters of the next events."""
         self.total += len(events)
         tables = self._sort(events)
-        operators, idle, tells = tables["operators"], self._idle, self._tells
+        operators, idle, told_by = tables["operators"], self._idle, self._told_by
         self.has_operators |= bool(operators)
         tables["comm_records"] = [event for event in operators if event.name == COMM_RECORD]
         if self.every_operator:
             tables["operators"] = [event for event in operators if event.name != COMM_RECORD]
         else:
-            compiled = [_named_by_file(event) for event in operators if _names_its_file(event)]
-            tables["operators"] = [event for event in operators if tells[event.name]] + compiled
+            some = [event for event in operators if told_by[event.name]]
+            named = (event if told_by[event.name] == _TELLS else _named_by_file(event) for event in some)
+            tables["operators"] = [event for event in named if event]
         tables["launches"] = [event for event in tables["launches"] if not idle[event.name]]
         for table, chosen in tables.items():
             self._keep(table, chosen)
