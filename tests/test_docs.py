@@ -17,6 +17,7 @@ import ringprof.frames
 import ringprof.side_by_side
 import ringprof.strategies
 from ringprof import cli
+from ringprof.cli import commands
 from tests.paths import ROOT
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -28,7 +29,7 @@ def test_the_example_report_is_what_the_command_prints(capsys: pytest.CaptureFix
     assert indented in README
 
 
-@pytest.mark.parametrize("name", cli.COMMANDS)
+@pytest.mark.parametrize("name", commands.COMMANDS)
 def test_every_command_is_in_the_readme(name: str) -> None:
     assert f"ringprof {name}" in README
 

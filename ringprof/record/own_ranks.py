@@ -29,7 +29,7 @@ from ringprof.scratch import keep, remove, scratch_folder
 POLL_S = 0.05
 SETTLE_S = 0.3
 """After a first rank has failed: others that failed by themselves show up, and the cause is told from the effects."""
-END_S = 5
+END_S = 3
 """What a rank gets between the request to end and SIGKILL."""
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 

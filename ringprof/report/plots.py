@@ -182,7 +182,7 @@ def _axes(ax: Axes | None, rows: float) -> Axes:
 def _rows(ax: Axes, names: Sequence[str]) -> None:
     """Label whole numbers downward with names, only as many as fit."""
     ax.set_ylim(len(names) - 0.5, -0.5)
-    height = ax.get_figure(root=True).get_figheight() * 72 * 0.7  # type: ignore[union-attr]
+    height = ax.figure.bbox.height / ax.figure.dpi * 72 * 0.7
     step = max(1, -(-len(names) * POINTS_A_LABEL // height))
     shown = range(0, len(names), int(step))
     ax.set_yticks(list(shown), [_literal(clean(names[place])) for place in shown])
@@ -208,7 +208,7 @@ def _finish(ax: Axes, label: str, *, legend: bool = False, grid: bool = True) ->
         from matplotlib.transforms import ScaledTranslation
 
         # Half an inch below the axes, whatever their height: under the axis's own labels.
-        figure: Any = ax.get_figure(root=True)
+        figure: Any = ax.figure
         below = ax.transAxes + ScaledTranslation(0, -0.5, figure.dpi_scale_trans)
         ax.legend(loc="upper left", bbox_to_anchor=(0, 0), bbox_transform=below, borderaxespad=0, ncols=4)
     return ax
