@@ -58,7 +58,9 @@ def test_what_cannot_be_meant_is_one_line(
 def test_balance_ranks_layouts(capsys: pytest.CaptureFixture[str]) -> None:
     given = ["balance", "--seq", "64", "--documents", "40,24", "--world", "4"]
     assert cli.run([*given, "--format", "json"]) == 0
-    rows = {(row["strategy"], row["params"].get("documents_layout")): row for row in json.loads(capsys.readouterr().out)}
+    rows = {
+        (row["strategy"], row["params"].get("documents_layout")): row for row in json.loads(capsys.readouterr().out)
+    }
     area = 40 * 41 // 2 + 24 * 25 // 2
     # Contiguous pieces of 16: the third rank has 8 rows of the first document, 33 to 40 keys each, and 8 of the second.
     assert rows["ring", None]["busiest"] == pytest.approx((16 * 16 + 136) * 4 / area)
