@@ -39,11 +39,11 @@ def _commands(page: str) -> list[str]:
     lines = [
         line.strip() for line in (ROOT / "docs" / page).read_text(encoding="utf-8").splitlines() if line[:4] == "    "
     ]
-    reads = ("report", "compare", "export", "plot", "logs", "strategies")
+    reads = ("report", "compare", "export", "plot", "logs", "strategies", "balance", "kernels")
     return [line for line in lines if line.split()[0] == "ringprof" and line.split()[1] in reads]
 
 
-@pytest.mark.parametrize("command", [*_commands("guides.md"), *_commands("logs.md")])
+@pytest.mark.parametrize("command", [*_commands("guides.md"), *_commands("logs.md"), *_commands("workloads.md")])
 def test_the_guides_commands_work(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
