@@ -10,7 +10,7 @@ TEXT = $$(git ls-files '*.py' '*.md' '*.toml' '*.cfg' '*.j2' '*.js' '*.css' Make
 help:
 	@echo 'make demo      record a small run and show its report (first result, a few minutes)'
 	@echo 'make test      linters, types, import contracts and the core tests'
-	@echo 'make test-all  make test, the long tiers, and the analysis side on every Python found'
+	@echo 'make test-all  make test, the long tiers, the analysis side on every Python found, and beside HTA'
 	@echo 'make docs      the reference of the Python API, from its docstrings'
 	@echo 'make release   wheel and sdist in dist/, checked and tried in fresh environments; publishes nothing'
 	@echo 'make clean     remove .venv/ and caches'
@@ -30,6 +30,7 @@ test: $(VENV)/.dev lint
 test-all: test
 	$(BIN)/python -m pytest -m long $(PYTEST)
 	$(BIN)/python scripts/every_python.py
+	$(BIN)/python scripts/with_hta.py
 
 docs: $(VENV)/.dev
 	$(BIN)/python scripts/build_docs.py

@@ -25,10 +25,11 @@ def terminal(found: Findings, style: TextStyle, listing: Listing) -> list[str]:
     check = [_check(run.verification)] if run.verification else []
     partial = [_PARTIAL] if found.attribution.partial_window else []
     speed = [*_speed(run, rates), *_balance(run)]
-    return [style.wrap("\n".join([_what_ran(run), *check, *speed, *partial, *_cost(rates)]))]
+    return [style.wrap("\n".join([what_ran(run), *check, *speed, *partial, *_cost(rates)]))]
 
 
-def _what_ran(run: Run) -> str:
+def what_ran(run: Run) -> str:
+    """Strategy, workload and kernel in a line."""
     parts = []
     if run.strategy:
         given = ", ".join(f"{key}={value}" for key, value in run.strategy.params.items())
