@@ -10,7 +10,7 @@ TEXT = $$(git ls-files '*.py' '*.md' '*.toml' '*.cfg' '*.j2' '*.js' '*.css' Make
 help:
 	@echo 'make demo      record a small run and show its report (first result, a few minutes)'
 	@echo 'make test      linters, types, import contracts and the core tests'
-	@echo 'make test-all  make test, the long tiers, the analysis side on every Python found, and beside HTA'
+	@echo 'make test-all  make test, the long tiers, and the analysis side on every Python found'
 	@echo 'make docs      the reference of the Python API, from its docstrings'
 	@echo 'make release   wheel and sdist in dist/, checked and tried in fresh environments; publishes nothing'
 	@echo 'make clean     remove .venv/ and caches'
@@ -24,13 +24,12 @@ demo: $(VENV)/.record
 	@echo 'done. Activate the environment:   . $(BIN)/activate'
 	@echo 'and try next:                     ringprof report traces/h200x4-zigzag-262144'
 
-test: $(VENV)/.dev lint
+test: $(VENV)/.dev lint .venv-hta/made
 	$(BIN)/python -m pytest -m 'not long' $(PYTEST)
 
 test-all: test
 	$(BIN)/python -m pytest -m long $(PYTEST)
 	$(BIN)/python scripts/every_python.py
-	$(BIN)/python scripts/with_hta.py
 
 docs: $(VENV)/.dev
 	$(BIN)/python scripts/build_docs.py
@@ -63,5 +62,10 @@ $(VENV)/.dev: $(VENV)/.record
 	@$(BIN)/python scripts/install.py record,dev
 	@touch $@
 
+# Says why where it cannot be made, and does not try again until setup.cfg changes.
+.venv-hta/made: setup.cfg scripts/install_hta.py | $(VENV)/.dev
+	@$(BIN)/python scripts/install_hta.py
+	@touch $@
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-hta build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -14,7 +14,8 @@ from ringprof.report.text import TextStyle, binary_size, clean, duration, rate, 
 from ringprof.run import Run, Verification, Workload
 
 _PARTIAL = "a part of the run was chosen: rates, controls and memory of whole iterations are left out"
-_KEPT = ("name", "created", "workload", "topology", "strategy", "kernel", "verification", "peak_memory_bytes")
+_KEPT = ("name", "created", "workload", "topology", "strategy", "kernel", "verification", "peak_memory_bytes",
+         "device_states")  # fmt: skip
 
 
 def terminal(found: Findings, style: TextStyle, listing: Listing) -> list[str]:
