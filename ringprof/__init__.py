@@ -13,6 +13,9 @@ ringprof.load_tables("some.log").report()   # printed kernel tables
 
 with ringprof.capture("traces/mine"):       # in your own torchrun script
     step()
+
+with ringprof.monitor("exposed.jsonl", every=200):      # around your training loop: a short look now and then
+    train()
 ```
 
 Importing this module loads neither torch nor pandas nor matplotlib: the public names below load what they
@@ -31,6 +34,7 @@ if TYPE_CHECKING:
     from ringprof.benchmark_logs.logs import logs
     from ringprof.capturing import capture
     from ringprof.kernel_tables.table_analysis import TableAnalysis, load_tables
+    from ringprof.monitoring import monitor
     from ringprof.options import LoadOptions
     from ringprof.side_by_side import compare
 
@@ -43,6 +47,7 @@ _HOME = {
     "load": "ringprof.api",
     "load_tables": "ringprof.kernel_tables.table_analysis",
     "logs": "ringprof.benchmark_logs.logs",
+    "monitor": "ringprof.monitoring",
 }
 
 __all__ = [
@@ -55,6 +60,7 @@ __all__ = [
     "load",
     "load_tables",
     "logs",
+    "monitor",
 ]
 
 

@@ -198,6 +198,23 @@ class Timings(msgspec.Struct, frozen=True, kw_only=True):
         return float(median(slowest)) if slowest else None
 
 
+class DeviceState(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank's GPU through the timed iterations, as its driver told; None for what it did not."""
+
+    looks: Count
+    """How often it was asked."""
+    sm_clock_mhz: Count | None = None
+    """The median, as of ``power_w``."""
+    least_sm_clock_mhz: Count | None = None
+    rated_sm_clock_mhz: Count | None = None
+    """The highest that the GPU can run at."""
+    power_w: float | None = None
+    power_limit_w: float | None = None
+    hottest_celsius: int | None = None
+    held_back: dict[str, float] = {}
+    """What held the clock back, such as ``power cap``, and in which share of the looks, 0..1."""
+
+
 class Controls(msgspec.Struct, frozen=True, kw_only=True):
     """Times of ordinary iterations and of three controls, measured in turns after `Timings`, without the profiler.
 
@@ -289,6 +306,8 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     peak_memory_bytes: list[Count] | None = None
     """Most memory of each rank during the timed iterations: allocated on its GPU, or resident (libraries included) on
     CPU."""
+    device_states: list[DeviceState | None] | None = None
+    """One a rank; None where no GPU told, and in runs of before this was recorded."""
     work: list[Work] | None = None
     """One a rank."""
     traces: list[RankTrace]
@@ -353,6 +372,7 @@ def _contradictions(run: Run) -> Iterator[str]:
         "topology.ranks": run.topology.ranks,
         "topology.local_ranks": run.topology.local_ranks,
         "peak_memory_bytes": run.peak_memory_bytes,
+        "device_states": run.device_states,
         "work": run.work,
     }
     times = {"timings": run.timings, "profiled": run.profiled, "controls": run.controls}

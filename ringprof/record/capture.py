@@ -59,7 +59,7 @@ def capture(
     does not come.
     """
     target = Path(folder).absolute()
-    ranks = _Ranks(group)
+    ranks = MemberRanks(group)
     strategies = _listed(strategy)
     created = f"{datetime.now(timezone.utc):%Y-%m-%dT%H:%M:%SZ}"
     staging = target.parent / f".{target.name}.partial"
@@ -91,7 +91,7 @@ class _Opening(msgspec.Struct, frozen=True):
     token: str = ""
 
 
-class _Ranks:
+class MemberRanks:
     """The ranks that capture, and this one among them; one rank where torch.distributed is not in use."""
 
     def __init__(self, group: Any) -> None:
@@ -129,7 +129,7 @@ class _Ranks:
 
 
 @contextmanager
-def _staged(staging: Path, target: Path, ranks: _Ranks) -> Iterator[str]:
+def _staged(staging: Path, target: Path, ranks: MemberRanks) -> Iterator[str]:
     """The half-written run's folder, which the first rank makes, for all ranks; yields its token.
 
     After an error it is gone, also where the ranks did not come together. Raises `UsageError` on each rank where there
@@ -164,7 +164,7 @@ def _prepare(target: Path, staging: Path) -> _Opening:
 
 
 @contextmanager
-def _profiled(trace: Path, ranks: _Ranks, times: list[int]) -> Iterator[None]:
+def _profiled(trace: Path, ranks: MemberRanks, times: list[int]) -> Iterator[None]:
     """Profile the block as one iteration, write the trace, and append the block's time in nanoseconds."""
     with profiler() as recording:
         ranks.finish()
@@ -181,7 +181,7 @@ def _profiled(trace: Path, ranks: _Ranks, times: list[int]) -> Iterator[None]:
 
 
 def _result(
-    ranks: _Ranks, trace: TraceFile, times: list[int], strategies: Sequence[Any], reduced: bool
+    ranks: MemberRanks, trace: TraceFile, times: list[int], strategies: Sequence[Any], reduced: bool
 ) -> RankResult:  # fmt: skip
     """What this rank tells the first; its trace is complete."""
     place = launcher_rank()
@@ -197,7 +197,7 @@ def _result(
     )  # fmt: skip
 
 
-def _described(run: Run, ranks: _Ranks, workload: Workload | None, strategies: Sequence[Any]) -> Run:
+def _described(run: Run, ranks: MemberRanks, workload: Workload | None, strategies: Sequence[Any]) -> Run:
     """The run with what the user and the strategies say of it."""
     if ranks.numbers != list(range(ranks.size)):
         traces = [replace(trace, rank=number) for trace, number in zip(run.traces, ranks.numbers, strict=True)]

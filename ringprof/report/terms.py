@@ -37,6 +37,8 @@ WATERFALL: dict[str, str] = {
 """Of the parts of a waterfall."""
 
 MEANINGS: dict[str, str] = {
+    "machine": "What the driver told while the iterations were timed, some ten times a second: a GPU that is held back "
+    "runs every kernel slower, whatever the code does.",
     "breakdown": "Each rank's time, in parts that sum to its wall: an instant in which anything computes is compute, "
     "else communication if any runs (exposed), else memory operations, else idle.",
     "waterfall": "From the device's peak matrix rate down to the speed achieved: what each loss takes of the slowest "

@@ -151,4 +151,4 @@ def test_the_device_is_that_of_the_groups_backend(
     monkeypatch.setattr(subject, "by_nccl", lambda _: by_nccl)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: used)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    assert subject._Ranks(object()).device.type == device
+    assert subject.MemberRanks(object()).device.type == device

@@ -17,6 +17,7 @@ from ringprof.report.sections import (
     controls,
     hops,
     kernels,
+    machine,
     run,
     steps,
     warnings,
@@ -54,6 +55,7 @@ def _timeline(found: Findings, report: dict[str, Any], figures: Any) -> Content 
 
 
 SECTIONS = (
+    Section("machine", "State of the GPUs", machine.terminal, html=machine.html),
     Section("communication", terminal=communication.terminal),
     Section("run", terminal=run.terminal, json=run.json),
     Section("controls", terminal=controls.terminal),
@@ -73,7 +75,8 @@ SECTIONS = (
     Section("settings", "Settings and environment", html=run.html),
     Section("warnings", "Warnings", warnings.terminal, html=warnings.html),
 )  # fmt: skip
-"""In their order on the page. The terminal shows those that it always has, then those asked for, then warnings."""
+"""In their order on the page. The terminal shows the machine's state before the verdict, then those that it always has,
+then those asked for, then warnings."""
 
 OPTIONAL = {section.name: section for section in SECTIONS if section.option}
 """What can be asked for beside the terminal report."""

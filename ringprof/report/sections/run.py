@@ -14,7 +14,8 @@ from ringprof.report.text import TextStyle, binary_size, clean, duration, rate, 
 from ringprof.run import Run, Verification, Workload
 
 _PARTIAL = "a part of the run was chosen: rates, controls and memory of whole iterations are left out"
-_KEPT = ("name", "created", "workload", "topology", "strategy", "kernel", "verification", "peak_memory_bytes")
+_KEPT = ("name", "created", "workload", "topology", "strategy", "kernel", "verification", "peak_memory_bytes",
+         "device_states")  # fmt: skip
 
 
 def terminal(found: Findings, style: TextStyle, listing: Listing) -> list[str]:
@@ -25,10 +26,11 @@ def terminal(found: Findings, style: TextStyle, listing: Listing) -> list[str]:
     check = [_check(run.verification)] if run.verification else []
     partial = [_PARTIAL] if found.attribution.partial_window else []
     speed = [*_speed(run, rates), *_balance(run)]
-    return [style.wrap("\n".join([_what_ran(run), *check, *speed, *partial, *_cost(rates)]))]
+    return [style.wrap("\n".join([what_ran(run), *check, *speed, *partial, *_cost(rates)]))]
 
 
-def _what_ran(run: Run) -> str:
+def what_ran(run: Run) -> str:
+    """Strategy, workload and kernel in a line."""
     parts = []
     if run.strategy:
         given = ", ".join(f"{key}={value}" for key, value in run.strategy.params.items())
