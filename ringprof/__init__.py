@@ -13,6 +13,7 @@ ringprof.load_tables("some.log").report()   # printed kernel tables
 
 with ringprof.capture("traces/mine"):       # in your own torchrun script
     step()
+print(ringprof.check(attention, "zigzag"))  # there, too: equal to dense attention, or what is wrong
 ```
 
 Importing this module loads neither torch nor pandas nor matplotlib: the public names below load what they
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from ringprof.api import Analysis, load
     from ringprof.benchmark_logs.logs import logs
     from ringprof.capturing import capture
+    from ringprof.checking import check
     from ringprof.kernel_tables.table_analysis import TableAnalysis, load_tables
     from ringprof.options import LoadOptions
     from ringprof.side_by_side import compare
@@ -39,6 +41,7 @@ _HOME = {
     "LoadOptions": "ringprof.options",
     "TableAnalysis": "ringprof.kernel_tables.table_analysis",
     "capture": "ringprof.capturing",
+    "check": "ringprof.checking",
     "compare": "ringprof.side_by_side",
     "load": "ringprof.api",
     "load_tables": "ringprof.kernel_tables.table_analysis",
@@ -51,6 +54,7 @@ __all__ = [
     "TableAnalysis",
     "__version__",
     "capture",
+    "check",
     "compare",
     "load",
     "load_tables",
