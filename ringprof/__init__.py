@@ -13,6 +13,7 @@ ringprof.load_tables("some.log").report()   # printed kernel tables
 
 with ringprof.capture("traces/mine"):       # in your own torchrun script
     step()
+print(ringprof.check(attention, "zigzag"))  # there, too: equal to dense attention, or what is wrong
 
 with ringprof.monitor("exposed.jsonl", every=200):      # around your training loop: a short look now and then
     train()
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from ringprof.api import Analysis, load
     from ringprof.benchmark_logs.logs import logs
     from ringprof.capturing import capture
+    from ringprof.checking import check
     from ringprof.kernel_tables.table_analysis import TableAnalysis, load_tables
     from ringprof.monitoring import monitor
     from ringprof.options import LoadOptions
@@ -43,6 +45,7 @@ _HOME = {
     "LoadOptions": "ringprof.options",
     "TableAnalysis": "ringprof.kernel_tables.table_analysis",
     "capture": "ringprof.capturing",
+    "check": "ringprof.checking",
     "compare": "ringprof.side_by_side",
     "load": "ringprof.api",
     "load_tables": "ringprof.kernel_tables.table_analysis",
@@ -56,6 +59,7 @@ __all__ = [
     "TableAnalysis",
     "__version__",
     "capture",
+    "check",
     "compare",
     "load",
     "load_tables",

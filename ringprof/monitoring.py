@@ -55,10 +55,10 @@ def monitor(
     Raises `MissingExtraError` without torch or, where asked for, TensorBoard; `UsageError` on a rank outside ``group``.
     """
     need("torch")
-    from ringprof.record.capture import MemberRanks  # here, as the next, because they import torch
+    from ringprof.record.group_ranks import GroupRanks  # here, as the next, because they import torch
     from ringprof.record.monitor import Monitor
 
-    ranks = MemberRanks(group)
+    ranks = GroupRanks(group)
     looks = Looks(log, _writer(tensorboard) if ranks.rank == 0 else None)
     watch = Monitor(every, ranks, reduced, looks.tell)
     try:

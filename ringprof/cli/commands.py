@@ -18,6 +18,7 @@ COMMANDS = {
     "record": ("ringprof.cli.record", "Run a strategy, check it, time it and profile it."),
     "balance": ("ringprof.cli.balance", "Compare how evenly layouts deal out packed documents."),
     "bench": ("ringprof.cli.bench", "Record every combination of strategies, lengths and kernels."),
+    "check": ("ringprof.cli.check", "Compare any attention over several ranks with dense attention."),
     "compare": ("ringprof.cli.compare", "Set runs, traces, tables and logs side by side."),
     "export": ("ringprof.cli.export", "Merge all ranks into one trace for Perfetto."),
     "kernels": ("ringprof.cli.kernels", "List the attention kernels and what each can."),

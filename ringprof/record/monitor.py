@@ -17,7 +17,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.profiler import record_function
 
-from ringprof.record.capture import MemberRanks
+from ringprof.record.group_ranks import GroupRanks
 from ringprof.record.measure import ITERATION, profiler
 from ringprof.record.world_group import gather_bytes, gather_tensor
 
@@ -37,7 +37,7 @@ Tell = Callable[[int, list[bytes], dict[str, float]], None]
 class Monitor:
     """Profiles one step now and then; made by `ringprof.monitor`."""
 
-    def __init__(self, every: int, ranks: MemberRanks, reduce: Reduce, tell: Tell) -> None:
+    def __init__(self, every: int, ranks: GroupRanks, reduce: Reduce, tell: Tell) -> None:
         """Steps are those of the first optimizer that takes one, until `step` is called for the first time."""
         self.steps = 0
         """Done so far."""
