@@ -150,6 +150,7 @@ def test_a_comparison_and_a_sweep_have_pages() -> None:
         "status": "ok", "reason": None, "dtype": "bf16", "batch": 1, "strategy": "zigzag", "params": "",
         "kernel": "cudnn", "forward_ms": 1.0, "memory_mib": 5.0, "flash_share": 0.9, "comm_share": 0.2,
         "overlap_ratio": 0.8, "exposed_comm_ms": 0.1, "of_kernel_rate": 0.9,
+        "compute_share": 0.93, "exposed_comm_share": 0.05,
     }  # fmt: skip
     rows = [{**row, "seq": seq, "tflops": 100.0 + seq / 1e3, "forward_backward_ms": 4.0} for seq in (1024, 2048)]
     rows.append({"status": "oom", "reason": "<b>out of memory</b>", **dict.fromkeys(("dtype", "batch", "seq"), 1),

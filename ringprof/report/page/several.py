@@ -132,16 +132,15 @@ def _series(row: Mapping[str, Any]) -> str:
 
 
 def _sweep_shares(rows: Sequence[Mapping[str, Any]], figures: Any) -> Any:
-    flash = [100 * (row["flash_share"] or 0.0) for row in rows]
-    exposed = [100 * (row["exposed_comm_ms"] or 0.0) / row["forward_backward_ms"] if row["forward_backward_ms"] else 0.0
-               for row in rows]  # fmt: skip
-    rest = [max(0.0, 100 - a - b) for a, b in zip(flash, exposed, strict=True)]
+    compute = [100 * (row["compute_share"] or 0.0) for row in rows]
+    exposed = [100 * (row["exposed_comm_share"] or 0.0) for row in rows]
+    rest = [max(0.0, 100 - a - b) for a, b in zip(compute, exposed, strict=True)]
     parts = {
-        "attention kernels": (palette.BLUE, flash),
+        "computation": (palette.BLUE, compute),
         "exposed communication": (palette.WIRE, exposed),
-        "everything else": (palette.GREY, rest),
+        "memory operations and idle": (palette.GREY, rest),
     }
-    return figures.stacked([f"{_series(row)} · {row['seq']:,}" for row in rows], parts, "%")
+    return figures.stacked([f"{_series(row)} · {row['seq']:,}" for row in rows], parts, "% of the profiled iteration")
 
 
 def _row_table(rows: Sequence[Mapping[str, Any]]) -> PageTable:
