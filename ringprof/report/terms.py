@@ -41,7 +41,7 @@ ACTIONS: dict[str, str] = {
     "repeated": "a strategy that computes nothing twice",
     "slowdown": "--hops copy, fewer channels of NCCL",
     "attention": "a faster kernel, longer blocks",
-    "imbalance": "zigzag or stripe layout",
+    "imbalance": "even work (zigzag, stripe), even devices",
     "exposed_wire": "fewer bytes, more to hide them",
     "peer_wait": "look for the rank that is late (--steps)",
     "exposed_unsplit": "record all ranks to tell wire from wait",
@@ -61,12 +61,18 @@ MEANINGS: dict[str, str] = {
     "steps": "A ring step is one block of attention and the hops that it should hide. Exposed is communication in the "
     "step with nothing computing beside it; a step is bound by compute, by the wire or by a peer.",
     "waiting": "What each ring step of each rank exposes: the brightest cell costs most.",
+    "kinds": "What ran, by kind, mean over ranks. Kinds may run at the same time, so they need not sum to the wall.",
     "speed": "Timed without the profiler, unless said otherwise; controls took turns with ordinary iterations.",
     "kernels": "Activities on the device by name, over all ranks, with the kind that they count as.",
     "hops": "A hop is one transfer with neighbours. It waits until its peers have arrived; the rest is wire.",
     "settings": "What was run, where, and with which versions.",
     "comparison": "Measurements side by side. Noise: the measurements do not prove a difference (95 % interval of the "
     "ratio, rank test).",
+    "changes": "What became of the time of one profiled iteration, by part of the waterfall, largest change first: to "
+    "the left what the other run spends less, to the right what it spends more. The parts sum to the wall's change.",
+    "timelines": "The base above, the other below, each from its first activity, on one axis: zooming moves both.",
+    "changed_steps": "What each ring step exposes, mean over ranks.",
+    "changed_kernels": "Time by name, mean over ranks.",
     "sweep": "Every combination of strategy, length and kernel that was recorded. FWD, FWD+BWD and TFLOPs/s are timed "
     "without the profiler; flash, comm, overlap and exposed are shares of the profiled iteration, whose kinds may run "
     "at once. 1 MiB is 1,048,576 bytes.",

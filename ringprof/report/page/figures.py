@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from bokeh.layouts import column
 from bokeh.models import ColumnDataSource, FixedTicker, HoverTool, LinearColorMapper
 from bokeh.palettes import Viridis256
 from bokeh.plotting import figure
 
+from ringprof.analysis.findings.changes import Change
 from ringprof.analysis.findings.summary import PARTS
 from ringprof.analysis.findings.waterfall import Waterfall, WaterfallPart
 from ringprof.analysis.kinds.kinds import KINDS
@@ -21,6 +23,10 @@ from ringprof.report.timeline import Bar, Timeline, drawn_as
 
 MOST_LABELS = 32
 """Ranks up to which each has a label of its own beside an axis."""
+LEGEND_COLUMNS = 3
+"""As many as a telephone has room for."""
+LEGEND_ROW = 24
+"""Pixels that a row takes."""
 WORTH_A_BAR = 0.0005
 """The least share of the wall that a waterfall draws."""
 _INK = "#757575"
@@ -96,6 +102,35 @@ def _waterfall_line(part: WaterfallPart) -> str:
     return line + (f": {ACTIONS[part.part]}" if part.part in ACTIONS else "")
 
 
+def changes(found: Sequence[Change], labels: Mapping[str, str]) -> Any:
+    """Bars to the left for what takes less than in the base, to the right for what takes more."""
+    shown = [one for one in found if abs(one.share) >= WORTH_A_BAR] or list(found[:1])
+    made = _plain("", 34 * len(shown) + 90, x_axis_label="ms more than the base")
+    source = ColumnDataSource({
+        "y": [-place for place in range(len(shown))],
+        "right": [(one.other_ns - one.base_ns) / 1e6 for one in shown],
+        "colour": [palette.WATERFALL[one.what] for one in shown],
+        "part": [labels[one.what] for one in shown],
+        "change": [f"{(one.other_ns - one.base_ns) / 1e6:+,.3f} ms" for one in shown],
+        "share": [f"{100 * one.share:+.1f} %" for one in shown],
+    })  # fmt: skip
+    bars = made.hbar(y="y", left=0, right="right", height=0.7, color="colour", source=source)
+    _hover(made, [bars], ("part", "@part"), ("change", "@change"), ("of the base's wall", "@share"))
+    _named_rows(made, [f"{labels[one.what]} {100 * one.share:+.1f} %" for one in shown])
+    return made
+
+
+def timelines(found: Sequence[tuple[Timeline, Sequence[int]]], names: Sequence[str]) -> Any:
+    """Several runs' timelines, one below the other, on one axis of time."""
+    drawn = [timeline(one, ranks) for one, ranks in found]
+    longest = max(one.x_range.end for one in drawn)
+    for made, name in zip(drawn, names, strict=True):
+        made.title.text = clean(name)
+        made.x_range = drawn[0].x_range
+    drawn[0].x_range.end = longest
+    return column(*drawn, sizing_mode="stretch_width")
+
+
 def breakdown(ranks: Sequence[Mapping[str, Any]]) -> Any:
     """One stacked bar a rank; ``ranks`` are those of the JSON report."""
     parts = {}
@@ -110,7 +145,9 @@ def _legend(made: Any) -> None:
     if not made.legend:
         return
     made.add_layout(made.legend[0], "below")
-    made.legend.orientation, made.legend.ncols = "horizontal", 6
+    made.legend.orientation, made.legend.ncols, made.legend.location = "horizontal", LEGEND_COLUMNS, "left"
+    # It takes its rows from the plot's height, of which the bars are to lose nothing.
+    made.height += LEGEND_ROW * (-(-len(made.legend[0].items) // LEGEND_COLUMNS) - 1)
     made.legend.background_fill_alpha, made.legend.border_line_color = 0, None
     made.legend.label_text_color, made.legend.label_text_font_size = _INK, "9pt"
     made.legend.click_policy = "hide"

@@ -177,16 +177,14 @@ def rank_table(ranks: Sequence[Mapping[str, Any]]) -> PageTable:
 def html(found: Findings, report: dict[str, Any], figures: Any) -> Content:
     """The drawn breakdown, and a row a rank."""
     ranks = report["ranks"]
-    lines = [] if found.lists_steps else [_LEFT_OUT]
-    lines += ["By kind: kinds may run at the same time, so they need not sum to the wall."]
-    return Content(figures.breakdown(ranks), [rank_table(ranks), _kind_table(found)], lines)
+    return Content(figures.breakdown(ranks), [rank_table(ranks)], [] if found.lists_steps else [_LEFT_OUT])
 
 
-def _kind_table(found: Findings) -> PageTable:
+def kinds_html(found: Findings, report: dict[str, Any], figures: Any) -> Content | None:
     """A row a kind, means over ranks."""
     columns = (Column("kind"), Column("mean", "time"), Column("of mean wall", "share"), Column("calls", "rough count"),
                Column("average", "short time"), Column("hidden", "share"))  # fmt: skip
     rows = [
         [LABELS[row.kind], row.time_ns, row.share, row.calls, row.average_ns, row.hidden] for row in found.summary.kinds
     ]
-    return Table("", columns, rows).page()
+    return Content(tables=[Table("", columns, rows).page()]) if rows else None
