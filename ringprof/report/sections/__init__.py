@@ -62,6 +62,8 @@ SECTIONS = (
     Section("waterfall", "Waterfall", waterfall.terminal, waterfall.json, waterfall.html,
             "Also show every part from the device's peak to the speed achieved."),
     Section("breakdown", "Breakdown by rank", breakdown.terminal, breakdown.json, breakdown.html),
+    Section("kinds", "By kind", html=breakdown.kinds_html),
+    Section("speed", "Speed and controls", html=run.speed_html),
     Section("timeline", "Timeline", html=_timeline),
     Section("steps", "Ring steps", steps.terminal, steps.json, steps.html,
             "Also show ring steps: block, hops, what was exposed and why.", on_cpu=False, columns=steps.COLUMNS),
