@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import click
@@ -18,7 +18,7 @@ from ringprof.run import Workload
 _SAME = ("hops", "device", "world", "ranks_per_host", "warmup", "iters", "controls", "verify")
 """Options that a request has under the same name."""
 
-_OPTIONS = (
+_WORKLOAD = (
     click.option("--batch", default=1, show_default=True, help="Batch size."),
     click.option("--heads", default=40, show_default=True, help="Query heads."),
     click.option("--kv-heads", type=int, help="Key and value heads (grouped-query).  [default: --heads]"),
@@ -26,6 +26,9 @@ _OPTIONS = (
     click.option("--causal/--no-causal", default=True, show_default=True, help="Causal mask, or full attention."),
     click.option("--dtype", type=click.Choice(list(DTYPES)), default="bf16", show_default=True,
                  help="Type of the inputs."),
+)  # fmt: skip
+_OPTIONS = (
+    *_WORKLOAD,
     click.option("--hops", type=click.Choice(["auto", "nccl", "copy"]), default="auto", show_default=True,
                  help="What carries hops within a host: NCCL, or copy engines; auto: these beside cuDNN."),
     click.option("--device", type=click.Choice(["auto", "cuda", "cpu"]), default="auto", show_default=True,
@@ -43,7 +46,17 @@ _OPTIONS = (
 
 def records(function: Callable[..., Any]) -> Callable[..., Any]:
     """Gives a command the options that every recording has."""
-    for option in reversed(_OPTIONS):
+    return with_options(function, _OPTIONS)
+
+
+def has_workload(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Gives a command the options that say what is computed, but for the length."""
+    return with_options(function, _WORKLOAD)
+
+
+def with_options(function: Callable[..., Any], options: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
+    """Gives a command these options, in this order."""
+    for option in reversed(options):
         function = option(function)
     return function
 
@@ -60,14 +73,19 @@ def masks(function: Callable[..., Any]) -> Callable[..., Any]:
     return documents(window(function))
 
 
-def request_of(options: dict[str, Any], *, seq: int, strategy: str, backward: bool = True, **others: Any) -> Request:
-    """What the options ask for; ``others`` are further fields of the request."""
+def workload_of(options: dict[str, Any], seq: int, *, backward: bool = True) -> Workload:
+    """The problem that the options describe."""
     given, heads, kv_heads = options.get("documents"), options["heads"], options["kv_heads"]
-    workload = Workload(
+    return Workload(
         batch=options["batch"], seq=seq, heads=heads, kv_heads=heads if kv_heads is None else kv_heads,
         head_dim=options["head_dim"], causal=options["causal"], dtype=options["dtype"], backward=backward,
         documents=document_lengths(given, seq) if given else None, window=window_of(options.get("window_size")),
     )  # fmt: skip
+
+
+def request_of(options: dict[str, Any], *, seq: int, strategy: str, backward: bool = True, **others: Any) -> Request:
+    """What the options ask for; ``others`` are further fields of the request."""
+    workload = workload_of(options, seq, backward=backward)
     chosen = {name: options[name] for name in _SAME}
     return Request(workload=workload, strategy=strategy, command=["ringprof", *sys.argv[1:]], **chosen, **others)
 
