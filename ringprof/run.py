@@ -283,6 +283,20 @@ class RankTrace(msgspec.Struct, frozen=True, kw_only=True):
     """Of the file at ``path`` when it was reduced: another size shows that it is another trace by now."""
 
 
+class Predicted(msgspec.Struct, frozen=True, kw_only=True):
+    """What a run that was foreseen, not made, rests on (`ringprof.foresee`)."""
+
+    machine: str
+    """The calibration's name."""
+    evidence: str
+    """The weakest origin among its figures: ``measured``, ``published`` or ``assumed``."""
+    simulated_ranks: Count
+    p10_ns: Nanoseconds
+    """With ``p90_ns`` the 80 % interval of the slowest rank's time; they are the run's iterations, too."""
+    p50_ns: Nanoseconds
+    p90_ns: Nanoseconds
+
+
 class Run(msgspec.Struct, frozen=True, kw_only=True):
     """One recording (schema ``ringprof.run/1``)."""
 
@@ -311,6 +325,8 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     work: list[Work] | None = None
     """One a rank."""
     traces: list[RankTrace]
+    predicted: Predicted | None = None
+    """None for a run that was made."""
 
     def tflops(self, time_ns: float | None) -> float | None:
         """The rate per device of an iteration of this time, by the model's FLOPs; None where either is unknown."""

@@ -377,7 +377,7 @@ class Strategy(Expectations, ABC):
 
     def hides_last_hop(self, travelling: Tensor) -> bool:
         """Whether a hop of such a tensor is worth the kernel calls that hide it."""
-        return not travelling.is_cuda or travelling.numel() * travelling.element_size() >= HIDDEN_FROM_BYTES
+        return travelling.is_cpu or travelling.numel() * travelling.element_size() >= HIDDEN_FROM_BYTES
 
     def _begin(self, phase: str, kernel: Kernel) -> None:
         """Tell the communicator what it works beside."""
@@ -463,7 +463,7 @@ def _heads_together(q: Tensor) -> Tensor:
 
 def _as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
+    if device == "meta" or not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
     return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)

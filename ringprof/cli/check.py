@@ -11,7 +11,7 @@ from typing import Any
 import click
 import msgspec
 
-from ringprof.cli.recording import shape_options
+from ringprof.cli.recording import on_ranks, workload_options
 from ringprof.cli.values import Tokens
 from ringprof.errors import RingprofError
 from ringprof.record.check.launch import check_here
@@ -25,7 +25,8 @@ LAYOUTS = ("contiguous", "zigzag", "stripe")
 @click.argument("target", metavar="MODULE:FUNCTION")
 @click.option("--layout", required=True, type=click.Choice(LAYOUTS), help="Which tokens of the sequence a rank holds.")
 @click.option("--seq", type=Tokens(), help="Length over all ranks.  [default: 256 tokens a rank on GPU, 64 on CPU]")
-@shape_options(heads=8, head_dim=64)
+@workload_options(heads=8, head_dim=64)
+@on_ranks
 @click.option("--softmax-scale", type=float, help="That the attention uses.  [default: 1/sqrt(head_dim)]")
 @click.option("--forward-only", is_flag=True, help="No gradients.")
 @click.option("--tensor-format", type=click.Choice(FORMATS), default="bshd", show_default=True,

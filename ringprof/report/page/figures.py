@@ -286,3 +286,46 @@ def stacked(names: Sequence[str], parts: Mapping[str, tuple[str, Sequence[float]
     made.legend.visible = len(parts) > 1
     _legend(made)
     return made
+
+
+Interval = tuple[float, float, float]
+"""Lower end, middle, upper end."""
+
+
+def intervals(names: Sequence[str], values: Sequence[Interval], axis: str) -> Any:
+    """A mark and its interval a name."""
+    made = _plain("", 26 * len(names) + 100, x_axis_label=axis)
+    source = ColumnDataSource({
+        "y": [-place for place in range(len(names))],
+        "low": [low for low, _, _ in values],
+        "middle": [middle for _, middle, _ in values],
+        "high": [high for _, _, high in values],
+        "name": list(names),
+    })  # fmt: skip
+    made.segment(x0="low", x1="high", y0="y", y1="y", line_width=6, color=palette.BLUE, alpha=0.4, source=source)
+    marks = made.scatter(x="middle", y="y", size=9, color=palette.BLUE, source=source)
+    ends = (("from", "@low{0,0.000}"), ("to", "@high{0,0.000}"))
+    _hover(made, [marks], ("", "@name"), (axis, "@middle{0,0.000}"), *ends)
+    _named_rows(made, names)
+    return made
+
+
+def bands(across: str, up: str, series: Mapping[str, Sequence[tuple[float, Interval]]]) -> Any:
+    """A line and the band around it for each name, both axes logarithmic."""
+    made = _plain("", 380, x_axis_label=across, y_axis_label=up, x_axis_type="log", y_axis_type="log")
+    for place, (name, points) in enumerate(series.items()):
+        colour = palette.LINES[place % len(palette.LINES)]
+        source = ColumnDataSource({
+            "x": [at for at, _ in points],
+            "low": [low for _, (low, _, _) in points],
+            "middle": [middle for _, (_, middle, _) in points],
+            "high": [high for _, (_, _, high) in points],
+            "name": [name] * len(points),
+        })  # fmt: skip
+        made.varea(x="x", y1="low", y2="high", color=colour, alpha=0.2, source=source, legend_label=clean(name))
+        made.line(x="x", y="middle", color=colour, line_width=2, source=source, legend_label=clean(name))
+        marks = made.scatter(x="x", y="middle", size=7, color=colour, source=source)
+        rows = (("", "@name"), (across, "@x{0,0.##}"), (up, "@middle{0,0.000}"), ("from", "@low{0,0.000}"))
+        _hover(made, [marks], *rows, ("to", "@high{0,0.000}"))
+    _legend(made)
+    return made
