@@ -72,6 +72,15 @@ _KERNELS = {
     "worst_rank": "the rank that spends most in it",
     "worst_ns": "its time there",
 }
+_ANNOTATIONS = {
+    "name": "of the ranges",
+    "calls": "ranges in which something was launched, over all ranks",
+    "busy_ns": "time in which anything runs that was launched in them, sum over ranks",
+    "compute_ns": "of it, in which anything computes",
+    "communication_ns": "of it, in which any communication runs",
+    "exposed_ns": "of the communication, with no computation beside it, whoever launched that",
+    "hidden": "share of the communication that is hidden, 0..1; missing without any",
+}
 _WATERFALL = {
     "part": "of the slowest rank's wall",
     "time_ns": "mean over ranks; all parts sum to the wall",
@@ -84,6 +93,7 @@ MEANINGS: dict[str, dict[str, str]] = {
     frame: _ANY_FRAME | own
     for frame, own in {
         "breakdown": _BREAKDOWN, "iterations": _BREAKDOWN, "hops": _HOPS, "steps": _STEPS, "kernels": _KERNELS,
+        "annotations": _ANNOTATIONS,
         "waterfall": _WATERFALL,
     }.items()
 }  # fmt: skip

@@ -107,7 +107,9 @@ def kernel_frame(attribution: Attribution) -> pd.DataFrame:
 
 def annotation_frame(findings: Findings) -> pd.DataFrame:
     """A row a name."""
-    return _frame([{**one._asdict(), "hidden": one.hidden} for one in findings.annotations], ANNOTATION_COLUMNS)
+    return _frame(
+        [{**one._asdict(), "hidden": one.hidden} for one in findings.annotations], ANNOTATION_COLUMNS, "annotations"
+    )
 
 
 def waterfall_frame(waterfall: Waterfall) -> pd.DataFrame:

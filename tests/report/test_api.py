@@ -38,7 +38,7 @@ def test_breakdown_has_the_documented_columns(analysis):
     assert (parts == frame["wall_ns"]).all()
 
 
-@pytest.mark.parametrize("frame", ["breakdown", "iterations", "hops", "steps", "kernels", "waterfall"])
+@pytest.mark.parametrize("frame", ["breakdown", "iterations", "hops", "steps", "kernels", "annotations", "waterfall"])
 def test_every_frame_says_what_its_columns_mean(analysis, frame):
     made = getattr(analysis, frame)()
     meanings = made.attrs["columns"]
