@@ -60,7 +60,7 @@ def test_only_a_strategy_that_the_user_names_is_imported() -> None:
     """The other places import what stands in their own tables."""
     assert imported_by_name() <= {
         "ringprof/__init__.py",
-        "ringprof/cli/__init__.py",
+        "ringprof/cli/commands.py",
         "ringprof/strategies/registry.py",
         "strategies/registry.py",
     }
