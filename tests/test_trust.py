@@ -156,3 +156,17 @@ def test_limits_have_an_option(command: str, name: str, data: bytes, tmp_path: P
     assert cli.run([command, str(path), "--max-bytes", "5000"]) == 2
     told = capsys.readouterr().err
     assert told.count("\n") == 1 and "--max-bytes" in told
+
+
+# --- docs/trust.md --------------------------------------------------------------------------------------
+
+
+def test_every_promise_names_a_test_that_there_is() -> None:
+    text = (PACKAGE.parent / "docs" / "trust.md").read_text("utf-8")
+    promises = re.findall(r"^\* (.+(?:\n  .+)*)", text.partition("## Not promised")[0], re.MULTILINE)
+    assert len(promises) > 8
+    for promise in promises:
+        named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", promise)
+        assert named, promise
+        for path, name in named:
+            assert f"\ndef {name}(" in (PACKAGE.parent / path).read_text("utf-8"), (path, name)
