@@ -173,7 +173,7 @@ def test_the_page_of_two_runs_says_what_changed_first() -> None:
     assert [section.title for section in document.sections][:2] == ["What changed", "Both timelines"]
     interval = next(row[5] for row in page.tables["Every figure"] if row[0] == "iteration")
     one = found.against_base("iteration_ms", 1)
-    assert one is not None and interval == f"{one.low:.3f}\u00a0to\u00a0{one.high:.3f}"
+    assert one is not None and interval == f"{one.low:.3f} to {one.high:.3f}"
 
 
 def test_a_page_has_what_the_terminal_has_and_what_it_was_run_with() -> None:

@@ -133,9 +133,10 @@ def _label(name: str) -> str:
 
 
 def _against(one: Difference | None) -> list[Cell]:
-    known = one is not None and one.low is not None and one.high is not None
-    interval = f"{one.low:.3f}\u00a0to\u00a0{one.high:.3f}" if one is not None and known else "-"
-    return [number(None if one is None else one.ratio, 2), text(interval), text("" if one is None else one.verdict)]
+    interval = number(None)
+    if one is not None and one.low is not None and one.high is not None:
+        interval = Cell(f"{one.low:.3f} to {one.high:.3f}", one.low, numeric=True)
+    return [number(None if one is None else one.ratio, 2), interval, text("" if one is None else one.verdict)]
 
 
 def _settings_table(found: Comparison) -> PageTable:
