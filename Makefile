@@ -24,7 +24,7 @@ demo: $(VENV)/.record
 	@echo 'done. Activate the environment:   . $(BIN)/activate'
 	@echo 'and try next:                     ringprof report traces/h200x4-zigzag-262144'
 
-test: $(VENV)/.dev $(VENV)/.hta lint
+test: $(VENV)/.dev lint .venv-hta/made
 	$(BIN)/python -m pytest -m 'not long' $(PYTEST)
 
 test-all: test
@@ -62,12 +62,10 @@ $(VENV)/.dev: $(VENV)/.record
 	@$(BIN)/python scripts/install.py record,dev
 	@touch $@
 
-# A second opinion on the figures, which needs an older pandas than ours: its tests are skipped where it cannot be had.
-$(VENV)/.hta: $(VENV)/.made
-	@echo 'installing HolisticTraceAnalysis into an environment of its own'
-	@$(BIN)/python -m venv $(VENV)/hta && $(VENV)/hta/bin/python -m pip --disable-pip-version-check install --quiet \
-		'HolisticTraceAnalysis>=0.5' 'pandas<3' || echo 'it cannot be had here: the tests that need it are skipped'
+# Says why where it cannot be made, and does not try again until setup.cfg changes.
+.venv-hta/made: setup.cfg scripts/install_hta.py | $(VENV)/.dev
+	@$(BIN)/python scripts/install_hta.py
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-hta build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -13,6 +13,10 @@ ringprof.load_tables("some.log").report()   # printed kernel tables
 
 with ringprof.capture("traces/mine"):       # in your own torchrun script
     step()
+print(ringprof.check(attention, "zigzag"))  # there, too: equal to dense attention, or what is wrong
+
+with ringprof.monitor("exposed.jsonl", every=200):      # around your training loop: a short look now and then
+    train()
 ```
 
 Importing this module loads neither torch nor pandas nor matplotlib: the public names below load what they
@@ -30,7 +34,9 @@ if TYPE_CHECKING:
     from ringprof.api import Analysis, load
     from ringprof.benchmark_logs.logs import logs
     from ringprof.capturing import capture
+    from ringprof.checking import check
     from ringprof.kernel_tables.table_analysis import TableAnalysis, load_tables
+    from ringprof.monitoring import monitor
     from ringprof.options import LoadOptions
     from ringprof.side_by_side import compare
 
@@ -39,10 +45,12 @@ _HOME = {
     "LoadOptions": "ringprof.options",
     "TableAnalysis": "ringprof.kernel_tables.table_analysis",
     "capture": "ringprof.capturing",
+    "check": "ringprof.checking",
     "compare": "ringprof.side_by_side",
     "load": "ringprof.api",
     "load_tables": "ringprof.kernel_tables.table_analysis",
     "logs": "ringprof.benchmark_logs.logs",
+    "monitor": "ringprof.monitoring",
 }
 
 __all__ = [
@@ -51,10 +59,12 @@ __all__ = [
     "TableAnalysis",
     "__version__",
     "capture",
+    "check",
     "compare",
     "load",
     "load_tables",
     "logs",
+    "monitor",
 ]
 
 

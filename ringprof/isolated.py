@@ -15,7 +15,7 @@ from importlib.util import module_from_spec, spec_from_file_location  # noqa: E4
 
 
 def start(paths: str, what: str, *arguments: str) -> None:
-    """Be a ``rank`` of a recording, or a ``helper`` that carries out functions."""
+    """Be a rank of a recording (``record``) or of a check (``check``), or a ``helper`` that carries out functions."""
     given = json.loads(paths)
     sys.path[:] = [*given, *(path for path in sys.path if path not in given)]
     # This very package: it may lie in a folder that is on no path.
@@ -23,10 +23,10 @@ def start(paths: str, what: str, *arguments: str) -> None:
     assert spec is not None and spec.loader is not None
     sys.modules["ringprof"] = module_from_spec(spec)
     spec.loader.exec_module(sys.modules["ringprof"])
-    if what == "rank":
+    if what in ("record", "check"):
         from ringprof.worker import main as be_rank
 
-        be_rank(list(arguments))
+        be_rank(what, list(arguments))
     from ringprof.processes import main as be_helper
 
     be_helper(list(arguments))

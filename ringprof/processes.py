@@ -37,7 +37,8 @@ def cpu_count() -> int:
 def isolated(what: str, *arguments: str) -> list[str]:
     """The command that starts a process of ringprof's which imports nothing from the current folder.
 
-    ``what`` is ``rank`` or ``helper`` (`ringprof.isolated`). It gets this process's import paths, without that folder.
+    ``what`` is ``record``, ``check`` or ``helper`` (`ringprof.isolated`). It gets this process's import paths, without
+    that folder.
     """
     try:
         here = os.getcwd()

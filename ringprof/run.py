@@ -198,6 +198,23 @@ class Timings(msgspec.Struct, frozen=True, kw_only=True):
         return float(median(slowest)) if slowest else None
 
 
+class DeviceState(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank's GPU through the timed iterations, as its driver told; None for what it did not."""
+
+    looks: Count
+    """How often it was asked."""
+    sm_clock_mhz: Count | None = None
+    """The median, as of ``power_w``."""
+    least_sm_clock_mhz: Count | None = None
+    rated_sm_clock_mhz: Count | None = None
+    """The highest that the GPU can run at."""
+    power_w: float | None = None
+    power_limit_w: float | None = None
+    hottest_celsius: int | None = None
+    held_back: dict[str, float] = {}
+    """What held the clock back, such as ``power cap``, and in which share of the looks, 0..1."""
+
+
 class Controls(msgspec.Struct, frozen=True, kw_only=True):
     """Times of ordinary iterations and of three controls, measured in turns after `Timings`, without the profiler.
 
@@ -266,6 +283,20 @@ class RankTrace(msgspec.Struct, frozen=True, kw_only=True):
     """Of the file at ``path`` when it was reduced: another size shows that it is another trace by now."""
 
 
+class Predicted(msgspec.Struct, frozen=True, kw_only=True):
+    """What a run that was foreseen, not made, rests on (`ringprof.foresee`)."""
+
+    machine: str
+    """The calibration's name."""
+    evidence: str
+    """The weakest origin among its figures: ``measured``, ``published`` or ``assumed``."""
+    simulated_ranks: Count
+    p10_ns: Nanoseconds
+    """With ``p90_ns`` the 80 % interval of the slowest rank's time; they are the run's iterations, too."""
+    p50_ns: Nanoseconds
+    p90_ns: Nanoseconds
+
+
 class Run(msgspec.Struct, frozen=True, kw_only=True):
     """One recording (schema ``ringprof.run/1``)."""
 
@@ -289,9 +320,13 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     peak_memory_bytes: list[Count] | None = None
     """Most memory of each rank during the timed iterations: allocated on its GPU, or resident (libraries included) on
     CPU."""
+    device_states: list[DeviceState | None] | None = None
+    """One a rank; None where no GPU told, and in runs of before this was recorded."""
     work: list[Work] | None = None
     """One a rank."""
     traces: list[RankTrace]
+    predicted: Predicted | None = None
+    """None for a run that was made."""
 
     def tflops(self, time_ns: float | None) -> float | None:
         """The rate per device of an iteration of this time, by the model's FLOPs; None where either is unknown."""
@@ -353,6 +388,7 @@ def _contradictions(run: Run) -> Iterator[str]:
         "topology.ranks": run.topology.ranks,
         "topology.local_ranks": run.topology.local_ranks,
         "peak_memory_bytes": run.peak_memory_bytes,
+        "device_states": run.device_states,
         "work": run.work,
     }
     times = {"timings": run.timings, "profiled": run.profiled, "controls": run.controls}

@@ -6,6 +6,7 @@ A process that is killed removes nothing: the next one that makes such a folder 
 from __future__ import annotations
 
 import atexit
+import secrets
 import shutil
 import tempfile
 from contextlib import suppress
@@ -20,8 +21,14 @@ def scratch_folder(what: str) -> Path:
     """A new folder ``ringprof-WHAT-...`` among the temporary ones. Raises OSError."""
     with suppress(OSError):
         clear_abandoned(Path(tempfile.gettempdir()), f"ringprof-{what}-*")
-    folder = Path(tempfile.mkdtemp(prefix=f"ringprof-{what}-"))
+    folder = Path(tempfile.gettempdir(), f"ringprof-{what}-{secrets.token_hex(8)}")
+    # Before it is there: a signal may end this process at any moment.
     _made.add(folder)
+    try:
+        folder.mkdir(mode=0o700)
+    except OSError:
+        _made.discard(folder)
+        raise
     claim(folder)
     return folder
 

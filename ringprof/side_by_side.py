@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from ringprof.analysis.findings import comparison
 from ringprof.analysis.findings.comparison import Comparison, Entry, as_one
 from ringprof.analysis.findings.entries import labels_of
+from ringprof.analysis.findings.findings import Findings
 from ringprof.api import Analysis, load_any
 from ringprof.benchmark_logs.logs import BenchmarkLogs, logs
 from ringprof.errors import KernelTableError, UsageError
@@ -75,23 +76,22 @@ def compare(
     names = [str(source) if isinstance(source, (str, os.PathLike)) else source.name for source in each]
     labels = iter(labels_of(names) if names else [])
     entries: list[Entry] = []
+    runs: list[Findings] = []
     for given, group in zip(sources, groups, strict=True):
-        made = [entry for source in group for entry in _entries_of(next(labels), source, reading or LoadOptions())]
+        loaded = [_loaded(source, reading or LoadOptions()) for source in group]
+        made = [entry for one in loaded for entry in one.entries(next(labels))]
         entries += made if isinstance(given, _SINGLE) or not made else [as_one(made)]
+        runs += [one.findings for one in loaded if isinstance(one, Analysis) and len(group) == 1]
     if len(entries) < 2:
         raise UsageError("a comparison needs two measurements or more: name another run, trace, table or log")
-    found = comparison.compare(entries, same_work)
-    return SideBySide(found.entries, found.differing, found.figures, found.differences)
+    found = comparison.compare(entries, runs, did_same_work=same_work)
+    return SideBySide(found.entries, found.differing, found.figures, found.differences, found.runs)
 
 
-def _entries_of(label: str, source: Source, reading: LoadOptions) -> list[Entry]:
+def _loaded(source: Source, reading: LoadOptions) -> Analysis | TableAnalysis | BenchmarkLogs:
     if isinstance(source, (Analysis, TableAnalysis, BenchmarkLogs)):
-        return source.entries(label)
-    return _entries_at(label, source, reading)
-
-
-def _entries_at(label: str, path: str | os.PathLike[str], reading: LoadOptions) -> list[Entry]:
+        return source
     try:
-        return load_any([path], reading).entries(label)
+        return load_any([source], reading)
     except KernelTableError:
-        return logs(path, memory_bytes=reading.limits().memory_bytes).entries(label)
+        return logs(source, memory_bytes=reading.limits().memory_bytes)

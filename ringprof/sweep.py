@@ -163,7 +163,10 @@ def analysis_of(row: Row, folder: Path) -> Analysis | None:
 
 
 def row_figures(row: Row, analysis: Analysis | None) -> dict[str, Any]:
-    """The table's figures of one row: times in ms, memory in MiB, shares 0..1; None where there is no figure."""
+    """The table's figures of one row: times in ms, memory in MiB, shares 0..1; None where there is no figure.
+
+    Every share but the last is of the profiled iteration: ``forward_backward_ms`` was timed without the profiler.
+    """
     values: dict[str, Any] = {
         "dtype": row.workload.dtype, "batch": row.workload.batch, "seq": row.workload.seq, "strategy": row.strategy,
         "params": " ".join(f"{key}={value}" for key, value in row.params.items()), "kernel": row.kernel,
@@ -173,8 +176,8 @@ def row_figures(row: Row, analysis: Analysis | None) -> dict[str, Any]:
     if analysis is None or analysis.run is None:
         return values
     summary, rates = analysis.summary, analysis.summary.rates
-    wall = next(part.mean_ns for part in summary.parts if part.name == "wall")
-    exposed = next(part.mean_ns for part in summary.parts if part.name == "exposed_comm")
+    parts = {part.name: part for part in summary.parts}
+    wall = parts["wall"].mean_ns
     times = {kind.kind: kind.time_ns for kind in summary.kinds}
     return values | {
         "kernel": analysis.run.kernel,
@@ -184,7 +187,9 @@ def row_figures(row: Row, analysis: Analysis | None) -> dict[str, Any]:
         "flash_share": sum(times.get(kind, 0.0) for kind in ATTENTION) / wall,
         "comm_share": sum(times.get(kind, 0.0) for kind in COMMUNICATION) / wall,
         "overlap_ratio": summary.overlap_ratio,
-        "exposed_comm_ms": exposed / max(1, summary.iterations) / 1e6,
+        "compute_share": parts["compute"].share,
+        "exposed_comm_share": parts["exposed_comm"].share,
+        "exposed_comm_ms": parts["exposed_comm"].mean_ns / max(1, summary.iterations) / 1e6,
         "of_kernel_rate": _of_kernel_rate(rates),
     }
 

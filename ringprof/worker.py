@@ -1,10 +1,11 @@
-"""One rank of a recording, started by ``ringprof record`` through `ringprof.isolated`, with TASK and PARENT.
+"""One rank of a recording or of a check, started by ringprof through `ringprof.isolated`, with TASK and PARENT.
 
 TASK is the path of the task's JSON, PARENT the process to live no longer than.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import shutil
 import sys
@@ -12,19 +13,24 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
+from ringprof.record.check.launch import CheckTask, check_for_parent
 from ringprof.record.ending.watchdog import PARENT_GONE, Watchdog
-from ringprof.record.launcher import launcher_rank
+from ringprof.record.launcher import RankPlace, launcher_rank
 from ringprof.record.own_ranks import diary_path, log_path
 from ringprof.record.progress import Diary
-from ringprof.record.request import Task, from_json
+from ringprof.record.request import Task as RecordTask
+from ringprof.record.request import from_json
 from ringprof.record.run_folder import discard
 
+Task = RecordTask | CheckTask
+_TASKS: dict[str, type[Task]] = {"record": RecordTask, "check": CheckTask}
 
-def main(arguments: list[str]) -> NoReturn:
-    """Run one rank and end the process: with 0, or with 3 and the reason in the rank's diary."""
-    task, parent = from_json(Path(arguments[0]).read_bytes(), Task), int(arguments[1])
+
+def main(what: str, arguments: list[str]) -> NoReturn:
+    """Be one rank and end the process: with 0, or with 3 and the reason in the rank's diary."""
+    task, parent = from_json(Path(arguments[0]).read_bytes(), _TASKS[what]), int(arguments[1])
     place = launcher_rank()
-    assert place is not None and task.scratch is not None, "started by ringprof record, with the ranks' variables"
+    assert place is not None and task.scratch is not None, "started by ringprof, with the ranks' variables"
     scratch = Path(task.scratch)
     _print_to(log_path(scratch, place.rank))
     diary = Diary(diary_path(scratch, place.rank))
@@ -33,31 +39,47 @@ def main(arguments: list[str]) -> NoReturn:
     def at_end(reason: str, code: int) -> None:
         diary.last_words(hops[0]() if hops else None)
         if reason == PARENT_GONE and place.rank == 0:
-            discard(Path(task.staging))
+            if isinstance(task, RecordTask):
+                discard(Path(task.staging))
             shutil.rmtree(scratch, ignore_errors=True)
+        # Where it hangs, for the log.
+        faulthandler.dump_traceback()
 
     watchdog = Watchdog(at_end, parent=parent)
     watchdog.start()
-    from ringprof.record.ending.rank_errors import error_kind, error_line, traceback_text
+    try:
+        _carry_out(task, place, diary, hops)
+    except BaseException as error:
+        _tell(error, diary)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # All is done. Native threads that torch leaves behind now and then abort an interpreter that shuts down.
+    os._exit(0)
+
+
+def _carry_out(task: Task, place: RankPlace, diary: Diary, hops: list[Callable[[], int | None]]) -> None:
+    if isinstance(task, CheckTask):
+        check_for_parent(task, place, diary)
+        return
     from ringprof.record.recording import RankRecording
     from ringprof.trace.reduced import reduce_file
 
+    rank = RankRecording(task, place, diary, reduce=reduce_file)
+    hops.append(rank.hops)
+    rank.run()
+
+
+def _tell(error: BaseException, diary: Diary) -> NoReturn:
+    """Write down why this rank fails, and end."""
+    from ringprof.record.ending.rank_errors import error_kind, error_line, traceback_text
+
     try:
-        rank = RankRecording(task, place, diary, reduce=reduce_file)
-        hops.append(rank.hops)
-        rank.run()
-    except BaseException as error:
-        try:
-            sys.stderr.write(traceback_text(error))
-            sys.stderr.flush()
-            diary.error(error_kind(error), error_line(error))
-        finally:
-            # At once, without leaving the process group in good order: the peers may wait for ever.
-            os._exit(3)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # The run is complete. Native threads that torch leaves behind now and then abort an interpreter that shuts down.
-    os._exit(0)
+        sys.stderr.write(traceback_text(error))
+        sys.stderr.flush()
+        diary.error(error_kind(error), error_line(error))
+    finally:
+        # At once, without leaving the process group in good order: the peers may wait for ever.
+        os._exit(3)
 
 
 def _print_to(log: Path) -> None:

@@ -28,6 +28,7 @@ MODULES = (
     "ringprof.strategies.base",
     "ringprof.strategies.registry",
     "ringprof.record.capture",
+    "ringprof.record.check.result",
 )
 
 

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ringprof.mask import Mask
 
@@ -253,6 +254,7 @@ class Strategy(Expectations, ABC):
 
         q (B, S/N, H, D), k and v (B, S/N, Hkv, D), sharded as `shard` does. Returns out (B, S/N, H, D), or (out, lse)
         with lse (B, H, S/N) float32. Raises `Unfit` for shapes, types and options that the strategy cannot honour.
+        Heads of v may be smaller (MLA); they are filled up with zeros, and the work is that of the larger size.
         Under autocast q, k and v are cast as `scaled_dot_product_attention` casts them.
 
         ``documents`` are the cumulative lengths, from 0 to S, of the documents that every batch entry packs
@@ -263,6 +265,9 @@ class Strategy(Expectations, ABC):
         """
         _refuse_options(dropout_p=dropout_p != 0.0, alibi_slopes=alibi_slopes is not None)
         q, k, v = _as_autocast(q, k, v)
+        narrower = q.shape[-1] - v.shape[-1]
+        if narrower > 0:
+            v = pad(v, (0, narrower))
         self._check_tensors(q, k, v)
         scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
         cut = None
@@ -271,6 +276,7 @@ class Strategy(Expectations, ABC):
         kernel = self.kernel_for(q) if cut is None else self.kernel_for(q, windows=cut.mask.windowed)
         blocks = Blocks(kernel, scale, causal, return_lse or sinks is not None, cut)
         out, lse = self.differentiable(blocks, q, k, v, lse_wanted=blocks.lse_wanted)
+        out = out[..., : v.shape[-1] - narrower] if narrower > 0 else out
         if sinks is not None:
             out, lse = with_sinks(out, lse, sinks)
         return (out, lse) if return_lse else out
@@ -371,7 +377,7 @@ class Strategy(Expectations, ABC):
 
     def hides_last_hop(self, travelling: Tensor) -> bool:
         """Whether a hop of such a tensor is worth the kernel calls that hide it."""
-        return not travelling.is_cuda or travelling.numel() * travelling.element_size() >= HIDDEN_FROM_BYTES
+        return travelling.is_cpu or travelling.numel() * travelling.element_size() >= HIDDEN_FROM_BYTES
 
     def _begin(self, phase: str, kernel: Kernel) -> None:
         """Tell the communicator what it works beside."""
@@ -457,7 +463,7 @@ def _heads_together(q: Tensor) -> Tensor:
 
 def _as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
+    if device == "meta" or not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
     return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)

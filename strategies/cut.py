@@ -35,6 +35,7 @@ class Cut:
         self.stride = layout.stride(size)
         self._pieces = [_pieces(layout, mask, seq, size, rank) for rank in range(size)]
         self._blocks: dict[tuple[int, int], Block | None] = {}
+        self._halo_blocks: dict[int, Block | None] = {}
 
     def block(self, q_rank: int, kv_rank: int) -> Block | None:
         """The block that ``q_rank`` owes ``kv_rank``'s keys; None where the mask leaves nothing."""
@@ -72,6 +73,23 @@ class Cut:
             step for step in reversed(ranks) if any(self.block(rank, (rank - step) % self.size) for rank in ranks)
         )
         return 1 + next(needed, 0)
+
+    @cached_property
+    def halo(self) -> int | None:
+        """Rows at every rank's end that the next rank needs, where no rank needs anything else; None otherwise."""
+        if self.steps != 2:
+            return None
+        first = [part.kv_first for rank in range(self.size) for part in self.parts(rank, (rank - 1) % self.size)]
+        return self.seq // self.size - min(first)
+
+    def halo_block(self, q_rank: int) -> Block | None:
+        """What ``q_rank`` owes the `halo` of the rank before it: keys count from the halo's first."""
+        assert self.halo is not None
+        if q_rank not in self._halo_blocks:
+            local = self.seq // self.size
+            parts = [part.moved(0, self.halo - local) for part in self.parts(q_rank, (q_rank - 1) % self.size)]
+            self._halo_blocks[q_rank] = block_of(parts, local, self.halo)
+        return self._halo_blocks[q_rank]
 
     def area(self, q_rank: int, kv_rank: int) -> int:
         """Pairs of a query and a key that it sees, of these two ranks."""

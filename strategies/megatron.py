@@ -17,7 +17,6 @@ the input's type; here whatever stays on a rank does so in float32.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -31,6 +30,7 @@ from .layouts import LAYOUTS, Block
 from .merge import Sum
 from .parcels import Parcel
 from .ring import add_dkv, settled_dkv
+from .streams import SideStreams, side_streams
 
 
 class Megatron(Strategy):
@@ -48,7 +48,7 @@ class Megatron(Strategy):
         ranks = range(self.comm.size)
         self.ring = self.comm.ring("kv", ranks, keeps=True)
         self.back_ring = self.comm.ring("kv_dkv", ranks[::-1], shares=self.ring)
-        self._streams: list[Any] = []
+        self._streams: dict[torch.device, SideStreams] = {}
 
     @classmethod
     def memory_bytes(cls, load: Load, **params: Any) -> int | None:
@@ -61,15 +61,15 @@ class Megatron(Strategy):
         return 1.0
 
     def forward(self, blocks: Blocks, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        streams = self._compute_streams(q)
+        streams = self._streams_for(q)
         steps: list[_Step] = []
         for step, (kv_rank, (kv,)) in enumerate(self.ring.tour([torch.stack([k, v])])):
             block = self._block(kv_rank, q, blocks.causal)
-            with ring_step("fwd", step, "block"), _on(streams, step):
+            with ring_step("fwd", step, "block"), streams.on(step):
                 out, lse = blocks.forward(q, kv[0], kv[1], block)
             # K and V stay with the result: their memory must not be used again before the streams meet.
             steps.append(_Step(block, out, lse, kv))
-        _meet(streams, steps)
+        streams.meet(result for step in steps for result in (step.out, step.lse))
         blocks.keep(q, kv[0], kv[1])
         with ring_step("fwd", self.comm.size, "merge"):
             return corrected(steps, q.dtype)
@@ -105,11 +105,13 @@ class Megatron(Strategy):
         assert block is not None, "the zigzag layout gives every pair of ranks work"
         return block
 
-    def _compute_streams(self, q: Tensor) -> list[Any]:
-        """Two streams beside the current one, which is left to the hops; none on the CPU."""
-        if q.is_cuda and self.comm.size > 1 and not self._streams:
-            self._streams = [torch.cuda.Stream(q.device) for _ in range(2)]  # type: ignore[no-untyped-call]
-        return self._streams if q.is_cuda else []
+    def _streams_for(self, q: Tensor) -> SideStreams:
+        """Two streams beside the current one, which is left to the hops."""
+        if self.comm.size == 1:
+            return SideStreams()
+        if q.device not in self._streams:
+            self._streams[q.device] = side_streams(q, 2)
+        return self._streams[q.device]
 
 
 class _Step:
@@ -149,22 +151,3 @@ class _Message:
         """``whole``, ``kv`` or ``dkv``, to be sent or received."""
         message: Tensor = getattr(self, part)
         return Parcel([message], [message])
-
-
-def _meet(streams: list[Any], steps: list[_Step]) -> None:
-    """Make the current stream wait for the others, and their results' memory wait for it."""
-    for stream in streams:
-        current = torch.cuda.current_stream(stream.device)
-        current.wait_stream(stream)
-        for step in steps:
-            step.out.record_stream(current)
-            step.lse.record_stream(current)
-
-
-def _on(streams: list[Any], step: int) -> AbstractContextManager[Any]:
-    """Run on the step's stream, after what the current stream has waited for."""
-    if not streams:
-        return nullcontext()
-    stream = streams[step % 2]
-    stream.wait_stream(torch.cuda.current_stream(stream.device))
-    return torch.cuda.stream(stream)

@@ -11,9 +11,10 @@ zhuzilin/ring-flash-attention, pull request 34.)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -76,9 +77,8 @@ def merge_into(out: Tensor, before: Tensor, lse: Tensor, block_out: Tensor, bloc
     ``out`` and ``before`` (B, S, H, D) are one tensor or two. Each element is rounded once, to the type of ``out``.
     """
     first, last, _ = queries.indices(out.shape[1])
-    if _fused(out, before, block_out):
-        from . import fused
-
+    fused = _fused(out, before, block_out)
+    if fused is not None:
         fused.merge_into(out, before, lse, block_out.contiguous(), block_lse.contiguous(), first)
         return
     if out is not before:
@@ -217,19 +217,18 @@ def convert(out: Tensor, block: Tensor) -> None:
 
 def _added(out: Tensor, total: Tensor | None, block: Tensor) -> bool:
     """``out`` = ``total`` + ``block`` by one kernel, where that pays; False where nothing was done."""
-    if out.numel() < FUSED_FROM or not _fused(block) or out.dtype == torch.float64:
+    if out.numel() < FUSED_FROM or out.dtype == torch.float64:
         return False
-    from . import fused
-
-    return fused.add(out, total, block)
+    fused = _fused(block)
+    return fused is not None and bool(fused.add(out, total, block))
 
 
 def row_product(dout: Tensor, out: Tensor) -> Tensor:
     """delta = rowsum(dO · O), (B, H, S), in at least float32."""
-    if _fused(dout, out):
-        from . import fused
-
-        return fused.row_product(dout, out)
+    fused = _fused(dout, out)
+    if fused is not None:
+        product: Tensor = fused.row_product(dout, out)
+        return product
     wide = wide_type(out)
     return (dout.to(wide) * out.to(wide)).sum(-1).transpose(1, 2).contiguous()
 
@@ -240,10 +239,10 @@ def output_with_delta(dout: Tensor, delta: Tensor) -> Tensor:
     A flash backward pass uses O for nothing but delta = rowsum(dO · O), so it computes the same gradients with this.
     Shapes: dout (B, S, H, D), delta (B, H, S); the result has dout's shape and type.
     """
-    if _fused(dout):
-        from . import fused
-
-        return fused.output_with_delta(dout, delta)
+    fused = _fused(dout)
+    if fused is not None:
+        stand_in: Tensor = fused.output_with_delta(dout, delta)
+        return stand_in
     dout_f = dout.to(wide_type(dout))
     # Squares of very small numbers would vanish: a row is divided by its largest first.
     largest = dout_f.abs().amax(-1, keepdim=True)
@@ -265,14 +264,26 @@ def rows_that_carry(dout: Tensor, delta: Tensor) -> Tensor:
     return torch.where(small, alone, dout)
 
 
-def _fused(*tensors: Tensor) -> bool:
-    """Whether the Triton kernels can do it: dense GPU tensors of at most float32."""
-    return tensors[0].is_cuda and _has_triton() and all(x.dtype != torch.float64 and x.is_contiguous() for x in tensors)
+def _fused(*tensors: Tensor) -> Any:
+    """What does it in one kernel, of `FUSED`, for dense tensors of at most float32; None where nothing does."""
+    find = FUSED.get(tensors[0].device.type)
+    if find is None or any(x.dtype == torch.float64 or not x.is_contiguous() for x in tensors):
+        return None
+    return find()
 
 
 @cache
-def _has_triton() -> bool:
-    return find_spec("triton") is not None
+def _triton_kernels() -> Any:
+    if find_spec("triton") is None:
+        return None
+    from . import fused
+
+    return fused
+
+
+FUSED: dict[str, Callable[[], Any]] = {"cuda": _triton_kernels}
+"""What computes in one kernel each, by the type of device; it gives None where it cannot. A planner that runs
+strategies on ``meta`` tensors adds its own."""
 
 
 def wide_type(tensor: Tensor) -> torch.dtype:

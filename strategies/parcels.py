@@ -71,10 +71,10 @@ class Parcel:
 
 def side_by_side(first: Tensor, second: Tensor) -> Tensor | None:
     """Two dense tensors (B, ...) of one shape as one of (2B, ...), where the second follows the first in memory."""
-    follows = first.data_ptr() + first.nbytes == second.data_ptr()
+    follows = first.storage_offset() + first.numel() == second.storage_offset()
     if not follows or first.shape != second.shape or first.dtype != second.dtype or not first.is_contiguous():
         return None
-    if first.untyped_storage().data_ptr() != second.untyped_storage().data_ptr() or not second.is_contiguous():
+    if first.untyped_storage()._cdata != second.untyped_storage()._cdata or not second.is_contiguous():
         return None
     return first.as_strided((2 * first.shape[0], *first.shape[1:]), first.stride())
 

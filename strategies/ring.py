@@ -13,6 +13,8 @@ Source: Ring Attention (arXiv 2310.01889); zhuzilin/ring-flash-attention, whose 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -21,6 +23,7 @@ from torch import Tensor
 from .annotate import ring_step
 from .base import Blocks, Context, GradWire, Rows, Strategy, wire_type
 from .expected import Load, contiguous_imbalance, ring_bytes
+from .hops import Ring as HopRing
 from .kernel import Gradients
 from .layouts import LAYOUTS, Block, part
 from .merge import Partial, Sum, accumulate, settled, started
@@ -53,7 +56,7 @@ class Ring(Strategy):
 
     def forward(self, blocks: Blocks, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         result = Partial()
-        for step, (kv_rank, kv) in enumerate(self.kv_ring.tour([k, v], self.steps(blocks))):
+        for step, (kv_rank, kv) in enumerate(self.tour(blocks, k, v)):
             block = self.block(blocks, kv_rank, q)
             if block is None:
                 continue
@@ -65,14 +68,15 @@ class Ring(Strategy):
             return result.result(q.dtype)
 
     def backward(self, blocks: Blocks, rows: Rows, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
+        if blocks.cut is not None and blocks.cut.halo is not None:
+            return self._backward_with_halo(blocks, rows, q, k, v)
         own = None if blocks.cut is None else self.block(blocks, self.ring_rank, q)
         early, rest = self.home_blocks(q.shape[1], causal=blocks.causal, travelling=k, own=own)
         wire = wire_type(self.parameters["grad_wire"], k)
         dq = Sum(q)
         home: Home = []
         hop: Any = None
-        steps = self.steps(blocks)
-        for step, (kv_rank, kv) in enumerate(self.kv_ring.tour([k, v], steps)):
+        for step, (kv_rank, kv) in enumerate(self.tour(blocks, k, v)):
             block = early if step == 0 else self.block(blocks, kv_rank, q)
             grads = None
             if block is not None:
@@ -88,7 +92,7 @@ class Ring(Strategy):
                     add_dkv(dkv, grads, block, first=hop is None)
                 hop = self.dkv_ring.post(dkv)
             grads = None
-        for _ in range(steps, self.ring_size if steps > 1 else 0):
+        for _ in range(step + 1, self.ring_size if step else 0):
             hop = self.dkv_ring.post(hop.wait())
         for block in rest:
             # Computed while dK and dV make their last hop.
@@ -103,12 +107,51 @@ class Ring(Strategy):
         """This rank's place on the ring."""
         return self.kv_ring.rank
 
-    def steps(self, blocks: Blocks) -> int:
-        """Steps until no rank needs another's keys any more."""
-        return self.ring_size if blocks.cut is None else blocks.cut.steps
+    def ring_members(self) -> list[int]:
+        """The ranks on this rank's ring."""
+        return list(range(self.comm.size))
+
+    @cached_property
+    def back_ring(self) -> HopRing:
+        """The ring the other way round, on which gradients of a halo go straight home."""
+        return self.comm.ring("dkv_back", self.ring_members()[::-1], shares=self.kv_ring)
+
+    def tour(self, blocks: Blocks, k: Tensor, v: Tensor) -> Iterator[tuple[int, list[Tensor]]]:
+        """K and V of the ranks that a rank may need, its own first: whole, or of the rank before it the halo alone."""
+        if blocks.cut is None or blocks.cut.halo is None:
+            yield from self.kv_ring.tour([k, v], None if blocks.cut is None else blocks.cut.steps)
+            return
+        halo = slice(k.shape[1] - blocks.cut.halo, k.shape[1])
+        hop = self.kv_ring.post(Parcel.holding([part(k, halo), part(v, halo)]))
+        yield self.ring_rank, [k, v]
+        yield (self.ring_rank - 1) % self.ring_size, list(hop.wait().tensors)
+
+    def _backward_with_halo(self, blocks: Blocks, rows: Rows, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
+        dq = Sum(q)
+        found: list[tuple[Block | None, Gradients | None]] = []
+        for step, (kv_rank, kv) in enumerate(self.tour(blocks, k, v)):
+            block, grads = self.block(blocks, kv_rank, q), None
+            if block is not None:
+                with ring_step("bwd", step, "block"):
+                    grads = blocks.backward(rows, q, kv[0], kv[1], block)
+                with ring_step("bwd", step, "merge"):
+                    dq.add(grads[0], block.q)
+            found.append((block, grads))
+        (_, own), (block, grads) = found
+        assert own is not None, "a token sees itself"
+        dkv = begun_dkv(kv[0], wire_type(self.parameters["grad_wire"], k))
+        with ring_step("bwd", 1, "merge"):
+            add_dkv(dkv, grads, block, first=True)
+        returned = self.back_ring.post(dkv).wait().tensors
+        halo = slice(k.shape[1] - kv[0].shape[1], k.shape[1])
+        with ring_step("bwd", 2, "merge"):
+            dk, dv = (settled(own[1 + i], [(halo, x)], k.dtype) for i, x in enumerate(returned))
+            return dq.result(q.dtype), dk, dv
 
     def block(self, blocks: Blocks, kv_rank: int, q: Tensor) -> Block | None:
-        """What this rank's queries see of ``kv_rank``'s keys."""
+        """What this rank's queries see of ``kv_rank``'s keys, as far as they have come."""
+        if blocks.cut is not None and blocks.cut.halo is not None and kv_rank != self.ring_rank:
+            return blocks.cut.halo_block(self.ring_rank)
         return blocks.between(self.layout, self.ring_rank, kv_rank, q.shape[1])
 
 

@@ -48,13 +48,14 @@ class USP(Ring):
         placed = self.placed(size, self.comm.ranks_per_host(), placement=placement, **degrees)
         grouped = self.layout_for(size, layout=layout, **placed)
         self.layout, grid = grouped, grouped.grid
+        self._ring_members = grid.ring(self.comm.rank)
         self.parameters |= {
             "ulysses_degree": grid.ulysses_degree, "ring_degree": grid.ring_degree, "placement": placement,
             "layout": layout, "grad_wire": grad_wire, "documents_layout": documents_layout,
         }  # fmt: skip
         self.exchange = HeadExchange(self.comm.collective("heads", grid.ulysses_group(self.comm.rank)))
-        self.kv_ring = self.comm.ring("kv", grid.ring(self.comm.rank))
-        self.dkv_ring = self.comm.ring("dkv", grid.ring(self.comm.rank), shares=self.kv_ring)
+        self.kv_ring = self.comm.ring("kv", self._ring_members)
+        self.dkv_ring = self.comm.ring("dkv", self._ring_members, shares=self.kv_ring)
 
     @classmethod
     def placed(cls, size: int, per_host: int, **params: Any) -> dict[str, Any]:
@@ -95,6 +96,9 @@ class USP(Ring):
     @property
     def ring_size(self) -> int:
         return self.kv_ring.size
+
+    def ring_members(self) -> list[int]:
+        return self._ring_members
 
     @classmethod
     def computing(cls, layout: Layout, size: int) -> tuple[Layout, int]:

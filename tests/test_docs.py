@@ -17,6 +17,7 @@ import ringprof.frames
 import ringprof.side_by_side
 import ringprof.strategies
 from ringprof import cli
+from ringprof.cli import commands
 from tests.paths import ROOT
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -28,7 +29,7 @@ def test_the_example_report_is_what_the_command_prints(capsys: pytest.CaptureFix
     assert indented in README
 
 
-@pytest.mark.parametrize("name", cli.COMMANDS)
+@pytest.mark.parametrize("name", commands.COMMANDS)
 def test_every_command_is_in_the_readme(name: str) -> None:
     assert f"ringprof {name}" in README
 
@@ -38,11 +39,11 @@ def _commands(page: str) -> list[str]:
     lines = [
         line.strip() for line in (ROOT / "docs" / page).read_text(encoding="utf-8").splitlines() if line[:4] == "    "
     ]
-    reads = ("report", "compare", "export", "plot", "logs", "strategies")
+    reads = ("report", "compare", "export", "plot", "logs", "strategies", "balance", "kernels")
     return [line for line in lines if line.split()[0] == "ringprof" and line.split()[1] in reads]
 
 
-@pytest.mark.parametrize("command", [*_commands("guides.md"), *_commands("logs.md")])
+@pytest.mark.parametrize("command", [*_commands("guides.md"), *_commands("logs.md"), *_commands("workloads.md")])
 def test_the_guides_commands_work(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,6 +1,6 @@
 """The command line: each command parses its options, calls the library and writes what it returns.
 
-Commands live in a module each, loaded when first used, so that ``ringprof --help`` is instant.
+Nothing is imported here that takes time: signals are heeded before anything else begins.
 """
 
 from __future__ import annotations
@@ -8,90 +8,32 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from importlib import import_module
-
-import click
-from click.shell_completion import CompletionItem
-
-from ringprof._version import __version__
-from ringprof.errors import RingprofError, nearest
-
-# name -> (module, one line for --help)
-COMMANDS = {
-    "record": ("ringprof.cli.record", "Run a strategy, check it, time it and profile it."),
-    "balance": ("ringprof.cli.balance", "Compare how evenly layouts deal out packed documents."),
-    "bench": ("ringprof.cli.bench", "Record every combination of strategies, lengths and kernels."),
-    "compare": ("ringprof.cli.compare", "Set runs, traces, tables and logs side by side."),
-    "export": ("ringprof.cli.export", "Merge all ranks into one trace for Perfetto."),
-    "kernels": ("ringprof.cli.kernels", "List the attention kernels and what each can."),
-    "logs": ("ringprof.cli.logs", "Read benchmark logs into one table and audit them."),
-    "plot": ("ringprof.cli.plot", "Draw a plot as PNG, SVG or PDF."),
-    "report": ("ringprof.cli.report", "Show where the time of a run or trace went."),
-    "runs": ("ringprof.cli.runs", "List the runs of a folder."),
-    "strategies": ("ringprof.cli.strategies", "List the strategies, or one strategy's parameters."),
-}
-
-
-class _LazyCommands(click.Group):
-    """Loads a command's module when the command is used, and turns errors into one line."""
-
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(COMMANDS)
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in COMMANDS:
-            return None
-        command: click.Command = import_module(COMMANDS[cmd_name][0]).command
-        return command
-
-    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        """Without loading the commands."""
-        return [CompletionItem(name, help=help) for name, (_, help) in COMMANDS.items() if name.startswith(incomplete)]
-
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, summary) for name, (_, summary) in COMMANDS.items()])
-
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        if args and args[0] not in COMMANDS and not args[0].startswith("-"):
-            raise click.UsageError(
-                f"no command {args[0]!r}{nearest(args[0], COMMANDS)}; there are: {', '.join(COMMANDS)}"
-            )
-        return super().resolve_command(ctx, args)
-
-
-@click.group(cls=_LazyCommands, invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(__version__, prog_name="ringprof")
-@click.pass_context
-def group(context: click.Context) -> None:
-    """Record ring attention (context parallelism) and see where its time goes.
-
-    \b
-    ringprof record --strategy burst --seq 524288    record on all GPUs of this host
-    ringprof report traces/run.json                  show the newest run
-    """
-    if context.invoked_subcommand is None:
-        click.echo(context.get_help())
 
 
 def main(args: list[str] | None = None) -> None:
-    """Run the command line and exit: 0 fine, 1 a condition holds, 2 usage or input, 3 failed run, 130 interrupted."""
-    args = sys.argv[1:] if args is None else args
+    """Run the command line and exit: 0 fine, 1 a condition holds, 2 usage or input, 3 failed run, 128 + a signal."""
     _open_closed_streams()
-    for number in _ENDING:
-        # nohup has SIGHUP ignored, and means it.
-        if signal.getsignal(number) is signal.SIG_DFL:
-            signal.signal(number, _end)
+    signals = _Signals()
     try:
-        code = run(args)
-    except _Signalled as signalled:
-        code = signalled.code
-    if code > 128 and "ringprof.processes" in sys.modules:
+        code = run(sys.argv[1:] if args is None else args)
+    except BaseException:
+        # Whatever became of it on its way: libraries make an import's interruption a failure of theirs.
+        if not signals.received:
+            raise
+        code = 0
+    signals.ignore()
+    if signals.received:
+        code = 128 + signals.received
         # At once: Python's own end would wait for what the further processes are doing.
-        sys.modules["ringprof.processes"].end_all()
+        _end_helpers()
     sys.exit(code)
+
+
+def run(args: list[str]) -> int:
+    """Run one command line and return its exit code, every error as one line on stderr."""
+    from ringprof.cli import commands
+
+    return commands.run(args)
 
 
 def _open_closed_streams() -> None:
@@ -105,60 +47,53 @@ def _open_closed_streams() -> None:
 
 
 class _Signalled(BaseException):
-    """A signal to end, as an error, so that scratch files and further processes go with this one."""
-
-    def __init__(self, number: int) -> None:
-        self.code = 128 + number
+    """SIGTERM or SIGHUP as an error, as Ctrl-C is, so that scratch files and further processes go with this one."""
 
 
-_ENDING = (signal.SIGTERM, signal.SIGHUP)
+class _Signals:
+    """What asks this process to end is raised as an error in the main thread, and ends it even where that is lost."""
+
+    PATIENCE_S = 4.0
+    """For cleaning up; then the process ends, whatever holds it."""
+
+    def __init__(self) -> None:
+        self.received = 0
+        # nohup has SIGHUP ignored, a shell's background SIGINT, and they mean it.
+        self._heeded = [
+            number
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+            if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler)
+        ]
+        for number in self._heeded:
+            signal.signal(number, self._raise)
+        signal.signal(signal.SIGALRM, self._end)
+        sys.unraisablehook = self._lost
+
+    def ignore(self) -> None:
+        """Let nothing disturb the end that has begun."""
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        for number in self._heeded:
+            signal.signal(number, signal.SIG_IGN)
+
+    def _raise(self, number: int, frame: object) -> None:
+        self.received = number
+        self.ignore()
+        signal.setitimer(signal.ITIMER_REAL, self.PATIENCE_S)
+        raise KeyboardInterrupt if number == signal.SIGINT else _Signalled
+
+    def _lost(self, unraisable: sys.UnraisableHookArgs) -> None:
+        """Python drops an error that is raised in a destructor."""
+        if isinstance(unraisable.exc_value, (KeyboardInterrupt, _Signalled)):
+            self._end()
+        sys.__unraisablehook__(unraisable)
+
+    def _end(self, *_: object) -> None:
+        _end_helpers()
+        if "ringprof.scratch" in sys.modules:
+            sys.modules["ringprof.scratch"].remove_all()
+        os._exit(128 + self.received)
 
 
-def _end(number: int, frame: object) -> None:
-    for other in _ENDING:
-        signal.signal(other, signal.SIG_IGN)
-    raise _Signalled(number)
-
-
-def run(args: list[str]) -> int:
-    """Run one command line and return its exit code, every error as one line on stderr."""
-    try:
-        result = group.main(args, prog_name="ringprof", standalone_mode=False)
-        return result if isinstance(result, int) else 0
-    except click.exceptions.Abort:
-        return _fail("interrupted", 130)
-    except KeyboardInterrupt:
-        return _fail("interrupted", 130)
-    except click.exceptions.Exit as stop:
-        return stop.exit_code
-    except click.ClickException as error:
-        return _fail(error.format_message() + _hint(error), 2)
-    except RingprofError as error:
-        return _fail(str(error), error.exit_code)
-    except BrokenPipeError:
-        # The reader of our output left (`| head`): not an error, and nothing more can be said.
-        sys.stderr.close()
-        return 128 + signal.SIGPIPE
-    except OSError as error:
-        # Nothing is assumed about a path that the user gives: too long, in a circle, on a disk that is gone.
-        named = f"{error.filename}: " if error.filename else ""
-        return _fail(f"{named}{error.strerror or error}", 2)
-
-
-_RANKS = ("--nproc", "--nproc-per-node", "--nproc_per_node", "--world-size", "--gpus", "--num-gpus", "--ranks")
-"""What other launchers call the number of ranks."""
-
-
-def _hint(error: click.ClickException) -> str:
-    if not isinstance(error, click.UsageError) or not error.ctx:
-        return ""
-    meant = ""
-    if isinstance(error, click.NoSuchOption) and error.option_name.partition("=")[0] in _RANKS:
-        known = {option.name for option in error.ctx.command.params}
-        meant = "--world sets the number of ranks; " if "world" in known else ""
-    return f" ({meant}see: {error.ctx.command_path} --help)"
-
-
-def _fail(message: str, code: int) -> int:
-    click.echo(f"ringprof: {' '.join(message.split())}", err=True)
-    return code
+def _end_helpers() -> None:
+    if "ringprof.processes" in sys.modules:
+        sys.modules["ringprof.processes"].end_all()

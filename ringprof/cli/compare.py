@@ -15,10 +15,12 @@ from ringprof.options import LoadOptions
 from ringprof.report import comparison as shown
 from ringprof.side_by_side import compare
 
+FORMATS = {"json": shown.render_json, "csv": shown.render_csv, "markdown": shown.render_markdown}
+
 
 @click.command(name="compare")
 @click.argument("paths", nargs=-1, type=click.Path(), required=True, metavar="BASE OTHER...")
-@click.option("--format", "form", type=click.Choice(["terminal", "json", "csv"]), default="terminal", show_default=True)
+@click.option("--format", "form", type=click.Choice(["terminal", *FORMATS]), default="terminal", show_default=True)
 @click.option("-o", "--output", type=click.Path(dir_okay=False), help="Write to this file instead of the terminal.")
 @click.option("--html", "page", type=click.Path(dir_okay=False), help="Also write the comparison as one HTML page.")
 @click.option("--same-work", is_flag=True,
@@ -67,8 +69,4 @@ def _sides(paths: Sequence[str]) -> list[str | list[str]]:
 
 
 def _text(found: Comparison, form: str, output: str | None) -> str:
-    if form == "json":
-        return shown.render_json(found)
-    if form == "csv":
-        return shown.render_csv(found)
-    return shown.render(found, text_style(output))
+    return FORMATS[form](found) if form in FORMATS else shown.render(found, text_style(output))

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import gzip
 import json
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import click
 
+from ringprof.analysis.findings.findings import Findings
 from ringprof.api import Analysis, load_any
 from ringprof.cli.reading import newest_or, reads_traces
+from ringprof.cli.serve import open_in_perfetto
 from ringprof.cli.write import written
 from ringprof.errors import UsageError
 from ringprof.options import LoadOptions
@@ -17,28 +21,44 @@ from ringprof.report.perfetto import events_of, metadata_of
 
 @click.command(name="export")
 @click.argument("paths", nargs=-1, type=click.Path(), metavar="[PATH]...")
-@click.option("-o", "--output", required=True, type=click.Path(dir_okay=False), help="A .json or .json.gz file.")
+@click.option("-o", "--output", type=click.Path(dir_okay=False), help="A .json or .json.gz file.")
+@click.option("--open", "opens", is_flag=True, help="Show it in Perfetto's page; without -o from a temporary file.")
 @click.option("--launches", is_flag=True, help="With the CPU threads: their launches and named ranges.")
 @reads_traces
-def command(paths: tuple[str, ...], reading: LoadOptions, output: str, launches: bool) -> int:
+def command(paths: tuple[str, ...], reading: LoadOptions, output: str | None, opens: bool, launches: bool) -> int:
     """Merge all ranks into one trace on one clock, with ring steps, waits, rates and arrows from send to receive.
 
-    Open the file in https://ui.perfetto.dev, or in chrome://tracing.
+    Open the file in https://ui.perfetto.dev, or in chrome://tracing. With --open it is served to the first on this
+    machine's loopback, once; the page reads it in the browser and sends it nowhere.
 
     \b
     ringprof export traces/run.json -o merged.json.gz
+    ringprof export traces/run.json --open
     """
-    suffix = output.lower()
-    if not suffix.endswith((".json", ".json.gz")):
+    if output is None and not opens:
+        raise UsageError("export: give a file to write (-o merged.json.gz), or --open")
+    if output is not None and not output.lower().endswith((".json", ".json.gz")):
         raise UsageError(f"--output {output}: a trace is written as .json or .json.gz")
     analysis = load_any(newest_or(paths), reading)
     if not isinstance(analysis, Analysis):
         raise UsageError("export: a printed table has no timeline: give a run or traces")
     found = analysis.findings  # before a file is begun, as it may be refused
-    opened = gzip.open if suffix.endswith(".gz") else open
-    with written(output), opened(output, "wt", encoding="utf-8") as file:
+    if output is not None:
+        _write(found, Path(output), launches)
+        if opens:
+            open_in_perfetto(Path(output))
+        return 0
+    with TemporaryDirectory(prefix="ringprof-") as folder:
+        path = Path(folder) / "merged.json.gz"
+        _write(found, path, launches)
+        open_in_perfetto(path)
+    return 0
+
+
+def _write(found: Findings, path: Path, launches: bool) -> None:
+    opened = gzip.open if path.suffix.lower() == ".gz" else open
+    with written(path), opened(path, "wt", encoding="utf-8") as file:
         file.write(f'{{"displayTimeUnit": "ms", "otherData": {json.dumps(metadata_of(found))}, "traceEvents": [\n')
         for number, event in enumerate(events_of(found, launches=launches)):
             file.write((",\n" if number else "") + json.dumps(event))
         file.write("\n]}\n")
-    return 0

@@ -11,6 +11,7 @@ import click
 from ringprof.analysis.findings.comparison import Difference, Entry
 from ringprof.analysis.findings.conditions import Condition, parse_condition
 from ringprof.analysis.findings.figures import shares_among
+from ringprof.cli.write import say
 from ringprof.errors import UsageError
 
 
@@ -46,7 +47,7 @@ class Gate:
                 shown += f", {interval[0]:.4g} to {interval[1]:.4g}{of_base}"
             label = f"{entry.label}: " if base is not None else ""
             verdict = "undecided: " if answer is None else ""
-            click.echo(f"ringprof: {label}{shown}: {verdict}{condition.text}", err=True)
+            say(f"ringprof: {label}{shown}: {verdict}{condition.text}")
         return answer
 
 

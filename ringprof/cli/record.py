@@ -12,6 +12,7 @@ import click
 from ringprof.cli.progress import reporter
 from ringprof.cli.recording import masks, params_of, records, request_of
 from ringprof.cli.values import KERNELS, STRATEGIES, Known, Tokens
+from ringprof.cli.write import say
 from ringprof.errors import RecordError, RingprofError
 from ringprof.record import Request, record
 from ringprof.record.launcher import launcher_rank
@@ -74,7 +75,7 @@ def _as_rank(request: Request, rank: int) -> NoReturn:
     except RingprofError as error:
         code = error.exit_code
         if rank == 0 or type(error) is RecordError:
-            click.echo(f"ringprof: {error}", err=True)
+            say(f"ringprof: {error}")
     except Exception:
         code = 3
         click.echo(f"ringprof: rank {rank} failed:\n{traceback.format_exc()}", err=True)

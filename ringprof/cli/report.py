@@ -16,7 +16,7 @@ from ringprof.api import Analysis, load_any, parse_any
 from ringprof.cli.gate import Gate, gate, gated
 from ringprof.cli.progress import loading_progress
 from ringprof.cli.reading import newest_or, reads_traces
-from ringprof.cli.write import NARROWEST, print_or_write, text_style, write_text
+from ringprof.cli.write import NARROWEST, print_or_write, say, text_style, write_text
 from ringprof.errors import UsageError, nearest
 from ringprof.files import is_file, read_within, within
 from ringprof.frames import as_csv
@@ -126,7 +126,7 @@ def _write_page(analysis: Analysis, page: str | None, opens: bool) -> None:
     path = page or os.path.join(tempfile.mkdtemp(prefix="ringprof-"), "report.html")
     write_text(path, analysis.to_html())
     if opens and not webbrowser.open(Path(path).resolve().as_uri()):
-        click.echo(f"ringprof: no browser to be had here: open {path}", err=True)
+        say(f"ringprof: no browser to be had here: open {path}")
 
 
 def _refuse_unknown_column(name: str, sections: Sequence[str]) -> None:
@@ -158,5 +158,5 @@ def _strictly(warnings: list[Caveat]) -> int:
         return 0
     count, first = len(serious), serious[0]
     counted = "1 warning" if count == 1 else f"{count} warnings, the first"
-    click.echo(f"ringprof: {counted}: {' '.join(first.message.split())} [{first.code}]", err=True)
+    say(f"ringprof: {counted}: {first.message} [{first.code}]")
     return 2

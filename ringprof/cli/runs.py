@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from ringprof.analysis.findings.controls import slowest_median
-from ringprof.cli.write import print_or_write, text_style
+from ringprof.cli.write import print_or_write, say, text_style
 from ringprof.errors import InputError
 from ringprof.report.tables import Column, Table
 from ringprof.report.text import clean, csv_text, duration, rate
@@ -53,7 +53,7 @@ def command(folders: tuple[str, ...], form: str, output: str | None) -> int:
     print_or_write(text, output)
     for problem in found.values():
         if isinstance(problem, InputError):
-            click.echo(f"ringprof: left out: {problem}", err=True)
+            say(f"ringprof: left out: {problem}")
     return 0
 
 

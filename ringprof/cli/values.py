@@ -18,7 +18,7 @@ _LENGTH = re.compile(r"([0-9]+)([km]?)", re.IGNORECASE)
 _FACTORS = {"": 1, "k": 1 << 10, "m": 1 << 20}
 
 
-class Tokens(click.ParamType[int]):
+class Tokens(click.ParamType):  # type: ignore[type-arg]
     """A number of tokens: ``131072``, or ``128k`` with k for 1024 and m for 1024 k."""
 
     name = "tokens"
@@ -30,7 +30,7 @@ class Tokens(click.ParamType[int]):
         return int(match[1]) * _FACTORS[match[2].lower()]
 
 
-class Known(click.ParamType[str]):
+class Known(click.ParamType):  # type: ignore[type-arg]
     """A name, of which some are known: a shell completes those."""
 
     name = "name"
@@ -45,7 +45,7 @@ class Known(click.ParamType[str]):
         return [CompletionItem(name) for name in self.names if name.startswith(incomplete)]
 
 
-class ListOf(click.ParamType[list[Any]]):
+class ListOf(click.ParamType):  # type: ignore[type-arg]
     """Values separated by commas."""
 
     name = "list"

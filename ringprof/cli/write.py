@@ -12,10 +12,15 @@ from pathlib import Path
 import click
 
 from ringprof.errors import InputError
-from ringprof.report.text import TextStyle
+from ringprof.report.text import TextStyle, printable
 
 NARROWEST = 78
 """Below this a table would lose digits."""
+
+
+def say(text: str) -> None:
+    """One line on stderr, of which a terminal obeys nothing: names in it may come from a stranger's file."""
+    click.echo(" ".join(printable(text).split()), err=True)
 
 
 def print_or_write(text: str, output: str | None) -> None:
@@ -40,7 +45,7 @@ def written(path: str | Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise InputError(f"{path}: cannot be written: {error.strerror or error}") from None
-    click.echo(f"Wrote {path}", err=True)
+    say(f"Wrote {path}")
 
 
 def text_style(output: str | None, width: int | None = None) -> TextStyle:

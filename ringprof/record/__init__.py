@@ -43,11 +43,10 @@ def _record_here(request: Request, reporter: Reporter) -> Run:
 
     task = prepare(request, None, reporter, str(make_scratch()))
     try:
-        launch(task, reporter)
+        return launch(task, reporter, "record", lambda: read_run(task.request.output))
     except BaseException:
         discard(Path(task.staging))
         raise
-    return read_run(task.request.output)
 
 
 def prepare(request: Request, place: RankPlace | None, reporter: Reporter, scratch: str | None) -> Task:

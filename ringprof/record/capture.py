@@ -12,24 +12,21 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import torch
-import torch.distributed as dist
 from msgspec.structs import replace
 from torch.profiler import record_function
 
 from ringprof.errors import UsageError
 from ringprof.folder_owner import claim, clear_abandoned, release
+from ringprof.record.group_ranks import GroupRanks
 from ringprof.record.hosts import RankHost, distinct_host_names
 from ringprof.record.launcher import launcher_rank
 from ringprof.record.machine import device_name, host_name
 from ringprof.record.measure import ITERATION, counted_work, profiler, reset_counts
 from ringprof.record.recording import RankResult, assemble, exchange, gather, strategy_used
 from ringprof.record.remote_traces import TraceFile
-from ringprof.record.request import from_json, to_json
+from ringprof.record.request import from_json
 from ringprof.record.run_folder import RUN_FILE, discard, reduced_name, trace_name
-from ringprof.record.world_group import gather_bytes
 from ringprof.run import Run, Workload, write_run
-from ringprof.strategies.groups import by_nccl
 
 
 @contextmanager
@@ -59,7 +56,7 @@ def capture(
     does not come.
     """
     target = Path(folder).absolute()
-    ranks = _Ranks(group)
+    ranks = GroupRanks(group)
     strategies = _listed(strategy)
     created = f"{datetime.now(timezone.utc):%Y-%m-%dT%H:%M:%SZ}"
     staging = target.parent / f".{target.name}.partial"
@@ -91,45 +88,8 @@ class _Opening(msgspec.Struct, frozen=True):
     token: str = ""
 
 
-class _Ranks:
-    """The ranks that capture, and this one among them; one rank where torch.distributed is not in use."""
-
-    def __init__(self, group: Any) -> None:
-        """Raises `UsageError` on a rank outside ``group``."""
-        self.rank, self.size, self.number, self.numbers = 0, 1, 0, [0]
-        self.group: Any = None
-        on_gpu = torch.cuda.is_available()
-        if dist.is_available() and dist.is_initialized():
-            self.group = group.get_group() if hasattr(group, "get_group") else group or dist.group.WORLD
-            self.rank, self.number = dist.get_rank(self.group), dist.get_rank()
-            if self.rank < 0:
-                raise UsageError(f"rank {self.number} is not in the group: only its members capture together")
-            self.size = dist.get_world_size(self.group)
-            self.numbers = dist.get_process_group_ranks(self.group)
-            # Where the user named no backend, as init_device_mesh does not, there is one for each sort of device.
-            named = str(dist.get_backend(self.group))
-            used: Any = torch.cuda
-            on_gpu = "nccl" in named or (named == "undefined" and by_nccl(self.group) and used.is_initialized())
-        self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-
-    def finish(self) -> None:
-        """Wait for the device."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-
-    def wait(self) -> None:
-        """Wait for the other ranks."""
-        if self.size > 1:
-            dist.barrier(self.group)
-
-    def told(self, value: msgspec.Struct) -> list[bytes]:
-        """Every rank's ``value``, as JSON."""
-        own = to_json(value)
-        return gather_bytes(own, self.device, self.group) if self.size > 1 else [own]
-
-
 @contextmanager
-def _staged(staging: Path, target: Path, ranks: _Ranks) -> Iterator[str]:
+def _staged(staging: Path, target: Path, ranks: GroupRanks) -> Iterator[str]:
     """The half-written run's folder, which the first rank makes, for all ranks; yields its token.
 
     After an error it is gone, also where the ranks did not come together. Raises `UsageError` on each rank where there
@@ -164,7 +124,7 @@ def _prepare(target: Path, staging: Path) -> _Opening:
 
 
 @contextmanager
-def _profiled(trace: Path, ranks: _Ranks, times: list[int]) -> Iterator[None]:
+def _profiled(trace: Path, ranks: GroupRanks, times: list[int]) -> Iterator[None]:
     """Profile the block as one iteration, write the trace, and append the block's time in nanoseconds."""
     with profiler() as recording:
         ranks.finish()
@@ -181,7 +141,7 @@ def _profiled(trace: Path, ranks: _Ranks, times: list[int]) -> Iterator[None]:
 
 
 def _result(
-    ranks: _Ranks, trace: TraceFile, times: list[int], strategies: Sequence[Any], reduced: bool
+    ranks: GroupRanks, trace: TraceFile, times: list[int], strategies: Sequence[Any], reduced: bool
 ) -> RankResult:  # fmt: skip
     """What this rank tells the first; its trace is complete."""
     place = launcher_rank()
@@ -197,7 +157,7 @@ def _result(
     )  # fmt: skip
 
 
-def _described(run: Run, ranks: _Ranks, workload: Workload | None, strategies: Sequence[Any]) -> Run:
+def _described(run: Run, ranks: GroupRanks, workload: Workload | None, strategies: Sequence[Any]) -> Run:
     """The run with what the user and the strategies say of it."""
     if ranks.numbers != list(range(ranks.size)):
         traces = [replace(trace, rank=number) for trace, number in zip(run.traces, ranks.numbers, strict=True)]

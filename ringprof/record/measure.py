@@ -15,10 +15,11 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from ringprof.record.clock import clock_for
+from ringprof.record.device_watch import watching
 from ringprof.record.memory import peak_bytes, reset_peak
 from ringprof.record.progress import Reporter
 from ringprof.record.resolve import mask_options, torch_dtype
-from ringprof.run import Sent, Work, Workload
+from ringprof.run import DeviceState, Sent, Work, Workload
 
 ITERATION = "ringprof::iteration"
 """The name of a profiled iteration in the trace."""
@@ -109,6 +110,8 @@ class Measurement:
     """The `row_sums` of the first output, of warm-up where there was one."""
     last: Results | None
     """Of the last timed iteration; None when it has been looked at."""
+    state: DeviceState | None = None
+    """Of the GPU meanwhile."""
 
 
 def measure(problem: Problem, device: torch.device, warmup: int, iters: int, reporter: Reporter) -> Measurement:
@@ -136,15 +139,18 @@ def measure(problem: Problem, device: torch.device, warmup: int, iters: int, rep
         warm.times_ns()
     clock = clock_for(device)
     reporter.start("iterations", iters)
-    for number in range(iters):
-        # What an iteration returns goes with its end; the last one's results are checked.
-        kept.clear()
-        clock.run(keeping if number == iters - 1 or first_rows is None else problem.iteration)
-        work = work or counted_work([problem.strategy])
-        first_rows = row_sums(kept[0].out) if first_rows is None else first_rows
-        reporter.advance()
+    with watching(device) as watch:
+        for number in range(iters):
+            # What an iteration returns goes with its end; the last one's results are checked.
+            kept.clear()
+            clock.run(keeping if number == iters - 1 or first_rows is None else problem.iteration)
+            work = work or counted_work([problem.strategy])
+            first_rows = row_sums(kept[0].out) if first_rows is None else first_rows
+            reporter.advance()
+        # Waits for the device, so that it is watched to the end.
+        times = clock.times_ns()
     assert work is not None and first_rows is not None
-    return Measurement(clock.times_ns(), peak_bytes(device), work, first_rows, kept[0])
+    return Measurement(times, peak_bytes(device), work, first_rows, kept[0], watch.state() if watch else None)
 
 
 def row_sums(out: Tensor) -> Tensor:

@@ -13,24 +13,27 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
+
+import msgspec
 
 from ringprof.errors import Interrupted, RecordError, RingprofError
 from ringprof.processes import cpu_count, isolated
 from ringprof.record.ending.rank_errors import is_consequence, laggard, rank_error, signal_error
 from ringprof.record.progress import DiaryReader, Reporter
-from ringprof.record.request import Request, Task, to_json
+from ringprof.record.request import to_json
 from ringprof.scratch import keep, remove, scratch_folder
 
 POLL_S = 0.05
 SETTLE_S = 0.3
 """After a first rank has failed: others that failed by themselves show up, and the cause is told from the effects."""
-END_S = 5
+END_S = 3
 """What a rank gets between the request to end and SIGKILL."""
+Result = TypeVar("Result")
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
@@ -49,31 +52,48 @@ def diary_path(scratch: Path, rank: int) -> Path:
     return scratch / f"rank{rank}.jsonl"
 
 
-def launch(task: Task, reporter: Reporter) -> None:
-    """Run a task on ranks of our own until all have ended well.
+class RanksTask(Protocol):
+    """What ranks of our own are told, as JSON: `ringprof.record.request.Task`, and its like."""
 
-    Raises `RecordError`, `VerificationError` or another error that a rank had; `Interrupted` when the user said stop.
-    Whatever happens, no rank is left behind; the scratch folder stays only after a failure.
+    @property
+    def request(self) -> Any:
+        """With ``world`` and ``device``, which must be decided."""
+
+    @property
+    def scratch(self) -> str | None:
+        """Where they keep their logs."""
+
+    def limit_of(self, phase: str | None) -> float | None:
+        """Seconds for a phase of rank 0's, or with None for what comes before the first; None: as the one before."""
+
+
+def launch(task: RanksTask, reporter: Reporter, what: str, result: Callable[[], Result]) -> Result:
+    """Run a task on ranks of our own until all have ended well; returns what ``result`` then finds.
+
+    ``what`` is ``record`` or ``check``, as `ringprof.isolated` takes it. Raises `RecordError`, `VerificationError` or
+    another error that a rank had; `Interrupted` when the user said stop. Whatever happens, no rank is left behind; the
+    scratch folder stays only after a failure.
     """
-    assert task.scratch is not None and task.request.world is not None
+    assert task.scratch is not None and task.request.world is not None and isinstance(task, msgspec.Struct)
     scratch = Path(task.scratch)
     (scratch / "task.json").write_bytes(to_json(task))
-    deadline = time.monotonic() + task.time_limit
     with _signals_restored(), _store() as port:
         context = None
         readers = [DiaryReader(diary_path(scratch, rank)) for rank in range(task.request.world)]
         try:
-            context = _start(task.request, scratch, port)
-            _until_done(context.pids(), readers, reporter, deadline)
+            context = _start(task.request, scratch, port, what)
+            _until_done(context.pids(), readers, reporter, task)
         except BaseException as error:
             _ignore_signals()
             if context is not None:
                 # Asked first, so that the ranks can say where they were, then killed.
                 context.close(signal.SIGTERM, END_S)
             keep(scratch)
-            raise _explained(error, readers, scratch, task.time_limit) from None
+            raise _explained(error, readers, scratch, what) from None
         context.close()
+    found = result()
     remove(scratch)
+    return found
 
 
 class _RankFailed(Exception):
@@ -85,16 +105,20 @@ class _RankFailed(Exception):
 
 
 class _TimeIsUp(Exception):
-    """The run's time limit has passed."""
+    """A time limit has passed."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds = seconds
 
 
-def _start(request: Request, scratch: Path, port: int) -> Any:
+def _start(request: Any, scratch: Path, port: int, what: str) -> Any:
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
 
     # The launcher reports on its own; here it is part of a program that does.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL + 1)
     world = request.world or 1
-    command = isolated("rank", str(scratch / "task.json"), str(os.getpid()))
+    command = isolated(what, str(scratch / "task.json"), str(os.getpid()))
     return start_processes(
         name="ringprof",
         entrypoint=command[0],
@@ -104,7 +128,7 @@ def _start(request: Request, scratch: Path, port: int) -> Any:
     )
 
 
-def _environment(request: Request, rank: int, world: int, port: int) -> dict[str, str]:
+def _environment(request: Any, rank: int, world: int, port: int) -> dict[str, str]:
     """What torch.distributed reads in a rank, and the threads that it may use."""
     env = {
         "RANK": str(rank),
@@ -165,9 +189,14 @@ def _ignore_signals() -> None:
             signal.signal(number, signal.SIG_IGN)
 
 
-def _until_done(pids: dict[int, int], readers: list[DiaryReader], reporter: Reporter, deadline: float) -> None:
+def _until_done(pids: dict[int, int], readers: list[DiaryReader], reporter: Reporter, task: RanksTask) -> None:
+    limit_s, phase, begin = task.limit_of(None) or 0.0, None, time.monotonic()
     while True:
         readers[0].relay(reporter)
+        entered = (readers[0].last("start") or {}).get("start")
+        if entered != phase and task.limit_of(entered) is not None:
+            limit_s, begin = task.limit_of(entered) or 0.0, time.monotonic()
+        phase = entered
         statuses = _statuses(pids)
         if any(statuses.values()):
             time.sleep(SETTLE_S)
@@ -175,8 +204,8 @@ def _until_done(pids: dict[int, int], readers: list[DiaryReader], reporter: Repo
         if len(statuses) == len(pids):
             readers[0].relay(reporter)
             return
-        if time.monotonic() > deadline:
-            raise _TimeIsUp
+        if time.monotonic() > begin + limit_s:
+            raise _TimeIsUp(limit_s)
         time.sleep(POLL_S)
 
 
@@ -193,7 +222,7 @@ def _statuses(pids: dict[int, int]) -> dict[int, int]:
     return statuses
 
 
-def _explained(error: BaseException, readers: list[DiaryReader], scratch: Path, limit_s: float) -> BaseException:
+def _explained(error: BaseException, readers: list[DiaryReader], scratch: Path, what: str) -> BaseException:
     """The error to end with, in the user's words."""
     from torch.distributed.elastic.multiprocessing import SignalException
 
@@ -201,11 +230,12 @@ def _explained(error: BaseException, readers: list[DiaryReader], scratch: Path, 
         reader.read()
     logs = f"; logs kept in {scratch}"
     if isinstance(error, (SignalException, KeyboardInterrupt)):
-        return Interrupted(f"interrupted{_stood(readers)}; nothing was recorded{logs}")
+        nothing = "; nothing was recorded" if what == "record" else ""
+        return Interrupted(f"interrupted{_stood(readers)}{nothing}{logs}")
     if isinstance(error, _RankFailed):
         return _cause(error.statuses, readers, scratch)
     if isinstance(error, _TimeIsUp):
-        return RecordError(f"{_laggard(readers)} when the time limit of {limit_s:.0f} s was over{logs}")
+        return RecordError(f"{_laggard(readers)} when the time limit of {error.seconds:.0f} s was over{logs}")
     return error
 
 

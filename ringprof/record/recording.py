@@ -28,6 +28,7 @@ from ringprof.record.verify_timed import verify_timed
 from ringprof.record.world_group import gather_bytes, gather_tensor, world_group
 from ringprof.run import (
     Controls,
+    DeviceState,
     Environment,
     Profiled,
     RankTrace,
@@ -59,6 +60,7 @@ class RankResult(msgspec.Struct, frozen=True, kw_only=True):
     iterations_ns: list[int] = []
     profiled_ns: list[int] = []
     peak_bytes: int | None = None
+    state: DeviceState | None = None
     work: Work | None = None
     controls: ControlTimes | None = None
     trace_bytes: int | None = None
@@ -139,6 +141,7 @@ class RankRecording:
         result = RankResult(
             host=host, local_rank=self.place.local_rank, device=device_name(device), trace=trace_name(self.place.rank),
             iterations_ns=measured.iterations_ns, profiled_ns=profiled, peak_bytes=measured.peak_bytes,
+            state=measured.state,
             work=_as_far_as_counted(measured.work, computes, sends), controls=controlled,
             trace_bytes=trace.size_bytes, remote_bytes=trace.remote_bytes(),
             reduced=reduced_name(self.place.rank) if reduced else None,
@@ -251,6 +254,7 @@ def exchange(result: RankResult, device: torch.device, group: Any = None) -> lis
 def assemble(name: str, created: str, command: list[str], results: list[RankResult], device: torch.device) -> Run:
     """The run as far as the ranks' results and this machine tell it."""
     peaks = [result.peak_bytes for result in results if result.peak_bytes is not None]
+    states = [result.state for result in results]
     works = [result.work for result in results if result.work is not None]
     profiled = [result.profiled_ns for result in results]
     return Run(
@@ -276,6 +280,7 @@ def assemble(name: str, created: str, command: list[str], results: list[RankResu
         ),
         profiled=Profiled(iterations_ns=profiled) if all(profiled) else None,
         peak_memory_bytes=peaks if len(peaks) == len(results) else None,
+        device_states=states if any(states) else None,
         work=works if len(works) == len(results) else None,
         traces=[
             RankTrace(rank=rank, path=result.trace, reduced=result.reduced, size_bytes=result.trace_bytes)

@@ -67,7 +67,11 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     created: str
     """UTC, ISO 8601."""
     time_limit: float
-    """Seconds."""
+    """Seconds, for all of it."""
+
+    def limit_of(self, phase: str | None) -> float | None:
+        """As ranks of our own are watched: one limit, from the beginning."""
+        return self.time_limit if phase is None else None
 
 
 def check_numbers(request: Request) -> None:

@@ -82,14 +82,14 @@ def resolve(request: Request, place: RankPlace | None) -> Request:
     if request.workload.dtype not in DTYPES:
         raise UsageError(f"--dtype {request.workload.dtype!r} is not one of {', '.join(DTYPES)}")
     strategy = load_strategy(request.strategy)
-    device = _device(request.device)
+    device = device_of(request.device)
     if request.hops == "copy" and device == "cpu":
         raise UsageError("--hops copy: copy engines are GPUs'; on CPU hops go by gloo (leave --hops out)")
     if request.cuda_graph:
         _check_graph(request, device)
     if request.hops == "auto" and (device == "cpu" or request.cuda_graph):
         request = msgspec.structs.replace(request, hops="nccl")
-    world = _world(request.world, device, place)
+    world = world_of(request.world, device, place)
     params = strategy.placed(
         world, _per_host(request, world, place), **typed_params(strategy, request.strategy, request.params)
     )
@@ -159,7 +159,8 @@ def _check_graph(request: Request, device: str) -> None:
         raise UsageError("--cuda-graph: the controls run other calls than the graph: leave --controls out")
 
 
-def _device(asked: str) -> str:
+def device_of(asked: str) -> str:
+    """``cuda`` or ``cpu``. Raises `UsageError`."""
     import torch
 
     if asked not in ("auto", "cuda", "cpu"):
@@ -170,7 +171,8 @@ def _device(asked: str) -> str:
     return "cuda" if available and asked != "cpu" else "cpu"
 
 
-def _world(asked: int | None, device: str, place: RankPlace | None) -> int:
+def world_of(asked: int | None, device: str, place: RankPlace | None) -> int:
+    """The number of ranks. Raises `UsageError`."""
     import torch
 
     gpus = torch.cuda.device_count() if device == "cuda" else None

@@ -60,12 +60,12 @@ def verify(strategy: Any, workload: Workload, device: torch.device) -> Verificat
     comm = strategy.comm
     seq = verification_seq(type(strategy), workload, comm.size, device.type, strategy.parameters)
     workload = workload.at(seq)
-    full = _inputs(workload, device)
+    full = draw_inputs(workload, device)
     measured = _strategy_results(strategy, full, workload)
     kernel = type(kernel_of(strategy, full.q, workload))(deterministic=bool(strategy.parameters.get("deterministic")))
     rows, names = [], list(measured)
     dout = full.dout if workload.backward else None
-    exact = _reference_results(full, workload)
+    exact = reference_results(full, workload)
     whole = whole_block(workload)
     alone = kernel_results(kernel, full.q, full.k, full.v, dout, whole)
     shared = layout_options(workload)
@@ -77,7 +77,7 @@ def verify(strategy: Any, workload: Workload, device: torch.device) -> Verificat
     gathered = gather_tensor(torch.tensor(rows, dtype=torch.float64, device=device))
     by_rank = [part.tolist() for part in gathered]
     errors = {
-        name: worst(name, [rank_rows[index] for rank_rows in by_rank], workload, strategy)
+        name: worst([rank_rows[index] for rank_rows in by_rank], torch_dtype(workload), roundings(name, strategy))
         for index, name in enumerate(names)
     }
     refuse_wrong(errors, f"at sequence {seq}; nothing was timed")
@@ -111,9 +111,9 @@ def allowed_rms(kernel_rms: float, dtype: torch.dtype, hops: int) -> float:
     return FACTOR * math.sqrt(explained**2 + hops * unit**2 / 3)
 
 
-def _inputs(workload: Workload, device: torch.device) -> Tensors:
+def draw_inputs(workload: Workload, device: torch.device, seed: int = SEED) -> Tensors:
     """The same on every rank and device: drawn on the CPU, from one seed."""
-    generator = torch.Generator().manual_seed(SEED)
+    generator = torch.Generator().manual_seed(seed)
 
     def draw(heads: int) -> Tensor:
         shape = (workload.batch, workload.seq, heads, workload.head_dim)
@@ -149,10 +149,16 @@ def whole_block(workload: Workload) -> dict[str, Any]:
 
 
 def kernel_results(
-    kernel: Any, q: Tensor, k: Tensor, v: Tensor, dout: Tensor | None, block: dict[str, Any]
+    kernel: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor | None,
+    block: dict[str, Any],
+    scale: float | None = None,
 ) -> dict[str, Tensor]:
     """Output and, with ``dout``, gradients of one call of a kernel over the whole sequence, a `whole_block`."""
-    scale = q.shape[-1] ** -0.5
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
     out, lse = kernel.forward(q, k, v, scale=scale, **block)
     if dout is None:
         return {"out": out}
@@ -160,7 +166,7 @@ def kernel_results(
     return {"out": out, "dq": gradients[0], "dk": gradients[1], "dv": gradients[2]}
 
 
-def _reference_results(full: Tensors, workload: Workload) -> dict[str, Tensor]:
+def reference_results(full: Tensors, workload: Workload, scale: float | None = None) -> dict[str, Tensor]:
     """The same in float64, one batch entry and kv head at a time: the scores of all heads would not fit a device."""
     from ringprof.strategies.kernels import MaskedReference
 
@@ -175,32 +181,36 @@ def _reference_results(full: Tensors, workload: Workload) -> dict[str, Tensor]:
                 for x, heads in ((full.q, mine), (full.k, theirs), (full.v, theirs), (full.dout, mine))
             )
             given = dout if workload.backward else None
-            for name, tensor in kernel_results(kernel, q, k, v, given, {"causal": workload.causal}).items():
+            for name, tensor in kernel_results(kernel, q, k, v, given, {"causal": workload.causal}, scale).items():
                 parts.setdefault(name, []).append(tensor)
         for name, tensors in parts.items():
             collected.setdefault(name, []).append(tensors)
     return {name: torch.cat([torch.cat(row, dim=2) for row in rows]) for name, rows in collected.items()}
 
 
-def worst(name: str, rows: list[list[float]], workload: Workload, strategy: Any) -> TensorError:
+def roundings(name: str, strategy: Any) -> int:
+    """How often a tensor is rounded to the input's type on its way over the ranks."""
+    # A mixture of types, or a strategy that does not say, may round gradients at every hop.
+    narrow = strategy.parameters.get("grad_wire", "input") != "fp32"
+    return strategy.comm.size if narrow and name != "out" and strategy.comm.size > 1 else 0
+
+
+def worst(rows: list[list[float]], dtype: torch.dtype, hops: int) -> TensorError:
     """One tensor's errors on the rank that comes closest to what is allowed, or passes it furthest.
 
     ``rows`` holds each rank's largest absolute error, relative error, and relative error of the kernel alone.
     """
-    # A mixture of types, or a strategy that does not say, may round gradients at every hop.
-    narrow = strategy.parameters.get("grad_wire", "input") != "fp32"
-    hops = strategy.comm.size if narrow and name != "out" and strategy.comm.size > 1 else 0
-    dtype = torch_dtype(workload)
     errors = [
         TensorError(
             max_abs=max_abs, rms=rms, kernel_rms=kernel_rms, allowed_rms=allowed_rms(kernel_rms, dtype, hops), rank=rank
         )
         for rank, (max_abs, rms, kernel_rms) in enumerate(rows)
     ]
-    return max(errors, key=_severity)
+    return max(errors, key=severity)
 
 
-def _severity(error: TensorError) -> float:
+def severity(error: TensorError) -> float:
+    """The error as a multiple of what is allowed: above 1 it is wrong."""
     if error.rms == 0:
         return 0.0  # exact, where nothing else may be allowed
     return error.rms / error.allowed_rms if error.allowed_rms and math.isfinite(error.rms) else math.inf
@@ -208,8 +218,8 @@ def _severity(error: TensorError) -> float:
 
 def refuse_wrong(errors: dict[str, TensorError], where: str) -> None:
     """Raises `VerificationError` for the tensor furthest off, if that is too far; ``where`` ends its message."""
-    name, error = max(errors.items(), key=lambda item: _severity(item[1]))
-    if _severity(error) <= 1.0:
+    name, error = max(errors.items(), key=lambda item: severity(item[1]))
+    if severity(error) <= 1.0:
         return
     raise VerificationError(
         f"wrong result on rank {error.rank}: {name} is off by {error.rms:.3g} (relative rms), {error.allowed_rms:.3g}"

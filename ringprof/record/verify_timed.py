@@ -30,7 +30,7 @@ from ringprof.errors import VerificationError
 from ringprof.mask import Mask
 from ringprof.record.measure import Problem, Results, row_sums
 from ringprof.record.resolve import layout_options, torch_dtype
-from ringprof.record.verify import SEED, kernel_results, refuse_wrong, relative_rms, whole_block, worst
+from ringprof.record.verify import SEED, kernel_results, refuse_wrong, relative_rms, roundings, whole_block, worst
 from ringprof.record.world_group import gather_tensor
 from ringprof.run import TimedVerification, Verification, Workload
 
@@ -73,7 +73,8 @@ def verify_timed(
             there = reference if reference.shape[2] == 1 else reference[:1, :, places.heads(head)]
             kernel_rms = relative_rms(alone[name].double() - there, there)
         row = [float(difference.abs().max()), relative_rms(difference, reference), max(kernel_rms, unit)]
-        errors[name] = worst(name, _of_ranks(row, problem.q.device), workload, problem.strategy)
+        rows, hops = _of_ranks(row, problem.q.device), roundings(name, problem.strategy)
+        errors[name] = worst(rows, torch_dtype(workload), hops)
     refuse_wrong(errors, f"in the last timed iteration, at sequence {workload.seq}; nothing was recorded")
     timed = TimedVerification(
         seq=workload.seq, places=places.count, kv_head=head, same_output=same, errors=errors,

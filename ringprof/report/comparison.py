@@ -8,6 +8,7 @@ from typing import Any
 
 from ringprof.analysis.findings.comparison import WATERFALL, Comparison, Difference, Figure
 from ringprof.report.tables import Column, table_width, text_table
+from ringprof.report.terms import WATERFALL as WATERFALL_LABELS
 from ringprof.report.text import TextStyle, clean, csv_text
 
 SCHEMA = "ringprof.compare/1"
@@ -35,6 +36,7 @@ def as_dict(comparison: Comparison) -> dict[str, Any]:
         ],
         "differing": {name: list(values) for name, values in comparison.differing.items()},
         "differences": [asdict(difference) for difference in comparison.differences],
+        "changes": asdict(comparison.changes) if comparison.changes else None,
     }
 
 
@@ -55,6 +57,29 @@ def render_csv(comparison: Comparison) -> str:
             measured = (f.unit, f.value, *_ends(f))
             rows.append([entry.label, entry.source, name, *measured, d.difference, d.ratio, d.verdict, d.low, d.high])
     return csv_text(titles, rows)
+
+
+def render_markdown(comparison: Comparison) -> str:
+    """For a pull request: what changed in a line or two, then a table."""
+    names = _columns(comparison)
+    entries = zip(names, comparison.entries, strict=True)
+    rows = [["figure", *names], ["---", *["---:"] * len(names)]]
+    for figure in comparison.figures:
+        name, *cells = _figure_row(comparison, figure)
+        rows.append([(WATERFALL if figure.startswith(WATERFALL) else "") + name, *map(str.strip, cells)])
+    blocks = [
+        [f"**{clean(line)}**  " for line in verdict_of(comparison)],
+        [f"- {name}: {_code(entry.label)}" for name, entry in entries],
+        [f"- {_code(name)}: {', '.join(_code(value or UNKNOWN) for value in values)}"
+         for name, values in comparison.differing.items()],
+        ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows],
+        _legend(comparison),
+    ]  # fmt: skip
+    return "\n\n".join("\n".join(lines) for lines in blocks if lines) + "\n"
+
+
+def _code(name: str) -> str:
+    return f"`{clean(name).replace('`', chr(39))}`"
 
 
 def _ends(figure: Figure) -> tuple[float | None, float | None]:
@@ -103,7 +128,8 @@ def verdict_of(comparison: Comparison) -> list[str]:
             if found is not None and found.ratio is not None:
                 lines.append(f"{name}: {in_words(found, *words)}")
                 break
-    return lines
+    why = comparison.changes.sentence(WATERFALL_LABELS) if comparison.changes else ""
+    return [*lines, f"of the base's profiled wall: {why}"] if why else lines
 
 
 def in_words(found: Difference, more: str, less: str) -> str:

@@ -5,21 +5,26 @@ Text from traces is drawn as it is: no dollar sign starts a formula.
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from ringprof.analysis.findings.comparison import Comparison
+from ringprof.analysis.findings.comparison import Comparison, Entry
 from ringprof.analysis.findings.findings import Findings
 from ringprof.analysis.findings.summary import PARTS
+from ringprof.analysis.kinds.kinds import KINDS
 from ringprof.analysis.steps.steps import Step
 from ringprof.report import palette
+from ringprof.report.sections.run import what_ran
 from ringprof.report.terms import LABELS
 from ringprof.report.terms import WATERFALL as WATERFALL_LABELS
-from ringprof.report.text import clean
+from ringprof.report.text import clean, duration, percent
 from ringprof.report.timeline import drawn_as, timeline_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.container import BarContainer
 
 STYLE: Any = {
     "axes.spines.top": False,
@@ -38,6 +43,14 @@ ROW_INCHES = 0.32
 LARGEST_INCHES = 14.0
 POINTS_A_LABEL = 12.0
 """Height that a row's label needs."""
+ROOM_FOR_LABELS = 0.16
+"""Beside the longest bar, as a share of it, for the figure at its end."""
+TITLE_WIDTH = 88
+MOST_NUMBERED = 256
+"""Cells of a heat map; the numbers of more could not be read."""
+MARKERS = "osD^"
+ORDER = (*KINDS, "wait", "wire", "unsplit")
+"""Of a timeline's sorts in its legend: the same in every plot."""
 
 
 class Plots:
@@ -48,17 +61,23 @@ class Plots:
 
     def waterfall(self, ax: Axes | None = None) -> Axes:
         """From the device's peak down to the speed achieved, ms of the slowest rank's wall."""
-        parts = self._found.waterfall.parts
+        parts = [part for part in self._found.waterfall.parts if part.time_ns]
         ax = _axes(ax, len(parts))
         at = 0
         for place, part in enumerate(parts):
-            ax.barh(place, part.time_ns / 1e6, left=at / 1e6, color=palette.WATERFALL[part.part], height=0.7)
+            colour = palette.WATERFALL[part.part]
+            bar = ax.barh(place, part.time_ns / 1e6, left=at / 1e6, color=colour, height=0.7)
+            ax.bar_label(bar, [f"{part.time_ns / 1e6:,.2f} ms, {percent(part.share)}"], padding=4)
             at += part.time_ns
+        ax.margins(x=ROOM_FOR_LABELS)
         _rows(ax, [WATERFALL_LABELS[part.part] for part in parts])
-        return _finish(ax, "ms of the slowest rank's wall")
+        losses = [part for part in parts if part.part not in ("peak", "attention")]
+        loss = max(losses, key=lambda part: part.time_ns, default=None)
+        answer = f"of {duration(at)} most is lost to: {WATERFALL_LABELS[loss.part]}" if loss else ""
+        return self._titled(_finish(ax, "ms of the slowest rank's wall"), answer)
 
     def breakdown(self, ax: Axes | None = None) -> Axes:
-        """One stacked bar a rank, ms."""
+        """One stacked bar a rank, ms; beside it what of it is exposed communication."""
         ranks = self._found.attribution.ranks
         ax = _axes(ax, len(ranks))
         parts = {}
@@ -66,9 +85,17 @@ class Plots:
             times = [(getattr(rank.breakdown, f"{name}_ns") or 0) / 1e6 for rank in ranks]
             if any(times):
                 parts[LABELS[name]] = palette.PARTS[name], times
-        _stack(ax, parts, len(ranks))
+        last = _stack(ax, parts, len(ranks))
+        if last is not None and _fits(ax, len(ranks)):
+            ax.bar_label(last, [f"{percent(rank.breakdown.exposed_comm_share)} exposed" for rank in ranks], padding=4)
+            ax.margins(x=ROOM_FOR_LABELS)
         _rows(ax, [f"rank {rank.rank}" for rank in ranks])
-        return _finish(ax, "ms", legend=True)
+        worst = max(ranks, key=lambda rank: rank.breakdown.exposed_comm_share)
+        share = percent(worst.breakdown.exposed_comm_share)
+        answer = (
+            f"{percent(self._found.summary.exposed_mean)} exposed communication; most on rank {worst.rank}, {share}"
+        )
+        return self._titled(_finish(ax, "ms", legend=True), answer)
 
     def timeline(self, ax: Axes | None = None) -> Axes:
         """Two lanes a rank: computation above, communication below, split into waiting and wire where known."""
@@ -76,18 +103,20 @@ class Plots:
         drawn = timeline_of(self._found.attribution, self._found.steps)
         ax = _axes(ax, len(ranks) * 1.6)
         place = {rank: at for at, rank in enumerate(ranks)}
-        for what in dict.fromkeys(bar.what for bar in drawn.bars):
-            label: str | None
-            label, colour = drawn_as(what)
+        labels: dict[str, list[str]] = {}
+        for what in sorted({bar.what for bar in drawn.bars}, key=ORDER.index):
+            name, colour = drawn_as(what)
+            labels.setdefault(colour, []).append(name)
             for rank in ranks:
                 mine = [bar for bar in drawn.bars if bar.rank == rank and bar.what == what]
                 if mine:
                     spans = [(bar.start_ns / 1e6, (bar.end_ns - bar.start_ns) / 1e6) for bar in mine]
                     low = place[rank] - 0.4 if mine[0].lane == "compute" else place[rank] + 0.02
-                    ax.broken_barh(spans, (low, 0.38), facecolors=colour, label=label)
-                    label = None
+                    ax.broken_barh(spans, (low, 0.38), facecolors=colour)
+        for colour, names in labels.items():
+            ax.barh(0, 0, color=colour, label=" / ".join(names))
         _rows(ax, [f"rank {rank}" for rank in ranks])
-        return _finish(ax, "ms from the first activity", legend=True)
+        return self._titled(_finish(ax, "ms from the first activity", legend=True))
 
     def steps(self, ax: Axes | None = None) -> Axes:
         """Ring steps, mean over ranks and calls: what the block took, and what of the step's hops was exposed, ms."""
@@ -96,12 +125,17 @@ class Plots:
         block = [_mean([one.block_ns for one in steps]) for steps in groups.values()]
         exposed = [_mean([one.exposed_ns for one in steps]) for steps in groups.values()]
         parts = {"attention block": (palette.BLUE, block), "exposed communication": (palette.WIRE, exposed)}
-        _stack(ax, parts, len(groups))
+        last = _stack(ax, parts, len(groups))
+        if last is not None and _fits(ax, len(groups)):
+            ax.bar_label(last, [f"{time:,.2f} ms exposed" for time in exposed], padding=4)
+            ax.margins(x=ROOM_FOR_LABELS)
         _rows(ax, list(groups))
-        return _finish(ax, "ms, mean over ranks", legend=True)
+        worst = max(zip(exposed, groups, strict=True), default=(0.0, ""))
+        answer = f"most exposed: {worst[1]}, {duration(worst[0] * 1e6)}" if worst[0] else "nothing exposed"
+        return self._titled(_finish(ax, "ms, mean over ranks", legend=True), answer)
 
     def waiting(self, ax: Axes | None = None) -> Axes:
-        """Heat map of what hops waited, rank by ring step, ms."""
+        """Heat map of the exposed communication, rank by ring step, ms: what waited behind computation cost nothing."""
         import numpy as np
 
         ranks = [rank.rank for rank in self._found.attribution.ranks]
@@ -109,59 +143,90 @@ class Plots:
         ax = _axes(ax, len(ranks))
         grid = np.full((len(ranks), max(1, len(groups))), np.nan)
         for column, steps in enumerate(groups.values()):
-            for row, rank in enumerate(ranks):
-                known = [one.wait_ns for one in steps if one.rank == rank and one.wait_ns is not None]
-                if known:
-                    grid[row, column] = sum(known) / 1e6
-        image = ax.imshow(grid, aspect="auto", cmap="viridis", vmin=0)
-        ax.figure.colorbar(image, ax=ax, label="ms waited")
+            for one in steps:
+                place = ranks.index(one.rank), column
+                grid[place] = np.nansum([grid[place], one.exposed_ns / 1e6])
+        image = ax.imshow(grid, aspect="auto", cmap="OrRd", vmin=0)
+        ax.figure.colorbar(image, ax=ax, label="exposed, ms")
         _rows(ax, [f"rank {rank}" for rank in ranks])
         step = -(-len(groups) // 24) or 1
         ax.set_xticks(range(0, len(groups), step), list(groups)[::step], rotation=45, ha="right")
-        return _finish(ax, "ring step", grid=False)
+        if grid.size <= MOST_NUMBERED and _fits(ax, len(ranks)):
+            _numbered(ax, grid)
+        answer = ""
+        if np.nanmax(grid, initial=0) > 0:
+            at, column = (int(place) for place in np.unravel_index(np.nanargmax(grid), grid.shape))
+            answer = f"most exposed: rank {ranks[at]} in {list(groups)[column]}, {duration(grid[at, column] * 1e6)}"
+        return self._titled(_finish(ax, "exposed communication by ring step", grid=False), answer)
+
+    def _titled(self, ax: Axes, answer: str = "") -> Axes:
+        """What was run, and what the plot says of it."""
+        attribution = self._found.attribution
+        devices = ", ".join(dict.fromkeys(clean(rank.device or "CPU") for rank in attribution.ranks))
+        where = f"{len(attribution.ranks)} ranks, {devices}"
+        what = f"{what_ran(attribution.run)} · {where}" if attribution.run else where
+        lines = [*textwrap.wrap(what, TITLE_WIDTH), *([answer] if answer else [])]
+        ax.set_title(_literal("\n".join(lines)), loc="left", fontsize="medium")
+        return ax
 
 
 def comparison(found: Comparison, ax: Axes | None = None) -> Axes:
-    """One bar an entry: TFLOP/s per device, with the 95 % interval of its median."""
+    """One bar an entry, fastest first: TFLOP/s per device, with the 95 % interval of its median."""
     entries = [entry for entry in found.entries if "tflops" in entry.figures]
+    entries.sort(key=lambda entry: entry.figures["tflops"].value, reverse=True)
     ax = _axes(ax, len(entries))
     for place, entry in enumerate(entries):
         figure = entry.figures["tflops"]
         low, high = figure.interval() or (figure.value, figure.value)
-        colour = palette.LINES[place % len(palette.LINES)]
         ends = [[max(0.0, figure.value - low)], [max(0.0, high - figure.value)]]
-        ax.barh(place, figure.value, xerr=ends, color=colour, height=0.7)
+        bar = ax.barh(place, figure.value, xerr=ends, color=palette.BLUE, height=0.7)
+        ax.bar_label(bar, [f"{figure.value:,.1f}" if figure.value >= 10 else f"{figure.value:.3g}"], padding=6)
+    ax.margins(x=ROOM_FOR_LABELS)
     _rows(ax, [clean(entry.label) for entry in entries])
     return _finish(ax, "TFLOP/s per device; whiskers: where the median lies, to 95 %")
 
 
 def scaling(found: Comparison, ax: Axes | None = None) -> Axes:
-    """TFLOP/s per device over tokens, a line a strategy; the attention kernels' own rate is dashed."""
-    ax = _axes(ax, 12)
-    speed: dict[str, dict[int, float]] = {}
+    """TFLOP/s per device over tokens, a line for each strategy and what carries it, through the median of runs of one
+    length; the attention kernels' own rate is dashed."""
+    ax = _axes(ax, 14)
+    speed: dict[str, dict[int, list[float]]] = {}
     ceiling: dict[int, float] = {}
     for entry in found.entries:
         seq, figures = entry.settings.get("seq"), entry.figures
         if seq is None or "tflops" not in figures:
             continue
-        name = f"{entry.settings.get('strategy')}{' (copied hops)' if entry.settings.get('hops') == 'copy' else ''}"
-        speed.setdefault(name, {})[int(seq)] = figures["tflops"].value
+        speed.setdefault(_line_name(entry), {}).setdefault(int(seq), []).append(figures["tflops"].value)
         top = figures.get("solo_tflops") or figures.get("block_tflops")
         if top is not None:
             ceiling[int(seq)] = max(top.value, ceiling.get(int(seq), 0.0))
-    for place, (name, points) in enumerate(speed.items()):
-        x, y = zip(*sorted(points.items()), strict=True)
-        ax.plot(x, y, "o-", color=palette.LINES[place % len(palette.LINES)], label=_literal(clean(name)))
     if ceiling:
         x, y = zip(*sorted(ceiling.items()), strict=True)
         ax.plot(x, y, "--", color=palette.GREY, label="the kernels' own rate")
+    # In the order in which the lines end, so that the legend reads as the plot does.
+    order = sorted(speed, key=lambda name: (-max(speed[name]), -median(speed[name][max(speed[name])])))
+    for place, name in enumerate(order):
+        x, y = zip(*sorted((seq, median(rates)) for seq, rates in speed[name].items()), strict=True)
+        marker = MARKERS[place // len(palette.LINES) % len(MARKERS)]
+        colour = palette.LINES[place % len(palette.LINES)]
+        ax.plot(x, y, f"{marker}-", color=colour, label=_literal(clean(name)), alpha=0.85)
     ticks = sorted({seq for points in speed.values() for seq in points})
     ax.set_xscale("log", base=2)
     ax.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
     ax.minorticks_off()
     ax.set_ylim(bottom=0)
     ax.set_ylabel("TFLOP/s per device")
+    ax.grid(axis="y")
     return _finish(ax, "tokens", legend=True)
+
+
+def _line_name(entry: Entry) -> str:
+    """The strategy, and what makes its speed another one: copied hops, and hosts."""
+    known = entry.settings
+    world, per_host = int(known.get("world_size") or 1), int(known.get("ranks_per_host") or 1)
+    ways = ["copied hops"] if known.get("hops") == "copy" else []
+    ways += [f"{-(-world // per_host)} hosts"] if world > per_host and known.get("ranks_per_host") else []
+    return f"{known.get('strategy')}" + (f" ({', '.join(ways)})" if ways else "")
 
 
 # --- the style --------------------------------------------------------------------------------------
@@ -182,8 +247,7 @@ def _axes(ax: Axes | None, rows: float) -> Axes:
 def _rows(ax: Axes, names: Sequence[str]) -> None:
     """Label whole numbers downward with names, only as many as fit."""
     ax.set_ylim(len(names) - 0.5, -0.5)
-    height = ax.get_figure(root=True).get_figheight() * 72 * 0.7  # type: ignore[union-attr]
-    step = max(1, -(-len(names) * POINTS_A_LABEL // height))
+    step = max(1, -(-len(names) * POINTS_A_LABEL // _height_points(ax)))
     shown = range(0, len(names), int(step))
     ax.set_yticks(list(shown), [_literal(clean(names[place])) for place in shown])
 
@@ -193,11 +257,33 @@ def _literal(text: str) -> str:
     return text.replace("$", r"\$")
 
 
-def _stack(ax: Axes, parts: Mapping[str, tuple[str, Sequence[float]]], count: int) -> None:
-    left = [0.0] * count
+def _fits(ax: Axes, count: int) -> bool:
+    """Whether each of so many rows has room for its label."""
+    return count * POINTS_A_LABEL <= _height_points(ax)
+
+
+def _height_points(ax: Axes) -> float:
+    figure: Any = ax.get_figure(root=True)
+    return float(figure.get_figheight()) * 72 * 0.7
+
+
+def _numbered(ax: Axes, grid: Any) -> None:
+    """The numbers of a heat map, light where the cell is dark."""
+    darkest = grid[grid > 0].max(initial=0.0)
+    digits = 0 if darkest >= 100 else 1 if darkest >= 10 else 2
+    for row, column in zip(*(grid >= 0.5 / 10**digits).nonzero(), strict=True):
+        value = grid[row, column]
+        colour = "white" if value > 0.65 * darkest else "black"
+        ax.text(column, row, f"{value:.{digits}f}", ha="center", va="center", fontsize="small", color=colour)
+
+
+def _stack(ax: Axes, parts: Mapping[str, tuple[str, Sequence[float]]], count: int) -> BarContainer | None:
+    """Stacked bars; the last part's, which end where the whole ends."""
+    left, last = [0.0] * count, None
     for label, (colour, values) in parts.items():
-        ax.barh(range(count), values, left=left, color=colour, height=0.8, label=label)
+        last = ax.barh(range(count), values, left=left, color=colour, height=0.8, label=label)
         left = [a + b for a, b in zip(left, values, strict=True)]
+    return last
 
 
 def _finish(ax: Axes, label: str, *, legend: bool = False, grid: bool = True) -> Axes:
@@ -208,7 +294,7 @@ def _finish(ax: Axes, label: str, *, legend: bool = False, grid: bool = True) ->
         from matplotlib.transforms import ScaledTranslation
 
         # Half an inch below the axes, whatever their height: under the axis's own labels.
-        figure: Any = ax.get_figure(root=True)
+        figure: Any = ax.figure
         below = ax.transAxes + ScaledTranslation(0, -0.5, figure.dpi_scale_trans)
         ax.legend(loc="upper left", bbox_to_anchor=(0, 0), bbox_transform=below, borderaxespad=0, ncols=4)
     return ax

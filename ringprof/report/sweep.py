@@ -31,12 +31,12 @@ COLUMNS = (
     SweepColumn("kernel", "kernel", 10, drop=7),
     SweepColumn("FWD ms", "forward_ms", 10, ",.2f", drop=3),
     SweepColumn("FWD+BWD ms", "forward_backward_ms", 11, ",.2f"),
-    SweepColumn("Memory MB", "memory_mib", 9, ",.0f", drop=1),
+    SweepColumn("Memory MiB", "memory_mib", 10, ",.0f", drop=1),
     SweepColumn("TFLOPs/s", "tflops", 9, ",.2f"),
     SweepColumn("flash %", "flash_share", 7, ".1f", 100, drop=8),
-    SweepColumn("ring %", "comm_share", 6, ".1f", 100, drop=9),
+    SweepColumn("comm %", "comm_share", 6, ".1f", 100, drop=9),
     SweepColumn("overlap %", "overlap_ratio", 9, ".1f", 100),
-    SweepColumn("exposed ms", "exposed_comm_ms", 10, ",.2f"),
+    SweepColumn("exposed %", "exposed_comm_share", 9, ".1f", 100),
     SweepColumn("% of kernel rate", "of_kernel_rate", 16, ".1f", 100, drop=2),
 )
 _LEFT = {"strategy", "parameters", "kernel"}
@@ -88,7 +88,7 @@ def render_markdown(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def render_csv(rows: Sequence[Mapping[str, Any]]) -> str:
     """CSV with the figures' own names and full precision."""
-    keys = [*(one.key for one in COLUMNS), "status", "reason"]
+    keys = [*(one.key for one in COLUMNS), "compute_share", "exposed_comm_ms", "status", "reason"]
     return csv_text(keys, ([row.get(key) for key in keys] for row in rows))
 
 

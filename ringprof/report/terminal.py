@@ -30,8 +30,10 @@ def render(
     attribution, summary = found.attribution, found.summary
     style, listing = style or TextStyle(), listing or Listing()
     blocks = [style.wrap(header_of(attribution, summary), "bold")]
+    machine, *always, warnings = (section for section in SECTIONS if section.terminal and not section.option)
+    assert machine.terminal is not None
+    blocks += machine.terminal(found, style, listing)
     blocks.append(style.wrap("\n".join(clean(line) for line in found.verdict)))
-    *always, warnings = (section for section in SECTIONS if section.terminal and not section.option)
     for section in (*always, *(OPTIONAL[name] for name in sections), warnings):
         assert section.terminal is not None
         blocks += section.terminal(found, style, listing)

@@ -36,7 +36,24 @@ WATERFALL: dict[str, str] = {
 }
 """Of the parts of a waterfall."""
 
+ACTIONS: dict[str, str] = {
+    "kernel": "a faster kernel, longer blocks",
+    "repeated": "a strategy that computes nothing twice",
+    "slowdown": "--hops copy, fewer channels of NCCL",
+    "attention": "a faster kernel, longer blocks",
+    "imbalance": "even work (zigzag, stripe), even devices",
+    "exposed_wire": "fewer bytes, more to hide them",
+    "peer_wait": "look for the rank that is late (--steps)",
+    "exposed_unsplit": "record all ranks to tell wire from wait",
+    "other_groups": "other groups' work beside this one's",
+    "merge_and_copies": "fused merges, fewer blocks",
+    "launch_gaps": "--cuda-graph, fewer and longer kernels",
+}
+"""What would shorten a part of a waterfall."""
+
 MEANINGS: dict[str, str] = {
+    "machine": "What the driver told while the iterations were timed, some ten times a second: a GPU that is held back "
+    "runs every kernel slower, whatever the code does.",
     "breakdown": "Each rank's time, in parts that sum to its wall: an instant in which anything computes is compute, "
     "else communication if any runs (exposed), else memory operations, else idle.",
     "waterfall": "From the device's peak matrix rate down to the speed achieved: what each loss takes of the slowest "
@@ -45,15 +62,25 @@ MEANINGS: dict[str, str] = {
     "for a peer and bytes on the wire where the traces tell. Shaded: every other ring step.",
     "steps": "A ring step is one block of attention and the hops that it should hide. Exposed is communication in the "
     "step with nothing computing beside it; a step is bound by compute, by the wire or by a peer.",
-    "waiting": "How long each rank's hops waited for their peers, by ring step.",
+    "waiting": "What each ring step of each rank exposes: the brightest cell costs most.",
+    "kinds": "What ran, by kind, mean over ranks. Kinds may run at the same time, so they need not sum to the wall.",
+    "speed": "Timed without the profiler, unless said otherwise; controls took turns with ordinary iterations.",
     "kernels": "Activities on the device by name, over all ranks, with the kind that they count as.",
     "hops": "A hop is one transfer with neighbours. It waits until its peers have arrived; the rest is wire.",
     "settings": "What was run, where, and with which versions.",
-    "comparison": "Measurements side by side. Noise: the measurements do not prove a difference (95 % interval of "
-    "the ratio, rank test).",
-    "sweep": "Every combination of strategy, length and kernel that was recorded.",
+    "comparison": "Measurements side by side. Noise: the measurements do not prove a difference (95 % interval of the "
+    "ratio, rank test).",
+    "changes": "What became of the time of one profiled iteration, by part of the waterfall, largest change first: to "
+    "the left what the other run spends less, to the right what it spends more. The parts sum to the wall's change.",
+    "timelines": "The base above, the other below, each from its first activity, on one axis: zooming moves both.",
+    "changed_steps": "What each ring step exposes, mean over ranks.",
+    "changed_kernels": "Time by name, mean over ranks.",
+    "sweep": "Every combination of strategy, length and kernel that was recorded. FWD, FWD+BWD and TFLOPs/s are timed "
+    "without the profiler; flash, comm, overlap and exposed are shares of the profiled iteration, whose kinds may run "
+    "at once. 1 MiB is 1,048,576 bytes.",
     "tflops": "Model FLOPs (backward 2.5 times forward, causal half) per device over the slowest rank's time.",
-    "shares": "What the device's time went into: attention kernels, exposed communication, and everything else.",
+    "shares": "What the time of the profiled iteration went into, mean over ranks: shares of the mean wall, as in the "
+    "table below. The profiler makes iterations longer, so they are no shares of the times there.",
     "memory": "The most that a device held in the timed iterations.",
 }
 """Of the sections of a page."""

@@ -148,7 +148,7 @@ def parse_reduced(data: bytes, name: str | None = None, budget: MemoryBudget | N
     try:
         file = msgspec.msgpack.decode(_expanded(data, shown, budget), type=_File)
         trace = _trace(file, name or file.path, lambda size: budget.take(size, shown))
-    except (*UNREADABLE, msgspec.MsgspecError, zlib.error, LookupError, OverflowError) as error:
+    except (*UNREADABLE, zlib.error, LookupError, OverflowError) as error:
         raise TraceFormatError(
             f"{shown}: damaged reduced trace ({error}): remove it, and the trace itself is read"
         ) from None

@@ -1,33 +1,39 @@
-"""Prints HolisticTraceAnalysis's figures of runs, as JSON: a process of its own, since it needs an older pandas.
+"""What HolisticTraceAnalysis says of runs, through ``run.hta()``: for the Python that can import it.
 
-python tests/analysis/hta_figures.py < RUNS     # {name: {rank: path of its trace}}; from the repository's root
+python -m tests.analysis.hta_figures OUT.json FOLDER...
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import sys
 import warnings
 from pathlib import Path
+from typing import Any
 
-sys.path[0] = str(Path(__file__).resolve().parents[2])
+from tests.loaded import analysis
+
+TEMPORAL = ("kernel_time(us)", "compute_time(us)", "non_compute_time(us)", "idle_time(us)")
+
+
+def figures_of(folder: str) -> dict[str, Any]:
+    """By rank: the overlap in percent, and the temporal breakdown in microseconds."""
+    # It knows no marked iterations: both look at the whole trace.
+    theirs = analysis(folder, window="trace").hta()
+    overlap = theirs.get_comm_comp_overlap(visualize=False).set_index("rank")["comp_comm_overlap_pctg"]
+    temporal = theirs.get_temporal_breakdown(visualize=False).set_index("rank")
+    return {
+        "overlap": {str(rank): float(share) for rank, share in overlap.items()},
+        "temporal": {str(rank): {key: float(row[key]) for key in TEMPORAL} for rank, row in temporal.iterrows()},
+    }
 
 
 def main() -> None:
+    logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
-    from ringprof.hta import trace_analysis
-
-    printed, sys.stdout = sys.stdout, sys.stderr
-    found = {}
-    for name, paths in json.load(sys.stdin).items():
-        theirs = trace_analysis({int(rank): path for rank, path in paths.items()})
-        overlap = theirs.get_comm_comp_overlap(visualize=False).set_index("rank")["comp_comm_overlap_pctg"]
-        breakdown = theirs.get_temporal_breakdown(visualize=False).set_index("rank")
-        found[name] = {
-            rank: {"overlap": float(overlap[int(rank)]), **breakdown.loc[int(rank)].astype(float).to_dict()}
-            for rank in paths
-        }
-    json.dump(found, printed)
+    out, *folders = sys.argv[1:]
+    Path(out).write_text(json.dumps({folder: figures_of(folder) for folder in folders}))
 
 
 if __name__ == "__main__":

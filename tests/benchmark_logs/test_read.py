@@ -225,7 +225,7 @@ def test_a_kernel_table_alone_names_the_other_command(tmp_path: Path) -> None:
         read_log(tmp_path / "t.txt")
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.data())
 def test_damage_never_raises(data: st.DataObject) -> None:
     text = list(data.draw(st.sampled_from([path.read_text() for path in sorted(LOGS.glob("*.txt"))])))

@@ -41,6 +41,16 @@ def test_two_runs_side_by_side(capsys):
     assert verdicts["tflops"] == verdicts["iteration_ms"] == "worse"
 
 
+def test_markdown_for_a_pull_request(capsys):
+    _, out, _ = run(capsys, ZIGZAG, RING, "--format", "markdown")
+    blocks = out.strip().split("\n\n")
+    assert blocks[0].startswith("**1: slower by 71.0 % (")
+    assert "imbalance between ranks" in blocks[0]
+    table = next(block.split("\n") for block in blocks if block.startswith("| figure"))
+    assert {line.count("|") for line in table} == {4}
+    assert re.search(r"^\| iteration_ms \| 1,180\.3 \| 2,018\.5 +1\.71x- \|$", out, re.MULTILINE)
+
+
 def test_the_parts_of_the_waterfall_are_side_by_side(capsys):
     _, out, _ = run(capsys, ZIGZAG, RING, "--format", "json")
     entries = json.loads(out)["entries"]

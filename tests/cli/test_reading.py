@@ -9,6 +9,7 @@ import click
 import pytest
 
 from ringprof import cli
+from ringprof.cli import commands
 from tests.analysis.test_real_runs import NVLINK
 from tests.loaded import analysis
 from tests.paths import DATA, ROOT
@@ -26,7 +27,7 @@ READERS = {
 
 
 def options_of(name: str) -> dict[str, click.Option]:
-    command = cli.group.get_command(click.Context(cli.group), name)
+    command = commands.group.get_command(click.Context(commands.group), name)
     assert command is not None
     return {option.name or "": option for option in command.params if isinstance(option, click.Option)}
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import os
 import shutil
+import sqlite3
 import subprocess
 import sys
 import webbrowser
@@ -140,3 +142,15 @@ def test_the_page_can_be_opened(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert page.read_text(encoding="utf-8").startswith("<!doctype html>")
     code, _, err = run(capsys, "report", RUN, "--open", "--html", str(page))
     assert code == 0 and f"no browser to be had here: open {page}" in err
+
+
+def test_an_error_line_holds_nothing_that_a_terminal_obeys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "broken.sqlite"
+    with contextlib.closing(sqlite3.connect(path)) as database:
+        database.execute("CREATE TABLE t (a)")
+        database.execute("PRAGMA writable_schema = 1")
+        database.execute("UPDATE sqlite_master SET name = ?, sql = 'CREATE TBLE x'", ("\x1b]0;title\x07\u202e\x1b[2J",))
+        database.commit()
+    code, out, err = run(capsys, "report", str(path))
+    assert (code, out) == (2, "") and err.startswith("ringprof: ") and err.endswith("\n")
+    assert err[:-1].isprintable() and "]0;title" in err

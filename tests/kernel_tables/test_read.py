@@ -188,7 +188,7 @@ def test_a_table_without_rows_says_where() -> None:
         read_tables("\n".join([*SMALL.splitlines()[:3], *SMALL.splitlines()[6:]]).encode(), "log")
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.data())
 def test_damage_never_raises_anything_else(data: st.DataObject) -> None:
     text = list(SMALL)

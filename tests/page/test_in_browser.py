@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+import ringprof
 from tests.loaded import analysis
 from tests.page.test_page import HOSTILE, page_of
 from tests.paths import COMMITTED, TRACES
@@ -73,6 +74,27 @@ def test_zoom_hover_and_sort_work(tab: Any, tmp_path: Path) -> None:
     assert "time:" in tab.run("tip()") and "ms" in tab.run("tip()")
     _sorts(tab)
     assert tab.messages == []
+
+
+def test_two_timelines_zoom_together(tab: Any, tmp_path: Path) -> None:
+    names = ("h200x4-zigzag-65536", "h200x4-zigzag-65536-copied")
+    path = tmp_path / "page.html"
+    path.write_text(ringprof.compare(*(analysis(TRACES / name) for name in names)).to_html(), encoding="utf-8")
+    tab.open(path)
+    tab.run("document.querySelector('#timelines').scrollIntoView()")
+    on_axis = f"p => p.below?.some(a => a.axis_label === '{_LABEL}')"
+    plots = f"Bokeh.documents[0].roots().flatMap(r => r.children ?? []).filter({on_axis})"
+    assert tab.run(f"{plots}.length") == 2
+    box = tab.run("(() => { const b = document.querySelector('#timelines .figure').getBoundingClientRect();"
+                  "return [b.left, b.top, b.width]; })()")  # fmt: skip
+    x, y = box[0] + box[2] / 2, box[1] + 70
+    before = tab.run(f"{plots}[0].x_range.end - {plots}[0].x_range.start")
+    tab.mouse("mouseMoved", x, y)
+    tab.mouse("mouseWheel", x, y, deltaX=0, deltaY=-400)
+    tab.until(f"{plots}[1].x_range.end - {plots}[1].x_range.start < {0.95 * before}")
+    assert tab.run(f"{plots}[0].x_range.start === {plots}[1].x_range.start")
+    assert tab.messages == []
+    assert tab.run("document.documentElement.scrollWidth <= window.innerWidth")
 
 
 TOOLTIP = """

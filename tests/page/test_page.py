@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import shutil
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
@@ -150,12 +151,61 @@ def test_a_comparison_and_a_sweep_have_pages() -> None:
         "status": "ok", "reason": None, "dtype": "bf16", "batch": 1, "strategy": "zigzag", "params": "",
         "kernel": "cudnn", "forward_ms": 1.0, "memory_mib": 5.0, "flash_share": 0.9, "comm_share": 0.2,
         "overlap_ratio": 0.8, "exposed_comm_ms": 0.1, "of_kernel_rate": 0.9,
+        "compute_share": 0.93, "exposed_comm_share": 0.05,
     }  # fmt: skip
     rows = [{**row, "seq": seq, "tflops": 100.0 + seq / 1e3, "forward_backward_ms": 4.0} for seq in (1024, 2048)]
     rows.append({"status": "oom", "reason": "<b>out of memory</b>", **dict.fromkeys(("dtype", "batch", "seq"), 1),
                  "strategy": "burst", "params": "", "kernel": "cudnn", "forward_ms": None})  # fmt: skip
     page = Page(render(sweep_document(rows, "sweep")))
     assert [cells[-1] for cells in page.tables["Every row"][1:]] == ["ok", "ok", "oom: <b>out of memory</b>"]
+
+
+def test_the_page_of_two_runs_says_what_changed_first() -> None:
+    found = ringprof.compare(ROOT / "traces" / "h200x4-zigzag-65536", ROOT / "traces" / "h200x4-zigzag-65536-copied")
+    document = comparison_document(found)
+    assert document.verdict[0].startswith("1: faster by 6.")
+    assert "exposed wire" in document.verdict[1]
+    text = render(document)
+    page, parts = Page(text), found.changes.parts if found.changes else ()
+    assert [row[1:3] for row in page.tables["What changed"][1:]] == [
+        [f"{one.base_ns / 1e6:,.3f}", f"{one.other_ns / 1e6:,.3f}"] for one in parts
+    ]
+    assert [section.title for section in document.sections][:2] == ["What changed", "Both timelines"]
+    interval = next(row[5] for row in page.tables["Every figure"] if row[0] == "iteration")
+    one = found.against_base("iteration_ms", 1)
+    assert one is not None and interval == f"{one.low:.3f} to {one.high:.3f}"
+
+
+def test_a_page_has_what_the_terminal_has_and_what_it_was_run_with() -> None:
+    run = analysis(ROOT / "traces" / "h200x4-zigzag-65536")
+    assert run.run is not None
+    page = Page(run.to_html())
+    settings = dict(row[:2] for row in page.tables["Settings and environment"][1:])
+    assert settings["version: torch"] == run.run.environment.versions["torch"]
+    assert settings["verification"].startswith("result verified against float64 at ")
+    assert settings["command"].startswith("ringprof record --strategy zigzag")
+    assert not [value for value in settings.values() if value.startswith(("{", "["))]
+    controls = run.run.controls
+    assert controls is not None
+    row = page.tables["Speed and controls"][1]
+    slowest = sorted(max(times) for times in zip(*controls.ordinary_ns, strict=True))
+    assert row[1] == f"{(slowest[3] + slowest[4]) / 2 / 1e6:,.3f}"
+    kinds = [row for row in page.tables["By kind"] if row[0] == "flash backward"]
+    mean = sum(rank["kinds_ns"]["flash_bwd"] for rank in run.report()["ranks"]) / 4
+    assert kinds[0][1] == f"{mean / 1e6:,.3f}"
+
+
+def test_warnings_that_change_the_reading_come_first(tmp_path: Path) -> None:
+    whole, cut = ROOT / "traces" / "h200x4-zigzag-65536", tmp_path / "cut"
+    shutil.copytree(whole, cut)
+    (cut / "rank2.json.gz").unlink()
+    found = ringprof.load(str(cut))
+    document = run_document(found.findings, found.report(), found.name)
+    assert document.sections[0].anchor == "warnings"
+    assert document.subtitle.startswith("zigzag (")
+    # What any sound run of its kind has stays at the end.
+    on_cpu = analysis(ROOT / "traces" / "cpu4-burst-4096-two-hosts")
+    assert run_document(on_cpu.findings, on_cpu.report(), "x").sections[0].anchor == "waterfall"
 
 
 def test_the_command_writes_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import ringprof
 from ringprof.api import Analysis
 from ringprof.errors import UsageError
-from ringprof.record import capture as subject
+from ringprof.record import group_ranks
 from ringprof.run import Workload, read_run
 from ringprof.strategies import create
 from tests.strategies.ranks import run_ranks
@@ -111,7 +111,7 @@ def outside(rank: int, folder: Path) -> str:
 
 def test_a_rank_outside_the_group_is_refused(tmp_path: Path) -> None:
     said = run_ranks(3, outside, tmp_path / "mine")
-    assert said == ["", "", "rank 2 is not in the group: only its members capture together"]
+    assert said == ["", "", "rank 2 is not in the group: only its members may take part"]
 
 
 def nobody_else_comes(rank: int, folder: Path) -> list[str]:
@@ -119,7 +119,7 @@ def nobody_else_comes(rank: int, folder: Path) -> list[str]:
     if rank == 0:
         # As where another rank's program has ended: it answers no message.
         with (
-            patch.object(subject, "gather_bytes", side_effect=RuntimeError("nobody answers")),
+            patch.object(group_ranks, "gather_bytes", side_effect=RuntimeError("nobody answers")),
             pytest.raises(RuntimeError, match="nobody answers"),
             ringprof.capture(folder / "mine", group=group),
         ):
@@ -148,7 +148,7 @@ def test_the_device_is_that_of_the_groups_backend(
         "get_backend": named,
     }.items():
         monkeypatch.setattr(torch.distributed, name, lambda *_, value=value: value)
-    monkeypatch.setattr(subject, "by_nccl", lambda _: by_nccl)
+    monkeypatch.setattr(group_ranks, "by_nccl", lambda _: by_nccl)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: used)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    assert subject._Ranks(object()).device.type == device
+    assert group_ranks.GroupRanks(object()).device.type == device

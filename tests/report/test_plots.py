@@ -68,7 +68,7 @@ def test_steps_and_waiting_hold_the_step_table():
     assert sum(widths) == pytest.approx((frame["block_ns"].sum() + frame["exposed_ns"].sum()) / 4e6)
     waiting: Any = run.plot.waiting()
     (image,) = waiting.images
-    assert float(image.get_array().sum()) == pytest.approx(frame["wait_ns"].sum() / 1e6)
+    assert float(image.get_array().sum()) == pytest.approx(frame["exposed_ns"].sum() / 1e6)
 
 
 @pytest.mark.parametrize("count", [1, 4, 8, 64, 1024])
@@ -99,11 +99,43 @@ def test_several_runs_side_by_side():
         RUN, ROOT / "traces" / "h200x4-zigzag-65536-copied", ROOT / "traces" / "h200x4-zigzag-262144"
     )
     values = [entry.figures["tflops"].value for entry in found.entries]
-    assert [width for _, width in bars(plots.comparison(found))] == pytest.approx(values)
+    assert [width for _, width in bars(plots.comparison(found))] == pytest.approx(sorted(values, reverse=True))
     ax: Any = plots.scaling(found)
     lines = {str(line.get_label()): line for line in ax.get_lines()}
-    assert list(lines) == ["zigzag", "zigzag (copied hops)", "the kernels' own rate"]
+    assert list(lines) == ["the kernels' own rate", "zigzag", "zigzag (copied hops)"]
     assert list(lines["zigzag"].get_ydata()) == pytest.approx([values[0], values[2]])
+
+
+def test_runs_on_another_number_of_hosts_are_a_line_of_their_own():
+    """The run on two hosts is twenty times slower than that on one: no line may join it to another length's."""
+    names = ("h200x4-zigzag-65536", "h200x4-zigzag-65536-two-hosts", "h200x4-zigzag-262144")
+    ax: Any = plots.scaling(ringprof.compare(*(ROOT / "traces" / name for name in names)))
+    lines = {str(line.get_label()): list(line.get_xdata()) for line in ax.get_lines()}
+    assert lines["zigzag"] == [65536, 262144] and lines["zigzag (2 hosts)"] == [65536]
+
+
+def test_plots_say_what_was_run_and_what_they_show():
+    """The figures are the report's: rank 1 exposes most, 7.0 %; most of the rest is lost below the kernel's peak."""
+    run = analysis(RUN)
+    titles = {kind: getattr(run.plot, kind)().get_title(loc="left") for kind in KINDS}
+    assert all(title.startswith("zigzag") and "65536 tokens" in title for title in titles.values())
+    assert all("4 ranks, NVIDIA H200" in title.replace("\n", " ") for title in titles.values())
+    assert titles["breakdown"].endswith("most on rank 1, 7.0 %")
+    assert titles["waterfall"].endswith("lost to: attention kernel below peak")
+    frame = run.steps()
+    worst = frame.loc[frame["exposed_ns"].idxmax()]
+    assert titles["waiting"].endswith(
+        f"rank {worst['rank']} in {worst['phase']} {worst['step']}, {worst['exposed_ns'] / 1e6:.2f} ms"
+    )
+
+
+def test_bars_hold_their_figures():
+    run = analysis(RUN)
+    labels = [text.get_text() for text in run.plot.waterfall().texts]
+    assert labels[0] == f"{run.findings.waterfall.parts[0].time_ns / 1e6:.2f} ms, 48.5 %"
+    assert [text.get_text() for text in run.plot.breakdown().texts] == [
+        f"{100 * rank.breakdown.exposed_comm_share:.1f} % exposed" for rank in run.attribution.ranks
+    ]
 
 
 @pytest.mark.parametrize("suffix", ["png", "svg", "pdf"])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ringprof.strategies import Unfit, UnknownName, create, find, names, parameters
@@ -21,11 +21,9 @@ from tests.strategies.cases import CASES
 from tests.strategies.ranks import run_ranks
 
 # Neighbours on a busy machine are no fault of the code.
-no_deadline = settings(deadline=None)
 layout_names = st.sampled_from(["contiguous", "zigzag", "stripe"])
 
 
-@no_deadline
 @given(layout_names, st.integers(1, 9), st.integers(1, 6))
 def test_a_layout_deals_out_every_token_once(name, size, times):
     layout = LAYOUTS[name]
@@ -39,7 +37,6 @@ def covered(mask: torch.Tensor, block: Block) -> None:
     part += torch.ones_like(part).tril() if block.causal else torch.ones_like(part)
 
 
-@no_deadline
 @given(layout_names, st.integers(1, 5), st.integers(1, 5), st.booleans())
 def test_the_blocks_of_all_pairs_are_the_mask_exactly_once(name, size, times, causal):
     layout = LAYOUTS[name]
@@ -57,7 +54,6 @@ def test_the_blocks_of_all_pairs_are_the_mask_exactly_once(name, size, times, ca
             assert torch.equal(seen, expected)
 
 
-@no_deadline
 @given(st.integers(1, 40), st.booleans())
 def test_the_parts_of_the_home_block_are_the_whole(local, causal):
     early, rest = split_home_block(local, causal=causal)
@@ -76,7 +72,6 @@ grids = st.builds(
 )
 
 
-@no_deadline
 @given(grids)
 def test_a_grid_names_every_rank_once_and_gives_neighbours_to_what_comes_first(grid):
     size = grid.ulysses_degree * grid.ring_degree
@@ -87,7 +82,6 @@ def test_a_grid_names_every_rank_once_and_gives_neighbours_to_what_comes_first(g
         assert near == list(range(near[0], near[0] + len(near)))
 
 
-@no_deadline
 @given(grids, layout_names, st.integers(1, 4))
 def test_a_ulysses_group_holds_what_its_place_on_the_ring_holds(grid, name, times):
     layout = Grouped(LAYOUTS[name], grid)

@@ -103,7 +103,7 @@ def drawn_are_exact(problem: Problem, world: int) -> None:
 
 def examples(count: int) -> settings:
     """Forked ranks take their time: no deadline."""
-    return settings(max_examples=count, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
+    return settings(max_examples=count, suppress_health_check=list(HealthCheck), print_blob=True)
 
 
 @examples(5)

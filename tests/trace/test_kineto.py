@@ -82,7 +82,8 @@ def test_the_columns_of_a_small_trace():
     ]
     assert (trace.rank, trace.world_size, trace.host) == (3, 8, "node7")
     assert trace.devices == [Device(2, "NVIDIA H200")]
-    assert (trace.events_total, trace.events_skipped, trace.warnings) == (12, 0, [])
+    assert (trace.events_total, trace.events_skipped) == (12, 0)
+    assert [warning.code for warning in trace.warnings] == ["missing_correlation"]
     assert trace.base_ns == base
 
 

@@ -9,7 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from statistics import median
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ringprof.analysis.findings.changes import Changes
+    from ringprof.analysis.findings.findings import Findings
 
 Recordings = Sequence[Sequence[float]]
 """One or several recordings of repeated measurements."""
@@ -95,6 +101,15 @@ class Comparison:
     figures: tuple[str, ...]
     """Every figure that some entry has, in the order of their appearance."""
     differences: tuple[Difference, ...]
+    runs: tuple[Findings, ...] = field(default=(), repr=False, compare=False)
+    """What two single runs or traces of the same work were found to be, for `changes`; else empty."""
+
+    @cached_property
+    def changes(self) -> Changes | None:
+        """What became of the time between two runs; None where it is not two runs of the same work."""
+        from ringprof.analysis.findings.changes import changes_between  # here: logs are read without numpy
+
+        return changes_between(*self.runs) if len(self.runs) == 2 else None
 
     def against_base(self, figure: str, entry: int) -> Difference | None:
         """How a figure of an entry differs from the base's; None for the base itself."""
@@ -134,10 +149,11 @@ def _all_values(values: Sequence[str | None]) -> str | None:
     return values[0] if len(known) == 1 else ", ".join(known)
 
 
-def compare(entries: Sequence[Entry], did_same_work: bool = False) -> Comparison:
-    """Set every entry against the first; ``did_same_work``: whether the user knows that all did the same work.
+def compare(entries: Sequence[Entry], runs: Sequence[Findings] = (), *, did_same_work: bool = False) -> Comparison:
+    """Set every entry against the first. Raises ValueError for fewer than two.
 
-    Raises ValueError for fewer than two.
+    ``runs``: the findings of the entries that are a single run or trace. ``did_same_work``: whether the user knows that
+    all entries did the same work.
     """
     if len(entries) < 2:
         raise ValueError("a comparison needs two measurements or more")
@@ -155,6 +171,7 @@ def compare(entries: Sequence[Entry], did_same_work: bool = False) -> Comparison
         differing={name: values for name, values in settings.items() if len(set(values)) > 1},
         figures=figures,
         differences=tuple(differences),
+        runs=tuple(runs) if len(runs) == len(entries) == 2 and (did_same_work or same_work(*entries)) else (),
     )
 
 

@@ -24,7 +24,7 @@ from ringprof.analysis.steps.steps import ExposedBySteps
 from ringprof.analysis.transfers.hops import OTHER_HOST
 
 WORTH_NAMING = 0.02
-"""The least share of the wall that is called a loss."""
+"""The least share of the time that is called a loss."""
 SLOW_LINK = 3.0
 """A rank is at a slow link where its wire rate is this many times below the fastest rank's."""
 UNBALANCED = 1.5
@@ -59,6 +59,12 @@ def verdict_of(found: Facts) -> tuple[str, ...]:
 
 def _percent(share: float, digits: int = 1) -> str:
     return f"{100 * share:.{digits}f} %"
+
+
+def _of_time(found: Facts, time_ns: float) -> float:
+    """A share of the mean wall, as all that a verdict calls "of the time": the basis of the table of parts."""
+    wall = found.summary.parts[-1].mean_ns
+    return time_ns / wall if wall else 0.0
 
 
 def _communicates(found: Facts) -> bool:
@@ -103,7 +109,9 @@ def _cause(found: Facts) -> str:
     # Communication is one loss with several causes: it is held against the others as a whole.
     losses = communication if sum(communication.values()) >= max(others.values()) else others
     largest = max(losses, key=lambda name: losses[name])
-    share = losses[largest] / parts.wall_ns if parts.wall_ns else 0.0
+    # What ranks wait holds the time from their own end to the slowest rank's: that is a share of the slowest's wall.
+    waits = largest in ("imbalance", "wait", "unsplit")
+    share = losses[largest] / (parts.wall_ns or 1) if waits else _of_time(found, losses[largest])
     if share < WORTH_NAMING:
         return _kernels(found)
     if largest in COMPUTE_PARTS:
@@ -118,7 +126,7 @@ def _computation(found: Facts) -> str:
     said = computation_in_words(found.attribution, found.summary)
     parts = found.waterfall
     longest = max(map(parts.of, ("launch_gaps", *COMPUTE_PARTS, *ATTENTION_PARTS)))
-    gaps = parts.of("launch_gaps") / parts.wall_ns if parts.wall_ns else 0.0
+    gaps = _of_time(found, parts.of("launch_gaps"))
     if gaps >= WORTH_NAMING and parts.of("launch_gaps") == longest:
         return f"{_gaps(found, gaps).removesuffix('.')}; {said}." if said else _gaps(found, gaps)
     return f"{said[:1].upper()}{said[1:]}." if said else ""
@@ -126,10 +134,8 @@ def _computation(found: Facts) -> str:
 
 def _kernels(found: Facts) -> str:
     parts = found.waterfall
-    spent = parts.of(*ATTENTION_PARTS)
-    text = (
-        f"No single loss reaches {_percent(WORTH_NAMING, 0)}: {_percent(spent / (parts.wall_ns or 1))} of the time is"
-    )
+    spent = _percent(_of_time(found, parts.of(*ATTENTION_PARTS)))
+    text = f"No loss outside the attention kernels reaches {_percent(WORTH_NAMING, 0)}: {spent} of the time is"
     rate = found.summary.rates.block_tflops
     if rate is None or rate < 1:
         return f"{text} attention kernels."
@@ -145,7 +151,7 @@ def _imbalance(found: Facts, share: float) -> str:
         return f"{text}: choose zigzag or stripe."
     if _rises_with_rank(found.attribution):
         return f"{text}; work rises with the rank, as in contiguous pieces under a causal mask: see zigzag and stripe."
-    return f"{text}; imbalance takes {_percent(share)} of the time."
+    return f"{text}; imbalance takes {_percent(share)} of the slowest rank's wall."
 
 
 def _waited(rank: Rank) -> tuple[float, str]:
@@ -269,11 +275,13 @@ def _wait(found: Facts, share: float) -> str:
     slow = _slow_hosts(found) or _slow_ranks(found)
     if slow:
         on_wire = _percent(found.waterfall.of("exposed_wire") / found.waterfall.wall_ns)
-        return f"{_percent(share)} of the time is waiting for peers whose hops are slow, {on_wire} wire: {slow}."
+        waited = f"{_percent(share)} of the slowest rank's wall is waiting for peers whose hops are slow"
+        return f"{waited}, {on_wire} wire: {slow}."
     waits = {rank.rank: rank.hop_totals.wait_ns for rank in found.attribution.ranks}
     known = {rank: wait for rank, wait in waits.items() if wait}
     who = f", rank {max(known, key=lambda rank: known[rank])} longest" if len(known) > 1 else ""
-    return f"{_percent(share)} of the time ranks wait for peers that have no more to compute{who}{_worst_step(found)}."
+    waited = f"{_percent(share)} of the slowest rank's wall ranks wait for peers that have no more to compute"
+    return f"{waited}{who}{_worst_step(found)}."
 
 
 def _unsplit(found: Facts, share: float) -> str:

@@ -25,7 +25,7 @@ def fill_from_run(transfers: Sequence[Transfer], run: Run | None, rank: int) -> 
         return list(transfers)
     if any(transfers[place].source != "none" for place in bare):
         return list(transfers)
-    sizes = _sizes(work.sent or [])
+    sizes = _sizes(work.sent or [], len(bare))
     if not sizes or len(bare) % len(sizes):
         return list(transfers)
     filled = list(transfers)
@@ -44,19 +44,21 @@ def fill_from_run(transfers: Sequence[Transfer], run: Run | None, rank: int) -> 
     return filled
 
 
-def _sizes(sent: Sequence[Sent]) -> list[int | None]:
+def _sizes(sent: Sequence[Sent], kernels: int) -> list[int | None]:
     """Bytes of each hop of one iteration, in order; None where hops of different size are mixed in one pass.
 
-    Empty where something else than hops was counted that runs as a send/recv kernel, too.
+    Empty where something else than hops was counted that runs as a send/recv kernel, too, or more hops than there are
+    kernels.
     """
-    if any(entry.operation == "all_to_all" for entry in sent):
+    hops = [entry for entry in sent if entry.operation == "send_recv" and entry.count]
+    if any(entry.operation == "all_to_all" for entry in sent) or sum(entry.count for entry in hops) > kernels:
         return []
     sizes: list[int | None] = []
     for phase in _PHASES:
-        hops = [entry for entry in sent if entry.phase == phase and entry.operation == "send_recv" and entry.count]
-        each = {entry.sent_bytes // entry.count if entry.sent_bytes % entry.count == 0 else None for entry in hops}
+        these = [entry for entry in hops if entry.phase == phase]
+        each = {entry.sent_bytes // entry.count if entry.sent_bytes % entry.count == 0 else None for entry in these}
         size = each.pop() if len(each) == 1 else None
-        sizes += [size] * sum(entry.count for entry in hops)
+        sizes += [size] * sum(entry.count for entry in these)
     return sizes
 
 

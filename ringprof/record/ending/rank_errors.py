@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import traceback
+from collections import Counter
 from collections.abc import Mapping
 
 from ringprof import errors
@@ -72,6 +73,18 @@ def laggard(stood: Mapping[int, tuple[str, int | None]], world: int) -> str:
     silent = [rank for rank in range(world) if rank not in stood]
     if silent:
         return f"rank {silent[0]} hung and did not answer"
+    if all(hops is None for _, hops in stood.values()):
+        return _fewest_there({rank: where for rank, (where, _) in stood.items()})
     rank, (where, hops) = min(stood.items(), key=lambda item: -1 if item[1][1] is None else item[1][1])
     posted = "" if hops is None else f", after {hops} hop{'' if hops == 1 else 's'}: hop {hops + 1} was not posted"
     return f"rank {rank} hung in {where}{posted},"
+
+
+def _fewest_there(stood: Mapping[int, str]) -> str:
+    """Where no hops are counted: the ranks that are elsewhere than most, or all of them."""
+    places = Counter(stood.values())
+    where, count = min(places.items(), key=lambda item: item[1])
+    ranks = [rank for rank, there in stood.items() if there == where]
+    if len(places) == 1 and count > 1:
+        return f"all {count} ranks hung in {where},"
+    return f"rank {', '.join(map(str, ranks))} hung in {where},"

@@ -76,4 +76,5 @@ def number(value: float | None, digits: int = 3, scale: float = 1.0) -> Cell:
     """A cell with a figure; a dash, sorted below all, where it is not known."""
     if value is None:
         return Cell("-", float("-inf"), numeric=True)
-    return Cell(f"{value / scale:,.{digits}f}", value, numeric=True)
+    # What rounds to nothing has no sign.
+    return Cell(f"{round(value / scale, digits) + 0.0:,.{digits}f}", value, numeric=True)

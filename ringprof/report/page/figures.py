@@ -5,22 +5,30 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from bokeh.layouts import column
 from bokeh.models import ColumnDataSource, FixedTicker, HoverTool, LinearColorMapper
 from bokeh.palettes import Viridis256
 from bokeh.plotting import figure
 
+from ringprof.analysis.findings.changes import Change
 from ringprof.analysis.findings.summary import PARTS
-from ringprof.analysis.findings.waterfall import Waterfall
+from ringprof.analysis.findings.waterfall import Waterfall, WaterfallPart
 from ringprof.analysis.kinds.kinds import KINDS
 from ringprof.analysis.steps.steps import Step
 from ringprof.report import palette
-from ringprof.report.terms import LABELS
+from ringprof.report.terms import ACTIONS, LABELS
 from ringprof.report.terms import WATERFALL as WATERFALL_LABELS
-from ringprof.report.text import clean
+from ringprof.report.text import clean, rate
 from ringprof.report.timeline import Bar, Timeline, drawn_as
 
 MOST_LABELS = 32
 """Ranks up to which each has a label of its own beside an axis."""
+LEGEND_COLUMNS = 3
+"""As many as a telephone has room for."""
+LEGEND_ROW = 24
+"""Pixels that a row takes."""
+WORTH_A_BAR = 0.0005
+"""The least share of the wall that a waterfall draws."""
 _INK = "#757575"
 """Of axes and labels: readable on white and on near-black."""
 
@@ -55,27 +63,72 @@ def _named_rows(made: Any, names: Sequence[str], axis: str = "y") -> None:
 
 
 def waterfall(found: Waterfall) -> Any:
-    """Bars that begin where the one before ended; a loss that is negative goes back."""
-    names = [WATERFALL_LABELS[part.part] for part in found.parts]
-    made = _plain("", 34 * len(names) + 90, x_axis_label="ms of the slowest rank's wall")
-    left, at = [], 0
+    """Bars that begin where the one before ended, each under a line that says what it costs and what would shorten it.
+
+    A loss that is negative goes back; parts that take nothing are left to the table.
+    """
+    left, at = {}, 0
     for part in found.parts:
-        left.append(at)
+        left[part.part] = at
         at += part.time_ns
+    parts = [part for part in found.parts if abs(part.time_ns) >= WORTH_A_BAR * (found.wall_ns or 1)]
+    made = _plain("", 46 * len(parts) + 90, x_axis_label="ms of the slowest rank's wall")
     source = ColumnDataSource({
-        "y": [-place for place in range(len(names))],
-        "left": [value / 1e6 for value in left],
-        "right": [(value + part.time_ns) / 1e6 for value, part in zip(left, found.parts, strict=True)],
-        "colour": [palette.WATERFALL[part.part] for part in found.parts],
-        "part": names,
-        "time": [f"{part.time_ns / 1e6:,.3f} ms" for part in found.parts],
-        "share": [f"{100 * part.share:.1f} %" for part in found.parts],
-        "speed": ["-" if part.tflops is None else f"{part.tflops:,.1f} TFLOP/s" for part in found.parts],
+        "y": [-place for place in range(len(parts))],
+        "left": [left[part.part] / 1e6 for part in parts],
+        "right": [(left[part.part] + part.time_ns) / 1e6 for part in parts],
+        "colour": [palette.WATERFALL[part.part] for part in parts],
+        "part": [WATERFALL_LABELS[part.part] for part in parts],
+        "time": [f"{part.time_ns / 1e6:,.3f} ms" for part in parts],
+        "share": [f"{100 * part.share:.1f} %" for part in parts],
+        "speed": ["-" if part.tflops is None else rate(part.tflops) for part in parts],
+        "action": [ACTIONS.get(part.part, "-") for part in parts],
+        "line": [_waterfall_line(part) for part in parts],
     })  # fmt: skip
-    bars = made.hbar(y="y", left="left", right="right", height=0.7, color="colour", source=source)
-    _hover(made, [bars], ("part", "@part"), ("time", "@time"), ("of wall", "@share"), ("speed after it", "@speed"))
-    _named_rows(made, names)
+    bars = made.hbar(y="y", left="left", right="right", height=0.42, color="colour", source=source)
+    made.text(x=0, y="y", text="line", y_offset=-11, text_font_size="12px", text_color=_INK, source=source)
+    _hover(made, [bars], ("part", "@part"), ("time", "@time"), ("of wall", "@share"), ("speed after it", "@speed"),
+           ("shorter by", "@action"))  # fmt: skip
+    made.yaxis.visible, made.ygrid.grid_line_color = False, None
+    made.y_range.start, made.y_range.end = -len(parts) + 0.5, 0.9
+    made.x_range.start = 0
     return made
+
+
+def _waterfall_line(part: WaterfallPart) -> str:
+    line = f"{WATERFALL_LABELS[part.part]}: {part.time_ns / 1e6:,.1f} ms"
+    if part.tflops is not None:
+        line += f", {rate(part.tflops)} after it"
+    return line + (f": {ACTIONS[part.part]}" if part.part in ACTIONS else "")
+
+
+def changes(found: Sequence[Change], labels: Mapping[str, str]) -> Any:
+    """Bars to the left for what takes less than in the base, to the right for what takes more."""
+    shown = [one for one in found if abs(one.share) >= WORTH_A_BAR] or list(found[:1])
+    made = _plain("", 34 * len(shown) + 90, x_axis_label="ms more than the base")
+    source = ColumnDataSource({
+        "y": [-place for place in range(len(shown))],
+        "right": [(one.other_ns - one.base_ns) / 1e6 for one in shown],
+        "colour": [palette.WATERFALL[one.what] for one in shown],
+        "part": [labels[one.what] for one in shown],
+        "change": [f"{(one.other_ns - one.base_ns) / 1e6:+,.3f} ms" for one in shown],
+        "share": [f"{100 * one.share:+.1f} %" for one in shown],
+    })  # fmt: skip
+    bars = made.hbar(y="y", left=0, right="right", height=0.7, color="colour", source=source)
+    _hover(made, [bars], ("part", "@part"), ("change", "@change"), ("of the base's wall", "@share"))
+    _named_rows(made, [f"{labels[one.what]} {100 * one.share:+.1f} %" for one in shown])
+    return made
+
+
+def timelines(found: Sequence[tuple[Timeline, Sequence[int]]], names: Sequence[str]) -> Any:
+    """Several runs' timelines, one below the other, on one axis of time."""
+    drawn = [timeline(one, ranks) for one, ranks in found]
+    longest = max(one.x_range.end for one in drawn)
+    for made, name in zip(drawn, names, strict=True):
+        made.title.text = clean(name)
+        made.x_range = drawn[0].x_range
+    drawn[0].x_range.end = longest
+    return column(*drawn, sizing_mode="stretch_width")
 
 
 def breakdown(ranks: Sequence[Mapping[str, Any]]) -> Any:
@@ -92,7 +145,9 @@ def _legend(made: Any) -> None:
     if not made.legend:
         return
     made.add_layout(made.legend[0], "below")
-    made.legend.orientation, made.legend.ncols = "horizontal", 6
+    made.legend.orientation, made.legend.ncols, made.legend.location = "horizontal", LEGEND_COLUMNS, "left"
+    # It takes its rows from the plot's height, of which the bars are to lose nothing.
+    made.height += LEGEND_ROW * (-(-len(made.legend[0].items) // LEGEND_COLUMNS) - 1)
     made.legend.background_fill_alpha, made.legend.border_line_color = 0, None
     made.legend.label_text_color, made.legend.label_text_font_size = _INK, "9pt"
     made.legend.click_policy = "hide"
@@ -149,32 +204,41 @@ def _shade(made: Any, found: Timeline, place: Mapping[int, int]) -> None:
 
 
 def waiting(steps: Sequence[Step], ranks: Sequence[int]) -> Any | None:
-    """Rank by ring step, coloured by what its hops waited; None where no step knows."""
+    """Rank by ring step, coloured by what it exposes; None where no step knows."""
     columns = list(dict.fromkeys((one.iteration, one.phase, one.call, one.step) for one in steps))
     several = any(one.call for one in steps)
     names = [f"{phase} {f'{call}.' if several else ''}{step}" for _, phase, call, step in columns]
-    known = [one for one in steps if one.wait_ns is not None]
+    known = [one for one in steps if one.exposed_ns is not None]
     if not known:
         return None
     place = {rank: -at for at, rank in enumerate(ranks)}
     across = {column: at for at, column in enumerate(columns)}
-    most = max((one.wait_ns or 0) / 1e6 for one in known) or 1.0
+    most = max(one.exposed_ns / 1e6 for one in known) or 1.0
     made = _plain("", min(900, 20 * len(ranks) + 130), x_axis_label="ring step", tools="pan,wheel_zoom,box_zoom,reset")
     source = ColumnDataSource({
         "x": [across[one.iteration, one.phase, one.call, one.step] for one in known],
         "y": [place[one.rank] for one in known],
-        "wait": [(one.wait_ns or 0) / 1e6 for one in known],
+        "exposed": [one.exposed_ns / 1e6 for one in known],
+        "wait": ["not known" if one.wait_ns is None else f"{one.wait_ns / 1e6:,.3f} ms" for one in known],
         "rank": [one.rank for one in known],
         "step": [names[across[one.iteration, one.phase, one.call, one.step]] for one in known],
         "bound": [one.bound or "not known" for one in known],
     })  # fmt: skip
     mapper = LinearColorMapper(palette=Viridis256, low=0, high=most)
     cells = made.rect(
-        "x", "y", 0.96, 0.92, source=source, line_color=None, fill_color={"field": "wait", "transform": mapper}
+        "x", "y", 0.96, 0.92, source=source, line_color=None, fill_color={"field": "exposed", "transform": mapper}
     )
-    made.add_layout(cells.construct_color_bar(width=10, title="ms", background_fill_alpha=0,
+    made.add_layout(cells.construct_color_bar(width=10, title="ms exposed", background_fill_alpha=0,
                                               major_label_text_color=_INK, title_text_color=_INK), "right")  # fmt: skip
-    _hover(made, [cells], ("rank", "@rank"), ("step", "@step"), ("waited", "@wait{0.000} ms"), ("bound by", "@bound"))
+    _hover(
+        made,
+        [cells],
+        ("rank", "@rank"),
+        ("step", "@step"),
+        ("exposed", "@exposed{0.000} ms"),
+        ("waited", "@wait"),
+        ("bound by", "@bound"),
+    )
     _named_rows(made, [f"rank {rank}" for rank in ranks])
     step = -(-len(names) // MOST_LABELS)
     made.xaxis.ticker = FixedTicker(ticks=list(range(0, len(names), step)))
@@ -220,5 +284,48 @@ def stacked(names: Sequence[str], parts: Mapping[str, tuple[str, Sequence[float]
         left = right
     _named_rows(made, names)
     made.legend.visible = len(parts) > 1
+    _legend(made)
+    return made
+
+
+Interval = tuple[float, float, float]
+"""Lower end, middle, upper end."""
+
+
+def intervals(names: Sequence[str], values: Sequence[Interval], axis: str) -> Any:
+    """A mark and its interval a name."""
+    made = _plain("", 26 * len(names) + 100, x_axis_label=axis)
+    source = ColumnDataSource({
+        "y": [-place for place in range(len(names))],
+        "low": [low for low, _, _ in values],
+        "middle": [middle for _, middle, _ in values],
+        "high": [high for _, _, high in values],
+        "name": list(names),
+    })  # fmt: skip
+    made.segment(x0="low", x1="high", y0="y", y1="y", line_width=6, color=palette.BLUE, alpha=0.4, source=source)
+    marks = made.scatter(x="middle", y="y", size=9, color=palette.BLUE, source=source)
+    ends = (("from", "@low{0,0.000}"), ("to", "@high{0,0.000}"))
+    _hover(made, [marks], ("", "@name"), (axis, "@middle{0,0.000}"), *ends)
+    _named_rows(made, names)
+    return made
+
+
+def bands(across: str, up: str, series: Mapping[str, Sequence[tuple[float, Interval]]]) -> Any:
+    """A line and the band around it for each name, both axes logarithmic."""
+    made = _plain("", 380, x_axis_label=across, y_axis_label=up, x_axis_type="log", y_axis_type="log")
+    for place, (name, points) in enumerate(series.items()):
+        colour = palette.LINES[place % len(palette.LINES)]
+        source = ColumnDataSource({
+            "x": [at for at, _ in points],
+            "low": [low for _, (low, _, _) in points],
+            "middle": [middle for _, (_, middle, _) in points],
+            "high": [high for _, (_, _, high) in points],
+            "name": [name] * len(points),
+        })  # fmt: skip
+        made.varea(x="x", y1="low", y2="high", color=colour, alpha=0.2, source=source, legend_label=clean(name))
+        made.line(x="x", y="middle", color=colour, line_width=2, source=source, legend_label=clean(name))
+        marks = made.scatter(x="x", y="middle", size=7, color=colour, source=source)
+        rows = (("", "@name"), (across, "@x{0,0.##}"), (up, "@middle{0,0.000}"), ("from", "@low{0,0.000}"))
+        _hover(made, [marks], *rows, ("to", "@high{0,0.000}"))
     _legend(made)
     return made

@@ -8,9 +8,11 @@ from ringprof.analysis.findings.findings import Findings
 from ringprof.report.page.document import Document, PageSection
 from ringprof.report.page.html import drawing
 from ringprof.report.sections import SECTIONS
+from ringprof.report.sections.run import what_ran
 from ringprof.report.terminal import header_of
 from ringprof.report.terms import MEANINGS
 from ringprof.report.text import binary_size, clean, duration, percent, rate
+from ringprof.trace.columns import NOTES
 
 
 def run_document(found: Findings, report: dict[str, Any], name: str) -> Document:
@@ -20,7 +22,13 @@ def run_document(found: Findings, report: dict[str, Any], name: str) -> Document
         content = one.html(found, report, figures) if one.html else None
         if content is not None:
             sections.append(PageSection(one.name, one.title, MEANINGS.get(one.name, ""), content))
-    return Document(clean(name), header_of(found.attribution, found.summary), found.verdict, _tiles(found), sections)
+    attribution = found.attribution
+    if any(warning.code not in NOTES for warning in attribution.warnings):
+        # They change how everything after them is to be read.
+        sections.sort(key=lambda section: section.anchor != "warnings")
+    header = header_of(attribution, found.summary)
+    what = f"{what_ran(attribution.run)} · {header}" if attribution.run else header
+    return Document(clean(name), what, found.verdict, _tiles(found), sections)
 
 
 def _tiles(found: Findings) -> list[tuple[str, str]]:
@@ -32,7 +40,7 @@ def _tiles(found: Findings) -> list[tuple[str, str]]:
         tiles.append((rate(rates.block_tflops), "attention kernels in the run"))
     if rates.solo_tflops is not None:
         tiles.append((rate(rates.solo_tflops), "the same blocks alone"))
-    tiles.append((percent(summary.exposed_mean), "exposed communication, mean"))
+    tiles.append((percent(summary.exposed_mean), "exposed communication, of the mean wall"))
     if summary.overlap_ratio is not None:
         tiles.append((percent(summary.overlap_ratio), "of communication hidden"))
     if rates.peak_memory_bytes:

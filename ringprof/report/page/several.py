@@ -6,14 +6,18 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ringprof.analysis.findings.changes import Change
 from ringprof.analysis.findings.comparison import WATERFALL, Comparison, Difference, Entry
 from ringprof.report import palette
+from ringprof.report.comparison import verdict_of
 from ringprof.report.page.document import Cell, Content, Document, PageSection, PageTable, number, text
 from ringprof.report.page.html import drawing
 from ringprof.report.sweep import COLUMNS
+from ringprof.report.tables import Column, Table
 from ringprof.report.terms import LABELS, MEANINGS
 from ringprof.report.terms import WATERFALL as WATERFALL_LABELS
 from ringprof.report.text import clean
+from ringprof.report.timeline import timeline_of
 
 _TIMES = ("compute", "exposed_comm", "exposed_memory", "idle")
 """Parts of the time; in figures with ``_ms``."""
@@ -24,7 +28,7 @@ def comparison_document(found: Comparison) -> Document:
     figures = drawing()
 
     names = [entry.label for entry in found.entries]
-    sections = []
+    sections = _changes(found, figures)
     speeds = [(entry.label, entry.figures["tflops"].value) for entry in found.entries if "tflops" in entry.figures]
     if speeds:
         bars = figures.stacked([name for name, _ in speeds], _one("TFLOP/s", [value for _, value in speeds]), "TFLOP/s")
@@ -43,7 +47,45 @@ def comparison_document(found: Comparison) -> Document:
     differing = Content(tables=[_settings_table(found)])
     sections.append(PageSection("differences", "What differs in settings", "", differing))
     warnings = [clean(f"{entry.label}: {text}") for entry in found.entries for text in entry.warnings]
-    return Document("Comparison", " · ".join(clean(name) for name in names), warnings, [], sections)
+    subtitle = " · ".join(f"{place or 'base'}: {clean(name)}" for place, name in enumerate(names))
+    return Document("Comparison", subtitle, [*warnings, *verdict_of(found)], [], sections)
+
+
+def _changes(found: Comparison, figures: Any) -> list[PageSection]:
+    """Of two runs: what became of the time, by part, step and kernel, and both timelines on one axis."""
+    if found.changes is None:
+        return []
+    parts, steps, kernels = found.changes.parts, found.changes.steps, found.changes.kernels
+    drawn = Content(figures.changes(parts, WATERFALL_LABELS), [_change_table("part", parts, WATERFALL_LABELS)])
+    sections = [PageSection("changes", "What changed", MEANINGS["changes"], drawn)]
+    timelines = _timelines(found, figures)
+    if timelines is not None:
+        sections.append(PageSection("timelines", "Both timelines", MEANINGS["timelines"], Content(timelines)))
+    for anchor, title, rows in (("steps", "By ring step", steps), ("kernels", "By kernel", kernels)):
+        if rows:
+            table = Content(tables=[_change_table(anchor.removesuffix("s"), rows, {})])
+            sections.append(PageSection(f"changed-{anchor}", title, MEANINGS[f"changed_{anchor}"], table))
+    return sections
+
+
+def _timelines(found: Comparison, figures: Any) -> Any | None:
+    """One above the other; None where a run has no device activities or too many ranks."""
+    if any(run.attribution.on_cpu or not run.lists_steps for run in found.runs):
+        return None
+    drawn = [
+        (timeline_of(run.attribution, run.steps), [rank.rank for rank in run.attribution.ranks]) for run in found.runs
+    ]
+    return figures.timelines(drawn, [entry.label for entry in found.entries])
+
+
+def _change_table(title: str, rows: Sequence[Change], labels: Mapping[str, str]) -> PageTable:
+    columns = (Column(title), Column("base", "time"), Column("other", "time"), Column("change", "time"),
+               Column("of the base's wall", "share"))  # fmt: skip
+    shown = [
+        [labels.get(one.what, one.what), one.base_ns, one.other_ns, one.other_ns - one.base_ns, one.share]
+        for one in rows
+    ]
+    return Table("", columns, shown, "compare --format json").page()
 
 
 def _one(name: str, values: Sequence[float]) -> dict[str, tuple[str, Sequence[float]]]:
@@ -66,7 +108,7 @@ def figure_table(found: Comparison) -> PageTable:
     against = {(one.figure, one.entry): one for one in found.differences}
     titles = ["figure", "unit"]
     for place, entry in enumerate(found.entries):
-        titles += [entry.label] if place == 0 else [entry.label, "to the first", ""]
+        titles += [entry.label] if place == 0 else [entry.label, "to the first", "95 %", ""]
     rows = []
     for name in found.figures:
         known = [entry.figures[name] for entry in found.entries if name in entry.figures]
@@ -89,7 +131,9 @@ def _label(name: str) -> str:
 
 
 def _against(one: Difference | None) -> list[Cell]:
-    return [number(None if one is None else one.ratio, 2), text("" if one is None else one.verdict)]
+    known = one is not None and one.low is not None and one.high is not None
+    interval = f"{one.low:.3f} to {one.high:.3f}" if one is not None and known else "-"
+    return [number(None if one is None else one.ratio, 2), text(interval), text("" if one is None else one.verdict)]
 
 
 def _settings_table(found: Comparison) -> PageTable:
@@ -132,16 +176,15 @@ def _series(row: Mapping[str, Any]) -> str:
 
 
 def _sweep_shares(rows: Sequence[Mapping[str, Any]], figures: Any) -> Any:
-    flash = [100 * (row["flash_share"] or 0.0) for row in rows]
-    exposed = [100 * (row["exposed_comm_ms"] or 0.0) / row["forward_backward_ms"] if row["forward_backward_ms"] else 0.0
-               for row in rows]  # fmt: skip
-    rest = [max(0.0, 100 - a - b) for a, b in zip(flash, exposed, strict=True)]
+    compute = [100 * (row["compute_share"] or 0.0) for row in rows]
+    exposed = [100 * (row["exposed_comm_share"] or 0.0) for row in rows]
+    rest = [max(0.0, 100 - a - b) for a, b in zip(compute, exposed, strict=True)]
     parts = {
-        "attention kernels": (palette.BLUE, flash),
+        "computation": (palette.BLUE, compute),
         "exposed communication": (palette.WIRE, exposed),
-        "everything else": (palette.GREY, rest),
+        "memory operations and idle": (palette.GREY, rest),
     }
-    return figures.stacked([f"{_series(row)} · {row['seq']:,}" for row in rows], parts, "%")
+    return figures.stacked([f"{_series(row)} · {row['seq']:,}" for row in rows], parts, "% of the profiled iteration")
 
 
 def _row_table(rows: Sequence[Mapping[str, Any]]) -> PageTable:

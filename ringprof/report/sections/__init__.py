@@ -17,6 +17,7 @@ from ringprof.report.sections import (
     controls,
     hops,
     kernels,
+    machine,
     run,
     steps,
     warnings,
@@ -54,12 +55,15 @@ def _timeline(found: Findings, report: dict[str, Any], figures: Any) -> Content 
 
 
 SECTIONS = (
+    Section("machine", "State of the GPUs", machine.terminal, html=machine.html),
     Section("communication", terminal=communication.terminal),
     Section("run", terminal=run.terminal, json=run.json),
     Section("controls", terminal=controls.terminal),
     Section("waterfall", "Waterfall", waterfall.terminal, waterfall.json, waterfall.html,
             "Also show every part from the device's peak to the speed achieved."),
     Section("breakdown", "Breakdown by rank", breakdown.terminal, breakdown.json, breakdown.html),
+    Section("kinds", "By kind", html=breakdown.kinds_html),
+    Section("speed", "Speed and controls", html=run.speed_html),
     Section("timeline", "Timeline", html=_timeline),
     Section("steps", "Ring steps", steps.terminal, steps.json, steps.html,
             "Also show ring steps: block, hops, what was exposed and why.", on_cpu=False, columns=steps.COLUMNS),
@@ -73,7 +77,8 @@ SECTIONS = (
     Section("settings", "Settings and environment", html=run.html),
     Section("warnings", "Warnings", warnings.terminal, html=warnings.html),
 )  # fmt: skip
-"""In their order on the page. The terminal shows those that it always has, then those asked for, then warnings."""
+"""In their order on the page. The terminal shows the machine's state before the verdict, then those that it always has,
+then those asked for, then warnings."""
 
 OPTIONAL = {section.name: section for section in SECTIONS if section.option}
 """What can be asked for beside the terminal report."""

@@ -178,3 +178,13 @@ def html(found: Findings, report: dict[str, Any], figures: Any) -> Content:
     """The drawn breakdown, and a row a rank."""
     ranks = report["ranks"]
     return Content(figures.breakdown(ranks), [rank_table(ranks)], [] if found.lists_steps else [_LEFT_OUT])
+
+
+def kinds_html(found: Findings, report: dict[str, Any], figures: Any) -> Content | None:
+    """A row a kind, means over ranks."""
+    columns = (Column("kind"), Column("mean", "time"), Column("of mean wall", "share"), Column("calls", "rough count"),
+               Column("average", "short time"), Column("hidden", "share"))  # fmt: skip
+    rows = [
+        [LABELS[row.kind], row.time_ns, row.share, row.calls, row.average_ns, row.hidden] for row in found.summary.kinds
+    ]
+    return Content(tables=[Table("", columns, rows).page()]) if rows else None

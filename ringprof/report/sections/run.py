@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import Any
 
 import msgspec
@@ -9,12 +10,14 @@ import msgspec
 from ringprof.analysis.findings.findings import Findings
 from ringprof.analysis.findings.summary import Rates
 from ringprof.report.page.document import Content, PageTable, text
+from ringprof.report.sections import communication, controls
 from ringprof.report.tables import Listing
 from ringprof.report.text import TextStyle, binary_size, clean, duration, rate, slower_or_faster
 from ringprof.run import Run, Verification, Workload
 
 _PARTIAL = "a part of the run was chosen: rates, controls and memory of whole iterations are left out"
-_KEPT = ("name", "created", "workload", "topology", "strategy", "kernel", "verification", "peak_memory_bytes")
+_KEPT = ("name", "created", "workload", "topology", "strategy", "kernel", "verification", "peak_memory_bytes",
+         "device_states")  # fmt: skip
 
 
 def terminal(found: Findings, style: TextStyle, listing: Listing) -> list[str]:
@@ -25,10 +28,11 @@ def terminal(found: Findings, style: TextStyle, listing: Listing) -> list[str]:
     check = [_check(run.verification)] if run.verification else []
     partial = [_PARTIAL] if found.attribution.partial_window else []
     speed = [*_speed(run, rates), *_balance(run)]
-    return [style.wrap("\n".join([_what_ran(run), *check, *speed, *partial, *_cost(rates)]))]
+    return [style.wrap("\n".join([what_ran(run), *check, *speed, *partial, *_cost(rates)]))]
 
 
-def _what_ran(run: Run) -> str:
+def what_ran(run: Run) -> str:
+    """Strategy, workload and kernel in a line."""
     parts = []
     if run.strategy:
         given = ", ".join(f"{key}={value}" for key, value in run.strategy.params.items())
@@ -110,11 +114,37 @@ def json(found: Findings) -> dict[str, Any]:
 
 
 def html(found: Findings, report: dict[str, Any], figures: Any) -> Content:
-    """Every setting, a row each."""
+    """Every setting, how it was checked, and where: a row each."""
     rows = [[text("source"), text(", ".join(report["source"]["paths"]))]]
-    run = report["run"] or {}
-    for group in ("workload", "topology", "strategy", "verification"):
-        value = run.get(group) or {}
-        rows += [[text(f"{group}: {key}"), text(item)] for key, item in value.items() if item is not None]
-    rows += [[text(key), text(run[key])] for key in ("name", "created", "kernel") if run.get(key)]
+    run = found.attribution.run
+    named: dict[str, Any] = {"name": run.name, "created": run.created, "kernel": run.kernel} if run else {}
+    if run is not None:
+        for group in ("workload", "topology", "strategy"):
+            fields = (report["run"] or {}).get(group) or {}
+            named |= {f"{group}: {key}": value for key, value in fields.items()}
+        named["verification"] = _check(run.verification) if run.verification else None
+        named["command"] = shlex.join(run.command)
+        named["devices"] = dict.fromkeys(run.environment.devices)
+        named["driver"] = run.environment.driver
+        named |= {f"version: {key}": value for key, value in run.environment.versions.items()}
+        named |= {f"variable: {key}": value for key, value in run.environment.variables.items()}
+    rows += [[text(key), text(_plainly(value))] for key, value in named.items() if value not in (None, {}, [])]
     return Content(tables=[PageTable(["what", "value"], rows)])
+
+
+def _plainly(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(key if item is None else f"{key}={item}" for key, item in value.items())
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def speed_html(found: Findings, report: dict[str, Any], figures: Any) -> Content | None:
+    """Speed with its spread, the profiler's overhead and memory, in words; the split of communication; controls."""
+    run, style = found.attribution.run, TextStyle(width=10_000, wide_tables=True)
+    blocks = communication.terminal(found, style, Listing())
+    lines = [*_speed(run, found.summary.rates), *_balance(run), *_cost(found.summary.rates)] if run is not None else []
+    lines += [line for block in blocks for line in block.split("\n")]
+    tables = controls.page_tables(found)
+    return Content(lines=lines, tables=tables) if lines or tables else None

@@ -9,6 +9,7 @@ from ringprof.analysis.findings.findings import Findings
 from ringprof.analysis.findings.waterfall import Bounds, Waterfall
 from ringprof.report.page.document import Content
 from ringprof.report.tables import Column, Listing, Table, text_table
+from ringprof.report.terms import ACTIONS
 from ringprof.report.terms import WATERFALL as LABELS
 from ringprof.report.text import TextStyle, clean, duration, in_unit, percent, rate, rounded_to_sum, unit_for
 
@@ -58,7 +59,10 @@ def html(found: Findings, report: dict[str, Any], figures: Any) -> Content:
     """The drawn waterfall, and a row a part."""
     waterfall = found.waterfall
     columns = (Column("part"), Column("ms", "time", on_page="ms"), Column("share", "share", on_page="% of wall"),
-               Column("TFLOP/s after it", "rate"), Column("evidence"))  # fmt: skip
-    rows = [[LABELS[one.part], one.time_ns, one.share, one.tflops, one.evidence] for one in waterfall.parts]
+               Column("TFLOP/s after it", "rate"), Column("evidence"), Column("shorter by"))  # fmt: skip
+    rows = [
+        [LABELS[one.part], one.time_ns, one.share, one.tflops, one.evidence, ACTIONS.get(one.part, "-")]
+        for one in waterfall.parts
+    ]
     lines = [f"Bounds on the wall of {duration(waterfall.wall_ns)}: {_bounds(waterfall.bounds)}."]
     return Content(figures.waterfall(waterfall), [Table("", columns, rows).page()], lines)

@@ -14,8 +14,8 @@ from ringprof.trace.kineto.byte_source import ByteSource
 
 EMPTY = msgspec.Raw(b"")
 
-UNREADABLE = (ValueError, RecursionError)
-"""What msgspec raises on text that it cannot decode (its own errors are ValueErrors)."""
+UNREADABLE = (ValueError, msgspec.MsgspecError, RecursionError)
+"""What msgspec raises on text that it cannot decode (its own errors are ValueErrors from 0.21 on)."""
 
 
 class Event(msgspec.Struct, gc=False):

@@ -177,16 +177,17 @@ class Collector:
     def _sort(self, events: list[Event]) -> dict[str, list[Event]]:
         tables: dict[str, list[Event]] = {table: [] for table in TABLES}
         table_for = self._table_for
-        odd = 0
+        odd = bare = 0
         for event in events:
             if event.ph == "X":
                 table = table_for[event.cat]
                 if table is not None:
                     tables[table].append(event)
+                elif event.cat is None:
+                    bare += 1
             elif event.ph == "B" or event.ph == "E":
                 odd += 1
-        if odd:
-            self.oddities["begin_end_events"] += odd
+        self.oddities += Counter(begin_end_events=odd, missing_category=bare)
         return tables
 
     def _keep(self, table: str, events: list[Event]) -> None:
@@ -327,6 +328,11 @@ class Collector:
         self._base_ns = base_ns
         self._middle_ns = self._middle()
         rows = {table: self._columns(table) for table in TABLES}
+        if rows["activities"]:
+            self._count("missing_name", rows["activities"]["name"] == self.names.get("", NONE))
+            unlaunched = rows["activities"]["correlation"] == NONE
+            # Other writers than PyTorch give none at all.
+            self._count("missing_correlation", unlaunched & ~unlaunched.all())
         if rows["launches"]:
             correlation = rows["launches"]["correlation"]
             known = rows["activities"].get("correlation", np.empty(0, np.int64))

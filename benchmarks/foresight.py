@@ -1,0 +1,204 @@
+"""Every error of foresight against what was measured, with its sign: predicted over measured, less 1.
+
+    python benchmarks/foresight.py [PART...]
+
+Parts: runs, strategies, lengths, eight, replays, h100, a800. Runs are the committed ones, h100 and a800 the published
+rows of benchmarks/data/attention.csv. What was fitted to which rows, docs/foresight.md says.
+"""
+
+from __future__ import annotations
+
+import csv
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import msgspec
+
+import ringprof
+from ringprof.foresee.calibration import Calibration, read_calibration
+from ringprof.foresee.check import check
+from ringprof.foresee.from_runs import Observed, calibrate_from, observed_run
+from ringprof.foresee.links import Cluster
+from ringprof.foresee.predict import Prediction, predict
+from ringprof.foresee.question import Question
+from ringprof.foresee.tape import tape_of
+from ringprof.foresee.what_if import Changes, what_if
+from ringprof.run import Run, Workload
+
+ROOT = Path(__file__).parents[1]
+TRACES, DATA = ROOT / "traces", ROOT / "benchmarks" / "data"
+EIGHT = ROOT / "tests" / "data" / "h200x8-zigzag-131072"
+
+
+@dataclass(frozen=True)
+class Score:
+    """One prediction held against one measurement; times in milliseconds."""
+
+    name: str
+    measured: float
+    predicted: float
+    low: float | None = None
+    """Of the 80 % interval, as ``high``."""
+    high: float | None = None
+
+    @property
+    def error(self) -> float:
+        return self.predicted / self.measured - 1
+
+    @property
+    def inside(self) -> bool | None:
+        return None if self.low is None or self.high is None else self.low <= self.measured <= self.high
+
+
+@cache
+def base() -> Calibration:
+    """H200 without samples of kernels: those come from the runs that a score allows."""
+    machine = read_calibration("h200")
+    return msgspec.structs.replace(machine, kernels=[msgspec.structs.replace(k, samples=[]) for k in machine.kernels])
+
+
+@cache
+def observed() -> dict[str, Observed]:
+    """The committed GPU runs by the names of their folders."""
+    return {path.parent.name: observed_run(path.parent, base()) for path in sorted(TRACES.glob("h200*/run.json"))}
+
+
+def one_host() -> dict[str, Observed]:
+    return {name: one for name, one in observed().items() if one.links.cluster.hosts == 1}
+
+
+def measured_ms(run: Run) -> float:
+    assert run.timings is not None
+    return (run.timings.median_ns() or 0.0) / 1e6
+
+
+def scored(name: str, measured: float, prediction: Prediction) -> Score:
+    low, middle, high = (prediction.quantile_ns(share) / 1e6 for share in (0.1, 0.5, 0.9))
+    return Score(name, measured, middle, low, high)
+
+
+def from_others(name: str, others: Sequence[Observed]) -> Score:
+    """A run foreseen by the machine that other runs tell of."""
+    run = observed()[name].run
+    machine = calibrate_from(others, base())
+    return scored(name, measured_ms(run), predict(Question.like(run), machine, tape_of))
+
+
+def runs() -> Iterator[Score]:
+    """Every run of one host from all others."""
+    for name in one_host():
+        yield from_others(name, [one for other, one in observed().items() if other != name])
+
+
+def strategies() -> Iterator[Score]:
+    """Every run of one host from those of other strategies."""
+    for name, mine in one_host().items():
+        assert mine.run.strategy
+        others = [
+            one for one in observed().values() if one.run.strategy and one.run.strategy.name != mine.run.strategy.name
+        ]
+        yield from_others(name, others)
+
+
+def lengths() -> Iterator[Score]:
+    """Runs of 65536 tokens from those of 262144, and back."""
+    for name, mine in one_host().items():
+        others = [one for one in observed().values() if _seq(one) != _seq(mine)]
+        if others and any(_seq(one) in (65536, 262144) for one in others):
+            yield from_others(name, others)
+
+
+def _seq(one: Observed) -> int:
+    assert one.run.workload is not None
+    return one.run.workload.seq
+
+
+def eight() -> Iterator[Score]:
+    """8 GPUs from the runs of 4: the slowest rank of the profiled iteration, the only time that there is."""
+    loaded = ringprof.load(EIGHT)
+    assert isinstance(loaded, ringprof.Analysis)
+    wall = max(rank.breakdown.wall_ns for rank in loaded.attribution.ranks) / 1e6
+    workload = Workload(seq=131072, heads=40, kv_heads=40, head_dim=128)
+    question = Question("zigzag", workload, Cluster(1, 8), "cudnn", older=True)
+    four = [one for one in observed().values() if one.run.topology.world_size == 4]
+    yield scored(EIGHT.name, wall, predict(question, calibrate_from(four, base()), tape_of))
+
+
+def replays() -> Iterator[Score]:
+    """Every GPU run from its own blocks and hops, against its profiled iteration."""
+    machine = calibrate_from(list(observed().values()), base())
+    for name, one in observed().items():
+        found = what_if(one, machine, Changes())
+        yield Score(name, found.recorded_ns / 1e6, found.replayed_ns / 1e6)
+
+
+def h100(*ids: str) -> Iterator[Score]:
+    """Published multi-host cells of MagiAttention on H100 that are of strategies that ringprof has."""
+    yield from _published("H100", "h100", Cluster(nic_gbit=400.0), ids)
+
+
+def a800(*ids: str) -> Iterator[Score]:
+    """Published cells of BurstEngine on 32 A800."""
+    yield from _published("A800", "a800", Cluster(nic_gbit=200.0, gpus_per_nic=2), ids)
+
+
+def _published(hardware: str, machine: str, cluster: Cluster, ids: Sequence[str]) -> Iterator[Score]:
+    """Rows on several hosts; those of ``ids``, or all."""
+    chosen = [row for row in rows() if row["hardware"].startswith(hardware) and int(row["hosts"]) > 1]
+    chosen = [row for row in chosen if not ids or row["id"] in ids]
+    for found in check(chosen, read_calibration(machine), tape_of, cluster):
+        if found.predicted_ms and found.row.measured_ms:
+            low, middle, high = found.predicted_ms
+            row = chosen[found.row.number - 2]
+            name = f"{row['id']} {row['strategy']} {row['n_gpus']} {row['seq_global']} {row['pass']}"
+            yield Score(
+                f"{name} {'causal' if row['causal'] == 'True' else 'full'}", found.row.measured_ms, middle, low, high
+            )
+
+
+@cache
+def rows() -> list[dict[str, str]]:
+    with open(DATA / "attention.csv", encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def ranking(scores: Sequence[Score], slack: float = 0.03) -> tuple[int, int]:
+    """In how many cells (GPUs, length, pass, mask) the strategy foreseen as the best is, or is within ``slack``."""
+    cells: dict[tuple[str, ...], list[Score]] = {}
+    for score in scores:
+        cells.setdefault(tuple(score.name.split()[2:]), []).append(score)
+    several = [cell for cell in cells.values() if len(cell) > 1]
+    good = 0
+    for cell in several:
+        best = min(one.measured for one in cell)
+        good += min(cell, key=lambda one: one.predicted).measured <= best * (1 + slack)
+    return good, len(several)
+
+
+PARTS: dict[str, Callable[[], Iterator[Score]]] = {
+    "runs": runs, "strategies": strategies, "lengths": lengths, "eight": eight, "replays": replays, "h100": h100,
+    "a800": a800,
+}  # fmt: skip
+
+
+def show(name: str, scores: Sequence[Score]) -> None:
+    print(f"\n{name}: {(PARTS[name].__doc__ or '').splitlines()[0]}")
+    for one in scores:
+        inside = {True: "inside", False: "outside", None: ""}[one.inside]
+        print(f"  {one.name:48} {one.measured:12.2f} ms {one.predicted:12.2f} {100 * one.error:+7.1f} %  {inside}")
+    errors = [100 * one.error for one in scores]
+    known = [one.inside for one in scores if one.inside is not None]
+    mean, bias = sum(map(abs, errors)) / len(errors), sum(errors) / len(errors)
+    print(f"  {len(scores)}: mean error {mean:.2f} %, most {max(map(abs, errors)):.1f} %, bias {bias:+.2f} %", end="")
+    print(f", {100 * sum(known) / len(known):.0f} % inside the 80 % interval" if known else "")
+    if name == "h100":
+        good, cells = ranking(scores)
+        print(f"  the best, or one within 3 % of it, is chosen in {good} of {cells} cells")
+
+
+if __name__ == "__main__":
+    for part in sys.argv[1:] or PARTS:
+        show(part, list(PARTS[part]()))

@@ -1,0 +1,54 @@
+"""``ringprof advise``: the strategy and degrees for a problem and a cluster."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import click
+import msgspec
+
+from ringprof.cli.asking import asked_cluster, asked_workload, asks
+from ringprof.cli.write import write_text
+from ringprof.errors import UsageError
+from ringprof.foresee.advise import advise, as_json
+from ringprof.foresee.calibration import read_calibration
+
+_UNITS = {"GB": 10**9, "GiB": 2**30, "MB": 10**6, "MiB": 2**20}
+
+
+@click.command("advise")
+@asks
+@click.option("--memory", metavar="SIZE", help="What a GPU has for this, such as 80GB.  [default: all of it]")
+@click.option("--strategy", "strategies", multiple=True, metavar="NAME", help="Only this strategy; repeatable.")
+@click.option("--html", type=click.Path(dir_okay=False), help="Write a page with plots.")
+def command(**options: Any) -> int:
+    """Foresee every strategy, degree, placement, window and hop engine, and choose.
+
+    \b
+    ringprof advise --seq 1048576 --heads 40 --hosts 16 --gpus-per-host 8 --machine h100 --nic 400
+    """
+    from ringprof.foresee.advice_shown import document, render
+    from ringprof.foresee.tape import tape_of
+
+    machine, cluster = read_calibration(options["machine"]), asked_cluster(options)
+    found = advise(
+        asked_workload(options), cluster, machine, tape_of, kernel=options["kernel"],
+        memory_bytes=_size(options["memory"]) if options["memory"] else None, strategies=options["strategies"],
+    )  # fmt: skip
+    if options["form"] == "json":
+        click.echo(msgspec.json.format(msgspec.json.encode(as_json(found)), indent=1).decode())
+    else:
+        click.echo(render(found), nl=False)
+    if options["html"]:
+        from ringprof.report.page.html import render as page
+
+        write_text(options["html"], page(document(found)))
+    return 0
+
+
+def _size(text: str) -> int:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(GB|GiB|MB|MiB)", text)
+    if match is None:
+        raise UsageError(f"--memory {text!r}: write a size such as 80GB or 40GiB")
+    return int(float(match[1]) * _UNITS[match[2]])

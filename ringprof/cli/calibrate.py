@@ -1,0 +1,95 @@
+"""``ringprof calibrate``: a machine's figures, from its GPUs or from recorded runs."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import click
+
+from ringprof.errors import UsageError
+from ringprof.foresee.calibration import Calibration, as_json, assumed, base_for, read_calibration
+from ringprof.run import write_atomically
+
+
+@click.command("calibrate")
+@click.argument("runs", nargs=-1, type=click.Path(), metavar="[RUN]...")
+@click.option("-o", "--output", required=True, type=click.Path(dir_okay=False), help="The calibration file to write.")
+@click.option("--name", help="What to call the machine.  [default: the device]")
+@click.option(
+    "--base", metavar="FILE_OR_NAME", help="Where what is not measured is taken from.  [default: by the device]"
+)
+@click.option("--kernels", metavar="NAMES", help="Kernels to measure, by commas.  [default: all that run here]")
+@click.option("--seconds", type=click.FloatRange(min=5), default=400.0, show_default=True,
+              help="About how long to measure on GPUs.")  # fmt: skip
+def command(
+    runs: tuple[str, ...], output: str, name: str | None, base: str | None, kernels: str | None, seconds: float
+) -> None:
+    """Measure a machine on all GPUs of this host, or take its figures from recorded runs.
+
+    With two GPUs or more links and contention are measured, too. What is known is written as it comes.
+
+    \b
+    ringprof calibrate -o machine.json
+    ringprof calibrate traces/h200x4-* -o machine.json
+    """
+    path = Path(output)
+    if runs:
+        found = _from_runs(runs, read_calibration(base) if base else None)
+        _save(found, name, path)
+    else:
+        _measured(path, name, base, kernels, seconds)
+    click.echo(f"Wrote {output}: ringprof predict --machine {output}", err=True)
+
+
+def _from_runs(runs: tuple[str, ...], base: Calibration | None) -> Calibration:
+    from ringprof.foresee.from_runs import calibrate_from, observed_run
+    from ringprof.foresee.question import run_at
+
+    known = base or base_for(run_at(runs[0]).environment.devices[0])
+    return calibrate_from([observed_run(run, known) for run in runs], known)
+
+
+def _measured(path: Path, name: str | None, base: str | None, kernels: str | None, seconds: float) -> None:
+    from ringprof.record.launcher import launcher_rank
+    from ringprof.record.resolve import need
+
+    need("torch")
+    import torch
+
+    if not torch.cuda.is_available():
+        raise UsageError("calibrate measures GPUs and there is none here: name recorded runs instead")
+    place = launcher_rank()
+    if place is None and torch.cuda.device_count() > 1:
+        # Ranks of our own: the same command on every GPU.
+        sys.stdout.flush()
+        count = str(torch.cuda.device_count())
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", count]
+        os.execv(sys.executable, [sys.executable, *launcher, "-m", "ringprof", *sys.argv[1:]])
+    from ringprof.foresee.measure import Bench, measure, usable_kernels
+    from ringprof.record.world_group import world_group
+
+    device = torch.device("cuda", 0)
+    properties = torch.cuda.get_device_properties(device)
+    known = read_calibration(base) if base else base_for(properties.name)
+    if known.device != properties.name:
+        known = assumed(properties.name, properties.name, properties.multi_processor_count, properties.total_memory)
+
+    def run(bench: Bench) -> None:
+        chosen = kernels.split(",") if kernels else usable_kernels(bench.device)
+        measure(known, bench, chosen, seconds, lambda found: _save(found, name, path))
+
+    if place is None:
+        run(Bench(device))
+        return
+    with world_group(place, "cuda", seconds + 300) as mine:
+        run(Bench(mine, place.rank, place.world_size))
+    if place.rank != 0:
+        sys.exit(0)
+
+
+def _save(found: Calibration, name: str | None, path: Path) -> None:
+    import msgspec
+
+    write_atomically(path, as_json(msgspec.structs.replace(found, name=name or found.name)))

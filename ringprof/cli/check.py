@@ -1,0 +1,72 @@
+"""``ringprof check``: options to a request, and the answer."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from typing import Any
+
+import click
+import msgspec
+
+from ringprof.cli.recording import on_ranks, workload_options
+from ringprof.cli.values import Tokens
+from ringprof.errors import RingprofError
+from ringprof.record.check.launch import check_here
+from ringprof.record.check.result import CALLS, FORMATS, TIME_LIMIT_S, Check, CheckRequest
+from ringprof.record.launcher import launcher_rank
+
+LAYOUTS = ("contiguous", "zigzag", "stripe")
+
+
+@click.command("check")
+@click.argument("target", metavar="MODULE:FUNCTION")
+@click.option("--layout", required=True, type=click.Choice(LAYOUTS), help="Which tokens of the sequence a rank holds.")
+@click.option("--seq", type=Tokens(), help="Length over all ranks.  [default: 256 tokens a rank on GPU, 64 on CPU]")
+@workload_options(heads=8, head_dim=64)
+@on_ranks
+@click.option("--softmax-scale", type=float, help="That the attention uses.  [default: 1/sqrt(head_dim)]")
+@click.option("--forward-only", is_flag=True, help="No gradients.")
+@click.option("--tensor-format", type=click.Choice(FORMATS), default="bshd", show_default=True,
+              help="Order of batch, sequence, heads and head_dim in q, k, v and the output.")  # fmt: skip
+@click.option("--calls", default=CALLS, show_default=True, help="Calls, each with other numbers; all are compared.")
+@click.option("--time-limit", type=float, default=TIME_LIMIT_S, show_default=True, metavar="SECONDS",
+              help="For one call, after which a rank counts as hung.")  # fmt: skip
+@click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
+def command(**options: Any) -> int:
+    """Compare any attention with dense attention.
+
+    Starts its own ranks on this host; under torchrun or srun it is one of theirs. MODULE:FUNCTION is called on each as
+    attention(q, k, v) with the rank's own tokens. That imports the module, from the current folder too: it runs code
+    that is not ringprof's. Exit code 0: output and gradients are equal; 1: they are not; 3: a rank failed.
+
+    \b
+    ringprof check mypackage.attention:ring --layout zigzag
+    ringprof check mine:attention --layout contiguous --dtype fp32 --device cpu --world 4
+    """
+    form = options.pop("form")
+    request = CheckRequest(backward=not options.pop("forward_only"), **options)
+    place = launcher_rank()
+    if place is None:
+        return _shown(check_here(request), form)
+    code = 3
+    try:
+        found = check_here(request)
+        code = _shown(found, form) if place.rank == 0 else int(not found.equal)
+    except RingprofError as error:
+        code = error.exit_code
+        if place.rank == 0 or f"rank {place.rank} " in str(error):
+            click.echo(f"ringprof: {error}", err=True)
+    except Exception:
+        click.echo(f"ringprof: rank {place.rank} failed:\n{traceback.format_exc()}", err=True)
+    # At once: leaving in good order can block in a communicator whose peers are gone.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _shown(found: Check, form: str) -> int:
+    click.echo(json.dumps(msgspec.to_builtins(found), indent=1) if form == "json" else str(found))
+    return int(not found.equal)

@@ -1,0 +1,122 @@
+"""The commands: each is a module, loaded when it is first used, so that ``ringprof --help`` is instant."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from importlib import import_module
+
+import click
+from click.shell_completion import CompletionItem
+
+from ringprof._version import __version__
+from ringprof.cli.write import say
+from ringprof.errors import RingprofError, nearest
+
+# name -> (module, one line for --help)
+COMMANDS = {
+    "record": ("ringprof.cli.record", "Run a strategy, check it, time it and profile it."),
+    "balance": ("ringprof.cli.balance", "Compare how evenly layouts deal out packed documents."),
+    "bench": ("ringprof.cli.bench", "Record every combination of strategies, lengths and kernels."),
+    "check": ("ringprof.cli.check", "Compare any attention over several ranks with dense attention."),
+    "compare": ("ringprof.cli.compare", "Set runs, traces, tables and logs side by side."),
+    "export": ("ringprof.cli.export", "Merge all ranks into one trace for Perfetto."),
+    "kernels": ("ringprof.cli.kernels", "List the attention kernels and what each can."),
+    "logs": ("ringprof.cli.logs", "Read benchmark logs into one table and audit them."),
+    "predict": ("ringprof.cli.predict", "Foresee a run on a cluster that is not here."),
+    "what-if": ("ringprof.cli.what_if", "Replay a recorded run with something changed."),
+    "advise": ("ringprof.cli.advise", "Find the strategy and degrees for a problem and a cluster."),
+    "calibrate": ("ringprof.cli.calibrate", "Measure a machine, so that runs on it can be foreseen."),
+    "plot": ("ringprof.cli.plot", "Draw a plot as PNG, SVG or PDF."),
+    "report": ("ringprof.cli.report", "Show where the time of a run or trace went."),
+    "runs": ("ringprof.cli.runs", "List the runs of a folder."),
+    "strategies": ("ringprof.cli.strategies", "List the strategies, or one strategy's parameters."),
+}
+
+
+class _LazyCommands(click.Group):
+    """Loads a command's module when the command is used, and turns errors into one line."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        command: click.Command = import_module(COMMANDS[cmd_name][0]).command
+        return command
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Without loading the commands."""
+        return [CompletionItem(name, help=help) for name, (_, help) in COMMANDS.items() if name.startswith(incomplete)]
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, summary) for name, (_, summary) in COMMANDS.items()])
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and args[0] not in COMMANDS and not args[0].startswith("-"):
+            raise click.UsageError(
+                f"no command {args[0]!r}{nearest(args[0], COMMANDS)}; there are: {', '.join(COMMANDS)}"
+            )
+        return super().resolve_command(ctx, args)
+
+
+@click.group(cls=_LazyCommands, invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="ringprof")
+@click.pass_context
+def group(context: click.Context) -> None:
+    """Record ring attention (context parallelism) and see where its time goes.
+
+    \b
+    ringprof record --strategy burst --seq 524288    record on all GPUs of this host
+    ringprof report traces/run.json                  show the newest run
+    """
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help())
+
+
+def run(args: list[str]) -> int:
+    """Run one command line and return its exit code, every error as one line on stderr."""
+    try:
+        result = group.main(args, prog_name="ringprof", standalone_mode=False)
+        return result if isinstance(result, int) else 0
+    except click.exceptions.Abort:
+        return _fail("interrupted", 130)
+    except KeyboardInterrupt:
+        return _fail("interrupted", 130)
+    except click.exceptions.Exit as stop:
+        return stop.exit_code
+    except click.ClickException as error:
+        return _fail(error.format_message() + _hint(error), 2)
+    except RingprofError as error:
+        return _fail(str(error), error.exit_code)
+    except BrokenPipeError:
+        # The reader of our output left (`| head`): not an error, and nothing more can be said.
+        sys.stderr.close()
+        return 128 + signal.SIGPIPE
+    except OSError as error:
+        # Nothing is assumed about a path that the user gives: too long, in a circle, on a disk that is gone.
+        named = f"{error.filename}: " if error.filename else ""
+        return _fail(f"{named}{error.strerror or error}", 2)
+
+
+_RANKS = ("--nproc", "--nproc-per-node", "--nproc_per_node", "--world-size", "--gpus", "--num-gpus", "--ranks")
+"""What other launchers call the number of ranks."""
+
+
+def _hint(error: click.ClickException) -> str:
+    if not isinstance(error, click.UsageError) or not error.ctx:
+        return ""
+    meant = ""
+    if isinstance(error, click.NoSuchOption) and error.option_name.partition("=")[0] in _RANKS:
+        known = {option.name for option in error.ctx.command.params}
+        meant = "--world sets the number of ranks; " if "world" in known else ""
+    return f" ({meant}see: {error.ctx.command_path} --help)"
+
+
+def _fail(message: str, code: int) -> int:
+    say(f"ringprof: {message}")
+    return code

@@ -1,0 +1,93 @@
+"""``ringprof what-if``: a recorded run with something changed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+import msgspec
+
+from ringprof.cli.recording import params_of
+from ringprof.errors import UsageError
+from ringprof.foresee.calibration import base_for, read_calibration
+from ringprof.foresee.from_runs import observed_run
+from ringprof.foresee.question import run_at
+from ringprof.foresee.what_if import Changes, WhatIf, what_if
+from ringprof.report.text import duration, percent
+
+
+@click.command("what-if")
+@click.argument("run", type=click.Path())
+@click.option(
+    "--link", "links", multiple=True, metavar="LINK=FACTOR", help="same_host=2x or other_host=2x: so much faster."
+)
+@click.option("--slow", multiple=True, metavar="RANK=FACTOR", help="This rank's blocks take so many times as long.")
+@click.option("--kernel-speed", default="1x", show_default=True, metavar="FACTOR", help="Attention so much faster.")
+@click.option("--hops", type=click.Choice(["nccl", "copy"]), help="Hops inside hosts carried so.")
+@click.option("--ranks-per-host", type=click.IntRange(min=1), help="As many neighbouring ranks to a host.")
+@click.option("--kv-heads", type=click.IntRange(min=1), help="Keys and values of so many heads.")
+@click.option("-p", "--param", "params", multiple=True, metavar="KEY=VALUE", help="Another parameter of the strategy.")
+@click.option("--machine", metavar="FILE_OR_NAME", help="What is not in the run.  [default: by its device]")
+@click.option("--format", "form", type=click.Choice(["terminal", "json"]), default="terminal", show_default=True)
+def command(**options: Any) -> int:
+    """Replay a recorded run's own blocks and hops, then with something changed.
+
+    \b
+    ringprof what-if traces/h200x4-zigzag-262144 --hops copy
+    ringprof what-if traces/h200x4-burst-65536-two-hosts --link other_host=10x --slow 3=1.25
+    """
+    run = run_at(options["run"])
+    machine = read_calibration(options["machine"]) if options["machine"] else base_for(run.environment.devices[0])
+    changes = Changes(
+        links={name: _factor(value) for name, value in _pairs(options["links"], "--link")},
+        slow={_rank(name): _factor(value) for name, value in _pairs(options["slow"], "--slow")},
+        kernel_speed=_factor(options["kernel_speed"]), hops=options["hops"], hosts_of=options["ranks_per_host"],
+        kv_heads=options["kv_heads"], params=params_of(options["params"], "KEY=VALUE"),
+    )  # fmt: skip
+    found = what_if(observed_run(options["run"], machine), machine, changes)
+    if options["form"] == "json":
+        click.echo(msgspec.json.format(msgspec.json.encode(found.as_dict()), indent=1).decode())
+    else:
+        click.echo(_text(found, changes), nl=False)
+    return 0
+
+
+def _text(found: WhatIf, changes: Changes) -> str:
+    lines = [
+        f"recorded  {duration(found.recorded_ns)}, the profiled iteration's slowest rank",
+        f"replayed  {duration(found.replayed_ns)}: off by {percent(found.replay_error)}",
+    ]
+    if changes == Changes():
+        lines.append("nothing changed: name --link, --slow, --kernel-speed, --hops or --ranks-per-host")
+    else:
+        word = "less" if found.gain >= 0 else "more"
+        lines.append(f"PREDICTED {duration(found.changed_ns)}: {percent(abs(found.gain))} {word} than the replay")
+        if abs(found.gain) < abs(found.replay_error):
+            lines.append("the change is smaller than what the replay is off by")
+    return "\n".join(lines) + "\n"
+
+
+def _pairs(given: tuple[str, ...], option: str) -> list[tuple[str, str]]:
+    pairs = []
+    for text in given:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise UsageError(f"{option} {text!r}: write NAME=FACTOR")
+        pairs.append((name, value))
+    return pairs
+
+
+def _rank(text: str) -> int:
+    if not text.isdigit():
+        raise UsageError(f"--slow {text!r}: write RANK=FACTOR, such as 3=1.25")
+    return int(text)
+
+
+def _factor(text: str) -> float:
+    try:
+        factor = float(text.removesuffix("x"))
+    except ValueError:
+        factor = 0.0
+    if not 0.001 <= factor <= 1000:
+        raise UsageError(f"{text!r} is not a factor: write 2x, or 0.5x")
+    return factor

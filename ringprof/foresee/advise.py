@@ -1,0 +1,248 @@
+"""Which strategy, degrees and hops for a problem on a cluster: all that fit, foreseen, and the choice among them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from ringprof.errors import RingprofError, UnfitWorkloadError
+from ringprof.foresee.calibration import Calibration
+from ringprof.foresee.links import Cluster
+from ringprof.foresee.predict import Prediction, TapeOf, as_dict, predict
+from ringprof.foresee.question import Question
+from ringprof.run import Workload
+
+SCHEMA = "ringprof.advice/1"
+HIDDEN = 0.02
+"""Part of the time up to which waiting for transfers counts as hidden."""
+_DRAWS = 4000
+_LENGTHS = (0.25, 0.5, 1.0, 2.0, 4.0)
+_NICS = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0)
+_SHARED = ("forward kernel", "backward kernel", "memory", "unexplained", "host")
+"""What two strategies on one machine have in common: it moves both alike."""
+Tell = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One way of running the problem."""
+
+    prediction: Prediction
+    best: float
+    """Probability that no other is faster."""
+    on_front: bool
+    """Whether no other is faster with as little memory."""
+    fits: bool
+
+    @property
+    def label(self) -> str:
+        return _label(self.prediction.question)
+
+
+@dataclass(frozen=True)
+class Point:
+    """The first choice at another length or NIC."""
+
+    at: float
+    predictions: tuple[Prediction, ...]
+    """Of the first choices here, in their order."""
+
+
+@dataclass(frozen=True)
+class Advice:
+    """The choices by time, and what would change the first of them."""
+
+    choices: tuple[Choice, ...]
+    refused: tuple[tuple[str, str], ...]
+    """(what, why)."""
+    lengths: tuple[Point, ...]
+    """By tokens."""
+    nics: tuple[Point, ...]
+    """By Gbit/s; empty on one host."""
+
+    @property
+    def first(self) -> Choice:
+        return self.choices[0]
+
+    def hidden_from_tokens(self) -> float | None:
+        """The shortest length looked at from which on the first choice's transfers are hidden."""
+        return _first_hidden(self.lengths)
+
+    def hidden_from_gbit(self) -> float | None:
+        """The slowest NIC looked at from which on they are."""
+        return _first_hidden(self.nics)
+
+    def why_not_the_second(self) -> str:
+        """What the runner-up loses most by."""
+        if len(self.choices) < 2:
+            return "there is no other"
+        one, other = (choice.prediction for choice in self.choices[:2])
+        more = {
+            part: other.spans.total(part) - one.spans.total(part)
+            for part in ("kernel", "memory", "same_host", "other_host", "peers", "host")
+        }
+        part = max(more, key=lambda name: more[name])
+        apart = other.median_ns / one.median_ns - 1
+        return f"{self.choices[1].label} takes {100 * apart:.1f} % longer: {more[part] / 1e6:+.2f} ms of {_PARTS[part]}"
+
+    def what_to_measure(self) -> str:
+        """The input whose measurement would narrow the first choice's interval most."""
+        parts = self.first.prediction.parts
+        most = max(parts, key=lambda name: parts[name])
+        left = math.sqrt(sum(parts.values()) - parts[most]) / math.sqrt(sum(parts.values()))
+        return f"{_MEASURES.get(most, most)}: the interval would be {100 * left:.0f} % as wide"
+
+
+_PARTS = {
+    "kernel": "attention", "memory": "merges and copies", "same_host": "bytes inside hosts",
+    "other_host": "bytes between hosts", "peers": "waiting for peers", "host": "launching",
+}  # fmt: skip
+_MEASURES = {
+    "forward kernel": "calibrate the kernel's forward pass at these shapes (ringprof calibrate on one GPU)",
+    "backward kernel": "calibrate the kernel's backward pass at these shapes (ringprof calibrate on one GPU)",
+    "unexplained": "record one run on such a machine, and calibrate from it",
+    "other_host": "measure the rate between two hosts with all GPUs sending",
+    "same_host": "calibrate the links on two GPUs", "chance": "nothing: it is the chance of one run against another",
+}  # fmt: skip
+
+
+def advise(
+    workload: Workload, cluster: Cluster, machine: Calibration, tape_of: TapeOf, *, kernel: str = "auto",
+    memory_bytes: int | None = None, strategies: Sequence[str] = (), tell: Tell = lambda what, done, of: None,
+) -> Advice:  # fmt: skip
+    """All candidates foreseen, by time. Raises `UnfitWorkloadError` where none can run."""
+    asked = [
+        question for question in candidates(workload, cluster, machine, kernel)
+        if not strategies or question.strategy in strategies
+    ]  # fmt: skip
+    found, refused = [], []
+    for number, question in enumerate(asked):
+        tell("strategies", number, len(asked))
+        try:
+            found.append(predict(question, machine, tape_of))
+        except RingprofError as error:
+            refused.append((_label(question), str(error)))
+    if not found:
+        raise UnfitWorkloadError(f"no strategy can run this: {refused[0][1] if refused else 'none was asked for'}")
+    room = memory_bytes or machine.memory_bytes
+    found.sort(key=lambda one: (one.peak_bytes > room, one.median_ns))
+    chances = chances_of_being_best([one for one in found if one.peak_bytes <= room])
+    choices = tuple(
+        Choice(one, chances[at] if at < len(chances) else 0.0, _on_front(one, found), one.peak_bytes <= room)
+        for at, one in enumerate(found)
+    )
+    firsts = [choice.prediction.question for choice in choices[:2]]
+    return Advice(
+        choices, tuple(refused),
+        tuple(_at_lengths(firsts, machine, tape_of, tell)), tuple(_at_nics(firsts, machine, tape_of, tell)),
+    )  # fmt: skip
+
+
+def candidates(workload: Workload, cluster: Cluster, machine: Calibration, kernel: str) -> Iterator[Question]:
+    """Every strategy with the degrees, placements, windows and hops that make a difference on this cluster."""
+    size, per_host = cluster.size, cluster.gpus_per_host
+    engines = ("nccl", "copy") if machine.same_host.copy_gb_s is not None and per_host > 1 else ("nccl",)
+    several = cluster.hosts > 1
+    sets: list[tuple[str, dict[str, Any], bool]] = [("zigzag", {}, not several), ("stripe", {}, not several)]
+    sets += [("ring", {}, not several)] if not workload.causal else []
+    sets += [("burst", {"double_ring": False}, not several), ("megatron", {}, False), ("ulysses", {}, False)]
+    sets += [("allgather", {"layout": "zigzag" if workload.causal else "contiguous"}, False)]
+    if several:
+        sets += [("burst", {"double_ring": True}, True), ("double-ring", {}, True)]
+    for degree in (degree for degree in range(2, size) if size % degree == 0 and degree <= workload.heads):
+        sets.append(("usp", {"ulysses_degree": degree}, degree < per_host or not several))
+        if several and degree == per_host:
+            sets.append(("double-ring", {"ulysses_degree": degree}, False))
+            sets.append(("usp", {"ulysses_degree": degree, "placement": "ring-first"}, False))
+    for name, params, copies in sets:
+        for hops in engines if copies else engines[:1]:
+            yield Question(name, workload, cluster, kernel, hops, params)
+
+
+def chances_of_being_best(found: Sequence[Prediction]) -> list[float]:
+    """How often each is the fastest, over draws in which what they share is drawn once for all."""
+    if not found:
+        return []
+    draw = np.random.default_rng(0)
+    shared = {name: draw.standard_normal(_DRAWS) for name in _SHARED}
+    logs = []
+    for one in found:
+        moved = sum(math.sqrt(one.parts.get(name, 0.0)) * normal for name, normal in shared.items())
+        own = math.sqrt(sum(part for name, part in one.parts.items() if name not in _SHARED))
+        logs.append(math.log(one.median_ns) + moved + own * draw.standard_normal(_DRAWS))
+    best = np.argmin(np.array(logs), axis=0)
+    return [float(np.mean(best == at)) for at in range(len(found))]
+
+
+def _on_front(one: Prediction, found: Sequence[Prediction]) -> bool:
+    return not any(
+        other.median_ns < one.median_ns and other.peak_bytes <= one.peak_bytes for other in found if other is not one
+    )
+
+
+def _at_lengths(firsts: Sequence[Question], machine: Calibration, tape_of: TapeOf, tell: Tell) -> Iterator[Point]:
+    for number, factor in enumerate(_LENGTHS):
+        tell("lengths", number, len(_LENGTHS))
+        seq = int(firsts[0].workload.seq * factor)
+        asked = [replace(one, workload=msgspec.structs.replace(one.workload, seq=seq)) for one in firsts]
+        yield from _point(seq, asked, machine, tape_of)
+
+
+def _at_nics(firsts: Sequence[Question], machine: Calibration, tape_of: TapeOf, tell: Tell) -> Iterator[Point]:
+    cluster = firsts[0].cluster
+    if cluster.hosts == 1 or cluster.nic_gbit is None:
+        return
+    for number, factor in enumerate(_NICS):
+        tell("NICs", number, len(_NICS))
+        gbit = cluster.nic_gbit * factor
+        asked = [replace(one, cluster=replace(one.cluster, nic_gbit=gbit)) for one in firsts]
+        yield from _point(gbit, asked, machine, tape_of)
+
+
+def _point(at: float, asked: Sequence[Question], machine: Calibration, tape_of: TapeOf) -> Iterator[Point]:
+    try:
+        yield Point(at, tuple(predict(question, machine, tape_of) for question in asked))
+    except RingprofError:
+        return
+
+
+def _first_hidden(points: Sequence[Point]) -> float | None:
+    """The first point from which on all later ones are hidden, too; None where the last is not."""
+    found = None
+    for point in reversed(points):
+        if point.predictions[0].exposed_share > HIDDEN:
+            break
+        found = point.at
+    return found
+
+
+def _label(question: Question) -> str:
+    given = ", ".join(f"{key}={value}" for key, value in question.params.items())
+    copied = ", hops copied" if question.hops == "copy" else ""
+    return f"{question.strategy}{f' ({given})' if given else ''}{copied}"
+
+
+def as_json(advice: Advice) -> dict[str, Any]:
+    """Schema ``ringprof.advice/1``."""
+    return {
+        "schema": SCHEMA,
+        "predicted": True,
+        "choices": [
+            {
+                "label": choice.label, "probability_best": round(choice.best, 4), "on_front": choice.on_front,
+                "fits": choice.fits, **as_dict(choice.prediction, whole=False),
+            }
+            for choice in advice.choices
+        ],
+        "inputs": as_dict(advice.first.prediction)["inputs"],
+        "refused": [{"label": label, "reason": reason} for label, reason in advice.refused],
+        "hidden_from_tokens": advice.hidden_from_tokens(),
+        "hidden_from_gbit": advice.hidden_from_gbit(),
+        "why_not_the_second": advice.why_not_the_second(),
+        "what_to_measure": advice.what_to_measure(),
+    }  # fmt: skip

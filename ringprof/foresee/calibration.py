@@ -1,0 +1,230 @@
+"""The calibration file (schema ``ringprof.calibration/1``): what is known of a machine, every value with its origin.
+
+``ringprof calibrate`` writes one from measurements or from recorded runs; `bundled` names those that come with the
+package.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from importlib.resources import files
+from typing import Annotated, Literal
+
+import msgspec
+
+from ringprof.errors import InputError, UsageError
+from ringprof.files import read_whole
+
+SCHEMA = "ringprof.calibration/1"
+BUNDLED = ("h200", "h100", "b200", "a800")
+
+Origin = Literal["measured", "published", "assumed"]
+Positive = Annotated[float, msgspec.Meta(gt=0, lt=1e18)]
+Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
+Whole = Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
+
+
+class Value(msgspec.Struct, frozen=True):
+    """One figure: what it is, how sure, and where it is from."""
+
+    value: Annotated[float, msgspec.Meta(ge=0, lt=1e18)]
+    spread: Annotated[float, msgspec.Meta(ge=0, le=2)]
+    """Standard deviation, as a part of the value."""
+    origin: Origin
+    source: str
+    """What measured it, who published it, or why it is assumed."""
+
+
+class KernelSample(msgspec.Struct, frozen=True, kw_only=True):
+    """The time of one attention call, helpers included, on a device that does nothing else."""
+
+    phase: Literal["forward", "backward"]
+    batch: Whole = 1
+    q: Whole
+    kv: Whole
+    heads: Whole
+    kv_heads: Whole
+    head_dim: Whole
+    causal: bool
+    ns: Positive
+    spread: Share = 0.01
+    """Standard deviation of the calls, as a part of the time."""
+    count: Whole = 1
+    """Calls."""
+    duty: Share = 1.0
+    """Part of the time around the calls in which the device computed: a cool device is faster."""
+    origin: Origin
+    source: str
+
+
+class Kernel(msgspec.Struct, frozen=True, kw_only=True):
+    """One attention kernel on this device."""
+
+    name: str
+    fills_device: bool
+    """Whether it is one wave of persistent blocks, so that a hop's kernel that comes later waits for its end."""
+    tail: Value
+    """The part of a call, at its end, in which the device drains and others find room."""
+    lead: Value
+    """The part of a backward call, at its beginning, that helpers take before the kernel that fills the device."""
+    samples: list[KernelSample]
+
+
+class Link(msgspec.Struct, frozen=True, kw_only=True):
+    """How fast transfers go over one class of link, in each direction with both in use."""
+
+    channel_gb_s: Value
+    """Of one of NCCL's channels."""
+    hop_gb_s: Value
+    """The most that one hop by NCCL reaches, however many its channels."""
+    total_gb_s: Value
+    """The most that all transfers of a device reach together; between hosts of a device's NIC."""
+    latency_us: Value
+    """Of a hop."""
+    collective_gb_s: dict[str, Value] = {}
+    """Bytes that leave a rank over time, by operation: ``all_to_all``, ``all_gather``, ``reduce_scatter``."""
+    copy_gb_s: Value | None = None
+    """By copy engine."""
+    line_gbit: Positive | None = None
+    """Line rate of the NICs that ``total_gb_s`` was seen on."""
+
+
+class Nccl(msgspec.Struct, frozen=True, kw_only=True):
+    """What decides how many channels a message gets; see `ringprof.foresee.links`."""
+
+    version: str
+    peer_channels: Whole = 32
+    """Channels to a peer that NCCL begins with (p2pnChannelsPerPeer, p2pnChannels)."""
+    collective_channels: Whole = 24
+    """Multiprocessors that a ring collective holds."""
+
+
+class Host(msgspec.Struct, frozen=True, kw_only=True):
+    """Time of the host, in microseconds: small problems are bound by it."""
+
+    call_us: Value
+    """A call into torch: a view, an allocation."""
+    launch_us: Value
+    """A kernel that moves memory."""
+    forward_us: Value
+    """An attention call."""
+    backward_us: Value
+    post_us: Value
+    """A transfer begun."""
+    wait_us: Value
+
+
+class Calibration(msgspec.Struct, frozen=True, kw_only=True):
+    """One machine."""
+
+    schema: str = SCHEMA
+    name: str
+    device: str
+    created: str
+    multiprocessors: Whole
+    memory_bytes: Whole
+    """Of a device."""
+    environment: dict[str, str]
+    """Versions of driver, torch, NCCL, cuDNN and flash-attn that the figures are of."""
+    kernels: list[Kernel]
+    memory_gb_s: Value
+    """Of kernels that only move memory, read and written together."""
+    reorder_gb_s: Value
+    """Of those that change the order in memory, as packing for an all-to-all does."""
+    touch_us: Value
+    """Shortest time of such a kernel, with the gap after it."""
+    same_host: Link
+    other_host: Link
+    nccl: Nccl
+    contention: Value
+    """How much of the multiprocessors that a hop's kernel holds is lost to a block beside it."""
+    hop_first: Value
+    """How often a hop begins before the block that it became ready together with."""
+    host: Host
+    handover_us: Value
+    """From an event on one stream to another that waited for it."""
+    heat: Value
+    """How much longer a block takes on a device that always computes than on a cool one."""
+    unlike: Value
+    """How far devices of this kind differ in speed: the standard deviation. A ring goes at its slowest one's."""
+    noise: Value
+    """Spread of a run's time from day to day that nothing here explains."""
+    unmeasured: list[str] = []
+    """What could not be measured, and why."""
+
+    def kernel(self, name: str) -> Kernel:
+        """Raises `UsageError` where the file has no curves of it."""
+        for kernel in self.kernels:
+            if kernel.name == name:
+                return kernel
+        known = ", ".join(kernel.name for kernel in self.kernels) or "none"
+        raise UsageError(f"machine {self.name!r} has no curves of kernel {name!r}: it has {known} (ringprof calibrate)")
+
+
+def read_calibration(path: str | os.PathLike[str]) -> Calibration:
+    """Read a calibration file, or a bundled one by its name. Raises `InputError` and `UsageError`."""
+    name = os.fspath(path)
+    if name in BUNDLED:
+        return parse_calibration((files(__package__) / "machines" / f"{name}.json").read_bytes(), name)
+    if not name.endswith(".json") and not os.path.exists(name):
+        raise UsageError(f"no machine {name!r}; there are: {', '.join(BUNDLED)}, or a file of `ringprof calibrate`")
+    return parse_calibration(read_whole(name), name)
+
+
+def parse_calibration(data: bytes, name: str) -> Calibration:
+    """Decode a calibration; ``name`` is where it lies. Raises `InputError`."""
+    try:
+        calibration = msgspec.json.decode(data, type=Calibration)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InputError(f"{name}: not a calibration: {error}") from None
+    if calibration.schema != SCHEMA:
+        raise InputError(f"{name}: schema {calibration.schema!r} is not {SCHEMA!r}: calibrate again")
+    if not all(math.isfinite(sample.ns) for kernel in calibration.kernels for sample in kernel.samples):
+        raise InputError(f"{name}: not a calibration: a time is not finite")
+    return calibration
+
+
+def as_json(calibration: Calibration) -> bytes:
+    """The text of a calibration file."""
+    return msgspec.json.format(msgspec.json.encode(calibration), indent=1) + b"\n"
+
+
+def assumed(name: str, device: str, multiprocessors: int, memory_bytes: int) -> Calibration:
+    """What is known of no machine in particular: of the order of a Hopper GPU's figures. A place to begin from."""
+
+    def about(value: float, why: str = "of the usual order") -> Value:
+        return Value(value, 0.3, "assumed", why)
+
+    def kernel(name: str, fills: bool) -> Kernel:
+        lead, tail = about(0.007), about(0.012) if fills else about(0.0, "a kernel of many short blocks")
+        return Kernel(name=name, fills_device=fills, tail=tail, lead=lead, samples=[])
+
+    host = Host(
+        call_us=about(2.0), launch_us=about(12.0), forward_us=about(60.0), backward_us=about(100.0),
+        post_us=about(150.0), wait_us=about(15.0),
+    )  # fmt: skip
+    return Calibration(
+        name=name, device=device, created="", multiprocessors=multiprocessors, memory_bytes=memory_bytes,
+        environment={}, kernels=[kernel("cudnn", True), kernel("flash-attn", False), kernel("torch-flash", False)],
+        memory_gb_s=about(3000.0), reorder_gb_s=about(1000.0), touch_us=about(4.0),
+        same_host=Link(
+            channel_gb_s=about(18.0), hop_gb_s=about(350.0), total_gb_s=about(390.0), latency_us=about(40.0),
+            collective_gb_s={"all_to_all": about(310.0), "all_gather": about(300.0), "reduce_scatter": about(300.0)},
+        ),
+        other_host=Link(
+            channel_gb_s=about(13.0), hop_gb_s=about(45.0), total_gb_s=about(40.0), latency_us=about(50.0),
+            collective_gb_s={},
+        ),
+        nccl=Nccl(version="2.28"), contention=about(0.83), hop_first=about(0.35), host=host, handover_us=about(5.0),
+        heat=about(0.1), unlike=about(0.015), noise=about(0.015),
+    )  # fmt: skip
+
+
+def base_for(device: str) -> Calibration:
+    """The bundled machine of this device; where there is none, one that knows nothing."""
+    for name in BUNDLED:
+        known = read_calibration(name)
+        if known.device == device:
+            return known
+    return assumed(device, device, 132, 80 << 30)

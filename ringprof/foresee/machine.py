@@ -1,0 +1,139 @@
+"""A machine as `events.simulate` asks for it: a calibration, a cluster, and one draw of what is not known exactly."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
+
+from ringprof.foresee.calibration import Calibration, Kernel
+from ringprof.foresee.curves import Curve, Estimate
+from ringprof.foresee.events import BlockTime, Leg
+from ringprof.foresee.links import UNCHANGED, Cluster, Links, Rates
+from ringprof.foresee.program import Block, Op, Post, Touch
+
+JITTER = 0.01
+"""Of a block from one call to the next."""
+
+
+class Curves:
+    """The curves of one kernel on one machine, with the estimates that were asked for."""
+
+    def __init__(self, calibration: Calibration, kernel: str) -> None:
+        self.kernel: Kernel = calibration.kernel(kernel)
+        self.heat = calibration.heat.value
+        self._of: dict[str, Curve] = {}
+        self._known: dict[tuple[object, ...], Estimate] = {}
+        self._units = calibration.multiprocessors
+
+    def at(self, block: Block) -> Estimate:
+        """On a hot device. Raises `OutsideCalibration`."""
+        key = (block.phase, block.batch, block.q, block.kv, block.heads, block.kv_heads, block.head_dim, block.causal)
+        if key not in self._known:
+            self._known[key] = self._curve(block.phase).at(block)
+        return self._known[key]
+
+    def _curve(self, phase: str) -> Curve:
+        if phase not in self._of:
+            samples = [sample for sample in self.kernel.samples if sample.phase == phase]
+            self._of[phase] = Curve(f"{self.kernel.name} {phase}", samples, self._units, self.heat)
+        return self._of[phase]
+
+
+@dataclass(frozen=True)
+class Draw:
+    """Factors on times, one possible machine; `Draw()` is the likeliest."""
+
+    kernel: Mapping[str, float] = field(default_factory=dict)
+    """By phase."""
+    memory: float = 1.0
+    host: float = 1.0
+    rates: Rates = UNCHANGED
+    seed: int = 0
+
+
+LIKELIEST = Draw()
+
+
+@dataclass(frozen=True)
+class Changes:
+    """What a user would like to know the effect of: factors on times of some ranks, on all kernels, on rates."""
+
+    slow: Mapping[int, float] = field(default_factory=dict)
+    """Rank -> how many times as long its blocks take."""
+    kernel_speed: float = 1.0
+    memory_speed: float = 1.0
+    rates: Rates = UNCHANGED
+    share: float = 1.0
+    """On what a block loses to a hop beside it."""
+
+
+NO_CHANGES = Changes()
+
+
+class CalibratedMachine:
+    """Times by a calibration. Ranks' duty makes their blocks cooler and faster (see `Calibration.heat`)."""
+
+    def __init__(
+        self, calibration: Calibration, cluster: Cluster, curves: Curves, draw: Draw = LIKELIEST,
+        changes: Changes = NO_CHANGES, duty: Mapping[int, float] | None = None,
+    ) -> None:  # fmt: skip
+        self._calibration, self._curves, self._draw, self._changes = calibration, curves, draw, changes
+        rates = Rates(*(a * b for a, b in zip(draw.rates, changes.rates, strict=True)))
+        self.links = Links(calibration, cluster, rates)
+        self.handover_ns = calibration.handover_us.value * 1e3
+        self._duty = duty or {}
+        self._chance = random.Random(draw.seed)
+        self._jitter: dict[tuple[int, int], float] = defaultdict(lambda: self._chance.gauss(1.0, JITTER))
+        self._unlike: dict[int, float] = defaultdict(lambda: self._chance.gauss(1.0, calibration.unlike.value))
+
+    def block(self, rank: int, place: int, block: Block) -> BlockTime:
+        heat = self._curves.heat
+        cool = (1 + heat * self._duty.get(rank, 1.0)) / (1 + heat)
+        factor = (
+            self._draw.kernel.get(block.phase, 1.0) * self._changes.slow.get(rank, 1.0) / self._changes.kernel_speed
+        )
+        jitter = self._jitter[rank, place] * self._unlike[rank] if self._draw.seed else 1.0
+        total = self._curves.at(block).ns * cool * factor * jitter
+        kernel = self._curves.kernel
+        lead = kernel.lead.value * total if block.phase == "backward" else 0.0
+        return BlockTime(total, lead, kernel.tail.value * total, kernel.fills_device)
+
+    def touch(self, rank: int, place: int, touch: Touch) -> float:
+        calibration = self._calibration
+        rate = calibration.reorder_gb_s.value if touch.strided else calibration.memory_gb_s.value
+        busy = touch.bytes / rate * self._draw.memory / self._changes.memory_speed
+        return calibration.touch_us.value * 1e3 + busy
+
+    def leg(self, post: Post, sender: int, receiver: int) -> Leg:
+        return self.links.leg(post, sender, receiver)
+
+    def collective(self, post: Post) -> float:
+        return self.links.collective(post)
+
+    def share(self, post: Post) -> float:
+        return self.links.share(post) * self._changes.share
+
+    def capacity(self, link: Hashable) -> float:
+        return self.links.capacity(link)
+
+    def hop_is_first(self, rank: int, place: int) -> bool:
+        return self._chance.random() < self._calibration.hop_first.value
+
+    def host(self, op: Op) -> float:
+        return host_ns(self._calibration, op) * self._draw.host
+
+
+def host_ns(calibration: Calibration, op: Op) -> float:
+    """What the host spends on an operation, and on the calls into torch before it."""
+    host = calibration.host
+    if isinstance(op, Block):
+        own = host.forward_us if op.phase == "forward" else host.backward_us
+    elif isinstance(op, Touch):
+        own = host.launch_us
+    elif isinstance(op, Post):
+        own = host.post_us
+    else:
+        own = host.wait_us
+    return (own.value + op.calls * host.call_us.value) * 1e3

@@ -1,0 +1,432 @@
+"""Measure a machine: kernels by shape, memory, the host's own time, heat; with two GPUs links and contention, too.
+
+Every GPU computes at the same time, as in a run, and keeps computing, so that it is as warm. What has been measured is
+handed on after every part, so that a run cut short has left a calibration.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from itertools import pairwise
+from statistics import median, pstdev
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from ringprof.errors import UsageError
+from ringprof.foresee.calibration import Calibration, Kernel, KernelSample, Link, Nccl, Value
+from ringprof.foresee.links import channels
+from ringprof.foresee.program import Block
+from ringprof.foresee.shapes import COLLECTIVE_BYTES, MESSAGES, blocks
+from ringprof.record.world_group import gather_bytes
+from ringprof.strategies.communicator import Communicator
+from ringprof.strategies.kernels import KERNELS
+from ringprof.strategies.merge import accumulate
+from ringprof.strategies.parcels import Parcel
+
+Save = Callable[[Calibration], None]
+_PARTS = {"kernels": 0.62, "links": 0.14, "contention": 0.1, "heat": 0.08, "host": 0.06}
+"""Of the time that is given."""
+_SAMPLE_NS, _CALLS = 40e6, (2, 24)
+"""Least time that is measured of a shape, and the fewest and the most calls."""
+_TRANSFERS = 11
+_AHEAD_CYCLES = 10_000_000
+"""Of the device: some milliseconds."""
+_SLICE_S = 30.0
+"""Between savings of samples."""
+_WARM_S = 8.0
+_BESIDE = Block(
+    label="", phase="forward", batch=1, q=16384, kv=16384, heads=40, kv_heads=40, head_dim=128, causal=False
+)  # fmt: skip
+_BESIDE_BYTES = 320 << 20
+
+
+@dataclass
+class Bench:
+    """One rank's device, and what it takes to measure on it."""
+
+    device: torch.device
+    rank: int = 0
+    size: int = 1
+
+    def times_ns(self, body: Callable[[], object], calls: int) -> list[float]:
+        """Each of ``calls`` calls, back to back."""
+        if self.device.type != "cuda":
+            marks = [time.perf_counter_ns()]
+            for _ in range(calls):
+                body()
+                marks.append(time.perf_counter_ns())
+            return [float(b - a) for a, b in pairwise(marks)]
+        events: list[Any] = [torch.cuda.Event(enable_timing=True) for _ in range(calls + 1)]  # type: ignore[no-untyped-call]
+        # While the device sleeps, the host gets ahead: else small calls would take the host's time.
+        torch.cuda._sleep(_AHEAD_CYCLES)  # type: ignore[no-untyped-call]
+        events[0].record()
+        for event in events[1:]:
+            body()
+            event.record()
+        events[-1].synchronize()
+        return [a.elapsed_time(b) * 1e6 for a, b in pairwise(events)]
+
+    def typical_ns(self, body: Callable[[], object]) -> tuple[float, float, int]:
+        """Median, relative spread and count, of as many calls as fill some time, after some that do not count."""
+        once = self.times_ns(body, 1)[0]
+        if once < _SAMPLE_NS:
+            # A first call also chooses its algorithm and makes room.
+            once = self.times_ns(body, 1)[0]
+        calls = min(max(int(_SAMPLE_NS / max(once, 1.0)), _CALLS[0]), _CALLS[1])
+        taken = self.times_ns(body, calls)
+        middle = median(taken)
+        return middle, pstdev(taken) / middle, calls
+
+    def together_ns(self, body: Callable[[], object]) -> float:
+        """Median of a transfer that all ranks make, of as many calls on each."""
+        self.times_ns(body, 2)
+        return median(self.times_ns(body, _TRANSFERS))
+
+    def together(self, part: Any, kind: Any) -> list[Any]:
+        """What every rank found."""
+        if self.size == 1:
+            return [part]
+        return [msgspec.json.decode(one, type=kind) for one in gather_bytes(msgspec.json.encode(part), self.device)]
+
+    def draw(self, *shape: int) -> Tensor:
+        return torch.randn(shape, device=self.device, dtype=torch.bfloat16)
+
+
+def measure(base: Calibration, bench: Bench, kernels: Sequence[str], seconds: float, save: Save) -> Calibration:
+    """Measure everything within about ``seconds``; ``save`` is called on rank 0 with what is known so far."""
+    started = time.monotonic()
+    ends, share = {}, 0.0
+    for name, part in _PARTS.items():
+        share += part
+        ends[name] = started + share * seconds
+    found = base
+    found = msgspec.structs.replace(
+        found, created=f"{datetime.now(timezone.utc):%Y-%m-%dT%H:%M:%SZ}", nccl=_nccl(base.nccl, bench)
+    )
+    _warm(bench, kernels[0])
+
+    def keep(**changes: Any) -> None:
+        nonlocal found
+        found = msgspec.structs.replace(found, **changes)
+        if bench.rank == 0:
+            save(found)
+
+    for samples, failed in _kernel_samples(bench, kernels, ends["kernels"]):
+        keep(kernels=_with_samples(found.kernels, samples), unmeasured=failed)
+    parts: dict[str, Callable[[], dict[str, Any]]] = {
+        "memory": lambda: _memory(bench),
+        "links": lambda: {"same_host": _links(bench, found, ends["links"])} if bench.size > 1 else {},
+        "copied hops": lambda: {"same_host": _copied(bench, found.same_host)} if bench.size > 1 else {},
+        "contention": lambda: _contention(bench, found, kernels[0]) if bench.size > 1 else {},
+        "heat": lambda: _heat(bench, kernels[0], ends["heat"]),
+        "host": lambda: {"host": _host(bench, found, kernels[0])},
+    }
+    for name, attempt in parts.items():
+        keep(**_attempted(name, attempt, found.unmeasured))
+    return found
+
+
+def _attempted(name: str, part: Callable[[], dict[str, Any]], failed: list[str]) -> dict[str, Any]:
+    """What a part finds, or that it failed: the others are still wanted."""
+    try:
+        return part()
+    except (RuntimeError, ValueError, UsageError) as error:
+        return {"unmeasured": [*failed, f"{name}: {_brief(error)}"]}
+
+
+def _brief(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+
+
+def usable_kernels(device: torch.device) -> list[str]:
+    """Fastest first."""
+    return [
+        name for name, kind in KERNELS.items()
+        if name != "reference" and kind.unfit(device, torch.bfloat16, 128) is None
+    ]  # fmt: skip
+
+
+def _nccl(before: Nccl, bench: Bench) -> Nccl:
+    if bench.device.type != "cuda":
+        return before
+    version = ".".join(str(part) for part in torch.cuda.nccl.version())  # type: ignore[no-untyped-call]
+    return msgspec.structs.replace(before, version=version)
+
+
+# --- kernels ----------------------------------------------------------------------------------------
+
+
+def call_of(kernel: Any, block: Block, bench: Bench) -> Callable[[], object]:
+    """A call of the block, on random numbers."""
+    q = bench.draw(block.batch, block.q, block.heads, block.head_dim)
+    k, v = (bench.draw(block.batch, block.kv, block.kv_heads, block.head_dim) for _ in range(2))
+    scale, causal = block.head_dim**-0.5, block.causal
+    if block.phase == "forward":
+        return lambda: kernel.forward(q, k, v, scale=scale, causal=causal)
+    out, lse = kernel.forward(q, k, v, scale=scale, causal=causal)
+    dout = bench.draw(*q.shape)
+    return lambda: kernel.backward(dout, q, k, v, lse, out=out, scale=scale, causal=causal)
+
+
+def _warm(bench: Bench, kernel: str) -> None:
+    """Compute until the device is as warm as it gets."""
+    if bench.device.type != "cuda":
+        return
+    body, until = call_of(KERNELS[kernel](), _BESIDE, bench), time.monotonic() + _WARM_S
+    while time.monotonic() < until:
+        bench.times_ns(body, 50)
+
+
+def _kernel_samples(
+    bench: Bench, kernels: Sequence[str], until: float
+) -> Iterable[tuple[list[KernelSample], list[str]]]:
+    """All ranks' samples and failures so far, whenever a slice of time has passed; ranks share out the shapes."""
+    mine = blocks(kernels)[bench.rank :: bench.size]
+    samples: list[KernelSample] = []
+    failed: list[str] = []
+    instances = {name: KERNELS[name]() for name in kernels}
+    done = False
+    while not done:
+        pause = min(until, time.monotonic() + _SLICE_S)
+        while mine and time.monotonic() < pause:
+            name, block = mine.pop(0)
+            try:
+                samples.append(_sample(bench, instances[name], block))
+            except RuntimeError as error:
+                shape = f"{block.q} x {block.kv}, {block.heads} heads, {block.kv_heads} kv, causal={block.causal}"
+                failed.append(f"{name} {block.phase} {shape}: {_brief(error)}")
+        # All ranks go on while one has shapes left and time.
+        done = all(bench.together(not mine or time.monotonic() >= until, bool))
+        yield (
+            [sample for part in bench.together(samples, list[KernelSample]) for sample in part],
+            [line for part in bench.together(failed, list[str]) for line in part],
+        )
+
+
+def _sample(bench: Bench, kernel: Any, block: Block) -> KernelSample:
+    """Raises RuntimeError where the device has not the memory, or the kernel cannot do this."""
+    try:
+        ns, spread, count = bench.typical_ns(call_of(kernel, block, bench))
+    finally:
+        if bench.device.type == "cuda":
+            torch.cuda.empty_cache()
+    shape = {name: getattr(block, name) for name in ("phase", "q", "kv", "heads", "kv_heads", "head_dim", "causal")}
+    return KernelSample(**shape, ns=ns, spread=min(spread, 1.0), count=count, origin="measured", source=kernel.name)
+
+
+def _with_samples(before: Sequence[Kernel], samples: Sequence[KernelSample]) -> list[Kernel]:
+    """The samples with the kernels that their sources name."""
+    named = {kernel.name: kernel for kernel in before}
+    for name in {sample.source for sample in samples}:
+        mine = [msgspec.structs.replace(one, source="ringprof calibrate") for one in samples if one.source == name]
+        nothing = Value(0.0, 0.5, "assumed", "a kernel of many short blocks")
+        known = named.get(name) or Kernel(name=name, fills_device=False, tail=nothing, lead=nothing, samples=[])
+        named[name] = msgspec.structs.replace(known, samples=mine)
+    return [kernel for kernel in named.values() if kernel.samples] or list(before)
+
+
+# --- memory -----------------------------------------------------------------------------------------
+
+
+def _memory(bench: Bench) -> dict[str, Value]:
+    large = (1, 32768, 40, 128) if bench.device.type == "cuda" else (1, 512, 4, 64)
+    total, block = torch.zeros(large, device=bench.device), bench.draw(*large)
+    added, spread, _ = bench.typical_ns(lambda: accumulate(total, block))
+    packed, packing, _ = bench.typical_ns(lambda: torch.stack(block.chunk(2, dim=2)))
+    moved = 2 * total.numel() * 4 + block.numel() * 2
+    return {
+        "memory_gb_s": _value(moved / added, spread),
+        "reorder_gb_s": _value(2 * block.numel() * 2 / packed, max(packing, 0.1)),
+    }
+
+
+def _value(value: float, spread: float) -> Value:
+    return Value(value, min(max(spread, 0.01), 1.0), "measured", "ringprof calibrate")
+
+
+# --- links ------------------------------------------------------------------------------------------
+
+
+def _links(bench: Bench, before: Calibration, until: float) -> Link:
+    """Hops by message, two rings at once, collectives, copied hops; all ranks measure alike, rank 0's figures count."""
+    comm = Communicator()
+    ring, second = comm.ring("calibrate"), comm.ring("calibrate_beside")
+    sizes = MESSAGES if bench.device.type == "cuda" else (1 << 16, 1 << 20)
+    times = {}
+    for size in sizes:
+        tensor = torch.zeros(size, dtype=torch.uint8, device=bench.device)
+        if _agreed(bench, time.monotonic() < until):
+            times[size] = bench.together_ns(lambda: ring.post(_whole(tensor)).wait())  # noqa: B023
+    if not times:
+        raise UsageError("no time was left")
+    latency = times[min(times)]
+    by_channels: dict[bool, list[float]] = {True: [], False: []}
+    for size, ns in times.items():
+        count = channels(size, bench.size, 1, before.nccl, 0.0)
+        full = count >= before.nccl.peer_channels
+        if size > sizes[-1] // 32:
+            by_channels[full].append(size / max(ns - latency, 1.0) / (1 if full else count))
+    tensor = torch.zeros(sizes[-1] // 4, dtype=torch.uint8, device=bench.device)
+    both = bench.together_ns(lambda: [hop.wait() for hop in (ring.post(_whole(tensor)), second.post(_whole(tensor)))])
+    link = msgspec.structs.replace(
+        before.same_host,
+        latency_us=_value(latency / 1e3, 0.3),
+        total_gb_s=_value(2 * tensor.numel() / both, 0.03),
+        collective_gb_s={**before.same_host.collective_gb_s, **_collectives(bench, comm)},
+    )
+    if by_channels[False]:
+        link = msgspec.structs.replace(link, channel_gb_s=_value(median(by_channels[False]), 0.05))
+    if by_channels[True]:
+        link = msgspec.structs.replace(link, hop_gb_s=_value(max(by_channels[True]), 0.03))
+    return link
+
+
+def _whole(tensor: Tensor) -> Parcel:
+    """A tensor as one message."""
+    return Parcel([tensor], [tensor])
+
+
+def _agreed(bench: Bench, mine: bool) -> bool:
+    return all(bench.together(mine, bool))
+
+
+def _collectives(bench: Bench, comm: Communicator) -> dict[str, Value]:
+    channel = comm.collective("calibrate_all")
+    found = {}
+    for name in ("all_to_all", "all_gather", "reduce_scatter"):
+        rates = []
+        for size in COLLECTIVE_BYTES if bench.device.type == "cuda" else (1 << 16,):
+            piece = torch.zeros(size // 2, dtype=torch.bfloat16, device=bench.device)
+            given = piece if name == "all_gather" else piece.expand(bench.size, -1).contiguous()
+            ns = bench.together_ns(lambda: getattr(channel, name)(given).wait())  # noqa: B023
+            rates.append((bench.size - 1) * size / ns)
+        found[name] = _value(max(rates), 0.05)
+    return found
+
+
+def _copied(bench: Bench, before: Link) -> Link:
+    if bench.device.type != "cuda":
+        return before
+    ring = Communicator(hops="copy").ring("calibrate_copied")
+    tensor = torch.zeros(256 << 20, dtype=torch.uint8, device=bench.device)
+    gb_s = tensor.numel() / bench.together_ns(lambda: ring.post(_whole(tensor)).wait())
+    return msgspec.structs.replace(before, copy_gb_s=_value(gb_s, 0.02))
+
+
+# --- contention -------------------------------------------------------------------------------------
+
+
+def _contention(bench: Bench, before: Calibration, kernel: str) -> dict[str, Any]:
+    """What a block loses to a hop that began first, and how often a hop is first where both are ready together."""
+    if bench.device.type != "cuda":
+        return {}
+    ring = Communicator().ring("calibrate_contention")
+    body = call_of(KERNELS[kernel](), _BESIDE, bench)
+    tensor = torch.zeros(_BESIDE_BYTES, dtype=torch.uint8, device=bench.device)
+    side: Any = torch.cuda.Stream(bench.device)  # type: ignore[no-untyped-call]
+    alone = median(bench.times_ns(body, 12))
+    held = channels(_BESIDE_BYTES, bench.size, 1, before.nccl, 0.0) / before.multiprocessors
+    losses, firsts = [], 0
+    trials = 40
+    for trial in range(trials):
+        # On even trials a small kernel before the block lets the hop begin; on odd ones the two race.
+        block_ns, hop_ns, hop_end_ns = _beside(ring, tensor, body, side, let_in=trial % 2 == 0)
+        if trial % 2 == 0:
+            losses.append((block_ns - alone) / (min(hop_ns, block_ns) * held))
+        else:
+            firsts += hop_end_ns < 0.9 * block_ns
+    # A hop is over early only where it was first on every rank.
+    share = (firsts / (trials / 2)) ** (1 / bench.size)
+    ranks = bench.together([median(losses), share], list[float])
+    lost, first = (sum(part) / len(ranks) for part in zip(*ranks, strict=True))
+    return {"contention": _value(max(0.0, lost), 0.1), "hop_first": _value(min(max(first, 0.05), 0.95), 0.2)}
+
+
+def _beside(
+    ring: Any, tensor: Tensor, body: Callable[[], object], side: Any, *, let_in: bool
+) -> tuple[float, float, float]:
+    """One block with a hop posted right before it: nanoseconds of the block, of the hop, and the hop's end in it."""
+    begin, start, stop, arrived = (torch.cuda.Event(enable_timing=True) for _ in range(4))  # type: ignore[no-untyped-call]
+    body()
+    begin.record()
+    hop = ring.post(_whole(tensor))
+    if let_in:
+        torch.cuda._sleep(200_000)  # type: ignore[no-untyped-call]
+    start.record()
+    body()
+    stop.record()
+    with torch.cuda.stream(side):
+        hop.wait()
+        arrived.record(side)
+    torch.cuda.synchronize()
+    torch.cuda.current_stream().wait_stream(side)
+    return (
+        start.elapsed_time(stop) * 1e6, begin.elapsed_time(arrived) * 1e6, start.elapsed_time(arrived) * 1e6
+    )  # fmt: skip
+
+
+# --- heat and host ----------------------------------------------------------------------------------
+
+
+def _heat(bench: Bench, kernel: str, until: float) -> dict[str, Value]:
+    """How much longer a block takes in an unbroken row than with pauses of four times its length."""
+    if bench.device.type != "cuda":
+        return {}
+    body = call_of(KERNELS[kernel](), _BESIDE, bench)
+    each = min(6.0, max(1.0, (until - time.monotonic()) / 2))
+    hot = cool = 0.0
+    end = time.monotonic() + each
+    while time.monotonic() < end:
+        hot = median(bench.times_ns(body, 20))
+    cooled = []
+    end = time.monotonic() + each
+    while time.monotonic() < end:
+        cooled.append(bench.times_ns(body, 1)[0])
+        time.sleep(4 * cooled[-1] / 1e9)
+    cool = median(cooled[len(cooled) // 2 :])
+    # The pauses leave a duty of a fifth: see `KernelSample.duty`.
+    slope = (hot - cool) / (cool - 0.2 * hot)
+    return {"heat": _value(min(max(slope, 0.0), 0.5), 0.2)}
+
+
+def _host(bench: Bench, before: Calibration, kernel: str) -> Any:
+    """Time of the host in each kind of call, on tensors so small that the device is never behind."""
+    run, host = KERNELS[kernel](), before.host
+    small = Block(label="", phase="forward", batch=1, q=128, kv=128, heads=2, kv_heads=2, head_dim=128, causal=True)
+    forward = call_of(run, small, bench)
+    backward = call_of(run, msgspec.structs.replace(small, phase="backward"), bench)
+    total, block = torch.zeros(1, 128, 2, 128, device=bench.device), bench.draw(1, 128, 2, 128)
+    measured = {
+        "call_us": _host_us(bench, lambda: total[:, 1:]),
+        "launch_us": _host_us(bench, lambda: accumulate(total, block)),
+        "forward_us": _host_us(bench, forward),
+        "backward_us": _host_us(bench, backward),
+    }
+    if bench.size > 1:
+        ring = Communicator().ring("calibrate_host")
+        hops: list[Any] = []
+        measured["post_us"] = _host_us(bench, lambda: hops.append(ring.post(_whole(block))), 60)
+        waiting = iter(hops)
+        measured["wait_us"] = _host_us(bench, lambda: next(waiting).wait(), 60)
+    values = {name: _value(us, 0.1) for name, us in measured.items()}
+    return msgspec.structs.replace(host, **values)
+
+
+def _host_us(bench: Bench, body: Callable[[], object], calls: int = 200) -> float:
+    """Microseconds of the host a call, the device not waited for."""
+    if bench.device.type == "cuda":
+        torch.cuda.synchronize()
+    took = []
+    for _ in range(calls):
+        start = time.perf_counter_ns()
+        body()
+        took.append(time.perf_counter_ns() - start)
+    if bench.device.type == "cuda":
+        torch.cuda.synchronize()
+    return median(took) / 1e3

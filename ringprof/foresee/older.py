@@ -1,0 +1,50 @@
+"""Strategies as they were when runs were recorded, where that is another course than today's.
+
+A run is observed, replayed and foreseen by what its ranks did; `question.is_older` tells from its ``run.json``.
+"""
+
+from __future__ import annotations
+
+from types import MethodType
+from typing import Any
+
+from torch import Tensor
+
+from ringprof.strategies.annotate import ring_step
+from ringprof.strategies.base import Blocks, Rows, wire_type
+from ringprof.strategies.kernel import Gradients
+from ringprof.strategies.merge import Sum
+from ringprof.strategies.ring import Home, Ring, add_dkv, begun_dkv, rows_of, settled_dkv
+
+
+def make_older(strategy: Any) -> None:
+    """Give the strategy the backward pass that it had."""
+    if isinstance(strategy, Ring) and type(strategy).backward is Ring.backward:
+        strategy.backward = MethodType(_n_hops, strategy)  # type: ignore[method-assign]
+
+
+def _n_hops(self: Any, blocks: Blocks, rows: Rows, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
+    """dK and dV travel from the first block on, which is the rank's own."""
+    early, rest = self.home_blocks(q.shape[1], causal=blocks.causal, travelling=k)
+    wire, dq = wire_type(self.parameters["grad_wire"], k), Sum(q)
+    home: Home = []
+    hop: Any = None
+    for step, (kv_rank, kv) in enumerate(self.kv_ring.tour([k, v])):
+        block = early if step == 0 else self.block(blocks, kv_rank, q)
+        grads = None
+        if block is not None:
+            with ring_step("bwd", step, "block"):
+                grads = blocks.backward(rows, q, kv[0], kv[1], block)
+        dkv = begun_dkv(k, wire) if hop is None else hop.wait()
+        if block is not None and grads is not None:
+            with ring_step("bwd", step, "merge"):
+                dq.add(grads[0], block.q)
+                add_dkv(dkv, grads, block, first=hop is None)
+        grads = None
+        hop = self.dkv_ring.post(dkv)
+    for block in rest:
+        with ring_step("bwd", self.ring_size, "block"):
+            home.append((block, blocks.backward(rows, q, k, v, block)))
+    dkv = hop.wait()
+    with ring_step("bwd", self.ring_size, "merge"):
+        return dq.result(q.dtype, rows_of(home, "q", 0)), *settled_dkv(dkv, home, k.dtype)

@@ -1,0 +1,379 @@
+"""A prediction: the tape's programs on a machine, drawn several times, with an interval and what binds each phase."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from statistics import NormalDist, median, pvariance
+from typing import Any
+
+import msgspec
+
+from ringprof.errors import UnfitWorkloadError
+from ringprof.foresee.calibration import Calibration, Origin, Value
+from ringprof.foresee.events import Timeline, simulate
+from ringprof.foresee.links import Cluster
+from ringprof.foresee.machine import LIKELIEST, NO_CHANGES, CalibratedMachine, Changes, Curves, Draw
+from ringprof.foresee.program import Block, Op, Post, Program, Tape, Touch, Wait
+from ringprof.foresee.question import Question
+
+SCHEMA = "ringprof.prediction/1"
+DIRECT = 64
+"""Ranks up to which every one is simulated."""
+SMALL, LARGE = 16, 32
+"""About how many ranks stand for more: a ring's time grows by as much with every host more."""
+TapeOf = Callable[[Question, Cluster, "Sequence[int] | None"], Tape]
+"""The programs of some ranks (all where None) of a question, on a cluster of its own or a smaller one."""
+_DECILE = NormalDist().inv_cdf(0.9)
+
+
+@dataclass(frozen=True)
+class Spans:
+    """Where one rank's time goes, in nanoseconds, by phase."""
+
+    forward: dict[str, float]
+    backward: dict[str, float]
+
+    def total(self, *parts: str) -> float:
+        return sum(phase.get(part, 0.0) for phase in (self.forward, self.backward) for part in parts)
+
+
+PARTS = ("kernel", "memory", "same_host", "other_host", "peers", "host")
+"""Blocks; kernels between them; waiting for bytes on links inside and between hosts; for peers that came later; and
+time in which the host had not yet issued anything."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a run would take."""
+
+    question: Question
+    machine: Calibration
+    kernel: str
+    median_ns: float
+    spread: float
+    """Standard deviation of the time's logarithm."""
+    parts: dict[str, float]
+    """Of that variance, by what is not known exactly."""
+    spans: Spans
+    """Of the slowest rank."""
+    exposed_share: float
+    """Of the time, the mean over ranks of waiting for transfers."""
+    peak_bytes: int
+    peak_label: str
+    params: dict[str, Any]
+    layout: str | None
+    host_bound: bool
+    simulated: int
+    """How many ranks were simulated."""
+    tape: Tape
+    """Of the ranks that were simulated last."""
+    timelines: list[Timeline]
+
+    def stands_for(self, rank: int) -> int:
+        """The simulated rank that ``rank`` is taken to be like: the nearest in its place on a host, or of all."""
+        known = [program.rank for program in self.tape.programs]
+        like = [one for one in known if (one - rank) % self.question.cluster.gpus_per_host == 0]
+        return min(like or known, key=lambda one: abs(one - rank))
+
+    def quantile_ns(self, share: float) -> float:
+        return self.median_ns * math.exp(NormalDist().inv_cdf(share) * self.spread)
+
+    def tflops(self, time_ns: float) -> float:
+        """Per GPU, model FLOPs as everywhere."""
+        return self.question.workload.model_flops() / self.question.cluster.size / time_ns / 1e3
+
+    @property
+    def bound_by(self) -> dict[str, str]:
+        """By phase, what takes the largest part of the slowest rank's time."""
+        phases = {"forward": self.spans.forward, "backward": self.spans.backward}
+        return {name: max(parts, key=lambda part: parts[part]) for name, parts in phases.items() if parts}
+
+    @cached_property
+    def evidence(self) -> str:
+        """The weakest origin among the inputs that decide: ``measured``, ``published`` or ``assumed``."""
+        origins = {value.origin for value in inputs(self).values()}
+        return next(origin for origin in ("assumed", "published", "measured") if origin in origins)
+
+
+def predict(
+    question: Question, machine: Calibration, tape_of: TapeOf, changes: Changes = NO_CHANGES
+) -> Prediction:  # fmt: skip
+    """Foresee one run.
+
+    Raises `UnfitWorkloadError` where the strategy cannot run so, `OutsideCalibration` where the machine's file does not
+    tell.
+    """
+    cluster = question.cluster
+    refuse_unknown(question, machine)
+    kernel = question.kernel_on(machine)
+    question = replace(question, kernel=kernel, hops=question.hops_on(machine, kernel))
+    curves = Curves(machine, question.kernel)
+    if cluster.size <= DIRECT:
+        return _simulated(question, machine, curves, tape_of(question, cluster, None), changes)
+    small, large = _smaller(cluster, SMALL), _smaller(cluster, LARGE)
+    if _grows(question, tape_of, small, large):
+        return _continued(question, machine, curves, tape_of, changes, (small, large))
+    some = sorted({0, 1, cluster.size // 2, cluster.size - 1})
+    return _simulated(question, machine, curves, tape_of(question, cluster, some), changes)
+
+
+def _grows(question: Question, tape_of: TapeOf, small: Cluster, large: Cluster) -> bool:
+    """Whether more ranks are more ring steps of the same kind.
+
+    If not, programs are as long on however many ranks, or fewer cannot have such degrees: then some ranks, as they are,
+    stand for all.
+    """
+    try:
+        first, second = (len(tape_of(question, to, [0]).programs[0].ops) for to in (small, large))
+    except UnfitWorkloadError:
+        return False
+    return first < second
+
+
+def refuse_unknown(question: Question, machine: Calibration) -> None:
+    """Raises `UnfitWorkloadError` for what no calibration speaks of."""
+    if question.workload.dtype not in ("bf16", "fp16"):
+        raise UnfitWorkloadError(f"{question.workload.dtype}: curves are of bf16 and fp16 only")
+    if (
+        question.cluster.hosts > 1
+        and question.cluster.nic_gbit is None
+        and machine.other_host.total_gb_s.origin == "assumed"
+    ):
+        raise UnfitWorkloadError(
+            f"machine {machine.name!r} does not say how hosts are joined: give the NICs' rate (--nic, Gbit/s a GPU)."
+            " Sockets cannot be foreseen, their rate depends on the pattern of traffic"
+        )
+    if question.hops == "copy" and machine.same_host.copy_gb_s is None:
+        raise UnfitWorkloadError(f"machine {machine.name!r} has no rate of copied hops (ringprof calibrate on 2 GPUs)")
+
+
+# --- one simulation, drawn several times ------------------------------------------------------------
+
+
+def _simulated(
+    question: Question, machine: Calibration, curves: Curves, tape: Tape, changes: Changes,
+    cluster: Cluster | None = None,
+) -> Prediction:  # fmt: skip
+    programs, cluster = tape.programs, cluster or question.cluster
+
+    def run(draw: Draw, duty: Mapping[int, float] | None, ahead: bool = True) -> list[Timeline]:
+        return simulate(programs, CalibratedMachine(machine, cluster, curves, draw, changes, duty), ahead=ahead)
+
+    timelines = run(LIKELIEST, None)
+    end = max(one.end_ns for one in timelines)
+    duty = {program.rank: busy_share(program, one, end) for program, one in zip(programs, timelines, strict=True)}
+    asks = CalibratedMachine(machine, cluster, curves, LIKELIEST, changes)
+    issuing = max(sum(map(asks.host, program.ops)) for program in programs)
+    bound = issuing > end
+    draws = [run(Draw(seed=seed), duty, not bound) for seed in range(1, 1 + _draws(len(programs)))]
+    ends = [max(one.end_ns for one in drawn) for drawn in draws]
+    middle = sorted(range(len(ends)), key=ends.__getitem__)[(len(ends) - 1) // 2]
+    timelines, median_ns = draws[middle], median(ends)
+    slowest = max(range(len(programs)), key=lambda at: timelines[at].end_ns)
+    spans = spans_of(programs[slowest], timelines[slowest], cluster)
+    parts = _variances(machine, curves, programs[slowest], spans, timelines[slowest].end_ns)
+    parts["chance"] = pvariance([math.log(end) for end in ends])
+    waits = [
+        spans_of(program, one, cluster).total("same_host", "other_host", "peers") / one.end_ns
+        for program, one in zip(programs, timelines, strict=True)
+    ]
+    peak = max(programs, key=lambda program: program.peak_bytes)
+    return Prediction(
+        question=question, machine=machine, kernel=curves.kernel.name, median_ns=median_ns,
+        spread=math.sqrt(sum(parts.values())), parts=parts, spans=spans,
+        exposed_share=sum(waits) / len(waits), peak_bytes=peak.peak_bytes, peak_label=peak.peak_label,
+        params=dict(tape.params), layout=tape.layout, host_bound=bound, simulated=len(programs), tape=tape,
+        timelines=timelines,
+    )  # fmt: skip
+
+
+def _draws(ranks: int) -> int:
+    return 15 if ranks <= 8 else 7 if ranks <= LARGE else 3
+
+
+def busy_share(program: Program, timeline: Timeline, end: float) -> float:
+    """The part of an iteration of ``end`` nanoseconds in which a rank computes blocks."""
+    spans = (timeline.ops[place] for place, op in enumerate(program.ops) if isinstance(op, Block))
+    return min(1.0, sum(stop - start for start, stop in spans) / end) if end else 0.0
+
+
+def spans_of(program: Program, timeline: Timeline, cluster: Cluster) -> Spans:
+    """A rank's time by phase and part; where streams run beside each other, a moment is the first's of `PARTS`."""
+    marks: list[tuple[float, int, tuple[int, str]]] = []
+    for start, end, part, phase in _pieces(program, timeline, cluster):
+        if end > start:
+            marks += [(start, 1, (PARTS.index(part), phase)), (end, -1, (PARTS.index(part), phase))]
+    phases: dict[str, dict[str, float]] = {"forward": {}, "backward": {}}
+    active: Counter[tuple[int, str]] = Counter()
+    last, phase = 0.0, "forward"
+    for time_ns, change, key in sorted(marks):
+        if time_ns > last:
+            index, phase = min((one for one, count in active.items() if count), default=(PARTS.index("host"), phase))
+            phases[phase][PARTS[index]] = phases[phase].get(PARTS[index], 0.0) + time_ns - last
+        active[key] += change
+        last = time_ns
+    return Spans(phases["forward"], phases["backward"])
+
+
+def _pieces(program: Program, timeline: Timeline, cluster: Cluster) -> Iterator[tuple[float, float, str, str]]:
+    """(start, end, part, phase) of what took time on a stream."""
+    posts = {op.id: (place, op) for place, op in enumerate(program.ops) if isinstance(op, Post)}
+    phase = "forward"
+    for place, op in enumerate(program.ops):
+        start, end = timeline.ops[place]
+        phase = _phase(op, posts, phase)
+        if isinstance(op, Wait):
+            at, post = posts[op.id]
+            ready = min(max(timeline.kernels[at][1], start), end)
+            yield start, ready, "peers", phase
+            yield ready, end, "other_host" if cluster.hosts_of(post.members) > 1 else "same_host", phase
+        elif isinstance(op, Block | Touch):
+            yield start, end, "kernel" if isinstance(op, Block) else "memory", phase
+
+
+def _phase(op: Op, posts: Mapping[int, tuple[int, Post]], before: str) -> str:
+    if isinstance(op, Block | Post):
+        return op.phase
+    if isinstance(op, Wait):
+        return posts[op.id][1].phase
+    return "backward" if isinstance(op, Touch) and op.label.startswith("bwd") else before
+
+
+def _variances(machine: Calibration, curves: Curves, program: Program, spans: Spans, end_ns: float) -> dict[str, float]:
+    """Variance of the logarithm of the time, by input: what takes a part of the time moves it by as much."""
+    parts = {}
+    for phase in ("forward", "backward"):
+        blocks = [
+            (curves.at(op).ns, curves.at(op).spread)
+            for op in program.ops
+            if isinstance(op, Block) and op.phase == phase
+        ]
+        if blocks:
+            spread = sum(ns * one for ns, one in blocks) / sum(ns for ns, _ in blocks)
+            share = (spans.forward if phase == "forward" else spans.backward).get("kernel", 0.0) / end_ns
+            parts[f"{phase} kernel"] = (share * spread) ** 2
+    for part, value in (
+        ("memory", machine.memory_gb_s), ("same_host", machine.same_host.hop_gb_s),
+        ("other_host", machine.other_host.total_gb_s), ("peers", Value(1.0, 0.1, "assumed", "")),
+        ("host", machine.host.launch_us),
+    ):  # fmt: skip
+        parts[part] = (spans.total(part) / end_ns * value.spread) ** 2
+    parts["unexplained"] = machine.noise.value**2
+    return parts
+
+
+# --- more ranks than are simulated ------------------------------------------------------------------
+
+
+def _smaller(cluster: Cluster, about: int) -> Cluster:
+    """The same with about so many ranks: fewer hosts, or fewer GPUs where there are not two hosts."""
+    if cluster.hosts == 1:
+        return replace(cluster, gpus_per_host=about)
+    return replace(cluster, hosts=max(about // cluster.gpus_per_host, about // SMALL * 2))
+
+
+def _continued(
+    question: Question, machine: Calibration, curves: Curves, tape_of: TapeOf, changes: Changes,
+    clusters: tuple[Cluster, Cluster],
+) -> Prediction:  # fmt: skip
+    """By two smaller clusters: every rank's share, messages and communicators as they are, only fewer ring steps.
+
+    A ring that is long compared with what it takes to fill goes on as it has begun, so time and memory grow by as much
+    with every rank more.
+    """
+    ranks = question.cluster.size
+    small, large = (
+        _simulated(
+            question, machine, curves, tape_of(question, to, None), changes, replace(to, stretch=ranks / to.size)
+        )
+        for to in clusters
+    )
+
+    def onward(a: float, b: float) -> float:
+        return b + (b - a) * (ranks - large.simulated) / (large.simulated - small.simulated)
+
+    def spans(name: str) -> dict[str, float]:
+        one, other = getattr(small.spans, name), getattr(large.spans, name)
+        return {part: max(0.0, onward(one.get(part, 0.0), ns)) for part, ns in other.items()}
+
+    held = [_peak(tape_of(question, to, [0, to.size - 1])) for to in (clusters[1], _smaller(clusters[1], 2 * LARGE))]
+    return replace(
+        large, median_ns=onward(small.median_ns, large.median_ns), spans=Spans(spans("forward"), spans("backward")),
+        peak_bytes=round(large.peak_bytes + (held[1] - held[0]) * (ranks / large.simulated - 1)),
+    )  # fmt: skip
+
+
+def _peak(tape: Tape) -> int:
+    return max(program.peak_bytes for program in tape.programs)
+
+
+# --- what it rests on -------------------------------------------------------------------------------
+
+
+def inputs(prediction: Prediction) -> dict[str, Value]:
+    """The figures that a prediction rests on, with their origins."""
+    machine, question = prediction.machine, prediction.question
+    kernel = machine.kernel(prediction.kernel)
+    found = {"memory_gb_s": machine.memory_gb_s, "contention": machine.contention, "heat": machine.heat}
+    for phase in ("forward", "backward") if question.workload.backward else ("forward",):
+        samples = [sample for sample in kernel.samples if sample.phase == phase]
+        spread = math.sqrt(prediction.parts.get(f"{phase} kernel", 0.0))
+        origin: Origin = "measured" if all(sample.origin == "measured" for sample in samples) else "published"
+        sources = sorted({sample.source for sample in samples})
+        found[f"{phase}_kernel_samples"] = Value(len(samples), spread, origin, _shortened(sources))
+    if question.cluster.size > 1:
+        found["hop_gb_s"] = machine.same_host.hop_gb_s
+        if question.hops == "copy" and machine.same_host.copy_gb_s is not None:
+            found["copy_gb_s"] = machine.same_host.copy_gb_s
+    if question.cluster.hosts > 1:
+        given = question.cluster.nic_gbit
+        line = machine.other_host.total_gb_s
+        found["nic_gb_s"] = line if given is None else Value(given / 8, line.spread, "assumed", "given: --nic")
+    if prediction.host_bound:
+        found["launch_us"] = machine.host.launch_us
+    return found
+
+
+def _shortened(sources: Sequence[str]) -> str:
+    return sources[0] if len(sources) == 1 else f"{len(sources)} sources, such as {sources[0]}"
+
+
+def as_dict(prediction: Prediction, *, whole: bool = True) -> dict[str, Any]:
+    """Schema ``ringprof.prediction/1``; without ``whole`` its figures alone, as a part of something larger."""
+    question = prediction.question
+    times = {f"p{tenths}": prediction.quantile_ns(tenths / 100) for tenths in (10, 50, 90)}
+    about = {
+        "schema": SCHEMA,
+        "predicted": True,
+        "evidence": prediction.evidence,
+        "inputs": [{"name": name, **msgspec.to_builtins(value)} for name, value in inputs(prediction).items()],
+    }
+    figures = {
+        "question": {
+            "strategy": question.strategy, "params": prediction.params, "layout": prediction.layout,
+            "workload": msgspec.to_builtins(question.workload), "kernel": prediction.kernel, "hops": question.hops,
+            "hosts": question.cluster.hosts, "gpus_per_host": question.cluster.gpus_per_host,
+            "machine": prediction.machine.name, "device": prediction.machine.device,
+        },
+        "iteration_ms": {name: round(ns / 1e6, 4) for name, ns in times.items()},
+        "tflops": {name: round(prediction.tflops(times[other]), 2) for name, other in _OPPOSITE.items()},
+        "exposed_comm": round(prediction.exposed_share, 5),
+        "peak_memory_mib": round(prediction.peak_bytes / 2**20, 1),
+        "peak_memory_at": prediction.peak_label,
+        "bound_by": prediction.bound_by,
+        "parts_ms": {
+            phase: {part: round(ns / 1e6, 4) for part, ns in parts.items()}
+            for phase, parts in (("forward", prediction.spans.forward), ("backward", prediction.spans.backward))
+        },
+        "uncertainty": {name: round(math.sqrt(part), 5) for name, part in prediction.parts.items()},
+        "host_bound": prediction.host_bound,
+        "simulated_ranks": prediction.simulated,
+    }  # fmt: skip
+    return {**about, **figures} if whole else figures
+
+
+_OPPOSITE = {"p10": "p90", "p50": "p50", "p90": "p10"}

@@ -1,0 +1,76 @@
+"""What is asked: which strategy, on which problem, on which cluster."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ringprof.errors import InputError, UnfitWorkloadError
+from ringprof.foresee.calibration import Calibration
+from ringprof.foresee.links import Cluster
+from ringprof.run import Run, Workload, read_run
+from ringprof.trace.inputs import detect
+
+
+def run_at(path: str | os.PathLike[str]) -> Run:
+    """The run of a folder or a ``run.json``. Raises `InputError` where it is something else."""
+    found = detect([path])
+    if found.run is None:
+        raise InputError(f"{os.fspath(path)}: not a recorded run: name its folder or its run.json")
+    return read_run(found.run)
+
+
+def is_older(run: Run) -> bool:
+    """Whether dK and dV of its ring made as many hops as there are ranks, as until November 2026: today one less."""
+    hops = {
+        (sent.channel, sent.phase): sent.count
+        for work in run.work or () for sent in work.sent or ()
+    }  # fmt: skip
+    return hops.get(("dkv", "backward"), 0) == hops.get(("kv", "backward"), -1) + 1
+
+
+@dataclass(frozen=True)
+class Question:
+    """One run that nobody has made."""
+
+    strategy: str
+    """A bundled one's name, or ``package.module:Class``."""
+    workload: Workload
+    cluster: Cluster
+    kernel: str = "auto"
+    """``auto``: the first of the machine's that has been measured."""
+    hops: str = "nccl"
+    """``auto``: as the recorder chooses them, copy engines beside a kernel that fills the device."""
+    params: Mapping[str, Any] = field(default_factory=dict)
+    older: bool = False
+    """As runs of before were recorded; see `is_older`."""
+
+    @classmethod
+    def like(cls, run: Run) -> Question:
+        """What a recorded run did. Raises `InputError` for one that does not say, `UnfitWorkloadError` for CPU runs."""
+        if run.strategy is None or run.workload is None or run.kernel is None:
+            raise InputError(f"run {run.name}: it does not name its strategy, kernel and workload")
+        if run.topology.device_type != "cuda":
+            raise UnfitWorkloadError(f"run {run.name}: recorded on CPU processes, whose speed cannot be foreseen")
+        per_host = run.topology.ranks_per_host
+        cluster = Cluster(hosts=max(1, run.topology.world_size // per_host), gpus_per_host=per_host)
+        used = run.strategy
+        return cls(used.name, run.workload, cluster, run.kernel, used.hops, used.params, is_older(run))
+
+    def hops_on(self, machine: Calibration, kernel: str) -> str:
+        """``nccl`` or ``copy``."""
+        if self.hops != "auto":
+            return self.hops
+        copies = machine.kernel(kernel).fills_device and machine.same_host.copy_gb_s is not None
+        return "copy" if copies else "nccl"
+
+    def kernel_on(self, machine: Calibration) -> str:
+        """The kernel's name."""
+        if self.kernel != "auto":
+            return self.kernel
+        measured = [kernel.name for kernel in machine.kernels if kernel.samples]
+        if not measured:
+            raise InputError(f"machine {machine.name!r}: no kernel has been measured on it")
+        return measured[0]

@@ -1,0 +1,136 @@
+"""A prediction as text: what, how sure, where the time goes, and what it rests on."""
+
+from __future__ import annotations
+
+import math
+
+from ringprof.devices import peak_of
+from ringprof.foresee.calibration import Value
+from ringprof.foresee.links import Cluster, Links
+from ringprof.foresee.predict import Prediction, inputs
+from ringprof.foresee.program import Post
+from ringprof.report.text import binary_size, clean, duration, percent, rate
+from ringprof.run import Workload
+
+PARTS = {
+    "kernel": "attention", "memory": "merges, copies", "same_host": "wire in host", "other_host": "wire between",
+    "peers": "waiting for peers", "host": "launching",
+}  # fmt: skip
+_NOTICED = 0.02
+"""Part of the time from which on a transfer is worth a remark."""
+
+
+def described(workload: Workload) -> str:
+    """A problem in a few words."""
+    heads = f"{workload.heads} heads" + (f" ({workload.kv_heads} kv)" if workload.kv_heads != workload.heads else "")
+    batch = f"batch {workload.batch}, " if workload.batch > 1 else ""
+    mask = "causal" if workload.causal else "full attention"
+    passes = "forward and backward" if workload.backward else "forward only"
+    return f"{workload.seq} tokens, {batch}{heads} of {workload.head_dim} · {mask} · {workload.dtype} · {passes}"
+
+
+def cluster_text(cluster: Cluster, device: str) -> str:
+    """A cluster in a few words."""
+    network = ""
+    if cluster.hosts > 1 and cluster.nic_gbit is not None:
+        shared = f" for {cluster.gpus_per_nic} GPUs" if cluster.gpus_per_nic > 1 else " a GPU"
+        network = f", {cluster.nic_gbit:g} Gbit/s{shared}"
+    hosts = f"{cluster.hosts} hosts of {cluster.gpus_per_host}" if cluster.hosts > 1 else "one host"
+    return f"{cluster.size} x {clean(device)} ({hosts}{network})"
+
+
+def render(prediction: Prediction) -> str:
+    """The whole answer, ending with a newline."""
+    question, machine = prediction.question, prediction.machine
+    low, middle, high = (prediction.quantile_ns(share) for share in (0.1, 0.5, 0.9))
+    params = ", ".join(f"{key}={value}" for key, value in prediction.params.items())
+    hops = " · hops by copy engine" if question.hops == "copy" else ""
+    lines = [
+        f"PREDICTED: {clean(question.strategy)} on {cluster_text(question.cluster, machine.device)}",
+        f"{described(question.workload)} · kernel {prediction.kernel}{hops}",
+        f"{clean(params)}",
+        "",
+        f"time      {duration(middle)} an iteration; in four of five cases {duration(low)} to {duration(high)}",
+        f"rate      {rate(prediction.tflops(middle))} per GPU ({rate(prediction.tflops(high))} to"
+        f" {rate(prediction.tflops(low))}){_of_peak(prediction, middle)}",
+        f"memory    {binary_size(prediction.peak_bytes)} a GPU at most{_place(prediction.peak_label)}",
+        f"exposed   {percent(prediction.exposed_share)} of the time waits for transfers",
+        f"bound by  {', '.join(f'{phase}: {PARTS[part]}' for phase, part in prediction.bound_by.items())}",
+        "",
+        *_table(prediction),
+        "",
+        *remarks(prediction),
+        "how sure, one standard deviation: " + ", ".join(
+            f"{name} {percent(math.sqrt(part))}" for name, part in prediction.parts.items() if part > 1e-6
+        ),
+        "",
+        "what it rests on",
+        *(_input(name, value) for name, value in inputs(prediction).items()),
+    ]  # fmt: skip
+    return "\n".join(lines) + "\n"
+
+
+def _of_peak(prediction: Prediction, time_ns: float) -> str:
+    peak = peak_of(prediction.machine.device, prediction.question.workload.dtype)
+    return f", {percent(prediction.tflops(time_ns) / peak.tflops, 0)} of the device's peak" if peak else ""
+
+
+def _place(label: str) -> str:
+    return f", in {clean(label)}" if label else ""
+
+
+def _table(prediction: Prediction) -> list[str]:
+    """The slowest rank's time by phase and part."""
+    spans = prediction.spans
+    present = [part for part in PARTS if spans.total(part) > 0]
+    rows = [("slowest rank, ms", *(PARTS[part] for part in present))]
+    for name, parts in (("forward", spans.forward), ("backward", spans.backward)):
+        if parts:
+            rows.append((name, *(f"{parts.get(part, 0.0) / 1e6:,.3f}" for part in present)))
+    widths = [max(len(row[at]) for row in rows) for at in range(len(present) + 1)]
+    return [
+        "  ".join(
+            [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
+        )
+        for row in rows
+    ]
+
+
+def remarks(prediction: Prediction) -> list[str]:
+    """What stands out, and what might help."""
+    spans, lines = prediction.spans, []
+    time_ns = prediction.median_ns
+    if prediction.host_bound:
+        lines.append("the host is the bound: it needs longer to launch than the devices to compute")
+    if spans.total("other_host") > _NOTICED * time_ns:
+        lines.append(_channels_line(prediction))
+    if spans.total("same_host") > _NOTICED * time_ns and prediction.question.hops == "nccl":
+        lines.append("hops inside a host are exposed: --hops copy keeps NCCL's kernels off the multiprocessors")
+    if prediction.peak_bytes > prediction.machine.memory_bytes:
+        lines.append(f"this does not fit: a GPU has {binary_size(prediction.machine.memory_bytes)}")
+    return [*lines, ""] if lines else []
+
+
+def _channels_line(prediction: Prediction) -> str:
+    """NCCL's channels of the hops between hosts, and the variable that changes them."""
+    cluster, machine = prediction.question.cluster, prediction.machine
+    links = Links(machine, cluster)
+    posts = (
+        op for op in prediction.tape.programs[0].ops if isinstance(op, Post) and cluster.hosts_of(op.members) > 1
+    )  # fmt: skip
+    post = next(posts, None)
+    waiting = percent(prediction.spans.total("other_host") / prediction.median_ns)
+    share = f"{waiting} of the time waits for bytes between hosts"
+    if post is None or post.operation != "send_recv":
+        return share
+    count, gb_s = links.channels_of(post), links.hop_gb_s(post)
+    if gb_s >= links.nic_gb_s:
+        return f"{share}: the NIC is the bound, {links.nic_gb_s:.0f} GB/s"
+    return (
+        f"{share}: a hop gets {count} of NCCL's channels, {gb_s:.0f} GB/s where the NIC has {links.nic_gb_s:.0f}"
+        f" (the rule of {machine.nccl.version}; NCCL_NCHANNELS_PER_NET_PEER={2 * count} doubles them)"
+    )
+
+
+def _input(name: str, value: Value) -> str:
+    return f"  {name:24}{value.value:>12,.4g}  ±{percent(value.spread)}  {value.origin}: {clean(value.source)}"

@@ -1,0 +1,199 @@
+"""The tape: a strategy's own code, run on shapes alone, writes down every block, hop and byte.
+
+Strategies run unchanged on ``meta`` tensors, which have shapes and no values, over a kernel that computes nothing and a
+communicator that sends nothing (`seams`), under a recorder of everything else (`recorder`). What looks at values cannot
+be foreseen, and is refused.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from ringprof.errors import UnfitWorkloadError, UsageError
+from ringprof.foresee.links import Cluster
+from ringprof.foresee.older import make_older
+from ringprof.foresee.program import Program, Tape
+from ringprof.foresee.question import Question
+from ringprof.foresee.recorder import LooksAtValues, RecordedKernels, RecordedStreams, Recorder
+from ringprof.foresee.seams import RecordingCommunicator, recording_kernel
+from ringprof.record.measure import Problem, counted_work, reset_counts
+from ringprof.record.resolve import fits, load_strategy, strategy_errors, torch_dtype, typed_params
+from ringprof.run import Workload
+from ringprof.strategies import find
+from ringprof.strategies.annotate import heard_by
+from ringprof.strategies.base import Context
+from ringprof.strategies.kernels import KERNELS
+from ringprof.strategies.merge import FUSED
+from ringprof.strategies.streams import KINDS as STREAMS
+
+_LIKE = {"flash-attn-3": "flash-attn", "flash-attn-4": "flash-attn", "ffa": "flash-attn"}
+"""Kernels that ringprof does not run, and which of its own takes and gives the like."""
+
+
+def tape(
+    strategy: str, workload: Workload, size: int, *, ranks_per_host: int | None = None, kernel: str = "cudnn",
+    hops: str = "nccl", params: dict[str, Any] | None = None, ranks: Iterable[int] | None = None,
+    older: bool = False,
+) -> Tape:  # fmt: skip
+    """The programs of ``ranks`` (all where None) of ``size``, of which ``ranks_per_host`` share a host.
+
+    ``strategy`` is a bundled one's name or ``package.module:Class``; ``older`` is for `older.make_older`. Raises
+    `UnknownStrategyError`, `UsageError` and `UnfitWorkloadError`; the last also where its course depends on values.
+    """
+    behaves = _LIKE.get(kernel, kernel)
+    if behaves not in KERNELS:
+        raise UsageError(f"no kernel {kernel!r}; there are: {', '.join((*KERNELS, *_LIKE))}")
+    if workload.documents is not None or workload.window is not None:
+        raise UnfitWorkloadError("packed documents and sliding windows cannot be foreseen: no kernel is calibrated so")
+    per_host = ranks_per_host or size
+    if size % per_host:
+        raise UnfitWorkloadError(f"{per_host} ranks a host do not divide {size} ranks")
+    kind = load_strategy(strategy)
+    given = kind.placed(size, per_host, **typed_params(kind, strategy, params or {}))
+    with strategy_errors():
+        reason = fits(kind, workload, size, given)
+    if reason:
+        raise UnfitWorkloadError(f"strategy {strategy!r} cannot run this: {reason}")
+    programs, made = [], None
+    for rank in range(size) if ranks is None else ranks:
+        with _refusals(strategy), strategy_errors():
+            program, made = _program(kind, given, workload, (rank, size, per_host), behaves, hops, older)
+        programs.append(program)
+    assert made is not None
+    return Tape(
+        strategy=strategy, target=find(strategy).target, params=dict(made.parameters), layout=made.layout.name,
+        workload=workload, kernel=kernel, hops=hops, size=size, ranks_per_host=per_host, programs=programs,
+    )  # fmt: skip
+
+
+def tape_of(question: Question, cluster: Cluster, ranks: Sequence[int] | None) -> Tape:
+    """For `predict`: a question's programs on its own cluster, or on a smaller one that stands for it.
+
+    There every rank has the same share of the sequence, and the parameters that the whole cluster gave the strategy are
+    kept, as far as they fit.
+    """
+    size, params, workload = question.cluster.size, dict(question.params), question.workload
+    if cluster.size != size:
+        workload = msgspec.structs.replace(workload, seq=workload.seq // size * cluster.size)
+        params = _fitting(question, workload, cluster)
+    return tape(
+        question.strategy, workload, cluster.size, ranks_per_host=cluster.gpus_per_host, kernel=question.kernel,
+        hops=question.hops, params=params, ranks=ranks, older=question.older,
+    )  # fmt: skip
+
+
+def _fitting(question: Question, workload: Workload, cluster: Cluster) -> dict[str, Any]:
+    """The whole cluster's parameters, without a number that follows from its size: a ring degree, a window of all.
+
+    Raises `UnfitWorkloadError` where fewer ranks cannot have those.
+    """
+    kind, place = load_strategy(question.strategy), (0, question.cluster.size, question.cluster.gpus_per_host)
+    typed = typed_params(kind, question.strategy, dict(question.params))
+    with strategy_errors():
+        made = kind(Context(RecordingCommunicator(Recorder(), *place, question.hops), question.kernel), **typed)
+    derived = (name for name, value in made.parameters.items() if type(value) is int and name not in typed)
+    numbers = sorted(derived, key=made.parameters.get)
+    # The largest number is the likeliest to follow from the number of ranks; what the user gave stays.
+    without = [{key: value for key, value in made.parameters.items() if key != name} for name in reversed(numbers)]
+    for params in (typed, made.parameters, *without):
+        placed = kind.placed(cluster.size, cluster.gpus_per_host, **params)
+        if fits(kind, workload, cluster.size, placed) is None:
+            return dict(params)
+    given = ", ".join(f"{name}={value}" for name, value in made.parameters.items())
+    raise UnfitWorkloadError(
+        f"strategy {question.strategy!r}: {cluster.size} ranks cannot stand for {question.cluster.size} with {given}"
+    )
+
+
+def _program(
+    kind: Any,
+    params: dict[str, Any],
+    workload: Workload,
+    place: tuple[int, int, int],
+    kernel: str,
+    hops: str,
+    older: bool,
+) -> tuple[Program, Any]:
+    """One rank's program, and the strategy that it was made with."""
+    recorder = Recorder()
+    comm = RecordingCommunicator(recorder, *place, hops)
+    with recorder, heard_by(recorder.named), _recorded_by(recorder):
+        strategy = kind(Context(comm, kernel), **params)
+        if older:
+            make_older(strategy)
+        problem = _problem(strategy, workload)
+        recording = recording_kernel(KERNELS[kernel], recorder, deterministic=bool(params.get("deterministic")))
+        strategy.kernel_for = lambda q: recording
+        # What is made once and kept, as the memory that copied hops arrive in, is there when iterations are timed.
+        for _ in range(2 if hops == "copy" else 1):
+            recorder.start()
+            reset_counts([strategy])
+            recording.flops, recording.calls = 0, dict.fromkeys(recording.calls, 0)
+            problem.iteration()
+    # The recording kernel is none of the strategy's own.
+    work = msgspec.structs.replace(
+        counted_work([strategy]), block_flops=recording.flops, block_calls=dict(recording.calls)
+    )
+    return Program(
+        rank=place[0], ops=recorder.ops, work=work, peak_bytes=recorder.peak_bytes, peak_label=recorder.peak_label
+    ), strategy
+
+
+def _problem(strategy: Any, workload: Workload) -> Problem:
+    """One rank's share of the workload, in shapes."""
+    local = workload.seq // strategy.comm.size
+
+    def shaped(heads: int) -> Any:
+        shape = (workload.batch, local, heads, workload.head_dim)
+        return torch.empty(shape, dtype=torch_dtype(workload), device="meta")
+
+    heads, kv_heads, trains = workload.heads, workload.kv_heads, workload.backward
+    q, k, v = (shaped(count).requires_grad_(trains) for count in (heads, kv_heads, kv_heads))
+    return Problem(strategy, workload.causal, q, k, v, shaped(heads) if trains else None)
+
+
+@contextmanager
+def _recorded_by(recorder: Recorder) -> Iterator[None]:
+    """What GPUs do otherwise than ``meta`` tensors would: merges in one kernel, and streams beside the current one."""
+    kernels = RecordedKernels(recorder)
+    FUSED["meta"] = lambda: kernels
+    STREAMS["meta"] = lambda device, count: RecordedStreams(recorder, count)
+    try:
+        yield
+    finally:
+        del FUSED["meta"], STREAMS["meta"]
+
+
+@contextmanager
+def _refusals(strategy: str) -> Iterator[None]:
+    """Turn what a strategy does on shapes alone and cannot into one line."""
+    try:
+        yield
+    except LooksAtValues as error:
+        raise UnfitWorkloadError(
+            f"strategy {strategy!r} looks at values{_where(error)}: from shapes alone its course cannot be foreseen"
+        ) from None
+    except (RuntimeError, NotImplementedError, AssertionError, TypeError, ValueError, AttributeError) as error:
+        if Path(traceback.extract_tb(error.__traceback__)[-1].filename).parent == Path(__file__).parent:
+            # Not the strategy's fault, but ours.
+            raise
+        brief = " ".join(str(error).split())[:200]
+        raise UnfitWorkloadError(
+            f"strategy {strategy!r} fails on shapes alone{_where(error)}: {type(error).__name__}: {brief}"
+        ) from None
+
+
+def _where(error: BaseException) -> str:
+    """The last line outside torch and this package that the error came through."""
+    frames = [
+        frame for frame in traceback.extract_tb(error.__traceback__)
+        if "/torch/" not in frame.filename and Path(frame.filename).parent != Path(__file__).parent
+    ]  # fmt: skip
+    return f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""

@@ -1,0 +1,167 @@
+"""Watch a training loop: what communication costs it, on whom its ranks wait, and how that changes."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ringprof.analysis.attribution import Attribution
+from ringprof.analysis.findings.findings import findings_in_memory
+from ringprof.analysis.transfers.matching import match
+from ringprof.errors import MissingExtraError, RingprofError
+from ringprof.record.resolve import need
+from ringprof.report.text import percent
+from ringprof.scale.pipeline import attribute
+from ringprof.trace.kineto import read_trace
+from ringprof.trace.reduced import parse_reduced, reduce_trace
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from ringprof.record.monitor import Monitor
+
+_log = logging.getLogger("ringprof.monitor")
+
+
+@contextmanager
+def monitor(
+    log: str | os.PathLike[str] | None = None,
+    *,
+    every: int = 200,
+    group: ProcessGroup | DeviceMesh | None = None,
+    tensorboard: str | os.PathLike[str] | None = None,
+) -> Iterator[Monitor]:
+    """Profile one step of the loop in the block now and then, and tell what its communication costs.
+
+    Every rank of ``group`` (None: the world, or this process alone) enters. A step is one of the first optimizer that
+    takes one; call ``step()`` of what this yields where that is not so. After ``every`` steps one warms the profiler up
+    and the next is profiled, reduced on its rank and explained on the first; no trace is kept. The next look is put off
+    until looking takes at most 1 % of the time.
+
+    The first rank appends a line of JSON to ``log`` for every look: ``step``, ``time``, ``ranks``, ``step_ms`` (without
+    the profiler), ``wall_ms`` (slowest rank), ``exposed_comm_share`` (``mean``, ``worst``, ``rank``), ``wait_ms`` and
+    ``wire_ms`` (mean over ranks; null where they cannot be told), ``waited_for`` (ms by rank, of those that others
+    waited for), ``straggler`` (the one waited for most), ``looks`` (for how many in a row) and ``interval``. The logger
+    ``ringprof.monitor`` says it in words, and TensorBoard gets its figures where a folder is given.
+
+    Raises `MissingExtraError` without torch or, where asked for, TensorBoard; `UsageError` on a rank outside ``group``.
+    """
+    need("torch")
+    from ringprof.record.group_ranks import GroupRanks  # here, as the next, because they import torch
+    from ringprof.record.monitor import Monitor
+
+    ranks = GroupRanks(group)
+    looks = Looks(log, _writer(tensorboard) if ranks.rank == 0 else None)
+    watch = Monitor(every, ranks, reduced, looks.tell)
+    try:
+        yield watch
+    finally:
+        watch.close()
+
+
+def reduced(path: Path) -> bytes:
+    """The reduced form of a trace; empty where it cannot be read."""
+    try:
+        return reduce_trace(read_trace(path))
+    except RingprofError:
+        return b""
+
+
+class Looks:
+    """What the first rank has told so far."""
+
+    def __init__(self, log: str | os.PathLike[str] | None, writer: Any = None) -> None:
+        self._log, self._writer = log, writer
+        self._straggler: int | None = None
+        self._in_a_row = 0
+
+    def tell(self, step: int, traces: list[bytes], cost: dict[str, float]) -> None:
+        """One look: every rank's reduced trace, empty where there is none."""
+        known = [parse_reduced(data) for data in traces if data]
+        if not known:
+            _log.warning("step %d: no rank has a trace that can be read, or they are too large together", step)
+            return
+        line: dict[str, Any] = {"step": step, "time": f"{datetime.now(timezone.utc):%Y-%m-%dT%H:%M:%SZ}"}
+        line |= figures_of(attribute(known)) | cost
+        self._in_a_row = self._in_a_row + 1 if line["straggler"] == self._straggler else 1
+        self._straggler = line["straggler"]
+        line["looks"] = self._in_a_row
+        if self._log is not None:
+            with Path(self._log).open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+        _log.info("%s", in_words(line))
+        if self._writer is not None:
+            self._writer.add_scalar("ringprof/exposed_comm_share", line["exposed_comm_share"]["mean"], step)
+            self._writer.add_scalar("ringprof/step_ms", line["step_ms"], step)
+            self._writer.flush()
+
+
+def figures_of(attribution: Attribution) -> dict[str, Any]:
+    """What is told of one look."""
+    summary, ranks = findings_in_memory(attribution).summary, attribution.ranks
+    waited = waited_for(attribution)
+    waits = [(one.wait_ns, one.wire_ns) for rank in ranks for one in rank.splits if one.wire_ns is not None]
+    told = bool(waits) and len(waits) == sum(len(rank.splits) for rank in ranks)
+    wait, wire = (sum(column) / len(ranks) / 1e6 for column in zip(*waits, strict=True)) if told else (None, None)
+    return {
+        "ranks": len(ranks),
+        "wall_ms": summary.slowest_wall_ns / 1e6,
+        "exposed_comm_share": {
+            "mean": summary.exposed_mean, "worst": summary.exposed_worst, "rank": summary.exposed_worst_rank
+        },
+        "wait_ms": wait,
+        "wire_ms": wire,
+        "waited_for": {str(rank): time / 1e6 for rank, time in waited.most_common()},
+        "straggler": waited.most_common(1)[0][0] if waited else None,
+    }  # fmt: skip
+
+
+def waited_for(attribution: Attribution) -> Counter[int]:
+    """By rank: nanoseconds that transfers of others waited for it, the last of their partners to begin."""
+    found = match({rank.rank: [part.transfer for part in rank.splits] for rank in attribution.ranks})
+    waits = [part.wait_ns or 0 for rank in attribution.ranks for part in rank.splits]
+    offset = attribution.clocks.offset_ns
+    start = [one.start_ns + offset[one.rank] for one in found.transfers]
+    partners: dict[int, set[int]] = {}
+    pairs = [*zip(found.sender.tolist(), found.receiver.tolist(), strict=True)]
+    for a, b in pairs:
+        partners.setdefault(a, set()).add(b)
+        partners.setdefault(b, set()).add(a)
+    for call in (call for meeting in found.meetings for call in meeting.T.tolist()):
+        for one in call:
+            partners.setdefault(one, set()).update(call)
+    blamed: Counter[int] = Counter()
+    for one, wait in enumerate(waits):
+        last = max(partners.get(one, ()), key=lambda other: start[other], default=one)
+        if wait and start[last] > start[one]:
+            blamed[found.transfers[last].rank] += wait
+    return blamed
+
+
+def in_words(line: dict[str, Any]) -> str:
+    """One look in a line."""
+    share = line["exposed_comm_share"]
+    text = f"step {line['step']}: {percent(share['mean'])} exposed communication (rank {share['rank']}: "
+    text += f"{percent(share['worst'])}), {line['step_ms']:,.1f} ms a step"
+    if line["straggler"] is not None:
+        times = f", for {line['looks']} looks" if line["looks"] > 1 else ""
+        text += f"; most waited for: rank {line['straggler']}{times}"
+    return text
+
+
+def _writer(folder: str | os.PathLike[str] | None) -> Any:
+    if folder is None:
+        return None
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise MissingExtraError(f"TensorBoard cannot be imported ({error}): pip install tensorboard") from None
+    return SummaryWriter(str(folder))

@@ -1,0 +1,1 @@
+"""The check of anybody's attention: whether its ranks compute what dense attention over the whole sequence does."""

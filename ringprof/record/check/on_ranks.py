@@ -1,0 +1,154 @@
+"""The check on the ranks: each calls the attention with its own tokens, and all compare with dense attention.
+
+Every call gets other numbers, so that what is left of an earlier one shows. All are made, whatever the first gives, and
+judged as they come; the last one runs under the profiler, which tells what is sent.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+from torch import Tensor
+
+from ringprof.errors import RingprofError, UsageError
+from ringprof.record.check.given import Answers, GivenAttention, order_of_layout, order_of_positions
+from ringprof.record.check.judge import Truth, judge
+from ringprof.record.check.reasons import Case
+from ringprof.record.check.result import FORMATS, Check, CheckRequest, Sent, TensorCheck
+from ringprof.record.check.roll import Roll
+from ringprof.record.check.sent import sent_meanwhile
+from ringprof.record.group_ranks import GroupRanks
+from ringprof.record.progress import Reporter, SilentReporter
+from ringprof.record.request import from_json
+from ringprof.record.resolve import DTYPES, torch_dtype
+from ringprof.record.verify import MOST_TOKENS, SEED, Tensors, draw_inputs, severity
+from ringprof.run import Workload
+
+
+class _Form(msgspec.Struct, frozen=True):
+    wrong: str
+
+
+class _Call(msgspec.Struct, frozen=True):
+    """What all ranks know of one call."""
+
+    number: int
+    errors: dict[str, TensorCheck]
+    reasons: list[str]
+
+    @property
+    def equal(self) -> bool:
+        return bool(self.errors) and all(error.equal for error in self.errors.values())
+
+    def severity(self) -> float:
+        return max(map(severity, self.errors.values()), default=math.inf)
+
+
+def check_on_ranks(
+    attention: Callable[..., Any], request: CheckRequest, positions: Tensor | None = None, group: Any = None,
+    reporter: Reporter | None = None,
+) -> Check:  # fmt: skip
+    """Check ``attention`` on the ranks of ``group`` (None: the world), which all call this. The answer is all ranks'.
+
+    Raises `UsageError`, and `RecordError` where a call fails or does not come back on some rank.
+    """
+    ranks, reporter = GroupRanks(group), reporter or SilentReporter()
+    _refuse_numbers(request)
+    roll = Roll(ranks, request.time_limit)
+    if len(set(ranks.told(request))) > 1:
+        raise UsageError("the ranks do not ask for the same check: the arguments must be alike on all")
+    if positions is None:
+        order = order_of_layout(request.layout, request.seq, ranks.size, ranks.device.type).to(ranks.device)
+    else:
+        order = order_of_positions(positions, ranks)
+    workload = _workload(request, order.numel())
+    given = GivenAttention(attention, ranks, order, request.tensor_format)
+    calls, sent = list[_Call](), list[Sent]()
+    for number in range(1, request.calls + 1):
+        full = draw_inputs(workload, ranks.device, SEED + number)
+        reporter.start(f"call {number} of {request.calls}", 1)
+        answers, wrong_form = _call(given, full, workload, roll, number, sent if number == request.calls else None)
+        reporter.start(f"after call {number} of {request.calls}", 1)
+        roll.all_back(f"call {number} of the attention")
+        explain, scale = all(call.equal for call in calls), request.softmax_scale
+        calls.append(_judged(given, full, workload, scale, answers, wrong_form, number, explain=explain))
+    shown = next((call for call in calls if not call.equal), None) or max(calls, key=_Call.severity)
+    return Check(
+        equal=all(call.equal for call in calls), workload=workload, ranks=ranks.size, layout=request.layout,
+        device=ranks.device.type, calls=len(calls), call=shown.number, errors=shown.errors,
+        sent=_of_all(ranks, sent), reasons=shown.reasons,
+    )  # fmt: skip
+
+
+def _refuse_numbers(request: CheckRequest) -> None:
+    sizes = ("batch", "seq", "heads", "kv_heads", "head_dim", "calls")
+    for name, value in ((name, getattr(request, name)) for name in sizes):
+        if value is not None and value < 1:
+            raise UsageError(f"{name} must be at least 1, not {value}")
+    if request.heads % (request.kv_heads or request.heads):
+        raise UsageError(f"{request.heads} heads are not a multiple of {request.kv_heads} kv heads")
+    if request.dtype not in DTYPES:
+        raise UsageError(f"dtype {request.dtype!r} is not one of {', '.join(DTYPES)}")
+    if request.tensor_format not in FORMATS:
+        raise UsageError(f"tensor_format {request.tensor_format!r} is not one of {', '.join(FORMATS)}")
+    if not request.time_limit > 0:
+        raise UsageError(f"time_limit must be above 0 seconds, not {request.time_limit}")
+
+
+def _workload(request: CheckRequest, seq: int) -> Workload:
+    if request.seq not in (None, seq):
+        raise UsageError(f"seq {request.seq}: the ranks' positions are of {seq} tokens")
+    if seq > MOST_TOKENS:
+        raise UsageError(f"a check of {seq} tokens: at most {MOST_TOKENS}, since its reference is dense")
+    return Workload(
+        batch=request.batch, seq=seq, heads=request.heads, kv_heads=request.kv_heads or request.heads,
+        head_dim=request.head_dim, causal=request.causal, dtype=request.dtype, backward=request.backward,
+    )  # fmt: skip
+
+
+def _call(
+    given: GivenAttention, full: Tensors, workload: Workload, roll: Roll, number: int, sent: list[Sent] | None
+) -> tuple[Answers, str]:
+    """One call; ``sent`` is given where it is to be told what this rank sends."""
+    where = f"call {number} of the attention"
+    try:
+        if sent is None:
+            found = given.answers(full, backward=workload.backward)
+        else:
+            with sent_meanwhile(sent):
+                found = given.answers(full, backward=workload.backward)
+        given.ranks.finish()
+    except RingprofError as error:
+        roll.failed(where, error)
+        raise
+    except Exception as error:
+        raise roll.failed(where, error) from error
+    return found
+
+
+def _judged(
+    given: GivenAttention, full: Tensors, workload: Workload, scale: float | None, answers: Answers, wrong_form: str,
+    number: int, *, explain: bool,
+) -> _Call:  # fmt: skip
+    """What all ranks find of a call. Collective."""
+    forms = [from_json(said, _Form).wrong for said in given.ranks.told(_Form(wrong_form))]
+    if any(forms):
+        rank, wrong = next((rank, wrong) for rank, wrong in enumerate(forms) if wrong)
+        return _Call(number, {}, [f"on rank {rank} {wrong}"])
+    truth = Truth.of(given, full, workload, scale)
+    errors, wrong_here = judge(answers, truth, given, torch_dtype(workload))
+    call = _Call(number, errors, [])
+    if call.equal or not explain:
+        return call
+    case = Case(given, full, workload, scale, answers, truth, errors, wrong_here)
+    return msgspec.structs.replace(call, reasons=case.reasons())
+
+
+def _of_all(ranks: GroupRanks, sent: list[Sent]) -> list[Sent] | None:
+    """What each rank sent; None where one of them could not see it."""
+    own = sent[0] if sent else Sent(operations={}, size_bytes=-1)
+    said = [from_json(part, Sent) for part in ranks.told(own)]
+    return None if any(rank.size_bytes == -1 for rank in said) else said

@@ -1,0 +1,127 @@
+"""What a check asks for and what it found, as plain values: they travel between ranks as JSON. No torch."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from ringprof.run import TensorError, Workload
+
+FORMATS = ("bshd", "bhsd", "sbhd")
+CALLS = 3
+TIME_LIMIT_S = 300.0
+
+
+class CheckRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One check as the user asked for it; None stands for a default that depends on the machine."""
+
+    target: str = ""
+    """``module:function`` where ringprof starts the ranks."""
+    layout: str
+    """``contiguous``, ``zigzag`` or ``stripe``; ``positions`` where every rank says which tokens it holds."""
+    batch: int = 1
+    seq: int | None = None
+    heads: int = 8
+    kv_heads: int | None = None
+    head_dim: int = 64
+    dtype: str = "bf16"
+    causal: bool = True
+    softmax_scale: float | None = None
+    backward: bool = True
+    tensor_format: str = "bshd"
+    calls: int = CALLS
+    time_limit: float = TIME_LIMIT_S
+    """Seconds that a rank waits for the others after a call."""
+    device: str = "auto"
+    world: int | None = None
+
+
+class TensorCheck(TensorError, frozen=True, kw_only=True):
+    """How far one tensor is from dense attention's, over all ranks and by token."""
+
+    wrong_tokens: int
+    """Tokens, of all ranks, that are further off than rounding explains."""
+    first_token: int | None
+    """The first of them, by its position in the sequence."""
+    first_rank: int | None
+    """The rank that holds it."""
+
+    @property
+    def equal(self) -> bool:
+        """Whether rounding explains what there is of a difference."""
+        return self.rms <= self.allowed_rms and not self.wrong_tokens
+
+
+class Sent(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rank sent in one call, forward and backward, as torch's profiler saw it."""
+
+    operations: dict[str, int]
+    """Calls of torch.distributed that send, by name."""
+    size_bytes: int | None
+    """Of the tensors given to them; None where their sizes cannot be told."""
+
+
+class Check(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer, alike on all ranks. ``str(check)`` is what the command prints."""
+
+    equal: bool
+    """Whether output and gradients of every call equal dense attention's over the whole sequence."""
+    workload: Workload
+    ranks: int
+    layout: str
+    device: str
+    calls: int
+    call: int
+    """The first call that is not equal, else the one furthest off; counted from 1. The errors are its."""
+    errors: dict[str, TensorCheck]
+    """``out``, and with a backward pass ``dq``, ``dk``, ``dv``; empty where the output has another shape."""
+    sent: list[Sent] | None
+    """By rank, in the last call; None where it could not be seen."""
+    reasons: list[str]
+    """What the result equals in place of the right one, where that can be told."""
+
+    @property
+    def communicates(self) -> bool | None:
+        """Whether any rank sent anything; None where that could not be seen."""
+        return None if self.sent is None else any(rank.operations for rank in self.sent)
+
+    def __str__(self) -> str:
+        work = self.workload
+        shape = f"{work.heads} heads of {work.head_dim}" + (f" ({work.kv_heads} kv)" * (work.kv_heads != work.heads))
+        lines = [
+            f"{'equal' if self.equal else 'NOT EQUAL'} to dense attention over {work.seq} tokens: {self.ranks} ranks,"
+            f" {work.seq // self.ranks} tokens each, {self.layout}, {shape}, {'causal' if work.causal else 'full'},"
+            f" {work.dtype}, {self.device}",
+            f"call {self.call} of {self.calls}" + ("" if self.equal else ", the first that is not equal")
+            + ", relative root-mean-square errors:",
+        ]  # fmt: skip
+        if self.errors:
+            lines.append(f"  {'':4}{'off by':>10}{'allowed':>10}{'kernel':>10}  worst     wrong tokens")
+        lines += [f"  {name:4}{_error_in_words(error, work.seq)}" for name, error in self.errors.items()]
+        lines.append(self._sent_in_words())
+        return "\n".join([*lines, *(f"why: {reason}" for reason in self.reasons)])
+
+    def _sent_in_words(self) -> str:
+        if self.ranks == 1:
+            return "sent: one rank has nobody to send to"
+        if self.sent is None:
+            return "sent: not seen (another profiler is running)"
+        if not self.communicates:
+            return "sent: nothing, by torch.distributed, in a call"
+        most = max(self.sent, key=lambda rank: (rank.size_bytes or 0, sum(rank.operations.values())))
+        calls = ", ".join(f"{count} {name}" for name, count in sorted(most.operations.items()))
+        silent = [str(number) for number, rank in enumerate(self.sent) if not rank.operations]
+        size = "" if most.size_bytes is None else f"{most.size_bytes / 2**20:.3g} MiB, "
+        return f"sent by a rank in a call: {size}{calls}" + (f"; nothing by rank {', '.join(silent)}" * bool(silent))
+
+
+def _error_in_words(error: TensorCheck, seq: int) -> str:
+    if not math.isfinite(error.rms):
+        numbers = f"{'not finite':>10}"
+    else:
+        numbers = f"{error.rms:10.2e}"
+    line = f"{numbers}{error.allowed_rms:10.2e}{error.kernel_rms:10.2e}  {f'rank {error.rank}':9}"
+    if not error.wrong_tokens:
+        return f"{line} none"
+    return f"{line} {error.wrong_tokens} of {seq}, the first is token {error.first_token} on rank {error.first_rank}"

@@ -1,0 +1,55 @@
+"""The ranks of a user's own process group: who they are, and what they tell each other. Loads torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from ringprof.errors import UsageError
+from ringprof.record.request import to_json
+from ringprof.record.world_group import gather_bytes, gather_tensor
+from ringprof.strategies.groups import by_nccl
+
+
+class GroupRanks:
+    """The ranks that do something together, and this one among them; one rank where torch.distributed is not in use."""
+
+    def __init__(self, group: Any) -> None:
+        """Raises `UsageError` on a rank outside ``group``."""
+        self.rank, self.size, self.number, self.numbers = 0, 1, 0, [0]
+        self.group: Any = None
+        on_gpu = torch.cuda.is_available()
+        if dist.is_available() and dist.is_initialized():
+            self.group = group.get_group() if hasattr(group, "get_group") else group or dist.group.WORLD
+            self.rank, self.number = dist.get_rank(self.group), dist.get_rank()
+            if self.rank < 0:
+                raise UsageError(f"rank {self.number} is not in the group: only its members may take part")
+            self.size = dist.get_world_size(self.group)
+            self.numbers = dist.get_process_group_ranks(self.group)
+            # Where the user named no backend, as init_device_mesh does not, there is one for each sort of device.
+            named = str(dist.get_backend(self.group))
+            used: Any = torch.cuda
+            on_gpu = "nccl" in named or (named == "undefined" and by_nccl(self.group) and used.is_initialized())
+        self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+
+    def finish(self) -> None:
+        """Wait for the device."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def wait(self) -> None:
+        """Wait for the other ranks."""
+        if self.size > 1:
+            dist.barrier(self.group)
+
+    def told(self, value: msgspec.Struct) -> list[bytes]:
+        """Every rank's ``value``, as JSON."""
+        own = to_json(value)
+        return gather_bytes(own, self.device, self.group) if self.size > 1 else [own]
+
+    def gathered(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Every rank's ``tensor``, of the same shape and type on all."""
+        return gather_tensor(tensor, self.group) if self.size > 1 else [tensor]

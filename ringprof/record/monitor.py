@@ -1,0 +1,153 @@
+"""Short looks at a user's own training loop, step by step: when to look, and what a look may cost. Loads torch."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.profiler import record_function
+
+from ringprof.record.group_ranks import GroupRanks
+from ringprof.record.measure import ITERATION, profiler
+from ringprof.record.world_group import gather_bytes, gather_tensor
+
+MOST_SHARE = 0.01
+"""Of the loop's time that looking may take: after each look the next is put off until it does not take more."""
+LARGEST_BYTES = 64 << 20
+"""Of all ranks' reduced traces together; larger ones stay where they are, and the look tells nothing."""
+
+_log = logging.getLogger("ringprof.monitor")
+
+Reduce = Callable[[Path], bytes]
+"""A trace's reduced form; empty where it cannot be read."""
+Tell = Callable[[int, list[bytes], dict[str, float]], None]
+"""Given, on the first rank, the step, every rank's reduced trace, and what looking has cost."""
+
+
+class Monitor:
+    """Profiles one step now and then; made by `ringprof.monitor`."""
+
+    def __init__(self, every: int, ranks: GroupRanks, reduce: Reduce, tell: Tell) -> None:
+        """Steps are those of the first optimizer that takes one, until `step` is called for the first time."""
+        self.steps = 0
+        """Done so far."""
+        self.interval = every
+        """Steps from one look to the next."""
+        self.spent_ns = 0
+        """What looking has cost this rank so far."""
+        self._every, self._next, self._ranks, self._reduce, self._tell = every, every, ranks, reduce, tell
+        self._own_steps, self._optimizer = False, 0
+        self._window: ExitStack | None = None
+        self._recording: Any = None
+        self._marked: ExitStack | None = None
+        self._plain: deque[int] = deque(maxlen=32)
+        self._last = time.perf_counter_ns()
+        self._cost = 0
+        self._hook: Any = register_optimizer_step_post_hook(self._after_optimizer)
+
+    def step(self) -> None:
+        """One step of the loop is done. Every rank calls it, or none does."""
+        self._own_steps = True
+        self._advance()
+
+    def close(self) -> None:
+        """Look no more; a look that has begun is dropped."""
+        self._hook.remove()
+        if self._marked is not None:
+            self._marked.close()
+        if self._window is not None:
+            self._window.close()
+        self._window = self._marked = None
+
+    def _after_optimizer(self, optimizer: Any, *_: Any) -> None:
+        self._optimizer = self._optimizer or id(optimizer)
+        if not self._own_steps and id(optimizer) == self._optimizer:
+            self._advance()
+
+    def _advance(self) -> None:
+        self.steps += 1
+        now = time.perf_counter_ns()
+        took = now - self._last
+        if self._window is None:
+            self._plain.append(took)
+            if self.steps >= self._next:
+                self._open()
+        else:
+            # What the profiler slows a step down by is its cost, too.
+            self._cost += max(0, took - round(median(self._plain)))
+            if self._marked is None:
+                self._mark()
+            else:
+                self._look()
+        self._last = time.perf_counter_ns()
+        self._cost += self._last - now
+
+    def _open(self) -> None:
+        """The next step warms the profiler up."""
+        self._window, self._cost = ExitStack(), 0
+        self._recording = self._window.enter_context(profiler())
+
+    def _mark(self) -> None:
+        """The next step is profiled, from a device at rest."""
+        self._ranks.finish()
+        self._recording.step()
+        self._marked = ExitStack()
+        self._marked.enter_context(record_function(ITERATION))
+
+    def _look(self) -> None:
+        """The profiled step is over: reduce its trace, bring the ranks' together, and put the next look off."""
+        began = time.perf_counter_ns()
+        assert self._window is not None and self._marked is not None
+        self._marked.close()
+        self._ranks.finish()
+        self._recording.step()
+        told = self._gathered(self._trace())
+        self._window = self._marked = self._recording = None
+        if self._ranks.rank == 0:
+            step_ns = median(self._plain)
+            try:
+                self._tell(self.steps, told, {"step_ms": step_ns / 1e6, "interval": self.interval})
+            except Exception as error:  # a look that fails must not end the training that it looks at
+                _log.warning("step %d: nothing could be told: %s", self.steps, error)
+        self._put_off(self._cost + time.perf_counter_ns() - began)
+
+    def _trace(self) -> bytes:
+        """This rank's reduced trace; nothing is kept."""
+        assert self._window is not None
+        try:
+            with self._window, TemporaryDirectory(prefix="ringprof-") as folder:
+                path = Path(folder) / "trace.json"
+                self._recording.export_chrome_trace(str(path))
+                data = self._reduce(path)
+        except Exception as error:  # as above; the other ranks wait for this one's answer
+            _log.warning("step %d: rank %d has no trace: %s", self.steps, self._ranks.number, error)
+            return b""
+        return data if len(data) * self._ranks.size <= LARGEST_BYTES else b""
+
+    def _gathered(self, data: bytes) -> list[bytes]:
+        ranks = self._ranks
+        return gather_bytes(data, ranks.device, ranks.group) if ranks.size > 1 else [data]
+
+    def _put_off(self, cost_ns: int) -> None:
+        """As far as the dearest rank asks for: all ranks must look at the same steps."""
+        self.spent_ns += cost_ns
+        ranks, step_ns = self._ranks, max(1, round(median(self._plain)))
+        asked = torch.tensor([interval_for(cost_ns, step_ns, self._every)], device=ranks.device)
+        found: Sequence[Any] = gather_tensor(asked, ranks.group) if ranks.size > 1 else [asked]
+        self.interval = max(int(one.item()) for one in found)
+        self._next = self.steps + self.interval
+
+
+def interval_for(cost_ns: int, step_ns: int, every: int) -> int:
+    """Steps until the next look such that looking takes no more than `MOST_SHARE` of the time."""
+    return max(every, math.ceil(cost_ns / (MOST_SHARE * step_ns)))

@@ -1,0 +1,185 @@
+"""Write the calibrations that come with the package, ringprof/foresee/machines/*.json.
+
+h200 is measured: from the committed runs and benchmarks/data/h200_links.csv. h100, b200 and a800 are put together from
+published figures, by the rules below; which figures, docs/foresight.md says. Nothing that docs/foresight.md scores a
+prediction against enters, but the rows that it names.
+
+    python scripts/build_machines.py [NAME...]
+"""
+
+from __future__ import annotations
+
+import csv
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+
+from ringprof.foresee.calibration import Calibration, Kernel, KernelSample, Link, Nccl, Value, as_json, assumed
+from ringprof.foresee.from_runs import calibrate_from, observed_run
+
+ROOT = Path(__file__).parents[1]
+DATA = ROOT / "benchmarks" / "data"
+MACHINES = ROOT / "ringprof" / "foresee" / "machines"
+PUBLISHED_DUTY = 1.0
+"""Of a kernel benchmark, which pauses between shapes and flushes caches: cooler than a run is. Assumed."""
+OF_H200 = "as measured on H200"
+NIC_SOURCE = "8 x 400 Gbit/s, B200: Together AI, NCCL SendRecv P2P Scaling Report, 2026-04-10"
+NIC = Link(
+    channel_gb_s=Value(14.5, 0.1, "published", NIC_SOURCE), hop_gb_s=Value(44.0, 0.1, "published", NIC_SOURCE),
+    total_gb_s=Value(43.0, 0.2, "published", NIC_SOURCE), latency_us=Value(50.0, 0.5, "assumed", "of the usual order"),
+    line_gbit=400.0,
+)  # fmt: skip
+
+
+def h200() -> Calibration:
+    base = assumed("h200", "NVIDIA H200", 132, 150_109_880_320)
+    source = "benchmarks/data/h200_links.csv: 2 and 4 H200 of one host, NCCL 2.28.9"
+    link = msgspec.structs.replace(
+        base.same_host,
+        channel_gb_s=Value(18.0, 0.05, "measured", source), hop_gb_s=Value(350.0, 0.03, "measured", source),
+        total_gb_s=Value(390.0, 0.03, "measured", "two rings at once, recorded runs"),
+        latency_us=Value(50.0, 0.3, "measured", source),
+    )  # fmt: skip
+    base = msgspec.structs.replace(
+        base, same_host=link, nccl=Nccl(version="2.28.9"),
+        heat=Value(0.12, 0.2, "measured", "recorded runs: blocks of idle and of busy devices"),
+    )  # fmt: skip
+    runs = [observed_run(path.parent, base) for path in sorted((ROOT / "traces").glob("h200*/run.json"))]
+    found = calibrate_from(runs, base)
+    # The rates of hops that ran beside blocks are no link rates: those measured alone stay.
+    same = msgspec.structs.replace(found.same_host, channel_gb_s=link.channel_gb_s, hop_gb_s=link.hop_gb_s)
+    return msgspec.structs.replace(found, same_host=same)
+
+
+def published(name: str, device: str, hardware: str, multiprocessors: int, memory_bytes: int) -> Calibration:
+    """From kernel_curves.csv, and the rest as on H200 by the ratio of the data sheets."""
+    like = h200()
+    kernels = {"cudnn": "cudnn", "fa2": "flash-attn", "fa3": "flash-attn-3", "fa4": "flash-attn-4"}
+    fills = ("cudnn", "flash-attn-3", "flash-attn-4")
+    found = []
+    for theirs, ours in kernels.items():
+        samples = _samples(hardware, theirs)
+        if samples:
+            tail = (
+                _as_h200(like.kernel("cudnn").tail, 1.0) if ours in fills else Value(0.0, 0.5, "assumed", "many blocks")
+            )
+            lead = _as_h200(like.kernel("cudnn").lead, 1.0)
+            found.append(Kernel(name=ours, fills_device=ours in fills, tail=tail, lead=lead, samples=samples))
+    memory, nvlink = {"H100": (3.35 / 4.8, 1.0), "B200": (8.0 / 4.8, 2.0)}[hardware]
+    return msgspec.structs.replace(
+        like, name=name, device=device, created="2026-11-22", multiprocessors=multiprocessors,
+        memory_bytes=memory_bytes, environment={}, kernels=found, memory_gb_s=_as_h200(like.memory_gb_s, memory),
+        reorder_gb_s=_as_h200(like.reorder_gb_s, memory), same_host=_link_as_h200(like.same_host, nvlink),
+        other_host=NIC, nccl=Nccl(version="2.28"), contention=_as_h200(like.contention, 1.0),
+        hop_first=_as_h200(like.hop_first, 1.0), unlike=_as_h200(like.unlike, 1.0), heat=_as_h200(like.heat, 1.0),
+        noise=Value(0.06, 0.5, "assumed", "other people's kernels, clocks and power"),
+    )  # fmt: skip
+
+
+def a800() -> Calibration:
+    """The kernel from the table beside row V0135, the NIC from the flat ring of row V0109; NVLink by its data sheet."""
+    base = assumed("a800", "NVIDIA A800-SXM4-80GB", 108, 80 << 30)
+    table = "thunlp/BurstEngine, kernel table beside V0135 (benchmarks/data/attention.csv)"
+    times = (
+        ("forward", False, 13.728),
+        ("forward", True, 14.111),
+        ("backward", False, 37.108),
+        ("backward", True, 38.448),
+    )
+    samples = []
+    for phase, causal, ms in times:
+        for q, kv in ((16384, 16384),) if causal else ((8192, 16384), (16384, 8192)):
+            samples.append(
+                KernelSample(
+                    phase=phase,
+                    q=q,
+                    kv=kv,
+                    heads=40,
+                    kv_heads=40,
+                    head_dim=128,
+                    causal=causal,
+                    ns=ms * 1e6,  # type: ignore[arg-type]
+                    spread=0.02,
+                    origin="published",
+                    source=table,
+                )
+            )
+    nothing = Value(0.0, 0.5, "assumed", "a kernel of many short blocks")
+    kernel = Kernel(name="flash-attn", fills_device=False, tail=nothing, lead=nothing, samples=samples)
+    ring = "thunlp/BurstEngine, V0109: flat ring, forward, 262144 tokens, 168 MB a step in 7.76 ms"
+    nccl_tests = "8xA100, nccl-tests sendrecv_perf: 110.8 GB/s on 8 channels at 128 MiB, 195 at 1 GiB"
+    nvlink = Link(
+        channel_gb_s=Value(13.8, 0.1, "published", nccl_tests),
+        hop_gb_s=Value(130.0, 0.1, "assumed", f"{nccl_tests}; A800 has 400 of its 600 GB/s"),
+        total_gb_s=Value(145.0, 0.1, "assumed", f"{nccl_tests}; A800 has 400 of its 600 GB/s"),
+        latency_us=Value(50.0, 0.5, "assumed", "of the usual order"),
+        collective_gb_s={
+            name: Value(130.0, 0.2, "assumed", "as hops") for name in ("all_to_all", "all_gather", "reduce_scatter")
+        },
+    )
+    nic = Link(
+        channel_gb_s=Value(13.0, 0.2, "assumed", "of the usual order"), hop_gb_s=Value(21.6, 0.05, "published", ring),
+        total_gb_s=Value(21.6, 0.05, "published", ring), latency_us=Value(50.0, 0.5, "assumed", "of the usual order"),
+        line_gbit=200.0,
+    )  # fmt: skip
+    return msgspec.structs.replace(
+        base, created="2026-11-22", kernels=[kernel],
+        memory_gb_s=Value(1600.0, 0.1, "assumed", "as much of 2,039 GB/s as an H200 reaches"),
+        same_host=nvlink, other_host=nic, nccl=Nccl(version="2.18"),
+        heat=Value(0.0, 0.5, "assumed", "the samples are from runs"),
+        noise=Value(0.05, 0.5, "assumed", "repeats in the source differ by 5 %"),
+    )  # fmt: skip
+
+
+def _samples(hardware: str, kernel: str) -> list[KernelSample]:
+    samples = []
+    for row in _rows("kernel_curves.csv"):
+        if (row["hardware"], row["kernel"]) != (hardware, kernel):
+            continue
+        seq, heads, head_dim = (int(row[name]) for name in ("seq", "heads", "head_dim"))
+        causal, forward = row["mask"] == "causal", row["direction"] == "fwd"
+        flops = (4 if forward else 10) * seq * seq * heads * head_dim / (2 if causal else 1)
+        samples.append(
+            KernelSample(
+                phase="forward" if forward else "backward", q=seq, kv=seq, heads=heads, kv_heads=int(row["kv_heads"]),
+                head_dim=head_dim, causal=causal, ns=flops / float(row["tflops"]) / 1e3, spread=0.02,
+                duty=PUBLISHED_DUTY, origin="published", source=row["source"],
+            )
+        )  # fmt: skip
+    return samples
+
+
+def _as_h200(value: Value, scale: float) -> Value:
+    words = OF_H200 if scale == 1.0 else f"{OF_H200}, times {scale:.3g} by the data sheets"
+    return Value(value.value * scale, max(0.1, value.spread), "assumed", words)
+
+
+def _link_as_h200(link: Link, scale: float) -> Link:
+    return msgspec.structs.replace(
+        link, channel_gb_s=_as_h200(link.channel_gb_s, scale), hop_gb_s=_as_h200(link.hop_gb_s, scale),
+        total_gb_s=_as_h200(link.total_gb_s, scale), latency_us=_as_h200(link.latency_us, 1.0),
+        collective_gb_s={name: _as_h200(value, scale) for name, value in link.collective_gb_s.items()},
+        copy_gb_s=link.copy_gb_s and _as_h200(link.copy_gb_s, scale),
+    )  # fmt: skip
+
+
+def _rows(name: str) -> Iterable[dict[str, str]]:
+    with open(DATA / name, encoding="utf-8", newline="") as file:
+        yield from csv.DictReader(file)
+
+
+BUILD = {
+    "h200": h200,
+    "h100": lambda: published("h100", "NVIDIA H100 80GB HBM3", "H100", 132, 80 << 30),
+    "b200": lambda: published("b200", "NVIDIA B200", "B200", 148, 180 << 30),
+    "a800": a800,
+}
+
+
+if __name__ == "__main__":
+    MACHINES.mkdir(exist_ok=True)
+    for chosen in sys.argv[1:] or BUILD:
+        (MACHINES / f"{chosen}.json").write_bytes(as_json(BUILD[chosen]()))
+        print(f"Wrote {MACHINES / chosen}.json")

@@ -1,0 +1,72 @@
+"""What changed between two runs, against the two runs' own reports."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+
+import pytest
+
+import ringprof
+from ringprof.analysis.findings.changes import Change, Changes
+from ringprof.report.terms import WATERFALL
+from tests.loaded import analysis
+from tests.paths import TRACES
+
+PAIR = ("h200x4-zigzag-65536", "h200x4-zigzag-65536-copied")
+
+
+def changes(*names: str) -> Changes:
+    found = ringprof.compare(*(analysis(TRACES / name) for name in names)).changes
+    assert found is not None
+    return found
+
+
+def test_parts_sum_to_the_change_of_the_slowest_ranks_wall():
+    walls = [max(rank["wall_ns"] for rank in analysis(TRACES / name).report()["ranks"]) for name in PAIR]
+    parts = changes(*PAIR).parts
+    assert sum(one.base_ns for one in parts) == walls[0]
+    assert sum(one.other_ns for one in parts) == walls[1]
+    assert sum(one.share for one in parts) == pytest.approx(walls[1] / walls[0] - 1)
+    assert [abs(one.share) for one in parts] == sorted((abs(one.share) for one in parts), reverse=True)
+
+
+def test_steps_and_kernels_are_those_of_the_reports():
+    found = changes(*PAIR)
+    for side, name in enumerate(PAIR):
+        report = analysis(TRACES / name).report()
+        exposed: dict[str, float] = defaultdict(float)
+        for step in report["steps"]:
+            exposed[f"{step['phase']} {step['step']}"] += step["exposed_ns"] / len(report["ranks"])
+        mine = {one.what: (one.base_ns, one.other_ns)[side] for one in found.steps}
+        assert mine == pytest.approx(dict(exposed))
+        kernels: dict[str, float] = defaultdict(float)
+        for one in report["summary"]["kernels"]:
+            kernels[one["name"]] += one["time_ns"] / len(report["ranks"])
+        mine = {one.what: (one.base_ns, one.other_ns)[side] for one in found.kernels}
+        assert {name: time for name, time in mine.items() if time} == pytest.approx(dict(kernels))
+
+
+def test_the_sentence_names_the_largest_with_their_steps():
+    parts = (
+        Change("exposed_wire", 20.0, 11.0, -0.09),
+        Change("merge_and_copies", 9.0, 5.0, -0.04),
+        Change("launch_gaps", 1.0, 0.5, -0.005),
+    )
+    backward = (Change(f"bwd {step}", 4.0, 2.2, -0.018) for step in range(2, 7))
+    steps = (*backward, Change("fwd 1", 1.0, 0.9, -0.001), Change("bwd 1", 1.0, 3.0, 0.02))
+    said = Changes(parts, steps, ()).sentence(WATERFALL)
+    assert said == "-9.0 % exposed wire (-7.2 % exposed in backward steps 2 to 5), -4.0 % merges and copies"
+    assert Changes(parts[2:], steps, ()).sentence(WATERFALL) == ""
+
+
+def test_runs_of_other_work_have_no_changes():
+    assert ringprof.compare(*(analysis(TRACES / f"h200x4-zigzag-{n}") for n in ("65536", "262144"))).changes is None
+    three = [analysis(TRACES / f"h200x4-{name}-262144") for name in ("zigzag", "burst", "usp")]
+    assert ringprof.compare(*three).changes is None
+
+
+def test_why_a_contiguous_ring_is_slower_is_said():
+    found = ringprof.compare(*(analysis(TRACES / f"h200x4-{name}-262144") for name in ("zigzag", "ring")))
+    assert found.changes is not None
+    assert re.match(r"\+69\.\d % imbalance between ranks \(", found.changes.sentence(WATERFALL))

@@ -1,0 +1,82 @@
+"""Packed documents and windows on the command line: recording, the report of it, `balance` and `kernels`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch", reason="recording needs torch")
+
+from ringprof import cli
+from ringprof.run import read_run
+
+CPU = ["--heads", "4", "--head-dim", "8", "--device", "cpu", "--world", "2", "--iters", "2", "--dtype", "fp32"]
+
+
+def test_a_packed_recording_counts_and_says_what_it_did(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lengths = tmp_path / "lengths.txt"
+    lengths.write_text("300 100 100 100 500")
+    given = ["--seq", "1024", "--documents", str(lengths), "--window-size", "64"]
+    # The file has 1100 tokens: of its last document 424 fit.
+    output = str(tmp_path / "run.json")
+    assert cli.run(["record", "--strategy", "ring", *given, *CPU, "-o", output, "--controls"]) == 0
+    run = read_run(output)
+    assert run.workload is not None and run.work is not None and run.verification is not None
+    assert run.workload.documents == (300, 100, 100, 100, 424) and run.workload.window == 64
+    windows = [64 * 65 // 2 + (length - 64) * 64 for length in run.workload.documents]
+    # Four FLOPs forward and ten backward of every pair, head and number of it.
+    assert sum(work.block_flops or 0 for work in run.work) == 14 * 4 * 8 * sum(windows)
+    assert run.verification.timed is not None and run.verification.timed.seq == 1024
+    assert run.controls is not None and sum(run.controls.solo_flops) == sum(work.block_flops or 0 for work in run.work)
+    assert cli.run(["report", output, "--width", "200"]) == 0
+    shown = capsys.readouterr().out
+    assert "causal, 5 documents of 100 to 424 tokens, window of 64" in shown
+    assert "attention work over the ranks: 1.0" in shown
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--documents", "500,500"], "1000 tokens together, the sequence has 1024"),
+        (["--documents", "lognormal:mean=none"], "as in lognormal:mean=8192"),
+        (["--window-size", "0"], "--window-size must be at least 1"),
+        (["--documents", "512x2", "--strategy", "burst"], "those that do are ring, zigzag, stripe"),
+        (["--window-size", "64", "-p", "documents_layout=per_documents"], "is not packed|per_document"),
+    ],
+)
+def test_what_cannot_be_meant_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], given: list[str], said: str
+) -> None:
+    output = ["-o", str(tmp_path / "run.json")]
+    code = cli.run(["record", "--strategy", "zigzag", "--seq", "1024", *CPU, *output, *given])
+    err = capsys.readouterr().err
+    assert code == 2 and said in err and "Traceback" not in err
+
+
+def test_balance_ranks_layouts(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["balance", "--seq", "64", "--documents", "40,24", "--world", "4"]
+    assert cli.run([*given, "--format", "json"]) == 0
+    rows = {
+        (row["strategy"], row["params"].get("documents_layout")): row for row in json.loads(capsys.readouterr().out)
+    }
+    area = 40 * 41 // 2 + 24 * 25 // 2
+    # Contiguous pieces of 16: the third rank has 8 rows of the first document, 33 to 40 keys each, and 8 of the second.
+    assert rows["ring", None]["busiest"] == pytest.approx((16 * 16 + 136) * 4 / area)
+    assert rows["ulysses", None]["busiest"] == 1.0
+    assert rows["zigzag", "per_document"]["busiest"] == pytest.approx(1.0, abs=0.03)
+    assert cli.run(given) == 0
+    assert "64 tokens on 4 ranks, causal, 2 documents of 24 to 40 tokens" in capsys.readouterr().out
+
+
+def test_kernels_are_listed_installed_or_not(capsys: pytest.CaptureFixture[str]) -> None:
+    from ringprof.strategies.kernels import KERNELS
+
+    assert cli.run(["kernels", "--format", "json"]) == 0
+    rows = {row["kernel"]: row for row in json.loads(capsys.readouterr().out)}
+    assert list(rows) == list(KERNELS)
+    assert rows["cpu-flash"]["here"].startswith("yes") and rows["cpu-flash"]["windows"] == "yes"
+    assert (rows["cudnn"]["head_dim"], rows["cudnn"]["windows"]) == ("up to 128 in steps of 8", "no")
+    assert (rows["flash-attn"]["documents"], rows["flash-attn"]["types"]) == ("in one call", "bf16 and fp16")
+    assert rows["reference"]["delta"] == "yes"

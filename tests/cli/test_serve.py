@@ -1,0 +1,86 @@
+"""`ringprof export --open`: the trace is handed to the page that asks, once, on loopback."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import socket
+import threading
+import webbrowser
+from pathlib import Path
+from urllib.error import HTTPError
+from urllib.parse import parse_qs
+from urllib.request import Request, urlopen
+
+import pytest
+
+from ringprof import cli
+from ringprof.cli import serve
+from tests.paths import ROOT
+
+RUN = str(ROOT / "traces" / "h200x4-zigzag-65536")
+
+
+class Browser:
+    """Fetches what the page is told to fetch, as a browser does: it asks first, and for something else in between."""
+
+    def __init__(self) -> None:
+        self.page = ""
+        self.allowed: list[str | None] = []
+        self.refused = 0
+        self.body = b""
+        self.thread: threading.Thread | None = None
+
+    def open(self, page: str) -> bool:
+        self.page = page
+        self.thread = threading.Thread(target=self._fetch)
+        self.thread.start()
+        return True
+
+    def _fetch(self) -> None:
+        (url,) = parse_qs(self.page.partition("?")[2])["url"]
+        asked = urlopen(Request(url, method="OPTIONS"))
+        try:
+            urlopen(url + ".other")
+        except HTTPError as error:
+            self.refused = error.code
+        answer = urlopen(url)
+        self.allowed = [one.headers["Access-Control-Allow-Origin"] for one in (asked, answer)]
+        self.body = answer.read()
+
+
+@pytest.fixture
+def browser(monkeypatch: pytest.MonkeyPatch) -> Browser:
+    found = Browser()
+    monkeypatch.setattr(webbrowser, "open", found.open)
+    monkeypatch.setattr(serve, "PORT", 0)
+    return found
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_the_page_gets_the_trace_and_the_command_ends(browser: Browser, kept: bool, tmp_path: Path) -> None:
+    out = tmp_path / "a name.json.gz"
+    assert cli.run(["export", RUN, "--open", *(["-o", str(out)] if kept else [])]) == 0
+    assert browser.thread is not None
+    browser.thread.join(timeout=60)
+    assert browser.page.startswith("https://ui.perfetto.dev/#!/?url=http://127.0.0.1:")
+    assert browser.allowed == ["https://ui.perfetto.dev"] * 2 and browser.refused == 404
+    assert len(json.loads(gzip.decompress(browser.body))["traceEvents"]) > 500
+    assert out.exists() == kept and (not kept or out.read_bytes() == browser.body)
+
+
+def test_a_port_in_use_is_one_line(
+    browser: Browser, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        monkeypatch.setattr(serve, "PORT", taken.getsockname()[1])
+        assert cli.run(["export", RUN, "--open"]) == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("ringprof: --open: port") and "in use" in last and not browser.page
+
+
+def test_a_file_or_a_page_must_be_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["export", RUN]) == 2
+    assert "-o merged.json.gz" in capsys.readouterr().err

@@ -1,0 +1,71 @@
+"""What docs/foresight.md claims of errors on committed data, part by part, as benchmarks/foresight.py reckons them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+pytest.importorskip("torch", reason="a prediction runs strategies on shapes")
+
+from benchmarks import foresight
+from benchmarks.foresight import Score
+
+
+def within(scores: Sequence[Score], mean: float, most: float) -> bool:
+    errors = [abs(one.error) for one in scores]
+    return sum(errors) / len(errors) <= mean and max(errors) <= most
+
+
+def inside(scores: Sequence[Score]) -> float:
+    return sum(bool(one.inside) for one in scores) / len(scores)
+
+
+def test_one_run_left_out() -> None:
+    scores = list(foresight.runs())
+    assert len(scores) == 13 and within(scores, 0.03, 0.07)
+    assert 0.7 <= inside(scores) <= 0.9
+
+
+def test_one_strategy_left_out() -> None:
+    scores = list(foresight.strategies())
+    assert len(scores) == 13 and within(scores, 0.04, 0.07)
+    assert 0.7 <= inside(scores) <= 0.9
+
+
+def test_another_length() -> None:
+    """The docs say that this one is missed: from 65536 tokens, 262144 come out too fast."""
+    scores = list(foresight.lengths())
+    assert len(scores) == 13 and within(scores, 0.05, 0.11)
+
+
+def test_8_gpus_from_4() -> None:
+    assert within(list(foresight.eight()), 0.06, 0.06)
+
+
+def test_runs_are_replayed_from_their_own_blocks() -> None:
+    scores = list(foresight.replays())
+    assert len(scores) == 17 and within(scores, 0.02, 0.02)
+
+
+def test_published_h100_cells() -> None:
+    """Causal backward passes on 16 GPUs, in which the best is ahead by 2 %; the benchmark has all 60."""
+    scores = list(foresight.h100("V0241", "V0242", "V0243", "V0244", "V0245"))
+    assert len(scores) == 5 and within(scores, 0.06, 0.09)
+    assert foresight.ranking(scores) == (1, 1)
+
+
+@pytest.mark.long
+def test_all_published_h100_cells() -> None:
+    scores = list(foresight.h100())
+    assert len(scores) == 60 and within(scores, 0.06, 0.27)
+    good, cells = foresight.ranking(scores)
+    assert cells == 12 and good >= 10
+
+
+@pytest.mark.long
+def test_published_burst_on_32_a800() -> None:
+    """At 262144 and 524288 tokens, double rings of the settings that have repeats, forward and backward."""
+    rows = {"V0035", "V0038", "V0044", "V0047", "V0060", "V0061", "V0102", "V0104", "V0132", "V0135"}
+    scores = list(foresight.a800(*rows))
+    assert len(scores) == len(rows) and within(scores, 0.05, 0.06)

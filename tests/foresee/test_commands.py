@@ -1,0 +1,161 @@
+"""predict, what-if, calibrate and check from the command line; a prediction is read as a recorded run is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.paths import TRACES
+
+pytest.importorskip("torch", reason="a prediction runs strategies on shapes")
+
+import ringprof
+from ringprof import cli
+from ringprof.foresee.calibration import as_json, parse_calibration, read_calibration
+from ringprof.run import read_run
+
+ZIGZAG = str(TRACES / "h200x4-zigzag-65536")
+SMALL = ("--strategy", "zigzag", "--seq", "64k", "--gpus-per-host", "2")
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    code = cli.run(list(arguments))
+    return code, *capsys.readouterr()
+
+
+def test_a_prediction_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "predict", *SMALL, "--machine", "h200", "--format", "json")
+    found = json.loads(out)
+    assert code == 0 and found["schema"] == "ringprof.prediction/1" and found["predicted"] is True
+    time = found["iteration_ms"]
+    assert time["p10"] < time["p50"] < time["p90"]
+    # 14 · S²/2 · heads · head_dim FLOPs on two GPUs.
+    flops = 14 * 65536**2 / 2 * 40 * 128
+    assert found["tflops"]["p50"] == pytest.approx(flops / 2 / time["p50"] / 1e9, rel=1e-3)
+    assert found["tflops"]["p10"] < found["tflops"]["p90"]
+    assert set(found["bound_by"]) == {"forward", "backward"} and 0 <= found["exposed_comm"] < 0.2
+    assert all(one["origin"] in ("measured", "published", "assumed") and one["source"] for one in found["inputs"])
+    parts = sum(sum(phase.values()) for phase in found["parts_ms"].values())
+    assert parts == pytest.approx(time["p50"], rel=0.05)
+
+
+def test_a_prediction_is_read_as_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "predicted"
+    code, out, err = run(capsys, "predict", "--like", ZIGZAG, "--machine", "h200", "-o", str(folder))
+    assert code == 0 and out.startswith("PREDICTED: zigzag on 4 x NVIDIA H200") and "in four of five cases" in out
+    assert err == f"Wrote {folder}: ringprof report {folder}\n"
+    made = read_run(folder / "run.json")
+    assert made.predicted is not None and made.predicted.machine == "h200"
+    assert made.predicted.p10_ns < made.predicted.p50_ns < made.predicted.p90_ns
+    loaded, recorded = ringprof.load(folder), ringprof.load(ZIGZAG)
+    assert isinstance(loaded, ringprof.Analysis) and isinstance(recorded, ringprof.Analysis)
+    # Every hop and block of the recording, and no time that does not add up.
+    assert len(loaded.hops()) == len(recorded.hops())
+    assert loaded.breakdown()["idle_ns"].ge(0).all()
+    blocks = {one.kernel for one in loaded.steps().itertuples() if "kernel" in one._fields} or {""}
+    assert blocks
+    assert run(capsys, "report", str(folder))[0] == 0
+    code, out, _ = run(capsys, "compare", str(folder), ZIGZAG)
+    assert code == 0 and "predicted" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("predict", "--machine", "h200", "--seq", "64k"), "--strategy NAME or --like RUN"),
+        (("predict", "--machine", "h200", "--strategy", "zigzag"), "the sequence length is needed"),
+        (("predict", "--machine", "h201", *SMALL), "no machine 'h201'; there are: h200"),
+        (("predict", "--machine", "h200", *SMALL, "--dtype", "fp32"), "bf16 and fp16 only"),
+        (("predict", "--machine", "h200", *SMALL, "--head-dim", "64"), "calibrated for head_dim [128], not 64"),
+        (("predict", "--machine", "h200", *SMALL, "--hosts", "2"), "Sockets cannot be foreseen"),
+        (("predict", "--machine", "h200", *SMALL, "--kernel", "cudn"), "no curves of kernel 'cudn'"),
+        (("predict", "--machine", "h100", *SMALL, "--seq", "1000003"), "divisible"),
+        (("predict", "--machine", "h200", "--like", str(TRACES / "cpu4-burst-4096")), "CPU processes"),
+        (("predict", "--machine", ZIGZAG + "/run.json", *SMALL), "not a calibration"),
+        (("what-if", ZIGZAG, "--link", "nic=2x"), "write same_host or other_host"),
+        (("what-if", ZIGZAG, "--slow", "9=2"), "no such rank"),
+        (("what-if", ZIGZAG, "--slow", "1=fast"), "not a factor"),
+        (("what-if", str(TRACES / "cpu4-burst-4096"), "--kernel-speed", "2x"), "CPU processes"),
+        (("calibrate", str(TRACES / "cpu4-burst-4096"), "-o", "unwritten.json"), "CPU processes"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else " ".join(value[-2:]),
+)
+def test_what_cannot_be_foreseen_is_refused_in_a_line(
+    arguments: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = run(capsys, *arguments)
+    assert code == 2 and out == "" and says in err and err.count("\n") == 1
+
+
+def test_what_if_says_what_a_change_would_have_done(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "what-if", ZIGZAG, "--format", "json", "--slow", "3=1.25")
+    found = json.loads(out)
+    assert code == 0 and abs(found["replay_error"]) < 0.02
+    # The ring goes at the pace of its slowest rank; nine tenths of the time are blocks.
+    assert found["change"] == pytest.approx(0.9 * 0.25, abs=0.03)
+    _, out, _ = run(capsys, "what-if", ZIGZAG, "--format", "json", "--kernel-speed", "1.1x")
+    assert -0.1 < json.loads(out)["change"] < -0.07
+
+
+def test_copied_hops_foreseen_are_as_those_recorded(capsys: pytest.CaptureFixture[str]) -> None:
+    """From the run with NCCL's hops; the recorded one with copied hops took 75.15 ms in its profiled iteration."""
+    _, out, _ = run(capsys, "what-if", ZIGZAG, "--format", "json", "--hops", "copy")
+    assert json.loads(out)["changed_ms"] == pytest.approx(75.15, rel=0.05)
+
+
+def test_sockets_ten_times_as_fast(capsys: pytest.CaptureFixture[str]) -> None:
+    """The wire is the bound of this run: 1,631 ms of which the blocks take 60."""
+    path = str(TRACES / "h200x4-zigzag-65536-two-hosts")
+    _, out, _ = run(capsys, "what-if", path, "--format", "json", "--link", "other_host=10x")
+    assert json.loads(out)["changed_ms"] == pytest.approx(163, rel=0.15)
+
+
+def test_calibrate_from_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "machine.json"
+    code, _, err = run(capsys, "calibrate", ZIGZAG, ZIGZAG + "-copied", "-o", str(output), "--name", "ours")
+    assert code == 0 and f"Wrote {output}" in err
+    found = read_calibration(output)
+    assert found.name == "ours" and found.device == "NVIDIA H200"
+    (kernel,) = [kernel for kernel in found.kernels if kernel.samples]
+    assert kernel.name == "cudnn" and {sample.q for sample in kernel.samples} == {8192, 16384}
+    assert all(sample.origin == "measured" and "zigzag-65536" in sample.source for sample in kernel.samples)
+    assert found.same_host.copy_gb_s is not None and 370 < found.same_host.copy_gb_s.value < 395
+    assert parse_calibration(as_json(found), "again") == found
+    code, out, _ = run(capsys, "predict", "--like", ZIGZAG, "--machine", str(output), "--format", "json")
+    assert code == 0 and json.loads(out)["iteration_ms"]["p50"] == pytest.approx(80.87, rel=0.03)
+
+
+HEADER = "id,strategy,seq_global,heads,head_dim,n_gpus,hosts,causal,pass,kernel,time_ms,tflops\n"
+
+
+def test_published_tables_are_audited(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Good; beyond any H100; beyond the kernel; the time of a quarter of its length; of a strategy that is not ours."""
+    table = tmp_path / "table.csv"
+    table.write_text(
+        HEADER + "good,ulysses,131072,64,128,16,2,False,fwd,fa3,61.33,\n"
+        "cp-off,ulysses,131072,64,128,16,2,False,fwd,fa3,,1937\n"
+        "te,ulysses,131072,64,128,16,2,False,fwd,fa3,,760\n"
+        "short,ulysses,524288,64,128,16,2,False,fwd,fa3,61.33,\n"
+        "theirs,magi,131072,64,128,16,2,False,fwd,fa3,61.33,\n"
+    )
+    code, out, _ = run(
+        capsys, "predict", "--check", str(table), "--machine", "h100", "--nic", "400", "--format", "json"
+    )
+    rows = {row["name"]: row for row in json.loads(out)["rows"]}
+    assert code == 0
+    assert rows["good"]["flags"] == [] and abs(rows["good"]["error"]) < 0.1
+    flags = {name: [flag["code"] for flag in row["flags"]] for name, row in rows.items()}
+    assert flags["cp-off"][0] == "above_peak" and flags["te"] == ["above_kernel"]
+    assert flags["short"] == ["above_peak", "length"]
+    assert "is what 131072 tokens take, not 524288" in rows["short"]["flags"][1]["message"]
+    assert rows["theirs"]["predicted_ms"] is None and "ringprof has not" in rows["theirs"]["reason"]
+    _, out, _ = run(capsys, "predict", "--check", str(table), "--machine", "h100", "--nic", "400")
+    assert "PREDICTED ms" in out and "3 of 5 rows flagged" in out
+
+
+def test_a_table_that_is_none_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "table.csv").write_text("a,b\n1,2\n")
+    code, _, err = run(capsys, "predict", "--check", str(tmp_path / "table.csv"), "--machine", "h100")
+    assert code == 2 and "not a table of measurements" in err and err.count("\n") == 1

@@ -1,0 +1,151 @@
+"""The tape says what recordings counted: blocks, bytes, memory; and refuses what shapes alone do not tell."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.paths import TRACES
+
+pytest.importorskip("torch", reason="the tape runs strategies on shapes")
+
+from ringprof.errors import UnfitWorkloadError, UnknownStrategyError, UsageError
+from ringprof.foresee.from_runs import tape_of_run
+from ringprof.foresee.program import Block, Post, Touch, Wait
+from ringprof.foresee.tape import tape
+from ringprof.run import Sent, Workload, read_run
+
+RUNS = sorted(TRACES.glob("*/run.json"))
+USERS = "tests.foresee.strategies_of_users"
+SMALL = Workload(seq=64, heads=2, kv_heads=1, head_dim=8)
+
+CHECK_LEAVES_BYTES = 32 << 20
+"""The verification's matrix products leave cuBLAS its workspace, which torch's allocator counts."""
+NEWER_FROM = "2026-11-22T03:00"
+"""Runs recorded before are of code that held up to a fifth more: wide totals, slots for each shape of hop."""
+
+
+def by_name(sent: list[Sent] | None) -> list[tuple[str, str, str, str, int, int]]:
+    assert sent is not None
+    return sorted((s.channel, s.phase, s.operation, s.link, s.count, s.sent_bytes) for s in sent)
+
+
+@pytest.mark.parametrize("path", RUNS, ids=lambda path: path.parent.name)
+def test_blocks_and_bytes_are_those_of_the_recording(path: Path) -> None:
+    run = read_run(path)
+    foreseen = tape_of_run(run)
+    assert run.work and run.strategy
+    # Parameters of today that the run has not are at their defaults.
+    assert foreseen.params | run.strategy.params == foreseen.params and foreseen.layout == run.strategy.layout
+    for program, work in zip(foreseen.programs, run.work, strict=True):
+        assert by_name(program.work.sent) == by_name(work.sent)
+        assert program.work.block_flops == work.block_flops
+        if run.topology.device_type == "cuda":
+            # The tape is of GPUs, where a small block is not cut to hide its last hop.
+            assert program.work.block_calls == work.block_calls
+        blocks = [op for op in program.ops if isinstance(op, Block)]
+        assert sum(block.flops() for block in blocks) == work.block_flops
+        hops = [op for op in program.ops if isinstance(op, Post)]
+        assert len(hops) == sum(sent.count for sent in work.sent or [])
+
+
+@pytest.mark.parametrize("path", [path for path in RUNS if "h200" in str(path)], ids=lambda path: path.parent.name)
+def test_memory_is_what_the_recording_held(path: Path) -> None:
+    run = read_run(path)
+    assert run.peak_memory_bytes
+    left = CHECK_LEAVES_BYTES if run.verification else 0
+    for program, held in zip(tape_of_run(run).programs, run.peak_memory_bytes, strict=True):
+        error = (program.peak_bytes + left) / held - 1
+        assert abs(error) < 0.05 if run.created >= NEWER_FROM else -0.2 < error < 0.01
+
+
+def test_the_operations_of_a_small_ring_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks with 32 tokens each, 2 heads, 1 kv head, bf16: K and V are 32 x 8 x 2 = 512 bytes each."""
+    workload = Workload(seq=64, heads=2, kv_heads=1, head_dim=8, backward=False)
+    monkeypatch.setattr("ringprof.strategies.merge.FUSED_FROM", 1)
+    (program,) = tape("zigzag", workload, 2, ranks=[1]).programs
+    shown = [
+        (op.label, op.phase, op.q, op.kv, op.causal)
+        if isinstance(op, Block)
+        else (op.channel, op.messages, op.members)
+        if isinstance(op, Post)
+        else (op.name, op.bytes)
+        if isinstance(op, Touch)
+        else "wait"
+        if isinstance(op, Wait)
+        else op
+        for op in program.ops
+    ]
+    # out: 32 x 2 x 8 = 512 numbers, 1024 bytes; LSE: 32 x 2 float32, 256 bytes. K and V are packed into one message.
+    assert shown == [
+        ("aten.stack", 2 * 1024),
+        ("kv", (1024,), (0, 1)),
+        ("fwd/step=0/block", "forward", 32, 32, True),
+        "wait",
+        ("fwd/step=1/block", "forward", 32, 16, False),
+        ("ringprof_merge", 2 * 1024 + 1024 + 3 * 256),
+    ]
+
+
+def test_memory_of_a_small_block_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank, 64 tokens x 2 heads x 8 in bf16: 2048 bytes a tensor, 4096 in float32. At the peak, in the backward
+    block: q, k, v, dO and O, the LSE, three gradients, and the kernel's own dQ in float32 and row sums."""
+    monkeypatch.setattr("ringprof.strategies.merge.FUSED_FROM", 1)
+    (program,) = tape("zigzag", Workload(seq=64, heads=2, kv_heads=2, head_dim=8), 1).programs
+    assert program.peak_bytes == 5 * 2048 + 512 + 3 * 2048 + 4096 + 512
+
+
+def test_copied_hops_hold_two_slots_and_take_no_kernel() -> None:
+    nccl, copied = (tape("zigzag", SMALL, 2, hops=hops, ranks=[0]).programs[0] for hops in ("nccl", "copy"))
+    assert {op.operation for op in nccl.ops if isinstance(op, Post)} == {"send_recv"}
+    assert {op.operation for op in copied.ops if isinstance(op, Post)} == {"copy"}
+    assert copied.peak_bytes > nccl.peak_bytes
+
+
+def test_strategies_of_users_are_recorded_as_they_are() -> None:
+    theirs = tape(f"{USERS}:Chatty", SMALL, 4, params={"extra": "7"}, ranks=[2])
+    ours = tape("zigzag", SMALL, 4, ranks=[2])
+    assert theirs.params["extra"] == 7
+    key_bytes = 16 * 8 * 2
+    extra = [s for s in theirs.programs[0].work.sent or [] if s.channel == "extra"]
+    assert [(s.count, s.sent_bytes) for s in extra] == [(3, 3 * key_bytes)]
+    assert theirs.programs[0].work.block_flops == ours.programs[0].work.block_flops
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("Looks", r"looks at values \(strategies_of_users.py, line \d+\)"),
+        ("Broken", r"fails on shapes alone \(strategies_of_users.py, line \d+\): AttributeError"),
+    ],
+)
+def test_what_shapes_do_not_tell_is_refused_in_a_line(name: str, says: str) -> None:
+    with pytest.raises(UnfitWorkloadError, match=says) as refused:
+        tape(f"{USERS}:{name}", SMALL, 2)
+    assert "\n" not in str(refused.value)
+
+
+def test_refusals_are_those_of_a_recording() -> None:
+    with pytest.raises(UnfitWorkloadError, match="divisible by 4"):
+        tape("zigzag", Workload(seq=66, heads=2, kv_heads=2, head_dim=8), 2)
+    with pytest.raises(UnfitWorkloadError, match="do not divide 6 ranks"):
+        tape("zigzag", SMALL, 6, ranks_per_host=4)
+    with pytest.raises(UnknownStrategyError, match="did you mean"):
+        tape("zigzga", SMALL, 2)
+    with pytest.raises(UnfitWorkloadError, match="packed documents and sliding windows"):
+        tape("zigzag", Workload(seq=64, heads=2, kv_heads=2, head_dim=8, window=16), 2)
+    with pytest.raises(UsageError, match="no kernel 'cudn'"):
+        tape("zigzag", SMALL, 2, kernel="cudn")
+
+
+def test_the_tape_leaves_nothing_behind() -> None:
+    """Strategies run as ever after a tape, also after one that was refused."""
+    import torch
+
+    from ringprof.strategies import annotate, merge, streams
+
+    with pytest.raises(UnfitWorkloadError):
+        tape(f"{USERS}:Looks", SMALL, 2)
+    assert "meta" not in merge.FUSED and "meta" not in streams.KINDS and annotate._listener is None
+    assert (torch.ones(2) + 1).sum().item() == 4

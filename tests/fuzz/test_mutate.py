@@ -1,0 +1,36 @@
+"""Files that are damaged in what they mean are read or refused in one line; what is damaged plainly is never silent."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.paths import ROOT
+
+# Together 50,000 in the long tier: most for the formats that others' programs write.
+COUNTS = {"trace": 15_000, "nsight": 10_000, "reduced": 8_000, "log": 7_000, "table": 6_000, "run": 4_000}
+
+
+def read(reader: str, first: int, count: int) -> None:
+    if sys.version_info < (3, 11) and reader == "nsight":
+        pytest.skip("sqlite3 of this Python writes no database into memory")
+    command = [sys.executable, "-m", "tests.fuzz.mutate", reader, str(first), str(count)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert done.returncode == 0, (reader, done.stdout[-1000:], done.stderr[-3000:])
+    assert lines == [{"read": count}], "\n".join(f"{reader} {one['number']}: {one['problem']}" for one in lines[:-1])
+
+
+@pytest.mark.parametrize("reader", sorted(COUNTS))
+def test_some_damaged_files(reader: str) -> None:
+    read(reader, 0, 40)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("reader", sorted(COUNTS))
+def test_many_damaged_files(reader: str) -> None:
+    read(reader, 100, COUNTS[reader])

@@ -1,0 +1,406 @@
+"""The check of anybody's attention: what is right passes, and what is wrong is found, located and explained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="checking needs torch")
+
+import torch
+import torch.distributed as dist
+import torch.fx.experimental.symbolic_shapes  # what a first backward pass imports: once, and not in every forked rank
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+import ringprof
+from ringprof.errors import RecordError, UsageError
+from ringprof.record.check.result import Check
+from ringprof.strategies import create
+from ringprof.strategies.layouts import LAYOUTS
+from tests.strategies.ranks import run_ranks
+
+SEQ, HEADS, KV_HEADS, HEAD_DIM = 64, 4, 2, 16
+SHAPE: dict[str, Any] = {"seq": SEQ, "heads": HEADS, "kv_heads": KV_HEADS, "head_dim": HEAD_DIM, "dtype": "fp32"}
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def positions(layout: str, seq: int = SEQ) -> Tensor:
+    return LAYOUTS[layout].positions(seq, dist.get_world_size(), dist.get_rank())
+
+
+class _Gathered(torch.autograd.Function):
+    """Every rank's piece, in one tensor; going back, the sum of what all ranks say of this rank's."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        pieces = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+        dist.all_gather(pieces, x.contiguous())
+        return torch.cat(pieces, 1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        total = gradients[0].contiguous()
+        dist.all_reduce(total)
+        return total.chunk(dist.get_world_size(), 1)[dist.get_rank()]
+
+
+def gathered(x: Tensor) -> Tensor:
+    every: Tensor = _Gathered.apply(x)
+    return every
+
+
+def over_all(own: Tensor, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    """torch's dense attention on gathered keys, for queries at ``own`` positions; differentiable."""
+    k, v = gathered(k), gathered(v)
+    pieces = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(pieces, own)
+    return on_one_device(q, k, v, own[:, None] >= torch.cat(pieces), **options)
+
+
+def on_one_device(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **options: Any) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    out = scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True, **options)
+    return out.transpose(1, 2)
+
+
+# --- what is right ----------------------------------------------------------------------------
+
+
+def right(rank: int, layout: str) -> list[Check]:
+    own = torch.randperm(SEQ, generator=torch.Generator().manual_seed(1)).view(-1, SEQ // 2)[rank]
+    own = own if layout == "positions" else positions(layout)
+    asked = own.tolist() if layout == "positions" else layout
+
+    def turned(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, None]:
+        return over_all(own, *(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2), None
+
+    def like_a_model(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return over_all(own, *(x.transpose(0, 1) for x in (q, k, v))).transpose(0, 1).flatten(2)
+
+    return [
+        ringprof.check(lambda q, k, v: over_all(own, q, k, v), asked, **SHAPE),
+        ringprof.check(turned, asked, tensor_format="bhsd", **SHAPE),
+        ringprof.check(like_a_model, asked, tensor_format="sbhd", **SHAPE),
+    ]
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "stripe", "positions"])
+def test_dense_attention_on_gathered_keys_is_equal(layout: str) -> None:
+    by_rank = run_ranks(2, right, layout)
+    for check in by_rank[0]:
+        assert check.equal and check.communicates and check.reasons == [] and check.layout == layout
+        assert set(check.errors) == {"out", "dq", "dk", "dv"}
+        assert all(error.rms < 2e-6 and error.first_token is None for error in check.errors.values())
+        assert "\n  out " in str(check) and str(check).startswith("equal to dense attention over 64 tokens: 2 ranks")
+    assert by_rank[0] == by_rank[1]
+
+
+def bundled(rank: int, dtype: str) -> None:
+    for name in ("zigzag", "stripe", "ulysses", "burst"):
+        strategy = create(name)
+        for causal in (True, False):
+            check = ringprof.check(
+                lambda q, k, v, strategy=strategy, causal=causal: strategy.attention(q, k, v, causal=causal),
+                strategy.layout.name, causal=causal, **{**SHAPE, "dtype": dtype},
+            )  # fmt: skip
+            assert check.equal, str(check)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_bundled_strategies_are_equal(dtype: str) -> None:
+    run_ranks(4, bundled, dtype)
+
+
+def in_a_group(rank: int) -> Check | str:
+    group = dist.new_group([1, 3])
+    if rank % 2 == 0:
+        with pytest.raises(UsageError) as refused:
+            ringprof.check(len, "zigzag", group=group)
+        return str(refused.value)
+    strategy = create("zigzag", group)
+    return ringprof.check(strategy.attention, "zigzag", group=group, **SHAPE)
+
+
+def test_ranks_of_a_group_check_alone() -> None:
+    outside, one, _, other = run_ranks(4, in_a_group)
+    assert one == other and one.equal and one.ranks == 2
+    assert outside == "rank 0 is not in the group: only its members may take part"
+
+
+def test_without_torch_distributed_there_is_one_rank() -> None:
+    check = ringprof.check(lambda q, k, v: on_one_device(q, k, v, None), "zigzag", causal=False, **SHAPE)
+    assert check.equal and check.ranks == 1 and "one rank has nobody to send to" in str(check)
+
+
+# --- what is sent -----------------------------------------------------------------------------
+
+
+def forward_only(rank: int) -> Check:
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        pieces = [[torch.empty_like(x) for _ in range(2)] for x in (k, v)]
+        for into, x in zip(pieces, (k, v), strict=True):
+            dist.all_gather(into, x)
+        return on_one_device(q, torch.cat(pieces[0], 1), torch.cat(pieces[1], 1), None)
+
+    return ringprof.check(attention, "contiguous", causal=False, backward=False, **SHAPE)
+
+
+def test_bytes_are_those_that_the_rank_gives_to_its_collectives() -> None:
+    """K and V of 32 tokens, 2 heads of 16 numbers of 4 bytes."""
+    check = run_ranks(2, forward_only)[0]
+    assert check.equal and set(check.errors) == {"out"} and check.sent is not None
+    assert [rank.size_bytes for rank in check.sent] == [2 * 32 * 2 * 16 * 4] * 2
+    assert check.sent[0].operations == {"allgather": 2}
+
+
+def hops(rank: int) -> tuple[Check, int]:
+    strategy = create("zigzag")
+    check = ringprof.check(strategy.attention, "zigzag", **SHAPE)
+    strategy.comm.meter.clear()
+    q, k, v = (torch.randn(1, SEQ // 4, heads, HEAD_DIM).requires_grad_() for heads in (HEADS, KV_HEADS, KV_HEADS))
+    strategy.attention(q, k, v).sum().backward()
+    return check, sum(size for _, size in strategy.comm.meter.sent.values())
+
+
+def test_bytes_are_those_that_a_strategy_counts() -> None:
+    check, counted = run_ranks(4, hops)[0]
+    assert check.sent is not None and check.sent[0].size_bytes == counted > 0
+
+
+# --- what is wrong ----------------------------------------------------------------------------
+
+
+def alone(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return on_one_device(q, k, v, torch.ones(q.shape[1], q.shape[1], dtype=torch.bool).tril())
+
+
+def unscaled(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return over_all(positions("zigzag"), q, k, v, scale=1.0)
+
+
+def other_layout(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return over_all(positions("contiguous"), q, k, v)
+
+
+def unmasked(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return on_one_device(q, gathered(k), gathered(v), None)
+
+
+def other_heads(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return over_all(positions("zigzag"), q, *(x.repeat(1, 1, HEADS // KV_HEADS, 1) for x in (k, v)))
+
+
+def detached_keys(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return over_all(positions("zigzag"), q, k.detach(), v)
+
+
+def own_gradients(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """As ``dist.all_gather`` outside autograd does it, with this rank's own piece put back."""
+
+    def every(x: Tensor) -> Tensor:
+        pieces = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+        dist.all_gather(pieces, x.detach())
+        pieces[dist.get_rank()] = x
+        return torch.cat(pieces, 1)
+
+    own = positions("zigzag")
+    keys = torch.cat([LAYOUTS["zigzag"].positions(SEQ, 2, rank) for rank in range(2)])
+    return on_one_device(q, every(k), every(v), own[:, None] >= keys)
+
+
+def averaged(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    for x in (k, v):
+        x.register_hook(lambda gradient: gradient / 2)
+    return over_all(positions("zigzag"), q, k, v)
+
+
+def off_on_rank_1(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    out = over_all(positions("zigzag"), q, k, v)
+    # Rank 0 waits for this rank in its backward pass all the same.
+    return alone(q, k, v) + 0 * out if dist.get_rank() == 1 else out
+
+
+ALONE = "out equals attention over the rank's own tokens alone: context parallelism is off, or sends in vain"
+OUTPUT = {"out", "dq", "dk", "dv"}
+WRONG: list[tuple[Attention, set[str], str]] = [
+    (alone, OUTPUT, ALONE),
+    (unscaled, OUTPUT, "out equals attention with softmax_scale 1"),
+    (other_layout, OUTPUT,
+     "out equals attention under the causal mask of the contiguous layout: the positions are not the tokens'"),
+    (unmasked, OUTPUT, "out equals attention without the causal mask"),
+    (other_heads, OUTPUT, "out equals attention in which query head h uses kv head h mod kv_heads"),
+    (detached_keys, {"dk"}, "dk is 0: no gradient reaches k"),
+    (own_gradients, {"dk", "dv"}, "dk is what a rank's own queries give: other ranks' part is missing"),
+    (averaged, {"dk", "dv"}, "dk is the right one times 0.5 (1 / ranks)"),
+    (off_on_rank_1, OUTPUT, f"{ALONE} (on rank 1)"),
+]  # fmt: skip
+
+
+def checked(rank: int, attention: Attention, options: dict[str, Any]) -> Check:
+    return ringprof.check(attention, "zigzag", **{**SHAPE, **options})
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(("attention", "wrong", "reason"), WRONG, ids=lambda value: getattr(value, "__name__", ""))
+def test_a_known_mistake_is_found_and_named(attention: Attention, wrong: set[str], reason: str, dtype: str) -> None:
+    check = run_ranks(2, checked, attention, {"dtype": dtype})[0]
+    assert not check.equal and check.call == 1
+    assert {name for name, error in check.errors.items() if not error.equal} == wrong
+    assert check.reasons[0] == reason and f"why: {reason}" in str(check)
+
+
+def test_the_first_wrong_token_is_the_first_that_misses_other_ranks() -> None:
+    """Zigzag on 2 ranks: 0 holds 0-15 and 48-63, 1 the rest; 16 is the first token that needs the other rank's keys."""
+    check = run_ranks(2, checked, alone, {})[0]
+    assert (check.errors["out"].first_token, check.errors["out"].first_rank) == (16, 1)
+    assert check.errors["out"].wrong_tokens == 48 and check.communicates is False
+    assert "sent: nothing, by torch.distributed, in a call" in str(check)
+
+
+class Later:
+    """Right until a call: then something is done to the output."""
+
+    def __init__(self, call: int, change: Callable[[Tensor], Tensor]) -> None:
+        self.call, self.change, self.calls = call, change, 0
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        self.calls += 1
+        out = over_all(positions("zigzag", 2 * q.shape[1]), q, k, v)
+        return self.change(out) if self.calls >= self.call else out
+
+
+def stale(rank: int) -> Check:
+    kept: list[Tensor] = []
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        kept.append(k)
+        return over_all(positions("zigzag"), q, kept[0], v)
+
+    return ringprof.check(attention, "zigzag", **SHAPE)
+
+
+def test_what_is_left_of_an_earlier_call_shows() -> None:
+    """Keys of the first call in all: right as long as the numbers are the same."""
+    check = run_ranks(2, stale)[0]
+    assert not check.equal and check.call == 2 and "call 2 of 3, the first that is not equal" in str(check)
+
+
+def one_token(rank: int) -> Check:
+    def change(out: Tensor) -> Tensor:
+        last = (positions("zigzag", 1024) == 1023).float()[:, None, None]
+        return out * (1 - 0.3 * last.to(out.dtype))
+
+    shape = {**SHAPE, "seq": 1024, "dtype": "bf16"}
+    return ringprof.check(Later(1, change), "zigzag", backward=False, calls=1, **shape)
+
+
+def test_one_wrong_token_is_found_where_the_mean_error_hides_it() -> None:
+    error = run_ranks(2, one_token)[0].errors["out"]
+    assert error.rms <= error.allowed_rms and not error.equal
+    assert (error.wrong_tokens, error.first_token, error.first_rank) == (1, 1023, 0)
+
+
+def not_finite(rank: int) -> Check:
+    def change(out: Tensor) -> Tensor:
+        at = (positions("zigzag") == 20)[:, None, None].expand_as(out)
+        return out.masked_fill(at, float("nan"))
+
+    return ringprof.check(Later(3, change), "zigzag", backward=False, **SHAPE)
+
+
+def test_what_is_not_a_number_is_wrong() -> None:
+    check = run_ranks(2, not_finite)[0]
+    error = check.errors["out"]
+    assert not check.equal and check.call == 3
+    assert (error.rank, error.wrong_tokens, error.first_token) == (1, 1, 20)
+    assert str(check).splitlines()[3].split()[:3] == ["out", "not", "finite"]
+
+
+def whole(rank: int) -> Check:
+    return ringprof.check(lambda q, k, v: gathered(q), "zigzag", **SHAPE)
+
+
+def test_an_output_of_the_whole_sequence_is_said_to_be_one() -> None:
+    check = run_ranks(2, whole)[0]
+    assert not check.equal and check.errors == {}
+    assert check.reasons == [
+        "on rank 0 the output is (1, 64, 4, 16), and q (1, 32, 4, 16): the whole sequence on every rank, not the rank's"
+        " own tokens"
+    ]
+
+
+def test_an_output_that_no_gradient_reaches_is_wrong_in_all_gradients() -> None:
+    check = run_ranks(2, checked, lambda *qkv: over_all(positions("zigzag"), *qkv).detach(), {})[0]
+    assert check.reasons == [f"d{x} is 0: no gradient reaches {x}" for x in "qkv"]
+
+
+# --- what fails -------------------------------------------------------------------------------
+
+
+def failing(rank: int) -> str:
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if rank == 1:
+            raise ValueError("boom")
+        return alone(q, k, v)
+
+    with pytest.raises(RecordError) as failed:
+        ringprof.check(attention, "zigzag", **SHAPE)
+    return str(failed.value)
+
+
+def test_an_error_on_one_rank_is_all_ranks_error() -> None:
+    assert run_ranks(2, failing) == ["rank 1 failed in call 1 of the attention: ValueError: boom"] * 2
+
+
+def hanging(rank: int) -> str:
+    store: Any = dist.distributed_c10d._get_default_store()
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if rank == 1:
+            store.wait(["enough"])
+            raise ValueError("too late")
+        return alone(q, k, v)
+
+    with pytest.raises(RecordError) as failed:
+        ringprof.check(attention, "zigzag", time_limit=0.3, **SHAPE)
+    store.set("enough", "")
+    return str(failed.value)
+
+
+def test_a_rank_that_does_not_come_back_is_named() -> None:
+    said = run_ranks(2, hanging)[0]
+    assert said.startswith("rank 1 did not come back from call 1 of the attention within 0.3 s of rank 0: it hangs, or")
+
+
+# --- what is refused --------------------------------------------------------------------------
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"layout": "zagzig"}, "layout 'zagzig' is not one of contiguous, zigzag, stripe"),
+    ({"seq": 66}, "the zigzag layout on 2 ranks needs a sequence divisible by 4: not 66"),
+    ({"seq": 16384}, "a check of 16384 tokens: at most 8192"),
+    ({"heads": 3}, "3 heads are not a multiple of 2 kv heads"),
+    ({"dtype": torch.float64}, "dtype 'torch.float64' is not one of bf16, fp16, fp32"),
+    ({"tensor_format": "thd"}, "tensor_format 'thd' is not one of bshd, bhsd, sbhd"),
+    ({"calls": 0}, "calls must be at least 1, not 0"),
+    ({"layout": [0, 1, 2]}, "each once: 0 is not"),
+]  # fmt: skip
+
+
+def refused(rank: int) -> None:
+    for options, line in REFUSED:
+        given = {"layout": "zigzag", **SHAPE, **options}
+        with pytest.raises(UsageError, match=line):
+            ringprof.check(alone, **given)
+    with pytest.raises(UsageError, match="as many tokens as the others: not 1, 2"):
+        ringprof.check(alone, list(range(rank + 1)))
+    with pytest.raises(UsageError, match="the ranks do not ask for the same check"):
+        ringprof.check(alone, "zigzag", heads=4 + rank)
+    with pytest.raises(UsageError, match="the attention returned NoneType, not a tensor"):
+        ringprof.check(lambda q, k, v: None, "zigzag")
+
+
+def test_what_cannot_be_meant_is_refused_on_all_ranks() -> None:
+    run_ranks(2, refused)

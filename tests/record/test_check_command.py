@@ -1,0 +1,109 @@
+"""``ringprof check``: ranks of its own or torchrun's, exit codes, and an end in one line whatever a rank does."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch", reason="checking needs torch")
+
+from ringprof import cli
+from tests.record.command import TORCHRUN, run, started_in
+
+SMALL = ["--layout", "zigzag", "--heads", "2", "--head-dim", "16", "--device", "cpu"]
+
+MINE = '''
+import time
+
+import torch
+import torch.distributed as dist
+from torch.nn.functional import scaled_dot_product_attention
+
+from ringprof.strategies import create
+
+calls = 0
+
+
+class Zigzag:
+    strategy = None
+
+    def attend(self, q, k, v):
+        self.strategy = self.strategy or create("zigzag")
+        return self.strategy.attention(q, k, v)
+
+
+right = Zigzag()
+
+
+def alone(q, k, v):
+    out = scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=True)
+    return out.transpose(1, 2)
+
+
+def fails(q, k, v):
+    """On rank 1, in its second call, while rank 0 waits for it in a collective."""
+    global calls
+    calls += 1
+    if calls == 2 and dist.get_rank() == 1:
+        raise ValueError("boom")
+    dist.all_reduce(torch.ones(1))
+    return alone(q, k, v)
+
+
+def hangs(q, k, v):
+    if dist.get_rank() == 1:
+        time.sleep(600)
+    dist.all_reduce(torch.ones(1))
+    return alone(q, k, v)
+'''
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "mine.py").write_text(MINE)
+    return tmp_path
+
+
+def test_on_ranks_of_its_own(folder: Path) -> None:
+    done = run(["check", "mine:alone", "--world", "2", "--format", "json", *SMALL], folder)
+    assert (done.returncode, done.stderr) == (1, "")
+    said = json.loads(done.stdout)
+    assert said["equal"] is False and said["ranks"] == 2 and said["workload"]["seq"] == 128
+    assert said["errors"]["out"]["first_token"] == 32 and said["sent"][1] == {"operations": {}, "size_bytes": 0}
+
+
+def test_on_ranks_of_torchrun(folder: Path) -> None:
+    done = run(["-m", "ringprof", "check", "mine:right.attend", *SMALL], folder, TORCHRUN)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("equal to dense attention over 128 tokens: 2 ranks, 64 tokens each, zigzag") == 1
+    assert "sent by a rank in a call: " in done.stdout
+
+
+def test_an_error_on_one_rank_ends_all(folder: Path) -> None:
+    done = run(["check", "mine:fails", "--world", "2", *SMALL], folder)
+    assert done.returncode == 3 and done.stdout == ""
+    assert done.stderr.startswith("ringprof: rank 1 failed in call 2 of the attention: ValueError: boom; log: ")
+    assert done.stderr.count("\n") == 1 and not started_in(folder)
+
+
+def test_a_rank_that_hangs_ends_all(folder: Path) -> None:
+    """The other waits for it in a collective, where no Python runs."""
+    done = run(["check", "mine:hangs", "--world", "2", "--time-limit", "1", *SMALL], folder)
+    assert done.returncode == 3
+    assert "all 2 ranks hung in call 1 of 3, step 1, when the time limit of 6 s was over; logs kept in" in done.stderr
+    log = Path(done.stderr.split("logs kept in ")[1].strip()) / "rank1.log"
+    assert "in hangs" in log.read_text()
+    assert done.stderr.count("\n") == 1 and not started_in(folder)
+
+
+def test_what_is_not_there_is_named(folder: Path) -> None:
+    done = run(["check", "mine:nothing", "--world", "2", *SMALL], folder)
+    assert done.returncode == 2
+    assert "'mine:nothing' cannot be imported: AttributeError: module 'mine' has no attribute 'nothing'" in done.stderr
+
+
+def test_a_target_without_a_function_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["check", "mine", *SMALL]) == 2
+    assert "'mine' is not module:function, such as mypackage.attention:ring_attention" in capsys.readouterr().err

@@ -1,0 +1,134 @@
+"""`ringprof.monitor` around a training loop: when it looks, what it tells, what it leaves, and what it may cost."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="monitoring needs torch")
+
+import torch
+
+import ringprof
+from ringprof.errors import MissingExtraError
+from ringprof.monitoring import Looks, figures_of, waited_for
+from ringprof.record.monitor import interval_for
+from ringprof.scale.pipeline import attribute
+from ringprof.strategies import create
+from ringprof.trace.reduced import reduce_trace
+from tests.analysis.transfers.test_hops import ring
+from tests.strategies.ranks import run_ranks
+
+
+def train(steps: int, watch: Any = None) -> None:
+    """Steps of an optimizer over a small product; with ``watch`` it is told of each."""
+    weight = torch.randn(64, 64, requires_grad=True)
+    optimizer = torch.optim.SGD([weight], lr=1e-3)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        (torch.randn(64, 64) @ weight).square().mean().backward()
+        optimizer.step()
+        if watch is not None:
+            watch.step()
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_steps_are_the_optimizers_and_each_look_is_a_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Three steps, one to warm up, one that is profiled; the next look is put off, as these steps are tiny."""
+    log = tmp_path / "exposed.jsonl"
+    with caplog.at_level(logging.INFO, "ringprof.monitor"), ringprof.monitor(log, every=3) as watch:
+        train(8)
+    assert watch.steps == 8
+    (line,) = lines(log)
+    assert line["step"] == 5 and line["ranks"] == 1 and line["interval"] == 3
+    assert line["exposed_comm_share"] == {"mean": 0.0, "worst": 0.0, "rank": 0}
+    assert line["wall_ms"] > 0 and line["step_ms"] > 0 and line["straggler"] is None
+    assert watch.interval > 3
+    assert caplog.messages == [f"step 5: 0.0 % exposed communication (rank 0: 0.0 %), {line['step_ms']:,.1f} ms a step"]
+    assert list(tmp_path.iterdir()) == [log]
+
+
+def test_steps_that_are_told_count_alone_and_nothing_is_left_behind(tmp_path: Path) -> None:
+    with ringprof.monitor(tmp_path / "log", every=100) as watch:
+        train(7, watch)
+    # The first was counted when the optimizer took it; from then on those that are told count.
+    assert watch.steps == 8
+    train(3)
+    assert watch.steps == 8
+
+
+def test_a_look_that_fails_does_not_end_the_loop(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with ringprof.monitor(tmp_path / "no" / "such" / "folder", every=2) as watch:
+        train(6)
+    assert watch.steps == 6
+    assert "nothing could be told" in caplog.text
+
+
+def test_an_error_in_the_loop_ends_it_as_it_is(tmp_path: Path) -> None:
+    """In the middle of a look, too: the profiler is off afterwards."""
+    for steps in (2, 3):
+        with pytest.raises(ZeroDivisionError), ringprof.monitor(tmp_path / "log", every=2):
+            train(steps)
+            raise ZeroDivisionError
+    with ringprof.monitor(tmp_path / "log", every=2):
+        train(4)
+    assert len(lines(tmp_path / "log")) == 1
+
+
+@pytest.mark.parametrize(("cost_ns", "step_ns", "every", "interval"), [
+    (10**8, 10**9, 200, 200), (4 * 10**9, 10**9, 200, 400), (10**6, 10**6, 3, 100),
+])  # fmt: skip
+def test_looks_take_at_most_a_hundredth(cost_ns: int, step_ns: int, every: int, interval: int) -> None:
+    assert interval_for(cost_ns, step_ns, every) == interval
+    assert cost_ns <= 0.01 * interval * step_ns * (1 + 1e-9)
+
+
+def attend(rank: int, log: Path) -> int:
+    strategy = create("zigzag")
+    with ringprof.monitor(log, every=2) as watch:
+        for _ in range(4):
+            x = strategy.shard(torch.randn(1, 128, 4, 16)).requires_grad_()
+            strategy.attention(x, x, x).sum().backward()
+            watch.step()
+    return watch.interval
+
+
+def test_ranks_look_together_and_the_first_tells(tmp_path: Path) -> None:
+    intervals = run_ranks(2, attend, tmp_path / "log")
+    (line,) = lines(tmp_path / "log")
+    assert line["step"] == 4 and line["ranks"] == 2
+    assert 0 < line["exposed_comm_share"]["mean"] < 1
+    assert len(set(intervals)) == 1
+
+
+def test_who_is_waited_for() -> None:
+    """Rank 3 is 500 ns late: ranks 0 and 2 wait for it."""
+    builders = ring([1000, 1000, 1000, 1500], [2500, 2000, 2500, 2500], tensors=1)
+    attribution = attribute([builder.trace() for builder in builders])
+    assert waited_for(attribution) == {3: 1000}
+    figures = figures_of(attribution)
+    assert figures["waited_for"] == {"3": 0.001} and figures["straggler"] == 3
+    assert (figures["wait_ms"], figures["wire_ms"]) == pytest.approx((1000 / 4 / 1e6, 4000 / 4 / 1e6))
+
+
+def test_a_straggler_is_counted_as_long_as_it_is_the_same(tmp_path: Path) -> None:
+    looks = Looks(tmp_path / "log")
+    for number, late in enumerate((3, 3, 1)):
+        starts = [1500 if rank == late else 1000 for rank in range(4)]
+        traces = [reduce_trace(builder.trace()) for builder in ring(starts, [2500] * 4, tensors=1)]
+        looks.tell(number, traces, {"step_ms": 1.0, "interval": 2})
+    assert [(line["straggler"], line["looks"]) for line in lines(tmp_path / "log")] == [(3, 1), (3, 2), (1, 1)]
+
+
+def test_tensorboard_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(MissingExtraError, match="pip install tensorboard"), ringprof.monitor(tensorboard=tmp_path):
+        pass
