@@ -6,11 +6,11 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Only files that git tracks: what was recorded or downloaded here is nobody's spelling.
 TEXT = $$(git ls-files '*.py' '*.md' '*.toml' '*.cfg' '*.j2' '*.js' '*.css' Makefile 2>/dev/null)
 
-.PHONY: help demo test test-all docs lint release clean
+.PHONY: help demo test test-all docs lint audit release clean
 help:
 	@echo 'make demo      record a small run and show its report (first result, a few minutes)'
 	@echo 'make test      linters, types, import contracts and the core tests'
-	@echo 'make test-all  make test, the long tiers, and the analysis side on every Python found'
+	@echo 'make test-all  make test, make audit, the long tiers, and the analysis side on every Python found'
 	@echo 'make docs      the reference of the Python API, from its docstrings'
 	@echo 'make release   wheel and sdist in dist/, checked and tried in fresh environments; publishes nothing'
 	@echo 'make clean     remove .venv/ and caches'
@@ -27,7 +27,7 @@ demo: $(VENV)/.record
 test: $(VENV)/.dev lint .venv-hta/made
 	$(BIN)/python -m pytest -m 'not long' $(PYTEST)
 
-test-all: test
+test-all: test audit
 	$(BIN)/python -m pytest -m long $(PYTEST)
 	$(BIN)/python scripts/every_python.py
 
@@ -44,6 +44,11 @@ lint: $(VENV)/.dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/codespell $(TEXT)
+
+# Without a network pip-audit names what it could not look up.
+audit: $(VENV)/.dev
+	$(BIN)/bandit -q -r ringprof strategies -ll
+	$(BIN)/pip-audit -r constraints.txt --no-deps --disable-pip --progress-spinner off
 
 # Stamps say which set of packages the environment holds; a changed setup.cfg or constraint installs again.
 $(VENV)/.made: scripts/check_python.py

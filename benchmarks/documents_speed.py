@@ -190,8 +190,8 @@ def _peers(ours: list[Competitor], workload: Workload, device: torch.device) -> 
         try:
             body = make(workload, device)
             if same is not None:
-                pairs = zip(body(), same.body(), strict=True)
-                worst = max(float((a.double() - b.double()).norm() / b.double().norm()) for a, b in pairs)
+                pairs = [(a.detach().double(), b.detach().double()) for a, b in zip(body(), same.body(), strict=True)]
+                worst = max(float((a - b).norm() / b.norm()) for a, b in pairs)
                 # Not "worst > 0.02": NaN must not pass.
                 reason = "" if worst < 0.02 else f"output or gradients are {worst:.2g} off ours"
         except Exception as error:

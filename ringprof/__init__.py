@@ -6,6 +6,7 @@ import ringprof
 run = ringprof.load("traces/run.json")      # or a trace, or a folder of traces
 run.verdict                                 # what communication cost, why, and what could be gained
 run.breakdown()                             # pandas frames: a row a rank; hops(), steps(), kernels(), waterfall()
+run.steps().attrs["columns"]                # what each column means
 run.plot.timeline()                         # matplotlib axes
 
 ringprof.compare("traces/main", "traces/branch").frame()

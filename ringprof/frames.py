@@ -18,6 +18,7 @@ from ringprof.analysis.steps.steps import STEP_COLUMNS, Step
 from ringprof.analysis.timeline.breakdown import Breakdown
 from ringprof.analysis.timeline.kernels import KERNEL_COLUMNS
 from ringprof.analysis.transfers.hops import Hop
+from ringprof.frame_columns import meanings_of
 from ringprof.report.text import csv_text
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ it; ``link`` is ``same_host``, ``other_host`` or ``unknown``; ``source`` says wh
 
 def breakdown_frame(attribution: Attribution) -> pd.DataFrame:
     """A row a rank."""
-    return _frame([_breakdown_row(rank) for rank in attribution.ranks], BREAKDOWN_COLUMNS)
+    return _frame([_breakdown_row(rank) for rank in attribution.ranks], BREAKDOWN_COLUMNS, "breakdown")
 
 
 def iteration_frame(attribution: Attribution) -> pd.DataFrame:
@@ -81,17 +82,17 @@ def iteration_frame(attribution: Attribution) -> pd.DataFrame:
         for rank in attribution.ranks
         for number, part in enumerate(rank.iterations)
     ]
-    return _frame(rows, ITERATION_COLUMNS)
+    return _frame(rows, ITERATION_COLUMNS, "iterations")
 
 
 def hop_frame(attribution: Attribution) -> pd.DataFrame:
     """A row a hop."""
-    return _frame([_hop_row(hop) for rank in attribution.ranks for hop in rank.hops], HOP_COLUMNS)
+    return _frame([_hop_row(hop) for rank in attribution.ranks for hop in rank.hops], HOP_COLUMNS, "hops")
 
 
 def step_frame(steps: Iterable[Step]) -> pd.DataFrame:
     """A row a rank and ring step."""
-    return _frame([msgspec.structs.asdict(step) for step in steps], STEP_COLUMNS)
+    return _frame([msgspec.structs.asdict(step) for step in steps], STEP_COLUMNS, "steps")
 
 
 def kernel_frame(attribution: Attribution) -> pd.DataFrame:
@@ -101,17 +102,19 @@ def kernel_frame(attribution: Attribution) -> pd.DataFrame:
         {**one._asdict(), "share": one.time_ns / whole, "mean_ns": one.mean_ns, "hidden": one.hidden}
         for one in attribution.kernels
     ]
-    return _frame(rows, KERNEL_COLUMNS)
+    return _frame(rows, KERNEL_COLUMNS, "kernels")
 
 
 def annotation_frame(findings: Findings) -> pd.DataFrame:
     """A row a name."""
-    return _frame([{**one._asdict(), "hidden": one.hidden} for one in findings.annotations], ANNOTATION_COLUMNS)
+    return _frame(
+        [{**one._asdict(), "hidden": one.hidden} for one in findings.annotations], ANNOTATION_COLUMNS, "annotations"
+    )
 
 
 def waterfall_frame(waterfall: Waterfall) -> pd.DataFrame:
     """A row a part."""
-    return _frame([asdict(part) for part in waterfall.parts], WATERFALL_COLUMNS)
+    return _frame([asdict(part) for part in waterfall.parts], WATERFALL_COLUMNS, "waterfall")
 
 
 def as_csv(frame: pd.DataFrame) -> str:
@@ -120,13 +123,14 @@ def as_csv(frame: pd.DataFrame) -> str:
     return csv_text(list(frame.columns), plain.itertuples(index=False))
 
 
-def _frame(rows: list[dict[str, Any]], columns: Sequence[str]) -> pd.DataFrame:
+def _frame(rows: list[dict[str, Any]], columns: Sequence[str], name: str) -> pd.DataFrame:
     import pandas as pd  # here, because it takes longer to import than most reports to make
 
     frame = pd.DataFrame(rows, columns=list(columns))
     for column in columns:
         if (column.endswith("_ns") and column != "mean_ns") or column == "bytes":
             frame[column] = frame[column].astype("Int64")
+    frame.attrs["columns"] = meanings_of(name, columns)
     return frame
 
 

@@ -77,6 +77,10 @@ class Mask:
         """Whether a query may miss keys of its own document that a plain mask would show it."""
         return self.left != NO_LIMIT or self.right > 0 or (not self.causal and self.right == 0)
 
+    def asks_of_kernels(self) -> dict[str, bool]:
+        """What the choice of a kernel is told of it: nothing of a plain mask."""
+        return {} if self.plain else {"windows": self.windowed, "documents": self.documents is not None}
+
     def spans(self, seq: int) -> Iterator[tuple[int, int]]:
         """First position and end of every document that is not empty."""
         bounds = (0, seq) if self.documents is None else self.documents

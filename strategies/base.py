@@ -273,7 +273,7 @@ class Strategy(Expectations, ABC):
         cut = None
         if documents is not None or tuple(window_size) != (-1, -1):
             cut = self._cut(causal, documents, window_size, q.shape[1] * self.comm.size)
-        kernel = self.kernel_for(q) if cut is None else self.kernel_for(q, windows=cut.mask.windowed)
+        kernel = self.kernel_for(q) if cut is None else self.kernel_for(q, **cut.mask.asks_of_kernels())
         blocks = Blocks(kernel, scale, causal, return_lse or sinks is not None, cut)
         out, lse = self.differentiable(blocks, q, k, v, lse_wanted=blocks.lse_wanted)
         out = out[..., : v.shape[-1] - narrower] if narrower > 0 else out
@@ -315,21 +315,24 @@ class Strategy(Expectations, ABC):
     @classmethod
     def kernel_class(
         cls, name: str, device: torch.device, dtype: torch.dtype, head_dim: int, *, deterministic: bool = False,
-        windows: bool = False,
+        windows: bool = False, documents: bool = False,
     ) -> type[Kernel]:  # fmt: skip
         """The kernel called ``name``, or for ``auto`` the fastest that fits. Raises `UnknownName` and `Unfit`."""
         return choose_kernel(
-            name, device, dtype, head_dim, deterministic=deterministic, among=cls.KERNELS, windows=windows
-        )
+            name, device, dtype, head_dim, deterministic=deterministic, among=cls.KERNELS, windows=windows,
+            documents=documents,
+        )  # fmt: skip
 
-    def kernel_for(self, q: Tensor, *, windows: bool = False) -> Kernel:
-        """The kernel that computes blocks of tensors like ``q``, in sliding ``windows`` or without.
+    def kernel_for(self, q: Tensor, *, windows: bool = False, documents: bool = False) -> Kernel:
+        """The kernel that computes blocks of tensors like ``q``, of sliding windows or documents where these are there.
 
         Raises `Unfit` where it is not available.
         """
-        key = q.device, q.dtype, q.shape[-1], windows
+        key = q.device, q.dtype, q.shape[-1], windows, documents
         if key not in self._kernels:
-            chosen = self.kernel_class(self._kernel_name, *key[:3], deterministic=self._deterministic, windows=windows)
+            chosen = self.kernel_class(
+                self._kernel_name, *key[:3], deterministic=self._deterministic, windows=windows, documents=documents
+            )
             made = (kernel for kernel in self._kernels.values() if type(kernel) is chosen)
             self._kernels[key] = next(made, None) or chosen(deterministic=self._deterministic)
         return self._kernels[key]

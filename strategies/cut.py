@@ -16,7 +16,7 @@ from typing import NamedTuple
 from ringprof.mask import NO_LIMIT, Mask
 
 from .layouts import ALL, Block, Layout
-from .parts import Part, Parts, banded, joined
+from .parts import Part, Parts, banded, joined, rows_apart
 
 
 class Piece(NamedTuple):
@@ -104,7 +104,7 @@ class Cut:
             # Whatever the layout, a rank's own rows lie in the order of their positions.
             first, end = mine[0].row, mine[-1].row + mine[-1].tokens
             return [Part(first, end, first, end, right=0 if end - first > 1 else NO_LIMIT)]
-        found = [part for q in mine for kv in theirs if (part := self._pair(q, kv))]
+        found = [one for q in mine for kv in theirs if (part := self._pair(q, kv)) for one in rows_apart(part)]
         return joined(found)
 
     def _pair(self, q: Piece, kv: Piece) -> Part | None:

@@ -214,11 +214,12 @@ KERNELS: dict[str, type[Kernel]] = {
 
 def choose_kernel(
     name: str, device: torch.device, dtype: torch.dtype, head_dim: int, *, deterministic: bool = False,
-    windows: bool = False, among: Sequence[str] = (),
+    windows: bool = False, documents: bool = False, among: Sequence[str] = (),
 ) -> type[Kernel]:  # fmt: skip
     """The kernel called ``name``, or for ``auto`` the fastest that this device, type and head_dim allow.
 
-    With ``windows`` it must take parts that are bands. ``among`` are those that may be chosen, where not all may.
+    With ``windows`` it must take parts that are bands; with ``documents`` those that compute many lengths in one call
+    come first, for cuDNN makes a plan for every length. ``among`` are those that may be chosen, where not all may.
     Raises `UnknownName`, or `Unfit` with the reason.
     """
     if name not in ("auto", *KERNELS):
@@ -226,6 +227,8 @@ def choose_kernel(
     if among and name not in ("auto", *among):
         raise Unfit(f"kernel {name!r}: this strategy brings its own way to compute blocks; it has {', '.join(among)}")
     of_all = [kernel for kernel in KERNELS.values() if kernel.production and (not among or kernel.name in among)]
+    if documents:
+        of_all.sort(key=lambda kernel: not kernel.several_lengths)
     candidates = [KERNELS[name]] if name != "auto" else of_all
     reasons = [_reason_against(kernel, device, dtype, head_dim, deterministic, windows) for kernel in candidates]
     for kernel, reason in zip(candidates, reasons, strict=True):

@@ -105,6 +105,29 @@ def banded(q_first: int, queries: int, kv_first: int, keys: int, low: int | None
     return Part(q_first + top, q_first + bottom, kv_first + left_out, kv_first + end, left, right)
 
 
+def rows_apart(part: Part) -> list[Part]:
+    """A part with more queries than keys as several: those queries that see all of its keys apart from the others.
+
+    For so many queries flash-attn means something else: it reads a limit of as many keys as there are as none, and none
+    as a limit of as many keys, beside a limit on the other side.
+    """
+    shift = part.keys - part.queries
+    if part.full or shift >= 0:
+        return [part]
+    low = None if part.left == NO_LIMIT else shift - part.left
+    high = None if part.right == NO_LIMIT else shift + part.right
+    first = 0 if high is None else max(0, part.keys - 1 - high)
+    end = part.queries if low is None else min(part.queries, 1 - low)
+    if first >= end:
+        return [part]
+    found = [Part(part.q_first + first, part.q_first + end, part.kv_first, part.kv_end)]
+    for top, bottom in ((0, first), (end, part.queries)):
+        limits = (None if limit is None else limit + top for limit in (low, high))
+        rest = banded(part.q_first + top, bottom - top, part.kv_first, part.keys, *limits) if top < bottom else None
+        found += [rest] if rest else []
+    return sorted(found, key=lambda one: one.q_first)
+
+
 def seen_in_band(part: Part, device: torch.device) -> Tensor:
     """Which keys each query of a part sees: bool (queries, keys)."""
     place = torch.arange(part.keys, device=device) - torch.arange(part.queries, device=device)[:, None]

@@ -66,6 +66,26 @@ class CudnnKernel(Kernel):
         self._plans.see(found, dout, q, k, v, out, lse, scale, causal)
         return found
 
+    # cuDNN refuses one query with one key, as a document of one token is.
+    def _forward_part(self, q: Tensor, k: Tensor, v: Tensor, scale: float, part: Part) -> tuple[Tensor, Tensor]:
+        if part.queries == part.keys == 1:
+            return _one_pair().forward(q, k, v, scale=scale, causal=False)
+        return super()._forward_part(q, k, v, scale, part)
+
+    def _backward_part(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor,
+        out: Tensor | None, delta: Tensor | None, scale: float, part: Part,
+    ) -> Gradients:  # fmt: skip
+        if part.queries == part.keys == 1:
+            return _one_pair().backward(dout, q, k, v, lse, out=out, scale=scale, causal=False)
+        return super()._backward_part(dout, q, k, v, lse, out, delta, scale, part)
+
+
+def _one_pair() -> Kernel:
+    from .kernels import ReferenceKernel
+
+    return ReferenceKernel()
+
 
 class TorchFlashKernel(Kernel):
     """The flash attention built into torch."""

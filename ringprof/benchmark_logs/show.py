@@ -27,10 +27,7 @@ by a known constant; all rates in TFLOP/s."""
 
 MOST_ALIKE = 5
 """Flags of one kind and file up to which each has a paragraph of its own."""
-_HEAD = (
-    f"{'line':>5} {'system':<26}{'B':>3}{'seq':>9}{'fwd ms':>11}{'fwd+bwd ms':>12}{'memory MB':>11}"
-    f"{'TFLOP/s':>9}{'computed':>10}  verdict"
-)
+_HEAD = f"{'B':>3}{'seq':>9}{'fwd ms':>11}{'fwd+bwd ms':>12}{'memory MB':>11}{'TFLOP/s':>9}{'computed':>10}  verdict"
 _OF_ROW = frozenset(field.name for field in fields(LogRow))
 
 
@@ -45,17 +42,18 @@ def audit_text(audit: LogAudit, ascii_only: bool = False) -> str:
     lines: list[str] = []
     for file, rows in files.items():
         counted = f"{clean(file)} · {len(rows)} row{'s' * (len(rows) != 1)}"
-        lines += [counted, _HEAD, *map(_row_line, rows), ""]
+        width = max(len(_system(one.row)) for one in rows) + 1
+        lines += [counted, f"{'line':>5} {'system':<{width}}{_HEAD}", *(_row_line(one, width) for one in rows), ""]
     lines += _flag_lines(audit.flags)
     text = "\n".join(line.rstrip() for line in lines) + "\n"
     return in_ascii(text) if ascii_only else text
 
 
-def _row_line(one: JudgedRow) -> str:
+def _row_line(one: JudgedRow, width: int) -> str:
     row = one.row
     tflops = "OOM" if row.oom else "x" if row.missing else _figure(row.tflops)
     return (
-        f"{row.line:>5} {_system(row):<26}{_whole(row.batch):>3}{_whole(row.seq):>9}{_figure(row.forward_ms):>11}"
+        f"{row.line:>5} {_system(row):<{width}}{_whole(row.batch):>3}{_whole(row.seq):>9}{_figure(row.forward_ms):>11}"
         f"{_figure(row.forward_backward_ms):>12}{_figure(row.memory_mb):>11}{tflops:>9}"
         f"{_figure(one.computed_tflops):>10}  {one.verdict}"
     )
@@ -67,7 +65,7 @@ def _system(row: LogRow) -> str:
     parts += [row.layout] if row.layout and row.layout != row.system else []
     parts += [f"u{row.ulysses_degree} r{row.ring_degree}"] if row.ulysses_degree and row.ring_degree else []
     parts += [row.placement.replace("_", "-")] if row.placement else []
-    return " ".join(parts)[:25]
+    return " ".join(parts)
 
 
 def _figure(value: float | None) -> str:

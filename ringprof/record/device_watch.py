@@ -10,7 +10,6 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib import import_module
 from statistics import median
 from typing import Any
 
@@ -90,9 +89,10 @@ def _add(found: list[Any], ask: Callable[[], Any]) -> None:
 def open_watch(uuid: str) -> DeviceWatch | None:
     """A watch on the GPU of this UUID; None where the driver cannot be asked about it."""
     try:
-        nvml = import_module("pynvml")
-        nvml.nvmlInit()
-        return DeviceWatch(nvml, nvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith("GPU-") else f"GPU-{uuid}"))
+        import pynvml  # here, because it is not everywhere
+
+        pynvml.nvmlInit()
+        return DeviceWatch(pynvml, pynvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith("GPU-") else f"GPU-{uuid}"))
     except Exception:  # whatever a driver, or its absence, raises: the state is a courtesy
         return None
 

@@ -41,8 +41,8 @@ class Problem:
     graph: torch.cuda.CUDAGraph | None = None
     options: dict[str, Any] = field(default_factory=dict)
     """What `Strategy.attention` is told of the mask beside that."""
-    windows: bool = False
-    """Whether that are sliding windows, which not every kernel computes."""
+    asks: dict[str, bool] = field(default_factory=dict)
+    """What the choice of a kernel is told of it."""
     captured: list[Results] = field(default_factory=list)
     """What the replays of the graph compute; empty without one."""
 
@@ -61,13 +61,12 @@ class Problem:
         dout = draw(heads) if trains else None
         return cls(
             strategy, workload.causal, q, k, v, dout, cuda_graph,
-            options=mask_options(workload), windows=workload.mask().windowed,
+            options=mask_options(workload), asks=workload.mask().asks_of_kernels(),
         )  # fmt: skip
 
     def kernel(self) -> Any:
         """The kernel that computes its blocks."""
-        needs = {"windows": True} if self.windows else {}
-        return self.strategy.kernel_for(self.q, **needs)
+        return self.strategy.kernel_for(self.q, **self.asks)
 
     def iteration(self) -> Results:
         """Forward, and backward with gradients of its own."""

@@ -122,7 +122,7 @@ def layout_options(workload: Workload) -> dict[str, Any]:
 
 def kernel_of(strategy: Any, q: Any, workload: Workload) -> Any:
     """The kernel that computes a strategy's blocks of tensors like ``q``."""
-    return strategy.kernel_for(q, windows=True) if workload.mask().windowed else strategy.kernel_for(q)
+    return strategy.kernel_for(q, **workload.mask().asks_of_kernels())
 
 
 def torch_dtype(workload: Workload) -> Any:
@@ -142,7 +142,7 @@ def kernel_class(request: Request) -> Any:
     try:
         return load_strategy(request.strategy).kernel_class(
             request.kernel, torch.device(request.device, 0), torch_dtype(workload), workload.head_dim,
-            deterministic=bool(request.params.get("deterministic")), windows=workload.mask().windowed,
+            deterministic=bool(request.params.get("deterministic")), **workload.mask().asks_of_kernels(),
         )  # fmt: skip
     except UnknownName as error:
         raise UsageError(str(error.args[0])) from None

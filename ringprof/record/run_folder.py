@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
@@ -113,9 +114,11 @@ def _fresh(parent: Path, stem: str) -> Path:
 
 def _try_writing(folder: Path) -> None:
     """Find out now whether there is room: a full disk shows when a file is flushed, not when it is made."""
-    with tempfile.NamedTemporaryFile(dir=folder) as probe:
-        probe.write(bytes(1 << 16))
-        probe.flush()
+    data = bytes(1 << 16)
+    # Without a buffer, whose rest would be written, and fail, again when the file is closed.
+    with tempfile.NamedTemporaryFile(dir=folder, buffering=0) as probe:
+        if probe.write(data) < len(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         os.fsync(probe.fileno())
 
 

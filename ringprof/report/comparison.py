@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -119,10 +120,10 @@ def _either_way(title: str, rows: list[list[str]], comparison: Comparison, style
     return f"{heading}\n{text_table(heads, lines, style)}"
 
 
-def verdict_of(comparison: Comparison) -> list[str]:
+def verdict_of(comparison: Comparison, names: Sequence[str] | None = None) -> list[str]:
     """A line an entry: by how much it is slower or faster than the base, with the interval."""
     lines = []
-    for index, name in enumerate(_columns(comparison)):
+    for index, name in enumerate(names or _columns(comparison)):
         time, rate = (comparison.against_base(figure, index) for figure in ("iteration_ms", "tflops"))
         for found, words in ((time, ("slower", "faster")), (rate, ("more TFLOP/s", "fewer TFLOP/s"))):
             if found is not None and found.ratio is not None:

@@ -63,6 +63,7 @@ MEANINGS: dict[str, str] = {
     "steps": "A ring step is one block of attention and the hops that it should hide. Exposed is communication in the "
     "step with nothing computing beside it; a step is bound by compute, by the wire or by a peer.",
     "waiting": "What each ring step of each rank exposes: the brightest cell costs most.",
+    "parts": "Parts of the mean wall of the profiled iteration, as in each run's own report.",
     "kinds": "What ran, by kind, mean over ranks. Kinds may run at the same time, so they need not sum to the wall.",
     "speed": "Timed without the profiler, unless said otherwise; controls took turns with ordinary iterations.",
     "kernels": "Activities on the device by name, over all ranks, with the kind that they count as.",

@@ -137,7 +137,7 @@ class _Export:
         """
         if table in self._present:
             terms = (term.format(column) if column in self._present[table] else absent for column in wanted)
-            cursor = self._connection.execute(f"SELECT {', '.join(terms)} FROM {table} NOT INDEXED")
+            cursor = self._connection.execute(f"SELECT {', '.join(terms)} FROM {table} NOT INDEXED")  # nosec B608
             while rows := cursor.fetchmany(_ROWS_AT_ONCE):
                 yield rows
 

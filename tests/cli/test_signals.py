@@ -130,7 +130,8 @@ def disturb(arguments: list[str], folder: Path, number: signal.Signals, after_s:
     if "Traceback" in errors or "Exception ignored" in errors:
         return errors
     # What has ended by then, or is ending, ends as it would have; Python itself makes of some SIGINTs its own end.
-    if process.returncode not in (0, 128 + number, -signal.SIGINT if number == signal.SIGINT else 0):
+    # A recording that is interrupted says so by 130, whoever wished it.
+    if process.returncode not in (0, 130, 128 + number, -signal.SIGINT if number == signal.SIGINT else 0):
         return f"exits with {process.returncode}: {errors}"
     left = [path.name for path in (folder / "scratch").glob("ringprof-*") if "logs kept in" not in errors]
     return f"leaves {left}" if left else ""

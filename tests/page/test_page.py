@@ -163,7 +163,7 @@ def test_a_comparison_and_a_sweep_have_pages() -> None:
 def test_the_page_of_two_runs_says_what_changed_first() -> None:
     found = ringprof.compare(ROOT / "traces" / "h200x4-zigzag-65536", ROOT / "traces" / "h200x4-zigzag-65536-copied")
     document = comparison_document(found)
-    assert document.verdict[0].startswith("1: faster by 6.")
+    assert document.verdict[0].startswith("h200x4-zigzag-65536-copied: faster by 6.")
     assert "exposed wire" in document.verdict[1]
     text = render(document)
     page, parts = Page(text), found.changes.parts if found.changes else ()
@@ -173,7 +173,7 @@ def test_the_page_of_two_runs_says_what_changed_first() -> None:
     assert [section.title for section in document.sections][:2] == ["What changed", "Both timelines"]
     interval = next(row[5] for row in page.tables["Every figure"] if row[0] == "iteration")
     one = found.against_base("iteration_ms", 1)
-    assert one is not None and interval == f"{one.low:.3f} to {one.high:.3f}"
+    assert one is not None and interval == f"{one.low:.3f}\u00a0to\u00a0{one.high:.3f}"
 
 
 def test_a_page_has_what_the_terminal_has_and_what_it_was_run_with() -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import resource
 import shutil
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -66,6 +69,21 @@ def test_a_full_disk_is_refused_before_the_work(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(UsageError, match="1 MiB free"):
         stage(tmp_path / "run.json", "ring-64", 4)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_takes_a_part_is_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a full disk does, a file that may be no larger takes what there is room for, and refuses what comes after."""
+    unraisable: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", unraisable.append)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 12, before[1]))
+    try:
+        with pytest.raises(UsageError, match="cannot write the run here: No space left on device"):
+            stage(tmp_path / "run.json", "ring-64", 1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    gc.collect()
+    assert unraisable == [] and list(tmp_path.iterdir()) == []
 
 
 def test_a_disk_that_cannot_flush_is_refused_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

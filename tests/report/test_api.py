@@ -12,6 +12,7 @@ import ringprof
 from ringprof.analysis.findings.findings import findings_in_memory
 from ringprof.api import Analysis, parse_any
 from ringprof.errors import InputError, KernelTableError
+from ringprof.frame_columns import MEANINGS
 from ringprof.frames import BREAKDOWN_COLUMNS, HOP_COLUMNS, hop_frame
 from ringprof.options import LoadOptions
 from ringprof.report.notebook import findings_html
@@ -35,6 +36,16 @@ def test_breakdown_has_the_documented_columns(analysis):
     assert str(frame["wall_ns"].dtype) == "Int64"
     parts = frame[["compute_ns", "exposed_comm_ns", "exposed_memory_ns", "idle_ns"]].sum(axis=1)
     assert (parts == frame["wall_ns"]).all()
+
+
+@pytest.mark.parametrize("frame", ["breakdown", "iterations", "hops", "steps", "kernels", "annotations", "waterfall"])
+def test_every_frame_says_what_its_columns_mean(analysis, frame):
+    made = getattr(analysis, frame)()
+    meanings = made.attrs["columns"]
+    assert list(meanings) == list(made.columns)
+    assert all(meanings.values())
+    # No column that is gone is described.
+    assert set(MEANINGS[frame]) - set(made.columns) <= {"rank", "host", "iteration", "median", "share", "tflops"}
 
 
 def test_hops_have_the_documented_columns(analysis):

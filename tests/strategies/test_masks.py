@@ -7,15 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from ringprof.mask import NO_LIMIT, Mask
 from ringprof.strategies import Unfit, create, find, names, several_lengths
+from ringprof.strategies.cut import cut_of
 from ringprof.strategies.kernels import ReferenceKernel
 from ringprof.strategies.layouts import LAYOUTS, zigzag_per_document
-from ringprof.strategies.parts import Part, Parts, banded, seen_in_band
+from ringprof.strategies.parts import Part, Parts, banded, rows_apart, seen_in_band
 from tests.strategies.cases import Case, Problem, inputs, relative_error
 from tests.strategies.ranks import run_ranks
 from tests.strategies.test_results import examples
@@ -320,6 +321,41 @@ def test_a_band_keeps_every_pair(queries: int, keys: int, low: int | None, high:
     # What needs no window is called full or causal.
     assert part.left in (NO_LIMIT, *range(keys)) and part.right in (NO_LIMIT, *range(queries))
     assert part.full == bool(seen.all())
+
+
+def as_flash_attn_reads(part: Part) -> Part:
+    """The limits that flash-attn 2 computes with: as many keys as there are, for none beside another limit."""
+    left, right = (NO_LIMIT if side >= part.keys else side for side in part.band)
+    if left >= 0 > right:
+        right = part.keys
+    elif right >= 0 > left:
+        left = part.keys
+    return Part(part.q_first, part.q_end, part.kv_first, part.kv_end, left, right)
+
+
+@given(drawn(), st.sampled_from([1, 2, 4]))
+@settings(max_examples=150, deadline=None)
+def test_flash_attn_reads_every_part_as_it_is_meant(problem: tuple[Problem, Mask], size: int) -> None:
+    """Where there are more queries than keys it would not, in the order in which it normalises its windows."""
+    seq, mask = 4 * size * problem[0].seq, problem[1].scaled(problem[0].seq, 4 * size * problem[0].seq)
+    for layout in (*LAYOUTS.values(), zigzag_per_document(mask.documents or (0, seq))):
+        cut = cut_of(mask, layout, size, seq)
+        for ranks in itertools.product(range(size), repeat=2):
+            for part in cut.parts(*ranks):
+                read = seen_in_band(as_flash_attn_reads(part), torch.device("cpu"))
+                assert torch.equal(read, seen_in_band(part, torch.device("cpu"))), (layout.name, part)
+
+
+@given(*(st.integers(1, 9),) * 2, *(st.one_of(st.none(), st.integers(-9, 9)),) * 2)
+def test_rows_apart_keep_every_pair_once(queries: int, keys: int, low: int | None, high: int | None) -> None:
+    part = banded(0, queries, 0, keys, low, high)
+    if part is None:
+        return
+    whole, found = torch.zeros(queries, keys, dtype=torch.int), torch.zeros(queries, keys, dtype=torch.int)
+    for total, pieces in ((whole, [part]), (found, rows_apart(part))):
+        for one in pieces:
+            total[one.q, one.kv] += seen_in_band(one, torch.device("cpu")).int()
+    assert torch.equal(whole, found)
 
 
 PARTS = {

@@ -36,7 +36,7 @@ def comparison_document(found: Comparison) -> Document:
     timed = [entry for entry in found.entries if all(f"{name}_ms" in entry.figures for name in _TIMES)]
     if timed:
         drawn = Content(_shares(timed, figures))
-        sections.append(PageSection("shares", "Where the time went", MEANINGS["breakdown"], drawn))
+        sections.append(PageSection("shares", "Where the time went", MEANINGS["parts"], drawn))
     kept = [entry for entry in found.entries if "peak_memory_mib" in entry.figures]
     if kept:
         values = _one("MiB", [entry.figures["peak_memory_mib"].value for entry in kept])
@@ -48,7 +48,9 @@ def comparison_document(found: Comparison) -> Document:
     sections.append(PageSection("differences", "What differs in settings", "", differing))
     warnings = [clean(f"{entry.label}: {text}") for entry in found.entries for text in entry.warnings]
     subtitle = " · ".join(f"{place or 'base'}: {clean(name)}" for place, name in enumerate(names))
-    return Document("Comparison", subtitle, [*warnings, *verdict_of(found)], [], sections)
+    return Document(
+        "Comparison", subtitle, [*warnings, *verdict_of(found, [clean(name) for name in names])], [], sections
+    )
 
 
 def _changes(found: Comparison, figures: Any) -> list[PageSection]:
@@ -132,7 +134,7 @@ def _label(name: str) -> str:
 
 def _against(one: Difference | None) -> list[Cell]:
     known = one is not None and one.low is not None and one.high is not None
-    interval = f"{one.low:.3f} to {one.high:.3f}" if one is not None and known else "-"
+    interval = f"{one.low:.3f}\u00a0to\u00a0{one.high:.3f}" if one is not None and known else "-"
     return [number(None if one is None else one.ratio, 2), text(interval), text("" if one is None else one.verdict)]
 
 

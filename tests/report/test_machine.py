@@ -1,0 +1,48 @@
+"""Where a report says what the GPUs ran at: before any percentage, in words, as data and on the page."""
+
+from __future__ import annotations
+
+import jsonschema
+
+from ringprof.analysis.findings.findings import findings_in_memory
+from ringprof.report import as_json
+from ringprof.report.page.document import Content
+from ringprof.report.sections import machine
+from ringprof.report.terminal import render
+from ringprof.run import DeviceState
+from ringprof.scale.pipeline import attribute
+from tests.analysis.recorded import recorded_run
+from tests.analysis.transfers.test_hops import ring
+from tests.report.test_as_json import SCHEMA
+
+STATES = [
+    DeviceState(looks=9, sm_clock_mhz=1900, least_sm_clock_mhz=1800, rated_sm_clock_mhz=1980, power_w=650.0,
+                power_limit_w=700.0, hottest_celsius=60, held_back={"power cap": 1 / 3}),
+    DeviceState(looks=9, sm_clock_mhz=1500, least_sm_clock_mhz=1400, rated_sm_clock_mhz=1980),
+    None,
+    None,
+]  # fmt: skip
+
+
+def test_it_stands_before_the_verdict_and_in_the_page_and_the_data() -> None:
+    run = recorded_run(4, device_states=STATES)
+    traces = [builder.trace() for builder in ring([1000] * 4, [2000] * 4)]
+    found = findings_in_memory(attribute(traces, run))
+    blocks = render(found).split("\n\n")
+    assert blocks[1].splitlines()[0].startswith("GPUs while they were timed: SM clock 1,500 to 1,900 of 1,980 MHz")
+    assert "rank 1's clock is 21.1 % below rank 0's" in blocks[1]
+    report = as_json.as_dict(found, source="run", paths=["run.json"])
+    assert [state and state["sm_clock_mhz"] for state in report["run"]["device_states"]] == [1900, 1500, None, None]
+    jsonschema.validate(report, SCHEMA)
+    content = machine.html(found, report, None)
+    assert isinstance(content, Content)
+    assert [[cell.text for cell in row] for row in content.tables[0].rows] == [
+        ["0", "1,900", "1,800", "1,980", "650", "700", "60", "power cap 33 %"],
+        ["1", "1,500", "1,400", "1,980", "-", "-", "-", "nothing"],
+    ]
+
+
+def test_without_it_nothing_is_said() -> None:
+    traces = [builder.trace() for builder in ring([1000] * 4, [2000] * 4)]
+    found = findings_in_memory(attribute(traces, recorded_run(4)))
+    assert "GPUs while" not in render(found) and machine.html(found, {}, None) is None
