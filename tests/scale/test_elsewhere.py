@@ -35,7 +35,8 @@ def report_of(*paths: str | Path, **how: Any) -> Any:
     """What the report says but for where the files are."""
     analysis: Any = ringprof.load(paths, **how)
     report = analysis.report()
-    report["summary"].pop("steps_listed")
+    for listed in ("steps_listed", "annotations"):
+        report["summary"].pop(listed)
     return report | {"source": None, "steps": None}
 
 

@@ -42,10 +42,10 @@ def loaded(paths: Any, **how: Any) -> Any:
 
 
 def told(analysis: Any) -> Any:
-    """The report but for the list of steps."""
+    """The report but for the lists of steps and annotations."""
     report = analysis.report()
     warnings = sorted(json.dumps(one) for one in report["warnings"])
-    summary = {key: value for key, value in report["summary"].items() if key != "steps_listed"}
+    summary = {key: value for key, value in report["summary"].items() if key not in ("steps_listed", "annotations")}
     return report | {"steps": None, "summary": summary, "warnings": warnings}
 
 
@@ -55,6 +55,7 @@ def test_every_recorded_run(few_at_a_time, name):
     assert told(apart) == told(together)
     assert apart.findings.steps == together.findings.steps
     assert apart.findings.exposed_by_step == together.findings.exposed_by_step
+    assert apart.findings.annotations == together.findings.annotations
     assert apart.hops().equals(together.hops()) and apart.iterations().equals(together.iterations())
 
 

@@ -40,8 +40,8 @@ class Findings:
 
     @cached_property
     def annotations(self) -> tuple[Annotation, ...]:
-        """The user's own ranges over all ranks; none on CPU, nor where steps are not listed either."""
-        return annotations_of(self.attribution.ranks) if self.lists_steps and not self.attribution.on_cpu else ()
+        """The user's own ranges over all ranks; none on CPU."""
+        return () if self.attribution.on_cpu else annotations_of(self.attribution.ranks)
 
     @cached_property
     def waterfall(self) -> Waterfall:

@@ -21,14 +21,13 @@ COLUMNS = (
 def terminal(found: Findings, style: TextStyle, listing: Listing) -> list[str]:
     """The longest, means over ranks."""
     if not found.annotations:
-        return [style.wrap(_NONE if found.lists_steps else _TOO_MANY)]
+        return [style.wrap(_NONE)]
     count = len(found.attribution.ranks)
     title = "annotations" + (f", mean of {count} ranks" if count > 1 else "")
     return [Table(title, COLUMNS, _rows(found), "--all").listed(style, listing, MOST_LISTED)]
 
 
 _NONE = "annotations: nothing on the device was launched in a range of the user's"
-_TOO_MANY = "annotations: of so many ranks they are not listed: report on the traces of a few ranks to see those"
 
 
 def _rows(found: Findings) -> list[list[Any]]:
@@ -41,7 +40,9 @@ def _rows(found: Findings) -> list[list[Any]]:
 
 
 def items(found: Findings) -> list[dict[str, Any]]:
-    """For JSON: a name an item, sums over all ranks."""
+    """For JSON: a name an item, sums over all ranks; of very many ranks none, since it reads all again."""
+    if not found.lists_steps:
+        return []
     return [
         {**{name: value for name, value in one._asdict().items() if name != "hidden"}, "hidden_share": one.hidden}
         for one in found.annotations
@@ -49,7 +50,7 @@ def items(found: Findings) -> list[dict[str, Any]]:
 
 
 def html(found: Findings, report: dict[str, Any], figures: Any) -> Content | None:
-    """A row a name, means over ranks; None where there are none."""
-    if not found.annotations:
+    """A row a name, means over ranks; None where there are none, or very many ranks."""
+    if not found.lists_steps or not found.annotations:
         return None
     return Content(tables=[Table("", COLUMNS, _rows(found), "run.annotations()").page()])
