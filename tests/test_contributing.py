@@ -1,0 +1,16 @@
+"""The walks of CONTRIBUTING.md lead to files that are there."""
+
+from __future__ import annotations
+
+import re
+
+from tests.paths import ROOT
+
+
+def test_every_file_that_a_walk_names_exists() -> None:
+    named = re.findall(r"`([\w./-]+/[\w.-]*)`", (ROOT / "CONTRIBUTING.md").read_text("utf-8"))
+    assert len(named) > 20
+    for name in named:
+        # NAME stands for what the newcomer writes; dist/ is made.
+        path = ROOT / name if "NAME" not in name else (ROOT / name).parent
+        assert path.exists() or name == "dist/", name
