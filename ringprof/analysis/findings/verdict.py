@@ -184,6 +184,8 @@ def _known_contiguous(attribution: Attribution) -> bool:
     run = attribution.run
     if run is None or run.strategy is None or run.workload is None or not run.workload.causal:
         return False
+    if run.workload.documents or run.workload.window:
+        return False  # their work is not a triangle
     return run.strategy.layout == "contiguous"
 
 
