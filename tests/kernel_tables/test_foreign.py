@@ -103,7 +103,7 @@ def test_the_first_rows_of_a_table_are_not_the_whole() -> None:
     lines = table_text(found).splitlines()
     assert next(line for line in lines if line.startswith("all-gather")).split()[-4:-2] == ["%", "1,528"]
     assert next(line for line in lines if line.startswith("not in this table")).split()[-2:] == ["44.0", "%"]
-    assert entry_of_table("a", found).figures["send_recv_share"].value == 0.0
+    assert entry_of_table("a", found).figures["send_recv"].value == 0.0
 
 
 def test_a_printed_total_tells_what_is_missing() -> None:

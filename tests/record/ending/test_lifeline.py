@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import threading
@@ -37,7 +38,8 @@ def connected(server: LifelineServer, rank: int, on_end: Callable[[bool], None])
 def cut_off(line: Lifeline) -> None:
     """What the system does for a process that dies."""
     line.close()
-    line._connection.shutdown(socket.SHUT_RDWR)
+    with contextlib.suppress(OSError):  # where the other side is gone already
+        line._connection.shutdown(socket.SHUT_RDWR)
     line._connection.close()
 
 
