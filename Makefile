@@ -25,7 +25,7 @@ demo: $(VENV)/.record
 	@echo 'and try next:                     ringprof report traces/h200x4-zigzag-262144'
 
 test: $(VENV)/.dev lint .venv-hta/made
-	$(BIN)/python -m pytest -m 'not long' $(PYTEST)
+	$(BIN)/python -m pytest -m 'not long' -n auto --maxprocesses 4 --dist loadfile $(PYTEST)
 
 test-all: test audit
 	$(BIN)/python -m pytest -m long $(PYTEST)
