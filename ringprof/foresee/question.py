@@ -28,7 +28,8 @@ def is_older(run: Run) -> bool:
         (sent.channel, sent.phase): sent.count
         for work in run.work or () for sent in work.sent or ()
     }  # fmt: skip
-    return hops.get(("dkv", "backward"), 0) == hops.get(("kv", "backward"), -1) + 1
+    keys, gradients = hops.get(("kv", "backward")), hops.get(("dkv", "backward"))
+    return keys is not None and gradients == keys + 1
 
 
 @dataclass(frozen=True)
