@@ -112,7 +112,7 @@ def base() -> Calibration:
 @cache
 def observed() -> dict[str, Observed]:
     """The committed GPU runs by the names of their folders."""
-    return {path.parent.name: observed_run(path.parent, base()) for path in sorted(TRACES.glob("h200*/run.json"))}
+    return {path.parent.name: observed_run(path.parent, base()) for path in sorted(TRACES.glob("h200x4*/run.json"))}
 
 
 def one_host() -> dict[str, Observed]:

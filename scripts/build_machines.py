@@ -110,7 +110,7 @@ def h200_of_runs() -> Calibration:
         base, same_host=link, nccl=Nccl(version="2.28.9"),
         heat=Value(0.12, 0.2, "measured", "recorded runs: blocks of idle and of busy devices"),
     )  # fmt: skip
-    runs = [observed_run(path.parent, base) for path in sorted((ROOT / "traces").glob("h200*/run.json"))]
+    runs = [observed_run(path.parent, base) for path in sorted((ROOT / "traces").glob("h200x4*/run.json"))]
     found = calibrate_from(runs, base)
     # The rates of hops that ran beside blocks are no link rates: those measured alone stay.
     same = msgspec.structs.replace(found.same_host, channel_gb_s=link.channel_gb_s, hop_gb_s=link.hop_gb_s)

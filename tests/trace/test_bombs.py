@@ -210,7 +210,7 @@ COUNTED = "WITH RECURSIVE c(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM c LIMIT 
 def test_texts(tmp_path: Path, line: str) -> None:
     sound, log = tmp_path / "rank0.json", tmp_path / "some.log"
     sound.write_bytes(TEN)
-    log.write_bytes(line.encode() * (40 * MB // len(line)))
+    log.write_bytes(line.encode() * (10 * MB // len(line)))
     for command in ("report", "logs"):
         (told,) = commands([[command, str(log), "--max-memory", str(LIMIT)]], sound)
         assert told.code == 2 and told.grown_bytes < LIMIT
