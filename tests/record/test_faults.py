@@ -20,6 +20,7 @@ from tests.record.command import (
     started_in,
     wait_until,
 )
+from tests.scale.test_command import obey_signals
 
 TWO = [*SMALL, "--world", "2"]
 SLOW = ["record", "--strategy", "mine:Slow", *TWO, "--iters", "100"]
@@ -153,7 +154,7 @@ def test_a_signal_before_there_are_ranks_leaves_nothing(tmp_path: Path, number: 
     (tmp_path / "tmp").mkdir()
     process = subprocess.Popen(
         [*RINGPROF, "record", "--strategy", "ring", *TWO], cwd=tmp_path, stderr=subprocess.PIPE, text=True,
-        env=environment(TMPDIR=str(tmp_path / "tmp")),
+        env=environment(TMPDIR=str(tmp_path / "tmp")), preexec_fn=obey_signals,
     )  # fmt: skip
     wait_until(lambda: bool(list((tmp_path / "tmp").glob("ringprof-ranks-*"))), 60)
     process.send_signal(number)
