@@ -14,22 +14,20 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from on_gpus import leave, say, start, timed
 from torch import Tensor
 
 from ringprof.documents import document_lengths
 from ringprof.errors import RingprofError
-from ringprof.record.clock import clock_for
 from ringprof.record.measure import Problem
 from ringprof.record.verify import verify
 from ringprof.run import Workload
@@ -55,20 +53,16 @@ class Competitor:
     times_ns: list[int] = field(default_factory=list)
 
 
-def main() -> int:
+def main() -> NoReturn:
     options = _options()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
-    dist.init_process_group("nccl", device_id=device)
+    device = start()
     rows: list[dict[str, Any]] = []
     for tokens in map(int, options.tokens.split(",")):
         for heads in options.heads.split(","):
             rows += _measured(_workload(tokens, heads, options), options, device)
             if dist.get_rank() == 0 and options.out:
                 Path(options.out).write_text(json.dumps(rows, indent=1))
-    dist.barrier()
-    sys.stdout.flush()
-    os._exit(0)
+    leave()
 
 
 def _options() -> argparse.Namespace:
@@ -103,13 +97,8 @@ def _workload(tokens: int, heads: str, options: argparse.Namespace) -> Workload:
     )
 
 
-def _say(line: str) -> None:
-    if dist.get_rank() == 0:
-        print(line, flush=True)
-
-
 def _measured(workload: Workload, options: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
-    _say(f"\n{workload.seq} tokens on {dist.get_world_size()} GPUs, {workload.heads}/{workload.kv_heads} heads, "
+    say(f"\n{workload.seq} tokens on {dist.get_world_size()} GPUs, {workload.heads}/{workload.kv_heads} heads, "
          f"{workload.mask()}: {workload.mask().area(workload.seq) / workload.seq**2:.3%} of the square")  # fmt: skip
     plain = Workload(seq=workload.seq, heads=workload.heads, kv_heads=workload.kv_heads, head_dim=128, dtype="bf16")
     competitors = [Competitor("zigzag, plain causal", _ours("zigzag", plain, options, device))]
@@ -119,10 +108,10 @@ def _measured(workload: Workload, options: argparse.Namespace, device: torch.dev
             competitors.append(Competitor(name, body))
     if workload.documents and workload.window is None:
         competitors += _peers(competitors, workload, device)
-    counts = [max(1, round(options.seconds * 1e9 / _timed(one.body, device, 2)[-1])) for one in competitors]
+    counts = [max(1, round(options.seconds * 1e9 / timed(one.body, device, 2)[-1])) for one in competitors]
     for _ in range(options.rounds):
         for one, count in zip(competitors, counts, strict=True):
-            one.times_ns += _timed(one.body, device, count)
+            one.times_ns += timed(one.body, device, count)
     rate = plain.exact_flops() / statistics.median(competitors[0].times_ns)
     return [_row(one, plain if one is competitors[0] else workload, rate) for one in competitors]
 
@@ -131,21 +120,12 @@ def _row(one: Competitor, workload: Workload, rate: float) -> dict[str, Any]:
     times = sorted(one.times_ns)
     median = statistics.median(times)
     share = workload.exact_flops() / rate / median
-    _say(f"{one.name:<58}{median / 1e6:>9.3f} ms{times[0] / 1e6:>9.3f} to {times[-1] / 1e6:<9.3f}{share:>8.1%}")
+    say(f"{one.name:<58}{median / 1e6:>9.3f} ms{times[0] / 1e6:>9.3f} to {times[-1] / 1e6:<9.3f}{share:>8.1%}")
     return {
         "name": one.name, "seq": workload.seq, "heads": workload.heads, "kv_heads": workload.kv_heads,
         "mask": str(workload.mask()), "ms": median / 1e6, "least_ms": times[0] / 1e6, "most_ms": times[-1] / 1e6,
         "of_plain_rate": share, "iterations": len(times),
     }  # fmt: skip
-
-
-def _timed(body: Callable[[], Any], device: torch.device, count: int) -> list[int]:
-    clock = clock_for(device)
-    for _ in range(count):
-        clock.run(body)
-    times = torch.tensor(clock.times_ns(), device=device)
-    dist.all_reduce(times, op=dist.ReduceOp.MAX)
-    return [int(time) for time in times.tolist()]
 
 
 def _checked(
@@ -161,7 +141,7 @@ def _checked(
     failed = torch.tensor([int(bool(reason))], device=device)
     dist.all_reduce(failed)
     if int(failed):
-        _say(f"{name}: NOT TIMED: {reason[:300] or 'failed on another rank'}")
+        say(f"{name}: NOT TIMED: {reason[:300] or 'failed on another rank'}")
         return None
     return body
 
@@ -199,7 +179,7 @@ def _peers(ours: list[Competitor], workload: Workload, device: torch.device) -> 
         failed = torch.tensor([int(bool(reason))], device=device)
         dist.all_reduce(failed)
         if int(failed):
-            _say(f"{name}: NOT TIMED: {reason[:300] or 'failed on another rank'}")
+            say(f"{name}: NOT TIMED: {reason[:300] or 'failed on another rank'}")
         else:
             found.append(Competitor(name, body))
     return found
@@ -248,4 +228,4 @@ def _llama3(workload: Workload, device: torch.device) -> Callable[[], list[Tenso
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -29,6 +29,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from on_gpus import start
 
 from ringprof.strategies import communicator, create, find, hops, merge, ring
 from ringprof.strategies.agreement import Agreement
@@ -47,7 +48,7 @@ def main() -> int:
     on_gpu = torch.cuda.is_available()
     rows = []
     for world in [int(os.environ["WORLD_SIZE"])] if on_gpu else map(int, options.world.split(",")):
-        device = _start_on_gpu() if on_gpu else _start_alone(world)
+        device = start() if on_gpu else _start_alone(world)
         bodies = _bodies(options, device)
         bodies = {key: body for key, body in bodies.items() if _runs(key, body)}
         rows += _rows(_measure(bodies, options.rounds, device), world)
@@ -79,13 +80,6 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=200)
     parser.add_argument("--out", help="write the rows as JSON, too")
     return parser.parse_args()
-
-
-def _start_on_gpu() -> torch.device:
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
-    dist.init_process_group("nccl", device_id=device)
-    return device
 
 
 def _start_alone(world: int) -> torch.device:
@@ -199,9 +193,9 @@ def _measure(bodies: dict[Any, Body], rounds: int, device: torch.device) -> dict
             if device.type == "cuda":
                 dist.barrier()
                 torch.cuda.synchronize()
-            start = time.perf_counter()
+            before = time.perf_counter()
             body()
-            times[key].append((time.perf_counter() - start) * 1e6)
+            times[key].append((time.perf_counter() - before) * 1e6)
     return times
 
 
@@ -236,11 +230,11 @@ def _clocks() -> Iterator[dict[str, float]]:
 
     def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **how: Any) -> Any:
-            start = time.perf_counter()
+            before = time.perf_counter()
             try:
                 return function(*args, **how)
             finally:
-                spent[name] += (time.perf_counter() - start) * 1e6
+                spent[name] += (time.perf_counter() - before) * 1e6
 
         return call
 

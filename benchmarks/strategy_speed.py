@@ -26,20 +26,19 @@ import argparse
 import json
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from on_gpus import leave, say, start, timed
 
 from ringprof.devices import peak_of
 from ringprof.errors import VerificationError
-from ringprof.record.clock import clock_for
 from ringprof.record.control_times import Replay
 from ringprof.record.measure import Problem
 from ringprof.record.memory import ran_out
@@ -77,25 +76,23 @@ class Competitor:
     """Most bytes that a rank sends to other hosts in an iteration."""
 
 
-def main() -> int:
+def main() -> NoReturn:
     options = _options()
     begun = time.monotonic()
-    device = _start()
+    device = start()
     entries = _right(_entries(options), device, options)
     rows: list[dict[str, Any]] = []
     longest = 0.0
     for config in _configs(options):
-        start = time.monotonic()
-        if not _in_time(start - begun + longest, options.seconds_in_all, device):
-            _say(f"{config}: left out, no time for it")
+        before = time.monotonic()
+        if not _in_time(before - begun + longest, options.seconds_in_all, device):
+            say(f"{config}: left out, no time for it")
             continue
         rows += _measure(config, entries, device, options)
-        longest = max(longest, time.monotonic() - start)
+        longest = max(longest, time.monotonic() - before)
         if dist.get_rank() == 0 and options.out:
             Path(options.out).write_text(json.dumps(rows, indent=1))
-    dist.barrier()
-    sys.stdout.flush()
-    os._exit(0)
+    leave()
 
 
 def _options() -> argparse.Namespace:
@@ -129,19 +126,6 @@ def _in_time(seconds: float, limit: float | None, device: torch.device) -> bool:
     late = torch.tensor([int(seconds > limit)], device=device)
     dist.all_reduce(late, op=dist.ReduceOp.MAX)
     return not int(late)
-
-
-def _start() -> torch.device:
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
-    dist.init_process_group("nccl", device_id=device)
-    return device
-
-
-def _say(*lines: str) -> None:
-    if dist.get_rank() == 0:
-        for line in lines:
-            print(line, flush=True)
 
 
 # --- who competes -----------------------------------------------------------------------------------
@@ -178,7 +162,7 @@ def _entries(options: argparse.Namespace) -> list[Entry]:
         spec = find(text.split("+")[0])
         missing = spec.missing()
         if missing:
-            _say(f"{spec.name} is not measured: it {missing}")
+            say(f"{spec.name} is not measured: it {missing}")
             continue
         kernels = [kernel for kernel in options.kernels.split(",") if kernel in spec.load().KERNELS]
         found += [Entry(text, kernel, "nccl", True) for kernel in kernels]
@@ -204,7 +188,7 @@ def _right(entries: list[Entry], device: torch.device, options: argparse.Namespa
             worst = max(errors, key=lambda name: errors[name].rms / errors[name].allowed_rms)
             if entry.is_peer:
                 found = f"{worst} off by {errors[worst].rms:.1e}, {errors[worst].allowed_rms:.1e} allowed"
-                _say(f"{entry.label} ({entry.kernel}): right, {found}")
+                say(f"{entry.label} ({entry.kernel}): right, {found}")
         except VerificationError as error:
             reason = f"NOT TIMED: {error}"
         except Exception as error:
@@ -212,7 +196,7 @@ def _right(entries: list[Entry], device: torch.device, options: argparse.Namespa
         if _all_well(not reason, device):
             right.append(entry)
         else:
-            _say(f"{entry.label} ({entry.kernel}): {reason or 'failed on another rank'}")
+            say(f"{entry.label} ({entry.kernel}): {reason or 'failed on another rank'}")
     return right
 
 
@@ -233,13 +217,13 @@ def _measure(config: str, entries: list[Entry], device: torch.device, options: a
     counts = [max(1, round(options.seconds * 1e9 / one.times_ns.pop())) for one in competitors]
     for _ in range(options.rounds):
         for one, count in zip(competitors, counts, strict=True):
-            one.times_ns += _timed(one.problem.iteration, device, count)
+            one.times_ns += timed(one.problem.iteration, device, count)
             with torch.no_grad():
-                one.forward_ns += _timed(partial(_forward, one.problem), device, count)
+                one.forward_ns += timed(partial(_forward, one.problem), device, count)
             if one.solo is not None:
-                one.solo_ns += _timed(one.solo, device, count)
+                one.solo_ns += timed(one.solo, device, count)
     rows = [_row(one, workload, device) for one in competitors]
-    _say(*_lines(rows, workload))
+    say(*_lines(rows, workload))
     torch.cuda.empty_cache()
     return rows
 
@@ -265,14 +249,14 @@ def _prepare(one: Competitor, device: torch.device, *, solo: bool) -> bool:
     reason = ""
     try:
         held = held_bytes()
-        _timed(one.problem.iteration, device, 1)
+        timed(one.problem.iteration, device, 1)
         held = held_bytes() - held
         tensors = (one.problem.q, one.problem.k, one.problem.v, one.problem.dout)
         inputs = sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor is not None)
         before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
         one.strategy.comm.meter.clear()
-        one.times_ns = _timed(one.problem.iteration, device, 1)
+        one.times_ns = timed(one.problem.iteration, device, 1)
         one.peak_mib = (torch.cuda.max_memory_allocated(device) - before + inputs + held) / 2**20
         if not one.is_peer:
             sent = one.strategy.comm.meter.sent.items()
@@ -280,26 +264,16 @@ def _prepare(one: Competitor, device: torch.device, *, solo: bool) -> bool:
             if solo:
                 replay = Replay.of(one.problem)
                 one.solo = replay.run
-                _timed(replay.run, device, 1)
+                timed(replay.run, device, 1)
     except Unfit as error:
         reason = str(error)
     except Exception as error:
         reason = "out of memory" if ran_out(error) else f"{type(error).__name__}: {error}"
     if not _all_well(not reason, device):
-        _say(f"{one.name} ({one.kernel}): {reason or 'failed on another rank'}")
+        say(f"{one.name} ({one.kernel}): {reason or 'failed on another rank'}")
         torch.cuda.empty_cache()
         return False
     return True
-
-
-def _timed(body: Callable[[], Any], device: torch.device, count: int) -> list[int]:
-    """The slowest rank's time of every iteration."""
-    clock = clock_for(device)
-    for _ in range(count):
-        clock.run(body)
-    times = torch.tensor(clock.times_ns(), device=device)
-    dist.all_reduce(times, op=dist.ReduceOp.MAX)
-    return [int(time) for time in times.tolist()]
 
 
 # --- the table --------------------------------------------------------------------------------------
@@ -355,4 +329,4 @@ def _lines(rows: list[dict[str, Any]], workload: Workload) -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -19,7 +19,6 @@ so every query sees one stretch of consecutive keys. A causal mask has right = 0
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -91,10 +90,6 @@ class Mask:
         """Raises ValueError where the documents are not ``seq`` tokens together."""
         if self.documents is not None and self.documents[-1] != seq:
             raise ValueError(f"the documents end at {self.documents[-1]}, and the sequence has {seq} tokens")
-
-    def document_of(self, position: int) -> int:
-        """The number of the document that a position lies in."""
-        return 0 if self.documents is None else bisect_right(self.documents, position) - 1
 
     def area(self, seq: int) -> int:
         """How many pairs of a query and a key that it sees there are."""

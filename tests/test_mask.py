@@ -14,7 +14,8 @@ from ringprof.mask import Mask, band_area
 def sees(mask: Mask, query: int, key: int) -> bool:
     """The definition, for one pair."""
     left, right = mask.window
-    same = mask.document_of(query) == mask.document_of(key)
+    low, high = sorted((query, key))
+    same = not any(low < begins <= high for begins in mask.documents or ())
     after = key <= query if mask.causal else right < 0 or key - query <= right
     return same and after and (left < 0 or query - key <= left)
 

@@ -95,20 +95,16 @@ def one_clock(ranks: Sequence[int]) -> Clocks:
     return Clocks(dict.fromkeys(ranks, 0), dict.fromkeys(ranks, ""))
 
 
-def fit_clocks(matches: Matches, host: Mapping[int, str]) -> Clocks:
-    """Fit the hosts' clocks from matched transfers; ``host`` names the host of every rank."""
-    names = hosts_in_order(host)
-    found = collect(matches, {rank: names.index(name) for rank, name in host.items()})
-    return fit_ways({key: way.summed() for key, way in found.items()}, host)
-
-
 def hosts_in_order(host: Mapping[int, str]) -> list[str]:
     """The hosts in the order of their lowest ranks: a host's number is its place in here."""
     return list(dict.fromkeys(host[rank] for rank in sorted(host)))
 
 
 def fit_ways(found: Mapping[tuple[int, int], TrafficSummary], host: Mapping[int, str]) -> Clocks:
-    """As `fit_clocks`, from what is known of the traffic from host to host, both ways for every two."""
+    """Fit the clocks of the hosts from what is known of the traffic between them, both ways for every two.
+
+    ``host`` names the host of every rank.
+    """
     names = hosts_in_order(host)
     fit = _fit_together([r for (a, b), way in found.items() for r in _readings(a, b, way, found[b, a])], len(names))
     pairs = []
