@@ -43,10 +43,21 @@ class _Recording(Kernel):
         out: Tensor | None, delta: Tensor | None, scale: float, causal: bool,
     ) -> Gradients:  # fmt: skip
         dq, dk, dv = _like(q), _like(k), _like(v)
-        # Flash attention adds up dQ in float32, and keeps rowsum(dO · O) of its rows.
-        scratch = 4 * q.numel() + 4 * lse.numel()
-        self.recorder.block("backward", q, k, causal, scratch)
+        self.recorder.block("backward", q, k, causal, _scratch_bytes(self.name, q, k))
         return dq, dk, dv
+
+
+def _scratch_bytes(kernel: str, q: Tensor, k: Tensor) -> int:
+    """What a backward call holds beside its results.
+
+    Flash attention adds up dQ in float32, and keeps rowsum(dO · O) of its rows. flash-attn 2 rounds the rows up to a
+    tile's 128 (``mha_bwd`` of its flash_api.cpp). It and cuDNN have dK and dV of every query head before they add
+    those of a group up.
+    """
+    batch, rows, heads, head_dim = q.shape
+    rounded = -(-rows // 128) * 128 if kernel == "flash-attn" else rows
+    groups = 2 * _size_bytes(q) // rows * k.shape[1] if heads != k.shape[2] else 0
+    return 4 * batch * rounded * heads * (head_dim + 1) + groups
 
 
 class RecordingCommunicator(Communicator):
