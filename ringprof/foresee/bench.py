@@ -75,13 +75,13 @@ class Bench:
         return torch.randn(shape, device=self.device, dtype=torch.bfloat16)
 
 
-def call_of(kernel: Any, block: Block, bench: Bench) -> Callable[[], object]:
-    """A call of the block, on random numbers."""
+def call_of(kernel: Any, block: Block, bench: Bench, parts: Any = None) -> Callable[[], object]:
+    """A call of the block, or of its ``parts``, on random numbers."""
     q = bench.draw(block.batch, block.q, block.heads, block.head_dim)
     k, v = (bench.draw(block.batch, block.kv, block.kv_heads, block.head_dim) for _ in range(2))
-    scale, causal = block.head_dim**-0.5, block.causal
+    how = {"scale": block.head_dim**-0.5, "causal": block.causal and parts is None, "parts": parts}
     if block.phase == "forward":
-        return lambda: kernel.forward(q, k, v, scale=scale, causal=causal)
-    out, lse = kernel.forward(q, k, v, scale=scale, causal=causal)
+        return lambda: kernel.forward(q, k, v, **how)
+    out, lse = kernel.forward(q, k, v, **how)
     dout = bench.draw(*q.shape)
-    return lambda: kernel.backward(dout, q, k, v, lse, out=out, scale=scale, causal=causal)
+    return lambda: kernel.backward(dout, q, k, v, lse, out=out, **how)

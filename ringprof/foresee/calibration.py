@@ -47,6 +47,9 @@ class KernelSample(msgspec.Struct, frozen=True, kw_only=True):
     kv_heads: Whole
     head_dim: Whole
     causal: bool
+    pairs: Whole | None = None
+    """As in `ringprof.foresee.program.Block`, also below."""
+    sequences: Whole = 1
     ns: Positive
     spread: Share = 0.01
     """Standard deviation of the calls, as a part of the time."""

@@ -30,16 +30,22 @@ class Curves:
 
     def at(self, block: Block) -> Estimate:
         """On a hot device. Raises `OutsideCalibration`."""
-        key = (block.phase, block.batch, block.q, block.kv, block.heads, block.kv_heads, block.head_dim, block.causal)
+        key = (
+            block.phase, block.batch, block.q, block.kv, block.heads, block.kv_heads, block.head_dim, block.causal,
+            block.pairs, block.sequences,
+        )  # fmt: skip
         if key not in self._known:
-            self._known[key] = self._curve(block.phase).at(block)
+            self._known[key] = self._curve(block.phase, block.pairs is not None).at(block)
         return self._known[key]
 
-    def _curve(self, phase: str) -> Curve:
-        if phase not in self._of:
-            samples = [sample for sample in self.kernel.samples if sample.phase == phase]
-            self._of[phase] = Curve(f"{self.kernel.name} {phase}", samples, self._units, self.heat)
-        return self._of[phase]
+    def _curve(self, phase: str, masked: bool) -> Curve:
+        name = f"{self.kernel.name} {phase}{' of documents and windows' if masked else ''}"
+        if name not in self._of:
+            samples = [
+                sample for sample in self.kernel.samples if (sample.phase, sample.pairs is not None) == (phase, masked)
+            ]
+            self._of[name] = Curve(name, samples, self._units, self.heat)
+        return self._of[name]
 
 
 @dataclass(frozen=True)

@@ -22,15 +22,16 @@ from ringprof.foresee.calibration import Calibration, Kernel, KernelSample, Link
 from ringprof.foresee.host_passes import with_host_times
 from ringprof.foresee.links import channels
 from ringprof.foresee.program import Block
-from ringprof.foresee.shapes import COLLECTIVE_BYTES, MESSAGES, blocks
+from ringprof.foresee.shapes import COLLECTIVE_BYTES, MESSAGES, Wanted, blocks
 from ringprof.strategies.communicator import Communicator
 from ringprof.strategies.kernels import KERNELS
 from ringprof.strategies.merge import accumulate
 from ringprof.strategies.parcels import Parcel
 
 Save = Callable[[Calibration], None]
-_PARTS = {"kernels": 0.62, "links": 0.14, "contention": 0.1, "heat": 0.08, "host": 0.06}
+_PARTS = {"kernels": 0.55, "host": 0.15, "links": 0.12, "contention": 0.1, "heat": 0.08}
 """Of the time that is given."""
+_SHAPE = ("phase", "q", "kv", "heads", "kv_heads", "head_dim", "causal", "pairs", "sequences")
 _SLICE_S = 30.0
 """Between savings of samples."""
 _WARM_S = 8.0
@@ -62,12 +63,12 @@ def measure(base: Calibration, bench: Bench, kernels: Sequence[str], seconds: fl
     for samples, failed in _kernel_samples(bench, kernels, ends["kernels"]):
         keep(kernels=_with_samples(found.kernels, samples), unmeasured=failed)
     parts: dict[str, Callable[[], dict[str, Any]]] = {
+        "host": lambda: _of_host(with_host_times(bench, found, kernels)),
         "memory": lambda: _memory(bench),
         "links": lambda: {"same_host": _links(bench, found, ends["links"])} if bench.size > 1 else {},
         "copied hops": lambda: {"same_host": _copied(bench, found.same_host)} if bench.size > 1 else {},
         "contention": lambda: _contention(bench, found, kernels[0]) if bench.size > 1 else {},
         "heat": lambda: _heat(bench, kernels[0], ends["heat"]),
-        "host": lambda: _of_host(with_host_times(bench, found, kernels)),
     }
     for name, attempt in parts.items():
         keep(**_attempted(name, attempt, found.unmeasured))
@@ -129,12 +130,13 @@ def _kernel_samples(
     while not done:
         pause = min(until, time.monotonic() + _SLICE_S)
         while mine and time.monotonic() < pause:
-            name, block = mine.pop(0)
+            wanted = mine.pop(0)
             try:
-                samples.append(_sample(bench, instances[name], block))
+                samples.append(_sample(bench, instances[wanted.kernel], wanted))
             except RuntimeError as error:
+                block = wanted.block
                 shape = f"{block.q} x {block.kv}, {block.heads} heads, {block.kv_heads} kv, causal={block.causal}"
-                failed.append(f"{name} {block.phase} {shape}: {_brief(error)}")
+                failed.append(f"{wanted.kernel} {block.phase} {shape}: {_brief(error)}")
         # All ranks go on while one has shapes left and time.
         done = all(bench.together(not mine or time.monotonic() >= until, bool))
         yield (
@@ -143,14 +145,14 @@ def _kernel_samples(
         )
 
 
-def _sample(bench: Bench, kernel: Any, block: Block) -> KernelSample:
+def _sample(bench: Bench, kernel: Any, wanted: Wanted) -> KernelSample:
     """Raises RuntimeError where the device has not the memory, or the kernel cannot do this."""
     try:
-        ns, spread, count = bench.typical_ns(call_of(kernel, block, bench))
+        ns, spread, count = bench.typical_ns(call_of(kernel, wanted.block, bench, wanted.parts))
     finally:
         if bench.device.type == "cuda":
             torch.cuda.empty_cache()
-    shape = {name: getattr(block, name) for name in ("phase", "q", "kv", "heads", "kv_heads", "head_dim", "causal")}
+    shape = {name: getattr(wanted.block, name) for name in _SHAPE}
     return KernelSample(**shape, ns=ns, spread=min(spread, 1.0), count=count, origin="measured", source=kernel.name)
 
 
