@@ -71,7 +71,16 @@ class Question:
         """The kernel's name."""
         if self.kernel != "auto":
             return self.kernel
-        measured = [kernel.name for kernel in machine.kernels if kernel.samples]
+        masked = not self.workload.mask().plain
+        measured = [
+            kernel.name for kernel in machine.kernels
+            if any(sample.pairs is not None or not masked for sample in kernel.samples)
+        ]  # fmt: skip
+        if masked and not measured:
+            raise UnfitWorkloadError(
+                f"machine {machine.name!r}: no kernel is calibrated for packed documents and windows"
+                " (ringprof calibrate, with flash-attn installed)"
+            )
         if not measured:
             raise InputError(f"machine {machine.name!r}: no kernel has been measured on it")
         return measured[0]
