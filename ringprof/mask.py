@@ -46,7 +46,7 @@ class Mask:
             _check_documents(self.documents)
 
     @classmethod
-    def of(cls, causal: bool = True, documents: Any = None, window: Sequence[int] = (-1, -1)) -> Mask:
+    def of(cls, documents: Any = None, window: Sequence[int] = (-1, -1), *, causal: bool = True) -> Mask:
         """The mask of these arguments; ``documents`` may be any sequence of integers, a tensor, too, or None."""
         left, right = window
         cumulative = None

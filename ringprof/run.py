@@ -69,7 +69,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
         """Which keys a query sees."""
         cumulative = None if self.documents is None else [0, *accumulate(self.documents)]
         side = NO_LIMIT if self.window is None else self.window - 1
-        return Mask.of(self.causal, cumulative, (side, side))
+        return Mask.of(cumulative, (side, side), causal=self.causal)
 
     def at(self, seq: int) -> Workload:
         """The same over another number of tokens: documents and window shrink or grow alike."""

@@ -57,9 +57,9 @@ class BenchmarkLogs:
         """The rows as CSV with a header, safe to open in a spreadsheet."""
         return show.audit_csv(self._audit)
 
-    def to_terminal(self, ascii_only: bool = False) -> str:
+    def to_terminal(self, *, ascii_only: bool = False) -> str:
         """Rows and flags for people, as text."""
-        return show.audit_text(self._audit, ascii_only)
+        return show.audit_text(self._audit, ascii_only=ascii_only)
 
     def __repr__(self) -> str:
         files = len({one.row.file for one in self.rows})

@@ -34,7 +34,7 @@ _OF_ROW = frozenset(field.name for field in fields(LogRow))
 # --- terminal ---------------------------------------------------------------------------------------
 
 
-def audit_text(audit: LogAudit, ascii_only: bool = False) -> str:
+def audit_text(audit: LogAudit, *, ascii_only: bool = False) -> str:
     """The rows of each file, then the flags; figures as printed, beside them what they come to."""
     files: dict[str, list[JudgedRow]] = {}
     for one in audit.rows:

@@ -35,6 +35,7 @@ def command(
     page: str | None,
     conditions: tuple[str, ...],
     undecided: str,
+    *,
     same_work: bool,
 ) -> int:
     """Set runs, traces, printed tables and benchmark logs side by side, in any mix, against the first.

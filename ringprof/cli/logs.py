@@ -44,11 +44,12 @@ def command(
     heads: int | None,
     head_dim: int | None,
     world: int | None,
-    causal: bool | None,
     device: str | None,
     spread: float,
     max_bytes: int | None,
     max_memory: int | None,
+    *,
+    causal: bool | None,
     strict: bool,
 ) -> int:
     """Read benchmark logs into one table and audit them.
@@ -77,4 +78,4 @@ def _read(file: str, limits: Limits) -> BenchmarkLog:
 def _text(found: BenchmarkLogs, form: str, output: str | None) -> str:
     if form == "json":
         return as_json.render(found.report())
-    return found.to_csv() if form == "csv" else found.to_terminal(knows_only_ascii(output))
+    return found.to_csv() if form == "csv" else found.to_terminal(ascii_only=knows_only_ascii(output))

@@ -41,7 +41,7 @@ LINKS = {"same_host": "same host", "other_host": "other host", "unknown": "unkno
 def events_of(found: Findings, *, launches: bool = False) -> Iterator[Event]:
     """Every event of the merged trace; with ``launches`` also every rank's CPU threads."""
     attribution = found.attribution
-    origin, arrows = _origins(attribution, launches), _arrows(attribution)
+    origin, arrows = _origins(attribution, launches=launches), _arrows(attribution)
     steps = found.finder.by_activity
     yield from _run(attribution, origin, arrows)
     for rank in attribution.ranks:
@@ -51,13 +51,13 @@ def events_of(found: Findings, *, launches: bool = False) -> Iterator[Event]:
             yield from perfetto_calls.drawn(rank.rank, calls, origin[rank.rank])
             continue
         mine = _RankEvents(rank, rank.detail, origin[rank.rank], arrows, steps.get(rank.rank, {}))
-        yield from mine.activities(launches)
+        yield from mine.activities(launches=launches)
         yield from mine.exposed()
         yield from mine.rates()
     yield from _steps(found.steps, origin)
 
 
-def _origins(attribution: Attribution, launches: bool) -> dict[int, int]:
+def _origins(attribution: Attribution, *, launches: bool) -> dict[int, int]:
     """By rank what to take from its times, so that none is below 0: Perfetto would drop it."""
     origin, early = origins_of(attribution), 0
     for rank in attribution.ranks if launches else ():
@@ -199,7 +199,7 @@ class _RankEvents:
         self._rank, self._detail, self._origin, self._arrows, self._steps = rank.rank, detail, origin, arrows, steps
         self._split = {part.transfer.activity: part for part in detail.splits}
 
-    def activities(self, launches: bool) -> Iterator[Event]:
+    def activities(self, *, launches: bool) -> Iterator[Event]:
         calls = perfetto_calls.ranges_and_launches(self._detail) if launches else []
         yield from perfetto_calls.drawn(self._rank, calls, self._origin)
         launched = {activity for call in calls for activity in call.launched}

@@ -220,11 +220,11 @@ class _Pipeline:
             tiles = [replace(tile, absent=ledger.extract(tile.ranks, clocks)) for tile in tiles]
         ranks = [one.rank for one in alone.values()]
         best, unmatched, disagree = self._rates(tiles, clocks)
-        usable, warnings = judge_matching(ranks, clocks, unmatched, disagree, 0)
+        usable, warnings = judge_matching(ranks, clocks, unmatched, 0, disagree=disagree)
         silent = not any(one.communicates for one in alone.values())
-        finished, inconclusive = self._split(tiles, ranks, clocks, best, usable or silent)
+        finished, inconclusive = self._split(tiles, ranks, clocks, best, usable=usable or silent)
         if usable and inconclusive:
-            usable, warnings = judge_matching(ranks, clocks, unmatched, disagree, inconclusive)
+            usable, warnings = judge_matching(ranks, clocks, unmatched, inconclusive, disagree=disagree)
         warnings += told_by_ends.warning()
         said = [*self.outline.warnings, *(warning for one in alone.values() for warning in one.warnings)]
         return Attribution(
@@ -313,6 +313,7 @@ class _Pipeline:
         ranks: Sequence[Rank],
         clocks: Clocks,
         best: dict[LinkClass, Best],
+        *,
         usable: bool,
     ) -> tuple[tuple[Rank, ...], int]:
         by_rank = {rank.rank: rank for rank in ranks}

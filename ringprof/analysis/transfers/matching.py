@@ -156,7 +156,7 @@ def _match_messages(everything: Sequence[Transfer], group_of: Sequence[int], ran
             channel.received.append(number)
             channel.received_bytes.append(message.size_bytes)
     for (_, source, destination), channel in channels.items():
-        reason = _refusal(channel, source in ranks and destination in ranks)
+        reason = _refusal(channel, both_here=source in ranks and destination in ranks)
         if reason:
             work.refuse((*channel.sent, *channel.received), reason)
         else:
@@ -164,7 +164,7 @@ def _match_messages(everything: Sequence[Transfer], group_of: Sequence[int], ran
             work.receiver += channel.received
 
 
-def _refusal(channel: _Channel, both_here: bool) -> str:
+def _refusal(channel: _Channel, *, both_here: bool) -> str:
     if not both_here:
         return "rank_missing"
     if len(channel.sent) != len(channel.received):

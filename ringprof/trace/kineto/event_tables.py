@@ -129,7 +129,7 @@ class Collector:
     ``every_operator``: keep all CPU operators, as a trace without device activities needs. ``take`` counts memory.
     """
 
-    def __init__(self, every_operator: bool, take: Callable[[int], None]) -> None:
+    def __init__(self, take: Callable[[int], None], *, every_operator: bool) -> None:
         self.every_operator = every_operator
         self.take = take
         self.names: dict[str, int] = {}
@@ -202,7 +202,7 @@ class Collector:
         self.take(bytes_of_rows(table, len(events)))
         self._chunks[table].append({"start_ns": start, "end_ns": end, **self._columns_of(table, events)})
 
-    def _times(self, events: list[Event], on_device: bool) -> tuple[Int64, Int64, npt.NDArray[np.bool_]]:
+    def _times(self, events: list[Event], *, on_device: bool) -> tuple[Int64, Int64, npt.NDArray[np.bool_]]:
         """Start and end (without the base time) and which events have usable ones."""
         start = to_ns([event.ts for event in events])
         duration = to_ns([event.dur for event in events])
@@ -248,9 +248,9 @@ class Collector:
         args: list[Any] = self._args(events, _ARGS[table])
         on_device = _ARGS[table] is DeviceArgs
         names = dtypes_of(TABLES[table]).keys() - {"start_ns", "end_ns"} - ({"device"} if not on_device else set())
-        return {name: self._column(name, events, args, on_device) for name in names}
+        return {name: self._column(name, events, args, on_device=on_device) for name in names}
 
-    def _column(self, name: str, events: list[Event], args: list[Any], on_device: bool) -> npt.NDArray[Any]:
+    def _column(self, name: str, events: list[Event], args: list[Any], *, on_device: bool) -> npt.NDArray[Any]:
         match name:
             case "name":
                 known = len(self.names)
@@ -265,7 +265,7 @@ class Collector:
             case "thread":
                 return integers([_given(a.stream, e.tid) for e, a in zip(events, args, strict=True)])
             case "stream":
-                return _narrow(self._column("thread", events, args, on_device))
+                return _narrow(self._column("thread", events, args, on_device=on_device))
             case "device":
                 return _narrow(integers([_given(a.device, e.pid) for e, a in zip(events, args, strict=True)]))
             case "external_id":
