@@ -74,7 +74,7 @@ class Attribution:
 # --- before any trace is looked at ---------------------------------------------------------------------
 
 
-MOST_LISTED = 8
+_MOST_LISTED = 8
 
 
 @dataclass(frozen=True)
@@ -125,8 +125,8 @@ class RunOutline:
         count = len(self.expected) - sum(rank in self.expected for rank in self.place)
         if not count:
             return []
-        first = islice((rank for rank in self.expected if rank not in self.place), MOST_LISTED)
-        shown = ", ".join(map(str, first)) + (" ..." if count > MOST_LISTED else "")
+        first = islice((rank for rank in self.expected if rank not in self.place), _MOST_LISTED)
+        shown = ", ".join(map(str, first)) + (" ..." if count > _MOST_LISTED else "")
         return [Caveat("missing_ranks", f"{count} of {self.world_size} ranks have no trace: {shown}")]
 
 

@@ -26,7 +26,7 @@ from ringprof.foresee.program import Block
 
 Floats = npt.NDArray[np.float64]
 
-TILE = 128
+_TILE = 128
 MOST_LONGER, MOST_SHORTER = 6.0, 2.0
 """How far in one size, as a power of two, a block may lie from the nearest sample."""
 _CALLS_NS = (0.0, 2e3, 5e3, 1e4, 2e4, 4e4)
@@ -154,7 +154,7 @@ def _log_work(block: Block, kappa: float, units: int) -> float:
     """Logarithm of FLOPs, a tile's fixed cost and what waves leave empty included."""
     rows = block.q if block.phase == "forward" else block.kv
     per_pair = (4 if block.phase == "forward" else 10) * block.batch * block.heads * block.head_dim
-    tiles = block.batch * block.heads * -(-rows // TILE)
+    tiles = block.batch * block.heads * -(-rows // _TILE)
     # Causal tiles are of all lengths: the long ones first, they fill up with half a tile to spare.
     waves = tiles / (tiles + 0.5 * units) if block.causal else tiles / (units * -(-tiles // units))
     return float(np.log((block.flops() + per_pair * kappa * rows) / waves))

@@ -15,9 +15,9 @@ _GATHERED = ((4096, 32768), (8192, 65536), (8192, 131072), (16384, 131072))
 """Queries and keys where a rank has gathered all keys."""
 _LONGEST_FLOPS = 5e14
 """A call of more is left out: on an H200 it takes a second."""
-MIB = 1 << 20
-MESSAGES = tuple(size * MIB for size in (1, 4, 16, 32, 64, 128, 256, 512, 1024))
-COLLECTIVE_BYTES = tuple(size * MIB for size in (16, 128, 512))
+_MIB = 1 << 20
+MESSAGES = tuple(size * _MIB for size in (1, 4, 16, 32, 64, 128, 256, 512, 1024))
+COLLECTIVE_BYTES = tuple(size * _MIB for size in (16, 128, 512))
 
 
 def blocks(kernels: Sequence[str]) -> list[tuple[str, Block]]:

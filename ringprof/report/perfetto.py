@@ -35,7 +35,7 @@ RUN, STEPS, EXPOSED, STREAMS, LANES = 0, 1, 2, 100, 1_000_000
 """Track numbers inside a process: the run, ring steps, exposed communication, a stream's number plus this, and what is
 added for each further lane of a track whose slices overlap."""
 MESSAGE = "message"
-LINKS = {"same_host": "same host", "other_host": "other host", "unknown": "unknown link"}
+_LINKS = {"same_host": "same host", "other_host": "other host", "unknown": "unknown link"}
 
 
 def events_of(found: Findings, *, launches: bool = False) -> Iterator[Event]:
@@ -262,14 +262,14 @@ class _RankEvents:
                 links.setdefault(part.link, []).append((end - part.wire_ns, end, rate))
         for link, spans in links.items():
             for time, value in _summed(spans, self._detail.window.between_ns):
-                yield counter(self._rank, f"sent, {LINKS[link]}", time - self._origin, "GB/s", value)
+                yield counter(self._rank, f"sent, {_LINKS[link]}", time - self._origin, "GB/s", value)
 
 
 def _figures(part: Split) -> dict[str, Any]:
     transfer = part.transfer
     return {
         "bytes": transfer.sent_bytes, "send to": _peers(transfer.sends), "receive from": _peers(transfer.receives),
-        "link": LINKS[part.link], "group": clean(transfer.group[0]) if transfer.group[0] else None,
+        "link": _LINKS[part.link], "group": clean(transfer.group[0]) if transfer.group[0] else None,
         "wait ms": _ms(part.wait_ns), "wire ms": _ms(part.wire_ns), "GB/s": _rate(part),
     }  # fmt: skip
 

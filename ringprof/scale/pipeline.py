@@ -49,7 +49,7 @@ from ringprof.scale.workers import LocalProcesses, Workers
 from ringprof.trace.columns import Trace
 from ringprof.trace.one_run import TraceFacts, checked_facts, facts_of
 
-TILE = 16
+_TILE = 16
 """Ranks that are looked at together, at least; whole hosts."""
 NEIGHBOURHOOD = 2
 """How far a rank's wait and wire reach: its peers and their peers (`ringprof.analysis.transfers.waiting`)."""
@@ -274,7 +274,7 @@ class _Pipeline:
         tiles: list[list[int]] = [[]]
         before = None
         for rank in sorted(self.host, key=lambda rank: (self.host[rank], rank)):
-            full = len(tiles[-1]) >= TILE
+            full = len(tiles[-1]) >= _TILE
             if full and (not self.several_clocks or self.host[rank] != before):
                 tiles.append([])
             tiles[-1].append(rank)

@@ -27,7 +27,7 @@ SURE = (0.025, 0.975)
 """Quantiles of the draws between which the interval lies."""
 LEVEL = 0.05
 """The largest p value of the rank test with which two recordings are said to differ."""
-PARTS = 4
+_PARTS = 4
 """Parts of a recording whose medians are set against each other."""
 QUIET = 0.02
 """Scatter of single measurements, as a share, that a quiet machine shows: it says nothing of other recordings."""
@@ -132,7 +132,7 @@ def drift(values: Draws) -> float:
     By how far the parts of this one are apart, less what scatter alone makes of so few measurements, or by the scatter.
     """
     scatter = 1.4826 * float(np.median(np.abs(values - np.median(values))))
-    count = min(PARTS, len(values) // 2)
+    count = min(_PARTS, len(values) // 2)
     inside = 0.0
     if count > 1:
         medians = [np.median(part) for part in np.array_split(values, count)]
