@@ -26,7 +26,7 @@ from itertools import pairwise
 from typing import Any
 
 NO_LIMIT = -1
-Window = tuple[int, int]
+_Window = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Mask:
     causal: bool = True
     documents: tuple[int, ...] | None = None
     """Cumulative lengths from 0 to the sequence's, as flash-attn's ``cu_seqlens``; None: one document."""
-    window: Window = (NO_LIMIT, NO_LIMIT)
+    window: _Window = (NO_LIMIT, NO_LIMIT)
     """Tokens before and after its own that a query sees; a causal mask leaves none after it."""
 
     def __post_init__(self) -> None:
@@ -46,7 +46,7 @@ class Mask:
             _check_documents(self.documents)
 
     @classmethod
-    def of(cls, causal: bool = True, documents: Any = None, window: Sequence[int] = (-1, -1)) -> Mask:
+    def of(cls, documents: Any = None, window: Sequence[int] = (-1, -1), *, causal: bool = True) -> Mask:
         """The mask of these arguments; ``documents`` may be any sequence of integers, a tensor, too, or None."""
         left, right = window
         cumulative = None

@@ -97,7 +97,7 @@ class Looks:
         if self._log is not None:
             with Path(self._log).open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
-        _log.info("%s", in_words(line))
+        _log.info("%s", _in_words(line))
         if self._writer is not None:
             self._writer.add_scalar("ringprof/exposed_comm_share", line["exposed_comm_share"]["mean"], step)
             self._writer.add_scalar("ringprof/step_ms", line["step_ms"], step)
@@ -146,7 +146,7 @@ def waited_for(attribution: Attribution) -> Counter[int]:
     return blamed
 
 
-def in_words(line: dict[str, Any]) -> str:
+def _in_words(line: dict[str, Any]) -> str:
     """One look in a line."""
     share = line["exposed_comm_share"]
     text = f"step {line['step']}: {percent(share['mean'])} exposed communication (rank {share['rank']}: "

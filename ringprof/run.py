@@ -22,7 +22,7 @@ from ringprof.files import leading_out, read_whole
 from ringprof.limits import Limits
 from ringprof.mask import NO_LIMIT, Mask
 
-SCHEMA = "ringprof.run/1"
+_SCHEMA = "ringprof.run/1"
 
 _SHARE = 32
 """A ``run.json`` may be as large as one part in so many of the memory for reading: made of empty lists, one needs 20
@@ -69,7 +69,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
         """Which keys a query sees."""
         cumulative = None if self.documents is None else [0, *accumulate(self.documents)]
         side = NO_LIMIT if self.window is None else self.window - 1
-        return Mask.of(self.causal, cumulative, (side, side))
+        return Mask.of(cumulative, (side, side), causal=self.causal)
 
     def at(self, seq: int) -> Workload:
         """The same over another number of tokens: documents and window shrink or grow alike."""
@@ -321,7 +321,7 @@ class Predicted(msgspec.Struct, frozen=True, kw_only=True):
 class Run(msgspec.Struct, frozen=True, kw_only=True):
     """One recording (schema ``ringprof.run/1``)."""
 
-    schema: str = SCHEMA
+    schema: str = _SCHEMA
     name: str
     """Also the name of the run's folder."""
     created: str
@@ -390,8 +390,8 @@ def parse_run(data: bytes, path: str | os.PathLike[str]) -> Run:
     file = os.fspath(path)
     try:
         schema = msgspec.json.decode(data, type=_SchemaOnly).schema
-        if schema != SCHEMA:
-            raise RunFormatError(f"{file}: schema {schema!r} is not {SCHEMA!r}: update ringprof, or record again")
+        if schema != _SCHEMA:
+            raise RunFormatError(f"{file}: schema {schema!r} is not {_SCHEMA!r}: update ringprof, or record again")
         run = msgspec.json.decode(data, type=Run)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RunFormatError(f"{file}: not a ringprof run: {error}") from None

@@ -25,7 +25,7 @@ from ringprof.record.progress import Reporter
 from ringprof.record.resolve import kernel_class, load_strategy, need, resolve, typed_params
 from ringprof.run import Workload, read_run, write_atomically
 
-SCHEMA = "ringprof.sweep/1"
+_SCHEMA = "ringprof.sweep/1"
 
 WHERE = ("hops", "device", "world", "ranks_per_host")
 """Options that make another measurement: a row is recorded again where they differ."""
@@ -61,7 +61,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 class Sweep(msgspec.Struct, frozen=True, kw_only=True):
     """All rows so far (schema ``ringprof.sweep/1``)."""
 
-    schema: str = SCHEMA
+    schema: str = _SCHEMA
     rows: list[Row] = []
 
 
@@ -150,8 +150,8 @@ def read_sweep(path: str | os.PathLike[str]) -> Sweep:
         raise InputError(f"{path}: {error.strerror or error}") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InputError(f"{path}: not a sweep of ringprof bench: {error}") from None
-    if sweep.schema != SCHEMA:
-        raise InputError(f"{path}: schema {sweep.schema!r} is not {SCHEMA!r}")
+    if sweep.schema != _SCHEMA:
+        raise InputError(f"{path}: schema {sweep.schema!r} is not {_SCHEMA!r}")
     return sweep
 
 

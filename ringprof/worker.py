@@ -22,8 +22,8 @@ from ringprof.record.request import Task as RecordTask
 from ringprof.record.request import from_json
 from ringprof.record.run_folder import discard
 
-Task = RecordTask | CheckTask
-_TASKS: dict[str, type[Task]] = {"record": RecordTask, "check": CheckTask}
+_Task = RecordTask | CheckTask
+_TASKS: dict[str, type[_Task]] = {"record": RecordTask, "check": CheckTask}
 
 
 def main(what: str, arguments: list[str]) -> NoReturn:
@@ -57,7 +57,7 @@ def main(what: str, arguments: list[str]) -> NoReturn:
     os._exit(0)
 
 
-def _carry_out(task: Task, place: RankPlace, diary: Diary, hops: list[Callable[[], int | None]]) -> None:
+def _carry_out(task: _Task, place: RankPlace, diary: Diary, hops: list[Callable[[], int | None]]) -> None:
     if isinstance(task, CheckTask):
         check_for_parent(task, place, diary)
         return

@@ -291,7 +291,7 @@ class Strategy(Expectations, ABC):
     def _cut(self, causal: bool, documents: Documents, window: Sequence[int], seq: int) -> Cut | None:
         """The mask as the ranks that trade keys hold it; None for a plain one."""
         try:
-            mask = Mask.of(causal, documents, window)
+            mask = Mask.of(documents, window, causal=causal)
         except ValueError as error:
             raise Unfit(str(error)) from None
         reason = self.unfit_mask(mask, seq, self.comm.size, **self.parameters)

@@ -19,7 +19,7 @@ from .layouts import ALL, Block, Layout
 from .parts import Part, Parts, banded, joined, rows_apart
 
 
-class Piece(NamedTuple):
+class _Piece(NamedTuple):
     """A run of a rank's rows within one document: row r + i is at position first + i · stride."""
 
     row: int
@@ -99,7 +99,7 @@ class Cut:
         """`area` of every rank's queries (rows) with every rank's keys."""
         return [[self.area(q_rank, kv_rank) for kv_rank in range(self.size)] for q_rank in range(self.size)]
 
-    def _in_document(self, mine: list[Piece], theirs: list[Piece], *, own: bool) -> list[Part]:
+    def _in_document(self, mine: list[_Piece], theirs: list[_Piece], *, own: bool) -> list[Part]:
         if own and self.mask.right == 0 and self.mask.left == NO_LIMIT:
             # Whatever the layout, a rank's own rows lie in the order of their positions.
             first, end = mine[0].row, mine[-1].row + mine[-1].tokens
@@ -107,7 +107,7 @@ class Cut:
         found = [one for q in mine for kv in theirs if (part := self._pair(q, kv)) for one in rows_apart(part)]
         return joined(found)
 
-    def _pair(self, q: Piece, kv: Piece) -> Part | None:
+    def _pair(self, q: _Piece, kv: _Piece) -> Part | None:
         apart = q.first - kv.first
         left, right = self.mask.left, self.mask.right
         low = None if left == NO_LIMIT else -((left - apart) // self.stride)
@@ -147,11 +147,11 @@ def block_of(parts: list[Part], queries: int, keys: int) -> Block | None:
     return Block(rows, columns, parts=Parts(inside, q.stop - q.start, kv.stop - kv.start))
 
 
-def _pieces(layout: Layout, mask: Mask, seq: int, size: int, rank: int) -> dict[int, list[Piece]]:
+def _pieces(layout: Layout, mask: Mask, seq: int, size: int, rank: int) -> dict[int, list[_Piece]]:
     """By the number of the document."""
     bounds = mask.documents or (0, seq)
     stride = layout.stride(size)
-    found: dict[int, list[Piece]] = {}
+    found: dict[int, list[_Piece]] = {}
     for run in _runs(layout, seq, size, rank):
         row, position, left = run
         document = bisect_right(bounds, position) - 1
@@ -159,14 +159,14 @@ def _pieces(layout: Layout, mask: Mask, seq: int, size: int, rank: int) -> dict[
             # Rows up to the document's end.
             count = min(left, -((position - bounds[document + 1]) // stride))
             if count > 0:
-                found.setdefault(document, []).append(Piece(row, position, count))
+                found.setdefault(document, []).append(_Piece(row, position, count))
                 row, position, left = row + count, position + count * stride, left - count
             document += 1
     return found
 
 
-def _runs(layout: Layout, seq: int, size: int, rank: int) -> list[Piece]:
+def _runs(layout: Layout, seq: int, size: int, rank: int) -> list[_Piece]:
     positions = layout.positions(seq, size, rank)
     breaks = (positions.diff() != layout.stride(size)).nonzero().flatten().add(1).tolist()
     bounds = [0, *breaks, len(positions)]
-    return [Piece(row, int(positions[row]), end - row) for row, end in pairwise(bounds) if end > row]
+    return [_Piece(row, int(positions[row]), end - row) for row, end in pairwise(bounds) if end > row]

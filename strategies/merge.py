@@ -26,7 +26,7 @@ from .layouts import ALL, part
 FUSED_FROM = 2**23
 """Elements from which a Triton kernel adds faster than torch: below, launching it costs the host more than it saves."""
 
-Part = tuple[slice, Tensor]
+_Part = tuple[slice, Tensor]
 """A block, and the rows of the sequence that it lies in."""
 
 
@@ -120,7 +120,7 @@ class Sum:
         self._like = like
         self._wide = wide_type(like)
         self._total: Tensor | None = None
-        self._waiting: list[Part] = []
+        self._waiting: list[_Part] = []
         """While there is no wide total, blocks wait: two of them need none."""
 
     def add(self, block: Tensor, rows: slice = ALL) -> None:
@@ -133,7 +133,7 @@ class Sum:
             self._total = self._summed(self._wide)
             accumulate(part(self._total, rows), block)
 
-    def result(self, dtype: torch.dtype, rest: Sequence[Part] = ()) -> Tensor:
+    def result(self, dtype: torch.dtype, rest: Sequence[_Part] = ()) -> Tensor:
         """The sum in ``dtype``, with the last blocks, ``rest``, added."""
         if self._total is None and not rest:
             return self._summed(dtype)
@@ -173,7 +173,7 @@ def started(total: Tensor, rows: slice, block: Tensor) -> Tensor:
     return total
 
 
-def settled(total: Tensor, parts: Sequence[Part], dtype: torch.dtype) -> Tensor:
+def settled(total: Tensor, parts: Sequence[_Part], dtype: torch.dtype) -> Tensor:
     """A new tensor in ``dtype``: ``total`` plus some blocks, each in its rows; ``total`` is used up.
 
     Each element is added in at least float32 and rounded once.
@@ -194,9 +194,9 @@ def settled(total: Tensor, parts: Sequence[Part], dtype: torch.dtype) -> Tensor:
     return result
 
 
-def _apart(total: Tensor, parts: Sequence[Part]) -> tuple[Tensor, list[Part]]:
+def _apart(total: Tensor, parts: Sequence[_Part]) -> tuple[Tensor, list[_Part]]:
     """Blocks in the order of their rows, without those that share rows with one before: these are in the total then."""
-    found: list[Part] = []
+    found: list[_Part] = []
     done = 0
     for rows, block in sorted(parts, key=lambda item: item[0].indices(total.shape[1])):
         first, last, _ = rows.indices(total.shape[1])

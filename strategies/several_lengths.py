@@ -12,11 +12,11 @@ from .kernel import Gradients
 from .merge import merge_rows, wide_type
 from .parts import Batch, Lengths, Parts
 
-Call = Callable[..., Any]
+_Call = Callable[..., Any]
 """A kernel over packed rows: q, dout and out (T, H, D), k and v (T', Hkv, D), LSE (H, T)."""
 
 
-def forward(call: Call, q: Tensor, k: Tensor, v: Tensor, scale: float, parts: Parts) -> tuple[Tensor, Tensor]:
+def forward(call: _Call, q: Tensor, k: Tensor, v: Tensor, scale: float, parts: Parts) -> tuple[Tensor, Tensor]:
     """As `Kernel.forward` of ``parts``, with ``call(q, k, v, lengths, batch, scale)`` for out and LSE."""
     many = len(parts.batches) > 1
     out = lse = None
@@ -36,7 +36,7 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor, scale: float, parts: Pa
 
 
 def backward(
-    call: Call, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, out: Tensor, scale: float, parts: Parts
+    call: _Call, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, out: Tensor, scale: float, parts: Parts
 ) -> Gradients:
     """As `Kernel.backward`, with ``call(dout, q, k, v, out, lse, lengths, batch, scale)`` for the gradients."""
     by_head = lse.transpose(0, 1).flatten(1)

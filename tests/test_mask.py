@@ -26,7 +26,7 @@ def masks(draw) -> tuple[Mask, int]:
     lengths = draw(st.lists(st.integers(0, 9), min_size=1, max_size=5).filter(sum))
     window = draw(st.tuples(st.integers(-1, 10), st.integers(-1, 10)))
     documents = [0, *itertools.accumulate(lengths)] if draw(st.booleans()) else None
-    return Mask.of(draw(st.booleans()), documents, window), sum(lengths)
+    return Mask.of(documents, window, causal=draw(st.booleans())), sum(lengths)
 
 
 @settings(max_examples=200, deadline=None)

@@ -74,7 +74,7 @@ class Attribution:
 # --- before any trace is looked at ---------------------------------------------------------------------
 
 
-MOST_LISTED = 8
+_MOST_LISTED = 8
 
 
 @dataclass(frozen=True)
@@ -125,8 +125,8 @@ class RunOutline:
         count = len(self.expected) - sum(rank in self.expected for rank in self.place)
         if not count:
             return []
-        first = islice((rank for rank in self.expected if rank not in self.place), MOST_LISTED)
-        shown = ", ".join(map(str, first)) + (" ..." if count > MOST_LISTED else "")
+        first = islice((rank for rank in self.expected if rank not in self.place), _MOST_LISTED)
+        shown = ", ".join(map(str, first)) + (" ..." if count > _MOST_LISTED else "")
         return [Caveat("missing_ranks", f"{count} of {self.world_size} ranks have no trace: {shown}")]
 
 
@@ -162,13 +162,13 @@ def outline_run(facts: Sequence[TraceFacts], run: Run | None, ranks_per_host: in
         clock_of=clock_of(numbered, hosts),
         warnings=tuple(warnings),
         world_size=world_size,
-        expected=_expected(run, given, world_size, bool(sizes)),
+        expected=_expected(run, given, world_size, told=bool(sizes)),
         starts_ns={rank: one.span_ns[0] for rank, one in numbered.items() if one.span_ns},
         chosen_ns=focus.between_ns,
     )
 
 
-def _expected(run: Run | None, given: Collection[int], world_size: int, told: bool) -> Collection[int]:
+def _expected(run: Run | None, given: Collection[int], world_size: int, *, told: bool) -> Collection[int]:
     """The ranks that should be there; ``told``: whether traces name the size of their world."""
     if run and run.topology.ranks:
         return dict.fromkeys(run.topology.ranks)
@@ -223,7 +223,7 @@ def _refuse_other_sizes(facts: Sequence[TraceFacts]) -> None:
 
 
 def judge_matching(
-    ranks: Sequence[Rank], clocks: Clocks, unmatched: Mapping[str, int], disagree: bool, inconclusive: int
+    ranks: Sequence[Rank], clocks: Clocks, unmatched: Mapping[str, int], inconclusive: int, *, disagree: bool
 ) -> tuple[bool, list[Caveat]]:
     """Whether wait and wire can be told at all, and what is to be said of the matching.
 

@@ -88,7 +88,7 @@ def _covered_before(spans: Spans, points_ns: Int64) -> Int64:
     return result
 
 
-def _where(a: Spans, b: Spans, wanted_in_b: bool) -> Spans:
+def _where(a: Spans, b: Spans, *, wanted_in_b: bool) -> Spans:
     """Between two neighbouring edges of either set nothing changes: test each such piece at its start."""
     # An edge of both sets makes a piece of no length, which the union drops.
     edges = np.sort(np.concatenate((a.start_ns, a.end_ns, b.start_ns, b.end_ns)))

@@ -93,7 +93,7 @@ def _same_settings(rows: list[LogRow]) -> list[list[LogRow]]:
 
 def _corrected(row: LogRow, solved: SolvedSettings) -> JudgedRow:
     rate, world = rates_of(row)[0], row.world_size or 1
-    computed = tflop_per_gpu(row, rate, solved.causal, solved.head_dim) / rate.time_ms * 1e3
+    computed = tflop_per_gpu(row, rate, solved.head_dim, causal=solved.causal) / rate.time_ms * 1e3
     return JudgedRow(row, "settings", computed, rate.tflops / world if solved.total else rate.tflops)
 
 

@@ -69,7 +69,7 @@ def missing_settings(row: LogRow) -> list[str]:
     return [name for name in ("batch", "seq", "heads", "head_dim", "world_size") if getattr(row, name) is None]
 
 
-def tflop_per_gpu(row: LogRow, rate: Rate, causal: bool, head_dim: int | None = None) -> float:
+def tflop_per_gpu(row: LogRow, rate: Rate, head_dim: int | None = None, *, causal: bool) -> float:
     """TFLOP of a rate's pass on each GPU, with another head dimension than the stated where one is given.
 
     The row's settings must be known. Where it prints 0 for one of them there is no work at all.
@@ -102,13 +102,13 @@ def judge_row(row: LogRow) -> tuple[JudgedRow, list[Flag]]:
 def _judge_rate(row: LogRow, rate: Rate) -> tuple[JudgedRow, list[Flag]]:
     # Where no mask is stated, the figures themselves tell: both are tried, causal first.
     for causal in (True, False) if row.causal is None else (row.causal,):
-        work = tflop_per_gpu(row, rate, causal)
+        work = tflop_per_gpu(row, rate, causal=causal)
         if follows(work, rate):
             computed = work / rate.time_ms * 1e3
             if not rate.coarse:
                 return JudgedRow(row, "agrees", computed, rate.tflops), []
             return JudgedRow(row, "rounding", computed, rate.tflops), [_recovered(row, rate, work)]
-    work = tflop_per_gpu(row, rate, row.causal is not False)
+    work = tflop_per_gpu(row, rate, causal=row.causal is not False)
     computed = work / rate.time_ms * 1e3
     for factor, what in _constants(row, rate):
         if factor != 1 and follows(work * factor, rate):
@@ -174,7 +174,7 @@ class SolvedSettings:
 
     def tflop(self, row: LogRow, rate: Rate) -> float:
         """TFLOP of the rate's pass, over as many GPUs as the printed rate is for."""
-        return tflop_per_gpu(row, rate, self.causal, self.head_dim) * (row.world_size or 1 if self.total else 1)
+        return tflop_per_gpu(row, rate, self.head_dim, causal=self.causal) * (row.world_size or 1 if self.total else 1)
 
 
 def solve(rows: Sequence[LogRow]) -> list[SolvedSettings]:

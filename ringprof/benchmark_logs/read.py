@@ -68,7 +68,7 @@ class _Reader:
         self._two_rings = False
         self._last_row: tuple[int, PipeRow] | None = None
 
-    def read(self, only_first: bool = False) -> None:
+    def read(self, *, only_first: bool = False) -> None:
         """Read all rows, or no more than tells whether there are any."""
         index = 0
         while index < len(self.lines) and not (only_first and self.rows):

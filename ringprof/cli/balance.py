@@ -30,8 +30,8 @@ _COLUMNS = (
 @click.option("--format", "form", type=click.Choice(["terminal", "json"]), default="terminal", show_default=True)
 @click.option("-o", "--output", type=click.Path(dir_okay=False), help="Write to this file instead of the terminal.")
 def command(
-    seq: int, documents: str | None, window_size: int | None, world: int, heads: int, causal: bool, form: str,
-    output: str | None,
+    seq: int, documents: str | None, window_size: int | None, world: int, heads: int, form: str, output: str | None,
+    *, causal: bool,
 ) -> None:  # fmt: skip
     """Compare how evenly strategies and layouts deal out the work of packed documents or a window. Needs no GPU.
 

@@ -17,7 +17,7 @@ from ringprof.report.page import html
 from ringprof.report.page.several import sweep_document
 from ringprof.sweep import row_figures, run_sweep, sweep_requests
 
-FORMATS = {"json": shown.render_json, "csv": shown.render_csv, "markdown": shown.render_markdown}
+_FORMATS = {"json": shown.render_json, "csv": shown.render_csv, "markdown": shown.render_markdown}
 
 
 @click.command(name="bench")
@@ -28,7 +28,7 @@ FORMATS = {"json": shown.render_json, "csv": shown.render_csv, "markdown": shown
 @records
 @click.option("-p", "--param", "params", multiple=True, metavar="[NAME.]KEY=VALUE",
               help="A parameter of all strategies, or of strategy NAME; repeatable.")  # fmt: skip
-@click.option("--format", "form", type=click.Choice(["terminal", *FORMATS]), default="terminal", show_default=True)
+@click.option("--format", "form", type=click.Choice(["terminal", *_FORMATS]), default="terminal", show_default=True)
 @click.option("-o", "--output", default="traces/bench/sweep.json", show_default=True, type=click.Path(dir_okay=False),
               help="The sweep's file; its runs lie beside it. The same file again goes on with it.")  # fmt: skip
 @click.option("--html", "page", type=click.Path(dir_okay=False), help="Also write the sweep as one HTML page.")
@@ -56,7 +56,7 @@ def command(
                 click.echo(table.line(rows[-1]))
                 sys.stdout.flush()
     if form != "terminal":
-        click.echo(FORMATS[form](rows), nl=False)
+        click.echo(_FORMATS[form](rows), nl=False)
     if page:
         write_text(page, html.render(sweep_document(rows, Path(output).stem)))
     return 0 if any(row["status"] == "ok" for row in rows) else 3

@@ -18,12 +18,12 @@ from ringprof.record.check.launch import check_here
 from ringprof.record.check.result import CALLS, FORMATS, TIME_LIMIT_S, Check, CheckRequest
 from ringprof.record.launcher import launcher_rank
 
-LAYOUTS = ("contiguous", "zigzag", "stripe")
+_LAYOUTS = ("contiguous", "zigzag", "stripe")
 
 
 @click.command("check")
 @click.argument("target", metavar="MODULE:FUNCTION")
-@click.option("--layout", required=True, type=click.Choice(LAYOUTS), help="Which tokens of the sequence a rank holds.")
+@click.option("--layout", required=True, type=click.Choice(_LAYOUTS), help="Which tokens of the sequence a rank holds.")
 @click.option("--seq", type=Tokens(), help="Length over all ranks.  [default: 256 tokens a rank on GPU, 64 on CPU]")
 @workload_options(heads=8, head_dim=64)
 @on_ranks

@@ -15,12 +15,12 @@ from ringprof.options import LoadOptions
 from ringprof.report import comparison as shown
 from ringprof.side_by_side import compare
 
-FORMATS = {"json": shown.render_json, "csv": shown.render_csv, "markdown": shown.render_markdown}
+_FORMATS = {"json": shown.render_json, "csv": shown.render_csv, "markdown": shown.render_markdown}
 
 
 @click.command(name="compare")
 @click.argument("paths", nargs=-1, type=click.Path(), required=True, metavar="BASE OTHER...")
-@click.option("--format", "form", type=click.Choice(["terminal", *FORMATS]), default="terminal", show_default=True)
+@click.option("--format", "form", type=click.Choice(["terminal", *_FORMATS]), default="terminal", show_default=True)
 @click.option("-o", "--output", type=click.Path(dir_okay=False), help="Write to this file instead of the terminal.")
 @click.option("--html", "page", type=click.Path(dir_okay=False), help="Also write the comparison as one HTML page.")
 @click.option("--same-work", is_flag=True,
@@ -35,6 +35,7 @@ def command(
     page: str | None,
     conditions: tuple[str, ...],
     undecided: str,
+    *,
     same_work: bool,
 ) -> int:
     """Set runs, traces, printed tables and benchmark logs side by side, in any mix, against the first.
@@ -69,4 +70,4 @@ def _sides(paths: Sequence[str]) -> list[str | list[str]]:
 
 
 def _text(found: Comparison, form: str, output: str | None) -> str:
-    return FORMATS[form](found) if form in FORMATS else shown.render(found, text_style(output))
+    return _FORMATS[form](found) if form in _FORMATS else shown.render(found, text_style(output))

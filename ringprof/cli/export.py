@@ -25,7 +25,7 @@ from ringprof.report.perfetto import events_of, metadata_of
 @click.option("--open", "opens", is_flag=True, help="Show it in Perfetto's page; without -o from a temporary file.")
 @click.option("--launches", is_flag=True, help="With the CPU threads: their launches and named ranges.")
 @reads_traces
-def command(paths: tuple[str, ...], reading: LoadOptions, output: str | None, opens: bool, launches: bool) -> int:
+def command(paths: tuple[str, ...], reading: LoadOptions, output: str | None, *, opens: bool, launches: bool) -> int:
     """Merge all ranks into one trace on one clock, with ring steps, waits, rates and arrows from send to receive.
 
     Open the file in https://ui.perfetto.dev, or in chrome://tracing. With --open it is served to the first on this
@@ -44,18 +44,18 @@ def command(paths: tuple[str, ...], reading: LoadOptions, output: str | None, op
         raise UsageError("export: a printed table has no timeline: give a run or traces")
     found = analysis.findings  # before a file is begun, as it may be refused
     if output is not None:
-        _write(found, Path(output), launches)
+        _write(found, Path(output), launches=launches)
         if opens:
             open_in_perfetto(Path(output))
         return 0
     with TemporaryDirectory(prefix="ringprof-") as folder:
         path = Path(folder) / "merged.json.gz"
-        _write(found, path, launches)
+        _write(found, path, launches=launches)
         open_in_perfetto(path)
     return 0
 
 
-def _write(found: Findings, path: Path, launches: bool) -> None:
+def _write(found: Findings, path: Path, *, launches: bool) -> None:
     opened = gzip.open if path.suffix.lower() == ".gz" else open
     with written(path), opened(path, "wt", encoding="utf-8") as file:
         file.write(f'{{"displayTimeUnit": "ms", "otherData": {json.dumps(metadata_of(found))}, "traceEvents": [\n')

@@ -10,7 +10,7 @@ from ringprof.cli.write import print_or_write, text_style
 from ringprof.record.resolve import need
 from ringprof.report.tables import Column, Table
 
-FIELDS = (
+_FIELDS = (
     "kernel", "here", "types", "head_dim", "windows", "documents", "deterministic", "delta", "grouped_heads",
 )  # fmt: skip
 _COLUMNS = (
@@ -32,7 +32,7 @@ def command(form: str, output: str | None) -> None:
     need("torch")
     rows = [_row(name) for name in _names()]
     if form == "json":
-        text = json.dumps([dict(zip(FIELDS, row, strict=True)) for row in rows], indent=1) + "\n"
+        text = json.dumps([dict(zip(_FIELDS, row, strict=True)) for row in rows], indent=1) + "\n"
     else:
         text = Table("", _COLUMNS, rows).text(text_style(output)) + "\n"
     print_or_write(text, output)

@@ -47,11 +47,12 @@ def command(
     heads: int | None,
     head_dim: int | None,
     world: int | None,
-    causal: bool | None,
     device: str | None,
     spread: float,
     max_bytes: int | None,
     max_memory: int | None,
+    *,
+    causal: bool | None,
     strict: bool,
 ) -> int:
     """Read benchmark logs into one table and audit them.

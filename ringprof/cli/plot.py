@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 OF_ONE = ("waterfall", "breakdown", "timeline", "steps", "waiting")
 OF_SEVERAL = ("comparison", "scaling")
-FORMATS = (".png", ".svg", ".pdf")
+_FORMATS = (".png", ".svg", ".pdf")
 
 
 @click.command(name="plot")
@@ -35,8 +35,8 @@ def command(kind: str, paths: tuple[str, ...], reading: LoadOptions, output: str
     ringprof plot timeline traces/run.json -o timeline.png
     ringprof plot comparison traces/a traces/b -o comparison.svg
     """
-    if Path(output).suffix.lower() not in FORMATS:
-        raise UsageError(f"--output {output}: a plot is written as one of {', '.join(FORMATS)}")
+    if Path(output).suffix.lower() not in _FORMATS:
+        raise UsageError(f"--output {output}: a plot is written as one of {', '.join(_FORMATS)}")
     import matplotlib  # here, because it takes longer to import than most commands to run
 
     with matplotlib.rc_context():

@@ -62,6 +62,7 @@ def command(
     reading: LoadOptions,
     conditions: tuple[str, ...],
     undecided: str,
+    *,
     strict: bool,
     **options: Any,
 ) -> int:
@@ -89,7 +90,7 @@ def command(
     else:
         print_or_write(_text(analysis, sections, options), options["output"])
     if options["page"] or options["opens"]:
-        _write_page(_with_page(analysis), options["page"], options["opens"])
+        _write_page(_with_page(analysis), options["page"], opens=options["opens"])
     failed = conditional.conditions and conditional.fails(_entry_of(analysis))
     return (_strictly(analysis.warnings) if strict else 0) or (1 if failed else 0)
 
@@ -125,7 +126,7 @@ def _with_page(analysis: Analysis | TableAnalysis) -> Analysis:
     return analysis
 
 
-def _write_page(analysis: Analysis, page: str | None, opens: bool) -> None:
+def _write_page(analysis: Analysis, page: str | None, *, opens: bool) -> None:
     import tempfile  # both here, since few reports are opened
     import webbrowser
 

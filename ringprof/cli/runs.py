@@ -16,7 +16,7 @@ from ringprof.report.tables import Column, Table
 from ringprof.report.text import clean, csv_text, duration, rate
 from ringprof.run import Run, read_run
 
-FIELDS = (
+_FIELDS = (
     "path", "created", "strategy", "seq", "world_size", "ranks_per_host", "kernel", "dtype", "iteration_ms", "tflops",
     "verified",
 )  # fmt: skip
@@ -47,7 +47,7 @@ def command(folders: tuple[str, ...], form: str, output: str | None) -> int:
     if form == "json":
         text = json.dumps(rows, indent=1) + "\n"
     elif form == "csv":
-        text = csv_text(FIELDS, ([row[name] for name in FIELDS] for row in rows))
+        text = csv_text(_FIELDS, ([row[name] for name in _FIELDS] for row in rows))
     else:
         text = Table("", _COLUMNS, [_cells(row) for row in rows]).text(text_style(output)) + "\n"
     print_or_write(text, output)
@@ -82,7 +82,7 @@ def _fields(path: str, run: Run) -> dict[str, Any]:
         time_ns / 1e6 if time_ns else None, work.model_flops() / size / time_ns / 1e3 if work and time_ns else None,
         run.verification.passed if run.verification else None,
     )  # fmt: skip
-    return dict(zip(FIELDS, values, strict=True))
+    return dict(zip(_FIELDS, values, strict=True))
 
 
 def _cells(row: dict[str, Any]) -> list[Any]:

@@ -17,7 +17,7 @@ from ringprof.foresee.predict import Prediction, TapeOf, as_dict, predict
 from ringprof.foresee.question import Question
 from ringprof.run import Workload
 
-SCHEMA = "ringprof.advice/1"
+_SCHEMA = "ringprof.advice/1"
 HIDDEN = 0.02
 """Part of the time up to which waiting for transfers counts as hidden."""
 _DRAWS = 4000
@@ -25,7 +25,7 @@ _LENGTHS = (0.25, 0.5, 1.0, 2.0, 4.0)
 _NICS = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0)
 _SHARED = ("forward kernel", "backward kernel", "memory", "unexplained", "host")
 """What two strategies on one machine have in common: it moves both alike."""
-Tell = Callable[[str, int, int], None]
+_Tell = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ _MEASURES = {
 
 def advise(
     workload: Workload, cluster: Cluster, machine: Calibration, tape_of: TapeOf, *, kernel: str = "auto",
-    memory_bytes: int | None = None, strategies: Sequence[str] = (), tell: Tell = lambda what, done, of: None,
+    memory_bytes: int | None = None, strategies: Sequence[str] = (), tell: _Tell = lambda what, done, of: None,
 ) -> Advice:  # fmt: skip
     """All candidates foreseen, by time. Raises `UnfitWorkloadError` where none can run."""
     asked = [
@@ -185,7 +185,7 @@ def _on_front(one: Prediction, found: Sequence[Prediction]) -> bool:
     )
 
 
-def _at_lengths(firsts: Sequence[Question], machine: Calibration, tape_of: TapeOf, tell: Tell) -> Iterator[Point]:
+def _at_lengths(firsts: Sequence[Question], machine: Calibration, tape_of: TapeOf, tell: _Tell) -> Iterator[Point]:
     for number, factor in enumerate(_LENGTHS):
         tell("lengths", number, len(_LENGTHS))
         seq = int(firsts[0].workload.seq * factor)
@@ -193,7 +193,7 @@ def _at_lengths(firsts: Sequence[Question], machine: Calibration, tape_of: TapeO
         yield from _point(seq, asked, machine, tape_of)
 
 
-def _at_nics(firsts: Sequence[Question], machine: Calibration, tape_of: TapeOf, tell: Tell) -> Iterator[Point]:
+def _at_nics(firsts: Sequence[Question], machine: Calibration, tape_of: TapeOf, tell: _Tell) -> Iterator[Point]:
     cluster = firsts[0].cluster
     if cluster.hosts == 1 or cluster.nic_gbit is None:
         return
@@ -230,7 +230,7 @@ def _label(question: Question) -> str:
 def as_json(advice: Advice) -> dict[str, Any]:
     """Schema ``ringprof.advice/1``."""
     return {
-        "schema": SCHEMA,
+        "schema": _SCHEMA,
         "predicted": True,
         "choices": [
             {

@@ -16,7 +16,7 @@ import msgspec
 from ringprof.errors import InputError, UsageError
 from ringprof.files import read_whole
 
-SCHEMA = "ringprof.calibration/1"
+_SCHEMA = "ringprof.calibration/1"
 BUNDLED = ("h200", "h100", "b200", "a800")
 
 Origin = Literal["measured", "published", "assumed"]
@@ -130,7 +130,7 @@ class Host(msgspec.Struct, frozen=True, kw_only=True):
 class Calibration(msgspec.Struct, frozen=True, kw_only=True):
     """One machine."""
 
-    schema: str = SCHEMA
+    schema: str = _SCHEMA
     name: str
     device: str
     created: str
@@ -190,8 +190,8 @@ def parse_calibration(data: bytes, name: str) -> Calibration:
         calibration = msgspec.json.decode(data, type=Calibration)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InputError(f"{name}: not a calibration: {error}") from None
-    if calibration.schema != SCHEMA:
-        raise InputError(f"{name}: schema {calibration.schema!r} is not {SCHEMA!r}: calibrate again")
+    if calibration.schema != _SCHEMA:
+        raise InputError(f"{name}: schema {calibration.schema!r} is not {_SCHEMA!r}: calibrate again")
     if not all(math.isfinite(sample.ns) for kernel in calibration.kernels for sample in kernel.samples):
         raise InputError(f"{name}: not a calibration: a time is not finite")
     return calibration

@@ -26,8 +26,8 @@ from ringprof.foresee.question import Question
 from ringprof.report.text import clean
 from ringprof.run import Workload
 
-SCHEMA = "ringprof.check/1"
-MOST_ROWS = 20_000
+_SCHEMA = "ringprof.check/1"
+_MOST_ROWS = 20_000
 SLACK = 1.05
 """How far above the best that was measured of a kernel a rate may lie."""
 _LIKE = 0.25
@@ -38,7 +38,7 @@ _TRUE = ("true", "1", "yes")
 
 
 @dataclass(frozen=True)
-class Row:
+class _Row:
     """One measurement."""
 
     number: int
@@ -57,7 +57,7 @@ class Row:
 class Checked:
     """A measurement and what the machine says to it."""
 
-    row: Row
+    row: _Row
     predicted_ms: tuple[float, float, float] | None
     """Tenth, middle and ninetieth percentile; None where it cannot be foreseen."""
     reason: str = ""
@@ -79,8 +79,8 @@ def read_rows(path: str) -> list[dict[str, str]]:
     rows = list(csv.DictReader(io.StringIO(text)))
     if not rows or not {"strategy", "seq_global", "heads", "n_gpus"} <= set(rows[0]):
         raise InputError(f"{path}: not a table of measurements: it needs strategy, seq_global, heads, n_gpus, time_ms")
-    if len(rows) > MOST_ROWS:
-        raise InputError(f"{path}: {len(rows)} rows, at most {MOST_ROWS} are checked at once")
+    if len(rows) > _MOST_ROWS:
+        raise InputError(f"{path}: {len(rows)} rows, at most {_MOST_ROWS} are checked at once")
     return rows
 
 
@@ -92,7 +92,7 @@ def check(
     return [_checked(_row(n, row, cluster), machine, tape_of, known) for n, row in enumerate(rows, 2)]
 
 
-def _row(number: int, row: Mapping[str, str | None], cluster: Cluster) -> Row:
+def _row(number: int, row: Mapping[str, str | None], cluster: Cluster) -> _Row:
     given = {key: value for key, value in row.items() if key and value not in (None, "")}
 
     def whole(name: str, default: int) -> int:
@@ -116,7 +116,7 @@ def _row(number: int, row: Mapping[str, str | None], cluster: Cluster) -> Row:
     flops = _flops(workload, part) / size
     ms, tflops = figure("time_ms"), figure("tflops", "tflops_per_gpu_computed", "tflops_per_gpu_printed")
     ms = flops / tflops / 1e9 if ms is None and tflops else ms
-    return Row(
+    return _Row(
         number,
         str(given.get("id") or given.get("strategy") or ""),
         question,
@@ -154,7 +154,7 @@ def _question(given: Mapping[str, Any], workload: Workload, cluster: Cluster) ->
     return Question(name, workload, cluster, kernel, params=params)
 
 
-def _checked(row: Row, machine: Calibration, tape_of: TapeOf, known: dict[Any, Any]) -> Checked:
+def _checked(row: _Row, machine: Calibration, tape_of: TapeOf, known: dict[Any, Any]) -> Checked:
     flags = list(_impossible(row, machine))
     if row.question is None:
         return Checked(row, None, "a strategy that ringprof has not", flags)
@@ -172,7 +172,7 @@ def _checked(row: Row, machine: Calibration, tape_of: TapeOf, known: dict[Any, A
     return found
 
 
-def _impossible(row: Row, machine: Calibration) -> list[tuple[str, str]]:
+def _impossible(row: _Row, machine: Calibration) -> list[tuple[str, str]]:
     """Rates that no such device has reached, whatever the strategy."""
     if row.tflops is None:
         return []
@@ -197,7 +197,7 @@ def sample_tflops(sample: Any) -> float:
     return float(flops / sample.ns / 1e3)
 
 
-def _other_length(row: Row, machine: Calibration, tape_of: TapeOf, known: dict[Any, Any]) -> list[tuple[str, str]]:
+def _other_length(row: _Row, machine: Calibration, tape_of: TapeOf, known: dict[Any, Any]) -> list[tuple[str, str]]:
     """Whether the time is that of a sequence two or four times as long or as short."""
     assert row.question is not None and row.measured_ms
     for factor in (4.0, 2.0, 0.5, 0.25):
@@ -213,7 +213,7 @@ def _other_length(row: Row, machine: Calibration, tape_of: TapeOf, known: dict[A
 
 
 def _times(
-    row: Row, question: Question, machine: Calibration, tape_of: TapeOf, known: dict[Any, Any]
+    row: _Row, question: Question, machine: Calibration, tape_of: TapeOf, known: dict[Any, Any]
 ) -> tuple[float, float, float]:
     """Milliseconds of the row's pass; a backward pass is what it adds to the forward pass."""
 
@@ -230,10 +230,10 @@ def _times(
     return low, middle, high
 
 
-def as_dict(found: list[Checked]) -> dict[str, Any]:
+def _as_dict(found: list[Checked]) -> dict[str, Any]:
     """Schema ``ringprof.check/1``."""
     return {
-        "schema": SCHEMA,
+        "schema": _SCHEMA,
         "rows": [
             {
                 "line": one.row.number, "name": one.row.name, "measured_ms": one.row.measured_ms,
@@ -249,7 +249,7 @@ def as_dict(found: list[Checked]) -> dict[str, Any]:
 def check_text(found: list[Checked], form: str) -> str:
     """The checked table, for people or as JSON."""
     if form == "json":
-        return json.dumps(as_dict(found), indent=1) + "\n"
+        return json.dumps(_as_dict(found), indent=1) + "\n"
     lines = ["line  measured ms  PREDICTED ms         error"]
     for one in found:
         measured = f"{one.row.measured_ms:,.2f}" if one.row.measured_ms else "-"

@@ -26,7 +26,7 @@ from ringprof.foresee.program import Block
 
 Floats = npt.NDArray[np.float64]
 
-TILE = 128
+_TILE = 128
 MOST_LONGER, MOST_SHORTER = 6.0, 2.0
 """How far in one size, as a power of two, a block may lie from the nearest sample."""
 _CALLS_NS = (0.0, 2e3, 5e3, 1e4, 2e4, 4e4)
@@ -166,7 +166,7 @@ def _log_work(block: Block, kappa: float, units: int) -> float:
     rows = block.q if block.phase == "forward" else block.kv
     per_pair = (4 if block.phase == "forward" else 10) * block.batch * block.heads * block.head_dim
     # Of every sequence of a pack the last tile is half full, in the mean.
-    tiles = block.batch * block.heads * (-(-rows // TILE) + block.sequences // 2)
+    tiles = block.batch * block.heads * (-(-rows // _TILE) + block.sequences // 2)
     # Causal tiles are of all lengths: the long ones first, they fill up with half a tile to spare.
     uneven = block.causal or block.pairs is not None
     waves = tiles / (tiles + 0.5 * units) if uneven else tiles / (units * -(-tiles // units))

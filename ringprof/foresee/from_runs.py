@@ -28,7 +28,7 @@ LARGE_BYTES = 16 << 20
 """Kernels that move less are bound by their launch."""
 _BEST = 90
 """Percentile of the rates seen: the others shared the link, or the device, with something."""
-TapeOf = Callable[[Run], Tape]
+_TapeOf = Callable[[Run], Tape]
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from ringprof.foresee.machine import LIKELIEST, NO_CHANGES, CalibratedMachine, C
 from ringprof.foresee.program import Block, Op, Post, Program, Tape, Touch, Wait
 from ringprof.foresee.question import Question
 
-SCHEMA = "ringprof.prediction/1"
+_SCHEMA = "ringprof.prediction/1"
 DIRECT = 64
 """Ranks up to which every one is simulated."""
 SMALL, LARGE = 16, 32
@@ -31,7 +31,7 @@ _DECILE = NormalDist().inv_cdf(0.9)
 
 
 @dataclass(frozen=True)
-class Spans:
+class _Spans:
     """Where one rank's time goes, in nanoseconds, by phase."""
 
     forward: dict[str, float]
@@ -41,7 +41,7 @@ class Spans:
         return sum(phase.get(part, 0.0) for phase in (self.forward, self.backward) for part in parts)
 
 
-PARTS = ("kernel", "memory", "same_host", "other_host", "peers", "host")
+_PARTS = ("kernel", "memory", "same_host", "other_host", "peers", "host")
 """Blocks; kernels between them; waiting for bytes on links inside and between hosts; for peers that came later; and
 time in which the host had not yet issued anything."""
 
@@ -58,7 +58,7 @@ class Prediction:
     """Standard deviation of the time's logarithm."""
     parts: dict[str, float]
     """Of that variance, by what is not known exactly."""
-    spans: Spans
+    spans: _Spans
     """Of the slowest rank."""
     exposed_share: float
     """Of the time, the mean over ranks of waiting for transfers."""
@@ -201,22 +201,22 @@ def busy_share(program: Program, timeline: Timeline, end: float) -> float:
     return min(1.0, sum(stop - start for start, stop in spans) / end) if end else 0.0
 
 
-def spans_of(program: Program, timeline: Timeline, cluster: Cluster) -> Spans:
-    """A rank's time by phase and part; where streams run beside each other, a moment is the first's of `PARTS`."""
+def spans_of(program: Program, timeline: Timeline, cluster: Cluster) -> _Spans:
+    """A rank's time by phase and part; where streams run beside each other, a moment is the first's of `_PARTS`."""
     marks: list[tuple[float, int, tuple[int, str]]] = []
     for start, end, part, phase in _pieces(program, timeline, cluster):
         if end > start:
-            marks += [(start, 1, (PARTS.index(part), phase)), (end, -1, (PARTS.index(part), phase))]
+            marks += [(start, 1, (_PARTS.index(part), phase)), (end, -1, (_PARTS.index(part), phase))]
     phases: dict[str, dict[str, float]] = {"forward": {}, "backward": {}}
     active: Counter[tuple[int, str]] = Counter()
     last, phase = 0.0, "forward"
     for time_ns, change, key in sorted(marks):
         if time_ns > last:
-            index, phase = min((one for one, count in active.items() if count), default=(PARTS.index("host"), phase))
-            phases[phase][PARTS[index]] = phases[phase].get(PARTS[index], 0.0) + time_ns - last
+            index, phase = min((one for one, count in active.items() if count), default=(_PARTS.index("host"), phase))
+            phases[phase][_PARTS[index]] = phases[phase].get(_PARTS[index], 0.0) + time_ns - last
         active[key] += change
         last = time_ns
-    return Spans(phases["forward"], phases["backward"])
+    return _Spans(phases["forward"], phases["backward"])
 
 
 def _pieces(program: Program, timeline: Timeline, cluster: Cluster) -> Iterator[tuple[float, float, str, str]]:
@@ -243,7 +243,9 @@ def _phase(op: Op, posts: Mapping[int, tuple[int, Post]], before: str) -> str:
     return "backward" if isinstance(op, Touch) and op.label.startswith("bwd") else before
 
 
-def _variances(machine: Calibration, curves: Curves, program: Program, spans: Spans, end_ns: float) -> dict[str, float]:
+def _variances(
+    machine: Calibration, curves: Curves, program: Program, spans: _Spans, end_ns: float
+) -> dict[str, float]:
     """Variance of the logarithm of the time, by input: what takes a part of the time moves it by as much."""
     parts = {}
     for phase in ("forward", "backward"):
@@ -302,7 +304,7 @@ def _continued(
 
     held = [_peak(tape_of(question, to, [0, to.size - 1])) for to in (clusters[1], _smaller(clusters[1], 2 * LARGE))]
     return replace(
-        large, median_ns=onward(small.median_ns, large.median_ns), spans=Spans(spans("forward"), spans("backward")),
+        large, median_ns=onward(small.median_ns, large.median_ns), spans=_Spans(spans("forward"), spans("backward")),
         peak_bytes=round(large.peak_bytes + (held[1] - held[0]) * (ranks / large.simulated - 1)),
     )  # fmt: skip
 
@@ -347,7 +349,7 @@ def as_dict(prediction: Prediction, *, whole: bool = True) -> dict[str, Any]:
     question = prediction.question
     times = {f"p{tenths}": prediction.quantile_ns(tenths / 100) for tenths in (10, 50, 90)}
     about = {
-        "schema": SCHEMA,
+        "schema": _SCHEMA,
         "predicted": True,
         "evidence": prediction.evidence,
         "inputs": [{"name": name, **msgspec.to_builtins(value)} for name, value in inputs(prediction).items()],

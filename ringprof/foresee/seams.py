@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ringprof.errors import UnfitWorkloadError
 from ringprof.foresee.recorder import Recorder
@@ -113,7 +114,7 @@ class RecordingCommunicator(Communicator):
         self.beside_greedy_kernel = False
         self.rank, self.size, self._per_host = rank, size, per_host
         self.hosts = _hosts(size, per_host)
-        self.slots: dict[int, RecordingRing] = {}
+        self.slots: dict[StorageWeakRef, RecordingRing] = {}
         """By the memory of slots, the ring that receives in it."""
 
     def global_rank(self, rank: int) -> int:
@@ -175,7 +176,7 @@ class RecordingRing(Ring):
 
     def _owned(self, parcel: Parcel) -> Parcel:
         """As `ringprof.strategies.copies.owned`."""
-        owners = [self._comm.slots.get(message.untyped_storage()._cdata) for message in parcel.messages]
+        owners = [self._comm.slots.get(_memory(message)) for message in parcel.messages]
         if all(ring is None or ring is self for ring in owners):
             return parcel
         return parcel.over([message.clone() for message in parcel.messages])
@@ -185,7 +186,7 @@ class RecordingRing(Ring):
         size, device = parcel.size_bytes, parcel.messages[0].device
         if self._slots is None or self._slots.numel() < SLOTS * size:
             self._slots = torch.empty(SLOTS * size, dtype=torch.uint8, device=device)
-            self._comm.slots[self._slots.untyped_storage()._cdata] = self
+            self._comm.slots[_memory(self._slots)] = self
         self._number += 1
         at = self._number % SLOTS * (self._slots.numel() // SLOTS)
         messages = []
@@ -194,6 +195,11 @@ class RecordingRing(Ring):
             messages.append(self._slots[at:until].view(message.dtype).view(message.shape))
             at = until
         return parcel.over(messages)
+
+
+def _memory(tensor: Tensor) -> StorageWeakRef:
+    """What stands for a tensor's memory, also when it is gone: its address alone would be given again."""
+    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
 
 class RecordingCollective(Collective):

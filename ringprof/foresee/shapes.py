@@ -29,9 +29,9 @@ _DOCUMENTS = ((4096, 4), (16384, 4), (16384, 32), (65536, 8), (65536, 64))
 """Tokens, and the documents that they are of."""
 _LONGEST_FLOPS = 5e14
 """A call of more is left out: on an H200 it takes a second."""
-MIB = 1 << 20
-MESSAGES = tuple(size * MIB for size in (1, 4, 16, 32, 64, 128, 256, 512, 1024))
-COLLECTIVE_BYTES = tuple(size * MIB for size in (16, 128, 512))
+_MIB = 1 << 20
+MESSAGES = tuple(size * _MIB for size in (1, 4, 16, 32, 64, 128, 256, 512, 1024))
+COLLECTIVE_BYTES = tuple(size * _MIB for size in (16, 128, 512))
 
 
 class Wanted(NamedTuple):

@@ -48,7 +48,7 @@ _CARRYING = {
 }  # fmt: skip
 _CALLED = {"all_to_all": "all_to_allv", "all_gather": "_allgather_base", "reduce_scatter": "_reduce_scatter_base"}
 
-Event = dict[str, Any]
+_Event = dict[str, Any]
 
 
 def write_prediction(prediction: Prediction, folder: Path, command: Sequence[str]) -> Run:
@@ -123,7 +123,7 @@ def trace_of(prediction: Prediction, program: Program, timeline: Timeline) -> di
     }  # fmt: skip
 
 
-def _events(prediction: Prediction, program: Program, timeline: Timeline) -> Iterator[Event]:
+def _events(prediction: Prediction, program: Program, timeline: Timeline) -> Iterator[_Event]:
     machine = prediction.machine
     host = list(accumulate(host_ns(machine, machine.kernel(prediction.kernel), program)))
     before = 0.0 if prediction.host_bound else host[-1]
@@ -148,7 +148,7 @@ class _Writer:
         forward, backward = _KERNELS.get(prediction.kernel, _USUAL_KERNELS)
         self._names = {"forward": f"{forward} {MARK}", "backward": f"{backward} {MARK}"}
 
-    def of(self, place: int, op: Op, begin: int, end: int) -> Iterator[Event]:
+    def of(self, place: int, op: Op, begin: int, end: int) -> Iterator[_Event]:
         """An operation that the host issues from ``begin`` to ``end``."""
         if isinstance(op, Post):
             yield self.range(f"ringprof::send/{op.channel}", begin, end)
@@ -164,13 +164,13 @@ class _Writer:
         else:
             assert isinstance(op, Join)
 
-    def range(self, name: str, begin: int, end: int) -> Event:
+    def range(self, name: str, begin: int, end: int) -> _Event:
         return _slice("user_annotation", name, 0, _THREAD, begin, end, {})
 
     def _kernel(
         self, name: str, stream: int, start: float, stop: float, begin: int, end: int, category: str = "kernel",
         **args: Any,
-    ) -> Iterator[Event]:  # fmt: skip
+    ) -> Iterator[_Event]:  # fmt: skip
         """A launch in the middle of what the host does, and what it launched."""
         self._launches += 1
         middle = (begin + end) // 2
@@ -180,7 +180,7 @@ class _Writer:
         first, last = (self._origin + round(time_ns) for time_ns in (start, stop))
         yield _slice(category, name, 1, stream, first, last, args)
 
-    def _carried(self, place: int, post: Post, begin: int, end: int) -> Iterator[Event]:
+    def _carried(self, place: int, post: Post, begin: int, end: int) -> Iterator[_Event]:
         stream = self._streams.setdefault(post.communicator, _FIRST_CARRYING + 2 * len(self._streams))
         start, ready, stop = self._timeline.kernels[place]
         if post.operation == "copy":
@@ -224,11 +224,11 @@ def _sizes(post: Post, given: int, taken: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _record(rank: int, post: Post, begin: int, call: dict[str, Any]) -> Event:
+def _record(rank: int, post: Post, begin: int, call: dict[str, Any]) -> _Event:
     return _slice("cpu_op", "record_param_comms", 0, _THREAD, begin, begin + 1, {"Rank": rank, **call})
 
 
-def _slice(category: str, name: str, process: int, thread: int, begin: int, end: int, args: Event) -> Event:
+def _slice(category: str, name: str, process: int, thread: int, begin: int, end: int, args: _Event) -> _Event:
     return {
         "ph": "X", "cat": category, "name": name, "pid": process, "tid": thread, "ts": begin / 1e3,
         "dur": (end - begin) / 1e3, "args": args,

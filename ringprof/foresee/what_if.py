@@ -22,8 +22,8 @@ from ringprof.foresee.observed import touch_bytes
 from ringprof.foresee.program import Block, Post, Program, Touch
 from ringprof.foresee.question import is_older
 
-SCHEMA = "ringprof.what-if/1"
-LINKS = ("same_host", "other_host")
+_SCHEMA = "ringprof.what-if/1"
+_LINKS = ("same_host", "other_host")
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class WhatIf:
     def as_dict(self) -> dict[str, Any]:
         """Schema ``ringprof.what-if/1``."""
         return {
-            "schema": SCHEMA, "predicted": True, "recorded_ms": self.recorded_ns / 1e6,
+            "schema": _SCHEMA, "predicted": True, "recorded_ms": self.recorded_ns / 1e6,
             "replayed_ms": round(self.replayed_ns / 1e6, 4), "replay_error": round(self.replay_error, 5),
             "changed_ms": round(self.changed_ns / 1e6, 4), "change": round(-self.gain, 5),
         }  # fmt: skip
@@ -94,7 +94,7 @@ def what_if(observed: Observed, machine: Calibration, changes: Changes) -> WhatI
 
 def _refuse(observed: Observed, machine: Calibration, changes: Changes) -> None:
     for name in changes.links:
-        if name not in LINKS:
+        if name not in _LINKS:
             raise UsageError(f"--link {name}: write same_host or other_host")
     known = {rank.program.rank for rank in observed.ranks}
     for rank in changes.slow:

@@ -214,7 +214,10 @@ def _overlap(report: TableReport, given_ns: int | None) -> OverlapBounds:
         return UNKNOWN_OVERLAP
     wall, source = _wall(report.table, told, given_ns)
     each = source == "iteration_time"
-    comm, compute = _sum(report.kinds, COMMUNICATION, each), _sum(report.kinds, COMPUTE, each)
+    comm, compute = (
+        _sum(report.kinds, COMMUNICATION, per_iteration=each),
+        _sum(report.kinds, COMPUTE, per_iteration=each),
+    )
     # Kernels without a row may be of either side: at most, all of them hid communication.
     missing = report.missing_ns / told.device_range[0] if each and told is not None else report.missing_ns
     reason = None
@@ -246,7 +249,7 @@ def _wall(
     return None, None
 
 
-def _sum(kinds: tuple[KindSum, ...], wanted: tuple[str, ...], per_iteration: bool) -> float:
+def _sum(kinds: tuple[KindSum, ...], wanted: tuple[str, ...], *, per_iteration: bool) -> float:
     return sum((k.per_iteration_ns or 0.0) if per_iteration else k.time_ns for k in kinds if k.kind in wanted)
 
 

@@ -38,7 +38,7 @@ _CAUSES = {
 # --- terminal ---------------------------------------------------------------------------------------
 
 
-def tables_text(reports: Sequence[TableReport], ascii_only: bool = False) -> str:
+def tables_text(reports: Sequence[TableReport], *, ascii_only: bool = False) -> str:
     """Every table of a log as text, in order."""
     text = "\n".join(table_text(report) for report in reports)
     return in_ascii(text) if ascii_only else text

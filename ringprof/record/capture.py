@@ -68,7 +68,7 @@ def capture(
             with _profiled(trace.path, ranks, times):
                 yield
             reduced = reduce is not None and reduce(trace.path, trace.reduced)
-            result = _result(ranks, trace, times, strategies, reduced)
+            result = _result(ranks, trace, times, strategies, reduced=reduced)
             results = exchange(result, ranks.device, ranks.group) if ranks.size > 1 else [result]
             if ranks.size > 1:
                 gather(results, trace, staging, ranks.device, ranks.group)
@@ -141,7 +141,7 @@ def _profiled(trace: Path, ranks: GroupRanks, times: list[int]) -> Iterator[None
 
 
 def _result(
-    ranks: GroupRanks, trace: TraceFile, times: list[int], strategies: Sequence[Any], reduced: bool
+    ranks: GroupRanks, trace: TraceFile, times: list[int], strategies: Sequence[Any], *, reduced: bool
 ) -> RankResult:  # fmt: skip
     """What this rank tells the first; its trace is complete."""
     place = launcher_rank()

@@ -20,7 +20,7 @@ from ringprof.run import DeviceState
 EVERY_S = 0.1
 """A look takes some 0.1 ms of the driver and none of the GPU."""
 
-REASONS = {
+_REASONS = {
     0x0004: "power cap",
     0x0008: "hardware slow-down",
     0x0010: "sync boost",
@@ -55,7 +55,7 @@ class DeviceWatch:
         _add(self._degrees, lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU))
         masks: list[int] = []
         _add(masks, lambda: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle))
-        self._reasons.update(name for bit, name in REASONS.items() for mask in masks if mask & bit)
+        self._reasons.update(name for bit, name in _REASONS.items() for mask in masks if mask & bit)
 
     def state(self) -> DeviceState | None:
         """What all looks come to; None where there was none that told anything."""

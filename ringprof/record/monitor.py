@@ -28,16 +28,16 @@ LARGEST_BYTES = 64 << 20
 
 _log = logging.getLogger("ringprof.monitor")
 
-Reduce = Callable[[Path], bytes]
+_Reduce = Callable[[Path], bytes]
 """A trace's reduced form; empty where it cannot be read."""
-Tell = Callable[[int, list[bytes], dict[str, float]], None]
+_Tell = Callable[[int, list[bytes], dict[str, float]], None]
 """Given, on the first rank, the step, every rank's reduced trace, and what looking has cost."""
 
 
 class Monitor:
     """Profiles one step now and then; made by `ringprof.monitor`."""
 
-    def __init__(self, every: int, ranks: GroupRanks, reduce: Reduce, tell: Tell) -> None:
+    def __init__(self, every: int, ranks: GroupRanks, reduce: _Reduce, tell: _Tell) -> None:
         """Steps are those of the first optimizer that takes one, until `step` is called for the first time."""
         self.steps = 0
         """Done so far."""

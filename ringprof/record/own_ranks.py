@@ -28,13 +28,13 @@ from ringprof.record.progress import DiaryReader, Reporter
 from ringprof.record.request import to_json
 from ringprof.scratch import keep, remove, scratch_folder
 
-POLL_S = 0.05
-SETTLE_S = 0.3
+_POLL_S = 0.05
+_SETTLE_S = 0.3
 """After a first rank has failed: others that failed by themselves show up, and the cause is told from the effects."""
 END_S = 3
 """What a rank gets between the request to end and SIGKILL."""
 Result = TypeVar("Result")
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
 def make_scratch() -> Path:
@@ -174,7 +174,7 @@ def _signals_restored() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.getsignal(number) for number in SIGNALS}
+    before = {number: signal.getsignal(number) for number in _SIGNALS}
     try:
         yield
     finally:
@@ -185,7 +185,7 @@ def _signals_restored() -> Iterator[None]:
 def _ignore_signals() -> None:
     """From here on the ranks are being ended: a second Ctrl-C must not stop that."""
     if threading.current_thread() is threading.main_thread():
-        for number in SIGNALS:
+        for number in _SIGNALS:
             signal.signal(number, signal.SIG_IGN)
 
 
@@ -199,14 +199,14 @@ def _until_done(pids: dict[int, int], readers: list[DiaryReader], reporter: Repo
         phase = entered
         statuses = _statuses(pids)
         if any(statuses.values()):
-            time.sleep(SETTLE_S)
+            time.sleep(_SETTLE_S)
             raise _RankFailed(_statuses(pids))
         if len(statuses) == len(pids):
             readers[0].relay(reporter)
             return
         if time.monotonic() > begin + limit_s:
             raise _TimeIsUp(limit_s)
-        time.sleep(POLL_S)
+        time.sleep(_POLL_S)
 
 
 def _statuses(pids: dict[int, int]) -> dict[int, int]:

@@ -127,12 +127,13 @@ class RankRecording:
             verification = self._verify(device)
             if verification is not None and request.controls:
                 # Told by the few blocks of that check, before the many.
-                self._refuse_controls(*self._counted(None, device))
+                computes, sends = self._counted(None, device)
+                self._refuse_controls(computes=computes, sends=sends)
             problem = Problem.of(self.strategy, request.workload, device, cuda_graph=request.cuda_graph)
             measured = self._timed(problem, device)
             computes, sends = self._counted(measured.work, device)
             if request.controls:
-                self._refuse_controls(computes, sends)
+                self._refuse_controls(computes=computes, sends=sends)
             verification = self._verify_timed(problem, measured, verification)
             # The controls hold tensors of their own, until they are done.
             measured.last = None
@@ -145,7 +146,7 @@ class RankRecording:
             host=host, local_rank=self.place.local_rank, device=device_name(device), trace=trace_name(self.place.rank),
             iterations_ns=measured.iterations_ns, profiled_ns=profiled, peak_bytes=measured.peak_bytes,
             state=measured.state, links=links_of(device, self.place.local_rank == 0),
-            work=_as_far_as_counted(measured.work, computes, sends), controls=controlled,
+            work=_as_far_as_counted(measured.work, computes=computes, sends=sends), controls=controlled,
             trace_bytes=trace.size_bytes, remote_bytes=trace.remote_bytes(),
             reduced=reduced_name(self.place.rank) if reduced else None,
             remote_reduced_bytes=trace.remote_reduced_bytes(),
@@ -217,7 +218,7 @@ class RankRecording:
         needed = self.task.request.workload.exact_flops() if work else 1
         return sum(int(rank[0]) for rank in found) >= needed, all(int(rank[1]) for rank in found)
 
-    def _refuse_controls(self, computes: bool, sends: bool) -> None:
+    def _refuse_controls(self, *, computes: bool, sends: bool) -> None:
         name = self.task.request.strategy
         past = "" if computes else "computes with kernels of its own: its blocks can be neither left out nor run alone"
         past = past or ("" if sends else "sends by ways of its own: nothing can be left unsent")
@@ -232,7 +233,7 @@ class RankRecording:
         return measure_controls(problem, silent, device, request.warmup, request.iters, self.reporter)
 
 
-def _as_far_as_counted(work: Work, computes: bool, sends: bool) -> Work:
+def _as_far_as_counted(work: Work, *, computes: bool, sends: bool) -> Work:
     """The same on all ranks: None where one of them does something past the counters."""
     return msgspec.structs.replace(
         work, block_flops=work.block_flops if computes else None, sent=work.sent if sends else None

@@ -14,7 +14,7 @@ MIN_GPU_WARMUP = 3
 """The first iterations on a GPU set up communicators, allocator and kernels: fewer warm-ups would time that."""
 
 
-Value = TypeVar("Value", bound=msgspec.Struct)
+_Value = TypeVar("_Value", bound=msgspec.Struct)
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,6 +92,6 @@ def to_json(value: msgspec.Struct) -> bytes:
     return json.dumps(msgspec.to_builtins(value)).encode()
 
 
-def from_json(data: bytes, kind: type[Value]) -> Value:
+def from_json(data: bytes, kind: type[_Value]) -> _Value:
     """What `to_json` wrote."""
     return msgspec.convert(json.loads(data), kind)

@@ -12,15 +12,15 @@ from ringprof.report.tables import Column, table_width, text_table
 from ringprof.report.terms import WATERFALL as WATERFALL_LABELS
 from ringprof.report.text import TextStyle, clean, csv_text
 
-SCHEMA = "ringprof.compare/1"
+_SCHEMA = "ringprof.compare/1"
 UNKNOWN = "unknown"
 _SIGNS = {"better": "+", "worse": "-", "noise": "~", "same": "=", "differs": " "}
 
 
-def as_dict(comparison: Comparison) -> dict[str, Any]:
+def _as_dict(comparison: Comparison) -> dict[str, Any]:
     """The JSON form (schema ``ringprof.compare/1``)."""
     return {
-        "schema": SCHEMA,
+        "schema": _SCHEMA,
         "entries": [
             {
                 "label": entry.label,
@@ -42,8 +42,8 @@ def as_dict(comparison: Comparison) -> dict[str, Any]:
 
 
 def render_json(comparison: Comparison) -> str:
-    """As `as_dict`, as text."""
-    return json.dumps(as_dict(comparison), indent=1) + "\n"
+    """As `_as_dict`, as text."""
+    return json.dumps(_as_dict(comparison), indent=1) + "\n"
 
 
 def render_csv(comparison: Comparison) -> str:
@@ -127,13 +127,13 @@ def verdict_of(comparison: Comparison, names: Sequence[str] | None = None) -> li
         time, rate = (comparison.against_base(figure, index) for figure in ("iteration_ms", "tflops"))
         for found, words in ((time, ("slower", "faster")), (rate, ("more TFLOP/s", "fewer TFLOP/s"))):
             if found is not None and found.ratio is not None:
-                lines.append(f"{name}: {in_words(found, *words)}")
+                lines.append(f"{name}: {_in_words(found, *words)}")
                 break
     why = comparison.changes.sentence(WATERFALL_LABELS) if comparison.changes else ""
     return [*lines, f"of the base's profiled wall: {why}"] if why else lines
 
 
-def in_words(found: Difference, more: str, less: str) -> str:
+def _in_words(found: Difference, more: str, less: str) -> str:
     """A difference whose ratio is known: ``slower by 9.8 % (9.5 to 10.1)``."""
     assert found.ratio is not None
     sign = 1 if found.ratio >= 1 else -1

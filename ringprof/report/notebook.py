@@ -13,7 +13,7 @@ from ringprof.report.sections import breakdown
 from ringprof.report.terminal import header_of
 from ringprof.report.text import clean
 
-MOST_ROWS = 16
+_MOST_ROWS = 16
 
 
 def findings_html(found: Findings) -> str:
@@ -21,9 +21,9 @@ def findings_html(found: Findings) -> str:
     table = breakdown.rank_table(breakdown.json(found)["ranks"])
     verdict = "".join(f"<li>{_text(line)}</li>" for line in found.verdict)
     header = _text(header_of(found.attribution, found.summary))
-    left = len(table.rows) - MOST_ROWS
+    left = len(table.rows) - _MOST_ROWS
     more = f"and {left} more ranks: run.breakdown() has all" if left > 0 else ""
-    return f"<div><b>{header}</b><ul>{verdict}</ul>{_table(table, MOST_ROWS)}{more}</div>"
+    return f"<div><b>{header}</b><ul>{verdict}</ul>{_table(table, _MOST_ROWS)}{more}</div>"
 
 
 def comparison_html(found: Comparison) -> str:

@@ -35,13 +35,13 @@ RUN, STEPS, EXPOSED, STREAMS, LANES = 0, 1, 2, 100, 1_000_000
 """Track numbers inside a process: the run, ring steps, exposed communication, a stream's number plus this, and what is
 added for each further lane of a track whose slices overlap."""
 MESSAGE = "message"
-LINKS = {"same_host": "same host", "other_host": "other host", "unknown": "unknown link"}
+_LINKS = {"same_host": "same host", "other_host": "other host", "unknown": "unknown link"}
 
 
 def events_of(found: Findings, *, launches: bool = False) -> Iterator[Event]:
     """Every event of the merged trace; with ``launches`` also every rank's CPU threads."""
     attribution = found.attribution
-    origin, arrows = _origins(attribution, launches), _arrows(attribution)
+    origin, arrows = _origins(attribution, launches=launches), _arrows(attribution)
     steps = found.finder.by_activity
     yield from _run(attribution, origin, arrows)
     for rank in attribution.ranks:
@@ -51,13 +51,13 @@ def events_of(found: Findings, *, launches: bool = False) -> Iterator[Event]:
             yield from perfetto_calls.drawn(rank.rank, calls, origin[rank.rank])
             continue
         mine = _RankEvents(rank, rank.detail, origin[rank.rank], arrows, steps.get(rank.rank, {}))
-        yield from mine.activities(launches)
+        yield from mine.activities(launches=launches)
         yield from mine.exposed()
         yield from mine.rates()
     yield from _steps(found.steps, origin)
 
 
-def _origins(attribution: Attribution, launches: bool) -> dict[int, int]:
+def _origins(attribution: Attribution, *, launches: bool) -> dict[int, int]:
     """By rank what to take from its times, so that none is below 0: Perfetto would drop it."""
     origin, early = origins_of(attribution), 0
     for rank in attribution.ranks if launches else ():
@@ -199,7 +199,7 @@ class _RankEvents:
         self._rank, self._detail, self._origin, self._arrows, self._steps = rank.rank, detail, origin, arrows, steps
         self._split = {part.transfer.activity: part for part in detail.splits}
 
-    def activities(self, launches: bool) -> Iterator[Event]:
+    def activities(self, *, launches: bool) -> Iterator[Event]:
         calls = perfetto_calls.ranges_and_launches(self._detail) if launches else []
         yield from perfetto_calls.drawn(self._rank, calls, self._origin)
         launched = {activity for call in calls for activity in call.launched}
@@ -262,14 +262,14 @@ class _RankEvents:
                 links.setdefault(part.link, []).append((end - part.wire_ns, end, rate))
         for link, spans in links.items():
             for time, value in _summed(spans, self._detail.window.between_ns):
-                yield counter(self._rank, f"sent, {LINKS[link]}", time - self._origin, "GB/s", value)
+                yield counter(self._rank, f"sent, {_LINKS[link]}", time - self._origin, "GB/s", value)
 
 
 def _figures(part: Split) -> dict[str, Any]:
     transfer = part.transfer
     return {
         "bytes": transfer.sent_bytes, "send to": _peers(transfer.sends), "receive from": _peers(transfer.receives),
-        "link": LINKS[part.link], "group": clean(transfer.group[0]) if transfer.group[0] else None,
+        "link": _LINKS[part.link], "group": clean(transfer.group[0]) if transfer.group[0] else None,
         "wait ms": _ms(part.wait_ns), "wire ms": _ms(part.wire_ns), "GB/s": _rate(part),
     }  # fmt: skip
 

@@ -17,7 +17,7 @@ THREADS, LANES = 10_000_000, 10_000
 LAUNCH = "launch"
 
 
-class Call(NamedTuple):
+class _Call(NamedTuple):
     """Something on a CPU thread; times by the rank's own clock."""
 
     start_ns: int
@@ -28,14 +28,14 @@ class Call(NamedTuple):
     """Activities to draw an arrow to: not those that seem to begin before they are launched."""
 
 
-def ranges_and_operators(detail: Detail) -> list[Call]:
+def ranges_and_operators(detail: Detail) -> list[_Call]:
     """What ran on a rank whose device is the CPU, within its window."""
     trace, window = detail.classified.trace, detail.cpu_iterations
     first, last = min(part.start_ns for part in window), max(part.end_ns for part in window)
     return [*_ranges(trace, trace.annotations, first, last), *_ranges(trace, trace.operators, first, last)]
 
 
-def ranges_and_launches(detail: Detail) -> list[Call]:
+def ranges_and_launches(detail: Detail) -> list[_Call]:
     """What launched the activities of a rank's window, and the named ranges at that time."""
     trace, launches = detail.classified.trace, detail.classified.trace.launches
     activities = detail.rows().activity
@@ -53,14 +53,14 @@ def first_launch_ns(detail: Detail) -> int | None:
     return min(detail.classified.trace.launches.start_ns[launch[launch != NONE]].tolist(), default=None)
 
 
-def _ranges(trace: Trace, ranges: Ranges, first: int, last: int) -> Iterator[Call]:
+def _ranges(trace: Trace, ranges: Ranges, first: int, last: int) -> Iterator[_Call]:
     inside = np.flatnonzero((ranges.start_ns < last) & (ranges.end_ns > first))
     columns = (ranges.start_ns, ranges.end_ns, ranges.thread, ranges.name)
     for start, end, thread, name in zip(*(column[inside].tolist() for column in columns), strict=True):
-        yield Call(max(start, first), min(end, last), thread, trace.names[name])
+        yield _Call(max(start, first), min(end, last), thread, trace.names[name])
 
 
-def _launches(trace: Trace, activities: Int64, launch: Int64) -> Iterator[Call]:
+def _launches(trace: Trace, activities: Int64, launch: Int64) -> Iterator[_Call]:
     """``activities`` and the ``launch`` of each."""
     made: dict[int, list[int]] = {}
     for activity, at in zip(activities.tolist(), launch.tolist(), strict=True):
@@ -70,10 +70,10 @@ def _launches(trace: Trace, activities: Int64, launch: Int64) -> Iterator[Call]:
         start, first = int(launches.start_ns[at]), trace.names[columns.name[mine[0]]]
         name = f"launch of {first}" + (f" and {len(mine) - 1} more" if len(mine) > 1 else "")
         later = tuple(activity for activity in mine if columns.start_ns[activity] >= start)
-        yield Call(start, int(launches.end_ns[at]), int(launches.thread[at]), name, later)
+        yield _Call(start, int(launches.end_ns[at]), int(launches.thread[at]), name, later)
 
 
-def drawn(rank: int, calls: Iterable[Call], origin: int) -> Iterator[Event]:
+def drawn(rank: int, calls: Iterable[_Call], origin: int) -> Iterator[Event]:
     """The calls of one rank, a track a thread, each with the start of the arrows to what it launched."""
     threads: dict[int, tuple[int, Lanes]] = {}
     known: set[int] = set()

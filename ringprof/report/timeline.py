@@ -16,7 +16,7 @@ from ringprof.report.terms import LABELS
 
 MOST_BARS = 12_000
 """More are joined: a screen has some thousand columns, and a page must stay quick."""
-COLUMNS = 2_000
+_COLUMNS = 2_000
 
 
 class Bar(NamedTuple):
@@ -93,7 +93,7 @@ def timeline_of(attribution: Attribution, steps: Sequence[Step]) -> Timeline:
     thinned = len(bars) > MOST_BARS
     if thinned:
         span = max(bar.end_ns for bar in bars)
-        bars = list(_joined(bars, max(1, span // COLUMNS)))
+        bars = list(_joined(bars, max(1, span // _COLUMNS)))
     return Timeline(bars, list(steps), origin, thinned)
 
 

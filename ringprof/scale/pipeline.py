@@ -49,7 +49,7 @@ from ringprof.scale.workers import LocalProcesses, Workers
 from ringprof.trace.columns import Trace
 from ringprof.trace.one_run import TraceFacts, checked_facts, facts_of
 
-TILE = 16
+_TILE = 16
 """Ranks that are looked at together, at least; whole hosts."""
 NEIGHBOURHOOD = 2
 """How far a rank's wait and wire reach: its peers and their peers (`ringprof.analysis.transfers.waiting`)."""
@@ -220,11 +220,11 @@ class _Pipeline:
             tiles = [replace(tile, absent=ledger.extract(tile.ranks, clocks)) for tile in tiles]
         ranks = [one.rank for one in alone.values()]
         best, unmatched, disagree = self._rates(tiles, clocks)
-        usable, warnings = judge_matching(ranks, clocks, unmatched, disagree, 0)
+        usable, warnings = judge_matching(ranks, clocks, unmatched, 0, disagree=disagree)
         silent = not any(one.communicates for one in alone.values())
-        finished, inconclusive = self._split(tiles, ranks, clocks, best, usable or silent)
+        finished, inconclusive = self._split(tiles, ranks, clocks, best, usable=usable or silent)
         if usable and inconclusive:
-            usable, warnings = judge_matching(ranks, clocks, unmatched, disagree, inconclusive)
+            usable, warnings = judge_matching(ranks, clocks, unmatched, inconclusive, disagree=disagree)
         warnings += told_by_ends.warning()
         said = [*self.outline.warnings, *(warning for one in alone.values() for warning in one.warnings)]
         return Attribution(
@@ -274,7 +274,7 @@ class _Pipeline:
         tiles: list[list[int]] = [[]]
         before = None
         for rank in sorted(self.host, key=lambda rank: (self.host[rank], rank)):
-            full = len(tiles[-1]) >= TILE
+            full = len(tiles[-1]) >= _TILE
             if full and (not self.several_clocks or self.host[rank] != before):
                 tiles.append([])
             tiles[-1].append(rank)
@@ -313,6 +313,7 @@ class _Pipeline:
         ranks: Sequence[Rank],
         clocks: Clocks,
         best: dict[LinkClass, Best],
+        *,
         usable: bool,
     ) -> tuple[tuple[Rank, ...], int]:
         by_rank = {rank.rank: rank for rank in ranks}

@@ -68,7 +68,7 @@ _LIMIT_LENGTH = 0  # sqlite3.SQLITE_LIMIT_LENGTH, which Python has from 3.11 on
 _STEPS_BETWEEN, _STEPS_FREE, _STEPS_PER_BYTE = 10_000, 10_000_000, 8
 """SQLite may carry out so many steps of its own, and so many more a byte of the file: rows take two or three a byte."""
 
-Rows = dict[str, Int64]
+_Rows = dict[str, Int64]
 """Columns of one table, of equal length."""
 
 
@@ -141,13 +141,13 @@ class _Export:
             while rows := cursor.fetchmany(_ROWS_AT_ONCE):
                 yield rows
 
-    def whole(self, table: str, wanted: Mapping[str, str]) -> Rows:
+    def whole(self, table: str, wanted: Mapping[str, str]) -> _Rows:
         """Columns of whole numbers, by our names; `NONE` where there is none. Rows without times are left out."""
         term = f"""CASE typeof("{{0}}") WHEN 'integer' THEN "{{0}}" ELSE {NONE} END"""
         chunks = (np.array(rows, np.int64) for rows in self.select(table, wanted.values(), term, str(NONE)))
         return self.timed(self.joined(wanted, chunks))
 
-    def joined(self, names: Iterable[str], chunks: Iterable[Int64]) -> Rows:
+    def joined(self, names: Iterable[str], chunks: Iterable[Int64]) -> _Rows:
         """Columns of these names, from arrays of a row each; counted before the next is read."""
         found = [np.empty((0, len(tuple(names))), np.int64)]
         for chunk in chunks:
@@ -155,7 +155,7 @@ class _Export:
             found.append(chunk)
         return dict(zip(names, np.concatenate(found).T, strict=True))
 
-    def timed(self, rows: Rows) -> Rows:
+    def timed(self, rows: _Rows) -> _Rows:
         """The rows whose times can be; the others are counted."""
         sound = np.ones(len(rows["start_ns"]), np.bool_)
         for time in (rows["start_ns"], rows["end_ns"]):
@@ -229,7 +229,7 @@ def _traces(export: _Export) -> list[Trace]:
     return traces
 
 
-def _activities(export: _Export) -> Rows:
+def _activities(export: _Export) -> _Rows:
     """Kernels, copies and sets of all processes, each with the index of its name."""
     kernels = export.whole(_KERNELS, {**_ACTIVITY, "text": "demangledName", "short": "shortName"})
     copies = export.whole(_COPIES, {**_ACTIVITY, "size_bytes": "bytes", "kind": "copyKind"})
@@ -256,7 +256,7 @@ def _each(keys: Int64, answer: Callable[[int], int]) -> Int64:
     return np.array([answer(key) for key in distinct.tolist()], np.int64)[place.ravel()]
 
 
-def _marks(export: _Export) -> Rows:
+def _marks(export: _Export) -> _Rows:
     """NVTX ranges; ``operator`` is 1 for those that stand for a PyTorch operator."""
 
     def named(rows: list[tuple[Any, ...]]) -> Int64:
@@ -286,11 +286,11 @@ def _mark(export: _Export, text: str) -> int:
     return 2 * export.number(match[1] if match is not None and operator else text) + operator
 
 
-def _of(rows: Rows, chosen: npt.NDArray[np.bool_] | npt.NDArray[np.intp]) -> Rows:
+def _of(rows: _Rows, chosen: npt.NDArray[np.bool_] | npt.NDArray[np.intp]) -> _Rows:
     return {name: column[chosen] for name, column in rows.items()}
 
 
-def _by_process(rows: Rows, column: str = "thread") -> dict[int, Rows]:
+def _by_process(rows: _Rows, column: str = "thread") -> dict[int, _Rows]:
     """The rows of each process, by start."""
     process = (rows[column] >> _THREAD_BITS) << _THREAD_BITS if column == "thread" else rows[column]
     order = np.lexsort((rows["start_ns"], process))
@@ -299,9 +299,9 @@ def _by_process(rows: Rows, column: str = "thread") -> dict[int, Rows]:
     return {number: _of(rows, part) for number, part in zip(processes.tolist(), parts, strict=True)}
 
 
-def _tables(done: Rows, calls: Rows | None, marks: Rows | None, base: int) -> dict[str, Any]:
+def _tables(done: _Rows, calls: _Rows | None, marks: _Rows | None, base: int) -> dict[str, Any]:
     """The tables of one process's trace."""
-    parts: dict[str, Rows] = {"activities": done}
+    parts: dict[str, _Rows] = {"activities": done}
     if calls:
         parts["launches"] = _of(calls, np.isin(calls["correlation"], done["correlation"]))
     if marks:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tests.paths import TRACES
@@ -114,6 +115,13 @@ def test_copied_hops_hold_two_slots_and_take_no_kernel() -> None:
     assert {op.operation for op in nccl.ops if isinstance(op, Post)} == {"send_recv"}
     assert {op.operation for op in copied.ops if isinstance(op, Post)} == {"copy"}
     assert copied.peak_bytes > nccl.peak_bytes
+
+
+def test_ranks_that_do_alike_have_alike_programs() -> None:
+    """Memory that is given again is not taken for the slot that was there before."""
+    unmasked = msgspec.structs.replace(SMALL, causal=False)
+    ranks = tape("burst", unmasked, 16, ranks_per_host=8, hops="copy").programs
+    assert len({len(rank.ops) for rank in ranks}) == 1
 
 
 def test_strategies_of_users_are_recorded_as_they_are() -> None:

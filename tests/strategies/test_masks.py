@@ -117,7 +117,7 @@ def drawn(draw) -> tuple[Problem, Mask]:
     documents = [0, *sorted(bounds), seq] if draw(st.booleans()) else None
     window = draw(st.tuples(st.sampled_from([-1, 1, 2, 5, 13, 40]), st.sampled_from([-1, 0, 1, 7, 60])))
     problem = Problem(seq, draw(st.integers(1, 2)), head_dim=draw(st.integers(1, 9)), seed=draw(st.integers(0, 999)))
-    return problem, Mask.of(causal, documents, window)
+    return problem, Mask.of(documents, window, causal=causal)
 
 
 @examples(5)

@@ -161,7 +161,7 @@ def compare(entries: Sequence[Entry], runs: Sequence[Findings] = (), *, did_same
     settings = {name: tuple(entry.settings.get(name) for entry in entries) for name in names}
     figures = tuple(dict.fromkeys(name for entry in entries for name in entry.figures))
     differences = [
-        _difference(name, index, entries[0], entry, did_same_work)
+        _difference(name, index, entries[0], entry, did_same_work=did_same_work)
         for name in figures
         for index, entry in enumerate(entries)
         if index
@@ -190,7 +190,7 @@ def in_turns(one: Entry, other: Entry) -> bool:
     return count == len(other.created) >= FEWEST_TURNS and all(len(pair) == 2 for pair in pairs)
 
 
-def _difference(name: str, index: int, base: Entry, entry: Entry, did_same_work: bool) -> Difference:
+def _difference(name: str, index: int, base: Entry, entry: Entry, *, did_same_work: bool) -> Difference:
     mine, theirs = base.figures.get(name), entry.figures.get(name)
     if mine is None or theirs is None:
         return Difference(name, index, None, None, "missing")
@@ -199,13 +199,13 @@ def _difference(name: str, index: int, base: Entry, entry: Entry, did_same_work:
     from ringprof.analysis.findings.uncertainty import differ, ratio_interval  # here: logs are read without numpy
 
     ratio = theirs.value / mine.value if mine.value else None
-    repeated = mine.recordings, theirs.recordings, in_turns(base, entry)
-    low, high = ratio_interval(*repeated) or (None, None)
-    verdict = _verdict(mine, theirs, None if low is None else differ(*repeated))
+    repeated, turns = (mine.recordings, theirs.recordings), in_turns(base, entry)
+    low, high = ratio_interval(*repeated, in_turns=turns) or (None, None)
+    verdict = _verdict(mine, theirs, proved=None if low is None else differ(*repeated, in_turns=turns))
     return Difference(name, index, theirs.value - mine.value, ratio, verdict, low, high)
 
 
-def _verdict(base: Figure, other: Figure, proved: bool | None) -> str:
+def _verdict(base: Figure, other: Figure, *, proved: bool | None) -> str:
     if base.value == other.value:
         return "same"
     if proved is False:

@@ -62,7 +62,7 @@ class Condition:
         """
         value = self._figure(figures)
         if shares is not None and not self.of_base:
-            self._refuse_other_unit(self.figure in shares)
+            self._refuse_other_unit(is_share=self.figure in shares)
         test = _OPERATORS[self.sign]
         if interval is not None and self.sign not in ("==", "!="):
             low, high = (test(end, self.number) for end in interval)
@@ -79,7 +79,7 @@ class Condition:
             raise UsageError(f"--fail-if {self.text!r}: no figure {self.figure!r} here; there are: {known}{hint}")
         return figures[self.figure]
 
-    def _refuse_other_unit(self, is_share: bool) -> None:
+    def _refuse_other_unit(self, *, is_share: bool) -> None:
         if is_share and not self.percent and abs(self.number) > 1:
             meant = f"{self.figure} {self.sign} {self.number:g}%"
             raise UsageError(f"--fail-if {self.text!r}: {self.figure} is a share: did you mean {meant!r}?")

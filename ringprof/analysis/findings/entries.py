@@ -17,7 +17,7 @@ from ringprof.run import Controls, Run, Workload
 from ringprof.trace.columns import NOTES
 
 MS = 1e6
-MIB = 1 << 20
+_MIB = 1 << 20
 
 
 def entry_of_run(label: str, found: Findings) -> Entry:
@@ -97,7 +97,7 @@ def _timed_figures(run: Run, summary: Summary) -> dict[str, Figure]:
         figures["tflops"] = Figure(rates.tflops, "TFLOP/s", each, True)
     if rates.peak_memory_bytes is not None:
         figures["peak_memory_mib"] = Figure(
-            rates.peak_memory_bytes / MIB, "MiB", higher_is_better=False, depends_on_work=True
+            rates.peak_memory_bytes / _MIB, "MiB", higher_is_better=False, depends_on_work=True
         )
     return figures
 

@@ -25,7 +25,7 @@ asked for, ``background`` only where more ran than the window."""
 
 
 @dataclass(frozen=True)
-class Part:
+class _Part:
     """One part of the time over all ranks, in nanoseconds."""
 
     name: str
@@ -110,7 +110,7 @@ class RankRow:
 class Summary:
     """The run as a whole."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[_Part, ...]
     kinds: tuple[KindRow, ...]
     """Longest first."""
     communication: tuple[Communication, ...]
@@ -167,7 +167,7 @@ def summarise(attribution: Attribution) -> Summary:
     )
 
 
-def _parts(ranks: Sequence[Rank]) -> tuple[Part, ...]:
+def _parts(ranks: Sequence[Rank]) -> tuple[_Part, ...]:
     wall = fmean(rank.breakdown.wall_ns for rank in ranks)
     result = []
     for name in PARTS:
@@ -177,7 +177,7 @@ def _parts(ranks: Sequence[Rank]) -> tuple[Part, ...]:
         if name == "background" and not any(values):
             continue
         mean = fmean(values)
-        result.append(Part(name, mean, min(values), max(values), _ratio(mean, wall)))
+        result.append(_Part(name, mean, min(values), max(values), _ratio(mean, wall)))
     return tuple(result)
 
 

@@ -27,7 +27,7 @@ SURE = (0.025, 0.975)
 """Quantiles of the draws between which the interval lies."""
 LEVEL = 0.05
 """The largest p value of the rank test with which two recordings are said to differ."""
-PARTS = 4
+_PARTS = 4
 """Parts of a recording whose medians are set against each other."""
 QUIET = 0.02
 """Scatter of single measurements, as a share, that a quiet machine shows: it says nothing of other recordings."""
@@ -38,14 +38,14 @@ EXACT = 80
 """Measurements up to which the rank test counts every arrangement."""
 
 
-def ratio_interval(base: Recordings, other: Recordings, in_turns: bool = False) -> tuple[float, float] | None:
+def ratio_interval(base: Recordings, other: Recordings, *, in_turns: bool = False) -> tuple[float, float] | None:
     """The 95 % interval of median(other) / median(base); None where nothing says how sure either is.
 
     ``in_turns``: the n-th recordings of both were made one after the other, so that what moved both cancels.
     """
     if not _positive(base) or not _positive(other):
         return None
-    draws = _several(base, other, in_turns) if len(base) + len(other) > 2 else _single(base[0], other[0])
+    draws = _several(base, other, in_turns=in_turns) if len(base) + len(other) > 2 else _single(base[0], other[0])
     return None if draws is None else _quantiles(draws)
 
 
@@ -65,12 +65,12 @@ def own_interval(recordings: Recordings) -> tuple[float, float] | None:
     return _quantiles(np.median(values) + _with_drift(scatter, drift(values), len(values) - 1, random))
 
 
-def differ(base: Recordings, other: Recordings, in_turns: bool = False) -> bool:
+def differ(base: Recordings, other: Recordings, *, in_turns: bool = False) -> bool:
     """Whether two figures differ: their ratio's interval leaves 1 out, and of single recordings the rank test agrees.
 
     The rank test guards against few measurements, of which a bootstrap is too sure.
     """
-    interval = ratio_interval(base, other, in_turns)
+    interval = ratio_interval(base, other, in_turns=in_turns)
     if interval is None or interval[0] <= 1 <= interval[1]:
         return False
     return len(base) + len(other) > 2 or rank_test(base[0], other[0]) <= LEVEL
@@ -93,7 +93,7 @@ def _with_drift(scatter: Draws, between: float, freedom: int, random: np.random.
     return np.asarray(both * (freedom / random.chisquare(freedom, DRAWS)) ** 0.5)
 
 
-def _several(base: Recordings, other: Recordings, in_turns: bool) -> Draws:
+def _several(base: Recordings, other: Recordings, *, in_turns: bool) -> Draws:
     """By how far recordings of the same are apart: Student's t over their medians."""
     one, two = _levels(base), _levels(other)
     if in_turns and len(one) == len(two):
@@ -132,7 +132,7 @@ def drift(values: Draws) -> float:
     By how far the parts of this one are apart, less what scatter alone makes of so few measurements, or by the scatter.
     """
     scatter = 1.4826 * float(np.median(np.abs(values - np.median(values))))
-    count = min(PARTS, len(values) // 2)
+    count = min(_PARTS, len(values) // 2)
     inside = 0.0
     if count > 1:
         medians = [np.median(part) for part in np.array_split(values, count)]

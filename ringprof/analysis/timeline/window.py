@@ -18,7 +18,7 @@ from ringprof.trace.columns import NONE, Int64, Ranges, Trace
 WHOLE_TRACE = "trace"
 """The window's name that stands for all of the trace."""
 
-MOST_LISTED = 8
+_MOST_LISTED = 8
 
 # ringprof's own mark wins over the profiler's, which may include a warm-up that was recorded.
 _MARKS = {"ringprof": re.compile(r"ringprof::iteration\b.*"), "profiler": re.compile(r"ProfilerStep#\d+")}
@@ -86,7 +86,7 @@ def _named_window(trace: Trace, launch: Int64, name: str) -> Window:
     rows = np.flatnonzero(marked[trace.annotations.name])
     if not len(rows):
         known = Counter(trace.names[index] for index in trace.annotations.name.tolist())
-        listed = ", ".join(repr(text) for text, _ in known.most_common(MOST_LISTED)) or "none"
+        listed = ", ".join(repr(text) for text, _ in known.most_common(_MOST_LISTED)) or "none"
         raise UsageError(f"--window {name!r}: {trace.path} has no such range; it has {listed}")
     found = _inside(trace, launch, rows, marked)
     kept = [number for number, activities in enumerate(found) if len(activities) or not len(launch)]

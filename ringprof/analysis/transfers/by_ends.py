@@ -87,7 +87,7 @@ def find_communicators(calls: Iterable[StreamCalls], clock: Mapping[int, object]
     for one in calls:
         for members in found:
             taken = {member.rank for member in members}
-            if one.rank not in taken and _agree(members[0], one, clock[one.rank] == clock[members[0].rank]):
+            if one.rank not in taken and _agree(members[0], one, one_clock=clock[one.rank] == clock[members[0].rank]):
                 members.append(one)
                 break
         else:
@@ -105,7 +105,7 @@ def find_communicators(calls: Iterable[StreamCalls], clock: Mapping[int, object]
     return Communicators(group_of, spread)
 
 
-def _agree(one: StreamCalls, other: StreamCalls, one_clock: bool) -> bool:
+def _agree(one: StreamCalls, other: StreamCalls, *, one_clock: bool) -> bool:
     """Whether two ranks' kernels end together, one by one, and none before the other has begun."""
     if one.kinds != other.kinds:
         return False

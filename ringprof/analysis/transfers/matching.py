@@ -22,10 +22,10 @@ import numpy.typing as npt
 from ringprof.analysis.transfers.transfers import Group, Transfer
 from ringprof.trace.columns import Int8, Int64
 
-REASONS = ("", "rank_missing", "counts_differ", "bytes_differ", "no_record")
+_REASONS = ("", "rank_missing", "counts_differ", "bytes_differ", "no_record")
 """Why a transfer is not matched; index 0 for those that are."""
 
-_NUMBERS = {reason: number for number, reason in enumerate(REASONS)}
+_NUMBERS = {reason: number for number, reason in enumerate(_REASONS)}
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Matches:
     transfers: tuple[Transfer, ...]
     """By rank, each rank's in its own order; a transfer's number is its place in here."""
     reason: Int8
-    """For each transfer, an index into `REASONS`."""
+    """For each transfer, an index into `_REASONS`."""
     sender: Int64
     receiver: Int64
     """One element a matched message: the kernel that sent it and the one that received it."""
@@ -57,14 +57,14 @@ class Matches:
         rows = np.flatnonzero(self.reason)
         if ranks is not None:
             rows = rows[[self.transfers[row].rank in ranks for row in rows.tolist()]] if len(rows) else rows
-        return dict(Counter(REASONS[number] for number in self.reason[rows].tolist()))
+        return dict(Counter(_REASONS[number] for number in self.reason[rows].tolist()))
 
 
 class AbsentRanks(Protocol):
     """Summary of collectives for ranks that are not loaded, see `ringprof.scale.collective_ledger`."""
 
     def refusal(self, group: Group, kind: str) -> str:
-        """Why the group's calls of this kind are not matched: one of `REASONS`."""
+        """Why the group's calls of this kind are not matched: one of `_REASONS`."""
 
     def calls_of(self, group: Group, kind: str, rank: int, rows: Int64) -> AbsentPeers:
         """What is known of the calls of ``rank``, whose numbers are ``rows``."""
@@ -156,7 +156,7 @@ def _match_messages(everything: Sequence[Transfer], group_of: Sequence[int], ran
             channel.received.append(number)
             channel.received_bytes.append(message.size_bytes)
     for (_, source, destination), channel in channels.items():
-        reason = _refusal(channel, source in ranks and destination in ranks)
+        reason = _refusal(channel, both_here=source in ranks and destination in ranks)
         if reason:
             work.refuse((*channel.sent, *channel.received), reason)
         else:
@@ -164,7 +164,7 @@ def _match_messages(everything: Sequence[Transfer], group_of: Sequence[int], ran
             work.receiver += channel.received
 
 
-def _refusal(channel: _Channel, both_here: bool) -> str:
+def _refusal(channel: _Channel, *, both_here: bool) -> str:
     if not both_here:
         return "rank_missing"
     if len(channel.sent) != len(channel.received):

@@ -21,7 +21,7 @@ START_S = 120.0
 """For what comes before the first call: imports, the process group."""
 JUDGE_S = 1800.0
 """For the dense reference of a call."""
-GRACE_S = 5.0
+_GRACE_S = 5.0
 """What a rank gets to say itself that another does not come back."""
 
 
@@ -35,7 +35,7 @@ class CheckTask(msgspec.Struct, frozen=True, kw_only=True):
         """Each phase has its own."""
         if phase is None:
             return START_S
-        return (0 if phase.startswith("call ") else JUDGE_S) + self.request.time_limit + GRACE_S
+        return (0 if phase.startswith("call ") else JUDGE_S) + self.request.time_limit + _GRACE_S
 
 
 def check_here(request: CheckRequest) -> Check:

@@ -16,8 +16,8 @@ from ringprof.errors import RecordError
 from ringprof.record.ending.rank_errors import error_kind, error_line, is_consequence
 from ringprof.record.group_ranks import GroupRanks
 
-POLL_S = 0.02
-SETTLE_S = 2.0
+_POLL_S = 0.02
+_SETTLE_S = 2.0
 """How long a rank that seems to have lost its peers waits for the word of the one that failed by itself."""
 _checks: Counter[str] = Counter()
 """How many each group has made."""
@@ -43,11 +43,11 @@ class Roll:
         if self._store is None:
             return RecordError(said)
         if is_consequence(error_kind(error), str(error)):
-            deadline = time.monotonic() + SETTLE_S
+            deadline = time.monotonic() + _SETTLE_S
             while time.monotonic() < deadline:
                 if told := self._cause():
                     return RecordError(told)
-                time.sleep(POLL_S)
+                time.sleep(_POLL_S)
             return RecordError(said)
         self._store.set("failed", said)
         return RecordError(said)
@@ -58,7 +58,7 @@ class Roll:
             return
         self._store.set(f"{where}:{self._ranks.number}", "back")
         keys = {number: f"{where}:{number}" for number in self._ranks.numbers}
-        deadline, pause = time.monotonic() + self._limit_s, POLL_S
+        deadline, pause = time.monotonic() + self._limit_s, _POLL_S
         while not self._store.check(list(keys.values())):
             if told := self._cause():
                 raise RecordError(told)

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PARENT_GONE, TIME_LIMIT = "its parent's end", "time limit"
 LOOK_S = 0.5
 LAST_RESORT_S = 8.0
@@ -48,7 +48,7 @@ class Watchdog:
         """Begin to watch; must be called from the main thread, which signals are tied to."""
         os.set_blocking(self._write, False)
         signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-        for number in SIGNALS:
+        for number in _SIGNALS:
             # Any handler of Python's own: without one the interpreter would not write to the pipe.
             self._handlers[number] = signal.signal(number, lambda *_: None)
         threading.Thread(target=self._watch, name="ringprof-watchdog", daemon=True).start()

@@ -9,7 +9,7 @@ from ringprof.report.page.document import Content
 from ringprof.report.tables import Column, Listing, Table
 from ringprof.report.text import TextStyle
 
-MOST_LISTED = 25
+_MOST_LISTED = 25
 
 COLUMNS = (
     Column("annotation", folds=True), Column("busy", "time"), Column("compute", "time", 3),
@@ -24,7 +24,7 @@ def terminal(found: Findings, style: TextStyle, listing: Listing) -> list[str]:
         return [style.wrap(_NONE)]
     count = len(found.attribution.ranks)
     title = "annotations" + (f", mean of {count} ranks" if count > 1 else "")
-    return [Table(title, COLUMNS, _rows(found), "--all").listed(style, listing, MOST_LISTED)]
+    return [Table(title, COLUMNS, _rows(found), "--all").listed(style, listing, _MOST_LISTED)]
 
 
 _NONE = "annotations: nothing on the device was launched in a range of the user's"

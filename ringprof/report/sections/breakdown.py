@@ -27,7 +27,7 @@ def terminal(found: Findings, style: TextStyle, listing: Listing) -> list[str]:
     """A table by part, one by kind and, of several ranks, one by rank."""
     blocks = [_by_part(found.summary, style)]
     if found.summary.kinds:
-        blocks.append(_by_kind(found.summary, found.attribution.on_cpu, style))
+        blocks.append(_by_kind(found.summary, style, on_cpu=found.attribution.on_cpu))
     if found.summary.other_share >= WORTH_LISTING and found.attribution.kernels:
         blocks.append(_largest_of_other(found).text(style))
     return [*blocks, _by_rank(found.summary).text(style)] if len(found.attribution.ranks) > 1 else blocks
@@ -54,7 +54,7 @@ def _by_part(summary: Summary, style: TextStyle) -> str:
     return text_table(columns, drawn, style, bold=[len(parts)])
 
 
-def _by_kind(summary: Summary, on_cpu: bool, style: TextStyle) -> str:
+def _by_kind(summary: Summary, style: TextStyle, *, on_cpu: bool) -> str:
     unit_ns, unit = unit_for(max(row.time_ns for row in summary.kinds))
     rows = [
         [
@@ -63,7 +63,7 @@ def _by_kind(summary: Summary, on_cpu: bool, style: TextStyle) -> str:
             percent(row.share),
             f"{row.calls:,.0f}" if row.calls == int(row.calls) else f"{row.calls:,.1f}",
             duration(row.average_ns, 1),
-            _kind_note(row, on_cpu),
+            _kind_note(row, on_cpu=on_cpu),
         ]
         for row in summary.kinds
     ]
@@ -71,7 +71,7 @@ def _by_kind(summary: Summary, on_cpu: bool, style: TextStyle) -> str:
     return text_table(columns, rows, style)
 
 
-def _kind_note(row: KindRow, on_cpu: bool) -> str:
+def _kind_note(row: KindRow, *, on_cpu: bool) -> str:
     if row.hidden is not None:
         return f"{percent(row.hidden, 0)} hidden"
     return "blocked in wait" if row.kind == "send_recv" and on_cpu else ""

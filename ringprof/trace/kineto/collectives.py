@@ -124,8 +124,8 @@ def collective_of(args: CommArgs, lists: NumberLists) -> Collective | None:
         in_elements=_within(args.in_elements, ELEMENTS_LIMIT),
         out_elements=_within(args.out_elements, ELEMENTS_LIMIT),
         dtype=None if args.dtype is None else str(args.dtype),
-        source_rank=_peer(args, args.source_rank, ranks, name == "recv"),
-        destination_rank=_peer(args, args.destination_rank, ranks, name == "send"),
+        source_rank=_peer(args, args.source_rank, ranks, applies=name == "recv"),
+        destination_rank=_peer(args, args.destination_rank, ranks, applies=name == "send"),
         in_split=lists.listed(_numbers(args.in_split, ELEMENTS_LIMIT) or ()),
         out_split=lists.listed(_numbers(args.out_split, ELEMENTS_LIMIT) or ()),
         sequence=whole_number(args.sequence),
@@ -141,7 +141,7 @@ def with_group(collective: Collective, groups: dict[str, tuple[int, ...]]) -> Co
     return replace(collective, group_ranks=ranks, group_size=collective.group_size or len(ranks))
 
 
-def _peer(args: CommArgs, given: object, ranks: tuple[int, ...] | None, applies: bool) -> int | None:
+def _peer(args: CommArgs, given: object, ranks: tuple[int, ...] | None, *, applies: bool) -> int | None:
     """The global rank at the other end; older traces give only its place in the group, as "Rank"."""
     rank = _within(given, RANKS_LIMIT - 1)
     if rank is not None or not applies:

@@ -38,7 +38,7 @@ from ringprof.trace.kineto.event_list import EMPTY, UNREADABLE, Event, decode_fi
 from ringprof.trace.kineto.times import MISSING, to_ns
 from ringprof.trace.memory import bytes_of_collectives, bytes_of_rows, bytes_of_text
 
-Columns = dict[str, npt.NDArray[Any]]
+_Columns = dict[str, npt.NDArray[Any]]
 A = TypeVar("A", bound=Args)
 
 ABSURD_NS = 7 * 24 * 3600 * 10**9
@@ -129,7 +129,7 @@ class Collector:
     ``every_operator``: keep all CPU operators, as a trace without device activities needs. ``take`` counts memory.
     """
 
-    def __init__(self, every_operator: bool, take: Callable[[int], None]) -> None:
+    def __init__(self, take: Callable[[int], None], *, every_operator: bool) -> None:
         self.every_operator = every_operator
         self.take = take
         self.names: dict[str, int] = {}
@@ -145,7 +145,7 @@ class Collector:
         self._table_for = _Remembered(_table_for)
         self._told_by = _Remembered(_told_by)
         self._idle = _Remembered(lambda name: _CALLS_THAT_LAUNCH_NOTHING.search(name or "") is not None)
-        self._chunks: dict[str, list[Columns]] = {table: [] for table in TABLES}
+        self._chunks: dict[str, list[_Columns]] = {table: [] for table in TABLES}
 
     @property
     def has_device_activities(self) -> bool:
@@ -202,7 +202,7 @@ class Collector:
         self.take(bytes_of_rows(table, len(events)))
         self._chunks[table].append({"start_ns": start, "end_ns": end, **self._columns_of(table, events)})
 
-    def _times(self, events: list[Event], on_device: bool) -> tuple[Int64, Int64, npt.NDArray[np.bool_]]:
+    def _times(self, events: list[Event], *, on_device: bool) -> tuple[Int64, Int64, npt.NDArray[np.bool_]]:
         """Start and end (without the base time) and which events have usable ones."""
         start = to_ns([event.ts for event in events])
         duration = to_ns([event.dur for event in events])
@@ -243,14 +243,14 @@ class Collector:
             self.oddities["unreadable_arguments"] += 1
         return args
 
-    def _columns_of(self, table: str, events: list[Event]) -> Columns:
+    def _columns_of(self, table: str, events: list[Event]) -> _Columns:
         """The columns of a table's events, but for their times and for what events of this table do not say."""
         args: list[Any] = self._args(events, _ARGS[table])
         on_device = _ARGS[table] is DeviceArgs
         names = dtypes_of(TABLES[table]).keys() - {"start_ns", "end_ns"} - ({"device"} if not on_device else set())
-        return {name: self._column(name, events, args, on_device) for name in names}
+        return {name: self._column(name, events, args, on_device=on_device) for name in names}
 
-    def _column(self, name: str, events: list[Event], args: list[Any], on_device: bool) -> npt.NDArray[Any]:
+    def _column(self, name: str, events: list[Event], args: list[Any], *, on_device: bool) -> npt.NDArray[Any]:
         match name:
             case "name":
                 known = len(self.names)
@@ -265,7 +265,7 @@ class Collector:
             case "thread":
                 return integers([_given(a.stream, e.tid) for e, a in zip(events, args, strict=True)])
             case "stream":
-                return _narrow(self._column("thread", events, args, on_device))
+                return _narrow(self._column("thread", events, args, on_device=on_device))
             case "device":
                 return _narrow(integers([_given(a.device, e.pid) for e, a in zip(events, args, strict=True)]))
             case "external_id":
@@ -305,7 +305,7 @@ class Collector:
                 return int(np.partition(joined, len(joined) // 2)[len(joined) // 2])
         return 0
 
-    def _columns(self, table: str) -> Columns:
+    def _columns(self, table: str) -> _Columns:
         """One table's columns, all pieces together, sorted by start, with the base time added."""
         chunks = self._chunks.pop(table)
         if not chunks:
@@ -342,7 +342,7 @@ class Collector:
         return {table: table_of(kind, rows[table]) for table, kind in TABLES.items()}
 
 
-def _chosen(columns: Columns, mask: npt.NDArray[np.bool_]) -> Columns:
+def _chosen(columns: _Columns, mask: npt.NDArray[np.bool_]) -> _Columns:
     return {name: values[mask] for name, values in columns.items()}
 
 

@@ -80,12 +80,12 @@ def _read(source: str | bytes, name: str, budget: MemoryBudget) -> Trace:
     return take_analysis(refuse_unsound(_trace(reading, name)), budget)
 
 
-def _pass(source: str | bytes, name: str, budget: MemoryBudget, every_operator: bool) -> _Reading:
+def _pass(source: str | bytes, name: str, budget: MemoryBudget, *, every_operator: bool) -> _Reading:
     byte_source = ByteSource(source, name, budget.limits.expanded_bytes)
     stream = EventStream(byte_source, name, budget.limits.memory_bytes)
     head = read_fields(closed(stream.head))
     of_cpu = head.values.get("deviceProperties") == []
-    collector = Collector(every_operator or of_cpu, lambda size: budget.take(size, name))
+    collector = Collector(lambda size: budget.take(size, name), every_operator=every_operator or of_cpu)
     reading = _Reading(collector)
     tail = b""
     for piece in stream.pieces():
@@ -108,7 +108,7 @@ def _pass(source: str | bytes, name: str, budget: MemoryBudget, every_operator: 
 def _take(piece: Piece, stream: EventStream, reading: _Reading) -> int | None:
     """Collect a piece's events; returns where in it the event list is closed, None where it goes on."""
     try:
-        events, end = _decode_last(piece, stream.list_root) if piece.last else (_decode(piece), None)
+        events, end = _decode_last(piece, list_root=stream.list_root) if piece.last else (_decode(piece), None)
         reading.collector.add(events)
         return end
     except UNREADABLE:
@@ -125,7 +125,7 @@ def _decode(piece: Piece) -> list[Event]:
     return decode_events(b"".join((b"[", piece.data, b"]")))
 
 
-def _decode_last(piece: Piece, list_root: bool) -> tuple[list[Event], int]:
+def _decode_last(piece: Piece, *, list_root: bool) -> tuple[list[Event], int]:
     """Events of the last piece, and where the list is closed; raises where any of it is not sound."""
     if list_root:
         return decode_events(b"[" + piece.data), piece.data.rindex(b"]")

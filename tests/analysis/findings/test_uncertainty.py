@@ -30,7 +30,7 @@ SAME_COMMAND = sorted((ROOT / "tests" / "data" / "same_command").glob("*.json"))
 
 
 def interval(base: Recordings, other: Recordings, in_turns: bool = False) -> tuple[float, float]:
-    found = ratio_interval(base, other, in_turns)
+    found = ratio_interval(base, other, in_turns=in_turns)
     assert found is not None
     return found
 
