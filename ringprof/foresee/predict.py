@@ -110,7 +110,7 @@ def predict(
     cluster = question.cluster
     refuse_unknown(question, machine)
     kernel = question.kernel_on(machine)
-    question = replace(question, kernel=kernel, hops=question.hops_on(machine, kernel))
+    question = replace(question, kernel=kernel, hops=question.hops_on(machine))
     curves = Curves(machine, question.kernel)
     if cluster.size <= DIRECT:
         return _simulated(question, machine, curves, tape_of(question, cluster, None), changes)

@@ -111,7 +111,7 @@ class RecordingCommunicator(Communicator):
 
     def __init__(self, recorder: Recorder, rank: int, size: int, per_host: int, hops: str) -> None:
         self.hops, self.meter, self.recorder = hops, Meter(), recorder
-        self.beside_greedy_kernel = False
+        self.large_hops = False
         self.rank, self.size, self._per_host = rank, size, per_host
         self.hosts = _hosts(size, per_host)
         self.slots: dict[StorageWeakRef, RecordingRing] = {}
