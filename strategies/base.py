@@ -381,12 +381,12 @@ class Strategy(Expectations, ABC):
 
     def hides_last_hop(self, travelling: Tensor) -> bool:
         """Whether a hop of such a tensor is worth the kernel calls that hide it."""
-        return travelling.is_cpu or travelling.numel() * travelling.element_size() >= HIDDEN_FROM_BYTES
+        return travelling.is_cpu or travelling.nbytes >= HIDDEN_FROM_BYTES
 
     def _begin(self, phase: str, k: Tensor) -> None:
         """Tell the communicator what it will carry: hops of tensors like K and V."""
         self.comm.meter.phase = phase
-        self.comm.large_hops = 2 * k.numel() * k.element_size() >= COPIED_FROM_BYTES
+        self.comm.large_hops = 2 * k.nbytes >= COPIED_FROM_BYTES
 
     def _positions_on(self, seq: int, device: torch.device, documents: Documents = None) -> Tensor:
         """The positions, kept where they are wanted: of the lengths asked for last."""
