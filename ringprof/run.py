@@ -23,6 +23,8 @@ from ringprof.limits import Limits
 from ringprof.mask import NO_LIMIT, Mask
 
 _SCHEMA = "ringprof.run/1"
+RUN_FILE = "run.json"
+"""What a run's file is called in its folder."""
 
 _SHARE = 32
 """A ``run.json`` may be as large as one part in so many of the memory for reading: made of empty lists, one needs 20

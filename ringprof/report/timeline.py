@@ -42,7 +42,7 @@ def drawn_as(what: str) -> tuple[str, str]:
     return sorts.get(what) or (LABELS[what], palette.kind_colour(what))
 
 
-class Timeline(NamedTuple):
+class DrawnTimeline(NamedTuple):
     """All bars, and whether some stand for several activities."""
 
     bars: list[Bar]
@@ -86,7 +86,7 @@ def origins_of(attribution: Attribution) -> dict[int, int]:
     return {rank.rank: first - offset[rank.rank] for rank in attribution.ranks}
 
 
-def timeline_of(attribution: Attribution, steps: Sequence[Step]) -> Timeline:
+def timeline_of(attribution: Attribution, steps: Sequence[Step]) -> DrawnTimeline:
     """The bars of all ranks on one clock; none for ranks on CPU, whose traces hold no device activities."""
     origin = origins_of(attribution)
     bars = [bar for rank in attribution.ranks if not rank.on_cpu for bar in _bars(rank, origin[rank.rank])]
@@ -94,7 +94,7 @@ def timeline_of(attribution: Attribution, steps: Sequence[Step]) -> Timeline:
     if thinned:
         span = max(bar.end_ns for bar in bars)
         bars = list(_joined(bars, max(1, span // _COLUMNS)))
-    return Timeline(bars, list(steps), origin, thinned)
+    return DrawnTimeline(bars, list(steps), origin, thinned)
 
 
 def _bars(rank: Rank, origin: int) -> Iterator[Bar]:

@@ -11,14 +11,13 @@ import msgspec
 
 from ringprof.errors import InputError, TraceFormatError
 from ringprof.files import exists, files_in, is_file, is_folder, is_url, leading_out, within
+from ringprof.run import RUN_FILE
 from ringprof.trace.formats import FORMATS, KINETO, REDUCED, Format, format_of
 from ringprof.trace.kineto.byte_source import LOOK_BYTES, first_bytes
 from ringprof.trace.kineto.event_list import UNREADABLE, UTF8_MARK
 from ringprof.trace.one_run import rank_in_name
 
 InputType = Literal["run", "trace", "text"]
-
-RUN_FILE = "run.json"
 
 
 @dataclass(frozen=True)

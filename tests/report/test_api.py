@@ -12,7 +12,7 @@ import ringprof
 from ringprof.analysis.findings.findings import findings_in_memory
 from ringprof.api import Analysis, parse_any
 from ringprof.errors import InputError, KernelTableError
-from ringprof.frame_columns import MEANINGS
+from ringprof.frame_columns import COLUMN_MEANINGS
 from ringprof.frames import BREAKDOWN_COLUMNS, HOP_COLUMNS, hop_frame
 from ringprof.options import LoadOptions
 from ringprof.report.notebook import findings_html
@@ -45,7 +45,7 @@ def test_every_frame_says_what_its_columns_mean(analysis, frame):
     assert list(meanings) == list(made.columns)
     assert all(meanings.values())
     # No column that is gone is described.
-    assert set(MEANINGS[frame]) - set(made.columns) <= {"rank", "host", "iteration", "median", "share", "tflops"}
+    assert set(COLUMN_MEANINGS[frame]) - set(made.columns) <= {"rank", "host", "iteration", "median", "share", "tflops"}
 
 
 def test_hops_have_the_documented_columns(analysis):
