@@ -95,32 +95,39 @@ class Analysis:
         """What was odd in the input, and what could not be told and why."""
         return list(self.attribution.warnings)
 
+    @frames.tells_columns
     def breakdown(self) -> pd.DataFrame:
-        """Where each rank's time went; columns `ringprof.frames.BREAKDOWN_COLUMNS`."""
+        """Where each rank's time went: a row a rank."""
         return frames.breakdown_frame(self.attribution)
 
+    @frames.tells_columns
     def iterations(self) -> pd.DataFrame:
-        """The same for each iteration alone; columns `ringprof.frames.ITERATION_COLUMNS`."""
+        """Where each iteration's time went: a row a rank and iteration."""
         return frames.iteration_frame(self.attribution)
 
+    @frames.tells_columns
     def hops(self) -> pd.DataFrame:
-        """Every neighbour transfer; columns `ringprof.frames.HOP_COLUMNS`."""
+        """Every neighbour transfer: a row a hop, by rank and start."""
         return frames.hop_frame(self.attribution)
 
+    @frames.tells_columns
     def steps(self) -> pd.DataFrame:
-        """Every ring step of every rank; columns `ringprof.analysis.steps.steps.STEP_COLUMNS`. May be empty."""
+        """Every ring step: a row a rank and step; may be empty."""
         return frames.step_frame(self.findings.steps)
 
+    @frames.tells_columns
     def kernels(self) -> pd.DataFrame:
-        """Every kernel, copy and set by name; `ringprof.analysis.timeline.kernels.KERNEL_COLUMNS`. Empty on CPU."""
+        """What ran, a row a kernel, copy or set by name and kind, longest first; empty on CPU."""
         return frames.kernel_frame(self.attribution)
 
+    @frames.tells_columns
     def annotations(self) -> pd.DataFrame:
-        """The user's own ranges; columns `ringprof.analysis.findings.annotations.ANNOTATION_COLUMNS`. Empty on CPU."""
+        """The user's own ranges, a row a name; empty on CPU."""
         return frames.annotation_frame(self.findings)
 
+    @frames.tells_columns
     def waterfall(self) -> pd.DataFrame:
-        """From the device's peak to the speed achieved; `ringprof.analysis.findings.waterfall.WATERFALL_COLUMNS`."""
+        """From the device's peak to the speed achieved: a row a part, which sum to the slowest rank's wall."""
         return frames.waterfall_frame(self.findings.waterfall)
 
     def figures(self) -> dict[str, float]:

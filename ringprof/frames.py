@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import os
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
@@ -18,6 +19,7 @@ from ringprof.analysis.steps.steps import STEP_COLUMNS, Step
 from ringprof.analysis.timeline.breakdown import Breakdown
 from ringprof.analysis.timeline.kernels import KERNEL_COLUMNS
 from ringprof.analysis.transfers.hops import TimedHop
+from ringprof.errors import MissingExtraError
 from ringprof.frame_columns import meanings_of
 from ringprof.report.text import csv_text
 
@@ -67,6 +69,24 @@ HOP_COLUMNS = (
 ``start_ns`` and ``end_ns`` are unix time; ``bytes`` are those sent; ``exposed_ns`` is time with no computation beside
 it; ``link`` is ``same_host``, ``other_host`` or ``unknown``; ``source`` says where peers and bytes come from.
 """
+
+
+FRAMES: dict[str, Sequence[str]] = {
+    "breakdown": BREAKDOWN_COLUMNS, "iterations": ITERATION_COLUMNS, "steps": STEP_COLUMNS, "kernels": KERNEL_COLUMNS,
+    "annotations": ANNOTATION_COLUMNS, "hops": HOP_COLUMNS, "waterfall": WATERFALL_COLUMNS,
+}  # fmt: skip
+"""Tables that can be had of an analysis, by the method that makes them: their columns."""
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def tells_columns(method: Method) -> Method:
+    """Adds to a method's documentation what each column of its frame means; ``method`` bears the frame's name."""
+    if method.__doc__:
+        meanings = meanings_of(method.__name__, FRAMES[method.__name__])
+        listed = "".join(f"\n- ``{column}``: {meaning}" for column, meaning in meanings.items())
+        method.__doc__ += f'\n\nColumns, in ``frame.attrs["columns"]`` too; ``_ns`` are nanoseconds:\n{listed}\n'
+    return method
 
 
 def breakdown_frame(attribution: Attribution) -> pd.DataFrame:
@@ -121,6 +141,15 @@ def as_csv(frame: pd.DataFrame) -> str:
     """A frame as CSV; what is not known is empty."""
     plain = frame.astype(object).where(frame.notna(), None)
     return csv_text(list(frame.columns), plain.itertuples(index=False))
+
+
+def write_parquet(frame: pd.DataFrame, path: str | os.PathLike[str]) -> None:
+    """A frame as a Parquet file, with what its columns mean. Raises `MissingExtraError` without pyarrow."""
+    try:
+        import pyarrow  # noqa: F401  (pandas would say it in a paragraph)
+    except ImportError:
+        raise MissingExtraError("Parquet files need pyarrow: pip install 'ringprof[parquet]'") from None
+    frame.to_parquet(path, engine="pyarrow", index=False)
 
 
 def _frame(rows: list[dict[str, Any]], columns: Sequence[str], name: str) -> pd.DataFrame:

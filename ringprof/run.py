@@ -23,8 +23,6 @@ from ringprof.limits import Limits
 from ringprof.mask import NO_LIMIT, Mask
 
 _SCHEMA = "ringprof.run/1"
-RUN_FILE = "run.json"
-"""What a run's file is called in its folder."""
 
 _SHARE = 32
 """A ``run.json`` may be as large as one part in so many of the memory for reading: made of empty lists, one needs 20
@@ -214,7 +212,28 @@ class DeviceState(msgspec.Struct, frozen=True, kw_only=True):
     power_limit_w: float | None = None
     hottest_celsius: int | None = None
     held_back: dict[str, float] = {}
-    """What held the clock back, such as ``power cap``, and in which share of the looks, 0..1."""
+    """What the driver says limits the clock, such as ``power cap``, and in which share of the looks, 0..1. How far the
+    clock fell is told by the clocks alone."""
+
+
+class Adapter(msgspec.Struct, frozen=True, kw_only=True):
+    """An active port of a network adapter of a host, as Linux lists it (``/sys/class/infiniband``)."""
+
+    name: str
+    """Adapter and port, such as ``mlx5_0:1``."""
+    gbits: float | None = None
+    """Of the link, in Gbit/s."""
+    layer: str | None = None
+    """``InfiniBand`` or ``Ethernet``."""
+
+
+class DeviceLinks(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rank's GPU and host are connected by; None for what was not told."""
+
+    nvlinks: dict[str, int] | None = None
+    """Active NVLinks by what is at their other end: ``switch``, a GPU's PCI address, or ``unknown``."""
+    adapters: list[Adapter] | None = None
+    """Of the host; told by its first rank alone."""
 
 
 class Controls(msgspec.Struct, frozen=True, kw_only=True):
@@ -324,6 +343,8 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     CPU."""
     device_states: list[DeviceState | None] | None = None
     """One a rank; None where no GPU told, and in runs of before this was recorded."""
+    device_links: list[DeviceLinks | None] | None = None
+    """As ``device_states``."""
     work: list[Work] | None = None
     """One a rank."""
     traces: list[RankTrace]
@@ -391,6 +412,7 @@ def _contradictions(run: Run) -> Iterator[str]:
         "topology.local_ranks": run.topology.local_ranks,
         "peak_memory_bytes": run.peak_memory_bytes,
         "device_states": run.device_states,
+        "device_links": run.device_links,
         "work": run.work,
     }
     times = {"timings": run.timings, "profiled": run.profiled, "controls": run.controls}

@@ -13,6 +13,7 @@ from ringprof.benchmark_logs.audit import SPREAD, LogAudit, audit
 from ringprof.benchmark_logs.read import read_log
 from ringprof.benchmark_logs.rows import BenchmarkLog, Flag, JudgedRow, LogSettings
 from ringprof.limits import MEMORY_BYTES, Limits
+from ringprof.report.text import TextStyle
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -57,9 +58,9 @@ class BenchmarkLogs:
         """The rows as CSV with a header, safe to open in a spreadsheet."""
         return show.audit_csv(self._audit)
 
-    def to_terminal(self, *, ascii_only: bool = False) -> str:
-        """Rows and flags for people, as text."""
-        return show.audit_text(self._audit, ascii_only=ascii_only)
+    def to_terminal(self, style: TextStyle | None = None) -> str:
+        """Rows and flags for people, as text; without a style as wide as they need."""
+        return show.audit_text(self._audit, style)
 
     def __repr__(self) -> str:
         files = len({one.row.file for one in self.rows})

@@ -11,7 +11,8 @@ from typing import Any
 from ringprof.analysis.findings.comparison import Entry, Figure
 from ringprof.benchmark_logs.audit import LogAudit
 from ringprof.benchmark_logs.rows import Flag, JudgedRow, LogRow
-from ringprof.report.text import clean, in_ascii, paragraph, spreadsheet_cell
+from ringprof.report.tables import Column, text_table
+from ringprof.report.text import TextStyle, clean, paragraph, spreadsheet_cell
 
 LOGS_SCHEMA = "ringprof.logs/1"
 
@@ -27,36 +28,46 @@ by a known constant; all rates in TFLOP/s."""
 
 MOST_ALIKE = 5
 """Flags of one kind and file up to which each has a paragraph of its own."""
-_HEAD = f"{'B':>3}{'seq':>9}{'fwd ms':>11}{'fwd+bwd ms':>12}{'memory MB':>11}{'TFLOP/s':>9}{'computed':>10}  verdict"
+MOST_READABLE = 110
+"""Characters in a line of words."""
+_COLUMNS = (
+    Column("system"), Column("line"), Column("B", drop=1), Column("seq"), Column("fwd ms", drop=3),
+    Column("fwd+bwd\nms"), Column("memory\nMB", drop=2), Column("TFLOP/s"), Column("computed"),
+    Column("verdict", left=True),
+)  # fmt: skip
 _OF_ROW = frozenset(field.name for field in fields(LogRow))
 
 
 # --- terminal ---------------------------------------------------------------------------------------
 
 
-def audit_text(audit: LogAudit, *, ascii_only: bool = False) -> str:
+def audit_text(audit: LogAudit, style: TextStyle | None = None) -> str:
     """The rows of each file, then the flags; figures as printed, beside them what they come to."""
+    style = style or TextStyle(wide_tables=True)
     files: dict[str, list[JudgedRow]] = {}
     for one in audit.rows:
         files.setdefault(one.row.file, []).append(one)
-    lines: list[str] = []
-    for file, rows in files.items():
-        counted = f"{clean(file)} · {len(rows)} row{'s' * (len(rows) != 1)}"
-        width = max(len(_system(one.row)) for one in rows) + 1
-        lines += [counted, f"{'line':>5} {'system':<{width}}{_HEAD}", *(_row_line(one, width) for one in rows), ""]
-    lines += _flag_lines(audit.flags)
-    text = "\n".join(line.rstrip() for line in lines) + "\n"
-    return in_ascii(text) if ascii_only else text
+    blocks = [
+        f"{clean(file)} · {len(rows)} row{'s' * (len(rows) != 1)}\n" + _table(rows, style)
+        for file, rows in files.items()
+    ]
+    blocks.append("\n".join(_flag_lines(audit.flags, min(style.table_width, MOST_READABLE))))
+    return style.finish("\n\n".join(blocks))
 
 
-def _row_line(one: JudgedRow, width: int) -> str:
+def _table(rows: Sequence[JudgedRow], style: TextStyle) -> str:
+    """Without columns that say nothing of any row."""
+    cells = [*map(_cells, rows)]
+    said = [place for place, column in enumerate(_COLUMNS) if any(row[place] != "-" for row in cells)]
+    return text_table([_COLUMNS[place] for place in said], [[row[place] for place in said] for row in cells], style)
+
+
+def _cells(one: JudgedRow) -> list[str]:
     row = one.row
     tflops = "OOM" if row.oom else "x" if row.missing else _figure(row.tflops)
-    return (
-        f"{row.line:>5} {_system(row):<{width}}{_whole(row.batch):>3}{_whole(row.seq):>9}{_figure(row.forward_ms):>11}"
-        f"{_figure(row.forward_backward_ms):>12}{_figure(row.memory_mb):>11}{tflops:>9}"
-        f"{_figure(one.computed_tflops):>10}  {one.verdict}"
-    )
+    times = map(_figure, (row.forward_ms, row.forward_backward_ms, row.memory_mb))
+    whole = map(_whole, (row.line, row.batch, row.seq))
+    return [_system(row), *whole, *times, tflops, _figure(one.computed_tflops), one.verdict]
 
 
 def _system(row: LogRow) -> str:
@@ -76,7 +87,7 @@ def _whole(value: int | None) -> str:
     return "-" if value is None else str(value)
 
 
-def _flag_lines(flags: Sequence[Flag]) -> list[str]:
+def _flag_lines(flags: Sequence[Flag], width: int) -> list[str]:
     if not flags:
         return ["nothing to flag"]
     counts = {name: sum(flag.severity == name for flag in flags) for name in ("error", "warning", "note")}
@@ -92,7 +103,7 @@ def _flag_lines(flags: Sequence[Flag]) -> list[str]:
             more = f"; and {len(others)} more like it, lines {', '.join(str(other.line) for other in others)}"
         else:
             continue
-        lines += paragraph(f"{flag.severity}: {flag.file}:{flag.line}: {flag.message}{more} [{flag.code}]")
+        lines += paragraph(f"{flag.severity}: {flag.file}:{flag.line}: {flag.message}{more} [{flag.code}]", width)
     return lines
 
 

@@ -10,17 +10,19 @@ from ringprof.benchmark_logs.audit import SPREAD
 from ringprof.benchmark_logs.logs import BenchmarkLogs
 from ringprof.benchmark_logs.read import parse_log, read_log
 from ringprof.benchmark_logs.rows import BenchmarkLog, LogSettings
-from ringprof.cli.write import knows_only_ascii, print_or_write
+from ringprof.cli.write import NARROWEST, print_or_write, text_style
 from ringprof.files import read_within
 from ringprof.limits import EXPANDED_BYTES, MEMORY_BYTES, Limits
 from ringprof.log_lines import TEXT_SHARE
 from ringprof.report import as_json
+from ringprof.report.text import TextStyle
 
 
 @click.command(name="logs")
 @click.argument("files", nargs=-1, type=click.Path(), required=True, metavar="FILE...")
 @click.option("--format", "form", type=click.Choice(["terminal", "json", "csv"]), default="terminal", show_default=True)
 @click.option("-o", "--output", type=click.Path(dir_okay=False), help="Write to this file instead of the terminal.")
+@click.option("--width", type=click.IntRange(min=NARROWEST), help="Columns to use.  [default: the terminal's]")
 @click.option("--batch", type=click.IntRange(min=1), help="Batch size, where a log does not state it.")
 @click.option("--heads", type=click.IntRange(min=1), help="Query heads, where a log does not state them.")
 @click.option("--head-dim", type=click.IntRange(min=1), help="Head dimension, where a log does not state it.")
@@ -40,6 +42,7 @@ def command(
     files: tuple[str, ...],
     form: str,
     output: str | None,
+    width: int | None,
     batch: int | None,
     heads: int | None,
     head_dim: int | None,
@@ -64,7 +67,7 @@ def command(
     given = LogSettings(batch=batch, heads=heads, head_dim=head_dim, world_size=world, causal=causal, device=device)
     limits = Limits(max_memory or MEMORY_BYTES, max_bytes or EXPANDED_BYTES)
     found = BenchmarkLogs([_read(file, limits) for file in dict.fromkeys(files)], given, spread / 100)
-    print_or_write(_text(found, form, output), output)
+    print_or_write(_text(found, form, text_style(output, width)), output)
     errors = [flag for flag in found.flags if flag.severity == "error"]
     return 2 if strict and errors else 0
 
@@ -75,7 +78,7 @@ def _read(file: str, limits: Limits) -> BenchmarkLog:
     return read_log(file, limits)
 
 
-def _text(found: BenchmarkLogs, form: str, output: str | None) -> str:
+def _text(found: BenchmarkLogs, form: str, style: TextStyle) -> str:
     if form == "json":
         return as_json.render(found.report())
-    return found.to_csv() if form == "csv" else found.to_terminal(ascii_only=knows_only_ascii(output))
+    return found.to_csv() if form == "csv" else found.to_terminal(style)

@@ -16,10 +16,10 @@ from ringprof.api import Analysis, load_any, parse_any
 from ringprof.cli.gate import Gate, gate, gated
 from ringprof.cli.progress import loading_progress
 from ringprof.cli.reading import newest_or, reads_traces
-from ringprof.cli.write import NARROWEST, print_or_write, say, text_style, write_text
+from ringprof.cli.write import NARROWEST, print_or_write, say, text_style, write_text, written
 from ringprof.errors import UsageError, nearest
 from ringprof.files import is_file, read_within, within
-from ringprof.frames import as_csv
+from ringprof.frames import FRAMES, as_csv, write_parquet
 from ringprof.options import LoadOptions
 from ringprof.report import as_json
 from ringprof.report.sections import OPTIONAL
@@ -28,9 +28,6 @@ from ringprof.trace.columns import NOTES, Caveat
 
 if TYPE_CHECKING:
     from ringprof.kernel_tables.table_analysis import TableAnalysis  # loaded only where there is a printed table
-
-FRAMES = ("breakdown", "iterations", "steps", "kernels", "annotations", "hops", "waterfall")
-"""Tables that can be had as CSV: methods of `Analysis`."""
 
 
 def _sections(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -42,7 +39,8 @@ def _sections(function: Callable[..., Any]) -> Callable[..., Any]:
 @click.command(name="report")
 @click.argument("paths", nargs=-1, type=click.Path(), metavar="[PATH]...")
 @click.option("--format", "form", type=click.Choice(["terminal", "json"]), default="terminal", show_default=True)
-@click.option("--csv", "frame", type=click.Choice(FRAMES), help="Write one table as CSV instead of the report.")
+@click.option("--csv", "frame", type=click.Choice([*FRAMES]), help="Write one table as CSV instead of the report.")
+@click.option("--parquet", type=click.Choice([*FRAMES]), help="Write one table as Parquet to --output.")
 @click.option("-o", "--output", type=click.Path(dir_okay=False), help="Write to this file instead of the terminal.")
 @click.option("--width", type=click.IntRange(min=NARROWEST), help="Columns to use.  [default: the terminal's]")
 @click.option("--html", "page", type=click.Path(dir_okay=False), help="Also write the report as one HTML page.")
@@ -82,8 +80,15 @@ def command(
     conditional = _of_one_report(gate(conditions, undecided))
     sections = [name for name, asked in options.items() if name in OPTIONAL and asked]
     _refuse_unknown_column(options["sort"], sections)
+    if options["parquet"] and (options["frame"] or not options["output"]):
+        raise UsageError("--parquet writes one table to a file: give --output FILE, and no --csv")
     analysis = _loaded(paths, reading, options)
-    print_or_write(_text(analysis, sections, options), options["output"])
+    if options["parquet"]:
+        frame = getattr(_with_page(analysis), options["parquet"])()
+        with written(options["output"]):
+            write_parquet(frame, options["output"])
+    else:
+        print_or_write(_text(analysis, sections, options), options["output"])
     if options["page"] or options["opens"]:
         _write_page(_with_page(analysis), options["page"], opens=options["opens"])
     failed = conditional.conditions and conditional.fails(_entry_of(analysis))
@@ -116,7 +121,8 @@ def _text(analysis: Analysis | TableAnalysis, sections: Sequence[str], options: 
 
 def _with_page(analysis: Analysis | TableAnalysis) -> Analysis:
     if not isinstance(analysis, Analysis):
-        raise UsageError("--html, --open and --csv: a printed table has no page and no frames: give a run or traces")
+        options = "--html, --open, --csv and --parquet"
+        raise UsageError(f"{options}: a printed table has no page and no frames: give a run or traces")
     return analysis
 
 

@@ -25,8 +25,8 @@ from ringprof.record.measure import ITERATION, counted_work, profiler, reset_cou
 from ringprof.record.recording import RankResult, assemble, exchange, gather, strategy_used
 from ringprof.record.remote_traces import TraceFile
 from ringprof.record.request import from_json
-from ringprof.record.run_folder import discard, reduced_name, trace_name
-from ringprof.run import RUN_FILE, Run, Workload, write_run
+from ringprof.record.run_folder import RUN_FILE, discard, reduced_name, trace_name
+from ringprof.run import Run, Workload, write_run
 
 
 @contextmanager

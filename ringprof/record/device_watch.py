@@ -86,15 +86,21 @@ def _add(found: list[Any], ask: Callable[[], Any]) -> None:
         return
 
 
-def open_watch(uuid: str) -> DeviceWatch | None:
-    """A watch on the GPU of this UUID; None where the driver cannot be asked about it."""
+def nvml_handle(uuid: str) -> tuple[Any, Any] | None:
+    """The module ``pynvml``, initialised, and its handle of the GPU of this UUID; None where it cannot be asked."""
     try:
         import pynvml  # here, because it is not everywhere
 
         pynvml.nvmlInit()
-        return DeviceWatch(pynvml, pynvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith("GPU-") else f"GPU-{uuid}"))
+        return pynvml, pynvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith("GPU-") else f"GPU-{uuid}")
     except Exception:  # whatever a driver, or its absence, raises: the state is a courtesy
         return None
+
+
+def open_watch(uuid: str) -> DeviceWatch | None:
+    """A watch on the GPU of this UUID; None where the driver cannot be asked about it."""
+    asked = nvml_handle(uuid)
+    return DeviceWatch(*asked) if asked else None
 
 
 @contextmanager

@@ -14,6 +14,7 @@ import torch
 
 from ringprof.errors import UsageError
 from ringprof.record.control_times import ControlTimes, measure_controls, silent_strategy
+from ringprof.record.device_links import links_of
 from ringprof.record.hosts import host_numbers
 from ringprof.record.launcher import RankPlace
 from ringprof.record.machine import device_name, driver_version, host_name, variables, versions
@@ -28,6 +29,7 @@ from ringprof.record.verify_timed import verify_timed
 from ringprof.record.world_group import gather_bytes, gather_tensor, world_group
 from ringprof.run import (
     Controls,
+    DeviceLinks,
     DeviceState,
     Environment,
     Profiled,
@@ -61,6 +63,7 @@ class RankResult(msgspec.Struct, frozen=True, kw_only=True):
     profiled_ns: list[int] = []
     peak_bytes: int | None = None
     state: DeviceState | None = None
+    links: DeviceLinks | None = None
     work: Work | None = None
     controls: ControlTimes | None = None
     trace_bytes: int | None = None
@@ -142,7 +145,7 @@ class RankRecording:
         result = RankResult(
             host=host, local_rank=self.place.local_rank, device=device_name(device), trace=trace_name(self.place.rank),
             iterations_ns=measured.iterations_ns, profiled_ns=profiled, peak_bytes=measured.peak_bytes,
-            state=measured.state,
+            state=measured.state, links=links_of(device, self.place.local_rank == 0),
             work=_as_far_as_counted(measured.work, computes=computes, sends=sends), controls=controlled,
             trace_bytes=trace.size_bytes, remote_bytes=trace.remote_bytes(),
             reduced=reduced_name(self.place.rank) if reduced else None,
@@ -255,7 +258,7 @@ def exchange(result: RankResult, device: torch.device, group: Any = None) -> lis
 def assemble(name: str, created: str, command: list[str], results: list[RankResult], device: torch.device) -> Run:
     """The run as far as the ranks' results and this machine tell it."""
     peaks = [result.peak_bytes for result in results if result.peak_bytes is not None]
-    states = [result.state for result in results]
+    states, links = [result.state for result in results], [result.links for result in results]
     works = [result.work for result in results if result.work is not None]
     profiled = [result.profiled_ns for result in results]
     return Run(
@@ -282,6 +285,7 @@ def assemble(name: str, created: str, command: list[str], results: list[RankResu
         profiled=Profiled(iterations_ns=profiled) if all(profiled) else None,
         peak_memory_bytes=peaks if len(peaks) == len(results) else None,
         device_states=states if any(states) else None,
+        device_links=links if any(links) else None,
         work=works if len(works) == len(results) else None,
         traces=[
             RankTrace(rank=rank, path=result.trace, reduced=result.reduced, size_bytes=result.trace_bytes)

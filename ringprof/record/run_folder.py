@@ -13,8 +13,9 @@ from pathlib import Path
 
 from ringprof.errors import RunFormatError, UsageError
 from ringprof.folder_owner import PARTIAL, claim, clear_abandoned, release
-from ringprof.run import RUN_FILE, Run, read_run, relocated, write_run
+from ringprof.run import Run, read_run, relocated, write_run
 
+RUN_FILE = "run.json"
 NEEDED_BYTES_PER_RANK = 4 * 2**20
 """Room for a compressed trace, asked for before the work is done."""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from ringprof.analysis.transfers.hops import total
 from ringprof.report.page.document import MOST_ROWS, Cell, PageTable, number, text
 from ringprof.report.text import TextStyle, duration, in_unit, percent, unit_for
 
@@ -208,9 +207,3 @@ def _cell(value: Any, unit: str) -> Cell:
     if unit == "text":
         return text("-" if value is None else value)
     return number(value, UNITS[unit].digits, UNITS[unit].scale)
-
-
-def mean(values: list[int | None]) -> float | None:
-    """The mean; None where one is not known."""
-    whole = total(values)
-    return None if whole is None else whole / len(values)

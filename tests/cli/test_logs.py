@@ -26,6 +26,24 @@ def test_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     assert not [char for char in out if char != "\n" and not char.isprintable()]
 
 
+def test_nothing_is_wider_than_the_terminal_and_no_figure_is_cut(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert run(["logs", *NAMES, *OPTIONS]) == 0
+    narrow = capsys.readouterr().out.splitlines()
+    assert max(map(len, narrow)) <= 80
+    assert any(line.startswith("no room for fwd ms, memory MB: --width ") for line in narrow)
+    assert run(["logs", *NAMES, *OPTIONS, "--width", "120"]) == 0
+    wide = capsys.readouterr().out
+    assert "no room for" not in wide and max(map(len, wide.splitlines())) <= 120
+    # Of a log that states no times there are no such columns.
+    lines = wide.splitlines()
+    at = next(number for number, line in enumerate(lines) if "003_096af187c4e73423.txt ·" in line)
+    assert lines[at + 1].split() == ["system", "line", "B", "seq", "TFLOP/s", "verdict"]
+    assert lines[at + 2].split() == ["megatron_cp", "28", "1", "131072", "53.10", "unchecked"]
+
+
 def test_json_follows_its_schema(capsys: pytest.CaptureFixture[str]) -> None:
     jsonschema = pytest.importorskip("jsonschema")
     schema = json.loads((files("ringprof.report") / "schema/logs-1.schema.json").read_text())

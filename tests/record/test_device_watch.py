@@ -127,9 +127,26 @@ def test_what_held_gpus_back_and_which_is_slower_is_said() -> None:
     held = {0: state(sm_clock_mhz=1800, held_back={"power cap": 0.9}), 1: state(sm_clock_mhz=1600)}
     first, second, third = in_words(held)
     assert "SM clock 1,600 to 1,800 of 1,980 MHz" in first
-    assert second.startswith("held back by power cap (1 of 2 ranks, up to 90 % of the time)")
+    # 1600 of 1980 MHz.
+    assert second.startswith(
+        "held back by power cap (1 of 2 ranks, in 90 % of the samples): median SM clock up to 19.2 % below the highest;"
+    )
     assert third == "rank 1's clock is 11.1 % below rank 0's"
-    assert in_words({0: state(sm_clock_mhz=1800)})[1].startswith("1 of 1 below the highest clock")
+    assert in_words({0: state(sm_clock_mhz=1800)})[1].startswith("held back by what is not told (1 of 1 ranks): ")
+
+
+def test_a_limit_that_cost_no_clock_holds_nothing_back() -> None:
+    # 1972 of 1980 MHz is 0.4 % below.
+    at_limit = state(sm_clock_mhz=1972, held_back={"power cap": 0.25})
+    assert in_words({0: state(), 1: at_limit})[1:] == [
+        "the driver reports power cap (1 of 2 ranks, in 25 % of the samples), clock unaffected"
+    ]
+    unknown = DeviceState(looks=4, power_w=700.0, held_back={"power cap": 1.0})
+    assert in_words({0: unknown})[1].endswith("(1 of 1 ranks, in 100 % of the samples), clock not known")
+    both = {0: state(sm_clock_mhz=1800, held_back={"power cap": 1.0}), 1: at_limit}
+    assert [line.split(" (")[0] for line in in_words(both)[1:3]] == [
+        "held back by power cap", "the driver reports power cap",
+    ]  # fmt: skip
 
 
 def test_what_is_not_known_is_not_said() -> None:

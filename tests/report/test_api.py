@@ -6,14 +6,16 @@ import shutil
 import subprocess
 import sys
 
+import pandas as pd
 import pytest
 
 import ringprof
+from ringprof import cli
 from ringprof.analysis.findings.findings import findings_in_memory
 from ringprof.api import Analysis, parse_any
 from ringprof.errors import InputError, KernelTableError
 from ringprof.frame_columns import COLUMN_MEANINGS
-from ringprof.frames import BREAKDOWN_COLUMNS, HOP_COLUMNS, hop_frame
+from ringprof.frames import BREAKDOWN_COLUMNS, FRAMES, HOP_COLUMNS, hop_frame, write_parquet
 from ringprof.options import LoadOptions
 from ringprof.report.notebook import findings_html
 from ringprof.run import write_run
@@ -38,7 +40,7 @@ def test_breakdown_has_the_documented_columns(analysis):
     assert (parts == frame["wall_ns"]).all()
 
 
-@pytest.mark.parametrize("frame", ["breakdown", "iterations", "hops", "steps", "kernels", "annotations", "waterfall"])
+@pytest.mark.parametrize("frame", FRAMES)
 def test_every_frame_says_what_its_columns_mean(analysis, frame):
     made = getattr(analysis, frame)()
     meanings = made.attrs["columns"]
@@ -46,6 +48,34 @@ def test_every_frame_says_what_its_columns_mean(analysis, frame):
     assert all(meanings.values())
     # No column that is gone is described.
     assert set(COLUMN_MEANINGS[frame]) - set(made.columns) <= {"rank", "host", "iteration", "median", "share", "tflops"}
+    told = getattr(Analysis, frame).__doc__
+    assert all(f"- ``{column}``: {meaning}" in told for column, meaning in meanings.items())
+
+
+@pytest.mark.parametrize("frame", FRAMES)
+def test_every_frame_is_kept_whole_by_a_parquet_file(analysis, frame, tmp_path):
+    pytest.importorskip("pyarrow", reason="the parquet extra is not installed")
+    made, path = getattr(analysis, frame)(), tmp_path / "frame.parquet"
+    write_parquet(made, path)
+    read = pd.read_parquet(path)
+    assert read.attrs["columns"] == made.attrs["columns"]
+    for column in made.columns:
+        # Ranks come back as arrays, what is not known as one of several kinds of nothing.
+        mine, theirs = (
+            [(None if x is pd.NA or x != x else x) if pd.api.types.is_scalar(x) else tuple(x) for x in one[column]]
+            for one in (made, read)
+        )
+        assert mine == theirs
+
+
+def test_without_pyarrow_one_line_says_what_to_install(analysis, monkeypatch, tmp_path, capsys):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    path = tmp_path / "hops.parquet"
+    assert cli.run(["report", str(DATA / NVLINK), "--parquet", "hops", "-o", str(path)]) == 2
+    assert capsys.readouterr().err == "ringprof: Parquet files need pyarrow: pip install 'ringprof[parquet]'\n"
+    assert not path.exists()
+    assert cli.run(["report", str(DATA / NVLINK), "--parquet", "hops"]) == 2
+    assert "--output FILE" in capsys.readouterr().err
 
 
 def test_hops_have_the_documented_columns(analysis):

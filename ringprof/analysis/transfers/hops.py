@@ -150,6 +150,12 @@ def total(values: list[int | None]) -> int | None:
     return sum(known) if len(known) == len(values) else None
 
 
+def mean(values: list[int | None]) -> float | None:
+    """The mean; None where one is not known."""
+    whole = total(values)
+    return None if whole is None else whole / len(values)
+
+
 def group_into_hops(splits: Sequence[Split], rank: int) -> list[TimedHop]:
     """The hops of one rank, by start.
 

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ringprof.analysis.findings.findings import Findings
-from ringprof.analysis.transfers.hops import TimedHop, hop_totals
+from ringprof.analysis.transfers.hops import TimedHop, hop_totals, mean
 from ringprof.report.page.document import Content
-from ringprof.report.tables import Column, Listing, Table, mean
+from ringprof.report.tables import Column, Listing, Table
 from ringprof.report.terms import LABELS
 from ringprof.report.text import TextStyle
 

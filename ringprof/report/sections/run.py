@@ -17,7 +17,7 @@ from ringprof.run import Run, Verification, Workload
 
 _PARTIAL = "a part of the run was chosen: rates, controls and memory of whole iterations are left out"
 _KEPT = ("name", "created", "workload", "topology", "strategy", "kernel", "verification", "peak_memory_bytes",
-         "device_states")  # fmt: skip
+         "device_states", "device_links")  # fmt: skip
 
 
 def terminal(found: Findings, style: TextStyle, listing: Listing) -> list[str]:

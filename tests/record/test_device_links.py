@@ -1,0 +1,91 @@
+"""What connects GPUs and hosts: by a driver and a folder of our own; and what is said of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from ringprof.record import device_links
+from ringprof.record.device_links import adapters_in, links_of, nvlinks_of
+from ringprof.report.sections.machine import links_in_words
+from ringprof.run import Adapter, DeviceLinks
+
+
+class Driver:
+    """Links as NVML tells them: for each the type and the PCI address of the other end; None is a link that is down."""
+
+    def __init__(self, links: list[tuple[int, str] | None]) -> None:
+        self.links = links
+
+    def nvmlDeviceGetNvLinkState(self, handle: str, link: int) -> int:
+        return int(self._at(link) is not None)
+
+    def nvmlDeviceGetNvLinkRemoteDeviceType(self, handle: str, link: int) -> int:
+        return (self._at(link) or (0, ""))[0]
+
+    def nvmlDeviceGetNvLinkRemotePciInfo(self, handle: str, link: int) -> SimpleNamespace:
+        return SimpleNamespace(busId=(self._at(link) or (0, ""))[1].encode())
+
+    def _at(self, link: int) -> tuple[int, str] | None:
+        if link >= len(self.links):
+            raise RuntimeError("Invalid Argument")
+        return self.links[link]
+
+
+def test_links_are_counted_by_their_other_end() -> None:
+    assert nvlinks_of(Driver([(2, "")] * 18), "gpu") == {"switch": 18}
+    neighbours: list[tuple[int, str] | None] = [(0, "00000000:65:00.0"), None, (0, "00000000:65:00.0"), (0, "1:0.0")]
+    assert nvlinks_of(Driver(neighbours), "gpu") == {"00000000:65:00.0": 2, "1:0.0": 1}
+    assert nvlinks_of(Driver([None, None]), "gpu") == {}
+    # A GPU that has no such links refuses the question.
+    assert nvlinks_of(Driver([]), "gpu") is None
+
+
+def test_an_older_driver_tells_that_links_are_there() -> None:
+    driver = SimpleNamespace(nvmlDeviceGetNvLinkState=Driver([(0, "x"), (0, "x")]).nvmlDeviceGetNvLinkState)
+    assert nvlinks_of(driver, "gpu") == {"unknown": 2}
+
+
+def _port(folder: Path, name: str, state: str, rate: str, layer: str) -> None:
+    port = folder / name / "ports" / "1"
+    port.mkdir(parents=True)
+    for file, said in (("state", state), ("rate", rate), ("link_layer", layer)):
+        (port / file).write_text(said + "\n")
+
+
+def test_active_ports_of_adapters_are_listed(tmp_path: Path) -> None:
+    _port(tmp_path, "mlx5_1", "4: ACTIVE", "400 Gb/sec (4X NDR)", "InfiniBand")
+    _port(tmp_path, "mlx5_0", "4: ACTIVE", "2.5 Gb/sec (1X SDR)", "Ethernet")
+    _port(tmp_path, "mlx5_2", "1: DOWN", "40 Gb/sec (4X QDR)", "InfiniBand")
+    (tmp_path / "mlx5_3" / "ports" / "1").mkdir(parents=True)
+    assert adapters_in(tmp_path) == [
+        Adapter(name="mlx5_0:1", gbits=2.5, layer="Ethernet"),
+        Adapter(name="mlx5_1:1", gbits=400.0, layer="InfiniBand"),
+    ]
+    assert adapters_in(tmp_path / "nowhere") is None
+
+
+def test_a_cpu_has_none_and_a_gpu_without_a_driver_has_those_of_its_host(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert links_of(torch.device("cpu"), True) is None
+    _port(tmp_path, "mlx5_0", "4: ACTIVE", "strange", "")
+    monkeypatch.setattr(device_links, "ADAPTERS", tmp_path)
+    monkeypatch.setattr(device_links, "nvml_handle", lambda uuid: None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="1234"))
+    assert links_of(torch.device("cuda", 0), True) == DeviceLinks(adapters=[Adapter(name="mlx5_0:1")])
+    assert links_of(torch.device("cuda", 1), False) is None
+
+
+def test_they_are_a_line() -> None:
+    ports = [Adapter(name=f"mlx5_{number}:1", gbits=400.0, layer="InfiniBand") for number in range(8)]
+    first = DeviceLinks(nvlinks={"switch": 18}, adapters=[*ports, Adapter(name="mlx5_8:1", gbits=100.0)])
+    assert links_in_words([first, DeviceLinks(nvlinks={"switch": 18})]) == [
+        "links: each GPU 18 NVLinks to switches; each host 8 x 400 Gbit/s InfiniBand + 1 x 100 Gbit/s network"
+    ]
+    assert links_in_words([DeviceLinks(nvlinks={"a": 2, "b": 2})]) == ["links: each GPU 4 NVLinks to 2 GPUs"]
+    assert links_in_words([DeviceLinks(nvlinks={})]) == ["links: each GPU no NVLink"]
+    assert links_in_words([]) == []
