@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc-per-node 2 benchmarks/foresight_truth.py FOLDER [SECONDS]
 
-Under one launcher, so that each takes seconds. Writes a run folder each; what fails or does not fit into the time is
+Under one launcher, so that each takes seconds. Writes a run.json each; what fails or does not fit into the time is
 named on stderr.
 """
 
@@ -14,7 +14,6 @@ import time
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import msgspec
@@ -22,18 +21,18 @@ import torch
 
 from ringprof.record.launcher import launcher_rank
 from ringprof.record.machine import device_name, host_name
-from ringprof.record.measure import Problem, measure, profile_iterations
+from ringprof.record.measure import Problem, measure
 from ringprof.record.progress import SilentReporter
 from ringprof.record.recording import RankResult, assemble, exchange, strategy_used
-from ringprof.record.run_folder import trace_name
 from ringprof.record.world_group import world_group
 from ringprof.run import Timings, Workload, write_run
 from ringprof.strategies import create
 
 WARMUP, ITERS = 4, 12
-HOST_CALLS = 30
-SMALL = 8192
-"""Tokens up to which the host is likely to be the bound."""
+SMALL, OF_SMALL = 8192, 10
+"""Tokens up to which the host is likely to be the bound, and how many times as often such a run is repeated."""
+_PACKED = (9000, 300, 2100, 14000, 1200, 700, 5852, 3000, 450, 12550)
+"""Lengths of documents."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +46,8 @@ class Wanted:
     backward: bool = True
     batch: int = 1
     hops: str = "nccl"
+    window: int | None = None
+    documents: tuple[int, ...] | None = None
     params: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -54,7 +55,8 @@ class Wanted:
         marks = [
             self.strategy, str(self.seq), f"{self.heads}h{self.kv_heads}kv", self.kernel,
             "" if self.causal else "full", "" if self.backward else "forward", f"b{self.batch}" * (self.batch > 1),
-            "copied" if self.hops == "copy" else "",
+            "copied" if self.hops == "copy" else "", f"window{self.window}" if self.window else "",
+            "packed" if self.documents else "",
         ]  # fmt: skip
         return "-".join(mark for mark in marks if mark)
 
@@ -62,40 +64,44 @@ class Wanted:
     def workload(self) -> Workload:
         return Workload(
             batch=self.batch, seq=self.seq, heads=self.heads, kv_heads=self.kv_heads, head_dim=128, causal=self.causal,
-            backward=self.backward,
+            backward=self.backward, window=self.window, documents=self.documents,
         )  # fmt: skip
 
 
 WANTED = (
-    # The device is the bound.
-    Wanted("zigzag", 49152, 24, 24),
-    Wanted("burst", 81920, 16, 16),
-    Wanted("zigzag", 98304, 32, 8),
-    Wanted("stripe", 32768, 32, 32),
-    Wanted("ring", 65536, 24, 4, causal=False),
-    Wanted("ulysses", 49152, 64, 8),
-    Wanted("zigzag", 49152, 32, 8, "flash-attn"),
-    Wanted("burst", 65536, 20, 20, "flash-attn"),
-    Wanted("allgather", 40960, 28, 4, params={"layout": "zigzag"}),
-    Wanted("megatron", 57344, 32, 32),
-    Wanted("zigzag", 65536, 48, 8, hops="copy"),
-    Wanted("zigzag", 16384, 16, 16, batch=2),
-    Wanted("stripe", 24576, 40, 8, "flash-attn"),
-    Wanted("burst", 131072, 12, 12, causal=False),
     # The host is.
-    Wanted("zigzag", 2048, 8, 8),
-    Wanted("burst", 2048, 16, 2),
-    Wanted("ulysses", 1024, 16, 16),
-    Wanted("allgather", 2048, 8, 2, params={"layout": "zigzag"}),
-    Wanted("megatron", 2048, 8, 8),
-    Wanted("stripe", 1024, 8, 8, "flash-attn"),
-    Wanted("ring", 1024, 8, 8, causal=False),
-    Wanted("zigzag", 2048, 8, 8, backward=False),
-    Wanted("burst", 1024, 8, 8, "flash-attn"),
-    Wanted("zigzag", 8192, 16, 4),
-    Wanted("ulysses", 8192, 16, 16),
-    Wanted("double-ring", 2048, 8, 8),
-    Wanted("usp", 2048, 8, 8),
+    Wanted("zigzag", 3072, 8, 8),
+    Wanted("ring", 2048, 8, 8, causal=False),
+    Wanted("stripe", 2048, 16, 16),
+    Wanted("burst", 4096, 8, 8),
+    Wanted("ulysses", 2048, 8, 2),
+    Wanted("allgather", 1536, 8, 8, params={"layout": "zigzag"}),
+    Wanted("megatron", 3072, 8, 8),
+    Wanted("double-ring", 2048, 8, 8, "flash-attn"),
+    Wanted("zigzag", 2048, 8, 8, "flash-attn"),
+    Wanted("stripe", 4096, 8, 8, backward=False),
+    Wanted("zigzag", 2048, 16, 16, hops="copy"),
+    # Masks.
+    Wanted("ring", 49152, 24, 8, "flash-attn", window=6144),
+    Wanted("zigzag", 49152, 32, 8, "flash-attn", documents=_PACKED),
+    Wanted("ulysses", 49152, 16, 16, "flash-attn", documents=_PACKED),
+    Wanted("allgather", 49152, 32, 8, "flash-attn", window=2048, params={"layout": "zigzag"}),
+    # The device is the bound.
+    Wanted("zigzag", 73728, 20, 20),
+    Wanted("burst", 49152, 28, 28),
+    Wanted("stripe", 57344, 16, 16),
+    Wanted("ring", 40960, 32, 8, causal=False),
+    Wanted("ulysses", 65536, 24, 8),
+    Wanted("allgather", 57344, 16, 4, params={"layout": "zigzag"}),
+    Wanted("megatron", 40960, 24, 24),
+    Wanted("double-ring", 49152, 24, 24),
+    Wanted("zigzag", 32768, 64, 8, "flash-attn"),
+    Wanted("zigzag", 81920, 40, 8, hops="copy"),
+    # Between.
+    Wanted("zigzag", 24576, 8, 8),
+    Wanted("burst", 12288, 16, 16),
+    Wanted("stripe", 16384, 12, 12),
+    Wanted("ulysses", 16384, 8, 8),
 )
 
 
@@ -103,38 +109,25 @@ def record(wanted: Wanted, folder: Path, device: torch.device) -> str:
     """Record one run; returns what it took."""
     strategy = create(wanted.strategy, kernel=wanted.kernel, hops=wanted.hops, **wanted.params)
     problem = Problem.of(strategy, wanted.workload, device)
-    measured = measure(problem, device, WARMUP, ITERS, SilentReporter())
-    posted_ns = host_ns(problem) if wanted.seq <= SMALL else 0.0
+    often = OF_SMALL if wanted.seq <= SMALL else 1
+    measured = measure(problem, device, often * WARMUP, often * ITERS, SilentReporter())
     rank = strategy.comm.rank
-    here = folder / wanted.name
-    here.mkdir(parents=True, exist_ok=True)
-    profiled = profile_iterations(problem, device, 1, here / trace_name(rank), SilentReporter())
     result = RankResult(
-        host=host_name(), local_rank=rank, device=device_name(device), trace=trace_name(rank),
-        iterations_ns=measured.iterations_ns, profiled_ns=profiled, peak_bytes=measured.peak_bytes, work=measured.work,
+        host=host_name(), local_rank=rank, device=device_name(device), trace="",
+        iterations_ns=measured.iterations_ns, peak_bytes=measured.peak_bytes, work=measured.work,
     )  # fmt: skip
     results = exchange(result, device)
-    timings = Timings(warmup=WARMUP, iterations_ns=[one.iterations_ns for one in results])
+    timings = Timings(warmup=often * WARMUP, iterations_ns=[one.iterations_ns for one in results])
     if rank == 0:
+        here = folder / wanted.name
+        here.mkdir(parents=True, exist_ok=True)
         run = assemble(wanted.name, f"{datetime.now(timezone.utc):%Y-%m-%dT%H:%M:%SZ}", [], results, device)
         used = strategy_used(strategy, wanted.strategy)
         run = msgspec.structs.replace(
-            run, workload=wanted.workload, strategy=used, kernel=wanted.kernel, timings=timings
+            run, traces=[], workload=wanted.workload, strategy=used, kernel=wanted.kernel, timings=timings
         )
         write_run(run, here / "run.json")
-    return f"{(timings.median_ns() or 0.0) / 1e6:.3f} ms, the host alone {posted_ns / 1e6:.3f} ms"
-
-
-def host_ns(problem: Problem) -> float:
-    """What an iteration takes the host, the device not waited for."""
-    torch.cuda.synchronize()
-    took = []
-    for _ in range(HOST_CALLS):
-        start = time.perf_counter_ns()
-        problem.iteration()
-        took.append(time.perf_counter_ns() - start)
-    torch.cuda.synchronize()
-    return median(took)
+    return f"{(timings.median_ns() or 0.0) / 1e6:.3f} ms"
 
 
 def main(folder: Path, seconds: float) -> None:

@@ -5,7 +5,8 @@
     torchrun --nproc-per-node 2 benchmarks/strategy_speed.py --grid --ours zigzag --no-solo --seconds-in-all 500
 
 Forward alone, and forward and backward, bf16, head_dim 128, causal. All competitors of a configuration are timed in
-turns, round after round, because a hot GPU is several percent slower than a cool one; solo is the strategy's own blocks
+turns, because a hot GPU is several percent slower than a cool one. Every round begins with another of them, and a first
+call of each is not counted: who comes after a kernel that heats more is worse off. Solo is the strategy's own blocks
 back to back, nothing merged, nothing sent. Peers are other people's strategies (`ringprof strategies` lists them), as
 far as they are installed. Before anything is timed every competitor's output and gradients are held against float64,
 and one that is wrong is not timed; a rate above the device's peak is marked, for that is not the whole work. Speed
@@ -45,7 +46,7 @@ from ringprof.record.memory import ran_out
 from ringprof.record.verify import verify
 from ringprof.run import Workload
 from ringprof.strategies import Unfit, create, find
-from ringprof.strategies.copies import held_bytes
+from ringprof.strategies.copies import slots_in_use
 
 OURS = "zigzag,burst,ring,stripe,ulysses,usp,double-ring,megatron,allgather"
 PEERS = (
@@ -214,18 +215,25 @@ def _measure(config: str, entries: list[Entry], device: torch.device, options: a
     workload = Workload(batch=1, seq=seq, heads=heads, kv_heads=kv_heads, head_dim=128, causal=True, dtype="bf16")
     candidates = _competitors(workload, entries, device, options)
     competitors = [one for one in candidates if _prepare(one, device, solo=not options.no_solo)]
-    counts = [max(1, round(options.seconds * 1e9 / one.times_ns.pop())) for one in competitors]
-    for _ in range(options.rounds):
-        for one, count in zip(competitors, counts, strict=True):
-            one.times_ns += timed(one.problem.iteration, device, count)
+    counts = [max(2, round(options.seconds * 1e9 / one.times_ns.pop())) for one in competitors]
+    turns = list(zip(competitors, counts, strict=True))
+    for number in range(options.rounds):
+        first = number * len(turns) // options.rounds
+        for one, count in turns[first:] + turns[:first]:
+            one.times_ns += _warmed(one.problem.iteration, device, count)
             with torch.no_grad():
-                one.forward_ns += timed(partial(_forward, one.problem), device, count)
+                one.forward_ns += _warmed(partial(_forward, one.problem), device, count)
             if one.solo is not None:
-                one.solo_ns += timed(one.solo, device, count)
+                one.solo_ns += _warmed(one.solo, device, count)
     rows = [_row(one, workload, device) for one in competitors]
     say(*_lines(rows, workload))
     torch.cuda.empty_cache()
     return rows
+
+
+def _warmed(body: Callable[[], Any], device: torch.device, count: int) -> list[int]:
+    """Times of ``count`` calls after one that is not counted: it finds the caches and the heat of its predecessor."""
+    return timed(body, device, count + 1)[1:]
 
 
 def _forward(problem: Problem) -> None:
@@ -248,9 +256,10 @@ def _prepare(one: Competitor, device: torch.device, *, solo: bool) -> bool:
     """Warm up, and measure memory; False, with the reason shown, where it cannot run."""
     reason = ""
     try:
-        held = held_bytes()
+        slots = slots_in_use()
         timed(one.problem.iteration, device, 1)
-        held = held_bytes() - held
+        # Strategies share the slots of a ring: what counts is who has used them, not who made them.
+        held = sum(used[0] for address, used in slots_in_use().items() if used != slots.get(address))
         tensors = (one.problem.q, one.problem.k, one.problem.v, one.problem.dout)
         inputs = sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor is not None)
         before = torch.cuda.memory_allocated(device)

@@ -28,14 +28,7 @@ _SLOTS = 2
 @contextmanager
 def use_kernel(strategy: Any, kernel: Kernel) -> Iterator[None]:
     """Let ``strategy`` compute with ``kernel``, whatever the tensors are."""
-    replaced = strategy.kernel_for
-
-    def chosen(q: Tensor, **needs: Any) -> Kernel:
-        # What carries the hops must not change with it.
-        kernel.greedy = replaced(q, **needs).greedy
-        return kernel
-
-    strategy.kernel_for = chosen
+    strategy.kernel_for = lambda q, **needs: kernel
     try:
         yield
     finally:

@@ -41,6 +41,8 @@ _GROWS_BY = 2**21
 _ARRIVED, _ROOM, _COUNTERS = 0, 64, 256
 _RELEASED = 2**30
 """Beyond every hop's number."""
+_UNDER_WAY_AT_MOST = 32
+"""Hops that are remembered before those that are over are looked for; the watch looks for them, too."""
 
 _rings: WeakValueDictionary[tuple[dist.ProcessGroup, str], CopyRing] = WeakValueDictionary()
 _owners: WeakValueDictionary[int, _Slots] = WeakValueDictionary()
@@ -89,6 +91,11 @@ def held_bytes() -> int:
     return sum(slots.size_bytes for slots in _owners.values())
 
 
+def slots_in_use() -> dict[int, tuple[int, int]]:
+    """By the address of a ring's slots: their bytes, as `held_bytes` counts them, and how many hops they have had."""
+    return {address: (slots.size_bytes, slots.number) for address, slots in _owners.items()}
+
+
 def owned(parcel: Parcel, ring: CopyRing | None) -> Parcel:
     """The parcel, or a copy where it lies in a slot of another ring, which may fill the slot while this one reads."""
     if not _owners or not parcel.messages[0].is_cuda:
@@ -135,6 +142,8 @@ class CopyRing:
         self.timeout_s = timeout().total_seconds()
         self.slots: _Slots | None = None
         self._stream: Any = torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]
+        # Recorded anew for every hop: a wait for it means what was recorded when the wait was queued.
+        self._ready: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._under_way: deque[tuple[float, list[Any]]] = deque()
         self._lock = threading.Lock()
 
@@ -152,15 +161,16 @@ class CopyRing:
         number = slots.number
         with annotate("send", self._channel):
             # What is sent is there, and what lay in the slot to be filled is no longer read.
-            stream.wait_stream(torch.cuda.current_stream())
+            self._ready.record()
+            stream.wait_event(self._ready)
             _write_value(stream, slots.previous + slots.counters + _ROOM, number)
             _wait_value(stream, slots.here + slots.counters + _ROOM, number)
-            with torch.cuda.stream(stream):
-                for message, place in zip(parcel.messages, slots.sent(shapes, number), strict=True):
-                    place.copy_(message, non_blocking=True)
+            for message, place in zip(parcel.messages, slots.sent(shapes, number), strict=True):
+                _copy(stream, place, message)
             _write_value(stream, slots.following + slots.counters + _ARRIVED, number)
             done = [stream.record_event()]
-        self.waiting_since()
+        if len(self._under_way) >= _UNDER_WAY_AT_MOST:
+            self.waiting_since()
         self._under_way.append((time.monotonic(), done))
         return CopyHop(self, slots, number, parcel, done)
 
@@ -211,20 +221,20 @@ class _Slots:
         _owners[self.memory.untyped_storage().data_ptr()] = self
         pointers = handle.buffer_ptrs
         self.here, self.following, self.previous = (pointers[at] for at in (handle.rank, following, previous))
-        self._theirs = handle.get_buffer(following, (end,), torch.uint8)
         # Of the shapes that were asked for last: views are small, but lengths may be many.
         self._views = lru_cache(maxsize=16)(self._viewed)
 
     def received(self, shapes: Shapes, number: int) -> list[Tensor]:
         """What hop ``number`` brings, here."""
-        return self._views(shapes, number % SLOTS, True)
+        return self._views(shapes, number % SLOTS)
 
-    def sent(self, shapes: Shapes, number: int) -> list[Tensor]:
-        """Where hop ``number`` goes, at the next member."""
-        return self._views(shapes, number % SLOTS, False)
+    def sent(self, shapes: Shapes, number: int) -> list[int]:
+        """The addresses where hop ``number`` goes, at the next member."""
+        first = self.following + number % SLOTS * self.slot_bytes
+        return [first + place for place in _places(shapes)[0]]
 
-    def _viewed(self, shapes: Shapes, slot: int, here: bool) -> list[Tensor]:
-        base = (self.memory if here else self._theirs)[slot * self.slot_bytes :]
+    def _viewed(self, shapes: Shapes, slot: int) -> list[Tensor]:
+        base = self.memory[slot * self.slot_bytes :]
         cuts = zip(_places(shapes)[0], shapes, strict=True)
         return [base[at : at + size_bytes(*shape)].view(shape[0]).view(shape[1]) for at, shape in cuts]
 
@@ -242,15 +252,23 @@ def _places(shapes: Shapes) -> tuple[list[int], int]:
 # --- stream memory operations ------------------------------------------------------------------------
 
 
+_OF_A_VALUE = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint]
+_OPERATIONS = {
+    "cuStreamWaitValue32_v2": _OF_A_VALUE,
+    "cuStreamWriteValue32_v2": _OF_A_VALUE,
+    "cuMemcpyDtoDAsync_v2": [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p],
+}
+"""By name, what each is called with."""
+
+
 @lru_cache(maxsize=1)
 def _driver() -> Any:
     """libcuda, or None where it lacks the operations."""
     try:
         library = ctypes.CDLL("libcuda.so.1")
-        for name in ("cuStreamWaitValue32_v2", "cuStreamWriteValue32_v2"):
+        for name, types in _OPERATIONS.items():
             function = getattr(library, name)
-            function.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint]
-            function.restype = ctypes.c_int
+            function.argtypes, function.restype = types, ctypes.c_int
     except (OSError, AttributeError):
         return None
     return library
@@ -266,6 +284,13 @@ def _write_value(stream: Any, address: int, value: int) -> None:
     _check(_driver().cuStreamWriteValue32_v2(stream.cuda_stream, address, value, 0))
 
 
+def _copy(stream: Any, address: int, tensor: Tensor) -> None:
+    """Copy a dense tensor on the stream to another GPU's memory; torch would first make the stream current."""
+    assert tensor.is_contiguous()
+    size = tensor.numel() * tensor.element_size()
+    _check(_driver().cuMemcpyDtoDAsync_v2(address, tensor.data_ptr(), size, stream.cuda_stream))
+
+
 def _check(result: int) -> None:
     if result:
-        raise RuntimeError(f"a CUDA stream memory operation failed with error {result}")
+        raise RuntimeError(f"an operation of CUDA's driver on a stream failed with error {result}")

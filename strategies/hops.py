@@ -18,6 +18,10 @@ from .parcels import Parcel
 if TYPE_CHECKING:
     from .communicator import Communicator
 
+COPIED_FROM_BYTES = 2**25
+"""Bytes of K and V in one hop from which ``auto`` has copy engines carry it, beside any kernel. Measured with cuDNN and
+flash-attn on 2 and 4 H200 (docs/speed.md): they are faster then, or as fast; below, a copy costs the host more."""
+
 
 class Hop:
     """One transfer under way. `wait` returns what arrived, once."""
@@ -94,7 +98,7 @@ class Ring:
 
     def _copying(self) -> bool:
         """Whether copy engines carry the next hop, where they can: alike on all members."""
-        return self._comm.hops == "copy" or self._comm.beside_greedy_kernel
+        return self._comm.hops == "copy" or self._comm.large_hops
 
     def _exchange(self, outgoing: list[Tensor], incoming: list[Tensor]) -> list[Any]:
         """What `torch.distributed.batch_isend_irecv` does, without its checks of every argument in every call."""

@@ -33,8 +33,6 @@ class Kernel(ABC):
     dense_rows = True
     """Whether a backward pass must be given O and dO without gaps, as torch's own autograd does. torch keeps cuDNN's
     plans by the strides of q, k and v alone: O, dO and LSE must always have the strides that belong to such a q."""
-    greedy = False
-    """Whether it loses more to the multiprocessors that NCCL's kernels take than hops by copy engine cost."""
     several_lengths = False
     """Whether one call computes packed documents of any lengths; otherwise there is a call a document."""
     takes_windows = False

@@ -30,8 +30,6 @@ class CudnnKernel(Kernel):
     """cuDNN attention through torch: the fastest on Hopper."""
 
     name = "cudnn"
-    # Measured on 2 H200: zigzag at 90 to 95 % of its blocks' own speed beside NCCL, at 95 to 97 % beside copies.
-    greedy = True
     # Through torch 2.11 the backward pass differs from call to call even under use_deterministic_algorithms.
     has_deterministic_mode = False
     _plans = PlanCheck()

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from ringprof.cli.recording import all_of, workload_of, workload_options
+from ringprof.cli.recording import all_of, masks, workload_of, workload_options
 from ringprof.cli.values import KERNEL_NAMES, Known, Tokens
 from ringprof.errors import UsageError
 from ringprof.foresee.links import Cluster
@@ -34,7 +34,7 @@ _CLUSTER = (
 def asks(function: Callable[..., Any]) -> Callable[..., Any]:
     """Gives a command the options of a problem, a cluster and a machine."""
     seq = click.option("--seq", type=Tokens(), help="Global sequence length in tokens: 131072 or 128k.")
-    return seq(workload_options()(all_of(*_CLUSTER)(function)))
+    return seq(workload_options()(masks(all_of(*_CLUSTER)(function))))
 
 
 def asked_workload(options: dict[str, Any]) -> Workload:

@@ -67,7 +67,8 @@ def _measured(path: Path, name: str | None, base: str | None, kernels: str | Non
         count = str(torch.cuda.device_count())
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", count]
         os.execv(sys.executable, [sys.executable, *launcher, "-m", "ringprof", *sys.argv[1:]])
-    from ringprof.foresee.measure import Bench, measure_machine, usable_kernels
+    from ringprof.foresee.bench import Bench
+    from ringprof.foresee.measure import measure_machine, usable_kernels
     from ringprof.record.world_group import world_group
 
     device = torch.device("cuda", 0)

@@ -47,6 +47,9 @@ class KernelSample(msgspec.Struct, frozen=True, kw_only=True):
     kv_heads: Whole
     head_dim: Whole
     causal: bool
+    pairs: Whole | None = None
+    """As in `ringprof.foresee.program.Block`, also below."""
+    sequences: Whole = 1
     ns: Positive
     spread: Share = 0.01
     """Standard deviation of the calls, as a part of the time."""
@@ -69,6 +72,9 @@ class Kernel(msgspec.Struct, frozen=True, kw_only=True):
     lead: Value
     """The part of a backward call, at its beginning, that helpers take before the kernel that fills the device."""
     samples: list[KernelSample]
+    forward_us: Value | None = None
+    """Of the host, a call; None: as `Host` has it."""
+    backward_us: Value | None = None
 
 
 class Link(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,8 +117,14 @@ class Host(msgspec.Struct, frozen=True, kw_only=True):
     """An attention call."""
     backward_us: Value
     post_us: Value
-    """A transfer begun."""
+    """A hop by NCCL begun."""
     wait_us: Value
+    collective_us: Value | None = None
+    """A collective begun; None, also below: as `post_us`."""
+    copy_us: Value | None = None
+    """A hop by copy engine begun."""
+    autograd_us: Value | None = None
+    """What a backward pass takes beside its operations; None: nothing."""
 
 
 class Calibration(msgspec.Struct, frozen=True, kw_only=True):
@@ -202,7 +214,8 @@ def assumed(name: str, device: str, multiprocessors: int, memory_bytes: int) -> 
 
     host = Host(
         call_us=about(2.0), launch_us=about(12.0), forward_us=about(60.0), backward_us=about(100.0),
-        post_us=about(150.0), wait_us=about(15.0),
+        post_us=about(150.0), wait_us=about(15.0), collective_us=about(150.0), copy_us=about(150.0),
+        autograd_us=about(300.0),
     )  # fmt: skip
     return Calibration(
         name=name, device=device, created="", multiprocessors=multiprocessors, memory_bytes=memory_bytes,

@@ -140,7 +140,18 @@ def _likeness(a: Floats, b: Floats, amplitude: float, length: float) -> Floats:
 
 
 def _place(block: Block) -> tuple[float, ...]:
-    """Where a block lies among others: octaves of its sizes. Heads count less than lengths."""
+    """Where a block lies among others: octaves of its sizes. Heads count less than lengths.
+
+    Under a mask of documents or windows the keys that a query sees, in the mean, stand for those that there are.
+    """
+    if block.pairs is not None:
+        return (
+            float(np.log2(block.q)),
+            float(np.log2(block.pairs / block.q)),
+            0.5 * float(np.log2(block.heads)),
+            0.5 * float(np.log2(block.heads / block.kv_heads)),
+            0.5 * float(np.log2(block.sequences)),
+        )
     return (
         float(np.log2(block.q)),
         float(np.log2(block.kv)),
@@ -154,9 +165,11 @@ def _log_work(block: Block, kappa: float, units: int) -> float:
     """Logarithm of FLOPs, a tile's fixed cost and what waves leave empty included."""
     rows = block.q if block.phase == "forward" else block.kv
     per_pair = (4 if block.phase == "forward" else 10) * block.batch * block.heads * block.head_dim
-    tiles = block.batch * block.heads * -(-rows // _TILE)
+    # Of every sequence of a pack the last tile is half full, in the mean.
+    tiles = block.batch * block.heads * (-(-rows // _TILE) + block.sequences // 2)
     # Causal tiles are of all lengths: the long ones first, they fill up with half a tile to spare.
-    waves = tiles / (tiles + 0.5 * units) if block.causal else tiles / (units * -(-tiles // units))
+    uneven = block.causal or block.pairs is not None
+    waves = tiles / (tiles + 0.5 * units) if uneven else tiles / (units * -(-tiles // units))
     return float(np.log((block.flops() + per_pair * kappa * rows) / waves))
 
 
@@ -168,5 +181,6 @@ def _extent(blocks: Sequence[Block]) -> str:
 def _block(sample: KernelSample) -> Block:
     return Block(
         label="", phase=sample.phase, batch=sample.batch, q=sample.q, kv=sample.kv, heads=sample.heads,
-        kv_heads=sample.kv_heads, head_dim=sample.head_dim, causal=sample.causal,
+        kv_heads=sample.kv_heads, head_dim=sample.head_dim, causal=sample.causal, pairs=sample.pairs,
+        sequences=sample.sequences,
     )  # fmt: skip

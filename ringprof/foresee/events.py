@@ -63,8 +63,8 @@ class Machine(Protocol):
     def touch(self, rank: int, place: int, touch: Touch) -> float:
         """Nanoseconds."""
 
-    def host(self, op: Op) -> float:
-        """Nanoseconds that the host needs before the device can begin this."""
+    def host(self, program: Program) -> Sequence[float]:
+        """Nanoseconds that the host needs for each operation of a rank before the device can begin it."""
 
     def leg(self, post: Post, sender: int, receiver: int) -> Leg: ...
 
@@ -307,7 +307,7 @@ class _Rank:
         self.device = _Device(world)
         self.timeline = Timeline([(0.0, 0.0)] * len(program.ops), {})
         self._ops = program.ops
-        self._issued = [0.0] * len(program.ops) if ahead else list(accumulate(map(world.machine.host, program.ops)))
+        self._issued = [0.0] * len(program.ops) if ahead else list(accumulate(world.machine.host(program)))
         self._streams: dict[int, list[int]] = defaultdict(list)
         for place, op in enumerate(program.ops):
             self._streams[op.stream].append(place)

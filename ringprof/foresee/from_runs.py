@@ -71,6 +71,8 @@ def observed_run(path: str | os.PathLike[str], base: Calibration) -> Observed:
         raise InputError(f"{os.fspath(path)}: not a recorded run: name its folder or its run.json")
     if run.topology.device_type != "cuda":
         raise UsageError(f"{os.fspath(path)}: recorded on CPU processes, which cannot be foreseen")
+    if run.workload and not run.workload.mask().plain:
+        raise UsageError(f"{os.fspath(path)}: runs of packed documents and windows are not taken apart")
     ranks = observe(analysis.attribution, tape_of_run(run))
     fills = any(kernel.name == run.kernel and kernel.fills_device for kernel in base.kernels)
     return Observed(run, ranks, Links(base, cluster_of_run(run)), fills)

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from ringprof.foresee.calibration import Calibration, Kernel
 from ringprof.foresee.curves import Curve, Estimate
 from ringprof.foresee.events import BlockTime, Leg
+from ringprof.foresee.host import host_ns
 from ringprof.foresee.links import UNCHANGED, Cluster, Links, RateFactors
-from ringprof.foresee.program import Block, Op, Post, Touch
+from ringprof.foresee.program import Block, Post, Program, Touch
 
 JITTER = 0.01
 """Of a block from one call to the next."""
@@ -29,16 +30,22 @@ class Curves:
 
     def at(self, block: Block) -> Estimate:
         """On a hot device. Raises `OutsideCalibration`."""
-        key = (block.phase, block.batch, block.q, block.kv, block.heads, block.kv_heads, block.head_dim, block.causal)
+        key = (
+            block.phase, block.batch, block.q, block.kv, block.heads, block.kv_heads, block.head_dim, block.causal,
+            block.pairs, block.sequences,
+        )  # fmt: skip
         if key not in self._known:
-            self._known[key] = self._curve(block.phase).at(block)
+            self._known[key] = self._curve(block.phase, block.pairs is not None).at(block)
         return self._known[key]
 
-    def _curve(self, phase: str) -> Curve:
-        if phase not in self._of:
-            samples = [sample for sample in self.kernel.samples if sample.phase == phase]
-            self._of[phase] = Curve(f"{self.kernel.name} {phase}", samples, self._units, self.heat)
-        return self._of[phase]
+    def _curve(self, phase: str, masked: bool) -> Curve:
+        name = f"{self.kernel.name} {phase}{' of documents and windows' if masked else ''}"
+        if name not in self._of:
+            samples = [
+                sample for sample in self.kernel.samples if (sample.phase, sample.pairs is not None) == (phase, masked)
+            ]
+            self._of[name] = Curve(name, samples, self._units, self.heat)
+        return self._of[name]
 
 
 @dataclass(frozen=True)
@@ -121,19 +128,5 @@ class CalibratedMachine:
     def hop_is_first(self, rank: int, place: int) -> bool:
         return self._chance.random() < self._calibration.hop_first.value
 
-    def host(self, op: Op) -> float:
-        return host_ns(self._calibration, op) * self._draw.host
-
-
-def host_ns(calibration: Calibration, op: Op) -> float:
-    """What the host spends on an operation, and on the calls into torch before it."""
-    host = calibration.host
-    if isinstance(op, Block):
-        own = host.forward_us if op.phase == "forward" else host.backward_us
-    elif isinstance(op, Touch):
-        own = host.launch_us
-    elif isinstance(op, Post):
-        own = host.post_us
-    else:
-        own = host.wait_us
-    return (own.value + op.calls * host.call_us.value) * 1e3
+    def host(self, program: Program) -> list[float]:
+        return [ns * self._draw.host for ns in host_ns(self._calibration, self._curves.kernel, program)]

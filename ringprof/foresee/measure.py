@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from datetime import datetime, timezone
-from itertools import pairwise
-from statistics import median, pstdev
+from statistics import median
 from typing import Any
 
 import msgspec
@@ -19,89 +17,28 @@ import torch
 from torch import Tensor
 
 from ringprof.errors import UsageError
-from ringprof.foresee.calibration import Calibration, Host, Kernel, KernelSample, Link, Nccl, Value
+from ringprof.foresee.bench import Bench, call_of
+from ringprof.foresee.calibration import Calibration, Kernel, KernelSample, Link, Nccl, Value
+from ringprof.foresee.host_passes import with_host_times
 from ringprof.foresee.links import channels
-from ringprof.foresee.machine import host_ns
 from ringprof.foresee.program import Block
-from ringprof.foresee.shapes import COLLECTIVE_BYTES, MESSAGES, blocks
-from ringprof.foresee.tape import tape
-from ringprof.record.measure import Problem
-from ringprof.record.world_group import gather_bytes
-from ringprof.run import Workload
-from ringprof.strategies import create
+from ringprof.foresee.shapes import COLLECTIVE_BYTES, MESSAGES, Wanted, blocks
 from ringprof.strategies.communicator import Communicator
 from ringprof.strategies.kernels import KERNELS
 from ringprof.strategies.merge import accumulate
 from ringprof.strategies.parcels import Parcel
 
 Save = Callable[[Calibration], None]
-_PARTS = {"kernels": 0.62, "links": 0.14, "contention": 0.1, "heat": 0.08, "host": 0.06}
+_PARTS = {"kernels": 0.55, "host": 0.15, "links": 0.12, "contention": 0.1, "heat": 0.08}
 """Of the time that is given."""
-_SAMPLE_NS, _CALLS = 40e6, (2, 24)
-"""Least time that is measured of a shape, and the fewest and the most calls."""
-_TRANSFERS = 11
-_AHEAD_CYCLES = 10_000_000
-"""Of the device: some milliseconds."""
+_SHAPE = ("phase", "q", "kv", "heads", "kv_heads", "head_dim", "causal", "pairs", "sequences")
 _SLICE_S = 30.0
 """Between savings of samples."""
 _WARM_S = 8.0
-_WARM_PASSES, _PASSES = 5, 40
 _BESIDE = Block(
     label="", phase="forward", batch=1, q=16384, kv=16384, heads=40, kv_heads=40, head_dim=128, causal=False
 )  # fmt: skip
 _BESIDE_BYTES = 320 << 20
-
-
-@dataclass
-class Bench:
-    """One rank's device, and what it takes to measure on it."""
-
-    device: torch.device
-    rank: int = 0
-    size: int = 1
-
-    def times_ns(self, body: Callable[[], object], calls: int) -> list[float]:
-        """Each of ``calls`` calls, back to back."""
-        if self.device.type != "cuda":
-            marks = [time.perf_counter_ns()]
-            for _ in range(calls):
-                body()
-                marks.append(time.perf_counter_ns())
-            return [float(b - a) for a, b in pairwise(marks)]
-        events: list[Any] = [torch.cuda.Event(enable_timing=True) for _ in range(calls + 1)]  # type: ignore[no-untyped-call]
-        # While the device sleeps, the host gets ahead: else small calls would take the host's time.
-        torch.cuda._sleep(_AHEAD_CYCLES)  # type: ignore[no-untyped-call]
-        events[0].record()
-        for event in events[1:]:
-            body()
-            event.record()
-        events[-1].synchronize()
-        return [a.elapsed_time(b) * 1e6 for a, b in pairwise(events)]
-
-    def typical_ns(self, body: Callable[[], object]) -> tuple[float, float, int]:
-        """Median, relative spread and count, of as many calls as fill some time, after some that do not count."""
-        once = self.times_ns(body, 1)[0]
-        if once < _SAMPLE_NS:
-            # A first call also chooses its algorithm and makes room.
-            once = self.times_ns(body, 1)[0]
-        calls = min(max(int(_SAMPLE_NS / max(once, 1.0)), _CALLS[0]), _CALLS[1])
-        taken = self.times_ns(body, calls)
-        middle = median(taken)
-        return middle, pstdev(taken) / middle, calls
-
-    def together_ns(self, body: Callable[[], object]) -> float:
-        """Median of a transfer that all ranks make, of as many calls on each."""
-        self.times_ns(body, 2)
-        return median(self.times_ns(body, _TRANSFERS))
-
-    def together(self, part: Any, kind: Any) -> list[Any]:
-        """What every rank found."""
-        if self.size == 1:
-            return [part]
-        return [msgspec.json.decode(one, type=kind) for one in gather_bytes(msgspec.json.encode(part), self.device)]
-
-    def draw(self, *shape: int) -> Tensor:
-        return torch.randn(shape, device=self.device, dtype=torch.bfloat16)
 
 
 def measure_machine(base: Calibration, bench: Bench, kernels: Sequence[str], seconds: float, save: Save) -> Calibration:
@@ -126,17 +63,20 @@ def measure_machine(base: Calibration, bench: Bench, kernels: Sequence[str], sec
     for samples, failed in _kernel_samples(bench, kernels, ends["kernels"]):
         keep(kernels=_with_samples(found.kernels, samples), unmeasured=failed)
     parts: dict[str, Callable[[], dict[str, Any]]] = {
+        "host": lambda: _of_host(with_host_times(bench, found, kernels)),
         "memory": lambda: _memory(bench),
         "links": lambda: {"same_host": _links(bench, found, ends["links"])} if bench.size > 1 else {},
         "copied hops": lambda: {"same_host": _copied(bench, found.same_host)} if bench.size > 1 else {},
         "contention": lambda: _contention(bench, found, kernels[0]) if bench.size > 1 else {},
         "heat": lambda: _heat(bench, kernels[0], ends["heat"]),
-        "host": lambda: {"host": _host(bench, found, kernels[0])},
-        "host in a pass": lambda: {"host": _host_in_a_pass(bench, found, kernels[0])},
     }
     for name, attempt in parts.items():
         keep(**_attempted(name, attempt, found.unmeasured))
     return found
+
+
+def _of_host(found: Calibration) -> dict[str, Any]:
+    return {"host": found.host, "kernels": found.kernels}
 
 
 def _attempted(name: str, part: Callable[[], dict[str, Any]], failed: list[str]) -> dict[str, Any]:
@@ -169,18 +109,6 @@ def _nccl(before: Nccl, bench: Bench) -> Nccl:
 # --- kernels ----------------------------------------------------------------------------------------
 
 
-def call_of(kernel: Any, block: Block, bench: Bench) -> Callable[[], object]:
-    """A call of the block, on random numbers."""
-    q = bench.draw(block.batch, block.q, block.heads, block.head_dim)
-    k, v = (bench.draw(block.batch, block.kv, block.kv_heads, block.head_dim) for _ in range(2))
-    scale, causal = block.head_dim**-0.5, block.causal
-    if block.phase == "forward":
-        return lambda: kernel.forward(q, k, v, scale=scale, causal=causal)
-    out, lse = kernel.forward(q, k, v, scale=scale, causal=causal)
-    dout = bench.draw(*q.shape)
-    return lambda: kernel.backward(dout, q, k, v, lse, out=out, scale=scale, causal=causal)
-
-
 def _warm(bench: Bench, kernel: str) -> None:
     """Compute until the device is as warm as it gets."""
     if bench.device.type != "cuda":
@@ -202,12 +130,13 @@ def _kernel_samples(
     while not done:
         pause = min(until, time.monotonic() + _SLICE_S)
         while mine and time.monotonic() < pause:
-            name, block = mine.pop(0)
+            wanted = mine.pop(0)
             try:
-                samples.append(_sample(bench, instances[name], block))
+                samples.append(_sample(bench, instances[wanted.kernel], wanted))
             except RuntimeError as error:
+                block = wanted.block
                 shape = f"{block.q} x {block.kv}, {block.heads} heads, {block.kv_heads} kv, causal={block.causal}"
-                failed.append(f"{name} {block.phase} {shape}: {_brief(error)}")
+                failed.append(f"{wanted.kernel} {block.phase} {shape}: {_brief(error)}")
         # All ranks go on while one has shapes left and time.
         done = all(bench.together(not mine or time.monotonic() >= until, bool))
         yield (
@@ -216,14 +145,14 @@ def _kernel_samples(
         )
 
 
-def _sample(bench: Bench, kernel: Any, block: Block) -> KernelSample:
+def _sample(bench: Bench, kernel: Any, wanted: Wanted) -> KernelSample:
     """Raises RuntimeError where the device has not the memory, or the kernel cannot do this."""
     try:
-        ns, spread, count = bench.typical_ns(call_of(kernel, block, bench))
+        ns, spread, count = bench.typical_ns(call_of(kernel, wanted.block, bench, wanted.parts))
     finally:
         if bench.device.type == "cuda":
             torch.cuda.empty_cache()
-    shape = {name: getattr(block, name) for name in ("phase", "q", "kv", "heads", "kv_heads", "head_dim", "causal")}
+    shape = {name: getattr(wanted.block, name) for name in _SHAPE}
     return KernelSample(**shape, ns=ns, spread=min(spread, 1.0), count=count, origin="measured", source=kernel.name)
 
 
@@ -400,56 +329,3 @@ def _heat(bench: Bench, kernel: str, until: float) -> dict[str, Value]:
     # The pauses leave a duty of a fifth: see `KernelSample.duty`.
     slope = (hot - cool) / (cool - 0.2 * hot)
     return {"heat": _value(min(max(slope, 0.0), 0.5), 0.2)}
-
-
-def _host(bench: Bench, before: Calibration, kernel: str) -> Any:
-    """Time of the host in each kind of call, on tensors so small that the device is never behind."""
-    run, host = KERNELS[kernel](), before.host
-    small = Block(label="", phase="forward", batch=1, q=128, kv=128, heads=2, kv_heads=2, head_dim=128, causal=True)
-    forward = call_of(run, small, bench)
-    backward = call_of(run, msgspec.structs.replace(small, phase="backward"), bench)
-    total, block = torch.zeros(1, 128, 2, 128, device=bench.device), bench.draw(1, 128, 2, 128)
-    measured = {
-        "call_us": _host_us(bench, lambda: total[:, 1:]),
-        "launch_us": _host_us(bench, lambda: accumulate(total, block)),
-        "forward_us": _host_us(bench, forward),
-        "backward_us": _host_us(bench, backward),
-    }
-    if bench.size > 1:
-        ring = Communicator().ring("calibrate_host")
-        hops: list[Any] = []
-        measured["post_us"] = _host_us(bench, lambda: hops.append(ring.post(_whole(block))), 60)
-        waiting = iter(hops)
-        measured["wait_us"] = _host_us(bench, lambda: next(waiting).wait(), 60)
-    values = {name: _value(us, 0.2) for name, us in measured.items()}
-    return msgspec.structs.replace(host, **values)
-
-
-def _host_in_a_pass(bench: Bench, before: Calibration, kernel: str) -> Host:
-    """The host's times by what a pass of a strategy takes it, if that is longer.
-
-    Calls in a loop find all they need in the processor's caches, and no code between them: on H200 they took a third.
-    """
-    workload = Workload(seq=256 * bench.size, heads=2, kv_heads=2, head_dim=128)
-    problem = Problem.of(create("zigzag", kernel=kernel, hops="nccl"), workload, bench.device)
-    ops = tape("zigzag", workload, bench.size, kernel=kernel, ranks=[bench.rank]).programs[0].ops
-    for _ in range(_WARM_PASSES):
-        problem.iteration()
-    taken_us = median(_host_us(bench, problem.iteration, 1) for _ in range(_PASSES))
-    slower = max(1.0, taken_us * 1e3 / sum(host_ns(before, op) for op in ops))
-    names = before.host.__struct_fields__
-    return Host(**{name: _value(getattr(before.host, name).value * slower, 0.3) for name in names})
-
-
-def _host_us(bench: Bench, body: Callable[[], object], calls: int = 200) -> float:
-    """Microseconds of the host a call, the device not waited for."""
-    if bench.device.type == "cuda":
-        torch.cuda.synchronize()
-    took = []
-    for _ in range(calls):
-        start = time.perf_counter_ns()
-        body()
-        took.append(time.perf_counter_ns() - start)
-    if bench.device.type == "cuda":
-        torch.cuda.synchronize()
-    return median(took) / 1e3

@@ -110,7 +110,7 @@ def predict(
     cluster = question.cluster
     refuse_unknown(question, machine)
     kernel = question.kernel_on(machine)
-    question = replace(question, kernel=kernel, hops=question.hops_on(machine, kernel))
+    question = replace(question, kernel=kernel, hops=question.hops_on(machine))
     curves = Curves(machine, question.kernel)
     if cluster.size <= DIRECT:
         return _simulated(question, machine, curves, tape_of(question, cluster, None), changes)
@@ -167,7 +167,7 @@ def _simulated(
     end = max(one.end_ns for one in timelines)
     duty = {program.rank: busy_share(program, one, end) for program, one in zip(programs, timelines, strict=True)}
     asks = CalibratedMachine(machine, cluster, curves, LIKELIEST, changes)
-    issuing = max(sum(map(asks.host, program.ops)) for program in programs)
+    issuing = max(sum(asks.host(program)) for program in programs)
     bound = issuing > end
     draws = [run(Draw(seed=seed), duty, not bound) for seed in range(1, 1 + _draws(len(programs)))]
     ends = [max(one.end_ns for one in drawn) for drawn in draws]

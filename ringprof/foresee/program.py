@@ -25,13 +25,20 @@ class Block(msgspec.Struct, frozen=True, kw_only=True, tag="block"):
     kv_heads: int
     head_dim: int
     causal: bool
+    pairs: int | None = None
+    """Of a query and a key that it sees, where a mask is more than causal or none; then ``q`` and ``kv`` are the rows
+    of all sequences together, every entry of the batch counted as one."""
+    sequences: int = 1
+    """Documents that one call computes."""
     stream: int = 0
     calls: int = 0
     """Calls into torch that the host made since the operation before: they take its time, not the device's."""
 
     def flops(self) -> int:
         """FLOPs from the exact mask area: 4 a pair and channel forward, 10 backward."""
-        pairs = self.q * (self.q + 1) // 2 if self.causal else self.q * self.kv
+        pairs = self.pairs
+        if pairs is None:
+            pairs = self.q * (self.q + 1) // 2 if self.causal else self.q * self.kv
         return (4 if self.phase == "forward" else 10) * self.batch * self.heads * self.head_dim * pairs
 
 

@@ -43,7 +43,7 @@ class Question:
     kernel: str = "auto"
     """``auto``: the first of the machine's that has been measured."""
     hops: str = "nccl"
-    """``auto``: as the recorder chooses them, copy engines beside a kernel that fills the device."""
+    """``auto``: as the recorder chooses them, copy engines where hops are large."""
     params: Mapping[str, Any] = field(default_factory=dict)
     older: bool = False
     """As runs of before were recorded; see `is_older`."""
@@ -60,18 +60,30 @@ class Question:
         used = run.strategy
         return cls(used.name, run.workload, cluster, run.kernel, used.hops, used.params, is_older(run))
 
-    def hops_on(self, machine: Calibration, kernel: str) -> str:
+    def hops_on(self, machine: Calibration) -> str:
         """``nccl`` or ``copy``."""
         if self.hops != "auto":
             return self.hops
-        copies = machine.kernel(kernel).fills_device and machine.same_host.copy_gb_s is not None
-        return "copy" if copies else "nccl"
+        from ringprof.record.estimate import load_of  # here, because it imports torch
+        from ringprof.strategies.hops import COPIED_FROM_BYTES
+
+        large = load_of(self.workload, self.cluster.size).kv >= COPIED_FROM_BYTES
+        return "copy" if large and machine.same_host.copy_gb_s is not None else "nccl"
 
     def kernel_on(self, machine: Calibration) -> str:
         """The kernel's name."""
         if self.kernel != "auto":
             return self.kernel
-        measured = [kernel.name for kernel in machine.kernels if kernel.samples]
+        masked = not self.workload.mask().plain
+        measured = [
+            kernel.name for kernel in machine.kernels
+            if any(sample.pairs is not None or not masked for sample in kernel.samples)
+        ]  # fmt: skip
+        if masked and not measured:
+            raise UnfitWorkloadError(
+                f"machine {machine.name!r}: no kernel is calibrated for packed documents and windows"
+                " (ringprof calibrate, with flash-attn installed)"
+            )
         if not measured:
             raise InputError(f"machine {machine.name!r}: no kernel has been measured on it")
         return measured[0]

@@ -70,12 +70,16 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         finally:
             self._labels.pop()
 
-    def block(self, phase: Any, q: Tensor, k: Tensor, causal: bool, scratch_bytes: int) -> None:
-        """An attention call, which holds ``scratch_bytes`` while it runs."""
+    def block(
+        self, phase: Any, q: Tensor, k: Tensor, causal: bool, scratch_bytes: int, pairs: int | None = None,
+        sequences: int = 1,
+    ) -> None:  # fmt: skip
+        """An attention call, which holds ``scratch_bytes`` while it runs; ``pairs`` and ``sequences`` as in `Block`."""
         batch, seq, heads, head_dim = q.shape
         op = Block(
             label=self.label, phase=phase, batch=batch, q=seq, kv=k.shape[1], heads=heads, kv_heads=k.shape[2],
-            head_dim=head_dim, causal=causal, stream=self.stream, calls=self._host_calls(),
+            head_dim=head_dim, causal=causal, pairs=pairs, sequences=sequences, stream=self.stream,
+            calls=self._host_calls(),
         )  # fmt: skip
         self.ops.append(op)
         self._see_peak(scratch_bytes)
@@ -115,9 +119,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
-        if name in _LOOKS:
+        if name in _LOOKS and _is_shape(args[0]):
             raise LooksAtValues(name)
         result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and not _is_shape(result):
+            # Of the host alone, such as which rows a rank holds.
+            return result
         self._calls += 1
         if name in _FREE:
             self.hold(result)
@@ -216,6 +223,10 @@ class RecordedKernels:
 
     def _moves(self, name: str, *tensors: Tensor) -> None:
         self._recorder.touch(name, sum(map(_bytes, tensors)))
+
+
+def _is_shape(tensor: Any) -> bool:
+    return isinstance(tensor, Tensor) and tensor.is_meta
 
 
 def _bytes(tensor: Tensor) -> int:

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from ringprof.errors import UnfitWorkloadError
 from ringprof.foresee.recorder import Recorder
+from ringprof.strategies import several_lengths
 from ringprof.strategies.collectives import Collective
 from ringprof.strategies.communicator import Communicator, Meter
 from ringprof.strategies.copies import SLOTS
@@ -19,6 +21,7 @@ from ringprof.strategies.hosts import SAME_HOST, Hosts
 from ringprof.strategies.kernel import Gradients, Kernel
 from ringprof.strategies.merge import wide_type
 from ringprof.strategies.parcels import Parcel
+from ringprof.strategies.parts import Batch, Lengths, Part, Parts
 
 
 def recording_kernel(kind: type[Kernel], recorder: Recorder, *, deterministic: bool) -> Kernel:
@@ -44,10 +47,63 @@ class _Recording(Kernel):
         out: Tensor | None, delta: Tensor | None, scale: float, causal: bool,
     ) -> Gradients:  # fmt: skip
         dq, dk, dv = _like(q), _like(k), _like(v)
-        # Flash attention adds up dQ in float32, and keeps rowsum(dO · O) of its rows.
-        scratch = 4 * q.numel() + 4 * lse.numel()
-        self.recorder.block("backward", q, k, causal, scratch)
+        self.recorder.block("backward", q, k, causal, _scratch_bytes(self.name, q, k))
         return dq, dk, dv
+
+    # Kernels for sequences of several lengths get them all at once, packed: q (T, H, D), k and v (T', Hkv, D).
+
+    def _forward_parts(self, q: Tensor, k: Tensor, v: Tensor, scale: float, parts: Parts) -> tuple[Tensor, Tensor]:
+        if not self.several_lengths:
+            return super()._forward_parts(q, k, v, scale, parts)
+        return several_lengths.forward(self._packed_forward, q, k, v, scale, parts)
+
+    def _backward_parts(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor,
+        out: Tensor | None, delta: Tensor | None, scale: float, parts: Parts,
+    ) -> Gradients:  # fmt: skip
+        if not self.several_lengths:
+            return super()._backward_parts(dout, q, k, v, lse, out, delta, scale, parts)
+        assert out is not None
+        return several_lengths.backward(self._packed_backward, dout, q, k, v, lse, out, scale, parts)
+
+    def _packed_forward(
+        self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, batch: Batch, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        out, lse = _like(q), torch.empty(q.shape[1], q.shape[0], dtype=wide_type(q), device=q.device)
+        self.recorder.block("forward", q[None], k[None], batch.causal, 0, *_seen(batch, q.shape[0]))
+        return out, lse
+
+    def _packed_backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, lengths: Lengths, batch: Batch,
+        scale: float,
+    ) -> Gradients:  # fmt: skip
+        gradients = _like(q), _like(k), _like(v)
+        pairs, sequences = _seen(batch, q.shape[0])
+        scratch = _scratch_bytes(self.name, q[None], k[None], sequences)
+        self.recorder.block("backward", q[None], k[None], batch.causal, scratch, pairs, sequences)
+        return gradients
+
+    def _forward_band(self, q: Tensor, k: Tensor, v: Tensor, scale: float, part: Part) -> tuple[Tensor, Tensor]:
+        raise UnfitWorkloadError(f"kernel {self.name!r}: sliding windows cannot be foreseen")
+
+
+def _seen(batch: Batch, rows: int) -> tuple[int, int]:
+    """Pairs and sequences of a packed call of ``rows`` queries, which may hold the batch of parts several times."""
+    entries = rows // sum(part.queries for part in batch.parts)
+    return entries * sum(part.area for part in batch.parts), entries * len(batch.parts)
+
+
+def _scratch_bytes(kernel: str, q: Tensor, k: Tensor, sequences: int = 0) -> int:
+    """What a backward call holds beside its results.
+
+    Flash attention adds up dQ in float32, and keeps rowsum(dO · O) of its rows. flash-attn 2 rounds the rows up to a
+    tile's 128, or adds as many for each packed sequence (``mha_bwd`` and ``mha_varlen_bwd`` of its flash_api.cpp). It
+    and cuDNN have dK and dV of every query head before they add those of a group up.
+    """
+    batch, rows, heads, head_dim = q.shape
+    rounded = -(-rows // 128) * 128 if kernel == "flash-attn" and not sequences else rows + 128 * sequences
+    groups = 2 * _size_bytes(q) // rows * k.shape[1] if heads != k.shape[2] else 0
+    return 4 * batch * rounded * heads * (head_dim + 1) + groups
 
 
 class RecordingCommunicator(Communicator):
@@ -55,7 +111,7 @@ class RecordingCommunicator(Communicator):
 
     def __init__(self, recorder: Recorder, rank: int, size: int, per_host: int, hops: str) -> None:
         self.hops, self.meter, self.recorder = hops, Meter(), recorder
-        self.beside_greedy_kernel = False
+        self.large_hops = False
         self.rank, self.size, self._per_host = rank, size, per_host
         self.hosts = _hosts(size, per_host)
         self.slots: dict[StorageWeakRef, RecordingRing] = {}

@@ -24,7 +24,7 @@ from ringprof.foresee.question import Question
 from ringprof.foresee.recorder import LooksAtValues, RecordedKernels, RecordedStreams, Recorder
 from ringprof.foresee.seams import RecordingCommunicator, recording_kernel
 from ringprof.record.measure import Problem, counted_work, reset_counts
-from ringprof.record.resolve import fits, load_strategy, strategy_errors, torch_dtype, typed_params
+from ringprof.record.resolve import fits, load_strategy, mask_options, strategy_errors, torch_dtype, typed_params
 from ringprof.run import Workload
 from ringprof.strategies import find
 from ringprof.strategies.annotate import heard_by
@@ -33,6 +33,8 @@ from ringprof.strategies.kernels import KERNELS
 from ringprof.strategies.merge import FUSED
 from ringprof.strategies.streams import SIDE_STREAMS
 
+MOST_PACKED = 64
+"""Ranks that documents are foreseen on: on more, fewer ranks stand for all, and these hold other documents."""
 _LIKE = {"flash-attn-3": "flash-attn", "flash-attn-4": "flash-attn", "ffa": "flash-attn"}
 """Kernels that ringprof does not run, and which of its own takes and gives the like."""
 
@@ -50,8 +52,6 @@ def tape(
     behaves = _LIKE.get(kernel, kernel)
     if behaves not in KERNELS:
         raise UsageError(f"no kernel {kernel!r}; there are: {', '.join((*KERNELS, *_LIKE))}")
-    if workload.documents is not None or workload.window is not None:
-        raise UnfitWorkloadError("packed documents and sliding windows cannot be foreseen: no kernel is calibrated so")
     per_host = ranks_per_host or size
     if size % per_host:
         raise UnfitWorkloadError(f"{per_host} ranks a host do not divide {size} ranks")
@@ -81,6 +81,8 @@ def tape_of(question: Question, cluster: Cluster, ranks: Sequence[int] | None) -
     """
     size, params, workload = question.cluster.size, dict(question.params), question.workload
     if cluster.size != size:
+        if workload.documents is not None:
+            raise UnfitWorkloadError(f"packed documents on {size} ranks cannot be foreseen: on {MOST_PACKED} at most")
         workload = msgspec.structs.replace(workload, seq=workload.seq // size * cluster.size)
         params = _fitting(question, workload, cluster)
     return tape(
@@ -130,9 +132,9 @@ def _program(
             make_older(strategy)
         problem = _problem(strategy, workload)
         recording = recording_kernel(KERNELS[kernel], recorder, deterministic=bool(params.get("deterministic")))
-        strategy.kernel_for = lambda q: recording
+        strategy.kernel_for = lambda q, **asks: recording
         # What is made once and kept, as the memory that copied hops arrive in, is there when iterations are timed.
-        for _ in range(2 if hops == "copy" else 1):
+        for _ in range(2 if hops == "copy" or problem.options else 1):
             recorder.start()
             reset_counts([strategy])
             recording.flops, recording.calls = 0, dict.fromkeys(recording.calls, 0)
@@ -156,7 +158,9 @@ def _problem(strategy: Any, workload: Workload) -> Problem:
 
     heads, kv_heads, trains = workload.heads, workload.kv_heads, workload.backward
     q, k, v = (shaped(count).requires_grad_(trains) for count in (heads, kv_heads, kv_heads))
-    return Problem(strategy, workload.causal, q, k, v, shaped(heads) if trains else None)
+    return Problem(
+        strategy, workload.causal, q, k, v, shaped(heads) if trains else None, options=mask_options(workload)
+    )
 
 
 @contextmanager

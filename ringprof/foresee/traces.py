@@ -17,7 +17,7 @@ import msgspec
 
 from ringprof._version import __version__
 from ringprof.foresee.events import RINGS, Timeline
-from ringprof.foresee.machine import host_ns
+from ringprof.foresee.host import host_ns
 from ringprof.foresee.predict import Prediction
 from ringprof.foresee.program import Block, Join, Op, Post, Program, Touch, Wait
 from ringprof.run import (
@@ -124,7 +124,8 @@ def trace_of(prediction: Prediction, program: Program, timeline: Timeline) -> di
 
 
 def _events(prediction: Prediction, program: Program, timeline: Timeline) -> Iterator[_Event]:
-    host = list(accumulate(host_ns(prediction.machine, op) for op in program.ops))
+    machine = prediction.machine
+    host = list(accumulate(host_ns(machine, machine.kernel(prediction.kernel), program)))
     before = 0.0 if prediction.host_bound else host[-1]
     origin = _ORIGIN_NS + round(before)
     writer = _Writer(prediction, program, timeline, origin)

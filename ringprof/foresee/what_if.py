@@ -19,7 +19,7 @@ from ringprof.foresee.events import BlockTime, Leg, simulate
 from ringprof.foresee.from_runs import Observed, lost_ns
 from ringprof.foresee.links import Cluster, Links
 from ringprof.foresee.observed import touch_bytes
-from ringprof.foresee.program import Block, Op, Post, Program, Touch
+from ringprof.foresee.program import Block, Post, Program, Touch
 from ringprof.foresee.question import is_older
 
 _SCHEMA = "ringprof.what-if/1"
@@ -173,8 +173,8 @@ class _Replay:
     def touch(self, rank: int, place: int, touch: Touch) -> float:
         return touch.bytes / self._memory[rank]
 
-    def host(self, op: Op) -> float:
-        return 0.0
+    def host(self, program: Program) -> list[float]:
+        return [0.0] * len(program.ops)
 
     def leg(self, post: Post, sender: int, receiver: int) -> Leg:
         size, same = sum(post.messages), self._links.cluster.host(sender) == self._links.cluster.host(receiver)

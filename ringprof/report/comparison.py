@@ -13,8 +13,14 @@ from ringprof.report.terms import WATERFALL_LABELS as WATERFALL_LABELS
 from ringprof.report.text import TextStyle, clean, csv_text
 
 _SCHEMA = "ringprof.compare/1"
-UNKNOWN = "unknown"
+PARAMETER = "-p "
+"""What a setting's name begins with that is a strategy's parameter."""
 _SIGNS = {"better": "+", "worse": "-", "noise": "~", "same": "=", "differs": " "}
+
+
+def missing(name: str) -> str:
+    """What stands for a setting that an entry lacks: a strategy has no parameters but its own."""
+    return "-" if name.startswith(PARAMETER) else "unknown"
 
 
 def _as_dict(comparison: Comparison) -> dict[str, Any]:
@@ -71,7 +77,7 @@ def render_markdown(comparison: Comparison) -> str:
     blocks = [
         [f"**{clean(line)}**  " for line in verdict_lines(comparison)],
         [f"- {name}: {_code(entry.label)}" for name, entry in entries],
-        [f"- {_code(name)}: {', '.join(_code(value or UNKNOWN) for value in values)}"
+        [f"- {_code(name)}: {', '.join(_code(value or missing(name)) for value in values)}"
          for name, values in comparison.differing.items()],
         ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows],
         _legend(comparison),
@@ -94,7 +100,7 @@ def render(comparison: Comparison, style: TextStyle) -> str:
     lines += ["", *map(style.wrap, verdict_lines(comparison))]
     lines += map(style.wrap, _warnings(comparison))
     if comparison.differing:
-        rows = [[clean(name), *(clean(value or UNKNOWN) for value in values)]
+        rows = [[clean(name), *(clean(value or missing(name)) for value in values)]
                 for name, values in comparison.differing.items()]  # fmt: skip
         lines += ["", _either_way("what differs", rows, comparison, style)]
     parts = [name for name in comparison.figures if name.startswith(WATERFALL_PREFIX)]

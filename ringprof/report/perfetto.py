@@ -23,11 +23,11 @@ from ringprof.analysis.timeline.rows import timed_activities
 from ringprof.analysis.transfers.from_run import fill_from_run
 from ringprof.analysis.transfers.hops import Split, gbps
 from ringprof.analysis.transfers.matching import match
-from ringprof.analysis.transfers.transfers import Message, Transfer, transfers_of
+from ringprof.analysis.transfers.transfers import Transfer, transfers_of
 from ringprof.report import perfetto_calls
 from ringprof.report.terms import LABELS
 from ringprof.report.text import clean
-from ringprof.report.timeline import Activity, activities_of, origins_of
+from ringprof.report.timeline import Activity, activities_of, origins_of, peers_of, step_name
 from ringprof.report.trace_event import Lanes, TraceEvent, arrow_end, counter, named, slice_of
 from ringprof.run import Run
 
@@ -173,16 +173,12 @@ def _steps(steps: Iterable[Step], origin: dict[int, int]) -> Iterator[TraceEvent
     for step in steps:
         start, end = step.start_ns - origin[step.rank], step.end_ns - origin[step.rank]
         track = STEPS + LANES * lanes.setdefault(step.rank, Lanes()).place(start, end)
-        name = _step_name(StepKey(step.iteration, step.phase, step.call, step.step))
+        name = step_name(StepKey(step.iteration, step.phase, step.call, step.step))
         figures = {
             "bound": step.bound or "not known", "hops": step.hops, "bytes": step.bytes,
             "exposed ms": step.exposed_ns / 1e6, "wait ms": _ms(step.wait_ns), "wire ms": _ms(step.wire_ns),
         }  # fmt: skip
         yield slice_of(step.rank, track, name, start, end, **figures)
-
-
-def _step_name(key: StepKey) -> str:
-    return f"{key.phase} {key.step}" + (f" of call {key.call}" if key.call else "")
 
 
 def _ms(time_ns: int | None) -> float | None:
@@ -221,7 +217,7 @@ class _RankEvents:
 
     def _activity(self, one: Activity, track: int, start: int, end: int) -> Iterator[TraceEvent]:
         key = self._steps.get(one.row)
-        figures = {"kind": LABELS[one.kind], "step": key and _step_name(key)}
+        figures = {"kind": LABELS[one.kind], "step": key and step_name(key)}
         part = self._split.get(one.row)
         yield slice_of(self._rank, track, clean(one.name), start, end, **figures, **(_figures(part) if part else {}))
 
@@ -230,7 +226,7 @@ class _RankEvents:
         part, place = self._split.get(one.row), (self._rank, one.row)
         sent, received = self._arrows.begin.get(place, ()), self._arrows.end.get(place, ())
         if sent:
-            to = _peers(part.transfer.sends) if part else None
+            to = peers_of(part.transfer.sends) if part else None
             yield slice_of(self._rank, track, f"send to {to}" if to else "send", start, start)
             yield from (arrow_end("s", MESSAGE, number, self._rank, track, start) for number in sent)
         if part is not None and part.wire_ns is not None:
@@ -241,7 +237,7 @@ class _RankEvents:
                 yield slice_of(self._rank, track, "wire", ready, end, **{"GB/s": _rate(part)})
         if received:
             # Perfetto closes a slice at its end: what belongs to it begins before.
-            last, of = max(start, end - 1), _peers(part.transfer.receives) if part else None
+            last, of = max(start, end - 1), peers_of(part.transfer.receives) if part else None
             yield slice_of(self._rank, track, f"received from {of}" if of else "received", last, last)
             yield from (arrow_end("f", MESSAGE, number, self._rank, track, last) for number in received)
 
@@ -268,14 +264,10 @@ class _RankEvents:
 def _figures(part: Split) -> dict[str, Any]:
     transfer = part.transfer
     return {
-        "bytes": transfer.sent_bytes, "send to": _peers(transfer.sends), "receive from": _peers(transfer.receives),
+        "bytes": transfer.sent_bytes, "send to": peers_of(transfer.sends), "receive from": peers_of(transfer.receives),
         "link": _LINKS[part.link], "group": clean(transfer.group[0]) if transfer.group[0] else None,
         "wait ms": _ms(part.wait_ns), "wire ms": _ms(part.wire_ns), "GB/s": _rate(part),
     }  # fmt: skip
-
-
-def _peers(messages: Iterable[Message]) -> str | None:
-    return ", ".join(dict.fromkeys(f"rank {one.peer}" for one in messages)) or None
 
 
 def _rate(part: Split) -> float | None:

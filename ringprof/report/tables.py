@@ -206,4 +206,5 @@ class Table(NamedTuple):
 def _cell(value: Any, unit: str) -> Cell:
     if unit == "text":
         return text("-" if value is None else value)
-    return number(value, UNITS[unit].digits, UNITS[unit].scale)
+    whole = unit == "rough count" and value is not None and value == int(value)
+    return number(value, 0 if whole else UNITS[unit].digits, UNITS[unit].scale)

@@ -58,8 +58,9 @@ MEANINGS: dict[str, str] = {
     "else communication if any runs (exposed), else memory operations, else idle.",
     "waterfall": "From the device's peak matrix rate down to the speed achieved: what each loss takes of the slowest "
     "rank's wall, mean over ranks. The parts sum to that wall.",
-    "timeline": "Every rank's device over time. Upper lane: computation. Lower lane: communication, split into waiting "
-    "for a peer and bytes on the wire where the traces tell. Shaded: every other ring step.",
+    "timeline": "Every rank's device over time, a lane a stream: computation above, below it communication, split into "
+    "waiting for a peer and bytes on the wire where the traces tell. Shaded: every other ring step. Scroll to zoom, "
+    "drag to move.",
     "steps": "A ring step is one block of attention and the hops that it should hide. Exposed is communication in the "
     "step with nothing computing beside it; a step is bound by compute, by the wire or by a peer.",
     "waiting": "What each ring step of each rank exposes: the brightest cell costs most.",

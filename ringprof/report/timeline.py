@@ -1,15 +1,19 @@
-"""What a drawn timeline shows: each rank's activities as bars in two lanes, thinned to what can be seen."""
+"""What a drawn timeline shows: each rank's activities as bars, a lane a stream, thinned to what can be seen."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ringprof.analysis.attribution import Attribution
 from ringprof.analysis.findings.findings import Findings
 from ringprof.analysis.kinds.kinds import COMMUNICATION, KINDS
 from ringprof.analysis.rank import Detail, Rank
+from ringprof.analysis.steps.blocks import StepKey
 from ringprof.analysis.steps.steps import Step
+from ringprof.analysis.transfers.hops import Split, gbps
+from ringprof.analysis.transfers.transfers import Message
 from ringprof.report import palette
 from ringprof.report.page.document import Content
 from ringprof.report.terms import LABELS
@@ -17,6 +21,8 @@ from ringprof.report.terms import LABELS
 MOST_BARS = 12_000
 """More are joined: a screen has some thousand columns, and a page must stay quick."""
 _COLUMNS = 2_000
+MOST_LANES, OF_A_RANK = 96, 8
+"""Of all ranks together, and of each."""
 
 
 class Bar(NamedTuple):
@@ -32,6 +38,11 @@ class Bar(NamedTuple):
     end_ns: int
     name: str
     """Of the activity; of the first of several."""
+    stream: int = 0
+    step: str = ""
+    """The ring step that it belongs to, where that is known."""
+    sent: str = ""
+    """Of communication: peers, bytes and rate, as far as they are known."""
     activities: int = 1
 
 
@@ -86,10 +97,17 @@ def origins_of(attribution: Attribution) -> dict[int, int]:
     return {rank.rank: first - offset[rank.rank] for rank in attribution.ranks}
 
 
-def timeline_of(attribution: Attribution, steps: Sequence[Step]) -> DrawnTimeline:
+StepsByActivity = Mapping[int, Mapping[int, StepKey]]
+"""Rank -> row in its trace -> the ring step that the activity belongs to."""
+
+
+def timeline_of(
+    attribution: Attribution, steps: Sequence[Step], by_activity: StepsByActivity | None = None
+) -> DrawnTimeline:
     """The bars of all ranks on one clock; none for ranks on CPU, whose traces hold no device activities."""
-    origin = origins_of(attribution)
-    bars = [bar for rank in attribution.ranks if not rank.on_cpu for bar in _bars(rank, origin[rank.rank])]
+    origin, known = origins_of(attribution), by_activity or {}
+    ranks = [rank for rank in attribution.ranks if not rank.on_cpu]
+    bars = [bar for rank in ranks for bar in _bars(rank, origin[rank.rank], known.get(rank.rank, {}))]
     thinned = len(bars) > MOST_BARS
     if thinned:
         span = max(bar.end_ns for bar in bars)
@@ -97,29 +115,70 @@ def timeline_of(attribution: Attribution, steps: Sequence[Step]) -> DrawnTimelin
     return DrawnTimeline(bars, list(steps), origin, thinned)
 
 
-def _bars(rank: Rank, origin: int) -> Iterator[Bar]:
+def lanes_of(bars: Iterable[Bar]) -> dict[tuple[int, str, int], int]:
+    """(Rank, lane, stream) -> its place among the rank's lanes, from 0: computation first, each by stream.
+
+    Where ranks have more streams than can be drawn, one lane holds all computation, and one all communication.
+    """
+    streams = sorted({(bar.rank, bar.lane != "compute", bar.stream) for bar in bars})
+    several = len(streams) <= MOST_LANES and max(Counter(rank for rank, *_ in streams).values(), default=0) <= OF_A_RANK
+    places: dict[tuple[int, str, int], int] = {}
+    used: dict[int, int] = {}
+    for rank, sends, stream in streams:
+        if several:
+            place = used[rank] = used.get(rank, -1) + 1
+        else:
+            place = int(sends)
+        places[rank, "communication" if sends else "compute", stream] = place
+    return places
+
+
+def _bars(rank: Rank, origin: int, steps: Mapping[int, StepKey]) -> Iterator[Bar]:
     detail = rank.detail
     split = {part.transfer.activity: part for part in detail.splits}
     for one in activities_of(detail):
+        part, key = split.get(one.row), steps.get(one.row)
         start, end = one.start_ns - origin, one.end_ns - origin
+        bar = Bar(
+            rank.rank, "compute", one.kind, one.kind, start, end, one.name, one.stream, step_name(key) if key else ""
+        )
         if one.kind not in COMMUNICATION:
-            yield Bar(rank.rank, "compute", one.kind, one.kind, start, end, one.name)
+            yield bar
             continue
-        part = split.get(one.row)
+        bar = bar._replace(lane="communication", what="unsplit", sent=_sent(part) if part else "")
         if part is None or part.wire_ns is None:
-            yield Bar(rank.rank, "communication", "unsplit", one.kind, start, end, one.name)
+            yield bar
             continue
         ready = min(max(part.transfer.end_ns - part.wire_ns - origin, start), end)
         for what, since, until in (("wait", start, ready), ("wire", ready, end)):
             if until > since or what == "wire":
-                yield Bar(rank.rank, "communication", what, one.kind, since, until, one.name)
+                yield bar._replace(what=what, start_ns=since, end_ns=until)
+
+
+def step_name(key: StepKey) -> str:
+    """A ring step in words."""
+    return f"{key.phase} {key.step}" + (f" of call {key.call}" if key.call else "")
+
+
+def peers_of(messages: Iterable[Message]) -> str | None:
+    """The ranks that messages go to or come from; None where there are none."""
+    return ", ".join(dict.fromkeys(f"rank {one.peer}" for one in messages)) or None
+
+
+def _sent(part: Split) -> str:
+    transfer = part.transfer
+    to, of, speed = peers_of(transfer.sends), peers_of(transfer.receives), gbps(transfer.sent_bytes, part.wire_ns)
+    parts = [f"to {to}" if to else "", f"from {of}" if of else ""]
+    parts += [f"{transfer.sent_bytes / 1e6:,.1f} MB" if transfer.sent_bytes is not None else ""]
+    parts += [f"{speed:.3g} GB/s" if speed is not None else ""]
+    return ", ".join(filter(None, parts))
 
 
 def _joined(bars: Iterable[Bar], gap_ns: int) -> Iterable[Bar]:
     """Bars of one rank, lane and sort, joined where less than ``gap_ns`` lies between two that are no longer."""
-    open_bars: dict[tuple[int, str, str], Bar] = {}
+    open_bars: dict[tuple[int, str, str, int], Bar] = {}
     for bar in sorted(bars, key=lambda bar: bar.start_ns):
-        key = bar.rank, bar.lane, bar.what
+        key = bar.rank, bar.lane, bar.what, bar.stream
         before = open_bars.get(key)
         short = bar.end_ns - bar.start_ns < gap_ns
         if before is not None and short and bar.start_ns - before.end_ns < gap_ns:
@@ -140,6 +199,6 @@ def html(found: Findings, report: dict[str, Any], figures: Any) -> Content | Non
     attribution = found.attribution
     if attribution.on_cpu or not found.lists_steps:
         return None
-    drawn = timeline_of(attribution, found.steps)
+    drawn = timeline_of(attribution, found.steps, found.finder.by_activity)
     ranks = [rank.rank for rank in attribution.ranks]
     return Content(figures.timeline(drawn, ranks), lines=[_THINNED] if drawn.thinned else [])

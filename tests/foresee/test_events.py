@@ -63,8 +63,8 @@ class Machine:
     def touch(self, rank: int, place: int, touch: Touch) -> float:
         return float(touch.bytes)
 
-    def host(self, op: Op) -> float:
-        return self.host_ns
+    def host(self, program: Program) -> list[float]:
+        return [self.host_ns] * len(program.ops)
 
     def leg(self, post: Post, sender: int, receiver: int) -> Leg:
         return Leg(sum(post.messages), self.rate, self.latency_ns, (("out", sender), ("in", receiver)))

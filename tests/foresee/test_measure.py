@@ -2,27 +2,74 @@
 
 from __future__ import annotations
 
-import msgspec
+from collections import Counter
+
 import pytest
 
 pytest.importorskip("torch", reason="a calibration computes")
 
 import torch
 
-from ringprof.foresee.calibration import Calibration, Host, Value, read_calibration
-from ringprof.foresee.measure import Bench, _host_in_a_pass
+from ringprof.foresee import host_passes
+from ringprof.foresee.bench import Bench
+from ringprof.foresee.calibration import assumed
+from ringprof.foresee.host import Pass, explained, host_ns, kinds, times_us
+from ringprof.foresee.host_passes import with_host_times
+from ringprof.foresee.program import Program
+from ringprof.foresee.tape import tape
+from ringprof.run import Workload
+
+SMALL = Workload(seq=512, heads=2, kv_heads=2, head_dim=64)
+TRUE = {
+    "call_us": 3.0, "launch_us": 20.0, "forward_us": 90.0, "backward_us": 130.0, "post_us": 210.0, "wait_us": 9.0,
+    "collective_us": 130.0, "copy_us": 60.0, "autograd_us": 250.0,
+}  # fmt: skip
 
 
-def with_host(us: float) -> Calibration:
-    machine = read_calibration("h200")
-    names = machine.host.__struct_fields__
-    return msgspec.structs.replace(machine, host=Host(**{name: Value(us, 0.1, "measured", "a loop") for name in names}))
+def program(strategy: str, hops: str = "nccl") -> Program:
+    return tape(strategy, SMALL, 2, hops=hops, ranks=[0]).programs[0]
 
 
-def test_host_times_grow_to_those_of_a_pass() -> None:
-    """Told a nanosecond a call, all grow alike; told a second, which no pass takes, they stay."""
-    bench = Bench(torch.device("cpu"))
-    grown = [value.value for value in msgspec.structs.astuple(_host_in_a_pass(bench, with_host(1e-3), "reference"))]
-    assert min(grown) == pytest.approx(max(grown)) and grown[0] > 1.0
-    kept = [value.value for value in msgspec.structs.astuple(_host_in_a_pass(bench, with_host(1e6), "reference"))]
-    assert kept == pytest.approx([1e6] * len(kept))
+def took(counts: Counter[str]) -> float:
+    return sum(TRUE[kind] * count for kind, count in counts.items())
+
+
+def test_passes_of_some_strategies_tell_of_another() -> None:
+    """By hand: every kind has a time; passes of five strategies that are made of them foretell a sixth within 3 %."""
+    known = [kinds(program(name)) for name in ("zigzag", "ring", "ulysses", "megatron", "allgather")]
+    known.append(kinds(program("zigzag", "copy")))
+    machine = explained(
+        assumed("x", "x", 132, 1 << 30), [Pass("cudnn", counts, took(counts)) for counts in known], "test"
+    )
+    other = program("burst")
+    foretold = sum(host_ns(machine, machine.kernel("cudnn"), other)) / 1e3
+    assert foretold == pytest.approx(took(kinds(other)), rel=0.03)
+    assert machine.host.post_us.origin == "measured" and machine.kernel("cudnn").forward_us is not None
+
+
+def test_kernels_have_host_times_of_their_own() -> None:
+    counts = kinds(program("zigzag"))
+    passes = [Pass(kernel, counts, took(counts) * slower) for kernel, slower in (("cudnn", 1.0), ("flash-attn", 0.8))]
+    machine = explained(assumed("x", "x", 132, 1 << 30), passes, "test")
+    cudnn, flash = (times_us(machine, machine.kernel(name)) for name in ("cudnn", "flash-attn"))
+    assert flash["forward_us"] < cudnn["forward_us"] and flash["post_us"] == cudnn["post_us"]
+
+
+def test_a_pass_costs_the_host_what_its_operations_do() -> None:
+    """Two blocks a phase, three hops: the backward pass's own part is counted once."""
+    machine = assumed("x", "x", 132, 1 << 30)
+    ring = program("zigzag")
+    us = times_us(machine, machine.kernel("cudnn"))
+    counts = kinds(ring)
+    assert (counts["forward_us"], counts["backward_us"], counts["post_us"], counts["autograd_us"]) == (2, 2, 3, 1)
+    assert sum(host_ns(machine, machine.kernel("cudnn"), ring)) / 1e3 == pytest.approx(
+        sum(us[kind] * count for kind, count in counts.items())
+    )
+
+
+def test_host_times_are_measured_from_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On this CPU, on one rank: what runs here is enough for all kinds that it has."""
+    for name, value in (("_WARM", 1), ("_TIMED", 2), ("_TOKENS", 16)):
+        monkeypatch.setattr(host_passes, name, value)
+    found = with_host_times(Bench(torch.device("cpu")), assumed("x", "x", 132, 1 << 30), ["reference"])
+    assert found.host.forward_us.origin == "measured" and found.host.forward_us.value > 0

@@ -68,10 +68,12 @@ def test_zoom_hover_and_sort_work(tab: Any, tmp_path: Path) -> None:
     # A hovered bar shows its rank, kind and time.
     tab.run(TOOLTIP)
     for place in range(60):
-        tab.mouse("mouseMoved", x + 4 * place, y)
+        # Not always between two lanes.
+        tab.mouse("mouseMoved", x + 4 * place, y + 5 * (place % 7))
         if tab.run("tip()"):
             break
-    assert "time:" in tab.run("tip()") and "ms" in tab.run("tip()")
+    assert "time:" in tab.run("tip()") and "start:" in tab.run("tip()") and "stream" in tab.run("tip()")
+    assert "step: fwd" in tab.run("tip()") or "step: bwd" in tab.run("tip()")
     _sorts(tab)
     assert tab.messages == []
 
@@ -119,6 +121,38 @@ def _sorts(tab: Any) -> None:
     assert tab.run("document.querySelectorAll('#steps th')[4].getAttribute('aria-sort')") == "ascending"
     # By keyboard: headings are buttons, reached with Tab.
     assert tab.run("document.querySelectorAll('#steps th button')[0].tabIndex") == 0
+
+
+@pytest.mark.parametrize("width", [420, 1280, 1920])
+def test_nothing_sticks_out_and_labels_stand_within_the_figure(tab: Any, tmp_path: Path, width: int) -> None:
+    tab.call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
+    opened(tab, TRACES / "h200x4-zigzag-262144", tmp_path)
+    assert tab.run("document.documentElement.scrollWidth <= window.innerWidth")
+    # Each label's width in the font that it is drawn in, beside the figure's.
+    glyph = "Bokeh.documents[0].roots()[0].renderers.filter(one => one.glyph.type === 'Text')"
+    script = f"""(() => {{
+      const pen = document.createElement('canvas').getContext('2d');
+      pen.font = '12px helvetica, arial, sans-serif';
+      return {glyph}.flatMap(one => one.data_source.get_array(one.glyph.text.field))
+        .map(text => pen.measureText(text).width); }})()"""
+    room = tab.run("document.querySelector('#waterfall .figure').getBoundingClientRect().width")
+    widths = tab.run(script)
+    assert len(widths) >= 10 and 0 < max(widths) < room - 10
+
+
+def test_a_table_is_saved_as_csv(tab: Any, tmp_path: Path) -> None:
+    opened(tab, TRACES / "h200x4-zigzag-262144", tmp_path)
+    tab.run("""(() => {
+      window.saved = [];
+      URL.createObjectURL = (blob) => { blob.text().then((text) => window.saved.push(text)); return "blob:none"; };
+      HTMLAnchorElement.prototype.click = function () { window.named = this.download; };
+      document.querySelector('#breakdown .below button').click(); })()""")
+    tab.until("window.saved.length")
+    header, *rows = tab.run("window.saved[0]").splitlines()
+    ranks = analysis(TRACES / "h200x4-zigzag-262144").report()["ranks"]
+    assert header.startswith("rank,host,wall ms,compute ms,") and tab.run("window.named") == "breakdown.csv"
+    assert [row.split(",")[2] for row in rows] == [f"{rank['wall_ns'] / 1e6:.3f}" for rank in ranks]
+    assert tab.messages == []
 
 
 def test_a_hostile_name_runs_nothing(tab: Any, tmp_path: Path) -> None:

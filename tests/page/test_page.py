@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import re
 import shutil
 import sys
 from html.parser import HTMLParser
@@ -18,6 +19,7 @@ from ringprof.report import as_json
 from ringprof.report.page.html import render
 from ringprof.report.page.run import run_document
 from ringprof.report.page.several import comparison_document, sweep_document
+from ringprof.report.terms import LABELS
 from ringprof.report.timeline import MOST_BARS, timeline_of
 from ringprof.scale.pipeline import attribute
 from tests.analysis.build import Builder
@@ -63,6 +65,8 @@ class Page(HTMLParser):
     def handle_endtag(self, tag: str) -> None:
         if tag == "tr":
             self.tables.setdefault(self._heading, []).append(self._row)
+            # What follows a table is none of its cells.
+            self._row = [""]
         self._in = ""
 
     def handle_data(self, data: str) -> None:
@@ -85,21 +89,46 @@ def text() -> str:
     return analysis(RUN).to_html()
 
 
-def test_the_figures_are_those_of_the_json_report(text: str) -> None:
-    page, report = Page(text), analysis(RUN).report()
+@pytest.mark.parametrize("folder", COMMITTED, ids=lambda path: path.name)
+def test_the_figures_of_every_committed_page_are_those_of_the_json_report(folder: Path) -> None:
+    text, report = analysis(folder).to_html(), analysis(folder).report()
+    # Modest in size: the library and the figures.
+    assert 1e6 < len(text) < 5e6
+    page, summary = Page(text), report["summary"]
     _, *rows = page.tables["Breakdown by rank"]
     for row, rank in zip(rows, report["ranks"], strict=True):
-        times = [
-            f"{rank[f'{name}_ns'] / 1e6:,.3f}" for name in ("wall", "compute", "exposed_comm", "exposed_memory", "idle")
-        ]
-        assert row[2:7] == times
+        parts = ("wall", "compute", "exposed_comm", "exposed_memory", "idle")
+        times = [f"{rank[f'{name}_ns'] / 1e6:,.3f}" for name in parts]
+        assert row[0] == str(rank["rank"]) and row[2:7] == times
     _, *rows = page.tables["Waterfall"]
-    assert [row[1] for row in rows] == [f"{part['time_ns'] / 1e6:,.3f}" for part in report["waterfall"]]
-    _, *rows = page.tables["Ring steps"]
-    assert len(rows) == len(report["steps"])
-    for line in report["summary"]["verdict"]:
+    assert [row[1:3] for row in rows] == [
+        [_shown(part["time_ns"] / 1e6, 3), _shown(100 * part["share"], 1)] for part in report["waterfall"]
+    ]
+    steps = page.tables.get("Ring steps", [])[1:]
+    assert [(row[0], row[1], row[3], row[-2], row[-1]) for row in steps] == [
+        (str(one["rank"]), one["phase"], str(one["step"]), _shown(one["exposed_ns"] / 1e6, 3), one["bound"] or "-")
+        for one in report["steps"]
+    ]
+    kinds = {row[0]: row[1] for row in page.tables["By kind"][1:]}
+    for kind, shown in kinds.items():
+        code = next(name for name, label in LABELS.items() if label == kind)
+        mean = sum(rank["kinds_ns"].get(code, 0) for rank in report["ranks"]) / len(report["ranks"])
+        assert shown == f"{mean / 1e6:,.3f}"
+    for line in summary["verdict"]:
         assert line.replace("'", "&#39;") in text
-    assert f"{report['summary']['tflops']:,.1f} TFLOP/s" in text
+    rates = [(summary["tflops"], "achieved, per device"), (summary["block_tflops"], "attention kernels in the run")]
+    tiles = dict(re.findall(r"<dt>([^<]*)</dt><dd>([^<]*)</dd>", text))
+    for value, what in rates:
+        assert value is None or tiles[what] == (
+            f"{value:,.1f} TFLOP/s" if value >= 1 else f"{1e3 * value:,.1f} GFLOP/s"
+        )
+    share = summary["exposed_comm_share"]["mean"]
+    assert tiles["exposed communication, of the mean wall"] == f"{100 * share:.1f} %"
+
+
+def _shown(value: float, digits: int) -> str:
+    """What rounds to nothing has no sign."""
+    return f"{round(value, digits) + 0.0:,.{digits}f}"
 
 
 def test_only_the_pages_own_scripts_may_run_and_nothing_is_loaded(text: str) -> None:
@@ -122,11 +151,6 @@ def test_names_from_a_trace_are_text() -> None:
     shown = next(row[0] for row in page.tables["Kernels"] if "alert(1)" in row[0])
     assert shown.startswith("</script><script>alert(1)</script><img src=x onerror=alert(2)>")
     assert "\x1b" not in shown and "\u202e" not in shown
-
-
-def test_every_committed_run_has_a_page_of_modest_size() -> None:
-    for folder in COMMITTED:
-        assert 1e6 < len(analysis(folder).to_html()) < 5e6
 
 
 def test_a_large_run_is_thinned_and_says_so() -> None:

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import gc
 import os
+from itertools import product
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 
-from ringprof.strategies import agreement, copies, create, hops
+from ringprof.strategies import agreement, base, copies, create, hops
 from ringprof.strategies.errors import PeerLost, Unfit
 from ringprof.strategies.hops import Hop, Ring
-from ringprof.strategies.kernels import ReferenceKernel
 from ringprof.strategies.parcels import Parcel
 from tests.strategies.cases import CASES, Case, Problem, dense, inputs, relative_error
 from tests.strategies.gpu_ranks import GPUS, SIZES, needs_two_gpus, run_gpu_ranks
@@ -41,40 +41,39 @@ class _ByGloo:
         return Hop(self._ring._exchange(parcel.messages, arriving.messages), parcel.messages, arriving)
 
 
-def _carried(rank: int, can: list[bool], greedy: bool) -> tuple[set[str], float]:
+def _carried(rank: int, can: list[bool], seq: int) -> tuple[set[str], float]:
     """By what the hops went, where ``can`` says of each rank whether it has copy engines; and the error."""
-    problem = Problem(seq=16)
-    kernel = ReferenceKernel()
-    kernel.greedy = greedy
+    problem = Problem(seq=seq)
     with (
         patch.object(agreement, "can_copy", lambda: None if can[rank] else "need CUDA"),
         patch.object(agreement, "sees_peers", lambda: True),
         patch.object(hops, "copy_ring", lambda *_: None),
+        # K and V of 16 tokens: 2 heads of 8 numbers of 8 bytes.
+        patch.object(base, "COPIED_FROM_BYTES", 4096),
     ):
-        strategy = create("zigzag")
+        strategy = create("zigzag", kernel="reference")
         if strategy.comm.can_copy:
             for ring in (strategy.kv_ring, strategy.dkv_ring):
                 ring._copies = _ByGloo(ring)
-    strategy.kernel_for = lambda q: kernel
-    *qkv, dout = (strategy.shard(x) for x in inputs(problem))
-    out = strategy.attention(*(x.requires_grad_() for x in qkv))
-    out.backward(dout)
+        *qkv, dout = (strategy.shard(x) for x in inputs(problem))
+        out = strategy.attention(*(x.requires_grad_() for x in qkv))
+        out.backward(dout)
     results = [strategy.unshard(x) for x in (out, *(x.grad for x in qkv))]
     error = max(relative_error(x, true) for x, true in zip(results, dense(problem), strict=True))
     return {operation for _, _, operation, _ in strategy.comm.meter.sent}, error
 
 
 @pytest.mark.parametrize(
-    ("can", "greedy", "way"),
+    ("can", "seq", "way"),
     [
-        ([True, True], True, "copy"),
-        ([True, True], False, "send_recv"),
-        ([True, False], True, "send_recv"),
-        ([False, False], True, "send_recv"),
+        ([True, True], 32, "copy"),
+        ([True, True], 28, "send_recv"),
+        ([True, False], 32, "send_recv"),
+        ([False, False], 32, "send_recv"),
     ],
 )
-def test_auto_copies_beside_a_greedy_kernel_where_all_ranks_can(can, greedy, way):
-    for ways, error in run_ranks(2, _carried, can, greedy):
+def test_auto_copies_large_hops_where_all_ranks_can(can, seq, way):
+    for ways, error in run_ranks(2, _carried, can, seq):
         assert ways == {way} and error < 1e-13
 
 
@@ -212,16 +211,24 @@ def test_copied_hops_are_refused_inside_a_cuda_graph():
     assert all("cannot be captured in a CUDA graph" in said for said in run_gpu_ranks(2, _captured))
 
 
-def _auto(rank: int) -> dict[str, set[str]]:
+def _auto(rank: int) -> dict[tuple[str, int], set[str]]:
+    """By kernel and tokens, what the hops went by."""
     found = {}
-    for kernel in ("cudnn", "torch-flash"):
+    for kernel, seq in product(("cudnn", "torch-flash"), (16384, 16376)):
         strategy = create("zigzag", kernel=kernel)
-        _calls(strategy, range(2), 8, 4)
-        found[kernel] = {operation for _, _, operation, _ in strategy.comm.meter.sent}
+        q = torch.randn(1, seq // 2, 16, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        strategy.attention(q, q, q).sum().backward()
+        found[kernel, seq] = {operation for _, _, operation, _ in strategy.comm.meter.sent}
     return found
 
 
 @pytest.mark.gpu
 @needs_two_gpus
-def test_auto_copies_beside_cudnn_alone_on_gpus():
-    assert run_gpu_ranks(2, _auto) == [{"cudnn": {"copy"}, "torch-flash": {"send_recv"}}] * 2
+def test_auto_copies_hops_from_32_mib_beside_any_kernel_on_gpus():
+    # K and V of 8192 tokens of 16 heads of 64 in bf16 are 32 MiB.
+    expected = {
+        (kernel, seq): {way}
+        for kernel in ("cudnn", "torch-flash")
+        for seq, way in ((16384, "copy"), (16376, "send_recv"))
+    }
+    assert run_gpu_ranks(2, _auto) == [expected] * 2

@@ -8,6 +8,8 @@ from typing import Any
 
 from ringprof.report.text import clean
 
+LONG = 60
+"""Characters of a cell that must not widen its table."""
 MOST_ROWS = 2_000
 """Rows of a table beyond which the page says how many it leaves out."""
 
@@ -19,6 +21,11 @@ class Cell:
     text: str
     key: float | str
     numeric: bool = False
+
+    @property
+    def long(self) -> bool:
+        """Whether it may be broken anywhere, as the names of kernels."""
+        return len(self.text) > LONG
 
 
 @dataclass(frozen=True)

@@ -19,14 +19,18 @@ from ringprof.report import palette
 from ringprof.report.terms import ACTIONS, LABELS
 from ringprof.report.terms import WATERFALL_LABELS as WATERFALL_LABELS
 from ringprof.report.text import clean, rate
-from ringprof.report.timeline import Bar, DrawnTimeline, drawn_as
+from ringprof.report.timeline import Bar, DrawnTimeline, drawn_as, lanes_of
 
 MOST_LABELS = 32
 """Ranks up to which each has a label of its own beside an axis."""
-LEGEND_COLUMNS = 3
-"""As many as a telephone has room for."""
+TELEPHONE = 375
+"""Pixels that a figure has on the narrowest screen."""
 LEGEND_ROW = 24
 """Pixels that a row takes."""
+LETTER = 5.8
+"""Pixels that a letter takes, about."""
+LANE_PIXELS, BETWEEN_RANKS = 22, 0.5
+"""Height of a lane of a timeline, and, in lanes, the room between two ranks."""
 WORTH_A_BAR = 0.0005
 """The least share of the wall that a waterfall draws."""
 _INK = "#757575"
@@ -63,7 +67,7 @@ def _named_rows(made: Any, names: Sequence[str], axis: str = "y") -> None:
 
 
 def waterfall(found: Waterfall) -> Any:
-    """Bars that begin where the one before ended, each under a line that says what it costs and what would shorten it.
+    """Bars that begin where the one before ended, each under what it costs and what would shorten it.
 
     A loss that is negative goes back; parts that take nothing are left to the table.
     """
@@ -72,7 +76,7 @@ def waterfall(found: Waterfall) -> Any:
         left[part.part] = at
         at += part.time_ns
     parts = [part for part in found.parts if abs(part.time_ns) >= WORTH_A_BAR * (found.wall_ns or 1)]
-    made = _plain("", 46 * len(parts) + 90, x_axis_label="ms of the slowest rank's wall")
+    made = _plain("", 58 * len(parts) + 90, x_axis_label="ms of the slowest rank's wall")
     source = ColumnDataSource({
         "y": [-place for place in range(len(parts))],
         "left": [left[part.part] / 1e6 for part in parts],
@@ -82,15 +86,17 @@ def waterfall(found: Waterfall) -> Any:
         "time": [f"{part.time_ns / 1e6:,.3f} ms" for part in parts],
         "share": [f"{100 * part.share:.1f} %" for part in parts],
         "speed": ["-" if part.tflops is None else rate(part.tflops) for part in parts],
-        "action": [ACTIONS.get(part.part, "-") for part in parts],
+        "action": [ACTIONS.get(part.part, "") for part in parts],
         "line": [_waterfall_line(part) for part in parts],
+        "offset": [-24 if part.part in ACTIONS else -11 for part in parts],
     })  # fmt: skip
-    bars = made.hbar(y="y", left="left", right="right", height=0.42, color="colour", source=source)
-    made.text(x=0, y="y", text="line", y_offset=-11, text_font_size="12px", text_color=_INK, source=source)
+    bars = made.hbar(y="y", left="left", right="right", height=0.32, color="colour", source=source)
+    for text, offset in (("line", "offset"), ("action", -11)):
+        made.text(x=0, y="y", text=text, y_offset=offset, text_font_size="12px", text_color=_INK, source=source)
     _hover(made, [bars], ("part", "@part"), ("time", "@time"), ("of wall", "@share"), ("speed after it", "@speed"),
            ("shorter by", "@action"))  # fmt: skip
     made.yaxis.visible, made.ygrid.grid_line_color = False, None
-    made.y_range.start, made.y_range.end = -len(parts) + 0.5, 0.9
+    made.y_range.start, made.y_range.end = -len(parts) + 0.6, 0.7
     made.x_range.start = 0
     return made
 
@@ -99,7 +105,7 @@ def _waterfall_line(part: WaterfallPart) -> str:
     line = f"{WATERFALL_LABELS[part.part]}: {part.time_ns / 1e6:,.1f} ms"
     if part.tflops is not None:
         line += f", {rate(part.tflops)} after it"
-    return line + (f": {ACTIONS[part.part]}" if part.part in ACTIONS else "")
+    return line
 
 
 def changes(found: Sequence[Change], labels: Mapping[str, str]) -> Any:
@@ -145,46 +151,84 @@ def _legend(made: Any) -> None:
     if not made.legend:
         return
     made.add_layout(made.legend[0], "below")
-    made.legend.orientation, made.legend.ncols, made.legend.location = "horizontal", LEGEND_COLUMNS, "left"
+    columns = _legend_columns(made)
+    made.legend.orientation, made.legend.ncols, made.legend.location = "horizontal", columns, "left"
     # It takes its rows from the plot's height, of which the bars are to lose nothing.
-    made.height += LEGEND_ROW * (-(-len(made.legend[0].items) // LEGEND_COLUMNS) - 1)
+    made.height += LEGEND_ROW * (-(-len(made.legend[0].items) // columns) - 1)
     made.legend.background_fill_alpha, made.legend.border_line_color = 0, None
     made.legend.label_text_color, made.legend.label_text_font_size = _INK, "9pt"
     made.legend.click_policy = "hide"
 
 
+def _legend_columns(made: Any) -> int:
+    """As many as a telephone has room for beside the labels of the axis."""
+    labels = [item.label.value for item in made.legend[0].items]
+    room = TELEPHONE - LETTER * max(map(len, made.yaxis[0].major_label_overrides.values()), default=6) - 30
+    fits = (count for count in range(len(labels), 1, -1) if _legend_width(labels, count) <= room)
+    return next(fits, 1)
+
+
+def _legend_width(labels: Sequence[str], columns: int) -> float:
+    return sum(30 + LETTER * max(map(len, labels[column::columns])) for column in range(columns))
+
+
 def timeline(found: DrawnTimeline, ranks: Sequence[int]) -> Any:
-    """Two lanes a rank, every other ring step shaded behind them."""
-    place = {rank: -at for at, rank in enumerate(ranks)}
-    end = max((bar.end_ns for bar in found.bars), default=1) / 1e6
+    """A lane a stream, computation above communication, every other ring step shaded behind them."""
+    lanes = lanes_of(found.bars)
+    bottom, height = _bands(lanes, ranks)
+    end, deepest = max((bar.end_ns for bar in found.bars), default=1) / 1e6, min(bottom.values(), default=0)
     made = _plain(
-        "", min(1100, 40 * len(ranks) + 130), x_axis_label="ms from the first activity", x_range=(0, end),
-        y_range=(-len(ranks) + 0.4, 0.6), tools="xpan,pan,xwheel_zoom,wheel_zoom,box_zoom,reset",
+        "", round(130 - LANE_PIXELS * deepest), x_axis_label="ms from the first activity", x_range=(0, end),
+        y_range=(deepest - BETWEEN_RANKS, 0), tools="xpan,pan,xwheel_zoom,wheel_zoom,box_zoom,reset",
         active_scroll="xwheel_zoom", active_drag="xpan", output_backend="canvas",
     )  # fmt: skip
-    _shade(made, found, place)
-    sorts = [kind for kind in KINDS if any(bar.what == kind for bar in found.bars)] + ["wait", "wire", "unsplit"]
-    for what in sorts:
+    _shade(made, found, bottom, height)
+    # Waiting and wire last: they are what a look at a timeline is for.
+    for what in [*KINDS, "wait", "wire", "unsplit"]:
         bars = [bar for bar in found.bars if bar.what == what]
         if not bars:
             continue
-        upper = bars[0].lane == "compute"
+        low = [bottom[bar.rank] + height[bar.rank] - lanes[bar.rank, bar.lane, bar.stream] - 1 for bar in bars]
         source = ColumnDataSource({
             "left": [round(bar.start_ns / 1e6, 6) for bar in bars],
             "right": [round(bar.end_ns / 1e6, 6) for bar in bars],
-            "bottom": [place[bar.rank] + (0.02 if upper else -0.38) for bar in bars],
-            "top": [place[bar.rank] + (0.38 if upper else -0.02) for bar in bars],
-            "rank": [bar.rank for bar in bars],
+            "bottom": [at + 0.06 for at in low],
+            "top": [at + 0.94 for at in low],
+            "where": [f"rank {bar.rank}, stream {bar.stream}" for bar in bars],
             "kind": [LABELS.get(bar.kind, bar.kind) for bar in bars],
+            "start": [f"{bar.start_ns / 1e6:,.3f} ms" for bar in bars],
             "time": [f"{(bar.end_ns - bar.start_ns) / 1e6:,.3f} ms" for bar in bars],
+            "step": [bar.step or "-" for bar in bars],
+            "sent": [bar.sent or "-" for bar in bars],
             "name": [_name(bar) for bar in bars],
         })  # fmt: skip
         label, colour = drawn_as(what)
         quads = made.quad("left", "right", "top", "bottom", color=colour, source=source, legend_label=label)
-        _hover(made, [quads], ("rank", "@rank"), ("", f"@kind, {label}"), ("time", "@time"), ("", "@name"))
-    _named_rows(made, [f"rank {rank}" for rank in ranks])
+        rows = [("", "@where"), ("", f"@kind, {label}"), ("start", "@start"), ("time", "@time"), ("step", "@step")]
+        sent = [("sent", "@sent")] if bars[0].lane == "communication" else []
+        _hover(made, [quads], *rows, *sent, ("", "@name"))
+    _rank_labels(made, {rank: bottom[rank] + height[rank] / 2 for rank in ranks if rank in bottom})
     _legend(made)
     return made
+
+
+def _bands(lanes: Mapping[tuple[int, str, int], int], ranks: Sequence[int]) -> tuple[dict[int, float], dict[int, int]]:
+    """By rank: where its lanes end below, and how many it has, each one high."""
+    bottom: dict[int, float] = {}
+    height = {rank: 1 + max((place for (of, *_), place in lanes.items() if of == rank), default=0) for rank in ranks}
+    at = 0.0
+    for rank in ranks:
+        at -= BETWEEN_RANKS + height[rank]
+        bottom[rank] = at
+    return bottom, height
+
+
+def _rank_labels(made: Any, middles: Mapping[int, float]) -> None:
+    """A tick a rank, thinned where they are many."""
+    ranks = list(middles)[:: -(-len(middles) // MOST_LABELS) or 1]
+    made.yaxis.ticker = FixedTicker(ticks=[middles[rank] for rank in ranks])
+    made.yaxis.major_label_overrides = {middles[rank]: f"rank {rank}" for rank in ranks}
+    made.ygrid.grid_line_color = None
 
 
 def _name(bar: Bar) -> str:
@@ -192,13 +236,13 @@ def _name(bar: Bar) -> str:
     return f"{shown} and {bar.activities - 1} more" if bar.activities > 1 else shown
 
 
-def _shade(made: Any, found: DrawnTimeline, place: Mapping[int, int]) -> None:
-    steps = [step for step in found.steps if step.step % 2 == 0 and step.rank in place]
+def _shade(made: Any, found: DrawnTimeline, bottom: Mapping[int, float], height: Mapping[int, int]) -> None:
+    steps = [step for step in found.steps if step.step % 2 == 0 and step.rank in bottom]
     source = ColumnDataSource({
         "left": [(step.start_ns - found.origin_ns[step.rank]) / 1e6 for step in steps],
         "right": [(step.end_ns - found.origin_ns[step.rank]) / 1e6 for step in steps],
-        "bottom": [place[step.rank] - 0.46 for step in steps],
-        "top": [place[step.rank] + 0.46 for step in steps],
+        "bottom": [bottom[step.rank] - BETWEEN_RANKS / 4 for step in steps],
+        "top": [bottom[step.rank] + height[step.rank] + BETWEEN_RANKS / 4 for step in steps],
     })  # fmt: skip
     made.quad("left", "right", "top", "bottom", source=source, color=_INK, alpha=0.18, line_color=None)
 
@@ -283,8 +327,13 @@ def stacked(names: Sequence[str], parts: Mapping[str, tuple[str, Sequence[float]
         _hover(made, [bars], ("", "@name"), (part, "@shown"))
         left = right
     _named_rows(made, names)
-    made.legend.visible = len(parts) > 1
-    _legend(made)
+    made.x_range.start = 0
+    if len(parts) > 1:
+        _legend(made)
+    else:
+        made.legend.visible = False
+        made.text(x="right", y="y", text="shown", x_offset=-6, text_align="right", text_baseline="middle",
+                  text_font_size="11px", text_color="white", source=source)  # fmt: skip
     return made
 
 

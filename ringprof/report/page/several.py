@@ -9,7 +9,7 @@ from typing import Any
 from ringprof.analysis.findings.changes import Change
 from ringprof.analysis.findings.comparison import WATERFALL_PREFIX, Comparison, Difference, Entry
 from ringprof.report import palette
-from ringprof.report.comparison import verdict_lines
+from ringprof.report.comparison import missing, verdict_lines
 from ringprof.report.page.document import Cell, Content, Document, PageSection, PageTable, number, text
 from ringprof.report.page.html import drawing
 from ringprof.report.sweep import COLUMNS
@@ -75,7 +75,8 @@ def _timelines(found: Comparison, figures: Any) -> Any | None:
     if any(run.attribution.on_cpu or not run.lists_steps for run in found.runs):
         return None
     drawn = [
-        (timeline_of(run.attribution, run.steps), [rank.rank for rank in run.attribution.ranks]) for run in found.runs
+        (timeline_of(run.attribution, run.steps, run.finder.by_activity), [rank.rank for rank in run.attribution.ranks])
+        for run in found.runs
     ]
     return figures.timelines(drawn, [entry.label for entry in found.entries])
 
@@ -140,7 +141,9 @@ def _against(one: Difference | None) -> list[Cell]:
 
 
 def _settings_table(found: Comparison) -> PageTable:
-    rows = [[text(name), *(text(value or "unknown") for value in values)] for name, values in found.differing.items()]
+    rows = [
+        [text(name), *(text(value or missing(name)) for value in values)] for name, values in found.differing.items()
+    ]
     return PageTable(["setting", *(clean(entry.label) for entry in found.entries)], rows)
 
 

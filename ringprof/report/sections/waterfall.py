@@ -29,7 +29,7 @@ def terminal(found: Findings, style: TextStyle, listing: Listing) -> list[str]:
     titles = ["waterfall", unit, "of wall", *_speed(waterfall, None, "TFLOP/s\nafter it")]
     columns = [*map(Column, titles), Column("", left=True, paint="cyan")]
     lines = [f"{WATERFALL_LABELS[part.part]}: {clean(part.evidence)}" for part in waterfall.parts]
-    lines.append("bounds: " + _bounds(waterfall.bounds))
+    lines.append("bounds: " + _bounds(waterfall.bounds, waterfall.wall_ns))
     return [text_table(columns, [*rows, whole], style, bold=[len(rows)]), style.wrap("\n".join(lines), "dim")]
 
 
@@ -42,11 +42,14 @@ def _speed(waterfall: Waterfall, tflops: float | None, unknown: str = "-") -> li
     return [rate(tflops).split(" ")[0] if tflops >= 1 else f"{tflops:.3g}"]
 
 
-def _bounds(bounds: Bounds) -> str:
-    return (
-        f"{duration(bounds.free_ns)} if communication were free, {duration(bounds.balanced_ns)} if ranks were "
-        f"balanced, {duration(bounds.hidden_ns)} if they were and all were hidden that can be"
-    )
+def _bounds(bounds: Bounds, wall_ns: int) -> str:
+    """What the wall could be; what would change nothing is left out."""
+    named = (
+        ("if communication were free", bounds.free_ns), ("if ranks were balanced", bounds.balanced_ns),
+        ("if they were and all were hidden that can be", bounds.hidden_ns),
+    )  # fmt: skip
+    lower = [f"{duration(bound)} {what}" for what, bound in named if duration(bound) != duration(wall_ns)]
+    return ", ".join(lower) or "neither free communication nor balanced ranks would shorten it"
 
 
 def json(found: Findings) -> dict[str, Any]:
@@ -63,5 +66,5 @@ def html(found: Findings, report: dict[str, Any], figures: Any) -> Content:
         [WATERFALL_LABELS[one.part], one.time_ns, one.share, one.tflops, one.evidence, ACTIONS.get(one.part, "-")]
         for one in waterfall.parts
     ]
-    lines = [f"Bounds on the wall of {duration(waterfall.wall_ns)}: {_bounds(waterfall.bounds)}."]
+    lines = [f"Bounds on the wall of {duration(waterfall.wall_ns)}: {_bounds(waterfall.bounds, waterfall.wall_ns)}."]
     return Content(figures.waterfall(waterfall), [Table("", columns, rows).page()], lines)

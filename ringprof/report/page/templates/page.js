@@ -19,3 +19,20 @@ for (const button of document.querySelectorAll("th button")) {
     table.tBodies[0].append(...rows);
   });
 }
+// Save a table as it is sorted: cells as they are shown, none of which a spreadsheet would run as a formula.
+for (const button of document.querySelectorAll(".below button")) {
+  button.addEventListener("click", () => {
+    const scroll = button.closest(".below").previousElementSibling;
+    const cell = (one) => {
+      const text = one.innerText.trim();
+      const plain = one.classList.contains("number") ? text.replace(/,/g, "") : text.replace(/^[=+\-@]/, "'$&");
+      return /[",\n]/.test(plain) ? '"' + plain.replace(/"/g, '""') + '"' : plain;
+    };
+    const lines = [...scroll.querySelectorAll("tr")].map((row) => [...row.cells].map(cell).join(","));
+    const link = document.createElement("a");
+    link.href = URL.createObjectURL(new Blob([lines.join("\n") + "\n"], { type: "text/csv" }));
+    link.download = (scroll.closest("section").id || "table") + ".csv";
+    link.click();
+    setTimeout(() => URL.revokeObjectURL(link.href), 1000);
+  });
+}
