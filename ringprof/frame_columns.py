@@ -89,7 +89,7 @@ _WATERFALL = {
     "evidence": "the figures that it comes from, in words",
 }
 
-MEANINGS: dict[str, dict[str, str]] = {
+COLUMN_MEANINGS: dict[str, dict[str, str]] = {
     frame: _ANY_FRAME | own
     for frame, own in {
         "breakdown": _BREAKDOWN, "iterations": _BREAKDOWN, "hops": _HOPS, "steps": _STEPS, "kernels": _KERNELS,
@@ -102,4 +102,4 @@ MEANINGS: dict[str, dict[str, str]] = {
 
 def meanings_of(frame: str, columns: Iterable[str]) -> dict[str, str]:
     """Of these columns of one frame, in their order."""
-    return {column: MEANINGS[frame][column] for column in columns}
+    return {column: COLUMN_MEANINGS[frame][column] for column in columns}

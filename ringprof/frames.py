@@ -18,7 +18,7 @@ from ringprof.analysis.rank import Rank
 from ringprof.analysis.steps.steps import STEP_COLUMNS, Step
 from ringprof.analysis.timeline.breakdown import Breakdown
 from ringprof.analysis.timeline.kernels import KERNEL_COLUMNS
-from ringprof.analysis.transfers.hops import Hop
+from ringprof.analysis.transfers.hops import TimedHop
 from ringprof.errors import MissingExtraError
 from ringprof.frame_columns import meanings_of
 from ringprof.report.text import csv_text
@@ -175,7 +175,7 @@ def _figures(breakdown: Breakdown) -> dict[str, Any]:
     return row
 
 
-def _hop_row(hop: Hop) -> dict[str, Any]:
+def _hop_row(hop: TimedHop) -> dict[str, Any]:
     first, ready = hop.parts[0], [part.ready_ns for part in hop.parts]
     return {
         "rank": hop.rank,

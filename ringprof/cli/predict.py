@@ -41,10 +41,10 @@ def command(**options: Any) -> int:
     """
     machine = read_calibration(options["machine"])
     if options["check"]:
-        from ringprof.foresee.check import check, check_text, read_rows
+        from ringprof.foresee.check import check_rows, check_text, read_rows
         from ringprof.foresee.tape import tape_of
 
-        found = check(read_rows(options["check"]), machine, tape_of, asked_cluster(options))
+        found = check_rows(read_rows(options["check"]), machine, tape_of, asked_cluster(options))
         click.echo(check_text(found, options["form"]), nl=False)
         return 0
     from ringprof.foresee.tape import tape_of

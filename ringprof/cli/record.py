@@ -11,7 +11,7 @@ import click
 
 from ringprof.cli.progress import reporter
 from ringprof.cli.recording import masks, params_of, records, request_of
-from ringprof.cli.values import KERNELS, STRATEGIES, Known, Tokens
+from ringprof.cli.values import KERNEL_NAMES, STRATEGIES, Known, Tokens
 from ringprof.cli.write import say
 from ringprof.errors import RecordError, RingprofError
 from ringprof.record import Request, record
@@ -32,8 +32,8 @@ from ringprof.run import Run
 @click.option("--forward-only", is_flag=True, help="No backward pass.")
 @click.option("-p", "--param", "params", multiple=True, metavar="KEY=VALUE",
               help="A parameter of the strategy, see `ringprof strategies NAME`; repeatable.")  # fmt: skip
-@click.option("--kernel", default="auto", show_default=True, type=Known(KERNELS),
-              help=f"One of {', '.join(KERNELS[1:])}; auto: the fastest that fits.")  # fmt: skip
+@click.option("--kernel", default="auto", show_default=True, type=Known(KERNEL_NAMES),
+              help=f"One of {', '.join(KERNEL_NAMES[1:])}; auto: the fastest that fits.")  # fmt: skip
 @click.option("--cuda-graph", is_flag=True,
               help="Capture an iteration in a CUDA graph, and time its replays: the host costs nothing.")  # fmt: skip
 @click.option("--profile-iters", default=1, show_default=True, help="Profiled iterations.")

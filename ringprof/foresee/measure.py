@@ -41,7 +41,7 @@ _BESIDE = Block(
 _BESIDE_BYTES = 320 << 20
 
 
-def measure(base: Calibration, bench: Bench, kernels: Sequence[str], seconds: float, save: Save) -> Calibration:
+def measure_machine(base: Calibration, bench: Bench, kernels: Sequence[str], seconds: float, save: Save) -> Calibration:
     """Measure everything within about ``seconds``; ``save`` is called on rank 0 with what is known so far."""
     started = time.monotonic()
     ends, share = {}, 0.0

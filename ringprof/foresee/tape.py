@@ -31,7 +31,7 @@ from ringprof.strategies.annotate import heard_by
 from ringprof.strategies.base import Context
 from ringprof.strategies.kernels import KERNELS
 from ringprof.strategies.merge import FUSED
-from ringprof.strategies.streams import KINDS as STREAMS
+from ringprof.strategies.streams import SIDE_STREAMS
 
 MOST_PACKED = 64
 """Ranks that documents are foreseen on: on more, fewer ranks stand for all, and these hold other documents."""
@@ -168,11 +168,11 @@ def _recorded_by(recorder: Recorder) -> Iterator[None]:
     """What GPUs do otherwise than ``meta`` tensors would: merges in one kernel, and streams beside the current one."""
     kernels = RecordedKernels(recorder)
     FUSED["meta"] = lambda: kernels
-    STREAMS["meta"] = lambda device, count: RecordedStreams(recorder, count)
+    SIDE_STREAMS["meta"] = lambda device, count: RecordedStreams(recorder, count)
     try:
         yield
     finally:
-        del FUSED["meta"], STREAMS["meta"]
+        del FUSED["meta"], SIDE_STREAMS["meta"]
 
 
 @contextmanager

@@ -46,7 +46,7 @@ _Device = tuple[str, "int | None", float, str]
 
 
 @dataclass(frozen=True)
-class Estimate:
+class RecordingEstimate:
     """The estimates of one recording."""
 
     device: str
@@ -84,14 +84,14 @@ class Estimate:
         return TIME_LIMIT_S + TIME_LIMIT_FACTOR * self.total_seconds
 
 
-def estimate_of(request: Request) -> Estimate:
+def estimate_of(request: Request) -> RecordingEstimate:
     """The plan of a resolved request. On CPU it measures the kernel on a small block, for some milliseconds."""
     assert request.world is not None and request.warmup is not None and request.iters is not None
     kernel, strategy = kernel_class(request), load_strategy(request.strategy)
     on_gpu = request.device == "cuda"
     name, limit, rate, source = _gpu(request, kernel.name) if on_gpu else _cpu(request, kernel)
     profiled = PROFILED_SLOWDOWN * (1 + request.profile_iters)
-    return Estimate(
+    return RecordingEstimate(
         device=name,
         kernel=kernel.name,
         flops_per_device=request.workload.model_flops() // request.world,
@@ -142,7 +142,7 @@ def load_of(workload: Workload, size: int) -> Load:
     )  # fmt: skip
 
 
-def describe(request: Request, plan: Estimate) -> list[str]:
+def describe(request: Request, plan: RecordingEstimate) -> list[str]:
     """The plan in words, a line each."""
     workload, world = request.workload, request.world
     devices = f"{world} x {plan.device}" if request.device == "cuda" else f"{world} CPU processes"
@@ -167,7 +167,7 @@ def _memory_in_words(size: int | None) -> str:
     return "memory unknown: the strategy has no estimate" if size is None else f"about {_bytes(size)} of memory"
 
 
-def refuse_too_large(request: Request, plan: Estimate) -> None:
+def refuse_too_large(request: Request, plan: RecordingEstimate) -> None:
     """Raises `UnfitWorkloadError` with the largest sequence that fits, where memory or (on CPU) time will not do."""
     if request.force:
         return
@@ -182,7 +182,7 @@ def refuse_too_large(request: Request, plan: Estimate) -> None:
     raise UnfitWorkloadError(f"sequence {request.workload.seq} {reason}; {advice} (--force runs it anyway)")
 
 
-def largest_seq(request: Request, plan: Estimate) -> int:
+def largest_seq(request: Request, plan: RecordingEstimate) -> int:
     """The longest sequence, as the layout needs it, that memory and time allow; 0 where none does."""
     strategy = load_strategy(request.strategy)
     assert request.world is not None
@@ -197,7 +197,7 @@ def largest_seq(request: Request, plan: Estimate) -> int:
     return int(best * divisor)
 
 
-def _affordable(request: Request, plan: Estimate, seq: int) -> bool:
+def _affordable(request: Request, plan: RecordingEstimate, seq: int) -> bool:
     assert request.world is not None
     workload = request.workload.at(seq)
     memory = memory_per_device(request, workload)

@@ -16,7 +16,7 @@ LABELS: dict[str, str] = {
 }
 """Of the parts of a rank's time, and of kinds."""
 
-WATERFALL: dict[str, str] = {
+WATERFALL_LABELS: dict[str, str] = {
     "peak": "needed work at peak",
     "kernel": "attention kernel below peak",
     "repeated": "repeated work",

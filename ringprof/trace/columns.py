@@ -93,7 +93,7 @@ class Ranges:
 
 
 @dataclass(frozen=True)
-class Collective:
+class CommRecord:
     """One communication record: what ``record_param_comms`` or a kernel's own metadata says."""
 
     name: str
@@ -190,7 +190,7 @@ class Trace:
     operators: Ranges
     """CPU operators that tell attention or communication kinds apart; on a CPU trace, all of them."""
     comm_records: CommRecords
-    collectives: list[Collective]
+    collectives: list[CommRecord]
     devices: list[Device]
     rank: int | None
     world_size: int | None

@@ -23,7 +23,7 @@ from ringprof.errors import RingprofError, TraceFormatError
 from ringprof.files import read_whole
 from ringprof.limits import MemoryBudget
 from ringprof.trace.checks import refuse_unsound
-from ringprof.trace.columns import TABLES, Caveat, Collective, Device, Int64, Trace, dtypes_of
+from ringprof.trace.columns import TABLES, Caveat, CommRecord, Device, Int64, Trace, dtypes_of
 from ringprof.trace.kineto import read_trace
 from ringprof.trace.kineto.event_list import UNREADABLE
 from ringprof.trace.kineto.fields import MOST_DEVICES
@@ -45,7 +45,7 @@ class _Ragged(msgspec.Struct, frozen=True):
 
 
 class _Record(msgspec.Struct, frozen=True):
-    """A `Collective`; its lists by their places among all lists."""
+    """A `CommRecord`; its lists by their places among all lists."""
 
     name: str
     group: str | None
@@ -182,7 +182,7 @@ def _trace(file: _File, path: str, take: Callable[[int], None]) -> Trace:
         names=list(_texts(file.names, take)),
         groups={name: _at(lists, place) for name, place in groups},
         collectives=[
-            Collective(**{
+            CommRecord(**{
                 **msgspec.structs.asdict(one),
                 "group_ranks": None if one.group_ranks is None else _at(lists, one.group_ranks),
                 "in_split": _at(lists, one.in_split),

@@ -168,5 +168,5 @@ def test_the_tape_leaves_nothing_behind() -> None:
 
     with pytest.raises(UnfitWorkloadError):
         tape(f"{USERS}:Looks", SMALL, 2)
-    assert "meta" not in merge.FUSED and "meta" not in streams.KINDS and annotate._listener is None
+    assert "meta" not in merge.FUSED and "meta" not in streams.SIDE_STREAMS and annotate._listener is None
     assert (torch.ones(2) + 1).sum().item() == 4

@@ -14,7 +14,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ringprof.analysis.findings.changes import Changes
+    from ringprof.analysis.findings.changes import RunChanges
     from ringprof.analysis.findings.findings import Findings
 
 Recordings = Sequence[Sequence[float]]
@@ -27,7 +27,7 @@ _UNLESS_STATED = ("layers", "steps", "mask")
 FEWEST_TURNS = 4
 """Recordings of each from which it is surer to set those made in turns against each other one by one."""
 
-WATERFALL = "waterfall."
+WATERFALL_PREFIX = "waterfall."
 """How the names of the figures begin that are parts of the slowest rank's wall."""
 
 
@@ -105,7 +105,7 @@ class Comparison:
     """What two single runs or traces of the same work were found to be, for `changes`; else empty."""
 
     @cached_property
-    def changes(self) -> Changes | None:
+    def changes(self) -> RunChanges | None:
         """What became of the time between two runs; None where it is not two runs of the same work."""
         from ringprof.analysis.findings.changes import changes_between  # here: logs are read without numpy
 

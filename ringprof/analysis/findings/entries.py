@@ -7,7 +7,7 @@ from statistics import fmean
 
 import numpy as np
 
-from ringprof.analysis.findings.comparison import WATERFALL, Entry, Figure
+from ringprof.analysis.findings.comparison import WATERFALL_PREFIX, Entry, Figure
 from ringprof.analysis.findings.controls import ControlFigures, slowest
 from ringprof.analysis.findings.figures import figures_of
 from ringprof.analysis.findings.findings import Findings
@@ -38,7 +38,7 @@ def entry_of_run(label: str, found: Findings) -> Entry:
         figures |= _control_figures(whole.controls, summary.rates.controls)
     times = {row.kind: row.time_ns / iterations for row in summary.kinds}
     figures |= {f"{kind}_ms": _time(times[kind]) for kind in KINDS if kind in times}
-    figures |= {f"{WATERFALL}{part.part}_ms": _time(part.time_ns / iterations) for part in found.waterfall.parts}
+    figures |= {f"{WATERFALL_PREFIX}{part.part}_ms": _time(part.time_ns / iterations) for part in found.waterfall.parts}
     settings = _run_settings(run) if run is not None else {}
     devices = ", ".join(summary.devices) or None
     warnings = tuple(f"{one.message} [{one.code}]" for one in found.attribution.warnings if one.code not in NOTES)

@@ -7,15 +7,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ringprof.analysis.findings.changes import Change
-from ringprof.analysis.findings.comparison import WATERFALL, Comparison, Difference, Entry
+from ringprof.analysis.findings.comparison import WATERFALL_PREFIX, Comparison, Difference, Entry
 from ringprof.report import palette
-from ringprof.report.comparison import missing, verdict_of
+from ringprof.report.comparison import missing, verdict_lines
 from ringprof.report.page.document import Cell, Content, Document, PageSection, PageTable, number, text
 from ringprof.report.page.html import drawing
 from ringprof.report.sweep import COLUMNS
 from ringprof.report.tables import Column, Table
 from ringprof.report.terms import LABELS, MEANINGS
-from ringprof.report.terms import WATERFALL as WATERFALL_LABELS
+from ringprof.report.terms import WATERFALL_LABELS as WATERFALL_LABELS
 from ringprof.report.text import clean
 from ringprof.report.timeline import timeline_of
 
@@ -49,7 +49,7 @@ def comparison_document(found: Comparison) -> Document:
     warnings = [clean(f"{entry.label}: {text}") for entry in found.entries for text in entry.warnings]
     subtitle = " · ".join(f"{place or 'base'}: {clean(name)}" for place, name in enumerate(names))
     return Document(
-        "Comparison", subtitle, [*warnings, *verdict_of(found, [clean(name) for name in names])], [], sections
+        "Comparison", subtitle, [*warnings, *verdict_lines(found, [clean(name) for name in names])], [], sections
     )
 
 
@@ -102,7 +102,7 @@ def _shares(entries: Sequence[Entry], figures: Any) -> Any:
         for entry in entries:
             whole = sum(entry.figures[f"{part}_ms"].value for part in _TIMES) or 1.0
             values.append(100 * entry.figures[f"{name}_ms"].value / whole)
-        parts[LABELS[name]] = (palette.PARTS[name], values)
+        parts[LABELS[name]] = (palette.PART_COLOURS[name], values)
     return figures.stacked([entry.label for entry in entries], parts, "%")
 
 
@@ -127,8 +127,8 @@ def figure_table(found: Comparison) -> PageTable:
 
 
 def _label(name: str) -> str:
-    if name.startswith(WATERFALL):
-        return "waterfall: " + WATERFALL_LABELS[name.removeprefix(WATERFALL).removesuffix("_ms")]
+    if name.startswith(WATERFALL_PREFIX):
+        return "waterfall: " + WATERFALL_LABELS[name.removeprefix(WATERFALL_PREFIX).removesuffix("_ms")]
     plain = name.removesuffix("_ms").removesuffix("_mib")
     return LABELS.get(plain, plain.replace("_", " "))
 

@@ -18,7 +18,7 @@ from ringprof.trace.columns import (
     MEMSET,
     NONE,
     TABLES,
-    Collective,
+    CommRecord,
     Int32,
     Int64,
     dtypes_of,
@@ -133,7 +133,7 @@ class Collector:
         self.every_operator = every_operator
         self.take = take
         self.names: dict[str, int] = {}
-        self.collectives: dict[Collective, int] = {}
+        self.collectives: dict[CommRecord, int] = {}
         self.total = 0
         self.has_operators = False
         """Whether there were any CPU operators, kept or not."""
