@@ -47,6 +47,8 @@ class Shape:
     heads: int
     kv_heads: int
     head_dim: int
+    kv_length: int | None = None
+    """Keys of a sequence, those of its ``seq`` new tokens the last of them; None: these alone."""
 
 
 @dataclass(frozen=True)
@@ -135,6 +137,8 @@ class Strategy(Expectations, ABC):
     """One way of computing attention over a sequence that is split over ranks."""
 
     layout: Layout
+    phase: ClassVar[str] = "training"
+    """What it is for: ``training``, or over a cache of keys and values ``prefill`` or ``decode``."""
     takes_masks: ClassVar[bool] = False
     """Whether it computes packed documents and sliding windows."""
     PARAMETERS: ClassVar[dict[str, str]] = {"deterministic": "the kernel's deterministic mode: same bits every call"}
