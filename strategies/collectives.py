@@ -109,15 +109,16 @@ class _SummedHop(Hop):
         return [pieces.sum(0, dtype=wide_type(pieces)).to(pieces.dtype)]
 
 
-def _while_computing(options: Any) -> Any:
-    """What `torch.distributed` makes of ``async_op=True``."""
+def _while_computing(kind: str) -> Any:
+    """A collective's options as `torch.distributed` makes them of ``async_op=True``."""
+    options = getattr(c10d, kind)()
     options.asyncOp = True
     return options
 
 
-_TRADE = _while_computing(c10d.AllToAllOptions())
-_GATHER = _while_computing(c10d.AllgatherOptions())
-_REDUCE = _while_computing(c10d.ReduceScatterOptions())
+_TRADE = _while_computing("AllToAllOptions")
+_GATHER = _while_computing("AllgatherOptions")
+_REDUCE = _while_computing("ReduceScatterOptions")
 
 
 def _size_bytes(tensor: Tensor) -> int:
