@@ -22,7 +22,6 @@ from .cut import Cut, cut_of
 from .errors import Unfit
 from .expected import Expectations
 from .first_order import first_order
-from .hops import COPIED_FROM_BYTES
 from .kernel import Gradients, Kernel
 from .kernels import choose_kernel
 from .layouts import ALL, Block, Layout, part, split_home_block
@@ -387,11 +386,6 @@ class Strategy(Expectations, ABC):
         """Whether a hop of such a tensor is worth the kernel calls that hide it."""
         return travelling.is_cpu or travelling.nbytes >= HIDDEN_FROM_BYTES
 
-    def _begin(self, phase: str, k: Tensor) -> None:
-        """Tell the communicator what it will carry: hops of tensors like K and V."""
-        self.comm.meter.phase = phase
-        self.comm.large_hops = 2 * k.nbytes >= COPIED_FROM_BYTES
-
     def _positions_on(self, seq: int, device: torch.device, documents: Documents = None) -> Tensor:
         """The positions, kept where they are wanted: of the lengths asked for last."""
         layout = self.layout_of(documents)
@@ -427,7 +421,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, strategy: Strategy, blocks: Blocks, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        strategy._begin("forward", k)
+        strategy.comm.meter.phase = "forward"
         q = _heads_together(q)
         out, lse = strategy.forward(blocks, q, k, v)
         ctx.strategy, ctx.blocks = strategy, blocks
@@ -445,7 +439,7 @@ class _Attention(torch.autograd.Function):
         rows = Rows(dout, lse.contiguous(), out=out.contiguous())
         if dlse is not None or (blocks.lse_wanted and blocks.kernel.takes_delta):
             rows = _rows_with_lse_gradient(blocks.kernel, rows, dlse)
-        strategy._begin("backward", k)
+        strategy.comm.meter.phase = "backward"
         return (None, None, *strategy.backward(blocks, rows, q, k, v))
 
 

@@ -56,7 +56,7 @@ records = all_of(
     workload_options(),
     on_ranks,
     click.option("--hops", type=click.Choice(["auto", "nccl", "copy"]), default="auto", show_default=True,
-                 help="What carries hops within a host: NCCL, or copy engines; auto: these where hops are large."),
+                 help="What carries hops within a host: NCCL, or copy engines; auto: these where all ranks can."),
     click.option("--ranks-per-host", type=int, help="Treat so many ranks as one host.  [default: as launched]"),
     click.option("--warmup", type=int, help="Untimed iterations.  [default: 3 on GPU, 1 on CPU]"),
     click.option("--iters", type=int, help="Timed iterations.  [default: 10 on GPU, 3 on CPU]"),
