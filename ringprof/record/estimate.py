@@ -175,7 +175,7 @@ def describe(request: Request, plan: RecordingEstimate) -> list[str]:
         tokens = f"{workload.phase} of {_tokens(workload.seq)} a sequence over {workload.kv_length} keys"
     lines = [
         f"{request.strategy} on {devices}: {tokens}, batch {workload.batch}, {heads},"
-        f" head_dim {workload.head_dim}, {mask}, {workload.dtype},"
+        f" head_dim {workload.heads_in_words()}, {', '.join([mask, *workload.extras()])}, {workload.dtype},"
         f" {'forward and backward' if workload.backward else 'forward only'}",
         f"plan per device: {_si(plan.flops_per_device)}FLOPs an iteration,"
         f" about {_seconds(plan.seconds_per_iteration)} each ({_si(plan.rate)}FLOP/s {plan.kernel},"
