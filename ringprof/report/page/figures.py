@@ -27,7 +27,7 @@ TELEPHONE = 375
 """Pixels that a figure has on the narrowest screen."""
 LEGEND_ROW = 24
 """Pixels that a row takes."""
-LETTER = 5.8
+LETTER = 5.3
 """Pixels that a letter takes, about."""
 LANE_PIXELS, BETWEEN_RANKS = 22, 0.5
 """Height of a lane of a timeline, and, in lanes, the room between two ranks."""
@@ -163,13 +163,13 @@ def _legend(made: Any) -> None:
 def _legend_columns(made: Any) -> int:
     """As many as a telephone has room for beside the labels of the axis."""
     labels = [item.label.value for item in made.legend[0].items]
-    room = TELEPHONE - LETTER * max(map(len, made.yaxis[0].major_label_overrides.values()), default=6) - 30
+    room = TELEPHONE - LETTER * max(map(len, made.yaxis[0].major_label_overrides.values()), default=6) - 15
     fits = (count for count in range(len(labels), 1, -1) if _legend_width(labels, count) <= room)
     return next(fits, 1)
 
 
 def _legend_width(labels: Sequence[str], columns: int) -> float:
-    return sum(30 + LETTER * max(map(len, labels[column::columns])) for column in range(columns))
+    return sum(28 + LETTER * max(map(len, labels[column::columns])) for column in range(columns))
 
 
 def timeline(found: Timeline, ranks: Sequence[int]) -> Any:
