@@ -131,6 +131,11 @@ class Analysis:
         """From the device's peak to the speed achieved: a row a part, which sum to the slowest rank's wall."""
         return frames.waterfall_frame(self.findings.waterfall)
 
+    @frames.tells_columns
+    def memory(self) -> pd.DataFrame:
+        """What the allocators held over time; empty where the profiler was not told to ``profile_memory``."""
+        return frames.memory_frame(self.attribution)
+
     def figures(self) -> dict[str, float]:
         """Every figure of the report by name, for conditions; see `ringprof.analysis.findings.figures`."""
         (entry,) = self.entries(self.name)

@@ -313,6 +313,21 @@ def lines(title: str, unit: str, series: Mapping[str, Iterable[tuple[float, floa
     return made
 
 
+def held(series: Mapping[str, Sequence[tuple[float, float]]]) -> Any:
+    """A line for each name that stays until the next point."""
+    made = _plain("", 320, x_axis_label="ms from the first activity", y_axis_label="MiB allocated")
+    for place, (name, points) in enumerate(series.items()):
+        source = ColumnDataSource({
+            "x": [at for at, _ in points], "y": [size for _, size in points], "name": [name] * len(points),
+        })  # fmt: skip
+        line = made.step("x", "y", mode="after", source=source, color=palette.LINES[place % len(palette.LINES)],
+                         line_width=1.5, legend_label=name)  # fmt: skip
+        _hover(made, [line], ("", "@name"), ("from", "@x{0,0.000} ms"), ("allocated", "@y{0,0.0} MiB"))
+    made.y_range.start = 0
+    _legend(made)
+    return made
+
+
 def stacked(names: Sequence[str], parts: Mapping[str, tuple[str, Sequence[float]]], unit: str, digits: int = 1) -> Any:
     """A bar for each name from parts, each (colour, values)."""
     made = _plain("", min(900, 22 * len(names) + 110), x_axis_label=unit)
