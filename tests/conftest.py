@@ -14,5 +14,5 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 def pytest_make_parametrize_id(val: object) -> str | None:
-    """Bytes are named by their number: gzip puts the second of its making into them, and workers must agree on names."""
+    """Bytes are named by their number: gzip writes the time into them, and workers must agree on names."""
     return f"{len(val)} bytes" if isinstance(val, bytes) else None
