@@ -183,7 +183,7 @@ def _steps(steps: Iterable[Step], origin: dict[int, int]) -> Iterator[TraceEvent
         yield slice_of(step.rank, track, name, start, end, **figures)
 
 
-def _memory(attribution: Attribution, origin: dict[int, int]) -> Iterator[_Event]:
+def _memory(attribution: Attribution, origin: dict[int, int]) -> Iterator[TraceEvent]:
     """What each rank's allocators hold, as counters; what was before the first activity is there from 0 on."""
     for one in memory_of(attribution):
         for time, size in zip(one.time_ns.tolist(), one.allocated_bytes.tolist(), strict=True):
