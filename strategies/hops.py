@@ -82,6 +82,7 @@ class Ring:
             return Hop([], parcel.messages, parcel)
         parcel = owned(parcel, self._copies)
         if self._copies is not None:
+            assert into is None, "copy engines write where they may, not where they are told"
             self._meter.add(self.channel, "copy", self._link, parcel.size_bytes)
             return self._copies.post(parcel)
         arriving = parcel.room() if into is None else into
