@@ -325,6 +325,7 @@ def test_operators_that_are_one_attention_pass(name, kind):
         ("broadcast", "broadcast"),
         ("barrier", "comm_other"),
         ("wait", None),
+        ("nccl:c10d::wait", None),
     ],
 )
 def test_recorded_calls(name, kind):
