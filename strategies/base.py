@@ -47,6 +47,8 @@ class Shape:
     heads: int
     kv_heads: int
     head_dim: int
+    kv_length: int | None = None
+    """Keys of a sequence, those of its ``seq`` new tokens the last of them; None: these alone."""
 
 
 @dataclass(frozen=True)
@@ -135,6 +137,8 @@ class Strategy(Expectations, ABC):
     """One way of computing attention over a sequence that is split over ranks."""
 
     layout: Layout
+    phase: ClassVar[str] = "training"
+    """What it is for: ``training``, or over a cache of keys and values ``prefill`` or ``decode``."""
     takes_masks: ClassVar[bool] = False
     """Whether it computes packed documents and sliding windows."""
     PARAMETERS: ClassVar[dict[str, str]] = {"deterministic": "the kernel's deterministic mode: same bits every call"}
@@ -381,12 +385,12 @@ class Strategy(Expectations, ABC):
 
     def hides_last_hop(self, travelling: Tensor) -> bool:
         """Whether a hop of such a tensor is worth the kernel calls that hide it."""
-        return travelling.is_cpu or travelling.numel() * travelling.element_size() >= HIDDEN_FROM_BYTES
+        return travelling.is_cpu or travelling.nbytes >= HIDDEN_FROM_BYTES
 
     def _begin(self, phase: str, k: Tensor) -> None:
         """Tell the communicator what it will carry: hops of tensors like K and V."""
         self.comm.meter.phase = phase
-        self.comm.large_hops = 2 * k.numel() * k.element_size() >= COPIED_FROM_BYTES
+        self.comm.large_hops = 2 * k.nbytes >= COPIED_FROM_BYTES
 
     def _positions_on(self, seq: int, device: torch.device, documents: Documents = None) -> Tensor:
         """The positions, kept where they are wanted: of the lengths asked for last."""

@@ -134,10 +134,12 @@ class Ring:
             yield self.rank, list(tensors.tensors if isinstance(tensors, Parcel) else tensors)
             return
         current = tensors if isinstance(tensors, Parcel) else Parcel.holding(tensors)
+        # A rank's own are handed out as they came, where they lie as the others' will: dense.
+        own = None if isinstance(tensors, Parcel) or not all([x.is_contiguous() for x in tensors]) else tensors
         steps = steps or self.size
         for step in range(steps):
             hop = self.post(current) if step + 1 < steps else None
-            handed_out = list(current.tensors)
+            handed_out = list(own if own is not None and step == 0 else current.tensors)
             yield (self.rank - step) % self.size, handed_out
             if hop is not None:
                 passed, current = current, hop.wait()

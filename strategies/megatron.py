@@ -28,7 +28,7 @@ from .expected import Load, ring_bytes
 from .kernel import Gradients
 from .layouts import LAYOUTS, Block
 from .merge import Sum
-from .parcels import Parcel
+from .parcels import Parcel, unstacked
 from .ring import add_dkv, settled_dkv
 from .streams import SideStreams, side_streams
 
@@ -90,7 +90,7 @@ class Megatron(Strategy):
             hop.wait()
             with ring_step("bwd", step, "merge"):
                 dq.add(grads[0], block.q)
-                dkv = Parcel([arriving.dkv], list(arriving.dkv.unbind(0)))
+                dkv = Parcel([arriving.dkv], unstacked)
                 if step < last:
                     add_dkv(dkv, grads, block, first=step == 0)
             held = arriving
@@ -150,4 +150,4 @@ class _Message:
     def parcel(self, part: str) -> Parcel:
         """``whole``, ``kv`` or ``dkv``, to be sent or received."""
         message: Tensor = getattr(self, part)
-        return Parcel([message], [message])
+        return Parcel([message])

@@ -12,6 +12,7 @@ from click.shell_completion import CompletionItem
 # Torch takes seconds to import, and a shell asks at every key: so these stand here a second time, which a test holds
 # equal to what `ringprof.strategies` has.
 STRATEGIES = ("ring", "zigzag", "stripe", "ulysses", "usp", "double-ring", "burst", "megatron", "allgather")
+INFERENCE = ("dcp", "ring-prefill")
 KERNEL_NAMES = ("auto", "cudnn", "flash-attn", "torch-flash", "torch-efficient", "cpu-flash", "reference")
 
 _LENGTH = re.compile(r"([0-9]+)([km]?)", re.IGNORECASE)

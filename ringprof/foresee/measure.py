@@ -225,7 +225,7 @@ def _links(bench: Bench, before: Calibration, until: float) -> Link:
 
 def _whole(tensor: Tensor) -> Parcel:
     """A tensor as one message."""
-    return Parcel([tensor], [tensor])
+    return Parcel([tensor])
 
 
 def _agreed(bench: Bench, mine: bool) -> bool:

@@ -18,7 +18,7 @@ from ringprof.record.clock import clock_for
 from ringprof.record.device_watch import watching
 from ringprof.record.memory import peak_bytes, reset_peak
 from ringprof.record.progress import Reporter
-from ringprof.record.resolve import mask_options, torch_dtype
+from ringprof.record.resolve import mask_options, shape_of, torch_dtype
 from ringprof.run import DeviceState, Sent, Work, Workload
 
 ITERATION = "ringprof::iteration"
@@ -49,6 +49,8 @@ class Problem:
     @classmethod
     def of(cls, strategy: Any, workload: Workload, device: torch.device, *, cuda_graph: bool = False) -> Problem:
         """Random inputs, made where they are needed: the full tensors may fit no device."""
+        if workload.kv_length is not None:
+            return cls._over_cache(strategy, workload, device, cuda_graph=cuda_graph)
         generator = torch.Generator(device).manual_seed(1 + strategy.comm.rank)
         local = workload.seq // strategy.comm.size
 
@@ -64,6 +66,19 @@ class Problem:
             options=mask_options(workload), asks=workload.mask().asks_of_kernels(),
         )  # fmt: skip
 
+    @classmethod
+    def _over_cache(cls, strategy: Any, workload: Workload, device: torch.device, *, cuda_graph: bool) -> Problem:
+        """New queries, which ranks may have in common, and each rank's keys and values."""
+        dtype, shape = torch_dtype(workload), shape_of(workload)
+        everywhere = torch.Generator(device).manual_seed(0)
+        new = (shape.batch, shape.seq, shape.heads, shape.head_dim)
+        queries = torch.randn(new, generator=everywhere, device=device, dtype=dtype)
+        generator = torch.Generator(device).manual_seed(1 + strategy.comm.rank)
+        kv = strategy.held(shape).kv
+        k, v = (torch.randn(kv, generator=generator, device=device, dtype=dtype) for _ in range(2))
+        q = strategy.shard(queries).contiguous()
+        return cls(strategy, workload.causal, q, k, v, None, cuda_graph, options=mask_options(workload))
+
     def kernel(self) -> Any:
         """The kernel that computes its blocks."""
         return self.strategy.kernel_for(self.q, **self.asks)
@@ -77,6 +92,10 @@ class Problem:
         if self.dout is None:
             return Results(out)
         return Results(out, *torch.autograd.grad(out, (self.q, self.k, self.v), self.dout))
+
+    def results(self) -> Results:
+        """One iteration, for what it computes."""
+        return self.iteration()
 
     def capture(self) -> None:
         """Make this and all further iterations replays of one that is captured now, after some that were not."""
@@ -119,7 +138,7 @@ def measure(problem: Problem, device: torch.device, warmup: int, iters: int, rep
     first_rows = work = None
 
     def keeping() -> None:
-        kept.append(problem.iteration())
+        kept.append(problem.results())
 
     warm = clock_for(device)
     reporter.start("warm-up", warmup)

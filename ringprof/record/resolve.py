@@ -82,6 +82,7 @@ def resolve(request: Request, place: RankPlace | None) -> Request:
     if request.workload.dtype not in DTYPES:
         raise UsageError(f"--dtype {request.workload.dtype!r} is not one of {', '.join(DTYPES)}")
     strategy = load_strategy(request.strategy)
+    _check_what_is_made(strategy, request)
     device = device_of(request.device)
     if request.hops == "copy" and device == "cpu":
         raise UsageError("--hops copy: copy engines are GPUs'; on CPU hops go by gloo (leave --hops out)")
@@ -100,18 +101,25 @@ def resolve(request: Request, place: RankPlace | None) -> Request:
 
 def fits(strategy: Any, workload: Workload, world: int, params: dict[str, Any], seq: int | None = None) -> str | None:
     """Why the workload (at ``seq``, where given) cannot run on ``world`` ranks; None where it can."""
-    from ringprof.strategies.base import Shape
-
     if seq is not None:
         workload = workload.at(seq)
-    shape = Shape(workload.batch, workload.seq, workload.heads, workload.kv_heads, workload.head_dim)
-    reason: str | None = strategy.unfit(shape, world, **params)
+    reason: str | None = strategy.unfit(shape_of(workload), world, **params)
     return reason or strategy.unfit_mask(workload.mask(), workload.seq, world, **params)
 
 
+def shape_of(workload: Workload) -> Any:
+    """The sizes of a workload, as strategies are told them."""
+    from ringprof.strategies.base import Shape
+
+    heads = workload.heads, workload.kv_heads, workload.head_dim
+    return Shape(workload.batch, workload.seq, *heads, workload.kv_length)
+
+
 def mask_options(workload: Workload) -> dict[str, Any]:
-    """What `Strategy.attention` is told of the workload's mask, beside whether it is causal."""
+    """What `Strategy.attention` is told of what queries see, beside whether the mask is causal."""
     mask = workload.mask()
+    if workload.kv_length is not None:
+        return {"kv_length": workload.kv_length}
     return {} if mask.plain else {"documents": mask.documents, "window_size": mask.window}
 
 
@@ -148,6 +156,23 @@ def kernel_class(request: Request) -> Any:
         raise UsageError(str(error.args[0])) from None
     except Unfit as error:
         raise UnfitWorkloadError(str(error)) from None
+
+
+def _check_what_is_made(strategy: Any, request: Request) -> None:
+    from ringprof.strategies import find, for_inference, names
+
+    phase = request.workload.phase
+    if strategy.phase != phase:
+        there = [name for name in (*names(), *for_inference()) if find(name).load().phase == phase]
+        raise UsageError(
+            f"strategy {request.strategy!r} is for {strategy.phase}; for --phase {phase} there are: {', '.join(there)}"
+        )
+    if phase != "training" and request.controls:
+        raise UsageError(f"--controls: not made for --phase {phase} (record it without --controls)")
+    if request.workload.layer is not None:
+        for option, given in (("controls", request.controls), ("cuda-graph", request.cuda_graph)):
+            if given:
+                raise UsageError(f"--{option}: not made for --layer (record it without --{option})")
 
 
 def _check_graph(request: Request, device: str) -> None:

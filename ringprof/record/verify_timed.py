@@ -50,8 +50,8 @@ def verify_timed(
     returned. Raises `VerificationError` naming the worst rank and tensor where a result is wrong.
     """
     begin = time.perf_counter_ns()
-    _refuse_not_finite(last, workload.seq)
-    same = all(flag for (flag,) in _of_ranks([torch.equal(first_rows, row_sums(last.out))], problem.q.device))
+    refuse_not_finite(last, workload.seq)
+    same = all(flag for (flag,) in of_ranks([torch.equal(first_rows, row_sums(last.out))], problem.q.device))
     if not same and problem.strategy.parameters.get("deterministic"):
         raise VerificationError(
             f"wrong result: the last timed output is not the first's to the bit, at sequence {workload.seq}, though"
@@ -73,7 +73,7 @@ def verify_timed(
             there = reference if reference.shape[2] == 1 else reference[:1, :, places.heads(head)]
             kernel_rms = relative_rms(alone[name].double() - there, there)
         row = [float(difference.abs().max()), relative_rms(difference, reference), max(kernel_rms, unit)]
-        rows, hops = _of_ranks(row, problem.q.device), roundings(name, problem.strategy)
+        rows, hops = of_ranks(row, problem.q.device), roundings(name, problem.strategy)
         errors[name] = worst(rows, torch_dtype(workload), hops)
     refuse_wrong(errors, f"in the last timed iteration, at sequence {workload.seq}; nothing was recorded")
     timed = TimedVerification(
@@ -192,11 +192,11 @@ class _Places:
         for batch in range(self._workload.batch):
             for head in range(self._workload.kv_heads):
                 whole, heads = self._keys(batch, head), self.heads(head)
-                rows = _by_head(q[batch, :, heads])
+                rows = by_head(q[batch, :, heads])
                 out, lse = softmax_rows(rows, whole.k, whole.v, at, self._scale, torch.float64)
                 found["out"][batch, :, heads] = self._by_row(out)
                 if problem.dout is not None:
-                    dout = _by_head(self._at(problem.dout)[batch, :, heads].double())
+                    dout = by_head(self._at(problem.dout)[batch, :, heads].double())
                     found["dq"][batch, :, heads] = self._by_row(self._dq(rows, dout, out, lse, whole, at))
         return found
 
@@ -226,7 +226,7 @@ class _Places:
         step = max(1, BLOCK_NUMBERS[self._device.type] // max(len(everywhere), KEYS_AT_A_TIME) // self._group)
         for start in range(0, len(self._positions), step):
             rows = slice(start, start + step)
-            q, dout = (_by_head(x.detach()[0, rows, heads]) for x in (self._problem.q, self._problem.dout))
+            q, dout = (by_head(x.detach()[0, rows, heads]) for x in (self._problem.q, self._problem.dout))
             at = self._seen_from(self._positions[rows])
             out, lse = softmax_rows(q, whole.k, whole.v, at, self._scale, wide)
             q, dout, out, lse = q.double(), dout.double(), out.double(), lse.double()
@@ -258,15 +258,15 @@ class _Places:
         return in_order
 
 
-def _by_head(x: Tensor) -> Tensor:
+def by_head(x: Tensor) -> Tensor:
     """(rows, heads, D) -> (heads · rows, D)."""
     return x.transpose(0, 1).flatten(0, 1)
 
 
-def _refuse_not_finite(results: Results, seq: int) -> None:
+def refuse_not_finite(results: Results, seq: int) -> None:
     named = {name: tensor.detach() for name, tensor in vars(results).items() if tensor is not None}
     bad = [int(not torch.isfinite(tensor).all()) for tensor in named.values()]
-    for rank, flags in enumerate(_of_ranks(bad, results.out.device)):
+    for rank, flags in enumerate(of_ranks(bad, results.out.device)):
         for name in (name for name, wrong in zip(named, flags, strict=True) if wrong):
             raise VerificationError(
                 f"wrong result on rank {rank}: {name} is not finite, in the last timed iteration, at sequence {seq};"
@@ -274,6 +274,6 @@ def _refuse_not_finite(results: Results, seq: int) -> None:
             )
 
 
-def _of_ranks(numbers: Sequence[float], device: torch.device) -> list[list[float]]:
+def of_ranks(numbers: Sequence[float], device: torch.device) -> list[list[float]]:
     """The numbers of every rank, in rank order."""
     return [part.tolist() for part in gather_tensor(torch.tensor(numbers, dtype=torch.float64, device=device))]

@@ -70,12 +70,14 @@ def _run_settings(run: Run) -> dict[str, str | None]:
 def _workload_settings(work: Workload) -> dict[str, str | None]:
     return {
         "seq": str(work.seq),
+        **({} if work.kv_length is None else {"phase": work.phase, "kv_length": str(work.kv_length)}),
         "batch": str(work.batch),
         "heads": str(work.heads),
         "kv_heads": str(work.kv_heads),
         "head_dim": str(work.head_dim),
         "causal": str(work.causal).lower(),
         **({} if work.mask().plain else {"mask": f"{work.mask()}: {work.mask().area(work.seq)} pairs"}),
+        **({} if work.layer is None else {"layer": str(work.layer)}),
         "dtype": work.dtype,
         "passes": "forward and backward" if work.backward else "forward",
         **{name: str(count) for name, count in (("layers", work.layers), ("steps", work.steps)) if count > 1},
