@@ -52,8 +52,10 @@ def tape(
     behaves = _LIKE.get(kernel, kernel)
     if behaves not in KERNELS:
         raise UsageError(f"no kernel {kernel!r}; there are: {', '.join((*KERNELS, *_LIKE))}")
-    if workload.kv_length is not None or workload.layer is not None:
-        raise UnfitWorkloadError("prefill, decode and whole layers cannot be foreseen: training's attention alone is")
+    if workload.kv_length is not None or workload.layer is not None or workload.sequences is not None:
+        raise UnfitWorkloadError(
+            "training's attention alone is foreseen: no prefill, decode, whole layers and changing sizes"
+        )
     per_host = ranks_per_host or size
     if size % per_host:
         raise UnfitWorkloadError(f"{per_host} ranks a host do not divide {size} ranks")
