@@ -48,7 +48,7 @@ class _ByGloo:
 
 
 def _carried(rank: int, can: list[bool], cases: list[Case]) -> dict[str, tuple[set[str], float]]:
-    """By what the hops of each case went, where ``can`` says of each rank whether it has copy engines; and the error."""
+    """By what the hops of each case went, where ``can`` says which ranks have copy engines; and the error."""
     problem = Problem(seq=32, heads=8, kv_heads=4)
     *qkv, dout = inputs(problem)
     truth = dense(problem)
