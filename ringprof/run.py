@@ -84,8 +84,17 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     layer: LayerAround | None = None
     """What stands around the attention, as many times as there are ``layers``; None: nothing."""
 
+    v_head_dim: Size | None = None
+    """Size of v's heads where it is smaller than that of q and k (MLA)."""
+    softcap: Annotated[float, msgspec.Meta(gt=0, le=1e9)] | None = None
+    """Scores s become softcap · tanh(s / softcap); None: they stay."""
+    sinks: Literal["learned"] | None = None
+    """Whether a logit a head takes part in the softmax, and gets a gradient."""
+
     def __post_init__(self) -> None:
         self._check_phase()
+        if self.v_head_dim is not None and self.v_head_dim > self.head_dim:
+            raise ValueError(f"heads of v are at most as large as those of q and k: {self.v_head_dim}, {self.head_dim}")
         if self.documents is not None and sum(self.documents) != self.seq:
             raise ValueError(f"the documents are {sum(self.documents)} tokens together, the sequence has {self.seq}")
 
@@ -115,6 +124,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     def model_flops(self) -> int:
         """FLOPs of one iteration over all ranks: 4·B·S²·H·D forward, half when causal; backward 2.5 times.
 
+        Where heads of v have another size E, forward has 2·(D + E) in place of 4·D, and backward 2·(3·D + 2·E) of 10·D.
         S² is the sum over the documents of each one's; with a window, and in inference, the exact area stands in its
         place. Of a captured block, of all its steps and layers. Of whole layers with their matrix products, too.
         """
@@ -153,8 +163,18 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
         return numbers * (4 if self.dtype == "fp32" else 2)
 
     def _flops(self, twice_the_area: int) -> int:
-        forward = 2 * self.batch * twice_the_area * self.heads * self.head_dim * self.layers * self.steps
-        return forward * 7 // 2 if self.backward else forward
+        size, of_v = self.head_dim, self.v_head_dim or self.head_dim
+        numbers = (size + of_v) + (3 * size + 2 * of_v if self.backward else 0)
+        return self.batch * twice_the_area * self.heads * numbers * self.layers * self.steps
+
+    def extras(self) -> list[str]:
+        """What is more than queries, keys and values of one size, in words."""
+        found = [] if self.softcap is None else [f"softcap {self.softcap:g}"]
+        return found + ([] if self.sinks is None else [f"{self.sinks} sinks"])
+
+    def heads_in_words(self) -> str:
+        """The sizes of its heads: ``128``, or of v apart."""
+        return f"{self.head_dim}" + (f" (v {self.v_head_dim})" if self.v_head_dim else "")
 
 
 class Topology(msgspec.Struct, frozen=True, kw_only=True):

@@ -86,7 +86,7 @@ class Cached(Strategy):
         kv_length = self._length(q, k) if kv_length is None else kv_length
         scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
         kernel = self.kernel_for(q)
-        self._begin("forward", k)
+        self.comm.meter.phase = "forward"
         out, lse = self.compute(kernel, q, k, v, scale=scale, causal=causal, kv_length=kv_length)
         return (out, lse) if return_lse else out
 

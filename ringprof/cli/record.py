@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import click
 
 from ringprof.cli.progress import reporter
-from ringprof.cli.recording import layers, masks, params_of, phases, records, request_of
+from ringprof.cli.recording import layers, masks, params_of, phases, records, request_of, scores_and_heads
 from ringprof.cli.values import INFERENCE, KERNEL_NAMES, STRATEGIES, Known, Tokens
 from ringprof.cli.write import say
 from ringprof.errors import RecordError, RingprofError
@@ -32,6 +32,7 @@ from ringprof.run import Run
 @phases
 @masks
 @layers
+@scores_and_heads
 @records
 @click.option("--forward-only", is_flag=True, help="No backward pass.")
 @click.option("-p", "--param", "params", multiple=True, metavar="KEY=VALUE",

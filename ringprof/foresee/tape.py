@@ -36,7 +36,7 @@ from ringprof.strategies.streams import SIDE_STREAMS
 MOST_PACKED = 64
 """Ranks that documents are foreseen on: on more, fewer ranks stand for all, and these hold other documents."""
 _LIKE = {"flash-attn-3": "flash-attn", "flash-attn-4": "flash-attn", "ffa": "flash-attn"}
-"""Kernels that ringprof does not run, and which of its own takes and gives the like."""
+"""Kernels of calibrations that others made, and which of ringprof's own takes and gives the like."""
 
 
 def tape(
@@ -51,9 +51,11 @@ def tape(
     """
     behaves = _LIKE.get(kernel, kernel)
     if behaves not in KERNELS:
-        raise UsageError(f"no kernel {kernel!r}; there are: {', '.join((*KERNELS, *_LIKE))}")
+        raise UsageError(f"no kernel {kernel!r}; there are: {', '.join(dict.fromkeys((*KERNELS, *_LIKE)))}")
     if workload.kv_length is not None or workload.layer is not None:
         raise UnfitWorkloadError("prefill, decode and whole layers cannot be foreseen: training's attention alone is")
+    if workload.softcap or workload.sinks or workload.v_head_dim:
+        raise UnfitWorkloadError("softcap, sinks and smaller heads of v cannot be foreseen: no kernel is calibrated so")
     per_host = ranks_per_host or size
     if size % per_host:
         raise UnfitWorkloadError(f"{per_host} ranks a host do not divide {size} ranks")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import msgspec
@@ -23,7 +23,6 @@ from ringprof.record.resolve import fits, kernel_class, load_strategy, torch_dty
 from ringprof.run import Workload
 from ringprof.strategies.cut import busiest_over_mean
 from ringprof.strategies.expected import Load
-from ringprof.strategies.hops import COPIED_FROM_BYTES
 
 CPU_LIMIT_S = 600.0
 CPU_START_S = 10.0
@@ -136,24 +135,17 @@ def _control_iterations(request: Request) -> int:
 def memory_per_device(request: Request, workload: Workload) -> int | None:
     """Bytes that one rank holds at its peak, as the strategy expects it; None where it does not say."""
     assert request.world is not None
-    load = load_of(workload, request.world)
-    copied = request.hops == "copy" or (request.hops == "auto" and load.kv >= COPIED_FROM_BYTES)
-    load = replace(load, copied_hops=copied, controls=request.controls)
+    load = Load(
+        workload.batch, workload.seq, workload.heads, workload.kv_heads, workload.head_dim,
+        item_bytes=4 if workload.dtype == "fp32" else 2, size=request.world, backward=workload.backward,
+        kv_length=workload.kv_length or 0, copied_hops=request.hops != "nccl", controls=request.controls,
+    )  # fmt: skip
     expected: int | None = load_strategy(request.strategy).memory_bytes(load, **request.params)
     if expected is None:
         return None
     expected += around_bytes(workload, load)
     # The blocks alone have an output of their own.
     return expected + load.q if request.controls else expected
-
-
-def load_of(workload: Workload, size: int) -> Load:
-    """The workload as one of ``size`` ranks holds it."""
-    return Load(
-        workload.batch, workload.seq, workload.heads, workload.kv_heads, workload.head_dim,
-        item_bytes=4 if workload.dtype == "fp32" else 2, size=size, backward=workload.backward,
-        kv_length=workload.kv_length or 0,
-    )  # fmt: skip
 
 
 def around_bytes(workload: Workload, load: Load) -> int:
@@ -183,7 +175,7 @@ def describe(request: Request, plan: RecordingEstimate) -> list[str]:
         tokens = f"{workload.phase} of {_tokens(workload.seq)} a sequence over {workload.kv_length} keys"
     lines = [
         f"{request.strategy} on {devices}: {tokens}, batch {workload.batch}, {heads},"
-        f" head_dim {workload.head_dim}, {mask}, {workload.dtype},"
+        f" head_dim {workload.heads_in_words()}, {', '.join([mask, *workload.extras()])}, {workload.dtype},"
         f" {'forward and backward' if workload.backward else 'forward only'}",
         f"plan per device: {_si(plan.flops_per_device)}FLOPs an iteration,"
         f" about {_seconds(plan.seconds_per_iteration)} each ({_si(plan.rate)}FLOP/s {plan.kernel},"

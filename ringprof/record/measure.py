@@ -18,9 +18,10 @@ from ringprof.record.clock import clock_for
 from ringprof.record.device_watch import watching
 from ringprof.record.memory import peak_bytes, reset_peak
 from ringprof.record.progress import Reporter
-from ringprof.record.resolve import mask_options, shape_of, torch_dtype
+from ringprof.record.resolve import asks_of_kernels, mask_options, shape_of, torch_dtype
 from ringprof.run import DeviceState, Sent, Work, Workload
 
+SINKS_SEED = 18
 ITERATION = "ringprof::iteration"
 """The name of a profiled iteration in the trace."""
 
@@ -43,6 +44,8 @@ class Problem:
     """What `Strategy.attention` is told of the mask beside that."""
     asks: dict[str, bool] = field(default_factory=dict)
     """What the choice of a kernel is told of it."""
+    sinks: Tensor | None = None
+    """One logit a head (H), the same on every rank; None without them."""
     captured: list[Results] = field(default_factory=list)
     """What the replays of the graph compute; empty without one."""
 
@@ -54,16 +57,20 @@ class Problem:
         generator = torch.Generator(device).manual_seed(1 + strategy.comm.rank)
         local = workload.seq // strategy.comm.size
 
-        def draw(heads: int) -> Tensor:
-            shape = (workload.batch, local, heads, workload.head_dim)
+        def draw(heads: int, size: int) -> Tensor:
+            shape = (workload.batch, local, heads, size)
             return torch.randn(shape, generator=generator, device=device, dtype=torch_dtype(workload))
 
         heads, kv_heads, trains = workload.heads, workload.kv_heads, workload.backward
-        q, k, v = (draw(count).requires_grad_(trains) for count in (heads, kv_heads, kv_heads))
-        dout = draw(heads) if trains else None
+        size, of_v = workload.head_dim, workload.v_head_dim or workload.head_dim
+        sizes = ((heads, size), (kv_heads, size), (kv_heads, of_v))
+        q, k, v = (draw(*count).requires_grad_(trains) for count in sizes)
+        dout = draw(heads, of_v) if trains else None
+        sinks = drawn_sinks(workload, device)
+        options = mask_options(workload) | ({} if sinks is None else {"sinks": sinks})
         return cls(
-            strategy, workload.causal, q, k, v, dout, cuda_graph,
-            options=mask_options(workload), asks=workload.mask().asks_of_kernels(),
+            strategy, workload.causal, q, k, v, dout, cuda_graph, options=options, asks=asks_of_kernels(workload),
+            sinks=sinks,
         )  # fmt: skip
 
     @classmethod
@@ -91,7 +98,8 @@ class Problem:
         out = self.strategy.attention(self.q, self.k, self.v, causal=self.causal, **self.options)
         if self.dout is None:
             return Results(out)
-        return Results(out, *torch.autograd.grad(out, (self.q, self.k, self.v), self.dout))
+        leaves = (self.q, self.k, self.v, *(() if self.sinks is None else (self.sinks,)))
+        return Results(out, *torch.autograd.grad(out, leaves, self.dout))
 
     def results(self) -> Results:
         """One iteration, for what it computes."""
@@ -115,6 +123,16 @@ class Results:
     dq: Tensor | None = None
     dk: Tensor | None = None
     dv: Tensor | None = None
+    dsinks: Tensor | None = None
+    """This rank's share (H), to be added up over the ranks."""
+
+
+def drawn_sinks(workload: Workload, device: torch.device) -> Tensor | None:
+    """Logits (H) in float32, alike on every rank; None where the workload has none."""
+    if workload.sinks is None:
+        return None
+    generator = torch.Generator().manual_seed(SINKS_SEED)
+    return torch.randn(workload.heads, generator=generator).to(device).requires_grad_(workload.backward)
 
 
 @dataclass

@@ -26,6 +26,7 @@ from ringprof.record.request import MIN_GPU_WARMUP, Request, check_numbers
 from ringprof.run import Workload
 
 CPU_RANKS = 4
+NO_SINKS = "gives no LSE, which sinks need: the bundled strategies do"
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
@@ -104,6 +105,10 @@ def fits(strategy: Any, workload: Workload, world: int, params: dict[str, Any], 
     if seq is not None:
         workload = workload.at(seq)
     reason: str | None = strategy.unfit(shape_of(workload), world, **params)
+    if not strategy.takes_softcap and (workload.softcap or workload.sinks):
+        from ringprof.strategies.base import NO_SOFTCAP
+
+        reason = reason or (NO_SOFTCAP if workload.softcap else NO_SINKS)
     return reason or strategy.unfit_mask(workload.mask(), workload.seq, world, **params)
 
 
@@ -116,11 +121,17 @@ def shape_of(workload: Workload) -> Any:
 
 
 def mask_options(workload: Workload) -> dict[str, Any]:
-    """What `Strategy.attention` is told of what queries see, beside whether the mask is causal."""
+    """What `Strategy.attention` is told of the workload's mask and scores, beside whether it is causal."""
     mask = workload.mask()
     if workload.kv_length is not None:
         return {"kv_length": workload.kv_length}
-    return {} if mask.plain else {"documents": mask.documents, "window_size": mask.window}
+    found: dict[str, Any] = {} if mask.plain else {"documents": mask.documents, "window_size": mask.window}
+    return found | ({"softcap": workload.softcap} if workload.softcap else {})
+
+
+def asks_of_kernels(workload: Workload) -> dict[str, Any]:
+    """What the choice of a kernel is told beside device, type and head size."""
+    return workload.mask().asks_of_kernels() | ({"softcap": workload.softcap} if workload.softcap else {})
 
 
 def layout_options(workload: Workload) -> dict[str, Any]:
@@ -130,7 +141,7 @@ def layout_options(workload: Workload) -> dict[str, Any]:
 
 def kernel_of(strategy: Any, q: Any, workload: Workload) -> Any:
     """The kernel that computes a strategy's blocks of tensors like ``q``."""
-    return strategy.kernel_for(q, **workload.mask().asks_of_kernels())
+    return strategy.kernel_for(q, **asks_of_kernels(workload))
 
 
 def torch_dtype(workload: Workload) -> Any:
@@ -150,7 +161,7 @@ def kernel_class(request: Request) -> Any:
     try:
         return load_strategy(request.strategy).kernel_class(
             request.kernel, torch.device(request.device, 0), torch_dtype(workload), workload.head_dim,
-            deterministic=bool(request.params.get("deterministic")), **workload.mask().asks_of_kernels(),
+            deterministic=bool(request.params.get("deterministic")), **asks_of_kernels(workload),
         )  # fmt: skip
     except UnknownName as error:
         raise UsageError(str(error.args[0])) from None

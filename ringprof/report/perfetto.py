@@ -16,6 +16,7 @@ import numpy as np
 from ringprof.analysis.attribution import Attribution
 from ringprof.analysis.exposure import exposure_of
 from ringprof.analysis.findings.findings import Findings
+from ringprof.analysis.findings.memory import memory_of
 from ringprof.analysis.rank import Detail, Rank
 from ringprof.analysis.steps.blocks import StepKey
 from ringprof.analysis.steps.steps import Step
@@ -55,6 +56,7 @@ def events_of(found: Findings, *, launches: bool = False) -> Iterator[TraceEvent
         yield from mine.exposed()
         yield from mine.rates()
     yield from _steps(found.steps, origin)
+    yield from _memory(attribution, origin)
 
 
 def _origins(attribution: Attribution, *, launches: bool) -> dict[int, int]:
@@ -179,6 +181,13 @@ def _steps(steps: Iterable[Step], origin: dict[int, int]) -> Iterator[TraceEvent
             "exposed ms": step.exposed_ns / 1e6, "wait ms": _ms(step.wait_ns), "wire ms": _ms(step.wire_ns),
         }  # fmt: skip
         yield slice_of(step.rank, track, name, start, end, **figures)
+
+
+def _memory(attribution: Attribution, origin: dict[int, int]) -> Iterator[TraceEvent]:
+    """What each rank's allocators hold, as counters; what was before the first activity is there from 0 on."""
+    for one in memory_of(attribution):
+        for time, size in zip(one.time_ns.tolist(), one.allocated_bytes.tolist(), strict=True):
+            yield counter(one.rank, f"allocated, {one.memory}", max(0, time - origin[one.rank]), "MiB", size / 2**20)
 
 
 def _ms(time_ns: int | None) -> float | None:

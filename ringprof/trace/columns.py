@@ -129,6 +129,20 @@ class CommRecords:
 
 
 @dataclass(frozen=True)
+class MemoryEvents:
+    """What an allocator held after each allocation and release, by time; ``profile_memory=True`` records them."""
+
+    start_ns: Int64
+    end_ns: Int64
+    """The same."""
+    device: Int32
+    """`NONE` for the host's memory."""
+    allocated_bytes: Int64
+    reserved_bytes: Int64
+    """With what is kept for later; `NONE` where not given."""
+
+
+@dataclass(frozen=True)
 class Device:
     """One device as the trace describes it."""
 
@@ -143,6 +157,7 @@ TABLES: dict[str, type[Any]] = {
     "device_annotations": Ranges,
     "operators": Ranges,
     "comm_records": CommRecords,
+    "memory": MemoryEvents,
 }
 """The fields of `Trace` that hold columns."""
 
@@ -203,6 +218,7 @@ class Trace:
     events_skipped: int = 0
     """Events that could not be read."""
     warnings: list[Caveat] = field(default_factory=list)
+    memory: MemoryEvents = field(default_factory=lambda: table_of(MemoryEvents, {}))
 
     @property
     def lacks_device(self) -> bool:

@@ -84,6 +84,8 @@ class _File(msgspec.Struct, frozen=True, kw_only=True):
     ]
 
 
+_MAY_BE_MISSING = frozenset({"memory"})
+"""Tables that are there where they have rows: older files have none."""
 _PLAIN = ("rank", "world_size", "host", "base_ns", "events_total", "events_skipped", "devices")
 
 
@@ -117,6 +119,7 @@ def reduce_trace(trace: Trace) -> bytes:
                 name: _stored(getattr(getattr(trace, table), name), dtype) for name, dtype in dtypes_of(kind).items()
             }
             for table, kind in TABLES.items()
+            if table not in _MAY_BE_MISSING or len(getattr(trace, table).start_ns)
         },
     )
     return MAGIC + zlib.compress(msgspec.msgpack.encode(file), _LEVEL)
@@ -170,8 +173,8 @@ def _expanded(data: bytes, shown: str, budget: MemoryBudget) -> bytes:
 
 
 def _trace(file: _File, path: str, take: Callable[[int], None]) -> Trace:
-    for table in TABLES:
-        take(bytes_of_rows(table, len(file.columns[table]["start_ns"]) // 8))
+    for table, columns in file.columns.items():
+        take(bytes_of_rows(table, len(columns["start_ns"]) // 8))
     take(bytes_of_collectives(len(file.collectives)))
     lists = list(_lists(file.lists, take))
     groups = zip(_texts(file.group_names, take), _numbers(file.group_lists).tolist(), strict=True)
@@ -193,6 +196,7 @@ def _trace(file: _File, path: str, take: Callable[[int], None]) -> Trace:
         **{
             table: kind(**{name: _column(file.columns[table][name], dtype) for name, dtype in dtypes_of(kind).items()})
             for table, kind in TABLES.items()
+            if table not in _MAY_BE_MISSING or table in file.columns
         },
     )  # fmt: skip
 

@@ -155,7 +155,9 @@ def test_refusals_are_those_of_a_recording() -> None:
     with pytest.raises(UnknownStrategyError, match="did you mean"):
         tape("zigzga", SMALL, 2)
     with pytest.raises(UnfitWorkloadError, match="takes no packed documents and no sliding window"):
-        tape("burst", Workload(seq=64, heads=2, kv_heads=2, head_dim=8, window=16), 2)
+        tape("torch-cp", Workload(seq=64, heads=2, kv_heads=2, head_dim=8, window=16), 2, kernel="flash-attn")
+    with pytest.raises(UnfitWorkloadError, match="softcap, sinks and smaller heads of v cannot be foreseen"):
+        tape("zigzag", Workload(seq=64, heads=2, kv_heads=2, head_dim=8, softcap=5.0), 2)
     with pytest.raises(UsageError, match="no kernel 'cudn'"):
         tape("zigzag", SMALL, 2, kernel="cudn")
 

@@ -21,8 +21,9 @@ Recordings = Sequence[Sequence[float]]
 """One or several recordings of repeated measurements."""
 WORK = ("seq", "batch", "heads", "kv_heads", "head_dim", "causal", "dtype", "world_size", "passes")
 """Settings that say how much work was done, and by how many."""
-_UNLESS_STATED = ("layers", "steps", "mask")
-"""Settings that say how often, and by which mask; where they are not stated, once, and causal or full."""
+_UNLESS_STATED = ("layers", "steps", "mask", "v_head_dim", "scores")
+"""Settings that say how often, by which mask, with which heads of v and what is done to scores; where they are not
+stated: once, causal or full, as those of q and k, and nothing."""
 
 FEWEST_TURNS = 4
 """Recordings of each from which it is surer to set those made in turns against each other one by one."""

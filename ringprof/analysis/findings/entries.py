@@ -78,6 +78,8 @@ def _workload_settings(work: Workload) -> dict[str, str | None]:
         "causal": str(work.causal).lower(),
         **({} if work.mask().plain else {"mask": f"{work.mask()}: {work.mask().area(work.seq)} pairs"}),
         **({} if work.layer is None else {"layer": str(work.layer)}),
+        **({"v_head_dim": str(work.v_head_dim)} if work.v_head_dim else {}),
+        **({"scores": ", ".join(work.extras())} if work.extras() else {}),
         "dtype": work.dtype,
         "passes": "forward and backward" if work.backward else "forward",
         **{name: str(count) for name, count in (("layers", work.layers), ("steps", work.steps)) if count > 1},

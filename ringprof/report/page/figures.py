@@ -27,7 +27,7 @@ TELEPHONE = 375
 """Pixels that a figure has on the narrowest screen."""
 LEGEND_ROW = 24
 """Pixels that a row takes."""
-LETTER = 5.8
+LETTER = 5.3
 """Pixels that a letter takes, about."""
 LANE_PIXELS, BETWEEN_RANKS = 22, 0.5
 """Height of a lane of a timeline, and, in lanes, the room between two ranks."""
@@ -163,13 +163,13 @@ def _legend(made: Any) -> None:
 def _legend_columns(made: Any) -> int:
     """As many as a telephone has room for beside the labels of the axis."""
     labels = [item.label.value for item in made.legend[0].items]
-    room = TELEPHONE - LETTER * max(map(len, made.yaxis[0].major_label_overrides.values()), default=6) - 30
+    room = TELEPHONE - LETTER * max(map(len, made.yaxis[0].major_label_overrides.values()), default=6) - 15
     fits = (count for count in range(len(labels), 1, -1) if _legend_width(labels, count) <= room)
     return next(fits, 1)
 
 
 def _legend_width(labels: Sequence[str], columns: int) -> float:
-    return sum(30 + LETTER * max(map(len, labels[column::columns])) for column in range(columns))
+    return sum(28 + LETTER * max(map(len, labels[column::columns])) for column in range(columns))
 
 
 def timeline(found: DrawnTimeline, ranks: Sequence[int]) -> Any:
@@ -308,6 +308,21 @@ def lines(title: str, unit: str, series: Mapping[str, Iterable[tuple[float, floa
         _hover(made, [dots], ("", "@name"), ("tokens", "@x{0,0}"), (unit, "@y{0,0.0}"))
     made.xaxis.ticker = FixedTicker(ticks=sorted(ticks))
     made.xaxis.major_label_overrides = {tick: f"{tick:,.0f}" for tick in ticks}
+    made.y_range.start = 0
+    _legend(made)
+    return made
+
+
+def held(series: Mapping[str, Sequence[tuple[float, float]]]) -> Any:
+    """A line for each name that stays until the next point."""
+    made = _plain("", 320, x_axis_label="ms from the first activity", y_axis_label="MiB allocated")
+    for place, (name, points) in enumerate(series.items()):
+        source = ColumnDataSource({
+            "x": [at for at, _ in points], "y": [size for _, size in points], "name": [name] * len(points),
+        })  # fmt: skip
+        line = made.step("x", "y", mode="after", source=source, color=palette.LINES[place % len(palette.LINES)],
+                         line_width=1.5, legend_label=name)  # fmt: skip
+        _hover(made, [line], ("", "@name"), ("from", "@x{0,0.000} ms"), ("allocated", "@y{0,0.0} MiB"))
     made.y_range.start = 0
     _legend(made)
     return made

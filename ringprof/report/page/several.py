@@ -41,7 +41,7 @@ def comparison_document(found: Comparison) -> Document:
     if kept:
         values = _one("MiB", [entry.figures["peak_memory_mib"].value for entry in kept])
         bars = figures.stacked([entry.label for entry in kept], values, "MiB")
-        sections.append(PageSection("memory", "Peak memory", MEANINGS["memory"], Content(bars)))
+        sections.append(PageSection("memory", "Peak memory", MEANINGS["peak_memory"], Content(bars)))
     every = Content(tables=[figure_table(found)])
     sections.append(PageSection("figures", "Every figure", MEANINGS["comparison"], every))
     differing = Content(tables=[_settings_table(found)])
@@ -171,7 +171,7 @@ def sweep_document(rows: Sequence[Mapping[str, Any]], name: str) -> Document:
         sections.append(PageSection("shares", "Where the time went", MEANINGS["shares"], drawn))
         if memory:
             drawn = Content(figures.lines("", "MiB", memory, set()))
-            sections.append(PageSection("memory", "Peak memory", MEANINGS["memory"], drawn))
+            sections.append(PageSection("memory", "Peak memory", MEANINGS["peak_memory"], drawn))
     sections.append(PageSection("rows", "Every row", MEANINGS["sweep"], Content(tables=[_row_table(rows)])))
     counts = f"{len(rows)} rows, {len(rows) - len(done)} of them without a result"
     return Document(clean(name), counts, [], [], sections)

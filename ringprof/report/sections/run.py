@@ -55,8 +55,8 @@ def _workload(work: Workload) -> list[str]:
     if work.kv_length is not None:
         tokens = f"{work.phase}: {work.seq} new of {work.kv_length} tokens"
     return [
-        f"{tokens}, {heads} of {work.head_dim}" + (f", batch {work.batch}" if work.batch > 1 else ""),
-        str(work.mask()),
+        f"{tokens}, {heads} of {work.heads_in_words()}" + (f", batch {work.batch}" if work.batch > 1 else ""),
+        ", ".join([str(work.mask()), *work.extras()]),
         work.dtype + ("" if work.backward else ", forward only"),
         *([] if work.layer is None else [f"{work.layers} x {work.layer}"]),
     ]

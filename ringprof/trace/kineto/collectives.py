@@ -25,6 +25,15 @@ class Args(msgspec.Struct, gc=False):
     old_external_id: Number = msgspec.field(default=None, name="external id")
 
 
+class MemoryArgs(Args, gc=False):
+    """Arguments of what an allocator did."""
+
+    kind: Number = msgspec.field(default=None, name="Device Type")
+    device: Number = msgspec.field(default=None, name="Device Id")
+    allocated_bytes: Number = msgspec.field(default=None, name="Total Allocated")
+    reserved_bytes: Number = msgspec.field(default=None, name="Total Reserved")
+
+
 class CommArgs(Args, gc=False):
     """Arguments of communication records, and of the kernels that carry a record's metadata."""
 
