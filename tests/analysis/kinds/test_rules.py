@@ -395,7 +395,9 @@ def test_a_name_that_a_rule_fits_holds_a_word_that_the_rule_needs():
         (r"(?<![a-z])(add|mul)_kernel", ("_kernel",)),
         ("sdpa(_x)?bprop", ("bprop",)),
         (r"x{2}conv\dd", ("conv",)),
-        (r"[ab]|(c|d)", ("", "")),
+        (r"[ab]|(c|d)", ("", "c", "d")),
+        (r"(?<![a-z])(un)?(mha|mla|nsa)_(fwd|(pre|x)fill)", ("mha", "mla", "nsa")),
+        (r"^a_\w{0,9}(long|longer)?", ("a_",)),
     ],
 )
 def test_words_that_a_pattern_needs(pattern, words):
