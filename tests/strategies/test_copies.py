@@ -95,7 +95,8 @@ def test_slots_that_were_outgrown_are_given_back_at_once(monkeypatch):
     monkeypatch.setattr(symmetric, "empty", lambda size, dtype, device: torch.empty(size, dtype=dtype))
     monkeypatch.setattr(symmetric, "rendezvous", lambda memory, group: handle)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    slots = copies._Slots(1024, None, 1, 1)
+    group: Any = None
+    slots = copies._Slots(1024, group, 1, 1)
     assert copies.held_bytes() == 2 * 1024 + 256
     shapes = ((torch.float32, (2, 64)),)
     assert [x.shape for x in (*slots.received(shapes, 1), *slots.sent(shapes, 1))] == [(2, 64)] * 2
