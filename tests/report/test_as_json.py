@@ -69,7 +69,7 @@ def test_the_parts_of_every_rank_sum_to_its_wall(case):
 
 def test_the_top_level_is_the_contracts():
     assert list(report_of(attribution_of(NVLINK))) == [
-        "schema", "source", "summary", "ranks", "steps", "waterfall", "run", "table", "inference", "warnings",
+        "schema", "source", "summary", "ranks", "steps", "waterfall", "run", "table", "warnings",
     ]  # fmt: skip
 
 
