@@ -24,6 +24,7 @@ from ringprof.record.launcher import launcher_rank
 from ringprof.record.progress import Reporter
 from ringprof.record.resolve import kernel_class, load_strategy, need, resolve, typed_params
 from ringprof.run import Workload, read_run, write_atomically
+from ringprof.strategies import find
 
 _SCHEMA = "ringprof.sweep/1"
 
@@ -96,6 +97,8 @@ def run_sweep(requests: Sequence[Request], path: Path, reporter: Reporter) -> It
         raise UsageError("a sweep starts its own ranks: run it without torchrun or srun, on one host")
     for request in requests:
         _refuse_unknown(request)
+    # Other people's code computes and sends by ways of its own, of which nothing can be left out.
+    requests = [replace(one, controls=one.controls and not is_peer(one.strategy)) for one in requests]
     folder = path.parent
     folder.mkdir(parents=True, exist_ok=True)
     sweep = read_sweep(path) if path.exists() else Sweep()
@@ -108,6 +111,11 @@ def run_sweep(requests: Sequence[Request], path: Path, reporter: Reporter) -> It
         else:
             _say_what_differs(row, request, path, reporter)
         yield row, analysis_of(row, folder)
+
+
+def is_peer(strategy: str) -> bool:
+    """Whether it is other people's code, called as it is."""
+    return ".strategies.foreign." in find(strategy).target
 
 
 def _refuse_unknown(request: Request) -> None:
@@ -170,7 +178,7 @@ def row_figures(row: Row, analysis: Analysis | None) -> dict[str, Any]:
     values: dict[str, Any] = {
         "dtype": row.workload.dtype, "batch": row.workload.batch, "seq": row.workload.seq, "strategy": row.strategy,
         "params": " ".join(f"{key}={value}" for key, value in row.params.items()), "kernel": row.kernel,
-        "status": row.status, "reason": row.reason,
+        "status": row.status, "reason": row.reason, "peer": is_peer(row.strategy),
         "forward_ms": None if row.forward_ns is None else row.forward_ns / 1e6,
     }  # fmt: skip
     if analysis is None or analysis.run is None:
@@ -217,7 +225,7 @@ def _record_row(request: Request, folder: Path, reporter: Reporter) -> Row:
             forward = record(alone, reporter)
             forward_ns = forward.timings.median_ns() if forward and forward.timings else None
         run = record(request, reporter)
-    except UnfitWorkloadError as error:
+    except (UnfitWorkloadError, UsageError) as error:
         return replace(row, status="unfit", reason=str(error))
     except Interrupted:
         raise  # the user's Ctrl-C ends the sweep, not the row

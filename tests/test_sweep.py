@@ -150,6 +150,27 @@ def test_a_row_without_controls_is_recorded_again_where_they_are_asked_for(swept
     assert [row.status for row in rows] == ["ok"] * 4 and len(recorder.calls) == 8
 
 
+def test_peers_are_recorded_beside_without_the_controls_that_they_cannot_have(tmp_path, monkeypatch):
+    monkeypatch.setattr(sweep, "analysis_of", lambda row, folder: None)
+    asked: dict[str, bool] = {}
+
+    class Noting(Recorder):
+        def __call__(self, request: Request, reporter: Any) -> Any:
+            asked[request.strategy] = request.controls or asked.get(request.strategy, False)
+            return super().__call__(request, reporter)
+
+    monkeypatch.setattr(sweep, "record", recorder := Noting({}))
+    base = replace(BASE, controls=True)
+    requests = sweep.sweep_requests(base, ["zigzag", "torch-cp"], [1024], ["auto"], {})
+    for _ in range(2):
+        rows = [row for row, _ in sweep.run_sweep(requests, tmp_path / "sweep.json", SilentReporter())]
+        assert [row.status for row in rows] == ["ok", "ok"]
+    assert asked == {"zigzag": True, "torch-cp": False}
+    # The stand-in's runs have no controls: zigzag's is made again, the peer's is not.
+    assert [call[0] for call in recorder.calls] == ["zigzag", "zigzag", "torch-cp", "torch-cp", "zigzag", "zigzag"]
+    assert [sweep.row_figures(row, None)["peer"] for row in rows] == [False, True]
+
+
 def test_rows_recorded_with_other_options_are_kept_and_it_is_said(swept):
     swept({}, iters=3)
     said: list[str] = []

@@ -40,7 +40,7 @@ def _sections(function: Callable[..., Any]) -> Callable[..., Any]:
 @click.argument("paths", nargs=-1, type=click.Path(), metavar="[PATH]...")
 @click.option("--format", "form", type=click.Choice(["terminal", "json"]), default="terminal", show_default=True)
 @click.option("--csv", "frame", type=click.Choice([*FRAMES]), help="Write one table as CSV instead of the report.")
-@click.option("--parquet", type=click.Choice([*FRAMES]), help="Write one table as Parquet to --output.")
+@click.option("--parquet", metavar="TABLE", type=click.Choice([*FRAMES]), help="Write a table as Parquet to --output.")
 @click.option("-o", "--output", type=click.Path(dir_okay=False), help="Write to this file instead of the terminal.")
 @click.option("--width", type=click.IntRange(min=NARROWEST), help="Columns to use.  [default: the terminal's]")
 @click.option("--html", "page", type=click.Path(dir_okay=False), help="Also write the report as one HTML page.")

@@ -15,6 +15,8 @@ from ringprof.report.text import TextStyle, clean, csv_text
 _SCHEMA = "ringprof.compare/1"
 PARAMETER = "-p "
 """What a setting's name begins with that is a strategy's parameter."""
+_MANY = 10.0
+"""Times the base from which on a ratio is said as that."""
 _SIGNS = {"better": "+", "worse": "-", "noise": "~", "same": "=", "differs": " "}
 
 
@@ -146,6 +148,9 @@ def _in_words(found: Difference, more: str, less: str) -> str:
     by = f"{more if sign > 0 else less} by {100 * sign * (found.ratio - 1):.1f} %"
     if found.verdict == "same":
         return "the same"
+    if found.ratio > _MANY:
+        # In percent nobody could read it.
+        return f"{more}, {found.ratio:,.1f} times"
     if found.low is None or found.high is None:
         return f"{by}, measured once"
     low, high = sorted((100 * sign * (found.low - 1), 100 * sign * (found.high - 1)))

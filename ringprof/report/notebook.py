@@ -53,7 +53,7 @@ def _height(section: PageSection) -> int:
 
 def findings_html(found: Findings) -> str:
     """Header, verdict, and a row a rank."""
-    table = breakdown.rank_table(breakdown.json(found)["ranks"])
+    table = breakdown.rank_table(breakdown.json(found)["ranks"], found.summary.communication)
     verdict = "".join(f"<li>{_text(line)}</li>" for line in found.verdict)
     header = _text(header_of(found.attribution, found.summary))
     left = len(table.rows) - _MOST_ROWS

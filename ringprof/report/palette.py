@@ -38,8 +38,8 @@ WATERFALL_COLOURS: dict[str, str] = {
     "launch_gaps": GREY,
 }
 
-LINES = (BLUE, ORANGE, GREEN, VERMILION, PURPLE, SKY, GREY, "#000000", YELLOW)
-"""Of entries side by side, in their order."""
+LINES = (BLUE, ORANGE, GREEN, VERMILION, PURPLE, SKY, GREY, UNSPLIT, YELLOW)
+"""Of entries side by side, in their order; each can be seen on white and on black."""
 
 
 def kind_colour(kind: str) -> str:

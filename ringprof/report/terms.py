@@ -80,6 +80,8 @@ MEANINGS: dict[str, str] = {
     "sweep": "Every combination of strategy, length and kernel that was recorded. FWD, FWD+BWD and TFLOPs/s are timed "
     "without the profiler; flash, comm, overlap and exposed are shares of the profiled iteration, whose kinds may run "
     "at once. 1 MiB is 1,048,576 bytes.",
+    "sweep_speed": "Model FLOPs (backward 2.5 times forward, causal half) per device over the slowest rank's time. "
+    "Dashed: what the kernel alone reaches, the ceiling; dotted: other people's code.",
     "tflops": "Model FLOPs (backward 2.5 times forward, causal half) per device over the slowest rank's time.",
     "shares": "What the time of the profiled iteration went into, mean over ranks: shares of the mean wall, as in the "
     "table below. The profiler makes iterations longer, so they are no shares of the times there.",

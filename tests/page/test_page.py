@@ -205,6 +205,18 @@ def test_a_comparison_and_a_sweep_have_pages() -> None:
     assert [cells[-1] for cells in page.tables["Every row"][1:]] == ["ok", "ok", "oom: <b>out of memory</b>"]
 
 
+def test_speed_over_length_has_the_kernel_as_its_ceiling_and_peers_dotted() -> None:
+    figures = pytest.importorskip("ringprof.report.page.figures")
+    series = {"zigzag": [(2048, 5.0), (1024, 4.0)], "torch-cp": [(1024, 3.0)], "the kernel": [(1024, 8.0)]}
+    made = figures.lines("TFLOP/s", series, "the kernel", {"torch-cp"})
+    drawn = {one.data_source.data["name"][0]: one for one in made.renderers if type(one.glyph).__name__ == "Line"}
+    assert {name: one.glyph.line_dash for name, one in drawn.items()} == {
+        "zigzag": [], "torch-cp": [2, 4], "the kernel": [6],
+    }  # fmt: skip
+    assert list(drawn["zigzag"].data_source.data["x"]) == [1024, 2048]
+    assert made.yaxis[0].axis_label == "TFLOP/s" and made.y_range.start == 0
+
+
 def test_the_page_of_two_runs_says_what_changed_first() -> None:
     found = ringprof.compare(ROOT / "traces" / "h200x4-zigzag-65536", ROOT / "traces" / "h200x4-zigzag-65536-copied")
     document = comparison_document(found)

@@ -7,7 +7,10 @@ import re
 
 import pytest
 
+import ringprof
+from ringprof.report import comparison
 from ringprof.report.sections import OPTIONAL
+from ringprof.report.sections.breakdown import rank_table
 from ringprof.report.tables import Column, Listing, Table, text_table
 from ringprof.report.text import TextStyle, short_name
 from tests.analysis.test_real_runs import NVLINK, TWO_HOSTS
@@ -115,3 +118,25 @@ FILL = "vectorized_elementwise_kernel<4, {0}FillFunctor<float>, {1}array<char*, 
 )
 def test_kernels_are_called_by_what_they_are(kernel: str, shown: str) -> None:
     assert short_name(kernel) == shown
+
+
+def test_a_rate_over_links_of_several_classes_stands_in_no_table() -> None:
+    both, one = (analysis(TRACES / name) for name in ("h200x4-burst-65536-two-hosts", "h200x4-zigzag-65536"))
+    for run, rated in ((both, False), (one, True)):
+        links = {row.link for row in run.summary.communication}
+        assert (len(links) == 1) is rated
+        by_rank = run.to_terminal().split("by rank")[1]
+        assert ("GB/s" in by_rank.split("\n")[1]) is rated
+        titles = rank_table(run.report()["ranks"], run.summary.communication).titles
+        assert ("wire GB/s" in titles) is rated and "hop wire ms" in titles
+
+
+def test_more_than_ten_times_is_said_as_that_and_a_cpu_by_its_name() -> None:
+    found = ringprof.compare(TRACES / "cpu4-burst-4096", TRACES / "h200x4-burst-262144")
+    times = [entry.figures["tflops"].value for entry in found.entries]
+    assert comparison.verdict_lines(found) == [f"1: more TFLOP/s, {times[1] / times[0]:,.1f} times"]
+    assert found.differing["device"] == ("AMD EPYC", "NVIDIA H200")
+    # A parameter that a strategy does not have is not "unknown".
+    two = ringprof.compare(TRACES / "h200x4-burst-262144", TRACES / "h200x4-zigzag-262144")
+    assert two.differing["-p ring_window"][1] is None
+    assert "unknown" not in comparison.render(two, TextStyle())

@@ -40,7 +40,8 @@ def entry_of_run(label: str, found: Findings) -> Entry:
     figures |= {f"{kind}_ms": _time(times[kind]) for kind in KINDS if kind in times}
     figures |= {f"{WATERFALL_PREFIX}{part.part}_ms": _time(part.time_ns / iterations) for part in found.waterfall.parts}
     settings = _run_settings(run) if run is not None else {}
-    devices = ", ".join(summary.devices) or None
+    named = summary.devices or (tuple(dict.fromkeys(run.environment.devices)) if run is not None else ())
+    devices = ", ".join(named) or None
     warnings = tuple(f"{one.message} [{one.code}]" for one in found.attribution.warnings if one.code not in NOTES)
     return Entry(
         label=label,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
 from bokeh.layouts import column
@@ -292,17 +292,17 @@ def waiting(steps: Sequence[Step], ranks: Sequence[int]) -> Any | None:
     return made
 
 
-def lines(title: str, unit: str, series: Mapping[str, Iterable[tuple[float, float]]], dashed: set[str]) -> Any:
-    """A line for each name over sequence length; ``dashed`` are ceilings."""
-    made = _plain(title, 340, tools="pan,box_zoom,reset", x_axis_type="log", x_axis_label="tokens", y_axis_label=unit)
+def lines(unit: str, series: Mapping[str, Iterable[tuple[float, float]]], ceiling: str, peers: Set[str]) -> Any:
+    """A line for each name over sequence length; the ceiling's is grey and dashed, those of peers are dotted."""
+    made = _plain("", 340, tools="pan,box_zoom,reset", x_axis_type="log", x_axis_label="tokens", y_axis_label=unit)
     ticks: set[float] = set()
     for place, (name, points) in enumerate(series.items()):
         x, y = zip(*sorted(points), strict=True)
         ticks.update(x)
-        colour = palette.LINES[place % len(palette.LINES)] if name not in dashed else _INK
+        colour = palette.LINES[place % len(palette.LINES)] if name != ceiling else _INK
         label = clean(name)
         source = ColumnDataSource({"x": x, "y": y, "name": [label] * len(x)})
-        style = {"line_dash": "dashed"} if name in dashed else {}
+        style = {"line_dash": "dashed" if name == ceiling else "dotted"} if name in {ceiling, *peers} else {}
         made.line("x", "y", source=source, color=colour, line_width=2, legend_label=label, **style)
         dots = made.scatter("x", "y", source=source, color=colour, size=8, legend_label=label)
         _hover(made, [dots], ("", "@name"), ("tokens", "@x{0,0}"), (unit, "@y{0,0.0}"))

@@ -52,7 +52,7 @@ def part_document(found: Findings, report: dict[str, Any], name: str, wanted: Se
 
 def _tiles(found: Findings) -> list[tuple[str, str]]:
     summary, rates = found.summary, found.summary.rates
-    tiles = [(duration(summary.slowest_wall_ns), f"wall of the slowest rank ({summary.slowest_rank})")]
+    tiles = [(duration(summary.slowest_wall_ns), f"wall of rank {summary.slowest_rank}, the slowest")]
     if rates.tflops is not None:
         tiles.insert(0, (rate(rates.tflops), "achieved, per device"))
     if rates.block_tflops is not None:

@@ -165,12 +165,13 @@ def sweep_document(rows: Sequence[Mapping[str, Any]], name: str) -> Document:
                 ceiling[row["seq"]] = max(ceiling.get(row["seq"], 0.0), row["tflops"] / row["of_kernel_rate"])
         top = "the kernel's own rate"
         lines = {**speed, **({top: list(ceiling.items())} if ceiling else {})}
-        drawn = Content(figures.lines("", "TFLOP/s", lines, {top}))
-        sections.append(PageSection("speed", "Speed", MEANINGS["tflops"], drawn))
+        peers = {_series(row) for row in done if row.get("peer")}
+        drawn = Content(figures.lines("TFLOP/s", lines, top, peers))
+        sections.append(PageSection("speed", "Speed", MEANINGS["sweep_speed"], drawn))
         drawn = Content(_sweep_shares(done, figures))
         sections.append(PageSection("shares", "Where the time went", MEANINGS["shares"], drawn))
         if memory:
-            drawn = Content(figures.lines("", "MiB", memory, set()))
+            drawn = Content(figures.lines("MiB", memory, "", peers))
             sections.append(PageSection("memory", "Peak memory", MEANINGS["peak_memory"], drawn))
     sections.append(PageSection("rows", "Every row", MEANINGS["sweep"], Content(tables=[_row_table(rows)])))
     counts = f"{len(rows)} rows, {len(rows) - len(done)} of them without a result"

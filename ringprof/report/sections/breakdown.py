@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ringprof.analysis.findings.findings import Findings
-from ringprof.analysis.findings.summary import KindRow, Summary
+from ringprof.analysis.findings.summary import Communication, KindRow, Summary
 from ringprof.analysis.kinds.kinds import OTHER_GROUPS
 from ringprof.analysis.rank import Rank
 from ringprof.report.page.document import Content, PageTable
@@ -104,10 +104,14 @@ def _by_rank(summary: Summary) -> Table:
     ]  # fmt: skip
     timed = any(row.wait_share is not None for row in summary.ranks)
     if timed:
-        columns += [Column("waiting", "rough share"), Column("wire\nGB/s", "rate")]
+        columns.append(Column("waiting", "rough share"))
+    # Over links of several classes a mean rate is that of none.
+    rated = timed and len({row.link for row in summary.communication}) == 1
+    if rated:
+        columns.append(Column("wire\nGB/s", "rate"))
     rows = [
         [row.label, row.wall_ns, row.compute_ns, row.exposed_comm_ns, row.exposed_memory_ns, row.idle_ns,
-         row.overlap_ratio, *([row.wait_share, row.wire_gbps] if timed else [])]
+         row.overlap_ratio, *([row.wait_share] if timed else []), *([row.wire_gbps] if rated else [])]
         for row in summary.ranks
     ]  # fmt: skip
     return Table("by rank", columns, rows)
@@ -159,16 +163,20 @@ def _hops(rank: Rank) -> dict[str, Any] | None:
 # --- page ---------------------------------------------------------------------------------------------
 
 
-def rank_table(ranks: Sequence[Mapping[str, Any]]) -> PageTable:
-    """A row a rank; ``ranks`` are those of the JSON report."""
+def rank_table(ranks: Sequence[Mapping[str, Any]], communication: Sequence[Communication]) -> PageTable:
+    """A row a rank; ``ranks`` are those of the JSON report. A rate over links of several classes is left out."""
     times = ("wall", "compute", "exposed_comm", "exposed_memory", "idle")
     columns = [
         Column("rank", "count"), Column("host"), *(Column(name.replace("_", " "), "time") for name in times),
-        Column("overlap", "share"), Column("hop wait", "time"), Column("hop wire", "time"), Column("wire GB/s", "rate"),
+        Column("overlap", "share"), Column("hop wait", "time"), Column("hop wire", "time"),
     ]  # fmt: skip
+    figures = ["wait_ns", "wire_ns"]
+    if len({row.link for row in communication}) <= 1:
+        columns.append(Column("wire GB/s", "rate"))
+        figures.append("wire_gbps")
     rows = []
     for rank in ranks:
-        hops = [(rank["hops"] or {}).get(name) for name in ("wait_ns", "wire_ns", "wire_gbps")]
+        hops = [(rank["hops"] or {}).get(name) for name in figures]
         spent = [rank[f"{name}_ns"] for name in times]
         rows.append([rank["rank"], rank["host"] or "unknown", *spent, rank["overlap_ratio"], *hops])
     return Table("", columns, rows, "run.breakdown()").page()
@@ -177,7 +185,11 @@ def rank_table(ranks: Sequence[Mapping[str, Any]]) -> PageTable:
 def html(found: Findings, report: dict[str, Any], figures: Any) -> Content:
     """The drawn breakdown, and a row a rank."""
     ranks = report["ranks"]
-    return Content(figures.breakdown(ranks), [rank_table(ranks)], [] if found.lists_steps else [_LEFT_OUT])
+    return Content(
+        figures.breakdown(ranks),
+        [rank_table(ranks, found.summary.communication)],
+        [] if found.lists_steps else [_LEFT_OUT],
+    )
 
 
 def kinds_html(found: Findings, report: dict[str, Any], figures: Any) -> Content | None:
