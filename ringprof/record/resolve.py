@@ -95,9 +95,30 @@ def resolve(request: Request, place: RankPlace | None) -> Request:
     params = strategy.placed(
         world, _per_host(request, world, place), **typed_params(strategy, request.strategy, request.params)
     )
-    _check_fit(strategy, request, params, world)
+    if request.cp_sizes:
+        # Degrees that are not given follow from each size.
+        params = typed_params(strategy, request.strategy, request.params)
+        request = _with_sizes(strategy, request, params, world)
+    else:
+        _check_fit(strategy, request, params, world)
     warmup, iters = _counts(request, device)
     return msgspec.structs.replace(request, device=device, world=world, params=params, warmup=warmup, iters=iters)
+
+
+def _with_sizes(strategy: Any, request: Request, params: dict[str, Any], world: int) -> Request:
+    """The request with the sequences of each step. Raises `UsageError` and `UnfitWorkloadError`."""
+    workload = request.workload
+    for size in request.cp_sizes:
+        if size < 1 or world % size:
+            raise UsageError(f"--cp-sizes: groups of {size} ranks do not divide {world}")
+        if workload.seq % (world // size):
+            raise UnfitWorkloadError(f"{workload.seq} tokens are not {world // size} even sequences")
+        with strategy_errors():
+            reason = fits(strategy, workload.step(world // size), size, params)
+        if reason:
+            raise UnfitWorkloadError(f"strategy {request.strategy!r} cannot run this on {size} ranks: {reason}")
+    sequences = tuple(world // size for size in request.cp_sizes)
+    return msgspec.structs.replace(request, workload=msgspec.structs.replace(workload, sequences=sequences))
 
 
 def fits(strategy: Any, workload: Workload, world: int, params: dict[str, Any], seq: int | None = None) -> str | None:
@@ -178,12 +199,26 @@ def _check_what_is_made(strategy: Any, request: Request) -> None:
         raise UsageError(
             f"strategy {request.strategy!r} is for {strategy.phase}; for --phase {phase} there are: {', '.join(there)}"
         )
-    if phase != "training" and request.controls:
-        raise UsageError(f"--controls: not made for --phase {phase} (record it without --controls)")
-    if request.workload.layer is not None:
-        for option, given in (("controls", request.controls), ("cuda-graph", request.cuda_graph)):
-            if given:
-                raise UsageError(f"--{option}: not made for --layer (record it without --{option})")
+    _check_together(request)
+
+
+def _check_together(request: Request) -> None:
+    """Refuse options that are not made for each other. Raises `UsageError`."""
+    work, none = request.workload, ("softcap", "sinks", "v-head-dim")
+    given = {
+        "controls": request.controls, "cuda-graph": request.cuda_graph, "layer": work.layer, "phase": work.kv_length,
+        "documents": work.documents, "window-size": work.window, "ranks-per-host": request.ranks_per_host,
+        "softcap": work.softcap, "sinks": work.sinks, "v-head-dim": work.v_head_dim,
+    }  # fmt: skip
+    excluded = {
+        f"phase {work.phase}": (work.kv_length, ("controls", *none)),
+        "layer": (work.layer, ("controls", "cuda-graph", *none)),
+        "cp-sizes": (request.cp_sizes, tuple(given)),
+    }
+    for asked, (there, others) in excluded.items():
+        for option in others:
+            if there and given[option]:
+                raise UsageError(f"--{option}: not made for --{asked} (record it without --{option})")
 
 
 def _check_graph(request: Request, device: str) -> None:

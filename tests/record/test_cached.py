@@ -110,7 +110,7 @@ def test_a_decode_run_counts_its_work_by_the_formulas(decoded: Path) -> None:
 def test_a_decode_report_says_what_a_token_costs_and_what_bounds_it(decoded: Path) -> None:
     shown = run(["report", "traces/run.json"], decoded)
     assert "decode: 1 new of 4097 tokens, 8 heads (2 kv) of 16, batch 4" in " ".join(shown.stdout.split())
-    data = json.loads(run(["report", "traces/run.json", "--format", "json"], decoded).stdout)["inference"]
+    data = json.loads(run(["report", "traces/run.json", "--format", "json"], decoded).stdout)["summary"]["inference"]
     assert data["new_tokens"] == 4
     # 2 · 4 sequences · 4097 keys · 2 heads · 16 numbers of 2 bytes, shared by 2 ranks.
     assert data["cache_bytes"] == 2 * 4 * 4097 * 2 * 16 * 2 // 2
@@ -153,6 +153,8 @@ def test_a_page_shows_it(decoded: Path) -> None:
         (["--strategy", "dcp", "--phase", "decode", "--kv-length", "4096m"], "--kv-length"),
         (["--strategy", "ring", "--seq", "64", "--layers", "2"], "--layers goes with --layer"),
         (["--strategy", "ring", "--seq", "64", "--layer", "ddp", "--mlp-size", "0"], "--mlp-size must be at least 1"),
+        (["--strategy", "ring", "--seq", "64", "--layer", "ddp", "--softcap", "5"], "--softcap: not made for --layer"),
+        (["--strategy", "dcp", "--phase", "decode", "--kv-length", "64", "--sinks", "learned"], "--sinks: not made"),
         (["--strategy", "ring", "--seq", "64", "--layer", "ddp", "--controls"], "--controls: not made for --layer"),
     ],
 )  # fmt: skip
