@@ -25,7 +25,8 @@ def attention_ns(rank: int) -> int:
     assert len(found) == 2
     spans = sorted((event["ts"], event["ts"] + event["dur"]) for event in found)
     assert spans[0][1] <= spans[1][0]
-    return int(round(sum(event["dur"] for event in found) * 1000))
+    time: int = round(sum(event["dur"] for event in found) * 1000)
+    return time
 
 
 def test_a_token_and_the_memorys_rate() -> None:
