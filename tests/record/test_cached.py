@@ -96,6 +96,7 @@ def decoded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_decode_run_counts_its_work_by_the_formulas(decoded: Path) -> None:
     found = json.loads((decoded / "traces/run.json").read_text())
     assert found["name"].endswith("-dcp-4097")
+    assert found["kernel"] == "cpu-flash"
     assert {key: found["workload"][key] for key in ("phase", "kv_length", "seq", "backward")} == {
         "phase": "decode", "kv_length": 4097, "seq": 1, "backward": False,
     }  # fmt: skip
