@@ -34,8 +34,8 @@ from .layouts import ALL, LAYOUTS, Block, Layout
 from .merge import wide_type
 
 SPLITTING = ("flash-attn", "torch-flash")
-"""What ``auto`` takes before the kernels that are faster on long blocks: they split the keys of few queries over the whole
-GPU (95 % of an H200's memory rate, where cuDNN reaches 58 %)."""
+"""What ``auto`` takes before the kernels that are faster on long blocks: they split the keys of few queries over the
+whole GPU (95 % of an H200's memory rate, where cuDNN reaches 58 %)."""
 Merge = Literal["reduce-scatter", "all-to-all", "all-gather"]
 
 
