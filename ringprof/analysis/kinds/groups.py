@@ -24,7 +24,7 @@ _RANKS = re.compile(r"\s*\d+(\s*-\s*\d+)?(\s*,\s*\d+(\s*-\s*\d+)?)*\s*")
 
 
 @dataclass(frozen=True)
-class Kept:
+class _Kept:
     """One rank's activities after the others' communication was set apart."""
 
     classified: Classified
@@ -34,7 +34,7 @@ class Kept:
     """Communication kernels of which no record tells the group; set apart with the others'."""
 
 
-def keep_group(classified: Classified, group: str) -> Kept:
+def keep_group(classified: Classified, group: str) -> _Kept:
     """Set apart all communication of other groups than ``group``: names or descriptions in which ``*`` and ``?`` stand
     for anything, with commas between them, or one group's ranks (``0,1`` ``0-3``); semicolons stand between choices.
 
@@ -54,7 +54,7 @@ def keep_group(classified: Classified, group: str) -> Kept:
         else:
             kind[activity] = CODE[OTHER_GROUPS]
             unknown += not calls
-    return Kept(replace(classified, kind=kind), found, unknown)
+    return _Kept(replace(classified, kind=kind), found, unknown)
 
 
 def name_of_group(calls: Calls) -> str:
