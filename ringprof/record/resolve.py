@@ -199,26 +199,26 @@ def _check_what_is_made(strategy: Any, request: Request) -> None:
         raise UsageError(
             f"strategy {request.strategy!r} is for {strategy.phase}; for --phase {phase} there are: {', '.join(there)}"
         )
-    if phase != "training" and request.controls:
-        raise UsageError(f"--controls: not made for --phase {phase} (record it without --controls)")
-    if request.cp_sizes:
-        _check_sizes_alone(request)
-    if request.workload.layer is not None:
-        for option, given in (("controls", request.controls), ("cuda-graph", request.cuda_graph)):
-            if given:
-                raise UsageError(f"--{option}: not made for --layer (record it without --{option})")
+    _check_together(request)
 
 
-def _check_sizes_alone(request: Request) -> None:
-    workload = request.workload
-    beside = {
-        "controls": request.controls, "cuda-graph": request.cuda_graph, "layer": workload.layer,
-        "phase": workload.kv_length, "documents": workload.documents, "window-size": workload.window,
-        "ranks-per-host": request.ranks_per_host,
+def _check_together(request: Request) -> None:
+    """Refuse options that are not made for each other. Raises `UsageError`."""
+    work, none = request.workload, ("softcap", "sinks", "v-head-dim")
+    given = {
+        "controls": request.controls, "cuda-graph": request.cuda_graph, "layer": work.layer, "phase": work.kv_length,
+        "documents": work.documents, "window-size": work.window, "ranks-per-host": request.ranks_per_host,
+        "softcap": work.softcap, "sinks": work.sinks, "v-head-dim": work.v_head_dim,
     }  # fmt: skip
-    for option, given in beside.items():
-        if given:
-            raise UsageError(f"--{option}: not made for --cp-sizes (record it without --{option})")
+    excluded = {
+        f"phase {work.phase}": (work.kv_length, ("controls", *none)),
+        "layer": (work.layer, ("controls", "cuda-graph", *none)),
+        "cp-sizes": (request.cp_sizes, tuple(given)),
+    }
+    for asked, (there, others) in excluded.items():
+        for option in others:
+            if there and given[option]:
+                raise UsageError(f"--{option}: not made for --{asked} (record it without --{option})")
 
 
 def _check_graph(request: Request, device: str) -> None:

@@ -96,6 +96,7 @@ def decoded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_decode_run_counts_its_work_by_the_formulas(decoded: Path) -> None:
     found = json.loads((decoded / "traces/run.json").read_text())
     assert found["name"].endswith("-dcp-4097")
+    assert found["kernel"] == "cpu-flash"
     assert {key: found["workload"][key] for key in ("phase", "kv_length", "seq", "backward")} == {
         "phase": "decode", "kv_length": 4097, "seq": 1, "backward": False,
     }  # fmt: skip
@@ -153,6 +154,8 @@ def test_a_page_shows_it(decoded: Path) -> None:
         (["--strategy", "dcp", "--phase", "decode", "--kv-length", "4096m"], "--kv-length"),
         (["--strategy", "ring", "--seq", "64", "--layers", "2"], "--layers goes with --layer"),
         (["--strategy", "ring", "--seq", "64", "--layer", "ddp", "--mlp-size", "0"], "--mlp-size must be at least 1"),
+        (["--strategy", "ring", "--seq", "64", "--layer", "ddp", "--softcap", "5"], "--softcap: not made for --layer"),
+        (["--strategy", "dcp", "--phase", "decode", "--kv-length", "64", "--sinks", "learned"], "--sinks: not made"),
         (["--strategy", "ring", "--seq", "64", "--layer", "ddp", "--controls"], "--controls: not made for --layer"),
     ],
 )  # fmt: skip
