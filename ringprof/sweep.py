@@ -67,10 +67,12 @@ class Sweep(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def sweep_requests(
-    base: Request, strategies: Sequence[str], seqs: Sequence[int], kernels: Sequence[str], params: Mapping[str, str]
-) -> list[Request]:
+    base: Request, strategies: Sequence[str], seqs: Sequence[int], kernels: Sequence[str], params: Mapping[str, str],
+    documents: Mapping[int, tuple[int, ...]] | None = None,
+) -> list[Request]:  # fmt: skip
     """A request for every combination. A parameter ``NAME.key`` goes to strategy NAME, ``key`` to all.
 
+    ``documents`` are the lengths that each sequence length packs; where there are none, it is one document.
     Raises `UsageError` for a parameter of a strategy that is not in the sweep.
     """
     for name in params:
@@ -82,7 +84,7 @@ def sweep_requests(
         own = {
             key.rpartition(".")[2]: value for key, value in params.items() if key.rpartition(".")[0] in ("", strategy)
         }
-        workload = replace(base.workload, seq=seq)
+        workload = replace(base.workload, seq=seq, documents=(documents or {}).get(seq))
         requests.append(replace(base, strategy=strategy, kernel=kernel, params=own, workload=workload))
     return requests
 

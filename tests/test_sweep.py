@@ -213,6 +213,29 @@ def test_a_parameter_of_a_strategy_that_is_not_swept_is_refused():
         sweep.sweep_requests(BASE, ["burst"], [8], ["auto"], {"usp.ulysses_degree": "2"})
 
 
+def test_each_length_packs_documents_of_its_own():
+    drawn = {64: (40, 24), 128: (100, 28)}
+    requests = sweep.sweep_requests(BASE, ["zigzag", "ulysses"], [64, 128], ["auto"], {}, drawn)
+    packed = [(request.strategy, request.workload.seq, request.workload.documents) for request in requests]
+    lengths = [("zigzag", 64, (40, 24)), ("zigzag", 128, (100, 28))]
+    assert packed == [*lengths, *(("ulysses", *rest) for _, *rest in lengths)]
+
+
+def test_a_packed_row_is_another_than_a_plain_one(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    small = ["--heads", "2", "--head-dim", "16", "--iters", "1", "--world", "2", "--device", "cpu", "--dtype", "fp32"]
+    arguments = ["bench", "--strategies", "zigzag", "--seq", "64", *small, "--sinks", "learned"]
+    assert cli.run([*arguments, "--documents", "40,24"]) == 0
+    assert cli.run(arguments) == 0
+    kept = sweep.read_sweep(tmp_path / "traces/bench/sweep.json").rows
+    assert [row.workload.documents for row in kept] == [(40, 24), None]
+    assert [row.workload.sinks for row in kept] == ["learned", "learned"]
+    capsys.readouterr()
+    assert cli.run([*arguments, "--documents", "40,25"]) == 2
+    assert "65 tokens together, the sequence has 64" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("text", ["", "[]", '{"schema": "ringprof.sweep/9"}', "{"])
 def test_what_is_no_sweep_is_refused(tmp_path, text):
     (tmp_path / "sweep.json").write_text(text)

@@ -9,9 +9,10 @@ from typing import Any
 import click
 
 from ringprof.cli.progress import reporter
-from ringprof.cli.recording import params_of, records, request_of
+from ringprof.cli.recording import masks, params_of, records, request_of, scores_and_heads
 from ringprof.cli.values import KERNEL_NAMES, STRATEGIES, Known, ListOf, Tokens
 from ringprof.cli.write import text_style, write_text
+from ringprof.documents import document_lengths
 from ringprof.report import sweep as shown
 from ringprof.report.page import html
 from ringprof.report.page.several import sweep_document
@@ -25,6 +26,8 @@ _FORMATS = {"json": shown.render_json, "csv": shown.render_csv, "markdown": show
 @click.option("--seq", "seqs", required=True, type=ListOf(Tokens()), help="Global lengths in tokens: 128k,256k.")
 @click.option("--kernel", "kernels", default="auto", show_default=True, type=ListOf(Known(KERNEL_NAMES)),
               help="One or more.")  # fmt: skip
+@masks
+@scores_and_heads
 @records
 @click.option("-p", "--param", "params", multiple=True, metavar="[NAME.]KEY=VALUE",
               help="A parameter of all strategies, or of strategy NAME; repeatable.")  # fmt: skip
@@ -42,9 +45,12 @@ def command(
 
     \b
     ringprof bench --strategies burst,zigzag,usp --seq 128k,256k -p usp.ulysses_degree=2
+    ringprof bench --strategies zigzag,ulysses --seq 128k --documents lognormal:mean=8192,sigma=1.2,seed=7
     """
     params = params_of(options["params"], "[NAME.]KEY=VALUE")
-    requests = sweep_requests(request_of(options, seq=1, strategy=""), strategies, seqs, kernels, params)
+    packed = options.pop("documents")
+    documents = {seq: document_lengths(packed, seq) for seq in seqs} if packed else {}
+    requests = sweep_requests(request_of(options, seq=1, strategy=""), strategies, seqs, kernels, params, documents)
     rows = []
     table = shown.SweepTable(text_style(None))
     if form == "terminal":

@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 import ringprof.strategies
 from ringprof.strategies import create, find, foreign, names, parameters, peers
 from ringprof.strategies.base import Strategy
+from ringprof.strategies.cached import Cached
+from ringprof.strategies.registry import for_inference
 from tests.strategies.cases import CASES, Case, Problem, dense, inputs, over_the_ranks, relative_error
 from tests.strategies.ranks import run_ranks
 
@@ -226,12 +228,12 @@ def test_every_bundled_strategy_is_among_the_cases_with_each_of_its_options():
 
 
 def test_every_strategy_on_disk_is_registered():
-    registered = {find(name).load() for name in names()}
+    registered = {find(name).load() for name in (*names(), *for_inference())}
     on_disk = set()
     for module in pkgutil.iter_modules(ringprof.strategies.__path__):
         if module.name != "fused":  # needs triton, holds no strategy
             on_disk |= _strategies_in(f"ringprof.strategies.{module.name}")
-    assert on_disk - {Strategy} == registered
+    assert on_disk - {Strategy, Cached} == registered
 
 
 def test_every_adapter_on_disk_is_registered():
