@@ -158,6 +158,13 @@ def distinct(column: npt.NDArray[_Number]) -> npt.NDArray[_Number]:
     return values
 
 
+def among(values: npt.NDArray[_Number], others: npt.NDArray[_Number]) -> npt.NDArray[np.bool_]:
+    """Which values are also in the other column; as ``np.isin``, which asks masked arrays, too."""
+    known = distinct(others)
+    place = np.searchsorted(known, values, side="right")
+    return (place > 0) & (known[place - 1] == values) if len(known) else np.zeros(len(values), np.bool_)
+
+
 def dtypes_of(kind: type[Any]) -> dict[str, type[Any]]:
     """What the columns of a table are made of."""
     return {column.name: _DTYPES[str(column.type)] for column in fields(kind)}

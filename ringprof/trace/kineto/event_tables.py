@@ -21,6 +21,7 @@ from ringprof.trace.columns import (
     Collective,
     Int32,
     Int64,
+    among,
     dtypes_of,
     table_of,
 )
@@ -336,7 +337,7 @@ class Collector:
         if rows["launches"]:
             correlation = rows["launches"]["correlation"]
             known = rows["activities"].get("correlation", np.empty(0, np.int64))
-            rows["launches"] = _chosen(rows["launches"], (correlation != NONE) & np.isin(correlation, known))
+            rows["launches"] = _chosen(rows["launches"], (correlation != NONE) & among(correlation, known))
         if rows["comm_records"]:
             rows["comm_records"] = _chosen(rows["comm_records"], rows["comm_records"]["collective"] != NONE)
         return {table: table_of(kind, rows[table]) for table, kind in TABLES.items()}
