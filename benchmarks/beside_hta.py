@@ -3,8 +3,8 @@
     python benchmarks/beside_hta.py [--repeats 5] [--copies 1 2 4 153]
 
 The traces repeat a recorded rank: 1, 2 and 4 copies are small traces of 1 to 4 MB, 153 are 136 MB. The two take turns;
-each line has the medians and their ratio: of wall time, and of CPU time, which a busy machine stretches far less. HTA runs in the
-environment that scripts/install_hta.py makes. Both start from compiled modules, as pip leaves them.
+each line has the medians and their ratio: of wall time, and of CPU time, which a busy machine stretches far less. HTA
+runs in the environment that scripts/install_hta.py makes. Both start from compiled modules, as pip leaves them.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 HALF_TYPES = ("bf16", "fp16")
 """The data types that the table speaks of."""
@@ -44,8 +44,7 @@ _PEAKS: tuple[tuple[str, float], ...] = (
 )
 
 
-@dataclass(frozen=True)
-class Peak:
+class Peak(msgspec.Struct, frozen=True):
     """The most that a device can compute."""
 
     tflops: float

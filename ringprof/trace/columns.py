@@ -7,9 +7,9 @@ referred to by index. A reader fills these types; nothing in here reads or inter
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -31,8 +31,7 @@ NO_DEVICE_ACTIVITIES = "no_device_activities"
 """Code of the warning that a run used a GPU and its trace has nothing of what ran there."""
 
 
-@dataclass(frozen=True)
-class Caveat:
+class Caveat(msgspec.Struct, frozen=True):
     """Something odd in the input that did not stop the reading."""
 
     code: str
@@ -43,8 +42,7 @@ class Caveat:
     byte_offset: int | None = None
 
 
-@dataclass(frozen=True)
-class Activities:
+class Activities(msgspec.Struct, frozen=True):
     """What ran on the device: kernels, copies and sets, sorted by start; equal lengths."""
 
     start_ns: Int64
@@ -67,8 +65,7 @@ class Activities:
     """CUDA graph node, or `NONE`."""
 
 
-@dataclass(frozen=True)
-class Launches:
+class Launches(msgspec.Struct, frozen=True):
     """CPU calls that launched device work (cuda_runtime and cuda_driver rows with a correlation), by start."""
 
     start_ns: Int64
@@ -77,8 +74,7 @@ class Launches:
     correlation: Int64
 
 
-@dataclass(frozen=True)
-class Ranges:
+class Ranges(msgspec.Struct, frozen=True):
     """Named spans: annotations and CPU operators that matter, sorted by start."""
 
     start_ns: Int64
@@ -92,8 +88,7 @@ class Ranges:
     external_id: Int64
 
 
-@dataclass(frozen=True)
-class Collective:
+class Collective(msgspec.Struct, frozen=True):
     """One communication record: what ``record_param_comms`` or a kernel's own metadata says."""
 
     name: str
@@ -116,8 +111,7 @@ class Collective:
     comms_id: int | None = None
 
 
-@dataclass(frozen=True)
-class CommRecords:
+class CommRecords(msgspec.Struct, frozen=True):
     """CPU records of communication calls (``record_param_comms``), sorted by start."""
 
     start_ns: Int64
@@ -128,8 +122,7 @@ class CommRecords:
     """Index into `Trace.collectives`."""
 
 
-@dataclass(frozen=True)
-class Device:
+class Device(msgspec.Struct, frozen=True):
     """One device as the trace describes it."""
 
     index: int
@@ -167,7 +160,7 @@ def among(values: npt.NDArray[_Number], others: npt.NDArray[_Number]) -> npt.NDA
 
 def dtypes_of(kind: type[Any]) -> dict[str, type[Any]]:
     """What the columns of a table are made of."""
-    return {column.name: _DTYPES[str(column.type)] for column in fields(kind)}
+    return {name: _DTYPES[type_name] for name, type_name in kind.__annotations__.items()}
 
 
 def table_of(kind: type[_Table], columns: Mapping[str, npt.NDArray[Any]]) -> _Table:
@@ -181,8 +174,7 @@ def table_of(kind: type[_Table], columns: Mapping[str, npt.NDArray[Any]]) -> _Ta
     )
 
 
-@dataclass(frozen=True)
-class Trace:
+class Trace(msgspec.Struct, frozen=True):
     """One rank's trace."""
 
     path: str
@@ -209,7 +201,7 @@ class Trace:
     events_total: int = 0
     events_skipped: int = 0
     """Events that could not be read."""
-    warnings: list[Caveat] = field(default_factory=list)
+    warnings: list[Caveat] = msgspec.field(default_factory=list)
 
     @property
     def lacks_device(self) -> bool:
