@@ -61,6 +61,7 @@ _DEVICE_CATEGORIES = {
 # Those that tell what runs in them where the kernels' own names do not (`ringprof.analysis.kinds.operators`).
 _OPERATORS_THAT_TELL = re.compile(
     "attention|attn|flash|sdpa|scaled_dot|fmha|nccl|rccl|c10d|gloo|nvshmem|symm_mem|vllm_fa|sgl_kernel"
+    "|all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|deep_ep|pplx::|mori::|uccl"
     "|embedding|fbgemm::|cppnode<split|norm|softmax|conv|aten::(?:add|ba?d?d?)?(?:mm|mv)$|_mm$|aten::_fused_"
     "|optimizer.step|index_put_impl|aten::(?:sort|topk|dot)$",
     re.IGNORECASE,
