@@ -21,7 +21,7 @@ import msgspec
 
 import ringprof
 from ringprof.foresee.calibration import Calibration, read_calibration
-from ringprof.foresee.check import check
+from ringprof.foresee.check import check_rows
 from ringprof.foresee.from_runs import Observed, calibrate_from, observed_run
 from ringprof.foresee.links import Cluster
 from ringprof.foresee.predict import Prediction, predict
@@ -198,7 +198,7 @@ def _published(hardware: str, machine: str, cluster: Cluster, ids: Sequence[str]
     """Rows on several hosts; those of ``ids``, or all."""
     chosen = [row for row in rows() if row["hardware"].startswith(hardware) and int(row["hosts"]) > 1]
     chosen = [row for row in chosen if not ids or row["id"] in ids]
-    for found in check(chosen, read_calibration(machine), tape_of, cluster):
+    for found in check_rows(chosen, read_calibration(machine), tape_of, cluster):
         if found.predicted_ms and found.row.measured_ms:
             low, middle, high = found.predicted_ms
             row = chosen[found.row.number - 2]

@@ -8,6 +8,10 @@ Without GPUs kernels return empty tensors at once and the process group is torch
 begins, and is waited for after it. Tensors are small, for the host does the same whatever their size. All are timed in
 turns; other people's strategies, where they are installed; `ratio` is to ring-flash-attn's zigzag. With --pieces a
 second table says where the time of --ours goes: calls of kernels, hops, merges and sums, each with what it calls.
+
+--layers 8 makes as many calls after one another, each with the output of the one before as its queries, and tells the
+time of one: as in a model, where autograd's thread is woken once for all. On a GPU torch runs every backward pass on a
+thread of its own; --one-thread has it stay on the caller's (torch.autograd.set_multithreading_enabled).
 """
 
 from __future__ import annotations
@@ -45,13 +49,14 @@ WARM_CALLS = 3
 
 def main() -> int:
     options = _options()
+    torch.autograd.set_multithreading_enabled(not options.one_thread)
     on_gpu = torch.cuda.is_available()
     rows = []
     for world in [int(os.environ["WORLD_SIZE"])] if on_gpu else map(int, options.world.split(",")):
         device = start() if on_gpu else _start_alone(world)
         bodies = _bodies(options, device)
         bodies = {key: body for key, body in bodies.items() if _runs(key, body)}
-        rows += _rows(_measure(bodies, options.rounds, device), world)
+        rows += _rows(_measure(bodies, options.rounds, device), world, options.layers)
         if options.pieces:
             ours = {key: body for key, body in bodies.items() if key[0].split(" ")[0] in options.ours.split(",")}
             pieces = _pieces(ours, options.rounds, device)
@@ -78,6 +83,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--hops", default="nccl,copy", help="with GPUs")
     parser.add_argument("--tokens", type=int, default=512, help="tokens a rank")
     parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--layers", type=int, default=1, help="calls in a pass, as of a model's layers")
+    parser.add_argument("--one-thread", action="store_true", help="run backward passes on the caller's thread")
     parser.add_argument("--out", help="write the rows as JSON, too")
     return parser.parse_args()
 
@@ -129,7 +136,13 @@ def _bodies(options: argparse.Namespace, device: torch.device) -> dict[tuple[str
     leaves = [x.requires_grad_() for x in (q, k, v)]
 
     def body(strategy: Any) -> Body:
-        return lambda: torch.autograd.grad(strategy.attention(*leaves, causal=True), leaves, dout)
+        def run() -> None:
+            out = leaves[0]
+            for _ in range(options.layers):
+                out = strategy.attention(out, *leaves[1:], causal=True)
+            torch.autograd.grad(out, leaves, dout)
+
+        return run
 
     found = {}
     for kernel in options.kernels.split(",") if on_gpu else ["null"]:
@@ -256,7 +269,8 @@ def _runs(key: tuple[str, ...], body: Body) -> bool:
     return True
 
 
-def _rows(times: dict[Any, list[float]], world: int) -> list[dict[str, Any]]:
+def _rows(times: dict[Any, list[float]], world: int, layers: int) -> list[dict[str, Any]]:
+    times = {key: [time / layers for time in found] for key, found in times.items()}
     medians = {key: statistics.median(found) for key, found in times.items()}
     base = next((medians[key] for key in medians if key[0] == "ring-flash-attn/zigzag"), None)
     return [

@@ -7,8 +7,8 @@
 Forward alone, and forward and backward, bf16, head_dim 128, causal. All competitors of a configuration are timed in
 turns, because a hot GPU is several percent slower than a cool one. Every round begins with another of them, and a first
 call of each is not counted: who comes after a kernel that heats more is worse off. Solo is the strategy's own blocks
-back to back, nothing merged, nothing sent. Peers are other people's strategies (`ringprof strategies` lists them), as
-far as they are installed. Before anything is timed every competitor's output and gradients are held against float64,
+back to back, nothing merged, nothing sent. Peers are other people's strategies (`ringprof strategies` lists them),
+where they are installed. Before anything is timed every competitor's output and gradients are held against float64,
 and one that is wrong is not timed; a rate above the device's peak is marked, for that is not the whole work. Speed
 counts the model's FLOPs (docs/definitions.md), the slowest rank's time each iteration; memory is the peak above what
 was there before, inputs included. A configuration is SEQ:HEADS:KV_HEADS; the grid has 1,024 to 65,536 tokens a GPU and

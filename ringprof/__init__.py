@@ -8,6 +8,7 @@ run.verdict                                 # what communication cost, why, and 
 run.breakdown()                             # pandas frames: a row a rank; hops(), steps(), kernels(), waterfall()
 run.steps().attrs["columns"]                # what each column means
 run.plot.timeline()                         # matplotlib axes
+run.view()                                  # in a notebook: timeline and waterfall to zoom into
 
 ringprof.compare("traces/main", "traces/branch").frame()
 ringprof.load_tables("some.log").report()   # printed kernel tables

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
     from ringprof.analysis.findings.comparison import Entry
     from ringprof.kernel_tables.table_analysis import TableAnalysis
+    from ringprof.report.notebook import View
     from ringprof.report.plots import Plots
 
 # What only some need is imported where they need it: a report of a small trace takes as long as its imports.
@@ -131,6 +132,11 @@ class Analysis:
         """From the device's peak to the speed achieved: a row a part, which sum to the slowest rank's wall."""
         return frames.waterfall_frame(self.findings.waterfall)
 
+    @frames.tells_columns
+    def memory(self) -> pd.DataFrame:
+        """What the allocators held over time; empty where the profiler was not told to ``profile_memory``."""
+        return frames.memory_frame(self.attribution)
+
     def figures(self) -> dict[str, float]:
         """Every figure of the report by name, for conditions; see `ringprof.analysis.findings.figures`."""
         (entry,) = self.entries(self.name)
@@ -184,6 +190,17 @@ class Analysis:
         from ringprof.report.page.run import run_document
 
         return html.render(run_document(self.findings, self.report(), self.name))
+
+    def view(self, *sections: str, height: int | None = None) -> View:
+        """Sections of the page in a notebook's cell, to zoom and hover: ``run.view()``, ``run.view("steps", "hops")``.
+
+        Without names timeline and waterfall; any section of the page by its name otherwise. ``height``: in pixels.
+        Raises `UsageError` for a section that the run's page does not have, `MissingExtraError` without Bokeh.
+        """
+        from ringprof.report.notebook import View
+        from ringprof.report.page.run import part_document
+
+        return View(part_document(self.findings, self.report(), self.name, sections), height)
 
     def __repr__(self) -> str:
         return f"<ringprof.Analysis of {self.name}, {len(self.ranks)} ranks>"

@@ -1,4 +1,4 @@
-"""Peak matrix rates of devices, from their vendors' data sheets: dense, with 16-bit inputs, in TFLOP/s."""
+"""Peak rates of devices, from their vendors' data sheets: matrix products (dense, 16-bit inputs) and memory."""
 
 from __future__ import annotations
 
@@ -43,6 +43,37 @@ _PEAKS: tuple[tuple[str, float], ...] = (
     ("MI250X", 383.0),
 )
 
+_BANDWIDTHS: tuple[tuple[str, float], ...] = (
+    ("GB200", 8000.0),
+    ("B200", 8000.0),
+    ("H200", 4800.0),
+    ("H100 NVL", 3900.0),
+    ("H100 PCIe", 2000.0),
+    ("H100", 3350.0),
+    ("H800 PCIe", 2000.0),
+    ("H800", 3350.0),
+    ("H20", 4000.0),
+    ("A100 SXM4 80GB", 2039.0),
+    ("A100 80GB PCIe", 1935.0),
+    ("A100", 1555.0),
+    ("A800 SXM4 80GB", 2039.0),
+    ("A800 80GB PCIe", 1935.0),
+    ("A40", 696.0),
+    ("A10G", 600.0),
+    ("A10", 600.0),
+    ("A30", 933.0),
+    ("L40S", 864.0),
+    ("L40", 864.0),
+    ("L20", 864.0),
+    ("L4", 300.0),
+    ("RTX 4090", 1008.0),
+    ("RTX 3090", 936.0),
+    ("MI325X", 6000.0),
+    ("MI300X", 5300.0),
+    ("MI250X", 3276.8),
+)
+"""Memory, in GB/s. GH200 and V100 come with several memories under one name."""
+
 
 class Peak(msgspec.Struct, frozen=True):
     """The most that a device can compute."""
@@ -57,10 +88,21 @@ def peak_of(device: str | None, dtype: str | None) -> Peak | None:
 
     Logs shorten names (``4090D``); what is made for laptops is another, slower chip of the same name.
     """
-    if device is None or dtype not in HALF_TYPES or "laptop" in device.lower():
+    name, tflops = _found(device, _PEAKS)
+    if name is None or dtype not in HALF_TYPES:
         return None
+    return Peak(tflops, f"{name}, dense {dtype}, vendor's figure")
+
+
+def bandwidth_of(device: str | None) -> float | None:
+    """GB/s of a device's memory by its vendor's figure; None where the table does not know it."""
+    name, gbps = _found(device, _BANDWIDTHS)
+    return None if name is None else gbps
+
+
+def _found(device: str | None, table: tuple[tuple[str, float], ...]) -> tuple[str | None, float]:
+    """The first row that a device's name contains."""
+    if device is None or "laptop" in device.lower():
+        return None, 0.0
     plain = f" {' '.join(device.replace('-', ' ').split())} ".lower()
-    for name, tflops in _PEAKS:
-        if f" {name.removeprefix('RTX ').lower()} " in plain:
-            return Peak(tflops, f"{name}, dense {dtype}, vendor's figure")
-    return None
+    return next((row for row in table if f" {row[0].removeprefix('RTX ').lower()} " in plain), (None, 0.0))

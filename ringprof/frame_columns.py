@@ -89,12 +89,19 @@ _WATERFALL = {
     "evidence": "the figures that it comes from, in words",
 }
 
-MEANINGS: dict[str, dict[str, str]] = {
+_MEMORY = {
+    "memory": "whose memory: cuda and the device's number, or host",
+    "time_ns": "unix time by the rank's own clock, from which on it is so",
+    "allocated_bytes": "in use",
+    "reserved_bytes": "in use or kept for later use; missing for the host",
+}
+
+COLUMN_MEANINGS: dict[str, dict[str, str]] = {
     frame: _ANY_FRAME | own
     for frame, own in {
         "breakdown": _BREAKDOWN, "iterations": _BREAKDOWN, "hops": _HOPS, "steps": _STEPS, "kernels": _KERNELS,
         "annotations": _ANNOTATIONS,
-        "waterfall": _WATERFALL,
+        "waterfall": _WATERFALL, "memory": _MEMORY,
     }.items()
 }  # fmt: skip
 """Frame -> column -> what it means, with its unit where the name does not hold it."""
@@ -102,4 +109,4 @@ MEANINGS: dict[str, dict[str, str]] = {
 
 def meanings_of(frame: str, columns: Iterable[str]) -> dict[str, str]:
     """Of these columns of one frame, in their order."""
-    return {column: MEANINGS[frame][column] for column in columns}
+    return {column: COLUMN_MEANINGS[frame][column] for column in columns}

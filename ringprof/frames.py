@@ -11,16 +11,18 @@ import msgspec
 from ringprof.analysis.attribution import Attribution
 from ringprof.analysis.findings.annotations import ANNOTATION_COLUMNS
 from ringprof.analysis.findings.findings import Findings
+from ringprof.analysis.findings.memory import MEMORY_COLUMNS, memory_of
 from ringprof.analysis.findings.waterfall import WATERFALL_COLUMNS, Waterfall
 from ringprof.analysis.kinds.kinds import KINDS
 from ringprof.analysis.rank import Rank
 from ringprof.analysis.steps.steps import STEP_COLUMNS, Step
 from ringprof.analysis.timeline.breakdown import Breakdown
 from ringprof.analysis.timeline.kernels import KERNEL_COLUMNS
-from ringprof.analysis.transfers.hops import Hop
+from ringprof.analysis.transfers.hops import TimedHop
 from ringprof.errors import MissingExtraError
 from ringprof.frame_columns import meanings_of
 from ringprof.report.text import csv_text
+from ringprof.trace.columns import NONE
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -72,7 +74,7 @@ it; ``link`` is ``same_host``, ``other_host`` or ``unknown``; ``source`` says wh
 
 FRAMES: dict[str, Sequence[str]] = {
     "breakdown": BREAKDOWN_COLUMNS, "iterations": ITERATION_COLUMNS, "steps": STEP_COLUMNS, "kernels": KERNEL_COLUMNS,
-    "annotations": ANNOTATION_COLUMNS, "hops": HOP_COLUMNS, "waterfall": WATERFALL_COLUMNS,
+    "annotations": ANNOTATION_COLUMNS, "hops": HOP_COLUMNS, "waterfall": WATERFALL_COLUMNS, "memory": MEMORY_COLUMNS,
 }  # fmt: skip
 """Tables that can be had of an analysis, by the method that makes them: their columns."""
 
@@ -136,6 +138,19 @@ def waterfall_frame(waterfall: Waterfall) -> pd.DataFrame:
     return _frame([msgspec.structs.asdict(part) for part in waterfall.parts], WATERFALL_COLUMNS, "waterfall")
 
 
+def memory_frame(attribution: Attribution) -> pd.DataFrame:
+    """A row an allocation or release."""
+    rows = [
+        dict(zip(MEMORY_COLUMNS, (held.rank, held.memory, time, allocated, None if reserved == NONE else reserved),
+                 strict=True))
+        for held in memory_of(attribution)
+        for time, allocated, reserved in zip(
+            held.time_ns.tolist(), held.allocated_bytes.tolist(), held.reserved_bytes.tolist(), strict=True
+        )
+    ]  # fmt: skip
+    return _frame(rows, MEMORY_COLUMNS, "memory")
+
+
 def as_csv(frame: pd.DataFrame) -> str:
     """A frame as CSV; what is not known is empty."""
     plain = frame.astype(object).where(frame.notna(), None)
@@ -156,7 +171,7 @@ def _frame(rows: list[dict[str, Any]], columns: Sequence[str], name: str) -> pd.
 
     frame = pd.DataFrame(rows, columns=list(columns))
     for column in columns:
-        if (column.endswith("_ns") and column != "mean_ns") or column == "bytes":
+        if (column.endswith("_ns") and column != "mean_ns") or column.endswith("bytes"):
             frame[column] = frame[column].astype("Int64")
     frame.attrs["columns"] = meanings_of(name, columns)
     return frame
@@ -174,7 +189,7 @@ def _figures(breakdown: Breakdown) -> dict[str, Any]:
     return row
 
 
-def _hop_row(hop: Hop) -> dict[str, Any]:
+def _hop_row(hop: TimedHop) -> dict[str, Any]:
     first, ready = hop.parts[0], [part.ready_ns for part in hop.parts]
     return {
         "rank": hop.rank,

@@ -90,7 +90,7 @@ class Looks:
             _log.warning("step %d: no rank has a trace that can be read, or they are too large together", step)
             return
         line: dict[str, Any] = {"step": step, "time": f"{datetime.now(timezone.utc):%Y-%m-%dT%H:%M:%SZ}"}
-        line |= figures_of(attribute(known)) | cost
+        line |= look_figures(attribute(known)) | cost
         self._in_a_row = self._in_a_row + 1 if line["straggler"] == self._straggler else 1
         self._straggler = line["straggler"]
         line["looks"] = self._in_a_row
@@ -104,7 +104,7 @@ class Looks:
             self._writer.flush()
 
 
-def figures_of(attribution: Attribution) -> dict[str, Any]:
+def look_figures(attribution: Attribution) -> dict[str, Any]:
     """What is told of one look."""
     summary, ranks = findings_in_memory(attribution).summary, attribution.ranks
     waited = waited_for(attribution)

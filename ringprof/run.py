@@ -13,14 +13,14 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
 from ringprof.errors import RunFormatError
 from ringprof.files import leading_out, read_whole
 from ringprof.limits import Limits
-from ringprof.mask import NO_LIMIT, Mask
+from ringprof.mask import NO_LIMIT, Mask, band_area
 
 _SCHEMA = "ringprof.run/1"
 
@@ -36,6 +36,24 @@ Size = Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
 """Checked when a file is decoded, as the next: a run may come from a stranger."""
 Nanoseconds = Annotated[int, msgspec.Meta(ge=0, le=1 << 60)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+
+
+Phase = Literal["training", "prefill", "decode"]
+
+
+class LayerAround(msgspec.Struct, frozen=True, kw_only=True):
+    """The rest of a layer, whose hidden size is heads · head_dim."""
+
+    parallel: Literal["ddp", "fsdp2"]
+    """How the parameters' gradients come together, over all ranks."""
+    mlp_size: Size
+    """Between the projections of the gated MLP."""
+    checkpoint: bool = False
+    """Whether the backward pass computes each layer again."""
+
+    def __str__(self) -> str:
+        recomputed = ", computed again in the backward pass" if self.checkpoint else ""
+        return f"whole layer: MLP of {self.mlp_size}, {self.parallel.upper()}{recomputed}"
 
 
 class Workload(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,13 +78,38 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     """Lengths of the documents that the sequence packs, in their order; None: one."""
     window: Size | None = None
     """Keys that a query sees before it, its own counted, and without a causal mask as many after it; None: all."""
+    phase: Phase = "training"
+    kv_length: Size | None = None
+    """In inference, the keys of each sequence: ``seq`` tokens are new, the last of these, and the others are cached."""
+    layer: LayerAround | None = None
+    """What stands around the attention, as many times as there are ``layers``; None: nothing."""
+
+    v_head_dim: Size | None = None
+    """Size of v's heads where it is smaller than that of q and k (MLA)."""
+    softcap: Annotated[float, msgspec.Meta(gt=0, le=1e9)] | None = None
+    """Scores s become softcap · tanh(s / softcap); None: they stay."""
+    sinks: Literal["learned"] | None = None
+    """Whether a logit a head takes part in the softmax, and gets a gradient."""
 
     def __post_init__(self) -> None:
+        self._check_phase()
+        if self.v_head_dim is not None and self.v_head_dim > self.head_dim:
+            raise ValueError(f"heads of v are at most as large as those of q and k: {self.v_head_dim}, {self.head_dim}")
         if self.documents is not None and sum(self.documents) != self.seq:
             raise ValueError(f"the documents are {sum(self.documents)} tokens together, the sequence has {self.seq}")
 
+    def _check_phase(self) -> None:
+        if (self.phase == "training") != (self.kv_length is None):
+            raise ValueError(f"phase {self.phase} and kv_length {self.kv_length}: inference has both, training neither")
+        if self.kv_length is None:
+            return
+        if self.kv_length < self.seq:
+            raise ValueError(f"kv_length {self.kv_length} holds the {self.seq} new tokens, too")
+        if self.backward or self.documents is not None or self.window is not None:
+            raise ValueError(f"{self.phase} is forward only, over one document and without a window")
+
     def mask(self) -> Mask:
-        """Which keys a query sees."""
+        """Which keys a query sees; in inference, those of the whole sequence, whose last tokens alone have queries."""
         cumulative = None if self.documents is None else [0, *accumulate(self.documents)]
         side = NO_LIMIT if self.window is None else self.window - 1
         return Mask.of(cumulative, (side, side), causal=self.causal)
@@ -81,21 +124,57 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     def model_flops(self) -> int:
         """FLOPs of one iteration over all ranks: 4·B·S²·H·D forward, half when causal; backward 2.5 times.
 
-        S² is the sum over the documents of each one's; with a window the exact area stands in its place. Of a captured
-        block, of all its steps and layers.
+        Where heads of v have another size E, forward has 2·(D + E) in place of 4·D, and backward 2·(3·D + 2·E) of 10·D.
+        S² is the sum over the documents of each one's; with a window, and in inference, the exact area stands in its
+        place. Of a captured block, of all its steps and layers. Of whole layers with their matrix products, too.
         """
-        if self.window is not None:
+        return self._attention_flops() + self._flops_around()
+
+    def _attention_flops(self) -> int:
+        if self.window is not None or self.kv_length is not None:
             return self.exact_flops()
         squares = sum(length**2 for length in self.documents or (self.seq,))
         return self._flops(squares if self.causal else 2 * squares)
 
     def exact_flops(self) -> int:
-        """As `model_flops`, from the mask's exact area: S(S+1)/2 instead of S²/2 for a document when causal."""
-        return self._flops(2 * self.mask().area(self.seq))
+        """Of attention alone, from the mask's exact area: S(S+1)/2 instead of S²/2 for a document when causal."""
+        return self._flops(2 * self.pairs())
+
+    def pairs(self) -> int:
+        """Pairs of a query and a key that it sees, of one head and sequence."""
+        if self.kv_length is None:
+            return self.mask().area(self.seq)
+        return band_area(self.seq, self.kv_length, NO_LIMIT, 0 if self.causal else NO_LIMIT)
+
+    def parameters(self) -> int:
+        """Of the matrices of one whole layer: q, k and v, output, and the three of the gated MLP."""
+        if self.layer is None:
+            return 0
+        hidden = self.heads * self.head_dim
+        return hidden * (2 * hidden + 2 * self.kv_heads * self.head_dim + 3 * self.layer.mlp_size)
+
+    def _flops_around(self) -> int:
+        forward = 2 * self.batch * self.seq * self.parameters() * self.layers * self.steps
+        return 3 * forward if self.backward else forward
+
+    def cache_bytes(self) -> int:
+        """Of the keys and values of all sequences: 2 · batch · kv_length · kv_heads · head_dim numbers."""
+        numbers = 2 * self.batch * (self.kv_length or self.seq) * self.kv_heads * self.head_dim
+        return numbers * (4 if self.dtype == "fp32" else 2)
 
     def _flops(self, twice_the_area: int) -> int:
-        forward = 2 * self.batch * twice_the_area * self.heads * self.head_dim * self.layers * self.steps
-        return forward * 7 // 2 if self.backward else forward
+        size, of_v = self.head_dim, self.v_head_dim or self.head_dim
+        numbers = (size + of_v) + (3 * size + 2 * of_v if self.backward else 0)
+        return self.batch * twice_the_area * self.heads * numbers * self.layers * self.steps
+
+    def extras(self) -> list[str]:
+        """What is more than queries, keys and values of one size, in words."""
+        found = [] if self.softcap is None else [f"softcap {self.softcap:g}"]
+        return found + ([] if self.sinks is None else [f"{self.sinks} sinks"])
+
+    def heads_in_words(self) -> str:
+        """The sizes of its heads: ``128``, or of v apart."""
+        return f"{self.head_dim}" + (f" (v {self.v_head_dim})" if self.v_head_dim else "")
 
 
 class Topology(msgspec.Struct, frozen=True, kw_only=True):

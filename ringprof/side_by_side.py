@@ -56,6 +56,10 @@ class SideBySide(Comparison):
         """One HTML page that needs nothing else. Raises `MissingExtraError` without Bokeh."""
         return html.render(comparison_document(self))
 
+    def view(self, height: int | None = None) -> notebook.View:
+        """The page in a notebook's cell, to zoom and hover; ``height`` in pixels. Raises as `to_html` does."""
+        return notebook.View(comparison_document(self), height)
+
     def _repr_html_(self) -> str:
         return notebook.comparison_html(self)
 

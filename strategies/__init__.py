@@ -5,7 +5,7 @@ if __name__ != "ringprof.strategies":
     raise ImportError("import ringprof.strategies: the folder strategies/ is part of the package ringprof")
 
 from .errors import PeerLost, Unfit, UnknownName, WrongGradient
-from .registry import Parameter, Spec, create, find, names, parameters, peers
+from .registry import Parameter, Spec, create, find, for_inference, names, parameters, peers
 
 __all__ = [
     "Parameter",
@@ -16,6 +16,7 @@ __all__ = [
     "WrongGradient",
     "create",
     "find",
+    "for_inference",
     "names",
     "parameters",
     "peers",

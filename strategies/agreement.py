@@ -84,13 +84,13 @@ def agree(group: dist.ProcessGroup, request: str, problem: str | None = None) ->
         dist.all_gather_object(said, Standing.here(request, problem), group=group)
         _refuse_differences(said)
         known[request] = Agreement(
-            said[0].token, hosts_of(said, dist.get_world_size()), _processes(said),
+            said[0].token, agreed_hosts(said, dist.get_world_size()), _processes(said),
             all(rank.can_copy for rank in said),
         )  # fmt: skip
     return known[request]
 
 
-def hosts_of(ranks: Sequence[Standing], world_size: int) -> dict[int, int]:
+def agreed_hosts(ranks: Sequence[Standing], world_size: int) -> dict[int, int]:
     """The host of each rank, counted from 0: as the launcher says, where it says so on all; else by the hosts' names.
 
     torchrun gives each rank its number on the host, or at least the host's number of ranks; Slurm the host's number.

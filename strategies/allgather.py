@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from .annotate import ring_step
-from .base import Blocks, Context, DocumentsLayout, GradWire, Rows, Strategy, wire_type
+from .base import DOCUMENTS_LAYOUT_HELP, Blocks, Context, DocumentsLayout, GradWire, Rows, Strategy, wire_type
 from .expected import Load, contiguous_imbalance, forward_bytes
 from .kernel import Gradients
 from .layouts import LAYOUTS, Block, Layout, part
@@ -39,7 +39,7 @@ class AllGather(Strategy):
     takes_masks = True
     PARAMETERS: ClassVar[dict[str, str]] = {
         "layout": "contiguous as in Llama 3, or zigzag for balanced causal work",
-        "documents_layout": "zigzag over the packed whole, or over each document by itself",
+        "documents_layout": DOCUMENTS_LAYOUT_HELP,
         "grad_wire": "type of dK and dV in the reduce-scatter: fp32, or the input's own",
         **Strategy.PARAMETERS,
     }
@@ -75,7 +75,7 @@ class AllGather(Strategy):
         gathers = [self.kv.all_gather(x) for x in (k, v)]
         result = Partial()
         with ring_step("fwd", 0, "block"):
-            result.merge(*blocks.forward(q, k, v, self._own(blocks) or Block(causal=blocks.causal)))
+            result.merge(*blocks.forward(q, k, v, self.own_block(blocks) or Block(causal=blocks.causal)))
         others = self._others(q.shape[1], blocks)
         k_others, v_others = (others.take(gather.wait()[0]) for gather in gathers)
         for step, block in enumerate(others.blocks, 1):
@@ -88,8 +88,7 @@ class AllGather(Strategy):
 
     def backward(self, blocks: Blocks, rows: Rows, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
         gathers = [self.kv.all_gather(x) for x in (k, v)]
-        own = self._own(blocks)
-        early, rest = self.home_blocks(q.shape[1], causal=blocks.causal, travelling=k, own=own)
+        early, rest = self.home_blocks(q.shape[1], causal=blocks.causal, travelling=k, own=self.own_block(blocks))
         dq = Sum(q)
         with ring_step("bwd", 0, "block"):
             home = [(early, blocks.backward(rows, q, k, v, early))]
@@ -116,10 +115,6 @@ class AllGather(Strategy):
             return dq.result(q.dtype), *(
                 settled(x, rows_of(home, "kv", 1 + i), k.dtype) for i, x in enumerate((dk, dv))
             )  # type: ignore[return-value]
-
-    def _own(self, blocks: Blocks) -> Block | None:
-        """The block with this rank's own keys, where the mask is neither causal nor full."""
-        return None if blocks.cut is None else blocks.cut.block(self.comm.rank, self.comm.rank)
 
     def _others(self, local_seq: int, blocks_: Blocks) -> _Others:
         rank, size, causal = self.comm.rank, self.comm.size, blocks_.causal

@@ -22,7 +22,6 @@ from .cut import Cut, cut_of
 from .errors import Unfit
 from .expected import Expectations
 from .first_order import first_order
-from .hops import COPIED_FROM_BYTES
 from .kernel import Gradients, Kernel
 from .kernels import choose_kernel
 from .layouts import ALL, Block, Layout, part, split_home_block
@@ -30,8 +29,10 @@ from .merge import output_with_delta, row_product, rows_that_carry, wide_type, w
 
 GradWire = Literal["fp32", "input"]
 DocumentsLayout = Literal["packed", "per_document"]
+DOCUMENTS_LAYOUT_HELP = "zigzag over the packed whole, or over each document by itself"
 Documents = Sequence[int] | Tensor | None
 """Cumulative lengths of packed documents, from 0 to the sequence's."""
+NO_SOFTCAP = "takes no softcap: the bundled strategies do, with a kernel that computes it (`ringprof kernels`)"
 HIDDEN_FROM_BYTES = 2**25
 """From which size on the last hop of a backward pass is worth two more kernel calls that hide it, on a GPU."""
 POSITIONS_KEPT = 8
@@ -47,6 +48,8 @@ class Shape:
     heads: int
     kv_heads: int
     head_dim: int
+    kv_length: int | None = None
+    """Keys of a sequence, those of its ``seq`` new tokens the last of them; None: these alone."""
 
 
 @dataclass(frozen=True)
@@ -135,8 +138,12 @@ class Strategy(Expectations, ABC):
     """One way of computing attention over a sequence that is split over ranks."""
 
     layout: Layout
+    phase: ClassVar[str] = "training"
+    """What it is for: ``training``, or over a cache of keys and values ``prefill`` or ``decode``."""
     takes_masks: ClassVar[bool] = False
     """Whether it computes packed documents and sliding windows."""
+    takes_softcap: ClassVar[bool] = True
+    """Whether its blocks are computed by kernels of ours, some of which take a softcap."""
     PARAMETERS: ClassVar[dict[str, str]] = {"deterministic": "the kernel's deterministic mode: same bits every call"}
     """A line of help for each keyword parameter of the constructor."""
     KERNELS: ClassVar[tuple[str, ...]] = ()
@@ -250,6 +257,7 @@ class Strategy(Expectations, ABC):
         alibi_slopes: Tensor | None = None,
         documents: Documents = None,
         sinks: Tensor | None = None,
+        softcap: float = 0.0,
     ) -> Any:
         """Attention over the whole sequence for this rank's queries. Differentiable, also through the LSE.
 
@@ -262,7 +270,8 @@ class Strategy(Expectations, ABC):
         (``cu_seqlens`` of flash-attn; a tensor on a GPU makes the host wait for it): none sees another.
         ``window_size`` are the tokens before and after its own that a query sees, -1 for all. ``sinks`` (H) are logits
         that take part in the softmax of each head's rows and have no value; their gradient is this rank's share, to be
-        added up over the ranks as that of every replicated parameter.
+        added up over the ranks as that of every replicated parameter. With a ``softcap`` above 0 a score s becomes
+        softcap · tanh(s / softcap), before the mask; a kernel that computes it is needed.
         """
         _refuse_options(dropout_p=dropout_p != 0.0, alibi_slopes=alibi_slopes is not None)
         q, k, v = _as_autocast(q, k, v)
@@ -274,7 +283,7 @@ class Strategy(Expectations, ABC):
         cut = None
         if documents is not None or tuple(window_size) != (-1, -1):
             cut = self._cut(causal, documents, window_size, q.shape[1] * self.comm.size)
-        kernel = self.kernel_for(q) if cut is None else self.kernel_for(q, **cut.mask.asks_of_kernels())
+        kernel = self.kernel_for(q, **self._asks(cut, softcap))
         blocks = Blocks(kernel, scale, causal, return_lse or sinks is not None, cut)
         out, lse = self.differentiable(blocks, q, k, v, lse_wanted=blocks.lse_wanted)
         out = out[..., : v.shape[-1] - narrower] if narrower > 0 else out
@@ -288,6 +297,16 @@ class Strategy(Expectations, ABC):
         """`forward`, with `backward` as its gradient. A strategy that first exchanges heads does so around this."""
         result: tuple[Tensor, Tensor] = _Attention.apply(self, blocks, q, k, v)  # type: ignore[no-untyped-call]
         return result
+
+    def _asks(self, cut: Cut | None, softcap: float) -> dict[str, Any]:
+        """What the choice of a kernel is told beside the tensors: nothing where all kernels do."""
+        if not softcap:
+            return {} if cut is None else cut.mask.asks_of_kernels()
+        if not (0 < softcap < float("inf")):
+            raise Unfit(f"softcap is a positive number, or 0 for none: not {softcap}")
+        if not self.takes_softcap:
+            raise Unfit(f"{type(self).__name__} {NO_SOFTCAP}")
+        return {**({} if cut is None else cut.mask.asks_of_kernels()), "softcap": float(softcap)}
 
     def _cut(self, causal: bool, documents: Documents, window: Sequence[int], seq: int) -> Cut | None:
         """The mask as the ranks that trade keys hold it; None for a plain one."""
@@ -316,26 +335,27 @@ class Strategy(Expectations, ABC):
     @classmethod
     def kernel_class(
         cls, name: str, device: torch.device, dtype: torch.dtype, head_dim: int, *, deterministic: bool = False,
-        windows: bool = False, documents: bool = False,
+        windows: bool = False, documents: bool = False, softcap: float = 0.0,
     ) -> type[Kernel]:  # fmt: skip
         """The kernel called ``name``, or for ``auto`` the fastest that fits. Raises `UnknownName` and `Unfit`."""
         return choose_kernel(
             name, device, dtype, head_dim, deterministic=deterministic, among=cls.KERNELS, windows=windows,
-            documents=documents,
+            documents=documents, softcap=softcap,
         )  # fmt: skip
 
-    def kernel_for(self, q: Tensor, *, windows: bool = False, documents: bool = False) -> Kernel:
+    def kernel_for(self, q: Tensor, *, windows: bool = False, documents: bool = False, softcap: float = 0.0) -> Kernel:
         """The kernel that computes blocks of tensors like ``q``, of sliding windows or documents where these are there.
 
         Raises `Unfit` where it is not available.
         """
-        key = q.device, q.dtype, q.shape[-1], windows, documents
+        key = q.device, q.dtype, q.shape[-1], windows, documents, softcap
         if key not in self._kernels:
             chosen = self.kernel_class(
-                self._kernel_name, *key[:3], deterministic=self._deterministic, windows=windows, documents=documents
-            )
-            made = (kernel for kernel in self._kernels.values() if type(kernel) is chosen)
-            self._kernels[key] = next(made, None) or chosen(deterministic=self._deterministic)
+                self._kernel_name, *key[:3], deterministic=self._deterministic, windows=windows, documents=documents,
+                softcap=softcap,
+            )  # fmt: skip
+            made = (one for one in self._kernels.values() if type(one) is chosen and one.softcap == softcap)
+            self._kernels[key] = next(made, None) or chosen(deterministic=self._deterministic, softcap=softcap)
         return self._kernels[key]
 
     def kernels(self) -> list[Kernel]:
@@ -379,14 +399,18 @@ class Strategy(Expectations, ABC):
             return Block(causal=causal), []
         return split_home_block(local_seq, causal=causal)
 
+    def own_block(self, blocks: Blocks) -> Block | None:
+        """This rank's block with its own keys, where the mask is neither causal nor full."""
+        return None if blocks.cut is None else blocks.cut.block(self.ring_rank, self.ring_rank)
+
+    @property
+    def ring_rank(self) -> int:
+        """This rank's place among those that the travelling tensors go round."""
+        return self.comm.rank
+
     def hides_last_hop(self, travelling: Tensor) -> bool:
         """Whether a hop of such a tensor is worth the kernel calls that hide it."""
-        return travelling.is_cpu or travelling.numel() * travelling.element_size() >= HIDDEN_FROM_BYTES
-
-    def _begin(self, phase: str, k: Tensor) -> None:
-        """Tell the communicator what it will carry: hops of tensors like K and V."""
-        self.comm.meter.phase = phase
-        self.comm.large_hops = 2 * k.numel() * k.element_size() >= COPIED_FROM_BYTES
+        return travelling.is_cpu or travelling.nbytes >= HIDDEN_FROM_BYTES
 
     def _positions_on(self, seq: int, device: torch.device, documents: Documents = None) -> Tensor:
         """The positions, kept where they are wanted: of the lengths asked for last."""
@@ -423,7 +447,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, strategy: Strategy, blocks: Blocks, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        strategy._begin("forward", k)
+        strategy.comm.meter.phase = "forward"
         q = _heads_together(q)
         out, lse = strategy.forward(blocks, q, k, v)
         ctx.strategy, ctx.blocks = strategy, blocks
@@ -441,7 +465,7 @@ class _Attention(torch.autograd.Function):
         rows = Rows(dout, lse.contiguous(), out=out.contiguous())
         if dlse is not None or (blocks.lse_wanted and blocks.kernel.takes_delta):
             rows = _rows_with_lse_gradient(blocks.kernel, rows, dlse)
-        strategy._begin("backward", k)
+        strategy.comm.meter.phase = "backward"
         return (None, None, *strategy.backward(blocks, rows, q, k, v))
 
 

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from .annotate import ring_step
-from .base import Blocks, Context, GradWire, Rows, Shape, Strategy, wire_type
+from .base import DOCUMENTS_LAYOUT_HELP, Blocks, Context, DocumentsLayout, GradWire, Rows, Shape, Strategy, wire_type
 from .expected import Load, forward_bytes
 from .hops import DoubleRing
 from .kernel import Gradients
-from .layouts import LAYOUTS, Block, part
+from .layouts import LAYOUTS, part
 from .merge import Partial, Sum, accumulate, row_product, settled, started
 from .parcels import Parcel
 from .ring import rows_of
@@ -33,17 +33,20 @@ class Burst(Strategy):
     """K and V travel forward, Q and dQ backward, over one ring or a ring of rings."""
 
     layout = LAYOUTS["zigzag"]
+    takes_masks = True
     PARAMETERS: ClassVar[dict[str, str]] = {
         "double_ring": "a ring of rings (default: where there is more than one host)",
         "ring_window": "ranks in an inner ring (default: the ranks of a host)",
         "optimized_backward": "send delta, one number a row, in place of O",
         "grad_wire": "type of travelling dQ: fp32, or the input's own",
+        "documents_layout": DOCUMENTS_LAYOUT_HELP,
         **Strategy.PARAMETERS,
     }
 
     def __init__(
         self, context: Context, *, double_ring: bool | None = None, ring_window: int | None = None,
-        optimized_backward: bool = True, grad_wire: GradWire = "input", deterministic: bool = False,
+        optimized_backward: bool = True, grad_wire: GradWire = "input",
+        documents_layout: DocumentsLayout = "packed", deterministic: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(context, deterministic=deterministic)
         per_host = self.comm.ranks_per_host()
@@ -52,7 +55,7 @@ class Burst(Strategy):
         window = (ring_window or per_host) if double_ring else self.comm.size
         self.parameters |= {
             "double_ring": double_ring, "ring_window": window,
-            "optimized_backward": optimized_backward, "grad_wire": grad_wire,
+            "optimized_backward": optimized_backward, "grad_wire": grad_wire, "documents_layout": documents_layout,
         }  # fmt: skip
         self.read = DoubleRing(self.comm, "read", window)
         self.dq = DoubleRing(self.comm, "dq", window)
@@ -83,7 +86,9 @@ class Burst(Strategy):
     def forward(self, blocks: Blocks, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         result = Partial()
         for step, (kv_rank, kv) in enumerate(self.read.tour([k, v])):
-            block = self._block(self.comm.rank, kv_rank, q, blocks.causal)
+            block = blocks.between(self.layout, self.comm.rank, kv_rank, q.shape[1])
+            if block is None:
+                continue
             with ring_step("fwd", step, "block"):
                 out, lse = blocks.forward(q, kv[0], kv[1], block)
             with ring_step("fwd", step, "merge"):
@@ -95,18 +100,21 @@ class Burst(Strategy):
         if self.parameters["optimized_backward"] and rows.delta is None:
             assert rows.out is not None
             rows = Rows(rows.dout, rows.lse, delta=row_product(rows.dout, rows.out))
-        early, rest = self.home_blocks(q.shape[1], causal=blocks.causal, travelling=q)
+        early, rest = self.home_blocks(q.shape[1], causal=blocks.causal, travelling=q, own=self.own_block(blocks))
         travelling_dq = _TravellingDq(self.dq, q, wire_type(self.parameters["grad_wire"], q))
         dk, dv = Sum(k), Sum(v)
         for step, (q_rank, travelled) in enumerate(self.read.tour(_pack(q, rows))):
-            block = early if step == 0 else self._block(q_rank, self.comm.rank, q, blocks.causal)
+            block = early if step == 0 else blocks.between(self.layout, q_rank, self.comm.rank, q.shape[1])
+            if block is None:
+                travelling_dq.add(step, None)
+                continue
             their_q, their_rows = _unpack(travelled, rows)
             with ring_step("bwd", step, "block"):
                 grads = blocks.backward(their_rows, their_q, k, v, block)
             with ring_step("bwd", step, "merge"):
                 dk.add(grads[1], block.kv)
                 dv.add(grads[2], block.kv)
-            travelling_dq.add(step, grads[0], block)
+            travelling_dq.add(step, (block.q, grads[0]))
         # What is left of this rank's own block hides the last hops of dQ.
         home = []
         for block in rest:
@@ -121,11 +129,6 @@ class Burst(Strategy):
                 dv.result(v.dtype, rows_of(home, "kv", 2)),
             )
 
-    def _block(self, q_rank: int, kv_rank: int, q: Tensor, causal: bool) -> Block:
-        block = self.layout.block(q_rank, kv_rank, q.shape[1], causal=causal)
-        assert block is not None, "the zigzag layout gives every pair of ranks work"
-        return block
-
 
 class _TravellingDq:
     """dQ on its way: fresh in each window, along the inner ring, over the outer ring at the window's end, home."""
@@ -136,15 +139,19 @@ class _TravellingDq:
         self._inner: Any = None
         self._outer: Any = None
 
-    def add(self, step: int, dq: Tensor, block: Block) -> None:
-        """Add one block's dQ to the partial that came with its queries, and send it on."""
+    def add(self, step: int, dq: tuple[slice, Tensor] | None) -> None:
+        """Add one block's dQ, where there is one, to the partial that came with its queries, and send it on."""
         window, inner_step = divmod(step, self._rings.window)
-        total = self._inner.wait() if inner_step else Parcel.empty(((self._dtype, tuple(self._like.shape)),), dq.device)
+        like = self._like
+        total = self._inner.wait() if inner_step else Parcel.empty(((self._dtype, tuple(like.shape)),), like.device)
         with ring_step("bwd", step, "merge"):
-            if inner_step:
-                accumulate(part(total.tensors[0], block.q), dq)
+            if dq is None:
+                if not inner_step:
+                    total.tensors[0].zero_()
+            elif inner_step:
+                accumulate(part(total.tensors[0], dq[0]), dq[1])
             else:
-                started(total.tensors[0], block.q, dq)
+                started(total.tensors[0], *dq)
         if inner_step + 1 < self._rings.window:
             self._inner = self._rings.inner.post(total)
             return

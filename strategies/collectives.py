@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
 
 from .annotate import annotate
 from .groups import by_nccl
@@ -34,6 +35,8 @@ class Collective:
         others = [comm.global_rank(members[(self.rank + step) % self.size]) for step in range(1, self.size)]
         # In the order of a ring, the next member first.
         self._links = [comm.hosts.link(me, other) for other in others]
+        # Called as `torch.distributed` does after its checks of every argument, which cost the host as much again.
+        self._calls: Any = group
         self._has_nccl = group is not None and by_nccl(group)
 
     def all_to_all(self, tensor: Tensor) -> Hop:
@@ -56,7 +59,7 @@ class Collective:
         self._count("all_gather", self._links[:1] * (self.size - 1), _size_bytes(tensor))
         with annotate("send", self.channel):
             if self._by_nccl(tensor):
-                work = _all_gather_single(received, tensor, group=self._group, async_op=True)
+                work = self._calls._allgather_base(received, tensor, _GATHER)
             else:
                 pieces = list(_as_bytes(received).unbind(0))
                 work = dist.all_gather(pieces, _as_bytes(tensor[None])[0], group=self._group, async_op=True)
@@ -77,7 +80,7 @@ class Collective:
             return self._trade(tensor, _SummedHop)
         received = torch.empty_like(tensor[0])
         with annotate("send", self.channel):
-            work = _reduce_scatter_single(received, tensor, group=self._group, async_op=True)
+            work = self._calls._reduce_scatter_base(received, tensor, _REDUCE)
         return Hop([work], [tensor], [received], self.channel)
 
     def _by_nccl(self, tensor: Tensor) -> bool:
@@ -88,7 +91,7 @@ class Collective:
         # gloo knows few types, but bytes are bytes.
         into, out = (received, tensor) if self._by_nccl(tensor) else (_as_bytes(received), _as_bytes(tensor))
         with annotate("send", self.channel):
-            work = dist.all_to_all_single(into, out, group=self._group, async_op=True)
+            work = self._calls.alltoall_base(into, out, [], [], _TRADE)
         return kind([work], [tensor], [received], self.channel)
 
     def _count(self, operation: str, links: Sequence[str], piece_bytes: int) -> None:
@@ -106,11 +109,16 @@ class _SummedHop(Hop):
         return [pieces.sum(0, dtype=wide_type(pieces)).to(pieces.dtype)]
 
 
-# Newer releases of torch renamed them and warn about the old names.
-_all_gather_single: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
-_reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or getattr(
-    dist, "reduce_scatter_tensor", None
-)
+def _while_computing(kind: str) -> Any:
+    """A collective's options as `torch.distributed` makes them of ``async_op=True``."""
+    options = getattr(c10d, kind)()
+    options.asyncOp = True
+    return options
+
+
+_TRADE = _while_computing("AllToAllOptions")
+_GATHER = _while_computing("AllgatherOptions")
+_REDUCE = _while_computing("ReduceScatterOptions")
 
 
 def _size_bytes(tensor: Tensor) -> int:

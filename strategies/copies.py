@@ -287,8 +287,7 @@ def _write_value(stream: Any, address: int, value: int) -> None:
 def _copy(stream: Any, address: int, tensor: Tensor) -> None:
     """Copy a dense tensor on the stream to another GPU's memory; torch would first make the stream current."""
     assert tensor.is_contiguous()
-    size = tensor.numel() * tensor.element_size()
-    _check(_driver().cuMemcpyDtoDAsync_v2(address, tensor.data_ptr(), size, stream.cuda_stream))
+    _check(_driver().cuMemcpyDtoDAsync_v2(address, tensor.data_ptr(), tensor.nbytes, stream.cuda_stream))
 
 
 def _check(result: int) -> None:

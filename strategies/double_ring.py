@@ -21,12 +21,12 @@ import torch
 from torch import Tensor
 
 from .annotate import ring_step
-from .base import Blocks, Context, Rows, Shape, Strategy
+from .base import DOCUMENTS_LAYOUT_HELP, Blocks, Context, DocumentsLayout, Rows, Shape, Strategy
 from .errors import Unfit
 from .expected import Load, ring_bytes
 from .hops import AnyHop, DoubleRing
 from .kernel import Gradients
-from .layouts import LAYOUTS, Block, Grid, Grouped
+from .layouts import LAYOUTS, Block, Grid, Grouped, Layout
 from .merge import Partial, Sum, accumulate, wide_type
 from .parcels import Parcel
 from .ring import add_dkv, begun_dkv, rows_of, settled_dkv
@@ -37,18 +37,21 @@ class LoongDoubleRing(Strategy):
     """K and V travel on a double ring in both passes; dK and dV follow on another."""
 
     layout = LAYOUTS["zigzag"]
+    takes_masks = True
     PARAMETERS: ClassVar[dict[str, str]] = {
         "ring_window": "ranks in an inner ring (default: those of the ring that share a host)",
         "placement": "which has neighbouring ranks: Ulysses groups, or rings",
         "ulysses_degree": "ranks that share out the heads",
         "grad_wire": "type of dK and dV: fp32 in the first window and the input's own after it (mixed), fp32, or input",
+        "documents_layout": DOCUMENTS_LAYOUT_HELP,
         **Strategy.PARAMETERS,
     }
 
     def __init__(
         self, context: Context, *, ring_window: int | None = None,
         placement: Literal["head-first", "context-first"] = "head-first", ulysses_degree: int = 1,
-        grad_wire: Literal["mixed", "fp32", "input"] = "mixed", deterministic: bool = False,
+        grad_wire: Literal["mixed", "fp32", "input"] = "mixed",
+        documents_layout: DocumentsLayout = "packed", deterministic: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(context, deterministic=deterministic)
         grouped = self.layout_for(self.comm.size, ulysses_degree=ulysses_degree, placement=placement)
@@ -56,6 +59,7 @@ class LoongDoubleRing(Strategy):
         window = ring_window or default_window(grid, self.comm.ranks_per_host())
         self.parameters |= {
             "ring_window": window, "placement": placement, "ulysses_degree": ulysses_degree, "grad_wire": grad_wire,
+            "documents_layout": documents_layout,
         }  # fmt: skip
         self.exchange = HeadExchange(self.comm.collective("heads", grid.ulysses_group(self.comm.rank)))
         self.kv = DoubleRing(self.comm, "kv", window, grid.ring(self.comm.rank))
@@ -93,7 +97,9 @@ class LoongDoubleRing(Strategy):
     def forward(self, blocks: Blocks, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         result = Partial()
         for step, (kv_rank, kv) in enumerate(self.kv.tour([k, v])):
-            block = self._block(kv_rank, q, blocks.causal)
+            block = blocks.between(self.layout, self.kv.rank, kv_rank, q.shape[1])
+            if block is None:
+                continue
             with ring_step("fwd", step, "block"):
                 out, lse = blocks.forward(q, kv[0], kv[1], block)
             with ring_step("fwd", step, "merge"):
@@ -102,15 +108,17 @@ class LoongDoubleRing(Strategy):
             return result.result(q.dtype)
 
     def backward(self, blocks: Blocks, rows: Rows, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
-        early, rest = self.home_blocks(q.shape[1], causal=blocks.causal, travelling=k)
+        early, rest = self.home_blocks(q.shape[1], causal=blocks.causal, travelling=k, own=self.own_block(blocks))
         dq = Sum(q)
         travelling = _TravellingDkv(self.dkv, k, self.parameters["grad_wire"])
         for step, (kv_rank, kv) in enumerate(self.kv.tour([k, v])):
-            block = early if step == 0 else self._block(kv_rank, q, blocks.causal)
-            with ring_step("bwd", step, "block"):
-                grads = blocks.backward(rows, q, kv[0], kv[1], block)
-            with ring_step("bwd", step, "merge"):
-                dq.add(grads[0], block.q)
+            block = early if step == 0 else blocks.between(self.layout, self.kv.rank, kv_rank, q.shape[1])
+            grads = None
+            if block is not None:
+                with ring_step("bwd", step, "block"):
+                    grads = blocks.backward(rows, q, kv[0], kv[1], block)
+                with ring_step("bwd", step, "merge"):
+                    dq.add(grads[0], block.q)
             travelling.add(step, grads, block)
         home = []
         for block in rest:
@@ -125,10 +133,14 @@ class LoongDoubleRing(Strategy):
     def ring_size(self) -> int:
         return self.kv.size
 
-    def _block(self, kv_rank: int, q: Tensor, causal: bool) -> Block:
-        block = self.layout.block(self.kv.rank, kv_rank, q.shape[1], causal=causal)
-        assert block is not None, "the zigzag layout gives every pair of ranks work"
-        return block
+    @property
+    def ring_rank(self) -> int:
+        return self.kv.rank
+
+    @classmethod
+    def computing(cls, layout: Layout, size: int) -> tuple[Layout, int]:
+        assert isinstance(layout, Grouped)
+        return layout.ring, layout.grid.ring_degree
 
 
 class _TravellingDkv:
@@ -140,8 +152,8 @@ class _TravellingDkv:
         self._inner: AnyHop | None = None
         self._outer: AnyHop | None = None
 
-    def add(self, step: int, grads: Gradients, block: Block) -> None:
-        """Add one block's dK and dV to those that came with their keys, and send these on."""
+    def add(self, step: int, grads: Gradients | None, block: Block | None) -> None:
+        """Add one block's dK and dV, where there is one, to those that came with their keys, and send these on."""
         window, inner_step = divmod(step, self._rings.window)
         if inner_step == 0:
             self._leave_window()

@@ -25,6 +25,8 @@ class Load:
     """Whether copy engines carry the hops: what arrives then has places of its own."""
     controls: bool = False
     """Whether the controls of a recording run, too."""
+    kv_length: int = 0
+    """Keys of a sequence, where they are more than ``seq``, its new tokens."""
 
     @property
     def q(self) -> int:
@@ -112,7 +114,7 @@ class Expectations:
 
 
 def _bundled(module: str) -> bool:
-    """Whether it holds strategies of ours: the base class is none, and those in `foreign` call other people's."""
+    """Whether it holds strategies of ours: the base classes are none, and those in `foreign` call other people's."""
     return module.startswith(f"{__package__}.") and not module.startswith(
-        (f"{__package__}.base", f"{__package__}.foreign.")
+        (f"{__package__}.base", f"{__package__}.cached", f"{__package__}.foreign.")
     )

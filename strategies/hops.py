@@ -18,10 +18,6 @@ from .parcels import Parcel
 if TYPE_CHECKING:
     from .communicator import Communicator
 
-COPIED_FROM_BYTES = 2**25
-"""Bytes of K and V in one hop from which ``auto`` has copy engines carry it, beside any kernel. Measured with cuDNN and
-flash-attn on 2 and 4 H200 (docs/speed.md): they are faster then, or as fast; below, a copy costs the host more."""
-
 
 class Hop:
     """One transfer under way. `wait` returns what arrived, once."""
@@ -62,7 +58,7 @@ class Ring:
         self.size = len(members)
         self.rank = list(members).index(comm.rank)
         self.group = group
-        self._comm, self._meter = comm, comm.meter
+        self._meter = comm.meter
         following, previous = (comm.global_rank(members[(self.rank + step) % self.size]) for step in (1, -1))
         self._link = comm.hosts.link(comm.global_rank(comm.rank), following)
         comm.meter.goes_to[channel] = following
@@ -84,21 +80,16 @@ class Ring:
         """
         if self.size == 1:
             return Hop([], parcel.messages, parcel)
-        copies = self._copies if self._copies is not None and self._copying() else None
-        parcel = owned(parcel, copies)
-        if copies is not None:
+        parcel = owned(parcel, self._copies)
+        if self._copies is not None:
             self._meter.add(self.channel, "copy", self._link, parcel.size_bytes)
-            return copies.post(parcel)
+            return self._copies.post(parcel)
         arriving = parcel.room() if into is None else into
         self._meter.add(self.channel, "send_recv", self._link, parcel.size_bytes)
         sent = list(parcel.messages)
         with annotate("send", self.channel):
             works = self._exchange(sent, arriving.messages)
         return Hop(works, sent, arriving, self.channel)
-
-    def _copying(self) -> bool:
-        """Whether copy engines carry the next hop, where they can: alike on all members."""
-        return self._comm.hops == "copy" or self._comm.large_hops
 
     def _exchange(self, outgoing: list[Tensor], incoming: list[Tensor]) -> list[Any]:
         """What `torch.distributed.batch_isend_irecv` does, without its checks of every argument in every call."""
@@ -134,10 +125,12 @@ class Ring:
             yield self.rank, list(tensors.tensors if isinstance(tensors, Parcel) else tensors)
             return
         current = tensors if isinstance(tensors, Parcel) else Parcel.holding(tensors)
+        # A rank's own are handed out as they came, where they lie as the others' will: dense.
+        own = None if isinstance(tensors, Parcel) or not all([x.is_contiguous() for x in tensors]) else tensors
         steps = steps or self.size
         for step in range(steps):
             hop = self.post(current) if step + 1 < steps else None
-            handed_out = list(current.tensors)
+            handed_out = list(own if own is not None and step == 0 else current.tensors)
             yield (self.rank - step) % self.size, handed_out
             if hop is not None:
                 passed, current = current, hop.wait()

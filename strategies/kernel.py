@@ -12,6 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from .errors import Unfit
 from .merge import accumulate, merge_rows, output_with_delta, wide_type
 from .parts import Part, Parts
 
@@ -37,11 +38,15 @@ class Kernel(ABC):
     """Whether one call computes packed documents of any lengths; otherwise there is a call a document."""
     takes_windows = False
     """Whether it computes parts that are bands."""
+    takes_softcap = False
+    """Whether it computes softcap · tanh(score / softcap) in place of a score."""
     grouped_heads = True
     """Whether fewer kv heads than heads are taken as they are; otherwise they are repeated, gradients summed."""
 
-    def __init__(self, *, deterministic: bool = False) -> None:
-        self.deterministic = deterministic
+    def __init__(self, *, deterministic: bool = False, softcap: float = 0.0) -> None:
+        if softcap and not self.takes_softcap:
+            raise Unfit(f"kernel {self.name!r} takes no softcap")
+        self.deterministic, self.softcap = deterministic, softcap
         self.flops = 0
         self.calls = {"forward": 0, "backward": 0}
 
@@ -83,6 +88,10 @@ class Kernel(ABC):
             return "any"
         *others, last = (NAMES[dtype] for dtype in cls.dtypes)
         return f"{', '.join(others)} and {last}" if others else last
+
+    def again(self) -> Kernel:
+        """Another one of the same settings, which has counted nothing."""
+        return type(self)(deterministic=self.deterministic, softcap=self.softcap)
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool, parts: Parts | None = None

@@ -14,8 +14,10 @@ from ringprof.mask import NO_LIMIT, Mask
 
 from . import several_lengths
 from .errors import Unfit, UnknownName
+from .flex import FlexKernel
 from .kernel import Gradients, Kernel
 from .merge import row_product, wide_type
+from .newer_flash import FlashAttn3Kernel, FlashAttn4Kernel
 from .parts import Batch, Lengths, Part, Parts, seen_in_band
 from .torch_kernels import CpuFlashKernel, CudnnKernel, TorchEfficientKernel, TorchFlashKernel
 
@@ -28,6 +30,7 @@ class FlashAttnKernel(Kernel):
     name = "flash-attn"
     dense_rows = False
     takes_windows = True
+    takes_softcap = True
     most_head_dim = 256
     several_lengths = True
 
@@ -38,7 +41,7 @@ class FlashAttnKernel(Kernel):
         return None if find_spec("flash_attn") else "needs the flash-attn package: pip install 'ringprof[flash]'"
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-        out, lse, *_ = _flash_attn().fwd(q, k, v, None, None, 0.0, scale, causal, -1, -1, 0.0, False, None)
+        out, lse, *_ = _flash_attn().fwd(q, k, v, None, None, 0.0, scale, causal, -1, -1, self.softcap, False, None)
         return out, lse
 
     def _backward(
@@ -48,30 +51,32 @@ class FlashAttnKernel(Kernel):
         # Side by side: what comes after takes both in one step.
         dk, dv = torch.empty((2, *k.shape), dtype=k.dtype, device=k.device).unbind(0)
         dq, *_ = _flash_attn().bwd(
-            dout, q, k, v, out, lse, None, dk, dv, None, 0.0, scale, causal, -1, -1, 0.0, self.deterministic, None, None
-        )
+            dout, q, k, v, out, lse, None, dk, dv, None, 0.0, scale, causal, -1, -1, self.softcap, self.deterministic,
+            None, None,
+        )  # fmt: skip
         return dq, dk, dv
 
     def _forward_parts(self, q: Tensor, k: Tensor, v: Tensor, scale: float, parts: Parts) -> tuple[Tensor, Tensor]:
-        return several_lengths.forward(_flash_attn_varlen_forward, q, k, v, scale, parts)
+        call = partial(_flash_attn_varlen_forward, softcap=self.softcap)
+        return several_lengths.forward(call, q, k, v, scale, parts)
 
     def _backward_parts(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor,
         out: Tensor | None, delta: Tensor | None, scale: float, parts: Parts,
     ) -> Gradients:  # fmt: skip
         assert out is not None
-        call = partial(_flash_attn_varlen_backward, deterministic=self.deterministic)
+        call = partial(_flash_attn_varlen_backward, deterministic=self.deterministic, softcap=self.softcap)
         return several_lengths.backward(call, dout, q, k, v, lse, out, scale, parts)
 
 
 def _flash_attn_varlen_forward(
-    q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, batch: Batch, scale: float
+    q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, batch: Batch, scale: float, softcap: float
 ) -> tuple[Tensor, Tensor]:
     from flash_attn import flash_attn_interface
 
     out, lse, *_ = flash_attn_interface._flash_attn_varlen_forward(
         q, k, v, lengths.cumulative_q, lengths.cumulative_kv, batch.most_queries, batch.most_keys, 0.0, scale,
-        causal=batch.causal, window_size_left=batch.left, window_size_right=batch.right, softcap=0.0,
+        causal=batch.causal, window_size_left=batch.left, window_size_right=batch.right, softcap=softcap,
         alibi_slopes=None, return_softmax=False,
     )  # fmt: skip
     return out, lse
@@ -79,7 +84,7 @@ def _flash_attn_varlen_forward(
 
 def _flash_attn_varlen_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, lengths: Lengths, batch: Batch,
-    scale: float, deterministic: bool,
+    scale: float, deterministic: bool, softcap: float,
 ) -> Gradients:  # fmt: skip
     from flash_attn import flash_attn_interface
 
@@ -87,7 +92,7 @@ def _flash_attn_varlen_backward(
     flash_attn_interface._flash_attn_varlen_backward(
         dout, q, k, v, out, lse, dq, dk, dv, lengths.cumulative_q, lengths.cumulative_kv, batch.most_queries,
         batch.most_keys, 0.0, scale, causal=batch.causal, window_size_left=batch.left,
-        window_size_right=batch.right, softcap=0.0, alibi_slopes=None, deterministic=deterministic,
+        window_size_right=batch.right, softcap=softcap, alibi_slopes=None, deterministic=deterministic,
     )  # fmt: skip
     return dq, dk, dv
 
@@ -106,6 +111,7 @@ class ReferenceKernel(Kernel):
     name = "reference"
     takes_delta = True
     takes_windows = True
+    takes_softcap = True
     grouped_heads = False
     production = False
 
@@ -120,7 +126,7 @@ class ReferenceKernel(Kernel):
 
     def forward_seen(self, q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor | None) -> tuple[Tensor, Tensor]:
         """As `forward` over as many kv heads as heads; ``seen`` (Sq, Sk) says which keys a query sees, None: all."""
-        scores = self._scores(q, k, scale, seen)
+        scores = self._hidden(self._scores(q, k, scale), seen)
         lse = torch.logsumexp(scores, dim=-1)
         out = torch.einsum("bhqk,bkhd->bqhd", (scores - lse.unsqueeze(-1)).exp(), v.double())
         return out.to(q.dtype), lse.to(wide_type(q))
@@ -145,25 +151,30 @@ class ReferenceKernel(Kernel):
         if delta is None:
             assert out is not None
             delta = row_product(dout.double(), out.double())
-        weights = (self._scores(q, k, scale, seen) - lse.double().unsqueeze(-1)).exp()
+        scores = self._scores(q, k, scale)
+        weights = (self._hidden(scores, seen) - lse.double().unsqueeze(-1)).exp()
         dweights = torch.einsum("bqhd,bkhd->bhqk", dout.double(), v.double())
         dscores = weights * (dweights - delta.double().unsqueeze(-1)) * scale
+        if self.softcap:
+            dscores = dscores * (1 - (scores / self.softcap).square())
         dq = torch.einsum("bhqk,bkhd->bqhd", dscores, k.double())
         dk = torch.einsum("bhqk,bqhd->bkhd", dscores, q.double())
         dv = torch.einsum("bhqk,bqhd->bkhd", weights, dout.double())
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
+    def _scores(self, q: Tensor, k: Tensor, scale: float) -> Tensor:
+        return capped(torch.einsum("bqhd,bkhd->bhqk", q.double(), k.double()) * scale, self.softcap)
+
     @staticmethod
-    def _scores(q: Tensor, k: Tensor, scale: float, seen: Tensor | None) -> Tensor:
-        scores = torch.einsum("bqhd,bkhd->bhqk", q.double(), k.double()) * scale
+    def _hidden(scores: Tensor, seen: Tensor | None) -> Tensor:
         return scores if seen is None else scores.masked_fill(~seen, float("-inf"))
 
 
 class MaskedReference(ReferenceKernel):
     """Dense attention in float64 over a whole sequence with any mask, for checks."""
 
-    def __init__(self, mask: Mask) -> None:
-        super().__init__()
+    def __init__(self, mask: Mask, *, softcap: float = 0.0) -> None:
+        super().__init__(softcap=softcap)
         self._mask = mask
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
@@ -179,6 +190,11 @@ class MaskedReference(ReferenceKernel):
         everything = torch.arange(q.shape[1], device=q.device)
         first, end = key_spans(self._mask, everything, q.shape[1])
         return (everything >= first[:, None]) & (everything < end[:, None])
+
+
+def capped(scores: Tensor, softcap: float) -> Tensor:
+    """``softcap`` · tanh(scores / ``softcap``), or the scores as they are where it is 0."""
+    return softcap * torch.tanh(scores / softcap) if softcap else scores
 
 
 def key_spans(mask: Mask, queries: Tensor, seq: int) -> tuple[Tensor, Tensor]:
@@ -198,28 +214,39 @@ def _triangle(q: Tensor) -> Tensor:
     return torch.ones(q.shape[1], q.shape[1], dtype=torch.bool, device=q.device).tril()
 
 
-# Fastest first (measured on H200: cuDNN about 1.7 times flash-attn 2).
+# Fastest first: as measured on H200, cuDNN about 1.7 times flash-attn 2; flash-attn 3 and 4 by what their authors say.
 KERNELS: dict[str, type[Kernel]] = {
     kernel.name: kernel
     for kernel in (
         CudnnKernel,
+        FlashAttn3Kernel,
         FlashAttnKernel,
+        FlashAttn4Kernel,
         TorchFlashKernel,
         TorchEfficientKernel,
         CpuFlashKernel,
+        FlexKernel,
         ReferenceKernel,
     )
 }
 
 
+_LACKS = {
+    "windows": "takes no sliding windows",
+    "softcap": "takes no softcap",
+    "deterministic": "has no deterministic backward pass",
+}
+
+
 def choose_kernel(
     name: str, device: torch.device, dtype: torch.dtype, head_dim: int, *, deterministic: bool = False,
-    windows: bool = False, documents: bool = False, among: Sequence[str] = (),
+    windows: bool = False, documents: bool = False, softcap: float = 0.0, among: Sequence[str] = (),
 ) -> type[Kernel]:  # fmt: skip
     """The kernel called ``name``, or for ``auto`` the fastest that this device, type and head_dim allow.
 
     With ``windows`` it must take parts that are bands; with ``documents`` those that compute many lengths in one call
-    come first, for cuDNN makes a plan for every length. ``among`` are those that may be chosen, where not all may.
+    come first, for cuDNN makes a plan for every length; with a ``softcap`` above 0 it must compute one. ``among`` are
+    those that may be chosen, where not all may.
     Raises `UnknownName`, or `Unfit` with the reason.
     """
     if name not in ("auto", *KERNELS):
@@ -230,21 +257,36 @@ def choose_kernel(
     if documents:
         of_all.sort(key=lambda kernel: not kernel.several_lengths)
     candidates = [KERNELS[name]] if name != "auto" else of_all
-    reasons = [_reason_against(kernel, device, dtype, head_dim, deterministic, windows) for kernel in candidates]
+    wants = {"windows": windows, "deterministic": deterministic, "softcap": bool(softcap)}
+    reasons = [reason_against(kernel, device, dtype, head_dim, **wants) for kernel in candidates]
     for kernel, reason in zip(candidates, reasons, strict=True):
         if reason is None:
             return kernel
     if name != "auto":
-        raise Unfit(f"kernel {name!r} is not available: it {reasons[0]}")
+        able = (
+            []
+            if reasons[0] not in _LACKS.values()
+            else [
+                kernel.name
+                for kernel in KERNELS.values()
+                if reason_against(kernel, device, dtype, head_dim, **wants) is None
+            ]
+        )
+        instead = f" (those here that do: {', '.join(able)})" if able else ""
+        raise Unfit(f"kernel {name!r} is not available: it {reasons[0]}{instead}")
     said = "; ".join(f"{kernel.name} {reason}" for kernel, reason in zip(candidates, reasons, strict=True))
     raise Unfit(f"no kernel takes {dtype} with head_dim {head_dim} on {device.type}: {said}")
 
 
-def _reason_against(
-    kernel: type[Kernel], device: torch.device, dtype: torch.dtype, head_dim: int, deterministic: bool, windows: bool
+def reason_against(
+    kernel: type[Kernel], device: torch.device, dtype: torch.dtype, head_dim: int, **wants: bool
 ) -> str | None:
-    if windows and not kernel.takes_windows:
-        return "takes no sliding windows"
-    if deterministic and not kernel.has_deterministic_mode:
-        return "has no deterministic backward pass"
+    """Why a kernel does not compute this here; None where it does. ``wants`` are keys of `_LACKS`."""
+    able = {
+        "windows": kernel.takes_windows, "softcap": kernel.takes_softcap,
+        "deterministic": kernel.has_deterministic_mode,
+    }  # fmt: skip
+    for want, wanted in wants.items():
+        if wanted and not able[want]:
+            return _LACKS[want]
     return kernel.unfit(device, dtype, head_dim)

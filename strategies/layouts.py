@@ -31,7 +31,7 @@ ALL = slice(None)
 
 def part(x: Tensor, rows: slice, dim: int = 1) -> Tensor:
     """A view of some rows of a tensor: what indexing gives, for half of its price."""
-    if rows == ALL:
+    if rows is ALL or rows == ALL:
         return x
     first, last, _ = rows.indices(x.shape[dim])
     return x.narrow(dim, first, last - first)
@@ -84,7 +84,7 @@ class Layout(ABC):
         return torch.cat([self.positions(seq, size, rank) for rank in range(size)])
 
 
-class Contiguous(Layout):
+class ContiguousLayout(Layout):
     """Rank r holds the r-th piece of the sequence."""
 
     name = "contiguous"
@@ -102,7 +102,7 @@ class Contiguous(Layout):
         return Block(causal=kv_rank == q_rank)
 
 
-class Zigzag(Layout):
+class ZigzagLayout(Layout):
     """The sequence in 2·N chunks; rank r holds chunks r and 2N-1-r, in this order."""
 
     name = "zigzag"
@@ -128,7 +128,7 @@ class Zigzag(Layout):
         return zigzag_per_document(documents)
 
 
-class ZigzagPerDocument(Layout):
+class ZigzagPerDocumentLayout(Layout):
     """Each document by itself in 2·N chunks; rank r holds chunks r and 2N-1-r of every one.
 
     Chunks are as even as they can be. What a document has over is dealt to the ranks in turn, from where the document
@@ -167,11 +167,11 @@ class ZigzagPerDocument(Layout):
         return [torch.cat(piece) for piece in pieces]
 
 
-zigzag_per_document = lru_cache(maxsize=16)(ZigzagPerDocument)
+zigzag_per_document = lru_cache(maxsize=16)(ZigzagPerDocumentLayout)
 """Kept, as the layers of a model ask for the same one."""
 
 
-class Stripe(Layout):
+class StripeLayout(Layout):
     """Token i lies on rank i mod N."""
 
     name = "stripe"
@@ -194,7 +194,7 @@ class Stripe(Layout):
         return Block(q=slice(1, local_seq), kv=slice(0, local_seq - 1), causal=True)
 
 
-LAYOUTS: dict[str, Layout] = {layout.name: layout for layout in (Contiguous(), Zigzag(), Stripe())}
+LAYOUTS: dict[str, Layout] = {layout.name: layout for layout in (ContiguousLayout(), ZigzagLayout(), StripeLayout())}
 
 
 @dataclass(frozen=True)

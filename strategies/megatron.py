@@ -23,12 +23,12 @@ import torch
 from torch import Tensor
 
 from .annotate import ring_step
-from .base import Blocks, Context, GradWire, Rows, Strategy, wire_type
+from .base import DOCUMENTS_LAYOUT_HELP, Blocks, Context, DocumentsLayout, GradWire, Rows, Strategy, wire_type
 from .expected import Load, ring_bytes
 from .kernel import Gradients
 from .layouts import LAYOUTS, Block
 from .merge import Sum
-from .parcels import Parcel
+from .parcels import Parcel, unstacked
 from .ring import add_dkv, settled_dkv
 from .streams import SideStreams, side_streams
 
@@ -37,14 +37,19 @@ class Megatron(Strategy):
     """K and V in one message; outputs corrected once; backward in reverse with the diagonal last."""
 
     layout = LAYOUTS["zigzag"]
+    takes_masks = True
     PARAMETERS: ClassVar[dict[str, str]] = {
         "grad_wire": "type of travelling dK and dV: fp32, or the input's own",
+        "documents_layout": DOCUMENTS_LAYOUT_HELP,
         **Strategy.PARAMETERS,
     }
 
-    def __init__(self, context: Context, *, grad_wire: GradWire = "input", deterministic: bool = False) -> None:
+    def __init__(
+        self, context: Context, *, grad_wire: GradWire = "input", documents_layout: DocumentsLayout = "packed",
+        deterministic: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__(context, deterministic=deterministic)
-        self.parameters["grad_wire"] = grad_wire
+        self.parameters |= {"grad_wire": grad_wire, "documents_layout": documents_layout}
         ranks = range(self.comm.size)
         self.ring = self.comm.ring("kv", ranks, keeps=True)
         self.back_ring = self.comm.ring("kv_dkv", ranks[::-1], shares=self.ring)
@@ -64,7 +69,9 @@ class Megatron(Strategy):
         streams = self._streams_for(q)
         steps: list[_Step] = []
         for step, (kv_rank, (kv,)) in enumerate(self.ring.tour([torch.stack([k, v])])):
-            block = self._block(kv_rank, q, blocks.causal)
+            block = blocks.between(self.layout, self.comm.rank, kv_rank, q.shape[1])
+            if block is None:
+                continue
             with ring_step("fwd", step, "block"), streams.on(step):
                 out, lse = blocks.forward(q, kv[0], kv[1], block)
             # K and V stay with the result: their memory must not be used again before the streams meet.
@@ -84,26 +91,25 @@ class Megatron(Strategy):
             arriving = _Message(k, wire)
             part = "whole" if 0 < step < last else "dkv" if step else "kv"
             hop = self.back_ring.post(held.parcel(part), into=arriving.parcel(part))
-            block = self._block((self.comm.rank + 1 + step) % self.comm.size, q, blocks.causal)
-            with ring_step("bwd", step, "block"):
-                grads = blocks.backward(rows, q, held.kv[0], held.kv[1], block)
+            kv_rank = (self.comm.rank + 1 + step) % self.comm.size
+            block, grads = blocks.between(self.layout, self.comm.rank, kv_rank, q.shape[1]), None
+            if block is not None:
+                with ring_step("bwd", step, "block"):
+                    grads = blocks.backward(rows, q, held.kv[0], held.kv[1], block)
             hop.wait()
             with ring_step("bwd", step, "merge"):
-                dq.add(grads[0], block.q)
-                dkv = Parcel([arriving.dkv], list(arriving.dkv.unbind(0)))
+                if block is not None and grads is not None:
+                    dq.add(grads[0], block.q)
+                dkv = Parcel([arriving.dkv], unstacked)
                 if step < last:
                     add_dkv(dkv, grads, block, first=step == 0)
             held = arriving
+        assert block is not None and grads is not None, "a token sees itself"
         with ring_step("bwd", last, "merge"):
             home = [(block, grads)]
             if self.comm.size == 1:
                 return dq.result(q.dtype), grads[1].to(k.dtype), grads[2].to(v.dtype)
             return dq.result(q.dtype), *settled_dkv(dkv, home, k.dtype)
-
-    def _block(self, kv_rank: int, q: Tensor, causal: bool) -> Block:
-        block = self.layout.block(self.comm.rank, kv_rank, q.shape[1], causal=causal)
-        assert block is not None, "the zigzag layout gives every pair of ranks work"
-        return block
 
     def _streams_for(self, q: Tensor) -> SideStreams:
         """Two streams beside the current one, which is left to the hops."""
@@ -150,4 +156,4 @@ class _Message:
     def parcel(self, part: str) -> Parcel:
         """``whole``, ``kv`` or ``dkv``, to be sent or received."""
         message: Tensor = getattr(self, part)
-        return Parcel([message], [message])
+        return Parcel([message])

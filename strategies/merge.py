@@ -178,6 +178,8 @@ def settled(total: Tensor, parts: Sequence[_Part], dtype: torch.dtype) -> Tensor
 
     Each element is added in at least float32 and rounded once.
     """
+    if len(parts) == 1 and parts[0][0] == ALL:
+        return _sum(total, parts[0][1], torch.empty(total.shape, dtype=dtype, device=total.device))
     total, parts = _apart(total, parts)
     result = torch.empty(total.shape, dtype=dtype, device=total.device)
     done = 0
@@ -186,12 +188,16 @@ def settled(total: Tensor, parts: Sequence[_Part], dtype: torch.dtype) -> Tensor
         if first > done:
             convert(result[:, done:first], total[:, done:first])
         done = last
-        target, own = part(result, rows), part(total, rows)
-        if not _added(target, own, block):
-            torch.add(own.to(wide_type(own)), block, out=target)
+        _sum(part(total, rows), block, part(result, rows))
     if done < total.shape[1]:
         convert(result[:, done:], total[:, done:])
     return result
+
+
+def _sum(total: Tensor, block: Tensor, out: Tensor) -> Tensor:
+    if not _added(out, total, block):
+        torch.add(total.to(wide_type(total)), block, out=out)
+    return out
 
 
 def _apart(total: Tensor, parts: Sequence[_Part]) -> tuple[Tensor, list[_Part]]:

@@ -23,34 +23,40 @@ padding would be sent, too."""
 class Parcel:
     """Tensors, and the messages that they are views of: one where their sizes allow, else one each."""
 
-    __slots__ = ("_cut", "messages", "tensors")
+    __slots__ = ("_cut", "_tensors", "messages")
 
-    def __init__(self, messages: list[Tensor], tensors: list[Tensor], cut: _Cut | None = None) -> None:
-        self.messages, self.tensors = messages, tensors
-        self._cut = cut
+    def __init__(self, messages: list[Tensor], cut: _Cut | None = None) -> None:
+        """``cut`` makes the tensors of a single message; without one they are the messages."""
+        self.messages, self._cut = messages, cut
+        self._tensors = messages if cut is None else None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Cut when they are first asked for: what a rank only passes on, or takes as a whole, is never."""
+        if self._tensors is None:
+            assert self._cut is not None
+            self._tensors = self._cut(self.messages[0])
+        return self._tensors
 
     @classmethod
     def empty(cls, shapes: Shapes, device: torch.device) -> Parcel:
         """Room for tensors of these types and shapes, not initialised."""
         cut, dtype, shape = _message(shapes)
         if cut is None:
-            tensors = [torch.empty(shape, dtype=dtype, device=device) for dtype, shape in shapes]
-            return cls(tensors, tensors)
-        message = torch.empty(shape, dtype=dtype, device=device)
-        return cls([message], cut(message), cut)
+            return cls([torch.empty(shape, dtype=dtype, device=device) for dtype, shape in shapes])
+        return cls([torch.empty(shape, dtype=dtype, device=device)], cut)
 
     @classmethod
     def holding(cls, tensors: Sequence[Tensor]) -> Parcel:
         """Copies of the tensors in one message; a single tensor travels as it is, and so do those that do not fit."""
         cut, dtype, _ = _message(shapes_of(tensors))
         if cut is None:
-            own = [tensor.contiguous() for tensor in tensors]
-            return cls(own, own)
-        if cut is _unstacked:
+            return cls([tensor.contiguous() for tensor in tensors])
+        if cut is unstacked:
             message = torch.stack(list(tensors))
         else:
             message = torch.cat([tensor.contiguous().view(-1).view(dtype) for tensor in tensors])
-        return cls([message], cut(message), cut)
+        return cls([message], cut)
 
     def room(self) -> Parcel:
         """Another parcel of the same shapes, not initialised."""
@@ -58,15 +64,15 @@ class Parcel:
 
     def over(self, messages: list[Tensor]) -> Parcel:
         """The same shapes over other memory."""
-        return Parcel(messages, messages if self._cut is None else self._cut(messages[0]), self._cut)
+        return Parcel(messages, self._cut)
 
     def clear(self) -> None:
         """Let go of the memory."""
-        self.messages, self.tensors = [], []
+        self.messages, self._tensors = [], []
 
     @property
     def size_bytes(self) -> int:
-        return sum(message.numel() * message.element_size() for message in self.messages)
+        return sum([message.nbytes for message in self.messages])
 
 
 def side_by_side(first: Tensor, second: Tensor) -> Tensor | None:
@@ -96,12 +102,13 @@ def _message(shapes: Shapes) -> tuple[_Cut | None, torch.dtype, tuple[int, ...]]
         return None, *shapes[0]
     if len(set(shapes)) == 1:
         dtype, shape = shapes[0]
-        return _unstacked, dtype, (len(shapes), *shape)
+        return unstacked, dtype, (len(shapes), *shape)
     count = sum(size_bytes(*shape) for shape in shapes) // torch.int32.itemsize
     return partial(_apart, shapes), torch.int32, (count,)
 
 
-def _unstacked(message: Tensor) -> list[Tensor]:
+def unstacked(message: Tensor) -> list[Tensor]:
+    """The tensors that were stacked to a message."""
     return list(message.unbind(0))
 
 

@@ -7,9 +7,10 @@ from i + keys - queries - left to i + keys - queries + right, -1 being no limit.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -168,6 +169,8 @@ class Parts:
     parts: tuple[Part, ...]
     queries: int
     keys: int
+    kept: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+    """What a kernel has made of it, by device."""
 
     def __iter__(self) -> Iterator[Part]:
         return iter(self.parts)

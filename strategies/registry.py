@@ -84,6 +84,14 @@ SPECS = {
     )
 }
 
+CACHED = {
+    spec.name: spec
+    for spec in (
+        _spec("dcp", "DecodeContextParallel", "decode: a cache over ranks, merged by LSE", "vLLM; arXiv 2507.07120"),
+        _spec("ring-prefill", "RingPrefill", "prefill over a cache: K and V travel, or Q", "arXiv 2411.01783"),
+    )
+}
+"""Strategies of inference, which have no backward pass."""
 
 _RING_FLASH_ATTN = ("ring_flash_attn", "flash_attn"), "pip install ring-flash-attn flash-attn"
 _YUNCHANG = ("yunchang", "flash_attn"), "pip install yunchang flash-attn"
@@ -121,8 +129,13 @@ PEERS = {
 
 
 def names() -> list[str]:
-    """The bundled strategies."""
+    """The bundled strategies that train."""
     return list(SPECS)
+
+
+def for_inference() -> list[str]:
+    """Those for inference over a cache of keys and values."""
+    return list(CACHED)
 
 
 def peers() -> list[str]:
@@ -137,7 +150,7 @@ def taking_masks() -> list[str]:
 
 def find(name: str) -> Spec:
     """The spec of a bundled strategy, of a peer, or of ``package.module:Class``. Raises `UnknownName`."""
-    known = {**SPECS, **PEERS}
+    known = {**SPECS, **CACHED, **PEERS}
     if name in known:
         return known[name]
     if ":" in name:

@@ -70,8 +70,7 @@ class Ring(Strategy):
     def backward(self, blocks: Blocks, rows: Rows, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
         if blocks.cut is not None and blocks.cut.halo is not None:
             return self._backward_with_halo(blocks, rows, q, k, v)
-        own = None if blocks.cut is None else self.block(blocks, self.ring_rank, q)
-        early, rest = self.home_blocks(q.shape[1], causal=blocks.causal, travelling=k, own=own)
+        early, rest = self.home_blocks(q.shape[1], causal=blocks.causal, travelling=k, own=self.own_block(blocks))
         wire = wire_type(self.parameters["grad_wire"], k)
         dq = Sum(q)
         home: Home = []
@@ -104,7 +103,6 @@ class Ring(Strategy):
 
     @property
     def ring_rank(self) -> int:
-        """This rank's place on the ring."""
         return self.kv_ring.rank
 
     def ring_members(self) -> list[int]:

@@ -40,11 +40,11 @@ class CudaSideStreams(SideStreams):
             result.record_stream(current)
 
 
-KINDS: dict[str, Callable[[torch.device, int], SideStreams]] = {"cuda": CudaSideStreams}
+SIDE_STREAMS: dict[str, Callable[[torch.device, int], SideStreams]] = {"cuda": CudaSideStreams}
 """By the type of device; others have none. A planner that runs strategies on ``meta`` tensors adds its own."""
 
 
 def side_streams(like: Tensor, count: int) -> SideStreams:
     """``count`` streams for tensors on the device of ``like``."""
-    kind = KINDS.get(like.device.type)
+    kind = SIDE_STREAMS.get(like.device.type)
     return SideStreams() if kind is None else kind(like.device, count)

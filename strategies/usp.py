@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
-from .base import Blocks, Context, DocumentsLayout, GradWire, Shape, Strategy
+from .base import DOCUMENTS_LAYOUT_HELP, Blocks, Context, DocumentsLayout, GradWire, Shape, Strategy
 from .expected import Load, contiguous_imbalance, ring_bytes
 from .layouts import LAYOUTS, Grid, Grouped, Layout
 from .ring import Ring
@@ -33,7 +33,7 @@ class USP(Ring):
         "ring_degree": "ranks in a ring (default: what is left)",
         "placement": "which of the two has neighbouring ranks",
         "layout": "layout of the ring",
-        "documents_layout": "zigzag over the packed whole, or over each document by itself",
+        "documents_layout": DOCUMENTS_LAYOUT_HELP,
         **Ring.PARAMETERS,
     }
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from .base import Context, DocumentsLayout, GradWire
+from .base import DOCUMENTS_LAYOUT_HELP, Context, DocumentsLayout, GradWire
 from .expected import Load, ring_bytes
 from .layouts import LAYOUTS
 from .ring import Ring
@@ -21,7 +21,7 @@ class Zigzag(Ring):
 
     layout = LAYOUTS["zigzag"]
     PARAMETERS: ClassVar[dict[str, str]] = {
-        "documents_layout": "zigzag over the packed whole, or over each document by itself",
+        "documents_layout": DOCUMENTS_LAYOUT_HELP,
         **Ring.PARAMETERS,
     }
 

@@ -11,3 +11,8 @@ settings.load_profile("any machine")
 # A shell has what runs in its background ignore Ctrl-C, and what tests start would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_make_parametrize_id(val: object) -> str | None:
+    """Bytes are named by their number: gzip writes the time into them, and workers must agree on names."""
+    return f"{len(val)} bytes" if isinstance(val, bytes) else None

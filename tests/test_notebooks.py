@@ -33,6 +33,10 @@ def test_a_notebook_runs(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         if mine.cell_type == "code":
             # The kept outputs are of the same kinds: a cell that once drew still does.
             assert _kinds(mine) == _kinds(theirs)
+            if "view(" in mine.source:
+                # What is kept says so; what is made holds the page, which fetches nothing.
+                assert mine.outputs[0].data["text/html"].startswith('<iframe sandbox="allow-scripts')
+                assert len(theirs.outputs[0].data["text/html"]) < 1000
 
 
 def _kinds(cell: Any) -> list[list[str]]:

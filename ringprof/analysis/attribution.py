@@ -10,7 +10,7 @@ import msgspec
 
 from ringprof.analysis.rank import Rank
 from ringprof.analysis.timeline.focus import Focus
-from ringprof.analysis.timeline.kernels import Kernel
+from ringprof.analysis.timeline.kernels import RunKernel
 from ringprof.analysis.transfers.clocks import UNKNOWN_NS, Clocks, one_clock
 from ringprof.analysis.transfers.hops import HostOfRank
 from ringprof.analysis.transfers.hosts import clock_of, hosts_of
@@ -36,7 +36,7 @@ class Attribution(msgspec.Struct, frozen=True, dict=True):
     """The clocks of the ranks' hosts, and how far they can be told."""
     world_size: int = 0
     """How many ranks the run has, as far as is known; those without a trace are not among ``ranks``."""
-    kernels: tuple[Kernel, ...] = ()
+    kernels: tuple[RunKernel, ...] = ()
     """What ran on the devices by name, over all ranks, longest first."""
 
     @property
@@ -66,7 +66,7 @@ class Attribution(msgspec.Struct, frozen=True, dict=True):
         return self.on_cpu and any(warning.code == NO_DEVICE_ACTIVITIES for warning in self.warnings)
 
     @property
-    def largest_of_other(self) -> tuple[Kernel, ...]:
+    def largest_of_other(self) -> tuple[RunKernel, ...]:
         """The longest kernels of kind ``other``: what is left when all that is known has a name."""
         return tuple(kernel for kernel in self.kernels if kernel.kind == "other")[:MOST_OF_OTHER]
 

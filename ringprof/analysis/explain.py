@@ -24,9 +24,9 @@ from ringprof.analysis.timeline.cpu import (
 )
 from ringprof.analysis.timeline.focus import Focus
 from ringprof.analysis.timeline.kernels import RankKernel, rank_kernels
-from ringprof.analysis.timeline.rows import OnDevice, rows_of
+from ringprof.analysis.timeline.rows import OnDevice, timed_activities
 from ringprof.analysis.timeline.window import Window, find_window
-from ringprof.analysis.transfers.hops import Hop, Split, group_into_hops, hop_totals
+from ringprof.analysis.transfers.hops import Split, TimedHop, group_into_hops, hop_totals
 from ringprof.analysis.transfers.transfers import Transfer, transfers_of
 from ringprof.errors import TraceFormatError, UsageError
 from ringprof.trace.columns import NONE, Caveat, Int64, Trace
@@ -66,7 +66,7 @@ def explain(
         )
     everything = window.activities()
     device = _device(classified, window, everything, rank, warnings)
-    rows = rows_of(classified, everything, device, between_ns)
+    rows = timed_activities(classified, everything, device, between_ns)
     background = OnDevice(classified, device).background(rows)
     explained = Rank(
         rank=rank,
@@ -149,7 +149,7 @@ def _explain_cpu(
 def _device(classified: Classified, window: Window, activities: Int64, rank: int, warnings: list[Caveat]) -> int:
     """The device that did most: a breakdown is of one device. Raises `UsageError` where none did anything."""
     trace = classified.trace
-    rows = rows_of(classified, activities, None, window.between_ns)
+    rows = timed_activities(classified, activities, None, window.between_ns)
     if not len(rows.activity):
         raise UsageError(
             f"--between: nothing ran in {trace.path} at that time; times count from the start of the trace"
@@ -185,7 +185,8 @@ def with_splits(detail: Detail, splits: list[Split], rank: int) -> Detail:
     exposed = np.zeros(len(hops), np.int64)
     np.add.at(exposed, place, end - start - intervals.covered_ns(computing, start, end))
     finished = [
-        Hop(rank, number, hop.parts, ns) for number, (hop, ns) in enumerate(zip(hops, exposed.tolist(), strict=True))
+        TimedHop(rank, number, hop.parts, ns)
+        for number, (hop, ns) in enumerate(zip(hops, exposed.tolist(), strict=True))
     ]
     return msgspec.structs.replace(detail, splits=tuple(splits), hops=tuple(finished))
 

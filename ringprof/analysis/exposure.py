@@ -14,7 +14,7 @@ from ringprof.analysis.intervals import Spans
 from ringprof.analysis.kinds.groups import name_of_group
 from ringprof.analysis.kinds.kinds import COMMUNICATION, COMPUTE, KINDS
 from ringprof.analysis.rank import Detail
-from ringprof.analysis.timeline.rows import Rows
+from ringprof.analysis.timeline.rows import TimedActivities
 
 
 class Exposure(msgspec.Struct, frozen=True):
@@ -33,7 +33,7 @@ class Exposure(msgspec.Struct, frozen=True):
         return intervals.merged(self.wire, self.wait, self.unknown)
 
 
-def exposure_of(detail: Detail, rows: Rows) -> Exposure:
+def exposure_of(detail: Detail, rows: TimedActivities) -> Exposure:
     """Split a rank's exposed communication; not for CPU, where only its amount is known."""
     window = detail.window
     compute = intervals.merged(rows.spans(*COMPUTE), detail.background(rows).spans(*COMPUTE))
@@ -54,7 +54,7 @@ def exposure_of(detail: Detail, rows: Rows) -> Exposure:
     return Exposure(wire, waiting, unknown, intervals.length_ns(on_wire), by_group)
 
 
-def _by_group(detail: Detail, rows: Rows, compute: Spans) -> dict[tuple[str, str], int]:
+def _by_group(detail: Detail, rows: TimedActivities, compute: Spans) -> dict[tuple[str, str], int]:
     """Exposed communication by kind and process group."""
     places: dict[tuple[str, str], list[int]] = {}
     calls = detail.classified.calls

@@ -10,9 +10,9 @@ import msgspec
 
 from ringprof.analysis.kinds.classify import Classified
 from ringprof.analysis.timeline.breakdown import Breakdown, break_down
-from ringprof.analysis.timeline.rows import OnDevice, Rows, rows_of
+from ringprof.analysis.timeline.rows import OnDevice, TimedActivities, timed_activities
 from ringprof.analysis.timeline.window import Window
-from ringprof.analysis.transfers.hops import Hop, HopTotals, Split, hop_totals, total
+from ringprof.analysis.transfers.hops import HopTotals, Split, TimedHop, hop_totals, total
 
 
 class Detail(msgspec.Struct, frozen=True, dict=True):
@@ -26,13 +26,13 @@ class Detail(msgspec.Struct, frozen=True, dict=True):
     """On CPU: the breakdown of each iteration."""
     splits: tuple[Split, ...] = ()
     """Its communication kernels, by start, with wait and wire."""
-    hops: tuple[Hop, ...] = ()
+    hops: tuple[TimedHop, ...] = ()
 
-    def rows(self) -> Rows:
+    def rows(self) -> TimedActivities:
         """The activities of the window on the device that is reported; made anew, since they are many."""
-        return rows_of(self.classified, self.window.activities(), self.device, self.window.between_ns)
+        return timed_activities(self.classified, self.window.activities(), self.device, self.window.between_ns)
 
-    def background(self, rows: Rows) -> Rows:
+    def background(self, rows: TimedActivities) -> TimedActivities:
         """What else ran on the device meanwhile."""
         return OnDevice(self.classified, self.device).background(rows)
 
@@ -124,7 +124,7 @@ class Rank:
         return self.detail.splits
 
     @property
-    def hops(self) -> tuple[Hop, ...]:
+    def hops(self) -> tuple[TimedHop, ...]:
         return self.detail.hops
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from ringprof.benchmark_logs.cells import integer, number
+from ringprof.benchmark_logs.cells import integer, parse_number
 from ringprof.log_lines import LogLines
 
 _LONGEST_BLOCK = 60
@@ -60,7 +60,7 @@ def read_burst_figures(lines: LogLines, index: int) -> tuple[dict[str, Any], int
 
 def _scaled(text: str, unit: str = "") -> tuple[float, float]:
     """A figure and the worth of its last digit, in the unit of its column."""
-    value, step = number(text) or (0.0, 0.0)
+    value, step = parse_number(text) or (0.0, 0.0)
     scale = _SCALES.get(unit, 1.0)
     # The unit's worth is put on the exact decimal figure, so that 0.06 s is 60 ms and not a hair more.
     return round(value * scale, 9), round(step * scale, 9)

@@ -24,7 +24,7 @@ _SYSTEMS = (
 LAYOUT_NAMES = {"basic": "contiguous", "ring": "contiguous", "zigzag": "zigzag", "stripe": "stripe", "strip": "stripe"}
 
 
-def number(cell: str) -> tuple[float, float] | None:
+def parse_number(cell: str) -> tuple[float, float] | None:
     """(value, worth of the last printed digit) of a cell; None where it holds no number."""
     text = cell.strip()
     if not _NUMBER.fullmatch(text):
@@ -35,7 +35,7 @@ def number(cell: str) -> tuple[float, float] | None:
 
 def integer(cell: str) -> int | None:
     """A whole number, None for anything else."""
-    found = number(cell)
+    found = parse_number(cell)
     return int(found[0]) if found is not None and "." not in cell else None
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ringprof.benchmark_logs.cells import LAYOUT_NAMES, integer, is_missing, is_oom, number, sequence, truth
+from ringprof.benchmark_logs.cells import LAYOUT_NAMES, integer, is_missing, is_oom, parse_number, sequence, truth
 from ringprof.log_lines import LinePrefix, LogLines
 
 _FIGURES = {
@@ -194,7 +194,7 @@ def _fields(cells: list[str], header: PipeHeader) -> dict[str, Any]:
             fields[name] = convert(cell)
         elif key in _FIGURES:
             name = _FIGURES[key]
-            if found := number(cell):
+            if found := parse_number(cell):
                 fields[name], steps[name] = found
             elif is_oom(cell):
                 fields["oom"] = True

@@ -25,7 +25,7 @@ _COARSE = 0.005
 
 _FROM_BEST: tuple[Verdict, ...] = ("agrees", "rounding", "constant", "inconsistent")
 
-Bounds = tuple[float, float]
+RateBounds = tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Rate:
     passes: float
 
     @property
-    def work(self) -> Bounds:
+    def work(self) -> RateBounds:
         """TFLOP that rate and time imply, over as many GPUs as the rate is for."""
         low = (self.tflops - self.tflops_step / 2) * (self.time_ms - self.time_step / 2)
         high = (self.tflops + self.tflops_step) * (self.time_ms + self.time_step)

@@ -6,7 +6,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
-from ringprof.benchmark_logs.rates import Bounds, missing_settings, rates_of
+from ringprof.benchmark_logs.rates import RateBounds, missing_settings, rates_of
 from ringprof.benchmark_logs.rows import Flag, LogRow, LogSettings, flag, section_flag
 
 GROWTH = 1.1
@@ -77,7 +77,7 @@ def _foreign_columns(rows: list[LogRow]) -> list[Flag]:
     return [section_flag(rows, "foreign_columns", "warning", message, "SP Size")]
 
 
-def _implied_size(row: LogRow) -> Bounds | None:
+def _implied_size(row: LogRow) -> RateBounds | None:
     """heads x head_dim / GPUs that a row's rate and time imply for a causal mask; twice that without one."""
     rates = rates_of(row)
     if not rates or not row.batch or not row.seq:

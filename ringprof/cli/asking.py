@@ -8,14 +8,14 @@ from typing import Any
 import click
 
 from ringprof.cli.recording import all_of, masks, workload_of, workload_options
-from ringprof.cli.values import KERNELS, Known, Tokens
+from ringprof.cli.values import KERNEL_NAMES, Known, Tokens
 from ringprof.errors import UsageError
 from ringprof.foresee.links import Cluster
 from ringprof.run import Workload
 
 _CLUSTER = (
     click.option("--forward-only", is_flag=True, help="No backward pass."),
-    click.option("--kernel", default="auto", show_default=True, type=Known(KERNELS),
+    click.option("--kernel", default="auto", show_default=True, type=Known(KERNEL_NAMES),
                  help="A kernel that the machine's file has curves of."),
     click.option("--hosts", type=click.IntRange(1, 1 << 16), default=1, show_default=True, help="Hosts."),
     click.option("--gpus-per-host", type=click.IntRange(1, 1024), default=8, show_default=True, help="GPUs of each."),

@@ -10,7 +10,7 @@ import click
 
 from ringprof.cli.progress import reporter
 from ringprof.cli.recording import params_of, records, request_of
-from ringprof.cli.values import KERNELS, STRATEGIES, Known, ListOf, Tokens
+from ringprof.cli.values import KERNEL_NAMES, STRATEGIES, Known, ListOf, Tokens
 from ringprof.cli.write import text_style, write_text
 from ringprof.report import sweep as shown
 from ringprof.report.page import html
@@ -23,7 +23,7 @@ _FORMATS = {"json": shown.render_json, "csv": shown.render_csv, "markdown": show
 @click.command(name="bench")
 @click.option("--strategies", required=True, type=ListOf(Known(STRATEGIES)), help="Such as burst,zigzag,usp.")
 @click.option("--seq", "seqs", required=True, type=ListOf(Tokens()), help="Global lengths in tokens: 128k,256k.")
-@click.option("--kernel", "kernels", default="auto", show_default=True, type=ListOf(Known(KERNELS)),
+@click.option("--kernel", "kernels", default="auto", show_default=True, type=ListOf(Known(KERNEL_NAMES)),
               help="One or more.")  # fmt: skip
 @records
 @click.option("-p", "--param", "params", multiple=True, metavar="[NAME.]KEY=VALUE",

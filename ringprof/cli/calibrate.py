@@ -68,7 +68,7 @@ def _measured(path: Path, name: str | None, base: str | None, kernels: str | Non
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", count]
         os.execv(sys.executable, [sys.executable, *launcher, "-m", "ringprof", *sys.argv[1:]])
     from ringprof.foresee.bench import Bench
-    from ringprof.foresee.measure import measure, usable_kernels
+    from ringprof.foresee.measure import measure_machine, usable_kernels
     from ringprof.record.world_group import world_group
 
     device = torch.device("cuda", 0)
@@ -79,7 +79,7 @@ def _measured(path: Path, name: str | None, base: str | None, kernels: str | Non
 
     def run(bench: Bench) -> None:
         chosen = kernels.split(",") if kernels else usable_kernels(bench.device)
-        measure(known, bench, chosen, seconds, lambda found: _save(found, name, path))
+        measure_machine(known, bench, chosen, seconds, lambda found: _save(found, name, path))
 
     if place is None:
         run(Bench(device))

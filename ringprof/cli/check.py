@@ -15,7 +15,7 @@ from ringprof.cli.recording import on_ranks, workload_options
 from ringprof.cli.values import Tokens
 from ringprof.errors import RingprofError
 from ringprof.record.check.launch import check_here
-from ringprof.record.check.result import CALLS, FORMATS, TIME_LIMIT_S, Check, CheckRequest
+from ringprof.record.check.result import CALLS, TENSOR_FORMATS, TIME_LIMIT_S, Check, CheckRequest
 from ringprof.record.launcher import launcher_rank
 
 _LAYOUTS = ("contiguous", "zigzag", "stripe")
@@ -29,7 +29,7 @@ _LAYOUTS = ("contiguous", "zigzag", "stripe")
 @on_ranks
 @click.option("--softmax-scale", type=float, help="That the attention uses.  [default: 1/sqrt(head_dim)]")
 @click.option("--forward-only", is_flag=True, help="No gradients.")
-@click.option("--tensor-format", type=click.Choice(FORMATS), default="bshd", show_default=True,
+@click.option("--tensor-format", type=click.Choice(TENSOR_FORMATS), default="bshd", show_default=True,
               help="Order of batch, sequence, heads and head_dim in q, k, v and the output.")  # fmt: skip
 @click.option("--calls", default=CALLS, show_default=True, help="Calls, each with other numbers; all are compared.")
 @click.option("--time-limit", type=float, default=TIME_LIMIT_S, show_default=True, metavar="SECONDS",

@@ -16,7 +16,7 @@ from ringprof.cli.serve import open_in_perfetto
 from ringprof.cli.write import written
 from ringprof.errors import UsageError
 from ringprof.options import LoadOptions
-from ringprof.report.perfetto import events_of, metadata_of
+from ringprof.report.perfetto import events_of, run_metadata
 
 
 @click.command(name="export")
@@ -58,7 +58,7 @@ def command(paths: tuple[str, ...], reading: LoadOptions, output: str | None, *,
 def _write(found: Findings, path: Path, *, launches: bool) -> None:
     opened = gzip.open if path.suffix.lower() == ".gz" else open
     with written(path), opened(path, "wt", encoding="utf-8") as file:
-        file.write(f'{{"displayTimeUnit": "ms", "otherData": {json.dumps(metadata_of(found))}, "traceEvents": [\n')
+        file.write(f'{{"displayTimeUnit": "ms", "otherData": {json.dumps(run_metadata(found))}, "traceEvents": [\n')
         for number, event in enumerate(events_of(found, launches=launches)):
             file.write((",\n" if number else "") + json.dumps(event))
         file.write("\n]}\n")

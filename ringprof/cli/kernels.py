@@ -1,41 +1,109 @@
-"""``ringprof kernels``: the attention kernels, and what each can compute."""
+"""``ringprof kernels``: the attention kernels, what each can compute, and how fast it does."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
+from dataclasses import asdict
+from typing import Any
 
 import click
+from msgspec import to_builtins
 
+from ringprof.cli.values import Tokens
 from ringprof.cli.write import print_or_write, text_style
-from ringprof.record.resolve import need
+from ringprof.record.resolve import DTYPES, device_of, need
 from ringprof.report.tables import Column, Table
+from ringprof.run import Workload
 
 _FIELDS = (
-    "kernel", "here", "types", "head_dim", "windows", "documents", "deterministic", "delta", "grouped_heads",
+    "kernel", "here", "types", "head_dim", "windows", "documents", "softcap", "deterministic", "delta", "grouped_heads",
 )  # fmt: skip
 _COLUMNS = (
-    Column("kernel"), Column("here", left=True, folds=True), Column("types", left=True),
+    Column("kernel"), Column("here", left=True, folds=True), Column("types", left=True, drop=5),
     Column("head_dim", left=True, drop=4), Column("windows", left=True), Column("documents", left=True),
-    Column("determi-\nnistic", left=True, drop=1), Column("delta", left=True, drop=3),
+    Column("softcap", left=True), Column("determi-\nnistic", left=True, drop=1), Column("delta", left=True, drop=3),
     Column("grouped\nheads", left=True, drop=2),
 )  # fmt: skip
 
 
 @click.command("kernels")
+@click.option("--measure", is_flag=True, help="Time every kernel that is here on every mask, on one device.")
+@click.option("--seq", type=Tokens(), help="With --measure: tokens.  [default: 16384 on GPU, 512 on CPU]")
+@click.option("--heads", default=16, show_default=True, type=click.IntRange(min=1), help="With --measure: query heads.")
+@click.option("--kv-heads", type=click.IntRange(min=1), help="With --measure: kv heads.  [default: --heads]")
+@click.option("--head-dim", default=128, show_default=True, type=click.IntRange(min=1),
+              help="With --measure: size of a head.")  # fmt: skip
+@click.option("--dtype", type=click.Choice(list(DTYPES)), default="bf16", show_default=True,
+              help="With --measure: type of the inputs.")  # fmt: skip
+@click.option("--device", type=click.Choice(["auto", "cuda", "cpu"]), default="auto", show_default=True,
+              help="With --measure: where.")  # fmt: skip
 @click.option("--format", "form", type=click.Choice(["terminal", "json"]), default="terminal", show_default=True)
 @click.option("-o", "--output", type=click.Path(dir_okay=False), help="Write to this file instead of the terminal.")
-def command(form: str, output: str | None) -> None:
+def command(measure: bool, form: str, output: str | None, **sizes: Any) -> None:
     """List the attention kernels, installed or not: what `record --kernel` takes.
 
     Windows: sliding windows. Documents: packed ones in one call, or a call each. Delta: takes rowsum(dO · O) for O.
     """
     need("torch")
+    if measure:
+        print_or_write(_measured(form, output, **sizes), output)
+        return
     rows = [_row(name) for name in _names()]
     if form == "json":
         text = json.dumps([dict(zip(_FIELDS, row, strict=True)) for row in rows], indent=1) + "\n"
     else:
         text = Table("", _COLUMNS, rows).text(text_style(output)) + "\n"
     print_or_write(text, output)
+
+
+def _measured(
+    form: str, output: str | None, *, seq: int | None, heads: int, kv_heads: int | None, head_dim: int, dtype: str,
+    device: str,
+) -> str:  # fmt: skip
+    """The rates as they will be printed. Raises `UsageError` for a device that is not there."""
+    import torch
+
+    from ringprof.record.kernel_rates import kernel_rates
+    from ringprof.record.machine import device_name
+
+    where = torch.device(device_of(device), *([0] if device_of(device) == "cuda" else []))
+    seq = seq or (16384 if where.type == "cuda" else 512)
+    workload = Workload(seq=seq, heads=heads, kv_heads=kv_heads or heads, head_dim=head_dim, dtype=dtype)
+    found = list(kernel_rates(workload, where))
+    if form == "json":
+        facts = {"device": device_name(where), "device_type": where.type, "workload": to_builtins(workload)}
+        return json.dumps({**facts, "rates": [asdict(one) for one in found]}, indent=1) + "\n"
+    on_cpu = where.type == "cpu"
+    lines = [
+        f"{'GFLOP/s' if on_cpu else 'TFLOP/s'} of one call, forward and backward, on {device_name(where)}"
+        + (": a CPU, which says nothing of a GPU" if on_cpu else ""),
+        f"{seq} tokens, {heads} heads ({workload.kv_heads} kv) of {head_dim}, {dtype}; by each mask's exact area;"
+        f" softcap is causal",
+        "",
+        _rates_table(found, 1e3 if on_cpu else 1.0).text(text_style(output)),
+        *(f"{name}: {reason}" for name, reason in dict.fromkeys((one.kernel, one.reason) for one in found) if reason),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _rates_table(found: Iterable[Any], factor: float) -> Table:
+    """A row a kernel that computes anything here, two columns a mask."""
+    by_kernel: dict[str, dict[str, Any]] = {}
+    for one in found:
+        by_kernel.setdefault(one.kernel, {})[one.mask] = one
+    names = list(next(iter(by_kernel.values())))
+    columns = [Column(f"{mask if way == 'fwd' else ''}\n{way}") for mask in names for way in ("fwd", "bwd")]
+    rows = [
+        [kernel, *(_number(x, factor) for one in of.values() for x in (one.forward_tflops, one.backward_tflops))]
+        for kernel, of in by_kernel.items()
+        if any(one.reason is None for one in of.values())
+    ]
+    return Table("", (Column("kernel"), *columns), rows)
+
+
+def _number(value: float | None, factor: float) -> str:
+    return "-" if value is None else f"{value * factor:.3g}"
 
 
 def _names() -> list[str]:
@@ -59,6 +127,7 @@ def _row(name: str) -> list[str]:
         kernel.head_dims(),
         _yes(kernel.takes_windows),
         "in one call" if kernel.several_lengths else "a call each",
+        _yes(kernel.takes_softcap),
         _yes(kernel.has_deterministic_mode),
         _yes(kernel.takes_delta),
         _yes(kernel.grouped_heads),

@@ -27,7 +27,7 @@ from ringprof.foresee.traces import write_prediction
 @asks
 @click.option("-p", "--param", "params", multiple=True, metavar="KEY=VALUE", help="A parameter of the strategy.")
 @click.option("--hops", type=click.Choice(["auto", "nccl", "copy"]), default="auto", show_default=True,
-              help="What carries hops within a host; auto: copy engines where they are large.")  # fmt: skip
+              help="What carries hops within a host; auto: copy engines where there are any.")  # fmt: skip
 @click.option("--like", type=click.Path(), metavar="RUN", help="What this recorded run did, in place of the above.")
 @click.option("--check", type=click.Path(), metavar="CSV", help="Hold published measurements against the machine.")
 @click.option("-o", "--output", type=click.Path(file_okay=False), metavar="FOLDER",
@@ -41,10 +41,10 @@ def command(**options: Any) -> int:
     """
     machine = read_calibration(options["machine"])
     if options["check"]:
-        from ringprof.foresee.check import check, check_text, read_rows
+        from ringprof.foresee.check import check_rows, check_text, read_rows
         from ringprof.foresee.tape import tape_of
 
-        found = check(read_rows(options["check"]), machine, tape_of, asked_cluster(options))
+        found = check_rows(read_rows(options["check"]), machine, tape_of, asked_cluster(options))
         click.echo(check_text(found, options["form"]), nl=False)
         return 0
     from ringprof.foresee.tape import tape_of

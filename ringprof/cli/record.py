@@ -10,8 +10,8 @@ from typing import Any, NoReturn
 import click
 
 from ringprof.cli.progress import reporter
-from ringprof.cli.recording import masks, params_of, records, request_of
-from ringprof.cli.values import KERNELS, STRATEGIES, Known, Tokens
+from ringprof.cli.recording import layers, masks, params_of, phases, records, request_of, scores_and_heads
+from ringprof.cli.values import INFERENCE, KERNEL_NAMES, STRATEGIES, Known, Tokens
 from ringprof.cli.write import say
 from ringprof.errors import RecordError, RingprofError
 from ringprof.record import Request, record
@@ -22,18 +22,23 @@ from ringprof.run import Run
 
 @click.command("record")
 @click.option(
-    "--strategy", required=True, metavar="NAME", type=Known(STRATEGIES),
+    "--strategy", required=True, metavar="NAME", type=Known(STRATEGIES + INFERENCE),
     help="A name from `ringprof strategies`, or package.module:Class for your own. That imports the module: it runs"
     " code that is not ringprof's.",
 )  # fmt: skip
-@click.option("--seq", required=True, type=Tokens(), help="Global sequence length in tokens: 131072 or 128k.")
+@click.option(
+    "--seq", type=Tokens(), help="Global sequence length in tokens: 131072 or 128k; with --phase, new tokens."
+)
+@phases
 @masks
+@layers
+@scores_and_heads
 @records
 @click.option("--forward-only", is_flag=True, help="No backward pass.")
 @click.option("-p", "--param", "params", multiple=True, metavar="KEY=VALUE",
               help="A parameter of the strategy, see `ringprof strategies NAME`; repeatable.")  # fmt: skip
-@click.option("--kernel", default="auto", show_default=True, type=Known(KERNELS),
-              help=f"One of {', '.join(KERNELS[1:])}; auto: the fastest that fits.")  # fmt: skip
+@click.option("--kernel", default="auto", show_default=True, type=Known(KERNEL_NAMES),
+              help=f"One of {', '.join(KERNEL_NAMES[1:])}; auto: the fastest that fits.")  # fmt: skip
 @click.option("--cuda-graph", is_flag=True,
               help="Capture an iteration in a CUDA graph, and time its replays: the host costs nothing.")  # fmt: skip
 @click.option("--profile-iters", default=1, show_default=True, help="Profiled iterations.")
@@ -50,6 +55,7 @@ def command(**options: Any) -> None:
     \b
     ringprof record --strategy burst --seq 512k
     ringprof record --strategy zigzag --seq 8192 --heads 4 --head-dim 64 --device cpu
+    ringprof record --strategy dcp --phase decode --kv-length 1m --batch 32 --kv-heads 8
     torchrun --nnodes 2 --nproc-per-node 8 ... -m ringprof record --strategy burst --seq 1048576
     """
     request, place = _request(options), launcher_rank()
@@ -100,8 +106,11 @@ def headline(run: Run) -> str:
 
 
 def _request(options: dict[str, Any]) -> Request:
+    seq = 1 if options["seq"] is None and options["phase"] == "decode" else options["seq"]
+    if seq is None:
+        raise click.UsageError("Missing option '--seq'.")
     own = ("kernel", "cuda_graph", "profile_iters", "output", "force", "time_limit")
     return request_of(
-        options, seq=options["seq"], strategy=options["strategy"], backward=not options["forward_only"],
+        options, seq=seq, strategy=options["strategy"], backward=not options["forward_only"],
         params=params_of(options["params"], "KEY=VALUE"), **{name: options[name] for name in own},
     )  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, get_args
 
 import click
 
@@ -13,10 +13,12 @@ from ringprof.documents import document_lengths
 from ringprof.errors import UsageError
 from ringprof.record import Request
 from ringprof.record.resolve import DTYPES
-from ringprof.run import Workload
+from ringprof.run import LayerAround, Phase, Workload
 
 _SAME = ("hops", "device", "world", "ranks_per_host", "warmup", "iters", "controls", "verify")
 """Options that a request has under the same name."""
+
+_SCORES_AND_HEADS = ("v_head_dim", "softcap", "sinks")
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -56,7 +58,7 @@ records = all_of(
     workload_options(),
     on_ranks,
     click.option("--hops", type=click.Choice(["auto", "nccl", "copy"]), default="auto", show_default=True,
-                 help="What carries hops within a host: NCCL, or copy engines; auto: these where hops are large."),
+                 help="What carries hops within a host: NCCL, or copy engines; auto: these where all ranks can."),
     click.option("--ranks-per-host", type=int, help="Treat so many ranks as one host.  [default: as launched]"),
     click.option("--warmup", type=int, help="Untimed iterations.  [default: 3 on GPU, 1 on CPU]"),
     click.option("--iters", type=int, help="Timed iterations.  [default: 10 on GPU, 3 on CPU]"),
@@ -80,14 +82,100 @@ def masks(function: Callable[..., Any]) -> Callable[..., Any]:
     return documents(window(function))
 
 
+def phases(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Gives a command the options of prefill and decode."""
+    phase = click.option(
+        "--phase", type=click.Choice(get_args(Phase)), default="training", show_default=True,
+        help="prefill and decode: new tokens over a cache, forward only; `ringprof strategies` says which do it.",
+    )  # fmt: skip
+    keys = click.option(
+        "--kv-length", type=Tokens(), help="Keys of each sequence, its new tokens' own (--seq; decode: 1) among them."
+    )
+    return phase(keys(function))
+
+
+def layers(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Gives a command the options of whole layers."""
+    return all_of(
+        click.option("--layer", type=click.Choice(["ddp", "fsdp2"]),
+                     help="Whole layers around attention, their gradients brought together by DDP or FSDP2."),
+        click.option("--layers", type=int, help="With --layer, how many.  [default: 1]"),
+        click.option("--mlp-size", type=int,
+                     help="With --layer, of the gated MLP.  [default: 8/3 of heads x head-dim, up to 256 more]"),
+        click.option("--checkpoint", is_flag=True, help="With --layer, compute each again in the backward pass."),
+    )(function)  # fmt: skip
+
+
+def scores_and_heads(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Gives a command the options of what is done to scores, and of heads of two sizes."""
+    return all_of(
+        click.option("--v-head-dim", type=click.IntRange(min=1), help="Size of v's heads, where it is smaller (MLA)."),
+        click.option("--softcap", type=click.FloatRange(min=0, min_open=True, max=1e9),
+                     help="Scores s become softcap * tanh(s / softcap)."),
+        click.option("--sinks", type=click.Choice(["learned"]),
+                     help="A learned logit a head that takes part in the softmax."),
+    )(function)  # fmt: skip
+
+
 def workload_of(options: dict[str, Any], seq: int, *, backward: bool = True) -> Workload:
     """The problem that the options describe."""
     given, heads, kv_heads = options.get("documents"), options["heads"], options["kv_heads"]
     return Workload(
         batch=options["batch"], seq=seq, heads=heads, kv_heads=heads if kv_heads is None else kv_heads,
-        head_dim=options["head_dim"], causal=options["causal"], dtype=options["dtype"], backward=backward,
+        head_dim=options["head_dim"], causal=options["causal"], dtype=options["dtype"],
         documents=document_lengths(given, seq) if given else None, window=window_of(options.get("window_size")),
+        v_head_dim=_smaller(options.get("v_head_dim"), options["head_dim"]), softcap=options.get("softcap"),
+        sinks=options.get("sinks"), **{"backward": backward, **phase_of(options, seq)}, **layer_of(options),
     )  # fmt: skip
+
+
+def _refuse_beside(options: dict[str, Any], other: str, names: Iterable[str]) -> None:
+    for name in names:
+        if options.get(name):
+            raise UsageError(f"--{name.replace('_', '-')}: not made for {other}")
+
+
+def layer_of(options: dict[str, Any]) -> dict[str, Any]:
+    """What a workload is told of whole layers; nothing where attention stands alone. Raises `UsageError`."""
+    given = {name: options.get(name) for name in ("layers", "mlp_size", "checkpoint")}
+    if options.get("layer") is None:
+        unused = next((name for name, value in given.items() if value), None)
+        if unused:
+            raise UsageError(f"--{unused.replace('_', '-')} goes with --layer ddp or --layer fsdp2")
+        return {}
+    if options.get("phase", "training") != "training":
+        raise UsageError("--layer: not made for prefill and decode")
+    _refuse_beside(options, "--layer", _SCORES_AND_HEADS)
+    for name in ("layers", "mlp_size"):
+        count = given[name]
+        if count is not None and count < 1:
+            raise UsageError(f"--{name.replace('_', '-')} must be at least 1, not {count}")
+    hidden = options["heads"] * options["head_dim"]
+    mlp = given["mlp_size"] or -(-8 * hidden // 3 // 256) * 256
+    layer = LayerAround(parallel=options["layer"], mlp_size=mlp, checkpoint=options["checkpoint"])
+    return {"layer": layer, "layers": given["layers"] or 1}
+
+
+def phase_of(options: dict[str, Any], seq: int) -> dict[str, Any]:
+    """What a workload is told of its phase; nothing in training. Raises `UsageError`."""
+    phase, keys = options.get("phase", "training"), options.get("kv_length")
+    if phase == "training":
+        if keys is not None:
+            raise UsageError("--kv-length goes with --phase prefill or --phase decode")
+        return {}
+    if keys is None:
+        raise UsageError(f"--phase {phase} needs --kv-length, the keys of each sequence")
+    if keys < seq:
+        raise UsageError(f"--kv-length {keys} holds the new tokens, too: at least {seq}")
+    _refuse_beside(options, f"--phase {phase}", ("documents", "window_size", *_SCORES_AND_HEADS))
+    return {"phase": phase, "kv_length": keys, "backward": False}
+
+
+def _smaller(of_v: int | None, size: int) -> int | None:
+    """The size of v's heads where it is another than q's and k's."""
+    if of_v is not None and of_v > size:
+        raise UsageError(f"--v-head-dim {of_v}: heads of v are at most as large as those of q and k, {size}")
+    return None if of_v == size else of_v
 
 
 def request_of(options: dict[str, Any], *, seq: int, strategy: str, backward: bool = True, **others: Any) -> Request:

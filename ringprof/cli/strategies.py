@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import click
 
-from ringprof.cli.values import STRATEGIES, Known
+from ringprof.cli.values import INFERENCE, STRATEGIES, Known
 from ringprof.record.resolve import load_strategy, need, strategy_errors
 
 
 @click.command("strategies")
-@click.argument("name", required=False, type=Known(STRATEGIES))
+@click.argument("name", required=False, type=Known(STRATEGIES + INFERENCE))
 def command(name: str | None) -> None:
     """List the strategies, or the parameters of strategy NAME (set with: ringprof record -p key=value).
 
@@ -21,13 +21,16 @@ def command(name: str | None) -> None:
 
 
 def _listing() -> list[str]:
-    from ringprof.strategies import find, names, peers
+    from ringprof.strategies import find, for_inference, names, peers
 
-    ours, theirs = ([find(name) for name in listed()] for listed in (names, peers))
-    width = max(len(spec.name) for spec in ours + theirs)
+    ours, inference, theirs = ([find(name) for name in listed()] for listed in (names, for_inference, peers))
+    width = max(len(spec.name) for spec in ours + inference + theirs)
     lacking = {spec.name.partition("/")[0]: spec.install for spec in theirs if spec.missing()}
     return [
         *(f"{spec.name:<{width}}  {spec.summary} ({spec.reference})" for spec in ours),
+        "",
+        "for --phase prefill and decode, forward only:",
+        *(f"{spec.name:<{width}}  {spec.summary} ({spec.reference})" for spec in inference),
         "",
         "other people's, called as they are:",
         *(f"{spec.name:<{width}}  {spec.summary} ({'not ' * bool(spec.missing())}installed)" for spec in theirs),

@@ -12,7 +12,11 @@ from click.shell_completion import CompletionItem
 # Torch takes seconds to import, and a shell asks at every key: so these stand here a second time, which a test holds
 # equal to what `ringprof.strategies` has.
 STRATEGIES = ("ring", "zigzag", "stripe", "ulysses", "usp", "double-ring", "burst", "megatron", "allgather")
-KERNELS = ("auto", "cudnn", "flash-attn", "torch-flash", "torch-efficient", "cpu-flash", "reference")
+INFERENCE = ("dcp", "ring-prefill")
+KERNEL_NAMES = (
+    "auto", "cudnn", "flash-attn-3", "flash-attn", "flash-attn-4", "torch-flash", "torch-efficient", "cpu-flash",
+    "flex", "reference",
+)  # fmt: skip
 
 _LENGTH = re.compile(r"([0-9]+)([km]?)", re.IGNORECASE)
 _FACTORS = {"": 1, "k": 1 << 10, "m": 1 << 20}

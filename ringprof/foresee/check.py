@@ -84,7 +84,7 @@ def read_rows(path: str) -> list[dict[str, str]]:
     return rows
 
 
-def check(
+def check_rows(
     rows: Sequence[Mapping[str, str | None]], machine: Calibration, tape_of: TapeOf, cluster: Cluster
 ) -> list[Checked]:
     """Rows against a machine; ``cluster`` says how hosts are joined."""

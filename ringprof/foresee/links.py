@@ -85,20 +85,20 @@ def _version(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in parts) if all(part.isdigit() for part in parts) else (0,)
 
 
-class Rates(NamedTuple):
+class RateFactors(NamedTuple):
     """Factors on what the calibration says, for draws and for what-if."""
 
     same_host: float = 1.0
     other_host: float = 1.0
 
 
-UNCHANGED = Rates()
+UNCHANGED = RateFactors()
 
 
 class Links:
     """The transfers of one cluster by a calibration."""
 
-    def __init__(self, calibration: Calibration, cluster: Cluster, rates: Rates = UNCHANGED) -> None:
+    def __init__(self, calibration: Calibration, cluster: Cluster, rates: RateFactors = UNCHANGED) -> None:
         self._nccl, self.cluster, self._rates = calibration.nccl, cluster, rates
         self._same, self._other = calibration.same_host, calibration.other_host
         self._units, self._contention = calibration.multiprocessors, calibration.contention.value

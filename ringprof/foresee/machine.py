@@ -11,7 +11,7 @@ from ringprof.foresee.calibration import Calibration, Kernel
 from ringprof.foresee.curves import Curve, Estimate
 from ringprof.foresee.events import BlockTime, Leg
 from ringprof.foresee.host import host_ns
-from ringprof.foresee.links import UNCHANGED, Cluster, Links, Rates
+from ringprof.foresee.links import UNCHANGED, Cluster, Links, RateFactors
 from ringprof.foresee.program import Block, Post, Program, Touch
 
 JITTER = 0.01
@@ -56,7 +56,7 @@ class Draw:
     """By phase."""
     memory: float = 1.0
     host: float = 1.0
-    rates: Rates = UNCHANGED
+    rates: RateFactors = UNCHANGED
     seed: int = 0
 
 
@@ -64,19 +64,19 @@ LIKELIEST = Draw()
 
 
 @dataclass(frozen=True)
-class Changes:
+class Factors:
     """What a user would like to know the effect of: factors on times of some ranks, on all kernels, on rates."""
 
     slow: Mapping[int, float] = field(default_factory=dict)
     """Rank -> how many times as long its blocks take."""
     kernel_speed: float = 1.0
     memory_speed: float = 1.0
-    rates: Rates = UNCHANGED
+    rates: RateFactors = UNCHANGED
     share: float = 1.0
     """On what a block loses to a hop beside it."""
 
 
-NO_CHANGES = Changes()
+NO_CHANGES = Factors()
 
 
 class CalibratedMachine:
@@ -84,10 +84,10 @@ class CalibratedMachine:
 
     def __init__(
         self, calibration: Calibration, cluster: Cluster, curves: Curves, draw: Draw = LIKELIEST,
-        changes: Changes = NO_CHANGES, duty: Mapping[int, float] | None = None,
+        changes: Factors = NO_CHANGES, duty: Mapping[int, float] | None = None,
     ) -> None:  # fmt: skip
         self._calibration, self._curves, self._draw, self._changes = calibration, curves, draw, changes
-        rates = Rates(*(a * b for a, b in zip(draw.rates, changes.rates, strict=True)))
+        rates = RateFactors(*(a * b for a, b in zip(draw.rates, changes.rates, strict=True)))
         self.links = Links(calibration, cluster, rates)
         self.handover_ns = calibration.handover_us.value * 1e3
         self._duty = duty or {}

@@ -41,7 +41,7 @@ _BESIDE = Block(
 _BESIDE_BYTES = 320 << 20
 
 
-def measure(base: Calibration, bench: Bench, kernels: Sequence[str], seconds: float, save: Save) -> Calibration:
+def measure_machine(base: Calibration, bench: Bench, kernels: Sequence[str], seconds: float, save: Save) -> Calibration:
     """Measure everything within about ``seconds``; ``save`` is called on rank 0 with what is known so far."""
     started = time.monotonic()
     ends, share = {}, 0.0
@@ -92,10 +92,10 @@ def _brief(error: Exception) -> str:
 
 
 def usable_kernels(device: torch.device) -> list[str]:
-    """Fastest first."""
+    """Fastest first; not the fallback, which compiles anew for every shape."""
     return [
         name for name, kind in KERNELS.items()
-        if name != "reference" and kind.unfit(device, torch.bfloat16, 128) is None
+        if name not in ("flex", "reference") and kind.unfit(device, torch.bfloat16, 128) is None
     ]  # fmt: skip
 
 
@@ -225,7 +225,7 @@ def _links(bench: Bench, before: Calibration, until: float) -> Link:
 
 def _whole(tensor: Tensor) -> Parcel:
     """A tensor as one message."""
-    return Parcel([tensor], [tensor])
+    return Parcel([tensor])
 
 
 def _agreed(bench: Bench, mine: bool) -> bool:

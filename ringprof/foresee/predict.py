@@ -16,7 +16,7 @@ from ringprof.errors import UnfitWorkloadError
 from ringprof.foresee.calibration import Calibration, Origin, Value
 from ringprof.foresee.events import Timeline, simulate
 from ringprof.foresee.links import Cluster
-from ringprof.foresee.machine import LIKELIEST, NO_CHANGES, CalibratedMachine, Changes, Curves, Draw
+from ringprof.foresee.machine import LIKELIEST, NO_CHANGES, CalibratedMachine, Curves, Draw, Factors
 from ringprof.foresee.program import Block, Op, Post, Program, Tape, Touch, Wait
 from ringprof.foresee.question import Question
 
@@ -100,7 +100,7 @@ class Prediction:
 
 
 def predict(
-    question: Question, machine: Calibration, tape_of: TapeOf, changes: Changes = NO_CHANGES
+    question: Question, machine: Calibration, tape_of: TapeOf, changes: Factors = NO_CHANGES
 ) -> Prediction:  # fmt: skip
     """Foresee one run.
 
@@ -155,7 +155,7 @@ def refuse_unknown(question: Question, machine: Calibration) -> None:
 
 
 def _simulated(
-    question: Question, machine: Calibration, curves: Curves, tape: Tape, changes: Changes,
+    question: Question, machine: Calibration, curves: Curves, tape: Tape, changes: Factors,
     cluster: Cluster | None = None,
 ) -> Prediction:  # fmt: skip
     programs, cluster = tape.programs, cluster or question.cluster
@@ -279,7 +279,7 @@ def _smaller(cluster: Cluster, about: int) -> Cluster:
 
 
 def _continued(
-    question: Question, machine: Calibration, curves: Curves, tape_of: TapeOf, changes: Changes,
+    question: Question, machine: Calibration, curves: Curves, tape_of: TapeOf, changes: Factors,
     clusters: tuple[Cluster, Cluster],
 ) -> Prediction:  # fmt: skip
     """By two smaller clusters: every rank's share, messages and communicators as they are, only fewer ring steps.

@@ -43,7 +43,7 @@ class Question:
     kernel: str = "auto"
     """``auto``: the first of the machine's that has been measured."""
     hops: str = "nccl"
-    """``auto``: as the recorder chooses them, copy engines where hops are large."""
+    """``auto``: as the recorder chooses them, copy engines where the machine has a rate of them."""
     params: Mapping[str, Any] = field(default_factory=dict)
     older: bool = False
     """As runs of before were recorded; see `is_older`."""
@@ -64,11 +64,7 @@ class Question:
         """``nccl`` or ``copy``."""
         if self.hops != "auto":
             return self.hops
-        from ringprof.record.estimate import load_of  # here, because it imports torch
-        from ringprof.strategies.hops import COPIED_FROM_BYTES
-
-        large = load_of(self.workload, self.cluster.size).kv >= COPIED_FROM_BYTES
-        return "copy" if large and machine.same_host.copy_gb_s is not None else "nccl"
+        return "nccl" if machine.same_host.copy_gb_s is None else "copy"
 
     def kernel_on(self, machine: Calibration) -> str:
         """The kernel's name."""

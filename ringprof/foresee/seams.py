@@ -111,7 +111,6 @@ class RecordingCommunicator(Communicator):
 
     def __init__(self, recorder: Recorder, rank: int, size: int, per_host: int, hops: str) -> None:
         self.hops, self.meter, self.recorder = hops, Meter(), recorder
-        self.large_hops = False
         self.rank, self.size, self._per_host = rank, size, per_host
         self.hosts = _hosts(size, per_host)
         self.slots: dict[StorageWeakRef, RecordingRing] = {}
@@ -156,7 +155,7 @@ class RecordingRing(Ring):
         self._comm, self._everyone = comm, tuple(members)
         self.communicator: str = shares.communicator if shares is not None else _name(channel, members)
         alone = all(comm.hosts.link(members[0], other) == SAME_HOST for other in members)
-        self._may_copy = comm.hops == "copy" and alone and not keeps
+        self._copied = comm.hops == "copy" and alone and not keeps
         self._slots: Tensor | None = None
         self._number = 0
 
@@ -164,7 +163,7 @@ class RecordingRing(Ring):
         if self.size == 1:
             return super().post(parcel, into=into)
         parcel = self._owned(parcel)
-        copied = self._may_copy and self._copying()
+        copied = self._copied
         operation = "copy" if copied else "send_recv"
         arriving = self._slot(parcel) if copied else parcel.over([_like(x) for x in parcel.messages])
         self._meter.add(self.channel, operation, self._link, parcel.size_bytes)

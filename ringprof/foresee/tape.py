@@ -31,12 +31,12 @@ from ringprof.strategies.annotate import heard_by
 from ringprof.strategies.base import Context
 from ringprof.strategies.kernels import KERNELS
 from ringprof.strategies.merge import FUSED
-from ringprof.strategies.streams import KINDS as STREAMS
+from ringprof.strategies.streams import SIDE_STREAMS
 
 MOST_PACKED = 64
 """Ranks that documents are foreseen on: on more, fewer ranks stand for all, and these hold other documents."""
 _LIKE = {"flash-attn-3": "flash-attn", "flash-attn-4": "flash-attn", "ffa": "flash-attn"}
-"""Kernels that ringprof does not run, and which of its own takes and gives the like."""
+"""Kernels of calibrations that others made, and which of ringprof's own takes and gives the like."""
 
 
 def tape(
@@ -51,7 +51,11 @@ def tape(
     """
     behaves = _LIKE.get(kernel, kernel)
     if behaves not in KERNELS:
-        raise UsageError(f"no kernel {kernel!r}; there are: {', '.join((*KERNELS, *_LIKE))}")
+        raise UsageError(f"no kernel {kernel!r}; there are: {', '.join(dict.fromkeys((*KERNELS, *_LIKE)))}")
+    if workload.kv_length is not None or workload.layer is not None:
+        raise UnfitWorkloadError("prefill, decode and whole layers cannot be foreseen: training's attention alone is")
+    if workload.softcap or workload.sinks or workload.v_head_dim:
+        raise UnfitWorkloadError("softcap, sinks and smaller heads of v cannot be foreseen: no kernel is calibrated so")
     per_host = ranks_per_host or size
     if size % per_host:
         raise UnfitWorkloadError(f"{per_host} ranks a host do not divide {size} ranks")
@@ -168,11 +172,11 @@ def _recorded_by(recorder: Recorder) -> Iterator[None]:
     """What GPUs do otherwise than ``meta`` tensors would: merges in one kernel, and streams beside the current one."""
     kernels = RecordedKernels(recorder)
     FUSED["meta"] = lambda: kernels
-    STREAMS["meta"] = lambda device, count: RecordedStreams(recorder, count)
+    SIDE_STREAMS["meta"] = lambda device, count: RecordedStreams(recorder, count)
     try:
         yield
     finally:
-        del FUSED["meta"], STREAMS["meta"]
+        del FUSED["meta"], SIDE_STREAMS["meta"]
 
 
 @contextmanager

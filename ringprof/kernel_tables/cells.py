@@ -21,7 +21,7 @@ _GAP = re.compile(r" {2,}")
 _MOST_SHIFT = 80
 """How far a cell that is wider than its column can push the numbers behind it: a cut name is about 55 wide."""
 
-CALLS = ("# of Calls", "Number of Calls", "Calls")
+CALLS_TITLES = ("# of Calls", "Number of Calls", "Calls")
 """Titles of the column that counts calls."""
 UNIT_NS = {"ns": 1, "us": 1_000, "µs": 1_000, "μs": 1_000, "ms": 1_000_000, "s": 1_000_000_000}
 """Nanoseconds in each unit that tables print; the micro sign and the Greek letter are two characters."""
@@ -29,7 +29,7 @@ UNIT_NS = {"ns": 1, "us": 1_000, "µs": 1_000, "μs": 1_000, "ms": 1_000_000, "s
 
 def _shape_of(title: str) -> str | None:
     """What the cells of a column of numbers look like; None for a column of text."""
-    if title in CALLS or title == "Node ID":
+    if title in CALLS_TITLES or title == "Node ID":
         return _SHAPES["count"]
     if title.endswith("%"):
         return _SHAPES["share"]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 
-from ringprof.kernel_tables.cells import CALLS, Columns, parse_share, parse_time
+from ringprof.kernel_tables.cells import CALLS_TITLES, Columns, parse_share, parse_time
 from ringprof.kernel_tables.layout import TableLayout, find_rule
 from ringprof.kernel_tables.rows import KernelTable, TableRow
 from ringprof.log_lines import LogLines
@@ -111,7 +111,7 @@ class _TorchTable:
         return TableRow(
             name=cells["Name"],
             line=index + 1,
-            calls=next((int(cells[title]) for title in CALLS if title in cells), None),
+            calls=next((int(cells[title]) for title in CALLS_TITLES if title in cells), None),
             self_cpu_ns=parse_time(cells.get("Self CPU", cells.get("Self CPU total")))[0],
             cpu_total_ns=parse_time(cells.get("CPU total"))[0],
             self_device_ns=device_ns,

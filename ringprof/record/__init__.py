@@ -64,7 +64,9 @@ def prepare(request: Request, place: RankPlace | None, reporter: Reporter, scrat
             reporter.say(line)
         refuse_too_large(request, plan)
         staging = stage(
-            Path(request.output).absolute(), f"{request.strategy}-{request.workload.seq}", request.world or 1
+            Path(request.output).absolute(),
+            f"{request.strategy}-{request.workload.kv_length or request.workload.seq}",
+            request.world or 1,
         )
     finally:
         if staging is None and scratch is not None:

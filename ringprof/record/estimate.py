@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
+import msgspec
 import psutil
 import torch
 
-from ringprof.devices import peak_of
+from ringprof.devices import bandwidth_of, peak_of
 from ringprof.errors import UnfitWorkloadError
 from ringprof.processes import cpu_count
 from ringprof.record.request import Request
@@ -22,7 +23,6 @@ from ringprof.record.resolve import fits, kernel_class, load_strategy, torch_dty
 from ringprof.run import Workload
 from ringprof.strategies.cut import busiest_over_mean
 from ringprof.strategies.expected import Load
-from ringprof.strategies.hops import COPIED_FROM_BYTES
 
 CPU_LIMIT_S = 600.0
 CPU_START_S = 10.0
@@ -32,6 +32,8 @@ GPU_RESERVE_BYTES = 3 * 2**30
 """The device's memory that is not ours: CUDA context, NCCL's buffers, the profiler's."""
 PROFILED_SLOWDOWN = 1.5
 SAMPLE_TOKENS = 256
+SAMPLE_KEYS = 8192
+"""Of inference, where queries may be few."""
 TIME_LIMIT_S, TIME_LIMIT_FACTOR = 600.0, 10.0
 
 KERNEL_SHARES = {"cudnn": (0.56, 1200.0), "flash-attn": (0.58, 340.0), "torch-flash": (0.55, 325.0)}
@@ -46,7 +48,7 @@ _Device = tuple[str, "int | None", float, str]
 
 
 @dataclass(frozen=True)
-class Estimate:
+class RecordingEstimate:
     """The estimates of one recording."""
 
     device: str
@@ -67,11 +69,13 @@ class Estimate:
 
     imbalance: float | None
     """Work of the busiest rank over the mean; None where the strategy does not say."""
+    reading_s: float = 0.0
+    """What reading the keys and values of decode takes at least."""
 
     @property
     def seconds_per_iteration(self) -> float:
         """Of the busiest rank, if everything else is hidden; of a mean rank where the imbalance is not known."""
-        return self.flops_per_device * (self.imbalance or 1.0) / self.rate
+        return max(self.flops_per_device * (self.imbalance or 1.0) / self.rate, self.reading_s)
 
     @property
     def total_seconds(self) -> float:
@@ -84,14 +88,14 @@ class Estimate:
         return TIME_LIMIT_S + TIME_LIMIT_FACTOR * self.total_seconds
 
 
-def estimate_of(request: Request) -> Estimate:
+def estimate_of(request: Request) -> RecordingEstimate:
     """The plan of a resolved request. On CPU it measures the kernel on a small block, for some milliseconds."""
     assert request.world is not None and request.warmup is not None and request.iters is not None
     kernel, strategy = kernel_class(request), load_strategy(request.strategy)
     on_gpu = request.device == "cuda"
     name, limit, rate, source = _gpu(request, kernel.name) if on_gpu else _cpu(request, kernel)
     profiled = PROFILED_SLOWDOWN * (1 + request.profile_iters)
-    return Estimate(
+    return RecordingEstimate(
         device=name,
         kernel=kernel.name,
         flops_per_device=request.workload.model_flops() // request.world,
@@ -102,7 +106,14 @@ def estimate_of(request: Request) -> Estimate:
         iterations=round(request.warmup + request.iters + profiled + _control_iterations(request)),
         start_s=GPU_START_S if on_gpu else CPU_START_S,
         imbalance=_imbalance(strategy, request),
+        reading_s=_reading_s(request.workload, request.world, name) if on_gpu else 0.0,
     )
+
+
+def _reading_s(workload: Workload, world: int, device: str) -> float:
+    """Keys and values of a rank over the rate of its memory; 0 where that is not known, or other work counts more."""
+    gbps = bandwidth_of(device)
+    return workload.cache_bytes() / world / gbps / 1e9 if gbps and workload.phase == "decode" else 0.0
 
 
 def _imbalance(strategy: Any, request: Request) -> float | None:
@@ -124,38 +135,54 @@ def _control_iterations(request: Request) -> int:
 def memory_per_device(request: Request, workload: Workload) -> int | None:
     """Bytes that one rank holds at its peak, as the strategy expects it; None where it does not say."""
     assert request.world is not None
-    load = load_of(workload, request.world)
-    copied = request.hops == "copy" or (request.hops == "auto" and load.kv >= COPIED_FROM_BYTES)
-    load = replace(load, copied_hops=copied, controls=request.controls)
+    load = Load(
+        workload.batch, workload.seq, workload.heads, workload.kv_heads, workload.head_dim,
+        item_bytes=4 if workload.dtype == "fp32" else 2, size=request.world, backward=workload.backward,
+        kv_length=workload.kv_length or 0, copied_hops=request.hops != "nccl", controls=request.controls,
+    )  # fmt: skip
     expected: int | None = load_strategy(request.strategy).memory_bytes(load, **request.params)
     if expected is None:
         return None
+    expected += around_bytes(workload, load)
     # The blocks alone have an output of their own.
     return expected + load.q if request.controls else expected
 
 
-def load_of(workload: Workload, size: int) -> Load:
-    """The workload as one of ``size`` ranks holds it."""
-    return Load(
-        workload.batch, workload.seq, workload.heads, workload.kv_heads, workload.head_dim,
-        item_bytes=4 if workload.dtype == "fp32" else 2, size=size, backward=workload.backward,
-    )  # fmt: skip
+def around_bytes(workload: Workload, load: Load) -> int:
+    """What whole layers hold beside one attention: parameters and gradients, and activations for the backward pass."""
+    if workload.layer is None:
+        return 0
+    item, parameters = load.item_bytes, workload.parameters() * workload.layers
+    # DDP's buckets are a third copy; FSDP2 gathers one layer at a time, with the next.
+    ddp = workload.layer.parallel == "ddp"
+    held = 3 * parameters if ddp else 3 * parameters // load.size + 4 * workload.parameters()
+    hidden, kv = workload.heads * workload.head_dim, workload.kv_heads * workload.head_dim
+    # Inputs of norms and products, q, k and v before and after their rotation in float32, and the MLP's four.
+    one = 6 * hidden + 4 * (hidden + 2 * kv) + 5 * workload.layer.mlp_size
+    tokens, layers = workload.batch * -(-workload.seq // load.size), workload.layers
+    kept = hidden * layers + one if workload.layer.checkpoint or not workload.backward else one * layers
+    return (held + tokens * kept) * item
 
 
-def describe(request: Request, plan: Estimate) -> list[str]:
+def describe(request: Request, plan: RecordingEstimate) -> list[str]:
     """The plan in words, a line each."""
     workload, world = request.workload, request.world
     devices = f"{world} x {plan.device}" if request.device == "cuda" else f"{world} CPU processes"
     heads = f"{workload.heads} heads" + (f" ({workload.kv_heads} kv)" if workload.kv_heads != workload.heads else "")
     mask = "full attention" if workload.mask().plain and not workload.causal else str(workload.mask())
+    tokens = f"sequence {workload.seq}"
+    if workload.kv_length is not None:
+        tokens = f"{workload.phase} of {_tokens(workload.seq)} a sequence over {workload.kv_length} keys"
     lines = [
-        f"{request.strategy} on {devices}: sequence {workload.seq}, batch {workload.batch}, {heads},"
-        f" head_dim {workload.head_dim}, {mask}, {workload.dtype},"
+        f"{request.strategy} on {devices}: {tokens}, batch {workload.batch}, {heads},"
+        f" head_dim {workload.heads_in_words()}, {', '.join([mask, *workload.extras()])}, {workload.dtype},"
         f" {'forward and backward' if workload.backward else 'forward only'}",
         f"plan per device: {_si(plan.flops_per_device)}FLOPs an iteration,"
         f" about {_seconds(plan.seconds_per_iteration)} each ({_si(plan.rate)}FLOP/s {plan.kernel},"
         f" {plan.rate_source}), {_memory_in_words(plan.memory_bytes)}",
     ]
+    if workload.layer is not None:
+        lines.append(f"{workload.layers} x {workload.layer}")
     if plan.imbalance is None:
         lines.append(f"how evenly {request.strategy} deals out work is not known: the time is that of a mean rank")
     if world == 1:
@@ -167,7 +194,7 @@ def _memory_in_words(size: int | None) -> str:
     return "memory unknown: the strategy has no estimate" if size is None else f"about {_bytes(size)} of memory"
 
 
-def refuse_too_large(request: Request, plan: Estimate) -> None:
+def refuse_too_large(request: Request, plan: RecordingEstimate) -> None:
     """Raises `UnfitWorkloadError` with the largest sequence that fits, where memory or (on CPU) time will not do."""
     if request.force:
         return
@@ -177,19 +204,38 @@ def refuse_too_large(request: Request, plan: Estimate) -> None:
         reason = f"would take about {_seconds(plan.total_seconds)} on this CPU, over {CPU_LIMIT_S / 60:.0f} minutes"
     else:
         return
+    if request.workload.kv_length is not None:
+        _refuse_cache(request, plan, reason)
     largest = largest_seq(request, plan)
     advice = f"the largest sequence that fits is {largest}" if largest else "no sequence fits"
     raise UnfitWorkloadError(f"sequence {request.workload.seq} {reason}; {advice} (--force runs it anyway)")
 
 
-def largest_seq(request: Request, plan: Estimate) -> int:
+def _refuse_cache(request: Request, plan: RecordingEstimate, reason: str) -> NoReturn:
+    """Raises `UnfitWorkloadError` with the longest cache that fits."""
+    workload, world = request.workload, request.world or 1
+
+    def fine(multiple: int) -> bool:
+        return _affordable(request, plan, msgspec.structs.replace(workload, kv_length=workload.seq + multiple * world))
+
+    assert workload.kv_length is not None
+    longest = workload.seq + _last(fine, (workload.kv_length - workload.seq) // world) * world
+    advice = f"--kv-length {longest} fits" if longest > workload.seq else "no cache fits"
+    raise UnfitWorkloadError(f"{workload.kv_length} keys a sequence {reason}; {advice} (--force runs it anyway)")
+
+
+def _tokens(count: int) -> str:
+    return "1 new token" if count == 1 else f"{count} new tokens"
+
+
+def largest_seq(request: Request, plan: RecordingEstimate) -> int:
     """The longest sequence, as the layout needs it, that memory and time allow; 0 where none does."""
     strategy = load_strategy(request.strategy)
     assert request.world is not None
     divisor = strategy.layout.divisor(request.world)
 
     def fine(multiple: int) -> bool:
-        return _affordable(request, plan, multiple * divisor)
+        return _affordable(request, plan, request.workload.at(multiple * divisor))
 
     best = _last(fine, request.workload.seq // divisor)
     while best and fits(strategy, request.workload, request.world, request.params, best * divisor):
@@ -197,9 +243,8 @@ def largest_seq(request: Request, plan: Estimate) -> int:
     return int(best * divisor)
 
 
-def _affordable(request: Request, plan: Estimate, seq: int) -> bool:
+def _affordable(request: Request, plan: RecordingEstimate, workload: Workload) -> bool:
     assert request.world is not None
-    workload = request.workload.at(seq)
     memory = memory_per_device(request, workload)
     if memory and plan.memory_limit and memory > plan.memory_limit:
         return False
@@ -254,13 +299,14 @@ def _cpu_rate(kernel: Any, workload: Workload, world: int) -> float:
 
 
 def _time_block(kernel: Any, workload: Workload) -> tuple[float, int]:
-    tokens = min(SAMPLE_TOKENS, workload.seq)
-    q = torch.randn(1, tokens, 1, workload.head_dim).to(torch_dtype(workload))
+    keys = min(SAMPLE_TOKENS if workload.kv_length is None else SAMPLE_KEYS, workload.kv_length or workload.seq)
+    q, k = (torch.randn(1, tokens, 1, workload.head_dim).to(torch_dtype(workload))
+            for tokens in (min(SAMPLE_TOKENS, workload.seq), keys))  # fmt: skip
     scale, best = workload.head_dim**-0.5, float("inf")
     for _ in range(3):
         kernel.flops = 0
         start = time.perf_counter()
-        out, lse = kernel.forward(q, q, q, scale=scale, causal=False)
+        out, lse = kernel.forward(q, k, k, scale=scale, causal=False)
         if workload.backward:
             kernel.backward(q, q, q, q, lse, out=out, scale=scale, causal=False)
         best = min(best, time.perf_counter() - start)

@@ -18,9 +18,10 @@ from ringprof.record.clock import clock_for
 from ringprof.record.device_watch import watching
 from ringprof.record.memory import peak_bytes, reset_peak
 from ringprof.record.progress import Reporter
-from ringprof.record.resolve import mask_options, torch_dtype
+from ringprof.record.resolve import asks_of_kernels, mask_options, shape_of, torch_dtype
 from ringprof.run import DeviceState, Sent, Work, Workload
 
+SINKS_SEED = 18
 ITERATION = "ringprof::iteration"
 """The name of a profiled iteration in the trace."""
 
@@ -43,26 +44,47 @@ class Problem:
     """What `Strategy.attention` is told of the mask beside that."""
     asks: dict[str, bool] = field(default_factory=dict)
     """What the choice of a kernel is told of it."""
+    sinks: Tensor | None = None
+    """One logit a head (H), the same on every rank; None without them."""
     captured: list[Results] = field(default_factory=list)
     """What the replays of the graph compute; empty without one."""
 
     @classmethod
     def of(cls, strategy: Any, workload: Workload, device: torch.device, *, cuda_graph: bool = False) -> Problem:
         """Random inputs, made where they are needed: the full tensors may fit no device."""
+        if workload.kv_length is not None:
+            return cls._over_cache(strategy, workload, device, cuda_graph=cuda_graph)
         generator = torch.Generator(device).manual_seed(1 + strategy.comm.rank)
         local = workload.seq // strategy.comm.size
 
-        def draw(heads: int) -> Tensor:
-            shape = (workload.batch, local, heads, workload.head_dim)
+        def draw(heads: int, size: int) -> Tensor:
+            shape = (workload.batch, local, heads, size)
             return torch.randn(shape, generator=generator, device=device, dtype=torch_dtype(workload))
 
         heads, kv_heads, trains = workload.heads, workload.kv_heads, workload.backward
-        q, k, v = (draw(count).requires_grad_(trains) for count in (heads, kv_heads, kv_heads))
-        dout = draw(heads) if trains else None
+        size, of_v = workload.head_dim, workload.v_head_dim or workload.head_dim
+        sizes = ((heads, size), (kv_heads, size), (kv_heads, of_v))
+        q, k, v = (draw(*count).requires_grad_(trains) for count in sizes)
+        dout = draw(heads, of_v) if trains else None
+        sinks = drawn_sinks(workload, device)
+        options = mask_options(workload) | ({} if sinks is None else {"sinks": sinks})
         return cls(
-            strategy, workload.causal, q, k, v, dout, cuda_graph,
-            options=mask_options(workload), asks=workload.mask().asks_of_kernels(),
+            strategy, workload.causal, q, k, v, dout, cuda_graph, options=options, asks=asks_of_kernels(workload),
+            sinks=sinks,
         )  # fmt: skip
+
+    @classmethod
+    def _over_cache(cls, strategy: Any, workload: Workload, device: torch.device, *, cuda_graph: bool) -> Problem:
+        """New queries, which ranks may have in common, and each rank's keys and values."""
+        dtype, shape = torch_dtype(workload), shape_of(workload)
+        everywhere = torch.Generator(device).manual_seed(0)
+        new = (shape.batch, shape.seq, shape.heads, shape.head_dim)
+        queries = torch.randn(new, generator=everywhere, device=device, dtype=dtype)
+        generator = torch.Generator(device).manual_seed(1 + strategy.comm.rank)
+        kv = strategy.held(shape).kv
+        k, v = (torch.randn(kv, generator=generator, device=device, dtype=dtype) for _ in range(2))
+        q = strategy.shard(queries).contiguous()
+        return cls(strategy, workload.causal, q, k, v, None, cuda_graph, options=mask_options(workload))
 
     def kernel(self) -> Any:
         """The kernel that computes its blocks."""
@@ -76,7 +98,12 @@ class Problem:
         out = self.strategy.attention(self.q, self.k, self.v, causal=self.causal, **self.options)
         if self.dout is None:
             return Results(out)
-        return Results(out, *torch.autograd.grad(out, (self.q, self.k, self.v), self.dout))
+        leaves = (self.q, self.k, self.v, *(() if self.sinks is None else (self.sinks,)))
+        return Results(out, *torch.autograd.grad(out, leaves, self.dout))
+
+    def results(self) -> Results:
+        """One iteration, for what it computes."""
+        return self.iteration()
 
     def capture(self) -> None:
         """Make this and all further iterations replays of one that is captured now, after some that were not."""
@@ -96,6 +123,16 @@ class Results:
     dq: Tensor | None = None
     dk: Tensor | None = None
     dv: Tensor | None = None
+    dsinks: Tensor | None = None
+    """This rank's share (H), to be added up over the ranks."""
+
+
+def drawn_sinks(workload: Workload, device: torch.device) -> Tensor | None:
+    """Logits (H) in float32, alike on every rank; None where the workload has none."""
+    if workload.sinks is None:
+        return None
+    generator = torch.Generator().manual_seed(SINKS_SEED)
+    return torch.randn(workload.heads, generator=generator).to(device).requires_grad_(workload.backward)
 
 
 @dataclass
@@ -119,7 +156,7 @@ def measure(problem: Problem, device: torch.device, warmup: int, iters: int, rep
     first_rows = work = None
 
     def keeping() -> None:
-        kept.append(problem.iteration())
+        kept.append(problem.results())
 
     warm = clock_for(device)
     reporter.start("warm-up", warmup)

@@ -17,6 +17,7 @@ from ringprof.record.control_times import ControlTimes, measure_controls, silent
 from ringprof.record.device_links import links_of
 from ringprof.record.hosts import host_numbers
 from ringprof.record.launcher import RankPlace
+from ringprof.record.layer import LayersProblem
 from ringprof.record.machine import device_name, driver_version, host_name, variables, versions
 from ringprof.record.measure import Measurement, Problem, counted_work, hops_posted, measure, profile_iterations
 from ringprof.record.progress import Reporter
@@ -25,6 +26,7 @@ from ringprof.record.request import Request, Task, from_json, to_json
 from ringprof.record.resolve import load_strategy, strategy_errors
 from ringprof.record.run_folder import publish, reduced_name, trace_name
 from ringprof.record.verify import verify
+from ringprof.record.verify_cached import verify_cached, verify_cached_timed
 from ringprof.record.verify_timed import verify_timed
 from ringprof.record.world_group import gather_bytes, gather_tensor, world_group
 from ringprof.run import (
@@ -129,7 +131,8 @@ class RankRecording:
                 # Told by the few blocks of that check, before the many.
                 computes, sends = self._counted(None, device)
                 self._refuse_controls(computes=computes, sends=sends)
-            problem = Problem.of(self.strategy, request.workload, device, cuda_graph=request.cuda_graph)
+            kind = Problem if request.workload.layer is None else LayersProblem
+            problem = kind.of(self.strategy, request.workload, device, cuda_graph=request.cuda_graph)
             measured = self._timed(problem, device)
             computes, sends = self._counted(measured.work, device)
             if request.controls:
@@ -184,7 +187,8 @@ class RankRecording:
         if not self.task.request.verify:
             return None
         self.reporter.start("verify", 1)
-        verification = verify(self.strategy, self.task.request.workload, device)
+        check = verify if self.task.request.workload.phase == "training" else verify_cached
+        verification = check(self.strategy, self.task.request.workload, device)
         self.reporter.advance()
         if device.type == "cuda":
             # The reference's tensors must not stay in the allocator while the strategy is timed.
@@ -202,7 +206,8 @@ class RankRecording:
         if before is None or measured.last is None:
             return None
         self.reporter.start("verify the timed result", 1)
-        verification = verify_timed(problem, measured.first_rows, measured.last, self.task.request.workload, before)
+        check = verify_timed if self.task.request.workload.phase == "training" else verify_cached_timed
+        verification = check(problem, measured.first_rows, measured.last, self.task.request.workload, before)
         self.reporter.advance()
         return verification
 

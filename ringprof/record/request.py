@@ -76,7 +76,8 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
 
 def check_numbers(request: Request) -> None:
     """Refuse sizes and counts that cannot be meant. Raises `UsageError`."""
-    sizes = {name: getattr(request.workload, name) for name in ("batch", "seq", "heads", "kv_heads", "head_dim")}
+    named = ("batch", "seq", "heads", "kv_heads", "head_dim", "kv_length")
+    sizes = {name: getattr(request.workload, name) for name in named}
     counts = {"world": request.world, "ranks-per-host": request.ranks_per_host, "iters": request.iters}
     for name, value in {**sizes, **counts, "profile-iters": request.profile_iters}.items():
         if value is not None and value < 1:

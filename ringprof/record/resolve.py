@@ -26,6 +26,7 @@ from ringprof.record.request import MIN_GPU_WARMUP, Request, check_numbers
 from ringprof.run import Workload
 
 CPU_RANKS = 4
+NO_SINKS = "gives no LSE, which sinks need: the bundled strategies do"
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
@@ -82,6 +83,7 @@ def resolve(request: Request, place: RankPlace | None) -> Request:
     if request.workload.dtype not in DTYPES:
         raise UsageError(f"--dtype {request.workload.dtype!r} is not one of {', '.join(DTYPES)}")
     strategy = load_strategy(request.strategy)
+    _check_what_is_made(strategy, request)
     device = device_of(request.device)
     if request.hops == "copy" and device == "cpu":
         raise UsageError("--hops copy: copy engines are GPUs'; on CPU hops go by gloo (leave --hops out)")
@@ -100,19 +102,36 @@ def resolve(request: Request, place: RankPlace | None) -> Request:
 
 def fits(strategy: Any, workload: Workload, world: int, params: dict[str, Any], seq: int | None = None) -> str | None:
     """Why the workload (at ``seq``, where given) cannot run on ``world`` ranks; None where it can."""
-    from ringprof.strategies.base import Shape
-
     if seq is not None:
         workload = workload.at(seq)
-    shape = Shape(workload.batch, workload.seq, workload.heads, workload.kv_heads, workload.head_dim)
-    reason: str | None = strategy.unfit(shape, world, **params)
+    reason: str | None = strategy.unfit(shape_of(workload), world, **params)
+    if not strategy.takes_softcap and (workload.softcap or workload.sinks):
+        from ringprof.strategies.base import NO_SOFTCAP
+
+        reason = reason or (NO_SOFTCAP if workload.softcap else NO_SINKS)
     return reason or strategy.unfit_mask(workload.mask(), workload.seq, world, **params)
 
 
+def shape_of(workload: Workload) -> Any:
+    """The sizes of a workload, as strategies are told them."""
+    from ringprof.strategies.base import Shape
+
+    heads = workload.heads, workload.kv_heads, workload.head_dim
+    return Shape(workload.batch, workload.seq, *heads, workload.kv_length)
+
+
 def mask_options(workload: Workload) -> dict[str, Any]:
-    """What `Strategy.attention` is told of the workload's mask, beside whether it is causal."""
+    """What `Strategy.attention` is told of the workload's mask and scores, beside whether it is causal."""
     mask = workload.mask()
-    return {} if mask.plain else {"documents": mask.documents, "window_size": mask.window}
+    if workload.kv_length is not None:
+        return {"kv_length": workload.kv_length}
+    found: dict[str, Any] = {} if mask.plain else {"documents": mask.documents, "window_size": mask.window}
+    return found | ({"softcap": workload.softcap} if workload.softcap else {})
+
+
+def asks_of_kernels(workload: Workload) -> dict[str, Any]:
+    """What the choice of a kernel is told beside device, type and head size."""
+    return workload.mask().asks_of_kernels() | ({"softcap": workload.softcap} if workload.softcap else {})
 
 
 def layout_options(workload: Workload) -> dict[str, Any]:
@@ -122,7 +141,7 @@ def layout_options(workload: Workload) -> dict[str, Any]:
 
 def kernel_of(strategy: Any, q: Any, workload: Workload) -> Any:
     """The kernel that computes a strategy's blocks of tensors like ``q``."""
-    return strategy.kernel_for(q, **workload.mask().asks_of_kernels())
+    return strategy.kernel_for(q, **asks_of_kernels(workload))
 
 
 def torch_dtype(workload: Workload) -> Any:
@@ -142,12 +161,29 @@ def kernel_class(request: Request) -> Any:
     try:
         return load_strategy(request.strategy).kernel_class(
             request.kernel, torch.device(request.device, 0), torch_dtype(workload), workload.head_dim,
-            deterministic=bool(request.params.get("deterministic")), **workload.mask().asks_of_kernels(),
+            deterministic=bool(request.params.get("deterministic")), **asks_of_kernels(workload),
         )  # fmt: skip
     except UnknownName as error:
         raise UsageError(str(error.args[0])) from None
     except Unfit as error:
         raise UnfitWorkloadError(str(error)) from None
+
+
+def _check_what_is_made(strategy: Any, request: Request) -> None:
+    from ringprof.strategies import find, for_inference, names
+
+    phase = request.workload.phase
+    if strategy.phase != phase:
+        there = [name for name in (*names(), *for_inference()) if find(name).load().phase == phase]
+        raise UsageError(
+            f"strategy {request.strategy!r} is for {strategy.phase}; for --phase {phase} there are: {', '.join(there)}"
+        )
+    if phase != "training" and request.controls:
+        raise UsageError(f"--controls: not made for --phase {phase} (record it without --controls)")
+    if request.workload.layer is not None:
+        for option, given in (("controls", request.controls), ("cuda-graph", request.cuda_graph)):
+            if given:
+                raise UsageError(f"--{option}: not made for --layer (record it without --{option})")
 
 
 def _check_graph(request: Request, device: str) -> None:

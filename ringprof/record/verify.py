@@ -27,11 +27,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ringprof.errors import UnfitWorkloadError, VerificationError
+from ringprof.record.measure import drawn_sinks
 from ringprof.record.resolve import fits, kernel_of, layout_options, mask_options, torch_dtype
 from ringprof.record.world_group import gather_tensor
 from ringprof.run import TensorError, Verification, Workload
+from ringprof.strategies.merge import row_product, with_sinks
 
 SEED = 20260401
 TOKENS_PER_RANK = {"cpu": 64, "cuda": 256}
@@ -62,17 +65,20 @@ def verify(strategy: Any, workload: Workload, device: torch.device) -> Verificat
     workload = workload.at(seq)
     full = draw_inputs(workload, device)
     measured = _strategy_results(strategy, full, workload)
-    kernel = type(kernel_of(strategy, full.q, workload))(deterministic=bool(strategy.parameters.get("deterministic")))
+    kernel = kernel_of(strategy, full.q, workload).again()
     rows, names = [], list(measured)
     dout = full.dout if workload.backward else None
     exact = reference_results(full, workload)
     whole = whole_block(workload)
-    alone = kernel_results(kernel, full.q, full.k, full.v, dout, whole)
-    shared = layout_options(workload)
+    sinks = drawn_sinks(workload, device)
+    alone = kernel_results(kernel, full.q, full.k, full.v, dout, whole, sinks=sinks)
     for name in names:
-        share = strategy.shard(exact[name], **shared)
+        share = _share(strategy, name, exact[name], workload)
         difference = measured[name].double() - share
-        kernel_error = relative_rms(strategy.shard(alone[name], **shared).double() - share, share)
+        kernel_error = relative_rms(_share(strategy, name, alone[name], workload).double() - share, share)
+        if name == "dsinks":
+            # A sum over all rows, of which few numbers are left to tell how far rounding goes.
+            kernel_error = max(kernel_error, torch.finfo(torch_dtype(workload)).eps / 2)
         rows.append([difference.abs().max().item(), relative_rms(difference, share), kernel_error])
     gathered = gather_tensor(torch.tensor(rows, dtype=torch.float64, device=device))
     by_rank = [part.tolist() for part in gathered]
@@ -82,6 +88,11 @@ def verify(strategy: Any, workload: Workload, device: torch.device) -> Verificat
     }
     refuse_wrong(errors, f"at sequence {seq}; nothing was timed")
     return Verification(passed=True, seq=seq, errors=errors)
+
+
+def _share(strategy: Any, name: str, whole: Tensor, workload: Workload) -> Tensor:
+    """This rank's rows of a result over the whole sequence; all of a gradient that the ranks add up."""
+    return whole.sum((0, 1, 3)) if name == "dsinks" else strategy.shard(whole, **layout_options(workload))
 
 
 def verification_seq(
@@ -115,11 +126,13 @@ def draw_inputs(workload: Workload, device: torch.device, seed: int = SEED) -> T
     """The same on every rank and device: drawn on the CPU, from one seed."""
     generator = torch.Generator().manual_seed(seed)
 
-    def draw(heads: int) -> Tensor:
-        shape = (workload.batch, workload.seq, heads, workload.head_dim)
+    def draw(heads: int, size: int) -> Tensor:
+        shape = (workload.batch, workload.seq, heads, size)
         return torch.randn(shape, generator=generator).to(device=device, dtype=torch_dtype(workload))
 
-    return Tensors(draw(workload.heads), draw(workload.kv_heads), draw(workload.kv_heads), draw(workload.heads))
+    heads, kv_heads = workload.heads, workload.kv_heads
+    size, of_v = workload.head_dim, workload.v_head_dim or workload.head_dim
+    return Tensors(draw(heads, size), draw(kv_heads, size), draw(kv_heads, of_v), draw(heads, of_v))
 
 
 def _strategy_results(strategy: Any, full: Tensors, workload: Workload) -> dict[str, Tensor]:
@@ -128,12 +141,21 @@ def _strategy_results(strategy: Any, full: Tensors, workload: Workload) -> dict[
     q, k, v = (
         strategy.shard(x, **shared).contiguous().requires_grad_(workload.backward) for x in (full.q, full.k, full.v)
     )
-    out = strategy.attention(q, k, v, causal=workload.causal, **mask_options(workload))
+    sinks = drawn_sinks(workload, q.device)
+    leaves, extra = ((q, k, v), {}) if sinks is None else ((q, k, v, sinks), {"sinks": sinks})
+    out = strategy.attention(q, k, v, causal=workload.causal, **mask_options(workload), **extra)
     results = {"out": out.detach()}
     if workload.backward:
-        gradients = torch.autograd.grad(out, (q, k, v), strategy.shard(full.dout, **shared).contiguous())
-        results |= dict(zip(("dq", "dk", "dv"), gradients, strict=True))
+        gradients = torch.autograd.grad(out, leaves, strategy.shard(full.dout, **shared).contiguous())
+        results |= dict(zip(("dq", "dk", "dv", "dsinks"), gradients, strict=False))
+    if "dsinks" in results:
+        results["dsinks"] = summed_over_ranks(results["dsinks"])
     return results
+
+
+def summed_over_ranks(x: Tensor) -> Tensor:
+    """In float64, the same on every rank."""
+    return torch.stack(gather_tensor(x.double().contiguous())).sum(0)
 
 
 def whole_block(workload: Workload) -> dict[str, Any]:
@@ -156,21 +178,37 @@ def kernel_results(
     dout: Tensor | None,
     block: dict[str, Any],
     scale: float | None = None,
+    sinks: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """Output and, with ``dout``, gradients of one call of a kernel over the whole sequence, a `whole_block`."""
+    """Output and, with ``dout``, gradients of one call of a kernel over the whole sequence, a `whole_block`.
+
+    ``dsinks`` of ``sinks`` (H) is (B, 1, H, 1), to be added up. Smaller heads of v are filled up for a kernel that is
+    no reference, as a strategy does.
+    """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
+    of_v = v.shape[-1]
+    filling = (0, q.shape[-1] - of_v if kernel.production else 0)
+    v = pad(v, filling)
     out, lse = kernel.forward(q, k, v, scale=scale, **block)
+    if sinks is not None:
+        out, lse = with_sinks(out, lse, sinks.detach())
     if dout is None:
-        return {"out": out}
+        return {"out": out[..., :of_v]}
+    dout = pad(dout, filling)
     gradients = kernel.backward(dout, q, k, v, lse, out=out, scale=scale, **block)
-    return {"out": out, "dq": gradients[0], "dk": gradients[1], "dv": gradients[2]}
+    found = {"out": out[..., :of_v], "dq": gradients[0], "dk": gradients[1], "dv": gradients[2][..., :of_v]}
+    if sinks is not None:
+        taken = (sinks.detach().to(lse.dtype).view(1, -1, 1) - lse).exp()
+        found["dsinks"] = -(taken * row_product(dout, out)).sum(2)[:, None, :, None]
+    return found
 
 
 def reference_results(full: Tensors, workload: Workload, scale: float | None = None) -> dict[str, Tensor]:
     """The same in float64, one batch entry and kv head at a time: the scores of all heads would not fit a device."""
     from ringprof.strategies.kernels import MaskedReference
 
-    kernel, group = MaskedReference(workload.mask()), workload.heads // workload.kv_heads
+    kernel = MaskedReference(workload.mask(), softcap=workload.softcap or 0.0)
+    group, sinks = workload.heads // workload.kv_heads, drawn_sinks(workload, full.q.device)
     collected: dict[str, list[list[Tensor]]] = {}
     for batch in range(workload.batch):
         parts: dict[str, list[Tensor]] = {}
@@ -181,7 +219,8 @@ def reference_results(full: Tensors, workload: Workload, scale: float | None = N
                 for x, heads in ((full.q, mine), (full.k, theirs), (full.v, theirs), (full.dout, mine))
             )
             given = dout if workload.backward else None
-            for name, tensor in kernel_results(kernel, q, k, v, given, {"causal": workload.causal}, scale).items():
+            own = None if sinks is None else sinks[mine]
+            for name, tensor in kernel_results(kernel, q, k, v, given, {"causal": workload.causal}, scale, own).items():
                 parts.setdefault(name, []).append(tensor)
         for name, tensors in parts.items():
             collected.setdefault(name, []).append(tensors)
@@ -192,7 +231,7 @@ def roundings(name: str, strategy: Any) -> int:
     """How often a tensor is rounded to the input's type on its way over the ranks."""
     # A mixture of types, or a strategy that does not say, may round gradients at every hop.
     narrow = strategy.parameters.get("grad_wire", "input") != "fp32"
-    return strategy.comm.size if narrow and name != "out" and strategy.comm.size > 1 else 0
+    return strategy.comm.size if narrow and name not in ("out", "dsinks") and strategy.comm.size > 1 else 0
 
 
 def worst(rows: list[list[float]], dtype: torch.dtype, hops: int) -> TensorError:

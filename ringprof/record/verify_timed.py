@@ -7,7 +7,8 @@ at longer blocks, or from the second call on. So after timing, every rank looks 
 * with a deterministic kernel, the last output has the same bits as the first at this length;
 * output and dQ of `PLACES` random query rows a rank, of all heads, equal attention over the whole sequence;
 * dK and dV of `PLACES` random keys a rank, on one kv head, equal the sum over all query rows, whose LSE and delta are
-  computed here for that head, and not taken from the strategy.
+  computed here for that head, and not taken from the strategy; so does the gradient of that head's sinks, of a batch
+  of one.
 
 Whole sequences are there for one head at a time, and their scores block by block. An error is relative as in the check
 before, over the places of one rank, with the same bound. The kernel's own error, which may grow with the length, is
@@ -30,9 +31,19 @@ from ringprof.errors import VerificationError
 from ringprof.mask import Mask
 from ringprof.record.measure import Problem, Results, row_sums
 from ringprof.record.resolve import layout_options, torch_dtype
-from ringprof.record.verify import SEED, kernel_results, refuse_wrong, relative_rms, roundings, whole_block, worst
+from ringprof.record.verify import (
+    SEED,
+    kernel_results,
+    refuse_wrong,
+    relative_rms,
+    roundings,
+    summed_over_ranks,
+    whole_block,
+    worst,
+)
 from ringprof.record.world_group import gather_tensor
 from ringprof.run import TimedVerification, Verification, Workload
+from ringprof.strategies.kernels import capped
 
 PLACES = 16
 BLOCK_NUMBERS = {"cpu": 2**22, "cuda": 2**25}
@@ -50,8 +61,8 @@ def verify_timed(
     returned. Raises `VerificationError` naming the worst rank and tensor where a result is wrong.
     """
     begin = time.perf_counter_ns()
-    _refuse_not_finite(last, workload.seq)
-    same = all(flag for (flag,) in _of_ranks([torch.equal(first_rows, row_sums(last.out))], problem.q.device))
+    refuse_not_finite(last, workload.seq)
+    same = all(flag for (flag,) in of_ranks([torch.equal(first_rows, row_sums(last.out))], problem.q.device))
     if not same and problem.strategy.parameters.get("deterministic"):
         raise VerificationError(
             f"wrong result: the last timed output is not the first's to the bit, at sequence {workload.seq}, though"
@@ -70,10 +81,11 @@ def verify_timed(
         difference = measured[name].double() - reference
         kernel_rms = before.errors[name].kernel_rms
         if name in alone:
-            there = reference if reference.shape[2] == 1 else reference[:1, :, places.heads(head)]
+            one_head = reference.shape[2] == 1 or name == "dsinks"
+            there = reference if one_head else reference[:1, :, places.heads(head)]
             kernel_rms = relative_rms(alone[name].double() - there, there)
         row = [float(difference.abs().max()), relative_rms(difference, reference), max(kernel_rms, unit)]
-        rows, hops = _of_ranks(row, problem.q.device), roundings(name, problem.strategy)
+        rows, hops = of_ranks(row, problem.q.device), roundings(name, problem.strategy)
         errors[name] = worst(rows, torch_dtype(workload), hops)
     refuse_wrong(errors, f"in the last timed iteration, at sequence {workload.seq}; nothing was recorded")
     timed = TimedVerification(
@@ -105,11 +117,19 @@ class Seen(NamedTuple):
         scores.masked_fill_((keys < self.first[:, None]) | (keys >= self.end[:, None]), float("-inf"))
 
 
-def softmax_rows(q: Tensor, k: Tensor, v: Tensor, seen: Seen, scale: float, wide: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Output (R, D) and LSE (R) of query rows (R, D) over whole keys and values (S, D), in ``wide``, block by block."""
+def softmax_rows(
+    q: Tensor, k: Tensor, v: Tensor, seen: Seen, scale: float, wide: torch.dtype, softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Output (R, E) and LSE (R) of query rows (R, D) over whole keys (S, D) and values (S, E), in ``wide``.
+
+    Block by block; ``sinks`` are one more logit a row (R), of value 0.
+    """
     q = q.to(wide) * scale
-    out, lse = torch.zeros_like(q), torch.full_like(q[:, 0], float("-inf"))
-    for keys, scores in _scores(q, k, seen):
+    out, lse = q.new_zeros(len(q), v.shape[1]), torch.full_like(q[:, 0], float("-inf"))
+    if sinks is not None:
+        lse = sinks.to(wide)
+    for keys, scores, _ in _scores(q, k, seen, softcap):
         block = torch.logsumexp(scores, 1)
         total = torch.logaddexp(lse, block)
         # A row may see none of these keys yet.
@@ -119,15 +139,26 @@ def softmax_rows(q: Tensor, k: Tensor, v: Tensor, seen: Seen, scale: float, wide
     return out, lse
 
 
-def _scores(q: Tensor, k: Tensor, seen: Seen) -> Iterator[tuple[slice, Tensor]]:
-    """Blocks of keys and the scores of all rows against them; keys at the ends that no row sees are left out."""
+def _scores(q: Tensor, k: Tensor, seen: Seen, softcap: float) -> Iterator[tuple[slice, Tensor, Tensor | float]]:
+    """Blocks of keys, the scores of all rows against them, and how fast these rise with what softcap is put on.
+
+    Keys at the ends that no row sees are left out.
+    """
     first, end = int(seen.first.min()), int(seen.end.max())
     step = max(1, BLOCK_NUMBERS[q.device.type] // len(q))
     for start in range(first, end, step):
         keys = slice(start, min(start + step, end))
-        scores = q @ k[keys].to(q.dtype).T
+        scores, slope = _capped(q @ k[keys].to(q.dtype).T, softcap)
         seen.hide(scores, torch.arange(start, keys.stop, device=q.device))
-        yield keys, scores
+        yield keys, scores, slope
+
+
+def _capped(scores: Tensor, softcap: float) -> tuple[Tensor, Tensor | float]:
+    """The scores with softcap, and the derivative of each by what it was."""
+    if not softcap:
+        return scores, 1.0
+    scores = capped(scores, softcap)
+    return scores, 1 - (scores / softcap).square()
 
 
 class _Whole(NamedTuple):
@@ -145,6 +176,7 @@ class _Places:
         self._strategy, self._device = problem.strategy, problem.q.device
         self._group = workload.heads // workload.kv_heads
         self._scale: float = workload.head_dim**-0.5
+        self._softcap, self._sinks = workload.softcap or 0.0, problem.sinks
         self._mask, shared = workload.mask(), layout_options(workload)
         self._positions = self._strategy.positions(workload.seq, **shared).to(self._device)
         self._layout = self._strategy.layout_of(**shared) if shared else self._strategy.layout
@@ -159,7 +191,13 @@ class _Places:
         if results.dq is not None and results.dk is not None and results.dv is not None:
             found["dq"] = self._at(results.dq)
             found |= {name: self._at(x)[:1, :, head : head + 1] for name, x in (("dk", results.dk), ("dv", results.dv))}
+        if results.dsinks is not None and self._workload.batch == 1:
+            found["dsinks"] = summed_over_ranks(results.dsinks)[None, None, self.heads(head), None]
         return found
+
+    def _sinks_of(self, heads: slice, rows: int) -> Tensor | None:
+        """The logit of each of so many rows of some heads, head after head."""
+        return None if self._sinks is None else self._sinks.detach()[heads].repeat_interleave(rows)
 
     def _at(self, x: Tensor) -> Tensor:
         """The chosen rows of a local tensor (B, S, H, D): (B, places, H, D)."""
@@ -178,33 +216,34 @@ class _Places:
         q, k, v = (self._whole(x, 0, self.heads(head) if x is problem.q else slice(head, head + 1))[None]
                    for x in (problem.q, problem.k, problem.v))  # fmt: skip
         dout = None if problem.dout is None else self._whole(problem.dout, 0, self.heads(head))[None]
-        chosen = type(problem.kernel())
-        kernel = chosen(deterministic=bool(self._strategy.parameters.get("deterministic")))
-        found = kernel_results(kernel, q, k, v, dout, whole_block(workload))
-        return {name: x[:, self._positions[self._chosen]] for name, x in found.items()}
+        sinks = None if self._sinks is None else self._sinks[self.heads(head)]
+        found = kernel_results(problem.kernel().again(), q, k, v, dout, whole_block(workload), sinks=sinks)
+        return {name: x if name == "dsinks" else x[:, self._positions[self._chosen]] for name, x in found.items()}
 
     def of_rows(self) -> dict[str, Tensor]:
         """Output and, with a backward pass, dQ of the chosen rows (B, places, H, D), in float64."""
         problem = self._problem
         q = self._at(problem.q).double()
-        found = {"out": torch.empty_like(q)} | ({"dq": torch.empty_like(q)} if problem.dout is not None else {})
+        found = {"out": q.new_empty(*q.shape[:3], problem.v.shape[3])}
+        found |= {"dq": torch.empty_like(q)} if problem.dout is not None else {}
         at = self._seen_from(self._positions[self._chosen])
         for batch in range(self._workload.batch):
             for head in range(self._workload.kv_heads):
                 whole, heads = self._keys(batch, head), self.heads(head)
-                rows = _by_head(q[batch, :, heads])
-                out, lse = softmax_rows(rows, whole.k, whole.v, at, self._scale, torch.float64)
+                rows = by_head(q[batch, :, heads])
+                sinks = self._sinks_of(heads, self.count)
+                out, lse = softmax_rows(rows, whole.k, whole.v, at, self._scale, torch.float64, self._softcap, sinks)
                 found["out"][batch, :, heads] = self._by_row(out)
                 if problem.dout is not None:
-                    dout = _by_head(self._at(problem.dout)[batch, :, heads].double())
+                    dout = by_head(self._at(problem.dout)[batch, :, heads].double())
                     found["dq"][batch, :, heads] = self._by_row(self._dq(rows, dout, out, lse, whole, at))
         return found
 
     def _dq(self, q: Tensor, dout: Tensor, out: Tensor, lse: Tensor, whole: _Whole, at: Seen) -> Tensor:
         dq, delta = torch.zeros_like(q), (dout * out).sum(1, keepdim=True)
-        for keys, scores in _scores(q * self._scale, whole.k, at):
+        for keys, scores, slope in _scores(q * self._scale, whole.k, at, self._softcap):
             weights = (scores - lse[:, None]).exp_()
-            dq += (weights * (dout @ whole.v[keys].double().T - delta)) @ whole.k[keys].double()
+            dq += (slope * weights * (dout @ whole.v[keys].double().T - delta)) @ whole.k[keys].double()
         return dq * self._scale
 
     def _by_row(self, x: Tensor) -> Tensor:
@@ -220,25 +259,34 @@ class _Places:
         whole, heads = self._keys(0, head), self.heads(head)
         everywhere = torch.cat(gather_tensor(self._positions[self._chosen]))
         keys, values = whole.k[everywhere].double(), whole.v[everywhere].double()
-        sums = torch.zeros(2, len(everywhere), self._workload.head_dim, dtype=torch.float64, device=self._device)
+        dk, dv = torch.zeros_like(keys), torch.zeros_like(values)
+        dsinks = torch.zeros(self._group, dtype=torch.float64, device=self._device)
         # What is looked for is far coarser than float32 where the inputs have 16 bits.
         wide = torch.float32 if self._problem.q.element_size() == 2 else torch.float64
         step = max(1, BLOCK_NUMBERS[self._device.type] // max(len(everywhere), KEYS_AT_A_TIME) // self._group)
         for start in range(0, len(self._positions), step):
             rows = slice(start, start + step)
-            q, dout = (_by_head(x.detach()[0, rows, heads]) for x in (self._problem.q, self._problem.dout))
+            q, dout = (by_head(x.detach()[0, rows, heads]) for x in (self._problem.q, self._problem.dout))
             at = self._seen_from(self._positions[rows])
-            out, lse = softmax_rows(q, whole.k, whole.v, at, self._scale, wide)
+            sinks = self._sinks_of(heads, len(self._positions[rows]))
+            out, lse = softmax_rows(q, whole.k, whole.v, at, self._scale, wide, self._softcap, sinks)
             q, dout, out, lse = q.double(), dout.double(), out.double(), lse.double()
-            scores = q @ keys.T * self._scale
+            scores, slope = _capped(q @ keys.T * self._scale, self._softcap)
             at.hide(scores, everywhere)
             weights = (scores - lse[:, None]).exp_()
             delta = (dout * out).sum(1, keepdim=True)
-            sums[0] += (weights * (dout @ values.T - delta)).T @ q * self._scale
-            sums[1] += weights.T @ dout
-        dist.all_reduce(sums)
-        mine = sums[:, dist.get_rank() * self.count :][:, : self.count]
-        return {"dk": mine[0][None, :, None], "dv": mine[1][None, :, None]}
+            dk += (slope * weights * (dout @ values.T - delta)).T @ q * self._scale
+            dv += weights.T @ dout
+            if sinks is not None:
+                dsinks -= ((sinks.double() - lse).exp() * delta.squeeze(1)).view(self._group, -1).sum(1)
+        found = {}
+        for name, total in (("dk", dk), ("dv", dv)):
+            dist.all_reduce(total)
+            found[name] = total[dist.get_rank() * self.count :][None, : self.count, None]
+        if self._sinks is not None and self._workload.batch == 1:
+            dist.all_reduce(dsinks)
+            found["dsinks"] = dsinks[None, None, :, None]
+        return found
 
     def _seen_from(self, positions: Tensor) -> Seen:
         """What all heads of a group see from these positions."""
@@ -258,15 +306,15 @@ class _Places:
         return in_order
 
 
-def _by_head(x: Tensor) -> Tensor:
+def by_head(x: Tensor) -> Tensor:
     """(rows, heads, D) -> (heads · rows, D)."""
     return x.transpose(0, 1).flatten(0, 1)
 
 
-def _refuse_not_finite(results: Results, seq: int) -> None:
+def refuse_not_finite(results: Results, seq: int) -> None:
     named = {name: tensor.detach() for name, tensor in vars(results).items() if tensor is not None}
     bad = [int(not torch.isfinite(tensor).all()) for tensor in named.values()]
-    for rank, flags in enumerate(_of_ranks(bad, results.out.device)):
+    for rank, flags in enumerate(of_ranks(bad, results.out.device)):
         for name in (name for name, wrong in zip(named, flags, strict=True) if wrong):
             raise VerificationError(
                 f"wrong result on rank {rank}: {name} is not finite, in the last timed iteration, at sequence {seq};"
@@ -274,6 +322,6 @@ def _refuse_not_finite(results: Results, seq: int) -> None:
             )
 
 
-def _of_ranks(numbers: Sequence[float], device: torch.device) -> list[list[float]]:
+def of_ranks(numbers: Sequence[float], device: torch.device) -> list[list[float]]:
     """The numbers of every rank, in rank order."""
     return [part.tolist() for part in gather_tensor(torch.tensor(numbers, dtype=torch.float64, device=device))]

@@ -35,7 +35,15 @@ def as_dict(found: Findings, *, source: str, paths: Sequence[str]) -> dict[str, 
 
 def whole_report(source: str, paths: Sequence[str], warnings: Iterable[Caveat], **parts: Any) -> dict[str, Any]:
     """A report with every part that the schema asks for; those not given are empty."""
-    empty: dict[str, Any] = {"summary": None, "ranks": [], "steps": [], "waterfall": None, "run": None, "table": None}
+    empty: dict[str, Any] = {
+        "summary": None,
+        "ranks": [],
+        "steps": [],
+        "waterfall": None,
+        "run": None,
+        "table": None,
+        "inference": None,
+    }
     first = {"schema": REPORT_SCHEMA, "source": {"type": source, "paths": list(paths)}}
     return {**first, **empty, **parts, "warnings": [msgspec.structs.asdict(warning) for warning in warnings]}
 

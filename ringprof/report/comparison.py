@@ -9,9 +9,9 @@ from typing import Any
 
 import msgspec
 
-from ringprof.analysis.findings.comparison import WATERFALL, Comparison, Difference, Figure
+from ringprof.analysis.findings.comparison import WATERFALL_PREFIX, Comparison, Difference, Figure
 from ringprof.report.tables import Column, table_width, text_table
-from ringprof.report.terms import WATERFALL as WATERFALL_LABELS
+from ringprof.report.terms import WATERFALL_LABELS as WATERFALL_LABELS
 from ringprof.report.text import TextStyle, clean, csv_text
 
 _SCHEMA = "ringprof.compare/1"
@@ -75,9 +75,9 @@ def render_markdown(comparison: Comparison) -> str:
     rows = [["figure", *names], ["---", *["---:"] * len(names)]]
     for figure in comparison.figures:
         name, *cells = _figure_row(comparison, figure)
-        rows.append([(WATERFALL if figure.startswith(WATERFALL) else "") + name, *map(str.strip, cells)])
+        rows.append([(WATERFALL_PREFIX if figure.startswith(WATERFALL_PREFIX) else "") + name, *map(str.strip, cells)])
     blocks = [
-        [f"**{clean(line)}**  " for line in verdict_of(comparison)],
+        [f"**{clean(line)}**  " for line in verdict_lines(comparison)],
         [f"- {name}: {_code(entry.label)}" for name, entry in entries],
         [f"- {_code(name)}: {', '.join(_code(value or missing(name)) for value in values)}"
          for name, values in comparison.differing.items()],
@@ -99,13 +99,13 @@ def render(comparison: Comparison, style: TextStyle) -> str:
     """For the terminal: settings that differ, then figures: a line a figure, or a line an entry where room is short."""
     lines = [style.wrap(f"{name}: {clean(entry.label)} ({entry.source})")
              for name, entry in zip(_columns(comparison), comparison.entries, strict=True)]  # fmt: skip
-    lines += ["", *map(style.wrap, verdict_of(comparison))]
+    lines += ["", *map(style.wrap, verdict_lines(comparison))]
     lines += map(style.wrap, _warnings(comparison))
     if comparison.differing:
         rows = [[clean(name), *(clean(value or missing(name)) for value in values)]
                 for name, values in comparison.differing.items()]  # fmt: skip
         lines += ["", _either_way("what differs", rows, comparison, style)]
-    parts = [name for name in comparison.figures if name.startswith(WATERFALL)]
+    parts = [name for name in comparison.figures if name.startswith(WATERFALL_PREFIX)]
     rows = [_figure_row(comparison, name) for name in comparison.figures if name not in parts]
     lines += ["", _either_way("figures, of one iteration", rows, comparison, style)]
     if parts:
@@ -128,7 +128,7 @@ def _either_way(title: str, rows: list[list[str]], comparison: Comparison, style
     return f"{heading}\n{text_table(heads, lines, style)}"
 
 
-def verdict_of(comparison: Comparison, names: Sequence[str] | None = None) -> list[str]:
+def verdict_lines(comparison: Comparison, names: Sequence[str] | None = None) -> list[str]:
     """A line an entry: by how much it is slower or faster than the base, with the interval."""
     lines = []
     for index, name in enumerate(names or _columns(comparison)):
@@ -174,7 +174,7 @@ def _figure_row(comparison: Comparison, name: str) -> list[str]:
         figure = entry.figures.get(name)
         cells.append("-" if figure is None else _value(figure) + _against(against.get(index)))
     suffix = {"share": " %", "TFLOP/s": " TFLOP/s"}.get(unit, "")
-    return [name.removeprefix(WATERFALL) + suffix, *cells]
+    return [name.removeprefix(WATERFALL_PREFIX) + suffix, *cells]
 
 
 def _value(figure: Figure) -> str:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from ringprof.analysis.kinds.kinds import BLUE, GREEN, GREY, KIND, ORANGE, PURPLE, SKY, VERMILION, YELLOW
 
-__all__ = ["BLUE", "GREY", "LINES", "PARTS", "UNSPLIT", "WAIT", "WATERFALL", "WIRE", "kind_colour"]
+__all__ = ["BLUE", "GREY", "LINES", "PART_COLOURS", "UNSPLIT", "WAIT", "WATERFALL_COLOURS", "WIRE", "kind_colour"]
 
 WIRE, WAIT, UNSPLIT = ORANGE, VERMILION, "#A6761D"
 """Communication on the wire, waiting, and not told apart."""
 
-PARTS: dict[str, str] = {
+PART_COLOURS: dict[str, str] = {
     "compute": BLUE,
     "exposed_comm": ORANGE,
     "exposed_other_groups": YELLOW,
@@ -19,7 +19,7 @@ PARTS: dict[str, str] = {
 }
 """Of a rank's time."""
 
-WATERFALL: dict[str, str] = {
+WATERFALL_COLOURS: dict[str, str] = {
     "peak": GREEN,
     "kernel": BLUE,
     "repeated": SKY,

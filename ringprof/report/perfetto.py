@@ -16,10 +16,11 @@ import numpy as np
 from ringprof.analysis.attribution import Attribution
 from ringprof.analysis.exposure import exposure_of
 from ringprof.analysis.findings.findings import Findings
+from ringprof.analysis.findings.memory import memory_of
 from ringprof.analysis.rank import Detail, Rank
 from ringprof.analysis.steps.blocks import StepKey
 from ringprof.analysis.steps.steps import Step
-from ringprof.analysis.timeline.rows import rows_of
+from ringprof.analysis.timeline.rows import timed_activities
 from ringprof.analysis.transfers.from_run import fill_from_run
 from ringprof.analysis.transfers.hops import Split, gbps
 from ringprof.analysis.transfers.matching import match
@@ -28,7 +29,7 @@ from ringprof.report import perfetto_calls
 from ringprof.report.terms import LABELS
 from ringprof.report.text import clean
 from ringprof.report.timeline import Activity, activities_of, origins_of, peers_of, step_name
-from ringprof.report.trace_event import Event, Lanes, arrow_end, counter, named, slice_of
+from ringprof.report.trace_event import Lanes, TraceEvent, arrow_end, counter, named, slice_of
 from ringprof.run import Run
 
 RUN, STEPS, EXPOSED, STREAMS, LANES = 0, 1, 2, 100, 1_000_000
@@ -38,7 +39,7 @@ MESSAGE = "message"
 _LINKS = {"same_host": "same host", "other_host": "other host", "unknown": "unknown link"}
 
 
-def events_of(found: Findings, *, launches: bool = False) -> Iterator[Event]:
+def events_of(found: Findings, *, launches: bool = False) -> Iterator[TraceEvent]:
     """Every event of the merged trace; with ``launches`` also every rank's CPU threads."""
     attribution = found.attribution
     origin, arrows = _origins(attribution, launches=launches), _arrows(attribution)
@@ -55,6 +56,7 @@ def events_of(found: Findings, *, launches: bool = False) -> Iterator[Event]:
         yield from mine.exposed()
         yield from mine.rates()
     yield from _steps(found.steps, origin)
+    yield from _memory(attribution, origin)
 
 
 def _origins(attribution: Attribution, *, launches: bool) -> dict[int, int]:
@@ -66,7 +68,7 @@ def _origins(attribution: Attribution, *, launches: bool) -> dict[int, int]:
     return {rank: at - early for rank, at in origin.items()}
 
 
-def metadata_of(found: Findings) -> dict[str, Any]:
+def run_metadata(found: Findings) -> dict[str, Any]:
     """What was run and where, as the file's ``otherData``."""
     attribution, run = found.attribution, found.attribution.run
     clocks = attribution.clocks
@@ -139,14 +141,14 @@ def _transfers(rank: Rank, run: Run | None) -> list[Transfer]:
     detail = rank.detail
     if detail.window.between_ns is None:
         return [part.transfer for part in detail.splits]
-    whole = rows_of(detail.classified, detail.window.activities(), detail.device, None)
+    whole = timed_activities(detail.classified, detail.window.activities(), detail.device, None)
     return fill_from_run(transfers_of(detail.classified, whole.activity, rank.rank), run, rank.rank)
 
 
 # --- the run, and names -------------------------------------------------------------------------------
 
 
-def _run(attribution: Attribution, origin: dict[int, int], arrows: _Arrows) -> Iterator[Event]:
+def _run(attribution: Attribution, origin: dict[int, int], arrows: _Arrows) -> Iterator[TraceEvent]:
     """One slice over all, which holds what was run: the viewer does not show what else the file says of it."""
     place = max(rank.rank for rank in attribution.ranks) + 1
     run = attribution.run
@@ -159,7 +161,7 @@ def _run(attribution: Attribution, origin: dict[int, int], arrows: _Arrows) -> I
     yield slice_of(place, RUN, name, 0, end, **about)
 
 
-def _names(rank: Rank) -> Iterator[Event]:
+def _names(rank: Rank) -> Iterator[TraceEvent]:
     host = f"{clean(rank.host)} " if rank.host else ""
     yield named("process_name", rank.rank, 0, name=f"{host}rank {rank.rank}")
     yield named("process_sort_index", rank.rank, 0, sort_index=rank.rank)
@@ -168,7 +170,7 @@ def _names(rank: Rank) -> Iterator[Event]:
             yield named("thread_name", rank.rank, track, name=name)
 
 
-def _steps(steps: Iterable[Step], origin: dict[int, int]) -> Iterator[Event]:
+def _steps(steps: Iterable[Step], origin: dict[int, int]) -> Iterator[TraceEvent]:
     lanes: dict[int, Lanes] = {}
     for step in steps:
         start, end = step.start_ns - origin[step.rank], step.end_ns - origin[step.rank]
@@ -179,6 +181,13 @@ def _steps(steps: Iterable[Step], origin: dict[int, int]) -> Iterator[Event]:
             "exposed ms": step.exposed_ns / 1e6, "wait ms": _ms(step.wait_ns), "wire ms": _ms(step.wire_ns),
         }  # fmt: skip
         yield slice_of(step.rank, track, name, start, end, **figures)
+
+
+def _memory(attribution: Attribution, origin: dict[int, int]) -> Iterator[TraceEvent]:
+    """What each rank's allocators hold, as counters; what was before the first activity is there from 0 on."""
+    for one in memory_of(attribution):
+        for time, size in zip(one.time_ns.tolist(), one.allocated_bytes.tolist(), strict=True):
+            yield counter(one.rank, f"allocated, {one.memory}", max(0, time - origin[one.rank]), "MiB", size / 2**20)
 
 
 def _ms(time_ns: int | None) -> float | None:
@@ -195,7 +204,7 @@ class _RankEvents:
         self._rank, self._detail, self._origin, self._arrows, self._steps = rank.rank, detail, origin, arrows, steps
         self._split = {part.transfer.activity: part for part in detail.splits}
 
-    def activities(self, *, launches: bool) -> Iterator[Event]:
+    def activities(self, *, launches: bool) -> Iterator[TraceEvent]:
         calls = perfetto_calls.ranges_and_launches(self._detail) if launches else []
         yield from perfetto_calls.drawn(self._rank, calls, self._origin)
         launched = {activity for call in calls for activity in call.launched}
@@ -215,13 +224,13 @@ class _RankEvents:
                 yield arrow_end("f", perfetto_calls.LAUNCH, number, self._rank, track, start)
             yield from self._of_transfer(one, track, start, end)
 
-    def _activity(self, one: Activity, track: int, start: int, end: int) -> Iterator[Event]:
+    def _activity(self, one: Activity, track: int, start: int, end: int) -> Iterator[TraceEvent]:
         key = self._steps.get(one.row)
         figures = {"kind": LABELS[one.kind], "step": key and step_name(key)}
         part = self._split.get(one.row)
         yield slice_of(self._rank, track, clean(one.name), start, end, **figures, **(_figures(part) if part else {}))
 
-    def _of_transfer(self, one: Activity, track: int, start: int, end: int) -> Iterator[Event]:
+    def _of_transfer(self, one: Activity, track: int, start: int, end: int) -> Iterator[TraceEvent]:
         """Its messages as moments with their arrows, and its wait and wire."""
         part, place = self._split.get(one.row), (self._rank, one.row)
         sent, received = self._arrows.begin.get(place, ()), self._arrows.end.get(place, ())
@@ -241,14 +250,14 @@ class _RankEvents:
             yield slice_of(self._rank, track, f"received from {of}" if of else "received", last, last)
             yield from (arrow_end("f", MESSAGE, number, self._rank, track, last) for number in received)
 
-    def exposed(self) -> Iterator[Event]:
+    def exposed(self) -> Iterator[TraceEvent]:
         found = exposure_of(self._detail, self._detail.rows())
         parts = (("exposed wire", found.wire), ("exposed wait", found.wait), ("exposed, not split", found.unknown))
         for name, spans in parts:
             for start, end in zip(spans.start_ns.tolist(), spans.end_ns.tolist(), strict=True):
                 yield slice_of(self._rank, EXPOSED, name, start - self._origin, end - self._origin)
 
-    def rates(self) -> Iterator[Event]:
+    def rates(self) -> Iterator[TraceEvent]:
         """What leaves the rank over each class of link, as long as it is on the wire."""
         links: dict[str, list[tuple[int, int, float]]] = {}
         for part in self._split.values():

@@ -9,7 +9,7 @@ import numpy as np
 
 from ringprof.analysis.rank import Detail
 from ringprof.report.text import clean
-from ringprof.report.trace_event import Event, Lanes, arrow_end, named, slice_of
+from ringprof.report.trace_event import Lanes, TraceEvent, arrow_end, named, slice_of
 from ringprof.trace.columns import NONE, Int64, Ranges, Trace
 
 THREADS, LANES = 10_000_000, 10_000
@@ -73,7 +73,7 @@ def _launches(trace: Trace, activities: Int64, launch: Int64) -> Iterator[_Call]
         yield _Call(start, int(launches.end_ns[at]), int(launches.thread[at]), name, later)
 
 
-def drawn(rank: int, calls: Iterable[_Call], origin: int) -> Iterator[Event]:
+def drawn(rank: int, calls: Iterable[_Call], origin: int) -> Iterator[TraceEvent]:
     """The calls of one rank, a track a thread, each with the start of the arrows to what it launched."""
     threads: dict[int, tuple[int, Lanes]] = {}
     known: set[int] = set()

@@ -18,7 +18,7 @@ from ringprof.analysis.steps.steps import Step
 from ringprof.report import palette
 from ringprof.report.sections.run import what_ran
 from ringprof.report.terms import LABELS
-from ringprof.report.terms import WATERFALL as WATERFALL_LABELS
+from ringprof.report.terms import WATERFALL_LABELS as WATERFALL_LABELS
 from ringprof.report.text import clean, duration, percent
 from ringprof.report.timeline import drawn_as, timeline_of
 
@@ -65,7 +65,7 @@ class Plots:
         ax = _axes(ax, len(parts))
         at = 0
         for place, part in enumerate(parts):
-            colour = palette.WATERFALL[part.part]
+            colour = palette.WATERFALL_COLOURS[part.part]
             bar = ax.barh(place, part.time_ns / 1e6, left=at / 1e6, color=colour, height=0.7)
             ax.bar_label(bar, [f"{part.time_ns / 1e6:,.2f} ms, {percent(part.share)}"], padding=4)
             at += part.time_ns
@@ -84,7 +84,7 @@ class Plots:
         for name in PARTS[:-1]:
             times = [(getattr(rank.breakdown, f"{name}_ns") or 0) / 1e6 for rank in ranks]
             if any(times):
-                parts[LABELS[name]] = palette.PARTS[name], times
+                parts[LABELS[name]] = palette.PART_COLOURS[name], times
         last = _stack(ax, parts, len(ranks))
         if last is not None and _fits(ax, len(ranks)):
             ax.bar_label(last, [f"{percent(rank.breakdown.exposed_comm_share)} exposed" for rank in ranks], padding=4)

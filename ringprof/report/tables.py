@@ -143,6 +143,7 @@ UNITS = {
     "count": Unit(lambda value: f"{value:,.0f}", 0),
     "rough count": Unit(lambda value: f"{value:,.0f}" if value == int(value) else f"{value:,.1f}", 1),
     "bytes": Unit(lambda value: f"{value / 1e6:,.1f}", 1, 1e6),
+    "MiB": Unit(lambda value: f"{value / 2**20:,.1f}", 1, 2**20, " MiB"),
     "share": Unit(percent, 1, 0.01, " %"),
     "rough share": Unit(lambda value: percent(value, 0), 1, 0.01, " %"),
     "rate": Unit(lambda value: f"{value:.3g}", 1),

@@ -16,7 +16,7 @@ LABELS: dict[str, str] = {
 }
 """Of the parts of a rank's time, and of kinds."""
 
-WATERFALL: dict[str, str] = {
+WATERFALL_LABELS: dict[str, str] = {
     "peak": "needed work at peak",
     "kernel": "attention kernel below peak",
     "repeated": "repeated work",
@@ -83,6 +83,8 @@ MEANINGS: dict[str, str] = {
     "tflops": "Model FLOPs (backward 2.5 times forward, causal half) per device over the slowest rank's time.",
     "shares": "What the time of the profiled iteration went into, mean over ranks: shares of the mean wall, as in the "
     "table below. The profiler makes iterations longer, so they are no shares of the times there.",
-    "memory": "The most that a device held in the timed iterations.",
+    "peak_memory": "The most that a device held in the timed iterations.",
+    "memory": "What the allocators of the profiled program held after each allocation and release, by the clock of its "
+    "calls, which run ahead of the device.",
 }
 """Of the sections of a page."""

@@ -15,12 +15,12 @@ import msgspec
 BLOCKS = " ▏▎▍▌▋▊▉█"
 _ASCII = str.maketrans({"·": "|", "█": "#", "…": "~", "µ": "u"})
 _UNITS = ((10e9, 1e9, "s"), (1e6, 1e6, "ms"), (0.0, 1e3, "µs"))
-LONGEST_NAME = 200
+_LONGEST_NAME = 200
 LONGEST_KERNEL = 2_000
 _NAMESPACE = re.compile(r"(?:\b\w{1,100}::|\(anonymous namespace\)::)+(?=\w)")
 
 
-def clean(text: str, longest: int = LONGEST_NAME) -> str:
+def clean(text: str, longest: int = _LONGEST_NAME) -> str:
     """A name from a file, safe to print: one line, no control or direction characters, not endless."""
     plain = " ".join(printable(text).split())
     return plain if len(plain) <= longest else plain[: longest - 1] + "…"

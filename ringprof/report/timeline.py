@@ -53,7 +53,7 @@ def drawn_as(what: str) -> tuple[str, str]:
     return sorts.get(what) or (LABELS[what], palette.kind_colour(what))
 
 
-class Timeline(NamedTuple):
+class DrawnTimeline(NamedTuple):
     """All bars, and whether some stand for several activities."""
 
     bars: list[Bar]
@@ -103,7 +103,7 @@ StepsByActivity = Mapping[int, Mapping[int, StepKey]]
 
 def timeline_of(
     attribution: Attribution, steps: Sequence[Step], by_activity: StepsByActivity | None = None
-) -> Timeline:
+) -> DrawnTimeline:
     """The bars of all ranks on one clock; none for ranks on CPU, whose traces hold no device activities."""
     origin, known = origins_of(attribution), by_activity or {}
     ranks = [rank for rank in attribution.ranks if not rank.on_cpu]
@@ -112,7 +112,7 @@ def timeline_of(
     if thinned:
         span = max(bar.end_ns for bar in bars)
         bars = list(_joined(bars, max(1, span // _COLUMNS)))
-    return Timeline(bars, list(steps), origin, thinned)
+    return DrawnTimeline(bars, list(steps), origin, thinned)
 
 
 def lanes_of(bars: Iterable[Bar]) -> dict[tuple[int, str, int], int]:

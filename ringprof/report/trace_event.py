@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-Event = dict[str, Any]
+TraceEvent = dict[str, Any]
 
 
 def microseconds(time_ns: int) -> float:
@@ -18,24 +18,24 @@ def microseconds(time_ns: int) -> float:
     return time if int(time * 1e3) >= time_ns else math.nextafter(time, math.inf)
 
 
-def slice_of(process: int, track: int, name: str, start_ns: int, end_ns: int, **args: Any) -> Event:
+def slice_of(process: int, track: int, name: str, start_ns: int, end_ns: int, **args: Any) -> TraceEvent:
     """Something that ran from one time to another; what is None of ``args`` is left out."""
     known = {key: value for key, value in args.items() if value is not None}
     ts, dur = microseconds(start_ns), microseconds(max(0, end_ns - start_ns))
     return {"ph": "X", "pid": process, "tid": track, "name": name, "ts": ts, "dur": dur, "args": known}
 
 
-def named(what: str, process: int, track: int, **args: Any) -> Event:
+def named(what: str, process: int, track: int, **args: Any) -> TraceEvent:
     """The name or place of a process or track."""
     return {"ph": "M", "pid": process, "tid": track, "name": what, "args": args}
 
 
-def counter(process: int, name: str, time_ns: int, unit: str, value: float) -> Event:
+def counter(process: int, name: str, time_ns: int, unit: str, value: float) -> TraceEvent:
     """What a figure is from a time on."""
     return {"ph": "C", "pid": process, "tid": 0, "name": name, "ts": microseconds(time_ns), "args": {unit: value}}
 
 
-def arrow_end(phase: str, category: str, number: int, process: int, track: int, time_ns: int) -> Event:
+def arrow_end(phase: str, category: str, number: int, process: int, track: int, time_ns: int) -> TraceEvent:
     """The start (``s``) or end (``f``) of an arrow: at the slice written last on this track, which is running then."""
     event = {
         "ph": phase, "id": number, "cat": category, "name": category, "pid": process, "tid": track,

@@ -88,7 +88,7 @@ class Ranges(msgspec.Struct, frozen=True):
     external_id: Int64
 
 
-class Collective(msgspec.Struct, frozen=True):
+class CommRecord(msgspec.Struct, frozen=True):
     """One communication record: what ``record_param_comms`` or a kernel's own metadata says."""
 
     name: str
@@ -122,6 +122,19 @@ class CommRecords(msgspec.Struct, frozen=True):
     """Index into `Trace.collectives`."""
 
 
+class MemoryEvents(msgspec.Struct, frozen=True):
+    """What an allocator held after each allocation and release, by time; ``profile_memory=True`` records them."""
+
+    start_ns: Int64
+    end_ns: Int64
+    """The same."""
+    device: Int32
+    """`NONE` for the host's memory."""
+    allocated_bytes: Int64
+    reserved_bytes: Int64
+    """With what is kept for later; `NONE` where not given."""
+
+
 class Device(msgspec.Struct, frozen=True):
     """One device as the trace describes it."""
 
@@ -136,6 +149,7 @@ TABLES: dict[str, type[Any]] = {
     "device_annotations": Ranges,
     "operators": Ranges,
     "comm_records": CommRecords,
+    "memory": MemoryEvents,
 }
 """The fields of `Trace` that hold columns."""
 
@@ -189,7 +203,7 @@ class Trace(msgspec.Struct, frozen=True):
     operators: Ranges
     """CPU operators that tell attention or communication kinds apart; on a CPU trace, all of them."""
     comm_records: CommRecords
-    collectives: list[Collective]
+    collectives: list[CommRecord]
     devices: list[Device]
     rank: int | None
     world_size: int | None
@@ -202,6 +216,7 @@ class Trace(msgspec.Struct, frozen=True):
     events_skipped: int = 0
     """Events that could not be read."""
     warnings: list[Caveat] = msgspec.field(default_factory=list)
+    memory: MemoryEvents = msgspec.field(default_factory=lambda: table_of(MemoryEvents, {}))
 
     @property
     def lacks_device(self) -> bool:

@@ -15,9 +15,9 @@ from ringprof.trace.kineto.byte_source import LOOK_BYTES, first_bytes
 from ringprof.trace.kineto.event_list import UNREADABLE, UTF8_MARK
 from ringprof.trace.one_run import rank_in_name
 
-InputType = Literal["run", "trace", "text"]
+_RUN_FILE = "run.json"
 
-RUN_FILE = "run.json"
+InputType = Literal["run", "trace", "text"]
 
 
 class Input(msgspec.Struct, frozen=True):
@@ -72,12 +72,12 @@ def _detect_file(name: str) -> Input:
 
 
 def _detect_folder(name: str) -> Input:
-    run = within(name, RUN_FILE)
+    run = within(name, _RUN_FILE)
     if is_file(run):
         return Input("run", run=run)
     here = name if is_url(name) else os.path.join(name, "")
     files = [file for file in files_in(name) if any(file.lower().endswith(one.suffixes) for one in FORMATS)]
-    outside = dict(leading_out(within(name, RUN_FILE), (file.removeprefix(here) for file in files)))
+    outside = dict(leading_out(within(name, _RUN_FILE), (file.removeprefix(here) for file in files)))
     formats: dict[str, Format] = {}
     problems: dict[str, InputError] = {}
     for file in sorted(files, key=_natural_order):

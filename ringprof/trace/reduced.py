@@ -22,7 +22,7 @@ from ringprof.errors import RingprofError, TraceFormatError
 from ringprof.files import read_whole
 from ringprof.limits import MemoryBudget
 from ringprof.trace.checks import refuse_unsound
-from ringprof.trace.columns import TABLES, Caveat, Collective, Device, Int64, Trace, dtypes_of
+from ringprof.trace.columns import TABLES, Caveat, CommRecord, Device, Int64, Trace, dtypes_of
 from ringprof.trace.kineto import read_trace
 from ringprof.trace.kineto.event_list import UNREADABLE
 from ringprof.trace.kineto.fields import MOST_DEVICES
@@ -44,7 +44,7 @@ class _Ragged(msgspec.Struct, frozen=True):
 
 
 class _Record(msgspec.Struct, frozen=True):
-    """A `Collective`; its lists by their places among all lists."""
+    """A `CommRecord`; its lists by their places among all lists."""
 
     name: str
     group: str | None
@@ -83,6 +83,8 @@ class _File(msgspec.Struct, frozen=True, kw_only=True):
     ]
 
 
+_MAY_BE_MISSING = frozenset({"memory"})
+"""Tables that are there where they have rows: older files have none."""
 _PLAIN = ("rank", "world_size", "host", "base_ns", "events_total", "events_skipped", "devices")
 
 
@@ -116,6 +118,7 @@ def reduce_trace(trace: Trace) -> bytes:
                 name: _stored(getattr(getattr(trace, table), name), dtype) for name, dtype in dtypes_of(kind).items()
             }
             for table, kind in TABLES.items()
+            if table not in _MAY_BE_MISSING or len(getattr(trace, table).start_ns)
         },
     )
     return MAGIC + zlib.compress(msgspec.msgpack.encode(file), _LEVEL)
@@ -169,8 +172,8 @@ def _expanded(data: bytes, shown: str, budget: MemoryBudget) -> bytes:
 
 
 def _trace(file: _File, path: str, take: Callable[[int], None]) -> Trace:
-    for table in TABLES:
-        take(bytes_of_rows(table, len(file.columns[table]["start_ns"]) // 8))
+    for table, columns in file.columns.items():
+        take(bytes_of_rows(table, len(columns["start_ns"]) // 8))
     take(bytes_of_collectives(len(file.collectives)))
     lists = list(_lists(file.lists, take))
     groups = zip(_texts(file.group_names, take), _numbers(file.group_lists).tolist(), strict=True)
@@ -181,7 +184,7 @@ def _trace(file: _File, path: str, take: Callable[[int], None]) -> Trace:
         names=list(_texts(file.names, take)),
         groups={name: _at(lists, place) for name, place in groups},
         collectives=[
-            Collective(**{
+            CommRecord(**{
                 **msgspec.structs.asdict(one),
                 "group_ranks": None if one.group_ranks is None else _at(lists, one.group_ranks),
                 "in_split": _at(lists, one.in_split),
@@ -192,6 +195,7 @@ def _trace(file: _File, path: str, take: Callable[[int], None]) -> Trace:
         **{
             table: kind(**{name: _column(file.columns[table][name], dtype) for name, dtype in dtypes_of(kind).items()})
             for table, kind in TABLES.items()
+            if table not in _MAY_BE_MISSING or table in file.columns
         },
     )  # fmt: skip
 

@@ -19,6 +19,7 @@ from ..kernel import Gradients
 class Foreign(Strategy):
     """Attention over the whole sequence by one call of somebody else's function."""
 
+    takes_softcap = False
     CAUSAL_ONLY: ClassVar[bool] = False
     WORLD_ONLY: ClassVar[bool] = False
     """Whether it makes its own groups, of all ranks that there are."""

@@ -13,7 +13,7 @@ from ringprof.trace.columns import (
     KERNEL,
     NONE,
     Activities,
-    Collective,
+    CommRecord,
     CommRecords,
     Device,
     Launches,
@@ -32,7 +32,7 @@ def kind_names(classified: Classified) -> list[str]:
     return [KINDS[code] for code in classified.kind]
 
 
-def collective(name: str, **fields: Any) -> Collective:
+def collective(name: str, **fields: Any) -> CommRecord:
     """A communication record; a send or receive of ``elements`` bf16 numbers in the group ``cp`` of four."""
     elements = fields.pop("elements", 1000)
     values: dict[str, Any] = {
@@ -46,7 +46,7 @@ def collective(name: str, **fields: Any) -> Collective:
         "source_rank": None,
         "destination_rank": None,
     }
-    return Collective(name=name, **{**values, **fields})
+    return CommRecord(name=name, **{**values, **fields})
 
 
 @dataclass
@@ -57,7 +57,7 @@ class Builder:
     world_size: int | None = 4
     host: str | None = None
     names: list[str] = field(default_factory=list)
-    collectives: list[Collective] = field(default_factory=list)
+    collectives: list[CommRecord] = field(default_factory=list)
     activities: list[tuple[int, ...]] = field(default_factory=list)
     launches: list[tuple[int, ...]] = field(default_factory=list)
     annotations: list[tuple[int, ...]] = field(default_factory=list)
@@ -76,7 +76,7 @@ class Builder:
         stream: int = 7,
         device: int = 0,
         category: int = KERNEL,
-        own: Collective | None = None,
+        own: CommRecord | None = None,
         node: int = NONE,
         correlation: int | None = None,
         size: int = NONE,
@@ -109,7 +109,7 @@ class Builder:
         self.operators.append((start, end, self._name(name), thread, NONE, NONE))
         return self
 
-    def record(self, start: int, end: int, what: Collective, thread: int = MAIN) -> Builder:
+    def record(self, start: int, end: int, what: CommRecord, thread: int = MAIN) -> Builder:
         """A ``record_param_comms`` row."""
         self.records.append((start, end, thread, NONE, self._collective(what)))
         return self
@@ -154,7 +154,7 @@ class Builder:
             self.names.append(name)
         return self.names.index(name)
 
-    def _collective(self, what: Collective) -> int:
+    def _collective(self, what: CommRecord) -> int:
         if what not in self.collectives:
             self.collectives.append(what)
         return self.collectives.index(what)

@@ -42,7 +42,7 @@ def test_a_packed_recording_counts_and_says_what_it_did(tmp_path: Path, capsys: 
         (["--documents", "500,500"], "1000 tokens together, the sequence has 1024"),
         (["--documents", "lognormal:mean=none"], "as in lognormal:mean=8192"),
         (["--window-size", "0"], "--window-size must be at least 1"),
-        (["--documents", "512x2", "--strategy", "burst"], "those that do are ring, zigzag, stripe"),
+        (["--documents", "512x2", "--strategy", "torch-cp"], "those that do are ring, zigzag, stripe"),
         (["--window-size", "64", "-p", "documents_layout=per_documents"], "is not packed|per_document"),
     ],
 )
@@ -80,3 +80,19 @@ def test_kernels_are_listed_installed_or_not(capsys: pytest.CaptureFixture[str])
     assert (rows["cudnn"]["head_dim"], rows["cudnn"]["windows"]) == ("up to 128 in steps of 8", "no")
     assert (rows["flash-attn"]["documents"], rows["flash-attn"]["types"]) == ("in one call", "bf16 and fp16")
     assert rows["reference"]["delta"] == "yes"
+
+
+def test_kernels_are_measured_and_a_cpu_is_named_one(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["kernels", "--measure", "--device", "cpu", "--seq", "64", "--heads", "2", "--head-dim", "8"]
+    assert cli.run([*given, "--dtype", "fp32", "--format", "json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    rates = {(row["kernel"], row["mask"]): row for row in found["rates"]}
+    assert found["device_type"] == "cpu" and found["workload"]["seq"] == 64
+    assert {mask for _, mask in rates} == {"full", "causal", "documents", "window", "softcap"}
+    # Four FLOPs forward of every pair and number of a head; a window of 8 has 8 · 9 / 2 + 56 · 8 pairs.
+    window = rates["cpu-flash", "window"]
+    assert window["forward_tflops"] == pytest.approx(4 * 2 * 8 * (36 + 448) / window["forward_ns"] / 1e3)
+    full = rates["cpu-flash", "full"]
+    assert full["backward_tflops"] == pytest.approx(10 * 2 * 8 * 64 * 64 / full["backward_ns"] / 1e3)
+    assert rates["cpu-flash", "softcap"]["reason"] == "takes no softcap"
+    assert rates["cudnn", "full"]["reason"] == "needs a CUDA device with cuDNN"

@@ -9,7 +9,7 @@ import sys
 import click
 import pytest
 
-from ringprof.cli.values import KERNELS, STRATEGIES, ListOf, Tokens
+from ringprof.cli.values import INFERENCE, KERNEL_NAMES, STRATEGIES, ListOf, Tokens
 from tests.paths import ROOT
 
 
@@ -32,7 +32,8 @@ def test_the_names_to_complete_are_those_that_there_are() -> None:
     from ringprof.strategies.kernels import KERNELS as KNOWN
 
     assert list(STRATEGIES) == strategies.names()
-    assert KERNELS == ("auto", *KNOWN)
+    assert list(INFERENCE) == strategies.for_inference()
+    assert KERNEL_NAMES == ("auto", *KNOWN)
 
 
 @pytest.mark.parametrize(

@@ -155,7 +155,9 @@ def test_refusals_are_those_of_a_recording() -> None:
     with pytest.raises(UnknownStrategyError, match="did you mean"):
         tape("zigzga", SMALL, 2)
     with pytest.raises(UnfitWorkloadError, match="takes no packed documents and no sliding window"):
-        tape("burst", Workload(seq=64, heads=2, kv_heads=2, head_dim=8, window=16), 2)
+        tape("torch-cp", Workload(seq=64, heads=2, kv_heads=2, head_dim=8, window=16), 2, kernel="flash-attn")
+    with pytest.raises(UnfitWorkloadError, match="softcap, sinks and smaller heads of v cannot be foreseen"):
+        tape("zigzag", Workload(seq=64, heads=2, kv_heads=2, head_dim=8, softcap=5.0), 2)
     with pytest.raises(UsageError, match="no kernel 'cudn'"):
         tape("zigzag", SMALL, 2, kernel="cudn")
 
@@ -168,5 +170,5 @@ def test_the_tape_leaves_nothing_behind() -> None:
 
     with pytest.raises(UnfitWorkloadError):
         tape(f"{USERS}:Looks", SMALL, 2)
-    assert "meta" not in merge.FUSED and "meta" not in streams.KINDS and annotate._listener is None
+    assert "meta" not in merge.FUSED and "meta" not in streams.SIDE_STREAMS and annotate._listener is None
     assert (torch.ones(2) + 1).sum().item() == 4

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Iterator
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.image import imread
 
 import ringprof
 from tests.loaded import analysis
@@ -153,6 +156,21 @@ def test_a_table_is_saved_as_csv(tab: Any, tmp_path: Path) -> None:
     assert header.startswith("rank,host,wall ms,compute ms,") and tab.run("window.named") == "breakdown.csv"
     assert [row.split(",")[2] for row in rows] == [f"{rank['wall_ns'] / 1e6:.3f}" for rank in ranks]
     assert tab.messages == []
+
+
+def test_a_view_is_drawn_in_its_cell(tab: Any, tmp_path: Path) -> None:
+    path = tmp_path / "notebook.html"
+    path.write_text(f"<!doctype html><body>{analysis(TRACES / 'h200x4-zigzag-262144').view()._repr_html_()}</body>")
+    tab.call("Emulation.setDeviceMetricsOverride", width=1000, height=1200, deviceScaleFactor=1, mobile=False)
+    tab.open(path)
+    # The frame is out of the debugger's reach: what it draws is seen. The bars of flash attention are #0072B2.
+    for _ in range(200):
+        png = base64.b64decode(tab.call("Page.captureScreenshot", format="png")["data"])
+        pixels = (255 * imread(BytesIO(png))[:, :, :3]).round().astype(int)
+        if (blue := int((pixels == (0x00, 0x72, 0xB2)).all(axis=2).sum())) > 5_000:
+            break
+    assert blue > 5_000
+    assert tab.messages == [] and {url.partition(":")[0] for url in tab.requests} <= {"file", "data", "blob", "about"}
 
 
 def test_a_hostile_name_runs_nothing(tab: Any, tmp_path: Path) -> None:

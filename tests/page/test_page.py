@@ -7,6 +7,7 @@ import hashlib
 import re
 import shutil
 import sys
+from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import pytest
 import ringprof
 from ringprof import cli
 from ringprof.analysis.findings.findings import findings_in_memory
+from ringprof.errors import UsageError
 from ringprof.report import as_json
 from ringprof.report.page.html import render
 from ringprof.report.page.run import run_document
@@ -151,6 +153,25 @@ def test_names_from_a_trace_are_text() -> None:
     shown = next(row[0] for row in page.tables["Kernels"] if "alert(1)" in row[0])
     assert shown.startswith("</script><script>alert(1)</script><img src=x onerror=alert(2)>")
     assert "\x1b" not in shown and "\u202e" not in shown
+
+
+def test_a_view_is_part_of_the_page_in_a_frame_of_its_own() -> None:
+    run = analysis(RUN)
+    shown = run.view()
+    assert [heading for heading in Page(shown.html).tables if heading] == ["Waterfall"]
+    assert shown.html.index("<h2>Timeline</h2>") < shown.html.index("<h2>Waterfall</h2>")
+    cell = shown._repr_html_()
+    assert cell.startswith('<iframe sandbox="allow-scripts allow-downloads" ') and cell.count("<") == 2
+    # As the browser reads the attribute, it is the page.
+    assert unescape(cell.partition('srcdoc="')[2].removesuffix('"></iframe>')) == shown.html
+    assert repr(shown).startswith("<ringprof view of timeline, waterfall:")
+    assert "height: 400px" in run.view("steps", height=400)._repr_html_()
+    with pytest.raises(UsageError, match=r"no section 'stpes' .did you mean 'steps'.*there are: waterfall, "):
+        run.view("stpes")
+    # A CPU run has no timeline.
+    assert list(Page(analysis(ROOT / "traces" / "cpu4-burst-4096").view().html).tables) == ["Waterfall"]
+    two = ringprof.compare(RUN, ROOT / "traces" / "h200x4-ring-262144").view()
+    assert "Both timelines" in two.html and "run.view()" in run._repr_html_()
 
 
 def test_a_large_run_is_thinned_and_says_so() -> None:

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from ringprof.errors import MissingExtraError, UnfitWorkloadError, UsageError
 from ringprof.record.estimate import (
-    Estimate,
+    RecordingEstimate,
     describe,
     estimate_of,
     kernel_rate,
@@ -49,8 +49,8 @@ def request(**changes: object) -> Request:
     return msgspec.structs.replace(base, **changes)
 
 
-def plan(**changes: object) -> Estimate:
-    base = Estimate(
+def plan(**changes: object) -> RecordingEstimate:
+    base = RecordingEstimate(
         device="NVIDIA H200", kernel="cudnn", flops_per_device=10**15, rate=5e14, rate_source="assumed",
         memory_bytes=10 * GIB, memory_limit=100 * GIB, iterations=16, start_s=30.0, imbalance=1.0,
     )  # fmt: skip

@@ -16,7 +16,7 @@ import torch
 
 import ringprof
 from ringprof.errors import MissingExtraError
-from ringprof.monitoring import Looks, figures_of, waited_for
+from ringprof.monitoring import Looks, look_figures, waited_for
 from ringprof.record.monitor import interval_for
 from ringprof.scale.pipeline import attribute
 from ringprof.strategies import create
@@ -114,7 +114,7 @@ def test_who_is_waited_for() -> None:
     builders = ring([1000, 1000, 1000, 1500], [2500, 2000, 2500, 2500], tensors=1)
     attribution = attribute([builder.trace() for builder in builders])
     assert waited_for(attribution) == {3: 1000}
-    figures = figures_of(attribution)
+    figures = look_figures(attribution)
     assert figures["waited_for"] == {"3": 0.001} and figures["straggler"] == 3
     assert (figures["wait_ms"], figures["wire_ms"]) == pytest.approx((1000 / 4 / 1e6, 4000 / 4 / 1e6))
 

@@ -14,7 +14,7 @@ from ringprof import cli
 from ringprof.analysis.findings.findings import findings_in_memory
 from ringprof.api import Analysis, parse_any
 from ringprof.errors import InputError, KernelTableError
-from ringprof.frame_columns import MEANINGS
+from ringprof.frame_columns import COLUMN_MEANINGS
 from ringprof.frames import BREAKDOWN_COLUMNS, FRAMES, HOP_COLUMNS, hop_frame, write_parquet
 from ringprof.options import LoadOptions
 from ringprof.report.notebook import findings_html
@@ -47,7 +47,7 @@ def test_every_frame_says_what_its_columns_mean(analysis, frame):
     assert list(meanings) == list(made.columns)
     assert all(meanings.values())
     # No column that is gone is described.
-    assert set(MEANINGS[frame]) - set(made.columns) <= {"rank", "host", "iteration", "median", "share", "tflops"}
+    assert set(COLUMN_MEANINGS[frame]) - set(made.columns) <= {"rank", "host", "iteration", "median", "share", "tflops"}
     told = getattr(Analysis, frame).__doc__
     assert all(f"- ``{column}``: {meaning}" in told for column, meaning in meanings.items())
 

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from ringprof.trace.columns import Collective, Trace
+from ringprof.trace.columns import CommRecord, Trace
 from ringprof.trace.kineto import read_trace
 from ringprof.trace.reduced import reduce_trace
 from tests.paths import TRACES
@@ -31,7 +31,7 @@ def as_rank(trace: Trace, rank: int, world: int, host: str | None = None, later_
         step = 0 if number is None else (number - own + small // 2) % small - small // 2
         return None if number is None else (rank + step) % world
 
-    def record(one: Collective) -> Collective:
+    def record(one: CommRecord) -> CommRecord:
         return replace(
             one,
             group_ranks=everyone if one.group_ranks else None,

@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import gc
 import os
-from itertools import product
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 
-from ringprof.strategies import agreement, base, copies, create, hops
+from ringprof.strategies import agreement, copies, create, hops
 from ringprof.strategies.errors import PeerLost, Unfit
-from ringprof.strategies.hops import Hop, Ring
+from ringprof.strategies.hops import Hop
 from ringprof.strategies.parcels import Parcel
 from tests.strategies.cases import CASES, Case, Problem, dense, inputs, relative_error
 from tests.strategies.gpu_ranks import GPUS, SIZES, needs_two_gpus, run_gpu_ranks
@@ -29,51 +28,42 @@ def test_hops_that_nothing_carries_are_refused_by_name():
 
 
 class _ByGloo:
-    """Carries what copy engines would."""
+    """Carries what copy engines would, between two ranks."""
 
     slots = None
 
-    def __init__(self, ring: Ring) -> None:
-        self._ring = ring
+    def __init__(self, group: Any) -> None:
+        self._group, self._peer = group, 1 - group.rank()
 
     def post(self, parcel: Parcel) -> Hop:
         arriving = parcel.room()
-        return Hop(self._ring._exchange(parcel.messages, arriving.messages), parcel.messages, arriving)
+        works = [self._group.send([x], self._peer, 0) for x in parcel.messages]
+        works += [self._group.recv([x], self._peer, 0) for x in arriving.messages]
+        return Hop(works, parcel.messages, arriving)
 
 
-def _carried(rank: int, can: list[bool], seq: int) -> tuple[set[str], float]:
+def _carried(rank: int, can: list[bool]) -> tuple[set[str], float]:
     """By what the hops went, where ``can`` says of each rank whether it has copy engines; and the error."""
-    problem = Problem(seq=seq)
+    problem = Problem(seq=16)
     with (
         patch.object(agreement, "can_copy", lambda: None if can[rank] else "need CUDA"),
         patch.object(agreement, "sees_peers", lambda: True),
-        patch.object(hops, "copy_ring", lambda *_: None),
-        # K and V of 16 tokens: 2 heads of 8 numbers of 8 bytes.
-        patch.object(base, "COPIED_FROM_BYTES", 4096),
+        patch.object(hops, "copy_ring", lambda channel, group, *_: _ByGloo(group)),
     ):
         strategy = create("zigzag", kernel="reference")
-        if strategy.comm.can_copy:
-            for ring in (strategy.kv_ring, strategy.dkv_ring):
-                ring._copies = _ByGloo(ring)
-        *qkv, dout = (strategy.shard(x) for x in inputs(problem))
-        out = strategy.attention(*(x.requires_grad_() for x in qkv))
-        out.backward(dout)
+    *qkv, dout = (strategy.shard(x) for x in inputs(problem))
+    out = strategy.attention(*(x.requires_grad_() for x in qkv))
+    out.backward(dout)
     results = [strategy.unshard(x) for x in (out, *(x.grad for x in qkv))]
     error = max(relative_error(x, true) for x, true in zip(results, dense(problem), strict=True))
     return {operation for _, _, operation, _ in strategy.comm.meter.sent}, error
 
 
 @pytest.mark.parametrize(
-    ("can", "seq", "way"),
-    [
-        ([True, True], 32, "copy"),
-        ([True, True], 28, "send_recv"),
-        ([True, False], 32, "send_recv"),
-        ([False, False], 32, "send_recv"),
-    ],
+    ("can", "way"), [([True, True], "copy"), ([True, False], "send_recv"), ([False, False], "send_recv")]
 )
-def test_auto_copies_large_hops_where_all_ranks_can(can, seq, way):
-    for ways, error in run_ranks(2, _carried, can, seq):
+def test_auto_copies_where_all_ranks_can(can, way):
+    for ways, error in run_ranks(2, _carried, can):
         assert ways == {way} and error < 1e-13
 
 
@@ -211,24 +201,16 @@ def test_copied_hops_are_refused_inside_a_cuda_graph():
     assert all("cannot be captured in a CUDA graph" in said for said in run_gpu_ranks(2, _captured))
 
 
-def _auto(rank: int) -> dict[tuple[str, int], set[str]]:
-    """By kernel and tokens, what the hops went by."""
+def _auto(rank: int) -> dict[str, set[str]]:
     found = {}
-    for kernel, seq in product(("cudnn", "torch-flash"), (16384, 16376)):
+    for kernel in ("cudnn", "torch-flash"):
         strategy = create("zigzag", kernel=kernel)
-        q = torch.randn(1, seq // 2, 16, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-        strategy.attention(q, q, q).sum().backward()
-        found[kernel, seq] = {operation for _, _, operation, _ in strategy.comm.meter.sent}
+        _calls(strategy, range(2), 8, 4)
+        found[kernel] = {operation for _, _, operation, _ in strategy.comm.meter.sent}
     return found
 
 
 @pytest.mark.gpu
 @needs_two_gpus
-def test_auto_copies_hops_from_32_mib_beside_any_kernel_on_gpus():
-    # K and V of 8192 tokens of 16 heads of 64 in bf16 are 32 MiB.
-    expected = {
-        (kernel, seq): {way}
-        for kernel in ("cudnn", "torch-flash")
-        for seq, way in ((16384, "copy"), (16376, "send_recv"))
-    }
-    assert run_gpu_ranks(2, _auto) == [expected] * 2
+def test_auto_copies_beside_any_kernel_on_gpus():
+    assert run_gpu_ranks(2, _auto) == [{"cudnn": {"copy"}, "torch-flash": {"copy"}}] * 2

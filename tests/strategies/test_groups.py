@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from ringprof.strategies import Unfit, UnknownName, create, groups, names
-from ringprof.strategies.agreement import Standing, hosts_of
+from ringprof.strategies.agreement import Standing, agreed_hosts
 from tests.strategies.cases import Problem, dense, inputs, relative_error
 from tests.strategies.ranks import run_ranks
 
@@ -175,13 +175,13 @@ def standing(rank: int, **said: Any) -> Standing:
     ],
 )
 def test_hosts_follow_the_launcher_and_else_the_names(ranks, world, hosts):
-    assert list(hosts_of(ranks, world).values()) == hosts
+    assert list(agreed_hosts(ranks, world).values()) == hosts
 
 
 def test_hosts_of_unequal_size_that_cannot_be_told_apart_are_refused():
     ranks = [standing(rank, local_world_size=4 if rank < 4 else 2) for rank in (0, 4, 5)]
     with pytest.raises(Unfit, match=r"LOCAL_WORLD_SIZE 2 and 4.*give ranks_per_host"):
-        hosts_of(ranks, 6)
+        agreed_hosts(ranks, 6)
 
 
 def under(rank: int, variables: list[dict[str, str]]) -> tuple[Any, ...]:

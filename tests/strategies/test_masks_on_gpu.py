@@ -9,7 +9,7 @@ from torch import Tensor
 from ringprof.mask import Mask
 from ringprof.strategies import Unfit, create
 from ringprof.strategies.cut import cut_of
-from ringprof.strategies.kernels import KERNELS, MaskedReference
+from ringprof.strategies.kernels import KERNELS, Kernel, MaskedReference, ReferenceKernel
 from ringprof.strategies.layouts import LAYOUTS
 from tests.strategies.cases import Case
 from tests.strategies.gpu_ranks import needs_two_gpus, run_gpu_ranks
@@ -30,6 +30,8 @@ MASKS = [
 CASES = [
     Case("ring"), Case("zigzag"), Case("zigzag", {"documents_layout": "per_document"}), Case("stripe"), Case("ulysses"),
     Case("usp"), Case("allgather"), Case("allgather", {"layout": "zigzag", "documents_layout": "per_document"}),
+    Case("burst"), Case("double-ring", {"ring_window": 1}), Case("megatron"),
+    Case("megatron", {"documents_layout": "per_document"}),
 ]  # fmt: skip
 
 
@@ -39,9 +41,9 @@ def full_inputs(batch: int, heads: int, kv_heads: int) -> list[Tensor]:
     return [torch.randn(shape, generator=generator, device="cuda").bfloat16() for shape in shapes]
 
 
-def truth_of(full: list[Tensor], mask: Mask) -> list[Tensor]:
+def truth_of(full: list[Tensor], mask: Mask, softcap: float = 0.0) -> list[Tensor]:
     q, k, v, dout = (x.double() for x in full)
-    kernel = MaskedReference(mask)
+    kernel = MaskedReference(mask, softcap=softcap)
     out, lse = kernel.forward(q, k, v, scale=HEAD_DIM**-0.5, causal=mask.causal)
     return [out, *kernel.backward(dout, q, k, v, lse, out=out, scale=HEAD_DIM**-0.5, causal=mask.causal)]
 
@@ -50,43 +52,64 @@ def worst(values: list[Tensor], truth: list[Tensor]) -> float:
     return max(float((x.double() - y).norm() / y.norm()) for x, y in zip(values, truth, strict=True))
 
 
-@pytest.mark.parametrize("name", ["cudnn", "flash-attn", "torch-flash", "torch-efficient"])
-def test_a_kernel_computes_parts_as_float64_does(name: str) -> None:
+ALL_KERNELS = [name for name in KERNELS if name not in ("cpu-flash", "reference")]
+SOFTCAP = 2.0
+"""As large as some scores."""
+
+
+@pytest.mark.parametrize(
+    ("name", "softcap"),
+    [
+        (name, softcap)
+        for name in ALL_KERNELS
+        for softcap in (0.0, SOFTCAP)
+        if not softcap or KERNELS[name].takes_softcap
+    ],
+)
+def test_a_kernel_computes_parts_as_float64_does(name: str, softcap: float) -> None:
     reason = KERNELS[name].unfit(torch.device("cuda"), torch.bfloat16, HEAD_DIM)
     if reason:
         pytest.skip(f"{name} {reason}")
     wrong = []
-    for shape in SHAPES:
+    # What is compiled for every number of heads is held on one.
+    for shape in SHAPES[1:] if name == "flex" else SHAPES:
         full = full_inputs(*shape)
         q, k, v, dout = full
         for mask in MASKS:
             block = cut_of(mask, LAYOUTS["contiguous"], 1, SEQ).block(0, 0)
             assert block is not None and block.parts is not None
-            kernel = KERNELS[name]()
+            kernel = KERNELS[name](softcap=softcap)
             if block.parts.bands and not kernel.takes_windows:
                 continue
             how = {"scale": HEAD_DIM**-0.5, "causal": False, "parts": block.parts}
-            out, lse = kernel.forward(q, k, v, **how)
+            try:
+                out, lse = kernel.forward(q, k, v, **how)
+            except RuntimeError as error:
+                if softcap and "softcap" in str(error):
+                    pytest.skip(f"this build of {name} has no softcap")
+                raise
             gradients = kernel.backward(dout, q, k, v, lse, out=out.to(q.dtype), **how)
-            off = worst([out, *gradients], truth_of(full, mask))
+            off = worst([out, *gradients], truth_of(full, mask, softcap))
             # Not "off > 0.02": NaN must not pass.
             if not off < 0.02:
                 wrong.append(f"{name}, {shape}, {mask}: {off}")
     assert not wrong
 
 
-def wrong_on_a_rank(rank: int, kernel: str) -> list[str]:
+def wrong_on_a_rank(rank: int, kernel: str, softcap: float) -> list[str]:
     found = []
-    for shape in SHAPES:
+    few = kernel == "flex"
+    for shape in SHAPES[1:] if few else SHAPES:
         full = full_inputs(*shape)
         for mask in MASKS:
-            truth = truth_of(full, mask)
-            for case in CASES:
+            truth = truth_of(full, mask, softcap)
+            for case in CASES[::3] if few else CASES:
                 strategy = create(case.name, kernel=kernel, hops="nccl", **case.params)
                 share = {"documents": mask.documents}
                 leaves = [strategy.shard(x, **share).requires_grad_() for x in full[:3]]
                 try:
-                    out = strategy.attention(*leaves, causal=mask.causal, window_size=mask.window, **share)
+                    how = {"causal": mask.causal, "window_size": mask.window, "softcap": softcap}
+                    out = strategy.attention(*leaves, **how, **share)
                 except Unfit as refusal:
                     assert mask.windowed and "takes no sliding windows" in str(refusal)
                     continue
@@ -98,12 +121,14 @@ def wrong_on_a_rank(rank: int, kernel: str) -> list[str]:
 
 
 @needs_two_gpus
-@pytest.mark.parametrize("kernel", ["cudnn", "flash-attn", "torch-flash"])
-def test_strategies_are_right_on_two_gpus(kernel: str) -> None:
+@pytest.mark.parametrize(
+    ("kernel", "softcap"), [("cudnn", 0.0), ("flash-attn", 0.0), ("torch-flash", 0.0), ("flex", 0.0), ("flex", SOFTCAP)]
+)
+def test_strategies_are_right_on_two_gpus(kernel: str, softcap: float) -> None:
     reason = KERNELS[kernel].unfit(torch.device("cuda"), torch.bfloat16, HEAD_DIM)
     if reason:
         pytest.skip(f"{kernel} {reason}")
-    assert run_gpu_ranks(2, wrong_on_a_rank, kernel) == [[], []]
+    assert run_gpu_ranks(2, wrong_on_a_rank, kernel, softcap) == [[], []]
 
 
 def bits(rank: int) -> list[str]:
@@ -135,3 +160,19 @@ def test_no_bit_of_one_document_reaches_another() -> None:
     if KERNELS["flash-attn"].missing(torch.device("cuda")):
         pytest.skip("flash-attn is not here")
     assert run_gpu_ranks(2, bits) == [[], []]
+
+
+@pytest.mark.parametrize("head_dim", [16, 64, 96, 192, 256])
+def test_flex_takes_heads_of_any_size(head_dim: int) -> None:
+    torch.manual_seed(0)
+    q, k, v, dout = (torch.randn(1, 300, heads, head_dim, device="cuda").bfloat16() for heads in (4, 2, 2, 4))
+    truth = truth_with(ReferenceKernel(), q, k, v, dout, head_dim)
+    found = truth_with(KERNELS["flex"](), q, k, v, dout, head_dim)
+    assert worst(found, truth) < 0.02
+
+
+def truth_with(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, head_dim: int) -> list[Tensor]:
+    if kernel.name == "reference":
+        q, k, v, dout = (x.double() for x in (q, k, v, dout))
+    out, lse = kernel.forward(q, k, v, scale=head_dim**-0.5, causal=True)
+    return [out, *kernel.backward(dout, q, k, v, lse, out=out, scale=head_dim**-0.5, causal=True)]

@@ -10,7 +10,7 @@ import pytest
 
 from ringprof.errors import InputError, MissingExtraError, TraceFormatError
 from ringprof.limits import Limits, MemoryBudget
-from ringprof.trace.columns import KERNEL, MEMCPY, MEMSET, NONE, Collective, Device
+from ringprof.trace.columns import KERNEL, MEMCPY, MEMSET, NONE, CommRecord, Device
 from ringprof.trace.kineto import parse_trace, read_trace
 from ringprof.trace.kineto.byte_source import ByteSource
 from ringprof.trace.kineto.collectives import whole_number
@@ -65,7 +65,7 @@ def test_the_columns_of_a_small_trace():
     assert trace.device_annotations.thread.tolist() == [20]
     assert trace.comm_records.external_id.tolist() == [71]
     assert trace.collectives == [
-        Collective(
+        CommRecord(
             name="send",
             group="1",
             group_description="cp",

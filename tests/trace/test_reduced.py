@@ -10,7 +10,7 @@ import pytest
 
 from ringprof.errors import RingprofError, TraceFormatError
 from ringprof.limits import Limits, MemoryBudget, MemoryLimitError
-from ringprof.trace.columns import Collective, Trace
+from ringprof.trace.columns import CommRecord, Trace
 from ringprof.trace.kineto import parse_trace, read_trace
 from ringprof.trace.ranks import read_traces
 from ringprof.trace.reduced import MAGIC, parse_reduced, reduce_trace
@@ -70,7 +70,7 @@ def int64(*values):
 
 def record(**changes):
     """Another communication record, with what no reader lets through."""
-    one = Collective("send", None, None, (0, 1), 2, 8, 8, "Float", 0, 1)
+    one = CommRecord("send", None, None, (0, 1), 2, 8, 8, "Float", 0, 1)
 
     def change(file):
         file["lists"] = {"sizes": int64(2, 0, 1), "data": int64(0, 1, -1)}

@@ -13,7 +13,7 @@ from ringprof.analysis import intervals
 from ringprof.analysis.intervals import Spans
 from ringprof.analysis.kinds.kinds import COMMUNICATION, COMPUTE
 from ringprof.analysis.rank import Detail, Rank
-from ringprof.analysis.timeline.rows import Rows
+from ringprof.analysis.timeline.rows import TimedActivities
 from ringprof.trace.columns import NONE, Int64, Ranges, Trace
 
 MOST_NAMES = 500
@@ -66,7 +66,7 @@ def _of_rank(detail: Detail) -> Iterator[Annotation]:
             yield _measured(name, calls, rows.at(places), compute)
 
 
-def _measured(name: str, calls: int, rows: Rows, compute: Spans) -> Annotation:
+def _measured(name: str, calls: int, rows: TimedActivities, compute: Spans) -> Annotation:
     communication = rows.spans(*COMMUNICATION)
     return Annotation(
         name=name,
@@ -97,7 +97,7 @@ def _names(trace: Trace) -> list[tuple[str, list[int]]]:
 class _Launched:
     """A rank's activities by when they were launched; those without a launch record by the device's own ranges."""
 
-    def __init__(self, detail: Detail, rows: Rows) -> None:
+    def __init__(self, detail: Detail, rows: TimedActivities) -> None:
         trace = detail.classified.trace
         launch = detail.classified.launch[rows.activity]
         joined = np.flatnonzero(launch != NONE)

@@ -32,7 +32,7 @@ class Change:
 
 
 @dataclass(frozen=True)
-class Changes:
+class RunChanges:
     """Every change between two runs of the same work, largest first; each sums over what is named alike."""
 
     parts: tuple[Change, ...]
@@ -74,7 +74,7 @@ def _listed(steps: list[int]) -> str:
     return ", ".join(map(str, steps))
 
 
-def changes_between(base: Findings, other: Findings) -> Changes:
+def changes_between(base: Findings, other: Findings) -> RunChanges:
     """What of the time changed; both must have done the same work."""
     wall = base.waterfall.wall_ns / _iterations(base) or 1.0
 
@@ -85,7 +85,7 @@ def changes_between(base: Findings, other: Findings) -> Changes:
         ]
         return tuple(sorted(rows, key=lambda row: -abs(row.share)))
 
-    return Changes(*(changed(of(base), of(other)) for of in (_parts, _steps, _kernels)))
+    return RunChanges(*(changed(of(base), of(other)) for of in (_parts, _steps, _kernels)))
 
 
 def _iterations(found: Findings) -> int:

@@ -16,20 +16,21 @@ from typing import TYPE_CHECKING
 import msgspec
 
 if TYPE_CHECKING:
-    from ringprof.analysis.findings.changes import Changes
+    from ringprof.analysis.findings.changes import RunChanges
     from ringprof.analysis.findings.findings import Findings
 
 Recordings = Sequence[Sequence[float]]
 """One or several recordings of repeated measurements."""
 WORK = ("seq", "batch", "heads", "kv_heads", "head_dim", "causal", "dtype", "world_size", "passes")
 """Settings that say how much work was done, and by how many."""
-_UNLESS_STATED = ("layers", "steps", "mask")
-"""Settings that say how often, and by which mask; where they are not stated, once, and causal or full."""
+_UNLESS_STATED = ("layers", "steps", "mask", "v_head_dim", "scores")
+"""Settings that say how often, by which mask, with which heads of v and what is done to scores; where they are not
+stated: once, causal or full, as those of q and k, and nothing."""
 
 FEWEST_TURNS = 4
 """Recordings of each from which it is surer to set those made in turns against each other one by one."""
 
-WATERFALL = "waterfall."
+WATERFALL_PREFIX = "waterfall."
 """How the names of the figures begin that are parts of the slowest rank's wall."""
 
 
@@ -104,7 +105,7 @@ class Comparison:
     """What two single runs or traces of the same work were found to be, for `changes`; else empty."""
 
     @cached_property
-    def changes(self) -> Changes | None:
+    def changes(self) -> RunChanges | None:
         """What became of the time between two runs; None where it is not two runs of the same work."""
         from ringprof.analysis.findings.changes import changes_between  # here: logs are read without numpy
 

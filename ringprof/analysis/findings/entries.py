@@ -7,7 +7,7 @@ from statistics import fmean
 
 import numpy as np
 
-from ringprof.analysis.findings.comparison import WATERFALL, Entry, Figure
+from ringprof.analysis.findings.comparison import WATERFALL_PREFIX, Entry, Figure
 from ringprof.analysis.findings.controls import ControlFigures, slowest
 from ringprof.analysis.findings.figures import figures_of
 from ringprof.analysis.findings.findings import Findings
@@ -38,7 +38,7 @@ def entry_of_run(label: str, found: Findings) -> Entry:
         figures |= _control_figures(whole.controls, summary.rates.controls)
     times = {row.kind: row.time_ns / iterations for row in summary.kinds}
     figures |= {f"{kind}_ms": _time(times[kind]) for kind in KINDS if kind in times}
-    figures |= {f"{WATERFALL}{part.part}_ms": _time(part.time_ns / iterations) for part in found.waterfall.parts}
+    figures |= {f"{WATERFALL_PREFIX}{part.part}_ms": _time(part.time_ns / iterations) for part in found.waterfall.parts}
     settings = _run_settings(run) if run is not None else {}
     devices = ", ".join(summary.devices) or None
     warnings = tuple(f"{one.message} [{one.code}]" for one in found.attribution.warnings if one.code not in NOTES)
@@ -70,12 +70,16 @@ def _run_settings(run: Run) -> dict[str, str | None]:
 def _workload_settings(work: Workload) -> dict[str, str | None]:
     return {
         "seq": str(work.seq),
+        **({} if work.kv_length is None else {"phase": work.phase, "kv_length": str(work.kv_length)}),
         "batch": str(work.batch),
         "heads": str(work.heads),
         "kv_heads": str(work.kv_heads),
         "head_dim": str(work.head_dim),
         "causal": str(work.causal).lower(),
         **({} if work.mask().plain else {"mask": f"{work.mask()}: {work.mask().area(work.seq)} pairs"}),
+        **({} if work.layer is None else {"layer": str(work.layer)}),
+        **({"v_head_dim": str(work.v_head_dim)} if work.v_head_dim else {}),
+        **({"scores": ", ".join(work.extras())} if work.extras() else {}),
         "dtype": work.dtype,
         "passes": "forward and backward" if work.backward else "forward",
         **{name: str(count) for name, count in (("layers", work.layers), ("steps", work.steps)) if count > 1},

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from statistics import fmean
 
 from ringprof.analysis.findings.findings import Findings
+from ringprof.analysis.findings.inference import inference_of
 from ringprof.analysis.kinds.kinds import KINDS
 from ringprof.analysis.rank import Rank
 
@@ -42,12 +43,26 @@ def figures_of(found: Findings) -> dict[str, float]:
         "slowest_excess": summary.slowest_excess,
         "warnings": sum(warning.count for warning in attribution.warnings),
     }
+    inference = inference_of(attribution, summary)
+    if inference is not None:
+        known["tokens_per_second"], known["read_gbps"] = inference.tokens_per_second, inference.read_gbps
+        known |= {f"bound.{name}": share for name, share in inference.shares.items()}
     figures |= {name: float(value) for name, value in known.items() if value is not None}
     figures |= {f"waterfall.{part.part}": part.share for part in found.waterfall.parts}
     return figures
 
 
-_NO_SHARES = {"tflops", "block_tflops", "solo_tflops", "wire_gbps", "hops", "warnings", "iterations"}
+_NO_SHARES = {
+    "tflops",
+    "block_tflops",
+    "solo_tflops",
+    "wire_gbps",
+    "read_gbps",
+    "tokens_per_second",
+    "hops",
+    "warnings",
+    "iterations",
+}
 
 
 def shares_among(figures: Iterable[str]) -> set[str]:

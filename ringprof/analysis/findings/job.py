@@ -17,7 +17,8 @@ LEAST_NAMED = 0.001
 
 def is_attention(attribution: Attribution) -> bool:
     """Whether the job is attention: a recorded strategy, or attention for at least half of what computes."""
-    if attribution.run is not None and attribution.run.strategy is not None:
+    run = attribution.run
+    if run is not None and run.strategy is not None and (run.workload is None or run.workload.layer is None):
         return True
     flash = sum(rank.breakdown.flash_ns for rank in attribution.ranks)
     return 0 < flash >= sum(rank.breakdown.compute_ns for rank in attribution.ranks) / 2

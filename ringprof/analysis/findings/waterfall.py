@@ -142,7 +142,8 @@ def find_waterfall(attribution: Attribution, summary: Summary, peak: Peak | None
     means = _means(totals, len(ranks))
     wall = slowest.breakdown.wall_ns
     evidence = evidence_of(attribution, summary, work)
-    flops = work.needed / len(ranks) if work else None
+    # Of whole layers the attention alone has a count here: no rate follows from it.
+    flops = work.needed / len(ranks) if work and not _in_layers(attribution) else None
     return Waterfall(
         parts=_rows(means, wall, flops, evidence, _always(attribution)),
         wall_ns=wall,
@@ -212,6 +213,12 @@ def _work(attribution: Attribution, summary: Summary, measured: Peak | None) -> 
     if peak is None or needed / peak.tflops / 1e3 > spent or len(set(summary.devices)) > 1:
         peak = None
     return AttentionWork(peak, needed, done, summary.rates.solo_tflops)
+
+
+def _in_layers(attribution: Attribution) -> bool:
+    """Whether the attention was recorded in whole layers."""
+    run = attribution.run
+    return run is not None and run.workload is not None and run.workload.layer is not None
 
 
 def _attention(spent_ns: int, work: AttentionWork | None) -> dict[str, int]:

@@ -32,7 +32,7 @@ from ringprof.analysis.kinds.operators import (
     kind_of_its_kernel,
 )
 from ringprof.analysis.kinds.rules import Rule, rule_for, runs_in_either_pass
-from ringprof.trace.columns import MEMCPY, MEMSET, NONE, Collective, Int8, Int64, Ranges, Trace, distinct
+from ringprof.trace.columns import MEMCPY, MEMSET, NONE, CommRecord, Int8, Int64, Ranges, Trace, distinct
 
 EVIDENCE = ("metadata", "cpu_records", "annotation", "name", "none", "user_rule", "stream")
 """A column of evidence holds indices into this tuple; ``none`` marks what no source knows (kind ``other``)."""
@@ -43,7 +43,7 @@ _COMM_RANGE = re.compile(r"(?:nccl|gloo|c10d)::?(\w+)")
 _FLASH = [CODE[kind] for kind in ATTENTION]
 
 
-Calls = tuple[Collective, ...]
+Calls = tuple[CommRecord, ...]
 """The communication calls that one kernel carries out, in order."""
 
 
@@ -277,7 +277,7 @@ def _kind_of_calls(calls: Calls, rank: int | None) -> str:
     return kinds.pop() if len(kinds) == 1 else "comm_other"
 
 
-def single_peer(call: Collective, rank: int | None) -> tuple[int, int] | None:
+def single_peer(call: CommRecord, rank: int | None) -> tuple[int, int] | None:
     """(rank sent to, rank received from) of an all-to-all that is a rotation: its splits have one peer each."""
     if not call.in_split:
         return None

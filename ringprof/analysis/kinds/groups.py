@@ -16,7 +16,7 @@ from ringprof.analysis.kinds.classify import Calls, Classified
 from ringprof.analysis.kinds.kinds import CODE, COMMUNICATION, OTHER_GROUPS
 from ringprof.analysis.kinds.user_rules import wildcards
 from ringprof.errors import UsageError
-from ringprof.trace.columns import Collective, Trace
+from ringprof.trace.columns import CommRecord, Trace
 
 _OWN_CHANNEL = "ringprof:"
 """What the descriptions of the groups begin with that ringprof's own strategies communicate in."""
@@ -75,7 +75,7 @@ def refuse_unknown_group(group: str, names: Iterable[str]) -> None:
     raise UsageError(f"--group {group!r}: nothing was communicated in such a group; the traces have: {listed}")
 
 
-def _shown(record: Collective, trace: Trace) -> str:
+def _shown(record: CommRecord, trace: Trace) -> str:
     ranks = _ranks_of(record, trace)
     description = f" ({record.group_description})" if record.group_description else ""
     members = f" of ranks {','.join(map(str, ranks[:8]))}{',...' if len(ranks) > 8 else ''}" if ranks else ""
@@ -103,7 +103,7 @@ class _Choice(msgspec.Struct, frozen=True):
         listed = [frozenset(of) for name, of in trace.groups.items() if any(p.fullmatch(name) for p in patterns)]
         return cls(patterns, ranks, (*ranks, *listed), trace)
 
-    def has(self, record: Collective) -> bool:
+    def has(self, record: CommRecord) -> bool:
         """Whether a call is of a chosen group."""
         named = (record.group or "", record.group_description or "")
         if any(pattern.fullmatch(name) for pattern in self.patterns for name in named):
@@ -114,7 +114,7 @@ class _Choice(msgspec.Struct, frozen=True):
         return bool(ranks) and any(ranks <= members for members in self.members)
 
 
-def _ranks_of(record: Collective, trace: Trace) -> tuple[int, ...]:
+def _ranks_of(record: CommRecord, trace: Trace) -> tuple[int, ...]:
     return record.group_ranks or trace.groups.get(record.group or "", ())
 
 

@@ -49,21 +49,21 @@ KERNEL_FILE = "kernel_file "
 """What the reader writes before the name of the file that a Triton kernel was compiled from."""
 
 
-LONGEST_NAME = 1024
+_LONGEST_NAME = 1024
 """Names of operators are looked at this far: torch's own are shorter, and these may be a stranger's."""
 
 
 @lru_cache(maxsize=4096)
 def kind_enclosing(name: str) -> str | None:
     """The kind of all that is launched in this operator or annotation, matrix products and the like apart."""
-    name = name[:LONGEST_NAME]
+    name = name[:_LONGEST_NAME]
     return next((kind for kind, pattern in ENCLOSING.items() if re.fullmatch(pattern, name)), None)
 
 
 @lru_cache(maxsize=4096)
 def kind_of_its_kernel(name: str) -> str | None:
     """The kind of this operator's own kernel."""
-    name = name[:LONGEST_NAME]
+    name = name[:_LONGEST_NAME]
     if name.startswith(KERNEL_FILE):
         stem = name.removeprefix(KERNEL_FILE).removesuffix(".py")
         return next((kind for kind, pattern in _FILES.items() if re.fullmatch(pattern, stem)), None)
@@ -72,7 +72,7 @@ def kind_of_its_kernel(name: str) -> str | None:
 
 def kind_of_attention_operator(name: str) -> str | None:
     """``flash_fwd`` or ``flash_bwd`` for a CPU operator that is one attention pass, else None."""
-    if not _ATTENTION.fullmatch(name[:LONGEST_NAME]):
+    if not _ATTENTION.fullmatch(name[:_LONGEST_NAME]):
         return None
     return "flash_bwd" if _BACKWARD.search(name) else "flash_fwd"
 

@@ -259,7 +259,7 @@ RULES: tuple[Rule, ...] = (
 )  # fmt: skip
 
 
-LONGEST_NAME = 8192
+_LONGEST_NAME = 8192
 """Names are looked at this far: templates' are long, and a stranger's may be longer."""
 
 _PLAIN = re.compile(r"[\w:|<]*")
@@ -305,7 +305,7 @@ def rule_for(name: str, own: Sequence[Rule] = ()) -> Rule | None:
     for rule in own:
         if re.search(rule.pattern, name, re.IGNORECASE | re.DOTALL):
             return rule
-    name = name[:LONGEST_NAME]
+    name = name[:_LONGEST_NAME]
     if kind := kind_of_inductor(name):
         # Its name lists what was fused into it, and no more.
         return Rule(kind, "Triton", "")

@@ -17,7 +17,7 @@ import numpy as np
 
 from ringprof.analysis.kinds.kinds import ATTENTION, CODE
 from ringprof.analysis.rank import Detail
-from ringprof.analysis.timeline.rows import Rows
+from ringprof.analysis.timeline.rows import TimedActivities
 from ringprof.trace.columns import NONE, Int64, Trace
 
 PHASES = ("fwd", "bwd")
@@ -47,7 +47,7 @@ class StepBlocks(msgspec.Struct, frozen=True):
     keys: tuple[StepKey, ...]
     """In the order of their launch."""
     row: Int64
-    """Places in `Rows` of the attention kernels that belong to a step."""
+    """Places in `TimedActivities` of the attention kernels that belong to a step."""
     slot: Int64
     """Index into ``keys`` for each of them."""
     order: Int64
@@ -56,7 +56,7 @@ class StepBlocks(msgspec.Struct, frozen=True):
     """``ringprof``, ``annotation`` or ``order``."""
 
 
-def launch_order(detail: Detail, rows: Rows, exchanges: list[list[int]]) -> tuple[Int64, Int64]:
+def launch_order(detail: Detail, rows: TimedActivities, exchanges: list[list[int]]) -> tuple[Int64, Int64]:
     """The order in which the CPU launched every one of ``rows`` and each exchange (lists of activities).
 
     Without launch records (CUDA graphs) an exchange counts before every activity that ends after it began: so the
@@ -83,7 +83,7 @@ class _Range(NamedTuple):
     part: str
 
 
-def named_blocks(detail: Detail, rows: Rows, iteration: Int64, order: Int64) -> StepBlocks | None:
+def named_blocks(detail: Detail, rows: TimedActivities, iteration: Int64, order: Int64) -> StepBlocks | None:
     """The steps that the trace names; None where it names none. ``iteration`` and ``order`` are of every row."""
     trace = detail.classified.trace
     for source, pattern in (("ringprof", _OWN), ("annotation", _OTHERS)):
@@ -175,7 +175,7 @@ class AttentionRuns(msgspec.Struct, frozen=True):
     """Attention kernels that were launched with no hop between them."""
 
     row: Int64
-    """Places in `Rows`, in launch order."""
+    """Places in `TimedActivities`, in launch order."""
     order: Int64
     run: Int64
     """Number of the run that each belongs to, ascending."""
@@ -185,7 +185,7 @@ class AttentionRuns(msgspec.Struct, frozen=True):
     iteration: tuple[int, ...]
 
 
-def runs_of(rows: Rows, iteration: Int64, order: Int64, hops: Int64, ring_size: int) -> AttentionRuns:
+def runs_of(rows: TimedActivities, iteration: Int64, order: Int64, hops: Int64, ring_size: int) -> AttentionRuns:
     """The runs of one rank; ``hops`` is the launch order of its hops, ascending."""
     flash = np.flatnonzero(rows.of(*ATTENTION))
     flash = flash[np.argsort(order[flash], kind="stable")]

@@ -26,7 +26,7 @@ from ringprof.analysis.steps.blocks import (
     number_runs,
     runs_of,
 )
-from ringprof.analysis.timeline.rows import Rows
+from ringprof.analysis.timeline.rows import TimedActivities
 from ringprof.analysis.transfers.hops import Split
 from ringprof.trace.columns import NONE, Int64, distinct
 
@@ -52,7 +52,7 @@ class RankSteps:
         detail = rank.detail
         self.rank = rank
         self.detail = detail
-        self.rows: Rows = detail.rows()
+        self.rows: TimedActivities = detail.rows()
         number = np.full(len(detail.classified.trace.activities.start_ns), NONE, np.int64)
         for place, activities in enumerate(detail.window.iterations):
             number[activities] = place

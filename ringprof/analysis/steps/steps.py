@@ -29,7 +29,7 @@ from ringprof.analysis.steps.plan import (
     plan_steps,
     survey,
 )
-from ringprof.analysis.timeline.rows import Rows
+from ringprof.analysis.timeline.rows import TimedActivities
 from ringprof.analysis.transfers.hops import Split, total
 from ringprof.trace.columns import Int64
 
@@ -237,7 +237,7 @@ def _known(exposure: Exposure, start: Int64, end: Int64) -> list[int | None]:
     return [None if lost else time for time, lost in zip(wire.tolist(), unknown.tolist(), strict=True)]
 
 
-def _block_ns(rows: Rows, blocks: StepBlocks) -> Int64:
+def _block_ns(rows: TimedActivities, blocks: StepBlocks) -> Int64:
     """Union of each step's attention kernels: what each adds to those that began before it in the same step."""
     start, end = rows.start_ns[blocks.row], rows.end_ns[blocks.row]
     sequence = np.lexsort((start, blocks.slot))

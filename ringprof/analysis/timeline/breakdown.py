@@ -18,7 +18,7 @@ from ringprof.analysis.kinds.kinds import (
     MEMORY,
     OTHER_GROUPS,
 )
-from ringprof.analysis.timeline.rows import NO_ROWS, Rows
+from ringprof.analysis.timeline.rows import NO_ROWS, TimedActivities
 
 
 class KindTime(msgspec.Struct, frozen=True):
@@ -83,7 +83,7 @@ class Breakdown(msgspec.Struct, frozen=True):
         return self.exposed_comm_ns / self.wall_ns if self.wall_ns else 0.0
 
 
-def break_down(rows: Rows, background: Rows = NO_ROWS) -> Breakdown:
+def break_down(rows: TimedActivities, background: TimedActivities = NO_ROWS) -> Breakdown:
     """The breakdown of one device's activities, of which there is one at least, beside what else ran meanwhile."""
     compute, comm = rows.spans(*COMPUTE), rows.spans(*COMMUNICATION)
     hidden_by = intervals.merged(compute, background.spans(*COMPUTE))
@@ -121,7 +121,7 @@ def beside_attention(spans_of: Callable[[tuple[str, ...]], Spans]) -> dict[str, 
     return result
 
 
-def _kind_times(rows: Rows, compute: Spans) -> dict[str, KindTime]:
+def _kind_times(rows: TimedActivities, compute: Spans) -> dict[str, KindTime]:
     result = {}
     for name in KINDS:
         mine = rows.of(name)

@@ -11,7 +11,7 @@ import numpy as np
 from ringprof.analysis import intervals
 from ringprof.analysis.intervals import Spans
 from ringprof.analysis.kinds.kinds import CODE, COMMUNICATION, COMPUTE, KINDS, MEMORY, OTHER_GROUPS
-from ringprof.analysis.timeline.rows import Rows
+from ringprof.analysis.timeline.rows import TimedActivities
 from ringprof.trace.columns import Int64, Trace
 
 
@@ -28,7 +28,7 @@ class RankKernel(NamedTuple):
     communication. None of computation."""
 
 
-class Kernel(NamedTuple):
+class RunKernel(NamedTuple):
     """The same over all ranks."""
 
     name: str
@@ -62,7 +62,7 @@ side by side, so it is no share of the wall), ``mean_ns`` that of one call. ``hi
 communication and memory operations. ``worst_ns`` is the time on the rank that spends most, ``worst_rank``."""
 
 
-def rank_kernels(rows: Rows, background: Rows, trace: Trace) -> list[RankKernel]:
+def rank_kernels(rows: TimedActivities, background: TimedActivities, trace: Trace) -> list[RankKernel]:
     """One rank's, in no order; what else ran meanwhile hides them, too."""
     exposed = _exposed(rows, background)
     key = trace.activities.name[rows.activity].astype(np.int64) * len(KINDS) + rows.kind
@@ -80,7 +80,7 @@ def rank_kernels(rows: Rows, background: Rows, trace: Trace) -> list[RankKernel]
     return found
 
 
-def _exposed(rows: Rows, background: Rows) -> Int64:
+def _exposed(rows: TimedActivities, background: TimedActivities) -> Int64:
     """How long each activity runs beside nothing that hides its kind; 0 of computation."""
 
     def spans(*kinds: str) -> Spans:
@@ -101,16 +101,16 @@ def _exposed(rows: Rows, background: Rows) -> Int64:
 class KernelTotals(msgspec.Struct):
     """Adds up the kernels of one rank after another, so that ranks do not add to memory."""
 
-    found: dict[tuple[str, str], Kernel] = msgspec.field(default_factory=dict)
+    found: dict[tuple[str, str], RunKernel] = msgspec.field(default_factory=dict)
 
     def add(self, rank: int, kernels: Iterable[RankKernel]) -> None:
         for one in kernels:
             key = one.name, one.kind
-            known = self.found.get(key, Kernel(*key, 0, 0, None if one.exposed_ns is None else 0, rank, -1))
+            known = self.found.get(key, RunKernel(*key, 0, 0, None if one.exposed_ns is None else 0, rank, -1))
             worst = (rank, one.time_ns) if one.time_ns > known.worst_ns else (known.worst_rank, known.worst_ns)
             exposed = None if known.exposed_ns is None else known.exposed_ns + (one.exposed_ns or 0)
-            self.found[key] = Kernel(*key, known.calls + one.calls, known.time_ns + one.time_ns, exposed, *worst)
+            self.found[key] = RunKernel(*key, known.calls + one.calls, known.time_ns + one.time_ns, exposed, *worst)
 
-    def sorted(self) -> tuple[Kernel, ...]:
+    def sorted(self) -> tuple[RunKernel, ...]:
         """Longest first."""
         return tuple(sorted(self.found.values(), key=lambda one: (-one.time_ns, one.name, one.kind)))

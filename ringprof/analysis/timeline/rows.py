@@ -17,7 +17,7 @@ from ringprof.analysis.kinds.kinds import CODE
 from ringprof.trace.columns import Int8, Int64
 
 
-class Rows(msgspec.Struct, frozen=True):
+class TimedActivities(msgspec.Struct, frozen=True):
     """Activities with their times and kinds; arrays of one length."""
 
     activity: Int64
@@ -37,11 +37,11 @@ class Rows(msgspec.Struct, frozen=True):
         rows = self.of(*kinds)
         return intervals.union(self.start_ns[rows], self.end_ns[rows])
 
-    def at(self, places: npt.NDArray[np.intp]) -> Rows:
+    def at(self, places: npt.NDArray[np.intp]) -> TimedActivities:
         """Those at some places."""
-        return Rows(self.activity[places], self.start_ns[places], self.end_ns[places], self.kind[places])
+        return TimedActivities(self.activity[places], self.start_ns[places], self.end_ns[places], self.kind[places])
 
-    def among(self, activities: Int64) -> Rows:
+    def among(self, activities: Int64) -> TimedActivities:
         """Those of them that are among ``activities`` (ascending)."""
         place = np.searchsorted(self.activity, activities)
         place = place[place < len(self.activity)]
@@ -49,10 +49,12 @@ class Rows(msgspec.Struct, frozen=True):
 
 
 _NONE = np.empty(0, np.int64)
-NO_ROWS = Rows(_NONE, _NONE, _NONE, np.empty(0, np.int8))
+NO_ROWS = TimedActivities(_NONE, _NONE, _NONE, np.empty(0, np.int8))
 
 
-def rows_of(classified: Classified, activities: Int64, device: int | None, between_ns: tuple[int, int] | None) -> Rows:
+def timed_activities(
+    classified: Classified, activities: Int64, device: int | None, between_ns: tuple[int, int] | None
+) -> TimedActivities:
     """The ``activities`` of one device (of every one where None) that reach into the chosen times, cut at both."""
     columns = classified.trace.activities
     if device is not None:
@@ -63,7 +65,7 @@ def rows_of(classified: Classified, activities: Int64, device: int | None, betwe
         first, last = between_ns
         inside = (start < last) & (end > first)
         activities, start, end = activities[inside], np.maximum(start[inside], first), np.minimum(end[inside], last)
-    return Rows(activities, start, end, classified.kind[activities])
+    return TimedActivities(activities, start, end, classified.kind[activities])
 
 
 class OnDevice:
@@ -76,7 +78,7 @@ class OnDevice:
         self._start: Int64 = columns.start_ns[self._activity]
         self._latest_end: Int64 = np.maximum.accumulate(columns.end_ns[self._activity])
 
-    def background(self, selected: Rows) -> Rows:
+    def background(self, selected: TimedActivities) -> TimedActivities:
         """What ran from the first start to the last end of ``selected`` and is not among them, cut at both."""
         first, last = int(selected.start_ns.min()), int(selected.end_ns.max())
         # Activities are sorted by start, and no activity before the first of these ends after the window's start.
@@ -84,4 +86,4 @@ class OnDevice:
         end = np.searchsorted(self._start, last, side="left")
         near = self._activity[begin:end]
         other = near[~np.isin(near, selected.activity, assume_unique=True)] if len(near) else near
-        return rows_of(self._classified, other, None, (first, last))
+        return timed_activities(self._classified, other, None, (first, last))

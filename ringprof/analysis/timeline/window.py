@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from ringprof.analysis import intervals
 from ringprof.analysis.kinds.user_rules import wildcards
-from ringprof.analysis.timeline.rows import Rows
+from ringprof.analysis.timeline.rows import TimedActivities
 from ringprof.errors import UsageError
 from ringprof.trace.columns import NONE, Int64, Ranges, Trace, distinct
 
@@ -47,7 +47,7 @@ class Window(msgspec.Struct, frozen=True):
             inside[part] = True
         return np.flatnonzero(inside)
 
-    def by_iteration(self, rows: Rows) -> list[Rows]:
+    def by_iteration(self, rows: TimedActivities) -> list[TimedActivities]:
         """The rows of each iteration that has some."""
         parts = (rows.among(part) for part in self.iterations)
         return [part for part in parts if len(part.activity)]

@@ -29,7 +29,7 @@ class Split(msgspec.Struct, frozen=True, gc=False):
     wire_ns: int | None = None
 
 
-class Hop(msgspec.Struct, frozen=True, gc=False):
+class TimedHop(msgspec.Struct, frozen=True, gc=False):
     """One exchange with neighbours: one kernel, a send and a receive kernel launched one after the other, or the
     peer-to-peer copies launched one after the other."""
 
@@ -106,7 +106,7 @@ class HopTotals(msgspec.Struct, frozen=True):
     """Waiting over waiting and wire."""
 
 
-def hop_totals(hops: Sequence[Hop]) -> HopTotals:
+def hop_totals(hops: Sequence[TimedHop]) -> HopTotals:
     """What the hops come to."""
     wait, wire = total([hop.wait_ns for hop in hops]), total([hop.wire_ns for hop in hops])
     size = total([hop.sent_bytes for hop in hops])
@@ -154,7 +154,7 @@ def mean(values: list[int | None]) -> float | None:
     return None if whole is None else whole / len(values)
 
 
-def group_into_hops(splits: Sequence[Split], rank: int) -> list[Hop]:
+def group_into_hops(splits: Sequence[Split], rank: int) -> list[TimedHop]:
     """The hops of one rank, by start.
 
     A send/recv kernel is one; so are a lone send and the lone receive beside it, and peer-to-peer copies that were
@@ -170,7 +170,7 @@ def group_into_hops(splits: Sequence[Split], rank: int) -> list[Hop]:
             exchanges.append([part])
         last = part
     exchanges.sort(key=lambda parts: min([part.transfer.start_ns for part in parts]))
-    return [Hop(rank, number, tuple(parts)) for number, parts in enumerate(exchanges)]
+    return [TimedHop(rank, number, tuple(parts)) for number, parts in enumerate(exchanges)]
 
 
 def _order(part: Split) -> tuple[int, int]:

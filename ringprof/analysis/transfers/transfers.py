@@ -7,7 +7,7 @@ import numpy as np
 
 from ringprof.analysis.kinds.classify import EVIDENCE, Calls, Classified, single_peer
 from ringprof.analysis.kinds.kinds import CODE, COMMUNICATION, KINDS
-from ringprof.trace.columns import NONE, Collective, Int64, Trace
+from ringprof.trace.columns import NONE, CommRecord, Int64, Trace
 
 _ELEMENT_BYTES = {
     "byte": 1, "char": 1, "bool": 1, "short": 2, "int": 4, "long": 8,
@@ -126,7 +126,7 @@ def _messages(calls: Calls, kind: str, rank: int) -> tuple[tuple[Message, ...], 
     return tuple(sends), tuple(receives)
 
 
-def _size(call: Collective, elements: int | None) -> int | None:
+def _size(call: CommRecord, elements: int | None) -> int | None:
     if elements is None or call.dtype is None:
         return None
     name = call.dtype.lower()
@@ -142,7 +142,7 @@ def _sent(calls: Calls, kind: str, sends: tuple[Message, ...], rank: int) -> int
     return sum(size for size in sizes if size is not None)
 
 
-def _leaving(call: Collective, kind: str, rank: int) -> int | None:
+def _leaving(call: CommRecord, kind: str, rank: int) -> int | None:
     """Bytes one rank sends in a collective of ``n`` ranks: what is not its own, by the ring's or pairwise count."""
     size, n = _size(call, call.in_elements), call.group_size or len(call.group_ranks or ())
     if size is None or n < 1:

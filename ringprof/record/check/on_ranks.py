@@ -17,7 +17,7 @@ from ringprof.errors import RingprofError, UsageError
 from ringprof.record.check.given import Answers, GivenAttention, order_of_layout, order_of_positions
 from ringprof.record.check.judge import Truth, judge
 from ringprof.record.check.reasons import Case
-from ringprof.record.check.result import FORMATS, Check, CheckRequest, Sent, TensorCheck
+from ringprof.record.check.result import TENSOR_FORMATS, Check, CheckRequest, SentInCall, TensorCheck
 from ringprof.record.check.roll import Roll
 from ringprof.record.check.sent import sent_meanwhile
 from ringprof.record.group_ranks import GroupRanks
@@ -66,7 +66,7 @@ def check_on_ranks(
         order = order_of_positions(positions, ranks)
     workload = _workload(request, order.numel())
     given = GivenAttention(attention, ranks, order, request.tensor_format)
-    calls, sent = list[_Call](), list[Sent]()
+    calls, sent = list[_Call](), list[SentInCall]()
     for number in range(1, request.calls + 1):
         full = draw_inputs(workload, ranks.device, SEED + number)
         reporter.start(f"call {number} of {request.calls}", 1)
@@ -92,8 +92,8 @@ def _refuse_numbers(request: CheckRequest) -> None:
         raise UsageError(f"{request.heads} heads are not a multiple of {request.kv_heads} kv heads")
     if request.dtype not in DTYPES:
         raise UsageError(f"dtype {request.dtype!r} is not one of {', '.join(DTYPES)}")
-    if request.tensor_format not in FORMATS:
-        raise UsageError(f"tensor_format {request.tensor_format!r} is not one of {', '.join(FORMATS)}")
+    if request.tensor_format not in TENSOR_FORMATS:
+        raise UsageError(f"tensor_format {request.tensor_format!r} is not one of {', '.join(TENSOR_FORMATS)}")
     if not request.time_limit > 0:
         raise UsageError(f"time_limit must be above 0 seconds, not {request.time_limit}")
 
@@ -110,7 +110,7 @@ def _workload(request: CheckRequest, seq: int) -> Workload:
 
 
 def _call(
-    given: GivenAttention, full: Tensors, workload: Workload, roll: Roll, number: int, sent: list[Sent] | None
+    given: GivenAttention, full: Tensors, workload: Workload, roll: Roll, number: int, sent: list[SentInCall] | None
 ) -> tuple[Answers, str]:
     """One call; ``sent`` is given where it is to be told what this rank sends."""
     where = f"call {number} of the attention"
@@ -147,8 +147,8 @@ def _judged(
     return msgspec.structs.replace(call, reasons=case.reasons())
 
 
-def _of_all(ranks: GroupRanks, sent: list[Sent]) -> list[Sent] | None:
+def _of_all(ranks: GroupRanks, sent: list[SentInCall]) -> list[SentInCall] | None:
     """What each rank sent; None where one of them could not see it."""
-    own = sent[0] if sent else Sent(operations={}, size_bytes=-1)
-    said = [from_json(part, Sent) for part in ranks.told(own)]
+    own = sent[0] if sent else SentInCall(operations={}, size_bytes=-1)
+    said = [from_json(part, SentInCall) for part in ranks.told(own)]
     return None if any(rank.size_bytes == -1 for rank in said) else said

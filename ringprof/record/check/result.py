@@ -8,7 +8,7 @@ import msgspec
 
 from ringprof.run import TensorError, Workload
 
-FORMATS = ("bshd", "bhsd", "sbhd")
+TENSOR_FORMATS = ("bshd", "bhsd", "sbhd")
 CALLS = 3
 TIME_LIMIT_S = 300.0
 
@@ -53,7 +53,7 @@ class TensorCheck(TensorError, frozen=True, kw_only=True):
         return self.rms <= self.allowed_rms and not self.wrong_tokens
 
 
-class Sent(msgspec.Struct, frozen=True, kw_only=True):
+class SentInCall(msgspec.Struct, frozen=True, kw_only=True):
     """What one rank sent in one call, forward and backward, as torch's profiler saw it."""
 
     operations: dict[str, int]
@@ -76,7 +76,7 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
     """The first call that is not equal, else the one furthest off; counted from 1. The errors are its."""
     errors: dict[str, TensorCheck]
     """``out``, and with a backward pass ``dq``, ``dk``, ``dv``; empty where the output has another shape."""
-    sent: list[Sent] | None
+    sent: list[SentInCall] | None
     """By rank, in the last call; None where it could not be seen."""
     reasons: list[str]
     """What the result equals in place of the right one, where that can be told."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.autograd.profiler import profile
 
-from ringprof.record.check.result import Sent
+from ringprof.record.check.result import SentInCall
 
 _GLOO_BYTES = {"double": 8, "long int": 8, "float": 4, "int": 4, "c10::BFloat16": 2, "c10::Half": 2, "short": 2}
 _NCCL_BYTES = {"Double": 8, "Long": 8, "Float": 4, "Int": 4, "BFloat16": 2, "Half": 2}
@@ -19,7 +19,7 @@ _SEND_NOTHING = ("recv", "barrier")
 
 
 @contextmanager
-def sent_meanwhile(found: list[Sent]) -> Iterator[None]:
+def sent_meanwhile(found: list[SentInCall]) -> Iterator[None]:
     """Append what this rank sends in the block; nothing where another profiler runs, for there can be but one."""
     untyped: Any = torch.autograd
     if untyped._profiler_enabled():
@@ -33,7 +33,7 @@ def sent_meanwhile(found: list[Sent]) -> Iterator[None]:
     found.append(_sent(recording.kineto_results.events()))
 
 
-def _sent(events: list[Any]) -> Sent:
+def _sent(events: list[Any]) -> SentInCall:
     operations: Counter[str] = Counter()
     sizes: list[int | None] = []
     for event in events:
@@ -51,7 +51,7 @@ def _sent(events: list[Any]) -> Sent:
             operations["copies between GPUs"] += 1
             sizes.append(event.nbytes())
     known = [size for size in sizes if size is not None]
-    return Sent(operations=dict(+operations), size_bytes=sum(known) if known or not +operations else None)
+    return SentInCall(operations=dict(+operations), size_bytes=sum(known) if known or not +operations else None)
 
 
 def _gloo_bytes(event: Any) -> int:

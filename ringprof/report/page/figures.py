@@ -17,9 +17,9 @@ from ringprof.analysis.kinds.kinds import KINDS
 from ringprof.analysis.steps.steps import Step
 from ringprof.report import palette
 from ringprof.report.terms import ACTIONS, LABELS
-from ringprof.report.terms import WATERFALL as WATERFALL_LABELS
+from ringprof.report.terms import WATERFALL_LABELS as WATERFALL_LABELS
 from ringprof.report.text import clean, rate
-from ringprof.report.timeline import Bar, Timeline, drawn_as, lanes_of
+from ringprof.report.timeline import Bar, DrawnTimeline, drawn_as, lanes_of
 
 MOST_LABELS = 32
 """Ranks up to which each has a label of its own beside an axis."""
@@ -27,7 +27,7 @@ TELEPHONE = 375
 """Pixels that a figure has on the narrowest screen."""
 LEGEND_ROW = 24
 """Pixels that a row takes."""
-LETTER = 5.8
+LETTER = 5.3
 """Pixels that a letter takes, about."""
 LANE_PIXELS, BETWEEN_RANKS = 22, 0.5
 """Height of a lane of a timeline, and, in lanes, the room between two ranks."""
@@ -81,7 +81,7 @@ def waterfall(found: Waterfall) -> Any:
         "y": [-place for place in range(len(parts))],
         "left": [left[part.part] / 1e6 for part in parts],
         "right": [(left[part.part] + part.time_ns) / 1e6 for part in parts],
-        "colour": [palette.WATERFALL[part.part] for part in parts],
+        "colour": [palette.WATERFALL_COLOURS[part.part] for part in parts],
         "part": [WATERFALL_LABELS[part.part] for part in parts],
         "time": [f"{part.time_ns / 1e6:,.3f} ms" for part in parts],
         "share": [f"{100 * part.share:.1f} %" for part in parts],
@@ -115,7 +115,7 @@ def changes(found: Sequence[Change], labels: Mapping[str, str]) -> Any:
     source = ColumnDataSource({
         "y": [-place for place in range(len(shown))],
         "right": [(one.other_ns - one.base_ns) / 1e6 for one in shown],
-        "colour": [palette.WATERFALL[one.what] for one in shown],
+        "colour": [palette.WATERFALL_COLOURS[one.what] for one in shown],
         "part": [labels[one.what] for one in shown],
         "change": [f"{(one.other_ns - one.base_ns) / 1e6:+,.3f} ms" for one in shown],
         "share": [f"{100 * one.share:+.1f} %" for one in shown],
@@ -126,7 +126,7 @@ def changes(found: Sequence[Change], labels: Mapping[str, str]) -> Any:
     return made
 
 
-def timelines(found: Sequence[tuple[Timeline, Sequence[int]]], names: Sequence[str]) -> Any:
+def timelines(found: Sequence[tuple[DrawnTimeline, Sequence[int]]], names: Sequence[str]) -> Any:
     """Several runs' timelines, one below the other, on one axis of time."""
     drawn = [timeline(one, ranks) for one, ranks in found]
     longest = max(one.x_range.end for one in drawn)
@@ -143,7 +143,7 @@ def breakdown(ranks: Sequence[Mapping[str, Any]]) -> Any:
     for part in PARTS[:-1]:
         times = [(rank.get(f"{part}_ns") or 0) / 1e6 for rank in ranks]
         if any(times):
-            parts[LABELS[part]] = palette.PARTS[part], times
+            parts[LABELS[part]] = palette.PART_COLOURS[part], times
     return stacked([f"rank {rank['rank']}" for rank in ranks], parts, "ms", digits=3)
 
 
@@ -163,16 +163,16 @@ def _legend(made: Any) -> None:
 def _legend_columns(made: Any) -> int:
     """As many as a telephone has room for beside the labels of the axis."""
     labels = [item.label.value for item in made.legend[0].items]
-    room = TELEPHONE - LETTER * max(map(len, made.yaxis[0].major_label_overrides.values()), default=6) - 30
+    room = TELEPHONE - LETTER * max(map(len, made.yaxis[0].major_label_overrides.values()), default=6) - 15
     fits = (count for count in range(len(labels), 1, -1) if _legend_width(labels, count) <= room)
     return next(fits, 1)
 
 
 def _legend_width(labels: Sequence[str], columns: int) -> float:
-    return sum(30 + LETTER * max(map(len, labels[column::columns])) for column in range(columns))
+    return sum(28 + LETTER * max(map(len, labels[column::columns])) for column in range(columns))
 
 
-def timeline(found: Timeline, ranks: Sequence[int]) -> Any:
+def timeline(found: DrawnTimeline, ranks: Sequence[int]) -> Any:
     """A lane a stream, computation above communication, every other ring step shaded behind them."""
     lanes = lanes_of(found.bars)
     bottom, height = _bands(lanes, ranks)
@@ -236,7 +236,7 @@ def _name(bar: Bar) -> str:
     return f"{shown} and {bar.activities - 1} more" if bar.activities > 1 else shown
 
 
-def _shade(made: Any, found: Timeline, bottom: Mapping[int, float], height: Mapping[int, int]) -> None:
+def _shade(made: Any, found: DrawnTimeline, bottom: Mapping[int, float], height: Mapping[int, int]) -> None:
     steps = [step for step in found.steps if step.step % 2 == 0 and step.rank in bottom]
     source = ColumnDataSource({
         "left": [(step.start_ns - found.origin_ns[step.rank]) / 1e6 for step in steps],
@@ -308,6 +308,21 @@ def lines(title: str, unit: str, series: Mapping[str, Iterable[tuple[float, floa
         _hover(made, [dots], ("", "@name"), ("tokens", "@x{0,0}"), (unit, "@y{0,0.0}"))
     made.xaxis.ticker = FixedTicker(ticks=sorted(ticks))
     made.xaxis.major_label_overrides = {tick: f"{tick:,.0f}" for tick in ticks}
+    made.y_range.start = 0
+    _legend(made)
+    return made
+
+
+def held(series: Mapping[str, Sequence[tuple[float, float]]]) -> Any:
+    """A line for each name that stays until the next point."""
+    made = _plain("", 320, x_axis_label="ms from the first activity", y_axis_label="MiB allocated")
+    for place, (name, points) in enumerate(series.items()):
+        source = ColumnDataSource({
+            "x": [at for at, _ in points], "y": [size for _, size in points], "name": [name] * len(points),
+        })  # fmt: skip
+        line = made.step("x", "y", mode="after", source=source, color=palette.LINES[place % len(palette.LINES)],
+                         line_width=1.5, legend_label=name)  # fmt: skip
+        _hover(made, [line], ("", "@name"), ("from", "@x{0,0.000} ms"), ("allocated", "@y{0,0.0} MiB"))
     made.y_range.start = 0
     _legend(made)
     return made

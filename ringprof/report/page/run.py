@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from ringprof.analysis.findings.findings import Findings
+from ringprof.errors import UsageError, nearest
 from ringprof.report.page.document import Document, PageSection
 from ringprof.report.page.html import drawing
 from ringprof.report.sections import SECTIONS
@@ -13,6 +15,9 @@ from ringprof.report.terminal import header_of
 from ringprof.report.terms import MEANINGS
 from ringprof.report.text import binary_size, clean, duration, percent, rate
 from ringprof.trace.columns import NOTES
+
+_DRAWN = ("timeline", "waterfall")
+"""What a part of the page is of where nobody says."""
 
 
 def run_document(found: Findings, report: dict[str, Any], name: str) -> Document:
@@ -29,6 +34,20 @@ def run_document(found: Findings, report: dict[str, Any], name: str) -> Document
     header = header_of(attribution, found.summary)
     what = f"{what_ran(attribution.run)} · {header}" if attribution.run else header
     return Document(clean(name), what, found.verdict, _tiles(found), sections)
+
+
+def part_document(found: Findings, report: dict[str, Any], name: str, wanted: Sequence[str] = ()) -> Document:
+    """Some sections of the page, under a line that says what was run; without a name those that are drawn over time.
+
+    Raises `UsageError` for a section that there is none of.
+    """
+    whole = run_document(found, report, name)
+    by_name = {section.anchor: section for section in whole.sections}
+    shown = wanted or [section for section in _DRAWN if section in by_name]
+    for section in shown:
+        if section not in by_name:
+            raise UsageError(f"no section {section!r}{nearest(section, by_name)}; there are: {', '.join(by_name)}")
+    return Document(whole.title, whole.subtitle, (), (), [by_name[section] for section in shown])
 
 
 def _tiles(found: Findings) -> list[tuple[str, str]]:

@@ -7,15 +7,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ringprof.analysis.findings.changes import Change
-from ringprof.analysis.findings.comparison import WATERFALL, Comparison, Difference, Entry
+from ringprof.analysis.findings.comparison import WATERFALL_PREFIX, Comparison, Difference, Entry
 from ringprof.report import palette
-from ringprof.report.comparison import missing, verdict_of
+from ringprof.report.comparison import missing, verdict_lines
 from ringprof.report.page.document import Cell, Content, Document, PageSection, PageTable, number, text
 from ringprof.report.page.html import drawing
 from ringprof.report.sweep import COLUMNS
 from ringprof.report.tables import Column, Table
 from ringprof.report.terms import LABELS, MEANINGS
-from ringprof.report.terms import WATERFALL as WATERFALL_LABELS
+from ringprof.report.terms import WATERFALL_LABELS as WATERFALL_LABELS
 from ringprof.report.text import clean
 from ringprof.report.timeline import timeline_of
 
@@ -41,7 +41,7 @@ def comparison_document(found: Comparison) -> Document:
     if kept:
         values = _one("MiB", [entry.figures["peak_memory_mib"].value for entry in kept])
         bars = figures.stacked([entry.label for entry in kept], values, "MiB")
-        sections.append(PageSection("memory", "Peak memory", MEANINGS["memory"], Content(bars)))
+        sections.append(PageSection("memory", "Peak memory", MEANINGS["peak_memory"], Content(bars)))
     every = Content(tables=[figure_table(found)])
     sections.append(PageSection("figures", "Every figure", MEANINGS["comparison"], every))
     differing = Content(tables=[_settings_table(found)])
@@ -49,7 +49,7 @@ def comparison_document(found: Comparison) -> Document:
     warnings = [clean(f"{entry.label}: {text}") for entry in found.entries for text in entry.warnings]
     subtitle = " · ".join(f"{place or 'base'}: {clean(name)}" for place, name in enumerate(names))
     return Document(
-        "Comparison", subtitle, [*warnings, *verdict_of(found, [clean(name) for name in names])], [], sections
+        "Comparison", subtitle, [*warnings, *verdict_lines(found, [clean(name) for name in names])], [], sections
     )
 
 
@@ -102,7 +102,7 @@ def _shares(entries: Sequence[Entry], figures: Any) -> Any:
         for entry in entries:
             whole = sum(entry.figures[f"{part}_ms"].value for part in _TIMES) or 1.0
             values.append(100 * entry.figures[f"{name}_ms"].value / whole)
-        parts[LABELS[name]] = (palette.PARTS[name], values)
+        parts[LABELS[name]] = (palette.PART_COLOURS[name], values)
     return figures.stacked([entry.label for entry in entries], parts, "%")
 
 
@@ -127,8 +127,8 @@ def figure_table(found: Comparison) -> PageTable:
 
 
 def _label(name: str) -> str:
-    if name.startswith(WATERFALL):
-        return "waterfall: " + WATERFALL_LABELS[name.removeprefix(WATERFALL).removesuffix("_ms")]
+    if name.startswith(WATERFALL_PREFIX):
+        return "waterfall: " + WATERFALL_LABELS[name.removeprefix(WATERFALL_PREFIX).removesuffix("_ms")]
     plain = name.removesuffix("_ms").removesuffix("_mib")
     return LABELS.get(plain, plain.replace("_", " "))
 
@@ -171,7 +171,7 @@ def sweep_document(rows: Sequence[Mapping[str, Any]], name: str) -> Document:
         sections.append(PageSection("shares", "Where the time went", MEANINGS["shares"], drawn))
         if memory:
             drawn = Content(figures.lines("", "MiB", memory, set()))
-            sections.append(PageSection("memory", "Peak memory", MEANINGS["memory"], drawn))
+            sections.append(PageSection("memory", "Peak memory", MEANINGS["peak_memory"], drawn))
     sections.append(PageSection("rows", "Every row", MEANINGS["sweep"], Content(tables=[_row_table(rows)])))
     counts = f"{len(rows)} rows, {len(rows) - len(done)} of them without a result"
     return Document(clean(name), counts, [], [], sections)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ringprof.analysis.findings.findings import Findings
-from ringprof.analysis.transfers.hops import Hop, hop_totals, mean
+from ringprof.analysis.transfers.hops import TimedHop, hop_totals, mean
 from ringprof.report.page.document import Content
 from ringprof.report.tables import Column, Listing, Table
 from ringprof.report.terms import LABELS
@@ -40,7 +40,7 @@ def terminal(found: Findings, style: TextStyle, listing: Listing) -> list[str]:
             for hop, names in zip(hops, peers, strict=True)
         ]
         return [Table("hops", COLUMNS, rows).listed(style, listing)]
-    groups: dict[int, list[Hop]] = defaultdict(list)
+    groups: dict[int, list[TimedHop]] = defaultdict(list)
     for hop in hops:
         groups[hop.number].append(hop)
     rows = [[f"hop {number}", *_figures(groups[number], starts), *_worst(groups[number])] for number in sorted(groups)]
@@ -49,7 +49,7 @@ def terminal(found: Findings, style: TextStyle, listing: Listing) -> list[str]:
     return [table.listed(style, listing) + "\n" + note]
 
 
-def _figures(hops: Sequence[Hop], starts: Mapping[int, int]) -> list[Any]:
+def _figures(hops: Sequence[TimedHop], starts: Mapping[int, int]) -> list[Any]:
     """Means over hops; their rate is all bytes over all wire time."""
     return [
         mean([hop.sent_bytes for hop in hops]),
@@ -62,7 +62,7 @@ def _figures(hops: Sequence[Hop], starts: Mapping[int, int]) -> list[Any]:
     ]
 
 
-def _worst(hops: Sequence[Hop]) -> tuple[int, int]:
+def _worst(hops: Sequence[TimedHop]) -> tuple[int, int]:
     worst = max(hops, key=lambda hop: hop.exposed_ns)
     return worst.rank, worst.exposed_ns
 

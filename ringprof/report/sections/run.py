@@ -9,13 +9,16 @@ import msgspec
 
 from ringprof.analysis.findings.findings import Findings
 from ringprof.analysis.findings.summary import Rates
+from ringprof.analysis.kinds.kinds import ATTENTION, COMPUTE, KIND
 from ringprof.report.page.document import Content, PageTable, text
 from ringprof.report.sections import communication, controls
 from ringprof.report.tables import Listing
-from ringprof.report.text import TextStyle, binary_size, clean, duration, rate, slower_or_faster
+from ringprof.report.text import TextStyle, binary_size, clean, duration, percent, rate, slower_or_faster
 from ringprof.run import Run, Verification, Workload
 
 _PARTIAL = "a part of the run was chosen: rates, controls and memory of whole iterations are left out"
+_NAMED = 0.01
+"""The least share of the computing whose kind is named."""
 _KEPT = ("name", "created", "workload", "topology", "strategy", "kernel", "verification", "peak_memory_bytes",
          "device_states", "device_links")  # fmt: skip
 
@@ -28,7 +31,7 @@ def terminal(found: Findings, style: TextStyle, listing: Listing) -> list[str]:
     check = [_check(run.verification)] if run.verification else []
     partial = [_PARTIAL] if found.attribution.partial_window else []
     speed = [*_speed(run, rates), *_balance(run)]
-    return [style.wrap("\n".join([what_ran(run), *check, *speed, *partial, *_cost(rates)]))]
+    return [style.wrap("\n".join([what_ran(run), *check, *speed, *_around(found), *partial, *_cost(rates)]))]
 
 
 def what_ran(run: Run) -> str:
@@ -48,11 +51,32 @@ def what_ran(run: Run) -> str:
 
 def _workload(work: Workload) -> list[str]:
     heads = f"{work.heads} heads" + (f" ({work.kv_heads} kv)" if work.kv_heads != work.heads else "")
+    tokens = f"{work.seq} tokens"
+    if work.kv_length is not None:
+        tokens = f"{work.phase}: {work.seq} new of {work.kv_length} tokens"
     return [
-        f"{work.seq} tokens, {heads} of {work.head_dim}" + (f", batch {work.batch}" if work.batch > 1 else ""),
-        str(work.mask()),
+        f"{tokens}, {heads} of {work.heads_in_words()}" + (f", batch {work.batch}" if work.batch > 1 else ""),
+        ", ".join([str(work.mask()), *work.extras()]),
         work.dtype + ("" if work.backward else ", forward only"),
+        *([] if work.layer is None else [f"{work.layers} x {work.layer}"]),
     ]
+
+
+def _around(found: Findings) -> list[str]:
+    """Of whole layers, what attention is of the computing, and what the rest is."""
+    run = found.attribution.run
+    if run is None or run.workload is None or run.workload.layer is None:
+        return []
+    rows = {row.kind: row.time_ns for row in found.summary.kinds if row.kind in COMPUTE}
+    whole = sum(rows.values())
+    if not whole:
+        return []
+    attention = sum(time for kind, time in rows.items() if kind in ATTENTION)
+    rest = [
+        f"{KIND[kind].label} {percent(time / whole)}"
+        for kind, time in rows.items() if kind not in ATTENTION and time >= _NAMED * whole
+    ]  # fmt: skip
+    return [f"attention's kernels are {percent(attention / whole)} of the computing; of the rest: {', '.join(rest)}"]
 
 
 def _check(check: Verification) -> str:
@@ -144,7 +168,9 @@ def speed_html(found: Findings, report: dict[str, Any], figures: Any) -> Content
     """Speed with its spread, the profiler's overhead and memory, in words; the split of communication; controls."""
     run, style = found.attribution.run, TextStyle(width=10_000, wide_tables=True)
     blocks = communication.terminal(found, style, Listing())
-    lines = [*_speed(run, found.summary.rates), *_balance(run), *_cost(found.summary.rates)] if run is not None else []
+    rates, lines = found.summary.rates, []
+    if run is not None:
+        lines = [*_speed(run, rates), *_balance(run), *_around(found), *_cost(rates)]
     lines += [line for block in blocks for line in block.split("\n")]
     tables = controls.page_tables(found)
     return Content(lines=lines, tables=tables) if lines or tables else None

@@ -10,8 +10,7 @@ from ringprof.analysis.findings.findings import Findings
 from ringprof.analysis.findings.waterfall import Bounds, Waterfall
 from ringprof.report.page.document import Content
 from ringprof.report.tables import Column, Listing, Table, text_table
-from ringprof.report.terms import ACTIONS
-from ringprof.report.terms import WATERFALL as LABELS
+from ringprof.report.terms import ACTIONS, WATERFALL_LABELS
 from ringprof.report.text import TextStyle, clean, duration, in_unit, percent, rate, rounded_to_sum, unit_for
 
 
@@ -22,7 +21,7 @@ def terminal(found: Findings, style: TextStyle, listing: Listing) -> list[str]:
     times = rounded_to_sum([part.time_ns / unit_ns for part in waterfall.parts], waterfall.wall_ns / unit_ns, 3)
     longest = max(0, min(20, style.width - 70))
     rows = [
-        [LABELS[part.part], f"{time:,.3f}", percent(part.share), *_speed(waterfall, part.tflops),
+        [WATERFALL_LABELS[part.part], f"{time:,.3f}", percent(part.share), *_speed(waterfall, part.tflops),
          style.bar(max(part.share, 0.0), longest)]
         for part, time in zip(waterfall.parts, times, strict=True)
     ]  # fmt: skip
@@ -30,7 +29,7 @@ def terminal(found: Findings, style: TextStyle, listing: Listing) -> list[str]:
     whole = [label, in_unit(waterfall.wall_ns, unit_ns), percent(1.0), *_speed(waterfall, waterfall.tflops), ""]
     titles = ["waterfall", unit, "of wall", *_speed(waterfall, None, "TFLOP/s\nafter it")]
     columns = [*map(Column, titles), Column("", left=True, paint="cyan")]
-    lines = [f"{LABELS[part.part]}: {clean(part.evidence)}" for part in waterfall.parts]
+    lines = [f"{WATERFALL_LABELS[part.part]}: {clean(part.evidence)}" for part in waterfall.parts]
     lines.append("bounds: " + _bounds(waterfall.bounds, waterfall.wall_ns))
     return [text_table(columns, [*rows, whole], style, bold=[len(rows)]), style.wrap("\n".join(lines), "dim")]
 
@@ -65,7 +64,7 @@ def html(found: Findings, report: dict[str, Any], figures: Any) -> Content:
     columns = (Column("part"), Column("ms", "time", on_page="ms"), Column("share", "share", on_page="% of wall"),
                Column("TFLOP/s after it", "rate"), Column("evidence"), Column("shorter by"))  # fmt: skip
     rows = [
-        [LABELS[one.part], one.time_ns, one.share, one.tflops, one.evidence, ACTIONS.get(one.part, "-")]
+        [WATERFALL_LABELS[one.part], one.time_ns, one.share, one.tflops, one.evidence, ACTIONS.get(one.part, "-")]
         for one in waterfall.parts
     ]
     lines = [f"Bounds on the wall of {duration(waterfall.wall_ns)}: {_bounds(waterfall.bounds, waterfall.wall_ns)}."]

@@ -1,4 +1,4 @@
-"""Collective metadata, as a communication record or a kernel carries it, to `Collective`."""
+"""Collective metadata, as a communication record or a kernel carries it, to `CommRecord`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from ringprof.trace.checks import ELEMENTS_LIMIT, NAMED_LIMIT, RANKS_LIMIT
-from ringprof.trace.columns import Collective
+from ringprof.trace.columns import CommRecord
 from ringprof.trace.memory import bytes_of_list
 
 Number = int | str | float | None
@@ -22,6 +22,15 @@ class Args(msgspec.Struct, gc=False):
     correlation: Number = None
     external_id: Number = msgspec.field(default=None, name="External id")
     old_external_id: Number = msgspec.field(default=None, name="external id")
+
+
+class MemoryArgs(Args, gc=False):
+    """Arguments of what an allocator did."""
+
+    kind: Number = msgspec.field(default=None, name="Device Type")
+    device: Number = msgspec.field(default=None, name="Device Id")
+    allocated_bytes: Number = msgspec.field(default=None, name="Total Allocated")
+    reserved_bytes: Number = msgspec.field(default=None, name="Total Reserved")
 
 
 class CommArgs(Args, gc=False):
@@ -107,14 +116,14 @@ class NumberLists:
         return known
 
 
-def collective_of(args: CommArgs, lists: NumberLists) -> Collective | None:
+def collective_of(args: CommArgs, lists: NumberLists) -> CommRecord | None:
     """The record in ``args``, or None where it holds none."""
     if not isinstance(args.collective, str) or not args.collective:
         return None
     size = _within(args.group_size, RANKS_LIMIT)
     ranks = group_ranks(args, size, lists)
     name = args.collective.lower()
-    return Collective(
+    return CommRecord(
         name=name,
         group=None if args.group is None else str(args.group),
         group_description=None if args.group_description is None else str(args.group_description),
@@ -132,7 +141,7 @@ def collective_of(args: CommArgs, lists: NumberLists) -> Collective | None:
     )
 
 
-def with_group(collective: Collective, groups: dict[str, tuple[int, ...]]) -> Collective:
+def with_group(collective: CommRecord, groups: dict[str, tuple[int, ...]]) -> CommRecord:
     """The record with the ranks of its group filled in from ``groups`` where it lacks them."""
     if collective.group_ranks is not None or collective.group not in groups:
         return collective

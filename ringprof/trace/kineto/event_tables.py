@@ -18,7 +18,7 @@ from ringprof.trace.columns import (
     MEMSET,
     NONE,
     TABLES,
-    Collective,
+    CommRecord,
     Int32,
     Int64,
     among,
@@ -30,6 +30,7 @@ from ringprof.trace.kineto.collectives import (
     Args,
     CommArgs,
     DeviceArgs,
+    MemoryArgs,
     Number,
     NumberLists,
     collective_of,
@@ -50,6 +51,9 @@ UNIX_TIMES_NS = 10**18
 """Times beyond this (2001) are unix times, where 0 can only mean "not set"."""
 
 COMM_RECORD = "record_param_comms"
+MEMORY_EVENT = "[memory]"
+_HOST_MEMORY = 0
+"""Of torch's device types."""
 
 _DEVICE_CATEGORIES = {
     "kernel": KERNEL,
@@ -81,6 +85,7 @@ _ARGS: dict[str, type[Args]] = {
     "device_annotations": DeviceArgs,
     "operators": Args,
     "comm_records": CommArgs,
+    "memory": MemoryArgs,
 }
 
 
@@ -130,7 +135,7 @@ class Collected(NamedTuple):
     """What a collector has kept, for another process."""
 
     names: list[str]
-    collectives: list[Collective]
+    collectives: list[CommRecord]
     columns: dict[str, _Columns]
     oddities: Counter[str]
     total: int
@@ -149,7 +154,7 @@ class Collector:
         self.every_operator = every_operator
         self.take = take
         self.names: dict[str, int] = {}
-        self.collectives: dict[Collective, int] = {}
+        self.collectives: dict[CommRecord, int] = {}
         self.total = 0
         self.has_operators = False
         """Whether there were any CPU operators, kept or not."""
@@ -221,6 +226,8 @@ class Collector:
                     tables[table].append(event)
                 elif event.cat is None:
                     bare += 1
+            elif event.ph == "i" and event.name == MEMORY_EVENT:
+                tables["memory"].append(event)
             elif event.ph == "B" or event.ph == "E":
                 odd += 1
         self.oddities += Counter(begin_end_events=odd, missing_category=bare)
@@ -229,7 +236,7 @@ class Collector:
     def _keep(self, table: str, events: list[Event]) -> None:
         if not events:
             return
-        start, end, sound = self._times(events, on_device=table == "activities")
+        start, end, sound = self._times(events, table)
         if not sound.all():
             events = [event for event, keep in zip(events, sound.tolist(), strict=True) if keep]
             if not events:
@@ -238,10 +245,11 @@ class Collector:
         self.take(bytes_of_rows(table, len(events)))
         self._chunks[table].append({"start_ns": start, "end_ns": end, **self._columns_of(table, events)})
 
-    def _times(self, events: list[Event], *, on_device: bool) -> tuple[Int64, Int64, npt.NDArray[np.bool_]]:
+    def _times(self, events: list[Event], table: str) -> tuple[Int64, Int64, npt.NDArray[np.bool_]]:
         """Start and end (without the base time) and which events have usable ones."""
         start = to_ns([event.ts for event in events])
-        duration = to_ns([event.dur for event in events])
+        # What an allocator did took no time.
+        duration = to_ns([event.dur for event in events]) if table != "memory" else np.zeros(len(events), np.int64)
         no_duration = duration == MISSING
         duration[no_duration] = 0
         negative, absurd = duration < 0, duration > ABSURD_NS
@@ -251,7 +259,7 @@ class Collector:
         self._count("absurd_duration", absurd)
         self._count("negative_duration", negative)
         self._count("missing_duration", no_duration)
-        if on_device:
+        if table == "activities":
             self._count("zero_duration", (duration == 0) & ~no_duration & ~negative)
         end = np.where(sound, start, 0) + duration
         return start, end, sound
@@ -283,7 +291,8 @@ class Collector:
         """The columns of a table's events, but for their times and for what events of this table do not say."""
         args: list[Any] = self._args(events, _ARGS[table])
         on_device = _ARGS[table] is DeviceArgs
-        names = dtypes_of(TABLES[table]).keys() - {"start_ns", "end_ns"} - ({"device"} if not on_device else set())
+        unsaid = set() if on_device or table == "memory" else {"device"}
+        names = dtypes_of(TABLES[table]).keys() - {"start_ns", "end_ns"} - unsaid
         return {name: self._column(name, events, args, on_device=on_device) for name in names}
 
     def _column(self, name: str, events: list[Event], args: list[Any], *, on_device: bool) -> npt.NDArray[Any]:
@@ -302,6 +311,8 @@ class Collector:
                 return integers([_given(a.stream, e.tid) for e, a in zip(events, args, strict=True)])
             case "stream":
                 return _narrow(self._column("thread", events, args, on_device=on_device))
+            case "device" if not on_device:
+                return _narrow(integers([NONE if a.kind == _HOST_MEMORY else a.device for a in args]))
             case "device":
                 return _narrow(integers([_given(a.device, e.pid) for e, a in zip(events, args, strict=True)]))
             case "external_id":
@@ -373,6 +384,8 @@ class Collector:
             correlation = rows["launches"]["correlation"]
             known = rows["activities"].get("correlation", np.empty(0, np.int64))
             rows["launches"] = _chosen(rows["launches"], (correlation != NONE) & among(correlation, known))
+        if rows["memory"]:
+            rows["memory"] = _chosen(rows["memory"], rows["memory"]["allocated_bytes"] >= 0)
         if rows["comm_records"]:
             rows["comm_records"] = _chosen(rows["comm_records"], rows["comm_records"]["collective"] != NONE)
         return {table: table_of(kind, rows[table]) for table, kind in TABLES.items()}

@@ -23,7 +23,9 @@ from ringprof.analysis.findings.uncertainty import (
 )
 from tests.paths import ROOT
 
-SAME_COMMAND = sorted((ROOT / "tests" / "data" / "same_command").glob("*.json"))
+SAME_COMMAND = ROOT / "tests" / "data" / "same_command"
+ON_CPU = [SAME_COMMAND / "burst-1024.json", SAME_COMMAND / "zigzag-512.json"]
+ON_GPUS = SAME_COMMAND / "zigzag-16384-h200x2.json"
 
 
 # --- a regression with one hiccup ---------------------------------------------------------------------
@@ -163,7 +165,7 @@ def recordings(path) -> list[list[float]]:
     return [[max(times) / 1e6 for times in zip(*one["iterations_ns"], strict=True)] for one in found]
 
 
-@pytest.mark.parametrize("path", SAME_COMMAND, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", ON_CPU, ids=lambda path: path.stem)
 def test_pairs_of_one_command_are_called_different_one_time_in_twenty_at_most(path):
     """80 recordings of one command, one after another, on a machine whose two cores others used more and less."""
     levels = recordings(path)
@@ -175,7 +177,18 @@ def test_pairs_of_one_command_are_called_different_one_time_in_twenty_at_most(pa
     assert max(middles) > 1.5 * min(middles)
 
 
-@pytest.mark.parametrize("path", SAME_COMMAND, ids=lambda path: path.stem)
+def test_pairs_of_one_command_on_gpus_are_called_different_one_time_in_twenty_at_most():
+    """24 recordings on two GPUs (`benchmarks/same_command.py`): neighbours in time, and each with every other."""
+    levels = recordings(ON_GPUS)
+    assert len(levels) == 24
+    assert not any(differ([one], [two]) for one, two in zip(levels[::2], levels[1::2], strict=True))
+    pairs = list(itertools.combinations(levels, 2))
+    assert sum(differ([one], [two]) for one, two in pairs) <= len(pairs) / 20
+    # By the scatter within each alone more than one in ten would be.
+    assert sum(rank_test(one, two) < 0.05 for one, two in pairs) > len(pairs) / 10
+
+
+@pytest.mark.parametrize("path", ON_CPU, ids=lambda path: path.stem)
 def test_groups_of_recordings_of_one_command_differ_one_time_in_twenty_at_most(path):
     """Four against four made in turns: 10 pairs of groups."""
     levels = recordings(path)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from ringprof.analysis.kinds.classify import classify
 from ringprof.analysis.timeline.breakdown import break_down
-from ringprof.analysis.timeline.rows import rows_of
+from ringprof.analysis.timeline.rows import timed_activities
 from ringprof.trace.columns import MEMCPY
 from tests.analysis.build import FLASH, NCCL, Builder
 from tests.analysis.sweep import sweep
@@ -23,7 +23,7 @@ EVENT = st.tuples(st.integers(0, 60), st.integers(0, 20), st.sampled_from(sorted
 
 def breakdown_of(builder):
     classified = classify(builder.trace())
-    return break_down(rows_of(classified, np.arange(len(classified.kind)), device=None, between_ns=None))
+    return break_down(timed_activities(classified, np.arange(len(classified.kind)), device=None, between_ns=None))
 
 
 @given(st.lists(EVENT, min_size=1, max_size=20))

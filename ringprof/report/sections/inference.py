@@ -1,0 +1,59 @@
+"""Prefill and decode in words: what a token costs, and what bounds a step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from ringprof.analysis.findings.findings import Findings
+from ringprof.analysis.findings.inference import Inference, inference_of
+from ringprof.report.page.document import Content
+from ringprof.report.tables import Listing
+from ringprof.report.text import TextStyle, binary_size, duration, percent
+
+_BOUND = {
+    "cache": "reading the cache",
+    "attention": "the attention kernels",
+    "link": "exposed communication",
+    "launch": "launching: nothing runs on the device",
+    "other": "what is neither attention nor communication, such as merges",
+}
+
+
+def terminal(found: Findings, style: TextStyle, listing: Listing) -> list[str]:
+    """None where no prefill or decode was recorded."""
+    figures = inference_of(found.attribution, found.summary)
+    return [] if figures is None else [style.wrap("\n".join(in_words(figures)))]
+
+
+def in_words(figures: Inference) -> list[str]:
+    """Time and bytes a token; how fast the cache is read; what bounds it."""
+    each = figures.step_ns / figures.new_tokens
+    cost = (
+        f"{figures.phase}, one attention layer: {duration(figures.step_ns)} a step of {figures.new_tokens:,} new"
+        f" tokens, {duration(each)} a token ({figures.tokens_per_second:,.0f} tokens/s)"
+    )
+    if figures.sent_bytes_per_token is not None:
+        cost += f"; {figures.sent_bytes_per_token:,.0f} bytes sent a token, by all ranks"
+    lines = [cost]
+    if figures.cache_bytes is not None and figures.read_gbps is not None:
+        size = binary_size(figures.cache_bytes)
+        read = f"a rank reads {size} of keys and values a step, at {figures.read_gbps:,.0f} GB/s"
+        if figures.of_bandwidth is not None:
+            read += f" while its attention kernels run: {percent(figures.of_bandwidth)} of the memory's rate"
+        lines.append(read)
+    shares = ", ".join(f"{name} {percent(share)}" for name, share in figures.shares.items())
+    lines.append(f"bound by {_BOUND[figures.bound_by]} ({shares} of the time)")
+    return lines
+
+
+def json(found: Findings) -> dict[str, Any]:
+    """``inference`` of the report: null where none was recorded."""
+    return {"inference": msgspec.to_builtins(inference_of(found.attribution, found.summary))}
+
+
+def html(found: Findings, report: dict[str, Any], figures: Any) -> Content | None:
+    """The same words."""
+    recorded = inference_of(found.attribution, found.summary)
+    return None if recorded is None else Content(lines=in_words(recorded))

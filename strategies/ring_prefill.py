@@ -1,0 +1,130 @@
+"""Ring prefill with a cache: a chunk of new tokens attends all cached keys, and itself causally.
+
+The new tokens lie on the ranks in zigzag chunks, the cached keys in even shares, so every rank has the same work in
+every step. Either goes round the ring:
+
+    passes=kv    keys and values, cached and new: N-1 hops, each hidden behind a block; outputs stay at home
+    passes=q     the queries; each rank computes visitors' queries over its own keys, and an all-to-all brings the
+                 partial outputs and LSEs home at the end. The cache does not move
+    passes=auto  what sends fewer bytes: queries where the cache is long against the chunk
+
+Source: Context Parallelism for Scalable Million-Token Inference (arXiv 2411.01783).
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from .annotate import ring_step
+from .base import Context, Shape
+from .cached import Cached, Heads, assembled, merged, rectangle
+from .expected import Load, forward_bytes
+from .kernel import Kernel
+from .layouts import ALL, LAYOUTS, Block
+from .merge import Partial, wide_type
+
+Passes = Literal["auto", "kv", "q"]
+
+
+class RingPrefill(Cached):
+    """New tokens by zigzag over a cache in even shares."""
+
+    phase = "prefill"
+    layout = LAYOUTS["zigzag"]
+    PARAMETERS: ClassVar[dict[str, str]] = {"passes": "what goes round the ring: kv, q, or the one with fewer bytes"}
+
+    def __init__(self, context: Context, *, passes: Passes = "auto") -> None:
+        super().__init__(context)
+        self.parameters = {"passes": passes}
+        self.ring = self.comm.ring("kv")
+        self.q_ring = self.comm.ring("q")
+        self.home = self.comm.collective("out")
+
+    @classmethod
+    def memory_bytes(cls, load: Load, **params: Any) -> int | None:
+        cached = 2 * load.batch * -(-load.kv_length // load.size) * load.kv_heads * load.head_dim * load.item_bytes
+        # In place of K and V of new tokens alone; of queries that travel, every rank holds all partial outputs.
+        ring = forward_bytes(load) + (cached - load.kv) * (1 if load.size == 1 else 4)
+        return max(ring, forward_bytes(load) - load.kv + cached + 3 * load.size * load.q)
+
+    @classmethod
+    def imbalance(cls, size: int, *, causal: bool, **params: Any) -> float | None:
+        return 1.0
+
+    @classmethod
+    def unfit(cls, shape: Shape, size: int, **params: Any) -> str | None:
+        reason = super().unfit(shape, size, **params)
+        cached = 0 if shape.kv_length is None else shape.kv_length - shape.seq
+        if reason is None and cached % size:
+            return f"{size} ranks hold even shares of the cache: {cached} cached tokens are none"
+        return reason
+
+    def key_positions(self, kv_length: int, new_tokens: int) -> Tensor:
+        cached = kv_length - new_tokens
+        own = LAYOUTS["contiguous"].positions(cached, self.comm.size, self.comm.rank)
+        return torch.cat([own, cached + self.query_places(new_tokens)])
+
+    def query_places(self, new_tokens: int) -> Tensor:
+        return self.layout.positions(new_tokens, self.comm.size, self.comm.rank)
+
+    def heads(self, heads: int, kv_heads: int) -> Heads:
+        return Heads(ALL, ALL, ALL)
+
+    def _length(self, q: Tensor, k: Tensor) -> int:
+        return k.shape[1] * self.comm.size
+
+    def compute(
+        self, kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool, kv_length: int
+    ) -> tuple[Tensor, Tensor]:
+        if self.comm.size > 1 and self.passes_queries(q, k):
+            return self._pass_queries(kernel, q, k, v, scale, causal)
+        result = Partial()
+        for step, (kv_rank, kv) in enumerate(self.ring.tour([k, v])):
+            blocks = self._blocks(self.comm.rank, kv_rank, q.shape[1], k.shape[1], causal=causal)
+            for block in blocks:
+                with ring_step("fwd", step, "block"):
+                    found = rectangle(kernel, q, kv[0], kv[1], block, scale)
+                with ring_step("fwd", step, "merge"):
+                    result.merge(*found, block.q)
+        with ring_step("fwd", step, "merge"):
+            return result.result(q.dtype)
+
+    def passes_queries(self, q: Tensor, k: Tensor) -> bool:
+        """Whether queries go round and outputs come home, in place of keys and values."""
+        if self.parameters["passes"] != "auto":
+            return bool(self.parameters["passes"] == "q")
+        item = q.element_size()
+        there_and_back = q.numel() * 2 * item + q[..., 0].numel() * torch.finfo(wide_type(q)).bits // 8
+        return there_and_back < 2 * k.numel() * item
+
+    def _pass_queries(
+        self, kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool
+    ) -> tuple[Tensor, Tensor]:
+        batch, rows, heads, _ = q.shape
+        outs = torch.empty((self.comm.size, *q.shape), dtype=q.dtype, device=q.device)
+        lses = torch.empty((self.comm.size, batch, heads, rows), dtype=wide_type(q), device=q.device)
+        for step, (q_rank, (visitor,)) in enumerate(self.q_ring.tour([q])):
+            blocks = self._blocks(q_rank, self.comm.rank, rows, k.shape[1], causal=causal)
+            out, lse = assembled(kernel, visitor, k, v, blocks, scale, step)
+            outs[q_rank].copy_(out)
+            lses[q_rank].copy_(lse)
+        hops = [self.home.all_to_all(x) for x in (outs, lses)]
+        outs, lses = (hop.wait()[0] for hop in hops)
+        with ring_step("fwd", self.comm.size, "merge"):
+            return merged(outs, lses, q.dtype)
+
+    def _blocks(self, q_rank: int, kv_rank: int, queries: int, keys: int, *, causal: bool) -> list[Block]:
+        """What the new tokens of ``q_rank`` see of ``kv_rank``'s keys: those cached first, then its new ones."""
+        cached, half = keys - queries, queries // 2
+        if not causal:
+            return [Block()]
+        if kv_rank == q_rank:
+            own = Block(kv=slice(cached, keys), causal=True)
+            return [Block(kv=slice(0, cached)), own] if cached else [own]
+        if kv_rank < q_rank:
+            return [Block(kv=slice(0, cached + half))]
+        late = Block(q=slice(half, queries))
+        return [late, Block(slice(0, half), slice(0, cached))] if cached else [late]

@@ -1,0 +1,164 @@
+"""Prefill and decode through the recorder: both gates, what a run says of it, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch", reason="recording needs torch")
+
+import msgspec
+import torch
+
+from ringprof.errors import VerificationError
+from ringprof.record.measure import Problem, row_sums
+from ringprof.record.verify_cached import verify_cached, verify_cached_timed
+from ringprof.run import Workload
+from ringprof.strategies import create
+from ringprof.strategies.base import Context
+from ringprof.strategies.communicator import Communicator
+from ringprof.strategies.dcp import DecodeContextParallel
+from tests.record.command import run
+from tests.strategies.cases import Case
+from tests.strategies.ranks import run_ranks
+from tests.strategies.test_cached import DECODE, GROUPS, PREFILL
+
+CPU = torch.device("cpu")
+BASE = Workload(
+    batch=3, seq=2, heads=8, kv_heads=4, head_dim=8, dtype="bf16", backward=False, phase="decode", kv_length=2001
+)
+CHUNK = msgspec.structs.replace(BASE, phase="prefill", seq=64, kv_length=2112)
+
+
+def gates(rank: int, cases: list[Case], workload: Workload) -> list[str]:
+    found = []
+    for case in cases:
+        strategy = create(case.name, kernel="cpu-flash", **case.params)
+        before = verify_cached(strategy, workload, CPU)
+        problem = Problem.of(strategy, workload, CPU)
+        last = problem.iteration()
+        after = verify_cached_timed(problem, row_sums(last.out), last, workload, before)
+        assert after.timed is not None and after.timed.same_output
+        assert before.seq < after.timed.seq == workload.kv_length
+        # bf16: a result that was not computed would be off by 1.
+        assert 0 < after.timed.errors["out"].rms < 0.02
+        last.out[:, :, 0] += 0.5
+        with pytest.raises(VerificationError, match="wrong result on rank"):
+            verify_cached_timed(problem, row_sums(last.out), last, workload, before)
+        found.append(str(case))
+    return found
+
+
+@pytest.mark.parametrize(("world", "cases", "workload"), [(2, DECODE, BASE), (4, GROUPS, BASE), (2, PREFILL, CHUNK)])
+def test_both_gates_pass_what_is_right_and_refuse_one_wrong_head(world, cases, workload) -> None:
+    assert len(run_ranks(world, gates, cases, msgspec.structs.replace(workload, batch=1))[0]) == len(cases)
+
+
+class Forgets(DecodeContextParallel):
+    """Leaves out the last keys where a rank holds more than the check before timing gives it."""
+
+    def compute(self, kernel, q, k, v, **how):
+        return super().compute(kernel, q, k[:, :200], v[:, :200], **how)
+
+    def _blocks(self, queries, keys, kv_length, *, causal):
+        return super()._blocks(queries, keys, min(kv_length, 400), causal=causal)
+
+
+def forgetful(rank: int) -> str:
+    strategy = Forgets(Context(Communicator(), "cpu-flash"))
+    before = verify_cached(strategy, BASE, CPU)
+    problem = Problem.of(strategy, BASE, CPU)
+    last = problem.iteration()
+    with pytest.raises(VerificationError) as refused:
+        verify_cached_timed(problem, row_sums(last.out), last, BASE, before)
+    return str(refused.value)
+
+
+def test_keys_that_are_forgotten_in_a_long_cache_are_found() -> None:
+    assert "in the last timed iteration, with 2 new tokens over 2001 keys" in run_ranks(2, forgetful)[0]
+
+
+SMALL = ["--heads", "8", "--kv-heads", "2", "--head-dim", "16", "--device", "cpu", "--world", "2", "--batch", "4"]
+
+
+@pytest.fixture(scope="module")
+def decoded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("decode")
+    command = ["record", "--strategy", "dcp", "--phase", "decode", "--kv-length", "4097", *SMALL]
+    made = run(command, folder)
+    assert made.returncode == 0, made.stderr
+    assert "decode of 1 new token a sequence over 4097 keys, batch 4" in made.stderr
+    return folder
+
+
+def test_a_decode_run_counts_its_work_by_the_formulas(decoded: Path) -> None:
+    found = json.loads((decoded / "traces/run.json").read_text())
+    assert found["name"].endswith("-dcp-4097")
+    assert {key: found["workload"][key] for key in ("phase", "kv_length", "seq", "backward")} == {
+        "phase": "decode", "kv_length": 4097, "seq": 1, "backward": False,
+    }  # fmt: skip
+    # 4 FLOPs of 4 sequences, 8 heads of 16, over 2049 keys on rank 0 and 2048 on rank 1.
+    assert [rank["block_flops"] for rank in found["work"]] == [4 * 4 * 8 * 16 * 2049, 4 * 4 * 8 * 16 * 2048]
+    # bf16: queries and outputs of 4 heads of 16 of 4 sequences, 512 bytes each; LSEs of 8 heads in float32, 128.
+    sent = {(one["channel"], one["operation"]): one["sent_bytes"] for one in found["work"][0]["sent"]}
+    assert sent == {("q", "all_gather"): 512, ("out", "all_gather"): 128, ("out", "reduce_scatter"): 512}
+    assert found["verification"]["timed"]["seq"] == 4097
+
+
+def test_a_decode_report_says_what_a_token_costs_and_what_bounds_it(decoded: Path) -> None:
+    shown = run(["report", "traces/run.json"], decoded)
+    assert "decode: 1 new of 4097 tokens, 8 heads (2 kv) of 16, batch 4" in " ".join(shown.stdout.split())
+    data = json.loads(run(["report", "traces/run.json", "--format", "json"], decoded).stdout)["inference"]
+    assert data["new_tokens"] == 4
+    # 2 · 4 sequences · 4097 keys · 2 heads · 16 numbers of 2 bytes, shared by 2 ranks.
+    assert data["cache_bytes"] == 2 * 4 * 4097 * 2 * 16 * 2 // 2
+    assert data["sent_bytes_per_token"] == 2 * (512 + 128 + 512) / 4
+    assert data["tokens_per_second"] == pytest.approx(4 / data["step_ns"] * 1e9)
+    assert sum(data["shares"].values()) == pytest.approx(1)
+    assert data["bound_by"] == max(data["shares"], key=data["shares"].get)
+    assert f"bound by {'reading the cache' if data['bound_by'] == 'cache' else ''}" in shown.stdout
+    gate = run(
+        ["report", "traces/run.json", "--fail-if", "tokens_per_second < 1", "--fail-if", "read_gbps < 0.000001"],
+        decoded,
+    )
+    assert gate.returncode == 0, gate.stderr
+
+
+def test_a_decode_run_is_not_compared_with_training_and_not_foreseen(decoded: Path) -> None:
+    foreseen = run(["what-if", "traces/run.json"], decoded)
+    assert foreseen.returncode == 2
+    assert "Traceback" not in foreseen.stderr
+
+
+def test_a_page_shows_it(decoded: Path) -> None:
+    made = run(["report", "traces/run.json", "--html", "page.html"], decoded)
+    assert made.returncode == 0, made.stderr
+    assert "Prefill and decode" in (decoded / "page.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--strategy", "zigzag", "--phase", "decode", "--kv-length", "64"], "for --phase decode there are: dcp"),
+        (["--strategy", "dcp", "--seq", "64"], "is for decode; for --phase training there are: ring, zigzag"),
+        (["--strategy", "dcp", "--phase", "decode"], "--phase decode needs --kv-length"),
+        (["--strategy", "ring", "--seq", "64", "--kv-length", "64"], "--kv-length goes with --phase"),
+        (["--strategy", "dcp", "--phase", "decode", "--seq", "65", "--kv-length", "64"], "at least 65"),
+        (["--strategy", "ring-prefill", "--phase", "prefill", "--kv-length", "64"], "Missing option '--seq'"),
+        (["--strategy", "dcp", "--phase", "decode", "--kv-length", "64", "--controls"], "--controls: not made for"),
+        (["--strategy", "dcp", "--phase", "decode", "--kv-length", "64", "--window-size", "4"], "not made for --phase"),
+        (["--strategy", "dcp", "--phase", "decode", "--kv-length", "8g"], "is not a number of tokens"),
+        (["--strategy", "dcp", "--phase", "decode", "--kv-length", "4096m"], "--kv-length"),
+        (["--strategy", "ring", "--seq", "64", "--layers", "2"], "--layers goes with --layer"),
+        (["--strategy", "ring", "--seq", "64", "--layer", "ddp", "--mlp-size", "0"], "--mlp-size must be at least 1"),
+        (["--strategy", "ring", "--seq", "64", "--layer", "ddp", "--controls"], "--controls: not made for --layer"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_recorded_is_refused_in_a_line(arguments: list[str], reason: str, tmp_path: Path) -> None:
+    refused = run(["record", *arguments, *SMALL], tmp_path)
+    assert refused.returncode == 2
+    assert reason in refused.stderr
+    assert "Traceback" not in refused.stderr
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,165 @@
+"""Whole layers: what they train to on several ranks is what one process trains to, in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="recording needs torch")
+
+import msgspec
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ringprof.record.layer import Layers, LayersProblem, made_parallel, rotated, rotation
+from ringprof.run import LayerAround, Workload
+from ringprof.strategies import create, names
+from tests.strategies.ranks import run_ranks
+
+WORK = Workload(
+    batch=2, seq=32, heads=4, kv_heads=2, head_dim=8, layers=2, layer=LayerAround(parallel="ddp", mlp_size=24)
+)
+STEPS, RATE = 4, 0.5
+
+
+def data() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    x, target = (torch.randn(2, 32, 32, generator=generator, dtype=torch.float64) for _ in range(2))
+    return x, target
+
+
+def made(strategy: Any, workload: Workload = WORK) -> Layers:
+    torch.manual_seed(0)
+    return Layers(workload, strategy).double()
+
+
+def losses_of_one_process() -> list[float]:
+    """The same layers written out over plain tensors: complex rotation, masked softmax, no module and no strategy."""
+    weights = {name: tensor.detach().clone().requires_grad_() for name, tensor in made(None).named_parameters()}
+    x, target = data()
+    losses = []
+    for _ in range(STEPS):
+        loss = functional.mse_loss(plain_layers(x, weights), target)
+        loss.backward()
+        losses.append(loss.item())
+        with torch.no_grad():
+            for tensor in weights.values():
+                assert tensor.grad is not None
+                tensor -= RATE * tensor.grad
+                tensor.grad = None
+    return losses
+
+
+def plain_layers(x: Tensor, weights: dict[str, Tensor]) -> Tensor:
+    turn = torch.polar(
+        torch.ones(32, 4, dtype=torch.float64),
+        torch.arange(32)[:, None] * 10_000.0 ** -(torch.arange(4, dtype=torch.float64) / 4),
+    )[:, None]
+
+    def norm(x: Tensor, weight: Tensor) -> Tensor:
+        return x / (x.square().mean(-1, keepdim=True) + torch.finfo(torch.float64).eps).sqrt() * weight
+
+    def turned(x: Tensor) -> Tensor:
+        pairs = torch.complex(*x.chunk(2, -1)) * turn
+        return torch.cat([pairs.real, pairs.imag], -1)
+
+    for layer in ("layers.0", "layers.1"):
+        w = {name.removeprefix(f"{layer}."): tensor for name, tensor in weights.items()}
+        heads = (norm(x, w["before_attention.weight"]) @ w["qkv.weight"].T).unflatten(-1, (8, 8))
+        q, k, v = turned(heads[:, :, :4]), turned(heads[:, :, 4:6]), heads[:, :, 6:]
+        scores = torch.einsum("bqhd,bkhd->bhqk", q, k.repeat_interleave(2, 2)) / 8**0.5
+        seen = torch.arange(32) <= torch.arange(32)[:, None]
+        out = torch.einsum(
+            "bhqk,bkhd->bqhd", scores.masked_fill(~seen, float("-inf")).softmax(-1), v.repeat_interleave(2, 2)
+        )
+        x = x + out.flatten(2) @ w["out.weight"].T
+        gate, up = (norm(x, w["before_mlp.weight"]) @ w["gate_up.weight"].T).chunk(2, -1)
+        x = x + (gate * gate.sigmoid() * up) @ w["down.weight"].T
+    return x
+
+
+def losses(rank: int, name: str, parallel: Any, recomputed: bool) -> list[float]:
+    """Of the whole sequence: every rank's mean over its share, and their mean."""
+    strategy = create(name, kernel="reference")
+    around = LayerAround(parallel=parallel, mlp_size=24, checkpoint=recomputed)
+    model = made_parallel(made(strategy, msgspec.structs.replace(WORK, layer=around)), parallel, torch.device("cpu"))
+    x, target = (strategy.shard(whole) for whole in data())
+    turn = rotation(strategy.positions(32), 8, torch.float64)
+    optimizer = torch.optim.SGD(model.parameters(), RATE)
+    found = []
+    for _ in range(STEPS):
+        loss = functional.mse_loss(model(x, turn), target)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        total = loss.detach().clone()
+        torch.distributed.all_reduce(total)
+        found.append(total.item() / torch.distributed.get_world_size())
+    return found
+
+
+def every_strategy(rank: int) -> dict[str, list[float]]:
+    return {name: losses(rank, name, "ddp", False) for name in names()}
+
+
+def every_way(rank: int) -> dict[str, list[float]]:
+    ways = [("ddp", True), ("fsdp2", False), ("fsdp2", True)]
+    return {f"{how} {again}": losses(rank, "zigzag", how, again) for how, again in ways}
+
+
+def test_every_strategy_trains_to_the_losses_of_one_process() -> None:
+    truth = losses_of_one_process()
+    assert truth[-1] < truth[0] - 0.05, "it learns"
+    found = run_ranks(4, every_strategy)[0]
+    assert len(found) == 9
+    for name, mine in found.items():
+        assert mine == pytest.approx(truth, rel=1e-9), name
+
+
+def test_ddp_and_fsdp2_with_and_without_recomputation_train_alike() -> None:
+    truth = losses_of_one_process()
+    for way, mine in run_ranks(2, every_way)[0].items():
+        assert mine == pytest.approx(truth, rel=1e-9), way
+
+
+def kept(rank: int, recomputed: bool) -> float:
+    """What an iteration keeps of its first attention is that attention, with its own gradients."""
+    around = LayerAround(parallel="ddp", mlp_size=24, checkpoint=recomputed)
+    workload = msgspec.structs.replace(WORK, layer=around, dtype="fp32")
+    strategy = create("zigzag", kernel="cpu-flash")
+    problem = LayersProblem.of(strategy, workload, torch.device("cpu"))
+    found = problem.results()
+    q, k, v = (x.clone().requires_grad_() for x in (problem.q, problem.k, problem.v))
+    out = strategy.attention(q, k, v)
+    assert problem.dout is not None
+    gradients = torch.autograd.grad(out, (q, k, v), problem.dout)
+    pairs = zip((out.detach(), *gradients), (found.out, found.dq, found.dk, found.dv), strict=True)
+    return max(float((mine - theirs).abs().max()) for mine, theirs in pairs if theirs is not None)
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_the_attention_that_is_checked_is_the_layers_own(recomputed: bool) -> None:
+    assert max(run_ranks(2, kept, recomputed)) < 1e-6
+
+
+def test_a_rotation_keeps_lengths_and_turns_by_the_difference_of_positions() -> None:
+    generator = torch.Generator().manual_seed(1)
+    q, k = (torch.randn(1, 1, 1, 8, generator=generator, dtype=torch.float64) for _ in range(2))
+
+    def product(i: int, j: int) -> float:
+        a, b = (rotated(x, rotation(torch.tensor([at]), 8, torch.float64)) for x, at in ((q, i), (k, j)))
+        return float((a * b).sum())
+
+    assert product(0, 0) == pytest.approx(float((q * k).sum()), rel=1e-12)
+    assert product(1_000_007, 1_000_000) == pytest.approx(product(7, 0), rel=1e-9)
+
+
+def test_model_flops_of_a_layer_are_attention_and_matrix_products() -> None:
+    # Attention forward 2·B·S²·H·D = 131,072 a layer (causal), and 3.5 times that with the backward pass.
+    # Matrices: 32·32 + 2·16·32 + 32·32 + 3·32·24 = 5376 numbers; 6 FLOPs a token and number; 64 tokens.
+    assert WORK.parameters() == 5376
+    assert WORK.model_flops() == 2 * (131_072 * 7 // 2 + 6 * 64 * 5376)
+    again = LayerAround(parallel="ddp", mlp_size=24, checkpoint=True)
+    assert msgspec.structs.replace(WORK, layer=again).model_flops() == WORK.model_flops()

@@ -1,0 +1,226 @@
+"""Prefill and decode over a cache that ranks share: against the plain formula in float64."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ringprof.strategies import Unfit, create, find, for_inference, names
+from ringprof.strategies.base import Shape
+from tests.strategies.cases import Case
+from tests.strategies.ranks import run_ranks
+from tests.strategies.test_results import examples
+
+
+class Problem(NamedTuple):
+    """New tokens over keys, those of the new tokens the last of them."""
+
+    new: int
+    keys: int
+    batch: int = 2
+    heads: int = 8
+    kv_heads: int = 4
+    head_dim: int = 4
+    causal: bool = True
+    kernel: str = "reference"
+    seed: int = 0
+
+
+DECODE = [
+    Case("dcp", {"merge": merge, "queries": queries})
+    for merge in ("reduce-scatter", "all-to-all", "all-gather")
+    for queries in ("gathered", "replicated")
+]
+GROUPS = [
+    Case("dcp", {"dcp_degree": degree, "merge": merge}, (4,))
+    for degree in (1, 2)
+    for merge in ("reduce-scatter", "all-gather")
+]
+PREFILL = [Case("ring-prefill", {"passes": passes}) for passes in ("kv", "q", "auto")]
+
+
+def inputs(problem: Problem) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(problem.seed)
+    sizes = ((problem.new, problem.heads), (problem.keys, problem.kv_heads), (problem.keys, problem.kv_heads))
+    return [
+        torch.randn((problem.batch, tokens, heads, problem.head_dim), generator=generator, dtype=torch.float64)
+        for tokens, heads in sizes
+    ]
+
+
+def dense(problem: Problem) -> tuple[Tensor, Tensor]:
+    """Output and LSE, a row and head at a time: what a query sees is counted from the end of the keys."""
+    q, k, v = inputs(problem)
+    out = torch.empty_like(q)
+    lse = torch.empty(problem.batch, problem.heads, problem.new, dtype=torch.float64)
+    for batch in range(problem.batch):
+        for row in range(problem.new):
+            seen = problem.keys - problem.new + row + 1 if problem.causal else problem.keys
+            for head in range(problem.heads):
+                theirs = head // (problem.heads // problem.kv_heads)
+                scores = k[batch, :seen, theirs] @ q[batch, row, head] / math.sqrt(problem.head_dim)
+                out[batch, row, head] = scores.softmax(0) @ v[batch, :seen, theirs]
+                lse[batch, head, row] = scores.exp().sum().log()
+    return out, lse
+
+
+def errors(rank: int, cases: list[Case], problem: Problem, truth: tuple[Tensor, Tensor]) -> list[tuple[str, float]]:
+    q, k, v = inputs(problem)
+    exact, exact_lse = truth
+    found = []
+    for case in cases:
+        strategy = create(case.name, kernel=problem.kernel, **case.params)
+        mine = (strategy.shard_cache(x, problem.new, problem.heads) for x in (k, v))
+        out, lse = strategy.attention(
+            strategy.shard(q), *mine, causal=problem.causal, kv_length=problem.keys, return_lse=True
+        )
+        share = strategy.shard_output(exact)
+        rows = strategy.shard_output(exact_lse.transpose(1, 2).unsqueeze(-1)).squeeze(-1).transpose(1, 2)
+        error = max(float((out - share).abs().max()), float((lse - rows).abs().max()))
+        counted = torch.tensor(sum(kernel.flops for kernel in strategy.kernels()))
+        torch.distributed.all_reduce(counted)
+        before = problem.keys - problem.new
+        pairs = problem.new * before + problem.new * (problem.new + 1) // 2 if problem.causal else None
+        area = problem.new * problem.keys if pairs is None else pairs
+        if int(counted) != 4 * problem.batch * problem.heads * problem.head_dim * area:
+            error = math.inf
+        found.append((f"{case} {problem}", error))
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_decode_is_exact_in_float64_and_counted_by_the_exact_area(world: int) -> None:
+    # One token and several; a cache that the ranks cannot share evenly, and one with fewer tokens than ranks.
+    problems = [Problem(1, 29), Problem(3, 29), Problem(5, 64, causal=False), Problem(2, 3), Problem(1, 1)]
+    cases = DECODE + [case for case in GROUPS if world in case.worlds]
+    for problem in [*problems, Problem(4, 40, kernel="cpu-flash")]:
+        for label, error in run_ranks(world, errors, cases, problem, dense(problem))[0]:
+            assert error < 1e-12, label
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_prefill_is_exact_in_float64_and_counted_by_the_exact_area(world: int) -> None:
+    problems = [Problem(16, 48), Problem(8, 8), Problem(16, 24, causal=False), Problem(8, 136, kernel="cpu-flash")]
+    for problem in problems:
+        for label, error in run_ranks(world, errors, PREFILL, problem, dense(problem))[0]:
+            assert error < 1e-12, label
+
+
+@st.composite
+def drawn(draw) -> tuple[list[Case], Problem]:
+    kv_heads = 4
+    heads = kv_heads * draw(st.sampled_from([1, 2, 3]))
+    sizes = {
+        "batch": draw(st.integers(1, 2)),
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "head_dim": draw(st.integers(1, 9)),
+    }
+    sizes |= {"causal": draw(st.booleans()), "seed": draw(st.integers(0, 999))}
+    if draw(st.booleans()):
+        new = draw(st.integers(1, 6))
+        return [draw(st.sampled_from(DECODE + GROUPS))], Problem(new, new + draw(st.integers(0, 50)), **sizes)
+    new = 8 * draw(st.integers(1, 3))
+    return [draw(st.sampled_from(PREFILL))], Problem(new, new + 4 * draw(st.integers(0, 20)), **sizes)
+
+
+def drawn_are_exact(given_: tuple[list[Case], Problem]) -> None:
+    cases, problem = given_
+    for label, error in run_ranks(4, errors, cases, problem, dense(problem))[0]:
+        assert error < 1e-12, label
+
+
+@examples(5)
+@given(drawn())
+def test_drawn_caches_are_exact(drawn_one) -> None:
+    drawn_are_exact(drawn_one)
+
+
+@pytest.mark.long
+@examples(80)
+@given(drawn())
+def test_many_drawn_caches_are_exact(drawn_one) -> None:
+    drawn_are_exact(drawn_one)
+
+
+def sent(rank: int, cases: list[Case], problem: Problem) -> list[dict[tuple[str, str], int]]:
+    q, k, v = inputs(problem)
+    found = []
+    for case in cases:
+        strategy = create(case.name, kernel="reference", **case.params)
+        mine = (strategy.shard_cache(x, problem.new, problem.heads) for x in (k, v))
+        strategy.attention(strategy.shard(q), *mine, kv_length=problem.keys)
+        meter = strategy.comm.meter.sent
+        found.append({(channel, operation): size for (channel, _, operation, _), (_, size) in meter.items()})
+    return found
+
+
+def test_bytes_of_decode_do_not_grow_with_the_cache() -> None:
+    # Of 2 ranks, in float64: 2 sequences of one token; 4 of 8 heads of 4 numbers are 256 bytes, their LSEs 64.
+    q = {("q", "all_gather"): 256}
+    expected = [
+        q | {("out", "all_gather"): 128, ("out", "reduce_scatter"): 256},
+        {("out", "all_gather"): 128, ("out", "reduce_scatter"): 256},
+        q | {("out", "all_to_all"): 256 + 64},
+        {("out", "all_to_all"): 256 + 64},
+        q | {("out", "all_gather"): 512 + 128},
+        {("out", "all_gather"): 512 + 128},
+    ]
+    for keys in (10, 1000):
+        assert run_ranks(2, sent, DECODE, Problem(1, keys))[0] == expected
+
+
+def test_prefill_sends_what_is_less() -> None:
+    # 12 of 24 keys of 4 heads, K and V of 2 sequences: 6144 bytes. 4 of 8 queries of 8 heads: 2048, there and back,
+    # and 512 of LSEs.
+    kv, q = {("kv", "send_recv"): 6144}, {("q", "send_recv"): 2048, ("out", "all_to_all"): 2048 + 512}
+    assert run_ranks(2, sent, PREFILL, Problem(8, 24))[0] == [kv, q, q]
+    # Without a cache keys and values are less: 4 of 8 tokens are 2048 bytes.
+    assert run_ranks(2, sent, PREFILL[2:], Problem(8, 8))[0] == [{("kv", "send_recv"): 2048}]
+
+
+def shares(rank: int) -> list[list[int]]:
+    dcp, prefill = create("dcp", dcp_degree=2), create("ring-prefill")
+    return [dcp.key_positions(9, 1).tolist(), prefill.key_positions(16, 8).tolist(), prefill.query_places(8).tolist()]
+
+
+def test_who_holds_which_keys() -> None:
+    found = run_ranks(4, shares)
+    # Groups of 2 neighbours; a cache that grows by one token grows by one key on one rank.
+    assert [rank[0] for rank in found] == [[0, 2, 4, 6, 8], [1, 3, 5, 7]] * 2
+    # Two cached tokens a rank, then the new ones in zigzag.
+    assert found[1][1:] == [[2, 3, 9, 14], [1, 6]]
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "size", "params", "reason"),
+    [
+        ("dcp", Shape(1, 1, 8, 2, 8, 100), 4, {"dcp_degree": 3}, "dcp_degree 3 does not divide the world size 4"),
+        ("dcp", Shape(1, 1, 8, 1, 8, 100), 4, {"dcp_degree": 2}, "2 groups of 2 ranks cannot share out 1 kv heads"),
+        ("dcp", Shape(1, 1, 6, 2, 8, 100), 4, {}, "4 ranks cannot share out 6 heads"),
+        ("ring-prefill", Shape(1, 12, 8, 2, 8, 100), 4, {}, "needs a sequence divisible by 8: not 12"),
+        ("ring-prefill", Shape(1, 16, 8, 2, 8, 34), 4, {}, "18 cached tokens are none"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_the_reason(name, shape, size, params, reason) -> None:
+    assert reason in find(name).load().unfit(shape, size, **params)
+
+
+def test_calls_that_cannot_be_meant_are_refused() -> None:
+    strategy = create("dcp", kernel="reference")
+    q, k = torch.randn(1, 2, 4, 8), torch.randn(1, 9, 2, 8)
+    with pytest.raises(Unfit, match="must be told kv_length"):
+        strategy.attention(q, k, k)
+    with pytest.raises(Unfit, match="no backward pass"):
+        strategy.attention(q.requires_grad_(), k, k, kv_length=9)
+    with pytest.raises(Unfit, match="expected q"):
+        strategy.attention(q.detach(), k, k[:, 1:], kv_length=9)
+    with pytest.raises(Unfit, match="4 heads over 3 kv heads"):
+        strategy.attention(q.detach(), torch.randn(1, 9, 3, 8), torch.randn(1, 9, 3, 8), kv_length=9)
+    assert not set(for_inference()) & set(names()), "those do not train"

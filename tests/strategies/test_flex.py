@@ -1,0 +1,139 @@
+"""FlexAttention as a kernel: its stretches and tiles pair by pair, and its blocks against the reference kernel."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ringprof.mask import Mask
+from ringprof.strategies import create
+from ringprof.strategies.cut import cut_of
+from ringprof.strategies.flex import TILE, stretches, tiles
+from ringprof.strategies.kernels import KERNELS, ReferenceKernel
+from ringprof.strategies.layouts import LAYOUTS, part
+from ringprof.strategies.parts import Parts, seen_in_band
+from tests.strategies.cases import Case, Problem, inputs, relative_error
+from tests.strategies.ranks import run_ranks
+from tests.strategies.test_masks import dense, drawn, over_the_ranks
+from tests.strategies.test_results import examples
+
+
+def pairs_of(parts: Parts) -> torch.Tensor:
+    seen = torch.zeros(parts.queries, parts.keys, dtype=torch.int32)
+    for one in parts:
+        seen[one.q, one.kv] += seen_in_band(one, torch.device("cpu")).int()
+    return seen
+
+
+@given(drawn(), st.sampled_from([1, 2]), st.sampled_from(["contiguous", "zigzag", "stripe"]))
+def test_stretches_are_the_pairs_of_the_parts(drawn_problem: tuple[Problem, Mask], size: int, layout: str) -> None:
+    problem, mask = drawn_problem
+    cut = cut_of(mask, LAYOUTS[layout], size, problem.seq)
+    for q_rank, kv_rank in itertools.product(range(size), repeat=2):
+        block = cut.block(q_rank, kv_rank)
+        if block is None or block.parts is None:
+            continue
+        first, end = stretches(block.parts)
+        keys = torch.arange(block.parts.keys)
+        seen = ((keys >= first[..., None]) & (keys < end[..., None])).int().sum(0)
+        assert torch.equal(seen, pairs_of(block.parts))
+
+
+@given(st.lists(st.tuples(st.integers(0, 700), st.integers(0, 700)), min_size=1, max_size=400), st.integers(1, 700))
+def test_tiles_are_those_of_the_dense_mask(rows: list[tuple[int, int]], keys: int) -> None:
+    bounds = torch.tensor(rows, dtype=torch.int32).clamp(max=keys)
+    first, end = bounds[:, 0][None], bounds[:, 1][None]
+    place = torch.arange(keys)
+    seen = (place >= first.T) & (place < end.T)
+    height, width = -(-len(rows) // TILE) * TILE, -(-keys // TILE) * TILE
+    padded = torch.zeros(height, width, dtype=torch.bool)
+    padded[: len(rows), :keys] = seen
+    tiled = padded.view(height // TILE, TILE, width // TILE, TILE)
+    whole = tiled.all(3).all(1)
+    partial, found = tiles(first, end, keys)
+    assert torch.equal(found, whole)
+    assert torch.equal(partial, tiled.any(3).any(1) & ~whole)
+
+
+BLOCKS = [
+    (Mask(), "contiguous", 1, 0, 0),
+    (Mask(causal=False), "contiguous", 1, 0, 0),
+    (Mask.of(documents=[0, 1, 30, 96]), "zigzag", 2, 1, 0),
+    # Rows 0 to 2 see nothing of the other rank's keys.
+    (Mask.of(causal=False, window=(20, 9)), "contiguous", 2, 0, 1),
+    (Mask.of(documents=[0, 50, 96], window=(7, 0)), "stripe", 2, 0, 1),
+]
+
+
+@pytest.mark.parametrize(("mask", "layout", "size", "q_rank", "kv_rank"), BLOCKS)
+@pytest.mark.parametrize("softcap", [0.0, 1.5])
+def test_a_block_given_the_lse_of_all_blocks(
+    mask: Mask, layout: str, size: int, q_rank: int, kv_rank: int, softcap: float
+) -> None:
+    block = cut_of(mask, LAYOUTS[layout], size, 96).block(q_rank, kv_rank)
+    assert block is not None
+    generator = torch.Generator().manual_seed(1)
+
+    def draw(heads: int, rows: int = 96 // size) -> torch.Tensor:
+        return torch.randn(2, rows, heads, 8, generator=generator, dtype=torch.float64)
+
+    q, dout, out = (part(draw(4), block.q) for _ in range(3))
+    k, v = (part(draw(2), block.kv) for _ in range(2))
+    how: Any = {"scale": 0.3, "causal": block.causal, "parts": block.parts}
+    flex, exact = KERNELS["flex"](softcap=softcap), ReferenceKernel(softcap=softcap)
+    (found, lse), (truth, true_lse) = (kernel.forward(q, k, v, **how) for kernel in (flex, exact))
+    assert relative_error(found, truth) < 1e-13 and torch.allclose(lse, true_lse, rtol=1e-13)
+    # Of other blocks, too: larger than the block's own, and an output that is another.
+    whole = true_lse.where(true_lse.isfinite(), torch.tensor(0.0, dtype=torch.float64)) + 0.7
+    gradients = zip(*(kernel.backward(dout, q, k, v, whole, out=out, **how) for kernel in (flex, exact)), strict=True)
+    assert all(relative_error(one, other) < 1e-12 for one, other in gradients)
+
+
+def through_strategies(rank: int, truths: dict[Mask, list[torch.Tensor]]) -> list[tuple[str, float]]:
+    problem = Problem(seq=64, kernel="flex")
+    cases = [Case("zigzag", {"documents_layout": "per_document"}), Case("ring"), Case("allgather")]
+    return [
+        (f"{case}, {mask}", max(relative_error(x, y) for x, y in zip(whole, truth, strict=True)))
+        for mask, truth in truths.items()
+        for case in cases
+        for whole in (over_the_ranks(case, problem, mask)[0],)
+    ]
+
+
+def test_strategies_are_exact_with_it() -> None:
+    masks = [Mask.of(documents=[0, 1, 2, 9, 9, 40, 64]), Mask.of(causal=False, documents=[0, 29, 64], window=(5, 2))]
+    truths = {mask: dense(Problem(seq=64), mask) for mask in masks}
+    for label, error in run_ranks(2, through_strategies, truths)[0]:
+        assert error < 1e-12, label
+
+
+def test_numbers_of_a_document_change_no_bit_of_another() -> None:
+    """NaN may, within a tile: docs/workloads.md says so."""
+    strategy, results = create("zigzag", kernel="flex"), []
+    for factor in (1.0, -1.5):
+        *qkv, dout = inputs(Problem(seq=64, dtype=torch.float32))
+        for x in (*qkv, dout):
+            x[:, 7:37] *= factor
+        leaves = [x.requires_grad_() for x in qkv]
+        out = strategy.attention(*leaves, documents=[0, 7, 37, 64])
+        results.append([out.detach(), *torch.autograd.grad(out, leaves, dout)])
+    for before, after in zip(*results, strict=True):
+        assert not torch.equal(before[:, 7:37], after[:, 7:37])
+        assert torch.equal(before[:, :7], after[:, :7]) and torch.equal(before[:, 37:], after[:, 37:])
+
+
+@examples(3)
+@given(st.integers(1, 200), st.integers(1, 200), st.integers(1, 40))
+def test_heads_of_two_sizes_and_any_lengths(queries: int, keys: int, size: int) -> None:
+    generator = torch.Generator().manual_seed(queries)
+    q, k = (torch.randn(1, rows, 2, 12, generator=generator, dtype=torch.float64) for rows in (queries, keys))
+    v = torch.randn(1, keys, 2, size, generator=generator, dtype=torch.float64)
+    found, truth = (
+        kernel.forward(q, k, v, scale=1.0, causal=False) for kernel in (KERNELS["flex"](), ReferenceKernel())
+    )
+    assert relative_error(found[0], truth[0]) < 1e-12

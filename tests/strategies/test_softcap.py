@@ -1,0 +1,132 @@
+"""Softcap in every strategy, against torch's own autograd over the plain formula in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ringprof.mask import Mask
+from ringprof.strategies import Unfit, create, find, names
+from ringprof.strategies.kernels import KERNELS, choose_kernel
+from tests.strategies.cases import Problem, inputs, relative_error
+from tests.strategies.ranks import run_ranks
+from tests.strategies.test_results import examples
+from tests.test_mask import sees
+
+DOCUMENTS = Mask.of(documents=[0, 7, 40, 64], window=(9, 0))
+
+
+def dense(problem: Problem, mask: Mask, softcap: float) -> list[Tensor]:
+    """out, dq, dk, dv, LSE; scores are capped before the mask."""
+    seen = torch.tensor([[sees(mask, query, key) for key in range(problem.seq)] for query in range(problem.seq)])
+    q, k, v, dout = inputs(problem)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    wide_k, wide_v = (x.repeat_interleave(problem.heads // problem.kv_heads, 2) for x in leaves[1:])
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, wide_k) * problem.head_dim**-0.5
+    scores = (softcap * (scores / softcap).tanh()).masked_fill(~seen, float("-inf"))
+    out = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), wide_v)
+    out.backward(dout)
+    return [out.detach(), *(x.grad for x in leaves if x.grad is not None), scores.logsumexp(-1).detach()]
+
+
+def errors(
+    rank: int, kernel: str, problem: Problem, softcap: float, truths: dict[Mask, list[Tensor]]
+) -> list[tuple[str, float]]:
+    found = []
+    for mask, truth in truths.items():
+        for name in names():
+            if not mask.plain and not find(name).load().takes_masks:
+                continue
+            strategy = create(name, kernel=kernel)
+            *qkv, dout = (strategy.shard(x) for x in inputs(problem))
+            leaves = [x.requires_grad_() for x in qkv]
+            how = {"documents": mask.documents, "window_size": mask.window, "softcap": softcap}
+            out, lse = strategy.attention(*leaves, causal=mask.causal, return_lse=True, **how)
+            out.backward(dout)
+            whole = [strategy.unshard(x.detach()) for x in (out, *(leaf.grad for leaf in leaves))]
+            whole.append(strategy.unshard(lse.detach(), 2))
+            worst = max(relative_error(value, exact) for value, exact in zip(whole, truth, strict=True))
+            found.append((f"{name}, {mask}", worst))
+    return found
+
+
+@pytest.mark.parametrize(("world", "kernel"), [(4, "reference"), (2, "flex")])
+def test_softcap_is_exact_in_every_strategy(world: int, kernel: str) -> None:
+    problem = Problem(seq=64, batch=2)
+    # As large as some scores: a linear stretch would not show it.
+    truths = {mask: dense(problem, mask, 1.5) for mask in (Mask(), DOCUMENTS)}
+    for label, error in run_ranks(world, errors, kernel, problem, 1.5, truths)[0]:
+        assert error < 1e-12, label
+
+
+def test_a_large_softcap_changes_nothing_and_a_small_one_evens_out() -> None:
+    problem = Problem(seq=16)
+    q, k, v, _ = inputs(problem)
+    strategy = create("zigzag", kernel="reference")
+    plain = strategy.attention(q, k, v)
+    assert relative_error(strategy.attention(q, k, v, softcap=1e7), plain) < 1e-12
+    means = v.repeat_interleave(2, 2).cumsum(1) / torch.arange(1, 17).view(1, -1, 1, 1)
+    assert relative_error(strategy.attention(q, k, v, softcap=1e-9), means) < 1e-8
+
+
+@examples(8)
+@given(st.floats(0.05, 60), st.integers(0, 99), st.integers(1, 12), st.booleans())
+def test_drawn_softcaps(softcap: float, seed: int, quarter: int, causal: bool) -> None:
+    problem = Problem(seq=4 * quarter, seed=seed, head_dim=3)
+    mask = Mask(causal)
+    truth = dense(problem, mask, softcap)
+    size = max(float(x.norm()) for x in truth)
+    for name in names():
+        strategy = create(name, kernel="reference")
+        *qkv, dout = inputs(problem)
+        leaves = [x.requires_grad_() for x in qkv]
+        out = strategy.attention(*leaves, causal=causal, softcap=softcap)
+        found = [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+        off = max(float((value - exact).norm()) for value, exact in zip(found, truth[:4], strict=True))
+        assert off < 1e-12 * size, name
+
+
+def test_nan_in_a_document_stays_there_with_softcap() -> None:
+    problem = Problem(seq=64)
+    strategy = create("ring", kernel="reference")
+    results = []
+    for value in (0.0, float("nan")):
+        *qkv, dout = inputs(problem)
+        for x in (*qkv, dout):
+            x[:, 7:40] = value
+        leaves = [x.requires_grad_() for x in qkv]
+        out = strategy.attention(*leaves, documents=[0, 7, 40, 64], softcap=2.0)
+        results.append([out.detach(), *torch.autograd.grad(out, leaves, dout)])
+    for before, after in zip(*results, strict=True):
+        for rows in (slice(0, 7), slice(40, 64)):
+            assert torch.equal(before[:, rows], after[:, rows])
+
+
+@pytest.mark.parametrize("softcap", [-1.0, float("inf"), float("nan")])
+def test_no_softcap_is_refused(softcap: float) -> None:
+    x = torch.zeros(1, 8, 2, 4)
+    with pytest.raises(Unfit, match="a positive number, or 0 for none"):
+        create("ring", kernel="reference").attention(x, x, x, softcap=softcap)
+
+
+def test_kernels_without_it_refuse_by_name_and_auto_passes_them_over() -> None:
+    x = torch.zeros(1, 8, 2, 4)
+    with pytest.raises(Unfit, match=r"'cpu-flash' is not available: it takes no softcap .*: flex, reference\)"):
+        create("ring", kernel="cpu-flash").attention(x, x, x, softcap=5.0)
+    with pytest.raises(Unfit, match="kernel 'cudnn' takes no softcap"):
+        KERNELS["cudnn"](softcap=5.0)
+    cpu = torch.device("cpu")
+    assert choose_kernel("auto", cpu, torch.float32, 64).name == "cpu-flash"
+    assert choose_kernel("auto", cpu, torch.float32, 64, softcap=5.0).name == "flex"
+
+
+def test_one_strategy_computes_with_and_without() -> None:
+    strategy = create("zigzag", kernel="reference")
+    x = torch.randn(1, 8, 2, 4)
+    capped = strategy.attention(x, x, x, softcap=0.5)
+    assert not torch.allclose(capped, strategy.attention(x, x, x))
+    assert torch.equal(capped, strategy.attention(x, x, x, softcap=0.5))
+    assert len(strategy.kernels()) == 2
