@@ -1,4 +1,4 @@
-"""Two ranks of DistributedDataParallel over gloo as torch 2.13 recorded them: two steps of AdamW, four all-reduces each.
+"""Two ranks of DistributedDataParallel over gloo as torch 2.13 recorded them: two steps of AdamW, four all-reduces.
 
 Truth is what the files say themselves, added up here.
 """
