@@ -48,32 +48,22 @@ class Readable(Protocol):
 class ByteSource:
     """Iterates over a file's unpacked bytes; afterwards `damage` says whether they ended too early.
 
-    ``source`` is a path, or the bytes themselves; ``span`` a part of them that is not compressed. Raises `InputError`
-    where the file cannot be opened or expands beyond ``limit_bytes``, `MissingExtraError` where zstd is needed and not
-    installed.
+    ``source`` is a path, or the bytes themselves. Raises `InputError` where the file cannot be opened or
+    expands beyond ``limit_bytes``, `MissingExtraError` where zstd is needed and not installed.
     """
 
     def __init__(
-        self,
-        source: str | bytes,
-        name: str,
-        limit_bytes: int = EXPANDED_BYTES,
-        piece_bytes: int | None = None,
-        span: tuple[int, int] | None = None,
+        self, source: str | bytes, name: str, limit_bytes: int = EXPANDED_BYTES, piece_bytes: int | None = None
     ) -> None:
         self._source = source
         self._name = name
         self._limit = limit_bytes
         self._size = PIECE_BYTES if piece_bytes is None else piece_bytes
-        self._span = span
         self.damage: str | None = None
         """What is wrong with the compressed data, in words; None if nothing."""
 
     def __iter__(self) -> Iterator[bytes]:
         with self._open() as file:
-            if self._span:
-                yield from self._part(file, *self._span)
-                return
             magic = file.read(4)
             file.seek(0)
             if magic.startswith(_GZIP_MAGIC):
@@ -82,12 +72,6 @@ class ByteSource:
                 yield from self._limited(self._unzstd(file))
             else:
                 yield from iter(lambda: file.read(self._size), b"")
-
-    def _part(self, file: BinaryIO, begin: int, end: int) -> Iterator[bytes]:
-        file.seek(begin)
-        while begin < end and (piece := file.read(min(self._size, end - begin))):
-            begin += len(piece)
-            yield piece
 
     def _open(self) -> BinaryIO:
         return io.BytesIO(self._source) if isinstance(self._source, bytes) else open_binary(self._source)

@@ -67,12 +67,9 @@ class Piece(msgspec.Struct, frozen=True):
 
 
 class EventStream:
-    """Splits a source into the head (all before the first event) and pieces of the event list.
+    """Splits a source into the head (all before the first event) and pieces of the event list."""
 
-    ``half``: of a file that is read in two, 1 or 2; the second has no head, the first no last piece.
-    """
-
-    def __init__(self, source: ByteSource, name: str, memory_bytes: int = MEMORY_BYTES, half: int = 0) -> None:
+    def __init__(self, source: ByteSource, name: str, memory_bytes: int = MEMORY_BYTES) -> None:
         self.head_limit = memory_bytes // _HEAD_SHARE
         """Where no event list begins in this many bytes, none is expected."""
         self.event_limit = memory_bytes // _EVENT_SHARE
@@ -85,8 +82,7 @@ class EventStream:
         self._carried = b""
         self.list_root = False
         """Whether the file is a bare list of events, with nothing around it."""
-        self._has_end = half != 1
-        self.head = b"" if half == 2 else self._read_head()
+        self.head = self._read_head()
 
     def _read_head(self) -> bytes:
         """Everything before the first event; raises `TraceFormatError` where there is no event list."""
@@ -126,7 +122,7 @@ class EventStream:
             self._offset += begin
             self._rest = data[begin:]
             self._take_carried(data[end:begin])
-        yield Piece(self._rest, self._offset, last=self._has_end)
+        yield Piece(self._rest, self._offset, last=True)
 
     def _take_carried(self, separator: bytes) -> None:
         if self._carried:

@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import islice
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -42,7 +42,6 @@ from ringprof.trace.memory import bytes_of_collectives, bytes_of_rows, bytes_of_
 
 _Columns = dict[str, npt.NDArray[Any]]
 A = TypeVar("A", bound=Args)
-_Key = TypeVar("_Key")
 
 ABSURD_NS = 7 * 24 * 3600 * 10**9
 """No event lasts seven days, nor lies that far from the middle of its trace: such times are damage."""
@@ -89,14 +88,14 @@ _ARGS: dict[str, type[Args]] = {
 }
 
 
-_TELLS, _MAY_NAME__KeyFILE = 1, 2
+_TELLS, _MAY_NAME_A_FILE = 1, 2
 
 
 def _told_by(name: str | None) -> int:
     """What an operator's name says: that it tells, that its arguments might, or (0) neither."""
     if _OPERATORS_THAT_TELL.search(name or ""):
         return _TELLS
-    return 0 if "::" in (name or "::") else _MAY_NAME__KeyFILE
+    return 0 if "::" in (name or "::") else _MAY_NAME_A_FILE
 
 
 def _named_by_file(event: Event) -> Event | None:
@@ -129,19 +128,6 @@ def _table_for(category: str | None) -> str | None:
     if key in ("cpu_op", "operator"):
         return "operators"
     return {"user_annotation": "annotations", "gpu_user_annotation": "device_annotations"}.get(key)
-
-
-class Collected(NamedTuple):
-    """What a collector has kept, for another process."""
-
-    names: list[str]
-    collectives: list[CommRecord]
-    columns: dict[str, _Columns]
-    oddities: Counter[str]
-    total: int
-    has_operators: bool
-    taken_bytes: int
-    """What was counted for it of the memory."""
 
 
 class Collector:
@@ -194,26 +180,6 @@ class Collector:
         tables["launches"] = [event for event in tables["launches"] if not idle[event.name]]
         for table, chosen in tables.items():
             self._keep(table, chosen)
-
-    def collected(self, taken_bytes: int) -> Collected:
-        """What was kept so far."""
-        columns = {table: _joined(chunks) for table, chunks in self._chunks.items() if chunks}
-        names, collectives = list(self.names), list(self.collectives)
-        return Collected(names, collectives, columns, self.oddities, self.total, self.has_operators, taken_bytes)
-
-    def append(self, later: Collected) -> None:
-        """Keep what another collector kept of the events behind these."""
-        self.take(later.taken_bytes)
-        self.total += later.total
-        self.has_operators |= later.has_operators
-        self.oddities += later.oddities
-        places = {
-            "name": _places(self.names, later.names),
-            "collective": np.append(_places(self.collectives, later.collectives), np.int32(NONE)),
-        }
-        for table, columns in later.columns.items():
-            columns.update({key: places[key][columns[key]] for key in places.keys() & columns.keys()})
-            self._chunks[table].append(columns)
 
     def _sort(self, events: list[Event]) -> dict[str, list[Event]]:
         tables: dict[str, list[Event]] = {table: [] for table in TABLES}
@@ -389,15 +355,6 @@ class Collector:
         if rows["comm_records"]:
             rows["comm_records"] = _chosen(rows["comm_records"], rows["comm_records"]["collective"] != NONE)
         return {table: table_of(kind, rows[table]) for table, kind in TABLES.items()}
-
-
-def _places(known: dict[_Key, int], later: list[_Key]) -> Int32:
-    """Where each of the later ones is among those known, to which the new ones are added."""
-    return np.array([known.setdefault(one, len(known)) for one in later], np.int32)
-
-
-def _joined(chunks: list[_Columns]) -> _Columns:
-    return {key: np.concatenate([chunk[key] for chunk in chunks]) for key in chunks[0]}
 
 
 def _chosen(columns: _Columns, mask: npt.NDArray[np.bool_]) -> _Columns:

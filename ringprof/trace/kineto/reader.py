@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 
 import msgspec
 
@@ -22,9 +21,8 @@ from ringprof.trace.kineto.event_list import (
     decode_events,
     decode_fields,
 )
-from ringprof.trace.kineto.event_tables import Collected, Collector
-from ringprof.trace.kineto.fields import Found, Metadata, closed, metadata_of, opened, read_fields
-from ringprof.trace.kineto.halves import Copy, HalfLostError, middle_of
+from ringprof.trace.kineto.event_tables import Collector
+from ringprof.trace.kineto.fields import Metadata, closed, metadata_of, opened, read_fields
 from ringprof.trace.kineto.recover import Recovery
 from ringprof.trace.memory import bytes_of_text, take_analysis
 from ringprof.trace.one_run import rank_in_name
@@ -83,53 +81,12 @@ def _read(source: str | bytes, name: str, budget: MemoryBudget) -> Trace:
 
 
 def _pass(source: str | bytes, name: str, budget: MemoryBudget, *, every_operator: bool) -> _Reading:
-    middle, left = middle_of(source), budget.left
-    if middle is not None and isinstance(source, str):
-        try:
-            return _pass_in_halves(source, name, budget, middle, every_operator=every_operator)
-        except (*UNREADABLE, TraceFormatError):
-            budget.left = left  # what is damaged is read from the start
-    return _pass_in_turn(source, name, budget, every_operator=every_operator)
-
-
-def _pass_in_halves(
-    source: str, name: str, budget: MemoryBudget, middle: tuple[int, int], *, every_operator: bool
-) -> _Reading:
-    """Both halves at once. Raises one of `UNREADABLE` or `TraceFormatError` where any of it is not sound."""
-    memory_bytes, size = budget.limits.memory_bytes, os.path.getsize(source)
-    first = EventStream(ByteSource(source, name, span=(0, middle[0])), name, memory_bytes, half=1)
-    head = read_fields(closed(first.head))
-    collector = _collector(head, name, budget, every_operator=every_operator)
-
-    def read_second(check: Callable[[], None]) -> tuple[Collected, bytes]:
-        before = budget.left
-        second = EventStream(ByteSource(source, name, span=(middle[1], size)), name, memory_bytes, half=2)
-        for piece in second.pieces():
-            check()
-            events, end = _decode_last(piece, list_root=first.list_root) if piece.last else (_decode(piece), 0)
-            collector.add(events)
-        return collector.collected(before - budget.left), piece.data[end + 1 :]
-
-    with Copy(read_second) as copy:
-        for piece in first.pieces():
-            collector.add(_decode(piece))
-        rest, tail = copy.result()
-    if rest.taken_bytes > budget.left:
-        raise HalfLostError  # names that both have are counted twice: only reading in turn can tell
-    collector.append(rest)
-    return _with_metadata(_Reading(collector), head, tail)
-
-
-def _collector(head: Found, name: str, budget: MemoryBudget, *, every_operator: bool) -> Collector:
-    of_cpu = head.values.get("deviceProperties") == []
-    return Collector(lambda size: budget.take(size, name), every_operator=every_operator or of_cpu)
-
-
-def _pass_in_turn(source: str | bytes, name: str, budget: MemoryBudget, *, every_operator: bool) -> _Reading:
     byte_source = ByteSource(source, name, budget.limits.expanded_bytes)
     stream = EventStream(byte_source, name, budget.limits.memory_bytes)
     head = read_fields(closed(stream.head))
-    reading = _Reading(_collector(head, name, budget, every_operator=every_operator))
+    of_cpu = head.values.get("deviceProperties") == []
+    collector = Collector(lambda size: budget.take(size, name), every_operator=every_operator or of_cpu)
+    reading = _Reading(collector)
     tail = b""
     for piece in stream.pieces():
         end = _take(piece, stream, reading)
@@ -138,17 +95,13 @@ def _pass_in_turn(source: str | bytes, name: str, budget: MemoryBudget, *, every
             break
         if reading.hopeless:
             break
-    reading.damage = byte_source.damage
-    return _with_metadata(reading, head, tail)
-
-
-def _with_metadata(reading: _Reading, head: Found, tail: bytes) -> _Reading:
     behind = read_fields(opened(tail))
     reading.metadata = metadata_of(head.values | behind.values)
     used = reading.collector.calls_a_device or reading.metadata.on_gpu
     reading.lacks_device = used and not reading.collector.has_device_activities
     reading.fields_sound = head.sound and behind.sound
     reading.second_list = LIST_KEY.search(tail) is not None
+    reading.damage = byte_source.damage
     return reading
 
 
