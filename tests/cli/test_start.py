@@ -10,10 +10,11 @@ import sys
 from tests.paths import DATA
 
 HEAVY = {
-    "torch", "pandas", "matplotlib", "bokeh", "jinja2", "rich", "joblib", "dask", "fsspec", "sqlite3", "multiprocessing",
-    "concurrent.futures", "asyncio", "subprocess", "importlib.metadata", "numpy.ma", "numpy.testing", "numpy.random",
-    "ringprof.record", "ringprof.foresee", "ringprof.kernel_tables", "ringprof.benchmark_logs", "ringprof.processes",
-    "ringprof.trace.nsys", "ringprof.report.page.figures", "ringprof.report.perfetto", "ringprof.strategies",
+    "torch", "pandas", "matplotlib", "bokeh", "jinja2", "rich", "joblib", "dask", "fsspec", "sqlite3",
+    "multiprocessing", "concurrent.futures", "asyncio", "subprocess", "importlib.metadata", "numpy.ma",
+    "numpy.testing", "numpy.random", "ringprof.record", "ringprof.foresee", "ringprof.kernel_tables",
+    "ringprof.benchmark_logs", "ringprof.processes", "ringprof.trace.nsys", "ringprof.report.page.figures",
+    "ringprof.report.perfetto", "ringprof.strategies",
 }  # fmt: skip
 PROGRAM = """
 import json, os, sys
