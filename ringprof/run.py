@@ -78,6 +78,9 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     """Lengths of the documents that the sequence packs, in their order; None: one."""
     window: Size | None = None
     """Keys that a query sees before it, its own counted, and without a causal mask as many after it; None: all."""
+    sequences: tuple[Size, ...] | None = None
+    """Of dynamic context parallelism: how many sequences ``seq`` tokens are in each step of an iteration, each on as
+    many ranks as all others; None: one step, of one sequence."""
     phase: Phase = "training"
     kv_length: Size | None = None
     """In inference, the keys of each sequence: ``seq`` tokens are new, the last of these, and the others are cached."""
@@ -95,6 +98,8 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
         self._check_phase()
         if self.v_head_dim is not None and self.v_head_dim > self.head_dim:
             raise ValueError(f"heads of v are at most as large as those of q and k: {self.v_head_dim}, {self.head_dim}")
+        if self.sequences is not None and any(self.seq % count for count in self.sequences):
+            raise ValueError(f"{self.seq} tokens are no even sequences, {self.sequences} of them")
         if self.documents is not None and sum(self.documents) != self.seq:
             raise ValueError(f"the documents are {sum(self.documents)} tokens together, the sequence has {self.seq}")
 
@@ -114,6 +119,10 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
         side = NO_LIMIT if self.window is None else self.window - 1
         return Mask.of(cumulative, (side, side), causal=self.causal)
 
+    def step(self, count: int) -> Workload:
+        """What one group of ranks has to do in a step with so many sequences."""
+        return msgspec.structs.replace(self, seq=self.seq // count, sequences=None)
+
     def at(self, seq: int) -> Workload:
         """The same over another number of tokens: documents and window shrink or grow alike."""
         scaled = self.mask().scaled(self.seq, seq)
@@ -128,6 +137,8 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
         S² is the sum over the documents of each one's; with a window, and in inference, the exact area stands in its
         place. Of a captured block, of all its steps and layers. Of whole layers with their matrix products, too.
         """
+        if self.sequences is not None:
+            return sum(count * self.step(count).model_flops() for count in self.sequences)
         return self._attention_flops() + self._flops_around()
 
     def _attention_flops(self) -> int:
@@ -138,6 +149,8 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
 
     def exact_flops(self) -> int:
         """Of attention alone, from the mask's exact area: S(S+1)/2 instead of S²/2 for a document when causal."""
+        if self.sequences is not None:
+            return sum(count * self.step(count).exact_flops() for count in self.sequences)
         return self._flops(2 * self.pairs())
 
     def pairs(self) -> int:
@@ -266,6 +279,8 @@ class Timings(msgspec.Struct, frozen=True, kw_only=True):
     warmup: Count
     iterations_ns: list[list[Nanoseconds]]
     """One list a rank, one figure an iteration."""
+    steps_ns: list[list[Nanoseconds]] | None = None
+    """Of dynamic context parallelism: one list a rank, of each step its median over the iterations."""
 
     def slowest_ns(self) -> list[int]:
         """The slowest rank's time, of each iteration."""

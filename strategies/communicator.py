@@ -65,7 +65,7 @@ class Communicator:
         self.can_copy = False
         """Whether ``auto`` may mean copy engines: all ranks can, and see each other's memory."""
         self.meter = Meter()
-        self.rank, self.size, self._token = 0, 1, ""
+        self.rank, self.size, self.token = 0, 1, ""
         self.group: Any = None
         """The process group; None where torch.distributed is not in use."""
         self._ranks = [0]
@@ -89,7 +89,7 @@ class Communicator:
             agreed = agree(self.group, request, None if problem is None else str(problem))
         except Unfit as refusal:
             raise (problem or refusal) from None
-        self._token, self.hosts, self.processes = agreed.token, Hosts(agreed.hosts), agreed.processes
+        self.token, self.hosts, self.processes = agreed.token, Hosts(agreed.hosts), agreed.processes
         self.can_copy = agreed.can_copy
 
     @property
@@ -140,7 +140,7 @@ class Communicator:
     def _group_of(self, channel: str, members: Sequence[int]) -> dist.ProcessGroup | None:
         if len(members) == 1:
             return None
-        return process_group(channel, tuple(self._ranks[member] for member in members), self._token)
+        return process_group(channel, tuple(self._ranks[member] for member in members), self.token)
 
 
 def _initialised() -> bool:

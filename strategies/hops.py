@@ -70,6 +70,8 @@ class Ring:
         if may_copy and group is not None and same_host and not keeps:
             processes = {rank: comm.processes[rank] for rank in (following, previous)}
             self._copies = copy_ring(channel, group, self._next, self._previous, processes)
+        self.copied = self._copies is not None
+        """Whether copy engines carry the hops."""
 
     def post(self, parcel: Parcel, *, into: Parcel | None = None) -> AnyHop:
         """Start sending a parcel to the next member and receiving the like from the previous one.
@@ -82,6 +84,7 @@ class Ring:
             return Hop([], parcel.messages, parcel)
         parcel = owned(parcel, self._copies)
         if self._copies is not None:
+            assert into is None, "copy engines write where they may, not where they are told"
             self._meter.add(self.channel, "copy", self._link, parcel.size_bytes)
             return self._copies.post(parcel)
         arriving = parcel.room() if into is None else into
@@ -90,6 +93,12 @@ class Ring:
         with annotate("send", self.channel):
             works = self._exchange(sent, arriving.messages)
         return Hop(works, sent, arriving, self.channel)
+
+    def parcel(self, tensors: Sequence[Tensor]) -> Parcel:
+        """Tensors as they are to travel here: for NCCL in one message, while copy engines fetch them where they are."""
+        if self.copied and all([tensor.is_contiguous() for tensor in tensors]):
+            return Parcel(list(tensors))
+        return Parcel.holding(tensors)
 
     def _exchange(self, outgoing: list[Tensor], incoming: list[Tensor]) -> list[Any]:
         """What `torch.distributed.batch_isend_irecv` does, without its checks of every argument in every call."""
@@ -124,7 +133,7 @@ class Ring:
         if self.size == 1:
             yield self.rank, list(tensors.tensors if isinstance(tensors, Parcel) else tensors)
             return
-        current = tensors if isinstance(tensors, Parcel) else Parcel.holding(tensors)
+        current = tensors if isinstance(tensors, Parcel) else self.parcel(tensors)
         # A rank's own are handed out as they came, where they lie as the others' will: dense.
         own = None if isinstance(tensors, Parcel) or not all([x.is_contiguous() for x in tensors]) else tensors
         steps = steps or self.size

@@ -52,7 +52,7 @@ class Megatron(Strategy):
         self.parameters |= {"grad_wire": grad_wire, "documents_layout": documents_layout}
         ranks = range(self.comm.size)
         self.ring = self.comm.ring("kv", ranks, keeps=True)
-        self.back_ring = self.comm.ring("kv_dkv", ranks[::-1], shares=self.ring)
+        self.back_ring = self.comm.ring("kv_dkv", ranks[::-1], shares=self.ring, keeps=True)
         self._streams: dict[torch.device, SideStreams] = {}
 
     @classmethod

@@ -15,7 +15,7 @@ from typing import Any
 
 from ringprof.benchmark_logs.blocks import read_burst_figures, read_results
 from ringprof.benchmark_logs.cells import placement_of, system_of
-from ringprof.benchmark_logs.pipes import PipeHeader, PipeRow, find_pipe_header, read_pipe_row
+from ringprof.benchmark_logs.pipes import PipeHeader, PipeRow, find_pipe_header, may_be_header, read_pipe_row
 from ringprof.benchmark_logs.rows import STATED, BenchmarkLog, Flag, LogRow, LogSettings, flag
 from ringprof.benchmark_logs.settings import log_names, read_settings
 from ringprof.errors import InputError
@@ -26,6 +26,10 @@ from ringprof.log_lines import TEXT_SHARE, LinePrefix, LogLines
 _TWO_RINGS = re.compile(r"\[\d+(?:, ?\d+){0,4096}\]\s{1,16}\[\d+(?:, ?\d+){0,4096}\]")
 _MOST_HEADERS = 16
 """Tables of different prefixes that may be interleaved."""
+_MOST_EFFORT = 1_000_000
+_OF_TABLE = 20
+"""How much is read of one log, in lines of prose; a line that may be a table's takes as long as so many of these."""
+_TOO_LONG = "the log is longer than one that holds tables alone; cut these out of it"
 
 
 def read_log(path: str | os.PathLike[str], limits: Limits | None = None) -> BenchmarkLog:
@@ -39,6 +43,8 @@ def parse_log(data: bytes, name: str) -> BenchmarkLog:
     reader = _Reader(LogLines(data), name)
     reader.read()
     if not reader.rows:
+        if reader.end < len(reader.lines):
+            raise InputError(f"{name}: no benchmark rows in the {reader.end} lines that were read: {_TOO_LONG}")
         has_titles = b"# of Calls" in data or b"Total Time (ns)" in data
         hint = f": for its kernel table, ringprof report {name}" if has_titles else ""
         raise InputError(f"{name}: no benchmark rows in a known format{hint}")
@@ -47,6 +53,8 @@ def parse_log(data: bytes, name: str) -> BenchmarkLog:
 
 def has_rows(data: bytes) -> bool:
     """Whether a log holds benchmark rows."""
+    if b"|" not in data and b"Benchmark Results for" not in data:
+        return False
     reader = _Reader(LogLines(data), "")
     reader.read(only_first=True)
     return bool(reader.rows)
@@ -60,21 +68,39 @@ class _Reader:
         self.rows: list[LogRow] = []
         self.settings = LogSettings()
         self.flags: list[Flag] = []
+        self.end = len(lines)
+        """Of what is read: less than all of a log that is too long."""
         self._named: dict[str, int] = {}
         self._label: tuple[str, int | None] = ("", None)
         self._headers: dict[str, PipeHeader] = {}
-        self._prefixes = _prefixes_in(lines)
+        self._prefixes: list[LinePrefix] = []
+        self._effort = 0
         self._block: LogRow | None = None
         self._two_rings = False
         self._last_row: tuple[int, PipeRow] | None = None
 
     def read(self, *, only_first: bool = False) -> None:
         """Read all rows, or no more than tells whether there are any."""
+        if not only_first:
+            self._survey()
         index = 0
-        while index < len(self.lines) and not (only_first and self.rows):
+        while index < self.end and not (only_first and self.rows):
             index += self._step(index)
+            self._effort += 1
+            if self._effort > _MOST_EFFORT:
+                self.end = min(index, self.end)
         self._end_block()
         self._check_end()
+
+    def _survey(self) -> None:
+        """What launchers put before the lines of tables, so that headings with it are known too."""
+        found: dict[str, LinePrefix] = {}
+        for index, line in enumerate(self.lines):
+            if "|" in line and (header := self._header(index)) and header.prefix.text:
+                found.setdefault(header.prefix.key, header.prefix)
+            if len(found) == _MOST_HEADERS or self._effort > _MOST_EFFORT:
+                break
+        self._prefixes, self._effort = list(found.values()), 0
 
     def _step(self, index: int) -> int:
         """Reads what begins at a line, and returns how many lines it took."""
@@ -93,7 +119,8 @@ class _Reader:
                 message = f"{name} is listed a second time (first on line {first}): another file was probably meant"
                 self.flags.append(Flag("repeated_source", "note", self.path, index + 1, message, name))
         if "|" not in line:
-            self.settings = read_settings(self.settings, line, index + 1)
+            before, self.settings = self.settings, read_settings(self.settings, line, index + 1)
+            self._effort += 0 if self.settings is before else 2
         return 1
 
     def _heading(self, line: str, index: int) -> None:
@@ -109,8 +136,15 @@ class _Reader:
 
     # --- tables ---
 
+    def _header(self, index: int) -> PipeHeader | None:
+        self._effort += 2
+        if not may_be_header(self.lines, index):
+            return None
+        self._effort += _OF_TABLE
+        return find_pipe_header(self.lines, index)
+
     def _pipes(self, index: int) -> int:
-        header = find_pipe_header(self.lines, index)
+        header = self._header(index)
         if header is not None:
             if header.is_burst:
                 return self._burst(header)
@@ -169,6 +203,10 @@ class _Reader:
 
     def _check_end(self) -> None:
         """Where the log ends inside a row of a table, its last figure may be the beginning of another."""
+        if self.end < len(self.lines):
+            message = f"lines {self.end + 1} to {len(self.lines)} are not read: {_TOO_LONG}"
+            self.flags.append(Flag("too_long", "warning", self.path, self.end + 1, message))
+            return
         last = len(self.lines) - 1
         above = self.lines[last - 1] if last else ""
         if not self.lines.is_open(last):
@@ -199,6 +237,7 @@ class _Reader:
         self.flags.append(flag(row, "cut_off", "warning", message, cell or None))
 
     def _row(self, fields: dict[str, Any], index: int, kind: str, titles: tuple[str, ...]) -> LogRow:
+        self._effort += _OF_TABLE
         label, label_line = self._label
         known = {name: value for name, value in fields.items() if value is not None}
         stated = {name: getattr(self.settings, name) for name in STATED if name not in known}
@@ -216,17 +255,6 @@ class _Reader:
             **known,
             **stated,
         )
-
-
-def _prefixes_in(lines: LogLines) -> list[LinePrefix]:
-    """What launchers put before the lines of tables, so that headings with it are known too."""
-    found: dict[str, LinePrefix] = {}
-    for index, line in enumerate(lines):
-        if "|" in line and (header := find_pipe_header(lines, index)) and header.prefix.text:
-            found.setdefault(header.prefix.key, header.prefix)
-            if len(found) == _MOST_HEADERS:
-                break
-    return list(found.values())
 
 
 def _same_run(block: LogRow, row: LogRow) -> bool:

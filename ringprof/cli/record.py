@@ -11,7 +11,7 @@ import click
 
 from ringprof.cli.progress import reporter
 from ringprof.cli.recording import layers, masks, params_of, phases, records, request_of, scores_and_heads
-from ringprof.cli.values import INFERENCE, KERNEL_NAMES, STRATEGIES, Known, Tokens
+from ringprof.cli.values import INFERENCE, KERNEL_NAMES, STRATEGIES, Known, ListOf, Tokens
 from ringprof.cli.write import say
 from ringprof.errors import RecordError, RingprofError
 from ringprof.record import Request, record
@@ -30,6 +30,9 @@ from ringprof.run import Run
     "--seq", type=Tokens(), help="Global sequence length in tokens: 131072 or 128k; with --phase, new tokens."
 )
 @phases
+@click.option("--cp-sizes", type=ListOf(click.IntRange(min=1)), metavar="N,N,...",
+              help="Dynamic context parallelism: an iteration has a step for each size, in which so many ranks share"
+              " a sequence of their share of --seq.")  # fmt: skip
 @masks
 @layers
 @scores_and_heads
@@ -112,5 +115,6 @@ def _request(options: dict[str, Any]) -> Request:
     own = ("kernel", "cuda_graph", "profile_iters", "output", "force", "time_limit")
     return request_of(
         options, seq=seq, strategy=options["strategy"], backward=not options["forward_only"],
-        params=params_of(options["params"], "KEY=VALUE"), **{name: options[name] for name in own},
+        params=params_of(options["params"], "KEY=VALUE"), cp_sizes=tuple(options["cp_sizes"] or ()),
+        **{name: options[name] for name in own},
     )  # fmt: skip

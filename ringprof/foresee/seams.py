@@ -155,7 +155,7 @@ class RecordingRing(Ring):
         self._comm, self._everyone = comm, tuple(members)
         self.communicator: str = shares.communicator if shares is not None else _name(channel, members)
         alone = all(comm.hosts.link(members[0], other) == SAME_HOST for other in members)
-        self._copied = comm.hops == "copy" and alone and not keeps
+        self.copied = comm.hops == "copy" and alone and not keeps
         self._slots: Tensor | None = None
         self._number = 0
 
@@ -163,11 +163,10 @@ class RecordingRing(Ring):
         if self.size == 1:
             return super().post(parcel, into=into)
         parcel = self._owned(parcel)
-        copied = self._copied
-        operation = "copy" if copied else "send_recv"
-        arriving = self._slot(parcel) if copied else parcel.over([_like(x) for x in parcel.messages])
+        operation = "copy" if self.copied else "send_recv"
+        arriving = self._slot(parcel) if self.copied else parcel.over([_like(x) for x in parcel.messages])
         self._meter.add(self.channel, operation, self._link, parcel.size_bytes)
-        communicator = f"{_name(self.channel, self._everyone)}/copy" if copied else self.communicator
+        communicator = f"{_name(self.channel, self._everyone)}/copy" if self.copied else self.communicator
         sizes = [_size_bytes(message) for message in parcel.messages]
         recorder = self._comm.recorder
         number = recorder.post(self.channel, self._meter.phase, operation, self._everyone, communicator, sizes)

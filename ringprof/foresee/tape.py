@@ -52,8 +52,10 @@ def tape(
     behaves = _LIKE.get(kernel, kernel)
     if behaves not in KERNELS:
         raise UsageError(f"no kernel {kernel!r}; there are: {', '.join(dict.fromkeys((*KERNELS, *_LIKE)))}")
-    if workload.kv_length is not None or workload.layer is not None:
-        raise UnfitWorkloadError("prefill, decode and whole layers cannot be foreseen: training's attention alone is")
+    if workload.kv_length is not None or workload.layer is not None or workload.sequences is not None:
+        raise UnfitWorkloadError(
+            "training's attention alone is foreseen: no prefill, decode, whole layers and changing sizes"
+        )
     if workload.softcap or workload.sinks or workload.v_head_dim:
         raise UnfitWorkloadError("softcap, sinks and smaller heads of v cannot be foreseen: no kernel is calibrated so")
     per_host = ranks_per_host or size

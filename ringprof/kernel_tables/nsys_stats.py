@@ -10,7 +10,7 @@ from itertools import pairwise
 
 from ringprof.kernel_tables.cells import scaled
 from ringprof.kernel_tables.layout import TableLayout
-from ringprof.kernel_tables.rows import KernelTable, TableRow
+from ringprof.kernel_tables.rows import MOST_ROWS, KernelTable, TableRow
 from ringprof.log_lines import LogLines
 from ringprof.trace.columns import Caveat
 
@@ -36,7 +36,7 @@ def read_nsys_text(lines: LogLines, layout: TableLayout, path: str) -> KernelTab
     """The summary whose header was found: rows up to the first line that is none."""
     rows: list[TableRow] = []
     index, used = layout.rows_at, 1
-    while used and index < len(lines):
+    while used and index < len(lines) and len(rows) <= MOST_ROWS:
         used = 0
         for content, pieces in layout.readings(lines, index):
             if row := _row(_cells(content, layout), layout.titles, index + 1):
@@ -72,7 +72,7 @@ def read_nsys_csv(lines: LogLines, index: int, path: str) -> KernelTable | None:
         return None
     rows: list[TableRow] = []
     at = index + 1
-    while at < len(lines) and (row := _row(_csv_cells(lines[at]), titles, at + 1)):
+    while at < len(lines) and len(rows) <= MOST_ROWS and (row := _row(_csv_cells(lines[at]), titles, at + 1)):
         rows.append(row)
         at += 1
     return _table(lines, index, path, titles, rows, at)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from ringprof.kernel_tables.cells import parse_share, parse_time
-from ringprof.kernel_tables.rows import KernelTable, TableRow
+from ringprof.kernel_tables.rows import MOST_ROWS, KernelTable, TableRow
 from ringprof.log_lines import LinePrefix, LogLines
 from ringprof.trace.columns import Caveat
 
@@ -24,7 +24,7 @@ def read_nvprof(lines: LogLines, index: int, path: str) -> tuple[KernelTable, in
     prefix = LinePrefix(lines[index][: header.start()].rstrip())
     rows: list[TableRow] = []
     part, at = "GPU activities", index + 1
-    while at < len(lines) and (content := prefix.cut(lines[at])) is not None:
+    while at < len(lines) and len(rows) <= MOST_ROWS and (content := prefix.cut(lines[at])) is not None:
         if named := _PART.search(content):
             part, content = named[1], content[named.end() :]
         if row := _ROW.match(content):

@@ -11,6 +11,8 @@ from ringprof.trace.columns import Caveat
 
 CUT_MARKS = ("...", "…")
 """What printers put where they cut a name off: torch, and ``nsys stats``."""
+MOST_ROWS = 100_000
+"""Of all tables of one log; readers stop behind so many."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ import re
 
 from ringprof.kernel_tables.cells import CALLS_TITLES, Columns, parse_share, parse_time
 from ringprof.kernel_tables.layout import TableLayout, find_rule
-from ringprof.kernel_tables.rows import KernelTable, TableRow
+from ringprof.kernel_tables.rows import MOST_ROWS, KernelTable, TableRow
 from ringprof.log_lines import LogLines
 from ringprof.trace.columns import Caveat
 
@@ -44,7 +44,7 @@ class _TorchTable:
         index = own = layout.rows_at
         stray = skipped = 0
         footer: tuple[int | None, int | None, int] = (None, None, 0)
-        while index < limit and stray < MOST_STRAY and index - own < MOST_FOREIGN:
+        while index < limit and stray < MOST_STRAY and index - own < MOST_FOREIGN and len(rows) <= MOST_ROWS:
             readings = layout.readings(self.lines, index)
             end = next((used for content, used in readings if layout.closes(content)), 0)
             if end:

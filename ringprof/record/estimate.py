@@ -181,6 +181,9 @@ def describe(request: Request, plan: RecordingEstimate) -> list[str]:
         f" about {_seconds(plan.seconds_per_iteration)} each ({_si(plan.rate)}FLOP/s {plan.kernel},"
         f" {plan.rate_source}), {_memory_in_words(plan.memory_bytes)}",
     ]
+    if request.cp_sizes:
+        sizes = ", ".join(map(str, request.cp_sizes))
+        lines.append(f"steps of an iteration: {sizes} ranks a sequence, as many tokens a rank in each")
     if workload.layer is not None:
         lines.append(f"{workload.layers} x {workload.layer}")
     if plan.imbalance is None:

@@ -101,6 +101,11 @@ class Problem:
         leaves = (self.q, self.k, self.v, *(() if self.sinks is None else (self.sinks,)))
         return Results(out, *torch.autograd.grad(out, leaves, self.dout))
 
+    @property
+    def strategies(self) -> list[Any]:
+        """Those that compute an iteration."""
+        return [self.strategy]
+
     def results(self) -> Results:
         """One iteration, for what it computes."""
         return self.iteration()
@@ -166,11 +171,11 @@ def measure(problem: Problem, device: torch.device, warmup: int, iters: int, rep
         reporter.advance()
     warm.times_ns()
     reset_peak(device)
-    reset_counts([problem.strategy])
+    reset_counts(problem.strategies)
     if problem.cuda_graph:
         # What is captured is counted, a replay is not: the host does not see it.
         problem.capture()
-        work = counted_work([problem.strategy])
+        work = counted_work(problem.strategies)
         warm.run(problem.iteration)
         warm.times_ns()
     clock = clock_for(device)
@@ -180,7 +185,7 @@ def measure(problem: Problem, device: torch.device, warmup: int, iters: int, rep
             # What an iteration returns goes with its end; the last one's results are checked.
             kept.clear()
             clock.run(keeping if number == iters - 1 or first_rows is None else problem.iteration)
-            work = work or counted_work([problem.strategy])
+            work = work or counted_work(problem.strategies)
             first_rows = row_sums(kept[0].out) if first_rows is None else first_rows
             reporter.advance()
         # Waits for the device, so that it is watched to the end.

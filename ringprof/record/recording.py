@@ -25,6 +25,7 @@ from ringprof.record.remote_traces import TraceFile, gather_traces
 from ringprof.record.request import Request, Task, from_json, to_json
 from ringprof.record.resolve import load_strategy, strategy_errors
 from ringprof.record.run_folder import publish, reduced_name, trace_name
+from ringprof.record.sizes import StepsProblem, verify_steps, verify_timed_steps
 from ringprof.record.verify import verify
 from ringprof.record.verify_cached import verify_cached, verify_cached_timed
 from ringprof.record.verify_timed import verify_timed
@@ -43,7 +44,7 @@ from ringprof.run import (
     Verification,
     Work,
 )
-from ringprof.strategies import create, find, names
+from ringprof.strategies import Dynamic, create, find, names
 
 Reduce = Callable[[Path, Path], bool]
 """Writes the reduced form of a rank's own trace (first path) to the second; whether it could be read."""
@@ -62,6 +63,7 @@ class RankResult(msgspec.Struct, frozen=True, kw_only=True):
     device: str
     trace: str
     iterations_ns: list[int] = []
+    steps_ns: list[int] | None = None
     profiled_ns: list[int] = []
     peak_bytes: int | None = None
     state: DeviceState | None = None
@@ -88,10 +90,13 @@ class RankRecording:
     """Called on rank 0 before the run is made complete."""
     reduce: Reduce = no_reduction
     strategy: Any = None
+    parts: Any = None
+    """A `Dynamic`, where the number of ranks that attend a sequence changes."""
 
     def hops(self) -> int | None:
         """Hops posted in this iteration so far; None before there is a strategy."""
-        return None if self.strategy is None else hops_posted(self.strategy)
+        made = [self.strategy] if self.parts is None else self.parts.made
+        return None if self.strategy is None else sum(map(hops_posted, made))
 
     def run(self) -> Run | None:
         """Record in a process group of this rank's own making; rank 0 returns the run, which it has written."""
@@ -125,15 +130,16 @@ class RankRecording:
         """Every rank's result, with what is alike on all."""
         request = self.task.request
         with strategy_errors():
-            self.strategy = self._create()
+            self.parts = self._parts()
+            self.strategy = self._create() if self.parts is None else self.parts.of(request.cp_sizes[0])
             verification = self._verify(device)
             if verification is not None and request.controls:
                 # Told by the few blocks of that check, before the many.
                 computes, sends = self._counted(None, device)
                 self._refuse_controls(computes=computes, sends=sends)
-            kind = Problem if request.workload.layer is None else LayersProblem
-            problem = kind.of(self.strategy, request.workload, device, cuda_graph=request.cuda_graph)
+            problem = self._problem(device)
             measured = self._timed(problem, device)
+            steps = problem.step_times_ns(request.iters or 0) if isinstance(problem, StepsProblem) else None
             computes, sends = self._counted(measured.work, device)
             if request.controls:
                 self._refuse_controls(computes=computes, sends=sends)
@@ -147,7 +153,7 @@ class RankRecording:
         host = host_name() if self.hosts is None else self.hosts[self.place.rank]
         result = RankResult(
             host=host, local_rank=self.place.local_rank, device=device_name(device), trace=trace_name(self.place.rank),
-            iterations_ns=measured.iterations_ns, profiled_ns=profiled, peak_bytes=measured.peak_bytes,
+            iterations_ns=measured.iterations_ns, steps_ns=steps, profiled_ns=profiled, peak_bytes=measured.peak_bytes,
             state=measured.state, links=links_of(device, self.place.local_rank == 0),
             work=_as_far_as_counted(measured.work, computes=computes, sends=sends), controls=controlled,
             trace_bytes=trace.size_bytes, remote_bytes=trace.remote_bytes(),
@@ -170,9 +176,28 @@ class RankRecording:
             kernel=kernel,
             topology=msgspec.structs.replace(run.topology, ranks_per_host=per_host),
             verification=verification,
-            timings=Timings(warmup=request.warmup or 0, iterations_ns=[r.iterations_ns for r in results]),
+            timings=Timings(
+                warmup=request.warmup or 0,
+                iterations_ns=[r.iterations_ns for r in results],
+                steps_ns=[r.steps_ns or [] for r in results] if self.parts is not None else None,
+            ),
             controls=_controls(request, [r.controls for r in results if r.controls is not None]),
         )
+
+    def _problem(self, device: torch.device) -> Problem:
+        request = self.task.request
+        if self.parts is not None:
+            return StepsProblem.over(self.parts, request.workload, request.cp_sizes, device)
+        kind = Problem if request.workload.layer is None else LayersProblem
+        return kind.of(self.strategy, request.workload, device, cuda_graph=request.cuda_graph)
+
+    def _parts(self) -> Any:
+        """The strategy over parts of the ranks; None where all of them attend every sequence."""
+        request = self.task.request
+        load_strategy(request.strategy)
+        if not request.cp_sizes:
+            return None
+        return Dynamic(request.strategy, kernel=request.kernel, hops=request.hops, **request.params)
 
     def _create(self) -> Any:
         """The strategy on this rank; the class is loaded first, so that the user's own modules are found."""
@@ -187,8 +212,12 @@ class RankRecording:
         if not self.task.request.verify:
             return None
         self.reporter.start("verify", 1)
-        check = verify if self.task.request.workload.phase == "training" else verify_cached
-        verification = check(self.strategy, self.task.request.workload, device)
+        request = self.task.request
+        if self.parts is not None:
+            verification = verify_steps(self.parts, request.workload, request.cp_sizes, device)
+        else:
+            check = verify if request.workload.phase == "training" else verify_cached
+            verification = check(self.strategy, request.workload, device)
         self.reporter.advance()
         if device.type == "cuda":
             # The reference's tensors must not stay in the allocator while the strategy is timed.
@@ -206,8 +235,12 @@ class RankRecording:
         if before is None or measured.last is None:
             return None
         self.reporter.start("verify the timed result", 1)
-        check = verify_timed if self.task.request.workload.phase == "training" else verify_cached_timed
-        verification = check(problem, measured.first_rows, measured.last, self.task.request.workload, before)
+        workload = self.task.request.workload
+        if isinstance(problem, StepsProblem):
+            verification = verify_timed_steps(problem, measured, before)
+        else:
+            check = verify_timed if workload.phase == "training" else verify_cached_timed
+            verification = check(problem, measured.first_rows, measured.last, workload, before)
         self.reporter.advance()
         return verification
 

@@ -25,6 +25,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """A bundled strategy's name, or ``package.module:Class``."""
     params: dict[str, Any] = {}
     """The strategy's own parameters: text from the command line until `resolve` has typed them."""
+    cp_sizes: tuple[int, ...] = ()
+    """Ranks that attend a sequence in each step of an iteration; none: one step, with all of them."""
     kernel: str = "auto"
     hops: str = "auto"
     """What carries the hops within a host: ``nccl`` (gloo on CPU), ``copy``, the GPUs' copy engines, or ``auto``."""

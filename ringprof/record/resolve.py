@@ -95,9 +95,30 @@ def resolve(request: Request, place: RankPlace | None) -> Request:
     params = strategy.placed(
         world, _per_host(request, world, place), **typed_params(strategy, request.strategy, request.params)
     )
-    _check_fit(strategy, request, params, world)
+    if request.cp_sizes:
+        # Degrees that are not given follow from each size.
+        params = typed_params(strategy, request.strategy, request.params)
+        request = _with_sizes(strategy, request, params, world)
+    else:
+        _check_fit(strategy, request, params, world)
     warmup, iters = _counts(request, device)
     return msgspec.structs.replace(request, device=device, world=world, params=params, warmup=warmup, iters=iters)
+
+
+def _with_sizes(strategy: Any, request: Request, params: dict[str, Any], world: int) -> Request:
+    """The request with the sequences of each step. Raises `UsageError` and `UnfitWorkloadError`."""
+    workload = request.workload
+    for size in request.cp_sizes:
+        if size < 1 or world % size:
+            raise UsageError(f"--cp-sizes: groups of {size} ranks do not divide {world}")
+        if workload.seq % (world // size):
+            raise UnfitWorkloadError(f"{workload.seq} tokens are not {world // size} even sequences")
+        with strategy_errors():
+            reason = fits(strategy, workload.step(world // size), size, params)
+        if reason:
+            raise UnfitWorkloadError(f"strategy {request.strategy!r} cannot run this on {size} ranks: {reason}")
+    sequences = tuple(world // size for size in request.cp_sizes)
+    return msgspec.structs.replace(request, workload=msgspec.structs.replace(workload, sequences=sequences))
 
 
 def fits(strategy: Any, workload: Workload, world: int, params: dict[str, Any], seq: int | None = None) -> str | None:
@@ -180,10 +201,24 @@ def _check_what_is_made(strategy: Any, request: Request) -> None:
         )
     if phase != "training" and request.controls:
         raise UsageError(f"--controls: not made for --phase {phase} (record it without --controls)")
+    if request.cp_sizes:
+        _check_sizes_alone(request)
     if request.workload.layer is not None:
         for option, given in (("controls", request.controls), ("cuda-graph", request.cuda_graph)):
             if given:
                 raise UsageError(f"--{option}: not made for --layer (record it without --{option})")
+
+
+def _check_sizes_alone(request: Request) -> None:
+    workload = request.workload
+    beside = {
+        "controls": request.controls, "cuda-graph": request.cuda_graph, "layer": workload.layer,
+        "phase": workload.kv_length, "documents": workload.documents, "window-size": workload.window,
+        "ranks-per-host": request.ranks_per_host,
+    }  # fmt: skip
+    for option, given in beside.items():
+        if given:
+            raise UsageError(f"--{option}: not made for --cp-sizes (record it without --{option})")
 
 
 def _check_graph(request: Request, device: str) -> None:

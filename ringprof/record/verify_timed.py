@@ -174,6 +174,7 @@ class _Places:
     def __init__(self, problem: Problem, workload: Workload) -> None:
         self._problem, self._workload = problem, workload
         self._strategy, self._device = problem.strategy, problem.q.device
+        self._comm = problem.strategy.comm
         self._group = workload.heads // workload.kv_heads
         self._scale: float = workload.head_dim**-0.5
         self._softcap, self._sinks = workload.softcap or 0.0, problem.sinks
@@ -181,7 +182,7 @@ class _Places:
         self._positions = self._strategy.positions(workload.seq, **shared).to(self._device)
         self._layout = self._strategy.layout_of(**shared) if shared else self._strategy.layout
         self.count = min(PLACES, len(self._positions))
-        generator = torch.Generator().manual_seed(SEED + dist.get_rank())
+        generator = torch.Generator().manual_seed(SEED + self._comm.rank)
         chosen = torch.randperm(len(self._positions), generator=generator)[: self.count]
         self._chosen = chosen.sort().values.to(self._device)
 
@@ -211,7 +212,7 @@ class _Places:
         """What one call of the kernel over the whole sequence has in this rank's places, on one kv head of the first
         batch entry; empty where that would take too long."""
         workload, problem = self._workload, self._problem
-        if dist.get_world_size() * self._group > MOST_ITERATIONS * workload.heads:
+        if self._comm.size * self._group > MOST_ITERATIONS * workload.heads:
             return {}
         q, k, v = (self._whole(x, 0, self.heads(head) if x is problem.q else slice(head, head + 1))[None]
                    for x in (problem.q, problem.k, problem.v))  # fmt: skip
@@ -257,7 +258,7 @@ class _Places:
         """
         assert self._problem.dout is not None
         whole, heads = self._keys(0, head), self.heads(head)
-        everywhere = torch.cat(gather_tensor(self._positions[self._chosen]))
+        everywhere = torch.cat(gather_tensor(self._positions[self._chosen], self._comm.group))
         keys, values = whole.k[everywhere].double(), whole.v[everywhere].double()
         dk, dv = torch.zeros_like(keys), torch.zeros_like(values)
         dsinks = torch.zeros(self._group, dtype=torch.float64, device=self._device)
@@ -281,10 +282,10 @@ class _Places:
                 dsinks -= ((sinks.double() - lse).exp() * delta.squeeze(1)).view(self._group, -1).sum(1)
         found = {}
         for name, total in (("dk", dk), ("dv", dv)):
-            dist.all_reduce(total)
-            found[name] = total[dist.get_rank() * self.count :][None, : self.count, None]
+            dist.all_reduce(total, group=self._comm.group)
+            found[name] = total[self._comm.rank * self.count :][None, : self.count, None]
         if self._sinks is not None and self._workload.batch == 1:
-            dist.all_reduce(dsinks)
+            dist.all_reduce(dsinks, group=self._comm.group)
             found["dsinks"] = dsinks[None, None, :, None]
         return found
 
@@ -299,9 +300,9 @@ class _Places:
     def _whole(self, x: Tensor, batch: int, heads: slice) -> Tensor:
         """Some heads of a batch entry of all ranks' shares of a tensor, in the order of the sequence: (S, heads, D)."""
         # gloo does not know every type, but bytes are bytes.
-        pieces = gather_tensor(x.detach()[batch, :, heads].contiguous().view(torch.uint8))
+        pieces = gather_tensor(x.detach()[batch, :, heads].contiguous().view(torch.uint8), self._comm.group)
         together = torch.cat(pieces).view(x.dtype)
-        order = self._layout.order(self._workload.seq, dist.get_world_size()).to(self._device)
+        order = self._layout.order(self._workload.seq, self._comm.size).to(self._device)
         in_order: Tensor = torch.empty_like(together).index_copy_(0, order, together)
         return in_order
 

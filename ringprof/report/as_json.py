@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from ringprof.analysis.findings.findings import Findings
+from ringprof.analysis.findings.inference import inference_of
 from ringprof.analysis.findings.summary import Communication, Summary
 from ringprof.analysis.findings.waterfall import Waterfall
 from ringprof.analysis.transfers.clocks import UNKNOWN_NS
@@ -35,15 +36,7 @@ def as_dict(found: Findings, *, source: str, paths: Sequence[str]) -> dict[str, 
 
 def whole_report(source: str, paths: Sequence[str], warnings: Iterable[Caveat], **parts: Any) -> dict[str, Any]:
     """A report with every part that the schema asks for; those not given are empty."""
-    empty: dict[str, Any] = {
-        "summary": None,
-        "ranks": [],
-        "steps": [],
-        "waterfall": None,
-        "run": None,
-        "table": None,
-        "inference": None,
-    }
+    empty: dict[str, Any] = {"summary": None, "ranks": [], "steps": [], "waterfall": None, "run": None, "table": None}
     first = {"schema": REPORT_SCHEMA, "source": {"type": source, "paths": list(paths)}}
     return {**first, **empty, **parts, "warnings": [msgspec.structs.asdict(warning) for warning in warnings]}
 
@@ -84,6 +77,7 @@ def _explanation(found: Findings) -> dict[str, Any]:
         "peak": {"tflops": waterfall.peak.tflops, "source": waterfall.peak.source} if waterfall.peak else None,
         "kernels": kernels.items(found),
         "annotations": annotated.items(found),
+        "inference": msgspec.to_builtins(inference_of(found.attribution, found.summary)),
         "clocks": {
             "hosts": len(set(clocks.host.values())),
             "residual_ns": residual,

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ringprof.benchmark_logs import read
 from ringprof.benchmark_logs.audit import audit
 from ringprof.benchmark_logs.read import has_rows, parse_log, read_log
 from ringprof.benchmark_logs.rows import LogRow
@@ -257,3 +258,33 @@ def test_time_is_linear_on_hostile_text(text: str) -> None:
     start = time.process_time()
     has_rows(text.encode())
     assert time.process_time() - start < 5
+
+
+TABLE = "seq_len | num_heads | head_dim | fwd(ms) | tflops\n65536 | 32 | 128 | 10.5 | 400.25\n\n"
+
+
+@pytest.mark.parametrize("line", ["step 7\n", "loss | 2.5\n", "batch = 3\n", "| seqlen | loss | a |\n"])
+def test_of_an_endless_log_the_beginning_is_read_and_it_says_so(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A log of 40 MB with a bar on every line would take minutes; here it takes a hundredth of that."""
+    monkeypatch.setattr(read, "_MOST_EFFORT", 10_000)
+    many = line * 12_000
+    log = parse_log((TABLE + many + TABLE).encode(), "some.log")
+    assert [(row.line, row.tflops) for row in log.rows] == [(2, 400.25)]
+    (told,) = log.flags
+    assert (told.code, told.severity) == ("too_long", "warning")
+    assert told.message.startswith(f"lines {told.line} to 12007 are not read")
+    with pytest.raises(InputError, match=r"some.log: no benchmark rows in the \d+ lines that were read"):
+        parse_log((many + TABLE).encode(), "some.log")
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 9])
+@pytest.mark.parametrize("end", ["", "\n", "\nstep 7\n"])
+def test_a_short_table_without_a_rule_is_no_wrapped_header(count: int, end: str) -> None:
+    head, row, _ = TABLE.split("\n", 2)
+    log = parse_log((f"{head}\n" + f"{row}\n" * count + end).encode(), "some.log")
+    assert [row.line for row in log.rows] == list(range(2, count + 2))
+
+
+def test_a_log_of_a_thousand_tables_is_read_whole() -> None:
+    log = parse_log((TABLE * 1000 + "step 7\n" * 100_000 + TABLE).encode(), "some.log")
+    assert len(log.rows) == 1001 and not log.flags

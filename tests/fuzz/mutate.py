@@ -14,6 +14,7 @@ import signal
 import sqlite3
 import sys
 import tempfile
+import time
 import traceback
 import zlib
 from collections.abc import Callable, Iterator
@@ -357,11 +358,15 @@ def problem(reader: str, number: int) -> str:
 def main() -> None:
     reader, first, count = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     resource.setrlimit(resource.RLIMIT_AS, (OF_PYTHON + MOST_BYTES, OF_PYTHON + MOST_BYTES))
+    longest_s, slowest = 0.0, first
     for number in range(first, first + count):
+        begin = time.monotonic()
         found = problem(reader, number)
+        longest_s, slowest = max((longest_s, slowest), (time.monotonic() - begin, number))
         if found:
             print(json.dumps({"number": number, "problem": found}), flush=True)
-    print(json.dumps({"read": count}))
+    peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+    print(json.dumps({"read": count, "longest_s": round(longest_s, 2), "slowest": slowest, "peak_mb": peak_mb}))
 
 
 if __name__ == "__main__":

@@ -215,7 +215,7 @@ def test_damage_never_raises_anything_else(data: st.DataObject) -> None:
         "Total,Instances,Name," * 15_000,
         "".join(f"{'Name':<{9 + n}}  Calls  Self CPU\n{'-' * (7 + n)}  -----  --------\n" for n in range(400))
         + f"{'a':<500}  1  1.000us\n" * 4_000,
-        "".join(f"r{n}:Name   Calls  Self CPU\nr{n}:-----  -----  --------\n" for n in range(5_000)),
+        "".join(f"r{n}:Name   Calls  Self CPU\nr{n}:-----  -----  --------\n" for n in range(2_000)),
     ],
 )
 def test_time_is_linear_on_hostile_text(text: str) -> None:
@@ -223,3 +223,25 @@ def test_time_is_linear_on_hostile_text(text: str) -> None:
     with contextlib.suppress(KernelTableError):
         read_tables(text.encode(), "log")
     assert time.process_time() - start < 5
+
+
+TABLE = "Name    Calls  Self CPU\n------  -----  --------\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "most"),
+    [
+        ("------  -----  --------\n" * 100_001, "100000 dashed lines"),
+        ("Name,Instances,Total Time (ns)\na,1,1\n" * 10_001, "10000 kernel tables"),
+        (TABLE + "a           1   1.000us\n" * 100_001, "100000 rows of kernel tables"),
+        ("Name,Instances,Total Time (ns)\n" + "a,1,1\n" * 100_001, "100000 rows of kernel tables"),
+    ],
+)
+def test_a_log_made_to_hold_tables_without_end_is_refused(text: str, most: str) -> None:
+    with pytest.raises(KernelTableError, match=f"some.log: more than {most}: cut out the part"):
+        read_tables(text.encode(), "some.log")
+
+
+def test_a_thousand_tables_are_read() -> None:
+    table = TABLE + "a           1   1.000us\n" + TABLE.splitlines()[1] + "\n"
+    assert [len(one.rows) for one in read_tables(table.encode() * 1000, "log")] == [1] * 1000

@@ -110,7 +110,7 @@ def test_a_decode_run_counts_its_work_by_the_formulas(decoded: Path) -> None:
 def test_a_decode_report_says_what_a_token_costs_and_what_bounds_it(decoded: Path) -> None:
     shown = run(["report", "traces/run.json"], decoded)
     assert "decode: 1 new of 4097 tokens, 8 heads (2 kv) of 16, batch 4" in " ".join(shown.stdout.split())
-    data = json.loads(run(["report", "traces/run.json", "--format", "json"], decoded).stdout)["inference"]
+    data = json.loads(run(["report", "traces/run.json", "--format", "json"], decoded).stdout)["summary"]["inference"]
     assert data["new_tokens"] == 4
     # 2 · 4 sequences · 4097 keys · 2 heads · 16 numbers of 2 bytes, shared by 2 ranks.
     assert data["cache_bytes"] == 2 * 4 * 4097 * 2 * 16 * 2 // 2

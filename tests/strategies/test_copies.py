@@ -28,43 +28,61 @@ def test_hops_that_nothing_carries_are_refused_by_name():
 
 
 class _ByGloo:
-    """Carries what copy engines would, between two ranks."""
+    """Carries what copy engines would; as there, room is used again with the second next hop: here it is spoilt."""
 
     slots = None
 
-    def __init__(self, group: Any) -> None:
-        self._group, self._peer = group, 1 - group.rank()
+    def __init__(self, group: Any, following: int, previous: int) -> None:
+        self._group, self._following, self._previous = group, following, previous
+        self._rooms: list[Parcel] = []
 
     def post(self, parcel: Parcel) -> Hop:
+        for message in self._rooms.pop(0).messages if len(self._rooms) == 2 else []:
+            message.view(torch.uint8).fill_(255)
         arriving = parcel.room()
-        works = [self._group.send([x], self._peer, 0) for x in parcel.messages]
-        works += [self._group.recv([x], self._peer, 0) for x in arriving.messages]
+        self._rooms.append(arriving)
+        # gloo knows few types, but bytes are bytes.
+        works = [self._group.send([x.view(torch.uint8)], self._following, 0) for x in parcel.messages]
+        works += [self._group.recv([x.view(torch.uint8)], self._previous, 0) for x in arriving.messages]
         return Hop(works, parcel.messages, arriving)
 
 
-def _carried(rank: int, can: list[bool]) -> tuple[set[str], float]:
-    """By what the hops went, where ``can`` says of each rank whether it has copy engines; and the error."""
-    problem = Problem(seq=16)
-    with (
-        patch.object(agreement, "can_copy", lambda: None if can[rank] else "need CUDA"),
-        patch.object(agreement, "sees_peers", lambda: True),
-        patch.object(hops, "copy_ring", lambda channel, group, *_: _ByGloo(group)),
-    ):
-        strategy = create("zigzag", kernel="reference")
-    *qkv, dout = (strategy.shard(x) for x in inputs(problem))
-    out = strategy.attention(*(x.requires_grad_() for x in qkv))
-    out.backward(dout)
-    results = [strategy.unshard(x) for x in (out, *(x.grad for x in qkv))]
-    error = max(relative_error(x, true) for x, true in zip(results, dense(problem), strict=True))
-    return {operation for _, _, operation, _ in strategy.comm.meter.sent}, error
+def _carried(rank: int, can: list[bool], cases: list[Case]) -> dict[str, tuple[set[str], float]]:
+    """By what the hops of each case went, where ``can`` says which ranks have copy engines; and the error."""
+    problem = Problem(seq=32, heads=8, kv_heads=4)
+    *qkv, dout = inputs(problem)
+    truth = dense(problem)
+    found = {}
+    for case in cases:
+        with (
+            patch.object(agreement, "can_copy", lambda: None if can[rank] else "need CUDA"),
+            patch.object(agreement, "sees_peers", lambda: True),
+            patch.object(hops, "copy_ring", lambda channel, group, next, previous, *_: _ByGloo(group, next, previous)),
+        ):
+            strategy = create(case.name, kernel="reference", **case.params)
+        mine = [strategy.shard(x).requires_grad_() for x in qkv]
+        out = strategy.attention(*mine)
+        out.backward(strategy.shard(dout))
+        results = [strategy.unshard(x) for x in (out, *(x.grad for x in mine))]
+        error = max(relative_error(x, true) for x, true in zip(results, truth, strict=True))
+        found[str(case)] = {operation for _, _, operation, _ in strategy.comm.meter.sent}, error
+    return found
 
 
 @pytest.mark.parametrize(
     ("can", "way"), [([True, True], "copy"), ([True, False], "send_recv"), ([False, False], "send_recv")]
 )
 def test_auto_copies_where_all_ranks_can(can, way):
-    for ways, error in run_ranks(2, _carried, can):
-        assert ways == {way} and error < 1e-13
+    for found in run_ranks(2, _carried, can, [Case("zigzag")]):
+        assert all(ways == {way} and error < 1e-13 for ways, error in found.values())
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_every_strategy_is_right_with_room_that_is_used_again(size):
+    cases = [case for case in CASES if size in case.worlds]
+    for found in run_ranks(size, _carried, [True] * size, cases):
+        assert {case: error for case, (_, error) in found.items() if not error < 1e-12} == {}
+        assert "copy" in found["zigzag"][0] and "copy" not in found["megatron"][0]
 
 
 @pytest.mark.skipif(GPUS > 0, reason="needs a machine without CUDA")

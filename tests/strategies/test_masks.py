@@ -362,9 +362,16 @@ def test_rows_apart_keep_every_pair_once(queries: int, keys: int, low: int | Non
     assert torch.equal(whole, found)
 
 
+def test_rows_that_see_all_keys_are_apart() -> None:
+    # Query i sees key j where j <= i - 2: from query 4 on all three.
+    assert rows_apart(Part(0, 6, 0, 3, right=1)) == [Part(2, 4, 0, 2, right=0), Part(4, 6, 0, 3)]
+
+
 PARTS = {
     "triangles, all rows": [Part(0, 5, 0, 5, right=0), Part(5, 12, 5, 12, right=0)],
     "with gaps": [Part(1, 5, 0, 4, right=0), Part(6, 9, 7, 10, right=0), Part(9, 12, 10, 12)],
+    "all queries, some keys": [Part(0, 12, 3, 8)],
+    "some queries, all keys": [Part(3, 8, 0, 12)],
     "shared queries": [Part(0, 12, 0, 3), Part(2, 12, 2, 12, 3, 0), Part(6, 9, 9, 12, 2, 1)],
     "shared keys": [Part(0, 4, 0, 12), Part(4, 12, 0, 12, left=9)],
 }

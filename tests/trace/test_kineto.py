@@ -223,6 +223,11 @@ def test_text_that_is_a_number(text, number):
     assert whole_number(text) == number
 
 
+def test_a_number_of_more_than_64_bits_is_none():
+    assert whole_number(2**64 - 1) == 2**64 - 1 and whole_number(-(2**63)) == -(2**63)
+    assert whole_number(2**64) is None and whole_number(-(2**63) - 1) is None
+
+
 @pytest.mark.parametrize("text", ["1_000", "1e3", "8x", "0x10", "7.5", "", "1 2", "²", "٣", "9" * 30, "NaN"])
 def test_text_that_only_begins_like_a_number_is_none(text):
     assert whole_number(text) is None

@@ -77,6 +77,7 @@ def _workload_settings(work: Workload) -> dict[str, str | None]:
         "head_dim": str(work.head_dim),
         "causal": str(work.causal).lower(),
         **({} if work.mask().plain else {"mask": f"{work.mask()}: {work.mask().area(work.seq)} pairs"}),
+        **({} if work.sequences is None else {"sequences": ", ".join(map(str, work.sequences))}),
         **({} if work.layer is None else {"layer": str(work.layer)}),
         **({"v_head_dim": str(work.v_head_dim)} if work.v_head_dim else {}),
         **({"scores": ", ".join(work.extras())} if work.extras() else {}),

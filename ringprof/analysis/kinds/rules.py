@@ -270,19 +270,35 @@ _EITHER_PASS = re.compile(r"qkv_tma_setup|cu_seqlens_to_actual_seqlens", re.IGNO
 
 def words_needed(pattern: str) -> tuple[str, ...]:
     """Plain text of which a name must hold one for a rule's pattern to be found in it; empty text is in every name."""
-    words, longest, run, depth = [], "", "", 0
+    return tuple(word for branch in _branches(pattern) for word in _words_of(branch))
+
+
+def _branches(pattern: str) -> list[list[str]]:
+    """What a pattern offers to choose from: its branches, each in pieces, of which a group with its brackets is one."""
+    branches, group, depth = [list[str]()], "", 0
     for piece in _PIECE.finditer(pattern):
-        text, repeat = piece[1], piece[2] or ""
-        depth += (text == "(") - (text == ")")
-        if text == "|" and not depth:
-            words.append(longest)
-            longest = run = ""
-        elif depth or len(text) > 1 or text in "^$.)" or repeat:
-            run = ""
+        depth += (piece[1] == "(") - (piece[1] == ")")
+        group += piece[0]
+        if depth:
+            continue
+        if group == "|":
+            branches.append([])
         else:
-            run += text
-            longest = max(longest, run, key=len)
-    return (*words, longest)
+            branches[-1].append(group)
+        group = ""
+    return branches
+
+
+def _words_of(branch: list[str]) -> tuple[str, ...]:
+    """Of the words that each piece of a branch needs, those of the piece whose shortest is longest."""
+    run, found = "", list[tuple[str, ...]]([("",)])
+    for piece in branch:
+        run = run + piece if len(piece) == 1 and piece not in "^$." else ""
+        found.append((run,))
+        # What may be missing or only looks around needs nothing.
+        if piece.endswith(")") and not piece.startswith(("(?<", "(?=", "(?!")):
+            found.append(words_needed(piece[1:-1]))
+    return max(found, key=lambda words: min(map(len, words)))
 
 
 @cache
@@ -300,6 +316,30 @@ def _table() -> list[tuple[Rule, tuple[str, ...], bool]]:
     return table
 
 
+_GRAM = 3
+"""Letters of a word by which rules are looked up: a stranger's trace may hold a million names."""
+
+
+@cache
+def _places() -> tuple[dict[str, list[int]], list[int]]:
+    """Places in the table: of the rules with a word that begins with these letters; of those that any name may fit."""
+    places, of_any = dict[str, list[int]](), list[int]()
+    for place, (_, words, _) in enumerate(_table()):
+        if min(map(len, words)) < _GRAM:
+            of_any.append(place)
+            continue
+        for word in words:
+            places.setdefault(word[:_GRAM], []).append(place)
+    return places, of_any
+
+
+def _possible(name: str) -> list[int]:
+    """Places of the rules that may fit a name, in order."""
+    places, of_any = _places()
+    grams = {name[at : at + _GRAM] for at in range(len(name) - _GRAM + 1)}
+    return sorted({place for gram in places.keys() & grams for place in places[gram]}.union(of_any))
+
+
 def rule_for(name: str, own: Sequence[Rule] = ()) -> Rule | None:
     """The first rule that fits a kernel's name, ``own`` rules before the built-in; None where none knows it."""
     for rule in own:
@@ -313,7 +353,8 @@ def rule_for(name: str, own: Sequence[Rule] = ()) -> Rule | None:
 
 
 def _built_in(name: str) -> Rule | None:
-    for rule, words, enough in _table():
+    for place in _possible(name):
+        rule, words, enough = _table()[place]
         if not any(word in name for word in words):
             continue
         if enough:

@@ -60,7 +60,7 @@ SECTIONS = (
     Section("machine", "State of the GPUs", machine.terminal, html=machine.html),
     Section("communication", terminal=communication.terminal),
     Section("run", terminal=run.terminal, json=run.json),
-    Section("inference", "Prefill and decode", inference.terminal, inference.json, inference.html),
+    Section("inference", "Prefill and decode", inference.terminal, html=inference.html),
     Section("controls", terminal=controls.terminal),
     Section("waterfall", "Waterfall", waterfall.terminal, waterfall.json, waterfall.html,
             "Also show every part from the device's peak to the speed achieved."),

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
-
 from ringprof.analysis.findings.findings import Findings
 from ringprof.analysis.findings.inference import Inference, inference_of
 from ringprof.report.page.document import Content
@@ -46,11 +44,6 @@ def in_words(figures: Inference) -> list[str]:
     shares = ", ".join(f"{name} {percent(share)}" for name, share in figures.shares.items())
     lines.append(f"bound by {_BOUND[figures.bound_by]} ({shares} of the time)")
     return lines
-
-
-def json(found: Findings) -> dict[str, Any]:
-    """``inference`` of the report: null where none was recorded."""
-    return {"inference": msgspec.to_builtins(inference_of(found.attribution, found.summary))}
 
 
 def html(found: Findings, report: dict[str, Any], figures: Any) -> Content | None:

@@ -31,7 +31,9 @@ def terminal(found: Findings, style: TextStyle, listing: Listing) -> list[str]:
     check = [_check(run.verification)] if run.verification else []
     partial = [_PARTIAL] if found.attribution.partial_window else []
     speed = [*_speed(run, rates), *_balance(run)]
-    return [style.wrap("\n".join([what_ran(run), *check, *speed, *_around(found), *partial, *_cost(rates)]))]
+    return [
+        style.wrap("\n".join([what_ran(run), *check, *speed, *_sizes(run), *_around(found), *partial, *_cost(rates)]))
+    ]
 
 
 def what_ran(run: Run) -> str:
@@ -119,6 +121,23 @@ def _balance(run: Run) -> list[str]:
     ]
 
 
+def _sizes(run: Run) -> list[str]:
+    """The steps of dynamic context parallelism, each with its slowest rank's median."""
+    work, timings = run.workload, run.timings
+    if work is None or work.sequences is None:
+        return []
+    lines = []
+    for number, count in enumerate(work.sequences):
+        size = run.topology.world_size // count
+        line = f"step {number + 1}: {size} rank{'s' * (size > 1)} a sequence, {count} of {work.seq // count} tokens"
+        times = [rank[number] for rank in (timings.steps_ns or [] if timings else [])]
+        if times:
+            flops = count * work.step(count).model_flops() / run.topology.world_size
+            line += f", {duration(max(times))}, {rate(flops / max(times) / 1e3)} per device"
+        lines.append(line)
+    return lines
+
+
 def _cost(rates: Rates) -> list[str]:
     parts = []
     if rates.profiler_overhead is not None and rates.slowest_median_ns is not None:
@@ -170,7 +189,7 @@ def speed_html(found: Findings, report: dict[str, Any], figures: Any) -> Content
     blocks = communication.terminal(found, style, Listing())
     rates, lines = found.summary.rates, []
     if run is not None:
-        lines = [*_speed(run, rates), *_balance(run), *_around(found), *_cost(rates)]
+        lines = [*_speed(run, rates), *_sizes(run), *_balance(run), *_around(found), *_cost(rates)]
     lines += [line for block in blocks for line in block.split("\n")]
     tables = controls.page_tables(found)
     return Content(lines=lines, tables=tables) if lines or tables else None

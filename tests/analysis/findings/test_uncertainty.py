@@ -218,3 +218,8 @@ def test_one_run_against_recordings_of_another():
     group = [[100.0], [101.0], [100.5], [99.5]]
     assert differ(group, [[90.0, 90.1]])
     assert not differ(group, [[100.4, 100.2]])
+
+
+def test_two_measurements_of_each_say_how_sure_they_are():
+    assert ratio_interval([[1.0, 1.1]], [[2.0, 2.2]]) is not None
+    assert ratio_interval([[1.0]], [[2.0, 2.2]]) is None

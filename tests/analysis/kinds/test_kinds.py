@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from itertools import combinations
 
 from ringprof.analysis.kinds.kinds import COMPUTE, COMPUTE_PARTS, KIND, ORANGE, PURPLE
@@ -51,3 +52,7 @@ def test_every_colour_stands_out_on_a_light_and_on_a_dark_page():
 def test_what_is_beside_attention_is_in_one_part():
     parts = [kind for kinds in COMPUTE_PARTS.values() for kind in kinds]
     assert sorted(parts) == sorted(set(COMPUTE) - {"flash_fwd", "flash_bwd"})
+
+
+def test_every_kind_has_a_colour():
+    assert all(re.fullmatch(r"#[0-9A-Fa-f]{6}", kind.colour) for kind in KIND.values())

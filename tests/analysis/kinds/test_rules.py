@@ -238,6 +238,7 @@ def test_every_family_is_told_by_its_name(kind, name):
 @pytest.mark.parametrize(
     ("name", "family"),
     [
+        ("cudnn_generated_fort_native_sdpa_sm80_fprop_wmma_f16_knob_32_64x64x64", "cuDNN"),
         ("ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", "NCCL"),
         ("multimem_all_gather_kernel", "symmetric memory"),
         ("put_signal_kernel", "symmetric memory"),
@@ -325,6 +326,7 @@ def test_operators_that_are_one_attention_pass(name, kind):
         ("broadcast", "broadcast"),
         ("barrier", "comm_other"),
         ("wait", None),
+        ("nccl:c10d::wait", None),
     ],
 )
 def test_recorded_calls(name, kind):
@@ -393,7 +395,9 @@ def test_a_name_that_a_rule_fits_holds_a_word_that_the_rule_needs():
         (r"(?<![a-z])(add|mul)_kernel", ("_kernel",)),
         ("sdpa(_x)?bprop", ("bprop",)),
         (r"x{2}conv\dd", ("conv",)),
-        (r"[ab]|(c|d)", ("", "")),
+        (r"[ab]|(c|d)", ("", "c", "d")),
+        (r"(?<![a-z])(un)?(mha|mla|nsa)_(fwd|(pre|x)fill)", ("mha", "mla", "nsa")),
+        (r"^a_\w{0,9}(long|longer)?", ("a_",)),
     ],
 )
 def test_words_that_a_pattern_needs(pattern, words):

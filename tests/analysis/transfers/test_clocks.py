@@ -229,3 +229,11 @@ def test_a_collective_of_many_hosts_ties_all_their_clocks(hosts):
     assert len(clocks.pairs) == hosts * (hosts - 1) // 2
     for rank, offset in clocks.offset_ns.items():
         assert abs(offset + true[rank // 8]) <= clocks.residual_ns < 200_000
+
+
+def test_of_many_hosts_each_is_compared_with_the_first_and_with_its_neighbours():
+    found: Traffic = defaultdict(TrafficSamples)
+    one = np.array([0])
+    collect_meetings({host: Meetings(one, one + 1, one + 2) for host in range(40)}, "all_reduce", found)
+    compared = {pair for pair, samples in found.items() if samples.together}
+    assert compared == {(0, other) for other in range(1, 40)} | {(host, host + 1) for host in range(39)}

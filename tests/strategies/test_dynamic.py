@@ -1,0 +1,100 @@
+"""Sizes that change from batch to batch: results are those of each sequence, and nothing is made twice."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from ringprof.strategies import Dynamic, Unfit, names
+from tests.strategies.cases import Problem, dense, inputs, relative_error
+from tests.strategies.ranks import run_ranks
+
+
+def error_of(parts: Dynamic, problem: Problem, ranks: list[int]) -> float:
+    """The largest error of out, dq, dk and dv over these ranks alone."""
+    strategy = parts.over(ranks)
+    assert strategy.comm.size == len(ranks)
+    *qkv, dout = (strategy.shard(x) for x in inputs(problem))
+    leaves = [x.requires_grad_() for x in qkv]
+    out = strategy.attention(*leaves)
+    out.backward(dout)
+    found = [out.detach(), *(x.grad for x in leaves if x.grad is not None)]
+    return max(relative_error(mine, strategy.shard(truth)) for mine, truth in zip(found, dense(problem), strict=True))
+
+
+def changing(rank: int, name: str) -> float:
+    """Sizes 4, 1, 2 and back; every group of ranks has a sequence of its own."""
+    parts = Dynamic(name, kernel="reference")
+    worst = 0.0
+    for size in (4, 1, 2, 4, 2, 1):
+        first = rank // size * size
+        assert parts.of(size) is parts.over(range(first, first + size))
+        worst = max(worst, error_of(parts, Problem(seq=8 * size, seed=first), list(range(first, first + size))))
+    return worst
+
+
+@pytest.mark.parametrize("name", names())
+def test_every_strategy_is_exact_at_changing_sizes(name: str) -> None:
+    assert max(run_ranks(4, changing, name)) < 1e-12
+
+
+def at_once(rank: int) -> float:
+    """Ranks 0 and 3 share a sequence while ranks 1 and 2 have one each."""
+    parts = Dynamic("zigzag", kernel="reference")
+    mine = [0, 3] if rank in (0, 3) else [rank]
+    found = error_of(parts, Problem(seq=16, seed=min(mine)), mine)
+    return max(found, error_of(parts, Problem(seq=32), [0, 1, 2, 3]))
+
+
+def test_parts_of_several_sizes_at_once() -> None:
+    assert max(run_ranks(4, at_once)) < 1e-12
+
+
+def counts(rank: int) -> list[tuple[int, int, int]]:
+    """Process groups, strategies and living tensors after each of some rounds."""
+    parts, found = Dynamic("zigzag", kernel="cpu-flash"), []
+    for _ in range(6):
+        for size in (2, 4, 1):
+            strategy = parts.of(size)
+            q = torch.randn(1, 8, 4, 8, requires_grad=True)
+            strategy.attention(q, q, q).sum().backward()
+        del q, strategy
+        gc.collect()
+        tensors = sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
+        found.append((len(c10d._world.pg_map), len(parts.made), tensors))
+    dist.barrier()
+    return found
+
+
+def test_going_round_the_sizes_makes_no_group_and_keeps_no_tensor() -> None:
+    for rank in run_ranks(4, counts):
+        # The world; parts of 1 and 2; rings of K and V over 2 and 4. dK and dV share these.
+        assert [groups for groups, _, _ in rank] == [5] * 6
+        assert [made for _, made, _ in rank] == [3] * 6
+        assert len({tensors for _, _, tensors in rank[1:]}) == 1
+
+
+def refused(rank: int) -> list[str]:
+    parts = Dynamic("ring")
+    said = []
+    for ask in (
+        lambda: parts.of(3),
+        lambda: parts.of(0),
+        lambda: parts.over([1 - rank]),
+        lambda: parts.over([0, 0, 1]),
+    ):
+        with pytest.raises(Unfit) as error:
+            ask()
+        said.append(str(error.value))
+    return said
+
+
+def test_parts_that_cannot_be_are_refused() -> None:
+    said = run_ranks(2, refused)[0]
+    assert said[:2] == ["parts of 3 ranks do not divide 2", "parts of 0 ranks do not divide 2"]
+    assert said[2] == "ranks [1]: each once, and rank 0 among them"
+    assert said[3] == "ranks [0, 0, 1]: each once, and rank 0 among them"
