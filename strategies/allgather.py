@@ -11,12 +11,16 @@ Which keys of others a causal rank r of N needs:
     zigzag       first half of the queries: chunks 0 .. r-1       2N-2 chunk squares together, on every rank
                  second half: those and chunks r+1 .. 2N-2-r
 
+With ``heads_at_a_time`` the keys and values of so many kv heads are gathered and used up before the next ones but one:
+the same bytes in more messages, and the memory of two such gathers in place of all heads'.
+
 Source: Llama 3 (arXiv 2407.21783), contiguous; Transformer Engine's all_gather, zigzag. Both call a kernel that
 aligns its mask to the end of a key prefix; ours are full or square causal, hence the own block apart.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -24,8 +28,9 @@ import torch
 from torch import Tensor
 
 from .annotate import ring_step
-from .base import DOCUMENTS_LAYOUT_HELP, Blocks, Context, DocumentsLayout, GradWire, Rows, Strategy, wire_type
+from .base import DOCUMENTS_LAYOUT_HELP, Blocks, Context, DocumentsLayout, GradWire, Rows, Shape, Strategy, wire_type
 from .expected import Load, contiguous_imbalance, forward_bytes
+from .hops import Hop
 from .kernel import Gradients
 from .layouts import LAYOUTS, Block, Layout, part
 from .merge import Partial, Sum, accumulate, settled
@@ -40,22 +45,34 @@ class AllGather(Strategy):
     PARAMETERS: ClassVar[dict[str, str]] = {
         "layout": "contiguous as in Llama 3, or zigzag for balanced causal work",
         "documents_layout": DOCUMENTS_LAYOUT_HELP,
+        "heads_at_a_time": "kv heads that are gathered at a time (default: all)",
         "grad_wire": "type of dK and dV in the reduce-scatter: fp32, or the input's own",
         **Strategy.PARAMETERS,
     }
 
     def __init__(
         self, context: Context, *, layout: Literal["contiguous", "zigzag"] = "contiguous",
-        documents_layout: DocumentsLayout = "packed", grad_wire: GradWire = "input", deterministic: bool = False,
+        documents_layout: DocumentsLayout = "packed", heads_at_a_time: int | None = None,
+        grad_wire: GradWire = "input", deterministic: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(context, deterministic=deterministic)
         self.layout = LAYOUTS[layout]
         self.parameters |= {"layout": layout, "documents_layout": documents_layout, "grad_wire": grad_wire}
+        self.parameters["heads_at_a_time"] = heads_at_a_time
         self.kv = self.comm.collective("kv")
         self.dkv = self.comm.collective("dkv")
 
     @classmethod
     def memory_bytes(cls, load: Load, **params: Any) -> int | None:
+        chunk = params.get("heads_at_a_time") or load.kv_heads
+        if chunk < load.kv_heads:
+            # Two gathers at a time; queries, output and gradients of a chunk beside those of all heads.
+            part = min(load.kv_heads, 2 * chunk)
+            beside = load.q if load.size > 1 else 0
+            kv, kv_wide = (load.size * x * part // load.kv_heads for x in (load.kv, load.kv_wide))
+            if not load.backward:
+                return forward_bytes(load, 1) + kv + beside
+            return load.own + load.q_wide + load.kv + load.kv_wide + kv + kv_wide + 2 * beside
         gathered = 2 * load.size * load.kv if load.controls else 0
         if not load.backward:
             return forward_bytes(load, load.size + 1) + gathered
@@ -71,8 +88,46 @@ class AllGather(Strategy):
     def layout_for(cls, size: int, **params: Any) -> Layout:
         return LAYOUTS[params.get("layout", "contiguous")]
 
+    @classmethod
+    def unfit(cls, shape: Shape, size: int, **params: Any) -> str | None:
+        heads = params.get("heads_at_a_time")
+        if heads is not None and (heads < 1 or shape.kv_heads % heads):
+            return f"heads_at_a_time {heads} does not divide {shape.kv_heads} kv heads"
+        return super().unfit(shape, size, **params)
+
     def forward(self, blocks: Blocks, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        gathers = [self.kv.all_gather(x) for x in (k, v)]
+        found = [self._forward(blocks, *one) for one in self._by_heads(q, k, v)]
+        if len(found) == 1:
+            return found[0]
+        return torch.cat([out for out, _ in found], 2), torch.cat([lse for _, lse in found], 1)
+
+    def backward(self, blocks: Blocks, rows: Rows, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
+        found = [
+            self._backward(blocks, of_heads(rows, index, q, k, some_k), some_q, some_k, some_v, gathers)
+            for index, (some_q, some_k, some_v, gathers) in enumerate(self._by_heads(q, k, v))
+        ]
+        if len(found) == 1:
+            return found[0]
+        dq, dk, dv = (torch.cat(one, 2) for one in zip(*found, strict=True))
+        return dq, dk, dv
+
+    def _by_heads(self, q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor, list[Hop]]]:
+        """q, k and v of some kv heads after others, and the gathers of k and v, the next ones' already on their way."""
+        count = self.parameters["heads_at_a_time"] or k.shape[2]
+        if count == k.shape[2]:
+            yield q, k, v, [self.kv.all_gather(x) for x in (k, v)]
+            return
+        groups, after = q.shape[2] // k.shape[2], None
+        for first in range(0, k.shape[2], count):
+            own = after or self._gathered(k, v, first, count)
+            after = self._gathered(k, v, first + count, count) if first + count < k.shape[2] else None
+            yield q[:, :, first * groups : (first + count) * groups].contiguous(), *own
+
+    def _gathered(self, k: Tensor, v: Tensor, first: int, count: int) -> tuple[Tensor, Tensor, list[Hop]]:
+        k, v = (x[:, :, first : first + count].contiguous() for x in (k, v))
+        return k, v, [self.kv.all_gather(x) for x in (k, v)]
+
+    def _forward(self, blocks: Blocks, q: Tensor, k: Tensor, v: Tensor, gathers: list[Hop]) -> tuple[Tensor, Tensor]:
         result = Partial()
         with ring_step("fwd", 0, "block"):
             result.merge(*blocks.forward(q, k, v, self.own_block(blocks) or Block(causal=blocks.causal)))
@@ -86,8 +141,7 @@ class AllGather(Strategy):
         with ring_step("fwd", len(others.blocks), "merge"):
             return result.result(q.dtype)
 
-    def backward(self, blocks: Blocks, rows: Rows, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
-        gathers = [self.kv.all_gather(x) for x in (k, v)]
+    def _backward(self, blocks: Blocks, rows: Rows, q: Tensor, k: Tensor, v: Tensor, gathers: list[Hop]) -> Gradients:
         early, rest = self.home_blocks(q.shape[1], causal=blocks.causal, travelling=k, own=self.own_block(blocks))
         dq = Sum(q)
         with ring_step("bwd", 0, "block"):
@@ -133,6 +187,18 @@ class AllGather(Strategy):
         if chunks:
             blocks.append(Block(second, slice(0, len(chunks) * half)))
         return _Others(size, local_seq, blocks, chunks)
+
+
+def of_heads(rows: Rows, index: int, q: Tensor, k: Tensor, some_k: Tensor) -> Rows:
+    """The rows of one chunk of heads, those of ``some_k``; all of them where that is ``k``."""
+    count = some_k.shape[2] * (q.shape[2] // k.shape[2])
+    if count == q.shape[2]:
+        return rows
+    heads = slice(index * count, (index + 1) * count)
+    dout, out = (None if x is None else x[:, :, heads].contiguous() for x in (rows.dout, rows.out))
+    delta = None if rows.delta is None else rows.delta[:, heads].contiguous()
+    assert dout is not None
+    return Rows(dout, rows.lse[:, heads].contiguous(), out, delta)
 
 
 @dataclass(frozen=True)

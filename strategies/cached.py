@@ -33,7 +33,7 @@ class Heads:
     """Of the keys and values that the rank holds."""
 
 
-class Held(NamedTuple):
+class _Held(NamedTuple):
     """Shapes of what a rank is given: q (B, S, H, D), k and v (B, keys, Hkv, D)."""
 
     q: tuple[int, int, int, int]
@@ -112,7 +112,7 @@ class Cached(Strategy):
         held = self.heads(heads, x.shape[2]).kv
         return x[:, :, held].index_select(1, self.key_positions(x.shape[1], new_tokens).to(x.device))
 
-    def held(self, shape: Shape) -> Held:
+    def held(self, shape: Shape) -> _Held:
         """The shapes of this rank's share of a problem."""
         assert shape.kv_length is not None
         mine = self.heads(shape.heads, shape.kv_heads)
@@ -120,7 +120,7 @@ class Cached(Strategy):
         keys = len(self.key_positions(shape.kv_length, shape.seq))
         given, kv = (len(range(*one.indices(count))) for one, count in
                      ((mine.given, shape.heads), (mine.kv, shape.kv_heads)))  # fmt: skip
-        return Held(
+        return _Held(
             (shape.batch, queries, given, shape.head_dim), (shape.batch, keys, kv, shape.head_dim)
         )  # fmt: skip
 

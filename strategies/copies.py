@@ -19,7 +19,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -165,8 +165,10 @@ class CopyRing:
             stream.wait_event(self._ready)
             _write_value(stream, slots.previous + slots.counters + _ROOM, number)
             _wait_value(stream, slots.here + slots.counters + _ROOM, number)
-            for message, place in zip(parcel.messages, slots.sent(shapes, number), strict=True):
-                _copy(stream, place, message)
+            # By torch, hence the runtime: what the driver is asked for itself, no profiler links to a call.
+            with torch.cuda.stream(stream):
+                for message, place in zip(parcel.messages, slots.sent(shapes, number), strict=True):
+                    place.copy_(message, non_blocking=True)
             _write_value(stream, slots.following + slots.counters + _ARRIVED, number)
             done = [stream.record_event()]
         if len(self._under_way) >= _UNDER_WAY_AT_MOST:
@@ -221,22 +223,26 @@ class _Slots:
         _owners[self.memory.untyped_storage().data_ptr()] = self
         pointers = handle.buffer_ptrs
         self.here, self.following, self.previous = (pointers[at] for at in (handle.rank, following, previous))
-        # Of the shapes that were asked for last: views are small, but lengths may be many.
-        self._views = lru_cache(maxsize=16)(self._viewed)
+        self._theirs = handle.get_buffer(following, (end,), torch.uint8)
+        # Of the shapes that were asked for last: views are small, but lengths may be many. Bound to the memory, not to
+        # this object: a circle would keep slots that were outgrown until the next collection.
+        self._received, self._sent = (
+            lru_cache(maxsize=8)(partial(_viewed, memory, slot_bytes)) for memory in (self.memory, self._theirs)
+        )
 
     def received(self, shapes: Shapes, number: int) -> list[Tensor]:
         """What hop ``number`` brings, here."""
-        return self._views(shapes, number % SLOTS)
+        return self._received(shapes, number % SLOTS)
 
-    def sent(self, shapes: Shapes, number: int) -> list[int]:
-        """The addresses where hop ``number`` goes, at the next member."""
-        first = self.following + number % SLOTS * self.slot_bytes
-        return [first + place for place in _places(shapes)[0]]
+    def sent(self, shapes: Shapes, number: int) -> list[Tensor]:
+        """Where hop ``number`` goes, at the next member."""
+        return self._sent(shapes, number % SLOTS)
 
-    def _viewed(self, shapes: Shapes, slot: int) -> list[Tensor]:
-        base = self.memory[slot * self.slot_bytes :]
-        cuts = zip(_places(shapes)[0], shapes, strict=True)
-        return [base[at : at + size_bytes(*shape)].view(shape[0]).view(shape[1]) for at, shape in cuts]
+
+def _viewed(memory: Tensor, slot_bytes: int, shapes: Shapes, slot: int) -> list[Tensor]:
+    base = memory[slot * slot_bytes :]
+    cuts = zip(_places(shapes)[0], shapes, strict=True)
+    return [base[at : at + size_bytes(*shape)].view(shape[0]).view(shape[1]) for at, shape in cuts]
 
 
 @lru_cache(maxsize=64)
@@ -252,23 +258,15 @@ def _places(shapes: Shapes) -> tuple[list[int], int]:
 # --- stream memory operations ------------------------------------------------------------------------
 
 
-_OF_A_VALUE = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint]
-_OPERATIONS = {
-    "cuStreamWaitValue32_v2": _OF_A_VALUE,
-    "cuStreamWriteValue32_v2": _OF_A_VALUE,
-    "cuMemcpyDtoDAsync_v2": [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p],
-}
-"""By name, what each is called with."""
-
-
 @lru_cache(maxsize=1)
 def _driver() -> Any:
     """libcuda, or None where it lacks the operations."""
     try:
         library = ctypes.CDLL("libcuda.so.1")
-        for name, types in _OPERATIONS.items():
+        for name in ("cuStreamWaitValue32_v2", "cuStreamWriteValue32_v2"):
             function = getattr(library, name)
-            function.argtypes, function.restype = types, ctypes.c_int
+            function.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint]
+            function.restype = ctypes.c_int
     except (OSError, AttributeError):
         return None
     return library
@@ -284,12 +282,6 @@ def _write_value(stream: Any, address: int, value: int) -> None:
     _check(_driver().cuStreamWriteValue32_v2(stream.cuda_stream, address, value, 0))
 
 
-def _copy(stream: Any, address: int, tensor: Tensor) -> None:
-    """Copy a dense tensor on the stream to another GPU's memory; torch would first make the stream current."""
-    assert tensor.is_contiguous()
-    _check(_driver().cuMemcpyDtoDAsync_v2(address, tensor.data_ptr(), tensor.nbytes, stream.cuda_stream))
-
-
 def _check(result: int) -> None:
     if result:
-        raise RuntimeError(f"an operation of CUDA's driver on a stream failed with error {result}")
+        raise RuntimeError(f"a CUDA stream memory operation failed with error {result}")

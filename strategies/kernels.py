@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache, partial
+from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
@@ -12,19 +12,19 @@ from torch import Tensor
 
 from ringprof.mask import NO_LIMIT, Mask
 
-from . import several_lengths
 from .errors import Unfit, UnknownName
 from .flex import FlexKernel
 from .kernel import Gradients, Kernel
 from .merge import row_product, wide_type
 from .newer_flash import FlashAttn3Kernel, FlashAttn4Kernel
-from .parts import Batch, Lengths, Part, Parts, seen_in_band
+from .parts import Batch, Lengths, Part, seen_in_band
+from .several_lengths import VarlenKernel
 from .torch_kernels import CpuFlashKernel, CudnnKernel, TorchEfficientKernel, TorchFlashKernel
 
 __all__ = ["KERNELS", "Gradients", "Kernel", "ReferenceKernel", "choose_kernel"]
 
 
-class FlashAttnKernel(Kernel):
+class FlashAttnKernel(VarlenKernel):
     """The flash-attn package, version 2."""
 
     name = "flash-attn"
@@ -32,7 +32,6 @@ class FlashAttnKernel(Kernel):
     takes_windows = True
     takes_softcap = True
     most_head_dim = 256
-    several_lengths = True
 
     @classmethod
     def missing(cls, device: torch.device) -> str | None:
@@ -56,45 +55,31 @@ class FlashAttnKernel(Kernel):
         )  # fmt: skip
         return dq, dk, dv
 
-    def _forward_parts(self, q: Tensor, k: Tensor, v: Tensor, scale: float, parts: Parts) -> tuple[Tensor, Tensor]:
-        call = partial(_flash_attn_varlen_forward, softcap=self.softcap)
-        return several_lengths.forward(call, q, k, v, scale, parts)
+    def _varlen_forward(
+        self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, batch: Batch, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        from flash_attn import flash_attn_interface
 
-    def _backward_parts(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor,
-        out: Tensor | None, delta: Tensor | None, scale: float, parts: Parts,
+        out, lse, *_ = flash_attn_interface._flash_attn_varlen_forward(
+            q, k, v, lengths.cumulative_q, lengths.cumulative_kv, batch.most_queries, batch.most_keys, 0.0, scale,
+            causal=batch.causal, window_size_left=batch.left, window_size_right=batch.right, softcap=self.softcap,
+            alibi_slopes=None, return_softmax=False,
+        )  # fmt: skip
+        return out, lse
+
+    def _varlen_backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, lengths: Lengths, batch: Batch,
+        scale: float,
     ) -> Gradients:  # fmt: skip
-        assert out is not None
-        call = partial(_flash_attn_varlen_backward, deterministic=self.deterministic, softcap=self.softcap)
-        return several_lengths.backward(call, dout, q, k, v, lse, out, scale, parts)
+        from flash_attn import flash_attn_interface
 
-
-def _flash_attn_varlen_forward(
-    q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, batch: Batch, scale: float, softcap: float
-) -> tuple[Tensor, Tensor]:
-    from flash_attn import flash_attn_interface
-
-    out, lse, *_ = flash_attn_interface._flash_attn_varlen_forward(
-        q, k, v, lengths.cumulative_q, lengths.cumulative_kv, batch.most_queries, batch.most_keys, 0.0, scale,
-        causal=batch.causal, window_size_left=batch.left, window_size_right=batch.right, softcap=softcap,
-        alibi_slopes=None, return_softmax=False,
-    )  # fmt: skip
-    return out, lse
-
-
-def _flash_attn_varlen_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, lengths: Lengths, batch: Batch,
-    scale: float, deterministic: bool, softcap: float,
-) -> Gradients:  # fmt: skip
-    from flash_attn import flash_attn_interface
-
-    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    flash_attn_interface._flash_attn_varlen_backward(
-        dout, q, k, v, out, lse, dq, dk, dv, lengths.cumulative_q, lengths.cumulative_kv, batch.most_queries,
-        batch.most_keys, 0.0, scale, causal=batch.causal, window_size_left=batch.left,
-        window_size_right=batch.right, softcap=softcap, alibi_slopes=None, deterministic=deterministic,
-    )  # fmt: skip
-    return dq, dk, dv
+        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        flash_attn_interface._flash_attn_varlen_backward(
+            dout, q, k, v, out, lse, dq, dk, dv, lengths.cumulative_q, lengths.cumulative_kv, batch.most_queries,
+            batch.most_keys, 0.0, scale, causal=batch.causal, window_size_left=batch.left,
+            window_size_right=batch.right, softcap=self.softcap, alibi_slopes=None, deterministic=self.deterministic,
+        )  # fmt: skip
+        return dq, dk, dv
 
 
 @cache

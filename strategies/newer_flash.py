@@ -8,26 +8,24 @@ Source: Dao-AILab/flash-attention, hopper/flash_attn_interface.py (3) and flash_
 from __future__ import annotations
 
 import os
-from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import several_lengths
 from .kernel import Gradients, Kernel
-from .parts import Batch, Lengths, Parts
+from .parts import Batch, Lengths
+from .several_lengths import VarlenKernel
 
 
-class FlashAttn3Kernel(Kernel):
+class FlashAttn3Kernel(VarlenKernel):
     """flash-attn 3, for Hopper: the module ``flash_attn_interface``."""
 
     name = "flash-attn-3"
     dense_rows = False
     takes_windows = True
     takes_softcap = True
-    several_lengths = True
     most_head_dim = 256
 
     @classmethod
@@ -55,37 +53,24 @@ class FlashAttn3Kernel(Kernel):
         )  # fmt: skip
         return found
 
-    def _forward_parts(self, q: Tensor, k: Tensor, v: Tensor, scale: float, parts: Parts) -> tuple[Tensor, Tensor]:
-        call = partial(_varlen_forward, softcap=self.softcap)
-        return several_lengths.forward(call, q, k, v, scale, parts)
+    def _varlen_forward(
+        self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, batch: Batch, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = _interface()._flash_attn_forward(
+            q, k, v, softmax_scale=scale, softcap=self.softcap, causal=batch.causal, **_varlen(lengths, batch)
+        )
+        return out, lse
 
-    def _backward_parts(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor,
-        out: Tensor | None, delta: Tensor | None, scale: float, parts: Parts,
+    def _varlen_backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, lengths: Lengths, batch: Batch,
+        scale: float,
     ) -> Gradients:  # fmt: skip
-        assert out is not None
-        call = partial(_varlen_backward, softcap=self.softcap, deterministic=self.deterministic)
-        return several_lengths.backward(call, dout, q, k, v, lse, out, scale, parts)
-
-
-def _varlen_forward(
-    q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, batch: Batch, scale: float, softcap: float
-) -> tuple[Tensor, Tensor]:
-    out, lse, *_ = _interface()._flash_attn_forward(q, k, v, softmax_scale=scale, softcap=softcap, causal=batch.causal,
-                                                    **_varlen(lengths, batch))  # fmt: skip
-    return out, lse
-
-
-def _varlen_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, lengths: Lengths, batch: Batch,
-    scale: float, softcap: float, deterministic: bool,
-) -> Gradients:  # fmt: skip
-    found = _empty_gradients(q, k, v)
-    _interface()._flash_attn_backward(
-        dout, q, k, v, out, lse, dq=found[0], dk=found[1], dv=found[2], softmax_scale=scale, softcap=softcap,
-        is_causal=batch.causal, deterministic=deterministic, **_varlen(lengths, batch),
-    )  # fmt: skip
-    return found
+        found = _empty_gradients(q, k, v)
+        _interface()._flash_attn_backward(
+            dout, q, k, v, out, lse, dq=found[0], dk=found[1], dv=found[2], softmax_scale=scale, softcap=self.softcap,
+            is_causal=batch.causal, deterministic=self.deterministic, **_varlen(lengths, batch),
+        )  # fmt: skip
+        return found
 
 
 def _varlen(lengths: Lengths, batch: Batch) -> dict[str, Any]:

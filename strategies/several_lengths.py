@@ -2,18 +2,47 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .kernel import Gradients
+from .kernel import Gradients, Kernel
 from .merge import merge_rows, wide_type
 from .parts import Batch, Lengths, Parts
 
 _Call = Callable[..., Any]
 """A kernel over packed rows: q, dout and out (T, H, D), k and v (T', Hkv, D), LSE (H, T)."""
+
+
+class VarlenKernel(Kernel):
+    """A kernel that computes several sequences of any length, packed, in one call."""
+
+    several_lengths = True
+
+    @abstractmethod
+    def _varlen_forward(
+        self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, batch: Batch, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """Out (T, H, D) and LSE (H, T) of packed rows: q (T, H, D), k and v (T', Hkv, D)."""
+
+    @abstractmethod
+    def _varlen_backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, lengths: Lengths, batch: Batch,
+        scale: float,
+    ) -> Gradients: ...  # fmt: skip
+
+    def _forward_parts(self, q: Tensor, k: Tensor, v: Tensor, scale: float, parts: Parts) -> tuple[Tensor, Tensor]:
+        return forward(self._varlen_forward, q, k, v, scale, parts)
+
+    def _backward_parts(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor,
+        out: Tensor | None, delta: Tensor | None, scale: float, parts: Parts,
+    ) -> Gradients:  # fmt: skip
+        assert out is not None
+        return backward(self._varlen_backward, dout, q, k, v, lse, out, scale, parts)
 
 
 def forward(call: _Call, q: Tensor, k: Tensor, v: Tensor, scale: float, parts: Parts) -> tuple[Tensor, Tensor]:

@@ -7,10 +7,10 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from . import several_lengths
 from .kernel import Gradients, Kernel
-from .parts import Batch, Lengths, Part, Parts, seen_in_band
+from .parts import Batch, Lengths, Part, seen_in_band
 from .plan_check import PlanCheck
+from .several_lengths import VarlenKernel
 
 aten = torch.ops.aten
 
@@ -85,13 +85,12 @@ def _one_pair() -> Kernel:
     return ReferenceKernel()
 
 
-class TorchFlashKernel(Kernel):
+class TorchFlashKernel(VarlenKernel):
     """The flash attention built into torch."""
 
     name = "torch-flash"
     grouped_heads = False
     takes_windows = True
-    several_lengths = True
 
     most_head_dim = 256
 
@@ -119,38 +118,27 @@ class TorchFlashKernel(Kernel):
             )  # fmt: skip
         return _bhsd(dq, dk, dv)  # type: ignore[return-value]
 
-    def _forward_parts(self, q: Tensor, k: Tensor, v: Tensor, scale: float, parts: Parts) -> tuple[Tensor, Tensor]:
-        return several_lengths.forward(_torch_varlen_forward, q, k, v, scale, parts)
+    def _varlen_forward(
+        self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, batch: Batch, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = aten._flash_attention_forward(
+            q, k, v, lengths.cumulative_q, lengths.cumulative_kv, batch.most_queries, batch.most_keys, 0.0,
+            batch.causal, False, scale=scale, window_size_left=batch.left, window_size_right=batch.right,
+        )  # fmt: skip
+        return out, lse
 
-    def _backward_parts(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor,
-        out: Tensor | None, delta: Tensor | None, scale: float, parts: Parts,
+    def _varlen_backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, lengths: Lengths, batch: Batch,
+        scale: float,
     ) -> Gradients:  # fmt: skip
-        assert out is not None
+        rng = torch.empty(2, dtype=torch.uint64, device=q.device)
         with _deterministic(self.deterministic):
-            return several_lengths.backward(_torch_varlen_backward, dout, q, k, v, lse, out, scale, parts)
-
-
-def _torch_varlen_forward(
-    q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, batch: Batch, scale: float
-) -> tuple[Tensor, Tensor]:
-    out, lse, *_ = aten._flash_attention_forward(
-        q, k, v, lengths.cumulative_q, lengths.cumulative_kv, batch.most_queries, batch.most_keys, 0.0,
-        batch.causal, False, scale=scale, window_size_left=batch.left, window_size_right=batch.right,
-    )  # fmt: skip
-    return out, lse
-
-
-def _torch_varlen_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, lengths: Lengths, batch: Batch,
-    scale: float,
-) -> Gradients:  # fmt: skip
-    rng = torch.empty(2, dtype=torch.uint64, device=q.device)
-    dq, dk, dv = aten._flash_attention_backward(
-        dout, q, k, v, out, lse, lengths.cumulative_q, lengths.cumulative_kv, batch.most_queries, batch.most_keys, 0.0,
-        batch.causal, rng, rng[0], scale=scale, window_size_left=batch.left, window_size_right=batch.right,
-    )  # fmt: skip
-    return dq, dk, dv
+            dq, dk, dv = aten._flash_attention_backward(
+                dout, q, k, v, out, lse, lengths.cumulative_q, lengths.cumulative_kv, batch.most_queries,
+                batch.most_keys, 0.0, batch.causal, rng, rng[0], scale=scale, window_size_left=batch.left,
+                window_size_right=batch.right,
+            )  # fmt: skip
+        return dq, dk, dv
 
 
 class TorchEfficientKernel(Kernel):

@@ -11,9 +11,10 @@ from typing import Any
 import click
 import msgspec
 
-from ringprof.cli.recording import on_ranks, workload_options
+from ringprof.cli.recording import masks, on_ranks, window_of, workload_options
 from ringprof.cli.values import Tokens
-from ringprof.errors import RingprofError
+from ringprof.documents import document_lengths
+from ringprof.errors import RingprofError, UsageError
 from ringprof.record.check.launch import check_here
 from ringprof.record.check.result import CALLS, TENSOR_FORMATS, TIME_LIMIT_S, Check, CheckRequest
 from ringprof.record.launcher import launcher_rank
@@ -25,6 +26,7 @@ _LAYOUTS = ("contiguous", "zigzag", "stripe")
 @click.argument("target", metavar="MODULE:FUNCTION")
 @click.option("--layout", required=True, type=click.Choice(_LAYOUTS), help="Which tokens of the sequence a rank holds.")
 @click.option("--seq", type=Tokens(), help="Length over all ranks.  [default: 256 tokens a rank on GPU, 64 on CPU]")
+@masks
 @workload_options(heads=8, head_dim=64)
 @on_ranks
 @click.option("--softmax-scale", type=float, help="That the attention uses.  [default: 1/sqrt(head_dim)]")
@@ -39,14 +41,21 @@ def command(**options: Any) -> int:
     """Compare any attention with dense attention.
 
     Starts its own ranks on this host; under torchrun or srun it is one of theirs. MODULE:FUNCTION is called on each as
-    attention(q, k, v) with the rank's own tokens. That imports the module, from the current folder too: it runs code
-    that is not ringprof's. Exit code 0: output and gradients are equal; 1: they are not; 3: a rank failed.
+    attention(q, k, v) with the rank's own tokens (and the cumulative lengths of --documents as cu_seqlens= or
+    documents=, where it has such an argument). That imports the module, from the current folder too: it runs code that
+    is not ringprof's. Exit code 0: output and gradients are equal; 1: they are not; 3: a rank failed.
 
     \b
     ringprof check mypackage.attention:ring --layout zigzag
     ringprof check mine:attention --layout contiguous --dtype fp32 --device cpu --world 4
+    ringprof check mine:packed --layout zigzag --seq 512 --documents 100,300,112
     """
     form = options.pop("form")
+    given, seq = options.pop("documents"), options["seq"]
+    if given and seq is None:
+        raise UsageError("--documents needs --seq, the length that they fill")
+    options |= {"documents": document_lengths(given, seq) if given else None}
+    options |= {"window": window_of(options.pop("window_size"))}
     request = CheckRequest(backward=not options.pop("forward_only"), **options)
     place = launcher_rank()
     if place is None:

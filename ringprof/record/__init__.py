@@ -8,6 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
+
 from ringprof.record.launcher import RankPlace, launcher_rank
 from ringprof.record.progress import Reporter, SilentReporter
 from ringprof.record.request import Request, Task
@@ -83,6 +85,4 @@ def prepare(request: Request, place: RankPlace | None, reporter: Reporter, scrat
 
 
 def _with_absolute_output(request: Request) -> Request:
-    from msgspec.structs import replace
-
     return replace(request, output=str(Path(request.output).absolute()))

@@ -37,7 +37,7 @@ class KernelRate:
     reason: str | None = None
 
 
-def masks(workload: Workload) -> dict[str, Workload]:
+def _masks(workload: Workload) -> dict[str, Workload]:
     """The masks that are measured, each as the problem that it makes."""
     part = max(1, workload.seq // DOCUMENTS_A_SEQUENCE)
     drawn = document_lengths(f"lognormal:mean={part},sigma=1.2,seed=7", workload.seq)
@@ -50,7 +50,7 @@ def masks(workload: Workload) -> dict[str, Workload]:
 
 def kernel_rates(workload: Workload, device: torch.device) -> Iterator[KernelRate]:
     """Of every kernel but the reference, mask after mask, as soon as each is measured."""
-    for mask, problem in masks(workload).items():
+    for mask, problem in _masks(workload).items():
         softcap = SOFTCAP if mask == "softcap" else 0.0
         for name in KERNELS:
             if name != "reference":

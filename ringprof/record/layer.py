@@ -28,7 +28,7 @@ PARAMETERS_SEED = 0
 
 
 @dataclass
-class Kept:
+class _Kept:
     """What one attention call was given and returned, with the gradients that came back."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -58,7 +58,7 @@ class Layer(nn.Module):
         hidden, mlp = workload.heads * workload.head_dim, workload.layer.mlp_size
         kv = workload.kv_heads * workload.head_dim
         self.workload, self.strategy = workload, strategy
-        self.kept: Kept | None = None
+        self.kept: _Kept | None = None
         """Where the next attention call is kept; None: nowhere."""
         self.before_attention, self.before_mlp = nn.RMSNorm(hidden), nn.RMSNorm(hidden)
         self.qkv = nn.Linear(hidden, hidden + 2 * kv, bias=False)
@@ -172,7 +172,7 @@ class LayersProblem(Problem):
 
     def results(self) -> Results:
         """An iteration whose first attention call is kept."""
-        kept = self.first.kept = Kept()
+        kept = self.first.kept = _Kept()
         self.iteration()
         self.first.kept = None
         found = kept.tensors

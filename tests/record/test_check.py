@@ -404,3 +404,66 @@ def refused(rank: int) -> None:
 
 def test_what_cannot_be_meant_is_refused_on_all_ranks() -> None:
     run_ranks(2, refused)
+
+
+# --- packed documents -------------------------------------------------------------------------
+
+LENGTHS = (5, 40, 19)
+
+
+def packed(rank: int) -> list[Check]:
+    own = positions("zigzag")
+    document = torch.bucketize(torch.arange(SEQ), torch.tensor(LENGTHS).cumsum(0), right=True)
+    strategy = create("zigzag")
+    asked: dict[str, Any] = {"documents": LENGTHS, **SHAPE}
+
+    def heeding(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor:
+        assert cu_seqlens.tolist() == [0, 5, 45, 64] and cu_seqlens.dtype == torch.int32
+        out: Tensor = strategy.attention(q, k, v, documents=cu_seqlens)
+        return out
+
+    def leaking(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return over_all(own, q, k, v)
+
+    def one_key_too_many(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """The last document sees the last key of the one before."""
+        every = torch.cat([positions_of for positions_of in (_positions_of(rank) for rank in range(2))])
+        mask = (own[:, None] >= every) & (document[own][:, None] == document[every])
+        mask |= (document[own][:, None] == 2) & (every == 44)
+        return on_one_device(q, gathered(k), gathered(v), mask)
+
+    def windowed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out: Tensor = strategy.attention(q, k, v, window_size=(8, 0))
+        return out
+
+    return [
+        ringprof.check(heeding, "zigzag", **asked),
+        ringprof.check(leaking, "zigzag", **asked),
+        ringprof.check(one_key_too_many, "zigzag", **asked),
+        ringprof.check(windowed, "zigzag", window_size=9, **SHAPE),
+        ringprof.check(leaking, "zigzag", window_size=9, **SHAPE),
+    ]
+
+
+def _positions_of(rank: int) -> Tensor:
+    return LAYOUTS["zigzag"].positions(SEQ, 2, rank)
+
+
+def test_leaks_across_documents_are_found_and_named() -> None:
+    heeding, leaking, one_key, windowed, unwindowed = run_ranks(2, packed)[0]
+    assert heeding.equal, str(heeding)
+    assert "causal, 3 documents of 5 to 40 tokens" in str(heeding)
+    assert not leaking.equal and leaking.errors["out"].first_token == 5
+    assert leaking.reasons == ["out equals attention across documents: where they end is not told, or not heeded"]
+    assert not one_key.equal and one_key.errors["out"].first_token == 45
+    assert windowed.equal, str(windowed)
+    assert unwindowed.reasons == ["out equals attention without the window"]
+
+
+def bad_documents(rank: int) -> None:
+    with pytest.raises(UsageError, match="the documents are 9 tokens together, the sequence has 64"):
+        ringprof.check(lambda q, k, v: q, "zigzag", documents=(5, 4), **SHAPE)
+
+
+def test_documents_must_fill_the_sequence() -> None:
+    run_ranks(2, bad_documents)

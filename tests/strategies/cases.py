@@ -75,6 +75,7 @@ CASES = [
     Case("allgather"),
     Case("allgather", {"layout": "zigzag"}),
     Case("allgather", {"layout": "zigzag", "grad_wire": "fp32"}),
+    Case("allgather", {"layout": "zigzag", "heads_at_a_time": 1}),
 ]
 
 

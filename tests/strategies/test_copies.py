@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import gc
 import os
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed._symmetric_memory as symmetric
 
 from ringprof.strategies import agreement, copies, create, hops
 from ringprof.strategies.errors import PeerLost, Unfit
@@ -83,6 +85,27 @@ def test_every_strategy_is_right_with_room_that_is_used_again(size):
     for found in run_ranks(size, _carried, [True] * size, cases):
         assert {case: error for case, (_, error) in found.items() if not error < 1e-12} == {}
         assert "copy" in found["zigzag"][0] and "copy" not in found["megatron"][0]
+
+
+def test_slots_that_were_outgrown_are_given_back_at_once(monkeypatch):
+    """Not at the next collection of garbage: the memory of a GPU is full before that."""
+    handle = SimpleNamespace(
+        rank=0, buffer_ptrs=[0, 0], get_buffer=lambda _, size, dtype: torch.empty(size, dtype=dtype)
+    )
+    monkeypatch.setattr(symmetric, "empty", lambda size, dtype, device: torch.empty(size, dtype=dtype))
+    monkeypatch.setattr(symmetric, "rendezvous", lambda memory, group: handle)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    group: Any = None
+    slots = copies._Slots(1024, group, 1, 1)
+    assert copies.held_bytes() == 2 * 1024 + 256
+    shapes = ((torch.float32, (2, 64)),)
+    assert [x.shape for x in (*slots.received(shapes, 1), *slots.sent(shapes, 1))] == [(2, 64)] * 2
+    gc.disable()
+    try:
+        del slots
+        assert copies.held_bytes() == 0
+    finally:
+        gc.enable()
 
 
 @pytest.mark.skipif(GPUS > 0, reason="needs a machine without CUDA")

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
+from ringprof.strategies.allgather import AllGather
 from ringprof.strategies.expected import Load, forward_bytes, ring_bytes
 
 # A rank of two holds 4 tokens of 2 heads of 4 numbers of 2 bytes: 64 bytes of queries, 128 of keys and values.
@@ -26,3 +29,12 @@ def test_one_rank_holds_the_larger_of_two_sums() -> None:
 def test_a_forward_pass_merges_where_more_ranks_are() -> None:
     assert forward_bytes(replace(LOAD, backward=False, size=1)) == 2 * 128 + 256
     assert ring_bytes(replace(LOAD, backward=False)) == 2 * 64 + 128 + 64 + 128 + 3 * 128
+
+
+@pytest.mark.parametrize(
+    ("layout", "causal", "busiest"),
+    [("contiguous", True, 7 / 4), ("contiguous", False, 1.0), ("zigzag", True, 1.0), ("zigzag", False, 1.0)],
+)
+def test_the_last_of_four_ranks_sees_most_of_a_causal_mask(layout: str, causal: bool, busiest: float) -> None:
+    """Of a quarter of the queries the last sees 3 1/2 quarters of the keys, the mean is 2 quarters."""
+    assert AllGather.imbalance(4, causal=causal, layout=layout) == busiest

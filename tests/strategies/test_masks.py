@@ -34,6 +34,7 @@ TAKING = [
     Case("allgather"),
     Case("allgather", {"layout": "zigzag"}),
     Case("allgather", {"layout": "zigzag", "documents_layout": "per_document"}),
+    Case("allgather", {"heads_at_a_time": 1}),
     Case("burst"),
     Case("burst", {"documents_layout": "per_document", "ring_window": 2, "optimized_backward": False}, (2, 4)),
     Case("double-ring", {"documents_layout": "per_document"}),

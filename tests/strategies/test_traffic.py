@@ -59,6 +59,8 @@ FORMULAS: dict[str, tuple[int, int]] = {
     "allgather": (2 * (N - 1) * KV, 2 * (N - 1) * KV + 2 * (N - 1) * KV),
     "allgather-layout=zigzag": (2 * (N - 1) * KV, 2 * (N - 1) * KV + 2 * (N - 1) * KV),
     "allgather-layout=zigzag-grad_wire=fp32": (2 * (N - 1) * KV, 2 * (N - 1) * KV + 4 * (N - 1) * KV),
+    # Some heads at a time: the same bytes, in as many times the messages.
+    "allgather-layout=zigzag-heads_at_a_time=1": (2 * (N - 1) * KV, 2 * (N - 1) * KV + 2 * (N - 1) * KV),
 }
 
 

@@ -23,7 +23,7 @@ _OWN_CHANNEL = "ringprof:"
 _RANKS = re.compile(r"\s*\d+(\s*-\s*\d+)?(\s*,\s*\d+(\s*-\s*\d+)?)*\s*")
 
 
-class Kept(msgspec.Struct, frozen=True):
+class _Kept(msgspec.Struct, frozen=True):
     """One rank's activities after the others' communication was set apart."""
 
     classified: Classified
@@ -33,7 +33,7 @@ class Kept(msgspec.Struct, frozen=True):
     """Communication kernels of which no record tells the group; set apart with the others'."""
 
 
-def keep_group(classified: Classified, group: str) -> Kept:
+def keep_group(classified: Classified, group: str) -> _Kept:
     """Set apart all communication of other groups than ``group``: names or descriptions in which ``*`` and ``?`` stand
     for anything, with commas between them, or one group's ranks (``0,1`` ``0-3``); semicolons stand between choices.
 
@@ -53,7 +53,7 @@ def keep_group(classified: Classified, group: str) -> Kept:
         else:
             kind[activity] = CODE[OTHER_GROUPS]
             unknown += not calls
-    return Kept(msgspec.structs.replace(classified, kind=kind), found, unknown)
+    return _Kept(msgspec.structs.replace(classified, kind=kind), found, unknown)
 
 
 def name_of_group(calls: Calls) -> str:

@@ -7,6 +7,7 @@ step from the rank that has all of them.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Container, Iterator, Sequence
 from functools import cached_property
 from typing import Any, Protocol
@@ -113,8 +114,6 @@ class StepPlan(msgspec.Struct, frozen=True):
         """The same for plans that place every rank's attention and hops alike."""
         runs = (self.model.hops_before, self.model.phase, self.model.iteration) if self.model else None
         told = (self.source, self.keys, self.slots.tolist(), self.ring_size, self.run_keys, runs)
-        import hashlib  # here, since only runs that do not fit in memory need it
-
         return hashlib.sha256(repr(told).encode()).hexdigest()
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +19,8 @@ from ringprof.strategies.layouts import LAYOUTS
 _SWAPPED: dict[str, tuple[int, int] | None] = {"bshd": None, "bhsd": (1, 2), "sbhd": (0, 1)}
 """The dimensions to swap between (B, S, H, D) and a format, either way."""
 
+DOCUMENT_ARGUMENTS = ("cu_seqlens", "documents")
+
 Answers = dict[str, Tensor]
 """``out``, and with a backward pass ``dq``, ``dk``, ``dv``: (B, S/N, H, D), of one rank's tokens."""
 
@@ -30,6 +34,8 @@ class GivenAttention:
     order: Tensor
     """(N, S/N): the positions of every rank's tokens, in local order, on the ranks' device."""
     tensor_format: str
+    documents: tuple[int, ...] | None = None
+    """Cumulative lengths of the documents; None: one."""
 
     @property
     def positions(self) -> Tensor:
@@ -48,7 +54,7 @@ class GivenAttention:
         """
         q, k, v, dout = (self._formatted(self.shard(x)) for x in (full.q, full.k, full.v, full.dout))
         inputs = [x.requires_grad_(backward) for x in (q, k, v)]
-        out = self.function(*inputs)
+        out = self.function(*inputs, **self._lengths())
         out = out[0] if isinstance(out, (tuple, list)) and out else out
         if not isinstance(out, Tensor):
             raise UsageError(f"the attention returned {type(out).__name__}, not a tensor")
@@ -60,6 +66,16 @@ class GivenAttention:
             return {}, self._other_form(out, q, full.q.shape[1])
         names = ("out", "dq", "dk", "dv")
         return {name: self._formatted(x.to(q.device)) for name, x in zip(names, found, strict=False)}, ""
+
+    def _lengths(self) -> dict[str, Tensor]:
+        """The documents, for a function that takes an argument of one of these names."""
+        if self.documents is None:
+            return {}
+        with suppress(TypeError, ValueError):  # what has no signature takes no such argument
+            known = inspect.signature(self.function).parameters
+            cumulative = torch.tensor(self.documents, dtype=torch.int32, device=self.order.device)
+            return {name: cumulative for name in DOCUMENT_ARGUMENTS if name in known}
+        return {}
 
     def _other_form(self, out: Tensor, q: Tensor, seq: int) -> str:
         said = f"the output is {tuple(out.shape)}, and q {tuple(q.shape)}"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,7 +46,8 @@ class Truth:
     def of(cls, given: GivenAttention, full: Tensors, workload: Workload, scale: float | None) -> Truth:
         exact = reference_results(full, workload, scale)
         try:
-            kernel = choose_kernel("auto", full.q.device, full.q.dtype, workload.head_dim)()
+            asks: Any = workload.mask().asks_of_kernels()
+            kernel = choose_kernel("auto", full.q.device, full.q.dtype, workload.head_dim, **asks)()
         except Unfit:
             # Then the rounding of the result is all that is allowed for.
             kernel = ReferenceKernel()

@@ -65,7 +65,7 @@ def check_on_ranks(
     else:
         order = order_of_positions(positions, ranks)
     workload = _workload(request, order.numel())
-    given = GivenAttention(attention, ranks, order, request.tensor_format)
+    given = GivenAttention(attention, ranks, order, request.tensor_format, workload.mask().documents)
     calls, sent = list[_Call](), list[SentInCall]()
     for number in range(1, request.calls + 1):
         full = draw_inputs(workload, ranks.device, SEED + number)
@@ -84,7 +84,7 @@ def check_on_ranks(
 
 
 def _refuse_numbers(request: CheckRequest) -> None:
-    sizes = ("batch", "seq", "heads", "kv_heads", "head_dim", "calls")
+    sizes = ("batch", "seq", "heads", "kv_heads", "head_dim", "calls", "window")
     for name, value in ((name, getattr(request, name)) for name in sizes):
         if value is not None and value < 1:
             raise UsageError(f"{name} must be at least 1, not {value}")
@@ -106,7 +106,14 @@ def _workload(request: CheckRequest, seq: int) -> Workload:
     return Workload(
         batch=request.batch, seq=seq, heads=request.heads, kv_heads=request.kv_heads or request.heads,
         head_dim=request.head_dim, causal=request.causal, dtype=request.dtype, backward=request.backward,
+        documents=_documents(request, seq), window=request.window,
     )  # fmt: skip
+
+
+def _documents(request: CheckRequest, seq: int) -> tuple[int, ...] | None:
+    if request.documents is not None and sum(request.documents) != seq:
+        raise UsageError(f"the documents are {sum(request.documents)} tokens together, the sequence has {seq}")
+    return request.documents
 
 
 def _call(

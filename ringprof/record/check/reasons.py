@@ -54,9 +54,13 @@ class Case:
         """Every rank's numbers."""
         return self.given.ranks.gathered(torch.tensor(numbers, dtype=torch.float64).to(self.full.q.device))
 
-    def reference(self, full: Tensors, scale: float | None, *, causal: bool) -> Tensor:
-        """The output of dense attention, in float64."""
-        return reference_results(full, changed(self.workload, backward=False, causal=causal), scale)["out"]
+    def reference(self, full: Tensors, scale: float | None, *, causal: bool, **mask: None) -> Tensor:
+        """The output of dense attention, in float64; ``mask`` says what of documents and window is left out."""
+        seq = full.q.shape[1]
+        # Documents and window are of the whole sequence: a rank's own tokens are seen without.
+        whole = {} if seq == self.workload.seq else {"documents": None, "window": None}
+        told = changed(self.workload, backward=False, causal=causal, **{"seq": seq, **whole, **mask})
+        return reference_results(full, told, scale)["out"]
 
     def _own(self, name: str) -> Tensor:
         """A gradient of this rank's where nothing but its own queries gives any."""
@@ -74,6 +78,13 @@ def _outputs(case: Case) -> Iterator[Explanation]:
         yield alone.format(""), case.reference(own, scale, causal=causal)
         if causal:
             yield alone.format(", without a mask"), case.reference(own, scale, causal=False)
+    work = case.workload
+    if work.documents:
+        across = "equals attention across documents: where they end is not told, or not heeded"
+        yield across, given.shard(case.reference(full, scale, causal=causal, documents=None))
+    if work.window:
+        unlimited = case.reference(full, scale, causal=causal, window=None)
+        yield "equals attention without the window", given.shard(unlimited)
     other_mask = "without the causal mask" if causal else "with a causal mask"
     yield f"equals attention {other_mask}", given.shard(case.reference(full, scale, causal=not causal))
     dim = case.workload.head_dim

@@ -27,6 +27,10 @@ class CheckRequest(msgspec.Struct, frozen=True, kw_only=True):
     head_dim: int = 64
     dtype: str = "bf16"
     causal: bool = True
+    documents: tuple[int, ...] | None = None
+    """Lengths of the documents that the sequence packs; None: one."""
+    window: int | None = None
+    """As a workload has it."""
     softmax_scale: float | None = None
     backward: bool = True
     tensor_format: str = "bshd"
@@ -91,7 +95,7 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
         shape = f"{work.heads} heads of {work.head_dim}" + (f" ({work.kv_heads} kv)" * (work.kv_heads != work.heads))
         lines = [
             f"{'equal' if self.equal else 'NOT EQUAL'} to dense attention over {work.seq} tokens: {self.ranks} ranks,"
-            f" {work.seq // self.ranks} tokens each, {self.layout}, {shape}, {'causal' if work.causal else 'full'},"
+            f" {work.seq // self.ranks} tokens each, {self.layout}, {shape}, {work.mask()},"
             f" {work.dtype}, {self.device}",
             f"call {self.call} of {self.calls}" + ("" if self.equal else ", the first that is not equal")
             + ", relative root-mean-square errors:",

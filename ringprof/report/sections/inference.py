@@ -22,10 +22,10 @@ _BOUND = {
 def terminal(found: Findings, style: TextStyle, listing: Listing) -> list[str]:
     """None where no prefill or decode was recorded."""
     figures = inference_of(found.attribution, found.summary)
-    return [] if figures is None else [style.wrap("\n".join(in_words(figures)))]
+    return [] if figures is None else [style.wrap("\n".join(_in_words(figures)))]
 
 
-def in_words(figures: Inference) -> list[str]:
+def _in_words(figures: Inference) -> list[str]:
     """Time and bytes a token; how fast the cache is read; what bounds it."""
     each = figures.step_ns / figures.new_tokens
     cost = (
@@ -49,4 +49,4 @@ def in_words(figures: Inference) -> list[str]:
 def html(found: Findings, report: dict[str, Any], figures: Any) -> Content | None:
     """The same words."""
     recorded = inference_of(found.attribution, found.summary)
-    return None if recorded is None else Content(lines=in_words(recorded))
+    return None if recorded is None else Content(lines=_in_words(recorded))

@@ -26,7 +26,7 @@ def states_of(found: Findings) -> States:
     return {rank: state for rank, state in known if state is not None}
 
 
-def links_of(found: Findings) -> list[DeviceLinks]:
+def _links_of(found: Findings) -> list[DeviceLinks]:
     """Of the ranks that told any."""
     run = found.attribution.run
     return [one for one in (run.device_links or () if run else ()) if one is not None]
@@ -34,7 +34,7 @@ def links_of(found: Findings) -> list[DeviceLinks]:
 
 def terminal(found: Findings, style: TextStyle, listing: Listing) -> list[str]:
     """None where no GPU told."""
-    lines = [*in_words(states_of(found)), *links_in_words(links_of(found))]
+    lines = [*in_words(states_of(found)), *links_in_words(_links_of(found))]
     return [style.wrap("\n".join(lines))] if lines else []
 
 
@@ -141,7 +141,7 @@ _COLUMNS = ("rank", "SM clock MHz", "lowest", "highest it can", "power W", "limi
 
 def html(found: Findings, report: dict[str, Any], figures: Any) -> Content | None:
     """A row a rank, and what connects them; None where nothing told."""
-    states, links = states_of(found), links_in_words(links_of(found))
+    states, links = states_of(found), links_in_words(_links_of(found))
     if not states:
         return Content(lines=links) if links else None
     rows = [

@@ -1,0 +1,10 @@
+"""Figures that conditions compare: which of them are shares, so that ``5%`` can be said of them."""
+
+from __future__ import annotations
+
+from ringprof.analysis.findings.figures import shares_among
+
+
+def test_times_sizes_and_rates_are_no_shares():
+    no_shares = {"tflops", "wall_ns", "iteration_ms", "sent_bytes", "peak_mib", "peak_mb", "max(wall_ns)", "iterations"}
+    assert shares_among(no_shares | {"idle", "max(exposed_comm)"}) == {"idle", "max(exposed_comm)"}
