@@ -3,12 +3,15 @@
     python benchmarks/beside_hta.py [--repeats 5] [--copies 1 2 4 153]
 
 The traces repeat a recorded rank: 1, 2 and 4 copies are small traces of 1 to 4 MB, 153 are 136 MB. The two take turns;
-each line has the medians and their ratio. HTA runs in the environment that scripts/install_hta.py makes.
+each line has the medians and their ratio: of wall time, and of CPU time, which a busy machine stretches far less. HTA
+runs in the environment that scripts/install_hta.py makes. Both start from compiled modules, as pip leaves them.
 """
 
 from __future__ import annotations
 
 import argparse
+import compileall
+import os
 import statistics
 import subprocess
 import sys
@@ -29,11 +32,18 @@ analysis.get_comm_comp_overlap(visualize=False)
 """
 
 
-def seconds(command: list[str]) -> float:
-    """Wall time of one whole process."""
-    started = time.perf_counter()
+def seconds(command: list[str]) -> tuple[float, float]:
+    """Wall time and CPU time of one whole process, with those that it started."""
+    started, before = time.perf_counter(), os.times()
     subprocess.run(command, check=True, capture_output=True, cwd=ROOT)
-    return time.perf_counter() - started
+    wall, after = time.perf_counter() - started, os.times()
+    return wall, (after.children_user + after.children_system) - (before.children_user + before.children_system)
+
+
+def row(times: list[tuple[float, float]]) -> str:
+    """The medians of ours and theirs, and the ratio of theirs to ours."""
+    ours, theirs = (statistics.median(column) for column in zip(*times, strict=True))
+    return f"{ours:>16.2f} s{theirs:>8.2f} s{theirs / ours:>7.1f}x"
 
 
 def main() -> None:
@@ -42,18 +52,17 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--hta-python", default=str(ROOT / ".venv-hta" / "bin" / "python"))
     options = parser.parse_args()
-    print(f"{'trace':>8}{'ringprof report':>18}{'HTA':>10}{'ratio':>8}")
+    compileall.compile_dir(ROOT / "ringprof", quiet=2)
+    print(f"{'trace':>8}{'ringprof report':>18}{'HTA':>10}{'ratio':>8}{'CPU: ringprof':>18}{'HTA':>10}{'ratio':>8}")
     with tempfile.TemporaryDirectory() as folder:
         for copies in options.copies:
             path = Path(folder) / f"rank{copies}.json"
             build(path, SAMPLE, copies, shapes=False)
             ours = [sys.executable, "-m", "ringprof", "report", str(path)]
             theirs = [options.hta_python, "-c", HTA, str(path)]
-            times = [(seconds(ours), seconds(theirs)) for _ in range(options.repeats)]
-            mine, other = (statistics.median(column) for column in zip(*times, strict=True))
-            print(
-                f"{path.stat().st_size / 1e6:>5.0f} MB{mine:>16.2f} s{other:>8.2f} s{other / mine:>7.1f}x", flush=True
-            )
+            both = [(seconds(ours), seconds(theirs)) for _ in range(options.repeats)]
+            wall, cpu = ([(mine[at], other[at]) for mine, other in both] for at in (0, 1))
+            print(f"{path.stat().st_size / 1e6:>5.0f} MB{row(wall)}{row(cpu)}", flush=True)
 
 
 if __name__ == "__main__":

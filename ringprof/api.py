@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from ringprof import frames
 from ringprof.analysis.attribution import Attribution
@@ -326,7 +327,7 @@ def _load_run(path: str, source: Input, reading: LoadOptions) -> Analysis:
         )
     path_of = dict(zip(ranks, shown, strict=True))
     read = read_traces(paths, jobs=reading.jobs, limits=reading.limits(), ranks=ranks)
-    traces = [replace(trace, path=path_of[trace.rank or 0]) for trace in read]
+    traces = [msgspec.structs.replace(trace, path=path_of[trace.rank or 0]) for trace in read]
     return Analysis(explain_traces(traces, run, reading.ranks_per_host, reading.focus()), source)
 
 

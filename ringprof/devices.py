@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 HALF_TYPES = ("bf16", "fp16")
 """The data types that the table speaks of."""
@@ -75,8 +75,7 @@ _BANDWIDTHS: tuple[tuple[str, float], ...] = (
 """Memory, in GB/s. GH200 and V100 come with several memories under one name."""
 
 
-@dataclass(frozen=True)
-class Peak:
+class Peak(msgspec.Struct, frozen=True):
     """The most that a device can compute."""
 
     tflops: float

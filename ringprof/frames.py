@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
@@ -136,7 +135,7 @@ def annotation_frame(findings: Findings) -> pd.DataFrame:
 
 def waterfall_frame(waterfall: Waterfall) -> pd.DataFrame:
     """A row a part."""
-    return _frame([asdict(part) for part in waterfall.parts], WATERFALL_COLUMNS, "waterfall")
+    return _frame([msgspec.structs.asdict(part) for part in waterfall.parts], WATERFALL_COLUMNS, "waterfall")
 
 
 def memory_frame(attribution: Attribution) -> pd.DataFrame:

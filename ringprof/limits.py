@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from ringprof.errors import InputError
 
@@ -14,8 +14,7 @@ class MemoryLimitError(InputError):
     """Reading would take more memory than it may."""
 
 
-@dataclass(frozen=True)
-class Limits:
+class Limits(msgspec.Struct, frozen=True):
     """What one process may take to read what it was given."""
 
     memory_bytes: int = MEMORY_BYTES

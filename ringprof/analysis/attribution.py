@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
+
+import msgspec
 
 from ringprof.analysis.rank import Rank
 from ringprof.analysis.timeline.focus import Focus
@@ -22,8 +23,7 @@ from ringprof.trace.one_run import OF_THE_RUN, TraceFacts
 MOST_OF_OTHER = 5
 
 
-@dataclass(frozen=True)
-class Attribution:
+class Attribution(msgspec.Struct, frozen=True, dict=True):
     """What the traces of one run say."""
 
     ranks: tuple[Rank, ...]
@@ -32,7 +32,7 @@ class Attribution:
     best_gbps: dict[LinkClass, float]
     """The best rate seen, by (kind, link class)."""
     warnings: tuple[Caveat, ...]
-    clocks: Clocks = field(default_factory=lambda: one_clock(()))
+    clocks: Clocks = msgspec.field(default_factory=lambda: one_clock(()))
     """The clocks of the ranks' hosts, and how far they can be told."""
     world_size: int = 0
     """How many ranks the run has, as far as is known; those without a trace are not among ``ranks``."""
@@ -77,8 +77,7 @@ class Attribution:
 _MOST_LISTED = 8
 
 
-@dataclass(frozen=True)
-class RunOutline:
+class RunOutline(msgspec.Struct, frozen=True, dict=True):
     """What is known of a run before any activity is looked at."""
 
     place: dict[int, int]
@@ -93,7 +92,7 @@ class RunOutline:
     """The first moment of each rank's trace, by its own clock."""
     chosen_ns: tuple[int, int] | None
     """The chosen times, counted from the earliest moment of any trace."""
-    offset_ns: Mapping[int, int] = field(default_factory=dict)
+    offset_ns: Mapping[int, int] = msgspec.field(default_factory=dict)
     """What to add to each rank's times; empty until the clocks are known, or where there is one."""
 
     @property
@@ -103,7 +102,7 @@ class RunOutline:
 
     def on(self, clocks: Clocks) -> RunOutline:
         """The same, with all ranks' times on one clock."""
-        return replace(self, offset_ns=clocks.offset_ns)
+        return msgspec.structs.replace(self, offset_ns=clocks.offset_ns)
 
     def between_ns(self, rank: int) -> tuple[int, int] | None:
         """The chosen times as unix times of one rank's clock."""
@@ -176,7 +175,10 @@ def _expected(run: Run | None, given: Collection[int], world_size: int, *, told:
 
 
 def _with_rank(one: TraceFacts) -> list[Caveat]:
-    return [w if w.rank is not None or w.code in OF_THE_RUN else replace(w, rank=one.rank) for w in one.warnings]
+    return [
+        w if w.rank is not None or w.code in OF_THE_RUN else msgspec.structs.replace(w, rank=one.rank)
+        for w in one.warnings
+    ]
 
 
 def _by_rank(facts: Sequence[TraceFacts], warnings: list[Caveat]) -> dict[int, int]:
@@ -282,5 +284,7 @@ def merged_caveats(warnings: Iterable[Caveat]) -> tuple[Caveat, ...]:
     for warning in warnings:
         key = warning.code, warning.message
         known = found.get(key)
-        found[key] = warning if known is None else replace(known, rank=None, count=known.count + warning.count)
+        found[key] = (
+            warning if known is None else msgspec.structs.replace(known, rank=None, count=known.count + warning.count)
+        )
     return tuple(found.values())

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+import msgspec
 import numpy as np
 
 from ringprof.analysis import intervals
@@ -31,8 +32,7 @@ from ringprof.errors import TraceFormatError, UsageError
 from ringprof.trace.columns import NONE, Caveat, Int64, Trace
 
 
-@dataclass(frozen=True)
-class Explained:
+class Explained(msgspec.Struct, frozen=True):
     """What one trace says without the others."""
 
     rank: Rank
@@ -55,7 +55,7 @@ def explain(
     """
     warnings: list[Caveat] = []
     classified, found = _classified(rank, trace, focus, warnings)
-    window = replace(find_window(trace, classified.launch, focus.window), between_ns=between_ns)
+    window = msgspec.structs.replace(find_window(trace, classified.launch, focus.window), between_ns=between_ns)
     if is_cpu_trace(trace):
         return Explained(*_explain_cpu(rank, host, classified, window, warnings), [], tuple(warnings), found)
     if not len(trace.activities.start_ns):
@@ -188,7 +188,7 @@ def with_splits(detail: Detail, splits: list[Split], rank: int) -> Detail:
         TimedHop(rank, number, hop.parts, ns)
         for number, (hop, ns) in enumerate(zip(hops, exposed.tolist(), strict=True))
     ]
-    return replace(detail, splits=tuple(splits), hops=tuple(finished))
+    return msgspec.structs.replace(detail, splits=tuple(splits), hops=tuple(finished))
 
 
 def with_communication(rank: Rank, detail: Detail) -> Rank:

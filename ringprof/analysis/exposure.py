@@ -6,8 +6,7 @@ some of it has no wait and wire, else waiting.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+import msgspec
 import numpy as np
 
 from ringprof.analysis import intervals
@@ -18,8 +17,7 @@ from ringprof.analysis.rank import Detail
 from ringprof.analysis.timeline.rows import TimedActivities
 
 
-@dataclass(frozen=True)
-class Exposure:
+class Exposure(msgspec.Struct, frozen=True):
     """The parts of one rank's exposed communication: disjoint, and together all of it."""
 
     wire: Spans

@@ -5,15 +5,13 @@ A span holds its start and not its end, so touching spans merge and an empty one
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+import msgspec
 import numpy as np
 
 from ringprof.trace.columns import Int64
 
 
-@dataclass(frozen=True)
-class Spans:
+class Spans(msgspec.Struct, frozen=True):
     """Disjoint, non-empty, non-touching spans in ascending order; two int64 arrays of one length."""
 
     start_ns: Int64

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+import msgspec
+
 from ringprof.analysis.kinds.classify import Classified
 from ringprof.analysis.timeline.breakdown import Breakdown, break_down
 from ringprof.analysis.timeline.rows import OnDevice, TimedActivities, timed_activities
@@ -13,8 +15,7 @@ from ringprof.analysis.timeline.window import Window
 from ringprof.analysis.transfers.hops import HopTotals, Split, TimedHop, hop_totals, total
 
 
-@dataclass(frozen=True)
-class Detail:
+class Detail(msgspec.Struct, frozen=True, dict=True):
     """What a rank's figures come from: as large as its trace."""
 
     classified: Classified
@@ -44,8 +45,7 @@ class Detail:
         return tuple(break_down(rows, device.background(rows)) for rows in self.window.by_iteration(self.rows()))
 
 
-@dataclass(frozen=True)
-class Carried:
+class Carried(msgspec.Struct, frozen=True):
     """One rank's communication kernels of one kind over one class of link."""
 
     kind: str
@@ -60,15 +60,14 @@ class Carried:
     """None where one's is not known."""
 
 
-@dataclass(frozen=True)
-class ExposedTime:
+class ExposedTime(msgspec.Struct, frozen=True):
     """What the exposed communication of one rank consists of, and what its wire is busy, in nanoseconds."""
 
     wire_ns: int = 0
     wait_ns: int = 0
     on_wire_ns: int = 0
     """All time with something on the wire, hidden or not."""
-    by_group: dict[tuple[str, str], int] = field(default_factory=dict)
+    by_group: dict[tuple[str, str], int] = msgspec.field(default_factory=dict)
     """Exposed communication by kind and process group (empty where none is recorded); parts may run at once."""
 
 
@@ -97,7 +96,7 @@ class Rank:
     hop_totals: HopTotals = field(default_factory=lambda: hop_totals(()))
     carried: tuple[Carried, ...] = ()
     """By kind and link, in the order of their first kernel."""
-    exposed: ExposedTime = ExposedTime()
+    exposed: ExposedTime = field(default_factory=ExposedTime)
     hop_peers: frozenset[int] = frozenset()
     """Ranks that its hops send to."""
     read_detail: Callable[[int], Detail] | None = field(default=None, repr=False, compare=False)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
 from typing import Any
 
 import msgspec
@@ -39,7 +38,7 @@ def whole_report(source: str, paths: Sequence[str], warnings: Iterable[Caveat], 
     """A report with every part that the schema asks for; those not given are empty."""
     empty: dict[str, Any] = {"summary": None, "ranks": [], "steps": [], "waterfall": None, "run": None, "table": None}
     first = {"schema": REPORT_SCHEMA, "source": {"type": source, "paths": list(paths)}}
-    return {**first, **empty, **parts, "warnings": [asdict(warning) for warning in warnings]}
+    return {**first, **empty, **parts, "warnings": [msgspec.structs.asdict(warning) for warning in warnings]}
 
 
 _RATES = ("tflops", "tflops_quantiles", "iterations_timed", "block_tflops", "solo_tflops")

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+import msgspec
+
 from ringprof.analysis.findings.comparison import WATERFALL_PREFIX, Comparison, Difference, Figure
 from ringprof.report.tables import Column, table_width, text_table
 from ringprof.report.terms import WATERFALL_LABELS as WATERFALL_LABELS
@@ -44,7 +46,7 @@ def _as_dict(comparison: Comparison) -> dict[str, Any]:
             for entry in comparison.entries
         ],
         "differing": {name: list(values) for name, values in comparison.differing.items()},
-        "differences": [asdict(difference) for difference in comparison.differences],
+        "differences": [msgspec.structs.asdict(difference) for difference in comparison.differences],
         "changes": asdict(comparison.changes) if comparison.changes else None,
     }
 

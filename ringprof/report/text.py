@@ -8,8 +8,9 @@ import re
 import sys
 import textwrap
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 BLOCKS = " ▏▎▍▌▋▊▉█"
 _ASCII = str.maketrans({"·": "|", "█": "#", "…": "~", "µ": "u"})
@@ -131,8 +132,7 @@ def spreadsheet_cell(value: Any) -> Any:
 _PAINT = {"bold": "1", "dim": "2", "cyan": "36", "yellow": "33", "bold yellow": "1;33"}
 
 
-@dataclass(frozen=True)
-class TextStyle:
+class TextStyle(msgspec.Struct, frozen=True):
     """How text is to be written."""
 
     width: int = 80

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 
 from ringprof.analysis.transfers.clocks import Clocks, Meetings, Traffic, collect_meetings
@@ -19,17 +19,15 @@ from ringprof.analysis.transfers.transfers import Group, Transfer
 from ringprof.trace.columns import Int64
 
 
-@dataclass
-class _Calls:
+class _Calls(msgspec.Struct):
     """One group's calls of one kind."""
 
-    counts: dict[int, int] = field(default_factory=dict)
+    counts: dict[int, int] = msgspec.field(default_factory=dict)
     """Rank -> how many."""
-    on_host: dict[int, Meetings] = field(default_factory=dict)
+    on_host: dict[int, Meetings] = msgspec.field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class KnownCalls:
+class KnownCalls(msgspec.Struct, frozen=True):
     """Of one group's matched calls of one kind what a rank of it must know; plain data."""
 
     peers_ready_ns: Int64
@@ -38,8 +36,7 @@ class KnownCalls:
     """Rank -> how far the clocks of the group's hosts may be off its own."""
 
 
-@dataclass(frozen=True)
-class LedgerExtract:
+class LedgerExtract(msgspec.Struct, frozen=True):
     """What some ranks must know of the others' collectives, as plain data.
 
     A `ringprof.analysis.transfers.matching.AbsentRanks`."""

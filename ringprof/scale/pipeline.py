@@ -11,7 +11,7 @@ import os
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -75,11 +75,11 @@ def attribute(
     outline = outline_run([facts_of(trace) for trace in traces], run, ranks_per_host, focus)
 
     def store() -> MemoryStore:
-        return MemoryStore({rank: replace(traces[at], rank=rank) for rank, at in outline.place.items()})
+        return MemoryStore({rank: msgspec.structs.replace(traces[at], rank=rank) for rank, at in outline.place.items()})
 
     clocks = None
     if outline.needs_clocks:
-        whole = stages.RunContext(store(), replace(focus, between_ns=None), {}, run, outline.hosts)
+        whole = stages.RunContext(store(), msgspec.structs.replace(focus, between_ns=None), {}, run, outline.hosts)
         clocks = _Pipeline(whole, outline, LocalProcesses(1)).attribute().clocks
         outline = outline.on(clocks)
     context = stages.RunContext(store(), focus, outline.chosen_by_rank(), run, outline.hosts)
@@ -141,7 +141,9 @@ def _explain_in(
     weakref.finalize(store, remove, folder)
     clocks = None
     if outline.needs_clocks:
-        whole = stages.RunContext(store, replace(focus, between_ns=None), {}, given.run_path, outline.hosts)
+        whole = stages.RunContext(
+            store, msgspec.structs.replace(focus, between_ns=None), {}, given.run_path, outline.hosts
+        )
         clocks = _Pipeline(whole, outline, workers, notify).attribute().clocks
         outline = outline.on(clocks)
     context = stages.RunContext(store, focus, outline.chosen_by_rank(), given.run_path, outline.hosts)
@@ -150,7 +152,7 @@ def _explain_in(
     ranks = [rank for rank in attribution.ranks if not rank.on_cpu]
     surveys = [pipeline.surveyed[rank.rank] for rank in ranks]
     finder = StepFinder(stages.StoredRanks(context, ranks, workers), surveys, pipeline.told)
-    return Findings(replace(attribution, run=given.run), finder)
+    return Findings(msgspec.structs.replace(attribution, run=given.run), finder)
 
 
 def _reduce(
@@ -169,7 +171,7 @@ def _reduce(
             continue
         one, data = result
         rank = one.rank if given.ranks[at] is None else given.ranks[at]
-        facts.append(replace(one, rank=rank, path=given.shown[at]))
+        facts.append(msgspec.structs.replace(one, rank=rank, path=given.shown[at]))
         reduced.append(given.paths[at] if data is None else stages.scratch_file(str(folder), at))
         if data is not None:
             Path(reduced[-1]).write_bytes(data)
@@ -187,8 +189,7 @@ def _reduced(paths: Sequence[str], readers: Workers, limits: Limits) -> Iterator
         yield InputError(f"{path}: {os.strerror(errno.ENOENT)}") if path in absent else next(results)
 
 
-@dataclass
-class _Pipeline:
+class _Pipeline(msgspec.Struct, dict=True):
     """One attribution, step by step."""
 
     context: stages.RunContext
@@ -197,10 +198,10 @@ class _Pipeline:
     notify: Notify = _say_nothing
     clocks: Clocks | None = None
     """Where they are known already."""
-    surveyed: dict[int, Survey] = field(default_factory=dict)
+    surveyed: dict[int, Survey] = msgspec.field(default_factory=dict)
     """What ranks whose details do not stay in memory tell of the run's steps."""
-    told: ExposedByPlan = field(default_factory=dict)
-    kernels: KernelTotals = field(default_factory=KernelTotals)
+    told: ExposedByPlan = msgspec.field(default_factory=dict)
+    kernels: KernelTotals = msgspec.field(default_factory=KernelTotals)
 
     def __post_init__(self) -> None:
         number = {name: at for at, name in enumerate(hosts_in_order(self.outline.clock_of))}
@@ -217,7 +218,7 @@ class _Pipeline:
         tiles = self._tiles(alone)
         clocks = self.clocks or self._fit_clocks(tiles, ledger)
         if not self.in_memory:
-            tiles = [replace(tile, absent=ledger.extract(tile.ranks, clocks)) for tile in tiles]
+            tiles = [msgspec.structs.replace(tile, absent=ledger.extract(tile.ranks, clocks)) for tile in tiles]
         ranks = [one.rank for one in alone.values()]
         best, unmatched, disagree = self._rates(tiles, clocks)
         usable, warnings = judge_matching(ranks, clocks, unmatched, 0, disagree=disagree)
@@ -241,7 +242,7 @@ class _Pipeline:
         alone: dict[int, stages.RankAlone] = {}
         for one in self.workers.map(stages.explain_alone, ((self.context, rank) for rank in self.outline.place)):
             self.kernels.add(one.rank.rank, one.kernels)
-            alone[one.rank.rank] = replace(one, kernels=())
+            alone[one.rank.rank] = msgspec.structs.replace(one, kernels=())
             self.notify("ranks explained", len(alone), len(self.outline.place))
         group = self.context.focus.group
         if group is not None and not any(one.in_group for one in alone.values()):
@@ -353,7 +354,7 @@ def _around(ranks: Sequence[int], alone: Mapping[int, stages.RankAlone]) -> tupl
 def _both(messages: TrafficSummary, meetings: TrafficSummary) -> TrafficSummary:
     """What messages and what collectives say of the same two hosts."""
     limits = [limit for limit in (messages.limit, meetings.limit) if limit is not None]
-    return replace(
+    return msgspec.structs.replace(
         messages,
         together=meetings.together,
         limit=max(limits, default=None),

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
+
+import msgspec
 
 from ringprof.analysis.explain import explain, with_communication, with_splits
 from ringprof.analysis.kinds.groups import group_names
@@ -41,8 +43,7 @@ from ringprof.trace.ranks import try_file
 from ringprof.trace.reduced import reduce_trace
 
 
-@dataclass(frozen=True)
-class RunContext:
+class RunContext(msgspec.Struct, frozen=True):
     """What all ranks have in common; with a store on disk plain data, and little."""
 
     store: RankStore
@@ -96,8 +97,7 @@ def scratch_file(folder: str, at: int) -> str:
 # --- one rank -----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class RankAlone:
+class RankAlone(msgspec.Struct, frozen=True):
     """What one trace says without the others."""
 
     rank: Rank
@@ -139,8 +139,7 @@ def explain_alone(context: RunContext, rank: int) -> RankAlone:
 # --- a tile of ranks ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Tile:
+class Tile(msgspec.Struct, frozen=True):
     """Ranks that are looked at together, and what must be known of others."""
 
     ranks: tuple[int, ...]
@@ -169,8 +168,7 @@ def traffic_of(store: RankStore, tile: Tile, host: Mapping[int, int]) -> dict[tu
     return {key: way.summed() for key, way in found.items() if hosts & set(key)}
 
 
-@dataclass(frozen=True)
-class TileRates:
+class TileRates(msgspec.Struct, frozen=True):
     """What the matching of one tile says for the whole run."""
 
     best: dict[LinkClass, Best]
@@ -185,8 +183,7 @@ def rates_of_tile(context: RunContext, tile: Tile, clocks: Clocks) -> TileRates:
     return TileRates(waiting.best_rates(), matches.unmatched(set(tile.ranks)), waiting.clocks_disagree())
 
 
-@dataclass(frozen=True)
-class RankSurvey:
+class RankSurvey(msgspec.Struct, frozen=True):
     """One rank's steps as it tells them alone: in most runs all ranks tell the same."""
 
     survey: Survey
@@ -195,8 +192,7 @@ class RankSurvey:
     exposed: ExposedBySteps
 
 
-@dataclass(frozen=True)
-class SplitTile:
+class SplitTile(msgspec.Struct, frozen=True):
     """The ranks of one tile with their communication."""
 
     ranks: list[Rank]
@@ -235,8 +231,7 @@ def _survey(rank: Rank) -> RankSurvey:
 # --- steps of ranks whose details are made anew -----------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class StoredRanks:
+class StoredRanks(msgspec.Struct, frozen=True):
     """The ranks of a run while its steps are found, as `ringprof.analysis.steps.plan.RanksOfSteps`."""
 
     context: RunContext

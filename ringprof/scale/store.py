@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -50,15 +49,14 @@ class RankStore(Protocol):
         """What `put_splits` kept."""
 
 
-@dataclass(frozen=True)
-class MemoryStore:
+class MemoryStore(msgspec.Struct, frozen=True):
     """All in memory, each thing once."""
 
     traces: Mapping[int, Trace]
-    _details: dict[int, Detail] = field(default_factory=dict)
-    _transfers: dict[int, list[Transfer]] = field(default_factory=dict)
-    _splits: dict[int, list[Split]] = field(default_factory=dict)
-    _matches: list[Matches] = field(default_factory=list)
+    _details: dict[int, Detail] = msgspec.field(default_factory=dict)
+    _transfers: dict[int, list[Transfer]] = msgspec.field(default_factory=dict)
+    _splits: dict[int, list[Split]] = msgspec.field(default_factory=dict)
+    _matches: list[Matches] = msgspec.field(default_factory=list)
 
     def trace(self, rank: int) -> Trace:
         return self.traces[rank]
@@ -114,8 +112,7 @@ class _Splits(msgspec.Struct, frozen=True):
     times: dict[str, bytes]
 
 
-@dataclass(frozen=True)
-class DiskStore:
+class DiskStore(msgspec.Struct, frozen=True, weakref=True):
     """A scratch folder, and where the reduced trace of each rank is: plain data, for other processes, too."""
 
     folder: str
@@ -125,7 +122,7 @@ class DiskStore:
     """Rank -> the path of its trace, for people."""
 
     def trace(self, rank: int) -> Trace:
-        return replace(read_reduced(self.reduced[rank]), path=self.shown[rank], rank=rank)
+        return msgspec.structs.replace(read_reduced(self.reduced[rank]), path=self.shown[rank], rank=rank)
 
     def keep_detail(self, rank: int, detail: Detail) -> None:
         pass

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from ringprof.errors import InputError
 from ringprof.run import Run
@@ -12,8 +13,7 @@ Notify = Callable[[str, int, int], None]
 """Told what is being done, and how much of how many is done."""
 
 
-@dataclass(frozen=True)
-class TraceSet:
+class TraceSet(msgspec.Struct, frozen=True):
     """Paths, ranks and display names of a run's traces."""
 
     paths: Sequence[str]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from ringprof.errors import TraceFormatError
@@ -55,7 +56,7 @@ def overlaps(rows: Activities, rank: int | None) -> list[Caveat]:
 
 
 def _problem_of(part: Any, trace: Trace) -> str | None:
-    columns = vars(part)
+    columns = msgspec.structs.asdict(part)
     start, end = part.start_ns, part.end_ns
     if any(len(column) != len(start) for column in columns.values()):
         return "the columns are of unequal length"

@@ -7,9 +7,9 @@ referred to by index. A reader fills these types; nothing in here reads or inter
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -31,8 +31,7 @@ NO_DEVICE_ACTIVITIES = "no_device_activities"
 """Code of the warning that a run used a GPU and its trace has nothing of what ran there."""
 
 
-@dataclass(frozen=True)
-class Caveat:
+class Caveat(msgspec.Struct, frozen=True):
     """Something odd in the input that did not stop the reading."""
 
     code: str
@@ -43,8 +42,7 @@ class Caveat:
     byte_offset: int | None = None
 
 
-@dataclass(frozen=True)
-class Activities:
+class Activities(msgspec.Struct, frozen=True):
     """What ran on the device: kernels, copies and sets, sorted by start; equal lengths."""
 
     start_ns: Int64
@@ -67,8 +65,7 @@ class Activities:
     """CUDA graph node, or `NONE`."""
 
 
-@dataclass(frozen=True)
-class Launches:
+class Launches(msgspec.Struct, frozen=True):
     """CPU calls that launched device work (cuda_runtime and cuda_driver rows with a correlation), by start."""
 
     start_ns: Int64
@@ -77,8 +74,7 @@ class Launches:
     correlation: Int64
 
 
-@dataclass(frozen=True)
-class Ranges:
+class Ranges(msgspec.Struct, frozen=True):
     """Named spans: annotations and CPU operators that matter, sorted by start."""
 
     start_ns: Int64
@@ -92,8 +88,7 @@ class Ranges:
     external_id: Int64
 
 
-@dataclass(frozen=True)
-class CommRecord:
+class CommRecord(msgspec.Struct, frozen=True):
     """One communication record: what ``record_param_comms`` or a kernel's own metadata says."""
 
     name: str
@@ -116,8 +111,7 @@ class CommRecord:
     comms_id: int | None = None
 
 
-@dataclass(frozen=True)
-class CommRecords:
+class CommRecords(msgspec.Struct, frozen=True):
     """CPU records of communication calls (``record_param_comms``), sorted by start."""
 
     start_ns: Int64
@@ -128,8 +122,7 @@ class CommRecords:
     """Index into `Trace.collectives`."""
 
 
-@dataclass(frozen=True)
-class MemoryEvents:
+class MemoryEvents(msgspec.Struct, frozen=True):
     """What an allocator held after each allocation and release, by time; ``profile_memory=True`` records them."""
 
     start_ns: Int64
@@ -142,8 +135,7 @@ class MemoryEvents:
     """With what is kept for later; `NONE` where not given."""
 
 
-@dataclass(frozen=True)
-class Device:
+class Device(msgspec.Struct, frozen=True):
     """One device as the trace describes it."""
 
     index: int
@@ -173,9 +165,16 @@ def distinct(column: npt.NDArray[_Number]) -> npt.NDArray[_Number]:
     return values
 
 
+def among(values: npt.NDArray[_Number], others: npt.NDArray[_Number]) -> npt.NDArray[np.bool_]:
+    """Which values are also in the other column; as ``np.isin``, which asks masked arrays, too."""
+    known = distinct(others)
+    place = np.searchsorted(known, values, side="right")
+    return (place > 0) & (known[place - 1] == values) if len(known) else np.zeros(len(values), np.bool_)
+
+
 def dtypes_of(kind: type[Any]) -> dict[str, type[Any]]:
     """What the columns of a table are made of."""
-    return {column.name: _DTYPES[str(column.type)] for column in fields(kind)}
+    return {name: _DTYPES[type_name] for name, type_name in kind.__annotations__.items()}
 
 
 def table_of(kind: type[_Table], columns: Mapping[str, npt.NDArray[Any]]) -> _Table:
@@ -189,8 +188,7 @@ def table_of(kind: type[_Table], columns: Mapping[str, npt.NDArray[Any]]) -> _Ta
     )
 
 
-@dataclass(frozen=True)
-class Trace:
+class Trace(msgspec.Struct, frozen=True):
     """One rank's trace."""
 
     path: str
@@ -217,8 +215,8 @@ class Trace:
     events_total: int = 0
     events_skipped: int = 0
     """Events that could not be read."""
-    warnings: list[Caveat] = field(default_factory=list)
-    memory: MemoryEvents = field(default_factory=lambda: table_of(MemoryEvents, {}))
+    warnings: list[Caveat] = msgspec.field(default_factory=list)
+    memory: MemoryEvents = msgspec.field(default_factory=lambda: table_of(MemoryEvents, {}))
 
     @property
     def lacks_device(self) -> bool:

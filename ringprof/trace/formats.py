@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+
+import msgspec
 
 from ringprof.errors import InputError, TraceFormatError
 from ringprof.limits import MemoryBudget
@@ -14,8 +15,7 @@ from ringprof.trace.kineto.event_list import UTF8_MARK
 from ringprof.trace.reduced import MAGIC, SUFFIX, read_reduced
 
 
-@dataclass(frozen=True)
-class Format:
+class Format(msgspec.Struct, frozen=True):
     """One format of traces."""
 
     name: str

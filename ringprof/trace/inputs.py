@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
@@ -21,8 +20,7 @@ _RUN_FILE = "run.json"
 InputType = Literal["run", "trace", "text"]
 
 
-@dataclass(frozen=True)
-class Input:
+class Input(msgspec.Struct, frozen=True):
     """What an input is, and where its parts lie."""
 
     type: InputType

@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from pathlib import PurePath
+
+import msgspec
 
 from ringprof.errors import InputError
 from ringprof.trace.checks import RANKS_LIMIT
@@ -16,8 +17,7 @@ OF_THE_RUN = frozenset({"mixed_runs", "assumed_ranks", "left_out"})
 """Codes of warnings that one trace carries for all."""
 
 
-@dataclass(frozen=True)
-class TraceFacts:
+class TraceFacts(msgspec.Struct, frozen=True):
     """What is known of a trace before its activities are looked at."""
 
     path: str
@@ -53,7 +53,7 @@ def checked_facts(facts: Sequence[TraceFacts], problems: Sequence[InputError] = 
     checked = list(facts)
     if len(checked) > 1:
         if all(one.rank is None for one in checked):
-            checked = [replace(one, rank=rank) for rank, one in enumerate(checked)]
+            checked = [msgspec.structs.replace(one, rank=rank) for rank, one in enumerate(checked)]
             note = Caveat("assumed_ranks", "no trace names its rank: ranks are given in the order of the files")
             checked[0] = _with(checked[0], note)
         counts = Counter(one.rank for one in checked)
@@ -69,7 +69,7 @@ def order(one: TraceFacts) -> tuple[bool, int]:
 
 
 def _with(one: TraceFacts, *warnings: Caveat) -> TraceFacts:
-    return replace(one, warnings=(*one.warnings, *warnings)) if warnings else one
+    return msgspec.structs.replace(one, warnings=(*one.warnings, *warnings)) if warnings else one
 
 
 def _place_warnings(one: TraceFacts, same_rank: int) -> list[Caveat]:

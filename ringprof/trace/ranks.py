@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import TypeVar
+
+import msgspec
 
 from ringprof.errors import InputError
 from ringprof.files import read_bytes, size_of
@@ -51,7 +52,8 @@ def read_traces(
         raise fatal[0]
     read = [(at, trace) for at, one in enumerate(found) if isinstance(one, list) for trace in one]
     return _checked(
-        [trace if ranks is None else replace(trace, rank=ranks[at]) for at, trace in read], [*left_out, *problems]
+        [trace if ranks is None else msgspec.structs.replace(trace, rank=ranks[at]) for at, trace in read],
+        [*left_out, *problems],
     )
 
 
@@ -72,7 +74,8 @@ def _checked(traces: Sequence[Trace], problems: Sequence[InputError] = ()) -> li
     """The traces sorted by rank, each with warnings about its place among the others, one about those not read."""
     facts = checked_facts([facts_of(trace) for trace in traces], problems)
     placed = [
-        replace(trace, rank=one.rank, warnings=list(one.warnings)) for trace, one in zip(traces, facts, strict=True)
+        msgspec.structs.replace(trace, rank=one.rank, warnings=list(one.warnings))
+        for trace, one in zip(traces, facts, strict=True)
     ]
     return [placed[at] for at in sorted(range(len(facts)), key=lambda at: order(facts[at]))]
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -98,7 +97,7 @@ def reduce_trace(trace: Trace) -> bytes:
 
     records = [
         _Record(**{
-            **vars(one),
+            **msgspec.structs.asdict(one),
             "group_ranks": None if one.group_ranks is None else place(one.group_ranks),
             "in_split": place(one.in_split),
             "out_split": place(one.out_split),
@@ -132,7 +131,7 @@ def reduce_file(trace: Path, target: Path) -> bool:
     except RingprofError:
         return False
     # Beside it: whoever reads it knows where it lies.
-    target.write_bytes(reduce_trace(replace(read, path=trace.name)))
+    target.write_bytes(reduce_trace(msgspec.structs.replace(read, path=trace.name)))
     return True
 
 

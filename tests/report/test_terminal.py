@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from ringprof.analysis.findings.findings import findings_in_memory
 from ringprof.report.terminal import render
@@ -113,7 +114,9 @@ def test_a_cpu_run_speaks_of_blocked_time():
 
 def test_names_from_a_trace_cannot_command_the_terminal():
     attribution = attribution_of(NVLINK)
-    evil = tuple(replace(rank, device="\x1b[2J[bold]GPU\x07\n", host="a\u202eb") for rank in attribution.ranks)
+    evil = tuple(
+        dataclasses.replace(rank, device="\x1b[2J[bold]GPU\x07\n", host="a\u202eb") for rank in attribution.ranks
+    )
     text = shown(replace(attribution, ranks=evil), width=200)
     assert "\x1b" not in text
     assert "\x07" not in text

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import msgspec
+from msgspec.structs import replace
 
 from ringprof.trace.columns import CommRecord, Trace
 from ringprof.trace.kineto import read_trace
@@ -53,9 +55,8 @@ def as_rank(trace: Trace, rank: int, world: int, host: str | None = None, later_
 _TIMED = ("activities", "launches", "annotations", "device_annotations", "operators", "comm_records")
 
 
-def _later(part: object, by_ns: int) -> object:
-    columns = vars(part)
-    return type(part)(**{**columns, "start_ns": columns["start_ns"] + by_ns, "end_ns": columns["end_ns"] + by_ns})
+def _later(part: Any, by_ns: int) -> Any:
+    return msgspec.structs.replace(part, start_ns=part.start_ns + by_ns, end_ns=part.end_ns + by_ns)
 
 
 def write_ring(folder: Path, world: int, per_host: int | None = None, late_ns: int = 0) -> list[Path]:

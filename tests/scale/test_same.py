@@ -31,7 +31,7 @@ def few_at_a_time(monkeypatch):
     def load(*paths: Any, tile: int = 2, **how: Any) -> Any:
         with monkeypatch.context() as patch:
             patch.setattr(api, "MOST_IN_MEMORY", 0)
-            patch.setattr(pipeline, "TILE", tile)
+            patch.setattr(pipeline, "_TILE", tile)
             return loaded(paths, **{"jobs": 1, **how})
 
     return load

@@ -8,10 +8,12 @@ the work is known to be the same; rates and shares always are.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from statistics import median
 from typing import TYPE_CHECKING
+
+import msgspec
 
 if TYPE_CHECKING:
     from ringprof.analysis.findings.changes import RunChanges
@@ -32,8 +34,7 @@ WATERFALL_PREFIX = "waterfall."
 """How the names of the figures begin that are parts of the slowest rank's wall."""
 
 
-@dataclass(frozen=True)
-class Figure:
+class Figure(msgspec.Struct, frozen=True):
     """One measured figure."""
 
     value: float
@@ -53,8 +54,7 @@ class Figure:
         return own_interval(self.recordings)
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(msgspec.Struct, frozen=True):
     """One measurement: a run, a trace, a printed table, a row of a log; or several recordings of one run."""
 
     label: str
@@ -62,10 +62,10 @@ class Entry:
     """``run``, ``trace``, ``table`` or ``log``."""
     settings: Mapping[str, str | None]
     """Settings and hardware as text; None for what the source does not say."""
-    figures: Mapping[str, Figure] = field(default_factory=dict)
+    figures: Mapping[str, Figure] = msgspec.field(default_factory=dict)
     warnings: tuple[str, ...] = ()
     """What stands against its figures."""
-    others: Mapping[str, float] = field(default_factory=dict)
+    others: Mapping[str, float] = msgspec.field(default_factory=dict)
     """Figures that only conditions name: those of its report that are not among ``figures``."""
     created: tuple[str, ...] = ()
     """When each of its recordings was made, ISO 8601; empty where that is not known."""
@@ -75,8 +75,7 @@ class Entry:
         return {**self.others, **{name: figure.value for name, figure in self.figures.items()}}
 
 
-@dataclass(frozen=True)
-class Difference:
+class Difference(msgspec.Struct, frozen=True):
     """One figure of one entry against the first entry's."""
 
     figure: str
@@ -132,7 +131,9 @@ def as_one(entries: Sequence[Entry]) -> Entry:
         each = [entry.figures[name] for entry in ordered if name in entry.figures]
         if len(each) == len(ordered):
             values = [one.value for one in each]
-            figures[name] = replace(figure, value=median(values), recordings=tuple((value,) for value in values))
+            figures[name] = msgspec.structs.replace(
+                figure, value=median(values), recordings=tuple((value,) for value in values)
+            )
     return Entry(
         label=f"{first.label} and {len(ordered) - 1} more",
         source=first.source,

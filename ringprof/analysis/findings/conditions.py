@@ -14,7 +14,8 @@ import math
 import operator
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+
+import msgspec
 
 from ringprof.errors import UsageError
 
@@ -34,8 +35,7 @@ _SHAPE = re.compile(
 )
 
 
-@dataclass(frozen=True)
-class Condition:
+class Condition(msgspec.Struct, frozen=True):
     """One parsed condition."""
 
     text: str

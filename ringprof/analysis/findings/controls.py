@@ -8,15 +8,15 @@ iterations that were timed in turns with the controls, on equally hot devices.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from statistics import fmean, median
+
+import msgspec
 
 from ringprof.analysis.rank import Rank
 from ringprof.run import Controls
 
 
-@dataclass(frozen=True)
-class ControlFigures:
+class ControlFigures(msgspec.Struct, frozen=True):
     """The controls over all ranks; times in nanoseconds."""
 
     rounds: int

@@ -6,15 +6,15 @@ each channel, which channels cross hosts, and how many bytes did.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from statistics import fmean
+
+import msgspec
 
 from ringprof.analysis.attribution import Attribution
 from ringprof.analysis.transfers.hops import OTHER_HOST
 
 
-@dataclass(frozen=True)
-class BlockedOnLinks:
+class BlockedOnLinks(msgspec.Struct, frozen=True):
     """Means over ranks, of the marked iterations together."""
 
     between_hosts_ns: float

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields
 from statistics import fmean, median
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from ringprof.analysis.attribution import Attribution
@@ -24,8 +24,7 @@ PARTS = ("compute", "exposed_comm", "exposed_other_groups", "exposed_memory", "b
 asked for, ``background`` only where more ran than the window."""
 
 
-@dataclass(frozen=True)
-class _Part:
+class _Part(msgspec.Struct, frozen=True):
     """One part of the time over all ranks, in nanoseconds."""
 
     name: str
@@ -36,8 +35,7 @@ class _Part:
     """Of the mean wall, 0..1."""
 
 
-@dataclass(frozen=True)
-class KindRow:
+class KindRow(msgspec.Struct, frozen=True):
     """One kind over all ranks."""
 
     kind: str
@@ -52,8 +50,7 @@ class KindRow:
     """Share of its time beside computation; of communication kinds only."""
 
 
-@dataclass(frozen=True)
-class Communication:
+class Communication(msgspec.Struct, frozen=True):
     """One communication kind over all ranks: how its kernels' time splits."""
 
     kind: str
@@ -69,8 +66,7 @@ class Communication:
     """The best rate of one kernel."""
 
 
-@dataclass(frozen=True)
-class Rates:
+class Rates(msgspec.Struct, frozen=True):
     """Figures that need what the recorder measured; each None where the run does not hold it."""
 
     tflops: float | None = None
@@ -90,8 +86,7 @@ class Rates:
     controls: ControlFigures | None = None
 
 
-@dataclass(frozen=True)
-class RankRow:
+class RankRow(msgspec.Struct, frozen=True):
     """One rank, or one statistic over all; times in nanoseconds, shares 0..1."""
 
     label: str
@@ -106,8 +101,7 @@ class RankRow:
     wire_gbps: float | None
 
 
-@dataclass(frozen=True)
-class Summary:
+class Summary(msgspec.Struct, frozen=True):
     """The run as a whole."""
 
     parts: tuple[_Part, ...]
@@ -195,10 +189,9 @@ Statistic = Callable[[list[float]], float]
 def _over_ranks(label: str, take: Statistic, rows: Sequence[RankRow]) -> RankRow:
     """One statistic of every figure; of those that not every rank has, over the ranks that have it."""
     values: dict[str, Any] = {"label": label}
-    for field in fields(RankRow):
-        if field.name != "label":
-            known = [value for row in rows if (value := getattr(row, field.name)) is not None]
-            values[field.name] = take(known) if known else None
+    for name in RankRow.__struct_fields__[1:]:
+        known = [value for row in rows if (value := getattr(row, name)) is not None]
+        values[name] = take(known) if known else None
     return RankRow(**values)
 
 

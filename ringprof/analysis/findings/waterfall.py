@@ -18,7 +18,8 @@ Parts that the evidence cannot tell apart are one part, named so.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from ringprof.analysis.attribution import Attribution
 from ringprof.analysis.findings.summary import Summary
@@ -54,8 +55,7 @@ WATERFALL_COLUMNS = ("part", "time_ns", "share", "tflops", "evidence")
 """Of `ringprof.api.Analysis.waterfall`: a row a part, the fields of `WaterfallPart`."""
 
 
-@dataclass(frozen=True)
-class WaterfallPart:
+class WaterfallPart(msgspec.Struct, frozen=True):
     """One part of the slowest rank's wall."""
 
     part: str
@@ -70,8 +70,7 @@ class WaterfallPart:
     """The figures that it comes from, in words."""
 
 
-@dataclass(frozen=True)
-class Bounds:
+class Bounds(msgspec.Struct, frozen=True):
     """How long the window would take the slowest rank, in nanoseconds."""
 
     free_ns: int
@@ -83,8 +82,7 @@ class Bounds:
     that a rank's wire is busy, whichever is longer."""
 
 
-@dataclass(frozen=True)
-class Waterfall:
+class Waterfall(msgspec.Struct, frozen=True):
     """All parts, which sum to ``wall_ns``."""
 
     parts: tuple[WaterfallPart, ...]
@@ -104,8 +102,7 @@ class Waterfall:
         return sum(part.time_ns for part in self.parts if part.part in names)
 
 
-@dataclass(frozen=True)
-class _RankParts:
+class _RankParts(msgspec.Struct, frozen=True):
     """One rank's time up to the slowest rank's wall; all but the last three fields sum to that wall."""
 
     attention_ns: int

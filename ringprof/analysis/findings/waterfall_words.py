@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from statistics import fmean
+
+import msgspec
 
 from ringprof.analysis.attribution import Attribution
 from ringprof.analysis.findings.summary import Summary
@@ -12,8 +13,7 @@ from ringprof.analysis.rank import Rank
 from ringprof.devices import Peak
 
 
-@dataclass(frozen=True)
-class AttentionWork:
+class AttentionWork(msgspec.Struct, frozen=True):
     """The attention work of the window over all ranks, and the rates it is held against."""
 
     peak: Peak | None

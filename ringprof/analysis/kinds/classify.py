@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -47,8 +47,7 @@ Calls = tuple[CommRecord, ...]
 """The communication calls that one kernel carries out, in order."""
 
 
-@dataclass(frozen=True)
-class Classified:
+class Classified(msgspec.Struct, frozen=True):
     """The kinds of one trace's activities; arrays as long as ``trace.activities``."""
 
     trace: Trace

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
 
+import msgspec
 import numpy as np
 
 from ringprof.analysis.kinds.classify import Calls, Classified
@@ -23,8 +23,7 @@ _OWN_CHANNEL = "ringprof:"
 _RANKS = re.compile(r"\s*\d+(\s*-\s*\d+)?(\s*,\s*\d+(\s*-\s*\d+)?)*\s*")
 
 
-@dataclass(frozen=True)
-class _Kept:
+class _Kept(msgspec.Struct, frozen=True):
     """One rank's activities after the others' communication was set apart."""
 
     classified: Classified
@@ -54,7 +53,7 @@ def keep_group(classified: Classified, group: str) -> _Kept:
         else:
             kind[activity] = CODE[OTHER_GROUPS]
             unknown += not calls
-    return _Kept(replace(classified, kind=kind), found, unknown)
+    return _Kept(msgspec.structs.replace(classified, kind=kind), found, unknown)
 
 
 def name_of_group(calls: Calls) -> str:
@@ -83,8 +82,7 @@ def _shown(record: CommRecord, trace: Trace) -> str:
     return f"{record.group}{description}{members}"
 
 
-@dataclass(frozen=True)
-class _Choice:
+class _Choice(msgspec.Struct, frozen=True):
     """The groups that the user chose, of one trace."""
 
     patterns: tuple[re.Pattern[str], ...]

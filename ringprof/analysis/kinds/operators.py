@@ -31,6 +31,10 @@ _ITS_OWN = {
     r"|aten::_addmm_activation|fbgemm::f8f8bf16\w*",
     "convolution": r"aten::(cudnn|miopen|mkldnn)?_?conv(olution|_depthwise|_transpose)?\w*|aten::(slow|thnn)_conv\w*",
     "softmax": r"aten::_?(log_|masked_|safe_)?softmax\w*",
+    "all_reduce": r"\w+::\w*all_?reduce\w*",
+    "all_gather": r"\w+::\w*all_?gather\w*",
+    "reduce_scatter": r"\w+::\w*reduce_?scatter\w*",
+    "all_to_all": r"\w+::\w*all_?to_?all\w*|(deep_ep|pplx|mori|uccl)\w*::\w*(dispatch|combine)\w*",
 }
 """Operators whose own kernel it is, where its name says nothing; what else runs in them has names of its own."""
 

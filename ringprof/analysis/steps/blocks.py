@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from dataclasses import dataclass
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 from ringprof.analysis.kinds.kinds import ATTENTION, CODE
@@ -41,8 +41,7 @@ class StepKey(NamedTuple):
     step: int
 
 
-@dataclass(frozen=True)
-class StepBlocks:
+class StepBlocks(msgspec.Struct, frozen=True):
     """The attention kernels of one rank by ring step."""
 
     keys: tuple[StepKey, ...]
@@ -172,8 +171,7 @@ def blocks_in_order(row: Int64, keys: list[StepKey], order: Int64, source: str) 
 # --- steps from the order of hops and attention -----------------------------------------------------
 
 
-@dataclass(frozen=True)
-class AttentionRuns:
+class AttentionRuns(msgspec.Struct, frozen=True):
     """Attention kernels that were launched with no hop between them."""
 
     row: Int64

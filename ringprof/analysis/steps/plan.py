@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Container, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
 
+import msgspec
 import numpy as np
 
 from ringprof.analysis.rank import Rank
@@ -32,8 +32,7 @@ from ringprof.analysis.transfers.hops import Split
 from ringprof.trace.columns import NONE, Int64, distinct
 
 
-@dataclass(frozen=True)
-class Exchange:
+class Exchange(msgspec.Struct, frozen=True):
     """What should hide behind one block: a hop, or one gather or scatter."""
 
     parts: tuple[Split, ...]
@@ -83,8 +82,7 @@ class RankSteps:
         return self._runs[ring_size]
 
 
-@dataclass(frozen=True)
-class Survey:
+class Survey(msgspec.Struct, frozen=True):
     """What one rank can tell of the run's steps."""
 
     source: str
@@ -98,8 +96,7 @@ class Survey:
     """That its trace names; 0 where it names none."""
 
 
-@dataclass(frozen=True)
-class StepPlan:
+class StepPlan(msgspec.Struct, frozen=True):
     """The steps of a run, as the rank that has most of them has them; plain data."""
 
     source: str

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 
 from ringprof.analysis import intervals
@@ -21,8 +21,7 @@ from ringprof.analysis.kinds.kinds import (
 from ringprof.analysis.timeline.rows import NO_ROWS, TimedActivities
 
 
-@dataclass(frozen=True)
-class KindTime:
+class KindTime(msgspec.Struct, frozen=True):
     """All activities of one kind on one rank."""
 
     time_ns: int
@@ -32,8 +31,7 @@ class KindTime:
     """Of a communication kind: how much of that time computation ran beside it. None for other kinds, and on CPU."""
 
 
-@dataclass(frozen=True)
-class Breakdown:
+class Breakdown(msgspec.Struct, frozen=True):
     """One device over one window, in nanoseconds.
 
     Always ``compute + exposed_comm + exposed_memory + idle == wall``, with ``exposed_other_groups`` on the left where
@@ -58,7 +56,7 @@ class Breakdown:
     communication beside it."""
     background_ns: int = 0
     """Where the window is a part of what ran: time in which the rest runs and nothing of the window counts."""
-    beside_ns: dict[str, int] = field(default_factory=dict)
+    beside_ns: dict[str, int] = msgspec.field(default_factory=dict)
     """What is computed beside attention, by `COMPUTE_PARTS`, whose sum is the compute that is not attention."""
 
     def __post_init__(self) -> None:

@@ -9,8 +9,8 @@ in a mark are told by it.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
 from ringprof.analysis import intervals
@@ -24,8 +24,7 @@ _RANGE = re.compile(r"(?:gloo|mpi|ucc|xccl|nccl):(\w+)")
 _POSTING = re.compile(r"c10d::(\w+)")
 
 
-@dataclass(frozen=True)
-class CpuCommunication:
+class CpuCommunication(msgspec.Struct, frozen=True):
     """Within some bounds."""
 
     blocked: Spans

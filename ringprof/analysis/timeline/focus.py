@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from fractions import Fraction
+
+import msgspec
 
 from ringprof.analysis.kinds.rules import Rule
 from ringprof.errors import UsageError
@@ -13,8 +14,7 @@ _UNITS_NS = {"ns": 1, "us": 1_000, "µs": 1_000, "ms": 1_000_000, "s": 1_000_000
 _TIME = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(ns|us|µs|ms|s)\s*")
 
 
-@dataclass(frozen=True)
-class Focus:
+class Focus(msgspec.Struct, frozen=True):
     """Which activities count, and as what; every field left out leaves it to the traces."""
 
     window: str | None = None

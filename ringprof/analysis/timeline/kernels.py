@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 from ringprof.analysis import intervals
@@ -98,11 +98,10 @@ def _exposed(rows: TimedActivities, background: TimedActivities) -> Int64:
     return exposed
 
 
-@dataclass
-class KernelTotals:
+class KernelTotals(msgspec.Struct):
     """Adds up the kernels of one rank after another, so that ranks do not add to memory."""
 
-    found: dict[tuple[str, str], RunKernel] = field(default_factory=dict)
+    found: dict[tuple[str, str], RunKernel] = msgspec.field(default_factory=dict)
 
     def add(self, rank: int, kernels: Iterable[RankKernel]) -> None:
         for one in kernels:

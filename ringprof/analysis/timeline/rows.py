@@ -6,8 +6,7 @@ hides communication, and is not idle.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -18,8 +17,7 @@ from ringprof.analysis.kinds.kinds import CODE
 from ringprof.trace.columns import Int8, Int64
 
 
-@dataclass(frozen=True)
-class TimedActivities:
+class TimedActivities(msgspec.Struct, frozen=True):
     """Activities with their times and kinds; arrays of one length."""
 
     activity: Int64

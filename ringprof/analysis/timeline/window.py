@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -13,7 +13,7 @@ from ringprof.analysis import intervals
 from ringprof.analysis.kinds.user_rules import wildcards
 from ringprof.analysis.timeline.rows import TimedActivities
 from ringprof.errors import UsageError
-from ringprof.trace.columns import NONE, Int64, Ranges, Trace
+from ringprof.trace.columns import NONE, Int64, Ranges, Trace, distinct
 
 WHOLE_TRACE = "trace"
 """The window's name that stands for all of the trace."""
@@ -24,8 +24,7 @@ _MOST_LISTED = 8
 _MARKS = {"ringprof": re.compile(r"ringprof::iteration\b.*"), "profiler": re.compile(r"ProfilerStep#\d+")}
 
 
-@dataclass(frozen=True)
-class Window:
+class Window(msgspec.Struct, frozen=True):
     """The activities of one rank that belong to the profiled iterations."""
 
     source: str
@@ -114,7 +113,7 @@ def _inside(
         inside = np.sort(joined[first:last])
         if len(joined) < len(launch):
             on_device = _inside_on_device(trace, device_rows, int(trace.annotations.name[row]), int(row))
-            inside = np.union1d(inside, np.flatnonzero(on_device & (launch == NONE)))
+            inside = distinct(np.concatenate((inside, np.flatnonzero(on_device & (launch == NONE)))))
         result.append(inside)
     return tuple(result)
 

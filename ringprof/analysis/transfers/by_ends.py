@@ -9,8 +9,8 @@ communicator's, and the n-th is the same collective on all.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
 from ringprof.analysis.kinds.kinds import POINT_TO_POINT
@@ -25,8 +25,7 @@ SOURCE = "ends"
 """Of such a transfer, see `Transfer.source`."""
 
 
-@dataclass(frozen=True)
-class StreamCalls:
+class StreamCalls(msgspec.Struct, frozen=True):
     """The collectives without a record on one stream of one rank, in order; plain data."""
 
     rank: int
@@ -37,8 +36,7 @@ class StreamCalls:
     """Among the rank's transfers."""
 
 
-@dataclass(frozen=True)
-class Communicators:
+class Communicators(msgspec.Struct, frozen=True):
     """What the ends tell."""
 
     group_of: dict[int, dict[int, Group]]

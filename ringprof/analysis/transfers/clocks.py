@@ -17,11 +17,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import combinations
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -49,8 +49,7 @@ _NEVER = np.iinfo(np.int64).min // 2
 _NEED_ALL = ("all_gather", "all_reduce", "all_to_all", "reduce_scatter")
 
 
-@dataclass(frozen=True)
-class Pair:
+class Pair(msgspec.Struct, frozen=True):
     """Two hosts that exchange something."""
 
     hosts: tuple[str, str]
@@ -60,8 +59,7 @@ class Pair:
     """Transfers between the two that it rests on."""
 
 
-@dataclass(frozen=True)
-class Clocks:
+class Clocks(msgspec.Struct, frozen=True):
     """What to add to each rank's times so that all are of one clock."""
 
     offset_ns: dict[int, int]
@@ -138,8 +136,7 @@ class Spread(NamedTuple):
     number: int
 
 
-@dataclass(frozen=True)
-class TrafficSummary:
+class TrafficSummary(msgspec.Struct, frozen=True):
     """What is known of the clocks of two hosts from what went from the first to the second, in ns."""
 
     ends: Spread | None = None
@@ -153,14 +150,13 @@ class TrafficSummary:
     count: int = 0
 
 
-@dataclass
-class TrafficSamples:
+class TrafficSamples(msgspec.Struct):
     """What travelled from one host to another, as differences between their own clocks, in ns."""
 
-    ends: list[Int64] = field(default_factory=list)
-    together: list[Int64] = field(default_factory=list)
-    outlived: list[int] = field(default_factory=list)
-    limits: list[int] = field(default_factory=list)
+    ends: list[Int64] = msgspec.field(default_factory=list)
+    together: list[Int64] = msgspec.field(default_factory=list)
+    outlived: list[int] = msgspec.field(default_factory=list)
+    limits: list[int] = msgspec.field(default_factory=list)
     count: int = 0
 
     def summed(self) -> TrafficSummary:
@@ -174,8 +170,7 @@ class TrafficSamples:
         )
 
 
-@dataclass(frozen=True)
-class Meetings:
+class Meetings(msgspec.Struct, frozen=True):
     """The calls of one collective on the ranks of one host: a figure a call, by that host's clock."""
 
     last_start: Int64
@@ -275,8 +270,7 @@ def collect_meetings(on_host: Mapping[int, Meetings], kind: str, found: Traffic)
             back.limits.append(int((first.last_start - second.first_end).max()))
 
 
-@dataclass(frozen=True)
-class _Reading:
+class _Reading(msgspec.Struct, frozen=True):
     """One figure for the offset between two hosts: what to add to the second's times to get the first's, in ns."""
 
     a: int
@@ -288,8 +282,7 @@ class _Reading:
     """Whether it is short by the time that a message is on the way."""
 
 
-@dataclass
-class _Fit:
+class _Fit(msgspec.Struct, dict=True):
     """All hosts fitted together."""
 
     readings: tuple[_Reading, ...]

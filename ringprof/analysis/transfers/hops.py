@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import msgspec
 
@@ -93,8 +92,7 @@ class TimedHop(msgspec.Struct, frozen=True, gc=False):
         return _joined([(part.transfer.start_ns, part.transfer.end_ns) for part in self.parts])
 
 
-@dataclass(frozen=True)
-class HopTotals:
+class HopTotals(msgspec.Struct, frozen=True):
     """All hops of one rank, or of several."""
 
     count: int

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Protocol
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -28,8 +28,7 @@ _REASONS = ("", "rank_missing", "counts_differ", "bytes_differ", "no_record")
 _NUMBERS = {reason: number for number, reason in enumerate(_REASONS)}
 
 
-@dataclass(frozen=True)
-class Matches:
+class Matches(msgspec.Struct, frozen=True):
     """The transfers of all ranks, and which belong together. Int64 arrays hold transfers' numbers."""
 
     transfers: tuple[Transfer, ...]
@@ -70,8 +69,7 @@ class AbsentRanks(Protocol):
         """What is known of the calls of ``rank``, whose numbers are ``rows``."""
 
 
-@dataclass(frozen=True)
-class AbsentPeers:
+class AbsentPeers(msgspec.Struct, frozen=True):
     """The calls of one collective on one rank, and what the group's other ranks did."""
 
     rows: Int64
@@ -114,15 +112,14 @@ def number_groups(everything: Sequence[Transfer]) -> tuple[list[Group], list[int
     return list(numbers), [known[id(transfer.group)] for transfer in everything]
 
 
-@dataclass
-class _Work:
+class _Work(msgspec.Struct):
     """What has been found so far."""
 
     reason: Int8
-    sender: list[int] = field(default_factory=list)
-    receiver: list[int] = field(default_factory=list)
-    meetings: list[Int64] = field(default_factory=list)
-    absent_peers: list[AbsentPeers] = field(default_factory=list)
+    sender: list[int] = msgspec.field(default_factory=list)
+    receiver: list[int] = msgspec.field(default_factory=list)
+    meetings: list[Int64] = msgspec.field(default_factory=list)
+    absent_peers: list[AbsentPeers] = msgspec.field(default_factory=list)
 
     def refuse(self, numbers: Iterable[int], reason: str) -> None:
         """The first reason stays."""
@@ -134,14 +131,13 @@ class _Work:
 # --- point to point -------------------------------------------------------------------------------
 
 
-@dataclass
-class _Channel:
+class _Channel(msgspec.Struct):
     """The messages from one rank to another within a group, as its two ends saw them: transfers and bytes."""
 
-    sent: list[int] = field(default_factory=list)
-    sent_bytes: list[int | None] = field(default_factory=list)
-    received: list[int] = field(default_factory=list)
-    received_bytes: list[int | None] = field(default_factory=list)
+    sent: list[int] = msgspec.field(default_factory=list)
+    sent_bytes: list[int | None] = msgspec.field(default_factory=list)
+    received: list[int] = msgspec.field(default_factory=list)
+    received_bytes: list[int | None] = msgspec.field(default_factory=list)
 
 
 def _match_messages(everything: Sequence[Transfer], group_of: Sequence[int], ranks: set[int], work: _Work) -> None:

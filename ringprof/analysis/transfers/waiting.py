@@ -9,8 +9,8 @@ A peer-to-peer copy does not start before its rank's peer is ready: all of it is
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -32,8 +32,7 @@ _CLOCK_TOLERANCE_NS = 2_000
 _NEGLIGIBLE = 10
 
 
-@dataclass(frozen=True)
-class _Moments:
+class _Moments(msgspec.Struct, frozen=True):
     """Of each transfer, on the common clock."""
 
     start: Int64

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
+
+import msgspec
 
 from ringprof.report.text import clean
 
@@ -14,8 +15,7 @@ MOST_ROWS = 2_000
 """Rows of a table beyond which the page says how many it leaves out."""
 
 
-@dataclass(frozen=True)
-class Cell:
+class Cell(msgspec.Struct, frozen=True):
     """One cell of a table: what is shown, and what it is sorted by."""
 
     text: str
@@ -28,8 +28,7 @@ class Cell:
         return len(self.text) > LONG
 
 
-@dataclass(frozen=True)
-class PageTable:
+class PageTable(msgspec.Struct, frozen=True):
     """A sortable table."""
 
     titles: Sequence[str]
@@ -41,8 +40,7 @@ class PageTable:
         return any(row[column].numeric for row in self.rows)
 
 
-@dataclass(frozen=True)
-class Content:
+class Content(msgspec.Struct, frozen=True):
     """What a section shows."""
 
     figure: Any = None
@@ -51,8 +49,7 @@ class Content:
     lines: Sequence[str] = ()
 
 
-@dataclass(frozen=True)
-class PageSection:
+class PageSection(msgspec.Struct, frozen=True):
     """A part of the page with a heading of its own."""
 
     anchor: str
@@ -61,8 +58,7 @@ class PageSection:
     content: Content
 
 
-@dataclass(frozen=True)
-class Document:
+class Document(msgspec.Struct, frozen=True):
     """All of a page."""
 
     title: str
@@ -70,7 +66,7 @@ class Document:
     verdict: Sequence[str]
     tiles: Sequence[tuple[str, str]]
     """(figure, what it is), the few that matter most."""
-    sections: Sequence[PageSection] = field(default_factory=tuple)
+    sections: Sequence[PageSection] = msgspec.field(default_factory=tuple)
 
 
 def text(value: object) -> Cell:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Any
+
+import msgspec
 
 from ringprof.analysis.findings.findings import Findings
 from ringprof.analysis.findings.waterfall import Bounds, Waterfall
@@ -54,7 +55,7 @@ def _bounds(bounds: Bounds, wall_ns: int) -> str:
 
 def json(found: Findings) -> dict[str, Any]:
     """A part an item."""
-    return {"waterfall": [asdict(part) for part in found.waterfall.parts]}
+    return {"waterfall": [msgspec.structs.asdict(part) for part in found.waterfall.parts]}
 
 
 def html(found: Findings, report: dict[str, Any], figures: Any) -> Content:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -147,7 +146,7 @@ def with_group(collective: CommRecord, groups: dict[str, tuple[int, ...]]) -> Co
     if collective.group_ranks is not None or collective.group not in groups:
         return collective
     ranks = groups[collective.group]
-    return replace(collective, group_ranks=ranks, group_size=collective.group_size or len(ranks))
+    return msgspec.structs.replace(collective, group_ranks=ranks, group_size=collective.group_size or len(ranks))
 
 
 def _peer(args: CommArgs, given: object, ranks: tuple[int, ...] | None, *, applies: bool) -> int | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import msgspec
 
@@ -57,8 +56,7 @@ to thirty times their size. Of 1 GiB that is 16 MiB for all before the first eve
 UTF8_MARK = b"\xef\xbb\xbf"
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(msgspec.Struct, frozen=True):
     """Consecutive events, without the brackets of the list."""
 
     data: bytes

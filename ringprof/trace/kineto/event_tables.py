@@ -21,6 +21,7 @@ from ringprof.trace.columns import (
     CommRecord,
     Int32,
     Int64,
+    among,
     dtypes_of,
     table_of,
 )
@@ -63,6 +64,7 @@ _DEVICE_CATEGORIES = {
 # Those that tell what runs in them where the kernels' own names do not (`ringprof.analysis.kinds.operators`).
 _OPERATORS_THAT_TELL = re.compile(
     "attention|attn|flash|sdpa|scaled_dot|fmha|nccl|rccl|c10d|gloo|nvshmem|symm_mem|vllm_fa|sgl_kernel"
+    "|all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|deep_ep|pplx::|mori::|uccl"
     "|embedding|fbgemm::|cppnode<split|norm|softmax|conv|aten::(?:add|ba?d?d?)?(?:mm|mv)$|_mm$|aten::_fused_"
     "|optimizer.step|index_put_impl|aten::(?:sort|topk|dot)$",
     re.IGNORECASE,
@@ -347,7 +349,7 @@ class Collector:
         if rows["launches"]:
             correlation = rows["launches"]["correlation"]
             known = rows["activities"].get("correlation", np.empty(0, np.int64))
-            rows["launches"] = _chosen(rows["launches"], (correlation != NONE) & np.isin(correlation, known))
+            rows["launches"] = _chosen(rows["launches"], (correlation != NONE) & among(correlation, known))
         if rows["memory"]:
             rows["memory"] = _chosen(rows["memory"], rows["memory"]["allocated_bytes"] >= 0)
         if rows["comm_records"]:

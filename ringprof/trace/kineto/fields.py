@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -40,16 +39,15 @@ _WANTED = _Fields.__struct_fields__[:-1]
 _decode = msgspec.json.Decoder(_Fields).decode
 
 
-@dataclass(frozen=True)
-class Metadata:
+class Metadata(msgspec.Struct, frozen=True):
     """The facts about a trace that are not events."""
 
     base_ns: int = 0
     rank: int | None = None
     world_size: int | None = None
     host: str | None = None
-    groups: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    devices: list[Device] = field(default_factory=list)
+    groups: dict[str, tuple[int, ...]] = msgspec.field(default_factory=dict)
+    devices: list[Device] = msgspec.field(default_factory=list)
     on_gpu: bool = False
     """Whether devices are listed or, where there is no list at all, the backend is theirs; gloo alone runs on CPU."""
 

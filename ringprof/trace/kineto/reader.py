@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+
+import msgspec
 
 from ringprof.errors import TraceFormatError
 from ringprof.limits import MemoryBudget
@@ -44,12 +45,11 @@ def parse_trace(data: bytes, name: str = "-", budget: MemoryBudget | None = None
     return _read(data, name, budget or MemoryBudget())
 
 
-@dataclass
-class _Reading:
+class _Reading(msgspec.Struct):
     """What one pass over the file found."""
 
     collector: Collector
-    metadata: Metadata = field(default_factory=Metadata)
+    metadata: Metadata = msgspec.field(default_factory=Metadata)
     repaired: int = 0
     gaps: int = 0
     skipped: int = 0

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from ringprof.analysis.findings.comparison import WORK, Entry, Figure, as_one, compare, in_turns, same_work
 from ringprof.analysis.findings.conditions import parse_condition

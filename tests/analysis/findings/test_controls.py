@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from ringprof.analysis.findings.figures import figures_of
 from ringprof.analysis.findings.findings import Findings, findings_in_memory

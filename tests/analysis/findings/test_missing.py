@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
 from ringprof.analysis.findings.findings import findings_in_memory
 from ringprof.scale.pipeline import attribute

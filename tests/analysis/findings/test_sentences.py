@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from ringprof.analysis.findings.figures import figures_of
 from ringprof.analysis.findings.findings import findings_in_memory

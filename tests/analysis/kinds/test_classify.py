@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from ringprof.analysis.kinds.classify import EVIDENCE, classify
 from ringprof.trace.columns import MEMCPY, MEMSET
 from tests.analysis.build import FLASH, MAIN, NCCL, Builder, collective, kind_names
@@ -120,6 +122,22 @@ def test_helpers_launched_by_an_attention_operator_are_attention():
     b = Builder().operate("aten::_cudnn_attention_backward", 0, 20)
     b.run(ADD, 100, 110, launched=10).run("cudnn::qkv_tma_setup", 110, 120, launched=12).run(ADD, 120, 130, launched=25)
     assert kinds_of(b) == ["flash_bwd", "flash_bwd", "elementwise"]
+
+
+@pytest.mark.parametrize(
+    ("operator", "kind"),
+    [
+        ("symm_mem::one_shot_all_reduce_out", "all_reduce"),
+        ("_C_custom_ar::all_reduce", "all_reduce"),
+        ("deep_ep::low_latency_dispatch", "all_to_all"),
+        ("c10d::reduce_scatter_tensor_coalesced_", "reduce_scatter"),
+        ("vllm::moe_forward", "other"),
+    ],
+)
+def test_an_unknown_kernel_is_the_communication_that_its_operator_is(operator, kind):
+    b = Builder().operate(operator, 0, 30)
+    b.run("k_17", 100, 200, launched=10).run("void cutlass::gemm_kernel<4>()", 300, 400, launched=20)
+    assert kinds_of(b) == [kind, "gemm"]
 
 
 def test_the_most_frequent_attention_family_comes_first():

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
-from dataclasses import replace
 from itertools import pairwise
 
+import msgspec
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from ringprof.analysis.rank import kept
 from ringprof.analysis.steps.steps import STEP_COLUMNS, steps_in_memory
@@ -142,10 +144,10 @@ def test_order_tells_what_names_tell(run):
     for rank in attribution.ranks:
         trace = rank.classified.trace
         nothing = np.zeros(len(trace.annotations.start_ns), np.bool_)
-        columns = vars(trace.annotations)
+        columns = msgspec.structs.asdict(trace.annotations)
         bare = replace(trace, annotations=type(trace.annotations)(**{k: v[nothing] for k, v in columns.items()}))
         detail = replace(rank.detail, classified=replace(rank.classified, trace=bare))
-        ranks.append(replace(rank, read_detail=kept(detail)))
+        ranks.append(dataclasses.replace(rank, read_detail=kept(detail)))
     inferred = steps_in_memory(ranks).steps
     assert Counter(step.source for step in inferred) == {"order": len(named)}
     values = [name for name in STEP_COLUMNS if name != "source"]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
-from dataclasses import replace
 from functools import cache
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from ringprof.analysis.transfers.clocks import (
     Meetings,

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import msgspec
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from ringprof.analysis.transfers.hops import hop_totals
 from ringprof.run import Sent, Work, read_run
