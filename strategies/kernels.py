@@ -239,7 +239,7 @@ def choose_kernel(
     if among and name not in ("auto", *among):
         raise Unfit(f"kernel {name!r}: this strategy brings its own way to compute blocks; it has {', '.join(among)}")
     of_all = [kernel for kernel in KERNELS.values() if kernel.production and (not among or kernel.name in among)]
-    if documents:
+    if documents and device.type == "cuda":
         of_all.sort(key=lambda kernel: not kernel.several_lengths)
     candidates = [KERNELS[name]] if name != "auto" else of_all
     wants = {"windows": windows, "deterministic": deterministic, "softcap": bool(softcap)}
