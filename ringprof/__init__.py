@@ -21,6 +21,15 @@ with ringprof.monitor("exposed.jsonl", every=200):      # around your training l
     train()
 ```
 
+Before you buy:
+
+```python
+problem = ringprof.Workload(seq=1 << 20, heads=40, kv_heads=8, head_dim=128)
+cluster = ringprof.Cluster(hosts=4, gpus_per_host=8, nic_gbit=400)
+ringprof.advise(problem, cluster, machine="h100").choices()
+ringprof.predict("burst", problem, cluster, machine="h100").plot()
+```
+
 Importing this module loads neither torch nor pandas nor matplotlib: the public names below load what they
 need when they are first used.
 """
@@ -37,15 +46,21 @@ if TYPE_CHECKING:
     from ringprof.benchmark_logs.logs import logs
     from ringprof.capturing import capture
     from ringprof.checking import check
+    from ringprof.foresee.links import Cluster
+    from ringprof.foreseeing import advise, predict
     from ringprof.kernel_tables.table_analysis import TableAnalysis, load_tables
     from ringprof.monitoring import monitor
     from ringprof.options import LoadOptions
+    from ringprof.run import Workload
     from ringprof.side_by_side import compare
 
 _HOME = {
     "Analysis": "ringprof.api",
+    "Cluster": "ringprof.foresee.links",
     "LoadOptions": "ringprof.options",
     "TableAnalysis": "ringprof.kernel_tables.table_analysis",
+    "Workload": "ringprof.run",
+    "advise": "ringprof.foreseeing",
     "capture": "ringprof.capturing",
     "check": "ringprof.checking",
     "compare": "ringprof.side_by_side",
@@ -53,13 +68,17 @@ _HOME = {
     "load_tables": "ringprof.kernel_tables.table_analysis",
     "logs": "ringprof.benchmark_logs.logs",
     "monitor": "ringprof.monitoring",
+    "predict": "ringprof.foreseeing",
 }
 
 __all__ = [
     "Analysis",
+    "Cluster",
     "LoadOptions",
     "TableAnalysis",
+    "Workload",
     "__version__",
+    "advise",
     "capture",
     "check",
     "compare",
@@ -67,6 +86,7 @@ __all__ = [
     "load_tables",
     "logs",
     "monitor",
+    "predict",
 ]
 
 

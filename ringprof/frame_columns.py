@@ -96,12 +96,30 @@ _MEMORY = {
     "reserved_bytes": "in use or kept for later use; missing for the host",
 }
 
+_CHOICES = {
+    "choice": "strategy, degrees, placement and hop engine",
+    "at": "tokens, hosts, or Gbit/s of a NIC",
+    "best": "probability that no other is faster, 0..1",
+    "low_ms": "predicted milliseconds an iteration; in one of ten cases less",
+    "middle_ms": "predicted milliseconds an iteration; in half of the cases less",
+    "high_ms": "predicted milliseconds an iteration; in nine of ten cases less",
+    "exposed": "part of the time that waits for transfers, mean over ranks, 0..1",
+    "peak_bytes": "most memory that a rank holds",
+    "fits": "whether that is there",
+    "on_front": "whether nothing is faster with as little memory",
+}
+_PARTS = {
+    "phase": "forward or backward",
+    "part": "what the time goes to",
+    "time_ms": "of the slowest rank, predicted",
+}
+
 COLUMN_MEANINGS: dict[str, dict[str, str]] = {
     frame: _ANY_FRAME | own
     for frame, own in {
         "breakdown": _BREAKDOWN, "iterations": _BREAKDOWN, "hops": _HOPS, "steps": _STEPS, "kernels": _KERNELS,
         "annotations": _ANNOTATIONS,
-        "waterfall": _WATERFALL, "memory": _MEMORY,
+        "waterfall": _WATERFALL, "memory": _MEMORY, "choices": _CHOICES, "over": _CHOICES, "parts": _PARTS,
     }.items()
 }  # fmt: skip
 """Frame -> column -> what it means, with its unit where the name does not hold it."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-from ringprof.foresee.advise import HIDDEN, Advice, Choice, Point
-from ringprof.foresee.predict import Prediction
+from ringprof.foresee.advise import HIDDEN, Advice, Choice, Point, compared, crossings
 from ringprof.foresee.show import cluster_text, described, remarks
 from ringprof.report.page.document import Content, Document, PageSection, PageTable, number, text
 from ringprof.report.page.html import drawing
@@ -26,7 +26,7 @@ def render(advice: Advice) -> str:
         "  * nothing is faster with as little memory",
         "",
         f"why not the second: {clean(advice.why_not_the_second())}",
-        *_crossings(advice),
+        *(f"crossing: {line}" for line in _crossings(advice)),
         *(f"first: {line}" for line in remarks(advice.first.prediction) if line),
         f"to be surer: {advice.what_to_measure()}",
     ]
@@ -37,7 +37,7 @@ def render(advice: Advice) -> str:
 
 def _line(choice: Choice) -> str:
     one = choice.prediction
-    low, middle, high = (one.quantile_ns(share) / 1e6 for share in (0.1, 0.5, 0.9))
+    low, middle, high = one.interval_ms
     mark = "*" if choice.on_front else " "
     fits = "" if choice.fits else "  does not fit"
     speed = one.tflops(one.median_ns)
@@ -48,29 +48,20 @@ def _line(choice: Choice) -> str:
 
 
 def _crossings(advice: Advice) -> list[str]:
-    lines = []
     tokens, gbit = advice.hidden_from_tokens(), advice.hidden_from_gbit()
+    hidden = f"transfers are hidden (under {percent(HIDDEN, 0)} of the time)"
     if tokens is not None:
-        lines.append(
-            f"crossing: transfers are hidden (under {percent(HIDDEN, 0)} of the time) from {tokens:.0f} tokens on"
-        )
+        lines = [f"{hidden} from {tokens:,.0f} tokens on"]
     else:
-        lines.append("crossing: transfers are not hidden at any length up to four times this one")
+        lines = ["transfers are not hidden at any length up to four times this one"]
     if gbit is not None:
-        lines.append(f"crossing: they are hidden from {gbit:g} Gbit/s a NIC on, {gbit / 8:g} GB/s")
+        lines.append(f"{hidden} from {gbit:.3g} Gbit/s a NIC on, {gbit / 8:.3g} GB/s")
     elif advice.nics:
-        lines.append("crossing: they would not be hidden by NICs four times as fast")
-    change = _changes(advice.lengths)
-    if change is not None:
-        lines.append(f"crossing: at {change:g} tokens the second is the faster")
+        lines.append("transfers would not be hidden by NICs four times as fast")
+    names = [clean(choice.label) for choice in compared(advice.choices)]
+    for points, what in ((advice.lengths, "tokens"), (advice.hosts, "hosts"), (advice.nics, "Gbit/s")):
+        lines += [f"at {at:,.0f} {what} {names[which]} is as fast as {names[0]}" for at, which in crossings(points)]
     return lines
-
-
-def _changes(points: Sequence[Point]) -> float | None:
-    for point in points:
-        if len(point.predictions) > 1 and point.predictions[1].median_ns < point.predictions[0].median_ns:
-            return point.at
-    return None
 
 
 def document(advice: Advice) -> Document:
@@ -82,20 +73,20 @@ def document(advice: Advice) -> Document:
     sections = [
         PageSection(
             "choices", "Predicted time of every choice",
-            "The bar is the middle of the prediction; in four of five cases the time lies between the marks.",
+            "The dot is the middle of the prediction; in four of five cases the time lies within the bar.",
             Content(
-                figures.intervals(names, [_milliseconds(choice.prediction) for choice in shown], "ms an iteration"),
+                figures.intervals(names, [choice.prediction.interval_ms for choice in shown], "ms an iteration"),
                 [_table(advice)],
             ),
         ),
         PageSection(
             "length", "Time against length", "Predicted, with the interval that holds four of five cases.",
-            Content(figures.bands("tokens", "ms an iteration", _series(advice, advice.lengths))),
+            Content(_bands(advice, "tokens")),
         ),
     ]  # fmt: skip
-    if advice.nics:
-        band = figures.bands("Gbit/s of a NIC", "ms an iteration", _series(advice, advice.nics))
-        sections.append(PageSection("nic", "Time against the network", "Predicted, as above.", Content(band)))
+    for name, title in (("hosts", "Time against hosts"), ("nic", "Time against the network")):
+        if points_of(advice, name):
+            sections.append(PageSection(name, title, "Predicted, as above.", Content(_bands(advice, name))))
     lines = [advice.why_not_the_second(), *_crossings(advice), f"to be surer: {advice.what_to_measure()}"]
     tiles = [
         (duration(first.median_ns), "predicted, an iteration"),
@@ -106,19 +97,38 @@ def document(advice: Advice) -> Document:
     return Document(f"Predicted: {advice.first.label}", subtitle, [clean(line) for line in lines], tiles, sections)
 
 
-def _milliseconds(one: Prediction) -> tuple[float, float, float]:
-    low, middle, high = (one.quantile_ns(share) / 1e6 for share in (0.1, 0.5, 0.9))
-    return low, middle, high
+ACROSS = {"tokens": "tokens", "hosts": "hosts", "nic": "Gbit/s of a NIC"}
+"""What the first choices were looked at over, by the name of the plot."""
 
 
-def _series(advice: Advice, points: Sequence[Point]) -> dict[str, list[tuple[float, tuple[float, float, float]]]]:
+def points_of(advice: Advice, name: str) -> Sequence[Point]:
+    """Of one of `ACROSS`."""
+    return {"tokens": advice.lengths, "hosts": advice.hosts, "nic": advice.nics}[name]
+
+
+def series(advice: Advice, name: str) -> dict[str, list[tuple[float, tuple[float, float, float]]]]:
     """By choice, the interval at each place."""
     return {
         choice.label: [
-            (point.at, _milliseconds(point.predictions[which])) for point in points if which < len(point.predictions)
+            (point.at, point.predictions[which].interval_ms)
+            for point in points_of(advice, name)
+            if which < len(point.predictions)
         ]
-        for which, choice in enumerate(advice.choices[:2])
+        for which, choice in enumerate(compared(advice.choices))
     }
+
+
+def marks(advice: Advice, name: str) -> list[tuple[float, str]]:
+    """Where something changes: another strategy overtakes the first, or transfers are hidden."""
+    names = [choice.prediction.question.strategy for choice in compared(advice.choices)]
+    found = [(at, f"{names[which]} overtakes") for at, which in crossings(points_of(advice, name))]
+    hidden = {"tokens": advice.hidden_from_tokens, "nic": advice.hidden_from_gbit}.get(name)
+    at = hidden() if hidden else None
+    return [*found, (at, "transfers hidden")] if at is not None else found
+
+
+def _bands(advice: Advice, name: str) -> Any:
+    return drawing().bands(ACROSS[name], "ms an iteration", series(advice, name), marks(advice, name))
 
 
 def _table(advice: Advice) -> PageTable:
@@ -126,7 +136,7 @@ def _table(advice: Advice) -> PageTable:
     rows = []
     for choice in advice.choices:
         one = choice.prediction
-        low, middle, high = _milliseconds(one)
+        low, middle, high = one.interval_ms
         rows.append([
             text(choice.label), number(choice.best, 2), number(middle), number(low), number(high),
             number(one.tflops(one.median_ns), 1), number(100 * one.exposed_share, 1),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -20,9 +21,14 @@ from ringprof.run import Workload
 _SCHEMA = "ringprof.advice/1"
 HIDDEN = 0.02
 """Part of the time up to which waiting for transfers counts as hidden."""
+_EQUAL = 0.005
+"""Times that are no further apart are equal: which is the shorter, chance says."""
+_COMPARED = 3
+"""Strategies that are looked at over lengths, hosts and NICs."""
 _DRAWS = 4000
 _LENGTHS = (0.25, 0.5, 1.0, 2.0, 4.0)
 _NICS = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0)
+_HOSTS = (0.25, 0.5, 1, 2, 4)
 _SHARED = ("forward kernel", "backward kernel", "memory", "unexplained", "host")
 """What two strategies on one machine have in common: it moves both alike."""
 _Tell = Callable[[str, int, int], None]
@@ -46,11 +52,11 @@ class Choice:
 
 @dataclass(frozen=True)
 class Point:
-    """The first choice at another length or NIC."""
+    """The `compared` choices at another length, NIC or number of hosts."""
 
     at: float
     predictions: tuple[Prediction, ...]
-    """Of the first choices here, in their order."""
+    """In the order of those."""
 
 
 @dataclass(frozen=True)
@@ -64,17 +70,19 @@ class Advice:
     """By tokens."""
     nics: tuple[Point, ...]
     """By Gbit/s; empty on one host."""
+    hosts: tuple[Point, ...]
+    """By hosts, of the same problem; empty where only one can be foreseen."""
 
     @property
     def first(self) -> Choice:
         return self.choices[0]
 
     def hidden_from_tokens(self) -> float | None:
-        """The shortest length looked at from which on the first choice's transfers are hidden."""
+        """The length from which on the first choice's transfers are hidden; None where they are at none looked at."""
         return _first_hidden(self.lengths)
 
     def hidden_from_gbit(self) -> float | None:
-        """The slowest NIC looked at from which on they are."""
+        """The rate of a NIC from which on they are."""
         return _first_hidden(self.nics)
 
     def why_not_the_second(self) -> str:
@@ -136,11 +144,11 @@ def advise(
         Choice(one, chances[at] if at < len(chances) else 0.0, _on_front(one, found), one.peak_bytes <= room)
         for at, one in enumerate(found)
     )
-    firsts = [choice.prediction.question for choice in choices[:2]]
-    return Advice(
-        choices, tuple(refused),
-        tuple(_at_lengths(firsts, machine, tape_of, tell)), tuple(_at_nics(firsts, machine, tape_of, tell)),
+    firsts = [choice.prediction.question for choice in compared(choices)]
+    points = (
+        tuple(over(firsts, machine, tape_of, tell)) for over in (_at_lengths, _at_nics, _at_hosts)
     )  # fmt: skip
+    return Advice(choices, tuple(refused), *points)
 
 
 def candidates(workload: Workload, cluster: Cluster, machine: Calibration, kernel: str) -> Iterator[Question]:
@@ -155,7 +163,7 @@ def candidates(workload: Workload, cluster: Cluster, machine: Calibration, kerne
     if several:
         sets += [("burst", {"double_ring": True}, True), ("double-ring", {}, True)]
     for degree in (degree for degree in range(2, size) if size % degree == 0 and degree <= workload.heads):
-        sets.append(("usp", {"ulysses_degree": degree}, degree < per_host or not several))
+        sets.append(("usp", {"ulysses_degree": degree}, not several))
         if several and degree == per_host:
             sets.append(("double-ring", {"ulysses_degree": degree}, False))
             sets.append(("usp", {"ulysses_degree": degree, "placement": "ring-first"}, False))
@@ -204,6 +212,17 @@ def _at_nics(firsts: Sequence[Question], machine: Calibration, tape_of: TapeOf, 
         yield from _point(gbit, asked, machine, tape_of)
 
 
+def _at_hosts(firsts: Sequence[Question], machine: Calibration, tape_of: TapeOf, tell: Tell) -> Iterator[Point]:
+    cluster = firsts[0].cluster
+    if cluster.hosts == 1 and cluster.nic_gbit is None:
+        return
+    counts = sorted({round(cluster.hosts * factor) for factor in _HOSTS} - {0})
+    for number, hosts in enumerate(counts):
+        tell("hosts", number, len(counts))
+        asked = [replace(one, cluster=replace(one.cluster, hosts=hosts)) for one in firsts]
+        yield from _point(hosts, asked, machine, tape_of)
+
+
 def _point(at: float, asked: Sequence[Question], machine: Calibration, tape_of: TapeOf) -> Iterator[Point]:
     try:
         yield Point(at, tuple(predict(question, machine, tape_of) for question in asked))
@@ -212,13 +231,41 @@ def _point(at: float, asked: Sequence[Question], machine: Calibration, tape_of: 
 
 
 def _first_hidden(points: Sequence[Point]) -> float | None:
-    """The first point from which on all later ones are hidden, too; None where the last is not."""
-    found = None
-    for point in reversed(points):
-        if point.predictions[0].exposed_share > HIDDEN:
-            break
-        found = point.at
-    return found
+    """Where, for good, the exposed part falls to what counts as hidden; None where the last point has more."""
+    over = [point.predictions[0].exposed_share - HIDDEN for point in points]
+    if not points or over[-1] > 0:
+        return None
+    last = max((at for at, more in enumerate(over) if more > 0), default=None)
+    return points[0].at if last is None else _zero(points[last].at, points[last + 1].at, over[last], over[last + 1])
+
+
+def compared(choices: Sequence[Choice]) -> list[Choice]:
+    """The first, and the best of each of the next other strategies: its like differ from it by little anywhere."""
+    best = {choice.prediction.question.strategy: choice for choice in reversed(choices)}
+    others = sorted(best.values(), key=choices.index)
+    return others[:_COMPARED]
+
+
+def crossings(points: Sequence[Point]) -> list[tuple[float, int]]:
+    """Where one of the `compared` is as fast as the first, and which."""
+    found = []
+    for other in range(1, _COMPARED):
+        ahead = [
+            (point.at, math.log(point.predictions[other].median_ns / point.predictions[0].median_ns))
+            for point in points if len(point.predictions) > other
+        ]  # fmt: skip
+        told_apart = [(at, by) for at, by in ahead if abs(by) > _EQUAL]
+        found += [
+            (_zero(a, b, one, two), other)
+            for (a, one), (b, two) in pairwise(told_apart)
+            if (one > 0) != (two > 0)
+        ]  # fmt: skip
+    return sorted(found)
+
+
+def _zero(a: float, b: float, at_a: float, at_b: float) -> float:
+    """Where a straight line over a logarithmic axis is 0."""
+    return float(a * (b / a) ** (at_a / (at_a - at_b)))
 
 
 def _label(question: Question) -> str:

@@ -19,7 +19,7 @@ from ringprof.report import palette
 from ringprof.report.sections.run import what_ran
 from ringprof.report.terms import LABELS
 from ringprof.report.terms import WATERFALL_LABELS as WATERFALL_LABELS
-from ringprof.report.text import clean, duration, percent
+from ringprof.report.text import clean, duration, percent, short_count
 from ringprof.report.timeline import drawn_as, timeline_of
 
 if TYPE_CHECKING:
@@ -230,6 +230,59 @@ def _line_name(entry: Entry) -> str:
 
 
 # --- the style --------------------------------------------------------------------------------------
+
+
+Interval = tuple[float, float, float]
+"""Lower end, middle, upper end."""
+
+
+def intervals(names: Sequence[str], values: Sequence[Interval], unit: str, ax: Axes | None = None) -> Axes:
+    """A mark and its interval a name, the first on top."""
+    ax = _axes(ax, len(names))
+    for place, (low, middle, high) in enumerate(values):
+        ax.plot([low, high], [place, place], color=palette.BLUE, alpha=0.4, linewidth=5, solid_capstyle="butt")
+        ax.plot(middle, place, "o", color=palette.BLUE, markersize=6)
+    _rows(ax, names)
+    return _finish(ax, unit)
+
+
+def bands(
+    across: str, up: str, series: Mapping[str, Sequence[tuple[float, Interval]]],
+    marks: Sequence[tuple[float, str]] = (), ax: Axes | None = None,
+) -> Axes:  # fmt: skip
+    """A line and the band around it for each name, both axes logarithmic; ``marks`` are places across with a word."""
+    ax = _axes(ax, 10)
+    for place, (name, points) in enumerate(series.items()):
+        colour = palette.LINES[place % len(palette.LINES)]
+        x = [at for at, _ in points]
+        low, middle, high = zip(*(interval for _, interval in points), strict=True)
+        ax.fill_between(x, low, high, color=colour, alpha=0.2, linewidth=0)
+        ax.plot(x, middle, "o-", color=colour, label=_literal(clean(name)))
+    ticks = sorted({at for points in series.values() for at, _ in points})
+    ax.set_xscale("log", base=2)
+    ax.set_yscale("log")
+    ax.set_xticks(ticks, [short_count(tick) for tick in ticks])
+    for axis in (ax.yaxis.set_major_formatter, ax.yaxis.set_minor_formatter):
+        axis("{x:,g}")
+    for place, (at, word) in enumerate(marks):
+        ax.axvline(at, color=palette.GREY, linestyle="--", linewidth=1)
+        ax.annotate(word, (at, 0.02 + 0.06 * place), xycoords=("data", "axes fraction"), xytext=(4, 0),
+                    textcoords="offset points")  # fmt: skip
+    ax.set_ylabel(up)
+    return _finish(ax, across, legend=True)
+
+
+def parts(rows: Mapping[str, Mapping[str, float]], unit: str, ax: Axes | None = None) -> Axes:
+    """A stacked bar a row from its parts."""
+    ax = _axes(ax, len(rows))
+    names = list(dict.fromkeys(part for row in rows.values() for part in row))
+    stacked = {
+        part: (palette.LINES[place % len(palette.LINES)], [row.get(part, 0.0) for row in rows.values()])
+        for place, part in enumerate(names)
+    }
+    _stack(ax, stacked, len(rows))
+    _rows(ax, list(rows))
+    return _finish(ax, unit, legend=True)
 
 
 def _axes(ax: Axes | None, rows: float) -> Axes:

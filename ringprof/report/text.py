@@ -20,6 +20,14 @@ LONGEST_KERNEL = 2_000
 _NAMESPACE = re.compile(r"(?:\b\w{1,100}::|\(anonymous namespace\)::)+(?=\w)")
 
 
+def short_count(value: float) -> str:
+    """Such as a length in tokens: 128k or 2M where it is so many times 1024, else the number."""
+    for unit, size in (("M", 1 << 20), ("k", 1 << 10)):
+        if value >= size and value % size == 0:
+            return f"{value / size:g}{unit}"
+    return f"{value:,g}"
+
+
 def clean(text: str, longest: int = _LONGEST_NAME) -> str:
     """A name from a file, safe to print: one line, no control or direction characters, not endless."""
     plain = " ".join(printable(text).split())

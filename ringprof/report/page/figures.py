@@ -7,6 +7,7 @@ from typing import Any
 
 from bokeh.layouts import column
 from bokeh.models import ColumnDataSource, FixedTicker, HoverTool, LinearColorMapper
+from bokeh.models.annotations import Label, Span
 from bokeh.palettes import Viridis256
 from bokeh.plotting import figure
 
@@ -18,7 +19,7 @@ from ringprof.analysis.steps.steps import Step
 from ringprof.report import palette
 from ringprof.report.terms import ACTIONS, LABELS
 from ringprof.report.terms import WATERFALL_LABELS as WATERFALL_LABELS
-from ringprof.report.text import clean, rate
+from ringprof.report.text import clean, rate, short_count
 from ringprof.report.timeline import Bar, DrawnTimeline, drawn_as, lanes_of
 
 MOST_LABELS = 32
@@ -370,12 +371,16 @@ def intervals(names: Sequence[str], values: Sequence[Interval], axis: str) -> An
     marks = made.scatter(x="middle", y="y", size=9, color=palette.BLUE, source=source)
     ends = (("from", "@low{0,0.000}"), ("to", "@high{0,0.000}"))
     _hover(made, [marks], ("", "@name"), (axis, "@middle{0,0.000}"), *ends)
+    made.xaxis.ticker.desired_num_ticks = 4
     _named_rows(made, names)
     return made
 
 
-def bands(across: str, up: str, series: Mapping[str, Sequence[tuple[float, Interval]]]) -> Any:
-    """A line and the band around it for each name, both axes logarithmic."""
+def bands(
+    across: str, up: str, series: Mapping[str, Sequence[tuple[float, Interval]]],
+    marks: Sequence[tuple[float, str]] = (),
+) -> Any:  # fmt: skip
+    """A line and the band around it for each name, both axes logarithmic; ``marks`` are places across with a word."""
     made = _plain("", 380, x_axis_label=across, y_axis_label=up, x_axis_type="log", y_axis_type="log")
     for place, (name, points) in enumerate(series.items()):
         colour = palette.LINES[place % len(palette.LINES)]
@@ -388,8 +393,16 @@ def bands(across: str, up: str, series: Mapping[str, Sequence[tuple[float, Inter
         })  # fmt: skip
         made.varea(x="x", y1="low", y2="high", color=colour, alpha=0.2, source=source, legend_label=clean(name))
         made.line(x="x", y="middle", color=colour, line_width=2, source=source, legend_label=clean(name))
-        marks = made.scatter(x="x", y="middle", size=7, color=colour, source=source)
+        dots = made.scatter(x="x", y="middle", size=7, color=colour, source=source)
         rows = (("", "@name"), (across, "@x{0,0.##}"), (up, "@middle{0,0.000}"), ("from", "@low{0,0.000}"))
-        _hover(made, [marks], *rows, ("to", "@high{0,0.000}"))
+        _hover(made, [dots], *rows, ("to", "@high{0,0.000}"))
+    ticks = sorted({at for points in series.values() for at, _ in points})
+    made.xaxis.ticker = FixedTicker(ticks=ticks)
+    made.xaxis.major_label_overrides = {tick: short_count(tick) for tick in ticks}
+    for place, (at, word) in enumerate(marks):
+        made.add_layout(Span(location=at, dimension="height", line_color=_INK, line_dash="dashed"))
+        low = 6 + 14 * place
+        label = Label(x=at, y=low, y_units="screen", x_offset=4, text=word, text_color=_INK, text_font_size="11px")
+        made.add_layout(label)
     _legend(made)
     return made

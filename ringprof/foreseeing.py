@@ -1,0 +1,211 @@
+"""The public functions of foresight: `predict` and `advise`, as objects with frames and plots."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ringprof.foresee import advice_shown
+from ringprof.foresee.advise import Advice
+from ringprof.foresee.advise import advise as _advise
+from ringprof.foresee.advise import as_json as _advice_json
+from ringprof.foresee.calibration import Calibration, read_calibration
+from ringprof.foresee.links import Cluster
+from ringprof.foresee.predict import Prediction, as_dict
+from ringprof.foresee.predict import predict as _predict
+from ringprof.foresee.question import Question
+from ringprof.foresee.show import PARTS, render
+from ringprof.frame_columns import meanings_of
+from ringprof.report import plots
+from ringprof.report.text import percent
+from ringprof.run import Run, Workload
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.axes import Axes
+
+ONE_HOST = Cluster()
+"""Eight GPUs."""
+Machine = str | os.PathLike[str] | Calibration
+"""A bundled machine's name (`ringprof.foresee.calibration.BUNDLED`), a file of ``ringprof calibrate``, or one read."""
+
+
+def predict(
+    strategy: str, workload: Workload, cluster: Cluster = ONE_HOST, *, machine: Machine, kernel: str = "auto",
+    hops: str = "auto", params: Mapping[str, Any] | None = None,
+) -> Foreseen:  # fmt: skip
+    """What a strategy will take: ``predict("burst", Workload(seq=1 << 20, ...), Cluster(hosts=4), machine="h100")``.
+
+    Raises what ``ringprof predict`` says: `UnfitWorkloadError` where the strategy cannot run so, `UsageError` outside
+    of what the machine's file tells.
+    """
+    from ringprof.foresee.tape import tape_of
+
+    question = Question(strategy, workload, cluster, kernel, hops, params or {})
+    return Foreseen(_predict(question, _read(machine), tape_of))
+
+
+def advise(
+    workload: Workload, cluster: Cluster = ONE_HOST, *, machine: Machine, kernel: str = "auto",
+    memory_bytes: int | None = None, strategies: Sequence[str] = (),
+) -> Advised:  # fmt: skip
+    """Every strategy, degree, placement, window and hop engine foreseen, by time; raises as `predict`."""
+    from ringprof.foresee.tape import tape_of
+
+    chosen = _advise(
+        workload, cluster, _read(machine), tape_of, kernel=kernel, memory_bytes=memory_bytes, strategies=strategies
+    )
+    return Advised(chosen)
+
+
+def _read(machine: Machine) -> Calibration:
+    return machine if isinstance(machine, Calibration) else read_calibration(machine)
+
+
+class Foreseen:
+    """One prediction."""
+
+    def __init__(self, prediction: Prediction) -> None:
+        self.prediction = prediction
+
+    @property
+    def interval_ms(self) -> tuple[float, float, float]:
+        """Milliseconds an iteration: in nine of ten cases more, the middle, in one of ten more."""
+        return self.prediction.interval_ms
+
+    @property
+    def tflops(self) -> float:
+        """Per GPU, of the middle."""
+        return self.prediction.tflops(self.prediction.median_ns)
+
+    def report(self) -> dict[str, Any]:
+        """Schema ``ringprof.prediction/1``."""
+        return as_dict(self.prediction)
+
+    def parts(self) -> pd.DataFrame:
+        """A row a phase and part of the slowest rank's time."""
+        rows = [
+            {"phase": phase, "part": PARTS[part], "time_ms": ns / 1e6}
+            for phase, found in self._phases().items() for part, ns in found.items()
+        ]  # fmt: skip
+        return _frame("parts", rows)
+
+    def plot(self, ax: Axes | None = None) -> Axes:
+        """Where the time goes: a bar a phase, in parts."""
+        rows = {phase: {PARTS[part]: ns / 1e6 for part, ns in found.items()} for phase, found in self._phases().items()}
+        drawn = plots.parts(rows, "ms of the slowest rank, predicted", ax)
+        drawn.set_title(repr(self))
+        return drawn
+
+    def _phases(self) -> dict[str, dict[str, float]]:
+        spans = self.prediction.spans
+        return {name: found for name, found in (("forward", spans.forward), ("backward", spans.backward)) if found}
+
+    def write(self, folder: str | os.PathLike[str]) -> Run:
+        """Write ``run.json`` and traces of the ranks that were simulated, for `ringprof.load`."""
+        from ringprof.foresee.traces import write_prediction
+
+        return write_prediction(self.prediction, Path(folder), ["ringprof.predict"])
+
+    def to_terminal(self) -> str:
+        """As ``ringprof predict`` prints it."""
+        return render(self.prediction)
+
+    def __repr__(self) -> str:
+        low, middle, high = self.interval_ms
+        return f"PREDICTED {self.prediction.question.strategy}: {middle:.3f} ms ({low:.3f} to {high:.3f})"
+
+
+class Advised:
+    """The choices for a problem on a cluster."""
+
+    def __init__(self, advice: Advice) -> None:
+        self.advice = advice
+
+    @property
+    def first(self) -> Foreseen:
+        """The fastest that fits."""
+        return Foreseen(self.advice.first.prediction)
+
+    @property
+    def plot(self) -> AdvicePlots:
+        return AdvicePlots(self.advice)
+
+    def report(self) -> dict[str, Any]:
+        """Schema ``ringprof.advice/1``."""
+        return _advice_json(self.advice)
+
+    def choices(self) -> pd.DataFrame:
+        """A row a choice, the fastest that fits first."""
+        rows = []
+        for choice in self.advice.choices:
+            one = choice.prediction
+            low, middle, high = one.interval_ms
+            rows.append({
+                "choice": choice.label, "best": choice.best, "low_ms": low, "middle_ms": middle, "high_ms": high,
+                "tflops": one.tflops(one.median_ns), "exposed": one.exposed_share, "peak_bytes": one.peak_bytes,
+                "fits": choice.fits, "on_front": choice.on_front,
+            })  # fmt: skip
+        return _frame("choices", rows)
+
+    def over(self, what: str = "tokens") -> pd.DataFrame:
+        """The first strategies over ``tokens``, ``hosts`` or ``nic``: a row a choice and place."""
+        rows = [
+            {"choice": name, "at": at, "low_ms": low, "middle_ms": middle, "high_ms": high}
+            for name, points in advice_shown.series(self.advice, what).items() for at, (low, middle, high) in points
+        ]  # fmt: skip
+        return _frame("over", rows)
+
+    def to_terminal(self) -> str:
+        """As ``ringprof advise`` prints it."""
+        return advice_shown.render(self.advice)
+
+    def to_html(self) -> str:
+        """The page of ``ringprof advise --html``."""
+        from ringprof.report.page.html import render as page
+
+        return page(advice_shown.document(self.advice))
+
+    def __repr__(self) -> str:
+        first = self.advice.first
+        return f"{self.first!r}: {first.label} of {len(self.advice.choices)}, {percent(first.best, 0)} to be the best"
+
+
+class AdvicePlots:
+    """``advised.plot``."""
+
+    def __init__(self, advice: Advice) -> None:
+        self._advice = advice
+
+    def choices(self, ax: Axes | None = None) -> Axes:
+        """The interval of every choice, ms an iteration."""
+        shown = self._advice.choices[: advice_shown.MOST_SHOWN]
+        names, values = [choice.label for choice in shown], [choice.prediction.interval_ms for choice in shown]
+        return plots.intervals(names, values, "ms an iteration, predicted; 80 % within the bar", ax)
+
+    def tokens(self, ax: Axes | None = None) -> Axes:
+        """Time of the first strategies against length, with bands and where one overtakes the first."""
+        return self._over("tokens", ax)
+
+    def hosts(self, ax: Axes | None = None) -> Axes:
+        """The same against hosts."""
+        return self._over("hosts", ax)
+
+    def nic(self, ax: Axes | None = None) -> Axes:
+        """The same against the rate of a NIC."""
+        return self._over("nic", ax)
+
+    def _over(self, name: str, ax: Axes | None) -> Axes:
+        advice = self._advice
+        drawn = advice_shown.series(advice, name), advice_shown.marks(advice, name)
+        return plots.bands(advice_shown.ACROSS[name], "ms an iteration, predicted", *drawn, ax)
+
+
+def _frame(name: str, rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
+    import pandas as pd
+
+    frame = pd.DataFrame(list(rows))
+    frame.attrs["columns"] = meanings_of(name, frame.columns)
+    return frame

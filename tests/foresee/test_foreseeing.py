@@ -1,0 +1,108 @@
+"""`ringprof.predict` and `ringprof.advise`: frames that add up, plots that show the same figures, the page."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="a prediction runs strategies on shapes")
+pytest.importorskip("matplotlib", reason="plots need the plot extra")
+
+import ringprof
+from ringprof.errors import UnfitWorkloadError, UsageError
+from ringprof.foresee.advise import Point, crossings
+from ringprof.foresee.predict import Prediction
+from ringprof.foreseeing import Advised, Foreseen
+
+PROBLEM = ringprof.Workload(seq=131072, heads=16, kv_heads=8, head_dim=128)
+TWO_HOSTS = ringprof.Cluster(hosts=2, gpus_per_host=2, nic_gbit=200.0)
+
+
+@cache
+def advised() -> Advised:
+    return ringprof.advise(PROBLEM, TWO_HOSTS, machine="h200", strategies=("burst", "ulysses", "zigzag"))
+
+
+@cache
+def foreseen() -> Foreseen:
+    return ringprof.predict("zigzag", PROBLEM, TWO_HOSTS, machine="h200")
+
+
+def test_parts_add_up_to_the_simulated_time_of_the_slowest_rank() -> None:
+    frame = foreseen().parts()
+    timelines = foreseen().prediction.timelines
+    assert frame.time_ms.sum() == pytest.approx(max(one.end_ns for one in timelines) / 1e6, rel=1e-6)
+    assert set(frame.phase) == {"forward", "backward"} and set(frame.attrs["columns"]) == set(frame.columns)
+
+
+def test_choices_are_in_the_order_of_their_times_and_share_one_probability() -> None:
+    frame = advised().choices()
+    assert frame.fits.all() and frame.middle_ms.is_monotonic_increasing
+    assert frame.best.sum() == pytest.approx(1.0)
+    assert (frame.low_ms < frame.middle_ms).all() and (frame.middle_ms < frame.high_ms).all()
+    report = advised().report()["choices"]
+    assert [round(ms, 4) for ms in frame.middle_ms] == [one["iteration_ms"]["p50"] for one in report]
+
+
+@pytest.mark.parametrize(("name", "places"), [("tokens", 5), ("hosts", 4), ("nic", 6)])
+def test_frames_and_plots_over_a_size_show_the_same(name: str, places: int) -> None:
+    frame = advised().over(name)
+    assert frame["at"].nunique() == places
+    drawn = getattr(advised().plot, name)()
+    lines = [line for line in drawn.lines if len(line.get_xdata()) == places]
+    assert [line.get_label() for line in lines] == list(frame.choice.unique())
+    for line in lines:
+        mine = frame[frame.choice == line.get_label()]
+        assert list(line.get_ydata()) == list(mine.middle_ms)
+
+
+def test_plots_of_choices_and_parts() -> None:
+    drawn = advised().plot.choices()
+    assert [tick.get_text() for tick in drawn.get_yticklabels()] == list(advised().choices().choice[:12])
+    bars = foreseen().plot().patches
+    assert sum(bar.get_width() for bar in bars) == pytest.approx(foreseen().parts().time_ms.sum())
+
+
+class Told:
+    """A prediction of which only the time is asked."""
+
+    def __init__(self, ms: float) -> None:
+        self.median_ns = ms * 1e6
+
+
+@pytest.mark.parametrize(
+    ("others", "at"),
+    [
+        # Ahead by a tenth at 1, behind by a tenth at 4: halfway on a logarithmic axis.
+        ((1.1, 1 / 1.1), [2.0]),
+        # Equal is neither: half a per cent either way is chance.
+        ((1.004, 0.996), []),
+        ((1.1, 1.2), []),
+    ],
+)
+def test_crossings_by_hand(others: tuple[float, float], at: list[float]) -> None:
+    points = [Point(x, (_told(1.0), _told(ms))) for x, ms in zip((1.0, 4.0), others, strict=True)]
+    assert [place for place, _ in crossings(points)] == pytest.approx(at)
+
+
+def _told(ms: float) -> Prediction:
+    made: Any = Told(ms)
+    return made
+
+
+def test_a_prediction_is_written_and_read_again(tmp_path: Path) -> None:
+    run = foreseen().write(tmp_path / "predicted")
+    loaded = ringprof.load(tmp_path / "predicted")
+    assert isinstance(loaded, ringprof.Analysis) and len(loaded.ranks) == 4 and run.predicted is not None
+    assert "PREDICTED zigzag" in repr(foreseen()) and "PREDICTED" in foreseen().to_terminal()
+
+
+def test_masks_are_refused_by_name_where_nothing_is_calibrated_for_them() -> None:
+    windowed = ringprof.Workload(seq=131072, heads=16, kv_heads=8, head_dim=128, window=4096)
+    with pytest.raises(UnfitWorkloadError, match="no kernel is calibrated for packed documents and windows"):
+        ringprof.predict("zigzag", windowed, machine="h100")
+    with pytest.raises(UsageError, match="of documents and windows': nothing measured"):
+        ringprof.predict("zigzag", windowed, machine="h100", kernel="flash-attn-3")
