@@ -102,8 +102,9 @@ class Curve:
         Few samples, all of them large, leave the first two open: then they are what they usually are.
         """
         best: tuple[float, tuple[float, float, float]] | None = None
+        works = {kappa: np.array([_log_work(one, kappa, self._units) for one in self._blocks]) for kappa in _KAPPAS}
         for call_ns, kappa in product(_CALLS_NS, _KAPPAS):
-            work = np.array([_log_work(block, kappa, self._units) for block in self._blocks])
+            work = works[kappa]
             beyond = np.log(np.maximum(np.exp(self._log_ns) - call_ns, 0.02 * np.exp(self._log_ns)))
             log_rate = float(np.median(work - beyond))
             off = np.log(call_ns + np.exp(work - log_rate)) - self._log_ns

@@ -106,10 +106,18 @@ class Links:
         line = self._other.total_gb_s.value
         # What a NIC reaches of its line rate is taken from the machine that was calibrated.
         self.nic_gb_s = line if cluster.nic_gbit is None else cluster.nic_gbit / 8 * _reached(self._other)
-        self._shapes: dict[tuple[object, ...], tuple[float, float, int]] = {}
+        self._legs: dict[tuple[object, ...], Leg] = {}
+        self._held: dict[tuple[object, ...], float] = {}
 
     def leg(self, post: Post, sender: int, receiver: int) -> Leg:
         """One hop from a member of a ring to the next."""
+        # As many as there are hops, and only some of them unlike.
+        key = post.operation, post.communicator, post.messages, sender, receiver
+        if key not in self._legs:
+            self._legs[key] = self._leg(post, sender, receiver)
+        return self._legs[key]
+
+    def _leg(self, post: Post, sender: int, receiver: int) -> Leg:
         same = self.cluster.host(sender) == self.cluster.host(receiver)
         link, rate = (self._same, self._rates.same_host) if same else (self._other, self._rates.other_host)
         size = sum(post.messages)
@@ -144,7 +152,10 @@ class Links:
         """The part of the multiprocessors that a transfer's kernel holds; none where copy engines carry it."""
         if post.operation == "copy":
             return 0.0
-        return min(self.channels_of(post), self._nccl.peer_channels) / self._units
+        key = post.operation, post.communicator, post.messages
+        if key not in self._held:
+            self._held[key] = min(self.channels_of(post), self._nccl.peer_channels) / self._units
+        return self._held[key]
 
     def channels_of(self, post: Post) -> int:
         """Channels that a transfer holds: each is a block of its kernel."""

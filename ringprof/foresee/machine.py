@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 
@@ -11,7 +11,7 @@ from ringprof.foresee.calibration import Calibration, Kernel
 from ringprof.foresee.curves import Curve, Estimate
 from ringprof.foresee.events import BlockTime, Leg
 from ringprof.foresee.host import host_ns
-from ringprof.foresee.links import UNCHANGED, Cluster, Links, RateFactors
+from ringprof.foresee.links import UNCHANGED, Links, RateFactors
 from ringprof.foresee.program import Block, Post, Program, Touch
 
 JITTER = 0.01
@@ -48,6 +48,22 @@ class Curves:
         return self._of[name]
 
 
+_KNOWN: deque[tuple[Calibration, str, Curves]] = deque(maxlen=4)
+
+
+def curves_of(calibration: Calibration, kernel: str) -> Curves:
+    """The curves of a kernel, kept for the next question to the same machine: fitting them takes a tenth of a second.
+
+    Raises `UsageError` where the file has none.
+    """
+    for machine, name, curves in _KNOWN:
+        if machine is calibration and name == kernel:
+            return curves
+    made = Curves(calibration, kernel)
+    _KNOWN.append((calibration, kernel, made))
+    return made
+
+
 @dataclass(frozen=True)
 class Draw:
     """Factors on times, one possible machine; `Draw()` is the likeliest."""
@@ -56,7 +72,6 @@ class Draw:
     """By phase."""
     memory: float = 1.0
     host: float = 1.0
-    rates: RateFactors = UNCHANGED
     seed: int = 0
 
 
@@ -83,12 +98,11 @@ class CalibratedMachine:
     """Times by a calibration. Ranks' duty makes their blocks cooler and faster (see `Calibration.heat`)."""
 
     def __init__(
-        self, calibration: Calibration, cluster: Cluster, curves: Curves, draw: Draw = LIKELIEST,
+        self, calibration: Calibration, links: Links, curves: Curves, draw: Draw = LIKELIEST,
         changes: Factors = NO_CHANGES, duty: Mapping[int, float] | None = None,
     ) -> None:  # fmt: skip
         self._calibration, self._curves, self._draw, self._changes = calibration, curves, draw, changes
-        rates = RateFactors(*(a * b for a, b in zip(draw.rates, changes.rates, strict=True)))
-        self.links = Links(calibration, cluster, rates)
+        self.links = links
         self.handover_ns = calibration.handover_us.value * 1e3
         self._duty = duty or {}
         self._chance = random.Random(draw.seed)

@@ -15,8 +15,16 @@ import msgspec
 from ringprof.errors import UnfitWorkloadError
 from ringprof.foresee.calibration import Calibration, Origin, Value
 from ringprof.foresee.events import Timeline, simulate
-from ringprof.foresee.links import Cluster
-from ringprof.foresee.machine import LIKELIEST, NO_CHANGES, CalibratedMachine, Curves, Draw, Factors
+from ringprof.foresee.links import Cluster, Links
+from ringprof.foresee.machine import (
+    LIKELIEST,
+    NO_CHANGES,
+    CalibratedMachine,
+    Factors,
+    Curves,
+    Draw,
+    curves_of,
+)
 from ringprof.foresee.program import Block, Op, Post, Program, Tape, Touch, Wait
 from ringprof.foresee.question import Question
 
@@ -117,7 +125,7 @@ def predict(
     refuse_unknown(question, machine)
     kernel = question.kernel_on(machine)
     question = replace(question, kernel=kernel, hops=question.hops_on(machine))
-    curves = Curves(machine, question.kernel)
+    curves = curves_of(machine, question.kernel)
     if cluster.size <= DIRECT:
         return _simulated(question, machine, curves, tape_of(question, cluster, None), changes)
     small, large = _smaller(cluster, SMALL), _smaller(cluster, LARGE)
@@ -165,14 +173,15 @@ def _simulated(
     cluster: Cluster | None = None,
 ) -> Prediction:  # fmt: skip
     programs, cluster = tape.programs, cluster or question.cluster
+    links = Links(machine, cluster, changes.rates)
 
     def run(draw: Draw, duty: Mapping[int, float] | None, ahead: bool = True) -> list[Timeline]:
-        return simulate(programs, CalibratedMachine(machine, cluster, curves, draw, changes, duty), ahead=ahead)
+        return simulate(programs, CalibratedMachine(machine, links, curves, draw, changes, duty), ahead=ahead)
 
     timelines = run(LIKELIEST, None)
     end = max(one.end_ns for one in timelines)
     duty = {program.rank: busy_share(program, one, end) for program, one in zip(programs, timelines, strict=True)}
-    asks = CalibratedMachine(machine, cluster, curves, LIKELIEST, changes)
+    asks = CalibratedMachine(machine, links, curves, LIKELIEST, changes)
     issuing = max(sum(asks.host(program)) for program in programs)
     bound = issuing > end
     draws = [run(Draw(seed=seed), duty, not bound) for seed in range(1, 1 + _draws(len(programs)))]
