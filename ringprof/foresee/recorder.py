@@ -127,7 +127,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name in _LOOKS and _is_shape(args[0]):
             raise LooksAtValues(name)
         kwargs = kwargs or {}
-        result = kwargs["out"] if "out" in kwargs else _SHORTCUTS.get(name, func)(*args, **kwargs)
+        result = _shape_of(func, name, args, kwargs)
         if isinstance(result, Tensor) and not _is_shape(result):
             # Of the host alone, such as which rows a rank holds.
             return result
@@ -231,6 +231,16 @@ class RecordedKernels:
         self._recorder.touch(name, sum(map(_bytes, tensors)))
 
 
+def _shape_of(func: Any, name: str, args: Any, kwargs: Any) -> Any:
+    """What the operation gives: of shapes a shape, of the host's own tensors, such as positions, what they hold."""
+    first = args[0][0] if args and isinstance(args[0], list | tuple) and args[0] else args[0] if args else None
+    if not _is_shape(first):
+        return func(*args, **kwargs)
+    if _is_shape(kwargs.get("out")):
+        return kwargs["out"]
+    return _SHORTCUTS.get(name, func)(*args, **kwargs)
+
+
 def _stack(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
     shape = list(tensors[0].shape)
     shape.insert(dim % (len(shape) + 1), len(tensors))
@@ -248,8 +258,8 @@ def _to_copy(tensor: Tensor, *, dtype: torch.dtype | None = None, device: Any = 
 
 
 _SHORTCUTS: dict[str, Any] = {"stack": _stack, "cat": _cat, "_to_copy": _to_copy}
-"""For these, and where results are written to a given tensor, torch would load its compiler to say what shape comes of a
-shape: a second of processor time."""
+"""For these, and where results are written to a given tensor, torch would load its compiler to say what shape comes of
+a shape: a second of processor time."""
 
 
 def _is_shape(tensor: Any) -> bool:

@@ -102,6 +102,19 @@ def test_pairs_of_documents_and_windows_by_hand() -> None:
     assert seen == [[(10 + 78, 2), (4 * 16, 1)], [(1 + 2 + 3 + 13 * 4, 1), (3 + 2 + 1, 1)]]
 
 
+def test_the_hosts_own_tensors_are_computed() -> None:
+    """What a strategy knows without looking at values, such as which rows a rank holds, is as in a run."""
+    import torch
+
+    from ringprof.foresee.recorder import Recorder
+
+    with Recorder() as recorder:
+        held = torch.cat([torch.arange(3), torch.arange(7, 9)])
+        assert torch.stack([held, held]).sum().item() == 2 * (0 + 1 + 2 + 7 + 8)
+        assert torch.add(held, 1, out=torch.empty_like(held)).tolist() == [1, 2, 3, 8, 9]
+    assert recorder.ops == []
+
+
 def test_memory_of_a_small_block_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     """One rank, 64 tokens x 2 heads x 8 in bf16: 2048 bytes a tensor, 4096 in float32. At the peak, in the backward
     block: q, k, v, dO and O, the LSE, three gradients, and the kernel's own dQ in float32 and row sums."""
