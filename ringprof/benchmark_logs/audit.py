@@ -5,7 +5,7 @@ Nothing is assumed: settings that neither the log nor the caller states are aske
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import PurePath
@@ -53,9 +53,17 @@ def audit(logs: Sequence[BenchmarkLog], given: LogSettings | None = None, spread
         flags += [*section_flags(completed, log.settings), *found, *log.flags]
     flags += [found for one in rows for found in _above_peak(one)]
     flags += [*_masks(rows), *_far_apart(rows, spread)]
-    files = {log.path: index for index, log in enumerate(logs)}
-    flags.sort(key=lambda one: (files.get(one.file, 0), one.line, _ORDER[one.severity], one.code))
-    return LogAudit(tuple(rows), tuple(flags))
+    return LogAudit(tuple(rows), _in_order(rows, flags))
+
+
+def with_flags(found: LogAudit, more: Iterable[Flag]) -> LogAudit:
+    """The audit with flags that others have found."""
+    return replace(found, flags=_in_order(found.rows, [*found.flags, *more]))
+
+
+def _in_order(rows: Sequence[JudgedRow], flags: Iterable[Flag]) -> tuple[Flag, ...]:
+    files = {file: index for index, file in enumerate(dict.fromkeys(one.row.file for one in rows))}
+    return tuple(sorted(flags, key=lambda one: (files.get(one.file, 0), one.line, _ORDER[one.severity], one.code)))
 
 
 def _with_given(row: LogRow, given: LogSettings) -> LogRow:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ringprof.analysis.findings.comparison import Entry
 from ringprof.benchmark_logs import show
-from ringprof.benchmark_logs.audit import SPREAD, LogAudit, audit
+from ringprof.benchmark_logs.audit import SPREAD, LogAudit, audit, with_flags
 from ringprof.benchmark_logs.read import read_log
 from ringprof.benchmark_logs.rows import BenchmarkLog, Flag, JudgedRow, LogSettings
 from ringprof.limits import MEMORY_BYTES, Limits
@@ -39,6 +39,10 @@ class BenchmarkLogs:
     def flags(self) -> tuple[Flag, ...]:
         """What is odd, by file and line, each with the arithmetic that shows it."""
         return self._audit.flags
+
+    def add(self, more: Iterable[Flag]) -> None:
+        """Take in flags that others have found, each at its place."""
+        self._audit = with_flags(self._audit, more)
 
     def frame(self) -> pd.DataFrame:
         """A row a printed row; columns `ringprof.benchmark_logs.show.LOG_COLUMNS`; what is not printed is missing."""

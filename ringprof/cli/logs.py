@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 
 import click
 
 from ringprof.benchmark_logs.audit import SPREAD
 from ringprof.benchmark_logs.logs import BenchmarkLogs
 from ringprof.benchmark_logs.read import parse_log, read_log
-from ringprof.benchmark_logs.rows import BenchmarkLog, LogSettings
+from ringprof.benchmark_logs.rows import BenchmarkLog, Flag, LogSettings
 from ringprof.cli.write import NARROWEST, print_or_write, text_style
 from ringprof.files import read_within
 from ringprof.limits import EXPANDED_BYTES, MEMORY_BYTES, Limits
@@ -33,6 +34,12 @@ from ringprof.report.text import TextStyle
     "--spread", type=click.FloatRange(min=0), default=100 * SPREAD, show_default=True,
     help="Percent by which the same configuration may differ between logs.",
 )  # fmt: skip
+@click.option("--machine", metavar="FILE_OR_NAME",
+              help="Hold rows against this machine, too: h100, a800, or a file of `ringprof calibrate`.")  # fmt: skip
+@click.option("--gpus-per-host", type=click.IntRange(1, 1024), default=8, show_default=True,
+              help="With --machine: GPUs of a host.")  # fmt: skip
+@click.option("--nic", type=click.FloatRange(min=0, min_open=True), metavar="GBIT",
+              help="With --machine: line rate of a GPU's NIC in Gbit/s.")  # fmt: skip
 @click.option(
     "--max-bytes", type=click.IntRange(min=1), help="How large a log may be.  [default: a tenth of --max-memory]"
 )
@@ -49,6 +56,9 @@ def command(
     world: int | None,
     device: str | None,
     spread: float,
+    machine: str | None,
+    gpus_per_host: int,
+    nic: float | None,
     max_bytes: int | None,
     max_memory: int | None,
     *,
@@ -67,9 +77,21 @@ def command(
     given = LogSettings(batch=batch, heads=heads, head_dim=head_dim, world_size=world, causal=causal, device=device)
     limits = Limits(max_memory or MEMORY_BYTES, max_bytes or EXPANDED_BYTES)
     found = BenchmarkLogs([_read(file, limits) for file in dict.fromkeys(files)], given, spread / 100)
+    if machine:
+        found.add(_held(found, machine, gpus_per_host, nic))
     print_or_write(_text(found, form, text_style(output, width)), output)
     errors = [flag for flag in found.flags if flag.severity == "error"]
     return 2 if strict and errors else 0
+
+
+def _held(found: BenchmarkLogs, machine: str, gpus_per_host: int, nic: float | None) -> Iterator[Flag]:
+    from ringprof.foresee.calibration import read_calibration
+    from ringprof.foresee.links import Cluster
+    from ringprof.foresee.logs_held import held
+    from ringprof.foresee.tape import tape_of
+
+    cluster = Cluster(gpus_per_host=gpus_per_host, nic_gbit=nic)
+    return held(found.rows, read_calibration(machine), tape_of, cluster)
 
 
 def _read(file: str, limits: Limits) -> BenchmarkLog:
