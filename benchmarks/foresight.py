@@ -2,8 +2,9 @@
 
     python benchmarks/foresight.py [PART...]
 
-Parts: shapes, host, runs, strategies, lengths, eight, replays, h100, a800. shapes and host are the runs of
-benchmarks/data/h200_shapes.csv (benchmarks/foresight_truth.py recorded them), of shapes that no committed run has; h100
+Parts: shapes, host, grid, grid_host, runs, strategies, lengths, eight, replays, h100, a800. shapes and host are the
+runs of benchmarks/data/h200_shapes.csv (benchmarks/foresight_truth.py recorded them), of shapes that no committed run
+has; grid and grid_host the cells of benchmarks/data/h200_grid.csv (benchmarks/strategy_speed.py, zigzag on 4 H200); h100
 and a800 the published rows of benchmarks/data/attention.csv; all others the committed runs. What was fitted to which
 rows, docs/foresight.md says.
 """
@@ -100,6 +101,36 @@ def host() -> Iterator[Score]:
 def _foreseen(chosen: Iterable[Shape]) -> Iterator[Score]:
     for shape in chosen:
         yield scored(shape.name, shape.ms, predict(shape.question, read_calibration("h200"), tape_of))
+
+
+def grid() -> Iterator[Score]:
+    """Zigzag on 4 H200, two kernels, both hop engines, two sessions, by the bundled h200: the device is the bound."""
+    yield from _grid(host_bound=False)
+
+
+def grid_host() -> Iterator[Score]:
+    """Of the same those of which the prediction says that the host is the bound."""
+    yield from _grid(host_bound=True)
+
+
+def _grid(*, host_bound: bool) -> Iterator[Score]:
+    for name, ms, prediction in foreseen_grid():
+        if prediction.host_bound == host_bound:
+            yield scored(name, ms, prediction)
+
+
+@cache
+def foreseen_grid() -> list[tuple[str, float, Prediction]]:
+    with open(DATA / "h200_grid.csv", encoding="utf-8", newline="") as file:
+        return [_cell(row) for row in csv.DictReader(file)]
+
+
+def _cell(row: dict[str, str]) -> tuple[str, float, Prediction]:
+    seq, heads, kv_heads = (int(row[name]) for name in ("seq", "heads", "kv_heads"))
+    workload = Workload(seq=seq, heads=heads, kv_heads=kv_heads, head_dim=128)
+    question = Question("zigzag", workload, Cluster(1, 4), row["kernel"], row["hops"])
+    name = f"{row['session']} {seq} {heads}/{kv_heads} {row['kernel']} {row['hops']}"
+    return name, float(row["ms"]), predict(question, read_calibration("h200"), tape_of)
 
 
 @cache
@@ -228,7 +259,8 @@ def ranking(scores: Sequence[Score], slack: float = 0.03) -> tuple[int, int]:
 
 
 PARTS: dict[str, Callable[[], Iterator[Score]]] = {
-    "shapes": shapes, "host": host, "runs": runs, "strategies": strategies, "lengths": lengths, "eight": eight,
+    "shapes": shapes, "host": host, "grid": grid, "grid_host": grid_host, "runs": runs,
+    "strategies": strategies, "lengths": lengths, "eight": eight,
     "replays": replays, "h100": h100, "a800": a800,
 }  # fmt: skip
 
