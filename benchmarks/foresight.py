@@ -4,7 +4,7 @@
 
 Parts: shapes, host, grid, grid_host, runs, strategies, lengths, eight, replays, h100, a800. shapes and host are the
 runs of benchmarks/data/h200_shapes.csv (benchmarks/foresight_truth.py recorded them), of shapes that no committed run
-has; grid and grid_host the cells of benchmarks/data/h200_grid.csv (benchmarks/strategy_speed.py, zigzag on 4 H200); h100
+has; grid and grid_host the cells of benchmarks/data/h200_grid.csv (benchmarks/strategy_speed.py, zigzag, 4 H200); h100
 and a800 the published rows of benchmarks/data/attention.csv; all others the committed runs. What was fitted to which
 rows, docs/foresight.md says.
 """

@@ -212,7 +212,7 @@ def _at_nics(firsts: Sequence[Question], machine: Calibration, tape_of: TapeOf, 
         yield from _point(gbit, asked, machine, tape_of)
 
 
-def _at_hosts(firsts: Sequence[Question], machine: Calibration, tape_of: TapeOf, tell: Tell) -> Iterator[Point]:
+def _at_hosts(firsts: Sequence[Question], machine: Calibration, tape_of: TapeOf, tell: _Tell) -> Iterator[Point]:
     cluster = firsts[0].cluster
     if cluster.hosts == 1 and cluster.nic_gbit is None:
         return

@@ -7,7 +7,7 @@ from typing import Any
 
 from ringprof.benchmark_logs.rows import Flag, JudgedRow, LogRow, flag
 from ringprof.foresee.calibration import Calibration
-from ringprof.foresee.check import check
+from ringprof.foresee.check import check_rows
 from ringprof.foresee.links import Cluster
 from ringprof.foresee.predict import TapeOf
 
@@ -21,7 +21,7 @@ def held(rows: Iterable[JudgedRow], machine: Calibration, tape_of: TapeOf, clust
     What is above the device's peak the audit says without a machine.
     """
     told = [(one, asked) for one in rows if (asked := _asked(one, cluster.gpus_per_host))]
-    for (one, _), found in zip(told, check([asked for _, asked in told], machine, tape_of, cluster), strict=True):
+    for (one, _), found in zip(told, check_rows([asked for _, asked in told], machine, tape_of, cluster), strict=True):
         for code, message in found.flags:
             if code != "above_peak":
                 yield flag(one.row, code, "error", f"{one.row.system}: {message}", found.row.measured_ms)

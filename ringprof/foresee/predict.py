@@ -20,9 +20,9 @@ from ringprof.foresee.machine import (
     LIKELIEST,
     NO_CHANGES,
     CalibratedMachine,
-    Factors,
     Curves,
     Draw,
+    Factors,
     curves_of,
 )
 from ringprof.foresee.program import Block, Op, Post, Program, Tape, Touch, Wait
