@@ -2,11 +2,11 @@
 
     python benchmarks/foresight.py [PART...]
 
-Parts: shapes, host, grid, grid_host, runs, strategies, lengths, eight, replays, h100, a800. shapes and host are the
-runs of benchmarks/data/h200_shapes.csv (benchmarks/foresight_truth.py recorded them), of shapes that no committed run
-has; grid and grid_host the cells of benchmarks/data/h200_grid.csv (benchmarks/strategy_speed.py, zigzag, 4 H200); h100
-and a800 the published rows of benchmarks/data/attention.csv; all others the committed runs. What was fitted to which
-rows, docs/foresight.md says.
+Parts: shapes, host, later, masks, grid, grid_host, runs, strategies, lengths, eight, replays, h100, a800. The first two
+are the runs of benchmarks/data/h200_shapes.csv (benchmarks/foresight_truth.py recorded them), of shapes that no
+committed run has; later and masks those of h200_shapes_2.csv; grid and grid_host the cells of h200_grid.csv
+(benchmarks/strategy_speed.py, zigzag on 4 H200); h100 and a800 the published rows of attention.csv; all others the
+committed runs. What was fitted to which rows, docs/foresight.md says.
 """
 
 from __future__ import annotations
@@ -56,6 +56,8 @@ class Score:
         return None if self.low is None or self.high is None else self.low <= self.measured <= self.high
 
 
+MIDDLE_MS = 2.5
+"""Runs of the later session below that are bound by the host, and tell of it."""
 HOST_MS = 5.0
 """Runs below that are bound by the host."""
 
@@ -67,13 +69,17 @@ class Shape:
     name: str
     question: Question
     ms: float
-    again_ms: float
-    """As it was on another machine of the kind, 80 minutes before, with its strategies' code of then."""
+    peak_mib: float | None = None
+    """Of the rank that held most, where that was kept."""
+
+    @property
+    def plain(self) -> bool:
+        return self.question.workload.mask().plain
 
 
 @cache
-def recorded_shapes() -> list[Shape]:
-    with open(DATA / "h200_shapes.csv", encoding="utf-8", newline="") as file:
+def recorded_shapes(name: str = "h200_shapes.csv") -> list[Shape]:
+    with open(DATA / name, encoding="utf-8", newline="") as file:
         return [_shape(row) for row in csv.DictReader(file)]
 
 
@@ -81,11 +87,12 @@ def _shape(row: dict[str, str]) -> Shape:
     batch, seq, heads, kv_heads = (int(row[name]) for name in ("batch", "seq", "heads", "kv_heads"))
     workload = Workload(
         batch=batch, seq=seq, heads=heads, kv_heads=kv_heads, head_dim=128, causal=row["causal"] == "1",
-        backward=row["backward"] == "1",
+        backward=row["backward"] == "1", window=int(row["window"]) if row.get("window") else None,
+        documents=tuple(map(int, row["documents"].split())) if row.get("documents") else None,
     )  # fmt: skip
     params = dict(param.split("=") for param in row["params"].split())
     question = Question(row["strategy"], workload, Cluster(1, 2), row["kernel"], row["hops"], params)
-    return Shape(row["name"], question, float(row["median_ms"]), float(row["again_ms"]))
+    return Shape(row["name"], question, float(row["median_ms"]), float(row.get("peak_mib") or 0.0) or None)
 
 
 def shapes() -> Iterator[Score]:
@@ -96,6 +103,20 @@ def shapes() -> Iterator[Score]:
 def host() -> Iterator[Score]:
     """Short sequences on 2 H200, by the bundled h200: the host is the bound."""
     yield from _foreseen(shape for shape in recorded_shapes() if shape.ms <= HOST_MS)
+
+
+def later() -> Iterator[Score]:
+    """14 more shapes, recorded three hours later, of which no machine was told: the device is the bound, or nearly."""
+    yield from _foreseen(shape for shape in later_shapes() if shape.plain and shape.ms > MIDDLE_MS)
+
+
+def masks() -> Iterator[Score]:
+    """Packed documents and windows of the same session; the kernel's curves of them are of that session, too."""
+    yield from _foreseen(shape for shape in later_shapes() if not shape.plain)
+
+
+def later_shapes() -> list[Shape]:
+    return recorded_shapes("h200_shapes_2.csv")
 
 
 def _foreseen(chosen: Iterable[Shape]) -> Iterator[Score]:
@@ -259,7 +280,7 @@ def ranking(scores: Sequence[Score], slack: float = 0.03) -> tuple[int, int]:
 
 
 PARTS: dict[str, Callable[[], Iterator[Score]]] = {
-    "shapes": shapes, "host": host, "grid": grid, "grid_host": grid_host, "runs": runs,
+    "shapes": shapes, "host": host, "later": later, "masks": masks, "grid": grid, "grid_host": grid_host, "runs": runs,
     "strategies": strategies, "lengths": lengths, "eight": eight,
     "replays": replays, "h100": h100, "a800": a800,
 }  # fmt: skip

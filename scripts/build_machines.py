@@ -5,7 +5,7 @@ benchmarks/data/h200_kernels.csv has the kernels. h100, b200 and a800 are put to
 rules below; which figures, docs/foresight.md says. Nothing that docs/foresight.md scores a
 prediction against enters, but the rows that it names.
 
-    python scripts/build_machines.py [NAME...]
+    python -m scripts.build_machines [NAME...]
 """
 
 from __future__ import annotations
@@ -17,8 +17,11 @@ from pathlib import Path
 
 import msgspec
 
+from benchmarks.foresight import MIDDLE_MS, later_shapes
 from ringprof.foresee.calibration import Calibration, Host, Kernel, KernelSample, Link, Nccl, Value, as_json, assumed
 from ringprof.foresee.from_runs import calibrate_from, observed_run
+from ringprof.foresee.host import Pass, explained, kinds
+from ringprof.foresee.tape import tape_of
 
 ROOT = Path(__file__).parents[1]
 DATA = ROOT / "benchmarks" / "data"
@@ -37,6 +40,8 @@ NIC = Link(
 CALIBRATED = "ringprof calibrate, 2 H200, 2026-11-22"
 SHORT = 8192
 """Tokens below which committed runs have no blocks."""
+OF_HOSTS = 0.12
+"""How far hosts of this kind, and one at two times, are apart."""
 _IDLE_NS = 150e6
 """Time in which the device did nothing around a sample of `calibrate`: with it, those that are as long as blocks of the
 committed runs take as long as these."""
@@ -51,8 +56,9 @@ def h200() -> Calibration:
     kernels = [
         msgspec.structs.replace(kernel, samples=[*kernel.samples, *_calibrated(kernel)]) for kernel in found.kernels
     ]
+    found = _with_host(msgspec.structs.replace(found, kernels=kernels, host=assumed("", "", 1, 1).host))
     return msgspec.structs.replace(
-        found, created="2026-11-22", kernels=kernels, host=_host(),
+        found, created="2026-11-22",
         memory_gb_s=Value(4176.0, 0.02, "measured", CALIBRATED),
         reorder_gb_s=Value(1002.0, 0.1, "measured", CALIBRATED),
     )  # fmt: skip
@@ -75,25 +81,25 @@ def _calibrated(kernel: Kernel) -> list[KernelSample]:
         sample = KernelSample(
             phase=row["phase"], q=q, kv=kv, heads=heads, kv_heads=kv_heads, head_dim=128, causal=row["causal"] == "1",
             ns=ns, spread=spread, count=count, duty=duty, origin="measured", source=CALIBRATED,
+            pairs=int(row["pairs"]) if row["pairs"] else None, sequences=int(row["sequences"] or 1),
         )  # type: ignore[arg-type]  # fmt: skip
         samples.append(sample)
     return samples
 
 
-def _host() -> Host:
-    """In the course of a pass, where nothing is in the processor's cache.
-
-    Two kernels' mean of a pass of zigzag over 2 ranks, which has 2 blocks a phase, 3 hops, 9 kernels between them and
-    40 calls into torch: 1738 µs, of it 168 in forward calls, 170 in backward calls, 381 in posting, 36 in waiting and
-    about 29 in each kernel that moves memory. Calls alone in a loop, as ``calibrate`` has them, take a third. Hosts of
-    one kind differ: two calibrations of one day found 2.2 and 4.2 µs a call.
-    """
-    source = "benchmarks/host_overhead.py --pieces, zigzag on 2 H200, 2026-11-22"
-    post, launch, calls = 381 / 3, 29.0, 40
-    rest = 1738 - 168 - 170 - 381 - 36 - 9 * launch
-    values = {"call_us": rest / calls, "launch_us": launch, "forward_us": 84.0, "backward_us": 85.0, "post_us": post,
-              "wait_us": 12.0}  # fmt: skip
-    return Host(**{name: Value(round(us, 1), 0.3, "measured", source) for name, us in values.items()})
+def _with_host(machine: Calibration) -> Calibration:
+    """The host's times by the short runs of the later session: what `calibrate` finds by passes, found by runs."""
+    passes = []
+    for shape in later_shapes():
+        if shape.plain and shape.ms <= MIDDLE_MS:
+            program = tape_of(shape.question, shape.question.cluster, [0]).programs[0]
+            passes.append(Pass(shape.question.kernel, kinds(program), shape.ms * 1e3))
+    found = explained(machine, passes, "benchmarks/data/h200_shapes_2.csv: runs of 2 H200 that the host decides")
+    host = {
+        name: msgspec.structs.replace(getattr(found.host, name), spread=OF_HOSTS)
+        for name in found.host.__struct_fields__
+    }  # fmt: skip
+    return msgspec.structs.replace(found, host=Host(**host))
 
 
 def h200_of_runs() -> Calibration:

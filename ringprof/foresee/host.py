@@ -20,7 +20,7 @@ from ringprof.foresee.program import Block, Op, Post, Program, Touch
 
 _POSTS = {"send_recv": "post_us", "copy": "copy_us"}
 _OF_KERNELS = ("forward_us", "backward_us")
-_HELD = 0.12
+_HELD = 0.3
 """How strongly the kinds' times are held to the usual proportion: as much as passes that are off by so much."""
 _LEAST_SPREAD = 0.05
 """Hosts of one kind, and one host at two times, differ by more than the fit shows."""
