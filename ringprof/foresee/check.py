@@ -192,7 +192,7 @@ def _impossible(row: _Row, machine: Calibration) -> list[tuple[str, str]]:
 
 def sample_tflops(sample: Any) -> float:
     """Rate of a calibrated block, by its model FLOPs."""
-    pairs = sample.q * sample.kv / (2 if sample.causal else 1)
+    pairs = sample.pairs or sample.q * sample.kv / (2 if sample.causal else 1)
     flops = (4 if sample.phase == "forward" else 10) * sample.batch * sample.heads * sample.head_dim * pairs
     return float(flops / sample.ns / 1e3)
 
