@@ -10,6 +10,7 @@ pytest.importorskip("torch", reason="a prediction runs strategies on shapes")
 
 from benchmarks import foresight
 from benchmarks.foresight import Score
+from ringprof.foresee.tape import tape_of
 
 
 def within(scores: Sequence[Score], mean: float, most: float) -> bool:
@@ -42,7 +43,7 @@ def test_peak_memory_of_the_later_session() -> None:
     """The 32 MiB are what torch holds beside on a GPU."""
     for shape in foresight.later_shapes():
         assert shape.peak_mib is not None
-        tape = foresight.tape_of(shape.question, shape.question.cluster, [0, 1])
+        tape = tape_of(shape.question, shape.question.cluster, [0, 1])
         held = max(program.peak_bytes for program in tape.programs) / 2**20 + 32
         assert held == pytest.approx(shape.peak_mib, rel=0.01)
 
