@@ -17,7 +17,10 @@ from ringprof.foresee.program import Block, Post, Touch, Wait
 from ringprof.foresee.tape import tape
 from ringprof.run import Sent, Workload, read_run
 
-RUNS = sorted(TRACES.glob("*/run.json"))
+RUNS = [
+    path for path in sorted(TRACES.glob("*/run.json")) if (work := read_run(path).workload) and work.kv_length is None
+]  # fmt: skip
+"""Prefill and decode are refused."""
 USERS = "tests.foresee.strategies_of_users"
 SMALL = Workload(seq=64, heads=2, kv_heads=1, head_dim=8)
 
