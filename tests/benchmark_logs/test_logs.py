@@ -53,7 +53,10 @@ def test_rows_and_flags_are_values(published: BenchmarkLogs) -> None:
     assert (flag.line, flag.severity, flag.printed, flag.computed) == (7, "error", "OOM", 1303.94)
 
 
-def test_it_says_what_the_command_says(published: BenchmarkLogs, tmp_path: Path) -> None:
+def test_it_says_what_the_command_says(
+    published: BenchmarkLogs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
     options = ["--heads", "40", "--head-dim", "128", "--world", "32", "-o", str(tmp_path / "out")]
     for form, text in (("terminal", published.to_terminal()), ("csv", published.to_csv())):
         assert run(["logs", *NAMES, *options, "--format", form]) == 0

@@ -64,8 +64,7 @@ def nothing_may_be_sent() -> Iterator[None]:
     with ExitStack() as stack:
         for name in SENDING:
             stack.enter_context(patch.object(dist, name, refuse))
-        for name in ("_all_gather_single", "_reduce_scatter_single"):
-            stack.enter_context(patch.object(collectives, name, refuse))
+        stack.enter_context(patch.object(collectives.Collective, "_trade", refuse))
         stack.enter_context(patch.object(hops.Ring, "_exchange", refuse))
         yield
 
