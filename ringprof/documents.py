@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable
 from itertools import islice
@@ -9,11 +10,12 @@ from pathlib import Path
 
 from ringprof.errors import UsageError
 from ringprof.files import read_whole
+from ringprof.whole_numbers import whole
 
 MOST = 1 << 20
 """Documents in one sequence."""
 
-_ITEM = re.compile(r"([0-9]+)([km]?)(?:x([0-9]+))?", re.IGNORECASE)
+_ITEM = re.compile(r"([0-9]{1,12})([km]?)(?:x([0-9]{1,7}))?", re.IGNORECASE)
 _FACTORS = {"": 1, "k": 1 << 10, "m": 1 << 20}
 _LOGNORMAL = "lognormal:"
 
@@ -28,7 +30,8 @@ def document_lengths(text: str, seq: int) -> tuple[int, ...]:
     """
     if text.startswith(_LOGNORMAL):
         return _filled(_drawn(_settings(text)), seq)
-    if Path(text).is_file():
+    # A list may be longer than a path can be, at which pathlib raises an error.
+    if os.path.isfile(text):
         return _filled(_in_file(Path(text)), seq)
     lengths = tuple(_listed(text))
     if sum(lengths) != seq:
@@ -53,19 +56,21 @@ def _listed(text: str) -> Iterable[int]:
         match = _ITEM.fullmatch(item.strip())
         if match is None:
             raise UsageError(
-                f"--documents {_short(text)}: {item!r} is neither a file nor a length such as 65536, 64k or 8192x4"
+                f"--documents {_short(text)}: {_short(item)!r} is neither a file nor a length such as 65536, 64k or"
+                " 8192x4"
             )
         length, times = int(match[1]) * _FACTORS[match[2].lower()], int(match[3] or 1)
         if length < 1 or not 1 <= times <= MOST:
-            raise UsageError(f"--documents {_short(text)}: {item!r} is no document")
+            raise UsageError(f"--documents {_short(text)}: {_short(item)!r} is no document")
         yield from [length] * times
 
 
 def _in_file(path: Path) -> Iterable[int]:
     for item in read_whole(str(path)).decode(errors="replace").replace(",", " ").split():
-        if not item.isdecimal() or int(item) < 1:
+        length = whole(item)
+        if not length:
             raise UsageError(f"{path}: {item[:40]!r} is no length in tokens")
-        yield int(item)
+        yield length
 
 
 def _settings(text: str) -> dict[str, float]:
@@ -75,7 +80,9 @@ def _settings(text: str) -> dict[str, float]:
         settings |= {name: float(value) for name, value in given.items()}
     except ValueError:
         settings = {}
-    if set(settings) != {"mean", "sigma", "seed"} or settings["mean"] < 1 or not 0 <= settings["sigma"] <= 5:
+    sound = set(settings) == {"mean", "sigma", "seed"} and 1 <= settings["mean"] <= 1e12
+    sound = sound and 0 <= settings["sigma"] <= 5 and settings["seed"].is_integer() and settings["seed"] >= 0
+    if not sound:
         raise UsageError(f"--documents {_short(text)}: as in lognormal:mean=8192,sigma=1.2,seed=7")
     return settings
 

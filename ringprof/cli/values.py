@@ -18,7 +18,7 @@ KERNEL_NAMES = (
     "flex", "reference",
 )  # fmt: skip
 
-_LENGTH = re.compile(r"([0-9]+)([km]?)", re.IGNORECASE)
+_LENGTH = re.compile(r"([0-9]{1,13})([km]?)", re.IGNORECASE)
 _FACTORS = {"": 1, "k": 1 << 10, "m": 1 << 20}
 
 
@@ -30,7 +30,7 @@ class Tokens(click.ParamType):  # type: ignore[type-arg]
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         match = _LENGTH.fullmatch(str(value).strip())
         if match is None:
-            self.fail(f"{value!r} is not a number of tokens, such as 131072 or 128k", param, ctx)
+            self.fail(f"{str(value)[:40]!r} is not a number of tokens, such as 131072 or 128k", param, ctx)
         return int(match[1]) * _FACTORS[match[2].lower()]
 
 

@@ -14,6 +14,7 @@ from ringprof.foresee.from_runs import observed_run
 from ringprof.foresee.question import run_at
 from ringprof.foresee.what_if import Changes, WhatIf, what_if
 from ringprof.report.text import duration, percent
+from ringprof.whole_numbers import whole
 
 
 @click.command("what-if")
@@ -78,9 +79,10 @@ def _pairs(given: tuple[str, ...], option: str) -> list[tuple[str, str]]:
 
 
 def _rank(text: str) -> int:
-    if not text.isdigit():
+    rank = whole(text)
+    if rank is None:
         raise UsageError(f"--slow {text!r}: write RANK=FACTOR, such as 3=1.25")
-    return int(text)
+    return rank
 
 
 def _factor(text: str) -> float:

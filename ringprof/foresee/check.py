@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -25,6 +26,7 @@ from ringprof.foresee.predict import TapeOf, predict
 from ringprof.foresee.question import Question
 from ringprof.report.text import clean
 from ringprof.run import Workload
+from ringprof.whole_numbers import whole
 
 _SCHEMA = "ringprof.check/1"
 _MOST_ROWS = 20_000
@@ -51,6 +53,8 @@ class _Row:
     """Per GPU, as measured."""
     part: str
     """``fwd``, ``bwd`` or ``fwd+bwd``."""
+    unread: str = ""
+    """What of it is no number."""
 
 
 @dataclass(frozen=True)
@@ -76,11 +80,14 @@ class Checked:
 def read_rows(path: str) -> list[dict[str, str]]:
     """The rows of a CSV file. Raises `InputError`."""
     text = read_whole(path).decode("utf-8-sig", errors="replace")
-    rows = list(csv.DictReader(io.StringIO(text)))
+    try:
+        rows = list(islice(csv.DictReader(io.StringIO(text)), _MOST_ROWS + 1))
+    except csv.Error as error:
+        raise InputError(f"{path}: not a table of measurements: {error}") from None
     if not rows or not {"strategy", "seq_global", "heads", "n_gpus"} <= set(rows[0]):
         raise InputError(f"{path}: not a table of measurements: it needs strategy, seq_global, heads, n_gpus, time_ms")
     if len(rows) > _MOST_ROWS:
-        raise InputError(f"{path}: {len(rows)} rows, at most {_MOST_ROWS} are checked at once")
+        raise InputError(f"{path}: at most {_MOST_ROWS} rows are checked at once")
     return rows
 
 
@@ -95,24 +102,30 @@ def check_rows(
 def _row(number: int, row: Mapping[str, str | None], cluster: Cluster) -> _Row:
     given = {key: value for key, value in row.items() if key and value not in (None, "")}
 
-    def whole(name: str, default: int) -> int:
-        try:
-            return max(1, int(float(given.get(name) or default)))
-        except (ValueError, OverflowError):
-            return default
+    unread: list[str] = []
+
+    def count(name: str, default: int) -> int:
+        # Whoever writes a table with pandas writes 65536.0 where another row lacks the figure.
+        text = given.get(name)
+        found = default if text is None else whole(text.removesuffix(".0"))
+        if not found or found > 1 << 40:
+            unread.append(f"{name} {clean(str(text)[:40])!r} is no such number")
+        return min(found or default, 1 << 40)
 
     def figure(*names: str) -> float | None:
         texts = (str(given.get(name, "")) for name in names)
         return next((float(text) for text in texts if _NUMBER.fullmatch(text)), None)
 
-    heads, size, part = whole("heads", 1), whole("n_gpus", 1), str(given.get("pass") or "fwd+bwd")
-    hosts = min(whole("hosts", 1), size)
+    heads, size, part = count("heads", 1), count("n_gpus", 1), str(given.get("pass") or "fwd+bwd")
+    hosts = min(count("hosts", 1), size)
     workload = Workload(
-        seq=whole("seq_global", 1), heads=heads, kv_heads=whole("kv_heads", heads), head_dim=whole("head_dim", 128),
-        batch=whole("batch", 1), causal=str(given.get("causal", "true")).lower() in _TRUE, backward=part != "fwd",
+        seq=count("seq_global", 1), heads=heads, kv_heads=count("kv_heads", heads), head_dim=count("head_dim", 128),
+        batch=count("batch", 1), causal=str(given.get("causal", "true")).lower() in _TRUE, backward=part != "fwd",
         dtype="fp16" if "16" in str(given.get("dtype", "")) and "bf" not in str(given.get("dtype", "")) else "bf16",
     )  # fmt: skip
     question = _question(given, workload, replace(cluster, hosts=hosts, gpus_per_host=max(1, size // hosts)))
+    if unread:
+        return _Row(number, str(given.get("id") or given.get("strategy") or ""), None, None, None, part, unread[0])
     flops = _flops(workload, part) / size
     ms, tflops = figure("time_ms"), figure("tflops", "tflops_per_gpu_computed", "tflops_per_gpu_printed")
     ms = flops / tflops / 1e9 if ms is None and tflops else ms
@@ -128,8 +141,8 @@ def _row(number: int, row: Mapping[str, str | None], cluster: Cluster) -> _Row:
 
 def _flops(workload: Workload, part: str) -> float:
     """Model FLOPs of the pass."""
-    whole = workload.model_flops()
-    return whole * 5 / 7 if part == "bwd" else whole
+    flops = workload.model_flops()
+    return flops * 5 / 7 if part == "bwd" else flops
 
 
 def _question(given: Mapping[str, Any], workload: Workload, cluster: Cluster) -> Question | None:
@@ -141,7 +154,7 @@ def _question(given: Mapping[str, Any], workload: Workload, cluster: Cluster) ->
         return None
     params: dict[str, Any] = {}
     degrees = str(given.get("degrees", "")).lower()
-    ulysses, window = re.search(r"ulysses=(\d+)", degrees), re.search(r"window=(\d+)", degrees)
+    ulysses, window = re.search(r"ulysses=([0-9]{1,9})", degrees), re.search(r"window=([0-9]{1,9})", degrees)
     if ulysses and name in ("usp", "double-ring"):
         params["ulysses_degree"] = int(ulysses[1])
     if window and name in ("burst", "double-ring"):
@@ -157,7 +170,7 @@ def _question(given: Mapping[str, Any], workload: Workload, cluster: Cluster) ->
 def _checked(row: _Row, machine: Calibration, tape_of: TapeOf, known: dict[Any, Any]) -> Checked:
     flags = list(_impossible(row, machine))
     if row.question is None:
-        return Checked(row, None, "a strategy that ringprof has not", flags)
+        return Checked(row, None, row.unread or "a strategy that ringprof has not", flags)
     try:
         predicted = _times(row, row.question, machine, tape_of, known)
     except RingprofError as error:

@@ -19,6 +19,7 @@ from typing import NamedTuple
 from ringprof.foresee.calibration import Calibration, Link, Nccl
 from ringprof.foresee.events import Leg
 from ringprof.foresee.program import Post
+from ringprof.whole_numbers import whole
 
 MESSAGE_A_CHANNEL = 16 << 20
 NIC_GB_S_A_CHANNEL = 14
@@ -81,8 +82,8 @@ def _net_channels(ranks: int, nccl: Nccl, nic_gb_s: float) -> int:
 
 
 def _version(text: str) -> tuple[int, ...]:
-    parts = text.split(".")[:2]
-    return tuple(int(part) for part in parts) if all(part.isdigit() for part in parts) else (0,)
+    parts = [whole(part) for part in text.split(".")[:2]]
+    return (0,) if None in parts else tuple(part for part in parts if part is not None)
 
 
 class RateFactors(NamedTuple):

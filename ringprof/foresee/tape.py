@@ -25,7 +25,7 @@ from ringprof.foresee.recorder import LooksAtValues, RecordedKernels, RecordedSt
 from ringprof.foresee.seams import RecordingCommunicator, recording_kernel
 from ringprof.record.measure import Problem, counted_work, reset_counts
 from ringprof.record.resolve import fits, load_strategy, mask_options, strategy_errors, torch_dtype, typed_params
-from ringprof.run import Workload
+from ringprof.run import MOST_RANKS, Workload
 from ringprof.strategies import find
 from ringprof.strategies.annotate import heard_by
 from ringprof.strategies.base import Context
@@ -35,6 +35,7 @@ from ringprof.strategies.streams import SIDE_STREAMS
 
 MOST_PACKED = 64
 """Ranks that documents are foreseen on: on more, fewer ranks stand for all, and these hold other documents."""
+_MOST_ELEMENTS = 1 << 58
 _LIKE = {"flash-attn-3": "flash-attn", "flash-attn-4": "flash-attn", "ffa": "flash-attn"}
 """Kernels of calibrations that others made, and which of ringprof's own takes and gives the like."""
 
@@ -58,6 +59,8 @@ def tape(
         )
     if workload.softcap or workload.sinks or workload.v_head_dim:
         raise UnfitWorkloadError("softcap, sinks and smaller heads of v cannot be foreseen: no kernel is calibrated so")
+    if workload.batch * workload.seq * workload.heads * workload.head_dim > _MOST_ELEMENTS:
+        raise UnfitWorkloadError("a tensor of so many heads and tokens has more bytes than 64 bits count")
     per_host = ranks_per_host or size
     if size % per_host:
         raise UnfitWorkloadError(f"{per_host} ranks a host do not divide {size} ranks")
@@ -86,6 +89,10 @@ def tape_of(question: Question, cluster: Cluster, ranks: Sequence[int] | None) -
     kept, as far as they fit.
     """
     size, params, workload = question.cluster.size, dict(question.params), question.workload
+    if size > MOST_RANKS:
+        raise UnfitWorkloadError(f"{size} ranks cannot be foreseen: at most {MOST_RANKS}")
+    if workload.seq < size:
+        raise UnfitWorkloadError(f"{workload.seq} tokens on {size} ranks are less than one each")
     if cluster.size != size:
         if workload.documents is not None:
             raise UnfitWorkloadError(f"packed documents on {size} ranks cannot be foreseen: on {MOST_PACKED} at most")

@@ -27,6 +27,7 @@ from ringprof.record.remote_traces import TraceFile
 from ringprof.record.request import from_json
 from ringprof.record.run_folder import RUN_FILE, discard, reduced_name, trace_name
 from ringprof.run import Run, Workload, write_run
+from ringprof.whole_numbers import whole
 
 
 @contextmanager
@@ -145,8 +146,8 @@ def _result(
 ) -> RankResult:  # fmt: skip
     """What this rank tells the first; its trace is complete."""
     place = launcher_rank()
-    text = os.environ.get("LOCAL_RANK", "")
-    local_rank = place.local_rank if place else int(text) if text.isdigit() else ranks.rank
+    told = whole(os.environ.get("LOCAL_RANK", ""))
+    local_rank = place.local_rank if place else ranks.rank if told is None else told
     said = ranks.told(RankHost(host_name(), place.node if place else 0))
     host = distinct_host_names([from_json(part, RankHost) for part in said])[ranks.rank]
     return RankResult(

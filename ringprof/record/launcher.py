@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ringprof.errors import UsageError
+from ringprof.whole_numbers import whole
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,7 @@ def _number(env: Mapping[str, str], name: str, default: int | None = None) -> in
     text = env.get(name)
     if text is None and default is not None:
         return default
-    if text is None or not text.isdigit():
+    number = whole(text) if text is not None else None
+    if number is None:
         raise UsageError(f"{name}={text!r} is not a number: unset it, or start through torchrun or srun")
-    return int(text)
+    return number

@@ -1,0 +1,156 @@
+"""First steps and slips: what the command line says where something is left out, misspelt or called by another name."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import io
+import os
+import shutil
+import sqlite3
+import subprocess
+import sys
+import webbrowser
+from pathlib import Path
+from urllib.parse import urlparse
+
+import pytest
+
+from ringprof import cli
+from tests.loaded import analysis
+from tests.paths import ROOT, TRACES
+
+RUN = str(TRACES / "h200x4-zigzag-65536")
+OTHER = str(TRACES / "h200x4-zigzag-65536-copied")
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    code = cli.run([*arguments])
+    return code, *capsys.readouterr()
+
+
+def test_alone_it_shows_its_help(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys)
+    assert (code, err) == (0, "")
+    assert out.startswith("Usage: ringprof") and "\n  report " in out and len(out.splitlines()) > 10
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["reprot", RUN], "no command 'reprot' (did you mean 'report'?); there are: record, "),
+        (["record", "--strategy", "zigzag", "--seq", "64", "--nproc", "2"], "--world sets the number of ranks"),
+        (["bench", "--strategies", "zigzag", "--seq", "64", "--gpus=2"], "--world sets the number of ranks"),
+        (["report", RUN, OTHER], f"set them side by side with: ringprof compare {RUN} {OTHER}"),
+        (["report", f"{RUN}/run.json", OTHER], "these are 2 runs"),
+        (["report", RUN, "--sort", "exposed"], "ask for one of them"),
+        (
+            ["report", RUN, "--steps", "--sort", "exposd"],
+            "no such column (did you mean 'exposed'?); there are: block, ",
+        ),
+    ],
+)
+def test_a_slip_is_one_line_that_says_what_was_meant(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = run(capsys, *arguments)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert said in err
+
+
+def test_without_a_run_it_says_how_to_get_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for command in (["report"], ["export", "-o", "out.json"]):
+        code, _, err = run(capsys, *command)
+        assert code == 2 and "no run here yet: give a path, or record one" in err
+
+
+def test_hints_name_what_was_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(RUN, tmp_path / "a run")
+    monkeypatch.chdir(tmp_path)
+    for path in ("a run", str(tmp_path / "a run")):
+        assert "\nnext: ringprof report 'a run' --html report.html" in run(capsys, "report", path)[1]
+    monkeypatch.chdir(ROOT / "docs")
+    assert f"next: ringprof report '{tmp_path}/a run' --html" in " ".join(
+        run(capsys, "report", str(tmp_path / "a run"))[1].split()
+    )
+
+
+@pytest.mark.parametrize(
+    ("variables", "colour"),
+    [({}, False), ({"FORCE_COLOR": "1"}, True), ({"FORCE_COLOR": "0"}, False),
+     ({"FORCE_COLOR": "1", "NO_COLOR": "1"}, False), ({"FORCE_COLOR": "1", "TERM": "dumb"}, True)],
+)  # fmt: skip
+def test_colour_can_be_forced_and_refused(variables: dict[str, str], colour: bool) -> None:
+    kept = {name: value for name, value in os.environ.items() if name not in ("FORCE_COLOR", "NO_COLOR")}
+    done = subprocess.run(
+        [sys.executable, "-m", "ringprof", "report", RUN], capture_output=True, text=True, env={**kept, **variables},
+        check=True, cwd=ROOT,
+    )  # fmt: skip
+    assert ("\x1b[1m" in done.stdout) is colour
+
+
+def test_a_pipe_gets_all_columns_and_a_width_what_fits() -> None:
+    kept = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+    command = [
+        sys.executable,
+        "-m",
+        "ringprof",
+        "report",
+        str(TRACES / "h200x4-burst-65536-two-hosts"),
+        "--hops",
+        "--all",
+    ]
+    piped, narrow = (
+        subprocess.run([*command, *more], capture_output=True, text=True, env=kept, check=True, cwd=ROOT).stdout
+        for more in ([], ["--width", "80"])
+    )
+    assert "to  from     MB" in piped and "no room" not in piped and "…" not in piped
+    assert "no room for" in narrow and max(map(len, narrow.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("frame", ["breakdown", "iterations", "steps", "kernels", "annotations", "hops", "waterfall"])
+def test_every_frame_can_be_had_as_csv(frame: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "frame.csv"
+    assert run(capsys, "report", RUN, "--csv", frame, "-o", str(out))[:2] == (0, "")
+    rows = list(csv.DictReader(io.StringIO(out.read_text(encoding="utf-8"))))
+    expected = getattr(analysis(RUN), frame)()
+    assert list(rows[0]) == list(expected.columns) and len(rows) == len(expected)
+    for column in ("wall_ns", "time_ns", "start_ns", "exposed_ns"):
+        if column in expected:
+            assert [int(row[column]) if row[column] else None for row in rows] == [
+                None if value is None else int(value) for value in expected[column].astype(object).where(
+                    expected[column].notna(), None)
+            ]  # fmt: skip
+
+
+def test_the_page_can_be_opened(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("bokeh")
+    opened: list[str] = []
+
+    def open_page(url: str) -> bool:
+        opened.append(url)
+        return len(opened) == 1
+
+    monkeypatch.setattr(webbrowser, "open", open_page)
+    assert run(capsys, "report", RUN, "--open")[0] == 0
+    page = Path(urlparse(opened[0]).path)
+    assert page.read_text(encoding="utf-8").startswith("<!doctype html>")
+    code, _, err = run(capsys, "report", RUN, "--open", "--html", str(page))
+    assert code == 0 and f"no browser to be had here: open {page}" in err
+
+
+def test_an_error_line_holds_nothing_that_a_terminal_obeys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "broken.sqlite"
+    with contextlib.closing(sqlite3.connect(path)) as database:
+        database.execute("CREATE TABLE t (a)")
+        database.execute("PRAGMA writable_schema = 1")
+        database.execute("UPDATE sqlite_master SET name = ?, sql = 'CREATE TBLE x'", ("\x1b]0;title\x07\u202e\x1b[2J",))
+        database.commit()
+    code, out, err = run(capsys, "report", str(path))
+    assert (code, out) == (2, "") and err.startswith("ringprof: ") and err.endswith("\n")
+    assert err[:-1].isprintable() and "]0;title" in err
