@@ -230,7 +230,7 @@ def assumed(name: str, device: str, multiprocessors: int, memory_bytes: int) -> 
             collective_gb_s={},
         ),
         nccl=Nccl(version="2.28"), contention=about(0.83), hop_first=about(0.35), host=host, handover_us=about(5.0),
-        heat=about(0.1), unlike=about(0.015), noise=about(0.015),
+        heat=about(0.1), unlike=about(0.015), noise=about(0.0185),
     )  # fmt: skip
 
 
