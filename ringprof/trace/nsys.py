@@ -1,7 +1,8 @@
 """Nsight Systems exports (``nsys export --type sqlite``): their tables to the columns of a `Trace`.
 
 An export holds all processes that were profiled together, so one file gives one trace a process that used a GPU.
-Times in it count from the start of the session. It says nothing of process groups, peers or bytes of NCCL kernels.
+Times in it count from the start of the session. Of process groups, peers and bytes of NCCL kernels it says what NCCL
+told NVTX (`ringprof.trace.nccl_payloads`).
 
 An export may come from a stranger, and a database can hold programs: only rows of plain tables are read, one table
 after the other from its first row to its last, and the work that SQLite may do grows with the size of the file.
@@ -31,18 +32,31 @@ from ringprof.trace.columns import (
     NONE,
     TABLES,
     Caveat,
+    CommRecord,
     Device,
     Int64,
     Trace,
+    distinct,
     table_of,
 )
-from ringprof.trace.memory import bytes_of_text, take_analysis
+from ringprof.trace.memory import bytes_of_collectives, bytes_of_text, take_analysis
+from ringprof.trace.nccl_payloads import (
+    LONGEST_PAYLOAD,
+    Call,
+    Communicators,
+    Layouts,
+    add_entries,
+    call_of,
+    decode,
+    record_of,
+)
 from ringprof.trace.one_run import rank_in_name
 
 _KERNELS, _COPIES, _SETS = (f"CUPTI_ACTIVITY_KIND_{what}" for what in ("KERNEL", "MEMCPY", "MEMSET"))
 _CALLS, _MARKS, _STRINGS = "CUPTI_ACTIVITY_KIND_RUNTIME", "NVTX_EVENTS", "StringIds"
 _START, _DEVICES, _SYSTEM = "TARGET_INFO_SESSION_START_TIME", "TARGET_INFO_GPU", "TARGET_INFO_SYSTEM_ENV"
-_READ = {_KERNELS, _COPIES, _SETS, _CALLS, _MARKS, _STRINGS, _START, _DEVICES, _SYSTEM}
+_FIELDS = "NVTX_PAYLOAD_SCHEMA_ENTRIES"
+_READ = {_KERNELS, _COPIES, _SETS, _CALLS, _MARKS, _STRINGS, _START, _DEVICES, _SYSTEM, _FIELDS}
 # Our columns and Nsight's.
 _TIMES = {"start_ns": "start", "end_ns": "end"}
 _ACTIVITY = {
@@ -58,6 +72,8 @@ _COPY_NAMES = {
 _THREAD_BITS = 24
 # What autograd's emit_nvtx writes: the operator, then its sequence number and identity.
 _OPERATOR = re.compile(r"(\w+::\w+)(, (seq|op_id) = .*)?")
+# The length of bytes is known without reading them: those of a payload too long for NCCL's are never in memory.
+_SHORT = f"""CASE WHEN typeof("{{0}}") = 'blob' AND length("{{0}}") > {LONGEST_PAYLOAD} THEN NULL ELSE "{{0}}" END"""
 
 MOST_PROCESSES = 1 << 10
 """No host runs more on its GPUs at once: each becomes a rank of a report."""
@@ -121,7 +137,7 @@ class _Export:
 
     def _allow(self, action: int, table: str | None, name: str | None, database: str | None, by: str | None) -> int:
         plain = action == sqlite3.SQLITE_SELECT or (action == sqlite3.SQLITE_READ and table in self._present)
-        called = action == sqlite3.SQLITE_FUNCTION and name == "typeof"
+        called = action == sqlite3.SQLITE_FUNCTION and name in ("typeof", "length")
         return sqlite3.SQLITE_OK if (plain or called) and by is None else sqlite3.SQLITE_DENY
 
     def has(self, table: str) -> bool:
@@ -201,12 +217,22 @@ def _traces(export: _Export) -> list[Trace]:
     marks = _by_process(_marks(export))
     base, host, devices = _base_ns(export), _host(export), _devices(export)
     rank = rank_in_name(export.path) if len(done) == 1 else None
+    calls_told, told = _nccl_calls(export)
+    members = _members(calls_told, told)
+    order = _in_order(done, members)
+    number = {process: at if rank is None else rank for at, process in enumerate(order)}
+    ranks = {
+        communicator: tuple(number[process] for process in processes)
+        for communicator, processes in members.items()
+        if all(process in number for process in processes)
+    }
+    records = {process: _records(export, rows, told, ranks) for process, rows in _by_process(calls_told).items()}
     traces = [
         Trace(
             path=export.path,
             names=list(export.names),
-            **_tables(done[process], calls.get(process), marks.get(process), base),
-            collectives=[],
+            **_tables(done[process], calls.get(process), marks.get(process), records.get(process, ({}, []))[0], base),
+            collectives=records.get(process, ({}, []))[1],
             devices=devices,
             rank=rank,
             world_size=len(done) if len(done) > 1 else None,
@@ -216,7 +242,7 @@ def _traces(export: _Export) -> list[Trace]:
             events_total=export.total,
             events_skipped=export.skipped,
         )
-        for process in sorted(done, key=lambda process: (int(done[process]["device"][0]), process))
+        for process in order
     ]
     for trace in traces:
         trace.warnings.extend(overlaps(trace.activities, rank))
@@ -286,6 +312,74 @@ def _mark(export: _Export, text: str) -> int:
     return 2 * export.number(match[1] if match is not None and operator else text) + operator
 
 
+def _nccl_calls(export: _Export) -> tuple[_Rows, list[Call]]:
+    """NCCL's calls that tell their communicator; ``call`` is an index into the different ones."""
+    layouts: Layouts = {}
+    for entries in export.select(_FIELDS, ("schemaId", "name", "type", "offset")):
+        before = len(layouts)
+        add_entries(layouts, entries)
+        export.budget.take(bytes_of_collectives(len(layouts) - before), export.path)
+    names = _nccl_names(export) if layouts else {}
+    calls: dict[Call, int] = {}
+
+    def told(rows: list[tuple[Any, ...]]) -> Int64:
+        before, found = len(calls), []
+        for *times, key, own, data in rows:
+            fields = decode(data, layouts)
+            call = call_of(own if isinstance(own, str) else names.get(key, ""), fields) if fields else None
+            if call is not None and all(isinstance(time, int) for time in times):
+                found.append((*times, calls.setdefault(call, len(calls))))
+        export.budget.take(bytes_of_collectives(len(calls) - before), export.path)
+        return np.array(found, np.int64).reshape(-1, 4)
+
+    chunks = export.select(_MARKS, ("start", "end", "globalTid", "textId", "text", "binaryData"), _SHORT)
+    rows = export.joined(("start_ns", "end_ns", "thread", "call"), map(told, chunks if layouts else ()))
+    # Rows without times have been counted as ranges.
+    sound = (abs(rows["start_ns"]) < LARGEST_NS) & (abs(rows["end_ns"]) < LARGEST_NS)
+    return _of(rows, sound), list(calls)
+
+
+def _nccl_names(export: _Export) -> dict[int, str]:
+    names = {}
+    for rows in export.select(_STRINGS, ("id", "value")):
+        for key, text in rows:
+            if isinstance(text, str) and text.startswith("nccl"):
+                names[key] = text
+                export.budget.take(bytes_of_text(text), export.path)
+    return names
+
+
+def _members(rows: _Rows, calls: list[Call]) -> dict[int, tuple[int, ...]]:
+    """The processes of each communicator, by place."""
+    communicators = Communicators()
+    for process, mine in _by_process(rows).items():
+        for number in distinct(mine["call"]).tolist():
+            communicators.add(calls[number], process)
+    return communicators.members()
+
+
+def _in_order(done: Mapping[int, _Rows], members: Mapping[int, tuple[int, ...]]) -> list[int]:
+    """The processes by their place in a communicator of them all, else by device."""
+    whole = next((processes for processes in members.values() if set(processes) == set(done)), None)
+    return list(whole) if whole else sorted(done, key=lambda process: (int(done[process]["device"][0]), process))
+
+
+def _records(
+    export: _Export, rows: _Rows, calls: list[Call], ranks: Mapping[int, tuple[int, ...]]
+) -> tuple[_Rows, list[CommRecord]]:
+    """One process's communication records, of the communicators whose ranks are known."""
+    records: dict[CommRecord, int] = {}
+    index = np.full(len(calls), NONE, np.int64)
+    for number in distinct(rows["call"]).tolist():
+        call = calls[number]
+        record = record_of(call, ranks[call.communicator]) if call.communicator in ranks else None
+        if record is not None:
+            index[number] = records.setdefault(record, len(records))
+    export.budget.take(bytes_of_collectives(len(records)), export.path)
+    rows = {**rows, "collective": index[rows["call"]]}
+    return _of(rows, rows["collective"] != NONE), list(records)
+
+
 def _of(rows: _Rows, chosen: npt.NDArray[np.bool_] | npt.NDArray[np.intp]) -> _Rows:
     return {name: column[chosen] for name, column in rows.items()}
 
@@ -299,9 +393,11 @@ def _by_process(rows: _Rows, column: str = "thread") -> dict[int, _Rows]:
     return {number: _of(rows, part) for number, part in zip(processes.tolist(), parts, strict=True)}
 
 
-def _tables(done: _Rows, calls: _Rows | None, marks: _Rows | None, base: int) -> dict[str, Any]:
+def _tables(done: _Rows, calls: _Rows | None, marks: _Rows | None, records: _Rows, base: int) -> dict[str, Any]:
     """The tables of one process's trace."""
     parts: dict[str, _Rows] = {"activities": done}
+    if records:
+        parts["comm_records"] = records
     if calls:
         parts["launches"] = _of(calls, np.isin(calls["correlation"], done["correlation"]))
     if marks:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -11,7 +12,7 @@ import msgspec
 from ringprof.errors import InputError
 from ringprof.files import read_bytes, size_of
 from ringprof.limits import Limits, MemoryBudget, MemoryLimitError
-from ringprof.trace.columns import Trace
+from ringprof.trace.columns import CommRecord, Trace
 from ringprof.trace.formats import format_at
 from ringprof.trace.kineto.byte_source import is_packed
 from ringprof.trace.memory import take_trace
@@ -73,11 +74,27 @@ def try_file(name: str, budget: MemoryBudget) -> list[Trace] | InputError:
 def _checked(traces: Sequence[Trace], problems: Sequence[InputError] = ()) -> list[Trace]:
     """The traces sorted by rank, each with warnings about its place among the others, one about those not read."""
     facts = checked_facts([facts_of(trace) for trace in traces], problems)
-    placed = [
-        msgspec.structs.replace(trace, rank=one.rank, warnings=list(one.warnings))
-        for trace, one in zip(traces, facts, strict=True)
-    ]
+    sharing = Counter(trace.path for trace in traces if trace.rank is None)
+    first: dict[str, int] = {}
+    placed = []
+    for trace, one in zip(traces, facts, strict=True):
+        # A file that holds several ranks counts them from its own first one.
+        offset = first.setdefault(trace.path, one.rank or 0) if sharing[trace.path] > 1 else 0
+        records = [_counted_from(offset, record) for record in trace.collectives] if offset else trace.collectives
+        placed.append(msgspec.structs.replace(trace, rank=one.rank, warnings=list(one.warnings), collectives=records))
     return [placed[at] for at in sorted(range(len(facts)), key=lambda at: order(facts[at]))]
+
+
+def _counted_from(first: int, record: CommRecord) -> CommRecord:
+    def global_rank(rank: int | None) -> int | None:
+        return None if rank is None else first + rank
+
+    return msgspec.structs.replace(
+        record,
+        group_ranks=record.group_ranks and tuple(first + rank for rank in record.group_ranks),
+        source_rank=global_rank(record.source_rank),
+        destination_rank=global_rank(record.destination_rank),
+    )
 
 
 # --- other processes ----------------------------------------------------------------------------------

@@ -274,7 +274,14 @@ def _kind_of_calls(calls: Calls, rank: int | None) -> str:
     kinds = {kind_of_collective(call.name) or "comm_other" for call in calls}
     if kinds == {"all_to_all"} and all(single_peer(call, rank) is not None for call in calls):
         return "send_recv"
+    # Nobody sends to itself but in an all-to-all, which NCCL carries out as sends and receives.
+    if kinds == {"send_recv"} and rank is not None and any(_sends_to(call, rank) for call in calls):
+        return "all_to_all"
     return kinds.pop() if len(kinds) == 1 else "comm_other"
+
+
+def _sends_to(call: CommRecord, rank: int) -> bool:
+    return "send" in call.name and call.destination_rank == rank
 
 
 def single_peer(call: CommRecord, rank: int | None) -> tuple[int, int] | None:

@@ -137,7 +137,8 @@ def _size(call: CommRecord, elements: int | None) -> int | None:
 def _sent(calls: Calls, kind: str, sends: tuple[Message, ...], rank: int) -> int | None:
     """Bytes that leave the rank; None where a size is not known."""
     sizes = [m.size_bytes for m in sends] if kind == "send_recv" else [_leaving(c, kind, rank) for c in calls]
-    if not calls or any(size is None for size in sizes):
+    lost = kind == "send_recv" and any("send" in call.name and call.destination_rank is None for call in calls)
+    if not calls or lost or any(size is None for size in sizes):
         return None
     return sum(size for size in sizes if size is not None)
 
@@ -145,6 +146,8 @@ def _sent(calls: Calls, kind: str, sends: tuple[Message, ...], rank: int) -> int
 def _leaving(call: CommRecord, kind: str, rank: int) -> int | None:
     """Bytes one rank sends in a collective of ``n`` ranks: what is not its own, by the ring's or pairwise count."""
     size, n = _size(call, call.in_elements), call.group_size or len(call.group_ranks or ())
+    if kind == "all_to_all" and call.name in ("send", "recv"):
+        return size if call.name == "send" and call.destination_rank != rank else 0
     if size is None or n < 1:
         return None
     if kind == "all_gather":
