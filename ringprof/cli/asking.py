@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from ringprof.cli.recording import all_of, masks, workload_of, workload_options
-from ringprof.cli.values import KERNEL_NAMES, Known, Tokens
+from ringprof.cli.values import KERNEL_NAMES, Known, Number, Tokens
 from ringprof.errors import UsageError
 from ringprof.foresee.links import Cluster
 from ringprof.run import Workload
@@ -19,10 +19,10 @@ _CLUSTER = (
                  help="A kernel that the machine's file has curves of."),
     click.option("--hosts", type=click.IntRange(1, 1 << 16), default=1, show_default=True, help="Hosts."),
     click.option("--gpus-per-host", type=click.IntRange(1, 1024), default=8, show_default=True, help="GPUs of each."),
-    click.option("--nic", type=click.FloatRange(min=0, min_open=True), metavar="GBIT",
+    click.option("--nic", type=Number(min=0, min_open=True), metavar="GBIT",
                  help="Line rate of a NIC in Gbit/s; one a GPU unless --gpus-per-nic says otherwise."),
     click.option("--gpus-per-nic", type=click.IntRange(min=1), default=1, show_default=True, help="GPUs to a NIC."),
-    click.option("--oversubscription", type=click.FloatRange(min=1), default=1.0, show_default=True,
+    click.option("--oversubscription", type=Number(min=1), default=1.0, show_default=True,
                  help="A host's NICs over its up-links."),
     click.option("--net-channels", type=click.IntRange(1, 64), help="NCCL_NCHANNELS_PER_NET_PEER, where it is set."),
     click.option("--machine", required=True, metavar="FILE_OR_NAME",

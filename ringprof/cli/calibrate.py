@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 
+from ringprof.cli.values import Number
 from ringprof.errors import UsageError
 from ringprof.foresee.calibration import Calibration, as_json, assumed, base_for, read_calibration
 from ringprof.run import write_atomically
@@ -21,7 +22,7 @@ from ringprof.run import write_atomically
     "--base", metavar="FILE_OR_NAME", help="Where what is not measured is taken from.  [default: by the device]"
 )
 @click.option("--kernels", metavar="NAMES", help="Kernels to measure, by commas.  [default: all that run here]")
-@click.option("--seconds", type=click.FloatRange(min=5), default=400.0, show_default=True,
+@click.option("--seconds", type=Number(min=5), default=400.0, show_default=True,
               help="About how long to measure on GPUs.")  # fmt: skip
 def command(
     runs: tuple[str, ...], output: str, name: str | None, base: str | None, kernels: str | None, seconds: float

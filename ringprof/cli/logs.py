@@ -11,6 +11,7 @@ from ringprof.benchmark_logs.audit import SPREAD
 from ringprof.benchmark_logs.logs import BenchmarkLogs
 from ringprof.benchmark_logs.read import parse_log, read_log
 from ringprof.benchmark_logs.rows import BenchmarkLog, Flag, LogSettings
+from ringprof.cli.values import Number
 from ringprof.cli.write import NARROWEST, print_or_write, text_style
 from ringprof.files import read_within
 from ringprof.limits import EXPANDED_BYTES, MEMORY_BYTES, Limits
@@ -31,14 +32,14 @@ from ringprof.report.text import TextStyle
 @click.option("--causal/--no-causal", default=None, help="The mask, where a log does not state it.")
 @click.option("--device", help="GPU model (such as A800), where a log does not state it.")
 @click.option(
-    "--spread", type=click.FloatRange(min=0), default=100 * SPREAD, show_default=True,
+    "--spread", type=Number(min=0), default=100 * SPREAD, show_default=True,
     help="Percent by which the same configuration may differ between logs.",
 )  # fmt: skip
 @click.option("--machine", metavar="FILE_OR_NAME",
               help="Hold rows against this machine, too: h100, a800, or a file of `ringprof calibrate`.")  # fmt: skip
 @click.option("--gpus-per-host", type=click.IntRange(1, 1024), default=8, show_default=True,
               help="With --machine: GPUs of a host.")  # fmt: skip
-@click.option("--nic", type=click.FloatRange(min=0, min_open=True), metavar="GBIT",
+@click.option("--nic", type=Number(min=0, min_open=True), metavar="GBIT",
               help="With --machine: line rate of a GPU's NIC in Gbit/s.")  # fmt: skip
 @click.option(
     "--max-bytes", type=click.IntRange(min=1), help="How large a log may be.  [default: a tenth of --max-memory]"

@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 import click
 
-from ringprof.cli.values import Tokens
+from ringprof.cli.values import Number, Tokens
 from ringprof.documents import document_lengths
 from ringprof.errors import UsageError
 from ringprof.record import Request
@@ -37,10 +37,12 @@ def all_of(*options: Decorator) -> Decorator:
 def workload_options(*, heads: int = 40, head_dim: int = 128) -> Decorator:
     """Gives a command the options that say what attention is computed, but for the length."""
     return all_of(
-        click.option("--batch", default=1, show_default=True, help="Batch size."),
-        click.option("--heads", default=heads, show_default=True, help="Query heads."),
-        click.option("--kv-heads", type=int, help="Key and value heads (grouped-query).  [default: --heads]"),
-        click.option("--head-dim", default=head_dim, show_default=True, help="Size of a head."),
+        click.option("--batch", type=click.IntRange(min=1), default=1, show_default=True, help="Batch size."),
+        click.option("--heads", type=click.IntRange(min=1), default=heads, show_default=True, help="Query heads."),
+        click.option("--kv-heads", type=click.IntRange(min=1),
+                     help="Key and value heads (grouped-query).  [default: --heads]"),
+        click.option("--head-dim", type=click.IntRange(min=1), default=head_dim, show_default=True,
+                     help="Size of a head."),
         click.option("--causal/--no-causal", default=True, show_default=True, help="Causal mask, or full attention."),
         click.option("--dtype", type=click.Choice(list(DTYPES)), default="bf16", show_default=True,
                      help="Type of the inputs."),
@@ -110,7 +112,7 @@ def scores_and_heads(function: Callable[..., Any]) -> Callable[..., Any]:
     """Gives a command the options of what is done to scores, and of heads of two sizes."""
     return all_of(
         click.option("--v-head-dim", type=click.IntRange(min=1), help="Size of v's heads, where it is smaller (MLA)."),
-        click.option("--softcap", type=click.FloatRange(min=0, min_open=True, max=1e9),
+        click.option("--softcap", type=Number(min=0, min_open=True, max=1e9),
                      help="Scores s become softcap * tanh(s / softcap)."),
         click.option("--sinks", type=click.Choice(["learned"]),
                      help="A learned logit a head that takes part in the softmax."),

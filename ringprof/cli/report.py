@@ -16,6 +16,7 @@ from ringprof.api import Analysis, load_any, parse_any
 from ringprof.cli.gate import Gate, gate, gated
 from ringprof.cli.progress import loading_progress
 from ringprof.cli.reading import newest_or, reads_traces
+from ringprof.cli.values import Number
 from ringprof.cli.write import NARROWEST, print_or_write, say, text_style, write_text, written
 from ringprof.errors import UsageError, nearest
 from ringprof.files import is_file, read_within, within
@@ -54,7 +55,7 @@ def _sections(function: Callable[..., Any]) -> Callable[..., Any]:
 @gated("'exposed_comm > 5%', 'max(idle) > 1%'")
 @click.option("--strict", is_flag=True, help="Exit with 2 where the report has warnings.")
 @reads_traces
-@click.option("--wall", type=click.FloatRange(min=0, min_open=True), metavar="MS",
+@click.option("--wall", type=Number(min=0, min_open=True), metavar="MS",
               help="Kernel table: wall time of the window in ms.")  # fmt: skip
 @click.option("--iters", type=click.IntRange(min=1), help="Kernel table: iterations in the window.")
 def command(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -32,6 +33,16 @@ class Tokens(click.ParamType):  # type: ignore[type-arg]
         if match is None:
             self.fail(f"{str(value)[:40]!r} is not a number of tokens, such as 131072 or 128k", param, ctx)
         return int(match[1]) * _FACTORS[match[2].lower()]
+
+
+class Number(click.FloatRange):
+    """A number in a range. NaN, which is in every range for click, and infinity are none."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        number: float = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value!r} is not a finite number", param, ctx)
+        return number
 
 
 class Known(click.ParamType):  # type: ignore[type-arg]

@@ -40,9 +40,10 @@ def command(**options: Any) -> int:
     run = run_at(options["run"])
     machine = read_calibration(options["machine"]) if options["machine"] else base_for(run.environment.devices[0])
     changes = Changes(
-        links={name: _factor(value) for name, value in _pairs(options["links"], "--link")},
-        slow={_rank(name): _factor(value) for name, value in _pairs(options["slow"], "--slow")},
-        kernel_speed=_factor(options["kernel_speed"]), hops=options["hops"], hosts_of=options["ranks_per_host"],
+        links={name: _factor("--link", value) for name, value in _pairs(options["links"], "--link")},
+        slow={_rank(name): _factor("--slow", value) for name, value in _pairs(options["slow"], "--slow")},
+        kernel_speed=_factor("--kernel-speed", options["kernel_speed"]), hops=options["hops"],
+        hosts_of=options["ranks_per_host"],
         kv_heads=options["kv_heads"], params=params_of(options["params"], "KEY=VALUE"),
     )  # fmt: skip
     found = what_if(observed_run(options["run"], machine), machine, changes)
@@ -85,11 +86,11 @@ def _rank(text: str) -> int:
     return rank
 
 
-def _factor(text: str) -> float:
+def _factor(option: str, text: str) -> float:
     try:
         factor = float(text.removesuffix("x"))
     except ValueError:
         factor = 0.0
     if not 0.001 <= factor <= 1000:
-        raise UsageError(f"{text!r} is not a factor: write 2x, or 0.5x")
+        raise UsageError(f"{option}: {text!r} is not a factor: write 2x, or 0.5x")
     return factor

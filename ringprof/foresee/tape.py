@@ -65,6 +65,8 @@ def tape(
     if size % per_host:
         raise UnfitWorkloadError(f"{per_host} ranks a host do not divide {size} ranks")
     kind = load_strategy(strategy)
+    if kind.phase != "training":
+        raise UnfitWorkloadError(f"strategy {strategy!r} is for {kind.phase}; training's attention alone is foreseen")
     given = kind.placed(size, per_host, **typed_params(kind, strategy, params or {}))
     with strategy_errors():
         reason = fits(kind, workload, size, given)

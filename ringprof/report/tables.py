@@ -59,7 +59,9 @@ def text_table(
             widths[place] = min(natural[place], max(widths[place], widths[place] + room - _needed(widths, shown)))
             rows = [[*row[:place], _folded(row[place], widths[place]), *row[place + 1 :]] for row in rows]
     blocks = [_block(places, columns, rows, widths, style, bold) for places in _side_by_side(shown, widths, room)]
-    left_out = [column.title.replace("\n", " ") for place, column in enumerate(columns) if place not in shown]
+    left_out = [
+        column.title.replace("-\n", "").replace("\n", " ") for place, column in enumerate(columns) if place not in shown
+    ]
     if left_out:
         blocks.append(style.wrap(f"no room for {', '.join(left_out)}: --width {enough}", "dim"))
     return "\n".join(blocks)
