@@ -113,7 +113,7 @@ class Links:
     def leg(self, post: Post, sender: int, receiver: int) -> Leg:
         """One hop from a member of a ring to the next."""
         # As many as there are hops, and only some of them unlike.
-        key = post.operation, post.communicator, post.messages, sender, receiver
+        key = post.operation, post.communicator, len(post.members), post.messages, sender, receiver
         if key not in self._legs:
             self._legs[key] = self._leg(post, sender, receiver)
         return self._legs[key]
@@ -153,7 +153,7 @@ class Links:
         """The part of the multiprocessors that a transfer's kernel holds; none where copy engines carry it."""
         if post.operation == "copy":
             return 0.0
-        key = post.operation, post.communicator, post.messages
+        key = post.operation, post.communicator, len(post.members), post.messages
         if key not in self._held:
             self._held[key] = min(self.channels_of(post), self._nccl.peer_channels) / self._units
         return self._held[key]
