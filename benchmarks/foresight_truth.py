@@ -1,6 +1,6 @@
 """Record runs to hold predictions against: shapes, masks and kernels that no committed run has, and host-bound ones.
 
-    torchrun --standalone --nproc-per-node 2 benchmarks/foresight_truth.py FOLDER [SECONDS]
+    torchrun --standalone --nproc-per-node 2 benchmarks/foresight_truth.py FOLDER [SECONDS [host,masks,device]]
 
 Under one launcher, so that each takes seconds. Writes a run.json each; what fails or does not fit into the time is
 named on stderr.
@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -68,41 +69,57 @@ class Wanted:
         )  # fmt: skip
 
 
-WANTED = (
-    # The host is.
-    Wanted("zigzag", 3072, 8, 8),
-    Wanted("ring", 2048, 8, 8, causal=False),
-    Wanted("stripe", 2048, 16, 16),
-    Wanted("burst", 4096, 8, 8),
-    Wanted("ulysses", 2048, 8, 2),
-    Wanted("allgather", 1536, 8, 8, params={"layout": "zigzag"}),
-    Wanted("megatron", 3072, 8, 8),
-    Wanted("double-ring", 2048, 8, 8, "flash-attn"),
-    Wanted("zigzag", 2048, 8, 8, "flash-attn"),
-    Wanted("stripe", 4096, 8, 8, backward=False),
-    Wanted("zigzag", 2048, 16, 16, hops="copy"),
-    # Masks.
-    Wanted("ring", 49152, 24, 8, "flash-attn", window=6144),
-    Wanted("zigzag", 49152, 32, 8, "flash-attn", documents=_PACKED),
-    Wanted("ulysses", 49152, 16, 16, "flash-attn", documents=_PACKED),
-    Wanted("allgather", 49152, 32, 8, "flash-attn", window=2048, params={"layout": "zigzag"}),
-    # The device is the bound.
-    Wanted("zigzag", 73728, 20, 20),
-    Wanted("burst", 49152, 28, 28),
-    Wanted("stripe", 57344, 16, 16),
-    Wanted("ring", 40960, 32, 8, causal=False),
-    Wanted("ulysses", 65536, 24, 8),
-    Wanted("allgather", 57344, 16, 4, params={"layout": "zigzag"}),
-    Wanted("megatron", 40960, 24, 24),
-    Wanted("double-ring", 49152, 24, 24),
-    Wanted("zigzag", 32768, 64, 8, "flash-attn"),
-    Wanted("zigzag", 81920, 40, 8, hops="copy"),
-    # Between.
-    Wanted("zigzag", 24576, 8, 8),
-    Wanted("burst", 12288, 16, 16),
-    Wanted("stripe", 16384, 12, 12),
-    Wanted("ulysses", 16384, 8, 8),
-)
+WANTED = {
+    "host": (
+        Wanted("zigzag", 3072, 8, 8),
+        Wanted("zigzag", 4096, 8, 8, "flash-attn"),
+        Wanted("zigzag", 8192, 16, 4),
+        Wanted("zigzag", 2048, 16, 16, hops="copy"),
+        Wanted("zigzag", 4096, 8, 8, "flash-attn", backward=False),
+        Wanted("ring", 2048, 8, 8, causal=False),
+        Wanted("ring", 4096, 16, 16, "flash-attn", causal=False, hops="copy"),
+        Wanted("ring", 3072, 8, 8, "flash-attn"),
+        Wanted("stripe", 2048, 16, 16),
+        Wanted("stripe", 4096, 8, 8, backward=False),
+        Wanted("stripe", 4096, 8, 8, "flash-attn", hops="copy"),
+        Wanted("burst", 4096, 8, 8),
+        Wanted("burst", 3072, 16, 16, "flash-attn", hops="copy"),
+        Wanted("double-ring", 2048, 8, 8, "flash-attn"),
+        Wanted("double-ring", 4096, 8, 8, hops="copy"),
+        Wanted("ulysses", 2048, 8, 4),
+        Wanted("ulysses", 4096, 16, 16, "flash-attn", backward=False),
+        Wanted("usp", 3072, 8, 8),
+        Wanted("usp", 4096, 16, 16, "flash-attn", hops="copy"),
+        Wanted("allgather", 1536, 8, 8, params={"layout": "zigzag"}),
+        Wanted("allgather", 4096, 8, 4, "flash-attn", params={"layout": "zigzag"}),
+        Wanted("megatron", 3072, 8, 8),
+        Wanted("megatron", 4096, 16, 16, "flash-attn", backward=False),
+    ),
+    "masks": (
+        Wanted("ring", 49152, 24, 8, "flash-attn", window=6144),
+        Wanted("zigzag", 49152, 32, 8, "flash-attn", documents=_PACKED),
+        Wanted("ulysses", 49152, 16, 16, "flash-attn", documents=_PACKED),
+        Wanted("allgather", 49152, 32, 8, "flash-attn", window=2048, params={"layout": "zigzag"}),
+    ),
+    "device": (
+        Wanted("zigzag", 73728, 20, 20),
+        Wanted("burst", 49152, 28, 28),
+        Wanted("stripe", 57344, 16, 16),
+        Wanted("ring", 40960, 32, 8, causal=False),
+        Wanted("ulysses", 65536, 24, 8),
+        Wanted("allgather", 57344, 16, 4, params={"layout": "zigzag"}),
+        Wanted("megatron", 40960, 24, 24),
+        Wanted("double-ring", 49152, 24, 24),
+        Wanted("zigzag", 32768, 64, 8, "flash-attn"),
+        Wanted("zigzag", 81920, 40, 8, hops="copy"),
+        # Between host and device.
+        Wanted("zigzag", 24576, 8, 8),
+        Wanted("burst", 12288, 16, 16),
+        Wanted("stripe", 16384, 12, 12),
+        Wanted("ulysses", 16384, 8, 8),
+    ),
+}
+"""By what is the bound, or what they are about."""
 
 
 def record(wanted: Wanted, folder: Path, device: torch.device) -> str:
@@ -130,12 +147,12 @@ def record(wanted: Wanted, folder: Path, device: torch.device) -> str:
     return f"{(timings.median_ns() or 0.0) / 1e6:.3f} ms"
 
 
-def main(folder: Path, seconds: float) -> None:
+def main(folder: Path, seconds: float, lists: Sequence[str]) -> None:
     until = time.monotonic() + seconds
     place = launcher_rank()
     assert place is not None, "start it under torchrun"
     with world_group(place, "cuda", seconds + 120) as device:
-        for wanted in WANTED:
+        for wanted in (one for name in lists for one in WANTED[name]):
             late = torch.tensor([time.monotonic() > until], dtype=torch.int32, device=device)
             torch.distributed.all_reduce(late, op=torch.distributed.ReduceOp.MAX)
             try:
@@ -149,4 +166,5 @@ def main(folder: Path, seconds: float) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), float(sys.argv[2]) if len(sys.argv) > 2 else 120.0)
+    _, output, *others = sys.argv
+    main(Path(output), float(others[0]) if others else 120.0, others[1].split(",") if others[1:] else list(WANTED))

@@ -13,15 +13,25 @@ from __future__ import annotations
 import csv
 import sys
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 
-from benchmarks.foresight import MIDDLE_MS, later_shapes
-from ringprof.foresee.calibration import Calibration, Host, Kernel, KernelSample, Link, Nccl, Value, as_json, assumed
+from benchmarks.foresight import MIDDLE_MS, Shape, later_shapes
+from ringprof.foresee.calibration import (
+    Calibration,
+    Host,
+    HostPass,
+    Kernel,
+    KernelSample,
+    Link,
+    Nccl,
+    Value,
+    as_json,
+    assumed,
+)
 from ringprof.foresee.from_runs import calibrate_from, observed_run
-from ringprof.foresee.host import Pass, explained, kinds
+from ringprof.foresee.host import explained, kinds
 from ringprof.foresee.tape import tape_of
 
 ROOT = Path(__file__).parents[1]
@@ -41,6 +51,7 @@ NIC = Link(
 CALIBRATED = "ringprof calibrate, 2 H200, 2026-11-22"
 SHORT = 8192
 """Tokens below which committed runs have no blocks."""
+RUNS_OF_HOST = "benchmarks/data/h200_shapes_2.csv: runs of 2 H200 that the host decides"
 BETWEEN_HOSTS = 1.11
 OF_HOSTS = 0.15
 """How far hosts of this kind, and one at two times, are apart."""
@@ -89,16 +100,23 @@ def _calibrated(kernel: Kernel) -> list[KernelSample]:
     return samples
 
 
+def _pass(shape: Shape, counted: dict[str, int], slower: float) -> HostPass:
+    asked = shape.question
+    return HostPass(
+        strategy=asked.strategy, kernel=asked.kernel, hops=asked.hops, ranks=asked.cluster.size,  # type: ignore[arg-type]
+        backward=asked.workload.backward, kinds=counted, us=shape.ms * 1e3 * slower, source=RUNS_OF_HOST,
+    )  # fmt: skip
+
+
 def _with_host(machine: Calibration) -> Calibration:
     """The host's times by the short runs of the later session: what `calibrate` finds by passes, found by runs."""
     passes = []
     for shape in later_shapes():
         if shape.plain and shape.ms <= MIDDLE_MS:
             program = tape_of(shape.question, shape.question.cluster, [0]).programs[0]
-            passes.append(Pass(shape.question.kernel, kinds(program), shape.ms * 1e3))
-    # The grid's two sessions were a fifth slower than this one: half of that stands for hosts of the kind.
-    passes = [replace(one, us=one.us * BETWEEN_HOSTS) for one in passes]
-    found = explained(machine, passes, "benchmarks/data/h200_shapes_2.csv: runs of 2 H200 that the host decides")
+            # The grid's two sessions were a fifth slower than this one: half of that stands for hosts of the kind.
+            passes.append(_pass(shape, dict(kinds(program)), BETWEEN_HOSTS))
+    found = explained(machine, passes, RUNS_OF_HOST)
     host = {
         name: msgspec.structs.replace(getattr(found.host, name), spread=OF_HOSTS)
         for name in found.host.__struct_fields__

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Collection
 from pathlib import Path
 
 import click
 
 from ringprof.cli.values import Number
 from ringprof.errors import UsageError
-from ringprof.foresee.calibration import Calibration, as_json, assumed, base_for, read_calibration
+from ringprof.foresee.calibration import PARTS, Calibration, as_json, assumed, base_for, read_calibration
+from ringprof.report.text import clean
 from ringprof.run import write_atomically
 
 
@@ -22,11 +24,17 @@ from ringprof.run import write_atomically
     "--base", metavar="FILE_OR_NAME", help="Where what is not measured is taken from.  [default: by the device]"
 )
 @click.option("--kernels", metavar="NAMES", help="Kernels to measure, by commas.  [default: all that run here]")
+@click.option(
+    "--parts",
+    metavar="NAMES",
+    help=f"What to measure, by commas: {', '.join(PARTS)}; the base keeps the rest.  [default: all]",
+)
 @click.option("--seconds", type=Number(min=5), default=400.0, show_default=True,
               help="About how long to measure on GPUs.")  # fmt: skip
 def command(
-    runs: tuple[str, ...], output: str, name: str | None, base: str | None, kernels: str | None, seconds: float
-) -> None:
+    runs: tuple[str, ...], output: str, name: str | None, base: str | None, kernels: str | None, parts: str | None,
+    seconds: float,
+) -> None:  # fmt: skip
     """Measure a machine on all GPUs of this host, or take its figures from recorded runs.
 
     With two GPUs or more links and contention are measured, too. What is known is written as it comes.
@@ -40,7 +48,7 @@ def command(
         found = _from_runs(runs, read_calibration(base) if base else None)
         _save(found, name, path)
     else:
-        _measured(path, name, base, kernels, seconds)
+        _measured(path, name, base, kernels, parts, seconds)
     click.echo(f"Wrote {output}: ringprof predict --machine {output}", err=True)
 
 
@@ -52,13 +60,16 @@ def _from_runs(runs: tuple[str, ...], base: Calibration | None) -> Calibration:
     return calibrate_from([observed_run(run, known) for run in runs], known)
 
 
-def _measured(path: Path, name: str | None, base: str | None, kernels: str | None, seconds: float) -> None:
+def _measured(
+    path: Path, name: str | None, base: str | None, kernels: str | None, parts: str | None, seconds: float
+) -> None:
     from ringprof.record.launcher import launcher_rank
     from ringprof.record.resolve import need
 
     need("torch")
     import torch
 
+    asked = _named(parts or ",".join(PARTS), PARTS, "--parts")
     if not torch.cuda.is_available():
         raise UsageError("calibrate measures GPUs and there is none here: name recorded runs instead")
     place = launcher_rank()
@@ -79,8 +90,9 @@ def _measured(path: Path, name: str | None, base: str | None, kernels: str | Non
         known = assumed(properties.name, properties.name, properties.multi_processor_count, properties.total_memory)
 
     def run(bench: Bench) -> None:
-        chosen = kernels.split(",") if kernels else usable_kernels(bench.device)
-        measure_machine(known, bench, chosen, seconds, lambda found: _save(found, name, path))
+        usable = usable_kernels(bench.device)
+        chosen = _named(kernels, usable, "--kernels") if kernels else usable
+        measure_machine(known, bench, chosen, seconds, lambda found: _save(found, name, path), asked)
 
     if place is None:
         run(Bench(device))
@@ -89,6 +101,14 @@ def _measured(path: Path, name: str | None, base: str | None, kernels: str | Non
         run(Bench(mine, place.rank, place.world_size))
     if place.rank != 0:
         sys.exit(0)
+
+
+def _named(given: str, known: Collection[str], option: str) -> list[str]:
+    names = given.split(",")
+    unknown = next((name for name in names if name not in known), None)
+    if unknown is not None:
+        raise UsageError(f"{option}: no {clean(unknown)!r}; there are: {', '.join(known)}")
+    return names
 
 
 def _save(found: Calibration, name: str | None, path: Path) -> None:

@@ -18,6 +18,9 @@ from ringprof.record.world_group import gather_bytes
 
 _SAMPLE_NS, _CALLS = 40e6, (2, 24)
 """Least time that is measured of a shape, and the fewest and the most calls."""
+_HOT_NS, _LONG_NS = 300e6, 3e5
+"""How long a device computes before it is as slow as in a long run (on an H200 cuDNN is an eighth faster right after an
+idle moment, a twentieth after a tenth of a second); and a call that is long enough to heat it."""
 _TRANSFERS = 11
 _AHEAD_CYCLES = 10_000_000
 """Of the device: some milliseconds."""
@@ -30,9 +33,11 @@ class Bench:
     device: torch.device
     rank: int = 0
     size: int = 1
+    heater: tuple[Callable[[], object], float] | None = None
+    """A long call and its nanoseconds; None: nothing is heated."""
 
-    def times_ns(self, body: Callable[[], object], calls: int) -> list[float]:
-        """Each of ``calls`` calls, back to back."""
+    def times_ns(self, body: Callable[[], object], calls: int, *, heated_by: float = 0.0) -> list[float]:
+        """Each of ``calls`` calls, back to back; on a hot device where it is told what a call takes, ``heated_by``."""
         if self.device.type != "cuda":
             marks = [time.perf_counter_ns()]
             for _ in range(calls):
@@ -40,8 +45,13 @@ class Bench:
                 marks.append(time.perf_counter_ns())
             return [float(b - a) for a, b in pairwise(marks)]
         events: list[Any] = [torch.cuda.Event(enable_timing=True) for _ in range(calls + 1)]  # type: ignore[no-untyped-call]
-        # While the device sleeps, the host gets ahead: else small calls would take the host's time.
-        torch.cuda._sleep(_AHEAD_CYCLES)  # type: ignore[no-untyped-call]
+        # While the device is at work, or sleeps, the host gets ahead: else small calls would take the host's time.
+        if heated_by and self.heater is not None:
+            heat, ns = (body, heated_by) if heated_by > _LONG_NS else self.heater
+            for _ in range(int(_HOT_NS / ns)):
+                heat()
+        else:
+            torch.cuda._sleep(_AHEAD_CYCLES)  # type: ignore[no-untyped-call]
         events[0].record()
         for event in events[1:]:
             body()
@@ -56,7 +66,7 @@ class Bench:
             # A first call also chooses its algorithm and makes room.
             once = self.times_ns(body, 1)[0]
         calls = min(max(int(_SAMPLE_NS / max(once, 1.0)), _CALLS[0]), _CALLS[1])
-        taken = self.times_ns(body, calls)
+        taken = self.times_ns(body, calls, heated_by=once)
         middle = median(taken)
         return middle, pstdev(taken) / middle, calls
 

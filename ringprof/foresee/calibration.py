@@ -18,6 +18,8 @@ from ringprof.files import read_whole
 
 _SCHEMA = "ringprof.calibration/1"
 BUNDLED = ("h200", "h100", "b200", "a800")
+PARTS = {"kernels": 0.55, "host": 0.15, "memory": 0.01, "links": 0.11, "contention": 0.1, "heat": 0.08}
+"""What `ringprof calibrate` measures, and the part of its time that each is given."""
 
 Origin = Literal["measured", "published", "assumed"]
 Positive = Annotated[float, msgspec.Meta(gt=0, lt=1e18)]
@@ -127,6 +129,26 @@ class Host(msgspec.Struct, frozen=True, kw_only=True):
     """What a backward pass takes beside its operations; None: nothing."""
 
 
+class HostPass(msgspec.Struct, frozen=True, kw_only=True):
+    """What a pass of a strategy took that the host was the bound of."""
+
+    strategy: str
+    kernel: str
+    hops: Literal["nccl", "copy"]
+    ranks: Whole
+    backward: bool
+    kinds: dict[str, int]
+    """How many operations of each kind, by the names of `Host`, its program had."""
+    us: Positive
+    """Of the slowest rank."""
+    spread: Share = 0.1
+    """Standard deviation from turn to turn, as a part of the time."""
+    turns: Whole = 1
+    ranks_us: list[float] = []
+    """Of every rank, from the call of a pass to its return."""
+    source: str
+
+
 class Calibration(msgspec.Struct, frozen=True, kw_only=True):
     """One machine."""
 
@@ -154,6 +176,8 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
     hop_first: Value
     """How often a hop begins before the block that it became ready together with."""
     host: Host
+    passes: list[HostPass] = []
+    """What the host's times are told by, where they were measured."""
     handover_us: Value
     """From an event on one stream to another that waited for it."""
     heat: Value

@@ -10,12 +10,11 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import msgspec
 import numpy as np
 
-from ringprof.foresee.calibration import Calibration, Host, Kernel, Value
+from ringprof.foresee.calibration import Calibration, Host, HostPass, Kernel, Value
 from ringprof.foresee.program import Block, Op, Post, Program, Touch
 
 _POSTS = {"send_recv": "post_us", "copy": "copy_us"}
@@ -70,17 +69,8 @@ def _first_backward(program: Program) -> int | None:
     return None
 
 
-@dataclass(frozen=True)
-class Pass:
-    """What a pass took the host."""
-
-    kernel: str
-    kinds: Counter[str]
-    us: float
-
-
-def explained(before: Calibration, passes: Sequence[Pass], source: str) -> Calibration:
-    """The calibration with the host's times that explain ``passes``, by least squares of their relative errors."""
+def explained(before: Calibration, passes: Sequence[HostPass], source: str) -> Calibration:
+    """The calibration with ``passes`` and the host's times that explain them, by least squares of relative errors."""
     kernels = sorted({one.kernel for one in passes})
     usual: dict[str, float] = {}
     for name in kernels:
@@ -101,7 +91,7 @@ def explained(before: Calibration, passes: Sequence[Pass], source: str) -> Calib
     spread = min(max(off, _LEAST_SPREAD), 1.0)
     values = {column: Value(round(float(us), 2), round(spread, 3), "measured", source)
               for column, us in zip(columns, found, strict=True)}  # fmt: skip
-    return _with(before, values, kernels)
+    return _with(msgspec.structs.replace(before, passes=list(passes)), values, kernels)
 
 
 def _with(before: Calibration, values: Mapping[str, Value], kernels: Sequence[str]) -> Calibration:

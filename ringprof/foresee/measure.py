@@ -7,7 +7,7 @@ handed on after every part, so that a run cut short has left a calibration.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from datetime import datetime, timezone
 from statistics import median
 from typing import Any
@@ -18,8 +18,9 @@ from torch import Tensor
 
 from ringprof.errors import UsageError
 from ringprof.foresee.bench import Bench, call_of
-from ringprof.foresee.calibration import Calibration, Kernel, KernelSample, Link, Nccl, Value
-from ringprof.foresee.host_passes import with_host_times
+from ringprof.foresee.calibration import PARTS, Calibration, Kernel, KernelSample, Link, Nccl, Value
+from ringprof.foresee.host import explained
+from ringprof.foresee.host_passes import measured_passes
 from ringprof.foresee.links import channels
 from ringprof.foresee.program import Block
 from ringprof.foresee.shapes import COLLECTIVE_BYTES, MESSAGES, Wanted, blocks
@@ -29,8 +30,6 @@ from ringprof.strategies.merge import accumulate
 from ringprof.strategies.parcels import Parcel
 
 Save = Callable[[Calibration], None]
-_PARTS = {"kernels": 0.55, "host": 0.15, "links": 0.12, "contention": 0.1, "heat": 0.08}
-"""Of the time that is given."""
 _SHAPE = ("phase", "q", "kv", "heads", "kv_heads", "head_dim", "causal", "pairs", "sequences")
 _SLICE_S = 30.0
 """Between savings of samples."""
@@ -41,18 +40,25 @@ _BESIDE = Block(
 _BESIDE_BYTES = 320 << 20
 
 
-def measure_machine(base: Calibration, bench: Bench, kernels: Sequence[str], seconds: float, save: Save) -> Calibration:
-    """Measure everything within about ``seconds``; ``save`` is called on rank 0 with what is known so far."""
+def measure_machine(
+    base: Calibration, bench: Bench, kernels: Sequence[str], seconds: float, save: Save,
+    chosen: Collection[str] = PARTS.keys(),
+) -> Calibration:  # fmt: skip
+    """Measure the ``chosen`` of `PARTS` within about ``seconds``; what else is known of the base stays.
+
+    ``save`` is called on rank 0 with what is known so far.
+    """
     started = time.monotonic()
-    ends, share = {}, 0.0
-    for name, part in _PARTS.items():
-        share += part
-        ends[name] = started + share * seconds
+    ends, share, whole = {}, 0.0, sum(PARTS[name] for name in chosen)
+    for name, part in PARTS.items():
+        share += part * (name in chosen)
+        ends[name] = started + share / whole * seconds
     found = base
     found = msgspec.structs.replace(
         found, created=f"{datetime.now(timezone.utc):%Y-%m-%dT%H:%M:%SZ}", nccl=_nccl(base.nccl, bench)
     )
-    _warm(bench, kernels[0])
+    if "kernels" in chosen:
+        _warm(bench, kernels[0])
 
     def keep(**changes: Any) -> None:
         nonlocal found
@@ -60,23 +66,28 @@ def measure_machine(base: Calibration, bench: Bench, kernels: Sequence[str], sec
         if bench.rank == 0:
             save(found)
 
-    for samples, failed in _kernel_samples(bench, kernels, ends["kernels"]):
-        keep(kernels=_with_samples(found.kernels, samples), unmeasured=failed)
-    parts: dict[str, Callable[[], dict[str, Any]]] = {
-        "host": lambda: _of_host(with_host_times(bench, found, kernels)),
-        "memory": lambda: _memory(bench),
-        "links": lambda: {"same_host": _links(bench, found, ends["links"])} if bench.size > 1 else {},
-        "copied hops": lambda: {"same_host": _copied(bench, found.same_host)} if bench.size > 1 else {},
-        "contention": lambda: _contention(bench, found, kernels[0]) if bench.size > 1 else {},
-        "heat": lambda: _heat(bench, kernels[0], ends["heat"]),
-    }
-    for name, attempt in parts.items():
-        keep(**_attempted(name, attempt, found.unmeasured))
+    if "kernels" in chosen:
+        for samples, failed in _kernel_samples(bench, kernels, ends["kernels"]):
+            keep(kernels=_with_samples(found.kernels, samples), unmeasured=failed)
+    several = bench.size > 1
+    parts: tuple[tuple[str, str, Callable[[], dict[str, Any]]], ...] = (
+        ("host", "host", lambda: _host(bench, found, kernels, ends["host"])),
+        ("memory", "memory", lambda: _memory(bench)),
+        ("links", "links", lambda: {"same_host": _links(bench, found, ends["links"])} if several else {}),
+        ("links", "copied hops", lambda: {"same_host": _copied(bench, found.same_host)} if several else {}),
+        ("contention", "contention", lambda: _contention(bench, found, kernels[0]) if several else {}),
+        ("heat", "heat", lambda: _heat(bench, kernels[0], ends["heat"])),
+    )
+    for part_of, name, attempt in parts:
+        if part_of in chosen:
+            keep(**_attempted(name, attempt, found.unmeasured))
     return found
 
 
-def _of_host(found: Calibration) -> dict[str, Any]:
-    return {"host": found.host, "kernels": found.kernels}
+def _host(bench: Bench, before: Calibration, kernels: Sequence[str], until: float) -> dict[str, Any]:
+    passes = measured_passes(bench, kernels, until)
+    found = explained(before, passes, "ringprof calibrate: passes of strategies")
+    return {"host": found.host, "kernels": found.kernels, "passes": found.passes}
 
 
 def _attempted(name: str, part: Callable[[], dict[str, Any]], failed: list[str]) -> dict[str, Any]:
@@ -115,7 +126,7 @@ def _warm(bench: Bench, kernel: str) -> None:
         return
     body, until = call_of(KERNELS[kernel](), _BESIDE, bench), time.monotonic() + _WARM_S
     while time.monotonic() < until:
-        bench.times_ns(body, 50)
+        bench.heater = body, median(bench.times_ns(body, 50))
 
 
 def _kernel_samples(

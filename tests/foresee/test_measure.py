@@ -12,9 +12,8 @@ import torch
 
 from ringprof.foresee import host_passes
 from ringprof.foresee.bench import Bench
-from ringprof.foresee.calibration import assumed
-from ringprof.foresee.host import Pass, explained, host_ns, kinds, times_us
-from ringprof.foresee.host_passes import with_host_times
+from ringprof.foresee.calibration import HostPass, assumed
+from ringprof.foresee.host import explained, host_ns, kinds, times_us
 from ringprof.foresee.program import Program
 from ringprof.foresee.tape import tape
 from ringprof.run import Workload
@@ -34,12 +33,18 @@ def took(counts: Counter[str]) -> float:
     return sum(TRUE[kind] * count for kind, count in counts.items())
 
 
+def a_pass(kernel: str, counts: Counter[str], us: float, strategy: str = "zigzag") -> HostPass:
+    return HostPass(
+        strategy=strategy, kernel=kernel, hops="nccl", ranks=2, backward=True, kinds=dict(counts), us=us, source="test"
+    )
+
+
 def test_passes_of_some_strategies_tell_of_another() -> None:
     """By hand: every kind has a time; passes of five strategies that are made of them foretell a sixth within 6 %."""
     known = [kinds(program(name)) for name in ("zigzag", "ring", "ulysses", "megatron", "allgather")]
     known.append(kinds(program("zigzag", "copy")))
     machine = explained(
-        assumed("x", "x", 132, 1 << 30), [Pass("cudnn", counts, took(counts)) for counts in known], "test"
+        assumed("x", "x", 132, 1 << 30), [a_pass("cudnn", counts, took(counts)) for counts in known], "test"
     )
     other = program("burst")
     foretold = sum(host_ns(machine, machine.kernel("cudnn"), other)) / 1e3
@@ -49,7 +54,7 @@ def test_passes_of_some_strategies_tell_of_another() -> None:
 
 def test_kernels_have_host_times_of_their_own() -> None:
     counts = kinds(program("zigzag"))
-    passes = [Pass(kernel, counts, took(counts) * slower) for kernel, slower in (("cudnn", 1.0), ("flash-attn", 0.8))]
+    passes = [a_pass(kernel, counts, took(counts) * slower) for kernel, slower in (("cudnn", 1.0), ("flash-attn", 0.8))]
     machine = explained(assumed("x", "x", 132, 1 << 30), passes, "test")
     cudnn, flash = (times_us(machine, machine.kernel(name)) for name in ("cudnn", "flash-attn"))
     assert flash["forward_us"] < cudnn["forward_us"] and flash["post_us"] == cudnn["post_us"]
@@ -68,8 +73,12 @@ def test_a_pass_costs_the_host_what_its_operations_do() -> None:
 
 
 def test_host_times_are_measured_from_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On this CPU, on one rank: what runs here is enough for all kinds that it has."""
-    for name, value in (("_WARM", 1), ("_TIMED", 2), ("_TOKENS", 16)):
+    """On this CPU, on one rank: strategies run, and what runs here is enough for all kinds that it has."""
+    for name, value in (("_WARM", 1), ("_TURN", 2), ("_UNCOUNTED", 1), ("_TURNS", 2), ("_TOKENS", 16)):
         monkeypatch.setattr(host_passes, name, value)
-    found = with_host_times(Bench(torch.device("cpu")), assumed("x", "x", 132, 1 << 30), ["reference"])
+    passes = host_passes.measured_passes(Bench(torch.device("cpu")), ["reference"], until=0.0)
+    assert {one.strategy for one in passes} >= {"zigzag", "ring", "burst", "ulysses", "megatron", "allgather"}
+    assert all(one.turns == 2 and one.us > 0 and len(one.ranks_us) == 1 for one in passes)
+    assert {one.backward for one in passes} == {True, False}
+    found = explained(assumed("x", "x", 132, 1 << 30), passes, "test")
     assert found.host.forward_us.origin == "measured" and found.host.forward_us.value > 0
