@@ -74,10 +74,11 @@ def test_a_pass_costs_the_host_what_its_operations_do() -> None:
 
 def test_host_times_are_measured_from_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     """On this CPU, on one rank: strategies run, and what runs here is enough for all kinds that it has."""
+    monkeypatch.setattr(host_passes, "SPECS", ("zigzag", "ulysses", "megatron", "allgather"))
     for name, value in (("_WARM", 1), ("_TURN", 2), ("_UNCOUNTED", 1), ("_TURNS", 2), ("_TOKENS", 16)):
         monkeypatch.setattr(host_passes, name, value)
     passes = host_passes.measured_passes(Bench(torch.device("cpu")), ["reference"], until=0.0)
-    assert {one.strategy for one in passes} >= {"zigzag", "ring", "burst", "ulysses", "megatron", "allgather"}
+    assert {one.strategy for one in passes} == {"zigzag", "ulysses", "megatron", "allgather"}
     assert all(one.turns == 2 and one.us > 0 and len(one.ranks_us) == 1 for one in passes)
     assert {one.backward for one in passes} == {True, False}
     found = explained(assumed("x", "x", 132, 1 << 30), passes, "test")
