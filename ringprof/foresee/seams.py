@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
@@ -115,6 +116,8 @@ class RecordingCommunicator(Communicator):
         self.hosts = _hosts(size, per_host)
         self.slots: dict[StorageWeakRef, RecordingRing] = {}
         """By the memory of slots, the ring that receives in it."""
+        self.spread: dict[str, int] = {}
+        """By channel, over hosts, the most members that are on one; 0 where all are."""
 
     def global_rank(self, rank: int) -> int:
         return rank
@@ -125,16 +128,19 @@ class RecordingCommunicator(Communicator):
     def ring(
         self, channel: str, members: Sequence[int] | None = None, *, shares: Any = None, keeps: bool = False
     ) -> Ring:
-        return RecordingRing(channel, self._members(members), self, shares, keeps)
+        return RecordingRing(channel, self._members(channel, members), self, shares, keeps)
 
     def collective(self, channel: str, members: Sequence[int] | None = None) -> Collective:
-        return RecordingCollective(channel, self._members(members), self)
+        return RecordingCollective(channel, self._members(channel, members), self)
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         return [_like(tensor) for _ in range(self.size)]
 
-    def _members(self, members: Sequence[int] | None) -> list[int]:
-        return list(range(self.size)) if members is None else list(members)
+    def _members(self, channel: str, members: Sequence[int] | None) -> list[int]:
+        found = list(range(self.size)) if members is None else list(members)
+        most = Counter(member // self._per_host for member in found)
+        self.spread[channel] = max(most.values()) if len(most) > 1 else 0
+        return found
 
 
 @lru_cache(maxsize=4)

@@ -109,24 +109,32 @@ def tape_of(question: Question, cluster: Cluster, ranks: Sequence[int] | None) -
 def _fitting(question: Question, workload: Workload, cluster: Cluster) -> dict[str, Any]:
     """The whole cluster's parameters, without a number that follows from its size: a ring degree, a window of all.
 
-    Raises `UnfitWorkloadError` where fewer ranks cannot have those.
+    Raises `UnfitWorkloadError` where fewer ranks cannot have those, or would have rings and groups that lie otherwise
+    over the hosts.
     """
-    kind, place = load_strategy(question.strategy), (0, question.cluster.size, question.cluster.gpus_per_host)
+    kind = load_strategy(question.strategy)
     typed = typed_params(kind, question.strategy, dict(question.params))
-    with strategy_errors():
-        made = kind(Context(RecordingCommunicator(Recorder(), *place, question.hops), question.kernel), **typed)
-    derived = (name for name, value in made.parameters.items() if type(value) is int and name not in typed)
-    numbers = sorted(derived, key=made.parameters.get)
+    made, spread = _arranged(question, question.cluster, typed)
+    derived = (name for name, value in made.items() if type(value) is int and name not in typed)
+    numbers = sorted(derived, key=made.get)
     # The largest number is the likeliest to follow from the number of ranks; what the user gave stays.
-    without = [{key: value for key, value in made.parameters.items() if key != name} for name in reversed(numbers)]
-    for params in (typed, made.parameters, *without):
+    without = [{key: value for key, value in made.items() if key != name} for name in reversed(numbers)]
+    for params in (typed, made, *without):
         placed = kind.placed(cluster.size, cluster.gpus_per_host, **params)
-        if fits(kind, workload, cluster.size, placed) is None:
+        if fits(kind, workload, cluster.size, placed) is None and _arranged(question, cluster, placed)[1] == spread:
             return dict(params)
-    given = ", ".join(f"{name}={value}" for name, value in made.parameters.items())
+    given = ", ".join(f"{name}={value}" for name, value in made.items())
     raise UnfitWorkloadError(
         f"strategy {question.strategy!r}: {cluster.size} ranks cannot stand for {question.cluster.size} with {given}"
     )
+
+
+def _arranged(question: Question, cluster: Cluster, params: dict[str, Any]) -> tuple[dict[str, Any], dict[str, int]]:
+    """The parameters that a strategy takes on a cluster, and how its channels lie over the hosts."""
+    comm = RecordingCommunicator(Recorder(), 0, cluster.size, cluster.gpus_per_host, question.hops)
+    with strategy_errors():
+        made = load_strategy(question.strategy)(Context(comm, question.kernel), **params)
+    return made.parameters, comm.spread
 
 
 def _program(
