@@ -9,6 +9,7 @@ import click
 import msgspec
 
 from ringprof.cli.asking import asked_cluster, asked_workload, asks
+from ringprof.cli.progress import loading_progress
 from ringprof.cli.write import write_text
 from ringprof.errors import UsageError
 from ringprof.foresee.advise import advise, as_json
@@ -32,10 +33,12 @@ def command(**options: Any) -> int:
     from ringprof.foresee.tape import tape_of
 
     machine, cluster = read_calibration(options["machine"]), asked_cluster(options)
-    found = advise(
-        asked_workload(options), cluster, machine, tape_of, kernel=options["kernel"],
-        memory_bytes=_size(options["memory"]) if options["memory"] else None, strategies=options["strategies"],
-    )  # fmt: skip
+    with loading_progress() as tell:
+        found = advise(
+            asked_workload(options), cluster, machine, tape_of, kernel=options["kernel"],
+            memory_bytes=_size(options["memory"]) if options["memory"] else None, strategies=options["strategies"],
+            tell=tell or _silently,
+        )  # fmt: skip
     if options["form"] == "json":
         click.echo(msgspec.json.format(msgspec.json.encode(as_json(found)), indent=1).decode())
     else:
@@ -45,6 +48,10 @@ def command(**options: Any) -> int:
 
         write_text(options["html"], page(document(found)))
     return 0
+
+
+def _silently(what: str, done: int, of: int) -> None:
+    """Nobody looks on."""
 
 
 def _size(text: str) -> int:

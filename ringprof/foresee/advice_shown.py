@@ -11,7 +11,7 @@ from ringprof.report.page.document import Content, Document, PageSection, PageTa
 from ringprof.report.page.html import drawing
 from ringprof.report.text import binary_size, clean, duration, percent
 
-MOST_SHOWN = 12
+MOST_SHOWN, MOST_REFUSED = 12, 3
 
 
 def render(advice: Advice) -> str:
@@ -25,14 +25,36 @@ def render(advice: Advice) -> str:
         *(_line(choice) for choice in advice.choices[:MOST_SHOWN]),
         "  * nothing is faster with as little memory",
         "",
+        *_nothing_fits(advice),
         f"why not the second: {clean(advice.why_not_the_second())}",
         *(f"crossing: {line}" for line in _crossings(advice)),
         *(f"first: {line}" for line in remarks(advice.first.prediction) if line),
         f"to be surer: {advice.what_to_measure()}",
     ]
     if advice.refused:
-        lines.append(f"not foreseen: {'; '.join(clean(f'{label}: {why}') for label, why in advice.refused[:3])}")
+        lines.append(f"not foreseen: {_refused(advice)}")
     return "\n".join(lines) + "\n"
+
+
+def _nothing_fits(advice: Advice) -> list[str]:
+    """Where that is so: what needs the least."""
+    if advice.first.fits:
+        return []
+    least = min(advice.choices, key=lambda choice: choice.prediction.peak_bytes)
+    needs = binary_size(least.prediction.peak_bytes)
+    return [
+        f"nothing fits: the least that any needs is {needs} a GPU, of {clean(least.label)}. More GPUs need less each"
+    ]
+
+
+def _refused(advice: Advice) -> str:
+    """What was not foreseen and why, with the strategy named once."""
+    shown = [
+        clean(f"{label}: {why.partition(' cannot run this: ')[2] or why}")
+        for label, why in advice.refused[:MOST_REFUSED]
+    ]
+    more = len(advice.refused) - len(shown)
+    return "; ".join([*shown, f"and {more} more"] if more else shown)
 
 
 def _line(choice: Choice) -> str:
@@ -87,7 +109,12 @@ def document(advice: Advice) -> Document:
     for name, title in (("hosts", "Time against hosts"), ("nic", "Time against the network")):
         if points_of(advice, name):
             sections.append(PageSection(name, title, "Predicted, as above.", Content(_bands(advice, name))))
-    lines = [advice.why_not_the_second(), *_crossings(advice), f"to be surer: {advice.what_to_measure()}"]
+    lines = [
+        *_nothing_fits(advice),
+        advice.why_not_the_second(),
+        *_crossings(advice),
+        f"to be surer: {advice.what_to_measure()}",
+    ]
     tiles = [
         (duration(first.median_ns), "predicted, an iteration"),
         (f"{first.tflops(first.median_ns):,.0f}", "TFLOP/s per GPU"),

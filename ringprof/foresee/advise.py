@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -15,6 +16,7 @@ from ringprof.errors import RingprofError, UnfitWorkloadError
 from ringprof.foresee.calibration import Calibration
 from ringprof.foresee.links import Cluster
 from ringprof.foresee.predict import Prediction, TapeOf, as_dict, predict
+from ringprof.foresee.program import Tape
 from ringprof.foresee.question import Question
 from ringprof.run import Workload
 
@@ -25,7 +27,7 @@ _EQUAL = 0.005
 """Times that are no further apart are equal: which is the shorter, chance says."""
 _COMPARED = 3
 """Strategies that are looked at over lengths, hosts and NICs."""
-_DRAWS = 4000
+_DRAWS, _DRAWS_A_POINT = 4000, 3
 _LENGTHS = (0.25, 0.5, 1.0, 2.0, 4.0)
 _NICS = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0)
 _HOSTS = (0.25, 0.5, 1, 2, 4)
@@ -128,6 +130,7 @@ def advise(
         question for question in candidates(workload, cluster, machine, kernel)
         if not strategies or question.strategy in strategies
     ]  # fmt: skip
+    tape_of = _remembered(tape_of)
     found, refused = [], []
     for number, question in enumerate(asked):
         tell("strategies", number, len(asked))
@@ -136,7 +139,8 @@ def advise(
         except RingprofError as error:
             refused.append((_label(question), str(error)))
     if not found:
-        raise UnfitWorkloadError(f"no strategy can run this: {refused[0][1] if refused else 'none was asked for'}")
+        reasons = dict.fromkeys(why for _, why in refused)
+        raise UnfitWorkloadError(f"no strategy can run this: {'; '.join(list(reasons)[:3]) or 'none was asked for'}")
     room = memory_bytes or machine.memory_bytes
     found.sort(key=lambda one: (one.peak_bytes > room, one.median_ns))
     chances = chances_of_being_best([one for one in found if one.peak_bytes <= room])
@@ -144,11 +148,35 @@ def advise(
         Choice(one, chances[at] if at < len(chances) else 0.0, _on_front(one, found), one.peak_bytes <= room)
         for at, one in enumerate(found)
     )
-    firsts = [choice.prediction.question for choice in compared(choices)]
-    points = (
-        tuple(over(firsts, machine, tape_of, tell)) for over in (_at_lengths, _at_nics, _at_hosts)
-    )  # fmt: skip
+    firsts = [choice.prediction for choice in compared(choices)]
+    points: list[tuple[Point, ...]] = []
+    for what, over in (("lengths", _lengths(workload)), ("NICs", _nics(cluster)), ("hosts", _hosts(cluster))):
+        found_at: list[Point] = []
+        for number, (at, changed) in enumerate(over):
+            tell(what, number, len(over))
+            found_at += _point(at, [(one, changed(one.question)) for one in firsts], machine, tape_of)
+        points.append(tuple(found_at))
     return Advice(choices, tuple(refused), *points)
+
+
+def _remembered(tape_of: TapeOf) -> TapeOf:
+    """The last tapes are kept: they do not depend on the NICs, and one question asks for some of them twice."""
+    kept: deque[tuple[Any, Tape]] = deque(maxlen=8 * _COMPARED)
+
+    def remembering(question: Question, cluster: Cluster, ranks: Sequence[int] | None) -> Tape:
+        asked = replace(question, cluster=_bare(question.cluster)), _bare(cluster), ranks and tuple(ranks)
+        for known, tape in kept:
+            if known == asked:
+                return tape
+        made = tape_of(question, cluster, ranks)
+        kept.append((asked, made))
+        return made
+
+    return remembering
+
+
+def _bare(cluster: Cluster) -> Cluster:
+    return Cluster(cluster.hosts, cluster.gpus_per_host)
 
 
 def candidates(workload: Workload, cluster: Cluster, machine: Calibration, kernel: str) -> Iterator[Question]:
@@ -193,39 +221,42 @@ def _on_front(one: Prediction, found: Sequence[Prediction]) -> bool:
     )
 
 
-def _at_lengths(firsts: Sequence[Question], machine: Calibration, tape_of: TapeOf, tell: _Tell) -> Iterator[Point]:
-    for number, factor in enumerate(_LENGTHS):
-        tell("lengths", number, len(_LENGTHS))
-        seq = int(firsts[0].workload.seq * factor)
-        asked = [replace(one, workload=msgspec.structs.replace(one.workload, seq=seq)) for one in firsts]
-        yield from _point(seq, asked, machine, tape_of)
+_Over = Sequence[tuple[float, Callable[[Question], Question]]]
+"""Places to look at, and what a question is there."""
 
 
-def _at_nics(firsts: Sequence[Question], machine: Calibration, tape_of: TapeOf, tell: _Tell) -> Iterator[Point]:
-    cluster = firsts[0].cluster
-    if cluster.hosts == 1 or cluster.nic_gbit is None:
-        return
-    for number, factor in enumerate(_NICS):
-        tell("NICs", number, len(_NICS))
-        gbit = cluster.nic_gbit * factor
-        asked = [replace(one, cluster=replace(one.cluster, nic_gbit=gbit)) for one in firsts]
-        yield from _point(gbit, asked, machine, tape_of)
+def _lengths(workload: Workload) -> _Over:
+    def at(seq: int) -> Callable[[Question], Question]:
+        return lambda one: replace(one, workload=msgspec.structs.replace(one.workload, seq=seq))
+
+    return [(seq, at(seq)) for seq in (int(workload.seq * factor) for factor in _LENGTHS)]
 
 
-def _at_hosts(firsts: Sequence[Question], machine: Calibration, tape_of: TapeOf, tell: _Tell) -> Iterator[Point]:
-    cluster = firsts[0].cluster
+def _nics(cluster: Cluster) -> _Over:
+    def at(gbit: float) -> Callable[[Question], Question]:
+        return lambda one: replace(one, cluster=replace(one.cluster, nic_gbit=gbit))
+
+    given = cluster.nic_gbit
+    return [] if cluster.hosts == 1 or given is None else [(given * factor, at(given * factor)) for factor in _NICS]
+
+
+def _hosts(cluster: Cluster) -> _Over:
+    def at(hosts: int) -> Callable[[Question], Question]:
+        return lambda one: replace(one, cluster=replace(one.cluster, hosts=hosts))
+
     if cluster.hosts == 1 and cluster.nic_gbit is None:
-        return
-    counts = sorted({round(cluster.hosts * factor) for factor in _HOSTS} - {0})
-    for number, hosts in enumerate(counts):
-        tell("hosts", number, len(counts))
-        asked = [replace(one, cluster=replace(one.cluster, hosts=hosts)) for one in firsts]
-        yield from _point(hosts, asked, machine, tape_of)
+        return []
+    return [(hosts, at(hosts)) for hosts in sorted({round(cluster.hosts * factor) for factor in _HOSTS} - {0})]
 
 
-def _point(at: float, asked: Sequence[Question], machine: Calibration, tape_of: TapeOf) -> Iterator[Point]:
+def _point(
+    at: float, asked: Sequence[tuple[Prediction, Question]], machine: Calibration, tape_of: TapeOf
+) -> Iterator[Point]:
     try:
-        yield Point(at, tuple(predict(question, machine, tape_of) for question in asked))
+        yield Point(at, tuple(
+            known if known.question == question else predict(question, machine, tape_of, draws=_DRAWS_A_POINT)
+            for known, question in asked
+        ))  # fmt: skip
     except RingprofError:
         return
 

@@ -114,9 +114,9 @@ class Prediction:
 
 
 def predict(
-    question: Question, machine: Calibration, tape_of: TapeOf, changes: Factors = NO_CHANGES
+    question: Question, machine: Calibration, tape_of: TapeOf, changes: Factors = NO_CHANGES, *, draws: int = 15
 ) -> Prediction:  # fmt: skip
-    """Foresee one run.
+    """Foresee one run, drawn ``draws`` times at most.
 
     Raises `UnfitWorkloadError` where the strategy cannot run so, `OutsideCalibration` where the machine's file does not
     tell.
@@ -127,12 +127,12 @@ def predict(
     question = replace(question, kernel=kernel, hops=question.hops_on(machine))
     curves = curves_of(machine, question.kernel)
     if cluster.size <= DIRECT:
-        return _simulated(question, machine, curves, tape_of(question, cluster, None), changes)
+        return _simulated(question, machine, curves, tape_of(question, cluster, None), changes, draws)
     small, large = _smaller(cluster, SMALL), _smaller(cluster, LARGE)
     if _grows(question, tape_of, small, large):
-        return _continued(question, machine, curves, tape_of, changes, (small, large))
+        return _continued(question, machine, curves, tape_of, changes, (small, large), draws)
     some = sorted({0, 1, cluster.size // 2, cluster.size - 1})
-    return _simulated(question, machine, curves, tape_of(question, cluster, some), changes)
+    return _simulated(question, machine, curves, tape_of(question, cluster, some), changes, draws)
 
 
 def _grows(question: Question, tape_of: TapeOf, small: Cluster, large: Cluster) -> bool:
@@ -169,7 +169,7 @@ def refuse_unknown(question: Question, machine: Calibration) -> None:
 
 
 def _simulated(
-    question: Question, machine: Calibration, curves: Curves, tape: Tape, changes: Factors,
+    question: Question, machine: Calibration, curves: Curves, tape: Tape, changes: Factors, most_draws: int,
     cluster: Cluster | None = None,
 ) -> Prediction:  # fmt: skip
     programs, cluster = tape.programs, cluster or question.cluster
@@ -184,7 +184,7 @@ def _simulated(
     asks = CalibratedMachine(machine, links, curves, LIKELIEST, changes)
     issuing = max(sum(asks.host(program)) for program in programs)
     bound = issuing > end
-    draws = [run(Draw(seed=seed), duty, not bound) for seed in range(1, 1 + _draws(len(programs)))]
+    draws = [run(Draw(seed=seed), duty, not bound) for seed in range(1, 1 + min(most_draws, _draws(len(programs))))]
     ends = [max(one.end_ns for one in drawn) for drawn in draws]
     middle = sorted(range(len(ends)), key=ends.__getitem__)[(len(ends) - 1) // 2]
     timelines, median_ns = draws[middle], median(ends)
@@ -295,7 +295,7 @@ def _smaller(cluster: Cluster, about: int) -> Cluster:
 
 def _continued(
     question: Question, machine: Calibration, curves: Curves, tape_of: TapeOf, changes: Factors,
-    clusters: tuple[Cluster, Cluster],
+    clusters: tuple[Cluster, Cluster], draws: int,
 ) -> Prediction:  # fmt: skip
     """By two smaller clusters: every rank's share, messages and communicators as they are, only fewer ring steps.
 
@@ -305,7 +305,7 @@ def _continued(
     ranks = question.cluster.size
     small, large = (
         _simulated(
-            question, machine, curves, tape_of(question, to, None), changes, replace(to, stretch=ranks / to.size)
+            question, machine, curves, tape_of(question, to, None), changes, draws, replace(to, stretch=ranks / to.size)
         )
         for to in clusters
     )

@@ -116,7 +116,7 @@ def _fitting(question: Question, workload: Workload, cluster: Cluster) -> dict[s
     typed = typed_params(kind, question.strategy, dict(question.params))
     made, spread = _arranged(question, question.cluster, typed)
     derived = (name for name, value in made.items() if type(value) is int and name not in typed)
-    numbers = sorted(derived, key=made.get)
+    numbers = sorted(derived, key=made.__getitem__)
     # The largest number is the likeliest to follow from the number of ranks; what the user gave stays.
     without = [{key: value for key, value in made.items() if key != name} for name in reversed(numbers)]
     for params in (typed, made, *without):

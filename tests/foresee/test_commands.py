@@ -166,3 +166,11 @@ def test_a_table_that_is_none_is_refused(tmp_path: Path, capsys: pytest.CaptureF
     (tmp_path / "table.csv").write_text("a,b\n1,2\n")
     code, _, err = run(capsys, "predict", "--check", str(tmp_path / "table.csv"), "--machine", "h100")
     assert code == 2 and "not a table of measurements" in err and err.count("\n") == 1
+
+
+def test_where_nothing_fits_the_least_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """6 GPUs with 14 heads: no degree of 3 or 6 divides those; q, k and v of 1536 tokens take 16.5 of the 20 MB."""
+    cluster = ("--gpus-per-host", "6", "--machine", "h100", "--seq", "9216", "--heads", "14", "--forward-only")
+    code, out, _ = run(capsys, "advise", *cluster, "--memory", "20MB")
+    assert code == 0 and "nothing fits: the least that any needs is" in out and out.count("does not fit") > 3
+    assert "not foreseen: ulysses: a Ulysses degree of 6 does not divide 14 heads" in out
