@@ -13,12 +13,16 @@ import msgspec
 
 from ringprof import frames
 from ringprof.analysis.attribution import Attribution
+from ringprof.analysis.findings.comparison import Entry
+from ringprof.analysis.findings.entries import entry_of_run
 from ringprof.analysis.findings.findings import Findings
 from ringprof.analysis.findings.summary import Summary
 from ringprof.analysis.transfers.clocks import Clocks
 from ringprof.errors import InputError, KernelTableError, NoKernelTableError
 from ringprof.files import exists, folder_of, is_url, read_whole, size_of, within
+from ringprof.hta import trace_analysis
 from ringprof.limits import MemoryBudget
+from ringprof.log_lines import TEXT_SHARE
 from ringprof.options import LoadOptions
 from ringprof.report import as_json, terminal
 from ringprof.report.tables import Listing
@@ -35,7 +39,6 @@ from ringprof.trace.ranks import json_bytes, read_traces
 if TYPE_CHECKING:
     import pandas as pd
 
-    from ringprof.analysis.findings.comparison import Entry
     from ringprof.kernel_tables.table_analysis import TableAnalysis
     from ringprof.report.notebook import View
     from ringprof.report.plots import Plots
@@ -144,8 +147,6 @@ class Analysis:
 
     def entries(self, label: str) -> list[Entry]:
         """The run as one side of a comparison."""
-        from ringprof.analysis.findings.entries import entry_of_run
-
         return [entry_of_run(label, self.findings)]
 
     def clocks(self) -> Clocks:
@@ -157,8 +158,6 @@ class Analysis:
 
         Raises `MissingExtraError` where it is not installed, `InputError` where it does not read these traces.
         """
-        from ringprof.hta import trace_analysis
-
         return trace_analysis({rank.rank: rank.path for rank in self.attribution.ranks})
 
     def report(self) -> dict[str, Any]:
@@ -265,8 +264,6 @@ def load_any(
     given = [os.fspath(path) for path in ([paths] if isinstance(paths, (str, os.PathLike)) else paths)]
     source = detect(given)
     if source.type == "text":
-        from ringprof.log_lines import TEXT_SHARE
-
         return _load_text(
             read_whole(source.paths[0], reading.limits(), TEXT_SHARE), source.paths[0], wall_ns, iterations
         )

@@ -17,8 +17,10 @@ from ringprof.foresee.predict import Prediction, as_dict
 from ringprof.foresee.predict import predict as _predict
 from ringprof.foresee.question import Question
 from ringprof.foresee.show import PARTS, render
+from ringprof.foresee.traces import write_prediction
 from ringprof.frame_columns import meanings_of
 from ringprof.report import plots
+from ringprof.report.page.html import render as page
 from ringprof.report.text import percent
 from ringprof.run import Run, Workload
 
@@ -105,8 +107,6 @@ class Foreseen:
 
     def write(self, folder: str | os.PathLike[str]) -> Run:
         """Write ``run.json`` and traces of the ranks that were simulated, for `ringprof.load`."""
-        from ringprof.foresee.traces import write_prediction
-
         return write_prediction(self.prediction, Path(folder), ["ringprof.predict"])
 
     def to_terminal(self) -> str:
@@ -164,8 +164,6 @@ class Advised:
 
     def to_html(self) -> str:
         """The page of ``ringprof advise --html``."""
-        from ringprof.report.page.html import render as page
-
         return page(advice_shown.document(self.advice))
 
     def __repr__(self) -> str:

@@ -16,7 +16,7 @@ from ringprof.analysis.attribution import Attribution
 from ringprof.analysis.findings.findings import findings_in_memory
 from ringprof.analysis.transfers.matching import match
 from ringprof.errors import MissingExtraError, RingprofError
-from ringprof.record.resolve import need
+from ringprof.record.request import need
 from ringprof.report.text import percent
 from ringprof.scale.pipeline import attribute
 from ringprof.trace.kineto import read_trace

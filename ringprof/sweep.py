@@ -22,7 +22,7 @@ from ringprof.errors import InputError, Interrupted, OutOfMemory, RecordError, U
 from ringprof.record import Request, record
 from ringprof.record.launcher import launcher_rank
 from ringprof.record.progress import Reporter
-from ringprof.record.resolve import kernel_class, load_strategy, need, resolve, typed_params
+from ringprof.record.resolve import kernel_class, load_strategy, resolve, typed_params
 from ringprof.run import Workload, read_run, write_atomically
 from ringprof.strategies import find
 
@@ -122,7 +122,6 @@ def is_peer(strategy: str) -> bool:
 
 def _refuse_unknown(request: Request) -> None:
     """Raises for a name or an option that no recording could honour, before hours go into the rows before it."""
-    need("torch")
     try:
         typed_params(load_strategy(request.strategy), request.strategy, request.params)
     except UnfitWorkloadError as error:

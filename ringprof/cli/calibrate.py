@@ -7,10 +7,15 @@ import sys
 from pathlib import Path
 
 import click
+import msgspec
 
 from ringprof.cli.values import Number
 from ringprof.errors import UsageError
 from ringprof.foresee.calibration import Calibration, as_json, assumed, base_for, read_calibration
+from ringprof.foresee.from_runs import calibrate_from, observed_run
+from ringprof.foresee.question import run_at
+from ringprof.record.launcher import launcher_rank
+from ringprof.record.request import need
 from ringprof.run import write_atomically
 
 
@@ -45,17 +50,12 @@ def command(
 
 
 def _from_runs(runs: tuple[str, ...], base: Calibration | None) -> Calibration:
-    from ringprof.foresee.from_runs import calibrate_from, observed_run
-    from ringprof.foresee.question import run_at
 
     known = base or base_for(run_at(runs[0]).environment.devices[0])
     return calibrate_from([observed_run(run, known) for run in runs], known)
 
 
 def _measured(path: Path, name: str | None, base: str | None, kernels: str | None, seconds: float) -> None:
-    from ringprof.record.launcher import launcher_rank
-    from ringprof.record.resolve import need
-
     need("torch")
     import torch
 
@@ -92,6 +92,4 @@ def _measured(path: Path, name: str | None, base: str | None, kernels: str | Non
 
 
 def _save(found: Calibration, name: str | None, path: Path) -> None:
-    import msgspec
-
     write_atomically(path, as_json(msgspec.structs.replace(found, name=name or found.name)))

@@ -15,6 +15,7 @@ from ringprof.cli.recording import params_of
 from ringprof.cli.values import STRATEGIES, Known
 from ringprof.errors import UsageError
 from ringprof.foresee.calibration import read_calibration
+from ringprof.foresee.check import check_rows, check_text, read_rows
 from ringprof.foresee.predict import as_dict, predict
 from ringprof.foresee.question import Question, run_at
 from ringprof.foresee.show import render
@@ -39,16 +40,13 @@ def command(**options: Any) -> int:
     ringprof predict --strategy burst --seq 8388608 --heads 64 --kv-heads 8 --hosts 128 --machine h100 --nic 400
     ringprof predict --like traces/h200x4-zigzag-262144 --machine h200 -o traces/predicted
     """
+    from ringprof.foresee.tape import tape_of
+
     machine = read_calibration(options["machine"])
     if options["check"]:
-        from ringprof.foresee.check import check_rows, check_text, read_rows
-        from ringprof.foresee.tape import tape_of
-
         found = check_rows(read_rows(options["check"]), machine, tape_of, asked_cluster(options))
         click.echo(check_text(found, options["form"]), nl=False)
         return 0
-    from ringprof.foresee.tape import tape_of
-
     question = _question(options)
     prediction = predict(question, machine, tape_of)
     if options["form"] == "json":

@@ -18,6 +18,7 @@ from ringprof.record import Request, record
 from ringprof.record.launcher import launcher_rank
 from ringprof.report.text import duration, rate
 from ringprof.run import Run
+from ringprof.trace.reduced import reduce_file
 
 
 @click.command("record")
@@ -74,8 +75,6 @@ def _as_rank(request: Request, rank: int) -> NoReturn:
     Leaving in the interpreter's good order can block in a communicator whose peers are gone. What all ranks refuse, or
     find wrong, rank 0 says for all; a failure of one rank's own it says itself.
     """
-    from ringprof.trace.reduced import reduce_file
-
     code = 0
     try:
         with reporter() as shown:

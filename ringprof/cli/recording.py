@@ -12,7 +12,7 @@ from ringprof.cli.values import Number, Tokens
 from ringprof.documents import document_lengths
 from ringprof.errors import UsageError
 from ringprof.record import Request
-from ringprof.record.resolve import DTYPES
+from ringprof.record.request import DTYPES
 from ringprof.run import LayerAround, Phase, Workload
 
 _SAME = ("hops", "device", "world", "ranks_per_host", "warmup", "iters", "controls", "verify")

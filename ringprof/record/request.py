@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from typing import Any, TypeVar
 
 import msgspec
 
-from ringprof.errors import UsageError
+from ringprof.errors import MissingExtraError, UsageError
 from ringprof.run import Workload
 
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 MIN_GPU_WARMUP = 3
 """The first iterations on a GPU set up communicators, allocator and kernels: fewer warm-ups would time that."""
 
 
 _Value = TypeVar("_Value", bound=msgspec.Struct)
+
+
+def need(*packages: str) -> None:
+    """Raises `MissingExtraError` where one of these is not installed: before what imports them is imported."""
+    for package in packages:
+        if find_spec(package) is None:
+            raise MissingExtraError(f"recording needs {package}: pip install 'ringprof[record]'")
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):

@@ -34,6 +34,9 @@ from ringprof.record.measure import drawn_sinks
 from ringprof.record.resolve import fits, kernel_of, layout_options, mask_options, torch_dtype
 from ringprof.record.world_group import gather_tensor
 from ringprof.run import TensorError, Verification, Workload
+from ringprof.strategies.cut import cut_of
+from ringprof.strategies.kernels import MaskedReference
+from ringprof.strategies.layouts import LAYOUTS
 from ringprof.strategies.merge import row_product, with_sinks
 
 SEED = 20260401
@@ -160,9 +163,6 @@ def summed_over_ranks(x: Tensor) -> Tensor:
 
 def whole_block(workload: Workload) -> dict[str, Any]:
     """What a kernel is told that computes the whole sequence in one call: ``causal`` and ``parts``."""
-    from ringprof.strategies.cut import cut_of
-    from ringprof.strategies.layouts import LAYOUTS
-
     mask = workload.mask()
     block = None if mask.plain else cut_of(mask, LAYOUTS["contiguous"], 1, workload.seq).block(0, 0)
     if block is None:
@@ -205,8 +205,6 @@ def kernel_results(
 
 def reference_results(full: Tensors, workload: Workload, scale: float | None = None) -> dict[str, Tensor]:
     """The same in float64, one batch entry and kv head at a time: the scores of all heads would not fit a device."""
-    from ringprof.strategies.kernels import MaskedReference
-
     kernel = MaskedReference(workload.mask(), softcap=workload.softcap or 0.0)
     group, sinks = workload.heads // workload.kv_heads, drawn_sinks(workload, full.q.device)
     collected: dict[str, list[list[Tensor]]] = {}

@@ -31,14 +31,13 @@ from ringprof.record.verify import (
 from ringprof.record.verify_timed import PLACES, Seen, by_head, of_ranks, refuse_not_finite, softmax_rows
 from ringprof.record.world_group import gather_tensor
 from ringprof.run import TimedVerification, Verification, Workload
+from ringprof.strategies.kernels import ReferenceKernel
 
 SEQUENCES = 2
 
 
 def verify_cached(strategy: Any, workload: Workload, device: torch.device) -> Verification:
     """As `ringprof.record.verify.verify`, for a strategy over a cache. Raises `VerificationError`."""
-    from ringprof.strategies.kernels import ReferenceKernel
-
     workload = shortened(type(strategy), workload, strategy.comm.size, device.type, strategy.parameters)
     keys, new = workload.kv_length, workload.seq
     assert keys is not None

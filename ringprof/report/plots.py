@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from ringprof.analysis.findings.comparison import Comparison, Entry
 from ringprof.analysis.findings.findings import Findings
 from ringprof.analysis.findings.summary import PARTS
@@ -136,8 +138,6 @@ class Plots:
 
     def waiting(self, ax: Axes | None = None) -> Axes:
         """Heat map of the exposed communication, rank by ring step, ms: what waited behind computation cost nothing."""
-        import numpy as np
-
         ranks = [rank.rank for rank in self._found.attribution.ranks]
         groups = _by_step(self._found.steps)
         ax = _axes(ax, len(ranks))

@@ -18,7 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from ringprof.analysis.findings.comparison import Recordings
+Recordings = Sequence[Sequence[float]]
+"""One or several recordings of repeated measurements."""
 
 Draws = np.ndarray[Any, np.dtype[np.float64]]
 

@@ -22,8 +22,8 @@ from ringprof.record.check.roll import Roll
 from ringprof.record.check.sent import sent_meanwhile
 from ringprof.record.group_ranks import GroupRanks
 from ringprof.record.progress import Reporter, SilentReporter
-from ringprof.record.request import from_json
-from ringprof.record.resolve import DTYPES, torch_dtype
+from ringprof.record.request import DTYPES, from_json
+from ringprof.record.resolve import torch_dtype
 from ringprof.record.verify import MOST_TOKENS, SEED, Tensors, draw_inputs, severity
 from ringprof.run import Workload
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from ringprof.analysis.findings.findings import Findings
+from ringprof.report import timeline
 from ringprof.report.page.document import Content
 from ringprof.report.sections import (
     annotated,
@@ -50,12 +51,6 @@ class Section(NamedTuple):
     """Of a listing that can be sorted."""
 
 
-def _timeline(found: Findings, report: dict[str, Any], figures: Any) -> Content | None:
-    from ringprof.report import timeline  # here, since only the page has one
-
-    return timeline.html(found, report, figures)
-
-
 SECTIONS = (
     Section("machine", "State of the GPUs", machine.terminal, html=machine.html),
     Section("communication", terminal=communication.terminal),
@@ -67,7 +62,7 @@ SECTIONS = (
     Section("breakdown", "Breakdown by rank", breakdown.terminal, breakdown.json, breakdown.html),
     Section("kinds", "By kind", html=breakdown.kinds_html),
     Section("speed", "Speed and controls", html=run.speed_html),
-    Section("timeline", "Timeline", html=_timeline),
+    Section("timeline", "Timeline", html=timeline.html),
     Section("memory", "Memory over time", html=memory.html),
     Section("steps", "Ring steps", steps.terminal, steps.json, steps.html,
             "Also show ring steps: block, hops, what was exposed and why.", on_cpu=False, columns=steps.COLUMNS),
