@@ -120,7 +120,7 @@ def _by_name(trace: Trace, rules: Rules, own_rules: Sequence[Rule]) -> tuple[Int
     for category, name in ((MEMCPY, "memcpy"), (MEMSET, "memset")):
         rows = trace.activities.category == category
         kind[rows], evidence[rows] = CODE[name], NAME
-    peer_copy = trace.names_that(lambda name: "PtoP" in name or "PeerToPeer" in name)[trace.activities.name]
+    peer_copy = trace.names_that(lambda name: re.search("PtoP|PeerToPeer|P2P", name))[trace.activities.name]
     kind[(trace.activities.category == MEMCPY) & peer_copy] = CODE["copy_engine"]
     if own_rules:
         rows = _rows_whose_rule(trace, rules, lambda rule: rule in own_rules)
