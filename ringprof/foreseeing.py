@@ -19,6 +19,7 @@ from ringprof.foresee.question import Question
 from ringprof.foresee.show import PARTS, render
 from ringprof.foresee.traces import write_prediction
 from ringprof.frame_columns import meanings_of
+from ringprof.json_object import JsonObject
 from ringprof.report import plots
 from ringprof.report.page.html import render as page
 from ringprof.report.text import percent
@@ -82,7 +83,7 @@ class Foreseen:
         """Per GPU, of the middle."""
         return self.prediction.tflops(self.prediction.median_ns)
 
-    def report(self) -> dict[str, Any]:
+    def report(self) -> JsonObject:
         """Schema ``ringprof.prediction/1``."""
         return as_dict(self.prediction)
 
@@ -133,7 +134,7 @@ class Advised:
     def plot(self) -> AdvicePlots:
         return AdvicePlots(self.advice)
 
-    def report(self) -> dict[str, Any]:
+    def report(self) -> JsonObject:
         """Schema ``ringprof.advice/1``."""
         return _advice_json(self.advice)
 

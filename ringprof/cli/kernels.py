@@ -12,6 +12,7 @@ from msgspec import to_builtins
 
 from ringprof.cli.values import Tokens
 from ringprof.cli.write import print_or_write, text_style
+from ringprof.json_object import JsonObject
 from ringprof.record.request import DTYPES, need
 from ringprof.report.tables import Column, Table
 from ringprof.run import Workload
@@ -93,7 +94,7 @@ def _measured(
 
 def _rates_table(found: Iterable[Any], factor: float) -> Table:
     """A row a kernel that computes anything here, two columns a mask."""
-    by_kernel: dict[str, dict[str, Any]] = {}
+    by_kernel: dict[str, JsonObject] = {}
     for one in found:
         by_kernel.setdefault(one.kernel, {})[one.mask] = one
     names = list(next(iter(by_kernel.values())))

@@ -20,6 +20,7 @@ from ringprof.foresee.predict import as_dict, predict
 from ringprof.foresee.question import Question, run_at
 from ringprof.foresee.show import render
 from ringprof.foresee.traces import write_prediction
+from ringprof.json_object import Options
 
 
 @click.command("predict")
@@ -59,7 +60,7 @@ def command(**options: Any) -> int:
     return 0
 
 
-def _question(options: dict[str, Any]) -> Question:
+def _question(options: Options) -> Question:
     if options["like"]:
         question = Question.like(run_at(options["like"]))
         return replace(question, cluster=replace(question.cluster, nic_gbit=options["nic"]))

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -16,6 +15,7 @@ from ringprof.foresee.calibration import Calibration
 from ringprof.foresee.links import Cluster
 from ringprof.foresee.predict import Prediction, TapeOf, as_dict, predict
 from ringprof.foresee.question import Question
+from ringprof.json_object import JsonObject
 from ringprof.run import Workload
 
 _SCHEMA = "ringprof.advice/1"
@@ -156,7 +156,7 @@ def candidates(workload: Workload, cluster: Cluster, machine: Calibration, kerne
     size, per_host = cluster.size, cluster.gpus_per_host
     engines = ("nccl", "copy") if machine.same_host.copy_gb_s is not None and per_host > 1 else ("nccl",)
     several = cluster.hosts > 1
-    sets: list[tuple[str, dict[str, Any], bool]] = [("zigzag", {}, not several), ("stripe", {}, not several)]
+    sets: list[tuple[str, JsonObject, bool]] = [("zigzag", {}, not several), ("stripe", {}, not several)]
     sets += [("ring", {}, not several)] if not workload.causal else []
     sets += [("burst", {"double_ring": False}, not several), ("megatron", {}, False), ("ulysses", {}, False)]
     sets += [("allgather", {"layout": "zigzag" if workload.causal else "contiguous"}, False)]
@@ -274,7 +274,7 @@ def _label(question: Question) -> str:
     return f"{question.strategy}{f' ({given})' if given else ''}{copied}"
 
 
-def as_json(advice: Advice) -> dict[str, Any]:
+def as_json(advice: Advice) -> JsonObject:
     """Schema ``ringprof.advice/1``."""
     return {
         "schema": _SCHEMA,

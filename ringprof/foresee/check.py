@@ -24,6 +24,7 @@ from ringprof.foresee.calibration import Calibration
 from ringprof.foresee.links import Cluster
 from ringprof.foresee.predict import TapeOf, predict
 from ringprof.foresee.question import Question
+from ringprof.json_object import JsonObject, Params
 from ringprof.report.text import clean
 from ringprof.run import Workload
 from ringprof.whole_numbers import whole
@@ -152,7 +153,7 @@ def _question(given: Mapping[str, Any], workload: Workload, cluster: Cluster) ->
     name = words[0] if words else ""
     if name not in SPECS or len(words) > 2:
         return None
-    params: dict[str, Any] = {}
+    params: Params = {}
     degrees = str(given.get("degrees", "")).lower()
     ulysses, window = re.search(r"ulysses=([0-9]{1,9})", degrees), re.search(r"window=([0-9]{1,9})", degrees)
     if ulysses and name in ("usp", "double-ring"):
@@ -243,7 +244,7 @@ def _times(
     return low, middle, high
 
 
-def _as_dict(found: list[Checked]) -> dict[str, Any]:
+def _as_dict(found: list[Checked]) -> JsonObject:
     """Schema ``ringprof.check/1``."""
     return {
         "schema": _SCHEMA,

@@ -23,6 +23,7 @@ from ringprof.foresee.host_passes import with_host_times
 from ringprof.foresee.links import channels
 from ringprof.foresee.program import Block
 from ringprof.foresee.shapes import COLLECTIVE_BYTES, MESSAGES, Wanted, blocks
+from ringprof.json_object import JsonObject
 from ringprof.strategies.communicator import Communicator
 from ringprof.strategies.kernels import KERNELS
 from ringprof.strategies.merge import accumulate
@@ -62,7 +63,7 @@ def measure_machine(base: Calibration, bench: Bench, kernels: Sequence[str], sec
 
     for samples, failed in _kernel_samples(bench, kernels, ends["kernels"]):
         keep(kernels=_with_samples(found.kernels, samples), unmeasured=failed)
-    parts: dict[str, Callable[[], dict[str, Any]]] = {
+    parts: dict[str, Callable[[], JsonObject]] = {
         "host": lambda: _of_host(with_host_times(bench, found, kernels)),
         "memory": lambda: _memory(bench),
         "links": lambda: {"same_host": _links(bench, found, ends["links"])} if bench.size > 1 else {},
@@ -75,11 +76,11 @@ def measure_machine(base: Calibration, bench: Bench, kernels: Sequence[str], sec
     return found
 
 
-def _of_host(found: Calibration) -> dict[str, Any]:
+def _of_host(found: Calibration) -> JsonObject:
     return {"host": found.host, "kernels": found.kernels}
 
 
-def _attempted(name: str, part: Callable[[], dict[str, Any]], failed: list[str]) -> dict[str, Any]:
+def _attempted(name: str, part: Callable[[], JsonObject], failed: list[str]) -> JsonObject:
     """What a part finds, or that it failed: the others are still wanted."""
     try:
         return part()
@@ -258,7 +259,7 @@ def _copied(bench: Bench, before: Link) -> Link:
 # --- contention -------------------------------------------------------------------------------------
 
 
-def _contention(bench: Bench, before: Calibration, kernel: str) -> dict[str, Any]:
+def _contention(bench: Bench, before: Calibration, kernel: str) -> JsonObject:
     """What a block loses to a hop that began first, and how often a hop is first where both are ready together."""
     if bench.device.type != "cuda":
         return {}

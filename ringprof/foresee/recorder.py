@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ringprof.foresee.program import Block, Join, Op, Post, Touch, Wait
+from ringprof.json_object import JsonObject
 from ringprof.strategies.streams import SideStreams
 
 _ROUNDED = 512
@@ -257,7 +258,7 @@ def _to_copy(tensor: Tensor, *, dtype: torch.dtype | None = None, device: Any = 
     return torch.empty(tensor.shape, dtype=dtype or tensor.dtype, device=device or tensor.device)
 
 
-_SHORTCUTS: dict[str, Any] = {"stack": _stack, "cat": _cat, "_to_copy": _to_copy}
+_SHORTCUTS: JsonObject = {"stack": _stack, "cat": _cat, "_to_copy": _to_copy}
 """For these, and where results are written to a given tensor, torch would load its compiler to say what shape comes of
 a shape: a second of processor time."""
 
