@@ -13,7 +13,7 @@ import numpy as np
 from ringprof.errors import RingprofError, UnfitWorkloadError
 from ringprof.foresee.calibration import Calibration
 from ringprof.foresee.links import Cluster
-from ringprof.foresee.predict import Prediction, TapeOf, as_dict, predict
+from ringprof.foresee.predict import Prediction, TapeOf, predict, prediction_dict
 from ringprof.foresee.question import Question
 from ringprof.json_object import JsonObject
 from ringprof.run import Workload
@@ -274,7 +274,7 @@ def _label(question: Question) -> str:
     return f"{question.strategy}{f' ({given})' if given else ''}{copied}"
 
 
-def as_json(advice: Advice) -> JsonObject:
+def advice_dict(advice: Advice) -> JsonObject:
     """Schema ``ringprof.advice/1``."""
     return {
         "schema": _SCHEMA,
@@ -282,11 +282,11 @@ def as_json(advice: Advice) -> JsonObject:
         "choices": [
             {
                 "label": choice.label, "probability_best": round(choice.best, 4), "on_front": choice.on_front,
-                "fits": choice.fits, **as_dict(choice.prediction, whole=False),
+                "fits": choice.fits, **prediction_dict(choice.prediction, whole=False),
             }
             for choice in advice.choices
         ],
-        "inputs": as_dict(advice.first.prediction)["inputs"],
+        "inputs": prediction_dict(advice.first.prediction)["inputs"],
         "refused": [{"label": label, "reason": reason} for label, reason in advice.refused],
         "hidden_from_tokens": advice.hidden_from_tokens(),
         "hidden_from_gbit": advice.hidden_from_gbit(),

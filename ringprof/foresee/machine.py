@@ -7,7 +7,7 @@ from collections import defaultdict, deque
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 
-from ringprof.foresee.calibration import Calibration, Kernel
+from ringprof.foresee.calibration import Calibration, KernelFigures
 from ringprof.foresee.curves import Curve, Estimate
 from ringprof.foresee.events import BlockTime, Leg
 from ringprof.foresee.host import host_ns
@@ -22,7 +22,7 @@ class Curves:
     """The curves of one kernel on one machine, with the estimates that were asked for."""
 
     def __init__(self, calibration: Calibration, kernel: str) -> None:
-        self.kernel: Kernel = calibration.kernel(kernel)
+        self.kernel: KernelFigures = calibration.kernel(kernel)
         self.heat = calibration.heat.value
         self._of: dict[str, Curve] = {}
         self._known: dict[tuple[object, ...], Estimate] = {}

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ringprof.errors import UsageError
 from ringprof.foresee.bench import Bench, call_of
-from ringprof.foresee.calibration import Calibration, Kernel, KernelSample, Link, Nccl, Value
+from ringprof.foresee.calibration import Calibration, KernelFigures, KernelSample, Link, Nccl, Value
 from ringprof.foresee.host_passes import with_host_times
 from ringprof.foresee.links import channels
 from ringprof.foresee.program import Block
@@ -157,13 +157,13 @@ def _sample(bench: Bench, kernel: Any, wanted: Wanted) -> KernelSample:
     return KernelSample(**shape, ns=ns, spread=min(spread, 1.0), count=count, origin="measured", source=kernel.name)
 
 
-def _with_samples(before: Sequence[Kernel], samples: Sequence[KernelSample]) -> list[Kernel]:
+def _with_samples(before: Sequence[KernelFigures], samples: Sequence[KernelSample]) -> list[KernelFigures]:
     """The samples with the kernels that their sources name."""
     named = {kernel.name: kernel for kernel in before}
     for name in {sample.source for sample in samples}:
         mine = [msgspec.structs.replace(one, source="ringprof calibrate") for one in samples if one.source == name]
         nothing = Value(0.0, 0.5, "assumed", "a kernel of many short blocks")
-        known = named.get(name) or Kernel(name=name, fills_device=False, tail=nothing, lead=nothing, samples=[])
+        known = named.get(name) or KernelFigures(name=name, fills_device=False, tail=nothing, lead=nothing, samples=[])
         named[name] = msgspec.structs.replace(known, samples=mine)
     return [kernel for kernel in named.values() if kernel.samples] or list(before)
 

@@ -359,7 +359,7 @@ def _shortened(sources: Sequence[str]) -> str:
     return sources[0] if len(sources) == 1 else f"{len(sources)} sources, such as {sources[0]}"
 
 
-def as_dict(prediction: Prediction, *, whole: bool = True) -> JsonObject:
+def prediction_dict(prediction: Prediction, *, whole: bool = True) -> JsonObject:
     """Schema ``ringprof.prediction/1``; without ``whole`` its figures alone, as a part of something larger."""
     question = prediction.question
     times = {f"p{tenths}": prediction.quantile_ns(tenths / 100) for tenths in (10, 50, 90)}

@@ -7,7 +7,7 @@ from typing import Any, TypedDict
 from ringprof.json_object import JsonObject
 
 
-class Source(TypedDict):
+class ReportSource(TypedDict):
     """What was read."""
 
     type: str
@@ -31,5 +31,5 @@ class Report(ReportParts):
     """The whole, every part there."""
 
     schema: str
-    source: Source
+    source: ReportSource
     warnings: list[JsonObject]
