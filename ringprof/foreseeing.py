@@ -96,7 +96,10 @@ class Foreseen:
 
     def plot(self, ax: Axes | None = None) -> Axes:
         """Where the time goes: a bar a phase, in parts."""
-        rows = {phase: {PART_LABELS[part]: ns / 1e6 for part, ns in found.items()} for phase, found in self._phases().items()}
+        rows = {
+            phase: {PART_LABELS[part]: ns / 1e6 for part, ns in found.items()}
+            for phase, found in self._phases().items()
+        }
         drawn = plots.parts(rows, "ms of the slowest rank, predicted", ax)
         drawn.set_title(repr(self))
         return drawn

@@ -44,7 +44,7 @@ _COLUMNS = (
               help="With --measure: where.")  # fmt: skip
 @click.option("--format", "form", type=click.Choice(["terminal", "json"]), default="terminal", show_default=True)
 @click.option("-o", "--output", type=click.Path(dir_okay=False), help="Write to this file instead of the terminal.")
-def command(measure: bool, form: str, output: str | None, **sizes: Any) -> None:
+def command(*, measure: bool, form: str, output: str | None, **sizes: Any) -> None:
     """List the attention kernels, installed or not: what `record --kernel` takes.
 
     Windows: sliding windows. Documents: packed ones in one call, or a call each. Delta: takes rowsum(dO · O) for O.

@@ -208,10 +208,11 @@ def assumed(name: str, device: str, multiprocessors: int, memory_bytes: int) -> 
     def about(value: float, why: str = "of the usual order") -> Value:
         return Value(value, 0.3, "assumed", why)
 
-    def kernel(name: str, fills: bool) -> KernelFigures:
+    def kernel(name: str, *, fills: bool) -> KernelFigures:
         lead, tail = about(0.007), about(0.012) if fills else about(0.0, "a kernel of many short blocks")
         return KernelFigures(name=name, fills_device=fills, tail=tail, lead=lead, samples=[])
 
+    kernels = [kernel(one, fills=one == "cudnn") for one in ("cudnn", "flash-attn", "torch-flash")]
     host = Host(
         call_us=about(2.0), launch_us=about(12.0), forward_us=about(60.0), backward_us=about(100.0),
         post_us=about(150.0), wait_us=about(15.0), collective_us=about(150.0), copy_us=about(150.0),
@@ -219,7 +220,7 @@ def assumed(name: str, device: str, multiprocessors: int, memory_bytes: int) -> 
     )  # fmt: skip
     return Calibration(
         name=name, device=device, created="", multiprocessors=multiprocessors, memory_bytes=memory_bytes,
-        environment={}, kernels=[kernel("cudnn", True), kernel("flash-attn", False), kernel("torch-flash", False)],
+        environment={}, kernels=kernels,
         memory_gb_s=about(3000.0), reorder_gb_s=about(1000.0), touch_us=about(4.0),
         same_host=Link(
             channel_gb_s=about(18.0), hop_gb_s=about(350.0), total_gb_s=about(390.0), latency_us=about(40.0),

@@ -231,15 +231,15 @@ def _times(
 ) -> tuple[float, float, float]:
     """Milliseconds of the row's pass; a backward pass is what it adds to the forward pass."""
 
-    def foreseen(backward: bool) -> Any:
+    def foreseen(*, backward: bool) -> Any:
         asked = replace(question, workload=msgspec.structs.replace(question.workload, backward=backward))
         key = (asked.strategy, asked.workload, asked.cluster, asked.kernel, tuple(sorted(asked.params.items())))
         if key not in known:
             known[key] = predict(asked, machine, tape_of)
         return known[key]
 
-    whole = foreseen(row.part != "fwd")
-    first = foreseen(False).median_ns if row.part == "bwd" else 0.0
+    whole = foreseen(backward=row.part != "fwd")
+    first = foreseen(backward=False).median_ns if row.part == "bwd" else 0.0
     low, middle, high = ((whole.quantile_ns(share) - first) / 1e6 for share in (0.1, 0.5, 0.9))
     return low, middle, high
 

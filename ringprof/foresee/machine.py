@@ -35,10 +35,10 @@ class Curves:
             block.pairs, block.sequences,
         )  # fmt: skip
         if key not in self._known:
-            self._known[key] = self._curve(block.phase, block.pairs is not None).at(block)
+            self._known[key] = self._curve(block.phase, masked=block.pairs is not None).at(block)
         return self._known[key]
 
-    def _curve(self, phase: str, masked: bool) -> Curve:
+    def _curve(self, phase: str, *, masked: bool) -> Curve:
         name = f"{self.kernel.name} {phase}{' of documents and windows' if masked else ''}"
         if name not in self._of:
             samples = [

@@ -198,7 +198,7 @@ def _links(bench: Bench, before: Calibration, until: float) -> Link:
     times = {}
     for size in sizes:
         tensor = torch.zeros(size, dtype=torch.uint8, device=bench.device)
-        if _agreed(bench, time.monotonic() < until):
+        if _agreed(bench, mine=time.monotonic() < until):
             times[size] = bench.together_ns(lambda: ring.post(_whole(tensor)).wait())  # noqa: B023
     if not times:
         raise UsageError("no time was left")
@@ -229,7 +229,7 @@ def _whole(tensor: Tensor) -> Parcel:
     return Parcel([tensor])
 
 
-def _agreed(bench: Bench, mine: bool) -> bool:
+def _agreed(bench: Bench, *, mine: bool) -> bool:
     return all(bench.together(mine, bool))
 
 

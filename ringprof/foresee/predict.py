@@ -175,7 +175,7 @@ def _simulated(
     programs, cluster = tape.programs, cluster or question.cluster
     links = Links(machine, cluster, changes.rates)
 
-    def run(draw: Draw, duty: Mapping[int, float] | None, ahead: bool = True) -> list[Timeline]:
+    def run(draw: Draw, duty: Mapping[int, float] | None, *, ahead: bool = True) -> list[Timeline]:
         return simulate(programs, CalibratedMachine(machine, links, curves, draw, changes, duty), ahead=ahead)
 
     timelines = run(LIKELIEST, None)
@@ -184,7 +184,7 @@ def _simulated(
     asks = CalibratedMachine(machine, links, curves, LIKELIEST, changes)
     issuing = max(sum(asks.host(program)) for program in programs)
     bound = issuing > end
-    draws = [run(Draw(seed=seed), duty, not bound) for seed in range(1, 1 + _draws(len(programs)))]
+    draws = [run(Draw(seed=seed), duty, ahead=not bound) for seed in range(1, 1 + _draws(len(programs)))]
     ends = [max(one.end_ns for one in drawn) for drawn in draws]
     middle = sorted(range(len(ends)), key=ends.__getitem__)[(len(ends) - 1) // 2]
     timelines, median_ns = draws[middle], median(ends)

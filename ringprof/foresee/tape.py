@@ -76,7 +76,7 @@ def tape(
     programs, made = [], None
     for rank in range(size) if ranks is None else ranks:
         with _refusals(strategy), strategy_errors():
-            program, made = _program(kind, given, workload, (rank, size, per_host), behaves, hops, older)
+            program, made = _program(kind, given, workload, (rank, size, per_host), behaves, hops, older=older)
         programs.append(program)
     assert made is not None
     return Tape(
@@ -137,6 +137,7 @@ def _program(
     place: tuple[int, int, int],
     kernel: str,
     hops: str,
+    *,
     older: bool,
 ) -> tuple[Program, Any]:
     """One rank's program, and the strategy that it was made with."""
