@@ -25,6 +25,7 @@ from ringprof.limits import MemoryBudget
 from ringprof.log_lines import TEXT_SHARE
 from ringprof.options import LoadOptions
 from ringprof.report import as_json, terminal
+from ringprof.report.json_report import Report
 from ringprof.report.tables import Listing
 from ringprof.report.text import TextStyle
 from ringprof.run import RankTrace, Run, read_run
@@ -160,7 +161,7 @@ class Analysis:
         """
         return trace_analysis({rank.rank: rank.path for rank in self.attribution.ranks})
 
-    def report(self) -> dict[str, Any]:
+    def report(self) -> Report:
         """The report of ``--format json``, schema ``ringprof.report/1``."""
         paths = [self._source.run] if self._source.run else list(self._source.paths)
         return as_json.as_dict(self.findings, source=self._source.type, paths=paths)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import html
 import os
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ringprof.analysis.findings.comparison import Entry
 from ringprof.benchmark_logs import show
 from ringprof.benchmark_logs.audit import SPREAD, LogAudit, audit, with_flags
 from ringprof.benchmark_logs.read import read_log
 from ringprof.benchmark_logs.rows import BenchmarkLog, Flag, JudgedRow, LogSettings
+from ringprof.json_object import JsonObject
 from ringprof.limits import MEMORY_BYTES, Limits
 from ringprof.report.text import TextStyle
 
@@ -50,7 +51,7 @@ class BenchmarkLogs:
 
         return pd.DataFrame(map(show.record_of, self.rows), columns=list(show.LOG_COLUMNS)).convert_dtypes()
 
-    def report(self) -> dict[str, Any]:
+    def report(self) -> JsonObject:
         """The report of ``--format json``, schema ``ringprof.logs/1``."""
         return show.audit_dict(self._audit)
 

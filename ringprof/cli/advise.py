@@ -11,8 +11,8 @@ import msgspec
 from ringprof.cli.asking import asked_cluster, asked_workload, asks
 from ringprof.cli.write import write_text
 from ringprof.errors import UsageError
-from ringprof.foresee.advice_shown import document, render
-from ringprof.foresee.advise import advise, as_json
+from ringprof.foresee.advice_shown import advice_text, document
+from ringprof.foresee.advise import advice_dict, advise
 from ringprof.foresee.calibration import read_calibration
 from ringprof.report.page.html import render as page
 
@@ -38,9 +38,9 @@ def command(**options: Any) -> int:
         memory_bytes=_size(options["memory"]) if options["memory"] else None, strategies=options["strategies"],
     )  # fmt: skip
     if options["form"] == "json":
-        click.echo(msgspec.json.format(msgspec.json.encode(as_json(found)), indent=1).decode())
+        click.echo(msgspec.json.format(msgspec.json.encode(advice_dict(found)), indent=1).decode())
     else:
-        click.echo(render(found), nl=False)
+        click.echo(advice_text(found), nl=False)
     if options["html"]:
         write_text(options["html"], page(document(found)))
     return 0

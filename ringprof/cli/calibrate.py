@@ -11,7 +11,7 @@ import msgspec
 
 from ringprof.cli.values import Number
 from ringprof.errors import UsageError
-from ringprof.foresee.calibration import Calibration, as_json, assumed, base_for, read_calibration
+from ringprof.foresee.calibration import Calibration, assumed, base_for, calibration_json, read_calibration
 from ringprof.foresee.from_runs import calibrate_from, observed_run
 from ringprof.foresee.question import run_at
 from ringprof.record.launcher import launcher_rank
@@ -92,4 +92,4 @@ def _measured(path: Path, name: str | None, base: str | None, kernels: str | Non
 
 
 def _save(found: Calibration, name: str | None, path: Path) -> None:
-    write_atomically(path, as_json(msgspec.structs.replace(found, name=name or found.name)))
+    write_atomically(path, calibration_json(msgspec.structs.replace(found, name=name or found.name)))

@@ -12,6 +12,7 @@ from msgspec import to_builtins
 
 from ringprof.cli.values import Tokens
 from ringprof.cli.write import print_or_write, text_style
+from ringprof.json_object import JsonObject
 from ringprof.record.request import DTYPES, need
 from ringprof.report.tables import Column, Table
 from ringprof.run import Workload
@@ -43,7 +44,7 @@ _COLUMNS = (
               help="With --measure: where.")  # fmt: skip
 @click.option("--format", "form", type=click.Choice(["terminal", "json"]), default="terminal", show_default=True)
 @click.option("-o", "--output", type=click.Path(dir_okay=False), help="Write to this file instead of the terminal.")
-def command(measure: bool, form: str, output: str | None, **sizes: Any) -> None:
+def command(*, measure: bool, form: str, output: str | None, **sizes: Any) -> None:
     """List the attention kernels, installed or not: what `record --kernel` takes.
 
     Windows: sliding windows. Documents: packed ones in one call, or a call each. Delta: takes rowsum(dO · O) for O.
@@ -93,7 +94,7 @@ def _measured(
 
 def _rates_table(found: Iterable[Any], factor: float) -> Table:
     """A row a kernel that computes anything here, two columns a mask."""
-    by_kernel: dict[str, dict[str, Any]] = {}
+    by_kernel: dict[str, JsonObject] = {}
     for one in found:
         by_kernel.setdefault(one.kernel, {})[one.mask] = one
     names = list(next(iter(by_kernel.values())))

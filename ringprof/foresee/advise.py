@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -14,8 +13,9 @@ import numpy as np
 from ringprof.errors import RingprofError, UnfitWorkloadError
 from ringprof.foresee.calibration import Calibration
 from ringprof.foresee.links import Cluster
-from ringprof.foresee.predict import Prediction, TapeOf, as_dict, predict
+from ringprof.foresee.predict import Prediction, TapeOf, predict, prediction_dict
 from ringprof.foresee.question import Question
+from ringprof.json_object import JsonObject
 from ringprof.run import Workload
 
 _SCHEMA = "ringprof.advice/1"
@@ -156,7 +156,7 @@ def candidates(workload: Workload, cluster: Cluster, machine: Calibration, kerne
     size, per_host = cluster.size, cluster.gpus_per_host
     engines = ("nccl", "copy") if machine.same_host.copy_gb_s is not None and per_host > 1 else ("nccl",)
     several = cluster.hosts > 1
-    sets: list[tuple[str, dict[str, Any], bool]] = [("zigzag", {}, not several), ("stripe", {}, not several)]
+    sets: list[tuple[str, JsonObject, bool]] = [("zigzag", {}, not several), ("stripe", {}, not several)]
     sets += [("ring", {}, not several)] if not workload.causal else []
     sets += [("burst", {"double_ring": False}, not several), ("megatron", {}, False), ("ulysses", {}, False)]
     sets += [("allgather", {"layout": "zigzag" if workload.causal else "contiguous"}, False)]
@@ -274,7 +274,7 @@ def _label(question: Question) -> str:
     return f"{question.strategy}{f' ({given})' if given else ''}{copied}"
 
 
-def as_json(advice: Advice) -> dict[str, Any]:
+def advice_dict(advice: Advice) -> JsonObject:
     """Schema ``ringprof.advice/1``."""
     return {
         "schema": _SCHEMA,
@@ -282,11 +282,11 @@ def as_json(advice: Advice) -> dict[str, Any]:
         "choices": [
             {
                 "label": choice.label, "probability_best": round(choice.best, 4), "on_front": choice.on_front,
-                "fits": choice.fits, **as_dict(choice.prediction, whole=False),
+                "fits": choice.fits, **prediction_dict(choice.prediction, whole=False),
             }
             for choice in advice.choices
         ],
-        "inputs": as_dict(advice.first.prediction)["inputs"],
+        "inputs": prediction_dict(advice.first.prediction)["inputs"],
         "refused": [{"label": label, "reason": reason} for label, reason in advice.refused],
         "hidden_from_tokens": advice.hidden_from_tokens(),
         "hidden_from_gbit": advice.hidden_from_gbit(),

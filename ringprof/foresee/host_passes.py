@@ -15,13 +15,14 @@ from ringprof.foresee.calibration import Calibration
 from ringprof.foresee.host import Pass, explained, kinds
 from ringprof.foresee.shapes import HEAD_DIM
 from ringprof.foresee.tape import tape
+from ringprof.json_object import JsonObject
 from ringprof.record.measure import Problem
 from ringprof.run import Workload
 from ringprof.strategies import create
 
 _WARM, _TIMED, _TOKENS = 10, 60, 256
 """Passes that do not count, those that do, and a rank's tokens."""
-_Case = tuple[str, dict[str, Any], dict[str, Any], str]
+_Case = tuple[str, JsonObject, JsonObject, str]
 _CASES: tuple[_Case, ...] = (
     ("zigzag", {}, {}, "nccl"), ("zigzag", {}, {"backward": False}, "nccl"), ("zigzag", {}, {}, "copy"),
     ("stripe", {}, {}, "nccl"), ("ring", {}, {"causal": False}, "nccl"), ("burst", {}, {}, "nccl"),

@@ -18,11 +18,12 @@ from torch import Tensor
 
 from ringprof.errors import UsageError
 from ringprof.foresee.bench import Bench, call_of
-from ringprof.foresee.calibration import Calibration, Kernel, KernelSample, Link, Nccl, Value
+from ringprof.foresee.calibration import Calibration, KernelFigures, KernelSample, Link, Nccl, Value
 from ringprof.foresee.host_passes import with_host_times
 from ringprof.foresee.links import channels
 from ringprof.foresee.program import Block
 from ringprof.foresee.shapes import COLLECTIVE_BYTES, MESSAGES, Wanted, blocks
+from ringprof.json_object import JsonObject
 from ringprof.strategies.communicator import Communicator
 from ringprof.strategies.kernels import KERNELS
 from ringprof.strategies.merge import accumulate
@@ -62,7 +63,7 @@ def measure_machine(base: Calibration, bench: Bench, kernels: Sequence[str], sec
 
     for samples, failed in _kernel_samples(bench, kernels, ends["kernels"]):
         keep(kernels=_with_samples(found.kernels, samples), unmeasured=failed)
-    parts: dict[str, Callable[[], dict[str, Any]]] = {
+    parts: dict[str, Callable[[], JsonObject]] = {
         "host": lambda: _of_host(with_host_times(bench, found, kernels)),
         "memory": lambda: _memory(bench),
         "links": lambda: {"same_host": _links(bench, found, ends["links"])} if bench.size > 1 else {},
@@ -75,11 +76,11 @@ def measure_machine(base: Calibration, bench: Bench, kernels: Sequence[str], sec
     return found
 
 
-def _of_host(found: Calibration) -> dict[str, Any]:
+def _of_host(found: Calibration) -> JsonObject:
     return {"host": found.host, "kernels": found.kernels}
 
 
-def _attempted(name: str, part: Callable[[], dict[str, Any]], failed: list[str]) -> dict[str, Any]:
+def _attempted(name: str, part: Callable[[], JsonObject], failed: list[str]) -> JsonObject:
     """What a part finds, or that it failed: the others are still wanted."""
     try:
         return part()
@@ -156,13 +157,13 @@ def _sample(bench: Bench, kernel: Any, wanted: Wanted) -> KernelSample:
     return KernelSample(**shape, ns=ns, spread=min(spread, 1.0), count=count, origin="measured", source=kernel.name)
 
 
-def _with_samples(before: Sequence[Kernel], samples: Sequence[KernelSample]) -> list[Kernel]:
+def _with_samples(before: Sequence[KernelFigures], samples: Sequence[KernelSample]) -> list[KernelFigures]:
     """The samples with the kernels that their sources name."""
     named = {kernel.name: kernel for kernel in before}
     for name in {sample.source for sample in samples}:
         mine = [msgspec.structs.replace(one, source="ringprof calibrate") for one in samples if one.source == name]
         nothing = Value(0.0, 0.5, "assumed", "a kernel of many short blocks")
-        known = named.get(name) or Kernel(name=name, fills_device=False, tail=nothing, lead=nothing, samples=[])
+        known = named.get(name) or KernelFigures(name=name, fills_device=False, tail=nothing, lead=nothing, samples=[])
         named[name] = msgspec.structs.replace(known, samples=mine)
     return [kernel for kernel in named.values() if kernel.samples] or list(before)
 
@@ -197,7 +198,7 @@ def _links(bench: Bench, before: Calibration, until: float) -> Link:
     times = {}
     for size in sizes:
         tensor = torch.zeros(size, dtype=torch.uint8, device=bench.device)
-        if _agreed(bench, time.monotonic() < until):
+        if _agreed(bench, mine=time.monotonic() < until):
             times[size] = bench.together_ns(lambda: ring.post(_whole(tensor)).wait())  # noqa: B023
     if not times:
         raise UsageError("no time was left")
@@ -228,7 +229,7 @@ def _whole(tensor: Tensor) -> Parcel:
     return Parcel([tensor])
 
 
-def _agreed(bench: Bench, mine: bool) -> bool:
+def _agreed(bench: Bench, *, mine: bool) -> bool:
     return all(bench.together(mine, bool))
 
 
@@ -258,7 +259,7 @@ def _copied(bench: Bench, before: Link) -> Link:
 # --- contention -------------------------------------------------------------------------------------
 
 
-def _contention(bench: Bench, before: Calibration, kernel: str) -> dict[str, Any]:
+def _contention(bench: Bench, before: Calibration, kernel: str) -> JsonObject:
     """What a block loses to a hop that began first, and how often a hop is first where both are ready together."""
     if bench.device.type != "cuda":
         return {}

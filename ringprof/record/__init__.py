@@ -72,7 +72,7 @@ def prepare(request: Request, place: RankPlace | None, reporter: Reporter, scrat
         if staging is None and scratch is not None:
             remove(Path(scratch))
     return Task(
-        request=_with_absolute_output(request),
+        request=replace(request, output=str(Path(request.output).absolute())),
         name=staging.name,
         staging=str(staging.path),
         token=staging.token,
@@ -80,7 +80,3 @@ def prepare(request: Request, place: RankPlace | None, reporter: Reporter, scrat
         created=staging.created,
         time_limit=request.time_limit or plan.time_limit,
     )
-
-
-def _with_absolute_output(request: Request) -> Request:
-    return replace(request, output=str(Path(request.output).absolute()))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from importlib.util import find_spec
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 
 from ringprof.errors import MissingExtraError, UsageError
+from ringprof.json_object import Params
 from ringprof.run import Workload
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
@@ -32,7 +33,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     workload: Workload
     strategy: str
     """A bundled strategy's name, or ``package.module:Class``."""
-    params: dict[str, Any] = {}
+    params: Params = {}
     """The strategy's own parameters: text from the command line until `resolve` has typed them."""
     cp_sizes: tuple[int, ...] = ()
     """Ranks that attend a sequence in each step of an iteration; none: one step, with all of them."""

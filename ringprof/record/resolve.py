@@ -15,6 +15,7 @@ import msgspec
 import torch
 
 from ringprof.errors import RecordError, UnfitWorkloadError, UnknownStrategyError, UsageError
+from ringprof.json_object import JsonObject, Params
 from ringprof.record.launcher import RankPlace
 from ringprof.record.request import DTYPES, MIN_GPU_WARMUP, Request, check_numbers
 from ringprof.run import Workload
@@ -88,7 +89,7 @@ def resolve(request: Request, place: RankPlace | None) -> Request:
     return msgspec.structs.replace(request, device=device, world=world, params=params, warmup=warmup, iters=iters)
 
 
-def _with_sizes(strategy: Any, request: Request, params: dict[str, Any], world: int) -> Request:
+def _with_sizes(strategy: Any, request: Request, params: Params, world: int) -> Request:
     """The request with the sequences of each step. Raises `UsageError` and `UnfitWorkloadError`."""
     workload = request.workload
     for size in request.cp_sizes:
@@ -104,7 +105,7 @@ def _with_sizes(strategy: Any, request: Request, params: dict[str, Any], world: 
     return msgspec.structs.replace(request, workload=msgspec.structs.replace(workload, sequences=sequences))
 
 
-def fits(strategy: Any, workload: Workload, world: int, params: dict[str, Any], seq: int | None = None) -> str | None:
+def fits(strategy: Any, workload: Workload, world: int, params: Params, seq: int | None = None) -> str | None:
     """Why the workload (at ``seq``, where given) cannot run on ``world`` ranks; None where it can."""
     if seq is not None:
         workload = workload.at(seq)
@@ -120,21 +121,21 @@ def shape_of(workload: Workload) -> Any:
     return Shape(workload.batch, workload.seq, *heads, workload.kv_length)
 
 
-def mask_options(workload: Workload) -> dict[str, Any]:
+def mask_options(workload: Workload) -> JsonObject:
     """What `Strategy.attention` is told of the workload's mask and scores, beside whether it is causal."""
     mask = workload.mask()
     if workload.kv_length is not None:
         return {"kv_length": workload.kv_length}
-    found: dict[str, Any] = {} if mask.plain else {"documents": mask.documents, "window_size": mask.window}
+    found: JsonObject = {} if mask.plain else {"documents": mask.documents, "window_size": mask.window}
     return found | ({"softcap": workload.softcap} if workload.softcap else {})
 
 
-def asks_of_kernels(workload: Workload) -> dict[str, Any]:
+def asks_of_kernels(workload: Workload) -> JsonObject:
     """What the choice of a kernel is told beside device, type and head size."""
     return workload.mask().asks_of_kernels() | ({"softcap": workload.softcap} if workload.softcap else {})
 
 
-def layout_options(workload: Workload) -> dict[str, Any]:
+def layout_options(workload: Workload) -> JsonObject:
     """What a strategy's `shard`, `positions` and `layout_of` are told of the workload's documents."""
     return {} if workload.documents is None else {"documents": workload.mask().documents}
 
@@ -237,7 +238,7 @@ def _counts(request: Request, device: str) -> tuple[int, int]:
     return warmup, request.iters or (10 if on_gpu else 3)
 
 
-def typed_params(strategy: Any, name: str, params: dict[str, Any]) -> dict[str, Any]:
+def typed_params(strategy: Any, name: str, params: Params) -> JsonObject:
     """The parameters of strategy ``name`` as what they are. Raises `UnfitWorkloadError` for one it does not take."""
     with strategy_errors():
         typed = {
@@ -255,7 +256,7 @@ def _per_host(request: Request, world: int, place: RankPlace | None) -> int:
     return per_host if world % per_host == 0 else world
 
 
-def _check_fit(strategy: Any, request: Request, params: dict[str, Any], world: int) -> None:
+def _check_fit(strategy: Any, request: Request, params: Params, world: int) -> None:
     if request.ranks_per_host is not None and world % request.ranks_per_host:
         raise UnfitWorkloadError(f"--ranks-per-host {request.ranks_per_host} does not divide the {world} ranks")
     with strategy_errors():

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
 
 import msgspec
 
 from ringprof.analysis.findings.comparison import WATERFALL_PREFIX, Comparison, Difference, Figure
+from ringprof.json_object import JsonObject
 from ringprof.report.tables import Column, table_width, text_table
 from ringprof.report.terms import WATERFALL_LABELS as WATERFALL_LABELS
 from ringprof.report.text import TextStyle, clean, csv_text
@@ -27,7 +27,7 @@ def missing(name: str) -> str:
     return "-" if name.startswith(PARAMETER) else "unknown"
 
 
-def _as_dict(comparison: Comparison) -> dict[str, Any]:
+def _as_dict(comparison: Comparison) -> JsonObject:
     """The JSON form (schema ``ringprof.compare/1``)."""
     return {
         "schema": _SCHEMA,

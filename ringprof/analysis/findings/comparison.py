@@ -11,13 +11,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from statistics import median
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from ringprof.analysis.findings.changes import RunChanges, changes_between
-from ringprof.analysis.findings.findings import Findings
-from ringprof.analysis.findings.uncertainty import Recordings, differ, own_interval, ratio_interval
+if TYPE_CHECKING:
+    from ringprof.analysis.findings.changes import RunChanges
+    from ringprof.analysis.findings.findings import Findings
 
+Recordings = Sequence[Sequence[float]]
+"""One or several recordings of repeated measurements."""
 WORK = ("seq", "batch", "heads", "kv_heads", "head_dim", "causal", "dtype", "world_size", "passes")
 """Settings that say how much work was done, and by how many."""
 _UNLESS_STATED = ("layers", "steps", "mask", "v_head_dim", "scores")
@@ -46,6 +49,8 @@ class Figure(msgspec.Struct, frozen=True):
 
     def interval(self) -> tuple[float, float] | None:
         """Where the figure lies, to 95 %; None where it was measured once."""
+        from ringprof.analysis.findings.uncertainty import own_interval  # here: logs are read without numpy
+
         return own_interval(self.recordings)
 
 
@@ -102,6 +107,8 @@ class Comparison:
     @cached_property
     def changes(self) -> RunChanges | None:
         """What became of the time between two runs; None where it is not two runs of the same work."""
+        from ringprof.analysis.findings.changes import changes_between  # here: logs are read without numpy
+
         return changes_between(*self.runs) if len(self.runs) == 2 else None
 
     def against_base(self, figure: str, entry: int) -> Difference | None:
@@ -144,7 +151,9 @@ def _all_values(values: Sequence[str | None]) -> str | None:
     return values[0] if len(known) == 1 else ", ".join(known)
 
 
-def compare(entries: Sequence[Entry], runs: Sequence[Findings] = (), *, did_same_work: bool = False) -> Comparison:
+def compare_entries(
+    entries: Sequence[Entry], runs: Sequence[Findings] = (), *, did_same_work: bool = False
+) -> Comparison:
     """Set every entry against the first. Raises ValueError for fewer than two.
 
     ``runs``: the findings of the entries that are a single run or trace. ``did_same_work``: whether the user knows that
@@ -191,6 +200,8 @@ def _difference(name: str, index: int, base: Entry, entry: Entry, *, did_same_wo
         return Difference(name, index, None, None, "missing")
     if mine.depends_on_work and not (did_same_work or same_work(base, entry)):
         return Difference(name, index, None, None, "not comparable")
+    from ringprof.analysis.findings.uncertainty import differ, ratio_interval  # here: logs are read without numpy
+
     ratio = theirs.value / mine.value if mine.value else None
     repeated, turns = (mine.recordings, theirs.recordings), in_turns(base, entry)
     low, high = ratio_interval(*repeated, in_turns=turns) or (None, None)

@@ -18,8 +18,7 @@ from typing import Any
 
 import numpy as np
 
-Recordings = Sequence[Sequence[float]]
-"""One or several recordings of repeated measurements."""
+from ringprof.analysis.findings.comparison import Recordings
 
 Draws = np.ndarray[Any, np.dtype[np.float64]]
 

@@ -71,7 +71,7 @@ class Classified(msgspec.Struct, frozen=True):
 def classify(trace: Trace, own_rules: Sequence[Rule] = ()) -> Classified:
     """Decide every activity of a trace; ``own_rules`` are the user's."""
     launch = launches_of(trace)
-    rules = _rules_of_names(trace, own_rules)
+    rules = {index: rule_for(trace.names[index], own_rules) for index in distinct(trace.activities.name).tolist()}
     kind, evidence = _by_name(trace, rules, own_rules)
     _by_launch(trace, launch, kind, evidence)
     _by_operator(trace, launch, kind, evidence, rules)
@@ -103,11 +103,6 @@ def launches_of(trace: Trace) -> Int64:
 
 Rules = dict[int, "Rule | None"]
 """For each name of an activity, as its index into ``trace.names``: the rule that fits it."""
-
-
-def _rules_of_names(trace: Trace, own_rules: Sequence[Rule]) -> Rules:
-    """Each distinct name looked at once."""
-    return {index: rule_for(trace.names[index], own_rules) for index in distinct(trace.activities.name).tolist()}
 
 
 def _by_name(trace: Trace, rules: Rules, own_rules: Sequence[Rule]) -> tuple[Int8, Int8]:

@@ -11,7 +11,7 @@ from ringprof.report.text import clean
 
 LONG = 60
 """Characters of a cell that must not widen its table."""
-MOST_ROWS = 2_000
+MOST_PAGE_ROWS = 2_000
 """Rows of a table beyond which the page says how many it leaves out."""
 
 

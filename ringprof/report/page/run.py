@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from ringprof.analysis.findings.findings import Findings
 from ringprof.errors import UsageError, nearest
+from ringprof.report.json_report import Report
 from ringprof.report.page.document import Document, PageSection
 from ringprof.report.page.html import drawing
 from ringprof.report.sections import SECTIONS
@@ -20,7 +20,7 @@ _DRAWN = ("timeline", "waterfall")
 """What a part of the page is of where nobody says."""
 
 
-def run_document(found: Findings, report: dict[str, Any], name: str) -> Document:
+def run_document(found: Findings, report: Report, name: str) -> Document:
     """The whole page; ``report`` is the JSON report of the same findings."""
     figures, sections = drawing(), []
     for one in SECTIONS:
@@ -36,7 +36,7 @@ def run_document(found: Findings, report: dict[str, Any], name: str) -> Document
     return Document(clean(name), what, found.verdict, _tiles(found), sections)
 
 
-def part_document(found: Findings, report: dict[str, Any], name: str, wanted: Sequence[str] = ()) -> Document:
+def part_document(found: Findings, report: Report, name: str, wanted: Sequence[str] = ()) -> Document:
     """Some sections of the page, under a line that says what was run; without a name those that are drawn over time.
 
     Raises `UsageError` for a section that there is none of.

@@ -6,10 +6,12 @@ A new section is a row of `SECTIONS` and a module of its own.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from types import ModuleType
+from typing import NamedTuple
 
 from ringprof.analysis.findings.findings import Findings
 from ringprof.report import timeline
+from ringprof.report.json_report import Report, ReportParts
 from ringprof.report.page.document import Content
 from ringprof.report.sections import (
     annotated,
@@ -39,9 +41,9 @@ class Section(NamedTuple):
     """On the page."""
     terminal: Callable[[Findings, TextStyle, Listing], list[str]] | None = None
     """Blocks of text; none where there is nothing to say."""
-    json: Callable[[Findings], dict[str, Any]] | None = None
+    json: Callable[[Findings], ReportParts] | None = None
     """What it adds to the report."""
-    html: Callable[[Findings, dict[str, Any], Any], Content | None] | None = None
+    html: Callable[[Findings, Report, ModuleType], Content | None] | None = None
     """From the findings, their JSON report and the module of figures; None where there is nothing to show."""
     option: str = ""
     """What the option says of itself; empty where the terminal report always has this section."""

@@ -30,8 +30,8 @@ from ringprof.trace.kineto.collectives import (
     Args,
     CommArgs,
     DeviceArgs,
+    JsonScalar,
     MemoryArgs,
-    Number,
     NumberLists,
     collective_of,
     whole_number,
@@ -413,7 +413,7 @@ def _fill(args: Args, text: msgspec.Raw) -> bool:
     return sound
 
 
-def integers(values: Sequence[Number]) -> Int64:
+def integers(values: Sequence[JsonScalar]) -> Int64:
     """A column of integers; `NONE` where a value is absent, no number, or beyond 64 bits."""
     # Anything but an integer goes the slow way: numpy reads "1_000" as one.
     if set(map(type, values)) <= _PLAIN:
@@ -427,12 +427,12 @@ def integers(values: Sequence[Number]) -> Int64:
 _PLAIN = {int, type(None)}
 
 
-def _int64(value: Number) -> int:
+def _int64(value: JsonScalar) -> int:
     number = whole_number(value)
     return number if number is not None and -(2**63) < number < 2**63 else NONE
 
 
-def _given(value: Number, other: Number) -> Number:
+def _given(value: JsonScalar, other: JsonScalar) -> JsonScalar:
     return other if value is None else value
 
 

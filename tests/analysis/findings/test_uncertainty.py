@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from ringprof.analysis.findings import uncertainty
+from ringprof.analysis.findings.comparison import Recordings
 from ringprof.analysis.findings.uncertainty import (
     DRAWS,
-    Recordings,
     differ,
     own_interval,
     rank_test,
