@@ -189,6 +189,10 @@ def _time(options: argparse.Namespace, rank: int, into: Path, orders: _Orders) -
     place = RankPlace(rank, options.world, rank, options.world)
     with world_group(place, options.device, PATIENCE_S) as device:
         problem = Problem.of(create(options.strategy, hops=options.hops), workload, device)
+        # Kernels are loaded and channels opened in the first iteration, which takes seconds.
+        problem.iteration()
+        if options.device == "cuda":
+            torch.cuda.synchronize()
         orders.ready()
         times = measure(problem, device, options.warmup, options.iters, SilentReporter()).iterations_ns
         into.write_text(json.dumps(times))

@@ -73,6 +73,7 @@ def _explanation(found: Findings) -> JsonObject:
     residual = None if clocks.residual_ns >= UNKNOWN_NS else clocks.residual_ns
     return {
         "verdict": list(found.verdict),
+        "next_step": msgspec.to_builtins(found.next_step),
         "steps_listed": found.lists_steps,
         "largest_of_other": [
             {name: getattr(one, name) for name in ("name", "time_ns", "calls")}

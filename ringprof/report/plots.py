@@ -15,12 +15,12 @@ import numpy as np
 from ringprof.analysis.findings.comparison import Comparison, Entry
 from ringprof.analysis.findings.findings import Findings
 from ringprof.analysis.findings.summary import PARTS
+from ringprof.analysis.findings.waterfall import WATERFALL_LABELS
 from ringprof.analysis.kinds.kinds import KINDS
 from ringprof.analysis.steps.steps import Step
 from ringprof.report import palette
 from ringprof.report.sections.run import what_ran
 from ringprof.report.terms import LABELS
-from ringprof.report.terms import WATERFALL_LABELS as WATERFALL_LABELS
 from ringprof.report.text import clean, duration, percent, short_count
 from ringprof.report.timeline import drawn_as, timeline_of
 

@@ -67,6 +67,8 @@ class Document(msgspec.Struct, frozen=True):
     tiles: Sequence[tuple[str, str]]
     """(figure, what it is), the few that matter most."""
     sections: Sequence[PageSection] = msgspec.field(default_factory=tuple)
+    next_step: str = ""
+    """What to do about it."""
 
 
 def text(value: object) -> Cell:

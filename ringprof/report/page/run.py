@@ -13,7 +13,7 @@ from ringprof.report.sections import SECTIONS
 from ringprof.report.sections.run import what_ran
 from ringprof.report.terminal import header_of
 from ringprof.report.terms import MEANINGS
-from ringprof.report.text import binary_size, clean, duration, percent, rate
+from ringprof.report.text import LONGEST_SENTENCE, binary_size, clean, duration, percent, rate
 from ringprof.trace.columns import NOTES
 
 _DRAWN = ("timeline", "waterfall")
@@ -33,7 +33,8 @@ def run_document(found: Findings, report: Report, name: str) -> Document:
         sections.sort(key=lambda section: section.anchor != "warnings")
     header = header_of(attribution, found.summary)
     what = f"{what_ran(attribution.run)} · {header}" if attribution.run else header
-    return Document(clean(name), what, found.verdict, _tiles(found), sections)
+    step = clean(found.next_step.text, LONGEST_SENTENCE) if found.next_step else ""
+    return Document(clean(name), what, found.verdict, _tiles(found), sections, step)
 
 
 def part_document(found: Findings, report: Report, name: str, wanted: Sequence[str] = ()) -> Document:

@@ -7,11 +7,10 @@ from types import ModuleType
 import msgspec
 
 from ringprof.analysis.findings.findings import Findings
-from ringprof.analysis.findings.waterfall import Bounds, Waterfall
+from ringprof.analysis.findings.waterfall import WATERFALL_LABELS, Bounds, Waterfall
 from ringprof.report.json_report import Report, ReportParts
 from ringprof.report.page.document import Content
 from ringprof.report.tables import Column, Listing, Table, text_table
-from ringprof.report.terms import ACTIONS, WATERFALL_LABELS
 from ringprof.report.text import TextStyle, clean, duration, in_unit, percent, rate, rounded_to_sum, unit_for
 
 
@@ -65,7 +64,7 @@ def html(found: Findings, report: Report, figures: ModuleType) -> Content:
     columns = (Column("part"), Column("ms", "time", on_page="ms"), Column("share", "share", on_page="% of wall"),
                Column("TFLOP/s after it", "rate"), Column("evidence"), Column("shorter by"))  # fmt: skip
     rows = [
-        [WATERFALL_LABELS[one.part], one.time_ns, one.share, one.tflops, one.evidence, ACTIONS.get(one.part, "-")]
+        [WATERFALL_LABELS[one.part], one.time_ns, one.share, one.tflops, one.evidence, one.remedy or "-"]
         for one in waterfall.parts
     ]
     lines = [f"Bounds on the wall of {duration(waterfall.wall_ns)}: {_bounds(waterfall.bounds, waterfall.wall_ns)}."]
