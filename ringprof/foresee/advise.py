@@ -95,8 +95,9 @@ class Advice:
             for part in ("kernel", "memory", "same_host", "other_host", "peers", "host")
         }
         most, least = max(more, key=lambda name: more[name]), min(more, key=lambda name: more[name])
-        named = [most, least] if more[least] < 0 and more[most] > other.median_ns - one.median_ns else [most]
-        apart = f"{100 * (other.median_ns / one.median_ns - 1):.1f} % ({(other.median_ns - one.median_ns) / 1e6:.2f} ms)"
+        longer = other.median_ns - one.median_ns
+        named = [most, least] if more[least] < 0 and more[most] > longer else [most]
+        apart = f"{100 * longer / one.median_ns:.1f} % ({longer / 1e6:.2f} ms)"
         parts = ", ".join(f"{more[part] / 1e6:+.2f} ms of {_PARTS[part]}" for part in named)
         return f"{self.choices[1].label} takes {apart} longer: {parts}"
 
