@@ -231,8 +231,8 @@ def load(
 
     - ``window``: name of the ranges to look at, with ``*`` and ``?`` as wildcards; ``trace`` for the whole trace.
     - ``between``: two times from the start of the trace, such as ``10ms,20ms``; activities are cut at both.
-    - ``group``: the process groups whose communication is the ring's, with semicolons between: names or descriptions,
-      with ``*`` and ``?`` as wildcards, or a group's ranks (``0,1,2,3``).
+    - ``group``: the process groups whose communication is the ring's: names or descriptions with commas between, ``*``
+      and ``?`` as wildcards, or a group's ranks (``0,1,2,3``); semicolons stand between several of these.
     - ``rules``: a file of rules of one's own for what kernels are, see `ringprof.analysis.kinds.user_rules`.
     - ``mixed_runs``: take traces together though they have no moment in common, as those of two runs.
     - ``ranks_per_host``: names the hosts where neither run nor traces do.

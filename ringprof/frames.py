@@ -153,9 +153,13 @@ def memory_frame(attribution: Attribution) -> pd.DataFrame:
 
 
 def as_csv(frame: pd.DataFrame) -> str:
-    """A frame as CSV; what is not known is empty."""
+    """A frame as CSV; what is not known is empty, and spaces stand between several ranks."""
     plain = frame.astype(object).where(frame.notna(), None)
-    return csv_text(list(frame.columns), plain.itertuples(index=False))
+    rows = (
+        [" ".join(map(str, value)) if isinstance(value, tuple) else value for value in row]
+        for row in plain.itertuples(index=False)
+    )
+    return csv_text(list(frame.columns), rows)
 
 
 def write_parquet(frame: pd.DataFrame, path: str | os.PathLike[str]) -> None:

@@ -15,6 +15,7 @@ from ringprof.benchmark_logs.rows import BenchmarkLog, Flag, JudgedRow, LogSetti
 from ringprof.json_object import JsonObject
 from ringprof.limits import MEMORY_BYTES, Limits
 from ringprof.report.text import TextStyle
+from ringprof.whole_numbers import refuse_below_one
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -93,8 +94,9 @@ def logs(
     ``batch`` to ``device`` hold where a log does not state them: query heads, GPUs (``world``), the mask, the model of
     GPU (such as ``A800``). Nothing else is assumed. ``spread`` is the relative difference up to which one configuration
     may differ between logs, ``memory_bytes`` what reading one may take. Raises `InputError` where one cannot be read or
-    holds no benchmark rows.
+    holds no benchmark rows, `UsageError` for a count below 1.
     """
+    refuse_below_one({"batch": batch, "heads": heads, "head_dim": head_dim, "world": world})
     listed = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
     given = LogSettings(batch=batch, heads=heads, head_dim=head_dim, world_size=world, causal=causal, device=device)
     limits = Limits(memory_bytes)

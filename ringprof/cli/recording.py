@@ -15,6 +15,7 @@ from ringprof.json_object import JsonObject, Options
 from ringprof.record import Request
 from ringprof.record.request import DTYPES
 from ringprof.run import LayerAround, Phase, Workload
+from ringprof.whole_numbers import refuse_below_one
 
 _SAME = ("hops", "device", "world", "ranks_per_host", "warmup", "iters", "controls", "verify")
 """Options that a request has under the same name."""
@@ -149,10 +150,7 @@ def layer_of(options: Options) -> JsonObject:
     if options.get("phase", "training") != "training":
         raise UsageError("--layer: not made for prefill and decode")
     _refuse_beside(options, "--layer", _SCORES_AND_HEADS)
-    for name in ("layers", "mlp_size"):
-        count = given[name]
-        if count is not None and count < 1:
-            raise UsageError(f"--{name.replace('_', '-')} must be at least 1, not {count}")
+    refuse_below_one({"--layers": given["layers"], "--mlp-size": given["mlp_size"]})
     hidden = options["heads"] * options["head_dim"]
     mlp = given["mlp_size"] or -(-8 * hidden // 3 // 256) * 256
     layer = LayerAround(parallel=options["layer"], mlp_size=mlp, checkpoint=options["checkpoint"])

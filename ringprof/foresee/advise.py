@@ -86,7 +86,7 @@ class Advice:
         return _first_hidden(self.nics)
 
     def why_not_the_second(self) -> str:
-        """What the runner-up loses most by."""
+        """What the runner-up loses most by, and what it gains where that is more than the difference."""
         if len(self.choices) < 2:
             return "there is no other"
         one, other = (choice.prediction for choice in self.choices[:2])
@@ -94,9 +94,12 @@ class Advice:
             part: other.spans.total(part) - one.spans.total(part)
             for part in ("kernel", "memory", "same_host", "other_host", "peers", "host")
         }
-        part = max(more, key=lambda name: more[name])
-        apart = other.median_ns / one.median_ns - 1
-        return f"{self.choices[1].label} takes {100 * apart:.1f} % longer: {more[part] / 1e6:+.2f} ms of {_PARTS[part]}"
+        most, least = max(more, key=lambda name: more[name]), min(more, key=lambda name: more[name])
+        longer = other.median_ns - one.median_ns
+        named = [most, least] if more[least] < 0 and more[most] > longer else [most]
+        apart = f"{100 * longer / one.median_ns:.1f} % ({longer / 1e6:.2f} ms)"
+        parts = ", ".join(f"{more[part] / 1e6:+.2f} ms of {_PARTS[part]}" for part in named)
+        return f"{self.choices[1].label} takes {apart} longer: {parts}"
 
     def what_to_measure(self) -> str:
         """The input whose measurement would narrow the first choice's interval most."""

@@ -9,7 +9,7 @@ from ringprof.foresee.calibration import Value
 from ringprof.foresee.links import Cluster, Links
 from ringprof.foresee.predict import Prediction, inputs
 from ringprof.foresee.program import Post
-from ringprof.report.text import binary_size, clean, duration, percent, rate
+from ringprof.report.text import binary_size, clean, duration, in_unit, percent, rate, unit_for
 from ringprof.run import Workload
 
 PART_LABELS = {
@@ -43,6 +43,7 @@ def prediction_text(prediction: Prediction) -> str:
     """The whole answer, ending with a newline."""
     question, machine = prediction.question, prediction.machine
     low, middle, high = (prediction.quantile_ns(share) for share in (0.1, 0.5, 0.9))
+    unit_ns, unit = unit_for(middle)
     params = ", ".join(f"{key}={value}" for key, value in prediction.params.items())
     hops = " · hops by copy engine" if question.hops == "copy" else ""
     lines = [
@@ -50,7 +51,8 @@ def prediction_text(prediction: Prediction) -> str:
         f"{described(question.workload)} · kernel {prediction.kernel}{hops}",
         f"{clean(params)}",
         "",
-        f"time      {duration(middle)} an iteration; in four of five cases {duration(low)} to {duration(high)}",
+        f"time      {duration(middle)} an iteration; in four of five cases {in_unit(low, unit_ns, 2)} {unit} to "
+        f"{in_unit(high, unit_ns, 2)} {unit}",
         f"rate      {rate(prediction.tflops(middle))} per GPU ({rate(prediction.tflops(high))} to"
         f" {rate(prediction.tflops(low))}){_of_peak(prediction, middle)}",
         f"memory    {binary_size(prediction.peak_bytes)} a GPU at most{_place(prediction.peak_label)}",

@@ -213,6 +213,7 @@ _NO_DEVICE = (
     "the run used a GPU, and nothing of what ran there is in the trace: device activities were not profiled (not asked "
     "for, or refused to the profiler), or profiling ended before the first kernel"
 )
+_CUT_BEFORE_DEVICE = "the run used a GPU, and what is left of the file has nothing of what ran there"
 
 
 def _warnings(reading: _Reading) -> list[Caveat]:
@@ -237,7 +238,8 @@ def _warnings(reading: _Reading) -> list[Caveat]:
         message = "the text around the events is damaged: the rank, groups or base time may be missing"
         found.append(Caveat("damaged_metadata", message, rank))
     if reading.lacks_device:
-        message = f"what ran on the device is not read: {_unread(reading.collector)}" if unread else _NO_DEVICE
+        nothing = _NO_DEVICE if reading.cut_at is None else _CUT_BEFORE_DEVICE
+        message = f"what ran on the device is not read: {_unread(reading.collector)}" if unread else nothing
         found.append(Caveat(NO_DEVICE_ACTIVITIES, message, rank))
     elif unread:
         message = f"events that ringprof does not read, and no figure counts: {_unread(reading.collector)}"

@@ -144,6 +144,14 @@ def test_a_cpu_run_speaks_of_blocked_time():
     assert "time blocked in waiting for a transfer" in verdict(cpu_example())[0]
 
 
+def test_of_a_cpu_run_that_also_reduces_blocked_time_and_ranges_are_named():
+    b = Builder(world_size=2).mark("ProfilerStep#1", 0, 1000).operate("aten::mm", 0, 500)
+    b.mark("ringprof::wait/kv", 500, 600).mark("gloo:all_reduce", 800, 870, thread=7)
+    assert verdict(b)[0] == (
+        "17.0 % of the time is exposed communication: 10.0 % blocked in waiting for a transfer, 7.0 % all-reduce."
+    )
+
+
 @pytest.mark.parametrize("folder", COMMITTED, ids=lambda path: path.name)
 def test_no_verdict_has_more_than_three_lines(folder):
     lines = verdict_of(folder)
