@@ -160,8 +160,9 @@ def _by_launch(trace: Trace, launch: Int64, kind: Int8, evidence: Int8) -> None:
 
 def _by_operator(trace: Trace, launch: Int64, kind: Int8, evidence: Int8, rules: Rules) -> None:
     """Kernels whose names say little: what they were launched in says more."""
-    unknown = evidence == NO_EVIDENCE
-    loose = unknown | ((evidence == NAME) & _rows_whose_rule(trace, rules, lambda rule: rule and rule.loose))
+    named = evidence == NAME
+    unknown = (evidence == NO_EVIDENCE) | (named & _rows_whose_rule(trace, rules, lambda rule: rule and rule.guessed))
+    loose = unknown | (named & _rows_whose_rule(trace, rules, lambda rule: rule and rule.loose))
     loose &= np.isin(kind, [CODE[name] for name in COMPUTE if name not in ATTENTION])
     for kind_of, rows in ((kind_enclosing, loose), (kind_of_its_kernel, loose & unknown)):
         for name, ranges, source, wanted in _ranges_that_tell(trace, kind_of):
