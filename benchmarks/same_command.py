@@ -2,11 +2,14 @@
 
     python benchmarks/same_command.py --strategy zigzag --seq 16384 --heads 16 --out same.json
     python benchmarks/same_command.py --strategy burst --seq 1024 --heads 2 --head-dim 64 --seconds 60
+    python benchmarks/same_command.py --device cuda --started 8 --seconds 150
 
 Each recording is what `ringprof record --no-verify` times: ranks, process group, kernels and buffers of its
 own, warm-up, then iterations without the profiler. Its ranks are forked from this process, which has loaded
-torch and has not touched a GPU, so that a recording takes seconds. At the end: of how many neighbouring pairs
-`ringprof compare` would call the second slower or faster, which should be one in twenty at most.
+torch and has not touched a GPU, so that a recording takes seconds. Most of these go into starting: with
+`--started N` the ranks of N recordings start together, and measure one recording after the other while the rest
+sleep. At the end: of how many neighbouring pairs `ringprof compare` would call the second slower or faster, which
+should be one in twenty at most.
 tests/data/same_command holds such files.
 """
 
@@ -21,11 +24,12 @@ import sys
 import tempfile
 import time
 import traceback
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from glob import glob
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -46,10 +50,10 @@ def main() -> int:
     found: dict[str, Any] = {"command": _command(options), "recordings": []}
     begun = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        for number in range(2 * options.pairs):
-            if time.monotonic() - begun > options.seconds:
-                break
-            found["recordings"].append(_record(options, Path(folder) / str(number)))
+        while len(found["recordings"]) < 2 * options.pairs and time.monotonic() - begun < options.seconds:
+            done = len(found["recordings"])
+            together = min(options.started, 2 * options.pairs - done)
+            found["recordings"] += _record([Path(folder) / str(done + number) for number in range(together)], options)
             Path(options.out).write_text(json.dumps(found, separators=(",", ":")))
     took = time.monotonic() - begun
     print(f"{len(found['recordings'])} recordings in {took:.0f} s: {options.out}", *_verdict(found), sep="\n")
@@ -67,6 +71,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--iters", type=int, default=20)
     parser.add_argument("--pairs", type=int, default=40)
+    parser.add_argument("--started", type=int, default=1, help="recordings whose ranks start together")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no recording after these")
     # Asked of the file system: a process that has asked CUDA cannot fork.
     here = "cuda" if glob("/dev/nvidia[0-9]*") else "cpu"
@@ -81,41 +86,100 @@ def _command(options: argparse.Namespace) -> str:
     return f"ringprof record {given} --no-verify"
 
 
-def _record(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """One recording: its ranks forked, and waited for."""
+@dataclass
+class _Recording:
+    """Ranks that have been forked: they tell when they are ready and when they have measured, a byte each."""
+
+    folder: Path
+    ranks: list[int]
+    told: int
+    go: int
+
+    def hear(self) -> None:
+        for _ in self.ranks:
+            if not os.read(self.told, 1):
+                raise SystemExit("a rank failed: see above")
+
+    def measure(self) -> dict[str, Any]:
+        created = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+        os.write(self.go, b"." * len(self.ranks))
+        self.hear()
+        times = [json.loads((self.folder / f"{rank}.json").read_text()) for rank in range(len(self.ranks))]
+        return {"created": created, "iterations_ns": times}
+
+    def end(self) -> None:
+        os.close(self.go)
+        for rank in self.ranks:
+            os.waitpid(rank, 0)
+        os.close(self.told)
+
+
+def _record(folders: list[Path], options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Recordings whose ranks are started together, measure one recording after the other, and leave together."""
+    sys.stdout.flush()
+    recordings: list[_Recording] = []
+    for folder in folders:
+        recordings.append(_started(options, folder, [one.go for one in recordings]))
+    for recording in recordings:
+        recording.hear()
+    found = [recording.measure() for recording in recordings]
+    for recording in recordings:
+        recording.end()
+    return found
+
+
+def _started(options: argparse.Namespace, folder: Path, others: list[int]) -> _Recording:
     folder.mkdir()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    created = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
-    sys.stdout.flush()
-    ranks = [_forked(options, folder, rank, port) for rank in range(options.world)]
-    failed = False
-    for process in ranks:
-        failed |= os.waitpid(process, 0)[1] != 0
-    if failed:
-        raise SystemExit("a rank failed: see above")
-    times = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(options.world)]
-    return {"created": created, "iterations_ns": times}
+    (told, tells), (waits, go) = os.pipe(), os.pipe()
+    ranks = []
+    for rank in range(options.world):
+        process = os.fork()
+        if process:
+            ranks.append(process)
+            continue
+        # What stays open in a rank would keep the others from seeing that this process has closed it.
+        for pipe in (told, go, *others):
+            os.close(pipe)
+        _be_rank(options, folder, rank, port, _Orders(waits, tells))
+    os.close(tells)
+    os.close(waits)
+    return _Recording(folder, ranks, told, go)
 
 
-def _forked(options: argparse.Namespace, folder: Path, rank: int, port: int) -> int:
-    process = os.fork()
-    if process:
-        return process
+@dataclass
+class _Orders:
+    """A rank's ends of the pipes."""
+
+    waits: int
+    tells: int
+
+    def ready(self) -> None:
+        os.write(self.tells, b".")
+        if not os.read(self.waits, 1):
+            os._exit(1)
+
+    def measured(self) -> None:
+        os.write(self.tells, b".")
+        os.read(self.waits, 1)
+
+
+def _be_rank(options: argparse.Namespace, folder: Path, rank: int, port: int, orders: _Orders) -> NoReturn:
     signal.alarm(PATIENCE_S)
     try:
         where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank)}
         os.environ.update(where, LOCAL_RANK=str(rank), WORLD_SIZE=str(options.world))
-        (folder / f"{rank}.json").write_text(json.dumps(_timed(options, rank)))
+        _time(options, rank, folder / f"{rank}.json", orders)
     except BaseException:
         traceback.print_exc()
         os._exit(1)
     os._exit(0)
 
 
-def _timed(options: argparse.Namespace, rank: int) -> list[int]:
-    """Nanoseconds of every iteration of this rank."""
+def _time(options: argparse.Namespace, rank: int, into: Path, orders: _Orders) -> None:
+    """Nanoseconds of every iteration of this rank, written to a file."""
     workload = Workload(
         batch=1, seq=options.seq, heads=options.heads, kv_heads=options.heads, head_dim=options.head_dim, causal=True,
         dtype="bf16", backward=True,
@@ -125,7 +189,14 @@ def _timed(options: argparse.Namespace, rank: int) -> list[int]:
     place = RankPlace(rank, options.world, rank, options.world)
     with world_group(place, options.device, PATIENCE_S) as device:
         problem = Problem.of(create(options.strategy, hops=options.hops), workload, device)
-        return measure(problem, device, options.warmup, options.iters, SilentReporter()).iterations_ns
+        # Kernels are loaded and channels opened in the first iteration, which takes seconds.
+        problem.iteration()
+        if options.device == "cuda":
+            torch.cuda.synchronize()
+        orders.ready()
+        times = measure(problem, device, options.warmup, options.iters, SilentReporter()).iterations_ns
+        into.write_text(json.dumps(times))
+        orders.measured()
 
 
 def _verdict(found: dict[str, Any]) -> list[str]:

@@ -13,14 +13,19 @@ import msgspec
 
 from ringprof import frames
 from ringprof.analysis.attribution import Attribution
+from ringprof.analysis.findings.comparison import Entry
+from ringprof.analysis.findings.entries import entry_of_run
 from ringprof.analysis.findings.findings import Findings
 from ringprof.analysis.findings.summary import Summary
 from ringprof.analysis.transfers.clocks import Clocks
 from ringprof.errors import InputError, KernelTableError, NoKernelTableError
 from ringprof.files import exists, folder_of, is_url, read_whole, size_of, within
+from ringprof.hta import trace_analysis
 from ringprof.limits import MemoryBudget
+from ringprof.log_lines import TEXT_SHARE
 from ringprof.options import LoadOptions
 from ringprof.report import as_json, terminal
+from ringprof.report.json_report import Report
 from ringprof.report.tables import Listing
 from ringprof.report.text import TextStyle
 from ringprof.run import RankTrace, Run, read_run
@@ -35,7 +40,6 @@ from ringprof.trace.ranks import json_bytes, read_traces
 if TYPE_CHECKING:
     import pandas as pd
 
-    from ringprof.analysis.findings.comparison import Entry
     from ringprof.kernel_tables.table_analysis import TableAnalysis
     from ringprof.report.notebook import View
     from ringprof.report.plots import Plots
@@ -144,8 +148,6 @@ class Analysis:
 
     def entries(self, label: str) -> list[Entry]:
         """The run as one side of a comparison."""
-        from ringprof.analysis.findings.entries import entry_of_run
-
         return [entry_of_run(label, self.findings)]
 
     def clocks(self) -> Clocks:
@@ -157,11 +159,9 @@ class Analysis:
 
         Raises `MissingExtraError` where it is not installed, `InputError` where it does not read these traces.
         """
-        from ringprof.hta import trace_analysis
-
         return trace_analysis({rank.rank: rank.path for rank in self.attribution.ranks})
 
-    def report(self) -> dict[str, Any]:
+    def report(self) -> Report:
         """The report of ``--format json``, schema ``ringprof.report/1``."""
         paths = [self._source.run] if self._source.run else list(self._source.paths)
         return as_json.as_dict(self.findings, source=self._source.type, paths=paths)
@@ -231,8 +231,8 @@ def load(
 
     - ``window``: name of the ranges to look at, with ``*`` and ``?`` as wildcards; ``trace`` for the whole trace.
     - ``between``: two times from the start of the trace, such as ``10ms,20ms``; activities are cut at both.
-    - ``group``: the process groups whose communication is the ring's, with semicolons between: names or descriptions,
-      with ``*`` and ``?`` as wildcards, or a group's ranks (``0,1,2,3``).
+    - ``group``: the process groups whose communication is the ring's: names or descriptions with commas between, ``*``
+      and ``?`` as wildcards, or a group's ranks (``0,1,2,3``); semicolons stand between several of these.
     - ``rules``: a file of rules of one's own for what kernels are, see `ringprof.analysis.kinds.user_rules`.
     - ``mixed_runs``: take traces together though they have no moment in common, as those of two runs.
     - ``ranks_per_host``: names the hosts where neither run nor traces do.
@@ -265,8 +265,6 @@ def load_any(
     given = [os.fspath(path) for path in ([paths] if isinstance(paths, (str, os.PathLike)) else paths)]
     source = detect(given)
     if source.type == "text":
-        from ringprof.log_lines import TEXT_SHARE
-
         return _load_text(
             read_whole(source.paths[0], reading.limits(), TEXT_SHARE), source.paths[0], wall_ns, iterations
         )

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
-from ringprof.record.resolve import need
+from ringprof.record.request import need
 from ringprof.run import Workload
 from ringprof.trace.reduced import reduce_file
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ringprof.record.check.result import CALLS, TIME_LIMIT_S, Check, CheckRequest
-from ringprof.record.resolve import need
+from ringprof.record.request import need
 
 if TYPE_CHECKING:
     import torch

@@ -8,17 +8,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ringprof.foresee import advice_shown
-from ringprof.foresee.advise import Advice
+from ringprof.foresee.advise import Advice, advice_dict
 from ringprof.foresee.advise import advise as _advise
-from ringprof.foresee.advise import as_json as _advice_json
 from ringprof.foresee.calibration import Calibration, read_calibration
 from ringprof.foresee.links import Cluster
-from ringprof.foresee.predict import Prediction, as_dict
+from ringprof.foresee.predict import Prediction, prediction_dict
 from ringprof.foresee.predict import predict as _predict
 from ringprof.foresee.question import Question
-from ringprof.foresee.show import PARTS, render
+from ringprof.foresee.show import PART_LABELS, prediction_text
+from ringprof.foresee.traces import write_prediction
 from ringprof.frame_columns import meanings_of
+from ringprof.json_object import JsonObject
 from ringprof.report import plots
+from ringprof.report.page.html import render as page
 from ringprof.report.text import percent
 from ringprof.run import Run, Workload
 
@@ -28,12 +30,12 @@ if TYPE_CHECKING:
 
 ONE_HOST = Cluster()
 """Eight GPUs."""
-Machine = str | os.PathLike[str] | Calibration
+MachineLike = str | os.PathLike[str] | Calibration
 """A bundled machine's name (`ringprof.foresee.calibration.BUNDLED`), a file of ``ringprof calibrate``, or one read."""
 
 
 def predict(
-    strategy: str, workload: Workload, cluster: Cluster = ONE_HOST, *, machine: Machine, kernel: str = "auto",
+    strategy: str, workload: Workload, cluster: Cluster = ONE_HOST, *, machine: MachineLike, kernel: str = "auto",
     hops: str = "auto", params: Mapping[str, Any] | None = None,
 ) -> Foreseen:  # fmt: skip
     """What a strategy will take: ``predict("burst", Workload(seq=1 << 20, ...), Cluster(hosts=4), machine="h100")``.
@@ -48,7 +50,7 @@ def predict(
 
 
 def advise(
-    workload: Workload, cluster: Cluster = ONE_HOST, *, machine: Machine, kernel: str = "auto",
+    workload: Workload, cluster: Cluster = ONE_HOST, *, machine: MachineLike, kernel: str = "auto",
     memory_bytes: int | None = None, strategies: Sequence[str] = (),
 ) -> Advised:  # fmt: skip
     """Every strategy, degree, placement, window and hop engine foreseen, by time; raises as `predict`."""
@@ -60,7 +62,7 @@ def advise(
     return Advised(chosen)
 
 
-def _read(machine: Machine) -> Calibration:
+def _read(machine: MachineLike) -> Calibration:
     return machine if isinstance(machine, Calibration) else read_calibration(machine)
 
 
@@ -80,21 +82,24 @@ class Foreseen:
         """Per GPU, of the middle."""
         return self.prediction.tflops(self.prediction.median_ns)
 
-    def report(self) -> dict[str, Any]:
+    def report(self) -> JsonObject:
         """Schema ``ringprof.prediction/1``."""
-        return as_dict(self.prediction)
+        return prediction_dict(self.prediction)
 
     def parts(self) -> pd.DataFrame:
         """A row a phase and part of the slowest rank's time."""
         rows = [
-            {"phase": phase, "part": PARTS[part], "time_ms": ns / 1e6}
+            {"phase": phase, "part": PART_LABELS[part], "time_ms": ns / 1e6}
             for phase, found in self._phases().items() for part, ns in found.items()
         ]  # fmt: skip
         return _frame("parts", rows)
 
     def plot(self, ax: Axes | None = None) -> Axes:
         """Where the time goes: a bar a phase, in parts."""
-        rows = {phase: {PARTS[part]: ns / 1e6 for part, ns in found.items()} for phase, found in self._phases().items()}
+        rows = {
+            phase: {PART_LABELS[part]: ns / 1e6 for part, ns in found.items()}
+            for phase, found in self._phases().items()
+        }
         drawn = plots.parts(rows, "ms of the slowest rank, predicted", ax)
         drawn.set_title(repr(self))
         return drawn
@@ -105,13 +110,11 @@ class Foreseen:
 
     def write(self, folder: str | os.PathLike[str]) -> Run:
         """Write ``run.json`` and traces of the ranks that were simulated, for `ringprof.load`."""
-        from ringprof.foresee.traces import write_prediction
-
         return write_prediction(self.prediction, Path(folder), ["ringprof.predict"])
 
     def to_terminal(self) -> str:
         """As ``ringprof predict`` prints it."""
-        return render(self.prediction)
+        return prediction_text(self.prediction)
 
     def __repr__(self) -> str:
         low, middle, high = self.interval_ms
@@ -133,9 +136,9 @@ class Advised:
     def plot(self) -> AdvicePlots:
         return AdvicePlots(self.advice)
 
-    def report(self) -> dict[str, Any]:
+    def report(self) -> JsonObject:
         """Schema ``ringprof.advice/1``."""
-        return _advice_json(self.advice)
+        return advice_dict(self.advice)
 
     def choices(self) -> pd.DataFrame:
         """A row a choice, the fastest that fits first."""
@@ -160,12 +163,10 @@ class Advised:
 
     def to_terminal(self) -> str:
         """As ``ringprof advise`` prints it."""
-        return advice_shown.render(self.advice)
+        return advice_shown.advice_text(self.advice)
 
     def to_html(self) -> str:
         """The page of ``ringprof advise --html``."""
-        from ringprof.report.page.html import render as page
-
         return page(advice_shown.document(self.advice))
 
     def __repr__(self) -> str:

@@ -87,6 +87,7 @@ _WATERFALL = {
     "share": "of the wall, 0..1",
     "tflops": "what the speed would be if this part and those before it were all, per device",
     "evidence": "the figures that it comes from, in words",
+    "remedy": "what would shorten it; empty where that is not known",
 }
 
 _MEMORY = {

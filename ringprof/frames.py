@@ -21,6 +21,7 @@ from ringprof.analysis.timeline.kernels import KERNEL_COLUMNS
 from ringprof.analysis.transfers.hops import TimedHop
 from ringprof.errors import MissingExtraError
 from ringprof.frame_columns import meanings_of
+from ringprof.json_object import JsonObject
 from ringprof.report.text import csv_text
 from ringprof.trace.columns import NONE
 
@@ -152,9 +153,13 @@ def memory_frame(attribution: Attribution) -> pd.DataFrame:
 
 
 def as_csv(frame: pd.DataFrame) -> str:
-    """A frame as CSV; what is not known is empty."""
+    """A frame as CSV; what is not known is empty, and spaces stand between several ranks."""
     plain = frame.astype(object).where(frame.notna(), None)
-    return csv_text(list(frame.columns), plain.itertuples(index=False))
+    rows = (
+        [" ".join(map(str, value)) if isinstance(value, tuple) else value for value in row]
+        for row in plain.itertuples(index=False)
+    )
+    return csv_text(list(frame.columns), rows)
 
 
 def write_parquet(frame: pd.DataFrame, path: str | os.PathLike[str]) -> None:
@@ -166,7 +171,7 @@ def write_parquet(frame: pd.DataFrame, path: str | os.PathLike[str]) -> None:
     frame.to_parquet(path, engine="pyarrow", index=False)
 
 
-def _frame(rows: list[dict[str, Any]], columns: Sequence[str], name: str) -> pd.DataFrame:
+def _frame(rows: list[JsonObject], columns: Sequence[str], name: str) -> pd.DataFrame:
     import pandas as pd  # here, because it takes longer to import than most reports to make
 
     frame = pd.DataFrame(rows, columns=list(columns))
@@ -177,11 +182,11 @@ def _frame(rows: list[dict[str, Any]], columns: Sequence[str], name: str) -> pd.
     return frame
 
 
-def _breakdown_row(rank: Rank) -> dict[str, Any]:
+def _breakdown_row(rank: Rank) -> JsonObject:
     return {"rank": rank.rank, "host": rank.host, **_figures(rank.breakdown)}
 
 
-def _figures(breakdown: Breakdown) -> dict[str, Any]:
+def _figures(breakdown: Breakdown) -> JsonObject:
     row = {column: getattr(breakdown, column) for column in _FIGURES}
     for kind in KINDS:
         figures = breakdown.kinds.get(kind)
@@ -189,7 +194,7 @@ def _figures(breakdown: Breakdown) -> dict[str, Any]:
     return row
 
 
-def _hop_row(hop: TimedHop) -> dict[str, Any]:
+def _hop_row(hop: TimedHop) -> JsonObject:
     first, ready = hop.parts[0], [part.ready_ns for part in hop.parts]
     return {
         "rank": hop.rank,

@@ -16,7 +16,8 @@ from ringprof.analysis.attribution import Attribution
 from ringprof.analysis.findings.findings import findings_in_memory
 from ringprof.analysis.transfers.matching import match
 from ringprof.errors import MissingExtraError, RingprofError
-from ringprof.record.resolve import need
+from ringprof.json_object import JsonObject
+from ringprof.record.request import need
 from ringprof.report.text import percent
 from ringprof.scale.pipeline import attribute
 from ringprof.trace.kineto import read_trace
@@ -89,7 +90,7 @@ class Looks:
         if not known:
             _log.warning("step %d: no rank has a trace that can be read, or they are too large together", step)
             return
-        line: dict[str, Any] = {"step": step, "time": f"{datetime.now(timezone.utc):%Y-%m-%dT%H:%M:%SZ}"}
+        line: JsonObject = {"step": step, "time": f"{datetime.now(timezone.utc):%Y-%m-%dT%H:%M:%SZ}"}
         line |= look_figures(attribute(known)) | cost
         self._in_a_row = self._in_a_row + 1 if line["straggler"] == self._straggler else 1
         self._straggler = line["straggler"]
@@ -104,7 +105,7 @@ class Looks:
             self._writer.flush()
 
 
-def look_figures(attribution: Attribution) -> dict[str, Any]:
+def look_figures(attribution: Attribution) -> JsonObject:
     """What is told of one look."""
     summary, ranks = findings_in_memory(attribution).summary, attribution.ranks
     waited = waited_for(attribution)
@@ -146,7 +147,7 @@ def waited_for(attribution: Attribution) -> Counter[int]:
     return blamed
 
 
-def _in_words(line: dict[str, Any]) -> str:
+def _in_words(line: JsonObject) -> str:
     """One look in a line."""
     share = line["exposed_comm_share"]
     text = f"step {line['step']}: {percent(share['mean'])} exposed communication (rank {share['rank']}: "

@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from ringprof.analysis.kinds.rules import Rule
 from ringprof.analysis.kinds.user_rules import parse_rules
 from ringprof.analysis.timeline.focus import Focus, parse_between
-from ringprof.errors import InputError
+from ringprof.errors import InputError, UsageError
 from ringprof.files import read_whole
 from ringprof.limits import EXPANDED_BYTES, MEMORY_BYTES, Limits
 from ringprof.scale.trace_set import Notify
+from ringprof.whole_numbers import refuse_below_one
 
+_TEXTS = {"window": "train_step*", "between": "10ms,20ms", "group": "cp,dp"}
 _MOST_RULES = Limits(memory_bytes=1 << 25)
 
 
@@ -31,6 +33,16 @@ class LoadOptions:
     jobs: int | None = None
     scheduler: str | None = None
     notify: Notify | None = None
+
+    def __post_init__(self) -> None:
+        """Raises `UsageError` of what a notebook's cell may give and no option can be."""
+        refuse_below_one(
+            {name: getattr(self, name) for name in ("ranks_per_host", "memory_bytes", "limit_bytes", "jobs")}
+        )
+        for name, example in _TEXTS.items():
+            given = getattr(self, name)
+            if given is not None and not isinstance(given, str):
+                raise UsageError(f"{name} is one text, such as {example!r}, not {given!r}")
 
     def limits(self) -> Limits:
         """How much the process that reads may take."""

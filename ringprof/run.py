@@ -13,12 +13,13 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 
 from ringprof.errors import RunFormatError
 from ringprof.files import leading_out, read_whole
+from ringprof.json_object import Params
 from ringprof.limits import Limits
 from ringprof.mask import NO_LIMIT, Mask, band_area
 
@@ -213,7 +214,7 @@ class StrategyUsed(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     target: str
     """``package.module:Class`` that ran."""
-    params: dict[str, Any]
+    params: Params
     layout: str | None = None
     hops: str = "nccl"
     """What carried the hops within a host: ``nccl`` (gloo on CPU) or ``copy``, copy engines."""

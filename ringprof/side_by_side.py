@@ -88,7 +88,7 @@ def compare(
         runs += [one.findings for one in loaded if isinstance(one, Analysis) and len(group) == 1]
     if len(entries) < 2:
         raise UsageError("a comparison needs two measurements or more: name another run, trace, table or log")
-    found = comparison.compare(entries, runs, did_same_work=same_work)
+    found = comparison.compare_entries(entries, runs, did_same_work=same_work)
     return SideBySide(found.entries, found.differing, found.figures, found.differences, found.runs)
 
 

@@ -19,10 +19,11 @@ from ringprof.analysis.findings.summary import Rates
 from ringprof.analysis.kinds.kinds import ATTENTION, COMMUNICATION
 from ringprof.api import Analysis, load
 from ringprof.errors import InputError, Interrupted, OutOfMemory, RecordError, UnfitWorkloadError, UsageError
+from ringprof.json_object import JsonObject, Params
 from ringprof.record import Request, record
 from ringprof.record.launcher import launcher_rank
 from ringprof.record.progress import Reporter
-from ringprof.record.resolve import kernel_class, load_strategy, need, resolve, typed_params
+from ringprof.record.resolve import kernel_class, load_strategy, resolve, typed_params
 from ringprof.run import Workload, read_run, write_atomically
 from ringprof.strategies import find
 
@@ -38,7 +39,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     """One recording of a sweep, and what came of it."""
 
     strategy: str
-    params: dict[str, Any]
+    params: Params
     """As given; the run holds all."""
     kernel: str
     """As given: ``auto`` or a name."""
@@ -50,7 +51,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     """The run's folder, relative to the sweep's file."""
     forward_ns: float | None = None
     """Time of one forward pass alone, recorded apart: median over iterations of the slowest rank's."""
-    options: dict[str, Any] = {}
+    options: JsonObject = {}
     """How it was recorded: those of `OPTIONS`, as given; empty in sweeps of before they were kept."""
 
     @property
@@ -122,7 +123,6 @@ def is_peer(strategy: str) -> bool:
 
 def _refuse_unknown(request: Request) -> None:
     """Raises for a name or an option that no recording could honour, before hours go into the rows before it."""
-    need("torch")
     try:
         typed_params(load_strategy(request.strategy), request.strategy, request.params)
     except UnfitWorkloadError as error:
@@ -172,12 +172,12 @@ def analysis_of(row: Row, folder: Path) -> Analysis | None:
     return load(folder / row.run / "run.json")
 
 
-def row_figures(row: Row, analysis: Analysis | None) -> dict[str, Any]:
+def row_figures(row: Row, analysis: Analysis | None) -> JsonObject:
     """The table's figures of one row: times in ms, memory in MiB, shares 0..1; None where there is no figure.
 
     Every share but the last is of the profiled iteration: ``forward_backward_ms`` was timed without the profiler.
     """
-    values: dict[str, Any] = {
+    values: JsonObject = {
         "dtype": row.workload.dtype, "batch": row.workload.batch, "seq": row.workload.seq, "strategy": row.strategy,
         "params": " ".join(f"{key}={value}" for key, value in row.params.items()), "kernel": row.kernel,
         "status": row.status, "reason": row.reason, "peer": is_peer(row.strategy),

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+
+from ringprof.errors import UsageError
 
 _WHOLE = re.compile(r"[0-9]{1,18}")
 
@@ -13,3 +16,10 @@ def whole(text: str) -> int | None:
     Python's own ``int`` takes the second, ``str.isdigit`` the third, and the last raises an error in ``int``.
     """
     return int(text) if _WHOLE.fullmatch(text) else None
+
+
+def refuse_below_one(named: Mapping[str, int | None]) -> None:
+    """Raises `UsageError` of the first number that is given and not at least 1."""
+    for name, value in named.items():
+        if value is not None and value < 1:
+            raise UsageError(f"{name} must be at least 1, not {value}")

@@ -14,13 +14,16 @@ from pathlib import Path
 from typing import NoReturn
 
 from ringprof.record.check.launch import CheckTask, check_for_parent
+from ringprof.record.ending.rank_errors import error_kind, error_line, traceback_text
 from ringprof.record.ending.watchdog import PARENT_GONE, Watchdog
 from ringprof.record.launcher import RankPlace, launcher_rank
 from ringprof.record.own_ranks import diary_path, log_path
 from ringprof.record.progress import Diary
+from ringprof.record.recording import RankRecording
 from ringprof.record.request import Task as RecordTask
 from ringprof.record.request import from_json
 from ringprof.record.run_folder import discard
+from ringprof.trace.reduced import reduce_file
 
 _Task = RecordTask | CheckTask
 _TASKS: dict[str, type[_Task]] = {"record": RecordTask, "check": CheckTask}
@@ -61,9 +64,6 @@ def _carry_out(task: _Task, place: RankPlace, diary: Diary, hops: list[Callable[
     if isinstance(task, CheckTask):
         check_for_parent(task, place, diary)
         return
-    from ringprof.record.recording import RankRecording
-    from ringprof.trace.reduced import reduce_file
-
     rank = RankRecording(task, place, diary, reduce=reduce_file)
     hops.append(rank.hops)
     rank.run()
@@ -71,8 +71,6 @@ def _carry_out(task: _Task, place: RankPlace, diary: Diary, hops: list[Callable[
 
 def _tell(error: BaseException, diary: Diary) -> NoReturn:
     """Write down why this rank fails, and end."""
-    from ringprof.record.ending.rank_errors import error_kind, error_line, traceback_text
-
     try:
         sys.stderr.write(traceback_text(error))
         sys.stderr.flush()

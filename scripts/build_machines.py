@@ -22,13 +22,13 @@ from ringprof.foresee.calibration import (
     Calibration,
     Host,
     HostPass,
-    Kernel,
+    KernelFigures,
     KernelSample,
     Link,
     Nccl,
     Value,
-    as_json,
     assumed,
+    calibration_json,
 )
 from ringprof.foresee.from_runs import calibrate_from, observed_run
 from ringprof.foresee.host import explained, kinds
@@ -77,7 +77,7 @@ def h200() -> Calibration:
     )  # fmt: skip
 
 
-def _calibrated(kernel: Kernel) -> list[KernelSample]:
+def _calibrated(kernel: KernelFigures) -> list[KernelSample]:
     """What ``calibrate`` measured of shapes that the runs do not have.
 
     It let cuDNN's device cool between short samples. Flash-attn draws less: its rate at 65536 tokens is that at 16384.
@@ -158,7 +158,7 @@ def published(name: str, device: str, hardware: str, multiprocessors: int, memor
                 _as_h200(like.kernel("cudnn").tail, 1.0) if ours in fills else Value(0.0, 0.5, "assumed", "many blocks")
             )
             lead = _as_h200(like.kernel("cudnn").lead, 1.0)
-            found.append(Kernel(name=ours, fills_device=ours in fills, tail=tail, lead=lead, samples=samples))
+            found.append(KernelFigures(name=ours, fills_device=ours in fills, tail=tail, lead=lead, samples=samples))
     memory, nvlink = {"H100": (3.35 / 4.8, 1.0), "B200": (8.0 / 4.8, 2.0)}[hardware]
     return msgspec.structs.replace(
         like, name=name, device=device, created="2026-11-22", multiprocessors=multiprocessors,
@@ -199,7 +199,7 @@ def a800() -> Calibration:
                 )
             )
     nothing = Value(0.0, 0.5, "assumed", "a kernel of many short blocks")
-    kernel = Kernel(name="flash-attn", fills_device=False, tail=nothing, lead=nothing, samples=samples)
+    kernel = KernelFigures(name="flash-attn", fills_device=False, tail=nothing, lead=nothing, samples=samples)
     ring = "thunlp/BurstEngine, V0109: flat ring, forward, 262144 tokens, 168 MB a step in 7.76 ms"
     nccl_tests = "8xA100, nccl-tests sendrecv_perf: 110.8 GB/s on 8 channels at 128 MiB, 195 at 1 GiB"
     nvlink = Link(
@@ -273,5 +273,5 @@ BUILD = {
 if __name__ == "__main__":
     MACHINES.mkdir(exist_ok=True)
     for chosen in sys.argv[1:] or BUILD:
-        (MACHINES / f"{chosen}.json").write_bytes(as_json(BUILD[chosen]()))
+        (MACHINES / f"{chosen}.json").write_bytes(calibration_json(BUILD[chosen]()))
         print(f"Wrote {MACHINES / chosen}.json")

@@ -26,6 +26,7 @@ from .kernel import Gradients, Kernel
 from .kernels import choose_kernel
 from .layouts import ALL, Block, Layout, part, split_home_block
 from .merge import output_with_delta, row_product, rows_that_carry, wide_type, with_sinks
+from .uncompiled import uncompiled
 
 GradWire = Literal["fp32", "input"]
 DocumentsLayout = Literal["packed", "per_document"]
@@ -213,6 +214,7 @@ class Strategy(Expectations, ABC):
 
     # --- what a user calls --------------------------------------------------------------------
 
+    @uncompiled
     def positions(self, seq: int, device: torch.device | str = "cpu", *, documents: Documents = None) -> Tensor:
         """Global positions (int64, length seq / N) of the tokens that this rank holds, in local order (for RoPE).
 
@@ -220,10 +222,12 @@ class Strategy(Expectations, ABC):
         """
         return self._positions_on(seq, torch.device(device), documents).clone()
 
+    @uncompiled
     def shard(self, x: Tensor, dim: int = 1, *, documents: Documents = None) -> Tensor:
         """This rank's tokens of the full tensor ``x``, whose sequence dimension is ``dim``. Differentiable."""
         return x.index_select(dim, self._positions_on(x.shape[dim], x.device, documents))
 
+    @uncompiled
     def unshard(self, local: Tensor, dim: int = 1, *, documents: Documents = None) -> Tensor:
         """The full tensor from every rank's share, on every rank: the inverse of `shard`. Not differentiable."""
         full = torch.cat(self.comm.all_gather(local.detach()), dim)
@@ -243,6 +247,7 @@ class Strategy(Expectations, ABC):
             self._layouts[packed] = self.layout.per_document(packed)
         return self._layouts[packed]
 
+    @uncompiled
     def attention(
         self,
         q: Tensor,

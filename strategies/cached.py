@@ -19,6 +19,7 @@ from .errors import Unfit
 from .kernel import Gradients, Kernel
 from .layouts import ALL, LAYOUTS, Block, part
 from .merge import merge_rows, wide_type
+from .uncompiled import uncompiled
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,7 @@ class Cached(Strategy):
         """How often the output is rounded to the input's type on its way over the ranks."""
         return 0
 
+    @uncompiled
     def attention(  # type: ignore[override]
         self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, softmax_scale: float | None = None,
         kv_length: int | None = None, return_lse: bool = False,

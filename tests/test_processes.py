@@ -85,4 +85,4 @@ def test_they_end_with_their_owner_whatever_they_are_doing(tmp_path: Path, numbe
     owner.send_signal(number)
     owner.wait(10)
     owner.stdout.close()
-    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in helpers), 30)
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in helpers), 60)

@@ -17,7 +17,7 @@ from ringprof.analysis.transfers.hosts import clock_of, hosts_of
 from ringprof.analysis.transfers.waiting import LinkClass
 from ringprof.errors import InputError
 from ringprof.run import Run
-from ringprof.trace.columns import NO_DEVICE_ACTIVITIES, Caveat
+from ringprof.trace.columns import CUT_OFF, NO_DEVICE_ACTIVITIES, Caveat
 from ringprof.trace.one_run import OF_THE_RUN, TraceFacts
 
 MOST_OF_OTHER = 5
@@ -129,8 +129,6 @@ class RunOutline(msgspec.Struct, frozen=True, dict=True):
         return [Caveat("missing_ranks", f"{count} of {self.world_size} ranks have no trace: {shown}")]
 
 
-CUT_OFF = frozenset({"truncated", "damaged_compression"})
-"""Codes of warnings that the end of a trace is missing."""
 _LEFT_OUT = (
     (CUT_OFF, "is cut off"),
     ({NO_DEVICE_ACTIVITIES}, "has no device activities, which others have"),
@@ -237,7 +235,13 @@ def judge_matching(
         warnings.append(Caveat("clocks_fitted", _fit_in_words(clocks)))
     problem = _no_common_clock(ranks, clocks)
     if problem is None and disagree:
-        problem = Caveat("clocks_disagree", "a transfer ends before its partner begins: no wait and wire")
+        # Where nobody names the hosts, all ranks are taken to share a clock.
+        fit = (
+            ""
+            if all(rank.host for rank in ranks)
+            else ": if these ranks are of several hosts, --ranks-per-host has their clocks fitted"
+        )
+        problem = Caveat("clocks_disagree", f"a transfer ends before its partner begins: no wait and wire{fit}")
     if problem:
         return False, [*warnings, problem]
     if inconclusive:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 from ringprof.benchmark_logs.cells import integer, parse_number
+from ringprof.benchmark_logs.rows import Fields
 from ringprof.log_lines import LogLines
 
 _LONGEST_BLOCK = 60
@@ -37,9 +37,9 @@ _FIGURES = {
 }
 
 
-def read_burst_figures(lines: LogLines, index: int) -> tuple[dict[str, Any], int] | None:
+def read_burst_figures(lines: LogLines, index: int) -> tuple[Fields, int] | None:
     """(times in ms and TFLOP/s of the lines from ``index`` on, lines used); None where none follow."""
-    fields: dict[str, Any] = {}
+    fields: Fields = {}
     steps: dict[str, float] = {}
     used = 0
     for line in lines.between(index, index + _LONGEST_BLOCK):
@@ -66,7 +66,7 @@ def _scaled(text: str, unit: str = "") -> tuple[float, float]:
     return round(value * scale, 9), round(step * scale, 9)
 
 
-def read_results(lines: LogLines, index: int) -> tuple[dict[str, Any], int] | None:
+def read_results(lines: LogLines, index: int) -> tuple[Fields, int] | None:
     """(fields of the results block headed at line ``index``, lines used); None where none begins there."""
     head = _RESULTS.search(lines[index]) if "Benchmark Results for" in lines[index] else None
     if head is None:
@@ -88,8 +88,8 @@ def _has_unit(text: str) -> bool:
     return figure is not None and figure[2] is not None
 
 
-def _from_items(items: dict[str, str]) -> dict[str, Any]:
-    fields: dict[str, Any] = {name: integer(items.get(key, "")) for key, name in _INTEGERS.items()}
+def _from_items(items: dict[str, str]) -> Fields:
+    fields: Fields = {name: integer(items.get(key, "")) for key, name in _INTEGERS.items()}
     fields["dtype"] = items.get("dtype")
     steps: dict[str, float] = {}
     for key, name in _FIGURES.items():

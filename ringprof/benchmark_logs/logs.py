@@ -5,15 +5,17 @@ from __future__ import annotations
 import html
 import os
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ringprof.analysis.findings.comparison import Entry
 from ringprof.benchmark_logs import show
 from ringprof.benchmark_logs.audit import SPREAD, LogAudit, audit, with_flags
 from ringprof.benchmark_logs.read import read_log
 from ringprof.benchmark_logs.rows import BenchmarkLog, Flag, JudgedRow, LogSettings
+from ringprof.json_object import JsonObject
 from ringprof.limits import MEMORY_BYTES, Limits
 from ringprof.report.text import TextStyle
+from ringprof.whole_numbers import refuse_below_one
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -50,7 +52,7 @@ class BenchmarkLogs:
 
         return pd.DataFrame(map(show.record_of, self.rows), columns=list(show.LOG_COLUMNS)).convert_dtypes()
 
-    def report(self) -> dict[str, Any]:
+    def report(self) -> JsonObject:
         """The report of ``--format json``, schema ``ringprof.logs/1``."""
         return show.audit_dict(self._audit)
 
@@ -92,8 +94,9 @@ def logs(
     ``batch`` to ``device`` hold where a log does not state them: query heads, GPUs (``world``), the mask, the model of
     GPU (such as ``A800``). Nothing else is assumed. ``spread`` is the relative difference up to which one configuration
     may differ between logs, ``memory_bytes`` what reading one may take. Raises `InputError` where one cannot be read or
-    holds no benchmark rows.
+    holds no benchmark rows, `UsageError` for a count below 1.
     """
+    refuse_below_one({"batch": batch, "heads": heads, "head_dim": head_dim, "world": world})
     listed = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
     given = LogSettings(batch=batch, heads=heads, head_dim=head_dim, world_size=world, causal=causal, device=device)
     limits = Limits(memory_bytes)

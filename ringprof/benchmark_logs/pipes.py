@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ringprof.benchmark_logs.cells import LAYOUT_NAMES, integer, is_missing, is_oom, parse_number, sequence, truth
+from ringprof.benchmark_logs.rows import Fields
 from ringprof.log_lines import LinePrefix, LogLines
 
 _FIGURES = {
@@ -90,7 +91,7 @@ class PipeHeader:
 class PipeRow:
     """One row of a table."""
 
-    fields: dict[str, Any]
+    fields: Fields
     """By the names of `LogRow`; with the worth of each figure's last digit as ``steps``."""
     used: int
     """Lines that it takes."""
@@ -204,8 +205,8 @@ def _cells(text: str, header: PipeHeader) -> list[str] | None:
     return cells
 
 
-def _fields(cells: list[str], header: PipeHeader) -> dict[str, Any]:
-    fields: dict[str, Any] = {}
+def _fields(cells: list[str], header: PipeHeader) -> Fields:
+    fields: Fields = {}
     steps: dict[str, float] = {}
     for key, cell in zip(header.keys, cells, strict=True):
         if key in _SETTINGS:
@@ -225,6 +226,6 @@ def _fields(cells: list[str], header: PipeHeader) -> dict[str, Any]:
     return fields | {"steps": steps}
 
 
-def _time_of(fields: dict[str, Any]) -> str:
+def _time_of(fields: Fields) -> str:
     """What the one time of a row is of: forward, or forward and backward, as the row says."""
     return "forward_ms" if fields.get("forward_only") else "forward_backward_ms"

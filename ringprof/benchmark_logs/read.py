@@ -11,12 +11,11 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import replace
-from typing import Any
 
 from ringprof.benchmark_logs.blocks import read_burst_figures, read_results
 from ringprof.benchmark_logs.cells import placement_of, system_of
 from ringprof.benchmark_logs.pipes import PipeHeader, PipeRow, find_pipe_header, may_be_header, read_pipe_row
-from ringprof.benchmark_logs.rows import STATED, BenchmarkLog, Flag, LogRow, LogSettings, flag
+from ringprof.benchmark_logs.rows import STATED, BenchmarkLog, Fields, Flag, LogRow, LogSettings, flag
 from ringprof.benchmark_logs.settings import log_names, read_settings
 from ringprof.errors import InputError
 from ringprof.files import read_whole
@@ -159,7 +158,7 @@ class _Reader:
                 return found.used
         return 0
 
-    def _table_row(self, fields: dict[str, Any], header: PipeHeader, index: int) -> None:
+    def _table_row(self, fields: Fields, header: PipeHeader, index: int) -> None:
         kind = "ring_type" if "ringtype" in header.keys else "markdown" if header.markdown else "columns"
         ulysses, ring = fields.get("ulysses_degree"), fields.get("ring_degree")
         if ulysses and ring:
@@ -186,7 +185,7 @@ class _Reader:
         self.rows.append(replace(row, system="burst"))
         return at + found.used + figures[1] - header.line
 
-    def _results(self, fields: dict[str, Any], index: int) -> None:
+    def _results(self, fields: Fields, index: int) -> None:
         self._end_block()
         label = fields.pop("label")
         system = "double_ring" if self._two_rings else system_of(label)
@@ -231,12 +230,12 @@ class _Reader:
             message = f"the log ends right behind {cell}: it may be the beginning of another figure"
             self.flags.append(flag(row, "cut_off", "note", message, cell))
             return
-        without: dict[str, Any] = {name: None, "steps": {n: s for n, s in row.steps.items() if n != name}}
+        without: Fields = {name: None, "steps": {n: s for n, s in row.steps.items() if n != name}}
         self.rows[-1] = replace(row, missing=False, **without)
         message = f"the log ends inside the last figure of this row, which is left out ({cell or 'nothing'} is there)"
         self.flags.append(flag(row, "cut_off", "warning", message, cell or None))
 
-    def _row(self, fields: dict[str, Any], index: int, kind: str, titles: tuple[str, ...]) -> LogRow:
+    def _row(self, fields: Fields, index: int, kind: str, titles: tuple[str, ...]) -> LogRow:
         self._effort += _OF_TABLE
         label, label_line = self._label
         known = {name: value for name, value in fields.items() if value is not None}

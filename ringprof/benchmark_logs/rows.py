@@ -16,6 +16,9 @@ Verdict = Literal["agrees", "rounding", "constant", "settings", "inconsistent", 
 """Of the TFLOP/s of a row: they follow from its time and settings; within the rounding of the printed time; but for a
 known constant; but for settings that were solved for; not at all; or too little is known."""
 
+Fields = dict[str, Any]
+"""Fields of a `LogRow` or of `LogSettings`, as far as they are read."""
+
 STATED = ("batch", "heads", "kv_heads", "head_dim", "causal", "world_size", "device")
 """Settings that hold for rows though they stand elsewhere, or come from the user."""
 

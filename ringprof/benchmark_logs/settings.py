@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from typing import Any
 
-from ringprof.benchmark_logs.rows import LogSettings
+from ringprof.benchmark_logs.rows import Fields, LogSettings
 
 _GAP = r"[`*\"' ]{0,4}[:=][`*\"' ]{0,4}"
 _NUMBER = re.compile(
@@ -36,7 +35,7 @@ _LOG_SUFFIXES = (".log", ".txt", ".csv", ".json")
 
 def read_settings(settings: LogSettings, line: str, number: int) -> LogSettings:
     """``settings`` with what this line states; where it states nothing, the same object."""
-    lower, found = line.lower(), dict[str, Any]()
+    lower, found = line.lower(), Fields()
     assigns = ":" in line or "=" in line
     if assigns and any(word in lower for word in _NUMBER_WORDS):
         for match in _NUMBER.finditer(line):
@@ -52,7 +51,7 @@ def read_settings(settings: LogSettings, line: str, number: int) -> LogSettings:
     return _with(settings, found, number) if found else settings
 
 
-def _read_devices(line: str, found: dict[str, Any]) -> dict[str, Any]:
+def _read_devices(line: str, found: Fields) -> Fields:
     if match := _GPU_COUNT.search(line):
         return found | {"world_size": int(match[1]), "device": match[2]}
     if match := _GPUS.search(line):
@@ -62,7 +61,7 @@ def _read_devices(line: str, found: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _with(settings: LogSettings, found: dict[str, Any], number: int) -> LogSettings:
+def _with(settings: LogSettings, found: Fields, number: int) -> LogSettings:
     heads, hidden = found.get("heads", settings.heads), found.get("hidden", settings.hidden)
     # A hidden size gives the head dimension once the heads are known, in whichever order they stand.
     if heads and hidden and "head_dim" not in found and settings.head_dim is None and hidden % heads == 0:

@@ -6,11 +6,11 @@ import csv
 import io
 from collections.abc import Sequence
 from dataclasses import asdict, fields
-from typing import Any
 
 from ringprof.analysis.findings.comparison import Entry, Figure
 from ringprof.benchmark_logs.audit import LogAudit
 from ringprof.benchmark_logs.rows import Flag, JudgedRow, LogRow
+from ringprof.json_object import JsonObject
 from ringprof.report.tables import Column, text_table
 from ringprof.report.text import TextStyle, clean, paragraph, spreadsheet_cell
 
@@ -110,13 +110,13 @@ def _flag_lines(flags: Sequence[Flag], width: int) -> list[str]:
 # --- data -------------------------------------------------------------------------------------------
 
 
-def record_of(one: JudgedRow) -> dict[str, Any]:
+def record_of(one: JudgedRow) -> JsonObject:
     """One row as plain values in the order of `LOG_COLUMNS`, None for what is not printed."""
     values = {name: getattr(one.row if name in _OF_ROW else one, name) for name in LOG_COLUMNS}
     return {name: value if value != "" else None for name, value in values.items()}
 
 
-def audit_dict(audit: LogAudit) -> dict[str, Any]:
+def audit_dict(audit: LogAudit) -> JsonObject:
     """The whole audit: ``rows`` with the fields `LOG_COLUMNS`, null for what is not printed, and ``flags``."""
     rows = [record_of(one) for one in audit.rows]
     return {"schema": LOGS_SCHEMA, "rows": rows, "flags": [asdict(flag) for flag in audit.flags]}

@@ -12,8 +12,10 @@ from ringprof.cli.asking import asked_cluster, asked_workload, asks
 from ringprof.cli.progress import loading_progress
 from ringprof.cli.write import write_text
 from ringprof.errors import UsageError
-from ringprof.foresee.advise import advise, as_json
+from ringprof.foresee.advice_shown import advice_text, document
+from ringprof.foresee.advise import advice_dict, advise
 from ringprof.foresee.calibration import read_calibration
+from ringprof.report.page.html import render as page
 
 _UNITS = {"GB": 10**9, "GiB": 2**30, "MB": 10**6, "MiB": 2**20}
 
@@ -29,7 +31,6 @@ def command(**options: Any) -> int:
     \b
     ringprof advise --seq 1048576 --heads 40 --hosts 16 --gpus-per-host 8 --machine h100 --nic 400
     """
-    from ringprof.foresee.advice_shown import document, render
     from ringprof.foresee.tape import tape_of
 
     machine, cluster = read_calibration(options["machine"]), asked_cluster(options)
@@ -40,12 +41,10 @@ def command(**options: Any) -> int:
             tell=tell or _silently,
         )  # fmt: skip
     if options["form"] == "json":
-        click.echo(msgspec.json.format(msgspec.json.encode(as_json(found)), indent=1).decode())
+        click.echo(msgspec.json.format(msgspec.json.encode(advice_dict(found)), indent=1).decode())
     else:
-        click.echo(render(found), nl=False)
+        click.echo(advice_text(found), nl=False)
     if options["html"]:
-        from ringprof.report.page.html import render as page
-
         write_text(options["html"], page(document(found)))
     return 0
 

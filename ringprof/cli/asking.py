@@ -11,6 +11,7 @@ from ringprof.cli.recording import all_of, masks, workload_of, workload_options
 from ringprof.cli.values import KERNEL_NAMES, Known, Number, Tokens
 from ringprof.errors import UsageError
 from ringprof.foresee.links import Cluster
+from ringprof.json_object import Options
 from ringprof.run import Workload
 
 _CLUSTER = (
@@ -37,14 +38,14 @@ def asks(function: Callable[..., Any]) -> Callable[..., Any]:
     return seq(workload_options()(masks(all_of(*_CLUSTER)(function))))
 
 
-def asked_workload(options: dict[str, Any]) -> Workload:
+def asked_workload(options: Options) -> Workload:
     """Raises `UsageError` where there is no length."""
     if options["seq"] is None:
         raise UsageError("--seq: the sequence length is needed, in tokens")
     return workload_of(options, options["seq"], backward=not options["forward_only"])
 
 
-def asked_cluster(options: dict[str, Any]) -> Cluster:
+def asked_cluster(options: Options) -> Cluster:
     return Cluster(
         hosts=options["hosts"], gpus_per_host=options["gpus_per_host"], nic_gbit=options["nic"],
         gpus_per_nic=options["gpus_per_nic"], oversubscription=options["oversubscription"],

@@ -11,7 +11,7 @@ from ringprof.cli.recording import masks, window_of
 from ringprof.cli.values import Tokens
 from ringprof.cli.write import print_or_write, text_style
 from ringprof.documents import document_lengths
-from ringprof.record.resolve import need
+from ringprof.record.request import need
 from ringprof.report.tables import Column, Table
 from ringprof.run import Workload
 

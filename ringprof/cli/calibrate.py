@@ -8,10 +8,15 @@ from collections.abc import Collection
 from pathlib import Path
 
 import click
+import msgspec
 
 from ringprof.cli.values import Number
 from ringprof.errors import UsageError
-from ringprof.foresee.calibration import PARTS, Calibration, as_json, assumed, base_for, read_calibration
+from ringprof.foresee.calibration import PARTS, Calibration, assumed, base_for, calibration_json, read_calibration
+from ringprof.foresee.from_runs import calibrate_from, observed_run
+from ringprof.foresee.question import run_at
+from ringprof.record.launcher import launcher_rank
+from ringprof.record.request import need
 from ringprof.report.text import clean
 from ringprof.run import write_atomically
 
@@ -53,8 +58,6 @@ def command(
 
 
 def _from_runs(runs: tuple[str, ...], base: Calibration | None) -> Calibration:
-    from ringprof.foresee.from_runs import calibrate_from, observed_run
-    from ringprof.foresee.question import run_at
 
     known = base or base_for(run_at(runs[0]).environment.devices[0])
     return calibrate_from([observed_run(run, known) for run in runs], known)
@@ -63,9 +66,6 @@ def _from_runs(runs: tuple[str, ...], base: Calibration | None) -> Calibration:
 def _measured(
     path: Path, name: str | None, base: str | None, kernels: str | None, parts: str | None, seconds: float
 ) -> None:
-    from ringprof.record.launcher import launcher_rank
-    from ringprof.record.resolve import need
-
     need("torch")
     import torch
 
@@ -112,6 +112,4 @@ def _named(given: str, known: Collection[str], option: str) -> list[str]:
 
 
 def _save(found: Calibration, name: str | None, path: Path) -> None:
-    import msgspec
-
-    write_atomically(path, as_json(msgspec.structs.replace(found, name=name or found.name)))
+    write_atomically(path, calibration_json(msgspec.structs.replace(found, name=name or found.name)))

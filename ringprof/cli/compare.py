@@ -7,7 +7,6 @@ from itertools import groupby
 
 import click
 
-from ringprof.analysis.findings.comparison import Comparison
 from ringprof.cli.gate import gate, gated
 from ringprof.cli.reading import reads_traces
 from ringprof.cli.write import print_or_write, text_style, write_text
@@ -51,7 +50,7 @@ def command(
     """
     conditional = gate(conditions, undecided)
     found = compare(*_sides(paths), reading=reading, same_work=same_work)
-    print_or_write(_text(found, form, output), output)
+    print_or_write(_FORMATS[form](found) if form in _FORMATS else shown.render(found, text_style(output)), output)
     if page:
         write_text(page, found.to_html())
     failed = [
@@ -67,7 +66,3 @@ def _sides(paths: Sequence[str]) -> list[str | list[str]]:
     if "vs" not in paths:
         return [*paths]
     return [list(side) for is_vs, side in groupby(paths, lambda path: path == "vs") if not is_vs]
-
-
-def _text(found: Comparison, form: str, output: str | None) -> str:
-    return _FORMATS[form](found) if form in _FORMATS else shown.render(found, text_style(output))

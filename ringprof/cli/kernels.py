@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from msgspec import to_builtins
 
 from ringprof.cli.values import Tokens
 from ringprof.cli.write import print_or_write, text_style
-from ringprof.record.resolve import DTYPES, device_of, need
+from ringprof.json_object import JsonObject
+from ringprof.record.request import DTYPES, need
 from ringprof.report.tables import Column, Table
 from ringprof.run import Workload
+
+if TYPE_CHECKING:
+    from ringprof.strategies.kernels import Kernel
 
 _FIELDS = (
     "kernel", "here", "types", "head_dim", "windows", "documents", "softcap", "deterministic", "delta", "grouped_heads",
@@ -40,7 +44,7 @@ _COLUMNS = (
               help="With --measure: where.")  # fmt: skip
 @click.option("--format", "form", type=click.Choice(["terminal", "json"]), default="terminal", show_default=True)
 @click.option("-o", "--output", type=click.Path(dir_okay=False), help="Write to this file instead of the terminal.")
-def command(measure: bool, form: str, output: str | None, **sizes: Any) -> None:
+def command(*, measure: bool, form: str, output: str | None, **sizes: Any) -> None:
     """List the attention kernels, installed or not: what `record --kernel` takes.
 
     Windows: sliding windows. Documents: packed ones in one call, or a call each. Delta: takes rowsum(dO · O) for O.
@@ -49,7 +53,7 @@ def command(measure: bool, form: str, output: str | None, **sizes: Any) -> None:
     if measure:
         print_or_write(_measured(form, output, **sizes), output)
         return
-    rows = [_row(name) for name in _names()]
+    rows = _rows()
     if form == "json":
         text = json.dumps([dict(zip(_FIELDS, row, strict=True)) for row in rows], indent=1) + "\n"
     else:
@@ -66,6 +70,7 @@ def _measured(
 
     from ringprof.record.kernel_rates import kernel_rates
     from ringprof.record.machine import device_name
+    from ringprof.record.resolve import device_of
 
     where = torch.device(device_of(device), *([0] if device_of(device) == "cuda" else []))
     seq = seq or (16384 if where.type == "cuda" else 512)
@@ -89,7 +94,7 @@ def _measured(
 
 def _rates_table(found: Iterable[Any], factor: float) -> Table:
     """A row a kernel that computes anything here, two columns a mask."""
-    by_kernel: dict[str, dict[str, Any]] = {}
+    by_kernel: dict[str, JsonObject] = {}
     for one in found:
         by_kernel.setdefault(one.kernel, {})[one.mask] = one
     names = list(next(iter(by_kernel.values())))
@@ -106,19 +111,19 @@ def _number(value: float | None, factor: float) -> str:
     return "-" if value is None else f"{value * factor:.3g}"
 
 
-def _names() -> list[str]:
-    from ringprof.strategies.kernels import KERNELS
-
-    return list(KERNELS)
-
-
-def _row(name: str) -> list[str]:
+def _rows() -> list[list[str]]:
     import torch
 
     from ringprof.strategies.kernels import KERNELS
 
-    kernel = KERNELS[name]
-    reasons = {device: kernel.missing(torch.device(device)) for device in _devices()}
+    devices = [torch.device(name) for name in (*(["cuda"] if torch.cuda.is_available() else []), "cpu")]
+    return [
+        _row(name, kernel, {device.type: kernel.missing(device) for device in devices})
+        for name, kernel in KERNELS.items()
+    ]
+
+
+def _row(name: str, kernel: type[Kernel], reasons: Mapping[str, str | None]) -> list[str]:
     found = [device for device, reason in reasons.items() if reason is None]
     return [
         name,
@@ -134,11 +139,5 @@ def _row(name: str) -> list[str]:
     ]
 
 
-def _devices() -> list[str]:
-    import torch
-
-    return [*(["cuda"] if torch.cuda.is_available() else []), "cpu"]
-
-
-def _yes(flag: bool) -> str:
+def _yes(flag: object) -> str:
     return "yes" if flag else "no"

@@ -15,10 +15,12 @@ from ringprof.cli.recording import params_of
 from ringprof.cli.values import STRATEGIES, Known
 from ringprof.errors import UsageError
 from ringprof.foresee.calibration import read_calibration
-from ringprof.foresee.predict import as_dict, predict
+from ringprof.foresee.check import check_rows, check_text, read_rows
+from ringprof.foresee.predict import predict, prediction_dict
 from ringprof.foresee.question import Question, run_at
-from ringprof.foresee.show import render
+from ringprof.foresee.show import prediction_text
 from ringprof.foresee.traces import write_prediction
+from ringprof.json_object import Options
 
 
 @click.command("predict")
@@ -39,29 +41,26 @@ def command(**options: Any) -> int:
     ringprof predict --strategy burst --seq 8388608 --heads 64 --kv-heads 8 --hosts 128 --machine h100 --nic 400
     ringprof predict --like traces/h200x4-zigzag-262144 --machine h200 -o traces/predicted
     """
+    from ringprof.foresee.tape import tape_of
+
     machine = read_calibration(options["machine"])
     if options["check"]:
-        from ringprof.foresee.check import check_rows, check_text, read_rows
-        from ringprof.foresee.tape import tape_of
-
         found = check_rows(read_rows(options["check"]), machine, tape_of, asked_cluster(options))
         click.echo(check_text(found, options["form"]), nl=False)
         return 0
-    from ringprof.foresee.tape import tape_of
-
     question = _question(options)
     prediction = predict(question, machine, tape_of)
     if options["form"] == "json":
-        click.echo(msgspec.json.format(msgspec.json.encode(as_dict(prediction)), indent=1).decode())
+        click.echo(msgspec.json.format(msgspec.json.encode(prediction_dict(prediction)), indent=1).decode())
     else:
-        click.echo(render(prediction), nl=False)
+        click.echo(prediction_text(prediction), nl=False)
     if options["output"]:
         write_prediction(prediction, Path(options["output"]), ["ringprof", *sys.argv[1:]])
         click.echo(f"Wrote {options['output']}: ringprof report {options['output']}", err=True)
     return 0
 
 
-def _question(options: dict[str, Any]) -> Question:
+def _question(options: Options) -> Question:
     if options["like"]:
         question = Question.like(run_at(options["like"]))
         return replace(question, cluster=replace(question.cluster, nic_gbit=options["nic"]))

@@ -14,10 +14,12 @@ from ringprof.cli.recording import layers, masks, params_of, phases, records, re
 from ringprof.cli.values import INFERENCE, KERNEL_NAMES, STRATEGIES, Known, ListOf, Tokens
 from ringprof.cli.write import say
 from ringprof.errors import RecordError, RingprofError
+from ringprof.json_object import Options
 from ringprof.record import Request, record
 from ringprof.record.launcher import launcher_rank
 from ringprof.report.text import duration, rate
 from ringprof.run import Run
+from ringprof.trace.reduced import reduce_file
 
 
 @click.command("record")
@@ -74,8 +76,6 @@ def _as_rank(request: Request, rank: int) -> NoReturn:
     Leaving in the interpreter's good order can block in a communicator whose peers are gone. What all ranks refuse, or
     find wrong, rank 0 says for all; a failure of one rank's own it says itself.
     """
-    from ringprof.trace.reduced import reduce_file
-
     code = 0
     try:
         with reporter() as shown:
@@ -108,7 +108,7 @@ def headline(run: Run) -> str:
     return f"{run.name}: {duration(time_ns)} an iteration, {rate(tflops)} per device ({by})"
 
 
-def _request(options: dict[str, Any]) -> Request:
+def _request(options: Options) -> Request:
     seq = 1 if options["seq"] is None and options["phase"] == "decode" else options["seq"]
     if seq is None:
         raise click.UsageError("Missing option '--seq'.")

@@ -11,9 +11,11 @@ import click
 from ringprof.cli.values import Number, Tokens
 from ringprof.documents import document_lengths
 from ringprof.errors import UsageError
+from ringprof.json_object import JsonObject, Options
 from ringprof.record import Request
-from ringprof.record.resolve import DTYPES
+from ringprof.record.request import DTYPES
 from ringprof.run import LayerAround, Phase, Workload
+from ringprof.whole_numbers import refuse_below_one
 
 _SAME = ("hops", "device", "world", "ranks_per_host", "warmup", "iters", "controls", "verify")
 """Options that a request has under the same name."""
@@ -119,7 +121,7 @@ def scores_and_heads(function: Callable[..., Any]) -> Callable[..., Any]:
     )(function)  # fmt: skip
 
 
-def workload_of(options: dict[str, Any], seq: int, *, backward: bool = True) -> Workload:
+def workload_of(options: Options, seq: int, *, backward: bool = True) -> Workload:
     """The problem that the options describe."""
     given, heads, kv_heads = options.get("documents"), options["heads"], options["kv_heads"]
     return Workload(
@@ -131,13 +133,13 @@ def workload_of(options: dict[str, Any], seq: int, *, backward: bool = True) -> 
     )  # fmt: skip
 
 
-def _refuse_beside(options: dict[str, Any], other: str, names: Iterable[str]) -> None:
+def _refuse_beside(options: Options, other: str, names: Iterable[str]) -> None:
     for name in names:
         if options.get(name):
             raise UsageError(f"--{name.replace('_', '-')}: not made for {other}")
 
 
-def layer_of(options: dict[str, Any]) -> dict[str, Any]:
+def layer_of(options: Options) -> JsonObject:
     """What a workload is told of whole layers; nothing where attention stands alone. Raises `UsageError`."""
     given = {name: options.get(name) for name in ("layers", "mlp_size", "checkpoint")}
     if options.get("layer") is None:
@@ -148,17 +150,14 @@ def layer_of(options: dict[str, Any]) -> dict[str, Any]:
     if options.get("phase", "training") != "training":
         raise UsageError("--layer: not made for prefill and decode")
     _refuse_beside(options, "--layer", _SCORES_AND_HEADS)
-    for name in ("layers", "mlp_size"):
-        count = given[name]
-        if count is not None and count < 1:
-            raise UsageError(f"--{name.replace('_', '-')} must be at least 1, not {count}")
+    refuse_below_one({"--layers": given["layers"], "--mlp-size": given["mlp_size"]})
     hidden = options["heads"] * options["head_dim"]
     mlp = given["mlp_size"] or -(-8 * hidden // 3 // 256) * 256
     layer = LayerAround(parallel=options["layer"], mlp_size=mlp, checkpoint=options["checkpoint"])
     return {"layer": layer, "layers": given["layers"] or 1}
 
 
-def phase_of(options: dict[str, Any], seq: int) -> dict[str, Any]:
+def phase_of(options: Options, seq: int) -> JsonObject:
     """What a workload is told of its phase; nothing in training. Raises `UsageError`."""
     phase, keys = options.get("phase", "training"), options.get("kv_length")
     if phase == "training":
@@ -180,7 +179,7 @@ def _smaller(of_v: int | None, size: int) -> int | None:
     return None if of_v == size else of_v
 
 
-def request_of(options: dict[str, Any], *, seq: int, strategy: str, backward: bool = True, **others: Any) -> Request:
+def request_of(options: Options, *, seq: int, strategy: str, backward: bool = True, **others: Any) -> Request:
     """What the options ask for; ``others`` are further fields of the request."""
     workload = workload_of(options, seq, backward=backward)
     chosen = {name: options[name] for name in _SAME}

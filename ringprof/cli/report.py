@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -128,8 +129,7 @@ def _with_page(analysis: Analysis | TableAnalysis) -> Analysis:
 
 
 def _write_page(analysis: Analysis, page: str | None, *, opens: bool) -> None:
-    import tempfile  # both here, since few reports are opened
-    import webbrowser
+    import webbrowser  # here, since few reports are opened
 
     path = page or os.path.join(tempfile.mkdtemp(prefix="ringprof-"), "report.html")
     write_text(path, analysis.to_html())

@@ -12,6 +12,7 @@ import click
 from ringprof.analysis.findings.controls import slowest_median
 from ringprof.cli.write import print_or_write, say, text_style
 from ringprof.errors import InputError
+from ringprof.json_object import JsonObject
 from ringprof.report.tables import Column, Table
 from ringprof.report.text import clean, csv_text, duration, rate
 from ringprof.run import Run, read_run
@@ -73,7 +74,7 @@ def _read(path: Path) -> Run | InputError:
         return error
 
 
-def _fields(path: str, run: Run) -> dict[str, Any]:
+def _fields(path: str, run: Run) -> JsonObject:
     time_ns = slowest_median(run.timings.iterations_ns) if run.timings else None
     work, size = run.workload, run.topology.world_size
     values = (
@@ -85,7 +86,7 @@ def _fields(path: str, run: Run) -> dict[str, Any]:
     return dict(zip(_FIELDS, values, strict=True))
 
 
-def _cells(row: dict[str, Any]) -> list[Any]:
+def _cells(row: JsonObject) -> list[Any]:
     time_ms, tflops = row["iteration_ms"], row["tflops"]
     return [
         clean(row["path"]),

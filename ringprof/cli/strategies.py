@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from ringprof.cli.values import INFERENCE, STRATEGIES, Known
-from ringprof.record.resolve import load_strategy, need, strategy_errors
+from ringprof.record.request import need
 
 
 @click.command("strategies")
@@ -39,6 +39,7 @@ def _listing() -> list[str]:
 
 
 def _parameters(name: str) -> list[str]:
+    from ringprof.record.resolve import load_strategy, strategy_errors
     from ringprof.strategies import find, parameters
 
     strategy = load_strategy(name)

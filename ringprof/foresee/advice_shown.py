@@ -14,7 +14,7 @@ from ringprof.report.text import binary_size, clean, duration, percent
 MOST_SHOWN, MOST_REFUSED = 12, 3
 
 
-def render(advice: Advice) -> str:
+def advice_text(advice: Advice) -> str:
     """The choices and what would change them, ending with a newline."""
     question, machine = advice.first.prediction.question, advice.first.prediction.machine
     lines = [

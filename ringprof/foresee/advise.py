@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -15,9 +14,10 @@ import numpy as np
 from ringprof.errors import RingprofError, UnfitWorkloadError
 from ringprof.foresee.calibration import Calibration
 from ringprof.foresee.links import Cluster
-from ringprof.foresee.predict import Prediction, TapeOf, as_dict, predict
+from ringprof.foresee.predict import Prediction, TapeOf, predict, prediction_dict
 from ringprof.foresee.program import Tape
 from ringprof.foresee.question import Question
+from ringprof.json_object import JsonObject
 from ringprof.run import Workload
 
 _SCHEMA = "ringprof.advice/1"
@@ -88,7 +88,7 @@ class Advice:
         return _first_hidden(self.nics)
 
     def why_not_the_second(self) -> str:
-        """What the runner-up loses most by."""
+        """What the runner-up loses most by, and what it gains where that is more than the difference."""
         if len(self.choices) < 2:
             return "there is no other"
         one, other = (choice.prediction for choice in self.choices[:2])
@@ -96,9 +96,12 @@ class Advice:
             part: other.spans.total(part) - one.spans.total(part)
             for part in ("kernel", "memory", "same_host", "other_host", "peers", "host")
         }
-        part = max(more, key=lambda name: more[name])
-        apart = other.median_ns / one.median_ns - 1
-        return f"{self.choices[1].label} takes {100 * apart:.1f} % longer: {more[part] / 1e6:+.2f} ms of {_PARTS[part]}"
+        most, least = max(more, key=lambda name: more[name]), min(more, key=lambda name: more[name])
+        longer = other.median_ns - one.median_ns
+        named = [most, least] if more[least] < 0 and more[most] > longer else [most]
+        apart = f"{100 * longer / one.median_ns:.1f} % ({longer / 1e6:.2f} ms)"
+        parts = ", ".join(f"{more[part] / 1e6:+.2f} ms of {_PARTS[part]}" for part in named)
+        return f"{self.choices[1].label} takes {apart} longer: {parts}"
 
     def what_to_measure(self) -> str:
         """The input whose measurement would narrow the first choice's interval most."""
@@ -161,7 +164,7 @@ def advise(
 
 def _remembered(tape_of: TapeOf) -> TapeOf:
     """The last tapes are kept: they do not depend on the NICs, and one question asks for some of them twice."""
-    kept: deque[tuple[Any, Tape]] = deque(maxlen=8 * _COMPARED)
+    kept: deque[tuple[object, Tape]] = deque(maxlen=8 * _COMPARED)
 
     def remembering(question: Question, cluster: Cluster, ranks: Sequence[int] | None) -> Tape:
         asked = replace(question, cluster=_bare(question.cluster)), _bare(cluster), ranks and tuple(ranks)
@@ -184,7 +187,7 @@ def candidates(workload: Workload, cluster: Cluster, machine: Calibration, kerne
     size, per_host = cluster.size, cluster.gpus_per_host
     engines = ("nccl", "copy") if machine.same_host.copy_gb_s is not None and per_host > 1 else ("nccl",)
     several = cluster.hosts > 1
-    sets: list[tuple[str, dict[str, Any], bool]] = [("zigzag", {}, not several), ("stripe", {}, not several)]
+    sets: list[tuple[str, JsonObject, bool]] = [("zigzag", {}, not several), ("stripe", {}, not several)]
     sets += [("ring", {}, not several)] if not workload.causal else []
     sets += [("burst", {"double_ring": False}, not several), ("megatron", {}, False), ("ulysses", {}, False)]
     sets += [("allgather", {"layout": "zigzag" if workload.causal else "contiguous"}, False)]
@@ -305,7 +308,7 @@ def _label(question: Question) -> str:
     return f"{question.strategy}{f' ({given})' if given else ''}{copied}"
 
 
-def as_json(advice: Advice) -> dict[str, Any]:
+def advice_dict(advice: Advice) -> JsonObject:
     """Schema ``ringprof.advice/1``."""
     return {
         "schema": _SCHEMA,
@@ -313,11 +316,11 @@ def as_json(advice: Advice) -> dict[str, Any]:
         "choices": [
             {
                 "label": choice.label, "probability_best": round(choice.best, 4), "on_front": choice.on_front,
-                "fits": choice.fits, **as_dict(choice.prediction, whole=False),
+                "fits": choice.fits, **prediction_dict(choice.prediction, whole=False),
             }
             for choice in advice.choices
         ],
-        "inputs": as_dict(advice.first.prediction)["inputs"],
+        "inputs": prediction_dict(advice.first.prediction)["inputs"],
         "refused": [{"label": label, "reason": reason} for label, reason in advice.refused],
         "hidden_from_tokens": advice.hidden_from_tokens(),
         "hidden_from_gbit": advice.hidden_from_gbit(),

@@ -63,7 +63,7 @@ class KernelSample(msgspec.Struct, frozen=True, kw_only=True):
     source: str
 
 
-class Kernel(msgspec.Struct, frozen=True, kw_only=True):
+class KernelFigures(msgspec.Struct, frozen=True, kw_only=True):
     """One attention kernel on this device."""
 
     name: str
@@ -161,7 +161,7 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
     """Of a device."""
     environment: dict[str, str]
     """Versions of driver, torch, NCCL, cuDNN and flash-attn that the figures are of."""
-    kernels: list[Kernel]
+    kernels: list[KernelFigures]
     memory_gb_s: Value
     """Of kernels that only move memory, read and written together."""
     reorder_gb_s: Value
@@ -189,7 +189,7 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
     unmeasured: list[str] = []
     """What could not be measured, and why."""
 
-    def kernel(self, name: str) -> Kernel:
+    def kernel(self, name: str) -> KernelFigures:
         """Raises `UsageError` where the file has no curves of it."""
         for kernel in self.kernels:
             if kernel.name == name:
@@ -221,7 +221,7 @@ def parse_calibration(data: bytes, name: str) -> Calibration:
     return calibration
 
 
-def as_json(calibration: Calibration) -> bytes:
+def calibration_json(calibration: Calibration) -> bytes:
     """The text of a calibration file."""
     return msgspec.json.format(msgspec.json.encode(calibration), indent=1) + b"\n"
 
@@ -232,10 +232,11 @@ def assumed(name: str, device: str, multiprocessors: int, memory_bytes: int) -> 
     def about(value: float, why: str = "of the usual order") -> Value:
         return Value(value, 0.3, "assumed", why)
 
-    def kernel(name: str, fills: bool) -> Kernel:
+    def kernel(name: str, *, fills: bool) -> KernelFigures:
         lead, tail = about(0.007), about(0.012) if fills else about(0.0, "a kernel of many short blocks")
-        return Kernel(name=name, fills_device=fills, tail=tail, lead=lead, samples=[])
+        return KernelFigures(name=name, fills_device=fills, tail=tail, lead=lead, samples=[])
 
+    kernels = [kernel(one, fills=one == "cudnn") for one in ("cudnn", "flash-attn", "torch-flash")]
     host = Host(
         call_us=about(2.0), launch_us=about(12.0), forward_us=about(60.0), backward_us=about(100.0),
         post_us=about(150.0), wait_us=about(15.0), collective_us=about(150.0), copy_us=about(150.0),
@@ -243,7 +244,7 @@ def assumed(name: str, device: str, multiprocessors: int, memory_bytes: int) -> 
     )  # fmt: skip
     return Calibration(
         name=name, device=device, created="", multiprocessors=multiprocessors, memory_bytes=memory_bytes,
-        environment={}, kernels=[kernel("cudnn", True), kernel("flash-attn", False), kernel("torch-flash", False)],
+        environment={}, kernels=kernels,
         memory_gb_s=about(3000.0), reorder_gb_s=about(1000.0), touch_us=about(4.0),
         same_host=Link(
             channel_gb_s=about(18.0), hop_gb_s=about(350.0), total_gb_s=about(390.0), latency_us=about(40.0),

@@ -24,6 +24,7 @@ from ringprof.foresee.calibration import Calibration
 from ringprof.foresee.links import Cluster
 from ringprof.foresee.predict import TapeOf, predict
 from ringprof.foresee.question import Question
+from ringprof.json_object import JsonObject, Params
 from ringprof.report.text import clean
 from ringprof.run import Workload
 from ringprof.whole_numbers import whole
@@ -152,7 +153,7 @@ def _question(given: Mapping[str, Any], workload: Workload, cluster: Cluster) ->
     name = words[0] if words else ""
     if name not in SPECS or len(words) > 2:
         return None
-    params: dict[str, Any] = {}
+    params: Params = {}
     degrees = str(given.get("degrees", "")).lower()
     ulysses, window = re.search(r"ulysses=([0-9]{1,9})", degrees), re.search(r"window=([0-9]{1,9})", degrees)
     if ulysses and name in ("usp", "double-ring"):
@@ -230,20 +231,20 @@ def _times(
 ) -> tuple[float, float, float]:
     """Milliseconds of the row's pass; a backward pass is what it adds to the forward pass."""
 
-    def foreseen(backward: bool) -> Any:
+    def foreseen(*, backward: bool) -> Any:
         asked = replace(question, workload=msgspec.structs.replace(question.workload, backward=backward))
         key = (asked.strategy, asked.workload, asked.cluster, asked.kernel, tuple(sorted(asked.params.items())))
         if key not in known:
             known[key] = predict(asked, machine, tape_of)
         return known[key]
 
-    whole = foreseen(row.part != "fwd")
-    first = foreseen(False).median_ns if row.part == "bwd" else 0.0
+    whole = foreseen(backward=row.part != "fwd")
+    first = foreseen(backward=False).median_ns if row.part == "bwd" else 0.0
     low, middle, high = ((whole.quantile_ns(share) - first) / 1e6 for share in (0.1, 0.5, 0.9))
     return low, middle, high
 
 
-def _as_dict(found: list[Checked]) -> dict[str, Any]:
+def _as_dict(found: list[Checked]) -> JsonObject:
     """Schema ``ringprof.check/1``."""
     return {
         "schema": _SCHEMA,

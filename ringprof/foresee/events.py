@@ -101,7 +101,7 @@ def simulate(programs: Sequence[Program], machine: Machine, *, ahead: bool = Tru
     A rank without a program is taken to do what those do that trade with it, when they do it.
     """
     world = _World(machine, {program.rank for program in programs})
-    ranks = [_Rank(world, program, ahead) for program in programs]
+    ranks = [_Rank(world, program, ahead=ahead) for program in programs]
     for rank in ranks:
         rank.start()
     world.run()
@@ -302,7 +302,7 @@ class _Transfer:
 class _Rank:
     """One rank's program on its streams."""
 
-    def __init__(self, world: _World, program: Program, ahead: bool) -> None:
+    def __init__(self, world: _World, program: Program, *, ahead: bool) -> None:
         self.world, self.number = world, program.rank
         self.device = _Device(world)
         self.timeline = Timeline([(0.0, 0.0)] * len(program.ops), {})

@@ -17,7 +17,7 @@ import numpy as np
 
 from ringprof.api import Analysis, load
 from ringprof.errors import InputError, UsageError
-from ringprof.foresee.calibration import Calibration, Kernel, KernelSample, Link, Value
+from ringprof.foresee.calibration import Calibration, KernelFigures, KernelSample, Link, Value
 from ringprof.foresee.links import Cluster, Links
 from ringprof.foresee.observed import ObservedRank, observe
 from ringprof.foresee.program import Block, Tape, Touch
@@ -102,14 +102,14 @@ def calibrate_from(runs: Sequence[Observed], base: Calibration) -> Calibration:
 # --- blocks -----------------------------------------------------------------------------------------
 
 
-def _kernels(runs: Sequence[Observed], base: Calibration, contention: float) -> list[Kernel]:
+def _kernels(runs: Sequence[Observed], base: Calibration, contention: float) -> list[KernelFigures]:
     """The kernels that ran, with samples of their blocks alone; the base's others as they are."""
     known = {kernel.name: kernel for kernel in base.kernels}
     for name in {observed.run.kernel for observed in runs}:
         assert name is not None
         mine = [observed for observed in runs if observed.run.kernel == name]
         samples = [sample for observed in mine for sample in _samples(observed, contention)]
-        before = known.get(name) or Kernel(
+        before = known.get(name) or KernelFigures(
             name=name, fills_device=False, tail=_assumed(0.0, "a kernel of many short blocks"),
             lead=_assumed(0.0, "not seen"), samples=[],
         )  # fmt: skip

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 import numpy as np
 
-from ringprof.foresee.calibration import Calibration, Host, HostPass, Kernel, Value
+from ringprof.foresee.calibration import Calibration, Host, HostPass, KernelFigures, Value
 from ringprof.foresee.program import Block, Op, Post, Program, Touch
 
 _POSTS = {"send_recv": "post_us", "copy": "copy_us"}
@@ -42,7 +42,7 @@ def kinds(program: Program) -> Counter[str]:
     return found
 
 
-def host_ns(calibration: Calibration, kernel: Kernel, program: Program) -> list[float]:
+def host_ns(calibration: Calibration, kernel: KernelFigures, program: Program) -> list[float]:
     """What the host spends on each operation of a pass, and on the calls into torch before it."""
     us = times_us(calibration, kernel)
     found = [(us[kind_of(op)] + op.calls * us["call_us"]) * 1e3 for op in program.ops]
@@ -52,7 +52,7 @@ def host_ns(calibration: Calibration, kernel: Kernel, program: Program) -> list[
     return found
 
 
-def times_us(calibration: Calibration, kernel: Kernel) -> dict[str, float]:
+def times_us(calibration: Calibration, kernel: KernelFigures) -> dict[str, float]:
     """Microseconds by kind; what older files do not know is as what is most like it."""
     host = calibration.host
     like = {"collective_us": host.post_us, "copy_us": host.post_us}
@@ -107,11 +107,11 @@ def _with(before: Calibration, values: Mapping[str, Value], kernels: Sequence[st
     )  # fmt: skip
 
 
-def _kernel(calibration: Calibration, name: str) -> Kernel:
+def _kernel(calibration: Calibration, name: str) -> KernelFigures:
     """The kernel, or one that nothing is known of."""
     nothing = Value(0.0, 0.5, "assumed", "")
     known = (kernel for kernel in calibration.kernels if kernel.name == name)
-    return next(known, Kernel(name=name, fills_device=False, tail=nothing, lead=nothing, samples=[]))
+    return next(known, KernelFigures(name=name, fills_device=False, tail=nothing, lead=nothing, samples=[]))
 
 
 def _column(kernel: str, kind: str) -> str:

@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from statistics import median, pstdev
-from typing import Any
 
 from ringprof.errors import UnfitWorkloadError
 from ringprof.foresee.bench import Bench
@@ -14,6 +13,7 @@ from ringprof.foresee.calibration import HostPass
 from ringprof.foresee.host import kinds
 from ringprof.foresee.shapes import HEAD_DIM
 from ringprof.foresee.tape import tape
+from ringprof.json_object import JsonObject
 from ringprof.record.clock import clock_for
 from ringprof.record.measure import Problem
 from ringprof.run import Workload
@@ -25,7 +25,7 @@ _WARM, _TURN, _UNCOUNTED, _TURNS = 5, 14, 4, 3
 processor's caches; turns that there are at least."""
 _TOKENS, _HEADS = 256, 8
 """Of a rank, and times the ranks."""
-_PARAMS: dict[str, dict[str, Any]] = {"allgather": {"layout": "zigzag"}}
+_PARAMS: dict[str, JsonObject] = {"allgather": {"layout": "zigzag"}}
 
 
 @dataclass

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 from ringprof.benchmark_logs.rows import Flag, JudgedRow, LogRow, flag
 from ringprof.foresee.calibration import Calibration
 from ringprof.foresee.check import check_rows
 from ringprof.foresee.links import Cluster
 from ringprof.foresee.predict import TapeOf
+from ringprof.json_object import JsonObject
 
 _STRATEGIES = {"double_ring": "double-ring", "megatron_cp": "megatron"}
 _NEEDED = ("seq", "heads", "head_dim", "world_size")
@@ -27,7 +27,7 @@ def held(rows: Iterable[JudgedRow], machine: Calibration, tape_of: TapeOf, clust
                 yield flag(one.row, code, "error", f"{one.row.system}: {message}", found.row.measured_ms)
 
 
-def _asked(one: JudgedRow, per_host: int) -> dict[str, Any] | None:
+def _asked(one: JudgedRow, per_host: int) -> JsonObject | None:
     """The row as `check` takes it; None where something is not stated."""
     row = one.row
     ms = row.forward_ms if row.forward_only or row.forward_backward_ms is None else row.forward_backward_ms

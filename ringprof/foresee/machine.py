@@ -7,7 +7,7 @@ from collections import defaultdict, deque
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 
-from ringprof.foresee.calibration import Calibration, Kernel
+from ringprof.foresee.calibration import Calibration, KernelFigures
 from ringprof.foresee.curves import Curve, Estimate
 from ringprof.foresee.events import BlockTime, Leg
 from ringprof.foresee.host import host_ns
@@ -22,7 +22,7 @@ class Curves:
     """The curves of one kernel on one machine, with the estimates that were asked for."""
 
     def __init__(self, calibration: Calibration, kernel: str) -> None:
-        self.kernel: Kernel = calibration.kernel(kernel)
+        self.kernel: KernelFigures = calibration.kernel(kernel)
         self.heat = calibration.heat.value
         self._of: dict[str, Curve] = {}
         self._known: dict[tuple[object, ...], Estimate] = {}
@@ -35,10 +35,10 @@ class Curves:
             block.pairs, block.sequences,
         )  # fmt: skip
         if key not in self._known:
-            self._known[key] = self._curve(block.phase, block.pairs is not None).at(block)
+            self._known[key] = self._curve(block.phase, masked=block.pairs is not None).at(block)
         return self._known[key]
 
-    def _curve(self, phase: str, masked: bool) -> Curve:
+    def _curve(self, phase: str, *, masked: bool) -> Curve:
         name = f"{self.kernel.name} {phase}{' of documents and windows' if masked else ''}"
         if name not in self._of:
             samples = [

@@ -18,12 +18,13 @@ from torch import Tensor
 
 from ringprof.errors import UsageError
 from ringprof.foresee.bench import Bench, call_of
-from ringprof.foresee.calibration import PARTS, Calibration, Kernel, KernelSample, Link, Nccl, Value
+from ringprof.foresee.calibration import PARTS, Calibration, KernelFigures, KernelSample, Link, Nccl, Value
 from ringprof.foresee.host import explained
 from ringprof.foresee.host_passes import measured_passes
 from ringprof.foresee.links import channels
 from ringprof.foresee.program import Block
 from ringprof.foresee.shapes import COLLECTIVE_BYTES, MESSAGES, Wanted, blocks
+from ringprof.json_object import JsonObject
 from ringprof.strategies.communicator import Communicator
 from ringprof.strategies.kernels import KERNELS
 from ringprof.strategies.merge import accumulate
@@ -70,7 +71,7 @@ def measure_machine(
         for samples, failed in _kernel_samples(bench, kernels, ends["kernels"]):
             keep(kernels=_with_samples(found.kernels, samples), unmeasured=failed)
     several = bench.size > 1
-    parts: tuple[tuple[str, str, Callable[[], dict[str, Any]]], ...] = (
+    parts: tuple[tuple[str, str, Callable[[], JsonObject]], ...] = (
         ("host", "host", lambda: _host(bench, found, kernels, ends["host"])),
         ("memory", "memory", lambda: _memory(bench)),
         ("links", "links", lambda: {"same_host": _links(bench, found, ends["links"])} if several else {}),
@@ -84,13 +85,13 @@ def measure_machine(
     return found
 
 
-def _host(bench: Bench, before: Calibration, kernels: Sequence[str], until: float) -> dict[str, Any]:
+def _host(bench: Bench, before: Calibration, kernels: Sequence[str], until: float) -> JsonObject:
     passes = measured_passes(bench, kernels, until)
     found = explained(before, passes, "ringprof calibrate: passes of strategies")
     return {"host": found.host, "kernels": found.kernels, "passes": found.passes}
 
 
-def _attempted(name: str, part: Callable[[], dict[str, Any]], failed: list[str]) -> dict[str, Any]:
+def _attempted(name: str, part: Callable[[], JsonObject], failed: list[str]) -> JsonObject:
     """What a part finds, or that it failed: the others are still wanted."""
     try:
         return part()
@@ -167,13 +168,13 @@ def _sample(bench: Bench, kernel: Any, wanted: Wanted) -> KernelSample:
     return KernelSample(**shape, ns=ns, spread=min(spread, 1.0), count=count, origin="measured", source=kernel.name)
 
 
-def _with_samples(before: Sequence[Kernel], samples: Sequence[KernelSample]) -> list[Kernel]:
+def _with_samples(before: Sequence[KernelFigures], samples: Sequence[KernelSample]) -> list[KernelFigures]:
     """The samples with the kernels that their sources name."""
     named = {kernel.name: kernel for kernel in before}
     for name in {sample.source for sample in samples}:
         mine = [msgspec.structs.replace(one, source="ringprof calibrate") for one in samples if one.source == name]
         nothing = Value(0.0, 0.5, "assumed", "a kernel of many short blocks")
-        known = named.get(name) or Kernel(name=name, fills_device=False, tail=nothing, lead=nothing, samples=[])
+        known = named.get(name) or KernelFigures(name=name, fills_device=False, tail=nothing, lead=nothing, samples=[])
         named[name] = msgspec.structs.replace(known, samples=mine)
     return [kernel for kernel in named.values() if kernel.samples] or list(before)
 
@@ -208,7 +209,7 @@ def _links(bench: Bench, before: Calibration, until: float) -> Link:
     times = {}
     for size in sizes:
         tensor = torch.zeros(size, dtype=torch.uint8, device=bench.device)
-        if _agreed(bench, time.monotonic() < until):
+        if _agreed(bench, mine=time.monotonic() < until):
             times[size] = bench.together_ns(lambda: ring.post(_whole(tensor)).wait())  # noqa: B023
     if not times:
         raise UsageError("no time was left")
@@ -239,7 +240,7 @@ def _whole(tensor: Tensor) -> Parcel:
     return Parcel([tensor])
 
 
-def _agreed(bench: Bench, mine: bool) -> bool:
+def _agreed(bench: Bench, *, mine: bool) -> bool:
     return all(bench.together(mine, bool))
 
 
@@ -269,7 +270,7 @@ def _copied(bench: Bench, before: Link) -> Link:
 # --- contention -------------------------------------------------------------------------------------
 
 
-def _contention(bench: Bench, before: Calibration, kernel: str) -> dict[str, Any]:
+def _contention(bench: Bench, before: Calibration, kernel: str) -> JsonObject:
     """What a block loses to a hop that began first, and how often a hop is first where both are ready together."""
     if bench.device.type != "cuda":
         return {}

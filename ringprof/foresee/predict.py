@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import NormalDist, median, pvariance
-from typing import Any
 
 import msgspec
 
@@ -27,6 +26,7 @@ from ringprof.foresee.machine import (
 )
 from ringprof.foresee.program import Block, Op, Post, Program, Tape, Touch, Wait
 from ringprof.foresee.question import Question
+from ringprof.json_object import JsonObject, Params
 
 _SCHEMA = "ringprof.prediction/1"
 DIRECT = 64
@@ -72,7 +72,7 @@ class Prediction:
     """Of the time, the mean over ranks of waiting for transfers."""
     peak_bytes: int
     peak_label: str
-    params: dict[str, Any]
+    params: Params
     layout: str | None
     host_bound: bool
     simulated: int
@@ -175,7 +175,7 @@ def _simulated(
     programs, cluster = tape.programs, cluster or question.cluster
     links = Links(machine, cluster, changes.rates)
 
-    def run(draw: Draw, duty: Mapping[int, float] | None, ahead: bool = True) -> list[Timeline]:
+    def run(draw: Draw, duty: Mapping[int, float] | None, *, ahead: bool = True) -> list[Timeline]:
         return simulate(programs, CalibratedMachine(machine, links, curves, draw, changes, duty), ahead=ahead)
 
     timelines = run(LIKELIEST, None)
@@ -184,7 +184,8 @@ def _simulated(
     asks = CalibratedMachine(machine, links, curves, LIKELIEST, changes)
     issuing = max(sum(asks.host(program)) for program in programs)
     bound = issuing > end
-    draws = [run(Draw(seed=seed), duty, not bound) for seed in range(1, 1 + min(most_draws, _draws(len(programs))))]
+    count = min(most_draws, _draws(len(programs)))
+    draws = [run(Draw(seed=seed), duty, ahead=not bound) for seed in range(1, 1 + count)]
     ends = [max(one.end_ns for one in drawn) for drawn in draws]
     middle = sorted(range(len(ends)), key=ends.__getitem__)[(len(ends) - 1) // 2]
     timelines, median_ns = draws[middle], median(ends)
@@ -359,7 +360,7 @@ def _shortened(sources: Sequence[str]) -> str:
     return sources[0] if len(sources) == 1 else f"{len(sources)} sources, such as {sources[0]}"
 
 
-def as_dict(prediction: Prediction, *, whole: bool = True) -> dict[str, Any]:
+def prediction_dict(prediction: Prediction, *, whole: bool = True) -> JsonObject:
     """Schema ``ringprof.prediction/1``; without ``whole`` its figures alone, as a part of something larger."""
     question = prediction.question
     times = {f"p{tenths}": prediction.quantile_ns(tenths / 100) for tenths in (10, 50, 90)}

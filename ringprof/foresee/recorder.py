@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ringprof.foresee.program import Block, Join, Op, Post, Touch, Wait
+from ringprof.json_object import JsonObject
 from ringprof.strategies.streams import SideStreams
 
 _ROUNDED = 512
@@ -71,8 +72,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._labels.pop()
 
     def block(
-        self, phase: Any, q: Tensor, k: Tensor, causal: bool, scratch_bytes: int, pairs: int | None = None,
-        sequences: int = 1,
+        self, phase: Any, q: Tensor, k: Tensor, scratch_bytes: int, pairs: int | None = None, sequences: int = 1,
+        *, causal: bool,
     ) -> None:  # fmt: skip
         """An attention call, which holds ``scratch_bytes`` while it runs; ``pairs`` and ``sequences`` as in `Block`."""
         batch, seq, heads, head_dim = q.shape
@@ -102,7 +103,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """The stream waits for a transfer."""
         self.ops.append(Wait(id=number, label=self.label, stream=self.stream, calls=self._host_calls()))
 
-    def touch(self, name: str, size_bytes: int, strided: bool = False) -> None:
+    def touch(self, name: str, size_bytes: int, *, strided: bool = False) -> None:
         """A kernel that moves memory; one over nothing is not launched."""
         if size_bytes:
             op = Touch(
@@ -142,7 +143,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if made or changed:
                 reads = [] if name in _FILLS else given[1:] if changed and name in _OVERWRITES else given
                 strided = name in _COPIES and not all(x.is_contiguous() for x in (*reads, *made, *changed))
-                self.touch(f"aten.{name}", sum(map(_bytes, reads)) + sum(map(_bytes, made or changed)), strided)
+                self.touch(f"aten.{name}", sum(map(_bytes, reads)) + sum(map(_bytes, made or changed)), strided=strided)
         return result
 
     def hold(self, result: Any) -> list[Tensor]:
@@ -257,7 +258,7 @@ def _to_copy(tensor: Tensor, *, dtype: torch.dtype | None = None, device: Any = 
     return torch.empty(tensor.shape, dtype=dtype or tensor.dtype, device=device or tensor.device)
 
 
-_SHORTCUTS: dict[str, Any] = {"stack": _stack, "cat": _cat, "_to_copy": _to_copy}
+_SHORTCUTS: JsonObject = {"stack": _stack, "cat": _cat, "_to_copy": _to_copy}
 """For these, and where results are written to a given tensor, torch would load its compiler to say what shape comes of
 a shape: a second of processor time."""
 

@@ -40,7 +40,7 @@ class _Recording(Kernel):
         batch, seq, heads, _ = q.shape
         out = _like(q)
         lse = torch.empty(batch, heads, seq, dtype=wide_type(q), device=q.device)
-        self.recorder.block("forward", q, k, causal, 0)
+        self.recorder.block("forward", q, k, 0, causal=causal)
         return out, lse
 
     def _backward(
@@ -48,7 +48,7 @@ class _Recording(Kernel):
         out: Tensor | None, delta: Tensor | None, scale: float, causal: bool,
     ) -> Gradients:  # fmt: skip
         dq, dk, dv = _like(q), _like(k), _like(v)
-        self.recorder.block("backward", q, k, causal, _scratch_bytes(self.name, q, k))
+        self.recorder.block("backward", q, k, _scratch_bytes(self.name, q, k), causal=causal)
         return dq, dk, dv
 
     # Kernels for sequences of several lengths get them all at once, packed: q (T, H, D), k and v (T', Hkv, D).
@@ -71,7 +71,7 @@ class _Recording(Kernel):
         self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, batch: Batch, scale: float
     ) -> tuple[Tensor, Tensor]:
         out, lse = _like(q), torch.empty(q.shape[1], q.shape[0], dtype=wide_type(q), device=q.device)
-        self.recorder.block("forward", q[None], k[None], batch.causal, 0, *_seen(batch, q.shape[0]))
+        self.recorder.block("forward", q[None], k[None], 0, *_seen(batch, q.shape[0]), causal=batch.causal)
         return out, lse
 
     def _packed_backward(
@@ -81,7 +81,7 @@ class _Recording(Kernel):
         gradients = _like(q), _like(k), _like(v)
         pairs, sequences = _seen(batch, q.shape[0])
         scratch = _scratch_bytes(self.name, q[None], k[None], sequences)
-        self.recorder.block("backward", q[None], k[None], batch.causal, scratch, pairs, sequences)
+        self.recorder.block("backward", q[None], k[None], scratch, pairs, sequences, causal=batch.causal)
         return gradients
 
     def _forward_band(self, q: Tensor, k: Tensor, v: Tensor, scale: float, part: Part) -> tuple[Tensor, Tensor]:
@@ -128,7 +128,7 @@ class RecordingCommunicator(Communicator):
     def ring(
         self, channel: str, members: Sequence[int] | None = None, *, shares: Any = None, keeps: bool = False
     ) -> Ring:
-        return RecordingRing(channel, self._members(channel, members), self, shares, keeps)
+        return RecordingRing(channel, self._members(channel, members), self, shares, keeps=keeps)
 
     def collective(self, channel: str, members: Sequence[int] | None = None) -> Collective:
         return RecordingCollective(channel, self._members(channel, members), self)
@@ -155,7 +155,7 @@ class RecordingRing(Ring):
     """A ring whose hops are recorded; what arrives is fresh memory, or a slot where copy engines carry the hop."""
 
     def __init__(
-        self, channel: str, members: Sequence[int], comm: RecordingCommunicator, shares: Any, keeps: bool
+        self, channel: str, members: Sequence[int], comm: RecordingCommunicator, shares: Any, *, keeps: bool
     ) -> None:
         super().__init__(channel, members, None, comm, keeps=keeps)
         self._comm, self._everyone = comm, tuple(members)

@@ -71,12 +71,12 @@ def _of(lengths: Sequence[int], heads: int, kv_heads: int) -> Iterator[Block]:
         half = length // 2
         for phase in ("forward", "backward"):
             # A rank's own keys; all, none masked; zigzag's halves; stripe's triangle, a row and a column short.
-            yield _block(phase, length, length, heads, kv_heads, True)
-            yield _block(phase, length, length, heads, kv_heads, False)
-            yield _block(phase, half, length, heads, kv_heads, False)
-            yield _block(phase, length, half, heads, kv_heads, False)
+            yield _block(phase, length, length, heads, kv_heads, causal=True)
+            yield _block(phase, length, length, heads, kv_heads, causal=False)
+            yield _block(phase, half, length, heads, kv_heads, causal=False)
+            yield _block(phase, length, half, heads, kv_heads, causal=False)
             if length in _FEW and heads == kv_heads:
-                yield _block(phase, length - 1, length - 1, heads, kv_heads, True)
+                yield _block(phase, length - 1, length - 1, heads, kv_heads, causal=True)
 
 
 def _masked(kernel: str) -> Iterator[Wanted]:
@@ -96,17 +96,19 @@ def _masked(kernel: str) -> Iterator[Wanted]:
 def _of_parts(kernel: str, parts: Sequence[Part], heads: int, kv_heads: int) -> Iterator[Wanted]:
     together = Parts(tuple(parts), parts[-1].q_end, parts[-1].kv_end)
     for phase in ("forward", "backward"):
-        block = _block(phase, together.queries, together.keys, heads, kv_heads, parts[0].left == NO_LIMIT)
+        block = _block(phase, together.queries, together.keys, heads, kv_heads, causal=parts[0].left == NO_LIMIT)
         yield Wanted(
             kernel, msgspec.structs.replace(block, pairs=together.area, sequences=len(parts)), together
         )  # fmt: skip
 
 
 def _gathered(heads: int, kv_heads: int) -> list[Block]:
-    return [_block(phase, q, kv, heads, kv_heads, False) for q, kv in _GATHERED for phase in ("forward", "backward")]
+    return [
+        _block(phase, q, kv, heads, kv_heads, causal=False) for q, kv in _GATHERED for phase in ("forward", "backward")
+    ]
 
 
-def _block(phase: str, q: int, kv: int, heads: int, kv_heads: int, causal: bool) -> Block:
+def _block(phase: str, q: int, kv: int, heads: int, kv_heads: int, *, causal: bool) -> Block:
     return Block(
         label="", phase=phase, batch=1, q=q, kv=kv, heads=heads, kv_heads=kv_heads, head_dim=HEAD_DIM, causal=causal  # type: ignore[arg-type]
     )  # fmt: skip

@@ -9,10 +9,10 @@ from ringprof.foresee.calibration import Value
 from ringprof.foresee.links import Cluster, Links
 from ringprof.foresee.predict import Prediction, inputs
 from ringprof.foresee.program import Post
-from ringprof.report.text import binary_size, clean, duration, percent, rate
+from ringprof.report.text import binary_size, clean, duration, in_unit, percent, rate, unit_for
 from ringprof.run import Workload
 
-PARTS = {
+PART_LABELS = {
     "kernel": "attention", "memory": "merges, copies", "same_host": "wire in host", "other_host": "wire between",
     "peers": "waiting for peers", "host": "launching",
 }  # fmt: skip
@@ -39,10 +39,11 @@ def cluster_text(cluster: Cluster, device: str) -> str:
     return f"{cluster.size} x {clean(device)} ({hosts}{network})"
 
 
-def render(prediction: Prediction) -> str:
+def prediction_text(prediction: Prediction) -> str:
     """The whole answer, ending with a newline."""
     question, machine = prediction.question, prediction.machine
     low, middle, high = (prediction.quantile_ns(share) for share in (0.1, 0.5, 0.9))
+    unit_ns, unit = unit_for(middle)
     params = ", ".join(f"{key}={value}" for key, value in prediction.params.items())
     hops = " · hops by copy engine" if question.hops == "copy" else ""
     lines = [
@@ -50,12 +51,13 @@ def render(prediction: Prediction) -> str:
         f"{described(question.workload)} · kernel {prediction.kernel}{hops}",
         f"{clean(params)}",
         "",
-        f"time      {duration(middle)} an iteration; in four of five cases {duration(low)} to {duration(high)}",
+        f"time      {duration(middle)} an iteration; in four of five cases {in_unit(low, unit_ns, 2)} {unit} to "
+        f"{in_unit(high, unit_ns, 2)} {unit}",
         f"rate      {rate(prediction.tflops(middle))} per GPU ({rate(prediction.tflops(high))} to"
         f" {rate(prediction.tflops(low))}){_of_peak(prediction, middle)}",
         f"memory    {binary_size(prediction.peak_bytes)} a GPU at most{_place(prediction.peak_label)}",
         f"exposed   {percent(prediction.exposed_share)} of the time waits for transfers",
-        f"bound by  {', '.join(f'{phase}: {PARTS[part]}' for phase, part in prediction.bound_by.items())}",
+        f"bound by  {', '.join(f'{phase}: {PART_LABELS[part]}' for phase, part in prediction.bound_by.items())}",
         "",
         *_table(prediction),
         "",
@@ -82,8 +84,8 @@ def _place(label: str) -> str:
 def _table(prediction: Prediction) -> list[str]:
     """The slowest rank's time by phase and part."""
     spans = prediction.spans
-    present = [part for part in PARTS if spans.total(part) > 0]
-    rows = [("slowest rank, ms", *(PARTS[part] for part in present))]
+    present = [part for part in PART_LABELS if spans.total(part) > 0]
+    rows = [("slowest rank, ms", *(PART_LABELS[part] for part in present))]
     for name, parts in (("forward", spans.forward), ("backward", spans.backward)):
         if parts:
             rows.append((name, *(f"{parts.get(part, 0.0) / 1e6:,.3f}" for part in present)))

@@ -23,6 +23,7 @@ from ringprof.foresee.program import Program, Tape
 from ringprof.foresee.question import Question
 from ringprof.foresee.recorder import LooksAtValues, RecordedKernels, RecordedStreams, Recorder
 from ringprof.foresee.seams import RecordingCommunicator, recording_kernel
+from ringprof.json_object import JsonObject, Params
 from ringprof.record.measure import Problem, counted_work, reset_counts
 from ringprof.record.resolve import fits, load_strategy, mask_options, strategy_errors, torch_dtype, typed_params
 from ringprof.run import MOST_RANKS, Workload
@@ -42,7 +43,7 @@ _LIKE = {"flash-attn-3": "flash-attn", "flash-attn-4": "flash-attn", "ffa": "fla
 
 def tape(
     strategy: str, workload: Workload, size: int, *, ranks_per_host: int | None = None, kernel: str = "cudnn",
-    hops: str = "nccl", params: dict[str, Any] | None = None, ranks: Iterable[int] | None = None,
+    hops: str = "nccl", params: Params | None = None, ranks: Iterable[int] | None = None,
     older: bool = False,
 ) -> Tape:  # fmt: skip
     """The programs of ``ranks`` (all where None) of ``size``, of which ``ranks_per_host`` share a host.
@@ -75,7 +76,7 @@ def tape(
     programs, made = [], None
     for rank in range(size) if ranks is None else ranks:
         with _refusals(strategy), strategy_errors():
-            program, made = _program(kind, given, workload, (rank, size, per_host), behaves, hops, older)
+            program, made = _program(kind, given, workload, (rank, size, per_host), behaves, hops, older=older)
         programs.append(program)
     assert made is not None
     return Tape(
@@ -106,7 +107,7 @@ def tape_of(question: Question, cluster: Cluster, ranks: Sequence[int] | None) -
     )  # fmt: skip
 
 
-def _fitting(question: Question, workload: Workload, cluster: Cluster) -> dict[str, Any]:
+def _fitting(question: Question, workload: Workload, cluster: Cluster) -> JsonObject:
     """The whole cluster's parameters, without a number that follows from its size: a ring degree, a window of all.
 
     Raises `UnfitWorkloadError` where fewer ranks cannot have those, or would have rings and groups that lie otherwise
@@ -139,11 +140,12 @@ def _arranged(question: Question, cluster: Cluster, params: dict[str, Any]) -> t
 
 def _program(
     kind: Any,
-    params: dict[str, Any],
+    params: Params,
     workload: Workload,
     place: tuple[int, int, int],
     kernel: str,
     hops: str,
+    *,
     older: bool,
 ) -> tuple[Program, Any]:
     """One rank's program, and the strategy that it was made with."""

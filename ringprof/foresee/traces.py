@@ -20,6 +20,7 @@ from ringprof.foresee.events import RINGS, Timeline
 from ringprof.foresee.host import host_ns
 from ringprof.foresee.predict import Prediction
 from ringprof.foresee.program import Block, Join, Op, Post, Program, Touch, Wait
+from ringprof.json_object import JsonObject
 from ringprof.run import (
     Environment,
     Predicted,
@@ -48,7 +49,7 @@ _CARRYING = {
 }  # fmt: skip
 _CALLED = {"all_to_all": "all_to_allv", "all_gather": "_allgather_base", "reduce_scatter": "_reduce_scatter_base"}
 
-_Event = dict[str, Any]
+_Event = JsonObject
 
 
 def write_prediction(prediction: Prediction, folder: Path, command: Sequence[str]) -> Run:
@@ -105,7 +106,7 @@ def run_of(prediction: Prediction, traces: list[RankTrace], command: Sequence[st
     )  # fmt: skip
 
 
-def trace_of(prediction: Prediction, program: Program, timeline: Timeline) -> dict[str, Any]:
+def trace_of(prediction: Prediction, program: Program, timeline: Timeline) -> JsonObject:
     """One rank's trace, as torch's profiler would have written it."""
     cluster, machine = prediction.question.cluster, prediction.machine
     return {
@@ -197,7 +198,7 @@ class _Writer:
         yield from self._kernel(name, stream, start, stop, begin, end, **args)
 
 
-def _calls(rank: int, post: Post) -> Iterator[dict[str, Any]]:
+def _calls(rank: int, post: Post) -> Iterator[JsonObject]:
     """What the host records of a transfer's messages."""
     if post.operation not in RINGS:
         yield _collective_args(rank, post)
@@ -209,14 +210,14 @@ def _calls(rank: int, post: Post) -> Iterator[dict[str, Any]]:
         yield {"Collective name": "recv", "Src Rank": previous, **_sizes(post, size, size)}
 
 
-def _collective_args(rank: int, post: Post) -> dict[str, Any]:
+def _collective_args(rank: int, post: Post) -> JsonObject:
     (piece,) = post.messages
     whole = piece * len(post.members)
     taken = {"all_gather": (piece, whole), "reduce_scatter": (whole, piece)}.get(post.operation, (whole, whole))
     return {"Collective name": _CALLED[post.operation], "Rank": rank, **_sizes(post, *taken)}
 
 
-def _sizes(post: Post, given: int, taken: int) -> dict[str, Any]:
+def _sizes(post: Post, given: int, taken: int) -> JsonObject:
     return {
         "dtype": "Byte", "In msg nelems": given, "Out msg nelems": taken, "Group size": len(post.members),
         "Process Group Name": post.communicator, "Process Group Description": f"ringprof:{post.channel}",
@@ -224,7 +225,7 @@ def _sizes(post: Post, given: int, taken: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _record(rank: int, post: Post, begin: int, call: dict[str, Any]) -> _Event:
+def _record(rank: int, post: Post, begin: int, call: JsonObject) -> _Event:
     return _slice("cpu_op", "record_param_comms", 0, _THREAD, begin, begin + 1, {"Rank": rank, **call})
 
 

@@ -21,6 +21,7 @@ from ringprof.foresee.links import Cluster, Links
 from ringprof.foresee.observed import touch_bytes
 from ringprof.foresee.program import Block, Post, Program, Touch
 from ringprof.foresee.question import is_older
+from ringprof.json_object import JsonObject
 
 _SCHEMA = "ringprof.what-if/1"
 _LINKS = ("same_host", "other_host")
@@ -70,7 +71,7 @@ class WhatIf:
         """How much shorter the changed run is than the replay; below 0 it is longer."""
         return 1 - self.changed_ns / self.replayed_ns
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> JsonObject:
         """Schema ``ringprof.what-if/1``."""
         return {
             "schema": _SCHEMA, "predicted": True, "recorded_ms": self.recorded_ns / 1e6,

@@ -6,13 +6,14 @@ Nothing is computed here but units and shares; names come from logs and are clea
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from ringprof.analysis.findings.comparison import Entry, Figure
+from ringprof.json_object import JsonObject
 from ringprof.kernel_tables.analyse import ASSUMPTIONS, KindSum, TableReport
 from ringprof.kernel_tables.iterations import Iterations
 from ringprof.kernel_tables.stated_shares import CheckedShare
 from ringprof.report.as_json import whole_report
+from ringprof.report.json_report import Report
 from ringprof.report.terms import LABELS
 from ringprof.report.text import clean, duration, in_ascii, in_unit, paragraph, percent, unit_for
 from ringprof.trace.columns import Caveat
@@ -142,7 +143,7 @@ def largest_of(reports: Sequence[TableReport]) -> TableReport:
     return max(reports, key=lambda report: report.total_ns)
 
 
-def tables_dict(reports: Sequence[TableReport], path: str) -> dict[str, Any]:
+def tables_dict(reports: Sequence[TableReport], path: str) -> Report:
     """All of ``ringprof.report/1`` for a log: ``table`` is its largest, and a warning says where the others are."""
     largest = largest_of(reports)
     warnings = [warning for report in reports for warning in report.warnings]
@@ -150,10 +151,10 @@ def tables_dict(reports: Sequence[TableReport], path: str) -> dict[str, Any]:
         lines = ", ".join(str(report.table.line) for report in reports if report is not largest)
         text = f"{len(reports)} kernel tables: the JSON report holds the largest, of line {largest.table.line}"
         warnings.append(Caveat("several_tables", f"{text}; the others are at lines {lines}"))
-    return whole_report("table", [path], warnings, table=table_dict(largest))
+    return whole_report("table", [path], warnings, {"table": table_dict(largest)})
 
 
-def table_dict(report: TableReport) -> dict[str, Any]:
+def table_dict(report: TableReport) -> JsonObject:
     """The ``table`` part of ``ringprof.report/1``: times in integer nanoseconds, shares and ratios 0..1."""
     overlap = report.overlap
     return {
@@ -188,7 +189,7 @@ def table_dict(report: TableReport) -> dict[str, Any]:
     }
 
 
-def _iterations(told: Iterations) -> dict[str, Any]:
+def _iterations(told: Iterations) -> JsonObject:
     low, high = told.device_range
     launches = [{"launch": count.launch, "launched": count.launched, "ran": count.ran} for count in told.counts]
     return {
@@ -201,7 +202,7 @@ def _iterations(told: Iterations) -> dict[str, Any]:
     }
 
 
-def _share(checked: CheckedShare) -> dict[str, Any]:
+def _share(checked: CheckedShare) -> JsonObject:
     stated = checked.stated
     return {
         "subject": stated.subject,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import html
 import os
 from collections.abc import Sequence
-from typing import Any
 
 from ringprof.analysis.findings.comparison import Entry
 from ringprof.files import read_whole
@@ -14,6 +13,7 @@ from ringprof.kernel_tables.analyse import TableReport, analyse_table
 from ringprof.kernel_tables.read import read_tables
 from ringprof.limits import MEMORY_BYTES, Limits
 from ringprof.log_lines import TEXT_SHARE
+from ringprof.report.json_report import Report
 from ringprof.report.text import TextStyle
 from ringprof.trace.columns import Caveat
 
@@ -29,7 +29,7 @@ class TableAnalysis:
         """What was odd in the tables."""
         return [warning for report in self.reports for warning in report.warnings]
 
-    def report(self) -> dict[str, Any]:
+    def report(self) -> Report:
         """The JSON report (schema ``ringprof.report/1``) of the largest table."""
         return show.tables_dict(self.reports, self.name)
 

@@ -12,8 +12,8 @@ from msgspec.structs import replace
 
 from ringprof.record.launcher import RankPlace, launcher_rank
 from ringprof.record.progress import Reporter, SilentReporter
-from ringprof.record.request import Request, Task
-from ringprof.record.resolve import need
+from ringprof.record.request import Request, Task, need
+from ringprof.record.run_folder import discard, stage
 from ringprof.run import Run, read_run
 from ringprof.scratch import remove
 
@@ -41,7 +41,6 @@ def record(request: Request, reporter: Reporter | None = None, reduce: Any = Non
 
 def _record_here(request: Request, reporter: Reporter) -> Run:
     from ringprof.record.own_ranks import launch, make_scratch
-    from ringprof.record.run_folder import discard
 
     task = prepare(request, None, reporter, str(make_scratch()))
     try:
@@ -58,7 +57,6 @@ def prepare(request: Request, place: RankPlace | None, reporter: Reporter, scrat
         need("torch", "psutil")
         from ringprof.record.estimate import describe, estimate_of, refuse_too_large
         from ringprof.record.resolve import resolve
-        from ringprof.record.run_folder import stage
 
         request = resolve(request, place)
         plan = estimate_of(request)
@@ -74,7 +72,7 @@ def prepare(request: Request, place: RankPlace | None, reporter: Reporter, scrat
         if staging is None and scratch is not None:
             remove(Path(scratch))
     return Task(
-        request=_with_absolute_output(request),
+        request=replace(request, output=str(Path(request.output).absolute())),
         name=staging.name,
         staging=str(staging.path),
         token=staging.token,
@@ -82,7 +80,3 @@ def prepare(request: Request, place: RankPlace | None, reporter: Reporter, scrat
         created=staging.created,
         time_limit=request.time_limit or plan.time_limit,
     )
-
-
-def _with_absolute_output(request: Request) -> Request:
-    return replace(request, output=str(Path(request.output).absolute()))

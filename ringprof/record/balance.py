@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
+from ringprof.json_object import JsonObject, Params
 from ringprof.record.resolve import fits, load_strategy, typed_params
 from ringprof.run import Workload
 from ringprof.strategies.cut import busiest_over_mean, steps_over_mean
 
-CANDIDATES: tuple[tuple[str, dict[str, Any]], ...] = (
+CANDIDATES: tuple[tuple[str, JsonObject], ...] = (
     ("ring", {}),
     ("zigzag", {"documents_layout": "packed"}),
     ("zigzag", {"documents_layout": "per_document"}),
@@ -31,7 +31,7 @@ class Balance:
     """One way of dealing out the work, and what it comes to; ratios are None where it does not fit, for ``reason``."""
 
     strategy: str
-    params: dict[str, Any]
+    params: Params
     reason: str | None = None
     busiest: float | None = None
     """Work of the busiest rank over the mean."""
@@ -52,7 +52,7 @@ def balances(workload: Workload, world: int) -> list[Balance]:
     return sorted(found, key=lambda one: (one.busiest is None, one.steps or one.busiest or 0.0))
 
 
-def _balance(name: str, params: dict[str, Any], workload: Workload, world: int) -> Balance:
+def _balance(name: str, params: Params, workload: Workload, world: int) -> Balance:
     strategy = load_strategy(name)
     placed = strategy.placed(world, world, **typed_params(strategy, name, params))
     reason = fits(strategy, workload, world, placed)

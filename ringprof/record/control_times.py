@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ringprof.json_object import Params
 from ringprof.record.clock import clock_for
 from ringprof.record.measure import Problem
 from ringprof.record.progress import Reporter, SilentReporter
@@ -71,7 +72,7 @@ def measure_controls(
 
 
 def silent_strategy(
-    name: str, kernel: str, ranks_per_host: int | None, params: dict[str, Any], hosts: Sequence[int] | None = None
+    name: str, kernel: str, ranks_per_host: int | None, params: Params, hosts: Sequence[int] | None = None
 ) -> Any:
     """A strategy by name or path, as `ringprof.strategies.create` makes it, whose communicator sends nothing."""
     communicator = SilentCommunicator(ranks_per_host=ranks_per_host, hosts=hosts)

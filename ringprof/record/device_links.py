@@ -20,7 +20,7 @@ _SWITCH = 2
 _MOST_LINKS = 36
 
 
-def links_of(device: torch.device, first_on_host: bool) -> DeviceLinks | None:
+def links_of(device: torch.device, *, first_on_host: bool) -> DeviceLinks | None:
     """Of this rank; the host's adapters from its first rank alone. None where nothing is known."""
     adapters = adapters_in(ADAPTERS) if first_on_host and device.type == "cuda" else None
     asked = nvml_handle(str(torch.cuda.get_device_properties(device).uuid)) if device.type == "cuda" else None

@@ -18,11 +18,13 @@ class GroupRanks:
     """The ranks that do something together, and this one among them; one rank where torch.distributed is not in use."""
 
     def __init__(self, group: Any) -> None:
-        """Raises `UsageError` on a rank outside ``group``."""
+        """Raises `UsageError` on a rank outside ``group``, and of a DeviceMesh of several dimensions."""
         self.rank, self.size, self.number, self.numbers = 0, 1, 0, [0]
         self.group: Any = None
         on_gpu = torch.cuda.is_available()
         if dist.is_available() and dist.is_initialized():
+            if getattr(group, "ndim", 1) > 1:
+                raise UsageError(f"a DeviceMesh of {group.ndim} dimensions is no group: name one, as in mesh['cp']")
             self.group = group.get_group() if hasattr(group, "get_group") else group or dist.group.WORLD
             self.rank, self.number = dist.get_rank(self.group), dist.get_rank()
             if self.rank < 0:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
+from ringprof.json_object import JsonObject
 from ringprof.record.clock import clock_for
 from ringprof.record.device_watch import watching
 from ringprof.record.memory import peak_bytes, reset_peak
@@ -40,7 +41,7 @@ class Problem:
     cuda_graph: bool = False
     """Whether iterations after the warm-up are replays of one that is captured."""
     graph: torch.cuda.CUDAGraph | None = None
-    options: dict[str, Any] = field(default_factory=dict)
+    options: JsonObject = field(default_factory=dict)
     """What `Strategy.attention` is told of the mask beside that."""
     asks: dict[str, bool] = field(default_factory=dict)
     """What the choice of a kernel is told of it."""

@@ -141,14 +141,10 @@ def _environment(request: Any, rank: int, world: int, port: int) -> dict[str, st
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cpu_count() // world))),
     }
-    if request.device == "cpu" and _has_loopback():
+    if request.device == "cpu" and any(name == "lo" for _, name in socket.if_nameindex()):
         # One host: gloo must not depend on what the host's name resolves to.
         env["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
     return env
-
-
-def _has_loopback() -> bool:
-    return any(name == "lo" for _, name in socket.if_nameindex())
 
 
 @contextmanager

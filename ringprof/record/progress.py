@@ -7,6 +7,8 @@ import time
 from pathlib import Path
 from typing import Any, Protocol
 
+from ringprof.json_object import JsonObject
+
 
 class Reporter(Protocol):
     """Receives what a recording does; the command line shows it, the library prints nothing."""
@@ -104,9 +106,9 @@ class DiaryReader:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._offset = 0
-        self.entries: list[dict[str, Any]] = []
+        self.entries: list[JsonObject] = []
 
-    def read(self) -> list[dict[str, Any]]:
+    def read(self) -> list[JsonObject]:
         """The entries that have been added since the last call; half a line waits for the rest."""
         try:
             with self._path.open("rb") as file:
@@ -130,6 +132,6 @@ class DiaryReader:
             elif "advance" in entry:
                 reporter.advance()
 
-    def last(self, key: str) -> dict[str, Any] | None:
+    def last(self, key: str) -> JsonObject | None:
         """The newest entry that has ``key``."""
         return next((entry for entry in reversed(self.entries) if key in entry), None)

@@ -154,7 +154,7 @@ class RankRecording:
         result = RankResult(
             host=host, local_rank=self.place.local_rank, device=device_name(device), trace=trace_name(self.place.rank),
             iterations_ns=measured.iterations_ns, steps_ns=steps, profiled_ns=profiled, peak_bytes=measured.peak_bytes,
-            state=measured.state, links=links_of(device, self.place.local_rank == 0),
+            state=measured.state, links=links_of(device, first_on_host=self.place.local_rank == 0),
             work=_as_far_as_counted(measured.work, computes=computes, sends=sends), controls=controlled,
             trace_bytes=trace.size_bytes, remote_bytes=trace.remote_bytes(),
             reduced=reduced_name(self.place.rank) if reduced else None,

@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import json
-from typing import Any, TypeVar
+from importlib.util import find_spec
+from typing import TypeVar
 
 import msgspec
 
-from ringprof.errors import UsageError
+from ringprof.errors import MissingExtraError, UsageError
+from ringprof.json_object import Params
 from ringprof.run import Workload
+from ringprof.whole_numbers import refuse_below_one
 
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 MIN_GPU_WARMUP = 3
 """The first iterations on a GPU set up communicators, allocator and kernels: fewer warm-ups would time that."""
 
 
 _Value = TypeVar("_Value", bound=msgspec.Struct)
+
+
+def need(*packages: str) -> None:
+    """Raises `MissingExtraError` where one of these is not installed: before what imports them is imported."""
+    for package in packages:
+        if find_spec(package) is None:
+            raise MissingExtraError(f"recording needs {package}: pip install 'ringprof[record]'")
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
@@ -23,7 +34,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     workload: Workload
     strategy: str
     """A bundled strategy's name, or ``package.module:Class``."""
-    params: dict[str, Any] = {}
+    params: Params = {}
     """The strategy's own parameters: text from the command line until `resolve` has typed them."""
     cp_sizes: tuple[int, ...] = ()
     """Ranks that attend a sequence in each step of an iteration; none: one step, with all of them."""
@@ -78,12 +89,12 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
 
 def check_numbers(request: Request) -> None:
     """Refuse sizes and counts that cannot be meant. Raises `UsageError`."""
-    named = ("batch", "seq", "heads", "kv_heads", "head_dim", "kv_length")
-    sizes = {name: getattr(request.workload, name) for name in named}
+    sizes = {
+        name: getattr(request.workload, name) for name in ("batch", "seq", "heads", "kv_heads", "head_dim", "kv_length")
+    }
     counts = {"world": request.world, "ranks-per-host": request.ranks_per_host, "iters": request.iters}
-    for name, value in {**sizes, **counts, "profile-iters": request.profile_iters}.items():
-        if value is not None and value < 1:
-            raise UsageError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
+    named = {**sizes, **counts, "profile-iters": request.profile_iters}
+    refuse_below_one({f"--{name.replace('_', '-')}": value for name, value in named.items()})
     if request.warmup is not None and request.warmup < 0:
         raise UsageError(f"--warmup must be at least 0, not {request.warmup}")
     if request.time_limit is not None and not request.time_limit > 0:

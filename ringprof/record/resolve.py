@@ -9,39 +9,27 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from typing import Any
 
 import msgspec
+import torch
 
-from ringprof.errors import (
-    MissingExtraError,
-    RecordError,
-    UnfitWorkloadError,
-    UnknownStrategyError,
-    UsageError,
-)
+from ringprof.errors import RecordError, UnfitWorkloadError, UnknownStrategyError, UsageError
+from ringprof.json_object import JsonObject, Params
 from ringprof.record.launcher import RankPlace
-from ringprof.record.request import MIN_GPU_WARMUP, Request, check_numbers
+from ringprof.record.request import DTYPES, MIN_GPU_WARMUP, Request, check_numbers
 from ringprof.run import Workload
+from ringprof.strategies import Unfit, UnknownName, find, for_inference, names
+from ringprof.strategies.base import NO_SOFTCAP, Shape, Strategy
+from ringprof.strategies.registry import check_parameters, parse_parameter
 
 CPU_RANKS = 4
 NO_SINKS = "gives no LSE, which sinks need: the bundled strategies do"
-DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-
-
-def need(*packages: str) -> None:
-    """Raises `MissingExtraError` where one of these is not installed."""
-    for package in packages:
-        if find_spec(package) is None:
-            raise MissingExtraError(f"recording needs {package}: pip install 'ringprof[record]'")
 
 
 @contextmanager
 def strategy_errors() -> Iterator[None]:
     """Turn what `ringprof.strategies` raises into ringprof's own errors."""
-    from ringprof.strategies import Unfit, UnknownName
-
     try:
         yield
     except UnknownName as error:
@@ -55,9 +43,6 @@ def load_strategy(name: str) -> Any:
 
     Importing a class by its path runs that module's code. Raises `UnknownStrategyError`.
     """
-    from ringprof.strategies import find
-    from ringprof.strategies.base import Strategy
-
     if ":" in name and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     with strategy_errors():
@@ -76,9 +61,8 @@ def load_strategy(name: str) -> Any:
 def resolve(request: Request, place: RankPlace | None) -> Request:
     """The request with every open choice made. ``place`` is this process's rank where a launcher made it one.
 
-    Raises `UsageError`, `UnknownStrategyError`, `UnfitWorkloadError` and `MissingExtraError`.
+    Raises `UsageError`, `UnknownStrategyError` and `UnfitWorkloadError`.
     """
-    need("torch")
     check_numbers(request)
     if request.workload.dtype not in DTYPES:
         raise UsageError(f"--dtype {request.workload.dtype!r} is not one of {', '.join(DTYPES)}")
@@ -105,7 +89,7 @@ def resolve(request: Request, place: RankPlace | None) -> Request:
     return msgspec.structs.replace(request, device=device, world=world, params=params, warmup=warmup, iters=iters)
 
 
-def _with_sizes(strategy: Any, request: Request, params: dict[str, Any], world: int) -> Request:
+def _with_sizes(strategy: Any, request: Request, params: Params, world: int) -> Request:
     """The request with the sequences of each step. Raises `UsageError` and `UnfitWorkloadError`."""
     workload = request.workload
     for size in request.cp_sizes:
@@ -121,41 +105,37 @@ def _with_sizes(strategy: Any, request: Request, params: dict[str, Any], world: 
     return msgspec.structs.replace(request, workload=msgspec.structs.replace(workload, sequences=sequences))
 
 
-def fits(strategy: Any, workload: Workload, world: int, params: dict[str, Any], seq: int | None = None) -> str | None:
+def fits(strategy: Any, workload: Workload, world: int, params: Params, seq: int | None = None) -> str | None:
     """Why the workload (at ``seq``, where given) cannot run on ``world`` ranks; None where it can."""
     if seq is not None:
         workload = workload.at(seq)
     reason: str | None = strategy.unfit(shape_of(workload), world, **params)
     if not strategy.takes_softcap and (workload.softcap or workload.sinks):
-        from ringprof.strategies.base import NO_SOFTCAP
-
         reason = reason or (NO_SOFTCAP if workload.softcap else NO_SINKS)
     return reason or strategy.unfit_mask(workload.mask(), workload.seq, world, **params)
 
 
 def shape_of(workload: Workload) -> Any:
     """The sizes of a workload, as strategies are told them."""
-    from ringprof.strategies.base import Shape
-
     heads = workload.heads, workload.kv_heads, workload.head_dim
     return Shape(workload.batch, workload.seq, *heads, workload.kv_length)
 
 
-def mask_options(workload: Workload) -> dict[str, Any]:
+def mask_options(workload: Workload) -> JsonObject:
     """What `Strategy.attention` is told of the workload's mask and scores, beside whether it is causal."""
     mask = workload.mask()
     if workload.kv_length is not None:
         return {"kv_length": workload.kv_length}
-    found: dict[str, Any] = {} if mask.plain else {"documents": mask.documents, "window_size": mask.window}
+    found: JsonObject = {} if mask.plain else {"documents": mask.documents, "window_size": mask.window}
     return found | ({"softcap": workload.softcap} if workload.softcap else {})
 
 
-def asks_of_kernels(workload: Workload) -> dict[str, Any]:
+def asks_of_kernels(workload: Workload) -> JsonObject:
     """What the choice of a kernel is told beside device, type and head size."""
     return workload.mask().asks_of_kernels() | ({"softcap": workload.softcap} if workload.softcap else {})
 
 
-def layout_options(workload: Workload) -> dict[str, Any]:
+def layout_options(workload: Workload) -> JsonObject:
     """What a strategy's `shard`, `positions` and `layout_of` are told of the workload's documents."""
     return {} if workload.documents is None else {"documents": workload.mask().documents}
 
@@ -167,17 +147,11 @@ def kernel_of(strategy: Any, q: Any, workload: Workload) -> Any:
 
 def torch_dtype(workload: Workload) -> Any:
     """The torch type of a workload's tensors."""
-    import torch
-
     return getattr(torch, DTYPES[workload.dtype])
 
 
 def kernel_class(request: Request) -> Any:
     """The kernel that a resolved request will run with. Raises `UsageError` and `UnfitWorkloadError`."""
-    import torch
-
-    from ringprof.strategies import Unfit, UnknownName
-
     workload = request.workload
     try:
         return load_strategy(request.strategy).kernel_class(
@@ -191,8 +165,6 @@ def kernel_class(request: Request) -> Any:
 
 
 def _check_what_is_made(strategy: Any, request: Request) -> None:
-    from ringprof.strategies import find, for_inference, names
-
     phase = request.workload.phase
     if strategy.phase != phase:
         there = [name for name in (*names(), *for_inference()) if find(name).load().phase == phase]
@@ -232,8 +204,6 @@ def _check_graph(request: Request, device: str) -> None:
 
 def device_of(asked: str) -> str:
     """``cuda`` or ``cpu``. Raises `UsageError`."""
-    import torch
-
     if asked not in ("auto", "cuda", "cpu"):
         raise UsageError(f"--device {asked!r} is not one of auto, cuda, cpu")
     available = torch.cuda.is_available()
@@ -244,8 +214,6 @@ def device_of(asked: str) -> str:
 
 def world_of(asked: int | None, device: str, place: RankPlace | None) -> int:
     """The number of ranks. Raises `UsageError`."""
-    import torch
-
     gpus = torch.cuda.device_count() if device == "cuda" else None
     if place is not None:
         if asked not in (None, place.world_size):
@@ -270,10 +238,8 @@ def _counts(request: Request, device: str) -> tuple[int, int]:
     return warmup, request.iters or (10 if on_gpu else 3)
 
 
-def typed_params(strategy: Any, name: str, params: dict[str, Any]) -> dict[str, Any]:
+def typed_params(strategy: Any, name: str, params: Params) -> JsonObject:
     """The parameters of strategy ``name`` as what they are. Raises `UnfitWorkloadError` for one it does not take."""
-    from ringprof.strategies.registry import check_parameters, parse_parameter
-
     with strategy_errors():
         typed = {
             key: parse_parameter(strategy, name, key, value) if isinstance(value, str) else value
@@ -290,7 +256,7 @@ def _per_host(request: Request, world: int, place: RankPlace | None) -> int:
     return per_host if world % per_host == 0 else world
 
 
-def _check_fit(strategy: Any, request: Request, params: dict[str, Any], world: int) -> None:
+def _check_fit(strategy: Any, request: Request, params: Params, world: int) -> None:
     if request.ranks_per_host is not None and world % request.ranks_per_host:
         raise UnfitWorkloadError(f"--ranks-per-host {request.ranks_per_host} does not divide the {world} ranks")
     with strategy_errors():

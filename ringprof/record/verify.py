@@ -30,10 +30,14 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ringprof.errors import UnfitWorkloadError, VerificationError
+from ringprof.json_object import JsonObject, Params
 from ringprof.record.measure import drawn_sinks
 from ringprof.record.resolve import fits, kernel_of, layout_options, mask_options, torch_dtype
 from ringprof.record.world_group import gather_tensor
 from ringprof.run import TensorError, Verification, Workload
+from ringprof.strategies.cut import cut_of
+from ringprof.strategies.kernels import MaskedReference
+from ringprof.strategies.layouts import LAYOUTS
 from ringprof.strategies.merge import row_product, with_sinks
 
 SEED = 20260401
@@ -95,9 +99,7 @@ def _share(strategy: Any, name: str, whole: Tensor, workload: Workload) -> Tenso
     return whole.sum((0, 1, 3)) if name == "dsinks" else strategy.shard(whole, **layout_options(workload))
 
 
-def verification_seq(
-    strategy: type[Any], workload: Workload, world: int, device_type: str, params: dict[str, Any]
-) -> int:
+def verification_seq(strategy: type[Any], workload: Workload, world: int, device_type: str, params: Params) -> int:
     """The sequence length of the check: at least 64 tokens a rank on CPU and 256 on GPU, as the layout needs it.
 
     Never longer than the workload's own. Raises `UnfitWorkloadError` where no short sequence fits.
@@ -158,11 +160,8 @@ def summed_over_ranks(x: Tensor) -> Tensor:
     return torch.stack(gather_tensor(x.double().contiguous())).sum(0)
 
 
-def whole_block(workload: Workload) -> dict[str, Any]:
+def whole_block(workload: Workload) -> JsonObject:
     """What a kernel is told that computes the whole sequence in one call: ``causal`` and ``parts``."""
-    from ringprof.strategies.cut import cut_of
-    from ringprof.strategies.layouts import LAYOUTS
-
     mask = workload.mask()
     block = None if mask.plain else cut_of(mask, LAYOUTS["contiguous"], 1, workload.seq).block(0, 0)
     if block is None:
@@ -176,7 +175,7 @@ def kernel_results(
     k: Tensor,
     v: Tensor,
     dout: Tensor | None,
-    block: dict[str, Any],
+    block: JsonObject,
     scale: float | None = None,
     sinks: Tensor | None = None,
 ) -> dict[str, Tensor]:
@@ -205,8 +204,6 @@ def kernel_results(
 
 def reference_results(full: Tensors, workload: Workload, scale: float | None = None) -> dict[str, Tensor]:
     """The same in float64, one batch entry and kv head at a time: the scores of all heads would not fit a device."""
-    from ringprof.strategies.kernels import MaskedReference
-
     kernel = MaskedReference(workload.mask(), softcap=workload.softcap or 0.0)
     group, sinks = workload.heads // workload.kv_heads, drawn_sinks(workload, full.q.device)
     collected: dict[str, list[list[Tensor]]] = {}

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
+from ringprof.json_object import JsonObject, Params
 from ringprof.record.measure import Problem, Results, row_sums
 from ringprof.record.resolve import fits, kernel_of, mask_options, shape_of, torch_dtype
 from ringprof.record.verify import (
@@ -31,14 +32,13 @@ from ringprof.record.verify import (
 from ringprof.record.verify_timed import PLACES, Seen, by_head, of_ranks, refuse_not_finite, softmax_rows
 from ringprof.record.world_group import gather_tensor
 from ringprof.run import TimedVerification, Verification, Workload
+from ringprof.strategies.kernels import ReferenceKernel
 
 SEQUENCES = 2
 
 
 def verify_cached(strategy: Any, workload: Workload, device: torch.device) -> Verification:
     """As `ringprof.record.verify.verify`, for a strategy over a cache. Raises `VerificationError`."""
-    from ringprof.strategies.kernels import ReferenceKernel
-
     workload = shortened(type(strategy), workload, strategy.comm.size, device.type, strategy.parameters)
     keys, new = workload.kv_length, workload.seq
     assert keys is not None
@@ -67,9 +67,7 @@ def verify_cached(strategy: Any, workload: Workload, device: torch.device) -> Ve
     return Verification(passed=True, seq=keys, errors=errors)
 
 
-def shortened(
-    strategy: type[Any], workload: Workload, world: int, device_type: str, params: dict[str, Any]
-) -> Workload:
+def shortened(strategy: type[Any], workload: Workload, world: int, device_type: str, params: Params) -> Workload:
     """The workload of the check: no more new tokens, and no more that are cached, than the check of training has."""
     assert workload.kv_length is not None
     most = min(TOKENS_PER_RANK[device_type] * world, MOST_TOKENS)
@@ -115,7 +113,7 @@ def verify_cached_timed(
     return msgspec.structs.replace(before, timed=timed)
 
 
-def _judged(row: list[float], strategy: Any, workload: Workload, device: torch.device) -> dict[str, Any]:
+def _judged(row: list[float], strategy: Any, workload: Workload, device: torch.device) -> JsonObject:
     """The errors of the output on all ranks. Collective."""
     return {"out": worst(of_ranks(row, device), torch_dtype(workload), strategy.out_roundings)}
 

@@ -43,7 +43,7 @@ from ringprof.record.verify import (
 )
 from ringprof.record.world_group import gather_tensor
 from ringprof.run import TimedVerification, Verification, Workload
-from ringprof.strategies.kernels import capped
+from ringprof.strategies.kernels import capped, key_spans
 
 PLACES = 16
 BLOCK_NUMBERS = {"cpu": 2**22, "cuda": 2**25}
@@ -104,8 +104,6 @@ class Seen(NamedTuple):
     @classmethod
     def of(cls, mask: Mask, positions: Tensor, seq: int) -> Seen:
         """What rows at these positions see."""
-        from ringprof.strategies.kernels import key_spans
-
         return cls(*key_spans(mask, positions, seq))
 
     def repeated(self, times: int) -> Seen:

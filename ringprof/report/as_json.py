@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -13,38 +13,43 @@ from ringprof.analysis.findings.inference import inference_of
 from ringprof.analysis.findings.summary import Communication, Summary
 from ringprof.analysis.findings.waterfall import Waterfall
 from ringprof.analysis.transfers.clocks import UNKNOWN_NS
+from ringprof.json_object import JsonObject
+from ringprof.report.json_report import Report, ReportParts
 from ringprof.report.sections import SECTIONS, annotated, kernels
 from ringprof.trace.columns import Caveat
 
 REPORT_SCHEMA = "ringprof.report/1"
 
 
-def render(report: dict[str, Any]) -> str:
+def render(report: Mapping[str, Any]) -> str:
     """The report as JSON text, in ASCII so that no locale can spoil it."""
     return json.dumps(report, indent=1, ensure_ascii=True, allow_nan=False) + "\n"
 
 
-def as_dict(found: Findings, *, source: str, paths: Sequence[str]) -> dict[str, Any]:
+def as_dict(found: Findings, *, source: str, paths: Sequence[str]) -> Report:
     """The whole report; ``source`` is ``run`` or ``trace``, ``paths`` the files that were read."""
     summary = _summary(found.summary) | _explanation(found) | {"partial_window": found.attribution.partial_window}
-    parts: dict[str, Any] = {"summary": summary}
+    parts: ReportParts = {"summary": summary}
     for section in SECTIONS:
         if section.json:
             parts |= section.json(found)
-    return whole_report(source, paths, found.attribution.warnings, **parts)
+    return whole_report(source, paths, found.attribution.warnings, parts)
 
 
-def whole_report(source: str, paths: Sequence[str], warnings: Iterable[Caveat], **parts: Any) -> dict[str, Any]:
+def whole_report(source: str, paths: Sequence[str], warnings: Iterable[Caveat], parts: ReportParts) -> Report:
     """A report with every part that the schema asks for; those not given are empty."""
-    empty: dict[str, Any] = {"summary": None, "ranks": [], "steps": [], "waterfall": None, "run": None, "table": None}
-    first = {"schema": REPORT_SCHEMA, "source": {"type": source, "paths": list(paths)}}
-    return {**first, **empty, **parts, "warnings": [msgspec.structs.asdict(warning) for warning in warnings]}
+    return {
+        "schema": REPORT_SCHEMA,
+        "source": {"type": source, "paths": list(paths)},
+        "summary": None, "ranks": [], "steps": [], "waterfall": None, "run": None, "table": None, **parts,
+        "warnings": [msgspec.structs.asdict(warning) for warning in warnings],
+    }  # fmt: skip
 
 
 _RATES = ("tflops", "tflops_quantiles", "iterations_timed", "block_tflops", "solo_tflops")
 
 
-def _summary(summary: Summary) -> dict[str, Any]:
+def _summary(summary: Summary) -> JsonObject:
     rates, worst = summary.rates, (summary.exposed_mean, summary.exposed_worst, summary.exposed_worst_rank)
     return {
         **{name: getattr(rates, name) for name in _RATES},
@@ -62,12 +67,13 @@ def _summary(summary: Summary) -> dict[str, Any]:
     }
 
 
-def _explanation(found: Findings) -> dict[str, Any]:
+def _explanation(found: Findings) -> JsonObject:
     """What explains the sums: the verdict, what could be gained, and what the waterfall starts from."""
     waterfall, clocks = found.waterfall, found.attribution.clocks
     residual = None if clocks.residual_ns >= UNKNOWN_NS else clocks.residual_ns
     return {
         "verdict": list(found.verdict),
+        "next_step": msgspec.to_builtins(found.next_step),
         "steps_listed": found.lists_steps,
         "largest_of_other": [
             {name: getattr(one, name) for name in ("name", "time_ns", "calls")}
@@ -91,6 +97,6 @@ def _bounds(waterfall: Waterfall) -> dict[str, int]:
     return {"free_communication": bounds.free_ns, "balanced": bounds.balanced_ns, "all_hidden": bounds.hidden_ns}
 
 
-def _communication(row: Communication) -> dict[str, Any]:
+def _communication(row: Communication) -> JsonObject:
     rates = {name: getattr(row, name) for name in ("wait_share", "wire_share", "wire_gbps", "best_gbps")}
     return {"kind": row.kind, "link": row.link, "count": row.kernels, "bytes": row.sent_bytes, **rates}

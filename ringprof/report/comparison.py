@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
 
 import msgspec
 
 from ringprof.analysis.findings.comparison import WATERFALL_PREFIX, Comparison, Difference, Figure
+from ringprof.json_object import JsonObject
 from ringprof.report.tables import Column, table_width, text_table
-from ringprof.report.terms import WATERFALL_LABELS as WATERFALL_LABELS
-from ringprof.report.text import TextStyle, clean, csv_text
+from ringprof.report.text import LONGEST_SENTENCE, TextStyle, clean, csv_text
 
 _SCHEMA = "ringprof.compare/1"
 PARAMETER = "-p "
@@ -27,7 +26,7 @@ def missing(name: str) -> str:
     return "-" if name.startswith(PARAMETER) else "unknown"
 
 
-def _as_dict(comparison: Comparison) -> dict[str, Any]:
+def _as_dict(comparison: Comparison) -> JsonObject:
     """The JSON form (schema ``ringprof.compare/1``)."""
     return {
         "schema": _SCHEMA,
@@ -79,7 +78,7 @@ def render_markdown(comparison: Comparison) -> str:
         name, *cells = _figure_row(comparison, figure)
         rows.append([(WATERFALL_PREFIX if figure.startswith(WATERFALL_PREFIX) else "") + name, *map(str.strip, cells)])
     blocks = [
-        [f"**{clean(line)}**  " for line in verdict_lines(comparison)],
+        [f"**{clean(line, LONGEST_SENTENCE)}**  " for line in verdict_lines(comparison)],
         [f"- {name}: {_code(entry.label)}" for name, entry in entries],
         [f"- {_code(name)}: {', '.join(_code(value or missing(name)) for value in values)}"
          for name, values in comparison.differing.items()],
@@ -139,7 +138,7 @@ def verdict_lines(comparison: Comparison, names: Sequence[str] | None = None) ->
             if found is not None and found.ratio is not None:
                 lines.append(f"{name}: {_in_words(found, *words)}")
                 break
-    why = comparison.changes.sentence(WATERFALL_LABELS) if comparison.changes else ""
+    why = comparison.changes.sentence() if comparison.changes else ""
     return [*lines, f"of the base's profiled wall: {why}"] if why else lines
 
 

@@ -55,6 +55,8 @@ def findings_html(found: Findings) -> str:
     """Header, verdict, and a row a rank."""
     table = breakdown.rank_table(breakdown.json(found)["ranks"], found.summary.communication)
     verdict = "".join(f"<li>{_text(line)}</li>" for line in found.verdict)
+    if found.next_step:
+        verdict += f"<li><b>{_text(found.next_step.text)}</b></li>"
     header = _text(header_of(found.attribution, found.summary))
     left = len(table.rows) - _MOST_ROWS
     more = f"and {left} more ranks: run.breakdown() has all" if left > 0 else ""

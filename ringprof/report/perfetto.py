@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -25,6 +24,7 @@ from ringprof.analysis.transfers.from_run import fill_from_run
 from ringprof.analysis.transfers.hops import Split, gbps
 from ringprof.analysis.transfers.matching import match
 from ringprof.analysis.transfers.transfers import Transfer, transfers_of
+from ringprof.json_object import JsonObject
 from ringprof.report import perfetto_calls
 from ringprof.report.terms import LABELS
 from ringprof.report.text import clean
@@ -68,11 +68,11 @@ def _origins(attribution: Attribution, *, launches: bool) -> dict[int, int]:
     return {rank: at - early for rank, at in origin.items()}
 
 
-def run_metadata(found: Findings) -> dict[str, Any]:
+def run_metadata(found: Findings) -> JsonObject:
     """What was run and where, as the file's ``otherData``."""
     attribution, run = found.attribution, found.attribution.run
     clocks = attribution.clocks
-    known: dict[str, Any] = {
+    known: JsonObject = {
         "ranks": len(attribution.ranks),
         "world size": attribution.world_size or None,
         "devices": ", ".join(dict.fromkeys(clean(rank.device) for rank in attribution.ranks if rank.device)) or None,
@@ -83,9 +83,9 @@ def run_metadata(found: Findings) -> dict[str, Any]:
     return {key: value for key, value in known.items() if value is not None}
 
 
-def _of_run(run: Run) -> dict[str, Any]:
+def _of_run(run: Run) -> JsonObject:
     work, strategy = run.workload, run.strategy
-    known: dict[str, Any] = {"run": run.name, "created": run.created, "kernel": run.kernel}
+    known: JsonObject = {"run": run.name, "created": run.created, "kernel": run.kernel}
     if strategy:
         known |= {"strategy": strategy.name, "hops": strategy.hops, **strategy.params}
     if work:
@@ -270,7 +270,7 @@ class _RankEvents:
                 yield counter(self._rank, f"sent, {_LINKS[link]}", time - self._origin, "GB/s", value)
 
 
-def _figures(part: Split) -> dict[str, Any]:
+def _figures(part: Split) -> JsonObject:
     transfer = part.transfer
     return {
         "bytes": transfer.sent_bytes, "send to": peers_of(transfer.sends), "receive from": peers_of(transfer.receives),

@@ -10,15 +10,17 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from ringprof.analysis.findings.comparison import Comparison, Entry
 from ringprof.analysis.findings.findings import Findings
 from ringprof.analysis.findings.summary import PARTS
+from ringprof.analysis.findings.waterfall import WATERFALL_LABELS
 from ringprof.analysis.kinds.kinds import KINDS
 from ringprof.analysis.steps.steps import Step
 from ringprof.report import palette
 from ringprof.report.sections.run import what_ran
 from ringprof.report.terms import LABELS
-from ringprof.report.terms import WATERFALL_LABELS as WATERFALL_LABELS
 from ringprof.report.text import clean, duration, percent, short_count
 from ringprof.report.timeline import drawn_as, timeline_of
 
@@ -136,8 +138,6 @@ class Plots:
 
     def waiting(self, ax: Axes | None = None) -> Axes:
         """Heat map of the exposed communication, rank by ring step, ms: what waited behind computation cost nothing."""
-        import numpy as np
-
         ranks = [rank.rank for rank in self._found.attribution.ranks]
         groups = _by_step(self._found.steps)
         ax = _axes(ax, len(ranks))

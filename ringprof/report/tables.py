@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from ringprof.report.page.document import MOST_ROWS, Cell, PageTable, number, text
+from ringprof.report.page.document import MOST_PAGE_ROWS, Cell, PageTable, number, text
 from ringprof.report.text import TextStyle, duration, in_unit, percent, unit_for
 
 BETWEEN = 2
@@ -200,8 +200,8 @@ class Table(NamedTuple):
     def page(self) -> PageTable:
         """For the page, sortable."""
         kinds = [column.unit for column in self.columns]
-        rows = [[*map(_cell, row, kinds)] for row in self.rows[:MOST_ROWS]]
-        left = len(self.rows) - MOST_ROWS
+        rows = [[*map(_cell, row, kinds)] for row in self.rows[:MOST_PAGE_ROWS]]
+        left = len(self.rows) - MOST_PAGE_ROWS
         note = f"{left} more rows are left out; {self.whole} has all." if left > 0 else ""
         return PageTable([column.page_title for column in self.columns], rows, note)
 

@@ -13,7 +13,7 @@ from ringprof.analysis.findings.summary import Summary
 from ringprof.analysis.transfers.hops import EMULATED
 from ringprof.report.sections import OPTIONAL, SECTIONS
 from ringprof.report.tables import Listing
-from ringprof.report.text import TextStyle, clean, duration, percent
+from ringprof.report.text import LONGEST_SENTENCE, TextStyle, clean, duration, percent
 
 
 def render(
@@ -33,7 +33,9 @@ def render(
     machine, *always, warnings = (section for section in SECTIONS if section.terminal and not section.option)
     assert machine.terminal is not None
     blocks += machine.terminal(found, style, listing)
-    blocks.append(style.wrap("\n".join(clean(line) for line in found.verdict)))
+    blocks.append(style.wrap("\n".join(clean(line, LONGEST_SENTENCE) for line in found.verdict)))
+    if found.next_step:
+        blocks.append(style.wrap(clean(found.next_step.text, LONGEST_SENTENCE), "bold"))
     for section in (*always, *(OPTIONAL[name] for name in sections), warnings):
         assert section.terminal is not None
         blocks += section.terminal(found, style, listing)

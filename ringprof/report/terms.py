@@ -16,41 +16,6 @@ LABELS: dict[str, str] = {
 }
 """Of the parts of a rank's time, and of kinds."""
 
-WATERFALL_LABELS: dict[str, str] = {
-    "peak": "needed work at peak",
-    "kernel": "attention kernel below peak",
-    "repeated": "repeated work",
-    "slowdown": "slow-down beside communication",
-    "attention": "attention kernels",
-    "imbalance": "imbalance between ranks",
-    "exposed_wire": "exposed wire",
-    "peer_wait": "peer wait",
-    "exposed_unsplit": "exposed wire, wait and imbalance",
-    "other_groups": "other groups' communication",
-    "matrix_products": "matrix products",
-    "optimizer": "optimizer",
-    "other_compute": "other computation",
-    "merge_and_copies": "merges and copies",
-    "background": "background only",
-    "launch_gaps": "launch gaps",
-}
-"""Of the parts of a waterfall."""
-
-ACTIONS: dict[str, str] = {
-    "kernel": "a faster kernel, longer blocks",
-    "repeated": "a strategy that computes nothing twice",
-    "slowdown": "--hops copy, fewer channels of NCCL",
-    "attention": "a faster kernel, longer blocks",
-    "imbalance": "even work (zigzag, stripe), even devices",
-    "exposed_wire": "fewer bytes, more to hide them",
-    "peer_wait": "look for the rank that is late (--steps)",
-    "exposed_unsplit": "record all ranks to tell wire from wait",
-    "other_groups": "other groups' work beside this one's",
-    "merge_and_copies": "fused merges, fewer blocks",
-    "launch_gaps": "--cuda-graph, fewer and longer kernels",
-}
-"""What would shorten a part of a waterfall."""
-
 MEANINGS: dict[str, str] = {
     "machine": "What the driver told while the iterations were timed, some ten times a second: a GPU that is held back "
     "runs every kernel slower, whatever the code does.",

@@ -28,6 +28,10 @@ def short_count(value: float) -> str:
     return f"{value:,g}"
 
 
+LONGEST_SENTENCE = 1_000
+"""Characters of a line with names from a file in it."""
+
+
 def clean(text: str, longest: int = _LONGEST_NAME) -> str:
     """A name from a file, safe to print: one line, no control or direction characters, not endless."""
     plain = " ".join(printable(text).split())

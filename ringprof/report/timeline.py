@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from types import ModuleType
+from typing import NamedTuple
 
 from ringprof.analysis.attribution import Attribution
 from ringprof.analysis.findings.findings import Findings
@@ -15,6 +16,7 @@ from ringprof.analysis.steps.steps import Step
 from ringprof.analysis.transfers.hops import Split, gbps
 from ringprof.analysis.transfers.transfers import Message
 from ringprof.report import palette
+from ringprof.report.json_report import Report
 from ringprof.report.page.document import Content
 from ringprof.report.terms import LABELS
 
@@ -194,7 +196,7 @@ def _joined(bars: Iterable[Bar], gap_ns: int) -> Iterable[Bar]:
 _THINNED = "Neighbouring short activities are drawn as one bar, so that the page stays quick."
 
 
-def html(found: Findings, report: dict[str, Any], figures: Any) -> Content | None:
+def html(found: Findings, report: Report, figures: ModuleType) -> Content | None:
     """None on CPU, whose traces hold no device activities, and of very many ranks."""
     attribution = found.attribution
     if attribution.on_cpu or not found.lists_steps:

@@ -9,7 +9,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
-TraceEvent = dict[str, Any]
+from ringprof.json_object import JsonObject
+
+TraceEvent = JsonObject
 
 
 def microseconds(time_ns: int) -> float:

@@ -46,6 +46,7 @@ from ringprof.scale.collective_ledger import CollectiveLedger, LedgerExtract
 from ringprof.scale.store import DiskStore, MemoryStore
 from ringprof.scale.trace_set import Notify, TraceSet
 from ringprof.scale.workers import LocalProcesses, Workers
+from ringprof.scratch import remove, scratch_folder
 from ringprof.trace.columns import Trace
 from ringprof.trace.one_run import TraceFacts, checked_facts, facts_of
 
@@ -107,8 +108,6 @@ def explain_stored(
 
     ``workers`` carry out what needs this machine's files, ``readers`` the reading of the traces.
     """
-    from ringprof.scratch import remove, scratch_folder  # here, since few runs need it
-
     workers, notify = workers or LocalProcesses(), notify or _say_nothing
     try:
         folder = scratch_folder("report")
@@ -136,8 +135,6 @@ def _explain_in(
         {rank: facts[at].path for rank, at in outline.place.items()},
     )
     # The files live as long as anything that reads them.
-    from ringprof.scratch import remove
-
     weakref.finalize(store, remove, folder)
     clocks = None
     if outline.needs_clocks:

@@ -203,8 +203,9 @@ class SplitTile(msgspec.Struct, frozen=True):
 
 
 def split_tile(
-    context: RunContext, tile: Tile, ranks: list[Rank], clocks: Clocks, best: dict[LinkClass, Best], usable: bool
-) -> SplitTile:
+    context: RunContext, tile: Tile, ranks: list[Rank], clocks: Clocks, best: dict[LinkClass, Best],
+    usable: bool,  # noqa: FBT001 (called by a map over tiles)
+) -> SplitTile:  # fmt: skip
     """Split the tile's transfers, keep them, and finish its ranks' figures."""
     store = context.store
     by_rank, inconclusive = Waiting(_matched(store, tile), context.hosts, clocks).split(best, set(tile.ranks))

@@ -12,6 +12,7 @@ from ringprof.trace.columns import Trace
 from ringprof.trace.kineto import parse_trace, read_trace
 from ringprof.trace.kineto.byte_source import first_bytes
 from ringprof.trace.kineto.event_list import UTF8_MARK
+from ringprof.trace.kineto.tracks import by_device
 from ringprof.trace.reduced import MAGIC, SUFFIX, read_reduced
 
 
@@ -68,7 +69,15 @@ KINETO = Format(
     read=lambda path, budget: [read_trace(path, budget)],
     parse=parse_trace,
 )
-FORMATS = (NSYS, REDUCED, KINETO)
+XLA = Format(
+    name="an XLA trace",
+    suffixes=KINETO.suffixes,
+    sniff=lambda head: b'"/device:GPU:' in head and b'"traceEvents"' in head,
+    read=lambda path, budget: by_device(read_trace(path, budget)),
+    one_rank=False,
+)
+"""JAX's and TensorFlow's: of all GPUs of a process, each of which is a rank."""
+FORMATS = (NSYS, REDUCED, XLA, KINETO)
 
 
 def format_of(head: bytes) -> Format | None:

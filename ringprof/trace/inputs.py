@@ -67,7 +67,11 @@ def _detect_file(name: str) -> Input:
         raise InputError(f"{name}: no such file or folder")
     if not is_file(name):
         raise InputError(f"{name}: not a regular file; to read from a pipe, give - as the path")
-    kind, _ = _type_of(first_bytes(name, name), name)
+    head = first_bytes(name, name)
+    kind, form = _type_of(head, name)
+    what = [said for mark, said in _FOREIGN_JSON if form is KINETO and mark in head and format_of(head) is None]
+    if what:
+        raise TraceFormatError(f"{name}: {what[0]}")
     return Input("run", run=name) if kind == "run" else Input(kind, (name,))
 
 
@@ -168,6 +172,13 @@ _FOREIGN_SUFFIXES = {
     (".ncu-rep",): "an Nsight Compute report, which has no timeline; give a Kineto trace (.json)",
     (".tar", ".tgz", ".zip"): _ARCHIVE,
 }
+_FOREIGN_JSON = (
+    (b'"CudaEvent"', _NSIGHT),
+    (b'"rocprofiler-sdk-tool"', "rocprofv3's JSON, which is not read: record with torch.profiler"),
+    (b'"nodes"', "a graph of operators, with no times of a device: give the profiler's trace of the same run"),
+    (b"speedscope.app", "a CPU profile, with nothing of a GPU: give a Kineto trace"),
+)
+"""What JSON has in it that is nothing like a trace of ours."""
 
 
 def _type_of(head: bytes, name: str) -> tuple[InputType, Format | None]:

@@ -59,7 +59,7 @@ def decode(data: object, layouts: Layouts) -> dict[str, int]:
     }
 
 
-class Call(msgspec.Struct, frozen=True):
+class NcclCall(msgspec.Struct, frozen=True):
     """One call of NCCL's."""
 
     name: str
@@ -74,21 +74,21 @@ class Call(msgspec.Struct, frozen=True):
     """Of the caller in it."""
 
 
-def call_of(name: str, fields: Mapping[str, int]) -> Call | None:
+def nccl_call(name: str, fields: Mapping[str, int]) -> NcclCall | None:
     """A call by the name of its NVTX range; None where that is none of NCCL's, or no communicator is told."""
     if not name.startswith("nccl") or not fields.get("communicator"):
         return None
-    return Call(name.removeprefix("nccl").lower(), **fields)
+    return NcclCall(name.removeprefix("nccl").lower(), **fields)
 
 
-class Communicators:
+class CommunicatorPlaces:
     """Which process has which place in each communicator, as the calls tell that make and destroy it."""
 
     def __init__(self) -> None:
         self._sizes: dict[int, set[int]] = {}
         self._places: dict[int, dict[int, set[int]]] = {}
 
-    def add(self, call: Call, process: int) -> None:
+    def add(self, call: NcclCall, process: int) -> None:
         """Take what a call tells."""
         if call.ranks is None or call.place is None or not 0 <= call.place < call.ranks <= RANKS_LIMIT:
             return
@@ -107,7 +107,7 @@ class Communicators:
         return found
 
 
-def record_of(call: Call, ranks: tuple[int, ...]) -> CommRecord | None:
+def record_of_call(call: NcclCall, ranks: tuple[int, ...]) -> CommRecord | None:
     """The record of a call that carries a message; ``ranks``: global ranks of its communicator by place."""
     size, n = call.size_bytes, len(ranks)
     if size is None or size < 0 or size * n > ELEMENTS_LIMIT:

@@ -42,13 +42,13 @@ from ringprof.trace.columns import (
 from ringprof.trace.memory import bytes_of_collectives, bytes_of_text, take_analysis
 from ringprof.trace.nccl_payloads import (
     LONGEST_PAYLOAD,
-    Call,
-    Communicators,
+    CommunicatorPlaces,
     Layouts,
+    NcclCall,
     add_entries,
-    call_of,
     decode,
-    record_of,
+    nccl_call,
+    record_of_call,
 )
 from ringprof.trace.one_run import rank_in_name
 
@@ -312,7 +312,7 @@ def _mark(export: _Export, text: str) -> int:
     return 2 * export.number(match[1] if match is not None and operator else text) + operator
 
 
-def _nccl_calls(export: _Export) -> tuple[_Rows, list[Call]]:
+def _nccl_calls(export: _Export) -> tuple[_Rows, list[NcclCall]]:
     """NCCL's calls that tell their communicator; ``call`` is an index into the different ones."""
     layouts: Layouts = {}
     for entries in export.select(_FIELDS, ("schemaId", "name", "type", "offset")):
@@ -320,13 +320,13 @@ def _nccl_calls(export: _Export) -> tuple[_Rows, list[Call]]:
         add_entries(layouts, entries)
         export.budget.take(bytes_of_collectives(len(layouts) - before), export.path)
     names = _nccl_names(export) if layouts else {}
-    calls: dict[Call, int] = {}
+    calls: dict[NcclCall, int] = {}
 
     def told(rows: list[tuple[Any, ...]]) -> Int64:
         before, found = len(calls), []
         for *times, key, own, data in rows:
             fields = decode(data, layouts)
-            call = call_of(own if isinstance(own, str) else names.get(key, ""), fields) if fields else None
+            call = nccl_call(own if isinstance(own, str) else names.get(key, ""), fields) if fields else None
             if call is not None and all(isinstance(time, int) for time in times):
                 found.append((*times, calls.setdefault(call, len(calls))))
         export.budget.take(bytes_of_collectives(len(calls) - before), export.path)
@@ -349,9 +349,9 @@ def _nccl_names(export: _Export) -> dict[int, str]:
     return names
 
 
-def _members(rows: _Rows, calls: list[Call]) -> dict[int, tuple[int, ...]]:
+def _members(rows: _Rows, calls: list[NcclCall]) -> dict[int, tuple[int, ...]]:
     """The processes of each communicator, by place."""
-    communicators = Communicators()
+    communicators = CommunicatorPlaces()
     for process, mine in _by_process(rows).items():
         for number in distinct(mine["call"]).tolist():
             communicators.add(calls[number], process)
@@ -365,14 +365,14 @@ def _in_order(done: Mapping[int, _Rows], members: Mapping[int, tuple[int, ...]])
 
 
 def _records(
-    export: _Export, rows: _Rows, calls: list[Call], ranks: Mapping[int, tuple[int, ...]]
+    export: _Export, rows: _Rows, calls: list[NcclCall], ranks: Mapping[int, tuple[int, ...]]
 ) -> tuple[_Rows, list[CommRecord]]:
     """One process's communication records, of the communicators whose ranks are known."""
     records: dict[CommRecord, int] = {}
     index = np.full(len(calls), NONE, np.int64)
     for number in distinct(rows["call"]).tolist():
         call = calls[number]
-        record = record_of(call, ranks[call.communicator]) if call.communicator in ranks else None
+        record = record_of_call(call, ranks[call.communicator]) if call.communicator in ranks else None
         if record is not None:
             index[number] = records.setdefault(record, len(records))
     export.budget.take(bytes_of_collectives(len(records)), export.path)

@@ -11,7 +11,7 @@ import msgspec
 
 from ringprof.errors import InputError
 from ringprof.trace.checks import RANKS_LIMIT
-from ringprof.trace.columns import Caveat, Trace
+from ringprof.trace.columns import CUT_OFF, Caveat, Trace
 
 OF_THE_RUN = frozenset({"mixed_runs", "assumed_ranks", "left_out"})
 """Codes of warnings that one trace carries for all."""
@@ -104,8 +104,10 @@ def _run_warnings(facts: Sequence[TraceFacts]) -> list[Caveat]:
 
 def _first_apart(facts: Sequence[TraceFacts]) -> tuple[TraceFacts, TraceFacts] | None:
     """Two traces of one clock whose times do not overlap at all, such as none of one run have."""
+    # What is left of a trace that is cut off may end before others begin.
+    whole = [one for one in facts if not CUT_OFF & {warning.code for warning in one.warnings}]
     by_host: dict[str | None, list[tuple[int, int, TraceFacts]]] = {}
-    for one in sorted(facts, key=order):
+    for one in sorted(whole or facts, key=order):
         if one.span_ns:
             by_host.setdefault(one.host, []).append((*one.span_ns, one))
     for spans in by_host.values():

@@ -155,3 +155,13 @@ def test_traces_of_two_runs_are_refused_unless_asked_for(tmp_path):
     with pytest.raises(InputError, match=r"rank0.json and .*rank1.json have no moment in common.*--mixed-runs"):
         ringprof.load(tmp_path)
     assert "mixed_runs" in [warning.code for warning in ringprof.load(tmp_path, mixed_runs=True).warnings]
+
+
+def test_a_trace_cut_off_before_others_begin_is_left_out_and_not_taken_for_another_run(tmp_path):
+    for rank, at in ((0, 5000), (1, 1000), (2, 5000)):
+        info = {"backend": "nccl", "rank": rank, "world_size": 3}
+        text = document([kernel(number, ts=at + 100 * number) for number in range(10)], distributedInfo=info)
+        (tmp_path / f"rank{rank}.json").write_bytes(text if rank != 1 else text[: len(text) * 2 // 3])
+    found = ringprof.load(tmp_path)
+    assert [rank.rank for rank in found.attribution.ranks] == [0, 2]
+    assert {"truncated", "left_out", "missing_ranks"} == set(codes(found.attribution))

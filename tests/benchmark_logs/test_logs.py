@@ -15,7 +15,7 @@ from ringprof.benchmark_logs.logs import BenchmarkLogs
 from ringprof.benchmark_logs.rows import Verdict
 from ringprof.benchmark_logs.show import LOG_COLUMNS
 from ringprof.cli import run
-from ringprof.errors import InputError
+from ringprof.errors import InputError, UsageError
 from tests.paths import LOGS, ROOT
 
 FILES = sorted(LOGS.glob("*.txt"))
@@ -78,6 +78,11 @@ def test_one_path_and_its_options() -> None:
     for spread, noted in ((0.10, True), (0.13, False)):
         codes = [flag.code for flag in ringprof.logs(FILES[:3], spread=spread).flags if flag.line == 69]
         assert ("far_apart" in codes) is noted
+
+
+def test_a_count_below_one_is_refused() -> None:
+    with pytest.raises(UsageError, match="heads must be at least 1, not -40"):
+        ringprof.logs(FILES, heads=-40)
 
 
 def test_a_path_given_twice_is_read_once() -> None:

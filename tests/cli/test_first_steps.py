@@ -120,6 +120,10 @@ def test_every_frame_can_be_had_as_csv(frame: str, tmp_path: Path, capsys: pytes
     rows = list(csv.DictReader(io.StringIO(out.read_text(encoding="utf-8"))))
     expected = getattr(analysis(RUN), frame)()
     assert list(rows[0]) == list(expected.columns) and len(rows) == len(expected)
+    if frame == "hops":
+        assert {(row["rank"], row["send_to"], row["receive_from"]) for row in rows} == {
+            ("0", "1", "3"), ("1", "2", "0"), ("2", "3", "1"), ("3", "0", "2")
+        }  # fmt: skip
     for column in ("wall_ns", "time_ns", "start_ns", "exposed_ns"):
         if column in expected:
             assert [int(row[column]) if row[column] else None for row in rows] == [

@@ -13,7 +13,7 @@ pytest.importorskip("torch", reason="a prediction runs strategies on shapes")
 
 import ringprof
 from ringprof import cli
-from ringprof.foresee.calibration import as_json, parse_calibration, read_calibration
+from ringprof.foresee.calibration import calibration_json, parse_calibration, read_calibration
 from ringprof.run import read_run
 
 ZIGZAG = str(TRACES / "h200x4-zigzag-65536")
@@ -129,7 +129,7 @@ def test_calibrate_from_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     # A kernel that did not run stays as the bundled machine of this device has it.
     assert found.kernel("flash-attn") == read_calibration("h200").kernel("flash-attn")
     assert found.same_host.copy_gb_s is not None and 370 < found.same_host.copy_gb_s.value < 395
-    assert parse_calibration(as_json(found), "again") == found
+    assert parse_calibration(calibration_json(found), "again") == found
     code, out, _ = run(capsys, "predict", "--like", ZIGZAG, "--machine", str(output), "--format", "json")
     assert code == 0 and json.loads(out)["iteration_ms"]["p50"] == pytest.approx(80.87, rel=0.03)
 

@@ -14,7 +14,7 @@ pytest.importorskip("matplotlib", reason="plots need the plot extra")
 
 import ringprof
 from ringprof.errors import UnfitWorkloadError, UsageError
-from ringprof.foresee.advise import Point, crossings
+from ringprof.foresee.advise import Advice, Choice, Point, crossings
 from ringprof.foreseeing import Advised, Foreseen
 
 PROBLEM = ringprof.Workload(seq=131072, heads=16, kv_heads=8, head_dim=128)
@@ -99,3 +99,25 @@ def test_masks_are_refused_by_name_where_nothing_is_calibrated_for_them() -> Non
         ringprof.predict("zigzag", windowed, machine="h100")
     with pytest.raises(UsageError, match="of documents and windows': nothing measured"):
         ringprof.predict("zigzag", windowed, machine="h100", kernel="flash-attn-3")
+
+
+def choice(label: str, **parts_ms: float) -> Any:
+    """A choice that takes as long as its parts together."""
+    spans = SimpleNamespace(total=lambda part: parts_ms.get(part, 0.0) * 1e6)
+    prediction = SimpleNamespace(spans=spans, median_ns=sum(parts_ms.values()) * 1e6)
+    return SimpleNamespace(label=label, prediction=prediction)
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        ({"kernel": 1100.0, "peers": 10.0}, "b takes 0.9 % (10.00 ms) longer: +100.00 ms of attention, -90.00 ms of "
+         "waiting for peers"),
+        ({"kernel": 1010.0, "peers": 100.0}, "b takes 0.9 % (10.00 ms) longer: +10.00 ms of attention"),
+    ],
+)  # fmt: skip
+def test_what_the_second_gains_is_said_where_it_loses_more_than_the_difference(
+    other: dict[str, float], said: str
+) -> None:
+    choices: tuple[Choice, ...] = (choice("a", kernel=1000.0, peers=100.0), choice("b", **other))
+    assert Advice(choices, (), (), (), ()).why_not_the_second() == said

@@ -12,6 +12,8 @@ from pathlib import Path
 
 from tests.paths import ROOT
 
+HANGS_S = 600
+"""What has not ended by then hangs: far above what a machine needs on which twenty others compute."""
 SMALL = ["--heads", "2", "--head-dim", "16", "--seq", "512", "--device", "cpu"]
 RINGPROF = [sys.executable, "-m", "ringprof"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -181,7 +183,7 @@ def run(
 ) -> subprocess.CompletedProcess[str]:
     """Run to the end, in ``folder``."""
     return subprocess.run(
-        [*program, *arguments], cwd=folder, env=environment(**env), capture_output=True, text=True, timeout=120
+        [*program, *arguments], cwd=folder, env=environment(**env), capture_output=True, text=True, timeout=HANGS_S
     )
 
 
@@ -203,12 +205,12 @@ def run_and_disturb(
             stderr=stderr, text=True, start_new_session=True,
         )  # fmt: skip
         try:
-            wait_until(lambda: "iterations" in output.read_text(), 90)
+            wait_until(lambda: "iterations" in output.read_text())
             time.sleep(0.3)
             begin = time.monotonic()
             disturb(process)
             process.wait(seconds)
-            wait_until(lambda: not started_in(folder), 30)
+            wait_until(lambda: not started_in(folder), 60)
             return process.returncode, output.read_text(), time.monotonic() - begin
         finally:
             if process.poll() is None:
@@ -236,7 +238,7 @@ def rank_process(folder: Path, rank: int) -> int:
     raise AssertionError(f"no rank {rank} runs in {folder}")
 
 
-def wait_until(condition: Callable[[], bool], seconds: float) -> None:
+def wait_until(condition: Callable[[], bool], seconds: float = HANGS_S) -> None:
     """Raises TimeoutError where the condition does not come true in time."""
     deadline = time.monotonic() + seconds
     while not condition():

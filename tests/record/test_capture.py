@@ -114,6 +114,18 @@ def test_a_rank_outside_the_group_is_refused(tmp_path: Path) -> None:
     assert said == ["", "", "rank 2 is not in the group: only its members may take part"]
 
 
+def several_dimensions(rank: int, folder: Path) -> str:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "cp"))
+    with pytest.raises(UsageError) as refused, ringprof.capture(folder, group=mesh):
+        raise AssertionError("entered")
+    return str(refused.value)
+
+
+def test_a_mesh_of_several_dimensions_is_refused(tmp_path: Path) -> None:
+    said = "a DeviceMesh of 2 dimensions is no group: name one, as in mesh['cp']"
+    assert run_ranks(2, several_dimensions, tmp_path / "mine") == [said, said]
+
+
 def nobody_else_comes(rank: int, folder: Path) -> list[str]:
     group = dist.new_group([0, 1])
     if rank == 0:

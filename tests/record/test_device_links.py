@@ -71,13 +71,13 @@ def test_active_ports_of_adapters_are_listed(tmp_path: Path) -> None:
 def test_a_cpu_has_none_and_a_gpu_without_a_driver_has_those_of_its_host(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    assert links_of(torch.device("cpu"), True) is None
+    assert links_of(torch.device("cpu"), first_on_host=True) is None
     _port(tmp_path, "mlx5_0", "4: ACTIVE", "strange", "")
     monkeypatch.setattr(device_links, "ADAPTERS", tmp_path)
     monkeypatch.setattr(device_links, "nvml_handle", lambda uuid: None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="1234"))
-    assert links_of(torch.device("cuda", 0), True) == DeviceLinks(adapters=[Adapter(name="mlx5_0:1")])
-    assert links_of(torch.device("cuda", 1), False) is None
+    assert links_of(torch.device("cuda", 0), first_on_host=True) == DeviceLinks(adapters=[Adapter(name="mlx5_0:1")])
+    assert links_of(torch.device("cuda", 1), first_on_host=False) is None
 
 
 def test_they_are_a_line() -> None:

@@ -31,8 +31,8 @@ from ringprof.record.estimate import (
 )
 from ringprof.record.launcher import RankPlace
 from ringprof.record.measure import Problem
-from ringprof.record.request import Request
-from ringprof.record.resolve import need, resolve
+from ringprof.record.request import Request, need
+from ringprof.record.resolve import resolve
 from ringprof.run import Run, Workload, read_run
 from ringprof.strategies import create, find, names
 from ringprof.strategies.controls import IdleKernel, use_kernel
@@ -282,6 +282,6 @@ def test_counts_that_cannot_be_meant_are_refused(changes: dict[str, object], par
 
 @pytest.mark.parametrize("missing", ["torch", "psutil"])
 def test_without_what_recording_needs_the_extra_is_named(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ringprof.record.resolve.find_spec", lambda name: None if name == missing else find_spec(name))
+    monkeypatch.setattr("ringprof.record.request.find_spec", lambda name: None if name == missing else find_spec(name))
     with pytest.raises(MissingExtraError, match=rf"needs {missing}: pip install 'ringprof\[record\]'"):
         need("torch", "psutil")

@@ -107,7 +107,7 @@ def test_ranks_do_not_outlive_their_parent(own_strategies: Path) -> None:
     code, _, seconds = run_and_disturb(SLOW, own_strategies, lambda process: process.kill())
     assert code == -signal.SIGKILL and seconds < 10
     # The ranks clear up as they notice, which on a busy machine is after the parent's end has been seen.
-    wait_until(lambda: nothing_recorded(own_strategies), 10)
+    wait_until(lambda: nothing_recorded(own_strategies), 60)
 
 
 @pytest.mark.long
@@ -156,7 +156,7 @@ def test_a_signal_before_there_are_ranks_leaves_nothing(tmp_path: Path, number: 
         [*RINGPROF, "record", "--strategy", "ring", *TWO], cwd=tmp_path, stderr=subprocess.PIPE, text=True,
         env=environment(TMPDIR=str(tmp_path / "tmp")), preexec_fn=obey_signals,
     )  # fmt: skip
-    wait_until(lambda: bool(list((tmp_path / "tmp").glob("ringprof-ranks-*"))), 60)
+    wait_until(lambda: bool(list((tmp_path / "tmp").glob("ringprof-ranks-*"))))
     process.send_signal(number)
     _, stderr = process.communicate(timeout=10)
     assert process.returncode == 128 + number and "Traceback" not in stderr

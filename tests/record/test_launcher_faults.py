@@ -50,7 +50,7 @@ def later(folder: Path, what: str, call: int = 3, on: int = 1, *more: str) -> st
     arguments = [*RECORD, "--strategy", "mine:Later", "-p", f"what={what}", "-p", f"call={call}", "-p", f"on={on}"]
     done = run([*arguments, *more], folder, TORCHRUN, TMPDIR=str(folder))
     assert done.returncode != 0
-    wait_until(lambda: not started_in(folder), 10)
+    wait_until(lambda: not started_in(folder), 60)
     return one_line(done.stderr)
 
 
@@ -137,7 +137,7 @@ def lonely(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], int]]:
     assert launcher.stdout is not None and launcher.stderr is not None
     rank = int(launcher.stdout.readline())
     # It waits when the port is open where the ranks are to meet.
-    wait_until(lambda: any(at.laddr.port == port for at in psutil.Process(rank).net_connections()), 60)
+    wait_until(lambda: any(at.laddr.port == port for at in psutil.Process(rank).net_connections()))
     yield launcher, rank
     launcher.stdout.close()
     launcher.stderr.close()
@@ -151,7 +151,7 @@ def test_ranks_do_not_wait_for_others_when_their_launcher_is_gone(
     launcher, rank = lonely
     launcher.kill()
     launcher.wait(10)
-    wait_until(lambda: not psutil.pid_exists(rank), 10)
+    wait_until(lambda: not psutil.pid_exists(rank), 60)
     assert list(tmp_path.iterdir()) == []
 
 

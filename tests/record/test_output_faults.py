@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ringprof.run import read_run
-from tests.record.command import RINGPROF, SMALL, TORCHRUN, environment, run, started_in, wait_until
+from tests.record.command import HANGS_S, RINGPROF, SMALL, TORCHRUN, environment, run, started_in, wait_until
 
 RECORD = ["record", "--strategy", "mine:Slow", *SMALL, "--world", "2", "--iters", "6", "--no-verify"]
 MOUNT = ["unshare", "--mount", "--propagation", "private", "sh", "-c"]
@@ -35,7 +35,7 @@ def start(folder: Path, mount: str, program: list[str]) -> subprocess.Popen[str]
 
 
 def under_way(folder: Path) -> None:
-    wait_until(lambda: "iterations" in (folder / "stderr.txt").read_text(), 60)
+    wait_until(lambda: "iterations" in (folder / "stderr.txt").read_text())
 
 
 def seen_by(process: subprocess.Popen[str], folder: Path) -> Path:
@@ -70,8 +70,8 @@ def test_a_disk_that_fills_up_while_the_ranks_run(earlier: Path, launcher: list[
     inside = seen_by(process, traces)
     held = os.open(inside, os.O_RDONLY)
     fill(Path(f"/proc/self/fd/{held}"))
-    code = process.wait(60)
-    wait_until(lambda: not started_in(earlier), 10)
+    code = process.wait(HANGS_S)
+    wait_until(lambda: not started_in(earlier), 60)
     assert code == (1 if launcher else 3)
     assert "No space left on device" in one_line(earlier)
     # torchrun's runs keep their log beside the runs, if there is room, else with the temporary files.
@@ -86,7 +86,7 @@ def test_an_output_on_a_read_only_disk_is_refused_before_the_work(earlier: Path)
     traces = earlier / "traces"
     traces.mkdir()
     process = start(earlier, f"mount -t tmpfs -o ro none {traces}", [*RINGPROF, *RECORD])
-    assert process.wait(60) == 2
+    assert process.wait(HANGS_S) == 2
     assert "cannot write the run here: Read-only file system" in one_line(earlier)
 
 
@@ -95,8 +95,8 @@ def test_a_folder_that_is_taken_away(own_strategies: Path) -> None:
     process = start_alone(own_strategies)
     under_way(own_strategies)
     shutil.rmtree(own_strategies / "traces")
-    assert process.wait(60) == 3
-    wait_until(lambda: not started_in(own_strategies), 10)
+    assert process.wait(HANGS_S) == 3
+    wait_until(lambda: not started_in(own_strategies), 60)
     assert "No such file or directory" in one_line(own_strategies)
     assert not (own_strategies / "traces").exists()
 
@@ -105,7 +105,7 @@ def test_a_folder_that_is_taken_away(own_strategies: Path) -> None:
 def test_two_recordings_on_one_output_at_once(tmp_path: Path) -> None:
     record = [*RINGPROF, "record", "--strategy", "ring", *SMALL, "--world", "2", "--iters", "2"]
     both = [subprocess.Popen(record, cwd=tmp_path, env=environment(), stderr=subprocess.DEVNULL) for _ in range(2)]
-    assert [process.wait(60) for process in both] == [0, 0]
+    assert [process.wait(HANGS_S) for process in both] == [0, 0]
     folders = sorted(path.name for path in (tmp_path / "traces").iterdir() if path.is_dir())
     runs = [read_run(tmp_path / "traces" / name / "run.json") for name in folders]
     assert len(runs) == 2 and [found.name for found in runs] == folders
@@ -125,7 +125,7 @@ def test_what_a_killed_recording_leaves_is_cleared_by_the_next(own_strategies: P
     for pid in started_in(own_strategies):
         os.kill(pid, signal.SIGKILL)
     process.wait(10)
-    wait_until(lambda: not started_in(own_strategies), 10)
+    wait_until(lambda: not started_in(own_strategies), 60)
     assert [path.suffix for path in traces.iterdir()] == [".partial"]
     done = run(["record", "--strategy", "ring", *SMALL, "--world", "1", "--iters", "1"], own_strategies)
     assert done.returncode == 0 and not list(traces.glob(".*"))
@@ -168,7 +168,7 @@ def test_capture_with_a_rank_that_fails(tmp_path: Path, how: str, on: int) -> No
     (tmp_path / "own.py").write_text(CAPTURE)
     done = run(["own.py", how, str(on)], tmp_path, TORCHRUN)
     assert done.returncode == 1
-    wait_until(lambda: not started_in(tmp_path), 10)
+    wait_until(lambda: not started_in(tmp_path), 60)
     assert "raised: 1 ArithmeticError" in done.stdout or how == "die"
     assert not list(tmp_path.glob("traces/mine*")), "there is no run"
     if on == 0:

@@ -15,7 +15,7 @@ import numpy as np
 from ringprof.run import Run, read_run
 from ringprof.trace.kineto import read_trace
 from ringprof.trace.reduced import read_reduced
-from tests.record.command import RINGPROF, SMALL, TORCHRUN, environment, run
+from tests.record.command import HANGS_S, RINGPROF, SMALL, TORCHRUN, environment, run
 
 WORLD, SEQ, HEADS, KV_HEADS, HEAD_DIM, BF16 = 4, 512, 2, 1, 16, 2
 
@@ -221,5 +221,5 @@ def test_on_a_terminal_there_are_bars(tmp_path: Path) -> None:
     except OSError:
         pass  # how Linux says that the other side has closed
     os.close(ours)
-    assert process.wait(60) == 0
+    assert process.wait(HANGS_S) == 0
     assert b"iterations" in shown and b"2/2" in shown and b"export" in shown

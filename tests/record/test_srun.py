@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ringprof.run import read_run
-from tests.record.command import RINGPROF, SMALL, environment, run, started_in, wait_until
+from tests.record.command import HANGS_S, RINGPROF, SMALL, environment, run, started_in, wait_until
 from tests.record.two_hosts import TwoHosts
 
 RECORD = ["record", "--strategy", "zigzag", *SMALL, "--iters", "1"]
@@ -45,7 +45,7 @@ def start(folder: Path, arguments: list[str]) -> list[subprocess.Popen[str]]:
 
 def test_two_nodes_of_two_tasks_make_one_run(tmp_path: Path) -> None:
     started = start(tmp_path, RECORD)
-    codes = [process.wait(60) for process in started]
+    codes = [process.wait(HANGS_S) for process in started]
     printed = [(tmp_path / f"printed{rank}.txt").read_text() for rank in range(4)]
     assert codes == [0, 0, 0, 0], printed
     assert ["next: ringprof report" in text for text in printed] == [True, False, False, False]
@@ -65,7 +65,7 @@ def test_ranks_dealt_out_to_the_nodes_send_every_hop_between_hosts(hosts: TwoHos
         started.append(
             hosts.start_process(node, [*RINGPROF, *RECORD], tmp_path, ":", f"printed{rank}.txt", **more)
         )  # fmt: skip
-    assert [process.wait(60) for process in started] == [0, 0, 0, 0]
+    assert [process.wait(HANGS_S) for process in started] == [0, 0, 0, 0]
     run = read_run(tmp_path / "traces/run.json")
     assert [name[-2:] for name in run.topology.hosts] == ["#0", "#1", "#0", "#1"] and run.work is not None
     assert run.topology.local_ranks == [0, 0, 1, 1]
@@ -77,9 +77,9 @@ def test_a_killed_task_ends_all(own_strategies: Path) -> None:
     """Without --kill-on-bad-exit Slurm itself would let the others run on."""
     started = start(own_strategies, ["record", "--strategy", "mine:Slow", *SMALL, "--iters", "100"])
     output = own_strategies / "printed0.txt"
-    wait_until(lambda: "iterations" in output.read_text(), 60)
+    wait_until(lambda: "iterations" in output.read_text())
     started[2].kill()
-    wait_until(lambda: not started_in(own_strategies), 10)
+    wait_until(lambda: not started_in(own_strategies), 60)
     assert [process.wait(1) for process in started] == [3, 3, -signal.SIGKILL, 3]
     said = [line for rank in range(4) for line in (own_strategies / f"printed{rank}.txt").read_text().splitlines()]
     (line,) = [line for line in said if line.startswith("ringprof: ")]
@@ -92,8 +92,8 @@ def test_a_task_that_no_thread_of_its_own_can_end(own_strategies: Path) -> None:
     """Rank 2 would see to it that its node's tasks end, and nobody sees to rank 2."""
     hang = ["-p", "what=never_let_go", "-p", "on=2", "--time-limit", "8"]
     started = start(own_strategies, ["record", "--strategy", "mine:Later", *SMALL, *hang])
-    wait_until(lambda: started[0].poll() is not None, 90)
-    wait_until(lambda: not started_in(own_strategies), 10)
+    wait_until(lambda: started[0].poll() is not None)
+    wait_until(lambda: not started_in(own_strategies), 60)
     assert [process.wait(1) for process in started] == [3, 3, 1, 3]
     assert not started_in(own_strategies)
     said = [(own_strategies / f"printed{rank}.txt").read_text() for rank in range(4)]

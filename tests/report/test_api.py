@@ -13,7 +13,7 @@ import ringprof
 from ringprof import cli
 from ringprof.analysis.findings.findings import findings_in_memory
 from ringprof.api import Analysis, parse_any
-from ringprof.errors import InputError, KernelTableError
+from ringprof.errors import InputError, KernelTableError, UsageError
 from ringprof.frame_columns import COLUMN_MEANINGS
 from ringprof.frames import BREAKDOWN_COLUMNS, FRAMES, HOP_COLUMNS, hop_frame, write_parquet
 from ringprof.options import LoadOptions
@@ -76,6 +76,22 @@ def test_without_pyarrow_one_line_says_what_to_install(analysis, monkeypatch, tm
     assert not path.exists()
     assert cli.run(["report", str(DATA / NVLINK), "--parquet", "hops"]) == 2
     assert "--output FILE" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"group": ["cp", "dp"]}, "group is one text, such as 'cp,dp', not ['cp', 'dp']"),
+        ({"between": ("10ms", "20ms")}, "between is one text, such as '10ms,20ms', not ('10ms', '20ms')"),
+        ({"ranks_per_host": 0}, "ranks_per_host must be at least 1, not 0"),
+        ({"jobs": 0}, "jobs must be at least 1, not 0"),
+        ({"limit_bytes": -1}, "limit_bytes must be at least 1, not -1"),
+    ],
+)
+def test_what_a_notebook_may_give_and_no_option_can_be_is_refused(options, said):
+    with pytest.raises(UsageError) as refused:
+        ringprof.load(DATA / NVLINK, **options)
+    assert str(refused.value) == said
 
 
 def test_hops_have_the_documented_columns(analysis):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import socket
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 
 GPUS = torch.cuda.device_count()
 needs_two_gpus = pytest.mark.skipif(GPUS < 2, reason="needs two CUDA devices")
@@ -24,12 +24,12 @@ def run_gpu_ranks(size: int, function: Callable[..., Any], *args: Any, limit_s: 
     Raises AssertionError with the first failing rank's traceback, or where a rank has not answered in time.
     """
     context = multiprocessing.get_context("spawn")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    # The store listens here from the first moment on: a port that was free a moment ago can be another test's by now.
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     pipes = [context.Pipe(duplex=False) for _ in range(size)]
     processes = [
-        context.Process(target=_rank, args=(rank, size, port, pipes[rank][1], function, args)) for rank in range(size)
+        context.Process(target=_rank, args=(rank, size, store.port, pipes[rank][1], function, args))
+        for rank in range(size)
     ]
     for process, (_, sender) in zip(processes, pipes, strict=True):
         process.start()
@@ -52,10 +52,10 @@ def run_gpu_ranks(size: int, function: Callable[..., Any], *args: Any, limit_s: 
 
 def _rank(rank: int, size: int, port: int, pipe: Any, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     try:
         torch.cuda.set_device(rank)
-        dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
+        store = TCPStore("127.0.0.1", port, is_master=False)
+        dist.init_process_group("nccl", store=store, rank=rank, world_size=size, device_id=torch.device("cuda", rank))
         pipe.send((True, function(rank, *args)))
     except BaseException:
         pipe.send((False, f"rank {rank}: {traceback.format_exc()}"))

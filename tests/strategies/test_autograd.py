@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -178,3 +179,27 @@ def test_auto_never_takes_the_dense_reference_on_a_gpu(dtype, monkeypatch):
         with pytest.raises(Unfit, match=r"no kernel takes torch.float64"):
             choose_kernel("auto", device, dtype, 128)
     assert choose_kernel("reference", device, dtype, 128).name == "reference"
+
+
+# --- torch.compile ----------------------------------------------------------------------------------
+
+
+def compiled(rank: int) -> float:
+    """The error of a compiled model around a strategy that sends."""
+    strategy = create("zigzag", kernel="reference")
+    mine, dout = shares(strategy)
+
+    def model(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+        return strategy.attention(q * 2, k / 2, v + 0) * 1
+
+    with warnings.catch_warnings():
+        # The compiler's own, of tensors between two graphs.
+        warnings.simplefilter("ignore")
+        out = torch.compile(model, backend="eager")(*mine)
+    out.backward(dout)
+    found = (out.detach(), *(x.grad for x in mine))
+    return max(relative_error(x, strategy.shard(true)) for x, true in zip(found, dense(PROBLEM), strict=True))
+
+
+def test_a_compiled_model_breaks_its_graph_around_a_strategy():
+    assert max(run_ranks(2, compiled)) < 1e-12

@@ -292,6 +292,7 @@ def test_a_bomb_is_refused(tmp_path):
         (document([]), "nothing to analyse: 0 events"),
         (document([{"ph": "M", "name": "process_name", "args": {"name": "python"}}]), "nothing to analyse: 1 events"),
         (document([kernel(0, ph="B"), kernel(0, ph="E")]), "only begin/end events"),
+        (document([kernel(0, cat="Op")]), r"nothing to analyse: 1 events, .*; of category 'Op' \(1\)"),
     ],
 )
 def test_what_is_no_trace(data, message):
@@ -337,3 +338,25 @@ def test_a_gpu_run_without_device_activities_is_no_cpu_run(events, fields, lacks
     trace = parse_trace(document(events, **fields))
     assert trace.lacks_device is lacks
     assert ("no_device_activities" in [warning.code for warning in trace.warnings]) is lacks
+
+
+@pytest.mark.parametrize("category", ["mtia_ccp_events", "hpu_op", "privateuse1_kernels"])
+def test_rows_of_an_unknown_category_are_told(category):
+    """A device's rows that are not read make no CPU run; beside kernels that are read they are named."""
+    unknown = [kernel(number, cat=category) for number in range(3)]
+    (warning,) = parse_trace(document([OPERATOR, *unknown])).warnings
+    assert (warning.code, warning.message) == (
+        "no_device_activities",
+        f"what ran on the device is not read: category '{category}' (3)",
+    )
+    trace = parse_trace(document([OPERATOR, kernel(9), *unknown]))
+    assert len(trace.activities.start_ns) == 1
+    (warning,) = trace.warnings
+    assert (warning.code, warning.count) == ("unknown_category", 3)
+
+
+@pytest.mark.parametrize("category", ["Kernel", "gpu_kernel", "concurrent_kernel", "cuda memcpy", "GPU_MEMSET"])
+def test_other_writers_categories(category):
+    trace = parse_trace(document([kernel(0, cat=category)]))
+    assert trace.activities.category.tolist() == [{"l": 0, "y": 1}.get(category[-1], 2)]
+    assert not trace.warnings

@@ -10,13 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ringprof.analysis.findings.findings import Findings
+from ringprof.analysis.findings.waterfall import COMMUNICATION_PARTS, WATERFALL_LABELS
 
 WORTH_SAYING = 0.01
 """The least share of the base's wall that is named as a change."""
 MOST_SAID = 3
 MOST_OF_IT = 0.8
 """Share of what a pass changed by that the steps which are named hold."""
-_EXPOSED = {"exposed_wire", "peer_wait", "imbalance", "exposed_unsplit"}
 _PASSES = {"fwd": "forward", "bwd": "backward"}
 
 
@@ -41,16 +41,16 @@ class RunChanges:
     """By ring step, as ``bwd 3``: what it exposes."""
     kernels: tuple[Change, ...]
 
-    def sentence(self, labels: Mapping[str, str]) -> str:
-        """The largest changes by part, with the steps that hold most of what is exposed; empty where none is large."""
+    def sentence(self) -> str:
+        """The largest changes by part, then the steps that hold most of what is exposed; empty where none is large."""
         said = [one for one in self.parts if abs(one.share) >= WORTH_SAYING][:MOST_SAID]
-        return ", ".join(f"{100 * one.share:+.1f} % {labels[one.what]}{self._where(one)}" for one in said)
+        named = [f"{100 * one.share:+.1f} % {WATERFALL_LABELS[one.what]}" for one in said]
+        exposed = [one for one in said if one.what in COMMUNICATION_PARTS]
+        return ", ".join(named) + (self._where(exposed[0].share) if exposed else "")
 
-    def _where(self, part: Change) -> str:
+    def _where(self, share: float) -> str:
         """What of the exposed time changed in the steps that changed most, of the pass that did."""
-        if part.what not in _EXPOSED:
-            return ""
-        way = 1 if part.share > 0 else -1
+        way = 1 if share > 0 else -1
         passes: dict[str, dict[int, float]] = defaultdict(dict)
         for one in self.steps:
             phase, step = one.what.split(" ")
@@ -65,7 +65,7 @@ class RunChanges:
                 named.append(number)
         held = way * 100 * sum(passes[phase][one] for one in named)
         steps = f"step{'s' if len(named) > 1 else ''} {_listed(sorted(named))}"
-        return f" ({held:+.1f} % exposed in {_PASSES.get(phase, phase)} {steps})"
+        return f"; by ring step {held:+.1f} % exposed in {_PASSES.get(phase, phase)} {steps}"
 
 
 def _listed(steps: list[int]) -> str:

@@ -151,7 +151,9 @@ def _all_values(values: Sequence[str | None]) -> str | None:
     return values[0] if len(known) == 1 else ", ".join(known)
 
 
-def compare(entries: Sequence[Entry], runs: Sequence[Findings] = (), *, did_same_work: bool = False) -> Comparison:
+def compare_entries(
+    entries: Sequence[Entry], runs: Sequence[Findings] = (), *, did_same_work: bool = False
+) -> Comparison:
     """Set every entry against the first. Raises ValueError for fewer than two.
 
     ``runs``: the findings of the entries that are a single run or trace. ``did_same_work``: whether the user knows that

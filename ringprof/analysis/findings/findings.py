@@ -8,7 +8,7 @@ from functools import cached_property
 from ringprof.analysis.attribution import Attribution
 from ringprof.analysis.findings.annotations import Annotation, annotations_of
 from ringprof.analysis.findings.summary import Summary, summarise
-from ringprof.analysis.findings.verdict import verdict_of
+from ringprof.analysis.findings.verdict import NextStep, next_step_of, verdict_of
 from ringprof.analysis.findings.waterfall import Waterfall, find_waterfall
 from ringprof.analysis.steps.steps import ExposedBySteps, Step, StepFinder, steps_in_memory
 
@@ -51,6 +51,11 @@ class Findings:
     def verdict(self) -> tuple[str, ...]:
         """At most four lines."""
         return verdict_of(self)
+
+    @cached_property
+    def next_step(self) -> NextStep | None:
+        """The largest loss, with what would shorten it."""
+        return next_step_of(self)
 
 
 def findings_in_memory(attribution: Attribution) -> Findings:

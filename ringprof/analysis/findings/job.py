@@ -26,14 +26,15 @@ def is_attention(attribution: Attribution) -> bool:
 
 def exposed_in_words(attribution: Attribution) -> str:
     """The largest exposed communication by kind and process group, as shares of the mean wall; empty where none is."""
-    exposed: dict[tuple[str, str], int] = defaultdict(int)
+    exposed: dict[str, int] = defaultdict(int)
     for rank in attribution.ranks:
-        for key, time in rank.exposed.by_group.items():
-            exposed[key] += time
+        for (kind, group), time in rank.exposed.by_group.items():
+            exposed[KIND[kind].label + (f" of group {group}" if group else "")] += time
+        exposed["blocked in waiting for a transfer"] += sum(rank.blocked_ns.values())
     wall = sum(rank.breakdown.wall_ns for rank in attribution.ranks)
     named = [
-        f"{100 * time / wall:.1f} % {KIND[kind].label}" + (f" of group {group}" if group else "")
-        for (kind, group), time in sorted(exposed.items(), key=lambda item: -item[1])[:MOST_NAMED]
+        f"{100 * time / wall:.1f} % {label}"
+        for label, time in sorted(exposed.items(), key=lambda item: -item[1])[:MOST_NAMED]
         if wall and time >= LEAST_NAMED * wall
     ]
     return ", ".join(named)

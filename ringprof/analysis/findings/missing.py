@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ringprof.analysis.attribution import CUT_OFF, Attribution
+from ringprof.analysis.attribution import Attribution
+from ringprof.trace.columns import CUT_OFF
 
 
 def missing_in_words(attribution: Attribution) -> str:
@@ -23,7 +24,7 @@ def missing_in_words(attribution: Attribution) -> str:
 
 
 _SAID = {
-    "left_out": "ranks whose traces are left out",
+    "left_out": "traces that are left out",
     "mixed_runs": "a moment that all traces have in common",
     "window_empty": "anything launched in the marked iterations; the whole trace is shown",
 }

@@ -314,4 +314,4 @@ def _ratio(part: float, whole: float) -> float:
 
 
 def _distinct(names: Iterable[str | None]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(name for name in names if name is not None))
+    return tuple(dict.fromkeys(name for name in names if name))

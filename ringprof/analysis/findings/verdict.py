@@ -8,15 +8,23 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Protocol
+
+import msgspec
 
 from ringprof.analysis.attribution import Attribution
 from ringprof.analysis.findings.cpu_links import blocked_in_words
 from ringprof.analysis.findings.job import computation_in_words, exposed_in_words, is_attention
 from ringprof.analysis.findings.missing import missing_in_words
+from ringprof.analysis.findings.remedies import (
+    UNBALANCED,
+    known_contiguous,
+    longest_on_wire,
+    rate_to_hide,
+    rises_with_rank,
+)
 from ringprof.analysis.findings.summary import Summary
-from ringprof.analysis.findings.waterfall import Waterfall
+from ringprof.analysis.findings.waterfall import ATTENTION_PARTS, WATERFALL_LABELS, Waterfall
 from ringprof.analysis.findings.waterfall_words import milliseconds
 from ringprof.analysis.kinds.kinds import COMPUTE_PARTS, KIND, MEMORY, in_a_sentence
 from ringprof.analysis.rank import Rank
@@ -25,12 +33,10 @@ from ringprof.analysis.transfers.hops import OTHER_HOST
 
 WORTH_NAMING = 0.02
 """The least share of the time that is called a loss."""
+_LEAST_GAIN = 0.0005
+"""The least gain, as a share of the wall, that is not written as nothing."""
 SLOW_LINK = 3.0
 """A rank is at a slow link where its wire rate is this many times below the fastest rank's."""
-UNBALANCED = 1.5
-"""How many times longer one rank must compute than another, rising with the rank, to look like a causal mask."""
-
-ATTENTION_PARTS = ("attention", "peak", "kernel", "repeated", "slowdown")
 _PASSES = {"fwd": "forward", "bwd": "backward"}
 
 
@@ -99,25 +105,17 @@ def _cost(found: Facts) -> str:
 
 def _cause(found: Facts) -> str:
     parts = found.waterfall
-    communication = {
-        "imbalance": parts.of("imbalance"),
-        "wire": parts.of("exposed_wire"),
-        "wait": parts.of("peer_wait"),
-        "unsplit": parts.of("exposed_unsplit"),
-    }
-    others = {part: parts.of(part) for part in (*COMPUTE_PARTS, "launch_gaps")}
-    # Communication is one loss with several causes: it is held against the others as a whole.
-    losses = communication if sum(communication.values()) >= max(others.values()) else others
-    largest = max(losses, key=lambda name: losses[name])
+    largest = parts.largest_loss()
     # What ranks wait holds the time from their own end to the slowest rank's: that is a share of the slowest's wall.
-    waits = largest in ("imbalance", "wait", "unsplit")
-    share = losses[largest] / (parts.wall_ns or 1) if waits else _of_time(found, losses[largest])
+    waits = largest in ("imbalance", "peer_wait", "exposed_unsplit")
+    share = parts.of(largest) / (parts.wall_ns or 1) if waits else _of_time(found, parts.of(largest))
     if share < WORTH_NAMING:
         return _kernels(found)
     if largest in COMPUTE_PARTS:
         return _beside(found, share, largest)
     return {
-        "imbalance": _imbalance, "wire": _wire, "wait": _wait, "unsplit": _unsplit, "launch_gaps": _gaps,
+        "imbalance": _imbalance, "exposed_wire": _wire, "peer_wait": _wait, "exposed_unsplit": _unsplit,
+        "launch_gaps": _gaps,
     }[largest](found, share)  # fmt: skip
 
 
@@ -147,9 +145,9 @@ def _imbalance(found: Facts, share: float) -> str:
     rank = min(found.attribution.ranks, key=lambda one: one.breakdown.compute_ns)
     wait, kind = _waited(rank)
     text = f"{_percent(wait, 0)} of rank {rank.rank}'s {kind} time was waiting for ranks {_more_work(found, rank)}"
-    if _known_contiguous(found.attribution):
-        return f"{text}: choose zigzag or stripe."
-    if _rises_with_rank(found.attribution):
+    if known_contiguous(found.attribution):
+        return f"{text}."
+    if rises_with_rank(found.attribution):
         return f"{text}; work rises with the rank, as in contiguous pieces under a causal mask: see zigzag and stripe."
     return f"{text}; imbalance takes {_percent(share)} of the slowest rank's wall."
 
@@ -178,23 +176,6 @@ def _more_work(found: Facts, rank: Rank) -> str:
             return f"with up to {ratio:.3g} times its {causal}work"
     most = max(other.breakdown.compute_ns for other in found.attribution.ranks)
     return f"that compute up to {milliseconds(most)}, where it computes {milliseconds(rank.breakdown.compute_ns)}"
-
-
-def _known_contiguous(attribution: Attribution) -> bool:
-    run = attribution.run
-    if run is None or run.strategy is None or run.workload is None or not run.workload.causal:
-        return False
-    if run.workload.documents or run.workload.window:
-        return False  # their work is not a triangle
-    return run.strategy.layout == "contiguous"
-
-
-def _rises_with_rank(attribution: Attribution) -> bool:
-    if attribution.run is not None and attribution.run.strategy is not None:
-        return False
-    times = [rank.breakdown.flash_ns for rank in attribution.ranks]
-    rising = all(later > earlier for earlier, later in pairwise(times))
-    return len(times) > 2 and rising and times[-1] >= UNBALANCED * times[0]
 
 
 def _wire(found: Facts, share: float) -> str:
@@ -324,13 +305,54 @@ def _gain(found: Facts) -> str:
     if not _communicates(found) or len(found.attribution.ranks) < 2 or not found.waterfall.wall_ns:
         return ""
     wall, bounds = found.waterfall.wall_ns, found.waterfall.bounds
-    parts = [f"{_less(bounds.free_ns, wall, ' less')} with free communication"]
+    named = [(bounds.free_ns, "with free communication")]
     if found.waterfall.of("imbalance"):
-        parts.append(f"{_less(bounds.balanced_ns, wall)} with balanced ranks")
+        named.append((bounds.balanced_ns, "with balanced ranks"))
     if not found.attribution.on_cpu:
-        parts.append(f"{_less(bounds.hidden_ns, wall)} balanced with all hidden that can be")
+        named.append((bounds.hidden_ns, "balanced with all hidden that can be"))
+    less = [(time, words) for time, words in named if 1 - time / wall >= _LEAST_GAIN]
+    if not less:
+        return ""
+    parts = [f"{milliseconds(time)} ({_percent(1 - time / wall)}{'' if at else ' less'}) {words}"
+             for at, (time, words) in enumerate(less)]  # fmt: skip
     return f"{milliseconds(wall)} could be " + ", ".join(parts) + "."
 
 
-def _less(time_ns: int, wall_ns: int, word: str = "") -> str:
-    return f"{milliseconds(time_ns)} ({_percent(1 - time_ns / wall_ns)}{word})"
+# --- what to do about it ------------------------------------------------------------------------------
+
+
+class NextStep(msgspec.Struct, frozen=True):
+    """The loss to go for first."""
+
+    part: str
+    """Of the waterfall."""
+    time_ns: int
+    """The most that there is to gain."""
+    share: float
+    """Of the slowest rank's wall."""
+    text: str
+    """The whole of it in words."""
+
+
+def next_step_of(found: Facts) -> NextStep | None:
+    """The largest loss with what would shorten it; None where nothing is known to."""
+    parts, attribution = found.waterfall, found.attribution
+    largest, kernels = parts.largest_loss(), ("attention", "kernel")
+    small = parts.of(largest) < WORTH_NAMING * parts.wall_ns
+    if small and is_attention(attribution):
+        largest = max(kernels, key=parts.of)
+    part = next((one for one in parts.parts if one.part == largest), None)
+    if attribution.lacks_device or part is None or not part.remedy or (small and largest not in kernels):
+        return None
+    loss = f"{milliseconds(part.time_ns)} of {milliseconds(parts.wall_ns)}"
+    if largest in kernels:
+        tenth = milliseconds(parts.of(*ATTENTION_PARTS) / 10)
+        text = (
+            f"Largest loss: {WATERFALL_LABELS[largest]}, {loss}. To try: {part.remedy}; attention in a tenth less time "
+            f"saves {tenth}."
+        )
+    else:
+        hides = rate_to_hide(attribution, longest_on_wire(found.summary)) if largest == "exposed_wire" else ""
+        where = " outside attention" if parts.of(*ATTENTION_PARTS) else ""
+        text = f"Largest loss{where}: {WATERFALL_LABELS[largest]}. To gain at most {loss}: {part.remedy}{hides}."
+    return NextStep(part=largest, time_ns=part.time_ns, share=part.share, text=text)

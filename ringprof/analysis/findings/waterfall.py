@@ -22,36 +22,41 @@ from collections.abc import Sequence
 import msgspec
 
 from ringprof.analysis.attribution import Attribution
+from ringprof.analysis.findings.remedies import remedies_of
 from ringprof.analysis.findings.summary import Summary
 from ringprof.analysis.findings.waterfall_words import AttentionWork, evidence_of
 from ringprof.analysis.kinds.kinds import COMPUTE_PARTS
 from ringprof.analysis.rank import Rank
 from ringprof.devices import Peak, peak_of
 
-WATERFALL_PARTS = (
-    "peak",
-    "kernel",
-    "repeated",
-    "slowdown",
-    "attention",
-    "imbalance",
-    "exposed_wire",
-    "peer_wait",
-    "exposed_unsplit",
-    "other_groups",
-    "matrix_products",
-    "optimizer",
-    "other_compute",
-    "merge_and_copies",
-    "background",
-    "launch_gaps",
-)
-"""Every part that a waterfall may have, in order. ``kernel`` holds ``slowdown`` where there is no solo rate;
-``attention`` stands for the first four where the needed work or the peak is not known; ``exposed_unsplit`` is
-exposed communication without wait and wire, ``other_groups`` that of process groups that were not asked for,
-``background`` what else ran where the window is a part of it."""
+WATERFALL_LABELS: dict[str, str] = {
+    "peak": "needed work at peak",
+    "kernel": "attention kernel below peak",
+    "repeated": "repeated work",
+    "slowdown": "slow-down beside communication",
+    "attention": "attention kernels",
+    "imbalance": "imbalance between ranks",
+    "exposed_wire": "exposed wire",
+    "peer_wait": "peer wait",
+    "exposed_unsplit": "exposed wire, wait and imbalance",
+    "other_groups": "other groups' communication",
+    "matrix_products": "matrix products",
+    "optimizer": "optimizer",
+    "other_compute": "other computation",
+    "merge_and_copies": "merges and copies",
+    "background": "background only",
+    "launch_gaps": "launch gaps",
+}
+"""Every part that a waterfall may have, in order, and what it is called. ``kernel`` holds ``slowdown`` where there is
+no solo rate; ``attention`` stands for the first four where the needed work or the peak is not known;
+``exposed_unsplit`` is exposed communication without wait and wire, ``other_groups`` that of process groups that were
+not asked for, ``background`` what else ran where the window is a part of it."""
 
-WATERFALL_COLUMNS = ("part", "time_ns", "share", "tflops", "evidence")
+COMMUNICATION_PARTS = ("imbalance", "exposed_wire", "peer_wait", "exposed_unsplit")
+"""What ranks wait and what they send: one loss with several causes."""
+ATTENTION_PARTS = ("attention", "peak", "kernel", "repeated", "slowdown")
+
+WATERFALL_COLUMNS = ("part", "time_ns", "share", "tflops", "evidence", "remedy")
 """Of `ringprof.api.Analysis.waterfall`: a row a part, the fields of `WaterfallPart`."""
 
 
@@ -59,7 +64,7 @@ class WaterfallPart(msgspec.Struct, frozen=True):
     """One part of the slowest rank's wall."""
 
     part: str
-    """One of `WATERFALL_PARTS`."""
+    """One of `WATERFALL_LABELS`."""
     time_ns: int
     """Mean over ranks, rounded so that all parts sum to the wall. A slow-down can be negative."""
     share: float
@@ -68,6 +73,8 @@ class WaterfallPart(msgspec.Struct, frozen=True):
     """What the speed would be if this part and those before it were all there is; None where the work is not known."""
     evidence: str
     """The figures that it comes from, in words."""
+    remedy: str
+    """What would shorten it; empty where that is not known."""
 
 
 class Bounds(msgspec.Struct, frozen=True):
@@ -100,6 +107,12 @@ class Waterfall(msgspec.Struct, frozen=True):
     def of(self, *names: str) -> int:
         """Time of some parts together."""
         return sum(part.time_ns for part in self.parts if part.part in names)
+
+    def largest_loss(self) -> str:
+        """The part outside the attention kernels that takes longest; communication goes before as a whole."""
+        others = (*COMPUTE_PARTS, "launch_gaps")
+        before = self.of(*COMMUNICATION_PARTS) >= max(map(self.of, others))
+        return max(COMMUNICATION_PARTS if before else others, key=self.of)
 
 
 class _RankParts(msgspec.Struct, frozen=True):
@@ -141,11 +154,11 @@ def find_waterfall(attribution: Attribution, summary: Summary, peak: Peak | None
     }
     means = _means(totals, len(ranks))
     wall = slowest.breakdown.wall_ns
-    evidence = evidence_of(attribution, summary, work)
+    words = evidence_of(attribution, summary, work), remedies_of(attribution, summary)
     # Of whole layers the attention alone has a count here: no rate follows from it.
     flops = work.needed / len(ranks) if work and not _in_layers(attribution) else None
     return Waterfall(
-        parts=_rows(means, wall, flops, evidence, _always(attribution)),
+        parts=_rows(means, wall, flops, words, _always(attribution)),
         wall_ns=wall,
         slowest_rank=slowest.rank,
         bounds=_bounds(parts, wall, means["imbalance"]),
@@ -256,10 +269,10 @@ def _always(attribution: Attribution) -> set[str]:
 
 
 def _rows(
-    means: dict[str, int], wall_ns: int, flops: float | None, evidence: dict[str, str], always: set[str]
+    means: dict[str, int], wall_ns: int, flops: float | None, words: tuple[dict[str, str], ...], always: set[str]
 ) -> tuple[WaterfallPart, ...]:
-    rows, spent = [], 0
-    for name in WATERFALL_PARTS:
+    rows, spent, (evidence, remedies) = [], 0, words
+    for name in WATERFALL_LABELS:
         if name not in means or (not means[name] and name not in always):
             continue
         spent += means[name]
@@ -270,6 +283,7 @@ def _rows(
                 share=means[name] / wall_ns if wall_ns else 0.0,
                 tflops=flops / spent / 1e3 if flops and spent > 0 else None,
                 evidence=evidence[name],
+                remedy=remedies.get(name, ""),
             )
         )
     return tuple(rows)

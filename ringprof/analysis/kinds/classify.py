@@ -71,7 +71,7 @@ class Classified(msgspec.Struct, frozen=True):
 def classify(trace: Trace, own_rules: Sequence[Rule] = ()) -> Classified:
     """Decide every activity of a trace; ``own_rules`` are the user's."""
     launch = launches_of(trace)
-    rules = _rules_of_names(trace, own_rules)
+    rules = {index: rule_for(trace.names[index], own_rules) for index in distinct(trace.activities.name).tolist()}
     kind, evidence = _by_name(trace, rules, own_rules)
     _by_launch(trace, launch, kind, evidence)
     _by_operator(trace, launch, kind, evidence, rules)
@@ -105,11 +105,6 @@ Rules = dict[int, "Rule | None"]
 """For each name of an activity, as its index into ``trace.names``: the rule that fits it."""
 
 
-def _rules_of_names(trace: Trace, own_rules: Sequence[Rule]) -> Rules:
-    """Each distinct name looked at once."""
-    return {index: rule_for(trace.names[index], own_rules) for index in distinct(trace.activities.name).tolist()}
-
-
 def _by_name(trace: Trace, rules: Rules, own_rules: Sequence[Rule]) -> tuple[Int8, Int8]:
     """Kinds from the name rules; copies and sets from their category."""
     code = np.full(max(len(trace.names), 1), CODE["other"], np.int8)
@@ -120,7 +115,7 @@ def _by_name(trace: Trace, rules: Rules, own_rules: Sequence[Rule]) -> tuple[Int
     for category, name in ((MEMCPY, "memcpy"), (MEMSET, "memset")):
         rows = trace.activities.category == category
         kind[rows], evidence[rows] = CODE[name], NAME
-    peer_copy = trace.names_that(lambda name: "PtoP" in name or "PeerToPeer" in name)[trace.activities.name]
+    peer_copy = trace.names_that(lambda name: re.search("PtoP|PeerToPeer|P2P", name))[trace.activities.name]
     kind[(trace.activities.category == MEMCPY) & peer_copy] = CODE["copy_engine"]
     if own_rules:
         rows = _rows_whose_rule(trace, rules, lambda rule: rule in own_rules)
@@ -165,8 +160,9 @@ def _by_launch(trace: Trace, launch: Int64, kind: Int8, evidence: Int8) -> None:
 
 def _by_operator(trace: Trace, launch: Int64, kind: Int8, evidence: Int8, rules: Rules) -> None:
     """Kernels whose names say little: what they were launched in says more."""
-    unknown = evidence == NO_EVIDENCE
-    loose = unknown | ((evidence == NAME) & _rows_whose_rule(trace, rules, lambda rule: rule and rule.loose))
+    named = evidence == NAME
+    unknown = (evidence == NO_EVIDENCE) | (named & _rows_whose_rule(trace, rules, lambda rule: rule and rule.guessed))
+    loose = unknown | (named & _rows_whose_rule(trace, rules, lambda rule: rule and rule.loose))
     loose &= np.isin(kind, [CODE[name] for name in COMPUTE if name not in ATTENTION])
     for kind_of, rows in ((kind_enclosing, loose), (kind_of_its_kernel, loose & unknown)):
         for name, ranges, source, wanted in _ranges_that_tell(trace, kind_of):

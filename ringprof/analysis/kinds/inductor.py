@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 
-_NAME = re.compile(r"triton_(poi|red|per|tem|for|spl|mix)_fused_?(\w*)")
+_NAME = re.compile(r"triton_(poi|red|per|tem|for|spl|mix|unk)_fused_?(\w*)")
 
 
 def _word(*names: str) -> re.Pattern[str]:
@@ -55,7 +55,7 @@ def kind_of_inductor(name: str) -> str | None:
         return "norm"
     if _EMBEDDING.search(operators):
         return "embedding"
-    return "reduction" if sort in ("red", "per") else _of_points(operators)
+    return "reduction" if sort in ("red", "per", "spl") else _of_points(operators)
 
 
 def _of_template(operators: str) -> str:

@@ -30,6 +30,14 @@ class Rule(NamedTuple):
     loose: bool = False
     """Whether the name is a template that many operators run, or a common word: the operator tells better."""
 
+    @property
+    def guessed(self) -> bool:
+        """Whether one word is all that tells: the operator whose own kernel it is tells better still."""
+        return self.family == A_WORD
+
+
+A_WORD = "a word of its name"
+
 
 def _rules(kind: str, *given: tuple[str, ...], loose: bool = False) -> list[Rule]:
     """Rules of one kind, each given as (family, pattern, then, later), the last two where they are needed."""
@@ -85,6 +93,8 @@ RULES: tuple[Rule, ...] = (
     Rule("all_gather", "NVSHMEM", r"fcollect_on_stream_kernel"),
     Rule("broadcast", "NVSHMEM", r"broadcast_on_stream_kernel"),
     Rule("comm_other", "NVSHMEM", r"nvshmemi?_|nvshmemx|rocshmem|_on_stream_kernel"),
+    Rule("all_reduce", "Iris", r"(?<![a-z])iris_", then=r"reduce"),
+    Rule("comm_other", "Iris", r"(?<![a-z])iris_"),
     Rule("comm_other", "symmetric memory", r"(put|wait)_signal_kernel|\bbarrier_kernel|multimem_"),
     Rule("comm_other", "symmetric memory", r"symm_mem", then=r"barrier"),
     Rule("comm_other", "other", r"\bhccl|(?<![a-z])hcom_|dlslime|oneccl|(?<![a-z])i(send|recv)"),
@@ -98,8 +108,15 @@ RULES: tuple[Rule, ...] = (
     Rule("permute", "", r"_and_cache|kv_?cache_kernel|kv_buffer|store_?kv|append\w{0,20}kv_?cache|copy_blocks_kernel"),
     Rule("permute", "", r"(?<![a-z])gather_\w{0,30}_cache|slot_mapping|destindex_copy|kv_indic|to_token_pool"),
     Rule("permute", "", r"thd_(read_half_tensor|partition_indices|reorder)"),
-    Rule("norm", "", r"rms_?norm|layer_?norm|qk_?norm"),
-    Rule("elementwise", "", r"rotary|(fused|triton)_m?rope|rope_(fwd|bwd|forward|backward|kernel)"),
+    Rule("norm", "", r"rms_?norm|layer_?norm|qk_?norm|(?<![a-z])[qk]_norm|[qk]norm(_|rope)|(?<![a-z])rms_"),
+    Rule("elementwise", "", r"rotary|(?<![a-z])m?rope(?![a-z])|(fused|apply)_?m?rope|kn_entry_\dc_sbhd"),
+    # Neither attention as it is here nor anything of the other kinds: what has no scores to keep.
+    *_rules(
+        "other",
+        ("linear attention", r"delta_rule|gated_delta|linear_?attention|linear_?attn|lightning_?attn|recompute_w_u"),
+        ("linear attention", r"chunk_(fwd|bwd)_kernel|chunk_scaled_dot|(?<![a-z])wkv\d|retention_(fwd|bwd)"),
+        ("state space", r"selective_s(can|tate)|chunk_(scan|state)|state_passing|(?<![a-z])ssd_(fwd|bwd|chunk)|_mamba"),
+    ),
     # --- attention, backward: its names often contain those of the forward pass ---
     *_rules(
         "flash_bwd",
@@ -118,10 +135,11 @@ RULES: tuple[Rule, ...] = (
         ("AOTriton", r"^bwd_(kernel_(dk_dv|dq|fuse)|preprocess)"),
         ("Triton", r"(?<!linear)_attn_bwd|_bwd_preprocess|^_bwd_kernel|^_bwd_(dkdv|dq)|(?<![a-z])nsa_bwd"),
         ("NATTEN", r"natten", "", r"bwd|backward"),
+        ("Triton", r"attn", r"bwd|backward"),
         ("HSTU", r"hstu_(attn_)?bwd"),
         # Of the backward pass as dot_do_o is, where a strategy runs it once for all its blocks.
         ("", r"ringprof_(row_product|output_with_delta)"),
-        ("other", r"fmha|flash_?att(ention|n)|(?<!linear)(?<!linear_)attention|mha_", "", r"bwd|backward|scoregrad"),
+        ("other", r"fmha|flash_?attn|(?<!linear)(?<!linear_)attention|mha_|sdpa", "", r"bwd|backward|scoregrad"),
     ),
     # --- attention, forward ---
     *_rules(
@@ -154,15 +172,16 @@ RULES: tuple[Rule, ...] = (
     *_rules(
         "flash_fwd",
         ("other", r"fmha|flash_?att(ention|n)|(?<!linear)(?<!linear_)attention(?!_?(mask|bias|input|softmax|meta))"),
-        ("other", r"attn_kernel|sparse_mla|flash_mha|(?<![a-z])(mha|mla|nsa|mqa|gqa)_(fwd|prefill|decode)"),
+        ("other", r"attn", r"fwd|forward|prefill|decode|ragged|varlen|paged|split_?kv"),
+        ("other", r"attn_kernel|sparse_mla|sdpa|flash_mha|(?<![a-z])(mha|mla|nsa|mqa|gqa)_(fwd|prefill|decode)"),
         loose=True,
     ),
     # --- convolutions and norms before matrix products, which many of them contain by name ---
     *_rules(
         "convolution",
         ("", r"implicit_(gemm|convolve)|xmma_[fdw](prop|grad)|(fprop|[dw]grad)_?(optimized|analytic|2d|alg)"),
-        ("", r"winograd|im2col|col2im|vol2col|col2vol|igemm_(fwd|bwd|wrw)|convolve|conv\dd|conv_(depthwise|fwd|bwd)"),
-        ("MIOpen", r"sp3asmconv|naive_conv|scudnn"),
+        ("", r"winograd|im2col|col2im|vol2col|col2vol|igemm_(fwd|bwd|wrw)|convol|conv\dd|conv_(depth|fwd|bwd)"),
+        ("MIOpen", r"sp3asmconv|naive_conv|[shi]\d*cudnn"),
         ("MIOpen", r"miopen", r"conv"),
     ),
     *_rules(
@@ -173,6 +192,7 @@ RULES: tuple[Rule, ...] = (
     # --- matrix products ---
     Rule("permute", "", r"utils::transpose|batched_transpose|nchwtonhwc|nhwctonchw|repack|preshuffle_weight"),
     Rule("permute", "DeepGEMM", r"deep_gemm::", then=r"transpose|layout"),
+    Rule("permute", "mixture of experts", r"moe", then=r"sort|align|permut|topk"),
     Rule("elementwise", "MIOpen", r"(sub|op)_?tensor_?op|optensor"),
     *_rules(
         "gemm",
@@ -180,7 +200,13 @@ RULES: tuple[Rule, ...] = (
         ("", r"(?<!fb)gemm|cijk_|matmul|tensorop|(?<![a-z])bmm(?![a-z])|(scaled|grouped)_mm|flatmm|wgrad"),
         ("mixture of experts", r"(fused|batched)_moe_(lora_)?kernel|mfma_moe|(?<![a-z])fmoe|kernel_moe|moe_mx"),
         ("quantized or small", r"marlin|machete|wvsplitk|llmm\d|(?<![a-z])[bs]gmv|lora_(shrink|expand)|gemlite"),
-        ("", r"mul_mat_|(?<![a-z])dot_kernel|(cutlass|group)_mm"),
+        ("mixture of experts", r"moe[12]_|moe_?gemm"),
+        ("mixture of experts", r"moe", r"stage\d|batched|_i?q\d|_sm\d\d"),
+        ("sparse", r"(?<![a-z])(sdd|dsd|dds)_kernel|csrmm|spmm|sddmm"),
+        ("", r"mul_mat_|(?<![a-z])dot_kernel|_mm(?![a-z])|addmm"),
+        # The types of both factors, with or without that of the product.
+        ("", r"(?<![a-z])(w4a16|w8a16|w4a8|w8a8|w4a4|a16w4|a16w8|a8w4|a8w8|a4w4)(?![a-z])"),
+        ("", r"f8f8bf16|f8i4bf16|f4f4bf16|i8i8bf16|bf16i4bf16|bf16bf16bf16"),
     ),
     # --- embedding tables, which some libraries update as they go back through them ---
     Rule("permute", "FBGEMM", r"permute_(pooled|multi|duplicate)"),
@@ -217,7 +243,8 @@ RULES: tuple[Rule, ...] = (
         ("FBGEMM", r"hfp8|fp8rowwise|fp8_?quantize|fp8_qparam"),
         ("torch", r"float\w{0,12}_copy_kernel|unrolled_elementwise_kernel<at::native::direct_copy"),
         ("torch", r"direct_copy_kernel", "", r"loadwithcast"),
-        ("", r"(?<!no_)cast_(to|back|transpose|and|kernel|dbias|only)|(?<![a-z])k?(de)?quant|fp4quant|fp8quant"),
+        ("", r"(?<!no_)cast_(to|back|transpose|and|kernel|dbias|only|(mx|nv)?fp\d)"),
+        ("", r"(?<![a-z])k?(de)?quant|fp4quant|fp8quant"),
         ("", r"_quant_|quantize|(?<![a-z])to_fp8|(?<![a-z])(cvt|convert)_"),
     ),
     # --- what only moves elements ---
@@ -225,13 +252,15 @@ RULES: tuple[Rule, ...] = (
         "permute",
         ("torch", r"direct_copy_kernel|catarray|split_with_sizes_copy|chunk_cat|copy_device_to_device"),
         ("", r"transpose|permut|copy_(tensor_)?kernel|pad_kernel|concat|split_reshape|repeat_interleave|flip_kernel"),
+        ("", r"[gs]et_rows|swapdimension|row_id_map|write_indices|compute_cuda_kernel|bitmatrix|writeback_idx"),
         ("", r"swizzle|(?<![a-z])(un)?(pack|pad|padding)_|transform(4d)?_0213|d2dmemcpy|roll_cuda|src2dst"),
         ("experts", r"routingindices|routing::|finalize(moe|kernel)|moe_align|align_block_size|expand(_to|input)"),
         ("experts", r"count_\w{0,20}expert|fused_mapping|moe_(fused_)?gate|sort_chunks|dispatch_layout"),
+        ("experts", r"expertprefixsum|(?<![a-z])routing_|_routing(?![a-z])"),
     ),
     *_rules(
         "permute",
-        ("torch", r"index_?(select|elementwise|put|copy|fill|add)|indexing_backward|scatter|gather|masked_select"),
+        ("torch", r"index_?(select|elementwise|put|copy|fill|add|func)|indexing_backward|scatter|gather|masked_select"),
         ("", r"radixsort|bitonicsort|mergesort|topk|sort_by|sorting|_sort_|unique|nonzero"),
         loose=True,
     ),
@@ -239,8 +268,9 @@ RULES: tuple[Rule, ...] = (
     *_rules(
         "reduction",
         ("torch", r"reduce_kernel|reduceop"),
-        ("CUB", r"devicereduce|segmented_?reduce|devicescan|scan_(inner|outer)most|compactinit"),
+        ("CUB", r"devicereduce|segmented_?reduce|devicescan|scan_(inner|outer)|compactinit"),
         ("", r"nll_loss|moe_sum|cumsum|cumprod|logcumsum|histogram|bincount|argm(ax|in)|pool_|pooling"),
+        ("", r"(average|avg|max|lp)_?pool"),
         loose=True,
     ),
     Rule("elementwise", "torch", r"elementwise|triu_tril|where_kernel|fill_?functor|fill_kernel", loose=True),
@@ -252,10 +282,14 @@ RULES: tuple[Rule, ...] = (
     ),
     *_rules(
         "elementwise",
-        ("TorchScript", r"^fused_(\w{0,40}_)?(add|sub|mul|div|sigmoid|tanh|exp|neg|pow|sqrt)"),
+        ("TorchScript", r"^fused_(\w{0,40}_)?(add|sub|mul|div|sigmoid|tanh|exp|neg|pow|sqrt)(_|$)"),
+        ("", r"eigenmetakernel|deviceforkernel|devicetransform|softcap|(?<![a-z])gat(ing|ed_)"),
         ("", r"(?<![a-z])(add|mul|scale|axpy|residual|bias)_(\w{0,20}_)?kernel|pointwise"),
         loose=True,
     ),
+    Rule("norm", A_WORD, r"norm(?!al)|normaliz", loose=True),
+    Rule("elementwise", A_WORD, r"broadcast|residual|add_?bias|_scale|grid_sampl|_loss", loose=True),
+    Rule("permute", A_WORD, r"expert|copy|(?<![a-z])cpy_|sort|flip_|swap|stack|sampl", loose=True),
 )  # fmt: skip
 
 
@@ -263,8 +297,9 @@ _LONGEST_NAME = 8192
 """Names are looked at this far: templates' are long, and a stranger's may be longer."""
 
 _PLAIN = re.compile(r"[\w:|<]*")
-_PIECE = re.compile(r"(\\.|\[[^]]+]|.)([?*+]|\{[\d,]+\})?")
+_PIECE = re.compile(r"[\w:-]+(?![\w:?*+{-])|(\\.|\[[^]]+]|.)([?*+]|\{[\d,]+\})?")
 _WORD = re.compile(r"\w*")
+_WORDS = re.compile(r"[\w:-]+|[<> &]")
 _EITHER_PASS = re.compile(r"qkv_tma_setup|cu_seqlens_to_actual_seqlens", re.IGNORECASE)
 
 
@@ -293,7 +328,7 @@ def _words_of(branch: list[str]) -> tuple[str, ...]:
     """Of the words that each piece of a branch needs, those of the piece whose shortest is longest."""
     run, found = "", list[tuple[str, ...]]([("",)])
     for piece in branch:
-        run = run + piece if len(piece) == 1 and piece not in "^$." else ""
+        run = run + piece if _WORDS.fullmatch(piece) else ""
         found.append((run,))
         # What may be missing or only looks around needs nothing.
         if piece.endswith(")") and not piece.startswith(("(?<", "(?=", "(?!")):

@@ -46,7 +46,9 @@ _FEWEST = 3
 _TELLING_NS = 1_000_000
 _NEVER = np.iinfo(np.int64).min // 2
 # Every member of these needs what every other has: none can end before the last has begun.
-_NEED_ALL = ("all_gather", "all_reduce", "all_to_all", "reduce_scatter")
+NEED_ALL = ("all_gather", "all_reduce", "reduce_scatter")
+"""Collectives of which no kernel ends before all its ranks have begun, however few bytes there are."""
+_NEED_ALL = (*NEED_ALL, "all_to_all")
 
 
 class Pair(msgspec.Struct, frozen=True):

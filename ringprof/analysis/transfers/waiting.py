@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ringprof.analysis.transfers.clocks import UNBUFFERED_BYTES, Clocks
+from ringprof.analysis.transfers.clocks import NEED_ALL, UNBUFFERED_BYTES, Clocks
 from ringprof.analysis.transfers.hops import OTHER_HOST, SAME_HOST, UNKNOWN_LINK, HostOfRank, Split
 from ringprof.analysis.transfers.matching import Matches
 from ringprof.analysis.transfers.transfers import Transfer
@@ -70,9 +70,12 @@ class Waiting:
         return _best(self._matches, self._moments, self._links)
 
     def clocks_disagree(self) -> bool:
-        """Whether a large transfer ended on one rank before its partner began on another: no common clock says so."""
+        """Whether a transfer ended on one rank before its partner began on another: no common clock says so.
+
+        Of large ones and of collectives: a small message may sit in a buffer.
+        """
         moments, transfers = self._moments, self._matches.transfers
-        large = np.array([(t.sent_bytes or 0) >= UNBUFFERED_BYTES for t in transfers], np.bool_)
+        large = np.array([t.kind in NEED_ALL or (t.sent_bytes or 0) >= UNBUFFERED_BYTES for t in transfers], np.bool_)
         late = moments.peers_ready - moments.end > _CLOCK_TOLERANCE_NS + moments.clock_error
         return bool(np.any(late & large & self._matches.matched()))
 

@@ -14,8 +14,7 @@ from ringprof.errors import UsageError
 from ringprof.record.check.result import Check, CheckRequest
 from ringprof.record.launcher import RankPlace, launcher_rank
 from ringprof.record.progress import Reporter, SilentReporter
-from ringprof.record.request import from_json, to_json
-from ringprof.record.resolve import device_of, need, world_of
+from ringprof.record.request import from_json, need, to_json
 
 START_S = 120.0
 """For what comes before the first call: imports, the process group."""
@@ -44,14 +43,15 @@ def check_here(request: CheckRequest) -> Check:
     The module is imported by the ranks alone. Raises `UsageError`, and `RecordError` where a rank fails or hangs.
     """
     need("torch", "psutil")
+    from ringprof.record.own_ranks import launch, make_scratch
+    from ringprof.record.resolve import device_of, world_of
+
     place = launcher_rank()
     device = device_of(request.device)
     request = msgspec.structs.replace(request, device=device, world=world_of(request.world, device, place))
     _split(request.target)
     if place is not None:
         return check_as_rank(request, place, SilentReporter())
-    from ringprof.record.own_ranks import launch, make_scratch
-
     scratch = make_scratch()
     task = CheckTask(request=request, scratch=str(scratch))
     return launch(task, SilentReporter(), "check", lambda: from_json(_result(scratch).read_bytes(), Check))

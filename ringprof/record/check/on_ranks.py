@@ -22,10 +22,11 @@ from ringprof.record.check.roll import Roll
 from ringprof.record.check.sent import sent_meanwhile
 from ringprof.record.group_ranks import GroupRanks
 from ringprof.record.progress import Reporter, SilentReporter
-from ringprof.record.request import from_json
-from ringprof.record.resolve import DTYPES, torch_dtype
+from ringprof.record.request import DTYPES, from_json
+from ringprof.record.resolve import torch_dtype
 from ringprof.record.verify import MOST_TOKENS, SEED, Tensors, draw_inputs, severity
 from ringprof.run import Workload
+from ringprof.whole_numbers import refuse_below_one
 
 
 class _Form(msgspec.Struct, frozen=True):
@@ -85,9 +86,7 @@ def check_on_ranks(
 
 def _refuse_numbers(request: CheckRequest) -> None:
     sizes = ("batch", "seq", "heads", "kv_heads", "head_dim", "calls", "window")
-    for name, value in ((name, getattr(request, name)) for name in sizes):
-        if value is not None and value < 1:
-            raise UsageError(f"{name} must be at least 1, not {value}")
+    refuse_below_one({name: getattr(request, name) for name in sizes})
     if request.heads % (request.kv_heads or request.heads):
         raise UsageError(f"{request.heads} heads are not a multiple of {request.kv_heads} kv heads")
     if request.dtype not in DTYPES:

@@ -160,7 +160,7 @@ class OtherRankShutdown:
         self._has_told = True
         return self.lifeline.tell(outcome)
 
-    def _end(self, by_rank_0: bool) -> NoReturn:
+    def _end(self, by_rank_0: bool) -> NoReturn:  # noqa: FBT001 (a callback of the lifeline)
         if by_rank_0:
             if not self._has_told:
                 self._tell(self._context.stopped(""))

@@ -11,7 +11,7 @@ from ringprof.report.text import clean
 
 LONG = 60
 """Characters of a cell that must not widen its table."""
-MOST_ROWS = 2_000
+MOST_PAGE_ROWS = 2_000
 """Rows of a table beyond which the page says how many it leaves out."""
 
 
@@ -67,6 +67,8 @@ class Document(msgspec.Struct, frozen=True):
     tiles: Sequence[tuple[str, str]]
     """(figure, what it is), the few that matter most."""
     sections: Sequence[PageSection] = msgspec.field(default_factory=tuple)
+    next_step: str = ""
+    """What to do about it."""
 
 
 def text(value: object) -> Cell:

@@ -13,12 +13,11 @@ from bokeh.plotting import figure
 
 from ringprof.analysis.findings.changes import Change
 from ringprof.analysis.findings.summary import PARTS
-from ringprof.analysis.findings.waterfall import Waterfall, WaterfallPart
+from ringprof.analysis.findings.waterfall import WATERFALL_LABELS, Waterfall, WaterfallPart
 from ringprof.analysis.kinds.kinds import KINDS
 from ringprof.analysis.steps.steps import Step
 from ringprof.report import palette
-from ringprof.report.terms import ACTIONS, LABELS
-from ringprof.report.terms import WATERFALL_LABELS as WATERFALL_LABELS
+from ringprof.report.terms import LABELS
 from ringprof.report.text import clean, rate, short_count
 from ringprof.report.timeline import Bar, DrawnTimeline, drawn_as, lanes_of
 
@@ -87,9 +86,9 @@ def waterfall(found: Waterfall) -> Any:
         "time": [f"{part.time_ns / 1e6:,.3f} ms" for part in parts],
         "share": [f"{100 * part.share:.1f} %" for part in parts],
         "speed": ["-" if part.tflops is None else rate(part.tflops) for part in parts],
-        "action": [ACTIONS.get(part.part, "") for part in parts],
+        "action": [part.remedy for part in parts],
         "line": [_waterfall_line(part) for part in parts],
-        "offset": [-24 if part.part in ACTIONS else -11 for part in parts],
+        "offset": [-24 if part.remedy else -11 for part in parts],
     })  # fmt: skip
     bars = made.hbar(y="y", left="left", right="right", height=0.32, color="colour", source=source)
     for text, offset in (("line", "offset"), ("action", -11)):

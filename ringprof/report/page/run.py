@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from ringprof.analysis.findings.findings import Findings
 from ringprof.errors import UsageError, nearest
+from ringprof.report.json_report import Report
 from ringprof.report.page.document import Document, PageSection
 from ringprof.report.page.html import drawing
 from ringprof.report.sections import SECTIONS
 from ringprof.report.sections.run import what_ran
 from ringprof.report.terminal import header_of
 from ringprof.report.terms import MEANINGS
-from ringprof.report.text import binary_size, clean, duration, percent, rate
+from ringprof.report.text import LONGEST_SENTENCE, binary_size, clean, duration, percent, rate
 from ringprof.trace.columns import NOTES
 
 _DRAWN = ("timeline", "waterfall")
 """What a part of the page is of where nobody says."""
 
 
-def run_document(found: Findings, report: dict[str, Any], name: str) -> Document:
+def run_document(found: Findings, report: Report, name: str) -> Document:
     """The whole page; ``report`` is the JSON report of the same findings."""
     figures, sections = drawing(), []
     for one in SECTIONS:
@@ -33,10 +33,11 @@ def run_document(found: Findings, report: dict[str, Any], name: str) -> Document
         sections.sort(key=lambda section: section.anchor != "warnings")
     header = header_of(attribution, found.summary)
     what = f"{what_ran(attribution.run)} · {header}" if attribution.run else header
-    return Document(clean(name), what, found.verdict, _tiles(found), sections)
+    step = clean(found.next_step.text, LONGEST_SENTENCE) if found.next_step else ""
+    return Document(clean(name), what, found.verdict, _tiles(found), sections, step)
 
 
-def part_document(found: Findings, report: dict[str, Any], name: str, wanted: Sequence[str] = ()) -> Document:
+def part_document(found: Findings, report: Report, name: str, wanted: Sequence[str] = ()) -> Document:
     """Some sections of the page, under a line that says what was run; without a name those that are drawn over time.
 
     Raises `UsageError` for a section that there is none of.

@@ -8,6 +8,7 @@ from typing import Any
 
 from ringprof.analysis.findings.changes import Change
 from ringprof.analysis.findings.comparison import WATERFALL_PREFIX, Comparison, Difference, Entry
+from ringprof.analysis.findings.waterfall import WATERFALL_LABELS
 from ringprof.report import palette
 from ringprof.report.comparison import missing, verdict_lines
 from ringprof.report.page.document import Cell, Content, Document, PageSection, PageTable, number, text
@@ -15,7 +16,6 @@ from ringprof.report.page.html import drawing
 from ringprof.report.sweep import COLUMNS
 from ringprof.report.tables import Column, Table
 from ringprof.report.terms import LABELS, MEANINGS
-from ringprof.report.terms import WATERFALL_LABELS as WATERFALL_LABELS
 from ringprof.report.text import clean
 from ringprof.report.timeline import timeline_of
 

@@ -6,9 +6,12 @@ A new section is a row of `SECTIONS` and a module of its own.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from types import ModuleType
+from typing import NamedTuple
 
 from ringprof.analysis.findings.findings import Findings
+from ringprof.report import timeline
+from ringprof.report.json_report import Report, ReportParts
 from ringprof.report.page.document import Content
 from ringprof.report.sections import (
     annotated,
@@ -38,9 +41,9 @@ class Section(NamedTuple):
     """On the page."""
     terminal: Callable[[Findings, TextStyle, Listing], list[str]] | None = None
     """Blocks of text; none where there is nothing to say."""
-    json: Callable[[Findings], dict[str, Any]] | None = None
+    json: Callable[[Findings], ReportParts] | None = None
     """What it adds to the report."""
-    html: Callable[[Findings, dict[str, Any], Any], Content | None] | None = None
+    html: Callable[[Findings, Report, ModuleType], Content | None] | None = None
     """From the findings, their JSON report and the module of figures; None where there is nothing to show."""
     option: str = ""
     """What the option says of itself; empty where the terminal report always has this section."""
@@ -48,12 +51,6 @@ class Section(NamedTuple):
     """Whether a CPU run can tell it."""
     columns: Sequence[Column] = ()
     """Of a listing that can be sorted."""
-
-
-def _timeline(found: Findings, report: dict[str, Any], figures: Any) -> Content | None:
-    from ringprof.report import timeline  # here, since only the page has one
-
-    return timeline.html(found, report, figures)
 
 
 SECTIONS = (
@@ -67,7 +64,7 @@ SECTIONS = (
     Section("breakdown", "Breakdown by rank", breakdown.terminal, breakdown.json, breakdown.html),
     Section("kinds", "By kind", html=breakdown.kinds_html),
     Section("speed", "Speed and controls", html=run.speed_html),
-    Section("timeline", "Timeline", html=_timeline),
+    Section("timeline", "Timeline", html=timeline.html),
     Section("memory", "Memory over time", html=memory.html),
     Section("steps", "Ring steps", steps.terminal, steps.json, steps.html,
             "Also show ring steps: block, hops, what was exposed and why.", on_cpu=False, columns=steps.COLUMNS),

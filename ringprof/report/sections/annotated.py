@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any
 
 from ringprof.analysis.findings.findings import Findings
+from ringprof.json_object import JsonObject
+from ringprof.report.json_report import Report
 from ringprof.report.page.document import Content
 from ringprof.report.tables import Column, Listing, Table
 from ringprof.report.text import TextStyle
@@ -39,7 +42,7 @@ def _rows(found: Findings) -> list[list[Any]]:
     ]  # fmt: skip
 
 
-def items(found: Findings) -> list[dict[str, Any]]:
+def items(found: Findings) -> list[JsonObject]:
     """For JSON: a name an item, sums over all ranks; of very many ranks none, since it reads all again."""
     if not found.lists_steps:
         return []
@@ -49,7 +52,7 @@ def items(found: Findings) -> list[dict[str, Any]]:
     ]
 
 
-def html(found: Findings, report: dict[str, Any], figures: Any) -> Content | None:
+def html(found: Findings, report: Report, figures: ModuleType) -> Content | None:
     """A row a name, means over ranks; None where there are none, or very many ranks."""
     if not found.lists_steps or not found.annotations:
         return None

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import ModuleType
 from typing import Any
 
 from ringprof.analysis.findings.findings import Findings
 from ringprof.analysis.findings.summary import Communication, KindRow, Summary
 from ringprof.analysis.kinds.kinds import OTHER_GROUPS
 from ringprof.analysis.rank import Rank
+from ringprof.json_object import JsonObject
+from ringprof.report.json_report import Report, ReportParts
 from ringprof.report.page.document import Content, PageTable
 from ringprof.report.tables import BETWEEN, Column, Listing, Table, text_table
 from ringprof.report.terms import LABELS
@@ -120,7 +123,7 @@ def _by_rank(summary: Summary) -> Table:
 # --- data ---------------------------------------------------------------------------------------------
 
 
-def json(found: Findings) -> dict[str, Any]:
+def json(found: Findings) -> ReportParts:
     """A rank an item."""
     return {"ranks": [_rank(rank) for rank in found.attribution.ranks]}
 
@@ -128,7 +131,7 @@ def json(found: Findings) -> dict[str, Any]:
 _FIRST = ("wall", "compute", "comm", "overlapped", "exposed_comm", "exposed_memory", "idle")
 
 
-def _rank(rank: Rank) -> dict[str, Any]:
+def _rank(rank: Rank) -> JsonObject:
     b = rank.breakdown
     others = {"exposed_other_groups_ns": b.exposed_other_groups_ns} if OTHER_GROUPS in b.kinds else {}
     others |= {"background_ns": b.background_ns} if b.background_ns else {}
@@ -154,7 +157,7 @@ def _waits(rank: Rank) -> dict[str, dict[str, int]] | None:
     return waits or None
 
 
-def _hops(rank: Rank) -> dict[str, Any] | None:
+def _hops(rank: Rank) -> JsonObject | None:
     totals = rank.hop_totals
     times = {name: getattr(totals, name) for name in ("wait_ns", "wire_ns", "wire_gbps")}
     return {"count": totals.count, "bytes": totals.sent_bytes, **times} if totals.count else None
@@ -182,7 +185,7 @@ def rank_table(ranks: Sequence[Mapping[str, Any]], communication: Sequence[Commu
     return Table("", columns, rows, "run.breakdown()").page()
 
 
-def html(found: Findings, report: dict[str, Any], figures: Any) -> Content:
+def html(found: Findings, report: Report, figures: ModuleType) -> Content:
     """The drawn breakdown, and a row a rank."""
     ranks = report["ranks"]
     return Content(
@@ -192,7 +195,7 @@ def html(found: Findings, report: dict[str, Any], figures: Any) -> Content:
     )
 
 
-def kinds_html(found: Findings, report: dict[str, Any], figures: Any) -> Content | None:
+def kinds_html(found: Findings, report: Report, figures: ModuleType) -> Content | None:
     """A row a kind, means over ranks."""
     columns = (Column("kind"), Column("mean", "time"), Column("of mean wall", "share"), Column("calls", "rough count"),
                Column("average", "short time"), Column("hidden", "share"))  # fmt: skip

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from types import ModuleType
 from typing import Any
 
 from ringprof.analysis.findings.findings import Findings
 from ringprof.analysis.transfers.hops import TimedHop, hop_totals, mean
+from ringprof.report.json_report import Report
 from ringprof.report.page.document import Content
 from ringprof.report.tables import Column, Listing, Table
 from ringprof.report.terms import LABELS
@@ -73,7 +75,7 @@ _LINKS = (
 )  # fmt: skip
 
 
-def html(found: Findings, report: dict[str, Any], figures: Any) -> Content | None:
+def html(found: Findings, report: Report, figures: ModuleType) -> Content | None:
     """A row a link and a row a hop; None where there are none, and of very many ranks."""
     hops = [hop for rank in found.attribution.ranks for hop in rank.hops] if found.lists_steps else []
     if not hops:

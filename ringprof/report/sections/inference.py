@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from types import ModuleType
 
 from ringprof.analysis.findings.findings import Findings
 from ringprof.analysis.findings.inference import Inference, inference_of
+from ringprof.report.json_report import Report
 from ringprof.report.page.document import Content
 from ringprof.report.tables import Listing
 from ringprof.report.text import TextStyle, binary_size, duration, percent
@@ -46,7 +47,7 @@ def _in_words(figures: Inference) -> list[str]:
     return lines
 
 
-def html(found: Findings, report: dict[str, Any], figures: Any) -> Content | None:
+def html(found: Findings, report: Report, figures: ModuleType) -> Content | None:
     """The same words."""
     recorded = inference_of(found.attribution, found.summary)
     return None if recorded is None else Content(lines=_in_words(recorded))

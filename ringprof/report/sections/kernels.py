@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from types import ModuleType
 
 from ringprof.analysis.findings.findings import Findings
+from ringprof.json_object import JsonObject
+from ringprof.report.json_report import Report
 from ringprof.report.page.document import Content
 from ringprof.report.tables import Column, Listing, Table
 from ringprof.report.terms import LABELS
@@ -39,7 +41,7 @@ def terminal(found: Findings, style: TextStyle, listing: Listing) -> list[str]:
     return [Table(title, COLUMNS, rows, "--all").listed(style, listing, MOST_KERNELS_LISTED)]
 
 
-def items(found: Findings) -> list[dict[str, Any]]:
+def items(found: Findings) -> list[JsonObject]:
     """For JSON: a name and kind an item, over all ranks."""
     return [
         {"name": one.name, "kind": one.kind, "calls": one.calls, "time_ns": one.time_ns, "hidden_share": one.hidden,
@@ -48,7 +50,7 @@ def items(found: Findings) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def html(found: Findings, report: dict[str, Any], figures: Any) -> Content | None:
+def html(found: Findings, report: Report, figures: ModuleType) -> Content | None:
     """A row a name and kind, over all ranks; None on CPU."""
     kernels = found.attribution.kernels
     if not kernels:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from types import ModuleType
 
 from ringprof.analysis.findings.findings import Findings
+from ringprof.report.json_report import Report
 from ringprof.report.page.document import Content, PageTable, number, text
 from ringprof.report.tables import Listing
 from ringprof.report.text import TextStyle, clean, percent
@@ -139,7 +140,7 @@ def _uneven(states: States) -> str:
 _COLUMNS = ("rank", "SM clock MHz", "lowest", "highest it can", "power W", "limit W", "hottest °C", "reported limits")
 
 
-def html(found: Findings, report: dict[str, Any], figures: Any) -> Content | None:
+def html(found: Findings, report: Report, figures: ModuleType) -> Content | None:
     """A row a rank, and what connects them; None where nothing told."""
     states, links = states_of(found), links_in_words(_links_of(found))
     if not states:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from types import ModuleType
 
 import numpy as np
 
 from ringprof.analysis.findings.findings import Findings
 from ringprof.analysis.findings.memory import Held, memory_of
+from ringprof.report.json_report import Report
 from ringprof.report.page.document import Content
 from ringprof.report.tables import Column, Table
 from ringprof.report.timeline import origins_of
@@ -21,7 +22,7 @@ _COLUMNS = (
 )  # fmt: skip
 
 
-def html(found: Findings, report: dict[str, Any], figures: Any) -> Content | None:
+def html(found: Findings, report: Report, figures: ModuleType) -> Content | None:
     """A line a rank and memory, and its peak; None where nothing was recorded, and of very many ranks."""
     held = list(memory_of(found.attribution)) if found.lists_steps or found.attribution.on_cpu else []
     if not held:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from types import ModuleType
 from typing import Any
 
 import msgspec
@@ -10,6 +11,8 @@ import msgspec
 from ringprof.analysis.findings.findings import Findings
 from ringprof.analysis.findings.summary import Rates
 from ringprof.analysis.kinds.kinds import ATTENTION, COMPUTE, KIND
+from ringprof.json_object import JsonObject
+from ringprof.report.json_report import Report, ReportParts
 from ringprof.report.page.document import Content, PageTable, text
 from ringprof.report.sections import communication, controls
 from ringprof.report.tables import Listing
@@ -148,19 +151,19 @@ def _cost(rates: Rates) -> list[str]:
     return ["; ".join(parts)] if parts else []
 
 
-def json(found: Findings) -> dict[str, Any]:
+def json(found: Findings) -> ReportParts:
     """What was run and measured, without the times of every iteration: those are in the ``run.json``."""
     if found.attribution.run is None:
         return {"run": None}
-    plain: dict[str, Any] = msgspec.to_builtins(found.attribution.run)
+    plain: JsonObject = msgspec.to_builtins(found.attribution.run)
     return {"run": {key: plain[key] for key in _KEPT}}
 
 
-def html(found: Findings, report: dict[str, Any], figures: Any) -> Content:
+def html(found: Findings, report: Report, figures: ModuleType) -> Content:
     """Every setting, how it was checked, and where: a row each."""
     rows = [[text("source"), text(", ".join(report["source"]["paths"]))]]
     run = found.attribution.run
-    named: dict[str, Any] = {"name": run.name, "created": run.created, "kernel": run.kernel} if run else {}
+    named: JsonObject = {"name": run.name, "created": run.created, "kernel": run.kernel} if run else {}
     if run is not None:
         for group in ("workload", "topology", "strategy"):
             fields = (report["run"] or {}).get(group) or {}
@@ -183,7 +186,7 @@ def _plainly(value: Any) -> str:
     return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def speed_html(found: Findings, report: dict[str, Any], figures: Any) -> Content | None:
+def speed_html(found: Findings, report: Report, figures: ModuleType) -> Content | None:
     """Speed with its spread, the profiler's overhead and memory, in words; the split of communication; controls."""
     run, style = found.attribution.run, TextStyle(width=10_000, wide_tables=True)
     blocks = communication.terminal(found, style, Listing())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from statistics import fmean
+from types import ModuleType
 from typing import Any
 
 import msgspec
@@ -12,6 +13,7 @@ import msgspec
 from ringprof.analysis.findings.findings import Findings
 from ringprof.analysis.steps.steps import Step
 from ringprof.analysis.transfers.hops import mean
+from ringprof.report.json_report import Report, ReportParts
 from ringprof.report.page.document import Content
 from ringprof.report.tables import Column, Listing, Table
 from ringprof.report.terms import MEANINGS
@@ -81,12 +83,12 @@ def _means(steps: Sequence[Step]) -> list[Any]:
     ]
 
 
-def json(found: Findings) -> dict[str, Any]:
+def json(found: Findings) -> ReportParts:
     """A rank and step an item; none of very many ranks."""
     return {"steps": [msgspec.to_builtins(step) for step in found.steps] if found.lists_steps else []}
 
 
-def html(found: Findings, report: dict[str, Any], figures: Any) -> Content | None:
+def html(found: Findings, report: Report, figures: ModuleType) -> Content | None:
     """The drawn waits, and a row a rank and step; None where there are no steps, and of very many ranks."""
     if not found.lists_steps or not found.steps:
         return None

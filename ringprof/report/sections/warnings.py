@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from types import ModuleType
 
 from ringprof.analysis.findings.findings import Findings
+from ringprof.report.json_report import Report
 from ringprof.report.page.document import Content, PageTable, number, text
 from ringprof.report.tables import Listing
 from ringprof.report.text import TextStyle, clean
@@ -22,7 +23,7 @@ def terminal(found: Findings, style: TextStyle, listing: Listing) -> list[str]:
     return [style.paint("warnings", "bold yellow") + "\n" + style.wrap("\n".join(lines), "yellow", indent=2)]
 
 
-def html(found: Findings, report: dict[str, Any], figures: Any) -> Content | None:
+def html(found: Findings, report: Report, figures: ModuleType) -> Content | None:
     """A row a warning."""
     rows = [
         [text("all" if one["rank"] is None else one["rank"]), text(one["code"]), text(one["message"]),

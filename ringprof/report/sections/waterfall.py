@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from types import ModuleType
 
 import msgspec
 
 from ringprof.analysis.findings.findings import Findings
-from ringprof.analysis.findings.waterfall import Bounds, Waterfall
+from ringprof.analysis.findings.waterfall import WATERFALL_LABELS, Bounds, Waterfall
+from ringprof.report.json_report import Report, ReportParts
 from ringprof.report.page.document import Content
 from ringprof.report.tables import Column, Listing, Table, text_table
-from ringprof.report.terms import ACTIONS, WATERFALL_LABELS
 from ringprof.report.text import TextStyle, clean, duration, in_unit, percent, rate, rounded_to_sum, unit_for
 
 
@@ -53,18 +53,18 @@ def _bounds(bounds: Bounds, wall_ns: int) -> str:
     return ", ".join(lower) or "neither free communication nor balanced ranks would shorten it"
 
 
-def json(found: Findings) -> dict[str, Any]:
+def json(found: Findings) -> ReportParts:
     """A part an item."""
     return {"waterfall": [msgspec.structs.asdict(part) for part in found.waterfall.parts]}
 
 
-def html(found: Findings, report: dict[str, Any], figures: Any) -> Content:
+def html(found: Findings, report: Report, figures: ModuleType) -> Content:
     """The drawn waterfall, and a row a part."""
     waterfall = found.waterfall
     columns = (Column("part"), Column("ms", "time", on_page="ms"), Column("share", "share", on_page="% of wall"),
                Column("TFLOP/s after it", "rate"), Column("evidence"), Column("shorter by"))  # fmt: skip
     rows = [
-        [WATERFALL_LABELS[one.part], one.time_ns, one.share, one.tflops, one.evidence, ACTIONS.get(one.part, "-")]
+        [WATERFALL_LABELS[one.part], one.time_ns, one.share, one.tflops, one.evidence, one.remedy or "-"]
         for one in waterfall.parts
     ]
     lines = [f"Bounds on the wall of {duration(waterfall.wall_ns)}: {_bounds(waterfall.bounds, waterfall.wall_ns)}."]

@@ -63,7 +63,7 @@ class ByteSource:
         """What is wrong with the compressed data, in words; None if nothing."""
 
     def __iter__(self) -> Iterator[bytes]:
-        with self._open() as file:
+        with io.BytesIO(self._source) if isinstance(self._source, bytes) else open_binary(self._source) as file:
             magic = file.read(4)
             file.seek(0)
             if magic.startswith(_GZIP_MAGIC):
@@ -72,9 +72,6 @@ class ByteSource:
                 yield from self._limited(self._unzstd(file))
             else:
                 yield from iter(lambda: file.read(self._size), b"")
-
-    def _open(self) -> BinaryIO:
-        return io.BytesIO(self._source) if isinstance(self._source, bytes) else open_binary(self._source)
 
     def _limited(self, pieces: Iterator[bytes]) -> Iterator[bytes]:
         total = 0

@@ -13,24 +13,24 @@ from ringprof.trace.checks import ELEMENTS_LIMIT, NAMED_LIMIT, RANKS_LIMIT
 from ringprof.trace.columns import CommRecord
 from ringprof.trace.memory import bytes_of_list
 
-Number = int | str | float | None
+JsonScalar = int | str | float | None
 
 
 class Args(msgspec.Struct, gc=False):
     """Arguments that every kept event may have."""
 
-    correlation: Number = None
-    external_id: Number = msgspec.field(default=None, name="External id")
-    old_external_id: Number = msgspec.field(default=None, name="external id")
+    correlation: JsonScalar = None
+    external_id: JsonScalar = msgspec.field(default=None, name="External id")
+    old_external_id: JsonScalar = msgspec.field(default=None, name="external id")
 
 
 class MemoryArgs(Args, gc=False):
     """Arguments of what an allocator did."""
 
-    kind: Number = msgspec.field(default=None, name="Device Type")
-    device: Number = msgspec.field(default=None, name="Device Id")
-    allocated_bytes: Number = msgspec.field(default=None, name="Total Allocated")
-    reserved_bytes: Number = msgspec.field(default=None, name="Total Reserved")
+    kind: JsonScalar = msgspec.field(default=None, name="Device Type")
+    device: JsonScalar = msgspec.field(default=None, name="Device Id")
+    allocated_bytes: JsonScalar = msgspec.field(default=None, name="Total Allocated")
+    reserved_bytes: JsonScalar = msgspec.field(default=None, name="Total Reserved")
 
 
 class CommArgs(Args, gc=False):
@@ -58,10 +58,10 @@ class CommArgs(Args, gc=False):
 class DeviceArgs(CommArgs, gc=False):
     """Arguments of kernels, copies and sets."""
 
-    device: Number = None
-    stream: Number = None
-    size_bytes: Number = msgspec.field(default=None, name="bytes")
-    graph_node: Number = msgspec.field(default=None, name="graph node id")
+    device: JsonScalar = None
+    stream: JsonScalar = None
+    size_bytes: JsonScalar = msgspec.field(default=None, name="bytes")
+    graph_node: JsonScalar = msgspec.field(default=None, name="graph node id")
 
 
 COMM_FIELDS = slice(len(Args.__struct_fields__), len(CommArgs.__struct_fields__))

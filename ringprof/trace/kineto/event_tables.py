@@ -30,14 +30,15 @@ from ringprof.trace.kineto.collectives import (
     Args,
     CommArgs,
     DeviceArgs,
+    JsonScalar,
     MemoryArgs,
-    Number,
     NumberLists,
     collective_of,
     whole_number,
 )
 from ringprof.trace.kineto.event_list import EMPTY, UNREADABLE, Event, decode_fields
 from ringprof.trace.kineto.times import MISSING, to_ns
+from ringprof.trace.kineto.tracks import Tracks
 from ringprof.trace.memory import bytes_of_collectives, bytes_of_rows, bytes_of_text
 
 _Columns = dict[str, npt.NDArray[Any]]
@@ -49,18 +50,22 @@ ABSURD_NS = 7 * 24 * 3600 * 10**9
 UNIX_TIMES_NS = 10**18
 """Times beyond this (2001) are unix times, where 0 can only mean "not set"."""
 
+MOST_SOURCES = 1 << 10
+"""So many unknown categories are counted one by one: damaged files may have any number."""
+
 COMM_RECORD = "record_param_comms"
 MEMORY_EVENT = "[memory]"
 _HOST_MEMORY = 0
 """Of torch's device types."""
 
-_DEVICE_CATEGORIES = {
-    "kernel": KERNEL,
-    "gpu_memcpy": MEMCPY,
-    "memcpy": MEMCPY,
-    "gpu_memset": MEMSET,
-    "memset": MEMSET,
-}
+_DEVICE_CATEGORY = re.compile(r"(?:(?:gpu|cuda|hip|device|concurrent)[ _])?(kernel|memcpy|memset)")
+_DEVICE_CATEGORIES = {"kernel": KERNEL, "memcpy": MEMCPY, "memset": MEMSET}
+_ANNOTATIONS = {"user_annotation": "annotations", "gpu_user_annotation": "device_annotations", "nvtx": "annotations"}
+_PASSED_OVER = frozenset(
+    "python_function overhead trace ac2g fwdbwd async_cpu_to_gpu cpu_instant_event cuda_sync cuda_event"
+    " cuda_profiler_range external_correlation collective_comm fee".split()
+)
+"""Categories of rows that repeat others or cost nothing of their own: Kineto's, and VizTracer's of Python functions."""
 # Those that tell what runs in them where the kernels' own names do not (`ringprof.analysis.kinds.operators`).
 _OPERATORS_THAT_TELL = re.compile(
     "attention|attn|flash|sdpa|scaled_dot|fmha|nccl|rccl|c10d|gloo|nvshmem|symm_mem|vllm_fa|sgl_kernel"
@@ -119,15 +124,25 @@ class _Remembered(dict[str | None, Any]):
 
 
 def _table_for(category: str | None) -> str | None:
-    """The table of a category's events. Categories compare without case: old files capitalise them."""
+    """The table of a category's events, empty for none, and None for an unknown category.
+
+    Categories compare without case: old files capitalise them.
+    """
     key = (category or "").lower()
-    if key in _DEVICE_CATEGORIES:
+    if _DEVICE_CATEGORY.fullmatch(key):
         return "activities"
+    if key in _PASSED_OVER:
+        return ""
     if key in ("runtime", "driver") or key.endswith(("_runtime", "_driver")):
         return "launches"
     if key in ("cpu_op", "operator"):
         return "operators"
-    return {"user_annotation": "annotations", "gpu_user_annotation": "device_annotations"}.get(key)
+    return _ANNOTATIONS.get(key)
+
+
+def _category(category: str | None) -> int:
+    known = _DEVICE_CATEGORY.fullmatch((category or "").lower())
+    return _DEVICE_CATEGORIES[known[1]] if known else KERNEL
 
 
 class Collector:
@@ -146,10 +161,14 @@ class Collector:
         """Whether there were any CPU operators, kept or not."""
         self.oddities: Counter[str] = Counter()
         """How often each oddity of a single event was met; keys are warning codes."""
+        self.unread: Counter[str] = Counter()
+        """How many events are of a category, or of a process without categories, that nothing is known of."""
+        self._tracks = Tracks()
         self._base_ns = self._middle_ns = 0
         self._seen_collectives: dict[tuple[Any, ...], int] = {}
         self.number_lists = NumberLists(take)
         self._table_for = _Remembered(_table_for)
+        self._category = _Remembered(_category)
         self._told_by = _Remembered(_told_by)
         self._idle = _Remembered(lambda name: _CALLS_THAT_LAUNCH_NOTHING.search(name or "") is not None)
         self._chunks: dict[str, list[_Columns]] = {table: [] for table in TABLES}
@@ -184,20 +203,37 @@ class Collector:
     def _sort(self, events: list[Event]) -> dict[str, list[Event]]:
         tables: dict[str, list[Event]] = {table: [] for table in TABLES}
         table_for = self._table_for
-        odd = bare = 0
+        named, unknown, odd = list[Event](), list[Event](), 0
         for event in events:
             if event.ph == "X":
                 table = table_for[event.cat]
-                if table is not None:
+                if table:
                     tables[table].append(event)
-                elif event.cat is None:
-                    bare += 1
+                elif table is None:
+                    unknown.append(event)
             elif event.ph == "i" and event.name == MEMORY_EVENT:
                 tables["memory"].append(event)
+            elif event.ph == "M":
+                named.append(event)
             elif event.ph == "B" or event.ph == "E":
                 odd += 1
-        self.oddities += Counter(begin_end_events=odd, missing_category=bare)
+        self.oddities += Counter(begin_end_events=odd)
+        self._tracks.note(named)
+        for event in unknown:
+            self._place(event, tables["activities"])
         return tables
+
+    def _place(self, event: Event, activities: list[Event]) -> None:
+        """An event of no known category where its track tells that it is a GPU's; else it is counted."""
+        placed = self._tracks.placed(event)
+        if placed:
+            activities.append(placed)
+            return
+        source = self._tracks.source_of(event)
+        if source is None:
+            self.oddities["missing_category"] += 1
+        elif source:
+            self.unread[source if len(self.unread) < MOST_SOURCES else "others"] += 1
 
     def _keep(self, table: str, events: list[Event]) -> None:
         if not events:
@@ -270,7 +306,7 @@ class Collector:
                 self.take(sum(bytes_of_text(text) for text in added))
                 return np.array(numbers, np.int32)
             case "category":
-                return np.array([_DEVICE_CATEGORIES[(e.cat or "").lower()] for e in events], np.int8)
+                return np.array([self._category[e.cat] for e in events], np.int8)
             case "thread" if not on_device:
                 return integers([e.tid for e in events])
             case "thread":
@@ -377,7 +413,7 @@ def _fill(args: Args, text: msgspec.Raw) -> bool:
     return sound
 
 
-def integers(values: Sequence[Number]) -> Int64:
+def integers(values: Sequence[JsonScalar]) -> Int64:
     """A column of integers; `NONE` where a value is absent, no number, or beyond 64 bits."""
     # Anything but an integer goes the slow way: numpy reads "1_000" as one.
     if set(map(type, values)) <= _PLAIN:
@@ -391,12 +427,12 @@ def integers(values: Sequence[Number]) -> Int64:
 _PLAIN = {int, type(None)}
 
 
-def _int64(value: Number) -> int:
+def _int64(value: JsonScalar) -> int:
     number = whole_number(value)
     return number if number is not None and -(2**63) < number < 2**63 else NONE
 
 
-def _given(value: Number, other: Number) -> Number:
+def _given(value: JsonScalar, other: JsonScalar) -> JsonScalar:
     return other if value is None else value
 
 

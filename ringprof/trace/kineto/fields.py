@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from ringprof.json_object import JsonObject
 from ringprof.trace.checks import LARGEST_NS, RANKS_LIMIT
 from ringprof.trace.columns import Device
 from ringprof.trace.kineto.collectives import whole_number
@@ -55,7 +56,7 @@ class Metadata(msgspec.Struct, frozen=True):
 class Found(NamedTuple):
     """Top-level fields."""
 
-    values: dict[str, Any]
+    values: JsonObject
     sound: bool
     """Whether all of the text was sound JSON."""
 
@@ -81,9 +82,9 @@ def opened(tail: bytes) -> bytes:
     return b"{" + (tail or b"}")
 
 
-def _salvaged(text: str) -> dict[str, Any]:
+def _salvaged(text: str) -> JsonObject:
     """The fields that matter, each read by itself."""
-    values: dict[str, Any] = {}
+    values: JsonObject = {}
     text = text[:_SALVAGED_CHARACTERS]
     for key in _WANTED:
         for found in islice(re.finditer(rf'"{key}"\s*:\s*', text), _ATTEMPTS):

@@ -24,6 +24,7 @@ from ringprof.trace.kineto.event_list import (
 from ringprof.trace.kineto.event_tables import Collector
 from ringprof.trace.kineto.fields import Metadata, closed, metadata_of, opened, read_fields
 from ringprof.trace.kineto.recover import Recovery
+from ringprof.trace.kineto.tracks import ON_DEVICE
 from ringprof.trace.memory import bytes_of_text, take_analysis
 from ringprof.trace.one_run import rank_in_name
 
@@ -97,8 +98,8 @@ def _pass(source: str | bytes, name: str, budget: MemoryBudget, *, every_operato
             break
     behind = read_fields(opened(tail))
     reading.metadata = metadata_of(head.values | behind.values)
-    used = reading.collector.calls_a_device or reading.metadata.on_gpu
-    reading.lacks_device = used and not reading.collector.has_device_activities
+    used = collector.calls_a_device or reading.metadata.on_gpu or any(map(ON_DEVICE.search, collector.unread))
+    reading.lacks_device = used and not collector.has_device_activities
     reading.fields_sound = head.sound and behind.sound
     reading.second_list = LIST_KEY.search(tail) is not None
     reading.damage = byte_source.damage
@@ -183,7 +184,13 @@ def _why_empty(reading: _Reading) -> str:
         return f"no event in it can be read ({reading.skipped} damaged, {reading.collector.total} of no use)"
     if reading.collector.oddities["begin_end_events"]:
         return "only begin/end events, which PyTorch does not write: export the trace with torch.profiler"
-    return f"nothing to analyse: {reading.collector.total} events, none of them a kernel, operator or annotation"
+    found = f"{reading.collector.total} events, none of them a kernel, operator or annotation"
+    return f"nothing to analyse: {found}{'; of ' if reading.collector.unread else ''}{_unread(reading.collector)}"
+
+
+def _unread(collector: Collector) -> str:
+    """Of what categories or processes most events are that were not read, with how many."""
+    return ", ".join(f"{source} ({count:,})" for source, count in collector.unread.most_common(3))
 
 
 _ODDITIES = {
@@ -206,11 +213,12 @@ _NO_DEVICE = (
     "the run used a GPU, and nothing of what ran there is in the trace: device activities were not profiled (not asked "
     "for, or refused to the profiler), or profiling ended before the first kernel"
 )
+_CUT_BEFORE_DEVICE = "the run used a GPU, and what is left of the file has nothing of what ran there"
 
 
 def _warnings(reading: _Reading) -> list[Caveat]:
     rank, at = reading.metadata.rank, reading.first_damage
-    damaged = reading.skipped - reading.cut_events
+    damaged, unread = reading.skipped - reading.cut_events, reading.collector.unread.total()
     found = []
     if reading.damage:
         found.append(Caveat("damaged_compression", f"{reading.damage}: read up to there", rank))
@@ -230,7 +238,12 @@ def _warnings(reading: _Reading) -> list[Caveat]:
         message = "the text around the events is damaged: the rank, groups or base time may be missing"
         found.append(Caveat("damaged_metadata", message, rank))
     if reading.lacks_device:
-        found.append(Caveat(NO_DEVICE_ACTIVITIES, _NO_DEVICE, rank))
+        nothing = _NO_DEVICE if reading.cut_at is None else _CUT_BEFORE_DEVICE
+        message = f"what ran on the device is not read: {_unread(reading.collector)}" if unread else nothing
+        found.append(Caveat(NO_DEVICE_ACTIVITIES, message, rank))
+    elif unread:
+        message = f"events that ringprof does not read, and no figure counts: {_unread(reading.collector)}"
+        found.append(Caveat("unknown_category", message, rank, unread))
     if reading.second_list:
         message = "a second list of events stands behind the first and was not read: split the file"
         found.append(Caveat("second_event_list", message, rank))

@@ -9,7 +9,6 @@ import pytest
 
 import ringprof
 from ringprof.analysis.findings.changes import Change, RunChanges
-from ringprof.report.terms import WATERFALL_LABELS
 from tests.loaded import analysis
 from tests.paths import TRACES
 
@@ -55,9 +54,11 @@ def test_the_sentence_names_the_largest_with_their_steps():
     )
     backward = (Change(f"bwd {step}", 4.0, 2.2, -0.018) for step in range(2, 7))
     steps = (*backward, Change("fwd 1", 1.0, 0.9, -0.001), Change("bwd 1", 1.0, 3.0, 0.02))
-    said = RunChanges(parts, steps, ()).sentence(WATERFALL_LABELS)
-    assert said == "-9.0 % exposed wire (-7.2 % exposed in backward steps 2 to 5), -4.0 % merges and copies"
-    assert RunChanges(parts[2:], steps, ()).sentence(WATERFALL_LABELS) == ""
+    said = RunChanges(parts, steps, ()).sentence()
+    assert said == (
+        "-9.0 % exposed wire, -4.0 % merges and copies; by ring step -7.2 % exposed in backward steps 2 to 5"
+    )
+    assert RunChanges(parts[2:], steps, ()).sentence() == ""
 
 
 def test_runs_of_other_work_have_no_changes():
@@ -69,4 +70,7 @@ def test_runs_of_other_work_have_no_changes():
 def test_why_a_contiguous_ring_is_slower_is_said():
     found = ringprof.compare(*(analysis(TRACES / f"h200x4-{name}-262144") for name in ("zigzag", "ring")))
     assert found.changes is not None
-    assert re.match(r"\+69\.\d % imbalance between ranks \(", found.changes.sentence(WATERFALL_LABELS))
+    assert re.match(
+        r"\+69\.\d % imbalance between ranks, .*; by ring step \+50.7 % exposed in backward steps 1, 2, 4$",
+        found.changes.sentence(),
+    )

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from ringprof.analysis.findings.comparison import WORK, Entry, Figure, as_one, compare, in_turns, same_work
+from ringprof.analysis.findings.comparison import WORK, Entry, Figure, as_one, compare_entries, in_turns, same_work
 from ringprof.analysis.findings.conditions import parse_condition
 from ringprof.analysis.findings.entries import labels_of
 from ringprof.benchmark_logs.rows import LogRow
@@ -39,7 +39,7 @@ def rate(value: float, spread: float) -> Figure:
     ],
 )
 def test_a_difference_that_is_not_proved_is_noise(base, other, verdict):
-    (difference,) = compare([entry("a", x=base), entry("b", x=other)]).differences
+    (difference,) = compare_entries([entry("a", x=base), entry("b", x=other)]).differences
     assert difference.verdict == verdict
     assert (difference.low is None) == (not other.recordings)
     if difference.low is not None and difference.high is not None and difference.ratio is not None:
@@ -52,14 +52,14 @@ def test_times_are_set_against_each_other_only_for_the_same_work():
     time = Figure(5, "ms", higher_is_better=False, depends_on_work=True)
     longer = entry("b", SETTINGS | {"seq": "2"}, t=replace(time, value=10))
     unknown = entry("c", {}, t=time)
-    found = compare([entry("a", t=time), longer, unknown, entry("d", t=time)])
+    found = compare_entries([entry("a", t=time), longer, unknown, entry("d", t=time)])
     assert [d.verdict for d in found.differences] == ["not comparable", "not comparable", "same"]
     assert found.differing["seq"] == ("1", "2", None, "1")
     assert not same_work(unknown, unknown)
 
 
 def test_a_figure_that_one_side_lacks_is_missing():
-    found = compare([entry("a", x=rate(1, 0)), entry("b", y=rate(1, 0))])
+    found = compare_entries([entry("a", x=rate(1, 0)), entry("b", y=rate(1, 0))])
     assert found.figures == ("x", "y")
     assert {d.verdict for d in found.differences} == {"missing"}
 
@@ -108,7 +108,7 @@ def test_recordings_made_in_turns_are_told_by_their_times():
 
 def test_one_entry_is_no_comparison():
     with pytest.raises(ValueError, match="two"):
-        compare([entry("a")])
+        compare_entries([entry("a")])
 
 
 def test_a_log_row_keeps_what_it_printed():
@@ -190,6 +190,6 @@ def test_times_of_work_that_only_the_user_knows_are_set_against_each_other_where
     entries = [
         entry(label, {}, wall=Figure(value, "ms", depends_on_work=True)) for label, value in (("a", 8), ("b", 6))
     ]
-    assert [one.verdict for one in compare(entries).differences] == ["not comparable"]
-    (found,) = compare(entries, did_same_work=True).differences
+    assert [one.verdict for one in compare_entries(entries).differences] == ["not comparable"]
+    (found,) = compare_entries(entries, did_same_work=True).differences
     assert (found.difference, found.ratio) == (-2, 0.75)

@@ -33,7 +33,7 @@ def test_a_rank_without_its_device_is_left_out_beside_one_that_has_it():
     attribution = attribute([trace(0), trace(1, NO_DEVICE_ACTIVITIES, computes=False)])
     assert [rank.rank for rank in attribution.ranks] == [0]
     lines = findings_in_memory(attribution).verdict
-    assert lines[0] == "Missing: ranks whose traces are left out (see warnings)."
+    assert lines[0] == "Missing: traces that are left out (see warnings)."
 
 
 @pytest.mark.parametrize("code", ["truncated", "damaged_compression"])

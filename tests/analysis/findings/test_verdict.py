@@ -34,8 +34,15 @@ def test_a_contiguous_causal_ring_is_told_to_balance():
     waited = rank0["wait_ns"] / (rank0["wait_ns"] + rank0["wire_ns"])
     # Of 4 ranks, the last has 1 + 2 x 3 half squares of work where the first has 1.
     assert cause == (
-        f"{100 * waited:.0f} % of rank 0's SendRecv time was waiting for ranks with up to 7 times its causal work: "
-        "choose zigzag or stripe."
+        f"{100 * waited:.0f} % of rank 0's SendRecv time was waiting for ranks with up to 7 times its causal work."
+    )
+    # The longest computation less the mean of all is what even work saves.
+    computes = [rank["compute_ns"] for rank in report["ranks"]]
+    uneven = report["summary"]["slowest_rank"]["wall_ns"] - report["summary"]["bounds_ns"]["balanced"]
+    assert uneven == pytest.approx(max(computes) - sum(computes) / 4, rel=0.05)
+    assert report["summary"]["next_step"]["text"] == (
+        f"Largest loss outside attention: imbalance between ranks. To gain at most {uneven / 1e6:.1f} ms of "
+        "2,034.0 ms: zigzag or stripe (the same causal work for all)."
     )
     assert f"{report['summary']['bounds_ns']['balanced'] / 1e6:,.1f} ms" in gain
 
@@ -137,6 +144,14 @@ def test_a_cpu_run_speaks_of_blocked_time():
     assert "time blocked in waiting for a transfer" in verdict(cpu_example())[0]
 
 
+def test_of_a_cpu_run_that_also_reduces_blocked_time_and_ranges_are_named():
+    b = Builder(world_size=2).mark("ProfilerStep#1", 0, 1000).operate("aten::mm", 0, 500)
+    b.mark("ringprof::wait/kv", 500, 600).mark("gloo:all_reduce", 800, 870, thread=7)
+    assert verdict(b)[0] == (
+        "17.0 % of the time is exposed communication: 10.0 % blocked in waiting for a transfer, 7.0 % all-reduce."
+    )
+
+
 @pytest.mark.parametrize("folder", COMMITTED, ids=lambda path: path.name)
 def test_no_verdict_has_more_than_three_lines(folder):
     lines = verdict_of(folder)
@@ -165,3 +180,74 @@ def test_shares_of_the_time_are_those_of_the_tables(name):
     else:
         share = float(cause.split(" % of the time")[0])
         assert share <= 100 * exposed / wall
+
+
+# --- what to do about it ------------------------------------------------------------------------------
+
+
+def step_of(*builders):
+    return findings_in_memory(attribute([builder.trace() for builder in builders])).next_step
+
+
+@pytest.mark.parametrize(
+    ("run", "remedy"),
+    [
+        ("h200x4-zigzag-65536-two-hosts", "double-ring, burst or usp (less between hosts)"),
+        ("h200x4-burst-65536-two-hosts", "faster links, fewer bytes, longer pieces a rank"),
+        ("h200x4-usp-65536-two-hosts", "faster links, -p grad_wire=input, longer pieces a rank"),
+        ("h200x4-zigzag-65536", "--hops copy, -p grad_wire=input, longer pieces a rank"),
+        ("h200x4-stripe-262144", "look at the GPUs' clocks (same work, other speed)"),
+        ("cpu4-zigzag-4096-two-hosts", "double-ring, burst or usp (less between hosts)"),
+    ],
+)
+def test_nobody_is_told_to_do_what_the_run_did(run, remedy):
+    assert remedy in analysis(TRACES / run).report()["summary"]["next_step"]["text"]
+
+
+def test_the_rate_that_would_hide_the_wire_is_its_bytes_over_the_computation():
+    report = analysis(TRACES / "h200x4-zigzag-65536-two-hosts").report()
+    sent = sum(rank["hops"]["bytes"] for rank in report["ranks"])
+    computes = sum(rank["compute_ns"] for rank in report["ranks"])
+    text = report["summary"]["next_step"]["text"]
+    assert (
+        f"{computes / 4e6:.3f} ms of computation can hide these bytes from {sent / computes:.1f} GB/s a rank on" in text
+    )
+
+
+@pytest.mark.parametrize("folder", COMMITTED, ids=lambda path: path.name)
+def test_the_next_step_is_the_waterfalls_own_largest_loss(folder):
+    report = analysis(folder).report()
+    step = report["summary"]["next_step"]
+    part = next(one for one in report["waterfall"] if one["part"] == step["part"])
+    assert (part["time_ns"], part["share"]) == (step["time_ns"], step["share"])
+    assert part["remedy"] and part["remedy"] in step["text"]
+    communication = {"imbalance", "exposed_wire", "peer_wait", "exposed_unsplit"}
+    attention = {"attention", "peak", "kernel", "repeated", "slowdown"}
+    outside = [one for one in report["waterfall"] if one["part"] not in attention]
+    if step["part"] in attention:
+        assert all(one["share"] < 0.02 for one in outside)
+    else:
+        rivals = [one for one in outside if (one["part"] in communication) == (step["part"] in communication)]
+        assert step["time_ns"] == max(one["time_ns"] for one in rivals)
+
+
+def test_gaps_and_merges_have_remedies_of_their_own():
+    gaps = Builder(world_size=1).run(FLASH, 0, 600_000, launched=1).run(FLASH, 900_000, 10**6, launched=2)
+    assert step_of(gaps).text == (
+        "Largest loss outside attention: launch gaps. To gain at most 0.300 ms of 1.000 ms: "
+        "CUDA graphs, fewer and longer kernels."
+    )
+    merges = Builder(world_size=1).run(FLASH, 0, 600, launched=1).run(MERGE, 600, 1000, launched=2)
+    assert (step_of(merges).part, step_of(merges).time_ns) == ("merge_and_copies", 400)
+
+
+def test_without_a_loss_the_kernel_is_named_with_what_a_tenth_of_it_is():
+    step = step_of(
+        Builder(world_size=1).run(FLASH, 0, 990_000_000, launched=1).run(MERGE, 990_000_000, 10**9, launched=2)
+    )
+    assert step.part == "attention"
+    assert step.text.endswith("; attention in a tenth less time saves 99.000 ms.")
+
+
+def test_a_step_that_only_computes_matrix_products_has_no_next_step():
+    assert step_of(Builder(world_size=1).run("ampere_sgemm_128x64_nn", 0, 600, launched=1)) is None

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ringprof.analysis.findings.summary import summarise
-from ringprof.analysis.findings.waterfall import WATERFALL_PARTS, find_waterfall
+from ringprof.analysis.findings.waterfall import WATERFALL_LABELS, find_waterfall
 from ringprof.analysis.kinds.kinds import COMMUNICATION, COMPUTE, KINDS, MEMORY
 from ringprof.scale.pipeline import attribute
 from tests.analysis.build import FLASH, Builder
@@ -120,7 +120,7 @@ def check(attribution):
     mine: defaultdict[str, int] = defaultdict(int)
     for part in waterfall.parts:
         mine["attention" if part.part in ATTENTION else part.part] += part.time_ns
-    assert set(mine) <= set(WATERFALL_PARTS)
+    assert set(mine) <= set(WATERFALL_LABELS)
     for name in truth.keys() | mine.keys():
         # Each part is a whole nanosecond, the attention kernels' up to four of them.
         assert abs(mine[name] - truth[name]) < (4 if name == "attention" else 1), name
@@ -197,7 +197,7 @@ def test_a_run_slower_than_its_peak_starts_at_the_peak():
 def test_the_frame_has_the_parts():
     run = analysis(RUNS[0])
     frame = run.waterfall()
-    assert list(frame.columns) == ["part", "time_ns", "share", "tflops", "evidence"]
+    assert list(frame.columns) == ["part", "time_ns", "share", "tflops", "evidence", "remedy"]
     assert frame["time_ns"].sum() == run.summary.slowest_wall_ns
     assert frame["share"].sum() == pytest.approx(1)
     assert np.isfinite(frame["tflops"].astype(float)).all()

@@ -140,6 +140,11 @@ def test_an_unknown_kernel_is_the_communication_that_its_operator_is(operator, k
     assert kinds_of(b) == [kind, "gemm"]
 
 
+@pytest.mark.parametrize(("operator", "kind"), [("_C_custom_ar::all_reduce", "all_reduce"), ("aten::add", "permute")])
+def test_one_word_of_a_name_says_less_than_the_operator_whose_kernel_it_is(operator, kind):
+    assert kinds_of(Builder().operate(operator, 0, 30).run("push_expert_rows", 100, 200, launched=10)) == [kind]
+
+
 def test_the_most_frequent_attention_family_comes_first():
     b = Builder().run("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_x", 0, 1)
     b.run(FLASH, 1, 2).run(FLASH, 2, 3)

@@ -130,8 +130,11 @@ NAMES = {
         "void cutlass::device_kernel<Unknown",
         "main_kernel",
         "kernel_0",
-        # State-space models, whose kernels are none of these.
+        # State-space models and linear attention, whose kernels are none of these.
         "_chunk_scan_fwd_kernel",
+        "chunk_gated_delta_rule_fwd_kernel_h_blockdim64",
+        "fused_sigmoid_gating_delta_rule_update_kernel",
+        "_bmm_chunk_fwd_kernel_mamba",
     ],
 }
 

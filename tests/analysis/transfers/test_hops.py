@@ -190,6 +190,27 @@ def test_a_transfer_that_ends_before_its_partner_begins_disproves_a_common_clock
     assert splits(attribution) == [(None, None)] * 4
 
 
+def all_reduces(offset):
+    """A small and a long all-reduce on four ranks, whose clocks are one but for ranks 2 and 3, which are ahead."""
+    builders = [Builder(rank=rank) for rank in range(4)]
+    for rank, b in enumerate(builders):
+        ahead = offset if rank >= 2 else 0
+        for number, (start, end) in enumerate([(1000, 20_000), (900_000, 9_000_000)]):
+            own = collective("all_reduce")
+            b.run(NCCL, start + ahead + 10 * rank, end + ahead, launched=10 + 50_000 * number, own=own, stream=20)
+    return builders
+
+
+def test_a_collective_that_ends_before_a_rank_begins_disproves_a_common_clock():
+    assert splits(attribution_of(all_reduces(0)))[:2] == [(30, 18_970), (30, 8_099_970)]
+    apart = attribution_of(all_reduces(5_000_000))
+    assert splits(apart) == [(None, None)] * 8
+    (warning,) = (one for one in apart.warnings if one.code == "clocks_disagree")
+    assert warning.message.endswith("if these ranks are of several hosts, --ranks-per-host has their clocks fitted")
+    named = attribution_of(all_reduces(5_000_000), ranks_per_host=2)
+    assert "clocks_disagree" not in codes(named) and splits(named)[1][1] is not None
+
+
 def test_exposed_time_of_a_hop_has_no_computation_beside_it():
     builders = ring([1000] * 4, [2000] * 4)
     for b in builders:

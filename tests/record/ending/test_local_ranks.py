@@ -30,7 +30,7 @@ def start(started: list[subprocess.Popen[bytes]], **variables: str) -> int:
     started.append(subprocess.Popen(SLEEP, env={**psutil.Process().environ(), **variables, "STARTED": "1"}))
     pid = started[-1].pid
     # The system shows a new process's variables some moments after it has begun.
-    wait_until(lambda: "STARTED" in psutil.Process(pid).environ(), 10)
+    wait_until(lambda: "STARTED" in psutil.Process(pid).environ(), 60)
     return pid
 
 

@@ -1,0 +1,144 @@
+"""What would shorten each part of this run's waterfall, in few words.
+
+Words follow from what was run: nobody is told to choose zigzag who has, or to record ranks that are there.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from statistics import fmean
+
+from ringprof.analysis.attribution import Attribution
+from ringprof.analysis.findings.summary import Communication, Summary
+from ringprof.analysis.findings.waterfall_words import milliseconds
+from ringprof.analysis.transfers.hops import OTHER_HOST
+from ringprof.run import StrategyUsed
+
+UNBALANCED = 1.5
+"""How many times longer one rank must compute than another, rising with the rank, to look like a causal mask."""
+_SAME_WORK = 1.02
+"""How many times another's work is still the same."""
+_LONGER = "longer pieces a rank"
+
+
+def remedies_of(attribution: Attribution, summary: Summary) -> dict[str, str]:
+    """For parts of a waterfall; nothing for those that nothing is known to shorten."""
+    used = _strategy(attribution)
+    found = {
+        "kernel": f"another kernel (ringprof kernels), {_LONGER}",
+        "attention": f"a faster kernel, {_LONGER}",
+        "repeated": "a strategy that computes nothing twice",
+        "slowdown": _slowdown(used),
+        "imbalance": _imbalance(attribution),
+        "exposed_wire": _wire(attribution, longest_on_wire(summary)),
+        "peer_wait": _wait(attribution),
+        "exposed_unsplit": _unsplit(attribution),
+        "other_groups": "other groups' work beside this one's",
+        "merge_and_copies": f"fewer merges, {_LONGER}",
+        "launch_gaps": _gaps(attribution),
+    }
+    return {part: words for part, words in found.items() if words}
+
+
+def known_contiguous(attribution: Attribution) -> bool:
+    """Whether the run's ranks have contiguous pieces under a plain causal mask: work that rises with the rank."""
+    run = attribution.run
+    if run is None or run.strategy is None or run.workload is None or not run.workload.causal:
+        return False
+    if run.workload.documents or run.workload.window:
+        return False  # their work is not a triangle
+    return run.strategy.layout == "contiguous"
+
+
+def rises_with_rank(attribution: Attribution) -> bool:
+    """Whether traces of an unknown program look like that."""
+    if attribution.run is not None and attribution.run.strategy is not None:
+        return False
+    times = [rank.breakdown.flash_ns for rank in attribution.ranks]
+    rising = all(later > earlier for earlier, later in pairwise(times))
+    return len(times) > 2 and rising and times[-1] >= UNBALANCED * times[0]
+
+
+def longest_on_wire(summary: Summary) -> Communication | None:
+    """The kind and link whose bytes take longest."""
+    rows = [row for row in summary.communication if row.wire_gbps and row.sent_bytes]
+    return max(rows, key=lambda row: (row.sent_bytes or 0) / (row.wire_gbps or 1), default=None)
+
+
+def rate_to_hide(attribution: Attribution, row: Communication | None) -> str:
+    """At which rate these bytes would take no longer than all computation: the least that could hide them."""
+    computes = fmean(rank.breakdown.compute_ns for rank in attribution.ranks)
+    if row is None or not row.sent_bytes or not row.wire_gbps or not computes:
+        return ""
+    needed = row.sent_bytes / len(attribution.ranks) / computes
+    if needed <= row.wire_gbps:
+        return ""
+    return f"; {milliseconds(computes)} of computation can hide these bytes from {needed:.3g} GB/s a rank on"
+
+
+def _strategy(attribution: Attribution) -> StrategyUsed | None:
+    return attribution.run.strategy if attribution.run else None
+
+
+def _slowdown(used: StrategyUsed | None) -> str:
+    return "" if used and used.hops == "copy" else "--hops copy, fewer channels of NCCL"
+
+
+def _imbalance(attribution: Attribution) -> str:
+    run = attribution.run
+    if known_contiguous(attribution):
+        return "zigzag or stripe (the same causal work for all)"
+    if rises_with_rank(attribution):
+        return "the same causal work for every rank, as zigzag has"
+    if run and run.workload and run.workload.documents:
+        return "another layout (ringprof balance compares them)"
+    flops = run.block_flops() if run else None
+    if flops and max(flops.values()) <= _SAME_WORK * min(flops.values()):
+        return "look at the GPUs' clocks (same work, other speed)"
+    return "the same work for every rank"
+
+
+def _wire(attribution: Attribution, row: Communication | None) -> str:
+    used = _strategy(attribution)
+    if used is None:
+        return "fewer bytes, more computation beside them"
+    if used.name in ("allgather", "ulysses"):
+        return "zigzag, burst or usp (hops beside blocks)"
+    if row is not None and row.link == OTHER_HOST:
+        return _between_hosts(used)
+    carried = [] if used.hops == "copy" else ["--hops copy"]
+    return ", ".join([*carried, _fewer_bytes(used), _LONGER])
+
+
+def _between_hosts(used: StrategyUsed) -> str:
+    if used.name in ("double-ring", "usp") or used.params.get("double_ring"):
+        return f"faster links, {_fewer_bytes(used)}, {_LONGER}"
+    return "double-ring, burst or usp (less between hosts)"
+
+
+def _fewer_bytes(used: StrategyUsed) -> str:
+    return "-p grad_wire=input" if used.params.get("grad_wire") == "fp32" else "fewer bytes"
+
+
+def _wait(attribution: Attribution) -> str:
+    waits = {rank.rank: rank.hop_totals.wait_ns for rank in attribution.ranks if rank.hop_totals.wait_ns is not None}
+    late = f"rank {min(waits, key=lambda rank: waits[rank])}" if len(waits) > 1 else "the late rank"
+    return f"find what holds {late} up (--steps)"
+
+
+def _unsplit(attribution: Attribution) -> str:
+    if not attribution.on_cpu:
+        return "record all ranks to tell wire from wait"
+    used, run = _strategy(attribution), attribution.run
+    if used and run and len(set(run.topology.hosts)) > 1:
+        return _between_hosts(used)
+    return "faster links, fewer bytes"
+
+
+def _gaps(attribution: Attribution) -> str:
+    used = _strategy(attribution)
+    if attribution.on_cpu:
+        return _LONGER
+    if used is None or used.cuda_graph:
+        return "fewer and longer kernels" if used else "CUDA graphs, fewer and longer kernels"
+    return f"--cuda-graph, {_LONGER}"

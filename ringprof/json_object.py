@@ -1,0 +1,12 @@
+"""What has no type of its own, as it is written for other programs or by them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+JsonObject = dict[str, Any]
+"""A JSON object: a part of a report, an event of a trace, a row of a table."""
+Params = dict[str, Any]
+"""A strategy's own parameters by name: text from the command line until `resolve` has typed them."""
+Options = dict[str, Any]
+"""What a command was given, by the names of its options."""

@@ -1,0 +1,134 @@
+"""Imports stand at the top of a module, but for what takes long to load and only some need."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from ringprof.cli.commands import COMMANDS
+
+ROOT = Path(__file__).parents[1]
+SLOW = {
+    "torch", "pandas", "matplotlib", "bokeh", "jinja2", "rich", "joblib", "distributed", "fsspec", "sqlite3", "hta",
+    "multiprocessing", "numpy", "pyarrow", "psutil", "triton", "webbrowser",
+}  # fmt: skip
+"""What takes longer to load than a small trace to read, and what is not everywhere."""
+ROOMS = {
+    "ringprof.report.page.html", "ringprof.report.page.run", "ringprof.report.plots", "ringprof.report.notebook",
+    "ringprof.kernel_tables", "ringprof.benchmark_logs", "ringprof.foresee", "ringprof.record",
+}  # fmt: skip
+"""Of our own: a report of a trace in a terminal does without them (tests/cli/test_start.py)."""
+NOT_EVERYWHERE = {
+    "pynvml", "zstandard", "compression", "flash_attn", "flash_attn_interface", "magi_attention", "ring_flash_attn",
+    "transformer_engine", "yunchang",
+}  # fmt: skip
+OTHERWISE = {
+    "ringprof.cli": "signals are heard before the commands are loaded",
+    "ringprof.isolated": "the path is set first",
+    "ringprof.strategies.base": "the table of names would close a circle",
+    "ringprof.strategies.registry": "the table of names would close a circle",
+    "ringprof.strategies.torch_kernels": "would close a circle",
+    "ringprof.strategies.merge": "compiles kernels where there is Triton",
+}
+
+
+def file_of(module: str) -> Path | None:
+    path = ROOT / module.replace(".", "/")
+    return next((p for p in (path.with_suffix(".py"), path / "__init__.py") if p.exists()), None)
+
+
+def named(node: ast.Import | ast.ImportFrom, module: str) -> list[str]:
+    """The modules that a statement imports."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    path = file_of(module)
+    assert path is not None
+    levels = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
+    base = [*levels[: len(levels) - node.level + 1], *filter(None, [node.module])] if node.level else [node.module]
+    name = ".".join(filter(None, base))
+    return [f"{name}.{alias.name}" if file_of(f"{name}.{alias.name}") else name for alias in node.names]
+
+
+def at_the_top(body: list[ast.stmt]) -> Iterator[ast.Import | ast.ImportFrom]:
+    for node in body:
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            yield node
+        elif isinstance(node, ast.Try):
+            yield from at_the_top(node.body)
+        elif isinstance(node, ast.If) and "TYPE_CHECKING" not in ast.dump(node.test):
+            yield from at_the_top(node.body)
+
+
+def loads(module: str) -> set[str]:
+    """All that importing a module imports, its own packages among them."""
+    found, waiting = set[str](), [module]
+    while waiting:
+        one = waiting.pop()
+        parts = one.split(".")
+        for name in (".".join(parts[: at + 1]) for at in range(len(parts))):
+            if name not in found:
+                found.add(name)
+                waiting.extend(directly(name))
+    return found
+
+
+@cache
+def directly(module: str) -> list[str]:
+    path = file_of(module) if module.startswith("ringprof") else None
+    if path is None:
+        return []
+    return [name for node in at_the_top(ast.parse(path.read_text()).body) for name in named(node, module)]
+
+
+def late() -> Iterator[tuple[str, int, str]]:
+    """Module, line and what is imported there, of every import in a function."""
+    for path in sorted((ROOT / "ringprof").rglob("*.py")) + sorted((ROOT / "ringprof" / "strategies").rglob("*.py")):
+        module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        for function in ast.walk(ast.parse(path.read_text())):
+            if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                for node in ast.walk(function):
+                    if isinstance(node, (ast.Import, ast.ImportFrom)):
+                        yield from ((module, node.lineno, name) for name in named(node, module))
+
+
+def test_a_function_imports_only_what_is_slow_to_load_or_not_everywhere() -> None:
+    found = sorted({*late()})
+    assert len(found) > 50
+    wrong = []
+    for module, line, name in found:
+        # Parts of torch load more than torch does.
+        foreign = name.startswith("torch.") or name.partition(".")[0] in NOT_EVERYWHERE
+        if not foreign and module not in OTHERWISE and not (SLOW | ROOMS) & (loads(name) - loads(module)):
+            wrong.append(f"{module}:{line}: {name}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_what_stands_in_no_function_is_named_no_exception() -> None:
+    assert set(OTHERWISE) <= {module for module, _, _ in late()}
+
+
+WITHOUT_TORCH = """
+import sys
+class NotHere:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("torch", "psutil"):
+            raise ModuleNotFoundError(name)
+sys.meta_path.insert(0, NotHere())
+from ringprof.cli import run
+sys.exit(sum(run([name, "--help"]) for name in sys.argv[1:]))
+"""
+
+
+@pytest.mark.timeout(300)
+def test_every_command_says_without_torch_what_it_does() -> None:
+    command = [sys.executable, "-c", WITHOUT_TORCH, *COMMANDS]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("Usage: ringprof") == len(COMMANDS)

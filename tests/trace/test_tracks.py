@@ -1,0 +1,113 @@
+"""Traces whose rows have no category, so that their tracks must tell what they are: XLA's and rocprof's."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ringprof.analysis.timeline.breakdown import Breakdown
+from ringprof.scale.pipeline import attribute
+from ringprof.trace.columns import KERNEL, MEMCPY, NONE
+from ringprof.trace.inputs import detect
+from ringprof.trace.kineto import parse_trace
+from ringprof.trace.ranks import read_traces
+
+NCCL = "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
+
+
+def named(kind: str, pid: int, name: str, **where: int) -> dict[str, Any]:
+    return {"ph": "M", "name": kind, "pid": pid, "args": {"name": name}, **where}
+
+
+def row(pid: int, tid: int, name: str, start_us: float, us: float) -> dict[str, Any]:
+    return {"ph": "X", "pid": pid, "tid": tid, "name": name, "ts": start_us, "dur": us, "args": {"hlo_op": name}}
+
+
+XLA: dict[str, Any] = {
+    "displayTimeUnit": "ns",
+    "metadata": {"highres-ticks": True},
+    "traceEvents": [
+        named("process_name", 1, "/device:GPU:0"),
+        named("thread_name", 1, "Stream #13(compute,MemcpyD2D)", tid=13),
+        named("thread_name", 1, "Stream #20(compute)", tid=20),
+        named("thread_name", 1, "XLA Ops", tid=10002),
+        named("process_name", 2, "/device:GPU:1"),
+        named("thread_name", 2, "Stream #13(compute)", tid=13),
+        named("process_name", 701, "/host:CPU"),
+        row(701, 1, "PjitFunction(train_step)", 0, 500),
+        row(1, 13, "gemm_fusion_dot_1", 10.5, 100.25),
+        row(1, 20, NCCL, 60.5, 100),
+        row(1, 13, "MemcpyD2D", 170, 10),
+        row(1, 10002, "gemm_fusion_dot.1", 10.5, 100.25),
+        row(2, 13, "loop_add_fusion", 12, 50),
+        {},
+    ],
+}
+
+
+def breakdowns(path: str) -> list[Breakdown]:
+    assert detect([path]).type == "trace"
+    return [rank.breakdown for rank in attribute(read_traces([path])).ranks]
+
+
+def test_each_gpu_of_an_xla_trace_is_a_rank(tmp_path):
+    """Of the tracks of a GPU only its streams: the others show the same work again."""
+    path = tmp_path / "host.trace.json"
+    path.write_text(json.dumps(XLA))
+    first, second = breakdowns(str(path))
+    assert (first.wall_ns, first.compute_ns) == (169_500, 100_250)
+    assert first.exposed_comm_ns == 160_500 - 110_750
+    assert first.exposed_memory_ns == 10_000
+    assert (second.wall_ns, second.compute_ns) == (50_000, 50_000)
+    assert {"gemm", "all_reduce", "memcpy"} == set(first.kinds)
+
+
+def test_an_xla_trace_of_one_gpu_is_of_the_rank_in_its_name(tmp_path):
+    path = tmp_path / "rank3.trace.json"
+    path.write_text(json.dumps({**XLA, "traceEvents": [*XLA["traceEvents"][:4], row(1, 13, "fusion", 1, 2)]}))
+    (trace,) = read_traces([str(path)])
+    assert (trace.rank, trace.world_size) == (3, None)
+    assert not trace.warnings
+
+
+def test_rocprofs_json(tmp_path):
+    """A GPU's kernels are on tracks of its own; its copies, on one of no GPU, are told to be missing."""
+    events = [
+        {},
+        named("process_name", 2, "CPU HIP API"),
+        named("process_name", 1, "COPY"),
+        named("process_name", 6, "GPU0"),
+        {**row(6, 1, "Cijk_Alik_Bljk_SB_MT64x64", 0, 0), "ts": "100", "dur": "50"},
+        {**row(6, 2, "__amd_rocclr_copyBuffer", 0, 0), "ts": "160.5", "dur": "3"},
+        row(2, 7, "hipLaunchKernel", 90, 5),
+        row(1, 0, "CopyHostToDevice", 170, 5),
+    ]
+    trace = parse_trace(json.dumps({"traceEvents": events, "otherData": {}}).encode())
+    rows = trace.activities
+    assert rows.start_ns.tolist() == [100_000, 160_500]
+    assert rows.stream.tolist() == [1, 2]
+    assert set(rows.device.tolist()) == {0}
+    (warning,) = trace.warnings
+    assert (warning.code, warning.count) == ("unknown_category", 1)
+    assert "process 'COPY' (1)" in warning.message
+
+
+def test_copies_and_kernels_are_told_apart_by_name():
+    events = [*XLA["traceEvents"][:6], row(1, 13, "MemcpyP2P", 1, 2), row(1, 13, "fusion", 4, 2)]
+    rows = parse_trace(json.dumps({"traceEvents": events}).encode()).activities
+    assert rows.category.tolist() == [MEMCPY, KERNEL]
+    assert np.all(rows.correlation == NONE)
+
+
+@pytest.mark.parametrize("process", ["Ascend Hardware", "/device:TPU:0"])
+def test_other_devices_rows_are_told_to_be_missing(process):
+    operator = {**row(9, 1, "aten::mm", 1, 5), "cat": "cpu_op"}
+    events = [named("process_name", 2, process), operator, row(2, 10, "MatMulV2", 2, 100)]
+    trace = parse_trace(json.dumps(events).encode())
+    assert trace.lacks_device
+    assert [warning.message for warning in trace.warnings] == [
+        f"what ran on the device is not read: process '{process}' (1)"
+    ]
