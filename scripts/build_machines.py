@@ -49,15 +49,13 @@ NIC = Link(
 
 
 CALIBRATED = "ringprof calibrate, 2 H200, 2026-11-22"
+HEAT = "ringprof calibrate, 2 H200: 89 shapes of cuDNN by how long the device had computed before"
 SHORT = 8192
 """Tokens below which committed runs have no blocks."""
 RUNS_OF_HOST = "benchmarks/data/h200_shapes_2.csv: runs of 2 H200 that the host decides"
 BETWEEN_HOSTS = 1.11
 OF_HOSTS = 0.15
 """How far hosts of this kind, and one at two times, are apart."""
-_IDLE_NS = 150e6
-"""Time in which the device did nothing around a sample of `calibrate`: with it, those that are as long as blocks of the
-committed runs take as long as these."""
 
 
 def h200() -> Calibration:
@@ -87,17 +85,22 @@ def _calibrated(kernel: KernelFigures) -> list[KernelSample]:
         q, kv, heads, kv_heads, count = (int(row[name]) for name in ("q", "kv", "heads", "kv_heads", "count"))
         if row["kernel"] != kernel.name or (kernel.samples and max(q, kv) >= SHORT):
             continue
-        ns, spread, duty = float(row["us"]) * 1e3, float(row["spread"]), 1.0
+        ns, spread = float(row["us"]) * 1e3, float(row["spread"])
         if kernel.samples:
-            busy = ns * (count + 2)
-            spread, duty = max(spread, 0.03), round(busy / (busy + _IDLE_NS), 3)
+            spread = max(spread, 0.03)
         sample = KernelSample(
             phase=row["phase"], q=q, kv=kv, heads=heads, kv_heads=kv_heads, head_dim=128, causal=row["causal"] == "1",
-            ns=ns, spread=spread, count=count, duty=duty, origin="measured", source=CALIBRATED,
+            ns=ns, spread=spread, count=count, busy_s=_busy_s(ns, count) if kernel.samples else None,
+            origin="measured", source=CALIBRATED,
             pairs=int(row["pairs"]) if row["pairs"] else None, sequences=int(row["sequences"] or 1),
         )  # type: ignore[arg-type]  # fmt: skip
         samples.append(sample)
     return samples
+
+
+def _busy_s(ns: float, count: int) -> float:
+    """Two calls went before those that counted, and nothing before these."""
+    return round(ns * (2 + count / 2) / 1e9, 5)
 
 
 def _pass(shape: Shape, counted: dict[str, int], slower: float) -> HostPass:
@@ -136,7 +139,7 @@ def h200_of_runs() -> Calibration:
     )  # fmt: skip
     base = msgspec.structs.replace(
         base, same_host=link, nccl=Nccl(version="2.28.9"),
-        heat=Value(0.12, 0.2, "measured", "recorded runs: blocks of idle and of busy devices"),
+        heat=Value(0.16, 0.15, "measured", HEAT), heat_s=Value(0.15, 0.3, "measured", HEAT),
     )  # fmt: skip
     runs = [observed_run(path.parent, base) for path in sorted((ROOT / "traces").glob("h200x4*/run.json"))]
     found = calibrate_from(runs, base)

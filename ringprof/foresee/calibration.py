@@ -59,6 +59,8 @@ class KernelSample(msgspec.Struct, frozen=True, kw_only=True):
     """Calls."""
     duty: Share = 1.0
     """Part of the time around the calls in which the device computed: a cool device is faster."""
+    busy_s: Positive | None = None
+    """Seconds that the device had been at it; None: for long."""
     origin: Origin
     source: str
 
@@ -182,12 +184,19 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
     """From an event on one stream to another that waited for it."""
     heat: Value
     """How much longer a block takes on a device that always computes than on a cool one."""
+    heat_s: Value = Value(0.15, 0.3, "assumed", "as an H200 does")
+    """Seconds of computing after which all but 1 / e of that is there."""
     unlike: Value
     """How far devices of this kind differ in speed: the standard deviation. A ring goes at its slowest one's."""
     noise: Value
     """Spread of a run's time from day to day that nothing here explains."""
     unmeasured: list[str] = []
     """What could not be measured, and why."""
+
+    def slowed(self, duty: float, busy_s: float | None) -> float:
+        """How many times as long as on a cool device a block takes, of a duty that has lasted for some time."""
+        warm = 1.0 if busy_s is None or not self.heat_s.value else 1 - math.exp(-busy_s / self.heat_s.value)
+        return 1 + self.heat.value * duty * warm
 
     def kernel(self, name: str) -> KernelFigures:
         """Raises `UsageError` where the file has no curves of it."""

@@ -12,7 +12,7 @@ of the sizes; a Gaussian process carries it from the samples to their neighbours
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -54,15 +54,16 @@ class OutsideCalibration(UsageError):
 class Curve:
     """The times of one kernel in one phase on one device, hot."""
 
-    def __init__(self, name: str, samples: Sequence[KernelSample], multiprocessors: int, heat: float) -> None:
-        """``heat`` is how much longer a block takes on a hot device. Raises `OutsideCalibration` without samples."""
+    def __init__(
+        self, name: str, samples: Sequence[KernelSample], multiprocessors: int, cooler: Callable[[KernelSample], float]
+    ) -> None:
+        """``cooler`` is how many times as fast as on a hot device a sample was. Raises `OutsideCalibration` without."""
         if not samples:
             raise OutsideCalibration(f"kernel {name!r}: nothing measured of this phase")
         self.name = name
         self._samples, self._units = list(samples), multiprocessors
         self._blocks = [_block(sample) for sample in samples]
-        hot = np.array([sample.ns * (1 + heat) / (1 + heat * sample.duty) for sample in samples])
-        self._log_ns = np.log(hot)
+        self._log_ns = np.log([sample.ns * cooler(sample) for sample in samples])
         self._noise = np.array([max(0.01, sample.spread) for sample in samples])
         self._places = np.array([_place(block) for block in self._blocks])
 

@@ -21,7 +21,7 @@ from ringprof.foresee.calibration import Calibration, KernelFigures, KernelSampl
 from ringprof.foresee.links import Cluster, Links
 from ringprof.foresee.observed import ObservedRank, observe
 from ringprof.foresee.program import Block, Tape, Touch
-from ringprof.foresee.question import is_older
+from ringprof.foresee.question import busy_s, is_older
 from ringprof.run import Run
 
 LARGE_BYTES = 16 << 20
@@ -142,7 +142,8 @@ def _samples(observed: Observed, contention: float) -> list[KernelSample]:
         KernelSample(
             **dict(zip(names, key, strict=True)), ns=median(ns for ns, _ in seen),
             spread=min(1.0, float(np.std([ns for ns, _ in seen]) / np.mean([ns for ns, _ in seen]))), count=len(seen),
-            duty=min(1.0, float(np.mean([duty for _, duty in seen]))), origin="measured", source=observed.source,
+            duty=min(1.0, float(np.mean([duty for _, duty in seen]))), busy_s=busy_s(observed.run, 1.0),
+            origin="measured", source=observed.source,
         )
         for key, seen in found.items()
     ]  # fmt: skip

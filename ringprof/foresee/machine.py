@@ -7,7 +7,7 @@ from collections import defaultdict, deque
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 
-from ringprof.foresee.calibration import Calibration, KernelFigures
+from ringprof.foresee.calibration import Calibration, KernelFigures, KernelSample
 from ringprof.foresee.curves import Curve, Estimate
 from ringprof.foresee.events import BlockTime, Leg
 from ringprof.foresee.host import host_ns
@@ -23,10 +23,9 @@ class Curves:
 
     def __init__(self, calibration: Calibration, kernel: str) -> None:
         self.kernel: KernelFigures = calibration.kernel(kernel)
-        self.heat = calibration.heat.value
+        self._calibration = calibration
         self._of: dict[str, Curve] = {}
         self._known: dict[tuple[object, ...], Estimate] = {}
-        self._units = calibration.multiprocessors
 
     def at(self, block: Block) -> Estimate:
         """On a hot device. Raises `OutsideCalibration`."""
@@ -44,8 +43,11 @@ class Curves:
             samples = [
                 sample for sample in self.kernel.samples if (sample.phase, sample.pairs is not None) == (phase, masked)
             ]
-            self._of[name] = Curve(name, samples, self._units, self.heat)
+            self._of[name] = Curve(name, samples, self._calibration.multiprocessors, self._cooler)
         return self._of[name]
+
+    def _cooler(self, sample: KernelSample) -> float:
+        return self._calibration.slowed(1.0, None) / self._calibration.slowed(sample.duty, sample.busy_s)
 
 
 _KNOWN: deque[tuple[Calibration, str, Curves]] = deque(maxlen=4)
@@ -99,19 +101,20 @@ class CalibratedMachine:
 
     def __init__(
         self, calibration: Calibration, links: Links, curves: Curves, draw: Draw = LIKELIEST,
-        changes: Factors = NO_CHANGES, duty: Mapping[int, float] | None = None,
+        changes: Factors = NO_CHANGES, duty: Mapping[int, float] | None = None, busy_s: float | None = None,
     ) -> None:  # fmt: skip
+        """``busy_s`` is for how long the devices have computed; None: for long."""
         self._calibration, self._curves, self._draw, self._changes = calibration, curves, draw, changes
         self.links = links
         self.handover_ns = calibration.handover_us.value * 1e3
-        self._duty = duty or {}
+        self._duty, self._busy_s = duty or {}, busy_s
         self._chance = random.Random(draw.seed)
         self._jitter: dict[tuple[int, int], float] = defaultdict(lambda: self._chance.gauss(1.0, JITTER))
         self._unlike: dict[int, float] = defaultdict(lambda: self._chance.gauss(1.0, calibration.unlike.value))
 
     def block(self, rank: int, place: int, block: Block) -> BlockTime:
-        heat = self._curves.heat
-        cool = (1 + heat * self._duty.get(rank, 1.0)) / (1 + heat)
+        slowed = self._calibration.slowed
+        cool = slowed(self._duty.get(rank, 1.0), self._busy_s) / slowed(1.0, None)
         factor = (
             self._draw.kernel.get(block.phase, 1.0) * self._changes.slow.get(rank, 1.0) / self._changes.kernel_speed
         )

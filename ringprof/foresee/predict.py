@@ -176,7 +176,8 @@ def _simulated(
     links = Links(machine, cluster, changes.rates)
 
     def run(draw: Draw, duty: Mapping[int, float] | None, *, ahead: bool = True) -> list[Timeline]:
-        return simulate(programs, CalibratedMachine(machine, links, curves, draw, changes, duty), ahead=ahead)
+        drawn = CalibratedMachine(machine, links, curves, draw, changes, duty, question.busy_s)
+        return simulate(programs, drawn, ahead=ahead)
 
     timelines = run(LIKELIEST, None)
     end = max(one.end_ns for one in timelines)

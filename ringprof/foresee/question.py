@@ -32,6 +32,14 @@ def is_older(run: Run) -> bool:
     return keys is not None and gradients == keys + 1
 
 
+def busy_s(run: Run, share: float = 0.5) -> float | None:
+    """Seconds from the first iteration of a recording to a ``share`` of those that were timed."""
+    timings = run.timings
+    if timings is None or not timings.median_ns():
+        return None
+    return (timings.warmup + share * len(timings.iterations_ns[0])) * (timings.median_ns() or 0.0) / 1e9
+
+
 @dataclass(frozen=True)
 class Question:
     """One run that nobody has made."""
@@ -47,6 +55,8 @@ class Question:
     params: Mapping[str, Any] = field(default_factory=dict)
     older: bool = False
     """As runs of before were recorded; see `is_older`."""
+    busy_s: float | None = None
+    """For how long the devices have computed when the time is taken; None: for long, as in training."""
 
     @classmethod
     def like(cls, run: Run) -> Question:
@@ -58,7 +68,9 @@ class Question:
         per_host = run.topology.ranks_per_host
         cluster = Cluster(hosts=max(1, run.topology.world_size // per_host), gpus_per_host=per_host)
         used = run.strategy
-        return cls(used.name, run.workload, cluster, run.kernel, used.hops, used.params, is_older(run))
+        return cls(
+            used.name, run.workload, cluster, run.kernel, used.hops, used.params, is_older(run), busy_s=busy_s(run)
+        )  # fmt: skip
 
     def hops_on(self, machine: Calibration) -> str:
         """``nccl`` or ``copy``."""

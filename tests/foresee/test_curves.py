@@ -15,6 +15,11 @@ from ringprof.foresee.program import Block
 LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768)
 
 
+def alike(sample: KernelSample) -> float:
+    """On a device that is as hot as any."""
+    return 1.0
+
+
 def block(
     q: int, kv: int, causal: bool = False, heads: int = 32, kv_heads: int = 32, head_dim: int = 128,
     phase: Literal["forward", "backward"] = "forward",
@@ -39,7 +44,7 @@ def curve(time_of: Callable[[Block], float], blocks: list[Block], noise: float =
         )
         for one in blocks
     ]  # fmt: skip
-    return Curve("law", samples, 132, 0.0)
+    return Curve("law", samples, 132, alike)
 
 
 SQUARES = [block(length, length, causal) for length in LENGTHS for causal in (False, True)]
@@ -70,7 +75,7 @@ def test_what_was_not_measured_is_refused() -> None:
     with pytest.raises(OutsideCalibration, match="64 x 64 tokens is too unlike"):
         known.at(block(64, 64))
     with pytest.raises(OutsideCalibration, match="nothing measured"):
-        Curve("none", [], 132, 0.0)
+        Curve("none", [], 132, alike)
 
 
 @pytest.mark.parametrize(("name", "within"), [("h200", 0.05), ("h100", 0.05), ("b200", 0.07)])
@@ -82,7 +87,7 @@ def test_bundled_curves_foresee_the_lengths_left_out(name: str, within: float) -
             samples = [one for one in kernel.samples if one.phase == phase and one.pairs is None]
             inner = sorted({sample.kv for sample in samples})[1:-1]
             for length in inner:
-                others = Curve("others", [s for s in samples if s.kv != length], machine.multiprocessors, 0.0)
+                others = Curve("others", [s for s in samples if s.kv != length], machine.multiprocessors, alike)
                 for sample in (s for s in samples if s.kv == length):
                     asked = block(
                         sample.q, sample.kv, sample.causal, sample.heads, sample.kv_heads, sample.head_dim, sample.phase
