@@ -12,11 +12,13 @@ committed runs. What was fitted to which rows, docs/foresight.md says.
 from __future__ import annotations
 
 import csv
+import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from statistics import NormalDist
 
 import msgspec
 
@@ -46,6 +48,10 @@ class Score:
     low: float | None = None
     """Of the 80 % interval, as ``high``."""
     high: float | None = None
+    bound: str = ""
+    """``host`` or ``device``."""
+    spread: float = 0.0
+    """Of the time's logarithm, by its inputs alone: without `Calibration.elsewhere`."""
 
     @property
     def error(self) -> float:
@@ -57,7 +63,7 @@ class Score:
 
 
 MIDDLE_MS = 2.5
-"""Runs of the later session below that are bound by the host, and tell of it."""
+"""Runs of the later session below that are bound by the host."""
 _ITERATIONS = 10
 """From a recorded run's first to the middle one of those that were timed; of short ones ten times as many, which the
 host was the bound of."""
@@ -96,7 +102,8 @@ def _shape(row: dict[str, str]) -> Shape:
     params = dict(param.split("=") for param in row["params"].split())
     ms = float(row["median_ms"])
     question = Question(
-        row["strategy"], workload, Cluster(1, 2), row["kernel"], row["hops"], params, busy_s=_ITERATIONS * ms / 1e3
+        row["strategy"], workload, Cluster(1, int(row.get("ranks") or 2)), row["kernel"], row["hops"], params,
+        busy_s=_ITERATIONS * ms / 1e3,
     )  # fmt: skip
     return Shape(row["name"], question, ms, float(row.get("peak_mib") or 0.0) or None)
 
@@ -107,8 +114,18 @@ def shapes() -> Iterator[Score]:
 
 
 def host() -> Iterator[Score]:
-    """Short sequences on 2 H200, by the bundled h200: the host is the bound."""
-    yield from _foreseen(shape for shape in recorded_shapes() if shape.ms <= HOST_MS)
+    """Short sequences on 2 and 4 H200, the very hosts that told the bundled h200 its host's times by other passes."""
+    yield from _foreseen(shape for shape in recorded_shapes("h200_shapes_3.csv") if shape.ms <= 2 * HOST_MS)
+
+
+def host_elsewhere() -> Iterator[Score]:
+    """Short sequences on 2 H200 of another session: another host."""
+    yield from _foreseen(shape for shape in later_shapes() if shape.plain and shape.ms <= MIDDLE_MS)
+
+
+def last() -> Iterator[Score]:
+    """Seven shapes of the last session, of which no machine was told: the device is the bound."""
+    yield from _foreseen(shape for shape in recorded_shapes("h200_shapes_3.csv") if shape.ms > 2 * HOST_MS)
 
 
 def later() -> Iterator[Score]:
@@ -184,7 +201,9 @@ def measured_ms(run: Run) -> float:
 
 def scored(name: str, measured: float, prediction: Prediction) -> Score:
     low, middle, high = (prediction.quantile_ns(share) / 1e6 for share in (0.1, 0.5, 0.9))
-    return Score(name, measured, middle, low, high)
+    bound = "host" if prediction.host_bound else "device"
+    wider = prediction.machine.elsewhere.get(bound)
+    return Score(name, measured, middle, low, high, bound, prediction.spread / (wider.value if wider else 1.0))
 
 
 def from_others(name: str, others: Sequence[Observed]) -> Score:
@@ -272,6 +291,22 @@ def rows() -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+def elsewhere(scores: Sequence[Score], share: float = 0.8) -> float:
+    """How many times as wide intervals must be for a ``share`` of further cases to lie within: split conformal.
+
+    (Vovk, Gammerman and Shafer, Algorithmic Learning in a Random World, section 4.1; Papadopoulos et al. 2002 for the
+    division by each case's own spread.)
+    """
+    off = sorted(abs(math.log(one.measured / one.predicted)) / one.spread for one in scores)
+    return off[min(math.ceil((len(off) + 1) * share), len(off)) - 1] / NormalDist().inv_cdf((1 + share) / 2)
+
+
+def held_out() -> dict[str, list[Score]]:
+    """By what is the bound, the runs of other machines and days that told no curve of the bundled h200."""
+    scores = [*shapes(), *later(), *last(), *host_elsewhere(), *grid(), *grid_host()]
+    return {bound: [one for one in scores if one.bound == bound] for bound in ("device", "host")}
+
+
 def ranking(scores: Sequence[Score], slack: float = 0.03) -> tuple[int, int]:
     """In how many cells (GPUs, length, pass, mask) the strategy foreseen as the best is, or is within ``slack``."""
     cells: dict[tuple[str, ...], list[Score]] = {}
@@ -286,7 +321,8 @@ def ranking(scores: Sequence[Score], slack: float = 0.03) -> tuple[int, int]:
 
 
 PARTS: dict[str, Callable[[], Iterator[Score]]] = {
-    "shapes": shapes, "host": host, "later": later, "masks": masks, "grid": grid, "grid_host": grid_host, "runs": runs,
+    "shapes": shapes, "host": host, "host_elsewhere": host_elsewhere, "later": later, "last": last,
+    "masks": masks, "grid": grid, "grid_host": grid_host, "runs": runs,
     "strategies": strategies, "lengths": lengths, "eight": eight,
     "replays": replays, "h100": h100, "a800": a800,
 }  # fmt: skip

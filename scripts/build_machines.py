@@ -17,7 +17,6 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks.foresight import MIDDLE_MS, Shape, later_shapes
 from ringprof.foresee.calibration import (
     Calibration,
     Host,
@@ -31,8 +30,7 @@ from ringprof.foresee.calibration import (
     calibration_json,
 )
 from ringprof.foresee.from_runs import calibrate_from, observed_run
-from ringprof.foresee.host import explained, kinds
-from ringprof.foresee.tape import tape_of
+from ringprof.foresee.host import explained
 
 ROOT = Path(__file__).parents[1]
 DATA = ROOT / "benchmarks" / "data"
@@ -49,13 +47,19 @@ NIC = Link(
 
 
 CALIBRATED = "ringprof calibrate, 2 H200, 2026-11-22"
-HEAT = "ringprof calibrate, 2 H200: 89 shapes of cuDNN by how long the device had computed before"
+HEAT = "ringprof calibrate, 2 H200: 89 shapes of cuDNN, 61 of flash-attn, by how long the device had computed before"
 SHORT = 8192
 """Tokens below which committed runs have no blocks."""
-RUNS_OF_HOST = "benchmarks/data/h200_shapes_2.csv: runs of 2 H200 that the host decides"
-BETWEEN_HOSTS = 1.11
+HOST = "ringprof calibrate, 2 and 4 H200: 116 passes of strategies (benchmarks/data/h200_host.csv)"
+OF_RANKS = Value(0.095, 0.3, "measured", "both ranks' medians in the runs of h200_shapes_2.csv that the host decides")
 OF_HOSTS = 0.15
 """How far hosts of this kind, and one at two times, are apart."""
+
+
+HELD_OUT = "runs of other machines and days (benchmarks/foresight.py held_out), split conformal"
+ELSEWHERE = {
+    "device": Value(1.3, 0.1, "measured", f"147 {HELD_OUT}"), "host": Value(1.35, 0.15, "measured", f"64 {HELD_OUT}")
+}  # fmt: skip
 
 
 def h200() -> Calibration:
@@ -65,11 +69,16 @@ def h200() -> Calibration:
     """
     found = h200_of_runs()
     kernels = [
-        msgspec.structs.replace(kernel, samples=[*kernel.samples, *_calibrated(kernel)]) for kernel in found.kernels
+        msgspec.structs.replace(
+            kernel,
+            samples=[*kernel.samples, *_calibrated(kernel)],
+            heat=None if kernel.fills_device else Value(0.04, 0.5, "measured", HEAT),
+        )
+        for kernel in found.kernels
     ]
     found = _with_host(msgspec.structs.replace(found, kernels=kernels, host=assumed("", "", 1, 1).host))
     return msgspec.structs.replace(
-        found, created="2026-11-22",
+        found, created="2026-11-22", elsewhere=ELSEWHERE,
         memory_gb_s=Value(4176.0, 0.02, "measured", CALIBRATED),
         reorder_gb_s=Value(1002.0, 0.1, "measured", CALIBRATED),
     )  # fmt: skip
@@ -90,8 +99,7 @@ def _calibrated(kernel: KernelFigures) -> list[KernelSample]:
             spread = max(spread, 0.03)
         sample = KernelSample(
             phase=row["phase"], q=q, kv=kv, heads=heads, kv_heads=kv_heads, head_dim=128, causal=row["causal"] == "1",
-            ns=ns, spread=spread, count=count, busy_s=_busy_s(ns, count) if kernel.samples else None,
-            origin="measured", source=CALIBRATED,
+            ns=ns, spread=spread, count=count, busy_s=_busy_s(ns, count), origin="measured", source=CALIBRATED,
             pairs=int(row["pairs"]) if row["pairs"] else None, sequences=int(row["sequences"] or 1),
         )  # type: ignore[arg-type]  # fmt: skip
         samples.append(sample)
@@ -103,28 +111,23 @@ def _busy_s(ns: float, count: int) -> float:
     return round(ns * (2 + count / 2) / 1e9, 5)
 
 
-def _pass(shape: Shape, counted: dict[str, int], slower: float) -> HostPass:
-    asked = shape.question
-    return HostPass(
-        strategy=asked.strategy, kernel=asked.kernel, hops=asked.hops, ranks=asked.cluster.size,  # type: ignore[arg-type]
-        backward=asked.workload.backward, kinds=counted, us=shape.ms * 1e3 * slower, source=RUNS_OF_HOST,
-    )  # fmt: skip
-
-
 def _with_host(machine: Calibration) -> Calibration:
-    """The host's times by the short runs of the later session: what `calibrate` finds by passes, found by runs."""
-    passes = []
-    for shape in later_shapes():
-        if shape.plain and shape.ms <= MIDDLE_MS:
-            program = tape_of(shape.question, shape.question.cluster, [0]).programs[0]
-            # The grid's two sessions were a fifth slower than this one: half of that stands for hosts of the kind.
-            passes.append(_pass(shape, dict(kinds(program)), BETWEEN_HOSTS))
-    found = explained(machine, passes, RUNS_OF_HOST)
+    """The host's times by the passes that `calibrate` made on 2 and on 4 GPUs of one host."""
+    found = explained(machine, [_pass(row) for row in _rows("h200_host.csv")], HOST)
     host = {
         name: msgspec.structs.replace(getattr(found.host, name), spread=OF_HOSTS)
         for name in found.host.__struct_fields__
+        if name != "unlike"
     }  # fmt: skip
-    return msgspec.structs.replace(found, host=Host(**host))
+    return msgspec.structs.replace(found, host=Host(**host, unlike=OF_RANKS), passes=[])
+
+
+def _pass(row: dict[str, str]) -> HostPass:
+    counted = {name: int(row[name.removesuffix("_us")]) for name in Host.__struct_fields__ if name.endswith("_us")}
+    return HostPass(
+        strategy=row["strategy"], kernel=row["kernel"], hops=row["hops"], ranks=int(row["ranks"]),  # type: ignore[arg-type]
+        backward=row["backward"] == "1", kinds=counted, us=float(row["us"]), source=HOST,
+    )  # fmt: skip
 
 
 def h200_of_runs() -> Calibration:

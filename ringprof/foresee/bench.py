@@ -61,10 +61,8 @@ class Bench:
 
     def typical_ns(self, body: Callable[[], object]) -> tuple[float, float, int]:
         """Median, relative spread and count, of as many calls as fill some time, after some that do not count."""
-        once = self.times_ns(body, 1)[0]
-        if once < _SAMPLE_NS:
-            # A first call also chooses its algorithm and makes room.
-            once = self.times_ns(body, 1)[0]
+        # A first call also chooses its algorithm and makes room, which may take a hundred times as long.
+        once = min(self.times_ns(body, 1)[0] for _ in range(2))
         calls = min(max(int(_SAMPLE_NS / max(once, 1.0)), _CALLS[0]), _CALLS[1])
         taken = self.times_ns(body, calls, heated_by=once)
         middle = median(taken)

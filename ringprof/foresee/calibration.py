@@ -76,6 +76,8 @@ class KernelFigures(msgspec.Struct, frozen=True, kw_only=True):
     lead: Value
     """The part of a backward call, at its beginning, that helpers take before the kernel that fills the device."""
     samples: list[KernelSample]
+    heat: Value | None = None
+    """As the machine's, of this kernel: those that draw less power warm it less; None: as the machine's."""
     forward_us: Value | None = None
     """Of the host, a call; None: as `Host` has it."""
     backward_us: Value | None = None
@@ -129,6 +131,8 @@ class Host(msgspec.Struct, frozen=True, kw_only=True):
     """A hop by copy engine begun."""
     autograd_us: Value | None = None
     """What a backward pass takes beside its operations; None: nothing."""
+    unlike: Value = Value(0.095, 0.3, "assumed", "as ranks of recorded runs of 2 H200")
+    """How far ranks' hosts are apart in one run: the standard deviation. All go at the slowest one's pace."""
 
 
 class HostPass(msgspec.Struct, frozen=True, kw_only=True):
@@ -180,6 +184,9 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
     host: Host
     passes: list[HostPass] = []
     """What the host's times are told by, where they were measured."""
+    elsewhere: dict[str, Value] = {}
+    """By what is the bound, ``device`` or ``host``: how many times as wide as by its inputs an interval is on another
+    machine of the kind, for four of five runs that were held out to lie within. One's own machine needs none."""
     handover_us: Value
     """From an event on one stream to another that waited for it."""
     heat: Value
@@ -193,10 +200,10 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
     unmeasured: list[str] = []
     """What could not be measured, and why."""
 
-    def slowed(self, duty: float, busy_s: float | None) -> float:
+    def slowed(self, kernel: KernelFigures, duty: float, busy_s: float | None) -> float:
         """How many times as long as on a cool device a block takes, of a duty that has lasted for some time."""
         warm = 1.0 if busy_s is None or not self.heat_s.value else 1 - math.exp(-busy_s / self.heat_s.value)
-        return 1 + self.heat.value * duty * warm
+        return 1 + (kernel.heat or self.heat).value * duty * warm
 
     def kernel(self, name: str) -> KernelFigures:
         """Raises `UsageError` where the file has no curves of it."""

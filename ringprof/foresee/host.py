@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from statistics import NormalDist
 
 import msgspec
 import numpy as np
@@ -56,7 +57,7 @@ def times_us(calibration: Calibration, kernel: KernelFigures) -> dict[str, float
     """Microseconds by kind; what older files do not know is as what is most like it."""
     host = calibration.host
     like = {"collective_us": host.post_us, "copy_us": host.post_us}
-    known = {name: getattr(host, name) or like.get(name) for name in host.__struct_fields__}
+    known = {name: getattr(host, name) or like.get(name) for name in host.__struct_fields__ if name.endswith("_us")}
     known |= {name: getattr(kernel, name) for name in _OF_KERNELS if getattr(kernel, name)}
     return {name: 0.0 if value is None else value.value for name, value in known.items()}
 
@@ -81,7 +82,8 @@ def explained(before: Calibration, passes: Sequence[HostPass], source: str) -> C
         [one.kinds.get(_kind(column), 0) if _column(one.kernel, _kind(column)) == column else 0 for column in columns]
         for one in passes
     ], dtype=float)  # fmt: skip
-    took = np.array([one.us for one in passes])
+    unlike = before.host.unlike.value
+    took = np.array([one.us / slowest(one.ranks, unlike) for one in passes])
     prior = np.array([usual[column] for column in columns])
     prior *= float(np.median(took / (rows @ prior)))
     system = np.vstack([rows / took[:, None], _HELD * np.diag(1 / prior)])
@@ -92,6 +94,11 @@ def explained(before: Calibration, passes: Sequence[HostPass], source: str) -> C
     values = {column: Value(round(float(us), 2), round(spread, 3), "measured", source)
               for column, us in zip(columns, found, strict=True)}  # fmt: skip
     return _with(msgspec.structs.replace(before, passes=list(passes)), values, kernels)
+
+
+def slowest(ranks: int, unlike: float) -> float:
+    """How many times as long as one rank takes the slowest of some, in the mean (Blom 1958)."""
+    return 1.0 if ranks == 1 else 1 + unlike * NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))
 
 
 def _with(before: Calibration, values: Mapping[str, Value], kernels: Sequence[str]) -> Calibration:

@@ -47,7 +47,8 @@ class Curves:
         return self._of[name]
 
     def _cooler(self, sample: KernelSample) -> float:
-        return self._calibration.slowed(1.0, None) / self._calibration.slowed(sample.duty, sample.busy_s)
+        slowed = self._calibration.slowed
+        return slowed(self.kernel, 1.0, None) / slowed(self.kernel, sample.duty, sample.busy_s)
 
 
 _KNOWN: deque[tuple[Calibration, str, Curves]] = deque(maxlen=4)
@@ -111,16 +112,18 @@ class CalibratedMachine:
         self._chance = random.Random(draw.seed)
         self._jitter: dict[tuple[int, int], float] = defaultdict(lambda: self._chance.gauss(1.0, JITTER))
         self._unlike: dict[int, float] = defaultdict(lambda: self._chance.gauss(1.0, calibration.unlike.value))
+        hosts = random.Random(draw.seed)
+        self._host_of: dict[int, float] = defaultdict(lambda: hosts.gauss(1.0, calibration.host.unlike.value))
 
     def block(self, rank: int, place: int, block: Block) -> BlockTime:
         slowed = self._calibration.slowed
-        cool = slowed(self._duty.get(rank, 1.0), self._busy_s) / slowed(1.0, None)
+        kernel = self._curves.kernel
+        cool = slowed(kernel, self._duty.get(rank, 1.0), self._busy_s) / slowed(kernel, 1.0, None)
         factor = (
             self._draw.kernel.get(block.phase, 1.0) * self._changes.slow.get(rank, 1.0) / self._changes.kernel_speed
         )
         jitter = self._jitter[rank, place] * self._unlike[rank] if self._draw.seed else 1.0
         total = self._curves.at(block).ns * cool * factor * jitter
-        kernel = self._curves.kernel
         lead = kernel.lead.value * total if block.phase == "backward" else 0.0
         return BlockTime(total, lead, kernel.tail.value * total, kernel.fills_device)
 
@@ -146,4 +149,5 @@ class CalibratedMachine:
         return self._chance.random() < self._calibration.hop_first.value
 
     def host(self, program: Program) -> list[float]:
-        return [ns * self._draw.host for ns in host_ns(self._calibration, self._curves.kernel, program)]
+        factor = self._draw.host * (self._host_of[program.rank] if self._draw.seed else 1.0)
+        return [ns * factor for ns in host_ns(self._calibration, self._curves.kernel, program)]

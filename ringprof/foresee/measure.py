@@ -56,7 +56,7 @@ def measure_machine(
         ends[name] = started + share / whole * seconds
     found = base
     found = msgspec.structs.replace(
-        found, created=f"{datetime.now(timezone.utc):%Y-%m-%dT%H:%M:%SZ}", nccl=_nccl(base.nccl, bench)
+        found, created=f"{datetime.now(timezone.utc):%Y-%m-%dT%H:%M:%SZ}", nccl=_nccl(base.nccl, bench), elsewhere={}
     )
     if "kernels" in chosen:
         _warm(bench, kernels[0])

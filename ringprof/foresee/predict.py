@@ -194,6 +194,9 @@ def _simulated(
     spans = spans_of(programs[slowest], timelines[slowest], cluster)
     parts = _variances(machine, curves, programs[slowest], spans, timelines[slowest].end_ns)
     parts["chance"] = pvariance([math.log(end) for end in ends])
+    elsewhere = machine.elsewhere.get("host" if bound else "device")
+    if elsewhere is not None:
+        parts = {name: part * elsewhere.value**2 for name, part in parts.items()}
     waits = [
         spans_of(program, one, cluster).total("same_host", "other_host", "peers") / one.end_ns
         for program, one in zip(programs, timelines, strict=True)
