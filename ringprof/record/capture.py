@@ -21,7 +21,7 @@ from ringprof.record.group_ranks import GroupRanks
 from ringprof.record.hosts import RankHost, distinct_host_names
 from ringprof.record.launcher import launcher_rank
 from ringprof.record.machine import device_name, host_name
-from ringprof.record.measure import ITERATION, counted_work, profiler, reset_counts
+from ringprof.record.measure import ITERATION, counted_work, profiler, profiler_is_busy, reset_counts
 from ringprof.record.recording import RankResult, assemble, exchange, gather, strategy_used
 from ringprof.record.remote_traces import TraceFile
 from ringprof.record.request import from_json
@@ -53,10 +53,13 @@ def capture(
     work that it counted and the bytes that it sent. There are no verification and no timings without the profiler.
 
     Run one step of warm-up before it: the first one sets up communicators. Raises `UsageError` where the folder holds
-    something already, and on a rank outside ``group``. An error in the block leaves no run behind, nor does a rank that
-    does not come.
+    something already, where a rank has another profiler at work (torch has one a process; one that only warms up cannot
+    be told, and two may end the process), and on a rank outside ``group``. An error in the block leaves no run behind,
+    nor does a rank that does not come.
     """
     target = Path(folder).absolute()
+    if workload is not None and not isinstance(workload, Workload):
+        raise UsageError(f"workload is a ringprof.Workload, not {workload!r}")
     ranks = GroupRanks(group)
     strategies = _listed(strategy)
     created = f"{datetime.now(timezone.utc):%Y-%m-%dT%H:%M:%SZ}"
@@ -82,8 +85,11 @@ def capture(
     ranks.wait()
 
 
+_BUSY = "rank {} has a profiler at work already (torch.profiler, or another capture): end it, there can be but one"
+
+
 class _Opening(msgspec.Struct, frozen=True):
-    """What the first rank tells the others: why there is no run, empty where there is one, and its folder's token."""
+    """What a rank tells the others: why there is no run, or nothing; and, of the first, its folder's token."""
 
     refusal: str = ""
     token: str = ""
@@ -96,13 +102,16 @@ def _staged(staging: Path, target: Path, ranks: GroupRanks) -> Iterator[str]:
     After an error it is gone, also where the ranks did not come together. Raises `UsageError` on each rank where there
     is a refusal.
     """
-    opening = _prepare(target, staging) if ranks.rank == 0 else _Opening()
+    opening = _Opening(_BUSY.format(ranks.number)) if profiler_is_busy() else _Opening()
+    if ranks.rank == 0 and not opening.refusal:
+        opening = _prepare(target, staging)
     made = ranks.rank == 0 and not opening.refusal
     try:
-        opening = from_json(ranks.told(opening)[0], _Opening)
-        if opening.refusal:
-            raise UsageError(opening.refusal)
-        yield opening.token
+        openings = [from_json(told, _Opening) for told in ranks.told(opening)]
+        for one in openings:
+            if one.refusal:
+                raise UsageError(one.refusal)
+        yield openings[0].token
     except BaseException:
         if made:
             discard(staging)
@@ -119,6 +128,8 @@ def _prepare(target: Path, staging: Path) -> _Opening:
         staging.mkdir()
         return _Opening(token=claim(staging))
     except FileExistsError:
+        if not target.parent.is_dir():
+            return _Opening(f"{target}: cannot write the run here: {target.parent} is no folder")
         return _Opening(f"{staging}: another capture is writing here: choose another folder, or remove it if none is")
     except OSError as error:
         return _Opening(f"{target}: cannot write the run here: {error.strerror or error}")
@@ -175,6 +186,11 @@ def _listed(strategy: Any) -> list[Any]:
     if strategy is None:
         return []
     several = list(strategy) if isinstance(strategy, Sequence) else [strategy]
+    for one in several:
+        if not hasattr(one, "comm"):
+            raise UsageError(
+                f"strategy is what ringprof.strategies.create returns, or a list of them, not {strategy!r}"
+            )
     return list({id(one): one for one in several}.values())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -14,6 +15,7 @@ pytest.importorskip("torch", reason="capturing needs torch")
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.profiler import ProfilerActivity, profile
 
 import ringprof
 from ringprof.api import Analysis
@@ -124,6 +126,43 @@ def several_dimensions(rank: int, folder: Path) -> str:
 def test_a_mesh_of_several_dimensions_is_refused(tmp_path: Path) -> None:
     said = "a DeviceMesh of 2 dimensions is no group: name one, as in mesh['cp']"
     assert run_ranks(2, several_dimensions, tmp_path / "mine") == [said, said]
+
+
+def beside_another(rank: int, folder: Path) -> list[str]:
+    """Rank 1's program is profiled already; then each captures inside a capture."""
+    said = []
+    own = profile(activities=[ProfilerActivity.CPU]) if rank else nullcontext()
+    with own, pytest.raises(UsageError) as refused, ringprof.capture(folder / "mine"):
+        raise AssertionError("entered")
+    said.append(str(refused.value))
+    with ringprof.capture(folder / "outer"):
+        with pytest.raises(UsageError) as refused, ringprof.capture(folder / "inner"):
+            raise AssertionError("entered")
+        dist.all_reduce(torch.ones(8))
+    return [*said, str(refused.value)]
+
+
+def test_a_capture_beside_another_profiler_is_refused_on_all_ranks(tmp_path: Path) -> None:
+    said = run_ranks(2, beside_another, tmp_path)
+    busy = "rank {} has a profiler at work already (torch.profiler, or another capture): end it, there can be but one"
+    assert said == [[busy.format(1), busy.format(0)]] * 2
+    assert [path.name for path in tmp_path.iterdir()] == ["outer"]
+
+
+@pytest.mark.parametrize(
+    ("place", "given", "said"),
+    [
+        ("mine", {"workload": {"seq": 64}}, "workload is a ringprof.Workload, not {'seq': 64}"),
+        ("mine", {"strategy": "zigzag"}, "strategy is what ringprof.strategies.create returns"),
+        ("file/mine", {}, "file/mine: cannot write the run here: .*file is no folder"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_before_the_block(
+    tmp_path: Path, place: str, given: dict[str, Any], said: str
+) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match=said), ringprof.capture(tmp_path / place, **given):
+        raise AssertionError("entered")
 
 
 def nobody_else_comes(rank: int, folder: Path) -> list[str]:
