@@ -1,7 +1,7 @@
 """Whatever the terminal prints is a figure of the JSON report or of a frame, rounded.
 
-By brute force: a pool of all that the data hold, with their means, extremes and sums over ranks, and shares of the
-wall; every number of the whole report must be one of them in some unit. Parts are rounded so that they visibly sum, which
+By brute force: a pool of all that the data hold, with their means, extremes and sums over ranks, and shares of
+the wall; every number of the whole report must be one of them in some unit. Parts are rounded to visibly sum, which
 may move the last digit by one.
 """
 
