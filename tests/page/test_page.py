@@ -19,7 +19,7 @@ from ringprof import cli
 from ringprof.analysis.findings.findings import findings_in_memory
 from ringprof.errors import UsageError
 from ringprof.report import as_json
-from ringprof.report.page.html import render
+from ringprof.report.page.html import drawing, render
 from ringprof.report.page.run import run_document
 from ringprof.report.page.several import comparison_document, sweep_document
 from ringprof.report.sections import hops
@@ -96,10 +96,11 @@ def test_hops_of_hosts_with_clocks_of_their_own_start_by_one_clock() -> None:
     offsets = {rank.rank: 0 if rank.rank != 1 else -hour for rank in attribution.ranks}
     apart = msgspec.structs.replace(attribution, clocks=msgspec.structs.replace(attribution.clocks, offset_ns=offsets))
     plain, shifted = (findings_in_memory(one) for one in (attribution, apart))
-    starts = [
-        {(row[0].text, row[1].text): float(row[4].key) for row in hops.html(found, {}, None).tables[1].rows}  # type: ignore[union-attr]
-        for found in (plain, shifted)
-    ]
+    starts = []
+    for found in (plain, shifted):
+        shown = hops.html(found, as_json.as_dict(found, source="trace", paths=["x"]), drawing())
+        assert shown is not None
+        starts.append({(row[0].text, row[1].text): float(row[4].key) for row in shown.tables[1].rows})
     # An hour less for rank 1, so its first hop is the first of all, and the others' are an hour later.
     assert min(starts[1].values()) == 0
     assert all(

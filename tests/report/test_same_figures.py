@@ -110,7 +110,7 @@ def pool(run: Analysis) -> np.ndarray[Any, np.dtype[np.float64]]:
     return np.unique(np.abs(np.array([*values, *shares, slowest / wall - 1])))
 
 
-def documents(report: dict[str, Any]) -> list[int]:
+def documents(report: Any) -> list[int]:
     """The shortest and the longest, and how many there are."""
     lengths = (report["run"] or {}).get("workload", {}).get("documents") or ()
     return [min(lengths), max(lengths), len(lengths)] if lengths else []
