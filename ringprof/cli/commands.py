@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from importlib import import_module
 
 import click
-from click.shell_completion import CompletionItem
+from click.shell_completion import CompletionItem, FishComplete, add_completion_class
 
 from ringprof._version import __version__
 from ringprof.cli.write import say
@@ -36,6 +36,15 @@ COMMANDS = {
     "runs": ("ringprof.cli.runs", "List the runs of a folder."),
     "strategies": ("ringprof.cli.strategies", "List the strategies, or one strategy's parameters."),
 }
+
+
+class _Fish(FishComplete):
+    """A list with commas in it is one completion: click's script cuts it at its first comma."""
+
+    source_template = FishComplete.source_template.replace("string split ", "string split -m 1 ")
+
+
+add_completion_class(_Fish)
 
 
 class _LazyCommands(click.Group):

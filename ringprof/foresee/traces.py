@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from ringprof._version import __version__
+from ringprof.analysis.transfers.hops import EMULATED
 from ringprof.foresee.events import RINGS, Timeline
 from ringprof.foresee.host import host_ns
 from ringprof.foresee.predict import Prediction
@@ -82,7 +83,8 @@ def run_of(prediction: Prediction, traces: list[RankTrace], command: Sequence[st
         workload=question.workload,
         topology=Topology(
             world_size=size,
-            hosts=[f"predicted-{cluster.host(rank)}" for rank in range(size)],
+            # Of one clock, so emulated.
+            hosts=[f"predicted{EMULATED}{cluster.host(rank)}" for rank in range(size)],
             local_ranks=[rank % cluster.gpus_per_host for rank in range(size)],
             ranks_per_host=cluster.gpus_per_host, device_type="cuda", backend="nccl",
         ),
