@@ -137,7 +137,7 @@ class Sum:
         """The sum in ``dtype``, with the last blocks, ``rest``, added."""
         if self._total is None and not rest:
             return self._summed(dtype)
-        total = self._summed(self._wide) if self._total is None else self._total
+        total, self._total = self._summed(self._wide) if self._total is None else self._total, None
         return settled(total, rest, dtype)
 
     def _summed(self, dtype: torch.dtype) -> Tensor:
