@@ -74,7 +74,11 @@ def test_memory_is_within_a_fifth_of_what_real_runs_held(path: Path) -> None:
     assert estimate is not None
     # Of a window, a ring holds the rows alone that neighbours see; the estimate is that of whole shards. When the runs
     # of copied hops were recorded, these held more than NCCL's.
-    assert (0.8 if run.strategy.hops == "copy" else 0.95) < estimate / max(run.peak_memory_bytes) < (1.4 if run.workload.window else 1.2)
+    assert (
+        (0.8 if run.strategy.hops == "copy" else 0.95)
+        < estimate / max(run.peak_memory_bytes)
+        < (1.4 if run.workload.window else 1.2)
+    )
 
 
 def test_memory_of_a_forward_pass_by_hand() -> None:
