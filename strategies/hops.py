@@ -13,7 +13,7 @@ from torch import Tensor
 from .annotate import annotate
 from .copies import CopyHop, copy_ring, owned
 from .errors import Unfit
-from .parcels import Parcel
+from .parcels import Parcel, Shapes
 
 if TYPE_CHECKING:
     from .communicator import Communicator
@@ -93,6 +93,12 @@ class Ring:
         with annotate("send", self.channel):
             works = self._exchange(sent, arriving.messages)
         return Hop(works, sent, arriving, self.channel)
+
+    def begun(self, shapes: Shapes, device: torch.device) -> Parcel:
+        """Room for what is posted next here, not initialised: the slot that is free now, where there are slots."""
+        if self._copies is not None:
+            return Parcel.empty(shapes, self._copies.free_slot)
+        return Parcel.empty(shapes, lambda all: [torch.empty(x, dtype=dtype, device=device) for dtype, x in all])
 
     def parcel(self, tensors: Sequence[Tensor]) -> Parcel:
         """Tensors as they are to travel here: for NCCL in one message, while copy engines fetch them where they are."""

@@ -15,7 +15,7 @@ import msgspec
 from msgspec.structs import replace
 from torch.profiler import record_function
 
-from ringprof.errors import UsageError
+from ringprof.errors import RecordError, UsageError
 from ringprof.folder_owner import claim, clear_abandoned, release
 from ringprof.record.group_ranks import GroupRanks
 from ringprof.record.hosts import RankHost, distinct_host_names
@@ -55,7 +55,8 @@ def capture(
     Run one step of warm-up before it: the first one sets up communicators. Raises `UsageError` where the folder holds
     something already, where a rank has another profiler at work (torch has one a process; one that only warms up cannot
     be told, and two may end the process), and on a rank outside ``group``. An error in the block leaves no run behind,
-    nor does a rank that does not come.
+    nor does a rank that does not come: once their group gives it up, the others raise `RecordError`, with what that
+    rank's block raised.
     """
     target = Path(folder).absolute()
     if workload is not None and not isinstance(workload, Workload):
@@ -69,20 +70,22 @@ def capture(
         try:
             times: list[int] = []
             reset_counts(strategies)
-            with _profiled(trace.path, ranks, times):
+            with _profiled(trace.path, ranks, times, target, token):
                 yield
             reduced = reduce is not None and reduce(trace.path, trace.reduced)
-            result = _result(ranks, trace, times, strategies, reduced=reduced)
-            results = exchange(result, ranks.device, ranks.group) if ranks.size > 1 else [result]
-            if ranks.size > 1:
-                gather(results, trace, staging, ranks.device, ranks.group)
+            with _answered(target, ranks, token):
+                result = _result(ranks, trace, times, strategies, reduced=reduced)
+                results = exchange(result, ranks.device, ranks.group) if ranks.size > 1 else [result]
+                if ranks.size > 1:
+                    gather(results, trace, staging, ranks.device, ranks.group)
             if ranks.rank == 0:
                 command = [Path(sys.argv[0]).name, *sys.argv[1:]]
                 run = assemble(name or target.name, created, command, results, ranks.device)
                 _publish(_described(run, ranks, workload, strategies), staging, target)
         finally:
             trace.discard()
-    ranks.wait()
+    with _answered(target, ranks, token):
+        ranks.wait()
 
 
 _BUSY = "rank {} has a profiler at work already (torch.profiler, or another capture): end it, there can be but one"
@@ -107,7 +110,8 @@ def _staged(staging: Path, target: Path, ranks: GroupRanks) -> Iterator[str]:
         opening = _prepare(target, staging)
     made = ranks.rank == 0 and not opening.refusal
     try:
-        openings = [from_json(told, _Opening) for told in ranks.told(opening)]
+        with _answered(target, ranks):
+            openings = [from_json(told, _Opening) for told in ranks.told(opening)]
         for one in openings:
             if one.refusal:
                 raise UsageError(one.refusal)
@@ -136,16 +140,31 @@ def _prepare(target: Path, staging: Path) -> _Opening:
 
 
 @contextmanager
-def _profiled(trace: Path, ranks: GroupRanks, times: list[int]) -> Iterator[None]:
+def _answered(target: Path, ranks: GroupRanks, token: str = "") -> Iterator[None]:
+    """Raises `RecordError` where another rank does not answer, and says why where that rank has said it."""
+    try:
+        yield
+    except RuntimeError as error:
+        reason = ranks.left(token) or "another rank has ended, or is not here: all of the group must enter (see group=)"
+        raise RecordError(f"{target}: no run: {reason} ({' '.join(str(error).split())[:200]})") from error
+
+
+@contextmanager
+def _profiled(trace: Path, ranks: GroupRanks, times: list[int], target: Path, token: str) -> Iterator[None]:
     """Profile the block as one iteration, write the trace, and append the block's time in nanoseconds."""
     with profiler() as recording:
         ranks.finish()
         recording.step()
-        ranks.wait()
+        with _answered(target, ranks, token):
+            ranks.wait()
         ranks.finish()
         start = time.perf_counter_ns()
-        with record_function(ITERATION):
-            yield
+        try:
+            with record_function(ITERATION):
+                yield
+        except BaseException as error:
+            ranks.leave(token, error)
+            raise
         ranks.finish()
         times.append(time.perf_counter_ns() - start)
         recording.step()

@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import ringprof
 from ringprof.api import Analysis
-from ringprof.errors import UsageError
+from ringprof.errors import RecordError, UsageError
 from ringprof.record import group_ranks
 from ringprof.run import Workload, read_run
 from ringprof.strategies import create
@@ -171,7 +171,7 @@ def nobody_else_comes(rank: int, folder: Path) -> list[str]:
         # As where another rank's program has ended: it answers no message.
         with (
             patch.object(group_ranks, "gather_bytes", side_effect=RuntimeError("nobody answers")),
-            pytest.raises(RuntimeError, match="nobody answers"),
+            pytest.raises(RecordError, match=r"mine: no run: another rank has ended, or .*nobody answers"),
             ringprof.capture(folder / "mine", group=group),
         ):
             raise AssertionError("entered")
@@ -180,6 +180,32 @@ def nobody_else_comes(rank: int, folder: Path) -> list[str]:
 
 def test_a_failed_opening_leaves_nothing_behind(tmp_path: Path) -> None:
     assert run_ranks(2, nobody_else_comes, tmp_path)[0] == []
+
+
+def raises(rank: int, folder: Path) -> str:
+    """What each rank raises where the block fails on rank 1, which then takes no part in anything."""
+    store = dist.distributed_c10d._get_default_store()
+
+    def closed(*_: Any, **__: Any) -> None:
+        store.wait(["gone"])
+        raise RuntimeError("Connection closed by peer")
+
+    try:
+        with patch("ringprof.record.capture._result", closed), ringprof.capture(folder / "mine"):
+            if rank == 1:
+                raise ValueError("loss is\nnot finite")
+    except (ValueError, RecordError) as error:
+        store.set("gone", "")
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def test_an_error_in_one_ranks_block_is_told_to_the_others(tmp_path: Path) -> None:
+    first, second = run_ranks(2, raises, tmp_path)
+    assert second == "ValueError: loss is\nnot finite"
+    left = "rank 1 left the block with ValueError: loss is not finite (Connection closed by peer)"
+    assert first == f"RecordError: {tmp_path / 'mine'}: no run: {left}"
+    assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.parametrize(
