@@ -233,6 +233,8 @@ RULES: tuple[Rule, ...] = (
     Rule("permute", "XLA", r"^(loop|input|wrapped)_(dynamic_|transpose|slice|gather|scatter|concat|copy|pad|reverse)"),
     Rule("reduction", "XLA", r"^(input|wrapped|row|column)_\w{0,60}reduc"),
     Rule("elementwise", "XLA", r"^(loop|input)_\w{0,80}fusion"),
+    Rule("norm", "nvFuser", r"nvfuser_", r"persistent"),
+    Rule("elementwise", "nvFuser", r"nvfuser_(pointwise|none)"),
     *_rules(
         "elementwise",
         ("activation", r"act_and_mul|swiglu|geglu|silu|gelu|(?<![a-z])relu|threshold_kernel|activation|_act_kernel"),
