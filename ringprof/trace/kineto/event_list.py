@@ -39,8 +39,8 @@ class Event(_Row, gc=False):
 
 
 def _of_phase(phase: str, base: type[msgspec.Struct] = msgspec.Struct) -> Any:
-    tag: dict[str, Any] = {"tag_field": "ph", "tag": phase, "namespace": {"ph": phase}}
-    return msgspec.defstruct(f"_Phase{ord(phase)}", [], bases=(base,), gc=False, **tag)
+    name, named = f"_Phase{ord(phase)}", {"ph": phase}
+    return msgspec.defstruct(name, [], bases=(base,), namespace=named, tag_field="ph", tag=phase, gc=False)
 
 
 decode_event = msgspec.json.Decoder(Event).decode
