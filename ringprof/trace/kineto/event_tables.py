@@ -62,9 +62,9 @@ _HOST_MEMORY = 0
 _DEVICE_CATEGORY = re.compile(r"(?:(?:gpu|cuda|hip|device|concurrent)[ _])?(kernel|memcpy|memset)")
 _DEVICE_CATEGORIES = {"kernel": KERNEL, "memcpy": MEMCPY, "memset": MEMSET}
 _ANNOTATIONS = {"user_annotation": "annotations", "gpu_user_annotation": "device_annotations", "nvtx": "annotations"}
-_PASSED_OVER = frozenset(
-    "python_function overhead trace ac2g fwdbwd async_cpu_to_gpu cpu_instant_event cuda_sync cuda_event"
-    " cuda_profiler_range external_correlation collective_comm fee".split()
+_PASSED_OVER = re.compile(
+    r"python_function|overhead|trace|ac2g|fwdbwd|async_cpu_to_gpu|cpu_instant_event|external_correlation|collective_comm|fee"
+    r"|\w+_(sync|event|profiler_range)"
 )
 """Categories of rows that repeat others or cost nothing of their own: Kineto's, and VizTracer's of Python functions."""
 # Those that tell what runs in them where the kernels' own names do not (`ringprof.analysis.kinds.operators`).
@@ -137,7 +137,7 @@ def _table_for(category: str | None) -> str | None:
     key = (category or "").lower()
     if _DEVICE_CATEGORY.fullmatch(key):
         return "activities"
-    if key in _PASSED_OVER:
+    if _PASSED_OVER.fullmatch(key):
         return ""
     if key in ("runtime", "driver") or key.endswith(("_runtime", "_driver")):
         return "launches"
