@@ -63,8 +63,9 @@ class Tracks:
         """
         if event.cat:
             return f"category {event.cat[:40]!r}"
-        process = self._processes.get(event.pid)
-        if process is None:
+        # Before Kineto the name of a process stood for its number.
+        process = self._processes.get(event.pid, event.pid)
+        if not isinstance(process, str):
             return None
         return "" if _HOST_OR_REPEATED.match(process) else f"process {process[:40]!r}"
 
