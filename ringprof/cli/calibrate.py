@@ -11,12 +11,12 @@ import msgspec
 
 from ringprof.cli.values import Number
 from ringprof.errors import UsageError
+from ringprof.files import write_atomically
 from ringprof.foresee.calibration import Calibration, assumed, base_for, calibration_json, read_calibration
 from ringprof.foresee.from_runs import calibrate_from, observed_run
 from ringprof.foresee.question import run_at
 from ringprof.record.launcher import launcher_rank
 from ringprof.record.request import need
-from ringprof.run import write_atomically
 
 
 @click.command("calibrate")
