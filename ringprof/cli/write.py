@@ -6,7 +6,7 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import click
@@ -21,7 +21,8 @@ NARROWEST = 78
 
 def say(text: str) -> None:
     """One line on stderr, of which a terminal obeys nothing: names in it may come from a stranger's file."""
-    click.echo(" ".join(printable(text).split()), err=True)
+    with suppress(BrokenPipeError):  # nobody reads it; the exit code says what it says
+        click.echo(" ".join(printable(text).split()), err=True)
 
 
 def print_or_write(text: str, output: str | None) -> None:

@@ -76,3 +76,31 @@ def test_a_full_disk_leaves_what_was_there(tmp_path: Path) -> None:
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (2, f"ringprof: {file}: cannot be written: File too large\n")
     assert file.read_text() == "before" and os.listdir(tmp_path) == ["report.json"]
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize(
+    ("given", "stream", "code"),
+    [
+        (["report", RUN, "--fail-if", "exposed_comm < 0"], "stdout", 141),
+        (["--help"], "stdout", 141),
+        (["runs", "--help"], "stdout", 141),
+        (["report", "/no/such"], "stdout", 2),
+        (["report", "/no/such"], "stderr", 2),
+        (["report", RUN, "--fail-if", "exposed_comm > 0"], "stderr", 1),
+    ],
+)
+def test_a_reader_that_leaves_is_no_condition_that_holds(
+    given: list[str], stream: str, code: int, unbuffered: str
+) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.Popen(
+        [sys.executable, "-m", "ringprof", *given], cwd=ROOT, env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+        stdout=writing if stream == "stdout" else subprocess.DEVNULL,
+        stderr=writing if stream == "stderr" else subprocess.PIPE,
+    )  # fmt: skip
+    os.close(writing)
+    _, told = done.communicate()
+    assert done.returncode == code
+    assert (told or b"").count(b"\n") == (stream == "stdout" and code == 2), told
