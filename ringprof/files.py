@@ -91,7 +91,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
         yield place
         place.replace(file)
     except OSError as error:
-        error.filename = os.fspath(path) if error.filename == str(place) else error.filename
+        error.filename = os.fspath(path) if error.filename in (None, str(place)) else error.filename
         raise
     finally:
         place.unlink(missing_ok=True)

@@ -136,6 +136,9 @@ def run(args: list[str]) -> int:
         return _fail(error.format_message() + _hint(error), 2)
     except RingprofError as error:
         return _fail(str(error), error.exit_code)
+    except ImportError as error:
+        # One that is installed, and broken: a library of the system's is missing, or there is no memory for it.
+        return _fail(f"a package cannot be loaded: {error}", 2)
     except OSError as error:
         # Nothing is assumed about a path that the user gives: too long, in a circle, on a disk that is gone.
         named = f"{error.filename}: " if error.filename else ""

@@ -45,11 +45,12 @@ def test_a_new_file_is_as_the_user_has_them(tmp_path: Path) -> None:
     assert (tmp_path / "out").stat().st_mode == (tmp_path / "usual").stat().st_mode
 
 
-def test_an_error_names_what_the_user_named(tmp_path: Path) -> None:
+def test_an_error_names_what_the_user_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "no" / "out.json"
     with pytest.raises(InputError, match=f"^{path}: cannot be written: No such file or directory$"), written(path):
         pytest.fail("nothing can be written")
     assert cli.run(["calibrate", RUN, "-o", str(path)]) == 2
+    assert capsys.readouterr().err == f"ringprof: {path}: No such file or directory\n"
 
 
 def test_a_pipe_is_written_to() -> None:
