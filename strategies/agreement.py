@@ -186,4 +186,4 @@ def _processes(ranks: Sequence[Standing]) -> dict[int, int | None]:
 
 def _number(variable: str) -> int | None:
     text = os.environ.get(variable, "")
-    return int(text) if text.isdigit() else None
+    return int(text) if text.isascii() and text.isdigit() else None

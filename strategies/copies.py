@@ -60,7 +60,7 @@ def can_copy() -> str | None:
     if dist.is_initialized() and not by_nccl():
         return "need NCCL's process groups"
     queues = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "8")
-    if queues.isdigit() and int(queues) < FEWEST_QUEUES:
+    if queues.isascii() and queues.isdigit() and int(queues) < FEWEST_QUEUES:
         return f"need CUDA_DEVICE_MAX_CONNECTIONS of at least {FEWEST_QUEUES}, which is {queues}"
     return None
 

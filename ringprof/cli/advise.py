@@ -47,7 +47,7 @@ def command(**options: Any) -> int:
 
 
 def _size(text: str) -> int:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(GB|GiB|MB|MiB)", text)
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*(GB|GiB|MB|MiB)", text)
     if match is None:
         raise UsageError(f"--memory {text!r}: write a size such as 80GB or 40GiB")
     return int(float(match[1]) * _UNITS[match[2]])

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from torch.profiler.profiler import PROFILER_STEP_NAME
 from ringprof.record.group_ranks import GroupRanks
 from ringprof.record.measure import ITERATION, profiler, profiler_is_busy
 from ringprof.record.world_group import gather_bytes, gather_tensor
+from ringprof.scratch import remove, scratch_folder
 
 MOST_SHARE = 0.01
 """Of the loop's time that looking may take: after each look the next is put off until it does not take more."""
@@ -132,10 +132,11 @@ class Monitor:
             return b""
         try:
             self._recording.step()
-            with self._window, TemporaryDirectory(prefix="ringprof-") as folder:
-                path = Path(folder) / "trace.json"
-                self._recording.export_chrome_trace(str(path))
-                data = self._reduce(path)
+            with self._window, ExitStack() as after:
+                folder = scratch_folder("look")
+                after.callback(remove, folder)
+                self._recording.export_chrome_trace(str(folder / "trace.json"))
+                data = self._reduce(folder / "trace.json")
         except Exception as error:  # as above; the other ranks wait for this one's answer
             _log.warning("step %d: rank %d has no trace: %s", self.steps, self._ranks.number, error)
             return b""

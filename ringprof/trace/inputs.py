@@ -126,7 +126,7 @@ def _natural_order(text: str) -> tuple[object, ...]:
             digits += letter
             continue
         if digits:
-            key.append((0, int(digits), ""))
+            key.append((0, len(digits.lstrip("0")), digits.lstrip("0")))
             digits = ""
         key.append((1, 0, letter))
     return tuple(key)

@@ -10,9 +10,9 @@ import msgspec
 from ringprof.trace.columns import Activities, Trace, distinct
 from ringprof.trace.kineto.event_list import UNREADABLE, Event
 
-_DEVICE = re.compile(r"(?P<xla>/device:)?GPU:?(\d{1,4})")
+_DEVICE = re.compile(r"(?P<xla>/device:)?GPU:?([0-9]{1,4})")
 # Of XLA's tracks those of streams; the others repeat what ran there by module, operation and step.
-_STREAM = re.compile(r"Stream #(\d{1,9})")
+_STREAM = re.compile(r"Stream #([0-9]{1,9})")
 _HOST_OR_REPEATED = re.compile(r"/device:GPU|/host:|CPU |Python$|Overlap Analysis$")
 _COPY_OR_SET = re.compile(r"mem(cpy|set)", re.IGNORECASE)
 _MOST_TRACKS = 1 << 16
