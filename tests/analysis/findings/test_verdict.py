@@ -64,6 +64,11 @@ def test_a_slow_link_is_named_by_its_ends():
     _, cause, _ = findings_in_memory(attribution).verdict
     assert "ranks 0, 3, 4 and 7 send at 3.4 to 4.15 GB/s" in cause
     assert "(3 to 4, 7 to 0)" in cause
+    # Nothing holds a rank up but these links, whether their hosts are known or not.
+    for known in (attribution, attribution_of(TWO_HOSTS, ranks_per_host=4)):
+        step = findings_in_memory(known).next_step
+        assert step is not None and step.part == "peer_wait"
+        assert step.text.endswith(": faster links, fewer bytes over the slow ones.")
 
 
 def test_a_slow_link_between_hosts_is_named_as_such():
