@@ -86,7 +86,8 @@ class Ring:
         if self._copies is not None:
             assert into is None, "copy engines write where they may, not where they are told"
             self._meter.add(self.channel, "copy", self._link, parcel.size_bytes)
-            return self._copies.post(parcel)
+            # A parcel of the hop's own: a tour clears the caller's, which another ring may still send.
+            return self._copies.post(parcel.over(list(parcel.messages)))
         arriving = parcel.room() if into is None else into
         self._meter.add(self.channel, "send_recv", self._link, parcel.size_bytes)
         sent = list(parcel.messages)

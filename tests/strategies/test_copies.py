@@ -29,6 +29,18 @@ def test_hops_that_nothing_carries_are_refused_by_name():
         create("ring", hops="pigeon")
 
 
+class _Held(Hop):
+    """As `copies.CopyHop`, it knows what is under way by its parcel: the caller may let go of the tensors meanwhile."""
+
+    def __init__(self, works: list[Any], sent: Parcel, arriving: Parcel) -> None:
+        super().__init__(works, sent.messages, arriving)
+        self._sent_parcel = sent
+
+    def wait(self) -> Parcel:
+        assert self._sent_parcel.messages, "what is under way was let go of"
+        return super().wait()
+
+
 class _ByGloo:
     """Carries what copy engines would; as there, room is used again, and nobody may read it then: here it is spoilt."""
 
@@ -43,7 +55,7 @@ class _ByGloo:
         # gloo knows few types, but bytes are bytes.
         works = [self._group.send([x.view(torch.uint8)], self._following, 0) for x in parcel.messages]
         works += [self._group.recv([x.view(torch.uint8)], self._previous, 0) for x in arriving.messages]
-        return Hop(works, parcel.messages, arriving)
+        return _Held(works, parcel, arriving)
 
     def free_slot(self, shapes: Shapes) -> list[torch.Tensor]:
         """The room of the last hop, where it is of these shapes."""
