@@ -38,7 +38,8 @@ class _Held(Hop):
 
     def wait(self) -> Parcel:
         assert self._sent_parcel.messages, "what is under way was let go of"
-        return super().wait()
+        arriving: Parcel = super().wait()
+        return arriving
 
 
 class _ByGloo:
