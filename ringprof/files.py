@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import os
 import re
+import secrets
 import stat
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -73,6 +74,35 @@ def read_within(file: BinaryIO, name: str, limits: Limits | None = None, share: 
             option = "--max-bytes" if most == limits.expanded_bytes else "--max-memory"
             raise InputError(f"{name}: larger than {most:,} bytes: raise the limit with {option}, or give a part")
     return bytes(data)
+
+
+@contextmanager
+def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """A place to write a file to, which becomes the file at the end: it is complete, or as it was. Raises OSError."""
+    given, file = Path(path), Path(os.path.realpath(path))  # a link stays one
+    if given.exists() and not (given.is_file() and os.access(file.parent, os.W_OK)):
+        yield given  # a device, a pipe, or in a folder that takes no other file
+        return
+    place = file.with_name(f".ringprof-{secrets.token_hex(8)}")
+    try:
+        os.close(os.open(place, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
+        if file.exists():
+            place.chmod(stat.S_IMODE(file.stat().st_mode))
+        yield place
+        place.replace(file)
+    except OSError as error:
+        error.filename = os.fspath(path) if error.filename in (None, str(place)) else error.filename
+        raise
+    finally:
+        place.unlink(missing_ok=True)
+
+
+def write_atomically(file: Path, data: bytes) -> None:
+    """Write a file that is on the disk before it takes the place of another."""
+    with replacing(file) as place, place.open("wb") as stream:
+        stream.write(data)
+        stream.flush()
+        os.fsync(stream.fileno())
 
 
 def size_of(name: str) -> int:

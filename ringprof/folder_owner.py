@@ -16,6 +16,9 @@ from pathlib import Path
 
 import msgspec
 
+from ringprof.errors import InputError
+from ringprof.files import read_bytes
+
 OWNER_FILE = ".owner"
 PARTIAL = ".partial"
 MAX_OWNER_BYTES = 4096
@@ -101,7 +104,6 @@ def _machine() -> str:
 
 def _read(folder: Path) -> _Owner | None:
     try:
-        with (folder / OWNER_FILE).open("rb") as file:
-            return msgspec.json.decode(file.read(MAX_OWNER_BYTES), type=_Owner)
-    except (OSError, msgspec.MsgspecError):
+        return msgspec.json.decode(read_bytes(str(folder / OWNER_FILE), MAX_OWNER_BYTES), type=_Owner)
+    except (InputError, msgspec.MsgspecError):
         return None

@@ -187,7 +187,7 @@ class AdvicePlots:
         return plots.intervals(names, values, "ms an iteration, predicted; 80 % within the bar", ax)
 
     def tokens(self, ax: Axes | None = None) -> Axes:
-        """Time of the first strategies against length, with bands and where one overtakes the first."""
+        """Speed of the first strategies against length, with bands and where one overtakes the first."""
         return self._over("tokens", ax)
 
     def hosts(self, ax: Axes | None = None) -> Axes:
@@ -200,8 +200,8 @@ class AdvicePlots:
 
     def _over(self, name: str, ax: Axes | None) -> Axes:
         advice = self._advice
-        drawn = advice_shown.series(advice, name), advice_shown.marks(advice, name)
-        return plots.bands(advice_shown.ACROSS[name], "ms an iteration, predicted", *drawn, ax)
+        drawn = advice_shown.speeds(advice, name), advice_shown.marks(advice, name)
+        return plots.bands(advice_shown.ACROSS[name], advice_shown.SPEED, *drawn, ax)
 
 
 def _frame(name: str, rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:

@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, Any
 from ringprof.analysis.attribution import Attribution
 from ringprof.analysis.findings.findings import findings_in_memory
 from ringprof.analysis.transfers.matching import match
-from ringprof.errors import MissingExtraError, RingprofError
+from ringprof.errors import MissingExtraError, RingprofError, UsageError
 from ringprof.json_object import JsonObject
 from ringprof.record.request import need
 from ringprof.report.text import percent
 from ringprof.scale.pipeline import attribute
 from ringprof.trace.kineto import read_trace
 from ringprof.trace.reduced import parse_reduced, reduce_trace
+from ringprof.whole_numbers import refuse_below_one
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -53,14 +54,18 @@ def monitor(
     waited for), ``straggler`` (the one waited for most), ``looks`` (for how many in a row) and ``interval``. The logger
     ``ringprof.monitor`` says it in words, and TensorBoard gets its figures where a folder is given.
 
-    Raises `MissingExtraError` without torch or, where asked for, TensorBoard; `UsageError` on a rank outside ``group``.
+    There is no look while a rank has a torch.profiler of its own, at work or to come: a process can have but one.
+
+    Raises `MissingExtraError` without torch or, where asked for, TensorBoard; `UsageError` on a rank outside ``group``,
+    for ``every`` below 1, and on the first rank where ``log`` cannot be written.
     """
     need("torch")
+    refuse_below_one({"every": every})
     from ringprof.record.group_ranks import GroupRanks  # here, as the next, because they import torch
     from ringprof.record.monitor import Monitor
 
     ranks = GroupRanks(group)
-    looks = Looks(log, _writer(tensorboard) if ranks.rank == 0 else None)
+    looks = Looks(log, _writer(tensorboard)) if ranks.rank == 0 else Looks(None)
     watch = Monitor(every, ranks, reduced, looks.tell)
     try:
         yield watch
@@ -81,6 +86,8 @@ class Looks:
 
     def __init__(self, log: str | os.PathLike[str] | None, writer: Any = None) -> None:
         self._log, self._writer = log, writer
+        if log is not None and (Path(log).is_dir() or not os.access(Path(log).absolute().parent, os.W_OK)):
+            raise UsageError(f"{os.fspath(log)}: cannot write the looks here: name a file in a folder that is there")
         self._straggler: int | None = None
         self._in_a_row = 0
 

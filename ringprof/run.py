@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from ringprof.errors import RunFormatError
-from ringprof.files import leading_out, read_whole
+from ringprof.files import leading_out, read_whole, write_atomically
 from ringprof.json_object import Params
 from ringprof.limits import Limits
 from ringprof.mask import NO_LIMIT, Mask, band_area
@@ -542,27 +541,6 @@ def write_run(run: Run, path: str | os.PathLike[str]) -> None:
         # A command line or a variable that is no text.
         text = json.dumps(msgspec.to_builtins(run), ensure_ascii=False).encode(errors="replace")
     write_atomically(Path(path), msgspec.json.format(text, indent=1) + b"\n")
-
-
-def write_atomically(file: Path, data: bytes) -> None:
-    """Write to a temporary neighbour, flush to disk, rename over ``file``."""
-    descriptor, temporary = tempfile.mkstemp(prefix=f".{file.name}.", dir=file.parent)
-    try:
-        with os.fdopen(descriptor, "wb") as stream:
-            stream.write(data)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.chmod(temporary, 0o666 & ~_umask())
-        os.replace(temporary, file)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def relocated(run: Run, folder: str) -> Run:

@@ -19,12 +19,13 @@ from ringprof.analysis.findings.summary import Rates
 from ringprof.analysis.kinds.kinds import ATTENTION, COMMUNICATION
 from ringprof.api import Analysis, load
 from ringprof.errors import InputError, Interrupted, OutOfMemory, RecordError, UnfitWorkloadError, UsageError
+from ringprof.files import write_atomically
 from ringprof.json_object import JsonObject, Params
 from ringprof.record import Request, record
 from ringprof.record.launcher import launcher_rank
 from ringprof.record.progress import Reporter
 from ringprof.record.resolve import kernel_class, load_strategy, resolve, typed_params
-from ringprof.run import Workload, read_run, write_atomically
+from ringprof.run import Workload, read_run
 from ringprof.strategies import find
 
 _SCHEMA = "ringprof.sweep/1"

@@ -70,6 +70,8 @@ class Agreement:
 
 
 _agreements: WeakKeyDictionary[Any, dict[str, Agreement]] = WeakKeyDictionary()
+_calls: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
+"""What the ranks of a group have agreed to call."""
 
 
 def agree(group: dist.ProcessGroup, request: str, problem: str | None = None) -> Agreement:
@@ -80,14 +82,36 @@ def agree(group: dist.ProcessGroup, request: str, problem: str | None = None) ->
     """
     known = _agreements.setdefault(group, {})
     if request not in known or problem is not None:
-        said: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(said, Standing.here(request, problem), group=group)
-        _refuse_differences(said)
+        said = _standings(group, request, problem)
         known[request] = Agreement(
             said[0].token, agreed_hosts(said, dist.get_world_size()), _processes(said),
             all(rank.can_copy for rank in said),
         )  # fmt: skip
     return known[request]
+
+
+def agree_on_call(group: dist.ProcessGroup, call: str) -> None:
+    """Collective the first time for a group and ``call``, in parts with "; " between them. Raises `Unfit` where not all
+    ranks make the same call, and tells the parts that differ."""
+    known = _calls.setdefault(group, set())
+    if call in known:
+        return
+    try:
+        _standings(group, call, None)
+    except RuntimeError as error:
+        raise Unfit(
+            "this rank comes with a call that it has not made before, and another rank has not, or has ended: all must"
+            f" make the same ({call}; {' '.join(str(error).split())[:200]})"
+        ) from error
+    known.add(call)
+
+
+def _standings(group: dist.ProcessGroup, request: str, problem: str | None) -> list[Standing]:
+    """What every rank says. Raises `Unfit` on every rank where one has a problem, or asks for something else."""
+    said: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(said, Standing.here(request, problem), group=group)
+    _refuse_differences(said)
+    return said
 
 
 def agreed_hosts(ranks: Sequence[Standing], world_size: int) -> dict[int, int]:
@@ -138,9 +162,10 @@ def _refuse_differences(ranks: Sequence[Standing]) -> None:
             raise Unfit(rank.problem if own else f"rank {rank.rank} refused: {rank.problem}")
     for rank in ranks:
         if rank.request != ranks[0].request:
+            pairs = list(zip(ranks[0].request.split("; "), rank.request.split("; "), strict=False))
+            one, other = ("; ".join(pair[i] for pair in pairs if pair[0] != pair[1]) for i in range(2))
             raise Unfit(
-                f"the ranks do not ask for the same: rank {ranks[0].rank} for {ranks[0].request},"
-                f" rank {rank.rank} for {rank.request}"
+                f"the ranks do not ask for the same: rank {ranks[0].rank} for {one}, rank {rank.rank} for {other}"
             )
 
 
@@ -161,4 +186,4 @@ def _processes(ranks: Sequence[Standing]) -> dict[int, int | None]:
 
 def _number(variable: str) -> int | None:
     text = os.environ.get(variable, "")
-    return int(text) if text.isdigit() else None
+    return int(text) if text.isascii() and text.isdigit() else None

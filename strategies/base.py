@@ -36,6 +36,10 @@ Documents = Sequence[int] | Tensor | None
 NO_SOFTCAP = "takes no softcap: the bundled strategies do, with a kernel that computes it (`ringprof kernels`)"
 HIDDEN_FROM_BYTES = 2**25
 """From which size on the last hop of a backward pass is worth two more kernel calls that hide it, on a GPU."""
+_ASKED = (
+    "causal", "softmax_scale", "return_lse", "sinks", "softcap", "documents", "window_size", "gradients",
+)  # fmt: skip
+"""What ranks must ask for alike beside shapes and types; the documents themselves are not compared."""
 POSITIONS_KEPT = 8
 """Sequence lengths whose positions a strategy keeps on a device."""
 
@@ -61,7 +65,7 @@ class Context:
     kernel: str = "auto"
 
 
-@dataclass
+@dataclass(slots=True)
 class Rows:
     """What a backward pass needs of the queries' rows; one of ``out`` and ``delta`` is given. Made of dense tensors.
 
@@ -92,7 +96,7 @@ class Rows:
         return self._parts[key]
 
 
-@dataclass
+@dataclass(slots=True)
 class Blocks:
     """The blocks of one attention call: kernel, scale and mask."""
 
@@ -103,11 +107,8 @@ class Blocks:
     """Whether a gradient may come through the LSE, on any rank: all must then go the same way back."""
     cut: Cut | None = None
     """The mask, where it is more than causal or none."""
-    kept: list[Tensor] = field(default_factory=list)
-
-    def keep(self, q: Tensor, k: Tensor, v: Tensor) -> None:
-        """Called by a forward pass whose backward pass begins with other tensors than the call's own q, k and v."""
-        self.kept[:] = [q, k, v]
+    kept: tuple[Tensor, ...] = ()
+    """q, k and v for the backward pass, where it begins with others than the call's own."""
 
     def between(self, layout: Layout, q_rank: int, kv_rank: int, local_seq: int) -> Block | None:
         """The block that ``q_rank`` owes ``kv_rank``'s keys; None where the mask leaves nothing."""
@@ -278,13 +279,17 @@ class Strategy(Expectations, ABC):
         added up over the ranks as that of every replicated parameter. With a ``softcap`` above 0 a score s becomes
         softcap · tanh(s / softcap), before the mask; a kernel that computes it is needed.
         """
-        _refuse_options(dropout_p=dropout_p != 0.0, alibi_slopes=alibi_slopes is not None)
+        if dropout_p or alibi_slopes is not None:
+            option = "dropout_p" if dropout_p else "alibi_slopes"
+            raise Unfit(f"{option} is not supported by any bundled strategy")
         q, k, v = _as_autocast(q, k, v)
         narrower = q.shape[-1] - v.shape[-1]
         if narrower > 0:
             v = pad(v, (0, narrower))
-        self._check_tensors(q, k, v)
         scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+        trains = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+        asked = causal, scale, return_lse, sinks is not None, softcap, documents is not None, tuple(window_size), trains
+        self._check_call(q, k, v, asked)
         cut = None
         if documents is not None or tuple(window_size) != (-1, -1):
             cut = self._cut(causal, documents, window_size, q.shape[1] * self.comm.size)
@@ -430,10 +435,18 @@ class Strategy(Expectations, ABC):
             self._positions[key] = layout.positions(seq, self.comm.size, self.comm.rank).to(device)
         return self._positions[key]
 
-    def _check_tensors(self, q: Tensor, k: Tensor, v: Tensor) -> None:
-        key = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device
+    def _check_call(self, q: Tensor, k: Tensor, v: Tensor, asked: tuple[Any, ...]) -> None:
+        """Raises `Unfit` for tensors that do not fit, and where the ranks do not call alike; looks once at each."""
+        key = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, asked
         if key in self._fitting:
             return
+        self._check_tensors(q, k, v)
+        tensors = f"q, k and v of shape {_shapes(q, k, v)}", f"type {q.dtype}"
+        options = (f"{name}={value}" for name, value in zip(_ASKED, asked, strict=True))
+        self.comm.agree_on("; ".join(("attention", *tensors, *options)))
+        self._fitting.add(key)
+
+    def _check_tensors(self, q: Tensor, k: Tensor, v: Tensor) -> None:
         if q.dim() != 4 or k.dim() != 4 or k.shape != v.shape:
             raise Unfit(f"expected q (B, S, H, D), k and v (B, S, Hkv, D): got {_shapes(q, k, v)}")
         if q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]:
@@ -444,7 +457,6 @@ class Strategy(Expectations, ABC):
         reason = self.unfit(shape, self.comm.size, **self.parameters)
         if reason:
             raise Unfit(reason)
-        self._fitting.add(key)
 
 
 class _Attention(torch.autograd.Function):
@@ -457,7 +469,7 @@ class _Attention(torch.autograd.Function):
         out, lse = strategy.forward(blocks, q, k, v)
         ctx.strategy, ctx.blocks = strategy, blocks
         ctx.save_for_backward(*(blocks.kept or (q, k, v)), out, lse)
-        blocks.kept.clear()
+        blocks.kept = ()
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -491,6 +503,8 @@ def _rows_with_lse_gradient(kernel: Kernel, rows: Rows, dlse: Tensor | None) -> 
 
 def _heads_together(q: Tensor) -> Tensor:
     """q with the strides in the order of its dimensions, for that is the order in which O and dQ will be dense."""
+    if q.is_contiguous():
+        return q
     strides = [stride for stride, size in zip(q.stride(), q.shape, strict=True) if size > 1]
     return q if strides == sorted(strides, reverse=True) and q.stride(-1) == 1 else q.contiguous()
 
@@ -517,12 +531,6 @@ def _indivisible(layout: Layout, seq: int, size: int) -> str | None:
         f"the {layout.name} layout on {size} ranks needs a sequence divisible by {divisor}: not {seq}"
         f" (try {max(divisor, seq // divisor * divisor)})"
     )
-
-
-def _refuse_options(**given: bool) -> None:
-    for option, present in given.items():
-        if present:
-            raise Unfit(f"{option} is not supported by any bundled strategy")
 
 
 def _shapes(*tensors: Tensor) -> str:

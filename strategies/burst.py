@@ -25,7 +25,6 @@ from .hops import DoubleRing
 from .kernel import Gradients
 from .layouts import LAYOUTS, part
 from .merge import Partial, Sum, accumulate, row_product, settled, started
-from .parcels import Parcel
 from .ring import rows_of
 
 
@@ -66,9 +65,8 @@ class Burst(Strategy):
             return forward_bytes(load)
         if load.size == 1:
             return 9 * load.q + load.kv
-        # Three sets of Q, dO and the rows; forward the slots of copied hops are for K and V, backward for other shapes.
-        slots = 2 * load.kv if load.copied_hops else 0
-        return load.own + load.kv_wide + 3 * 3 * load.q + load.q + load.q_wide + slots
+        # Three sets of Q, dO and the rows.
+        return load.own + load.kv_wide + 3 * 3 * load.q + load.q + load.q_wide
 
     @classmethod
     def imbalance(cls, size: int, *, causal: bool, **params: Any) -> float | None:
@@ -143,7 +141,7 @@ class _TravellingDq:
         """Add one block's dQ, where there is one, to the partial that came with its queries, and send it on."""
         window, inner_step = divmod(step, self._rings.window)
         like = self._like
-        total = self._inner.wait() if inner_step else Parcel.empty(((self._dtype, tuple(like.shape)),), like.device)
+        total = self._inner.wait() if inner_step else self._rings.inner.begun(((self._dtype, like.shape),), like.device)
         with ring_step("bwd", step, "merge"):
             if dq is None:
                 if not inner_step:

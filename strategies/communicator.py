@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from .agreement import agree
+from .agreement import agree, agree_on_call
 from .collectives import Collective
 from .copies import can_copy
 from .errors import Unfit
@@ -50,6 +50,9 @@ class Meter:
 class Communicator:
     """One rank's access to a group of ranks. Ranks below are positions in that group."""
 
+    group: Any = None
+    """The process group; None where torch.distributed is not in use."""
+
     def __init__(
         self, group: Any = None, *, ranks_per_host: int | None = None, hops: str = "nccl",
         hosts: Sequence[int] | None = None, request: str = "a communicator", problem: Exception | None = None,
@@ -66,8 +69,6 @@ class Communicator:
         """Whether ``auto`` may mean copy engines: all ranks can, and see each other's memory."""
         self.meter = Meter()
         self.rank, self.size, self.token = 0, 1, ""
-        self.group: Any = None
-        """The process group; None where torch.distributed is not in use."""
         self._ranks = [0]
         self.hosts = Hosts({0: 0})
         self.processes: dict[int, int | None] = {}
@@ -91,6 +92,12 @@ class Communicator:
             raise (problem or refusal) from None
         self.token, self.hosts, self.processes = agreed.token, Hosts(agreed.hosts), agreed.processes
         self.can_copy = agreed.can_copy
+
+    def agree_on(self, call: str) -> None:
+        """As `agreement.agree_on_call`, but while a CUDA graph is captured, in which no rank can ask another."""
+        captures = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        if self.size > 1 and self.group is not None and not captures:
+            agree_on_call(self.group, call)
 
     @property
     def is_world(self) -> bool:

@@ -151,7 +151,8 @@ class IdleKernel(Kernel):
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor,
         out: Tensor | None, delta: Tensor | None, scale: float, causal: bool,
     ) -> Gradients:  # fmt: skip
-        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        dk, dv = torch.empty((2, *k.shape), dtype=k.dtype, device=k.device).unbind(0)
+        return torch.empty_like(q), dk, dv
 
 
 # --- communicator -------------------------------------------------------------------------------------

@@ -5,8 +5,8 @@ a ring owns two slots to receive in, in symmetric memory; the one before it copi
 the same memory say what has arrived and which slot is free. Streams wait for counters and set them without a kernel
 (CUDA stream memory operations), so a hop takes no multiprocessor at all.
 
-What is received lies in a slot: it holds until the second next hop is posted on the ring. A slot has room for the
-largest hop so far, and all strategies of a process that use one ring share its slots.
+What is received lies in a slot: it holds until a parcel is begun on the ring, or the second next hop posted. A slot has
+room for the largest hop so far, and all strategies of a process that use one ring share its slots.
 
 No library ends a wait for a peer that has died: see `watch`. The streams then go on with NaN, and the next hop raises.
 """
@@ -60,7 +60,7 @@ def can_copy() -> str | None:
     if dist.is_initialized() and not by_nccl():
         return "need NCCL's process groups"
     queues = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "8")
-    if queues.isdigit() and int(queues) < FEWEST_QUEUES:
+    if queues.isascii() and queues.isdigit() and int(queues) < FEWEST_QUEUES:
         return f"need CUDA_DEVICE_MAX_CONNECTIONS of at least {FEWEST_QUEUES}, which is {queues}"
     return None
 
@@ -175,6 +175,11 @@ class CopyRing:
             self.waiting_since()
         self._under_way.append((time.monotonic(), done))
         return CopyHop(self, slots, number, parcel, done)
+
+    def free_slot(self, shapes: Shapes) -> list[Tensor]:
+        """Where the last hop arrived, for tensors that the next hop will send: it arrives in the other slot."""
+        slots = self._slots_for(shapes)
+        return slots.received(shapes, slots.number)
 
     def waiting_since(self) -> float | None:
         """As `watch.Watched`, whose thread also calls it."""

@@ -157,7 +157,7 @@ class _TravellingDkv:
         window, inner_step = divmod(step, self._rings.window)
         if inner_step == 0:
             self._leave_window()
-            dkv = begun_dkv(self._like, self._type_in(window))
+            dkv = begun_dkv(self._rings.inner, self._like, self._type_in(window))
         else:
             assert self._inner is not None
             dkv = self._inner.wait()

@@ -21,8 +21,6 @@ class Load:
     item_bytes: int
     size: int
     backward: bool = True
-    copied_hops: bool = False
-    """Whether copy engines carry the hops: what arrives then has places of its own."""
     controls: bool = False
     """Whether the controls of a recording run, too."""
     kv_length: int = 0
@@ -67,15 +65,14 @@ def ring_bytes(load: Load) -> int:
     """The peak of a ring of K and V, with dK and dV in float32 behind them.
 
     That is dQ in float32, the kernel's own sum of it, three sets of K and V (held, arriving, and sent but not yet given
-    back) and two of dK and dV. Copied hops keep the places that they arrive in. One rank alone holds the larger of the
+    back) and two of dK and dV; copied hops arrive in places that are as many. One rank alone holds the larger of the
     kernel's sum and its dK and dV.
     """
     if not load.backward:
         return forward_bytes(load)
     if load.size == 1:
         return load.own + max(load.q_wide, load.kv_wide)
-    slots = load.kv if load.copied_hops else 0
-    return load.own + 2 * load.q_wide + 3 * load.kv + 2 * load.kv_wide + slots
+    return load.own + 2 * load.q_wide + 3 * load.kv + 2 * load.kv_wide
 
 
 def contiguous_imbalance(size: int) -> float:

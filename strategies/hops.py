@@ -13,7 +13,7 @@ from torch import Tensor
 from .annotate import annotate
 from .copies import CopyHop, copy_ring, owned
 from .errors import Unfit
-from .parcels import Parcel
+from .parcels import Parcel, Shapes
 
 if TYPE_CHECKING:
     from .communicator import Communicator
@@ -86,13 +86,20 @@ class Ring:
         if self._copies is not None:
             assert into is None, "copy engines write where they may, not where they are told"
             self._meter.add(self.channel, "copy", self._link, parcel.size_bytes)
-            return self._copies.post(parcel)
+            # A parcel of the hop's own: a tour clears the caller's, which another ring may still send.
+            return self._copies.post(parcel.over(list(parcel.messages)))
         arriving = parcel.room() if into is None else into
         self._meter.add(self.channel, "send_recv", self._link, parcel.size_bytes)
         sent = list(parcel.messages)
         with annotate("send", self.channel):
             works = self._exchange(sent, arriving.messages)
         return Hop(works, sent, arriving, self.channel)
+
+    def begun(self, shapes: Shapes, device: torch.device) -> Parcel:
+        """Room for what is posted next here, not initialised: the slot that is free now, where there are slots."""
+        if self._copies is not None:
+            return Parcel.empty(shapes, self._copies.free_slot)
+        return Parcel.empty(shapes, lambda all: [torch.empty(x, dtype=dtype, device=device) for dtype, x in all])
 
     def parcel(self, tensors: Sequence[Tensor]) -> Parcel:
         """Tensors as they are to travel here: for NCCL in one message, while copy engines fetch them where they are."""

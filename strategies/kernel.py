@@ -102,7 +102,7 @@ class Kernel(ABC):
         part has.
         """
         self._count("forward", q, k, causal, parts)
-        k, v = self._heads_for(q, k), self._heads_for(q, v)
+        k, v = self._heads_for(q, k, v)
         return self._forward(q, k, v, scale, causal) if parts is None else self._forward_parts(q, k, v, scale, parts)
 
     def backward(
@@ -127,13 +127,13 @@ class Kernel(ABC):
         self._count("backward", q, k, causal, parts)
         if delta is not None and not self.takes_delta:
             out, delta = output_with_delta(dout, delta), None
-        kv_heads = k.shape[2]
-        k, v = self._heads_for(q, k), self._heads_for(q, v)
+        given = k
+        k, v = self._heads_for(q, k, v)
         if parts is None:
             dq, dk, dv = self._backward(dout, q, k, v, lse, out, delta, scale, causal)
         else:
             dq, dk, dv = self._backward_parts(dout, q, k, v, lse, out, delta, scale, parts)
-        return dq, _sum_groups(dk, kv_heads), _sum_groups(dv, kv_heads)
+        return (dq, dk, dv) if k is given else (dq, *(_sum_groups(x, given.shape[2]) for x in (dk, dv)))  # type: ignore[return-value]
 
     @abstractmethod
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]: ...
@@ -206,14 +206,15 @@ class Kernel(ABC):
         self.flops += FLOPS_PER_PAIR[phase] * batch * heads * head_dim * pairs
         self.calls[phase] += 1
 
-    def _heads_for(self, q: Tensor, kv: Tensor) -> Tensor:
-        groups = q.shape[2] // kv.shape[2]
-        return kv if self.grouped_heads or groups == 1 else kv.repeat_interleave(groups, dim=2)
+    def _heads_for(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """k and v with the heads that the kernel takes for those of q: themselves, or repeated."""
+        if self.grouped_heads or q.shape[2] == k.shape[2]:
+            return k, v
+        groups = q.shape[2] // k.shape[2]
+        return k.repeat_interleave(groups, dim=2), v.repeat_interleave(groups, dim=2)
 
 
 def _sum_groups(gradient: Tensor, kv_heads: int) -> Tensor:
     batch, seq, heads, head_dim = gradient.shape
-    if heads == kv_heads:
-        return gradient
     grouped = gradient.view(batch, seq, kv_heads, heads // kv_heads, head_dim)
     return grouped.sum(3, dtype=wide_type(gradient)).to(gradient.dtype)

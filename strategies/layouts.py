@@ -33,7 +33,7 @@ def part(x: Tensor, rows: slice, dim: int = 1) -> Tensor:
     """A view of some rows of a tensor: what indexing gives, for half of its price."""
     if rows is ALL or rows == ALL:
         return x
-    first, last, _ = rows.indices(x.shape[dim])
+    first, last, _ = rows.indices(x.size(dim))
     return x.narrow(dim, first, last - first)
 
 

@@ -77,7 +77,7 @@ class Megatron(Strategy):
             # K and V stay with the result: their memory must not be used again before the streams meet.
             steps.append(_Step(block, out, lse, kv))
         streams.meet(result for step in steps for result in (step.out, step.lse))
-        blocks.keep(q, kv[0], kv[1])
+        blocks.kept = q, kv[0], kv[1]
         with ring_step("fwd", self.comm.size, "merge"):
             return corrected(steps, q.dtype)
 

@@ -137,7 +137,7 @@ class Sum:
         """The sum in ``dtype``, with the last blocks, ``rest``, added."""
         if self._total is None and not rest:
             return self._summed(dtype)
-        total = self._summed(self._wide) if self._total is None else self._total
+        total, self._total = self._summed(self._wide) if self._total is None else self._total, None
         return settled(total, rest, dtype)
 
     def _summed(self, dtype: torch.dtype) -> Tensor:
@@ -179,9 +179,9 @@ def settled(total: Tensor, parts: Sequence[_Part], dtype: torch.dtype) -> Tensor
     Each element is added in at least float32 and rounded once.
     """
     if len(parts) == 1 and parts[0][0] == ALL:
-        return _sum(total, parts[0][1], torch.empty(total.shape, dtype=dtype, device=total.device))
+        return _sum(total, parts[0][1], torch.empty_like(total, dtype=dtype))
     total, parts = _apart(total, parts)
-    result = torch.empty(total.shape, dtype=dtype, device=total.device)
+    result = torch.empty_like(total, dtype=dtype)
     done = 0
     for rows, block in parts:
         first, last, _ = rows.indices(total.shape[1])

@@ -39,12 +39,10 @@ class Parcel:
         return self._tensors
 
     @classmethod
-    def empty(cls, shapes: Shapes, device: torch.device) -> Parcel:
-        """Room for tensors of these types and shapes, not initialised."""
-        cut, dtype, shape = _message(shapes)
-        if cut is None:
-            return cls([torch.empty(shape, dtype=dtype, device=device) for dtype, shape in shapes])
-        return cls([torch.empty(shape, dtype=dtype, device=device)], cut)
+    def empty(cls, shapes: Shapes, room: Callable[[Shapes], list[Tensor]]) -> Parcel:
+        """Room for tensors of these types and shapes; ``room`` makes the messages of such that they travel in."""
+        cut, *message = _message(shapes)
+        return cls(room(shapes) if cut is None else room((tuple(message),)), cut)  # type: ignore[arg-type]
 
     @classmethod
     def holding(cls, tensors: Sequence[Tensor]) -> Parcel:

@@ -13,7 +13,7 @@ Source: Ring Attention (arXiv 2310.01889); zhuzilin/ring-flash-attention, whose 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -73,7 +73,7 @@ class Ring(Strategy):
         early, rest = self.home_blocks(q.shape[1], causal=blocks.causal, travelling=k, own=self.own_block(blocks))
         wire = wire_type(self.parameters["grad_wire"], k)
         dq = Sum(q)
-        home: Home = []
+        home: list[tuple[Block, tuple[Tensor, ...]]] = []
         hop: Any = None
         for step, (kv_rank, kv) in enumerate(self.tour(blocks, k, v)):
             block = early if step == 0 else self.block(blocks, kv_rank, q)
@@ -84,9 +84,10 @@ class Ring(Strategy):
                 with ring_step("bwd", step, "merge"):
                     dq.add(grads[0], block.q)
                 if step == 0:
-                    home.append((block, grads))
+                    # Without dQ, which would outlive its sum.
+                    home.append((block, grads[1:]))
             if step > 0:
-                dkv = begun_dkv(k, wire) if hop is None else hop.wait()
+                dkv = begun_dkv(self.dkv_ring, k, wire) if hop is None else hop.wait()
                 with ring_step("bwd", step, "merge"):
                     add_dkv(dkv, grads, block, first=hop is None)
                 hop = self.dkv_ring.post(dkv)
@@ -137,7 +138,7 @@ class Ring(Strategy):
             found.append((block, grads))
         (_, own), (block, grads) = found
         assert own is not None, "a token sees itself"
-        dkv = begun_dkv(kv[0], wire_type(self.parameters["grad_wire"], k))
+        dkv = begun_dkv(self.back_ring, kv[0], wire_type(self.parameters["grad_wire"], k))
         with ring_step("bwd", 1, "merge"):
             add_dkv(dkv, grads, block, first=True)
         returned = self.back_ring.post(dkv).wait().tensors
@@ -153,13 +154,13 @@ class Ring(Strategy):
         return blocks.between(self.layout, self.ring_rank, kv_rank, q.shape[1])
 
 
-Home = list[tuple[Block, Gradients]]
-"""Blocks whose gradients stay on the rank, with these."""
+Home = Sequence[tuple[Block, tuple[Tensor, ...]]]
+"""Blocks whose dK and dV stay on the rank, and are the last two gradients here."""
 
 
-def begun_dkv(k: Tensor, wire: torch.dtype) -> Parcel:
-    """Room for dK and dV, which will travel in the type ``wire``."""
-    return Parcel.empty(((wire, tuple(k.shape)),) * 2, k.device)
+def begun_dkv(ring: HopRing, k: Tensor, wire: torch.dtype) -> Parcel:
+    """Room for dK and dV, which will travel on ``ring`` in the type ``wire``."""
+    return ring.begun(((wire, k.shape),) * 2, k.device)
 
 
 def add_dkv(dkv: Parcel, grads: Gradients | None, block: Block | None, *, first: bool = False) -> None:
@@ -168,7 +169,7 @@ def add_dkv(dkv: Parcel, grads: Gradients | None, block: Block | None, *, first:
         for message in dkv.messages if first else ():
             message.zero_()
         return
-    for total, gradient in zip(*_as_few(dkv, [grads]), strict=True):
+    for total, gradient in zip(*_as_few(dkv, [grads[1:]]), strict=True):
         if first:
             started(total, block.kv, gradient[0])
         else:
@@ -178,9 +179,9 @@ def add_dkv(dkv: Parcel, grads: Gradients | None, block: Block | None, *, first:
 def settled_dkv(dkv: Parcel | None, home: Home, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """dK and dV that have come home (None: they never left), in ``dtype``, with those of the blocks that stayed."""
     if dkv is None:
-        ((_, (_, dk, dv)),) = home
+        ((_, (*_, dk, dv)),) = home
         return dk.to(dtype), dv.to(dtype)
-    totals, gradients = _as_few(dkv, [grads for _, grads in home])
+    totals, gradients = _as_few(dkv, [grads[-2:] for _, grads in home])
     rows = [block.kv for block, _ in home]
     settlements = [
         settled(x, list(zip(rows, one, strict=True)), dtype) for x, one in zip(totals, gradients, strict=True)
@@ -189,13 +190,13 @@ def settled_dkv(dkv: Parcel | None, home: Home, dtype: torch.dtype) -> tuple[Ten
     return dk, dv
 
 
-def _as_few(dkv: Parcel, gradients: list[Gradients]) -> tuple[list[Tensor], list[list[Tensor]]]:
+def _as_few(dkv: Parcel, gradients: list[tuple[Tensor, ...]]) -> tuple[list[Tensor], list[list[Tensor]]]:
     """dK and dV, and each block's; both as one tensor of twice the batch where all of them lie so in memory."""
-    together = [side_by_side(dk, dv) for _, dk, dv in gradients]
+    together = [side_by_side(dk, dv) for dk, dv in gradients]
     whole = [x for x in together if x is not None]
     if len(dkv.messages) == 1 and len(whole) == len(together):
         return [dkv.messages[0].flatten(0, 1)], [whole]
-    return dkv.tensors, [[one[1 + i] for one in gradients] for i in range(2)]
+    return dkv.tensors, [list(one) for one in zip(*gradients, strict=True)]
 
 
 def rows_of(home: Home, rows: str, which: int) -> list[tuple[slice, Tensor]]:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 import shlex
 import subprocess
 import sys
+from functools import cache
+from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -27,6 +30,45 @@ def test_the_example_report_is_what_the_command_prints(capsys: pytest.CaptureFix
     assert cli.run(["report", str(ROOT / "traces" / "h200x4-zigzag-262144"), "--width", "80"]) == 0
     indented = "\n".join(f"    {line}" if line else "" for line in capsys.readouterr().out.rstrip().split("\n"))
     assert indented in README
+
+
+NINE = re.findall(
+    r"^\| ([a-z-]+)[^|]*\| (\d+) \| (\d+) \| ([\d.]+) % \(([\d.]+) %\) \| (\d+) \|$", README, re.MULTILINE
+)
+
+
+@cache
+def recorded(strategy: str) -> ringprof.Analysis:
+    return ringprof.load(ROOT / "traces" / f"h200x4-{strategy}-262144")
+
+
+def test_the_table_of_strategies_is_what_their_runs_show() -> None:
+    shown = {}
+    for name, *_ in NINE:
+        figures, summary = recorded(name).figures(), recorded(name).summary
+        rates, memory = (figures["tflops"], figures["block_tflops"]), figures["peak_memory_bytes"] / 2**20
+        shares = (f"{100 * share:.1f}" for share in (summary.exposed_mean, summary.exposed_worst))
+        shown[name] = (*(f"{rate:.0f}" for rate in rates), *shares, f"{memory:.0f}")
+    assert shown == {name: tuple(row) for name, *row in NINE} and len(shown) == 9
+
+
+def test_of_the_first_five_two_are_told_apart() -> None:
+    """What the README says below its table, of every two."""
+    apart = {}
+    for base, other in combinations([name for name, *_ in NINE[:5]], 2):
+        found = ringprof.compare(recorded(base), recorded(other))
+        (time,) = (one for one in found.differences if one.figure == "iteration_ms")
+        if time.verdict != "noise":
+            apart[base, other] = f"{100 * ((time.ratio or 0) - 1):.1f} %"
+    assert apart == {("usp", "burst"): "0.9 %"} and "tells only usp and burst apart (0.9 %)" in README
+
+
+def test_the_hop_that_the_readme_explains() -> None:
+    hops = recorded("zigzag").hops()
+    hop = hops[(hops["rank"] == 0) & (hops["hop"] == 1)].iloc[0]
+    wait, wire = hop.wait_ns / 1e6, hop.wire_ns / 1e6
+    assert f"why does this send/recv take {wait + wire:.1f} ms?" in README
+    assert f"{wait:.1f} ms waiting for a peer, {wire:.1f} ms on the wire at {hop.wire_gbps:.0f} GB/s; " in README
 
 
 @pytest.mark.parametrize("name", commands.COMMANDS)

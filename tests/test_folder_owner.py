@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -28,6 +29,11 @@ def holder(folder: Path) -> subprocess.Popen[str]:
     )  # fmt: skip
     assert process.stdout is not None and process.stdout.readline() == "held\n"
     return process
+
+
+def test_a_pipe_in_the_place_of_an_owner_holds_nothing_up(tmp_path: Path) -> None:
+    os.mkfifo(partial(tmp_path, "strange") / OWNER_FILE)
+    assert clear_abandoned(tmp_path) == []
 
 
 def test_a_token_tells_a_folder_from_another_of_its_name(tmp_path: Path) -> None:

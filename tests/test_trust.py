@@ -18,6 +18,7 @@ import pytest
 
 import ringprof
 from ringprof import cli
+from ringprof.trace.one_run import rank_in_name
 from ringprof.trace.reduced import MAGIC
 
 PACKAGE = Path(ringprof.__file__).parent
@@ -66,6 +67,13 @@ def test_only_what_the_user_names_is_imported() -> None:
         "ringprof/strategies/registry.py",
         "strategies/registry.py",
     }
+
+
+def test_only_plain_digits_are_digits() -> None:
+    r"""``\d`` takes the digits of every script: rank٣.json would be rank 3."""
+    found = {path.name for path in SOURCES if r"\d" in path.read_text("utf-8")}
+    assert found <= {"rules.py", "operators.py"}  # of names of kernels and operators no number is read
+    assert [rank_in_name(f"rank{digit}.json") for digit in "3٣೩²"] == [3, None, None, None]
 
 
 # --- regular expressions --------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from ringprof.log_lines import LogLines
 _LONGEST_BLOCK = 60
 """Lines."""
 
-_PASS = r"(forward_backward|forward|backward) {0,4}: {0,4}(\d{1,12}(?:\.\d{1,9})?) {0,4}"
+_PASS = r"(forward_backward|forward|backward) {0,4}: {0,4}([0-9]{1,12}(?:\.[0-9]{1,9})?) {0,4}"
 _TIME = re.compile(_PASS + r"(ms|us|s)\b")
 _RATE = re.compile(_PASS + r"TFLOPS", re.IGNORECASE)
 _TIMES = {"forward": "forward_ms", "forward_backward": "forward_backward_ms"}
@@ -19,7 +19,7 @@ _RATES = {"forward": "tflops_forward", "forward_backward": "tflops", "backward":
 
 _RESULTS = re.compile(r"\bBenchmark Results for {1,4}([\w./:-]{1,120})")
 _ITEM = re.compile(r"- ([A-Z][\w+ /]{0,40}?) {0,4}: {0,4}(\S[^\r\n]{0,120})")
-_FIGURE = re.compile(r"(\d{1,15}(?:\.\d{1,9})?) ?(ms|us|s|MB|GB|TFLOPs?/s|TFLOPS)?")
+_FIGURE = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,9})?) ?(ms|us|s|MB|GB|TFLOPs?/s|TFLOPS)?")
 _SCALES = {"us": 1e-3, "ms": 1.0, "s": 1e3, "MB": 1.0, "GB": 1024.0}
 _INTEGERS = {
     "batch size": "batch",

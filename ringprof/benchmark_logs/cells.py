@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from functools import lru_cache
 
-_NUMBER = re.compile(r"\d{1,15}(?:,\d{3}){0,4}(?:\.\d{1,12})?")
-_SEQUENCE = re.compile(r"(\d{1,12}(?:,\d{3}){0,3})\s?([kKM]?)")
+_NUMBER = re.compile(r"[0-9]{1,15}(?:,[0-9]{3}){0,4}(?:\.[0-9]{1,12})?")
+_SEQUENCE = re.compile(r"([0-9]{1,12}(?:,[0-9]{3}){0,3})\s?([kKM]?)")
 _SCALE = {"": 1, "k": 1 << 10, "K": 1 << 10, "M": 1 << 20}
 _MISSING = frozenset({"x", "X", "\u00d7", "-", "--", "—", "n/a", "N/A", "NA", "nan", "NaN", ""})
 

@@ -22,7 +22,7 @@ from ringprof.files import read_whole
 from ringprof.limits import Limits
 from ringprof.log_lines import TEXT_SHARE, LinePrefix, LogLines
 
-_TWO_RINGS = re.compile(r"\[\d+(?:, ?\d+){0,4096}\]\s{1,16}\[\d+(?:, ?\d+){0,4096}\]")
+_TWO_RINGS = re.compile(r"\[[0-9]+(?:, ?[0-9]+){0,4096}\]\s{1,16}\[[0-9]+(?:, ?[0-9]+){0,4096}\]")
 _MOST_HEADERS = 16
 """Tables of different prefixes that may be interleaved."""
 _MOST_EFFORT = 1_000_000

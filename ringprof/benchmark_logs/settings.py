@@ -13,17 +13,19 @@ _NUMBER = re.compile(
     r"|(?P<heads>num_attn_heads|num_attention_heads|num_heads|nheads|heads)"
     r"|(?P<head_dim>head_dim|head_size|dim_per_head|head dimension)"
     r"|(?P<batch>batch[_ ]size|batch|bs)|(?P<hidden>hidden[_ ]size)|(?P<world_size>world[_ ]size))"
-    rf"{_GAP}(\d{{1,7}})\b",
+    rf"{_GAP}([0-9]{{1,7}})\b",
     re.IGNORECASE,
 )
-_GPUS = re.compile(r"(?<![\w.])(\d{1,6}) ?(?:[x\u00d7*] ?GPU\b|(?:[x\u00d7*] ?)?GPUs\b)", re.IGNORECASE)
+_GPUS = re.compile(r"(?<![\w.])([0-9]{1,6}) ?(?:[x\u00d7*] ?GPU\b|(?:[x\u00d7*] ?)?GPUs\b)", re.IGNORECASE)
 _DEVICE = (
     r"((?:RTX ?)?\b(?:A10|A40|A100|A800|A6000|B100|B200|GB200|H20|H100|H200|H800|L20|L40S?|V100"
-    r"|3090|4090D?|MI\d{3}X?))\b"
+    r"|3090|4090D?|MI[0-9]{3}X?))\b"
 )
-_GPU_COUNT = re.compile(rf"(?<![\w.])(\d{{1,6}}) ?[x\u00d7*] ?(?:NVIDIA )?{_DEVICE}", re.IGNORECASE)
+_GPU_COUNT = re.compile(rf"(?<![\w.])([0-9]{{1,6}}) ?[x\u00d7*] ?(?:NVIDIA )?{_DEVICE}", re.IGNORECASE)
 _DEVICE_ALONE = re.compile(_DEVICE)
-_SEQS = re.compile(rf"\bseq(?:uence)?[_ ]?len(?:gths?)?s?{_GAP}(\d{{2,9}}(?: ?, ?\d{{2,9}}){{0,63}})", re.IGNORECASE)
+_SEQS = re.compile(
+    rf"\bseq(?:uence)?[_ ]?len(?:gths?)?s?{_GAP}([0-9]{{2,9}}(?: ?, ?[0-9]{{2,9}}){{0,63}})", re.IGNORECASE
+)
 
 # A line without any of these states nothing; to look for them is many times quicker than to match the patterns.
 _NUMBER_WORDS = ("heads", "head_", "head d", "dim_per", "batch", "bs", "hidden", "world")

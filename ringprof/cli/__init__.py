@@ -27,6 +27,8 @@ def main(args: list[str] | None = None) -> None:
         code = 128 + signals.received
         # At once: Python's own end would wait for what the further processes are doing.
         _end_helpers()
+    _finish("stdout")
+    _finish("stderr")
     gc.freeze()  # Python would look for garbage three times on its way out
     sys.exit(code)
 
@@ -46,6 +48,15 @@ def _open_closed_streams() -> None:
             os.dup2(nowhere, number)
             os.set_inheritable(number, True)
             setattr(sys, name, open(number, "r+" if number else "r", closefd=False))
+
+
+def _finish(name: str) -> None:
+    stream = getattr(sys, name)
+    try:
+        stream.flush()
+    except BrokenPipeError:
+        # Python would try again to write what is left, and make an error of it.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 class _Signalled(BaseException):

@@ -54,7 +54,7 @@ def _silently(what: str, done: int, of: int) -> None:
 
 
 def _size(text: str) -> int:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(GB|GiB|MB|MiB)", text)
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*(GB|GiB|MB|MiB)", text)
     if match is None:
         raise UsageError(f"--memory {text!r}: write a size such as 80GB or 40GiB")
     return int(float(match[1]) * _UNITS[match[2]])

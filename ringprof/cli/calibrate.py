@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections.abc import Collection
 from pathlib import Path
@@ -11,14 +12,15 @@ import click
 import msgspec
 
 from ringprof.cli.values import Number
+from ringprof.cli.write import say
 from ringprof.errors import UsageError
+from ringprof.files import write_atomically
 from ringprof.foresee.calibration import PARTS, Calibration, assumed, base_for, calibration_json, read_calibration
 from ringprof.foresee.from_runs import calibrate_from, observed_run
 from ringprof.foresee.question import run_at
 from ringprof.record.launcher import launcher_rank
 from ringprof.record.request import need
 from ringprof.report.text import clean
-from ringprof.run import write_atomically
 
 
 @click.command("calibrate")
@@ -54,7 +56,7 @@ def command(
         _save(found, name, path)
     else:
         _measured(path, name, base, kernels, parts, seconds)
-    click.echo(f"Wrote {output}: ringprof predict --machine {output}", err=True)
+    say(f"Wrote {output}: ringprof predict --machine {shlex.quote(output)}")
 
 
 def _from_runs(runs: tuple[str, ...], base: Calibration | None) -> Calibration:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
+from typing import Any
 
 import click
-from click.shell_completion import CompletionItem
+from click.shell_completion import CompletionItem, FishComplete, add_completion_class
 
 from ringprof._version import __version__
 from ringprof.cli.write import say
@@ -38,8 +38,37 @@ COMMANDS = {
 }
 
 
+class _Fish(FishComplete):
+    """A list with commas in it is one completion: click's script cuts it at its first comma."""
+
+    source_template = FishComplete.source_template.replace("string split ", "string split -m 1 ")
+
+
+add_completion_class(_Fish)
+
+LEFT = 128 + signal.SIGPIPE
+"""The exit code where the reader of our output left (`| head`): not an error, and nothing more can be said."""
+
+
+@contextmanager
+def _readers_may_leave() -> Iterator[None]:
+    """Click would exit with 1, which says that a condition holds."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise click.exceptions.Exit(LEFT) from None
+
+
 class _LazyCommands(click.Group):
     """Loads a command's module when the command is used, and turns errors into one line."""
+
+    def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
+        with _readers_may_leave():
+            return super().make_context(*args, **kwargs)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        with _readers_may_leave():
+            return super().invoke(ctx)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -115,10 +144,9 @@ def run(args: list[str]) -> int:
         return _fail(error.format_message() + _hint(error), 2)
     except RingprofError as error:
         return _fail(str(error), error.exit_code)
-    except BrokenPipeError:
-        # The reader of our output left (`| head`): not an error, and nothing more can be said.
-        sys.stderr.close()
-        return 128 + signal.SIGPIPE
+    except ImportError as error:
+        # One that is installed, and broken: a library of the system's is missing, or there is no memory for it.
+        return _fail(f"a package cannot be loaded: {error}", 2)
     except OSError as error:
         # Nothing is assumed about a path that the user gives: too long, in a circle, on a disk that is gone.
         named = f"{error.filename}: " if error.filename else ""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from typing import BinaryIO, cast
 
 import click
 
@@ -17,6 +18,7 @@ from ringprof.cli.write import written
 from ringprof.errors import UsageError
 from ringprof.options import LoadOptions
 from ringprof.report.perfetto import events_of, run_metadata
+from ringprof.scratch import remove, scratch_folder
 
 
 @click.command(name="export")
@@ -48,17 +50,20 @@ def command(paths: tuple[str, ...], reading: LoadOptions, output: str | None, *,
         if opens:
             open_in_perfetto(Path(output))
         return 0
-    with TemporaryDirectory(prefix="ringprof-") as folder:
-        path = Path(folder) / "merged.json.gz"
-        _write(found, path, launches=launches)
-        open_in_perfetto(path)
+    folder = scratch_folder("export")
+    try:
+        _write(found, folder / "merged.json.gz", launches=launches)
+        open_in_perfetto(folder / "merged.json.gz")
+    finally:
+        remove(folder)
     return 0
 
 
 def _write(found: Findings, path: Path, *, launches: bool) -> None:
-    opened = gzip.open if path.suffix.lower() == ".gz" else open
-    with written(path), opened(path, "wt", encoding="utf-8") as file:
-        file.write(f'{{"displayTimeUnit": "ms", "otherData": {json.dumps(run_metadata(found))}, "traceEvents": [\n')
-        for number, event in enumerate(events_of(found, launches=launches)):
-            file.write((",\n" if number else "") + json.dumps(event))
-        file.write("\n]}\n")
+    with written(path) as place, place.open("wb") as raw:
+        packed = gzip.GzipFile(path.name, "wb", fileobj=raw) if path.suffix.lower() == ".gz" else raw
+        with io.TextIOWrapper(cast(BinaryIO, packed), encoding="utf-8") as file:
+            file.write(f'{{"displayTimeUnit": "ms", "otherData": {json.dumps(run_metadata(found))}, "traceEvents": [\n')
+            for number, event in enumerate(events_of(found, launches=launches)):
+                file.write((",\n" if number else "") + json.dumps(event))
+            file.write("\n]}\n")

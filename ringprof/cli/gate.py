@@ -34,7 +34,7 @@ class Gate:
         beside = next((one for one in against if one.figure == name), None)
         if condition.of_base and beside is not None and beside.verdict == "not comparable":
             raise UsageError(
-                f"--fail-if {condition.text!r}: {entry.label}: not known to be the same work as the base's"
+                f"--fail-if {condition.text!r}: {entry.label}: not known to be the base's work (--same-work: it is)"
             )
         interval = _interval(condition, entry, beside)
         answer = condition.holds(values, base.values() if base else {}, shares_among(values), interval)

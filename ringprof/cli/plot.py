@@ -45,8 +45,8 @@ def command(kind: str, paths: tuple[str, ...], reading: LoadOptions, output: str
             matplotlib.rcdefaults()
         matplotlib.rcParams.update(plots.STYLE)
         figure: Any = _drawn(kind, paths, reading).get_figure()
-        with written(output):
-            figure.savefig(output)
+        with written(output) as place:
+            figure.savefig(place, format=Path(output).suffix[1:].lower())
     return 0
 
 

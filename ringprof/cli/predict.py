@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ import msgspec
 from ringprof.cli.asking import asked_cluster, asked_workload, asks
 from ringprof.cli.recording import params_of
 from ringprof.cli.values import STRATEGIES, Known
+from ringprof.cli.write import say
 from ringprof.errors import UsageError
 from ringprof.foresee.calibration import read_calibration
 from ringprof.foresee.check import check_rows, check_text, read_rows
@@ -56,7 +58,7 @@ def command(**options: Any) -> int:
         click.echo(prediction_text(prediction), nl=False)
     if options["output"]:
         write_prediction(prediction, Path(options["output"]), ["ringprof", *sys.argv[1:]])
-        click.echo(f"Wrote {options['output']}: ringprof report {options['output']}", err=True)
+        say(f"Wrote {options['output']}: ringprof report {shlex.quote(options['output'])}")
     return 0
 
 

@@ -87,8 +87,8 @@ def command(
     analysis = _loaded(paths, reading, options)
     if options["parquet"]:
         frame = getattr(_with_page(analysis), options["parquet"])()
-        with written(options["output"]):
-            write_parquet(frame, options["output"])
+        with written(options["output"]) as place:
+            write_parquet(frame, place)
     else:
         print_or_write(_text(analysis, sections, options), options["output"])
     if options["page"] or options["opens"]:

@@ -80,7 +80,7 @@ def _fields(path: str, run: Run) -> JsonObject:
     values = (
         path, run.created, run.strategy.name if run.strategy else None, work.seq if work else None, size,
         run.topology.ranks_per_host, run.kernel, work.dtype if work else None,
-        time_ns / 1e6 if time_ns else None, work.model_flops() / size / time_ns / 1e3 if work and time_ns else None,
+        time_ns / 1e6 if time_ns else None, run.tflops(time_ns),
         run.verification.passed if run.verification else None,
     )  # fmt: skip
     return dict(zip(_FIELDS, values, strict=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.server
+import secrets
 import webbrowser
 from pathlib import Path
 
@@ -13,8 +14,6 @@ from ringprof.errors import UsageError
 VIEWER = "https://ui.perfetto.dev"
 PORT = 9001
 """The one that Perfetto's page may fetch from, by its own content security policy."""
-NAME = "ringprof-trace"
-"""Whatever the file is called: a page's address holds no spaces."""
 
 
 class _Once(http.server.HTTPServer):
@@ -23,10 +22,14 @@ class _Once(http.server.HTTPServer):
     def __init__(self, port: int, path: Path) -> None:
         super().__init__(("127.0.0.1", port), _Handler)
         self.path, self.fetched = path, False
+        # Not the file's, which may hold spaces, and known to the page alone: others use this machine's loopback, too.
+        self.name = f"ringprof-{secrets.token_hex(8)}"
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
     server: _Once
+    timeout = 5
+    """Seconds that whoever connects and asks nothing may hold up the page."""
 
     def do_OPTIONS(self) -> None:
         """A browser asks first whether a public page may reach this machine."""
@@ -34,7 +37,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.end_headers()
 
     def do_GET(self) -> None:
-        if self.path != f"/{NAME}":
+        if self.path != f"/{self.server.name}":
             self.send_error(404)
             return
         data = self.server.path.read_bytes()
@@ -65,7 +68,7 @@ def open_in_perfetto(path: Path) -> None:
             f"--open: port {PORT}, which Perfetto's page fetches from: {reason}; open {path} there"
         ) from None
     with server:
-        page = f"{VIEWER}/#!/?url=http://127.0.0.1:{server.server_port}/{NAME}"
+        page = f"{VIEWER}/#!/?url=http://127.0.0.1:{server.server_port}/{server.name}"
         if not webbrowser.open(page):
             click.echo(f"ringprof: no browser to be had here: open {page}", err=True)
         click.echo("Waiting for the page to fetch the trace; Ctrl-C ends it.", err=True)

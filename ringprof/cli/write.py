@@ -6,12 +6,13 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import click
 
 from ringprof.errors import InputError
+from ringprof.files import replacing
 from ringprof.report.text import TextStyle, printable
 
 NARROWEST = 78
@@ -20,7 +21,8 @@ NARROWEST = 78
 
 def say(text: str) -> None:
     """One line on stderr, of which a terminal obeys nothing: names in it may come from a stranger's file."""
-    click.echo(" ".join(printable(text).split()), err=True)
+    with suppress(BrokenPipeError):  # nobody reads it; the exit code says what it says
+        click.echo(" ".join(printable(text).split()), err=True)
 
 
 def print_or_write(text: str, output: str | None) -> None:
@@ -34,15 +36,19 @@ def print_or_write(text: str, output: str | None) -> None:
 
 def write_text(path: str | Path, text: str) -> None:
     """Write a file and say so on stderr. Raises `InputError` where it cannot be written."""
-    with written(path):
-        Path(path).write_text(text, encoding="utf-8")
+    with written(path) as place:
+        place.write_text(text, encoding="utf-8")
 
 
 @contextmanager
-def written(path: str | Path) -> Iterator[None]:
-    """Says on stderr that the block has written a file. Raises `InputError` where it could not."""
+def written(path: str | Path) -> Iterator[Path]:
+    """A place to write a file to, which stands where it is wished once it is complete; then says so on stderr.
+
+    Raises `InputError` where it cannot be written.
+    """
     try:
-        yield
+        with replacing(path) as place:
+            yield place
     except OSError as error:
         raise InputError(f"{path}: cannot be written: {error.strerror or error}") from None
     say(f"Wrote {path}")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ringprof.foresee.advise import HIDDEN, Advice, Choice, Point, compared, crossings
+from ringprof.foresee.predict import Prediction
 from ringprof.foresee.show import cluster_text, described, remarks
 from ringprof.report.page.document import Content, Document, PageSection, PageTable, number, text
 from ringprof.report.page.html import drawing
+from ringprof.report.palette import Interval
 from ringprof.report.text import binary_size, clean, duration, percent
 
 MOST_SHOWN, MOST_REFUSED = 12, 3
@@ -64,7 +66,7 @@ def _line(choice: Choice) -> str:
     fits = "" if choice.fits else "  does not fit"
     speed = one.tflops(one.median_ns)
     return (
-        f"  {mark}{percent(choice.best, 0):>6}  {middle:12,.3f}  {low:12,.3f} {high:12,.3f}  {speed:8.1f}"
+        f"  {mark}{percent(choice.best, 0):>6}  {_ms(middle):>12}  {_ms(low):>12} {_ms(high):>12}  {speed:8.1f}"
         f"  {percent(one.exposed_share):>8}  {binary_size(one.peak_bytes):>10}  {clean(choice.label)}{fits}"
     )
 
@@ -87,7 +89,7 @@ def _crossings(advice: Advice) -> list[str]:
 
 
 def document(advice: Advice) -> Document:
-    """The page: the choices, time against memory, against length, and against the NIC. Raises `MissingExtraError`."""
+    """The page: what to choose, all choices, and speed over length, hosts and NICs. Raises `MissingExtraError`."""
     figures = drawing()
     first = advice.first.prediction
     shown = advice.choices[:MOST_SHOWN]
@@ -102,15 +104,16 @@ def document(advice: Advice) -> Document:
             ),
         ),
         PageSection(
-            "length", "Time against length", "Predicted, with the interval that holds four of five cases.",
+            "length", "Speed against length", "Predicted, with the interval that holds four of five cases.",
             Content(_bands(advice, "tokens")),
         ),
     ]  # fmt: skip
-    for name, title in (("hosts", "Time against hosts"), ("nic", "Time against the network")):
+    for name, title in (("hosts", "Speed against hosts"), ("nic", "Speed against the network")):
         if points_of(advice, name):
             sections.append(PageSection(name, title, "Predicted, as above.", Content(_bands(advice, name))))
     lines = [
         *_nothing_fits(advice),
+        _choose(advice),
         advice.why_not_the_second(),
         *_crossings(advice),
         f"to be surer: {advice.what_to_measure()}",
@@ -124,6 +127,7 @@ def document(advice: Advice) -> Document:
     return Document(f"Predicted: {advice.first.label}", subtitle, [clean(line) for line in lines], tiles, sections)
 
 
+SPEED = "TFLOP/s per GPU, predicted"
 ACROSS = {"tokens": "tokens", "hosts": "hosts", "nic": "Gbit/s of a NIC"}
 """What the first choices were looked at over, by the name of the plot."""
 
@@ -133,11 +137,27 @@ def points_of(advice: Advice, name: str) -> Sequence[Point]:
     return {"tokens": advice.lengths, "hosts": advice.hosts, "nic": advice.nics}[name]
 
 
-def series(advice: Advice, name: str) -> dict[str, list[tuple[float, tuple[float, float, float]]]]:
-    """By choice, the interval at each place."""
+def series(advice: Advice, name: str) -> dict[str, list[tuple[float, Interval]]]:
+    """By choice, the interval of an iteration in ms at each place."""
+    return _at_each(advice, name, lambda one: one.interval_ms)
+
+
+def speeds(advice: Advice, name: str) -> dict[str, list[tuple[float, Interval]]]:
+    """By choice, the interval of TFLOP/s per GPU at each place: there lines over length lie apart."""
+
+    def interval(one: Prediction) -> Interval:
+        low, middle, high = (one.tflops(1e6 * time) for time in reversed(one.interval_ms))
+        return low, middle, high
+
+    return _at_each(advice, name, interval)
+
+
+def _at_each(
+    advice: Advice, name: str, interval: Callable[[Prediction], Interval]
+) -> dict[str, list[tuple[float, Interval]]]:
     return {
         choice.label: [
-            (point.at, point.predictions[which].interval_ms)
+            (point.at, interval(point.predictions[which]))
             for point in points_of(advice, name)
             if which < len(point.predictions)
         ]
@@ -154,18 +174,33 @@ def marks(advice: Advice, name: str) -> list[tuple[float, str]]:
     return [*found, (at, "transfers hidden")] if at is not None else found
 
 
+def _choose(advice: Advice) -> str:
+    one = advice.first.prediction
+    low, middle, high = (_ms(time) for time in one.interval_ms)
+    return (
+        f"choose {advice.first.label}: {middle} ms an iteration ({low} to {high} in four of five cases), "
+        f"{one.tflops(one.median_ns):,.0f} TFLOP/s per GPU, {binary_size(one.peak_bytes)} a GPU; the fastest in "
+        f"{percent(advice.first.best, 0)} of cases"
+    )
+
+
+def _ms(time: float) -> str:
+    """With no more digits than a prediction has."""
+    return f"{time:,.{0 if time >= 1000 else 1 if time >= 100 else 2 if time >= 10 else 3}f}"
+
+
 def _bands(advice: Advice, name: str) -> Any:
-    return drawing().bands(ACROSS[name], "ms an iteration", series(advice, name), marks(advice, name))
+    return drawing().bands(ACROSS[name], SPEED, speeds(advice, name), marks(advice, name))
 
 
 def _table(advice: Advice) -> PageTable:
-    titles = ["strategy", "best", "ms", "10 %", "90 %", "TFLOP/s", "exposed %", "MiB a GPU", "front"]
+    titles = ["strategy", "best %", "ms", "10 %", "90 %", "TFLOP/s", "exposed %", "MiB a GPU", "front"]
     rows = []
     for choice in advice.choices:
         one = choice.prediction
         low, middle, high = one.interval_ms
         rows.append([
-            text(choice.label), number(choice.best, 2), number(middle), number(low), number(high),
+            text(choice.label), number(100 * choice.best, 0), number(middle), number(low), number(high),
             number(one.tflops(one.median_ns), 1), number(100 * one.exposed_share, 1),
             number(one.peak_bytes / 2**20, 0), text("yes" if choice.on_front else ""),
         ])  # fmt: skip

@@ -20,7 +20,7 @@ from ringprof.errors import InputError
 from ringprof.foresee.events import RINGS
 from ringprof.foresee.program import Block, Post, Program, Tape, Touch
 
-_BLOCK = re.compile(r"ringprof::(?:fwd|bwd)/step=\d+/block")
+_BLOCK = re.compile(r"ringprof::(?:fwd|bwd)/step=[0-9]+/block")
 _SEND = re.compile(r"ringprof::send/.+")
 _CARRIED = ("send_recv", "copy_engine", "all_to_all", "all_gather", "reduce_scatter")
 

@@ -14,7 +14,7 @@ from ringprof.strategies.annotate import ring_step
 from ringprof.strategies.base import Blocks, Rows, wire_type
 from ringprof.strategies.kernel import Gradients
 from ringprof.strategies.merge import Sum
-from ringprof.strategies.ring import Home, Ring, add_dkv, begun_dkv, rows_of, settled_dkv
+from ringprof.strategies.ring import Ring, add_dkv, begun_dkv, rows_of, settled_dkv
 
 
 def make_older(strategy: Any) -> None:
@@ -27,7 +27,7 @@ def _n_hops(self: Any, blocks: Blocks, rows: Rows, q: Tensor, k: Tensor, v: Tens
     """dK and dV travel from the first block on, which is the rank's own."""
     early, rest = self.home_blocks(q.shape[1], causal=blocks.causal, travelling=k)
     wire, dq = wire_type(self.parameters["grad_wire"], k), Sum(q)
-    home: Home = []
+    home: Any = []
     hop: Any = None
     for step, (kv_rank, kv) in enumerate(self.kv_ring.tour([k, v])):
         block = early if step == 0 else self.block(blocks, kv_rank, q)
@@ -35,7 +35,7 @@ def _n_hops(self: Any, blocks: Blocks, rows: Rows, q: Tensor, k: Tensor, v: Tens
         if block is not None:
             with ring_step("bwd", step, "block"):
                 grads = blocks.backward(rows, q, kv[0], kv[1], block)
-        dkv = begun_dkv(k, wire) if hop is None else hop.wait()
+        dkv = begun_dkv(self.dkv_ring, k, wire) if hop is None else hop.wait()
         if block is not None and grads is not None:
             with ring_step("bwd", step, "merge"):
                 dq.add(grads[0], block.q)

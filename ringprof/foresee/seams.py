@@ -21,7 +21,7 @@ from ringprof.strategies.hops import Hop, Ring
 from ringprof.strategies.hosts import SAME_HOST, Hosts
 from ringprof.strategies.kernel import Gradients, Kernel
 from ringprof.strategies.merge import wide_type
-from ringprof.strategies.parcels import Parcel
+from ringprof.strategies.parcels import Parcel, Shapes, shapes_of, size_bytes
 from ringprof.strategies.parts import Batch, Lengths, Part, Parts
 
 
@@ -170,7 +170,9 @@ class RecordingRing(Ring):
             return super().post(parcel, into=into)
         parcel = self._owned(parcel)
         operation = "copy" if self.copied else "send_recv"
-        arriving = self._slot(parcel) if self.copied else parcel.over([_like(x) for x in parcel.messages])
+        self._number += 1
+        messages = self._slot(shapes_of(parcel.messages)) if self.copied else [_like(x) for x in parcel.messages]
+        arriving = parcel.over(messages)
         self._meter.add(self.channel, operation, self._link, parcel.size_bytes)
         communicator = f"{_name(self.channel, self._everyone)}/copy" if self.copied else self.communicator
         sizes = [_size_bytes(message) for message in parcel.messages]
@@ -185,20 +187,22 @@ class RecordingRing(Ring):
             return parcel
         return parcel.over([message.clone() for message in parcel.messages])
 
-    def _slot(self, parcel: Parcel) -> Parcel:
-        """The memory where the next hop arrives: slots are made anew where a larger parcel comes."""
-        size, device = parcel.size_bytes, parcel.messages[0].device
+    def begun(self, shapes: Shapes, device: torch.device) -> Parcel:
+        return Parcel.empty(shapes, self._slot) if self.copied else super().begun(shapes, device)
+
+    def _slot(self, shapes: Shapes) -> list[Tensor]:
+        """The memory where the last hop arrived: slots are made anew where a larger parcel comes."""
+        size = sum(size_bytes(*shape) for shape in shapes)
         if self._slots is None or self._slots.numel() < SLOTS * size:
-            self._slots = torch.empty(SLOTS * size, dtype=torch.uint8, device=device)
+            self._slots = torch.empty(SLOTS * size, dtype=torch.uint8, device="meta")
             self._comm.slots[_memory(self._slots)] = self
-        self._number += 1
         at = self._number % SLOTS * (self._slots.numel() // SLOTS)
         messages = []
-        for message in parcel.messages:
-            until = at + _size_bytes(message)
-            messages.append(self._slots[at:until].view(message.dtype).view(message.shape))
+        for dtype, shape in shapes:
+            until = at + size_bytes(dtype, shape)
+            messages.append(self._slots[at:until].view(dtype).view(shape))
             at = until
-        return parcel.over(messages)
+        return messages
 
 
 def _memory(tensor: Tensor) -> StorageWeakRef:

@@ -16,6 +16,8 @@ from typing import Any
 import msgspec
 
 from ringprof._version import __version__
+from ringprof.analysis.transfers.hops import EMULATED
+from ringprof.files import write_atomically
 from ringprof.foresee.events import RINGS, Timeline
 from ringprof.foresee.host import host_ns
 from ringprof.foresee.predict import Prediction
@@ -56,10 +58,12 @@ def write_prediction(prediction: Prediction, folder: Path, command: Sequence[str
     """Write ``run.json`` and the traces of the ranks that were simulated into ``folder``; returns the run."""
     folder.mkdir(parents=True, exist_ok=True)
     traces = []
+    # Of a prediction before, whose traces go: until the last is there, the folder is no run.
+    (folder / "run.json").unlink(missing_ok=True)
     for program, timeline in zip(prediction.tape.programs, prediction.timelines, strict=True):
         path = folder / f"rank{program.rank}.json.gz"
         text = msgspec.json.encode(trace_of(prediction, program, timeline))
-        path.write_bytes(gzip.compress(text, 6, mtime=0))
+        write_atomically(path, gzip.compress(text, 6, mtime=0))
         traces.append(RankTrace(rank=program.rank, path=path.name))
     run = run_of(prediction, traces, command)
     write_run(run, folder / "run.json")
@@ -82,7 +86,8 @@ def run_of(prediction: Prediction, traces: list[RankTrace], command: Sequence[st
         workload=question.workload,
         topology=Topology(
             world_size=size,
-            hosts=[f"predicted-{cluster.host(rank)}" for rank in range(size)],
+            # Of one clock, so emulated.
+            hosts=[f"predicted{EMULATED}{cluster.host(rank)}" for rank in range(size)],
             local_ranks=[rank % cluster.gpus_per_host for rank in range(size)],
             ranks_per_host=cluster.gpus_per_host, device_type="cuda", backend="nccl",
         ),

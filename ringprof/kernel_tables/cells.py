@@ -7,15 +7,15 @@ from collections.abc import Sequence
 
 from ringprof.kernel_tables.layout import DashedRule
 
-_DECIMAL = r"-?\d{1,18}(?:\.\d{1,12})?"
+_DECIMAL = r"-?[0-9]{1,18}(?:\.[0-9]{1,12})?"
 _SHAPES = {
     "time": rf"{_DECIMAL}(?:ns|us|ms|s)",
     "share": rf"{_DECIMAL}%|nan|NaN|0|-?inf%?",
-    "count": r"-?\d{1,18}",
+    "count": r"-?[0-9]{1,18}",
     "memory": rf"{_DECIMAL} ?(?:[KMGTP]i?)?[bB]",
 }
-_TIME = re.compile(r"(-?)(\d{1,18})(?:\.(\d{1,12}))?(ns|us|ms|s)")
-_SHARE = re.compile(r"(-?\d{1,18})(?:\.(\d{1,12}))?%?")
+_TIME = re.compile(r"(-?)([0-9]{1,18})(?:\.([0-9]{1,12}))?(ns|us|ms|s)")
+_SHARE = re.compile(r"(-?[0-9]{1,18})(?:\.([0-9]{1,12}))?%?")
 _GAP = re.compile(r" {2,}")
 
 _MOST_SHIFT = 80

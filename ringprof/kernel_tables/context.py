@@ -10,19 +10,19 @@ from ringprof.kernel_tables.cells import UNIT_NS
 from ringprof.kernel_tables.rows import StatedShare, TableContext
 from ringprof.log_lines import LogLines
 
-_SHARE = re.compile(r"\b(FlashAttention Kernel|RingComm) {0,4}: {0,4}(\d{1,12}(?:\.\d{1,9})?) {0,4}(%?)")
+_SHARE = re.compile(r"\b(FlashAttention Kernel|RingComm) {0,4}: {0,4}([0-9]{1,12}(?:\.[0-9]{1,9})?) {0,4}(%?)")
 _SUBJECTS = {"FlashAttention Kernel": "flash", "RingComm": "send_recv"}
 _ITERATION_TIME = re.compile(
-    r"\bForward ?\+ ?Backward Time {0,4}: {0,4}(\d{1,12}(?:\.\d{1,9})?) {0,4}(us|ms|s)\b", re.IGNORECASE
+    r"\bForward ?\+ ?Backward Time {0,4}: {0,4}([0-9]{1,12}(?:\.[0-9]{1,9})?) {0,4}(us|ms|s)\b", re.IGNORECASE
 )
-_WORLD = re.compile(r"\bWorld Size {0,4}: {0,4}(\d{1,7})\b", re.IGNORECASE)
+_WORLD = re.compile(r"\bWorld Size {0,4}: {0,4}([0-9]{1,7})\b", re.IGNORECASE)
 _ITERATIONS = re.compile(
-    r"\b(?:profiled |active |num[ _])?(?:iterations|iters|steps) {0,4}[:=] {0,4}(\d{1,9})\b", re.IGNORECASE
+    r"\b(?:profiled |active |num[ _])?(?:iterations|iters|steps) {0,4}[:=] {0,4}([0-9]{1,9})\b", re.IGNORECASE
 )
 
 # The list that some scripts print beside a table: {'flash': [(milliseconds, fraction), ...], 'SendRecv': [...]}.
 _LIST = re.compile(r"'(flash|SendRecv)': {0,4}\[([^\]]{0,100000})\]")
-_PAIR = re.compile(r"\( {0,4}[-\d.e+]{1,40}, {0,4}(\d{1,12}\.?\d{0,12}) {0,4}\)")
+_PAIR = re.compile(r"\( {0,4}[-0-9.e+]{1,40}, {0,4}([0-9]{1,12}\.?[0-9]{0,12}) {0,4}\)")
 _LISTED = {"flash": "flash", "SendRecv": "send_recv"}
 
 

@@ -17,7 +17,7 @@ from ringprof.trace.columns import Caveat
 _TOTAL = re.compile(r"Total(?: Time)? ?\((ns|us|μs|ms|s)\)|Total Time")
 _NAMES = ("Name", "Operation")
 _KERNEL_COUNTS, _MEMORY_COUNTS, _API_COUNTS = ("Instances",), ("Count", "Operations"), ("Num Calls",)
-_NUMBER = re.compile(r"(\d{1,3}(?:,\d{3}){1,6}|\d{1,19})(?:\.(\d{1,9}))?")
+_NUMBER = re.compile(r"([0-9]{1,3}(?:,[0-9]{3}){1,6}|[0-9]{1,19})(?:\.([0-9]{1,9}))?")
 
 
 def is_nsys(titles: Sequence[str]) -> bool:

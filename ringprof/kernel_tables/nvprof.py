@@ -12,8 +12,8 @@ from ringprof.trace.columns import Caveat
 _HEADER = re.compile(r"(?:Type {1,16})?Time\(%\) {1,32}Time {1,32}Calls {1,32}Avg {1,32}Min {1,32}Max {1,32}Name *$")
 # Where parts have headers of their own, their names stand on lines of their own: ==9261== API calls:
 _PART = re.compile(r"(GPU activities|API calls|OpenACC \(\w{1,20}\)|OpenMP \(\w{1,20}\)):")
-_TIME = r"(\d{1,18}(?:\.\d{1,12})?(?:ns|us|ms|s))"
-_ROW = re.compile(rf" *(\d{{1,3}}\.\d\d%) +{_TIME} +(\d{{1,18}}) +{_TIME} +{_TIME} +{_TIME}  (\S.*)")
+_TIME = r"([0-9]{1,18}(?:\.[0-9]{1,12})?(?:ns|us|ms|s))"
+_ROW = re.compile(rf" *([0-9]{{1,3}}\.[0-9][0-9]%) +{_TIME} +([0-9]{{1,18}}) +{_TIME} +{_TIME} +{_TIME}  (\S.*)")
 
 
 def read_nvprof(lines: LogLines, index: int, path: str) -> tuple[KernelTable, int] | None:

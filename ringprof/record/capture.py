@@ -15,13 +15,13 @@ import msgspec
 from msgspec.structs import replace
 from torch.profiler import record_function
 
-from ringprof.errors import UsageError
+from ringprof.errors import RecordError, UsageError
 from ringprof.folder_owner import claim, clear_abandoned, release
 from ringprof.record.group_ranks import GroupRanks
 from ringprof.record.hosts import RankHost, distinct_host_names
 from ringprof.record.launcher import launcher_rank
 from ringprof.record.machine import device_name, host_name
-from ringprof.record.measure import ITERATION, counted_work, profiler, reset_counts
+from ringprof.record.measure import ITERATION, counted_work, profiler, profiler_is_busy, reset_counts
 from ringprof.record.recording import RankResult, assemble, exchange, gather, strategy_used
 from ringprof.record.remote_traces import TraceFile
 from ringprof.record.request import from_json
@@ -53,10 +53,14 @@ def capture(
     work that it counted and the bytes that it sent. There are no verification and no timings without the profiler.
 
     Run one step of warm-up before it: the first one sets up communicators. Raises `UsageError` where the folder holds
-    something already, and on a rank outside ``group``. An error in the block leaves no run behind, nor does a rank that
-    does not come.
+    something already, where a rank has another profiler at work (torch has one a process; one that only warms up cannot
+    be told, and two may end the process), and on a rank outside ``group``. An error in the block leaves no run behind,
+    nor does a rank that does not come: once their group gives it up, the others raise `RecordError`, with what that
+    rank's block raised.
     """
     target = Path(folder).absolute()
+    if workload is not None and not isinstance(workload, Workload):
+        raise UsageError(f"workload is a ringprof.Workload, not {workload!r}")
     ranks = GroupRanks(group)
     strategies = _listed(strategy)
     created = f"{datetime.now(timezone.utc):%Y-%m-%dT%H:%M:%SZ}"
@@ -66,24 +70,29 @@ def capture(
         try:
             times: list[int] = []
             reset_counts(strategies)
-            with _profiled(trace.path, ranks, times):
+            with _profiled(trace.path, ranks, times, target, token):
                 yield
             reduced = reduce is not None and reduce(trace.path, trace.reduced)
-            result = _result(ranks, trace, times, strategies, reduced=reduced)
-            results = exchange(result, ranks.device, ranks.group) if ranks.size > 1 else [result]
-            if ranks.size > 1:
-                gather(results, trace, staging, ranks.device, ranks.group)
+            with _answered(target, ranks, token):
+                result = _result(ranks, trace, times, strategies, reduced=reduced)
+                results = exchange(result, ranks.device, ranks.group) if ranks.size > 1 else [result]
+                if ranks.size > 1:
+                    gather(results, trace, staging, ranks.device, ranks.group)
             if ranks.rank == 0:
                 command = [Path(sys.argv[0]).name, *sys.argv[1:]]
                 run = assemble(name or target.name, created, command, results, ranks.device)
                 _publish(_described(run, ranks, workload, strategies), staging, target)
         finally:
             trace.discard()
-    ranks.wait()
+    with _answered(target, ranks, token):
+        ranks.wait()
+
+
+_BUSY = "rank {} has a profiler at work already (torch.profiler, or another capture): end it, there can be but one"
 
 
 class _Opening(msgspec.Struct, frozen=True):
-    """What the first rank tells the others: why there is no run, empty where there is one, and its folder's token."""
+    """What a rank tells the others: why there is no run, or nothing; and, of the first, its folder's token."""
 
     refusal: str = ""
     token: str = ""
@@ -96,13 +105,17 @@ def _staged(staging: Path, target: Path, ranks: GroupRanks) -> Iterator[str]:
     After an error it is gone, also where the ranks did not come together. Raises `UsageError` on each rank where there
     is a refusal.
     """
-    opening = _prepare(target, staging) if ranks.rank == 0 else _Opening()
+    opening = _Opening(_BUSY.format(ranks.number)) if profiler_is_busy() else _Opening()
+    if ranks.rank == 0 and not opening.refusal:
+        opening = _prepare(target, staging)
     made = ranks.rank == 0 and not opening.refusal
     try:
-        opening = from_json(ranks.told(opening)[0], _Opening)
-        if opening.refusal:
-            raise UsageError(opening.refusal)
-        yield opening.token
+        with _answered(target, ranks):
+            openings = [from_json(told, _Opening) for told in ranks.told(opening)]
+        for one in openings:
+            if one.refusal:
+                raise UsageError(one.refusal)
+        yield openings[0].token
     except BaseException:
         if made:
             discard(staging)
@@ -119,22 +132,39 @@ def _prepare(target: Path, staging: Path) -> _Opening:
         staging.mkdir()
         return _Opening(token=claim(staging))
     except FileExistsError:
+        if not target.parent.is_dir():
+            return _Opening(f"{target}: cannot write the run here: {target.parent} is no folder")
         return _Opening(f"{staging}: another capture is writing here: choose another folder, or remove it if none is")
     except OSError as error:
         return _Opening(f"{target}: cannot write the run here: {error.strerror or error}")
 
 
 @contextmanager
-def _profiled(trace: Path, ranks: GroupRanks, times: list[int]) -> Iterator[None]:
+def _answered(target: Path, ranks: GroupRanks, token: str = "") -> Iterator[None]:
+    """Raises `RecordError` where another rank does not answer, and says why where that rank has said it."""
+    try:
+        yield
+    except RuntimeError as error:
+        reason = ranks.left(token) or "another rank has ended, or is not here: all of the group must enter (see group=)"
+        raise RecordError(f"{target}: no run: {reason} ({' '.join(str(error).split())[:200]})") from error
+
+
+@contextmanager
+def _profiled(trace: Path, ranks: GroupRanks, times: list[int], target: Path, token: str) -> Iterator[None]:
     """Profile the block as one iteration, write the trace, and append the block's time in nanoseconds."""
     with profiler() as recording:
         ranks.finish()
         recording.step()
-        ranks.wait()
+        with _answered(target, ranks, token):
+            ranks.wait()
         ranks.finish()
         start = time.perf_counter_ns()
-        with record_function(ITERATION):
-            yield
+        try:
+            with record_function(ITERATION):
+                yield
+        except BaseException as error:
+            ranks.leave(token, error)
+            raise
         ranks.finish()
         times.append(time.perf_counter_ns() - start)
         recording.step()
@@ -175,6 +205,11 @@ def _listed(strategy: Any) -> list[Any]:
     if strategy is None:
         return []
     several = list(strategy) if isinstance(strategy, Sequence) else [strategy]
+    for one in several:
+        if not hasattr(one, "comm"):
+            raise UsageError(
+                f"strategy is what ringprof.strategies.create returns, or a list of them, not {strategy!r}"
+            )
     return list({id(one): one for one in several}.values())
 
 

@@ -68,7 +68,7 @@ def _adapter(port: Path) -> Adapter:
     rate = _said(port / "rate").partition(" ")[0]
     return Adapter(
         name=f"{port.parent.parent.name}:{port.name}",
-        gbits=float(rate) if rate.replace(".", "", 1).isdigit() else None,
+        gbits=float(rate) if rate.isascii() and rate.replace(".", "", 1).isdigit() else None,
         layer=_said(port / "link_layer") or None,
     )
 

@@ -138,7 +138,7 @@ def memory_per_device(request: Request, workload: Workload) -> int | None:
     load = Load(
         workload.batch, workload.seq, workload.heads, workload.kv_heads, workload.head_dim,
         item_bytes=4 if workload.dtype == "fp32" else 2, size=request.world, backward=workload.backward,
-        kv_length=workload.kv_length or 0, copied_hops=request.hops != "nccl", controls=request.controls,
+        kv_length=workload.kv_length or 0, controls=request.controls,
     )  # fmt: skip
     expected: int | None = load_strategy(request.strategy).memory_bytes(load, **request.params)
     if expected is None:

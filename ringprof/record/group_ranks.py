@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import msgspec
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from ringprof.errors import UsageError
 from ringprof.record.request import to_json
 from ringprof.record.world_group import gather_bytes, gather_tensor
 from ringprof.strategies.groups import by_nccl
+
+_LEFT = "ringprof/left/"
 
 
 class GroupRanks:
@@ -46,6 +50,21 @@ class GroupRanks:
         """Wait for the other ranks."""
         if self.size > 1:
             dist.barrier(self.group)
+
+    def leave(self, token: str, error: BaseException) -> None:
+        """Leave word, which waits for nobody, that this rank has left ``token``'s block with an error."""
+        said = f"rank {self.number} left the block with {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        # Nothing here may hide that error.
+        with suppress(Exception):
+            c10d._get_default_store().set(_LEFT + token, said)
+
+    def left(self, token: str) -> str | None:
+        """The word that another rank has left, as far as it can still be read."""
+        with suppress(Exception):
+            store = c10d._get_default_store()
+            if token and store.check([_LEFT + token]):
+                return str(store.get(_LEFT + token), "utf-8", "replace")
+        return None
 
     def told(self, value: msgspec.Struct) -> list[bytes]:
         """Every rank's ``value``, as JSON."""

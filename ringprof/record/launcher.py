@@ -73,7 +73,7 @@ def slurm_rendezvous(place: RankPlace, environment: Mapping[str, str] | None = N
 def _first_host(env: Mapping[str, str]) -> str:
     """The first host of Slurm's list: ``gpu[07-09,12],x`` begins with ``gpu07``."""
     hosts = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_NODELIST") or "127.0.0.1"
-    match = re.match(r"([^,\[]+)(?:\[(\d+)[^\]]*\]([^,\[]*))?", hosts)
+    match = re.match(r"([^,\[]+)(?:\[([0-9]+)[^\]]*\]([^,\[]*))?", hosts)
     if match is None:
         raise UsageError(f"SLURM_STEP_NODELIST={hosts!r} cannot be read: set MASTER_ADDR to the host of rank 0")
     return match[1] + (match[2] or "") + (match[3] or "")
@@ -84,7 +84,7 @@ def _tasks_per_host(env: Mapping[str, str], world: int, node: int) -> int:
     text = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE") or str(world)
     counts: list[int] = []
     for part in text.split(","):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d{1,6})\))?", part.strip())
+        match = re.fullmatch(r"([0-9]+)(?:\(x([0-9]{1,6})\))?", part.strip())
         if match is None or int(match[1]) < 1:
             return world
         counts += [int(match[1])] * int(match[2] or 1)

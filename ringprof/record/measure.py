@@ -229,6 +229,19 @@ def profile_iterations(problem: Problem, device: torch.device, iters: int, path:
     return times
 
 
+_at_work: list[Any] = []
+"""Profilers of ringprof's own, which warm up or collect."""
+
+
+def profiler_is_busy() -> bool:
+    """Whether a profiler is at work in this process, where a second one would end the first, or the process itself.
+
+    One that is not ringprof's and only warms up cannot be told.
+    """
+    untyped: Any = torch.autograd
+    return bool(_at_work) or untyped._profiler_enabled()
+
+
 @contextmanager
 def profiler() -> Iterator[Any]:
     """The profiler, collecting between its first and second ``step()``; before that it warms up and drops all."""
@@ -240,7 +253,11 @@ def profiler() -> Iterator[Any]:
         # torch 2.11 advises how to keep the events of earlier cycles; here there is one.
         warnings.filterwarnings("ignore", message="Warning: Profiler clears events")
         with profile(activities=activities, schedule=once, record_shapes=False) as recording:
-            yield recording
+            _at_work.append(recording)
+            try:
+                yield recording
+            finally:
+                _at_work.remove(recording)
 
 
 def hops_posted(strategy: Any) -> int:

@@ -10,16 +10,18 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from torch.autograd.profiler import KinetoStepTracker
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.profiler import record_function
+from torch.profiler.profiler import PROFILER_STEP_NAME
 
 from ringprof.record.group_ranks import GroupRanks
-from ringprof.record.measure import ITERATION, profiler
+from ringprof.record.measure import ITERATION, profiler, profiler_is_busy
 from ringprof.record.world_group import gather_bytes, gather_tensor
+from ringprof.scratch import remove, scratch_folder
 
 MOST_SHARE = 0.01
 """Of the loop's time that looking may take: after each look the next is put off until it does not take more."""
@@ -93,16 +95,18 @@ class Monitor:
         self._cost += self._last - now
 
     def _open(self) -> None:
-        """The next step warms the profiler up."""
+        """The next step warms the profiler up. A rank whose program has one of its own at work has no trace of it."""
         self._window, self._cost = ExitStack(), 0
-        self._recording = self._window.enter_context(profiler())
+        if not _is_taken():
+            self._recording = self._window.enter_context(profiler())
 
     def _mark(self) -> None:
         """The next step is profiled, from a device at rest."""
         self._ranks.finish()
-        self._recording.step()
         self._marked = ExitStack()
-        self._marked.enter_context(record_function(ITERATION))
+        if self._recording is not None:
+            self._recording.step()
+            self._marked.enter_context(record_function(ITERATION))
 
     def _look(self) -> None:
         """The profiled step is over: reduce its trace, bring the ranks' together, and put the next look off."""
@@ -110,7 +114,6 @@ class Monitor:
         assert self._window is not None and self._marked is not None
         self._marked.close()
         self._ranks.finish()
-        self._recording.step()
         told = self._gathered(self._trace())
         self._window = self._marked = self._recording = None
         if self._ranks.rank == 0:
@@ -124,11 +127,16 @@ class Monitor:
     def _trace(self) -> bytes:
         """This rank's reduced trace; nothing is kept."""
         assert self._window is not None
+        if self._recording is None:
+            _log.warning("step %d: rank %d has a torch.profiler of its own: no look", self.steps, self._ranks.number)
+            return b""
         try:
-            with self._window, TemporaryDirectory(prefix="ringprof-") as folder:
-                path = Path(folder) / "trace.json"
-                self._recording.export_chrome_trace(str(path))
-                data = self._reduce(path)
+            self._recording.step()
+            with self._window, ExitStack() as after:
+                folder = scratch_folder("look")
+                after.callback(remove, folder)
+                self._recording.export_chrome_trace(str(folder / "trace.json"))
+                data = self._reduce(folder / "trace.json")
         except Exception as error:  # as above; the other ranks wait for this one's answer
             _log.warning("step %d: rank %d has no trace: %s", self.steps, self._ranks.number, error)
             return b""
@@ -146,6 +154,11 @@ class Monitor:
         found: Sequence[Any] = gather_tensor(asked, ranks.group) if ranks.size > 1 else [asked]
         self.interval = max(int(one.item()) for one in found)
         self._next = self.steps + self.interval
+
+
+def _is_taken() -> bool:
+    """Whether the program has a profiler, at work or, in a ``with`` block, in between: two may end the process."""
+    return profiler_is_busy() or PROFILER_STEP_NAME in getattr(KinetoStepTracker, "_step_dict", ())
 
 
 def interval_for(cost_ns: int, step_ns: int, every: int) -> int:

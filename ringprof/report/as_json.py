@@ -61,6 +61,7 @@ def _summary(summary: Summary) -> JsonObject:
         "iterations": summary.iterations,
         "slowest_rank": {"rank": summary.slowest_rank, "wall_ns": summary.slowest_wall_ns},
         "parts_ns": {one.name: {"mean": one.mean_ns, "min": one.min_ns, "max": one.max_ns} for one in summary.parts},
+        "kinds": list(msgspec.to_builtins(summary.kinds)),
         "communication": [_communication(row) for row in summary.communication],
         "devices": list(summary.devices),
         "attention": list(summary.attention),

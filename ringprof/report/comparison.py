@@ -100,8 +100,8 @@ def render(comparison: Comparison, style: TextStyle) -> str:
     """For the terminal: settings that differ, then figures: a line a figure, or a line an entry where room is short."""
     lines = [style.wrap(f"{name}: {clean(entry.label)} ({entry.source})")
              for name, entry in zip(_columns(comparison), comparison.entries, strict=True)]  # fmt: skip
-    lines += ["", *map(style.wrap, verdict_lines(comparison))]
-    lines += map(style.wrap, _warnings(comparison))
+    said = [*verdict_lines(comparison), *_warnings(comparison)]
+    lines += ["", *map(style.wrap, said)] if said else []
     if comparison.differing:
         rows = [[clean(name), *(clean(value or missing(name)) for value in values)]
                 for name, values in comparison.differing.items()]  # fmt: skip

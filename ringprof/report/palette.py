@@ -4,7 +4,21 @@ from __future__ import annotations
 
 from ringprof.analysis.kinds.kinds import BLUE, GREEN, GREY, KIND, ORANGE, PURPLE, SKY, VERMILION, YELLOW
 
-__all__ = ["BLUE", "GREY", "LINES", "PART_COLOURS", "UNSPLIT", "WAIT", "WATERFALL_COLOURS", "WIRE", "kind_colour"]
+__all__ = [
+    "BLUE",
+    "GREY",
+    "LINES",
+    "PART_COLOURS",
+    "UNSPLIT",
+    "WAIT",
+    "WATERFALL_COLOURS",
+    "WIRE",
+    "Interval",
+    "kind_colour",
+]
+
+Interval = tuple[float, float, float]
+"""Lower end, middle, upper end of what is drawn as a bar or a band."""
 
 WIRE, WAIT, UNSPLIT = ORANGE, VERMILION, "#A6761D"
 """Communication on the wire, waiting, and not told apart."""

@@ -19,6 +19,7 @@ from ringprof.analysis.findings.waterfall import WATERFALL_LABELS
 from ringprof.analysis.kinds.kinds import KINDS
 from ringprof.analysis.steps.steps import Step
 from ringprof.report import palette
+from ringprof.report.palette import Interval
 from ringprof.report.sections.run import what_ran
 from ringprof.report.terms import LABELS
 from ringprof.report.text import clean, duration, percent, short_count
@@ -232,10 +233,6 @@ def _line_name(entry: Entry) -> str:
 # --- the style --------------------------------------------------------------------------------------
 
 
-Interval = tuple[float, float, float]
-"""Lower end, middle, upper end."""
-
-
 def intervals(names: Sequence[str], values: Sequence[Interval], unit: str, ax: Axes | None = None) -> Axes:
     """A mark and its interval a name, the first on top."""
     ax = _axes(ax, len(names))
@@ -250,7 +247,7 @@ def bands(
     across: str, up: str, series: Mapping[str, Sequence[tuple[float, Interval]]],
     marks: Sequence[tuple[float, str]] = (), ax: Axes | None = None,
 ) -> Axes:  # fmt: skip
-    """A line and the band around it for each name, both axes logarithmic; ``marks`` are places across with a word."""
+    """A line and the band around it for each name, over a logarithmic axis; ``marks`` are places across with a word."""
     ax = _axes(ax, 10)
     for place, (name, points) in enumerate(series.items()):
         colour = palette.LINES[place % len(palette.LINES)]
@@ -260,10 +257,7 @@ def bands(
         ax.plot(x, middle, "o-", color=colour, label=_literal(clean(name)))
     ticks = sorted({at for points in series.values() for at, _ in points})
     ax.set_xscale("log", base=2)
-    ax.set_yscale("log")
     ax.set_xticks(ticks, [short_count(tick) for tick in ticks])
-    for axis in (ax.yaxis.set_major_formatter, ax.yaxis.set_minor_formatter):
-        axis("{x:,g}")
     for place, (at, word) in enumerate(marks):
         ax.axvline(at, color=palette.GREY, linestyle="--", linewidth=1)
         ax.annotate(word, (at, 0.02 + 0.06 * place), xycoords=("data", "axes fraction"), xytext=(4, 0),

@@ -18,7 +18,7 @@ from ringprof.processes import in_order
 
 PATIENCE_S = 10
 """For a scheduler to answer, and to have a worker."""
-_ADDRESS = re.compile(r"(tcp|tls|ws|wss|ucx)://[^/\s]{1,500}:\d{1,5}")
+_ADDRESS = re.compile(r"(tcp|tls|ws|wss|ucx)://[^/\s]{1,500}:[0-9]{1,5}")
 
 
 class DaskCluster:

@@ -190,35 +190,40 @@ def table_of(kind: type[_Table], columns: Mapping[str, npt.NDArray[Any]]) -> _Ta
     )
 
 
+def _empty(kind: type[_Table]) -> Any:
+    """The default of a field: a table without rows."""
+    return msgspec.field(default_factory=lambda: table_of(kind, {}))
+
+
 class Trace(msgspec.Struct, frozen=True):
-    """One rank's trace."""
+    """One rank's trace: what ran, and what else the file says."""
 
     path: str
     names: list[str]
     """Every name once, as in the file (untrusted text)."""
     activities: Activities
-    launches: Launches
-    annotations: Ranges
+    launches: Launches = _empty(Launches)
+    annotations: Ranges = _empty(Ranges)
     """CPU-side ``user_annotation`` ranges."""
-    device_annotations: Ranges
+    device_annotations: Ranges = _empty(Ranges)
     """Device-side ``gpu_user_annotation`` ranges."""
-    operators: Ranges
+    operators: Ranges = _empty(Ranges)
     """CPU operators that tell attention or communication kinds apart; on a CPU trace, all of them."""
-    comm_records: CommRecords
-    collectives: list[CommRecord]
-    devices: list[Device]
-    rank: int | None
-    world_size: int | None
-    host: str | None
-    groups: dict[str, tuple[int, ...]]
+    comm_records: CommRecords = _empty(CommRecords)
+    collectives: list[CommRecord] = []
+    devices: list[Device] = []
+    rank: int | None = None
+    world_size: int | None = None
+    host: str | None = None
+    groups: dict[str, tuple[int, ...]] = {}
     """Process group name -> global ranks, from ``distributedInfo``."""
-    base_ns: int
+    base_ns: int = 0
     """The file's ``baseTimeNanoseconds`` (already added to every time), 0 where absent."""
     events_total: int = 0
     events_skipped: int = 0
     """Events that could not be read."""
-    warnings: list[Caveat] = msgspec.field(default_factory=list)
-    memory: MemoryEvents = msgspec.field(default_factory=lambda: table_of(MemoryEvents, {}))
+    warnings: list[Caveat] = []
+    memory: MemoryEvents = _empty(MemoryEvents)
 
     @property
     def lacks_device(self) -> bool:

@@ -10,12 +10,14 @@ import msgspec
 
 from ringprof.errors import InputError, TraceFormatError
 from ringprof.files import exists, files_in, is_file, is_folder, is_url, leading_out, within
-from ringprof.trace.formats import FORMATS, KINETO, REDUCED, Format, format_of
+from ringprof.trace.formats import FORMATS, KINETO, REDUCED, XLA, Format, format_of
 from ringprof.trace.kineto.byte_source import LOOK_BYTES, first_bytes
 from ringprof.trace.kineto.event_list import UNREADABLE, UTF8_MARK
 from ringprof.trace.one_run import rank_in_name
 
 _RUN_FILE = "run.json"
+_COPY_OF_XLA = "perfetto_trace.json.gz"
+"""What JAX writes beside its trace, for Perfetto: the same events."""
 
 InputType = Literal["run", "trace", "text"]
 
@@ -97,6 +99,8 @@ def _detect_folder(name: str) -> Input:
     # Reduced traces lie beside those that they were made of: one of the two is enough.
     whole = {_which(file) for file, form in formats.items() if form is not REDUCED}
     traces = [file for file, form in formats.items() if form is not REDUCED or _which(file) not in whole]
+    if sum(formats[file] is XLA for file in traces) > 1:
+        traces = [file for file in traces if os.path.basename(file) != _COPY_OF_XLA]
     if not traces and problems:
         raise next(iter(problems.values()))
     if not traces:
@@ -122,7 +126,7 @@ def _natural_order(text: str) -> tuple[object, ...]:
             digits += letter
             continue
         if digits:
-            key.append((0, int(digits), ""))
+            key.append((0, len(digits.lstrip("0")), digits.lstrip("0")))
             digits = ""
         key.append((1, 0, letter))
     return tuple(key)
@@ -169,6 +173,7 @@ _FOREIGN = (
 _FOREIGN_SUFFIXES = {
     (".pftrace", ".perfetto-trace"): _PERFETTO,
     (".nsys-rep", ".qdrep"): _NSIGHT,
+    (".xplane.pb",): "an XLA profile: give the .trace.json.gz beside it, or export that from XProf",
     (".ncu-rep",): "an Nsight Compute report, which has no timeline; give a Kineto trace (.json)",
     (".tar", ".tgz", ".zip"): _ARCHIVE,
 }

@@ -97,8 +97,9 @@ def _run_warnings(facts: Sequence[TraceFacts]) -> list[Caveat]:
         found.append(Caveat("mixed_runs", f"the traces come from runs of different world sizes ({listed})"))
     apart = _first_apart(facts)
     if apart:
-        message = f"{apart[0].path} and {apart[1].path} have no moment in common: are they of one run?"
-        found.append(Caveat("mixed_runs", message))
+        one, other = (each.path for each in apart)
+        which = f"{one} and {other}" if one != other else f"{one}: two of its processes"
+        found.append(Caveat("mixed_runs", f"{which} have no moment in common: are they of one run?"))
     return found
 
 
@@ -119,9 +120,9 @@ def _first_apart(facts: Sequence[TraceFacts]) -> tuple[TraceFacts, TraceFacts] |
 
 
 _RANK_NAMES = (
-    re.compile(r"rank[\s_.=\-]*(\d{1,7})", re.IGNORECASE),
-    re.compile(r"(?:^|[_.\-])(?:worker|gpu|proc|r)[_.\-]?(\d{1,7})(?=[_.\-]|$)", re.IGNORECASE),
-    re.compile(r"^(?:trace[_.\-]?)?(\d{1,7})(?=[_.\-]|$)", re.IGNORECASE),
+    re.compile(r"rank[\s_.=\-]*([0-9]{1,7})", re.IGNORECASE),
+    re.compile(r"(?:^|[_.\-])(?:worker|gpu|proc|r)[_.\-]?([0-9]{1,7})(?=[_.\-]|$)", re.IGNORECASE),
+    re.compile(r"^(?:trace[_.\-]?)?([0-9]{1,7})(?=[_.\-]|$)", re.IGNORECASE),
 )
 
 

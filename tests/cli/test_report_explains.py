@@ -64,7 +64,7 @@ def test_every_figure_is_that_of_the_json_report():
 @pytest.mark.parametrize(
     ("condition", "message"),
     [
-        ("exposed > 5%", "no figure 'exposed' here; there are: "),
+        ("exposed > 5%", "no figure 'exposed' here (nearest: "),
         ("tflops < 0.95 * base", "one report has no base"),
         ("tflops = 5", "write FIGURE OP NUMBER"),
         ("__import__('os') > 1", "write FIGURE OP NUMBER"),

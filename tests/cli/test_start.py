@@ -6,8 +6,9 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
-from tests.paths import DATA
+from tests.paths import DATA, ROOT
 
 HEAVY = {
     "torch", "pandas", "matplotlib", "bokeh", "jinja2", "rich", "joblib", "dask", "fsspec", "sqlite3",
@@ -46,3 +47,13 @@ def test_the_number_of_blas_threads_is_left_as_it_was():
     unset = {key: value for key, value in os.environ.items() if key != "OPENBLAS_NUM_THREADS"}
     assert started(unset)[3] == os.environ.get("OPENBLAS_NUM_THREADS")
     assert started({"OPENBLAS_NUM_THREADS": "3"})[3] == "3"
+
+
+def test_a_package_that_is_here_and_broken_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text('raise ImportError("libcudart.so.12: cannot open shared object file")')
+    done = subprocess.run(
+        [sys.executable, "-m", "ringprof", "predict", "--strategy", "ring", "--seq", "64k", "--machine", "h100"],
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    told = "ringprof: a package cannot be loaded: libcudart.so.12: cannot open shared object file\n"
+    assert (done.returncode, done.stderr) == (2, told)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import click
 import pytest
@@ -54,3 +56,60 @@ def test_a_shell_completes_commands_options_and_names(words: str, completed: lis
         capture_output=True, text=True, env={**os.environ, **asked}, check=False, cwd=ROOT,
     )  # fmt: skip
     assert [line.split(",", 1)[1] for line in done.stdout.splitlines()] == completed, done.stderr
+
+
+BASH = """
+eval "$(_RINGPROF_COMPLETE=bash_source ringprof)"
+COMP_WORDS=($LINE) COMP_CWORD=$(( $(wc -w <<< "$LINE") - 1 ))
+_ringprof_completion ringprof 2> /dev/null
+printf '%s\\n' "${COMPREPLY[@]}"
+"""
+FISH = """
+_RINGPROF_COMPLETE=fish_source ringprof | source
+complete -C $LINE | string replace -r "\\t.*" ""
+"""
+ZSH = """
+compdef() { :; }
+_describe() { print -l -- ${completions_with_descriptions%%:*}; }; compadd() { print -l -- $completions; }
+eval "$(_RINGPROF_COMPLETE=zsh_source ringprof)"
+words=(${=LINE}) CURRENT=${#words}
+_ringprof_completion
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "completed"),
+    [
+        ("ringprof rec", ["record"]),
+        ("ringprof record --strategy zi", ["zigzag"]),
+        ("ringprof bench --strategies burst,u", ["burst,ulysses", "burst,usp"]),
+    ],
+)
+@pytest.mark.parametrize(("shell", "script"), [("bash", BASH), ("zsh", ZSH), ("fish", FISH)])
+def test_the_line_of_the_guide_completes_in_the_shell_itself(
+    shell: str, script: str, line: str, completed: list[str], tmp_path: Path
+) -> None:
+    if shutil.which(shell) is None:
+        pytest.skip(f"no {shell} here")
+    command = tmp_path / "ringprof"
+    command.write_text(f'#!/bin/sh\nPYTHONPATH="{ROOT}" exec "{sys.executable}" -m ringprof "$@"\n')
+    command.chmod(0o755)
+    asked = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "LINE": line, "HOME": str(tmp_path)}
+    done = subprocess.run([shell, "-c", script], capture_output=True, text=True, env=asked, check=False, timeout=60)
+    assert sorted(done.stdout.split()) == completed, done.stderr
+
+
+def test_the_guide_has_the_line_of_every_shell() -> None:
+    guide = (ROOT / "docs" / "guides.md").read_text(encoding="utf-8")
+    for shell, script in (("bash", BASH), ("zsh", ZSH), ("fish", FISH)):
+        line = next(one for one in script.splitlines() if f"{shell}_source" in one)
+        assert line.replace("|", "\\|") in guide
+
+
+def test_a_list_is_one_completion_in_fish() -> None:
+    """Where no fish is: its script cuts an answer at the first comma only."""
+    asked = {**os.environ, "_RINGPROF_COMPLETE": "fish_source"}
+    done = subprocess.run(
+        [sys.executable, "-m", "ringprof"], capture_output=True, text=True, env=asked, check=False, cwd=ROOT
+    )
+    assert 'string split -m 1 "," $completion' in done.stdout

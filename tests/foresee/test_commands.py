@@ -61,6 +61,22 @@ def test_a_prediction_is_read_as_a_run(tmp_path: Path, capsys: pytest.CaptureFix
     assert code == 0 and "predicted" in out
 
 
+def test_a_prediction_over_hosts_is_of_one_clock_and_says_that_it_is_predicted(tmp_path: Path) -> None:
+    hosts = ringprof.Cluster(hosts=2, gpus_per_host=1, nic_gbit=200.0)
+    ringprof.predict(
+        "zigzag", ringprof.Workload(seq=65536, heads=8, kv_heads=8, head_dim=128), hosts, machine="h200"
+    ).write(tmp_path / "made")
+    loaded = ringprof.load(tmp_path / "made")
+    assert isinstance(loaded, ringprof.Analysis)
+    assert loaded.report()["summary"]["clocks"]["hosts"] == 1 and not loaded.report()["warnings"]
+    hops = loaded.hops()
+    assert hops["wait_ns"].notna().all() and set(hops["link"]) == {"other_host"}
+    # 200 Gbit/s carry 25 GB/s at most.
+    assert 10 < hops["bytes"].sum() / hops["wire_ns"].sum() <= 25
+    text = loaded.to_terminal()
+    assert "TFLOP/s per device predicted (80 % within" in text and "achieved" not in text
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

@@ -12,6 +12,8 @@ import pytest
 pytest.importorskip("torch", reason="a prediction runs strategies on shapes")
 pytest.importorskip("matplotlib", reason="plots need the plot extra")
 
+from msgspec.structs import replace
+
 import ringprof
 from ringprof.errors import UnfitWorkloadError, UsageError
 from ringprof.foresee.advise import Advice, Choice, Point, crossings
@@ -56,7 +58,14 @@ def test_frames_and_plots_over_a_size_show_the_same(name: str, places: int) -> N
     assert [line.get_label() for line in lines] == list(frame.choice.unique())
     for line in lines:
         mine = frame[frame.choice == line.get_label()]
-        assert list(line.get_ydata()) == list(mine.middle_ms)
+        # Per GPU, of two to a host.
+        flops = [
+            replace(PROBLEM, seq=int(at)).model_flops() if name == "tokens" else PROBLEM.model_flops()
+            for at in mine["at"]
+        ]
+        gpus = [2 * at if name == "hosts" else 4 for at in mine["at"]]
+        speeds = [work / size / ms / 1e9 for work, size, ms in zip(flops, gpus, mine.middle_ms, strict=True)]
+        assert list(line.get_ydata()) == pytest.approx(speeds)
 
 
 def test_plots_of_choices_and_parts() -> None:

@@ -27,7 +27,7 @@ SMALL = Workload(seq=64, heads=2, kv_heads=1, head_dim=8)
 CHECK_LEAVES_BYTES = 32 << 20
 """The verification's matrix products leave cuBLAS its workspace, which torch's allocator counts."""
 NEWER_FROM = "2026-11-22T03:00"
-"""Runs recorded before are of code that held up to a fifth more: wide totals, slots for each shape of hop."""
+"""Runs recorded before are of code that held up to a quarter more: wide totals, sums beside what was added."""
 
 
 def by_name(sent: list[Sent] | None) -> list[tuple[str, str, str, str, int, int]]:
@@ -61,7 +61,7 @@ def test_memory_is_what_the_recording_held(path: Path) -> None:
     left = CHECK_LEAVES_BYTES if run.verification else 0
     for program, held in zip(tape_of_run(run).programs, run.peak_memory_bytes, strict=True):
         error = (program.peak_bytes + left) / held - 1
-        assert -0.001 < error < 0.001 if run.created >= NEWER_FROM else -0.2 < error < 0.01
+        assert -0.001 < error < 0.001 if run.created >= NEWER_FROM else -0.22 < error < 0.01
 
 
 def test_the_operations_of_a_small_ring_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:

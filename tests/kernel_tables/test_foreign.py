@@ -202,8 +202,8 @@ def test_reports_follow_the_schema(path: Path, capsys: pytest.CaptureFixture[str
     jsonschema = pytest.importorskip("jsonschema")
     assert run(["report", str(path), "--format", "json"]) == 0
     data = json.loads(capsys.readouterr().out)
-    schema = json.loads((files("ringprof.report") / "schema" / "table-1.schema.json").read_text())
-    jsonschema.validate(data["table"], schema)
+    schema = json.loads((files("ringprof.report") / "schema" / "report-1.schema.json").read_text())
+    jsonschema.validate(data, schema)
     assert data["table"]["total_ns"] == sum(data["table"]["kinds_ns"].values()) <= data["table"]["whole_ns"]
 
 

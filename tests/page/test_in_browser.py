@@ -143,6 +143,47 @@ def test_nothing_sticks_out_and_labels_stand_within_the_figure(tab: Any, tmp_pat
     assert len(widths) >= 10 and 0 < max(widths) < room - 10
 
 
+@pytest.fixture(scope="module")
+def other_pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, str]]:
+    """Pages that are of no single recorded run, with what their verdict begins with."""
+    folder = tmp_path_factory.mktemp("pages")
+    problem = ringprof.Workload(seq=65536, heads=8, kv_heads=8, head_dim=128)
+    hosts = ringprof.Cluster(hosts=2, gpus_per_host=1, nic_gbit=200.0)
+    advised = ringprof.advise(problem, hosts, machine="h200", strategies=("zigzag",))
+    ringprof.predict("zigzag", problem, hosts, machine="h200").write(folder / "predicted")
+    predicted = ringprof.load(folder / "predicted")
+    pair = ringprof.compare(*(analysis(TRACES / f"h200x4-zigzag-65536{name}") for name in ("", "-copied")))
+    pages = {
+        "advise": (advised.to_html(), f"choose {advised.choices().choice[0]}: "),
+        "predict": (predicted.to_html(), predicted.verdict[0]),
+        "compare": (pair.to_html(), f"{pair.entries[1].label}: faster by 6."),
+    }
+    for name, (text, _) in pages.items():
+        (folder / f"{name}.html").write_text(text, encoding="utf-8")
+    return {name: (folder / f"{name}.html", first) for name, (_, first) in pages.items()}
+
+
+@pytest.mark.parametrize("width", [420, 1280, pytest.param(1920, marks=pytest.mark.long)])
+@pytest.mark.parametrize("name", ["advise", "predict", "compare"])
+def test_other_pages_fit_every_window(
+    tab: Any, other_pages: dict[str, tuple[Path, str]], name: str, width: int
+) -> None:
+    tab.call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
+    path, first = other_pages[name]
+    tab.open(path)
+    assert tab.run("document.querySelector('.verdict').innerText").startswith(first)
+    assert tab.run("document.documentElement.scrollWidth <= window.innerWidth")
+    # Each figure is drawn as wide as its section, in one piece, and every table has its rows.
+    drawn = tab.run(
+        "[...document.querySelectorAll('.figure')].map(f => [f.getBoundingClientRect().width, f.children.length])"
+    )
+    room = tab.run("document.querySelector('main').getBoundingClientRect().width")
+    assert drawn and all(0.8 * room < wide <= room and parts for wide, parts in drawn)
+    assert tab.run("[...document.querySelectorAll('table')].every(t => t.tBodies[0].rows.length > 0)")
+    assert "@" not in tab.run("document.body.innerText")
+    assert [url for url in tab.requests if not url.startswith(("file:", "data:", "blob:"))] == [] and tab.messages == []
+
+
 def test_a_table_is_saved_as_csv(tab: Any, tmp_path: Path) -> None:
     opened(tab, TRACES / "h200x4-zigzag-262144", tmp_path)
     tab.run("""(() => {

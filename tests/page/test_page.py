@@ -11,6 +11,7 @@ from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 
+import msgspec
 import pytest
 
 import ringprof
@@ -18,9 +19,10 @@ from ringprof import cli
 from ringprof.analysis.findings.findings import findings_in_memory
 from ringprof.errors import UsageError
 from ringprof.report import as_json
-from ringprof.report.page.html import render
+from ringprof.report.page.html import drawing, render
 from ringprof.report.page.run import run_document
 from ringprof.report.page.several import comparison_document, sweep_document
+from ringprof.report.sections import hops
 from ringprof.report.terms import LABELS
 from ringprof.report.timeline import MOST_BARS, timeline_of
 from ringprof.scale.pipeline import attribute
@@ -84,6 +86,26 @@ def page_of(*builders: Builder) -> str:
     attribution = attribute([builder.trace() for builder in builders])
     found = findings_in_memory(attribution)
     return render(run_document(found, as_json.as_dict(found, source="trace", paths=["x"]), "x"))
+
+
+def test_hops_of_hosts_with_clocks_of_their_own_start_by_one_clock() -> None:
+    """Rank 1's clock is an hour ahead: what is added to its times is an hour back."""
+    hour = 3_600_000_000_000
+    builders = ring_pass()
+    attribution = attribute([builder.trace() for builder in builders])
+    offsets = {rank.rank: 0 if rank.rank != 1 else -hour for rank in attribution.ranks}
+    apart = msgspec.structs.replace(attribution, clocks=msgspec.structs.replace(attribution.clocks, offset_ns=offsets))
+    plain, shifted = (findings_in_memory(one) for one in (attribution, apart))
+    starts = []
+    for found in (plain, shifted):
+        shown = hops.html(found, as_json.as_dict(found, source="trace", paths=["x"]), drawing())
+        assert shown is not None
+        starts.append({(row[0].text, row[1].text): float(row[4].key) for row in shown.tables[1].rows})
+    # An hour less for rank 1, so its first hop is the first of all, and the others' are an hour later.
+    assert min(starts[1].values()) == 0
+    assert all(
+        starts[1][key] - starts[0][key] == pytest.approx(0 if key[0] == "1" else hour, abs=10_000) for key in starts[0]
+    )
 
 
 @pytest.fixture(scope="module")

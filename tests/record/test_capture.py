@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -14,10 +15,11 @@ pytest.importorskip("torch", reason="capturing needs torch")
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.profiler import ProfilerActivity, profile
 
 import ringprof
 from ringprof.api import Analysis
-from ringprof.errors import UsageError
+from ringprof.errors import RecordError, UsageError
 from ringprof.record import group_ranks
 from ringprof.run import Workload, read_run
 from ringprof.strategies import create
@@ -126,13 +128,50 @@ def test_a_mesh_of_several_dimensions_is_refused(tmp_path: Path) -> None:
     assert run_ranks(2, several_dimensions, tmp_path / "mine") == [said, said]
 
 
+def beside_another(rank: int, folder: Path) -> list[str]:
+    """Rank 1's program is profiled already; then each captures inside a capture."""
+    said = []
+    own = profile(activities=[ProfilerActivity.CPU]) if rank else nullcontext()
+    with own, pytest.raises(UsageError) as refused, ringprof.capture(folder / "mine"):
+        raise AssertionError("entered")
+    said.append(str(refused.value))
+    with ringprof.capture(folder / "outer"):
+        with pytest.raises(UsageError) as refused, ringprof.capture(folder / "inner"):
+            raise AssertionError("entered")
+        dist.all_reduce(torch.ones(8))
+    return [*said, str(refused.value)]
+
+
+def test_a_capture_beside_another_profiler_is_refused_on_all_ranks(tmp_path: Path) -> None:
+    said = run_ranks(2, beside_another, tmp_path)
+    busy = "rank {} has a profiler at work already (torch.profiler, or another capture): end it, there can be but one"
+    assert said == [[busy.format(1), busy.format(0)]] * 2
+    assert [path.name for path in tmp_path.iterdir()] == ["outer"]
+
+
+@pytest.mark.parametrize(
+    ("place", "given", "said"),
+    [
+        ("mine", {"workload": {"seq": 64}}, "workload is a ringprof.Workload, not {'seq': 64}"),
+        ("mine", {"strategy": "zigzag"}, "strategy is what ringprof.strategies.create returns"),
+        ("file/mine", {}, "file/mine: cannot write the run here: .*file is no folder"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_before_the_block(
+    tmp_path: Path, place: str, given: dict[str, Any], said: str
+) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match=said), ringprof.capture(tmp_path / place, **given):
+        raise AssertionError("entered")
+
+
 def nobody_else_comes(rank: int, folder: Path) -> list[str]:
     group = dist.new_group([0, 1])
     if rank == 0:
         # As where another rank's program has ended: it answers no message.
         with (
             patch.object(group_ranks, "gather_bytes", side_effect=RuntimeError("nobody answers")),
-            pytest.raises(RuntimeError, match="nobody answers"),
+            pytest.raises(RecordError, match=r"mine: no run: another rank has ended, or .*nobody answers"),
             ringprof.capture(folder / "mine", group=group),
         ):
             raise AssertionError("entered")
@@ -141,6 +180,32 @@ def nobody_else_comes(rank: int, folder: Path) -> list[str]:
 
 def test_a_failed_opening_leaves_nothing_behind(tmp_path: Path) -> None:
     assert run_ranks(2, nobody_else_comes, tmp_path)[0] == []
+
+
+def raises(rank: int, folder: Path) -> str:
+    """What each rank raises where the block fails on rank 1, which then takes no part in anything."""
+    store = dist.distributed_c10d._get_default_store()
+
+    def closed(*_: Any, **__: Any) -> None:
+        store.wait(["gone"])
+        raise RuntimeError("Connection closed by peer")
+
+    try:
+        with patch("ringprof.record.capture._result", closed), ringprof.capture(folder / "mine"):
+            if rank == 1:
+                raise ValueError("loss is\nnot finite")
+    except (ValueError, RecordError) as error:
+        store.set("gone", "")
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def test_an_error_in_one_ranks_block_is_told_to_the_others(tmp_path: Path) -> None:
+    first, second = run_ranks(2, raises, tmp_path)
+    assert second == "ValueError: loss is\nnot finite"
+    left = "rank 1 left the block with ValueError: loss is not finite (Connection closed by peer)"
+    assert first == f"RecordError: {tmp_path / 'mine'}: no run: {left}"
+    assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.parametrize(

@@ -72,8 +72,13 @@ def test_memory_is_within_a_fifth_of_what_real_runs_held(path: Path) -> None:
     assert run.workload and run.strategy and run.peak_memory_bytes
     estimate = memory_per_device(asked_for(run), run.workload)
     assert estimate is not None
-    # Of a window, a ring holds the rows alone that neighbours see; the estimate is that of whole shards.
-    assert 0.95 < estimate / max(run.peak_memory_bytes) < (1.4 if run.workload.window else 1.2)
+    # Of a window, a ring holds the rows alone that neighbours see; the estimate is that of whole shards. When the runs
+    # of copied hops were recorded, these held more than NCCL's.
+    assert (
+        (0.8 if run.strategy.hops == "copy" else 0.95)
+        < estimate / max(run.peak_memory_bytes)
+        < (1.4 if run.workload.window else 1.2)
+    )
 
 
 def test_memory_of_a_forward_pass_by_hand() -> None:

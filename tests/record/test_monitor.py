@@ -13,9 +13,10 @@ import pytest
 pytest.importorskip("torch", reason="monitoring needs torch")
 
 import torch
+from torch.profiler import ProfilerActivity, profile, schedule
 
 import ringprof
-from ringprof.errors import MissingExtraError
+from ringprof.errors import MissingExtraError, UsageError
 from ringprof.monitoring import Looks, look_figures, waited_for
 from ringprof.record.monitor import interval_for
 from ringprof.scale.pipeline import attribute
@@ -66,7 +67,9 @@ def test_steps_that_are_told_count_alone_and_nothing_is_left_behind(tmp_path: Pa
 
 
 def test_a_look_that_fails_does_not_end_the_loop(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with ringprof.monitor(tmp_path / "no" / "such" / "folder", every=2) as watch:
+    (tmp_path / "folder").mkdir()
+    with ringprof.monitor(tmp_path / "folder" / "log", every=2) as watch:
+        (tmp_path / "folder").rmdir()
         train(6)
     assert watch.steps == 6
     assert "nothing could be told" in caplog.text
@@ -81,6 +84,30 @@ def test_an_error_in_the_loop_ends_it_as_it_is(tmp_path: Path) -> None:
     with ringprof.monitor(tmp_path / "log", every=2):
         train(4)
     assert len(lines(tmp_path / "log")) == 1
+
+
+@pytest.mark.parametrize("own", [{}, {"schedule": schedule(wait=2, warmup=2, active=2)}], ids=["at work", "scheduled"])
+def test_there_is_no_look_beside_a_profiler_of_the_programs_own(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, own: dict[str, Any]
+) -> None:
+    log = tmp_path / "log"
+    with ringprof.monitor(log, every=2):
+        with profile(activities=[ProfilerActivity.CPU], **own) as recording:
+            train(6, recording)
+        assert not log.exists() and "has a torch.profiler of its own: no look" in caplog.text
+        assert "aten::mm" in {event.name for event in recording.events()} if own == {} else True
+    # The next loop's looks are there again.
+    with ringprof.monitor(log, every=2):
+        train(5)
+    assert [line["step"] for line in lines(log)] == [4]
+
+
+def test_what_cannot_be_meant_is_refused_at_the_start(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="every must be at least 1, not 0"), ringprof.monitor(every=0):
+        raise AssertionError("entered")
+    for place in (tmp_path, tmp_path / "none" / "log"):
+        with pytest.raises(UsageError, match="cannot write the looks here"), ringprof.monitor(place):
+            raise AssertionError("entered")
 
 
 @pytest.mark.parametrize(("cost_ns", "step_ns", "every", "interval"), [

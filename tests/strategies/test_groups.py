@@ -10,6 +10,7 @@ import os
 import pickle
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -237,3 +238,54 @@ def test_a_module_that_holds_a_strategy_can_be_copied_and_pickled():
     for same, error, layout, said in run_ranks(4, copied_and_pickled):
         assert same and error < 1e-13 and layout == "stripe"
         assert "cannot be pickled" in said
+
+
+# --- calls that are not the same on all ranks -------------------------------------------------------
+
+
+def differing(rank: int, how: str) -> str:
+    """What a rank is told where the last one calls otherwise."""
+    strategy, last = create("zigzag", kernel="reference"), rank == dist.get_world_size() - 1
+    q = torch.randn(1, 12 if how == "shape" and last else 8, 4, 8)
+    q = q.to(torch.bfloat16 if how == "type" and last else torch.float32).requires_grad_(how == "gradients" and last)
+    options: dict[str, Any] = {"causal": {"causal": False}, "lse": {"return_lse": True}}.get(how, {}) if last else {}
+    try:
+        strategy.attention(q, q, q, **options)
+    except Unfit as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize(
+    ("how", "one", "other"),
+    [
+        ("shape", "(1, 8, 4, 8), (1, 8, 4, 8), (1, 8, 4, 8)", "(1, 12, 4, 8), (1, 12, 4, 8), (1, 12, 4, 8)"),
+        ("type", "type torch.float32", "type torch.bfloat16"),
+        ("causal", "causal=True", "causal=False"),
+        ("lse", "return_lse=False", "return_lse=True"),
+        ("gradients", "gradients=False", "gradients=True"),
+    ],
+)
+def test_ranks_that_call_differently_are_all_told_how(how, one, other):
+    """A difference that gloo ends the process for, and NCCL computes with."""
+    for told in run_ranks(2, differing, how):
+        assert told.startswith("the ranks do not ask for the same: rank 0 for ")
+        assert f"{one}, rank 1 for " in told and told.endswith(other)
+
+
+def left_alone(rank: int) -> str:
+    """What a rank is told whose group fails it when it comes with a call of its own."""
+    strategy = create("zigzag", kernel="reference")
+    closed = RuntimeError("Connection closed by peer [127.0.0.1]:42388.\nThis is typically caused by a worker")
+    with patch.object(dist, "all_gather_object", side_effect=closed):
+        try:
+            strategy.attention(*[torch.randn(1, 8, 4, 8)] * 3)
+        except Unfit as error:
+            return str(error)
+    return "nothing"
+
+
+def test_a_call_that_no_other_rank_makes_is_named():
+    for told in run_ranks(2, left_alone):
+        assert told.startswith("this rank comes with a call that it has not made before, and another rank has not, or")
+        assert "q, k and v of shape (1, 8, 4, 8)" in told and "Connection closed by peer" in told and "\n" not in told

@@ -169,7 +169,7 @@ EXPECTED = {
     "dropout": "dropout_p is not supported",
     "sliding window": "takes no packed documents and no sliding window",
     "alibi": "alibi_slopes is not supported",
-    "packed": "those that do are ring, zigzag, stripe, ulysses, usp, double-ring, burst, megatron, allgather",
+    "packed": f"those that do are {', '.join(names())}",
     "types": "share type and device",
     "shapes": "expected q (B, S, H, D)",
     "kernel": "needs a CUDA device",

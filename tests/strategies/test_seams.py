@@ -11,7 +11,7 @@ from torch import Tensor
 from ringprof.strategies import create
 from ringprof.strategies.kernel import Kernel
 from ringprof.strategies.kernels import ReferenceKernel
-from ringprof.strategies.parcels import Parcel, side_by_side
+from ringprof.strategies.parcels import Parcel, Shapes, side_by_side
 from ringprof.strategies.plan_check import plausible
 from ringprof.strategies.torch_kernels import CpuFlashKernel
 from tests.strategies.cases import CASES, Problem, dense, inputs, over_the_ranks, relative_error
@@ -155,6 +155,10 @@ def test_right_gradients_are_plausible_and_those_of_wrong_memory_are_not(causal,
 # --- parcels ----------------------------------------------------------------------------------------
 
 
+def _room(shapes: Shapes) -> list[torch.Tensor]:
+    return [torch.empty(shape, dtype=dtype) for dtype, shape in shapes]
+
+
 @pytest.mark.parametrize(
     ("shapes", "messages"),
     [
@@ -174,7 +178,7 @@ def test_tensors_travel_in_one_message_where_no_byte_is_added(shapes, messages):
     assert parcel.size_bytes == sum(x.numel() * x.element_size() for x in tensors)
     for other in (parcel, parcel.over([message.clone() for message in parcel.messages])):
         assert all(torch.equal(x, own) and own.is_contiguous() for x, own in zip(tensors, other.tensors, strict=True))
-    room, made = parcel.room(), Parcel.empty(tuple(shapes), torch.device("cpu"))
+    room, made = parcel.room(), Parcel.empty(tuple(shapes), _room)
     for other in (room, made):
         assert [(x.dtype, tuple(x.shape)) for x in other.tensors] == shapes
         assert [tuple(x.shape) for x in other.messages] == [tuple(x.shape) for x in parcel.messages]

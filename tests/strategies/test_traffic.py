@@ -84,6 +84,7 @@ def sent_by(rank: int, cases: list[Case]) -> dict[str, tuple[int, int]]:
 def test_every_rank_sends_what_the_formula_says():
     cases = [case for case in CASES if str(case) in FORMULAS]
     assert {str(case) for case in cases} == set(FORMULAS)
+    assert {case.name for case in cases} == {case.name for case in CASES}, "a strategy without a formula of its bytes"
     for counted in run_ranks(WORLD, sent_by, cases):
         assert counted == FORMULAS
 

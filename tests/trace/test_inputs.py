@@ -209,6 +209,7 @@ def test_a_pipe():
         ("empty.json", b"", "the file is empty"),
         ("empty.json.gz", gzip.compress(b" "), "the file is empty"),
         ("t.pftrace", b"\x0a\x10abc", "a Perfetto trace: export JSON"),
+        ("t.xplane.pb", b"abc", "an XLA profile"),
         ("t.nsys-rep", b"abc", "an Nsight Systems report"),
         ("t.json", b'{"Type":79,"CudaEvent":{"startNs":"1"}}\n', "an Nsight Systems report"),
         ("t.json", b'{"rocprofiler-sdk-tool": []}', "rocprofv3's JSON"),

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from ringprof.analysis.timeline.breakdown import Breakdown
+from ringprof.errors import TraceFormatError
 from ringprof.scale.pipeline import attribute
 from ringprof.trace.columns import KERNEL, MEMCPY, NONE
 from ringprof.trace.inputs import detect
@@ -71,6 +72,19 @@ def test_an_xla_trace_of_one_gpu_is_of_the_rank_in_its_name(tmp_path):
     (trace,) = read_traces([str(path)])
     assert (trace.rank, trace.world_size) == (3, None)
     assert not trace.warnings
+
+
+def test_the_copy_that_jax_writes_for_perfetto_is_no_other_run(tmp_path):
+    for name in ("host.trace.json", "perfetto_trace.json.gz"):
+        (tmp_path / name).write_text(json.dumps(XLA))
+    assert [path.rpartition("/")[2] for path in detect([tmp_path]).paths] == ["host.trace.json"]
+    assert len(read_traces(detect([tmp_path]).paths)) == 2
+
+
+def test_the_profiler_before_kineto_is_named():
+    events = [{**row(1, 1, "aten::mm", 1, 5), "pid": "CUDA functions"}]
+    with pytest.raises(TraceFormatError, match=r"nothing to analyse: 1 events, .*; of process 'CUDA functions' \(1\)"):
+        parse_trace(json.dumps(events).encode())
 
 
 def test_rocprofs_json(tmp_path):

@@ -20,7 +20,7 @@ MOST_NAMES = 500
 """Of a rank's ranges those names are looked at whose ranges are longest together: a loop may number its own."""
 
 _NOT_THE_USERS = re.compile(r"ringprof::|nccl:|gloo:|c10d::|mpi:|record_param_comms|## ")
-_NUMBERED = re.compile(r"(ProfilerStep)#\d+")
+_NUMBERED = re.compile(r"(ProfilerStep)#[0-9]+")
 
 
 class Annotation(NamedTuple):

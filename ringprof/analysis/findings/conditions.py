@@ -71,12 +71,11 @@ class Condition(msgspec.Struct, frozen=True):
 
     def _figure(self, figures: Mapping[str, float]) -> float:
         if self.figure not in figures:
-            known = ", ".join(sorted(name for name in figures if "(" not in name)) or "none"
-            if any("(" in name for name in figures):
-                known += "; those of ranks also as max(...) and min(...)"
             near = ", ".join(difflib.get_close_matches(self.figure, figures, n=3, cutoff=0.4))
-            hint = f"; nearest: {near}" if near else ""
-            raise UsageError(f"--fail-if {self.text!r}: no figure {self.figure!r} here; there are: {known}{hint}")
+            hint = f" (nearest: {near})" if near else ""
+            raise UsageError(
+                f"--fail-if {self.text!r}: no figure {self.figure!r} here{hint}; there are: {_all(figures)}"
+            )
         return figures[self.figure]
 
     def _refuse_other_unit(self, *, is_share: bool) -> None:
@@ -86,6 +85,15 @@ class Condition(msgspec.Struct, frozen=True):
         if self.percent and not is_share:
             meant = f"{self.figure} {self.sign} {self.number:g} * base"
             raise UsageError(f"--fail-if {self.text!r}: {self.figure} is no share: did you mean {meant!r}?")
+
+
+def _all(figures: Mapping[str, float]) -> str:
+    """The names of all figures, each in one of its forms."""
+    names = [name for name in figures if "(" not in name and not name.startswith("waterfall.")]
+    shown = ", ".join(sorted(name for name in names if not name.endswith("_ns") or f"{name[:-3]}_ms" not in names))
+    forms = {"(": "max(...) and min(...)", "_ns": "with _ns", "waterfall.": "waterfall.PART"}
+    more = [form for mark, form in forms.items() if any(mark in name for name in figures)]
+    return f"{shown or 'none'}" + (f"; also {', '.join(more)}" if more else "")
 
 
 def parse_condition(text: str) -> Condition:

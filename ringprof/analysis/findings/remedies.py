@@ -16,6 +16,8 @@ from ringprof.run import StrategyUsed
 
 UNBALANCED = 1.5
 """How many times longer one rank must compute than another, rising with the rank, to look like a causal mask."""
+SLOW_LINK = 3.0
+"""A rank is at a slow link where its wire rate is this many times below the fastest rank's."""
 _SAME_WORK = 1.02
 """How many times another's work is still the same."""
 _LONGER = "longer pieces a rank"
@@ -31,7 +33,7 @@ def remedies_of(attribution: Attribution, summary: Summary) -> dict[str, str]:
         "slowdown": _slowdown(used),
         "imbalance": _imbalance(attribution),
         "exposed_wire": _wire(attribution, longest_on_wire(summary)),
-        "peer_wait": _wait(attribution),
+        "peer_wait": _wait(attribution, summary),
         "exposed_unsplit": _unsplit(attribution),
         "other_groups": "other groups' work beside this one's",
         "merge_and_copies": f"fewer merges, {_LONGER}",
@@ -57,6 +59,22 @@ def rises_with_rank(attribution: Attribution) -> bool:
     times = [rank.breakdown.flash_ns for rank in attribution.ranks]
     rising = all(later > earlier for earlier, later in pairwise(times))
     return len(times) > 2 and rising and times[-1] >= UNBALANCED * times[0]
+
+
+def slow_between_hosts(summary: Summary) -> Communication | None:
+    """What moves between hosts, where that is slower than within one, or all there is."""
+    rows = [row for row in summary.communication if row.wire_gbps is not None]
+    between = next((row for row in rows if row.link == OTHER_HOST), None)
+    within = max((row.wire_gbps or 0.0 for row in rows if row.link != OTHER_HOST), default=None)
+    if between is None or (within is not None and within < SLOW_LINK * (between.wire_gbps or 0.0)):
+        return None
+    return between
+
+
+def slow_senders(attribution: Attribution) -> dict[int, float]:
+    """Ranks whose hops are far slower on the wire than the fastest's, with their GB/s: the two ends of slow links."""
+    rates = {rank.rank: rank.hop_totals.wire_gbps or 0.0 for rank in attribution.ranks}
+    return {rank: rate for rank, rate in rates.items() if 0 < rate * SLOW_LINK < max(rates.values())}
 
 
 def longest_on_wire(summary: Summary) -> Communication | None:
@@ -120,7 +138,11 @@ def _fewer_bytes(used: StrategyUsed) -> str:
     return "-p grad_wire=input" if used.params.get("grad_wire") == "fp32" else "fewer bytes"
 
 
-def _wait(attribution: Attribution) -> str:
+def _wait(attribution: Attribution, summary: Summary) -> str:
+    if slow_between_hosts(summary) or slow_senders(attribution):
+        # Who waits, waits for hops, not for computation.
+        used = _strategy(attribution)
+        return _wire(attribution, longest_on_wire(summary)) if used else "faster links, fewer bytes over the slow ones"
     waits = {rank.rank: rank.hop_totals.wait_ns for rank in attribution.ranks if rank.hop_totals.wait_ns is not None}
     late = f"rank {min(waits, key=lambda rank: waits[rank])}" if len(waits) > 1 else "the late rank"
     return f"find what holds {late} up (--steps)"

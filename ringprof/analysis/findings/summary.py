@@ -293,11 +293,10 @@ def _rates(attribution: Attribution) -> Rates:
 
 def _achieved(run: Run, timed: list[int]) -> dict[str, float] | None:
     """TFLOP/s a GPU by quantile over iterations; the median rate is the rate of the median time."""
-    if run.workload is None or not timed:
+    if not timed:
         return None
-    per_device = run.workload.model_flops() / run.topology.world_size
     times = {"p10": np.quantile(timed, 0.9), "p50": median(timed), "p90": np.quantile(timed, 0.1)}
-    return {name: float(per_device / time / 1e3) for name, time in times.items()}
+    return {name: rate for name, time in times.items() if (rate := run.tflops(float(time)))} or None
 
 
 def _block_tflops(attribution: Attribution, run: Run) -> float | None:

@@ -22,6 +22,8 @@ from ringprof.analysis.findings.remedies import (
     longest_on_wire,
     rate_to_hide,
     rises_with_rank,
+    slow_between_hosts,
+    slow_senders,
 )
 from ringprof.analysis.findings.summary import Summary
 from ringprof.analysis.findings.waterfall import ATTENTION_PARTS, WATERFALL_LABELS, Waterfall
@@ -35,8 +37,6 @@ WORTH_NAMING = 0.02
 """The least share of the time that is called a loss."""
 _LEAST_GAIN = 0.0005
 """The least gain, as a share of the wall, that is not written as nothing."""
-SLOW_LINK = 3.0
-"""A rank is at a slow link where its wire rate is this many times below the fastest rank's."""
 _PASSES = {"fwd": "forward", "bwd": "backward"}
 
 
@@ -185,32 +185,25 @@ def _wire(found: Facts, share: float) -> str:
 
 
 def _slow_hosts(found: Facts) -> str:
-    """The link between hosts, where it is slower than within one, or the only one there is."""
-    rows = [row for row in found.summary.communication if row.wire_gbps is not None]
-    between = [row for row in rows if row.link == OTHER_HOST]
-    within = [row.wire_gbps or 0.0 for row in rows if row.link != OTHER_HOST]
-    if not between:
+    row = slow_between_hosts(found.summary)
+    if row is None:
         return ""
-    row = between[0]
-    rate = row.wire_gbps or 0.0
-    if within and max(within) < SLOW_LINK * rate:
-        return ""
+    within = [one.wire_gbps for one in found.summary.communication if one.wire_gbps and one.link != OTHER_HOST]
     against = f", {max(within):.3g} within a host" if within else ""
-    return f"{in_a_sentence(row.kind)} between hosts moves {rate:.3g} GB/s{against}"
+    return f"{in_a_sentence(row.kind)} between hosts moves {row.wire_gbps or 0.0:.3g} GB/s{against}"
 
 
 def _slow_ranks(found: Facts) -> str:
-    """Ranks whose hops are far slower on the wire than others': the two ends of slow links."""
     rates = {rank.rank: rank.hop_totals.wire_gbps for rank in found.attribution.ranks}
-    known = {rank: rate for rank, rate in rates.items() if rate}
-    slow = [rank for rank, rate in known.items() if rate * SLOW_LINK < max(known.values())]
-    if not slow or len(slow) == len(known):
+    slow = slow_senders(found.attribution)
+    if not slow:
         return ""
-    listed = [known[rank] for rank in slow]
-    ends = ", ".join(str(rank) for rank in slow[:-1]) + (f" and {slow[-1]}" if len(slow) > 1 else str(slow[-1]))
+    ranks = [str(rank) for rank in slow]
+    ends = ", ".join(ranks[:-1]) + (f" and {ranks[-1]}" if len(ranks) > 1 else ranks[-1])
     return (
-        f"rank{'s' if len(slow) > 1 else ''} {ends} send{'s' if len(slow) == 1 else ''} at {_span(listed)} GB/s, "
-        f"the others at {_span([rate for rank, rate in known.items() if rank not in slow])}{_links(found, set(slow))}"
+        f"rank{'s' if len(slow) > 1 else ''} {ends} send{'s' if len(slow) == 1 else ''} at {_span([*slow.values()])} "
+        f"GB/s, the others at {_span([rate for rank, rate in rates.items() if rate and rank not in slow])}"
+        f"{_links(found, set(slow))}"
     )
 
 

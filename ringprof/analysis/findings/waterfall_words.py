@@ -26,8 +26,8 @@ class AttentionWork(msgspec.Struct, frozen=True):
 
 
 def milliseconds(time_ns: float) -> str:
-    """A time in ms, for a sentence."""
-    return f"{time_ns / 1e6:,.{1 if time_ns >= 1e8 else 3}f} ms"
+    """A time in ms, for a sentence: fewer digits than a table's, whose last one is rounded so that parts sum."""
+    return f"{time_ns / 1e6:,.{1 if time_ns >= 1e7 else 2 if time_ns >= 1e6 else 3}f} ms"
 
 
 def evidence_of(attribution: Attribution, summary: Summary, work: AttentionWork | None) -> dict[str, str]:

@@ -31,7 +31,7 @@ from ringprof.analysis.kinds.operators import (
     kind_of_collective,
     kind_of_its_kernel,
 )
-from ringprof.analysis.kinds.rules import Rule, rule_for, runs_in_either_pass
+from ringprof.analysis.kinds.rules import Rule, rule_for, tells_no_pass
 from ringprof.trace.columns import MEMCPY, MEMSET, NONE, CommRecord, Int8, Int64, Ranges, Trace, distinct
 
 EVIDENCE = ("metadata", "cpu_records", "annotation", "name", "none", "user_rule", "stream")
@@ -145,8 +145,7 @@ def _families(trace: Trace, rules: Rules) -> tuple[str, ...]:
 def _by_launch(trace: Trace, launch: Int64, kind: Int8, evidence: Int8) -> None:
     """Compute kernels launched inside an attention operator or a merge range, where their name is no better proof."""
     kernel = (trace.activities.category != MEMCPY) & (trace.activities.category != MEMSET)
-    either = trace.names_that(runs_in_either_pass)[trace.activities.name]
-    named_flash = np.isin(kind, _FLASH) & ~either
+    named_flash = np.isin(kind, _FLASH) & ~trace.names_that(tells_no_pass)[trace.activities.name]
     kernel &= evidence != USER_RULE
     open_to_change = kernel & ~named_flash & ~np.isin(kind, [CODE[name] for name in COMMUNICATION])
     for name in ATTENTION:

@@ -20,7 +20,7 @@ from ringprof.trace.columns import CommRecord, Trace
 
 _OWN_CHANNEL = "ringprof:"
 """What the descriptions of the groups begin with that ringprof's own strategies communicate in."""
-_RANKS = re.compile(r"\s*\d+(\s*-\s*\d+)?(\s*,\s*\d+(\s*-\s*\d+)?)*\s*")
+_RANKS = re.compile(r"\s*[0-9]+(\s*-\s*[0-9]+)?(\s*,\s*[0-9]+(\s*-\s*[0-9]+)?)*\s*")
 
 
 class _Kept(msgspec.Struct, frozen=True):

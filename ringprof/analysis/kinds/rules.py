@@ -233,6 +233,8 @@ RULES: tuple[Rule, ...] = (
     Rule("permute", "XLA", r"^(loop|input|wrapped)_(dynamic_|transpose|slice|gather|scatter|concat|copy|pad|reverse)"),
     Rule("reduction", "XLA", r"^(input|wrapped|row|column)_\w{0,60}reduc"),
     Rule("elementwise", "XLA", r"^(loop|input)_\w{0,80}fusion"),
+    Rule("norm", "nvFuser", r"nvfuser_", r"persistent"),
+    Rule("elementwise", "nvFuser", r"nvfuser_(pointwise|none)"),
     *_rules(
         "elementwise",
         ("activation", r"act_and_mul|swiglu|geglu|silu|gelu|(?<![a-z])relu|threshold_kernel|activation|_act_kernel"),
@@ -300,7 +302,7 @@ _PLAIN = re.compile(r"[\w:|<]*")
 _PIECE = re.compile(r"[\w:-]+(?![\w:?*+{-])|(\\.|\[[^]]+]|.)([?*+]|\{[\d,]+\})?")
 _WORD = re.compile(r"\w*")
 _WORDS = re.compile(r"[\w:-]+|[<> &]")
-_EITHER_PASS = re.compile(r"qkv_tma_setup|cu_seqlens_to_actual_seqlens", re.IGNORECASE)
+_PASS = re.compile(r"fwd|bwd|forward|backward|[fb]prop|cutlass[fb]|do_o|odo|dk_?dv|_dq|prefill|decode", re.IGNORECASE)
 
 
 def words_needed(pattern: str) -> tuple[str, ...]:
@@ -414,6 +416,6 @@ def _follows(name: str, pattern: re.Pattern[str], then: re.Pattern[str], found: 
     return False
 
 
-def runs_in_either_pass(name: str) -> bool:
-    """Whether this attention helper serves forward and backward, so that its name does not tell the pass."""
-    return _EITHER_PASS.search(name) is not None
+def tells_no_pass(name: str) -> bool:
+    """Whether an attention kernel's name does not say forward or backward: of helpers of both, and names cut."""
+    return _PASS.search(name[:_LONGEST_NAME]) is None

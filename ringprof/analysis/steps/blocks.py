@@ -22,10 +22,10 @@ from ringprof.trace.columns import NONE, Int64, Trace
 
 PHASES = ("fwd", "bwd")
 
-_OWN = re.compile(r"ringprof::(?P<phase>fwd|bwd)/step=(?P<step>\d{1,6})/(?P<part>\w+)")
+_OWN = re.compile(r"ringprof::(?P<phase>fwd|bwd)/step=(?P<step>[0-9]{1,6})/(?P<part>\w+)")
 _OTHERS = re.compile(
     r"(?:\w+[./:])*(?:ring|cp|context_parallel)[_ -]?step[_ -]"
-    r"(?P<phase>fwd|bwd|forward|backward)[_ =-]*(?P<step>\d{1,6})",
+    r"(?P<phase>fwd|bwd|forward|backward)[_ =-]*(?P<step>[0-9]{1,6})",
     re.IGNORECASE,
 )
 

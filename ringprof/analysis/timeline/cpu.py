@@ -35,6 +35,7 @@ _WAIT_CHANNEL = re.compile(r"ringprof::wait/(\S+)")
 _MERGE = re.compile(r"ringprof::(.*/)?merge\b.*")
 _OPTIMIZER = re.compile(ENCLOSING["optimizer"])
 _COMM_OPERATOR = re.compile(r"c10d::|(gloo|mpi|ucc|xccl|nccl):|record_param_comms|ringprof::|autograd::")
+_COMPILED = re.compile(r"## Call CompiledFxGraph\b.*")
 _KINDS = (
     (re.compile(r"aten::(copy_|clone|contiguous|to|_to_copy|narrow_copy)"), "memcpy"),
     (re.compile(r"aten::(zero_|zeros|zeros_like|fill_|full|full_like|ones|ones_like)"), "memset"),
@@ -136,7 +137,8 @@ def _outermost(trace: Trace) -> tuple[Int64, Int64, Int8]:
     """Start, end and kind of the outermost operators that are one thing: attention at any depth, else the top level.
 
     An autograd function is an operator around everything its backward pass runs, so operators that contain an
-    attention operator, a merge or a wait are looked into and not counted themselves.
+    attention operator, a merge or a wait are looked into and not counted themselves. What a compiled graph runs
+    outside of operators, its own kernels, is ``other``.
     """
     operators = trace.operators
     code = np.array([_kind_of_operator(name) for name in trace.names] or [-1], np.int8)
@@ -148,7 +150,11 @@ def _outermost(trace: Trace) -> tuple[Int64, Int64, Int8]:
     in_step = intervals.contains(_named(trace, trace.annotations, _OPTIMIZER), operators.start_ns)
     kind[in_step & np.isin(kind, [CODE[name] for name in ("elementwise", "reduction", "other")])] = CODE["optimizer"]
     keep &= kind >= 0
-    return operators.start_ns[keep], operators.end_ns[keep], kind[keep]
+    start, end, kind = operators.start_ns[keep], operators.end_ns[keep], kind[keep]
+    told = intervals.merged(intervals.union(start, end), marked_waits(trace))
+    fused = intervals.subtraction(_named(trace, operators, _COMPILED), told)
+    other = np.full(len(fused.start_ns), CODE["other"], np.int8)
+    return np.concatenate((start, fused.start_ns)), np.concatenate((end, fused.end_ns)), np.concatenate((kind, other))
 
 
 def _leaf_or_known(trace: Trace, code: Int8) -> npt.NDArray[np.bool_]:

@@ -21,7 +21,7 @@ WHOLE_TRACE = "trace"
 _MOST_LISTED = 8
 
 # ringprof's own mark wins over the profiler's, which may include a warm-up that was recorded.
-_MARKS = {"ringprof": re.compile(r"ringprof::iteration\b.*"), "profiler": re.compile(r"ProfilerStep#\d+")}
+_MARKS = {"ringprof": re.compile(r"ringprof::iteration\b.*"), "profiler": re.compile(r"ProfilerStep#[0-9]+")}
 
 
 class Window(msgspec.Struct, frozen=True):

@@ -12,6 +12,7 @@ import torch
 from torch.autograd.profiler import profile
 
 from ringprof.record.check.result import SentInCall
+from ringprof.record.measure import profiler_is_busy
 
 _GLOO_BYTES = {"double": 8, "long int": 8, "float": 4, "int": 4, "c10::BFloat16": 2, "c10::Half": 2, "short": 2}
 _NCCL_BYTES = {"Double": 8, "Long": 8, "Float": 4, "Int": 4, "BFloat16": 2, "Half": 2}
@@ -21,8 +22,7 @@ _SEND_NOTHING = ("recv", "barrier")
 @contextmanager
 def sent_meanwhile(found: list[SentInCall]) -> Iterator[None]:
     """Append what this rank sends in the block; nothing where another profiler runs, for there can be but one."""
-    untyped: Any = torch.autograd
-    if untyped._profiler_enabled():
+    if profiler_is_busy():
         yield
         return
     # Not torch.profiler's own, which imports the compiler: seconds.

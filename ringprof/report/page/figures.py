@@ -17,6 +17,7 @@ from ringprof.analysis.findings.waterfall import WATERFALL_LABELS, Waterfall, Wa
 from ringprof.analysis.kinds.kinds import KINDS
 from ringprof.analysis.steps.steps import Step
 from ringprof.report import palette
+from ringprof.report.palette import Interval
 from ringprof.report.terms import LABELS
 from ringprof.report.text import clean, rate, short_count
 from ringprof.report.timeline import Bar, DrawnTimeline, drawn_as, lanes_of
@@ -352,10 +353,6 @@ def stacked(names: Sequence[str], parts: Mapping[str, tuple[str, Sequence[float]
     return made
 
 
-Interval = tuple[float, float, float]
-"""Lower end, middle, upper end."""
-
-
 def intervals(names: Sequence[str], values: Sequence[Interval], axis: str) -> Any:
     """A mark and its interval a name."""
     made = _plain("", 26 * len(names) + 100, x_axis_label=axis)
@@ -379,8 +376,8 @@ def bands(
     across: str, up: str, series: Mapping[str, Sequence[tuple[float, Interval]]],
     marks: Sequence[tuple[float, str]] = (),
 ) -> Any:  # fmt: skip
-    """A line and the band around it for each name, both axes logarithmic; ``marks`` are places across with a word."""
-    made = _plain("", 380, x_axis_label=across, y_axis_label=up, x_axis_type="log", y_axis_type="log")
+    """A line and the band around it for each name, over a logarithmic axis; ``marks`` are places across with a word."""
+    made = _plain("", 380, x_axis_label=across, y_axis_label=up, x_axis_type="log")
     for place, (name, points) in enumerate(series.items()):
         colour = palette.LINES[place % len(palette.LINES)]
         source = ColumnDataSource({

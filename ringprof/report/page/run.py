@@ -55,7 +55,8 @@ def _tiles(found: Findings) -> list[tuple[str, str]]:
     summary, rates = found.summary, found.summary.rates
     tiles = [(duration(summary.slowest_wall_ns), f"wall of rank {summary.slowest_rank}, the slowest")]
     if rates.tflops is not None:
-        tiles.insert(0, (rate(rates.tflops), "achieved, per device"))
+        how = "predicted" if found.attribution.run and found.attribution.run.predicted else "achieved"
+        tiles.insert(0, (rate(rates.tflops), f"{how}, per device"))
     if rates.block_tflops is not None:
         tiles.append((rate(rates.block_tflops), "attention kernels in the run"))
     if rates.solo_tflops is not None:

@@ -32,9 +32,7 @@ def terminal(found: Findings, style: TextStyle, listing: Listing) -> list[str]:
         return [style.wrap(f"hops: {text}")]
     if not hops:
         return [style.wrap("hops: none; these ranks exchange nothing with neighbours alone")]
-    offset = attribution.clocks.offset_ns
-    first = min(hop.start_ns + offset[hop.rank] for hop in hops)
-    starts = {hop.rank: first - offset[hop.rank] for hop in hops}
+    starts = _starts(found, hops)
     if listing.everything or len(starts) == 1:
         peers = [[",".join(map(str, ranks)) or "-" for ranks in (hop.sent_to, hop.received_from)] for hop in hops]
         rows = [
@@ -49,6 +47,13 @@ def terminal(found: Findings, style: TextStyle, listing: Listing) -> list[str]:
     table = Table(f"hops, mean of {len(starts)} ranks", (COLUMNS[0], *_FIGURES, *_WORST), rows, "--all")
     note = style.wrap("the n-th of every rank in one row; every rank's, with its peers: --all", "dim")
     return [table.listed(style, listing) + "\n" + note]
+
+
+def _starts(found: Findings, hops: Sequence[TimedHop]) -> dict[int, int]:
+    """By rank, when the first hop of all began, by that rank's own clock."""
+    offset = found.attribution.clocks.offset_ns
+    first = min(hop.start_ns + offset[hop.rank] for hop in hops)
+    return {hop.rank: first - offset[hop.rank] for hop in hops}
 
 
 def _figures(hops: Sequence[TimedHop], starts: Mapping[int, int]) -> list[Any]:
@@ -80,7 +85,7 @@ def html(found: Findings, report: Report, figures: ModuleType) -> Content | None
     hops = [hop for rank in found.attribution.ranks for hop in rank.hops] if found.lists_steps else []
     if not hops:
         return None
-    first = min(hop.start_ns for hop in hops)
+    starts = _starts(found, hops)
     links = [
         [LABELS[row.kind], row.link, row.kernels, row.sent_bytes, row.wait_share, row.wire_gbps, row.best_gbps]
         for row in found.summary.communication
@@ -91,7 +96,7 @@ def html(found: Findings, report: Report, figures: ModuleType) -> Content | None
         Column("exposed", "time"),
     )  # fmt: skip
     rows = [
-        [hop.rank, hop.number, ", ".join(map(str, hop.sent_to)) or "-", hop.sent_bytes, hop.start_ns - first,
+        [hop.rank, hop.number, ", ".join(map(str, hop.sent_to)) or "-", hop.sent_bytes, hop.start_ns - starts[hop.rank],
          hop.end_ns - hop.start_ns, hop.wait_ns, hop.wire_ns, hop.wire_gbps, hop.exposed_ns]
         for hop in hops
     ]  # fmt: skip

@@ -35,7 +35,9 @@ def terminal(found: Findings, style: TextStyle, listing: Listing) -> list[str]:
     partial = [_PARTIAL] if found.attribution.partial_window else []
     speed = [*_speed(run, rates), *_balance(run)]
     return [
-        style.wrap("\n".join([what_ran(run), *check, *speed, *_sizes(run), *_around(found), *partial, *_cost(rates)]))
+        style.wrap(
+            "\n".join([what_ran(run), *check, *speed, *_sizes(run), *_around(found), *partial, *_cost(run, rates)])
+        )
     ]
 
 
@@ -104,7 +106,9 @@ def _speed(run: Run, rates: Rates) -> list[str]:
         several = f"median of {rates.iterations_timed}, p10 to p90: {rate(low)} to {rate(high)}"
         spread = several if rates.iterations_timed > 1 else "one iteration"
         spread += "" if run.timings else ", under the profiler"
-        parts.append(f"{rate(rates.tflops)} per device achieved ({spread})")
+        if run.predicted:
+            spread = f"80 % within {rate(low)} to {rate(high)}"
+        parts.append(f"{rate(rates.tflops)} per device {'predicted' if run.predicted else 'achieved'} ({spread})")
     if rates.block_tflops is not None:
         parts.append(f"its attention kernels run at {rate(rates.block_tflops)}")
     return ["; ".join(parts)] if parts else []
@@ -141,11 +145,12 @@ def _sizes(run: Run) -> list[str]:
     return lines
 
 
-def _cost(rates: Rates) -> list[str]:
+def _cost(run: Run, rates: Rates) -> list[str]:
     parts = []
     if rates.profiler_overhead is not None and rates.slowest_median_ns is not None:
-        compared = slower_or_faster(rates.profiler_overhead)
-        parts.append(f"{duration(rates.slowest_median_ns)} an iteration without the profiler, {compared} with it")
+        how = f"without the profiler, {slower_or_faster(rates.profiler_overhead)} with it"
+        how = f"predicted by machine {clean(run.predicted.machine)}" if run.predicted else how
+        parts.append(f"{duration(rates.slowest_median_ns)} an iteration {how}")
     if rates.peak_memory_bytes:
         parts.append(f"peak memory {binary_size(rates.peak_memory_bytes)} a device")
     return ["; ".join(parts)] if parts else []
@@ -192,7 +197,7 @@ def speed_html(found: Findings, report: Report, figures: ModuleType) -> Content 
     blocks = communication.terminal(found, style, Listing())
     rates, lines = found.summary.rates, []
     if run is not None:
-        lines = [*_speed(run, rates), *_sizes(run), *_balance(run), *_around(found), *_cost(rates)]
+        lines = [*_speed(run, rates), *_sizes(run), *_balance(run), *_around(found), *_cost(run, rates)]
     lines += [line for block in blocks for line in block.split("\n")]
     tables = controls.page_tables(found)
     return Content(lines=lines, tables=tables) if lines or tables else None

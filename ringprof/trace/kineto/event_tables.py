@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -61,9 +62,9 @@ _HOST_MEMORY = 0
 _DEVICE_CATEGORY = re.compile(r"(?:(?:gpu|cuda|hip|device|concurrent)[ _])?(kernel|memcpy|memset)")
 _DEVICE_CATEGORIES = {"kernel": KERNEL, "memcpy": MEMCPY, "memset": MEMSET}
 _ANNOTATIONS = {"user_annotation": "annotations", "gpu_user_annotation": "device_annotations", "nvtx": "annotations"}
-_PASSED_OVER = frozenset(
-    "python_function overhead trace ac2g fwdbwd async_cpu_to_gpu cpu_instant_event cuda_sync cuda_event"
-    " cuda_profiler_range external_correlation collective_comm fee".split()
+_PASSED_OVER = re.compile(
+    r"python_function|overhead|trace|ac2g|fwdbwd|async_cpu_to_gpu|cpu_instant_event|external_correlation|collective_comm|fee"
+    r"|\w+_(sync|event|profiler_range)"
 )
 """Categories of rows that repeat others or cost nothing of their own: Kineto's, and VizTracer's of Python functions."""
 # Those that tell what runs in them where the kernels' own names do not (`ringprof.analysis.kinds.operators`).
@@ -79,6 +80,9 @@ _CALLS_THAT_LAUNCH_NOTHING = re.compile(
 )
 """Most CUDA calls of a trace; their correlation belongs to no device activity."""
 
+_PIECES_TOGETHER = 8
+"""So many pieces' events become columns at once: of few rows at a time most of the work is NumPy's calls."""
+
 _NO_ARGS = msgspec.Raw(b"{}")
 _TRITON_FILE = re.compile(rb'"kernel_file"\s*:\s*"(?:[^"\\]*/)?([\w.-]{1,200})"')
 
@@ -93,12 +97,14 @@ _ARGS: dict[str, type[Args]] = {
 }
 
 
-_TELLS, _MAY_NAME_A_FILE = 1, 2
+_TELLS, _MAY_NAME_A_FILE, _RECORDS = 1, 2, 3
 
 
-def _told_by(name: str | None) -> int:
-    """What an operator's name says: that it tells, that its arguments might, or (0) neither."""
-    if _OPERATORS_THAT_TELL.search(name or ""):
+def _told_by(name: str | None, *, every_operator: bool) -> int:
+    """What an operator's name says: that it tells, that its arguments might, that it records a call, or (0) nothing."""
+    if name == COMM_RECORD:
+        return _RECORDS
+    if every_operator or _OPERATORS_THAT_TELL.search(name or ""):
         return _TELLS
     return 0 if "::" in (name or "::") else _MAY_NAME_A_FILE
 
@@ -131,7 +137,7 @@ def _table_for(category: str | None) -> str | None:
     key = (category or "").lower()
     if _DEVICE_CATEGORY.fullmatch(key):
         return "activities"
-    if key in _PASSED_OVER:
+    if _PASSED_OVER.fullmatch(key):
         return ""
     if key in ("runtime", "driver") or key.endswith(("_runtime", "_driver")):
         return "launches"
@@ -169,9 +175,11 @@ class Collector:
         self.number_lists = NumberLists(take)
         self._table_for = _Remembered(_table_for)
         self._category = _Remembered(_category)
-        self._told_by = _Remembered(_told_by)
+        self._told_by = _Remembered(partial(_told_by, every_operator=every_operator))
         self._idle = _Remembered(lambda name: _CALLS_THAT_LAUNCH_NOTHING.search(name or "") is not None)
         self._chunks: dict[str, list[_Columns]] = {table: [] for table in TABLES}
+        self._waiting: dict[str, list[Event]] = {table: [] for table in TABLES}
+        self._pieces = 0
 
     @property
     def has_device_activities(self) -> bool:
@@ -187,18 +195,34 @@ class Collector:
         """Keep what matters of the next events."""
         self.total += len(events)
         tables = self._sort(events)
-        operators, idle, told_by = tables["operators"], self._idle, self._told_by
+        operators, idle = tables["operators"], self._idle
         self.has_operators |= bool(operators)
-        tables["comm_records"] = [event for event in operators if event.name == COMM_RECORD]
-        if self.every_operator:
-            tables["operators"] = [event for event in operators if event.name != COMM_RECORD]
-        else:
-            some = [event for event in operators if told_by[event.name]]
-            named = (event if told_by[event.name] == _TELLS else _named_by_file(event) for event in some)
-            tables["operators"] = [event for event in named if event]
+        tables["operators"] = self._telling(operators, tables["comm_records"])
         tables["launches"] = [event for event in tables["launches"] if not idle[event.name]]
         for table, chosen in tables.items():
-            self._keep(table, chosen)
+            self._waiting[table] += chosen
+        self._pieces += 1
+        if self._pieces % _PIECES_TOGETHER == 0:
+            self.flush()
+
+    def _telling(self, operators: list[Event], comm_records: list[Event]) -> list[Event]:
+        """The operators that are kept; communication records go where they belong."""
+        kept, told_by = [], self._told_by
+        for event in operators:
+            told = told_by[event.name]
+            if told == _TELLS:
+                kept.append(event)
+            elif told == _RECORDS:
+                comm_records.append(event)
+            elif told and (named := _named_by_file(event)):
+                kept.append(named)
+        return kept
+
+    def flush(self) -> None:
+        """Make columns of the events that wait for more."""
+        for table, events in self._waiting.items():
+            self._keep(table, events)
+            self._waiting[table] = []
 
     def _sort(self, events: list[Event]) -> dict[str, list[Event]]:
         tables: dict[str, list[Event]] = {table: [] for table in TABLES}

@@ -96,6 +96,7 @@ def _pass(source: str | bytes, name: str, budget: MemoryBudget, *, every_operato
             break
         if reading.hopeless:
             break
+    collector.flush()
     behind = read_fields(opened(tail))
     reading.metadata = metadata_of(head.values | behind.values)
     used = collector.calls_a_device or reading.metadata.on_gpu or any(map(ON_DEVICE.search, collector.unread))
@@ -109,7 +110,8 @@ def _pass(source: str | bytes, name: str, budget: MemoryBudget, *, every_operato
 def _take(piece: Piece, stream: EventStream, reading: _Reading) -> int | None:
     """Collect a piece's events; returns where in it the event list is closed, None where it goes on."""
     try:
-        events, end = _decode_last(piece, list_root=stream.list_root) if piece.last else (_decode(piece), None)
+        decoded = _decode_last(piece, list_root=stream.list_root) if piece.last else (decode_events(piece.framed), None)
+        events, end = decoded
         reading.collector.add(events)
         return end
     except UNREADABLE:
@@ -120,10 +122,6 @@ def _take(piece: Piece, stream: EventStream, reading: _Reading) -> int | None:
         stream.push_back(recovered.unfinished)
     _note(reading, piece, stream, recovered)
     return recovered.end
-
-
-def _decode(piece: Piece) -> list[Event]:
-    return decode_events(b"".join((b"[", piece.data, b"]")))
 
 
 def _decode_last(piece: Piece, *, list_root: bool) -> tuple[list[Event], int]:

@@ -10,9 +10,9 @@ import msgspec
 from ringprof.trace.columns import Activities, Trace, distinct
 from ringprof.trace.kineto.event_list import UNREADABLE, Event
 
-_DEVICE = re.compile(r"(?P<xla>/device:)?GPU:?(\d{1,4})")
+_DEVICE = re.compile(r"(?P<xla>/device:)?GPU:?([0-9]{1,4})")
 # Of XLA's tracks those of streams; the others repeat what ran there by module, operation and step.
-_STREAM = re.compile(r"Stream #(\d{1,9})")
+_STREAM = re.compile(r"Stream #([0-9]{1,9})")
 _HOST_OR_REPEATED = re.compile(r"/device:GPU|/host:|CPU |Python$|Overlap Analysis$")
 _COPY_OR_SET = re.compile(r"mem(cpy|set)", re.IGNORECASE)
 _MOST_TRACKS = 1 << 16
@@ -63,8 +63,9 @@ class Tracks:
         """
         if event.cat:
             return f"category {event.cat[:40]!r}"
-        process = self._processes.get(event.pid)
-        if process is None:
+        # Before Kineto the name of a process stood for its number.
+        process = self._processes.get(event.pid, event.pid)
+        if not isinstance(process, str):
             return None
         return "" if _HOST_OR_REPEATED.match(process) else f"process {process[:40]!r}"
 

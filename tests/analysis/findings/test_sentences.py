@@ -99,7 +99,7 @@ def test_evidence_of_every_part_of_the_waterfall():
         "imbalance": (50, "rank 0 computes 110.0 ms, rank 1 computes 210.0 ms"),
         "exposed_wire": (50, "on the wire with no computation beside it; send_recv 5 GB/s"),
         "peer_wait": (0, "waiting beyond what the ranks' computation differs by"),
-        "merge_and_copies": (10, "not beside attention; mean of all: merge 10.000 ms"),
+        "merge_and_copies": (10, "not beside attention; mean of all: merge 10.0 ms"),
         "launch_gaps": (0, "nothing ran on the device"),
     }
     assert [part.share for part in waterfall.parts] == [pytest.approx(n / 260) for n in (150, 50, 50, 0, 10, 0)]
@@ -134,7 +134,7 @@ def test_what_a_rank_waits_in_is_the_communication_that_takes_it_longest():
     _, cause, _ = sentences(*builders)
     assert cause == (
         "91 % of rank 0's SendRecv time was waiting for ranks that compute up to 190.0 ms, "
-        "where it computes 90.000 ms; imbalance takes 23.8 % of the slowest rank's wall."
+        "where it computes 90.0 ms; imbalance takes 23.8 % of the slowest rank's wall."
     )
 
 
@@ -162,7 +162,7 @@ def test_parts_that_are_nothing_are_shown_where_that_is_worth_knowing():
     copying.run("Memcpy DtoD", 100 * MS, 130 * MS, launched=2, category=MEMCPY)
     copying.run("Memset", 130 * MS, 150 * MS, launched=3, category=MEMSET)
     parts = findings_in_memory(attribute([copying.trace()])).waterfall.parts
-    assert parts[1].evidence == "not beside attention; mean of all: memcpy 30.000 ms, memset 20.000 ms"
+    assert parts[1].evidence == "not beside attention; mean of all: memcpy 30.0 ms, memset 20.0 ms"
 
 
 def test_communication_is_listed_by_its_time():

@@ -140,6 +140,24 @@ def test_an_unknown_kernel_is_the_communication_that_its_operator_is(operator, k
     assert kinds_of(b) == [kind, "gemm"]
 
 
+CUT = "void cutlass::device_kernel<flash::enable_sm90_or_la"
+
+
+@pytest.mark.parametrize(
+    ("name", "operator", "kind"),
+    [
+        (CUT, "flash_attn_3::bwd", "flash_bwd"),
+        (CUT, "flash_attn_3::fwd", "flash_fwd"),
+        (CUT, "aten::add", "other"),
+        ("void flash::prepare_varlen_num_blocks_kernel<1>", "flash_attn_3::bwd", "flash_bwd"),
+        # What its name says is right, whatever it was launched in.
+        ("void flash_fwd_kernel<2>", "flash_attn_3::bwd", "flash_fwd"),
+    ],
+)
+def test_the_operator_tells_the_pass_where_a_name_was_cut_before_it(name, operator, kind):
+    assert kinds_of(Builder().operate(operator, 0, 30).run(name, 100, 200, launched=10)) == [kind]
+
+
 @pytest.mark.parametrize(("operator", "kind"), [("_C_custom_ar::all_reduce", "all_reduce"), ("aten::add", "permute")])
 def test_one_word_of_a_name_says_less_than_the_operator_whose_kernel_it_is(operator, kind):
     assert kinds_of(Builder().operate(operator, 0, 30).run("push_expert_rows", 100, 200, launched=10)) == [kind]

@@ -140,6 +140,18 @@ def test_a_range_that_is_waited_for_in_a_mark_is_told_by_it_and_others_beside_it
     assert found.kinds["all_reduce"].time_ns == 70
 
 
+def test_what_a_compiled_graph_runs_outside_of_operators_is_computed():
+    """A product, a wait and a reduction beside it inside a graph of torch.compile; idle before and after it."""
+    b = Builder(world_size=2).mark("ProfilerStep#1", 0, 1000)
+    b.operate("Torch-Compiled Region: 0/0", 50, 950).operate("## Call CompiledFxGraph fex62z2pad6 ##", 100, 900)
+    b.operate("aten::addmm", 200, 300).mark("ringprof::wait/kv", 400, 450).mark("gloo:all_reduce", 850, 960, thread=7)
+    found = rank_of(b).breakdown
+    assert {kind: t.time_ns for kind, t in found.kinds.items()} == {
+        "gemm": 100, "other": 650, "send_recv": 50, "all_reduce": 110,
+    }  # fmt: skip
+    assert (found.compute_ns, found.exposed_comm_ns, found.idle_ns) == (750, 50 + 60, 140)
+
+
 def test_ranges_alone_are_a_report():
     b = Builder(rank=34, world_size=300).mark("ProfilerStep#551", 0, 1000)
     b.mark("gloo:all_reduce", 100, 800, thread=3553).mark("gloo:all_reduce", 200, 1500, thread=3554)

@@ -1,0 +1,107 @@
+"""What commands write is complete, or as it was before."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ringprof import cli
+from ringprof.cli.write import written
+from ringprof.errors import InputError
+from tests.paths import ROOT, TRACES
+
+RUN = str(TRACES / "h200x4-zigzag-65536")
+
+
+def test_a_file_takes_the_place_of_another_when_it_is_complete(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, link = tmp_path / "out.json", tmp_path / "link"
+    file.write_text("before")
+    file.chmod(0o640)
+    link.symlink_to("out.json")
+    with pytest.raises(KeyboardInterrupt), written(link) as place:
+        place.write_text("half")
+        raise KeyboardInterrupt
+    assert (file.read_text(), capsys.readouterr().err) == ("before", "")
+    with written(link) as place:
+        place.write_text("after")
+        assert file.read_text() == "before"
+    assert file.read_text() == link.read_text() == "after" and link.is_symlink()
+    assert stat.S_IMODE(file.stat().st_mode) == 0o640
+    assert sorted(os.listdir(tmp_path)) == ["link", "out.json"]
+
+
+def test_a_new_file_is_as_the_user_has_them(tmp_path: Path) -> None:
+    with written(tmp_path / "out") as place:
+        place.write_text("")
+    (tmp_path / "usual").write_text("")
+    assert (tmp_path / "out").stat().st_mode == (tmp_path / "usual").stat().st_mode
+
+
+def test_an_error_names_what_the_user_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "no" / "out.json"
+    with pytest.raises(InputError, match=f"^{path}: cannot be written: No such file or directory$"), written(path):
+        pytest.fail("nothing can be written")
+    assert cli.run(["calibrate", RUN, "-o", str(path)]) == 2
+    assert capsys.readouterr().err == f"ringprof: {path}: No such file or directory\n"
+
+
+def test_a_pipe_is_written_to() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "ringprof", "report", RUN, "--format", "json", "-o", "/dev/stdout"],
+        capture_output=True, cwd=ROOT, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0 and done.stdout.startswith(b"{")
+
+
+def test_a_packed_export_names_itself(tmp_path: Path) -> None:
+    assert cli.run(["export", RUN, "-o", str(tmp_path / "merged.json.gz")]) == 0
+    packed = (tmp_path / "merged.json.gz").read_bytes()
+    assert packed[10:22] == b"merged.json\0" and gzip.decompress(packed).startswith(b"{")
+
+
+def test_a_full_disk_leaves_what_was_there(tmp_path: Path) -> None:
+    file = tmp_path / "report.json"
+    file.write_text("before")
+    done = subprocess.run(
+        ["bash", "-c", 'ulimit -f 1; exec "$@"', "_", sys.executable, "-m", "ringprof", "report", RUN,
+         "--format", "json", "-o", str(file)],
+        capture_output=True, text=True, cwd=ROOT, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (2, f"ringprof: {file}: cannot be written: File too large\n")
+    assert file.read_text() == "before" and os.listdir(tmp_path) == ["report.json"]
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize(
+    ("given", "stream", "code"),
+    [
+        (["report", RUN, "--fail-if", "exposed_comm < 0"], "stdout", 141),
+        (["--help"], "stdout", 141),
+        (["runs", "--help"], "stdout", 141),
+        (["report", "/no/such"], "stdout", 2),
+        (["report", "/no/such"], "stderr", 2),
+        (["report", RUN, "--fail-if", "exposed_comm > 0"], "stderr", 1),
+    ],
+)
+def test_a_reader_that_leaves_is_no_condition_that_holds(
+    given: list[str], stream: str, code: int, unbuffered: str
+) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.Popen(
+        [sys.executable, "-m", "ringprof", *given], cwd=ROOT, env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+        stdout=writing if stream == "stdout" else subprocess.DEVNULL,
+        stderr=writing if stream == "stderr" else subprocess.PIPE,
+    )  # fmt: skip
+    os.close(writing)
+    _, told = done.communicate()
+    assert done.returncode == code
+    assert (told or b"").count(b"\n") == (stream == "stdout" and code == 2), told
