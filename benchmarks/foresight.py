@@ -64,6 +64,7 @@ class Score:
 
 MIDDLE_MS = 2.5
 """Runs of the later session below that are bound by the host."""
+_ALIKE = ("ranks", "strategy", "kernel", "hops")
 _ITERATIONS = 10
 """From a recorded run's first to the middle one of those that were timed; of short ones ten times as many, which the
 host was the bound of."""
@@ -305,6 +306,18 @@ def held_out() -> dict[str, list[Score]]:
     """By what is the bound, the runs of other machines and days that told no curve of the bundled h200."""
     scores = [*shapes(), *later(), *last(), *host_elsewhere(), *grid(), *grid_host()]
     return {bound: [one for one in scores if one.bound == bound] for bound in ("device", "host")}
+
+
+def measured_twice(ranks: int) -> Iterator[tuple[float, float]]:
+    """Microseconds of one strategy, kernel and engine of hops on one host: a pass of `calibrate`, and soon after a run."""
+    with open(DATA / "h200_host.csv", encoding="utf-8", newline="") as file:
+        trains = (row for row in csv.DictReader(file) if row["trains"] == "1")
+        passes = {tuple(row[name] for name in _ALIKE): float(row["us"]) for row in trains}
+    with open(DATA / "h200_shapes_3.csv", encoding="utf-8", newline="") as file:
+        for row in csv.DictReader(file):
+            key = tuple(row[name] for name in _ALIKE)
+            if int(row["ranks"]) == ranks and row["backward"] == "1" and float(row["median_ms"]) <= 2 * HOST_MS:
+                yield passes[key], 1e3 * float(row["median_ms"])
 
 
 def ranking(scores: Sequence[Score], slack: float = 0.03) -> tuple[int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import pytest
@@ -10,6 +11,7 @@ pytest.importorskip("torch", reason="a prediction runs strategies on shapes")
 
 from benchmarks import foresight
 from benchmarks.foresight import Score
+from ringprof.foresee.calibration import read_calibration
 from ringprof.foresee.tape import tape_of
 
 
@@ -24,26 +26,56 @@ def inside(scores: Sequence[Score]) -> float:
 
 def test_shapes_that_no_committed_run_has() -> None:
     scores = list(foresight.shapes())
-    assert len(scores) == 14 and within(scores, 0.025, 0.045)
+    assert len(scores) == 14 and within(scores, 0.01, 0.025)
 
 
 def test_shapes_of_a_later_session() -> None:
     """Ten that the device decides, and four between, which take 2.5 to 5 ms."""
     scores = list(foresight.later())
     of_device = [one for one in scores if one.measured > foresight.HOST_MS]
-    assert len(scores) == 14 and len(of_device) == 10 and within(of_device, 0.025, 0.05)
+    assert len(scores) == 14 and len(of_device) == 10 and within(of_device, 0.02, 0.04) and within(scores, 0.03, 0.08)
+
+
+def test_shapes_of_the_last_session() -> None:
+    scores = list(foresight.last())
+    assert len(scores) == 7 and within(scores, 0.015, 0.02) and inside(scores) == 1.0
+
+
+def test_short_sequences_that_the_host_decides() -> None:
+    """The docs say that 5 % cannot be had: one program, recorded twice, differs by more."""
+    same, elsewhere = list(foresight.host()), list(foresight.host_elsewhere())
+    assert len(same) == 32 and sum(abs(one.error) for one in same) / len(same) < 0.11 and inside(same) > 0.85
+    assert len(elsewhere) == 11 and sum(abs(one.error) for one in elsewhere) / 11 < 0.15 and inside(elsewhere) > 0.85
+
+
+def test_one_program_measured_twice_on_one_host() -> None:
+    """Passes of `calibrate` against runs of the same strategy, kernel and hops: 15 and 12 with a backward pass."""
+    for ranks, count, apart in ((2, 15, 0.076), (4, 12, 0.089)):
+        off = [abs(one / other - 1) for one, other in foresight.measured_twice(ranks)]
+        assert len(off) == count and sum(off) / count == pytest.approx(apart, abs=0.001)
 
 
 def test_packed_documents_and_windows() -> None:
     scores = list(foresight.masks())
-    assert len(scores) == 4 and within(scores, 0.05, 0.11)
+    assert len(scores) == 4 and within(scores, 0.03, 0.085)
 
 
 @pytest.mark.long
 def test_zigzags_grid_on_4_gpus() -> None:
     """The docs say that intervals are too narrow here, and that sizes which the host decides are missed."""
-    assert within(list(foresight.grid()), 0.04, 0.15)
+    scores = list(foresight.grid())
+    assert within(scores, 0.035, 0.25) and 0.7 <= inside(scores) <= 0.9
     assert within(list(foresight.grid_host()), 0.14, 0.32)
+    # What the bundled machine says that intervals elsewhere are, by these and the shapes of three sessions.
+    found = {bound: foresight.elsewhere(of) for bound, of in foresight.held_out().items()}
+    known = {bound: value.value for bound, value in read_calibration("h200").elsewhere.items()}
+    assert found == pytest.approx(known, abs=0.04)
+
+
+def test_conformal_by_hand() -> None:
+    """Nine cases that are off by 1 to 9 spreads: the eighth of ten, over the 1.2816 of a normal distribution."""
+    scores = [Score("", math.exp(0.01 * off), 1.0, spread=0.01) for off in range(1, 10)]
+    assert foresight.elsewhere(scores) == pytest.approx(8 / 1.2816, rel=1e-4)
 
 
 def test_peak_memory_of_the_later_session() -> None:
@@ -57,20 +89,19 @@ def test_peak_memory_of_the_later_session() -> None:
 
 def test_one_run_left_out() -> None:
     scores = list(foresight.runs())
-    assert len(scores) == 13 and within(scores, 0.03, 0.07)
+    assert len(scores) == 13 and within(scores, 0.015, 0.055)
     assert 0.7 <= inside(scores) <= 0.9
 
 
 def test_one_strategy_left_out() -> None:
     scores = list(foresight.strategies())
-    assert len(scores) == 13 and within(scores, 0.04, 0.07)
+    assert len(scores) == 13 and within(scores, 0.015, 0.055)
     assert 0.7 <= inside(scores) <= 0.9
 
 
 def test_another_length() -> None:
-    """The docs say that this one is missed: from 65536 tokens, 262144 come out too fast."""
     scores = list(foresight.lengths())
-    assert len(scores) == 13 and within(scores, 0.05, 0.11)
+    assert len(scores) == 13 and within(scores, 0.03, 0.08) and 0.7 <= inside(scores) <= 0.9
 
 
 def test_8_gpus_from_4() -> None:
