@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.record.command import (
+    HANGS_S,
     RINGPROF,
     SMALL,
     environment,
@@ -158,7 +159,7 @@ def test_a_signal_before_there_are_ranks_leaves_nothing(tmp_path: Path, number: 
     )  # fmt: skip
     wait_until(lambda: bool(list((tmp_path / "tmp").glob("ringprof-ranks-*"))))
     process.send_signal(number)
-    _, stderr = process.communicate(timeout=10)
+    _, stderr = process.communicate(timeout=HANGS_S)
     assert process.returncode == 128 + number and "Traceback" not in stderr
     assert list((tmp_path / "tmp").iterdir()) == [] and not (tmp_path / "traces").exists()
 
