@@ -29,7 +29,7 @@ from ringprof.record.resolve import fits, load_strategy, mask_options, strategy_
 from ringprof.run import MOST_RANKS, Workload
 from ringprof.strategies import find
 from ringprof.strategies.annotate import heard_by
-from ringprof.strategies.base import Context
+from ringprof.strategies.base import Context, Strategy
 from ringprof.strategies.kernels import KERNELS
 from ringprof.strategies.merge import FUSED
 from ringprof.strategies.streams import SIDE_STREAMS
@@ -117,7 +117,7 @@ def _fitting(question: Question, workload: Workload, cluster: Cluster) -> JsonOb
     with strategy_errors():
         made = kind(Context(RecordingCommunicator(Recorder(), *place, question.hops), question.kernel), **typed)
     derived = (name for name, value in made.parameters.items() if type(value) is int and name not in typed)
-    numbers = sorted(derived, key=made.parameters.get)
+    numbers = sorted(derived, key=lambda name: int(made.parameters[name]))
     # The largest number is the likeliest to follow from the number of ranks; what the user gave stays.
     without = [{key: value for key, value in made.parameters.items() if key != name} for name in reversed(numbers)]
     for params in (typed, made.parameters, *without):
@@ -131,7 +131,7 @@ def _fitting(question: Question, workload: Workload, cluster: Cluster) -> JsonOb
 
 
 def _program(
-    kind: Any,
+    kind: type[Strategy],
     params: Params,
     workload: Workload,
     place: tuple[int, int, int],
@@ -144,7 +144,7 @@ def _program(
     recorder = Recorder()
     comm = RecordingCommunicator(recorder, *place, hops)
     with recorder, heard_by(recorder.named), _recorded_by(recorder):
-        strategy = kind(Context(comm, kernel), **params)
+        strategy: Any = kind(Context(comm, kernel), **params)
         if older:
             make_older(strategy)
         problem = _problem(strategy, workload)
@@ -165,7 +165,7 @@ def _program(
     ), strategy
 
 
-def _problem(strategy: Any, workload: Workload) -> Problem:
+def _problem(strategy: Strategy, workload: Workload) -> Problem:
     """One rank's share of the workload, in shapes."""
     local = workload.seq // strategy.comm.size
 

@@ -21,6 +21,7 @@ from ringprof.processes import cpu_count
 from ringprof.record.request import Request
 from ringprof.record.resolve import fits, kernel_class, load_strategy, torch_dtype
 from ringprof.run import Workload
+from ringprof.strategies.base import Strategy
 from ringprof.strategies.cut import busiest_over_mean
 from ringprof.strategies.expected import Load
 
@@ -116,13 +117,12 @@ def _reading_s(workload: Workload, world: int, device: str) -> float:
     return workload.cache_bytes() / world / gbps / 1e9 if gbps and workload.phase == "decode" else 0.0
 
 
-def _imbalance(strategy: Any, request: Request) -> float | None:
+def _imbalance(strategy: type[Strategy], request: Request) -> float | None:
     """Work of the busiest rank over the mean; None where that is not known."""
     workload, mask = request.workload, request.workload.mask()
     assert request.world is not None
     if mask.plain:
-        stated: float | None = strategy.imbalance(request.world, causal=workload.causal, **request.params)
-        return stated
+        return strategy.imbalance(request.world, causal=workload.causal, **request.params)
     return busiest_over_mean(strategy.cut(mask, workload.seq, request.world, **request.params).areas())
 
 
