@@ -55,7 +55,7 @@ def command(
     documents = {seq: document_lengths(packed, seq) for seq in seqs} if packed else {}
     requests = sweep_requests(request_of(options, seq=1, strategy=""), strategies, seqs, kernels, params, documents)
     rows = []
-    table = shown.SweepTable(text_style(None))
+    table = shown.SweepTable(text_style(None), [one.workload.mask_in_short() for one in requests])
     if form == "terminal":
         click.echo(table.header)
     with reporter() as progress:
