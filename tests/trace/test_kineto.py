@@ -396,3 +396,10 @@ def test_ranks_merged_into_one_file_are_refused(name):
 )
 def test_what_is_of_one_rank_is_not_refused(events):
     assert len(parse_trace(document(events)).activities.start_ns) > 1
+
+
+@pytest.mark.parametrize("odd", [{"ph": "C", "ts": 1}, {"ph": "s", "cat": "ac2g", "id": 1}, {"ph": "?"}, {}, {"ts": 1}])
+def test_events_of_any_phase_stand_among_others(odd):
+    trace = parse_trace(document([kernel(0), odd, kernel(1)]))
+    assert len(trace.activities.start_ns) == 2
+    assert (trace.events_total, trace.warnings) == (3, [])
