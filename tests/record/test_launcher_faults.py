@@ -91,9 +91,9 @@ def test_a_rank_that_hangs(own_strategies: Path) -> None:
 @pytest.mark.parametrize("on", [0, 1])
 def test_a_stopped_process(own_strategies: Path, on: int) -> None:
     """Nothing of a rank answers: the time limit names it, whichever rank it is."""
-    code, stderr, _ = run_and_disturb(
+    code, stderr = run_and_disturb(
         [*SLOW, "--time-limit", "14"], own_strategies,
-        lambda _: os.kill(rank_process(own_strategies, on), signal.SIGSTOP), TORCHRUN, 60,
+        lambda _: os.kill(rank_process(own_strategies, on), signal.SIGSTOP), TORCHRUN,
     )  # fmt: skip
     assert code != 0 and f"rank {on} " in one_line(stderr)
 
@@ -107,9 +107,9 @@ def twice(process: subprocess.Popen[str]) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("interrupt", [to_group, twice])
 def test_ctrl_c(own_strategies: Path, interrupt: Callable[[subprocess.Popen[str]], None]) -> None:
-    _, stderr, seconds = run_and_disturb(SLOW, own_strategies, interrupt, TORCHRUN)
+    _, stderr = run_and_disturb(SLOW, own_strategies, interrupt, TORCHRUN)
     line = one_line(stderr)
-    assert "interrupted during iterations" in line and seconds < 10
+    assert "interrupted during iterations" in line
     only_a_log(line, own_strategies)
 
 
