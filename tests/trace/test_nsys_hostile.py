@@ -188,7 +188,7 @@ def test_every_cut_is_told(tmp_path: Path) -> None:
             assert trace.warnings or len(trace.activities.start_ns) == len(whole.activities.start_ns)
 
 
-@pytest.mark.timeout(2 * SOON_S)
+@pytest.mark.timeout(3 * SOON_S)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_reading(tmp_path: Path, number: signal.Signals) -> None:
     counted = f"{ENDLESS} INSERT INTO CUPTI_ACTIVITY_KIND_RUNTIME SELECT x, x + 1, x, x, 3 FROM c LIMIT 5000000"
