@@ -309,7 +309,7 @@ def held_out() -> dict[str, list[Score]]:
 
 
 def measured_twice(ranks: int) -> Iterator[tuple[float, float]]:
-    """Microseconds of one strategy, kernel and engine of hops on one host: a pass of `calibrate`, and soon after a run."""
+    """Microseconds of one strategy, kernel and engine of hops on one host: a pass of `calibrate`, and soon a run."""
     with open(DATA / "h200_host.csv", encoding="utf-8", newline="") as file:
         trains = (row for row in csv.DictReader(file) if row["trains"] == "1")
         passes = {tuple(row[name] for name in _ALIKE): float(row["us"]) for row in trains}

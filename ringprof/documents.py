@@ -16,7 +16,7 @@ MOST = 1 << 20
 """Documents in one sequence."""
 
 _ITEM = re.compile(r"([0-9]{1,12})([km]?)(?:x([0-9]{1,7}))?", re.IGNORECASE)
-_FACTORS = {"": 1, "k": 1 << 10, "m": 1 << 20}
+FACTORS = {"": 1, "k": 1 << 10, "m": 1 << 20}
 _LOGNORMAL = "lognormal:"
 
 
@@ -59,7 +59,7 @@ def _listed(text: str) -> Iterable[int]:
                 f"--documents {_short(text)}: {_short(item)!r} is neither a file nor a length such as 65536, 64k or"
                 " 8192x4"
             )
-        length, times = int(match[1]) * _FACTORS[match[2].lower()], int(match[3] or 1)
+        length, times = int(match[1]) * FACTORS[match[2].lower()], int(match[3] or 1)
         if length < 1 or not 1 <= times <= MOST:
             raise UsageError(f"--documents {_short(text)}: {_short(item)!r} is no document")
         yield from [length] * times

@@ -185,6 +185,13 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
         found = [] if self.softcap is None else [f"softcap {self.softcap:g}"]
         return found + ([] if self.sinks is None else [f"{self.sinks} sinks"])
 
+    def mask_in_short(self) -> str:
+        """What a query sees, and what else is asked of its scores: ``causal, 15 documents, window 4096``."""
+        parts = ["causal" if self.causal else "full"]
+        parts += [f"{len(self.documents)} documents"] if self.documents else []
+        parts += [f"window {self.window}"] if self.window else []
+        return ", ".join([*parts, *self.extras()])
+
     def heads_in_words(self) -> str:
         """The sizes of its heads: ``128``, or of v apart."""
         return f"{self.head_dim}" + (f" (v {self.v_head_dim})" if self.v_head_dim else "")

@@ -181,7 +181,7 @@ def row_figures(row: Row, analysis: Analysis | None) -> JsonObject:
     values: JsonObject = {
         "dtype": row.workload.dtype, "batch": row.workload.batch, "seq": row.workload.seq, "strategy": row.strategy,
         "params": " ".join(f"{key}={value}" for key, value in row.params.items()), "kernel": row.kernel,
-        "status": row.status, "reason": row.reason, "peer": is_peer(row.strategy),
+        "mask": row.workload.mask_in_short(), "status": row.status, "reason": row.reason, "peer": is_peer(row.strategy),
         "forward_ms": None if row.forward_ns is None else row.forward_ns / 1e6,
     }  # fmt: skip
     if analysis is None or analysis.run is None:

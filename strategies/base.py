@@ -287,12 +287,12 @@ class Strategy(Expectations, ABC):
         if narrower > 0:
             v = pad(v, (0, narrower))
         scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+        window, packed = tuple(window_size), documents is not None
         trains = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-        asked = causal, scale, return_lse, sinks is not None, softcap, documents is not None, tuple(window_size), trains
-        self._check_call(q, k, v, asked)
+        self._check_call(q, k, v, (causal, scale, return_lse, sinks is not None, softcap, packed, window, trains))
         cut = None
-        if documents is not None or tuple(window_size) != (-1, -1):
-            cut = self._cut(causal, documents, window_size, q.shape[1] * self.comm.size)
+        if packed or window != (-1, -1):
+            cut = self._cut(causal, documents, window, q.shape[1] * self.comm.size)
         kernel = self.kernel_for(q, **self._asks(cut, softcap))
         blocks = Blocks(kernel, scale, causal, return_lse or sinks is not None, cut)
         out, lse = self.differentiable(blocks, q, k, v, lse_wanted=blocks.lse_wanted)

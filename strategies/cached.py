@@ -177,7 +177,7 @@ def rectangle(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, block: Block, sca
     return out, lse.reshape(batch, kv_heads, rows, group).transpose(2, 3).reshape(batch, heads, rows)
 
 
-def merged(outs: Tensor, lses: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def merged_by_lse(outs: Tensor, lses: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """One output (B, S, H, D) in ``dtype`` and LSE (B, H, S) of N partial ones, (N, B, S, H, D) and (N, B, H, S).
 
     A partial result over no keys has an LSE of -inf and counts nothing.

@@ -39,7 +39,7 @@ def use_kernel(strategy: Any, kernel: Kernel) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class View:
+class TensorView:
     """How a tensor lies in memory."""
 
     size: tuple[int, ...]
@@ -47,7 +47,7 @@ class View:
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, tensor: Tensor) -> View:
+    def of(cls, tensor: Tensor) -> TensorView:
         return cls(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
 
     @property
@@ -62,9 +62,9 @@ class View:
 class Call:
     """One call of a kernel: what it was given, without the values. ``rows`` is None for a forward call."""
 
-    q: View
-    k: View
-    v: View
+    q: TensorView
+    k: TensorView
+    v: TensorView
     scale: float
     causal: bool
     parts: Parts | None = None
@@ -75,10 +75,10 @@ class Call:
 class RowViews:
     """What a backward call was given of the queries' rows; ``out`` or ``delta``, whichever the kernel takes."""
 
-    dout: View
-    lse: View
-    out: View | None
-    delta: View | None
+    dout: TensorView
+    lse: TensorView
+    out: TensorView | None
+    delta: TensorView | None
 
 
 class Listener(Kernel):
@@ -97,7 +97,7 @@ class Listener(Kernel):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool, parts: Parts | None = None
     ) -> tuple[Tensor, Tensor]:
-        self.heard.append(Call(View.of(q), View.of(k), View.of(v), scale, causal, parts))
+        self.heard.append(Call(TensorView.of(q), TensorView.of(k), TensorView.of(v), scale, causal, parts))
         return self.kernel.forward(q, k, v, scale=scale, causal=causal, parts=parts)
 
     def backward(
@@ -108,9 +108,11 @@ class Listener(Kernel):
         # Dressing delta up as an output is work beside the block: alone, the block is given such an output at once.
         term = delta if by_delta else torch.empty_like(dout, device="meta") if out is None else out
         assert term is not None
-        given = View.of(term)
-        rows = RowViews(View.of(dout), View.of(lse), None if by_delta else given, given if by_delta else None)
-        self.heard.append(Call(View.of(q), View.of(k), View.of(v), scale, causal, parts, rows))
+        given = TensorView.of(term)
+        rows = RowViews(
+            TensorView.of(dout), TensorView.of(lse), None if by_delta else given, given if by_delta else None
+        )
+        self.heard.append(Call(TensorView.of(q), TensorView.of(k), TensorView.of(v), scale, causal, parts, rows))
         return self.kernel.backward(dout, q, k, v, lse, out=out, delta=delta, scale=scale, causal=causal, parts=parts)
 
     def _forward(self, *_: Any) -> tuple[Tensor, Tensor]:
@@ -180,7 +182,7 @@ class SilentCollective(Collective):
 
     def __init__(self, channel: str, members: Sequence[int], comm: Communicator) -> None:
         super().__init__(channel, members, None, comm)
-        self._gathered: dict[View, list[Tensor]] = {}
+        self._gathered: dict[TensorView, list[Tensor]] = {}
 
     def all_to_all(self, tensor: Tensor) -> Hop:
         """As `Collective.all_to_all`, but the pieces stay: the same memory."""
@@ -193,7 +195,7 @@ class SilentCollective(Collective):
         What arrives holds until the second next gather of the same shape.
         """
         tensor = tensor.contiguous()
-        slots = self._gathered.setdefault(View.of(tensor), [])
+        slots = self._gathered.setdefault(TensorView.of(tensor), [])
         full = len(slots) == _SLOTS
         slots.append(slots.pop(0) if full else tensor.expand(self.size, *tensor.shape).contiguous())
         return Hop([], [tensor], [slots[-1]])

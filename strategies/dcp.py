@@ -25,7 +25,7 @@ from torch import Tensor
 
 from .annotate import ring_step
 from .base import Context, Shape
-from .cached import Cached, Heads, assembled, merged
+from .cached import Cached, Heads, assembled, merged_by_lse
 from .errors import Unfit
 from .expected import Load
 from .kernel import Kernel
@@ -173,12 +173,12 @@ class DecodeContextParallel(Cached):
     def _traded(self, out: Tensor, lse: Tensor, wire: torch.dtype) -> tuple[Tensor, Tensor]:
         hops = [self.out_channel.all_to_all(_by_place(x, dim, self.degree)) for x, dim in ((out.to(wire), 2), (lse, 1))]
         outs, lses = (hop.wait()[0] for hop in hops)
-        return merged(outs, lses, wire)
+        return merged_by_lse(outs, lses, wire)
 
     def _gathered(self, out: Tensor, lse: Tensor, wire: torch.dtype) -> tuple[Tensor, Tensor]:
         hops = [self.out_channel.all_gather(x) for x in (out.to(wire), lse)]
         outs, lses = (hop.wait()[0] for hop in hops)
-        return merged(outs, lses, wire)
+        return merged_by_lse(outs, lses, wire)
 
 
 def _degree(size: int, given: int | None) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -97,9 +97,7 @@ class Ring:
 
     def begun(self, shapes: Shapes, device: torch.device) -> Parcel:
         """Room for what is posted next here, not initialised: the slot that is free now, where there are slots."""
-        if self._copies is not None:
-            return Parcel.empty(shapes, self._copies.free_slot)
-        return Parcel.empty(shapes, lambda all: [torch.empty(x, dtype=dtype, device=device) for dtype, x in all])
+        return Parcel.empty(shapes, partial(_fresh, device) if self._copies is None else self._copies.free_slot)
 
     def parcel(self, tensors: Sequence[Tensor]) -> Parcel:
         """Tensors as they are to travel here: for NCCL in one message, while copy engines fetch them where they are."""
@@ -153,6 +151,10 @@ class Ring:
                 passed.clear()
                 handed_out.clear()
                 hop = None
+
+
+def _fresh(device: torch.device, shapes: Shapes) -> list[Tensor]:
+    return [torch.empty(shape, dtype=dtype, device=device) for dtype, shape in shapes]
 
 
 class DoubleRing:

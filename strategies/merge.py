@@ -179,9 +179,9 @@ def settled(total: Tensor, parts: Sequence[_Part], dtype: torch.dtype) -> Tensor
     Each element is added in at least float32 and rounded once.
     """
     if len(parts) == 1 and parts[0][0] == ALL:
-        return _sum(total, parts[0][1], torch.empty_like(total, dtype=dtype))
+        return _sum(total, parts[0][1], torch.empty_like(total, dtype=dtype, memory_format=torch.contiguous_format))
     total, parts = _apart(total, parts)
-    result = torch.empty_like(total, dtype=dtype)
+    result = torch.empty_like(total, dtype=dtype, memory_format=torch.contiguous_format)
     done = 0
     for rows, block in parts:
         first, last, _ = rows.indices(total.shape[1])

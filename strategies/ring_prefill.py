@@ -20,7 +20,7 @@ from torch import Tensor
 
 from .annotate import ring_step
 from .base import Context, Shape
-from .cached import Cached, Heads, assembled, merged, rectangle
+from .cached import Cached, Heads, assembled, merged_by_lse, rectangle
 from .expected import Load, forward_bytes
 from .kernel import Kernel
 from .layouts import ALL, LAYOUTS, Block
@@ -114,7 +114,7 @@ class RingPrefill(Cached):
         hops = [self.home.all_to_all(x) for x in (outs, lses)]
         outs, lses = (hop.wait()[0] for hop in hops)
         with ring_step("fwd", self.comm.size, "merge"):
-            return merged(outs, lses, q.dtype)
+            return merged_by_lse(outs, lses, q.dtype)
 
     def _blocks(self, q_rank: int, kv_rank: int, queries: int, keys: int, *, causal: bool) -> list[Block]:
         """What the new tokens of ``q_rank`` see of ``kv_rank``'s keys: those cached first, then its new ones."""

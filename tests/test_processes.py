@@ -83,6 +83,6 @@ def test_they_end_with_their_owner_whatever_they_are_doing(tmp_path: Path, numbe
     helpers = [int(pid) for pid in owner.stdout.readline().split()]
     assert len(helpers) == 2
     owner.send_signal(number)
-    owner.wait(10)
+    owner.wait(60)
     owner.stdout.close()
     wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in helpers), 60)

@@ -28,7 +28,7 @@ from ringprof.errors import (
 )
 from ringprof.record import Request
 from ringprof.record.progress import SilentReporter
-from ringprof.report.sweep import COLUMNS, SweepTable
+from ringprof.report.sweep import COLUMNS, SweepTable, render_markdown
 from ringprof.report.text import TextStyle
 from ringprof.run import Controls, Workload, write_run
 from ringprof.scale.pipeline import attribute
@@ -277,6 +277,24 @@ def test_a_real_sweep_on_two_ranks_and_again(capsys, tmp_path, monkeypatch):
     assert json.loads(capsys.readouterr().out)["schema"] == "ringprof.bench/1"
     assert cli.run([*arguments, "--format", "markdown"]) == 0
     assert capsys.readouterr().out.startswith("| Dtype | B | Seq Len |")
+
+
+def test_a_masked_sweep_has_a_column_that_says_so():
+    masks = [workload.mask_in_short() for workload in (
+        Workload(seq=8, heads=1, kv_heads=1, head_dim=2, documents=(5, 3), window=4, softcap=30.0),
+        Workload(seq=8, heads=1, kv_heads=1, head_dim=2, causal=False, sinks="learned"),
+    )]  # fmt: skip
+    assert masks == ["causal, 2 documents, window 4, softcap 30", "full, learned sinks"]
+    wide = TextStyle(width=250)
+    assert "mask" in SweepTable(wide, masks).header and "mask" not in SweepTable(wide, ["causal"]).header
+    figures = {one.key: 1.0 if one.form else "n" for one in COLUMNS} | {
+        "status": "ok",
+        "reason": None,
+        "mask": masks[1],
+    }
+    assert masks[1] in SweepTable(wide, masks).line(figures)
+    assert "no room for" in SweepTable(TextStyle(width=80), masks).header
+    assert f"| {masks[1]} |" in render_markdown([figures])
 
 
 @pytest.mark.parametrize(("width", "title"), [(80, "no room for"), (200, "parameters")])

@@ -138,8 +138,7 @@ _LEFT_OUT = (
 
 def outline_run(facts: Sequence[TraceFacts], run: Run | None, ranks_per_host: int | None, focus: Focus) -> RunOutline:
     """Tell the ranks, hosts and clocks of traces that are of one run. Raises `InputError` where they are not."""
-    warnings = [warning for one in facts for warning in _with_rank(one)]
-    _refuse_mixed_runs(warnings, run, focus)
+    warnings = _of_one_run([warning for one in facts for warning in _with_rank(one)], run, focus)
     place = _by_rank(facts, warnings)
     given = tuple(place)
     for codes, why in _LEFT_OUT:
@@ -201,12 +200,13 @@ def _by_rank(facts: Sequence[TraceFacts], warnings: list[Caveat]) -> dict[int, i
     return dict(sorted(result.items()))
 
 
-def _refuse_mixed_runs(warnings: Sequence[Caveat], run: Run | None, focus: Focus) -> None:
-    """Means over ranks of two runs are of neither; what is recorded says itself that it is one."""
-    if run is None and not focus.mixed_runs:
-        for warning in warnings:
-            if warning.code == "mixed_runs":
-                raise InputError(f"{warning.message} Give those of one, or take them together with --mixed-runs")
+def _of_one_run(warnings: list[Caveat], run: Run | None, focus: Focus) -> list[Caveat]:
+    """Means over ranks of two runs are of neither: refused. What is recorded says itself that it is one, though a rank
+    may be done before another begins."""
+    mixed = [warning for warning in warnings if warning.code == "mixed_runs"]
+    if mixed and run is None and not focus.mixed_runs:
+        raise InputError(f"{mixed[0].message} Give those of one, or take them together with --mixed-runs")
+    return warnings if run is None else [warning for warning in warnings if warning.code != "mixed_runs"]
 
 
 def _refuse_other_sizes(facts: Sequence[TraceFacts]) -> None:
@@ -269,6 +269,8 @@ _UNMATCHED = {
 
 
 def _no_common_clock(ranks: Sequence[Rank], clocks: Clocks) -> Caveat | None:
+    if all(rank.on_cpu for rank in ranks):
+        return None  # nothing of theirs is set against one another
     latest_start = max(rank.breakdown.start_ns + clocks.offset_ns[rank.rank] for rank in ranks)
     if latest_start > min(rank.breakdown.end_ns + clocks.offset_ns[rank.rank] for rank in ranks):
         return Caveat("mixed_runs", "the traces do not overlap in time: they are of different runs or clocks")

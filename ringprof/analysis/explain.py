@@ -185,7 +185,7 @@ def with_splits(detail: Detail, splits: list[Split], rank: int) -> Detail:
     exposed = np.zeros(len(hops), np.int64)
     np.add.at(exposed, place, end - start - intervals.covered_ns(computing, start, end))
     finished = [
-        TimedHop(rank, number, hop.parts, ns)
+        TimedHop(hop.parts, rank, number, ns)
         for number, (hop, ns) in enumerate(zip(hops, exposed.tolist(), strict=True))
     ]
     return msgspec.structs.replace(detail, splits=tuple(splits), hops=tuple(finished))

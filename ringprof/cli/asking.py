@@ -9,6 +9,7 @@ import click
 
 from ringprof.cli.recording import all_of, masks, workload_of, workload_options
 from ringprof.cli.values import KERNEL_NAMES, Known, Number, Tokens
+from ringprof.cli.write import formats
 from ringprof.errors import UsageError
 from ringprof.foresee.links import Cluster
 from ringprof.json_object import Options
@@ -28,7 +29,7 @@ _CLUSTER = (
     click.option("--net-channels", type=click.IntRange(1, 64), help="NCCL_NCHANNELS_PER_NET_PEER, where it is set."),
     click.option("--machine", required=True, metavar="FILE_OR_NAME",
                  help="A calibration: h200, h100, b200, a800, or a file of `ringprof calibrate`."),
-    click.option("--format", "form", type=click.Choice(["terminal", "json"]), default="terminal", show_default=True),
+    formats("json"),
 )  # fmt: skip
 
 

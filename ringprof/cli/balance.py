@@ -9,7 +9,7 @@ import click
 
 from ringprof.cli.recording import masks, window_of
 from ringprof.cli.values import Tokens
-from ringprof.cli.write import print_or_write, text_style
+from ringprof.cli.write import formats, print_or_write, text_style, to_file
 from ringprof.documents import document_lengths
 from ringprof.record.request import need
 from ringprof.report.tables import Column, Table
@@ -27,8 +27,8 @@ _COLUMNS = (
 @click.option("--world", default=8, show_default=True, type=click.IntRange(min=1), help="Ranks.")
 @click.option("--heads", default=40, show_default=True, type=click.IntRange(min=1), help="Query heads.")
 @click.option("--causal/--no-causal", default=True, show_default=True, help="Causal mask, or full attention.")
-@click.option("--format", "form", type=click.Choice(["terminal", "json"]), default="terminal", show_default=True)
-@click.option("-o", "--output", type=click.Path(dir_okay=False), help="Write to this file instead of the terminal.")
+@formats("json")
+@to_file
 def command(
     seq: int, documents: str | None, window_size: int | None, world: int, heads: int, form: str, output: str | None,
     *, causal: bool,

@@ -11,7 +11,7 @@ import click
 from ringprof.cli.progress import reporter
 from ringprof.cli.recording import masks, params_of, records, request_of, scores_and_heads
 from ringprof.cli.values import KERNEL_NAMES, STRATEGIES, Known, ListOf, Tokens
-from ringprof.cli.write import text_style, write_text
+from ringprof.cli.write import formats, text_style, write_text
 from ringprof.documents import document_lengths
 from ringprof.record.request import need
 from ringprof.report import sweep as shown
@@ -31,7 +31,7 @@ _FORMATS = {"json": shown.render_json, "csv": shown.render_csv, "markdown": show
 @records
 @click.option("-p", "--param", "params", multiple=True, metavar="[NAME.]KEY=VALUE",
               help="A parameter of all strategies, or of strategy NAME; repeatable.")  # fmt: skip
-@click.option("--format", "form", type=click.Choice(["terminal", *_FORMATS]), default="terminal", show_default=True)
+@formats(*_FORMATS)
 @click.option("-o", "--output", default="traces/bench/sweep.json", show_default=True, type=click.Path(dir_okay=False),
               help="The sweep's file; its runs lie beside it. The same file again goes on with it.")  # fmt: skip
 @click.option("--html", "page", type=click.Path(dir_okay=False), help="Also write the sweep as one HTML page.")
@@ -55,7 +55,7 @@ def command(
     documents = {seq: document_lengths(packed, seq) for seq in seqs} if packed else {}
     requests = sweep_requests(request_of(options, seq=1, strategy=""), strategies, seqs, kernels, params, documents)
     rows = []
-    table = shown.SweepTable(text_style(None))
+    table = shown.SweepTable(text_style(None), [one.workload.mask_in_short() for one in requests])
     if form == "terminal":
         click.echo(table.header)
     with reporter() as progress:

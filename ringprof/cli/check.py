@@ -13,6 +13,7 @@ import msgspec
 
 from ringprof.cli.recording import masks, on_ranks, window_of, workload_options
 from ringprof.cli.values import Tokens
+from ringprof.cli.write import formats
 from ringprof.documents import document_lengths
 from ringprof.errors import RingprofError, UsageError
 from ringprof.record.check.launch import check_here
@@ -36,7 +37,7 @@ _LAYOUTS = ("contiguous", "zigzag", "stripe")
 @click.option("--calls", default=CALLS, show_default=True, help="Calls, each with other numbers; all are compared.")
 @click.option("--time-limit", type=float, default=TIME_LIMIT_S, show_default=True, metavar="SECONDS",
               help="For one call, after which a rank counts as hung.")  # fmt: skip
-@click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
+@formats("json")
 def command(**options: Any) -> int:
     """Compare any attention with dense attention.
 

@@ -9,7 +9,7 @@ import click
 
 from ringprof.cli.gate import gate, gated
 from ringprof.cli.reading import reads_traces
-from ringprof.cli.write import print_or_write, text_style, write_text
+from ringprof.cli.write import formats, print_or_write, text_style, to_file, write_text
 from ringprof.options import LoadOptions
 from ringprof.report import comparison as shown
 from ringprof.side_by_side import compare
@@ -19,8 +19,8 @@ _FORMATS = {"json": shown.render_json, "csv": shown.render_csv, "markdown": show
 
 @click.command(name="compare")
 @click.argument("paths", nargs=-1, type=click.Path(), required=True, metavar="BASE OTHER...")
-@click.option("--format", "form", type=click.Choice(["terminal", *_FORMATS]), default="terminal", show_default=True)
-@click.option("-o", "--output", type=click.Path(dir_okay=False), help="Write to this file instead of the terminal.")
+@formats(*_FORMATS)
+@to_file
 @click.option("--html", "page", type=click.Path(dir_okay=False), help="Also write the comparison as one HTML page.")
 @click.option("--same-work", is_flag=True,
               help="Set times and memory against each other, too: you know that the work was the same.")  # fmt: skip

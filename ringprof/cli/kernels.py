@@ -11,7 +11,7 @@ import click
 from msgspec import to_builtins
 
 from ringprof.cli.values import Tokens
-from ringprof.cli.write import print_or_write, text_style
+from ringprof.cli.write import formats, print_or_write, text_style, to_file
 from ringprof.json_object import JsonObject
 from ringprof.record.request import DTYPES, need
 from ringprof.report.tables import Column, Table
@@ -42,8 +42,8 @@ _COLUMNS = (
               help="With --measure: type of the inputs.")  # fmt: skip
 @click.option("--device", type=click.Choice(["auto", "cuda", "cpu"]), default="auto", show_default=True,
               help="With --measure: where.")  # fmt: skip
-@click.option("--format", "form", type=click.Choice(["terminal", "json"]), default="terminal", show_default=True)
-@click.option("-o", "--output", type=click.Path(dir_okay=False), help="Write to this file instead of the terminal.")
+@formats("json")
+@to_file
 def command(*, measure: bool, form: str, output: str | None, **sizes: Any) -> None:
     """List the attention kernels, installed or not: what `record --kernel` takes.
 

@@ -12,7 +12,7 @@ from ringprof.benchmark_logs.logs import BenchmarkLogs
 from ringprof.benchmark_logs.read import parse_log, read_log
 from ringprof.benchmark_logs.rows import BenchmarkLog, Flag, LogSettings
 from ringprof.cli.values import Number
-from ringprof.cli.write import NARROWEST, print_or_write, text_style
+from ringprof.cli.write import NARROWEST, formats, print_or_write, text_style, to_file
 from ringprof.files import read_within
 from ringprof.limits import EXPANDED_BYTES, MEMORY_BYTES, Limits
 from ringprof.log_lines import TEXT_SHARE
@@ -22,8 +22,8 @@ from ringprof.report.text import TextStyle
 
 @click.command(name="logs")
 @click.argument("files", nargs=-1, type=click.Path(), required=True, metavar="FILE...")
-@click.option("--format", "form", type=click.Choice(["terminal", "json", "csv"]), default="terminal", show_default=True)
-@click.option("-o", "--output", type=click.Path(dir_okay=False), help="Write to this file instead of the terminal.")
+@formats("json", "csv")
+@to_file
 @click.option("--width", type=click.IntRange(min=NARROWEST), help="Columns to use.  [default: the terminal's]")
 @click.option("--batch", type=click.IntRange(min=1), help="Batch size, where a log does not state it.")
 @click.option("--heads", type=click.IntRange(min=1), help="Query heads, where a log does not state them.")
@@ -88,11 +88,11 @@ def command(
 def _held(found: BenchmarkLogs, machine: str, gpus_per_host: int, nic: float | None) -> Iterator[Flag]:
     from ringprof.foresee.calibration import read_calibration
     from ringprof.foresee.links import Cluster
-    from ringprof.foresee.logs_held import held
+    from ringprof.foresee.logs_held import logs_held
     from ringprof.foresee.tape import tape_of
 
     cluster = Cluster(gpus_per_host=gpus_per_host, nic_gbit=nic)
-    return held(found.rows, read_calibration(machine), tape_of, cluster)
+    return logs_held(found.rows, read_calibration(machine), tape_of, cluster)
 
 
 def _read(file: str, limits: Limits) -> BenchmarkLog:

@@ -18,7 +18,7 @@ from ringprof.cli.gate import Gate, gate, gated
 from ringprof.cli.progress import loading_progress
 from ringprof.cli.reading import newest_or, reads_traces
 from ringprof.cli.values import Number
-from ringprof.cli.write import NARROWEST, print_or_write, say, text_style, write_text, written
+from ringprof.cli.write import NARROWEST, formats, print_or_write, say, text_style, to_file, write_text, written
 from ringprof.errors import UsageError, nearest
 from ringprof.files import is_file, read_within, within
 from ringprof.frames import FRAMES, as_csv, write_parquet
@@ -40,10 +40,10 @@ def _sections(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @click.command(name="report")
 @click.argument("paths", nargs=-1, type=click.Path(), metavar="[PATH]...")
-@click.option("--format", "form", type=click.Choice(["terminal", "json"]), default="terminal", show_default=True)
+@formats("json")
 @click.option("--csv", "frame", type=click.Choice([*FRAMES]), help="Write one table as CSV instead of the report.")
 @click.option("--parquet", metavar="TABLE", type=click.Choice([*FRAMES]), help="Write a table as Parquet to --output.")
-@click.option("-o", "--output", type=click.Path(dir_okay=False), help="Write to this file instead of the terminal.")
+@to_file
 @click.option("--width", type=click.IntRange(min=NARROWEST), help="Columns to use.  [default: the terminal's]")
 @click.option("--html", "page", type=click.Path(dir_okay=False), help="Also write the report as one HTML page.")
 @click.option("--open", "opens", is_flag=True, help="Open the page in a browser; without --html a temporary file.")

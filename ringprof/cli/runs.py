@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from ringprof.analysis.findings.controls import slowest_median
-from ringprof.cli.write import print_or_write, say, text_style
+from ringprof.cli.write import formats, print_or_write, say, text_style, to_file
 from ringprof.errors import InputError
 from ringprof.json_object import JsonObject
 from ringprof.report.tables import Column, Table
@@ -31,8 +31,8 @@ _COLUMNS = (
 
 @click.command(name="runs")
 @click.argument("folders", nargs=-1, type=click.Path(), metavar="[FOLDER]...")
-@click.option("--format", "form", type=click.Choice(["terminal", "json", "csv"]), default="terminal", show_default=True)
-@click.option("-o", "--output", type=click.Path(dir_okay=False), help="Write to this file instead of the terminal.")
+@formats("json", "csv")
+@to_file
 def command(folders: tuple[str, ...], form: str, output: str | None) -> int:
     """List the runs in FOLDER (traces/ where none is given), the newest first.
 

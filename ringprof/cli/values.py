@@ -10,6 +10,8 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
+from ringprof.documents import FACTORS
+
 # Torch takes seconds to import, and a shell asks at every key: so these stand here a second time, which a test holds
 # equal to what `ringprof.strategies` has.
 STRATEGIES = ("ring", "zigzag", "stripe", "ulysses", "usp", "double-ring", "burst", "megatron", "allgather")
@@ -20,7 +22,6 @@ KERNEL_NAMES = (
 )  # fmt: skip
 
 _LENGTH = re.compile(r"([0-9]{1,13})([km]?)", re.IGNORECASE)
-_FACTORS = {"": 1, "k": 1 << 10, "m": 1 << 20}
 
 
 class Tokens(click.ParamType):  # type: ignore[type-arg]
@@ -32,7 +33,7 @@ class Tokens(click.ParamType):  # type: ignore[type-arg]
         match = _LENGTH.fullmatch(str(value).strip())
         if match is None:
             self.fail(f"{str(value)[:40]!r} is not a number of tokens, such as 131072 or 128k", param, ctx)
-        return int(match[1]) * _FACTORS[match[2].lower()]
+        return int(match[1]) * FACTORS[match[2].lower()]
 
 
 class Number(click.FloatRange):

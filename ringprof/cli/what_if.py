@@ -8,6 +8,7 @@ import click
 import msgspec
 
 from ringprof.cli.recording import params_of
+from ringprof.cli.write import formats
 from ringprof.errors import UsageError
 from ringprof.foresee.calibration import base_for, read_calibration
 from ringprof.foresee.from_runs import observed_run
@@ -29,7 +30,7 @@ from ringprof.whole_numbers import whole
 @click.option("--kv-heads", type=click.IntRange(min=1), help="Keys and values of so many heads.")
 @click.option("-p", "--param", "params", multiple=True, metavar="KEY=VALUE", help="Another parameter of the strategy.")
 @click.option("--machine", metavar="FILE_OR_NAME", help="What is not in the run.  [default: by its device]")
-@click.option("--format", "form", type=click.Choice(["terminal", "json"]), default="terminal", show_default=True)
+@formats("json")
 def command(**options: Any) -> int:
     """Replay a recorded run's own blocks and hops, then with something changed.
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any, TypeVar
 
 import click
 
@@ -15,8 +16,19 @@ from ringprof.errors import InputError
 from ringprof.files import replacing
 from ringprof.report.text import TextStyle, printable
 
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+to_file = click.option(
+    "-o", "--output", type=click.Path(dir_okay=False), help="Write to this file instead of the terminal."
+)
 NARROWEST = 78
 """Below this a table would lose digits."""
+
+
+def formats(*others: str) -> Callable[[_Command], _Command]:
+    """Gives a command ``--format``, of ``terminal`` and others."""
+    return click.option(
+        "--format", "form", type=click.Choice(["terminal", *others]), default="terminal", show_default=True
+    )
 
 
 def say(text: str) -> None:

@@ -11,7 +11,7 @@ from itertools import pairwise
 import msgspec
 import numpy as np
 
-from ringprof.errors import RingprofError, UnfitWorkloadError
+from ringprof.errors import RingprofError, UnfitWorkloadError, UnknownStrategyError
 from ringprof.foresee.calibration import Calibration
 from ringprof.foresee.links import Cluster
 from ringprof.foresee.predict import Prediction, TapeOf, predict, prediction_dict
@@ -128,11 +128,17 @@ def advise(
     workload: Workload, cluster: Cluster, machine: Calibration, tape_of: TapeOf, *, kernel: str = "auto",
     memory_bytes: int | None = None, strategies: Sequence[str] = (), tell: _Tell = lambda what, done, of: None,
 ) -> Advice:  # fmt: skip
-    """All candidates foreseen, by time. Raises `UnfitWorkloadError` where none can run."""
-    asked = [
-        question for question in candidates(workload, cluster, machine, kernel)
-        if not strategies or question.strategy in strategies
-    ]  # fmt: skip
+    """All candidates foreseen, by time; of ``strategies`` alone, where some are named.
+
+    Raises `UnfitWorkloadError` where none can run, `UnknownStrategyError` for a name that is none of theirs.
+    """
+    chosen = (strategies,) if isinstance(strategies, str) else strategies
+    every = [*candidates(workload, cluster, machine, kernel)]
+    names = dict.fromkeys(question.strategy for question in every)
+    for name in chosen:
+        if name not in names:
+            raise UnknownStrategyError(f"advise has no strategy {name!r} to choose; it has: {', '.join(names)}")
+    asked = [question for question in every if not chosen or question.strategy in chosen]
     tape_of = _remembered(tape_of)
     found, refused = [], []
     for number, question in enumerate(asked):
@@ -143,7 +149,7 @@ def advise(
             refused.append((_label(question), str(error)))
     if not found:
         reasons = dict.fromkeys(why for _, why in refused)
-        raise UnfitWorkloadError(f"no strategy can run this: {'; '.join(list(reasons)[:3]) or 'none was asked for'}")
+        raise UnfitWorkloadError(f"no strategy can run this: {'; '.join(list(reasons)[:3])}")
     room = memory_bytes or machine.memory_bytes
     found.sort(key=lambda one: (one.peak_bytes > room, one.median_ns))
     chances = chances_of_being_best([one for one in found if one.peak_bytes <= room])

@@ -15,6 +15,7 @@ import msgspec
 
 from ringprof.errors import InputError, UsageError
 from ringprof.files import read_whole
+from ringprof.run import Size
 
 _SCHEMA = "ringprof.calibration/1"
 BUNDLED = ("h200", "h100", "b200", "a800")
@@ -24,7 +25,6 @@ PARTS = {"kernels": 0.55, "host": 0.15, "memory": 0.01, "links": 0.11, "contenti
 Origin = Literal["measured", "published", "assumed"]
 Positive = Annotated[float, msgspec.Meta(gt=0, lt=1e18)]
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
-Whole = Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
 
 
 class Value(msgspec.Struct, frozen=True):
@@ -42,20 +42,20 @@ class KernelSample(msgspec.Struct, frozen=True, kw_only=True):
     """The time of one attention call, helpers included, on a device that does nothing else."""
 
     phase: Literal["forward", "backward"]
-    batch: Whole = 1
-    q: Whole
-    kv: Whole
-    heads: Whole
-    kv_heads: Whole
-    head_dim: Whole
+    batch: Size = 1
+    q: Size
+    kv: Size
+    heads: Size
+    kv_heads: Size
+    head_dim: Size
     causal: bool
-    pairs: Whole | None = None
+    pairs: Size | None = None
     """As in `ringprof.foresee.program.Block`, also below."""
-    sequences: Whole = 1
+    sequences: Size = 1
     ns: Positive
     spread: Share = 0.01
     """Standard deviation of the calls, as a part of the time."""
-    count: Whole = 1
+    count: Size = 1
     """Calls."""
     duty: Share = 1.0
     """Part of the time around the calls in which the device computed: a cool device is faster."""
@@ -106,9 +106,9 @@ class Nccl(msgspec.Struct, frozen=True, kw_only=True):
     """What decides how many channels a message gets; see `ringprof.foresee.links`."""
 
     version: str
-    peer_channels: Whole = 32
+    peer_channels: Size = 32
     """Channels to a peer that NCCL begins with (p2pnChannelsPerPeer, p2pnChannels)."""
-    collective_channels: Whole = 24
+    collective_channels: Size = 24
     """Multiprocessors that a ring collective holds."""
 
 
@@ -162,8 +162,8 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     device: str
     created: str
-    multiprocessors: Whole
-    memory_bytes: Whole
+    multiprocessors: Size
+    memory_bytes: Size
     """Of a device."""
     environment: dict[str, str]
     """Versions of driver, torch, NCCL, cuDNN and flash-attn that the figures are of."""

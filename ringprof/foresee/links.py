@@ -19,7 +19,7 @@ from typing import NamedTuple
 from ringprof.foresee.calibration import Calibration, Link, Nccl
 from ringprof.foresee.events import Leg
 from ringprof.foresee.program import Post
-from ringprof.whole_numbers import whole
+from ringprof.whole_numbers import refuse_below_one, whole
 
 MESSAGE_A_CHANNEL = 16 << 20
 NIC_GB_S_A_CHANNEL = 14
@@ -44,6 +44,10 @@ class Cluster:
     """``NCCL_NCHANNELS_PER_NET_PEER``."""
     stretch: float = 1.0
     """How many times as large communicators across hosts are as those simulated, which stand for them."""
+
+    def __post_init__(self) -> None:
+        """Raises `UsageError` for a count below 1."""
+        refuse_below_one({name: getattr(self, name) for name in ("hosts", "gpus_per_host", "gpus_per_nic")})
 
     @property
     def size(self) -> int:

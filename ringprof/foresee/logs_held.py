@@ -15,7 +15,7 @@ _STRATEGIES = {"double_ring": "double-ring", "megatron_cp": "megatron"}
 _NEEDED = ("seq", "heads", "head_dim", "world_size")
 
 
-def held(rows: Iterable[JudgedRow], machine: Calibration, tape_of: TapeOf, cluster: Cluster) -> Iterator[Flag]:
+def logs_held(rows: Iterable[JudgedRow], machine: Calibration, tape_of: TapeOf, cluster: Cluster) -> Iterator[Flag]:
     """Flags of rows that say what they are of; a host has as many GPUs as ``cluster`` says.
 
     What is above the device's peak the audit says without a machine.

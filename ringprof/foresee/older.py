@@ -11,13 +11,13 @@ from typing import Any
 from torch import Tensor
 
 from ringprof.strategies.annotate import ring_step
-from ringprof.strategies.base import Blocks, Rows, wire_type
+from ringprof.strategies.base import Blocks, Rows, Strategy, wire_type
 from ringprof.strategies.kernel import Gradients
 from ringprof.strategies.merge import Sum
 from ringprof.strategies.ring import Ring, add_dkv, begun_dkv, rows_of, settled_dkv
 
 
-def make_older(strategy: Any) -> None:
+def make_older(strategy: Strategy) -> None:
     """Give the strategy the backward pass that it had."""
     if isinstance(strategy, Ring) and type(strategy).backward is Ring.backward:
         strategy.backward = MethodType(_n_hops, strategy)  # type: ignore[method-assign]

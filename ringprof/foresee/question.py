@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ringprof.errors import InputError, UnfitWorkloadError
+from ringprof.errors import InputError, UnfitWorkloadError, UsageError
 from ringprof.foresee.calibration import Calibration
 from ringprof.foresee.links import Cluster
 from ringprof.run import Run, Workload, read_run
@@ -73,7 +73,9 @@ class Question:
         )  # fmt: skip
 
     def hops_on(self, machine: Calibration) -> str:
-        """``nccl`` or ``copy``."""
+        """``nccl`` or ``copy``. Raises `UsageError` where the question names something else."""
+        if self.hops not in ("auto", "nccl", "copy"):
+            raise UsageError(f"hops {self.hops!r} is not one of auto, nccl, copy")
         if self.hops != "auto":
             return self.hops
         return "nccl" if machine.same_host.copy_gb_s is None else "copy"

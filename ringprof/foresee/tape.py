@@ -29,7 +29,7 @@ from ringprof.record.resolve import fits, load_strategy, mask_options, strategy_
 from ringprof.run import MOST_RANKS, Workload
 from ringprof.strategies import find
 from ringprof.strategies.annotate import heard_by
-from ringprof.strategies.base import Context
+from ringprof.strategies.base import Context, Strategy
 from ringprof.strategies.kernels import KERNELS
 from ringprof.strategies.merge import FUSED
 from ringprof.strategies.streams import SIDE_STREAMS
@@ -117,7 +117,7 @@ def _fitting(question: Question, workload: Workload, cluster: Cluster) -> JsonOb
     typed = typed_params(kind, question.strategy, dict(question.params))
     made, spread = _arranged(question, question.cluster, typed)
     derived = (name for name, value in made.items() if type(value) is int and name not in typed)
-    numbers = sorted(derived, key=made.__getitem__)
+    numbers = sorted(derived, key=lambda name: int(made[name]))
     # The largest number is the likeliest to follow from the number of ranks; what the user gave stays.
     without = [{key: value for key, value in made.items() if key != name} for name in reversed(numbers)]
     for params in (typed, made, *without):
@@ -130,7 +130,7 @@ def _fitting(question: Question, workload: Workload, cluster: Cluster) -> JsonOb
     )
 
 
-def _arranged(question: Question, cluster: Cluster, params: dict[str, Any]) -> tuple[dict[str, Any], dict[str, int]]:
+def _arranged(question: Question, cluster: Cluster, params: JsonObject) -> tuple[JsonObject, dict[str, int]]:
     """The parameters that a strategy takes on a cluster, and how its channels lie over the hosts."""
     comm = RecordingCommunicator(Recorder(), 0, cluster.size, cluster.gpus_per_host, question.hops)
     with strategy_errors():
@@ -139,7 +139,7 @@ def _arranged(question: Question, cluster: Cluster, params: dict[str, Any]) -> t
 
 
 def _program(
-    kind: Any,
+    kind: type[Strategy],
     params: Params,
     workload: Workload,
     place: tuple[int, int, int],
@@ -152,7 +152,7 @@ def _program(
     recorder = Recorder()
     comm = RecordingCommunicator(recorder, *place, hops)
     with recorder, heard_by(recorder.named), _recorded_by(recorder):
-        strategy = kind(Context(comm, kernel), **params)
+        strategy: Any = kind(Context(comm, kernel), **params)
         if older:
             make_older(strategy)
         problem = _problem(strategy, workload)
@@ -173,7 +173,7 @@ def _program(
     ), strategy
 
 
-def _problem(strategy: Any, workload: Workload) -> Problem:
+def _problem(strategy: Strategy, workload: Workload) -> Problem:
     """One rank's share of the workload, in shapes."""
     local = workload.seq // strategy.comm.size
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from ringprof.kernel_tables.layout import DashedRule
+from ringprof.kernel_tables.layout import GAP, DashedRule
 
 _DECIMAL = r"-?[0-9]{1,18}(?:\.[0-9]{1,12})?"
 _SHAPES = {
@@ -16,7 +16,6 @@ _SHAPES = {
 }
 _TIME = re.compile(r"(-?)([0-9]{1,18})(?:\.([0-9]{1,12}))?(ns|us|ms|s)")
 _SHARE = re.compile(r"(-?[0-9]{1,18})(?:\.([0-9]{1,12}))?%?")
-_GAP = re.compile(r" {2,}")
 
 _MOST_SHIFT = 80
 """How far a cell that is wider than its column can push the numbers behind it: a cut name is about 55 wide."""
@@ -58,7 +57,7 @@ class Columns:
         Cells are two spaces apart or more. One that is wider than its column pushes those behind it to the right, but
         nothing ever stands further left than its column.
         """
-        for gap in _GAP.finditer(text, max(0, self._numbers_at - 2), self._numbers_at + _MOST_SHIFT):
+        for gap in GAP.finditer(text, max(0, self._numbers_at - 2), self._numbers_at + _MOST_SHIFT):
             if match := self._numbers.match(text, gap.end()):
                 name = text[: gap.end()][: self._name_end].strip()
                 return {"Name": name, **dict(zip(self._titles, match.groups(), strict=True))}

@@ -14,7 +14,7 @@ from functools import cached_property
 from ringprof.log_lines import LinePrefix, LogLines
 
 _DASHES = re.compile(r"-+")
-_GAP = re.compile(r" {2,}")
+GAP = re.compile(r" {2,}")
 
 _LEAST_FIRST_COLUMN = 4
 """Narrower first runs are punctuation of a prefix (``INFO - -----  ---``): names get at least 5 columns."""
@@ -133,7 +133,7 @@ def find_layout(lines: LogLines, index: int) -> TableLayout | None:
 def _titles(header: str | None, rule: DashedRule) -> tuple[str, ...]:
     """The titles of a table that is read, one a column: names, and counts of calls or of kernels; else none."""
     # They are two spaces or more apart; by offset they cannot be told, since one wider than its column pushes on.
-    titles = tuple(_GAP.split(header.strip())) if header else ()
+    titles = tuple(GAP.split(header.strip())) if header else ()
     known = not _NAME_TITLES.isdisjoint(titles) and not _COUNT_TITLES.isdisjoint(titles)
     return titles if known and len(titles) == len(rule.spans) else ()
 

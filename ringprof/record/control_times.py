@@ -19,7 +19,7 @@ from ringprof.record.measure import Problem
 from ringprof.record.progress import Reporter, SilentReporter
 from ringprof.record.resolve import load_strategy
 from ringprof.strategies.base import Context
-from ringprof.strategies.controls import Call, IdleKernel, Listener, SilentCommunicator, View, use_kernel
+from ringprof.strategies.controls import Call, IdleKernel, Listener, SilentCommunicator, TensorView, use_kernel
 
 CONTROL_KINDS = ("ordinary", "solo", "compute_only", "communication_only")
 ORDERS = ((0, 1, 3, 2), (1, 2, 0, 3), (2, 3, 1, 0), (3, 0, 2, 1))
@@ -159,18 +159,18 @@ class _Memory:
             for role, view in _roles(call):
                 self._reserve(role, view)
 
-    def at(self, role: str, view: View) -> Tensor:
+    def at(self, role: str, view: TensorView) -> Tensor:
         """The role's memory, seen as ``view``."""
         return self._stretches[role, view.dtype].as_strided(view.size, view.stride)
 
-    def _reserve(self, role: str, view: View) -> None:
+    def _reserve(self, role: str, view: TensorView) -> None:
         known = self._stretches.get((role, view.dtype))
         if known is None or known.numel() < view.span:
             self._stretches[role, view.dtype] = torch.randn(view.span, dtype=view.dtype, device=self._like.device)
 
 
-def _roles(call: Call) -> list[tuple[str, View]]:
-    roles: list[tuple[str, View | None]] = [("q", call.q), ("k", call.k), ("v", call.v)]
+def _roles(call: Call) -> list[tuple[str, TensorView]]:
+    roles: list[tuple[str, TensorView | None]] = [("q", call.q), ("k", call.k), ("v", call.v)]
     if call.rows is not None:
         roles += [("dout", call.rows.dout), ("out", call.rows.out), ("delta", call.rows.delta)]
     return [(role, view) for role, view in roles if view is not None]

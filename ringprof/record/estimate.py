@@ -21,10 +21,17 @@ from ringprof.processes import cpu_count
 from ringprof.record.request import Request
 from ringprof.record.resolve import fits, kernel_class, load_strategy, torch_dtype
 from ringprof.run import Workload
+from ringprof.strategies.base import Strategy
 from ringprof.strategies.cut import busiest_over_mean
 from ringprof.strategies.expected import Load
 
 CPU_LIMIT_S = 600.0
+BUSY = 0.8
+"""The share of a quiet machine below which it is said to be busy."""
+_ALONE = 0.95
+"""The share of the time that a process gets which nobody disturbs."""
+SAMPLE_S = 0.3
+"""How long a block is computed again and again on CPU: others take their turns in some milliseconds."""
 CPU_START_S = 10.0
 """Starting the ranks and leaving again, with torch's import."""
 GPU_START_S = 30.0
@@ -43,8 +50,8 @@ REFERENCE_RATE = 2.0
 """TFLOP/s of the float64 reference kernel, on any GPU."""
 UNKNOWN_RATE = 100.0
 
-_Device = tuple[str, "int | None", float, str]
-"""Name, bytes of memory for us, FLOP/s, and the source of that figure."""
+_Device = tuple[str, "int | None", float, str, float]
+"""Name, bytes of memory for us, FLOP/s and the source of that figure, and what share of it is to be had now."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +78,8 @@ class RecordingEstimate:
     """Work of the busiest rank over the mean; None where the strategy does not say."""
     reading_s: float = 0.0
     """What reading the keys and values of decode takes at least."""
+    share: float = 1.0
+    """What is to be had now of the speed of a quiet machine."""
 
     @property
     def seconds_per_iteration(self) -> float:
@@ -85,7 +94,7 @@ class RecordingEstimate:
     @property
     def time_limit(self) -> float:
         """Seconds after which the command counts as hung, where the user names none: generous, but not for ever."""
-        return TIME_LIMIT_S + TIME_LIMIT_FACTOR * self.total_seconds
+        return TIME_LIMIT_S + TIME_LIMIT_FACTOR * self.total_seconds / self.share
 
 
 def estimate_of(request: Request) -> RecordingEstimate:
@@ -93,7 +102,7 @@ def estimate_of(request: Request) -> RecordingEstimate:
     assert request.world is not None and request.warmup is not None and request.iters is not None
     kernel, strategy = kernel_class(request), load_strategy(request.strategy)
     on_gpu = request.device == "cuda"
-    name, limit, rate, source = _gpu(request, kernel.name) if on_gpu else _cpu(request, kernel)
+    name, limit, rate, source, share = _gpu(request, kernel.name) if on_gpu else _cpu(request, kernel)
     profiled = PROFILED_SLOWDOWN * (1 + request.profile_iters)
     return RecordingEstimate(
         device=name,
@@ -107,6 +116,7 @@ def estimate_of(request: Request) -> RecordingEstimate:
         start_s=GPU_START_S if on_gpu else CPU_START_S,
         imbalance=_imbalance(strategy, request),
         reading_s=_reading_s(request.workload, request.world, name) if on_gpu else 0.0,
+        share=share,
     )
 
 
@@ -116,13 +126,12 @@ def _reading_s(workload: Workload, world: int, device: str) -> float:
     return workload.cache_bytes() / world / gbps / 1e9 if gbps and workload.phase == "decode" else 0.0
 
 
-def _imbalance(strategy: Any, request: Request) -> float | None:
+def _imbalance(strategy: type[Strategy], request: Request) -> float | None:
     """Work of the busiest rank over the mean; None where that is not known."""
     workload, mask = request.workload, request.workload.mask()
     assert request.world is not None
     if mask.plain:
-        stated: float | None = strategy.imbalance(request.world, causal=workload.causal, **request.params)
-        return stated
+        return strategy.imbalance(request.world, causal=workload.causal, **request.params)
     return busiest_over_mean(strategy.cut(mask, workload.seq, request.world, **request.params).areas())
 
 
@@ -178,7 +187,7 @@ def describe(request: Request, plan: RecordingEstimate) -> list[str]:
         f" head_dim {workload.heads_in_words()}, {', '.join([mask, *workload.extras()])}, {workload.dtype},"
         f" {'forward and backward' if workload.backward else 'forward only'}",
         f"plan per device: {_si(plan.flops_per_device)}FLOPs an iteration,"
-        f" about {_seconds(plan.seconds_per_iteration)} each ({_si(plan.rate)}FLOP/s {plan.kernel},"
+        f" about {_each(plan)} ({_si(plan.rate)}FLOP/s {plan.kernel},"
         f" {plan.rate_source}), {_memory_in_words(plan.memory_bytes)}",
     ]
     if request.cp_sizes:
@@ -191,6 +200,13 @@ def describe(request: Request, plan: RecordingEstimate) -> list[str]:
     if world == 1:
         lines.append("one device: nothing is communicated")
     return lines
+
+
+def _each(plan: RecordingEstimate) -> str:
+    quiet = plan.seconds_per_iteration
+    if plan.share >= BUSY:
+        return f"{_seconds(quiet)} each"
+    return f"{_seconds(quiet)} each on a quiet machine, {_seconds(quiet / plan.share)} on one as busy as this is now"
 
 
 def _memory_in_words(size: int | None) -> str:
@@ -269,7 +285,8 @@ def _cpu(request: Request, kernel: Any) -> _Device:
     assert request.world is not None
     # What the host can still give, shared among the ranks.
     memory = psutil.virtual_memory().available // request.world
-    return "CPU process", memory, _cpu_rate(kernel, request.workload, request.world), "measured on a small block"
+    rate, share = _cpu_rate(kernel, request.workload, request.world)
+    return "CPU process", memory, rate, "measured on a small block", share
 
 
 def _gpu(request: Request, kernel: str) -> _Device:
@@ -277,7 +294,7 @@ def _gpu(request: Request, kernel: str) -> _Device:
     properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     smallest = min(properties, key=lambda found: int(found.total_memory))
     rate, source = kernel_rate(smallest.name, kernel, request.workload.dtype)
-    return smallest.name, int(smallest.total_memory) - GPU_RESERVE_BYTES, rate, source
+    return smallest.name, int(smallest.total_memory) - GPU_RESERVE_BYTES, rate, source, 1.0
 
 
 def kernel_rate(device: str, kernel: str, dtype: str) -> tuple[float, str]:
@@ -290,15 +307,27 @@ def kernel_rate(device: str, kernel: str, dtype: str) -> tuple[float, str]:
     return min(share * peak.tflops, most) * 1e12, f"assumed from the peak of {device}"
 
 
-def _cpu_rate(kernel: Any, workload: Workload, world: int) -> float:
-    """FLOP/s of one rank, from one full block on the threads that a rank will have."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(max(1, cpu_count() // world))
+def _cpu_rate(kernel: Any, workload: Workload, world: int) -> tuple[float, float]:
+    """FLOP/s of one rank on a quiet machine, by one full block on the threads that a rank will have; its share now."""
+    before, threads = torch.get_num_threads(), max(1, cpu_count() // world)
+    torch.set_num_threads(threads)
     try:
+        began, spent = time.perf_counter(), time.process_time()
         seconds, flops = _time_block(kernel(), workload)
+        got = (time.process_time() - spent) / (time.perf_counter() - began) / threads
     finally:
         torch.set_num_threads(before)
-    return flops / seconds * min(1.0, cpu_count() / world)
+    return flops / seconds * min(1.0, cpu_count() / world), share_of_ranks(got, cpu_count() / threads, world)
+
+
+def share_of_ranks(got: float, places: float, world: int) -> float:
+    """What ranks get of a quiet machine's speed, where one process alone ``got`` this share of the time that it wanted.
+
+    ``places``: processes that can run at once. With ``places / got - 1`` others one gets that much; ranks share with
+    these and with each other.
+    """
+    others = places / max(got, 1e-3) - 1 if got < _ALONE else 0.0
+    return min(1.0, places / (others + world)) / min(1.0, places / world)
 
 
 def _time_block(kernel: Any, workload: Workload) -> tuple[float, int]:
@@ -306,8 +335,9 @@ def _time_block(kernel: Any, workload: Workload) -> tuple[float, int]:
     q, k = (torch.randn(1, tokens, 1, workload.head_dim).to(torch_dtype(workload))
             for tokens in (min(SAMPLE_TOKENS, workload.seq), keys))  # fmt: skip
     scale, best = workload.head_dim**-0.5, float("inf")
-    for _ in range(3):
-        kernel.flops = 0
+    end, calls = time.perf_counter() + SAMPLE_S, 0
+    while calls < 3 or time.perf_counter() < end:
+        calls, kernel.flops = calls + 1, 0
         start = time.perf_counter()
         out, lse = kernel.forward(q, k, k, scale=scale, causal=False)
         if workload.backward:
@@ -326,7 +356,9 @@ def _si(value: float) -> str:
 def _seconds(value: float) -> str:
     if value >= 120:
         return f"{value / 60:.0f} minutes"
-    return f"{value:.2g} s" if value >= 1 else f"{value * 1e3:.2g} ms"
+    if value >= 10:
+        return f"{value:.0f} s"
+    return f"{value:.2g} s" if value >= 1 else f"{value * 1e3:.0f} ms" if value >= 0.01 else f"{value * 1e3:.2g} ms"
 
 
 def _bytes(value: int) -> str:

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from ringprof.record.measure import Problem, Results
 from ringprof.record.resolve import layout_options, mask_options, torch_dtype
 from ringprof.run import Workload
+from ringprof.strategies.base import Strategy
 
 ROPE_BASE = 10_000.0
 PARAMETERS_SEED = 0
@@ -52,7 +53,7 @@ class _Kept:
 class Layer(nn.Module):
     """One layer of a decoder whose attention goes over all ranks."""
 
-    def __init__(self, workload: Workload, strategy: Any) -> None:
+    def __init__(self, workload: Workload, strategy: Strategy) -> None:
         super().__init__()
         assert workload.layer is not None
         hidden, mlp = workload.heads * workload.head_dim, workload.layer.mlp_size
@@ -86,7 +87,7 @@ class Layer(nn.Module):
 class Layers(nn.Module):
     """Layers one after the other, recomputed in the backward pass where the workload says so."""
 
-    def __init__(self, workload: Workload, strategy: Any) -> None:
+    def __init__(self, workload: Workload, strategy: Strategy) -> None:
         super().__init__()
         assert workload.layer is not None
         self.recomputes = workload.layer.checkpoint
@@ -139,7 +140,7 @@ class LayersProblem(Problem):
 
     @classmethod
     def of(
-        cls, strategy: Any, workload: Workload, device: torch.device, *, cuda_graph: bool = False
+        cls, strategy: Strategy, workload: Workload, device: torch.device, *, cuda_graph: bool = False
     ) -> LayersProblem:  # fmt: skip
         """Layers of parameters that are the same on all ranks, and random tokens."""
         assert workload.layer is not None and not cuda_graph

@@ -21,6 +21,8 @@ from ringprof.record.memory import peak_bytes, reset_peak
 from ringprof.record.progress import Reporter
 from ringprof.record.resolve import asks_of_kernels, mask_options, shape_of, torch_dtype
 from ringprof.run import DeviceState, Sent, Work, Workload
+from ringprof.strategies.base import Strategy
+from ringprof.strategies.cached import Cached
 
 SINKS_SEED = 18
 ITERATION = "ringprof::iteration"
@@ -32,6 +34,7 @@ class Problem:
     """One rank's share of a workload, and one iteration over it."""
 
     strategy: Any
+    """A `Strategy`, `Cached` where the workload has a cache."""
     causal: bool
     q: Tensor
     k: Tensor
@@ -75,7 +78,7 @@ class Problem:
         )  # fmt: skip
 
     @classmethod
-    def _over_cache(cls, strategy: Any, workload: Workload, device: torch.device, *, cuda_graph: bool) -> Problem:
+    def _over_cache(cls, strategy: Cached, workload: Workload, device: torch.device, *, cuda_graph: bool) -> Problem:
         """New queries, which ranks may have in common, and each rank's keys and values."""
         dtype, shape = torch_dtype(workload), shape_of(workload)
         everywhere = torch.Generator(device).manual_seed(0)
@@ -260,7 +263,7 @@ def profiler() -> Iterator[Any]:
                 _at_work.remove(recording)
 
 
-def hops_posted(strategy: Any) -> int:
+def hops_posted(strategy: Strategy) -> int:
     """Hops and collectives that this rank has posted since its meter was cleared."""
     return sum(count for count, _ in strategy.comm.meter.sent.values())
 

@@ -45,6 +45,7 @@ from ringprof.run import (
     Work,
 )
 from ringprof.strategies import Dynamic, create, find, names
+from ringprof.strategies.base import Strategy
 
 Reduce = Callable[[Path, Path], bool]
 """Writes the reduced form of a rank's own trace (first path) to the second; whether it could be read."""
@@ -341,7 +342,7 @@ def _controls(request: Request, ranks: list[ControlTimes]) -> Controls | None:
     return Controls(warmup=request.warmup or 0, rounds=ranks[0].rounds, solo_flops=flops, **times)
 
 
-def strategy_used(strategy: Any, name: str = "", *, cuda_graph: bool = False) -> StrategyUsed:
+def strategy_used(strategy: Strategy, name: str = "", *, cuda_graph: bool = False) -> StrategyUsed:
     """What a strategy is and ran with; ``name`` as the user gave it."""
     target = f"{type(strategy).__module__}:{type(strategy).__name__}"
     bundled = (spec.name for spec in map(find, names()) if spec.target == target)

@@ -9,7 +9,6 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import msgspec
 import torch
@@ -21,6 +20,7 @@ from ringprof.record.request import DTYPES, MIN_GPU_WARMUP, Request, check_numbe
 from ringprof.run import Workload
 from ringprof.strategies import Unfit, UnknownName, find, for_inference, names
 from ringprof.strategies.base import NO_SOFTCAP, Shape, Strategy
+from ringprof.strategies.kernel import Kernel
 from ringprof.strategies.registry import check_parameters, parse_parameter
 
 CPU_RANKS = 4
@@ -38,7 +38,7 @@ def strategy_errors() -> Iterator[None]:
         raise UnfitWorkloadError(str(error)) from None
 
 
-def load_strategy(name: str) -> Any:
+def load_strategy(name: str) -> type[Strategy]:
     """The class of a strategy by name or ``package.module:Class``; the current folder's modules may be named.
 
     Importing a class by its path runs that module's code. Raises `UnknownStrategyError`.
@@ -89,7 +89,7 @@ def resolve(request: Request, place: RankPlace | None) -> Request:
     return msgspec.structs.replace(request, device=device, world=world, params=params, warmup=warmup, iters=iters)
 
 
-def _with_sizes(strategy: Any, request: Request, params: Params, world: int) -> Request:
+def _with_sizes(strategy: type[Strategy], request: Request, params: Params, world: int) -> Request:
     """The request with the sequences of each step. Raises `UsageError` and `UnfitWorkloadError`."""
     workload = request.workload
     for size in request.cp_sizes:
@@ -105,7 +105,9 @@ def _with_sizes(strategy: Any, request: Request, params: Params, world: int) -> 
     return msgspec.structs.replace(request, workload=msgspec.structs.replace(workload, sequences=sequences))
 
 
-def fits(strategy: Any, workload: Workload, world: int, params: Params, seq: int | None = None) -> str | None:
+def fits(
+    strategy: type[Strategy], workload: Workload, world: int, params: Params, seq: int | None = None
+) -> str | None:
     """Why the workload (at ``seq``, where given) cannot run on ``world`` ranks; None where it can."""
     if seq is not None:
         workload = workload.at(seq)
@@ -115,7 +117,7 @@ def fits(strategy: Any, workload: Workload, world: int, params: Params, seq: int
     return reason or strategy.unfit_mask(workload.mask(), workload.seq, world, **params)
 
 
-def shape_of(workload: Workload) -> Any:
+def shape_of(workload: Workload) -> Shape:
     """The sizes of a workload, as strategies are told them."""
     heads = workload.heads, workload.kv_heads, workload.head_dim
     return Shape(workload.batch, workload.seq, *heads, workload.kv_length)
@@ -140,17 +142,18 @@ def layout_options(workload: Workload) -> JsonObject:
     return {} if workload.documents is None else {"documents": workload.mask().documents}
 
 
-def kernel_of(strategy: Any, q: Any, workload: Workload) -> Any:
+def kernel_of(strategy: Strategy, q: torch.Tensor, workload: Workload) -> Kernel:
     """The kernel that computes a strategy's blocks of tensors like ``q``."""
     return strategy.kernel_for(q, **asks_of_kernels(workload))
 
 
-def torch_dtype(workload: Workload) -> Any:
+def torch_dtype(workload: Workload) -> torch.dtype:
     """The torch type of a workload's tensors."""
-    return getattr(torch, DTYPES[workload.dtype])
+    dtype: torch.dtype = getattr(torch, DTYPES[workload.dtype])
+    return dtype
 
 
-def kernel_class(request: Request) -> Any:
+def kernel_class(request: Request) -> type[Kernel]:
     """The kernel that a resolved request will run with. Raises `UsageError` and `UnfitWorkloadError`."""
     workload = request.workload
     try:
@@ -164,7 +167,7 @@ def kernel_class(request: Request) -> Any:
         raise UnfitWorkloadError(str(error)) from None
 
 
-def _check_what_is_made(strategy: Any, request: Request) -> None:
+def _check_what_is_made(strategy: type[Strategy], request: Request) -> None:
     phase = request.workload.phase
     if strategy.phase != phase:
         there = [name for name in (*names(), *for_inference()) if find(name).load().phase == phase]
@@ -238,7 +241,7 @@ def _counts(request: Request, device: str) -> tuple[int, int]:
     return warmup, request.iters or (10 if on_gpu else 3)
 
 
-def typed_params(strategy: Any, name: str, params: Params) -> JsonObject:
+def typed_params(strategy: type[Strategy], name: str, params: Params) -> Params:
     """The parameters of strategy ``name`` as what they are. Raises `UnfitWorkloadError` for one it does not take."""
     with strategy_errors():
         typed = {
@@ -256,7 +259,7 @@ def _per_host(request: Request, world: int, place: RankPlace | None) -> int:
     return per_host if world % per_host == 0 else world
 
 
-def _check_fit(strategy: Any, request: Request, params: Params, world: int) -> None:
+def _check_fit(strategy: type[Strategy], request: Request, params: Params, world: int) -> None:
     if request.ranks_per_host is not None and world % request.ranks_per_host:
         raise UnfitWorkloadError(f"--ranks-per-host {request.ranks_per_host} does not divide the {world} ranks")
     with strategy_errors():

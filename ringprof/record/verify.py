@@ -35,6 +35,7 @@ from ringprof.record.measure import drawn_sinks
 from ringprof.record.resolve import fits, kernel_of, layout_options, mask_options, torch_dtype
 from ringprof.record.world_group import gather_tensor
 from ringprof.run import TensorError, Verification, Workload
+from ringprof.strategies.base import Strategy
 from ringprof.strategies.cut import cut_of
 from ringprof.strategies.kernels import MaskedReference
 from ringprof.strategies.layouts import LAYOUTS
@@ -59,7 +60,7 @@ class Tensors:
     dout: Tensor
 
 
-def verify(strategy: Any, workload: Workload, device: torch.device) -> Verification:
+def verify(strategy: Strategy, workload: Workload, device: torch.device) -> Verification:
     """Check a strategy that stands on its ranks; all ranks must call this, and all get the same answer.
 
     Raises `VerificationError` naming the worst rank and tensor where a result is wrong.
@@ -94,12 +95,12 @@ def verify(strategy: Any, workload: Workload, device: torch.device) -> Verificat
     return Verification(passed=True, seq=seq, errors=errors)
 
 
-def _share(strategy: Any, name: str, whole: Tensor, workload: Workload) -> Tensor:
+def _share(strategy: Strategy, name: str, whole: Tensor, workload: Workload) -> Tensor:
     """This rank's rows of a result over the whole sequence; all of a gradient that the ranks add up."""
     return whole.sum((0, 1, 3)) if name == "dsinks" else strategy.shard(whole, **layout_options(workload))
 
 
-def verification_seq(strategy: type[Any], workload: Workload, world: int, device_type: str, params: Params) -> int:
+def verification_seq(strategy: type[Strategy], workload: Workload, world: int, device_type: str, params: Params) -> int:
     """The sequence length of the check: at least 64 tokens a rank on CPU and 256 on GPU, as the layout needs it.
 
     Never longer than the workload's own. Raises `UnfitWorkloadError` where no short sequence fits.
@@ -137,15 +138,16 @@ def draw_inputs(workload: Workload, device: torch.device, seed: int = SEED) -> T
     return Tensors(draw(heads, size), draw(kv_heads, size), draw(kv_heads, of_v), draw(heads, of_v))
 
 
-def _strategy_results(strategy: Any, full: Tensors, workload: Workload) -> dict[str, Tensor]:
+def _strategy_results(strategy: Strategy, full: Tensors, workload: Workload) -> dict[str, Tensor]:
     """This rank's share of the strategy's output and gradients."""
     shared = layout_options(workload)
     q, k, v = (
         strategy.shard(x, **shared).contiguous().requires_grad_(workload.backward) for x in (full.q, full.k, full.v)
     )
     sinks = drawn_sinks(workload, q.device)
-    leaves, extra = ((q, k, v), {}) if sinks is None else ((q, k, v, sinks), {"sinks": sinks})
-    out = strategy.attention(q, k, v, causal=workload.causal, **mask_options(workload), **extra)
+    leaves = (q, k, v) if sinks is None else (q, k, v, sinks)
+    options = mask_options(workload) | ({} if sinks is None else {"sinks": sinks})
+    out = strategy.attention(q, k, v, causal=workload.causal, **options)
     results = {"out": out.detach()}
     if workload.backward:
         gradients = torch.autograd.grad(out, leaves, strategy.shard(full.dout, **shared).contiguous())
@@ -224,7 +226,7 @@ def reference_results(full: Tensors, workload: Workload, scale: float | None = N
     return {name: torch.cat([torch.cat(row, dim=2) for row in rows]) for name, rows in collected.items()}
 
 
-def roundings(name: str, strategy: Any) -> int:
+def roundings(name: str, strategy: Strategy) -> int:
     """How often a tensor is rounded to the input's type on its way over the ranks."""
     # A mixture of types, or a strategy that does not say, may round gradients at every hop.
     narrow = strategy.parameters.get("grad_wire", "input") != "fp32"

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import msgspec
 import torch
@@ -32,12 +31,13 @@ from ringprof.record.verify import (
 from ringprof.record.verify_timed import PLACES, Seen, by_head, of_ranks, refuse_not_finite, softmax_rows
 from ringprof.record.world_group import gather_tensor
 from ringprof.run import TimedVerification, Verification, Workload
+from ringprof.strategies.cached import Cached
 from ringprof.strategies.kernels import ReferenceKernel
 
 SEQUENCES = 2
 
 
-def verify_cached(strategy: Any, workload: Workload, device: torch.device) -> Verification:
+def verify_cached(strategy: Cached, workload: Workload, device: torch.device) -> Verification:
     """As `ringprof.record.verify.verify`, for a strategy over a cache. Raises `VerificationError`."""
     workload = shortened(type(strategy), workload, strategy.comm.size, device.type, strategy.parameters)
     keys, new = workload.kv_length, workload.seq
@@ -67,7 +67,7 @@ def verify_cached(strategy: Any, workload: Workload, device: torch.device) -> Ve
     return Verification(passed=True, seq=keys, errors=errors)
 
 
-def shortened(strategy: type[Any], workload: Workload, world: int, device_type: str, params: Params) -> Workload:
+def shortened(strategy: type[Cached], workload: Workload, world: int, device_type: str, params: Params) -> Workload:
     """The workload of the check: no more new tokens, and no more that are cached, than the check of training has."""
     assert workload.kv_length is not None
     most = min(TOKENS_PER_RANK[device_type] * world, MOST_TOKENS)
@@ -113,7 +113,7 @@ def verify_cached_timed(
     return msgspec.structs.replace(before, timed=timed)
 
 
-def _judged(row: list[float], strategy: Any, workload: Workload, device: torch.device) -> JsonObject:
+def _judged(row: list[float], strategy: Cached, workload: Workload, device: torch.device) -> JsonObject:
     """The errors of the output on all ranks. Collective."""
     return {"out": worst(of_ranks(row, device), torch_dtype(workload), strategy.out_roundings)}
 

@@ -193,7 +193,9 @@ def _against(difference: Difference | None) -> str:
         return "  (work)"
     if difference.ratio is None:
         return "        "
-    return f" {difference.ratio:5.2f}x{_SIGNS[difference.verdict]}"
+    # A ratio of 0.004 is not 0.
+    digits = 3 if difference.ratio < 0.095 else 2 if difference.ratio < 100 else 0
+    return f" {difference.ratio:5.{digits}f}x{_SIGNS[difference.verdict]}"
 
 
 def _legend(comparison: Comparison) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ringprof.report.text import TextStyle, clean, csv_text
@@ -29,6 +29,7 @@ COLUMNS = (
     SweepColumn("strategy", "strategy", 11),
     SweepColumn("parameters", "params", 20, drop=6),
     SweepColumn("kernel", "kernel", 10, drop=7),
+    SweepColumn("mask", "mask", 24, drop=3),
     SweepColumn("FWD ms", "forward_ms", 10, ",.2f", drop=3),
     SweepColumn("FWD+BWD ms", "forward_backward_ms", 11, ",.2f"),
     SweepColumn("Memory MiB", "memory_mib", 10, ",.0f", drop=1),
@@ -39,19 +40,22 @@ COLUMNS = (
     SweepColumn("exposed %", "exposed_comm_share", 9, ".1f", 100),
     SweepColumn("% of kernel rate", "of_kernel_rate", 16, ".1f", 100, drop=2),
 )
-_LEFT = {"strategy", "parameters", "kernel"}
+_LEFT = {"strategy", "parameters", "kernel", "mask"}
+PLAIN = "causal"
+"""The mask of which a terminal says nothing."""
 _BETWEEN = 2
 
 
 class SweepTable:
     """The table of a sweep, a line at a time: in the terminal as soon as a row is there."""
 
-    def __init__(self, style: TextStyle) -> None:
-        shown = list(COLUMNS)
+    def __init__(self, style: TextStyle, masks: Iterable[str] = ()) -> None:
+        columns = [one for one in COLUMNS if one.key != "mask" or set(masks) - {PLAIN}]
+        shown = list(columns)
         while sum(one.width + _BETWEEN for one in shown) - _BETWEEN > style.table_width and any(o.drop for o in shown):
             shown.remove(max(shown, key=lambda one: one.drop))
         self._shown = shown
-        left_out = ", ".join(one.title for one in COLUMNS if one not in shown)
+        left_out = ", ".join(one.title for one in columns if one not in shown)
         self.header = self._line([one.title for one in shown])
         if left_out:
             self.header += "\n" + style.wrap(f"no room for {left_out}: --format csv has all", "dim")
@@ -81,7 +85,7 @@ def render_markdown(rows: Sequence[Mapping[str, Any]]) -> str:
     for row in rows:
         cells = [_cell(row, one) for one in COLUMNS]
         if row["status"] != "ok":
-            cells[6] = _failure(row)
+            cells[-1] = _failure(row)
         lines.append([cell.replace("|", "\\|") for cell in cells])
     return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 

@@ -5,9 +5,13 @@ from __future__ import annotations
 import pytest
 
 import ringprof
+from ringprof.analysis.attribution import outline_run
+from ringprof.analysis.timeline.focus import EVERYTHING
 from ringprof.errors import InputError, TraceFormatError
 from ringprof.scale.pipeline import attribute
+from ringprof.trace.one_run import checked_facts, facts_of
 from tests.analysis.build import FLASH, NCCL, Builder, collective
+from tests.analysis.recorded import recorded_run
 from tests.trace.kineto_text import document, kernel
 
 
@@ -73,6 +77,18 @@ def test_traces_that_share_no_moment_are_of_different_runs():
     attribution = attribute_all(*builders)
     assert codes(attribution) == ["mixed_runs"]
     assert attribution.ranks[0].splits[0].wait_ns is None
+
+
+def test_ranks_of_a_recorded_run_may_be_done_before_others_begin():
+    """On CPU, where nothing of theirs is matched: rank 0 computes from 0 to 100, rank 1 from 5000 on."""
+    builders = [Builder(rank=rank, world_size=2).operate("aten::mm", at, at + 100) for rank, at in ((0, 0), (1, 5000))]
+    traces = [b.trace() for b in builders]
+    facts = checked_facts([facts_of(trace) for trace in traces])
+    with pytest.raises(InputError, match="have no moment in common"):
+        outline_run(facts, None, None, EVERYTHING)
+    run = recorded_run(world_size=2)
+    assert outline_run(facts, run, None, EVERYTHING).warnings == ()
+    assert "mixed_runs" not in codes(attribute(traces, run))
 
 
 def test_a_trace_with_nothing_to_analyse_is_refused():

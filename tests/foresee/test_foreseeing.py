@@ -15,7 +15,7 @@ pytest.importorskip("matplotlib", reason="plots need the plot extra")
 from msgspec.structs import replace
 
 import ringprof
-from ringprof.errors import UnfitWorkloadError, UsageError
+from ringprof.errors import UnfitWorkloadError, UnknownStrategyError, UsageError
 from ringprof.foresee.advise import Advice, Choice, Point, crossings
 from ringprof.foreseeing import Advised, Foreseen
 
@@ -130,3 +130,16 @@ def test_what_the_second_gains_is_said_where_it_loses_more_than_the_difference(
 ) -> None:
     choices: tuple[Choice, ...] = (choice("a", kernel=1000.0, peers=100.0), choice("b", **other))
     assert Advice(choices, (), (), (), ()).why_not_the_second() == said
+
+
+def test_what_cannot_be_meant_is_refused() -> None:
+    """Hops that are none were foreseen as NCCL's, and one name as text chose every strategy whose name is in it."""
+    with pytest.raises(UsageError, match="hops 'zz' is not one of auto, nccl, copy"):
+        ringprof.predict("zigzag", PROBLEM, machine="h200", hops="zz")
+    with pytest.raises(UsageError, match="hosts must be at least 1, not 0"):
+        ringprof.Cluster(hosts=0)
+    with pytest.raises(UnknownStrategyError, match="advise has no strategy 'nope' to choose; it has: zigzag, stripe, "):
+        ringprof.advise(PROBLEM, machine="h200", strategies=("nope",))
+    assert set(ringprof.advise(PROBLEM, machine="h200", strategies="zigzag").choices().choice) == {
+        "zigzag", "zigzag, hops copied"
+    }  # fmt: skip

@@ -28,6 +28,7 @@ from ringprof.record.estimate import (
     largest_seq,
     memory_per_device,
     refuse_too_large,
+    share_of_ranks,
 )
 from ringprof.record.launcher import RankPlace
 from ringprof.record.measure import Problem
@@ -85,6 +86,33 @@ def test_memory_of_a_forward_pass_by_hand() -> None:
     """4 tokens x 1 head x 2 numbers: q 16 bytes, K and V 32, a float32 accumulator 32; K and V in three sets."""
     workload = Workload(seq=8, heads=1, kv_heads=1, head_dim=2, backward=False)
     assert memory_per_device(request(world=2), workload) == 16 + 32 + 32 + 2 * 16 + 3 * 32
+
+
+@pytest.mark.parametrize(
+    ("got", "places", "world", "share"),
+    [
+        # Alone: whatever ranks there are, they are as fast as on a quiet machine.
+        (1.0, 2, 4, 1.0),
+        (0.97, 8, 4, 1.0),
+        # Two processors and three others: half of the time for one, 2/7 for each of four, who would have half.
+        (0.5, 2, 4, 4 / 7),
+        # Thirty others: a fifteenth for one; two of 34 for four ranks.
+        (2 / 31, 2, 4, (2 / 34) / (2 / 4)),
+        # Room for eight, nine others: 8 of 13 for each of four, who would have a place each.
+        (0.8, 8, 4, 8 / 13),
+    ],
+)
+def test_ranks_share_a_busy_machine_with_all_others(got: float, places: float, world: int, share: float) -> None:
+    assert share_of_ranks(got, places, world) == pytest.approx(share)
+
+
+def test_a_busy_machine_is_said_in_the_plan() -> None:
+    asked = request()
+    quiet = plan(rate=5e15, share=0.95)
+    assert "about 200 ms each (" in describe(asked, quiet)[1]
+    busy = describe(asked, plan(rate=5e15, share=0.1))[1]
+    assert "about 200 ms each on a quiet machine, 2 s on one as busy as this is now (" in busy
+    assert plan(share=0.1).time_limit == 600 + 10 * plan().total_seconds * 10
 
 
 def test_time_counts_every_iteration_and_the_busiest_rank() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.record.command import (
+    HANGS_S,
     RINGPROF,
     SMALL,
     environment,
@@ -74,10 +75,10 @@ def test_one_key_a_row_is_verified(own_strategies: Path) -> None:
 
 
 def test_a_killed_rank_ends_all(own_strategies: Path) -> None:
-    code, stderr, seconds = run_and_disturb(
+    code, stderr = run_and_disturb(
         SLOW, own_strategies, lambda _: os.kill(rank_process(own_strategies, 1), signal.SIGKILL)
     )
-    assert code == 3 and seconds < 10
+    assert code == 3
     line = one_line(stderr)
     assert "rank 1 was killed by SIGKILL" in line
     kept_log(line, own_strategies)
@@ -96,18 +97,18 @@ def to_parent_twice(process: subprocess.Popen[str]) -> None:
 
 @pytest.mark.parametrize("interrupt", [to_group, pytest.param(to_parent_twice, marks=pytest.mark.long)])
 def test_ctrl_c_ends_all(own_strategies: Path, interrupt: Callable[[subprocess.Popen[str]], None]) -> None:
-    code, stderr, seconds = run_and_disturb(SLOW, own_strategies, interrupt)
-    assert code == 130 and seconds < 10
+    code, stderr = run_and_disturb(SLOW, own_strategies, interrupt)
+    assert code == 130
     assert "interrupted during iterations" in one_line(stderr)
     assert nothing_recorded(own_strategies)
 
 
 @pytest.mark.long
 def test_ranks_do_not_outlive_their_parent(own_strategies: Path) -> None:
-    code, _, seconds = run_and_disturb(SLOW, own_strategies, lambda process: process.kill())
-    assert code == -signal.SIGKILL and seconds < 10
+    code, _ = run_and_disturb(SLOW, own_strategies, lambda process: process.kill())
+    assert code == -signal.SIGKILL
     # The ranks clear up as they notice, which on a busy machine is after the parent's end has been seen.
-    wait_until(lambda: nothing_recorded(own_strategies), 60)
+    wait_until(lambda: nothing_recorded(own_strategies))
 
 
 @pytest.mark.long
@@ -116,8 +117,8 @@ def test_a_stopped_rank_is_killed_too(own_strategies: Path) -> None:
         os.kill(rank_process(own_strategies, 1), signal.SIGSTOP)
         process.send_signal(signal.SIGINT)
 
-    code, _, seconds = run_and_disturb(SLOW, own_strategies, disturb)
-    assert code == 130 and seconds < 10
+    code, _ = run_and_disturb(SLOW, own_strategies, disturb)
+    assert code == 130
     assert nothing_recorded(own_strategies)
 
 
@@ -158,7 +159,7 @@ def test_a_signal_before_there_are_ranks_leaves_nothing(tmp_path: Path, number: 
     )  # fmt: skip
     wait_until(lambda: bool(list((tmp_path / "tmp").glob("ringprof-ranks-*"))))
     process.send_signal(number)
-    _, stderr = process.communicate(timeout=10)
+    _, stderr = process.communicate(timeout=HANGS_S)
     assert process.returncode == 128 + number and "Traceback" not in stderr
     assert list((tmp_path / "tmp").iterdir()) == [] and not (tmp_path / "traces").exists()
 

@@ -91,9 +91,9 @@ def test_a_rank_that_hangs(own_strategies: Path) -> None:
 @pytest.mark.parametrize("on", [0, 1])
 def test_a_stopped_process(own_strategies: Path, on: int) -> None:
     """Nothing of a rank answers: the time limit names it, whichever rank it is."""
-    code, stderr, _ = run_and_disturb(
+    code, stderr = run_and_disturb(
         [*SLOW, "--time-limit", "14"], own_strategies,
-        lambda _: os.kill(rank_process(own_strategies, on), signal.SIGSTOP), TORCHRUN, 60,
+        lambda _: os.kill(rank_process(own_strategies, on), signal.SIGSTOP), TORCHRUN,
     )  # fmt: skip
     assert code != 0 and f"rank {on} " in one_line(stderr)
 
@@ -107,9 +107,9 @@ def twice(process: subprocess.Popen[str]) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("interrupt", [to_group, twice])
 def test_ctrl_c(own_strategies: Path, interrupt: Callable[[subprocess.Popen[str]], None]) -> None:
-    _, stderr, seconds = run_and_disturb(SLOW, own_strategies, interrupt, TORCHRUN)
+    _, stderr = run_and_disturb(SLOW, own_strategies, interrupt, TORCHRUN)
     line = one_line(stderr)
-    assert "interrupted during iterations" in line and seconds < 10
+    assert "interrupted during iterations" in line
     only_a_log(line, own_strategies)
 
 
@@ -150,7 +150,7 @@ def test_ranks_do_not_wait_for_others_when_their_launcher_is_gone(
 ) -> None:
     launcher, rank = lonely
     launcher.kill()
-    launcher.wait(10)
+    launcher.wait(60)
     wait_until(lambda: not psutil.pid_exists(rank), 60)
     assert list(tmp_path.iterdir()) == []
 
@@ -161,7 +161,7 @@ def test_a_rank_that_waits_for_others_hears_signals(
 ) -> None:
     launcher, rank = lonely
     os.kill(rank, number)
-    assert launcher.wait(10) == code
+    assert launcher.wait(60) == code
     said = launcher.stderr.read() if launcher.stderr else ""
     assert ("ringprof: interrupted before all ranks were there" in said) == (number == signal.SIGINT)
     assert "Traceback" not in said

@@ -124,7 +124,7 @@ def test_what_a_killed_recording_leaves_is_cleared_by_the_next(own_strategies: P
         os.kill(pid, signal.SIGSTOP)
     for pid in started_in(own_strategies):
         os.kill(pid, signal.SIGKILL)
-    process.wait(10)
+    process.wait(60)
     wait_until(lambda: not started_in(own_strategies), 60)
     assert [path.suffix for path in traces.iterdir()] == [".partial"]
     done = run(["record", "--strategy", "ring", *SMALL, "--world", "1", "--iters", "1"], own_strategies)

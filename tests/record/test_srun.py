@@ -108,7 +108,7 @@ def test_a_rank_that_is_gone_before_the_run_begins(tmp_path: Path) -> None:
     meet_and_leave = "import os, torch.distributed as d; d.init_process_group('gloo'); os._exit(0)"
     other = subprocess.Popen([sys.executable, "-c", meet_and_leave], env=environment(RANK="1", **env))
     done = run(RECORD, tmp_path, RINGPROF, RANK="0", **env)
-    other.wait(10)
+    other.wait(60)
     assert done.returncode == 3 and "Traceback" not in done.stderr
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("ringprof: ")]
     assert "rank 0 cannot reach the other ranks" in line and not (tmp_path / "traces").exists()

@@ -45,7 +45,7 @@ class TwoHosts:
             self.kill(namespace)
             subprocess.run(["ip", "netns", "delete", namespace], capture_output=True, check=False)
         for process in self._started:
-            process.wait(10)
+            process.wait(60)
 
     def start(self, arguments: list[str], folders: list[Path], ranks: int = 2, before: str = ":") -> None:
         """Start torchrun on both, each with its own output file ``printed.txt`` in its folder.

@@ -17,7 +17,6 @@ import torch.distributed._symmetric_memory as symmetric
 
 from ringprof.strategies import agreement, copies, create, hops
 from ringprof.strategies.errors import PeerLost, Unfit
-from ringprof.strategies.hops import Hop
 from ringprof.strategies.parcels import Parcel, Shapes, shapes_of
 from tests.strategies.cases import CASES, Case, Problem, dense, inputs, relative_error
 from tests.strategies.gpu_ranks import GPUS, SIZES, needs_two_gpus, run_gpu_ranks
@@ -29,49 +28,58 @@ def test_hops_that_nothing_carries_are_refused_by_name():
         create("ring", hops="pigeon")
 
 
-class _Held(Hop):
-    """As `copies.CopyHop`, it knows what is under way by its parcel: the caller may let go of the tensors meanwhile."""
-
-    def __init__(self, works: list[Any], sent: Parcel, arriving: Parcel) -> None:
-        super().__init__(works, sent.messages, arriving)
-        self._sent_parcel = sent
-
-    def wait(self) -> Parcel:
-        assert self._sent_parcel.messages, "what is under way was let go of"
-        arriving: Parcel = super().wait()
-        return arriving
-
-
 class _ByGloo:
-    """Carries what copy engines would; as there, room is used again, and nobody may read it then: here it is spoilt."""
+    """Carries what copy engines would, in two slots, at the worst moments that they may choose.
+
+    Where a hop arrives is spoilt as soon as it is posted, and what it sends is read no sooner than it is waited for.
+    """
 
     def __init__(self, group: Any, following: int, previous: int) -> None:
-        self._group, self._following, self._previous = group, following, previous
-        self._rooms: list[list[torch.Tensor]] = []
+        self.group, self.following, self.previous = group, following, previous
+        self._memory, self._size, self._number = torch.empty(0, dtype=torch.uint8), 0, 0
 
-    def post(self, parcel: Parcel) -> Hop:
-        _spoil(self._rooms.pop(0) if len(self._rooms) == 2 else [])
-        arriving = parcel.room()
-        self._rooms.append(arriving.messages)
-        # gloo knows few types, but bytes are bytes.
-        works = [self._group.send([x.view(torch.uint8)], self._following, 0) for x in parcel.messages]
-        works += [self._group.recv([x.view(torch.uint8)], self._previous, 0) for x in arriving.messages]
-        return _Held(works, parcel, arriving)
+    def post(self, parcel: Parcel) -> _LateHop:
+        shapes = shapes_of(parcel.messages)
+        self._grow(shapes)
+        self._number += 1
+        return _LateHop(self, parcel, self._spoilt(shapes))
 
     def free_slot(self, shapes: Shapes) -> list[torch.Tensor]:
-        """The room of the last hop, where it is of these shapes."""
-        alike = self._rooms and shapes_of(self._rooms[-1]) == shapes
-        messages = self._rooms[-1] if alike else [torch.empty(shape, dtype=dtype) for dtype, shape in shapes]
-        _spoil(messages)
-        return messages
+        self._grow(shapes)
+        return self._spoilt(shapes)
 
     def holds(self, message: torch.Tensor) -> bool:
-        return any(message.data_ptr() == x.data_ptr() for room in self._rooms for x in room)
+        return message.untyped_storage().data_ptr() == self._memory.untyped_storage().data_ptr()
+
+    def _grow(self, shapes: Shapes) -> None:
+        size = copies._places(shapes)[1]
+        if size > self._size:
+            self._memory, self._size, self._number = torch.empty(2 * size, dtype=torch.uint8), size, 0
+
+    def _spoilt(self, shapes: Shapes) -> list[torch.Tensor]:
+        slot = self._number % 2
+        self._memory[slot * self._size : (slot + 1) * self._size] = 255
+        return copies._viewed(self._memory, self._size, shapes, slot)
 
 
-def _spoil(messages: list[torch.Tensor]) -> None:
-    for message in messages:
-        message.view(torch.uint8).fill_(255)
+class _LateHop:
+    """As `copies.CopyHop`, it knows what is under way by its parcel."""
+
+    def __init__(self, ring: _ByGloo, sent: Parcel, places: list[torch.Tensor]) -> None:
+        self._ring, self._sent, self._places = ring, sent, places
+
+    def wait(self) -> Parcel:
+        ring, messages = self._ring, self._sent.messages
+        assert messages, "what is under way was let go of"
+        arrived = [torch.empty_like(x) for x in messages]
+        # gloo knows few types, but bytes are bytes.
+        works = [ring.group.send([x.view(torch.uint8)], ring.following, 0) for x in messages]
+        works += [ring.group.recv([x.view(torch.uint8)], ring.previous, 0) for x in arrived]
+        for work in works:
+            work.wait()
+        for place, message in zip(self._places, arrived, strict=True):
+            place.copy_(message)
+        return self._sent.over(self._places)
 
 
 def _carried(rank: int, can: list[bool], cases: list[Case]) -> dict[str, tuple[set[str], float]]:

@@ -360,3 +360,46 @@ def test_other_writers_categories(category):
     trace = parse_trace(document([kernel(0, cat=category)]))
     assert trace.activities.category.tolist() == [{"l": 0, "y": 1}.get(category[-1], 2)]
     assert not trace.warnings
+
+
+def merged(name: str) -> bytes:
+    """Two ranks in one file, as tools of different people make it."""
+    launch = {**LAUNCH, "pid": 100}
+    first = [kernel(number) for number in range(10)]
+    match name:
+        case "shifted processes":
+            second = [{**one, "pid": 1_000_000} for one in first]
+        case "labelled processes":
+            first = [{**one, "pid": "[TP00] 0"} for one in first]
+            second = [{**one, "pid": "[TP01] 0"} for one in first]
+        case _:
+            first += [launch] * 10
+            args = {"device": 1, "stream": 7}
+            second = [{**one, "pid": 1, "args": args} for one in first[:10]] + [{**launch, "pid": 200}] * 10
+    return document(first + second)
+
+
+@pytest.mark.parametrize("name", ["shifted processes", "labelled processes", "a device each"])
+def test_ranks_merged_into_one_file_are_refused(name):
+    with pytest.raises(TraceFormatError, match=r"some\.json: several ranks, merged into one file"):
+        parse_trace(merged(name), "some.json")
+
+
+@pytest.mark.parametrize(
+    "events",
+    [
+        # One row of thirty is damaged, not another rank's.
+        [*(kernel(number) for number in range(30)), kernel(30, pid=5)],
+        # One process that drives two devices.
+        [*(kernel(0, args={"device": device, "stream": 7}, pid=device) for device in (0, 1)), LAUNCH],
+    ],
+)
+def test_what_is_of_one_rank_is_not_refused(events):
+    assert len(parse_trace(document(events)).activities.start_ns) > 1
+
+
+@pytest.mark.parametrize("odd", [{"ph": "C", "ts": 1}, {"ph": "s", "cat": "ac2g", "id": 1}, {"ph": "?"}, {}, {"ts": 1}])
+def test_events_of_any_phase_stand_among_others(odd):
+    trace = parse_trace(document([kernel(0), odd, kernel(1)]))
+    assert len(trace.activities.start_ns) == 2
+    assert (trace.events_total, trace.warnings) == (3, [])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -14,8 +15,11 @@ from ringprof.scale.pipeline import attribute
 from ringprof.trace.columns import KERNEL, MEMCPY, NONE
 from ringprof.trace.inputs import detect
 from ringprof.trace.kineto import parse_trace
+from ringprof.trace.kineto.event_list import Event
+from ringprof.trace.kineto.tracks import Tracks
 from ringprof.trace.ranks import read_traces
 
+ARGS = msgspec.Raw(b'{"name": "Ascend Hardware"}')
 NCCL = "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
 
 
@@ -125,3 +129,14 @@ def test_other_devices_rows_are_told_to_be_missing(process):
     assert [warning.message for warning in trace.warnings] == [
         f"what ran on the device is not read: process '{process}' (1)"
     ]
+
+
+def test_names_of_tracks_take_little_memory():
+    """However many processes a file names, and however long their numbers are."""
+    tracks = Tracks()
+    long = [Event(ph="M", name="process_name", pid="p" * 10_000 + str(number), args=ARGS) for number in range(3)]
+    tracks.note(long)
+    tracks.note(Event(ph="M", name="process_name", pid=number, args=ARGS) for number in range(100_000))
+    assert tracks.source_of(Event(pid=16_383)) == "process 'Ascend Hardware'"
+    assert tracks.source_of(Event(pid=16_384)) is None
+    assert tracks.source_of(long[0]) == f"process '{'p' * 40}'"

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ringprof.analysis.findings.findings import Findings
+from ringprof.analysis.findings.verdict import PASSES
 from ringprof.analysis.findings.waterfall import COMMUNICATION_PARTS, WATERFALL_LABELS
 
 WORTH_SAYING = 0.01
@@ -17,7 +18,6 @@ WORTH_SAYING = 0.01
 MOST_SAID = 3
 MOST_OF_IT = 0.8
 """Share of what a pass changed by that the steps which are named hold."""
-_PASSES = {"fwd": "forward", "bwd": "backward"}
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class RunChanges:
                 named.append(number)
         held = way * 100 * sum(passes[phase][one] for one in named)
         steps = f"step{'s' if len(named) > 1 else ''} {_listed(sorted(named))}"
-        return f"; by ring step {held:+.1f} % exposed in {_PASSES.get(phase, phase)} {steps}"
+        return f"; by ring step {held:+.1f} % exposed in {PASSES.get(phase, phase)} {steps}"
 
 
 def _listed(steps: list[int]) -> str:

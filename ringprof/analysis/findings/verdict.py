@@ -37,7 +37,7 @@ WORTH_NAMING = 0.02
 """The least share of the time that is called a loss."""
 _LEAST_GAIN = 0.0005
 """The least gain, as a share of the wall, that is not written as nothing."""
-_PASSES = {"fwd": "forward", "bwd": "backward"}
+PASSES = {"fwd": "forward", "bwd": "backward"}
 
 
 class Facts(Protocol):
@@ -242,7 +242,7 @@ def _worst_step(found: Facts) -> str:
     means = {key[1]: time / count for key, (time, count) in exposed.items() if key[0] == phase}
     worst = max(means, key=lambda step: means[step])
     return (
-        f"; {_percent(phases[phase] / everything, 0)} of it in the {_PASSES[phase]} pass, most in step {worst} "
+        f"; {_percent(phases[phase] / everything, 0)} of it in the {PASSES[phase]} pass, most in step {worst} "
         f"(mean {milliseconds(means[worst])})"
     )
 

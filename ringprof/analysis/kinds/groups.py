@@ -71,7 +71,9 @@ def group_names(trace: Trace) -> set[str]:
 
 def refuse_unknown_group(group: str, names: Iterable[str]) -> None:
     """Say that no trace has a record of this group, and which groups there are."""
-    listed = "; ".join(sorted(names)[:12]) or "none"
+    listed = "; ".join(sorted(names)[:12])
+    if not listed:
+        raise UsageError(f"--group {group!r}: no trace tells the group of its communication (on CPU none does)")
     raise UsageError(f"--group {group!r}: nothing was communicated in such a group; the traces have: {listed}")
 
 

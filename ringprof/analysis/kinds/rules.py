@@ -164,7 +164,7 @@ RULES: tuple[Rule, ...] = (
         ("xFormers", r"^_splitk_reduce"),
         ("HSTU", r"hstu_(attn_)?fwd"),
         ("FlashInfer", r"(prefill|decode)with(paged|ragged)?kvcache|batchmla"),
-        ("TensorRT-LLM", r"fmhasm\d+|fmha_v2|masked_multihead_attention|kernel_mha|xqa_kernel"),
+        ("TensorRT-LLM", r"fmhasm\d+|fmha_v2|gemm_mha_v2|masked_multihead_attention|kernel_mha|xqa_kernel"),
         ("vLLM", r"(paged|unified|cached_kv)_attention|pagedattn|^reduce_segments"),
         # Also the name of Triton layer norms; kept for old flash-attention kernels that are called just this.
         ("Triton", r"^_fwd_kernel(\b|_splitk|_aligned|_int8kv)|^_fwd_(grouped_)?kernel_stage\d"),
@@ -233,6 +233,9 @@ RULES: tuple[Rule, ...] = (
     Rule("permute", "XLA", r"^(loop|input|wrapped)_(dynamic_|transpose|slice|gather|scatter|concat|copy|pad|reverse)"),
     Rule("reduction", "XLA", r"^(input|wrapped|row|column)_\w{0,60}reduc"),
     Rule("elementwise", "XLA", r"^(loop|input)_\w{0,80}fusion"),
+    # TensorRT's Myelin lists what it fused.
+    Rule("norm", "TensorRT", r"__myl_", then=r"mean\w{0,80}sqrt"),
+    Rule("elementwise", "TensorRT", r"__myl_", then=r"add|mul|sub|silu|sigmoid|erf|tanh", loose=True),
     Rule("norm", "nvFuser", r"nvfuser_", r"persistent"),
     Rule("elementwise", "nvFuser", r"nvfuser_(pointwise|none)"),
     *_rules(

@@ -28,22 +28,8 @@ from ringprof.analysis.steps.blocks import (
     runs_of,
 )
 from ringprof.analysis.timeline.rows import TimedActivities
-from ringprof.analysis.transfers.hops import Split
+from ringprof.analysis.transfers.hops import Exchange
 from ringprof.trace.columns import NONE, Int64, distinct
-
-
-class Exchange(msgspec.Struct, frozen=True):
-    """What should hide behind one block: a hop, or one gather or scatter."""
-
-    parts: tuple[Split, ...]
-
-    @property
-    def start_ns(self) -> int:
-        return min([part.transfer.start_ns for part in self.parts])
-
-    @property
-    def end_ns(self) -> int:
-        return max([part.transfer.end_ns for part in self.parts])
 
 
 class RankSteps:

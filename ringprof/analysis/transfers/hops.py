@@ -29,16 +29,10 @@ class Split(msgspec.Struct, frozen=True, gc=False):
     wire_ns: int | None = None
 
 
-class TimedHop(msgspec.Struct, frozen=True, gc=False):
-    """One exchange with neighbours: one kernel, a send and a receive kernel launched one after the other, or the
-    peer-to-peer copies launched one after the other."""
+class Exchange(msgspec.Struct, frozen=True, gc=False):
+    """What goes on at once: a hop, or one gather or scatter."""
 
-    rank: int
-    number: int
-    """Place among the rank's hops, by start."""
     parts: tuple[Split, ...]
-    exposed_ns: int = 0
-    """Time of this hop with no computation beside it."""
 
     @property
     def start_ns(self) -> int:
@@ -47,6 +41,17 @@ class TimedHop(msgspec.Struct, frozen=True, gc=False):
     @property
     def end_ns(self) -> int:
         return max([part.transfer.end_ns for part in self.parts])
+
+
+class TimedHop(Exchange, frozen=True, gc=False):
+    """One exchange with neighbours: one kernel, a send and a receive kernel launched one after the other, or the
+    peer-to-peer copies launched one after the other."""
+
+    rank: int
+    number: int
+    """Place among the rank's hops, by start."""
+    exposed_ns: int = 0
+    """Time of this hop with no computation beside it."""
 
     @property
     def sent_to(self) -> tuple[int, ...]:
@@ -170,7 +175,7 @@ def group_into_hops(splits: Sequence[Split], rank: int) -> list[TimedHop]:
             exchanges.append([part])
         last = part
     exchanges.sort(key=lambda parts: min([part.transfer.start_ns for part in parts]))
-    return [TimedHop(rank, number, tuple(parts)) for number, parts in enumerate(exchanges)]
+    return [TimedHop(tuple(parts), rank, number) for number, parts in enumerate(exchanges)]
 
 
 def _order(part: Split) -> tuple[int, int]:

@@ -314,7 +314,7 @@ def lines(unit: str, series: Mapping[str, Iterable[tuple[float, float]]], ceilin
     return made
 
 
-def held(series: Mapping[str, Sequence[tuple[float, float]]]) -> Any:
+def memory(series: Mapping[str, Sequence[tuple[float, float]]]) -> Any:
     """A line for each name that stays until the next point."""
     made = _plain("", 320, x_axis_label="ms from the first activity", y_axis_label="MiB allocated")
     for place, (name, points) in enumerate(series.items()):

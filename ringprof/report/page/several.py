@@ -16,7 +16,7 @@ from ringprof.report.page.html import drawing
 from ringprof.report.sweep import COLUMNS
 from ringprof.report.tables import Column, Table
 from ringprof.report.terms import LABELS, MEANINGS
-from ringprof.report.text import clean
+from ringprof.report.text import LONGEST_SENTENCE, clean, percent, rate
 from ringprof.report.timeline import timeline_of
 
 _TIMES = ("compute", "exposed_comm", "exposed_memory", "idle")
@@ -137,7 +137,7 @@ def _against(one: Difference | None) -> list[Cell]:
     interval = number(None)
     if one is not None and one.low is not None and one.high is not None:
         interval = Cell(f"{one.low:.3f} to {one.high:.3f}", one.low, numeric=True)
-    return [number(None if one is None else one.ratio, 2), interval, text("" if one is None else one.verdict)]
+    return [number(None if one is None else one.ratio), interval, text("" if one is None else one.verdict)]
 
 
 def _settings_table(found: Comparison) -> PageTable:
@@ -147,6 +147,9 @@ def _settings_table(found: Comparison) -> PageTable:
     return PageTable(["setting", *(clean(entry.label) for entry in found.entries)], rows)
 
 
+Series = list[tuple[float, float]]
+
+
 def sweep_document(rows: Sequence[Mapping[str, Any]], name: str) -> Document:
     """All rows of a sweep: speed over sequence length under the kernels' own rate, shares, memory, the table."""
     figures = drawing()
@@ -154,8 +157,8 @@ def sweep_document(rows: Sequence[Mapping[str, Any]], name: str) -> Document:
     done = [row for row in rows if row["status"] == "ok"]
     sections = []
     if done:
-        speed: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
-        memory: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
+        speed: defaultdict[str, Series] = defaultdict(list)
+        memory: defaultdict[str, Series] = defaultdict(list)
         ceiling: dict[float, float] = {}
         for row in done:
             speed[_series(row)].append((row["seq"], row["tflops"]))
@@ -166,7 +169,7 @@ def sweep_document(rows: Sequence[Mapping[str, Any]], name: str) -> Document:
         top = "the kernel's own rate"
         lines = {**speed, **({top: list(ceiling.items())} if ceiling else {})}
         peers = {_series(row) for row in done if row.get("peer")}
-        drawn = Content(figures.lines("TFLOP/s", lines, top, peers))
+        drawn = Content(figures.lines(*_in_flops(lines), top, peers))
         sections.append(PageSection("speed", "Speed", MEANINGS["sweep_speed"], drawn))
         drawn = Content(_sweep_shares(done, figures))
         sections.append(PageSection("shares", "Where the time went", MEANINGS["shares"], drawn))
@@ -175,7 +178,30 @@ def sweep_document(rows: Sequence[Mapping[str, Any]], name: str) -> Document:
             sections.append(PageSection("memory", "Peak memory", MEANINGS["peak_memory"], drawn))
     sections.append(PageSection("rows", "Every row", MEANINGS["sweep"], Content(tables=[_row_table(rows)])))
     counts = f"{len(rows)} rows, {len(rows) - len(done)} of them without a result"
-    return Document(clean(name), counts, [], [], sections)
+    return Document(clean(name), counts, _fastest(done), [], sections)
+
+
+def _in_flops(lines: Mapping[str, Series]) -> tuple[str, Mapping[str, Series]]:
+    """The unit that fits the largest, and all in it: a CPU's thousandths are no numbers for an axis."""
+    if max(speed for points in lines.values() for _, speed in points) >= 1:
+        return "TFLOP/s", lines
+    return "GFLOP/s", {name: [(seq, 1e3 * speed) for seq, speed in points] for name, points in lines.items()}
+
+
+def _fastest(done: Sequence[Mapping[str, Any]]) -> list[str]:
+    """For each length, the fastest and by how much."""
+    lines = []
+    for seq in sorted({row["seq"] for row in done}):
+        rows = sorted((row for row in done if row["seq"] == seq), key=lambda row: -row["tflops"])
+        first = rows[0]
+        speed = f"{first['forward_backward_ms']:,.1f} ms, {rate(first['tflops'])}"
+        line = f"{seq:,} tokens: {_series(first)} is fastest, {speed}"
+        if first["of_kernel_rate"]:
+            line += f", {percent(first['of_kernel_rate'])} of the kernel's own rate"
+        if len(rows) > 1:
+            line += f"; {_series(rows[1])} is {percent(1 - rows[1]['tflops'] / first['tflops'])} slower"
+        lines.append(clean(line, LONGEST_SENTENCE))
+    return lines
 
 
 def _series(row: Mapping[str, Any]) -> str:

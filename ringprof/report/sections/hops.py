@@ -11,6 +11,7 @@ from ringprof.analysis.findings.findings import Findings
 from ringprof.analysis.transfers.hops import TimedHop, hop_totals, mean
 from ringprof.report.json_report import Report
 from ringprof.report.page.document import Content
+from ringprof.report.sections.steps import WORST
 from ringprof.report.tables import Column, Listing, Table
 from ringprof.report.terms import LABELS
 from ringprof.report.text import TextStyle
@@ -20,7 +21,6 @@ _FIGURES = (
     Column("wire", "time"), Column("GB/s", "rate"), Column("exposed", "time", 1),
 )  # fmt: skip
 COLUMNS = (Column(""), Column("to", drop=4), Column("from", drop=5), *_FIGURES)
-_WORST = (Column("worst\nrank", "count"), Column("it\nexposes", "time"))
 
 
 def terminal(found: Findings, style: TextStyle, listing: Listing) -> list[str]:
@@ -44,7 +44,7 @@ def terminal(found: Findings, style: TextStyle, listing: Listing) -> list[str]:
     for hop in hops:
         groups[hop.number].append(hop)
     rows = [[f"hop {number}", *_figures(groups[number], starts), *_worst(groups[number])] for number in sorted(groups)]
-    table = Table(f"hops, mean of {len(starts)} ranks", (COLUMNS[0], *_FIGURES, *_WORST), rows, "--all")
+    table = Table(f"hops, mean of {len(starts)} ranks", (COLUMNS[0], *_FIGURES, *WORST), rows, "--all")
     note = style.wrap("the n-th of every rank in one row; every rank's, with its peers: --all", "dim")
     return [table.listed(style, listing) + "\n" + note]
 

@@ -34,7 +34,7 @@ def html(found: Findings, report: Report, figures: ModuleType) -> Content | None
          most if (most := int(one.reserved_bytes.max())) != NONE else None, len(one.time_ns)]
         for one in held
     ]  # fmt: skip
-    return Content(figures.held(lines), [Table("", _COLUMNS, rows, "run.memory()").page()])
+    return Content(figures.memory(lines), [Table("", _COLUMNS, rows, "run.memory()").page()])
 
 
 def name_of(one: Held, among: list[Held]) -> str:

@@ -30,7 +30,7 @@ COLUMNS = (
     Column(""), Column("block", "time"), Column("step", "time", 2), Column("hops", drop=1), Column("wait", "time"),
     Column("wire", "time"), Column("exposed", "time"), Column("of it\nwire", "time", 3), Column("bound by"),
 )  # fmt: skip
-_WORST = (Column("worst\nrank", "count"), Column("it\nexposes", "time"))
+WORST = (Column("worst\nrank", "count"), Column("it\nexposes", "time"))
 
 
 def terminal(found: Findings, style: TextStyle, listing: Listing) -> list[str]:
@@ -47,7 +47,7 @@ def terminal(found: Findings, style: TextStyle, listing: Listing) -> list[str]:
     for step in steps:
         whose = f"rank {step.rank} " + (f"call {step.call} " if several else "") if listing.everything else ""
         groups[f"{whose}{step.phase} {step.step}"].append(step)
-    worst = _WORST if ranks > 1 and not listing.everything else ()
+    worst = WORST if ranks > 1 and not listing.everything else ()
     rows = [[name, *_means(mine), *(_worst(mine) if worst else ())] for name, mine in groups.items()]
     title = f"ring steps, mean of {ranks} ranks" if worst else "ring steps"
     notes = [f"steps {_SOURCES[steps[0].source]}"]

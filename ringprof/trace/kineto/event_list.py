@@ -45,8 +45,8 @@ def _of_phase(phase: str, base: type[msgspec.Struct] = msgspec.Struct) -> Any:
 
 decode_event = msgspec.json.Decoder(Event).decode
 _decode_any = msgspec.json.Decoder(list[Event]).decode
-# By their phase, with which nearly all events begin: of arrows and counters nothing is made.
-_BY_PHASE = reduce(or_, [*(_of_phase(one, _Row) for one in "XMi"), *(_of_phase(one) for one in "sftCBE")])
+# By their phase, with which nearly all events begin: of arrows, counters and others that nobody reads nothing is made.
+_BY_PHASE = reduce(or_, [*(_of_phase(one, _Row) for one in "XMi"), *(_of_phase(one) for one in "sftCBEbneNODRP")])
 _decode_known = msgspec.json.Decoder(list[_BY_PHASE]).decode  # type: ignore[valid-type]
 
 

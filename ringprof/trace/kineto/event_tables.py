@@ -83,6 +83,9 @@ _CALLS_THAT_LAUNCH_NOTHING = re.compile(
 _PIECES_TOGETHER = 8
 """So many pieces' events become columns at once: of few rows at a time most of the work is NumPy's calls."""
 
+_SEVERAL = 20
+"""Of one process all rows are but a few damaged ones: fewer than one of so many."""
+
 _NO_ARGS = msgspec.Raw(b"{}")
 _TRITON_FILE = re.compile(rb'"kernel_file"\s*:\s*"(?:[^"\\]*/)?([\w.-]{1,200})"')
 
@@ -170,6 +173,10 @@ class Collector:
         self.unread: Counter[str] = Counter()
         """How many events are of a category, or of a process without categories, that nothing is known of."""
         self._tracks = Tracks()
+        self._ran = Counter[tuple[object, object]]()
+        """Rows by their device and process, which in one rank's trace stands for the device."""
+        self._launched = Counter[object]()
+        """Launches by their process."""
         self._base_ns = self._middle_ns = 0
         self._seen_collectives: dict[tuple[Any, ...], int] = {}
         self.number_lists = NumberLists(take)
@@ -190,6 +197,15 @@ class Collector:
     def calls_a_device(self) -> bool:
         """Whether a device's runtime was called to do anything."""
         return bool(self._chunks["launches"])
+
+    @property
+    def is_merged(self) -> bool:
+        """Whether the rows are of several ranks: many of one device by different processes, or launched so."""
+        devices = {device for device, _ in self._ran if device is not None}
+        shares = [[count for (device, _), count in self._ran.items() if device == one] for one in devices]
+        if len(devices) > 1:
+            shares.append(list(self._launched.values()))
+        return any(_SEVERAL * sorted(counts)[-2] > sum(counts) for counts in shares if len(counts) > 1)
 
     def add(self, events: list[Event]) -> None:
         """Keep what matters of the next events."""
@@ -316,6 +332,10 @@ class Collector:
     def _columns_of(self, table: str, events: list[Event]) -> _Columns:
         """The columns of a table's events, but for their times and for what events of this table do not say."""
         args: list[Any] = self._args(events, _ARGS[table])
+        if table == "activities" and len(self._ran) < MOST_SOURCES:
+            self._ran.update((one.device, event.pid) for one, event in zip(args, events, strict=True))
+        elif table == "launches" and len(self._launched) < MOST_SOURCES:
+            self._launched.update(event.pid for event in events)
         on_device = _ARGS[table] is DeviceArgs
         unsaid = set() if on_device or table == "memory" else {"device"}
         names = dtypes_of(TABLES[table]).keys() - {"start_ns", "end_ns"} - unsaid

@@ -160,6 +160,8 @@ def _trace(reading: _Reading, name: str) -> Trace:
     collector.take(sum(map(bytes_of_text, groups)))
     if not any(len(tables[name].start_ns) for name in ("activities", "operators", "annotations")):
         raise TraceFormatError(f"{name}: {_why_empty(reading)}")
+    if collector.is_merged:
+        raise TraceFormatError(f"{name}: several ranks, merged into one file: give each rank's own file, all at once")
     return Trace(
         path=name,
         names=list(collector.names),

@@ -15,7 +15,7 @@ _DEVICE = re.compile(r"(?P<xla>/device:)?GPU:?([0-9]{1,4})")
 _STREAM = re.compile(r"Stream #([0-9]{1,9})")
 _HOST_OR_REPEATED = re.compile(r"/device:GPU|/host:|CPU |Python$|Overlap Analysis$")
 _COPY_OR_SET = re.compile(r"mem(cpy|set)", re.IGNORECASE)
-_MOST_TRACKS = 1 << 16
+_MOST_TRACKS, _LONGEST_TEXT = 1 << 14, 200
 
 ON_DEVICE = re.compile(r"gpu|cuda|hip|npu|hpu|mtia|tpu|xpu|xla|device|kernel|ascend|accelerator", re.IGNORECASE)
 """What the category or the process of rows is called that ran on a device of any maker."""
@@ -35,10 +35,12 @@ class Tracks:
     def note(self, events: Iterable[Event]) -> None:
         """Remember what metadata events call processes and threads."""
         for event in events:
-            if event.name not in ("process_name", "thread_name") or len(self._streams) >= _MOST_TRACKS:
+            full = max(len(self._processes), len(self._streams)) >= _MOST_TRACKS
+            long = any(isinstance(one, str) and len(one) > _LONGEST_TEXT for one in (event.pid, event.tid))
+            if event.name not in ("process_name", "thread_name") or full or long:
                 continue
             try:
-                text = msgspec.json.decode(event.args, type=_Named).name[:200]
+                text = msgspec.json.decode(event.args, type=_Named).name[:_LONGEST_TEXT]
             except UNREADABLE:
                 continue
             if event.name == "process_name":

@@ -25,7 +25,7 @@ from tests.paths import ROOT
 
 SAME_COMMAND = ROOT / "tests" / "data" / "same_command"
 ON_CPU = [SAME_COMMAND / "burst-1024.json", SAME_COMMAND / "zigzag-512.json"]
-ON_GPUS = SAME_COMMAND / "zigzag-16384-h200x2.json"
+ON_GPUS = [SAME_COMMAND / "zigzag-16384-h200x2.json", SAME_COMMAND / "zigzag-16384-h200x2-later.json"]
 
 
 # --- a regression with one hiccup ---------------------------------------------------------------------
@@ -177,15 +177,27 @@ def test_pairs_of_one_command_are_called_different_one_time_in_twenty_at_most(pa
     assert max(middles) > 1.5 * min(middles)
 
 
-def test_pairs_of_one_command_on_gpus_are_called_different_one_time_in_twenty_at_most():
-    """24 recordings on two GPUs (`benchmarks/same_command.py`): neighbours in time, and each with every other."""
-    levels = recordings(ON_GPUS)
-    assert len(levels) == 24
-    assert not any(differ([one], [two]) for one, two in zip(levels[::2], levels[1::2], strict=True))
-    pairs = list(itertools.combinations(levels, 2))
+def test_of_47_pairs_of_one_command_on_gpus_none_is_called_different():
+    """24 and, hours later, 70 recordings on two GPUs (`benchmarks/same_command.py`): neighbours in time."""
+    sets = [recordings(path) for path in ON_GPUS]
+    assert [len(levels) for levels in sets] == [24, 70]
+    pairs = [pair for levels in sets for pair in zip(levels[::2], levels[1::2], strict=True)]
+    assert len(pairs) == 47 and not any(differ([one], [two]) for one, two in pairs)
+    # By the scatter within each alone some would be.
+    assert sum(rank_test(one, two) < 0.05 for one, two in pairs) > 47 / 10
+
+
+@pytest.mark.parametrize("path", ON_GPUS, ids=lambda path: path.stem)
+def test_each_recording_on_gpus_with_every_other(path):
+    pairs = list(itertools.combinations(recordings(path), 2))
     assert sum(differ([one], [two]) for one, two in pairs) <= len(pairs) / 20
-    # By the scatter within each alone more than one in ten would be.
     assert sum(rank_test(one, two) < 0.05 for one, two in pairs) > len(pairs) / 10
+
+
+def test_recordings_hours_apart_are_called_different_one_time_in_twenty_at_most():
+    before, after = (recordings(path) for path in ON_GPUS)
+    pairs = list(itertools.product(before, after))
+    assert sum(differ([one], [two]) for one, two in pairs) <= len(pairs) / 20
 
 
 @pytest.mark.parametrize("path", ON_CPU, ids=lambda path: path.stem)
