@@ -141,7 +141,7 @@ class HostPass(msgspec.Struct, frozen=True, kw_only=True):
     strategy: str
     kernel: str
     hops: Literal["nccl", "copy"]
-    ranks: Whole
+    ranks: Size
     backward: bool
     kinds: dict[str, int]
     """How many operations of each kind, by the names of `Host`, its program had."""
@@ -149,7 +149,7 @@ class HostPass(msgspec.Struct, frozen=True, kw_only=True):
     """Of the slowest rank."""
     spread: Share = 0.1
     """Standard deviation from turn to turn, as a part of the time."""
-    turns: Whole = 1
+    turns: Size = 1
     ranks_us: list[float] = []
     """Of every rank, from the call of a pass to its return."""
     source: str
