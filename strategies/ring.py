@@ -81,8 +81,6 @@ class Ring(Strategy):
             if block is not None:
                 with ring_step("bwd", step, "block"):
                     grads = blocks.backward(rows, q, kv[0], kv[1], block)
-                with ring_step("bwd", step, "merge"):
-                    dq.add(grads[0], block.q)
                 if step == 0:
                     # Without dQ, which would outlive its sum.
                     home.append((block, grads[1:]))
@@ -91,7 +89,12 @@ class Ring(Strategy):
                 with ring_step("bwd", step, "merge"):
                     add_dkv(dkv, grads, block, first=hop is None)
                 hop = self.dkv_ring.post(dkv)
-            grads = None
+            if block is not None and grads is not None:
+                # When dK and dV are on their way, and no longer held here.
+                own, grads = grads[0], None
+                with ring_step("bwd", step, "merge"):
+                    dq.add(own, block.q)
+                del own
         for _ in range(step + 1, self.ring_size if step else 0):
             hop = self.dkv_ring.post(hop.wait())
         for block in rest:
