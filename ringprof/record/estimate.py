@@ -152,23 +152,23 @@ def memory_per_device(request: Request, workload: Workload) -> int | None:
     attention: int | None = load_strategy(request.strategy).memory_bytes(load, **request.params)
     if attention is None:
         return None
+    # Where copied hops arrive: two places for the largest, dK and dV in float32.
+    slots = 2 * load.kv_wide if request.hops != "nccl" and request.device == "cuda" and load.size > 1 else 0
     if workload.layer is not None:
-        return layers_bytes(workload, load, attention)
+        return layers_bytes(workload, load, attention, slots)
     if workload.sequences is not None:
         # Inputs and results of all steps; and these side by side at the end, for the check.
         steps, one = len(workload.sequences), 2 * load.q + load.kv
-        return max(attention + 2 * (steps - 1) * one, 3 * steps * one + _slots(load))
+        return max(attention + 2 * (steps - 1) * one, 3 * steps * one + slots)
     # The blocks alone have an output of their own.
     return attention + load.q if request.controls else attention
 
 
-def _slots(load: Load) -> int:
-    """Where copied hops arrive: two places for the largest, dK and dV in float32."""
-    return 2 * load.kv_wide if load.copied_hops and load.size > 1 else 0
+def layers_bytes(workload: Workload, load: Load, attention: int, slots: int) -> int:
+    """What whole layers hold, of which ``attention`` bytes are one attention's: in its backward pass or the MLP's.
 
-
-def layers_bytes(workload: Workload, load: Load, attention: int) -> int:
-    """What whole layers hold, of which ``attention`` bytes are one attention's: in its backward pass or the MLP's."""
+    ``slots`` are bytes of copied hops.
+    """
     assert workload.layer is not None
     item, parameters, layers = load.item_bytes, workload.parameters() * workload.layers, workload.layers
     # DDP: parameters, gradients and its buckets. FSDP2 gathers a layer and the next, and the gradients of one.
@@ -190,7 +190,7 @@ def layers_bytes(workload: Workload, load: Load, attention: int) -> int:
     in_mlp = kept + earlier + one + 2 * mlp
     in_attention = kept - hidden - 2 * kv + earlier + 3 * hidden
     tokens = workload.batch * -(-workload.seq // load.size)
-    return held * item + max(tokens * in_mlp * item + _slots(load), tokens * in_attention * item + attention)
+    return held * item + max(tokens * in_mlp * item + slots, tokens * in_attention * item + attention)
 
 
 def describe(request: Request, plan: RecordingEstimate) -> list[str]:
