@@ -60,7 +60,7 @@ class Megatron(Strategy):
     def memory_bytes(cls, load: Load, **params: Any) -> int | None:
         if load.size > 1:
             return ring_bytes(load)
-        return load.own + load.q_wide + 5 * load.kv if load.backward else 6 * load.q + 2 * load.kv
+        return load.own + load.q_wide + 5 * load.kv if load.backward else 6 * load.q + load.kv
 
     @classmethod
     def imbalance(cls, size: int, *, causal: bool, **params: Any) -> float | None:
