@@ -95,10 +95,25 @@ class Rows:
             self._parts[key] = Rows(dout, part(self.lse, queries, 2).contiguous(), out, delta)
         return self._parts[key]
 
+    def filled(self, head_dim: int) -> Rows:
+        """The same with O and dO filled up with zeros to ``head_dim``: made once."""
+        missing = head_dim - self.dout.shape[-1]
+        if not missing:
+            return self
+        if ("filled", missing) not in self._parts:
+            dout, out = (None if x is None else pad(x, (0, missing)) for x in (self.dout, self.out))
+            assert dout is not None
+            self._parts["filled", missing] = Rows(dout, self.lse, out, self.delta)
+        return self._parts["filled", missing]
+
 
 @dataclass(slots=True)
 class Blocks:
-    """The blocks of one attention call: kernel, scale and mask."""
+    """The blocks of one attention call: kernel, scale and mask.
+
+    Heads of v that are smaller than those of q and k are filled up with zeros for the kernel alone: they travel, and
+    are merged, as they are.
+    """
 
     kernel: Kernel
     scale: float
@@ -125,15 +140,23 @@ class Blocks:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
         """Output and LSE of the block's queries over the block's keys alone."""
         k, v = part(k, block.kv), part(v, block.kv)
-        return self.kernel.forward(part(q, block.q), k, v, scale=self.scale, causal=block.causal, parts=block.parts)
+        missing = k.shape[-1] - v.shape[-1]
+        out, lse = self.kernel.forward(
+            part(q, block.q), k, pad(v, (0, missing)) if missing else v, scale=self.scale, causal=block.causal,
+            parts=block.parts,
+        )  # fmt: skip
+        return out[..., : v.shape[-1]].contiguous() if missing else out, lse
 
     def backward(self, rows: Rows, q: Tensor, k: Tensor, v: Tensor, block: Block) -> Gradients:
         """dq of the block's queries, dk and dv of the block's keys."""
-        rows = rows.at(block.q, dense=self.kernel.dense_rows)
-        return self.kernel.backward(
-            rows.dout, part(q, block.q), part(k, block.kv), part(v, block.kv), rows.lse,
-            out=rows.out, delta=rows.delta, scale=self.scale, causal=block.causal, parts=block.parts,
+        k, v = part(k, block.kv), part(v, block.kv)
+        missing = k.shape[-1] - v.shape[-1]
+        rows = rows.filled(k.shape[-1]).at(block.q, dense=self.kernel.dense_rows)
+        dq, dk, dv = self.kernel.backward(
+            rows.dout, part(q, block.q), k, pad(v, (0, missing)) if missing else v, rows.lse, out=rows.out,
+            delta=rows.delta, scale=self.scale, causal=block.causal, parts=block.parts,
         )  # fmt: skip
+        return dq, dk, dv[..., : v.shape[-1]].contiguous() if missing else dv
 
 
 class Strategy(Expectations, ABC):
@@ -269,7 +292,7 @@ class Strategy(Expectations, ABC):
 
         q (B, S/N, H, D), k and v (B, S/N, Hkv, D), sharded as `shard` does. Returns out (B, S/N, H, D), or (out, lse)
         with lse (B, H, S/N) float32. Raises `Unfit` for shapes, types and options that the strategy cannot honour.
-        Heads of v may be smaller (MLA); they are filled up with zeros, and the work is that of the larger size.
+        Heads of v may be smaller (MLA): they travel as they are, and each block's work is that of the larger size.
         Under autocast q, k and v are cast as `scaled_dot_product_attention` casts them.
 
         ``documents`` are the cumulative lengths, from 0 to S, of the documents that every batch entry packs
@@ -283,9 +306,6 @@ class Strategy(Expectations, ABC):
             option = "dropout_p" if dropout_p else "alibi_slopes"
             raise Unfit(f"{option} is not supported by any bundled strategy")
         q, k, v = _as_autocast(q, k, v)
-        narrower = q.shape[-1] - v.shape[-1]
-        if narrower > 0:
-            v = pad(v, (0, narrower))
         scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
         window, packed = tuple(window_size), documents is not None
         trains = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
@@ -296,7 +316,6 @@ class Strategy(Expectations, ABC):
         kernel = self.kernel_for(q, **self._asks(cut, softcap))
         blocks = Blocks(kernel, scale, causal, return_lse or sinks is not None, cut)
         out, lse = self.differentiable(blocks, q, k, v, lse_wanted=blocks.lse_wanted)
-        out = out[..., : v.shape[-1] - narrower] if narrower > 0 else out
         if sinks is not None:
             out, lse = with_sinks(out, lse, sinks)
         return (out, lse) if return_lse else out
@@ -447,7 +466,7 @@ class Strategy(Expectations, ABC):
         self._fitting.add(key)
 
     def _check_tensors(self, q: Tensor, k: Tensor, v: Tensor) -> None:
-        if q.dim() != 4 or k.dim() != 4 or k.shape != v.shape:
+        if q.dim() != 4 or k.dim() != 4 or k.shape[:3] != v.shape[:3] or v.shape[3:] > k.shape[3:]:
             raise Unfit(f"expected q (B, S, H, D), k and v (B, S, Hkv, D): got {_shapes(q, k, v)}")
         if q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]:
             raise Unfit(f"q, k and v must share batch, local sequence and head_dim: got {_shapes(q, k, v)}")

@@ -110,7 +110,7 @@ class LoongDoubleRing(Strategy):
     def backward(self, blocks: Blocks, rows: Rows, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
         early, rest = self.home_blocks(q.shape[1], causal=blocks.causal, travelling=k, own=self.own_block(blocks))
         dq = Sum(q)
-        travelling = _TravellingDkv(self.dkv, k, self.parameters["grad_wire"])
+        travelling = _TravellingDkv(self.dkv, k, v, self.parameters["grad_wire"])
         for step, (kv_rank, kv) in enumerate(self.kv.tour([k, v])):
             block = early if step == 0 else blocks.between(self.layout, self.kv.rank, kv_rank, q.shape[1])
             grads = None
@@ -146,9 +146,9 @@ class LoongDoubleRing(Strategy):
 class _TravellingDkv:
     """dK and dV on their way: fresh in each window, one turn of the inner ring, one hop on the outer ring."""
 
-    def __init__(self, rings: DoubleRing, like: Tensor, grad_wire: str) -> None:
+    def __init__(self, rings: DoubleRing, k: Tensor, v: Tensor, grad_wire: str) -> None:
         self._rings = rings
-        self._like, self._grad_wire = like, grad_wire
+        self._k, self._v, self._grad_wire = k, v, grad_wire
         self._inner: AnyHop | None = None
         self._outer: AnyHop | None = None
 
@@ -157,7 +157,7 @@ class _TravellingDkv:
         window, inner_step = divmod(step, self._rings.window)
         if inner_step == 0:
             self._leave_window()
-            dkv = begun_dkv(self._rings.inner, self._like, self._type_in(window))
+            dkv = begun_dkv(self._rings.inner, self._k, self._v, self._type_in(window))
         else:
             assert self._inner is not None
             dkv = self._inner.wait()
@@ -189,7 +189,7 @@ class _TravellingDkv:
 
     def _type_in(self, window: int) -> torch.dtype:
         narrow = self._grad_wire == "input" or (self._grad_wire == "mixed" and window > 0)
-        return self._like.dtype if narrow else wide_type(self._like)
+        return self._k.dtype if narrow else wide_type(self._k)
 
 
 def default_window(grid: Grid, per_host: int) -> int:

@@ -67,7 +67,7 @@ class FlexKernel(Kernel):
         return super().unfit(device, dtype, head_dim)
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-        return self._call(q, k, v, scale, _plain(q.shape[1], k.shape[1], causal, q.device))
+        return self._alone(q, k, v, scale, _plain(q.shape[1], k.shape[1], causal, q.device))
 
     def _backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor,
@@ -77,13 +77,18 @@ class FlexKernel(Kernel):
         return self._gradients(dout, q, k, v, lse, out, scale, seen)
 
     def _forward_parts(self, q: Tensor, k: Tensor, v: Tensor, scale: float, parts: Parts) -> tuple[Tensor, Tensor]:
-        return self._call(q, k, v, scale, _of_parts(parts, q.device))
+        return self._alone(q, k, v, scale, _of_parts(parts, q.device))
 
     def _backward_parts(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor,
         out: Tensor | None, delta: Tensor | None, scale: float, parts: Parts,
     ) -> Gradients:  # fmt: skip
         return self._gradients(dout, q, k, v, lse, out, scale, _of_parts(parts, q.device))
+
+    def _alone(self, q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Any) -> tuple[Tensor, Tensor]:
+        # The mode of autograd is compiled for: one mode here, whoever asks.
+        with torch.no_grad():
+            return self._call(q, k, v, scale, seen)
 
     def _call(self, q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Any) -> tuple[Tensor, Tensor]:
         out, lse = _flex(q.is_cuda)(*(x.transpose(1, 2) for x in (q, k, v)), _score_mod(self.softcap), seen, scale)
@@ -224,7 +229,8 @@ def _compiled() -> Callable[..., tuple[Tensor, Tensor]]:
     def call(
         q: Tensor, k: Tensor, v: Tensor, score_mod: Callable[..., Tensor], block_mask: Any, scale: float
     ) -> tuple[Tensor, Tensor]:
-        with torch._dynamo.config.patch(recompile_limit=MOST_COMPILATIONS):
+        # A second softcap would else be a tensor, which the kernel's template refuses.
+        with torch._dynamo.config.patch(recompile_limit=MOST_COMPILATIONS, specialize_float=True):
             out, aux = function(
                 q, k, v, score_mod=score_mod, block_mask=block_mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1],
                 return_aux=AuxRequest(lse=True), kernel_options=_OPTIONS,

@@ -81,17 +81,20 @@ class Ring(Strategy):
             if block is not None:
                 with ring_step("bwd", step, "block"):
                     grads = blocks.backward(rows, q, kv[0], kv[1], block)
-                with ring_step("bwd", step, "merge"):
-                    dq.add(grads[0], block.q)
                 if step == 0:
                     # Without dQ, which would outlive its sum.
                     home.append((block, grads[1:]))
             if step > 0:
-                dkv = begun_dkv(self.dkv_ring, k, wire) if hop is None else hop.wait()
+                dkv = begun_dkv(self.dkv_ring, k, v, wire) if hop is None else hop.wait()
                 with ring_step("bwd", step, "merge"):
                     add_dkv(dkv, grads, block, first=hop is None)
                 hop = self.dkv_ring.post(dkv)
-            grads = None
+            if block is not None and grads is not None:
+                # When dK and dV are on their way, and no longer held here.
+                own, grads = grads[0], None
+                with ring_step("bwd", step, "merge"):
+                    dq.add(own, block.q)
+                del own
         for _ in range(step + 1, self.ring_size if step else 0):
             hop = self.dkv_ring.post(hop.wait())
         for block in rest:
@@ -138,7 +141,7 @@ class Ring(Strategy):
             found.append((block, grads))
         (_, own), (block, grads) = found
         assert own is not None, "a token sees itself"
-        dkv = begun_dkv(self.back_ring, kv[0], wire_type(self.parameters["grad_wire"], k))
+        dkv = begun_dkv(self.back_ring, kv[0], kv[1], wire_type(self.parameters["grad_wire"], k))
         with ring_step("bwd", 1, "merge"):
             add_dkv(dkv, grads, block, first=True)
         returned = self.back_ring.post(dkv).wait().tensors
@@ -158,9 +161,9 @@ Home = Sequence[tuple[Block, tuple[Tensor, ...]]]
 """Blocks whose dK and dV stay on the rank, and are the last two gradients here."""
 
 
-def begun_dkv(ring: HopRing, k: Tensor, wire: torch.dtype) -> Parcel:
+def begun_dkv(ring: HopRing, k: Tensor, v: Tensor, wire: torch.dtype) -> Parcel:
     """Room for dK and dV, which will travel on ``ring`` in the type ``wire``."""
-    return ring.begun(((wire, k.shape),) * 2, k.device)
+    return ring.begun(((wire, k.shape), (wire, v.shape)), k.device)
 
 
 def add_dkv(dkv: Parcel, grads: Gradients | None, block: Block | None, *, first: bool = False) -> None:
@@ -194,9 +197,10 @@ def _as_few(dkv: Parcel, gradients: list[tuple[Tensor, ...]]) -> tuple[list[Tens
     """dK and dV, and each block's; both as one tensor of twice the batch where all of them lie so in memory."""
     together = [side_by_side(dk, dv) for dk, dv in gradients]
     whole = [x for x in together if x is not None]
-    if len(dkv.messages) == 1 and len(whole) == len(together):
+    # A message of one dimension holds tensors of different sizes.
+    if len(dkv.messages) == 1 and dkv.messages[0].dim() > 1 and len(whole) == len(together):
         return [dkv.messages[0].flatten(0, 1)], [whole]
-    return dkv.tensors, [list(one) for one in zip(*gradients, strict=True)]
+    return dkv.tensors, [[one[which] for one in gradients] for which in range(2)]
 
 
 def rows_of(home: Home, rows: str, which: int) -> list[tuple[slice, Tensor]]:

@@ -35,7 +35,7 @@ def _n_hops(self: Any, blocks: Blocks, rows: Rows, q: Tensor, k: Tensor, v: Tens
         if block is not None:
             with ring_step("bwd", step, "block"):
                 grads = blocks.backward(rows, q, kv[0], kv[1], block)
-        dkv = begun_dkv(self.dkv_ring, k, wire) if hop is None else hop.wait()
+        dkv = begun_dkv(self.dkv_ring, k, v, wire) if hop is None else hop.wait()
         if block is not None and grads is not None:
             with ring_step("bwd", step, "merge"):
                 dq.add(grads[0], block.q)

@@ -149,28 +149,48 @@ def memory_per_device(request: Request, workload: Workload) -> int | None:
         item_bytes=4 if workload.dtype == "fp32" else 2, size=request.world, backward=workload.backward,
         kv_length=workload.kv_length or 0, controls=request.controls,
     )  # fmt: skip
-    expected: int | None = load_strategy(request.strategy).memory_bytes(load, **request.params)
-    if expected is None:
+    attention: int | None = load_strategy(request.strategy).memory_bytes(load, **request.params)
+    if attention is None:
         return None
-    expected += around_bytes(workload, load)
+    # Where copied hops arrive: two places for the largest, dK and dV in float32.
+    slots = 2 * load.kv_wide if request.hops != "nccl" and request.device == "cuda" and load.size > 1 else 0
+    if workload.layer is not None:
+        return layers_bytes(workload, load, attention, slots)
+    if workload.sequences is not None:
+        # Inputs and results of all steps; and these side by side at the end, for the check.
+        steps, one = len(workload.sequences), 2 * load.q + load.kv
+        return max(attention + 2 * (steps - 1) * one, 3 * steps * one + slots)
     # The blocks alone have an output of their own.
-    return expected + load.q if request.controls else expected
+    return attention + load.q if request.controls else attention
 
 
-def around_bytes(workload: Workload, load: Load) -> int:
-    """What whole layers hold beside one attention: parameters and gradients, and activations for the backward pass."""
-    if workload.layer is None:
-        return 0
-    item, parameters = load.item_bytes, workload.parameters() * workload.layers
-    # DDP's buckets are a third copy; FSDP2 gathers one layer at a time, with the next.
+def layers_bytes(workload: Workload, load: Load, attention: int, slots: int) -> int:
+    """What whole layers hold, of which ``attention`` bytes are one attention's: in its backward pass or the MLP's.
+
+    ``slots`` are bytes of copied hops.
+    """
+    assert workload.layer is not None
+    item, parameters, layers = load.item_bytes, workload.parameters() * workload.layers, workload.layers
+    # DDP: parameters, gradients and its buckets. FSDP2 gathers a layer and the next, and the gradients of one.
     ddp = workload.layer.parallel == "ddp"
-    held = 3 * parameters if ddp else 3 * parameters // load.size + 4 * workload.parameters()
+    held = 3 * parameters if ddp else 2 * parameters // load.size + 3 * workload.parameters()
     hidden, kv = workload.heads * workload.head_dim, workload.kv_heads * workload.head_dim
-    # Inputs of norms and products, q, k and v before and after their rotation in float32, and the MLP's four.
-    one = 6 * hidden + 4 * (hidden + 2 * kv) + 5 * workload.layer.mlp_size
-    tokens, layers = workload.batch * -(-workload.seq // load.size), workload.layers
-    kept = hidden * layers + one if workload.layer.checkpoint or not workload.backward else one * layers
-    return (held + tokens * kept) * item
+    again, mlp = workload.layer.checkpoint, workload.layer.mlp_size
+    # Inputs of norms and products, q, k, v, the attention's output, and the MLP's four.
+    one = 6 * hidden + 2 * kv + 4 * mlp
+    # x and its gradient; q, k, v and the attention's gradient of the iteration that was checked.
+    kept = 4 * hidden + 2 * kv
+    earlier = (layers - 1) * (hidden if again else one)
+    if not workload.backward:
+        one, earlier = 2 * (hidden + mlp), 0
+    if again:
+        # The output of what is computed again, and the attention that was kept before.
+        kept += 3 * hidden + 2 * kv
+    # The output, and the gradients of the MLP's product and its factors, of which the first replaces one that was held.
+    in_mlp = kept + earlier + one + 2 * mlp
+    in_attention = kept - hidden - 2 * kv + earlier + 3 * hidden
+    tokens = workload.batch * -(-workload.seq // load.size)
+    return held * item + max(tokens * in_mlp * item + slots, tokens * in_attention * item + attention)
 
 
 def describe(request: Request, plan: RecordingEstimate) -> list[str]:
@@ -190,6 +210,8 @@ def describe(request: Request, plan: RecordingEstimate) -> list[str]:
         f" about {_each(plan)} ({_si(plan.rate)}FLOP/s {plan.kernel},"
         f" {plan.rate_source}), {_memory_in_words(plan.memory_bytes)}",
     ]
+    if plan.kernel == "flex" and request.device == "cuda":
+        lines.append("flex is compiled first, for every kind of block: about a minute before the first timed iteration")
     if request.cp_sizes:
         sizes = ", ".join(map(str, request.cp_sizes))
         lines.append(f"steps of an iteration: {sizes} ranks a sequence, as many tokens a rank in each")

@@ -17,7 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import ringprof
 from ringprof.errors import RecordError, UsageError
-from ringprof.record.check.result import Check
+from ringprof.record.check.result import Check, Pair, Seen
 from ringprof.strategies import create
 from ringprof.strategies.layouts import LAYOUTS
 from tests.strategies.ranks import run_ranks
@@ -193,6 +193,47 @@ def other_heads(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return over_all(positions("zigzag"), q, *(x.repeat(1, 1, HEADS // KV_HEADS, 1) for x in (k, v)))
 
 
+def one_further(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    every = torch.cat([_positions_of(rank) for rank in range(2)])
+    return on_one_device(q, gathered(k), gathered(v), positions("zigzag")[:, None] + 1 >= every)
+
+
+def scaled_by_a_tenth_more(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return over_all(positions("zigzag"), q, k, v, scale=1.1 * HEAD_DIM**-0.5)
+
+
+def first_kv_head(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return over_all(positions("zigzag"), q, *(x[:, :, :1].expand_as(x) for x in (k, v)))
+
+
+def heads_reversed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return over_all(positions("zigzag"), q, k, v).flip(2)
+
+
+def dropping(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return over_all(positions("zigzag"), q, k, v, dropout_p=0.1)
+
+
+def by_rank(q: Tensor, k: Tensor, v: Tensor) -> tuple[list[Tensor], Tensor]:
+    """The outputs over each rank's keys alone, and of which rows these keys are seen at all (N, B, S, 1, 1)."""
+    every = (gathered(x).chunk(2, 1) for x in (k, v))
+    outs, own = [], positions("zigzag")
+    seen = [own[:, None] >= _positions_of(rank) for rank in range(2)]
+    for k_part, v_part, mask in zip(*every, seen, strict=True):
+        outs.append(on_one_device(q, k_part, v_part, mask | ~mask.any(1, keepdim=True)))
+    return outs, torch.stack([mask.any(1) for mask in seen])[:, None, :, None, None]
+
+
+def added_up(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    outs, seen = by_rank(q, k, v)
+    return outs[0] * seen[0] + outs[1] * seen[1]
+
+
+def averaged_over_ranks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    outs, seen = by_rank(q, k, v)
+    return (outs[0] * seen[0] + outs[1] * seen[1]) / seen.sum(0)
+
+
 def detached_keys(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return over_all(positions("zigzag"), q, k.detach(), v)
 
@@ -232,6 +273,12 @@ WRONG: list[tuple[Attention, set[str], str]] = [
      "out equals attention under the causal mask of the contiguous layout: the positions are not the tokens'"),
     (unmasked, OUTPUT, "out equals attention without the causal mask"),
     (other_heads, OUTPUT, "out equals attention in which query head h uses kv head h mod kv_heads"),
+    (one_further, OUTPUT, "queries see as if at other positions: +1 on rank 0, +1 on rank 1"),
+    (scaled_by_a_tenth_more, OUTPUT, "scores are multiplied with 0.275, not 0.25 (softmax_scale)"),
+    (first_kv_head, OUTPUT, "query heads use kv heads 0, 0, 0, 0, not 0, 0, 1, 1"),
+    (heads_reversed, OUTPUT, "the output's heads are those of query heads 3, 2, 1, 0"),
+    (added_up, OUTPUT, "the ranks' partial outputs are added as they are, not weighted by their LSE"),
+    (averaged_over_ranks, OUTPUT, "the ranks' partial outputs are averaged, not weighted by their LSE"),
     (detached_keys, {"dk"}, "dk is 0: no gradient reaches k"),
     (own_gradients, {"dk", "dv"}, "dk is what a rank's own queries give: other ranks' part is missing"),
     (averaged, {"dk", "dv"}, "dk is the right one times 0.5 (1 / ranks)"),
@@ -250,6 +297,46 @@ def test_a_known_mistake_is_found_and_named(attention: Attention, wrong: set[str
     assert not check.equal and check.call == 1
     assert {name for name, error in check.errors.items() if not error.equal} == wrong
     assert check.reasons[0] == reason and f"why: {reason}" in str(check)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_dropout_is_seen_by_calls_that_differ(dtype: str) -> None:
+    check = run_ranks(2, checked, dropping, {"dtype": dtype})[0]
+    assert not check.equal and check.seen is None
+    assert check.reasons[0].startswith("out differs between two calls with the same tensors, by 0.")
+
+
+def one_pair(rank: int, layout: str, query: int, key: int) -> Check:
+    """A query that sees one key which it must not, or does not see one that it must."""
+    own = positions(layout, 512)
+    every = torch.cat([LAYOUTS[layout].positions(512, 2, other) for other in range(2)])
+    mask = own[:, None] >= every
+    mask ^= (own == query)[:, None] & (every == key)
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return on_one_device(q, gathered(k), gathered(v), mask)
+
+    return ringprof.check(attention, layout, **{**SHAPE, "seq": 512, "head_dim": 64, "dtype": "bf16"})
+
+
+@pytest.mark.parametrize(("query", "key", "rank"), [(500, 3, 0), (300, 301, 1), (511, 0, 0)])
+def test_one_pair_in_a_quarter_of_a_million_is_found_where_rounding_hides_it(query: int, key: int, rank: int) -> None:
+    check = run_ranks(2, one_pair, "zigzag", query, key)[0]
+    wrong = Pair(query=query, key=key, rank=rank)
+    leaks = key > query
+    assert check.seen == Seen(
+        pairs=512 * 512, of=512 * 512, leaks=int(leaks), first_leak=wrong if leaks else None,
+        missing=int(not leaks), first_missing=None if leaks else wrong,
+    )  # fmt: skip
+    assert not check.equal and str(check).startswith("NOT EQUAL")
+    assert f"(the first: token {query} on rank {rank}, key {key})" in str(check)
+
+
+def test_of_a_long_sequence_some_keys_are_tried_and_it_is_said() -> None:
+    """16 calls tell a key for each of 16 numbers of a head, 256: every fourth, and the last."""
+    check = run_ranks(2, checked, alone, {"seq": 1000, "backward": False})[0]
+    assert check.seen and (check.seen.pairs, check.seen.of) == (251 * 1000, 10**6)
+    assert "of 251000 pairs of a query and a key (25.1 % of all) " in str(check)
 
 
 def test_the_first_wrong_token_is_the_first_that_misses_other_ranks() -> None:

@@ -63,8 +63,9 @@ def asked_for(run: Run) -> Request:
     assert run.workload and run.strategy
     used = run.strategy
     return request(
-        strategy=used.name, params=used.params, hops=used.hops, workload=run.workload, world=run.topology.world_size
-    )
+        strategy=used.name, params=used.params, hops=used.hops, workload=run.workload, world=run.topology.world_size,
+        device=run.topology.device_type,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("path", sorted(TRACES.glob("h200*/run.json")), ids=lambda path: path.parent.name)

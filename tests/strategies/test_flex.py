@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringprof.mask import Mask
-from ringprof.strategies import create
+from ringprof.strategies import create, flex
 from ringprof.strategies.cut import cut_of
 from ringprof.strategies.flex import TILE, stretches, tiles
 from ringprof.strategies.kernels import KERNELS, ReferenceKernel
@@ -137,3 +137,24 @@ def test_heads_of_two_sizes_and_any_lengths(queries: int, keys: int, size: int) 
         kernel.forward(q, k, v, scale=1.0, causal=False) for kernel in (KERNELS["flex"](), ReferenceKernel())
     )
     assert relative_error(found[0], truth[0]) < 1e-12
+
+
+def test_every_softcap_is_compiled_as_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch makes a tensor of a number that differs from call to call; on a GPU the kernel's template refuses it."""
+    numbers: list[int] = []
+
+    def counting(graph: Any, given: list[Any]) -> Any:
+        numbers.append(sum(not isinstance(x, torch.Tensor) or x.dim() == 0 for x in given))
+        return graph.forward
+
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, **how: real(function, backend=counting, **how))
+    call = flex._compiled()
+    q, k, v = torch.randn(3, 1, 2, 256, 16)
+    seen = flex._plain(256, 256, causal=True, device=torch.device("cpu"))
+    for softcap in (2.0, 30.0, 7.0):
+        score_mod = flex._score_mod(softcap)
+        with torch.no_grad():
+            out, _ = call(q, k, v, score_mod, seen, 0.25)
+        assert torch.allclose(out, flex._dense(q, k, v, score_mod, seen, 0.25)[0], atol=1e-5)
+    assert numbers == [0, 0, 0]

@@ -36,6 +36,8 @@ class GivenAttention:
     tensor_format: str
     documents: tuple[int, ...] | None = None
     """Cumulative lengths of the documents; None: one."""
+    trains: bool = True
+    """Whether its inputs want gradients, in whichever call."""
 
     @property
     def positions(self) -> Tensor:
@@ -53,7 +55,7 @@ class GivenAttention:
         Raises what the function raises, and `UsageError` where it returns no tensor.
         """
         q, k, v, dout = (self._formatted(self.shard(x)) for x in (full.q, full.k, full.v, full.dout))
-        inputs = [x.requires_grad_(backward) for x in (q, k, v)]
+        inputs = [x.requires_grad_(self.trains) for x in (q, k, v)]
         out = self.function(*inputs, **self._lengths())
         out = out[0] if isinstance(out, (tuple, list)) and out else out
         if not isinstance(out, Tensor):

@@ -6,6 +6,7 @@ judged as they come; the last one runs under the profiler, which tells what is s
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -17,9 +18,10 @@ from ringprof.errors import RingprofError, UsageError
 from ringprof.record.check.given import Answers, GivenAttention, order_of_layout, order_of_positions
 from ringprof.record.check.judge import Truth, judge
 from ringprof.record.check.reasons import Case
-from ringprof.record.check.result import TENSOR_FORMATS, Check, CheckRequest, SentInCall, TensorCheck
+from ringprof.record.check.result import TENSOR_FORMATS, Check, CheckRequest, Seen, SentInCall, TensorCheck
 from ringprof.record.check.roll import Roll
 from ringprof.record.check.sent import sent_meanwhile
+from ringprof.record.check.weights import read_weights
 from ringprof.record.group_ranks import GroupRanks
 from ringprof.record.progress import Reporter, SilentReporter
 from ringprof.record.request import DTYPES, from_json
@@ -66,7 +68,9 @@ def check_on_ranks(
     else:
         order = order_of_positions(positions, ranks)
     workload = _workload(request, order.numel())
-    given = GivenAttention(attention, ranks, order, request.tensor_format, workload.mask().documents)
+    given = GivenAttention(
+        attention, ranks, order, request.tensor_format, workload.mask().documents, trains=workload.backward
+    )
     calls, sent = list[_Call](), list[SentInCall]()
     for number in range(1, request.calls + 1):
         full = draw_inputs(workload, ranks.device, SEED + number)
@@ -77,11 +81,33 @@ def check_on_ranks(
         explain, scale = all(call.equal for call in calls), request.softmax_scale
         calls.append(_judged(given, full, workload, scale, answers, wrong_form, number, explain=explain))
     shown = next((call for call in calls if not call.equal), None) or max(calls, key=_Call.severity)
+    seen, reasons = None, shown.reasons
+    if shown.errors:
+        reporter.start("what queries see", 1)
+        seen, told = _seen(given, workload, request, roll)
+        reasons = reasons or ([] if seen and seen.right and shown.equal else told)
     return Check(
-        equal=all(call.equal for call in calls), workload=workload, ranks=ranks.size, layout=request.layout,
-        device=ranks.device.type, calls=len(calls), call=shown.number, errors=shown.errors,
-        sent=_of_all(ranks, sent), reasons=shown.reasons,
+        equal=all(call.equal for call in calls) and (seen is None or seen.right), workload=workload, ranks=ranks.size,
+        layout=request.layout, device=ranks.device.type, calls=len(calls), call=shown.number, errors=shown.errors,
+        sent=_of_all(ranks, sent), seen=seen, reasons=reasons,
     )  # fmt: skip
+
+
+def _seen(
+    given: GivenAttention, workload: Workload, request: CheckRequest, roll: Roll
+) -> tuple[Seen | None, list[str]]:
+    """`read_weights`, by calls of their own after those that are compared. Collective."""
+    forward_only = msgspec.structs.replace(workload, backward=False)
+    numbers = itertools.count(request.calls + 1)
+
+    def call(full: Tensors) -> Answers:
+        number = next(numbers)
+        answers, _ = _call(given, full, forward_only, roll, number, None)
+        roll.all_back(f"call {number} of the attention")
+        return answers
+
+    full = draw_inputs(workload, given.ranks.device, SEED)
+    return read_weights(call, given, full, workload, request.softmax_scale)
 
 
 def _refuse_numbers(request: CheckRequest) -> None:

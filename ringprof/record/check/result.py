@@ -66,11 +66,52 @@ class SentInCall(msgspec.Struct, frozen=True, kw_only=True):
     """Of the tensors given to them; None where their sizes cannot be told."""
 
 
+class Pair(msgspec.Struct, frozen=True, kw_only=True):
+    """A query and a key, by their positions in the sequence, and the rank that holds the query."""
+
+    query: int
+    key: int
+    rank: int
+
+
+class Seen(msgspec.Struct, frozen=True, kw_only=True):
+    """Which keys queries see, whatever their weight: what is not as the mask says, over all ranks."""
+
+    pairs: int
+    """Of a query and a key that were tried."""
+    of: int
+    """All that there are."""
+    leaks: int
+    """Pairs that the mask hides and the attention sees."""
+    first_leak: Pair | None
+    missing: int
+    """Pairs that the mask shows and the attention does not see."""
+    first_missing: Pair | None
+
+    @property
+    def right(self) -> bool:
+        """Whether all is as the mask says."""
+        return not self.leaks + self.missing
+
+    def __str__(self) -> str:
+        said = [
+            f"{count} {what} (the first: token {pair.query} on rank {pair.rank}, key {pair.key})"
+            for count, what, pair in (
+                (self.leaks, "seen that the mask hides", self.first_leak),
+                (self.missing, "not seen that the mask shows", self.first_missing),
+            )
+            if pair
+        ]
+        tried = "" if self.pairs == self.of else f" ({100 * self.pairs / self.of:.1f} % of all)"
+        return f"seen: of {self.pairs} pairs of a query and a key{tried} {', '.join(said) or 'all as the mask says'}"
+
+
 class Check(msgspec.Struct, frozen=True, kw_only=True):
     """The answer, alike on all ranks. ``str(check)`` is what the command prints."""
 
     equal: bool
-    """Whether output and gradients of every call equal dense attention's over the whole sequence."""
+    """Whether output and gradients of every call equal dense attention's over the whole sequence, and queries see the
+    keys that the mask shows."""
     workload: Workload
     ranks: int
     layout: str
@@ -82,6 +123,8 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
     """``out``, and with a backward pass ``dq``, ``dk``, ``dv``; empty where the output has another shape."""
     sent: list[SentInCall] | None
     """By rank, in the last call; None where it could not be seen."""
+    seen: Seen | None
+    """None where the output has another shape, or differs from call to call."""
     reasons: list[str]
     """What the result equals in place of the right one, where that can be told."""
 
@@ -97,14 +140,18 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
             f"{'equal' if self.equal else 'NOT EQUAL'} to dense attention over {work.seq} tokens: {self.ranks} ranks,"
             f" {work.seq // self.ranks} tokens each, {self.layout}, {shape}, {work.mask()},"
             f" {work.dtype}, {self.device}",
-            f"call {self.call} of {self.calls}" + ("" if self.equal else ", the first that is not equal")
+            f"call {self.call} of {self.calls}" + ", the first that is not equal" * self._differs
             + ", relative root-mean-square errors:",
         ]  # fmt: skip
         if self.errors:
             lines.append(f"  {'':4}{'off by':>10}{'allowed':>10}{'kernel':>10}  worst     wrong tokens")
         lines += [f"  {name:4}{_error_in_words(error, work.seq)}" for name, error in self.errors.items()]
-        lines.append(self._sent_in_words())
+        lines += [*([str(self.seen)] if self.seen else []), self._sent_in_words()]
         return "\n".join([*lines, *(f"why: {reason}" for reason in self.reasons)])
+
+    @property
+    def _differs(self) -> bool:
+        return not (self.errors and all(error.equal for error in self.errors.values()))
 
     def _sent_in_words(self) -> str:
         if self.ranks == 1:

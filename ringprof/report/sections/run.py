@@ -129,20 +129,30 @@ def _balance(run: Run) -> list[str]:
 
 
 def _sizes(run: Run) -> list[str]:
-    """The steps of dynamic context parallelism, each with its slowest rank's median."""
-    work, timings = run.workload, run.timings
-    if work is None or work.sequences is None:
-        return []
     lines = []
-    for number, count in enumerate(work.sequences):
-        size = run.topology.world_size // count
-        line = f"step {number + 1}: {size} rank{'s' * (size > 1)} a sequence, {count} of {work.seq // count} tokens"
-        times = [rank[number] for rank in (timings.steps_ns or [] if timings else [])]
-        if times:
-            flops = count * work.step(count).model_flops() / run.topology.world_size
-            line += f", {duration(max(times))}, {rate(flops / max(times) / 1e3)} per device"
+    for number, step in enumerate(_cp_steps(run) or (), 1):
+        size = step["ranks"]
+        line = f"step {number}: {size} rank{'s' * (size > 1)} a sequence, {step['sequences']} of {step['seq']} tokens"
+        if step["slowest_ns"] is not None:
+            line += f", {duration(step['slowest_ns'])}, {rate(step['tflops'])} per device"
         lines.append(line)
     return lines
+
+
+def _cp_steps(run: Run) -> list[JsonObject] | None:
+    """The steps of dynamic context parallelism, each with its slowest rank's median; None where there are none."""
+    work = run.workload
+    if work is None or work.sequences is None:
+        return None
+    found: list[JsonObject] = []
+    for number, count in enumerate(work.sequences):
+        slowest = max((rank[number] for rank in (run.timings and run.timings.steps_ns) or []), default=None)
+        flops = count * work.step(count).model_flops() / run.topology.world_size
+        found.append({
+            "ranks": run.topology.world_size // count, "sequences": count, "seq": work.seq // count,
+            "slowest_ns": slowest, "tflops": flops / slowest / 1e3 if slowest else None,
+        })  # fmt: skip
+    return found
 
 
 def _cost(run: Run, rates: Rates) -> list[str]:
@@ -161,7 +171,7 @@ def json(found: Findings) -> ReportParts:
     if found.attribution.run is None:
         return {"run": None}
     plain: JsonObject = msgspec.to_builtins(found.attribution.run)
-    return {"run": {key: plain[key] for key in _KEPT}}
+    return {"run": {**{key: plain[key] for key in _KEPT}, "cp_steps": _cp_steps(found.attribution.run)}}
 
 
 def html(found: Findings, report: Report, figures: ModuleType) -> Content:

@@ -1,0 +1,93 @@
+"""Committed runs of inference, a whole layer and changing sizes: their reports against their traces and formulas."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from statistics import fmean, median
+
+import pytest
+
+from ringprof import load
+from ringprof.analysis.findings.inference import inference_of
+from ringprof.run import read_run
+from tests.paths import ROOT
+
+TRACES = ROOT / "traces"
+RUN = TRACES / "h200x2-decode-1048576"
+CACHE = 2 * 8 * 1048576 * 8 * 128 * 2 // 2
+"""K and V of 8 sequences of 1048576 keys, 8 heads of 128 in bf16, on one of two ranks: 16 GiB."""
+
+
+def attention_ns(rank: int) -> int:
+    """Time of the attention kernels by their names, none of which overlap; two a step: split keys, and their merge."""
+    with gzip.open(RUN / f"rank{rank}.json.gz", "rt") as trace:
+        events = json.load(trace)["traceEvents"]
+    found = [event for event in events if event.get("cat") == "kernel" and "flash_fwd_splitkv" in event["name"]]
+    assert len(found) == 2
+    spans = sorted((event["ts"], event["ts"] + event["dur"]) for event in found)
+    assert spans[0][1] <= spans[1][0]
+    time: int = round(sum(event["dur"] for event in found) * 1000)
+    return time
+
+
+def test_a_token_and_the_memorys_rate() -> None:
+    analysis = load(RUN)
+    found = inference_of(analysis.attribution, analysis.findings.summary)
+    assert found is not None
+    recorded = json.loads((RUN / "run.json").read_text())
+    step = median(max(times) for times in zip(*recorded["timings"]["iterations_ns"], strict=True))
+    assert found.step_ns == step
+    assert found.new_tokens == 8
+    assert found.tokens_per_second == pytest.approx(8 / step * 1e9)
+    assert found.cache_bytes == CACHE == 17_179_869_184
+    rate = fmean(CACHE / attention_ns(rank) for rank in range(2))
+    assert found.read_gbps == pytest.approx(rate, rel=1e-5)
+    assert 4600 < rate < 4800, "of 4800 GB/s that an H200's memory has"
+    assert found.of_bandwidth == pytest.approx(rate / 4800, rel=1e-5)
+    assert found.bound_by == "cache"
+    # Of each rank: 16 heads of 128 of 8 sequences in bf16, gathered and reduced, and 32 LSEs of each in float32.
+    assert found.sent_bytes_per_token == 2 * (32768 + 32768 + 1024) / 8
+
+
+def slowest(name: str) -> float:
+    """The median of the slowest rank's iterations, in seconds."""
+    recorded = json.loads((TRACES / name / "run.json").read_text())
+    seconds: float = median(max(times) for times in zip(*recorded["timings"]["iterations_ns"], strict=True)) / 1e9
+    return seconds
+
+
+def test_prefill_sends_queries_and_brings_outputs_and_lses_home() -> None:
+    analysis = load(TRACES / "h200x2-ring-prefill-262144")
+    found = inference_of(analysis.attribution, analysis.findings.summary)
+    assert found is not None and found.new_tokens == 32768 and found.bound_by == "attention"
+    # 32 heads of 128 in bf16 there and back, and an LSE each in float32, to the one other rank.
+    assert found.sent_bytes_per_token == 32 * 128 * 2 * 2 + 32 * 4 == 16_512
+    # The last 32768 of 262144 tokens, causal: 2 FLOPs for a pair's score and 2 for its value, a number.
+    pairs = 32768 * (262144 - 32768) + 32768 * 32768 // 2
+    seconds = slowest("h200x2-ring-prefill-262144")
+    assert analysis.report()["summary"]["tflops"] == pytest.approx(4 * pairs * 32 * 128 / 2 / seconds / 1e12, rel=1e-3)
+
+
+def test_a_layers_rate_is_of_attention_and_matrix_products() -> None:
+    report = load(TRACES / "h200x2-zigzag-65536-layer").report()
+    tokens, hidden, kv, mlp = 65536, 32 * 128, 8 * 128, 11008
+    products = 6 * tokens * (hidden * (hidden + 2 * kv) + hidden * hidden + 3 * hidden * mlp)
+    attention = 3.5 * 4 * tokens**2 / 2 * hidden
+    seconds = slowest("h200x2-zigzag-65536-layer")
+    assert report["summary"]["tflops"] == pytest.approx((products + attention) / 2 / seconds / 1e12, rel=1e-3)
+    assert report["summary"]["tflops"] == pytest.approx(532.0, rel=1e-3)
+
+
+def test_every_step_of_changing_sizes_has_its_time_and_rate() -> None:
+    folder = TRACES / "h200x2-zigzag-65536-sizes"
+    steps = load(folder).report()["run"]["cp_steps"]
+    timings = read_run(folder / "run.json").timings
+    assert timings is not None and timings.steps_ns is not None
+    assert [(step["ranks"], step["sequences"], step["seq"]) for step in steps] == [
+        (2, 1, 65536), (1, 2, 32768), (2, 1, 65536),
+    ]  # fmt: skip
+    for number, step in enumerate(steps):
+        assert step["slowest_ns"] == max(rank[number] for rank in timings.steps_ns)
+        flops = step["sequences"] * 3.5 * 4 * step["seq"] ** 2 / 2 * 32 * 128 / 2
+        assert step["tflops"] == pytest.approx(flops / step["slowest_ns"] / 1e3, rel=1e-6)
