@@ -87,9 +87,7 @@ def test_all_are_told_to_end(trouble: Heard) -> None:
 
     for rank in ended:
         lines[rank] = connected(server, rank, partial(leave, rank))
-    begin = time.monotonic()
-    server.tell_all_to_end(10)
-    assert time.monotonic() - begin < 5
+    server.tell_all_to_end(3600)  # it does not wait for those that have ended
     assert [heard.calls for heard in ended.values()] == [[(True,)], [(True,)]]
     server.close()
 
