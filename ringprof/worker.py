@@ -31,7 +31,10 @@ _TASKS: dict[str, type[_Task]] = {"record": RecordTask, "check": CheckTask}
 
 def main(what: str, arguments: list[str]) -> NoReturn:
     """Be one rank and end the process: with 0, or with 3 and the reason in the rank's diary."""
-    task, parent = from_json(Path(arguments[0]).read_bytes(), _TASKS[what]), int(arguments[1])
+    parent = int(arguments[1])
+    if os.getppid() != parent:
+        os._exit(3)  # killed meanwhile, and what it had to say is gone with it
+    task = from_json(Path(arguments[0]).read_bytes(), _TASKS[what])
     place = launcher_rank()
     assert place is not None and task.scratch is not None, "started by ringprof, with the ranks' variables"
     scratch = Path(task.scratch)

@@ -167,6 +167,8 @@ class Strategy(Expectations, ABC):
     """What it is for: ``training``, or over a cache of keys and values ``prefill`` or ``decode``."""
     takes_masks: ClassVar[bool] = False
     """Whether it computes packed documents and sliding windows."""
+    smaller_v_travels: ClassVar[bool] = True
+    """Whether heads of v that are smaller than those of q and k travel as they are; otherwise they are filled up."""
     takes_softcap: ClassVar[bool] = True
     """Whether its blocks are computed by kernels of ours, some of which take a softcap."""
     PARAMETERS: ClassVar[dict[str, str]] = {"deterministic": "the kernel's deterministic mode: same bits every call"}
@@ -306,6 +308,9 @@ class Strategy(Expectations, ABC):
             option = "dropout_p" if dropout_p else "alibi_slopes"
             raise Unfit(f"{option} is not supported by any bundled strategy")
         q, k, v = _as_autocast(q, k, v)
+        missing = 0 if self.smaller_v_travels else q.shape[-1] - v.shape[-1]
+        if missing > 0:
+            v = pad(v, (0, missing))
         scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
         window, packed = tuple(window_size), documents is not None
         trains = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
@@ -316,6 +321,7 @@ class Strategy(Expectations, ABC):
         kernel = self.kernel_for(q, **self._asks(cut, softcap))
         blocks = Blocks(kernel, scale, causal, return_lse or sinks is not None, cut)
         out, lse = self.differentiable(blocks, q, k, v, lse_wanted=blocks.lse_wanted)
+        out = out[..., : v.shape[-1] - missing] if missing > 0 else out
         if sinks is not None:
             out, lse = with_sinks(out, lse, sinks)
         return (out, lse) if return_lse else out

@@ -17,7 +17,6 @@ the input's type; here whatever stays on a rank does so in float32.
 
 from __future__ import annotations
 
-import itertools
 from typing import Any, ClassVar
 
 import torch
@@ -29,7 +28,7 @@ from .expected import Load, ring_bytes
 from .kernel import Gradients
 from .layouts import LAYOUTS, Block
 from .merge import Sum
-from .parcels import Parcel, size_bytes
+from .parcels import Parcel, unstacked
 from .ring import add_dkv, settled_dkv
 from .streams import SideStreams, side_streams
 
@@ -39,6 +38,7 @@ class Megatron(Strategy):
 
     layout = LAYOUTS["zigzag"]
     takes_masks = True
+    smaller_v_travels = False
     PARAMETERS: ClassVar[dict[str, str]] = {
         "grad_wire": "type of travelling dK and dV: fp32, or the input's own",
         "documents_layout": DOCUMENTS_LAYOUT_HELP,
@@ -60,7 +60,7 @@ class Megatron(Strategy):
     def memory_bytes(cls, load: Load, **params: Any) -> int | None:
         if load.size > 1:
             return ring_bytes(load)
-        return load.own + load.q_wide + 5 * load.kv if load.backward else 6 * load.q + load.kv
+        return load.own + load.q_wide + 5 * load.kv if load.backward else 6 * load.q + 2 * load.kv
 
     @classmethod
     def imbalance(cls, size: int, *, causal: bool, **params: Any) -> float | None:
@@ -69,14 +69,14 @@ class Megatron(Strategy):
     def forward(self, blocks: Blocks, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         streams = self._streams_for(q)
         steps: list[_Step] = []
-        for step, (kv_rank, kv) in enumerate(self.ring.tour([k, v])):
+        for step, (kv_rank, (kv,)) in enumerate(self.ring.tour([torch.stack([k, v])])):
             block = blocks.between(self.layout, self.comm.rank, kv_rank, q.shape[1])
             if block is None:
                 continue
             with ring_step("fwd", step, "block"), streams.on(step):
                 out, lse = blocks.forward(q, kv[0], kv[1], block)
             # K and V stay with the result: their memory must not be used again before the streams meet.
-            steps.append(_Step(block, out, lse, tuple(kv)))
+            steps.append(_Step(block, out, lse, kv))
         streams.meet(result for step in steps for result in (step.out, step.lse))
         blocks.kept = q, kv[0], kv[1]
         with ring_step("fwd", self.comm.size, "merge"):
@@ -86,11 +86,10 @@ class Megatron(Strategy):
         """As `Strategy.backward`; k and v are those that the forward pass ended with, of the next rank."""
         dq, last = Sum(q), self.comm.size - 1
         wire = wire_type(self.parameters["grad_wire"], k)
-        held = _Message(k, v, wire)
-        for place, x in zip(held.kv, (k, v), strict=True):
-            place.copy_(x)
+        held = _Message(k, wire)
+        torch.stack([k, v], out=held.kv)
         for step in range(self.comm.size):
-            arriving = _Message(k, v, wire)
+            arriving = _Message(k, wire)
             part = "whole" if 0 < step < last else "dkv" if step else "kv"
             hop = self.back_ring.post(held.parcel(part), into=arriving.parcel(part))
             kv_rank = (self.comm.rank + 1 + step) % self.comm.size
@@ -102,7 +101,7 @@ class Megatron(Strategy):
             with ring_step("bwd", step, "merge"):
                 if block is not None and grads is not None:
                     dq.add(grads[0], block.q)
-                dkv = arriving.dkv
+                dkv = Parcel([arriving.dkv], unstacked)
                 if step < last:
                     add_dkv(dkv, grads, block, first=step == 0)
             held = arriving
@@ -125,7 +124,7 @@ class Megatron(Strategy):
 class _Step:
     """One step's result of the forward pass, and the K and V that it came from."""
 
-    def __init__(self, block: Block, out: Tensor, lse: Tensor, kv: tuple[Tensor, ...]) -> None:
+    def __init__(self, block: Block, out: Tensor, lse: Tensor, kv: Tensor) -> None:
         self.block, self.out, self.lse, self.kv = block, out, lse, kv
 
 
@@ -148,19 +147,14 @@ def corrected(steps: list[_Step], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 class _Message:
     """K and V, and dK and dV after them, in one stretch of memory: one message a hop, whatever their types."""
 
-    def __init__(self, k: Tensor, v: Tensor, wire: torch.dtype) -> None:
-        shapes = [tuple((dtype, x.shape) for x in (k, v)) for dtype in (k.dtype, wire)]
-        cut, end = itertools.accumulate(sum(size_bytes(*shape) for shape in two) for two in shapes)
-        self._whole = torch.empty(end, dtype=torch.uint8, device=k.device)
-        self._kv, self.dkv = (
-            Parcel.within(two, piece) for two, piece in zip(shapes, (self._whole[:cut], self._whole[cut:]), strict=True)
-        )
-
-    @property
-    def kv(self) -> list[Tensor]:
-        """K and V."""
-        return self._kv.tensors
+    def __init__(self, like: Tensor, wire: torch.dtype) -> None:
+        count = 2 * like.numel()
+        cut = count * like.element_size()
+        self.whole = torch.empty(cut + count * wire.itemsize, dtype=torch.uint8, device=like.device)
+        self.kv = self.whole[:cut].view(like.dtype).view(2, *like.shape)
+        self.dkv = self.whole[cut:].view(wire).view(2, *like.shape)
 
     def parcel(self, part: str) -> Parcel:
         """``whole``, ``kv`` or ``dkv``, to be sent or received."""
-        return {"whole": Parcel([self._whole]), "kv": self._kv, "dkv": self.dkv}[part]
+        message: Tensor = getattr(self, part)
+        return Parcel([message])

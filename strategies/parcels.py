@@ -45,14 +45,6 @@ class Parcel:
         return cls(room(shapes) if cut is None else room((tuple(message),)), cut)  # type: ignore[arg-type]
 
     @classmethod
-    def within(cls, shapes: Shapes, memory: Tensor) -> Parcel:
-        """Tensors of these types and shapes, one behind the other in ``memory`` (bytes), as one message."""
-        if len(set(shapes)) == 1:
-            dtype, shape = shapes[0]
-            return cls([memory.view(dtype).view(len(shapes), *shape)], unstacked)
-        return cls([memory], partial(_apart, shapes))
-
-    @classmethod
     def holding(cls, tensors: Sequence[Tensor]) -> Parcel:
         """Copies of the tensors in one message; a single tensor travels as it is, and so do those that do not fit."""
         cut, dtype, _ = _message(shapes_of(tensors))

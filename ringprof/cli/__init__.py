@@ -9,6 +9,7 @@ import gc
 import os
 import signal
 import sys
+from contextlib import suppress
 
 
 def main(args: list[str] | None = None) -> None:
@@ -102,9 +103,18 @@ class _Signals:
 
     def _end(self, *_: object) -> None:
         _end_helpers()
+        _end_children()
         if "ringprof.scratch" in sys.modules:
             sys.modules["ringprof.scratch"].remove_all()
         os._exit(128 + self.received)
+
+
+def _end_children() -> None:
+    """Ranks that were being started when the signal came: nobody else knows of them. Where Linux tells them."""
+    for thread in os.listdir("/proc/self/task") if sys.platform == "linux" else ():
+        with suppress(OSError), open(f"/proc/self/task/{thread}/children") as children:
+            for child in children.read().split():
+                os.kill(int(child), signal.SIGKILL)
 
 
 def _end_helpers() -> None:

@@ -36,7 +36,7 @@ SLACK = 1.05
 _LIKE = 0.25
 """How near a time must be to that of another length to be taken for it."""
 _KERNELS = (("3", "flash-attn-3"), ("4", "flash-attn-4"), ("cudnn", "cudnn"), ("flash", "flash-attn"))
-_NUMBER = re.compile(r"[0-9]+(\.[0-9]*)?([eE][+-]?[0-9]{1,2})?")
+_NUMBER = re.compile(r"[0-9]{1,18}(\.[0-9]{0,18})?([eE][+-]?[0-9]{1,2})?")
 _TRUE = ("true", "1", "yes")
 
 

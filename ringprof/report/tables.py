@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from ringprof.report.page.document import MOST_PAGE_ROWS, Cell, PageTable, number, text
-from ringprof.report.text import TextStyle, duration, in_unit, percent, unit_for
+from ringprof.report.text import LONGEST_KERNEL, TextStyle, clean, duration, in_unit, percent, unit_for
 
 BETWEEN = 2
 """Spaces between two columns."""
@@ -82,7 +82,7 @@ def _needed(widths: Sequence[int], places: Sequence[int]) -> int:
 
 
 def _folded(name: str, width: int) -> str:
-    return "\n".join(name[at : at + width] for at in range(0, len(name), width)) or name
+    return "\n".join(name[at : at + width] for at in range(0, len(name), max(1, width)))
 
 
 def _side_by_side(shown: Sequence[int], widths: Sequence[int], room: int) -> Iterator[list[int]]:
@@ -141,7 +141,7 @@ class Unit(NamedTuple):
 
 
 UNITS = {
-    "text": Unit(str, 0),
+    "text": Unit(lambda value: clean(str(value), LONGEST_KERNEL), 0),
     "count": Unit(lambda value: f"{value:,.0f}", 0),
     "rough count": Unit(lambda value: f"{value:,.0f}" if value == int(value) else f"{value:,.1f}", 1),
     "bytes": Unit(lambda value: f"{value / 1e6:,.1f}", 1, 1e6),

@@ -18,9 +18,10 @@ from ringprof.foresee.tape import tape
 from ringprof.run import Sent, Workload, read_run
 
 RUNS = [
-    path for path in sorted(TRACES.glob("*/run.json")) if (work := read_run(path).workload) and work.kv_length is None
+    path for path in sorted(TRACES.glob("*/run.json"))
+    if (work := read_run(path).workload) and not (work.kv_length or work.layer or work.sequences)
 ]  # fmt: skip
-"""Prefill and decode are refused."""
+"""Prefill, decode, whole layers and changing sizes are refused."""
 USERS = "tests.foresee.strategies_of_users"
 SMALL = Workload(seq=64, heads=2, kv_heads=1, head_dim=8)
 

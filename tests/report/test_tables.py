@@ -140,3 +140,10 @@ def test_more_than_ten_times_is_said_as_that_and_a_cpu_by_its_name() -> None:
     two = ringprof.compare(TRACES / "h200x4-burst-262144", TRACES / "h200x4-zigzag-262144")
     assert two.differing["-p ring_window"][1] is None
     assert "unknown" not in comparison.render(two, TextStyle())
+
+
+@pytest.mark.parametrize("name", ["\x1b]0;owned\x07", "\x9b2Jx", "a\nverdict: fine", "\u202e", "\x00"])
+def test_no_cell_commands_a_terminal(name: str) -> None:
+    """Names of a user's own ranges come from the trace, too; one of control characters only is no error."""
+    made = Table("t", (Column("name", folds=True), Column("n", "count")), [[name, 1]]).text(TextStyle(width=60))
+    assert all(line.isprintable() for line in made.split("\n")) and made.count("\n") == 1

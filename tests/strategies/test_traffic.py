@@ -70,7 +70,8 @@ O_HALF = Q // 2
 SMALLER_V: dict[str, tuple[int, int]] = {
     "zigzag": ((N - 1) * MLA, (N - 1) * MLA + (N - 1) * 2 * MLA),
     "burst": ((N - 1) * MLA, (N - 1) * (Q + O_HALF + 2 * ROW) + N * Q),
-    "megatron": ((N - 1) * MLA, 2 * (N - 1) * MLA),
+    # One message of K and V of one size: the larger.
+    "megatron": (2 * (N - 1) * KV, 2 * (N - 1) * KV + 2 * (N - 1) * KV),
     "ulysses": ((N - 1) * (Q + O_HALF + MLA) // N, (N - 1) * (Q + O_HALF + MLA) // N),
     "allgather": ((N - 1) * MLA, 2 * (N - 1) * MLA),
     "double-ring-ring_window=2": ((N - 1) * MLA, (N - 1) * MLA + 3 * 2 * MLA + 3 * MLA),

@@ -22,6 +22,8 @@ from ringprof.errors import UsageError
 KNOWN = tuple(kind for kind in KINDS if kind != OTHER_GROUPS)
 """The kinds that a rule may give."""
 
+_STARS = re.compile(r"\*+")
+
 
 def parse_rules(text: str, name: str) -> tuple[Rule, ...]:
     """The rules in ``text``; ``name`` stands for it in errors. Raises `UsageError` naming the line."""
@@ -54,5 +56,11 @@ def _expression(pattern: str) -> str:
 
 
 def wildcards(pattern: str) -> str:
-    """A regular expression for the whole of a name, of a pattern in which ``*`` and ``?`` stand for anything."""
-    return "".join({"*": ".*", "?": "."}.get(letter) or re.escape(letter) for letter in pattern)
+    """A regular expression for the whole of a name, of a pattern in which ``*`` and ``?`` stand for anything.
+
+    What stands between two ``*`` is taken where it first occurs and never again: trying all places of all takes for
+    ever.
+    """
+    first, *others = (re.escape(part).replace(r"\?", ".") for part in _STARS.split(pattern))
+    once = [f"(?=(?P<p{place}>.*?{part}))(?P=p{place})" for place, part in enumerate(others[:-1])]
+    return "".join([first, *once, *(f".*{last}" for last in others[-1:])])

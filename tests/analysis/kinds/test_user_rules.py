@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import re
+from fnmatch import fnmatchcase
+
 import pytest
+from hypothesis import given
+from hypothesis.strategies import text
 
 from ringprof.analysis.kinds.classify import classify
 from ringprof.analysis.kinds.rules import rule_for
-from ringprof.analysis.kinds.user_rules import parse_rules
+from ringprof.analysis.kinds.user_rules import parse_rules, wildcards
 from ringprof.errors import UsageError
 from tests.analysis.build import FLASH, NCCL, Builder, collective, kind_names
 
@@ -31,10 +36,26 @@ def test_comments_and_empty_lines_count_for_nothing():
         ("k<float>[1]", "void k<float>[1]()", True),
         ("a.c", "abc", False),
         ("*(int*)*", "void k(int*, float)", True),
+        ("*ab*ab", "xabab", True),
+        ("*ab*ab", "xab", False),
+        ("a*a", "a", False),
+        ("**b?*", "abc", True),
+        ("*a*b*c*", "c b a b c", True),
+        ("*a*b*c*", "c b a c b", False),
     ],
 )
 def test_a_pattern_is_part_of_the_name_or_fits_all_of_it(pattern, name, fits):
     assert (rule_for(name, parse_rules(f"gemm {pattern}", "r")) is not None) == fits
+
+
+@given(text("ab*?", max_size=8), text("ab\n", max_size=12))
+def test_wildcards_are_those_of_a_shell(pattern, name):
+    assert bool(re.fullmatch(wildcards(pattern), name, re.DOTALL)) == fnmatchcase(name, pattern)
+
+
+def test_many_stars_take_no_time():
+    """Tried one place after another, they would take longer than the universe is old."""
+    assert rule_for("a" * 8000, parse_rules(f"gemm {'*a' * 60}*b", "r")) is None
 
 
 def test_the_first_rule_wins_and_all_stand_before_the_built_in():

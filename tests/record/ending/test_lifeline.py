@@ -13,7 +13,7 @@ from functools import partial
 import pytest
 
 from ringprof.record.ending.lifeline import MAX_LINE, MOST_STRANGERS, Lifeline, LifelineServer, RankOutcome
-from tests.record.command import HANGS_S, wait_until
+from tests.record.command import wait_until
 
 
 class Heard:
@@ -87,9 +87,7 @@ def test_all_are_told_to_end(trouble: Heard) -> None:
 
     for rank in ended:
         lines[rank] = connected(server, rank, partial(leave, rank))
-    begin = time.monotonic()
-    server.tell_all_to_end(HANGS_S)
-    assert time.monotonic() - begin < HANGS_S / 2
+    server.tell_all_to_end(3600)  # it does not wait for those that have ended
     assert [heard.calls for heard in ended.values()] == [[(True,)], [(True,)]]
     server.close()
 
