@@ -66,10 +66,10 @@ def test_zigzags_grid_on_4_gpus() -> None:
     scores = list(foresight.grid())
     assert within(scores, 0.035, 0.25) and 0.7 <= inside(scores) <= 0.9
     assert within(list(foresight.grid_host()), 0.14, 0.32)
-    # What the bundled machine says that intervals elsewhere are, by these and the shapes of three sessions.
+    # What the bundled machine says that intervals elsewhere are, by these and the shapes of three sessions, rounded up.
     found = {bound: foresight.elsewhere(of) for bound, of in foresight.held_out().items()}
     known = {bound: value.value for bound, value in read_calibration("h200").elsewhere.items()}
-    assert found == pytest.approx(known, abs=0.04)
+    assert all(found[bound] <= known[bound] < found[bound] + 0.1 for bound in known)
 
 
 def test_conformal_by_hand() -> None:

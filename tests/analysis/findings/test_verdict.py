@@ -223,6 +223,11 @@ def test_the_rate_that_would_hide_the_wire_is_its_bytes_over_the_computation():
 def test_the_next_step_is_the_waterfalls_own_largest_loss(folder):
     report = analysis(folder).report()
     step = report["summary"]["next_step"]
+    if step is None:
+        # A whole layer: nothing is known to shorten its matrix products.
+        losses = [one for one in report["waterfall"] if one["part"] not in ("attention", "peak", "kernel")]
+        assert not max(losses, key=lambda one: one["time_ns"])["remedy"]
+        return
     part = next(one for one in report["waterfall"] if one["part"] == step["part"])
     assert (part["time_ns"], part["share"]) == (step["time_ns"], step["share"])
     assert part["remedy"] and part["remedy"] in step["text"]
