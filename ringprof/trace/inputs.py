@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
+from itertools import islice
 from typing import Literal
 
 import msgspec
 
-from ringprof.errors import InputError, TraceFormatError
+from ringprof.errors import InputError, TraceFormatError, nearest
 from ringprof.files import exists, files_in, is_file, is_folder, is_url, leading_out, within
 from ringprof.trace.formats import FORMATS, KINETO, REDUCED, XLA, Format, format_of
 from ringprof.trace.kineto.byte_source import LOOK_BYTES, first_bytes
@@ -66,7 +68,7 @@ def detect_bytes(data: bytes, name: str = "-") -> InputType:
 
 def _detect_file(name: str) -> Input:
     if not exists(name):
-        raise InputError(f"{name}: no such file or folder")
+        raise InputError(f"{name}: no such file or folder{_meant(name)}")
     if not is_file(name):
         raise InputError(f"{name}: not a regular file; to read from a pipe, give - as the path")
     head = first_bytes(name, name)
@@ -75,6 +77,16 @@ def _detect_file(name: str) -> Input:
     if what:
         raise TraceFormatError(f"{name}: {what[0]}")
     return Input("run", run=name) if kind == "run" else Input(kind, (name,))
+
+
+def _meant(name: str) -> str:
+    """Which neighbour was likely meant, of a folder's first five hundred names."""
+    folder, own = os.path.split(os.path.abspath(name))
+    if is_url(name) or not is_folder(folder):
+        return ""
+    with suppress(OSError), os.scandir(folder) as beside:
+        return nearest(own, [one.name for one in islice(beside, 500)])
+    return ""
 
 
 def _detect_folder(name: str) -> Input:

@@ -233,6 +233,12 @@ def test_what_is_refused(tmp_path, name, data, message):
 def test_what_is_not_there(tmp_path):
     with pytest.raises(InputError, match="no such file or folder"):
         detect([tmp_path / "none"])
+    put(tmp_path, "h200x4-zigzag-65536.json", TEN)
+    put(tmp_path, "other.json", TEN)
+    with pytest.raises(InputError, match=r"no such file or folder \(did you mean 'h200x4-zigzag-65536\.json'\?\)"):
+        detect([tmp_path / "h200x4-zigzag-6553.json"])
+    (tmp_path / "h200x4-zigzag-65536.json").unlink()
+    (tmp_path / "other.json").unlink()
     with pytest.raises(InputError, match=r"no run\.json and no Kineto trace"):
         detect([tmp_path])
     with pytest.raises(InputError, match="no input"):
