@@ -221,6 +221,7 @@ def test_each_length_packs_documents_of_its_own():
     assert packed == [*lengths, *(("ulysses", *rest) for _, *rest in lengths)]
 
 
+@pytest.mark.long
 def test_a_packed_row_is_another_than_a_plain_one(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))

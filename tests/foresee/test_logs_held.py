@@ -14,6 +14,7 @@ from tests.paths import DATA
 LOG = next((DATA / "logs").glob("000_*"))
 
 
+@pytest.mark.long
 def test_what_is_above_the_flash_kernel_is_flagged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Transformer Engine's rows: 343.59 and 1303.94 ms are 224 and 236 TFLOP/s per A800 by hand, 4 x 262144^2 x 40 x
     128 / 2 x 3.5 / 32 / 0.34359 s; the flash kernel of the same source has 200 at its best. The first row is slower."""

@@ -93,6 +93,7 @@ def gates(rank: int, damage: str) -> list[str]:
     return said
 
 
+@pytest.mark.long
 def test_both_gates_pass_what_is_right_in_every_strategy() -> None:
     assert run_ranks(2, gates, "") == [[]] * 2
 

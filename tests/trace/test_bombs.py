@@ -93,6 +93,7 @@ TRACES_OF_TEXT: dict[str, tuple[Callable[[], Iterator[bytes]], bool]] = {
 }
 
 
+@pytest.mark.long
 def test_traces(tmp_path: Path) -> None:
     sound = tmp_path / "rank0.json"
     sound.write_bytes(TEN)
