@@ -17,7 +17,7 @@ from ringprof.foresee.predict import predict as _predict
 from ringprof.foresee.question import Question
 from ringprof.foresee.show import PART_LABELS, prediction_text
 from ringprof.foresee.traces import write_prediction
-from ringprof.frame_columns import meanings_of
+from ringprof.frame_columns import FORESEEN
 from ringprof.json_object import JsonObject
 from ringprof.report import plots
 from ringprof.report.page.html import render as page
@@ -207,6 +207,6 @@ class AdvicePlots:
 def _frame(name: str, rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
     import pandas as pd
 
-    frame = pd.DataFrame(list(rows))
-    frame.attrs["columns"] = meanings_of(name, frame.columns)
+    frame = pd.DataFrame(list(rows), columns=list(FORESEEN[name]))
+    frame.attrs["columns"] = dict(FORESEEN[name])
     return frame

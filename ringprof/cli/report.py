@@ -21,7 +21,8 @@ from ringprof.cli.values import Number
 from ringprof.cli.write import NARROWEST, formats, print_or_write, say, text_style, to_file, write_text, written
 from ringprof.errors import UsageError, nearest
 from ringprof.files import is_file, read_within, within
-from ringprof.frames import FRAMES, as_csv, write_parquet
+from ringprof.frame_columns import FRAMES
+from ringprof.frames import as_csv, write_parquet
 from ringprof.options import LoadOptions
 from ringprof.report import as_json
 from ringprof.report.sections import OPTIONAL

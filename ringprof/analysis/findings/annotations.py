@@ -42,10 +42,6 @@ class Annotation(NamedTuple):
         return 1.0 - self.exposed_ns / self.communication_ns if self.communication_ns else None
 
 
-ANNOTATION_COLUMNS = (*Annotation._fields, "hidden")
-"""Of `ringprof.api.Analysis.annotations`: a row a name, sums over all ranks, longest first."""
-
-
 def annotations_of(ranks: Iterable[Rank]) -> tuple[Annotation, ...]:
     """Those of several ranks, by name, longest first."""
     found: dict[str, Annotation] = {}

@@ -10,9 +10,6 @@ import numpy as np
 from ringprof.analysis.attribution import Attribution
 from ringprof.trace.columns import NONE, Int64, distinct
 
-MEMORY_COLUMNS = ("rank", "memory", "time_ns", "allocated_bytes", "reserved_bytes")
-"""Of `ringprof.api.Analysis.memory`: a row an allocation or release, by rank, memory and time."""
-
 
 class Held(NamedTuple):
     """What one allocator of one rank held, from each time on."""

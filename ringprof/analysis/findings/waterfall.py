@@ -56,9 +56,6 @@ COMMUNICATION_PARTS = ("imbalance", "exposed_wire", "peer_wait", "exposed_unspli
 """What ranks wait and what they send: one loss with several causes."""
 ATTENTION_PARTS = ("attention", "peak", "kernel", "repeated", "slowdown")
 
-WATERFALL_COLUMNS = ("part", "time_ns", "share", "tflops", "evidence", "remedy")
-"""Of `ringprof.api.Analysis.waterfall`: a row a part, the fields of `WaterfallPart`."""
-
 
 class WaterfallPart(msgspec.Struct, frozen=True):
     """One part of the slowest rank's wall."""

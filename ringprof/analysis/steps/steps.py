@@ -74,10 +74,6 @@ class Step(msgspec.Struct, frozen=True, gc=False):
     attention kernels)."""
 
 
-STEP_COLUMNS = tuple(field.name for field in msgspec.structs.fields(Step))
-"""Of `ringprof.api.Analysis.steps`: a row a rank and step, the fields of `Step`; times in int64 nanoseconds."""
-
-
 ExposedBySteps = dict[tuple[str, int], tuple[int, int]]
 """(phase, step) -> exposed communication in nanoseconds and the number of steps that it is the sum of."""
 

@@ -52,16 +52,6 @@ class RunKernel(NamedTuple):
         return 1.0 - self.exposed_ns / self.time_ns if self.time_ns else 0.0
 
 
-KERNEL_COLUMNS = (
-    "name", "kind", "time_ns", "share", "calls", "mean_ns", "hidden", "exposed_ns", "worst_rank", "worst_ns",
-)  # fmt: skip
-"""Of `ringprof.api.Analysis.kernels`: a row a name and kind over all ranks, longest first.
-
-``time_ns`` is the sum of durations over all ranks, ``share`` its part of that sum over all kernels (kernels may run
-side by side, so it is no share of the wall), ``mean_ns`` that of one call. ``hidden`` (0..1) and ``exposed_ns`` are of
-communication and memory operations. ``worst_ns`` is the time on the rank that spends most, ``worst_rank``."""
-
-
 def rank_kernels(rows: TimedActivities, background: TimedActivities, trace: Trace) -> list[RankKernel]:
     """One rank's, in no order; what else ran meanwhile hides them, too."""
     exposed = _exposed(rows, background)

@@ -12,7 +12,7 @@ import pytest
 from msgspec.structs import replace
 
 from ringprof.analysis.rank import kept
-from ringprof.analysis.steps.steps import STEP_COLUMNS, steps_in_memory
+from ringprof.analysis.steps.steps import Step, steps_in_memory
 from ringprof.scale.pipeline import attribute
 from tests.analysis.build import FLASH, NCCL, Builder, collective
 from tests.analysis.rings import BACKWARD, causal, everybody, ring_pass
@@ -150,7 +150,7 @@ def test_order_tells_what_names_tell(run):
         ranks.append(dataclasses.replace(rank, read_detail=kept(detail)))
     inferred = steps_in_memory(ranks).steps
     assert Counter(step.source for step in inferred) == {"order": len(named)}
-    values = [name for name in STEP_COLUMNS if name != "source"]
+    values = [name for name in Step.__struct_fields__ if name != "source"]
     assert [[getattr(s, name) for name in values] for s in inferred] == [
         [getattr(s, name) for name in values] for s in named
     ]
