@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
+
+import msgspec
 
 JsonObject = dict[str, Any]
 """A JSON object: a part of a report, an event of a trace, a row of a table."""
@@ -10,3 +13,8 @@ Params = dict[str, Any]
 """A strategy's own parameters by name: text from the command line until `resolve` has typed them."""
 Options = dict[str, Any]
 """What a command was given, by the names of its options."""
+
+
+def json_text(value: object) -> str:
+    """A value as JSON for people and programs, in ASCII so that no locale can spoil it."""
+    return json.dumps(msgspec.to_builtins(value), indent=1) + "\n"

@@ -6,16 +6,17 @@ import re
 from typing import Any
 
 import click
-import msgspec
 
-from ringprof.cli.asking import asked_cluster, asked_workload, asks
+from ringprof.cli.predict import asked_cluster, asked_workload, asks
 from ringprof.cli.progress import loading_progress
 from ringprof.cli.write import write_text
 from ringprof.errors import UsageError
 from ringprof.foresee.advice_shown import advice_text, document
 from ringprof.foresee.advise import advice_dict, advise
 from ringprof.foresee.calibration import read_calibration
+from ringprof.json_object import json_text
 from ringprof.report.page.html import render as page
+from ringprof.scale.trace_set import unheard
 
 _UNITS = {"GB": 10**9, "GiB": 2**30, "MB": 10**6, "MiB": 2**20}
 
@@ -38,19 +39,12 @@ def command(**options: Any) -> int:
         found = advise(
             asked_workload(options), cluster, machine, tape_of, kernel=options["kernel"],
             memory_bytes=_size(options["memory"]) if options["memory"] else None, strategies=options["strategies"],
-            tell=tell or _silently,
+            tell=tell or unheard,
         )  # fmt: skip
-    if options["form"] == "json":
-        click.echo(msgspec.json.format(msgspec.json.encode(advice_dict(found)), indent=1).decode())
-    else:
-        click.echo(advice_text(found), nl=False)
+    click.echo(json_text(advice_dict(found)) if options["form"] == "json" else advice_text(found), nl=False)
     if options["html"]:
         write_text(options["html"], page(document(found)))
     return 0
-
-
-def _silently(what: str, done: int, of: int) -> None:
-    """Nobody looks on."""
 
 
 def _size(text: str) -> int:

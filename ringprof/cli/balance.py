@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict
-
 import click
 
 from ringprof.cli.recording import masks, window_of
 from ringprof.cli.values import Tokens
 from ringprof.cli.write import formats, print_or_write, text_style, to_file
 from ringprof.documents import document_lengths
+from ringprof.json_object import json_text
 from ringprof.record.request import need
 from ringprof.report.tables import Column, Table
 from ringprof.run import Workload
@@ -47,7 +45,7 @@ def command(
     )  # fmt: skip
     found = balances(workload, world)
     if form == "json":
-        print_or_write(json.dumps([asdict(one) for one in found], indent=1) + "\n", output)
+        print_or_write(json_text(found), output)
         return
     rows = [
         [

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import os
-import sys
-import traceback
 from typing import Any
 
 import click
-import msgspec
 
-from ringprof.cli.recording import masks, on_ranks, window_of, workload_options
+from ringprof.cli.recording import end_as_rank, masks, on_ranks, window_of, workload_options
 from ringprof.cli.values import Tokens
 from ringprof.cli.write import formats
 from ringprof.documents import document_lengths
-from ringprof.errors import RingprofError, UsageError
+from ringprof.errors import UsageError
+from ringprof.json_object import json_text
 from ringprof.record.check.launch import check_here
 from ringprof.record.check.result import CALLS, TENSOR_FORMATS, TIME_LIMIT_S, Check, CheckRequest
 from ringprof.record.launcher import launcher_rank
@@ -61,22 +57,15 @@ def command(**options: Any) -> int:
     place = launcher_rank()
     if place is None:
         return _shown(check_here(request), form)
-    code = 3
-    try:
+    rank = place.rank
+
+    def work() -> int:
         found = check_here(request)
-        code = _shown(found, form) if place.rank == 0 else int(not found.equal)
-    except RingprofError as error:
-        code = error.exit_code
-        if place.rank == 0 or f"rank {place.rank} " in str(error):
-            click.echo(f"ringprof: {error}", err=True)
-    except Exception:
-        click.echo(f"ringprof: rank {place.rank} failed:\n{traceback.format_exc()}", err=True)
-    # At once: leaving in good order can block in a communicator whose peers are gone.
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+        return _shown(found, form) if rank == 0 else int(not found.equal)
+
+    end_as_rank(rank, work, lambda error: f"rank {rank} " in str(error))
 
 
 def _shown(found: Check, form: str) -> int:
-    click.echo(json.dumps(msgspec.to_builtins(found), indent=1) if form == "json" else str(found))
+    click.echo(json_text(found) if form == "json" else f"{found}\n", nl=False)
     return int(not found.equal)

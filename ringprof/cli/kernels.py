@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import click
-from msgspec import to_builtins
 
 from ringprof.cli.values import Tokens
 from ringprof.cli.write import formats, print_or_write, text_style, to_file
-from ringprof.json_object import JsonObject
+from ringprof.json_object import JsonObject, json_text
 from ringprof.record.request import DTYPES, need
 from ringprof.report.tables import Column, Table
 from ringprof.run import Workload
@@ -55,7 +52,7 @@ def command(*, measure: bool, form: str, output: str | None, **sizes: Any) -> No
         return
     rows = _rows()
     if form == "json":
-        text = json.dumps([dict(zip(_FIELDS, row, strict=True)) for row in rows], indent=1) + "\n"
+        text = json_text([dict(zip(_FIELDS, row, strict=True)) for row in rows])
     else:
         text = Table("", _COLUMNS, rows).text(text_style(output)) + "\n"
     print_or_write(text, output)
@@ -77,8 +74,8 @@ def _measured(
     workload = Workload(seq=seq, heads=heads, kv_heads=kv_heads or heads, head_dim=head_dim, dtype=dtype)
     found = list(kernel_rates(workload, where))
     if form == "json":
-        facts = {"device": device_name(where), "device_type": where.type, "workload": to_builtins(workload)}
-        return json.dumps({**facts, "rates": [asdict(one) for one in found]}, indent=1) + "\n"
+        facts = {"device": device_name(where), "device_type": where.type, "workload": workload}
+        return json_text({**facts, "rates": found})
     on_cpu = where.type == "cpu"
     lines = [
         f"{'GFLOP/s' if on_cpu else 'TFLOP/s'} of one call, forward and backward, on {device_name(where)}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import click
 
@@ -19,6 +20,9 @@ from ringprof.log_lines import TEXT_SHARE
 from ringprof.report import as_json
 from ringprof.report.text import TextStyle
 
+_GIVEN = ("batch", "heads", "head_dim", "world_size", "causal", "device")
+"""Options that say what a log does not state, by the names of `LogSettings`."""
+
 
 @click.command(name="logs")
 @click.argument("files", nargs=-1, type=click.Path(), required=True, metavar="FILE...")
@@ -28,7 +32,7 @@ from ringprof.report.text import TextStyle
 @click.option("--batch", type=click.IntRange(min=1), help="Batch size, where a log does not state it.")
 @click.option("--heads", type=click.IntRange(min=1), help="Query heads, where a log does not state them.")
 @click.option("--head-dim", type=click.IntRange(min=1), help="Head dimension, where a log does not state it.")
-@click.option("--world", type=click.IntRange(min=1), help="GPUs, where a log does not state them.")
+@click.option("--world", "world_size", type=click.IntRange(min=1), help="GPUs, where a log does not state them.")
 @click.option("--causal/--no-causal", default=None, help="The mask, where a log does not state it.")
 @click.option("--device", help="GPU model (such as A800), where a log does not state it.")
 @click.option(
@@ -46,26 +50,7 @@ from ringprof.report.text import TextStyle
 )
 @click.option("--max-memory", type=click.IntRange(min=1), help="Bytes of memory to read it in.  [default: 1 GiB]")
 @click.option("--strict", is_flag=True, help="Exit with 2 where a flag is an error.")
-def command(
-    files: tuple[str, ...],
-    form: str,
-    output: str | None,
-    width: int | None,
-    batch: int | None,
-    heads: int | None,
-    head_dim: int | None,
-    world: int | None,
-    device: str | None,
-    spread: float,
-    machine: str | None,
-    gpus_per_host: int,
-    nic: float | None,
-    max_bytes: int | None,
-    max_memory: int | None,
-    *,
-    causal: bool | None,
-    strict: bool,
-) -> int:
+def command(files: tuple[str, ...], **options: Any) -> int:
     """Read benchmark logs into one table and audit them.
 
     Every row's TFLOP/s are computed again from its own time and settings. What a log does not state is never assumed:
@@ -75,14 +60,15 @@ def command(
     ringprof logs bench.log
     ringprof logs results/*.txt --heads 40 --head-dim 128 --world 32 --format csv
     """
-    given = LogSettings(batch=batch, heads=heads, head_dim=head_dim, world_size=world, causal=causal, device=device)
-    limits = Limits(max_memory or MEMORY_BYTES, max_bytes or EXPANDED_BYTES)
-    found = BenchmarkLogs([_read(file, limits) for file in dict.fromkeys(files)], given, spread / 100)
-    if machine:
-        found.add(_held(found, machine, gpus_per_host, nic))
-    print_or_write(_text(found, form, text_style(output, width)), output)
+    given = LogSettings(**{name: options[name] for name in _GIVEN})
+    limits = Limits(options["max_memory"] or MEMORY_BYTES, options["max_bytes"] or EXPANDED_BYTES)
+    found = BenchmarkLogs([_read(file, limits) for file in dict.fromkeys(files)], given, options["spread"] / 100)
+    if options["machine"]:
+        found.add(_held(found, options["machine"], options["gpus_per_host"], options["nic"]))
+    output = options["output"]
+    print_or_write(_text(found, options["form"], text_style(output, options["width"])), output)
     errors = [flag for flag in found.flags if flag.severity == "error"]
-    return 2 if strict and errors else 0
+    return 2 if options["strict"] and errors else 0
 
 
 def _held(found: BenchmarkLogs, machine: str, gpus_per_host: int, nic: float | None) -> Iterator[Flag]:

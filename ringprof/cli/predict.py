@@ -4,25 +4,58 @@ from __future__ import annotations
 
 import shlex
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import click
-import msgspec
 
-from ringprof.cli.asking import asked_cluster, asked_workload, asks
-from ringprof.cli.recording import params_of
-from ringprof.cli.values import STRATEGIES, Known
-from ringprof.cli.write import say
+from ringprof.cli.recording import all_of, masks, params_of, workload_of, workload_options
+from ringprof.cli.values import KERNEL_NAMES, STRATEGIES, Known, Number, Tokens
+from ringprof.cli.write import formats, say
 from ringprof.errors import UsageError
 from ringprof.foresee.calibration import read_calibration
 from ringprof.foresee.check import check_rows, check_text, read_rows
+from ringprof.foresee.links import Cluster
 from ringprof.foresee.predict import predict, prediction_dict
 from ringprof.foresee.question import Question, run_at
 from ringprof.foresee.show import prediction_text
 from ringprof.foresee.traces import write_prediction
-from ringprof.json_object import Options
+from ringprof.json_object import Options, json_text
+from ringprof.run import Workload
+
+asks = all_of(
+    click.option("--seq", type=Tokens(), help="Global sequence length in tokens: 131072 or 128k."),
+    workload_options(),
+    masks,
+    click.option("--forward-only", is_flag=True, help="No backward pass."),
+    click.option("--kernel", default="auto", show_default=True, type=Known(KERNEL_NAMES),
+                 help="A kernel that the machine's file has curves of."),
+    click.option("--hosts", type=click.IntRange(1, 1 << 16), default=1, show_default=True, help="Hosts."),
+    click.option("--gpus-per-host", type=click.IntRange(1, 1024), default=8, show_default=True, help="GPUs of each."),
+    click.option("--nic", "nic_gbit", type=Number(min=0, min_open=True), metavar="GBIT",
+                 help="Line rate of a NIC in Gbit/s; one a GPU unless --gpus-per-nic says otherwise."),
+    click.option("--gpus-per-nic", type=click.IntRange(min=1), default=1, show_default=True, help="GPUs to a NIC."),
+    click.option("--oversubscription", type=Number(min=1), default=1.0, show_default=True,
+                 help="A host's NICs over its up-links."),
+    click.option("--net-channels", type=click.IntRange(1, 64), help="NCCL_NCHANNELS_PER_NET_PEER, where it is set."),
+    click.option("--machine", required=True, metavar="FILE_OR_NAME",
+                 help="A calibration: h200, h100, b200, a800, or a file of `ringprof calibrate`."),
+    formats("json"),
+)  # fmt: skip
+"""Gives a command the options that say what is to be foreseen: the problem, the cluster, the machine."""
+
+
+def asked_workload(options: Options) -> Workload:
+    """The problem that `asks` describes. Raises `UsageError` where there is no length."""
+    if options["seq"] is None:
+        raise UsageError("--seq: the sequence length is needed, in tokens")
+    return workload_of(options, options["seq"], backward=not options["forward_only"])
+
+
+def asked_cluster(options: Options) -> Cluster:
+    """The cluster that `asks` describes."""
+    return Cluster(**{field.name: options[field.name] for field in fields(Cluster) if field.name in options})
 
 
 @click.command("predict")
@@ -52,10 +85,8 @@ def command(**options: Any) -> int:
         return 0
     question = _question(options)
     prediction = predict(question, machine, tape_of)
-    if options["form"] == "json":
-        click.echo(msgspec.json.format(msgspec.json.encode(prediction_dict(prediction)), indent=1).decode())
-    else:
-        click.echo(prediction_text(prediction), nl=False)
+    as_json = options["form"] == "json"
+    click.echo(json_text(prediction_dict(prediction)) if as_json else prediction_text(prediction), nl=False)
     if options["output"]:
         write_prediction(prediction, Path(options["output"]), ["ringprof", *sys.argv[1:]])
         say(f"Wrote {options['output']}: ringprof report {shlex.quote(options['output'])}")
@@ -65,7 +96,7 @@ def command(**options: Any) -> int:
 def _question(options: Options) -> Question:
     if options["like"]:
         question = Question.like(run_at(options["like"]))
-        return replace(question, cluster=replace(question.cluster, nic_gbit=options["nic"]))
+        return replace(question, cluster=replace(question.cluster, nic_gbit=options["nic_gbit"]))
     if not options["strategy"]:
         raise UsageError("--strategy NAME or --like RUN: say what is to be foreseen")
     return Question(

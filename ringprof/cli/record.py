@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import sys
-import traceback
-from typing import Any, NoReturn
+from typing import Any
 
 import click
 
 from ringprof.cli.progress import reporter
-from ringprof.cli.recording import layers, masks, params_of, phases, records, request_of, scores_and_heads
+from ringprof.cli.recording import end_as_rank, layers, masks, params_of, phases, records, request_of, scores_and_heads
 from ringprof.cli.values import INFERENCE, KERNEL_NAMES, STRATEGIES, Known, ListOf, Tokens
-from ringprof.cli.write import say
-from ringprof.errors import RecordError, RingprofError
+from ringprof.errors import RecordError
 from ringprof.json_object import Options
 from ringprof.record import Request, record
 from ringprof.record.launcher import launcher_rank
@@ -64,33 +60,16 @@ def command(**options: Any) -> None:
     torchrun --nnodes 2 --nproc-per-node 8 ... -m ringprof record --strategy burst --seq 1048576
     """
     request, place = _request(options), launcher_rank()
-    if place is not None:
-        _as_rank(request, place.rank)
-    with reporter() as shown:
-        _show(record(request, shown), request)
 
-
-def _as_rank(request: Request, rank: int) -> NoReturn:
-    """Record as one rank of another launcher, and end this process at once.
-
-    Leaving in the interpreter's good order can block in a communicator whose peers are gone. What all ranks refuse, or
-    find wrong, rank 0 says for all; a failure of one rank's own it says itself.
-    """
-    code = 0
-    try:
+    def work() -> int:
         with reporter() as shown:
-            run = record(request, shown, reduce_file)
-        _show(run, request)
-    except RingprofError as error:
-        code = error.exit_code
-        if rank == 0 or type(error) is RecordError:
-            say(f"ringprof: {error}")
-    except Exception:
-        code = 3
-        click.echo(f"ringprof: rank {rank} failed:\n{traceback.format_exc()}", err=True)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+            _show(record(request, shown, reduce_file if place else None), request)
+        return 0
+
+    if place is None:
+        work()
+    else:
+        end_as_rank(place.rank, work, lambda error: type(error) is RecordError)
 
 
 def _show(run: Run | None, request: Request) -> None:

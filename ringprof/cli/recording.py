@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import traceback
 from collections.abc import Callable, Iterable
-from typing import Any, get_args
+from typing import Any, NoReturn, get_args
 
 import click
 
 from ringprof.cli.values import Number, Tokens
+from ringprof.cli.write import say
 from ringprof.documents import document_lengths
-from ringprof.errors import UsageError
+from ringprof.errors import RingprofError, UsageError
 from ringprof.json_object import JsonObject, Options
 from ringprof.record import Request
 from ringprof.record.request import DTYPES
@@ -74,51 +77,40 @@ records = all_of(
 """Gives a command the options that every recording has."""
 
 
-def masks(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Gives a command the options of a mask that is more than causal or none."""
-    documents = click.option(
-        "--documents", metavar="LENGTHS",
-        help="Packed documents: 65536,32768x4, a file of lengths, or lognormal:mean=8192,sigma=1.2,seed=7.",
-    )  # fmt: skip
-    window = click.option(
-        "--window-size", type=Tokens(), help="Sliding window: a token sees so many keys, its own counted."
-    )
-    return documents(window(function))
+masks = all_of(
+    click.option("--documents", metavar="LENGTHS",
+                 help="Packed documents: 65536,32768x4, a file of lengths, or lognormal:mean=8192,sigma=1.2,seed=7."),
+    click.option("--window-size", type=Tokens(), help="Sliding window: a token sees so many keys, its own counted."),
+)  # fmt: skip
+"""Gives a command the options of a mask that is more than causal or none."""
 
+phases = all_of(
+    click.option("--phase", type=click.Choice(get_args(Phase)), default="training", show_default=True,
+                 help="prefill and decode: new tokens over a cache, forward only; `ringprof strategies` says which do"
+                 " it."),
+    click.option("--kv-length", type=Tokens(),
+                 help="Keys of each sequence, its new tokens' own (--seq; decode: 1) among them."),
+)  # fmt: skip
+"""Gives a command the options of prefill and decode."""
 
-def phases(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Gives a command the options of prefill and decode."""
-    phase = click.option(
-        "--phase", type=click.Choice(get_args(Phase)), default="training", show_default=True,
-        help="prefill and decode: new tokens over a cache, forward only; `ringprof strategies` says which do it.",
-    )  # fmt: skip
-    keys = click.option(
-        "--kv-length", type=Tokens(), help="Keys of each sequence, its new tokens' own (--seq; decode: 1) among them."
-    )
-    return phase(keys(function))
+layers = all_of(
+    click.option("--layer", type=click.Choice(["ddp", "fsdp2"]),
+                 help="Whole layers around attention, their gradients brought together by DDP or FSDP2."),
+    click.option("--layers", type=int, help="With --layer, how many.  [default: 1]"),
+    click.option("--mlp-size", type=int,
+                 help="With --layer, of the gated MLP.  [default: 8/3 of heads x head-dim, up to 256 more]"),
+    click.option("--checkpoint", is_flag=True, help="With --layer, compute each again in the backward pass."),
+)  # fmt: skip
+"""Gives a command the options of whole layers."""
 
-
-def layers(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Gives a command the options of whole layers."""
-    return all_of(
-        click.option("--layer", type=click.Choice(["ddp", "fsdp2"]),
-                     help="Whole layers around attention, their gradients brought together by DDP or FSDP2."),
-        click.option("--layers", type=int, help="With --layer, how many.  [default: 1]"),
-        click.option("--mlp-size", type=int,
-                     help="With --layer, of the gated MLP.  [default: 8/3 of heads x head-dim, up to 256 more]"),
-        click.option("--checkpoint", is_flag=True, help="With --layer, compute each again in the backward pass."),
-    )(function)  # fmt: skip
-
-
-def scores_and_heads(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Gives a command the options of what is done to scores, and of heads of two sizes."""
-    return all_of(
-        click.option("--v-head-dim", type=click.IntRange(min=1), help="Size of v's heads, where it is smaller (MLA)."),
-        click.option("--softcap", type=Number(min=0, min_open=True, max=1e9),
-                     help="Scores s become softcap * tanh(s / softcap)."),
-        click.option("--sinks", type=click.Choice(["learned"]),
-                     help="A learned logit a head that takes part in the softmax."),
-    )(function)  # fmt: skip
+scores_and_heads = all_of(
+    click.option("--v-head-dim", type=click.IntRange(min=1), help="Size of v's heads, where it is smaller (MLA)."),
+    click.option("--softcap", type=Number(min=0, min_open=True, max=1e9),
+                 help="Scores s become softcap * tanh(s / softcap)."),
+    click.option("--sinks", type=click.Choice(["learned"]),
+                 help="A learned logit a head that takes part in the softmax."),
+)  # fmt: skip
+"""Gives a command the options of what is done to scores, and of heads of two sizes."""
 
 
 def workload_of(options: Options, seq: int, *, backward: bool = True) -> Workload:
@@ -203,3 +195,23 @@ def params_of(given: Iterable[str], form: str) -> dict[str, str]:
         owner, dot, name = key.rpartition(".")
         params[f"{owner}{dot}{name.replace('-', '_')}"] = value
     return params
+
+
+def end_as_rank(rank: int, work: Callable[[], int], is_own: Callable[[RingprofError], bool]) -> NoReturn:
+    """Do this rank's part, and end the process at once with the exit code that ``work`` returns.
+
+    Leaving in the interpreter's good order can block in a communicator whose peers are gone. What all ranks refuse, or
+    find wrong, rank 0 says for all; an error that ``is_own``, this rank's alone, it says itself.
+    """
+    try:
+        code = work()
+    except RingprofError as error:
+        code = error.exit_code
+        if rank == 0 or is_own(error):
+            say(f"ringprof: {error}")
+    except Exception:
+        code = 3
+        click.echo(f"ringprof: rank {rank} failed:\n{traceback.format_exc()}", err=True)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

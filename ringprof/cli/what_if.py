@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import click
-import msgspec
 
 from ringprof.cli.recording import params_of
 from ringprof.cli.write import formats
@@ -14,6 +13,7 @@ from ringprof.foresee.calibration import base_for, read_calibration
 from ringprof.foresee.from_runs import observed_run
 from ringprof.foresee.question import run_at
 from ringprof.foresee.what_if import Changes, WhatIf, what_if
+from ringprof.json_object import json_text
 from ringprof.report.text import duration, percent
 from ringprof.whole_numbers import whole
 
@@ -48,10 +48,7 @@ def command(**options: Any) -> int:
         kv_heads=options["kv_heads"], params=params_of(options["params"], "KEY=VALUE"),
     )  # fmt: skip
     found = what_if(observed_run(options["run"], machine), machine, changes)
-    if options["form"] == "json":
-        click.echo(msgspec.json.format(msgspec.json.encode(found.as_dict()), indent=1).decode())
-    else:
-        click.echo(_text(found, changes), nl=False)
+    click.echo(json_text(found.as_dict()) if options["form"] == "json" else _text(found, changes), nl=False)
     return 0
 
 

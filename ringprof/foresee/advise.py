@@ -19,6 +19,7 @@ from ringprof.foresee.program import Tape
 from ringprof.foresee.question import Question
 from ringprof.json_object import JsonObject
 from ringprof.run import Workload
+from ringprof.scale.trace_set import Notify, unheard
 
 _SCHEMA = "ringprof.advice/1"
 HIDDEN = 0.02
@@ -33,7 +34,6 @@ _NICS = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0)
 _HOSTS = (0.25, 0.5, 1, 2, 4)
 _SHARED = ("forward kernel", "backward kernel", "memory", "unexplained", "host")
 """What two strategies on one machine have in common: it moves both alike."""
-_Tell = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ _MEASURES = {
 
 def advise(
     workload: Workload, cluster: Cluster, machine: Calibration, tape_of: TapeOf, *, kernel: str = "auto",
-    memory_bytes: int | None = None, strategies: Sequence[str] = (), tell: _Tell = lambda what, done, of: None,
+    memory_bytes: int | None = None, strategies: Sequence[str] = (), tell: Notify = unheard,
 ) -> Advice:  # fmt: skip
     """All candidates foreseen, by time; of ``strategies`` alone, where some are named.
 

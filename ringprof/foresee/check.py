@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,7 +23,7 @@ from ringprof.foresee.calibration import Calibration
 from ringprof.foresee.links import Cluster
 from ringprof.foresee.predict import TapeOf, predict
 from ringprof.foresee.question import Question
-from ringprof.json_object import JsonObject, Params
+from ringprof.json_object import JsonObject, Params, json_text
 from ringprof.report.text import clean
 from ringprof.run import Workload
 from ringprof.whole_numbers import whole
@@ -263,7 +262,7 @@ def _as_dict(found: list[Checked]) -> JsonObject:
 def check_text(found: list[Checked], form: str) -> str:
     """The checked table, for people or as JSON."""
     if form == "json":
-        return json.dumps(_as_dict(found), indent=1) + "\n"
+        return json_text(_as_dict(found))
     lines = ["line  measured ms  PREDICTED ms         error"]
     for one in found:
         measured = f"{one.row.measured_ms:,.2f}" if one.row.measured_ms else "-"

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict
-
-import msgspec
 
 from ringprof.analysis.findings.comparison import WATERFALL_PREFIX, Comparison, Difference, Figure
-from ringprof.json_object import JsonObject
+from ringprof.json_object import JsonObject, json_text
 from ringprof.report.tables import Column, table_width, text_table
 from ringprof.report.text import LONGEST_SENTENCE, TextStyle, clean, csv_text
 
@@ -40,19 +36,19 @@ def _as_dict(comparison: Comparison) -> JsonObject:
                     for name, f in entry.figures.items()
                 },
                 "recordings": max(1, len(entry.created)),
-                "warnings": list(entry.warnings),
+                "warnings": entry.warnings,
             }
             for entry in comparison.entries
         ],
-        "differing": {name: list(values) for name, values in comparison.differing.items()},
-        "differences": [msgspec.structs.asdict(difference) for difference in comparison.differences],
-        "changes": asdict(comparison.changes) if comparison.changes else None,
+        "differing": comparison.differing,
+        "differences": comparison.differences,
+        "changes": comparison.changes,
     }
 
 
 def render_json(comparison: Comparison) -> str:
     """As `_as_dict`, as text."""
-    return json.dumps(_as_dict(comparison), indent=1) + "\n"
+    return json_text(_as_dict(comparison))
 
 
 def render_csv(comparison: Comparison) -> str:

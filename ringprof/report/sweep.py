@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from ringprof.json_object import json_text
 from ringprof.report.text import TextStyle, clean, csv_text
 
 
@@ -98,7 +98,7 @@ def render_csv(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def render_json(rows: Sequence[Mapping[str, Any]]) -> str:
     """The rows as JSON (schema ``ringprof.bench/1``)."""
-    return json.dumps({"schema": "ringprof.bench/1", "rows": [dict(row) for row in rows]}, indent=1) + "\n"
+    return json_text({"schema": "ringprof.bench/1", "rows": rows})
 
 
 def _cell(row: Mapping[str, Any], column: SweepColumn) -> str:

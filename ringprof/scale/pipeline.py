@@ -44,7 +44,7 @@ from ringprof.run import Run
 from ringprof.scale import stages
 from ringprof.scale.collective_ledger import CollectiveLedger, LedgerExtract
 from ringprof.scale.store import DiskStore, MemoryStore
-from ringprof.scale.trace_set import Notify, TraceSet
+from ringprof.scale.trace_set import Notify, TraceSet, unheard
 from ringprof.scale.workers import LocalProcesses, Workers
 from ringprof.scratch import remove, scratch_folder
 from ringprof.trace.columns import Trace
@@ -58,10 +58,6 @@ MOST_PLANS = 4
 """Plans of ring steps whose sums are kept: in most runs all ranks have one."""
 MOST_DETAILS = 4
 """Details of ranks that stay in memory beside those files."""
-
-
-def _say_nothing(what: str, done: int, of: int) -> None:
-    pass
 
 
 def attribute(
@@ -108,7 +104,7 @@ def explain_stored(
 
     ``workers`` carry out what needs this machine's files, ``readers`` the reading of the traces.
     """
-    workers, notify = workers or LocalProcesses(), notify or _say_nothing
+    workers, notify = workers or LocalProcesses(), notify or unheard
     try:
         folder = scratch_folder("report")
         try:
@@ -192,7 +188,7 @@ class _Pipeline(msgspec.Struct, dict=True):
     context: stages.RunContext
     outline: RunOutline
     workers: Workers
-    notify: Notify = _say_nothing
+    notify: Notify = unheard
     clocks: Clocks | None = None
     """Where they are known already."""
     surveyed: dict[int, Survey] = msgspec.field(default_factory=dict)

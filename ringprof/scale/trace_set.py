@@ -13,6 +13,10 @@ Notify = Callable[[str, int, int], None]
 """Told what is being done, and how much of how many is done."""
 
 
+def unheard(what: str, done: int, of: int) -> None:
+    """Where nobody looks on."""
+
+
 class TraceSet(msgspec.Struct, frozen=True):
     """Paths, ranks and display names of a run's traces."""
 
