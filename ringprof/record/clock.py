@@ -4,40 +4,32 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 
-class Clock(Protocol):
-    """Runs a body behind a barrier and keeps how long it took on this rank."""
-
-    def run(self, body: Callable[[], object]) -> None:
-        """Wait for all ranks, then run ``body``."""
-
-    def times_ns(self) -> list[int]:
-        """The time of every body so far, in nanoseconds; waits for the device."""
-
-
 class CpuClock:
-    """The host's monotonic clock, for ranks that compute on the CPU."""
+    """Runs bodies behind a barrier and keeps how long each took on this rank, by the host's monotonic clock."""
 
     def __init__(self) -> None:
         self._times: list[int] = []
 
     def run(self, body: Callable[[], object]) -> None:
+        """Wait for all ranks, then run ``body``."""
         dist.barrier()
         start = time.perf_counter_ns()
         body()
         self._times.append(time.perf_counter_ns() - start)
 
     def times_ns(self) -> list[int]:
+        """The time of every body so far, in nanoseconds; waits for the device."""
         return list(self._times)
 
 
 class CudaClock:
-    """CUDA events on the current stream, around the body and behind a barrier on the device.
+    """As `CpuClock`, by CUDA events on the current stream, around the body and behind a barrier on the device.
 
     The barrier is a tiny all-reduce: the start event is recorded when it is over, so its cost and the ranks' skew are
     excluded. The host stays one body ahead of the device, as it does in training, and no more.
@@ -63,6 +55,6 @@ class CudaClock:
         return [round(start.elapsed_time(end) * 1e6) for start, end in self._events]
 
 
-def clock_for(device: torch.device) -> Clock:
+def clock_for(device: torch.device) -> CpuClock | CudaClock:
     """A fresh clock for the device that the ranks compute on."""
     return CudaClock(device) if device.type == "cuda" else CpuClock()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -21,36 +21,8 @@ _TIMES = ("ready_ns", "wait_ns", "wire_ns")
 _NOT_KNOWN = np.iinfo(np.int64).min
 
 
-class RankStore(Protocol):
-    """Keeps traces, transfers and their splits by rank."""
-
-    def trace(self, rank: int) -> Trace:
-        """One rank's trace."""
-
-    def keep_detail(self, rank: int, detail: Detail) -> None:
-        """Keep what its figures come from, where there is room for it."""
-
-    def detail(self, rank: int) -> Detail | None:
-        """What was last kept of it; None where there is no room, so that it is made from the trace again."""
-
-    def matched(self, match: Callable[[], Matches]) -> Matches:
-        """The matches of a tile, found once where there is one tile only."""
-
-    def put_transfers(self, rank: int, transfers: Sequence[Transfer]) -> None:
-        """Keep its communication, in order."""
-
-    def transfers(self, rank: int) -> list[Transfer]:
-        """Its transfers, as they were kept."""
-
-    def put_splits(self, rank: int, splits: Sequence[Split]) -> None:
-        """Keep wait and wire of its transfers, in their order."""
-
-    def splits(self, rank: int) -> list[Split]:
-        """What `put_splits` kept."""
-
-
 class MemoryStore(msgspec.Struct, frozen=True):
-    """All in memory, each thing once."""
+    """Traces, transfers and their splits by rank: all in memory, each thing once."""
 
     traces: Mapping[int, Trace]
     _details: dict[int, Detail] = msgspec.field(default_factory=dict)
@@ -59,29 +31,37 @@ class MemoryStore(msgspec.Struct, frozen=True):
     _matches: list[Matches] = msgspec.field(default_factory=list)
 
     def trace(self, rank: int) -> Trace:
+        """One rank's trace."""
         return self.traces[rank]
 
     def keep_detail(self, rank: int, detail: Detail) -> None:
+        """Keep what its figures come from, where there is room for it."""
         self._details[rank] = detail
 
     def detail(self, rank: int) -> Detail | None:
+        """What was last kept of it; None where there is no room, so that it is made from the trace again."""
         return self._details[rank]
 
     def matched(self, match: Callable[[], Matches]) -> Matches:
+        """The matches of a tile, found once where there is one tile only."""
         if not self._matches:
             self._matches.append(match())
         return self._matches[0]
 
     def put_transfers(self, rank: int, transfers: Sequence[Transfer]) -> None:
+        """Keep its communication, in order."""
         self._transfers[rank] = list(transfers)
 
     def transfers(self, rank: int) -> list[Transfer]:
+        """Its transfers, as they were kept."""
         return self._transfers[rank]
 
     def put_splits(self, rank: int, splits: Sequence[Split]) -> None:
+        """Keep wait and wire of its transfers, in their order."""
         self._splits[rank] = list(splits)
 
     def splits(self, rank: int) -> list[Split]:
+        """What `put_splits` kept."""
         return self._splits[rank]
 
 
@@ -113,7 +93,7 @@ class _Splits(msgspec.Struct, frozen=True):
 
 
 class DiskStore(msgspec.Struct, frozen=True, weakref=True):
-    """A scratch folder, and where the reduced trace of each rank is: plain data, for other processes, too."""
+    """As `MemoryStore`, in a scratch folder, with the reduced traces: plain data, for other processes, too."""
 
     folder: str
     reduced: dict[int, str]
@@ -186,6 +166,9 @@ class DiskStore(msgspec.Struct, frozen=True, weakref=True):
 
     def _path(self, what: str, rank: int) -> Path:
         return Path(self.folder, f"{what}{rank}")
+
+
+RankStore = MemoryStore | DiskStore
 
 
 def _packed(values: list[int]) -> bytes:
