@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Sequence
 from dataclasses import asdict, fields
 
@@ -12,7 +10,7 @@ from ringprof.benchmark_logs.audit import LogAudit
 from ringprof.benchmark_logs.rows import Flag, JudgedRow, LogRow
 from ringprof.json_object import JsonObject
 from ringprof.report.tables import Column, text_table
-from ringprof.report.text import TextStyle, clean, paragraph, spreadsheet_cell
+from ringprof.report.text import TextStyle, clean, csv_text, paragraph
 
 LOGS_SCHEMA = "ringprof.logs/1"
 
@@ -124,12 +122,7 @@ def audit_dict(audit: LogAudit) -> JsonObject:
 
 def audit_csv(audit: LogAudit) -> str:
     """The rows as CSV with a header; empty for what is not printed."""
-    stream = io.StringIO()
-    writer = csv.DictWriter(stream, LOG_COLUMNS, lineterminator="\n")
-    writer.writeheader()
-    for one in audit.rows:
-        writer.writerow({name: spreadsheet_cell(value) for name, value in record_of(one).items()})
-    return stream.getvalue()
+    return csv_text(LOG_COLUMNS, (record_of(one).values() for one in audit.rows))
 
 
 def entry_of_row(row: LogRow) -> Entry:

@@ -134,9 +134,7 @@ def run(args: list[str]) -> int:
     try:
         result = group.main(args, prog_name="ringprof", standalone_mode=False)
         return result if isinstance(result, int) else 0
-    except click.exceptions.Abort:
-        return _fail("interrupted", 130)
-    except KeyboardInterrupt:
+    except (click.exceptions.Abort, KeyboardInterrupt):
         return _fail("interrupted", 130)
     except click.exceptions.Exit as stop:
         return stop.exit_code

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import click
 
 from ringprof.analysis.findings.comparison import Difference, Entry
 from ringprof.analysis.findings.conditions import Condition, parse_condition
 from ringprof.analysis.findings.figures import shares_among
+from ringprof.cli.values import Decorator, all_of
 from ringprof.cli.write import say
 from ringprof.errors import UsageError
 
@@ -60,17 +60,14 @@ def _interval(condition: Condition, entry: Entry, beside: Difference | None) -> 
     return beside.low, beside.high
 
 
-def gated(example: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def gated(example: str) -> Decorator:
     """Gives a command the options ``conditions`` and ``undecided``, to make a `gate` of."""
-
-    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        fail_if = click.option("--fail-if", "conditions", multiple=True, metavar="CONDITION",
-                               help=f"Exit with 1 where it holds: {example}; repeatable.")  # fmt: skip
-        undecided = click.option("--undecided", type=click.Choice(["pass", "fail"]), default="pass", show_default=True,
-                                 help="What a condition counts as that the measurements do not decide.")  # fmt: skip
-        return fail_if(undecided(function))
-
-    return decorate
+    return all_of(
+        click.option("--fail-if", "conditions", multiple=True, metavar="CONDITION",
+                     help=f"Exit with 1 where it holds: {example}; repeatable."),
+        click.option("--undecided", type=click.Choice(["pass", "fail"]), default="pass", show_default=True,
+                     help="What a condition counts as that the measurements do not decide."),
+    )  # fmt: skip
 
 
 def gate(conditions: Sequence[str], undecided: str) -> Gate:

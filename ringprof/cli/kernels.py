@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -17,15 +17,17 @@ from ringprof.run import Workload
 if TYPE_CHECKING:
     from ringprof.strategies.kernels import Kernel
 
-_FIELDS = (
-    "kernel", "here", "types", "head_dim", "windows", "documents", "softcap", "deterministic", "delta", "grouped_heads",
-)  # fmt: skip
-_COLUMNS = (
-    Column("kernel"), Column("here", left=True, folds=True), Column("types", left=True, drop=5),
-    Column("head_dim", left=True, drop=4), Column("windows", left=True), Column("documents", left=True),
-    Column("softcap", left=True), Column("determi-\nnistic", left=True, drop=1), Column("delta", left=True, drop=3),
-    Column("grouped\nheads", left=True, drop=2),
-)  # fmt: skip
+_FACTS: tuple[tuple[str, Column, Callable[[type[Kernel]], object]], ...] = (
+    ("types", Column("types", left=True, drop=5), lambda one: one.types()),
+    ("head_dim", Column("head_dim", left=True, drop=4), lambda one: one.head_dims()),
+    ("windows", Column("windows", left=True), lambda one: one.takes_windows),
+    ("documents", Column("documents", left=True), lambda one: "in one call" if one.several_lengths else "a call each"),
+    ("softcap", Column("softcap", left=True), lambda one: one.takes_softcap),
+    ("deterministic", Column("determi-\nnistic", left=True, drop=1), lambda one: one.has_deterministic_mode),
+    ("delta", Column("delta", left=True, drop=3), lambda one: one.takes_delta),
+    ("grouped_heads", Column("grouped\nheads", left=True, drop=2), lambda one: one.grouped_heads),
+)
+"""Of every kernel: the name in JSON, the column in the terminal, and the fact."""
 
 
 @click.command("kernels")
@@ -52,9 +54,11 @@ def command(*, measure: bool, form: str, output: str | None, **sizes: Any) -> No
         return
     rows = _rows()
     if form == "json":
-        text = json_text([dict(zip(_FIELDS, row, strict=True)) for row in rows])
+        names = ("kernel", "here", *(name for name, *_ in _FACTS))
+        text = json_text([dict(zip(names, row, strict=True)) for row in rows])
     else:
-        text = Table("", _COLUMNS, rows).text(text_style(output)) + "\n"
+        columns = (Column("kernel"), Column("here", left=True, folds=True), *(column for _, column, _ in _FACTS))
+        text = Table("", columns, rows).text(text_style(output)) + "\n"
     print_or_write(text, output)
 
 
@@ -122,19 +126,6 @@ def _rows() -> list[list[str]]:
 
 def _row(name: str, kernel: type[Kernel], reasons: Mapping[str, str | None]) -> list[str]:
     found = [device for device, reason in reasons.items() if reason is None]
-    return [
-        name,
-        f"yes, on {' and '.join(found)}" if found else next(iter(reasons.values())) or "",
-        kernel.types(),
-        kernel.head_dims(),
-        _yes(kernel.takes_windows),
-        "in one call" if kernel.several_lengths else "a call each",
-        _yes(kernel.takes_softcap),
-        _yes(kernel.has_deterministic_mode),
-        _yes(kernel.takes_delta),
-        _yes(kernel.grouped_heads),
-    ]
-
-
-def _yes(flag: object) -> str:
-    return "yes" if flag else "no"
+    here = f"yes, on {' and '.join(found)}" if found else next(iter(reasons.values())) or ""
+    facts = (fact(kernel) for _, _, fact in _FACTS)
+    return [name, here, *(one if isinstance(one, str) else "yes" if one else "no" for one in facts)]

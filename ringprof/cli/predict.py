@@ -10,8 +10,8 @@ from typing import Any
 
 import click
 
-from ringprof.cli.recording import all_of, masks, params_of, workload_of, workload_options
-from ringprof.cli.values import KERNEL_NAMES, STRATEGIES, Known, Number, Tokens
+from ringprof.cli.recording import masks, params_of, workload_of, workload_options
+from ringprof.cli.values import KERNEL_NAMES, STRATEGIES, Known, Number, Tokens, all_of
 from ringprof.cli.write import formats, say
 from ringprof.errors import UsageError
 from ringprof.foresee.calibration import read_calibration

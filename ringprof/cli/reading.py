@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from ringprof.cli.values import all_of
 from ringprof.errors import InputError
 from ringprof.files import is_file
 from ringprof.options import LoadOptions
@@ -16,7 +17,7 @@ from ringprof.options import LoadOptions
 NEWEST = "traces/run.json"
 """What is read where no path is given."""
 
-_OPTIONS = (
+_OPTIONS = all_of(
     click.option("--window", metavar="NAME",
                  help="Look at the ranges of this name (* and ? fit any text), or at the whole 'trace'."),
     click.option("--between", metavar="T1,T2",
@@ -54,7 +55,4 @@ def reads_traces(function: Callable[..., Any]) -> Callable[..., Any]:
         chosen = {name: options.pop(name) for name in _NAMES}
         return function(reading=LoadOptions(**chosen), **options)
 
-    decorated: Callable[..., Any] = command
-    for option in reversed(_OPTIONS):
-        decorated = option(decorated)
-    return decorated
+    return _OPTIONS(command)

@@ -10,7 +10,7 @@ from typing import Any, NoReturn, get_args
 
 import click
 
-from ringprof.cli.values import Number, Tokens
+from ringprof.cli.values import Decorator, Number, Tokens, all_of
 from ringprof.cli.write import say
 from ringprof.documents import document_lengths
 from ringprof.errors import RingprofError, UsageError
@@ -24,19 +24,6 @@ _SAME = ("hops", "device", "world", "ranks_per_host", "warmup", "iters", "contro
 """Options that a request has under the same name."""
 
 _SCORES_AND_HEADS = ("v_head_dim", "softcap", "sinks")
-
-Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
-
-
-def all_of(*options: Decorator) -> Decorator:
-    """Gives a command these options, in this order."""
-
-    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        for option in reversed(options):
-            function = option(function)
-        return function
-
-    return decorate
 
 
 def workload_options(*, heads: int = 40, head_dim: int = 128) -> Decorator:

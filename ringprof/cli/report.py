@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,12 +17,11 @@ from ringprof.api import Analysis, load_any, parse_any
 from ringprof.cli.gate import Gate, gate, gated
 from ringprof.cli.progress import loading_progress
 from ringprof.cli.reading import newest_or, reads_traces
-from ringprof.cli.values import Number
+from ringprof.cli.values import Number, all_of
 from ringprof.cli.write import NARROWEST, formats, print_or_write, say, text_style, to_file, write_text, written
 from ringprof.errors import UsageError, nearest
 from ringprof.files import is_file, read_within, within
-from ringprof.frame_columns import FRAMES
-from ringprof.frames import as_csv, write_parquet
+from ringprof.frames import FRAMES, as_csv, write_parquet
 from ringprof.options import LoadOptions
 from ringprof.report import as_json
 from ringprof.report.sections import OPTIONAL
@@ -31,12 +30,6 @@ from ringprof.trace.columns import NOTES, Caveat
 
 if TYPE_CHECKING:
     from ringprof.kernel_tables.table_analysis import TableAnalysis  # loaded only where there is a printed table
-
-
-def _sections(function: Callable[..., Any]) -> Callable[..., Any]:
-    for name, section in reversed(OPTIONAL.items()):
-        function = click.option(f"--{name}", is_flag=True, help=section.option)(function)
-    return function
 
 
 @click.command(name="report")
@@ -48,7 +41,7 @@ def _sections(function: Callable[..., Any]) -> Callable[..., Any]:
 @click.option("--width", type=click.IntRange(min=NARROWEST), help="Columns to use.  [default: the terminal's]")
 @click.option("--html", "page", type=click.Path(dir_okay=False), help="Also write the report as one HTML page.")
 @click.option("--open", "opens", is_flag=True, help="Open the page in a browser; without --html a temporary file.")
-@_sections
+@all_of(*(click.option(f"--{name}", is_flag=True, help=section.option) for name, section in OPTIONAL.items()))
 @click.option(
     "--sort", metavar="COLUMN", default="", help="Order --steps, --kernels, --annotations and --hops, largest first."
 )

@@ -1,10 +1,10 @@
-"""Values of options: lengths in tokens, lists, and names that a shell can complete."""
+"""Values of options: lengths in tokens, lists, and names that a shell can complete; and options that go together."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import click
@@ -76,3 +76,17 @@ class ListOf(click.ParamType):  # type: ignore[type-arg]
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
         before, comma, last = incomplete.rpartition(",")
         return [CompletionItem(f"{before}{comma}{item.value}") for item in self.kind.shell_complete(ctx, param, last)]
+
+
+Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+def all_of(*options: Decorator) -> Decorator:
+    """Gives a command these options, in this order."""
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        for option in reversed(options):
+            function = option(function)
+        return function
+
+    return decorate
