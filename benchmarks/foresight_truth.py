@@ -20,12 +20,12 @@ from typing import Any
 import msgspec
 import torch
 
+from ringprof.record.group_ranks import world_group
 from ringprof.record.launcher import launcher_rank
 from ringprof.record.machine import device_name, host_name
 from ringprof.record.measure import Problem, measure
 from ringprof.record.progress import SilentReporter
 from ringprof.record.recording import RankResult, assemble, exchange, strategy_used
-from ringprof.record.world_group import world_group
 from ringprof.run import Timings, Workload, write_run
 from ringprof.strategies import create
 

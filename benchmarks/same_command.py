@@ -34,10 +34,10 @@ from typing import Any, NoReturn
 import torch
 
 from ringprof.analysis.findings.uncertainty import differ
+from ringprof.record.group_ranks import world_group
 from ringprof.record.launcher import RankPlace
 from ringprof.record.measure import Problem, measure
 from ringprof.record.progress import SilentReporter
-from ringprof.record.world_group import world_group
 from ringprof.run import Workload
 from ringprof.strategies import create
 

@@ -41,8 +41,8 @@ from on_gpus import leave, say, start, timed
 from ringprof.devices import peak_of
 from ringprof.errors import VerificationError
 from ringprof.record.control_times import Replay
+from ringprof.record.ending.rank_errors import ran_out
 from ringprof.record.measure import Problem
-from ringprof.record.memory import ran_out
 from ringprof.record.verify import verify
 from ringprof.run import Workload
 from ringprof.strategies import Unfit, create, find

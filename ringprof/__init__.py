@@ -44,13 +44,12 @@ from ringprof._version import __version__
 if TYPE_CHECKING:
     from ringprof.api import Analysis, load
     from ringprof.benchmark_logs.logs import logs
-    from ringprof.capturing import capture
-    from ringprof.checking import check
     from ringprof.foresee.links import Cluster
     from ringprof.foreseeing import advise, predict
     from ringprof.kernel_tables.table_analysis import TableAnalysis, load_tables
     from ringprof.monitoring import monitor
     from ringprof.options import LoadOptions
+    from ringprof.programs import capture, check
     from ringprof.run import Workload
     from ringprof.side_by_side import compare
 
@@ -61,8 +60,8 @@ _HOME = {
     "TableAnalysis": "ringprof.kernel_tables.table_analysis",
     "Workload": "ringprof.run",
     "advise": "ringprof.foreseeing",
-    "capture": "ringprof.capturing",
-    "check": "ringprof.checking",
+    "capture": "ringprof.programs",
+    "check": "ringprof.programs",
     "compare": "ringprof.side_by_side",
     "load": "ringprof.api",
     "load_tables": "ringprof.kernel_tables.table_analysis",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,14 +18,13 @@ from ringprof.analysis.findings.entries import entry_of_run
 from ringprof.analysis.findings.findings import Findings
 from ringprof.analysis.findings.summary import Summary
 from ringprof.analysis.transfers.clocks import Clocks
-from ringprof.errors import InputError, KernelTableError, NoKernelTableError
+from ringprof.errors import InputError, KernelTableError, MissingExtraError, NoKernelTableError
 from ringprof.files import exists, folder_of, is_url, read_whole, size_of, within
-from ringprof.hta import trace_analysis
 from ringprof.limits import MemoryBudget
 from ringprof.log_lines import TEXT_SHARE
 from ringprof.options import LoadOptions
 from ringprof.report import as_json, terminal
-from ringprof.report.json_report import Report
+from ringprof.report.page.document import Report
 from ringprof.report.tables import Listing
 from ringprof.report.text import TextStyle
 from ringprof.run import RankTrace, Run, read_run
@@ -187,7 +186,7 @@ class Analysis:
     def to_html(self) -> str:
         """The report as one HTML page that needs nothing else. Raises `MissingExtraError` without Bokeh."""
         from ringprof.report.page import html
-        from ringprof.report.page.run import run_document
+        from ringprof.report.page.pages import run_document
 
         return html.render(run_document(self.findings, self.report(), self.name))
 
@@ -198,7 +197,7 @@ class Analysis:
         Raises `UsageError` for a section that the run's page does not have, `MissingExtraError` without Bokeh.
         """
         from ringprof.report.notebook import View
-        from ringprof.report.page.run import part_document
+        from ringprof.report.page.pages import part_document
 
         return View(part_document(self.findings, self.report(), self.name, sections), height)
 
@@ -379,3 +378,24 @@ def _load_stored(given: TraceSet, source: Input, reading: LoadOptions) -> Analys
         if cluster is not None:
             cluster.close()
     return Analysis(found, source)
+
+
+_READS = (".json", ".json.gz")
+
+
+def trace_analysis(paths: Mapping[int, str]) -> Any:
+    """A ``hta.trace_analysis.TraceAnalysis`` over the trace of each rank.
+
+    Raises `MissingExtraError` where it cannot be imported, `InputError` where a trace is none that it reads.
+    """
+    for path in paths.values():
+        if not path.lower().endswith(_READS) or not Path(path).is_file():
+            raise InputError(f"{path}: HolisticTraceAnalysis reads Kineto files only ({', '.join(_READS)})")
+    try:
+        from hta.trace_analysis import TraceAnalysis
+    except ImportError as error:
+        raise MissingExtraError(
+            f"HolisticTraceAnalysis cannot be imported ({error}): pip install 'ringprof[hta]' 'pandas<3'"
+        ) from None
+    # It joins each path to its folder, which leaves whole paths as they are.
+    return TraceAnalysis(trace_files={rank: str(Path(path).resolve()) for rank, path in paths.items()}, trace_dir="/")

@@ -17,7 +17,7 @@ from ringprof.foresee.predict import predict as _predict
 from ringprof.foresee.question import Question
 from ringprof.foresee.show import PART_LABELS, prediction_text
 from ringprof.foresee.traces import write_prediction
-from ringprof.frame_columns import FORESEEN
+from ringprof.frames import FORESEEN
 from ringprof.json_object import JsonObject
 from ringprof.report import plots
 from ringprof.report.page.html import render as page

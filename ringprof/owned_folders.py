@@ -1,17 +1,20 @@
-"""The owner of a half-written run or a scratch folder: who else sees the folder, and whether its owner still lives.
+"""Folders that one process makes and writes: half-written runs, and scratch folders, removed however it ends.
 
 The file ``.owner`` holds a random token, and the process that writes there keeps it locked. A rank that reads the same
 token sees the same folder. A folder whose lock is free, taken on this very machine since it was started, was left by a
-process that was killed.
+process that was killed: the next one that makes such a folder removes it.
 """
 
 from __future__ import annotations
 
+import atexit
 import fcntl
 import os
 import platform
 import secrets
 import shutil
+import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -107,3 +110,42 @@ def _read(folder: Path) -> _Owner | None:
         return msgspec.json.decode(read_bytes(str(folder / OWNER_FILE), MAX_OWNER_BYTES), type=_Owner)
     except (InputError, msgspec.MsgspecError):
         return None
+
+
+_made: set[Path] = set()
+
+
+def scratch_folder(what: str) -> Path:
+    """A new folder ``ringprof-WHAT-...`` among the temporary ones. Raises OSError."""
+    with suppress(OSError):
+        clear_abandoned(Path(tempfile.gettempdir()), f"ringprof-{what}-*")
+    folder = Path(tempfile.gettempdir(), f"ringprof-{what}-{secrets.token_hex(8)}")
+    # Before it is there: a signal may end this process at any moment.
+    _made.add(folder)
+    try:
+        folder.mkdir(mode=0o700)
+    except OSError:
+        _made.discard(folder)
+        raise
+    claim(folder)
+    return folder
+
+
+def keep(folder: Path) -> None:
+    """Let one that `scratch_folder` made stay for good."""
+    _made.discard(folder)
+    release(folder)
+
+
+def remove(folder: Path) -> None:
+    """Remove one that `scratch_folder` made, if it is still there."""
+    shutil.rmtree(folder, ignore_errors=True)
+    release(folder)
+    _made.discard(folder)
+
+
+@atexit.register
+def remove_all() -> None:
+    """Remove all that this process has; to be called before it ends in a way that runs nothing more."""
+    for folder in list(_made):
+        remove(folder)

@@ -17,7 +17,7 @@ from ringprof.kernel_tables.table_analysis import TableAnalysis
 from ringprof.options import LoadOptions
 from ringprof.report import notebook, plots
 from ringprof.report.page import html
-from ringprof.report.page.several import comparison_document
+from ringprof.report.page.pages import comparison_document
 
 if TYPE_CHECKING:
     import pandas as pd

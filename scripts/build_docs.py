@@ -15,7 +15,7 @@ MODULES = (
     "ringprof.api",
     "ringprof.side_by_side",
     "ringprof.kernel_tables.table_analysis",
-    "ringprof.capturing",
+    "ringprof.programs",
     "ringprof.frames",
     "ringprof.run",
     "ringprof.errors",

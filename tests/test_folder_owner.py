@@ -8,10 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-from ringprof.folder_owner import OWNER_FILE, abandoned, claim, clear_abandoned, release, sees
+from ringprof.owned_folders import OWNER_FILE, abandoned, claim, clear_abandoned, release, sees
 from tests.record.command import environment
 
-HOLD = "import sys, pathlib; from ringprof.folder_owner import claim; "
+HOLD = "import sys, pathlib; from ringprof.owned_folders import claim; "
 HOLD += "claim(pathlib.Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
 
 

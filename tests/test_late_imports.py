@@ -21,7 +21,7 @@ SLOW = {
 }  # fmt: skip
 """What takes longer to load than a small trace to read, and what is not everywhere."""
 ROOMS = {
-    "ringprof.report.page.html", "ringprof.report.page.run", "ringprof.report.plots", "ringprof.report.notebook",
+    "ringprof.report.page.html", "ringprof.report.page.pages", "ringprof.report.plots", "ringprof.report.notebook",
     "ringprof.kernel_tables", "ringprof.benchmark_logs", "ringprof.foresee", "ringprof.record",
 }  # fmt: skip
 """Of our own: a report of a trace in a terminal does without them (tests/cli/test_start.py)."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-MAKE = "from ringprof.scratch import scratch_folder; (scratch_folder('trace') / 'rank0.json.gz').touch(); "
+MAKE = "from ringprof.owned_folders import scratch_folder; (scratch_folder('trace') / 'rank0.json.gz').touch(); "
 
 
 def run(program: str, folder: Path) -> int:

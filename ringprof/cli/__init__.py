@@ -104,8 +104,8 @@ class _Signals:
     def _end(self, *_: object) -> None:
         _end_helpers()
         _end_children()
-        if "ringprof.scratch" in sys.modules:
-            sys.modules["ringprof.scratch"].remove_all()
+        if "ringprof.owned_folders" in sys.modules:
+            sys.modules["ringprof.owned_folders"].remove_all()
         os._exit(128 + self.received)
 
 

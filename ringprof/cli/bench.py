@@ -16,7 +16,7 @@ from ringprof.documents import document_lengths
 from ringprof.record.request import need
 from ringprof.report import sweep as shown
 from ringprof.report.page import html
-from ringprof.report.page.several import sweep_document
+from ringprof.report.page.pages import sweep_document
 
 _FORMATS = {"json": shown.render_json, "csv": shown.render_csv, "markdown": shown.render_markdown}
 

@@ -83,7 +83,7 @@ def _measured(
         os.execv(sys.executable, [sys.executable, *launcher, "-m", "ringprof", *sys.argv[1:]])
     from ringprof.foresee.bench import Bench
     from ringprof.foresee.measure import measure_machine, usable_kernels
-    from ringprof.record.world_group import world_group
+    from ringprof.record.group_ranks import world_group
 
     device = torch.device("cuda", 0)
     properties = torch.cuda.get_device_properties(device)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ringprof.foresee.program import Block
-from ringprof.record.world_group import gather_bytes
+from ringprof.record.group_ranks import gather_bytes
 
 _SAMPLE_NS, _CALLS = 40e6, (2, 24)
 """Least time that is measured of a shape, and the fewest and the most calls."""

@@ -3,13 +3,11 @@
 In the order in which a log goes through them:
 
     rows             what a table says, as values
-    layout           where a table stands among other lines, its columns, its prefix
-    cells            the cells of a row, and numbers as integers
+    layout           where a table stands among other lines, its prefix, its columns and their cells
     torch_tables     rows of torch's tables
     nsys_stats       rows of nsys's summaries
     nvprof           rows of nvprof's
-    context          what the text around a table says
-    read             every table of a log
+    read             every table of a log, and what the text around it says
     kernels          which rows are kernels, and of what kind
     iterations       how many iterations the rows hold
     stated_shares    shares that the log's author printed, checked

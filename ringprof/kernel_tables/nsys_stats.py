@@ -8,8 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from ringprof.kernel_tables.cells import scaled
-from ringprof.kernel_tables.layout import TableLayout
+from ringprof.kernel_tables.layout import TableLayout, scaled
 from ringprof.kernel_tables.rows import MOST_ROWS, KernelTable, TableRow
 from ringprof.log_lines import LogLines
 from ringprof.trace.columns import Caveat

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from ringprof.kernel_tables.cells import parse_share, parse_time
+from ringprof.kernel_tables.layout import parse_share, parse_time
 from ringprof.kernel_tables.rows import MOST_ROWS, KernelTable, TableRow
 from ringprof.log_lines import LinePrefix, LogLines
 from ringprof.trace.columns import Caveat

@@ -13,7 +13,7 @@ from ringprof.kernel_tables.analyse import ASSUMPTIONS, KindSum, TableReport
 from ringprof.kernel_tables.iterations import Iterations
 from ringprof.kernel_tables.stated_shares import CheckedShare
 from ringprof.report.as_json import whole_report
-from ringprof.report.json_report import Report
+from ringprof.report.page.document import Report
 from ringprof.report.terms import LABELS
 from ringprof.report.text import clean, duration, in_ascii, in_unit, paragraph, percent, unit_for
 from ringprof.trace.columns import Caveat

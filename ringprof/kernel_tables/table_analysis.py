@@ -13,7 +13,7 @@ from ringprof.kernel_tables.analyse import TableReport, analyse_table
 from ringprof.kernel_tables.read import read_tables
 from ringprof.limits import MEMORY_BYTES, Limits
 from ringprof.log_lines import TEXT_SHARE
-from ringprof.report.json_report import Report
+from ringprof.report.page.document import Report
 from ringprof.report.text import TextStyle
 from ringprof.trace.columns import Caveat
 

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import re
 
-from ringprof.kernel_tables.cells import CALLS_TITLES, Columns, parse_share, parse_time
-from ringprof.kernel_tables.layout import TableLayout, find_rule
+from ringprof.kernel_tables.layout import CALLS_TITLES, Columns, TableLayout, find_rule, parse_share, parse_time
 from ringprof.kernel_tables.rows import MOST_ROWS, KernelTable, TableRow
 from ringprof.log_lines import LogLines
 from ringprof.trace.columns import Caveat

@@ -10,12 +10,12 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from ringprof.owned_folders import remove
 from ringprof.record.launcher import RankPlace, launcher_rank
 from ringprof.record.progress import Reporter, SilentReporter
 from ringprof.record.request import Request, Task, need
 from ringprof.record.run_folder import discard, stage
 from ringprof.run import Run, read_run
-from ringprof.scratch import remove
 
 __all__ = ["Request", "record"]
 

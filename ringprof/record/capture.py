@@ -16,11 +16,10 @@ from msgspec.structs import replace
 from torch.profiler import record_function
 
 from ringprof.errors import RecordError, UsageError
-from ringprof.folder_owner import claim, clear_abandoned, release
+from ringprof.owned_folders import claim, clear_abandoned, release
 from ringprof.record.group_ranks import GroupRanks
-from ringprof.record.hosts import RankHost, distinct_host_names
 from ringprof.record.launcher import launcher_rank
-from ringprof.record.machine import device_name, host_name
+from ringprof.record.machine import RankHost, device_name, distinct_host_names, host_name
 from ringprof.record.measure import ITERATION, counted_work, profiler, profiler_is_busy, reset_counts
 from ringprof.record.recording import RankResult, assemble, exchange, gather, strategy_used
 from ringprof.record.remote_traces import TraceFile

@@ -1,7 +1,8 @@
-"""The state of a rank's GPU while it is timed: clock, power, temperature, and what held the clock back.
+"""What NVML and Linux tell of a rank's GPU and host: its state while it is timed, and what connects it.
 
-Asked of the driver by NVML (``nvidia-ml-py``, imported as ``pynvml``), in a thread that sleeps between two looks. What
-the driver does not tell, as on CPU, on a MIG slice or without the package, is None.
+Of the state: clock, power, temperature, and what held the clock back. The driver is asked by ``nvidia-ml-py`` (imported
+as ``pynvml``), in a thread that sleeps between two looks. Connections are NVLinks, and the network adapters that Linux
+lists. What is not told, as on CPU, on a MIG slice, in a container or without the package, is None.
 """
 
 from __future__ import annotations
@@ -10,12 +11,13 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
-from ringprof.run import DeviceState
+from ringprof.run import Adapter, DeviceLinks, DeviceState
 
 EVERY_S = 0.1
 """A look takes some 0.1 ms of the driver and none of the GPU."""
@@ -50,11 +52,10 @@ class DeviceWatch:
         """Ask for everything once."""
         nvml, handle = self._nvml, self._handle
         self._looks += 1
-        _add(self._clocks, lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM))
-        _add(self._watts, lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1e3)
-        _add(self._degrees, lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU))
-        masks: list[int] = []
-        _add(masks, lambda: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle))
+        self._clocks += _told(lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM))
+        self._watts += _told(lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1e3)
+        self._degrees += _told(lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU))
+        masks = _told(lambda: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle))
         self._reasons.update(name for bit, name in _REASONS.items() for mask in masks if mask & bit)
 
     def state(self) -> DeviceState | None:
@@ -62,10 +63,8 @@ class DeviceWatch:
         if not (self._clocks or self._watts or self._degrees):
             return None
         nvml, handle = self._nvml, self._handle
-        rated: list[int] = []
-        _add(rated, lambda: nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_SM))
-        limit: list[float] = []
-        _add(limit, lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1e3)
+        rated = _told(lambda: nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_SM))
+        limit = _told(lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1e3)
         return DeviceState(
             looks=self._looks,
             sm_clock_mhz=int(median(self._clocks)) if self._clocks else None,
@@ -78,12 +77,12 @@ class DeviceWatch:
         )
 
 
-def _add(found: list[Any], ask: Callable[[], Any]) -> None:
+def _told(ask: Callable[[], Any]) -> list[Any]:
     """What the driver answers; nothing where it does not know, which it says in an exception of its own."""
     try:
-        found.append(ask())
+        return [ask()]
     except Exception:
-        return
+        return []
 
 
 def nvml_handle(uuid: str) -> tuple[Any, Any] | None:
@@ -132,3 +131,69 @@ def looking(watch: DeviceWatch) -> Iterator[None]:
         over.set()
         thread.join()
         watch.look()
+
+
+ADAPTERS = Path("/sys/class/infiniband")
+_SWITCH = 2
+"""Of NVML's remote device types (``NVML_NVLINK_DEVICE_TYPE_SWITCH``)."""
+_MOST_LINKS = 36
+
+
+def links_of(device: torch.device, *, first_on_host: bool) -> DeviceLinks | None:
+    """Of this rank; the host's adapters from its first rank alone. None where nothing is known."""
+    adapters = adapters_in(ADAPTERS) if first_on_host and device.type == "cuda" else None
+    asked = nvml_handle(str(torch.cuda.get_device_properties(device).uuid)) if device.type == "cuda" else None
+    links = nvlinks_of(*asked) if asked else None
+    if links is None and adapters is None:
+        return None
+    return DeviceLinks(nvlinks=links, adapters=adapters)
+
+
+def nvlinks_of(nvml: Any, handle: Any) -> dict[str, int] | None:
+    """Active links by what is at their other end: ``switch``, or a GPU's PCI address; None where NVML does not say."""
+    ends: Counter[str] = Counter()
+    for link in range(_MOST_LINKS):
+        try:
+            active = nvml.nvmlDeviceGetNvLinkState(handle, link)
+        except Exception:  # NVML's own: there are no more links, or none at all
+            return dict(ends) if link else None
+        if active:
+            ends[_other_end(nvml, handle, link)] += 1
+    return dict(ends)
+
+
+def _other_end(nvml: Any, handle: Any, link: int) -> str:
+    try:
+        if nvml.nvmlDeviceGetNvLinkRemoteDeviceType(handle, link) == _SWITCH:
+            return "switch"
+        address = nvml.nvmlDeviceGetNvLinkRemotePciInfo(handle, link).busId
+    except Exception:  # older drivers, and virtual machines
+        return "unknown"
+    return address.decode() if isinstance(address, bytes) else str(address)
+
+
+def adapters_in(folder: Path) -> list[Adapter] | None:
+    """A row a port that is active, by name; None where Linux lists none."""
+    try:
+        ports = sorted(folder.glob("*/ports/*"))
+    except OSError:
+        return None
+    found = [_adapter(port) for port in ports if _said(port / "state").endswith("ACTIVE")]
+    return found or None
+
+
+def _adapter(port: Path) -> Adapter:
+    # "400 Gb/sec (4X NDR)"
+    rate = _said(port / "rate").partition(" ")[0]
+    return Adapter(
+        name=f"{port.parent.parent.name}:{port.name}",
+        gbits=float(rate) if rate.isascii() and rate.replace(".", "", 1).isdigit() else None,
+        layer=_said(port / "link_layer") or None,
+    )
+
+
+def _said(file: Path) -> str:
+    try:
+        return file.read_text().strip()
+    except OSError:
+        return ""

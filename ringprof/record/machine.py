@@ -1,14 +1,16 @@
-"""What the ranks run on: devices, driver, versions, and the variables that change communication."""
+"""What the ranks run on: hosts, devices, driver, versions, and the variables that change communication."""
 
 from __future__ import annotations
 
 import os
 import platform
 import subprocess
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from ringprof._version import __version__
@@ -72,3 +74,29 @@ def _processor() -> str | None:
     except OSError:
         return None
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), None)
+
+
+NODE = "#"
+"""Between a host's name and the launcher's number, where several of the launcher's hosts have one name."""
+
+
+class RankHost(msgspec.Struct, frozen=True):
+    """Where one rank is: its host's name, and the number that the launcher gave the host; and its process."""
+
+    name: str
+    node: int
+    pid: int = 0
+
+
+def distinct_host_names(ranks: Sequence[RankHost]) -> list[str]:
+    """The host of each rank. Containers and network namespaces may have one name: their number tells them apart."""
+    nodes: dict[str, set[int]] = {}
+    for rank in ranks:
+        nodes.setdefault(rank.name, set()).add(rank.node)
+    return [rank.name if len(nodes[rank.name]) == 1 else f"{rank.name}{NODE}{rank.node}" for rank in ranks]
+
+
+def host_numbers(names: Sequence[str]) -> list[int]:
+    """Hosts counted from 0, in the order of their first ranks."""
+    order = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    return [order[name] for name in names]

@@ -17,12 +17,12 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 from ringprof.json_object import JsonObject
 from ringprof.record.clock import clock_for
 from ringprof.record.device_watch import watching
-from ringprof.record.memory import peak_bytes, reset_peak
 from ringprof.record.progress import Reporter
 from ringprof.record.resolve import asks_of_kernels, mask_options, shape_of, torch_dtype
 from ringprof.run import DeviceState, Sent, Work, Workload
 from ringprof.strategies.base import Strategy
 from ringprof.strategies.cached import Cached
+from ringprof.strategies.copies import held_bytes
 
 SINKS_SEED = 18
 ITERATION = "ringprof::iteration"
@@ -196,6 +196,36 @@ def measure(problem: Problem, device: torch.device, warmup: int, iters: int, rep
         times = clock.times_ns()
     assert work is not None and first_rows is not None
     return Measurement(times, peak_bytes(device), work, first_rows, kept[0], watch.state() if watch else None)
+
+
+def reset_peak(device: torch.device) -> None:
+    """Start to look for the peak from here."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return
+    try:
+        # Linux: 5 resets the high-water mark of the resident memory.
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        pass
+
+
+def peak_bytes(device: torch.device) -> int | None:
+    """On a GPU the allocator's peak and the memory that copied hops arrive in. On the CPU the process's resident peak,
+    libraries included; None where unknown.
+
+    Without a reset the resident peak is that of the whole process, which verification may have set: an upper bound.
+    """
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) + held_bytes()
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:
+        return None
+    for line in status.splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    return None
 
 
 def row_sums(out: Tensor) -> Tensor:

@@ -22,11 +22,11 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 
 from ringprof.errors import Interrupted, RecordError, RingprofError
+from ringprof.owned_folders import keep, remove, scratch_folder
 from ringprof.processes import cpu_count, isolated
 from ringprof.record.ending.rank_errors import is_consequence, laggard, rank_error, signal_error
 from ringprof.record.progress import DiaryReader, Reporter
 from ringprof.record.request import to_json
-from ringprof.scratch import keep, remove, scratch_folder
 
 _POLL_S = 0.05
 _SETTLE_S = 0.3

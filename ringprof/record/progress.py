@@ -54,32 +54,27 @@ class PositionReporter:
         self._done += 1
         self._reporter.advance()
 
-    def phase(self) -> str:
-        """The phase alone."""
-        return self._phase
-
     def where(self) -> str:
         """The phase, and the step within it."""
         return f"{self._phase}, step {self._done + 1}"
 
 
-class Diary:
+class Diary(PositionReporter):
     """A rank's own file of JSON lines: its progress, its error, and its last words when it is stopped."""
 
     def __init__(self, path: Path) -> None:
+        super().__init__(SilentReporter())
         self._path = path
-        self.phase = "set-up"
-        self.done = 0
 
     def say(self, text: str) -> None:
         self._write(say=text)
 
     def start(self, phase: str, total: int) -> None:
-        self.phase, self.done = phase, 0
+        super().start(phase, total)
         self._write(start=phase, total=total)
 
     def advance(self) -> None:
-        self.done += 1
+        super().advance()
         self._write(advance=1)
 
     def error(self, kind: str, message: str) -> None:
@@ -89,10 +84,6 @@ class Diary:
     def last_words(self, hops: int | None) -> None:
         """Where this rank stood when it was stopped, and how many hops it had posted in this iteration."""
         self._write(stopped=self.where(), hops=hops)
-
-    def where(self) -> str:
-        """The phase, and the step within it."""
-        return f"{self.phase}, step {self.done + 1}"
 
     def _write(self, **entry: Any) -> None:
         # Opened each time: a rank may be killed at any moment, and a line that is written stays written.

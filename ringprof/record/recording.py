@@ -14,11 +14,11 @@ import torch
 
 from ringprof.errors import UsageError
 from ringprof.record.control_times import ControlTimes, measure_controls, silent_strategy
-from ringprof.record.device_links import links_of
-from ringprof.record.hosts import host_numbers
+from ringprof.record.device_watch import links_of
+from ringprof.record.group_ranks import gather_bytes, gather_tensor, world_group
 from ringprof.record.launcher import RankPlace
 from ringprof.record.layer import LayersProblem
-from ringprof.record.machine import device_name, driver_version, host_name, variables, versions
+from ringprof.record.machine import device_name, driver_version, host_name, host_numbers, variables, versions
 from ringprof.record.measure import Measurement, Problem, counted_work, hops_posted, measure, profile_iterations
 from ringprof.record.progress import Reporter
 from ringprof.record.remote_traces import TraceFile, gather_traces
@@ -29,7 +29,6 @@ from ringprof.record.sizes import StepsProblem, verify_steps, verify_timed_steps
 from ringprof.record.verify import verify
 from ringprof.record.verify_cached import verify_cached, verify_cached_timed
 from ringprof.record.verify_timed import verify_timed
-from ringprof.record.world_group import gather_bytes, gather_tensor, world_group
 from ringprof.run import (
     Controls,
     DeviceLinks,

@@ -12,7 +12,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from ringprof.errors import RunFormatError, UsageError
-from ringprof.folder_owner import PARTIAL, claim, clear_abandoned, release
+from ringprof.owned_folders import PARTIAL, claim, clear_abandoned, release
 from ringprof.run import Run, read_run, relocated, write_run
 
 RUN_FILE = "run.json"

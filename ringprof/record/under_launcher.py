@@ -27,15 +27,14 @@ from ringprof.record.ending.shutdown import (
     ReportedElsewhere,
 )
 from ringprof.record.ending.watchdog import Watchdog
-from ringprof.record.hosts import RankHost, distinct_host_names, host_numbers
+from ringprof.record.group_ranks import gather_bytes, world_group
 from ringprof.record.launcher import RankPlace
-from ringprof.record.machine import host_name
+from ringprof.record.machine import RankHost, distinct_host_names, host_name, host_numbers
 from ringprof.record.progress import PositionReporter, Reporter, SilentReporter
 from ringprof.record.recording import RankRecording, Reduce, no_reduction
 from ringprof.record.request import Request, Task, from_json, to_json
 from ringprof.record.resolve import resolve
 from ringprof.record.run_folder import discard
-from ringprof.record.world_group import gather_bytes, world_group
 from ringprof.run import Run, read_run
 from ringprof.strategies.hosts import Hosts
 

@@ -31,9 +31,9 @@ from torch.nn.functional import pad
 
 from ringprof.errors import UnfitWorkloadError, VerificationError
 from ringprof.json_object import JsonObject, Params
+from ringprof.record.group_ranks import gather_tensor
 from ringprof.record.measure import drawn_sinks
 from ringprof.record.resolve import fits, kernel_of, layout_options, mask_options, torch_dtype
-from ringprof.record.world_group import gather_tensor
 from ringprof.run import TensorError, Verification, Workload
 from ringprof.strategies.base import Strategy
 from ringprof.strategies.cut import cut_of

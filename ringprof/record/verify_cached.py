@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from ringprof.json_object import JsonObject, Params
-from ringprof.record.measure import Problem, Results, row_sums
+from ringprof.record.group_ranks import gather_tensor
+from ringprof.record.measure import Problem, Results
 from ringprof.record.resolve import fits, kernel_of, mask_options, shape_of, torch_dtype
 from ringprof.record.verify import (
     MOST_TOKENS,
@@ -28,8 +29,7 @@ from ringprof.record.verify import (
     relative_rms,
     worst,
 )
-from ringprof.record.verify_timed import PLACES, Seen, by_head, of_ranks, refuse_not_finite, softmax_rows
-from ringprof.record.world_group import gather_tensor
+from ringprof.record.verify_timed import PLACES, Seen, by_head, of_ranks, same_as_first, softmax_rows
 from ringprof.run import TimedVerification, Verification, Workload
 from ringprof.strategies.cached import Cached
 from ringprof.strategies.kernels import ReferenceKernel
@@ -90,10 +90,7 @@ def verify_cached_timed(
     begin = time.perf_counter_ns()
     device = problem.q.device
     assert workload.kv_length is not None
-    refuse_not_finite(last, workload.kv_length)
-    same = all(flag for (flag,) in of_ranks([torch.equal(first_rows, row_sums(last.out))], device))
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+    same = same_as_first(problem, first_rows, last, workload.kv_length)
     pairs = list(_places(problem, last.out, workload))
     measured, expected = (torch.cat([pair[i].flatten() for pair in pairs]) for i in range(2))
     unit = torch.finfo(torch_dtype(workload)).eps / 2

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from ringprof.errors import VerificationError
 from ringprof.mask import Mask
+from ringprof.record.group_ranks import gather_tensor
 from ringprof.record.measure import Problem, Results, row_sums
 from ringprof.record.resolve import layout_options, torch_dtype
 from ringprof.record.verify import (
@@ -41,7 +42,6 @@ from ringprof.record.verify import (
     whole_block,
     worst,
 )
-from ringprof.record.world_group import gather_tensor
 from ringprof.run import TimedVerification, Verification, Workload
 from ringprof.strategies.kernels import capped, key_spans
 
@@ -61,15 +61,12 @@ def verify_timed(
     returned. Raises `VerificationError` naming the worst rank and tensor where a result is wrong.
     """
     begin = time.perf_counter_ns()
-    refuse_not_finite(last, workload.seq)
-    same = all(flag for (flag,) in of_ranks([torch.equal(first_rows, row_sums(last.out))], problem.q.device))
+    same = same_as_first(problem, first_rows, last, workload.seq)
     if not same and problem.strategy.parameters.get("deterministic"):
         raise VerificationError(
             f"wrong result: the last timed output is not the first's to the bit, at sequence {workload.seq}, though"
             " the kernel is deterministic; nothing was recorded"
         )
-    if problem.q.device.type == "cuda":
-        torch.cuda.empty_cache()
     head = int(torch.randint(workload.kv_heads, (), generator=torch.Generator().manual_seed(SEED)))
     places = _Places(problem, workload)
     measured = places.in_results(last, head)
@@ -310,7 +307,17 @@ def by_head(x: Tensor) -> Tensor:
     return x.transpose(0, 1).flatten(0, 1)
 
 
-def refuse_not_finite(results: Results, seq: int) -> None:
+def same_as_first(problem: Problem, first_rows: Tensor, last: Results, seq: int) -> bool:
+    """Whether the last output has the bits of the first on all ranks. Raises `VerificationError` where it has no
+    number; leaves the device's memory to what comes next. Collective."""
+    _refuse_not_finite(last, seq)
+    same = of_ranks([torch.equal(first_rows, row_sums(last.out))], problem.q.device)
+    if problem.q.device.type == "cuda":
+        torch.cuda.empty_cache()
+    return all(flag for (flag,) in same)
+
+
+def _refuse_not_finite(results: Results, seq: int) -> None:
     named = {name: tensor.detach() for name, tensor in vars(results).items() if tensor is not None}
     bad = [int(not torch.isfinite(tensor).all()) for tensor in named.values()]
     for rank, flags in enumerate(of_ranks(bad, results.out.device)):

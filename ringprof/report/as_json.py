@@ -14,7 +14,7 @@ from ringprof.analysis.findings.summary import Communication, Summary
 from ringprof.analysis.findings.waterfall import Waterfall
 from ringprof.analysis.transfers.clocks import UNKNOWN_NS
 from ringprof.json_object import JsonObject
-from ringprof.report.json_report import Report, ReportParts
+from ringprof.report.page.document import Report, ReportParts
 from ringprof.report.sections import SECTIONS, annotated, kernels
 from ringprof.trace.columns import Caveat
 

@@ -9,7 +9,7 @@ from ringprof.analysis.findings.comparison import Comparison
 from ringprof.analysis.findings.findings import Findings
 from ringprof.report.page.document import Document, PageSection, PageTable
 from ringprof.report.page.html import render
-from ringprof.report.page.several import figure_table
+from ringprof.report.page.pages import figure_table
 from ringprof.report.sections import breakdown
 from ringprof.report.terminal import header_of
 from ringprof.report.text import clean

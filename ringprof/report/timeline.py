@@ -16,8 +16,7 @@ from ringprof.analysis.steps.steps import Step
 from ringprof.analysis.transfers.hops import Split, gbps
 from ringprof.analysis.transfers.transfers import Message
 from ringprof.report import palette
-from ringprof.report.json_report import Report
-from ringprof.report.page.document import Content
+from ringprof.report.page.document import Content, Report
 from ringprof.report.terms import LABELS
 
 MOST_BARS = 12_000

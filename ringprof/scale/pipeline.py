@@ -40,13 +40,13 @@ from ringprof.analysis.transfers.waiting import Best, LinkClass, better
 from ringprof.errors import InputError
 from ringprof.files import is_url
 from ringprof.limits import Limits
+from ringprof.owned_folders import remove, scratch_folder
 from ringprof.run import Run
 from ringprof.scale import stages
 from ringprof.scale.collective_ledger import CollectiveLedger, LedgerExtract
 from ringprof.scale.store import DiskStore, MemoryStore
 from ringprof.scale.trace_set import Notify, TraceSet, unheard
 from ringprof.scale.workers import LocalProcesses, Workers
-from ringprof.scratch import remove, scratch_folder
 from ringprof.trace.columns import Trace
 from ringprof.trace.one_run import TraceFacts, checked_facts, facts_of
 

@@ -15,7 +15,7 @@ from urllib.request import Request, urlopen
 import pytest
 
 from ringprof import cli
-from ringprof.cli import serve
+from ringprof.cli import export
 from tests.paths import ROOT
 
 RUN = str(ROOT / "traces" / "h200x4-zigzag-65536")
@@ -56,7 +56,7 @@ class Browser:
 def browser(monkeypatch: pytest.MonkeyPatch) -> Browser:
     found = Browser()
     monkeypatch.setattr(webbrowser, "open", found.open)
-    monkeypatch.setattr(serve, "PORT", 0)
+    monkeypatch.setattr(export, "PORT", 0)
     return found
 
 
@@ -78,7 +78,7 @@ def test_a_port_in_use_is_one_line(
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        monkeypatch.setattr(serve, "PORT", taken.getsockname()[1])
+        monkeypatch.setattr(export, "PORT", taken.getsockname()[1])
         assert cli.run(["export", RUN, "--open"]) == 2
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith("ringprof: --open: port") and "in use" in last and not browser.page

@@ -20,8 +20,7 @@ from ringprof.analysis.findings.findings import findings_in_memory
 from ringprof.errors import UsageError
 from ringprof.report import as_json
 from ringprof.report.page.html import drawing, render
-from ringprof.report.page.run import run_document
-from ringprof.report.page.several import comparison_document, sweep_document
+from ringprof.report.page.pages import comparison_document, run_document, sweep_document
 from ringprof.report.sections import hops
 from ringprof.report.terms import LABELS
 from ringprof.report.timeline import MOST_BARS, timeline_of

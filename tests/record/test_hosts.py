@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ringprof.record.hosts import RankHost, distinct_host_names, host_numbers
+from ringprof.record.machine import RankHost, distinct_host_names, host_numbers
 from ringprof.strategies import Unfit
 from ringprof.strategies.hosts import Hosts
 

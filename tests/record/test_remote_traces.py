@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from ringprof.record.run_folder import trace_name
 from ringprof.record.remote_traces import MESSAGE_BYTES, TraceFile, gather_traces
-from ringprof.record.memory import peak_bytes, reset_peak
+from ringprof.record.measure import peak_bytes, reset_peak
 
 dist.init_process_group("gloo")
 rank, staging = dist.get_rank(), Path("staging")

@@ -14,8 +14,7 @@ from ringprof import cli
 from ringprof.analysis.findings.findings import findings_in_memory
 from ringprof.api import Analysis, parse_any
 from ringprof.errors import InputError, KernelTableError, UsageError
-from ringprof.frame_columns import FRAMES
-from ringprof.frames import hop_frame, write_parquet
+from ringprof.frames import FRAMES, hop_frame, write_parquet
 from ringprof.options import LoadOptions
 from ringprof.report.notebook import findings_html
 from ringprof.run import write_run

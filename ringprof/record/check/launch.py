@@ -60,7 +60,7 @@ def check_here(request: CheckRequest) -> Check:
 def check_as_rank(request: CheckRequest, place: RankPlace, reporter: Reporter) -> Check:
     """This rank's part, in a process group of its own making."""
     from ringprof.record.check.on_ranks import check_on_ranks
-    from ringprof.record.world_group import world_group
+    from ringprof.record.group_ranks import world_group
 
     attention = load_function(request.target)
     with world_group(place, request.device, request.time_limit + JUDGE_S):

@@ -7,25 +7,33 @@ it is rank 0 that has gone, rank 1 speaks, and on every other host the host's fi
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+import psutil
+
 from ringprof.errors import RecordError, RingprofError
-from ringprof.folder_owner import sees
-from ringprof.record.ending.failed_run import FailedRun, write_log
+from ringprof.owned_folders import remove_all, sees
 from ringprof.record.ending.lifeline import Lifeline, LifelineServer, RankOutcome
-from ringprof.record.ending.local_ranks import GRACE_S, end_local_ranks
-from ringprof.record.ending.rank_errors import error_kind, error_line, is_consequence, traceback_text
+from ringprof.record.ending.rank_errors import (
+    FailedRun,
+    error_kind,
+    error_line,
+    is_consequence,
+    traceback_text,
+    write_log,
+)
 from ringprof.record.ending.watchdog import TIME_LIMIT
 from ringprof.record.progress import PositionReporter
 from ringprof.record.request import Task
 from ringprof.record.run_folder import discard
-from ringprof.scratch import remove_all
 
 _SETTLE_S = 0.5
 """From the first trouble to the judgement: a cause may be heard of after its effects."""
@@ -217,3 +225,41 @@ def _leave(code: int) -> NoReturn:
     """End this process at once, whatever its other threads are in."""
     remove_all()
     os._exit(code)
+
+
+GRACE_S = 3.0
+"""What a rank that was told to end gets."""
+_RANK = ("RANK", "SLURM_PROCID")
+_RUN = ("TORCHELASTIC_RUN_ID", "MASTER_PORT", "SLURM_JOB_ID", "SLURM_STEP_ID")
+
+
+def end_local_ranks(pids: Mapping[int, int], seconds: float = GRACE_S) -> list[int]:
+    """Kill what is left of these ranks' processes after ``seconds``; returns the ranks that had to be killed.
+
+    A launcher gives a stuck process half a minute. A process is taken for a rank only where its own variables say so:
+    in a container of its own, another process may have its number.
+    """
+    deadline = time.monotonic() + seconds
+    left = dict(pids)
+    while True:
+        left = {rank: pid for rank, pid in left.items() if _is_rank(pid, rank)}
+        if not left or time.monotonic() > deadline:
+            break
+        time.sleep(0.1)
+    for pid in left.values():
+        with suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
+    return list(left)
+
+
+def _is_rank(pid: int, rank: int) -> bool:
+    """Whether the process is that rank of this very run, and not yet dead."""
+    try:
+        process = psutil.Process(pid)
+        variables, dead = process.environ(), process.status() == psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+    # As both were started: what a process adds later to its own variables does not show in another's.
+    own = psutil.Process().environ()
+    same_run = all(variables.get(name) == own.get(name) for name in _RUN)
+    return same_run and not dead and str(rank) in {variables.get(name) for name in _RANK}

@@ -1,12 +1,13 @@
-"""What a page is made of: sections with tables and figures, as data."""
+"""What reports are made of, as data: the parts of JSON (schema ``ringprof.report/1``), the sections of a page."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypedDict
 
 import msgspec
 
+from ringprof.json_object import JsonObject
 from ringprof.report.text import clean
 
 LONG = 60
@@ -83,3 +84,31 @@ def number(value: float | None, digits: int = 3, scale: float = 1.0) -> Cell:
         return Cell("-", float("-inf"), numeric=True)
     # What rounds to nothing has no sign.
     return Cell(f"{round(value / scale, digits) + 0.0:,.{digits}f}", value, numeric=True)
+
+
+class ReportSource(TypedDict):
+    """What was read."""
+
+    type: str
+    """``run``, ``trace`` or ``text``."""
+    paths: list[str]
+
+
+class ReportParts(TypedDict, total=False):
+    """What sections add, and what a table's report has instead."""
+
+    summary: Any
+    """An object, as waterfall, run and table are; null where there is none."""
+    ranks: list[JsonObject]
+    steps: list[JsonObject]
+    waterfall: Any
+    run: Any
+    table: Any
+
+
+class Report(ReportParts):
+    """The whole, every part there."""
+
+    schema: str
+    source: ReportSource
+    warnings: list[JsonObject]

@@ -11,8 +11,7 @@ from typing import NamedTuple
 
 from ringprof.analysis.findings.findings import Findings
 from ringprof.report import timeline
-from ringprof.report.json_report import Report, ReportParts
-from ringprof.report.page.document import Content
+from ringprof.report.page.document import Content, Report, ReportParts
 from ringprof.report.sections import (
     annotated,
     breakdown,

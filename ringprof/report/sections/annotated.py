@@ -7,8 +7,7 @@ from typing import Any
 
 from ringprof.analysis.findings.findings import Findings
 from ringprof.json_object import JsonObject
-from ringprof.report.json_report import Report
-from ringprof.report.page.document import Content
+from ringprof.report.page.document import Content, Report
 from ringprof.report.tables import Column, Listing, Table
 from ringprof.report.text import TextStyle
 

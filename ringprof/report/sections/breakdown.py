@@ -11,8 +11,7 @@ from ringprof.analysis.findings.summary import Communication, KindRow, Summary
 from ringprof.analysis.kinds.kinds import OTHER_GROUPS
 from ringprof.analysis.rank import Rank
 from ringprof.json_object import JsonObject
-from ringprof.report.json_report import Report, ReportParts
-from ringprof.report.page.document import Content, PageTable
+from ringprof.report.page.document import Content, PageTable, Report, ReportParts
 from ringprof.report.tables import BETWEEN, Column, Listing, Table, text_table
 from ringprof.report.terms import LABELS
 from ringprof.report.text import TextStyle, duration, in_unit, percent, rounded_to_sum, short_name, unit_for

@@ -9,8 +9,7 @@ from typing import Any
 
 from ringprof.analysis.findings.findings import Findings
 from ringprof.analysis.transfers.hops import TimedHop, hop_totals, mean
-from ringprof.report.json_report import Report
-from ringprof.report.page.document import Content
+from ringprof.report.page.document import Content, Report
 from ringprof.report.sections.steps import WORST
 from ringprof.report.tables import Column, Listing, Table
 from ringprof.report.terms import LABELS

@@ -6,8 +6,7 @@ from types import ModuleType
 
 from ringprof.analysis.findings.findings import Findings
 from ringprof.analysis.findings.inference import Inference, inference_of
-from ringprof.report.json_report import Report
-from ringprof.report.page.document import Content
+from ringprof.report.page.document import Content, Report
 from ringprof.report.tables import Listing
 from ringprof.report.text import TextStyle, binary_size, duration, percent
 

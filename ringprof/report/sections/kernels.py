@@ -6,8 +6,7 @@ from types import ModuleType
 
 from ringprof.analysis.findings.findings import Findings
 from ringprof.json_object import JsonObject
-from ringprof.report.json_report import Report
-from ringprof.report.page.document import Content
+from ringprof.report.page.document import Content, Report
 from ringprof.report.tables import Column, Listing, Table
 from ringprof.report.terms import LABELS
 from ringprof.report.text import TextStyle, duration, short_name

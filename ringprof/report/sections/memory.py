@@ -8,8 +8,7 @@ import numpy as np
 
 from ringprof.analysis.findings.findings import Findings
 from ringprof.analysis.findings.memory import Held, memory_of
-from ringprof.report.json_report import Report
-from ringprof.report.page.document import Content
+from ringprof.report.page.document import Content, Report
 from ringprof.report.tables import Column, Table
 from ringprof.report.timeline import origins_of
 from ringprof.trace.columns import NONE, Int64

@@ -12,8 +12,7 @@ from ringprof.analysis.findings.findings import Findings
 from ringprof.analysis.findings.summary import Rates
 from ringprof.analysis.kinds.kinds import ATTENTION, COMPUTE, KIND
 from ringprof.json_object import JsonObject
-from ringprof.report.json_report import Report, ReportParts
-from ringprof.report.page.document import Content, PageTable, text
+from ringprof.report.page.document import Content, PageTable, Report, ReportParts, text
 from ringprof.report.sections import communication, controls
 from ringprof.report.tables import Listing
 from ringprof.report.text import TextStyle, binary_size, clean, duration, percent, rate, slower_or_faster

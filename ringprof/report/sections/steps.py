@@ -13,8 +13,7 @@ import msgspec
 from ringprof.analysis.findings.findings import Findings
 from ringprof.analysis.steps.steps import Step
 from ringprof.analysis.transfers.hops import mean
-from ringprof.report.json_report import Report, ReportParts
-from ringprof.report.page.document import Content
+from ringprof.report.page.document import Content, Report, ReportParts
 from ringprof.report.tables import Column, Listing, Table
 from ringprof.report.terms import MEANINGS
 from ringprof.report.text import TextStyle

@@ -5,8 +5,7 @@ from __future__ import annotations
 from types import ModuleType
 
 from ringprof.analysis.findings.findings import Findings
-from ringprof.report.json_report import Report
-from ringprof.report.page.document import Content, PageTable, number, text
+from ringprof.report.page.document import Content, PageTable, Report, number, text
 from ringprof.report.tables import Listing
 from ringprof.report.text import TextStyle, clean
 

@@ -8,8 +8,7 @@ import msgspec
 
 from ringprof.analysis.findings.findings import Findings
 from ringprof.analysis.findings.waterfall import WATERFALL_LABELS, Bounds, Waterfall
-from ringprof.report.json_report import Report, ReportParts
-from ringprof.report.page.document import Content
+from ringprof.report.page.document import Content, Report, ReportParts
 from ringprof.report.tables import Column, Listing, Table, text_table
 from ringprof.report.text import TextStyle, clean, duration, in_unit, percent, rate, rounded_to_sum, unit_for
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from ringprof.errors import Interrupted, RecordError, UnfitWorkloadError, VerificationError
-from ringprof.record.ending.failed_run import FailedRun, write_log
 from ringprof.record.ending.lifeline import RankOutcome
+from ringprof.record.ending.rank_errors import FailedRun, write_log
 from ringprof.record.ending.watchdog import TIME_LIMIT
 
 HOSTS = ["a", "a", "b", "b"]

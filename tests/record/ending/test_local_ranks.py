@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from ringprof.record.ending.local_ranks import end_local_ranks
+from ringprof.record.ending.shutdown import end_local_ranks
 from tests.record.command import wait_until
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(1000)"]
