@@ -19,7 +19,7 @@ from ringprof.analysis.findings.summary import Rates
 from ringprof.analysis.kinds.kinds import ATTENTION, COMMUNICATION
 from ringprof.api import Analysis, load
 from ringprof.errors import InputError, Interrupted, OutOfMemory, RecordError, UnfitWorkloadError, UsageError
-from ringprof.files import write_atomically
+from ringprof.files import read_bytes, write_atomically
 from ringprof.json_object import JsonObject, Params
 from ringprof.record import Request, record
 from ringprof.record.launcher import launcher_rank
@@ -156,9 +156,7 @@ def _shown(value: Any) -> str:
 def read_sweep(path: str | os.PathLike[str]) -> Sweep:
     """Read a sweep's file. Raises `InputError` where it is none."""
     try:
-        sweep = msgspec.json.decode(Path(path).read_bytes(), type=Sweep)
-    except OSError as error:
-        raise InputError(f"{path}: {error.strerror or error}") from None
+        sweep = msgspec.json.decode(read_bytes(os.fspath(path)), type=Sweep)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InputError(f"{path}: not a sweep of ringprof bench: {error}") from None
     if sweep.schema != _SCHEMA:

@@ -10,7 +10,7 @@ from ringprof.benchmark_logs.audit import LogAudit
 from ringprof.benchmark_logs.rows import Flag, JudgedRow, LogRow
 from ringprof.json_object import JsonObject
 from ringprof.report.tables import Column, text_table
-from ringprof.report.text import TextStyle, clean, csv_text, paragraph
+from ringprof.report.text import TextStyle, clean, csv_text, or_dash, paragraph
 
 LOGS_SCHEMA = "ringprof.logs/1"
 
@@ -62,10 +62,10 @@ def _table(rows: Sequence[JudgedRow], style: TextStyle) -> str:
 
 def _cells(one: JudgedRow) -> list[str]:
     row = one.row
-    tflops = "OOM" if row.oom else "x" if row.missing else _figure(row.tflops)
-    times = map(_figure, (row.forward_ms, row.forward_backward_ms, row.memory_mb))
-    whole = map(_whole, (row.line, row.batch, row.seq))
-    return [_system(row), *whole, *times, tflops, _figure(one.computed_tflops), one.verdict]
+    tflops = "OOM" if row.oom else "x" if row.missing else or_dash(row.tflops, ".2f")
+    times = (or_dash(value, ".2f") for value in (row.forward_ms, row.forward_backward_ms, row.memory_mb))
+    whole = (or_dash(value, "d") for value in (row.line, row.batch, row.seq))
+    return [_system(row), *whole, *times, tflops, or_dash(one.computed_tflops, ".2f"), one.verdict]
 
 
 def _system(row: LogRow) -> str:
@@ -75,14 +75,6 @@ def _system(row: LogRow) -> str:
     parts += [f"u{row.ulysses_degree} r{row.ring_degree}"] if row.ulysses_degree and row.ring_degree else []
     parts += [row.placement.replace("_", "-")] if row.placement else []
     return " ".join(parts)
-
-
-def _figure(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"
-
-
-def _whole(value: int | None) -> str:
-    return "-" if value is None else str(value)
 
 
 def _flag_lines(flags: Sequence[Flag], width: int) -> list[str]:

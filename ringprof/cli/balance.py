@@ -11,6 +11,7 @@ from ringprof.documents import document_lengths
 from ringprof.json_object import json_text
 from ringprof.record.request import need
 from ringprof.report.tables import Column, Table
+from ringprof.report.text import or_dash
 from ringprof.run import Workload
 
 _COLUMNS = (
@@ -50,7 +51,7 @@ def command(
     rows = [
         [
             one.strategy, " ".join(f"{key}={value}" for key, value in one.params.items()),
-            *(_ratio(x) for x in (one.busiest, one.steps)), "-" if one.needed is None else f"{one.needed:.0%}",
+            *(or_dash(x, ".3f") for x in (one.busiest, one.steps)), or_dash(one.needed, ".0%"),
         ]
         for one in found
         if one.reason is None
@@ -62,7 +63,3 @@ def command(
     left_out = [f"{one.strategy} left out: {one.reason}" for one in found if one.reason]
     text = "\n".join([heading, "", Table("", _COLUMNS, rows).text(style), *left_out])
     print_or_write(text + "\n", output)
-
-
-def _ratio(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"

@@ -60,7 +60,6 @@ def command(
 
 
 def _from_runs(runs: tuple[str, ...], base: Calibration | None) -> Calibration:
-
     known = base or base_for(run_at(runs[0]).environment.devices[0])
     return calibrate_from([observed_run(run, known) for run in runs], known)
 

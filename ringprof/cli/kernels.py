@@ -99,17 +99,13 @@ def _rates_table(found: Iterable[Any], factor: float) -> Table:
     for one in found:
         by_kernel.setdefault(one.kernel, {})[one.mask] = one
     names = list(next(iter(by_kernel.values())))
-    columns = [Column(f"{mask if way == 'fwd' else ''}\n{way}") for mask in names for way in ("fwd", "bwd")]
+    columns = [Column(f"{mask if way == 'fwd' else ''}\n{way}", "rate") for mask in names for way in ("fwd", "bwd")]
     rows = [
-        [kernel, *(_number(x, factor) for one in of.values() for x in (one.forward_tflops, one.backward_tflops))]
+        [kernel, *(x and x * factor for one in of.values() for x in (one.forward_tflops, one.backward_tflops))]
         for kernel, of in by_kernel.items()
         if any(one.reason is None for one in of.values())
     ]
     return Table("", (Column("kernel"), *columns), rows)
-
-
-def _number(value: float | None, factor: float) -> str:
-    return "-" if value is None else f"{value * factor:.3g}"
 
 
 def _rows() -> list[list[str]]:

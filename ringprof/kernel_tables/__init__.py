@@ -5,8 +5,7 @@ In the order in which a log goes through them:
     rows             what a table says, as values
     layout           where a table stands among other lines, its prefix, its columns and their cells
     torch_tables     rows of torch's tables
-    nsys_stats       rows of nsys's summaries
-    nvprof           rows of nvprof's
+    nvidia_tables    rows of nsys's summaries and of nvprof's
     read             every table of a log, and what the text around it says
     kernels          which rows are kernels, and of what kind
     iterations       how many iterations the rows hold

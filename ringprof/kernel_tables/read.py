@@ -9,8 +9,7 @@ from decimal import Decimal
 
 from ringprof.errors import KernelTableError, NoKernelTableError
 from ringprof.kernel_tables.layout import UNIT_NS, TableLayout, find_layout
-from ringprof.kernel_tables.nsys_stats import fold_nsys, is_nsys, read_nsys_csv, read_nsys_text
-from ringprof.kernel_tables.nvprof import read_nvprof
+from ringprof.kernel_tables.nvidia_tables import fold_nsys, is_nsys, read_nsys_csv, read_nsys_text, read_nvprof
 from ringprof.kernel_tables.rows import MOST_ROWS, KernelTable, StatedShare, TableContext
 from ringprof.kernel_tables.torch_tables import read_torch
 from ringprof.log_lines import LogLines

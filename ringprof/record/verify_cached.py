@@ -29,7 +29,7 @@ from ringprof.record.verify import (
     relative_rms,
     worst,
 )
-from ringprof.record.verify_timed import PLACES, Seen, by_head, of_ranks, same_as_first, softmax_rows
+from ringprof.record.verify_timed import PLACES, KeyStretch, by_head, of_ranks, same_as_first, softmax_rows
 from ringprof.run import TimedVerification, Verification, Workload
 from ringprof.strategies.cached import Cached
 from ringprof.strategies.kernels import ReferenceKernel
@@ -173,6 +173,6 @@ def _places(problem: Problem, out: Tensor, workload: Workload) -> Iterator[tuple
             k, v = (cache.whole(x, batch, number) for x in (problem.k, problem.v))
             if not heads:
                 continue
-            at = Seen(torch.zeros_like(end), end).repeated(len(heads))
+            at = KeyStretch(torch.zeros_like(end), end).repeated(len(heads))
             q, mine = (by_head(x[batch][rows][:, heads].double()) for x in (queries, out))
             yield mine, softmax_rows(q, k, v, at, workload.head_dim**-0.5, torch.float64)[0]

@@ -92,20 +92,20 @@ def verify_timed(
     return msgspec.structs.replace(before, timed=timed)
 
 
-class Seen(NamedTuple):
+class KeyStretch(NamedTuple):
     """The stretch of keys that each of R query rows sees: positions (R), the first and the end."""
 
     first: Tensor
     end: Tensor
 
     @classmethod
-    def of(cls, mask: Mask, positions: Tensor, seq: int) -> Seen:
+    def of(cls, mask: Mask, positions: Tensor, seq: int) -> KeyStretch:
         """What rows at these positions see."""
         return cls(*key_spans(mask, positions, seq))
 
-    def repeated(self, times: int) -> Seen:
+    def repeated(self, times: int) -> KeyStretch:
         """The same for as many rows after each other: the heads of a group."""
-        return Seen(self.first.repeat(times), self.end.repeat(times))
+        return KeyStretch(self.first.repeat(times), self.end.repeat(times))
 
     def hide(self, scores: Tensor, keys: Tensor) -> None:
         """Set to -inf what a row does not see of keys at these positions: scores (R, keys)."""
@@ -113,7 +113,7 @@ class Seen(NamedTuple):
 
 
 def softmax_rows(
-    q: Tensor, k: Tensor, v: Tensor, seen: Seen, scale: float, wide: torch.dtype, softcap: float = 0.0,
+    q: Tensor, k: Tensor, v: Tensor, seen: KeyStretch, scale: float, wide: torch.dtype, softcap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Output (R, E) and LSE (R) of query rows (R, D) over whole keys (S, D) and values (S, E), in ``wide``.
@@ -134,7 +134,7 @@ def softmax_rows(
     return out, lse
 
 
-def _scores(q: Tensor, k: Tensor, seen: Seen, softcap: float) -> Iterator[tuple[slice, Tensor, Tensor | float]]:
+def _scores(q: Tensor, k: Tensor, seen: KeyStretch, softcap: float) -> Iterator[tuple[slice, Tensor, Tensor | float]]:
     """Blocks of keys, the scores of all rows against them, and how fast these rise with what softcap is put on.
 
     Keys at the ends that no row sees are left out.
@@ -235,7 +235,7 @@ class _Places:
                     found["dq"][batch, :, heads] = self._by_row(self._dq(rows, dout, out, lse, whole, at))
         return found
 
-    def _dq(self, q: Tensor, dout: Tensor, out: Tensor, lse: Tensor, whole: _Whole, at: Seen) -> Tensor:
+    def _dq(self, q: Tensor, dout: Tensor, out: Tensor, lse: Tensor, whole: _Whole, at: KeyStretch) -> Tensor:
         dq, delta = torch.zeros_like(q), (dout * out).sum(1, keepdim=True)
         for keys, scores, slope in _scores(q * self._scale, whole.k, at, self._softcap):
             weights = (scores - lse[:, None]).exp_()
@@ -284,9 +284,9 @@ class _Places:
             found["dsinks"] = dsinks[None, None, :, None]
         return found
 
-    def _seen_from(self, positions: Tensor) -> Seen:
+    def _seen_from(self, positions: Tensor) -> KeyStretch:
         """What all heads of a group see from these positions."""
-        return Seen.of(self._mask, positions, self._workload.seq).repeated(self._group)
+        return KeyStretch.of(self._mask, positions, self._workload.seq).repeated(self._group)
 
     def _keys(self, batch: int, head: int) -> _Whole:
         k, v = (self._whole(x, batch, slice(head, head + 1))[:, 0] for x in (self._problem.k, self._problem.v))

@@ -2,20 +2,9 @@
 
 from __future__ import annotations
 
-from ringprof.analysis.kinds.kinds import BLUE, GREEN, GREY, KIND, ORANGE, PURPLE, SKY, VERMILION, YELLOW
-
-__all__ = [
-    "BLUE",
-    "GREY",
-    "LINES",
-    "PART_COLOURS",
-    "UNSPLIT",
-    "WAIT",
-    "WATERFALL_COLOURS",
-    "WIRE",
-    "Interval",
-    "kind_colour",
-]
+from ringprof.analysis.kinds.kinds import BLUE as BLUE
+from ringprof.analysis.kinds.kinds import GREEN, KIND, ORANGE, PURPLE, SKY, VERMILION, YELLOW
+from ringprof.analysis.kinds.kinds import GREY as GREY
 
 Interval = tuple[float, float, float]
 """Lower end, middle, upper end of what is drawn as a bar or a band."""

@@ -84,6 +84,11 @@ def duration(time_ns: float, digits: int = 2) -> str:
     return f"{in_unit(time_ns, unit_ns, digits)} {name}"
 
 
+def or_dash(value: float | None, form: str) -> str:
+    """A number in a form, a dash where it is not known."""
+    return "-" if value is None else format(value, form)
+
+
 def percent(share: float, digits: int = 1) -> str:
     """A share of 0..1 in percent."""
     return f"{100 * share:.{digits}f} %"

@@ -17,7 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import ringprof
 from ringprof.errors import RecordError, UsageError
-from ringprof.record.check.result import Check, Pair, Seen
+from ringprof.record.check.result import Check, QueryAndKey, Seen
 from ringprof.strategies import create
 from ringprof.strategies.layouts import LAYOUTS
 from tests.strategies.ranks import run_ranks
@@ -322,7 +322,7 @@ def one_pair(rank: int, layout: str, query: int, key: int) -> Check:
 @pytest.mark.parametrize(("query", "key", "rank"), [(500, 3, 0), (300, 301, 1), (511, 0, 0)])
 def test_one_pair_in_a_quarter_of_a_million_is_found_where_rounding_hides_it(query: int, key: int, rank: int) -> None:
     check = run_ranks(2, one_pair, "zigzag", query, key)[0]
-    wrong = Pair(query=query, key=key, rank=rank)
+    wrong = QueryAndKey(query=query, key=key, rank=rank)
     leaks = key > query
     assert check.seen == Seen(
         pairs=512 * 512, of=512 * 512, leaks=int(leaks), first_leak=wrong if leaks else None,

@@ -66,7 +66,7 @@ class SentInCall(msgspec.Struct, frozen=True, kw_only=True):
     """Of the tensors given to them; None where their sizes cannot be told."""
 
 
-class Pair(msgspec.Struct, frozen=True, kw_only=True):
+class QueryAndKey(msgspec.Struct, frozen=True, kw_only=True):
     """A query and a key, by their positions in the sequence, and the rank that holds the query."""
 
     query: int
@@ -83,10 +83,10 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
     """All that there are."""
     leaks: int
     """Pairs that the mask hides and the attention sees."""
-    first_leak: Pair | None
+    first_leak: QueryAndKey | None
     missing: int
     """Pairs that the mask shows and the attention does not see."""
-    first_missing: Pair | None
+    first_missing: QueryAndKey | None
 
     @property
     def right(self) -> bool:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ringprof.record.check.given import Answers, GivenAttention
-from ringprof.record.check.result import Pair, Seen
+from ringprof.record.check.result import QueryAndKey, Seen
 from ringprof.record.request import from_json
 from ringprof.record.verify import Tensors, relative_rms
 from ringprof.run import Workload
@@ -27,7 +27,7 @@ MOST_CALLS = 16
 """So many tell all keys of short sequences; of longer ones the keys at the documents' edges and some between."""
 UNIT = 64.0
 """So that no weight is too small for float16."""
-ROWS = 64
+SCORED_ROWS = 64
 """Of a rank's queries whose scores are looked at."""
 LIKE = 0.05
 """What a weight may be off by, relative to the scores that explain it: rounding is below, mistakes are above."""
@@ -38,9 +38,9 @@ class _OnRank(msgspec.Struct, frozen=True):
 
     pairs: int
     leaks: int
-    leak: Pair | None
+    leak: QueryAndKey | None
     missing: int
-    missed: Pair | None
+    missed: QueryAndKey | None
     shift: int | None
     """By how many keys all queries see further than they should; None where they differ."""
     again: float
@@ -127,13 +127,13 @@ class _Weights:
             self._shift(sees), again, scale, merge, heads,
         )  # fmt: skip
 
-    def _first(self, pairs: Tensor) -> Pair | None:
+    def _first(self, pairs: Tensor) -> QueryAndKey | None:
         """The first query, by its position, and the first of its keys."""
         if not pairs.any():
             return None
         query = int(torch.where(pairs.any(1), self.given.positions, self.workload.seq).argmin())
         key = self.keys[int(pairs[query].int().argmax())]
-        return Pair(query=int(self.given.positions[query]), key=int(key), rank=self.given.ranks.rank)
+        return QueryAndKey(query=int(self.given.positions[query]), key=int(key), rank=self.given.ranks.rank)
 
     def _shift(self, sees: Tensor) -> int | None:
         if not self.workload.causal or len(self.keys) < self.workload.seq or not sees.any(1).all():
@@ -152,7 +152,9 @@ class _Scores:
 
     def __init__(self, weights: _Weights) -> None:
         given, full, work = weights.given, weights.full, weights.workload
-        rows = torch.arange(0, len(given.positions), -(-len(given.positions) // ROWS), device=weights.keys.device)
+        rows = torch.arange(
+            0, len(given.positions), -(-len(given.positions) // SCORED_ROWS), device=weights.keys.device
+        )
         q = full.q[0, given.positions[rows]].double()
         k = full.k[0, weights.keys].double()
         self.group = work.heads // work.kv_heads
@@ -214,7 +216,7 @@ class _Scores:
 
 
 def _over_ranks(ranks: list[_OnRank], workload: Workload) -> Seen:
-    def first(pairs: list[Pair | None]) -> Pair | None:
+    def first(pairs: list[QueryAndKey | None]) -> QueryAndKey | None:
         return min((pair for pair in pairs if pair), key=lambda pair: (pair.query, pair.key), default=None)
 
     return Seen(

@@ -15,8 +15,6 @@ from ringprof.report.page.document import Content, Report, ReportParts
 from ringprof.report.sections import (
     annotated,
     breakdown,
-    communication,
-    controls,
     hops,
     inference,
     kernels,
@@ -54,10 +52,10 @@ class Section(NamedTuple):
 
 SECTIONS = (
     Section("machine", "State of the GPUs", machine.terminal, html=machine.html),
-    Section("communication", terminal=communication.terminal),
+    Section("communication", terminal=run.communication),
     Section("run", terminal=run.terminal, json=run.json),
     Section("inference", "Prefill and decode", inference.terminal, html=inference.html),
-    Section("controls", terminal=controls.terminal),
+    Section("controls", terminal=run.controls),
     Section("waterfall", "Waterfall", waterfall.terminal, waterfall.json, waterfall.html,
             "Also show every part from the device's peak to the speed achieved."),
     Section("breakdown", "Breakdown by rank", breakdown.terminal, breakdown.json, breakdown.html),

@@ -107,8 +107,7 @@ def _by_rank(summary: Summary) -> Table:
     timed = any(row.wait_share is not None for row in summary.ranks)
     if timed:
         columns.append(Column("waiting", "rough share"))
-    # Over links of several classes a mean rate is that of none.
-    rated = timed and len({row.link for row in summary.communication}) == 1
+    rated = timed and len(_links(summary.communication)) == 1
     if rated:
         columns.append(Column("wire\nGB/s", "rate"))
     rows = [
@@ -117,6 +116,11 @@ def _by_rank(summary: Summary) -> Table:
         for row in summary.ranks
     ]  # fmt: skip
     return Table("by rank", columns, rows)
+
+
+def _links(communication: Sequence[Communication]) -> set[str]:
+    """Classes of links: over several of them a mean rate is that of none."""
+    return {row.link for row in communication}
 
 
 # --- data ---------------------------------------------------------------------------------------------
@@ -173,7 +177,7 @@ def rank_table(ranks: Sequence[Mapping[str, Any]], communication: Sequence[Commu
         Column("overlap", "share"), Column("hop wait", "time"), Column("hop wire", "time"),
     ]  # fmt: skip
     figures = ["wait_ns", "wire_ns"]
-    if len({row.link for row in communication}) <= 1:
+    if len(_links(communication)) <= 1:
         columns.append(Column("wire GB/s", "rate"))
         figures.append("wire_gbps")
     rows = []

@@ -1,4 +1,4 @@
-"""What was run, checked and measured: in words, as data, and as the page's settings."""
+"""What was run, checked and measured, by controls too: in words, as data, and as the page's settings."""
 
 from __future__ import annotations
 
@@ -8,14 +8,25 @@ from typing import Any
 
 import msgspec
 
+from ringprof.analysis.findings.controls import ControlFigures
 from ringprof.analysis.findings.findings import Findings
-from ringprof.analysis.findings.summary import Rates
-from ringprof.analysis.kinds.kinds import ATTENTION, COMPUTE, KIND
+from ringprof.analysis.findings.summary import Communication, Rates
+from ringprof.analysis.kinds.kinds import ATTENTION, COMPUTE, KIND, in_a_sentence
+from ringprof.analysis.transfers.hops import OTHER_HOST, SAME_HOST
 from ringprof.json_object import JsonObject
 from ringprof.report.page.document import Content, PageTable, Report, ReportParts, text
-from ringprof.report.sections import communication, controls
-from ringprof.report.tables import Listing
-from ringprof.report.text import TextStyle, binary_size, clean, duration, percent, rate, slower_or_faster
+from ringprof.report.tables import Column, Listing, Table, text_table
+from ringprof.report.text import (
+    TextStyle,
+    binary_size,
+    clean,
+    duration,
+    in_unit,
+    percent,
+    rate,
+    slower_or_faster,
+    unit_for,
+)
 from ringprof.run import Run, Verification, Workload
 
 _PARTIAL = "a part of the run was chosen: rates, controls and memory of whole iterations are left out"
@@ -23,6 +34,8 @@ _NAMED = 0.01
 """The least share of the computing whose kind is named."""
 _KEPT = ("name", "created", "workload", "topology", "strategy", "kernel", "verification", "peak_memory_bytes",
          "device_states", "device_links")  # fmt: skip
+
+_LINKS = {SAME_HOST: "within a host", OTHER_HOST: "between hosts"}
 
 
 def terminal(found: Findings, style: TextStyle, listing: Listing) -> list[str]:
@@ -165,6 +178,66 @@ def _cost(run: Run, rates: Rates) -> list[str]:
     return ["; ".join(parts)] if parts else []
 
 
+def communication(found: Findings, style: TextStyle, listing: Listing) -> list[str]:
+    """None on CPU, where no transfer's own time is known."""
+    rows = found.summary.communication
+    return [style.wrap("\n".join(map(_communication_line, rows)))] if rows and not found.attribution.on_cpu else []
+
+
+def _communication_line(row: Communication) -> str:
+    name = in_a_sentence(row.kind)
+    link = f" {_LINKS[row.link]}" if row.link in _LINKS else ""
+    rates = []
+    if row.wire_gbps is not None:
+        rates.append(f"{row.wire_gbps:.3g} GB/s")
+    if row.best_gbps is not None:
+        rates.append(f"{row.best_gbps:.3g} best seen on this link")
+    shown = f" ({'; '.join(rates)})" if rates else ""
+    waited = f"{percent(row.wait_share, 0)} of {name} time{link} was waiting for a peer"
+    return f"{waited}, {percent(row.wire_share, 0)} on the wire{shown}."
+
+
+def controls(found: Findings, style: TextStyle, listing: Listing) -> list[str]:
+    """A row a control, each with its share of an ordinary iteration, and what follows from them."""
+    c = found.summary.rates.controls
+    if c is None:
+        return []
+    unit_ns, unit = unit_for(c.iteration_ns)
+    rows = _control_rows(c)
+    cells = [
+        [name, f"{in_unit(time, unit_ns)} {unit}", percent(time / c.iteration_ns), note] for name, time, note in rows
+    ]
+    columns = [Column("controls"), Column("time"), Column("of an\niteration"), Column("", left=True)]
+    times = f"{c.iterations} of each in {c.rounds} round{'s' if c.rounds > 1 else ''}"
+    ideal = f"{percent(c.ideal_efficiency)} of its ideal and " if c.ideal_efficiency is not None else ""
+    lines = [f"The run reaches {ideal}{percent(c.of_solo)} of the solo rate"]
+    if c.flash_slowdown is not None:
+        lines.append(f"its attention kernels are {slower_or_faster(c.flash_slowdown)} beside communication than alone")
+    return [text_table(columns, cells, style), style.wrap("; ".join(lines) + f" ({times}).")]
+
+
+def _control_rows(c: ControlFigures) -> list[tuple[str, float, str]]:
+    on = "compute only" if c.ideal_ns == c.compute_only_ns else "communication only"
+    rows = (
+        ("an iteration, in turns with these", c.iteration_ns, ""),
+        ("compute only: nothing sent", c.compute_only_ns, ""),
+        ("communication only: nothing computed", c.communication_only_ns, ""),
+        ("ideal: the larger of the two", c.ideal_ns, on),
+        ("the same blocks alone", c.solo_ns, rate(c.solo_tflops)),
+    )
+    return [(name, time, note) for name, time, note in rows if time is not None]
+
+
+def _control_tables(found: Findings) -> list[PageTable]:
+    """For the page: none where nothing was controlled."""
+    c = found.summary.rates.controls
+    if c is None:
+        return []
+    columns = (Column("controls"), Column("", "time", on_page="ms"), Column("of an iteration", "share"), Column("note"))
+    rows = [[name, time, time / c.iteration_ns, note] for name, time, note in _control_rows(c)]
+    return [Table("", columns, rows).page()]
+
+
 def json(found: Findings) -> ReportParts:
     """What was run and measured, without the times of every iteration: those are in the ``run.json``."""
     if found.attribution.run is None:
@@ -203,10 +276,10 @@ def _plainly(value: Any) -> str:
 def speed_html(found: Findings, report: Report, figures: ModuleType) -> Content | None:
     """Speed with its spread, the profiler's overhead and memory, in words; the split of communication; controls."""
     run, style = found.attribution.run, TextStyle(width=10_000, wide_tables=True)
-    blocks = communication.terminal(found, style, Listing())
+    blocks = communication(found, style, Listing())
     rates, lines = found.summary.rates, []
     if run is not None:
         lines = [*_speed(run, rates), *_sizes(run), *_balance(run), *_around(found), *_cost(run, rates)]
     lines += [line for block in blocks for line in block.split("\n")]
-    tables = controls.page_tables(found)
+    tables = _control_tables(found)
     return Content(lines=lines, tables=tables) if lines or tables else None
