@@ -162,8 +162,10 @@ class Analysis:
 
     def report(self) -> Report:
         """The report of ``--format json``, schema ``ringprof.report/1``."""
-        paths = [self._source.run] if self._source.run else list(self._source.paths)
-        return as_json.as_dict(self.findings, source=self._source.type, paths=paths)
+        return as_json.as_dict(self.findings, source=self._source.type, paths=self._read())
+
+    def _read(self) -> list[str]:
+        return [self._source.run] if self._source.run else list(self._source.paths)
 
     def to_terminal(
         self, style: TextStyle | None = None, sections: Sequence[str] = (), listing: Listing | None = None
@@ -188,7 +190,7 @@ class Analysis:
         from ringprof.report.page import html
         from ringprof.report.page.pages import run_document
 
-        return html.render(run_document(self.findings, self.report(), self.name))
+        return html.render(run_document(self.findings, self._read(), self.name))
 
     def view(self, *sections: str, height: int | None = None) -> View:
         """Sections of the page in a notebook's cell, to zoom and hover: ``run.view()``, ``run.view("steps", "hops")``.
@@ -199,7 +201,7 @@ class Analysis:
         from ringprof.report.notebook import View
         from ringprof.report.page.pages import part_document
 
-        return View(part_document(self.findings, self.report(), self.name, sections), height)
+        return View(part_document(self.findings, self._read(), self.name, sections), height)
 
     def __repr__(self) -> str:
         return f"<ringprof.Analysis of {self.name}, {len(self.ranks)} ranks>"

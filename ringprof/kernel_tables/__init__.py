@@ -12,5 +12,5 @@ In the order in which a log goes through them:
     stated_shares    shares that the log's author printed, checked
     analyse          time by kind, and what it proves about overlap
     show             the report as text and JSON, its figures, and entries of a comparison
-    table_analysis   what `ringprof.load` returns: the room's door
+    table_analysis   what `ringprof.load_tables` returns: the room's door
 """

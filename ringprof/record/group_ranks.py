@@ -113,8 +113,11 @@ class GroupRanks:
 
     def told(self, value: msgspec.Struct) -> list[bytes]:
         """Every rank's ``value``, as JSON."""
-        own = to_json(value)
-        return gather_bytes(own, self.device, self.group) if self.size > 1 else [own]
+        return self.bytes_of_all(to_json(value))
+
+    def bytes_of_all(self, data: bytes) -> list[bytes]:
+        """Every rank's ``data``."""
+        return gather_bytes(data, self.device, self.group) if self.size > 1 else [data]
 
     def gathered(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Every rank's ``tensor``, of the same shape and type on all."""

@@ -19,7 +19,7 @@ from torch.profiler import record_function
 from torch.profiler.profiler import PROFILER_STEP_NAME
 
 from ringprof.owned_folders import remove, scratch_folder
-from ringprof.record.group_ranks import GroupRanks, gather_bytes, gather_tensor
+from ringprof.record.group_ranks import GroupRanks, gather_tensor
 from ringprof.record.measure import ITERATION, profiler, profiler_is_busy
 
 MOST_SHARE = 0.01
@@ -113,7 +113,7 @@ class Monitor:
         assert self._window is not None and self._marked is not None
         self._marked.close()
         self._ranks.finish()
-        told = self._gathered(self._trace())
+        told = self._ranks.bytes_of_all(self._trace())
         self._window = self._marked = self._recording = None
         if self._ranks.rank == 0:
             step_ns = median(self._plain)
@@ -140,10 +140,6 @@ class Monitor:
             _log.warning("step %d: rank %d has no trace: %s", self.steps, self._ranks.number, error)
             return b""
         return data if len(data) * self._ranks.size <= LARGEST_BYTES else b""
-
-    def _gathered(self, data: bytes) -> list[bytes]:
-        ranks = self._ranks
-        return gather_bytes(data, ranks.device, ranks.group) if ranks.size > 1 else [data]
 
     def _put_off(self, cost_ns: int) -> None:
         """As far as the dearest rank asks for: all ranks must look at the same steps."""

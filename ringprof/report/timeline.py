@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from types import ModuleType
 from typing import NamedTuple
 
 from ringprof.analysis.attribution import Attribution
@@ -16,7 +15,7 @@ from ringprof.analysis.steps.steps import Step
 from ringprof.analysis.transfers.hops import Split, gbps
 from ringprof.analysis.transfers.transfers import Message
 from ringprof.report import palette
-from ringprof.report.page.document import Content, Report
+from ringprof.report.page.document import Content, PageContext
 from ringprof.report.terms import LABELS
 
 MOST_BARS = 12_000
@@ -195,11 +194,11 @@ def _joined(bars: Iterable[Bar], gap_ns: int) -> Iterable[Bar]:
 _THINNED = "Neighbouring short activities are drawn as one bar, so that the page stays quick."
 
 
-def html(found: Findings, report: Report, figures: ModuleType) -> Content | None:
+def html(found: Findings, page: PageContext) -> Content | None:
     """None on CPU, whose traces hold no device activities, and of very many ranks."""
     attribution = found.attribution
     if attribution.on_cpu or not found.lists_steps:
         return None
     drawn = timeline_of(attribution, found.steps, found.finder.by_activity)
     ranks = [rank.rank for rank in attribution.ranks]
-    return Content(figures.timeline(drawn, ranks), lines=[_THINNED] if drawn.thinned else [])
+    return Content(page.figures.timeline(drawn, ranks), lines=[_THINNED] if drawn.thinned else [])

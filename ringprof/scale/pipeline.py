@@ -10,7 +10,7 @@ import errno
 import os
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -44,7 +44,7 @@ from ringprof.owned_folders import remove, scratch_folder
 from ringprof.run import Run
 from ringprof.scale import stages
 from ringprof.scale.collective_ledger import CollectiveLedger, LedgerExtract
-from ringprof.scale.store import DiskStore, MemoryStore
+from ringprof.scale.store import DiskStore, MemoryStore, RankStore
 from ringprof.scale.trace_set import Notify, TraceSet, unheard
 from ringprof.scale.workers import LocalProcesses, Workers
 from ringprof.trace.columns import Trace
@@ -70,17 +70,22 @@ def attribute(
     `UsageError` where a chosen range or group is not there.
     """
     outline = outline_run([facts_of(trace) for trace in traces], run, ranks_per_host, focus)
+    by_rank = {rank: msgspec.structs.replace(traces[at], rank=rank) for rank, at in outline.place.items()}
+    return _pipeline(outline, lambda: MemoryStore(by_rank), focus, run, LocalProcesses(1)).attribute()
 
-    def store() -> MemoryStore:
-        return MemoryStore({rank: msgspec.structs.replace(traces[at], rank=rank) for rank, at in outline.place.items()})
 
+def _pipeline(
+    outline: RunOutline, store: Callable[[], RankStore], focus: Focus, recorded: Run | str | None, workers: Workers,
+    notify: Notify = unheard,
+) -> _Pipeline:  # fmt: skip
+    """That of the chosen part; where its times need the clocks of all hosts, the whole run is attributed before."""
     clocks = None
     if outline.needs_clocks:
-        whole = stages.RunContext(store(), msgspec.structs.replace(focus, between_ns=None), {}, run, outline.hosts)
-        clocks = _Pipeline(whole, outline, LocalProcesses(1)).attribute().clocks
+        whole = stages.RunContext(store(), msgspec.structs.replace(focus, between_ns=None), {}, recorded, outline.hosts)
+        clocks = _Pipeline(whole, outline, workers, notify).attribute().clocks
         outline = outline.on(clocks)
-    context = stages.RunContext(store(), focus, outline.chosen_by_rank(), run, outline.hosts)
-    return _Pipeline(context, outline, LocalProcesses(1), clocks=clocks).attribute()
+    context = stages.RunContext(store(), focus, outline.chosen_by_rank(), recorded, outline.hosts)
+    return _Pipeline(context, outline, workers, notify, clocks)
 
 
 def explain_traces(
@@ -132,19 +137,11 @@ def _explain_in(
     )
     # The files live as long as anything that reads them.
     weakref.finalize(store, remove, folder)
-    clocks = None
-    if outline.needs_clocks:
-        whole = stages.RunContext(
-            store, msgspec.structs.replace(focus, between_ns=None), {}, given.run_path, outline.hosts
-        )
-        clocks = _Pipeline(whole, outline, workers, notify).attribute().clocks
-        outline = outline.on(clocks)
-    context = stages.RunContext(store, focus, outline.chosen_by_rank(), given.run_path, outline.hosts)
-    pipeline = _Pipeline(context, outline, workers, notify, clocks)
+    pipeline = _pipeline(outline, lambda: store, focus, given.run_path, workers, notify)
     attribution = pipeline.attribute()
     ranks = [rank for rank in attribution.ranks if not rank.on_cpu]
     surveys = [pipeline.surveyed[rank.rank] for rank in ranks]
-    finder = StepFinder(stages.StoredRanks(context, ranks, workers), surveys, pipeline.told)
+    finder = StepFinder(stages.StoredRanks(pipeline.context, ranks, workers), surveys, pipeline.told)
     return Findings(msgspec.structs.replace(attribution, run=given.run), finder)
 
 

@@ -18,7 +18,7 @@ import ringprof
 from ringprof import cli
 from ringprof.analysis.findings.findings import findings_in_memory
 from ringprof.errors import UsageError
-from ringprof.report import as_json
+from ringprof.report.page.document import PageContext
 from ringprof.report.page.html import drawing, render
 from ringprof.report.page.pages import comparison_document, run_document, sweep_document
 from ringprof.report.sections import hops
@@ -84,7 +84,7 @@ class Page(HTMLParser):
 def page_of(*builders: Builder) -> str:
     attribution = attribute([builder.trace() for builder in builders])
     found = findings_in_memory(attribution)
-    return render(run_document(found, as_json.as_dict(found, source="trace", paths=["x"]), "x"))
+    return render(run_document(found, ["x"], "x"))
 
 
 def test_hops_of_hosts_with_clocks_of_their_own_start_by_one_clock() -> None:
@@ -97,7 +97,7 @@ def test_hops_of_hosts_with_clocks_of_their_own_start_by_one_clock() -> None:
     plain, shifted = (findings_in_memory(one) for one in (attribution, apart))
     starts = []
     for found in (plain, shifted):
-        shown = hops.html(found, as_json.as_dict(found, source="trace", paths=["x"]), drawing())
+        shown = hops.html(found, PageContext(drawing(), ["x"]))
         assert shown is not None
         starts.append({(row[0].text, row[1].text): float(row[4].key) for row in shown.tables[1].rows})
     # An hour less for rank 1, so its first hop is the first of all, and the others' are an hour later.
@@ -278,12 +278,12 @@ def test_warnings_that_change_the_reading_come_first(tmp_path: Path) -> None:
     shutil.copytree(whole, cut)
     (cut / "rank2.json.gz").unlink()
     found = ringprof.load(str(cut))
-    document = run_document(found.findings, found.report(), found.name)
+    document = run_document(found.findings, found.given, found.name)
     assert document.sections[0].anchor == "warnings"
     assert document.subtitle.startswith("zigzag (")
     # What any sound run of its kind has stays at the end.
     on_cpu = analysis(ROOT / "traces" / "cpu4-burst-4096-two-hosts")
-    assert run_document(on_cpu.findings, on_cpu.report(), "x").sections[0].anchor == "waterfall"
+    assert run_document(on_cpu.findings, [], "x").sections[0].anchor == "waterfall"
 
 
 def test_the_command_writes_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

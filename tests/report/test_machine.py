@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from types import ModuleType
-
 import jsonschema
 
 from ringprof.analysis.findings.findings import findings_in_memory
 from ringprof.report import as_json
-from ringprof.report.page.document import Content
+from ringprof.report.page.document import Content, PageContext
 from ringprof.report.sections import machine
 from ringprof.report.terminal import render
 from ringprof.run import DeviceState
@@ -26,8 +24,8 @@ STATES = [
 ]  # fmt: skip
 
 
-EMPTY_REPORT = as_json.whole_report("trace", [], [], {})
-NO_FIGURES = ModuleType("for a section that draws none")
+NO_FIGURES = PageContext(None, ["run.json"])
+"""For a section that draws none."""
 
 
 def test_it_stands_before_the_verdict_and_in_the_page_and_the_data() -> None:
@@ -40,7 +38,7 @@ def test_it_stands_before_the_verdict_and_in_the_page_and_the_data() -> None:
     report = as_json.as_dict(found, source="run", paths=["run.json"])
     assert [state and state["sm_clock_mhz"] for state in report["run"]["device_states"]] == [1900, 1500, None, None]
     jsonschema.validate(report, SCHEMA)
-    content = machine.html(found, report, NO_FIGURES)
+    content = machine.html(found, NO_FIGURES)
     assert isinstance(content, Content)
     assert [[cell.text for cell in row] for row in content.tables[0].rows] == [
         ["0", "1,900", "1,800", "1,980", "650", "700", "60", "power cap 33 %"],
@@ -51,4 +49,4 @@ def test_it_stands_before_the_verdict_and_in_the_page_and_the_data() -> None:
 def test_without_it_nothing_is_said() -> None:
     traces = [builder.trace() for builder in ring([1000] * 4, [2000] * 4)]
     found = findings_in_memory(attribute(traces, recorded_run(4)))
-    assert "GPUs while" not in render(found) and machine.html(found, EMPTY_REPORT, NO_FIGURES) is None
+    assert "GPUs while" not in render(found) and machine.html(found, NO_FIGURES) is None

@@ -22,7 +22,7 @@ from tests.analysis.test_real_runs import NVLINK
 from tests.analysis.transfers.test_hops import ring
 from tests.loaded import analysis
 from tests.paths import DATA, ROOT
-from tests.report.test_machine import EMPTY_REPORT, NO_FIGURES
+from tests.report.test_machine import NO_FIGURES
 
 
 def bars_of(*builders: Builder, between_ns: tuple[int, int] | None = None) -> list[Bar]:
@@ -111,7 +111,7 @@ def _by_kind(expected: dict[tuple[int, str], tuple[int, int]]) -> dict[str, tupl
 
 
 def _kernel_rows(found: Findings) -> dict[str, tuple[int, int]]:
-    content = kernels.html(found, EMPTY_REPORT, NO_FIGURES)
+    content = kernels.html(found, NO_FIGURES)
     assert isinstance(content, Content)
     labels = {label: kind for kind, label in LABELS.items() if kind in KINDS}
     sums: dict[str, tuple[int, int]] = {}

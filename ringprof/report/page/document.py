@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 import msgspec
 
@@ -48,6 +48,15 @@ class Content(msgspec.Struct, frozen=True):
     """A Bokeh model."""
     tables: Sequence[PageTable] = ()
     lines: Sequence[str] = ()
+
+
+class PageContext(NamedTuple):
+    """What sections are shown with."""
+
+    figures: Any
+    """The module of the figures, see `ringprof.report.page.html.drawing`."""
+    paths: Sequence[str]
+    """What was read."""
 
 
 class PageSection(msgspec.Struct, frozen=True):

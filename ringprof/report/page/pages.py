@@ -13,7 +13,7 @@ from ringprof.analysis.findings.waterfall import WATERFALL_LABELS
 from ringprof.errors import UsageError, nearest
 from ringprof.report import palette
 from ringprof.report.comparison import missing, verdict_lines
-from ringprof.report.page.document import Cell, Content, Document, PageSection, PageTable, Report, number, text
+from ringprof.report.page.document import Cell, Content, Document, PageContext, PageSection, PageTable, number, text
 from ringprof.report.page.html import drawing
 from ringprof.report.sections import SECTIONS
 from ringprof.report.sections.run import what_ran
@@ -29,11 +29,11 @@ _DRAWN = ("timeline", "waterfall")
 """What a part of the page is of where nobody says."""
 
 
-def run_document(found: Findings, report: Report, name: str) -> Document:
-    """The whole page; ``report`` is the JSON report of the same findings."""
-    figures, sections = drawing(), []
+def run_document(found: Findings, paths: Sequence[str], name: str) -> Document:
+    """The whole page; ``paths``: what was read."""
+    page, sections = PageContext(drawing(), paths), []
     for one in SECTIONS:
-        content = one.html(found, report, figures) if one.html else None
+        content = one.html(found, page) if one.html else None
         if content is not None:
             sections.append(PageSection(one.name, one.title, MEANINGS.get(one.name, ""), content))
     attribution = found.attribution
@@ -46,12 +46,12 @@ def run_document(found: Findings, report: Report, name: str) -> Document:
     return Document(clean(name), what, found.verdict, _tiles(found), sections, step)
 
 
-def part_document(found: Findings, report: Report, name: str, wanted: Sequence[str] = ()) -> Document:
+def part_document(found: Findings, paths: Sequence[str], name: str, wanted: Sequence[str] = ()) -> Document:
     """Some sections of the page, under a line that says what was run; without a name those that are drawn over time.
 
     Raises `UsageError` for a section that there is none of.
     """
-    whole = run_document(found, report, name)
+    whole = run_document(found, paths, name)
     by_name = {section.anchor: section for section in whole.sections}
     shown = wanted or [section for section in _DRAWN if section in by_name]
     for section in shown:

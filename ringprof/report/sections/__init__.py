@@ -6,12 +6,11 @@ A new section is a row of `SECTIONS` and a module of its own.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from types import ModuleType
 from typing import NamedTuple
 
 from ringprof.analysis.findings.findings import Findings
 from ringprof.report import timeline
-from ringprof.report.page.document import Content, Report, ReportParts
+from ringprof.report.page.document import Content, PageContext, ReportParts
 from ringprof.report.sections import (
     annotated,
     breakdown,
@@ -40,8 +39,8 @@ class Section(NamedTuple):
     """Blocks of text; none where there is nothing to say."""
     json: Callable[[Findings], ReportParts] | None = None
     """What it adds to the report."""
-    html: Callable[[Findings, Report, ModuleType], Content | None] | None = None
-    """From the findings, their JSON report and the module of figures; None where there is nothing to show."""
+    html: Callable[[Findings, PageContext], Content | None] | None = None
+    """None where there is nothing to show."""
     option: str = ""
     """What the option says of itself; empty where the terminal report always has this section."""
     on_cpu: bool = True

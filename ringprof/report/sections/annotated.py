@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import Any
 
 from ringprof.analysis.findings.findings import Findings
 from ringprof.json_object import JsonObject
-from ringprof.report.page.document import Content, Report
+from ringprof.report.page.document import Content, PageContext
 from ringprof.report.tables import Column, Listing, Table
 from ringprof.report.text import TextStyle
 
@@ -51,7 +50,7 @@ def items(found: Findings) -> list[JsonObject]:
     ]
 
 
-def html(found: Findings, report: Report, figures: ModuleType) -> Content | None:
+def html(found: Findings, page: PageContext) -> Content | None:
     """A row a name, means over ranks; None where there are none, or very many ranks."""
     if not found.lists_steps or not found.annotations:
         return None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from types import ModuleType
 from typing import Any
 
 from ringprof.analysis.findings.findings import Findings
@@ -11,7 +10,7 @@ from ringprof.analysis.findings.summary import Communication, KindRow, Summary
 from ringprof.analysis.kinds.kinds import OTHER_GROUPS
 from ringprof.analysis.rank import Rank
 from ringprof.json_object import JsonObject
-from ringprof.report.page.document import Content, PageTable, Report, ReportParts
+from ringprof.report.page.document import Content, PageContext, PageTable, ReportParts
 from ringprof.report.tables import BETWEEN, Column, Listing, Table, text_table
 from ringprof.report.terms import LABELS
 from ringprof.report.text import TextStyle, duration, in_unit, percent, rounded_to_sum, short_name, unit_for
@@ -188,17 +187,17 @@ def rank_table(ranks: Sequence[Mapping[str, Any]], communication: Sequence[Commu
     return Table("", columns, rows, "run.breakdown()").page()
 
 
-def html(found: Findings, report: Report, figures: ModuleType) -> Content:
+def html(found: Findings, page: PageContext) -> Content:
     """The drawn breakdown, and a row a rank."""
-    ranks = report["ranks"]
+    ranks = json(found)["ranks"]
     return Content(
-        figures.breakdown(ranks),
+        page.figures.breakdown(ranks),
         [rank_table(ranks, found.summary.communication)],
         [] if found.lists_steps else [_LEFT_OUT],
     )
 
 
-def kinds_html(found: Findings, report: Report, figures: ModuleType) -> Content | None:
+def kinds_html(found: Findings, page: PageContext) -> Content | None:
     """A row a kind, means over ranks."""
     columns = (Column("kind"), Column("mean", "time"), Column("of mean wall", "share"), Column("calls", "rough count"),
                Column("average", "short time"), Column("hidden", "share"))  # fmt: skip

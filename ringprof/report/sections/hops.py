@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from types import ModuleType
 from typing import Any
 
 from ringprof.analysis.findings.findings import Findings
 from ringprof.analysis.transfers.hops import TimedHop, hop_totals, mean
-from ringprof.report.page.document import Content, Report
+from ringprof.report.page.document import Content, PageContext
 from ringprof.report.sections.steps import WORST
 from ringprof.report.tables import Column, Listing, Table
 from ringprof.report.terms import LABELS
@@ -79,7 +78,7 @@ _LINKS = (
 )  # fmt: skip
 
 
-def html(found: Findings, report: Report, figures: ModuleType) -> Content | None:
+def html(found: Findings, page: PageContext) -> Content | None:
     """A row a link and a row a hop; None where there are none, and of very many ranks."""
     hops = [hop for rank in found.attribution.ranks for hop in rank.hops] if found.lists_steps else []
     if not hops:

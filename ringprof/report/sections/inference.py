@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from types import ModuleType
-
 from ringprof.analysis.findings.findings import Findings
 from ringprof.analysis.findings.inference import Inference, inference_of
-from ringprof.report.page.document import Content, Report
+from ringprof.report.page.document import Content, PageContext
 from ringprof.report.tables import Listing
 from ringprof.report.text import TextStyle, binary_size, duration, percent
 
@@ -46,7 +44,7 @@ def _in_words(figures: Inference) -> list[str]:
     return lines
 
 
-def html(found: Findings, report: Report, figures: ModuleType) -> Content | None:
+def html(found: Findings, page: PageContext) -> Content | None:
     """The same words."""
     recorded = inference_of(found.attribution, found.summary)
     return None if recorded is None else Content(lines=_in_words(recorded))

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from types import ModuleType
-
 from ringprof.analysis.findings.findings import Findings
 from ringprof.json_object import JsonObject
-from ringprof.report.page.document import Content, Report
+from ringprof.report.page.document import Content, PageContext
 from ringprof.report.tables import Column, Listing, Table
 from ringprof.report.terms import LABELS
 from ringprof.report.text import TextStyle, duration, short_name
@@ -49,7 +47,7 @@ def items(found: Findings) -> list[JsonObject]:
     ]  # fmt: skip
 
 
-def html(found: Findings, report: Report, figures: ModuleType) -> Content | None:
+def html(found: Findings, page: PageContext) -> Content | None:
     """A row a name and kind, over all ranks; None on CPU."""
     kernels = found.attribution.kernels
     if not kernels:

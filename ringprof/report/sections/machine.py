@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from types import ModuleType
 
 from ringprof.analysis.findings.findings import Findings
-from ringprof.report.page.document import Content, PageTable, Report, number, text
+from ringprof.report.page.document import Content, PageContext, PageTable, number, text
 from ringprof.report.tables import Listing
 from ringprof.report.text import TextStyle, clean, percent
 from ringprof.run import DeviceLinks, DeviceState
@@ -139,7 +138,7 @@ def _uneven(states: States) -> str:
 _COLUMNS = ("rank", "SM clock MHz", "lowest", "highest it can", "power W", "limit W", "hottest °C", "reported limits")
 
 
-def html(found: Findings, report: Report, figures: ModuleType) -> Content | None:
+def html(found: Findings, page: PageContext) -> Content | None:
     """A row a rank, and what connects them; None where nothing told."""
     states, links = states_of(found), links_in_words(_links_of(found))
     if not states:

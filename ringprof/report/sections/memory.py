@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from types import ModuleType
-
 import numpy as np
 
 from ringprof.analysis.findings.findings import Findings
 from ringprof.analysis.findings.memory import Held, memory_of
-from ringprof.report.page.document import Content, Report
+from ringprof.report.page.document import Content, PageContext
 from ringprof.report.tables import Column, Table
 from ringprof.report.timeline import origins_of
 from ringprof.trace.columns import NONE, Int64
@@ -21,7 +19,7 @@ _COLUMNS = (
 )  # fmt: skip
 
 
-def html(found: Findings, report: Report, figures: ModuleType) -> Content | None:
+def html(found: Findings, page: PageContext) -> Content | None:
     """A line a rank and memory, and its peak; None where nothing was recorded, and of very many ranks."""
     held = list(memory_of(found.attribution)) if found.lists_steps or found.attribution.on_cpu else []
     if not held:
@@ -33,7 +31,7 @@ def html(found: Findings, report: Report, figures: ModuleType) -> Content | None
          most if (most := int(one.reserved_bytes.max())) != NONE else None, len(one.time_ns)]
         for one in held
     ]  # fmt: skip
-    return Content(figures.memory(lines), [Table("", _COLUMNS, rows, "run.memory()").page()])
+    return Content(page.figures.memory(lines), [Table("", _COLUMNS, rows, "run.memory()").page()])
 
 
 def name_of(one: Held, among: list[Held]) -> str:

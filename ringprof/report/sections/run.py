@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-from types import ModuleType
 from typing import Any
 
 import msgspec
@@ -14,7 +13,7 @@ from ringprof.analysis.findings.summary import Communication, Rates
 from ringprof.analysis.kinds.kinds import ATTENTION, COMPUTE, KIND, in_a_sentence
 from ringprof.analysis.transfers.hops import OTHER_HOST, SAME_HOST
 from ringprof.json_object import JsonObject
-from ringprof.report.page.document import Content, PageTable, Report, ReportParts, text
+from ringprof.report.page.document import Content, PageContext, PageTable, ReportParts, text
 from ringprof.report.tables import Column, Listing, Table, text_table
 from ringprof.report.text import (
     TextStyle,
@@ -246,14 +245,14 @@ def json(found: Findings) -> ReportParts:
     return {"run": {**{key: plain[key] for key in _KEPT}, "cp_steps": _cp_steps(found.attribution.run)}}
 
 
-def html(found: Findings, report: Report, figures: ModuleType) -> Content:
+def html(found: Findings, page: PageContext) -> Content:
     """Every setting, how it was checked, and where: a row each."""
-    rows = [[text("source"), text(", ".join(report["source"]["paths"]))]]
+    rows = [[text("source"), text(", ".join(page.paths))]]
     run = found.attribution.run
     named: JsonObject = {"name": run.name, "created": run.created, "kernel": run.kernel} if run else {}
     if run is not None:
         for group in ("workload", "topology", "strategy"):
-            fields = (report["run"] or {}).get(group) or {}
+            fields = json(found)["run"].get(group) or {}
             named |= {f"{group}: {key}": value for key, value in fields.items()}
         named["verification"] = _check(run.verification) if run.verification else None
         named["command"] = shlex.join(run.command)
@@ -273,7 +272,7 @@ def _plainly(value: Any) -> str:
     return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def speed_html(found: Findings, report: Report, figures: ModuleType) -> Content | None:
+def speed_html(found: Findings, page: PageContext) -> Content | None:
     """Speed with its spread, the profiler's overhead and memory, in words; the split of communication; controls."""
     run, style = found.attribution.run, TextStyle(width=10_000, wide_tables=True)
     blocks = communication(found, style, Listing())

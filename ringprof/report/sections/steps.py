@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from statistics import fmean
-from types import ModuleType
 from typing import Any
 
 import msgspec
@@ -13,7 +12,7 @@ import msgspec
 from ringprof.analysis.findings.findings import Findings
 from ringprof.analysis.steps.steps import Step
 from ringprof.analysis.transfers.hops import mean
-from ringprof.report.page.document import Content, Report, ReportParts
+from ringprof.report.page.document import Content, PageContext, ReportParts
 from ringprof.report.tables import Column, Listing, Table
 from ringprof.report.terms import MEANINGS
 from ringprof.report.text import TextStyle
@@ -87,7 +86,7 @@ def json(found: Findings) -> ReportParts:
     return {"steps": [msgspec.to_builtins(step) for step in found.steps] if found.lists_steps else []}
 
 
-def html(found: Findings, report: Report, figures: ModuleType) -> Content | None:
+def html(found: Findings, page: PageContext) -> Content | None:
     """The drawn waits, and a row a rank and step; None where there are no steps, and of very many ranks."""
     if not found.lists_steps or not found.steps:
         return None
@@ -101,6 +100,6 @@ def html(found: Findings, report: Report, figures: ModuleType) -> Content | None
          one.wait_ns, one.wire_ns, one.exposed_ns, one.bound or "not known"]
         for one in found.steps
     ]  # fmt: skip
-    heat = figures.waiting(found.steps, [rank.rank for rank in found.attribution.ranks])
+    heat = page.figures.waiting(found.steps, [rank.rank for rank in found.attribution.ranks])
     table = Table("", columns, rows, "run.steps()").page()
     return Content(heat, [table], [MEANINGS["waiting"]] if heat else [])

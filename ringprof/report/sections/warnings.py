@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from types import ModuleType
-
 from ringprof.analysis.findings.findings import Findings
-from ringprof.report.page.document import Content, PageTable, Report, number, text
+from ringprof.report.page.document import Content, PageContext, PageTable, number, text
 from ringprof.report.tables import Listing
 from ringprof.report.text import TextStyle, clean
 
@@ -22,11 +20,10 @@ def terminal(found: Findings, style: TextStyle, listing: Listing) -> list[str]:
     return [style.paint("warnings", "bold yellow") + "\n" + style.wrap("\n".join(lines), "yellow", indent=2)]
 
 
-def html(found: Findings, report: Report, figures: ModuleType) -> Content | None:
+def html(found: Findings, page: PageContext) -> Content | None:
     """A row a warning."""
     rows = [
-        [text("all" if one["rank"] is None else one["rank"]), text(one["code"]), text(one["message"]),
-         number(one["count"], 0)]
-        for one in report["warnings"]
+        [text("all" if one.rank is None else one.rank), text(one.code), text(one.message), number(one.count, 0)]
+        for one in found.attribution.warnings
     ]  # fmt: skip
     return Content(tables=[PageTable(["rank", "code", "what", "times"], rows)]) if rows else None

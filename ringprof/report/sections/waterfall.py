@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from types import ModuleType
-
 import msgspec
 
 from ringprof.analysis.findings.findings import Findings
 from ringprof.analysis.findings.waterfall import WATERFALL_LABELS, Bounds, Waterfall
-from ringprof.report.page.document import Content, Report, ReportParts
+from ringprof.report.page.document import Content, PageContext, ReportParts
 from ringprof.report.tables import Column, Listing, Table, text_table
 from ringprof.report.text import TextStyle, clean, duration, in_unit, percent, rate, rounded_to_sum, unit_for
 
@@ -57,7 +55,7 @@ def json(found: Findings) -> ReportParts:
     return {"waterfall": [msgspec.structs.asdict(part) for part in found.waterfall.parts]}
 
 
-def html(found: Findings, report: Report, figures: ModuleType) -> Content:
+def html(found: Findings, page: PageContext) -> Content:
     """The drawn waterfall, and a row a part."""
     waterfall = found.waterfall
     columns = (Column("part"), Column("ms", "time", on_page="ms"), Column("share", "share", on_page="% of wall"),
@@ -67,4 +65,4 @@ def html(found: Findings, report: Report, figures: ModuleType) -> Content:
         for one in waterfall.parts
     ]
     lines = [f"Bounds on the wall of {duration(waterfall.wall_ns)}: {_bounds(waterfall.bounds, waterfall.wall_ns)}."]
-    return Content(figures.waterfall(waterfall), [Table("", columns, rows).page()], lines)
+    return Content(page.figures.waterfall(waterfall), [Table("", columns, rows).page()], lines)

@@ -14,12 +14,13 @@ import pytest
 
 import ringprof
 from ringprof.analysis.findings.memory import memory_of
+from ringprof.report.page.document import PageContext
 from ringprof.report.perfetto import events_of
 from ringprof.report.sections import memory
 from ringprof.report.sections.memory import thinned
 from ringprof.trace.kineto import parse_trace
 from ringprof.trace.reduced import MAGIC, parse_reduced, reduce_trace
-from tests.report.test_machine import EMPTY_REPORT, NO_FIGURES
+from tests.report.test_machine import NO_FIGURES
 
 MIB = 2**20
 
@@ -81,7 +82,7 @@ def test_the_page_has_the_peak_and_the_export_a_counter(run: ringprof.Analysis) 
     pytest.importorskip("bokeh")
     from ringprof.report.page import figures
 
-    content = memory.html(run.findings, EMPTY_REPORT, figures)
+    content = memory.html(run.findings, PageContext(figures, []))
     assert content is not None
     # The kernel begins at 100 us, the peak is 10 us after it.
     assert [[cell.text for cell in row] for row in content.tables[0].rows] == [
@@ -99,7 +100,7 @@ def test_a_trace_without_it_has_none(tmp_path: Path) -> None:
     path.write_bytes(trace_text())
     run = ringprof.load(path)
     assert len(run.memory()) == 0 and list(memory_of(run.attribution)) == []
-    assert memory.html(run.findings, EMPTY_REPORT, NO_FIGURES) is None
+    assert memory.html(run.findings, NO_FIGURES) is None
 
 
 def test_a_reduced_trace_holds_it_and_older_ones_are_read() -> None:
