@@ -103,42 +103,42 @@ class Analysis:
     @frames.tells_columns
     def breakdown(self) -> pd.DataFrame:
         """Where each rank's time went: a row a rank."""
-        return frames.breakdown_frame(self.attribution)
+        return frames.frame_of(self.findings, "breakdown")
 
     @frames.tells_columns
     def iterations(self) -> pd.DataFrame:
         """Where each iteration's time went: a row a rank and iteration."""
-        return frames.iteration_frame(self.attribution)
+        return frames.frame_of(self.findings, "iterations")
 
     @frames.tells_columns
     def hops(self) -> pd.DataFrame:
         """Every neighbour transfer: a row a hop, by rank and start."""
-        return frames.hop_frame(self.attribution)
+        return frames.frame_of(self.findings, "hops")
 
     @frames.tells_columns
     def steps(self) -> pd.DataFrame:
         """Every ring step: a row a rank and step; may be empty."""
-        return frames.step_frame(self.findings.steps)
+        return frames.frame_of(self.findings, "steps")
 
     @frames.tells_columns
     def kernels(self) -> pd.DataFrame:
         """What ran, a row a kernel, copy or set by name and kind, longest first; empty on CPU."""
-        return frames.kernel_frame(self.attribution)
+        return frames.frame_of(self.findings, "kernels")
 
     @frames.tells_columns
     def annotations(self) -> pd.DataFrame:
         """The user's own ranges, a row a name; empty on CPU."""
-        return frames.annotation_frame(self.findings)
+        return frames.frame_of(self.findings, "annotations")
 
     @frames.tells_columns
     def waterfall(self) -> pd.DataFrame:
         """From the device's peak to the speed achieved: a row a part, which sum to the slowest rank's wall."""
-        return frames.waterfall_frame(self.findings.waterfall)
+        return frames.frame_of(self.findings, "waterfall")
 
     @frames.tells_columns
     def memory(self) -> pd.DataFrame:
         """What the allocators held over time; empty where the profiler was not told to ``profile_memory``."""
-        return frames.memory_frame(self.attribution)
+        return frames.frame_of(self.findings, "memory")
 
     def figures(self) -> dict[str, float]:
         """Every figure of the report by name, for conditions; see `ringprof.analysis.findings.figures`."""

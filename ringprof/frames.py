@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from ringprof.analysis.attribution import Attribution
 from ringprof.analysis.findings.findings import Findings
 from ringprof.analysis.findings.memory import memory_of
-from ringprof.analysis.findings.waterfall import Waterfall
 from ringprof.analysis.kinds.kinds import KINDS
-from ringprof.analysis.rank import Rank
-from ringprof.analysis.steps.steps import Step
 from ringprof.analysis.timeline.breakdown import Breakdown
 from ringprof.analysis.transfers.hops import TimedHop
 from ringprof.errors import MissingExtraError
@@ -27,9 +23,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 _RANK = {"rank": "rank in the world"}
-_HOST = {"host": "host that the rank ran on; missing where nothing names it"}
 _ITERATION = {"iteration": "number of the profiled iteration, from 0"}
-_TFLOPS = {"tflops": "TFLOP/s per device; missing where the work is not known"}
 _OWN_CLOCK = "unix time by the rank's own clock"
 _SPAN = {"start_ns": _OWN_CLOCK, "end_ns": _OWN_CLOCK}
 _INTERVAL = {
@@ -55,7 +49,12 @@ PARTS_OF_TIME = {
 _OF_KINDS = {f"{kind}_ns": f"sum of the durations of kind {LABELS[kind]}; kinds may overlap" for kind in KINDS}
 
 FRAMES: dict[str, dict[str, str]] = {
-    "breakdown": {**_RANK, **_HOST, **PARTS_OF_TIME, **_OF_KINDS},
+    "breakdown": {
+        **_RANK,
+        "host": "host that the rank ran on; missing where nothing names it",
+        **PARTS_OF_TIME,
+        **_OF_KINDS,
+    },
     "iterations": {
         **_RANK,
         **_ITERATION,
@@ -142,7 +141,7 @@ FORESEEN: dict[str, dict[str, str]] = {
         **_CHOICE,
         "best": "probability that no other is faster, 0..1",
         **_INTERVAL,
-        **_TFLOPS,
+        "tflops": "TFLOP/s per device; missing where the work is not known",
         "exposed": "part of the time that waits for transfers, mean over ranks, 0..1",
         "peak_bytes": "most memory that a rank holds",
         "fits": "whether that is there",
@@ -169,63 +168,46 @@ def tells_columns(method: Method) -> Method:
     return method
 
 
-def breakdown_frame(attribution: Attribution) -> pd.DataFrame:
-    """A row a rank."""
-    return _frame([_breakdown_row(rank) for rank in attribution.ranks], "breakdown")
-
-
-def iteration_frame(attribution: Attribution) -> pd.DataFrame:
-    """A row a rank and iteration."""
-    median = attribution.median_iteration
-    rows = [
+def _iteration_rows(found: Findings) -> list[JsonObject]:
+    median = found.attribution.median_iteration
+    return [
         {"rank": rank.rank, "iteration": number, "median": number == median, **_figures(part)}
-        for rank in attribution.ranks
+        for rank in found.attribution.ranks
         for number, part in enumerate(rank.iterations)
     ]
-    return _frame(rows, "iterations")
 
 
-def hop_frame(attribution: Attribution) -> pd.DataFrame:
-    """A row a hop."""
-    return _frame([_hop_row(hop) for rank in attribution.ranks for hop in rank.hops], "hops")
-
-
-def step_frame(steps: Iterable[Step]) -> pd.DataFrame:
-    """A row a rank and ring step."""
-    return _frame([msgspec.structs.asdict(step) for step in steps], "steps")
-
-
-def kernel_frame(attribution: Attribution) -> pd.DataFrame:
-    """A row a name and kind."""
-    whole = sum(one.time_ns for one in attribution.kernels) or 1
-    rows = [
-        {**one._asdict(), "share": one.time_ns / whole, "mean_ns": one.mean_ns, "hidden": one.hidden}
-        for one in attribution.kernels
+def _kernel_rows(found: Findings) -> list[JsonObject]:
+    kernels = found.attribution.kernels
+    whole = sum(one.time_ns for one in kernels) or 1
+    return [
+        {**one._asdict(), "share": one.time_ns / whole, "mean_ns": one.mean_ns, "hidden": one.hidden} for one in kernels
     ]
-    return _frame(rows, "kernels")
 
 
-def annotation_frame(findings: Findings) -> pd.DataFrame:
-    """A row a name."""
-    return _frame([{**one._asdict(), "hidden": one.hidden} for one in findings.annotations], "annotations")
-
-
-def waterfall_frame(waterfall: Waterfall) -> pd.DataFrame:
-    """A row a part."""
-    return _frame([msgspec.structs.asdict(part) for part in waterfall.parts], "waterfall")
-
-
-def memory_frame(attribution: Attribution) -> pd.DataFrame:
-    """A row an allocation or release."""
-    rows = [
+def _memory_rows(found: Findings) -> list[JsonObject]:
+    return [
         dict(zip(FRAMES["memory"], (held.rank, held.memory, time, allocated, None if reserved == NONE else reserved),
                  strict=True))
-        for held in memory_of(attribution)
+        for held in memory_of(found.attribution)
         for time, allocated, reserved in zip(
             held.time_ns.tolist(), held.allocated_bytes.tolist(), held.reserved_bytes.tolist(), strict=True
         )
     ]  # fmt: skip
-    return _frame(rows, "memory")
+
+
+_ROWS: dict[str, Callable[[Findings], list[JsonObject]]] = {
+    "breakdown": lambda found: [
+        {"rank": rank.rank, "host": rank.host, **_figures(rank.breakdown)} for rank in found.attribution.ranks
+    ],
+    "iterations": _iteration_rows,
+    "steps": lambda found: [msgspec.structs.asdict(step) for step in found.steps],
+    "kernels": _kernel_rows,
+    "annotations": lambda found: [{**one._asdict(), "hidden": one.hidden} for one in found.annotations],
+    "hops": lambda found: [_hop_row(hop) for rank in found.attribution.ranks for hop in rank.hops],
+    "waterfall": lambda found: [msgspec.structs.asdict(part) for part in found.waterfall.parts],
+    "memory": _memory_rows,
+}
 
 
 def as_csv(frame: pd.DataFrame) -> str:
@@ -247,19 +229,16 @@ def write_parquet(frame: pd.DataFrame, path: str | os.PathLike[str]) -> None:
     frame.to_parquet(path, engine="pyarrow", index=False)
 
 
-def _frame(rows: list[JsonObject], name: str) -> pd.DataFrame:
+def frame_of(found: Findings, name: str) -> pd.DataFrame:
+    """One of `FRAMES`."""
     import pandas as pd  # here, because it takes longer to import than most reports to make
 
-    frame = pd.DataFrame(rows, columns=list(FRAMES[name]))
+    frame = pd.DataFrame(_ROWS[name](found), columns=list(FRAMES[name]))
     for column in frame.columns:
         if (column.endswith("_ns") and column != "mean_ns") or column.endswith("bytes"):
             frame[column] = frame[column].astype("Int64")
     frame.attrs["columns"] = dict(FRAMES[name])
     return frame
-
-
-def _breakdown_row(rank: Rank) -> JsonObject:
-    return {"rank": rank.rank, "host": rank.host, **_figures(rank.breakdown)}
 
 
 def _figures(breakdown: Breakdown) -> JsonObject:

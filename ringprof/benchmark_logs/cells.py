@@ -8,7 +8,8 @@ from functools import lru_cache
 _NUMBER = re.compile(r"[0-9]{1,15}(?:,[0-9]{3}){0,4}(?:\.[0-9]{1,12})?")
 _SEQUENCE = re.compile(r"([0-9]{1,12}(?:,[0-9]{3}){0,3})\s?([kKM]?)")
 _SCALE = {"": 1, "k": 1 << 10, "K": 1 << 10, "M": 1 << 20}
-_MISSING = frozenset({"x", "X", "\u00d7", "-", "--", "—", "n/a", "N/A", "NA", "nan", "NaN", ""})
+MISSING = frozenset({"x", "X", "\u00d7", "-", "--", "—", "n/a", "N/A", "NA", "nan", "NaN", ""})
+"""What says that there is no value."""
 
 # The first that a heading contains names the system. Burst's own tables name its rivals only in other headings.
 _SYSTEMS = (
@@ -48,16 +49,6 @@ def sequence(cell: str) -> int | None:
 def truth(cell: str) -> bool | None:
     """A printed boolean."""
     return {"true": True, "false": False, "yes": True, "no": False}.get(cell.strip().lower())
-
-
-def is_missing(cell: str) -> bool:
-    """Whether a cell says that there is no value."""
-    return cell.strip() in _MISSING
-
-
-def is_oom(cell: str) -> bool:
-    """Whether a cell says that memory ran out."""
-    return cell.strip().lower() in ("oom", "out of memory")
 
 
 @lru_cache(maxsize=256)

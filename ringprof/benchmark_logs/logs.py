@@ -14,7 +14,7 @@ from ringprof.benchmark_logs.read import read_log
 from ringprof.benchmark_logs.rows import BenchmarkLog, Flag, JudgedRow, LogSettings
 from ringprof.json_object import JsonObject
 from ringprof.limits import MEMORY_BYTES, Limits
-from ringprof.report.text import TextStyle
+from ringprof.report.text import TextStyle, csv_text
 from ringprof.whole_numbers import refuse_below_one
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class BenchmarkLogs:
 
     def to_csv(self) -> str:
         """The rows as CSV with a header, safe to open in a spreadsheet."""
-        return show.audit_csv(self._audit)
+        return csv_text(show.LOG_COLUMNS, (show.record_of(one).values() for one in self.rows))
 
     def to_terminal(self, style: TextStyle | None = None) -> str:
         """Rows and flags for people, as text; without a style as wide as they need."""

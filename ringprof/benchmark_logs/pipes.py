@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ringprof.benchmark_logs.cells import LAYOUT_NAMES, integer, is_missing, is_oom, parse_number, sequence, truth
+from ringprof.benchmark_logs.cells import LAYOUT_NAMES, MISSING, integer, parse_number, sequence, truth
 from ringprof.benchmark_logs.rows import Fields
 from ringprof.log_lines import LinePrefix, LogLines
 
@@ -216,9 +216,9 @@ def _fields(cells: list[str], header: PipeHeader) -> Fields:
             name = _FIGURES[key]
             if found := parse_number(cell):
                 fields[name], steps[name] = found
-            elif is_oom(cell):
+            elif cell.lower() in ("oom", "out of memory"):
                 fields["oom"] = True
-            elif is_missing(cell) and name == "tflops":
+            elif cell in MISSING and name == "tflops":
                 fields["missing"] = True
     if "latency_ms" in fields:
         name = _time_of(fields)

@@ -1,4 +1,4 @@
-"""Audited benchmark logs as text, JSON (schema ``ringprof.logs/1``), CSV and entries of a comparison; no arithmetic."""
+"""Audited benchmark logs as text, JSON (schema ``ringprof.logs/1``) and entries of a comparison; no arithmetic."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ringprof.benchmark_logs.audit import LogAudit
 from ringprof.benchmark_logs.rows import Flag, JudgedRow, LogRow
 from ringprof.json_object import JsonObject
 from ringprof.report.tables import Column, text_table
-from ringprof.report.text import TextStyle, clean, csv_text, or_dash, paragraph
+from ringprof.report.text import TextStyle, clean, or_dash, paragraph
 
 LOGS_SCHEMA = "ringprof.logs/1"
 
@@ -110,11 +110,6 @@ def audit_dict(audit: LogAudit) -> JsonObject:
     """The whole audit: ``rows`` with the fields `LOG_COLUMNS`, null for what is not printed, and ``flags``."""
     rows = [record_of(one) for one in audit.rows]
     return {"schema": LOGS_SCHEMA, "rows": rows, "flags": [asdict(flag) for flag in audit.flags]}
-
-
-def audit_csv(audit: LogAudit) -> str:
-    """The rows as CSV with a header; empty for what is not printed."""
-    return csv_text(LOG_COLUMNS, (record_of(one).values() for one in audit.rows))
 
 
 def entry_of_row(row: LogRow) -> Entry:

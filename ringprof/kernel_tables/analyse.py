@@ -15,7 +15,7 @@ from ringprof.analysis.kinds.operators import kind_of_collective
 from ringprof.kernel_tables.iterations import Iterations, count_iterations
 from ringprof.kernel_tables.kernels import CountedRows, counted_rows, slack_ns
 from ringprof.kernel_tables.rows import KernelTable, TableRow
-from ringprof.kernel_tables.stated_shares import CheckedShare, check_shares
+from ringprof.kernel_tables.stated_shares import CheckedShare, check_share
 from ringprof.report.text import duration
 from ringprof.trace.columns import Caveat
 
@@ -135,7 +135,7 @@ def analyse_table(table: KernelTable, wall_ns: int | None = None, iterations: in
     return replace(
         report,
         overlap=_overlap(report, wall_ns),
-        shares=check_shares(table.context.shares, counted, report.total_ns),
+        shares=tuple(check_share(one, counted, report.total_ns) for one in table.context.shares if report.total_ns),
         warnings=(*table.warnings, *_row_warnings(counted), *split, *_sum_warnings(report)),
     )
 

@@ -11,7 +11,7 @@ from ringprof.errors import KernelTableError, NoKernelTableError
 from ringprof.kernel_tables.layout import UNIT_NS, TableLayout, find_layout
 from ringprof.kernel_tables.nvidia_tables import fold_nsys, is_nsys, read_nsys_csv, read_nsys_text, read_nvprof
 from ringprof.kernel_tables.rows import MOST_ROWS, KernelTable, StatedShare, TableContext
-from ringprof.kernel_tables.torch_tables import read_torch
+from ringprof.kernel_tables.torch_tables import TorchTable
 from ringprof.log_lines import LogLines
 
 _MOST_TABLES = 10_000
@@ -43,7 +43,7 @@ def read_tables(data: bytes, path: str) -> list[KernelTable]:
             read_to = found[1]
     nsys += [bound.table(read_nsys_text(lines, layout, path)) for layout in layouts if is_nsys(layout.titles)]
     torch = [
-        bound.table(read_torch(lines, layout, path, limit))
+        bound.table(TorchTable(lines, layout, path).read(limit))
         for layout, limit in zip(layouts, _limits(layouts, len(lines)), strict=True)
         if not is_nsys(layout.titles)
     ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ringprof.kernel_tables.kernels import CountedRow, CountedRows
@@ -30,12 +29,8 @@ class CheckedShare:
     """Whether the author's own list names exactly the rows printed in us and ms."""
 
 
-def check_shares(stated: Sequence[StatedShare], counted: CountedRows, total_ns: int) -> tuple[CheckedShare, ...]:
-    """Each printed share beside the table's."""
-    return tuple(_check(one, counted, total_ns) for one in stated) if total_ns else ()
-
-
-def _check(stated: StatedShare, counted: CountedRows, total_ns: int) -> CheckedShare:
+def check_share(stated: StatedShare, counted: CountedRows, total_ns: int) -> CheckedShare:
+    """A printed share beside the table's, whose rows have ``total_ns`` together."""
     rows = [row for row in counted.rows if row.kind in _KINDS[stated.subject]]
     dropped = [row for row in rows if row.row.unit not in _READ_UNITS]
     share = sum(row.time_ns for row in rows) / total_ns

@@ -26,18 +26,16 @@ _CPU_TOTAL = re.compile(r"(?:Self )?CPU time total: *(\S{1,40})")
 _DEVICE_TOTAL = re.compile(r"(?:Self )?((?!CPU\b)[A-Za-z]\w{0,30}) time total: *(\S{1,40})")
 
 
-def read_torch(lines: LogLines, layout: TableLayout, path: str, limit: int) -> KernelTable:
-    """The table whose header was found; none of it stands at line ``limit`` or behind."""
-    return _TorchTable(lines, layout, path).read(limit)
+class TorchTable:
+    """One table whose header was found."""
 
-
-class _TorchTable:
     def __init__(self, lines: LogLines, layout: TableLayout, path: str) -> None:
         self.lines, self.layout, self.path = lines, layout, path
         self.columns = Columns(layout.titles, layout.rule)
         self.device = _device_of(layout.titles)
 
     def read(self, limit: int) -> KernelTable:
+        """What it says; none of it stands at line ``limit`` or behind."""
         layout, rows = self.layout, list[TableRow]()
         where, warnings = f"{self.path}:{layout.line + 1}", list[Caveat]()
         index = own = layout.rows_at

@@ -10,7 +10,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ringprof.owned_folders import remove
+from ringprof.owned_folders import remove, scratch_folder
 from ringprof.record.launcher import RankPlace, launcher_rank
 from ringprof.record.progress import Reporter, SilentReporter
 from ringprof.record.request import Request, Task, need
@@ -40,9 +40,9 @@ def record(request: Request, reporter: Reporter | None = None, reduce: Any = Non
 
 
 def _record_here(request: Request, reporter: Reporter) -> Run:
-    from ringprof.record.own_ranks import launch, make_scratch
+    from ringprof.record.own_ranks import launch
 
-    task = prepare(request, None, reporter, str(make_scratch()))
+    task = prepare(request, None, reporter, str(scratch_folder("ranks")))
     try:
         return launch(task, reporter, "record", lambda: read_run(task.request.output))
     except BaseException:

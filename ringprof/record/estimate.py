@@ -201,7 +201,8 @@ def describe(request: Request, plan: RecordingEstimate) -> list[str]:
     mask = "full attention" if workload.mask().plain and not workload.causal else str(workload.mask())
     tokens = f"sequence {workload.seq}"
     if workload.kv_length is not None:
-        tokens = f"{workload.phase} of {_tokens(workload.seq)} a sequence over {workload.kv_length} keys"
+        new = "1 new token" if workload.seq == 1 else f"{workload.seq} new tokens"
+        tokens = f"{workload.phase} of {new} a sequence over {workload.kv_length} keys"
     lines = [
         f"{request.strategy} on {devices}: {tokens}, batch {workload.batch}, {heads},"
         f" head_dim {workload.heads_in_words()}, {', '.join([mask, *workload.extras()])}, {workload.dtype},"
@@ -263,10 +264,6 @@ def _refuse_cache(request: Request, plan: RecordingEstimate, reason: str) -> NoR
     longest = workload.seq + _last(fine, (workload.kv_length - workload.seq) // world) * world
     advice = f"--kv-length {longest} fits" if longest > workload.seq else "no cache fits"
     raise UnfitWorkloadError(f"{workload.kv_length} keys a sequence {reason}; {advice} (--force runs it anyway)")
-
-
-def _tokens(count: int) -> str:
-    return "1 new token" if count == 1 else f"{count} new tokens"
 
 
 def largest_seq(request: Request, plan: RecordingEstimate) -> int:

@@ -20,7 +20,6 @@ from ringprof.record.device_watch import watching
 from ringprof.record.progress import Reporter
 from ringprof.record.resolve import asks_of_kernels, mask_options, shape_of, torch_dtype
 from ringprof.run import DeviceState, Sent, Work, Workload
-from ringprof.strategies.base import Strategy
 from ringprof.strategies.cached import Cached
 from ringprof.strategies.copies import held_bytes
 
@@ -291,11 +290,6 @@ def profiler() -> Iterator[Any]:
                 yield recording
             finally:
                 _at_work.remove(recording)
-
-
-def hops_posted(strategy: Strategy) -> int:
-    """Hops and collectives that this rank has posted since its meter was cleared."""
-    return sum(count for count, _ in strategy.comm.meter.sent.values())
 
 
 def reset_counts(strategies: Sequence[Any]) -> None:

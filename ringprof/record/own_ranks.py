@@ -22,7 +22,7 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 
 from ringprof.errors import Interrupted, RecordError, RingprofError
-from ringprof.owned_folders import keep, remove, scratch_folder
+from ringprof.owned_folders import keep, remove
 from ringprof.processes import cpu_count, isolated
 from ringprof.record.ending.rank_errors import is_consequence, laggard, rank_error, signal_error
 from ringprof.record.progress import DiaryReader, Reporter
@@ -35,11 +35,6 @@ END_S = 3
 """What a rank gets between the request to end and SIGKILL."""
 Result = TypeVar("Result")
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-
-
-def make_scratch() -> Path:
-    """The folder of the ranks' logs and diaries; it stays only after a failure."""
-    return scratch_folder("ranks")
 
 
 def log_path(scratch: Path, rank: int) -> Path:

@@ -19,7 +19,7 @@ from ringprof.record.group_ranks import gather_bytes, gather_tensor, world_group
 from ringprof.record.launcher import RankPlace
 from ringprof.record.layer import LayersProblem
 from ringprof.record.machine import device_name, driver_version, host_name, host_numbers, variables, versions
-from ringprof.record.measure import Measurement, Problem, counted_work, hops_posted, measure, profile_iterations
+from ringprof.record.measure import Measurement, Problem, counted_work, measure, profile_iterations
 from ringprof.record.progress import Reporter
 from ringprof.record.remote_traces import TraceFile, gather_traces
 from ringprof.record.request import Request, Task, from_json, to_json
@@ -48,11 +48,6 @@ from ringprof.strategies.base import Strategy
 
 Reduce = Callable[[Path, Path], bool]
 """Writes the reduced form of a rank's own trace (first path) to the second; whether it could be read."""
-
-
-def no_reduction(trace: Path, target: Path) -> bool:
-    """For a recording whose traces are not reduced."""
-    return False
 
 
 class RankResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,15 +83,17 @@ class RankRecording:
     """Of every rank, where the launcher's answer is known; None: all are here."""
     seal: Callable[[], None] = lambda: None
     """Called on rank 0 before the run is made complete."""
-    reduce: Reduce = no_reduction
+    reduce: Reduce | None = None
     strategy: Any = None
     parts: Any = None
     """A `Dynamic`, where the number of ranks that attend a sequence changes."""
 
     def hops(self) -> int | None:
         """Hops posted in this iteration so far; None before there is a strategy."""
+        if self.strategy is None:
+            return None
         made = [self.strategy] if self.parts is None else self.parts.made
-        return None if self.strategy is None else sum(map(hops_posted, made))
+        return int(sum(count for one in made for count, _ in one.comm.meter.sent.values()))
 
     def run(self) -> Run | None:
         """Record in a process group of this rank's own making; rank 0 returns the run, which it has written."""
@@ -149,7 +146,7 @@ class RankRecording:
             controlled = self._control(problem, device) if request.controls else None
             profiled = profile_iterations(problem, device, request.profile_iters, trace.path, self.reporter)
             kernel = problem.kernel().name if computes else None
-        reduced = self.reduce(trace.path, trace.reduced)
+        reduced = self.reduce is not None and self.reduce(trace.path, trace.reduced)
         host = host_name() if self.hosts is None else self.hosts[self.place.rank]
         result = RankResult(
             host=host, local_rank=self.place.local_rank, device=device_name(device), trace=trace_name(self.place.rank),

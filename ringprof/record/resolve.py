@@ -52,7 +52,9 @@ def load_strategy(name: str) -> type[Strategy]:
         except LookupError:
             raise
         except Exception as error:
-            raise UnknownStrategyError(f"strategy {name!r} cannot be imported: {_brief(error)}") from error
+            raise UnknownStrategyError(
+                f"strategy {name!r} cannot be imported: {type(error).__name__}: {error}"
+            ) from error
     if not (isinstance(loaded, type) and issubclass(loaded, Strategy)):
         raise UnknownStrategyError(f"strategy {name!r} is not a class derived from ringprof.strategies.base.Strategy")
     return loaded
@@ -266,7 +268,3 @@ def _check_fit(strategy: type[Strategy], request: Request, params: Params, world
         reason = fits(strategy, request.workload, world, params)
     if reason:
         raise UnfitWorkloadError(f"strategy {request.strategy!r} cannot run this: {reason}")
-
-
-def _brief(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"

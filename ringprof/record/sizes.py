@@ -7,7 +7,6 @@ of them, each on two neighbours, then four. The strategies of all sizes are made
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import median
@@ -21,6 +20,8 @@ from ringprof.record.measure import Measurement, Problem, Results
 from ringprof.record.verify import severity, verify
 from ringprof.record.verify_timed import verify_timed
 from ringprof.run import TensorError, Verification, Workload
+
+_RESULTS = ("out", "dq", "dk", "dv")
 
 
 @dataclass(kw_only=True)
@@ -55,7 +56,8 @@ class StepsProblem(Problem):
     def results(self) -> Results:
         """Those of all steps side by side, as so many more tokens: see `of_step`."""
         found = self._in_turn()
-        return _named(lambda name: _joined([getattr(one, name) for one in found]))
+        parts = {name: [getattr(one, name) for one in found] for name in _RESULTS}
+        return Results(**{name: torch.cat(some, 1) for name, some in parts.items() if some[0] is not None})
 
     def _in_turn(self) -> list[Results]:
         found, stamps = [], [self._now()]
@@ -68,8 +70,8 @@ class StepsProblem(Problem):
 
     def of_step(self, results: Results, number: int) -> Results:
         """One step's part of `results`."""
-        whole, count = vars(results), len(self.steps)
-        return _named(lambda name: None if whole[name] is None else whole[name].chunk(count, 1)[number])
+        there = {name: x for name in _RESULTS if (x := getattr(results, name)) is not None}
+        return Results(**{name: x.chunk(len(self.steps), 1)[number] for name, x in there.items()})
 
     def step_times_ns(self, iterations: int) -> list[int]:
         """Each step's median over the last iterations; the device must have finished."""
@@ -86,14 +88,6 @@ class StepsProblem(Problem):
     @staticmethod
     def _between(begin: Any, end: Any) -> int:
         return int(end - begin) if isinstance(begin, int) else round(begin.elapsed_time(end) * 1e6)
-
-
-def _named(of: Callable[[str], Any]) -> Results:
-    return Results(of("out"), of("dq"), of("dk"), of("dv"))
-
-
-def _joined(parts: list[Any]) -> Any:
-    return None if parts[0] is None else torch.cat(parts, 1)
 
 
 def verify_steps(parts: Any, workload: Workload, sizes: tuple[int, ...], device: torch.device) -> Verification:

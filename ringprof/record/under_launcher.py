@@ -31,7 +31,7 @@ from ringprof.record.group_ranks import gather_bytes, world_group
 from ringprof.record.launcher import RankPlace
 from ringprof.record.machine import RankHost, distinct_host_names, host_name, host_numbers
 from ringprof.record.progress import PositionReporter, Reporter, SilentReporter
-from ringprof.record.recording import RankRecording, Reduce, no_reduction
+from ringprof.record.recording import RankRecording, Reduce
 from ringprof.record.request import Request, Task, from_json, to_json
 from ringprof.record.resolve import resolve
 from ringprof.record.run_folder import discard
@@ -71,7 +71,7 @@ def record_as_rank(request: Request, place: RankPlace, reporter: Reporter, reduc
             hosts, pids = _meet(place, device)
             together = Hosts(dict(enumerate(host_numbers(hosts)))).per_host(range(len(hosts)))
             place = replace(place, local_world_size=together)
-            rank = _LaunchedRank(place, hosts, pids, PositionReporter(reporter), device, reduce or no_reduction)
+            rank = _LaunchedRank(place, hosts, pids, PositionReporter(reporter), device, reduce)
             run = rank.record(request, watchdog)
     finally:
         watchdog.stop()
@@ -106,7 +106,7 @@ class _LaunchedRank:
 
     def __init__(
         self, place: RankPlace, hosts: list[str], pids: list[int], position: PositionReporter,
-        device: torch.device, reduce: Reduce,
+        device: torch.device, reduce: Reduce | None,
     ) -> None:  # fmt: skip
         self._place, self._hosts, self._position, self._device = place, hosts, position, device
         self._reduce = reduce

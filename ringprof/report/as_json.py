@@ -11,7 +11,6 @@ import msgspec
 from ringprof.analysis.findings.findings import Findings
 from ringprof.analysis.findings.inference import inference_of
 from ringprof.analysis.findings.summary import Communication, Summary
-from ringprof.analysis.findings.waterfall import Waterfall
 from ringprof.analysis.transfers.clocks import UNKNOWN_NS
 from ringprof.json_object import JsonObject
 from ringprof.report.page.document import Report, ReportParts
@@ -70,7 +69,7 @@ def _summary(summary: Summary) -> JsonObject:
 
 def _explanation(found: Findings) -> JsonObject:
     """What explains the sums: the verdict, what could be gained, and what the waterfall starts from."""
-    waterfall, clocks = found.waterfall, found.attribution.clocks
+    waterfall, bounds, clocks = found.waterfall, found.waterfall.bounds, found.attribution.clocks
     residual = None if clocks.residual_ns >= UNKNOWN_NS else clocks.residual_ns
     return {
         "verdict": list(found.verdict),
@@ -80,7 +79,11 @@ def _explanation(found: Findings) -> JsonObject:
             {name: getattr(one, name) for name in ("name", "time_ns", "calls")}
             for one in found.attribution.largest_of_other
         ],
-        "bounds_ns": _bounds(waterfall),
+        "bounds_ns": {
+            "free_communication": bounds.free_ns,
+            "balanced": bounds.balanced_ns,
+            "all_hidden": bounds.hidden_ns,
+        },
         "peak": {"tflops": waterfall.peak.tflops, "source": waterfall.peak.source} if waterfall.peak else None,
         "kernels": kernels.items(found),
         "annotations": annotated.items(found),
@@ -91,11 +94,6 @@ def _explanation(found: Findings) -> JsonObject:
             "offsets_ns": {str(rank): offset for rank, offset in clocks.offset_ns.items()},
         },
     }
-
-
-def _bounds(waterfall: Waterfall) -> dict[str, int]:
-    bounds = waterfall.bounds
-    return {"free_communication": bounds.free_ns, "balanced": bounds.balanced_ns, "all_hidden": bounds.hidden_ns}
 
 
 def _communication(row: Communication) -> JsonObject:

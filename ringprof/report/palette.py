@@ -43,8 +43,3 @@ WATERFALL_COLOURS: dict[str, str] = {
 
 LINES = (BLUE, ORANGE, GREEN, VERMILION, PURPLE, SKY, GREY, UNSPLIT, YELLOW)
 """Of entries side by side, in their order; each can be seen on white and on black."""
-
-
-def kind_colour(kind: str) -> str:
-    """The colour of an activity's kind."""
-    return KIND[kind].colour

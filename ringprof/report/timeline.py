@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ringprof.analysis.attribution import Attribution
 from ringprof.analysis.findings.findings import Findings
-from ringprof.analysis.kinds.kinds import COMMUNICATION, KINDS
+from ringprof.analysis.kinds.kinds import COMMUNICATION, KIND, KINDS
 from ringprof.analysis.rank import Detail, Rank
 from ringprof.analysis.steps.blocks import StepKey
 from ringprof.analysis.steps.steps import Step
@@ -50,7 +50,7 @@ def drawn_as(what: str) -> tuple[str, str]:
     """What a bar of this sort is called, and its colour."""
     sorts = {"wait": ("waiting for a peer", palette.WAIT), "wire": ("on the wire", palette.WIRE),
              "unsplit": ("communication", palette.UNSPLIT)}  # fmt: skip
-    return sorts.get(what) or (LABELS[what], palette.kind_colour(what))
+    return sorts.get(what) or (LABELS[what], KIND[what].colour)
 
 
 class DrawnTimeline(NamedTuple):

@@ -14,7 +14,7 @@ from ringprof import cli
 from ringprof.analysis.findings.findings import findings_in_memory
 from ringprof.api import Analysis, parse_any
 from ringprof.errors import InputError, KernelTableError, UsageError
-from ringprof.frames import FRAMES, hop_frame, write_parquet
+from ringprof.frames import FRAMES, frame_of, write_parquet
 from ringprof.options import LoadOptions
 from ringprof.report.notebook import findings_html
 from ringprof.run import write_run
@@ -112,7 +112,7 @@ def test_a_hop_of_two_kernels_is_ready_when_the_later_one_is():
         b.record(20, 24, collective("send", destination_rank=1 - rank, **group)).run(NCCL, send, 900, launched=30)
         b.record(40, 44, collective("recv", source_rank=1 - rank, **group)).run(NCCL, receive, 900, launched=50)
         builders.append(b)
-    frame = hop_frame(attribute([b.trace() for b in builders]))
+    frame = frame_of(findings_in_memory(attribute([b.trace() for b in builders])), "hops")
     assert frame["send_to"].tolist() == [(1,), (0,)] and frame["bytes"].tolist() == [2000, 2000]
     # Rank 0's send waits for rank 1's receive, at 700; its receive for rank 1's send, at 300.
     assert frame["ready_ns"].tolist() == [700, 700]

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from ringprof.errors import UsageError
+from ringprof.owned_folders import scratch_folder
 from ringprof.record.check.result import Check, CheckRequest
 from ringprof.record.launcher import RankPlace, launcher_rank
 from ringprof.record.progress import Reporter, SilentReporter
@@ -43,7 +44,7 @@ def check_here(request: CheckRequest) -> Check:
     The module is imported by the ranks alone. Raises `UsageError`, and `RecordError` where a rank fails or hangs.
     """
     need("torch", "psutil")
-    from ringprof.record.own_ranks import launch, make_scratch
+    from ringprof.record.own_ranks import launch
     from ringprof.record.resolve import device_of, world_of
 
     place = launcher_rank()
@@ -52,7 +53,7 @@ def check_here(request: CheckRequest) -> Check:
     _split(request.target)
     if place is not None:
         return check_as_rank(request, place, SilentReporter())
-    scratch = make_scratch()
+    scratch = scratch_folder("ranks")
     task = CheckTask(request=request, scratch=str(scratch))
     return launch(task, SilentReporter(), "check", lambda: from_json(_result(scratch).read_bytes(), Check))
 
