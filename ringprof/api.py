@@ -141,7 +141,7 @@ class Analysis:
         return frames.frame_of(self.findings, "memory")
 
     def figures(self) -> dict[str, float]:
-        """Every figure of the report by name, for conditions; see `ringprof.analysis.findings.figures`."""
+        """Every figure of the report by name, for conditions; see `ringprof.analysis.findings.conditions`."""
         (entry,) = self.entries(self.name)
         return entry.values()
 

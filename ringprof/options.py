@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ringprof.analysis.kinds.rules import Rule
 from ringprof.analysis.kinds.user_rules import parse_rules
-from ringprof.analysis.timeline.focus import Focus, parse_between
+from ringprof.analysis.timeline.window import Focus, parse_between
 from ringprof.errors import InputError, UsageError
 from ringprof.files import read_whole
 from ringprof.limits import EXPANDED_BYTES, MEMORY_BYTES, Limits

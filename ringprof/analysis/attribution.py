@@ -9,8 +9,8 @@ from itertools import islice
 import msgspec
 
 from ringprof.analysis.rank import Rank
-from ringprof.analysis.timeline.focus import Focus
 from ringprof.analysis.timeline.kernels import RunKernel
+from ringprof.analysis.timeline.window import Focus
 from ringprof.analysis.transfers.clocks import UNKNOWN_NS, Clocks, one_clock
 from ringprof.analysis.transfers.hops import HostOfRank
 from ringprof.analysis.transfers.hosts import clock_of, hosts_of

@@ -22,10 +22,9 @@ from ringprof.analysis.timeline.cpu import (
     is_cpu_trace,
     marks_waiting,
 )
-from ringprof.analysis.timeline.focus import Focus
 from ringprof.analysis.timeline.kernels import RankKernel, rank_kernels
 from ringprof.analysis.timeline.rows import OnDevice, timed_activities
-from ringprof.analysis.timeline.window import Window, find_window
+from ringprof.analysis.timeline.window import Focus, Window, find_window
 from ringprof.analysis.transfers.hops import Split, TimedHop, group_into_hops, hop_totals
 from ringprof.analysis.transfers.transfers import Transfer, transfers_of
 from ringprof.errors import TraceFormatError, UsageError

@@ -17,25 +17,25 @@ from ringprof._version import __version__
 from ringprof.cli.write import say
 from ringprof.errors import RingprofError, nearest
 
-# name -> (module, one line for --help)
 COMMANDS = {
-    "record": ("ringprof.cli.record", "Run a strategy, check it, time it and profile it."),
-    "balance": ("ringprof.cli.balance", "Compare how evenly layouts deal out packed documents."),
-    "bench": ("ringprof.cli.bench", "Record every combination of strategies, lengths and kernels."),
-    "check": ("ringprof.cli.check", "Compare any attention over several ranks with dense attention."),
-    "compare": ("ringprof.cli.compare", "Set runs, traces, tables and logs side by side."),
-    "export": ("ringprof.cli.export", "Merge all ranks into one trace for Perfetto."),
-    "kernels": ("ringprof.cli.kernels", "List the attention kernels and what each can."),
-    "logs": ("ringprof.cli.logs", "Read benchmark logs into one table and audit them."),
-    "predict": ("ringprof.cli.predict", "Foresee a run on a cluster that is not here."),
-    "what-if": ("ringprof.cli.what_if", "Replay a recorded run with something changed."),
-    "advise": ("ringprof.cli.advise", "Find the strategy and degrees for a problem and a cluster."),
-    "calibrate": ("ringprof.cli.calibrate", "Measure a machine, so that runs on it can be foreseen."),
-    "plot": ("ringprof.cli.plot", "Draw a plot as PNG, SVG or PDF."),
-    "report": ("ringprof.cli.report", "Show where the time of a run or trace went."),
-    "runs": ("ringprof.cli.runs", "List the runs of a folder."),
-    "strategies": ("ringprof.cli.strategies", "List the strategies, or one strategy's parameters."),
+    "record": "Run a strategy, check it, time it and profile it.",
+    "balance": "Compare how evenly layouts deal out packed documents.",
+    "bench": "Record every combination of strategies, lengths and kernels.",
+    "check": "Compare any attention over several ranks with dense attention.",
+    "compare": "Set runs, traces, tables and logs side by side.",
+    "export": "Merge all ranks into one trace for Perfetto.",
+    "kernels": "List the attention kernels and what each can.",
+    "logs": "Read benchmark logs into one table and audit them.",
+    "predict": "Foresee a run on a cluster that is not here.",
+    "what-if": "Replay a recorded run with something changed.",
+    "advise": "Find the strategy and degrees for a problem and a cluster.",
+    "calibrate": "Measure a machine, so that runs on it can be foreseen.",
+    "plot": "Draw a plot as PNG, SVG or PDF.",
+    "report": "Show where the time of a run or trace went.",
+    "runs": "List the runs of a folder.",
+    "strategies": "List the strategies, or one strategy's parameters.",
 }
+"""In one line for --help, by name; each is ``command`` of the module of its name."""
 
 
 class _Fish(FishComplete):
@@ -77,16 +77,16 @@ class _LazyCommands(click.Group):
         if cmd_name not in COMMANDS:
             return None
         with _quick_start():
-            command: click.Command = import_module(COMMANDS[cmd_name][0]).command
+            command: click.Command = import_module(f"ringprof.cli.{cmd_name.replace('-', '_')}").command
         return command
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         """Without loading the commands."""
-        return [CompletionItem(name, help=help) for name, (_, help) in COMMANDS.items() if name.startswith(incomplete)]
+        return [CompletionItem(name, help=help) for name, help in COMMANDS.items() if name.startswith(incomplete)]
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
-            formatter.write_dl([(name, summary) for name, (_, summary) in COMMANDS.items()])
+            formatter.write_dl([*COMMANDS.items()])
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]

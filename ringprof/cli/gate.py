@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import click
 
 from ringprof.analysis.findings.comparison import Difference, Entry
-from ringprof.analysis.findings.conditions import Condition, parse_condition
-from ringprof.analysis.findings.figures import shares_among
+from ringprof.analysis.findings.conditions import Condition, parse_condition, shares_among
 from ringprof.cli.values import Decorator, all_of
 from ringprof.cli.write import say
 from ringprof.errors import UsageError

@@ -24,8 +24,8 @@ from ringprof.analysis.kinds.groups import refuse_unknown_group
 from ringprof.analysis.rank import Rank, kept
 from ringprof.analysis.steps.plan import Survey
 from ringprof.analysis.steps.steps import ExposedByPlan, StepFinder, add_exposed
-from ringprof.analysis.timeline.focus import EVERYTHING, Focus
 from ringprof.analysis.timeline.kernels import KernelTotals
+from ringprof.analysis.timeline.window import EVERYTHING, Focus
 from ringprof.analysis.transfers.by_ends import SOURCE, Communicators, find_communicators
 from ringprof.analysis.transfers.clocks import (
     Clocks,

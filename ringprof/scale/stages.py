@@ -21,8 +21,8 @@ from ringprof.analysis.kinds.kinds import POINT_TO_POINT
 from ringprof.analysis.rank import Detail, Rank, kept
 from ringprof.analysis.steps.plan import RankSteps, Survey, own_plan, survey
 from ringprof.analysis.steps.steps import ExposedBySteps, exposed_steps
-from ringprof.analysis.timeline.focus import Focus
 from ringprof.analysis.timeline.kernels import RankKernel
+from ringprof.analysis.timeline.window import Focus
 from ringprof.analysis.transfers.by_ends import StreamCalls, unrecorded_calls
 from ringprof.analysis.transfers.clocks import Clocks, TrafficSummary, collect
 from ringprof.analysis.transfers.from_run import fill_from_run

@@ -6,7 +6,7 @@ import pytest
 
 import ringprof
 from ringprof.analysis.attribution import outline_run
-from ringprof.analysis.timeline.focus import EVERYTHING
+from ringprof.analysis.timeline.window import EVERYTHING
 from ringprof.errors import InputError, TraceFormatError
 from ringprof.scale.pipeline import attribute
 from ringprof.trace.one_run import checked_facts, facts_of

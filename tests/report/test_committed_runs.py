@@ -10,7 +10,7 @@ import jsonschema
 import pytest
 
 import ringprof
-from ringprof.analysis.findings.cpu_links import blocked_on_links
+from ringprof.analysis.findings.verdict_words import blocked_on_links
 from ringprof.run import read_run
 from tests.analysis.sweep import sweep
 from tests.analysis.test_real_runs import nanoseconds

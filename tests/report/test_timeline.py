@@ -10,7 +10,7 @@ import pytest
 
 from ringprof.analysis.findings.findings import Findings
 from ringprof.analysis.kinds.kinds import KINDS
-from ringprof.analysis.timeline.focus import Focus
+from ringprof.analysis.timeline.window import Focus
 from ringprof.report.page.document import Content
 from ringprof.report.perfetto import EXPOSED, events_of
 from ringprof.report.sections import kernels

@@ -7,7 +7,7 @@ from contextlib import closing
 
 import pytest
 
-from ringprof.analysis.timeline.focus import Focus
+from ringprof.analysis.timeline.window import Focus
 from ringprof.errors import InputError, TraceFormatError
 from ringprof.scale.pipeline import attribute
 from ringprof.trace.columns import KERNEL, MEMCPY, MEMSET

@@ -8,8 +8,8 @@ from statistics import fmean
 import numpy as np
 
 from ringprof.analysis.findings.comparison import WATERFALL_PREFIX, Entry, Figure
+from ringprof.analysis.findings.conditions import figures_of
 from ringprof.analysis.findings.controls import ControlFigures, slowest
-from ringprof.analysis.findings.figures import figures_of
 from ringprof.analysis.findings.findings import Findings
 from ringprof.analysis.findings.summary import Summary
 from ringprof.analysis.kinds.kinds import KINDS

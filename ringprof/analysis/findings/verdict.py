@@ -13,9 +13,6 @@ from typing import Protocol
 import msgspec
 
 from ringprof.analysis.attribution import Attribution
-from ringprof.analysis.findings.cpu_links import blocked_in_words
-from ringprof.analysis.findings.job import computation_in_words, exposed_in_words, is_attention
-from ringprof.analysis.findings.missing import missing_in_words
 from ringprof.analysis.findings.remedies import (
     UNBALANCED,
     known_contiguous,
@@ -26,6 +23,13 @@ from ringprof.analysis.findings.remedies import (
     slow_senders,
 )
 from ringprof.analysis.findings.summary import Summary
+from ringprof.analysis.findings.verdict_words import (
+    blocked_in_words,
+    computation_in_words,
+    exposed_in_words,
+    is_attention,
+    missing_in_words,
+)
 from ringprof.analysis.findings.waterfall import ATTENTION_PARTS, WATERFALL_LABELS, Waterfall
 from ringprof.analysis.findings.waterfall_words import milliseconds
 from ringprof.analysis.kinds.kinds import COMPUTE_PARTS, KIND, MEMORY, in_a_sentence

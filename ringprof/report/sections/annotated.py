@@ -44,10 +44,7 @@ def items(found: Findings) -> list[JsonObject]:
     """For JSON: a name an item, sums over all ranks; of very many ranks none, since it reads all again."""
     if not found.lists_steps:
         return []
-    return [
-        {**{name: value for name, value in one._asdict().items() if name != "hidden"}, "hidden_share": one.hidden}
-        for one in found.annotations
-    ]
+    return [{**one._asdict(), "hidden_share": one.hidden} for one in found.annotations]
 
 
 def html(found: Findings, page: PageContext) -> Content | None:

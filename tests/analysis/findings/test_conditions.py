@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ringprof.analysis.findings.figures import shares_among
+from ringprof.analysis.findings.conditions import shares_among
 
 
 def test_times_sizes_and_rates_are_no_shares():

@@ -8,11 +8,11 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from ringprof.analysis.findings.figures import figures_of
+from ringprof.analysis.findings.conditions import figures_of
 from ringprof.analysis.findings.findings import Findings, findings_in_memory
 from ringprof.analysis.findings.summary import summarise
 from ringprof.analysis.findings.waterfall import find_waterfall
-from ringprof.analysis.timeline.focus import Focus
+from ringprof.analysis.timeline.window import Focus
 from ringprof.report import as_json
 from ringprof.report.terminal import render
 from ringprof.report.text import TextStyle

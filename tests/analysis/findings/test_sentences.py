@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from ringprof.analysis.findings.figures import figures_of
+from ringprof.analysis.findings.conditions import figures_of
 from ringprof.analysis.findings.findings import findings_in_memory
 from ringprof.analysis.findings.summary import summarise
 from ringprof.analysis.findings.waterfall import find_waterfall

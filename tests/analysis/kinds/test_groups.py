@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from ringprof.analysis.findings.findings import findings_in_memory
 from ringprof.analysis.findings.summary import summarise
-from ringprof.analysis.timeline.focus import Focus
+from ringprof.analysis.timeline.window import Focus
 from ringprof.errors import UsageError
 from ringprof.report import as_json, terminal
 from ringprof.scale.pipeline import attribute

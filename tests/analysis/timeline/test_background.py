@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringprof.analysis.findings.findings import findings_in_memory
-from ringprof.analysis.timeline.focus import Focus
+from ringprof.analysis.timeline.window import Focus
 from ringprof.report import as_json
 from ringprof.run import Work, Workload
 from ringprof.scale.pipeline import attribute

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ringprof.analysis.timeline.focus import Focus, parse_between
+from ringprof.analysis.timeline.window import Focus, parse_between
 from ringprof.errors import UsageError
 from ringprof.scale.pipeline import attribute
 from tests.analysis.build import FLASH, NCCL, Builder, collective

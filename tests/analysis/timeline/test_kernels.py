@@ -6,7 +6,7 @@ from collections import defaultdict
 
 import pytest
 
-from ringprof.analysis.timeline.focus import Focus
+from ringprof.analysis.timeline.window import Focus
 from ringprof.scale.pipeline import attribute
 from ringprof.trace.columns import MEMCPY
 from tests.analysis.build import FLASH, NCCL, Builder
