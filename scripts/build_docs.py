@@ -21,7 +21,7 @@ MODULES = (
     "ringprof.errors",
     "ringprof.analysis.steps.steps",
     "ringprof.analysis.findings.waterfall",
-    "ringprof.analysis.findings.figures",
+    "ringprof.analysis.findings.conditions",
     "ringprof.report.plots",
     "ringprof.trace.reduced",
     "ringprof.strategies",

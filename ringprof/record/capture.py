@@ -80,10 +80,7 @@ def capture(
             if ranks.rank == 0:
                 command = [Path(sys.argv[0]).name, *sys.argv[1:]]
                 run = assemble(name or target.name, created, command, results, ranks.device)
-                # The same order as for a recording; an empty folder gives way.
-                write_run(_described(run, ranks, workload, strategies), staging / RUN_FILE)
-                release(staging)
-                os.replace(staging, target)
+                _publish(_described(run, ranks, workload, strategies), staging, target)
         finally:
             trace.discard()
     with _answered(target, ranks, token):
@@ -213,3 +210,10 @@ def _listed(strategy: Any) -> list[Any]:
                 f"strategy is what ringprof.strategies.create returns, or a list of them, not {strategy!r}"
             )
     return list({id(one): one for one in several}.values())
+
+
+def _publish(run: Run, staging: Path, target: Path) -> None:
+    """The same order as for a recording; an empty ``target`` gives way."""
+    write_run(run, staging / RUN_FILE)
+    release(staging)
+    os.replace(staging, target)
