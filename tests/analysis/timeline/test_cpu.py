@@ -153,7 +153,7 @@ def test_what_a_compiled_graph_runs_outside_of_operators_is_computed():
 
 
 def tensor_parallel():
-    """As DTensor records it: a product waits inside itself for its input's reduction, and a backward pass waits alone."""
+    """As DTensor records it: a product waits in itself for its input's reduction, a backward pass waits alone."""
     b = Builder(world_size=2).mark("ProfilerStep#1", 0, 1000)
     b.operate("_c10d_functional::all_reduce", 0, 20).mark("gloo:all_reduce", 10, 300, thread=7)
     b.operate("aten::linear", 50, 400).operate("aten::addmm", 60, 390).operate("PythonSubclass", 70, 380)
