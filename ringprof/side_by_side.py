@@ -15,9 +15,11 @@ from ringprof.benchmark_logs.logs import BenchmarkLogs, logs
 from ringprof.errors import KernelTableError, UsageError
 from ringprof.kernel_tables.table_analysis import TableAnalysis
 from ringprof.options import LoadOptions
+from ringprof.report import comparison as shown
 from ringprof.report import notebook, plots
 from ringprof.report.page import html
 from ringprof.report.page.pages import comparison_document
+from ringprof.report.text import TextStyle
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -51,6 +53,10 @@ class SideBySide(Comparison):
         if kind not in draw:
             raise UsageError(f"plot {kind!r}: there are {', '.join(draw)}")
         return draw[kind](self, ax=ax)
+
+    def to_terminal(self, style: TextStyle | None = None) -> str:
+        """What ``ringprof compare`` prints."""
+        return shown.render(self, style or TextStyle())
 
     def to_html(self) -> str:
         """One HTML page that needs nothing else. Raises `MissingExtraError` without Bokeh."""

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
+from ringprof.analysis.findings.controls import slowest
 from ringprof.analysis.findings.summary import Rates
 from ringprof.analysis.kinds.kinds import ATTENTION, COMMUNICATION
 from ringprof.api import Analysis, load
@@ -174,7 +175,8 @@ def analysis_of(row: Row, folder: Path) -> Analysis | None:
 def row_figures(row: Row, analysis: Analysis | None) -> JsonObject:
     """The table's figures of one row: times in ms, memory in MiB, shares 0..1; None where there is no figure.
 
-    Every share but the last is of the profiled iteration: ``forward_backward_ms`` was timed without the profiler.
+    Every share but the last is of the profiled iteration: ``forward_backward_ms`` was timed without the profiler, the
+    median of ``iterations_ms``, the slowest rank's times.
     """
     values: JsonObject = {
         "dtype": row.workload.dtype, "batch": row.workload.batch, "seq": row.workload.seq, "strategy": row.strategy,
@@ -184,13 +186,14 @@ def row_figures(row: Row, analysis: Analysis | None) -> JsonObject:
     }  # fmt: skip
     if analysis is None or analysis.run is None:
         return values
-    summary, rates = analysis.summary, analysis.summary.rates
+    summary, rates, timings = analysis.summary, analysis.summary.rates, analysis.run.timings
     parts = {part.name: part for part in summary.parts}
     wall = parts["wall"].mean_ns
     times = {kind.kind: kind.time_ns for kind in summary.kinds}
     return values | {
         "kernel": analysis.run.kernel,
         "forward_backward_ms": None if rates.slowest_median_ns is None else rates.slowest_median_ns / 1e6,
+        "iterations_ms": [time / 1e6 for time in slowest(timings.iterations_ns)] if timings else [],
         "memory_mib": None if rates.peak_memory_bytes is None else rates.peak_memory_bytes / (1 << 20),
         "tflops": rates.tflops,
         "flash_share": sum(times.get(kind, 0.0) for kind in ATTENTION) / wall,

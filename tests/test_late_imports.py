@@ -119,16 +119,37 @@ import sys
 class NotHere:
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] in ("torch", "psutil"):
-            raise ModuleNotFoundError(name)
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 sys.meta_path.insert(0, NotHere())
 from ringprof.cli import run
-sys.exit(sum(run([name, "--help"]) for name in sys.argv[1:]))
+sys.exit(max(run(line.split()) for line in sys.argv[1:]))
 """
+
+
+def without_torch(*lines: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", WITHOUT_TORCH, *lines]
+    return subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
 
 
 @pytest.mark.timeout(300)
 def test_every_command_says_without_torch_what_it_does() -> None:
-    command = [sys.executable, "-c", WITHOUT_TORCH, *COMMANDS]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    done = without_torch(*(f"{name} --help" for name in COMMANDS))
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("Usage: ringprof") == len(COMMANDS)
+
+
+@pytest.mark.timeout(300)
+def test_what_needs_torch_says_how_to_get_it(tmp_path: Path) -> None:
+    run = ROOT / "traces" / "h200x4-zigzag-65536"
+    cluster = "--seq 128k --hosts 1 --machine h200"
+    lines = [
+        "record --strategy burst --seq 1k", "bench --strategies burst --seq 1k", "check a:b --layout zigzag", "kernels",
+        f"calibrate -o {tmp_path / 'm.json'}", "strategies", "balance --seq 64k --documents 32k,32k",
+        f"predict --strategy burst {cluster}", f"advise {cluster}", f"what-if {run} --hops copy",
+    ]  # fmt: skip
+    done = without_torch(*lines)
+    assert done.returncode == 2
+    said = done.stderr.splitlines()
+    assert len(said) == len(lines), done.stderr
+    for line, message in zip(lines, said, strict=True):
+        assert message.endswith("pip install 'ringprof[record]'"), (line, message)

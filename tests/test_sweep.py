@@ -140,6 +140,7 @@ def test_the_kernel_rate_is_the_solo_rate_where_there_is_one(controls, share):
     # Without it: the achieved rate over the attention kernels', whose 1e9 FLOPs take 1000 to 1300 ns.
     achieved = run.workload.model_flops() / 4 / 3e-3 / 1e12
     kernels = sum(1e9 / (1000 + 100 * rank) / 1e3 for rank in range(4)) / 4
+    assert figures["iterations_ms"] == [2.0, 3.0, 4.0]
     assert figures["of_kernel_rate"] == pytest.approx(achieved / kernels if share is None else share)
 
 

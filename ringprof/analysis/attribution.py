@@ -18,7 +18,7 @@ from ringprof.analysis.transfers.waiting import LinkClass
 from ringprof.errors import InputError
 from ringprof.run import Run
 from ringprof.trace.columns import CUT_OFF, NO_DEVICE_ACTIVITIES, Caveat
-from ringprof.trace.one_run import OF_THE_RUN, TraceFacts
+from ringprof.trace.one_run import OF_THE_RUN, TraceFacts, one_after_another, order
 
 MOST_OF_OTHER = 5
 
@@ -138,8 +138,9 @@ _LEFT_OUT = (
 
 def outline_run(facts: Sequence[TraceFacts], run: Run | None, ranks_per_host: int | None, focus: Focus) -> RunOutline:
     """Tell the ranks, hosts and clocks of traces that are of one run. Raises `InputError` where they are not."""
-    warnings = _of_one_run([warning for one in facts for warning in _with_rank(one)], run, focus)
+    warnings = [warning for one in facts for warning in _with_rank(one)]
     place = _by_rank(facts, warnings)
+    warnings = _of_one_run(warnings, run, focus)
     given = tuple(place)
     for codes, why in _LEFT_OUT:
         worse = {rank for rank, at in place.items() if codes & {warning.code for warning in facts[at].warnings}}
@@ -187,8 +188,7 @@ def _by_rank(facts: Sequence[TraceFacts], warnings: list[Caveat]) -> dict[int, i
         if one.rank is None:
             continue
         if one.rank in result:
-            first = facts[result[one.rank]]
-            raise InputError(f"{one.path} and {first.path} are both of rank {one.rank}: give the traces of one run")
+            raise InputError(_both(facts[result[one.rank]], one, facts))
         result[one.rank] = at
     nameless = [at for at, one in enumerate(facts) if one.rank is None]
     free = (rank for rank in range(len(facts) * 2 + 1) if rank not in result)
@@ -198,6 +198,16 @@ def _by_rank(facts: Sequence[TraceFacts], warnings: list[Caveat]) -> dict[int, i
             warnings.append(Caveat("unknown_rank", f"{facts[at].path} names no rank: taken as rank {rank}", rank))
     _refuse_other_sizes(facts)
     return dict(sorted(result.items()))
+
+
+def _both(first: TraceFacts, second: TraceFacts, facts: Sequence[TraceFacts]) -> str:
+    """That two traces are of one rank, and which traces to give instead."""
+    message = f"{second.path} and {first.path} are both of rank {first.rank}: give the traces of one run"
+    recordings = one_after_another(facts)
+    if not recordings:
+        return message
+    last = " ".join(one.path for one in sorted(recordings[-1], key=order))
+    return f"{message}; these are of {len(recordings)}, one after another (a profiler's schedule?). The last: {last}"
 
 
 def _of_one_run(warnings: list[Caveat], run: Run | None, focus: Focus) -> list[Caveat]:

@@ -9,7 +9,6 @@ from ringprof.cli.values import Tokens
 from ringprof.cli.write import formats, print_or_write, text_style, to_file
 from ringprof.documents import document_lengths
 from ringprof.json_object import json_text
-from ringprof.record.request import need
 from ringprof.report.tables import Column, Table
 from ringprof.report.text import or_dash
 from ringprof.run import Workload
@@ -37,7 +36,6 @@ def command(
     \b
     ringprof balance --seq 512k --documents lognormal:mean=8192,sigma=1.2,seed=7 --world 8
     """
-    need("torch")
     from ringprof.record.balance import balances
 
     workload = Workload(

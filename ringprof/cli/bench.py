@@ -13,7 +13,6 @@ from ringprof.cli.recording import masks, params_of, records, request_of, scores
 from ringprof.cli.values import KERNEL_NAMES, STRATEGIES, Known, ListOf, Tokens
 from ringprof.cli.write import formats, text_style, write_text
 from ringprof.documents import document_lengths
-from ringprof.record.request import need
 from ringprof.report import sweep as shown
 from ringprof.report.page import html
 from ringprof.report.page.pages import sweep_document
@@ -47,7 +46,6 @@ def command(
     ringprof bench --strategies burst,zigzag,usp --seq 128k,256k -p usp.ulysses_degree=2
     ringprof bench --strategies zigzag,ulysses --seq 128k --documents lognormal:mean=8192,sigma=1.2,seed=7
     """
-    need("torch")
     from ringprof.sweep import row_figures, run_sweep, sweep_requests
 
     params = params_of(options["params"], "[NAME.]KEY=VALUE")

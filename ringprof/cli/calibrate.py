@@ -19,7 +19,6 @@ from ringprof.foresee.calibration import PARTS, Calibration, assumed, base_for, 
 from ringprof.foresee.from_runs import calibrate_from, observed_run
 from ringprof.foresee.question import run_at
 from ringprof.record.launcher import launcher_rank
-from ringprof.record.request import need
 from ringprof.report.text import clean
 
 
@@ -67,7 +66,6 @@ def _from_runs(runs: tuple[str, ...], base: Calibration | None) -> Calibration:
 def _measured(
     path: Path, name: str | None, base: str | None, kernels: str | None, parts: str | None, seconds: float
 ) -> None:
-    need("torch")
     import torch
 
     asked = _named(parts or ",".join(PARTS), PARTS, "--parts")

@@ -143,6 +143,9 @@ def run(args: list[str]) -> int:
     except RingprofError as error:
         return _fail(str(error), error.exit_code)
     except ImportError as error:
+        package = str(error.name).partition(".")[0]
+        if isinstance(error, ModuleNotFoundError) and package in ("torch", "psutil"):
+            return _fail(f"this needs {package}, which is not installed: pip install 'ringprof[record]'", 2)
         # One that is installed, and broken: a library of the system's is missing, or there is no memory for it.
         return _fail(f"a package cannot be loaded: {error}", 2)
     except OSError as error:

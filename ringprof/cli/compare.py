@@ -50,7 +50,7 @@ def command(
     """
     conditional = gate(conditions, undecided)
     found = compare(*_sides(paths), reading=reading, same_work=same_work)
-    print_or_write(_FORMATS[form](found) if form in _FORMATS else shown.render(found, text_style(output)), output)
+    print_or_write(_FORMATS[form](found) if form in _FORMATS else found.to_terminal(text_style(output)), output)
     if page:
         write_text(page, found.to_html())
     failed = [

@@ -10,7 +10,7 @@ import click
 from ringprof.cli.values import Tokens
 from ringprof.cli.write import formats, print_or_write, text_style, to_file
 from ringprof.json_object import JsonObject, json_text
-from ringprof.record.request import DTYPES, need
+from ringprof.record.request import DTYPES
 from ringprof.report.tables import Column, Table
 from ringprof.run import Workload
 
@@ -48,7 +48,6 @@ def command(*, measure: bool, form: str, output: str | None, **sizes: Any) -> No
 
     Windows: sliding windows. Documents: packed ones in one call, or a call each. Delta: takes rowsum(dO · O) for O.
     """
-    need("torch")
     if measure:
         print_or_write(_measured(form, output, **sizes), output)
         return

@@ -22,7 +22,7 @@ _FIELDS = (
 )  # fmt: skip
 """Of JSON and CSV; empty or null for what a run does not hold."""
 _COLUMNS = (
-    Column("run", folds=True), Column("recorded", drop=3), Column("strategy"), Column("tokens", "count"),
+    Column("run", folds=True), Column("recorded (UTC)", drop=3), Column("strategy"), Column("tokens", "count"),
     Column("ranks", "count"), Column("kernel", drop=4), Column("type", drop=2), Column("iteration", drop=1),
     Column("per device"), Column("checked", drop=5),
 )  # fmt: skip

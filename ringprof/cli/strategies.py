@@ -5,7 +5,6 @@ from __future__ import annotations
 import click
 
 from ringprof.cli.values import INFERENCE, STRATEGIES, Known
-from ringprof.record.request import need
 
 
 @click.command("strategies")
@@ -15,7 +14,6 @@ def command(name: str | None) -> None:
 
     NAME may be package.module:Class, which imports that module.
     """
-    need("torch")
     for line in _listing() if name is None else _parameters(name):
         click.echo(line)
 

@@ -148,9 +148,16 @@ def _store() -> Iterator[int]:
     import torch.distributed
 
     untyped: Any = torch.distributed
-    # A store that opens its port itself listens to all networks.
-    listener = socket.create_server(("127.0.0.1", 0))
-    port = listener.getsockname()[1]
+    try:
+        # A store that opens its port itself listens to all networks.
+        listener = socket.create_server(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+        # Torch says at length on stderr what it cannot reach.
+        socket.create_connection(("127.0.0.1", port), timeout=60).close()
+        listener.accept()[0].close()
+    except OSError as error:
+        why = f"{error.strerror or error}"
+        raise RecordError(f"ranks cannot meet on 127.0.0.1 ({why}): bring it up (ip link set lo up)") from None
     store = untyped.TCPStore(
         "127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60),
         master_listen_fd=listener.detach(),

@@ -125,12 +125,20 @@ def _either_way(title: str, rows: list[list[str]], comparison: Comparison, style
     return f"{heading}\n{text_table(heads, lines, style)}"
 
 
+_TOLD_FIRST = (
+    ("iteration_ms", ("slower", "faster")),
+    ("profiled_iteration_ms", ("slower", "faster")),
+    ("tflops", ("more TFLOP/s", "fewer TFLOP/s")),
+)
+"""Figures that tell an entry slower or faster, the first that both have, with the words for more and less."""
+
+
 def verdict_lines(comparison: Comparison, names: Sequence[str] | None = None) -> list[str]:
     """A line an entry: by how much it is slower or faster than the base, with the interval."""
     lines = []
     for index, name in enumerate(names or _columns(comparison)):
-        time, rate = (comparison.against_base(figure, index) for figure in ("iteration_ms", "tflops"))
-        for found, words in ((time, ("slower", "faster")), (rate, ("more TFLOP/s", "fewer TFLOP/s"))):
+        for figure, words in _TOLD_FIRST:
+            found = comparison.against_base(figure, index)
             if found is not None and found.ratio is not None:
                 lines.append(f"{name}: {_in_words(found, *words)}")
                 break

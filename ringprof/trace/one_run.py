@@ -119,6 +119,22 @@ def _first_apart(facts: Sequence[TraceFacts]) -> tuple[TraceFacts, TraceFacts] |
     return None
 
 
+def one_after_another(facts: Sequence[TraceFacts]) -> list[list[TraceFacts]]:
+    """The recordings that the traces are of, where each has the same ranks and begins after the one before has ended,
+    as a profiler's schedule that repeats writes them; else none."""
+    found: list[list[TraceFacts]] = []
+    reached = -1
+    for one in sorted((one for one in facts if one.span_ns), key=lambda one: one.span_ns or ()):
+        first, last = one.span_ns or (0, 0)
+        if first > reached:
+            found.append([])
+        found[-1].append(one)
+        reached = max(reached, last)
+    ranks = [sorted(map(order, recording)) for recording in found]
+    alike = all(each == ranks[0] and len(set(each)) == len(each) for each in ranks)
+    return found if alike and len(found) > 1 else []
+
+
 _RANK_NAMES = (
     re.compile(r"rank[\s_.=\-]*([0-9]{1,7})", re.IGNORECASE),
     re.compile(r"(?:^|[_.\-])(?:worker|gpu|proc|r)[_.\-]?([0-9]{1,7})(?=[_.\-]|$)", re.IGNORECASE),

@@ -38,6 +38,21 @@ def test_two_traces_of_one_rank_are_refused_by_name():
         attribute_all(one(1), one(1))
 
 
+def test_of_a_schedule_that_repeats_the_files_of_its_last_recording_are_named(tmp_path):
+    """Two ranks, three recordings each, as the handler of TensorBoard names them: neither rank nor number."""
+    for recording, at in enumerate((1000, 5000, 9000)):
+        for rank in (0, 1):
+            info = {"backend": "nccl", "rank": rank, "world_size": 2}
+            text = document([kernel(1, ts=at + 100 * rank, dur=500)], distributedInfo=info)
+            (tmp_path / f"vm_70{1 - rank}.{recording}.pt.trace.json").write_bytes(text)
+    with pytest.raises(InputError, match="both of rank") as refused:
+        ringprof.load(tmp_path)
+    assert "these are of 3, one after another" in str(refused.value)
+    last = [str(tmp_path / f"vm_70{number}.2.pt.trace.json") for number in (1, 0)]
+    assert str(refused.value).endswith(f"The last: {' '.join(last)}")
+    assert [rank.rank for rank in ringprof.load(last).attribution.ranks] == [0, 1]
+
+
 def test_runs_of_different_size_are_refused():
     with pytest.raises(InputError, match=r"file0.json is of a run of 4 ranks, file1.json of 8"):
         attribute_all(one(0), one(1, world_size=8))

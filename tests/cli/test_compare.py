@@ -12,6 +12,7 @@ import pytest
 
 import ringprof
 from ringprof import cli
+from ringprof.report.text import TextStyle
 from tests.loaded import analysis
 from tests.paths import ROOT
 
@@ -200,6 +201,12 @@ def test_objects_can_be_compared_from_python():
     runs = [ringprof.load(ZIGZAG), ringprof.load(RING)]
     found = ringprof.compare(*runs)
     assert [(entry.label, entry.source) for entry in found.entries] == [(run.name, "run") for run in runs]
+
+
+def test_in_python_it_reads_as_the_command_prints_it(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    _, out, _ = run(capsys, str(ZIGZAG), str(RING))
+    assert out == ringprof.compare(ZIGZAG, RING).to_terminal(TextStyle(width=100))
 
 
 def test_nine_runs_fit_80_columns_one_run_a_row(capsys, monkeypatch):

@@ -217,13 +217,33 @@ def test_a_comparison_and_a_sweep_have_pages() -> None:
         "status": "ok", "reason": None, "dtype": "bf16", "batch": 1, "strategy": "zigzag", "params": "",
         "kernel": "cudnn", "forward_ms": 1.0, "memory_mib": 5.0, "flash_share": 0.9, "comm_share": 0.2,
         "overlap_ratio": 0.8, "exposed_comm_ms": 0.1, "of_kernel_rate": 0.9,
-        "compute_share": 0.93, "exposed_comm_share": 0.05,
+        "compute_share": 0.93, "exposed_comm_share": 0.05, "iterations_ms": [4.0] * 3,
     }  # fmt: skip
     rows = [{**row, "seq": seq, "tflops": 100.0 + seq / 1e3, "forward_backward_ms": 4.0} for seq in (1024, 2048)]
     rows.append({"status": "oom", "reason": "<b>out of memory</b>", **dict.fromkeys(("dtype", "batch", "seq"), 1),
                  "strategy": "burst", "params": "", "kernel": "cudnn", "forward_ms": None})  # fmt: skip
     page = Page(render(sweep_document(rows, "sweep")))
     assert [cells[-1] for cells in page.tables["Every row"][1:]] == ["ok", "ok", "oom: <b>out of memory</b>"]
+
+
+def test_a_sweep_calls_fastest_only_what_the_timings_prove_to_be() -> None:
+    """Of three, one is 0.1 % behind the first, within the scatter of 2 %, and one 50 %."""
+    pytest.importorskip("bokeh")
+    times = {"burst": 100.0, "zigzag": 100.1, "ring": 150.0}
+    rows = [
+        {"status": "ok", "reason": None, "strategy": name, "params": "", "kernel": "cudnn", "seq": 1024,
+         "forward_backward_ms": middle, "tflops": 5e4 / middle, "of_kernel_rate": None, "memory_mib": None,
+         "compute_share": 0.9, "exposed_comm_share": 0.1, "iterations_ms": [middle + off for off in range(-4, 5)]}
+        for name, middle in times.items()
+    ]  # fmt: skip
+    said = sweep_document(rows, "sweep").verdict[0]
+    assert said.startswith(
+        "1,024 tokens: burst cudnn took the least time, 100.0 ms, 500.0 TFLOP/s; not proved slower: "
+    )
+    level, slower = re.findall(r"(\w+) cudnn \(([\d.]+) %, (-?[\d.]+) to ([\d.]+)\)", said)
+    assert level[:2] == ("zigzag", "0.1") and float(level[2]) < 0 < float(level[3])
+    assert slower[:2] == ("ring", "50.0") and 40 < float(slower[2]) < 50 < float(slower[3]) < 60
+    assert sweep_document([rows[0], rows[2]], "sweep").verdict[0].startswith("1,024 tokens: burst cudnn is fastest")
 
 
 def test_speed_over_length_has_the_kernel_as_its_ceiling_and_peers_dotted() -> None:

@@ -133,6 +133,7 @@ def test_ranks_of_a_group_check_alone() -> None:
 def test_without_torch_distributed_there_is_one_rank() -> None:
     check = ringprof.check(lambda q, k, v: on_one_device(q, k, v, None), "zigzag", causal=False, **SHAPE)
     assert check.equal and check.ranks == 1 and "one rank has nobody to send to" in str(check)
+    assert f"{SHAPE['seq']} tokens: 1 rank, {SHAPE['seq']} tokens each" in str(check)
 
 
 # --- what is sent -----------------------------------------------------------------------------

@@ -50,6 +50,15 @@ def test_the_parts_visibly_sum():
     assert tuple(map(sum, zip(*rows.values(), strict=True))) == wall
 
 
+def test_a_share_is_in_the_table_what_it_is_in_the_verdict():
+    """Of 92.825, 4.846, 0.021 and 2.308 %, which nearest tenths sum to 99.9, the second was shown as 4.9."""
+    b = Builder(world_size=1).mark("ringprof::iteration", 0, 100_000).operate("aten::mm", 0, 92_825)
+    text = shown_traces(b.mark("ringprof::wait", 92_825, 97_671).operate("aten::copy_", 97_671, 97_692))
+    assert "4.8 % of the time is exposed communication" in text
+    shares = re.findall(r"^(?:compute|exposed|idle|wall).* ([\d.]+) %", text, re.MULTILINE)
+    assert shares == ["92.9", "4.8", "0.0", "2.3", "100.0"]
+
+
 @pytest.mark.parametrize("run", [NVLINK, TWO_HOSTS])
 @pytest.mark.parametrize("width", [60, 80, 120, 200])
 def test_no_line_is_longer_than_the_terminal(run, width):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from statistics import fmean
+from statistics import fmean, median
 
 import numpy as np
 
@@ -26,6 +26,8 @@ def entry_of_run(label: str, found: Findings) -> Entry:
     # Rates, memory and controls are of whole iterations: beside a part of one they would be read as its own.
     whole = run if not found.attribution.partial_window else None
     figures = _timed_figures(whole, summary) if whole is not None else {}
+    if "iteration_ms" not in figures:
+        figures |= _marked_iterations(found)
     iterations = max(1, summary.iterations)
     for part in summary.parts:
         figures[f"{part.name}_ms"] = _time(part.mean_ns / iterations)
@@ -106,6 +108,16 @@ def _timed_figures(run: Run, summary: Summary) -> dict[str, Figure]:
             rates.peak_memory_bytes / _MIB, "MiB", higher_is_better=False, depends_on_work=True
         )
     return figures
+
+
+def _marked_iterations(found: Findings) -> dict[str, Figure]:
+    """Of several iterations that all traces mark, the slowest rank's time."""
+    each = [rank.iteration_ns for rank in found.attribution.ranks]
+    times = slowest(each)
+    if found.attribution.partial_window or len({*map(len, each)}) > 1 or len(times) < 2:
+        return {}
+    recording = tuple(time / MS for time in times)
+    return {"profiled_iteration_ms": Figure(median(recording), "ms", (recording,), False, depends_on_work=True)}
 
 
 def _control_figures(controls: Controls, found: ControlFigures) -> dict[str, Figure]:

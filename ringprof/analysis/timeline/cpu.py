@@ -34,7 +34,10 @@ from ringprof.trace.columns import Int8, Int64, Ranges, Trace, distinct
 _WAIT_CHANNEL = re.compile(r"ringprof::wait/(\S+)")
 _MERGE = re.compile(r"ringprof::(.*/)?merge\b.*")
 _OPTIMIZER = re.compile(ENCLOSING["optimizer"])
-_COMM_OPERATOR = re.compile(r"c10d::|(gloo|mpi|ucc|xccl|nccl):|record_param_comms|ringprof::|autograd::")
+_COMM_OPERATOR = re.compile(
+    r"c10d::|_?c10d_functional(_autograd)?::|(gloo|mpi|ucc|xccl|nccl):|record_param_comms|ringprof::|autograd::"
+)
+_FUNCTIONAL_WAIT = re.compile(r"_?c10d_functional::wait_tensor")
 _COMPILED = re.compile(r"## Call CompiledFxGraph\b.*")
 _KINDS = (
     (re.compile(r"aten::(copy_|clone|contiguous|to|_to_copy|narrow_copy)"), "memcpy"),
@@ -136,9 +139,9 @@ def _named(trace: Trace, ranges: Ranges, pattern: re.Pattern[str]) -> Spans:
 def _outermost(trace: Trace) -> tuple[Int64, Int64, Int8]:
     """Start, end and kind of the outermost operators that are one thing: attention at any depth, else the top level.
 
-    An autograd function is an operator around everything its backward pass runs, so operators that contain an
-    attention operator, a merge or a wait are looked into and not counted themselves. What a compiled graph runs
-    outside of operators, its own kernels, is ``other``.
+    An autograd function is an operator around everything its backward pass runs, and an operator on DTensors waits in
+    itself for the collective that its input comes from: both are looked into and not counted themselves. What a
+    compiled graph runs outside of operators, its own kernels, is ``other``.
     """
     operators = trace.operators
     code = np.array([_kind_of_operator(name) for name in trace.names] or [-1], np.int8)
@@ -151,7 +154,8 @@ def _outermost(trace: Trace) -> tuple[Int64, Int64, Int8]:
     kind[in_step & np.isin(kind, [CODE[name] for name in ("elementwise", "reduction", "other")])] = CODE["optimizer"]
     keep &= kind >= 0
     start, end, kind = operators.start_ns[keep], operators.end_ns[keep], kind[keep]
-    told = intervals.merged(intervals.union(start, end), marked_waits(trace))
+    waits = intervals.merged(marked_waits(trace), _named(trace, operators, _FUNCTIONAL_WAIT))
+    told = intervals.merged(intervals.union(start, end), waits)
     fused = intervals.subtraction(_named(trace, operators, _COMPILED), told)
     other = np.full(len(fused.start_ns), CODE["other"], np.int8)
     return np.concatenate((start, fused.start_ns)), np.concatenate((end, fused.end_ns)), np.concatenate((kind, other))
@@ -160,10 +164,14 @@ def _outermost(trace: Trace) -> tuple[Int64, Int64, Int8]:
 def _leaf_or_known(trace: Trace, code: Int8) -> npt.NDArray[np.bool_]:
     """Operators to count: not inside one that is counted, and not a wrapper around what is told apart."""
     operators = trace.operators
-    wrapper = trace.names_that(lambda name: "::" not in name)
+    counted = (code >= 0) & ~trace.names_that(lambda name: "::" not in name)
+    waiting = trace.names_that(_FUNCTIONAL_WAIT.fullmatch)[operators.name]
     keep = np.zeros(len(operators.start_ns), np.bool_)
     for thread in distinct(operators.thread):
-        rows = np.flatnonzero((operators.thread == thread) & ~wrapper[operators.name] & (code[operators.name] >= 0))
+        here = operators.thread == thread
+        waits = intervals.union(operators.start_ns[here & waiting], operators.end_ns[here & waiting])
+        around = intervals.covered_ns(waits, operators.start_ns, operators.end_ns) > 0
+        rows = np.flatnonzero(here & counted[operators.name] & ~around)
         # Longest first at equal starts, so that a parent precedes its children.
         rows = rows[np.lexsort((-operators.end_ns[rows], operators.start_ns[rows]))]
         end = operators.end_ns[rows]

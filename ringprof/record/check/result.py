@@ -137,9 +137,9 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
         work = self.workload
         shape = f"{work.heads} heads of {work.head_dim}" + (f" ({work.kv_heads} kv)" * (work.kv_heads != work.heads))
         lines = [
-            f"{'equal' if self.equal else 'NOT EQUAL'} to dense attention over {work.seq} tokens: {self.ranks} ranks,"
-            f" {work.seq // self.ranks} tokens each, {self.layout}, {shape}, {work.mask()},"
-            f" {work.dtype}, {self.device}",
+            f"{'equal' if self.equal else 'NOT EQUAL'} to dense attention over {work.seq} tokens: {self.ranks}"
+            f" rank{'s' * (self.ranks > 1)}, {work.seq // self.ranks} tokens each, {self.layout}, {shape},"
+            f" {work.mask()}, {work.dtype}, {self.device}",
             f"call {self.call} of {self.calls}" + ", the first that is not equal" * self._differs
             + ", relative root-mean-square errors:",
         ]  # fmt: skip

@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ringprof.analysis.findings.changes import Change
-from ringprof.analysis.findings.comparison import WATERFALL_PREFIX, Comparison, Difference, Entry
+from ringprof.analysis.findings.comparison import WATERFALL_PREFIX, Comparison, Difference, Entry, Recordings
 from ringprof.analysis.findings.findings import Findings
+from ringprof.analysis.findings.uncertainty import differ, ratio_interval
 from ringprof.analysis.findings.waterfall import WATERFALL_LABELS
 from ringprof.errors import UsageError, nearest
 from ringprof.report import palette
@@ -248,19 +249,34 @@ def _in_flops(lines: Mapping[str, Series]) -> tuple[str, Mapping[str, Series]]:
 
 
 def _fastest(done: Sequence[Mapping[str, Any]]) -> list[str]:
-    """For each length, the fastest and by how much."""
+    """For each length, the fastest, by how much, and what the timings do not prove to be slower."""
     lines = []
     for seq in sorted({row["seq"] for row in done}):
         rows = sorted((row for row in done if row["seq"] == seq), key=lambda row: -row["tflops"])
         first = rows[0]
         speed = f"{first['forward_backward_ms']:,.1f} ms, {rate(first['tflops'])}"
-        line = f"{seq:,} tokens: {_series(first)} is fastest, {speed}"
+        slower = [row for row in rows[1:] if differ(_repeated(first), _repeated(row))]
+        level = [row for row in rows[1:] if row not in slower]
+        line = f"{seq:,} tokens: {_series(first)} {'took the least time' if level else 'is fastest'}, {speed}"
         if first["of_kernel_rate"]:
             line += f", {percent(first['of_kernel_rate'])} of the kernel's own rate"
-        if len(rows) > 1:
-            line += f"; {_series(rows[1])} is {percent(1 - rows[1]['tflops'] / first['tflops'])} slower"
+        if level:
+            line += f"; not proved slower: {', '.join(_behind(first, row) for row in level)}"
+        if slower:
+            line += f"; {'proved slower' if level else 'next'}: {_behind(first, slower[0])}"
         lines.append(clean(line, LONGEST_SENTENCE))
     return lines
+
+
+def _repeated(row: Mapping[str, Any]) -> Recordings:
+    return (row["iterations_ms"],)
+
+
+def _behind(first: Mapping[str, Any], row: Mapping[str, Any]) -> str:
+    """By how much a row is slower than the first, with the 95 % interval."""
+    found = ratio_interval(_repeated(first), _repeated(row))
+    sure = f", {100 * (found[0] - 1):.1f} to {100 * (found[1] - 1):.1f}" if found else ""
+    return f"{_series(row)} ({percent(first['tflops'] / row['tflops'] - 1)}{sure})"
 
 
 def _series(row: Mapping[str, Any]) -> str:

@@ -39,7 +39,9 @@ def _by_part(summary: Summary, style: TextStyle) -> str:
     unit_ns, unit = unit_for(wall.mean_ns)
     several = wall.min_ns != wall.max_ns
     times = rounded_to_sum([part.mean_ns / unit_ns for part in parts], wall.mean_ns / unit_ns, 3)
-    shares = rounded_to_sum([part.share * 100 for part in parts], 100 * wall.share, 1)
+    # The verdict tells the others: what rounding leaves is computation's.
+    shares = [round(100 * part.share, 1) for part in parts]
+    shares[0] = max(0.0, 100 * wall.share - sum(shares[1:]))
     rows = []
     for part, time, share in zip(
         summary.parts, [*times, wall.mean_ns / unit_ns], [*shares, 100 * wall.share], strict=True

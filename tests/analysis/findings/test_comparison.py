@@ -9,10 +9,14 @@ from msgspec.structs import replace
 
 from ringprof.analysis.findings.comparison import WORK, Entry, Figure, as_one, compare_entries, in_turns, same_work
 from ringprof.analysis.findings.conditions import parse_condition
-from ringprof.analysis.findings.entries import labels_of
+from ringprof.analysis.findings.entries import entry_of_run, labels_of
+from ringprof.analysis.findings.findings import findings_in_memory
 from ringprof.benchmark_logs.rows import LogRow
 from ringprof.benchmark_logs.show import entry_of_row
 from ringprof.errors import UsageError
+from ringprof.report.comparison import verdict_lines
+from ringprof.scale.pipeline import attribute
+from tests.analysis.build import Builder
 
 SETTINGS: dict[str, str | None] = dict.fromkeys(WORK, "1")
 
@@ -193,3 +197,32 @@ def test_times_of_work_that_only_the_user_knows_are_set_against_each_other_where
     assert [one.verdict for one in compare_entries(entries).differences] == ["not comparable"]
     (found,) = compare_entries(entries, did_same_work=True).differences
     assert (found.difference, found.ratio) == (-2, 0.75)
+
+
+def marked(lengths):
+    """Traces of two ranks that mark iterations of these lengths in µs; rank 0 is 1 µs faster in each."""
+    builders = [Builder(rank=rank, world_size=2) for rank in (0, 1)]
+    at = 0
+    for number, length in enumerate(lengths):
+        for rank, builder in enumerate(builders):
+            builder.mark(f"ProfilerStep#{number}", at, at + 1000 * (length + rank))
+            builder.operate("aten::mm", at, at + 1000 * (length + rank))
+        at += 1000 * (length + 2)
+    return entry_of_run("traces", findings_in_memory(attribute([b.trace() for b in builders])))
+
+
+def test_of_traces_with_several_iterations_a_difference_has_an_interval():
+    scatter = (-3, 2, 0, 1, -2, 3, -1, 0)
+    base, again, slower = (marked([length + off for off in scatter]) for length in (999, 1000, 1099))
+    figure = base.figures["profiled_iteration_ms"]
+    assert (figure.value, sorted(figure.recordings[0])) == (1.0, [0.997, 0.998, 0.999, 1.0, 1.0, 1.001, 1.002, 1.003])
+    found = compare_entries([base, again, slower], did_same_work=True)
+    same, worse = (found.against_base("profiled_iteration_ms", index) for index in (1, 2))
+    assert same and worse and worse.low and worse.high and worse.ratio
+    assert (same.verdict, worse.verdict) == ("noise", "worse")
+    assert 1.09 < worse.low < worse.ratio == 1.1 < worse.high < 1.11
+    assert verdict_lines(found)[1].startswith("2: slower by 10.0 % (9.")
+
+
+def test_one_iteration_is_no_repeated_figure():
+    assert "profiled_iteration_ms" not in marked([1000]).figures

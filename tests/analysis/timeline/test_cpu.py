@@ -152,6 +152,32 @@ def test_what_a_compiled_graph_runs_outside_of_operators_is_computed():
     assert (found.compute_ns, found.exposed_comm_ns, found.idle_ns) == (750, 50 + 60, 140)
 
 
+def tensor_parallel():
+    """As DTensor records it: a product waits in itself for its input's reduction, a backward pass waits alone."""
+    b = Builder(world_size=2).mark("ProfilerStep#1", 0, 1000)
+    b.operate("_c10d_functional::all_reduce", 0, 20).mark("gloo:all_reduce", 10, 300, thread=7)
+    b.operate("aten::linear", 50, 400).operate("aten::addmm", 60, 390).operate("PythonSubclass", 70, 380)
+    b.operate("_c10d_functional::wait_tensor", 80, 310).operate("aten::addmm", 320, 370)
+    b.mark("gloo:all_reduce", 450, 700, thread=7).operate("_FromTorchTensorBackward", 500, 750)
+    return b.operate("_c10d_functional::wait_tensor", 510, 710).operate("aten::mm", 800, 1000)
+
+
+def test_nothing_is_computed_while_a_functional_collective_is_waited_for():
+    found = rank_of(tensor_parallel()).breakdown
+    assert (found.compute_ns, found.exposed_comm_ns, found.idle_ns) == (50 + 200, 290 + 250, 210)
+    assert {kind: (t.time_ns, t.calls) for kind, t in found.kinds.items()} == {
+        "gemm": (250, 2), "all_reduce": (540, 2),
+    }  # fmt: skip
+
+
+def test_a_compiled_graph_computes_nothing_while_it_waits_for_a_functional_collective():
+    b = tensor_parallel().operate("## Call CompiledFxGraph fex62z2pad6 ##", 0, 1000)
+    found = rank_of(b).breakdown
+    # All but the two waits and the two products; each reduction ends 10 before its wait does.
+    assert found.kinds["other"].time_ns == 1000 - 230 - 200 - 250
+    assert (found.exposed_comm_ns, found.idle_ns) == (220 + 190, 20)
+
+
 def test_ranges_alone_are_a_report():
     b = Builder(rank=34, world_size=300).mark("ProfilerStep#551", 0, 1000)
     b.mark("gloo:all_reduce", 100, 800, thread=3553).mark("gloo:all_reduce", 200, 1500, thread=3554)
