@@ -9,6 +9,7 @@ import gc
 import os
 import signal
 import sys
+import time
 from contextlib import suppress
 
 
@@ -18,12 +19,13 @@ def main(args: list[str] | None = None) -> None:
     signals = _Signals()
     try:
         code = run(sys.argv[1:] if args is None else args)
+        signals.ignore()
     except BaseException:
         # Whatever became of it on its way: libraries make an import's interruption a failure of theirs.
         if not signals.received:
             raise
+        signals.ignore()
         code = 0
-    signals.ignore()
     if signals.received:
         code = 128 + signals.received
         # At once: Python's own end would wait for what the further processes are doing.
@@ -65,13 +67,15 @@ class _Signalled(BaseException):
 
 
 class _Signals:
-    """What asks this process to end is raised as an error in the main thread, and ends it even where that is lost."""
+    """What asks this process to end is raised as an error in the main thread, again where a library has dropped it."""
 
     PATIENCE_S = 4.0
     """For cleaning up; then the process ends, whatever holds it."""
+    AGAIN_S = 0.1
 
     def __init__(self) -> None:
         self.received = 0
+        self._until = 0.0
         # nohup has SIGHUP ignored, a shell's background SIGINT, and they mean it.
         self._heeded = [
             number
@@ -80,8 +84,8 @@ class _Signals:
         ]
         for number in self._heeded:
             signal.signal(number, self._raise)
-        signal.signal(signal.SIGALRM, self._end)
-        sys.unraisablehook = self._lost
+        signal.signal(signal.SIGALRM, self._look)
+        sys.unraisablehook = self._drop
 
     def ignore(self) -> None:
         """Let nothing disturb the end that has begun."""
@@ -90,18 +94,30 @@ class _Signals:
             signal.signal(number, signal.SIG_IGN)
 
     def _raise(self, number: int, frame: object) -> None:
-        self.received = number
+        self.received, self._until = number, time.monotonic() + self.PATIENCE_S
         self.ignore()
-        signal.setitimer(signal.ITIMER_REAL, self.PATIENCE_S)
-        raise KeyboardInterrupt if number == signal.SIGINT else _Signalled
+        signal.setitimer(signal.ITIMER_REAL, self.AGAIN_S, self.AGAIN_S)
+        raise self._error()
 
-    def _lost(self, unraisable: sys.UnraisableHookArgs) -> None:
-        """Python drops an error that is raised in a destructor."""
-        if isinstance(unraisable.exc_value, (KeyboardInterrupt, _Signalled)):
+    def _error(self) -> BaseException:
+        return KeyboardInterrupt() if self.received == signal.SIGINT else _Signalled()
+
+    def _look(self, *_: object) -> None:
+        if time.monotonic() > self._until:
             self._end()
-        sys.__unraisablehook__(unraisable)
+        # While it is on its way, whatever cleans up is in an `except`, a `finally` or an `__exit__`.
+        error = sys.exc_info()[1]
+        while error is not None and not isinstance(error, (KeyboardInterrupt, _Signalled)):
+            error = error.__context__
+        if error is None:
+            raise self._error()
 
-    def _end(self, *_: object) -> None:
+    def _drop(self, unraisable: sys.UnraisableHookArgs) -> None:
+        """Python drops an error that is raised in a destructor; ours comes again."""
+        if not isinstance(unraisable.exc_value, (KeyboardInterrupt, _Signalled)):
+            sys.__unraisablehook__(unraisable)
+
+    def _end(self) -> None:
         _end_helpers()
         _end_children()
         if "ringprof.owned_folders" in sys.modules:

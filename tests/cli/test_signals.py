@@ -24,6 +24,12 @@ from tests.record.command import SMALL
 from tests.scale.runs import write_ring
 from tests.scale.test_command import obey_signals, running
 
+LOST = """
+import os, time
+from ringprof import cli
+cli._Signals.PATIENCE_S, cli._Signals.AGAIN_S = PATIENCE, 0.01
+def run(args):
+"""
 DEAF = """
 while True:
     try:
@@ -38,6 +44,13 @@ try:
 except BaseException:
     raise ImportError("a library's word for it")
 """
+DROPPED = """
+try:
+    os.kill(os.getpid(), NUMBER)
+except BaseException:
+    pass  # as C code does that looks for something optional
+time.sleep(600)
+"""
 IN_A_DESTRUCTOR = """
 class Owned:
     def __del__(self):
@@ -45,30 +58,60 @@ class Owned:
 Owned()
 time.sleep(600)
 """
+WHILE_CLEANING = """
+class Folder:
+    def __enter__(self):
+        return self
+    def __exit__(self, *_):
+        time.sleep(0.2)
+        print("left", flush=True)
+try:
+    with Folder():
+        try:
+            os.kill(os.getpid(), NUMBER)
+        finally:
+            time.sleep(0.2)
+            print("cleaned", flush=True)
+except BaseException:
+    try:
+        raise ValueError("in other words") from None
+    finally:
+        time.sleep(0.2)
+        print("told", flush=True)
+"""
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-@pytest.mark.parametrize("body", [DEAF, IN_AN_IMPORT, IN_A_DESTRUCTOR], ids=["deaf", "import", "destructor"])
-def test_it_ends_even_where_the_error_is_lost(body: str, number: signal.Signals) -> None:
-    program = f"NUMBER = {int(number)}\n{LOST}{textwrap.indent(body, '    ')}\ncli.run = run\ncli.main([])"
-    process = subprocess.Popen(
+def lost(body: str, number: signal.Signals, patience_s: float) -> subprocess.Popen[str]:
+    """A command in whose midst something happens to a signal's error."""
+    begin = LOST.replace("PATIENCE,", f"{patience_s},")
+    program = f"NUMBER = {int(number)}\n{begin}{textwrap.indent(body, '    ')}\ncli.run = run\ncli.main([])"
+    return subprocess.Popen(
         [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         cwd=ROOT, preexec_fn=obey_signals,
     )  # fmt: skip
-    assert process.stdout is not None
-    if body is DEAF:
-        assert process.stdout.readline() == "begun\n"
-        process.send_signal(number)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("body", [IN_AN_IMPORT, DROPPED, IN_A_DESTRUCTOR], ids=["import", "dropped", "destructor"])
+def test_an_error_that_is_lost_comes_again(body: str, number: signal.Signals) -> None:
+    process = lost(body, number, patience_s=600)
+    assert (*process.communicate(), process.returncode) == ("", "", 128 + number)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_cleaning_up_is_not_disturbed(number: signal.Signals) -> None:
+    process = lost(WHILE_CLEANING, number, patience_s=600)
+    assert (*process.communicate(), process.returncode) == ("cleaned\nleft\ntold\n", "", 128 + number)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_it_ends_even_where_the_error_is_always_lost(number: signal.Signals) -> None:
+    process = lost(DEAF, number, patience_s=0.2)
+    assert process.stdout is not None and process.stdout.readline() == "begun\n"
+    process.send_signal(number)
     _, errors = process.communicate()
     assert (process.returncode, errors) == (128 + number, "")
 
-
-LOST = """
-import os, time
-from ringprof import cli
-cli._Signals.PATIENCE_S = 0.2
-def run(args):
-"""
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 WITHIN_S = 5.0

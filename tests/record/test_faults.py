@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from ringprof.run import read_run
 from tests.record.command import (
     HANGS_S,
     RINGPROF,
@@ -163,9 +162,7 @@ def test_a_signal_before_there_are_ranks_leaves_nothing(tmp_path: Path, number: 
     _, stderr = process.communicate(timeout=HANGS_S)
     assert process.returncode == 128 + number and "Traceback" not in stderr
     assert list((tmp_path / "tmp").iterdir()) == []
-    # A library can swallow the signal's error while it is imported. The command ends within 4 s even then, and so short
-    # a run may be complete by that time: never a part of one.
-    assert not (tmp_path / "traces").exists() or read_run(tmp_path / "traces/run.json").traces
+    assert not (tmp_path / "traces").exists()
 
 
 @pytest.mark.long
