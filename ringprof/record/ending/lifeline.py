@@ -167,6 +167,8 @@ class LifelineServer:
                 peer.rank = hello.rank
                 self._ranks[hello.rank] = peer
                 self._strangers.remove(peer)
+                if len(self._ranks) == self._world - 1:
+                    self._let_nobody_else_in()
                 return _send_line(peer.connection, WELCOME)
             outcome = msgspec.json.decode(line, type=RankOutcome)
         except (msgspec.MsgspecError, UnicodeError, TypeError):
@@ -175,6 +177,12 @@ class LifelineServer:
         if outcome.kind != "done":
             self._trouble()
         return True
+
+    def _let_nobody_else_in(self) -> None:
+        self._selector.unregister(self._listener)
+        self._listener.close()
+        for stranger in list(self._strangers):
+            self._leave(stranger)
 
     def _leave(self, peer: _Connection) -> None:
         self._selector.unregister(peer.connection)

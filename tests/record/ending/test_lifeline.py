@@ -13,7 +13,7 @@ from functools import partial
 import pytest
 
 from ringprof.record.ending.lifeline import MAX_LINE, MOST_STRANGERS, Lifeline, LifelineServer, RankOutcome
-from tests.record.command import wait_until
+from tests.record.command import HANGS_S, wait_until
 
 
 class Heard:
@@ -145,16 +145,25 @@ def test_strangers_are_turned_away(trouble: Heard, data: bytes) -> None:
 
 
 def test_many_silent_strangers_keep_no_rank_out(trouble: Heard) -> None:
-    server = LifelineServer(2, trouble)
-    strangers = [socket.create_connection(("127.0.0.1", server.port), 5) for _ in range(2 * MOST_STRANGERS)]
-    line = connected(server, 1, Heard())
+    server = LifelineServer(3, trouble)
+    port = ("127.0.0.1", server.port)
+    strangers = [socket.create_connection(port, HANGS_S) for _ in range(2 * MOST_STRANGERS)]
+    first = connected(server, 1, Heard())
     open_ones = len(server._selector.get_map()) - 1
-    assert open_ones <= 2 + MOST_STRANGERS + 1
-    line.tell(RankOutcome(kind="failed", message="mine"))
+    assert open_ones <= 3 + MOST_STRANGERS + 1
+    last = connected(server, 2, Heard())
+    # All are here: nobody else needs to be heard, and whoever is not a rank costs the run nothing any more.
+    for stranger in strangers:
+        with contextlib.suppress(ConnectionResetError):
+            assert stranger.recv(1) == b""
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(port, 5)
+    first.tell(RankOutcome(kind="failed", message="mine"))
     wait_until(lambda: bool(trouble.calls))
     assert server.outcomes[1].message == "mine" and server.gone == []
     server.close()
-    cut_off(line)
+    cut_off(first)
+    cut_off(last)
     for stranger in strangers:
         stranger.close()
 
