@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -26,7 +25,7 @@ from ringprof.options import LoadOptions
 from ringprof.report import as_json, terminal
 from ringprof.report.page.document import Report
 from ringprof.report.tables import Listing
-from ringprof.report.text import TextStyle
+from ringprof.report.text import TextStyle, shell_words
 from ringprof.run import RankTrace, Run, read_run
 from ringprof.scale.pipeline import explain_stored, explain_traces
 from ringprof.scale.trace_set import Notify, TraceSet
@@ -176,7 +175,7 @@ class Analysis:
     def _path(self) -> str:
         """What was given, as a command takes it."""
         shown = [os.path.relpath(path) if os.path.isabs(path) and _is_below_here(path) else path for path in self.given]
-        return " ".join(map(shlex.quote, shown)) if 0 < len(shown) <= MOST_PATHS_SHOWN else "PATH..."
+        return shell_words(shown) if 0 < len(shown) <= MOST_PATHS_SHOWN else "PATH..."
 
     @cached_property
     def plot(self) -> Plots:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 import sys
 from collections.abc import Collection
 from pathlib import Path
@@ -19,7 +18,7 @@ from ringprof.foresee.calibration import PARTS, Calibration, assumed, base_for, 
 from ringprof.foresee.from_runs import calibrate_from, observed_run
 from ringprof.foresee.question import run_at
 from ringprof.record.launcher import launcher_rank
-from ringprof.report.text import clean
+from ringprof.report.text import clean, shell_words
 
 
 @click.command("calibrate")
@@ -55,7 +54,7 @@ def command(
         _save(found, name, path)
     else:
         _measured(path, name, base, kernels, parts, seconds)
-    say(f"Wrote {output}: ringprof predict --machine {shlex.quote(output)}")
+    say(f"Wrote {output}: ringprof predict --machine {shell_words([output])}")
 
 
 def _from_runs(runs: tuple[str, ...], base: Calibration | None) -> Calibration:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 from dataclasses import fields, replace
 from pathlib import Path
@@ -22,6 +21,7 @@ from ringprof.foresee.question import Question, run_at
 from ringprof.foresee.show import prediction_text
 from ringprof.foresee.traces import write_prediction
 from ringprof.json_object import Options, json_text
+from ringprof.report.text import shell_words
 from ringprof.run import Workload
 
 asks = all_of(
@@ -89,7 +89,7 @@ def command(**options: Any) -> int:
     click.echo(json_text(prediction_dict(prediction)) if as_json else prediction_text(prediction), nl=False)
     if options["output"]:
         write_prediction(prediction, Path(options["output"]), ["ringprof", *sys.argv[1:]])
-        say(f"Wrote {options['output']}: ringprof report {shlex.quote(options['output'])}")
+        say(f"Wrote {options['output']}: ringprof report {shell_words([options['output']])}")
     return 0
 
 

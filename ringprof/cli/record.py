@@ -13,7 +13,7 @@ from ringprof.errors import RecordError
 from ringprof.json_object import Options
 from ringprof.record import Request, record
 from ringprof.record.launcher import launcher_rank
-from ringprof.report.text import duration, rate
+from ringprof.report.text import duration, rate, shell_words
 from ringprof.run import Run
 from ringprof.trace.reduced import reduce_file
 
@@ -75,7 +75,7 @@ def command(**options: Any) -> None:
 def _show(run: Run | None, request: Request) -> None:
     if run is not None:
         click.echo(headline(run))
-        click.echo(f"next: ringprof report {click.format_filename(request.output)}")
+        click.echo(f"next: ringprof report {shell_words([request.output])}")
 
 
 def headline(run: Run) -> str:

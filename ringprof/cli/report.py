@@ -26,6 +26,7 @@ from ringprof.options import LoadOptions
 from ringprof.report import as_json
 from ringprof.report.sections import OPTIONAL
 from ringprof.report.tables import Listing
+from ringprof.report.text import shell_words
 from ringprof.trace.columns import NOTES, Caveat
 
 if TYPE_CHECKING:
@@ -99,7 +100,9 @@ def _loaded(paths: Sequence[str], reading: LoadOptions, options: Mapping[str, An
     if "-" in paths:
         raise click.UsageError("- stands for one trace or log from a pipe and cannot go with other paths")
     if len(paths) > 1 and all(is_file(within(path, "run.json")) or path.endswith("run.json") for path in paths):
-        raise UsageError(f"these are {len(paths)} runs: set them side by side with: ringprof compare {' '.join(paths)}")
+        raise UsageError(
+            f"these are {len(paths)} runs: set them side by side with: ringprof compare {shell_words(paths)}"
+        )
     with loading_progress() as notify:
         return load_any(newest_or(paths), replace(reading, notify=notify), **of_table)
 

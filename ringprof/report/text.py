@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import re
+import shlex
 import sys
 import textwrap
 from collections.abc import Iterable, Sequence
@@ -55,6 +56,11 @@ def short_name(kernel: str) -> str:
 def printable(text: str) -> str:
     """A text without what a terminal would obey: spaces stand for it."""
     return "".join(char if char.isprintable() else " " for char in text)
+
+
+def shell_words(paths: Iterable[str]) -> str:
+    """Paths as a shell takes them when a hint is copied; ``PATH`` for one with what a terminal would obey."""
+    return shlex.join(path if path.isprintable() else "PATH" for path in paths)
 
 
 def paragraph(text: str, width: int = 110) -> list[str]:
@@ -129,6 +135,10 @@ def rounded_to_sum(values: Sequence[float], whole: float, digits: int) -> list[f
     return [floor / scale for floor in floors]
 
 
+_FORMULA = ("=", "+", "-", "@", "\uff1d", "\uff0b", "\uff0d", "\uff20")
+"""How a spreadsheet's formula begins; to some also in full width."""
+
+
 def csv_text(titles: Sequence[str], rows: Iterable[Iterable[Any]]) -> str:
     """A table as CSV: empty for what is not known, names on one line, and none that a spreadsheet would run."""
     stream = io.StringIO()
@@ -143,7 +153,7 @@ def spreadsheet_cell(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     plain = clean(value)
-    return f"'{plain}" if plain.startswith(("=", "+", "-", "@")) else plain
+    return f"'{plain}" if plain.startswith(_FORMULA) else plain
 
 
 _PAINT = {"bold": "1", "dim": "2", "cyan": "36", "yellow": "33", "bold yellow": "1;33"}

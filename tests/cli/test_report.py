@@ -31,6 +31,16 @@ def test_a_folder_of_traces(capsys):
     assert out.startswith("8 ranks, hosts unknown")
 
 
+def test_the_name_of_a_folder_commands_neither_terminal_nor_shell(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, shown in {"\x1b]0;owned\x07": "PATH", "a; touch b": "'a; touch b'"}.items():
+        os.symlink(FOLDER, name)
+        code, out, err = run(capsys, name)
+        assert (code, err) == (0, "")
+        assert not set("\x07\x1b") & set(out)
+        assert f"next: ringprof report {shown} --html" in out
+
+
 def test_json_goes_to_a_file(capsys, tmp_path):
     file = tmp_path / "report.json"
     code, out, err = run(capsys, FOLDER, "--format", "json", "-o", str(file))

@@ -30,6 +30,26 @@ def test_clean_text_is_one_printable_line(raw):
     assert all(char.isprintable() for char in text.clean(raw))
 
 
+@pytest.mark.parametrize(
+    ("paths", "words"),
+    [
+        (["traces/run.json", "two words"], "traces/run.json 'two words'"),
+        (["a; rm -r ~", "$(id)", "`id`", "a'b"], """'a; rm -r ~' '$(id)' '`id`' 'a'"'"'b'"""),
+        (["\x1b]0;owned\x07", "two\nlines", "\u202egnp.exe", "sound"], "PATH PATH PATH sound"),
+    ],
+)
+def test_a_path_in_a_hint_is_one_word_of_a_shell(paths, words):
+    assert text.shell_words(paths) == words
+
+
+@pytest.mark.parametrize(
+    "formula", ["=1+1", "+1", "-1", "@SUM(A1)", "\t=1", *(f"{one}1" for one in "\uff1d\uff0b\uff0d\uff20")]
+)
+def test_a_spreadsheet_runs_no_cell(formula):
+    (cell,) = text.csv_text(["name"], [[formula]]).splitlines()[1:]
+    assert cell == f"'{formula.strip()}"
+
+
 @given(st.text())
 def test_ascii_text_is_ascii(raw):
     assert text.in_ascii(raw).isascii()
