@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.paths import ROOT
-from tests.record.command import SMALL, environment
+from tests.record.command import HANGS_S, SMALL, environment
 from tests.scale.runs import write_ring
 
 INSTALLED = set(packages_distributions())
@@ -40,7 +40,7 @@ def plant(folder: Path, names: set[str]) -> None:
 def finished(program: Path, arguments: list[str], folder: Path) -> str:
     """What a command printed that ran in a folder."""
     command = [sys.executable, str(program), *arguments]
-    done = subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=HANGS_S)
     assert done.returncode == 0, done.stderr
     assert not (folder / "MARK").exists(), (folder / "MARK").read_text()
     return done.stdout + done.stderr

@@ -12,6 +12,9 @@ import sys
 import time
 from contextlib import suppress
 
+INTERRUPTED = 130
+"""A recording that was stopped has said so, whatever stopped it."""
+
 
 def main(args: list[str] | None = None) -> None:
     """Run the command line and exit: 0 fine, 1 a condition holds, 2 usage or input, 3 failed run, 128 + a signal."""
@@ -27,7 +30,7 @@ def main(args: list[str] | None = None) -> None:
         signals.ignore()
         code = 0
     if signals.received:
-        code = 128 + signals.received
+        code = code if code == INTERRUPTED else 128 + signals.received
         # At once: Python's own end would wait for what the further processes are doing.
         _end_helpers()
     _finish("stdout")

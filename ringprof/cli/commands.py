@@ -5,8 +5,9 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from importlib import import_module
 from typing import Any
 
@@ -76,8 +77,9 @@ class _LazyCommands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        with _quick_start():
-            command: click.Command = import_module(f"ringprof.cli.{cmd_name.replace('-', '_')}").command
+        module = f"ringprof.cli.{cmd_name.replace('-', '_')}"
+        with nullcontext() if module in sys.modules else _quick_start():
+            command: click.Command = import_module(module).command
         return command
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:

@@ -13,7 +13,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -31,10 +31,11 @@ from ringprof.record.request import to_json
 _POLL_S = 0.05
 _SETTLE_S = 0.3
 """After a first rank has failed: others that failed by themselves show up, and the cause is told from the effects."""
-END_S = 3
+END_S = 2
 """What a rank gets between the request to end and SIGKILL."""
 Result = TypeVar("Result")
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+_PYTHONS_OWN = (signal.SIG_DFL, signal.default_int_handler)
 
 
 def log_path(scratch: Path, rank: int) -> Path:
@@ -76,10 +77,12 @@ def launch(task: RanksTask, reporter: Reporter, what: str, result: Callable[[], 
         context = None
         readers = [DiaryReader(diary_path(scratch, rank)) for rank in range(task.request.world)]
         try:
-            context = _start(task.request, scratch, port, what)
+            with _signals_put_off():
+                context = _start(task.request, scratch, port, what)
             _until_done(context.pids(), readers, reporter, task)
         except BaseException as error:
-            _ignore_signals()
+            # From here on the ranks are being ended: a second Ctrl-C must not stop that.
+            _set_handlers(dict.fromkeys(_SIGNALS, signal.SIG_IGN))
             if context is not None:
                 # Asked first, so that the ranks can say where they were, then killed.
                 context.close(signal.SIGTERM, END_S)
@@ -168,23 +171,44 @@ def _store() -> Iterator[int]:
 
 @contextmanager
 def _signals_restored() -> Iterator[None]:
-    """The launcher sets handlers of its own; give the caller's back afterwards."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
     before = {number: signal.getsignal(number) for number in _SIGNALS}
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        _set_handlers(before)
 
 
-def _ignore_signals() -> None:
-    """From here on the ranks are being ended: a second Ctrl-C must not stop that."""
+@contextmanager
+def _signals_put_off() -> Iterator[None]:
+    """While ranks are being started nobody could end them: what comes is heeded when all are there.
+
+    The launcher sets no handlers of its own: they would raise in its midst, and undo what nohup has ignored.
+    """
+    variable, came = "TORCHELASTIC_SIGNALS_TO_HANDLE", list[int]()
+    asked = os.environ.pop(variable, None)
+    os.environ[variable] = ""
+    heeded = {number: handler for number in _SIGNALS if (handler := signal.getsignal(number)) != signal.SIG_IGN}
+    _set_handlers(dict.fromkeys(heeded, lambda number, _: came.append(number)))
+    try:
+        yield
+    finally:
+        os.environ.pop(variable)
+        if asked is not None:
+            os.environ[variable] = asked
+        _set_handlers({number: _stop if handler in _PYTHONS_OWN else handler for number, handler in heeded.items()})
+    if came:
+        signal.raise_signal(came[0])
+
+
+def _stop(*_: object) -> None:
+    """In place of Python's own handlers, most of which would leave the ranks behind."""
+    raise KeyboardInterrupt
+
+
+def _set_handlers(handlers: Mapping[signal.Signals, Any]) -> None:
     if threading.current_thread() is threading.main_thread():
-        for number in _SIGNALS:
-            signal.signal(number, signal.SIG_IGN)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def _until_done(pids: dict[int, int], readers: list[DiaryReader], reporter: Reporter, task: RanksTask) -> None:
@@ -222,12 +246,10 @@ def _statuses(pids: dict[int, int]) -> dict[int, int]:
 
 def _explained(error: BaseException, readers: list[DiaryReader], scratch: Path, what: str) -> BaseException:
     """The error to end with, in the user's words."""
-    from torch.distributed.elastic.multiprocessing import SignalException
-
     for reader in readers:
         reader.read()
     logs = f"; logs kept in {scratch}"
-    if isinstance(error, (SignalException, KeyboardInterrupt)):
+    if not isinstance(error, Exception):
         nothing = "; nothing was recorded" if what == "record" else ""
         return Interrupted(f"interrupted{_stood(readers)}{nothing}{logs}")
     if isinstance(error, _RankFailed):

@@ -17,6 +17,7 @@ from ringprof.benchmark_logs.show import LOG_COLUMNS
 from ringprof.cli import run
 from ringprof.errors import InputError, UsageError
 from tests.paths import LOGS, ROOT
+from tests.record.command import HANGS_S
 
 FILES = sorted(LOGS.glob("*.txt"))
 NAMES = [str(path) for path in FILES]
@@ -121,6 +122,6 @@ def test_reading_logs_loads_neither_torch_nor_pandas() -> None:
         "print([name for name in ('torch', 'pandas', 'matplotlib', 'numpy') if name in sys.modules])"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, NAMES[0]], capture_output=True, text=True, check=True, cwd=ROOT, timeout=120
+        [sys.executable, "-c", code, NAMES[0]], capture_output=True, text=True, check=True, cwd=ROOT, timeout=HANGS_S
     )
     assert done.stdout.strip() == "[]"

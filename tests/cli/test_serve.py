@@ -17,6 +17,7 @@ import pytest
 from ringprof import cli
 from ringprof.cli import export
 from tests.paths import ROOT
+from tests.record.command import HANGS_S
 
 RUN = str(ROOT / "traces" / "h200x4-zigzag-65536")
 
@@ -65,7 +66,7 @@ def test_the_page_gets_the_trace_and_the_command_ends(browser: Browser, kept: bo
     out = tmp_path / "a name.json.gz"
     assert cli.run(["export", RUN, "--open", *(["-o", str(out)] if kept else [])]) == 0
     assert browser.thread is not None
-    browser.thread.join(timeout=60)
+    browser.thread.join(timeout=HANGS_S)
     assert browser.page.startswith("https://ui.perfetto.dev/#!/?url=http://127.0.0.1:")
     assert browser.allowed == ["https://ui.perfetto.dev"] * 2 and browser.refused == 404
     assert len(json.loads(gzip.decompress(browser.body))["traceEvents"]) > 500

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.paths import DATA, ROOT
+from tests.paths import DATA, ROOT, TRACES
 
 HEAVY = {
     "torch", "pandas", "matplotlib", "bokeh", "jinja2", "rich", "joblib", "dask", "fsspec", "sqlite3",
@@ -57,3 +57,14 @@ def test_a_package_that_is_here_and_broken_is_one_line(tmp_path: Path) -> None:
     )  # fmt: skip
     told = "ringprof: a package cannot be loaded: libcudart.so.12: cannot open shared object file\n"
     assert (done.returncode, done.stderr) == (2, told)
+
+
+def test_many_commands_in_one_process_keep_no_garbage() -> None:
+    """What the collector is told not to look at is what modules hold, not what commands leave behind."""
+    program = (
+        "import gc\nfrom ringprof.cli import run\n"
+        f"report = ['report', {str(TRACES / 'h200x4-zigzag-65536')!r}]\n"
+        "frozen = [(run(report), gc.get_freeze_count())[1] for _ in 'abc']\n"
+        "assert frozen[0] == frozen[1] == frozen[2] > 0, frozen\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT, stdout=subprocess.DEVNULL)

@@ -13,6 +13,7 @@ import pytest
 
 from ringprof.cli.values import INFERENCE, KERNEL_NAMES, STRATEGIES, ListOf, Tokens
 from tests.paths import ROOT
+from tests.record.command import HANGS_S
 
 
 @pytest.mark.parametrize(
@@ -95,7 +96,9 @@ def test_the_line_of_the_guide_completes_in_the_shell_itself(
     command.write_text(f'#!/bin/sh\nPYTHONPATH="{ROOT}" exec "{sys.executable}" -m ringprof "$@"\n')
     command.chmod(0o755)
     asked = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "LINE": line, "HOME": str(tmp_path)}
-    done = subprocess.run([shell, "-c", script], capture_output=True, text=True, env=asked, check=False, timeout=60)
+    done = subprocess.run(
+        [shell, "-c", script], capture_output=True, text=True, env=asked, check=False, timeout=HANGS_S
+    )
     assert sorted(done.stdout.split()) == completed, done.stderr
 
 

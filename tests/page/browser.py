@@ -14,6 +14,8 @@ from typing import Any
 
 import websocket
 
+from tests.record.command import HANGS_S
+
 CHROMIUM = next(
     (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
 )
@@ -32,9 +34,9 @@ class Browser:
             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )  # fmt: skip
         port = self._port()
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/json/list", timeout=20) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/json/list", timeout=HANGS_S) as answer:
             address = next(tab for tab in json.load(answer) if tab["type"] == "page")["webSocketDebuggerUrl"]
-        self._socket = websocket.create_connection(address, timeout=30)
+        self._socket = websocket.create_connection(address, timeout=HANGS_S)
         self._number = 0
         self.messages: list[str] = []
         self.requests: list[str] = []

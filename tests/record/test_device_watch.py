@@ -14,6 +14,7 @@ from ringprof.record import device_watch
 from ringprof.record.device_watch import DeviceWatch, looking, open_watch, watching
 from ringprof.report.sections.machine import in_words
 from ringprof.run import DeviceState
+from tests.record.command import HANGS_S
 
 
 class Driver:
@@ -85,7 +86,7 @@ def test_it_looks_in_between_and_no_longer_than_the_block(monkeypatch: pytest.Mo
     driver = Driver([(1000, 1000, 30, 0)] * 5)
     watch = DeviceWatch(driver, "GPU-1234")
     with looking(watch):
-        assert driver.asked.wait(timeout=60)
+        assert driver.asked.wait(timeout=HANGS_S)
     state = watch.state()
     assert state is not None and state.looks >= 5
     assert not [thread for thread in threading.enumerate() if thread.name == "ringprof device watch"]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -148,6 +150,53 @@ def test_a_hanging_rank_is_named_when_time_is_up(own_strategies: Path) -> None:
     line = one_line(done.stderr)
     assert "rank 1 hung in iterations, step 1, after 0 hops" in line and "15 s" in line
     assert nothing_recorded(own_strategies)
+
+
+STARTED = """
+import os
+from torch.distributed.elastic.multiprocessing.api import PContext
+start, close = PContext.start, PContext.close
+def started(context):
+    start(context)
+    os.kill(os.getpid(), NUMBER)
+def closed(context, *how):
+    os.kill(os.getpid(), NUMBER)
+    close(context, *how)
+PContext.start, PContext.close = started, closed
+from ringprof.cli import main
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_ranks_are_being_started_ends_them(tmp_path: Path, number: signal.Signals) -> None:
+    """Before the launcher has said which they are, and again while it ends them."""
+    command = ["record", "--strategy", "ring", *TWO, "--iters", "100000"]
+    program = f"NUMBER = {int(number)}\n{STARTED}main({command})"
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, stderr=subprocess.PIPE, text=True, timeout=HANGS_S,
+        env=environment(TMPDIR=str(tmp_path)), preexec_fn=obey_signals,
+    )  # fmt: skip
+    assert done.returncode == 130 and "interrupted" in one_line(done.stderr)
+    wait_until(lambda: not started_in(tmp_path))
+    assert nothing_recorded(tmp_path)
+
+
+def test_what_nohup_and_a_shells_background_ignore_is_ignored(tmp_path: Path) -> None:
+    def ignore() -> None:
+        for number in (signal.SIGHUP, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
+
+    process = subprocess.Popen(
+        [*RINGPROF, "record", "--strategy", "ring", *TWO], cwd=tmp_path, stderr=subprocess.PIPE, text=True,
+        env=environment(), preexec_fn=ignore, start_new_session=True,
+    )  # fmt: skip
+    while process.poll() is None:
+        for number in (signal.SIGHUP, signal.SIGINT):
+            os.killpg(process.pid, number)
+        time.sleep(0.05)
+    _, stderr = process.communicate()
+    assert process.returncode == 0, stderr
+    assert (tmp_path / "traces/run.json").exists()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])

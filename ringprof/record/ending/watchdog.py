@@ -48,7 +48,7 @@ class Watchdog:
         """Begin to watch; must be called from the main thread, which signals are tied to."""
         os.set_blocking(self._write, False)
         signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-        for number in _SIGNALS:
+        for number in (one for one in _SIGNALS if signal.getsignal(one) != signal.SIG_IGN):
             # Any handler of Python's own: without one the interpreter would not write to the pipe.
             self._handlers[number] = signal.signal(number, lambda *_: None)
         threading.Thread(target=self._watch, name="ringprof-watchdog", daemon=True).start()
