@@ -31,6 +31,7 @@ WORKLOADS = [
     msgspec.structs.replace(BASE, documents=(1, 50, 5, 40)),
     msgspec.structs.replace(BASE, window=17),
     msgspec.structs.replace(BASE, documents=(60, 36), window=9, causal=False),
+    msgspec.structs.replace(BASE, documents=(60, 36), window=9, prefix=5),
 ]
 CASES = [
     Case("zigzag"), Case("zigzag", {"documents_layout": "per_document"}), Case("stripe"), Case("ulysses"),

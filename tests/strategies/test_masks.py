@@ -54,6 +54,9 @@ MASKS = [
     Mask.of(causal=False, window=(3, 17)),
     Mask.of(documents=[0, 3, 30, 64], window=(8, 0)),
     Mask.of(causal=False, documents=[0, 29, 64], window=(5, 2)),
+    Mask.of(window=(6, 0), prefix=3),
+    Mask.of(documents=[0, 3, 45, 64], window=(8, 0), prefix=20),
+    Mask.of(causal=False, documents=[0, 29, 64], window=(5, 2), prefix=7),
 ]
 
 
@@ -78,7 +81,8 @@ def over_the_ranks(
     *qkv, dout = (strategy.shard(x, documents=mask.documents) for x in tensors or inputs(problem))
     for tensor in qkv:
         tensor.requires_grad_()
-    out = strategy.attention(*qkv, causal=mask.causal, documents=mask.documents, window_size=mask.window)
+    options = {"documents": mask.documents, "window_size": mask.window, "prefix": mask.prefix}
+    out = strategy.attention(*qkv, causal=mask.causal, **options)
     out.backward(dout)
     whole = [strategy.unshard(x, documents=mask.documents) for x in (out, *(tensor.grad for tensor in qkv))]
     return whole, sum(kernel.flops for kernel in strategy.kernels())
@@ -125,7 +129,8 @@ def drawn(draw) -> tuple[Problem, Mask]:
     documents = [0, *sorted(bounds), seq] if draw(st.booleans()) else None
     window = draw(st.tuples(st.sampled_from([-1, 1, 2, 5, 13, 40]), st.sampled_from([-1, 0, 1, 7, 60])))
     problem = Problem(seq, draw(st.integers(1, 2)), head_dim=draw(st.integers(1, 9)), seed=draw(st.integers(0, 999)))
-    return problem, Mask.of(documents, window, causal=causal)
+    prefix = draw(st.sampled_from([0, 1, 6, 50])) if Mask.of(documents, window, causal=causal).windowed else 0
+    return problem, Mask.of(documents, window, causal=causal, prefix=prefix)
 
 
 @examples(5)
