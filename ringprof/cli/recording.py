@@ -68,7 +68,7 @@ masks = all_of(
     click.option("--documents", metavar="LENGTHS",
                  help="Packed documents: 65536,32768x4, a file of lengths, or lognormal:mean=8192,sigma=1.2,seed=7."),
     click.option("--window-size", type=Tokens(), help="Sliding window: a token sees so many keys, its own counted."),
-    click.option("--prefix", type=Tokens(), help="With --window-size: a token sees so many first ones of its document, too."),
+    click.option("--prefix", type=Tokens(), help="With --window-size: so many first keys of its document, too."),
 )  # fmt: skip
 """Gives a command the options of a mask that is more than causal or none."""
 

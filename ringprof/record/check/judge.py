@@ -175,8 +175,8 @@ def _outputs(case: Case) -> Iterator[Explanation]:
         unlimited = case.reference(full, scale, causal=causal, window=None, prefix=None)
         yield "equals attention without the window", given.shard(unlimited)
     if work.prefix:
-        alone = case.reference(full, scale, causal=causal, prefix=None)
-        yield "equals attention without the prefix", given.shard(alone)
+        within = case.reference(full, scale, causal=causal, prefix=None)
+        yield "equals attention without the prefix", given.shard(within)
     other_mask = "without the causal mask" if causal else "with a causal mask"
     yield f"equals attention {other_mask}", given.shard(case.reference(full, scale, causal=not causal))
     dim = case.workload.head_dim
