@@ -227,6 +227,29 @@ def test_sinks_are_exact_in_every_strategy_and_learn(kernel: str) -> None:
         assert error < 1e-12, label
 
 
+# --- types ----------------------------------------------------------------------------------------------
+
+
+def types_and_bytes(rank: int, name: str) -> tuple[set[torch.dtype], list[int]]:
+    """Of output, what its backward pass is given, and gradients; and what is sent with and without a prefix."""
+    sent = []
+    for options in ({}, {"window_size": (6, 0), "prefix": 5}):
+        strategy = create(name, kernel="cpu-flash")
+        leaves = [strategy.shard(x).bfloat16().requires_grad_() for x in inputs(Problem(seq=64))[:3]]
+        out = strategy.attention(*leaves, **options)
+        found = {out.dtype, *(x.dtype for x in out.grad_fn.saved_tensors[:-1])} if name != "usp" else {out.dtype}
+        found |= {x.dtype for x in torch.autograd.grad(out.sum(), leaves)}
+        sent.append(sum(size for _, size in strategy.comm.meter.sent.values()))
+    return found, sent
+
+
+def test_parts_that_share_rows_come_in_the_type_of_the_inputs() -> None:
+    """A row in several parts is merged in float32, and so are gradients of a key in several: neither travels so."""
+    found, sent = run_ranks(2, types_and_bytes, "ulysses")[0]
+    assert found == {torch.bfloat16} and sent[0] == sent[1]
+    assert run_ranks(2, types_and_bytes, "usp")[0][0] == {torch.bfloat16}
+
+
 # --- two sizes of head ----------------------------------------------------------------------------------
 
 
