@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from .kernel import Gradients, Kernel
 from .merge import row_product
@@ -86,12 +87,14 @@ class FlexKernel(Kernel):
         return self._gradients(dout, q, k, v, lse, out, scale, _of_parts(parts, q.device))
 
     def _alone(self, q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Any) -> tuple[Tensor, Tensor]:
-        # The mode of autograd is compiled for: one mode here, whoever asks.
+        # The mode of autograd is compiled for, and who wants a gradient: one mode here, whoever asks.
         with torch.no_grad():
-            return self._call(q, k, v, scale, seen)
+            return self._call(q.detach(), k.detach(), v.detach(), scale, seen)
 
     def _call(self, q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Any) -> tuple[Tensor, Tensor]:
-        out, lse = _flex(q.is_cuda)(*(x.transpose(1, 2) for x in (q, k, v)), _score_mod(self.softcap), seen, scale)
+        out, lse = _flex(q.is_cuda)(
+            *(_alike(x).transpose(1, 2) for x in (q, k, v)), _score_mod(self.softcap), seen, scale
+        )
         return out.transpose(1, 2), lse
 
     def _gradients(
@@ -108,6 +111,12 @@ class FlexKernel(Kernel):
         through_lse = row_product(through_out, own.detach()) - weight * row_product(dout, out)
         found = torch.autograd.grad([own, own_lse], leaves, [through_out, through_lse.to(own_lse.dtype)])
         return found[0], found[1], found[2]
+
+
+def _alike(x: Tensor) -> Tensor:
+    """``x``, or a copy where it is a part of more: it is compiled for where tensors begin and how they lie."""
+    whole = x.is_contiguous() and x.storage_offset() == 0 and x.stride(0) == x[0].numel()
+    return x if whole else x.clone(memory_format=torch.contiguous_format)
 
 
 _LEAST_HEAD_DIM = 16
@@ -183,7 +192,10 @@ def _block_mask(first: Tensor, end: Tensor, keys: int, device: torch.device) -> 
         order = found.to(torch.int32).argsort(dim=1, descending=True, stable=True)
         return found.sum(1, dtype=torch.int32)[None, None], order.to(torch.int32)[None, None]
 
-    partial, whole = tiles(first, end, keys)
+    # A single tile would be compiled for by itself: of each kind there are two, of which one may be no tile's.
+    partial, whole = (
+        pad(found, (0, max(0, 2 - found.shape[1]), 0, max(0, 2 - found.shape[0]))) for found in tiles(first, end, keys)
+    )
     pairs = list(zip(first.to(device).unbind(0), end.to(device).unbind(0), strict=True))
     made = BlockMask.from_kv_blocks(
         *listed(partial), *listed(whole), BLOCK_SIZE=(TILE, TILE), seq_lengths=(first.shape[1], keys),

@@ -172,11 +172,17 @@ def test_blocks_of_every_length_are_compiled_once(monkeypatch: pytest.MonkeyPatc
     call, cpu = flex._compiled(), torch.device("cpu")
     documents = cut_of(Mask.of(documents=[0, 300, 768]), LAYOUTS["contiguous"], 1, 768).block(0, 0)
     assert documents is not None and documents.parts is not None
-    masks = [flex._plain(*sizes, cpu) for sizes in ((512, 512, True), (256, 512, False), (512, 256, False))]
+    masks = [flex._plain(*sizes, cpu) for sizes in ((512, 512, True), (256, 512, False), (512, 128, False))]
+    monkeypatch.setattr(flex, "_flex", lambda compiled: call)
+    kernel = flex.FlexKernel()
     for seen in (*masks, flex._of_parts(documents.parts, cpu), flex._plain(640, 640, True, cpu)):
         queries, keys = seen.seq_lengths
-        q, k, v = (torch.randn(1, 2, length, 16) for length in (queries, keys, keys))
-        with torch.no_grad():
-            out, _ = call(q, k, v, flex._as_it_is, seen, 0.25)
-        assert torch.allclose(out, flex._dense(q, k, v, flex._as_it_is, seen, 0.25)[0], atol=1e-5)
+        # As blocks come: whole, as the later rows of more, and as the second of two that travelled side by side.
+        q = torch.randn(1, queries + 64, 2, 16)[:, 64:]
+        k, v = torch.randn(2, 1, keys, 2, 16).unbind(0)
+        for wants in (False, True):
+            out, _ = kernel._alone(q.requires_grad_(wants), k, v, 0.25, seen)
+        by_head = [x.detach().transpose(1, 2) for x in (q, k, v)]
+        exact, _ = flex._dense(by_head[0], by_head[1], by_head[2], flex._as_it_is, seen, 0.25)
+        assert torch.allclose(out.transpose(1, 2), exact, atol=1e-5)
     assert len(compiled) == 1
