@@ -5,16 +5,18 @@ sees the keys j of the same document with
 
     max(a, i - left) <= j <= min(b - 1, i + right)
 
-so every query sees one stretch of consecutive keys. A causal mask has right = 0; -1 is no limit, as in flash-attn's
-``window_size``. With two documents and left = 2, causal:
+which is one stretch of consecutive keys. A causal mask has right = 0; -1 is no limit, as in flash-attn's
+``window_size``. Beside its window it sees the first ``prefix`` keys of its document, a <= j < a + prefix; a causal mask
+leaves those of them up to its own. With two documents, left = 2 and causal, without a prefix and with one of 1:
 
-    x . . . | . .
-    x x . . | . .
-    x x x . | . .
-    . x x x | . .
-    --------+----
-    . . . . | x .
-    . . . . | x x
+    x . . . . | . .        x . . . . | . .
+    x x . . . | . .        x x . . . | . .
+    x x x . . | . .        x x x . . | . .
+    . x x x . | . .        x x x x . | . .
+    . . x x x | . .        x . x x x | . .
+    ----------+----        ----------+----
+    . . . . . | x .        . . . . . | x .
+    . . . . . | x x        . . . . . | x x
 """
 
 from __future__ import annotations
@@ -38,15 +40,23 @@ class Mask:
     """Cumulative lengths from 0 to the sequence's, as flash-attn's ``cu_seqlens``; None: one document."""
     window: _Window = (NO_LIMIT, NO_LIMIT)
     """Tokens before and after its own that a query sees; a causal mask leaves none after it."""
+    prefix: int = 0
+    """Tokens that begin a document and are seen from everywhere in it, beside the window."""
 
     def __post_init__(self) -> None:
+        if self.prefix and (self.prefix < 0 or not self.windowed):
+            raise ValueError(
+                f"a prefix of {self.prefix}: a number of tokens that are seen beside a window, which it needs"
+            )
         if any(side < NO_LIMIT for side in self.window):
             raise ValueError(f"window_size {self.window}: a side is a number of tokens, or -1 for no limit")
         if self.documents is not None:
             _check_documents(self.documents)
 
     @classmethod
-    def of(cls, documents: Any = None, window: Sequence[int] = (-1, -1), *, causal: bool = True) -> Mask:
+    def of(
+        cls, documents: Any = None, window: Sequence[int] = (-1, -1), *, causal: bool = True, prefix: int = 0
+    ) -> Mask:
         """The mask of these arguments; ``documents`` may be any sequence of integers, a tensor, too, or None."""
         left, right = window
         cumulative = None
@@ -54,7 +64,8 @@ class Mask:
             cumulative = tuple(int(x) for x in getattr(documents, "tolist", lambda: documents)())
             _check_documents(cumulative)
         # One document is none, so that equal masks compare equal.
-        return cls(causal, cumulative if cumulative and len(cumulative) > 2 else None, (int(left), int(right)))
+        documents = cumulative if cumulative and len(cumulative) > 2 else None
+        return cls(causal, documents, (int(left), int(right)), int(prefix))
 
     @property
     def plain(self) -> bool:
@@ -91,20 +102,21 @@ class Mask:
         if self.documents is not None and self.documents[-1] != seq:
             raise ValueError(f"the documents end at {self.documents[-1]}, and the sequence has {seq} tokens")
 
-    def area(self, seq: int) -> int:
-        """How many pairs of a query and a key that it sees there are."""
-        return _area(self, seq)
+    def area(self, seq: int, queries: int | None = None) -> int:
+        """How many pairs of a query and a key that it sees there are; of one document's last ``queries`` alone."""
+        return _area(self, seq, queries)
 
     def scaled(self, seq: int, to: int) -> Mask:
-        """The same mask over ``to`` tokens in place of ``seq``: documents and window shrink alike, as well as they can.
+        """The same mask over ``to`` tokens in place of ``seq``: all its lengths shrink alike, as well as they can.
 
-        A document may lose all its tokens; a window keeps at least one.
+        A document may lose all its tokens; a window and a prefix keep at least one.
         """
         if seq == to or self.plain:
             return self
         documents = self.documents and tuple(round(bound * to / seq) for bound in self.documents)
         left, right = (side if side < 0 else max(1, (side + 1) * to // seq) - 1 for side in self.window)
-        return Mask(self.causal, documents, (left, right))
+        prefix = self.prefix and max(1, self.prefix * to // seq)
+        return Mask(self.causal, documents, (left, right), prefix)
 
     def __str__(self) -> str:
         parts = ["causal" if self.causal else "full"]
@@ -113,6 +125,8 @@ class Mask:
             parts.append(f"{len(lengths)} documents of {min(lengths)} to {max(lengths)} tokens")
         if self.windowed:
             parts.append(f"window {self.left}, {self.right}" if not self.causal else f"window of {self.left + 1}")
+        if self.prefix:
+            parts.append(f"prefix of {self.prefix}")
         return ", ".join(parts)
 
 
@@ -136,9 +150,17 @@ def _clamped_sum(count: int, start: int, low: int, high: int) -> int:
 
 
 @lru_cache(maxsize=256)
-def _area(mask: Mask, seq: int) -> int:
-    lengths = (end - first for first, end in mask.spans(seq))
-    return sum(band_area(length, length, mask.left, mask.right) for length in lengths)
+def _area(mask: Mask, seq: int, queries: int | None) -> int:
+    sizes = ((end - first if queries is None else queries, end - first) for first, end in mask.spans(seq))
+    return sum(band_area(rows, keys, mask.left, mask.right) + _beside(mask, rows, keys) for rows, keys in sizes)
+
+
+def _beside(mask: Mask, queries: int, length: int) -> int:
+    """Pairs of a document's prefix with its last queries whose window does not show it: too late for it, or early."""
+    keys = min(mask.prefix, length)
+    late = 0 if mask.left == NO_LIMIT else _clamped_sum(queries, length - queries - mask.left, 0, keys)
+    early = 0 if mask.causal or mask.right == NO_LIMIT else _clamped_sum(queries, keys - length - mask.right, 0, keys)
+    return late + early
 
 
 def _check_documents(documents: Sequence[int]) -> None:

@@ -53,6 +53,7 @@ def check(
     causal: bool = True,
     documents: Sequence[int] | None = None,
     window_size: int | None = None,
+    prefix: int | None = None,
     softmax_scale: float | None = None,
     backward: bool = True,
     tensor_format: str = "bshd",
@@ -71,7 +72,8 @@ def check(
     first in a tuple, and must be differentiable unless ``backward`` is False. It must itself apply what the rest says:
     the mask, and ``softmax_scale`` (None: 1/√D). ``documents`` are the lengths of those that the sequence packs: none
     may see another. Where the function has an argument ``cu_seqlens`` or ``documents`` it is given their cumulative
-    lengths (int32, from 0). ``window_size`` is how many keys a token sees, its own counted.
+    lengths (int32, from 0). ``window_size`` is how many keys a token sees, its own counted; beside them it sees the
+    first ``prefix`` of its document.
 
     ``layout`` says which tokens a rank holds: ``contiguous``, ``zigzag``, ``stripe``, or this rank's positions in the
     sequence, in local order (as for RoPE). ``seq`` is the length over all ranks: by default 64 tokens a rank on CPU,
@@ -91,7 +93,7 @@ def check(
         layout=str(layout) if named else "positions", batch=batch, seq=seq, heads=heads, kv_heads=kv_heads,
         head_dim=head_dim, dtype=_dtype_name(dtype), causal=causal, softmax_scale=softmax_scale, backward=backward,
         documents=None if documents is None else tuple(map(int, documents)), window=window_size,
-        tensor_format=tensor_format, calls=calls, time_limit=time_limit,
+        prefix=prefix, tensor_format=tensor_format, calls=calls, time_limit=time_limit,
     )  # fmt: skip
     return check_on_ranks(attention, request, None if named else as_tensor(layout), group)
 

@@ -20,7 +20,7 @@ from ringprof.errors import RunFormatError
 from ringprof.files import leading_out, read_whole, write_atomically
 from ringprof.json_object import Params
 from ringprof.limits import Limits
-from ringprof.mask import NO_LIMIT, Mask, band_area
+from ringprof.mask import NO_LIMIT, Mask
 
 _SCHEMA = "ringprof.run/1"
 
@@ -78,6 +78,8 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     """Lengths of the documents that the sequence packs, in their order; None: one."""
     window: Size | None = None
     """Keys that a query sees before it, its own counted, and without a causal mask as many after it; None: all."""
+    prefix: Size | None = None
+    """Tokens at the beginning of each document that a query sees beside its window; None: none."""
     sequences: tuple[Size, ...] | None = None
     """Of dynamic context parallelism: how many sequences ``seq`` tokens are in each step of an iteration, each on as
     many ranks as all others; None: one step, of one sequence."""
@@ -100,6 +102,8 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"heads of v are at most as large as those of q and k: {self.v_head_dim}, {self.head_dim}")
         if self.sequences is not None and any(self.seq % count for count in self.sequences):
             raise ValueError(f"{self.seq} tokens are no even sequences, {self.sequences} of them")
+        if self.prefix is not None and self.window is None:
+            raise ValueError(f"a prefix of {self.prefix} tokens goes with a window: without one all tokens are seen")
         if self.documents is not None and sum(self.documents) != self.seq:
             raise ValueError(f"the documents are {sum(self.documents)} tokens together, the sequence has {self.seq}")
 
@@ -110,25 +114,28 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
             return
         if self.kv_length < self.seq:
             raise ValueError(f"kv_length {self.kv_length} holds the {self.seq} new tokens, too")
-        if self.backward or self.documents is not None or self.window is not None:
-            raise ValueError(f"{self.phase} is forward only, over one document and without a window")
+        if self.backward or self.documents is not None:
+            raise ValueError(f"{self.phase} is forward only, over one document")
 
     def mask(self) -> Mask:
         """Which keys a query sees; in inference, those of the whole sequence, whose last tokens alone have queries."""
         cumulative = None if self.documents is None else [0, *accumulate(self.documents)]
         side = NO_LIMIT if self.window is None else self.window - 1
-        return Mask.of(cumulative, (side, side), causal=self.causal)
+        return Mask.of(cumulative, (side, side), causal=self.causal, prefix=self.prefix or 0)
 
     def step(self, count: int) -> Workload:
         """What one group of ranks has to do in a step with so many sequences."""
         return msgspec.structs.replace(self, seq=self.seq // count, sequences=None)
 
-    def at(self, seq: int) -> Workload:
-        """The same over another number of tokens: documents and window shrink or grow alike."""
-        scaled = self.mask().scaled(self.seq, seq)
+    def at(self, seq: int, kv_length: int | None = None) -> Workload:
+        """The same over another number of tokens, and of keys: documents, window and prefix shrink or grow alike."""
+        scaled = self.mask().scaled(self.kv_length or self.seq, kv_length or seq)
         documents = None if scaled.documents is None else tuple(end - first for first, end in scaled.spans(seq))
         window = None if self.window is None else scaled.left + 1
-        return msgspec.structs.replace(self, seq=seq, documents=documents, window=window)
+        prefix = scaled.prefix or None
+        return msgspec.structs.replace(
+            self, seq=seq, kv_length=kv_length, documents=documents, window=window, prefix=prefix
+        )
 
     def model_flops(self) -> int:
         """FLOPs of one iteration over all ranks: 4·B·S²·H·D forward, half when causal; backward 2.5 times.
@@ -155,9 +162,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
 
     def pairs(self) -> int:
         """Pairs of a query and a key that it sees, of one head and sequence."""
-        if self.kv_length is None:
-            return self.mask().area(self.seq)
-        return band_area(self.seq, self.kv_length, NO_LIMIT, 0 if self.causal else NO_LIMIT)
+        return self.mask().area(self.kv_length or self.seq, None if self.kv_length is None else self.seq)
 
     def parameters(self) -> int:
         """Of the matrices of one whole layer: q, k and v, output, and the three of the gated MLP."""
@@ -171,8 +176,11 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
         return 3 * forward if self.backward else forward
 
     def cache_bytes(self) -> int:
-        """Of the keys and values of all sequences: 2 · batch · kv_length · kv_heads · head_dim numbers."""
-        numbers = 2 * self.batch * (self.kv_length or self.seq) * self.kv_heads * self.head_dim
+        """Of the keys and values of all sequences that new tokens see: batch · keys · kv_heads · (D + E) numbers."""
+        keys = self.kv_length or self.seq
+        if self.window is not None:
+            keys = min(keys, self.seq + self.window - 1 + (self.prefix or 0))
+        numbers = self.batch * keys * self.kv_heads * (self.head_dim + (self.v_head_dim or self.head_dim))
         return numbers * (4 if self.dtype == "fp32" else 2)
 
     def _flops(self, twice_the_area: int) -> int:
@@ -190,6 +198,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
         parts = ["causal" if self.causal else "full"]
         parts += [f"{len(self.documents)} documents"] if self.documents else []
         parts += [f"window {self.window}"] if self.window else []
+        parts += [f"prefix {self.prefix}"] if self.prefix else []
         return ", ".join([*parts, *self.extras()])
 
     def heads_in_words(self) -> str:

@@ -14,7 +14,7 @@ from ringprof.mask import Mask
 from ringprof.report import palette
 from ringprof.report.plots import STYLE
 from ringprof.strategies.cut import busiest_over_mean, cut_of
-from ringprof.strategies.kernels import key_spans
+from ringprof.strategies.kernels import KeyStretches
 from ringprof.strategies.layouts import LAYOUTS, Layout
 
 IMAGE = Path(__file__).resolve().parent.parent / "docs" / "img" / "masks.png"
@@ -31,15 +31,14 @@ PANELS: tuple[tuple[str, Mask, Layout], ...] = (
     ("the documents, contiguous", PACKED, LAYOUTS["contiguous"]),
     ("the same, stripe", PACKED, LAYOUTS["stripe"]),
     ("the same, zigzag per document", PACKED, ZIGZAG.per_document(DOCUMENTS)),
-    ("window of 6, contiguous (halo)", Mask.of(window=(5, 0)), LAYOUTS["contiguous"]),
+    ("window of 6, prefix of 3", Mask.of(window=(5, 0), prefix=3), LAYOUTS["contiguous"]),
 )
 
 
 def cells(mask: Mask, layout: Layout) -> torch.Tensor:
     """(S, S): 0 where a query does not see a key, else 1 + the rank that has the query."""
     everything = torch.arange(SEQ)
-    first, end = key_spans(mask, everything, SEQ)
-    seen = (everything >= first[:, None]) & (everything < end[:, None])
+    seen = KeyStretches.of(mask, everything, SEQ).shown(everything)
     held = torch.empty(SEQ, dtype=torch.int64)
     for rank in range(RANKS):
         held[layout.positions(SEQ, RANKS, rank)] = rank + 1

@@ -37,7 +37,7 @@ NO_SOFTCAP = "takes no softcap: the bundled strategies do, with a kernel that co
 HIDDEN_FROM_BYTES = 2**25
 """From which size on the last hop of a backward pass is worth two more kernel calls that hide it, on a GPU."""
 _ASKED = (
-    "causal", "softmax_scale", "return_lse", "sinks", "softcap", "documents", "window_size", "gradients",
+    "causal", "softmax_scale", "return_lse", "sinks", "softcap", "documents", "window_size", "prefix", "gradients",
 )  # fmt: skip
 """What ranks must ask for alike beside shapes and types; the documents themselves are not compared."""
 POSITIONS_KEPT = 8
@@ -289,6 +289,7 @@ class Strategy(Expectations, ABC):
         documents: Documents = None,
         sinks: Tensor | None = None,
         softcap: float = 0.0,
+        prefix: int = 0,
     ) -> Any:
         """Attention over the whole sequence for this rank's queries. Differentiable, also through the LSE.
 
@@ -299,10 +300,11 @@ class Strategy(Expectations, ABC):
 
         ``documents`` are the cumulative lengths, from 0 to S, of the documents that every batch entry packs
         (``cu_seqlens`` of flash-attn; a tensor on a GPU makes the host wait for it): none sees another.
-        ``window_size`` are the tokens before and after its own that a query sees, -1 for all. ``sinks`` (H) are logits
-        that take part in the softmax of each head's rows and have no value; their gradient is this rank's share, to be
-        added up over the ranks as that of every replicated parameter. With a ``softcap`` above 0 a score s becomes
-        softcap · tanh(s / softcap), before the mask; a kernel that computes it is needed.
+        ``window_size`` are the tokens before and after its own that a query sees, -1 for all; beside them it sees the
+        first ``prefix`` tokens of its document. ``sinks`` (H) are logits that take part in the softmax of each head's
+        rows and have no value; their gradient is this rank's share, to be added up over the ranks as that of every
+        replicated parameter. With a ``softcap`` above 0 a score s becomes softcap · tanh(s / softcap), before the mask;
+        a kernel that computes it is needed.
         """
         if dropout_p or alibi_slopes is not None:
             option = "dropout_p" if dropout_p else "alibi_slopes"
@@ -314,11 +316,12 @@ class Strategy(Expectations, ABC):
         scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
         window, packed = tuple(window_size), documents is not None
         trains = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-        self._check_call(q, k, v, (causal, scale, return_lse, sinks is not None, softcap, packed, window, trains))
+        asked = causal, scale, return_lse, sinks is not None, softcap, packed, window, prefix, trains
+        self._check_call(q, k, v, asked)
         cut = None
-        if packed or window != (-1, -1):
-            cut = self._cut(causal, documents, window, q.shape[1] * self.comm.size)
-        kernel = self.kernel_for(q, **self._asks(cut, softcap))
+        if packed or prefix or window != (-1, -1):
+            cut = self._cut(causal, documents, window, prefix, q.shape[1] * self.comm.size)
+        kernel = self.kernel_for(q, **self._asks(None if cut is None else cut.mask, softcap))
         blocks = Blocks(kernel, scale, causal, return_lse or sinks is not None, cut)
         out, lse = self.differentiable(blocks, q, k, v, lse_wanted=blocks.lse_wanted)
         out = out[..., : v.shape[-1] - missing] if missing > 0 else out
@@ -333,20 +336,21 @@ class Strategy(Expectations, ABC):
         result: tuple[Tensor, Tensor] = _Attention.apply(self, blocks, q, k, v)  # type: ignore[no-untyped-call]
         return result
 
-    def _asks(self, cut: Cut | None, softcap: float) -> dict[str, Any]:
+    def _asks(self, mask: Mask | None, softcap: float) -> dict[str, Any]:
         """What the choice of a kernel is told beside the tensors: nothing where all kernels do."""
+        asks: dict[str, Any] = {} if mask is None else mask.asks_of_kernels()
         if not softcap:
-            return {} if cut is None else cut.mask.asks_of_kernels()
+            return asks
         if not (0 < softcap < float("inf")):
             raise Unfit(f"softcap is a positive number, or 0 for none: not {softcap}")
         if not self.takes_softcap:
             raise Unfit(f"{type(self).__name__} {NO_SOFTCAP}")
-        return {**({} if cut is None else cut.mask.asks_of_kernels()), "softcap": float(softcap)}
+        return {**asks, "softcap": float(softcap)}
 
-    def _cut(self, causal: bool, documents: Documents, window: Sequence[int], seq: int) -> Cut | None:
+    def _cut(self, causal: bool, documents: Documents, window: Sequence[int], prefix: int, seq: int) -> Cut | None:
         """The mask as the ranks that trade keys hold it; None for a plain one."""
         try:
-            mask = Mask.of(documents, window, causal=causal)
+            mask = Mask.of(documents, window, causal=causal, prefix=prefix)
         except ValueError as error:
             raise Unfit(str(error)) from None
         reason = self.unfit_mask(mask, seq, self.comm.size, **self.parameters)

@@ -1,7 +1,7 @@
 """What strategies share whose queries are fewer than their keys: prefill and decode over a cache of keys and values.
 
-A sequence has ``kv_length`` keys, and its last tokens, S of them, are new: query i sees the keys up to position
-kv_length - S + i, or all of them without a causal mask. The ranks hold the keys by position; there is no backward pass.
+A sequence has ``kv_length`` keys, and its last tokens, S of them, are new: query i stands at position
+kv_length - S + i of the mask. The ranks hold the keys by position; there is no backward pass.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ringprof.mask import Mask
+
 from .annotate import ring_step
 from .base import Blocks, Rows, Shape, Strategy
 from .errors import Unfit
-from .kernel import Gradients, Kernel
+from .kernel import Gradients
 from .layouts import ALL, LAYOUTS, Block, part
-from .merge import merge_rows, wide_type
+from .merge import merge_rows, wide_type, with_sinks
 from .uncompiled import uncompiled
 
 
@@ -48,7 +50,7 @@ class Cached(Strategy):
 
     @abstractmethod
     def compute(
-        self, kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool, kv_length: int
+        self, blocks: Blocks, mask: Mask, q: Tensor, k: Tensor, v: Tensor, kv_length: int
     ) -> tuple[Tensor, Tensor]:
         """Output (B, S, H, D) in q's type and LSE (B, H, S) of the rows that this rank returns."""
 
@@ -72,25 +74,38 @@ class Cached(Strategy):
     @uncompiled
     def attention(  # type: ignore[override]
         self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, softmax_scale: float | None = None,
-        kv_length: int | None = None, return_lse: bool = False,
+        kv_length: int | None = None, return_lse: bool = False, window_size: tuple[int, int] = (-1, -1),
+        prefix: int = 0, sinks: Tensor | None = None, softcap: float = 0.0,
     ) -> Any:  # fmt: skip
         """Attention of this rank's new queries over all keys, which every rank has a share of. Not differentiable.
 
         q (B, S, H, D) as `shard` gives it; k and v (B, keys, Hkv, D) as `shard_cache` does, those of the new tokens
-        among them. ``kv_length`` is the number of keys of all ranks. Returns out, or (out, lse) with lse (B, H, S).
-        Raises `Unfit` for shapes that do not fit.
+        among them; heads of v may be smaller. ``kv_length`` is the number of keys of all ranks. ``sinks`` are the
+        logits of the heads that this rank returns; ``window_size``, ``prefix`` and ``softcap`` as in training. Returns
+        out, or (out, lse) with lse (B, H, S). Raises `Unfit` for shapes and options that do not fit.
         """
         if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
             raise Unfit(f"{type(self).__name__} has no backward pass: call it under torch.no_grad()")
-        if q.dim() != 4 or k.dim() != 4 or k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+        matching = q.dim() == k.dim() == v.dim() == 4 and k.shape[:3] == v.shape[:3] and v.shape[3] <= k.shape[3]
+        if not matching or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
             shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, v))
             raise Unfit(f"expected q (B, S, H, D), k and v (B, keys, Hkv, D) of the same batch and D: got {shapes}")
         kv_length = self._length(q, k) if kv_length is None else kv_length
         scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-        kernel = self.kernel_for(q)
+        try:
+            mask = Mask.of(None, window_size, causal=causal, prefix=prefix)
+        except ValueError as error:
+            raise Unfit(str(error)) from None
+        blocks = Blocks(self.kernel_for(q, **self._asks(mask, softcap)), scale, causal)
         self.comm.meter.phase = "forward"
-        out, lse = self.compute(kernel, q, k, v, scale=scale, causal=causal, kv_length=kv_length)
+        out, lse = self.compute(blocks, mask, q, k, v, kv_length)
+        if sinks is not None:
+            out, lse = with_sinks(out, lse, sinks)
         return (out, lse) if return_lse else out
+
+    @classmethod
+    def unfit_mask(cls, mask: Mask, seq: int, size: int, **params: Any) -> str | None:
+        return "takes no packed documents over a cache" if mask.documents else None
 
     @abstractmethod
     def _length(self, q: Tensor, k: Tensor) -> int:
@@ -115,7 +130,7 @@ class Cached(Strategy):
         return x[:, :, held].index_select(1, self.key_positions(x.shape[1], new_tokens).to(x.device))
 
     def held(self, shape: Shape) -> _Held:
-        """The shapes of this rank's share of a problem."""
+        """The shapes of this rank's share of a problem; those of v where its heads are as large as k's."""
         assert shape.kv_length is not None
         mine = self.heads(shape.heads, shape.kv_heads)
         queries = len(self.query_places(shape.seq))
@@ -135,19 +150,17 @@ class Cached(Strategy):
         raise NotImplementedError("there is no backward pass over a cache")
 
 
-def assembled(
-    kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, blocks: list[Block], scale: float, step: int
-) -> tuple[Tensor, Tensor]:
-    """Output and LSE of q over the keys of some blocks; 0 and -inf in rows that see none of them."""
-    if len(blocks) == 1 and blocks[0].q == ALL:
+def assembled(blocks: Blocks, q: Tensor, k: Tensor, v: Tensor, owed: list[Block], step: int) -> tuple[Tensor, Tensor]:
+    """Output and LSE of q over the keys of the blocks ``owed``; 0 and -inf in rows that see none of them."""
+    if len(owed) == 1 and owed[0].q == ALL:
         with ring_step("fwd", step, "block"):
-            return rectangle(kernel, q, k, v, blocks[0], scale)
+            return rectangle(blocks, q, k, v, owed[0])
     wide = wide_type(q)
-    out = torch.zeros_like(q, dtype=wide)
+    out = q.new_zeros((*q.shape[:3], v.shape[3]), dtype=wide)
     lse = q.new_full((q.shape[0], q.shape[2], q.shape[1]), float("-inf"), dtype=wide)
-    for block in blocks:
+    for block in owed:
         with ring_step("fwd", step, "block"):
-            found = rectangle(kernel, q, k, v, block, scale)
+            found = rectangle(blocks, q, k, v, block)
         with ring_step("fwd", step, "merge"):
             merge_rows(out, lse, *found, block.q)
     return out, lse
@@ -157,23 +170,23 @@ FEW_ROWS = 64
 """Up to so many queries of a sequence, the heads that share keys are computed as rows of one: keys are read once."""
 
 
-def rectangle(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float) -> tuple[Tensor, Tensor]:
+def rectangle(blocks: Blocks, q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor]:
     """Output and LSE of one block. Where queries are few, the heads of a group are rows of one head, (B, S·G, Hkv, D):
     a kernel reads the keys once for all of them, and none must repeat the keys."""
-    q, k, v = part(q, block.q), part(k, block.kv), part(v, block.kv)
-    batch, rows, heads, head_dim = q.shape
+    few = part(q, block.q)
+    batch, rows, heads, head_dim = few.shape
     kv_heads = k.shape[2]
     if not kv_heads or heads % kv_heads:
         raise Unfit(
             f"a rank computes {heads} heads over {kv_heads} kv heads: the ones must be a multiple of the others"
         )
     group = heads // kv_heads
-    if block.causal or group == 1 or rows > FEW_ROWS:
-        return kernel.forward(q, k, v, scale=scale, causal=block.causal)
-    grouped = q.reshape(batch, rows, kv_heads, group, head_dim)
+    if block.causal or block.parts is not None or group == 1 or rows > FEW_ROWS:
+        return blocks.forward(q, k, v, block)
+    grouped = few.reshape(batch, rows, kv_heads, group, head_dim)
     packed = grouped.transpose(2, 3).reshape(batch, -1, kv_heads, head_dim)
-    out, lse = kernel.forward(packed, k, v, scale=scale, causal=False)
-    out = out.reshape(batch, rows, group, kv_heads, head_dim).transpose(2, 3).reshape(q.shape)
+    out, lse = blocks.forward(packed, k, v, Block(kv=block.kv))
+    out = out.reshape(batch, rows, group, kv_heads, -1).transpose(2, 3).flatten(2, 3)
     return out, lse.reshape(batch, kv_heads, rows, group).transpose(2, 3).reshape(batch, heads, rows)
 
 

@@ -9,9 +9,13 @@ block is one triangle a document.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Iterator
 from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import NamedTuple
+
+import torch
+from torch import Tensor
 
 from ringprof.mask import NO_LIMIT, Mask
 
@@ -28,12 +32,20 @@ class _Piece(NamedTuple):
 
 
 class Cut:
-    """A mask over ``seq`` tokens that ``size`` ranks hold by a layout."""
+    """A mask over ``seq`` tokens that ``size`` ranks hold by a layout.
 
-    def __init__(self, mask: Mask, layout: Layout, size: int, seq: int) -> None:
-        self.mask, self.seq, self.size = mask, seq, size
+    Of these the first ``cached`` are keys alone, in even shares before each rank's own.
+    """
+
+    def __init__(self, mask: Mask, layout: Layout, size: int, seq: int, cached: int = 0) -> None:
+        self.mask, self.seq, self.size, self.cached = mask, seq, size, cached
         self.stride = layout.stride(size)
-        self._pieces = [_pieces(layout, mask, seq, size, rank) for rank in range(size)]
+        new = [cached + layout.positions(seq - cached, size, rank) for rank in range(size)]
+        self._queries = [self._pieces(positions) for positions in new]
+        self._keys = self._queries
+        if cached:
+            shares = torch.arange(cached).chunk(size)
+            self._keys = [self._pieces(torch.cat([*held])) for held in zip(shares, new, strict=True)]
         self._blocks: dict[tuple[int, int], Block | None] = {}
         self._halo_blocks: dict[int, Block | None] = {}
 
@@ -41,16 +53,17 @@ class Cut:
         """The block that ``q_rank`` owes ``kv_rank``'s keys; None where the mask leaves nothing."""
         key = q_rank, kv_rank
         if key not in self._blocks:
-            self._blocks[key] = block_of(self.parts(*key), self.seq // self.size, self.seq // self.size)
+            self._blocks[key] = block_of(self.parts(*key), (self.seq - self.cached) // self.size, self.seq // self.size)
         return self._blocks[key]
 
     def parts(self, q_rank: int, kv_rank: int) -> list[Part]:
         """What ``q_rank``'s queries see of ``kv_rank``'s keys, all rows counted from the rank's first."""
-        theirs = self._pieces[kv_rank]
+        theirs = self._keys[kv_rank]
         found: list[Part] = []
-        for document, mine in self._pieces[q_rank].items():
+        bounds = self.mask.documents or (0, self.seq)
+        for document, mine in self._queries[q_rank].items():
             if document in theirs:
-                found += self._in_document(mine, theirs[document], own=q_rank == kv_rank)
+                found += self._in_document(mine, theirs[document], bounds[document], own=q_rank == kv_rank)
         return found
 
     def with_others(self, q_rank: int) -> list[Block]:
@@ -99,26 +112,47 @@ class Cut:
         """`area` of every rank's queries (rows) with every rank's keys."""
         return [[self.area(q_rank, kv_rank) for kv_rank in range(self.size)] for q_rank in range(self.size)]
 
-    def _in_document(self, mine: list[_Piece], theirs: list[_Piece], *, own: bool) -> list[Part]:
-        if own and self.mask.right == 0 and self.mask.left == NO_LIMIT:
+    def _in_document(self, mine: list[_Piece], theirs: list[_Piece], begin: int, *, own: bool) -> list[Part]:
+        if own and not self.cached and self.mask.right == 0 and self.mask.left == NO_LIMIT:
             # Whatever the layout, a rank's own rows lie in the order of their positions.
             first, end = mine[0].row, mine[-1].row + mine[-1].tokens
             return [Part(first, end, first, end, right=0 if end - first > 1 else NO_LIMIT)]
-        found = [one for q in mine for kv in theirs if (part := self._pair(q, kv)) for one in rows_apart(part)]
-        return joined(found)
+        pairs = (part for q in mine for kv in theirs for part in self._pair(q, kv, begin))
+        return joined([one for part in pairs if part for one in rows_apart(part)])
 
-    def _pair(self, q: _Piece, kv: _Piece) -> Part | None:
-        apart = q.first - kv.first
+    def _pair(self, q: _Piece, kv: _Piece, begin: int) -> Iterator[Part | None]:
+        """The window, and what of the prefix of a document that begins at ``begin`` lies before it, or after it."""
+        apart, prefix = q.first - kv.first, begin + self.mask.prefix - kv.first
         left, right = self.mask.left, self.mask.right
         low = None if left == NO_LIMIT else -((left - apart) // self.stride)
         high = None if right == NO_LIMIT else (apart + right) // self.stride
-        return banded(q.row, q.tokens, kv.row, kv.tokens, low, high)
+        yield banded(q.row, q.tokens, kv.row, kv.tokens, low, high)
+        keys = min(kv.tokens, max(0, -(-prefix // self.stride))) if self.mask.prefix else 0
+        if keys and low is not None:
+            yield banded(q.row, q.tokens, kv.row, keys, None, low - 1)
+        if keys and high is not None and not self.mask.causal:
+            yield banded(q.row, q.tokens, kv.row, keys, high + 1, None)
+
+    def _pieces(self, positions: Tensor) -> dict[int, list[_Piece]]:
+        """A rank's rows by the number of the document."""
+        bounds, stride = self.mask.documents or (0, self.seq), self.stride
+        found: dict[int, list[_Piece]] = {}
+        for row, position, left in _runs(positions, stride):
+            document = bisect_right(bounds, position) - 1
+            while left:
+                # Rows up to the document's end.
+                count = min(left, -((position - bounds[document + 1]) // stride))
+                if count > 0:
+                    found.setdefault(document, []).append(_Piece(row, position, count))
+                    row, position, left = row + count, position + count * stride, left - count
+                document += 1
+        return found
 
 
 @lru_cache(maxsize=16)
-def cut_of(mask: Mask, layout: Layout, size: int, seq: int) -> Cut:
+def cut_of(mask: Mask, layout: Layout, size: int, seq: int, cached: int = 0) -> Cut:
     """The `Cut`, kept: the layers of a model ask for the same one."""
-    return Cut(mask, layout, size, seq)
+    return Cut(mask, layout, size, seq, cached)
 
 
 def busiest_over_mean(areas: list[list[int]]) -> float:
@@ -147,26 +181,7 @@ def block_of(parts: list[Part], queries: int, keys: int) -> Block | None:
     return Block(rows, columns, parts=Parts(inside, q.stop - q.start, kv.stop - kv.start))
 
 
-def _pieces(layout: Layout, mask: Mask, seq: int, size: int, rank: int) -> dict[int, list[_Piece]]:
-    """By the number of the document."""
-    bounds = mask.documents or (0, seq)
-    stride = layout.stride(size)
-    found: dict[int, list[_Piece]] = {}
-    for run in _runs(layout, seq, size, rank):
-        row, position, left = run
-        document = bisect_right(bounds, position) - 1
-        while left:
-            # Rows up to the document's end.
-            count = min(left, -((position - bounds[document + 1]) // stride))
-            if count > 0:
-                found.setdefault(document, []).append(_Piece(row, position, count))
-                row, position, left = row + count, position + count * stride, left - count
-            document += 1
-    return found
-
-
-def _runs(layout: Layout, seq: int, size: int, rank: int) -> list[_Piece]:
-    positions = layout.positions(seq, size, rank)
-    breaks = (positions.diff() != layout.stride(size)).nonzero().flatten().add(1).tolist()
+def _runs(positions: Tensor, stride: int) -> list[_Piece]:
+    breaks = (positions.diff() != stride).nonzero().flatten().add(1).tolist()
     bounds = [0, *breaks, len(positions)]
     return [_Piece(row, int(positions[row]), end - row) for row, end in pairwise(bounds) if end > row]

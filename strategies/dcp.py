@@ -18,18 +18,21 @@ Source: vLLM's decode context parallelism; Helix Parallelism (arXiv 2507.07120).
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
+from ringprof.mask import Mask
+
 from .annotate import ring_step
-from .base import Context, Shape
+from .base import Blocks, Context, Shape
 from .cached import Cached, Heads, assembled, merged_by_lse
 from .errors import Unfit
 from .expected import Load
 from .kernel import Kernel
-from .kernels import KERNELS
+from .kernels import KeyStretches, choose_kernel
 from .layouts import ALL, LAYOUTS, Block, Layout
 from .merge import wide_type
 
@@ -104,7 +107,8 @@ class DecodeContextParallel(Cached):
         cls, name: str, device: torch.device, dtype: torch.dtype, head_dim: int, **asks: Any
     ) -> type[Kernel]:  # fmt: skip
         if name == "auto":
-            name = next((one for one in SPLITTING if KERNELS[one].unfit(device, dtype, head_dim) is None), "auto")
+            with suppress(Unfit):
+                return choose_kernel(name, device, dtype, head_dim, among=SPLITTING, **asks)
         return super().kernel_class(name, device, dtype, head_dim, **asks)
 
     @property
@@ -135,12 +139,11 @@ class DecodeContextParallel(Cached):
         return k.shape[1] * self.degree
 
     def compute(
-        self, kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool, kv_length: int
+        self, blocks: Blocks, mask: Mask, q: Tensor, k: Tensor, v: Tensor, kv_length: int
     ) -> tuple[Tensor, Tensor]:
         if self.parameters["queries"] == "gathered":
             q = _joined_heads(self.q_channel.all_gather(q).wait()[0])
-        blocks = self._blocks(q.shape[1], k.shape[1], kv_length, causal=causal)
-        out, lse = assembled(kernel, q, k, v, blocks, scale, 0)
+        out, lse = assembled(blocks, q, k, v, self._blocks(q.shape[1], k.shape[1], kv_length, mask), 0)
         if self.degree == 1:
             return out.to(q.dtype), lse
         wire = q.dtype if self.parameters["out_wire"] == "input" else wide_type(q)
@@ -149,19 +152,26 @@ class DecodeContextParallel(Cached):
             out, lse = merge[self.parameters["merge"]](out, lse, wire)
             return out.to(q.dtype), lse
 
-    def _blocks(self, queries: int, keys: int, kv_length: int, *, causal: bool) -> list[Block]:
-        """All queries over the keys that all see; then those that see more, over these alone."""
-        if not causal or queries == 1:
+    def _blocks(self, queries: int, keys: int, kv_length: int, mask: Mask) -> list[Block]:
+        """Some consecutive queries over keys that just these see, and over further ones that just others see."""
+        if mask.plain and (not mask.causal or queries == 1):
             return [Block()] if keys else []
-        first = kv_length - queries
-        seen = [max(0, (first + i - self.place) // self.degree + 1) for i in range(queries)]
-        # Each further key is seen by all queries from some query on.
-        bounds = [(0, 0, seen[0]), *((i, seen[i - 1], seen[i]) for i in range(1, queries))]
-        return [
-            Block(slice(first, queries) if first else ALL, slice(start, end))
-            for first, start, end in bounds
-            if end > start
-        ]
+        seen = KeyStretches.of(mask, torch.arange(kv_length - queries, kv_length), kv_length)
+        # Of positions, which of this rank's keys is the first from there on.
+        places = [[-((self.place - x) // self.degree) for x in ends] for ends in seen.stretches]
+        here = KeyStretches(tuple((first, end) for first, end in places))
+        edges = torch.cat([x for ends in places for x in ends]).clamp(0, keys)
+        edges = torch.tensor(sorted(set(edges.tolist())))
+        shown = here.shown(edges[:-1])
+        found: list[Block] = []
+        for start, end, first, count in zip(
+            *(x.tolist() for x in (edges[:-1], edges[1:], shown.int().argmax(0), shown.sum(0))), strict=True
+        ):
+            rows = ALL if count == queries else slice(first, first + count)
+            if found and found[-1].q == rows and found[-1].kv.stop == start:
+                start = found.pop().kv.start
+            found += [Block(rows, slice(start, end))] if count else []
+        return found
 
     def _reduced(self, out: Tensor, lse: Tensor, wire: torch.dtype) -> tuple[Tensor, Tensor]:
         lses = self.out_channel.all_gather(lse).wait()[0]

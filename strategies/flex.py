@@ -20,12 +20,13 @@ A NaN or an infinity in one document may reach tokens of another within a tile.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache, lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from .kernel import Gradients, Kernel
 from .merge import row_product
@@ -86,12 +87,14 @@ class FlexKernel(Kernel):
         return self._gradients(dout, q, k, v, lse, out, scale, _of_parts(parts, q.device))
 
     def _alone(self, q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Any) -> tuple[Tensor, Tensor]:
-        # The mode of autograd is compiled for: one mode here, whoever asks.
+        # The mode of autograd is compiled for, and who wants a gradient: one mode here, whoever asks.
         with torch.no_grad():
-            return self._call(q, k, v, scale, seen)
+            return self._call(q.detach(), k.detach(), v.detach(), scale, seen)
 
     def _call(self, q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Any) -> tuple[Tensor, Tensor]:
-        out, lse = _flex(q.is_cuda)(*(x.transpose(1, 2) for x in (q, k, v)), _score_mod(self.softcap), seen, scale)
+        out, lse = _flex(q.is_cuda)(
+            *(_alike(x).transpose(1, 2) for x in (q, k, v)), _score_mod(self.softcap), seen, scale
+        )
         return out.transpose(1, 2), lse
 
     def _gradients(
@@ -110,7 +113,15 @@ class FlexKernel(Kernel):
         return found[0], found[1], found[2]
 
 
+def _alike(x: Tensor) -> Tensor:
+    """``x``, or a copy where it is a part of more: it is compiled for where tensors begin and how they lie."""
+    whole = x.is_contiguous() and x.storage_offset() == 0 and x.stride(0) == x[0].numel()
+    return x if whole else x.clone(memory_format=torch.contiguous_format)
+
+
 _LEAST_HEAD_DIM = 16
+_LENGTHS = "L['block_mask'].seq_lengths[0],L['block_mask'].seq_lengths[1]"
+"""The block's lengths, where the compiler finds them: numbers, which it would else compile for one by one."""
 _OPTIONS = {"FORCE_USE_FLEX_ATTENTION": True}
 """Short queries go to the same kernel as all others, and not to the one for decoding."""
 
@@ -181,15 +192,28 @@ def _block_mask(first: Tensor, end: Tensor, keys: int, device: torch.device) -> 
         order = found.to(torch.int32).argsort(dim=1, descending=True, stable=True)
         return found.sum(1, dtype=torch.int32)[None, None], order.to(torch.int32)[None, None]
 
-    partial, whole = tiles(first, end, keys)
-    return BlockMask.from_kv_blocks(
+    # A single tile would be compiled for by itself: of each kind there are two, of which one may be no tile's.
+    partial, whole = (
+        pad(found, (0, max(0, 2 - found.shape[1]), 0, max(0, 2 - found.shape[0]))) for found in tiles(first, end, keys)
+    )
+    pairs = list(zip(first.to(device).unbind(0), end.to(device).unbind(0), strict=True))
+    made = BlockMask.from_kv_blocks(
         *listed(partial), *listed(whole), BLOCK_SIZE=(TILE, TILE), seq_lengths=(first.shape[1], keys),
-        mask_mod=_mask_mod(first.to(device), end.to(device)),
+        mask_mod=_mask_mod(pairs),
     ).to(device)  # fmt: skip
+    _of_any_size([x for x in made.as_tuple() if isinstance(x, Tensor)], 2)
+    _of_any_size([x for pair in pairs for x in pair], 0)
+    return made
 
 
-def _mask_mod(first: Tensor, end: Tensor) -> Callable[..., Tensor]:
-    pairs = list(zip(first.unbind(0), end.unbind(0), strict=True))
+def _of_any_size(tensors: Iterable[Tensor], first: int, end: int | None = None) -> None:
+    """What is compiled with them is to take any size of these dimensions, which follow from a block's lengths."""
+    for tensor in tensors:
+        for dim in range(first, end or tensor.dim()):
+            torch._dynamo.maybe_mark_dynamic(tensor, dim)
+
+
+def _mask_mod(pairs: list[tuple[Tensor, Tensor]]) -> Callable[..., Tensor]:
 
     def seen(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         found = (key >= pairs[0][0][query]) & (key < pairs[0][1][query])
@@ -225,12 +249,15 @@ def _compiled() -> Callable[..., tuple[Tensor, Tensor]]:
     from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
     function: Any = torch.compile(flex_attention, fullgraph=True)
+    settings: Any = torch.compiler.config
 
     def call(
         q: Tensor, k: Tensor, v: Tensor, score_mod: Callable[..., Tensor], block_mask: Any, scale: float
     ) -> tuple[Tensor, Tensor]:
+        _of_any_size((q, k, v), 2, 3)
         # A second softcap would else be a tensor, which the kernel's template refuses.
-        with torch._dynamo.config.patch(recompile_limit=MOST_COMPILATIONS, specialize_float=True):
+        limits = torch._dynamo.config.patch(recompile_limit=MOST_COMPILATIONS, specialize_float=True)
+        with limits, settings.patch(dynamic_sources=_LENGTHS):
             out, aux = function(
                 q, k, v, score_mod=score_mod, block_mask=block_mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1],
                 return_aux=AuxRequest(lse=True), kernel_options=_OPTIONS,

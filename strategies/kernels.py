@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -173,8 +173,7 @@ class MaskedReference(ReferenceKernel):
 
     def _seen(self, q: Tensor) -> Tensor:
         everything = torch.arange(q.shape[1], device=q.device)
-        first, end = key_spans(self._mask, everything, q.shape[1])
-        return (everything >= first[:, None]) & (everything < end[:, None])
+        return KeyStretches.of(self._mask, everything, q.shape[1]).shown(everything)
 
 
 def capped(scores: Tensor, softcap: float) -> Tensor:
@@ -182,17 +181,36 @@ def capped(scores: Tensor, softcap: float) -> Tensor:
     return softcap * torch.tanh(scores / softcap) if softcap else scores
 
 
-def key_spans(mask: Mask, queries: Tensor, seq: int) -> tuple[Tensor, Tensor]:
-    """The first key that each of some queries sees, and the end of its keys; all are positions (int64)."""
-    mask.check(seq)
-    bounds = torch.tensor(mask.documents or (0, seq), device=queries.device)
-    document = torch.searchsorted(bounds, queries, right=True)
-    first, end = bounds[document - 1], bounds[document]
-    if mask.left != NO_LIMIT:
-        first = torch.maximum(first, queries - mask.left)
-    if mask.right != NO_LIMIT:
-        end = torch.minimum(end, queries + mask.right + 1)
-    return first, end
+class KeyStretches(NamedTuple):
+    """The stretches of keys that each of R query rows sees: of each the first (R) and the end, int64 positions."""
+
+    stretches: tuple[tuple[Tensor, Tensor], ...]
+
+    @classmethod
+    def of(cls, mask: Mask, positions: Tensor, seq: int) -> KeyStretches:
+        """What rows at these positions see of ``seq`` keys."""
+        mask.check(seq)
+        bounds = torch.tensor(mask.documents or (0, seq), device=positions.device)
+        document = torch.searchsorted(bounds, positions, right=True)
+        begin, last = bounds[document - 1], bounds[document]
+        first = begin if mask.left == NO_LIMIT else torch.maximum(begin, positions - mask.left)
+        end = last if mask.right == NO_LIMIT else torch.minimum(last, positions + mask.right + 1)
+        if not mask.prefix:
+            return cls(((first, end),))
+        return cls(((first, end), (begin, torch.minimum(begin + mask.prefix, end if mask.causal else last))))
+
+    def repeated(self, times: int) -> KeyStretches:
+        """The same for as many rows after each other: the heads of a group."""
+        return KeyStretches(tuple((first.repeat(times), end.repeat(times)) for first, end in self.stretches))
+
+    def bounds(self) -> tuple[int, int]:
+        """The first key that any row sees, and the end of these."""
+        return min(int(first.min()) for first, _ in self.stretches), max(int(end.max()) for _, end in self.stretches)
+
+    def shown(self, keys: Tensor) -> Tensor:
+        """Which of the keys at these positions (K) each row sees: bool (R, K)."""
+        found = [(keys >= first[:, None]) & (keys < end[:, None]) for first, end in self.stretches]
+        return found[0] if len(found) == 1 else found[0] | found[1]
 
 
 def _triangle(q: Tensor) -> Tensor:

@@ -18,11 +18,13 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from ringprof.mask import Mask
+
 from .annotate import ring_step
-from .base import Context, Shape
+from .base import Blocks, Context, Shape
 from .cached import Cached, Heads, assembled, merged_by_lse, rectangle
+from .cut import cut_of
 from .expected import Load, forward_bytes
-from .kernel import Kernel
 from .layouts import ALL, LAYOUTS, Block
 from .merge import Partial, wide_type
 
@@ -77,38 +79,35 @@ class RingPrefill(Cached):
         return k.shape[1] * self.comm.size
 
     def compute(
-        self, kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool, kv_length: int
+        self, blocks: Blocks, mask: Mask, q: Tensor, k: Tensor, v: Tensor, kv_length: int
     ) -> tuple[Tensor, Tensor]:
-        if self.comm.size > 1 and self.passes_queries(q, k):
-            return self._pass_queries(kernel, q, k, v, scale, causal)
+        if self.comm.size > 1 and self.passes_queries(q, k, v):
+            return self._pass_queries(blocks, mask, q, k, v)
         result = Partial()
         for step, (kv_rank, kv) in enumerate(self.ring.tour([k, v])):
-            blocks = self._blocks(self.comm.rank, kv_rank, q.shape[1], k.shape[1], causal=causal)
-            for block in blocks:
+            for block in self._blocks(self.comm.rank, kv_rank, q.shape[1], k.shape[1], mask):
                 with ring_step("fwd", step, "block"):
-                    found = rectangle(kernel, q, kv[0], kv[1], block, scale)
+                    found = rectangle(blocks, q, kv[0], kv[1], block)
                 with ring_step("fwd", step, "merge"):
                     result.merge(*found, block.q)
         with ring_step("fwd", step, "merge"):
             return result.result(q.dtype)
 
-    def passes_queries(self, q: Tensor, k: Tensor) -> bool:
+    def passes_queries(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
         """Whether queries go round and outputs come home, in place of keys and values."""
         if self.parameters["passes"] != "auto":
             return bool(self.parameters["passes"] == "q")
-        item = q.element_size()
-        there_and_back = q.numel() * 2 * item + q[..., 0].numel() * torch.finfo(wide_type(q)).bits // 8
-        return there_and_back < 2 * k.numel() * item
+        rows = q[..., 0].numel()
+        there_and_back = rows * ((q.shape[3] + v.shape[3]) * q.element_size() + torch.finfo(wide_type(q)).bits // 8)
+        return there_and_back < (k.numel() + v.numel()) * k.element_size()
 
-    def _pass_queries(
-        self, kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool
-    ) -> tuple[Tensor, Tensor]:
+    def _pass_queries(self, blocks: Blocks, mask: Mask, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         batch, rows, heads, _ = q.shape
-        outs = torch.empty((self.comm.size, *q.shape), dtype=q.dtype, device=q.device)
+        outs = torch.empty((self.comm.size, *q.shape[:3], v.shape[3]), dtype=q.dtype, device=q.device)
         lses = torch.empty((self.comm.size, batch, heads, rows), dtype=wide_type(q), device=q.device)
         for step, (q_rank, (visitor,)) in enumerate(self.q_ring.tour([q])):
-            blocks = self._blocks(q_rank, self.comm.rank, rows, k.shape[1], causal=causal)
-            out, lse = assembled(kernel, visitor, k, v, blocks, scale, step)
+            owed = self._blocks(q_rank, self.comm.rank, rows, k.shape[1], mask)
+            out, lse = assembled(blocks, visitor, k, v, owed, step)
             outs[q_rank].copy_(out)
             lses[q_rank].copy_(lse)
         hops = [self.home.all_to_all(x) for x in (outs, lses)]
@@ -116,10 +115,14 @@ class RingPrefill(Cached):
         with ring_step("fwd", self.comm.size, "merge"):
             return merged_by_lse(outs, lses, q.dtype)
 
-    def _blocks(self, q_rank: int, kv_rank: int, queries: int, keys: int, *, causal: bool) -> list[Block]:
+    def _blocks(self, q_rank: int, kv_rank: int, queries: int, keys: int, mask: Mask) -> list[Block]:
         """What the new tokens of ``q_rank`` see of ``kv_rank``'s keys: those cached first, then its new ones."""
         cached, half = keys - queries, queries // 2
-        if not causal:
+        if not mask.plain:
+            size = self.comm.size
+            block = cut_of(mask, self.layout, size, keys * size, cached * size).block(q_rank, kv_rank)
+            return [] if block is None else [block]
+        if not mask.causal:
             return [Block()]
         if kv_rank == q_rank:
             own = Block(kv=slice(cached, keys), causal=True)

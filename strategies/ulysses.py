@@ -66,11 +66,13 @@ class Ulysses(Strategy):
 
     def forward(self, blocks: Blocks, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         with ring_step("fwd", 0, "block"):
-            return blocks.forward(q, k, v, blocks.whole())
+            out, lse = blocks.forward(q, k, v, blocks.whole())
+            return out.to(q.dtype), lse
 
     def backward(self, blocks: Blocks, rows: Rows, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
         with ring_step("bwd", 0, "block"):
-            return blocks.backward(rows, q, k, v, blocks.whole())
+            dq, dk, dv = blocks.backward(rows, q, k, v, blocks.whole())
+            return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
     @classmethod
     def computing(cls, layout: Layout, size: int) -> tuple[Layout, int]:

@@ -16,8 +16,9 @@ def sees(mask: Mask, query: int, key: int) -> bool:
     left, right = mask.window
     low, high = sorted((query, key))
     same = not any(low < begins <= high for begins in mask.documents or ())
-    after = key <= query if mask.causal else right < 0 or key - query <= right
-    return same and after and (left < 0 or query - key <= left)
+    begin = max(first for first in (0, *(mask.documents or ())) if first <= query)
+    inside = (left < 0 or query - key <= left) and (mask.causal or right < 0 or key - query <= right)
+    return same and (not mask.causal or key <= query) and (inside or begin <= key < begin + mask.prefix)
 
 
 @st.composite
@@ -26,7 +27,9 @@ def masks(draw) -> tuple[Mask, int]:
     lengths = draw(st.lists(st.integers(0, 9), min_size=1, max_size=5).filter(sum))
     window = draw(st.tuples(st.integers(-1, 10), st.integers(-1, 10)))
     documents = [0, *itertools.accumulate(lengths)] if draw(st.booleans()) else None
-    return Mask.of(documents, window, causal=draw(st.booleans())), sum(lengths)
+    causal = draw(st.booleans())
+    prefix = draw(st.integers(0, 11)) if Mask.of(documents, window, causal=causal).windowed else 0
+    return Mask.of(documents, window, causal=causal, prefix=prefix), sum(lengths)
 
 
 @settings(max_examples=200, deadline=None)
@@ -41,6 +44,8 @@ def test_areas_by_hand():
     assert Mask(causal=False).area(1000) == 10**6
     assert Mask.of(documents=[0, 3, 3, 5]).area(5) == 6 + 3
     assert Mask.of(window=(2, 0)).area(6) == 1 + 2 + 3 * 4
+    # A prefix of 2: queries 3, 4 and 5 see key 0 as well, and the last two key 1.
+    assert Mask.of(window=(2, 0), prefix=2).area(6) == 1 + 2 + 3 * 4 + 3 + 2
     # Without a causal mask both sides count: 2 + 3 + 3 + 2.
     assert Mask.of(causal=False, window=(1, 1)).area(4) == 10
 
@@ -60,6 +65,8 @@ def test_a_scaled_mask_keeps_the_shares():
     mask = Mask.of(documents=[0, 1000, 3000, 4000], window=(399, 0)).scaled(4000, 400)
     assert (mask.documents, mask.window) == ((0, 100, 300, 400), (39, 0))
     assert Mask.of(window=(0, 0)).scaled(4000, 4) == Mask.of(window=(0, 0))
+    assert Mask.of(window=(399, 0), prefix=64).scaled(4000, 400) == Mask.of(window=(39, 0), prefix=6)
+    assert Mask.of(window=(399, 0), prefix=64).scaled(4000, 4) == Mask.of(window=(0, 0), prefix=1)
 
 
 def test_what_is_no_mask_is_refused():
@@ -68,6 +75,9 @@ def test_what_is_no_mask_is_refused():
             Mask.of(documents=documents)
     with pytest.raises(ValueError, match="window_size"):
         Mask.of(window=(-2, 0))
+    for prefix, window in ((-1, (3, 0)), (4, (-1, -1))):
+        with pytest.raises(ValueError, match="a prefix of"):
+            Mask.of(window=window, prefix=prefix)
     with pytest.raises(ValueError, match="end at 4, and the sequence has 5"):
         Mask.of(documents=[0, 2, 4]).area(5)
 

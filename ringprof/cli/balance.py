@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 
-from ringprof.cli.recording import masks, window_of
+from ringprof.cli.recording import mask_of, masks
 from ringprof.cli.values import Tokens
 from ringprof.cli.write import formats, print_or_write, text_style, to_file
-from ringprof.documents import document_lengths
 from ringprof.json_object import json_text
 from ringprof.report.tables import Column, Table
 from ringprof.report.text import or_dash
@@ -27,10 +28,7 @@ _COLUMNS = (
 @click.option("--causal/--no-causal", default=True, show_default=True, help="Causal mask, or full attention.")
 @formats("json")
 @to_file
-def command(
-    seq: int, documents: str | None, window_size: int | None, world: int, heads: int, form: str, output: str | None,
-    *, causal: bool,
-) -> None:  # fmt: skip
+def command(seq: int, world: int, heads: int, form: str, output: str | None, *, causal: bool, **options: Any) -> None:
     """Compare how evenly strategies and layouts deal out the work of packed documents or a window. Needs no GPU.
 
     \b
@@ -38,10 +36,7 @@ def command(
     """
     from ringprof.record.balance import balances
 
-    workload = Workload(
-        seq=seq, heads=heads, kv_heads=heads, head_dim=128, causal=causal, window=window_of(window_size),
-        documents=document_lengths(documents, seq) if documents else None,
-    )  # fmt: skip
+    workload = Workload(seq=seq, heads=heads, kv_heads=heads, head_dim=128, causal=causal, **mask_of(options, seq))
     found = balances(workload, world)
     if form == "json":
         print_or_write(json_text(found), output)

@@ -6,10 +6,9 @@ from typing import Any
 
 import click
 
-from ringprof.cli.recording import end_as_rank, masks, on_ranks, window_of, workload_options
+from ringprof.cli.recording import end_as_rank, mask_of, masks, on_ranks, workload_options
 from ringprof.cli.values import Tokens
 from ringprof.cli.write import formats
-from ringprof.documents import document_lengths
 from ringprof.errors import UsageError
 from ringprof.json_object import json_text
 from ringprof.record.check.launch import check_here
@@ -48,11 +47,10 @@ def command(**options: Any) -> int:
     ringprof check mine:packed --layout zigzag --seq 512 --documents 100,300,112
     """
     form = options.pop("form")
-    given, seq = options.pop("documents"), options["seq"]
-    if given and seq is None:
+    if options["documents"] and options["seq"] is None:
         raise UsageError("--documents needs --seq, the length that they fill")
-    options |= {"documents": document_lengths(given, seq) if given else None}
-    options |= {"window": window_of(options.pop("window_size"))}
+    options |= mask_of(options, options["seq"])
+    del options["window_size"]
     request = CheckRequest(backward=not options.pop("forward_only"), **options)
     place = launcher_rank()
     if place is None:

@@ -68,6 +68,7 @@ masks = all_of(
     click.option("--documents", metavar="LENGTHS",
                  help="Packed documents: 65536,32768x4, a file of lengths, or lognormal:mean=8192,sigma=1.2,seed=7."),
     click.option("--window-size", type=Tokens(), help="Sliding window: a token sees so many keys, its own counted."),
+    click.option("--prefix", type=Tokens(), help="With --window-size: so many first keys of its document, too."),
 )  # fmt: skip
 """Gives a command the options of a mask that is more than causal or none."""
 
@@ -102,13 +103,13 @@ scores_and_heads = all_of(
 
 def workload_of(options: Options, seq: int, *, backward: bool = True) -> Workload:
     """The problem that the options describe."""
-    given, heads, kv_heads = options.get("documents"), options["heads"], options["kv_heads"]
+    heads, kv_heads = options["heads"], options["kv_heads"]
+    around = {"backward": backward, **phase_of(options, seq), **layer_of(options)}
     return Workload(
         batch=options["batch"], seq=seq, heads=heads, kv_heads=heads if kv_heads is None else kv_heads,
         head_dim=options["head_dim"], causal=options["causal"], dtype=options["dtype"],
-        documents=document_lengths(given, seq) if given else None, window=window_of(options.get("window_size")),
         v_head_dim=_smaller(options.get("v_head_dim"), options["head_dim"]), softcap=options.get("softcap"),
-        sinks=options.get("sinks"), **{"backward": backward, **phase_of(options, seq)}, **layer_of(options),
+        sinks=options.get("sinks"), **mask_of(options, seq), **around,
     )  # fmt: skip
 
 
@@ -147,7 +148,7 @@ def phase_of(options: Options, seq: int) -> JsonObject:
         raise UsageError(f"--phase {phase} needs --kv-length, the keys of each sequence")
     if keys < seq:
         raise UsageError(f"--kv-length {keys} holds the new tokens, too: at least {seq}")
-    _refuse_beside(options, f"--phase {phase}", ("documents", "window_size", *_SCORES_AND_HEADS))
+    _refuse_beside(options, f"--phase {phase}", ("documents",))
     return {"phase": phase, "kv_length": keys, "backward": False}
 
 
@@ -165,11 +166,15 @@ def request_of(options: Options, *, seq: int, strategy: str, backward: bool = Tr
     return Request(workload=workload, strategy=strategy, command=["ringprof", *sys.argv[1:]], **chosen, **others)
 
 
-def window_of(given: int | None) -> int | None:
-    """A window as a workload has it. Raises `UsageError` where it is none."""
-    if given is not None and given < 1:
-        raise UsageError(f"--window-size must be at least 1, a token's own key, not {given}")
-    return given
+def mask_of(options: Options, seq: int) -> JsonObject:
+    """What a workload of ``seq`` tokens is told of its mask, beside whether it is causal. Raises `UsageError`."""
+    documents, window, prefix = (options.get(name) for name in ("documents", "window_size", "prefix"))
+    refuse_below_one({"--window-size": window, "--prefix": prefix})
+    if prefix is not None and window is None:
+        raise UsageError(f"--prefix {prefix} goes with --window-size: without a window every token sees them")
+    return {
+        "documents": document_lengths(documents, seq) if documents else None, "window": window, "prefix": prefix,
+    }  # fmt: skip
 
 
 def params_of(given: Iterable[str], form: str) -> dict[str, str]:

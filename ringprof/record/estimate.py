@@ -212,7 +212,7 @@ def describe(request: Request, plan: RecordingEstimate) -> list[str]:
         f" {plan.rate_source}), {_memory_in_words(plan.memory_bytes)}",
     ]
     if plan.kernel == "flex" and request.device == "cuda":
-        lines.append("flex is compiled first, for every kind of block: about a minute before the first timed iteration")
+        lines.append("flex is compiled first, forward and backward: some 15 s before the first check")
     if request.cp_sizes:
         sizes = ", ".join(map(str, request.cp_sizes))
         lines.append(f"steps of an iteration: {sizes} ranks a sequence, as many tokens a rank in each")

@@ -48,7 +48,7 @@ class Problem:
     asks: dict[str, bool] = field(default_factory=dict)
     """What the choice of a kernel is told of it."""
     sinks: Tensor | None = None
-    """One logit a head (H), the same on every rank; None without them."""
+    """One logit a head (H), the same on every rank, over a cache of the heads that it returns; None without them."""
     captured: list[Results] = field(default_factory=list)
     """What the replays of the graph compute; empty without one."""
 
@@ -85,9 +85,17 @@ class Problem:
         queries = torch.randn(new, generator=everywhere, device=device, dtype=dtype)
         generator = torch.Generator(device).manual_seed(1 + strategy.comm.rank)
         kv = strategy.held(shape).kv
-        k, v = (torch.randn(kv, generator=generator, device=device, dtype=dtype) for _ in range(2))
-        q = strategy.shard(queries).contiguous()
-        return cls(strategy, workload.causal, q, k, v, None, cuda_graph, options=mask_options(workload))
+        sizes = (workload.head_dim, workload.v_head_dim or workload.head_dim)
+        k, v = (torch.randn((*kv[:3], size), generator=generator, device=device, dtype=dtype) for size in sizes)
+        q, sinks = strategy.shard(queries).contiguous(), drawn_sinks(workload, device)
+        options = mask_options(workload)
+        if sinks is not None:
+            sinks = sinks[strategy.heads(shape.heads, shape.kv_heads).returned]
+            options |= {"sinks": sinks}
+        return cls(
+            strategy, workload.causal, q, k, v, None, cuda_graph, options=options, asks=asks_of_kernels(workload),
+            sinks=sinks,
+        )  # fmt: skip
 
     def kernel(self) -> Any:
         """The kernel that computes its blocks."""

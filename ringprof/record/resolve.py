@@ -128,9 +128,10 @@ def shape_of(workload: Workload) -> Shape:
 def mask_options(workload: Workload) -> JsonObject:
     """What `Strategy.attention` is told of the workload's mask and scores, beside whether it is causal."""
     mask = workload.mask()
-    if workload.kv_length is not None:
-        return {"kv_length": workload.kv_length}
     found: JsonObject = {} if mask.plain else {"documents": mask.documents, "window_size": mask.window}
+    if workload.kv_length is not None:
+        found = {"kv_length": workload.kv_length} | ({"window_size": mask.window} if mask.windowed else {})
+    found |= {"prefix": mask.prefix} if mask.prefix else {}
     return found | ({"softcap": workload.softcap} if workload.softcap else {})
 
 
@@ -188,7 +189,7 @@ def _check_together(request: Request) -> None:
         "softcap": work.softcap, "sinks": work.sinks, "v-head-dim": work.v_head_dim,
     }  # fmt: skip
     excluded = {
-        f"phase {work.phase}": (work.kv_length, ("controls", *none)),
+        f"phase {work.phase}": (work.kv_length, ("controls", "documents")),
         "layer": (work.layer, ("controls", "cuda-graph", *none)),
         "cp-sizes": (request.cp_sizes, tuple(given)),
     }

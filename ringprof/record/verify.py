@@ -191,6 +191,8 @@ def kernel_results(
     filling = (0, q.shape[-1] - of_v if kernel.production else 0)
     v = pad(v, filling)
     out, lse = kernel.forward(q, k, v, scale=scale, **block)
+    # Wider where a row is in several parts.
+    out = out.to(q.dtype)
     if sinks is not None:
         out, lse = with_sinks(out, lse, sinks.detach())
     if dout is None:

@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from ringprof.json_object import JsonObject, Params
 from ringprof.record.group_ranks import gather_tensor
-from ringprof.record.measure import Problem, Results
+from ringprof.record.measure import Problem, Results, drawn_sinks
 from ringprof.record.resolve import fits, kernel_of, mask_options, shape_of, torch_dtype
 from ringprof.record.verify import (
     MOST_TOKENS,
@@ -29,10 +29,13 @@ from ringprof.record.verify import (
     relative_rms,
     worst,
 )
-from ringprof.record.verify_timed import PLACES, KeyStretch, by_head, of_ranks, same_as_first, softmax_rows
+from ringprof.record.verify_timed import PLACES, by_head, of_ranks, same_as_first, softmax_rows
 from ringprof.run import TimedVerification, Verification, Workload
+from ringprof.strategies.base import Blocks
 from ringprof.strategies.cached import Cached
-from ringprof.strategies.kernels import ReferenceKernel
+from ringprof.strategies.kernels import KeyStretches, ReferenceKernel
+from ringprof.strategies.layouts import Block
+from ringprof.strategies.merge import with_sinks
 
 SEQUENCES = 2
 
@@ -45,19 +48,23 @@ def verify_cached(strategy: Cached, workload: Workload, device: torch.device) ->
     full = draw_inputs(msgspec.structs.replace(workload, phase="training", kv_length=None, seq=keys), device)
     q = full.q[:, keys - new :]
     local = (strategy.shard_cache(x, new, workload.heads).contiguous() for x in (full.k, full.v))
+    options, sinks = mask_options(workload), drawn_sinks(workload, device)
+    if sinks is not None:
+        options["sinks"] = sinks[strategy.heads(workload.heads, workload.kv_heads).returned]
     with torch.no_grad():
-        out = strategy.attention(
-            strategy.shard(q).contiguous(), *local, causal=workload.causal, **mask_options(workload)
-        )
-    kernel = type(kernel_of(strategy, q, workload))()
+        out = strategy.attention(strategy.shard(q).contiguous(), *local, causal=workload.causal, **options)
     common = keys - new + 1 if workload.causal else keys
     wide_k, wide_v = (x.repeat_interleave(workload.heads // workload.kv_heads, 2) for x in (full.k, full.v))
-    scale = workload.head_dim**-0.5
-    first = torch.arange(keys, device=device) < torch.arange(common, common + new, device=device)[:, None]
-    exact, _ = ReferenceKernel().forward_seen(q.double(), wide_k, wide_v, scale, first if workload.causal else None)
-    # One call of the kernel over what all new tokens see: its own error.
-    alone, _ = kernel.forward(q, full.k[:, :common], full.v[:, :common], scale=scale, causal=False)
-    there, _ = ReferenceKernel().forward_seen(q.double(), wide_k[:, :common], wide_v[:, :common], scale, None)
+    scale, reference = workload.head_dim**-0.5, ReferenceKernel(softcap=workload.softcap or 0.0)
+    everything = torch.arange(keys, device=device)
+    seen = KeyStretches.of(workload.mask(), everything[keys - new :], keys).shown(everything)
+    exact, lse = reference.forward_seen(q.double(), wide_k, wide_v, scale, seen)
+    if sinks is not None:
+        exact, _ = with_sinks(exact, lse, sinks)
+    # One call of the kernel over what all new tokens may see: its own error.
+    blocks = Blocks(kernel_of(strategy, q, workload).again(), scale, causal=False)
+    alone, _ = blocks.forward(q, full.k[:, :common], full.v[:, :common], Block())
+    there, _ = reference.forward_seen(q.double(), wide_k[:, :common], wide_v[:, :common], scale, None)
     share, kernel_error = strategy.shard_output(exact), relative_rms(alone.double() - there, there)
     difference = out.double() - share
     errors = _judged(
@@ -78,7 +85,7 @@ def shortened(strategy: type[Cached], workload: Workload, world: int, device_typ
     if cached > most:
         # As even over the ranks as it is.
         cached = most // world * world + cached % world
-    short = msgspec.structs.replace(workload, seq=new, kv_length=new + cached)
+    short = workload.at(new, new + cached)
     assert fits(strategy, short, world, params) is None
     return short
 
@@ -111,8 +118,9 @@ def verify_cached_timed(
 
 
 def _judged(row: list[float], strategy: Cached, workload: Workload, device: torch.device) -> JsonObject:
-    """The errors of the output on all ranks. Collective."""
-    return {"out": worst(of_ranks(row, device), torch_dtype(workload), strategy.out_roundings)}
+    """The errors of the output on all ranks; sinks round it once more than the kernel. Collective."""
+    roundings = strategy.out_roundings + int(workload.sinks is not None)
+    return {"out": worst(of_ranks(row, device), torch_dtype(workload), roundings)}
 
 
 class _Cache:
@@ -165,7 +173,7 @@ def _places(problem: Problem, out: Tensor, workload: Workload) -> Iterator[tuple
     generator = torch.Generator().manual_seed(SEED)
     rows = torch.randperm(out.shape[1], generator=generator)[:PLACES].sort().values.to(out.device)
     positions = keys - workload.seq + problem.strategy.query_places(workload.seq).to(out.device)[rows]
-    end = positions + 1 if workload.causal else torch.full_like(positions, keys)
+    seen = KeyStretches.of(workload.mask(), positions, keys)
     queries = cache.queries()
     for number, kv_head in enumerate(cache.held):
         heads = [place for place, head in enumerate(cache.returned) if head // group == kv_head]
@@ -173,6 +181,7 @@ def _places(problem: Problem, out: Tensor, workload: Workload) -> Iterator[tuple
             k, v = (cache.whole(x, batch, number) for x in (problem.k, problem.v))
             if not heads:
                 continue
-            at = KeyStretch(torch.zeros_like(end), end).repeated(len(heads))
             q, mine = (by_head(x[batch][rows][:, heads].double()) for x in (queries, out))
-            yield mine, softmax_rows(q, k, v, at, workload.head_dim**-0.5, torch.float64)[0]
+            sinks = None if problem.sinks is None else problem.sinks[heads].repeat_interleave(len(rows))
+            scores = workload.head_dim**-0.5, torch.float64, workload.softcap or 0.0, sinks
+            yield mine, softmax_rows(q, k, v, seen.repeated(len(heads)), *scores)[0]

@@ -28,7 +28,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringprof.errors import VerificationError
-from ringprof.mask import Mask
 from ringprof.record.group_ranks import gather_tensor
 from ringprof.record.measure import Problem, Results, row_sums
 from ringprof.record.resolve import layout_options, torch_dtype
@@ -43,7 +42,7 @@ from ringprof.record.verify import (
     worst,
 )
 from ringprof.run import TimedVerification, Verification, Workload
-from ringprof.strategies.kernels import capped, key_spans
+from ringprof.strategies.kernels import KeyStretches, capped
 
 PLACES = 16
 BLOCK_NUMBERS = {"cpu": 2**22, "cuda": 2**25}
@@ -92,28 +91,8 @@ def verify_timed(
     return msgspec.structs.replace(before, timed=timed)
 
 
-class KeyStretch(NamedTuple):
-    """The stretch of keys that each of R query rows sees: positions (R), the first and the end."""
-
-    first: Tensor
-    end: Tensor
-
-    @classmethod
-    def of(cls, mask: Mask, positions: Tensor, seq: int) -> KeyStretch:
-        """What rows at these positions see."""
-        return cls(*key_spans(mask, positions, seq))
-
-    def repeated(self, times: int) -> KeyStretch:
-        """The same for as many rows after each other: the heads of a group."""
-        return KeyStretch(self.first.repeat(times), self.end.repeat(times))
-
-    def hide(self, scores: Tensor, keys: Tensor) -> None:
-        """Set to -inf what a row does not see of keys at these positions: scores (R, keys)."""
-        scores.masked_fill_((keys < self.first[:, None]) | (keys >= self.end[:, None]), float("-inf"))
-
-
 def softmax_rows(
-    q: Tensor, k: Tensor, v: Tensor, seen: KeyStretch, scale: float, wide: torch.dtype, softcap: float = 0.0,
+    q: Tensor, k: Tensor, v: Tensor, seen: KeyStretches, scale: float, wide: torch.dtype, softcap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Output (R, E) and LSE (R) of query rows (R, D) over whole keys (S, D) and values (S, E), in ``wide``.
@@ -134,17 +113,17 @@ def softmax_rows(
     return out, lse
 
 
-def _scores(q: Tensor, k: Tensor, seen: KeyStretch, softcap: float) -> Iterator[tuple[slice, Tensor, Tensor | float]]:
+def _scores(q: Tensor, k: Tensor, seen: KeyStretches, softcap: float) -> Iterator[tuple[slice, Tensor, Tensor | float]]:
     """Blocks of keys, the scores of all rows against them, and how fast these rise with what softcap is put on.
 
     Keys at the ends that no row sees are left out.
     """
-    first, end = int(seen.first.min()), int(seen.end.max())
+    first, end = seen.bounds()
     step = max(1, BLOCK_NUMBERS[q.device.type] // len(q))
     for start in range(first, end, step):
         keys = slice(start, min(start + step, end))
         scores, slope = _capped(q @ k[keys].to(q.dtype).T, softcap)
-        seen.hide(scores, torch.arange(start, keys.stop, device=q.device))
+        scores.masked_fill_(~seen.shown(torch.arange(start, keys.stop, device=q.device)), float("-inf"))
         yield keys, scores, slope
 
 
@@ -235,7 +214,7 @@ class _Places:
                     found["dq"][batch, :, heads] = self._by_row(self._dq(rows, dout, out, lse, whole, at))
         return found
 
-    def _dq(self, q: Tensor, dout: Tensor, out: Tensor, lse: Tensor, whole: _Whole, at: KeyStretch) -> Tensor:
+    def _dq(self, q: Tensor, dout: Tensor, out: Tensor, lse: Tensor, whole: _Whole, at: KeyStretches) -> Tensor:
         dq, delta = torch.zeros_like(q), (dout * out).sum(1, keepdim=True)
         for keys, scores, slope in _scores(q * self._scale, whole.k, at, self._softcap):
             weights = (scores - lse[:, None]).exp_()
@@ -268,7 +247,7 @@ class _Places:
             out, lse = softmax_rows(q, whole.k, whole.v, at, self._scale, wide, self._softcap, sinks)
             q, dout, out, lse = q.double(), dout.double(), out.double(), lse.double()
             scores, slope = _capped(q @ keys.T * self._scale, self._softcap)
-            at.hide(scores, everywhere)
+            scores.masked_fill_(~at.shown(everywhere), float("-inf"))
             weights = (scores - lse[:, None]).exp_()
             delta = (dout * out).sum(1, keepdim=True)
             dk += (slope * weights * (dout @ values.T - delta)).T @ q * self._scale
@@ -284,9 +263,9 @@ class _Places:
             found["dsinks"] = dsinks[None, None, :, None]
         return found
 
-    def _seen_from(self, positions: Tensor) -> KeyStretch:
+    def _seen_from(self, positions: Tensor) -> KeyStretches:
         """What all heads of a group see from these positions."""
-        return KeyStretch.of(self._mask, positions, self._workload.seq).repeated(self._group)
+        return KeyStretches.of(self._mask, positions, self._workload.seq).repeated(self._group)
 
     def _keys(self, batch: int, head: int) -> _Whole:
         k, v = (self._whole(x, batch, slice(head, head + 1))[:, 0] for x in (self._problem.k, self._problem.v))

@@ -43,6 +43,8 @@ def test_a_packed_recording_counts_and_says_what_it_did(tmp_path: Path, capsys: 
         (["--documents", "lognormal:mean=none"], "as in lognormal:mean=8192"),
         (["--softcap", "nan"], "'nan' is not a finite number"),
         (["--window-size", "0"], "--window-size must be at least 1"),
+        (["--window-size", "8", "--prefix", "0"], "--prefix must be at least 1"),
+        (["--prefix", "8"], "--prefix 8 goes with --window-size"),
         (["--documents", "512x2", "--strategy", "torch-cp"], "those that do are ring, zigzag, stripe"),
         (["--window-size", "64", "-p", "documents_layout=per_documents"], "is not packed|per_document"),
     ],

@@ -30,6 +30,7 @@ BASE = Workload(
     batch=3, seq=2, heads=8, kv_heads=4, head_dim=8, dtype="bf16", backward=False, phase="decode", kv_length=2001
 )
 CHUNK = msgspec.structs.replace(BASE, phase="prefill", seq=64, kv_length=2112)
+MASKED = {"window": 300, "prefix": 5, "sinks": "learned", "head_dim": 48, "v_head_dim": 32}
 
 
 def gates(rank: int, cases: list[Case], workload: Workload) -> list[str]:
@@ -51,7 +52,16 @@ def gates(rank: int, cases: list[Case], workload: Workload) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize(("world", "cases", "workload"), [(2, DECODE, BASE), (4, GROUPS, BASE), (2, PREFILL, CHUNK)])
+@pytest.mark.parametrize(
+    ("world", "cases", "workload"),
+    [
+        (2, DECODE, BASE),
+        (4, GROUPS, BASE),
+        (2, PREFILL, CHUNK),
+        (4, DECODE + GROUPS, msgspec.structs.replace(BASE, **MASKED)),
+        (2, PREFILL, msgspec.structs.replace(CHUNK, **MASKED)),
+    ],
+)
 def test_both_gates_pass_what_is_right_and_refuse_one_wrong_head(world, cases, workload) -> None:
     assert len(run_ranks(world, gates, cases, msgspec.structs.replace(workload, batch=1))[0]) == len(cases)
 
@@ -59,11 +69,8 @@ def test_both_gates_pass_what_is_right_and_refuse_one_wrong_head(world, cases, w
 class Forgets(DecodeContextParallel):
     """Leaves out the last keys where a rank holds more than the check before timing gives it."""
 
-    def compute(self, kernel, q, k, v, **how):
-        return super().compute(kernel, q, k[:, :200], v[:, :200], **how)
-
-    def _blocks(self, queries, keys, kv_length, *, causal):
-        return super()._blocks(queries, keys, min(kv_length, 400), causal=causal)
+    def compute(self, blocks, mask, q, k, v, kv_length):
+        return super().compute(blocks, mask, q, k[:, :200], v[:, :200], min(kv_length, 400))
 
 
 def forgetful(rank: int) -> str:
@@ -127,6 +134,19 @@ def test_a_decode_report_says_what_a_token_costs_and_what_bounds_it(decoded: Pat
     assert gate.returncode == 0, gate.stderr
 
 
+def test_a_window_over_a_cache_is_counted_by_what_it_shows(tmp_path: Path) -> None:
+    command = ["record", "--strategy", "dcp", "--phase", "decode", "--kv-length", "4097", *SMALL, "--dtype", "fp32"]
+    masks = ["--window-size", "100", "--prefix", "9", "--softcap", "5", "--kernel", "flex", "--sinks", "learned"]
+    made = run([*command, *masks], tmp_path)
+    assert made.returncode == 0, made.stderr
+    found = json.loads((tmp_path / "traces/run.json").read_text())
+    # Keys 0 to 8 and 3997 to 4096: 5 and 50 are even. 4 FLOPs of 4 sequences and 8 heads of 16.
+    assert [rank["block_flops"] for rank in found["work"]] == [4 * 4 * 8 * 16 * 55, 4 * 4 * 8 * 16 * 54]
+    shown = run(["report", "traces/run.json", "--format", "json"], tmp_path)
+    assert json.loads(shown.stdout)["summary"]["inference"]["cache_bytes"] == 2 * 4 * 109 * 2 * 16 * 4 // 2
+    assert "causal, window of 100, prefix of 9, softcap 5, learned sinks" in made.stderr
+
+
 def test_a_decode_run_is_not_compared_with_training_and_not_foreseen(decoded: Path) -> None:
     foreseen = run(["what-if", "traces/run.json"], decoded)
     assert foreseen.returncode == 2
@@ -149,13 +169,13 @@ def test_a_page_shows_it(decoded: Path) -> None:
         (["--strategy", "dcp", "--phase", "decode", "--seq", "65", "--kv-length", "64"], "at least 65"),
         (["--strategy", "ring-prefill", "--phase", "prefill", "--kv-length", "64"], "Missing option '--seq'"),
         (["--strategy", "dcp", "--phase", "decode", "--kv-length", "64", "--controls"], "--controls: not made for"),
-        (["--strategy", "dcp", "--phase", "decode", "--kv-length", "64", "--window-size", "4"], "not made for --phase"),
+        (["--strategy", "dcp", "--phase", "decode", "--kv-length", "64", "--documents", "64"], "not made for --phase"),
         (["--strategy", "dcp", "--phase", "decode", "--kv-length", "8g"], "is not a number of tokens"),
         (["--strategy", "dcp", "--phase", "decode", "--kv-length", "4096m"], "--kv-length"),
         (["--strategy", "ring", "--seq", "64", "--layers", "2"], "--layers goes with --layer"),
         (["--strategy", "ring", "--seq", "64", "--layer", "ddp", "--mlp-size", "0"], "--mlp-size must be at least 1"),
         (["--strategy", "ring", "--seq", "64", "--layer", "ddp", "--softcap", "5"], "--softcap: not made for --layer"),
-        (["--strategy", "dcp", "--phase", "decode", "--kv-length", "64", "--sinks", "learned"], "--sinks: not made"),
+        (["--strategy", "dcp", "--phase", "decode", "--kv-length", "64", "--prefix", "4"], "goes with --window-size"),
         (["--strategy", "ring", "--seq", "64", "--layer", "ddp", "--controls"], "--controls: not made for --layer"),
     ],
 )  # fmt: skip

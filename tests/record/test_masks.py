@@ -15,11 +15,12 @@ from ringprof.errors import UsageError, VerificationError
 from ringprof.record import verify_timed as subject
 from ringprof.record.balance import balances
 from ringprof.record.measure import Problem, Results
-from ringprof.record.verify import verify
+from ringprof.record.verify import draw_inputs, kernel_results, verify, whole_block
 from ringprof.run import Workload
 from ringprof.strategies import create
 from ringprof.strategies.base import Context
 from ringprof.strategies.communicator import Communicator
+from ringprof.strategies.torch_kernels import CpuFlashKernel
 from ringprof.strategies.zigzag import Zigzag
 from tests.strategies import cases
 from tests.strategies.cases import Case, inputs
@@ -31,11 +32,27 @@ WORKLOADS = [
     msgspec.structs.replace(BASE, documents=(1, 50, 5, 40)),
     msgspec.structs.replace(BASE, window=17),
     msgspec.structs.replace(BASE, documents=(60, 36), window=9, causal=False),
+    msgspec.structs.replace(BASE, documents=(60, 36), window=9, prefix=5),
 ]
 CASES = [
     Case("zigzag"), Case("zigzag", {"documents_layout": "per_document"}), Case("stripe"), Case("ulysses"),
     Case("usp", {"ulysses_degree": 2}), Case("allgather", {"layout": "zigzag", "documents_layout": "per_document"}),
 ]  # fmt: skip
+
+
+def test_a_kernel_alone_gives_the_type_of_its_inputs() -> None:
+    """torch's flash on a GPU takes no output for its backward pass that is wider than its queries."""
+    workload = msgspec.structs.replace(BASE, window=9, prefix=5, dtype="bf16")
+    full = draw_inputs(workload, torch.device("cpu"))
+    given = []
+
+    class Strict(CpuFlashKernel):
+        def _backward_parts(self, dout, q, k, v, lse, out, *others):
+            given.append(out.dtype)
+            return super()._backward_parts(dout, q, k, v, lse, out, *others)
+
+    found = kernel_results(Strict(), full.q, full.k, full.v, full.dout, whole_block(workload))
+    assert given == [torch.bfloat16] and found["out"].dtype == torch.bfloat16
 
 
 def gates(rank: int) -> None:

@@ -139,7 +139,10 @@ def test_a_run_keeps_and_says_it(tmp_path: Path, capsys: pytest.CaptureFixture[s
         (["--softcap", "5", "--kernel", "cpu-flash"], "takes no softcap (those here that do: flex, reference)"),
         (["--sinks", "fixed"], "learned"),
         (["--sinks", "learned", "--layer", "ddp"], "--sinks: not made for --layer"),
-        (["--softcap", "5", "--phase", "decode", "--kv-length", "64"], "--softcap: not made for --phase decode"),
+        (
+            ["--documents", "32,32", "--phase", "decode", "--kv-length", "64"],
+            "--documents: not made for --phase decode",
+        ),
     ],
 )
 def test_what_cannot_be_meant_is_one_line(

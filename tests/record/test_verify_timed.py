@@ -17,9 +17,10 @@ from ringprof.errors import VerificationError
 from ringprof.mask import Mask
 from ringprof.record import verify_timed as subject
 from ringprof.record.measure import Problem, Results, row_sums
-from ringprof.record.verify_timed import PLACES, KeyStretch, softmax_rows, verify_timed
+from ringprof.record.verify_timed import PLACES, softmax_rows, verify_timed
 from ringprof.run import TensorError, TimedVerification, Verification, Workload
 from ringprof.strategies import create
+from ringprof.strategies.kernels import KeyStretches
 from tests.strategies import cases
 from tests.strategies.cases import Case, dense, inputs
 from tests.strategies.ranks import run_ranks
@@ -152,7 +153,7 @@ def test_softmax_in_blocks(wide: torch.dtype) -> None:
     q, k, v = (40 * torch.randn(rows, 8, dtype=torch.float64) for rows in (5, 300, 300))
     positions = torch.tensor([0, 3, 77, 299, 150])
     with patch.dict(subject.BLOCK_NUMBERS, cpu=5 * 7):
-        out, lse = softmax_rows(q, k, v, KeyStretch.of(Mask(), positions, 300), 0.5, wide)
+        out, lse = softmax_rows(q, k, v, KeyStretches.of(Mask(), positions, 300), 0.5, wide)
     scores = q @ k.T * 0.5
     scores[torch.arange(300) > positions[:, None]] = float("-inf")
     assert torch.allclose(lse.double(), scores.logsumexp(1), rtol=1e-5)

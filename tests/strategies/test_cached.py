@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import NamedTuple
 
 import pytest
@@ -11,11 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from ringprof.mask import Mask
 from ringprof.strategies import Unfit, create, find, for_inference, names
 from ringprof.strategies.base import Shape
 from tests.strategies.cases import Case
 from tests.strategies.ranks import run_ranks
 from tests.strategies.test_results import examples
+from tests.test_mask import sees
 
 
 class Problem(NamedTuple):
@@ -30,6 +33,14 @@ class Problem(NamedTuple):
     causal: bool = True
     kernel: str = "reference"
     seed: int = 0
+    window: tuple[int, int] = (-1, -1)
+    prefix: int = 0
+    sinks: bool = False
+    softcap: float = 0.0
+    v_head_dim: int | None = None
+
+    def mask(self) -> Mask:
+        return Mask.of(window=self.window, causal=self.causal, prefix=self.prefix)
 
 
 DECODE = [
@@ -47,47 +58,54 @@ PREFILL = [Case("ring-prefill", {"passes": passes}) for passes in ("kv", "q", "a
 
 def inputs(problem: Problem) -> list[Tensor]:
     generator = torch.Generator().manual_seed(problem.seed)
-    sizes = ((problem.new, problem.heads), (problem.keys, problem.kv_heads), (problem.keys, problem.kv_heads))
-    return [
-        torch.randn((problem.batch, tokens, heads, problem.head_dim), generator=generator, dtype=torch.float64)
-        for tokens, heads in sizes
-    ]
+    of_k, of_v = problem.head_dim, problem.v_head_dim or problem.head_dim
+    kv = problem.keys, problem.kv_heads
+    sizes = ((problem.new, problem.heads, of_k), (*kv, of_k), (*kv, of_v), (1, problem.heads, 1))
+    q, k, v, sinks = (torch.randn((problem.batch, *size), generator=generator, dtype=torch.float64) for size in sizes)
+    return [q, k, v, sinks[0].flatten()]
 
 
 def dense(problem: Problem) -> tuple[Tensor, Tensor]:
-    """Output and LSE, a row and head at a time: what a query sees is counted from the end of the keys."""
-    q, k, v = inputs(problem)
-    out = torch.empty_like(q)
+    """Output and LSE, a row and head at a time: what a query sees is asked of every key."""
+    q, k, v, sinks = inputs(problem)
+    out = q.new_empty((*q.shape[:3], v.shape[3]))
     lse = torch.empty(problem.batch, problem.heads, problem.new, dtype=torch.float64)
     for batch in range(problem.batch):
         for row in range(problem.new):
-            seen = problem.keys - problem.new + row + 1 if problem.causal else problem.keys
+            at = problem.keys - problem.new + row
+            seen = [key for key in range(problem.keys) if sees(problem.mask(), at, key)]
             for head in range(problem.heads):
                 theirs = head // (problem.heads // problem.kv_heads)
-                scores = k[batch, :seen, theirs] @ q[batch, row, head] / math.sqrt(problem.head_dim)
-                out[batch, row, head] = scores.softmax(0) @ v[batch, :seen, theirs]
-                lse[batch, head, row] = scores.exp().sum().log()
+                scores = k[batch, seen, theirs] @ q[batch, row, head] / math.sqrt(problem.head_dim)
+                if problem.softcap:
+                    scores = problem.softcap * (scores / problem.softcap).tanh()
+                total = scores.exp().sum() + (sinks[head].exp() if problem.sinks else 0)
+                out[batch, row, head] = scores.exp() @ v[batch, seen, theirs] / total
+                lse[batch, head, row] = total.log()
     return out, lse
 
 
 def errors(rank: int, cases: list[Case], problem: Problem, truth: tuple[Tensor, Tensor]) -> list[tuple[str, float]]:
-    q, k, v = inputs(problem)
+    q, k, v, sinks = inputs(problem)
     exact, exact_lse = truth
     found = []
     for case in cases:
         strategy = create(case.name, kernel=problem.kernel, **case.params)
         mine = (strategy.shard_cache(x, problem.new, problem.heads) for x in (k, v))
+        heads = strategy.heads(problem.heads, problem.kv_heads).returned
+        options = {"window_size": problem.window, "prefix": problem.prefix, "softcap": problem.softcap}
         out, lse = strategy.attention(
-            strategy.shard(q), *mine, causal=problem.causal, kv_length=problem.keys, return_lse=True
-        )
+            strategy.shard(q), *mine, causal=problem.causal, kv_length=problem.keys, return_lse=True,
+            sinks=sinks[heads] if problem.sinks else None, **options,
+        )  # fmt: skip
         share = strategy.shard_output(exact)
         rows = strategy.shard_output(exact_lse.transpose(1, 2).unsqueeze(-1)).squeeze(-1).transpose(1, 2)
         error = max(float((out - share).abs().max()), float((lse - rows).abs().max()))
         counted = torch.tensor(sum(kernel.flops for kernel in strategy.kernels()))
         torch.distributed.all_reduce(counted)
-        before = problem.keys - problem.new
-        pairs = problem.new * before + problem.new * (problem.new + 1) // 2 if problem.causal else None
-        area = problem.new * problem.keys if pairs is None else pairs
+        rows = range(problem.keys - problem.new, problem.keys)
+        area = sum(sees(problem.mask(), row, key) for row in rows for key in range(problem.keys))
+        assert problem.mask().area(problem.keys, problem.new) == area
         if int(counted) != 4 * problem.batch * problem.heads * problem.head_dim * area:
             error = math.inf
         found.append((f"{case} {problem}", error))
@@ -99,7 +117,13 @@ def test_decode_is_exact_in_float64_and_counted_by_the_exact_area(world: int) ->
     # One token and several; a cache that the ranks cannot share evenly, and one with fewer tokens than ranks.
     problems = [Problem(1, 29), Problem(3, 29), Problem(5, 64, causal=False), Problem(2, 3), Problem(1, 1)]
     cases = DECODE + [case for case in GROUPS if world in case.worlds]
-    for problem in [*problems, Problem(4, 40, kernel="cpu-flash")]:
+    masked = [
+        Problem(1, 29, window=(7, 0)),
+        Problem(5, 29, window=(2, 0), prefix=3, sinks=True),
+        Problem(4, 6, window=(3, 0), prefix=5, softcap=1.5, v_head_dim=3),
+        Problem(5, 40, causal=False, window=(9, 1), prefix=2, v_head_dim=1, sinks=True),
+    ]
+    for problem in [*problems, *masked, Problem(4, 40, kernel="cpu-flash")]:
         for label, error in run_ranks(world, errors, cases, problem, dense(problem))[0]:
             assert error < 1e-12, label
 
@@ -107,7 +131,14 @@ def test_decode_is_exact_in_float64_and_counted_by_the_exact_area(world: int) ->
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_prefill_is_exact_in_float64_and_counted_by_the_exact_area(world: int) -> None:
     problems = [Problem(16, 48), Problem(8, 8), Problem(16, 24, causal=False), Problem(8, 136, kernel="cpu-flash")]
-    for problem in problems:
+    masked = [
+        Problem(16, 48, window=(6, 0), sinks=True),
+        Problem(16, 48, window=(20, 0), prefix=11, softcap=1.5, v_head_dim=3),
+        Problem(8, 8, window=(2, 0), prefix=1),
+        Problem(16, 24, causal=False, window=(9, 1), prefix=2, sinks=True, v_head_dim=1),
+        Problem(8, 136, window=(50, 0), prefix=40, kernel="cpu-flash"),
+    ]
+    for problem in problems + masked:
         for label, error in run_ranks(world, errors, PREFILL, problem, dense(problem))[0]:
             assert error < 1e-12, label
 
@@ -123,6 +154,10 @@ def drawn(draw) -> tuple[list[Case], Problem]:
         "head_dim": draw(st.integers(1, 9)),
     }
     sizes |= {"causal": draw(st.booleans()), "seed": draw(st.integers(0, 999))}
+    if draw(st.booleans()):
+        sizes |= {"window": draw(st.tuples(st.integers(0, 30), st.integers(0, 4))), "prefix": draw(st.integers(0, 20))}
+    sizes |= {"sinks": draw(st.booleans()), "softcap": draw(st.sampled_from([0.0, 2.0]))}
+    sizes |= {"v_head_dim": draw(st.integers(1, sizes["head_dim"]))}
     if draw(st.booleans()):
         new = draw(st.integers(1, 6))
         return [draw(st.sampled_from(DECODE + GROUPS))], Problem(new, new + draw(st.integers(0, 50)), **sizes)
@@ -150,7 +185,7 @@ def test_many_drawn_caches_are_exact(drawn_one) -> None:
 
 
 def sent(rank: int, cases: list[Case], problem: Problem) -> list[dict[tuple[str, str], int]]:
-    q, k, v = inputs(problem)
+    q, k, v, _ = inputs(problem)
     found = []
     for case in cases:
         strategy = create(case.name, kernel="reference", **case.params)
@@ -223,4 +258,10 @@ def test_calls_that_cannot_be_meant_are_refused() -> None:
         strategy.attention(q.detach(), k, k[:, 1:], kv_length=9)
     with pytest.raises(Unfit, match="4 heads over 3 kv heads"):
         strategy.attention(q.detach(), torch.randn(1, 9, 3, 8), torch.randn(1, 9, 3, 8), kv_length=9)
+    for options, said in (
+        ({"prefix": 3}, "a prefix of 3"),
+        ({"sinks": torch.ones(3)}, "one logit a head: (4,), not (3,)"),
+    ):
+        with pytest.raises(Unfit, match=re.escape(said)):
+            strategy.attention(q.detach(), k, k, kv_length=9, **options)
     assert not set(for_inference()) & set(names()), "those do not train"

@@ -144,7 +144,7 @@ def test_every_softcap_is_compiled_as_a_number(monkeypatch: pytest.MonkeyPatch) 
     numbers: list[int] = []
 
     def counting(graph: Any, given: list[Any]) -> Any:
-        numbers.append(sum(not isinstance(x, torch.Tensor) or x.dim() == 0 for x in given))
+        numbers.append(sum(isinstance(x, float) or (isinstance(x, torch.Tensor) and x.dim() == 0) for x in given))
         return graph.forward
 
     real = torch.compile
@@ -158,3 +158,31 @@ def test_every_softcap_is_compiled_as_a_number(monkeypatch: pytest.MonkeyPatch) 
             out, _ = call(q, k, v, score_mod, seen, 0.25)
         assert torch.allclose(out, flex._dense(q, k, v, score_mod, seen, 0.25)[0], atol=1e-5)
     assert numbers == [0, 0, 0]
+
+
+def test_blocks_of_every_length_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[Any] = []
+
+    def counting(graph: Any, given: list[Any]) -> Any:
+        compiled.append(graph)
+        return graph.forward
+
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, **how: real(function, backend=counting, **how))
+    call, cpu = flex._compiled(), torch.device("cpu")
+    documents = cut_of(Mask.of(documents=[0, 300, 768]), LAYOUTS["contiguous"], 1, 768).block(0, 0)
+    assert documents is not None and documents.parts is not None
+    masks = [flex._plain(*sizes, cpu) for sizes in ((512, 512, True), (256, 512, False), (512, 128, False))]
+    monkeypatch.setattr(flex, "_flex", lambda compiled: call)
+    kernel = flex.FlexKernel()
+    for seen in (*masks, flex._of_parts(documents.parts, cpu), flex._plain(640, 640, True, cpu)):
+        queries, keys = seen.seq_lengths
+        # As blocks come: whole, as the later rows of more, and as the second of two that travelled side by side.
+        q = torch.randn(1, queries + 64, 2, 16)[:, 64:]
+        k, v = torch.randn(2, 1, keys, 2, 16).unbind(0)
+        for wants in (False, True):
+            out, _ = kernel._alone(q.requires_grad_(wants), k, v, 0.25, seen)
+        by_head = [x.detach().transpose(1, 2) for x in (q, k, v)]
+        exact, _ = flex._dense(by_head[0], by_head[1], by_head[2], flex._as_it_is, seen, 0.25)
+        assert torch.allclose(out.transpose(1, 2), exact, atol=1e-5)
+    assert len(compiled) == 1

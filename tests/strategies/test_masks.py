@@ -54,6 +54,9 @@ MASKS = [
     Mask.of(causal=False, window=(3, 17)),
     Mask.of(documents=[0, 3, 30, 64], window=(8, 0)),
     Mask.of(causal=False, documents=[0, 29, 64], window=(5, 2)),
+    Mask.of(window=(6, 0), prefix=3),
+    Mask.of(documents=[0, 3, 45, 64], window=(8, 0), prefix=20),
+    Mask.of(causal=False, documents=[0, 29, 64], window=(5, 2), prefix=7),
 ]
 
 
@@ -78,7 +81,8 @@ def over_the_ranks(
     *qkv, dout = (strategy.shard(x, documents=mask.documents) for x in tensors or inputs(problem))
     for tensor in qkv:
         tensor.requires_grad_()
-    out = strategy.attention(*qkv, causal=mask.causal, documents=mask.documents, window_size=mask.window)
+    options = {"documents": mask.documents, "window_size": mask.window, "prefix": mask.prefix}
+    out = strategy.attention(*qkv, causal=mask.causal, **options)
     out.backward(dout)
     whole = [strategy.unshard(x, documents=mask.documents) for x in (out, *(tensor.grad for tensor in qkv))]
     return whole, sum(kernel.flops for kernel in strategy.kernels())
@@ -125,7 +129,8 @@ def drawn(draw) -> tuple[Problem, Mask]:
     documents = [0, *sorted(bounds), seq] if draw(st.booleans()) else None
     window = draw(st.tuples(st.sampled_from([-1, 1, 2, 5, 13, 40]), st.sampled_from([-1, 0, 1, 7, 60])))
     problem = Problem(seq, draw(st.integers(1, 2)), head_dim=draw(st.integers(1, 9)), seed=draw(st.integers(0, 999)))
-    return problem, Mask.of(documents, window, causal=causal)
+    prefix = draw(st.sampled_from([0, 1, 6, 50])) if Mask.of(documents, window, causal=causal).windowed else 0
+    return problem, Mask.of(documents, window, causal=causal, prefix=prefix)
 
 
 @examples(5)
@@ -220,6 +225,29 @@ def test_sinks_are_exact_in_every_strategy_and_learn(kernel: str) -> None:
     truths = {mask: dense_with_sinks(Problem(seq=64, batch=2), mask, sinks) for mask in masks}
     for label, error in run_ranks(4, sink_errors, kernel, sinks, truths)[0]:
         assert error < 1e-12, label
+
+
+# --- types ----------------------------------------------------------------------------------------------
+
+
+def types_and_bytes(rank: int, name: str) -> tuple[set[torch.dtype], list[int]]:
+    """Of output, what its backward pass is given, and gradients; and what is sent with and without a prefix."""
+    sent = []
+    for options in ({}, {"window_size": (6, 0), "prefix": 5}):
+        strategy = create(name, kernel="cpu-flash")
+        leaves = [strategy.shard(x).bfloat16().requires_grad_() for x in inputs(Problem(seq=64))[:3]]
+        out = strategy.attention(*leaves, **options)
+        found = {out.dtype, *(x.dtype for x in out.grad_fn.saved_tensors[:-1])} if name != "usp" else {out.dtype}
+        found |= {x.dtype for x in torch.autograd.grad(out.sum(), leaves)}
+        sent.append(sum(size for _, size in strategy.comm.meter.sent.values()))
+    return found, sent
+
+
+def test_parts_that_share_rows_come_in_the_type_of_the_inputs() -> None:
+    """A row in several parts is merged in float32, and so are gradients of a key in several: neither travels so."""
+    found, sent = run_ranks(2, types_and_bytes, "ulysses")[0]
+    assert found == {torch.bfloat16} and sent[0] == sent[1]
+    assert run_ranks(2, types_and_bytes, "usp")[0][0] == {torch.bfloat16}
 
 
 # --- two sizes of head ----------------------------------------------------------------------------------

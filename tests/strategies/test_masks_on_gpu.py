@@ -29,6 +29,8 @@ MASKS = [
     Mask.of(window=(600, 0)),
     Mask.of(causal=False, window=(40, 70)),
     Mask.of(documents=[0, 5, 500, 1024], window=(127, 0)),
+    Mask.of(window=(200, 0), prefix=70),
+    Mask.of(documents=[0, 5, 500, 1024], window=(127, 0), prefix=3),
 ]
 CASES = [
     Case("ring"), Case("zigzag"), Case("zigzag", {"documents_layout": "per_document"}), Case("stripe"), Case("ulysses"),
@@ -111,7 +113,7 @@ def wrong_on_a_rank(rank: int, kernel: str, masks: list[Mask], cases: list[Case]
             share = {"documents": mask.documents}
             leaves = [strategy.shard(x, **share).requires_grad_() for x in full[:3]]
             try:
-                how = {"causal": mask.causal, "window_size": mask.window, "softcap": softcap}
+                how = {"causal": mask.causal, "window_size": mask.window, "prefix": mask.prefix, "softcap": softcap}
                 out = strategy.attention(*leaves, **how, **share)
             except Unfit as refusal:
                 assert mask.windowed and "takes no sliding windows" in str(refusal)

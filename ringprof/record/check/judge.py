@@ -147,7 +147,7 @@ class Case:
         """The output of dense attention, in float64; ``mask`` says what of documents and window is left out."""
         seq = full.q.shape[1]
         # Documents and window are of the whole sequence: a rank's own tokens are seen without.
-        whole = {} if seq == self.workload.seq else {"documents": None, "window": None}
+        whole = {} if seq == self.workload.seq else {"documents": None, "window": None, "prefix": None}
         told = changed(self.workload, backward=False, causal=causal, **{"seq": seq, **whole, **mask})
         return reference_results(full, told, scale)["out"]
 
@@ -172,8 +172,11 @@ def _outputs(case: Case) -> Iterator[Explanation]:
         across = "equals attention across documents: where they end is not told, or not heeded"
         yield across, given.shard(case.reference(full, scale, causal=causal, documents=None))
     if work.window:
-        unlimited = case.reference(full, scale, causal=causal, window=None)
+        unlimited = case.reference(full, scale, causal=causal, window=None, prefix=None)
         yield "equals attention without the window", given.shard(unlimited)
+    if work.prefix:
+        within = case.reference(full, scale, causal=causal, prefix=None)
+        yield "equals attention without the prefix", given.shard(within)
     other_mask = "without the causal mask" if causal else "with a causal mask"
     yield f"equals attention {other_mask}", given.shard(case.reference(full, scale, causal=not causal))
     dim = case.workload.head_dim

@@ -114,7 +114,7 @@ def _seen(
 
 
 def _refuse_numbers(request: CheckRequest) -> None:
-    sizes = ("batch", "seq", "heads", "kv_heads", "head_dim", "calls", "window")
+    sizes = ("batch", "seq", "heads", "kv_heads", "head_dim", "calls", "window", "prefix")
     refuse_below_one({name: getattr(request, name) for name in sizes})
     if request.heads % (request.kv_heads or request.heads):
         raise UsageError(f"{request.heads} heads are not a multiple of {request.kv_heads} kv heads")
@@ -129,12 +129,14 @@ def _refuse_numbers(request: CheckRequest) -> None:
 def _workload(request: CheckRequest, seq: int) -> Workload:
     if request.seq not in (None, seq):
         raise UsageError(f"seq {request.seq}: the ranks' positions are of {seq} tokens")
+    if request.prefix is not None and request.window is None:
+        raise UsageError(f"prefix {request.prefix} goes with a window: without one all tokens are seen")
     if seq > MOST_TOKENS:
         raise UsageError(f"a check of {seq} tokens: at most {MOST_TOKENS}, since its reference is dense")
     return Workload(
         batch=request.batch, seq=seq, heads=request.heads, kv_heads=request.kv_heads or request.heads,
         head_dim=request.head_dim, causal=request.causal, dtype=request.dtype, backward=request.backward,
-        documents=_documents(request, seq), window=request.window,
+        documents=_documents(request, seq), window=request.window, prefix=request.prefix,
     )  # fmt: skip
 
 

@@ -30,7 +30,8 @@ class CheckRequest(msgspec.Struct, frozen=True, kw_only=True):
     documents: tuple[int, ...] | None = None
     """Lengths of the documents that the sequence packs; None: one."""
     window: int | None = None
-    """As a workload has it."""
+    """As a workload has it, and so the prefix."""
+    prefix: int | None = None
     softmax_scale: float | None = None
     backward: bool = True
     tensor_format: str = "bshd"

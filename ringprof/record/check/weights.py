@@ -21,7 +21,7 @@ from ringprof.record.check.result import QueryAndKey, Seen
 from ringprof.record.request import from_json
 from ringprof.record.verify import Tensors, relative_rms
 from ringprof.run import Workload
-from ringprof.strategies.kernels import key_spans
+from ringprof.strategies import kernels
 
 MOST_CALLS = 16
 """So many tell all keys of short sequences; of longer ones the keys at the documents' edges and some between."""
@@ -112,8 +112,7 @@ class _Weights:
     @cached_property
     def seen(self) -> Tensor:
         """Which keys the mask shows a query: bool (S/N, T)."""
-        first, end = key_spans(self.workload.mask(), self.given.positions, self.workload.seq)
-        return (self.keys >= first[:, None]) & (self.keys < end[:, None])
+        return kernels.KeyStretches.of(self.workload.mask(), self.given.positions, self.workload.seq).shown(self.keys)
 
     def told(self, again: float) -> _OnRank:
         finite = self.read.isfinite().all(2).all(1)[:, None]
