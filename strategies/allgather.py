@@ -34,7 +34,6 @@ from .hops import Hop
 from .kernel import Gradients
 from .layouts import LAYOUTS, Block, Layout, part
 from .merge import Partial, Sum, accumulate, settled
-from .ring import rows_of
 
 
 class AllGather(Strategy):
@@ -166,9 +165,11 @@ class AllGather(Strategy):
         with ring_step("bwd", self.comm.size, "merge"):
             for block, grads in home:
                 dq.add(grads[0], block.q)
-            return dq.result(q.dtype), *(
-                settled(x, rows_of(home, "kv", 1 + i), k.dtype) for i, x in enumerate((dk, dv))
-            )  # type: ignore[return-value]
+            dk, dv = (
+                settled(x, [(block.kv, grads[which]) for block, grads in home], k.dtype)
+                for which, x in enumerate((dk, dv), start=1)
+            )
+            return dq.result(q.dtype), dk, dv
 
     def _others(self, local_seq: int, blocks_: Blocks) -> _Others:
         rank, size, causal = self.comm.rank, self.comm.size, blocks_.causal

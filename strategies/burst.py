@@ -25,7 +25,6 @@ from .hops import DoubleRing
 from .kernel import Gradients
 from .layouts import LAYOUTS, part
 from .merge import Partial, Sum, accumulate, row_product, settled, started
-from .ring import rows_of
 
 
 class Burst(Strategy):
@@ -122,9 +121,9 @@ class Burst(Strategy):
         dq = travelling_dq.home()
         with ring_step("bwd", self.comm.size, "merge"):
             return (
-                settled(dq, rows_of(home, "q", 0), q.dtype),
-                dk.result(k.dtype, rows_of(home, "kv", 1)),
-                dv.result(v.dtype, rows_of(home, "kv", 2)),
+                settled(dq, [(block.q, grads[0]) for block, grads in home], q.dtype),
+                dk.result(k.dtype, [(block.kv, grads[1]) for block, grads in home]),
+                dv.result(v.dtype, [(block.kv, grads[2]) for block, grads in home]),
             )
 
 

@@ -196,7 +196,8 @@ def settled(total: Tensor, parts: Sequence[_Part], dtype: torch.dtype) -> Tensor
 
 def _sum(total: Tensor, block: Tensor, out: Tensor) -> Tensor:
     if not _added(out, total, block):
-        torch.add(total.to(wide_type(total)), block, out=out)
+        # torch adds in float32 what is narrower, but rounds to the wider of the two types before it converts.
+        torch.add(total if out.dtype in (total.dtype, block.dtype) else total.to(wide_type(total)), block, out=out)
     return out
 
 

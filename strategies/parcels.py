@@ -46,12 +46,13 @@ class Parcel:
 
     @classmethod
     def holding(cls, tensors: Sequence[Tensor]) -> Parcel:
-        """Copies of the tensors in one message; a single tensor travels as it is, and so do those that do not fit."""
-        cut, dtype, _ = _message(shapes_of(tensors))
+        """The tensors in one message, copied where they are not side by side; where they do not fit, each as it is."""
+        cut, dtype, shape = _message(shapes_of(tensors))
         if cut is None:
             return cls([tensor.contiguous() for tensor in tensors])
         if cut is unstacked:
-            message = torch.stack(list(tensors))
+            whole = side_by_side(tensors[0], tensors[1]) if len(tensors) == 2 else None
+            message = torch.stack(list(tensors)) if whole is None else whole.view(shape)
         else:
             message = torch.cat([tensor.contiguous().view(-1).view(dtype) for tensor in tensors])
         return cls([message], cut)

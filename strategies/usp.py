@@ -15,10 +15,10 @@ from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
-from .base import DOCUMENTS_LAYOUT_HELP, Blocks, Context, DocumentsLayout, GradWire, Shape, Strategy
+from .base import DOCUMENTS_LAYOUT_HELP, Blocks, Context, DocumentsLayout, Shape, Strategy
 from .expected import Load, contiguous_imbalance, ring_bytes
 from .layouts import LAYOUTS, Grid, Grouped, Layout
-from .ring import Ring
+from .ring import Ring, RingWire
 from .ulysses import HeadExchange, unfit_heads
 
 Placement = Literal["head-first", "ring-first"]
@@ -39,7 +39,7 @@ class USP(Ring):
 
     def __init__(
         self, context: Context, *, ulysses_degree: int | None = None, ring_degree: int | None = None,
-        placement: Placement = "head-first", layout: RingLayout = "zigzag", grad_wire: GradWire = "fp32",
+        placement: Placement = "head-first", layout: RingLayout = "zigzag", grad_wire: RingWire = "exact",
         documents_layout: DocumentsLayout = "packed", deterministic: bool = False,
     ) -> None:  # fmt: skip
         Strategy.__init__(self, context, deterministic=deterministic)
