@@ -87,8 +87,7 @@ class Rows:
             return self
         key = queries.start, queries.stop
         if key not in self._parts:
-            dout, out = (None if x is None else part(x, queries) for x in (self.dout, self.out))
-            assert dout is not None
+            dout, out = part(self.dout, queries), None if self.out is None else part(self.out, queries)
             if dense or self.delta is not None:
                 dout, out = dout.contiguous(), None if out is None else out.contiguous()
             delta = None if self.delta is None else part(self.delta, queries, 2).contiguous()
@@ -98,13 +97,10 @@ class Rows:
     def filled(self, head_dim: int) -> Rows:
         """The same with O and dO filled up with zeros to ``head_dim``: made once."""
         missing = head_dim - self.dout.shape[-1]
-        if not missing:
-            return self
-        if ("filled", missing) not in self._parts:
-            dout, out = (None if x is None else pad(x, (0, missing)) for x in (self.dout, self.out))
-            assert dout is not None
-            self._parts["filled", missing] = Rows(dout, self.lse, out, self.delta)
-        return self._parts["filled", missing]
+        if missing and ("filled", missing) not in self._parts:
+            out = None if self.out is None else pad(self.out, (0, missing))
+            self._parts["filled", missing] = Rows(pad(self.dout, (0, missing)), self.lse, out, self.delta)
+        return self._parts["filled", missing] if missing else self
 
 
 @dataclass(slots=True)
@@ -151,7 +147,7 @@ class Blocks:
         """dq of the block's queries, dk and dv of the block's keys."""
         k, v = part(k, block.kv), part(v, block.kv)
         missing = k.shape[-1] - v.shape[-1]
-        rows = rows.filled(k.shape[-1]).at(block.q, dense=self.kernel.dense_rows)
+        rows = (rows.filled(k.shape[-1]) if missing else rows).at(block.q, dense=self.kernel.dense_rows)
         dq, dk, dv = self.kernel.backward(
             rows.dout, part(q, block.q), k, pad(v, (0, missing)) if missing else v, rows.lse, out=rows.out,
             delta=rows.delta, scale=self.scale, causal=block.causal, parts=block.parts,
@@ -318,7 +314,7 @@ class Strategy(Expectations, ABC):
         cut = None
         if packed or window != (-1, -1):
             cut = self._cut(causal, documents, window, q.shape[1] * self.comm.size)
-        kernel = self.kernel_for(q, **self._asks(cut, softcap))
+        kernel = self.kernel_for(q, **self._asks(cut, softcap)) if cut or softcap else self.kernel_for(q)
         blocks = Blocks(kernel, scale, causal, return_lse or sinks is not None, cut)
         out, lse = self.differentiable(blocks, q, k, v, lse_wanted=blocks.lse_wanted)
         out = out[..., : v.shape[-1] - missing] if missing > 0 else out

@@ -274,8 +274,11 @@ def rows_that_carry(dout: Tensor, delta: Tensor) -> Tensor:
 def _fused(*tensors: Tensor) -> Any:
     """What does it in one kernel, of `FUSED`, for dense tensors of at most float32; None where nothing does."""
     find = FUSED.get(tensors[0].device.type)
-    if find is None or any(x.dtype == torch.float64 or not x.is_contiguous() for x in tensors):
+    if find is None:
         return None
+    for tensor in tensors:
+        if tensor.dtype == torch.float64 or not tensor.is_contiguous():
+            return None
     return find()
 
 

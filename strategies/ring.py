@@ -126,9 +126,11 @@ class Ring(Strategy):
     def tour(self, blocks: Blocks, k: Tensor, v: Tensor) -> Iterator[tuple[int, list[Tensor]]]:
         """K and V of the ranks that a rank may need, its own first: whole, or of the rank before it the halo alone."""
         if blocks.cut is None or blocks.cut.halo is None:
-            yield from self.kv_ring.tour([k, v], None if blocks.cut is None else blocks.cut.steps)
-            return
-        halo = slice(k.shape[1] - blocks.cut.halo, k.shape[1])
+            return self.kv_ring.tour([k, v], None if blocks.cut is None else blocks.cut.steps)
+        return self._halo_tour(blocks.cut.halo, k, v)
+
+    def _halo_tour(self, length: int, k: Tensor, v: Tensor) -> Iterator[tuple[int, list[Tensor]]]:
+        halo = slice(k.shape[1] - length, k.shape[1])
         hop = self.kv_ring.post(Parcel.holding([part(k, halo), part(v, halo)]))
         yield self.ring_rank, [k, v]
         yield (self.ring_rank - 1) % self.ring_size, list(hop.wait().tensors)
