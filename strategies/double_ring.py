@@ -109,7 +109,7 @@ class LoongDoubleRing(Strategy):
 
     def backward(self, blocks: Blocks, rows: Rows, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
         early, rest = self.home_blocks(q.shape[1], causal=blocks.causal, travelling=k, own=self.own_block(blocks))
-        dq = Sum(q)
+        dq = Sum(q, self.kv.size + len(rest))
         travelling = _TravellingDkv(self.dkv, (k, v), self.parameters["grad_wire"])
         for step, (kv_rank, kv) in enumerate(self.kv.tour([k, v])):
             block = early if step == 0 else blocks.between(self.layout, self.kv.rank, kv_rank, q.shape[1])

@@ -90,10 +90,9 @@ class Ring:
             return self._copies.post(parcel.over(list(parcel.messages)))
         arriving = parcel.room() if into is None else into
         self._meter.add(self.channel, "send_recv", self._link, parcel.size_bytes)
-        sent = list(parcel.messages)
         with annotate("send", self.channel):
-            works = self._exchange(sent, arriving.messages)
-        return Hop(works, sent, arriving, self.channel)
+            works = self._exchange(parcel.messages, arriving.messages)
+        return Hop(works, parcel.messages, arriving, self.channel)
 
     def begun(self, shapes: Shapes, device: torch.device) -> Parcel:
         """Room for what is posted next here, not initialised: the slot that is free now, where there are slots."""

@@ -116,28 +116,27 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]
 class Sum:
     """A sum of blocks (B, S, H, D), each in some rows of one tensor: added in at least float32, rounded once."""
 
-    def __init__(self, like: Tensor) -> None:
-        self._like = like
-        self._wide = wide_type(like)
+    def __init__(self, like: Tensor, blocks: int = 2) -> None:
+        """``blocks`` are expected. Two wait for the end and need no wide total; of more none waits longer than it must,
+        for the total takes their place in memory."""
+        self._like, self._wait = like, 2 if blocks <= 2 else 1
         self._total: Tensor | None = None
         self._waiting: list[_Part] = []
-        """While there is no wide total, blocks wait: two of them need none."""
 
     def add(self, block: Tensor, rows: slice = ALL) -> None:
         """Add a block. It is used up: what it holds may be written over."""
         if self._total is not None:
             accumulate(part(self._total, rows), block)
-        elif len(self._waiting) < 2:
-            self._waiting.append((rows, block))
-        else:
-            self._total = self._summed(self._wide)
-            accumulate(part(self._total, rows), block)
+            return
+        self._waiting.append((rows, block))
+        if len(self._waiting) > self._wait:
+            self._total = self._summed(wide_type(self._like))
 
     def result(self, dtype: torch.dtype, rest: Sequence[_Part] = ()) -> Tensor:
         """The sum in ``dtype``, with the last blocks, ``rest``, added."""
         if self._total is None and not rest:
             return self._summed(dtype)
-        total, self._total = self._summed(self._wide) if self._total is None else self._total, None
+        total, self._total = self._summed(wide_type(self._like)) if self._total is None else self._total, None
         return settled(total, rest, dtype)
 
     def _summed(self, dtype: torch.dtype) -> Tensor:
@@ -145,15 +144,12 @@ class Sum:
         (rows, first), *others = self._waiting
         self._waiting = []
         if first.shape[1] != self._like.shape[1]:
-            total = started(torch.empty_like(self._like, dtype=self._wide), rows, first)
-            for rows, block in others:
-                accumulate(part(total, rows), block)
-            return total.to(dtype)
-        if first.dtype == dtype or not others:
-            for rows, block in others:
-                accumulate(part(first, rows), block)
-            return first.to(dtype)
-        return settled(first, others, dtype)
+            first = started(torch.empty_like(self._like, dtype=wide_type(self._like)), rows, first)
+        elif first.dtype != dtype and others:
+            first = settled(first, [others.pop(0)], dtype)
+        for rows, block in others:
+            accumulate(part(first, rows), block)
+        return first.to(dtype)
 
 
 def accumulate(total: Tensor, block: Tensor) -> None:

@@ -59,7 +59,7 @@ class Parcel:
 
     def room(self) -> Parcel:
         """Another parcel of the same shapes, not initialised."""
-        return self.over([torch.empty_like(message) for message in self.messages])
+        return Parcel([torch.empty_like(message) for message in self.messages], self._cut)
 
     def over(self, messages: list[Tensor]) -> Parcel:
         """The same shapes over other memory."""
@@ -86,7 +86,7 @@ def side_by_side(first: Tensor, second: Tensor) -> Tensor | None:
 
 def shapes_of(tensors: Sequence[Tensor]) -> Shapes:
     """Types and shapes."""
-    return tuple((tensor.dtype, tensor.shape) for tensor in tensors)
+    return tuple([(tensor.dtype, tensor.shape) for tensor in tensors])
 
 
 def size_bytes(dtype: torch.dtype, shape: Sequence[int]) -> int:

@@ -74,7 +74,7 @@ class Ring(Strategy):
             return self._backward_with_halo(blocks, rows, q, k, v)
         early, rest = self.home_blocks(q.shape[1], causal=blocks.causal, travelling=k, own=self.own_block(blocks))
         wire = self._wire(k, hops=self.ring_size - 1)
-        dq = Sum(q)
+        dq = Sum(q, self.ring_size + len(rest))
         home: Home = []
         late: list[tuple[slice, Tensor]] = []
         hop: Any = None
