@@ -242,8 +242,8 @@ def _bucketed(rank: int) -> tuple[list[int], bool]:
 @needs_two_gpus
 def test_a_ring_holds_two_slots_of_its_largest_hop_whatever_lengths_and_strategies_there_are():
     for held, right in run_gpu_ranks(2, _bucketed):
-        # K and V of 1024 tokens of 8 heads of 64 in bf16 are 2 MiB, dK and dV in float32 4: two slots each.
-        assert held[3] == held[-1] == 2 * (2 + 4) * 2**20 + 2 * 256
+        # K and V of 1024 tokens of 8 heads of 64 in bf16 are 2 MiB, as dK and dV on their only hop: two slots each.
+        assert held[3] == held[-1] == 2 * (2 + 2) * 2**20 + 2 * 256
         assert right
 
 
