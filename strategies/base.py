@@ -24,7 +24,7 @@ from .expected import Expectations
 from .first_order import first_order
 from .kernel import Gradients, Kernel
 from .kernels import choose_kernel
-from .layouts import ALL, Block, Layout, part, split_home_block
+from .layouts import ALL, Block, Layout, gapless, part, split_home_block
 from .merge import output_with_delta, row_product, rows_that_carry, wide_type, with_sinks
 from .uncompiled import uncompiled
 
@@ -89,9 +89,9 @@ class Rows:
         if key not in self._parts:
             dout, out = part(self.dout, queries), None if self.out is None else part(self.out, queries)
             if dense or self.delta is not None:
-                dout, out = dout.contiguous(), None if out is None else out.contiguous()
-            delta = None if self.delta is None else part(self.delta, queries, 2).contiguous()
-            self._parts[key] = Rows(dout, part(self.lse, queries, 2).contiguous(), out, delta)
+                dout, out = gapless(dout), None if out is None else gapless(out)
+            delta = None if self.delta is None else gapless(part(self.delta, queries, 2))
+            self._parts[key] = Rows(dout, gapless(part(self.lse, queries, 2)), out, delta)
         return self._parts[key]
 
     def filled(self, head_dim: int) -> Rows:
@@ -499,8 +499,8 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[None, None, Tensor, Tensor, Tensor]:
         q, k, v, out, lse = ctx.saved_tensors
         strategy, blocks = ctx.strategy, ctx.blocks
-        dout = torch.zeros_like(out) if dout is None else dout.contiguous()
-        rows = Rows(dout, lse.contiguous(), out=out.contiguous())
+        dout = torch.zeros_like(out) if dout is None else gapless(dout)
+        rows = Rows(dout, gapless(lse), out=gapless(out))
         if dlse is not None or (blocks.lse_wanted and blocks.kernel.takes_delta):
             rows = _rows_with_lse_gradient(blocks.kernel, rows, dlse)
         strategy.comm.meter.phase = "backward"

@@ -123,7 +123,7 @@ class CopyHop:
         _watch.refuse()
         with annotate("wait"):
             stream = torch.cuda.current_stream()
-            stream.wait_event(self._done[0])
+            self._done[0].wait(stream)
             _wait_value(stream, self._slots.here + self._slots.counters + _ARRIVED, self._number)
             self._done.append(stream.record_event())
         return sent.over(self._slots.received(shapes_of(sent.messages), self._number))
@@ -156,19 +156,23 @@ class CopyRing:
             raise Unfit("hops by copy engine cannot be captured in a CUDA graph: use hops='nccl'")
         _watch.refuse()
         shapes = shapes_of(parcel.messages)
-        slots, stream = self._slots_for(shapes), self._stream
+        slots, stream, current = self._slots_for(shapes), self._stream, torch.cuda.current_stream()
         slots.number += 1
         number = slots.number
         with annotate("send", self._channel):
             # What is sent is there, and what lay in the slot to be filled is no longer read.
-            self._ready.record()
-            stream.wait_event(self._ready)
+            self._ready.record(current)
+            self._ready.wait(stream)
             _write_value(stream, slots.previous + slots.counters + _ROOM, number)
             _wait_value(stream, slots.here + slots.counters + _ROOM, number)
             # By torch, hence the runtime: what the driver is asked for itself, no profiler links to a call.
-            with torch.cuda.stream(stream):
+            # Not torch.cuda.stream, which asks for both streams' devices, and costs as much as the copies.
+            torch.cuda.set_stream(stream)
+            try:
                 for message, place in zip(parcel.messages, slots.sent(shapes, number), strict=True):
                     place.copy_(message, non_blocking=True)
+            finally:
+                torch.cuda.set_stream(current)
             _write_value(stream, slots.following + slots.counters + _ARRIVED, number)
             done = [stream.record_event()]
         if len(self._under_way) >= _UNDER_WAY_AT_MOST:

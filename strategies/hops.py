@@ -76,17 +76,17 @@ class Ring:
         following, previous = (comm.global_rank(members[(self.rank + step) % self.size]) for step in (1, -1))
         self._link = comm.hosts.link(comm.global_rank(comm.rank), following)
         comm.meter.goes_to[channel] = following
+        self._peers, self._copies = (following, previous), None
+        self.trades_on: str | None = None
+        """The type of device whose hops are all-to-alls."""
         if group is not None:
-            self._next, self._previous = (dist.get_group_rank(group, rank) for rank in (following, previous))
-            self._splits = lru_cache(maxsize=4)(partial(_splits, self.size, self._previous, self._next))
-        self._peers = following, previous
-        self._trades = by_nccl() and self.size <= _MOST_NAMED
-        self._copies = None
+            to, source = (dist.get_group_rank(group, rank) for rank in self._peers)
+            self._splits = lru_cache(maxsize=4)(partial(_splits, self.size, source, to))
+            self.trades_on = "cuda" if by_nccl() and self.size <= _MOST_NAMED else None
         same_host = len({comm.hosts.number(comm.global_rank(member)) for member in members}) == 1
         may_copy = comm.hops == "copy" or (comm.hops == "auto" and comm.can_copy)
         if may_copy and group is not None and same_host and not keeps:
-            processes = {rank: comm.processes[rank] for rank in (following, previous)}
-            self._copies = copy_ring(channel, group, self._next, self._previous, processes)
+            self._copies = copy_ring(channel, group, to, source, {rank: comm.processes[rank] for rank in self._peers})
         self.copied = self._copies is not None
         """Whether copy engines carry the hops."""
 
@@ -127,7 +127,7 @@ class Ring:
         That is one call, where a batch of a send and a receive is four, and the same kernel.
         """
         pairs = zip(outgoing, incoming, strict=True)
-        if self._trades and outgoing[0].is_cuda:
+        if outgoing[0].device.type == self.trades_on:
             group: Any = self.group
             return [group.alltoall_base(into, out, *self._splits(out.shape[0]), TRADE) for out, into in pairs]
         to, source = self._peers

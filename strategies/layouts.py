@@ -37,6 +37,11 @@ def part(x: Tensor, rows: slice, dim: int = 1) -> Tensor:
     return x.narrow(dim, first, last - first)
 
 
+def gapless(x: Tensor) -> Tensor:
+    """The tensor, copied where there are gaps in it: what `contiguous` gives, for less where there is nothing to do."""
+    return x if x.is_contiguous() else x.contiguous()
+
+
 @dataclass(frozen=True)
 class Block:
     """One attention call: some local queries against some local keys and values of one rank."""

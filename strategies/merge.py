@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from .errors import Unfit
-from .layouts import ALL, part
+from .layouts import ALL, gapless, part
 
 FUSED_FROM = 2**23
 """Elements from which a Triton kernel adds faster than torch: below, launching it costs the host more than it saves."""
@@ -47,7 +47,7 @@ class Partial:
         Both are used up: what they hold may be written over.
         """
         if self._out is None:
-            self._out, self._lse = out.contiguous(), lse.contiguous()
+            self._out, self._lse = gapless(out), gapless(lse)
             return
         self._take(wide_type(self._out))
         self._last = out, lse, queries
@@ -56,7 +56,7 @@ class Partial:
         """The output in ``dtype`` and the LSE, in at least float32."""
         self._take(dtype)
         assert self._out is not None and self._lse is not None
-        return self._out.to(dtype), self._lse
+        return self._out if self._out.dtype == dtype else self._out.to(dtype), self._lse
 
     def _take(self, dtype: torch.dtype) -> None:
         if self._last is None:
@@ -79,7 +79,7 @@ def merge_into(out: Tensor, before: Tensor, lse: Tensor, block_out: Tensor, bloc
     first, last, _ = queries.indices(out.shape[1])
     fused = _fused(out, before, block_out)
     if fused is not None:
-        fused.merge_into(out, before, lse, block_out.contiguous(), block_lse.contiguous(), first)
+        fused.merge_into(out, before, lse, block_out, gapless(block_lse), first)
         return
     if out is not before:
         convert(out[:, :first], before[:, :first])
@@ -149,7 +149,7 @@ class Sum:
             first = settled(first, [others.pop(0)], dtype)
         for rows, block in others:
             accumulate(part(first, rows), block)
-        return first.to(dtype)
+        return first if first.dtype == dtype else first.to(dtype)
 
 
 def accumulate(total: Tensor, block: Tensor) -> None:
