@@ -24,7 +24,7 @@ from .expected import Expectations
 from .first_order import first_order
 from .kernel import Gradients, Kernel
 from .kernels import choose_kernel
-from .layouts import ALL, Block, Layout, gapless, part, split_home_block
+from .layouts import ALL, WHOLE, Block, Layout, gapless, part, split_home_block
 from .merge import output_with_delta, row_product, rows_that_carry, wide_type, with_sinks
 from .uncompiled import uncompiled
 
@@ -129,7 +129,7 @@ class Blocks:
 
     def whole(self) -> Block:
         """Everything against everything, where one rank holds all tokens in order."""
-        block = Block(causal=self.causal) if self.cut is None else self.cut.block(0, 0)
+        block = WHOLE[self.causal] if self.cut is None else self.cut.block(0, 0)
         assert block is not None
         return block
 
@@ -427,7 +427,7 @@ class Strategy(Expectations, ABC):
         if own is not None:
             return own, []
         if self.ring_size == 1 or (travelling is not None and not self.hides_last_hop(travelling)):
-            return Block(causal=causal), []
+            return WHOLE[causal], []
         return split_home_block(local_seq, causal=causal)
 
     def own_block(self, blocks: Blocks) -> Block | None:

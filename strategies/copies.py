@@ -100,7 +100,7 @@ def slots_in_use() -> dict[int, tuple[int, int]]:
 
 def owned(parcel: Parcel, ring: CopyRing | None) -> Parcel:
     """The parcel, or a copy where it lies in a slot of another ring, which may fill the slot while this one reads."""
-    if not _owners or not parcel.messages[0].is_cuda:
+    if not _Slots.made or not parcel.messages[0].is_cuda:
         return parcel
     owners = [_owners.get(message.untyped_storage().data_ptr()) for message in parcel.messages]
     if all(slots is None or (ring is not None and ring.slots is slots) for slots in owners):
@@ -217,10 +217,14 @@ class CopyRing:
 class _Slots:
     """Where hops arrive: this member's slots, the next member's, and the counters."""
 
+    made = False
+    """Whether there have ever been any in this process."""
+
     def __init__(self, slot_bytes: int, group: dist.ProcessGroup, following: int, previous: int) -> None:
         import torch.distributed._symmetric_memory as symmetric
 
         end = SLOTS * slot_bytes
+        _Slots.made = True
         self.slot_bytes, self.counters, self.number = slot_bytes, end, 0
         self.memory = symmetric.empty(end + _COUNTERS, dtype=torch.uint8, device=torch.device("cuda"))
         self.memory[end:].zero_()

@@ -54,6 +54,9 @@ class Block:
     """What alone of the block is computed, where that is neither of the two."""
 
 
+WHOLE = {causal: Block(causal=causal) for causal in (False, True)}
+
+
 class Layout(ABC):
     """A split of the sequence over ranks: a permutation, cut into equal pieces."""
 
@@ -74,7 +77,7 @@ class Layout(ABC):
     @lru_cache(maxsize=1024)  # noqa: B019 - layouts are few and small
     def block(self, q_rank: int, kv_rank: int, local_seq: int, *, causal: bool) -> Block | None:
         """The block that ``q_rank`` owes ``kv_rank``'s keys; None where the mask leaves nothing."""
-        return self.causal_block(q_rank, kv_rank, local_seq) if causal else Block()
+        return self.causal_block(q_rank, kv_rank, local_seq) if causal else WHOLE[False]
 
     def stride(self, size: int) -> int:
         """How far apart neighbouring tokens of a rank are in the sequence, but where a new chunk begins."""
@@ -291,7 +294,7 @@ def split_home_block(local_seq: int, *, causal: bool) -> tuple[Block, list[Block
     """
     half = local_seq // 2
     if local_seq < 4:
-        return Block(causal=causal), []
+        return WHOLE[causal], []
     first, second = slice(0, half), slice(half, local_seq)
     if not causal:
         middle = half + (local_seq - half) // 2

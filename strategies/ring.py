@@ -163,9 +163,10 @@ class Ring(Strategy):
 
     def block(self, blocks: Blocks, kv_rank: int, q: Tensor) -> Block | None:
         """What this rank's queries see of ``kv_rank``'s keys, as far as they have come."""
-        if blocks.cut is not None and blocks.cut.halo is not None and kv_rank != self.ring_rank:
-            return blocks.cut.halo_block(self.ring_rank)
-        return blocks.between(self.layout, self.ring_rank, kv_rank, q.shape[1])
+        rank, cut = self.kv_ring.rank, blocks.cut
+        if cut is not None and cut.halo is not None and kv_rank != rank:
+            return cut.halo_block(rank)
+        return blocks.between(self.layout, rank, kv_rank, q.shape[1])
 
 
 Home = list[tuple[Block, Sequence[Tensor]]]
