@@ -40,6 +40,8 @@ _ASKED = (
     "causal", "softmax_scale", "return_lse", "sinks", "softcap", "documents", "window_size", "gradients",
 )  # fmt: skip
 """What ranks must ask for alike beside shapes and types; the documents themselves are not compared."""
+OutAndLse = tuple[Tensor, Tensor | None]
+"""The LSE where it is wanted."""
 POSITIONS_KEPT = 8
 """Sequence lengths whose positions a strategy keeps on a device."""
 
@@ -316,18 +318,17 @@ class Strategy(Expectations, ABC):
             cut = self._cut(causal, documents, window, q.shape[1] * self.comm.size)
         kernel = self.kernel_for(q, **self._asks(cut, softcap)) if cut or softcap else self.kernel_for(q)
         blocks = Blocks(kernel, scale, causal, return_lse or sinks is not None, cut)
-        out, lse = self.differentiable(blocks, q, k, v, lse_wanted=blocks.lse_wanted)
+        out, lse = self.differentiable(blocks, q, k, v)
         out = out[..., : v.shape[-1] - missing] if missing > 0 else out
         if sinks is not None:
+            assert lse is not None
             out, lse = with_sinks(out, lse, sinks)
         return (out, lse) if return_lse else out
 
-    def differentiable(
-        self, blocks: Blocks, q: Tensor, k: Tensor, v: Tensor, *, lse_wanted: bool
-    ) -> tuple[Tensor, Tensor]:
+    def differentiable(self, blocks: Blocks, q: Tensor, k: Tensor, v: Tensor) -> OutAndLse:
         """`forward`, with `backward` as its gradient. A strategy that first exchanges heads does so around this."""
-        result: tuple[Tensor, Tensor] = _Attention.apply(self, blocks, q, k, v)  # type: ignore[no-untyped-call]
-        return result
+        result: Any = _Attention.apply(self, blocks, q, k, v)  # type: ignore[no-untyped-call]
+        return result if blocks.lse_wanted else (result, None)
 
     def _asks(self, cut: Cut | None, softcap: float) -> dict[str, Any]:
         """What the choice of a kernel is told beside the tensors: nothing where all kernels do."""
@@ -484,7 +485,7 @@ class _Attention(torch.autograd.Function):
     """Autograd around a strategy's two loops."""
 
     @staticmethod
-    def forward(ctx: Any, strategy: Strategy, blocks: Blocks, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, strategy: Strategy, blocks: Blocks, q: Tensor, k: Tensor, v: Tensor) -> Any:
         strategy.comm.meter.phase = "forward"
         q = _heads_together(q)
         out, lse = strategy.forward(blocks, q, k, v)
@@ -492,11 +493,11 @@ class _Attention(torch.autograd.Function):
         ctx.save_for_backward(*(blocks.kept or (q, k, v)), out, lse)
         blocks.kept = ()
         ctx.set_materialize_grads(False)
-        return out, lse
+        return (out, lse) if blocks.lse_wanted else out
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[None, None, Tensor, Tensor, Tensor]:
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         strategy, blocks = ctx.strategy, ctx.blocks
         dout = torch.zeros_like(out) if dout is None else gapless(dout)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from .annotate import ring_step
-from .base import DOCUMENTS_LAYOUT_HELP, Blocks, Context, DocumentsLayout, Rows, Shape, Strategy, wire_type
+from .base import DOCUMENTS_LAYOUT_HELP, Blocks, Context, DocumentsLayout, OutAndLse, Rows, Shape, Strategy, wire_type
 from .errors import Unfit
 from .expected import Load, ring_bytes
 from .hops import AnyHop, DoubleRing
@@ -89,10 +89,8 @@ class LoongDoubleRing(Strategy):
     def unfit(cls, shape: Shape, size: int, **params: Any) -> str | None:
         return super().unfit(shape, size, **params) or unfit_heads(shape, params.get("ulysses_degree") or 1)
 
-    def differentiable(
-        self, blocks: Blocks, q: Tensor, k: Tensor, v: Tensor, *, lse_wanted: bool
-    ) -> tuple[Tensor, Tensor]:
-        return self.exchange.around(super().differentiable, blocks, q, k, v, lse_wanted=lse_wanted)
+    def differentiable(self, blocks: Blocks, q: Tensor, k: Tensor, v: Tensor) -> OutAndLse:
+        return self.exchange.around(super().differentiable, blocks, q, k, v)
 
     def forward(self, blocks: Blocks, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         result = Partial()

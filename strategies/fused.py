@@ -108,6 +108,10 @@ def merge_into(out: Tensor, before: Tensor, lse: Tensor, block_out: Tensor, bloc
 
 def add(out: Tensor, total: Tensor | None, block: Tensor) -> bool:
     """``out`` = ``total`` + ``block``, added in float32; False where a tensor is not rows of a dense one."""
+    if out.dim() > 4:
+        # A view, never a copy.
+        out, block = (x.view(-1, *x.shape[-3:]) for x in (out, block))
+        return add(out, None if total is None else total.view(-1, *total.shape[-3:]), block)
     count = out[0].numel()
     if not all(x is None or x[0].is_contiguous() for x in (out, total, block)):
         return False

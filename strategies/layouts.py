@@ -29,8 +29,8 @@ from .parts import Parts
 ALL = slice(None)
 
 
-def part(x: Tensor, rows: slice, dim: int = 1) -> Tensor:
-    """A view of some rows of a tensor: what indexing gives, for half of its price."""
+def part(x: Tensor, rows: slice, dim: int = -3) -> Tensor:
+    """A view of some rows of a tensor (..., S, H, D): what indexing gives, for half of its price."""
     if rows is ALL or rows == ALL:
         return x
     first, last, _ = rows.indices(x.size(dim))

@@ -153,16 +153,16 @@ class Sum:
 
 
 def accumulate(total: Tensor, block: Tensor) -> None:
-    """``total += block`` (B, S, H, D), added in at least float32 and kept in the type of ``total``."""
+    """``total += block`` (..., S, H, D), added in at least float32 and kept in the type of ``total``."""
     if not _added(total, total, block):
         total += block
 
 
 def started(total: Tensor, rows: slice, block: Tensor) -> Tensor:
-    """``total`` (B, S, H, D), with ``block`` written in ``rows`` of the sequence and 0 elsewhere."""
+    """``total`` (..., S, H, D), with ``block`` written in ``rows`` of the sequence and 0 elsewhere."""
     if rows != ALL:
-        first, last, _ = rows.indices(total.shape[1])
-        for around in (slice(0, first), slice(last, total.shape[1])):
+        first, last, _ = rows.indices(total.shape[-3])
+        for around in (slice(0, first), slice(last, total.shape[-3])):
             if around.start < around.stop:
                 part(total, around).zero_()
     convert(part(total, rows), block)
@@ -170,7 +170,7 @@ def started(total: Tensor, rows: slice, block: Tensor) -> Tensor:
 
 
 def settled(total: Tensor, parts: Sequence[_Part], dtype: torch.dtype) -> Tensor:
-    """A new tensor in ``dtype``: ``total`` plus some blocks, each in its rows; ``total`` is used up.
+    """A new tensor (..., S, H, D) in ``dtype``: ``total`` plus some blocks, each in its rows; ``total`` is used up.
 
     Each element is added in at least float32 and rounded once.
     """
@@ -180,13 +180,14 @@ def settled(total: Tensor, parts: Sequence[_Part], dtype: torch.dtype) -> Tensor
     result = torch.empty_like(total, dtype=dtype, memory_format=torch.contiguous_format)
     done = 0
     for rows, block in parts:
-        first, last, _ = rows.indices(total.shape[1])
+        first, last, _ = rows.indices(total.shape[-3])
         if first > done:
-            convert(result[:, done:first], total[:, done:first])
+            convert(part(result, slice(done, first)), part(total, slice(done, first)))
         done = last
         _sum(part(total, rows), block, part(result, rows))
-    if done < total.shape[1]:
-        convert(result[:, done:], total[:, done:])
+    if done < total.shape[-3]:
+        rest = slice(done, total.shape[-3])
+        convert(part(result, rest), part(total, rest))
     return result
 
 
@@ -201,8 +202,8 @@ def _apart(total: Tensor, parts: Sequence[_Part]) -> tuple[Tensor, list[_Part]]:
     """Blocks in the order of their rows, without those that share rows with one before: these are in the total then."""
     found: list[_Part] = []
     done = 0
-    for rows, block in sorted(parts, key=lambda item: item[0].indices(total.shape[1])):
-        first, last, _ = rows.indices(total.shape[1])
+    for rows, block in sorted(parts, key=lambda item: item[0].indices(total.shape[-3])):
+        first, last, _ = rows.indices(total.shape[-3])
         if first < done:
             total = total.to(wide_type(total))
             accumulate(part(total, rows), block)
@@ -213,8 +214,8 @@ def _apart(total: Tensor, parts: Sequence[_Part]) -> tuple[Tensor, list[_Part]]:
 
 
 def convert(out: Tensor, block: Tensor) -> None:
-    """``out`` = ``block`` (B, S, H, D), in the type of ``out``."""
-    if out.shape[1] and not _added(out, None, block):
+    """``out`` = ``block`` (..., S, H, D), in the type of ``out``."""
+    if out.shape[-3] and not _added(out, None, block):
         out.copy_(block)
 
 

@@ -213,15 +213,15 @@ def settled_dkv(dkv: Parcel | None, home: Home, dtype: torch.dtype) -> tuple[Ten
         settled(total, list(zip(rows, gradients, strict=True)), dtype)
         for total, gradients in zip(*_as_few(dkv, [pair for _, pair in home]), strict=True)
     ]
-    dk, dv = settlements if len(settlements) == 2 else settlements[0].chunk(2)
+    dk, dv = settlements if len(settlements) == 2 else settlements[0]
     return dk, dv
 
 
 def _as_few(dkv: Parcel, gradients: list[Sequence[Tensor]]) -> tuple[list[Tensor], list[list[Tensor]]]:
-    """dK and dV, and each block's; both as one tensor of twice the batch where all of them lie so in memory."""
+    """dK and dV, and each block's; both as one tensor of twice as much where all of them are cut from one."""
     together = [side_by_side(dk, dv) for dk, dv in gradients]
     whole = [x for x in together if x is not None]
     # A message of one dimension holds tensors of different sizes.
     if len(dkv.messages) == 1 and dkv.messages[0].dim() > 1 and len(whole) == len(together):
-        return [dkv.messages[0].flatten(0, 1)], [whole]
+        return dkv.messages, [whole]
     return dkv.tensors, [[one[which] for one in gradients] for which in range(2)]

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
-from .base import DOCUMENTS_LAYOUT_HELP, Blocks, Context, DocumentsLayout, Shape, Strategy
+from .base import DOCUMENTS_LAYOUT_HELP, Blocks, Context, DocumentsLayout, OutAndLse, Shape, Strategy
 from .expected import Load, contiguous_imbalance, ring_bytes
 from .layouts import LAYOUTS, Grid, Grouped, Layout
 from .ring import Ring, RingWire
@@ -88,10 +88,8 @@ class USP(Ring):
         reason = super().unfit(shape, size, **params)
         return reason or unfit_heads(shape, cls.layout_for(size, **params).grid.ulysses_degree)
 
-    def differentiable(
-        self, blocks: Blocks, q: Tensor, k: Tensor, v: Tensor, *, lse_wanted: bool
-    ) -> tuple[Tensor, Tensor]:
-        return self.exchange.around(super().differentiable, blocks, q, k, v, lse_wanted=lse_wanted)
+    def differentiable(self, blocks: Blocks, q: Tensor, k: Tensor, v: Tensor) -> OutAndLse:
+        return self.exchange.around(super().differentiable, blocks, q, k, v)
 
     @property
     def ring_size(self) -> int:
