@@ -129,7 +129,7 @@ class AllGather(Strategy):
     def _forward(self, blocks: Blocks, q: Tensor, k: Tensor, v: Tensor, gathers: list[Hop]) -> tuple[Tensor, Tensor]:
         result = Partial()
         with ring_step("fwd", 0, "block"):
-            result.merge(*blocks.forward(q, k, v, self.own_block(blocks) or Block(causal=blocks.causal)))
+            result.merge(*blocks.forward(q, k, v, self.own_block(blocks, q)))
         others = self._others(q.shape[1], blocks)
         k_others, v_others = (others.take(gather.wait()[0]) for gather in gathers)
         for step, block in enumerate(others.blocks, 1):
@@ -141,7 +141,7 @@ class AllGather(Strategy):
             return result.result(q.dtype)
 
     def _backward(self, blocks: Blocks, rows: Rows, q: Tensor, k: Tensor, v: Tensor, gathers: list[Hop]) -> Gradients:
-        early, rest = self.home_blocks(q.shape[1], causal=blocks.causal, travelling=k, own=self.own_block(blocks))
+        early, rest = self.home_blocks(blocks, q, k)
         dq = Sum(q)
         with ring_step("bwd", 0, "block"):
             home = [(early, blocks.backward(rows, q, k, v, early))]

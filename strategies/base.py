@@ -7,7 +7,7 @@ and blocks. Shapes: B batch, S local sequence, H heads, Hkv kv heads, D head_dim
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -17,6 +17,7 @@ from torch.nn.functional import pad
 
 from ringprof.mask import Mask
 
+from .annotate import ring_step
 from .communicator import Communicator
 from .cut import Cut, cut_of
 from .errors import Unfit
@@ -25,7 +26,7 @@ from .first_order import first_order
 from .kernel import Gradients, Kernel
 from .kernels import choose_kernel
 from .layouts import ALL, WHOLE, Block, Layout, gapless, part, split_home_block
-from .merge import output_with_delta, row_product, rows_that_carry, wide_type, with_sinks
+from .merge import Partial, output_with_delta, row_product, rows_that_carry, wide_type, with_sinks
 from .uncompiled import uncompiled
 
 GradWire = Literal["fp32", "input"]
@@ -416,24 +417,39 @@ class Strategy(Expectations, ABC):
         """Ranks that the travelling tensors of this strategy go round."""
         return self.comm.size
 
-    def home_blocks(
-        self, local_seq: int, *, causal: bool, travelling: Tensor | None = None, own: Block | None = None
-    ) -> tuple[Block, list[Block]]:
-        """This rank's block with its own keys: an early part and what a backward pass keeps to the end.
+    def over(self, blocks: Blocks, q: Tensor, tour: Iterable[tuple[int, Sequence[Tensor]]]) -> tuple[Tensor, Tensor]:
+        """A forward pass over the K and V of a tour of ranks, merged one after another."""
+        result = Partial()
+        for step, (kv_rank, kv) in enumerate(tour):
+            block = self.block(blocks, kv_rank, q)
+            if block is None:
+                continue
+            with ring_step("fwd", step, "block"):
+                out, lse = blocks.forward(q, kv[0], kv[1], block)
+            with ring_step("fwd", step, "merge"):
+                result.merge(out, lse, block.q)
+        with ring_step("fwd", step, "merge"):
+            return result.result(q.dtype)
 
-        All of it is early where nothing travels, or where what comes home last, ``travelling``, is so small that the
-        additional kernel calls cost more than they hide. ``own`` is that block where the mask is neither causal nor
-        full.
+    def block(self, blocks: Blocks, kv_rank: int, q: Tensor) -> Block | None:
+        """What this rank's queries see of ``kv_rank``'s keys."""
+        return blocks.between(self.layout, self.ring_rank, kv_rank, q.shape[1])
+
+    def own_block(self, blocks: Blocks, q: Tensor) -> Block:
+        """What they see of its own."""
+        block = self.block(blocks, self.ring_rank, q)
+        assert block is not None, "a token sees itself"
+        return block
+
+    def home_blocks(self, blocks: Blocks, q: Tensor, travelling: Tensor) -> tuple[Block, list[Block]]:
+        """That block in an early part and what a backward pass keeps to the end.
+
+        All of it is early where nothing travels, where what comes home last, ``travelling``, is so small that the
+        additional kernel calls cost more than they hide, and where the mask is neither causal nor full.
         """
-        if own is not None:
-            return own, []
-        if self.ring_size == 1 or (travelling is not None and not self.hides_last_hop(travelling)):
-            return WHOLE[causal], []
-        return split_home_block(local_seq, causal=causal)
-
-    def own_block(self, blocks: Blocks) -> Block | None:
-        """This rank's block with its own keys, where the mask is neither causal nor full."""
-        return None if blocks.cut is None else blocks.cut.block(self.ring_rank, self.ring_rank)
+        if blocks.cut is not None or self.ring_size == 1 or not self.hides_last_hop(travelling):
+            return self.own_block(blocks, q), []
+        return split_home_block(q.shape[1], causal=blocks.causal)
 
     @property
     def ring_rank(self) -> int:

@@ -24,7 +24,7 @@ from .expected import Load, forward_bytes
 from .hops import DoubleRing
 from .kernel import Gradients
 from .layouts import LAYOUTS, part
-from .merge import Partial, Sum, accumulate, row_product, settled, started
+from .merge import Sum, accumulate, row_product, settled, started
 
 
 class Burst(Strategy):
@@ -81,23 +81,13 @@ class Burst(Strategy):
         return super().unfit(shape, size, **params)
 
     def forward(self, blocks: Blocks, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        result = Partial()
-        for step, (kv_rank, kv) in enumerate(self.read.tour([k, v])):
-            block = blocks.between(self.layout, self.comm.rank, kv_rank, q.shape[1])
-            if block is None:
-                continue
-            with ring_step("fwd", step, "block"):
-                out, lse = blocks.forward(q, kv[0], kv[1], block)
-            with ring_step("fwd", step, "merge"):
-                result.merge(out, lse, block.q)
-        with ring_step("fwd", step, "merge"):
-            return result.result(q.dtype)
+        return self.over(blocks, q, self.read.tour([k, v]))
 
     def backward(self, blocks: Blocks, rows: Rows, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
         if self.parameters["optimized_backward"] and rows.delta is None:
             assert rows.out is not None
             rows = Rows(rows.dout, rows.lse, delta=row_product(rows.dout, rows.out))
-        early, rest = self.home_blocks(q.shape[1], causal=blocks.causal, travelling=q, own=self.own_block(blocks))
+        early, rest = self.home_blocks(blocks, q, q)
         travelling_dq = _TravellingDq(self.dq, q, wire_type(self.parameters["grad_wire"], q))
         dk, dv = Sum(k), Sum(v)
         for step, (q_rank, travelled) in enumerate(self.read.tour(_pack(q, rows))):

@@ -14,7 +14,6 @@ No library ends a wait for a peer that has died: see `watch`. The streams then g
 from __future__ import annotations
 
 import ctypes
-import os
 import threading
 import time
 from collections import deque
@@ -31,6 +30,7 @@ from torch import Tensor
 from .annotate import annotate
 from .errors import Unfit
 from .groups import by_nccl, timeout
+from .hosts import told
 from .parcels import Parcel, Shapes, shapes_of, size_bytes
 from .watch import Watch
 
@@ -61,8 +61,8 @@ def can_copy() -> str | None:
         return "need CUDA"
     if dist.is_initialized() and not by_nccl():
         return "need NCCL's process groups"
-    queues = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "8")
-    if queues.isascii() and queues.isdigit() and int(queues) < FEWEST_QUEUES:
+    queues = told("CUDA_DEVICE_MAX_CONNECTIONS")
+    if queues is not None and queues < FEWEST_QUEUES:
         return f"need CUDA_DEVICE_MAX_CONNECTIONS of at least {FEWEST_QUEUES}, which is {queues}"
     return None
 

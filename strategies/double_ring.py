@@ -27,7 +27,7 @@ from .expected import Load, ring_bytes
 from .hops import AnyHop, DoubleRing
 from .kernel import Gradients
 from .layouts import LAYOUTS, Block, Grid, Grouped, Layout
-from .merge import Partial, Sum, accumulate
+from .merge import Sum, accumulate
 from .parcels import Parcel
 from .ring import Home, onward_dkv, settled_dkv
 from .ulysses import HeadExchange, unfit_heads
@@ -93,24 +93,14 @@ class LoongDoubleRing(Strategy):
         return self.exchange.around(super().differentiable, blocks, q, k, v)
 
     def forward(self, blocks: Blocks, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        result = Partial()
-        for step, (kv_rank, kv) in enumerate(self.kv.tour([k, v])):
-            block = blocks.between(self.layout, self.kv.rank, kv_rank, q.shape[1])
-            if block is None:
-                continue
-            with ring_step("fwd", step, "block"):
-                out, lse = blocks.forward(q, kv[0], kv[1], block)
-            with ring_step("fwd", step, "merge"):
-                result.merge(out, lse, block.q)
-        with ring_step("fwd", step, "merge"):
-            return result.result(q.dtype)
+        return self.over(blocks, q, self.kv.tour([k, v]))
 
     def backward(self, blocks: Blocks, rows: Rows, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
-        early, rest = self.home_blocks(q.shape[1], causal=blocks.causal, travelling=k, own=self.own_block(blocks))
+        early, rest = self.home_blocks(blocks, q, k)
         dq = Sum(q, self.kv.size + len(rest))
         travelling = _TravellingDkv(self.dkv, (k, v), self.parameters["grad_wire"])
         for step, (kv_rank, kv) in enumerate(self.kv.tour([k, v])):
-            block = early if step == 0 else blocks.between(self.layout, self.kv.rank, kv_rank, q.shape[1])
+            block = early if step == 0 else self.block(blocks, kv_rank, q)
             grads = None
             if block is not None:
                 with ring_step("bwd", step, "block"):

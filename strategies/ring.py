@@ -26,7 +26,7 @@ from .expected import Load, contiguous_imbalance, ring_bytes
 from .hops import Ring as HopRing
 from .kernel import Gradients
 from .layouts import ALL, LAYOUTS, Block, part
-from .merge import Partial, Sum, accumulate, settled, started
+from .merge import Sum, accumulate, settled, started
 from .parcels import Parcel, side_by_side
 
 RingWire = Literal["exact", "fp32", "input"]
@@ -57,22 +57,12 @@ class Ring(Strategy):
         return contiguous_imbalance(size) if causal else 1.0
 
     def forward(self, blocks: Blocks, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        result = Partial()
-        for step, (kv_rank, kv) in enumerate(self.tour(blocks, k, v)):
-            block = self.block(blocks, kv_rank, q)
-            if block is None:
-                continue
-            with ring_step("fwd", step, "block"):
-                out, lse = blocks.forward(q, kv[0], kv[1], block)
-            with ring_step("fwd", step, "merge"):
-                result.merge(out, lse, block.q)
-        with ring_step("fwd", step, "merge"):
-            return result.result(q.dtype)
+        return self.over(blocks, q, self.tour(blocks, k, v))
 
     def backward(self, blocks: Blocks, rows: Rows, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
         if blocks.cut is not None and blocks.cut.halo is not None:
             return self._backward_with_halo(blocks, rows, q, k, v)
-        early, rest = self.home_blocks(q.shape[1], causal=blocks.causal, travelling=k, own=self.own_block(blocks))
+        early, rest = self.home_blocks(blocks, q, k)
         wire = self._wire(k, hops=self.ring_size - 1)
         dq = Sum(q, self.ring_size + len(rest))
         home: Home = []
@@ -163,10 +153,9 @@ class Ring(Strategy):
 
     def block(self, blocks: Blocks, kv_rank: int, q: Tensor) -> Block | None:
         """What this rank's queries see of ``kv_rank``'s keys, as far as they have come."""
-        rank, cut = self.kv_ring.rank, blocks.cut
-        if cut is not None and cut.halo is not None and kv_rank != rank:
-            return cut.halo_block(rank)
-        return blocks.between(self.layout, rank, kv_rank, q.shape[1])
+        if blocks.cut is not None and blocks.cut.halo is not None and kv_rank != self.ring_rank:
+            return blocks.cut.halo_block(self.ring_rank)
+        return super().block(blocks, kv_rank, q)
 
 
 Home = list[tuple[Block, Sequence[Tensor]]]

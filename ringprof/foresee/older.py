@@ -25,7 +25,7 @@ def make_older(strategy: Strategy) -> None:
 
 def _n_hops(self: Any, blocks: Blocks, rows: Rows, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
     """dK and dV travel from the first block on, which is the rank's own."""
-    early, rest = self.home_blocks(q.shape[1], causal=blocks.causal, travelling=k)
+    early, rest = self.home_blocks(blocks, q, k)
     wire, dq = wire_type(self.parameters["grad_wire"], k), Sum(q)
     home: Home = []
     late = []
