@@ -102,7 +102,7 @@ class ContiguousLayout(Layout):
 
     def positions(self, seq: int, size: int, rank: int) -> Tensor:
         local = seq // size
-        return torch.arange(rank * local, (rank + 1) * local)
+        return torch.arange(rank * local, (rank + 1) * local, device="cpu")
 
     def causal_block(self, q_rank: int, kv_rank: int, local_seq: int) -> Block | None:
         if kv_rank > q_rank:
@@ -119,7 +119,7 @@ class ZigzagLayout(Layout):
         return 2 * size
 
     def positions(self, seq: int, size: int, rank: int) -> Tensor:
-        chunks = torch.arange(seq).chunk(2 * size)
+        chunks = torch.arange(seq, device="cpu").chunk(2 * size)
         return torch.cat([chunks[rank], chunks[2 * size - 1 - rank]])
 
     def causal_block(self, q_rank: int, kv_rank: int, local_seq: int) -> Block | None:
@@ -170,7 +170,7 @@ class ZigzagPerDocumentLayout(Layout):
             turn = (turn + over) % size
             start = first
             for chunk, length in enumerate(lengths):
-                pieces[min(chunk, 2 * size - 1 - chunk)].append(torch.arange(start, start + length))
+                pieces[min(chunk, 2 * size - 1 - chunk)].append(torch.arange(start, start + length, device="cpu"))
                 start += length
         return [torch.cat(piece) for piece in pieces]
 
@@ -191,7 +191,7 @@ class StripeLayout(Layout):
         return size
 
     def positions(self, seq: int, size: int, rank: int) -> Tensor:
-        return torch.arange(rank, seq, size)
+        return torch.arange(rank, seq, size, device="cpu")
 
     def causal_block(self, q_rank: int, kv_rank: int, local_seq: int) -> Block | None:
         if kv_rank <= q_rank:
