@@ -152,6 +152,7 @@ class CopyRing:
         if torch.cuda.is_current_stream_capturing():
             raise Unfit("hops by copy engine cannot be captured in a CUDA graph: use hops='nccl'")
         _watch.refuse()
+        wait, write, copy = _cuda()
         shapes = shapes_of(parcel.messages)
         slots, stream = self._slots_for(shapes), self._stream.cuda_stream
         slots.number += 1
@@ -159,12 +160,14 @@ class CopyRing:
             # What is sent is there, and what lay in the slot to be filled is no longer read.
             self._ready.record(torch.cuda.current_stream())
             self._ready.wait(self._stream)
-            _write_value(stream, slots.previous + slots.counters + _ROOM, slots.number)
-            _wait_value(stream, slots.here + slots.counters + _ROOM, slots.number)
+            failed = write(stream, slots.previous + slots.counters + _ROOM, slots.number, 0)
+            failed |= wait(stream, slots.here + slots.counters + _ROOM, slots.number, 0)
             place = slots.following + slots.number % SLOTS * slots.slot_bytes
             for message, at in zip(parcel.messages, _places(shapes)[0], strict=True):
-                _copy(stream, place + at, message)
-            _write_value(stream, slots.following + slots.counters + _ARRIVED, slots.number)
+                assert message.is_contiguous()
+                failed |= copy(place + at, message.data_ptr(), message.nbytes, _DEVICE_TO_DEVICE, stream)
+            # When all before it is done, and can be seen by the other GPU.
+            _check(failed | write(stream, slots.following + slots.counters + _ARRIVED, slots.number, 0))
             self._sent.record(self._stream)
         return CopyHop(self, slots, parcel, shapes)
 
@@ -173,7 +176,7 @@ class CopyRing:
         _watch.refuse()
         stream = torch.cuda.current_stream()
         self._sent.wait(stream)
-        _wait_value(stream.cuda_stream, counter, number)
+        _check(_cuda()[0](stream.cuda_stream, counter, number, 0))
         if len(self._under_way) >= _UNDER_WAY_AT_MOST:
             self.waiting_since()
         self._under_way.append((time.monotonic(), stream.record_event()))
@@ -200,9 +203,8 @@ class CopyRing:
                 # Bytes of 255 are NaN in every type that travels.
                 self.slots.memory[: self.slots.counters].fill_(255)
             for counter in (_ARRIVED, _ROOM):
-                _write_value(
-                    stream.cuda_stream, self.slots.here + self.slots.counters + counter, self.slots.number + _RELEASED
-                )
+                at = self.slots.here + self.slots.counters + counter
+                _check(_cuda()[1](stream.cuda_stream, at, self.slots.number + _RELEASED, 0))
 
     def _slots_for(self, shapes: Shapes) -> _Slots:
         """Slots with room for a hop; all members of the ring come here with the same shapes, and so make new ones."""
@@ -268,7 +270,8 @@ def _places(shapes: Shapes) -> tuple[list[int], int]:
 def _cuda() -> Any:
     """(cuStreamWaitValue32, cuStreamWriteValue32, cudaMemcpyAsync), or None where one of them is not there.
 
-    The copy is the runtime's, of the library that torch itself has loaded: a profiler links nothing else to the call.
+    They are queued, and give 0 or an error's number; a stream waits until a counter has at least the value. The copy is
+    the runtime's, of the library that torch itself has loaded: a profiler links nothing else to the call.
     """
     try:
         driver = ctypes.CDLL("libcuda.so.1")
@@ -280,22 +283,6 @@ def _cuda() -> Any:
         function.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint]
     copy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
     return *found, copy
-
-
-def _wait_value(stream: int, address: int, value: int) -> None:
-    """The stream goes on when the counter has reached ``value``."""
-    _check(_cuda()[0](stream, address, value, 0))
-
-
-def _write_value(stream: int, address: int, value: int) -> None:
-    """Set the counter when all before it on the stream is done and can be seen by the other GPU."""
-    _check(_cuda()[1](stream, address, value, 0))
-
-
-def _copy(stream: int, address: int, message: Tensor) -> None:
-    """Copy a dense tensor to an address on any GPU."""
-    assert message.is_contiguous()
-    _check(_cuda()[2](address, message.data_ptr(), message.nbytes, _DEVICE_TO_DEVICE, stream))
 
 
 def _check(result: int) -> None:
