@@ -172,6 +172,8 @@ class Strategy(Expectations, ABC):
     """Whether its blocks are computed by kernels of ours, some of which take a softcap."""
     PARAMETERS: ClassVar[dict[str, str]] = {"deterministic": "the kernel's deterministic mode: same bits every call"}
     """A line of help for each keyword parameter of the constructor."""
+    exchange: Any = None
+    """What exchanges heads before and after, where something does."""
     KERNELS: ClassVar[tuple[str, ...]] = ()
     """The kernels that may compute its blocks, where not all may."""
 
@@ -319,7 +321,8 @@ class Strategy(Expectations, ABC):
             cut = self._cut(causal, documents, window, q.shape[1] * self.comm.size)
         kernel = self.kernel_for(q, **self._asks(cut, softcap)) if cut or softcap else self.kernel_for(q)
         blocks = Blocks(kernel, scale, causal, return_lse or sinks is not None, cut)
-        out, lse = self.differentiable(blocks, q, k, v)
+        call = self.differentiable
+        out, lse = call(blocks, q, k, v) if self.exchange is None else self.exchange.around(call, blocks, q, k, v)
         out = out[..., : v.shape[-1] - missing] if missing > 0 else out
         if sinks is not None:
             assert lse is not None
@@ -327,7 +330,7 @@ class Strategy(Expectations, ABC):
         return (out, lse) if return_lse else out
 
     def differentiable(self, blocks: Blocks, q: Tensor, k: Tensor, v: Tensor) -> OutAndLse:
-        """`forward`, with `backward` as its gradient. A strategy that first exchanges heads does so around this."""
+        """`forward`, with `backward` as its gradient."""
         result: Any = _Attention.apply(self, blocks, q, k, v)  # type: ignore[no-untyped-call]
         return result if blocks.lse_wanted else (result, None)
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from .annotate import ring_step
-from .base import DOCUMENTS_LAYOUT_HELP, Blocks, Context, DocumentsLayout, OutAndLse, Rows, Shape, Strategy, wire_type
+from .base import DOCUMENTS_LAYOUT_HELP, Blocks, Context, DocumentsLayout, Rows, Shape, Strategy, wire_type
 from .errors import Unfit
 from .expected import Load, ring_bytes
 from .hops import AnyHop, DoubleRing
@@ -89,9 +89,6 @@ class LoongDoubleRing(Strategy):
     def unfit(cls, shape: Shape, size: int, **params: Any) -> str | None:
         return super().unfit(shape, size, **params) or unfit_heads(shape, params.get("ulysses_degree") or 1)
 
-    def differentiable(self, blocks: Blocks, q: Tensor, k: Tensor, v: Tensor) -> OutAndLse:
-        return self.exchange.around(super().differentiable, blocks, q, k, v)
-
     def forward(self, blocks: Blocks, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         return self.over(blocks, q, self.kv.tour([k, v]))
 
@@ -115,7 +112,7 @@ class LoongDoubleRing(Strategy):
                 own, *pair = blocks.backward(rows, q, k, v, block)
             home.append((block, pair))
             late.append((block.q, own))
-            travelling.head_home()
+            travelling.leave_window()
         arrived = travelling.home()
         with ring_step("bwd", self.kv.size, "merge"):
             return dq.result(q.dtype, late), *settled_dkv(arrived, home, k.dtype)
@@ -146,24 +143,20 @@ class _TravellingDkv:
         """Add one block's dK and dV, where there is one, to those that came with their keys, and send these on."""
         window, inner_step = divmod(step, self._rings.window)
         if inner_step == 0:
-            self._leave_window()
+            self.leave_window()
         arrived = None if self._inner is None else self._inner.wait()
         with ring_step("bwd", step, "merge"):
             dkv = onward_dkv(self._rings.inner, arrived, grads, block, self._kv, self._type_in(window))
         self._inner = self._rings.inner.post(dkv)
 
-    def head_home(self) -> None:
-        """Post the last hop of the outer ring, once the closing hop of the inner ring has arrived."""
-        self._leave_window()
-
     def home(self) -> Parcel:
         """This rank's own dK and dV, without what the rank kept to the end."""
-        self._leave_window()
+        self.leave_window()
         assert self._outer is not None
         dkv: Parcel = self._outer.wait()
         return dkv
 
-    def _leave_window(self) -> None:
+    def leave_window(self) -> None:
         """Join what came back on the inner ring with the earlier windows' gradients and send it to the next window."""
         if self._inner is None:
             return

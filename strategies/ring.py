@@ -188,10 +188,7 @@ def add_dkv(dkv: Parcel, grads: Gradients | None, block: Block | None, *, first:
 
 
 def settled_dkv(dkv: Parcel | None, home: Home, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """dK and dV that have come home (None: they never left), in ``dtype``, with those of the blocks that stayed.
-
-    What they hold is used up.
-    """
+    """dK and dV come home (None: they never left), in ``dtype``, with those that stayed, which are used up."""
     if dkv is None or (len(home) == 1 and home[0][0].kv == ALL):
         ((_, (dk, dv)),) = home
         for total, (gradient,) in zip(*_as_few(dkv, [(dk, dv)]), strict=True) if dkv else ():

@@ -59,9 +59,6 @@ class Ulysses(Strategy):
     def unfit(cls, shape: Shape, size: int, **params: Any) -> str | None:
         return unfit_heads(shape, size) or super().unfit(shape, size, **params)
 
-    def differentiable(self, blocks: Blocks, q: Tensor, k: Tensor, v: Tensor) -> OutAndLse:
-        return self.exchange.around(super().differentiable, blocks, q, k, v)
-
     def forward(self, blocks: Blocks, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         with ring_step("fwd", 0, "block"):
             return blocks.forward(q, k, v, blocks.whole())

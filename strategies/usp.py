@@ -13,9 +13,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal
 
-from torch import Tensor
-
-from .base import DOCUMENTS_LAYOUT_HELP, Blocks, Context, DocumentsLayout, OutAndLse, Shape, Strategy
+from .base import DOCUMENTS_LAYOUT_HELP, Context, DocumentsLayout, Shape, Strategy
 from .expected import Load, contiguous_imbalance, ring_bytes
 from .layouts import LAYOUTS, Grid, Grouped, Layout
 from .ring import Ring, RingWire
@@ -87,9 +85,6 @@ class USP(Ring):
     def unfit(cls, shape: Shape, size: int, **params: Any) -> str | None:
         reason = super().unfit(shape, size, **params)
         return reason or unfit_heads(shape, cls.layout_for(size, **params).grid.ulysses_degree)
-
-    def differentiable(self, blocks: Blocks, q: Tensor, k: Tensor, v: Tensor) -> OutAndLse:
-        return self.exchange.around(super().differentiable, blocks, q, k, v)
 
     @property
     def ring_size(self) -> int:
