@@ -41,8 +41,7 @@ _ASKED = (
     "causal", "softmax_scale", "return_lse", "sinks", "softcap", "documents", "window_size", "gradients",
 )  # fmt: skip
 """What ranks must ask for alike beside shapes and types; the documents themselves are not compared."""
-OutAndLse = tuple[Tensor, Tensor | None]
-"""The LSE where it is wanted."""
+OutAndLse = tuple[Tensor, Tensor | None]  # The LSE where it is wanted.
 POSITIONS_KEPT = 8
 """Sequence lengths whose positions a strategy keeps on a device."""
 

@@ -219,8 +219,7 @@ class CopyRing:
 class _Slots:
     """Where hops arrive: this member's slots, the next member's, and the counters."""
 
-    made = False
-    """Whether there have ever been any in this process."""
+    made = False  # Whether there have ever been any in this process.
 
     def __init__(self, slot_bytes: int, group: dist.ProcessGroup, following: int, previous: int) -> None:
         import torch.distributed._symmetric_memory as symmetric

@@ -77,8 +77,7 @@ class Ring:
         self._link = comm.hosts.link(comm.global_rank(comm.rank), following)
         comm.meter.goes_to[channel] = following
         self._peers, self._copies = (following, previous), None
-        self.trades_on: str | None = None
-        """The type of device whose hops are all-to-alls."""
+        self.trades_on: str | None = None  # The type of device whose hops are all-to-alls.
         if group is not None:
             to, source = (dist.get_group_rank(group, rank) for rank in self._peers)
             self._splits = lru_cache(maxsize=4)(partial(_splits, self.size, source, to))
