@@ -94,7 +94,7 @@ class LoongDoubleRing(Strategy):
 
     def backward(self, blocks: Blocks, rows: Rows, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
         early, rest = self.home_blocks(blocks, q, k)
-        dq = Sum(q, self.kv.size + len(rest))
+        dq = Sum(q, 2 if rest else self.kv.size)
         travelling = _TravellingDkv(self.dkv, (k, v), self.parameters["grad_wire"])
         for step, (kv_rank, kv) in enumerate(self.kv.tour([k, v])):
             block = early if step == 0 else self.block(blocks, kv_rank, q)

@@ -64,7 +64,7 @@ class Ring(Strategy):
             return self._backward_with_halo(blocks, rows, q, k, v)
         early, rest = self.home_blocks(blocks, q, k)
         wire = self._wire(k, hops=self.ring_size - 1)
-        dq = Sum(q, self.ring_size + len(rest))
+        dq = Sum(q, 2 if rest else self.ring_size)
         home: Home = []
         late: list[tuple[slice, Tensor]] = []
         hop: Any = None
