@@ -216,7 +216,7 @@ def _measure(bodies: dict[Any, Body], rounds: int, device: torch.device) -> dict
 
 PIECES = (
     (Kernel, "forward"), (Kernel, "backward"), (hops.Ring, "post"), (hops.Hop, "wait"), (merge.Partial, "_take"),
-    (merge.Sum, "add"), (merge.Sum, "result"), (ring, "add_dkv"), (ring, "settled_dkv"), (Rows, "at"),
+    (merge.Sum, "add"), (merge.Sum, "result"), (ring, "onward_dkv"), (ring, "settled_dkv"), (Rows, "at"),
 )  # fmt: skip
 """What the time is told of by --pieces."""
 
