@@ -58,7 +58,7 @@ def can_copy() -> str | None:
     With few hardware queues a stream that waits would hold up others.
     """
     if not torch.cuda.is_available() or _cuda() is None:
-        return "need CUDA"
+        return "need CUDA, and a torch that shares its runtime library"
     if dist.is_initialized() and not by_nccl():
         return "need NCCL's process groups"
     queues = told("CUDA_DEVICE_MAX_CONNECTIONS")
