@@ -97,9 +97,11 @@ RULES: tuple[Rule, ...] = (
     Rule("comm_other", "Iris", r"(?<![a-z])iris_"),
     Rule("comm_other", "symmetric memory", r"(put|wait)_signal_kernel|\bbarrier_kernel|multimem_"),
     Rule("comm_other", "symmetric memory", r"symm_mem", then=r"barrier"),
+    Rule("all_to_all", "CANN", r"moedistribute(dispatch|combine)"),
     Rule("comm_other", "other", r"\bhccl|(?<![a-z])hcom_|dlslime|oneccl|(?<![a-z])i(send|recv)"),
     # --- merging of partial results ---
     Rule("merge", "ringprof", r"ringprof_merge"),
+    Rule("merge", "CANN", r"ringattentionupdate"),
     Rule("merge", "Transformer Engine", r"thd_(out_correction|lse|grad_correction)"),
     Rule("merge", "ring-flash-attention", r"fused_to_sub_sigmoid"),
     Rule("merge", "ring-flash-attention", r"sub_sigmoid_", then=r"mul_sub"),
@@ -109,7 +111,7 @@ RULES: tuple[Rule, ...] = (
     Rule("permute", "", r"(?<![a-z])gather_\w{0,30}_cache|slot_mapping|destindex_copy|kv_indic|to_token_pool"),
     Rule("permute", "", r"thd_(read_half_tensor|partition_indices|reorder)"),
     Rule("norm", "", r"rms_?norm|layer_?norm|qk_?norm|(?<![a-z])[qk]_norm|[qk]norm(_|rope)|(?<![a-z])rms_"),
-    Rule("elementwise", "", r"rotary|(?<![a-z])m?rope(?![a-z])|(fused|apply)_?m?rope|kn_entry_\dc_sbhd"),
+    Rule("elementwise", "", r"rotary|(?<![a-z])(?<!stage1_)m?rope(?![a-z])|(fused|apply)_?m?rope|kn_entry_\dc_sbhd"),
     # Neither attention as it is here nor anything of the other kinds: what has no scores to keep.
     *_rules(
         "other",
@@ -149,7 +151,7 @@ RULES: tuple[Rule, ...] = (
         ("flash-attn 3", r"flashattnfwd|prepare_varlen_num_blocks|compute_attn_ws"),
         ("flash-attn 3", r"enable_sm90", "", r"flash"),
         ("torch flash", r"pytorch_flash", "", r"flash_fwd"),
-        ("FlashMLA", r"flash_fwd(_splitkv)?_mla|sparse_attn_(fwd|decode)|get_mla_metadata"),
+        ("FlashMLA", r"flash_fwd(_splitkv)?_mla|sparse_attn_(fwd|decode)|sparse_prefill|get_mla_metadata"),
         ("flash-attn 2", r"flash_fwd"),
         ("cuDNN", r"flash_fprop|qkv_tma_setup|cu_seqlens_to_actual_seqlens"),
         ("cuDNN", r"sdpa", r"fprop"),
@@ -223,7 +225,7 @@ RULES: tuple[Rule, ...] = (
         "optimizer",
         ("", r"fused_?adam|adammath|fused(sgd|adagrad|lamb|optimizer)|(adam|sgd|lamb|adagrad)\w{0,10}functor"),
         ("", r"koptimizer|kprecondition|amp_(foreach|update)|lambstage|novograd|newton_?schulz|param_update"),
-        ("", r"(?<![a-z])(adamw?|adagrad|adafactor|lamb|lion|muon|shampoo)_"),
+        ("", r"(?<![a-z])(adamw?|adagrad|adafactor|lamb|lion|muon|shampoo|ns_line)_"),
     ),
     Rule("optimizer", "torch", r"multi_tensor|addcdiv", loose=True),
     # --- softmax, activations, conversions ---
@@ -292,6 +294,13 @@ RULES: tuple[Rule, ...] = (
         ("", r"(?<![a-z])(add|mul|scale|axpy|residual|bias)_(\w{0,20}_)?kernel|pointwise"),
         loose=True,
     ),
+    # CANN's: the call, and the operator that it runs, each with a version.
+    Rule("optimizer", "CANN", r"applyadam|fusedemaadam"),
+    Rule("cast", "CANN", r"^(aclnn)?cast(aicore)?[v_\d]|^cast$|(dynamic|ascend)(anti)?quant"),
+    Rule("permute", "CANN", r"transdata|(init|finalize)routing|stridedslice|^(aclnn)?(slice|tile|concat|split|index)"),
+    Rule("elementwise", "CANN", r"dsarandom|genmask|^(aclnn)?(inplace)?(add|sub|mul|div|axpy)[ns]?(aicore)?(v?\d|_|$)"),
+    Rule("elementwise", "CANN", r"^(aclnn)?(inplace)?(fill|zero|exp|neg|pow|r?sqrt|tanh|select|(real|floor)div)"),
+    Rule("elementwise", "CANN", r"^(aclnn)?(inplace)?(sigmoid|maximum|minimum|greater|less|equal|logical)"),
     Rule("norm", A_WORD, r"norm(?!al)|normaliz", loose=True),
     Rule("elementwise", A_WORD, r"broadcast|residual|add_?bias|_scale|grid_sampl|_loss", loose=True),
     Rule("permute", A_WORD, r"expert|copy|(?<![a-z])cpy_|sort|flip_|swap|stack|sampl", loose=True),

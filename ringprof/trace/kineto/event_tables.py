@@ -63,7 +63,7 @@ _DEVICE_CATEGORY = re.compile(r"(?:(?:gpu|cuda|hip|device|concurrent)[ _])?(kern
 _DEVICE_CATEGORIES = {"kernel": KERNEL, "memcpy": MEMCPY, "memset": MEMSET}
 _ANNOTATIONS = {"user_annotation": "annotations", "gpu_user_annotation": "device_annotations", "nvtx": "annotations"}
 _PASSED_OVER = re.compile(
-    r"python_function|overhead|trace|ac2g|fwdbwd|async_cpu_to_gpu|cpu_instant_event|external_correlation|collective_comm|fee"
+    r"python_function|overhead|trace|(en|de)queue|ac2g|fwdbwd|async_cpu_to_gpu|cpu_instant_event|external_correlation|collective_comm|fee"
     r"|\w+_(sync|event|profiler_range)"
 )
 """Categories of rows that repeat others or cost nothing of their own: Kineto's, and VizTracer's of Python functions."""
@@ -166,8 +166,6 @@ class Collector:
         self.names: dict[str, int] = {}
         self.collectives: dict[CommRecord, int] = {}
         self.total = 0
-        self.has_operators = False
-        """Whether there were any CPU operators, kept or not."""
         self.oddities: Counter[str] = Counter()
         """How often each oddity of a single event was met; keys are warning codes."""
         self.unread: Counter[str] = Counter()
@@ -187,6 +185,11 @@ class Collector:
         self._chunks: dict[str, list[_Columns]] = {table: [] for table in TABLES}
         self._waiting: dict[str, list[Event]] = {table: [] for table in TABLES}
         self._pieces = 0
+
+    @property
+    def has_operators(self) -> bool:
+        """Whether there were any CPU operators, kept or not."""
+        return bool(self._told_by)
 
     @property
     def has_device_activities(self) -> bool:
@@ -210,29 +213,48 @@ class Collector:
     def add(self, events: list[Event]) -> None:
         """Keep what matters of the next events."""
         self.total += len(events)
-        tables = self._sort(events)
-        operators, idle = tables["operators"], self._idle
-        self.has_operators |= bool(operators)
-        tables["operators"] = self._telling(operators, tables["comm_records"])
-        tables["launches"] = [event for event in tables["launches"] if not idle[event.name]]
-        for table, chosen in tables.items():
-            self._waiting[table] += chosen
+        others = self._sort(events)
+        self._tracks.note(event for event in others if event.ph == "M")
+        for event in others:
+            if event.ph == "X":
+                self._place(event)
         self._pieces += 1
         if self._pieces % _PIECES_TOGETHER == 0:
             self.flush()
 
-    def _telling(self, operators: list[Event], comm_records: list[Event]) -> list[Event]:
-        """The operators that are kept; communication records go where they belong."""
-        kept, told_by = [], self._told_by
-        for event in operators:
-            told = told_by[event.name]
-            if told == _TELLS:
-                kept.append(event)
-            elif told == _RECORDS:
-                comm_records.append(event)
-            elif told and (named := _named_by_file(event)):
-                kept.append(named)
-        return kept
+    def _sort(self, events: list[Event]) -> list[Event]:
+        """Put events where they wait; returns those that name tracks, and those of no known category."""
+        waiting, table_for, told_by, idle = self._waiting, self._table_for, self._told_by, self._idle
+        launches, operators, comm_records = (waiting[one] for one in ("launches", "operators", "comm_records"))
+        others, odd = list[Event](), 0
+        for event in events:
+            phase = event.ph
+            if phase == "X":
+                table = table_for[event.cat]
+                if table == "launches":
+                    if not idle[event.name]:
+                        launches.append(event)
+                elif table == "operators":
+                    told = told_by[event.name]
+                    if told == _TELLS:
+                        operators.append(event)
+                    elif told == _RECORDS:
+                        comm_records.append(event)
+                    elif told and (named := _named_by_file(event)):
+                        operators.append(named)
+                elif table:
+                    waiting[table].append(event)
+                elif table is None:
+                    others.append(event)
+            elif phase == "M":
+                others.append(event)
+            elif phase == "i" and event.name == MEMORY_EVENT:
+                waiting["memory"].append(event)
+            elif phase == "B" or phase == "E":
+                odd += 1
+        if odd:
+            self.oddities["begin_end_events"] += odd
+        return others
 
     def flush(self) -> None:
         """Make columns of the events that wait for more."""
@@ -240,34 +262,11 @@ class Collector:
             self._keep(table, events)
             self._waiting[table] = []
 
-    def _sort(self, events: list[Event]) -> dict[str, list[Event]]:
-        tables: dict[str, list[Event]] = {table: [] for table in TABLES}
-        table_for = self._table_for
-        named, unknown, odd = list[Event](), list[Event](), 0
-        for event in events:
-            if event.ph == "X":
-                table = table_for[event.cat]
-                if table:
-                    tables[table].append(event)
-                elif table is None:
-                    unknown.append(event)
-            elif event.ph == "i" and event.name == MEMORY_EVENT:
-                tables["memory"].append(event)
-            elif event.ph == "M":
-                named.append(event)
-            elif event.ph == "B" or event.ph == "E":
-                odd += 1
-        self.oddities += Counter(begin_end_events=odd)
-        self._tracks.note(named)
-        for event in unknown:
-            self._place(event, tables["activities"])
-        return tables
-
-    def _place(self, event: Event, activities: list[Event]) -> None:
+    def _place(self, event: Event) -> None:
         """An event of no known category where its track tells that it is a GPU's; else it is counted."""
         placed = self._tracks.placed(event)
         if placed:
-            activities.append(placed)
+            self._waiting["activities"].append(placed)
             return
         source = self._tracks.source_of(event)
         if source is None:
@@ -333,7 +332,7 @@ class Collector:
         """The columns of a table's events, but for their times and for what events of this table do not say."""
         args: list[Any] = self._args(events, _ARGS[table])
         if table == "activities" and len(self._ran) < MOST_SOURCES:
-            self._ran.update((one.device, event.pid) for one, event in zip(args, events, strict=True))
+            self._ran.update(zip([one.device for one in args], [event.pid for event in events], strict=True))
         elif table == "launches" and len(self._launched) < MOST_SOURCES:
             self._launched.update(event.pid for event in events)
         on_device = _ARGS[table] is DeviceArgs
@@ -344,10 +343,9 @@ class Collector:
     def _column(self, name: str, events: list[Event], args: list[Any], *, on_device: bool) -> npt.NDArray[Any]:
         match name:
             case "name":
-                known = len(self.names)
-                numbers = [self.names.setdefault(e.name or "", len(self.names)) for e in events]
-                added = islice(reversed(self.names), len(self.names) - known)
-                self.take(sum(bytes_of_text(text) for text in added))
+                known, names = len(self.names), self.names
+                numbers = [names.setdefault(e.name or "", len(names)) for e in events]
+                self.take(sum(bytes_of_text(text) for text in islice(reversed(names), len(names) - known)))
                 return np.array(numbers, np.int32)
             case "category":
                 return np.array([self._category[e.cat] for e in events], np.int8)
@@ -356,7 +354,9 @@ class Collector:
             case "thread":
                 return integers([_given(a.stream, e.tid) for e, a in zip(events, args, strict=True)])
             case "stream":
-                return _narrow(self._column("thread", events, args, on_device=on_device))
+                wide = self._column("thread", events, args, on_device=on_device)
+                # ROCm's are pointers: their lower bits tell them apart.
+                return np.where(abs(wide) < 2**31, wide, wide & (2**31 - 1)).astype(np.int32)
             case "device" if not on_device:
                 return _narrow(integers([NONE if a.kind == _HOST_MEMORY else a.device for a in args]))
             case "device":
@@ -460,15 +460,17 @@ def _fill(args: Args, text: msgspec.Raw) -> bool:
 def integers(values: Sequence[JsonScalar]) -> Int64:
     """A column of integers; `NONE` where a value is absent, no number, or beyond 64 bits."""
     # Anything but an integer goes the slow way: numpy reads "1_000" as one.
-    if set(map(type, values)) <= _PLAIN:
-        try:
+    kinds = set(map(type, values))
+    try:
+        if kinds == {int}:
+            return np.array(values, np.int64)
+        if kinds == {type(None)}:
+            return np.full(len(values), NONE, np.int64)
+        if kinds <= {int, type(None)}:
             return np.array([NONE if value is None else value for value in values], np.int64)
-        except OverflowError:
-            pass
+    except OverflowError:
+        pass
     return np.array([_int64(value) for value in values], np.int64)
-
-
-_PLAIN = {int, type(None)}
 
 
 def _int64(value: JsonScalar) -> int:
