@@ -32,6 +32,8 @@ class _Owner(msgspec.Struct, frozen=True):
 
 
 _locks: dict[Path, int] = {}
+_made: set[Path] = set()
+"""Scratch folders of this process."""
 
 
 def claim(folder: Path) -> str:
@@ -109,9 +111,6 @@ def _read(folder: Path) -> _Owner | None:
         return msgspec.json.decode(read_bytes(str(folder / OWNER_FILE), MAX_OWNER_BYTES), type=_Owner)
     except (InputError, msgspec.MsgspecError):
         return None
-
-
-_made: set[Path] = set()
 
 
 def scratch_folder(what: str) -> Path:

@@ -4,8 +4,7 @@ In the order in which a log goes through them:
 
     rows        what a log says and what the audit says of it, as values
     cells       numbers, lengths and names as logs print them
-    settings    heads, batch, GPUs and lengths that a log states outside its rows
-    blocks      results printed line by line
+    prose       what stands beside tables: results printed line by line, and settings
     pipes       rows of tables whose cells stand between bars
     read        a whole log: every row with the settings that hold for it
     rates       each row's TFLOP/s computed again, and the verdict on them

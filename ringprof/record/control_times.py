@@ -16,7 +16,7 @@ from torch import Tensor
 from ringprof.json_object import Params
 from ringprof.record.clock import clock_for
 from ringprof.record.measure import Problem
-from ringprof.record.progress import Reporter, SilentReporter
+from ringprof.record.progress import Reporter
 from ringprof.record.resolve import load_strategy
 from ringprof.strategies.base import Context
 from ringprof.strategies.controls import Call, IdleKernel, Listener, SilentCommunicator, TensorView, use_kernel
@@ -38,7 +38,7 @@ class ControlTimes:
 
 
 def measure_controls(
-    problem: Problem, silent: Any, device: torch.device, warmup: int, iters: int, reporter: Reporter | None = None
+    problem: Problem, silent: Any, device: torch.device, warmup: int, iters: int, reporter: Reporter
 ) -> ControlTimes:
     """Time ordinary iterations and the three controls in turns, at least ``iters`` of each, in up to four rounds.
 
@@ -46,25 +46,24 @@ def measure_controls(
     computes nothing; merges and accumulation run in both. One rank alone has neither: it sends nothing anyway.
     ``silent`` is the problem's strategy on a `SilentCommunicator`. Collective: every rank calls it.
     """
-    told = reporter or SilentReporter()
     rounds = min(iters, len(ORDERS))
     each = -(-iters // rounds)
     replay = Replay.of(problem)
     bodies = [problem.iteration, replay.run]
     if problem.strategy.comm.size > 1:
         bodies += [replace(problem, strategy=silent).iteration, _idle(problem)]
-    told.start("controls", len(bodies[1:]) * warmup + len(bodies) * rounds * each)
+    reporter.start("controls", len(bodies[1:]) * warmup + len(bodies) * rounds * each)
     warming = clock_for(device)
     for body in [body for body in bodies[1:] for _ in range(warmup)]:
         warming.run(body)
-        told.advance()
+        reporter.advance()
     warming.times_ns()
     turns = [kind for order in ORDERS[:rounds] for kind in order if kind < len(bodies) for _ in range(each)]
     # One clock for all: it keeps the host from running ahead, which would cost memory.
     clock = clock_for(device)
     for kind in turns:
         clock.run(bodies[kind])
-        told.advance()
+        reporter.advance()
     times: dict[str, list[int]] = {name: [] for name in CONTROL_KINDS[: len(bodies)]}
     for kind, time_ns in zip(turns, clock.times_ns(), strict=True):
         times[CONTROL_KINDS[kind]].append(time_ns)

@@ -100,20 +100,20 @@ def explain_stored(
     ranks_per_host: int | None,
     focus: Focus,
     *,
-    workers: Workers | None = None,
-    readers: Workers | None = None,
-    limits: Limits | None = None,
-    notify: Notify | None = None,
+    workers: Workers,
+    readers: Workers | None,
+    limits: Limits,
+    notify: Notify | None,
 ) -> Findings:
     """The findings of traces that memory need not hold. Raises as `attribute` and reading do.
 
-    ``workers`` carry out what needs this machine's files, ``readers`` the reading of the traces.
+    ``workers`` carry out what needs this machine's files, ``readers`` (None: they, too) the reading of the traces.
     """
-    workers, notify = workers or LocalProcesses(), notify or unheard
+    notify = notify or unheard
     try:
         folder = scratch_folder("report")
         try:
-            facts, reduced = _reduce(given, folder, readers or workers, limits or Limits(), notify)
+            facts, reduced = _reduce(given, folder, readers or workers, limits, notify)
             return _explain_in(folder, facts, reduced, given, ranks_per_host, focus, workers, notify)
         except BaseException:
             remove(folder)

@@ -89,6 +89,11 @@ def pool(run: Analysis) -> np.ndarray[Any, np.dtype[np.float64]]:
         time = kernel["time_ns"]
         values += [time / kernel["calls"], time / len(ranks), time / spent, kernel["calls"] / len(ranks)]
         values += [(kernel["exposed_ns"] or 0) / len(ranks)]
+    ranges = report["summary"]["annotations"]
+    values += [time / len(ranks) for one in ranges for name, time in one.items() if name.endswith("_ns")]
+    states = [state for state in (report["run"] or {}).get("device_states") or () if state]
+    # How far a GPU's median clock is below the highest that it can.
+    values += [1 - one["sm_clock_mhz"] / one["rated_sm_clock_mhz"] for one in states if one["rated_sm_clock_mhz"]]
     steps = [{**row, "step_ns": row["end_ns"] - row["start_ns"]} for row in report["steps"]]
     hops = run.hops()
     offsets = {int(rank): offset for rank, offset in report["summary"]["clocks"]["offsets_ns"].items()}

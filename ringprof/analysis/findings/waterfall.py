@@ -131,13 +131,13 @@ class _RankParts(msgspec.Struct, frozen=True):
     on_wire_ns: int
 
 
-def find_waterfall(attribution: Attribution, summary: Summary, peak: Peak | None = None) -> Waterfall:
-    """The waterfall of a run; ``peak`` is a measured one, which goes before the device table's."""
+def find_waterfall(attribution: Attribution, summary: Summary) -> Waterfall:
+    """The waterfall of a run."""
     ranks = attribution.ranks
     slowest = next(rank for rank in ranks if rank.rank == summary.slowest_rank)
     most_compute = max(rank.breakdown.compute_ns for rank in ranks)
     parts = [_of_rank(rank, slowest.breakdown.wall_ns, most_compute) for rank in ranks]
-    work = _work(attribution, summary, peak)
+    work = _work(attribution, summary)
     totals = _attention(sum(part.attention_ns for part in parts), work)
     totals |= {
         "imbalance": sum(part.imbalance_ns for part in parts),
@@ -205,7 +205,7 @@ def _bounds(parts: Sequence[_RankParts], wall_ns: int, imbalance_ns: int) -> Bou
 # --- the attention kernels' time ----------------------------------------------------------------------
 
 
-def _work(attribution: Attribution, summary: Summary, measured: Peak | None) -> AttentionWork | None:
+def _work(attribution: Attribution, summary: Summary) -> AttentionWork | None:
     """FLOPs and rates over all ranks; None where the run does not tell the work, or not of every rank."""
     run, ranks = attribution.run, attribution.ranks
     if run is None or run.workload is None or run.topology.world_size != len(ranks) or attribution.on_cpu:
@@ -213,7 +213,7 @@ def _work(attribution: Attribution, summary: Summary, measured: Peak | None) -> 
     iterations = {len(rank.iteration_ns) for rank in ranks}
     if len(iterations) != 1 or attribution.partial_window:
         return None
-    peak = measured or peak_of(next(iter(summary.devices), None), run.workload.dtype)
+    peak = peak_of(next(iter(summary.devices), None), run.workload.dtype)
     count = iterations.pop()
     flops = run.block_flops()
     done = None if flops is None else count * sum(flops.values())

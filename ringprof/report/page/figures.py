@@ -57,13 +57,12 @@ def _hover(made: Any, renderers: list[Any], *rows: tuple[str, str]) -> None:
     made.add_tools(HoverTool(renderers=renderers, tooltips=list(rows)))
 
 
-def _named_rows(made: Any, names: Sequence[str], axis: str = "y") -> None:
+def _named_rows(made: Any, names: Sequence[str]) -> None:
     """Label whole numbers 0, -1, -2, ... with names, thinned where they are many."""
     step = -(-len(names) // MOST_LABELS)
     shown = range(0, len(names), step)
-    ruler = made.yaxis if axis == "y" else made.xaxis
-    ruler.ticker = FixedTicker(ticks=[-place for place in shown])
-    ruler.major_label_overrides = {-place: clean(names[place]) for place in shown}
+    made.yaxis.ticker = FixedTicker(ticks=[-place for place in shown])
+    made.yaxis.major_label_overrides = {-place: clean(names[place]) for place in shown}
     made.ygrid.grid_line_color = None
 
 
