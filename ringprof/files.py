@@ -8,7 +8,6 @@ from __future__ import annotations
 import io
 import os
 import re
-import secrets
 import stat
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -83,7 +82,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     if given.exists() and not (given.is_file() and os.access(file.parent, os.W_OK)):
         yield given  # a device, a pipe, or in a folder that takes no other file
         return
-    place = file.with_name(f".ringprof-{secrets.token_hex(8)}")
+    place = file.with_name(f".ringprof-{os.urandom(8).hex()}")
     try:
         os.close(os.open(place, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
         if file.exists():

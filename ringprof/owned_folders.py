@@ -11,7 +11,6 @@ import atexit
 import fcntl
 import os
 import platform
-import secrets
 import shutil
 import tempfile
 from contextlib import suppress
@@ -37,7 +36,7 @@ _locks: dict[Path, int] = {}
 
 def claim(folder: Path) -> str:
     """Make this process the owner of a new folder; returns the token. Raises OSError."""
-    token = secrets.token_hex(16)
+    token = os.urandom(16).hex()
     file = os.open(folder / OWNER_FILE, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
     try:
         _lock(file)

@@ -73,9 +73,10 @@ def _detect_file(name: str) -> Input:
         raise InputError(f"{name}: not a regular file; to read from a pipe, give - as the path")
     head = first_bytes(name, name)
     kind, form = _type_of(head, name)
-    what = [said for mark, said in _FOREIGN_JSON if form is KINETO and mark in head and format_of(head) is None]
-    if what:
-        raise TraceFormatError(f"{name}: {what[0]}")
+    if form is KINETO and format_of(head) is None:
+        for mark, said in _FOREIGN_JSON:
+            if mark in head:
+                raise TraceFormatError(f"{name}: {said}")
     return Input("run", run=name) if kind == "run" else Input(kind, (name,))
 
 

@@ -18,7 +18,6 @@ from ringprof.trace.columns import CommRecord
 _HEADER = Struct("<QQQQ")
 LONGEST_PAYLOAD = 256
 """NCCL's have at most 80 bytes, the header among them."""
-_LARGEST_OFFSET = LONGEST_PAYLOAD
 _FIELDS = {
     "NCCL communicator ID": "communicator", "Message size [bytes]": "size_bytes", "Bytes": "size_bytes",
     "Peer rank": "peer", "No. of ranks": "ranks", "Rank": "place",
@@ -38,7 +37,7 @@ def add_entries(layouts: Layouts, entries: Iterable[tuple[Any, ...]]) -> None:
     """Add rows of ``NVTX_PAYLOAD_SCHEMA_ENTRIES``: schema, name, type, offset. What is none of NCCL's is left out."""
     for schema, name, kind, offset in entries:
         field, offset = _FIELDS.get(name) if isinstance(name, str) else None, 0 if offset is None else offset
-        if field and isinstance(schema, int) and isinstance(offset, int) and 0 <= offset < _LARGEST_OFFSET:
+        if field and isinstance(schema, int) and isinstance(offset, int) and 0 <= offset < LONGEST_PAYLOAD:
             found = (offset, _TYPES[kind]) if isinstance(kind, int) and kind in _TYPES else None
             known = layouts.setdefault(schema, {})
             known[field] = found if known.get(field, found) == found else None
@@ -115,10 +114,9 @@ def record_of_call(call: NcclCall, ranks: tuple[int, ...]) -> CommRecord | None:
     peer = ranks[call.peer] if call.peer is not None and 0 <= call.peer < n else None
     # NCCL tells what one rank receives of a reduce-scatter, and what goes to one rank of an all-to-all.
     whole = size * n if call.name in ("reducescatter", "alltoall") else size
-    name = f"{call.communicator % 2**64:#018x}"
     return CommRecord(
         name=call.name,
-        group=name,
+        group=f"{call.communicator % 2**64:#018x}",
         group_description=None,
         group_ranks=ranks,
         group_size=n,

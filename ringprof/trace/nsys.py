@@ -36,6 +36,7 @@ from ringprof.trace.columns import (
     Device,
     Int64,
     Trace,
+    among,
     distinct,
     table_of,
 )
@@ -226,13 +227,14 @@ def _traces(export: _Export) -> list[Trace]:
         for communicator, processes in members.items()
         if all(process in number for process in processes)
     }
-    records = {process: _records(export, rows, told, ranks) for process, rows in _by_process(calls_told).items()}
+    rows_of = _by_process(calls_told)
+    records = {one: _records(export, rows_of[one], told, ranks) if one in rows_of else ({}, []) for one in order}
     traces = [
         Trace(
             path=export.path,
             names=list(export.names),
-            **_tables(done[process], calls.get(process), marks.get(process), records.get(process, ({}, []))[0], base),
-            collectives=records.get(process, ({}, []))[1],
+            **_tables(done[process], calls.get(process), marks.get(process), records[process][0], base),
+            collectives=records[process][1],
             devices=devices,
             rank=rank,
             world_size=len(done) if len(done) > 1 else None,
@@ -262,7 +264,7 @@ def _activities(export: _Export) -> _Rows:
     sets = export.whole(_SETS, {**_ACTIVITY, "size_bytes": "bytes"})
     text = np.where(kernels["text"] != NONE, kernels["text"], kernels["short"])
     texts = export.texts(text)
-    export.unnamed = int(np.count_nonzero(~np.isin(text, np.array(list(texts), np.int64))))
+    export.unnamed = int(np.count_nonzero(~among(text, np.array(list(texts), np.int64))))
     kernels["name"] = _each(text, lambda key: export.number(texts.get(key, "unknown kernel")))
     kernels["size_bytes"] = np.full(len(text), NONE, np.int64)
     copies["name"] = _each(copies["kind"], lambda kind: export.number(_COPY_NAMES.get(kind, "Memcpy")))
@@ -399,7 +401,7 @@ def _tables(done: _Rows, calls: _Rows | None, marks: _Rows | None, records: _Row
     if records:
         parts["comm_records"] = records
     if calls:
-        parts["launches"] = _of(calls, np.isin(calls["correlation"], done["correlation"]))
+        parts["launches"] = _of(calls, among(calls["correlation"], done["correlation"]))
     if marks:
         parts["annotations"] = _of(marks, marks["operator"] == 0)
         parts["operators"] = _of(marks, marks["operator"] == 1)

@@ -18,7 +18,7 @@ import numpy as np
 from ringprof.analysis.kinds.kinds import ATTENTION, CODE
 from ringprof.analysis.rank import Detail
 from ringprof.analysis.timeline.rows import TimedActivities
-from ringprof.trace.columns import NONE, Int64, Trace
+from ringprof.trace.columns import NONE, Int64, Trace, among
 
 PHASES = ("fwd", "bwd")
 
@@ -103,7 +103,7 @@ def _ranges(trace: Trace, pattern: re.Pattern[str]) -> list[_Range]:
     """The annotations that fit, by start."""
     matches = {index: found for index, name in enumerate(trace.names) if (found := pattern.fullmatch(name))}
     marks = trace.annotations
-    wanted = np.flatnonzero(np.isin(marks.name, list(matches)))
+    wanted = np.flatnonzero(among(marks.name, np.array(list(matches), np.int32)))
     columns = (marks.start_ns[wanted], marks.end_ns[wanted], marks.thread[wanted], marks.name[wanted])
     result = []
     for start, end, thread, name in zip(*(column.tolist() for column in columns), strict=True):
@@ -156,7 +156,7 @@ def _keyed(
     for key in full:
         known = first.setdefault((key.iteration, key.phase), key.call)
         first[key.iteration, key.phase] = min(known, key.call)
-    named = [key._replace(call=key.call - first[key.iteration, key.phase]) for key in full]
+    named = [StepKey(number, phase, call - first[number, phase], step) for number, phase, call, step in full]
     return blocks_in_order(flash, named, order[flash], source)
 
 

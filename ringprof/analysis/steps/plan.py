@@ -7,7 +7,6 @@ step from the rank that has all of them.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Container, Iterator, Sequence
 from functools import cached_property
 from typing import Any, Protocol
@@ -98,6 +97,8 @@ class StepPlan(msgspec.Struct, frozen=True):
     @property
     def mark(self) -> str:
         """The same for plans that place every rank's attention and hops alike."""
+        import hashlib  # here: loading OpenSSL takes 2 ms
+
         runs = (self.model.hops_before, self.model.phase, self.model.iteration) if self.model else None
         told = (self.source, self.keys, self.slots.tolist(), self.ring_size, self.run_keys, runs)
         return hashlib.sha256(repr(told).encode()).hexdigest()

@@ -176,7 +176,7 @@ class EventStream:
 
 def last_boundary(data: bytes) -> tuple[int, int] | None:
     """The last place between two events: the end of the one, the beginning of the next."""
-    window = 1 << 16
+    window = 1 << 12
     while True:
         low = max(0, len(data) - window)
         matches = list(BOUNDARY.finditer(data, low))

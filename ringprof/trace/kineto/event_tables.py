@@ -166,8 +166,6 @@ class Collector:
         self.names: dict[str, int] = {}
         self.collectives: dict[CommRecord, int] = {}
         self.total = 0
-        self.has_operators = False
-        """Whether there were any CPU operators, kept or not."""
         self.oddities: Counter[str] = Counter()
         """How often each oddity of a single event was met; keys are warning codes."""
         self.unread: Counter[str] = Counter()
@@ -187,6 +185,11 @@ class Collector:
         self._chunks: dict[str, list[_Columns]] = {table: [] for table in TABLES}
         self._waiting: dict[str, list[Event]] = {table: [] for table in TABLES}
         self._pieces = 0
+
+    @property
+    def has_operators(self) -> bool:
+        """Whether there were any CPU operators, kept or not."""
+        return bool(self._told_by)
 
     @property
     def has_device_activities(self) -> bool:
@@ -210,29 +213,48 @@ class Collector:
     def add(self, events: list[Event]) -> None:
         """Keep what matters of the next events."""
         self.total += len(events)
-        tables = self._sort(events)
-        operators, idle = tables["operators"], self._idle
-        self.has_operators |= bool(operators)
-        tables["operators"] = self._telling(operators, tables["comm_records"])
-        tables["launches"] = [event for event in tables["launches"] if not idle[event.name]]
-        for table, chosen in tables.items():
-            self._waiting[table] += chosen
+        others = self._sort(events)
+        self._tracks.note(event for event in others if event.ph == "M")
+        for event in others:
+            if event.ph == "X":
+                self._place(event)
         self._pieces += 1
         if self._pieces % _PIECES_TOGETHER == 0:
             self.flush()
 
-    def _telling(self, operators: list[Event], comm_records: list[Event]) -> list[Event]:
-        """The operators that are kept; communication records go where they belong."""
-        kept, told_by = [], self._told_by
-        for event in operators:
-            told = told_by[event.name]
-            if told == _TELLS:
-                kept.append(event)
-            elif told == _RECORDS:
-                comm_records.append(event)
-            elif told and (named := _named_by_file(event)):
-                kept.append(named)
-        return kept
+    def _sort(self, events: list[Event]) -> list[Event]:
+        """Put events where they wait; returns those that name tracks, and those of no known category."""
+        waiting, table_for, told_by, idle = self._waiting, self._table_for, self._told_by, self._idle
+        launches, operators, comm_records = (waiting[one] for one in ("launches", "operators", "comm_records"))
+        others, odd = list[Event](), 0
+        for event in events:
+            phase = event.ph
+            if phase == "X":
+                table = table_for[event.cat]
+                if table == "launches":
+                    if not idle[event.name]:
+                        launches.append(event)
+                elif table == "operators":
+                    told = told_by[event.name]
+                    if told == _TELLS:
+                        operators.append(event)
+                    elif told == _RECORDS:
+                        comm_records.append(event)
+                    elif told and (named := _named_by_file(event)):
+                        operators.append(named)
+                elif table:
+                    waiting[table].append(event)
+                elif table is None:
+                    others.append(event)
+            elif phase == "M":
+                others.append(event)
+            elif phase == "i" and event.name == MEMORY_EVENT:
+                waiting["memory"].append(event)
+            elif phase == "B" or phase == "E":
+                odd += 1
+        if odd:
+            self.oddities["begin_end_events"] += odd
+        return others
 
     def flush(self) -> None:
         """Make columns of the events that wait for more."""
@@ -240,34 +262,11 @@ class Collector:
             self._keep(table, events)
             self._waiting[table] = []
 
-    def _sort(self, events: list[Event]) -> dict[str, list[Event]]:
-        tables: dict[str, list[Event]] = {table: [] for table in TABLES}
-        table_for = self._table_for
-        named, unknown, odd = list[Event](), list[Event](), 0
-        for event in events:
-            if event.ph == "X":
-                table = table_for[event.cat]
-                if table:
-                    tables[table].append(event)
-                elif table is None:
-                    unknown.append(event)
-            elif event.ph == "i" and event.name == MEMORY_EVENT:
-                tables["memory"].append(event)
-            elif event.ph == "M":
-                named.append(event)
-            elif event.ph == "B" or event.ph == "E":
-                odd += 1
-        self.oddities += Counter(begin_end_events=odd)
-        self._tracks.note(named)
-        for event in unknown:
-            self._place(event, tables["activities"])
-        return tables
-
-    def _place(self, event: Event, activities: list[Event]) -> None:
+    def _place(self, event: Event) -> None:
         """An event of no known category where its track tells that it is a GPU's; else it is counted."""
         placed = self._tracks.placed(event)
         if placed:
-            activities.append(placed)
+            self._waiting["activities"].append(placed)
             return
         source = self._tracks.source_of(event)
         if source is None:
@@ -460,15 +459,17 @@ def _fill(args: Args, text: msgspec.Raw) -> bool:
 def integers(values: Sequence[JsonScalar]) -> Int64:
     """A column of integers; `NONE` where a value is absent, no number, or beyond 64 bits."""
     # Anything but an integer goes the slow way: numpy reads "1_000" as one.
-    if set(map(type, values)) <= _PLAIN:
-        try:
+    kinds = set(map(type, values))
+    try:
+        if kinds == {int}:
+            return np.array(values, np.int64)
+        if kinds == {type(None)}:
+            return np.full(len(values), NONE, np.int64)
+        if kinds <= {int, type(None)}:
             return np.array([NONE if value is None else value for value in values], np.int64)
-        except OverflowError:
-            pass
+    except OverflowError:
+        pass
     return np.array([_int64(value) for value in values], np.int64)
-
-
-_PLAIN = {int, type(None)}
 
 
 def _int64(value: JsonScalar) -> int:
