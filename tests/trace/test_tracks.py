@@ -140,3 +140,61 @@ def test_names_of_tracks_take_little_memory():
     assert tracks.source_of(Event(pid=16_383)) == "process 'Ascend Hardware'"
     assert tracks.source_of(Event(pid=16_384)) is None
     assert tracks.source_of(long[0]) == f"process '{'p' * 40}'"
+
+
+def cann(*rows: dict[str, Any]) -> list[dict[str, Any]]:
+    """Rows as torch_npu writes them: times are text, and a process tells what its rows are."""
+    names = {1: "Python", 2: "CANN", 3: "Ascend Hardware", 4: "Communication", 5: "Overlap Analysis"}
+    return [
+        *(named("process_name", pid, name) for pid, name in names.items()),
+        named("thread_name", 4, "Group 0 Communication", tid=0),
+        named("thread_name", 4, "Plane 0", tid=1),
+        *({**one, "ts": f"{one['ts']:.3f}"} for one in rows),
+    ]
+
+
+def task(tid: int, name: str, start_us: float, us: float, kind: str) -> dict[str, Any]:
+    return {**row(3, tid, name, start_us, us), "args": {"Task Type": kind}}
+
+
+def test_an_npus_trace(tmp_path):
+    """What runs on cores, copies, and each communicator's own track; waits, planes and summaries are no work."""
+    path = tmp_path / "trace_view.json"
+    events = cann(
+        {**row(1, 1, "aten::mm", 0, 5), "cat": "cpu_op"},
+        {**row(1, 1, "Enqueue", 0, 1), "cat": "enqueue"},
+        row(2, 5, "AscendCL@aclnnMm", 0, 3),
+        task(2, "aclnnMatmul_MatMulV2_MatMulV2", 10, 100, "AI_CORE"),
+        task(2, "aclnnFlashAttentionScore_FlashAttentionScore_FlashAttentionScore", 120, 50, "MIX_AIC"),
+        task(2, "FlashAttentionScoreGrad", 170, 60, "KERNEL_MIX_AIC"),
+        task(2, "aclnnAdd_AddAiCore_Add", 230, 10, "AI_VECTOR_CORE"),
+        task(2, "EVENT_WAIT", 240, 300, "EVENT_WAIT"),
+        task(3, "MEMCPY_ASYNC", 240, 20, "MEMCPY_ASYNC"),
+        row(4, 0, "hcom_allReduce__606_0_1", 150, 400),
+        row(4, 1, "Notify_Wait", 150, 100),
+        row(5, 0, "Computing", 10, 100),
+    )
+    path.write_text(json.dumps(events))
+    (found,) = breakdowns(str(path))
+    assert (found.wall_ns, found.compute_ns) == (540_000, 220_000)
+    # The all-reduce begins under 90 us of computation and runs until 550 us.
+    assert found.exposed_comm_ns == 310_000
+    assert {name: kind.time_ns for name, kind in found.kinds.items()} == {
+        "gemm": 100_000,
+        "flash_fwd": 50_000,
+        "flash_bwd": 60_000,
+        "elementwise": 10_000,
+        "all_reduce": 400_000,
+        "memcpy": 20_000,
+    }
+    assert not read_traces([str(path)])[0].warnings
+
+
+def test_what_is_not_read_of_an_npus_trace_is_told():
+    """A task of a type that is not known, and the tasks of a second NPU, which would be taken for the first's."""
+    second = {**task(2, "MatMulV2", 20, 5, "AI_CORE"), "pid": 6}
+    events = cann(task(2, "MatMulV2", 10, 5, "AI_CORE"), task(3, "FUTURE_SQE", 540, 2, "FUTURE_SQE"))
+    trace = parse_trace(json.dumps([named("process_name", 6, "Ascend Hardware"), *events, second]).encode())
+    assert len(trace.activities.start_ns) == 1
+    (warning,) = trace.warnings
+    assert warning.message.endswith("task 'AI_CORE' (1), task 'FUTURE_SQE' (1)")

@@ -63,7 +63,7 @@ _DEVICE_CATEGORY = re.compile(r"(?:(?:gpu|cuda|hip|device|concurrent)[ _])?(kern
 _DEVICE_CATEGORIES = {"kernel": KERNEL, "memcpy": MEMCPY, "memset": MEMSET}
 _ANNOTATIONS = {"user_annotation": "annotations", "gpu_user_annotation": "device_annotations", "nvtx": "annotations"}
 _PASSED_OVER = re.compile(
-    r"python_function|overhead|trace|ac2g|fwdbwd|async_cpu_to_gpu|cpu_instant_event|external_correlation|collective_comm|fee"
+    r"python_function|overhead|trace|(en|de)queue|ac2g|fwdbwd|async_cpu_to_gpu|cpu_instant_event|external_correlation|collective_comm|fee"
     r"|\w+_(sync|event|profiler_range)"
 )
 """Categories of rows that repeat others or cost nothing of their own: Kineto's, and VizTracer's of Python functions."""

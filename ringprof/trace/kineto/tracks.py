@@ -1,4 +1,4 @@
-"""Rows that only the name of their track tells to be a GPU's: XLA and rocprof write no categories."""
+"""Rows that only the name of their track tells to be a device's: XLA, rocprof and CANN write no categories."""
 
 from __future__ import annotations
 
@@ -7,13 +7,20 @@ from collections.abc import Iterable
 
 import msgspec
 
-from ringprof.trace.columns import Activities, Trace, distinct
+from ringprof.trace.columns import NONE, Activities, Trace, distinct
 from ringprof.trace.kineto.event_list import UNREADABLE, Event
 
 _DEVICE = re.compile(r"(?P<xla>/device:)?GPU:?([0-9]{1,4})")
 # Of XLA's tracks those of streams; the others repeat what ran there by module, operation and step.
 _STREAM = re.compile(r"Stream #([0-9]{1,9})")
-_HOST_OR_REPEATED = re.compile(r"/device:GPU|/host:|CPU |Python$|Overlap Analysis$")
+_HOST_OR_REPEATED = re.compile(r"/device:GPU|/host:|CPU |(Python|CANN|MindSpore|PTA|Overlap Analysis)$")
+# CANN's (Huawei's) processes. A task says what it runs on; a communicator has a track of its own beside its planes,
+# which show the parts of its operations.
+_TASKS, _COMMUNICATION = "Ascend Hardware", re.compile(r"Communication|HCCL")
+_COMMUNICATOR = re.compile(r"(Group \d{1,9} )?Communication|(?P<plane>Plane) \d{1,9}")
+_ON_CORES = re.compile(r"(KERNEL_)?(MIX_)?AI[CV]?_?(CORE|CPU|VECTOR_CORE|VEC|SQE)?|DSA_SQE")
+_COPIES = re.compile(r"MEMCPY_ASYNC|(S|PCIE_)DMA(_SQE)?")
+_RUNS_NOTHING = re.compile(r"\w*(WAIT|RECORD|NOTIFY|EVENT|HOLDER|VALUE|PROFIL|MODEL|LABEL|STREAM|FFTS)\w*|N/A")
 _COPY_OR_SET = re.compile(r"mem(cpy|set)", re.IGNORECASE)
 _MOST_TRACKS, _LONGEST_TEXT = 1 << 14, 200
 
@@ -25,12 +32,25 @@ class _Named(msgspec.Struct):
     name: str = ""
 
 
+class _Task(msgspec.Struct):
+    kind: str = msgspec.field(default="", name="Task Type")
+
+
+def _task(event: Event) -> str:
+    try:
+        return msgspec.json.decode(event.args, type=_Task).kind
+    except UNREADABLE:
+        return ""
+
+
 class Tracks:
     """The processes and threads of one trace, and where rows without a known category belong."""
 
     def __init__(self) -> None:
         self._processes: dict[object, str] = {}
         self._streams: dict[tuple[object, object], int] = {}
+        self._npu: object = None
+        """The process of CANN's tasks; of several, only the first is read."""
 
     def note(self, events: Iterable[Event]) -> None:
         """Remember what metadata events call processes and threads."""
@@ -45,18 +65,32 @@ class Tracks:
                 continue
             if event.name == "process_name":
                 self._processes[event.pid] = text
+                self._npu = event.pid if text == _TASKS and self._npu is None else self._npu
             elif stream := _STREAM.match(text):
                 self._streams[event.pid, event.tid] = int(stream[1])
+            elif track := _COMMUNICATOR.fullmatch(text):
+                self._streams[event.pid, event.tid] = NONE if track["plane"] else 0
 
     def placed(self, event: Event) -> Event | None:
-        """A row of a GPU with its category, device and stream; None for any other."""
-        device = _DEVICE.fullmatch(self._processes.get(event.pid, ""))
-        stream = self._streams.get((event.pid, event.tid)) if device and device["xla"] else event.tid
-        if device is None or stream is None:
+        """A row of a device with its category, device and stream; None for any other."""
+        process = self._processes.get(event.pid, "")
+        device = _DEVICE.fullmatch(process)
+        if device is None:
+            category = self._category_on_npu(event, process)
+            return msgspec.structs.replace(event, cat=category, pid=0) if category else None
+        stream = self._streams.get((event.pid, event.tid)) if device["xla"] else event.tid
+        if stream is None:
             return None
         copied = _COPY_OR_SET.match(event.name or "")
         category = copied[0].lower() if copied else "kernel"
         return msgspec.structs.replace(event, cat=category, pid=int(device[2]), tid=stream)
+
+    def _category_on_npu(self, event: Event, process: str) -> str | None:
+        if event.pid == self._npu:
+            task = _task(event)
+            return "kernel" if _ON_CORES.fullmatch(task) else "memcpy" if _COPIES.fullmatch(task) else None
+        communicates = _COMMUNICATION.fullmatch(process) and self._streams.get((event.pid, event.tid)) == 0
+        return "kernel" if communicates else None
 
     def source_of(self, event: Event) -> str | None:
         """Of rows that are not `placed`: their unknown category, else their process; None where they have neither.
@@ -69,7 +103,11 @@ class Tracks:
         process = self._processes.get(event.pid, event.pid)
         if not isinstance(process, str):
             return None
-        return "" if _HOST_OR_REPEATED.match(process) else f"process {process[:40]!r}"
+        task = _task(event) if process == _TASKS else ""
+        of_plane = self._streams.get((event.pid, event.tid)) == NONE
+        if _HOST_OR_REPEATED.match(process) or of_plane or _RUNS_NOTHING.fullmatch(task):
+            return ""
+        return f"task {task[:40]!r}" if task else f"process {process[:40]!r}"
 
 
 def by_device(trace: Trace) -> list[Trace]:
