@@ -100,7 +100,8 @@ RULES: tuple[Rule, ...] = (
     Rule("all_to_all", "CANN", r"moedistribute(dispatch|combine)"),
     Rule("comm_other", "other", r"\bhccl|(?<![a-z])hcom_|dlslime|oneccl|(?<![a-z])i(send|recv)"),
     # --- merging of partial results ---
-    Rule("merge", "ringprof or MindSpeed", r"ringprof_merge|ringattentionupdate"),
+    Rule("merge", "ringprof", r"ringprof_merge"),
+    Rule("merge", "CANN", r"ringattentionupdate"),
     Rule("merge", "Transformer Engine", r"thd_(out_correction|lse|grad_correction)"),
     Rule("merge", "ring-flash-attention", r"fused_to_sub_sigmoid"),
     Rule("merge", "ring-flash-attention", r"sub_sigmoid_", then=r"mul_sub"),
@@ -110,7 +111,7 @@ RULES: tuple[Rule, ...] = (
     Rule("permute", "", r"(?<![a-z])gather_\w{0,30}_cache|slot_mapping|destindex_copy|kv_indic|to_token_pool"),
     Rule("permute", "", r"thd_(read_half_tensor|partition_indices|reorder)"),
     Rule("norm", "", r"rms_?norm|layer_?norm|qk_?norm|(?<![a-z])[qk]_norm|[qk]norm(_|rope)|(?<![a-z])rms_"),
-    Rule("elementwise", "", r"rotary|(?<![a-z])m?rope(?![a-z])|(fused|apply)_?m?rope|kn_entry_\dc_sbhd"),
+    Rule("elementwise", "", r"rotary|(?<![a-z])(?<!stage1_)m?rope(?![a-z])|(fused|apply)_?m?rope|kn_entry_\dc_sbhd"),
     # Neither attention as it is here nor anything of the other kinds: what has no scores to keep.
     *_rules(
         "other",
@@ -150,7 +151,7 @@ RULES: tuple[Rule, ...] = (
         ("flash-attn 3", r"flashattnfwd|prepare_varlen_num_blocks|compute_attn_ws"),
         ("flash-attn 3", r"enable_sm90", "", r"flash"),
         ("torch flash", r"pytorch_flash", "", r"flash_fwd"),
-        ("FlashMLA", r"flash_fwd(_splitkv)?_mla|sparse_attn_(fwd|decode)|get_mla_metadata"),
+        ("FlashMLA", r"flash_fwd(_splitkv)?_mla|sparse_attn_(fwd|decode)|sparse_prefill|get_mla_metadata"),
         ("flash-attn 2", r"flash_fwd"),
         ("cuDNN", r"flash_fprop|qkv_tma_setup|cu_seqlens_to_actual_seqlens"),
         ("cuDNN", r"sdpa", r"fprop"),
@@ -224,7 +225,7 @@ RULES: tuple[Rule, ...] = (
         "optimizer",
         ("", r"fused_?adam|adammath|fused(sgd|adagrad|lamb|optimizer)|(adam|sgd|lamb|adagrad)\w{0,10}functor"),
         ("", r"koptimizer|kprecondition|amp_(foreach|update)|lambstage|novograd|newton_?schulz|param_update"),
-        ("", r"(?<![a-z])(adamw?|adagrad|adafactor|lamb|lion|muon|shampoo)_"),
+        ("", r"(?<![a-z])(adamw?|adagrad|adafactor|lamb|lion|muon|shampoo|ns_line)_"),
     ),
     Rule("optimizer", "torch", r"multi_tensor|addcdiv", loose=True),
     # --- softmax, activations, conversions ---

@@ -5,7 +5,8 @@ launched it (``outer > inner``; ``source`` where its code was read instead) and 
 kernels of the traces named there that hold more than 0.1 % of a trace's kernel time are in it. A name that several
 operators launch has a row for each kind.
 
-    python -m tests.analysis.kinds.truth TRACE...    # Kineto traces: the share of kernel time that agrees, by trace
+    python -m tests.analysis.kinds.truth TRACE...    # of each Kineto trace what share of kernel time agrees
+    python -m tests.analysis.kinds.truth --table TRACE...    # and the shares of kinds: the table of docs/definitions.md
 """
 
 from __future__ import annotations
@@ -102,7 +103,33 @@ def agreement(path: Path) -> tuple[float, float, Counter[tuple[str, str, str]]]:
     return agreed, known, wrong
 
 
+def shares(path: Path) -> tuple[float, dict[str, float]]:
+    """Kernel time in milliseconds, and the share of each kind in it; communication and attention as one each."""
+    trace = parse_trace(path.read_bytes(), path.name)
+    kernel = trace.activities.category == KERNEL
+    time = (trace.activities.end_ns - trace.activities.start_ns)[kernel].tolist()
+    found: Counter[str] = Counter()
+    for code, ns in zip(classify(trace).kind[kernel].tolist(), time, strict=True):
+        found[KINDS[code] if side(KINDS[code]) == "other" else side(KINDS[code])] += ns
+    whole = found.total()
+    return whole / 1e6, {kind: ns / whole for kind, ns in found.items()}
+
+
+def print_table(paths: list[str]) -> None:
+    columns = ("communication", "attention", "gemm", "embedding", "other")
+    print(f"| trace | kernel time | {' | '.join(columns)} | other kinds | agrees |")
+    for path in map(Path, paths):
+        time, found = shares(path)
+        agreed, known, _ = agreement(path)
+        named = [*(found.get(kind, 0.0) for kind in columns), sum(found[kind] for kind in found.keys() - set(columns))]
+        agrees = f"{100 * agreed / known:.1f} %" if known else "not in the table"
+        print(f"| {path.name} | {time:,.1f} ms | {' | '.join(f'{100 * one:.1f} %' for one in named)} | {agrees} |")
+
+
 def main(paths: list[str]) -> None:
+    if paths[:1] == ["--table"]:
+        print_table(paths[1:])
+        return
     for path in paths:
         agreed, known, wrong = agreement(Path(path))
         print(f"{100 * agreed / known if known else 0:6.2f} % of {known / 1e3:,.3f} ms  {path}")
