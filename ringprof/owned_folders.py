@@ -118,7 +118,7 @@ def scratch_folder(what: str) -> Path:
     """A new folder ``ringprof-WHAT-...`` among the temporary ones. Raises OSError."""
     with suppress(OSError):
         clear_abandoned(Path(tempfile.gettempdir()), f"ringprof-{what}-*")
-    folder = Path(tempfile.gettempdir(), f"ringprof-{what}-{secrets.token_hex(8)}")
+    folder = Path(tempfile.gettempdir(), f"ringprof-{what}-{os.urandom(8).hex()}")
     # Before it is there: a signal may end this process at any moment.
     _made.add(folder)
     try:

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ringprof.analysis import intervals
-from ringprof.analysis.kinds.kinds import ATTENTION, CODE, COMMUNICATION, COMPUTE, KINDS
+from ringprof.analysis.kinds.kinds import ATTENTION, CODE, COMMUNICATION, COMPUTE, KINDS, are
 from ringprof.analysis.kinds.operators import (
     ENCLOSING,
     kind_enclosing,
@@ -40,7 +40,6 @@ METADATA, CPU_RECORDS, ANNOTATION, NAME, NO_EVIDENCE, USER_RULE, STREAM = range(
 
 _MERGE_RANGE = re.compile(r"ringprof::(.*/)?merge\b")
 _COMM_RANGE = re.compile(r"(?:nccl|gloo|c10d)::?(\w+)")
-_FLASH = [CODE[kind] for kind in ATTENTION]
 
 
 Calls = tuple[CommRecord, ...]
@@ -65,7 +64,7 @@ class Classified(msgspec.Struct, frozen=True):
 
     def of(self, *kinds: str) -> npt.NDArray[np.bool_]:
         """Whether each activity is one of these kinds."""
-        return np.isin(self.kind, [CODE[kind] for kind in kinds])
+        return are(self.kind, *kinds)
 
 
 def classify(trace: Trace, own_rules: Sequence[Rule] = ()) -> Classified:
@@ -145,9 +144,9 @@ def _families(trace: Trace, rules: Rules) -> tuple[str, ...]:
 def _by_launch(trace: Trace, launch: Int64, kind: Int8, evidence: Int8) -> None:
     """Compute kernels launched inside an attention operator or a merge range, where their name is no better proof."""
     kernel = (trace.activities.category != MEMCPY) & (trace.activities.category != MEMSET)
-    named_flash = np.isin(kind, _FLASH) & ~trace.names_that(tells_no_pass)[trace.activities.name]
+    named_flash = are(kind, *ATTENTION) & ~trace.names_that(tells_no_pass)[trace.activities.name]
     kernel &= evidence != USER_RULE
-    open_to_change = kernel & ~named_flash & ~np.isin(kind, [CODE[name] for name in COMMUNICATION])
+    open_to_change = kernel & ~named_flash & ~are(kind, *COMMUNICATION)
     for name in ATTENTION:
         wanted = {text for text in trace.names if kind_of_attention_operator(text) == name}
         rows = open_to_change & launched_inside(trace, launch, trace.operators, wanted.__contains__)
@@ -162,7 +161,7 @@ def _by_operator(trace: Trace, launch: Int64, kind: Int8, evidence: Int8, rules:
     named = evidence == NAME
     unknown = (evidence == NO_EVIDENCE) | (named & _rows_whose_rule(trace, rules, lambda rule: rule and rule.guessed))
     loose = unknown | (named & _rows_whose_rule(trace, rules, lambda rule: rule and rule.loose))
-    loose &= np.isin(kind, [CODE[name] for name in COMPUTE if name not in ATTENTION])
+    loose &= are(kind, *COMPUTE) & ~are(kind, *ATTENTION)
     for kind_of, rows in ((kind_enclosing, loose), (kind_of_its_kernel, loose & unknown)):
         for name, ranges, source, wanted in _ranges_that_tell(trace, kind_of):
             inside = rows & launched_inside(trace, launch, ranges, wanted.__contains__)
@@ -227,7 +226,7 @@ def _calls(trace: Trace, launch: Int64, kind: Int8) -> Iterator[tuple[int, Calls
     for activity, number in zip(own.tolist(), trace.activities.collective[own].tolist(), strict=True):
         if calls := calls_of((number,)):
             yield activity, calls, METADATA
-    communication = np.isin(kind, [CODE[name] for name in COMMUNICATION])
+    communication = are(kind, *COMMUNICATION)
     communication[own] = True
     bare = communication & (trace.activities.collective == NONE) & (launch != NONE)
     # All nodes of a CUDA graph share one launch, which was preceded by no record of theirs.
@@ -270,13 +269,10 @@ def _kind_of_calls(calls: Calls, rank: int | None) -> str:
     if kinds == {"all_to_all"} and all(single_peer(call, rank) is not None for call in calls):
         return "send_recv"
     # Nobody sends to itself but in an all-to-all, which NCCL carries out as sends and receives.
-    if kinds == {"send_recv"} and rank is not None and any(_sends_to(call, rank) for call in calls):
+    to = [call.destination_rank for call in calls if "send" in call.name]
+    if kinds == {"send_recv"} and rank is not None and rank in to:
         return "all_to_all"
     return kinds.pop() if len(kinds) == 1 else "comm_other"
-
-
-def _sends_to(call: CommRecord, rank: int) -> bool:
-    return "send" in call.name and call.destination_rank == rank
 
 
 def single_peer(call: CommRecord, rank: int | None) -> tuple[int, int] | None:
@@ -298,7 +294,7 @@ def single_peer(call: CommRecord, rank: int | None) -> tuple[int, int] | None:
 
 def _by_comm_annotation(trace: Trace, launch: Int64, kind: Int8, evidence: Int8) -> None:
     """Communication kernels that no record speaks of take the kind that their annotation names, if it names one."""
-    rows = (evidence == NAME) & np.isin(kind, [CODE[name] for name in COMMUNICATION])
+    rows = (evidence == NAME) & are(kind, *COMMUNICATION)
     rows &= kind != CODE["copy_engine"]
     if not rows.any():
         return
@@ -319,7 +315,7 @@ def _by_stream(trace: Trace, launch: Int64, kind: Int8, evidence: Int8) -> None:
     bare = np.flatnonzero(named & (kind == CODE["send_recv"]) & (launch == NONE) & (rows.graph_node == NONE))
     for at in bare.tolist():
         same = (rows.stream == rows.stream[at]) & (rows.device == rows.device[at])
-        others = distinct(kind[same & ~named & np.isin(kind, [CODE[name] for name in COMMUNICATION])])
+        others = distinct(kind[same & ~named & are(kind, *COMMUNICATION)])
         if len(others) == 1:
             kind[at], evidence[at] = others[0], STREAM
 

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 BLUE, SKY, GREEN, ORANGE, VERMILION, PURPLE, YELLOW, GREY = (
     "#0072B2", "#56B4E9", "#009E73", "#E69F00", "#D55E00", "#CC79A7", "#F0E442", "#8A8A8A",
 )  # fmt: skip
@@ -85,6 +88,11 @@ COMPUTE_PARTS = {
 """The parts of what is computed beside attention. Where kernels of two run at once, the first has the time."""
 POINT_TO_POINT = ("send_recv", "copy_engine")
 """Communication between two ranks; all other kinds are of a whole group."""
+
+
+def are(codes: npt.NDArray[np.int8], *kinds: str) -> npt.NDArray[np.bool_]:
+    """Whether each of a column of codes is that of one of these kinds."""
+    return np.array([key in kinds for key in KINDS])[codes]
 
 
 def in_a_sentence(kind: str) -> str:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from ringprof.analysis import intervals
 from ringprof.analysis.intervals import Spans
-from ringprof.analysis.kinds.kinds import ATTENTION, CODE, COMPUTE, KINDS, MEMORY
+from ringprof.analysis.kinds.kinds import ATTENTION, CODE, COMPUTE, KINDS, MEMORY, are
 from ringprof.analysis.kinds.operators import (
     ENCLOSING,
     kind_enclosing,
@@ -148,10 +148,10 @@ def _outermost(trace: Trace) -> tuple[Int64, Int64, Int8]:
     keep = _leaf_or_known(trace, code)
     kind = code[operators.name].copy()
     merges = _named(trace, trace.annotations, _MERGE)
-    in_merge = intervals.contains(merges, operators.start_ns) & ~np.isin(kind, [CODE[name] for name in ATTENTION])
+    in_merge = intervals.contains(merges, operators.start_ns) & ~are(kind, *ATTENTION)
     kind[in_merge & (kind >= 0)] = CODE["merge"]
     in_step = intervals.contains(_named(trace, trace.annotations, _OPTIMIZER), operators.start_ns)
-    kind[in_step & np.isin(kind, [CODE[name] for name in ("elementwise", "reduction", "other")])] = CODE["optimizer"]
+    kind[in_step & are(kind, "elementwise", "reduction", "other")] = CODE["optimizer"]
     keep &= kind >= 0
     start, end, kind = operators.start_ns[keep], operators.end_ns[keep], kind[keep]
     waits = intervals.merged(marked_waits(trace), _named(trace, operators, _FUNCTIONAL_WAIT))
@@ -192,7 +192,7 @@ def _kind_of_operator(name: str) -> int:
 
 
 def _of(start: Int64, end: Int64, kind: Int8, kinds: tuple[str, ...]) -> Spans:
-    rows = np.isin(kind, [CODE[name] for name in kinds])
+    rows = are(kind, *kinds)
     return intervals.union(start[rows], end[rows])
 
 

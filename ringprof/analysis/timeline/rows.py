@@ -13,7 +13,7 @@ import numpy.typing as npt
 from ringprof.analysis import intervals
 from ringprof.analysis.intervals import Spans
 from ringprof.analysis.kinds.classify import Classified
-from ringprof.analysis.kinds.kinds import CODE
+from ringprof.analysis.kinds.kinds import are
 from ringprof.trace.columns import Int8, Int64
 
 
@@ -30,7 +30,7 @@ class TimedActivities(msgspec.Struct, frozen=True):
 
     def of(self, *kinds: str) -> npt.NDArray[np.bool_]:
         """Whether each is one of these kinds."""
-        return np.isin(self.kind, [CODE[kind] for kind in kinds])
+        return are(self.kind, *kinds)
 
     def spans(self, *kinds: str) -> Spans:
         """The time in which any activity of these kinds runs."""

@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 
 from ringprof.analysis.kinds.classify import EVIDENCE, Calls, Classified, single_peer
-from ringprof.analysis.kinds.kinds import CODE, COMMUNICATION, KINDS
+from ringprof.analysis.kinds.kinds import COMMUNICATION, KINDS, are
 from ringprof.trace.columns import NONE, CommRecord, Int64, Trace
 
 _ELEMENT_BYTES = {
@@ -66,7 +66,7 @@ class _Content(msgspec.Struct, frozen=True, gc=False):
 def transfers_of(classified: Classified, activities: Int64, rank: int) -> list[Transfer]:
     """The communication kernels and peer-to-peer copies among ``activities`` (ascending indices), by start."""
     trace, rows = classified.trace, classified.trace.activities
-    chosen = activities[np.isin(classified.kind[activities], [CODE[kind] for kind in COMMUNICATION])]
+    chosen = activities[are(classified.kind[activities], *COMMUNICATION)]
     start = rows.start_ns[chosen]
     columns = (
         chosen, classified.kind[chosen], classified.evidence[chosen], start, np.maximum(rows.end_ns[chosen], start),
