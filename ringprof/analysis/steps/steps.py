@@ -116,10 +116,10 @@ class StepFinder:
     @cached_property
     def exposed_by_step(self) -> ExposedBySteps:
         """What each ring step exposes, over all ranks, calls and iterations."""
-        if self.listed or self.plan is None:
-            return exposed_by_step(self.steps)
+        if self.plan is None:
+            return {}
         # What a rank computed alone holds for the run where its own plan equals the run's.
-        known, ranks = self._told.get(self.plan.mark, ({}, set()))
+        known, ranks = self._told.get(self.plan.mark if self._told else "", ({}, set()))
         found = dict(known)
         for mine in self._ranks.map(exposed_steps, self.plan, skip=ranks):
             add_exposed(found, mine)
@@ -133,7 +133,13 @@ def steps_in_memory(ranks: Iterable[Rank]) -> StepFinder:
 
 def exposed_steps(side: RankSteps, plan: StepPlan) -> ExposedBySteps:
     """What each step of one rank exposes."""
-    return exposed_by_step(steps_of(side, plan))
+    blocks, slots = placed(side, plan)
+    found: ExposedBySteps = {}
+    if blocks.keys:
+        exposed = intervals.covered_ns(exposure_of(side.detail, side.rows).everything, *_bounds(side, blocks, slots))
+        for key, time in zip(blocks.keys, exposed.tolist(), strict=True):
+            add_exposed(found, {(key.phase, key.step): (time, 1)})
+    return found
 
 
 def steps_of(side: RankSteps, plan: StepPlan) -> list[Step]:
@@ -151,15 +157,6 @@ def keys_of_activities(side: RankSteps, plan: StepPlan) -> tuple[int, dict[int, 
     for slot, exchange in zip(slots.tolist(), side.exchanges, strict=True):
         found |= {part.transfer.activity: blocks.keys[slot] for part in exchange.parts}
     return side.rank.rank, found
-
-
-def exposed_by_step(steps: Iterable[Step]) -> ExposedBySteps:
-    """What each ring step exposes."""
-    found: ExposedBySteps = {}
-    for step in steps:
-        time, count = found.get((step.phase, step.step), (0, 0))
-        found[step.phase, step.step] = time + step.exposed_ns, count + 1
-    return found
 
 
 def add_exposed(found: ExposedBySteps, more: ExposedBySteps) -> None:

@@ -332,7 +332,7 @@ class Collector:
         """The columns of a table's events, but for their times and for what events of this table do not say."""
         args: list[Any] = self._args(events, _ARGS[table])
         if table == "activities" and len(self._ran) < MOST_SOURCES:
-            self._ran.update((one.device, event.pid) for one, event in zip(args, events, strict=True))
+            self._ran.update(zip([one.device for one in args], [event.pid for event in events], strict=True))
         elif table == "launches" and len(self._launched) < MOST_SOURCES:
             self._launched.update(event.pid for event in events)
         on_device = _ARGS[table] is DeviceArgs
@@ -343,10 +343,9 @@ class Collector:
     def _column(self, name: str, events: list[Event], args: list[Any], *, on_device: bool) -> npt.NDArray[Any]:
         match name:
             case "name":
-                known = len(self.names)
-                numbers = [self.names.setdefault(e.name or "", len(self.names)) for e in events]
-                added = islice(reversed(self.names), len(self.names) - known)
-                self.take(sum(bytes_of_text(text) for text in added))
+                known, names = len(self.names), self.names
+                numbers = [names.setdefault(e.name or "", len(names)) for e in events]
+                self.take(sum(bytes_of_text(text) for text in islice(reversed(names), len(names) - known)))
                 return np.array(numbers, np.int32)
             case "category":
                 return np.array([self._category[e.cat] for e in events], np.int8)
