@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import click
+import msgspec
 
 from ringprof.analysis.findings.comparison import Difference, Entry
 from ringprof.analysis.findings.conditions import Condition, parse_condition, shares_among
@@ -14,8 +14,7 @@ from ringprof.cli.write import say
 from ringprof.errors import UsageError
 
 
-@dataclass(frozen=True)
-class Gate:
+class Gate(msgspec.Struct, frozen=True):
     """The conditions of a command, and what an undecided one counts as."""
 
     conditions: tuple[Condition, ...]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from functools import cached_property
+
+import msgspec
 
 from ringprof.analysis.attribution import Attribution
 from ringprof.analysis.findings.annotations import Annotation, annotations_of
@@ -13,12 +14,11 @@ from ringprof.analysis.findings.waterfall import Waterfall, find_waterfall
 from ringprof.analysis.steps.steps import ExposedBySteps, Step, StepFinder, steps_in_memory
 
 
-@dataclass(frozen=True)
-class Findings:
+class Findings(msgspec.Struct, frozen=True, dict=True):
     """All that a report shows of a run; each part is found when it is first asked for."""
 
     attribution: Attribution
-    finder: StepFinder = field(repr=False)
+    finder: StepFinder
 
     @cached_property
     def summary(self) -> Summary:

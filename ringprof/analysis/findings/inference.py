@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from statistics import fmean
+
+import msgspec
 
 from ringprof.analysis.attribution import Attribution
 from ringprof.analysis.findings.summary import Summary
 from ringprof.devices import bandwidth_of
 
 
-@dataclass(frozen=True)
-class Inference:
+class Inference(msgspec.Struct, frozen=True):
     """Of one step through one attention layer; a token is a new one of one sequence."""
 
     phase: str
