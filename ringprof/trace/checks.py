@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from ringprof.errors import TraceFormatError
-from ringprof.trace.columns import KERNEL, NONE, TABLES, Activities, Caveat, Trace
+from ringprof.trace.columns import NONE, TABLES, Activities, Caveat, Trace
 
 RANKS_LIMIT = 1 << 20
 """No run and no group has more ranks: a larger number in a file is damage, and would only fill memory."""
@@ -43,15 +43,17 @@ def refuse_unsound(trace: Trace) -> Trace:
 
 
 def overlaps(rows: Activities, rank: int | None) -> list[Caveat]:
-    """A warning where kernels lie over many others of their stream, which carries out one after another."""
+    """A warning where kernels or copies lie over many others of their stream, which carries out one after another."""
     order = np.lexsort((rows.start_ns, rows.stream, rows.device))
-    order = order[(rows.category[order] == KERNEL) & (rows.stream[order] != NONE)]
+    order = order[rows.stream[order] != NONE]
     early, late = order[:-_FOLLOWING], order[_FOLLOWING:]
     over = (rows.device[early] == rows.device[late]) & (rows.stream[early] == rows.stream[late])
-    count = int(np.count_nonzero(over & (rows.end_ns[early] > rows.start_ns[late])))
+    beyond = (rows.end_ns[early] - rows.start_ns[late])[over & (rows.end_ns[early] > rows.start_ns[late])]
+    count = len(beyond)
     if not count:
         return []
-    message = f"{count} kernels last until {_FOLLOWING} others of their stream have begun: their times may be damaged"
+    where, longer = f"until {_FOLLOWING} others of their stream have begun", f"{beyond.sum() / 1e6:,.3f} ms longer"
+    message = f"{count} kernels or copies last {where}, and {longer}: their times, which figures hold, may be damaged"
     return [Caveat("overlapping_kernels", message, rank, count)]
 
 
