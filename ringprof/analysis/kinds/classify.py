@@ -152,7 +152,7 @@ def _by_launch(trace: Trace, launch: Int64, kind: Int8, evidence: Int8) -> None:
         rows = open_to_change & launched_inside(trace, launch, trace.operators, wanted.__contains__)
         kind[rows], evidence[rows] = CODE[name], CPU_RECORDS
         open_to_change &= ~rows
-    rows = open_to_change & launched_inside(trace, launch, trace.annotations, _is_merge_range)
+    rows = open_to_change & launched_inside(trace, launch, trace.annotations, _MERGE_RANGE.match)
     kind[rows], evidence[rows] = CODE["merge"], ANNOTATION
 
 
@@ -187,12 +187,8 @@ def _ranges_that_tell(
             yield name, ranges, source, wanted
 
 
-def _is_merge_range(name: str) -> bool:
-    return _MERGE_RANGE.match(name) is not None
-
-
 def launched_inside(
-    trace: Trace, launch: Int64, ranges: Ranges, wanted: Callable[[str], bool]
+    trace: Trace, launch: Int64, ranges: Ranges, wanted: Callable[[str], object]
 ) -> npt.NDArray[np.bool_]:
     """Whether each activity was launched inside a range of a wanted name, on the range's own thread."""
     inside = np.zeros(len(launch), np.bool_)

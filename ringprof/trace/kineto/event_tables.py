@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import islice
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -43,7 +43,6 @@ from ringprof.trace.kineto.tracks import Tracks
 from ringprof.trace.memory import bytes_of_collectives, bytes_of_rows, bytes_of_text
 
 _Columns = dict[str, npt.NDArray[Any]]
-A = TypeVar("A", bound=Args)
 
 ABSURD_NS = 7 * 24 * 3600 * 10**9
 """No event lasts seven days, nor lies that far from the middle of its trace: such times are damage."""
@@ -310,7 +309,7 @@ class Collector:
         if count:
             self.oddities[code] += count
 
-    def _args(self, events: list[Event], kind: type[A]) -> list[A]:
+    def _args(self, events: list[Event], kind: type[Args]) -> list[Any]:
         """The arguments of each event, decoded together; defaults where they are no object or hold nonsense."""
         texts = [_NO_ARGS if event.args is EMPTY else event.args for event in events]
         try:
@@ -318,7 +317,7 @@ class Collector:
         except UNREADABLE:
             return [self._one_args(text, kind) for text in texts]
 
-    def _one_args(self, text: msgspec.Raw, kind: type[A]) -> A:
+    def _one_args(self, text: msgspec.Raw, kind: type[Args]) -> Args:
         try:
             return msgspec.json.decode(text, type=kind)
         except UNREADABLE:
@@ -330,7 +329,7 @@ class Collector:
 
     def _columns_of(self, table: str, events: list[Event]) -> _Columns:
         """The columns of a table's events, but for their times and for what events of this table do not say."""
-        args: list[Any] = self._args(events, _ARGS[table])
+        args = self._args(events, _ARGS[table])
         if table == "activities" and len(self._ran) < MOST_SOURCES:
             self._ran.update(zip([one.device for one in args], [event.pid for event in events], strict=True))
         elif table == "launches" and len(self._launched) < MOST_SOURCES:
@@ -364,12 +363,8 @@ class Collector:
             case "external_id":
                 return integers([_given(a.external_id, a.old_external_id) for a in args])
             case "collective":
-                return self._collective_indices(args)
+                return np.array([NONE if a.collective is None else self._collective_index(a) for a in args], np.int32)
         return integers([getattr(a, name) for a in args])
-
-    def _collective_indices(self, args: Sequence[CommArgs]) -> Int32:
-        indices = [NONE if one.collective is None else self._collective_index(one) for one in args]
-        return np.array(indices, np.int32)
 
     def _collective_index(self, args: CommArgs) -> int:
         try:
