@@ -30,6 +30,8 @@ from ringprof.report.text import shell_words
 from ringprof.trace.columns import NOTES, Caveat
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from ringprof.kernel_tables.table_analysis import TableAnalysis  # loaded only where there is a printed table
 
 
@@ -81,7 +83,7 @@ def command(
         raise UsageError("--parquet writes one table to a file: give --output FILE, and no --csv")
     analysis = _loaded(paths, reading, options)
     if options["parquet"]:
-        frame = getattr(_with_page(analysis), options["parquet"])()
+        frame = _frame(analysis, options["parquet"])
         with written(options["output"]) as place:
             write_parquet(frame, place)
     else:
@@ -109,13 +111,20 @@ def _loaded(paths: Sequence[str], reading: LoadOptions, options: Mapping[str, An
 
 def _text(analysis: Analysis | TableAnalysis, sections: Sequence[str], options: Mapping[str, Any]) -> str:
     if options["frame"]:
-        return as_csv(getattr(_with_page(analysis), options["frame"])())
+        return as_csv(_frame(analysis, options["frame"]))
     if options["form"] == "json":
         return as_json.render(analysis.report())
     style = text_style(options["output"], options["width"])
     if isinstance(analysis, Analysis):
         return analysis.to_terminal(style, sections, Listing(options["sort"], options["top"], options["everything"]))
     return analysis.to_terminal(style)
+
+
+def _frame(analysis: Analysis | TableAnalysis, name: str) -> pd.DataFrame:
+    frame: pd.DataFrame = getattr(_with_page(analysis), name)()
+    if frame.empty:
+        say(f"ringprof: {name}: no rows, only column names: the traces hold nothing of the kind")
+    return frame
 
 
 def _with_page(analysis: Analysis | TableAnalysis) -> Analysis:

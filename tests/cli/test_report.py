@@ -135,3 +135,10 @@ def test_a_compressed_trace_that_expands_beyond_the_limit_is_refused(tmp_path, c
 def test_paths_that_the_system_refuses_are_one_line(capsys, options):
     code, _, err = run(capsys, ONE, *options)
     assert code == 2 and err.startswith("ringprof: ") and err.count("\n") == 1
+
+
+def test_a_table_without_rows_says_so_and_has_its_columns(capsys):
+    """Nothing of memory was recorded, as of hops on CPU."""
+    code, out, err = run(capsys, ONE, "--csv", "memory")
+    assert (code, out.count("\n"), err.count("\n")) == (0, 1, 1) and out.startswith("rank,")
+    assert err == "ringprof: memory: no rows, only column names: the traces hold nothing of the kind\n"
