@@ -299,6 +299,13 @@ def test_a_masked_sweep_has_a_column_that_says_so():
     assert f"| {masks[1]} |" in render_markdown([figures])
 
 
+@pytest.mark.parametrize(("tflops", "shown"), [(521.74, "521.7"), (0.0015372, "0.001537")])
+def test_a_rate_is_shown_with_its_digits_on_a_cpu_too(tflops, shown):
+    figures = {one.key: tflops if one.key == "tflops" else None for one in COLUMNS} | {"status": "ok", "reason": None}
+    assert f" {shown} " in SweepTable(TextStyle(width=250)).line(figures)
+    assert f"| {shown} |" in render_markdown([figures])
+
+
 @pytest.mark.parametrize(("width", "title"), [(80, "no room for"), (200, "parameters")])
 def test_a_row_fits_the_terminal(width, title):
     table = SweepTable(TextStyle(width=width))

@@ -33,7 +33,7 @@ COLUMNS = (
     SweepColumn("FWD ms", "forward_ms", 10, ",.2f", drop=3),
     SweepColumn("FWD+BWD ms", "forward_backward_ms", 11, ",.2f"),
     SweepColumn("Memory MiB", "memory_mib", 10, ",.0f", drop=1),
-    SweepColumn("TFLOPs/s", "tflops", 9, ",.2f"),
+    SweepColumn("TFLOPs/s", "tflops", 9, ",.4g"),
     SweepColumn("flash %", "flash_share", 7, ".1f", 100, drop=8),
     SweepColumn("comm %", "comm_share", 6, ".1f", 100, drop=9),
     SweepColumn("overlap %", "overlap_ratio", 9, ".1f", 100),
