@@ -31,8 +31,9 @@ _ITS_OWN = {
     r"|aten::_addmm_activation|fbgemm::f8f8bf16\w*",
     "convolution": r"aten::(cudnn|miopen|mkldnn)?_?conv(olution|_depthwise|_transpose)?\w*|aten::(slow|thnn)_conv\w*",
     "softmax": r"aten::_?(log_|masked_|safe_)?softmax\w*",
+    "permute": r"fsdp::(all_gather_copy_in|split_with_sizes_copy|chunk_cat)",
     "all_reduce": r"\w+::\w*all_?reduce\w*",
-    "all_gather": r"\w+::\w*all_?gather\w*",
+    "all_gather": r"\w+::\w*all_?gather(?!_copy)\w*",
     "reduce_scatter": r"\w+::\w*reduce_?scatter\w*",
     "all_to_all": r"\w+::\w*all_?to_?all\w*|(deep_ep|pplx|mori|uccl)\w*::\w*(dispatch|combine)\w*",
 }

@@ -40,7 +40,7 @@ _COMM_OPERATOR = re.compile(
 _FUNCTIONAL_WAIT = re.compile(r"_?c10d_functional::wait_tensor")
 _COMPILED = re.compile(r"## Call CompiledFxGraph\b.*")
 _KINDS = (
-    (re.compile(r"aten::(copy_|clone|contiguous|to|_to_copy|narrow_copy)"), "memcpy"),
+    (re.compile(r"aten::(_foreach_)?(copy_|clone|contiguous|to|_to_copy|narrow_copy)"), "memcpy"),
     (re.compile(r"aten::(zero_|zeros|zeros_like|fill_|full|full_like|ones|ones_like)"), "memset"),
     (re.compile(r"aten::(matmul|linear|einsum)"), "gemm"),
     (

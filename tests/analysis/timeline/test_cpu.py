@@ -178,6 +178,18 @@ def test_a_compiled_graph_computes_nothing_while_it_waits_for_a_functional_colle
     assert (found.exposed_comm_ns, found.idle_ns) == (220 + 190, 20)
 
 
+def test_what_fsdp_packs_for_a_gather_is_no_gather():
+    b = Builder(world_size=2).mark("ProfilerStep#1", 0, 1000).mark("gloo:all_gather", 300, 500, thread=7)
+    b.operate("fsdp::all_gather_copy_in", 0, 200).operate("aten::_foreach_copy_", 50, 150)
+    b.operate("c10d::_allgather_base_", 250, 300).operate("fsdp::split_with_sizes_copy", 500, 600)
+    b.operate("fsdp::chunk_cat", 600, 700).operate("aten::_foreach_copy_", 800, 850)
+    found = rank_of(b).breakdown
+    assert {kind: (t.time_ns, t.calls) for kind, t in found.kinds.items()} == {
+        "permute": (400, 3), "all_gather": (200, 1), "memcpy": (50, 1),
+    }  # fmt: skip
+    assert (found.compute_ns, found.exposed_comm_ns, found.exposed_memory_ns) == (400, 200, 50)
+
+
 def test_ranges_alone_are_a_report():
     b = Builder(rank=34, world_size=300).mark("ProfilerStep#551", 0, 1000)
     b.mark("gloo:all_reduce", 100, 800, thread=3553).mark("gloo:all_reduce", 200, 1500, thread=3554)
