@@ -89,6 +89,10 @@ def pool(run: Analysis) -> np.ndarray[Any, np.dtype[np.float64]]:
         time = kernel["time_ns"]
         values += [time / kernel["calls"], time / len(ranks), time / spent, kernel["calls"] / len(ranks)]
         values += [(kernel["exposed_ns"] or 0) / len(ranks)]
+    for one in report["summary"]["annotations"]:
+        values += [one[f"{name}_ns"] / len(ranks) for name in ("busy", "compute", "communication", "exposed")]
+    states = [one for one in (report["run"] or {}).get("device_states") or () if one]
+    values += [1 - one["sm_clock_mhz"] / one["rated_sm_clock_mhz"] for one in states]
     steps = [{**row, "step_ns": row["end_ns"] - row["start_ns"]} for row in report["steps"]]
     hops = run.hops()
     offsets = {int(rank): offset for rank, offset in report["summary"]["clocks"]["offsets_ns"].items()}
