@@ -159,7 +159,7 @@ def _store() -> Iterator[int]:
         socket.create_connection(("127.0.0.1", port), timeout=60).close()
         listener.accept()[0].close()
     except OSError as error:
-        why = f"{error.strerror or error}"
+        why = error.strerror or error
         raise RecordError(f"ranks cannot meet on 127.0.0.1 ({why}): bring it up (ip link set lo up)") from None
     store = untyped.TCPStore(
         "127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60),

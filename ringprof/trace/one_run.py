@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import PurePath
 
@@ -56,8 +55,7 @@ def checked_facts(facts: Sequence[TraceFacts], problems: Sequence[InputError] = 
             checked = [msgspec.structs.replace(one, rank=rank) for rank, one in enumerate(checked)]
             note = Caveat("assumed_ranks", "no trace names its rank: ranks are given in the order of the files")
             checked[0] = _with(checked[0], note)
-        counts = Counter(one.rank for one in checked)
-        checked = [_with(one, *_place_warnings(one, counts[one.rank])) for one in checked]
+        checked = [_with(one, *_place_warnings(one)) for one in checked]
     first = min(range(len(checked)), key=lambda at: order(checked[at]))
     checked[first] = _with(checked[first], *_run_warnings(checked), *_left_out(problems))
     return checked
@@ -72,13 +70,10 @@ def _with(one: TraceFacts, *warnings: Caveat) -> TraceFacts:
     return msgspec.structs.replace(one, warnings=(*one.warnings, *warnings)) if warnings else one
 
 
-def _place_warnings(one: TraceFacts, same_rank: int) -> list[Caveat]:
-    if one.rank is None:
-        return [Caveat("unknown_rank", f"{one.path} does not name its rank, in the file or its name")]
-    if same_rank > 1:
-        message = f"{one.path} is one of {same_rank} traces of rank {one.rank}: give the files of one run only"
-        return [Caveat("duplicate_rank", message, one.rank)]
-    return []
+def _place_warnings(one: TraceFacts) -> list[Caveat]:
+    if one.rank is not None:
+        return []
+    return [Caveat("unknown_rank", f"{one.path} does not name its rank, in the file or its name")]
 
 
 def _left_out(problems: Sequence[InputError]) -> list[Caveat]:

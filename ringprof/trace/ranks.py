@@ -37,8 +37,8 @@ def read_traces(
     """Read the traces of several ranks, sorted by rank.
 
     ``jobs``: processes to read in, by default as many as there are CPUs when the files are large. Where no
-    trace names its rank, the order of the paths does. Several traces of one rank, or of different runs, stay
-    in the list; their warnings say so. Raises as `read_file` does, `MemoryLimitError` where memory may not hold all.
+    trace names its rank, the order of the paths does. Several traces of one rank stay in the list, and so do those of
+    different runs, whose warnings say so. Raises as `read_file` does, `MemoryLimitError` where memory may not hold all.
 
     ``ranks``: those of a run that names its traces. Such a trace, or one ``in_folder``, is left out with a warning
     where it cannot be read, as long as there is one that can; ``left_out``: others that already are.

@@ -119,7 +119,14 @@ def test_a_cpu_run_speaks_of_blocked_time():
     text = shown_traces(cpu_example(), width=100)
     assert "10.0 % of the time is exposed communication: time blocked in waiting for a transfer." in text
     assert "· CPU, no device activity ·" in text
+    assert re.search(r"^send/recv .* blocked in wait$", text, re.MULTILINE)
     assert "[cpu_no_transfer_times]" in text
+
+
+def test_a_range_of_gloo_is_not_called_blocked_time():
+    """It is posted at 100 and waited for from 300 on, after a product."""
+    b = Builder(world_size=2).mark("ProfilerStep#1", 0, 1000).mark("gloo:recv", 100, 400).operate("aten::mm", 100, 300)
+    assert re.search(r"^send/recv .* posting to end of wait$", shown_traces(b, width=100), re.MULTILINE)
 
 
 def test_names_from_a_trace_cannot_command_the_terminal():

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from ringprof.analysis import intervals
 from ringprof.analysis.intervals import Spans
-from ringprof.analysis.kinds.kinds import ATTENTION, CODE, COMPUTE, KINDS, MEMORY, are
+from ringprof.analysis.kinds.kinds import ATTENTION, CODE, COMMUNICATION, COMPUTE, KINDS, MEMORY, are
 from ringprof.analysis.kinds.operators import (
     ENCLOSING,
     kind_enclosing,
@@ -24,7 +24,6 @@ from ringprof.analysis.kinds.operators import (
 from ringprof.analysis.timeline.breakdown import Breakdown, KindTime, beside_attention
 from ringprof.analysis.timeline.cpu_communication import (
     CpuCommunication,
-    exposed_by_kind,
     find_communication,
     marked_waits,
 )
@@ -75,7 +74,9 @@ def exposed_ranges(trace: Trace, window: Window) -> dict[tuple[str, str], int]:
     first, last = _bounds(trace, window, None)
     start, end, kind = _outermost(trace)
     computing = _of(np.clip(start, first, last), np.clip(end, first, last), kind, COMPUTE)
-    return exposed_by_kind(find_communication(trace, first, last), computing)
+    found = find_communication(trace, first, last)
+    exposed = {one: intervals.length_ns(intervals.subtraction(found.of(one), computing)) for one in COMMUNICATION}
+    return {(one, ""): time for one, time in exposed.items() if time}
 
 
 def break_down_cpu(trace: Trace, window: Window, number: int | None = None) -> Breakdown | None:
@@ -113,14 +114,10 @@ def blocked_by_channel(trace: Trace, window: Window) -> dict[str, int]:
     """Nanoseconds that the rank was blocked in each channel's transfers (``ringprof::wait/<channel>``), within the
     marked iterations; channels that the trace does not name are left out."""
     first, last = _bounds(trace, window, None)
-    named = {match[1] for name in trace.names if (match := _WAIT_CHANNEL.fullmatch(name))}
-    result = {}
-    for channel in sorted(named):
-        spans = _named(trace, trace.annotations, re.compile(re.escape(f"ringprof::wait/{channel}")))
-        result[channel] = intervals.length_ns(
-            intervals.union(np.clip(spans.start_ns, first, last), np.clip(spans.end_ns, first, last))
-        )
-    return result
+    within = np.array([first]), np.array([last])
+    named = {match[1]: re.compile(re.escape(name)) for name in trace.names if (match := _WAIT_CHANNEL.fullmatch(name))}
+    spans = {channel: _named(trace, trace.annotations, named[channel]) for channel in sorted(named)}
+    return {channel: int(intervals.covered_ns(one, *within)[0]) for channel, one in spans.items()}
 
 
 def _bounds(trace: Trace, window: Window, number: int | None) -> tuple[int, int]:

@@ -15,7 +15,7 @@ import numpy as np
 
 from ringprof.analysis import intervals
 from ringprof.analysis.intervals import Spans
-from ringprof.analysis.kinds.kinds import CODE, COMMUNICATION
+from ringprof.analysis.kinds.kinds import CODE
 from ringprof.analysis.kinds.operators import kind_of_collective
 from ringprof.trace.columns import Int8, Int64, Ranges, Trace, distinct
 
@@ -77,13 +77,3 @@ def _ranges_of(trace: Trace, ranges: Ranges, pattern: re.Pattern[str]) -> tuple[
     found = code[ranges.name]
     rows = np.flatnonzero(found >= 0)
     return ranges.start_ns[rows], ranges.end_ns[rows], found[rows]
-
-
-def exposed_by_kind(found: CpuCommunication, computing: Spans) -> dict[tuple[str, str], int]:
-    """Ranges with nothing computing beside them, by kind, for `ringprof.analysis.rank.ExposedTime.by_group`."""
-    result = {}
-    for kind in COMMUNICATION:
-        exposed = intervals.length_ns(intervals.subtraction(found.of(kind), computing))
-        if exposed:
-            result[kind, ""] = exposed
-    return result

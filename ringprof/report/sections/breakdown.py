@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ringprof.analysis.findings.findings import Findings
-from ringprof.analysis.findings.summary import Communication, KindRow, Summary
+from ringprof.analysis.findings.summary import Communication, Summary
 from ringprof.analysis.kinds.kinds import OTHER_GROUPS
 from ringprof.analysis.rank import Rank
 from ringprof.json_object import JsonObject
@@ -28,7 +28,7 @@ def terminal(found: Findings, style: TextStyle, listing: Listing) -> list[str]:
     """A table by part, one by kind and, of several ranks, one by rank."""
     blocks = [_by_part(found.summary, style)]
     if found.summary.kinds:
-        blocks.append(_by_kind(found.summary, style, on_cpu=found.attribution.on_cpu))
+        blocks.append(_by_kind(found, style))
     if found.summary.other_share >= WORTH_LISTING and found.attribution.kernels:
         blocks.append(_largest_of_other(found).text(style))
     return [*blocks, _by_rank(found.summary).text(style)] if len(found.attribution.ranks) > 1 else blocks
@@ -57,8 +57,13 @@ def _by_part(summary: Summary, style: TextStyle) -> str:
     return text_table(columns, drawn, style, bold=[len(parts)])
 
 
-def _by_kind(summary: Summary, style: TextStyle, *, on_cpu: bool) -> str:
-    unit_ns, unit = unit_for(max(row.time_ns for row in summary.kinds))
+def _by_kind(found: Findings, style: TextStyle) -> str:
+    kinds = found.summary.kinds
+    unit_ns, unit = unit_for(max(row.time_ns for row in kinds))
+    # A range lasts from posting a transfer to the end of its wait: only marks tell how long a rank was blocked.
+    ranges = any(("send_recv", "") in rank.exposed.by_group for rank in found.attribution.ranks)
+    on_cpu = "posting to end of wait" if ranges else "blocked in wait"
+    transfer = on_cpu if found.attribution.on_cpu else ""
     rows = [
         [
             LABELS[row.kind],
@@ -66,18 +71,12 @@ def _by_kind(summary: Summary, style: TextStyle, *, on_cpu: bool) -> str:
             percent(row.share),
             f"{row.calls:,.0f}" if row.calls == int(row.calls) else f"{row.calls:,.1f}",
             duration(row.average_ns, 1),
-            _kind_note(row, on_cpu=on_cpu),
+            f"{percent(row.hidden, 0)} hidden" if row.hidden is not None else transfer * (row.kind == "send_recv"),
         ]
-        for row in summary.kinds
+        for row in kinds
     ]
     columns = [*map(Column, ("by kind", "time", "of wall", "calls", "average")), Column("", left=True)]
     return text_table(columns, rows, style)
-
-
-def _kind_note(row: KindRow, *, on_cpu: bool) -> str:
-    if row.hidden is not None:
-        return f"{percent(row.hidden, 0)} hidden"
-    return "blocked in wait" if row.kind == "send_recv" and on_cpu else ""
 
 
 def _largest_of_other(found: Findings) -> Table:
