@@ -193,6 +193,8 @@ def _strategy(name: str, kernel: str, hops: str) -> Any:
     strategy = create(name)
     # As on a GPU, where hops of this size are not worth the kernel calls that hide them.
     strategy.hides_last_hop = lambda travelling: False
+    for ring_of_ranks in [part for part in vars(strategy).values() if isinstance(part, ring.HopRing)]:
+        ring_of_ranks.trades_on = "cpu"
     idle = IdleKernel()
     strategy.kernel_for = lambda q: idle
     return strategy
@@ -214,7 +216,7 @@ def _measure(bodies: dict[Any, Body], rounds: int, device: torch.device) -> dict
 
 PIECES = (
     (Kernel, "forward"), (Kernel, "backward"), (hops.Ring, "post"), (hops.Hop, "wait"), (merge.Partial, "_take"),
-    (merge.Sum, "add"), (merge.Sum, "result"), (ring, "add_dkv"), (ring, "settled_dkv"), (Rows, "at"),
+    (merge.Sum, "add"), (merge.Sum, "result"), (ring, "onward_dkv"), (ring, "settled_dkv"), (Rows, "at"),
 )  # fmt: skip
 """What the time is told of by --pieces."""
 

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from .copies import can_copy, sees_peers
 from .errors import Unfit
+from .hosts import told
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Standing:
     def here(cls, request: str, problem: str | None) -> Standing:
         return cls(
             dist.get_rank(), request, problem, uuid.uuid4().hex, socket.gethostname(),
-            _number("LOCAL_WORLD_SIZE"), _number("LOCAL_RANK"), _number("SLURM_NODEID"), _process(),
+            told("LOCAL_WORLD_SIZE"), told("LOCAL_RANK"), told("SLURM_NODEID"), _process(),
             can_copy() is None and sees_peers(),
         )  # fmt: skip
 
@@ -182,8 +183,3 @@ def _processes(ranks: Sequence[Standing]) -> dict[int, int | None]:
     return {
         rank.rank: rank.process[1] if rank.process and here and rank.process[0] == here[0] else None for rank in ranks
     }
-
-
-def _number(variable: str) -> int | None:
-    text = os.environ.get(variable, "")
-    return int(text) if text.isascii() and text.isdigit() else None

@@ -34,7 +34,6 @@ from .hops import Hop
 from .kernel import Gradients
 from .layouts import LAYOUTS, Block, Layout, part
 from .merge import Partial, Sum, accumulate, settled
-from .ring import rows_of
 
 
 class AllGather(Strategy):
@@ -130,7 +129,7 @@ class AllGather(Strategy):
     def _forward(self, blocks: Blocks, q: Tensor, k: Tensor, v: Tensor, gathers: list[Hop]) -> tuple[Tensor, Tensor]:
         result = Partial()
         with ring_step("fwd", 0, "block"):
-            result.merge(*blocks.forward(q, k, v, self.own_block(blocks) or Block(causal=blocks.causal)))
+            result.merge(*blocks.forward(q, k, v, self.own_block(blocks, q)))
         others = self._others(q.shape[1], blocks)
         k_others, v_others = (others.take(gather.wait()[0]) for gather in gathers)
         for step, block in enumerate(others.blocks, 1):
@@ -142,7 +141,7 @@ class AllGather(Strategy):
             return result.result(q.dtype)
 
     def _backward(self, blocks: Blocks, rows: Rows, q: Tensor, k: Tensor, v: Tensor, gathers: list[Hop]) -> Gradients:
-        early, rest = self.home_blocks(q.shape[1], causal=blocks.causal, travelling=k, own=self.own_block(blocks))
+        early, rest = self.home_blocks(blocks, q, k)
         dq = Sum(q)
         with ring_step("bwd", 0, "block"):
             home = [(early, blocks.backward(rows, q, k, v, early))]
@@ -166,9 +165,11 @@ class AllGather(Strategy):
         with ring_step("bwd", self.comm.size, "merge"):
             for block, grads in home:
                 dq.add(grads[0], block.q)
-            return dq.result(q.dtype), *(
-                settled(x, rows_of(home, "kv", 1 + i), k.dtype) for i, x in enumerate((dk, dv))
-            )  # type: ignore[return-value]
+            dk, dv = (
+                settled(x, [(block.kv, grads[which]) for block, grads in home], k.dtype)
+                for which, x in enumerate((dk, dv), start=1)
+            )
+            return dq.result(q.dtype), dk, dv
 
     def _others(self, local_seq: int, blocks_: Blocks) -> _Others:
         rank, size, causal = self.comm.rank, self.comm.size, blocks_.causal

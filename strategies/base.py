@@ -7,7 +7,7 @@ and blocks. Shapes: B batch, S local sequence, H heads, Hkv kv heads, D head_dim
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -17,6 +17,7 @@ from torch.nn.functional import pad
 
 from ringprof.mask import Mask
 
+from .annotate import ring_step
 from .communicator import Communicator
 from .cut import Cut, cut_of
 from .errors import Unfit
@@ -24,8 +25,8 @@ from .expected import Expectations
 from .first_order import first_order
 from .kernel import Gradients, Kernel
 from .kernels import choose_kernel
-from .layouts import ALL, Block, Layout, part, split_home_block
-from .merge import output_with_delta, row_product, rows_that_carry, wide_type, with_sinks
+from .layouts import ALL, WHOLE, Block, Layout, gapless, part, split_home_block
+from .merge import Partial, output_with_delta, row_product, rows_that_carry, wide_type, with_sinks
 from .uncompiled import uncompiled
 
 GradWire = Literal["fp32", "input"]
@@ -40,6 +41,7 @@ _ASKED = (
     "causal", "softmax_scale", "return_lse", "sinks", "softcap", "documents", "window_size", "prefix", "gradients",
 )  # fmt: skip
 """What ranks must ask for alike beside shapes and types; the documents themselves are not compared."""
+OutAndLse = tuple[Tensor, Tensor | None]  # The LSE where it is wanted.
 POSITIONS_KEPT = 8
 """Sequence lengths whose positions a strategy keeps on a device."""
 
@@ -87,24 +89,20 @@ class Rows:
             return self
         key = queries.start, queries.stop
         if key not in self._parts:
-            dout, out = (None if x is None else part(x, queries) for x in (self.dout, self.out))
-            assert dout is not None
+            dout, out = part(self.dout, queries), None if self.out is None else part(self.out, queries)
             if dense or self.delta is not None:
-                dout, out = dout.contiguous(), None if out is None else out.contiguous()
-            delta = None if self.delta is None else part(self.delta, queries, 2).contiguous()
-            self._parts[key] = Rows(dout, part(self.lse, queries, 2).contiguous(), out, delta)
+                dout, out = gapless(dout), None if out is None else gapless(out)
+            delta = None if self.delta is None else gapless(part(self.delta, queries, 2))
+            self._parts[key] = Rows(dout, gapless(part(self.lse, queries, 2)), out, delta)
         return self._parts[key]
 
     def filled(self, head_dim: int) -> Rows:
         """The same with O and dO filled up with zeros to ``head_dim``: made once."""
         missing = head_dim - self.dout.shape[-1]
-        if not missing:
-            return self
-        if ("filled", missing) not in self._parts:
-            dout, out = (None if x is None else pad(x, (0, missing)) for x in (self.dout, self.out))
-            assert dout is not None
-            self._parts["filled", missing] = Rows(dout, self.lse, out, self.delta)
-        return self._parts["filled", missing]
+        if missing and ("filled", missing) not in self._parts:
+            out = None if self.out is None else pad(self.out, (0, missing))
+            self._parts["filled", missing] = Rows(pad(self.dout, (0, missing)), self.lse, out, self.delta)
+        return self._parts["filled", missing] if missing else self
 
 
 @dataclass(slots=True)
@@ -133,7 +131,7 @@ class Blocks:
 
     def whole(self) -> Block:
         """Everything against everything, where one rank holds all tokens in order."""
-        block = Block(causal=self.causal) if self.cut is None else self.cut.block(0, 0)
+        block = WHOLE[self.causal] if self.cut is None else self.cut.block(0, 0)
         assert block is not None
         return block
 
@@ -151,7 +149,7 @@ class Blocks:
         """dq of the block's queries, dk and dv of the block's keys."""
         k, v = part(k, block.kv), part(v, block.kv)
         missing = k.shape[-1] - v.shape[-1]
-        rows = rows.filled(k.shape[-1]).at(block.q, dense=self.kernel.dense_rows)
+        rows = (rows.filled(k.shape[-1]) if missing else rows).at(block.q, dense=self.kernel.dense_rows)
         dq, dk, dv = self.kernel.backward(
             rows.dout, part(q, block.q), k, pad(v, (0, missing)) if missing else v, rows.lse, out=rows.out,
             delta=rows.delta, scale=self.scale, causal=block.causal, parts=block.parts,
@@ -173,6 +171,8 @@ class Strategy(Expectations, ABC):
     """Whether its blocks are computed by kernels of ours, some of which take a softcap."""
     PARAMETERS: ClassVar[dict[str, str]] = {"deterministic": "the kernel's deterministic mode: same bits every call"}
     """A line of help for each keyword parameter of the constructor."""
+    exchange: Any = None
+    """What exchanges heads before and after, where something does."""
     KERNELS: ClassVar[tuple[str, ...]] = ()
     """The kernels that may compute its blocks, where not all may."""
 
@@ -321,20 +321,21 @@ class Strategy(Expectations, ABC):
         cut = None
         if packed or prefix or window != (-1, -1):
             cut = self._cut(causal, documents, window, prefix, q.shape[1] * self.comm.size)
-        kernel = self.kernel_for(q, **self._asks(None if cut is None else cut.mask, softcap))
+        asks = self._asks(cut.mask if cut else None, softcap) if cut or softcap else {}
+        kernel = self.kernel_for(q, **asks)
         blocks = Blocks(kernel, scale, causal, return_lse or sinks is not None, cut)
-        out, lse = self.differentiable(blocks, q, k, v, lse_wanted=blocks.lse_wanted)
+        call = self.differentiable
+        out, lse = call(blocks, q, k, v) if self.exchange is None else self.exchange.around(call, blocks, q, k, v)
         out = out[..., : v.shape[-1] - missing] if missing > 0 else out
         if sinks is not None:
+            assert lse is not None
             out, lse = with_sinks(out, lse, sinks)
         return (out, lse) if return_lse else out
 
-    def differentiable(
-        self, blocks: Blocks, q: Tensor, k: Tensor, v: Tensor, *, lse_wanted: bool
-    ) -> tuple[Tensor, Tensor]:
-        """`forward`, with `backward` as its gradient. A strategy that first exchanges heads does so around this."""
-        result: tuple[Tensor, Tensor] = _Attention.apply(self, blocks, q, k, v)  # type: ignore[no-untyped-call]
-        return result
+    def differentiable(self, blocks: Blocks, q: Tensor, k: Tensor, v: Tensor) -> OutAndLse:
+        """`forward`, with `backward` as its gradient."""
+        result: Any = _Attention.apply(self, blocks, q, k, v)  # type: ignore[no-untyped-call]
+        return result if blocks.lse_wanted else (result, None)
 
     def _asks(self, mask: Mask | None, softcap: float) -> dict[str, Any]:
         """What the choice of a kernel is told beside the tensors: nothing where all kernels do."""
@@ -423,24 +424,39 @@ class Strategy(Expectations, ABC):
         """Ranks that the travelling tensors of this strategy go round."""
         return self.comm.size
 
-    def home_blocks(
-        self, local_seq: int, *, causal: bool, travelling: Tensor | None = None, own: Block | None = None
-    ) -> tuple[Block, list[Block]]:
-        """This rank's block with its own keys: an early part and what a backward pass keeps to the end.
+    def over(self, blocks: Blocks, q: Tensor, tour: Iterable[tuple[int, Sequence[Tensor]]]) -> tuple[Tensor, Tensor]:
+        """A forward pass over the K and V of a tour of ranks, merged one after another."""
+        result = Partial()
+        for step, (kv_rank, kv) in enumerate(tour):
+            block = self.block(blocks, kv_rank, q)
+            if block is None:
+                continue
+            with ring_step("fwd", step, "block"):
+                out, lse = blocks.forward(q, kv[0], kv[1], block)
+            with ring_step("fwd", step, "merge"):
+                result.merge(out, lse, block.q)
+        with ring_step("fwd", step, "merge"):
+            return result.result(q.dtype)
 
-        All of it is early where nothing travels, or where what comes home last, ``travelling``, is so small that the
-        additional kernel calls cost more than they hide. ``own`` is that block where the mask is neither causal nor
-        full.
+    def block(self, blocks: Blocks, kv_rank: int, q: Tensor) -> Block | None:
+        """What this rank's queries see of ``kv_rank``'s keys."""
+        return blocks.between(self.layout, self.ring_rank, kv_rank, q.shape[1])
+
+    def own_block(self, blocks: Blocks, q: Tensor) -> Block:
+        """What they see of its own."""
+        block = self.block(blocks, self.ring_rank, q)
+        assert block is not None, "a token sees itself"
+        return block
+
+    def home_blocks(self, blocks: Blocks, q: Tensor, travelling: Tensor) -> tuple[Block, list[Block]]:
+        """That block in an early part and what a backward pass keeps to the end.
+
+        All of it is early where nothing travels, where what comes home last, ``travelling``, is so small that the
+        additional kernel calls cost more than they hide, and where the mask is neither causal nor full.
         """
-        if own is not None:
-            return own, []
-        if self.ring_size == 1 or (travelling is not None and not self.hides_last_hop(travelling)):
-            return Block(causal=causal), []
-        return split_home_block(local_seq, causal=causal)
-
-    def own_block(self, blocks: Blocks) -> Block | None:
-        """This rank's block with its own keys, where the mask is neither causal nor full."""
-        return None if blocks.cut is None else blocks.cut.block(self.ring_rank, self.ring_rank)
+        if blocks.cut is not None or self.ring_size == 1 or not self.hides_last_hop(travelling):
+            return self.own_block(blocks, q), []
+        return split_home_block(q.shape[1], causal=blocks.causal)
 
     @property
     def ring_rank(self) -> int:
@@ -492,7 +508,7 @@ class _Attention(torch.autograd.Function):
     """Autograd around a strategy's two loops."""
 
     @staticmethod
-    def forward(ctx: Any, strategy: Strategy, blocks: Blocks, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, strategy: Strategy, blocks: Blocks, q: Tensor, k: Tensor, v: Tensor) -> Any:
         strategy.comm.meter.phase = "forward"
         q = _heads_together(q)
         out, lse = strategy.forward(blocks, q, k, v)
@@ -500,15 +516,15 @@ class _Attention(torch.autograd.Function):
         ctx.save_for_backward(*(blocks.kept or (q, k, v)), out, lse)
         blocks.kept = ()
         ctx.set_materialize_grads(False)
-        return out, lse
+        return (out, lse) if blocks.lse_wanted else out
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[None, None, Tensor, Tensor, Tensor]:
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         strategy, blocks = ctx.strategy, ctx.blocks
-        dout = torch.zeros_like(out) if dout is None else dout.contiguous()
-        rows = Rows(dout, lse.contiguous(), out=out.contiguous())
+        dout = torch.zeros_like(out) if dout is None else gapless(dout)
+        rows = Rows(dout, gapless(lse), out=gapless(out))
         if dlse is not None or (blocks.lse_wanted and blocks.kernel.takes_delta):
             rows = _rows_with_lse_gradient(blocks.kernel, rows, dlse)
         strategy.comm.meter.phase = "backward"

@@ -24,8 +24,7 @@ from .expected import Load, forward_bytes
 from .hops import DoubleRing
 from .kernel import Gradients
 from .layouts import LAYOUTS, part
-from .merge import Partial, Sum, accumulate, row_product, settled, started
-from .ring import rows_of
+from .merge import Sum, accumulate, row_product, settled, started
 
 
 class Burst(Strategy):
@@ -82,23 +81,13 @@ class Burst(Strategy):
         return super().unfit(shape, size, **params)
 
     def forward(self, blocks: Blocks, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        result = Partial()
-        for step, (kv_rank, kv) in enumerate(self.read.tour([k, v])):
-            block = blocks.between(self.layout, self.comm.rank, kv_rank, q.shape[1])
-            if block is None:
-                continue
-            with ring_step("fwd", step, "block"):
-                out, lse = blocks.forward(q, kv[0], kv[1], block)
-            with ring_step("fwd", step, "merge"):
-                result.merge(out, lse, block.q)
-        with ring_step("fwd", step, "merge"):
-            return result.result(q.dtype)
+        return self.over(blocks, q, self.read.tour([k, v]))
 
     def backward(self, blocks: Blocks, rows: Rows, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
         if self.parameters["optimized_backward"] and rows.delta is None:
             assert rows.out is not None
             rows = Rows(rows.dout, rows.lse, delta=row_product(rows.dout, rows.out))
-        early, rest = self.home_blocks(q.shape[1], causal=blocks.causal, travelling=q, own=self.own_block(blocks))
+        early, rest = self.home_blocks(blocks, q, q)
         travelling_dq = _TravellingDq(self.dq, q, wire_type(self.parameters["grad_wire"], q))
         dk, dv = Sum(k), Sum(v)
         for step, (q_rank, travelled) in enumerate(self.read.tour(_pack(q, rows))):
@@ -122,9 +111,9 @@ class Burst(Strategy):
         dq = travelling_dq.home()
         with ring_step("bwd", self.comm.size, "merge"):
             return (
-                settled(dq, rows_of(home, "q", 0), q.dtype),
-                dk.result(k.dtype, rows_of(home, "kv", 1)),
-                dv.result(v.dtype, rows_of(home, "kv", 2)),
+                settled(dq, [(block.q, grads[0]) for block, grads in home], q.dtype),
+                dk.result(k.dtype, [(block.kv, grads[1]) for block, grads in home]),
+                dv.result(v.dtype, [(block.kv, grads[2]) for block, grads in home]),
             )
 
 

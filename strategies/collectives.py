@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import distributed_c10d as c10d
 
 from .annotate import annotate
 from .groups import by_nccl
-from .hops import Hop
+from .hops import TRADE, Hop, while_computing
 from .hosts import OTHER_HOST, SAME_HOST
 from .merge import wide_type
 
@@ -91,7 +90,7 @@ class Collective:
         # gloo knows few types, but bytes are bytes.
         into, out = (received, tensor) if self._by_nccl(tensor) else (_as_bytes(received), _as_bytes(tensor))
         with annotate("send", self.channel):
-            work = self._calls.alltoall_base(into, out, [], [], _TRADE)
+            work = self._calls.alltoall_base(into, out, [], [], TRADE)
         return kind([work], [tensor], [received], self.channel)
 
     def _count(self, operation: str, links: Sequence[str], piece_bytes: int) -> None:
@@ -109,16 +108,8 @@ class _SummedHop(Hop):
         return [pieces.sum(0, dtype=wide_type(pieces)).to(pieces.dtype)]
 
 
-def _while_computing(kind: str) -> Any:
-    """A collective's options as `torch.distributed` makes them of ``async_op=True``."""
-    options = getattr(c10d, kind)()
-    options.asyncOp = True
-    return options
-
-
-_TRADE = _while_computing("AllToAllOptions")
-_GATHER = _while_computing("AllgatherOptions")
-_REDUCE = _while_computing("ReduceScatterOptions")
+_GATHER = while_computing("AllgatherOptions")
+_REDUCE = while_computing("ReduceScatterOptions")
 
 
 def _size_bytes(tensor: Tensor) -> int:

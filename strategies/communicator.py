@@ -147,7 +147,7 @@ class Communicator:
     def _group_of(self, channel: str, members: Sequence[int]) -> dist.ProcessGroup | None:
         if len(members) == 1:
             return None
-        return process_group(channel, tuple(self._ranks[member] for member in members), self.token)
+        return process_group(channel, tuple(self._ranks[member] for member in members), self.token, self.group)
 
 
 def _initialised() -> bool:

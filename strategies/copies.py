@@ -14,12 +14,12 @@ No library ends a wait for a peer that has died: see `watch`. The streams then g
 from __future__ import annotations
 
 import ctypes
-import os
 import threading
 import time
 from collections import deque
 from collections.abc import Mapping
 from functools import lru_cache, partial
+from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -30,6 +30,7 @@ from torch import Tensor
 from .annotate import annotate
 from .errors import Unfit
 from .groups import by_nccl, timeout
+from .hosts import told
 from .parcels import Parcel, Shapes, shapes_of, size_bytes
 from .watch import Watch
 
@@ -39,6 +40,7 @@ _ALIGNED = 256
 _GROWS_BY = 2**21
 # Counters at the end of a member's memory: hops that arrived here, and hops that the next member has room for.
 _ARRIVED, _ROOM, _COUNTERS = 0, 64, 256
+_DEVICE_TO_DEVICE = 3
 _RELEASED = 2**30
 """Beyond every hop's number."""
 _UNDER_WAY_AT_MOST = 32
@@ -55,12 +57,12 @@ def can_copy() -> str | None:
 
     With few hardware queues a stream that waits would hold up others.
     """
-    if not torch.cuda.is_available() or _driver() is None:
-        return "need CUDA"
+    if not torch.cuda.is_available() or _cuda() is None:
+        return "need CUDA, and a torch that shares its runtime library"
     if dist.is_initialized() and not by_nccl():
         return "need NCCL's process groups"
-    queues = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "8")
-    if queues.isascii() and queues.isdigit() and int(queues) < FEWEST_QUEUES:
+    queues = told("CUDA_DEVICE_MAX_CONNECTIONS")
+    if queues is not None and queues < FEWEST_QUEUES:
         return f"need CUDA_DEVICE_MAX_CONNECTIONS of at least {FEWEST_QUEUES}, which is {queues}"
     return None
 
@@ -98,7 +100,7 @@ def slots_in_use() -> dict[int, tuple[int, int]]:
 
 def owned(parcel: Parcel, ring: CopyRing | None) -> Parcel:
     """The parcel, or a copy where it lies in a slot of another ring, which may fill the slot while this one reads."""
-    if not _owners or not parcel.messages[0].is_cuda:
+    if not _Slots.made or not parcel.messages[0].is_cuda:
         return parcel
     owners = [_owners.get(message.untyped_storage().data_ptr()) for message in parcel.messages]
     if all(slots is None or (ring is not None and ring.slots is slots) for slots in owners):
@@ -109,24 +111,19 @@ def owned(parcel: Parcel, ring: CopyRing | None) -> Parcel:
 class CopyHop:
     """One transfer under way. `wait` returns what arrived, once."""
 
-    def __init__(self, ring: CopyRing, slots: _Slots, number: int, sent: Parcel, done: list[Any]) -> None:
-        self._ring, self._slots, self._number = ring, slots, number
+    def __init__(self, ring: CopyRing, slots: _Slots, sent: Parcel, shapes: Shapes) -> None:
+        self._ring, self._slots, self._number, self._shapes = ring, slots, slots.number, shapes
         # What is under way must outlive the transfer.
         self._sent: Parcel | None = sent
-        self._done = done
 
     def wait(self) -> Parcel:
         """As `hops.Hop.wait`: the host does not block, the current stream waits. Raises `PeerLost`."""
         if self._sent is None:
             raise RuntimeError("wait called twice on one hop")
         sent, self._sent = self._sent, None
-        _watch.refuse()
         with annotate("wait"):
-            stream = torch.cuda.current_stream()
-            stream.wait_event(self._done[0])
-            _wait_value(stream, self._slots.here + self._slots.counters + _ARRIVED, self._number)
-            self._done.append(stream.record_event())
-        return sent.over(self._slots.received(shapes_of(sent.messages), self._number))
+            self._ring.wait(self._slots.here + self._slots.counters + _ARRIVED, self._number)
+        return sent.over(self._slots.received(self._shapes, self._number))
 
 
 class CopyRing:
@@ -143,8 +140,8 @@ class CopyRing:
         self.slots: _Slots | None = None
         self._stream: Any = torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]
         # Recorded anew for every hop: a wait for it means what was recorded when the wait was queued.
-        self._ready: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._under_way: deque[tuple[float, list[Any]]] = deque()
+        self._ready, self._sent = (torch.cuda.Event() for _ in range(2))  # type: ignore[no-untyped-call]
+        self._under_way: deque[tuple[float, Any]] = deque()
         self._lock = threading.Lock()
 
     def post(self, parcel: Parcel) -> CopyHop:
@@ -155,26 +152,34 @@ class CopyRing:
         if torch.cuda.is_current_stream_capturing():
             raise Unfit("hops by copy engine cannot be captured in a CUDA graph: use hops='nccl'")
         _watch.refuse()
+        wait, write, copy = _cuda()
         shapes = shapes_of(parcel.messages)
-        slots, stream = self._slots_for(shapes), self._stream
+        slots, stream = self._slots_for(shapes), self._stream.cuda_stream
         slots.number += 1
-        number = slots.number
         with annotate("send", self._channel):
             # What is sent is there, and what lay in the slot to be filled is no longer read.
-            self._ready.record()
-            stream.wait_event(self._ready)
-            _write_value(stream, slots.previous + slots.counters + _ROOM, number)
-            _wait_value(stream, slots.here + slots.counters + _ROOM, number)
-            # By torch, hence the runtime: what the driver is asked for itself, no profiler links to a call.
-            with torch.cuda.stream(stream):
-                for message, place in zip(parcel.messages, slots.sent(shapes, number), strict=True):
-                    place.copy_(message, non_blocking=True)
-            _write_value(stream, slots.following + slots.counters + _ARRIVED, number)
-            done = [stream.record_event()]
+            self._ready.record(torch.cuda.current_stream())
+            self._ready.wait(self._stream)
+            failed = write(stream, slots.previous + slots.counters + _ROOM, slots.number, 0)
+            failed |= wait(stream, slots.here + slots.counters + _ROOM, slots.number, 0)
+            place = slots.following + slots.number % SLOTS * slots.slot_bytes
+            for message, at in zip(parcel.messages, _places(shapes)[0], strict=True):
+                assert message.is_contiguous()
+                failed |= copy(place + at, message.data_ptr(), message.nbytes, _DEVICE_TO_DEVICE, stream)
+            # When all before it is done, and can be seen by the other GPU.
+            _check(failed | write(stream, slots.following + slots.counters + _ARRIVED, slots.number, 0))
+            self._sent.record(self._stream)
+        return CopyHop(self, slots, parcel, shapes)
+
+    def wait(self, counter: int, number: int) -> None:
+        """Make the current stream wait until hops have been sent from here, and a counter has reached a number."""
+        _watch.refuse()
+        stream = torch.cuda.current_stream()
+        self._sent.wait(stream)
+        _check(_cuda()[0](stream.cuda_stream, counter, number, 0))
         if len(self._under_way) >= _UNDER_WAY_AT_MOST:
             self.waiting_since()
-        self._under_way.append((time.monotonic(), done))
-        return CopyHop(self, slots, number, parcel, done)
+        self._under_way.append((time.monotonic(), stream.record_event()))
 
     def free_slot(self, shapes: Shapes) -> list[Tensor]:
         """Where the last hop arrived, for tensors that the next hop will send: it arrives in the other slot."""
@@ -184,7 +189,7 @@ class CopyRing:
     def waiting_since(self) -> float | None:
         """As `watch.Watched`, whose thread also calls it."""
         with self._lock:
-            while self._under_way and all(event.query() for event in self._under_way[0][1]):
+            while self._under_way and self._under_way[0][1].query():
                 self._under_way.popleft()
             return self._under_way[0][0] if self._under_way else None
 
@@ -198,7 +203,8 @@ class CopyRing:
                 # Bytes of 255 are NaN in every type that travels.
                 self.slots.memory[: self.slots.counters].fill_(255)
             for counter in (_ARRIVED, _ROOM):
-                _write_value(stream, self.slots.here + self.slots.counters + counter, self.slots.number + _RELEASED)
+                at = self.slots.here + self.slots.counters + counter
+                _check(_cuda()[1](stream.cuda_stream, at, self.slots.number + _RELEASED, 0))
 
     def _slots_for(self, shapes: Shapes) -> _Slots:
         """Slots with room for a hop; all members of the ring come here with the same shapes, and so make new ones."""
@@ -213,10 +219,13 @@ class CopyRing:
 class _Slots:
     """Where hops arrive: this member's slots, the next member's, and the counters."""
 
+    made = False  # Whether there have ever been any in this process.
+
     def __init__(self, slot_bytes: int, group: dist.ProcessGroup, following: int, previous: int) -> None:
         import torch.distributed._symmetric_memory as symmetric
 
         end = SLOTS * slot_bytes
+        _Slots.made = True
         self.slot_bytes, self.counters, self.number = slot_bytes, end, 0
         self.memory = symmetric.empty(end + _COUNTERS, dtype=torch.uint8, device=torch.device("cuda"))
         self.memory[end:].zero_()
@@ -228,20 +237,13 @@ class _Slots:
         _owners[self.memory.untyped_storage().data_ptr()] = self
         pointers = handle.buffer_ptrs
         self.here, self.following, self.previous = (pointers[at] for at in (handle.rank, following, previous))
-        self._theirs = handle.get_buffer(following, (end,), torch.uint8)
         # Of the shapes that were asked for last: views are small, but lengths may be many. Bound to the memory, not to
         # this object: a circle would keep slots that were outgrown until the next collection.
-        self._received, self._sent = (
-            lru_cache(maxsize=8)(partial(_viewed, memory, slot_bytes)) for memory in (self.memory, self._theirs)
-        )
+        self._received = lru_cache(maxsize=8)(partial(_viewed, self.memory, slot_bytes))
 
     def received(self, shapes: Shapes, number: int) -> list[Tensor]:
         """What hop ``number`` brings, here."""
         return self._received(shapes, number % SLOTS)
-
-    def sent(self, shapes: Shapes, number: int) -> list[Tensor]:
-        """Where hop ``number`` goes, at the next member."""
-        return self._sent(shapes, number % SLOTS)
 
 
 def _viewed(memory: Tensor, slot_bytes: int, shapes: Shapes, slot: int) -> list[Tensor]:
@@ -260,33 +262,28 @@ def _places(shapes: Shapes) -> tuple[list[int], int]:
     return places, end
 
 
-# --- stream memory operations ------------------------------------------------------------------------
+# --- what is asked of CUDA itself ---------------------------------------------------------------------
 
 
 @lru_cache(maxsize=1)
-def _driver() -> Any:
-    """libcuda, or None where it lacks the operations."""
+def _cuda() -> Any:
+    """(cuStreamWaitValue32, cuStreamWriteValue32, cudaMemcpyAsync), or None where one of them is not there.
+
+    They are queued, and give 0 or an error's number; a stream waits until a counter has at least the value. The copy is
+    the runtime's, of the library that torch itself has loaded: a profiler links nothing else to the call.
+    """
     try:
-        library = ctypes.CDLL("libcuda.so.1")
-        for name in ("cuStreamWaitValue32_v2", "cuStreamWriteValue32_v2"):
-            function = getattr(library, name)
-            function.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint]
-            function.restype = ctypes.c_int
+        driver = ctypes.CDLL("libcuda.so.1")
+        found = driver.cuStreamWaitValue32_v2, driver.cuStreamWriteValue32_v2
+        copy = ctypes.CDLL(str(Path(torch.__file__).with_name("lib") / "libc10_cuda.so")).cudaMemcpyAsync
     except (OSError, AttributeError):
         return None
-    return library
-
-
-def _wait_value(stream: Any, address: int, value: int) -> None:
-    """The stream goes on when the counter has reached ``value``."""
-    _check(_driver().cuStreamWaitValue32_v2(stream.cuda_stream, address, value, 0))
-
-
-def _write_value(stream: Any, address: int, value: int) -> None:
-    """Set the counter when all before it on the stream is done and can be seen by the other GPU."""
-    _check(_driver().cuStreamWriteValue32_v2(stream.cuda_stream, address, value, 0))
+    for function in found:
+        function.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint]
+    copy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
+    return *found, copy
 
 
 def _check(result: int) -> None:
     if result:
-        raise RuntimeError(f"a CUDA stream memory operation failed with error {result}")
+        raise RuntimeError(f"a copy or a CUDA stream memory operation failed with error {result}")

@@ -117,10 +117,10 @@ class DecodeContextParallel(Cached):
         return self.degree if narrow and self.degree > 1 else 0
 
     def key_positions(self, kv_length: int, new_tokens: int) -> Tensor:
-        return torch.arange(min(self.place, kv_length), kv_length, self.degree)
+        return torch.arange(min(self.place, kv_length), kv_length, self.degree, device="cpu")
 
     def query_places(self, new_tokens: int) -> Tensor:
-        return torch.arange(new_tokens)
+        return torch.arange(new_tokens, device="cpu")
 
     def heads(self, heads: int, kv_heads: int) -> Heads:
         def part(count: int, pieces: int, place: int) -> slice:

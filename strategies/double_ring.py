@@ -21,15 +21,15 @@ import torch
 from torch import Tensor
 
 from .annotate import ring_step
-from .base import DOCUMENTS_LAYOUT_HELP, Blocks, Context, DocumentsLayout, Rows, Shape, Strategy
+from .base import DOCUMENTS_LAYOUT_HELP, Blocks, Context, DocumentsLayout, Rows, Shape, Strategy, wire_type
 from .errors import Unfit
 from .expected import Load, ring_bytes
 from .hops import AnyHop, DoubleRing
 from .kernel import Gradients
 from .layouts import LAYOUTS, Block, Grid, Grouped, Layout
-from .merge import Partial, Sum, accumulate, wide_type
+from .merge import Sum, accumulate
 from .parcels import Parcel
-from .ring import add_dkv, begun_dkv, rows_of, settled_dkv
+from .ring import Home, onward_dkv, settled_dkv
 from .ulysses import HeadExchange, unfit_heads
 
 
@@ -89,30 +89,15 @@ class LoongDoubleRing(Strategy):
     def unfit(cls, shape: Shape, size: int, **params: Any) -> str | None:
         return super().unfit(shape, size, **params) or unfit_heads(shape, params.get("ulysses_degree") or 1)
 
-    def differentiable(
-        self, blocks: Blocks, q: Tensor, k: Tensor, v: Tensor, *, lse_wanted: bool
-    ) -> tuple[Tensor, Tensor]:
-        return self.exchange.around(super().differentiable, blocks, q, k, v, lse_wanted=lse_wanted)
-
     def forward(self, blocks: Blocks, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        result = Partial()
-        for step, (kv_rank, kv) in enumerate(self.kv.tour([k, v])):
-            block = blocks.between(self.layout, self.kv.rank, kv_rank, q.shape[1])
-            if block is None:
-                continue
-            with ring_step("fwd", step, "block"):
-                out, lse = blocks.forward(q, kv[0], kv[1], block)
-            with ring_step("fwd", step, "merge"):
-                result.merge(out, lse, block.q)
-        with ring_step("fwd", step, "merge"):
-            return result.result(q.dtype)
+        return self.over(blocks, q, self.kv.tour([k, v]))
 
     def backward(self, blocks: Blocks, rows: Rows, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
-        early, rest = self.home_blocks(q.shape[1], causal=blocks.causal, travelling=k, own=self.own_block(blocks))
-        dq = Sum(q)
-        travelling = _TravellingDkv(self.dkv, k, v, self.parameters["grad_wire"])
+        early, rest = self.home_blocks(blocks, q, k)
+        dq = Sum(q, 2 if rest else self.kv.size)
+        travelling = _TravellingDkv(self.dkv, (k, v), self.parameters["grad_wire"])
         for step, (kv_rank, kv) in enumerate(self.kv.tour([k, v])):
-            block = early if step == 0 else blocks.between(self.layout, self.kv.rank, kv_rank, q.shape[1])
+            block = early if step == 0 else self.block(blocks, kv_rank, q)
             grads = None
             if block is not None:
                 with ring_step("bwd", step, "block"):
@@ -120,14 +105,17 @@ class LoongDoubleRing(Strategy):
                 with ring_step("bwd", step, "merge"):
                     dq.add(grads[0], block.q)
             travelling.add(step, grads, block)
-        home = []
+        home: Home = []
+        late = []
         for block in rest:
             with ring_step("bwd", self.kv.size, "block"):
-                home.append((block, blocks.backward(rows, q, k, v, block)))
-            travelling.head_home()
-        dkv = travelling.home()
+                own, *pair = blocks.backward(rows, q, k, v, block)
+            home.append((block, pair))
+            late.append((block.q, own))
+            travelling.leave_window()
+        arrived = travelling.home()
         with ring_step("bwd", self.kv.size, "merge"):
-            return dq.result(q.dtype, rows_of(home, "q", 0)), *settled_dkv(dkv, home, k.dtype)
+            return dq.result(q.dtype, late), *settled_dkv(arrived, home, k.dtype)
 
     @property
     def ring_size(self) -> int:
@@ -146,9 +134,8 @@ class LoongDoubleRing(Strategy):
 class _TravellingDkv:
     """dK and dV on their way: fresh in each window, one turn of the inner ring, one hop on the outer ring."""
 
-    def __init__(self, rings: DoubleRing, k: Tensor, v: Tensor, grad_wire: str) -> None:
-        self._rings = rings
-        self._k, self._v, self._grad_wire = k, v, grad_wire
+    def __init__(self, rings: DoubleRing, kv: tuple[Tensor, Tensor], grad_wire: str) -> None:
+        self._rings, self._kv, self._grad_wire = rings, kv, grad_wire
         self._inner: AnyHop | None = None
         self._outer: AnyHop | None = None
 
@@ -156,27 +143,20 @@ class _TravellingDkv:
         """Add one block's dK and dV, where there is one, to those that came with their keys, and send these on."""
         window, inner_step = divmod(step, self._rings.window)
         if inner_step == 0:
-            self._leave_window()
-            dkv = begun_dkv(self._rings.inner, self._k, self._v, self._type_in(window))
-        else:
-            assert self._inner is not None
-            dkv = self._inner.wait()
+            self.leave_window()
+        arrived = None if self._inner is None else self._inner.wait()
         with ring_step("bwd", step, "merge"):
-            add_dkv(dkv, grads, block, first=inner_step == 0)
+            dkv = onward_dkv(self._rings.inner, arrived, grads, block, self._kv, self._type_in(window))
         self._inner = self._rings.inner.post(dkv)
-
-    def head_home(self) -> None:
-        """Post the last hop of the outer ring, once the closing hop of the inner ring has arrived."""
-        self._leave_window()
 
     def home(self) -> Parcel:
         """This rank's own dK and dV, without what the rank kept to the end."""
-        self._leave_window()
+        self.leave_window()
         assert self._outer is not None
         dkv: Parcel = self._outer.wait()
         return dkv
 
-    def _leave_window(self) -> None:
+    def leave_window(self) -> None:
         """Join what came back on the inner ring with the earlier windows' gradients and send it to the next window."""
         if self._inner is None:
             return
@@ -189,7 +169,7 @@ class _TravellingDkv:
 
     def _type_in(self, window: int) -> torch.dtype:
         narrow = self._grad_wire == "input" or (self._grad_wire == "mixed" and window > 0)
-        return self._k.dtype if narrow else wide_type(self._k)
+        return wire_type("input" if narrow else "fp32", self._kv[0])
 
 
 def default_window(grid: Grid, per_host: int) -> int:

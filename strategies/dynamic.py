@@ -54,4 +54,4 @@ class Dynamic:
     def _group(self, members: tuple[int, ...]) -> Any:
         if members == tuple(range(self.comm.size)):
             return self.comm.group
-        return process_group("cp", tuple(map(self.comm.global_rank, members)), self.comm.token)
+        return process_group("cp", tuple(map(self.comm.global_rank, members)), self.comm.token, self.comm.group)

@@ -148,10 +148,10 @@ def stretches(parts: Parts) -> tuple[Tensor, Tensor]:
     """
     layers = [batch.parts for batch in parts.batches]
     count = 1 << max(0, len(layers) - 1).bit_length()
-    first, end = torch.zeros(2, count, parts.queries, dtype=torch.int32)
+    first, end = torch.zeros(2, count, parts.queries, dtype=torch.int32, device="cpu")
     for layer, held in enumerate(layers):
         for part in held:
-            place = torch.arange(part.queries, dtype=torch.int32) + (part.keys - part.queries)
+            place = torch.arange(part.queries, dtype=torch.int32, device="cpu") + (part.keys - part.queries)
             low = torch.zeros_like(place) if part.left < 0 else (place - part.left).clamp_(0, part.keys)
             high = (
                 torch.full_like(place, part.keys) if part.right < 0 else (place + part.right + 1).clamp_(0, part.keys)

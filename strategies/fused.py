@@ -108,12 +108,16 @@ def merge_into(out: Tensor, before: Tensor, lse: Tensor, block_out: Tensor, bloc
 
 def add(out: Tensor, total: Tensor | None, block: Tensor) -> bool:
     """``out`` = ``total`` + ``block``, added in float32; False where a tensor is not rows of a dense one."""
+    if out.dim() > 4:
+        # A view, never a copy.
+        out, block = (x.view(-1, *x.shape[-3:]) for x in (out, block))
+        return add(out, None if total is None else total.view(-1, *total.shape[-3:]), block)
     count = out[0].numel()
     if not all(x is None or x[0].is_contiguous() for x in (out, total, block)):
         return False
     given = block if total is None else total
     _launch(
-        ringprof_merge_add, (triton.cdiv(count, ELEMENTS), out.shape[0], 1), (out, given, block),
+        ringprof_merge_add, (-(-count // ELEMENTS), out.shape[0], 1), (out, given, block),
         (count, out.stride(0), given.stride(0), block.stride(0)), (total is not None, ELEMENTS), num_warps=8,
     )  # fmt: skip
     return True
@@ -137,8 +141,8 @@ def output_with_delta(dout: Tensor, delta: Tensor) -> Tensor:
 
 
 def _launch_rows(kernel: Any, rows: int, head_dim: int, tensors: tuple[Tensor, ...], sizes: tuple[int, ...]) -> None:
-    constants = (head_dim, ROWS, triton.next_power_of_2(head_dim))
-    _launch(kernel, (triton.cdiv(rows, ROWS), 1, 1), tensors, (rows, *sizes), constants)
+    constants = (head_dim, ROWS, 1 << (head_dim - 1).bit_length())
+    _launch(kernel, (-(-rows // ROWS), 1, 1), tensors, (rows, *sizes), constants)
 
 
 _compiled: dict[Any, Any] = {}
@@ -152,7 +156,8 @@ def _launch(
 ) -> None:  # fmt: skip
     """Launch; from the second time on without triton's look at every argument, which costs as much again."""
     addresses = [tensor.data_ptr() for tensor in tensors]
-    key = kernel, tensors[0].device, numbers, constants, *(tensor.dtype for tensor in tensors)
+    # By the kernel's address: its own hash reads its source.
+    key = id(kernel), tensors[0].device, numbers, constants, *[tensor.dtype for tensor in tensors]
     # A kernel is compiled for addresses that are multiples of 16, or for any.
     aligned = not any(address % 16 for address in addresses)
     compiled = _compiled.get(key) if aligned else None

@@ -17,13 +17,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-_groups: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
+_groups: dict[tuple[str, tuple[int, ...], str], dist.ProcessGroup] = {}
 _groups_world: dist.ProcessGroup | None = None
 
 
-def process_group(channel: str, ranks: tuple[int, ...], token: str) -> dist.ProcessGroup:
+def process_group(channel: str, ranks: tuple[int, ...], token: str, within: dist.ProcessGroup) -> dist.ProcessGroup:
     """The process group of a channel, made once: communicators are costly, and many strategies may come and go.
 
+    Strategies over one group, ``within``, share it; those over another do not, and may be called by another thread.
     Collective over ``ranks``, global ones, the first time; all must give the same ``token``.
     """
     global _groups_world
@@ -31,7 +32,7 @@ def process_group(channel: str, ranks: tuple[int, ...], token: str) -> dist.Proc
         # torch.distributed was shut down and started again: the old groups are dead.
         _groups.clear()
         _groups_world = dist.group.WORLD
-    key = (channel, ranks)
+    key = (channel, ranks, within.group_name)
     if key not in _groups:
         _groups[key] = _made(channel, ranks, token)
     return _groups[key]

@@ -3,20 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import cached_property, partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
 
 from .annotate import annotate
 from .copies import CopyHop, copy_ring, owned
 from .errors import Unfit
+from .groups import by_nccl
 from .parcels import Parcel, Shapes
 
 if TYPE_CHECKING:
     from .communicator import Communicator
+
+
+def while_computing(kind: str) -> Any:
+    """A collective's options as `torch.distributed` makes them of ``async_op=True``."""
+    options = getattr(c10d, kind)()
+    options.asyncOp = True
+    return options
+
+
+TRADE = while_computing("AllToAllOptions")
+_MOST_NAMED = 30
+"""Members to whom torch's profiler tells what goes: of more, a trace does not tell such a hop from an all-to-all."""
 
 
 class Hop:
@@ -62,14 +76,16 @@ class Ring:
         following, previous = (comm.global_rank(members[(self.rank + step) % self.size]) for step in (1, -1))
         self._link = comm.hosts.link(comm.global_rank(comm.rank), following)
         comm.meter.goes_to[channel] = following
+        self._peers, self._copies = (following, previous), None
+        self.trades_on: str | None = None  # The type of device whose hops are all-to-alls.
         if group is not None:
-            self._next, self._previous = (dist.get_group_rank(group, rank) for rank in (following, previous))
-        self._copies = None
+            to, source = (dist.get_group_rank(group, rank) for rank in self._peers)
+            self._splits = lru_cache(maxsize=4)(partial(_splits, self.size, source, to))
+            self.trades_on = "cuda" if by_nccl() and self.size <= _MOST_NAMED else None
         same_host = len({comm.hosts.number(comm.global_rank(member)) for member in members}) == 1
         may_copy = comm.hops == "copy" or (comm.hops == "auto" and comm.can_copy)
         if may_copy and group is not None and same_host and not keeps:
-            processes = {rank: comm.processes[rank] for rank in (following, previous)}
-            self._copies = copy_ring(channel, group, self._next, self._previous, processes)
+            self._copies = copy_ring(channel, group, to, source, {rank: comm.processes[rank] for rank in self._peers})
         self.copied = self._copies is not None
         """Whether copy engines carry the hops."""
 
@@ -90,10 +106,9 @@ class Ring:
             return self._copies.post(parcel.over(list(parcel.messages)))
         arriving = parcel.room() if into is None else into
         self._meter.add(self.channel, "send_recv", self._link, parcel.size_bytes)
-        sent = list(parcel.messages)
         with annotate("send", self.channel):
-            works = self._exchange(sent, arriving.messages)
-        return Hop(works, sent, arriving, self.channel)
+            works = self._exchange(parcel.messages, arriving.messages)
+        return Hop(works, parcel.messages, arriving, self.channel)
 
     def begun(self, shapes: Shapes, device: torch.device) -> Parcel:
         """Room for what is posted next here, not initialised: the slot that is free now, where there are slots."""
@@ -106,25 +121,19 @@ class Ring:
         return Parcel.holding(tensors)
 
     def _exchange(self, outgoing: list[Tensor], incoming: list[Tensor]) -> list[Any]:
-        """What `torch.distributed.batch_isend_irecv` does, without its checks of every argument in every call."""
-        group: Any = self.group
-        device = outgoing[0].device
-        coalesces = self._coalesces[device.type]
-        if coalesces:
-            group._start_coalescing(device)
-        works = []
-        for out, arriving in zip(outgoing, incoming, strict=True):
-            works += [group.send([out], self._next, 0), group.recv([arriving], self._previous, 0)]
-        return [group._end_coalescing(device)] if coalesces else works
+        """Start sending and receiving: by NCCL as an all-to-all in which a member has something for the next alone.
 
-    @cached_property
-    def _coalesces(self) -> dict[str, bool]:
-        """Whether the backend of each device's tensors takes a batch as one."""
-        group: Any = self.group
-        found = {}
-        for device in {device.type for device in group._device_types}:
-            found[device] = bool(group._get_backend(torch.device(device)).supports_coalescing)
-        return found
+        That is one call, where a batch of a send and a receive is four, and the same kernel.
+        """
+        pairs = zip(outgoing, incoming, strict=True)
+        if outgoing[0].device.type == self.trades_on:
+            group: Any = self.group
+            return [group.alltoall_base(into, out, *self._splits(out.shape[0]), TRADE) for out, into in pairs]
+        to, source = self._peers
+        ops = [
+            (dist.P2POp(dist.isend, x, to, self.group), dist.P2POp(dist.irecv, y, source, self.group)) for x, y in pairs
+        ]
+        return dist.batch_isend_irecv([op for pair in ops for op in pair])
 
     def tour(self, tensors: Sequence[Tensor] | Parcel, steps: int | None = None) -> Iterator[tuple[int, list[Tensor]]]:
         """Yield (position, tensors) of every member, this rank's own first, then the previous member's, and so on.
@@ -151,6 +160,11 @@ class Ring:
                 passed.clear()
                 handed_out.clear()
                 hop = None
+
+
+def _splits(size: int, source: int, to: int, rows: int) -> list[list[int]]:
+    """How many ``rows`` come from each member, and go to each."""
+    return [[rows if place == peer else 0 for place in range(size)] for peer in (source, to)]
 
 
 def _fresh(device: torch.device, shapes: Shapes) -> list[Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -47,3 +48,9 @@ class Hosts:
         regular = len(ranks) % per_host == 0 and hosts == sorted(hosts)
         even = all(hosts.count(host) == per_host for host in hosts)
         return per_host if regular and even else len(ranks)
+
+
+def told(variable: str) -> int | None:
+    """The whole number that a variable of the environment holds, if it does."""
+    text = os.environ.get(variable, "")
+    return int(text) if text.isascii() and text.isdigit() else None

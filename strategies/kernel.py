@@ -102,7 +102,8 @@ class Kernel(ABC):
         part has.
         """
         self._count("forward", q, k, causal, parts)
-        k, v = self._heads_for(q, k, v)
+        if not self.grouped_heads:
+            k, v = self._heads_for(q, k, v)
         return self._forward(q, k, v, scale, causal) if parts is None else self._forward_parts(q, k, v, scale, parts)
 
     def backward(
@@ -128,7 +129,8 @@ class Kernel(ABC):
         if delta is not None and not self.takes_delta:
             out, delta = output_with_delta(dout, delta), None
         given = k
-        k, v = self._heads_for(q, k, v)
+        if not self.grouped_heads:
+            k, v = self._heads_for(q, k, v)
         if parts is None:
             dq, dk, dv = self._backward(dout, q, k, v, lse, out, delta, scale, causal)
         else:
@@ -207,8 +209,8 @@ class Kernel(ABC):
         self.calls[phase] += 1
 
     def _heads_for(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """k and v with the heads that the kernel takes for those of q: themselves, or repeated."""
-        if self.grouped_heads or q.shape[2] == k.shape[2]:
+        """k and v with as many heads as q: themselves, or repeated."""
+        if q.shape[2] == k.shape[2]:
             return k, v
         groups = q.shape[2] // k.shape[2]
         return k.repeat_interleave(groups, dim=2), v.repeat_interleave(groups, dim=2)

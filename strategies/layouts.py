@@ -29,12 +29,17 @@ from .parts import Parts
 ALL = slice(None)
 
 
-def part(x: Tensor, rows: slice, dim: int = 1) -> Tensor:
-    """A view of some rows of a tensor: what indexing gives, for half of its price."""
+def part(x: Tensor, rows: slice, dim: int = -3) -> Tensor:
+    """A view of some rows of a tensor (..., S, H, D): what indexing gives, for half of its price."""
     if rows is ALL or rows == ALL:
         return x
     first, last, _ = rows.indices(x.size(dim))
     return x.narrow(dim, first, last - first)
+
+
+def gapless(x: Tensor) -> Tensor:
+    """The tensor, copied where there are gaps in it: what `contiguous` gives, for less where there is nothing to do."""
+    return x if x.is_contiguous() else x.contiguous()
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,9 @@ class Block:
     """Lower triangle of a square block; otherwise every query sees every key."""
     parts: Parts | None = None
     """What alone of the block is computed, where that is neither of the two."""
+
+
+WHOLE = {causal: Block(causal=causal) for causal in (False, True)}
 
 
 class Layout(ABC):
@@ -69,7 +77,7 @@ class Layout(ABC):
     @lru_cache(maxsize=1024)  # noqa: B019 - layouts are few and small
     def block(self, q_rank: int, kv_rank: int, local_seq: int, *, causal: bool) -> Block | None:
         """The block that ``q_rank`` owes ``kv_rank``'s keys; None where the mask leaves nothing."""
-        return self.causal_block(q_rank, kv_rank, local_seq) if causal else Block()
+        return self.causal_block(q_rank, kv_rank, local_seq) if causal else WHOLE[False]
 
     def stride(self, size: int) -> int:
         """How far apart neighbouring tokens of a rank are in the sequence, but where a new chunk begins."""
@@ -94,7 +102,7 @@ class ContiguousLayout(Layout):
 
     def positions(self, seq: int, size: int, rank: int) -> Tensor:
         local = seq // size
-        return torch.arange(rank * local, (rank + 1) * local)
+        return torch.arange(rank * local, (rank + 1) * local, device="cpu")
 
     def causal_block(self, q_rank: int, kv_rank: int, local_seq: int) -> Block | None:
         if kv_rank > q_rank:
@@ -111,7 +119,7 @@ class ZigzagLayout(Layout):
         return 2 * size
 
     def positions(self, seq: int, size: int, rank: int) -> Tensor:
-        chunks = torch.arange(seq).chunk(2 * size)
+        chunks = torch.arange(seq, device="cpu").chunk(2 * size)
         return torch.cat([chunks[rank], chunks[2 * size - 1 - rank]])
 
     def causal_block(self, q_rank: int, kv_rank: int, local_seq: int) -> Block | None:
@@ -162,7 +170,7 @@ class ZigzagPerDocumentLayout(Layout):
             turn = (turn + over) % size
             start = first
             for chunk, length in enumerate(lengths):
-                pieces[min(chunk, 2 * size - 1 - chunk)].append(torch.arange(start, start + length))
+                pieces[min(chunk, 2 * size - 1 - chunk)].append(torch.arange(start, start + length, device="cpu"))
                 start += length
         return [torch.cat(piece) for piece in pieces]
 
@@ -183,7 +191,7 @@ class StripeLayout(Layout):
         return size
 
     def positions(self, seq: int, size: int, rank: int) -> Tensor:
-        return torch.arange(rank, seq, size)
+        return torch.arange(rank, seq, size, device="cpu")
 
     def causal_block(self, q_rank: int, kv_rank: int, local_seq: int) -> Block | None:
         if kv_rank <= q_rank:
@@ -286,7 +294,7 @@ def split_home_block(local_seq: int, *, causal: bool) -> tuple[Block, list[Block
     """
     half = local_seq // 2
     if local_seq < 4:
-        return Block(causal=causal), []
+        return WHOLE[causal], []
     first, second = slice(0, half), slice(half, local_seq)
     if not causal:
         middle = half + (local_seq - half) // 2

@@ -107,10 +107,9 @@ class Megatron(Strategy):
             held = arriving
         assert block is not None and grads is not None, "a token sees itself"
         with ring_step("bwd", last, "merge"):
-            home = [(block, grads)]
             if self.comm.size == 1:
                 return dq.result(q.dtype), grads[1].to(k.dtype), grads[2].to(v.dtype)
-            return dq.result(q.dtype), *settled_dkv(dkv, home, k.dtype)
+            return dq.result(q.dtype), *settled_dkv(dkv, [(block, grads[1:])], k.dtype)
 
     def _streams_for(self, q: Tensor) -> SideStreams:
         """Two streams beside the current one, which is left to the hops."""

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from .errors import Unfit
-from .layouts import ALL, part
+from .layouts import ALL, gapless, part
 
 FUSED_FROM = 2**23
 """Elements from which a Triton kernel adds faster than torch: below, launching it costs the host more than it saves."""
@@ -47,7 +47,7 @@ class Partial:
         Both are used up: what they hold may be written over.
         """
         if self._out is None:
-            self._out, self._lse = out.contiguous(), lse.contiguous()
+            self._out, self._lse = gapless(out), gapless(lse)
             return
         self._take(wide_type(self._out))
         self._last = out, lse, queries
@@ -56,7 +56,7 @@ class Partial:
         """The output in ``dtype`` and the LSE, in at least float32."""
         self._take(dtype)
         assert self._out is not None and self._lse is not None
-        return self._out.to(dtype), self._lse
+        return self._out if self._out.dtype == dtype else self._out.to(dtype), self._lse
 
     def _take(self, dtype: torch.dtype) -> None:
         if self._last is None:
@@ -79,7 +79,7 @@ def merge_into(out: Tensor, before: Tensor, lse: Tensor, block_out: Tensor, bloc
     first, last, _ = queries.indices(out.shape[1])
     fused = _fused(out, before, block_out)
     if fused is not None:
-        fused.merge_into(out, before, lse, block_out.contiguous(), block_lse.contiguous(), first)
+        fused.merge_into(out, before, lse, block_out, gapless(block_lse), first)
         return
     if out is not before:
         convert(out[:, :first], before[:, :first])
@@ -116,28 +116,27 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]
 class Sum:
     """A sum of blocks (B, S, H, D), each in some rows of one tensor: added in at least float32, rounded once."""
 
-    def __init__(self, like: Tensor) -> None:
-        self._like = like
-        self._wide = wide_type(like)
+    def __init__(self, like: Tensor, blocks: int = 2) -> None:
+        """``blocks`` are expected. Two wait for the end and need no wide total; of more none waits longer than it must,
+        for the total takes their place in memory."""
+        self._like, self._wait = like, 2 if blocks <= 2 else 1
         self._total: Tensor | None = None
         self._waiting: list[_Part] = []
-        """While there is no wide total, blocks wait: two of them need none."""
 
     def add(self, block: Tensor, rows: slice = ALL) -> None:
         """Add a block. It is used up: what it holds may be written over."""
         if self._total is not None:
             accumulate(part(self._total, rows), block)
-        elif len(self._waiting) < 2:
-            self._waiting.append((rows, block))
-        else:
-            self._total = self._summed(self._wide)
-            accumulate(part(self._total, rows), block)
+            return
+        self._waiting.append((rows, block))
+        if len(self._waiting) > self._wait:
+            self._total = self._summed(wide_type(self._like))
 
     def result(self, dtype: torch.dtype, rest: Sequence[_Part] = ()) -> Tensor:
         """The sum in ``dtype``, with the last blocks, ``rest``, added."""
         if self._total is None and not rest:
             return self._summed(dtype)
-        total, self._total = self._summed(self._wide) if self._total is None else self._total, None
+        total, self._total = self._summed(wide_type(self._like)) if self._total is None else self._total, None
         return settled(total, rest, dtype)
 
     def _summed(self, dtype: torch.dtype) -> Tensor:
@@ -145,28 +144,25 @@ class Sum:
         (rows, first), *others = self._waiting
         self._waiting = []
         if first.shape[1] != self._like.shape[1]:
-            total = started(torch.empty_like(self._like, dtype=self._wide), rows, first)
-            for rows, block in others:
-                accumulate(part(total, rows), block)
-            return total.to(dtype)
-        if first.dtype == dtype or not others:
-            for rows, block in others:
-                accumulate(part(first, rows), block)
-            return first.to(dtype)
-        return settled(first, others, dtype)
+            first = started(torch.empty_like(self._like, dtype=wide_type(self._like)), rows, first)
+        elif first.dtype != dtype and others:
+            first = settled(first, [others.pop(0)], dtype)
+        for rows, block in others:
+            accumulate(part(first, rows), block)
+        return first if first.dtype == dtype else first.to(dtype)
 
 
 def accumulate(total: Tensor, block: Tensor) -> None:
-    """``total += block`` (B, S, H, D), added in at least float32 and kept in the type of ``total``."""
+    """``total += block`` (..., S, H, D), added in at least float32 and kept in the type of ``total``."""
     if not _added(total, total, block):
         total += block
 
 
 def started(total: Tensor, rows: slice, block: Tensor) -> Tensor:
-    """``total`` (B, S, H, D), with ``block`` written in ``rows`` of the sequence and 0 elsewhere."""
+    """``total`` (..., S, H, D), with ``block`` written in ``rows`` of the sequence and 0 elsewhere."""
     if rows != ALL:
-        first, last, _ = rows.indices(total.shape[1])
-        for around in (slice(0, first), slice(last, total.shape[1])):
+        first, last, _ = rows.indices(total.shape[-3])
+        for around in (slice(0, first), slice(last, total.shape[-3])):
             if around.start < around.stop:
                 part(total, around).zero_()
     convert(part(total, rows), block)
@@ -174,7 +170,7 @@ def started(total: Tensor, rows: slice, block: Tensor) -> Tensor:
 
 
 def settled(total: Tensor, parts: Sequence[_Part], dtype: torch.dtype) -> Tensor:
-    """A new tensor in ``dtype``: ``total`` plus some blocks, each in its rows; ``total`` is used up.
+    """A new tensor (..., S, H, D) in ``dtype``: ``total`` plus some blocks, each in its rows; ``total`` is used up.
 
     Each element is added in at least float32 and rounded once.
     """
@@ -184,19 +180,21 @@ def settled(total: Tensor, parts: Sequence[_Part], dtype: torch.dtype) -> Tensor
     result = torch.empty_like(total, dtype=dtype, memory_format=torch.contiguous_format)
     done = 0
     for rows, block in parts:
-        first, last, _ = rows.indices(total.shape[1])
+        first, last, _ = rows.indices(total.shape[-3])
         if first > done:
-            convert(result[:, done:first], total[:, done:first])
+            convert(part(result, slice(done, first)), part(total, slice(done, first)))
         done = last
         _sum(part(total, rows), block, part(result, rows))
-    if done < total.shape[1]:
-        convert(result[:, done:], total[:, done:])
+    if done < total.shape[-3]:
+        rest = slice(done, total.shape[-3])
+        convert(part(result, rest), part(total, rest))
     return result
 
 
 def _sum(total: Tensor, block: Tensor, out: Tensor) -> Tensor:
     if not _added(out, total, block):
-        torch.add(total.to(wide_type(total)), block, out=out)
+        # torch adds in float32 what is narrower, but rounds to the wider of the two types before it converts.
+        torch.add(total if out.dtype in (total.dtype, block.dtype) else total.to(wide_type(total)), block, out=out)
     return out
 
 
@@ -204,8 +202,8 @@ def _apart(total: Tensor, parts: Sequence[_Part]) -> tuple[Tensor, list[_Part]]:
     """Blocks in the order of their rows, without those that share rows with one before: these are in the total then."""
     found: list[_Part] = []
     done = 0
-    for rows, block in sorted(parts, key=lambda item: item[0].indices(total.shape[1])):
-        first, last, _ = rows.indices(total.shape[1])
+    for rows, block in sorted(parts, key=lambda item: item[0].indices(total.shape[-3])):
+        first, last, _ = rows.indices(total.shape[-3])
         if first < done:
             total = total.to(wide_type(total))
             accumulate(part(total, rows), block)
@@ -216,8 +214,8 @@ def _apart(total: Tensor, parts: Sequence[_Part]) -> tuple[Tensor, list[_Part]]:
 
 
 def convert(out: Tensor, block: Tensor) -> None:
-    """``out`` = ``block`` (B, S, H, D), in the type of ``out``."""
-    if out.shape[1] and not _added(out, None, block):
+    """``out`` = ``block`` (..., S, H, D), in the type of ``out``."""
+    if out.shape[-3] and not _added(out, None, block):
         out.copy_(block)
 
 
@@ -273,8 +271,11 @@ def rows_that_carry(dout: Tensor, delta: Tensor) -> Tensor:
 def _fused(*tensors: Tensor) -> Any:
     """What does it in one kernel, of `FUSED`, for dense tensors of at most float32; None where nothing does."""
     find = FUSED.get(tensors[0].device.type)
-    if find is None or any(x.dtype == torch.float64 or not x.is_contiguous() for x in tensors):
+    if find is None:
         return None
+    for tensor in tensors:
+        if tensor.dtype == torch.float64 or not tensor.is_contiguous():
+            return None
     return find()
 
 

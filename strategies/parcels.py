@@ -46,19 +46,20 @@ class Parcel:
 
     @classmethod
     def holding(cls, tensors: Sequence[Tensor]) -> Parcel:
-        """Copies of the tensors in one message; a single tensor travels as it is, and so do those that do not fit."""
+        """The tensors in one message, copied where they are not side by side; where they do not fit, each as it is."""
         cut, dtype, _ = _message(shapes_of(tensors))
         if cut is None:
             return cls([tensor.contiguous() for tensor in tensors])
         if cut is unstacked:
-            message = torch.stack(list(tensors))
+            whole = side_by_side(tensors[0], tensors[1]) if len(tensors) == 2 else None
+            message = torch.stack(list(tensors)) if whole is None else whole
         else:
             message = torch.cat([tensor.contiguous().view(-1).view(dtype) for tensor in tensors])
         return cls([message], cut)
 
     def room(self) -> Parcel:
         """Another parcel of the same shapes, not initialised."""
-        return self.over([torch.empty_like(message) for message in self.messages])
+        return Parcel([torch.empty_like(message) for message in self.messages], self._cut)
 
     def over(self, messages: list[Tensor]) -> Parcel:
         """The same shapes over other memory."""
@@ -74,18 +75,21 @@ class Parcel:
 
 
 def side_by_side(first: Tensor, second: Tensor) -> Tensor | None:
-    """Two dense tensors (B, ...) of one shape as one of (2B, ...), where the second follows the first in memory."""
-    follows = first.storage_offset() + first.numel() == second.storage_offset()
-    if not follows or first.shape != second.shape or first.dtype != second.dtype or not first.is_contiguous():
+    """The dense tensor (2, ...) that is cut into these two dense ones; None where there is none."""
+    whole = first._base
+    if whole is None or whole is not second._base or not whole.dtype == first.dtype == second.dtype:
         return None
-    if first.untyped_storage()._cdata != second.untyped_storage()._cdata or not second.is_contiguous():
+    if first.shape != second.shape or whole.shape != (2, *first.shape):
         return None
-    return first.as_strided((2 * first.shape[0], *first.shape[1:]), first.stride())
+    begins = whole.storage_offset()
+    if first.storage_offset() != begins or second.storage_offset() != begins + first.numel():
+        return None
+    return whole if whole.is_contiguous() and first.is_contiguous() and second.is_contiguous() else None
 
 
 def shapes_of(tensors: Sequence[Tensor]) -> Shapes:
     """Types and shapes."""
-    return tuple((tensor.dtype, tensor.shape) for tensor in tensors)
+    return tuple([(tensor.dtype, tensor.shape) for tensor in tensors])
 
 
 def size_bytes(dtype: torch.dtype, shape: Sequence[int]) -> int:

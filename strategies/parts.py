@@ -249,12 +249,12 @@ class Lengths:
 def _rows(spans: list[tuple[int, int]], batch: int, count: int, device: torch.device) -> Tensor | None:
     if spans[0][0] == 0 and spans[-1][1] == count and all(a[1] == b[0] for a, b in pairwise(spans)):
         return None
-    one = torch.cat([torch.arange(*span) for span in spans])
+    one = torch.cat([torch.arange(*span, device="cpu") for span in spans])
     return torch.cat([one + entry * count for entry in range(batch)]).to(device)
 
 
 def _cumulative(lengths: list[int], batch: int, device: torch.device) -> Tensor:
-    return torch.tensor([0, *lengths * batch]).cumsum(0).to(device=device, dtype=torch.int32)
+    return torch.tensor([0, *lengths * batch], device="cpu").cumsum(0).to(device=device, dtype=torch.int32)
 
 
 def _overlap(spans: list[tuple[int, int]]) -> bool:

@@ -15,19 +15,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from .annotate import ring_step
-from .base import Blocks, Context, GradWire, Rows, Strategy, wire_type
+from .base import Blocks, Context, Rows, Strategy, wire_type
 from .expected import Load, contiguous_imbalance, ring_bytes
 from .hops import Ring as HopRing
 from .kernel import Gradients
-from .layouts import LAYOUTS, Block, part
-from .merge import Partial, Sum, accumulate, settled, started
+from .layouts import ALL, LAYOUTS, Block, part
+from .merge import Sum, accumulate, settled, started
 from .parcels import Parcel, side_by_side
+
+RingWire = Literal["exact", "fp32", "input"]
 
 
 class Ring(Strategy):
@@ -36,11 +38,11 @@ class Ring(Strategy):
     layout = LAYOUTS["contiguous"]
     takes_masks = True
     PARAMETERS: ClassVar[dict[str, str]] = {
-        "grad_wire": "type of travelling dK and dV: fp32, or the input's own",
+        "grad_wire": "type of travelling dK and dV: fp32 (exact: but the input's own for a single hop), or input",
         **Strategy.PARAMETERS,
     }
 
-    def __init__(self, context: Context, *, grad_wire: GradWire = "fp32", deterministic: bool = False) -> None:
+    def __init__(self, context: Context, *, grad_wire: RingWire = "exact", deterministic: bool = False) -> None:
         super().__init__(context, deterministic=deterministic)
         self.parameters["grad_wire"] = grad_wire
         self.kv_ring = self.comm.ring("kv")
@@ -55,25 +57,16 @@ class Ring(Strategy):
         return contiguous_imbalance(size) if causal else 1.0
 
     def forward(self, blocks: Blocks, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        result = Partial()
-        for step, (kv_rank, kv) in enumerate(self.tour(blocks, k, v)):
-            block = self.block(blocks, kv_rank, q)
-            if block is None:
-                continue
-            with ring_step("fwd", step, "block"):
-                out, lse = blocks.forward(q, kv[0], kv[1], block)
-            with ring_step("fwd", step, "merge"):
-                result.merge(out, lse, block.q)
-        with ring_step("fwd", step, "merge"):
-            return result.result(q.dtype)
+        return self.over(blocks, q, self.tour(blocks, k, v))
 
     def backward(self, blocks: Blocks, rows: Rows, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
         if blocks.cut is not None and blocks.cut.halo is not None:
             return self._backward_with_halo(blocks, rows, q, k, v)
-        early, rest = self.home_blocks(q.shape[1], causal=blocks.causal, travelling=k, own=self.own_block(blocks))
-        wire = wire_type(self.parameters["grad_wire"], k)
-        dq = Sum(q)
-        home: list[tuple[Block, tuple[Tensor, ...]]] = []
+        early, rest = self.home_blocks(blocks, q, k)
+        wire = self._wire(k, hops=self.ring_size - 1)
+        dq = Sum(q, 2 if rest else self.ring_size)
+        home: Home = []
+        late: list[tuple[slice, Tensor]] = []
         hop: Any = None
         for step, (kv_rank, kv) in enumerate(self.tour(blocks, k, v)):
             block = early if step == 0 else self.block(blocks, kv_rank, q)
@@ -85,9 +78,9 @@ class Ring(Strategy):
                     # Without dQ, which would outlive its sum.
                     home.append((block, grads[1:]))
             if step > 0:
-                dkv = begun_dkv(self.dkv_ring, k, v, wire) if hop is None else hop.wait()
+                arrived = None if hop is None else hop.wait()
                 with ring_step("bwd", step, "merge"):
-                    add_dkv(dkv, grads, block, first=hop is None)
+                    dkv = onward_dkv(self.dkv_ring, arrived, grads, block, (k, v), wire)
                 hop = self.dkv_ring.post(dkv)
             if block is not None and grads is not None:
                 # When dK and dV are on their way, and no longer held here.
@@ -100,10 +93,12 @@ class Ring(Strategy):
         for block in rest:
             # Computed while dK and dV make their last hop.
             with ring_step("bwd", self.ring_size, "block"):
-                home.append((block, blocks.backward(rows, q, k, v, block)))
-        dkv = None if hop is None else hop.wait()
+                own, *pair = blocks.backward(rows, q, k, v, block)
+            home.append((block, pair))
+            late.append((block.q, own))
+        arrived = None if hop is None else hop.wait()
         with ring_step("bwd", self.ring_size, "merge"):
-            return dq.result(q.dtype, rows_of(home[1:], "q", 0)), *settled_dkv(dkv, home, k.dtype)
+            return dq.result(q.dtype, late), *settled_dkv(arrived, home, k.dtype)
 
     @property
     def ring_rank(self) -> int:
@@ -121,9 +116,11 @@ class Ring(Strategy):
     def tour(self, blocks: Blocks, k: Tensor, v: Tensor) -> Iterator[tuple[int, list[Tensor]]]:
         """K and V of the ranks that a rank may need, its own first: whole, or of the rank before it the halo alone."""
         if blocks.cut is None or blocks.cut.halo is None:
-            yield from self.kv_ring.tour([k, v], None if blocks.cut is None else blocks.cut.steps)
-            return
-        halo = slice(k.shape[1] - blocks.cut.halo, k.shape[1])
+            return self.kv_ring.tour([k, v], None if blocks.cut is None else blocks.cut.steps)
+        return self._halo_tour(blocks.cut.halo, k, v)
+
+    def _halo_tour(self, length: int, k: Tensor, v: Tensor) -> Iterator[tuple[int, list[Tensor]]]:
+        halo = slice(k.shape[1] - length, k.shape[1])
         hop = self.kv_ring.post(Parcel.holding([part(k, halo), part(v, halo)]))
         yield self.ring_rank, [k, v]
         yield (self.ring_rank - 1) % self.ring_size, list(hop.wait().tensors)
@@ -141,29 +138,40 @@ class Ring(Strategy):
             found.append((block, grads))
         (_, own), (block, grads) = found
         assert own is not None, "a token sees itself"
-        dkv = begun_dkv(self.back_ring, kv[0], kv[1], wire_type(self.parameters["grad_wire"], k))
         with ring_step("bwd", 1, "merge"):
-            add_dkv(dkv, grads, block, first=True)
+            dkv = onward_dkv(self.back_ring, None, grads, block, kv, self._wire(k, hops=1))
         returned = self.back_ring.post(dkv).wait().tensors
         halo = slice(k.shape[1] - kv[0].shape[1], k.shape[1])
         with ring_step("bwd", 2, "merge"):
             dk, dv = (settled(own[1 + i], [(halo, x)], k.dtype) for i, x in enumerate(returned))
             return dq.result(q.dtype), dk, dv
 
+    def _wire(self, like: Tensor, *, hops: int) -> torch.dtype:
+        """The type that dK and dV travel in. On a single hop they are one block's, which its kernel has rounded."""
+        wire = self.parameters["grad_wire"]
+        return wire_type("input" if wire == "exact" and hops == 1 else wire, like)
+
     def block(self, blocks: Blocks, kv_rank: int, q: Tensor) -> Block | None:
         """What this rank's queries see of ``kv_rank``'s keys, as far as they have come."""
         if blocks.cut is not None and blocks.cut.halo is not None and kv_rank != self.ring_rank:
             return blocks.cut.halo_block(self.ring_rank)
-        return blocks.between(self.layout, self.ring_rank, kv_rank, q.shape[1])
+        return super().block(blocks, kv_rank, q)
 
 
-Home = Sequence[tuple[Block, tuple[Tensor, ...]]]
-"""Blocks whose dK and dV stay on the rank, and are the last two gradients here."""
+Home = list[tuple[Block, Sequence[Tensor]]]
+"""Blocks whose dK and dV stay on the rank, and these two."""
 
 
-def begun_dkv(ring: HopRing, k: Tensor, v: Tensor, wire: torch.dtype) -> Parcel:
-    """Room for dK and dV, which will travel on ``ring`` in the type ``wire``."""
-    return ring.begun(((wire, k.shape), (wire, v.shape)), k.device)
+def onward_dkv(
+    ring: HopRing, arrived: Parcel | None, grads: Gradients | None, block: Block | None, kv: Sequence[Tensor],
+    wire: torch.dtype,
+) -> Parcel:  # fmt: skip
+    """dK and dV of ``kv`` as they travel on, in the type ``wire``: what has arrived, if anything, and a block's own."""
+    if arrived is None and grads is not None and block is not None and block.kv == ALL and grads[1].dtype == wire:
+        return Parcel.holding(grads[1:])
+    dkv = ring.begun(tuple((wire, x.shape) for x in kv), kv[0].device) if arrived is None else arrived
+    add_dkv(dkv, grads, block, first=arrived is None)
+    return dkv
 
 
 def add_dkv(dkv: Parcel, grads: Gradients | None, block: Block | None, *, first: bool = False) -> None:
@@ -180,29 +188,26 @@ def add_dkv(dkv: Parcel, grads: Gradients | None, block: Block | None, *, first:
 
 
 def settled_dkv(dkv: Parcel | None, home: Home, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """dK and dV that have come home (None: they never left), in ``dtype``, with those of the blocks that stayed."""
-    if dkv is None:
-        ((_, (*_, dk, dv)),) = home
+    """dK and dV come home (None: they never left), in ``dtype``, with those that stayed, which are used up."""
+    if dkv is None or (len(home) == 1 and home[0][0].kv == ALL):
+        ((_, (dk, dv)),) = home
+        for total, (gradient,) in zip(*_as_few(dkv, [(dk, dv)]), strict=True) if dkv else ():
+            accumulate(gradient, total)
         return dk.to(dtype), dv.to(dtype)
-    totals, gradients = _as_few(dkv, [grads[-2:] for _, grads in home])
     rows = [block.kv for block, _ in home]
     settlements = [
-        settled(x, list(zip(rows, one, strict=True)), dtype) for x, one in zip(totals, gradients, strict=True)
+        settled(total, list(zip(rows, gradients, strict=True)), dtype)
+        for total, gradients in zip(*_as_few(dkv, [pair for _, pair in home]), strict=True)
     ]
-    dk, dv = settlements if len(settlements) == 2 else settlements[0].chunk(2)
+    dk, dv = settlements if len(settlements) == 2 else settlements[0]
     return dk, dv
 
 
-def _as_few(dkv: Parcel, gradients: list[tuple[Tensor, ...]]) -> tuple[list[Tensor], list[list[Tensor]]]:
-    """dK and dV, and each block's; both as one tensor of twice the batch where all of them lie so in memory."""
+def _as_few(dkv: Parcel, gradients: list[Sequence[Tensor]]) -> tuple[list[Tensor], list[list[Tensor]]]:
+    """dK and dV, and each block's; both as one tensor of twice as much where all of them are cut from one."""
     together = [side_by_side(dk, dv) for dk, dv in gradients]
     whole = [x for x in together if x is not None]
     # A message of one dimension holds tensors of different sizes.
     if len(dkv.messages) == 1 and dkv.messages[0].dim() > 1 and len(whole) == len(together):
-        return [dkv.messages[0].flatten(0, 1)], [whole]
+        return dkv.messages, [whole]
     return dkv.tensors, [[one[which] for one in gradients] for which in range(2)]
-
-
-def rows_of(home: Home, rows: str, which: int) -> list[tuple[slice, Tensor]]:
-    """One gradient of each of the blocks, and the rows (``q`` or ``kv``) that it belongs to."""
-    return [(getattr(block, rows), grads[which]) for block, grads in home]

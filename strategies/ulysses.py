@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from .annotate import ring_step
-from .base import Blocks, Context, GradWire, Rows, Shape, Strategy, wire_type
+from .base import Blocks, Context, GradWire, OutAndLse, Rows, Shape, Strategy, wire_type
 from .collectives import Collective
 from .expected import Load, forward_bytes
 from .first_order import first_order
@@ -59,11 +59,6 @@ class Ulysses(Strategy):
     def unfit(cls, shape: Shape, size: int, **params: Any) -> str | None:
         return unfit_heads(shape, size) or super().unfit(shape, size, **params)
 
-    def differentiable(
-        self, blocks: Blocks, q: Tensor, k: Tensor, v: Tensor, *, lse_wanted: bool
-    ) -> tuple[Tensor, Tensor]:
-        return self.exchange.around(super().differentiable, blocks, q, k, v, lse_wanted=lse_wanted)
-
     def forward(self, blocks: Blocks, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         with ring_step("fwd", 0, "block"):
             out, lse = blocks.forward(q, k, v, blocks.whole())
@@ -99,18 +94,15 @@ class HeadExchange:
         self.grad_wire: GradWire = grad_wire
         self.meter = channel.meter
 
-    def around(
-        self, attention: Callable[..., tuple[Tensor, Tensor]], blocks: Blocks, q: Tensor, k: Tensor, v: Tensor,
-        *, lse_wanted: bool,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    def around(self, attention: Callable[..., OutAndLse], blocks: Blocks, q: Tensor, k: Tensor, v: Tensor) -> OutAndLse:
         """``attention`` on exchanged heads: q, k and v go there, output and (if wanted) LSE come back."""
         if self.degree == 1:
-            return attention(blocks, q, k, v, lse_wanted=lse_wanted)
+            return attention(blocks, q, k, v)
         repeats = math.lcm(k.shape[2], self.degree) // k.shape[2]
         q, k, v = self._exchanged(True, q, _repeat(k, repeats), _repeat(v, repeats))
-        out, lse = attention(blocks, q, k, v, lse_wanted=lse_wanted)
-        if not lse_wanted:
-            return self._exchanged(False, out)[0], lse
+        out, lse = attention(blocks, q, k, v)
+        if lse is None:
+            return self._exchanged(False, out)[0], None
         # Together: where the loss of some ranks has no LSE, or nothing but it, they still trade both gradients.
         out, rows = self._exchanged(False, out, lse.transpose(1, 2).unsqueeze(-1))
         return out, rows.squeeze(-1).transpose(1, 2)

@@ -13,12 +13,10 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal
 
-from torch import Tensor
-
-from .base import DOCUMENTS_LAYOUT_HELP, Blocks, Context, DocumentsLayout, GradWire, Shape, Strategy
+from .base import DOCUMENTS_LAYOUT_HELP, Context, DocumentsLayout, Shape, Strategy
 from .expected import Load, contiguous_imbalance, ring_bytes
 from .layouts import LAYOUTS, Grid, Grouped, Layout
-from .ring import Ring
+from .ring import Ring, RingWire
 from .ulysses import HeadExchange, unfit_heads
 
 Placement = Literal["head-first", "ring-first"]
@@ -39,7 +37,7 @@ class USP(Ring):
 
     def __init__(
         self, context: Context, *, ulysses_degree: int | None = None, ring_degree: int | None = None,
-        placement: Placement = "head-first", layout: RingLayout = "zigzag", grad_wire: GradWire = "fp32",
+        placement: Placement = "head-first", layout: RingLayout = "zigzag", grad_wire: RingWire = "exact",
         documents_layout: DocumentsLayout = "packed", deterministic: bool = False,
     ) -> None:  # fmt: skip
         Strategy.__init__(self, context, deterministic=deterministic)
@@ -87,11 +85,6 @@ class USP(Ring):
     def unfit(cls, shape: Shape, size: int, **params: Any) -> str | None:
         reason = super().unfit(shape, size, **params)
         return reason or unfit_heads(shape, cls.layout_for(size, **params).grid.ulysses_degree)
-
-    def differentiable(
-        self, blocks: Blocks, q: Tensor, k: Tensor, v: Tensor, *, lse_wanted: bool
-    ) -> tuple[Tensor, Tensor]:
-        return self.exchange.around(super().differentiable, blocks, q, k, v, lse_wanted=lse_wanted)
 
     @property
     def ring_size(self) -> int:

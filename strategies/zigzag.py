@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from .base import DOCUMENTS_LAYOUT_HELP, Context, DocumentsLayout, GradWire
+from .base import DOCUMENTS_LAYOUT_HELP, Context, DocumentsLayout
 from .expected import Load, ring_bytes
 from .layouts import LAYOUTS
-from .ring import Ring
+from .ring import Ring, RingWire
 
 
 class Zigzag(Ring):
@@ -26,7 +26,7 @@ class Zigzag(Ring):
     }
 
     def __init__(
-        self, context: Context, *, grad_wire: GradWire = "fp32", documents_layout: DocumentsLayout = "packed",
+        self, context: Context, *, grad_wire: RingWire = "exact", documents_layout: DocumentsLayout = "packed",
         deterministic: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(context, grad_wire=grad_wire, deterministic=deterministic)

@@ -14,7 +14,7 @@ from ringprof.strategies.annotate import ring_step
 from ringprof.strategies.base import Blocks, Rows, Strategy, wire_type
 from ringprof.strategies.kernel import Gradients
 from ringprof.strategies.merge import Sum
-from ringprof.strategies.ring import Ring, add_dkv, begun_dkv, rows_of, settled_dkv
+from ringprof.strategies.ring import Home, Ring, onward_dkv, settled_dkv
 
 
 def make_older(strategy: Strategy) -> None:
@@ -25,9 +25,10 @@ def make_older(strategy: Strategy) -> None:
 
 def _n_hops(self: Any, blocks: Blocks, rows: Rows, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
     """dK and dV travel from the first block on, which is the rank's own."""
-    early, rest = self.home_blocks(q.shape[1], causal=blocks.causal, travelling=k)
+    early, rest = self.home_blocks(blocks, q, k)
     wire, dq = wire_type(self.parameters["grad_wire"], k), Sum(q)
-    home: Any = []
+    home: Home = []
+    late = []
     hop: Any = None
     for step, (kv_rank, kv) in enumerate(self.kv_ring.tour([k, v])):
         block = early if step == 0 else self.block(blocks, kv_rank, q)
@@ -35,16 +36,18 @@ def _n_hops(self: Any, blocks: Blocks, rows: Rows, q: Tensor, k: Tensor, v: Tens
         if block is not None:
             with ring_step("bwd", step, "block"):
                 grads = blocks.backward(rows, q, kv[0], kv[1], block)
-        dkv = begun_dkv(self.dkv_ring, k, v, wire) if hop is None else hop.wait()
-        if block is not None and grads is not None:
-            with ring_step("bwd", step, "merge"):
+        arrived = None if hop is None else hop.wait()
+        with ring_step("bwd", step, "merge"):
+            if block is not None and grads is not None:
                 dq.add(grads[0], block.q)
-                add_dkv(dkv, grads, block, first=hop is None)
+            dkv = onward_dkv(self.dkv_ring, arrived, grads, block, (k, v), wire)
         grads = None
         hop = self.dkv_ring.post(dkv)
     for block in rest:
         with ring_step("bwd", self.ring_size, "block"):
-            home.append((block, blocks.backward(rows, q, k, v, block)))
+            own, *pair = blocks.backward(rows, q, k, v, block)
+        home.append((block, pair))
+        late.append((block.q, own))
     dkv = hop.wait()
     with ring_step("bwd", self.ring_size, "merge"):
-        return dq.result(q.dtype, rows_of(home, "q", 0)), *settled_dkv(dkv, home, k.dtype)
+        return dq.result(q.dtype, late), *settled_dkv(dkv, home, k.dtype)

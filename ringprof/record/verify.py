@@ -231,7 +231,7 @@ def reference_results(full: Tensors, workload: Workload, scale: float | None = N
 def roundings(name: str, strategy: Strategy) -> int:
     """How often a tensor is rounded to the input's type on its way over the ranks."""
     # A mixture of types, or a strategy that does not say, may round gradients at every hop.
-    narrow = strategy.parameters.get("grad_wire", "input") != "fp32"
+    narrow = strategy.parameters.get("grad_wire", "input") not in ("exact", "fp32")
     return strategy.comm.size if narrow and name not in ("out", "dsinks") and strategy.comm.size > 1 else 0
 
 

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from ..base import Blocks, Rows, Shape, Strategy
+from ..base import Blocks, OutAndLse, Rows, Shape, Strategy
 from ..errors import Unfit
 from ..kernel import Gradients
 
@@ -30,18 +30,15 @@ class Foreign(Strategy):
     def call(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> Tensor:
         """Output (B, S/N, H, D) of this rank's queries, differentiable, from such as `Strategy.attention` has."""
 
-    def differentiable(
-        self, blocks: Blocks, q: Tensor, k: Tensor, v: Tensor, *, lse_wanted: bool
-    ) -> tuple[Tensor, Tensor]:
+    def differentiable(self, blocks: Blocks, q: Tensor, k: Tensor, v: Tensor) -> OutAndLse:
         name = type(self).__name__
-        if lse_wanted:
+        if blocks.lse_wanted:
             raise Unfit(f"return_lse is not supported by {name}")
         if self.CAUSAL_ONLY and not blocks.causal:
             raise Unfit(f"{name} takes a causal mask only")
         if self.WORLD_ONLY and not self.comm.is_world:
             raise Unfit(f"{name} makes groups of all ranks: it cannot run over some of them")
-        # The second is the LSE's place, which nobody asked for.
-        return self.call(q, k, v, causal=blocks.causal, scale=blocks.scale), q
+        return self.call(q, k, v, causal=blocks.causal, scale=blocks.scale), None
 
     @classmethod
     def unfit(cls, shape: Shape, size: int, **params: Any) -> str | None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import warnings
+from threading import Thread
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
@@ -148,6 +150,75 @@ def strided_inputs(rank: int) -> float:
 
 def test_inputs_may_lie_in_memory_as_they_like():
     assert max(run_ranks(2, strided_inputs)) < 1e-13
+
+
+def with_other_defaults(rank: int) -> float:
+    """In a model made on ``meta``, or in another type, after a call without gradients; k and v from one tensor."""
+    errors, truth = [], dense(PROBLEM)
+    for name in names():
+        full = inputs(PROBLEM)
+        with torch.device("meta"):
+            strategy = create(name, kernel="reference")
+            q, k, v, dout = (strategy.shard(tensor) for tensor in full)
+            assert strategy.positions(PROBLEM.seq).device.type == "cpu"
+            with torch.inference_mode():
+                errors.append(relative_error(strategy.attention(q, k, v).clone(), strategy.shard(truth[0])))
+            torch.set_default_dtype(torch.float16)
+            q, kv = q.requires_grad_(), torch.stack([k, v]).requires_grad_()
+            out = strategy.attention(q, *kv.unbind(0))
+            out.backward(dout)
+            torch.set_default_dtype(torch.float32)
+        assert q.grad is not None and kv.grad is not None
+        pairs = zip((out.detach(), q.grad, *kv.grad), truth, strict=True)
+        errors += [relative_error(value, strategy.shard(true)) for value, true in pairs]
+    return max(errors)
+
+
+def test_neither_default_devices_nor_types_nor_inference_change_anything():
+    assert max(run_ranks(2, with_other_defaults)) < 1e-13
+
+
+def in_two_threads(rank: int) -> float:
+    """Strategies of two groups, each called by a thread: the ranks' threads need not take turns alike."""
+    truth, errors = dense(PROBLEM), list[float]()
+    strategies = [create("zigzag", kernel="reference", group=dist.new_group([0, 1])) for _ in range(2)]
+
+    def work(strategy: Any) -> None:
+        for _ in range(8):
+            mine, dout = shares(strategy)
+            out = strategy.attention(*mine)
+            pairs = zip((out.detach(), *torch.autograd.grad(out, mine, dout)), truth, strict=True)
+            errors.extend(relative_error(value, strategy.shard(true)) for value, true in pairs)
+
+    threads = [Thread(target=work, args=(strategy,)) for strategy in strategies[:: 1 - 2 * rank]]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return max(errors) if len(errors) == 2 * 8 * 4 else float("inf")
+
+
+def test_two_threads_may_call_strategies_of_two_groups():
+    assert max(run_ranks(2, in_two_threads)) < 1e-13
+
+
+def bits_by_wire(rank: int) -> bool:
+    """Whether bf16 on the only hop of dK and dV gives what float32 gives; k of one head, and of a window's halo."""
+    problem = Problem(seq=32, batch=2, dtype=torch.bfloat16)
+    found = []
+    for wire in ("exact", "fp32"):
+        strategies = (
+            create("zigzag", kernel="reference", grad_wire=wire),
+            create("ring", kernel="reference", grad_wire=wire),
+        )
+        mine, dout = shares(strategies[0], problem)
+        outs = strategies[0].attention(*mine), strategies[1].attention(*mine, window_size=(3, 0))
+        found.append([x for out in outs for x in torch.autograd.grad(out, mine, dout)])
+    return all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_what_a_kernel_rounded_travels_in_its_type_without_loss():
+    assert run_ranks(2, bits_by_wire) == [True, True]
 
 
 def kept_positions(rank: int) -> tuple[int, bool]:

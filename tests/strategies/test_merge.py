@@ -27,6 +27,8 @@ def test_a_settled_total_is_the_sum_rounded_once(cuts, wire):
     truth = total.double().clone()
     for rows, block in parts:
         truth[:, rows] += block.double()
+    wide = merge.settled(total, parts, torch.float32)
+    assert torch.all((wide.double() - truth).abs() <= truth.abs() * 2**-24 * (1 + 2**-10))
     result = merge.settled(total, parts, torch.bfloat16)
     assert result.dtype == torch.bfloat16
     # One rounding to 8 bits, after a sum in float32 (24 bits), whose own rounding can move a tie.
@@ -63,7 +65,7 @@ def test_a_sum_of_blocks_is_rounded_once(dtype, count):
         truth = torch.zeros(2, 12, 3, 4, dtype=torch.float64)
         for rows, block in blocks:
             truth[:, rows] += block.double()
-        total = merge.Sum(torch.empty(2, 12, 3, 4, dtype=dtype))
+        total = merge.Sum(torch.empty(2, 12, 3, 4, dtype=dtype), draw % 2 * count)
         for rows, block in blocks[kept:]:
             total.add(block.clone(), rows)
         if kept == count:

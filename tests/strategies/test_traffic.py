@@ -38,14 +38,15 @@ FORMULAS: dict[str, tuple[int, int]] = {
     "ulysses": ((N - 1) * (2 * Q + 2 * KV) // N, (N - 1) * (2 * Q + 2 * KV) // N),
     # dO goes out in bf16, dQ, dK and dV come back in float32.
     "ulysses-grad_wire=fp32": ((N - 1) * (2 * Q + 2 * KV) // N, (N - 1) * (Q + 2 * (Q + 2 * KV)) // N),
-    # Ulysses degree U = 2 and ring degree R = 2: an all-to-all over 2, and a ring of 2 with as many bytes a hop.
+    # Ulysses degree U = 2 and ring degree R = 2: an all-to-all over 2, and a ring of 2 with as many bytes a hop:
+    # dK and dV make a single one, in bf16.
     "usp-ulysses_degree=2-placement=head-first-layout=zigzag": (
         (2 * Q + 2 * KV) // 2 + 2 * KV,
-        (2 * Q + 2 * KV) // 2 + 2 * KV + 4 * KV,
+        (2 * Q + 2 * KV) // 2 + 2 * KV + 2 * KV,
     ),
     "usp-ulysses_degree=2-placement=ring-first-layout=stripe": (
         (2 * Q + 2 * KV) // 2 + 2 * KV,
-        (2 * Q + 2 * KV) // 2 + 2 * KV + 4 * KV,
+        (2 * Q + 2 * KV) // 2 + 2 * KV + 2 * KV,
     ),
     # Two windows of two: dK and dV make w+1 hops in float32 in the first window, the same in bf16 in the second.
     "double-ring-ring_window=2": (2 * (N - 1) * KV, 2 * (N - 1) * KV + 3 * 4 * KV + 3 * 2 * KV),
@@ -76,7 +77,7 @@ SMALLER_V: dict[str, tuple[int, int]] = {
     "allgather": ((N - 1) * MLA, 2 * (N - 1) * MLA),
     "double-ring-ring_window=2": ((N - 1) * MLA, (N - 1) * MLA + 3 * 2 * MLA + 3 * MLA),
     "usp-ulysses_degree=2-placement=head-first-layout=zigzag": (
-        (Q + O_HALF + MLA) // 2 + MLA, (Q + O_HALF + MLA) // 2 + MLA + 2 * MLA,
+        (Q + O_HALF + MLA) // 2 + MLA, (Q + O_HALF + MLA) // 2 + MLA + MLA,
     ),
 }  # fmt: skip
 

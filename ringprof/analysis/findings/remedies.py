@@ -135,7 +135,7 @@ def _between_hosts(used: StrategyUsed) -> str:
 
 
 def _fewer_bytes(used: StrategyUsed) -> str:
-    return "-p grad_wire=input" if used.params.get("grad_wire") == "fp32" else "fewer bytes"
+    return "-p grad_wire=input" if used.params.get("grad_wire") in ("exact", "fp32") else "fewer bytes"
 
 
 def _wait(attribution: Attribution, summary: Summary) -> str:
