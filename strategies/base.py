@@ -321,7 +321,7 @@ class Strategy(Expectations, ABC):
         cut = None
         if packed or prefix or window != (-1, -1):
             cut = self._cut(causal, documents, window, prefix, q.shape[1] * self.comm.size)
-        asks = self._asks(None if cut is None else cut.mask, softcap) if cut or softcap else {}
+        asks = self._asks(cut.mask if cut else None, softcap) if cut or softcap else {}
         kernel = self.kernel_for(q, **asks)
         blocks = Blocks(kernel, scale, causal, return_lse or sinks is not None, cut)
         call = self.differentiable

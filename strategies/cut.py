@@ -21,6 +21,7 @@ from ringprof.mask import NO_LIMIT, Mask
 
 from .layouts import ALL, Block, Layout
 from .parts import Part, Parts, banded, joined, rows_apart
+from .travel import Travel, travel_of
 
 
 class _Piece(NamedTuple):
@@ -47,7 +48,7 @@ class Cut:
             shares = torch.arange(cached).chunk(size)
             self._keys = [self._pieces(torch.cat([*held])) for held in zip(shares, new, strict=True)]
         self._blocks: dict[tuple[int, int], Block | None] = {}
-        self._halo_blocks: dict[int, Block | None] = {}
+        self._travelling: dict[tuple[int, int], Block | None] = {}
 
     def block(self, q_rank: int, kv_rank: int) -> Block | None:
         """The block that ``q_rank`` owes ``kv_rank``'s keys; None where the mask leaves nothing."""
@@ -88,21 +89,19 @@ class Cut:
         return 1 + next(needed, 0)
 
     @cached_property
-    def halo(self) -> int | None:
-        """Rows at every rank's end that the next rank needs, where no rank needs anything else; None otherwise."""
-        if self.steps != 2:
-            return None
-        first = [part.kv_first for rank in range(self.size) for part in self.parts(rank, (rank - 1) % self.size)]
-        return self.seq // self.size - min(first)
+    def travel(self) -> Travel | None:
+        """The rows of every rank's keys that travel on a ring; None where all of them do, or none."""
+        return travel_of(self)
 
-    def halo_block(self, q_rank: int) -> Block | None:
-        """What ``q_rank`` owes the `halo` of the rank before it: keys count from the halo's first."""
-        assert self.halo is not None
-        if q_rank not in self._halo_blocks:
-            local = self.seq // self.size
-            parts = [part.moved(0, self.halo - local) for part in self.parts(q_rank, (q_rank - 1) % self.size)]
-            self._halo_blocks[q_rank] = block_of(parts, local, self.halo)
-        return self._halo_blocks[q_rank]
+    def travelling_block(self, q_rank: int, kv_rank: int) -> Block | None:
+        """As `block`, of the keys of another rank as they come by `travel`."""
+        assert self.travel is not None
+        key = q_rank, kv_rank
+        if key not in self._travelling:
+            travel, hops = self.travel, (q_rank - kv_rank) % self.size
+            parts = [part.moved(0, travel.move(kv_rank, part.kv_first, hops)) for part in self.parts(*key)]
+            self._travelling[key] = block_of(parts, (self.seq - self.cached) // self.size, len(travel.kv[hops - 1]))
+        return self._travelling[key]
 
     def area(self, q_rank: int, kv_rank: int) -> int:
         """Pairs of a query and a key that it sees, of these two ranks."""

@@ -36,6 +36,8 @@ class Kernel(ABC):
     plans by the strides of q, k and v alone: O, dO and LSE must always have the strides that belong to such a q."""
     several_lengths = False
     """Whether one call computes packed documents of any lengths; otherwise there is a call a document."""
+    tried = True
+    """Whether the authors have run it; otherwise stand-ins with its public signatures hold what it is given."""
     takes_windows = False
     """Whether it computes parts that are bands."""
     takes_softcap = False

@@ -23,6 +23,7 @@ class FlashAttn3Kernel(VarlenKernel):
     """flash-attn 3, for Hopper: the module ``flash_attn_interface``."""
 
     name = "flash-attn-3"
+    tried = False
     dense_rows = False
     takes_windows = True
     takes_softcap = True
@@ -99,6 +100,7 @@ class FlashAttn4Kernel(Kernel):
     """
 
     name = "flash-attn-4"
+    tried = False
     dense_rows = False
     has_deterministic_mode = False
     most_head_dim = 128

@@ -19,6 +19,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from .annotate import ring_step
 from .base import Blocks, Context, Rows, Strategy, wire_type
@@ -28,6 +29,7 @@ from .kernel import Gradients
 from .layouts import ALL, LAYOUTS, Block, part
 from .merge import Sum, accumulate, settled, started
 from .parcels import Parcel, side_by_side
+from .travel import Travel
 
 RingWire = Literal["exact", "fp32", "input"]
 
@@ -60,8 +62,8 @@ class Ring(Strategy):
         return self.over(blocks, q, self.tour(blocks, k, v))
 
     def backward(self, blocks: Blocks, rows: Rows, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
-        if blocks.cut is not None and blocks.cut.halo is not None:
-            return self._backward_with_halo(blocks, rows, q, k, v)
+        if blocks.cut is not None and blocks.cut.travel is not None:
+            return self._backward_of_rows(blocks, rows, q, k, v, blocks.cut.travel)
         early, rest = self.home_blocks(blocks, q, k)
         wire = self._wire(k, hops=self.ring_size - 1)
         dq = Sum(q, 2 if rest else self.ring_size)
@@ -110,24 +112,25 @@ class Ring(Strategy):
 
     @cached_property
     def back_ring(self) -> HopRing:
-        """The ring the other way round, on which gradients of a halo go straight home."""
+        """The ring the other way round, on which gradients of rows that went one hop go straight home."""
         return self.comm.ring("dkv_back", self.ring_members()[::-1], shares=self.kv_ring)
 
     def tour(self, blocks: Blocks, k: Tensor, v: Tensor) -> Iterator[tuple[int, list[Tensor]]]:
-        """K and V of the ranks that a rank may need, its own first: whole, or of the rank before it the halo alone."""
-        if blocks.cut is None or blocks.cut.halo is None:
-            return self.kv_ring.tour([k, v], None if blocks.cut is None else blocks.cut.steps)
-        return self._halo_tour(blocks.cut.halo, k, v)
+        """K and V of the ranks that a rank may need, its own first; of the others the rows that travel."""
+        cut = blocks.cut
+        if cut is not None and cut.travel is not None:
+            return cut.travel.tour(self.kv_ring, cut.steps, [k, v])
+        return self.kv_ring.tour([k, v], None if cut is None else cut.steps)
 
-    def _halo_tour(self, length: int, k: Tensor, v: Tensor) -> Iterator[tuple[int, list[Tensor]]]:
-        halo = slice(k.shape[1] - length, k.shape[1])
-        hop = self.kv_ring.post(Parcel.holding([part(k, halo), part(v, halo)]))
-        yield self.ring_rank, [k, v]
-        yield (self.ring_rank - 1) % self.ring_size, list(hop.wait().tensors)
-
-    def _backward_with_halo(self, blocks: Blocks, rows: Rows, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
-        dq = Sum(q)
-        found: list[tuple[Block | None, Gradients | None]] = []
+    def _backward_of_rows(
+        self, blocks: Blocks, rows: Rows, q: Tensor, k: Tensor, v: Tensor, travel: Travel
+    ) -> Gradients:
+        """Where not all rows travel: what went one hop alone comes straight home, what went further goes round."""
+        assert blocks.cut is not None
+        back, dq = blocks.cut.steps == 2, Sum(q, self.ring_size)
+        ring, wire = self.back_ring if back else self.dkv_ring, self._wire(k, hops=1 if back else self.ring_size - 1)
+        own: Sequence[Tensor] = ()
+        hop: Any = None
         for step, (kv_rank, kv) in enumerate(self.tour(blocks, k, v)):
             block, grads = self.block(blocks, kv_rank, q), None
             if block is not None:
@@ -135,15 +138,21 @@ class Ring(Strategy):
                     grads = blocks.backward(rows, q, kv[0], kv[1], block)
                 with ring_step("bwd", step, "merge"):
                     dq.add(grads[0], block.q)
-            found.append((block, grads))
-        (_, own), (block, grads) = found
-        assert own is not None, "a token sees itself"
-        with ring_step("bwd", 1, "merge"):
-            dkv = onward_dkv(self.back_ring, None, grads, block, kv, self._wire(k, hops=1))
-        returned = self.back_ring.post(dkv).wait().tensors
-        halo = slice(k.shape[1] - kv[0].shape[1], k.shape[1])
-        with ring_step("bwd", 2, "merge"):
-            dk, dv = (settled(own[1 + i], [(halo, x)], k.dtype) for i, x in enumerate(returned))
+            if step == 0:
+                assert grads is not None, "a token sees itself"
+                own = grads[1:]
+            elif goes := travel.dkv[step]:
+                arrived = None if hop is None else _widened(hop.wait(), travel.dkv[step - 1], goes)
+                with ring_step("bwd", step, "merge"):
+                    there = None if block is None else travel.in_message(block, step)
+                    like = [x[:, :1].expand(-1, len(goes), -1, -1) for x in kv]
+                    dkv = onward_dkv(ring, arrived, grads, there, like, wire)
+                hop = ring.post(dkv)
+        for _ in range(0 if back else self.ring_size - blocks.cut.steps):
+            hop = ring.post(hop.wait())
+        returned = hop.wait().tensors
+        with ring_step("bwd", self.ring_size, "merge"):
+            dk, dv = (settled(x, travel.home(self.ring_rank, y), k.dtype) for x, y in zip(own, returned, strict=True))
             return dq.result(q.dtype), dk, dv
 
     def _wire(self, like: Tensor, *, hops: int) -> torch.dtype:
@@ -153,9 +162,17 @@ class Ring(Strategy):
 
     def block(self, blocks: Blocks, kv_rank: int, q: Tensor) -> Block | None:
         """What this rank's queries see of ``kv_rank``'s keys, as far as they have come."""
-        if blocks.cut is not None and blocks.cut.halo is not None and kv_rank != self.ring_rank:
-            return blocks.cut.halo_block(self.ring_rank)
+        if blocks.cut is not None and blocks.cut.travel is not None and kv_rank != self.ring_rank:
+            return blocks.cut.travelling_block(self.ring_rank, kv_rank)
         return super().block(blocks, kv_rank, q)
+
+
+def _widened(dkv: Parcel, held: range, goes: range) -> Parcel:
+    """The rows ``held`` of a message as its rows ``goes``, with 0 around them."""
+    if held == goes:
+        return dkv
+    around = (0, 0, 0, 0, held.start - goes.start, goes.stop - held.stop)
+    return Parcel.holding([pad(x, around) for x in dkv.tensors])
 
 
 Home = list[tuple[Block, Sequence[Tensor]]]

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 _FACTS: tuple[tuple[str, Column, Callable[[type[Kernel]], object]], ...] = (
     ("types", Column("types", left=True, drop=5), lambda one: one.types()),
     ("head_dim", Column("head_dim", left=True, drop=4), lambda one: one.head_dims()),
+    ("tried", Column("tried", left=True), lambda one: one.tried),
     ("windows", Column("windows", left=True), lambda one: one.takes_windows),
     ("documents", Column("documents", left=True), lambda one: "in one call" if one.several_lengths else "a call each"),
     ("softcap", Column("softcap", left=True), lambda one: one.takes_softcap),
@@ -47,6 +48,7 @@ def command(*, measure: bool, form: str, output: str | None, **sizes: Any) -> No
     """List the attention kernels, installed or not: what `record --kernel` takes.
 
     Windows: sliding windows. Documents: packed ones in one call, or a call each. Delta: takes rowsum(dO · O) for O.
+    Tried: ringprof's authors have run it; others are called by their public signatures alone.
     """
     if measure:
         print_or_write(_measured(form, output, **sizes), output)

@@ -110,6 +110,17 @@ def test_pairs_of_documents_and_windows_by_hand() -> None:
     assert seen == [[(10 + 78, 2), (4 * 16, 1)], [(1 + 2 + 3 + 13 * 4, 1), (3 + 2 + 1, 1)]]
 
 
+def test_hops_carry_the_rows_that_a_window_leaves() -> None:
+    """Four ranks with chunks of 8 and a window of 5: 4 rows at the end of both of a rank's chunks, one of them far."""
+    workload = Workload(seq=64, heads=2, kv_heads=1, head_dim=8, window=5)
+    for program in tape("zigzag", workload, 4, kernel="flash-attn").programs:
+        posts = [(op.channel, sum(op.messages)) for op in program.ops if isinstance(op, Post)]
+        # K and V of a row are 32 bytes; their gradients travel in float32, 64.
+        kv, dkv = [rows * 32 for rows in (8, 4, 4)], [rows * 64 for rows in (4, 4, 8)]
+        assert [size for channel, size in posts if channel == "kv"] == kv + kv
+        assert [size for channel, size in posts if channel == "dkv"] == dkv
+
+
 def test_the_hosts_own_tensors_are_computed() -> None:
     """What a strategy knows without looking at values, such as which rows a rank holds, is as in a run."""
     import torch

@@ -15,12 +15,16 @@ import pytest
 import torch
 import torch.distributed._symmetric_memory as symmetric
 
+from ringprof.mask import Mask
 from ringprof.strategies import agreement, copies, create, hops
 from ringprof.strategies.errors import PeerLost, Unfit
 from ringprof.strategies.parcels import Parcel, Shapes, shapes_of
 from tests.strategies.cases import CASES, Case, Problem, dense, inputs, relative_error
 from tests.strategies.gpu_ranks import GPUS, SIZES, needs_two_gpus, run_gpu_ranks
 from tests.strategies.ranks import run_ranks
+from tests.strategies.test_masks import dense as masked
+
+PLAIN = Mask()
 
 
 def test_hops_that_nothing_carries_are_refused_by_name():
@@ -82,7 +86,7 @@ class _LateHop:
         return self._sent.over(self._places)
 
 
-def _carried(rank: int, can: list[bool], cases: list[Case]) -> dict[str, tuple[set[str], float]]:
+def _carried(rank: int, can: list[bool], cases: list[Case], mask: Mask = PLAIN) -> dict[str, tuple[set[str], float]]:
     """By what the hops of each case went, where ``can`` says which ranks have copy engines; and the error."""
     rings: list[_ByGloo] = []
 
@@ -102,20 +106,21 @@ def _carried(rank: int, can: list[bool], cases: list[Case]) -> dict[str, tuple[s
         patch.object(hops, "copy_ring", copy_ring),
         patch.object(hops, "owned", owned),
     ):
-        return {str(case): _one_carried(case) for case in cases}
+        return {str(case): _one_carried(case, mask) for case in cases}
 
 
-def _one_carried(case: Case) -> tuple[set[str], float]:
+def _one_carried(case: Case, mask: Mask) -> tuple[set[str], float]:
     problem = Problem(seq=32, heads=8, kv_heads=4)
     *qkv, dout = inputs(problem)
     strategy = create(case.name, kernel="reference", **case.params)
     for _ in range(2):
         # The second time in room that the first has left.
         mine = [strategy.shard(x).requires_grad_() for x in qkv]
-        out = strategy.attention(*mine)
+        out = strategy.attention(*mine, documents=mask.documents, window_size=mask.window, prefix=mask.prefix)
         out.backward(strategy.shard(dout))
     results = [strategy.unshard(x) for x in (out, *(x.grad for x in mine))]
-    error = max(relative_error(x, true) for x, true in zip(results, dense(problem), strict=True))
+    exact = dense(problem) if mask.plain else masked(problem, mask)
+    error = max(relative_error(x, true) for x, true in zip(results, exact, strict=True))
     return {operation for _, _, operation, _ in strategy.comm.meter.sent}, error
 
 
@@ -133,6 +138,15 @@ def test_every_strategy_is_right_with_room_that_is_used_again(size):
     for found in run_ranks(size, _carried, [True] * size, cases):
         assert {case: error for case, (_, error) in found.items() if not error < 1e-12} == {}
         assert "copy" in found["zigzag"][0] and "copy" not in found["megatron"][0]
+
+
+@pytest.mark.parametrize(
+    "mask", [Mask.of(window=(3, 0)), Mask.of(window=(3, 0), prefix=2), Mask.of(documents=[0, 3, 21, 32])]
+)
+def test_rows_that_travel_alone_are_right_with_room_that_is_used_again(mask):
+    cases = [Case("ring"), Case("zigzag"), Case("usp", {"ulysses_degree": 1})]
+    for found in run_ranks(4, _carried, [True] * 4, cases, mask):
+        assert {case: error for case, (_, error) in found.items() if not error < 1e-12} == {}
 
 
 def test_slots_that_were_outgrown_are_given_back_at_once(monkeypatch):

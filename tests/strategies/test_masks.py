@@ -474,32 +474,67 @@ def test_packed_zigzag_computes_full_rectangles_between_ranks_and_triangles_on_t
     assert earlier is not None and (earlier.q, earlier.kv) == (slice(0, 8), slice(0, 8))
 
 
-def hops_of(rank: int, mask: Mask) -> dict[str, list[int]]:
+def rows_sent(rank: int, name: str, mask: Mask) -> dict[str, tuple[int, int]]:
+    """How many hops a channel made, and how many tokens' K and V, or dK and dV, they carried."""
     problem = Problem(seq=64)
-    strategy = create("ring", kernel="reference")
+    strategy = create(name, kernel="reference")
     *qkv, dout = (strategy.shard(x).requires_grad_() for x in inputs(problem))
-    strategy.attention(*qkv, causal=mask.causal, documents=mask.documents, window_size=mask.window).backward(dout)
-    # K and V, or dK and dV, of one token: float64.
+    options = {"documents": mask.documents, "window_size": mask.window, "prefix": mask.prefix}
+    strategy.attention(*qkv, causal=mask.causal, **options).backward(dout)
     row = 2 * problem.kv_heads * problem.head_dim * 8
     sent = strategy.comm.meter.sent.items()
-    return {f"{channel} {phase}": [size // count // row] * count for (channel, phase, *_), (count, size) in sent}
+    return {f"{channel} {phase}": (count, size // row) for (channel, phase, *_), (count, size) in sent}
 
 
 @pytest.mark.parametrize(
-    ("mask", "hops"),
+    ("name", "mask", "kv", "dkv"),
     [
-        # Rows that hops carry. A window no longer than a rank's 16 tokens reaches the rank before alone.
-        (Mask.of(window=(5, 0)), {"kv forward": [5], "kv backward": [5], "dkv_back backward": [5]}),
-        (Mask.of(window=(16, 0)), {"kv forward": [16], "kv backward": [16], "dkv_back backward": [16]}),
-        # One token more, and dK and dV go round the whole ring.
-        (Mask.of(window=(17, 0)), {"kv forward": [16] * 2, "kv backward": [16] * 2, "dkv backward": [16] * 3}),
-        # No document lies on two ranks; then one, which begins at the fifth token of the second rank.
-        (Mask.of(documents=[0, 16, 20, 32, 48, 64]), {}),
-        (
-            Mask.of(documents=[0, 16, 20, 33, 48, 64]),
-            {"kv forward": [12], "kv backward": [12], "dkv_back backward": [12]},
-        ),
+        # A window no longer than a rank's 16 tokens reaches the rank before alone.
+        ("ring", Mask.of(window=(5, 0)), (1, 5), ("dkv_back", 1, 5)),
+        ("ring", Mask.of(window=(16, 0)), (1, 16), ("dkv_back", 1, 16)),
+        # One token more, of which one goes two hops; dK and dV go round the whole ring.
+        ("ring", Mask.of(window=(17, 0)), (2, 16 + 1), ("dkv", 3, 3 * 16)),
+        # Of the first rank's two tokens and its last five, the two are needed by all.
+        ("ring", Mask.of(window=(5, 0), prefix=2), (3, 7 + 2 + 2), ("dkv", 3, 3 * 7)),
+        # Chunks of 8: the end of a rank's early chunk is needed one hop on, that of its late one three hops on.
+        ("zigzag", Mask.of(window=(5, 0)), (3, 10 + 5 + 5), ("dkv", 3, 5 + 5 + 10)),
+        # Every rank has the neighbours of every token.
+        ("stripe", Mask.of(window=(5, 0)), (3, 3 * 16), ("dkv", 3, 3 * 16)),
+        # A document that begins at the fifth token of the second rank.
+        ("ring", Mask.of(documents=[0, 16, 20, 33, 48, 64]), (1, 12), ("dkv_back", 1, 12)),
+        # A document over most of the chunks: all tokens of some rank travel, and so they do of all.
+        ("zigzag", Mask.of(documents=[0, 4, 44, 64]), (3, 3 * 16), ("dkv", 3, 3 * 16)),
     ],
 )
-def test_a_ring_sends_what_somebody_needs(mask: Mask, hops: dict[str, list[int]]) -> None:
-    assert run_ranks(4, hops_of, mask) == [hops] * 4
+def test_hops_carry_what_somebody_needs(name: str, mask: Mask, kv: tuple[int, int], dkv: tuple[str, int, int]) -> None:
+    expected = {"kv forward": kv, "kv backward": kv, f"{dkv[0]} backward": dkv[1:]}
+    assert run_ranks(4, rows_sent, name, mask) == [expected] * 4
+
+
+def test_nothing_travels_where_no_document_lies_on_two_ranks() -> None:
+    assert run_ranks(4, rows_sent, "ring", Mask.of(documents=[0, 16, 20, 32, 48, 64])) == [{}] * 4
+
+
+@settings(max_examples=150, deadline=None)
+@given(drawn(), st.sampled_from([2, 4, 8]), st.sampled_from(["contiguous", "zigzag", "stripe"]))
+def test_every_hop_carries_all_that_is_still_needed(drawn_problem: tuple[Problem, Mask], size: int, name: str) -> None:
+    """By the mask, pair by pair; and of a window over contiguous tokens, no more than the rank that needs most."""
+    mask, seq = drawn_problem[1], drawn_problem[0].seq
+    if mask.documents is not None or seq % (2 * size):
+        seq = 16 * size
+        mask = Mask.of(None, mask.window, causal=mask.causal, prefix=mask.prefix)
+    cut, layout, local = cut_of(mask, LAYOUTS[name], size, seq), LAYOUTS[name], seq // size
+    if cut.travel is None:
+        return
+    held = [layout.positions(seq, size, rank).tolist() for rank in range(size)]
+    carried = [cut.travel.taken(rank, torch.arange(local).view(1, -1, 1, 1)).flatten().tolist() for rank in range(size)]
+    for rank in range(size):
+        needed: set[int] = set()
+        for hops in reversed(range(1, size)):
+            queries = held[(rank + hops) % size]
+            needed |= {row for row, key in enumerate(held[rank]) if any(sees(mask, query, key) for query in queries)}
+            assert needed <= {carried[rank][at] for at in cut.travel.kv[hops - 1]}
+        given_back = [(rows.start, rows.stop, x.flatten().tolist()) for rows, x in cut.travel.home(
+            rank, torch.tensor(carried[rank]).view(1, -1, 1, 1))]  # fmt: skip
+        assert all(rows == list(range(start, stop)) for start, stop, rows in given_back)
+        assert needed <= {row for start, stop, _ in given_back for row in range(start, stop)}
