@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from contextlib import AbstractContextManager, nullcontext
 
 from torch.autograd.profiler import profile
 
+from ringprof.strategies.annotate import annotate, heard_by, ring_step
 from tests.strategies.cases import Case, Problem, over_the_ranks
 from tests.strategies.ranks import run_ranks
 
@@ -35,3 +37,17 @@ def test_blocks_merges_sends_and_waits_are_named() -> None:
     # The last rank sees all keys of a causal mask: a block and a merge each step.
     steps = {f"ringprof::fwd/step={step}/{part}" for step in range(WORLD) for part in ("block", "merge")}
     assert {name for name in found[0] if "fwd/" in name} == steps
+
+
+def test_a_listener_hears_the_names_without_a_profiler() -> None:
+    heard: list[str] = []
+
+    def listen(name: str) -> AbstractContextManager[None]:
+        heard.append(name)
+        return nullcontext()
+
+    with heard_by(listen), ring_step("fwd", 2, "block"), annotate("send", "kv"):
+        pass
+    with ring_step("fwd", 3, "block"), annotate("wait", "kv"):
+        pass
+    assert heard == ["fwd/step=2/block", "send"]

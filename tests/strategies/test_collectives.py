@@ -29,6 +29,8 @@ def trades(rank: int) -> list[str]:
     comm = Communicator()
     for size in MEMBERS:
         channel, members = channel_of(comm, size)
+        # As of a group that has NCCL for other tensors than these.
+        channel._has_nccl = size == 2
         for dtype in TYPES:
             mine = torch.stack([piece(rank, other, dtype) for other in members])
             hops = [
@@ -82,6 +84,23 @@ def test_bytes_are_counted_by_the_link_that_they_take():
         assert sent["test", "forward", "all_gather", link] == [1, 30]
         assert sent["test", "forward", "reduce_scatter", link] == [1, 30]
         assert len(sent) == 4
+
+
+def channels(rank: int) -> list[bool]:
+    comm = Communicator()
+    one, other, again = (comm.collective(name)._group for name in ("kv", "dkv", "kv"))
+    return [one is other, one is again]
+
+
+def test_channels_of_one_name_share_a_process_group_and_others_do_not():
+    assert run_ranks(2, channels) == [[False, True]] * 2
+
+
+def test_what_carries_hops_is_told_by_what_was_sent():
+    comm = Communicator()
+    for operation, carrier in (("send_recv", "nccl"), ("copy", "copy")):
+        comm.meter.add("kv", operation, "same_host", 10)
+        assert comm.carried_by == carrier
 
 
 def test_one_rank_sends_nothing():

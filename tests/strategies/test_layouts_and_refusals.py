@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from ringprof.strategies.hops import Ring
 from ringprof.strategies.layouts import LAYOUTS, Block, Grid, Grouped, split_home_block
 from ringprof.strategies.parcels import Parcel
 from ringprof.strategies.registry import parse_parameter
+from ringprof.strategies.usp import USP
 from tests.paths import ROOT
 from tests.strategies.cases import CASES
 from tests.strategies.ranks import run_ranks
@@ -233,7 +235,12 @@ def test_what_fits_is_not_refused(name, size):
 
 @pytest.mark.parametrize(
     ("name", "params"),
-    [("usp", {"placement": "context-first"}), ("allgather", {"layout": "stripe"}), ("ring", {"grad_wire": "mixed"})],
+    [
+        ("usp", {"placement": "context-first"}),
+        ("usp", {"layout": "spiral"}),
+        ("allgather", {"layout": "stripe"}),
+        ("ring", {"grad_wire": "mixed"}),
+    ],
 )
 def test_a_choice_that_there_is_not_is_refused(name, params):
     with pytest.raises(Unfit, match=f"{next(iter(params))}: .* is not "):
@@ -253,6 +260,7 @@ def test_every_parameter_is_described_and_listed(name):
     assert f"\n| {name} |" in guide or f", {name} |" in guide or f"{name}, " in guide
     for parameter in parameters(find(name).load()):
         assert parameter.help, parameter.name
+        assert parameter.name != "deterministic" or parameter.default is False
         if parameter.name not in ("deterministic", "layout"):
             assert f"`{parameter.name}" in guide
 
@@ -289,6 +297,12 @@ def resolved(rank: int) -> list[dict[str, object]]:
     return found
 
 
+def test_one_degree_decides_the_other():
+    assert USP.placed(8, 4) == {"ulysses_degree": 4}
+    assert USP.placed(8, 4, ring_degree=4) == {"ring_degree": 4}
+    assert USP.layout_for(8, ring_degree=2).grid == Grid.of(8, 4, 2, head_first=True)
+
+
 def test_degrees_and_windows_follow_the_hosts():
     for usp, double, burst, one_usp, one_double, one_burst, ring_first, heads, context in run_ranks(4, resolved):
         assert (usp["ulysses_degree"], usp["ring_degree"]) == (2, 2)
@@ -307,3 +321,26 @@ def test_a_hop_can_be_waited_for_once():
     hop.wait()
     with pytest.raises(RuntimeError, match="twice"):
         hop.wait()
+
+
+class _Group:
+    """A process group whose works are what they were asked for."""
+
+    _device_types = (torch.device("cpu"), torch.device("cuda"))
+
+    def send(self, tensors: list[torch.Tensor], to: int, tag: int) -> tuple[str, float, int]:
+        return "send", tensors[0].item(), to
+
+    def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> tuple[str, float, int]:
+        return "recv", tensors[0].item(), source
+
+    def _get_backend(self, device: torch.device) -> SimpleNamespace:
+        return SimpleNamespace(supports_coalescing=device.type == "cuda")
+
+
+def test_all_messages_of_a_hop_are_waited_for():
+    ring: Any = object.__new__(Ring)
+    vars(ring).update(group=_Group(), _next=1, _previous=3)
+    assert ring._coalesces == {"cpu": False, "cuda": True}
+    messages = [[torch.tensor(float(number)) for number in numbers] for numbers in ((10, 11), (20, 21))]
+    assert ring._exchange(*messages) == [("send", 10, 1), ("recv", 20, 3), ("send", 11, 1), ("recv", 21, 3)]

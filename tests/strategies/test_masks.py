@@ -311,6 +311,12 @@ def test_who_takes_no_such_mask_names_those_who_do() -> None:
     )
 
 
+def test_documents_are_not_dealt_out_each_in_stripes() -> None:
+    mask, usp = Mask.of(documents=[0, 4, 16]), find("usp").load()
+    assert usp.unfit_mask(mask, 16, 2, layout="stripe") is None
+    assert "stripe" in usp.unfit_mask(mask, 16, 2, layout="stripe", documents_layout="per_document")
+
+
 def test_one_document_and_no_window_is_the_plain_path() -> None:
     strategy = create("burst", kernel="reference")
     x = torch.randn(1, 8, 2, 4)

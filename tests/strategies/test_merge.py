@@ -122,3 +122,8 @@ def test_rows_without_a_gradient_of_their_own_carry_that_of_the_lse(dtype):
     # What enters dV in place of nothing.
     least = 2**-14 if dtype == torch.float16 else 2**-100
     assert rows[:, 2:6].abs().max() <= least * delta.abs().max() * 1.01
+
+
+def test_what_carries_in_float16_is_at_least_its_smallest_number():
+    dout, delta = torch.zeros(1, 1, 1, 4, dtype=torch.float16), torch.full((1, 1, 1), 2.0**-20)
+    assert merge.rows_that_carry(dout, delta).flatten().tolist() == [2.0**-24, 0.0, 0.0, 0.0]

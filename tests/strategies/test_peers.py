@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
+from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.tensor.experimental
 
-from ringprof.strategies import Unfit, UnknownName, create, find, peers
+from ringprof.strategies import Unfit, UnknownName, create, find, parameters, peers
+from ringprof.strategies.foreign.transformer_engine import TransformerEngineP2P
 from ringprof.strategies.kernels import FlashAttnKernel
 from ringprof.strategies.torch_kernels import CudnnKernel
 from tests.strategies.cases import Case, Problem, dense, over_the_ranks, relative_error
@@ -92,6 +96,35 @@ def _options_left(rank: int) -> Any:
 
 def test_torchs_options_are_as_before() -> None:
     assert run_ranks(2, _options_left) == [True, True]
+
+
+@pytest.mark.parametrize(("rotate", "method"), [("allgather", "ALL_GATHER"), ("alltoall", "ALL_TO_ALL")])
+def test_torchs_ring_rotates_as_asked(rotate: str, method: str) -> None:
+    with create("torch-cp", rotate=rotate)._options(causal=False) as ring:
+        assert ring._cp_options.rotate_method is ring._RotateMethod[method]
+
+
+@pytest.mark.parametrize(("kernel", "fused", "flash"), [("cudnn", "1", "0"), ("flash-attn", "0", "1")])
+def test_transformer_engine_is_told_which_kernel_to_use(
+    kernel: str, fused: str, flash: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("NVTE_FUSED_ATTN", "NVTE_FLASH_ATTN", "NVTE_ALLOW_NONDETERMINISTIC_ALGO"):
+        monkeypatch.setenv(name, "unset")
+    strategy: Any = object.__new__(TransformerEngineP2P)
+    made = SimpleNamespace(name=kernel)
+    vars(strategy).update(kernel_for=lambda q: made, _deterministic=False, _module=lambda *_: lambda q, k, v: q)
+    x = torch.zeros(1, 4, 2, 8)
+    assert strategy.call(x, x, x, causal=True, scale=1.0).shape == x.shape
+    assert (os.environ["NVTE_FUSED_ATTN"], os.environ["NVTE_FLASH_ATTN"]) == (fused, flash)
+
+
+def test_peers_are_not_deterministic_unless_asked() -> None:
+    for name in peers():
+        module, _, peer = find(name).target.partition(":")
+        (default,) = (
+            one.default for one in parameters(getattr(import_module(module), peer)) if one.name == "deterministic"
+        )
+        assert default is False, name
 
 
 def _refusals(rank: int) -> list[str]:

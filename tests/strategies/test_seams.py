@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import Any
 
 import pytest
@@ -9,11 +10,13 @@ import torch
 from torch import Tensor
 
 from ringprof.strategies import create
+from ringprof.strategies.base import _heads_together
 from ringprof.strategies.kernel import Kernel
-from ringprof.strategies.kernels import ReferenceKernel
+from ringprof.strategies.kernels import KERNELS, ReferenceKernel
 from ringprof.strategies.parcels import Parcel, Shapes, side_by_side
+from ringprof.strategies.parts import Part
 from ringprof.strategies.plan_check import plausible
-from ringprof.strategies.torch_kernels import CpuFlashKernel
+from ringprof.strategies.torch_kernels import CpuFlashKernel, _added_to_scores
 from tests.strategies.cases import CASES, Problem, dense, inputs, over_the_ranks, relative_error
 from tests.strategies.ranks import run_ranks
 
@@ -203,3 +206,43 @@ def test_gradients_of_a_softmax_with_one_key_are_rounding_and_no_sign_of_a_wrong
     # As if O were read with other strides: other rows, other heads.
     assert not seen(out.roll(7, 1).contiguous())
     assert not seen(out.flip(2).contiguous())
+
+
+def test_a_kernel_is_made_once_for_all_that_it_computes():
+    strategy = create("ring", kernel="auto")
+    one, other, half = (
+        strategy.kernel_for(torch.zeros(1, 4, 2, head_dim, dtype=dtype))
+        for head_dim, dtype in ((8, torch.float32), (16, torch.float32), (8, torch.float64))
+    )
+    assert one is other is half and strategy.kernels() == [one]
+    assert strategy.kernel_for(torch.zeros(1, 4, 2, 8), softcap=2.0) is not one
+
+
+def test_what_lies_in_order_is_taken_as_it_is():
+    """Also where a dimension of one element has a stride of no meaning."""
+    q = torch.empty(5, 4, 3, 8).transpose(0, 1)[::2, :1]
+    assert q.shape == (2, 1, 3, 8) and not q.is_contiguous() and _heads_together(q) is q
+
+
+def test_a_mask_lies_where_the_tensors_do():
+    with torch.device("meta"):
+        assert _added_to_scores(Part(0, 2, 0, 2, right=0), torch.zeros(1, device="cpu")).tolist() == [[0, -inf], [0, 0]]
+
+
+@pytest.mark.parametrize(
+    ("name", "grouped_heads", "dense_rows", "windows", "deterministic"),
+    [
+        ("flash-attn", True, False, True, True),
+        ("flash-attn-3", True, False, True, True),
+        ("flash-attn-4", True, False, False, False),
+        ("cudnn", True, True, False, False),
+        ("torch-flash", False, True, True, True),
+        ("torch-efficient", False, True, False, False),
+        ("cpu-flash", False, True, True, True),
+    ],
+)
+def test_what_each_kernel_takes(name, grouped_heads, dense_rows, windows, deterministic):
+    """As their makers say."""
+    kernel = KERNELS[name]
+    assert kernel.grouped_heads is grouped_heads and kernel.dense_rows is dense_rows
+    assert kernel.takes_windows is windows and kernel.has_deterministic_mode is deterministic

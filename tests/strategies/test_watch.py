@@ -87,3 +87,9 @@ def test_a_ring_that_nobody_has_any_more_is_not_looked_at():
     gc.collect()
     watch.look()
     watch.refuse()
+
+
+def test_the_watch_keeps_no_process_alive():
+    watch = watch_at(0.0)
+    watch.add(Ring(None, {}))
+    assert watch._thread is not None and watch._thread.daemon

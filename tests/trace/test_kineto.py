@@ -328,6 +328,8 @@ LAUNCH = {**OPERATOR, "cat": "cuda_runtime", "name": "cudaLaunchKernel", "args":
         ([OPERATOR, LAUNCH], {}, True),
         ([OPERATOR], {"deviceProperties": [GPU]}, True),
         ([OPERATOR, LAUNCH, kernel(0)], {"deviceProperties": [GPU]}, False),
+        ([OPERATOR, LAUNCH], {"distributedInfo": {"backend": "gloo", "rank": 0}}, True),
+        ([OPERATOR, {**LAUNCH, "name": "cudaGetDeviceCount"}], {"distributedInfo": {"backend": "gloo"}}, False),
         # A run by gloo, on a machine that has a GPU for others.
         ([OPERATOR], {"deviceProperties": [GPU], "distributedInfo": {"backend": "gloo", "rank": 0}}, False),
         ([OPERATOR], {"deviceProperties": [], "distributedInfo": {"backend": "gloo", "rank": 0}}, False),

@@ -10,8 +10,11 @@ import pytest
 from msgspec.structs import replace
 
 from ringprof.errors import TraceFormatError
+from ringprof.trace import checks
 from ringprof.trace.columns import NONE, Trace
 from ringprof.trace.kineto import parse_trace
+from ringprof.trace.kineto.event_list import decode_event
+from ringprof.trace.kineto.event_tables import Collector
 from ringprof.trace.ranks import read_traces
 from ringprof.trace.reduced import parse_reduced, reduce_trace
 from tests.analysis.build import FLASH, Builder, collective
@@ -169,3 +172,39 @@ def test_no_part_of_a_reduced_trace_lasts_over_73_years() -> None:
     assert through(1 << 61).annotations.end_ns.tolist() == [1 << 61]
     with pytest.raises(TraceFormatError, match="73 years"):
         through((1 << 61) + 1024)
+
+
+# --- what is kept, counted and told -----------------------------------------------------------------------
+
+
+def test_ranks_named_by_groups_count_for_each_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = Builder().run("send", 0, 10, launched=1, own=collective("send", group_ranks=None)).trace()
+    trace = replace(trace, groups={"cp": (0, 1, 2, 3)})
+    monkeypatch.setattr(checks, "NAMED_LIMIT", 4)
+    assert checks.refuse_unsound(trace) is trace
+    monkeypatch.setattr(checks, "NAMED_LIMIT", 3)
+    with pytest.raises(TraceFormatError, match="name over 3 ranks"):
+        checks.refuse_unsound(trace)
+
+
+def test_a_kernel_over_eight_others_of_its_stream_is_told_of_its_rank() -> None:
+    builder = Builder().run(FLASH, 0, 1000).run(FLASH, 0, 1000, stream=8)
+    for number in range(8):
+        builder.run(FLASH, 10 + number, 11 + number)
+    (caveat,) = checks.overlaps(builder.trace().activities, 5)
+    assert (caveat.code, caveat.rank, caveat.count) == ("overlapping_kernels", 5, 1)
+
+
+def test_a_host_has_4096_devices_at_most() -> None:
+    assert len(parse_trace(document([kernel(0)], deviceProperties=[{}] * 4097)).devices) == 4096
+
+
+def test_a_name_counts_for_memory_once() -> None:
+    taken: list[int] = []
+    collector = Collector(taken.append, every_operator=False)
+    spent = []
+    for _ in range(2):
+        collector.add([decode_event(json.dumps(kernel(0, name="k" * 1_000_000)))])
+        collector.flush()
+        spent.append(sum(taken))
+    assert spent[0] > 1_000_000 > spent[1] - spent[0]

@@ -188,6 +188,19 @@ def test_a_hole_in_the_middle_costs_only_itself(monkeypatch):
     assert "damaged_events" in {warning.code for warning in holed.warnings}
 
 
+def test_only_what_escapes_nothing_is_mended():
+    trace = parse_trace(TEN.replace(b'"k4"', rb'"k\u00E9\q"'))
+    assert trace.names[trace.activities.name[4]] == "ké\\q"
+
+
+def test_after_a_repaired_event_others_are_looked_for_as_far_as_before():
+    """Half a megabyte of nothing, of four that may be looked at."""
+    data = ten(args={"x": float("nan"), "stream": 9})
+    begin, end = data.index(b'"k6"'), data.index(b'"k7"')
+    trace = parse_trace(data[:begin] + b"\0" * (1 << 19) + data[end:])
+    assert {"k4", "k5", "k8", "k9"} <= set(trace.names)
+
+
 # --- mutations --------------------------------------------------------------------------------------
 
 SAMPLE = gzip.decompress(REAL[0].read_bytes())

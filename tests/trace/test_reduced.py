@@ -13,7 +13,7 @@ from ringprof.limits import Limits, MemoryBudget, MemoryLimitError
 from ringprof.trace.columns import CommRecord, Trace
 from ringprof.trace.kineto import parse_trace, read_trace
 from ringprof.trace.ranks import read_traces
-from ringprof.trace.reduced import MAGIC, parse_reduced, reduce_trace
+from ringprof.trace.reduced import MAGIC, parse_reduced, reduce_file, reduce_trace
 from tests.paths import DATA
 from tests.trace.kineto_text import REAL, TEN, document, kernel
 
@@ -208,3 +208,11 @@ def test_every_cut_and_damage_is_told():
             else:
                 # zlib's own checksum covers the stream: what passes is what was written.
                 assert_same(trace, read_trace(REAL[0]))
+
+
+def test_what_cannot_be_read_is_not_reduced(tmp_path):
+    trace, target = tmp_path / "rank0.json", tmp_path / "rank0.ringprof"
+    trace.write_bytes(b"no trace")
+    assert not reduce_file(trace, target) and not target.exists()
+    trace.write_bytes(TEN)
+    assert reduce_file(trace, target) and len(parse_reduced(target.read_bytes()).activities.start_ns) == 10

@@ -36,6 +36,8 @@ def slow(text: str) -> int:
         ('"N/A"', MISSING),
         ("NaN", MISSING),
         ("9" * 5000, MISSING),
+        ("1." + "0" * 58, 1_000),
+        ("1." + "0" * 59, MISSING),
         ("1e999999999", LARGEST_NS),
         ("-1e40", -LARGEST_NS),
         ("1e-999999999", 0),

@@ -74,3 +74,10 @@ def test_why_a_contiguous_ring_is_slower_is_said():
         r"\+69\.\d % imbalance between ranks, .*; by ring step \+50.7 % exposed in backward steps 1, 2, 4$",
         found.changes.sentence(),
     )
+
+
+def test_one_step_is_named_in_the_singular():
+    parts = (Change("exposed_wire", 20.0, 11.0, -0.09),)
+    steps = (Change("fwd 1", 9.0, 4.0, -0.05), Change("fwd 2", 1.0, 1.0, 0.0))
+    said = RunChanges(parts, steps, ()).sentence()
+    assert said == "-9.0 % exposed wire; by ring step -5.0 % exposed in forward step 1"

@@ -96,6 +96,11 @@ def test_what_is_not_complete_gives_no_figures(broken):
     assert rates.controls is None and rates.solo_tflops is None and rates.tflops is not None
 
 
+def test_a_nanosecond_is_a_time():
+    controls = found(solo_ns=[[1]] * 4).summary.rates.controls
+    assert controls is not None and controls.solo_ns == 1
+
+
 def test_without_controls_there_is_no_solo_rate():
     run = recorded_run()
     rates = summarise(attribute([b.trace() for b in ring_with_compute()], run)).rates

@@ -235,3 +235,19 @@ def test_one_run_against_recordings_of_another():
 def test_two_measurements_of_each_say_how_sure_they_are():
     assert ratio_interval([[1.0, 1.1]], [[2.0, 2.2]]) is not None
     assert ratio_interval([[1.0]], [[2.0, 2.2]]) is None
+
+
+@pytest.mark.parametrize(("counts", "student"), [((2, 2), 4.303), ((2, 3), 3.182), ((4, 5), 2.365)])
+def test_few_measurements_widen_the_interval_as_students_t_does(counts, student, monkeypatch):
+    """Without scatter, each side off by a standard deviation of 0.1; one degree of freedom less would be 12.7, 4.3."""
+    monkeypatch.setattr(uncertainty, "drift", lambda values: 0.1)
+    low, high = interval([[1.0] * counts[0]], [[1.0] * counts[1]])
+    assert math.log(high) == pytest.approx(student * 0.1 * math.sqrt(2), rel=0.1)
+    assert math.log(low) == pytest.approx(-student * 0.1 * math.sqrt(2), rel=0.1)
+
+
+def test_drift_is_what_the_parts_are_apart_beyond_their_scatter():
+    # Medians 0.005 three times and 1.005: a variance of 1/4. The median distance from the median is 0.01.
+    by_chance = math.pi / 2 * (1.4826 * 0.01) ** 2 * 4 / 8
+    found = uncertainty.drift(np.array([0, 0.01, 0, 0.01, 0, 0.01, 1, 1.01]))
+    assert found == pytest.approx(math.sqrt(0.25 - by_chance), rel=1e-9)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from ringprof.analysis.findings.findings import findings_in_memory
+from ringprof.analysis.findings.job import exposed_in_words
+from ringprof.analysis.findings.verdict import _more_work, _worst_step
 from ringprof.scale.pipeline import attribute
 from tests.analysis.build import FLASH, Builder, collective
 from tests.analysis.rings import MERGE, everybody, ring_pass
@@ -261,3 +265,30 @@ def test_without_a_loss_the_kernel_is_named_with_what_a_tenth_of_it_is():
 
 def test_a_step_that_only_computes_matrix_products_has_no_next_step():
     assert step_of(Builder(world_size=1).run("ampere_sgemm_128x64_nn", 0, 600, launched=1)) is None
+
+
+def test_one_process_communicates_nothing():
+    b = Builder(world_size=1).mark("ProfilerStep#1", 0, 1000).operate("aten::mm", 0, 500)
+    assert verdict(b)[0] == "one process: nothing is communicated"
+
+
+@pytest.mark.parametrize(("causal", "work"), [(True, "causal work"), (False, "work")])
+def test_more_work_is_called_causal_where_a_causal_mask_makes_it(causal, work):
+    run = SimpleNamespace(block_flops=lambda: {0: 1e9, 1: 3e9}, workload=SimpleNamespace(causal=causal))
+    found: Any = SimpleNamespace(attribution=SimpleNamespace(run=run))
+    rank: Any = SimpleNamespace(rank=0)
+    assert _more_work(found, rank) == f"with up to 3 times its {work}"
+
+
+def test_no_step_is_worst_where_none_exposes_anything():
+    found: Any = SimpleNamespace(exposed_by_step={("fwd", 0): (0, 1), ("fwd", 1): (0, 1)})
+    assert _worst_step(found) == ""
+
+
+def test_what_no_group_is_known_of_is_named_without_one():
+    by_group = {("all_reduce", ""): 70, ("send_recv", "cp"): 30}
+    rank = SimpleNamespace(
+        exposed=SimpleNamespace(by_group=by_group), blocked_ns={}, breakdown=SimpleNamespace(wall_ns=1000)
+    )
+    found: Any = SimpleNamespace(ranks=[rank])
+    assert exposed_in_words(found) == "7.0 % all-reduce, 3.0 % send/recv of group cp"

@@ -223,6 +223,7 @@ OF_OTHER_JOBS = {
         "kPreconditionOptimizer32bit1State",
     ],
     "embedding": ["split_embedding_backward_codegen_rowwise_adagrad_unweighted_exact_kernel"],
+    "send_recv": ["void deep_ep::pp_send_impl<8>", "void deep_ep::pp_recv_impl<8>"],
     "all_reduce": ["all-reduce-start.1"],
     "all_gather": ["all-gather-start"],
     "all_to_all": ["ragged-all-to-all", "pplx::a2a dispatchKernel", "EpDispatchIntraNodeKernel"],
@@ -275,6 +276,7 @@ def test_every_family_is_told_by_its_name(kind, name):
         ("ringprof_row_product", ""),
         ("nvjet_hsh_128x256_64x4_2x1_v_bz_coopA_TNT", "cuBLAS"),
         ("__amd_rocclr_copyBuffer", "ROCm"),
+        ("hstu_bwd_kernel", "HSTU"),
     ],
 )
 def test_whose_kernel_it_is(name, family):

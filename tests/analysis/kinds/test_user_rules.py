@@ -34,6 +34,7 @@ def test_comments_and_empty_lines_count_for_nothing():
         ("ring_*_bf16", "ring_push_bf16", True),
         ("ring_????_bf16", "ring_push_bf16", True),
         ("k<float>[1]", "void k<float>[1]()", True),
+        ("void a kernel", "void another kernel()", False),
         ("a.c", "abc", False),
         ("*(int*)*", "void k(int*, float)", True),
         ("*ab*ab", "xabab", True),

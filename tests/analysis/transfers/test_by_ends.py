@@ -100,3 +100,11 @@ def test_hosts_with_clocks_of_their_own_need_several_kernels(count):
     second = [(start + MS + later, end + later) for start, end in first]
     attribution = of(reduces(0, first, host="a"), reduces(1, second, host="b"))
     assert ("matched_by_ends" in codes(attribution)) == (count == 3)
+
+
+def test_the_spread_is_that_around_the_first_rank():
+    # 4 us after rank 0 and 3 us before it: 7 us apart from each other.
+    ends = [4 * MS, 4 * MS + 4 * US, 4 * MS - 3 * US]
+    attribution = of(*(reduces(rank, [(1 * MS, end)] * 2, world=3) for rank, end in enumerate(ends)))
+    (said,) = (warning for warning in attribution.warnings if warning.code == "matched_by_ends")
+    assert "within 4.0 us" in said.message

@@ -12,8 +12,14 @@ from msgspec.structs import replace
 
 from ringprof.analysis.transfers.clocks import (
     Meetings,
+    Spread,
     Traffic,
     TrafficSamples,
+    TrafficSummary,
+    _by_messages,
+    _fit_together,
+    _Reading,
+    _readings,
     collect,
     collect_meetings,
     fit_ways,
@@ -237,3 +243,31 @@ def test_of_many_hosts_each_is_compared_with_the_first_and_with_its_neighbours()
     collect_meetings({host: Meetings(one, one + 1, one + 2) for host in range(40)}, "all_reduce", found)
     compared = {pair for pair, samples in found.items() if samples.together}
     assert compared == {(0, other) for other in range(1, 40)} | {(host, host + 1) for host in range(39)}
+
+
+# --- readings and their weights --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ends", "read"),
+    [
+        (Spread(10, 30, 3), [(-20.0, 10.0 + 50_000)]),
+        (Spread(10, 30, 2), []),
+        (Spread(0, 4_000_000, 3), []),
+    ],
+)
+def test_ends_one_way_tell_where_three_are_within_two_ms(ends, read):
+    found = _readings(0, 1, TrafficSummary(ends=ends), TrafficSummary())
+    assert [(one.offset_ns, one.width_ns) for one in found] == read
+
+
+@pytest.mark.parametrize(("number", "between"), [(3, (-50_000, 50_020)), (2, (-np.inf, np.inf))])
+def test_ends_both_ways_tell_from_three_on(number, between):
+    there, back = (TrafficSummary(ends=Spread(*ends, number)) for ends in ((0, 10), (-20, -5)))
+    assert _by_messages(there, back) == between
+
+
+def test_the_surer_reading_counts_more():
+    """Weights 1 and 1/2, squared in least squares: (100 + 400 / 4) / (1 + 1/4)."""
+    readings = [_Reading(0, 1, 100.0, 1_000.0, lags=False), _Reading(0, 1, 400.0, 2_000.0, lags=False)]
+    assert _fit_together(readings, 2).offsets == pytest.approx([0.0, 160.0])

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ringprof.analysis.transfers.hops import hop_totals
+from ringprof.analysis.transfers.hops import _joined, hop_totals
+from ringprof.analysis.transfers.matching import refusal_of_collective
 from ringprof.scale.pipeline import attribute
 from tests.analysis.build import FLASH, NCCL, Builder, collective
 
@@ -289,3 +290,14 @@ def test_what_leaves_a_rank_in_an_all_to_all(split, sent):
     own = collective("all_to_all", group_ranks=(0, 1, 2), group_size=3, in_split=split)
     b = Builder(world_size=3).run(NCCL, 0, 10, launched=1, own=own, stream=20)
     assert attribution_of([b]).ranks[0].splits[0].transfer.sent_bytes == sent
+
+
+def test_spans_that_touch_are_one():
+    assert _joined([(5, 9), (0, 5), (11, 12)]) == [(0, 9), (11, 12)]
+
+
+@pytest.mark.parametrize(
+    ("counts", "reason"), [({0: 3, 1: 3}, ""), ({0: 3, 1: 4}, "counts_differ"), ({0: 3}, "counts_differ")]
+)
+def test_ranks_of_a_group_must_call_equally_often(counts, reason):
+    assert refusal_of_collective(("cp", (0, 1)), {0, 1}, counts) == reason
