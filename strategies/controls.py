@@ -53,8 +53,6 @@ class TensorView:
     @property
     def span(self) -> int:
         """Elements from the first to the last."""
-        if 0 in self.size:
-            return 0
         return 1 + sum((size - 1) * stride for size, stride in zip(self.size, self.stride, strict=True))
 
 

@@ -1,14 +1,15 @@
-"""flash-attn 3 and 4 through stand-ins: the published names, signatures and layouts, dense attention inside.
+"""Kernels for GPUs through stand-ins: the published names, signatures and layouts, dense attention inside.
 
-Signatures of Dao-AILab/flash-attention: hopper/flash_attn_interface.py and flash_attn/cute/interface.py. What a real
-package computes is not held here: neither could be run.
+Signatures of Dao-AILab/flash-attention: flash_attn/flash_attn_interface.py, hopper/flash_attn_interface.py and
+flash_attn/cute/interface.py; and of torch's aten/src/ATen/native/native_functions.yaml. What the real ones compute is
+not held here: flash-attn 3 and 4 could not be run, the others are in `test_gpu`.
 """
 
 from __future__ import annotations
 
 import sys
 from itertools import pairwise
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ringprof.mask import Mask
+from ringprof.strategies import kernels, torch_kernels
 from ringprof.strategies.cut import cut_of
 from ringprof.strategies.kernels import KERNELS, ReferenceKernel
 from ringprof.strategies.layouts import LAYOUTS
@@ -72,6 +74,126 @@ def _bwd3(
     return torch.zeros(1)
 
 
+def _fwd2(
+    q: Tensor, k: Tensor, v: Tensor, out: Any, alibi_slopes: Any, p_dropout: float, softmax_scale: float,
+    is_causal: bool, window_left: int, window_right: int, softcap: float, return_softmax: bool, gen: Any,
+) -> tuple[Tensor, Tensor, None, None]:  # fmt: skip
+    assert (p_dropout, window_left, window_right, return_softmax) == (0.0, -1, -1, False)
+    return *ReferenceKernel(softcap=softcap).forward(q, k, v, scale=softmax_scale, causal=is_causal), None, None
+
+
+def _bwd2(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor, dq: Any, dk: Tensor, dv: Tensor,
+    alibi_slopes: Any, p_dropout: float, softmax_scale: float, is_causal: bool, window_left: int, window_right: int,
+    softcap: float, deterministic: bool, gen: Any, rng_state: Any,
+) -> tuple[Tensor, Tensor, Tensor, None]:  # fmt: skip
+    assert (dq, p_dropout, window_left, window_right) == (None, 0.0, -1, -1)
+    kernel = ReferenceKernel(softcap=softcap)
+    dq, *found = kernel.backward(dout, q, k, v, softmax_lse, out=out, scale=softmax_scale, causal=is_causal)
+    return dq, dk.copy_(found[0]), dv.copy_(found[1]), None
+
+
+def _varlen_fwd2(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: int, max_seqlen_k: int,
+    dropout_p: float, softmax_scale: float, causal: bool, window_size_left: int = -1, window_size_right: int = -1,
+    softcap: float = 0.0, alibi_slopes: Any = None, return_softmax: bool = False,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    assert dropout_p == 0.0 and not return_softmax
+    return _fwd3(
+        q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k, softmax_scale=softmax_scale, causal=causal, window_size_left=window_size_left,
+        window_size_right=window_size_right, softcap=softcap,
+    )  # fmt: skip
+
+
+def _varlen_bwd2(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor, dq: Tensor, dk: Tensor, dv: Tensor,
+    cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: int, max_seqlen_k: int, dropout_p: float, softmax_scale: float,
+    causal: bool, window_size_left: int, window_size_right: int, softcap: float, alibi_slopes: Any,
+    deterministic: bool,
+) -> Tensor:  # fmt: skip
+    assert dropout_p == 0.0
+    return _bwd3(
+        dout, q, k, v, out, softmax_lse, cu_seqlens_q, cu_seqlens_k, dq=dq, dk=dk, dv=dv, softmax_scale=softmax_scale,
+        is_causal=causal, window_size_left=window_size_left, window_size_right=window_size_right, softcap=softcap,
+    )  # fmt: skip
+
+
+def _swapped(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Heads before the sequence, as torch's own kernels have them, and back."""
+    return tuple(x.transpose(1, 2) for x in tensors)
+
+
+class _Aten:
+    """torch's operators of attention, without dropout."""
+
+    @staticmethod
+    def _scaled_dot_product_flash_attention(
+        q: Tensor, k: Tensor, v: Tensor, dropout_p: float, is_causal: bool, return_debug_mask: bool, *, scale: float
+    ) -> tuple[Tensor, Tensor, None]:
+        assert dropout_p == 0.0 and not return_debug_mask
+        out, lse = ReferenceKernel().forward(*_swapped(q, k, v), scale=scale, causal=is_causal)
+        return *_swapped(out), lse, None
+
+    @staticmethod
+    def _scaled_dot_product_flash_attention_backward(
+        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cum_seq_q: Any, cum_seq_k: Any,
+        max_q: int, max_k: int, dropout_p: float, is_causal: bool, seed: Tensor, offset: Tensor, *, scale: float,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        assert (max_q, max_k, dropout_p, seed.shape, offset.dim()) == (q.shape[2], k.shape[2], 0.0, (2,), 0)
+        dout, q, k, v, out = _swapped(dout, q, k, v, out)
+        return _swapped(*ReferenceKernel().backward(dout, q, k, v, lse, out=out, scale=scale, causal=is_causal))
+
+    @staticmethod
+    def _scaled_dot_product_cudnn_attention(
+        q: Tensor, k: Tensor, v: Tensor, bias: Any, compute_lse: bool, dropout_p: float, is_causal: bool,
+        return_debug_mask: bool, *, scale: float,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        assert q.shape[2] * k.shape[2] > 1, "cuDNN refuses one query with one key"
+        assert compute_lse and bias is None
+        out, lse, _ = _Aten._scaled_dot_product_flash_attention(
+            q, k, v, dropout_p, is_causal, return_debug_mask, scale=scale
+        )
+        return out, lse.unsqueeze(-1)
+
+    @staticmethod
+    def _scaled_dot_product_cudnn_attention_backward(
+        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, seed: Tensor, offset: Tensor,
+        bias: Any, cum_seq_q: Any, cum_seq_k: Any, max_q: int, max_k: int, dropout_p: float, is_causal: bool, *,
+        scale: float,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        assert q.shape[2] * k.shape[2] > 1, "cuDNN refuses one query with one key"
+        return _Aten._scaled_dot_product_flash_attention_backward(
+            dout, q, k, v, out, lse.squeeze(-1), cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal,
+            torch.empty(2), seed, scale=scale,
+        )  # fmt: skip
+
+    @staticmethod
+    def _flash_attention_forward(
+        q: Tensor, k: Tensor, v: Tensor, cum_seq_q: Any, cum_seq_k: Any, max_q: int, max_k: int, dropout_p: float,
+        is_causal: bool, return_debug_mask: bool, *, scale: float, window_size_left: int, window_size_right: int,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        assert not return_debug_mask
+        return _varlen_fwd2(
+            q, k, v, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, scale, is_causal, window_size_left,
+            window_size_right,
+        )  # fmt: skip
+
+    @staticmethod
+    def _flash_attention_backward(
+        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cum_seq_q: Any, cum_seq_k: Any,
+        max_q: int, max_k: int, dropout_p: float, is_causal: bool, rng_state: Tensor, unused: Tensor, *, scale: float,
+        window_size_left: int, window_size_right: int,
+    ) -> list[Tensor]:  # fmt: skip
+        assert rng_state.shape == (2,)
+        found = [torch.empty_like(x) for x in (q, k, v)]
+        _varlen_bwd2(
+            dout, q, k, v, out, lse, *found, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, scale, is_causal,
+            window_size_left, window_size_right, 0.0, None, False,
+        )  # fmt: skip
+        return found
+
+
 def _fwd4(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Any = None, cu_seqlens_k: Any = None, seqused_q: Any = None,
     seqused_k: Any = None, max_seqlen_q: int | None = None, max_seqlen_k: int | None = None, page_table: Any = None,
@@ -103,8 +225,18 @@ def packages(monkeypatch: pytest.MonkeyPatch) -> None:
     interface = ModuleType("flash_attn.cute.interface")
     vars(interface).update(_flash_attn_fwd=_fwd4, _flash_attn_bwd=_bwd4)
     vars(cute).update(interface=interface)
-    for module in (three, four, cute, interface):
+    two = ModuleType("flash_attn.flash_attn_interface")
+    vars(two).update(
+        flash_attn_gpu=SimpleNamespace(fwd=_fwd2, bwd=_bwd2), _flash_attn_varlen_forward=_varlen_fwd2,
+        _flash_attn_varlen_backward=_varlen_bwd2,
+    )  # fmt: skip
+    vars(four).update(flash_attn_interface=two)
+    for module in (two, three, four, cute, interface):
         monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(kernels, "_flash_attn", lambda: two.flash_attn_gpu)
+    monkeypatch.setattr(torch_kernels, "aten", _Aten)
+    # Where torch is built without CUDA there is no such function.
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
 
 WHOLE = [Mask(), Mask(causal=False)]
@@ -118,6 +250,10 @@ PARTS = [
 @pytest.mark.parametrize(
     ("name", "softcap", "masks"),
     [
+        ("torch-flash", 0.0, WHOLE + PARTS),
+        ("cudnn", 0.0, WHOLE + PARTS[:1]),
+        ("flash-attn", 0.0, WHOLE + PARTS),
+        ("flash-attn", 2.0, WHOLE + PARTS),
         ("flash-attn-3", 0.0, WHOLE + PARTS),
         ("flash-attn-3", 2.0, WHOLE + PARTS),
         ("flash-attn-4", 0.0, WHOLE + PARTS[:1]),

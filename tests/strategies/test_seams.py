@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ringprof.strategies import create
 from ringprof.strategies.base import _heads_together
+from ringprof.strategies.controls import Listener, TensorView
 from ringprof.strategies.kernel import Kernel
 from ringprof.strategies.kernels import KERNELS, ReferenceKernel
 from ringprof.strategies.parcels import Parcel, Shapes, side_by_side
@@ -246,3 +247,29 @@ def test_what_each_kernel_takes(name, grouped_heads, dense_rows, windows, determ
     kernel = KERNELS[name]
     assert kernel.grouped_heads is grouped_heads and kernel.dense_rows is dense_rows
     assert kernel.takes_windows is windows and kernel.has_deterministic_mode is deterministic
+
+
+def test_a_listener_keeps_how_what_a_kernel_was_given_lies():
+    """``delta`` as such for a kernel that takes it, else the output that it is made to; sizes with their strides."""
+    torch.manual_seed(0)
+    q, dout, k, v = (torch.randn(2, 4, heads, 8) for heads in (2, 2, 1, 1))
+    lse, delta = torch.randn(2, 2, 4), torch.randn(2, 2, 4)
+    rows, heads = (2, 2, 4), (2, 4, 2, 8)
+    for kernel, taken in (
+        (ReferenceKernel(), (None, TensorView(rows, (8, 4, 1), torch.float32))),
+        (CpuFlashKernel(), (TensorView(heads, (64, 16, 8, 1), torch.float32), None)),
+    ):
+        listener = Listener(kernel)
+        listener.forward(q[:, :2], k, v, scale=0.5, causal=False)
+        listener.backward(dout, q, k, v, lse, delta=delta, scale=0.5, causal=True)
+        forward, backward = listener.heard
+        assert forward.q == TensorView((2, 2, 2, 8), (64, 16, 8, 1), torch.float32) and forward.rows is None
+        assert backward.rows is not None and (backward.rows.out, backward.rows.delta) == taken
+        listener.backward(dout, q, k, v, lse, out=dout, scale=0.5, causal=True)
+        last = listener.heard[-1].rows
+        assert last is not None and last.delta is None and last.out == TensorView.of(dout)
+
+
+def test_the_span_of_a_view_is_from_its_first_element_to_its_last():
+    x = torch.empty(5, 4, 8)
+    assert [TensorView.of(one).span for one in (x, x[:, :2], x.transpose(0, 2), x[:, 1])] == [160, 144, 160, 136]

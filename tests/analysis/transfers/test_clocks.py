@@ -17,6 +17,7 @@ from ringprof.analysis.transfers.clocks import (
     TrafficSamples,
     TrafficSummary,
     _by_messages,
+    _equations,
     _fit_together,
     _Reading,
     _readings,
@@ -271,3 +272,4 @@ def test_the_surer_reading_counts_more():
     """Weights 1 and 1/2, squared in least squares: (100 + 400 / 4) / (1 + 1/4)."""
     readings = [_Reading(0, 1, 100.0, 1_000.0, lags=False), _Reading(0, 1, 400.0, 2_000.0, lags=False)]
     assert _fit_together(readings, 2).offsets == pytest.approx([0.0, 160.0])
+    assert [one.tolist() for one in _equations(readings, 2)] == [[[-1.0, 1.0, 0.0], [-0.5, 0.5, 0.0]], [1.0, 0.5]]
