@@ -89,8 +89,8 @@ def _bwd2(
 ) -> tuple[Tensor, Tensor, Tensor, None]:  # fmt: skip
     assert (dq, p_dropout, window_left, window_right) == (None, 0.0, -1, -1)
     kernel = ReferenceKernel(softcap=softcap)
-    dq, *found = kernel.backward(dout, q, k, v, softmax_lse, out=out, scale=softmax_scale, causal=is_causal)
-    return dq, dk.copy_(found[0]), dv.copy_(found[1]), None
+    found = kernel.backward(dout, q, k, v, softmax_lse, out=out, scale=softmax_scale, causal=is_causal)
+    return found[0], dk.copy_(found[1]), dv.copy_(found[2]), None
 
 
 def _varlen_fwd2(
@@ -133,7 +133,7 @@ class _Aten:
     ) -> tuple[Tensor, Tensor, None]:
         assert dropout_p == 0.0 and not return_debug_mask
         out, lse = ReferenceKernel().forward(*_swapped(q, k, v), scale=scale, causal=is_causal)
-        return *_swapped(out), lse, None
+        return out.transpose(1, 2), lse, None
 
     @staticmethod
     def _scaled_dot_product_flash_attention_backward(
@@ -186,12 +186,12 @@ class _Aten:
         window_size_left: int, window_size_right: int,
     ) -> list[Tensor]:  # fmt: skip
         assert rng_state.shape == (2,)
-        found = [torch.empty_like(x) for x in (q, k, v)]
+        dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
         _varlen_bwd2(
-            dout, q, k, v, out, lse, *found, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, scale, is_causal,
+            dout, q, k, v, out, lse, dq, dk, dv, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, scale, is_causal,
             window_size_left, window_size_right, 0.0, None, False,
         )  # fmt: skip
-        return found
+        return [dq, dk, dv]
 
 
 def _fwd4(

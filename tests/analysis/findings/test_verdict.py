@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from ringprof.analysis.findings.findings import findings_in_memory
-from ringprof.analysis.findings.job import exposed_in_words
 from ringprof.analysis.findings.verdict import _more_work, _worst_step
+from ringprof.analysis.findings.verdict_words import exposed_in_words
 from ringprof.scale.pipeline import attribute
 from tests.analysis.build import FLASH, Builder, collective
 from tests.analysis.rings import MERGE, everybody, ring_pass
