@@ -62,13 +62,14 @@ def test_a_device_annotation_is_of_the_device_in_its_arguments() -> None:
     ("stated", "kept"),
     [
         (2**31 - 1, 2**31 - 1),
-        (2**31 + 5, 5),
+        (0x55835C8A2100, 0x5C8A2100),
         (-(2**31) + 1, -(2**31) + 1),
-        (-(2**31) + 5, -(2**31) + 5),
+        (2**64, NONE),
         ("stream 12", 12),
     ],
 )
-def test_streams_are_numbers_of_32_bits_and_of_pointers_the_lower_bits(stated: object, kept: int) -> None:
+def test_streams_are_numbers_of_32_bits(stated: object, kept: int) -> None:
+    """Of pointers, as ROCm writes them, the lower bits."""
     trace = parse_trace(document([kernel(0, args={"stream": stated})]))
     assert trace.activities.stream.tolist() == [kept]
 

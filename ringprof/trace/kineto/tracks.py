@@ -32,6 +32,9 @@ class _Named(msgspec.Struct):
     name: str = ""
 
 
+_decode_name = msgspec.json.Decoder(_Named).decode
+
+
 class _Task(msgspec.Struct):
     kind: str = msgspec.field(default="", name="Task Type")
 
@@ -55,12 +58,13 @@ class Tracks:
     def note(self, events: Iterable[Event]) -> None:
         """Remember what metadata events call processes and threads."""
         for event in events:
+            if event.name not in ("process_name", "thread_name"):
+                continue
             full = max(len(self._processes), len(self._streams)) >= _MOST_TRACKS
-            long = any(isinstance(one, str) and len(one) > _LONGEST_TEXT for one in (event.pid, event.tid))
-            if event.name not in ("process_name", "thread_name") or full or long:
+            if full or any(isinstance(one, str) and len(one) > _LONGEST_TEXT for one in (event.pid, event.tid)):
                 continue
             try:
-                text = msgspec.json.decode(event.args, type=_Named).name[:_LONGEST_TEXT]
+                text = _decode_name(event.args).name[:_LONGEST_TEXT]
             except UNREADABLE:
                 continue
             if event.name == "process_name":
