@@ -53,7 +53,7 @@ def _matplotlib() -> Any:
     It reads them as it is imported: here, since that takes longer than most commands run.
     """
     os.environ["MPLBACKEND"] = "agg"  # pictures in files need no other, and a notebook's may not be there
-    here = os.open(".", os.O_RDONLY)
+    here = os.open(".", getattr(os, "O_PATH", os.O_RDONLY))
     try:
         os.chdir("/")
         import matplotlib
