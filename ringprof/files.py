@@ -40,7 +40,8 @@ def open_binary(name: str) -> BinaryIO:
 
 def _open_regular(name: str) -> BinaryIO:
     # Without blocking: the end of a pipe that nobody writes to would be waited for.
-    file = open(name, "rb", opener=lambda path, flags: os.open(path, flags | getattr(os, "O_NONBLOCK", 0)))
+    raw = _Local(name, opener=lambda path, flags: os.open(path, flags | getattr(os, "O_NONBLOCK", 0)))
+    file = io.BufferedReader(raw)
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
         raise InputError(f"{name}: not a regular file; to read from a pipe, give - as the path")
@@ -202,6 +203,14 @@ def _system_of(name: str) -> tuple[Any, str]:
         raise MissingExtraError(f"{name}: URLs need one more package: pip install 'ringprof[cluster]'") from None
     system, path = url_to_fs(name)
     return system, str(path)
+
+
+class _Local(io.FileIO):
+    """A file whose errors name it, as that of a disk that fails while it is read."""
+
+    def readinto(self, buffer: Any) -> int:
+        with _as_input_error(str(self.name)):
+            return super().readinto(buffer) or 0
 
 
 class _Remote(io.RawIOBase):

@@ -73,15 +73,23 @@ def test_a_strategy_given_by_its_path_is_the_users_word(scripts: Path, tmp_path:
     assert "mine:Mine" in finished(scripts / "ringprof", [*RECORD, "--strategy", "mine:Mine"], tmp_path)
 
 
-def test_a_plot_is_not_drawn_by_the_folders_settings(scripts: Path, tmp_path: Path) -> None:
-    for place, colour in (("plain", None), ("stranger", "red")):
+def test_a_plot_is_not_drawn_by_the_folders_settings(
+    scripts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MPLBACKEND", "nonsense")
+    settings = {
+        "plain": None, "stranger": b"axes.facecolor: red\ntext.usetex: True\n",
+        "terminal": b"\x1b]0;owned\x07: 1\n", "bytes": b"\xff\n",
+    }  # fmt: skip
+    for place, lines in settings.items():
         folder = tmp_path / place
         folder.mkdir()
         shutil.copy(ROOT / "tests/data/h200x8-zigzag-131072/rank0.json.gz", folder)
-        if colour:
-            (folder / "matplotlibrc").write_text(f"axes.facecolor: {colour}\ntext.usetex: True\n")
-        finished(scripts / "ringprof", ["plot", "breakdown", "rank0.json.gz", "-o", "plot.png"], folder)
-    assert (tmp_path / "plain/plot.png").read_bytes() == (tmp_path / "stranger/plot.png").read_bytes()
+        if lines:
+            (folder / "matplotlibrc").write_bytes(lines)
+        told = finished(scripts / "ringprof", ["plot", "breakdown", "rank0.json.gz", "-o", "plot.png"], folder)
+        assert told == "Wrote plot.png\n"
+    assert len({(tmp_path / place / "plot.png").read_bytes() for place in settings}) == 1
 
 
 @pytest.mark.parametrize(

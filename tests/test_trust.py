@@ -88,7 +88,8 @@ def patterns() -> Iterator[tuple[str, re.Pattern[Any]]]:
         package = importlib.import_module(f"ringprof.{part}")
         names += [module.name for module in pkgutil.walk_packages(package.__path__, f"ringprof.{part}.")]
     for module in names:
-        if module.rpartition(".")[2] not in ("conditions", "focus", "groups", "user_rules"):
+        # The page's figures need Bokeh, and read no text.
+        if module.rpartition(".")[2] not in ("conditions", "focus", "groups", "user_rules", "figures"):
             for name, value in vars(importlib.import_module(module)).items():
                 yield from ((f"{module}.{name}", one) for one in within(value))
 

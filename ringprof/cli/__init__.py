@@ -60,7 +60,9 @@ def _finish(name: str) -> None:
     stream = getattr(sys, name)
     try:
         stream.flush()
-    except BrokenPipeError:
+    except OSError as error:
+        if name == "stdout" and not isinstance(error, BrokenPipeError):
+            raise
         # Python would try again to write what is left, and make an error of it.
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,17 +38,29 @@ def command(kind: str, paths: tuple[str, ...], reading: LoadOptions, output: str
     """
     if Path(output).suffix.lower() not in _FORMATS:
         raise UsageError(f"--output {output}: a plot is written as one of {', '.join(_FORMATS)}")
-    import matplotlib  # here, because it takes longer to import than most commands to run
-
+    matplotlib = _matplotlib()
     with matplotlib.rc_context():
-        if Path(matplotlib.matplotlib_fname()).resolve().parent == Path.cwd():
-            # A stranger's folder must not say how plots are drawn: its settings may run LaTeX.
-            matplotlib.rcdefaults()
         matplotlib.rcParams.update(plots.STYLE)
         figure: Any = _drawn(kind, paths, reading).get_figure()
         with written(output) as place:
             figure.savefig(place, format=Path(output).suffix[1:].lower())
     return 0
+
+
+def _matplotlib() -> Any:
+    """Matplotlib without the settings of the current folder, which may be a stranger's: they may run LaTeX.
+
+    It reads them as it is imported: here, since that takes longer than most commands run.
+    """
+    os.environ["MPLBACKEND"] = "agg"  # pictures in files need no other, and a notebook's may not be there
+    here = os.open(".", getattr(os, "O_PATH", os.O_RDONLY))
+    try:
+        os.chdir("/")
+        import matplotlib
+    finally:
+        os.fchdir(here)
+        os.close(here)
+    return matplotlib
 
 
 def _drawn(kind: str, paths: tuple[str, ...], reading: LoadOptions) -> Axes:

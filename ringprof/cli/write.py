@@ -33,7 +33,7 @@ def formats(*others: str) -> Callable[[_Command], _Command]:
 
 def say(text: str) -> None:
     """One line on stderr, of which a terminal obeys nothing: names in it may come from a stranger's file."""
-    with suppress(BrokenPipeError):  # nobody reads it; the exit code says what it says
+    with suppress(OSError):  # nobody reads it, or the disk is full; the exit code says what it says
         click.echo(" ".join(printable(text).split()), err=True)
 
 

@@ -310,7 +310,7 @@ def _fits(ax: Axes, count: int) -> bool:
 
 
 def _height_points(ax: Axes) -> float:
-    figure: Any = ax.get_figure(root=True)
+    figure: Any = ax.figure.figure  # the root, in Matplotlib 3.8 as well
     return float(figure.get_figheight()) * 72 * 0.7
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from ringprof import cli
 from tests.analysis.test_real_runs import NVLINK
-from tests.paths import DATA
+from tests.paths import DATA, ROOT
 
 FOLDER = str(DATA / NVLINK)
 ONE = str(DATA / NVLINK / "rank0.json.gz")
@@ -39,6 +39,19 @@ def test_the_name_of_a_folder_commands_neither_terminal_nor_shell(capsys, tmp_pa
         assert (code, err) == (0, "")
         assert not set("\x07\x1b") & set(out)
         assert f"next: ringprof report {shown} --html" in out
+
+
+def test_a_file_that_cannot_be_read_to_its_end_is_named(capsys):
+    """No page of it is at address 0: as where a disk fails."""
+    assert run(capsys, "/proc/self/mem") == (2, "", "ringprof: /proc/self/mem: Input/output error\n")
+
+
+@pytest.mark.parametrize(("given", "code"), [(["nowhere"], 2), ([ONE, "-o", os.devnull], 0), ([ONE, "--strict"], 2)])
+def test_what_cannot_be_said_changes_no_exit_code(given, code):
+    """1 says that a condition holds."""
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "ringprof", "report", *given]
+        assert subprocess.run(command, stderr=full, stdout=subprocess.DEVNULL, cwd=ROOT).returncode == code
 
 
 def test_json_goes_to_a_file(capsys, tmp_path):
