@@ -1,6 +1,6 @@
 """Record runs to hold predictions against: shapes, masks and kernels that no committed run has, and host-bound ones.
 
-    torchrun --standalone --nproc-per-node 2 benchmarks/foresight_truth.py FOLDER [SECONDS [host,masks,device]]
+    torchrun --standalone --nproc-per-node 2 benchmarks/foresight_truth.py FOLDER [SECONDS [host,masks,device,short]]
 
 Under one launcher, so that each takes seconds. Writes a run.json each; what fails or does not fit into the time is
 named on stderr.
@@ -117,6 +117,24 @@ WANTED = {
         Wanted("burst", 12288, 16, 16),
         Wanted("stripe", 16384, 12, 12),
         Wanted("ulysses", 16384, 8, 8),
+    ),
+    "short": (
+        Wanted("zigzag", 10240, 32, 32),
+        Wanted("zigzag", 8192, 48, 8, "flash-attn"),
+        Wanted("zigzag", 14336, 28, 4, hops="copy"),
+        Wanted("ring", 6144, 32, 8, causal=False),
+        Wanted("ring", 12288, 20, 20, "flash-attn"),
+        Wanted("stripe", 12288, 24, 24),
+        Wanted("stripe", 20480, 16, 4, "flash-attn", hops="copy"),
+        Wanted("burst", 8192, 40, 40),
+        Wanted("burst", 16384, 24, 24, "flash-attn"),
+        Wanted("double-ring", 18432, 12, 12),
+        Wanted("megatron", 10240, 24, 24),
+        Wanted("ulysses", 12288, 32, 8),
+        Wanted("ulysses", 8192, 64, 64, "flash-attn"),
+        Wanted("usp", 14336, 16, 16),
+        Wanted("allgather", 16384, 20, 4, params={"layout": "zigzag"}),
+        Wanted("zigzag", 16384, 40, 40, backward=False),
     ),
 }
 """By what is the bound, or what they are about."""
