@@ -15,10 +15,9 @@ import csv
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from statistics import NormalDist
 
 import msgspec
 
@@ -48,10 +47,7 @@ class Score:
     low: float | None = None
     """Of the 80 % interval, as ``high``."""
     high: float | None = None
-    bound: str = ""
-    """``host`` or ``device``."""
-    spread: float = 0.0
-    """Of the time's logarithm, by its inputs alone: without `Calibration.elsewhere`."""
+    prediction: Prediction | None = None
 
     @property
     def error(self) -> float:
@@ -201,10 +197,8 @@ def measured_ms(run: Run) -> float:
 
 
 def scored(name: str, measured: float, prediction: Prediction) -> Score:
-    low, middle, high = (prediction.quantile_ns(share) / 1e6 for share in (0.1, 0.5, 0.9))
-    bound = "host" if prediction.host_bound else "device"
-    wider = prediction.machine.elsewhere.get(bound)
-    return Score(name, measured, middle, low, high, bound, prediction.spread / (wider.value if wider else 1.0))
+    low, middle, high = prediction.interval_ms
+    return Score(name, measured, middle, low, high, prediction)
 
 
 def from_others(name: str, others: Sequence[Observed]) -> Score:
@@ -292,20 +286,34 @@ def rows() -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def elsewhere(scores: Sequence[Score], share: float = 0.8) -> float:
+def elsewhere(scores: Sequence[Score], bound: str, share: float = 0.8) -> float:
     """How many times as wide intervals must be for a ``share`` of further cases to lie within: split conformal.
 
     (Vovk, Gammerman and Shafer, Algorithmic Learning in a Random World, section 4.1; Papadopoulos et al. 2002 for the
-    division by each case's own spread.)
+    division by each case's own spread.) ``bound`` is whose spread it is, ``device`` or ``host``.
     """
-    off = sorted(abs(math.log(one.measured / one.predicted)) / one.spread for one in scores)
-    return off[min(math.ceil((len(off) + 1) * share), len(off)) - 1] / NormalDist().inv_cdf((1 + share) / 2)
+    enough = min(math.ceil((len(scores) + 1) * share), len(scores))
+    hundredths = (one for one in range(1, 10_000) if sum(inside(score, bound, one / 100) for score in scores) >= enough)
+    return next(hundredths) / 100
+
+
+def inside(score: Score, bound: str, factor: float) -> bool:
+    """Whether it would lie in the interval with another `Calibration.elsewhere`."""
+    assert score.prediction is not None
+    time, known = score.prediction.time, score.prediction.machine.elsewhere.get(bound)
+    one = getattr(time, bound)
+    one = replace(one, spread=one.spread * factor / (known.value if known else 1.0))
+    time = replace(time, **{bound: one})
+    return time.quantile_ns(0.1) <= score.measured * 1e6 <= time.quantile_ns(0.9)
 
 
 def held_out() -> dict[str, list[Score]]:
     """By what is the bound, the runs of other machines and days that told no curve of the bundled h200."""
-    scores = [*shapes(), *later(), *last(), *host_elsewhere(), *grid(), *grid_host()]
-    return {bound: [one for one in scores if one.bound == bound] for bound in ("device", "host")}
+    found: dict[str, list[Score]] = {"device": [], "host": []}
+    for one in (*shapes(), *later(), *last(), *host_elsewhere(), *grid(), *grid_host()):
+        assert one.prediction is not None
+        found["host" if one.prediction.host_bound else "device"].append(one)
+    return found
 
 
 def measured_twice(ranks: int) -> Iterator[tuple[float, float]]:

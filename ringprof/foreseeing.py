@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
+import msgspec
+
+from ringprof.errors import UsageError
 from ringprof.foresee import advice_shown
 from ringprof.foresee.advise import Advice, advice_dict
 from ringprof.foresee.advise import advise as _advise
@@ -28,6 +31,7 @@ if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.axes import Axes
 
+_T = TypeVar("_T")
 ONE_HOST = Cluster()
 """Eight GPUs."""
 MachineLike = str | os.PathLike[str] | Calibration
@@ -45,7 +49,7 @@ def predict(
     """
     from ringprof.foresee.tape import tape_of
 
-    question = Question(strategy, workload, cluster, kernel, hops, params or {})
+    question = Question(strategy, _checked(workload, Workload), _checked(cluster, Cluster), kernel, hops, params or {})
     return Foreseen(_predict(question, _read(machine), tape_of))
 
 
@@ -57,13 +61,22 @@ def advise(
     from ringprof.foresee.tape import tape_of
 
     chosen = _advise(
-        workload, cluster, _read(machine), tape_of, kernel=kernel, memory_bytes=memory_bytes, strategies=strategies
-    )
+        _checked(workload, Workload), _checked(cluster, Cluster), _read(machine), tape_of, kernel=kernel,
+        memory_bytes=memory_bytes, strategies=strategies,
+    )  # fmt: skip
     return Advised(chosen)
 
 
 def _read(machine: MachineLike) -> Calibration:
     return machine if isinstance(machine, Calibration) else read_calibration(machine)
+
+
+def _checked(given: Any, kind: type[_T]) -> _T:
+    """A problem or a cluster, or a dict of its fields. Raises `UsageError` for what is neither."""
+    try:
+        return msgspec.convert(msgspec.to_builtins(given), kind)
+    except (msgspec.ValidationError, TypeError) as error:
+        raise UsageError(f"{kind.__name__}: {error}") from None
 
 
 class Foreseen:

@@ -17,6 +17,7 @@ from ringprof.files import write_atomically
 from ringprof.foresee.calibration import PARTS, Calibration, assumed, base_for, calibration_json, read_calibration
 from ringprof.foresee.from_runs import calibrate_from, observed_run
 from ringprof.foresee.question import run_at
+from ringprof.foresee.show import calibration_text
 from ringprof.record.launcher import launcher_rank
 from ringprof.report.text import clean, shell_words
 
@@ -54,6 +55,7 @@ def command(
         _save(found, name, path)
     else:
         _measured(path, name, base, kernels, parts, seconds)
+    click.echo(calibration_text(read_calibration(path)), nl=False)
     say(f"Wrote {output}: ringprof predict --machine {shell_words([output])}")
 
 

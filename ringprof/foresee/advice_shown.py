@@ -112,8 +112,7 @@ def document(advice: Advice) -> Document:
         if points_of(advice, name):
             sections.append(PageSection(name, title, "Predicted, as above.", Content(_bands(advice, name))))
     lines = [
-        *_nothing_fits(advice),
-        _choose(advice),
+        *(_nothing_fits(advice) or [_choose(advice)]),
         advice.why_not_the_second(),
         *_crossings(advice),
         f"to be surer: {advice.what_to_measure()}",

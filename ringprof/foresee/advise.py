@@ -215,12 +215,14 @@ def chances_of_being_best(found: Sequence[Prediction]) -> list[float]:
         return []
     draw = np.random.default_rng(0)
     shared = {name: draw.standard_normal(_DRAWS) for name in _SHARED}
-    logs = []
+    times = []
     for one in found:
-        moved = sum(math.sqrt(one.parts.get(name, 0.0)) * normal for name, normal in shared.items())
-        own = math.sqrt(sum(part for name, part in one.parts.items() if name not in _SHARED))
-        logs.append(math.log(one.median_ns) + moved + own * draw.standard_normal(_DRAWS))
-    best = np.argmin(np.array(logs), axis=0)
+        parts = one.device_parts
+        moved = sum(math.sqrt(part) * shared[name] for name, part in parts.items() if name in shared)
+        own = math.sqrt(sum(part for name, part in parts.items() if name not in shared))
+        device = one.time.device.median_ns * np.exp(moved + own * draw.standard_normal(_DRAWS))
+        times.append(np.maximum(device, one.time.host.median_ns * np.exp(one.time.host.spread * shared["host"])))
+    best = np.argmin(np.array(times), axis=0)
     return [float(np.mean(best == at)) for at in range(len(found))]
 
 

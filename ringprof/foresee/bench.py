@@ -13,7 +13,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from ringprof.foresee.program import Block
+from ringprof.foresee.program import AttentionCall
 from ringprof.record.group_ranks import gather_bytes
 
 _SAMPLE_NS, _CALLS = 40e6, (2, 24)
@@ -83,7 +83,7 @@ class Bench:
         return torch.randn(shape, device=self.device, dtype=torch.bfloat16)
 
 
-def call_of(kernel: Any, block: Block, bench: Bench, parts: Any = None) -> Callable[[], object]:
+def call_of(kernel: Any, block: AttentionCall, bench: Bench, parts: Any = None) -> Callable[[], object]:
     """A call of the block, or of its ``parts``, on random numbers."""
     q = bench.draw(block.batch, block.q, block.heads, block.head_dim)
     k, v = (bench.draw(block.batch, block.kv, block.kv_heads, block.head_dim) for _ in range(2))

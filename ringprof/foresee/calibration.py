@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+from functools import cache
 from importlib.resources import files
 from typing import Annotated, Literal
 
@@ -63,6 +64,13 @@ class KernelSample(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds that the device had been at it; None: for long."""
     origin: Origin
     source: str
+
+    @property
+    def tflops(self) -> float:
+        """Its rate, by model FLOPs."""
+        pairs = self.pairs or self.q * self.kv / (2 if self.causal else 1)
+        flops = (4 if self.phase == "forward" else 10) * self.batch * self.heads * self.head_dim * pairs
+        return flops / self.ns / 1e3
 
 
 class KernelFigures(msgspec.Struct, frozen=True, kw_only=True):
@@ -197,6 +205,8 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
     """How far devices of this kind differ in speed: the standard deviation. A ring goes at its slowest one's."""
     noise: Value
     """Spread of a run's time from day to day that nothing here explains."""
+    unsteady_us: Value = Value(200.0, 0.5, "assumed", "as on H200: of runs of 2 to 8 ms that were held out")
+    """And of that, what a run has however short it is."""
     unmeasured: list[str] = []
     """What could not be measured, and why."""
 
@@ -218,10 +228,16 @@ def read_calibration(path: str | os.PathLike[str]) -> Calibration:
     """Read a calibration file, or a bundled one by its name. Raises `InputError` and `UsageError`."""
     name = os.fspath(path)
     if name in BUNDLED:
-        return parse_calibration((files(__package__) / "machines" / f"{name}.json").read_bytes(), name)
+        return _bundled(name)
     if not name.endswith(".json") and not os.path.exists(name):
         raise UsageError(f"no machine {name!r}; there are: {', '.join(BUNDLED)}, or a file of `ringprof calibrate`")
     return parse_calibration(read_whole(name), name)
+
+
+@cache
+def _bundled(name: str) -> Calibration:
+    """Read once: curves that were fitted to a machine are kept with it."""
+    return parse_calibration((files(__package__) / "machines" / f"{name}.json").read_bytes(), name)
 
 
 def parse_calibration(data: bytes, name: str) -> Calibration:

@@ -195,19 +195,10 @@ def _impossible(row: _Row, machine: Calibration) -> list[tuple[str, str]]:
     wanted = row.question.kernel if row.question else "auto"
     kernels = [kernel for kernel in machine.kernels if kernel.name == wanted] or machine.kernels
     phases = {"fwd": ("forward",), "bwd": ("backward",)}.get(row.part, ("forward", "backward"))
-    best = max(
-        (sample_tflops(s) for kernel in kernels for s in kernel.samples if s.phase in phases), default=float("inf")
-    )
+    best = max((s.tflops for kernel in kernels for s in kernel.samples if s.phase in phases), default=float("inf"))
     if row.tflops > SLACK * best:
         return [("above_kernel", f"{row.tflops:.0f} TFLOP/s per GPU, the kernel alone reaches {best:.0f} at its best")]
     return []
-
-
-def sample_tflops(sample: Any) -> float:
-    """Rate of a calibrated block, by its model FLOPs."""
-    pairs = sample.pairs or sample.q * sample.kv / (2 if sample.causal else 1)
-    flops = (4 if sample.phase == "forward" else 10) * sample.batch * sample.heads * sample.head_dim * pairs
-    return float(flops / sample.ns / 1e3)
 
 
 def _other_length(row: _Row, machine: Calibration, tape_of: TapeOf, known: dict[Any, Any]) -> list[tuple[str, str]]:
@@ -239,7 +230,7 @@ def _times(
 
     whole = foreseen(backward=row.part != "fwd")
     first = foreseen(backward=False).median_ns if row.part == "bwd" else 0.0
-    low, middle, high = ((whole.quantile_ns(share) - first) / 1e6 for share in (0.1, 0.5, 0.9))
+    low, middle, high = ((ns - first) / 1e6 for ns in whole.interval_ns)
     return low, middle, high
 
 

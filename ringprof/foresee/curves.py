@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from ringprof.errors import UsageError
 from ringprof.foresee.calibration import KernelSample
-from ringprof.foresee.program import Block
+from ringprof.foresee.program import AttentionCall
 
 Floats = npt.NDArray[np.float64]
 
@@ -67,7 +67,7 @@ class Curve:
         self._noise = np.array([max(0.01, sample.spread) for sample in samples])
         self._places = np.array([_place(block) for block in self._blocks])
 
-    def at(self, block: Block) -> Estimate:
+    def at(self, block: AttentionCall) -> Estimate:
         """Raises `OutsideCalibration` where the block is too unlike all samples."""
         place = np.array(_place(block))
         self._refuse_far(block, place)
@@ -77,7 +77,7 @@ class Curve:
         variance = amplitude**2 - float(likeness @ inverse @ likeness)
         return Estimate(float(np.exp(self._form(block) + left)), float(np.sqrt(max(variance, 0.0) + 0.005**2)))
 
-    def _refuse_far(self, block: Block, place: Floats) -> None:
+    def _refuse_far(self, block: AttentionCall, place: Floats) -> None:
         known = sorted({sample.head_dim for sample in self._samples})
         if block.head_dim not in known:
             raise OutsideCalibration(f"kernel {self.name!r} is calibrated for head_dim {known}, not {block.head_dim}")
@@ -91,7 +91,7 @@ class Curve:
 
     # --- the form ---------------------------------------------------------------------------------
 
-    def _form(self, block: Block) -> float:
+    def _form(self, block: AttentionCall) -> float:
         """Logarithm of the form's nanoseconds."""
         call_ns, kappa, log_rate = self._parameters
         return float(np.log(call_ns + np.exp(_log_work(block, kappa, self._units) - log_rate)))
@@ -141,7 +141,7 @@ def _likeness(a: Floats, b: Floats, amplitude: float, length: float) -> Floats:
     return result
 
 
-def _place(block: Block) -> tuple[float, ...]:
+def _place(block: AttentionCall) -> tuple[float, ...]:
     """Where a block lies among others: octaves of its sizes. Heads count less than lengths.
 
     Under a mask of documents or windows the keys that a query sees, in the mean, stand for those that there are.
@@ -163,7 +163,7 @@ def _place(block: Block) -> tuple[float, ...]:
     )
 
 
-def _log_work(block: Block, kappa: float, units: int) -> float:
+def _log_work(block: AttentionCall, kappa: float, units: int) -> float:
     """Logarithm of FLOPs, a tile's fixed cost and what waves leave empty included."""
     rows = block.q if block.phase == "forward" else block.kv
     per_pair = (4 if block.phase == "forward" else 10) * block.batch * block.heads * block.head_dim
@@ -175,13 +175,13 @@ def _log_work(block: Block, kappa: float, units: int) -> float:
     return float(np.log((block.flops() + per_pair * kappa * rows) / waves))
 
 
-def _extent(blocks: Sequence[Block]) -> str:
+def _extent(blocks: Sequence[AttentionCall]) -> str:
     q, kv = sorted(block.q for block in blocks), sorted(block.kv for block in blocks)
     return f"{q[0]} to {q[-1]} queries by {kv[0]} to {kv[-1]} keys"
 
 
-def _block(sample: KernelSample) -> Block:
-    return Block(
+def _block(sample: KernelSample) -> AttentionCall:
+    return AttentionCall(
         label="", phase=sample.phase, batch=sample.batch, q=sample.q, kv=sample.kv, heads=sample.heads,
         kv_heads=sample.kv_heads, head_dim=sample.head_dim, causal=sample.causal, pairs=sample.pairs,
         sequences=sample.sequences,

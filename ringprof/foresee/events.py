@@ -14,6 +14,7 @@ Times are nanoseconds as floats, from the start of the iteration.
 from __future__ import annotations
 
 import heapq
+import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ from itertools import accumulate, count
 from typing import Protocol
 
 from ringprof.foresee.flows import Flow, Flows
-from ringprof.foresee.program import Block, Join, Op, Post, Program, Touch, Wait
+from ringprof.foresee.program import AttentionCall, Join, Op, Post, Program, Touch, Wait
 
 RINGS = ("send_recv", "copy")
 """Operations in which every member sends to the next; in others all members trade with all."""
@@ -58,7 +59,7 @@ class Machine(Protocol):
     handover_ns: float
     """From an event on one stream to another stream that waited for it."""
 
-    def block(self, rank: int, place: int, block: Block) -> BlockTime: ...
+    def block(self, rank: int, place: int, block: AttentionCall) -> BlockTime: ...
 
     def touch(self, rank: int, place: int, touch: Touch) -> float:
         """Nanoseconds."""
@@ -95,13 +96,13 @@ class Timeline:
         return max((end for _, end in self.ops), default=0.0)
 
 
-def simulate(programs: Sequence[Program], machine: Machine, *, ahead: bool = True) -> list[Timeline]:
-    """Every rank's iteration; all start together. With ``ahead`` the host had issued everything before that.
+def simulate(programs: Sequence[Program], machine: Machine, *, lead_ns: float = math.inf) -> list[Timeline]:
+    """Every rank's iteration; all start together, and hosts began to issue it ``lead_ns`` before.
 
     A rank without a program is taken to do what those do that trade with it, when they do it.
     """
     world = _World(machine, {program.rank for program in programs})
-    ranks = [_Rank(world, program, ahead=ahead) for program in programs]
+    ranks = [_Rank(world, program, lead_ns) for program in programs]
     for rank in ranks:
         rank.start()
     world.run()
@@ -302,12 +303,14 @@ class _Transfer:
 class _Rank:
     """One rank's program on its streams."""
 
-    def __init__(self, world: _World, program: Program, *, ahead: bool) -> None:
+    def __init__(self, world: _World, program: Program, lead_ns: float) -> None:
         self.world, self.number = world, program.rank
         self.device = _Device(world)
         self.timeline = Timeline([(0.0, 0.0)] * len(program.ops), {})
         self._ops = program.ops
-        self._issued = [0.0] * len(program.ops) if ahead else list(accumulate(world.machine.host(program)))
+        self._issued = [0.0] * len(program.ops)
+        if lead_ns < math.inf:
+            self._issued = [max(0.0, ns - lead_ns) for ns in accumulate(world.machine.host(program))]
         self._streams: dict[int, list[int]] = defaultdict(list)
         for place, op in enumerate(program.ops):
             self._streams[op.stream].append(place)
@@ -356,7 +359,7 @@ class _Rank:
         if isinstance(op, Touch):
             end = now + self.world.machine.touch(self.number, place, op)
             self.world.at(end, partial(self._goes_on, stream, place, now))
-        elif isinstance(op, Block):
+        elif isinstance(op, AttentionCall):
             times = self.world.machine.block(self.number, place, op)
             begin = partial(self._begin_block, stream, place, times)
             self.device.when_there_is_room(now, begin)

@@ -20,7 +20,7 @@ from ringprof.errors import InputError, UsageError
 from ringprof.foresee.calibration import Calibration, KernelFigures, KernelSample, Link, Value
 from ringprof.foresee.links import Cluster, Links
 from ringprof.foresee.observed import ObservedRank, observe
-from ringprof.foresee.program import Block, Tape, Touch
+from ringprof.foresee.program import AttentionCall, Tape, Touch
 from ringprof.foresee.question import busy_s, is_older
 from ringprof.run import Run
 
@@ -307,9 +307,9 @@ def _best(rates: Sequence[float]) -> list[float]:
 # --- small pieces -----------------------------------------------------------------------------------
 
 
-def _block(rank: ObservedRank, place: int) -> Block:
+def _block(rank: ObservedRank, place: int) -> AttentionCall:
     op = rank.program.ops[place]
-    assert isinstance(op, Block)
+    assert isinstance(op, AttentionCall)
     return op
 
 

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from ringprof.foresee.calibration import Calibration, Host, HostPass, KernelFigures, Value
-from ringprof.foresee.program import Block, Op, Post, Program, Touch
+from ringprof.foresee.program import AttentionCall, Op, Post, Program, Touch
 
 _POSTS = {"send_recv": "post_us", "copy": "copy_us"}
 _OF_KERNELS = ("forward_us", "backward_us")
@@ -28,7 +28,7 @@ _LEAST_SPREAD = 0.05
 
 def kind_of(op: Op) -> str:
     """The name in `Host` of what an operation takes."""
-    if isinstance(op, Block):
+    if isinstance(op, AttentionCall):
         return f"{op.phase}_us"
     if isinstance(op, Post):
         return _POSTS.get(op.operation, "collective_us")

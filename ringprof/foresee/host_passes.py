@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from statistics import median, pstdev
 
+import msgspec
+
 from ringprof.errors import UnfitWorkloadError
 from ringprof.foresee.bench import Bench
 from ringprof.foresee.calibration import HostPass
@@ -119,8 +121,5 @@ def _found(bench: Bench, one: _Timed) -> HostPass:
     turns = [median(max(passes) for passes in zip(*turn, strict=True)) for turn in zip(*everyone, strict=True)]
     us = median(turns)
     issued = [median(ranks) for ranks in bench.together(one.issued_us, list[float])]
-    return HostPass(
-        **{name: getattr(one.about, name) for name in one.about.__struct_fields__} | {
-            "us": us, "spread": min(1.0, pstdev(turns) / us), "turns": len(turns), "ranks_us": issued,
-        }
-    )  # fmt: skip
+    spread = min(1.0, pstdev(turns) / us)
+    return msgspec.structs.replace(one.about, us=us, spread=spread, turns=len(turns), ranks_us=issued)

@@ -12,7 +12,7 @@ from ringprof.foresee.curves import Curve, Estimate
 from ringprof.foresee.events import BlockTime, Leg
 from ringprof.foresee.host import host_ns
 from ringprof.foresee.links import UNCHANGED, Links, RateFactors
-from ringprof.foresee.program import Block, Post, Program, Touch
+from ringprof.foresee.program import AttentionCall, Post, Program, Touch
 
 JITTER = 0.01
 """Of a block from one call to the next."""
@@ -27,7 +27,7 @@ class Curves:
         self._of: dict[str, Curve] = {}
         self._known: dict[tuple[object, ...], Estimate] = {}
 
-    def at(self, block: Block) -> Estimate:
+    def at(self, block: AttentionCall) -> Estimate:
         """On a hot device. Raises `OutsideCalibration`."""
         key = (
             block.phase, block.batch, block.q, block.kv, block.heads, block.kv_heads, block.head_dim, block.causal,
@@ -115,7 +115,7 @@ class CalibratedMachine:
         hosts = random.Random(draw.seed)
         self._host_of: dict[int, float] = defaultdict(lambda: hosts.gauss(1.0, calibration.host.unlike.value))
 
-    def block(self, rank: int, place: int, block: Block) -> BlockTime:
+    def block(self, rank: int, place: int, block: AttentionCall) -> BlockTime:
         slowed = self._calibration.slowed
         kernel = self._curves.kernel
         cool = slowed(kernel, self._duty.get(rank, 1.0), self._busy_s) / slowed(kernel, 1.0, None)

@@ -22,7 +22,7 @@ from ringprof.foresee.calibration import PARTS, Calibration, KernelFigures, Kern
 from ringprof.foresee.host import explained
 from ringprof.foresee.host_passes import measured_passes
 from ringprof.foresee.links import channels
-from ringprof.foresee.program import Block
+from ringprof.foresee.program import AttentionCall
 from ringprof.foresee.shapes import COLLECTIVE_BYTES, MESSAGES, Wanted, blocks
 from ringprof.json_object import JsonObject
 from ringprof.strategies.communicator import Communicator
@@ -35,7 +35,7 @@ _SHAPE = ("phase", "q", "kv", "heads", "kv_heads", "head_dim", "causal", "pairs"
 _SLICE_S = 30.0
 """Between savings of samples."""
 _WARM_S = 8.0
-_BESIDE = Block(
+_BESIDE = AttentionCall(
     label="", phase="forward", batch=1, q=16384, kv=16384, heads=40, kv_heads=40, head_dim=128, causal=False
 )  # fmt: skip
 _BESIDE_BYTES = 320 << 20
@@ -54,9 +54,8 @@ def measure_machine(
     for name, part in PARTS.items():
         share += part * (name in chosen)
         ends[name] = started + share / whole * seconds
-    found = base
     found = msgspec.structs.replace(
-        found, created=f"{datetime.now(timezone.utc):%Y-%m-%dT%H:%M:%SZ}", nccl=_nccl(base.nccl, bench), elsewhere={}
+        base, created=f"{datetime.now(timezone.utc):%Y-%m-%dT%H:%M:%SZ}", nccl=_nccl(base.nccl, bench), elsewhere={}
     )
     if "kernels" in chosen:
         _warm(bench, kernels[0])

@@ -18,7 +18,7 @@ from ringprof.analysis.rank import Rank
 from ringprof.analysis.transfers.hops import Split
 from ringprof.errors import InputError
 from ringprof.foresee.events import RINGS
-from ringprof.foresee.program import Block, Post, Program, Tape, Touch
+from ringprof.foresee.program import AttentionCall, Post, Program, Tape, Touch
 
 _BLOCK = re.compile(r"ringprof::(?:fwd|bwd)/step=[0-9]+/block")
 _SEND = re.compile(r"ringprof::send/.+")
@@ -86,7 +86,7 @@ def _rank(rank: Rank, program: Program) -> ObservedRank:
     activities = classified.trace.activities
     launch = classified.launch[rows]
     spans = _spans(rank, _BLOCK)
-    places = [place for place, op in enumerate(program.ops) if isinstance(op, Block)]
+    places = [place for place, op in enumerate(program.ops) if isinstance(op, AttentionCall)]
     if len(spans) != len(places):
         raise InputError(
             f"{rank.path}: {len(spans)} attention blocks, where the strategy of this version has {len(places)}"

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
+import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from statistics import NormalDist, median, pvariance
+from statistics import median, pstdev, pvariance
 
 import msgspec
 
 from ringprof.errors import UnfitWorkloadError
 from ringprof.foresee.calibration import Calibration, Origin, Value
 from ringprof.foresee.events import Timeline, simulate
+from ringprof.foresee.host import host_ns, times_us
 from ringprof.foresee.links import Cluster, Links
+from ringprof.foresee.longer import NOTHING, Lognormal, Longer
 from ringprof.foresee.machine import (
     LIKELIEST,
     NO_CHANGES,
@@ -24,18 +27,19 @@ from ringprof.foresee.machine import (
     Factors,
     curves_of,
 )
-from ringprof.foresee.program import Block, Op, Post, Program, Tape, Touch, Wait
+from ringprof.foresee.program import AttentionCall, Op, Post, Program, Tape, Touch, Wait
 from ringprof.foresee.question import Question
 from ringprof.json_object import JsonObject, Params
 
 _SCHEMA = "ringprof.prediction/1"
 DIRECT = 64
 """Ranks up to which every one is simulated."""
+_HOSTS = 101
+"""Draws of how far hosts are apart."""
 SMALL, LARGE = 16, 32
 """About how many ranks stand for more: a ring's time grows by as much with every host more."""
 TapeOf = Callable[[Question, Cluster, "Sequence[int] | None"], Tape]
 """The programs of some ranks (all where None) of a question, on a cluster of its own or a smaller one."""
-_DECILE = NormalDist().inv_cdf(0.9)
 
 
 @dataclass(frozen=True)
@@ -61,11 +65,9 @@ class Prediction:
     question: Question
     machine: Calibration
     kernel: str
-    median_ns: float
-    spread: float
-    """Standard deviation of the time's logarithm."""
-    parts: dict[str, float]
-    """Of that variance, by what is not known exactly."""
+    time: Longer
+    device_parts: dict[str, float]
+    """Of the variance of what the devices need, in its logarithm, by what is not known exactly."""
     spans: _Spans
     """Of the slowest rank."""
     exposed_share: float
@@ -74,7 +76,8 @@ class Prediction:
     peak_label: str
     params: Params
     layout: str | None
-    host_bound: bool
+    lead_ns: float
+    """How long before the devices come to an iteration its host began it, where that is the bound; else infinite."""
     simulated: int
     """How many ranks were simulated."""
     tape: Tape
@@ -87,14 +90,31 @@ class Prediction:
         like = [one for one in known if (one - rank) % self.question.cluster.gpus_per_host == 0]
         return min(like or known, key=lambda one: abs(one - rank))
 
-    def quantile_ns(self, share: float) -> float:
-        return self.median_ns * math.exp(NormalDist().inv_cdf(share) * self.spread)
+    @property
+    def median_ns(self) -> float:
+        return self.time.median_ns
+
+    @property
+    def host_bound(self) -> bool:
+        return self.lead_ns < math.inf
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Of the variance of the time's logarithm, by what is not known exactly, each as likely as it decides."""
+        host = self.time.host_share
+        found = {name: part * (1 - host) ** 2 for name, part in self.device_parts.items()}
+        return {**found, "host": (host * self.time.host.spread) ** 2}
+
+    @cached_property
+    def interval_ns(self) -> tuple[float, float, float]:
+        """What the time lies above in nine of ten cases, in half, and in one of ten."""
+        low, middle, high = map(self.time.quantile_ns, (0.1, 0.5, 0.9))
+        return low, middle, high
 
     @property
     def interval_ms(self) -> tuple[float, float, float]:
-        """Milliseconds that the time lies above in nine of ten cases, in half, and in one of ten."""
-        low, middle, high = (self.quantile_ns(share) / 1e6 for share in (0.1, 0.5, 0.9))
-        return low, middle, high
+        low, middle, high = self.interval_ns
+        return low / 1e6, middle / 1e6, high / 1e6
 
     def tflops(self, time_ns: float) -> float:
         """Per GPU, model FLOPs as everywhere."""
@@ -175,40 +195,63 @@ def _simulated(
     programs, cluster = tape.programs, cluster or question.cluster
     links = Links(machine, cluster, changes.rates)
 
-    def run(draw: Draw, duty: Mapping[int, float] | None, *, ahead: bool = True) -> list[Timeline]:
+    def run(draw: Draw, duty: Mapping[int, float] | None, lead_ns: float = math.inf) -> list[Timeline]:
         drawn = CalibratedMachine(machine, links, curves, draw, changes, duty, question.busy_s)
-        return simulate(programs, drawn, ahead=ahead)
+        return simulate(programs, drawn, lead_ns=lead_ns)
 
     timelines = run(LIKELIEST, None)
-    end = max(one.end_ns for one in timelines)
+    end = _end(timelines)
     duty = {program.rank: busy_share(program, one, end) for program, one in zip(programs, timelines, strict=True)}
-    asks = CalibratedMachine(machine, links, curves, LIKELIEST, changes)
-    issuing = max(sum(asks.host(program)) for program in programs)
-    bound = issuing > end
-    count = min(most_draws, _draws(len(programs)))
-    draws = [run(Draw(seed=seed), duty, ahead=not bound) for seed in range(1, 1 + count)]
-    ends = [max(one.end_ns for one in drawn) for drawn in draws]
-    middle = sorted(range(len(ends)), key=ends.__getitem__)[(len(ends) - 1) // 2]
-    timelines, median_ns = draws[middle], median(ends)
+    draws = [run(Draw(seed=seed), duty) for seed in range(1, 1 + min(most_draws, _draws(len(programs))))]
+    ends = [_end(drawn) for drawn in draws]
+    device_ns, chance = median(ends), pvariance([math.log(end) for end in ends])
+    timelines = min(draws, key=lambda drawn: abs(_end(drawn) - device_ns))
+    issued = [sum(host_ns(machine, curves.kernel, program)) for program in programs]
+    host, lead_ns = _host(machine, issued), math.inf
+    if host.median_ns > device_ns:
+        slower = Draw(host=host.median_ns / max(issued))
+        # A host that is done goes on to the next iteration, once it has told the ranks to meet.
+        between_ns = 1e3 * times_us(machine, curves.kernel)["collective_us"]
+        lead_ns = max(0.0, _end(run(slower, duty, 0.0)) - host.median_ns - between_ns)
+        timelines = run(slower, duty, lead_ns)
+        host = replace(host, median_ns=_end(timelines))
     slowest = max(range(len(programs)), key=lambda at: timelines[at].end_ns)
     spans = spans_of(programs[slowest], timelines[slowest], cluster)
-    parts = _variances(machine, curves, programs[slowest], spans, timelines[slowest].end_ns)
-    parts["chance"] = pvariance([math.log(end) for end in ends])
-    elsewhere = machine.elsewhere.get("host" if bound else "device")
-    if elsewhere is not None:
-        parts = {name: part * elsewhere.value**2 for name, part in parts.items()}
+    parts = _variances(machine, curves, programs[slowest], spans, timelines[slowest].end_ns) | {"chance": chance}
+    wider = _elsewhere(machine, "device")
+    device = Lognormal(device_ns, wider * math.sqrt(sum(parts.values())))
+    time = Longer(device, replace(host, spread=host.spread * _elsewhere(machine, "host")))
     waits = [
         spans_of(program, one, cluster).total("same_host", "other_host", "peers") / one.end_ns
         for program, one in zip(programs, timelines, strict=True)
     ]
     peak = max(programs, key=lambda program: program.peak_bytes)
     return Prediction(
-        question=question, machine=machine, kernel=curves.kernel.name, median_ns=median_ns,
-        spread=math.sqrt(sum(parts.values())), parts=parts, spans=spans,
+        question=question, machine=machine, kernel=curves.kernel.name, time=time,
+        device_parts={name: wider**2 * part for name, part in parts.items()}, spans=spans,
         exposed_share=sum(waits) / len(waits), peak_bytes=peak.peak_bytes, peak_label=peak.peak_label,
-        params=dict(tape.params), layout=tape.layout, host_bound=bound, simulated=len(programs), tape=tape,
+        params=dict(tape.params), layout=tape.layout, lead_ns=lead_ns, simulated=len(programs), tape=tape,
         timelines=timelines,
     )  # fmt: skip
+
+
+def _end(timelines: Sequence[Timeline]) -> float:
+    return max(one.end_ns for one in timelines)
+
+
+def _elsewhere(machine: Calibration, bound: str) -> float:
+    return machine.elsewhere[bound].value if bound in machine.elsewhere else 1.0
+
+
+def _host(machine: Calibration, issued_ns: Sequence[float]) -> Lognormal:
+    """What the slowest of the ranks' hosts takes, each of which takes so long where it is one like the mean."""
+    figures, chance = machine.host, random.Random(0)
+    slowest = [max(ns * chance.gauss(1.0, figures.unlike.value) for ns in issued_ns) for _ in range(_HOSTS)]
+    middle = median(slowest)
+    if not middle:
+        return NOTHING
+    unsteady = 1e3 * machine.unsteady_us.value / middle
+    return Lognormal(middle, math.hypot(figures.launch_us.spread, unsteady, pstdev(slowest) / middle))
 
 
 def _draws(ranks: int) -> int:
@@ -217,7 +260,7 @@ def _draws(ranks: int) -> int:
 
 def busy_share(program: Program, timeline: Timeline, end: float) -> float:
     """The part of an iteration of ``end`` nanoseconds in which a rank computes blocks."""
-    spans = (timeline.ops[place] for place, op in enumerate(program.ops) if isinstance(op, Block))
+    spans = (timeline.ops[place] for place, op in enumerate(program.ops) if isinstance(op, AttentionCall))
     return min(1.0, sum(stop - start for start, stop in spans) / end) if end else 0.0
 
 
@@ -251,12 +294,12 @@ def _pieces(program: Program, timeline: Timeline, cluster: Cluster) -> Iterator[
             ready = min(max(timeline.kernels[at][1], start), end)
             yield start, ready, "peers", phase
             yield ready, end, "other_host" if cluster.hosts_of(post.members) > 1 else "same_host", phase
-        elif isinstance(op, Block | Touch):
-            yield start, end, "kernel" if isinstance(op, Block) else "memory", phase
+        elif isinstance(op, AttentionCall | Touch):
+            yield start, end, "kernel" if isinstance(op, AttentionCall) else "memory", phase
 
 
 def _phase(op: Op, posts: Mapping[int, tuple[int, Post]], before: str) -> str:
-    if isinstance(op, Block | Post):
+    if isinstance(op, AttentionCall | Post):
         return op.phase
     if isinstance(op, Wait):
         return posts[op.id][1].phase
@@ -272,7 +315,7 @@ def _variances(
         blocks = [
             (curves.at(op).ns, curves.at(op).spread)
             for op in program.ops
-            if isinstance(op, Block) and op.phase == phase
+            if isinstance(op, AttentionCall) and op.phase == phase
         ]
         if blocks:
             spread = sum(ns * one for ns, one in blocks) / sum(ns for ns, _ in blocks)
@@ -281,10 +324,9 @@ def _variances(
     for part, value in (
         ("memory", machine.memory_gb_s), ("same_host", machine.same_host.hop_gb_s),
         ("other_host", machine.other_host.total_gb_s), ("peers", Value(1.0, 0.1, "assumed", "")),
-        ("host", machine.host.launch_us),
     ):  # fmt: skip
         parts[part] = (spans.total(part) / end_ns * value.spread) ** 2
-    parts["unexplained"] = machine.noise.value**2
+    parts["unexplained"] = machine.noise.value**2 + (1e3 * machine.unsteady_us.value / end_ns) ** 2
     return parts
 
 
@@ -324,7 +366,10 @@ def _continued(
 
     held = [_peak(tape_of(question, to, [0, to.size - 1])) for to in (clusters[1], _smaller(clusters[1], 2 * LARGE))]
     return replace(
-        large, median_ns=onward(small.median_ns, large.median_ns), spans=_Spans(spans("forward"), spans("backward")),
+        large, time=Longer(*(
+            Lognormal(onward(one.median_ns, other.median_ns), other.spread)
+            for one, other in ((small.time.device, large.time.device), (small.time.host, large.time.host))
+        )), spans=_Spans(spans("forward"), spans("backward")),
         peak_bytes=round(large.peak_bytes + (held[1] - held[0]) * (ranks / large.simulated - 1)),
     )  # fmt: skip
 
@@ -367,7 +412,7 @@ def _shortened(sources: Sequence[str]) -> str:
 def prediction_dict(prediction: Prediction, *, whole: bool = True) -> JsonObject:
     """Schema ``ringprof.prediction/1``; without ``whole`` its figures alone, as a part of something larger."""
     question = prediction.question
-    times = {f"p{tenths}": prediction.quantile_ns(tenths / 100) for tenths in (10, 50, 90)}
+    times = dict(zip(_OPPOSITE, prediction.interval_ns, strict=True))
     about = {
         "schema": _SCHEMA,
         "predicted": True,

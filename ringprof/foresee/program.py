@@ -12,7 +12,7 @@ import msgspec
 from ringprof.run import Work, Workload
 
 
-class Block(msgspec.Struct, frozen=True, kw_only=True, tag="block"):
+class AttentionCall(msgspec.Struct, frozen=True, kw_only=True, tag="block"):
     """One attention call: ``q`` queries against ``kv`` keys."""
 
     label: str
@@ -93,7 +93,7 @@ class Join(msgspec.Struct, frozen=True, kw_only=True, tag="join"):
     calls: int = 0
 
 
-Op = Block | Touch | Post | Wait | Join
+Op = AttentionCall | Touch | Post | Wait | Join
 
 
 class Program(msgspec.Struct, frozen=True, kw_only=True):

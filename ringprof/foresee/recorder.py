@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ringprof.foresee.program import Block, Join, Op, Post, Touch, Wait
+from ringprof.foresee.program import AttentionCall, Join, Op, Post, Touch, Wait
 from ringprof.json_object import JsonObject
 from ringprof.strategies.streams import SideStreams
 
@@ -75,9 +75,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, phase: Any, q: Tensor, k: Tensor, scratch_bytes: int, pairs: int | None = None, sequences: int = 1,
         *, causal: bool,
     ) -> None:  # fmt: skip
-        """An attention call, which holds ``scratch_bytes`` while it runs; ``pairs`` and ``sequences`` as in `Block`."""
+        """An attention call, which holds ``scratch_bytes`` while it runs; all else as in `AttentionCall`."""
         batch, seq, heads, head_dim = q.shape
-        op = Block(
+        op = AttentionCall(
             label=self.label, phase=phase, batch=batch, q=seq, kv=k.shape[1], heads=heads, kv_heads=k.shape[2],
             head_dim=head_dim, causal=causal, pairs=pairs, sequences=sequences, stream=self.stream,
             calls=self._host_calls(),

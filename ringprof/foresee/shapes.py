@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from ringprof.foresee.program import Block
+from ringprof.foresee.program import AttentionCall
 from ringprof.mask import NO_LIMIT
 from ringprof.strategies.kernels import KERNELS
 from ringprof.strategies.parts import Part, Parts
@@ -38,7 +38,7 @@ class Wanted(NamedTuple):
     """A block to measure with a kernel."""
 
     kernel: str
-    block: Block
+    block: AttentionCall
     parts: Parts | None = None
 
 
@@ -66,7 +66,7 @@ def blocks(kernels: Sequence[str]) -> list[Wanted]:
     return [found[at] for _, at in sorted(keys)]
 
 
-def _of(lengths: Sequence[int], heads: int, kv_heads: int) -> Iterator[Block]:
+def _of(lengths: Sequence[int], heads: int, kv_heads: int) -> Iterator[AttentionCall]:
     for length in lengths:
         half = length // 2
         for phase in ("forward", "backward"):
@@ -102,13 +102,13 @@ def _of_parts(kernel: str, parts: Sequence[Part], heads: int, kv_heads: int) -> 
         )  # fmt: skip
 
 
-def _gathered(heads: int, kv_heads: int) -> list[Block]:
+def _gathered(heads: int, kv_heads: int) -> list[AttentionCall]:
     return [
         _block(phase, q, kv, heads, kv_heads, causal=False) for q, kv in _GATHERED for phase in ("forward", "backward")
     ]
 
 
-def _block(phase: str, q: int, kv: int, heads: int, kv_heads: int, *, causal: bool) -> Block:
-    return Block(
+def _block(phase: str, q: int, kv: int, heads: int, kv_heads: int, *, causal: bool) -> AttentionCall:
+    return AttentionCall(
         label="", phase=phase, batch=1, q=q, kv=kv, heads=heads, kv_heads=kv_heads, head_dim=HEAD_DIM, causal=causal  # type: ignore[arg-type]
     )  # fmt: skip

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from typing import Any
 
 from ringprof.devices import peak_of
-from ringprof.foresee.calibration import Value
+from ringprof.foresee.calibration import Calibration, Host, Link, Value
 from ringprof.foresee.links import Cluster, Links
 from ringprof.foresee.predict import Prediction, inputs
 from ringprof.foresee.program import Post
@@ -42,7 +44,7 @@ def cluster_text(cluster: Cluster, device: str) -> str:
 def prediction_text(prediction: Prediction) -> str:
     """The whole answer, ending with a newline."""
     question, machine = prediction.question, prediction.machine
-    low, middle, high = (prediction.quantile_ns(share) for share in (0.1, 0.5, 0.9))
+    low, middle, high = prediction.interval_ns
     unit_ns, unit = unit_for(middle)
     params = ", ".join(f"{key}={value}" for key, value in prediction.params.items())
     hops = " · hops by copy engine" if question.hops == "copy" else ""
@@ -134,5 +136,31 @@ def _channels_line(prediction: Prediction) -> str:
     )
 
 
+def calibration_text(machine: Calibration) -> str:
+    """A machine's figures with their spread and origin, ending with a newline."""
+    rates = [
+        f"  {kernel.name + ' ' + phase:30}{max(one.tflops for one in samples):>12,.4g}  best TFLOP/s of"
+        f" {len(samples)} shapes"
+        for kernel in machine.kernels
+        for phase in ("forward", "backward")
+        if (samples := [one for one in kernel.samples if one.phase == phase])
+    ]
+    failed = [f"  not measured: {clean(line)}" for line in machine.unmeasured]
+    figures = [_input(name, value) for name, value in _figures(machine)]
+    return "\n".join([f"{clean(machine.name)}, {clean(machine.device)}", *rates, *figures, *failed]) + "\n"
+
+
+def _figures(of: Any, within: str = "") -> Iterator[tuple[str, Value]]:
+    """Every `Value` of a calibration by its name in the file; of kernels and what only a machine's kind has, none."""
+    for name in of.__struct_fields__:
+        found = getattr(of, name)
+        if isinstance(found, Value):
+            yield within + name, found
+        elif isinstance(found, Host | Link):
+            yield from _figures(found, f"{name}.")
+        elif name == "collective_gb_s":
+            yield from ((f"{within}{operation}_gb_s", value) for operation, value in found.items())
+
+
 def _input(name: str, value: Value) -> str:
-    return f"  {name:24}{value.value:>12,.4g}  ±{percent(value.spread)}  {value.origin}: {clean(value.source)}"
+    return f"  {name:30}{value.value:>12,.4g}  ±{percent(value.spread)}  {value.origin}: {clean(value.source)}"

@@ -21,7 +21,7 @@ from ringprof.files import write_atomically
 from ringprof.foresee.events import RINGS, Timeline
 from ringprof.foresee.host import host_ns
 from ringprof.foresee.predict import Prediction
-from ringprof.foresee.program import Block, Join, Op, Post, Program, Touch, Wait
+from ringprof.foresee.program import AttentionCall, Join, Op, Post, Program, Touch, Wait
 from ringprof.json_object import JsonObject
 from ringprof.run import (
     Environment,
@@ -77,7 +77,7 @@ def run_of(prediction: Prediction, traces: list[RankTrace], command: Sequence[st
     slowest = max(one.end_ns for one in prediction.timelines)
     by_rank = {p.rank: t.end_ns / slowest for p, t in zip(prediction.tape.programs, prediction.timelines, strict=True)}
     like = [prediction.stands_for(rank) for rank in range(size)]
-    quantiles = [prediction.quantile_ns(share) for share in (0.1, 0.5, 0.9)]
+    quantiles = prediction.interval_ns
     programs = {program.rank: program for program in prediction.tape.programs}
     return Run(
         name=f"predicted-{question.strategy.rpartition(':')[2]}-{question.workload.seq}",
@@ -132,8 +132,7 @@ def trace_of(prediction: Prediction, program: Program, timeline: Timeline) -> Js
 def _events(prediction: Prediction, program: Program, timeline: Timeline) -> Iterator[_Event]:
     machine = prediction.machine
     host = list(accumulate(host_ns(machine, machine.kernel(prediction.kernel), program)))
-    before = 0.0 if prediction.host_bound else host[-1]
-    origin = _ORIGIN_NS + round(before)
+    origin = _ORIGIN_NS + round(min(prediction.lead_ns, host[-1]))
     writer = _Writer(prediction, program, timeline, origin)
     begin = _ORIGIN_NS
     for place, op in enumerate(program.ops):
@@ -159,10 +158,10 @@ class _Writer:
         if isinstance(op, Post):
             yield self.range(f"ringprof::send/{op.channel}", begin, end)
             yield from self._carried(place, op, begin, end)
-        elif isinstance(op, Block | Touch):
+        elif isinstance(op, AttentionCall | Touch):
             if op.label:
                 yield self.range(f"ringprof::{op.label}", begin, end)
-            name = self._names[op.phase] if isinstance(op, Block) else op.name
+            name = self._names[op.phase] if isinstance(op, AttentionCall) else op.name
             start, stop = self._timeline.ops[place]
             yield from self._kernel(name, _COMPUTE_STREAM + op.stream, start, stop, begin, end)
         elif isinstance(op, Wait):

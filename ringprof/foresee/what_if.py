@@ -19,7 +19,7 @@ from ringprof.foresee.events import BlockTime, Leg, simulate
 from ringprof.foresee.from_runs import Observed, lost_ns
 from ringprof.foresee.links import Cluster, Links
 from ringprof.foresee.observed import touch_bytes
-from ringprof.foresee.program import Block, Post, Program, Touch
+from ringprof.foresee.program import AttentionCall, Post, Program, Touch
 from ringprof.foresee.question import is_older
 from ringprof.json_object import JsonObject
 
@@ -83,8 +83,7 @@ class WhatIf:
 def what_if(observed: Observed, machine: Calibration, changes: Changes) -> WhatIf:
     """Replay a run, and replay it changed. Raises `UsageError` for a change that does not apply to it."""
     _refuse(observed, machine, changes)
-    profiled = observed.run.profiled
-    recorded = max(times[0] for times in profiled.iterations_ns) if profiled else max(r.wall_ns for r in observed.ranks)
+    recorded = max(rank.wall_ns for rank in observed.ranks)
     ends = []
     for changed in (Changes(), changes):
         programs = _programs(observed, changed)
@@ -129,11 +128,11 @@ def _programs(observed: Observed, changes: Changes) -> list[Program]:
     return changed.programs
 
 
-def _blocks(program: Program) -> list[Block]:
-    return [op for op in program.ops if isinstance(op, Block)]
+def _blocks(program: Program) -> list[AttentionCall]:
+    return [op for op in program.ops if isinstance(op, AttentionCall)]
 
 
-def _shape(block: Block) -> tuple[Any, ...]:
+def _shape(block: AttentionCall) -> tuple[Any, ...]:
     return block.phase, block.q, block.kv, block.heads, block.causal
 
 
@@ -162,7 +161,7 @@ class _Replay:
             for program in programs
         }
 
-    def block(self, rank: int, place: int, block: Block) -> BlockTime:
+    def block(self, rank: int, place: int, block: AttentionCall) -> BlockTime:
         before = self._places[rank][place]
         seen = self._ranks[rank].blocks[before]
         lost = self._machine.contention.value * lost_ns(self._observed, self._ranks[rank], before)
@@ -239,4 +238,4 @@ class _Replay:
 
 
 def _places(program: Program) -> list[int]:
-    return [place for place, op in enumerate(program.ops) if isinstance(op, Block)]
+    return [place for place, op in enumerate(program.ops) if isinstance(op, AttentionCall)]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -12,6 +14,7 @@ pytest.importorskip("torch", reason="a prediction runs strategies on shapes")
 from benchmarks import foresight
 from benchmarks.foresight import Score
 from ringprof.foresee.calibration import read_calibration
+from ringprof.foresee.longer import Lognormal, Longer
 from ringprof.foresee.tape import tape_of
 
 
@@ -67,15 +70,16 @@ def test_zigzags_grid_on_4_gpus() -> None:
     assert within(scores, 0.035, 0.25) and 0.7 <= inside(scores) <= 0.9
     assert within(list(foresight.grid_host()), 0.14, 0.32)
     # What the bundled machine says that intervals elsewhere are, by these and the shapes of three sessions, rounded up.
-    found = {bound: foresight.elsewhere(of) for bound, of in foresight.held_out().items()}
+    found = {bound: foresight.elsewhere(of, bound) for bound, of in foresight.held_out().items()}
     known = {bound: value.value for bound, value in read_calibration("h200").elsewhere.items()}
     assert all(found[bound] <= known[bound] < found[bound] + 0.1 for bound in known)
 
 
 def test_conformal_by_hand() -> None:
     """Nine cases that are off by 1 to 9 spreads: the eighth of ten, over the 1.2816 of a normal distribution."""
-    scores = [Score("", math.exp(0.01 * off), 1.0, spread=0.01) for off in range(1, 10)]
-    assert foresight.elsewhere(scores) == pytest.approx(8 / 1.2816, rel=1e-4)
+    foreseen: Any = SimpleNamespace(time=Longer(Lognormal(1e6, 0.01)), machine=SimpleNamespace(elsewhere={}))
+    scores = [Score("", math.exp(0.01 * off), 1.0, prediction=foreseen) for off in range(1, 10)]
+    assert foresight.elsewhere(scores, "device") == pytest.approx(8 / 1.2816, abs=0.01)
 
 
 def test_peak_memory_of_the_later_session() -> None:

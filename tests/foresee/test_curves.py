@@ -10,7 +10,7 @@ import pytest
 
 from ringprof.foresee.calibration import KernelSample, read_calibration
 from ringprof.foresee.curves import Curve, OutsideCalibration
-from ringprof.foresee.program import Block
+from ringprof.foresee.program import AttentionCall
 
 LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768)
 
@@ -23,19 +23,19 @@ def alike(sample: KernelSample) -> float:
 def block(
     q: int, kv: int, causal: bool = False, heads: int = 32, kv_heads: int = 32, head_dim: int = 128,
     phase: Literal["forward", "backward"] = "forward",
-) -> Block:  # fmt: skip
-    return Block(
+) -> AttentionCall:  # fmt: skip
+    return AttentionCall(
         label="", phase=phase, batch=1, q=q, kv=kv, heads=heads, kv_heads=kv_heads, head_dim=head_dim, causal=causal
     )
 
 
-def law(one: Block) -> float:
+def law(one: AttentionCall) -> float:
     """600 TFLOP/s, 20 us a call, and as much for a row of queries as for 300 columns of keys more."""
     pairs = one.q * (one.q + 1) / 2 if one.causal else one.q * one.kv
     return 2e4 + 4 * one.heads * one.head_dim * (pairs + 300 * one.q) / 600e3
 
 
-def curve(time_of: Callable[[Block], float], blocks: list[Block], noise: float = 0.005) -> Curve:
+def curve(time_of: Callable[[AttentionCall], float], blocks: list[AttentionCall], noise: float = 0.005) -> Curve:
     chance = random.Random(1)
     samples = [
         KernelSample(

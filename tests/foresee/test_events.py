@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -9,14 +10,14 @@ from dataclasses import dataclass
 import pytest
 
 from ringprof.foresee.events import BlockTime, Leg, Timeline, simulate
-from ringprof.foresee.program import Block, Join, Op, Post, Program, Touch, Wait
+from ringprof.foresee.program import AttentionCall, Join, Op, Post, Program, Touch, Wait
 from ringprof.run import Work
 
 NOTHING = Work(block_flops=0, block_calls={}, sent=[])
 
 
-def block(causal: bool = False, stream: int = 0) -> Block:
-    return Block(
+def block(causal: bool = False, stream: int = 0) -> AttentionCall:
+    return AttentionCall(
         label="", phase="forward", batch=1, q=1, kv=1, heads=1, kv_heads=1, head_dim=1, causal=causal, stream=stream
     )
 
@@ -57,7 +58,7 @@ class Machine:
     host_ns: float = 0.0
     collective_ns: float = 70.0
 
-    def block(self, rank: int, place: int, block: Block) -> BlockTime:
+    def block(self, rank: int, place: int, block: AttentionCall) -> BlockTime:
         return BlockTime(self.blocks(rank, place), self.lead_ns, self.tail_ns, self.fills)
 
     def touch(self, rank: int, place: int, touch: Touch) -> float:
@@ -82,8 +83,8 @@ class Machine:
         return self.first
 
 
-def ends(programs: list[Program], machine: Machine, *, ahead: bool = True) -> list[float]:
-    return [one.end_ns for one in simulate(programs, machine, ahead=ahead)]
+def ends(programs: list[Program], machine: Machine, lead_ns: float = math.inf) -> list[float]:
+    return [one.end_ns for one in simulate(programs, machine, lead_ns=lead_ns)]
 
 
 def rings(size: int) -> list[Program]:
@@ -115,7 +116,7 @@ def test_a_ring_follows_its_recurrence(seed: int) -> None:
             gone = max(posted[rank], posted[right]) + hop_ns
             begins[rank, step] = max(begins[rank, step - 1] + took[rank, step - 1], arrived, gone)
     expected = [begins[rank, size - 1] + took[rank, size - 1] for rank in range(size)]
-    places = [place for place, op in enumerate(ring(0, size).ops) if isinstance(op, Block)]
+    places = [place for place, op in enumerate(ring(0, size).ops) if isinstance(op, AttentionCall)]
     machine = Machine(blocks=lambda rank, place: took[rank, places.index(place)], rate=1000 / hop_ns)
     assert ends(rings(size), machine) == pytest.approx(expected)
 
@@ -175,9 +176,9 @@ def test_streams_run_beside_each_other_until_they_meet() -> None:
 def test_the_host_is_the_bound_where_it_takes_longer() -> None:
     """Ten blocks of 100 that take the host 300 each to launch: the last begins at 3000."""
     programs = [program(0, *(block() for _ in range(10)))]
-    assert ends(programs, Machine(host_ns=300), ahead=False) == [3100]
-    assert ends(programs, Machine(host_ns=300), ahead=True) == [1000]
-    assert ends(programs, Machine(host_ns=20), ahead=False) == [1020]
+    assert ends(programs, Machine(host_ns=300), lead_ns=0) == [3100]
+    assert ends(programs, Machine(host_ns=300)) == [1000]
+    assert ends(programs, Machine(host_ns=20), lead_ns=0) == [1020]
 
 
 def test_a_transfer_that_a_peer_never_posts_is_an_error_and_no_short_run() -> None:

@@ -13,7 +13,7 @@ pytest.importorskip("torch", reason="the tape runs strategies on shapes")
 
 from ringprof.errors import UnfitWorkloadError, UnknownStrategyError, UsageError
 from ringprof.foresee.from_runs import tape_of_run
-from ringprof.foresee.program import Block, Post, Touch, Wait
+from ringprof.foresee.program import AttentionCall, Post, Touch, Wait
 from ringprof.foresee.tape import tape
 from ringprof.run import Sent, Workload, read_run
 
@@ -49,7 +49,7 @@ def test_blocks_and_bytes_are_those_of_the_recording(path: Path) -> None:
         if run.topology.device_type == "cuda":
             # The tape is of GPUs, where a small block is not cut to hide its last hop.
             assert program.work.block_calls == work.block_calls
-        blocks = [op for op in program.ops if isinstance(op, Block)]
+        blocks = [op for op in program.ops if isinstance(op, AttentionCall)]
         assert sum(block.flops() for block in blocks) == work.block_flops
         hops = [op for op in program.ops if isinstance(op, Post)]
         assert len(hops) == sum(sent.count for sent in work.sent or [])
@@ -72,7 +72,7 @@ def test_the_operations_of_a_small_ring_in_their_order(monkeypatch: pytest.Monke
     (program,) = tape("zigzag", workload, 2, ranks=[1]).programs
     shown = [
         (op.label, op.phase, op.q, op.kv, op.causal)
-        if isinstance(op, Block)
+        if isinstance(op, AttentionCall)
         else (op.channel, op.messages, op.members)
         if isinstance(op, Post)
         else (op.name, op.bytes)
@@ -99,7 +99,11 @@ def test_pairs_of_documents_and_windows_by_hand() -> None:
     packed = Workload(seq=32, heads=1, kv_heads=1, head_dim=8, documents=(20, 12), backward=False)
     windowed = Workload(seq=32, heads=1, kv_heads=1, head_dim=8, window=4, backward=False)
     seen = [
-        [(op.pairs, op.sequences) if op.pairs else (op.q * op.kv, 1) for op in program.ops if isinstance(op, Block)]
+        [
+            (op.pairs, op.sequences) if op.pairs else (op.q * op.kv, 1)
+            for op in program.ops
+            if isinstance(op, AttentionCall)
+        ]
         for workload in (packed, windowed)
         for program in tape("ring", workload, 2, kernel="flash-attn", ranks=[1]).programs
     ]
