@@ -58,10 +58,10 @@ def advise(
     memory_bytes: int | None = None, strategies: Sequence[str] = (),
 ) -> Advised:  # fmt: skip
     """Every strategy, degree, placement, window and hop engine foreseen, by time; raises as `predict`."""
-    from ringprof.foresee.tape import tape_of
+    from ringprof.foresee.tapes import Tapes
 
     chosen = _advise(
-        _checked(workload, Workload), _checked(cluster, Cluster), _read(machine), tape_of, kernel=kernel,
+        _checked(workload, Workload), _checked(cluster, Cluster), _read(machine), Tapes().of, kernel=kernel,
         memory_bytes=memory_bytes, strategies=strategies,
     )  # fmt: skip
     return Advised(chosen)

@@ -32,12 +32,12 @@ def command(**options: Any) -> int:
     \b
     ringprof advise --seq 1048576 --heads 40 --hosts 16 --gpus-per-host 8 --machine h100 --nic 400
     """
-    from ringprof.foresee.tape import tape_of
+    from ringprof.foresee.tapes import Tapes
 
     machine, cluster = read_calibration(options["machine"]), asked_cluster(options)
     with loading_progress() as tell:
         found = advise(
-            asked_workload(options), cluster, machine, tape_of, kernel=options["kernel"],
+            asked_workload(options), cluster, machine, Tapes().of, kernel=options["kernel"],
             memory_bytes=_size(options["memory"]) if options["memory"] else None, strategies=options["strategies"],
             tell=tell or unheard,
         )  # fmt: skip

@@ -43,7 +43,7 @@ def command(
 ) -> None:  # fmt: skip
     """Measure a machine on all GPUs of this host, or take its figures from recorded runs.
 
-    With two GPUs or more links and contention are measured, too. What is known is written as it comes.
+    With two GPUs or more links are measured, too. What is known is written as it comes.
 
     \b
     ringprof calibrate -o machine.json

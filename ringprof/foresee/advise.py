@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -15,7 +14,6 @@ from ringprof.errors import RingprofError, UnfitWorkloadError, UnknownStrategyEr
 from ringprof.foresee.calibration import Calibration
 from ringprof.foresee.links import Cluster
 from ringprof.foresee.predict import Prediction, TapeOf, predict, prediction_dict
-from ringprof.foresee.program import Tape
 from ringprof.foresee.question import Question
 from ringprof.json_object import JsonObject
 from ringprof.run import Workload
@@ -28,7 +26,9 @@ _EQUAL = 0.005
 """Times that are no further apart are equal: which is the shorter, chance says."""
 _COMPARED = 3
 """Strategies that are looked at over lengths, hosts and NICs."""
-_DRAWS, _DRAWS_A_POINT = 4000, 3
+_DRAWS, _DRAWS_FIRST, _NEAR = 4000, 1, 1.1
+"""Of all choices' times against each other; of every choice, before those that take up to so many times as long as the
+fastest are drawn as often as any prediction."""
 _LENGTHS = (0.25, 0.5, 1.0, 2.0, 4.0)
 _NICS = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0)
 _HOSTS = (0.25, 0.5, 1, 2, 4)
@@ -139,19 +139,25 @@ def advise(
         if name not in names:
             raise UnknownStrategyError(f"advise has no strategy {name!r} to choose; it has: {', '.join(names)}")
     asked = [question for question in every if not chosen or question.strategy in chosen]
-    tape_of = _remembered(tape_of)
     found, refused = [], []
     for number, question in enumerate(asked):
         tell("strategies", number, len(asked))
         try:
-            found.append(predict(question, machine, tape_of))
+            found.append(predict(question, machine, tape_of, draws=_DRAWS_FIRST))
         except RingprofError as error:
             refused.append((_label(question), str(error)))
     if not found:
         reasons = dict.fromkeys(why for _, why in refused)
         raise UnfitWorkloadError(f"no strategy can run this: {'; '.join(list(reasons)[:3])}")
     room = memory_bytes or machine.memory_bytes
-    found.sort(key=lambda one: (one.peak_bytes > room, one.median_ns))
+
+    def order(one: Prediction) -> tuple[bool, float]:
+        return one.peak_bytes > room, one.median_ns
+
+    least, ns = min(map(order, found))
+    near = [order(one) < (least, _NEAR * ns) for one in found]
+    found = [predict(one.question, machine, tape_of) if close else one for one, close in zip(found, near, strict=True)]
+    found.sort(key=order)
     chances = chances_of_being_best([one for one in found if one.peak_bytes <= room])
     choices = tuple(
         Choice(one, chances[at] if at < len(chances) else 0.0, _on_front(one, found), one.peak_bytes <= room)
@@ -166,26 +172,6 @@ def advise(
             found_at += _point(at, [(one, changed(one.question)) for one in firsts], machine, tape_of)
         points.append(tuple(found_at))
     return Advice(choices, tuple(refused), *points)
-
-
-def _remembered(tape_of: TapeOf) -> TapeOf:
-    """The last tapes are kept: they do not depend on the NICs, and one question asks for some of them twice."""
-    kept: deque[tuple[object, Tape]] = deque(maxlen=8 * _COMPARED)
-
-    def remembering(question: Question, cluster: Cluster, ranks: Sequence[int] | None) -> Tape:
-        asked = replace(question, cluster=_bare(question.cluster)), _bare(cluster), ranks and tuple(ranks)
-        for known, tape in kept:
-            if known == asked:
-                return tape
-        made = tape_of(question, cluster, ranks)
-        kept.append((asked, made))
-        return made
-
-    return remembering
-
-
-def _bare(cluster: Cluster) -> Cluster:
-    return Cluster(cluster.hosts, cluster.gpus_per_host)
 
 
 def candidates(workload: Workload, cluster: Cluster, machine: Calibration, kernel: str) -> Iterator[Question]:
@@ -265,7 +251,7 @@ def _point(
 ) -> Iterator[Point]:
     try:
         yield Point(at, tuple(
-            known if known.question == question else predict(question, machine, tape_of, draws=_DRAWS_A_POINT)
+            known if known.question == question else predict(question, machine, tape_of, draws=_DRAWS_FIRST)
             for known, question in asked
         ))  # fmt: skip
     except RingprofError:

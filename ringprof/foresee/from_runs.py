@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -28,7 +28,6 @@ LARGE_BYTES = 16 << 20
 """Kernels that move less are bound by their launch."""
 _BEST = 90
 """Percentile of the rates seen: the others shared the link, or the device, with something."""
-_TapeOf = Callable[[Run], Tape]
 
 
 @dataclass(frozen=True)
@@ -132,12 +131,9 @@ def _kernels(runs: Sequence[Observed], base: Calibration, contention: float) -> 
 def _samples(observed: Observed, contention: float) -> list[KernelSample]:
     """One sample for each shape of a run: the median over ranks and steps of what the block alone would have taken."""
     found: dict[tuple[Any, ...], list[tuple[float, float]]] = defaultdict(list)
-    for rank in observed.ranks:
-        for place, block in rank.blocks.items():
-            op = _block(rank, place)
-            alone = block.end_ns - block.start_ns - contention * lost_ns(observed, rank, place)
-            key = (op.phase, op.batch, op.q, op.kv, op.heads, op.kv_heads, op.head_dim, op.causal)
-            found[key].append((alone, rank.duty))
+    for rank, op, length, lost in _blocks(observed):
+        key = (op.phase, op.batch, op.q, op.kv, op.heads, op.kv_heads, op.head_dim, op.causal)
+        found[key].append((length - contention * lost, rank.duty))
     names = ("phase", "batch", "q", "kv", "heads", "kv_heads", "head_dim", "causal")
     return [
         KernelSample(
@@ -148,6 +144,13 @@ def _samples(observed: Observed, contention: float) -> list[KernelSample]:
         )
         for key, seen in found.items()
     ]  # fmt: skip
+
+
+def _blocks(observed: Observed) -> Iterator[tuple[ObservedRank, AttentionCall, int, float]]:
+    """Every block: its rank, what it was asked, nanoseconds that it took, and what transfers beside it held of them."""
+    for rank in observed.ranks:
+        for place, block in rank.blocks.items():
+            yield rank, _block(rank, place), block.end_ns - block.start_ns, lost_ns(observed, rank, place)
 
 
 def lost_ns(observed: Observed, rank: ObservedRank, place: int) -> float:
@@ -162,11 +165,9 @@ def _unlike(runs: Sequence[Observed], contention: float, heat: float) -> Value |
     variances = []
     for observed in runs:
         groups: dict[tuple[Any, ...], list[tuple[int, float]]] = defaultdict(list)
-        for rank in observed.ranks:
-            for place, block in rank.blocks.items():
-                op, length = _block(rank, place), block.end_ns - block.start_ns
-                alone = (length - contention * lost_ns(observed, rank, place)) / (1 + heat * rank.duty)
-                groups[op.phase, op.q, op.kv, op.heads, op.causal].append((rank.program.rank, alone))
+        for rank, op, length, lost in _blocks(observed):
+            alone = (length - contention * lost) / (1 + heat * rank.duty)
+            groups[op.phase, op.q, op.kv, op.heads, op.causal].append((rank.program.rank, alone))
         off: dict[int, list[float]] = defaultdict(list)
         for seen in groups.values():
             if len({rank for rank, _ in seen}) == len(observed.ranks):
@@ -186,11 +187,8 @@ def _contention(runs: Sequence[Observed]) -> Value | None:
     x, y = [], []
     for observed in runs:
         groups: dict[tuple[Any, ...], list[tuple[float, float]]] = defaultdict(list)
-        for rank in observed.ranks:
-            for place, block in rank.blocks.items():
-                op, length = _block(rank, place), block.end_ns - block.start_ns
-                key = (op.phase, op.q, op.kv, op.heads, op.causal)
-                groups[key].append((lost_ns(observed, rank, place) / length, 1.0 / length))
+        for _, op, length, lost in _blocks(observed):
+            groups[op.phase, op.q, op.kv, op.heads, op.causal].append((lost / length, 1.0 / length))
         for seen in groups.values():
             lost, speed = np.array(seen).T
             if np.ptp(lost) > 0.05:

@@ -1,4 +1,7 @@
-"""Measure a machine: kernels by shape, memory, the host's own time, heat; with two GPUs links and contention, too.
+"""Measure a machine: kernels by shape, memory, the host's own time, heat; with two GPUs links, too.
+
+What a block loses to a hop beside it is not measured: blocks and hops that were made to meet lost two to five times
+what those of runs do. `ringprof calibrate RUN...` tells it.
 
 Every GPU computes at the same time, as in a run, and keeps computing, so that it is as warm. What has been measured is
 handed on after every part, so that a run cut short has left a calibration.
@@ -35,10 +38,9 @@ _SHAPE = ("phase", "q", "kv", "heads", "kv_heads", "head_dim", "causal", "pairs"
 _SLICE_S = 30.0
 """Between savings of samples."""
 _WARM_S = 8.0
-_BESIDE = AttentionCall(
+_LONG = AttentionCall(
     label="", phase="forward", batch=1, q=16384, kv=16384, heads=40, kv_heads=40, head_dim=128, causal=False
 )  # fmt: skip
-_BESIDE_BYTES = 320 << 20
 
 
 def measure_machine(
@@ -75,7 +77,6 @@ def measure_machine(
         ("memory", "memory", lambda: _memory(bench)),
         ("links", "links", lambda: {"same_host": _links(bench, found, ends["links"])} if several else {}),
         ("links", "copied hops", lambda: {"same_host": _copied(bench, found.same_host)} if several else {}),
-        ("contention", "contention", lambda: _contention(bench, found, kernels[0]) if several else {}),
         ("heat", "heat", lambda: _heat(bench, kernels[0], ends["heat"])),
     )
     for part_of, name, attempt in parts:
@@ -124,7 +125,7 @@ def _warm(bench: Bench, kernel: str) -> None:
     """Compute until the device is as warm as it gets."""
     if bench.device.type != "cuda":
         return
-    body, until = call_of(KERNELS[kernel](), _BESIDE, bench), time.monotonic() + _WARM_S
+    body, until = call_of(KERNELS[kernel](), _LONG, bench), time.monotonic() + _WARM_S
     while time.monotonic() < until:
         bench.heater = body, median(bench.times_ns(body, 50))
 
@@ -266,58 +267,6 @@ def _copied(bench: Bench, before: Link) -> Link:
     return msgspec.structs.replace(before, copy_gb_s=_value(gb_s, 0.02))
 
 
-# --- contention -------------------------------------------------------------------------------------
-
-
-def _contention(bench: Bench, before: Calibration, kernel: str) -> JsonObject:
-    """What a block loses to a hop that began first, and how often a hop is first where both are ready together."""
-    if bench.device.type != "cuda":
-        return {}
-    ring = Communicator().ring("calibrate_contention")
-    body = call_of(KERNELS[kernel](), _BESIDE, bench)
-    tensor = torch.zeros(_BESIDE_BYTES, dtype=torch.uint8, device=bench.device)
-    side: Any = torch.cuda.Stream(bench.device)  # type: ignore[no-untyped-call]
-    alone = median(bench.times_ns(body, 12))
-    held = channels(_BESIDE_BYTES, bench.size, 1, before.nccl, 0.0) / before.multiprocessors
-    losses, firsts = [], 0
-    trials = 40
-    for trial in range(trials):
-        # On even trials a small kernel before the block lets the hop begin; on odd ones the two race.
-        block_ns, hop_ns, hop_end_ns = _beside(ring, tensor, body, side, let_in=trial % 2 == 0)
-        if trial % 2 == 0:
-            losses.append((block_ns - alone) / (min(hop_ns, block_ns) * held))
-        else:
-            firsts += hop_end_ns < 0.9 * block_ns
-    # A hop is over early only where it was first on every rank.
-    share = (firsts / (trials / 2)) ** (1 / bench.size)
-    ranks = bench.together([median(losses), share], list[float])
-    lost, first = (sum(part) / len(ranks) for part in zip(*ranks, strict=True))
-    return {"contention": _value(max(0.0, lost), 0.1), "hop_first": _value(min(max(first, 0.05), 0.95), 0.2)}
-
-
-def _beside(
-    ring: Any, tensor: Tensor, body: Callable[[], object], side: Any, *, let_in: bool
-) -> tuple[float, float, float]:
-    """One block with a hop posted right before it: nanoseconds of the block, of the hop, and the hop's end in it."""
-    begin, start, stop, arrived = (torch.cuda.Event(enable_timing=True) for _ in range(4))  # type: ignore[no-untyped-call]
-    body()
-    begin.record()
-    hop = ring.post(_whole(tensor))
-    if let_in:
-        torch.cuda._sleep(200_000)  # type: ignore[no-untyped-call]
-    start.record()
-    body()
-    stop.record()
-    with torch.cuda.stream(side):
-        hop.wait()
-        arrived.record(side)
-    torch.cuda.synchronize()
-    torch.cuda.current_stream().wait_stream(side)
-    return (
-        start.elapsed_time(stop) * 1e6, begin.elapsed_time(arrived) * 1e6, start.elapsed_time(arrived) * 1e6
-    )  # fmt: skip
-
-
 # --- heat and host ----------------------------------------------------------------------------------
 
 
@@ -325,7 +274,7 @@ def _heat(bench: Bench, kernel: str, until: float) -> dict[str, Value]:
     """How much longer a block takes in an unbroken row than with pauses of four times its length."""
     if bench.device.type != "cuda":
         return {}
-    body = call_of(KERNELS[kernel](), _BESIDE, bench)
+    body = call_of(KERNELS[kernel](), _LONG, bench)
     each = min(6.0, max(1.0, (until - time.monotonic()) / 2))
     hot = cool = 0.0
     end = time.monotonic() + each

@@ -86,7 +86,16 @@ def tape(
 
 
 def tape_of(question: Question, cluster: Cluster, ranks: Sequence[int] | None) -> Tape:
-    """For `predict`: a question's programs on its own cluster, or on a smaller one that stands for it.
+    """For `predict`: a question's programs on its own cluster, or on a smaller one that stands for it."""
+    workload, params = shared(question, cluster)
+    return tape(
+        question.strategy, workload, cluster.size, ranks_per_host=cluster.gpus_per_host, kernel=question.kernel,
+        hops=question.hops, params=params, ranks=ranks, older=question.older,
+    )  # fmt: skip
+
+
+def shared(question: Question, cluster: Cluster) -> tuple[Workload, Params]:
+    """The problem and the parameters on the question's own cluster, or on a smaller one that stands for it.
 
     There every rank has the same share of the sequence, and the parameters that the whole cluster gave the strategy are
     kept, as far as they fit.
@@ -101,10 +110,7 @@ def tape_of(question: Question, cluster: Cluster, ranks: Sequence[int] | None) -
             raise UnfitWorkloadError(f"packed documents on {size} ranks cannot be foreseen: on {MOST_PACKED} at most")
         workload = msgspec.structs.replace(workload, seq=workload.seq // size * cluster.size)
         params = _fitting(question, workload, cluster)
-    return tape(
-        question.strategy, workload, cluster.size, ranks_per_host=cluster.gpus_per_host, kernel=question.kernel,
-        hops=question.hops, params=params, ranks=ranks, older=question.older,
-    )  # fmt: skip
+    return workload, params
 
 
 def _fitting(question: Question, workload: Workload, cluster: Cluster) -> JsonObject:
