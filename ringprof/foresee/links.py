@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from ringprof.foresee.calibration import Calibration, Link, Nccl
 from ringprof.foresee.events import Leg
@@ -38,8 +37,6 @@ class Cluster:
     gpus_per_nic: int = 1
     oversubscription: float = 1.0
     """Rate of a host's NICs over that of its up-links."""
-    rails: bool = True
-    """Whether NICs of one place in their hosts share a switch, so that only other transfers take the up-links."""
     net_channels: int | None = None
     """``NCCL_NCHANNELS_PER_NET_PEER``."""
     stretch: float = 1.0
@@ -90,21 +87,11 @@ def _version(text: str) -> tuple[int, ...]:
     return (0,) if None in parts else tuple(part for part in parts if part is not None)
 
 
-class RateFactors(NamedTuple):
-    """Factors on what the calibration says, for draws and for what-if."""
-
-    same_host: float = 1.0
-    other_host: float = 1.0
-
-
-UNCHANGED = RateFactors()
-
-
 class Links:
     """The transfers of one cluster by a calibration."""
 
-    def __init__(self, calibration: Calibration, cluster: Cluster, rates: RateFactors = UNCHANGED) -> None:
-        self._nccl, self.cluster, self._rates = calibration.nccl, cluster, rates
+    def __init__(self, calibration: Calibration, cluster: Cluster) -> None:
+        self._nccl, self.cluster = calibration.nccl, cluster
         self._same, self._other = calibration.same_host, calibration.other_host
         self._units, self._contention = calibration.multiprocessors, calibration.contention.value
         self._copy = calibration.same_host.copy_gb_s
@@ -124,13 +111,13 @@ class Links:
 
     def _leg(self, post: Post, sender: int, receiver: int) -> Leg:
         same = self.cluster.host(sender) == self.cluster.host(receiver)
-        link, rate = (self._same, self._rates.same_host) if same else (self._other, self._rates.other_host)
+        link = self._same if same else self._other
         size = sum(post.messages)
         if post.operation == "copy":
             assert self._copy is not None, "refused before"
-            cap = self._copy.value * rate
+            cap = self._copy.value
         else:
-            cap = size / sum(message / self._message_gb_s(post, message, link) for message in post.messages) * rate
+            cap = size / sum(message / self._message_gb_s(post, message, link) for message in post.messages)
         return Leg(size, cap, link.latency_us.value * 1e3, self._path(sender, receiver))
 
     def collective(self, post: Post) -> float:
@@ -138,8 +125,8 @@ class Links:
         members, (piece,) = post.members, post.messages
         here = sum(self.cluster.host(member) == self.cluster.host(members[0]) for member in members)
         hosts = self.cluster.hosts_of(members)
-        nvlink = self._same.collective_gb_s[post.operation].value * self._rates.same_host
-        nic = self.nic_gb_s / self.cluster.gpus_per_nic * self._rates.other_host / self.cluster.oversubscription
+        nvlink = self._same.collective_gb_s[post.operation].value
+        nic = self.nic_gb_s / self.cluster.gpus_per_nic / self.cluster.oversubscription
         if post.operation == "all_to_all":
             busy = max((here - 1) * piece / nvlink, (len(members) - here) * piece / nic if hosts > 1 else 0.0)
         else:
@@ -173,8 +160,8 @@ class Links:
         """GB/s, which is bytes a nanosecond, of what `leg` names."""
         assert isinstance(link, tuple)
         if link[0] in ("out", "in"):
-            return self._same.total_gb_s.value * self._rates.same_host
-        nic = self.nic_gb_s * self._rates.other_host
+            return self._same.total_gb_s.value
+        nic = self.nic_gb_s
         if link[0] in ("nic-out", "nic-in"):
             return nic
         return nic * self.cluster.gpus_per_host / self.cluster.gpus_per_nic / self.cluster.oversubscription
@@ -190,7 +177,8 @@ class Links:
         places = [divmod(rank, cluster.gpus_per_host) for rank in (sender, receiver)]
         nics = [(host, local // cluster.gpus_per_nic) for host, local in places]
         path: list[Hashable] = [("nic-out", nics[0]), ("nic-in", nics[1])]
-        if cluster.oversubscription > 1 and not (cluster.rails and nics[0][1] == nics[1][1]):
+        # NICs of one place in their hosts share a switch (a rail): only other transfers take the up-links.
+        if cluster.oversubscription > 1 and nics[0][1] != nics[1][1]:
             path += [("up", nics[0][0]), ("down", nics[1][0])]
         return tuple(path)
 

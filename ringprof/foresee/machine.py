@@ -5,13 +5,13 @@ from __future__ import annotations
 import random
 from collections import defaultdict, deque
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ringprof.foresee.calibration import Calibration, KernelFigures, KernelSample
 from ringprof.foresee.curves import Curve, Estimate
 from ringprof.foresee.events import BlockTime, Leg
 from ringprof.foresee.host import host_ns
-from ringprof.foresee.links import UNCHANGED, Links, RateFactors
+from ringprof.foresee.links import Links
 from ringprof.foresee.program import AttentionCall, Post, Program, Touch
 
 JITTER = 0.01
@@ -69,32 +69,14 @@ def curves_of(calibration: Calibration, kernel: str) -> Curves:
 
 @dataclass(frozen=True)
 class Draw:
-    """Factors on times, one possible machine; `Draw()` is the likeliest."""
+    """One possible machine; `Draw()` is the likeliest."""
 
-    kernel: Mapping[str, float] = field(default_factory=dict)
-    """By phase."""
-    memory: float = 1.0
-    host: float = 1.0
     seed: int = 0
+    host: float = 1.0
+    """Factor on its host's times."""
 
 
 LIKELIEST = Draw()
-
-
-@dataclass(frozen=True)
-class Factors:
-    """What a user would like to know the effect of: factors on times of some ranks, on all kernels, on rates."""
-
-    slow: Mapping[int, float] = field(default_factory=dict)
-    """Rank -> how many times as long its blocks take."""
-    kernel_speed: float = 1.0
-    memory_speed: float = 1.0
-    rates: RateFactors = UNCHANGED
-    share: float = 1.0
-    """On what a block loses to a hop beside it."""
-
-
-NO_CHANGES = Factors()
 
 
 class CalibratedMachine:
@@ -102,10 +84,10 @@ class CalibratedMachine:
 
     def __init__(
         self, calibration: Calibration, links: Links, curves: Curves, draw: Draw = LIKELIEST,
-        changes: Factors = NO_CHANGES, duty: Mapping[int, float] | None = None, busy_s: float | None = None,
+        duty: Mapping[int, float] | None = None, busy_s: float | None = None,
     ) -> None:  # fmt: skip
         """``busy_s`` is for how long the devices have computed; None: for long."""
-        self._calibration, self._curves, self._draw, self._changes = calibration, curves, draw, changes
+        self._calibration, self._curves, self._draw = calibration, curves, draw
         self.links = links
         self.handover_ns = calibration.handover_us.value * 1e3
         self._duty, self._busy_s = duty or {}, busy_s
@@ -119,19 +101,15 @@ class CalibratedMachine:
         slowed = self._calibration.slowed
         kernel = self._curves.kernel
         cool = slowed(kernel, self._duty.get(rank, 1.0), self._busy_s) / slowed(kernel, 1.0, None)
-        factor = (
-            self._draw.kernel.get(block.phase, 1.0) * self._changes.slow.get(rank, 1.0) / self._changes.kernel_speed
-        )
         jitter = self._jitter[rank, place] * self._unlike[rank] if self._draw.seed else 1.0
-        total = self._curves.at(block).ns * cool * factor * jitter
+        total = self._curves.at(block).ns * cool * jitter
         lead = kernel.lead.value * total if block.phase == "backward" else 0.0
         return BlockTime(total, lead, kernel.tail.value * total, kernel.fills_device)
 
     def touch(self, rank: int, place: int, touch: Touch) -> float:
         calibration = self._calibration
         rate = calibration.reorder_gb_s.value if touch.strided else calibration.memory_gb_s.value
-        busy = touch.bytes / rate * self._draw.memory / self._changes.memory_speed
-        return calibration.touch_us.value * 1e3 + busy
+        return calibration.touch_us.value * 1e3 + touch.bytes / rate
 
     def leg(self, post: Post, sender: int, receiver: int) -> Leg:
         return self.links.leg(post, sender, receiver)
@@ -140,7 +118,7 @@ class CalibratedMachine:
         return self.links.collective(post)
 
     def share(self, post: Post) -> float:
-        return self.links.share(post) * self._changes.share
+        return self.links.share(post)
 
     def capacity(self, link: Hashable) -> float:
         return self.links.capacity(link)

@@ -20,16 +20,14 @@ from ringprof.foresee.links import Cluster, Links
 from ringprof.foresee.longer import NOTHING, Lognormal, Longer
 from ringprof.foresee.machine import (
     LIKELIEST,
-    NO_CHANGES,
     CalibratedMachine,
     Curves,
     Draw,
-    Factors,
     curves_of,
 )
 from ringprof.foresee.program import AttentionCall, Op, Post, Program, Tape, Touch, Wait
 from ringprof.foresee.question import Question
-from ringprof.json_object import JsonObject, Params
+from ringprof.json_object import JsonObject
 
 _SCHEMA = "ringprof.prediction/1"
 DIRECT = 64
@@ -63,8 +61,8 @@ class Prediction:
     """What a run would take."""
 
     question: Question
+    """With kernel and hops named."""
     machine: Calibration
-    kernel: str
     time: Longer
     device_parts: dict[str, float]
     """Of the variance of what the devices need, in its logarithm, by what is not known exactly."""
@@ -74,12 +72,8 @@ class Prediction:
     """Of the time, the mean over ranks of waiting for transfers."""
     peak_bytes: int
     peak_label: str
-    params: Params
-    layout: str | None
     lead_ns: float
     """How long before the devices come to an iteration its host began it, where that is the bound; else infinite."""
-    simulated: int
-    """How many ranks were simulated."""
     tape: Tape
     """Of the ranks that were simulated last."""
     timelines: list[Timeline]
@@ -134,7 +128,7 @@ class Prediction:
 
 
 def predict(
-    question: Question, machine: Calibration, tape_of: TapeOf, changes: Factors = NO_CHANGES, *, draws: int = 15
+    question: Question, machine: Calibration, tape_of: TapeOf, *, draws: int = 15
 ) -> Prediction:  # fmt: skip
     """Foresee one run, drawn ``draws`` times at most.
 
@@ -147,12 +141,12 @@ def predict(
     question = replace(question, kernel=kernel, hops=question.hops_on(machine))
     curves = curves_of(machine, question.kernel)
     if cluster.size <= DIRECT:
-        return _simulated(question, machine, curves, tape_of(question, cluster, None), changes, draws)
+        return _simulated(question, machine, curves, tape_of(question, cluster, None), draws)
     small, large = _smaller(cluster, SMALL), _smaller(cluster, LARGE)
     if _grows(question, tape_of, small, large):
-        return _continued(question, machine, curves, tape_of, changes, (small, large), draws)
+        return _continued(question, machine, curves, tape_of, (small, large), draws)
     some = sorted({0, 1, cluster.size // 2, cluster.size - 1})
-    return _simulated(question, machine, curves, tape_of(question, cluster, some), changes, draws)
+    return _simulated(question, machine, curves, tape_of(question, cluster, some), draws)
 
 
 def _grows(question: Question, tape_of: TapeOf, small: Cluster, large: Cluster) -> bool:
@@ -189,14 +183,14 @@ def refuse_unknown(question: Question, machine: Calibration) -> None:
 
 
 def _simulated(
-    question: Question, machine: Calibration, curves: Curves, tape: Tape, changes: Factors, most_draws: int,
+    question: Question, machine: Calibration, curves: Curves, tape: Tape, most_draws: int,
     cluster: Cluster | None = None,
 ) -> Prediction:  # fmt: skip
     programs, cluster = tape.programs, cluster or question.cluster
-    links = Links(machine, cluster, changes.rates)
+    links = Links(machine, cluster)
 
     def run(draw: Draw, duty: Mapping[int, float] | None, lead_ns: float = math.inf) -> list[Timeline]:
-        drawn = CalibratedMachine(machine, links, curves, draw, changes, duty, question.busy_s)
+        drawn = CalibratedMachine(machine, links, curves, draw, duty, question.busy_s)
         return simulate(programs, drawn, lead_ns=lead_ns)
 
     timelines = run(LIKELIEST, None)
@@ -227,11 +221,10 @@ def _simulated(
     ]
     peak = max(programs, key=lambda program: program.peak_bytes)
     return Prediction(
-        question=question, machine=machine, kernel=curves.kernel.name, time=time,
+        question=question, machine=machine, time=time,
         device_parts={name: wider**2 * part for name, part in parts.items()}, spans=spans,
         exposed_share=sum(waits) / len(waits), peak_bytes=peak.peak_bytes, peak_label=peak.peak_label,
-        params=dict(tape.params), layout=tape.layout, lead_ns=lead_ns, simulated=len(programs), tape=tape,
-        timelines=timelines,
+        lead_ns=lead_ns, tape=tape, timelines=timelines,
     )  # fmt: skip
 
 
@@ -341,7 +334,7 @@ def _smaller(cluster: Cluster, about: int) -> Cluster:
 
 
 def _continued(
-    question: Question, machine: Calibration, curves: Curves, tape_of: TapeOf, changes: Factors,
+    question: Question, machine: Calibration, curves: Curves, tape_of: TapeOf,
     clusters: tuple[Cluster, Cluster], draws: int,
 ) -> Prediction:  # fmt: skip
     """By two smaller clusters: every rank's share, messages and communicators as they are, only fewer ring steps.
@@ -350,15 +343,14 @@ def _continued(
     with every rank more.
     """
     ranks = question.cluster.size
+    few, many = (to.size for to in clusters)
     small, large = (
-        _simulated(
-            question, machine, curves, tape_of(question, to, None), changes, draws, replace(to, stretch=ranks / to.size)
-        )
+        _simulated(question, machine, curves, tape_of(question, to, None), draws, replace(to, stretch=ranks / to.size))
         for to in clusters
     )
 
     def onward(a: float, b: float) -> float:
-        return b + (b - a) * (ranks - large.simulated) / (large.simulated - small.simulated)
+        return b + (b - a) * (ranks - many) / (many - few)
 
     def spans(name: str) -> dict[str, float]:
         one, other = getattr(small.spans, name), getattr(large.spans, name)
@@ -370,7 +362,7 @@ def _continued(
             Lognormal(onward(one.median_ns, other.median_ns), other.spread)
             for one, other in ((small.time.device, large.time.device), (small.time.host, large.time.host))
         )), spans=_Spans(spans("forward"), spans("backward")),
-        peak_bytes=round(large.peak_bytes + (held[1] - held[0]) * (ranks / large.simulated - 1)),
+        peak_bytes=round(large.peak_bytes + (held[1] - held[0]) * (ranks / many - 1)),
     )  # fmt: skip
 
 
@@ -384,7 +376,7 @@ def _peak(tape: Tape) -> int:
 def inputs(prediction: Prediction) -> dict[str, Value]:
     """The figures that a prediction rests on, with their origins."""
     machine, question = prediction.machine, prediction.question
-    kernel = machine.kernel(prediction.kernel)
+    kernel = machine.kernel(question.kernel)
     found = {"memory_gb_s": machine.memory_gb_s, "contention": machine.contention, "heat": machine.heat}
     for phase in ("forward", "backward") if question.workload.backward else ("forward",):
         samples = [sample for sample in kernel.samples if sample.phase == phase]
@@ -421,8 +413,9 @@ def prediction_dict(prediction: Prediction, *, whole: bool = True) -> JsonObject
     }
     figures = {
         "question": {
-            "strategy": question.strategy, "params": prediction.params, "layout": prediction.layout,
-            "workload": msgspec.to_builtins(question.workload), "kernel": prediction.kernel, "hops": question.hops,
+            "strategy": question.strategy, "params": prediction.tape.params,
+            "layout": prediction.tape.layout,
+            "workload": msgspec.to_builtins(question.workload), "kernel": question.kernel, "hops": question.hops,
             "hosts": question.cluster.hosts, "gpus_per_host": question.cluster.gpus_per_host,
             "machine": prediction.machine.name, "device": prediction.machine.device,
         },
@@ -438,7 +431,7 @@ def prediction_dict(prediction: Prediction, *, whole: bool = True) -> JsonObject
         },
         "uncertainty": {name: round(math.sqrt(part), 5) for name, part in prediction.parts.items()},
         "host_bound": prediction.host_bound,
-        "simulated_ranks": prediction.simulated,
+        "simulated_ranks": len(prediction.timelines),
     }  # fmt: skip
     return {**about, **figures} if whole else figures
 

@@ -110,17 +110,10 @@ class Program(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Tape(msgspec.Struct, frozen=True, kw_only=True):
-    """What a strategy does on ``size`` ranks: the programs of some of them."""
+    """What a strategy does: the programs of some ranks."""
 
-    schema: str = "ringprof.tape/1"
-    strategy: str
     target: str
     params: dict[str, object]
     layout: str | None
     workload: Workload
-    kernel: str
-    hops: str
-    """``nccl`` or ``copy``."""
-    size: int
-    ranks_per_host: int
     programs: list[Program]

@@ -46,11 +46,11 @@ def prediction_text(prediction: Prediction) -> str:
     question, machine = prediction.question, prediction.machine
     low, middle, high = prediction.interval_ns
     unit_ns, unit = unit_for(middle)
-    params = ", ".join(f"{key}={value}" for key, value in prediction.params.items())
+    params = ", ".join(f"{key}={value}" for key, value in prediction.tape.params.items())
     hops = " · hops by copy engine" if question.hops == "copy" else ""
     lines = [
         f"PREDICTED: {clean(question.strategy)} on {cluster_text(question.cluster, machine.device)}",
-        f"{described(question.workload)} · kernel {prediction.kernel}{hops}",
+        f"{described(question.workload)} · kernel {question.kernel}{hops}",
         f"{clean(params)}",
         "",
         f"time      {duration(middle)} an iteration; in four of five cases {in_unit(low, unit_ns, 2)} {unit} to "

@@ -80,8 +80,8 @@ def tape(
         programs.append(program)
     assert made is not None
     return Tape(
-        strategy=strategy, target=find(strategy).target, params=dict(made.parameters), layout=made.layout.name,
-        workload=workload, kernel=kernel, hops=hops, size=size, ranks_per_host=per_host, programs=programs,
+        target=find(strategy).target, params=dict(made.parameters), layout=made.layout.name, workload=workload,
+        programs=programs,
     )  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from ringprof.foresee.links import Cluster
 from ringprof.foresee.program import AttentionCall, Op, Post, Program, Tape, Touch
 from ringprof.foresee.question import Question
 from ringprof.foresee.tape import shared, tape
+from ringprof.json_object import JsonObject
 
 _SIZES: Mapping[type, tuple[str, ...]] = {AttentionCall: ("q", "kv"), Touch: ("bytes",), Post: ("messages",)}
 _LIKE = 1e-3
@@ -36,7 +37,7 @@ class Tapes:
             question.strategy, one_length, cluster.size, cluster.gpus_per_host, question.kernel, question.hops,
             tuple(sorted(params.items())), question.older, tuple(ranks) if ranks is not None else None,
         )  # fmt: skip
-        given = {
+        given: JsonObject = {
             "ranks_per_host": cluster.gpus_per_host, "kernel": question.kernel, "hops": question.hops,
             "params": params, "older": question.older,
         }  # fmt: skip

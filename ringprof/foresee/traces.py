@@ -92,10 +92,11 @@ def run_of(prediction: Prediction, traces: list[RankTrace], command: Sequence[st
             ranks_per_host=cluster.gpus_per_host, device_type="cuda", backend="nccl",
         ),
         strategy=StrategyUsed(
-            name=question.strategy, target=prediction.tape.target, params=prediction.params, layout=prediction.layout,
+            name=question.strategy, target=prediction.tape.target, params=prediction.tape.params,
+            layout=prediction.tape.layout,
             hops=question.hops,
         ),
-        kernel=prediction.kernel,
+        kernel=question.kernel,
         environment=Environment(
             devices=[f"{prediction.machine.device} {MARK}"] * size, versions={"ringprof": __version__}, variables={}
         ),
@@ -105,7 +106,7 @@ def run_of(prediction: Prediction, traces: list[RankTrace], command: Sequence[st
         work=[programs[one].work for one in like],
         traces=traces,
         predicted=Predicted(
-            machine=prediction.machine.name, evidence=prediction.evidence, simulated_ranks=prediction.simulated,
+            machine=prediction.machine.name, evidence=prediction.evidence, simulated_ranks=len(programs),
             p10_ns=round(quantiles[0]), p50_ns=round(quantiles[1]), p90_ns=round(quantiles[2]),
         ),
     )  # fmt: skip
@@ -131,7 +132,7 @@ def trace_of(prediction: Prediction, program: Program, timeline: Timeline) -> Js
 
 def _events(prediction: Prediction, program: Program, timeline: Timeline) -> Iterator[_Event]:
     machine = prediction.machine
-    host = list(accumulate(host_ns(machine, machine.kernel(prediction.kernel), program)))
+    host = list(accumulate(host_ns(machine, machine.kernel(prediction.question.kernel), program)))
     origin = _ORIGIN_NS + round(min(prediction.lead_ns, host[-1]))
     writer = _Writer(prediction, program, timeline, origin)
     begin = _ORIGIN_NS
@@ -150,7 +151,7 @@ class _Writer:
         self._prediction, self._program, self._timeline, self._origin = prediction, program, timeline, origin
         self._streams: dict[str, int] = {}
         self._launches = 0
-        forward, backward = _KERNELS.get(prediction.kernel, _USUAL_KERNELS)
+        forward, backward = _KERNELS.get(prediction.question.kernel, _USUAL_KERNELS)
         self._names = {"forward": f"{forward} {MARK}", "backward": f"{backward} {MARK}"}
 
     def of(self, place: int, op: Op, begin: int, end: int) -> Iterator[_Event]:

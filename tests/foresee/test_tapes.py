@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -12,8 +13,9 @@ from msgspec.structs import replace as changed
 
 from ringprof.foresee import tapes
 from ringprof.foresee.links import Cluster
+from ringprof.foresee.program import Tape
 from ringprof.foresee.question import Question
-from ringprof.foresee.tape import tape_of
+from ringprof.foresee.tape import tape, tape_of
 from ringprof.run import Workload
 
 HERE = Cluster(2, 2, nic_gbit=400.0)
@@ -39,11 +41,13 @@ def test_another_length_is_as_if_made_anew(strategy: str, causal: bool) -> None:
 
 
 def test_of_another_length_only_the_ends_are_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = []
-    real = tapes.tape
-    monkeypatch.setattr(
-        tapes, "tape", lambda *given, ranks, **more: made.append(ranks) or real(*given, ranks=ranks, **more)
-    )
+    made: list[object] = []
+
+    def counted(*given: Any, ranks: Any, **more: Any) -> Tape:
+        made.append(ranks)
+        return tape(*given, ranks=ranks, **more)
+
+    monkeypatch.setattr(tapes, "tape", counted)
     kept, asked = tapes.Tapes(), Question("zigzag", PROBLEM, HERE, "cudnn")
     for seq in (4096, 8192):
         kept.of(replace(asked, workload=changed(PROBLEM, seq=seq)), HERE, None)
