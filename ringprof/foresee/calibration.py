@@ -51,7 +51,7 @@ class KernelSample(msgspec.Struct, frozen=True, kw_only=True):
     head_dim: Size
     causal: bool
     pairs: Size | None = None
-    """As in `ringprof.foresee.program.Block`, also below."""
+    """As in `ringprof.foresee.program.AttentionCall`, also below."""
     sequences: Size = 1
     ns: Positive
     spread: Share = 0.01
