@@ -45,17 +45,25 @@ def test_shapes_of_the_last_session() -> None:
 
 
 def test_short_sequences_that_the_host_decides() -> None:
-    """The docs say that 5 % cannot be had: one program, recorded twice, differs by more."""
+    """The docs say that 5 % cannot be had: one program, recorded twice, differs by more. The interval says so."""
     same, elsewhere = list(foresight.host()), list(foresight.host_elsewhere())
-    assert len(same) == 32 and sum(abs(one.error) for one in same) / len(same) < 0.11 and inside(same) > 0.85
-    assert len(elsewhere) == 11 and sum(abs(one.error) for one in elsewhere) / 11 < 0.15 and inside(elsewhere) > 0.85
+    assert len(same) == 46 and 0.7 <= inside(same) <= 0.95
+    assert len(elsewhere) == 43 and 0.7 <= inside(elsewhere) <= 0.95
 
 
-def test_one_program_measured_twice_on_one_host() -> None:
-    """Passes of `calibrate` against runs of the same strategy, kernel and hops: 15 and 12 with a backward pass."""
-    for ranks, count, apart in ((2, 15, 0.076), (4, 12, 0.089)):
-        off = [abs(one / other - 1) for one, other in foresight.measured_twice(ranks)]
-        assert len(off) == count and sum(off) / count == pytest.approx(apart, abs=0.001)
+def test_short_sequences_that_the_device_decides() -> None:
+    scores = list(foresight.short())
+    assert len(scores) == 32 and within(scores, 0.05, 0.11)
+
+
+def test_one_program_in_two_processes_on_one_host() -> None:
+    """Of 23 that the host decides the mean differs by 16.2 %, of 16 that the device decides by 0.9 %."""
+    by_device = {one.name for one in foresight.short()}
+    off = {name: abs(second / first - 1) for name, (first, second) in foresight.measured_twice().items()}
+    host = [part for name, part in off.items() if name not in by_device]
+    device = [part for name, part in off.items() if name in by_device]
+    assert sum(host) / len(host) == pytest.approx(0.162, abs=0.001)
+    assert sum(device) / len(device) == pytest.approx(0.009, abs=0.001)
 
 
 def test_packed_documents_and_windows() -> None:
@@ -68,7 +76,8 @@ def test_zigzags_grid_on_4_gpus() -> None:
     """The docs say that intervals are too narrow here, and that sizes which the host decides are missed."""
     scores = list(foresight.grid())
     assert within(scores, 0.035, 0.25) and 0.7 <= inside(scores) <= 0.9
-    assert within(list(foresight.grid_host()), 0.14, 0.32)
+    # Older code, which took a fifth more of its host.
+    assert within(list(foresight.grid_host()), 0.23, 0.4)
     # What the bundled machine says that intervals elsewhere are, by these and the shapes of three sessions, rounded up.
     found = {bound: foresight.elsewhere(of, bound) for bound, of in foresight.held_out().items()}
     known = {bound: value.value for bound, value in read_calibration("h200").elsewhere.items()}

@@ -135,8 +135,12 @@ def test_sockets_ten_times_as_fast(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_calibrate_from_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "machine.json"
-    code, _, err = run(capsys, "calibrate", ZIGZAG, ZIGZAG + "-copied", "-o", str(output), "--name", "ours")
+    code, out, err = run(capsys, "calibrate", ZIGZAG, ZIGZAG + "-copied", "-o", str(output), "--name", "ours")
     assert code == 0 and f"Wrote {output}" in err
+    # What it found, in words: of each kernel its best, and every figure with how sure and where from.
+    assert "ours, NVIDIA H200" in out and "cudnn forward" in out and "best TFLOP/s of" in out
+    (copied,) = (line for line in out.splitlines() if "same_host.copy_gb_s" in line)
+    assert "measured" in copied and "±" in copied
     found = read_calibration(output)
     assert found.name == "ours" and found.device == "NVIDIA H200"
     kernel = found.kernel("cudnn")

@@ -33,6 +33,16 @@ def foreseen() -> Foreseen:
     return ringprof.predict("zigzag", PROBLEM, TWO_HOSTS, machine="h200")
 
 
+def test_a_problem_is_a_workload_or_its_fields() -> None:
+    fields = {"seq": 131072, "heads": 16, "kv_heads": 8, "head_dim": 128}
+    hosts: Any = {"hosts": 2, "gpus_per_host": 2, "nic_gbit": 200.0}
+    problem: Any = fields
+    assert ringprof.predict("zigzag", problem, hosts, machine="h200").interval_ms == foreseen().interval_ms
+    for wrong, said in (({**fields, "seq": "64k"}, "seq"), ("64k", "Workload")):
+        with pytest.raises(UsageError, match=said):
+            ringprof.predict("zigzag", wrong, hosts, machine="h200")  # type: ignore[arg-type]
+
+
 def test_parts_add_up_to_the_simulated_time_of_the_slowest_rank() -> None:
     frame = foreseen().parts()
     timelines = foreseen().prediction.timelines
