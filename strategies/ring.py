@@ -65,7 +65,7 @@ class Ring(Strategy):
         if blocks.cut is not None and blocks.cut.travel is not None:
             return self._backward_of_rows(blocks, rows, q, k, v, blocks.cut.travel)
         early, rest = self.home_blocks(blocks, q, k)
-        wire = self._wire(k, hops=self.ring_size - 1)
+        wire = self._wire(blocks, k)
         dq = Sum(q, 2 if rest else self.ring_size)
         home: Home = []
         late: list[tuple[slice, Tensor]] = []
@@ -128,7 +128,7 @@ class Ring(Strategy):
         """Where not all rows travel: what went one hop alone comes straight home, what went further goes round."""
         assert blocks.cut is not None
         back, dq = blocks.cut.steps == 2, Sum(q, self.ring_size)
-        ring, wire = self.back_ring if back else self.dkv_ring, self._wire(k, hops=1 if back else self.ring_size - 1)
+        ring, wire = self.back_ring if back else self.dkv_ring, self._wire(blocks, k)
         own: Sequence[Tensor] = ()
         hop: Any = None
         for step, (kv_rank, kv) in enumerate(self.tour(blocks, k, v)):
@@ -155,10 +155,10 @@ class Ring(Strategy):
             dk, dv = (settled(x, travel.home(self.ring_rank, y), k.dtype) for x, y in zip(own, returned, strict=True))
             return dq.result(q.dtype), dk, dv
 
-    def _wire(self, like: Tensor, *, hops: int) -> torch.dtype:
-        """The type that dK and dV travel in. On a single hop they are one block's, which its kernel has rounded."""
-        wire = self.parameters["grad_wire"]
-        return wire_type("input" if wire == "exact" and hops == 1 else wire, like)
+    def _wire(self, blocks: Blocks, like: Tensor) -> torch.dtype:
+        """The type that dK and dV travel in. On a single hop they are one kernel call's, which has rounded them."""
+        wire, once = self.parameters["grad_wire"], self.ring_size == 2 and blocks.cut is None
+        return wire_type("input" if wire == "exact" and once else wire, like)
 
     def block(self, blocks: Blocks, kv_rank: int, q: Tensor) -> Block | None:
         """What this rank's queries see of ``kv_rank``'s keys, as far as they have come."""
