@@ -56,6 +56,8 @@ def test_every_reader_obeys_them(
     command: str, option: list[str], message: str, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
+    if "--scheduler" in option:
+        pytest.importorskip("distributed")
     monkeypatch.chdir(tmp_path)
     assert cli.run([*READERS[command], *option]) == 2
     captured = capsys.readouterr()

@@ -20,8 +20,9 @@ COUNTS = {
 def read(reader: str, first: int, count: int) -> None:
     if sys.version_info < (3, 11) and reader == "nsight":
         pytest.skip("sqlite3 of this Python writes no database into memory")
-    if reader == "machine":
-        pytest.importorskip("torch")
+    needed = {"machine": "torch", "measurements": "torch", "names": "bokeh"}
+    if reader in needed:
+        pytest.importorskip(needed[reader])
     command = [sys.executable, "-m", "tests.fuzz.mutate", reader, str(first), str(count)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     lines = [json.loads(line) for line in done.stdout.splitlines()]
