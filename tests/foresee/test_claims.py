@@ -92,12 +92,17 @@ def test_conformal_by_hand() -> None:
 
 
 def test_peak_memory_of_the_later_session() -> None:
-    """The 32 MiB are what torch holds beside on a GPU. Copied hops of zigzag held a third place for dK and dV then."""
+    """The 32 MiB are what torch holds beside on a GPU. The runs are of older code.
+
+    Copied hops of zigzag held a third place for dK and dV then, and a windowed ring's hops whole shards; two gradients that
+    wait for the end in the input's type, in place of a wide total, hold up to a twentieth more today.
+    """
     for shape in foresight.later_shapes():
         assert shape.peak_mib is not None
         tape = tape_of(shape.question, shape.question.cluster, [0, 1])
         held = max(program.peak_bytes for program in tape.programs) / 2**20 + 32
-        assert (0.92 if shape.question.hops == "copy" else 0.99) < held / shape.peak_mib < 1.01
+        older = shape.question.hops == "copy" or shape.question.workload.documents is not None
+        assert (0.92 if older else 0.99) < held / shape.peak_mib < 1.05
 
 
 def test_one_run_left_out() -> None:
