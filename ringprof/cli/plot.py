@@ -52,12 +52,15 @@ def _matplotlib() -> Any:
 
     It reads them as it is imported: here, since that takes longer than most commands run.
     """
-    os.environ["MPLBACKEND"] = "agg"  # pictures in files need no other, and a notebook's may not be there
+    backend = os.environ.get("MPLBACKEND")
     here = os.open(".", getattr(os, "O_PATH", os.O_RDONLY))
     try:
+        os.environ["MPLBACKEND"] = "agg"  # pictures in files need no other, and a notebook's may not be there
         os.chdir("/")
         import matplotlib
     finally:
+        # Processes that this one starts later, a notebook's kernel among them, have their own.
+        os.environ.pop("MPLBACKEND") if backend is None else os.environ.update(MPLBACKEND=backend)
         os.fchdir(here)
         os.close(here)
     return matplotlib

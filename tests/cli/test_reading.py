@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import click
@@ -83,6 +84,17 @@ def test_an_export_is_of_the_chosen_times(tmp_path: Path) -> None:
     slices = [event for event in json.loads(out.read_text())["traceEvents"] if event["ph"] == "X"]
     ends = [event["ts"] + event["dur"] for event in slices if event["tid"] >= 100]
     assert 9_000 < max(ends) - min(event["ts"] for event in slices if event["tid"] >= 100) <= 10_000 + 1e-3
+
+
+@pytest.mark.parametrize("backend", [None, "module://of_a_notebook"])
+def test_a_plot_leaves_the_backend_of_later_processes_alone(
+    backend: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MPLBACKEND", raising=False)
+    if backend:
+        monkeypatch.setenv("MPLBACKEND", backend)
+    assert cli.run(["plot", "breakdown", FOLDER, "-o", str(tmp_path / "out.svg")]) == 0
+    assert os.environ.get("MPLBACKEND") == backend
 
 
 def test_a_plot_is_of_the_chosen_times(tmp_path: Path) -> None:

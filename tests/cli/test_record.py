@@ -26,7 +26,7 @@ WRONG = [
     (["--strategy", "zigzag", *SMALL, "--heads", "6", "--kv-heads", "4"], "not a multiple of 4 kv heads"),
     (["--strategy", "zigzag", *SMALL, "--kernel", "cudnn"], "needs a CUDA device"),
     (["--strategy", "zigzag", *SMALL, "-p", "windows=2"], "it has: grad_wire, documents_layout, deterministic"),
-    (["--strategy", "zigzag", *SMALL, "-p", "grad_wire=bf16"], "is not fp32|input"),
+    (["--strategy", "zigzag", *SMALL, "-p", "grad_wire=bf16"], "is not exact|fp32|input"),
     (["--strategy", "zigzag", *SMALL, "-p", "grad_wire"], "KEY=VALUE"),
     (["--strategy", "burst", *SMALL, "-p", "ring_window=3"], "does not divide"),
     (["--strategy", "zigzag", *SMALL, "--ranks-per-host", "3"], "3"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from types import SimpleNamespace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from ringprof.strategies import Unfit, UnknownName, create, find, names, parameters
 from ringprof.strategies.base import Shape
-from ringprof.strategies.hops import Ring
+from ringprof.strategies.hops import Ring, _splits
 from ringprof.strategies.layouts import LAYOUTS, Block, Grid, Grouped, split_home_block
 from ringprof.strategies.parcels import Parcel
 from ringprof.strategies.registry import parse_parameter
@@ -326,21 +326,16 @@ def test_a_hop_can_be_waited_for_once():
 class _Group:
     """A process group whose works are what they were asked for."""
 
-    _device_types = (torch.device("cpu"), torch.device("cuda"))
-
-    def send(self, tensors: list[torch.Tensor], to: int, tag: int) -> tuple[str, float, int]:
-        return "send", tensors[0].item(), to
-
-    def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> tuple[str, float, int]:
-        return "recv", tensors[0].item(), source
-
-    def _get_backend(self, device: torch.device) -> SimpleNamespace:
-        return SimpleNamespace(supports_coalescing=device.type == "cuda")
+    def alltoall_base(self, into: torch.Tensor, out: torch.Tensor, come: list[int], go: list[int], _: Any) -> object:
+        return into[0].item(), out[0].item(), come, go
 
 
 def test_all_messages_of_a_hop_are_waited_for():
     ring: Any = object.__new__(Ring)
-    vars(ring).update(group=_Group(), _next=1, _previous=3)
-    assert ring._coalesces == {"cpu": False, "cuda": True}
-    messages = [[torch.tensor(float(number)) for number in numbers] for numbers in ((10, 11), (20, 21))]
-    assert ring._exchange(*messages) == [("send", 10, 1), ("recv", 20, 3), ("send", 11, 1), ("recv", 21, 3)]
+    vars(ring).update(group=_Group(), trades_on="cpu", _splits=partial(_splits, 4, 3, 1))
+    messages = [
+        [torch.full((rows,), number) for rows, number in numbers]
+        for numbers in (((2, 10), (5, 11)), ((2, 20), (5, 21)))
+    ]
+    first, second = ([0, 0, 0, 2], [0, 2, 0, 0]), ([0, 0, 0, 5], [0, 5, 0, 0])
+    assert ring._exchange(*messages) == [(20, 10, *first), (21, 11, *second)]

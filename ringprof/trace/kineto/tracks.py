@@ -17,10 +17,10 @@ _HOST_OR_REPEATED = re.compile(r"/device:GPU|/host:|CPU |(Python|CANN|MindSpore|
 # CANN's (Huawei's) processes. A task says what it runs on; a communicator has a track of its own beside its planes,
 # which show the parts of its operations.
 _TASKS, _COMMUNICATION = "Ascend Hardware", re.compile(r"Communication|HCCL")
-_COMMUNICATOR = re.compile(r"(Group \d{1,9} )?Communication|(?P<plane>Plane) \d{1,9}")
+_COMMUNICATOR = re.compile(r"(Group [0-9]{1,9} )?Communication|(?P<plane>Plane) [0-9]{1,9}")
 _ON_CORES = re.compile(r"(KERNEL_)?(MIX_)?AI[CV]?_?(CORE|CPU|VECTOR_CORE|VEC|SQE)?|DSA_SQE")
 _COPIES = re.compile(r"MEMCPY_ASYNC|(S|PCIE_)DMA(_SQE)?")
-_RUNS_NOTHING = re.compile(r"\w*(WAIT|RECORD|NOTIFY|EVENT|HOLDER|VALUE|PROFIL|MODEL|LABEL|STREAM|FFTS)\w*|N/A")
+_RUNS_NOTHING = re.compile(r"WAIT|RECORD|NOTIFY|EVENT|HOLDER|VALUE|PROFIL|MODEL|LABEL|STREAM|FFTS|^N/A$")
 _COPY_OR_SET = re.compile(r"mem(cpy|set)", re.IGNORECASE)
 _MOST_TRACKS, _LONGEST_TEXT = 1 << 14, 200
 
@@ -109,7 +109,7 @@ class Tracks:
             return None
         task = _task(event) if process == _TASKS else ""
         of_plane = self._streams.get((event.pid, event.tid)) == NONE
-        if _HOST_OR_REPEATED.match(process) or of_plane or _RUNS_NOTHING.fullmatch(task):
+        if _HOST_OR_REPEATED.match(process) or of_plane or _RUNS_NOTHING.search(task):
             return ""
         return f"task {task[:40]!r}" if task else f"process {process[:40]!r}"
 
