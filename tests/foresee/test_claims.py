@@ -94,7 +94,7 @@ def test_conformal_by_hand() -> None:
 def test_peak_memory_of_the_later_session() -> None:
     """The 32 MiB are what torch holds beside on a GPU. The runs are of older code.
 
-    Copied hops of zigzag held a third place for dK and dV then, and hops of packed documents whole shards. Two gradients
+    Copied hops of zigzag held a third place for dK and dV then, hops of packed documents whole shards. Two gradients
     that wait for the end in the input's type, with no wide total, hold up to a twentieth more today.
     """
     for shape in foresight.later_shapes():
