@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from ringprof.report.page.document import MOST_PAGE_ROWS, Cell, PageTable, number, text
-from ringprof.report.text import LONGEST_KERNEL, TextStyle, clean, duration, in_unit, percent, unit_for
+from ringprof.report.text import LONGEST_KERNEL, TextStyle, clean, duration, in_unit, percent, three_digits, unit_for
 
 BETWEEN = 2
 """Spaces between two columns."""
@@ -148,7 +148,7 @@ UNITS = {
     "MiB": Unit(lambda value: f"{value / 2**20:,.1f}", 1, 2**20, " MiB"),
     "share": Unit(percent, 1, 0.01, " %"),
     "rough share": Unit(lambda value: percent(value, 0), 1, 0.01, " %"),
-    "rate": Unit(lambda value: f"{value:.3g}", 1),
+    "rate": Unit(three_digits, 1),
     "time": Unit(str, 3, 1e6, " ms"),
     "short time": Unit(lambda value: duration(value, 1), 1, 1e3, " µs"),
 }

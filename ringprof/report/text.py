@@ -106,6 +106,11 @@ def slower_or_faster(excess: float) -> str:
     return "as fast" if shown == percent(0.0) else f"{shown} {'slower' if excess > 0 else 'faster'}"
 
 
+def three_digits(value: float) -> str:
+    """Without an exponent: 4.1e+03 GB/s is read twice."""
+    return f"{value:.3g}" if abs(value) < 999.5 else f"{value:,.0f}"
+
+
 def rate(tflops: float) -> str:
     """A rate of floating-point operations; on a CPU it is small."""
     return f"{tflops:,.1f} TFLOP/s" if tflops >= 1 else f"{1000 * tflops:,.1f} GFLOP/s"

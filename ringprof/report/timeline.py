@@ -17,6 +17,7 @@ from ringprof.analysis.transfers.transfers import Message
 from ringprof.report import palette
 from ringprof.report.page.document import Content, PageContext
 from ringprof.report.terms import LABELS
+from ringprof.report.text import three_digits
 
 MOST_BARS = 12_000
 """More are joined: a screen has some thousand columns, and a page must stay quick."""
@@ -170,7 +171,7 @@ def _sent(part: Split) -> str:
     to, of, speed = peers_of(transfer.sends), peers_of(transfer.receives), gbps(transfer.sent_bytes, part.wire_ns)
     parts = [f"to {to}" if to else "", f"from {of}" if of else ""]
     parts += [f"{transfer.sent_bytes / 1e6:,.1f} MB" if transfer.sent_bytes is not None else ""]
-    parts += [f"{speed:.3g} GB/s" if speed is not None else ""]
+    parts += [f"{three_digits(speed)} GB/s" if speed is not None else ""]
     return ", ".join(filter(None, parts))
 
 

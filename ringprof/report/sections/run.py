@@ -24,6 +24,7 @@ from ringprof.report.text import (
     percent,
     rate,
     slower_or_faster,
+    three_digits,
     unit_for,
 )
 from ringprof.run import Run, Verification, Workload
@@ -188,9 +189,9 @@ def _communication_line(row: Communication) -> str:
     link = f" {_LINKS[row.link]}" if row.link in _LINKS else ""
     rates = []
     if row.wire_gbps is not None:
-        rates.append(f"{row.wire_gbps:.3g} GB/s")
+        rates.append(f"{three_digits(row.wire_gbps)} GB/s")
     if row.best_gbps is not None:
-        rates.append(f"{row.best_gbps:.3g} best seen on this link")
+        rates.append(f"{three_digits(row.best_gbps)} best seen on this link")
     shown = f" ({'; '.join(rates)})" if rates else ""
     waited = f"{percent(row.wait_share, 0)} of {name} time{link} was waiting for a peer"
     return f"{waited}, {percent(row.wire_share, 0)} on the wire{shown}."
