@@ -41,12 +41,13 @@ class Cut:
     def __init__(self, mask: Mask, layout: Layout, size: int, seq: int, cached: int = 0) -> None:
         self.mask, self.seq, self.size, self.cached = mask, seq, size, cached
         self.stride = layout.stride(size)
+        self._new = (seq - cached) // size  # Queries of each rank.
         new = [cached + layout.positions(seq - cached, size, rank) for rank in range(size)]
         self._queries = [self._pieces(positions) for positions in new]
         self._keys = self._queries
         if cached:
-            shares = torch.arange(cached).chunk(size)
-            self._keys = [self._pieces(torch.cat([*held])) for held in zip(shares, new, strict=True)]
+            shares = torch.arange(cached, device="cpu").chunk(size)
+            self._keys = [self._pieces(torch.cat(held)) for held in zip(shares, new, strict=True)]
         self._blocks: dict[tuple[int, int], Block | None] = {}
         self._travelling: dict[tuple[int, int], Block | None] = {}
 
@@ -54,7 +55,7 @@ class Cut:
         """The block that ``q_rank`` owes ``kv_rank``'s keys; None where the mask leaves nothing."""
         key = q_rank, kv_rank
         if key not in self._blocks:
-            self._blocks[key] = block_of(self.parts(*key), (self.seq - self.cached) // self.size, self.seq // self.size)
+            self._blocks[key] = block_of(self.parts(*key), self._new, self.seq // self.size)
         return self._blocks[key]
 
     def parts(self, q_rank: int, kv_rank: int) -> list[Part]:
@@ -100,7 +101,7 @@ class Cut:
         if key not in self._travelling:
             travel, hops = self.travel, (q_rank - kv_rank) % self.size
             parts = [part.moved(0, travel.move(kv_rank, part.kv_first, hops)) for part in self.parts(*key)]
-            self._travelling[key] = block_of(parts, (self.seq - self.cached) // self.size, len(travel.kv[hops - 1]))
+            self._travelling[key] = block_of(parts, self._new, len(travel.kv[hops - 1]))
         return self._travelling[key]
 
     def area(self, q_rank: int, kv_rank: int) -> int:

@@ -156,12 +156,12 @@ class DecodeContextParallel(Cached):
         """Some consecutive queries over keys that just these see, and over further ones that just others see."""
         if mask.plain and (not mask.causal or queries == 1):
             return [Block()] if keys else []
-        seen = KeyStretches.of(mask, torch.arange(kv_length - queries, kv_length), kv_length)
+        seen = KeyStretches.of(mask, torch.arange(kv_length - queries, kv_length, device="cpu"), kv_length)
         # Of positions, which of this rank's keys is the first from there on.
         places = [[-((self.place - x) // self.degree) for x in ends] for ends in seen.stretches]
         here = KeyStretches(tuple((first, end) for first, end in places))
         edges = torch.cat([x for ends in places for x in ends]).clamp(0, keys)
-        edges = torch.tensor(sorted(set(edges.tolist())))
+        edges = torch.tensor(sorted(set(edges.tolist())), device="cpu")
         shown = here.shown(edges[:-1])
         found: list[Block] = []
         for start, end, first, count in zip(

@@ -143,6 +143,26 @@ def test_prefill_is_exact_in_float64_and_counted_by_the_exact_area(world: int) -
             assert error < 1e-12, label
 
 
+def errors_beside_meta(rank: int, problem: Problem, truth: Tensor) -> list[float]:
+    """In a program whose tensors are made on ``meta`` where nothing else is said."""
+    q, k, v, _ = inputs(problem)
+    found = []
+    for name in ("dcp", "ring-prefill"):
+        with torch.device("meta"):
+            strategy = create(name, kernel="reference")
+            mine = [strategy.shard_cache(x, problem.new, problem.heads) for x in (k, v)]
+            window = {"window_size": problem.window, "prefix": problem.prefix}
+            out = strategy.attention(strategy.shard(q), *mine, kv_length=problem.keys, **window)
+        found.append(float((out - strategy.shard_output(truth)).abs().max()))
+    return found
+
+
+def test_a_default_device_changes_nothing_over_a_cache() -> None:
+    problem = Problem(16, 48, window=(20, 0), prefix=11)
+    for found in run_ranks(2, errors_beside_meta, problem, dense(problem)[0]):
+        assert max(found) < 1e-12
+
+
 @st.composite
 def drawn(draw) -> tuple[list[Case], Problem]:
     kv_heads = 4
