@@ -350,10 +350,7 @@ class Strategy(Expectations, ABC):
 
     def _cut(self, causal: bool, documents: Documents, window: Sequence[int], prefix: int, seq: int) -> Cut | None:
         """The mask as the ranks that trade keys hold it; None for a plain one."""
-        try:
-            mask = Mask.of(documents, window, causal=causal, prefix=prefix)
-        except ValueError as error:
-            raise Unfit(str(error)) from None
+        mask = mask_asked(documents, window, causal=causal, prefix=prefix)
         reason = self.unfit_mask(mask, seq, self.comm.size, **self.parameters)
         if reason:
             raise Unfit(f"{type(self).__name__} {reason}")
@@ -502,6 +499,14 @@ class Strategy(Expectations, ABC):
         reason = self.unfit(shape, self.comm.size, **self.parameters)
         if reason:
             raise Unfit(reason)
+
+
+def mask_asked(documents: Documents, window: Sequence[int], *, causal: bool, prefix: int) -> Mask:
+    """The mask of a call. Raises `Unfit` where there is none such."""
+    try:
+        return Mask.of(documents, window, causal=causal, prefix=prefix)
+    except ValueError as error:
+        raise Unfit(str(error)) from None
 
 
 class _Attention(torch.autograd.Function):

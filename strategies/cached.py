@@ -16,7 +16,7 @@ from torch import Tensor
 from ringprof.mask import Mask
 
 from .annotate import ring_step
-from .base import Blocks, Rows, Shape, Strategy
+from .base import Blocks, Rows, Shape, Strategy, mask_asked
 from .errors import Unfit
 from .kernel import Gradients
 from .layouts import ALL, LAYOUTS, Block, part
@@ -92,10 +92,7 @@ class Cached(Strategy):
             raise Unfit(f"expected q (B, S, H, D), k and v (B, keys, Hkv, D) of the same batch and D: got {shapes}")
         kv_length = self._length(q, k) if kv_length is None else kv_length
         scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-        try:
-            mask = Mask.of(None, window_size, causal=causal, prefix=prefix)
-        except ValueError as error:
-            raise Unfit(str(error)) from None
+        mask = mask_asked(None, window_size, causal=causal, prefix=prefix)
         blocks = Blocks(self.kernel_for(q, **self._asks(mask, softcap)), scale, causal)
         self.comm.meter.phase = "forward"
         out, lse = self.compute(blocks, mask, q, k, v, kv_length)

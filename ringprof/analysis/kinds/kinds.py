@@ -91,8 +91,8 @@ POINT_TO_POINT = ("send_recv", "copy_engine")
 
 
 def are(codes: npt.NDArray[np.int8], *kinds: str) -> npt.NDArray[np.bool_]:
-    """Whether each of a column of codes is that of one of these kinds."""
-    return np.array([key in kinds for key in KINDS])[codes]
+    """Whether each of a column of codes is that of one of these kinds; -1 is none's."""
+    return np.array([*(key in kinds for key in KINDS), False])[codes]
 
 
 def in_a_sentence(kind: str) -> str:

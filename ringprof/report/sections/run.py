@@ -252,9 +252,9 @@ def html(found: Findings, page: PageContext) -> Content:
     run = found.attribution.run
     named: JsonObject = {"name": run.name, "created": run.created, "kernel": run.kernel} if run else {}
     if run is not None:
+        recorded = json(found)["run"]
         for group in ("workload", "topology", "strategy"):
-            fields = json(found)["run"].get(group) or {}
-            named |= {f"{group}: {key}": value for key, value in fields.items()}
+            named |= {f"{group}: {key}": value for key, value in (recorded.get(group) or {}).items()}
         named["verification"] = _check(run.verification) if run.verification else None
         named["command"] = shlex.join(run.command)
         named["devices"] = dict.fromkeys(run.environment.devices)
