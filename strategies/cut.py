@@ -113,7 +113,8 @@ class Cut:
         return [[self.area(q_rank, kv_rank) for kv_rank in range(self.size)] for q_rank in range(self.size)]
 
     def _in_document(self, mine: list[_Piece], theirs: list[_Piece], begin: int, *, own: bool) -> list[Part]:
-        if own and not self.cached and self.mask.right == 0 and self.mask.left == NO_LIMIT:
+        plain = self.mask.right == 0 and self.mask.left == NO_LIMIT and (self.mask.causal or not self.mask.prefix)
+        if own and not self.cached and plain:
             # Whatever the layout, a rank's own rows lie in the order of their positions.
             first, end = mine[0].row, mine[-1].row + mine[-1].tokens
             return [Part(first, end, first, end, right=0 if end - first > 1 else NO_LIMIT)]
