@@ -57,7 +57,7 @@ MASKS = [
     Mask.of(window=(6, 0), prefix=3),
     Mask.of(documents=[0, 3, 45, 64], window=(8, 0), prefix=20),
     Mask.of(causal=False, documents=[0, 29, 64], window=(5, 2), prefix=7),
-    # A prefix that sees itself both ways, and causal after it: the prefix is longer than a chunk, and than a rank's share.
+    # A prefix that sees itself both ways, and causal after it; longer than a chunk, and than a share of a rank.
     Mask.of(causal=False, window=(-1, 0), prefix=20),
     Mask.of(causal=False, documents=[0, 9, 64], window=(-1, 0), prefix=40),
 ]
