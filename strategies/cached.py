@@ -181,9 +181,9 @@ def rectangle(blocks: Blocks, q: Tensor, k: Tensor, v: Tensor, block: Block) -> 
     if block.causal or block.parts is not None or group == 1 or rows > FEW_ROWS:
         return blocks.forward(q, k, v, block)
     grouped = few.reshape(batch, rows, kv_heads, group, head_dim)
-    packed = grouped.transpose(2, 3).reshape(batch, -1, kv_heads, head_dim)
+    packed = grouped.transpose(2, 3).reshape(batch, rows * group, kv_heads, head_dim)
     out, lse = blocks.forward(packed, k, v, Block(kv=block.kv))
-    out = out.reshape(batch, rows, group, kv_heads, -1).transpose(2, 3).flatten(2, 3)
+    out = out.reshape(batch, rows, group, kv_heads, v.shape[3]).transpose(2, 3).flatten(2, 3)
     return out, lse.reshape(batch, kv_heads, rows, group).transpose(2, 3).reshape(batch, heads, rows)
 
 

@@ -91,12 +91,13 @@ def merge_into(out: Tensor, before: Tensor, lse: Tensor, block_out: Tensor, bloc
 
 
 def merge_rows(out: Tensor, lse: Tensor, some_out: Tensor, some_lse: Tensor, rows: slice | Tensor) -> None:
-    """Merge a finite result for ``rows`` (a slice, or indices) into out (B, S, H, D) and LSE (B, H, S).
+    """Merge a result for ``rows`` (a slice, or indices) into out (B, S, H, D) and LSE (B, H, S).
 
-    Rows that have no result yet hold 0 and -inf; they take the new one as it is.
+    Rows without a key so far hold 0 and -inf, on either side: they take the other's as it is.
     """
     own, mine = out[:, rows], lse[..., rows]
-    weight = torch.sigmoid(some_lse - mine).transpose(1, 2).unsqueeze(-1)
+    # Of two that are -inf the difference is no number.
+    weight = torch.sigmoid(some_lse - mine.clamp_min(torch.finfo(mine.dtype).min)).transpose(1, 2).unsqueeze(-1)
     out[:, rows] = (own + weight * (some_out - own)).to(out.dtype)
     lse[..., rows] = torch.logaddexp(mine, some_lse)
 
