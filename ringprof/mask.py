@@ -119,11 +119,12 @@ class Mask:
         return Mask(self.causal, documents, (left, right), prefix)
 
     def __str__(self) -> str:
-        parts = ["causal" if self.causal else "full"]
+        both_ways = self.prefix > 0 and (self.causal, *self.window) == (False, NO_LIMIT, 0)
+        parts = ["causal" if self.causal else "prefix LM" if both_ways else "full"]
         if self.documents is not None:
             lengths = [end - first for first, end in self.spans(self.documents[-1])]
             parts.append(f"{len(lengths)} documents of {min(lengths)} to {max(lengths)} tokens")
-        if self.windowed:
+        if self.windowed and not both_ways:
             parts.append(f"window {self.left}, {self.right}" if not self.causal else f"window of {self.left + 1}")
         if self.prefix:
             parts.append(f"prefix of {self.prefix}")

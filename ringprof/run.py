@@ -79,7 +79,8 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     window: Size | None = None
     """Keys that a query sees before it, its own counted, and without a causal mask as many after it; None: all."""
     prefix: Size | None = None
-    """Tokens at the beginning of each document that a query sees beside its window; None: none."""
+    """Tokens at the beginning of each document that a query sees beside its window; None: none. Without a window, and
+    without a causal mask, they see each other both ways and all others are causal (prefix LM)."""
     sequences: tuple[Size, ...] | None = None
     """Of dynamic context parallelism: how many sequences ``seq`` tokens are in each step of an iteration, each on as
     many ranks as all others; None: one step, of one sequence."""
@@ -102,8 +103,11 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"heads of v are at most as large as those of q and k: {self.v_head_dim}, {self.head_dim}")
         if self.sequences is not None and any(self.seq % count for count in self.sequences):
             raise ValueError(f"{self.seq} tokens are no even sequences, {self.sequences} of them")
-        if self.prefix is not None and self.window is None:
-            raise ValueError(f"a prefix of {self.prefix} tokens goes with a window: without one all tokens are seen")
+        if self.prefix is not None and self.window is None and self.causal:
+            raise ValueError(
+                f"a prefix of {self.prefix} tokens goes with a window, or (prefix LM) without a causal mask: else all"
+                " see it"
+            )
         if self.documents is not None and sum(self.documents) != self.seq:
             raise ValueError(f"the documents are {sum(self.documents)} tokens together, the sequence has {self.seq}")
 
@@ -121,7 +125,8 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
         """Which keys a query sees; in inference, those of the whole sequence, whose last tokens alone have queries."""
         cumulative = None if self.documents is None else [0, *accumulate(self.documents)]
         side = NO_LIMIT if self.window is None else self.window - 1
-        return Mask.of(cumulative, (side, side), causal=self.causal, prefix=self.prefix or 0)
+        after = 0 if self.window is None and self.prefix else side
+        return Mask.of(cumulative, (side, after), causal=self.causal, prefix=self.prefix or 0)
 
     def step(self, count: int) -> Workload:
         """What one group of ranks has to do in a step with so many sequences."""
@@ -149,7 +154,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
         return self._attention_flops() + self._flops_around()
 
     def _attention_flops(self) -> int:
-        if self.window is not None or self.kv_length is not None:
+        if self.mask().windowed or self.kv_length is not None:
             return self.exact_flops()
         squares = sum(length**2 for length in self.documents or (self.seq,))
         return self._flops(squares if self.causal else 2 * squares)
@@ -195,7 +200,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
 
     def mask_in_short(self) -> str:
         """What a query sees, and what else is asked of its scores: ``causal, 15 documents, window 4096``."""
-        parts = ["causal" if self.causal else "full"]
+        parts = ["causal" if self.causal else "prefix LM" if self.mask().right == 0 else "full"]
         parts += [f"{len(self.documents)} documents"] if self.documents else []
         parts += [f"window {self.window}"] if self.window else []
         parts += [f"prefix {self.prefix}"] if self.prefix else []

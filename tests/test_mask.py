@@ -46,6 +46,8 @@ def test_areas_by_hand():
     assert Mask.of(window=(2, 0)).area(6) == 1 + 2 + 3 * 4
     # A prefix of 2: queries 3, 4 and 5 see key 0 as well, and the last two key 1.
     assert Mask.of(window=(2, 0), prefix=2).area(6) == 1 + 2 + 3 * 4 + 3 + 2
+    # The first 4 of 6 see each other: 6 pairs more than a causal mask has.
+    assert Mask.of(causal=False, window=(-1, 0), prefix=4).area(6) == 21 + 6
     # Without a causal mask both sides count: 2 + 3 + 3 + 2.
     assert Mask.of(causal=False, window=(1, 1)).area(4) == 10
 

@@ -28,7 +28,7 @@ _COLUMNS = (
 @click.option("--causal/--no-causal", default=True, show_default=True, help="Causal mask, or full attention.")
 @formats("json")
 @to_file
-def command(seq: int, world: int, heads: int, form: str, output: str | None, *, causal: bool, **options: Any) -> None:
+def command(seq: int, world: int, heads: int, form: str, output: str | None, **options: Any) -> None:
     """Compare how evenly strategies and layouts deal out the work of packed documents or a window. Needs no GPU.
 
     \b
@@ -36,7 +36,8 @@ def command(seq: int, world: int, heads: int, form: str, output: str | None, *, 
     """
     from ringprof.record.balance import balances
 
-    workload = Workload(seq=seq, heads=heads, kv_heads=heads, head_dim=128, causal=causal, **mask_of(options, seq))
+    around = {"causal": options["causal"], **mask_of(options, seq)}
+    workload = Workload(seq=seq, heads=heads, kv_heads=heads, head_dim=128, **around)
     found = balances(workload, world)
     if form == "json":
         print_or_write(json_text(found), output)

@@ -68,7 +68,8 @@ masks = all_of(
     click.option("--documents", metavar="LENGTHS",
                  help="Packed documents: 65536,32768x4, a file of lengths, or lognormal:mean=8192,sigma=1.2,seed=7."),
     click.option("--window-size", type=Tokens(), help="Sliding window: a token sees so many keys, its own counted."),
-    click.option("--prefix", type=Tokens(), help="With --window-size: so many first keys of its document, too."),
+    click.option("--prefix", type=Tokens(), 
+                 help="So many first keys of its document, beside a window; with --no-causal and none, a prefix LM."),
 )  # fmt: skip
 """Gives a command the options of a mask that is more than causal or none."""
 
@@ -170,8 +171,8 @@ def mask_of(options: Options, seq: int) -> JsonObject:
     """What a workload of ``seq`` tokens is told of its mask, beside whether it is causal. Raises `UsageError`."""
     documents, window, prefix = (options.get(name) for name in ("documents", "window_size", "prefix"))
     refuse_below_one({"--window-size": window, "--prefix": prefix})
-    if prefix is not None and window is None:
-        raise UsageError(f"--prefix {prefix} goes with --window-size: without a window every token sees them")
+    if prefix is not None and window is None and options["causal"]:
+        raise UsageError(f"--prefix {prefix} goes with --window-size, or (prefix LM) with --no-causal: else all see it")
     return {
         "documents": document_lengths(documents, seq) if documents else None, "window": window, "prefix": prefix,
     }  # fmt: skip

@@ -185,8 +185,9 @@ def _check_together(request: Request) -> None:
     work, none = request.workload, ("softcap", "sinks", "v-head-dim")
     given = {
         "controls": request.controls, "cuda-graph": request.cuda_graph, "layer": work.layer, "phase": work.kv_length,
-        "documents": work.documents, "window-size": work.window, "ranks-per-host": request.ranks_per_host,
-        "softcap": work.softcap, "sinks": work.sinks, "v-head-dim": work.v_head_dim,
+        "documents": work.documents, "window-size": work.window, "prefix": work.prefix,
+        "ranks-per-host": request.ranks_per_host, "softcap": work.softcap, "sinks": work.sinks,
+        "v-head-dim": work.v_head_dim,
     }  # fmt: skip
     excluded = {
         f"phase {work.phase}": (work.kv_length, ("controls", "documents")),

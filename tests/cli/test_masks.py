@@ -36,6 +36,20 @@ def test_a_packed_recording_counts_and_says_what_it_did(tmp_path: Path, capsys: 
     assert "attention work over the ranks: 1.0" in shown
 
 
+def test_a_prefix_lm_is_recorded_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = str(tmp_path / "run.json")
+    given = ["--seq", "256", "--documents", "200,56", "--prefix", "72", "--no-causal"]
+    assert cli.run(["record", "--strategy", "zigzag", *given, *CPU, "-o", output]) == 0
+    run = read_run(output)
+    assert run.workload is not None and run.work is not None and run.verification is not None
+    # Causal, and the 72 tokens (or the whole of a shorter document) that come first see what follows them up to there.
+    pairs = 200 * 201 // 2 + 72 * 71 // 2 + 56 * 56
+    assert sum(work.block_flops or 0 for work in run.work) == 14 * 4 * 8 * pairs == run.workload.model_flops()
+    assert run.verification.timed is not None
+    assert cli.run(["report", output, "--width", "200"]) == 0
+    assert "prefix LM, 2 documents of 56 to 200 tokens, prefix of 72" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [
@@ -44,7 +58,8 @@ def test_a_packed_recording_counts_and_says_what_it_did(tmp_path: Path, capsys: 
         (["--softcap", "nan"], "'nan' is not a finite number"),
         (["--window-size", "0"], "--window-size must be at least 1"),
         (["--window-size", "8", "--prefix", "0"], "--prefix must be at least 1"),
-        (["--prefix", "8"], "--prefix 8 goes with --window-size"),
+        (["--prefix", "8"], "--prefix 8 goes with --window-size, or (prefix LM) with --no-causal"),
+        (["--prefix", "8", "--no-causal", "--cp-sizes", "2,1"], "--prefix: not made for --cp-sizes"),
         (["--documents", "512x2", "--strategy", "torch-cp"], "those that do are ring, zigzag, stripe"),
         (["--window-size", "64", "-p", "documents_layout=per_documents"], "is not packed|per_document"),
     ],

@@ -33,6 +33,7 @@ WORKLOADS = [
     msgspec.structs.replace(BASE, window=17),
     msgspec.structs.replace(BASE, documents=(60, 36), window=9, causal=False),
     msgspec.structs.replace(BASE, documents=(60, 36), window=9, prefix=5),
+    msgspec.structs.replace(BASE, documents=(60, 36), prefix=41, causal=False),
 ]
 CASES = [
     Case("zigzag"), Case("zigzag", {"documents_layout": "per_document"}), Case("stripe"), Case("ulysses"),
@@ -113,6 +114,8 @@ def test_work_and_rates_are_of_the_masks_area() -> None:
 def test_a_shorter_workload_keeps_the_masks_shape() -> None:
     short = msgspec.structs.replace(BASE, documents=(48, 48), window=16).at(48)
     assert (short.seq, short.documents, short.window) == (48, (24, 24), 8)
+    both_ways = msgspec.structs.replace(BASE, prefix=20, causal=False).at(48)
+    assert (both_ways.prefix, both_ways.mask().window) == (10, (-1, 0))
     # A document may vanish; what is left is one.
     assert msgspec.structs.replace(BASE, documents=(95, 1)).at(32).documents == (32,)
 
@@ -120,6 +123,8 @@ def test_a_shorter_workload_keeps_the_masks_shape() -> None:
 def test_documents_must_fill_the_sequence() -> None:
     with pytest.raises(ValueError, match="91 tokens together, the sequence has 96"):
         Workload(seq=96, heads=1, kv_heads=1, head_dim=8, documents=(90, 1))
+    with pytest.raises(ValueError, match="without a causal mask"):
+        Workload(seq=96, heads=1, kv_heads=1, head_dim=8, prefix=4)
 
 
 def test_balance_by_hand() -> None:

@@ -148,6 +148,7 @@ class Case:
         seq = full.q.shape[1]
         # Documents and window are of the whole sequence: a rank's own tokens are seen without.
         whole = {} if seq == self.workload.seq else {"documents": None, "window": None, "prefix": None}
+        whole |= {"prefix": None} if causal and self.workload.window is None else {}
         told = changed(self.workload, backward=False, causal=causal, **{"seq": seq, **whole, **mask})
         return reference_results(full, told, scale)["out"]
 
@@ -176,7 +177,7 @@ def _outputs(case: Case) -> Iterator[Explanation]:
         yield "equals attention without the window", given.shard(unlimited)
     if work.prefix:
         within = case.reference(full, scale, causal=causal, prefix=None)
-        yield "equals attention without the prefix", given.shard(within)
+        yield f"equals attention without {'the prefix' if work.window else 'a mask'}", given.shard(within)
     other_mask = "without the causal mask" if causal else "with a causal mask"
     yield f"equals attention {other_mask}", given.shard(case.reference(full, scale, causal=not causal))
     dim = case.workload.head_dim

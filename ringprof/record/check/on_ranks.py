@@ -129,21 +129,16 @@ def _refuse_numbers(request: CheckRequest) -> None:
 def _workload(request: CheckRequest, seq: int) -> Workload:
     if request.seq not in (None, seq):
         raise UsageError(f"seq {request.seq}: the ranks' positions are of {seq} tokens")
-    if request.prefix is not None and request.window is None:
-        raise UsageError(f"prefix {request.prefix} goes with a window: without one all tokens are seen")
     if seq > MOST_TOKENS:
         raise UsageError(f"a check of {seq} tokens: at most {MOST_TOKENS}, since its reference is dense")
-    return Workload(
-        batch=request.batch, seq=seq, heads=request.heads, kv_heads=request.kv_heads or request.heads,
-        head_dim=request.head_dim, causal=request.causal, dtype=request.dtype, backward=request.backward,
-        documents=_documents(request, seq), window=request.window, prefix=request.prefix,
-    )  # fmt: skip
-
-
-def _documents(request: CheckRequest, seq: int) -> tuple[int, ...] | None:
-    if request.documents is not None and sum(request.documents) != seq:
-        raise UsageError(f"the documents are {sum(request.documents)} tokens together, the sequence has {seq}")
-    return request.documents
+    try:
+        return Workload(
+            batch=request.batch, seq=seq, heads=request.heads, kv_heads=request.kv_heads or request.heads,
+            head_dim=request.head_dim, causal=request.causal, dtype=request.dtype, backward=request.backward,
+            documents=request.documents, window=request.window, prefix=request.prefix,
+        )  # fmt: skip
+    except ValueError as error:
+        raise UsageError(str(error)) from None
 
 
 def _call(
