@@ -1,7 +1,4 @@
-"""Measure a machine: kernels by shape, memory, the host's own time, heat; with two GPUs links, too.
-
-What a block loses to a hop beside it is not measured: blocks and hops that were made to meet lost two to five times
-what those of runs do. `ringprof calibrate RUN...` tells it.
+"""Measure a machine: kernels by shape, memory, the host's own time, heat; with two GPUs links and contention, too.
 
 Every GPU computes at the same time, as in a run, and keeps computing, so that it is as warm. What has been measured is
 handed on after every part, so that a run cut short has left a calibration.
@@ -12,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from datetime import datetime, timezone
-from statistics import median
+from statistics import median, pstdev
 from typing import Any
 
 import msgspec
@@ -41,6 +38,9 @@ _WARM_S = 8.0
 _LONG = AttentionCall(
     label="", phase="forward", batch=1, q=16384, kv=16384, heads=40, kv_heads=40, head_dim=128, causal=False
 )  # fmt: skip
+_BESIDE, _BESIDE_BYTES = msgspec.structs.replace(_LONG, q=8192, kv=8192), 1 << 30
+"""A block, and a message that takes longer: beside a part of the block it would lose less than two calls differ by."""
+_TURNS, _LET_IN_CYCLES = 15, 400_000
 
 
 def measure_machine(
@@ -76,6 +76,7 @@ def measure_machine(
         ("host", "host", lambda: _host(bench, found, kernels, ends["host"])),
         ("memory", "memory", lambda: _memory(bench)),
         ("links", "links", lambda: {"same_host": _links(bench, found, ends["links"])} if several else {}),
+        ("links", "contention", lambda: _contention(bench, found, kernels[0]) if several else {}),
         ("links", "copied hops", lambda: {"same_host": _copied(bench, found.same_host)} if several else {}),
         ("heat", "heat", lambda: _heat(bench, kernels[0], ends["heat"])),
     )
@@ -265,6 +266,44 @@ def _copied(bench: Bench, before: Link) -> Link:
     tensor = torch.zeros(256 << 20, dtype=torch.uint8, device=bench.device)
     gb_s = tensor.numel() / bench.together_ns(lambda: ring.post(_whole(tensor)).wait())
     return msgspec.structs.replace(before, copy_gb_s=_value(gb_s, 0.02))
+
+
+def _contention(bench: Bench, before: Calibration, kernel: str) -> JsonObject:
+    """What a block loses to a hop's kernel beside it: alone and beside in turns, so that both are as warm."""
+    if bench.device.type != "cuda":
+        return {}
+    ring, body = Communicator().ring("calibrate_contention"), call_of(KERNELS[kernel](), _BESIDE, bench)
+    message = torch.zeros(_BESIDE_BYTES, dtype=torch.uint8, device=bench.device)
+    side: Any = torch.cuda.Stream(bench.device)  # type: ignore[no-untyped-call]
+    held = channels(_BESIDE_BYTES, bench.size, 1, before.nccl, 0.0) / before.multiprocessors
+    alone, beside = [], []
+    for _ in range(_TURNS):
+        alone.append(_beside(body, side)[0])
+        beside.append(_beside(body, side, lambda: ring.post(_whole(message))))
+    block, together = (median(times) for times in zip(*beside, strict=True))
+    lost = (block - median(alone)) / together / held
+    ranks = bench.together(lost, float)
+    found = min(max(sum(ranks) / len(ranks), 0.0), 1.5)
+    return {"contention": _value(found, pstdev(ranks) / max(found, 0.1) + 0.1)}
+
+
+def _beside(body: Callable[[], object], side: Any, post: Callable[[], Any] | None = None) -> tuple[float, float]:
+    """Nanoseconds of a block, and of them beside the hop that ``post`` begins before."""
+    start, stop, arrived = (torch.cuda.Event(enable_timing=True) for _ in range(3))  # type: ignore[no-untyped-call]
+    body()
+    hop = post() if post else None
+    # Until the hop's kernel has its multiprocessors.
+    torch.cuda._sleep(_LET_IN_CYCLES)  # type: ignore[no-untyped-call]
+    start.record()
+    body()
+    stop.record()
+    with torch.cuda.stream(side):
+        if hop is not None:
+            hop.wait()
+        arrived.record(side)
+    torch.cuda.synchronize()
+    block, until = start.elapsed_time(stop) * 1e6, start.elapsed_time(arrived) * 1e6
+    return block, min(block, until)
 
 
 # --- heat and host ----------------------------------------------------------------------------------
