@@ -88,7 +88,7 @@ class Diary(PositionReporter):
     def _write(self, **entry: Any) -> None:
         # Opened each time: a rank may be killed at any moment, and a line that is written stays written.
         with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"at": time.time(), **entry}) + "\n")
+            file.write(json.dumps({"at": time.monotonic(), **entry}) + "\n")
 
 
 class DiaryReader:

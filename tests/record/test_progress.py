@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,16 @@ def test_an_error_of_its_own_beats_an_earlier_lost_connection(tmp_path: Path) ->
     written[1].error("OutOfMemory", "out of memory")
     error = cause({0: 3, 1: 3}, readers, tmp_path)
     assert "rank 1 failed: out of memory: use a shorter sequence" in str(error) and "rank1.log" in str(error)
+
+
+def test_the_earlier_of_two_errors_is_the_cause_though_the_clock_is_set_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written, readers = diaries(tmp_path, 2)
+    for rank, says, wall_clock in ((1, "earlier", 2e9), (0, "later", 1e9)):
+        monkeypatch.setattr(time, "time", lambda at=wall_clock: at)
+        written[rank].error("RecordError", says)
+    assert str(cause({0: 3, 1: 3}, readers, tmp_path)).startswith("earlier")
 
 
 def test_ringprofs_own_errors_keep_their_class_and_exit_code(tmp_path: Path) -> None:
