@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
+from ringprof.analysis.findings.digits import percent
 from ringprof.errors import UsageError
 from ringprof.foresee import advice_shown
 from ringprof.foresee.advise import Advice, advice_dict
@@ -24,7 +25,6 @@ from ringprof.frames import FORESEEN
 from ringprof.json_object import JsonObject
 from ringprof.report import plots
 from ringprof.report.page.html import render as page
-from ringprof.report.text import percent
 from ringprof.run import Run, Workload
 
 if TYPE_CHECKING:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ringprof.analysis.findings.digits import percent, three_digits
 from ringprof.foresee.advise import HIDDEN, Advice, Choice, Point, compared, crossings
 from ringprof.foresee.predict import Prediction
 from ringprof.foresee.show import cluster_text, described, remarks
 from ringprof.report.page.document import Content, Document, PageSection, PageTable, number, text
 from ringprof.report.page.html import drawing
 from ringprof.report.palette import Interval
-from ringprof.report.text import binary_size, clean, duration, percent
+from ringprof.report.text import binary_size, clean, duration
 
 MOST_SHOWN, MOST_REFUSED = 12, 3
 
@@ -79,7 +80,7 @@ def _crossings(advice: Advice) -> list[str]:
     else:
         lines = ["transfers are not hidden at any length up to four times this one"]
     if gbit is not None:
-        lines.append(f"{hidden} from {gbit:.3g} Gbit/s a NIC on, {gbit / 8:.3g} GB/s")
+        lines.append(f"{hidden} from {three_digits(gbit)} Gbit/s a NIC on, {three_digits(gbit / 8)} GB/s")
     elif advice.nics:
         lines.append("transfers would not be hidden by NICs four times as fast")
     names = [clean(choice.label) for choice in compared(advice.choices)]

@@ -6,12 +6,13 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+from ringprof.analysis.findings.digits import percent
 from ringprof.devices import peak_of
 from ringprof.foresee.calibration import Calibration, Host, Link, Value
 from ringprof.foresee.links import Cluster, Links
 from ringprof.foresee.predict import Prediction, inputs
 from ringprof.foresee.program import Post
-from ringprof.report.text import binary_size, clean, duration, in_unit, percent, rate, unit_for
+from ringprof.report.text import binary_size, clean, duration, in_unit, rate, unit_for
 from ringprof.run import Workload
 
 PART_LABELS = {

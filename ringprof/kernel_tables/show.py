@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ringprof.analysis.findings.comparison import Entry, Figure
+from ringprof.analysis.findings.digits import percent
 from ringprof.json_object import JsonObject
 from ringprof.kernel_tables.analyse import ASSUMPTIONS, KindSum, TableReport
 from ringprof.kernel_tables.iterations import Iterations
@@ -15,7 +16,7 @@ from ringprof.kernel_tables.stated_shares import CheckedShare
 from ringprof.report.as_json import whole_report
 from ringprof.report.page.document import Report
 from ringprof.report.terms import LABELS
-from ringprof.report.text import clean, duration, in_ascii, in_unit, paragraph, percent, unit_for
+from ringprof.report.text import clean, duration, in_ascii, in_unit, paragraph, unit_for
 from ringprof.trace.columns import Caveat
 
 _SUMMED = {"kernels": "kernel time", "operators": "device time", "cpu": "CPU time"}

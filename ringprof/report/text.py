@@ -13,6 +13,8 @@ from typing import Any
 
 import msgspec
 
+from ringprof.analysis.findings.digits import percent
+
 BLOCKS = " ▏▎▍▌▋▊▉█"
 _ASCII = str.maketrans({"·": "|", "█": "#", "…": "~", "µ": "u"})
 _UNITS = ((10e9, 1e9, "s"), (1e6, 1e6, "ms"), (0.0, 1e3, "µs"))
@@ -95,20 +97,10 @@ def or_dash(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
 
 
-def percent(share: float, digits: int = 1) -> str:
-    """A share of 0..1 in percent."""
-    return f"{100 * share:.{digits}f} %"
-
-
 def slower_or_faster(excess: float) -> str:
     """How much longer something takes, as a share, in words; what rounds to nothing is neither."""
     shown = percent(abs(excess))
     return "as fast" if shown == percent(0.0) else f"{shown} {'slower' if excess > 0 else 'faster'}"
-
-
-def three_digits(value: float) -> str:
-    """Without an exponent: 4.1e+03 GB/s is read twice."""
-    return f"{value:.3g}" if abs(value) < 999.5 else f"{value:,.0f}"
 
 
 def rate(tflops: float) -> str:

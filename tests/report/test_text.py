@@ -90,11 +90,3 @@ def test_bars_are_as_long_as_their_share():
     assert bar(1 / 80, 10) == "▏"
     assert bar(2.0, 10) == "█" * 10
     assert text.TextStyle(ascii_only=True).bar(0.5, 10) == "#####"
-
-
-@pytest.mark.parametrize(
-    ("value", "shown"),
-    [(0.01234, "0.0123"), (399.4, "399"), (999.4, "999"), (999.6, "1,000"), (4123.4, "4,123"), (-1500, "-1,500")],
-)
-def test_a_rate_has_three_digits_and_no_exponent(value: float, shown: str) -> None:
-    assert text.three_digits(value) == shown
