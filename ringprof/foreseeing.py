@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
+from ringprof.analysis.findings.digits import percent
 from ringprof.errors import UsageError
 from ringprof.foresee import advice_shown
 from ringprof.foresee.advise import Advice, advice_dict
@@ -24,7 +25,7 @@ from ringprof.frames import FORESEEN
 from ringprof.json_object import JsonObject
 from ringprof.report import plots
 from ringprof.report.page.html import render as page
-from ringprof.report.text import percent
+from ringprof.report.text import TextStyle
 from ringprof.run import Run, Workload
 
 if TYPE_CHECKING:
@@ -125,9 +126,9 @@ class Foreseen:
         """Write ``run.json`` and traces of the ranks that were simulated, for `ringprof.load`."""
         return write_prediction(self.prediction, Path(folder), ["ringprof.predict"])
 
-    def to_terminal(self) -> str:
+    def to_terminal(self, style: TextStyle | None = None) -> str:
         """As ``ringprof predict`` prints it."""
-        return prediction_text(self.prediction)
+        return prediction_text(self.prediction, style or TextStyle())
 
     def __repr__(self) -> str:
         low, middle, high = self.interval_ms
@@ -174,9 +175,9 @@ class Advised:
         ]  # fmt: skip
         return _frame("over", rows)
 
-    def to_terminal(self) -> str:
+    def to_terminal(self, style: TextStyle | None = None) -> str:
         """As ``ringprof advise`` prints it."""
-        return advice_shown.advice_text(self.advice)
+        return advice_shown.advice_text(self.advice, style or TextStyle())
 
     def to_html(self) -> str:
         """The page of ``ringprof advise --html``."""

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ringprof.analysis.attribution import Attribution
+from ringprof.analysis.findings.digits import percent
 from ringprof.analysis.findings.findings import findings_in_memory
 from ringprof.analysis.transfers.matching import match
 from ringprof.errors import MissingExtraError, RingprofError, UsageError
 from ringprof.json_object import JsonObject
 from ringprof.record.request import need
-from ringprof.report.text import percent
 from ringprof.scale.pipeline import attribute
 from ringprof.trace.kineto import read_trace
 from ringprof.trace.reduced import parse_reduced, reduce_trace

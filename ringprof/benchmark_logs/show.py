@@ -10,7 +10,7 @@ from ringprof.benchmark_logs.audit import LogAudit
 from ringprof.benchmark_logs.rows import Flag, JudgedRow, LogRow
 from ringprof.json_object import JsonObject
 from ringprof.report.tables import Column, text_table
-from ringprof.report.text import TextStyle, clean, or_dash, paragraph
+from ringprof.report.text import TextStyle, clean, or_dash
 
 LOGS_SCHEMA = "ringprof.logs/1"
 
@@ -26,8 +26,6 @@ by a known constant; all rates in TFLOP/s."""
 
 MOST_ALIKE = 5
 """Flags of one kind and file up to which each has a paragraph of its own."""
-MOST_READABLE = 110
-"""Characters in a line of words."""
 _COLUMNS = (
     Column("system"), Column("line"), Column("B", drop=1), Column("seq"), Column("fwd ms", drop=3),
     Column("fwd+bwd\nms"), Column("memory\nMB", drop=2), Column("TFLOP/s"), Column("computed"),
@@ -49,7 +47,7 @@ def audit_text(audit: LogAudit, style: TextStyle | None = None) -> str:
         f"{clean(file)} · {len(rows)} row{'s' * (len(rows) != 1)}\n" + _table(rows, style)
         for file, rows in files.items()
     ]
-    blocks.append("\n".join(_flag_lines(audit.flags, min(style.table_width, MOST_READABLE))))
+    blocks.append(style.fit("\n".join(_flag_lines(audit.flags))))
     return style.finish("\n\n".join(blocks))
 
 
@@ -77,7 +75,7 @@ def _system(row: LogRow) -> str:
     return " ".join(parts)
 
 
-def _flag_lines(flags: Sequence[Flag], width: int) -> list[str]:
+def _flag_lines(flags: Sequence[Flag]) -> list[str]:
     if not flags:
         return ["nothing to flag"]
     counts = {name: sum(flag.severity == name for flag in flags) for name in ("error", "warning", "note")}
@@ -93,7 +91,7 @@ def _flag_lines(flags: Sequence[Flag], width: int) -> list[str]:
             more = f"; and {len(others)} more like it, lines {', '.join(str(other.line) for other in others)}"
         else:
             continue
-        lines += paragraph(f"{flag.severity}: {flag.file}:{flag.line}: {flag.message}{more} [{flag.code}]", width)
+        lines.append(f"{flag.severity}: {flag.file}:{flag.line}: {flag.message}{more} [{flag.code}]")
     return lines
 
 

@@ -9,7 +9,7 @@ import click
 
 from ringprof.cli.predict import asked_cluster, asked_workload, asks
 from ringprof.cli.progress import loading_progress
-from ringprof.cli.write import write_text
+from ringprof.cli.write import text_style, write_text
 from ringprof.errors import UsageError
 from ringprof.foresee.advice_shown import advice_text, document
 from ringprof.foresee.advise import advice_dict, advise
@@ -41,7 +41,9 @@ def command(**options: Any) -> int:
             memory_bytes=_size(options["memory"]) if options["memory"] else None, strategies=options["strategies"],
             tell=tell or unheard,
         )  # fmt: skip
-    click.echo(json_text(advice_dict(found)) if options["form"] == "json" else advice_text(found), nl=False)
+    click.echo(
+        json_text(advice_dict(found)) if options["form"] == "json" else advice_text(found, text_style(None)), nl=False
+    )
     if options["html"]:
         write_text(options["html"], page(document(found)))
     return 0

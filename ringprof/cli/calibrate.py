@@ -11,7 +11,7 @@ import click
 import msgspec
 
 from ringprof.cli.values import Number
-from ringprof.cli.write import say
+from ringprof.cli.write import say, text_style
 from ringprof.errors import UsageError
 from ringprof.files import write_atomically
 from ringprof.foresee.calibration import PARTS, Calibration, assumed, base_for, calibration_json, read_calibration
@@ -55,7 +55,7 @@ def command(
         _save(found, name, path)
     else:
         _measured(path, name, base, kernels, parts, seconds)
-    click.echo(calibration_text(read_calibration(path)), nl=False)
+    click.echo(calibration_text(read_calibration(path), text_style(None)), nl=False)
     say(f"Wrote {output}: ringprof predict --machine {shell_words([output])}")
 
 

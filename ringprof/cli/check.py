@@ -8,7 +8,7 @@ import click
 
 from ringprof.cli.recording import end_as_rank, mask_of, masks, on_ranks, workload_options
 from ringprof.cli.values import Tokens
-from ringprof.cli.write import formats
+from ringprof.cli.write import formats, text_style
 from ringprof.errors import UsageError
 from ringprof.json_object import json_text
 from ringprof.record.check.launch import check_here
@@ -65,5 +65,6 @@ def command(**options: Any) -> int:
 
 
 def _shown(found: Check, form: str) -> int:
-    click.echo(json_text(found) if form == "json" else f"{found}\n", nl=False)
+    style = text_style(None)
+    click.echo(json_text(found) if form == "json" else style.finish(style.fit(str(found))), nl=False)
     return int(not found.equal)

@@ -11,7 +11,7 @@ import click
 
 from ringprof.cli.recording import masks, params_of, workload_of, workload_options
 from ringprof.cli.values import KERNEL_NAMES, STRATEGIES, Known, Number, Tokens, all_of
-from ringprof.cli.write import formats, say
+from ringprof.cli.write import formats, say, text_style
 from ringprof.errors import UsageError
 from ringprof.foresee.calibration import read_calibration
 from ringprof.foresee.check import check_rows, check_text, read_rows
@@ -79,14 +79,15 @@ def command(**options: Any) -> int:
     from ringprof.foresee.tape import tape_of
 
     machine = read_calibration(options["machine"])
+    style = text_style(None)
     if options["check"]:
         found = check_rows(read_rows(options["check"]), machine, tape_of, asked_cluster(options))
-        click.echo(check_text(found, options["form"]), nl=False)
+        click.echo(check_text(found, options["form"], style), nl=False)
         return 0
     question = _question(options)
     prediction = predict(question, machine, tape_of)
     as_json = options["form"] == "json"
-    click.echo(json_text(prediction_dict(prediction)) if as_json else prediction_text(prediction), nl=False)
+    click.echo(json_text(prediction_dict(prediction)) if as_json else prediction_text(prediction, style), nl=False)
     if options["output"]:
         write_prediction(prediction, Path(options["output"]), ["ringprof", *sys.argv[1:]])
         say(f"Wrote {options['output']}: ringprof report {shell_words([options['output']])}")

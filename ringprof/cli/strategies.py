@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from ringprof.cli.values import INFERENCE, STRATEGIES, Known
+from ringprof.cli.write import text_style
 
 
 @click.command("strategies")
@@ -14,8 +15,8 @@ def command(name: str | None) -> None:
 
     NAME may be package.module:Class, which imports that module.
     """
-    for line in _listing() if name is None else _parameters(name):
-        click.echo(line)
+    style = text_style(None)
+    click.echo(style.finish(style.fit("\n".join(_listing() if name is None else _parameters(name)))), nl=False)
 
 
 def _listing() -> list[str]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from ringprof.analysis.findings.digits import percent
 from ringprof.cli.recording import params_of
 from ringprof.cli.write import formats
 from ringprof.errors import UsageError
@@ -14,7 +15,7 @@ from ringprof.foresee.from_runs import observed_run
 from ringprof.foresee.question import run_at
 from ringprof.foresee.what_if import Changes, WhatIf, what_if
 from ringprof.json_object import json_text
-from ringprof.report.text import duration, percent
+from ringprof.report.text import duration
 from ringprof.whole_numbers import whole
 
 

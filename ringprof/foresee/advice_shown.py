@@ -5,27 +5,32 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ringprof.analysis.findings.digits import percent, three_digits
 from ringprof.foresee.advise import HIDDEN, Advice, Choice, Point, compared, crossings
 from ringprof.foresee.predict import Prediction
 from ringprof.foresee.show import cluster_text, described, remarks
 from ringprof.report.page.document import Content, Document, PageSection, PageTable, number, text
 from ringprof.report.page.html import drawing
 from ringprof.report.palette import Interval
-from ringprof.report.text import binary_size, clean, duration, percent
+from ringprof.report.tables import Column, text_table
+from ringprof.report.text import TextStyle, binary_size, clean, duration
 
 MOST_SHOWN, MOST_REFUSED = 12, 3
+_COLUMNS = (
+    Column("strategy"), Column("best"), Column("ms"), Column("80 % within"), Column("TFLOP/s"),
+    Column("exposed"), Column("memory"),
+)  # fmt: skip
 
 
-def advice_text(advice: Advice) -> str:
+def advice_text(advice: Advice, style: TextStyle) -> str:
     """The choices and what would change them, ending with a newline."""
     question, machine = advice.first.prediction.question, advice.first.prediction.machine
-    lines = [
+    head = [
         f"PREDICTED for {cluster_text(question.cluster, machine.device)}, machine {machine.name}",
         described(question.workload),
-        "",
-        f"{'':3}{'best':>6}  {'ms':>12}  {'80 % within':>25}  {'TFLOP/s':>8}  {'exposed':>8}  {'memory':>10}  strategy",
-        *(_line(choice) for choice in advice.choices[:MOST_SHOWN]),
-        "  * nothing is faster with as little memory",
+    ]
+    tail = [
+        "* nothing is faster with as little memory",
         "",
         *_nothing_fits(advice),
         f"why not the second: {clean(advice.why_not_the_second())}",
@@ -34,8 +39,10 @@ def advice_text(advice: Advice) -> str:
         f"to be surer: {advice.what_to_measure()}",
     ]
     if advice.refused:
-        lines.append(f"not foreseen: {_refused(advice)}")
-    return "\n".join(lines) + "\n"
+        tail.append(f"not foreseen: {_refused(advice)}")
+    rows = [_row(choice) for choice in advice.choices[:MOST_SHOWN]]
+    table = text_table(_COLUMNS, rows, style)
+    return style.finish(style.fit("\n".join(head)) + "\n\n" + table + "\n" + style.fit("\n".join(tail)))
 
 
 def _nothing_fits(advice: Advice) -> list[str]:
@@ -59,16 +66,14 @@ def _refused(advice: Advice) -> str:
     return "; ".join([*shown, f"and {more} more"] if more else shown)
 
 
-def _line(choice: Choice) -> str:
+def _row(choice: Choice) -> list[str]:
     one = choice.prediction
-    low, middle, high = one.interval_ms
-    mark = "*" if choice.on_front else " "
-    fits = "" if choice.fits else "  does not fit"
-    speed = one.tflops(one.median_ns)
-    return (
-        f"  {mark}{percent(choice.best, 0):>6}  {_ms(middle):>12}  {_ms(low):>12} {_ms(high):>12}  {speed:8.1f}"
-        f"  {percent(one.exposed_share):>8}  {binary_size(one.peak_bytes):>10}  {clean(choice.label)}{fits}"
-    )
+    low, middle, high = map(_ms, one.interval_ms)
+    return [
+        f"{'*' if choice.on_front else ' '} {clean(choice.label)}{'' if choice.fits else ', does not fit'}",
+        percent(choice.best, 0), middle, f"{low} to {high}", f"{one.tflops(one.median_ns):.1f}",
+        percent(one.exposed_share), binary_size(one.peak_bytes),
+    ]  # fmt: skip
 
 
 def _crossings(advice: Advice) -> list[str]:
@@ -79,7 +84,7 @@ def _crossings(advice: Advice) -> list[str]:
     else:
         lines = ["transfers are not hidden at any length up to four times this one"]
     if gbit is not None:
-        lines.append(f"{hidden} from {gbit:.3g} Gbit/s a NIC on, {gbit / 8:.3g} GB/s")
+        lines.append(f"{hidden} from {three_digits(gbit)} Gbit/s a NIC on, {three_digits(gbit / 8)} GB/s")
     elif advice.nics:
         lines.append("transfers would not be hidden by NICs four times as fast")
     names = [clean(choice.label) for choice in compared(advice.choices)]

@@ -24,7 +24,7 @@ from ringprof.foresee.links import Cluster
 from ringprof.foresee.predict import TapeOf, predict
 from ringprof.foresee.question import Question
 from ringprof.json_object import JsonObject, Params, json_text
-from ringprof.report.text import clean
+from ringprof.report.text import TextStyle, clean
 from ringprof.run import Workload
 from ringprof.whole_numbers import whole
 
@@ -250,7 +250,7 @@ def _as_dict(found: list[Checked]) -> JsonObject:
     }  # fmt: skip
 
 
-def check_text(found: list[Checked], form: str) -> str:
+def check_text(found: list[Checked], form: str, style: TextStyle) -> str:
     """The checked table, for people or as JSON."""
     if form == "json":
         return json_text(_as_dict(found))
@@ -269,4 +269,4 @@ def check_text(found: list[Checked], form: str) -> str:
         mean = 100 * sum(errors) / len(errors)
         lines.append(f"{len(errors)} rows foreseen: mean error {mean:.1f} %, most {100 * max(errors):.1f} %")
     lines.append(f"{flagged} of {len(found)} rows flagged")
-    return "\n".join(lines) + "\n"
+    return style.finish(style.fit("\n".join(lines)))

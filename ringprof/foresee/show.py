@@ -6,12 +6,14 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+from ringprof.analysis.findings.digits import percent
 from ringprof.devices import peak_of
 from ringprof.foresee.calibration import Calibration, Host, Link, Value
 from ringprof.foresee.links import Cluster, Links
 from ringprof.foresee.predict import Prediction, inputs
 from ringprof.foresee.program import Post
-from ringprof.report.text import binary_size, clean, duration, in_unit, percent, rate, unit_for
+from ringprof.report.tables import Column, Table
+from ringprof.report.text import TextStyle, binary_size, clean, duration, in_unit, rate, unit_for
 from ringprof.run import Workload
 
 PART_LABELS = {
@@ -41,14 +43,14 @@ def cluster_text(cluster: Cluster, device: str) -> str:
     return f"{cluster.size} x {clean(device)} ({hosts}{network})"
 
 
-def prediction_text(prediction: Prediction) -> str:
+def prediction_text(prediction: Prediction, style: TextStyle) -> str:
     """The whole answer, ending with a newline."""
     question, machine = prediction.question, prediction.machine
     low, middle, high = prediction.interval_ns
     unit_ns, unit = unit_for(middle)
     params = ", ".join(f"{key}={value}" for key, value in prediction.tape.params.items())
     hops = " · hops by copy engine" if question.hops == "copy" else ""
-    lines = [
+    head = [
         f"PREDICTED: {clean(question.strategy)} on {cluster_text(question.cluster, machine.device)}",
         f"{described(question.workload)} · kernel {question.kernel}{hops}",
         f"{clean(params)}",
@@ -60,9 +62,8 @@ def prediction_text(prediction: Prediction) -> str:
         f"memory    {binary_size(prediction.peak_bytes)} a GPU at most{_place(prediction.peak_label)}",
         f"exposed   {percent(prediction.exposed_share)} of the time waits for transfers",
         f"bound by  {', '.join(f'{phase}: {PART_LABELS[part]}' for phase, part in prediction.bound_by.items())}",
-        "",
-        *_table(prediction),
-        "",
+    ]
+    tail = [
         *remarks(prediction),
         "how sure, one standard deviation: " + ", ".join(
             f"{name} {percent(math.sqrt(part))}" for name, part in prediction.parts.items() if part > 1e-6
@@ -71,7 +72,8 @@ def prediction_text(prediction: Prediction) -> str:
         "what it rests on",
         *(_input(name, value) for name, value in inputs(prediction).items()),
     ]  # fmt: skip
-    return "\n".join(lines) + "\n"
+    parts = [style.fit("\n".join(head)), _table(prediction).text(style), style.fit("\n".join(tail))]
+    return style.finish("\n\n".join(parts))
 
 
 def _of_peak(prediction: Prediction, time_ns: float) -> str:
@@ -83,21 +85,16 @@ def _place(label: str) -> str:
     return f", in {clean(label)}" if label else ""
 
 
-def _table(prediction: Prediction) -> list[str]:
+def _table(prediction: Prediction) -> Table:
     """The slowest rank's time by phase and part."""
     spans = prediction.spans
     present = [part for part in PART_LABELS if spans.total(part) > 0]
-    rows = [("slowest rank, ms", *(PART_LABELS[part] for part in present))]
-    for name, parts in (("forward", spans.forward), ("backward", spans.backward)):
-        if parts:
-            rows.append((name, *(f"{parts.get(part, 0.0) / 1e6:,.3f}" for part in present)))
-    widths = [max(len(row[at]) for row in rows) for at in range(len(present) + 1)]
-    return [
-        "  ".join(
-            [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
-        )
-        for row in rows
+    rows = [
+        [name, *(f"{parts.get(part, 0.0) / 1e6:,.3f}" for part in present)]
+        for name, parts in (("forward", spans.forward), ("backward", spans.backward))
+        if parts
     ]
+    return Table("slowest rank, ms", [Column(""), *(Column(PART_LABELS[part]) for part in present)], rows)
 
 
 def remarks(prediction: Prediction) -> list[str]:
@@ -136,7 +133,7 @@ def _channels_line(prediction: Prediction) -> str:
     )
 
 
-def calibration_text(machine: Calibration) -> str:
+def calibration_text(machine: Calibration, style: TextStyle) -> str:
     """A machine's figures with their spread and origin, ending with a newline."""
     rates = [
         f"  {kernel.name + ' ' + phase:30}{max(one.tflops for one in samples):>12,.4g}  best TFLOP/s of"
@@ -147,7 +144,8 @@ def calibration_text(machine: Calibration) -> str:
     ]
     failed = [f"  not measured: {clean(line)}" for line in machine.unmeasured]
     figures = [_input(name, value) for name, value in _figures(machine)]
-    return "\n".join([f"{clean(machine.name)}, {clean(machine.device)}", *rates, *figures, *failed]) + "\n"
+    lines = [f"{clean(machine.name)}, {clean(machine.device)}", *rates, *figures, *failed]
+    return style.finish(style.fit("\n".join(lines)))
 
 
 def _figures(of: Any, within: str = "") -> Iterator[tuple[str, Value]]:
@@ -163,4 +161,4 @@ def _figures(of: Any, within: str = "") -> Iterator[tuple[str, Value]]:
 
 
 def _input(name: str, value: Value) -> str:
-    return f"  {name:30}{value.value:>12,.4g}  ±{percent(value.spread)}  {value.origin}: {clean(value.source)}"
+    return f"  {name:30}{value.value:,.4g} ±{percent(value.spread)}, {value.origin}: {clean(value.source)}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ringprof.analysis.findings.comparison import Entry, Figure
+from ringprof.analysis.findings.digits import percent
 from ringprof.json_object import JsonObject
 from ringprof.kernel_tables.analyse import ASSUMPTIONS, KindSum, TableReport
 from ringprof.kernel_tables.iterations import Iterations
@@ -15,7 +16,7 @@ from ringprof.kernel_tables.stated_shares import CheckedShare
 from ringprof.report.as_json import whole_report
 from ringprof.report.page.document import Report
 from ringprof.report.terms import LABELS
-from ringprof.report.text import clean, duration, in_ascii, in_unit, paragraph, percent, unit_for
+from ringprof.report.text import TextStyle, clean, duration, in_unit, unit_for
 from ringprof.trace.columns import Caveat
 
 _SUMMED = {"kernels": "kernel time", "operators": "device time", "cpu": "CPU time"}
@@ -39,17 +40,17 @@ _CAUSES = {
 # --- terminal ---------------------------------------------------------------------------------------
 
 
-def tables_text(reports: Sequence[TableReport], *, ascii_only: bool = False) -> str:
+def tables_text(reports: Sequence[TableReport], style: TextStyle) -> str:
     """Every table of a log as text, in order."""
-    text = "\n".join(table_text(report) for report in reports)
-    return in_ascii(text) if ascii_only else text
+    return style.finish("\n".join(_table_text(report, style) for report in reports))
 
 
-def table_text(report: TableReport) -> str:
-    """One table's report as text."""
-    lines = [_title(report), "", *_kind_lines(report), "", *_overlap_lines(report)]
+def _table_text(report: TableReport, style: TextStyle) -> str:
+    missing = ", with that of kernels that have no row here" if report.missing_ns else ""
+    summed = f"shares are of summed time{missing}: kinds that run at once are each counted in full"
+    lines = [summed, "", *_overlap_lines(report)]
     if report.iterations is not None:
-        lines += ["", *paragraph(_iteration_line(report.iterations))]
+        lines += ["", _iteration_line(report.iterations)]
     if report.shares:
         lines += ["", "the log's own summary, and the table's"]
         lines += [line for share in report.shares for line in _share_lines(share, clean(report.table.path))]
@@ -58,8 +59,9 @@ def table_text(report: TableReport) -> str:
         more = f" and {len(left_out) - 4} more" if len(left_out) > 4 else ""
         lines += ["", f"not added up, since they repeat their kernels' time: {names}{more}"]
     if report.warnings:
-        lines += ["", *(line for warning in report.warnings for line in paragraph("warning: " + warning.message))]
-    return "\n".join(lines) + "\n"
+        lines += ["", *(f"warning: {warning.message}" for warning in report.warnings)]
+    text = [style.fit(_title(report)), "", *_kind_lines(report), style.fit("\n".join(lines))]
+    return "\n".join(text) + "\n"
 
 
 def _title(report: TableReport) -> str:
@@ -72,19 +74,18 @@ def _title(report: TableReport) -> str:
 
 
 def _kind_lines(report: TableReport) -> list[str]:
-    each = f"{'an iteration':>15}" if report.iterations is not None else ""
+    each = f"{'an iteration':>14}" if report.iterations is not None else ""
     unit = unit_for(max((kind.time_ns for kind in report.kinds), default=0))
-    summed, whole = "shares are of summed time", report.whole_ns or 1
+    whole = report.whole_ns or 1
     lines = [
         f"{'by kind':<22}{'time':>13}{'share':>9}{'calls':>9}{'average':>13}{each}",
         *(_kind_line(kind, report.whole_ns, unit) for kind in report.kinds),
         f"{'all, summed':<22}{duration(report.total_ns, 3):>13}{percent(report.total_ns / whole):>9}",
     ]
     if report.missing_ns:
-        summed += ", with that of kernels that have no row here"
         missing = f"{duration(report.missing_ns, 3):>13}{percent(report.missing_ns / whole):>9}"
         lines.append(f"{'not in this table':<22}{missing}")
-    return [*lines, f"{summed}: kinds that run at once are each counted in full"]
+    return lines
 
 
 def _kind_line(kind: KindSum, whole_ns: int, unit: tuple[float, str]) -> str:
@@ -92,7 +93,7 @@ def _kind_line(kind: KindSum, whole_ns: int, unit: tuple[float, str]) -> str:
     share = percent(kind.time_ns / whole_ns) if whole_ns else "-"
     time = f"{in_unit(kind.time_ns, unit[0])} {unit[1]}"
     line = f"{LABELS.get(kind.kind, kind.kind):<22}{time:>13}{share:>9}{kind.calls:>9,}{average:>13}"
-    return line + (f"{duration(kind.per_iteration_ns, 3):>15}" if kind.per_iteration_ns is not None else "")
+    return line + (f"{duration(kind.per_iteration_ns, 3):>14}" if kind.per_iteration_ns is not None else "")
 
 
 def _overlap_lines(report: TableReport) -> list[str]:

@@ -45,7 +45,7 @@ class TableAnalysis:
 
     def to_terminal(self, style: TextStyle | None = None) -> str:
         """The report of all tables as text."""
-        return show.tables_text(self.reports, ascii_only=bool(style and style.ascii_only))
+        return show.tables_text(self.reports, style or TextStyle(wide_tables=True))
 
     def __repr__(self) -> str:
         return f"<ringprof.TableAnalysis of {self.name}: {len(self.reports)} tables>"

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ringprof.analysis.findings.comparison import Comparison, Entry
+from ringprof.analysis.findings.digits import percent
 from ringprof.analysis.findings.findings import Findings
 from ringprof.analysis.findings.summary import PARTS
 from ringprof.analysis.findings.waterfall import WATERFALL_LABELS
@@ -22,7 +23,7 @@ from ringprof.report import palette
 from ringprof.report.palette import Interval
 from ringprof.report.sections.run import what_ran
 from ringprof.report.terms import LABELS
-from ringprof.report.text import clean, duration, percent, short_count
+from ringprof.report.text import clean, duration, short_count
 from ringprof.report.timeline import drawn_as, timeline_of
 
 if TYPE_CHECKING:

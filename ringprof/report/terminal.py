@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ringprof.analysis.attribution import Attribution
+from ringprof.analysis.findings.digits import percent
 from ringprof.analysis.findings.findings import Findings
 from ringprof.analysis.findings.summary import Summary
 from ringprof.analysis.transfers.hops import EMULATED
 from ringprof.report.sections import OPTIONAL, SECTIONS
 from ringprof.report.tables import Listing
-from ringprof.report.text import LONGEST_SENTENCE, TextStyle, clean, duration, percent
+from ringprof.report.text import LONGEST_SENTENCE, TextStyle, clean, duration
 
 
 def render(

@@ -13,6 +13,8 @@ from typing import Any
 
 import msgspec
 
+from ringprof.analysis.findings.digits import percent
+
 BLOCKS = " ▏▎▍▌▋▊▉█"
 _ASCII = str.maketrans({"·": "|", "█": "#", "…": "~", "µ": "u"})
 _UNITS = ((10e9, 1e9, "s"), (1e6, 1e6, "ms"), (0.0, 1e3, "µs"))
@@ -63,12 +65,6 @@ def shell_words(paths: Iterable[str]) -> str:
     return shlex.join(path if path.isprintable() else "PATH" for path in paths)
 
 
-def paragraph(text: str, width: int = 110) -> list[str]:
-    """A sentence on lines of readable width, `printable`; words are kept whole, since some are paths."""
-    plain = printable(text)
-    return textwrap.wrap(plain, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
-
-
 def in_ascii(text: str) -> str:
     """The same text for an output that knows only ASCII."""
     return text.translate(_ASCII).encode("ascii", "replace").decode("ascii")
@@ -95,20 +91,10 @@ def or_dash(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
 
 
-def percent(share: float, digits: int = 1) -> str:
-    """A share of 0..1 in percent."""
-    return f"{100 * share:.{digits}f} %"
-
-
 def slower_or_faster(excess: float) -> str:
     """How much longer something takes, as a share, in words; what rounds to nothing is neither."""
     shown = percent(abs(excess))
     return "as fast" if shown == percent(0.0) else f"{shown} {'slower' if excess > 0 else 'faster'}"
-
-
-def three_digits(value: float) -> str:
-    """Without an exponent: 4.1e+03 GB/s is read twice."""
-    return f"{value:.3g}" if abs(value) < 999.5 else f"{value:,.0f}"
 
 
 def rate(tflops: float) -> str:
@@ -161,6 +147,9 @@ def spreadsheet_cell(value: Any) -> Any:
     return f"'{plain}" if plain.startswith(_FORMULA) else plain
 
 
+_TO_SECOND_COLUMN = re.compile(r" *\S+(?: \S+)*  +")
+MOST_READABLE = 100
+"""Columns of a line of text where there is room for more."""
 _PAINT = {"bold": "1", "dim": "2", "cyan": "36", "yellow": "33", "bold yellow": "1;33"}
 
 
@@ -191,6 +180,25 @@ class TextStyle(msgspec.Struct, frozen=True):
         return textwrap.wrap(
             line, self.width, initial_indent=space, subsequent_indent=space, break_on_hyphens=False
         ) or [""]
+
+    def fit(self, text: str) -> str:
+        """The text `printable`, its long lines on lines of readable width: under the second column, if they have one.
+
+        Words are kept whole, since some are paths.
+        """
+        return "\n".join(self._fitted(printable(line)) for line in text.split("\n"))
+
+    def _fitted(self, line: str) -> str:
+        width = min(self.table_width, MOST_READABLE)
+        if len(line) <= width:
+            return line
+        indent = len(line) - len(line.lstrip()) + 2
+        column = _TO_SECOND_COLUMN.match(line)
+        if column and column.end() + max(map(len, line.split())) <= width:
+            indent = column.end()
+        return textwrap.fill(
+            line, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False
+        )
 
     def bar(self, share: float, width: int) -> str:
         """A bar that is ``share`` of ``width`` characters long, to an eighth of one; in ASCII to a whole one."""

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from ringprof.analysis.attribution import Attribution
+from ringprof.analysis.findings.digits import three_digits
 from ringprof.analysis.findings.findings import Findings
 from ringprof.analysis.kinds.kinds import COMMUNICATION, KIND, KINDS
 from ringprof.analysis.rank import Detail, Rank
@@ -17,7 +18,6 @@ from ringprof.analysis.transfers.transfers import Message
 from ringprof.report import palette
 from ringprof.report.page.document import Content, PageContext
 from ringprof.report.terms import LABELS
-from ringprof.report.text import three_digits
 
 MOST_BARS = 12_000
 """More are joined: a screen has some thousand columns, and a page must stay quick."""

@@ -29,6 +29,7 @@ from ringprof.foresee.predict import predict, prediction_dict
 from ringprof.foresee.program import Tape
 from ringprof.foresee.question import Question
 from ringprof.foresee.show import prediction_text
+from ringprof.report.text import TextStyle
 from ringprof.run import Workload
 
 ASKED = Question("ring", Workload(seq=65536, heads=8, kv_heads=8, head_dim=128), Cluster(gpus_per_host=4))
@@ -98,7 +99,7 @@ def read_machine(data: bytes) -> None:
     found = predict(ASKED, parse_calibration(data, "machine.json"), lambda *_: programs())
     assert all(math.isfinite(ms) and ms >= 0 for ms in found.interval_ms), found.interval_ms
     json.loads(json.dumps(prediction_dict(found), allow_nan=False))
-    assert_quiet(prediction_text(found))
+    assert_quiet(prediction_text(found, TextStyle()))
 
 
 def measurements(chance: random.Random) -> str:
@@ -122,8 +123,8 @@ def read_measurements(text: str) -> None:
 
     with in_file(text, "table.csv") as path:
         found = check_rows(read_rows(path), known, refused, Cluster())
-    assert_quiet(check_text(found, "terminal"))
-    strict = json.loads(check_text(found, "json"), parse_constant=lambda name: fails(f"{name} in JSON"))
+    assert_quiet(check_text(found, "terminal", TextStyle()))
+    strict = json.loads(check_text(found, "json", TextStyle()), parse_constant=lambda name: fails(f"{name} in JSON"))
     assert len(strict["rows"]) == len(found)
 
 

@@ -12,7 +12,8 @@ from ringprof.kernel_tables.analyse import TableReport, analyse_table
 from ringprof.kernel_tables.kernels import kind_of_row
 from ringprof.kernel_tables.read import read_tables
 from ringprof.kernel_tables.rows import KernelTable, TableRow
-from ringprof.kernel_tables.show import table_dict, table_text, tables_dict, tables_text
+from ringprof.kernel_tables.show import table_dict, tables_dict, tables_text
+from ringprof.report.text import TextStyle
 from tests.paths import LOGS
 
 LOG = LOGS / "002_24cf2d6a9b1ed1f8.txt"
@@ -84,7 +85,7 @@ def test_published_summary_is_explained(published: TableReport) -> None:
     assert (flash.stated.printed, round(flash.share, 4), flash.listed) == ("0.03", 0.6350, True)
     assert flash.causes == ("seconds_dropped", "fraction_as_percent")
     assert (ring.stated.printed, round(ring.share, 4), ring.causes) == ("0.00", 0.3459, ("seconds_dropped",))
-    text = table_text(published)
+    text = tables_text([published], TextStyle())
     for figure in ("0.03 %", "63.50 %", "0.00 %", "34.59 %", "14.531 s", "11.306 s", "5.564 s", "15.191 s"):
         assert figure in text
 
@@ -257,12 +258,12 @@ def test_no_claim_where_graphs_launch_many_kernels() -> None:
 
 
 def test_two_tables_are_both_shown(published: TableReport) -> None:
-    text = tables_text([published, published])
+    text = tables_text([published, published], TextStyle())
     assert text.count("by kind") == 2
-    assert tables_text([published], ascii_only=True).isascii()
+    assert tables_text([published], TextStyle(ascii_only=True)).isascii()
 
 
 def test_names_cannot_reach_the_terminal_as_commands() -> None:
     report = analyse_table(table(kernel("nccl:\x1b[31m\x07evil\u202e", 3), kernel(FLASH, 5)))
-    text = table_text(report)
+    text = tables_text([report], TextStyle())
     assert not [char for char in text if char != "\n" and not char.isprintable()]

@@ -12,7 +12,8 @@ from ringprof.cli import run
 from ringprof.kernel_tables.analyse import TableReport, analyse_table, whole_by_shares
 from ringprof.kernel_tables.read import read_tables
 from ringprof.kernel_tables.rows import KernelTable, TableRow
-from ringprof.kernel_tables.show import entry_of_table, figures_of_table, table_dict, table_text
+from ringprof.kernel_tables.show import entry_of_table, figures_of_table, table_dict, tables_text
+from ringprof.report.text import TextStyle
 from tests.paths import DATA
 
 TABLES = DATA / "tables"
@@ -100,7 +101,7 @@ def test_the_first_rows_of_a_table_are_not_the_whole() -> None:
     assert figures_of_table(found)["all_gather"] == pytest.approx(0.32, abs=1e-4)
     assert codes(found) == ["table_cut_off", "table_rows_missing"]
     assert table_dict(found)["whole_ns"] == whole
-    lines = table_text(found).splitlines()
+    lines = tables_text([found], TextStyle()).splitlines()
     assert next(line for line in lines if line.startswith("all-gather")).split()[-4:-2] == ["%", "1,528"]
     assert next(line for line in lines if line.startswith("not in this table")).split()[-2:] == ["44.0", "%"]
     assert entry_of_table("a", found).figures["send_recv"].value == 0.0

@@ -93,8 +93,23 @@ def test_bars_are_as_long_as_their_share():
 
 
 @pytest.mark.parametrize(
-    ("value", "shown"),
-    [(0.01234, "0.0123"), (399.4, "399"), (999.4, "999"), (999.6, "1,000"), (4123.4, "4,123"), (-1500, "-1,500")],
+    ("line", "shown"),
+    [
+        ("as long as it may be", ["as long as it may be"]),
+        ("one word more than that", ["one word more than", "  that"]),
+        ("  a part of something else", ["  a part of", "    something else"]),
+        ("a name  what it is here for", ["a name  what it is", "        here for"]),
+        # No room below the second column for a path, which stays whole.
+        ("name  in /some/long/path x", ["name  in", "  /some/long/path x"]),
+        ("a/path/longer/than/a/line/is x", ["a/path/longer/than/a/line/is", "  x"]),
+    ],
 )
-def test_a_rate_has_three_digits_and_no_exponent(value: float, shown: str) -> None:
-    assert text.three_digits(value) == shown
+def test_long_lines_go_on_below(line: str, shown: list[str]) -> None:
+    assert text.TextStyle(width=20).fit(line).split("\n") == shown
+
+
+def test_a_line_in_a_pipe_has_a_readable_length() -> None:
+    # 20 words, 19 below the indent, the other 11 and what is left of the control sequence.
+    words = " ".join(["word"] * 50)
+    lines = text.TextStyle(wide_tables=True).fit(f"{words}\x1b[2J\n\n{words}").split("\n")
+    assert [len(line) for line in lines] == [99, 96, 60, 0, 99, 96, 56] and "\x1b" not in "".join(lines)

@@ -9,8 +9,8 @@ from itertools import pairwise
 from statistics import fmean
 
 from ringprof.analysis.attribution import Attribution
+from ringprof.analysis.findings.digits import milliseconds, three_digits
 from ringprof.analysis.findings.summary import Communication, Summary
-from ringprof.analysis.findings.waterfall_words import milliseconds
 from ringprof.analysis.transfers.hops import OTHER_HOST
 from ringprof.run import StrategyUsed
 
@@ -91,7 +91,7 @@ def rate_to_hide(attribution: Attribution, row: Communication | None) -> str:
     needed = row.sent_bytes / len(attribution.ranks) / computes
     if needed <= row.wire_gbps:
         return ""
-    return f"; {milliseconds(computes)} of computation can hide these bytes from {needed:.3g} GB/s a rank on"
+    return f"; {milliseconds(computes)} of computation can hide these bytes from {three_digits(needed)} GB/s a rank on"
 
 
 def _strategy(attribution: Attribution) -> StrategyUsed | None:

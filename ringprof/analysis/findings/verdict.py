@@ -13,6 +13,7 @@ from typing import Protocol
 import msgspec
 
 from ringprof.analysis.attribution import Attribution
+from ringprof.analysis.findings.digits import milliseconds, percent, three_digits
 from ringprof.analysis.findings.remedies import (
     UNBALANCED,
     known_contiguous,
@@ -31,7 +32,6 @@ from ringprof.analysis.findings.verdict_words import (
     missing_in_words,
 )
 from ringprof.analysis.findings.waterfall import ATTENTION_PARTS, WATERFALL_LABELS, Waterfall
-from ringprof.analysis.findings.waterfall_words import milliseconds
 from ringprof.analysis.kinds.kinds import COMPUTE_PARTS, KIND, MEMORY, in_a_sentence
 from ringprof.analysis.rank import Rank
 from ringprof.analysis.steps.steps import ExposedBySteps
@@ -67,10 +67,6 @@ def verdict_of(found: Facts) -> tuple[str, ...]:
     return tuple(line for line in lines if line)
 
 
-def _percent(share: float, digits: int = 1) -> str:
-    return f"{100 * share:.{digits}f} %"
-
-
 def _of_time(found: Facts, time_ns: float) -> float:
     """A share of the mean wall, as all that a verdict calls "of the time": the basis of the table of parts."""
     wall = found.summary.parts[-1].mean_ns
@@ -92,14 +88,14 @@ def _cost(found: Facts) -> str:
         device = "process" if attribution.on_cpu else "GPU"
         alone = len(ranks) == 1 and size in (None, 1)
         return f"one {device}: nothing is communicated" if alone else "no communication in these traces"
-    exposed = f"{_percent(summary.exposed_mean)} of the time is exposed communication"
+    exposed = f"{percent(summary.exposed_mean)} of the time is exposed communication"
     if len(attribution.ranks) > 1:
-        exposed += f", {_percent(summary.exposed_worst)} at worst (rank {summary.exposed_worst_rank})"
+        exposed += f", {percent(summary.exposed_worst)} at worst (rank {summary.exposed_worst_rank})"
     ranges = any(rank.exposed.by_group for rank in attribution.ranks)
     if attribution.on_cpu and not ranges:
         return f"{exposed}: time blocked in waiting for a transfer."
     if summary.exposed_mean < WORTH_NAMING and summary.overlap_ratio is not None:
-        return f"{exposed}: {_percent(summary.overlap_ratio, 0)} of all communication is hidden behind computation."
+        return f"{exposed}: {percent(summary.overlap_ratio, 0)} of all communication is hidden behind computation."
     parts = "" if is_attention(attribution) and not attribution.on_cpu else exposed_in_words(attribution)
     return f"{exposed}: {parts}." if parts else f"{exposed}."
 
@@ -136,24 +132,24 @@ def _computation(found: Facts) -> str:
 
 def _kernels(found: Facts) -> str:
     parts = found.waterfall
-    spent = _percent(_of_time(found, parts.of(*ATTENTION_PARTS)))
-    text = f"No loss outside the attention kernels reaches {_percent(WORTH_NAMING, 0)}: {spent} of the time is"
+    spent = percent(_of_time(found, parts.of(*ATTENTION_PARTS)))
+    text = f"No loss outside the attention kernels reaches {percent(WORTH_NAMING, 0)}: {spent} of the time is"
     rate = found.summary.rates.block_tflops
     if rate is None or rate < 1:
         return f"{text} attention kernels."
-    of_peak = f", {_percent(rate / parts.peak.tflops, 0)} of the device's peak" if parts.peak else ""
+    of_peak = f", {percent(rate / parts.peak.tflops, 0)} of the device's peak" if parts.peak else ""
     return f"{text} attention kernels at {rate:,.0f} TFLOP/s{of_peak}."
 
 
 def _imbalance(found: Facts, share: float) -> str:
     rank = min(found.attribution.ranks, key=lambda one: one.breakdown.compute_ns)
     wait, kind = _waited(rank)
-    text = f"{_percent(wait, 0)} of rank {rank.rank}'s {kind} time was waiting for ranks {_more_work(found, rank)}"
+    text = f"{percent(wait, 0)} of rank {rank.rank}'s {kind} time was waiting for ranks {_more_work(found, rank)}"
     if known_contiguous(found.attribution):
         return f"{text}."
     if rises_with_rank(found.attribution):
         return f"{text}; work rises with the rank, as in contiguous pieces under a causal mask: see zigzag and stripe."
-    return f"{text}; imbalance takes {_percent(share)} of the slowest rank's wall."
+    return f"{text}; imbalance takes {percent(share)} of the slowest rank's wall."
 
 
 def _waited(rank: Rank) -> tuple[float, str]:
@@ -177,14 +173,14 @@ def _more_work(found: Facts, rank: Rank) -> str:
         ratio = max(flops.values()) / flops[rank.rank]
         if ratio >= UNBALANCED:
             causal = "causal " if run.workload and run.workload.causal else ""
-            return f"with up to {ratio:.3g} times its {causal}work"
+            return f"with up to {three_digits(ratio)} times its {causal}work"
     most = max(other.breakdown.compute_ns for other in found.attribution.ranks)
     return f"that compute up to {milliseconds(most)}, where it computes {milliseconds(rank.breakdown.compute_ns)}"
 
 
 def _wire(found: Facts, share: float) -> str:
     slow = _slow_hosts(found) or _slow_ranks(found)
-    text = f"{_percent(share)} of the time is bytes on a wire with nothing to hide them"
+    text = f"{percent(share)} of the time is bytes on a wire with nothing to hide them"
     return f"{text}: {slow}." if slow else f"{text}{_worst_step(found)}."
 
 
@@ -193,8 +189,8 @@ def _slow_hosts(found: Facts) -> str:
     if row is None:
         return ""
     within = [one.wire_gbps for one in found.summary.communication if one.wire_gbps and one.link != OTHER_HOST]
-    against = f", {max(within):.3g} within a host" if within else ""
-    return f"{in_a_sentence(row.kind)} between hosts moves {row.wire_gbps or 0.0:.3g} GB/s{against}"
+    against = f", {three_digits(max(within))} within a host" if within else ""
+    return f"{in_a_sentence(row.kind)} between hosts moves {three_digits(row.wire_gbps or 0.0)} GB/s{against}"
 
 
 def _slow_ranks(found: Facts) -> str:
@@ -212,7 +208,7 @@ def _slow_ranks(found: Facts) -> str:
 
 
 def _span(values: Sequence[float]) -> str:
-    low, high = f"{min(values):.3g}", f"{max(values):.3g}"
+    low, high = three_digits(min(values)), three_digits(max(values))
     return low if low == high else f"{low} to {high}"
 
 
@@ -246,7 +242,7 @@ def _worst_step(found: Facts) -> str:
     means = {key[1]: time / count for key, (time, count) in exposed.items() if key[0] == phase}
     worst = max(means, key=lambda step: means[step])
     return (
-        f"; {_percent(phases[phase] / everything, 0)} of it in the {PASSES[phase]} pass, most in step {worst} "
+        f"; {percent(phases[phase] / everything, 0)} of it in the {PASSES[phase]} pass, most in step {worst} "
         f"(mean {milliseconds(means[worst])})"
     )
 
@@ -254,20 +250,20 @@ def _worst_step(found: Facts) -> str:
 def _wait(found: Facts, share: float) -> str:
     slow = _slow_hosts(found) or _slow_ranks(found)
     if slow:
-        on_wire = _percent(found.waterfall.of("exposed_wire") / found.waterfall.wall_ns)
-        waited = f"{_percent(share)} of the slowest rank's wall is waiting for peers whose hops are slow"
+        on_wire = percent(found.waterfall.of("exposed_wire") / found.waterfall.wall_ns)
+        waited = f"{percent(share)} of the slowest rank's wall is waiting for peers whose hops are slow"
         return f"{waited}, {on_wire} wire: {slow}."
     waits = {rank.rank: rank.hop_totals.wait_ns for rank in found.attribution.ranks}
     known = {rank: wait for rank, wait in waits.items() if wait}
     who = f", rank {max(known, key=lambda rank: known[rank])} longest" if len(known) > 1 else ""
-    waited = f"{_percent(share)} of the slowest rank's wall ranks wait for peers that have no more to compute"
+    waited = f"{percent(share)} of the slowest rank's wall ranks wait for peers that have no more to compute"
     return f"{waited}{who}{_worst_step(found)}."
 
 
 def _unsplit(found: Facts, share: float) -> str:
     if found.attribution.on_cpu:
         # Beyond what is blocked this holds the time from a rank's end to the slowest rank's.
-        blocked = f"{_percent(share)} of the slowest rank's time others are blocked, or done before it"
+        blocked = f"{percent(share)} of the slowest rank's time others are blocked, or done before it"
         return blocked_in_words(found.attribution) or f"{blocked}; what of it is waiting is not recorded on CPU."
     return f"How much of it is waiting and how much wire is not known (see warnings){_worst_step(found)}."
 
@@ -276,7 +272,7 @@ def _beside(found: Facts, share: float, part: str) -> str:
     kinds = COMPUTE_PARTS[part] if part != "merge_and_copies" else (*COMPUTE_PARTS[part], *MEMORY)
     rows = [row for row in found.summary.kinds if row.kind in kinds]
     most = f", most of it {KIND[rows[0].kind].label}" if len(rows) > 1 else ""
-    return f"{_percent(share)} of the time is {_BESIDE[part]}{most}."
+    return f"{percent(share)} of the time is {_BESIDE[part]}{most}."
 
 
 _BESIDE = {
@@ -289,10 +285,8 @@ _BESIDE = {
 
 def _gaps(found: Facts, share: float) -> str:
     if found.attribution.on_cpu:
-        return f"{_percent(share)} of the time nothing computes and nothing waits."
-    return (
-        f"{_percent(share)} of the time nothing runs on the GPU: the launches do not keep up, or nothing is launched."
-    )
+        return f"{percent(share)} of the time nothing computes and nothing waits."
+    return f"{percent(share)} of the time nothing runs on the GPU: the launches do not keep up, or nothing is launched."
 
 
 # --- what could be gained -----------------------------------------------------------------------------
@@ -310,7 +304,7 @@ def _gain(found: Facts) -> str:
     less = [(time, words) for time, words in named if 1 - time / wall >= _LEAST_GAIN]
     if not less:
         return ""
-    parts = [f"{milliseconds(time)} ({_percent(1 - time / wall)}{'' if at else ' less'}) {words}"
+    parts = [f"{milliseconds(time)} ({percent(1 - time / wall)}{'' if at else ' less'}) {words}"
              for at, (time, words) in enumerate(less)]  # fmt: skip
     return f"{milliseconds(wall)} could be " + ", ".join(parts) + "."
 

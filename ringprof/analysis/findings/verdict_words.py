@@ -12,6 +12,7 @@ from statistics import fmean
 import msgspec
 
 from ringprof.analysis.attribution import Attribution
+from ringprof.analysis.findings.digits import percent, three_digits
 from ringprof.analysis.findings.summary import Summary
 from ringprof.analysis.kinds.kinds import COMPUTE, KIND
 from ringprof.analysis.transfers.hops import OTHER_HOST
@@ -127,6 +128,7 @@ def blocked_in_words(attribution: Attribution) -> str:
     between, within = links.between_hosts_ns / fmean(walls), links.within_host_ns / fmean(walls)
     sent_mb, each_s = links.leaving_bytes / 1e6, fmean(walls) / iterations / 1e9
     return (
-        f"{between:.1%} of the time ranks are blocked in hops between hosts ({', '.join(links.channels)}), {within:.1%}"
-        f" in hops within a host; {sent_mb:.3g} MB leave each host an iteration, {sent_mb / each_s:.3g} MB/s."
-    ).replace("%", " %")
+        f"{percent(between)} of the time ranks are blocked in hops between hosts ({', '.join(links.channels)}),"
+        f" {percent(within)} in hops within a host;"
+        f" {three_digits(sent_mb)} MB leave each host an iteration, {three_digits(sent_mb / each_s)} MB/s."
+    )

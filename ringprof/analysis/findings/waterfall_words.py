@@ -7,6 +7,7 @@ from statistics import fmean
 import msgspec
 
 from ringprof.analysis.attribution import Attribution
+from ringprof.analysis.findings.digits import milliseconds, three_digits
 from ringprof.analysis.findings.summary import Summary
 from ringprof.analysis.kinds.kinds import COMPUTE_PARTS, MEMORY
 from ringprof.analysis.rank import Rank
@@ -23,11 +24,6 @@ class AttentionWork(msgspec.Struct, frozen=True):
     """FLOPs of the blocks that were computed; None where the run did not count them."""
     solo_tflops: float | None
     """Rate of the same blocks with nothing sent; None where it was not measured."""
-
-
-def milliseconds(time_ns: float) -> str:
-    """A time in ms, for a sentence: fewer digits than a table's, whose last one is rounded so that parts sum."""
-    return f"{time_ns / 1e6:,.{1 if time_ns >= 1e7 else 2 if time_ns >= 1e6 else 3}f} ms"
 
 
 def evidence_of(attribution: Attribution, summary: Summary, work: AttentionWork | None) -> dict[str, str]:
@@ -91,9 +87,10 @@ def _computes(rank: Rank) -> str:
 
 
 def _wire(summary: Summary) -> str:
-    known = [row for row in summary.communication if row.wire_gbps is not None]
-    rates = [f"{row.kind} {row.wire_gbps:.3g} GB/s" for row in known[:3]]
-    return f"on the wire with no computation beside it; {', '.join(rates) or 'rates not known'}"
+    rates = [
+        f"{row.kind} {three_digits(row.wire_gbps)} GB/s" for row in summary.communication if row.wire_gbps is not None
+    ]
+    return f"on the wire with no computation beside it; {', '.join(rates[:3]) or 'rates not known'}"
 
 
 def _unsplit(attribution: Attribution) -> str:

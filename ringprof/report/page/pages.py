@@ -8,6 +8,7 @@ from typing import Any
 
 from ringprof.analysis.findings.changes import Change
 from ringprof.analysis.findings.comparison import WATERFALL_PREFIX, Comparison, Difference, Entry, Recordings
+from ringprof.analysis.findings.digits import percent
 from ringprof.analysis.findings.findings import Findings
 from ringprof.analysis.findings.uncertainty import differ, ratio_interval
 from ringprof.analysis.findings.waterfall import WATERFALL_LABELS
@@ -22,7 +23,7 @@ from ringprof.report.sweep import COLUMNS
 from ringprof.report.tables import Column, Table
 from ringprof.report.terminal import header_of
 from ringprof.report.terms import LABELS, MEANINGS
-from ringprof.report.text import LONGEST_SENTENCE, binary_size, clean, duration, percent, rate
+from ringprof.report.text import LONGEST_SENTENCE, binary_size, clean, duration, rate
 from ringprof.report.timeline import timeline_of
 from ringprof.trace.columns import NOTES
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ringprof.analysis.findings.digits import percent
 from ringprof.analysis.findings.findings import Findings
 from ringprof.analysis.findings.summary import Communication, Summary
 from ringprof.analysis.kinds.kinds import OTHER_GROUPS
@@ -13,7 +14,7 @@ from ringprof.json_object import JsonObject
 from ringprof.report.page.document import Content, PageContext, PageTable, ReportParts
 from ringprof.report.tables import BETWEEN, Column, Listing, Table, text_table
 from ringprof.report.terms import LABELS
-from ringprof.report.text import TextStyle, duration, in_unit, percent, rounded_to_sum, short_name, unit_for
+from ringprof.report.text import TextStyle, duration, in_unit, rounded_to_sum, short_name, unit_for
 
 LONGEST_BAR = 20
 WORTH_LISTING = 0.01

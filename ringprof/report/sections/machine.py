@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 
+from ringprof.analysis.findings.digits import percent
 from ringprof.analysis.findings.findings import Findings
 from ringprof.report.page.document import Content, PageContext, PageTable, number, text
 from ringprof.report.tables import Listing
-from ringprof.report.text import TextStyle, clean, percent
+from ringprof.report.text import TextStyle, clean
 from ringprof.run import DeviceLinks, DeviceState
 
 UNEVEN = 0.97

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from ringprof.analysis.findings.controls import ControlFigures
+from ringprof.analysis.findings.digits import percent, three_digits
 from ringprof.analysis.findings.findings import Findings
 from ringprof.analysis.findings.summary import Communication, Rates
 from ringprof.analysis.kinds.kinds import ATTENTION, COMPUTE, KIND, in_a_sentence
@@ -15,18 +16,7 @@ from ringprof.analysis.transfers.hops import OTHER_HOST, SAME_HOST
 from ringprof.json_object import JsonObject
 from ringprof.report.page.document import Content, PageContext, PageTable, ReportParts, text
 from ringprof.report.tables import Column, Listing, Table, text_table
-from ringprof.report.text import (
-    TextStyle,
-    binary_size,
-    clean,
-    duration,
-    in_unit,
-    percent,
-    rate,
-    slower_or_faster,
-    three_digits,
-    unit_for,
-)
+from ringprof.report.text import TextStyle, binary_size, clean, duration, in_unit, rate, slower_or_faster, unit_for
 from ringprof.run import Run, Verification, Workload
 
 _PARTIAL = "a part of the run was chosen: rates, controls and memory of whole iterations are left out"

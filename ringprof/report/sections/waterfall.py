@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import msgspec
 
+from ringprof.analysis.findings.digits import percent
 from ringprof.analysis.findings.findings import Findings
 from ringprof.analysis.findings.waterfall import WATERFALL_LABELS, Bounds, Waterfall
 from ringprof.report.page.document import Content, PageContext, ReportParts
 from ringprof.report.tables import Column, Listing, Table, text_table
-from ringprof.report.text import TextStyle, clean, duration, in_unit, percent, rate, rounded_to_sum, unit_for
+from ringprof.report.text import TextStyle, clean, duration, in_unit, rate, rounded_to_sum, unit_for
 
 
 def terminal(found: Findings, style: TextStyle, listing: Listing) -> list[str]:

@@ -8,6 +8,7 @@ from msgspec.structs import replace
 
 from ringprof.analysis.findings.conditions import figures_of
 from ringprof.analysis.findings.findings import findings_in_memory
+from ringprof.analysis.findings.remedies import longest_on_wire, rate_to_hide
 from ringprof.analysis.findings.summary import summarise
 from ringprof.analysis.findings.waterfall import find_waterfall
 from ringprof.run import Workload
@@ -44,13 +45,13 @@ def test_what_stands_beside_attention_is_named(name, category, said):
     assert sentences(b) == ("one GPU: nothing is communicated", said)
 
 
-def ring_of(spans, *, compute, world):
-    """One hop a rank at these spans, beside computation of ``compute[rank]`` from 0 on; all times in ms."""
+def ring_of(spans, *, compute, world, ms=MS):
+    """One hop a rank at these spans, beside computation of ``compute[rank]`` from 0 on; all times in ms, or ``ms``."""
     builders = []
     for rank, (start, end) in enumerate(spans):
-        b = Builder(rank=rank, world_size=world).run(FLASH, 0, compute[rank] * MS, launched=1)
+        b = Builder(rank=rank, world_size=world).run(FLASH, 0, compute[rank] * ms, launched=1)
         b.batch(
-            100, start * MS, end * MS, to=(rank + 1) % world, source=(rank - 1) % world, elements=125_000 * 1000,
+            100, start * ms, end * ms, to=(rank + 1) % world, source=(rank - 1) % world, elements=125_000 * 1000,
             tensors=1, group_ranks=tuple(range(world)), group_size=world,
         )  # fmt: skip
         builders.append(b)
@@ -71,6 +72,21 @@ def test_bytes_on_the_wire_with_one_slow_rank():
     assert gain == (
         "200.0 ms could be 100.0 ms (50.0 % less) with free communication, "
         "100.0 ms (50.0 %) balanced with all hidden that can be."
+    )
+
+
+def test_rates_of_thousands_have_no_exponent():
+    # The same a thousandth as long, but 10 us of computation: 25,000 GB/s and 2,500.
+    spans = [(10, 20), (10, 110), (10, 20), (10, 20)]
+    builders = ring_of(spans, compute=[10] * 4, world=4, ms=MS // 1000)
+    assert sentences(*builders)[1].endswith("rank 1 sends at 2,500 GB/s, the others at 25,000.")
+    found = findings_in_memory(attribute([b.trace() for b in builders]))
+    wire = next(part for part in found.waterfall.parts if part.part == "exposed_wire")
+    # A GB of all ranks in 130 us of hops.
+    assert wire.evidence == "on the wire with no computation beside it; send_recv 7,692 GB/s"
+    # 250 MB of each rank beside 10 us.
+    assert rate_to_hide(found.attribution, longest_on_wire(found.summary)) == (
+        "; 0.010 ms of computation can hide these bytes from 25,000 GB/s a rank on"
     )
 
 
