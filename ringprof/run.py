@@ -200,7 +200,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
 
     def mask_in_short(self) -> str:
         """What a query sees, and what else is asked of its scores: ``causal, 15 documents, window 4096``."""
-        parts = ["causal" if self.causal else "prefix LM" if self.mask().right == 0 else "full"]
+        parts = ["causal" if self.causal else "prefix LM" if self.prefix and not self.window else "full"]
         parts += [f"{len(self.documents)} documents"] if self.documents else []
         parts += [f"window {self.window}"] if self.window else []
         parts += [f"prefix {self.prefix}"] if self.prefix else []
