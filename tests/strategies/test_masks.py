@@ -519,25 +519,37 @@ def test_nothing_travels_where_no_document_lies_on_two_ranks() -> None:
 
 
 @settings(max_examples=150, deadline=None)
-@given(drawn(), st.sampled_from([2, 4, 8]), st.sampled_from(["contiguous", "zigzag", "stripe"]))
-def test_every_hop_carries_all_that_is_still_needed(drawn_problem: tuple[Problem, Mask], size: int, name: str) -> None:
+@given(
+    drawn(), st.sampled_from([2, 4, 8]), st.sampled_from([1, 2, 4, 8]),
+    st.sampled_from(["contiguous", "zigzag", "stripe"]), st.booleans(),
+)  # fmt: skip
+def test_every_hop_carries_all_that_is_still_needed(
+    drawn_problem: tuple[Problem, Mask], size: int, window: int, name: str, queries: bool
+) -> None:
     """By the mask, pair by pair; and of a window over contiguous tokens, no more than the rank that needs most."""
     mask, seq = drawn_problem[1], drawn_problem[0].seq
     if mask.documents is not None or seq % (2 * size):
         seq = 16 * size
         mask = Mask.of(None, mask.window, causal=mask.causal, prefix=mask.prefix)
-    cut, layout, local = cut_of(mask, LAYOUTS[name], size, seq), LAYOUTS[name], seq // size
-    if cut.travel is None:
+    layout, local = LAYOUTS[name], seq // size
+    travel = cut_of(mask, layout, size, seq).travel(window := min(window, size), queries=queries)
+    if travel is None:
         return
     held = [layout.positions(seq, size, rank).tolist() for rank in range(size)]
-    carried = [cut.travel.taken(rank, torch.arange(local).view(1, -1, 1, 1)).flatten().tolist() for rank in range(size)]
+    carried = [travel.taken(rank, torch.arange(local).view(1, -1, 1, 1)).flatten().tolist() for rank in range(size)]
     for rank in range(size):
         needed: set[int] = set()
-        for hops in reversed(range(1, size)):
-            queries = held[(rank + hops) % size]
-            needed |= {row for row, key in enumerate(held[rank]) if any(sees(mask, query, key) for query in queries)}
-            assert needed <= {carried[rank][at] for at in cut.travel.kv[hops - 1]}
-        given_back = [(rows.start, rows.stop, x.flatten().tolist()) for rows, x in cut.travel.home(
+        for turn, place in itertools.product(range(size // window), range(window)):
+            there = held[(rank // window + turn) * window % size + (rank + place) % window]
+            needs = {
+                row for row, mine in enumerate(held[rank])
+                if any(sees(mask, mine, other) if queries else sees(mask, other, mine) for other in there)
+            }  # fmt: skip
+            if step := turn * window + place:
+                needed |= needs
+                assert needs <= {carried[rank][at] for at in travel.held(step)}
+                assert needs <= {carried[rank][at] for at in travel.back[step]}
+        given_back = [(rows.start, rows.stop, x.flatten().tolist()) for rows, x in travel.home(
             rank, torch.tensor(carried[rank]).view(1, -1, 1, 1))]  # fmt: skip
         assert all(rows == list(range(start, stop)) for start, stop, rows in given_back)
         assert needed <= {row for start, stop, _ in given_back for row in range(start, stop)}
