@@ -11,6 +11,8 @@ block, the diagonal one, comes last. dK and dV follow one step behind their K an
     step 1 .. N-2   sends K V and dK dV
     step N-1        sends dK dV                  computes the diagonal block, which hides the hop
 
+Where a mask lets some rows alone travel, there is nothing whole to begin with: both passes go the same way.
+
 Source: NVIDIA/TransformerEngine, attn_forward_func_with_cp with cp_comm_type="p2p". There outputs and dQ accumulate in
 the input's type; here whatever stays on a rank does so in float32.
 """

@@ -477,10 +477,10 @@ def test_packed_zigzag_computes_full_rectangles_between_ranks_and_triangles_on_t
     assert earlier is not None and (earlier.q, earlier.kv) == (slice(0, 8), slice(0, 8))
 
 
-def rows_sent(rank: int, name: str, mask: Mask) -> dict[str, tuple[int, int]]:
+def rows_sent(rank: int, name: str, mask: Mask, **params: Any) -> dict[str, tuple[int, int]]:
     """How many hops a channel made, and how many tokens' K and V, or dK and dV, they carried."""
     problem = Problem(seq=64)
-    strategy = create(name, kernel="reference")
+    strategy = create(name, kernel="reference", **params)
     *qkv, dout = (strategy.shard(x).requires_grad_() for x in inputs(problem))
     options = {"documents": mask.documents, "window_size": mask.window, "prefix": mask.prefix}
     strategy.attention(*qkv, causal=mask.causal, **options).backward(dout)
@@ -512,6 +512,38 @@ def rows_sent(rank: int, name: str, mask: Mask) -> dict[str, tuple[int, int]]:
 def test_hops_carry_what_somebody_needs(name: str, mask: Mask, kv: tuple[int, int], dkv: tuple[str, int, int]) -> None:
     expected = {"kv forward": kv, "kv backward": kv, f"{dkv[0]} backward": dkv[1:]}
     assert run_ranks(4, rows_sent, name, mask) == [expected] * 4
+
+
+def others_rows_sent(rank: int) -> list[dict[str, tuple[int, int]]]:
+    mask = Mask.of(window=(5, 0))
+    return [
+        rows_sent(rank, "burst", mask, grad_wire="fp32"),
+        rows_sent(rank, "megatron", mask, grad_wire="fp32"),
+        rows_sent(rank, "double-ring", mask, ring_window=2),
+        rows_sent(rank, "burst", mask, ring_window=2),
+    ]
+
+
+def test_queries_keys_and_gradients_of_a_window_travel_alone_in_all_rings() -> None:
+    """Chunks of 8 of 64 tokens, and 5 keys before each: of a rank's two chunks one neighbour is a hop away, one three.
+
+    Of two inner rings of two ranks the one is in the same ring, and the other comes in the last step of the other one.
+    A token's queries are as large as its K and V; dO is, too, and LSE and delta are an eighth of it each.
+    """
+    hops = (3, 10 + 5 + 5)
+    assert run_ranks(4, others_rows_sent) == [[
+        {"read_inner forward": hops, "read_inner backward": (3, 20 * 9 // 4), "dq_inner backward": (3, 20)},
+        # dK and dV by the same ring.
+        {"kv forward": hops, "kv backward": (6, 40)},
+        {
+            "kv_inner forward": (2, 10), "kv_outer forward": (1, 5), "kv_inner backward": (2, 10),
+            "kv_outer backward": (1, 5), "dkv_outer backward": (2, 5 + 10), "dkv_inner backward": (1, 10),
+        },
+        {
+            "read_inner forward": (2, 10), "read_outer forward": (1, 5), "read_inner backward": (2, 10 * 9 // 4),
+            "read_outer backward": (1, 5 * 9 // 4), "dq_outer backward": (2, 5 + 10), "dq_inner backward": (1, 10),
+        },
+    ]] * 4  # fmt: skip
 
 
 def test_nothing_travels_where_no_document_lies_on_two_ranks() -> None:
