@@ -27,6 +27,7 @@ from .kernel import Gradients, Kernel
 from .kernels import choose_kernel
 from .layouts import ALL, WHOLE, Block, Layout, gapless, part, split_home_block
 from .merge import Partial, output_with_delta, row_product, rows_that_carry, wide_type, with_sinks
+from .travel import Travel
 from .uncompiled import uncompiled
 
 GradWire = Literal["fp32", "input"]
@@ -417,6 +418,11 @@ class Strategy(Expectations, ABC):
     # --- shared pieces ------------------------------------------------------------------------
 
     @property
+    def hop_window(self) -> int:
+        """Ranks of an inner ring that keys go round; 0 where they go no ring."""
+        return 0
+
+    @property
     def ring_size(self) -> int:
         """Ranks that the travelling tensors of this strategy go round."""
         return self.comm.size
@@ -435,8 +441,15 @@ class Strategy(Expectations, ABC):
         with ring_step("fwd", step, "merge"):
             return result.result(q.dtype)
 
+    def travel(self, blocks: Blocks) -> Travel | None:
+        """What of the ranks' keys goes round, where not all of it does."""
+        return blocks.cut.travel(self.hop_window) if blocks.cut is not None and self.hop_window else None
+
     def block(self, blocks: Blocks, kv_rank: int, q: Tensor) -> Block | None:
-        """What this rank's queries see of ``kv_rank``'s keys."""
+        """What this rank's queries see of ``kv_rank``'s keys, as far as they come to it."""
+        travel = self.travel(blocks)
+        if travel is not None and kv_rank != self.ring_rank:
+            return travel.block(self.ring_rank, kv_rank)
         return blocks.between(self.layout, self.ring_rank, kv_rank, q.shape[1])
 
     def own_block(self, blocks: Blocks, q: Tensor) -> Block:

@@ -13,6 +13,7 @@ Source: BurstEngine (arXiv 2509.19836) and MayDomine/Burst-Attention.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -21,10 +22,12 @@ from torch import Tensor
 from .annotate import ring_step
 from .base import DOCUMENTS_LAYOUT_HELP, Blocks, Context, DocumentsLayout, GradWire, Rows, Shape, Strategy, wire_type
 from .expected import Load, forward_bytes
+from .homeward import Homeward
 from .hops import DoubleRing
 from .kernel import Gradients
-from .layouts import LAYOUTS, part
+from .layouts import ALL, LAYOUTS, part
 from .merge import Sum, accumulate, row_product, settled, started
+from .travel import Travel
 
 
 class Burst(Strategy):
@@ -81,15 +84,19 @@ class Burst(Strategy):
         return super().unfit(shape, size, **params)
 
     def forward(self, blocks: Blocks, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return self.over(blocks, q, self.read.tour([k, v]))
+        return self.over(blocks, q, self.read.tour([k, v], self.travel(blocks)))
 
     def backward(self, blocks: Blocks, rows: Rows, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
         if self.parameters["optimized_backward"] and rows.delta is None:
             assert rows.out is not None
             rows = Rows(rows.dout, rows.lse, delta=row_product(rows.dout, rows.out))
+        wire, dk, dv = wire_type(self.parameters["grad_wire"], q), Sum(k), Sum(v)
+        travel = None if blocks.cut is None else blocks.cut.travel(self.hop_window, queries=True)
+        if travel is not None:
+            homeward = Homeward(travel, self.dq.inner, self.dq.outer, (q,), wire)
+            return self._backward_of_rows(blocks, rows, q, k, v, travel, homeward)
         early, rest = self.home_blocks(blocks, q, q)
-        travelling_dq = _TravellingDq(self.dq, q, wire_type(self.parameters["grad_wire"], q))
-        dk, dv = Sum(k), Sum(v)
+        travelling_dq = _TravellingDq(self.dq, q, wire)
         for step, (q_rank, travelled) in enumerate(self.read.tour(_pack(q, rows))):
             block = early if step == 0 else blocks.between(self.layout, q_rank, self.comm.rank, q.shape[1])
             if block is None:
@@ -115,6 +122,35 @@ class Burst(Strategy):
                 dk.result(k.dtype, [(block.kv, grads[1]) for block, grads in home]),
                 dv.result(v.dtype, [(block.kv, grads[2]) for block, grads in home]),
             )
+
+    def _backward_of_rows(
+        self, blocks: Blocks, rows: Rows, q: Tensor, k: Tensor, v: Tensor, travel: Travel, homeward: Homeward
+    ) -> Gradients:
+        """Where not all rows of the queries travel."""
+        dk, dv = Sum(k), Sum(v)
+        own: Sequence[Tensor] = ()
+        dims = (1, 1, 2, 1 if rows.delta is None else 2)
+        for step, (q_rank, travelled) in enumerate(self.read.tour(_pack(q, rows), travel, dims)):
+            block = travel.block(self.comm.rank, q_rank) if step else self.own_block(blocks, q)
+            if block is None:
+                homeward.add(step, None, ALL)
+                continue
+            their_q, their_rows = _unpack(travelled, rows)
+            with ring_step("bwd", step, "block"):
+                grads = blocks.backward(their_rows, their_q, k, v, block)
+            with ring_step("bwd", step, "merge"):
+                dk.add(grads[1], block.kv)
+                dv.add(grads[2], block.kv)
+            if step:
+                homeward.add(step, grads[:1], block.q)
+            else:
+                own = grads[:1]
+        (dq,) = homeward.home(self.comm.rank, own)
+        return dq, dk.result(k.dtype), dv.result(v.dtype)
+
+    @property
+    def hop_window(self) -> int:
+        return self.read.window
 
 
 class _TravellingDq:

@@ -41,7 +41,8 @@ class Cut:
     def __init__(self, mask: Mask, layout: Layout, size: int, seq: int, cached: int = 0) -> None:
         self.mask, self.seq, self.size, self.cached = mask, seq, size, cached
         self.stride = layout.stride(size)
-        self._new = (seq - cached) // size  # Queries of each rank.
+        self.queries, self.keys = (seq - cached) // size, seq // size
+        """Of each rank."""
         new = [cached + layout.positions(seq - cached, size, rank) for rank in range(size)]
         self._queries = [self._pieces(positions) for positions in new]
         self._keys = self._queries
@@ -49,13 +50,13 @@ class Cut:
             shares = torch.arange(cached, device="cpu").chunk(size)
             self._keys = [self._pieces(torch.cat(held)) for held in zip(shares, new, strict=True)]
         self._blocks: dict[tuple[int, int], Block | None] = {}
-        self._travelling: dict[tuple[int, int], Block | None] = {}
+        self._travels: dict[tuple[int, bool], Travel | None] = {}
 
     def block(self, q_rank: int, kv_rank: int) -> Block | None:
         """The block that ``q_rank`` owes ``kv_rank``'s keys; None where the mask leaves nothing."""
         key = q_rank, kv_rank
         if key not in self._blocks:
-            self._blocks[key] = block_of(self.parts(*key), self._new, self.seq // self.size)
+            self._blocks[key] = block_of(self.parts(*key), self.queries, self.keys)
         return self._blocks[key]
 
     def parts(self, q_rank: int, kv_rank: int) -> list[Part]:
@@ -89,20 +90,15 @@ class Cut:
         )
         return 1 + next(needed, 0)
 
-    @cached_property
-    def travel(self) -> Travel | None:
-        """The rows of every rank's keys that travel on a ring; None where all of them do, or none."""
-        return travel_of(self)
+    def travel(self, window: int, *, queries: bool = False) -> Travel | None:
+        """The rows of every rank's keys, or queries, that travel over inner rings of ``window`` ranks.
 
-    def travelling_block(self, q_rank: int, kv_rank: int) -> Block | None:
-        """As `block`, of the keys of another rank as they come by `travel`."""
-        assert self.travel is not None
-        key = q_rank, kv_rank
-        if key not in self._travelling:
-            travel, hops = self.travel, (q_rank - kv_rank) % self.size
-            parts = [part.moved(0, travel.move(kv_rank, part.kv_first, hops)) for part in self.parts(*key)]
-            self._travelling[key] = block_of(parts, self._new, len(travel.kv[hops - 1]))
-        return self._travelling[key]
+        ``window`` divides all ranks. None where all rows travel, or none.
+        """
+        key = window, queries
+        if key not in self._travels:
+            self._travels[key] = travel_of(self, window, queries=queries)
+        return self._travels[key]
 
     def area(self, q_rank: int, kv_rank: int) -> int:
         """Pairs of a query and a key that it sees, of these two ranks."""

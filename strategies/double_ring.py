@@ -15,6 +15,7 @@ Source: LoongTrain (arXiv 2406.18485), InternEvo. Zigzag over the ring; placemen
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -24,12 +25,12 @@ from .annotate import ring_step
 from .base import DOCUMENTS_LAYOUT_HELP, Blocks, Context, DocumentsLayout, Rows, Shape, Strategy, wire_type
 from .errors import Unfit
 from .expected import Load, ring_bytes
+from .homeward import Home, Homeward, backward_of_rows, of_keys, onward, settled_dkv
 from .hops import AnyHop, DoubleRing
 from .kernel import Gradients
 from .layouts import LAYOUTS, Block, Grid, Grouped, Layout
 from .merge import Sum, accumulate
 from .parcels import Parcel
-from .ring import Home, onward_dkv, settled_dkv
 from .ulysses import HeadExchange, unfit_heads
 
 
@@ -90,13 +91,18 @@ class LoongDoubleRing(Strategy):
         return super().unfit(shape, size, **params) or unfit_heads(shape, params.get("ulysses_degree") or 1)
 
     def forward(self, blocks: Blocks, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return self.over(blocks, q, self.kv.tour([k, v]))
+        return self.over(blocks, q, self._tour(blocks, k, v))
 
     def backward(self, blocks: Blocks, rows: Rows, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
+        travel = self.travel(blocks)
+        if travel is not None:
+            wire = wire_type("input" if self.parameters["grad_wire"] == "input" else "fp32", k)
+            homeward = Homeward(travel, self.dkv.inner, self.dkv.outer, (k, v), wire)
+            return backward_of_rows(self, blocks, rows, q, self._tour(blocks, k, v), homeward)
         early, rest = self.home_blocks(blocks, q, k)
         dq = Sum(q, 2 if rest else self.kv.size)
         travelling = _TravellingDkv(self.dkv, (k, v), self.parameters["grad_wire"])
-        for step, (kv_rank, kv) in enumerate(self.kv.tour([k, v])):
+        for step, (kv_rank, kv) in enumerate(self._tour(blocks, k, v)):
             block = early if step == 0 else self.block(blocks, kv_rank, q)
             grads = None
             if block is not None:
@@ -116,6 +122,13 @@ class LoongDoubleRing(Strategy):
         arrived = travelling.home()
         with ring_step("bwd", self.kv.size, "merge"):
             return dq.result(q.dtype, late), *settled_dkv(arrived, home, k.dtype)
+
+    def _tour(self, blocks: Blocks, k: Tensor, v: Tensor) -> Iterator[tuple[int, list[Tensor]]]:
+        return self.kv.tour([k, v], self.travel(blocks))
+
+    @property
+    def hop_window(self) -> int:
+        return self.kv.window
 
     @property
     def ring_size(self) -> int:
@@ -146,7 +159,7 @@ class _TravellingDkv:
             self.leave_window()
         arrived = None if self._inner is None else self._inner.wait()
         with ring_step("bwd", step, "merge"):
-            dkv = onward_dkv(self._rings.inner, arrived, grads, block, self._kv, self._type_in(window))
+            dkv = onward(self._rings.inner, arrived, *of_keys(grads, block), self._kv, self._type_in(window))
         self._inner = self._rings.inner.post(dkv)
 
     def home(self) -> Parcel:

@@ -19,6 +19,7 @@ from .parcels import Parcel, Shapes
 
 if TYPE_CHECKING:
     from .communicator import Communicator
+    from .travel import Travel
 
 
 def while_computing(kind: str) -> Any:
@@ -188,11 +189,17 @@ class DoubleRing:
         self.inner = comm.ring(f"{channel}_inner", members[first : first + window])
         self.outer = comm.ring(f"{channel}_outer", members[place::window])
 
-    def tour(self, tensors: Sequence[Tensor]) -> Iterator[tuple[int, list[Tensor]]]:
+    def tour(
+        self, tensors: Sequence[Tensor], travel: Travel | None = None, dims: Sequence[int] = ()
+    ) -> Iterator[tuple[int, list[Tensor]]]:
         """As `Ring.tour` over all ranks: each window's hops on the inner ring, one hop a window on the outer ring.
 
-        The outer hop carries what the window began with and has the whole window to arrive.
+        The outer hop carries what the window began with and has the whole window to arrive. Of a ``travel`` what it
+        says, as `Travel.tour`.
         """
+        if travel is not None:
+            yield from travel.tour(self.inner, self.outer, tensors, dims)
+            return
         if self.size == 1:
             yield 0, list(tensors)
             return

@@ -11,6 +11,8 @@ block, the diagonal one, comes last. dK and dV follow one step behind their K an
     step 1 .. N-2   sends K V and dK dV
     step N-1        sends dK dV                  computes the diagonal block, which hides the hop
 
+Where a mask lets some rows alone travel, there is nothing whole to begin with: both passes go the same way.
+
 Source: NVIDIA/TransformerEngine, attn_forward_func_with_cp with cp_comm_type="p2p". There outputs and dQ accumulate in
 the input's type; here whatever stays on a rank does so in float32.
 """
@@ -25,11 +27,11 @@ from torch import Tensor
 from .annotate import ring_step
 from .base import DOCUMENTS_LAYOUT_HELP, Blocks, Context, DocumentsLayout, GradWire, Rows, Strategy, wire_type
 from .expected import Load, ring_bytes
+from .homeward import Homeward, add, backward_of_rows, of_keys, settled_dkv
 from .kernel import Gradients
 from .layouts import LAYOUTS, Block
 from .merge import Sum
 from .parcels import Parcel, unstacked
-from .ring import add_dkv, settled_dkv
 from .streams import SideStreams, side_streams
 
 
@@ -69,8 +71,10 @@ class Megatron(Strategy):
     def forward(self, blocks: Blocks, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         streams = self._streams_for(q)
         steps: list[_Step] = []
-        for step, (kv_rank, (kv,)) in enumerate(self.ring.tour([torch.stack([k, v])])):
-            block = blocks.between(self.layout, self.comm.rank, kv_rank, q.shape[1])
+        travel = self.travel(blocks)
+        tour = self.ring.tour([torch.stack([k, v])]) if travel is None else travel.tour(self.ring, None, [k, v])
+        for step, (kv_rank, tensors) in enumerate(tour):
+            block, kv = self.block(blocks, kv_rank, q), tensors[0] if travel is None else tuple(tensors)
             if block is None:
                 continue
             with ring_step("fwd", step, "block"), streams.on(step):
@@ -78,14 +82,18 @@ class Megatron(Strategy):
             # K and V stay with the result: their memory must not be used again before the streams meet.
             steps.append(_Step(block, out, lse, kv))
         streams.meet(result for step in steps for result in (step.out, step.lse))
-        blocks.kept = q, kv[0], kv[1]
+        blocks.kept = (q, kv[0], kv[1]) if travel is None else ()
         with ring_step("fwd", self.comm.size, "merge"):
             return corrected(steps, q.dtype)
 
     def backward(self, blocks: Blocks, rows: Rows, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
-        """As `Strategy.backward`; k and v are those that the forward pass ended with, of the next rank."""
+        """As `Strategy.backward`; k and v are those that the forward pass ended with, of the next rank: but where some
+        of their rows alone travel they are the rank's own, and all goes the way of the forward pass again."""
+        travel, wire = self.travel(blocks), wire_type(self.parameters["grad_wire"], k)
+        if travel is not None:
+            homeward = Homeward(travel, self.ring, None, (k, v), wire)
+            return backward_of_rows(self, blocks, rows, q, travel.tour(self.ring, None, [k, v]), homeward)
         dq, last = Sum(q), self.comm.size - 1
-        wire = wire_type(self.parameters["grad_wire"], k)
         held = _Message(k, wire)
         torch.stack([k, v], out=held.kv)
         for step in range(self.comm.size):
@@ -103,13 +111,17 @@ class Megatron(Strategy):
                     dq.add(grads[0], block.q)
                 dkv = Parcel([arriving.dkv], unstacked)
                 if step < last:
-                    add_dkv(dkv, grads, block, first=step == 0)
+                    add(dkv, *of_keys(grads, block), first=step == 0)
             held = arriving
         assert block is not None and grads is not None, "a token sees itself"
         with ring_step("bwd", last, "merge"):
             if self.comm.size == 1:
                 return dq.result(q.dtype), grads[1].to(k.dtype), grads[2].to(v.dtype)
             return dq.result(q.dtype), *settled_dkv(dkv, [(block, grads[1:])], k.dtype)
+
+    @property
+    def hop_window(self) -> int:
+        return self.comm.size
 
     def _streams_for(self, q: Tensor) -> SideStreams:
         """Two streams beside the current one, which is left to the hops."""
@@ -123,7 +135,7 @@ class Megatron(Strategy):
 class _Step:
     """One step's result of the forward pass, and the K and V that it came from."""
 
-    def __init__(self, block: Block, out: Tensor, lse: Tensor, kv: Tensor) -> None:
+    def __init__(self, block: Block, out: Tensor, lse: Tensor, kv: Any) -> None:
         self.block, self.out, self.lse, self.kv = block, out, lse, kv
 
 

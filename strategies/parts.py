@@ -238,19 +238,20 @@ class Batch:
 class Lengths:
     """What a kernel for sequences of several lengths is told."""
 
-    q: Tensor | None
-    """Indices of the queries (int64), where there are gaps between them; None: all rows, in order."""
-    kv: Tensor | None
+    q: Tensor | slice
+    """Of the queries: one stretch of rows, or indices (int64) where there are gaps between them."""
+    kv: Tensor | slice
     cumulative_q: Tensor
     """int32, from 0."""
     cumulative_kv: Tensor
 
 
-def _rows(spans: list[tuple[int, int]], batch: int, count: int, device: torch.device) -> Tensor | None:
-    if spans[0][0] == 0 and spans[-1][1] == count and all(a[1] == b[0] for a, b in pairwise(spans)):
-        return None
+def _rows(spans: list[tuple[int, int]], batch: int, count: int, device: torch.device) -> Tensor | slice:
+    first, end = spans[0][0], spans[-1][1]
+    if (batch == 1 or (first, end) == (0, count)) and all(a[1] == b[0] for a, b in pairwise(spans)):
+        return slice(first, end + (batch - 1) * count)
     one = torch.cat([torch.arange(*span, device="cpu") for span in spans])
-    return torch.cat([one + entry * count for entry in range(batch)]).to(device)
+    return (count * torch.arange(batch, device="cpu")[:, None] + one).flatten().to(device)
 
 
 def _cumulative(lengths: list[int], batch: int, device: torch.device) -> Tensor:

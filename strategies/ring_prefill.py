@@ -23,10 +23,11 @@ from ringprof.mask import Mask
 from .annotate import ring_step
 from .base import Blocks, Context, Shape
 from .cached import Cached, Heads, assembled, merged_by_lse, rectangle
-from .cut import cut_of
+from .cut import Cut, cut_of
 from .expected import Load, forward_bytes
 from .layouts import ALL, LAYOUTS, Block
 from .merge import Partial, wide_type
+from .travel import Travel
 
 Passes = Literal["auto", "kv", "q"]
 
@@ -81,11 +82,16 @@ class RingPrefill(Cached):
     def compute(
         self, blocks: Blocks, mask: Mask, q: Tensor, k: Tensor, v: Tensor, kv_length: int
     ) -> tuple[Tensor, Tensor]:
-        if self.comm.size > 1 and self.passes_queries(q, k, v):
+        if self.comm.size > 1 and self.passes_queries(q, k, v, mask):
             return self._pass_queries(blocks, mask, q, k, v)
-        result = Partial()
-        for step, (kv_rank, kv) in enumerate(self.ring.tour([k, v])):
-            for block in self._blocks(self.comm.rank, kv_rank, q.shape[1], k.shape[1], mask):
+        result, travel = Partial(), self._travel(q, k, mask)
+        tour = self.ring.tour([k, v]) if travel is None else travel.tour(self.ring, None, [k, v])
+        for step, (kv_rank, kv) in enumerate(tour):
+            if travel is None or step == 0:
+                owed = self._blocks(self.comm.rank, kv_rank, q.shape[1], k.shape[1], mask)
+            else:
+                owed = [block for block in (travel.block(self.comm.rank, kv_rank),) if block]
+            for block in owed:
                 with ring_step("fwd", step, "block"):
                     found = rectangle(blocks, q, kv[0], kv[1], block)
                 with ring_step("fwd", step, "merge"):
@@ -93,13 +99,15 @@ class RingPrefill(Cached):
         with ring_step("fwd", step, "merge"):
             return result.result(q.dtype)
 
-    def passes_queries(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
+    def passes_queries(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> bool:
         """Whether queries go round and outputs come home, in place of keys and values."""
         if self.parameters["passes"] != "auto":
             return bool(self.parameters["passes"] == "q")
         rows = q[..., 0].numel()
         there_and_back = rows * ((q.shape[3] + v.shape[3]) * q.element_size() + torch.finfo(wide_type(q)).bits // 8)
-        return there_and_back < (k.numel() + v.numel()) * k.element_size()
+        travel = self._travel(q, k, mask)
+        part = 1.0 if travel is None else sum(map(len, travel.onward)) / (k.shape[1] * (self.comm.size - 1))
+        return there_and_back < part * (k.numel() + v.numel()) * k.element_size()
 
     def _pass_queries(self, blocks: Blocks, mask: Mask, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         batch, rows, heads, _ = q.shape
@@ -119,8 +127,7 @@ class RingPrefill(Cached):
         """What the new tokens of ``q_rank`` see of ``kv_rank``'s keys: those cached first, then its new ones."""
         cached, half = keys - queries, queries // 2
         if not mask.plain:
-            size = self.comm.size
-            block = cut_of(mask, self.layout, size, keys * size, cached * size).block(q_rank, kv_rank)
+            block = self._cut_over(queries, keys, mask).block(q_rank, kv_rank)
             return [] if block is None else [block]
         if not mask.causal:
             return [Block()]
@@ -131,3 +138,11 @@ class RingPrefill(Cached):
             return [Block(kv=slice(0, cached + half))]
         late = Block(q=slice(half, queries))
         return [late, Block(slice(0, half), slice(0, cached))] if cached else [late]
+
+    def _cut_over(self, queries: int, keys: int, mask: Mask) -> Cut:
+        size = self.comm.size
+        return cut_of(mask, self.layout, size, keys * size, (keys - queries) * size)
+
+    def _travel(self, q: Tensor, k: Tensor, mask: Mask) -> Travel | None:
+        """What of keys and values goes round, where not all of it does."""
+        return None if mask.plain else self._cut_over(q.shape[1], k.shape[1], mask).travel(self.comm.size)

@@ -47,19 +47,17 @@ class VarlenKernel(Kernel):
 
 def forward(call: _Call, q: Tensor, k: Tensor, v: Tensor, scale: float, parts: Parts) -> tuple[Tensor, Tensor]:
     """As `Kernel.forward` of ``parts``, with ``call(q, k, v, lengths, batch, scale)`` for out and LSE."""
-    many = len(parts.batches) > 1
     out = lse = None
     for batch in parts.batches:
         lengths, rows = _lengths(batch, q, k)
         taken = (_packed(x, index) for x, index in zip((q, k, v), (lengths.q, lengths.kv, lengths.kv), strict=True))
         some_out, some_lse = call(*taken, lengths, batch, scale)
-        if lengths.q is None and not many:
+        if len(parts.batches) == 1 and some_out.shape[0] == rows:
             return some_out.view(*q.shape[:3], v.shape[3]), _by_entry(some_lse, q)
         if out is None or lse is None:
             out = q.new_zeros((rows, *some_out.shape[1:]), dtype=wide_type(q) if parts.share_queries else q.dtype)
             lse = q.new_full((q.shape[2], rows), float("-inf"), dtype=some_lse.dtype)
-        rows_of_all = slice(None) if lengths.q is None else lengths.q
-        merge_rows(out[None], lse[None], some_out[None], some_lse[None], rows_of_all)
+        merge_rows(out[None], lse[None], some_out[None], some_lse[None], lengths.q)
     assert out is not None and lse is not None
     return out.view(*q.shape[:3], v.shape[3]), _by_entry(lse, q)
 
@@ -71,19 +69,18 @@ def backward(
     by_head = lse.transpose(0, 1).flatten(1)
     totals: list[Tensor] = []
     for batch in parts.batches:
-        lengths, _ = _lengths(batch, q, k)
+        lengths, rows = _lengths(batch, q, k)
         dout_, q_, out_ = (_packed(x, lengths.q) for x in (dout, q, out))
         k_, v_ = (_packed(x, lengths.kv) for x in (k, v))
-        some_lse = (by_head if lengths.q is None else by_head[:, lengths.q]).contiguous()
+        some_lse = by_head[:, lengths.q].contiguous()
         found = call(dout_, q_, k_, v_, out_, some_lse, lengths, batch, scale)
-        if len(parts.batches) == 1 and lengths.q is None and lengths.kv is None:
+        if len(parts.batches) == 1 and len(q_) == rows and len(k_) == k.shape[0] * k.shape[1]:
             totals = list(found)
             break
         totals = totals or _zeros(q, k, v, parts)
         for total, index, gradient in zip(totals, (lengths.q, lengths.kv, lengths.kv), found, strict=True):
-            rows = slice(None) if index is None else index
             # No row comes twice in one batch of parts.
-            total[rows] += gradient
+            total[index] += gradient
     dq, dk, dv = (total.view(like.shape) for total, like in zip(totals, (q, k, v), strict=True))
     return dq, dk, dv
 
@@ -102,10 +99,10 @@ def _lengths(batch: Batch, q: Tensor, k: Tensor) -> tuple[Lengths, int]:
     return batch.on(q.device, q.shape[0], q.shape[1], k.shape[1]), q.shape[0] * q.shape[1]
 
 
-def _packed(x: Tensor, index: Tensor | None) -> Tensor:
+def _packed(x: Tensor, rows: Tensor | slice) -> Tensor:
     """(B, S, H, D) -> (T, H, D), of some rows."""
-    rows = x.flatten(0, 1)
-    return rows if index is None else rows.index_select(0, index)
+    packed = x.flatten(0, 1)
+    return packed[rows] if isinstance(rows, slice) else packed.index_select(0, rows)
 
 
 def _by_entry(lse: Tensor, q: Tensor) -> Tensor:

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from ringprof.strategies.annotate import ring_step
 from ringprof.strategies.base import Blocks, Rows, Strategy, wire_type
+from ringprof.strategies.homeward import Home, of_keys, onward, settled_dkv
 from ringprof.strategies.kernel import Gradients
 from ringprof.strategies.merge import Sum
-from ringprof.strategies.ring import Home, Ring, onward_dkv, settled_dkv
+from ringprof.strategies.ring import Ring
 
 
 def make_older(strategy: Strategy) -> None:
@@ -40,7 +41,7 @@ def _n_hops(self: Any, blocks: Blocks, rows: Rows, q: Tensor, k: Tensor, v: Tens
         with ring_step("bwd", step, "merge"):
             if block is not None and grads is not None:
                 dq.add(grads[0], block.q)
-            dkv = onward_dkv(self.dkv_ring, arrived, grads, block, (k, v), wire)
+            dkv = onward(self.dkv_ring, arrived, *of_keys(grads, block), (k, v), wire)
         grads = None
         hop = self.dkv_ring.post(dkv)
     for block in rest:

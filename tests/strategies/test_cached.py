@@ -217,7 +217,7 @@ def sent(rank: int, cases: list[Case], problem: Problem) -> list[dict[tuple[str,
     for case in cases:
         strategy = create(case.name, kernel="reference", **case.params)
         mine = (strategy.shard_cache(x, problem.new, problem.heads) for x in (k, v))
-        strategy.attention(strategy.shard(q), *mine, kv_length=problem.keys)
+        strategy.attention(strategy.shard(q), *mine, kv_length=problem.keys, window_size=problem.window)
         meter = strategy.comm.meter.sent
         found.append({(channel, operation): size for (channel, _, operation, _), (_, size) in meter.items()})
     return found
@@ -245,6 +245,15 @@ def test_prefill_sends_what_is_less() -> None:
     assert run_ranks(2, sent, PREFILL, Problem(8, 24))[0] == [kv, q, q]
     # Without a cache keys and values are less: 4 of 8 tokens are 2048 bytes.
     assert run_ranks(2, sent, PREFILL[2:], Problem(8, 8))[0] == [{("kv", "send_recv"): 2048}]
+
+
+def test_prefill_sends_of_the_cache_what_a_window_shows() -> None:
+    """Of 4 ranks, with chunks of 2 new tokens, each chunk and the cache is followed by one on another rank or its own:
+    a key of a rank goes one hop, and one goes three. K and V are 2 · 4 heads · 4 numbers of 8 bytes, of 2 sequences."""
+    kv = {("kv", "send_recv"): 4 * (2 * 4 * 4 * 8 * 2)}
+    # 4 queries of 8 heads make three hops whole, and their outputs and LSEs come home from as many.
+    q = {("q", "send_recv"): 3 * 2048, ("out", "all_to_all"): 3 * (2048 + 512)}
+    assert run_ranks(4, sent, PREFILL, Problem(16, 48, window=(1, 0))) == [[kv, q, kv]] * 4
 
 
 def shares(rank: int) -> list[list[int]]:

@@ -477,10 +477,10 @@ def test_packed_zigzag_computes_full_rectangles_between_ranks_and_triangles_on_t
     assert earlier is not None and (earlier.q, earlier.kv) == (slice(0, 8), slice(0, 8))
 
 
-def rows_sent(rank: int, name: str, mask: Mask) -> dict[str, tuple[int, int]]:
+def rows_sent(rank: int, name: str, mask: Mask, **params: Any) -> dict[str, tuple[int, int]]:
     """How many hops a channel made, and how many tokens' K and V, or dK and dV, they carried."""
     problem = Problem(seq=64)
-    strategy = create(name, kernel="reference")
+    strategy = create(name, kernel="reference", **params)
     *qkv, dout = (strategy.shard(x).requires_grad_() for x in inputs(problem))
     options = {"documents": mask.documents, "window_size": mask.window, "prefix": mask.prefix}
     strategy.attention(*qkv, causal=mask.causal, **options).backward(dout)
@@ -514,30 +514,74 @@ def test_hops_carry_what_somebody_needs(name: str, mask: Mask, kv: tuple[int, in
     assert run_ranks(4, rows_sent, name, mask) == [expected] * 4
 
 
+def others_rows_sent(rank: int) -> list[dict[str, tuple[int, int]]]:
+    mask = Mask.of(window=(5, 0))
+    return [
+        rows_sent(rank, "burst", mask, grad_wire="fp32"),
+        rows_sent(rank, "megatron", mask, grad_wire="fp32"),
+        rows_sent(rank, "double-ring", mask, ring_window=2),
+        rows_sent(rank, "burst", mask, ring_window=2),
+    ]
+
+
+def test_queries_keys_and_gradients_of_a_window_travel_alone_in_all_rings() -> None:
+    """Chunks of 8 of 64 tokens, and 5 keys before each: of a rank's two chunks one neighbour is a hop away, one three.
+
+    Of two inner rings of two ranks the one is in the same ring, and the other comes in the last step of the other one.
+    A token's queries are as large as its K and V; dO is, too, and LSE and delta are an eighth of it each.
+    """
+    hops = (3, 10 + 5 + 5)
+    assert run_ranks(4, others_rows_sent) == [[
+        {"read_inner forward": hops, "read_inner backward": (3, 20 * 9 // 4), "dq_inner backward": (3, 20)},
+        # dK and dV by the same ring.
+        {"kv forward": hops, "kv backward": (6, 40)},
+        {
+            "kv_inner forward": (2, 10), "kv_outer forward": (1, 5), "kv_inner backward": (2, 10),
+            "kv_outer backward": (1, 5), "dkv_outer backward": (2, 5 + 10), "dkv_inner backward": (1, 10),
+        },
+        {
+            "read_inner forward": (2, 10), "read_outer forward": (1, 5), "read_inner backward": (2, 10 * 9 // 4),
+            "read_outer backward": (1, 5 * 9 // 4), "dq_outer backward": (2, 5 + 10), "dq_inner backward": (1, 10),
+        },
+    ]] * 4  # fmt: skip
+
+
 def test_nothing_travels_where_no_document_lies_on_two_ranks() -> None:
     assert run_ranks(4, rows_sent, "ring", Mask.of(documents=[0, 16, 20, 32, 48, 64])) == [{}] * 4
 
 
 @settings(max_examples=150, deadline=None)
-@given(drawn(), st.sampled_from([2, 4, 8]), st.sampled_from(["contiguous", "zigzag", "stripe"]))
-def test_every_hop_carries_all_that_is_still_needed(drawn_problem: tuple[Problem, Mask], size: int, name: str) -> None:
+@given(
+    drawn(), st.sampled_from([2, 4, 8]), st.sampled_from([1, 2, 4, 8]),
+    st.sampled_from(["contiguous", "zigzag", "stripe"]), st.booleans(),
+)  # fmt: skip
+def test_every_hop_carries_all_that_is_still_needed(
+    drawn_problem: tuple[Problem, Mask], size: int, window: int, name: str, queries: bool
+) -> None:
     """By the mask, pair by pair; and of a window over contiguous tokens, no more than the rank that needs most."""
     mask, seq = drawn_problem[1], drawn_problem[0].seq
     if mask.documents is not None or seq % (2 * size):
         seq = 16 * size
         mask = Mask.of(None, mask.window, causal=mask.causal, prefix=mask.prefix)
-    cut, layout, local = cut_of(mask, LAYOUTS[name], size, seq), LAYOUTS[name], seq // size
-    if cut.travel is None:
+    layout, local = LAYOUTS[name], seq // size
+    travel = cut_of(mask, layout, size, seq).travel(window := min(window, size), queries=queries)
+    if travel is None:
         return
     held = [layout.positions(seq, size, rank).tolist() for rank in range(size)]
-    carried = [cut.travel.taken(rank, torch.arange(local).view(1, -1, 1, 1)).flatten().tolist() for rank in range(size)]
+    carried = [travel.taken(rank, torch.arange(local).view(1, -1, 1, 1)).flatten().tolist() for rank in range(size)]
     for rank in range(size):
         needed: set[int] = set()
-        for hops in reversed(range(1, size)):
-            queries = held[(rank + hops) % size]
-            needed |= {row for row, key in enumerate(held[rank]) if any(sees(mask, query, key) for query in queries)}
-            assert needed <= {carried[rank][at] for at in cut.travel.kv[hops - 1]}
-        given_back = [(rows.start, rows.stop, x.flatten().tolist()) for rows, x in cut.travel.home(
+        for turn, place in itertools.product(range(size // window), range(window)):
+            there = held[(rank // window + turn) * window % size + (rank + place) % window]
+            needs = {
+                row for row, mine in enumerate(held[rank])
+                if any(sees(mask, mine, other) if queries else sees(mask, other, mine) for other in there)
+            }  # fmt: skip
+            if step := turn * window + place:
+                needed |= needs
+                assert needs <= {carried[rank][at] for at in travel.held(step)}
+                assert needs <= {carried[rank][at] for at in travel.back[step]}
+        given_back = [(rows.start, rows.stop, x.flatten().tolist()) for rows, x in travel.home(
             rank, torch.tensor(carried[rank]).view(1, -1, 1, 1))]  # fmt: skip
         assert all(rows == list(range(start, stop)) for start, stop, rows in given_back)
         assert needed <= {row for start, stop, _ in given_back for row in range(start, stop)}
