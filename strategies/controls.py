@@ -17,7 +17,7 @@ from torch import Tensor
 from .collectives import Collective
 from .communicator import Communicator
 from .hops import Hop, Ring
-from .kernel import Gradients, Kernel
+from .kernel import Gradients, Kernel, beside
 from .merge import wide_type
 from .parcels import Parcel
 from .parts import Parts
@@ -151,8 +151,7 @@ class IdleKernel(Kernel):
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor,
         out: Tensor | None, delta: Tensor | None, scale: float, causal: bool,
     ) -> Gradients:  # fmt: skip
-        dk, dv = torch.empty((2, *k.shape), dtype=k.dtype, device=k.device).unbind(0)
-        return torch.empty_like(q), dk, dv
+        return torch.empty_like(q), *beside(k)
 
 
 # --- communicator -------------------------------------------------------------------------------------

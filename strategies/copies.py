@@ -78,12 +78,13 @@ def copy_ring(
 ) -> CopyRing:
     """The ring of a channel over a group, shared by all strategies of this process that have it.
 
+    Two members have one ring for all channels of their group: there is one hop at a time, and two slots are enough.
     ``following`` and ``previous`` are places in the group; ``processes`` their processes by global rank.
     """
-    key = group, channel
+    key = group, "" if following == previous else channel
     ring = _rings.get(key)
     if ring is None:
-        _rings[key] = ring = CopyRing(channel, group, following, previous, processes)
+        _rings[key] = ring = CopyRing(group, following, previous, processes)
         _watch.add(ring)
     return ring
 
@@ -130,11 +131,9 @@ class CopyRing:
     """The hops of one ring over one group."""
 
     def __init__(
-        self, channel: str, group: dist.ProcessGroup, following: int, previous: int,
-        processes: Mapping[int, int | None],
-    ) -> None:  # fmt: skip
-        self._channel, self._group = channel, group
-        self._next, self._previous = following, previous
+        self, group: dist.ProcessGroup, following: int, previous: int, processes: Mapping[int, int | None]
+    ) -> None:
+        self._group, self._next, self._previous = group, following, previous
         self.processes = processes
         self.timeout_s = timeout().total_seconds()
         self.slots: _Slots | None = None
@@ -156,19 +155,18 @@ class CopyRing:
         shapes = shapes_of(parcel.messages)
         slots, stream = self._slots_for(shapes), self._stream.cuda_stream
         slots.number += 1
-        with annotate("send", self._channel):
-            # What is sent is there, and what lay in the slot to be filled is no longer read.
-            self._ready.record(torch.cuda.current_stream())
-            self._ready.wait(self._stream)
-            failed = write(stream, slots.previous + slots.counters + _ROOM, slots.number, 0)
-            failed |= wait(stream, slots.here + slots.counters + _ROOM, slots.number, 0)
-            place = slots.following + slots.number % SLOTS * slots.slot_bytes
-            for message, at in zip(parcel.messages, _places(shapes)[0], strict=True):
-                assert message.is_contiguous()
-                failed |= copy(place + at, message.data_ptr(), message.nbytes, _DEVICE_TO_DEVICE, stream)
-            # When all before it is done, and can be seen by the other GPU.
-            _check(failed | write(stream, slots.following + slots.counters + _ARRIVED, slots.number, 0))
-            self._sent.record(self._stream)
+        # What is sent is there, and what lay in the slot to be filled is no longer read.
+        self._ready.record(torch.cuda.current_stream())
+        self._ready.wait(self._stream)
+        failed = write(stream, slots.previous + slots.counters + _ROOM, slots.number, 0)
+        failed |= wait(stream, slots.here + slots.counters + _ROOM, slots.number, 0)
+        place = slots.following + slots.number % SLOTS * slots.slot_bytes
+        for message, at in zip(parcel.messages, _places(shapes)[0], strict=True):
+            assert message.is_contiguous()
+            failed |= copy(place + at, message.data_ptr(), message.nbytes, _DEVICE_TO_DEVICE, stream)
+        # When all before it is done, and can be seen by the other GPU.
+        _check(failed | write(stream, slots.following + slots.counters + _ARRIVED, slots.number, 0))
+        self._sent.record(self._stream)
         return CopyHop(self, slots, parcel, shapes)
 
     def wait(self, counter: int, number: int) -> None:

@@ -55,8 +55,8 @@ class Hop:
             for work in self._works:
                 work.wait()
         # Held to here for the transfer's sake; freed before the next hop asks for room.
-        self._works, self._sent = None, ()
-        return self._received
+        received, self._works, self._sent, self._received = self._received, None, (), None
+        return received
 
 
 AnyHop = Hop | CopyHop
@@ -103,8 +103,9 @@ class Ring:
         if self._copies is not None:
             assert into is None, "copy engines write where they may, not where they are told"
             self._meter.add(self.channel, "copy", self._link, parcel.size_bytes)
-            # A parcel of the hop's own: a tour clears the caller's, which another ring may still send.
-            return self._copies.post(parcel.over(list(parcel.messages)))
+            with annotate("send", self.channel):
+                # A parcel of the hop's own: a tour clears the caller's, which another ring may still send.
+                return self._copies.post(parcel.over(list(parcel.messages)))
         arriving = parcel.room() if into is None else into
         self._meter.add(self.channel, "send_recv", self._link, parcel.size_bytes)
         with annotate("send", self.channel):

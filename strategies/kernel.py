@@ -42,6 +42,8 @@ class Kernel(ABC):
     """Whether it computes parts that are bands."""
     takes_softcap = False
     """Whether it computes softcap · tanh(score / softcap) in place of a score."""
+    pairs_gradients = False
+    """Whether dK and dV of one block lie side by side, as `beside` makes them."""
     grouped_heads = True
     """Whether fewer kv heads than heads are taken as they are; otherwise they are repeated, gradients summed."""
 
@@ -216,6 +218,12 @@ class Kernel(ABC):
             return k, v
         groups = q.shape[2] // k.shape[2]
         return k.repeat_interleave(groups, dim=2), v.repeat_interleave(groups, dim=2)
+
+
+def beside(k: Tensor) -> tuple[Tensor, Tensor]:
+    """Room for dK and dV side by side: what comes after takes both in one step."""
+    dk, dv = torch.empty((2, *k.shape), dtype=k.dtype, device=k.device).unbind(0)
+    return dk, dv
 
 
 def _sum_groups(gradient: Tensor, kv_heads: int) -> Tensor:

@@ -14,7 +14,7 @@ from ringprof.mask import NO_LIMIT, Mask
 
 from .errors import Unfit, UnknownName
 from .flex import FlexKernel
-from .kernel import Gradients, Kernel
+from .kernel import Gradients, Kernel, beside
 from .merge import row_product, wide_type
 from .newer_flash import FlashAttn3Kernel, FlashAttn4Kernel
 from .parts import Batch, Lengths, Part, seen_in_band
@@ -29,6 +29,7 @@ class FlashAttnKernel(VarlenKernel):
 
     name = "flash-attn"
     dense_rows = False
+    pairs_gradients = True
     takes_windows = True
     takes_softcap = True
     most_head_dim = 256
@@ -47,8 +48,7 @@ class FlashAttnKernel(VarlenKernel):
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor,
         out: Tensor | None, delta: Tensor | None, scale: float, causal: bool,
     ) -> Gradients:  # fmt: skip
-        # Side by side: what comes after takes both in one step.
-        dk, dv = torch.empty((2, *k.shape), dtype=k.dtype, device=k.device).unbind(0)
+        dk, dv = beside(k)
         dq, *_ = _flash_attn().bwd(
             dout, q, k, v, out, lse, None, dk, dv, None, 0.0, scale, causal, -1, -1, self.softcap, self.deterministic,
             None, None,

@@ -30,11 +30,12 @@ ALL = slice(None)
 
 
 def part(x: Tensor, rows: slice, dim: int = -3) -> Tensor:
-    """A view of some rows of a tensor (..., S, H, D): what indexing gives, for half of its price."""
+    """A view of some rows of a tensor (..., S, H, D), or itself: what indexing gives, for half of its price."""
     if rows is ALL or rows == ALL:
         return x
-    first, last, _ = rows.indices(x.size(dim))
-    return x.narrow(dim, first, last - first)
+    size = x.size(dim)
+    first, last, _ = rows.indices(size)
+    return x if last - first == size else x.narrow(dim, first, last - first)
 
 
 def gapless(x: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cache
 from importlib.util import find_spec
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -142,7 +143,8 @@ class Sum:
 
     def _summed(self, dtype: torch.dtype) -> Tensor:
         """What waits, in a new tensor, or in the first block's where that has all rows and the type."""
-        (rows, first), *others = self._waiting
+        # That which has most rows: others are added in its place.
+        (rows, first), *others = sorted(self._waiting, key=lambda waiting: -waiting[1].shape[1])
         self._waiting = []
         if first.shape[1] != self._like.shape[1]:
             first = started(torch.empty_like(self._like, dtype=wide_type(self._like)), rows, first)
@@ -175,20 +177,20 @@ def settled(total: Tensor, parts: Sequence[_Part], dtype: torch.dtype) -> Tensor
 
     Each element is added in at least float32 and rounded once.
     """
-    if len(parts) == 1 and parts[0][0] == ALL:
-        return _sum(total, parts[0][1], torch.empty_like(total, dtype=dtype, memory_format=torch.contiguous_format))
-    total, parts = _apart(total, parts)
     result = torch.empty_like(total, dtype=dtype, memory_format=torch.contiguous_format)
-    done = 0
-    for rows, block in parts:
-        first, last, _ = rows.indices(total.shape[-3])
-        if first > done:
-            convert(part(result, slice(done, first)), part(total, slice(done, first)))
-        done = last
-        _sum(part(total, rows), block, part(result, rows))
-    if done < total.shape[-3]:
-        rest = slice(done, total.shape[-3])
-        convert(part(result, rest), part(total, rest))
+    spans = [(*rows.indices(total.shape[-3])[:2], block) for rows, block in parts]
+    for first, last in pairwise(sorted({0, total.shape[-3], *(at for span in spans for at in span[:2])})):
+        rows = slice(first, last)
+        here = [part(block, slice(first - one, last - one)) for one, end, block in spans if one <= first < end]
+        # Only what several blocks share has a wide sum.
+        own = part(total, rows)
+        while len(here) > 1:
+            wide = own if own.dtype == wide_type(own) else torch.empty_like(own, dtype=wide_type(own))
+            own = _sum(own, here.pop(0), wide)
+        if here:
+            _sum(own, here[0], part(result, rows))
+        else:
+            convert(part(result, rows), own)
     return result
 
 
@@ -197,21 +199,6 @@ def _sum(total: Tensor, block: Tensor, out: Tensor) -> Tensor:
         # torch adds in float32 what is narrower, but rounds to the wider of the two types before it converts.
         torch.add(total if out.dtype in (total.dtype, block.dtype) else total.to(wide_type(total)), block, out=out)
     return out
-
-
-def _apart(total: Tensor, parts: Sequence[_Part]) -> tuple[Tensor, list[_Part]]:
-    """Blocks in the order of their rows, without those that share rows with one before: these are in the total then."""
-    found: list[_Part] = []
-    done = 0
-    for rows, block in sorted(parts, key=lambda item: item[0].indices(total.shape[-3])):
-        first, last, _ = rows.indices(total.shape[-3])
-        if first < done:
-            total = total.to(wide_type(total))
-            accumulate(part(total, rows), block)
-        else:
-            found.append((rows, block))
-            done = last
-    return total, found
 
 
 def convert(out: Tensor, block: Tensor) -> None:

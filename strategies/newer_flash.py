@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .kernel import Gradients, Kernel
+from .kernel import Gradients, Kernel, beside
 from .parts import Batch, Lengths
 from .several_lengths import VarlenKernel
 
@@ -23,6 +23,7 @@ class FlashAttn3Kernel(VarlenKernel):
     """flash-attn 3, for Hopper: the module ``flash_attn_interface``."""
 
     name = "flash-attn-3"
+    pairs_gradients = True
     tried = False
     dense_rows = False
     takes_windows = True
@@ -47,7 +48,7 @@ class FlashAttn3Kernel(VarlenKernel):
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor,
         out: Tensor | None, delta: Tensor | None, scale: float, causal: bool,
     ) -> Gradients:  # fmt: skip
-        found = _empty_gradients(q, k, v)
+        found = torch.empty_like(q), *beside(k)
         _interface()._flash_attn_backward(
             dout, q, k, v, out, lse, dq=found[0], dk=found[1], dv=found[2], softmax_scale=scale, is_causal=causal,
             softcap=self.softcap, deterministic=self.deterministic,
@@ -66,7 +67,7 @@ class FlashAttn3Kernel(VarlenKernel):
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, lengths: Lengths, batch: Batch,
         scale: float,
     ) -> Gradients:  # fmt: skip
-        found = _empty_gradients(q, k, v)
+        found = torch.empty_like(q), *beside(k)
         _interface()._flash_attn_backward(
             dout, q, k, v, out, lse, dq=found[0], dk=found[1], dv=found[2], softmax_scale=scale, softcap=self.softcap,
             is_causal=batch.causal, deterministic=self.deterministic, **_varlen(lengths, batch),
@@ -80,11 +81,6 @@ def _varlen(lengths: Lengths, batch: Batch) -> dict[str, Any]:
         "max_seqlen_q": batch.most_queries, "max_seqlen_k": batch.most_keys,
         "window_size_left": batch.left, "window_size_right": batch.right,
     }  # fmt: skip
-
-
-def _empty_gradients(q: Tensor, k: Tensor, v: Tensor) -> Gradients:
-    dk, dv = torch.empty((2, *k.shape), dtype=k.dtype, device=k.device).unbind(0)
-    return torch.empty_like(q), dk, dv
 
 
 def _interface() -> Any:

@@ -85,12 +85,14 @@ class Ring(Strategy):
                 with ring_step("bwd", step, "merge"):
                     dkv = onward(self.dkv_ring, arrived, *of_keys(grads, block), (k, v), wire)
                 hop = self.dkv_ring.post(dkv)
+                del dkv
             if block is not None and grads is not None:
                 # When dK and dV are on their way, and no longer held here.
                 own, grads = grads[0], None
                 with ring_step("bwd", step, "merge"):
                     dq.add(own, block.q)
                 del own
+        del kv
         for _ in range(step + 1, self.ring_size if step else 0):
             hop = self.dkv_ring.post(hop.wait())
         for block in rest:

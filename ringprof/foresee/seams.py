@@ -19,7 +19,7 @@ from ringprof.strategies.communicator import Communicator, Meter
 from ringprof.strategies.copies import SLOTS
 from ringprof.strategies.hops import Hop, Ring
 from ringprof.strategies.hosts import SAME_HOST, Hosts
-from ringprof.strategies.kernel import Gradients, Kernel
+from ringprof.strategies.kernel import Gradients, Kernel, beside
 from ringprof.strategies.merge import wide_type
 from ringprof.strategies.parcels import Parcel, Shapes, shapes_of, size_bytes
 from ringprof.strategies.parts import Batch, Lengths, Part, Parts
@@ -47,7 +47,7 @@ class _Recording(Kernel):
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor,
         out: Tensor | None, delta: Tensor | None, scale: float, causal: bool,
     ) -> Gradients:  # fmt: skip
-        dq, dk, dv = _like(q), _like(k), _like(v)
+        dq, (dk, dv) = _like(q), beside(k) if self.pairs_gradients else (_like(k), _like(v))
         self.recorder.block("backward", q, k, _scratch_bytes(self.name, q, k), causal=causal)
         return dq, dk, dv
 
@@ -114,8 +114,8 @@ class RecordingCommunicator(Communicator):
         self.hops, self.meter, self.recorder = hops, Meter(), recorder
         self.rank, self.size, self._per_host = rank, size, per_host
         self.hosts = _hosts(size, per_host)
-        self.slots: dict[StorageWeakRef, RecordingRing] = {}
-        """By the memory of slots, the ring that receives in it."""
+        self.slots: dict[StorageWeakRef, _Slots] = {}
+        """By their memory, those that rings receive in."""
         self.spread: dict[str, int] = {}
         """By channel, over hosts, the most members that are on one; 0 where all are."""
 
@@ -162,45 +162,55 @@ class RecordingRing(Ring):
         self.communicator: str = shares.communicator if shares is not None else _name(channel, members)
         alone = all(comm.hosts.link(members[0], other) == SAME_HOST for other in members)
         self.copied = comm.hops == "copy" and alone and not keeps
-        self._slots: Tensor | None = None
-        self._number = 0
+        # Two members have one ring of copies for all channels, as in `ringprof.strategies.copies.copy_ring`.
+        pair = self.size == 2
+        self.slots: _Slots = shares.slots if shares is not None and pair else _Slots(comm.slots)
+        if self.copied:
+            self.communicator = f"{self.communicator if pair else _name(channel, members)}/copy"
 
     def post(self, parcel: Parcel, *, into: Parcel | None = None) -> Any:
         if self.size == 1:
             return super().post(parcel, into=into)
         parcel = self._owned(parcel)
         operation = "copy" if self.copied else "send_recv"
-        self._number += 1
-        messages = self._slot(shapes_of(parcel.messages)) if self.copied else [_like(x) for x in parcel.messages]
+        self.slots.number += 1
+        messages = self.slots.last(shapes_of(parcel.messages)) if self.copied else [_like(x) for x in parcel.messages]
         arriving = parcel.over(messages)
         self._meter.add(self.channel, operation, self._link, parcel.size_bytes)
-        communicator = f"{_name(self.channel, self._everyone)}/copy" if self.copied else self.communicator
         sizes = [_size_bytes(message) for message in parcel.messages]
         recorder = self._comm.recorder
-        number = recorder.post(self.channel, self._meter.phase, operation, self._everyone, communicator, sizes)
+        number = recorder.post(self.channel, self._meter.phase, operation, self._everyone, self.communicator, sizes)
         return _Arriving(recorder, number, list(parcel.messages), arriving if into is None else into)
 
     def _owned(self, parcel: Parcel) -> Parcel:
         """As `ringprof.strategies.copies.owned`."""
         owners = [self._comm.slots.get(_memory(message)) for message in parcel.messages]
-        if all(ring is None or ring is self for ring in owners):
+        if all(slots is None or slots is self.slots for slots in owners):
             return parcel
         return parcel.over([message.clone() for message in parcel.messages])
 
     def begun(self, shapes: Shapes, device: torch.device) -> Parcel:
-        return Parcel.empty(shapes, self._slot) if self.copied else super().begun(shapes, device)
+        return Parcel.empty(shapes, self.slots.last) if self.copied else super().begun(shapes, device)
 
-    def _slot(self, shapes: Shapes) -> list[Tensor]:
-        """The memory where the last hop arrived: slots are made anew where a larger parcel comes."""
+
+class _Slots:
+    """Where copied hops arrive in turns."""
+
+    def __init__(self, owners: dict[StorageWeakRef, _Slots]) -> None:
+        """``owners`` will have it by its memory."""
+        self._owners, self._memory, self.number = owners, torch.empty(0, dtype=torch.uint8, device="meta"), 0
+
+    def last(self, shapes: Shapes) -> list[Tensor]:
+        """The slot of the last hop that was counted: all are made anew where it is too small."""
         size = sum(size_bytes(*shape) for shape in shapes)
-        if self._slots is None or self._slots.numel() < SLOTS * size:
-            self._slots = torch.empty(SLOTS * size, dtype=torch.uint8, device="meta")
-            self._comm.slots[_memory(self._slots)] = self
-        at = self._number % SLOTS * (self._slots.numel() // SLOTS)
+        if self._memory.numel() < SLOTS * size:
+            self._memory = torch.empty(SLOTS * size, dtype=torch.uint8, device="meta")
+            self._owners[_memory(self._memory)] = self
+        at = self.number % SLOTS * (self._memory.numel() // SLOTS)
         messages = []
         for dtype, shape in shapes:
             until = at + size_bytes(dtype, shape)
-            messages.append(self._slots[at:until].view(dtype).view(shape))
+            messages.append(self._memory[at:until].view(dtype).view(shape))
             at = until
         return messages
 
