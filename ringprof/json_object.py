@@ -18,3 +18,8 @@ Options = dict[str, Any]
 def json_text(value: object) -> str:
     """A value as JSON for people and programs, in ASCII so that no locale can spoil it."""
     return json.dumps(msgspec.to_builtins(value), indent=1) + "\n"
+
+
+def rows_json(schema: str, rows: object) -> str:
+    """The rows of a listing as `json_text`, under the name of their form (docs/definitions.md)."""
+    return json_text({"schema": schema, "rows": rows})

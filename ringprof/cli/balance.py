@@ -9,7 +9,7 @@ import click
 from ringprof.cli.recording import mask_of, masks
 from ringprof.cli.values import Tokens
 from ringprof.cli.write import formats, print_or_write, text_style, to_file
-from ringprof.json_object import json_text
+from ringprof.json_object import rows_json
 from ringprof.report.tables import Column, Table
 from ringprof.report.text import or_dash
 from ringprof.run import Workload
@@ -40,7 +40,7 @@ def command(seq: int, world: int, heads: int, form: str, output: str | None, **o
     workload = Workload(seq=seq, heads=heads, kv_heads=heads, head_dim=128, **around)
     found = balances(workload, world)
     if form == "json":
-        print_or_write(json_text(found), output)
+        print_or_write(rows_json("ringprof.balance/1", found), output)
         return
     rows = [
         [

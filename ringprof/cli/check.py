@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import click
+from msgspec.structs import asdict
 
 from ringprof.cli.recording import end_as_rank, mask_of, masks, on_ranks, workload_options
 from ringprof.cli.values import Tokens
@@ -65,6 +66,6 @@ def command(**options: Any) -> int:
 
 
 def _shown(found: Check, form: str) -> int:
-    style = text_style(None)
-    click.echo(json_text(found) if form == "json" else style.finish(style.fit(str(found))), nl=False)
+    style, document = text_style(None), {"schema": "ringprof.attention-check/1", **asdict(found)}
+    click.echo(json_text(document) if form == "json" else style.finish(style.fit(str(found))), nl=False)
     return int(not found.equal)

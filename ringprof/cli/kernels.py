@@ -9,7 +9,7 @@ import click
 
 from ringprof.cli.values import Tokens
 from ringprof.cli.write import formats, print_or_write, text_style, to_file
-from ringprof.json_object import JsonObject, json_text
+from ringprof.json_object import JsonObject, json_text, rows_json
 from ringprof.record.request import DTYPES
 from ringprof.report.tables import Column, Table
 from ringprof.run import Workload
@@ -56,7 +56,7 @@ def command(*, measure: bool, form: str, output: str | None, **sizes: Any) -> No
     rows = _rows()
     if form == "json":
         names = ("kernel", "here", *(name for name, *_ in _FACTS))
-        text = json_text([dict(zip(names, row, strict=True)) for row in rows])
+        text = rows_json("ringprof.kernels/1", [dict(zip(names, row, strict=True)) for row in rows])
     else:
         columns = (Column("kernel"), Column("here", left=True, folds=True), *(column for _, column, _ in _FACTS))
         text = Table("", columns, rows).text(text_style(output)) + "\n"
@@ -80,7 +80,7 @@ def _measured(
     found = list(kernel_rates(workload, where))
     if form == "json":
         facts = {"device": device_name(where), "device_type": where.type, "workload": workload}
-        return json_text({**facts, "rates": found})
+        return json_text({"schema": "ringprof.kernel-rates/1", **facts, "rates": found})
     on_cpu = where.type == "cpu"
     lines = [
         f"{'GFLOP/s' if on_cpu else 'TFLOP/s'} of one call, forward and backward, on {device_name(where)}"

@@ -11,7 +11,7 @@ import click
 from ringprof.analysis.findings.controls import slowest_median
 from ringprof.cli.write import formats, print_or_write, say, text_style, to_file
 from ringprof.errors import InputError
-from ringprof.json_object import JsonObject, json_text
+from ringprof.json_object import JsonObject, rows_json
 from ringprof.report.tables import Column, Table
 from ringprof.report.text import clean, csv_text, duration, rate
 from ringprof.run import Run, read_run
@@ -45,7 +45,7 @@ def command(folders: tuple[str, ...], form: str, output: str | None) -> int:
     rows = [_fields(path, run) for path, run in found.items() if isinstance(run, Run)]
     rows.sort(key=lambda row: row["created"], reverse=True)
     if form == "json":
-        text = json_text(rows)
+        text = rows_json("ringprof.runs/1", rows)
     elif form == "csv":
         text = csv_text(_FIELDS, ([row[name] for name in _FIELDS] for row in rows))
     else:

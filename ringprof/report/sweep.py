@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ringprof.json_object import json_text
+from ringprof.json_object import rows_json
 from ringprof.report.text import TextStyle, clean, csv_text
 
 
@@ -98,7 +98,7 @@ def render_csv(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def render_json(rows: Sequence[Mapping[str, Any]]) -> str:
     """The rows as JSON (schema ``ringprof.bench/1``)."""
-    return json_text({"schema": "ringprof.bench/1", "rows": rows})
+    return rows_json("ringprof.bench/1", rows)
 
 
 def _cell(row: Mapping[str, Any], column: SweepColumn) -> str:

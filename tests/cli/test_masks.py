@@ -77,7 +77,8 @@ def test_balance_ranks_layouts(capsys: pytest.CaptureFixture[str]) -> None:
     given = ["balance", "--seq", "64", "--documents", "40,24", "--world", "4"]
     assert cli.run([*given, "--format", "json"]) == 0
     rows = {
-        (row["strategy"], row["params"].get("documents_layout")): row for row in json.loads(capsys.readouterr().out)
+        (row["strategy"], row["params"].get("documents_layout")): row
+        for row in json.loads(capsys.readouterr().out)["rows"]
     }
     area = 40 * 41 // 2 + 24 * 25 // 2
     # Contiguous pieces of 16: the third rank has 8 rows of the first document, 33 to 40 keys each, and 8 of the second.
@@ -92,7 +93,7 @@ def test_kernels_are_listed_installed_or_not(capsys: pytest.CaptureFixture[str])
     from ringprof.strategies.kernels import KERNELS
 
     assert cli.run(["kernels", "--format", "json"]) == 0
-    rows = {row["kernel"]: row for row in json.loads(capsys.readouterr().out)}
+    rows = {row["kernel"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
     assert list(rows) == list(KERNELS)
     assert rows["cpu-flash"]["here"].startswith("yes") and rows["cpu-flash"]["windows"] == "yes"
     assert {name for name, row in rows.items() if row["tried"] == "no"} == {"flash-attn-3", "flash-attn-4"}

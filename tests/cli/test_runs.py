@@ -23,7 +23,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
 
 def test_every_committed_run_is_listed_newest_first(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = run(capsys, str(TRACES), "--format", "json")
-    rows = json.loads(out)
+    rows = json.loads(out)["rows"]
     assert (code, err) == (0, "")
     assert {row["path"] for row in rows} == {str(path.parent) for path in TRACES.glob("*/run.json")}
     times = [row["created"] for row in rows]

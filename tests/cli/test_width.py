@@ -18,7 +18,7 @@ ERRORS = {
     name: TensorCheck(
         rms=0.0123, max_abs=1.0, allowed_rms=0.001, kernel_rms=0.0005, rank=127, wrong_tokens=1_048_576,
         first_token=1_000_000, first_rank=127,
-    )  # fmt: skip
+    )
     for name in ("out", "dq")
 }  # fmt: skip
 CHECK = Check(

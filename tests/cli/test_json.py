@@ -1,0 +1,51 @@
+"""JSON of commands: each names its form, has the fields of that form, and the form is in docs/definitions.md."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+pytest.importorskip("torch", reason="strategies and kernels need it")
+
+from ringprof import cli
+from tests.cli.test_width import CHECK
+from tests.paths import ROOT, TRACES
+
+
+@pytest.mark.parametrize(
+    ("command", "schema", "rows", "fields"),
+    [
+        (f"runs {TRACES}", "runs", "rows",
+         "path created strategy seq world_size ranks_per_host kernel dtype iteration_ms tflops verified"),
+        ("balance --seq 64 --documents 40,24 --world 4", "balance", "rows",
+         "strategy params reason busiest steps needed"),
+        ("kernels", "kernels", "rows",
+         "kernel here types head_dim tried windows documents softcap deterministic delta grouped_heads"),
+        ("kernels --measure --device cpu --seq 64 --heads 2 --head-dim 8", "kernel-rates", "rates",
+         "kernel mask forward_ns backward_ns forward_tflops backward_tflops reason"),
+        ("check any:thing --layout zigzag", "attention-check", "sent", "operations size_bytes"),
+    ],
+)  # fmt: skip
+def test_json_has_the_fields_of_its_schema(
+    command: str, schema: str, rows: str, fields: str, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr("ringprof.cli.check.check_here", lambda request: CHECK)
+    cli.run([*command.split(), "--format", "json"])
+    found = json.loads(capsys.readouterr().out)
+    assert found["schema"] == f"ringprof.{schema}/1"
+    assert found[rows] and all(set(row) == set(fields.split()) for row in found[rows])
+    others = {
+        "attention-check": "equal workload ranks layout device calls call errors seen reasons",
+        "kernel-rates": "device device_type workload",
+    }
+    assert set(found) == {"schema", rows, *others.get(schema, "").split()}
+
+
+def test_every_schema_is_documented() -> None:
+    source = "".join(path.read_text() for path in (ROOT / "ringprof").rglob("*.py"))
+    used = set(re.findall(r"\"(ringprof\.[a-z-]+/[0-9])\"", source))
+    documented = re.findall(r"`(ringprof\.[a-z-]+/[0-9])`", (ROOT / "docs/definitions.md").read_text())
+    assert len(used) >= 15 and used == {*documented} and len(documented) == len(used)
