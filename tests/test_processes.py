@@ -7,8 +7,11 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from multiprocessing.connection import Pipe
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -51,6 +54,33 @@ def test_a_process_that_ends_is_told_and_the_next_call_has_others(function, item
     with pytest.raises(ProcessEnded):
         list(mapped(2, function, [item]))
     assert list(mapped(2, abs, [(-1,)])) == [1]
+
+
+NO_PROCESS = BlockingIOError(11, "Resource temporarily unavailable")
+NO_THREAD = RuntimeError("can't start new thread")
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "error"), [(subprocess, "Popen", NO_PROCESS), (threading.Thread, "start", NO_THREAD)]
+)
+def test_where_none_can_begin_it_is_told_and_the_next_call_has_others(
+    where: object, name: str, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As under ``ulimit -u``, which binds root by nothing."""
+    processes.end_all()
+    with monkeypatch.context() as scarce, pytest.raises(ProcessEnded):
+        scarce.setattr(where, name, Mock(side_effect=error))
+        list(mapped(2, abs, [(-1,)]))
+    assert list(mapped(2, abs, [(-1,)])) == [1]
+
+
+def test_a_helper_that_cannot_begin_says_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    """The command whose helper it is says so in one line."""
+    ours, theirs = Pipe()
+    with ours, theirs, pytest.MonkeyPatch.context() as scarce:
+        scarce.setattr(threading.Thread, "start", Mock(side_effect=NO_THREAD))
+        processes.main([str(os.dup(theirs.fileno()))])
+    assert capfd.readouterr() == ("", "")
 
 
 def test_results_that_nobody_takes_end_the_processes() -> None:
