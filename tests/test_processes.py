@@ -18,7 +18,7 @@ import pytest
 from ringprof import processes
 from ringprof.processes import ProcessEnded, mapped
 from tests.paths import ROOT
-from tests.record.command import wait_until
+from tests.record.command import HANGS_S, wait_until
 
 
 def test_results_come_in_the_order_of_the_items() -> None:
@@ -113,6 +113,6 @@ def test_they_end_with_their_owner_whatever_they_are_doing(tmp_path: Path, numbe
     helpers = [int(pid) for pid in owner.stdout.readline().split()]
     assert len(helpers) == 2
     owner.send_signal(number)
-    owner.wait(60)
+    owner.wait(HANGS_S)
     owner.stdout.close()
-    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in helpers), 60)
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in helpers))

@@ -43,7 +43,7 @@ def one_line(stderr: str) -> str:
 
 
 def kept_log(line: str, folder: Path) -> None:
-    path = Path(line.split()[-1])
+    path = Path(line.split("log: ")[1])
     assert path.exists() and path.is_relative_to(folder), line
 
 
