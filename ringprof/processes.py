@@ -23,7 +23,7 @@ from typing import Any
 
 
 class ProcessEnded(Exception):
-    """One of the processes ended before its work did, as when memory runs out."""
+    """One of the processes ended before its work did, or could not begin, as when memory or processes run out."""
 
 
 def cpu_count() -> int:
@@ -109,7 +109,10 @@ class _Helpers:
 
     def submit(self, function: Callable[..., Any], item: tuple[Any, ...]) -> Any:
         """A future of what the function returns."""
-        return self._threads.submit(self._call, function, item)
+        try:
+            return self._threads.submit(self._call, function, item)
+        except RuntimeError:  # no thread can be started
+            raise ProcessEnded from None
 
     def end(self) -> None:
         with self._starting:
@@ -120,9 +123,9 @@ class _Helpers:
         self._threads.shutdown(wait=True, cancel_futures=True)
 
     def _call(self, function: Callable[..., Any], item: tuple[Any, ...]) -> Any:
-        if not hasattr(self._mine, "connection"):
-            self._mine.connection = self._begin()
         try:
+            if not hasattr(self._mine, "connection"):
+                self._mine.connection = self._begin()
             self._mine.connection.send((function, item))
             done, result = self._mine.connection.recv()
         except (EOFError, OSError):
@@ -150,7 +153,10 @@ def main(arguments: list[str]) -> None:
     """One of the processes: answers calls until the connection ends, or the process that it is for."""
     connection = Connection(int(arguments[0]))
     calls: SimpleQueue[tuple[Callable[..., Any], tuple[Any, ...]]] = SimpleQueue()
-    threading.Thread(target=_hear, args=(connection, calls), daemon=True).start()
+    try:
+        threading.Thread(target=_hear, args=(connection, calls), daemon=True).start()
+    except RuntimeError:
+        return  # no thread can be started; the end of the connection tells it
     while True:
         function, item = calls.get()
         try:

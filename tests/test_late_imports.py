@@ -10,8 +10,6 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-import pytest
-
 from ringprof.cli.commands import COMMANDS
 
 ROOT = Path(__file__).parents[1]
@@ -115,14 +113,14 @@ def test_what_stands_in_no_function_is_named_no_exception() -> None:
 
 
 WITHOUT_TORCH = """
-import sys
+import shlex, sys
 class NotHere:
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] in ("torch", "psutil"):
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 sys.meta_path.insert(0, NotHere())
 from ringprof.cli import run
-sys.exit(max(run(line.split()) for line in sys.argv[1:]))
+sys.exit(max(run(shlex.split(line)) for line in sys.argv[1:]))
 """
 
 
@@ -131,21 +129,19 @@ def without_torch(*lines: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
 
 
-@pytest.mark.timeout(300)
 def test_every_command_says_without_torch_what_it_does() -> None:
     done = without_torch(*(f"{name} --help" for name in COMMANDS))
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("Usage: ringprof") == len(COMMANDS)
 
 
-@pytest.mark.timeout(300)
 def test_what_needs_torch_says_how_to_get_it(tmp_path: Path) -> None:
     run = ROOT / "traces" / "h200x4-zigzag-65536"
     cluster = "--seq 128k --hosts 1 --machine h200"
     lines = [
         "record --strategy burst --seq 1k", "bench --strategies burst --seq 1k", "check a:b --layout zigzag", "kernels",
-        f"calibrate -o {tmp_path / 'm.json'}", "strategies", "balance --seq 64k --documents 32k,32k",
-        f"predict --strategy burst {cluster}", f"advise {cluster}", f"what-if {run} --hops copy",
+        f"calibrate -o '{tmp_path}/m.json'", "strategies", "balance --seq 64k --documents 32k,32k",
+        f"predict --strategy burst {cluster}", f"advise {cluster}", f"what-if '{run}' --hops copy",
     ]  # fmt: skip
     done = without_torch(*lines)
     assert done.returncode == 2

@@ -7,15 +7,18 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from multiprocessing.connection import Pipe
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from ringprof import processes
 from ringprof.processes import ProcessEnded, mapped
 from tests.paths import ROOT
-from tests.record.command import wait_until
+from tests.record.command import HANGS_S, wait_until
 
 
 def test_results_come_in_the_order_of_the_items() -> None:
@@ -53,6 +56,33 @@ def test_a_process_that_ends_is_told_and_the_next_call_has_others(function, item
     assert list(mapped(2, abs, [(-1,)])) == [1]
 
 
+NO_PROCESS = BlockingIOError(11, "Resource temporarily unavailable")
+NO_THREAD = RuntimeError("can't start new thread")
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "error"), [(subprocess, "Popen", NO_PROCESS), (threading.Thread, "start", NO_THREAD)]
+)
+def test_where_none_can_begin_it_is_told_and_the_next_call_has_others(
+    where: object, name: str, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As under ``ulimit -u``, which binds root by nothing."""
+    processes.end_all()
+    with monkeypatch.context() as scarce, pytest.raises(ProcessEnded):
+        scarce.setattr(where, name, Mock(side_effect=error))
+        list(mapped(2, abs, [(-1,)]))
+    assert list(mapped(2, abs, [(-1,)])) == [1]
+
+
+def test_a_helper_that_cannot_begin_says_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    """The command whose helper it is says so in one line."""
+    ours, theirs = Pipe()
+    with ours, theirs, pytest.MonkeyPatch.context() as scarce:
+        scarce.setattr(threading.Thread, "start", Mock(side_effect=NO_THREAD))
+        processes.main([str(os.dup(theirs.fileno()))])
+    assert capfd.readouterr() == ("", "")
+
+
 def test_results_that_nobody_takes_end_the_processes() -> None:
     results = mapped(2, time.sleep, [(0,), (1000,), (1000,)])
     next(results)
@@ -83,6 +113,6 @@ def test_they_end_with_their_owner_whatever_they_are_doing(tmp_path: Path, numbe
     helpers = [int(pid) for pid in owner.stdout.readline().split()]
     assert len(helpers) == 2
     owner.send_signal(number)
-    owner.wait(60)
+    owner.wait(HANGS_S)
     owner.stdout.close()
-    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in helpers), 60)
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in helpers))

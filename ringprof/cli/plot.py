@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -57,6 +58,7 @@ def _matplotlib() -> Any:
     try:
         os.environ["MPLBACKEND"] = "agg"  # pictures in files need no other, and a notebook's may not be there
         os.chdir("/")
+        logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it warns at length of a home that it cannot write to
         import matplotlib
     finally:
         # Processes that this one starts later, a notebook's kernel among them, have their own.

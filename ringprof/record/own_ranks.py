@@ -14,12 +14,13 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import msgspec
+import psutil
 
 from ringprof.errors import Interrupted, RecordError, RingprofError
 from ringprof.owned_folders import keep, remove
@@ -117,13 +118,27 @@ def _start(request: Any, scratch: Path, port: int, what: str) -> Any:
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL + 1)
     world = request.world or 1
     command = isolated(what, str(scratch / "task.json"), str(os.getpid()))
-    return start_processes(
-        name="ringprof",
-        entrypoint=command[0],
-        args={rank: tuple(command[1:]) for rank in range(world)},
-        envs={rank: _environment(request, rank, world, port) for rank in range(world)},
-        logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
-    )
+    try:
+        return start_processes(
+            name="ringprof",
+            entrypoint=command[0],
+            args={rank: tuple(command[1:]) for rank in range(world)},
+            envs={rank: _environment(request, rank, world, port) for rank in range(world)},
+            logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
+        )
+    except (OSError, RuntimeError) as error:
+        # The launcher does not know of those that it has started.
+        for process in psutil.Process().children():
+            with suppress(psutil.Error):
+                if command[-2] in process.cmdline():
+                    process.kill()
+                    process.wait()
+        raise _no_more(error) from None
+
+
+def _no_more(error: Exception) -> RecordError:
+    why = getattr(error, "strerror", None) or error
+    return RecordError(f"not all ranks can be started here ({why}): see ulimit -u and -n, or use a smaller --world")
 
 
 def _environment(request: Any, rank: int, world: int, port: int) -> dict[str, str]:
@@ -161,10 +176,13 @@ def _store() -> Iterator[int]:
     except OSError as error:
         why = error.strerror or error
         raise RecordError(f"ranks cannot meet on 127.0.0.1 ({why}): bring it up (ip link set lo up)") from None
-    store = untyped.TCPStore(
-        "127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60),
-        master_listen_fd=listener.detach(),
-    )  # fmt: skip
+    try:
+        store = untyped.TCPStore(
+            "127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60),
+            master_listen_fd=listener.detach(),
+        )  # fmt: skip
+    except RuntimeError as error:  # its thread cannot be started
+        raise _no_more(error) from None
     yield port
     del store
 

@@ -37,4 +37,6 @@ class LocalProcesses:
         try:
             yield from mapped(self.jobs, function, items)
         except ProcessEnded:
-            raise InputError("a process that read a trace ended (out of memory?): try --jobs 1") from None
+            raise InputError(
+                "a process that read a trace ended, or none could begin (out of memory or processes?): try --jobs 1"
+            ) from None

@@ -132,5 +132,7 @@ def _read_all(
             for trace in one if isinstance(one, list) else []:
                 take_trace(trace, budget)
     except ProcessEnded:
-        raise InputError(f"{names[0]} and others: a process that read them ended (out of memory?)") from None
+        raise InputError(
+            f"{names[0]} and others: a process that read them ended, or none could begin (out of memory or processes?)"
+        ) from None
     return found

@@ -12,7 +12,8 @@ import subprocess
 import sys
 import webbrowser
 from pathlib import Path
-from urllib.parse import urlparse
+from shlex import quote
+from urllib.parse import unquote, urlparse
 
 import pytest
 
@@ -41,7 +42,7 @@ def test_alone_it_shows_its_help(capsys: pytest.CaptureFixture[str]) -> None:
         (["reprot", RUN], "no command 'reprot' (did you mean 'report'?); there are: record, "),
         (["record", "--strategy", "zigzag", "--seq", "64", "--nproc", "2"], "--world sets the number of ranks"),
         (["bench", "--strategies", "zigzag", "--seq", "64", "--gpus=2"], "--world sets the number of ranks"),
-        (["report", RUN, OTHER], f"set them side by side with: ringprof compare {RUN} {OTHER}"),
+        (["report", RUN, OTHER], f"set them side by side with: ringprof compare {quote(RUN)} {quote(OTHER)}"),
         (["report", f"{RUN}/run.json", OTHER], "these are 2 runs"),
         (["report", RUN, "--sort", "exposed"], "ask for one of them"),
         (
@@ -142,7 +143,7 @@ def test_the_page_can_be_opened(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
 
     monkeypatch.setattr(webbrowser, "open", open_page)
     assert run(capsys, "report", RUN, "--open")[0] == 0
-    page = Path(urlparse(opened[0]).path)
+    page = Path(unquote(urlparse(opened[0]).path))
     assert page.read_text(encoding="utf-8").startswith("<!doctype html>")
     code, _, err = run(capsys, "report", RUN, "--open", "--html", str(page))
     assert code == 0 and f"no browser to be had here: open {page}" in err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -45,7 +46,7 @@ def test_a_prediction_is_read_as_a_run(tmp_path: Path, capsys: pytest.CaptureFix
     folder = tmp_path / "predicted"
     code, out, err = run(capsys, "predict", "--like", ZIGZAG, "--machine", "h200", "-o", str(folder))
     assert code == 0 and out.startswith("PREDICTED: zigzag on 4 x NVIDIA H200") and "in four of five cases" in out
-    assert err == f"Wrote {folder}: ringprof report {folder}\n"
+    assert err == f"Wrote {folder}: ringprof report {shlex.quote(str(folder))}\n"
     made = read_run(folder / "run.json")
     assert made.predicted is not None and made.predicted.machine == "h200"
     assert made.predicted.p10_ns < made.predicted.p50_ns < made.predicted.p90_ns

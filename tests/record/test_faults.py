@@ -43,7 +43,7 @@ def one_line(stderr: str) -> str:
 
 
 def kept_log(line: str, folder: Path) -> None:
-    path = Path(line.split()[-1])
+    path = Path(line.split("log: ")[1])
     assert path.exists() and path.is_relative_to(folder), line
 
 
@@ -178,6 +178,44 @@ def test_a_signal_while_ranks_are_being_started_ends_them(tmp_path: Path, number
     )  # fmt: skip
     assert done.returncode == 130 and "interrupted" in one_line(done.stderr)
     wait_until(lambda: not started_in(tmp_path))
+    assert nothing_recorded(tmp_path)
+
+
+SCARCE = """
+import subprocess, threading, torch.distributed
+from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+from ringprof.cli import main
+def scarce(begin, count):
+    left = iter(range(count))
+    def instead(*arguments, **options):
+        if next(left, None) is None:
+            raise ERROR
+        return begin(*arguments, **options)
+    return instead
+"""
+NO_PROCESS = "subprocess_handler.Popen = scarce(subprocess.Popen, 1)"
+NO_THREAD = "threading.Thread.start = scarce(threading.Thread.start, 1)"
+NO_STORE = "torch.distributed.TCPStore = scarce(torch.distributed.TCPStore, 0)"
+
+
+@pytest.mark.parametrize(
+    ("what", "error"),
+    [
+        (NO_PROCESS, "BlockingIOError(11, 'Resource temporarily unavailable')"),
+        (NO_THREAD, 'RuntimeError("can\'t start new thread")'),
+        (NO_STORE, "RuntimeError('Resource temporarily unavailable')"),
+    ],
+    ids=["process", "thread", "store"],
+)
+def test_where_no_more_can_be_started_no_rank_stays(tmp_path: Path, what: str, error: str) -> None:
+    """As under ``ulimit -u``, which binds root by nothing."""
+    command = ["record", "--strategy", "ring", *TWO, "--iters", "100000"]
+    program = f"{SCARCE.replace('ERROR', error)}{what}\nmain({command})"
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, stderr=subprocess.PIPE, text=True, env=environment()
+    )
+    assert done.returncode == 3 and "not all ranks can be started here" in one_line(done.stderr)
+    assert started_in(tmp_path) == []
     assert nothing_recorded(tmp_path)
 
 

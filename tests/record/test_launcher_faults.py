@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from tests.record.command import (
+    HANGS_S,
     SMALL,
     TORCHRUN,
     environment,
@@ -50,7 +51,7 @@ def later(folder: Path, what: str, call: int = 3, on: int = 1, *more: str) -> st
     arguments = [*RECORD, "--strategy", "mine:Later", "-p", f"what={what}", "-p", f"call={call}", "-p", f"on={on}"]
     done = run([*arguments, *more], folder, TORCHRUN, TMPDIR=str(folder))
     assert done.returncode != 0
-    wait_until(lambda: not started_in(folder), 60)
+    wait_until(lambda: not started_in(folder))
     return one_line(done.stderr)
 
 
@@ -150,8 +151,8 @@ def test_ranks_do_not_wait_for_others_when_their_launcher_is_gone(
 ) -> None:
     launcher, rank = lonely
     launcher.kill()
-    launcher.wait(60)
-    wait_until(lambda: not psutil.pid_exists(rank), 60)
+    launcher.wait(HANGS_S)
+    wait_until(lambda: not psutil.pid_exists(rank))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -161,7 +162,7 @@ def test_a_rank_that_waits_for_others_hears_signals(
 ) -> None:
     launcher, rank = lonely
     os.kill(rank, number)
-    assert launcher.wait(60) == code
+    assert launcher.wait(HANGS_S) == code
     said = launcher.stderr.read() if launcher.stderr else ""
     assert ("ringprof: interrupted before all ranks were there" in said) == (number == signal.SIGINT)
     assert "Traceback" not in said

@@ -65,13 +65,13 @@ def test_a_disk_that_fills_up_while_the_ranks_run(earlier: Path, launcher: list[
     program = [*launcher, "-m", "ringprof", *RECORD] if launcher else [*RINGPROF, *RECORD]
     traces = earlier / "traces"
     traces.mkdir()
-    process = start(earlier, f"mount -t tmpfs -o size=12m none {traces} && mkdir {traces}/old", program)
+    process = start(earlier, f"mount -t tmpfs -o size=12m none '{traces}' && mkdir '{traces}/old'", program)
     under_way(earlier)
     inside = seen_by(process, traces)
     held = os.open(inside, os.O_RDONLY)
     fill(Path(f"/proc/self/fd/{held}"))
     code = process.wait(HANGS_S)
-    wait_until(lambda: not started_in(earlier), 60)
+    wait_until(lambda: not started_in(earlier))
     assert code == (1 if launcher else 3)
     assert "No space left on device" in one_line(earlier)
     # torchrun's runs keep their log beside the runs, if there is room, else with the temporary files.
@@ -85,7 +85,7 @@ def test_a_disk_that_fills_up_while_the_ranks_run(earlier: Path, launcher: list[
 def test_an_output_on_a_read_only_disk_is_refused_before_the_work(earlier: Path) -> None:
     traces = earlier / "traces"
     traces.mkdir()
-    process = start(earlier, f"mount -t tmpfs -o ro none {traces}", [*RINGPROF, *RECORD])
+    process = start(earlier, f"mount -t tmpfs -o ro none '{traces}'", [*RINGPROF, *RECORD])
     assert process.wait(HANGS_S) == 2
     assert "cannot write the run here: Read-only file system" in one_line(earlier)
 
@@ -96,7 +96,7 @@ def test_a_folder_that_is_taken_away(own_strategies: Path) -> None:
     under_way(own_strategies)
     shutil.rmtree(own_strategies / "traces")
     assert process.wait(HANGS_S) == 3
-    wait_until(lambda: not started_in(own_strategies), 60)
+    wait_until(lambda: not started_in(own_strategies))
     assert "No such file or directory" in one_line(own_strategies)
     assert not (own_strategies / "traces").exists()
 
@@ -124,8 +124,8 @@ def test_what_a_killed_recording_leaves_is_cleared_by_the_next(own_strategies: P
         os.kill(pid, signal.SIGSTOP)
     for pid in started_in(own_strategies):
         os.kill(pid, signal.SIGKILL)
-    process.wait(60)
-    wait_until(lambda: not started_in(own_strategies), 60)
+    process.wait(HANGS_S)
+    wait_until(lambda: not started_in(own_strategies))
     assert [path.suffix for path in traces.iterdir()] == [".partial"]
     done = run(["record", "--strategy", "ring", *SMALL, "--world", "1", "--iters", "1"], own_strategies)
     assert done.returncode == 0 and not list(traces.glob(".*"))
@@ -168,7 +168,7 @@ def test_capture_with_a_rank_that_fails(tmp_path: Path, how: str, on: int) -> No
     (tmp_path / "own.py").write_text(CAPTURE)
     done = run(["own.py", how, str(on)], tmp_path, TORCHRUN)
     assert done.returncode == 1
-    wait_until(lambda: not started_in(tmp_path), 60)
+    wait_until(lambda: not started_in(tmp_path))
     assert "raised: 1 ArithmeticError" in done.stdout or how == "die"
     assert not list(tmp_path.glob("traces/mine*")), "there is no run"
     if on == 0:

@@ -79,8 +79,8 @@ def test_a_killed_task_ends_all(own_strategies: Path) -> None:
     output = own_strategies / "printed0.txt"
     wait_until(lambda: "iterations" in output.read_text())
     started[2].kill()
-    wait_until(lambda: not started_in(own_strategies), 60)
-    assert [process.wait(1) for process in started] == [3, 3, -signal.SIGKILL, 3]
+    wait_until(lambda: not started_in(own_strategies))
+    assert [process.wait(HANGS_S) for process in started] == [3, 3, -signal.SIGKILL, 3]
     said = [line for rank in range(4) for line in (own_strategies / f"printed{rank}.txt").read_text().splitlines()]
     (line,) = [line for line in said if line.startswith("ringprof: ")]
     assert "rank 2 on host" in line and "has gone" in line
@@ -93,8 +93,8 @@ def test_a_task_that_no_thread_of_its_own_can_end(own_strategies: Path) -> None:
     hang = ["-p", "what=never_let_go", "-p", "on=2", "--time-limit", "8"]
     started = start(own_strategies, ["record", "--strategy", "mine:Later", *SMALL, *hang])
     wait_until(lambda: started[0].poll() is not None)
-    wait_until(lambda: not started_in(own_strategies), 60)
-    assert [process.wait(1) for process in started] == [3, 3, 1, 3]
+    wait_until(lambda: not started_in(own_strategies))
+    assert [process.wait(HANGS_S) for process in started] == [3, 3, 1, 3]
     assert not started_in(own_strategies)
     said = [(own_strategies / f"printed{rank}.txt").read_text() for rank in range(4)]
     assert "ringprof: rank 2 hung" in said[0] and "in never_let_go" in said[2]
@@ -108,7 +108,7 @@ def test_a_rank_that_is_gone_before_the_run_begins(tmp_path: Path) -> None:
     meet_and_leave = "import os, torch.distributed as d; d.init_process_group('gloo'); os._exit(0)"
     other = subprocess.Popen([sys.executable, "-c", meet_and_leave], env=environment(RANK="1", **env))
     done = run(RECORD, tmp_path, RINGPROF, RANK="0", **env)
-    other.wait(60)
+    other.wait(HANGS_S)
     assert done.returncode == 3 and "Traceback" not in done.stderr
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("ringprof: ")]
     assert "rank 0 cannot reach the other ranks" in line and not (tmp_path / "traces").exists()

@@ -54,7 +54,7 @@ def test_separate_folders_on_two_hosts_make_one_run(hosts: TwoHosts, tmp_path: P
     other.mkdir()
     hosts.start(
         ["record", "--strategy", "zigzag", *SHAPE, "--output", str(tmp_path / "traces/run.json")],
-        [tmp_path, tmp_path], before=f"mkdir -p {tmp_path}/traces && mount --bind {other} {tmp_path}/traces",
+        [tmp_path, tmp_path], before=f"mkdir -p '{tmp_path}/traces' && mount --bind '{other}' '{tmp_path}/traces'",
     )  # fmt: skip
     assert hosts.wait() == [0, 0], printed(tmp_path)
     run = read_run(tmp_path / "traces/run.json")
@@ -124,7 +124,7 @@ def only_a_log(line: str, folder: Path) -> None:
 def test_a_host_whose_processes_die(hosts: TwoHosts, own_strategies: Path) -> None:
     under_way(hosts, own_strategies)
     hosts.kill(hosts.namespaces[1])
-    wait_until(lambda: not hosts.ranks(), 60)
+    wait_until(lambda: not hosts.ranks())
     (line,) = lines(own_strategies, 0)
     assert "#1 with ranks 2, 3 has gone" in line and "in iterations" in line
     only_a_log(line, own_strategies)
@@ -134,7 +134,7 @@ def test_a_host_whose_processes_die(hosts: TwoHosts, own_strategies: Path) -> No
 def test_rank_0s_host_dies(hosts: TwoHosts, own_strategies: Path) -> None:
     under_way(hosts, own_strategies)
     hosts.kill(hosts.namespaces[0])
-    wait_until(lambda: not hosts.ranks(), 60)
+    wait_until(lambda: not hosts.ranks())
     (line,) = lines(own_strategies, 1)
     assert "rank 0 on host" in line and "has gone" in line
     only_a_log(line, own_strategies)
@@ -147,7 +147,7 @@ def test_a_wire_that_is_cut(hosts: TwoHosts, own_strategies: Path) -> None:
     hosts.cut()
     idle, between, count = KEEPALIVE_S
     wait_until(lambda: all(lines(own_strategies, node) for node in range(2)), idle + between * count + 10)
-    wait_until(lambda: not hosts.ranks(), 60)
+    wait_until(lambda: not hosts.ranks())
     (first,), (second,) = lines(own_strategies, 0), lines(own_strategies, 1)
     assert "#1" in first and "out of reach" in first.replace("cannot be reached", "out of reach")
     assert "rank 0 on host" in second and "out of reach" in second

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.record.command import environment
+from tests.record.command import HANGS_S, environment
 
 RATE = "400mbit"
 PORT = 29_511
@@ -45,7 +45,7 @@ class TwoHosts:
             self.kill(namespace)
             subprocess.run(["ip", "netns", "delete", namespace], capture_output=True, check=False)
         for process in self._started:
-            process.wait(60)
+            process.wait(HANGS_S)
 
     def start(self, arguments: list[str], folders: list[Path], ranks: int = 2, before: str = ":") -> None:
         """Start torchrun on both, each with its own output file ``printed.txt`` in its folder.
@@ -56,7 +56,8 @@ class TwoHosts:
             program = [
                 sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", str(ranks),
                 "--node-rank", str(node), "--rdzv-backend", "c10d", "--rdzv-id", "run",
-                "--rdzv-endpoint", f"{self.addresses[0]}:{PORT}", "--rdzv-conf", f"is_host={1 - node},timeout=60",
+                "--rdzv-endpoint", f"{self.addresses[0]}:{PORT}", "--rdzv-conf",
+                f"is_host={1 - node},timeout={HANGS_S}",
                 "--local-addr", self.addresses[node], "-m", "ringprof", *arguments,
             ]  # fmt: skip
             self.start_process(node, program, folder, before if node else ":", f"printed{node}.txt")
@@ -76,7 +77,7 @@ class TwoHosts:
         self._started.append(process)
         return process
 
-    def wait(self, seconds: float = 60) -> list[int]:
+    def wait(self, seconds: float = HANGS_S) -> list[int]:
         """The exit codes."""
         return [process.wait(seconds) for process in self._started]
 

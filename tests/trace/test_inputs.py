@@ -150,7 +150,6 @@ def test_links_out_of_a_folder_are_not_followed(tmp_path):
     assert detect([run / "rank2.json"]).paths == (str(run / "rank2.json"),)
 
 
-@pytest.mark.timeout(300)
 def test_nothing_but_regular_files_is_opened(tmp_path):
     """Nobody writes to this pipe: opening it would wait for ever."""
     put(tmp_path, "rank0.json", TEN)
@@ -164,7 +163,6 @@ def test_nothing_but_regular_files_is_opened(tmp_path):
         read_trace("/dev/zero")
 
 
-@pytest.mark.timeout(300)
 def test_a_run_that_names_a_pipe(tmp_path):
     run = json.loads((TRACES / "h200x4-zigzag-65536" / "run.json").read_bytes())
     for trace in run["traces"]:

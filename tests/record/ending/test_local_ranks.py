@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from ringprof.record.ending.shutdown import end_local_ranks
-from tests.record.command import wait_until
+from tests.record.command import HANGS_S, wait_until
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(1000)"]
 
@@ -30,7 +30,7 @@ def start(started: list[subprocess.Popen[bytes]], **variables: str) -> int:
     started.append(subprocess.Popen(SLEEP, env={**psutil.Process().environ(), **variables, "STARTED": "1"}))
     pid = started[-1].pid
     # The system shows a new process's variables some moments after it has begun.
-    wait_until(lambda: "STARTED" in psutil.Process(pid).environ(), 60)
+    wait_until(lambda: "STARTED" in psutil.Process(pid).environ())
     return pid
 
 
@@ -38,7 +38,7 @@ def start(started: list[subprocess.Popen[bytes]], **variables: str) -> int:
 def test_a_rank_that_does_not_end_is_killed(started: list[subprocess.Popen[bytes]], variable: str) -> None:
     pid = start(started, **{variable: "3"})
     assert end_local_ranks({3: pid}, 0) == [3]
-    assert started[0].wait(60) == -signal.SIGKILL
+    assert started[0].wait(HANGS_S) == -signal.SIGKILL
 
 
 def test_other_processes_are_left_alone(started: list[subprocess.Popen[bytes]]) -> None:

@@ -1,0 +1,65 @@
+"""Where a command is started with little: no home or one that nobody writes to, a plain terminal, strict Python."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.paths import ROOT, TRACES
+
+RUN = str(TRACES / "h200x4-zigzag-65536")
+VARIABLES: dict[str, dict[str, str | None]] = {
+    "no home": {"HOME": None},
+    "no home to write to": {"HOME": f"{__file__}/home"},
+    "no folder for temporary files": {"TMPDIR": "/nowhere"},
+    "ASCII": {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+    "a terminal of one column": {"COLUMNS": "1"},
+    "warnings are errors": {"PYTHONWARNINGS": "error"},
+    "no assertions, no docstrings": {"PYTHONOPTIMIZE": "2"},
+}
+
+
+def ringprof(arguments: list[str], folder: Path, changes: dict[str, str | None]) -> tuple[int, bytes, str]:
+    env: dict[str, str | None] = {**os.environ, "PYTHONPATH": str(ROOT), "MPLCONFIGDIR": None} | changes
+    done = subprocess.run(
+        [sys.executable, "-m", "ringprof", *arguments], cwd=folder, capture_output=True, check=False,
+        env={name: value for name, value in env.items() if value is not None},
+    )  # fmt: skip
+    return done.returncode, done.stdout, done.stderr.decode()
+
+
+@pytest.fixture(scope="module")
+def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """The report where nothing is odd."""
+    return ringprof(["report", RUN], tmp_path_factory.mktemp("plain"), {})[1]
+
+
+def figures(printed: bytes) -> list[bytes]:
+    found = re.findall(rb"\d+\.\d+", printed)
+    assert len(found) > 50
+    return found
+
+
+@pytest.mark.parametrize("changes", VARIABLES.values(), ids=[*VARIABLES])
+def test_report_and_plot(changes: dict[str, str | None], elsewhere: bytes, tmp_path: Path) -> None:
+    code, printed, said = ringprof(["report", RUN], tmp_path, changes)
+    assert (code, said) == (0, "")
+    # Lines may break elsewhere, bars be shorter, and what ASCII has not is written with what it has.
+    assert figures(printed) == figures(elsewhere)
+    assert printed.isascii() == ("LC_ALL" in changes)
+    assert ringprof(["plot", "steps", RUN, "-o", "steps.svg"], tmp_path, changes) == (0, b"", "Wrote steps.svg\n")
+
+
+@pytest.mark.parametrize("mask", [0o077, 0o000])
+def test_files_have_the_modes_that_were_asked_for(mask: int, tmp_path: Path) -> None:
+    before = os.umask(mask)
+    try:
+        assert ringprof(["export", RUN, "-o", "out.json.gz"], tmp_path, {})[0] == 0
+    finally:
+        os.umask(before)
+    assert (tmp_path / "out.json.gz").stat().st_mode & 0o777 == 0o666 & ~mask
