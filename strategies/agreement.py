@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 import uuid
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,6 +72,9 @@ class Agreement:
     """Whether every rank can have hops by copy engine."""
 
 
+WARNED_AFTER_S = 30.0
+"""How long a rank waits for the others' word before it says so: they may be making another call."""
+
 _agreements: WeakKeyDictionary[Any, dict[str, Agreement]] = WeakKeyDictionary()
 _calls: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
 """What the ranks of a group have agreed to call."""
@@ -110,7 +115,14 @@ def agree_on_call(group: dist.ProcessGroup, call: str) -> None:
 def _standings(group: dist.ProcessGroup, request: str, problem: str | None) -> list[Standing]:
     """What every rank says. Raises `Unfit` on every rank where one has a problem, or asks for something else."""
     said: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(said, Standing.here(request, problem), group=group)
+    waits = f"rank {dist.get_rank()} waits for the others to ask for the same, as all must the first time: {request}"
+    warning = threading.Timer(WARNED_AFTER_S, warnings.warn, (waits,))
+    warning.daemon = True
+    warning.start()
+    try:
+        dist.all_gather_object(said, Standing.here(request, problem), group=group)
+    finally:
+        warning.cancel()
     _refuse_differences(said)
     return said
 

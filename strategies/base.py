@@ -492,6 +492,8 @@ class Strategy(Expectations, ABC):
 
     def _check_call(self, q: Tensor, k: Tensor, v: Tensor, asked: tuple[Any, ...]) -> None:
         """Raises `Unfit` for tensors that do not fit, and where the ranks do not call alike; looks once at each."""
+        if torch._C._are_functorch_transforms_active():
+            raise Unfit("torch.func transforms (grad, vmap, jvp) are not supported: take gradients by torch.autograd")
         key = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, asked
         if key in self._fitting:
             return

@@ -37,9 +37,12 @@ _MOST_NAMED = 30
 class Hop:
     """One transfer under way. `wait` returns what arrived, once."""
 
-    def __init__(self, works: list[Any], sent: Sequence[Tensor], received: Any, channel: str = "") -> None:
+    def __init__(
+        self, works: list[Any], sent: Sequence[Tensor], received: Any, channel: str = "", keeps: list[Any] | None = None
+    ) -> None:
+        """``keeps`` is what must outlive the wait for this one: it is over then, too."""
         self._works: list[Any] | None = works
-        self._channel = channel
+        self._channel, self._keeps = channel, keeps
         # The tensors under way must outlive the transfer.
         self._sent = sent
         self._received = received
@@ -54,6 +57,8 @@ class Hop:
         with annotate("wait", self._channel):
             for work in self._works:
                 work.wait()
+        if self._keeps:
+            self._keeps.clear()
         # Held to here for the transfer's sake; freed before the next hop asks for room.
         received, self._works, self._sent, self._received = self._received, None, (), None
         return received
@@ -78,6 +83,8 @@ class Ring:
         self._link = comm.hosts.link(comm.global_rank(comm.rank), following)
         comm.meter.goes_to[channel] = following
         self._peers, self._copies = (following, previous), None
+        # gloo takes back what nobody holds, as hops that an exception left behind; the peers' next ones would hang.
+        self._posted: list[Any] = []
         self.trades_on: str | None = None  # The type of device whose hops are all-to-alls.
         if group is not None:
             to, source = (dist.get_group_rank(group, rank) for rank in self._peers)
@@ -110,7 +117,7 @@ class Ring:
         self._meter.add(self.channel, "send_recv", self._link, parcel.size_bytes)
         with annotate("send", self.channel):
             works = self._exchange(parcel.messages, arriving.messages)
-        return Hop(works, parcel.messages, arriving, self.channel)
+        return Hop(works, parcel.messages, arriving, self.channel, self._posted)
 
     def begun(self, shapes: Shapes, device: torch.device) -> Parcel:
         """Room for what is posted next here, not initialised: the slot that is free now, where there are slots."""
@@ -135,7 +142,9 @@ class Ring:
         ops = [
             (dist.P2POp(dist.isend, x, to, self.group), dist.P2POp(dist.irecv, y, source, self.group)) for x, y in pairs
         ]
-        return dist.batch_isend_irecv([op for pair in ops for op in pair])
+        works = dist.batch_isend_irecv([op for pair in ops for op in pair])
+        self._posted += works
+        return works
 
     def tour(self, tensors: Sequence[Tensor] | Parcel, steps: int | None = None) -> Iterator[tuple[int, list[Tensor]]]:
         """Yield (position, tensors) of every member, this rank's own first, then the previous member's, and so on.

@@ -78,7 +78,7 @@ def test_zigzags_grid_on_4_gpus() -> None:
     scores = list(foresight.grid())
     assert within(scores, 0.035, 0.25) and 0.7 <= inside(scores) <= 0.9
     # Older code, which took a fifth more of its host.
-    assert within(list(foresight.grid_host()), 0.23, 0.4)
+    assert within(list(foresight.grid_host()), 0.235, 0.41)
     # What the bundled machine says that intervals elsewhere are, by these and the shapes of three sessions, rounded up.
     found = {bound: foresight.elsewhere(of, bound) for bound, of in foresight.held_out().items()}
     known = {bound: value.value for bound, value in read_calibration("h200").elsewhere.items()}

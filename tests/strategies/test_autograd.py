@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import suppress
 from threading import Thread
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 from ringprof.strategies import Unfit, create, names
-from ringprof.strategies.kernels import KERNELS, choose_kernel
+from ringprof.strategies.kernels import KERNELS, ReferenceKernel, choose_kernel
 from tests.strategies.cases import CASES, Problem, dense, inputs, relative_error
 from tests.strategies.ranks import run_ranks
 
@@ -82,6 +84,53 @@ def test_a_second_order_gradient_is_refused_and_never_dropped():
     for said in run_ranks(2, penalised):
         for name, refusals in said.items():
             assert all("second-order gradients: no bundled strategy" in refusal for refusal in refusals), name
+
+
+def transformed(rank: int) -> list[str]:
+    """What each strategy says to transforms of torch.func, which would drop its collectives or its gradient."""
+    said = []
+    for name in names():
+        strategy = create(name, kernel="reference")
+        mine = [x.detach() for x in shares(strategy)[0]]
+        loss: Any = lambda *qkv, of=strategy: of.attention(*qkv).sum()  # noqa: E731
+        for transform in (torch.func.grad(loss), torch.vmap(loss)):
+            with pytest.raises(Unfit) as refused:
+                transform(*mine)
+            said.append(str(refused.value))
+    return said
+
+
+def test_transforms_of_functions_are_refused_in_a_line():
+    for said in run_ranks(2, transformed):
+        assert len(said) == 18
+        assert set(said) == {
+            "torch.func transforms (grad, vmap, jvp) are not supported: take gradients by torch.autograd"
+        }
+
+
+# --- exceptions -------------------------------------------------------------------------------------
+
+
+def interrupted(rank: int) -> dict[str, float]:
+    """The error of a second attempt, after an exception in the first block of a pass, with hops on their way."""
+    errors: dict[str, float] = {}
+    for case in [case for case in CASES if 2 in case.worlds]:
+        strategy = create(case.name, kernel="reference", **case.params)
+        mine, dout = shares(strategy)
+        for method in ("_forward", "_backward"):
+            with suppress(ZeroDivisionError), patch.object(ReferenceKernel, method, side_effect=ZeroDivisionError):
+                strategy.attention(*mine).backward(dout)
+        out = strategy.attention(*mine)
+        found = (out.detach(), *torch.autograd.grad(out, mine, dout))
+        pairs = zip(found, dense(PROBLEM), strict=True)
+        errors[str(case)] = max(relative_error(x, strategy.shard(truth)) for x, truth in pairs)
+    return errors
+
+
+def test_a_second_attempt_after_an_exception_is_right():
+    """What the first has sent is not taken back, and no later hop waits for it."""
+    for errors in run_ranks(2, interrupted):
+        assert {case: error for case, error in errors.items() if not error < 1e-12} == {}
 
 
 # --- autocast ---------------------------------------------------------------------------------------

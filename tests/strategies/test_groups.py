@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import os
 import pickle
+import warnings
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from ringprof.strategies import Unfit, UnknownName, create, groups, names
+from ringprof.strategies import Unfit, UnknownName, agreement, create, groups, names
 from ringprof.strategies.agreement import Standing, agreed_hosts
 from tests.strategies.cases import Problem, dense, inputs, relative_error
 from tests.strategies.ranks import run_ranks
@@ -289,3 +290,26 @@ def test_a_call_that_no_other_rank_makes_is_named():
     for told in run_ranks(2, left_alone):
         assert told.startswith("this rank comes with a call that it has not made before, and another rank has not, or")
         assert "q, k and v of shape (1, 8, 4, 8)" in told and "Connection closed by peer" in told and "\n" not in told
+
+
+def late(rank: int) -> list[str]:
+    """What a rank is warned of whose peer comes to the same call only when it has been."""
+    strategy, said = create("zigzag", kernel="reference"), list[str]()
+    store = dist.distributed_c10d._get_default_store()
+
+    def warn(text: str) -> None:
+        said.append(text)
+        store.set("warned", "")
+
+    if rank == 1:
+        store.wait(["warned"])
+    # Never on the one that comes last.
+    with patch.object(agreement, "WARNED_AFTER_S", 0.0 if rank == 0 else 60.0), patch.object(warnings, "warn", warn):
+        strategy.attention(*[torch.randn(1, 8, 4, 8)] * 3)
+    return said
+
+
+def test_a_rank_that_waits_for_others_to_make_its_call_says_so():
+    (warned,), nothing = run_ranks(2, late)
+    assert warned.startswith("rank 0 waits for the others to ask for the same, as all must the first time: ")
+    assert "q, k and v of shape (1, 8, 4, 8)" in warned and nothing == []
