@@ -63,8 +63,11 @@ def try_out(package: Path, folder: Path) -> None:
     own, away = folder / "bin" / "python", folder / "away"
     away.mkdir()
     told(away, own, "-m", "pip", "--disable-pip-version-check", "install", package.resolve())
-    run = ROOT / "traces" / "h200x4-zigzag-65536"
-    for arguments in (["--version"], ["report", run], ["plot", "steps", run, "-o", "steps.svg"]):
+    run, other = (ROOT / "traces" / f"h200x4-{name}" for name in ("zigzag-65536", "burst-262144"))
+    for arguments in (
+        ["--version"], ["report", run], ["compare", run, other], ["plot", "steps", run, "-o", "steps.svg"],
+        ["export", run, "-o", "merged.json.gz"],
+    ):  # fmt: skip
         told(away, folder / "bin" / "ringprof", *arguments)
     program = "import importlib.util as u, ringprof; print(ringprof.__file__); print(u.find_spec('torch'))"
     place, torch = told(away, own, "-c", program).splitlines()
