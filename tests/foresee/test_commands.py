@@ -95,7 +95,7 @@ def test_a_prediction_over_hosts_is_of_one_clock_and_says_that_it_is_predicted(t
         (("predict", "--machine", "h200", *SMALL, "--strategy", "dcp"), "strategy 'dcp' is for decode"),
         (("what-if", ZIGZAG, "--kernel-speed", "0"), "--kernel-speed: '0' is not a factor"),
         (("predict", "--machine", "h200", *SMALL, "--dtype", "fp32"), "bf16 and fp16 only"),
-        (("predict", "--machine", "h200", *SMALL, "--head-dim", "64"), "calibrated for head_dim [128], not 64"),
+        (("predict", "--machine", "h200", *SMALL, "--head-dim", "96"), "calibrated for head_dim [64, 128], not 96"),
         (("predict", "--machine", "h200", *SMALL, "--hosts", "2"), "Sockets cannot be foreseen"),
         (("predict", "--machine", "h200", *SMALL, "--kernel", "cudn"), "no curves of kernel 'cudn'"),
         (("predict", "--machine", "h100", *SMALL, "--seq", "1000003"), "divisible"),
