@@ -2,9 +2,9 @@
 
     python benchmarks/foresight.py [PART...]
 
-Parts: shapes, host, later, masks, grid, grid_host, runs, strategies, lengths, eight, replays, h100, a800. The first two
-are the runs of benchmarks/data/h200_shapes.csv (benchmarks/foresight_truth.py recorded them), of shapes that no
-committed run has; later and masks those of h200_shapes_2.csv; grid and grid_host the cells of h200_grid.csv
+Parts: shapes, host, later, masks, other_heads, grid, grid_host, runs, strategies, lengths, eight, replays, h100, a800.
+The first two are the runs of benchmarks/data/h200_shapes.csv (benchmarks/foresight_truth.py recorded them), of shapes
+that no committed run has; later and masks those of h200_shapes_2.csv; grid and grid_host the cells of h200_grid.csv
 (benchmarks/strategy_speed.py, zigzag on 4 H200); h100 and a800 the published rows of attention.csv; all others the
 committed runs. What was fitted to which rows, docs/foresight.md says.
 """
@@ -91,8 +91,11 @@ def recorded_shapes(name: str = "h200_shapes.csv") -> list[Shape]:
 def _shape(row: dict[str, str]) -> Shape:
     batch, seq, heads, kv_heads = (int(row[name]) for name in ("batch", "seq", "heads", "kv_heads"))
     workload = Workload(
-        batch=batch, seq=seq, heads=heads, kv_heads=kv_heads, head_dim=128, causal=row["causal"] == "1",
-        backward=row["backward"] == "1", window=int(row["window"]) if row.get("window") else None,
+        batch=batch, seq=seq, heads=heads, kv_heads=kv_heads, head_dim=int(row.get("head_dim") or 128),
+        causal=row["causal"] == "1", backward=row["backward"] == "1",
+        window=int(row["window"]) if row.get("window") else None,
+        v_head_dim=int(row["v_head_dim"]) if row.get("v_head_dim") else None,
+        sinks="learned" if row.get("sinks") else None,
         documents=tuple(map(int, row["documents"].split())) if row.get("documents") else None,
     )  # fmt: skip
     params = dict(param.split("=") for param in row["params"].split())
@@ -152,6 +155,13 @@ def later_shapes() -> list[Shape]:
 def _foreseen(chosen: Iterable[Shape]) -> Iterator[Score]:
     for shape in chosen:
         yield scored(shape.name, shape.ms, predict(shape.question, read_calibration("h200"), tape_of))
+
+
+def other_heads() -> Iterator[Score]:
+    """Other head sizes, MLA and sinks, on 2 H200; the curves of these sizes are of the same session."""
+    yield from _foreseen(
+        shape for shape in recorded_shapes("h200_shapes_5.csv") if shape.question.workload.head_dim != 96
+    )
 
 
 def grid() -> Iterator[Score]:
@@ -351,7 +361,7 @@ def ranking(scores: Sequence[Score], slack: float = 0.03) -> tuple[int, int]:
 
 PARTS: dict[str, Callable[[], Iterator[Score]]] = {
     "shapes": shapes, "short": short, "host": host, "host_elsewhere": host_elsewhere, "later": later, "last": last,
-    "masks": masks, "grid": grid, "grid_host": grid_host, "runs": runs,
+    "masks": masks, "other_heads": other_heads, "grid": grid, "grid_host": grid_host, "runs": runs,
     "strategies": strategies, "lengths": lengths, "eight": eight,
     "replays": replays, "h100": h100, "a800": a800,
 }  # fmt: skip

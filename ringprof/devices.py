@@ -61,7 +61,7 @@ def peak_of(device: str | None, dtype: str | None) -> Peak | None:
 
     Logs shorten names (``4090D``); what is made for laptops is another, slower chip of the same name.
     """
-    name = _named(device, _DEVICES)
+    name = device_named(device)
     if name is None or dtype not in HALF_TYPES:
         return None
     return Peak(_DEVICES[name][0], f"{name}, dense {dtype}, vendor's figure")
@@ -69,8 +69,13 @@ def peak_of(device: str | None, dtype: str | None) -> Peak | None:
 
 def bandwidth_of(device: str | None) -> float | None:
     """GB/s of a device's memory by its vendor's figure; None where the table does not know it."""
-    memory, name = _named(device, _MEMORIES), _named(device, _DEVICES)
+    memory, name = _named(device, _MEMORIES), device_named(device)
     return _MEMORIES[memory] if memory else _DEVICES[name][1] if name else None
+
+
+def device_named(device: str | None) -> str | None:
+    """The table's name of a device, by its name in a trace or log; None where it has none."""
+    return _named(device, _DEVICES)
 
 
 def _named(device: str | None, names: Iterable[str]) -> str | None:

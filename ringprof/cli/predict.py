@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
-from ringprof.cli.recording import masks, params_of, workload_of, workload_options
+from ringprof.cli.recording import masks, params_of, scores_and_heads, workload_of, workload_options
 from ringprof.cli.values import KERNEL_NAMES, STRATEGIES, Known, Number, Tokens, all_of
 from ringprof.cli.write import formats, say, text_style
 from ringprof.errors import UsageError
 from ringprof.foresee.calibration import read_calibration
-from ringprof.foresee.check import check_rows, check_text, read_rows
+from ringprof.foresee.check import check_rows, check_text, read_rows, unknown_columns
 from ringprof.foresee.links import Cluster
 from ringprof.foresee.predict import predict, prediction_dict
 from ringprof.foresee.question import Question, run_at
@@ -28,6 +29,7 @@ asks = all_of(
     click.option("--seq", type=Tokens(), help="Global sequence length in tokens: 131072 or 128k."),
     workload_options(),
     masks,
+    scores_and_heads,
     click.option("--forward-only", is_flag=True, help="No backward pass."),
     click.option("--kernel", default="auto", show_default=True, type=Known(KERNEL_NAMES),
                  help="A kernel that the machine's file has curves of."),
@@ -78,11 +80,13 @@ def command(**options: Any) -> int:
     """
     from ringprof.foresee.tape import tape_of
 
+    _refuse_beside(options)
     machine = read_calibration(options["machine"])
     style = text_style(None)
     if options["check"]:
-        found = check_rows(read_rows(options["check"]), machine, tape_of, asked_cluster(options))
-        click.echo(check_text(found, options["form"], style), nl=False)
+        rows = read_rows(options["check"])
+        found = check_rows(rows, machine, tape_of, asked_cluster(options))
+        click.echo(check_text(found, unknown_columns(rows), options["form"], style), nl=False)
         return 0
     question = _question(options)
     prediction = predict(question, machine, tape_of)
@@ -94,10 +98,26 @@ def command(**options: Any) -> int:
     return 0
 
 
+_NETWORK = ("nic_gbit", "gpus_per_nic", "oversubscription", "net_channels")
+_OF_ANY = {"machine", "form", "output", *_NETWORK}
+
+
+def _refuse_beside(options: Options) -> None:
+    """Raises `UsageError` for an option that the run or the table decides."""
+    context = click.get_current_context()
+    for decides, others in (("like", set()), ("check", {"gpus_per_host"})):
+        for option in context.command.params if options[decides] else ():
+            name = option.name or ""
+            given = context.get_parameter_source(name) is ParameterSource.COMMANDLINE
+            if given and name not in _OF_ANY | others | {decides}:
+                raise UsageError(f"{option.opts[0]} beside --{decides}: leave one of them out")
+
+
 def _question(options: Options) -> Question:
     if options["like"]:
         question = Question.like(run_at(options["like"]))
-        return replace(question, cluster=replace(question.cluster, nic_gbit=options["nic_gbit"]))
+        network = {name: options[name] for name in _NETWORK}
+        return replace(question, cluster=replace(question.cluster, **network))
     if not options["strategy"]:
         raise UsageError("--strategy NAME or --like RUN: say what is to be foreseen")
     return Question(

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterator
 from functools import cache
 from importlib.resources import files
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -23,6 +24,7 @@ BUNDLED = ("h200", "h100", "b200", "a800")
 PARTS = {"kernels": 0.55, "host": 0.15, "memory": 0.01, "links": 0.16, "heat": 0.13}
 """What `ringprof calibrate` measures, and the part of its time that each is given."""
 
+COLLECTIVES = ("all_to_all", "all_gather", "reduce_scatter")
 Origin = Literal["measured", "published", "assumed"]
 Positive = Annotated[float, msgspec.Meta(gt=0, lt=1e18)]
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
@@ -103,7 +105,7 @@ class Link(msgspec.Struct, frozen=True, kw_only=True):
     latency_us: Value
     """Of a hop."""
     collective_gb_s: dict[str, Value] = {}
-    """Bytes that leave a rank over time, by operation: ``all_to_all``, ``all_gather``, ``reduce_scatter``."""
+    """Bytes that leave a rank over time, by operation: inside a host all of `COLLECTIVES`."""
     copy_gb_s: Value | None = None
     """By copy engine."""
     line_gbit: Positive | None = None
@@ -250,7 +252,23 @@ def parse_calibration(data: bytes, name: str) -> Calibration:
         raise InputError(f"{name}: schema {calibration.schema!r} is not {_SCHEMA!r}: calibrate again")
     if not all(math.isfinite(sample.ns) for kernel in calibration.kernels for sample in kernel.samples):
         raise InputError(f"{name}: not a calibration: a time is not finite")
+    missing = (f"same_host.{one}_gb_s" for one in COLLECTIVES if one not in calibration.same_host.collective_gb_s)
+    zero = (figure for figure, value in figures(calibration) if figure.endswith("_gb_s") and not value.value)
+    for figure in (*missing, *zero):
+        raise InputError(f"{name}: not a calibration: {figure} must be more than 0")
     return calibration
+
+
+def figures(of: Any, within: str = "") -> Iterator[tuple[str, Value]]:
+    """Every `Value` of a calibration by its name in the file; of kernels and what only a machine's kind has, none."""
+    for name in of.__struct_fields__:
+        found = getattr(of, name)
+        if isinstance(found, Value):
+            yield within + name, found
+        elif isinstance(found, Host | Link):
+            yield from figures(found, f"{name}.")
+        elif name == "collective_gb_s":
+            yield from ((f"{within}{operation}_gb_s", value) for operation, value in found.items())
 
 
 def calibration_json(calibration: Calibration) -> bytes:

@@ -1,7 +1,8 @@
 """Published or own measurements held against a machine: what it would take, and what it cannot have done.
 
 A CSV with a column each for ``strategy, seq_global, heads, n_gpus`` and ``time_ms`` or ``tflops`` (per GPU); where they
-are there also ``hardware, hosts, gpus_per_host, kv_heads, head_dim, batch, causal, dtype, pass, kernel, degrees``.
+are there also ``hardware, hosts, gpus_per_host, kv_heads, head_dim, batch, causal, dtype, pass, kernel, degrees``. A
+row that says what is not understood is not foreseen.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from ringprof.devices import peak_of
+from ringprof.devices import device_named, peak_of
 from ringprof.errors import InputError, RingprofError
 from ringprof.files import read_whole
 from ringprof.foresee.calibration import Calibration
@@ -34,9 +35,22 @@ SLACK = 1.05
 """How far above the best that was measured of a kernel a rate may lie."""
 _LIKE = 0.25
 """How near a time must be to that of another length to be taken for it."""
-_KERNELS = (("3", "flash-attn-3"), ("4", "flash-attn-4"), ("cudnn", "cudnn"), ("flash", "flash-attn"))
 _NUMBER = re.compile(r"[0-9]{1,18}(\.[0-9]{0,18})?([eE][+-]?[0-9]{1,2})?")
-_TRUE = ("true", "1", "yes")
+_TIMES = ("time_ms", "tflops", "tflops_per_gpu_computed", "tflops_per_gpu_printed")
+_COUNTS = {"seq_global": "", "heads": "", "n_gpus": "", "kv_heads": "", "head_dim": "128", "batch": "1"}
+"""And what they are where a table does not say."""
+_PLACES = ("hosts", "gpus_per_host")
+_WORDS: Mapping[str, Mapping[str, str]] = {
+    "pass": {"": "fwd+bwd", "fwd": "fwd", "forward": "fwd", "bwd": "bwd", "backward": "bwd", "fwd+bwd": "fwd+bwd",
+             "forward+backward": "fwd+bwd"},
+    "causal": dict.fromkeys(("", "true", "t", "yes", "y", "1", "causal"), "causal")
+    | dict.fromkeys(("false", "f", "no", "n", "0", "full"), "full"),
+    "dtype": {"": "bf16", "bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16", "float16": "fp16", "half": "fp16",
+              "fp32": "fp32", "float32": "fp32"},
+}  # fmt: skip
+"""What people write, and what it means."""
+_FLASH = re.compile(r"(?:fa|flash[-_ ]?att(?:entio)?n)[-_ v]*([234]?)(?![0-9])")
+_KNOWN = {"id", "strategy", "degrees", "kernel", "hardware", *_TIMES, *_COUNTS, *_PLACES, *_WORDS}
 
 
 @dataclass(frozen=True)
@@ -47,14 +61,13 @@ class _Row:
     """Line of the file."""
     name: str
     question: Question | None
-    """None where it is of a strategy that ringprof has not."""
+    """None where it cannot be told, for the reason in ``unread``."""
     measured_ms: float | None
     tflops: float | None
     """Per GPU, as measured."""
     part: str
     """``fwd``, ``bwd`` or ``fwd+bwd``."""
     unread: str = ""
-    """What of it is no number."""
 
 
 @dataclass(frozen=True)
@@ -78,65 +91,91 @@ class Checked:
 
 
 def read_rows(path: str) -> list[dict[str, str]]:
-    """The rows of a CSV file. Raises `InputError`."""
+    """The rows of a CSV file, by its columns' names in small letters. Raises `InputError`."""
     text = read_whole(path).decode("utf-8-sig", errors="replace")
+    header, _, body = text.partition("\n")
+    between = max(",;\t", key=header.count)
+    names = [name.strip().strip('"').lower() for name in header.split(between)]
     try:
-        rows = list(islice(csv.DictReader(io.StringIO(text)), _MOST_ROWS + 1))
+        rows = list(islice(csv.DictReader(io.StringIO(body), names, delimiter=between), _MOST_ROWS + 1))
     except csv.Error as error:
         raise InputError(f"{path}: not a table of measurements: {error}") from None
-    if not rows or not {"strategy", "seq_global", "heads", "n_gpus"} <= set(rows[0]):
+    if not rows or not {"strategy", "seq_global", "heads", "n_gpus"} <= set(names) or not set(_TIMES) & set(names):
         raise InputError(f"{path}: not a table of measurements: it needs strategy, seq_global, heads, n_gpus, time_ms")
     if len(rows) > _MOST_ROWS:
         raise InputError(f"{path}: at most {_MOST_ROWS} rows are checked at once")
     return rows
 
 
+def unknown_columns(rows: Sequence[Mapping[str, str | None]]) -> list[str]:
+    """Columns that are not looked at, whatever they mean."""
+    return [name for name in rows[0] if name and name not in _KNOWN]
+
+
 def check_rows(
     rows: Sequence[Mapping[str, str | None]], machine: Calibration, tape_of: TapeOf, cluster: Cluster
 ) -> list[Checked]:
-    """Rows against a machine; ``cluster`` says how hosts are joined."""
+    """Rows against a machine; ``cluster`` says how hosts are joined, and how many GPUs one has where a row does not."""
     known: dict[Any, Any] = {}
-    return [_checked(_row(n, row, cluster), machine, tape_of, known) for n, row in enumerate(rows, 2)]
+    return [_checked(_row(n, row, machine, cluster), machine, tape_of, known) for n, row in enumerate(rows, 2)]
 
 
-def _row(number: int, row: Mapping[str, str | None], cluster: Cluster) -> _Row:
-    given = {key: value for key, value in row.items() if key and value not in (None, "")}
+class _Unread(Exception):
+    """What of a row cannot be told."""
 
-    unread: list[str] = []
 
-    def count(name: str, default: int) -> int:
-        # Whoever writes a table with pandas writes 65536.0 where another row lacks the figure.
-        text = given.get(name)
-        found = default if text is None else whole(text.removesuffix(".0"))
-        if not found or found > 1 << 40:
-            unread.append(f"{name} {clean(str(text)[:40])!r} is no such number")
-        return min(found or default, 1 << 40)
+def _row(number: int, row: Mapping[str, str | None], machine: Calibration, cluster: Cluster) -> _Row:
+    given = {key: value.strip() for key, value in row.items() if key and isinstance(value, str) and value.strip()}
+    found = _Row(number, given.get("id") or given.get("strategy") or "", None, None, None, "")
+    try:
+        part, workload, cluster = _asked(given, cluster)
+        figures = {name: _figure(name, given[name]) for name in _TIMES if name in given}
+        ms, rate = figures.pop("time_ms", None), next(iter(figures.values()), None)
+        flops = _flops(workload, part) / cluster.size / 1e9
+        if ms is None and rate:
+            ms = flops / rate
+        found = replace(found, part=part, measured_ms=ms, tflops=flops / ms if ms else None)
+        return replace(found, question=_question(given, workload, cluster, machine))
+    except _Unread as error:
+        return replace(found, unread=str(error))
 
-    def figure(*names: str) -> float | None:
-        texts = (str(given.get(name, "")) for name in names)
-        return next((float(text) for text in texts if _NUMBER.fullmatch(text)), None)
 
-    heads, size, part = count("heads", 1), count("n_gpus", 1), str(given.get("pass") or "fwd+bwd")
-    hosts = min(count("hosts", 1), size)
+def _figure(name: str, text: str) -> float:
+    found = float(text) if _NUMBER.fullmatch(text) else 0.0
+    if not found:
+        raise _Unread(f"{name} {text[:40]!r} is no such number")
+    return found
+
+
+def _count(name: str, text: str) -> int:
+    # Whoever writes a table with pandas writes 65536.0 where another row lacks the figure.
+    found = whole(text.removesuffix(".0"))
+    if not found or found > 1 << 40:
+        raise _Unread(f"{name} {text[:40]!r} is no such number" if text else f"no {name}")
+    return found
+
+
+def _asked(given: Mapping[str, str], cluster: Cluster) -> tuple[str, Workload, Cluster]:
+    """The pass, the problem and the cluster of a row."""
+    said = {}
+    for column, words in _WORDS.items():
+        word = given.get(column, "").lower().removeprefix("torch.")
+        if word not in words:
+            raise _Unread(f"{column} {word[:40]!r} is none of {', '.join(filter(None, words))}")
+        said[column] = words[word]
+    usual = _COUNTS | {"kv_heads": given.get("heads", "")}
+    seq, heads, size, kv_heads, head_dim, batch = (_count(name, given.get(name, usual[name])) for name in _COUNTS)
     workload = Workload(
-        seq=count("seq_global", 1), heads=heads, kv_heads=count("kv_heads", heads), head_dim=count("head_dim", 128),
-        batch=count("batch", 1), causal=str(given.get("causal", "true")).lower() in _TRUE, backward=part != "fwd",
-        dtype="fp16" if "16" in str(given.get("dtype", "")) and "bf" not in str(given.get("dtype", "")) else "bf16",
+        seq=seq, heads=heads, kv_heads=kv_heads, head_dim=head_dim, batch=batch, causal=said["causal"] == "causal",
+        backward=said["pass"] != "fwd", dtype=said["dtype"],
     )  # fmt: skip
-    question = _question(given, workload, replace(cluster, hosts=hosts, gpus_per_host=max(1, size // hosts)))
-    if unread:
-        return _Row(number, str(given.get("id") or given.get("strategy") or ""), None, None, None, part, unread[0])
-    flops = _flops(workload, part) / size
-    ms, tflops = figure("time_ms"), figure("tflops", "tflops_per_gpu_computed", "tflops_per_gpu_printed")
-    ms = flops / tflops / 1e9 if ms is None and tflops else ms
-    return _Row(
-        number,
-        str(given.get("id") or given.get("strategy") or ""),
-        question,
-        ms,
-        flops / ms / 1e9 if ms else tflops,
-        part,
-    )
+    places = {name: _count(name, given[name]) for name in _PLACES if name in given}
+    usual_per_host = size // places["hosts"] if "hosts" in places else cluster.gpus_per_host
+    per_host = min(size, places.get("gpus_per_host", usual_per_host))
+    hosts = places.get("hosts") or size // per_host
+    if hosts * per_host != size:
+        raise _Unread(f"n_gpus {size} is not {hosts} hosts of {per_host}")
+    return said["pass"], workload, replace(cluster, hosts=hosts, gpus_per_host=per_host)
 
 
 def _flops(workload: Workload, part: str) -> float:
@@ -145,15 +184,18 @@ def _flops(workload: Workload, part: str) -> float:
     return flops * 5 / 7 if part == "bwd" else flops
 
 
-def _question(given: Mapping[str, Any], workload: Workload, cluster: Cluster) -> Question | None:
+def _question(given: Mapping[str, str], workload: Workload, cluster: Cluster, machine: Calibration) -> Question:
+    """Raises `_Unread` for what ringprof has not, or the machine is not."""
     from ringprof.strategies.registry import SPECS
 
-    words = re.findall(r"[a-z-]+", str(given.get("strategy", "")).lower())
-    name = words[0] if words else ""
-    if name not in SPECS or len(words) > 2:
-        return None
+    name = given.get("strategy", "").lower().replace("_", "-")
+    if name not in SPECS:
+        raise _Unread("a strategy that ringprof has not")
+    of, here = (device_named(device) for device in (given.get("hardware"), machine.device))
+    if of and here and of != here:
+        raise _Unread(f"measured on {of}, and the machine is {here}")
     params: Params = {}
-    degrees = str(given.get("degrees", "")).lower()
+    degrees = given.get("degrees", "").lower()
     ulysses, window = re.search(r"ulysses=([0-9]{1,9})", degrees), re.search(r"window=([0-9]{1,9})", degrees)
     if ulysses and name in ("usp", "double-ring"):
         params["ulysses_degree"] = int(ulysses[1])
@@ -163,14 +205,25 @@ def _question(given: Mapping[str, Any], workload: Workload, cluster: Cluster) ->
         params["double_ring"] = False
     if name == "allgather" and workload.causal:
         params["layout"] = "zigzag"
-    kernel = next((ours for word, ours in _KERNELS if word in str(given.get("kernel", "")).lower()), "auto")
-    return Question(name, workload, cluster, kernel, params=params)
+    return Question(name, workload, cluster, _kernel(given.get("kernel", "").lower()), params=params)
+
+
+def _kernel(text: str) -> str:
+    from ringprof.strategies.kernels import KERNELS
+
+    flash = _FLASH.match(text)
+    if flash:
+        return "flash-attn" + (f"-{flash[1]}" if flash[1] in ("3", "4") else "")
+    found = next((name for name in KERNELS if name in text), None)
+    if text and found is None:
+        raise _Unread(f"a kernel that ringprof has not, {text[:40]!r}")
+    return found or "auto"
 
 
 def _checked(row: _Row, machine: Calibration, tape_of: TapeOf, known: dict[Any, Any]) -> Checked:
     flags = list(_impossible(row, machine))
     if row.question is None:
-        return Checked(row, None, row.unread or "a strategy that ringprof has not", flags)
+        return Checked(row, None, row.unread, flags)
     try:
         predicted = _times(row, row.question, machine, tape_of, known)
     except RingprofError as error:
@@ -234,10 +287,11 @@ def _times(
     return low, middle, high
 
 
-def _as_dict(found: list[Checked]) -> JsonObject:
+def _as_dict(found: Sequence[Checked], unknown: Sequence[str]) -> JsonObject:
     """Schema ``ringprof.check/1``."""
     return {
         "schema": _SCHEMA,
+        "columns_not_looked_at": list(unknown),
         "rows": [
             {
                 "line": one.row.number, "name": one.row.name, "measured_ms": one.row.measured_ms,
@@ -250,10 +304,10 @@ def _as_dict(found: list[Checked]) -> JsonObject:
     }  # fmt: skip
 
 
-def check_text(found: list[Checked], form: str, style: TextStyle) -> str:
-    """The checked table, for people or as JSON."""
+def check_text(found: Sequence[Checked], unknown: Sequence[str], form: str, style: TextStyle) -> str:
+    """The checked table and the columns that nobody looked at, for people or as JSON."""
     if form == "json":
-        return json_text(_as_dict(found))
+        return json_text(_as_dict(found, unknown))
     lines = ["line  measured ms  PREDICTED ms         error"]
     for one in found:
         measured = f"{one.row.measured_ms:,.2f}" if one.row.measured_ms else "-"
@@ -269,4 +323,6 @@ def check_text(found: list[Checked], form: str, style: TextStyle) -> str:
         mean = 100 * sum(errors) / len(errors)
         lines.append(f"{len(errors)} rows foreseen: mean error {mean:.1f} %, most {100 * max(errors):.1f} %")
     lines.append(f"{flagged} of {len(found)} rows flagged")
+    if unknown:
+        lines.append(f"columns not looked at: {clean(', '.join(unknown))}")
     return style.finish(style.fit("\n".join(lines)))

@@ -52,7 +52,7 @@ class OutsideCalibration(UsageError):
 
 
 class Curve:
-    """The times of one kernel in one phase on one device, hot."""
+    """The times of one kernel in one phase, with heads of one size, on one device, hot."""
 
     def __init__(
         self, name: str, samples: Sequence[KernelSample], multiprocessors: int, cooler: Callable[[KernelSample], float]
@@ -78,9 +78,6 @@ class Curve:
         return Estimate(float(np.exp(self._form(block) + left)), float(np.sqrt(max(variance, 0.0) + 0.005**2)))
 
     def _refuse_far(self, block: AttentionCall, place: Floats) -> None:
-        known = sorted({sample.head_dim for sample in self._samples})
-        if block.head_dim not in known:
-            raise OutsideCalibration(f"kernel {self.name!r} is calibrated for head_dim {known}, not {block.head_dim}")
         beyond = place[:2] - self._places[:, :2]
         # Longer blocks go on at the plateau; shorter ones leave it, nobody knows how soon.
         if (np.maximum(beyond / MOST_LONGER, -beyond / MOST_SHORTER).max(axis=1) > 1).all():

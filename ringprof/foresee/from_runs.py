@@ -16,12 +16,12 @@ import msgspec
 import numpy as np
 
 from ringprof.api import Analysis, load
-from ringprof.errors import InputError, UsageError
+from ringprof.errors import InputError, UnfitWorkloadError, UsageError
 from ringprof.foresee.calibration import Calibration, KernelFigures, KernelSample, Link, Value
-from ringprof.foresee.links import Cluster, Links
+from ringprof.foresee.links import Links
 from ringprof.foresee.observed import ObservedRank, observe
 from ringprof.foresee.program import AttentionCall, Tape, Touch
-from ringprof.foresee.question import busy_s, is_older
+from ringprof.foresee.question import busy_s, cluster_of, is_older
 from ringprof.run import Run
 
 LARGE_BYTES = 16 << 20
@@ -56,12 +56,6 @@ def tape_of_run(run: Run) -> Tape:
     )  # fmt: skip
 
 
-def cluster_of_run(run: Run) -> Cluster:
-    """Hosts and GPUs of a run, as its strategy saw them."""
-    per_host = run.topology.ranks_per_host
-    return Cluster(hosts=max(1, run.topology.world_size // per_host), gpus_per_host=per_host)
-
-
 def observed_run(path: str | os.PathLike[str], base: Calibration) -> Observed:
     """Read a run and its traces. Raises `InputError` and `UsageError` for one that cannot calibrate a GPU."""
     analysis = load(path)
@@ -72,9 +66,12 @@ def observed_run(path: str | os.PathLike[str], base: Calibration) -> Observed:
         raise UsageError(f"{os.fspath(path)}: recorded on CPU processes, which cannot be foreseen")
     if run.workload and not run.workload.mask().plain:
         raise UsageError(f"{os.fspath(path)}: runs of packed documents and windows are not taken apart")
-    ranks = observe(analysis.attribution, tape_of_run(run))
+    try:
+        ranks, links = observe(analysis.attribution, tape_of_run(run)), Links(base, cluster_of(run))
+    except UnfitWorkloadError as error:
+        raise UnfitWorkloadError(f"{os.fspath(path)}: {error}") from None
     fills = any(kernel.name == run.kernel and kernel.fills_device for kernel in base.kernels)
-    return Observed(run, ranks, Links(base, cluster_of_run(run)), fills)
+    return Observed(run, ranks, links, fills)
 
 
 def calibrate_from(runs: Sequence[Observed], base: Calibration) -> Calibration:

@@ -11,7 +11,7 @@ from ringprof.foresee.links import Cluster
 from ringprof.foresee.predict import TapeOf
 from ringprof.json_object import JsonObject
 
-_STRATEGIES = {"double_ring": "double-ring", "megatron_cp": "megatron"}
+_STRATEGIES = {"megatron_cp": "megatron"}
 _NEEDED = ("seq", "heads", "head_dim", "world_size")
 
 
@@ -20,24 +20,23 @@ def logs_held(rows: Iterable[JudgedRow], machine: Calibration, tape_of: TapeOf, 
 
     What is above the device's peak the audit says without a machine.
     """
-    told = [(one, asked) for one in rows if (asked := _asked(one, cluster.gpus_per_host))]
+    told = [(one, asked) for one in rows if (asked := _asked(one))]
     for (one, _), found in zip(told, check_rows([asked for _, asked in told], machine, tape_of, cluster), strict=True):
         for code, message in found.flags:
             if code != "above_peak":
                 yield flag(one.row, code, "error", f"{one.row.system}: {message}", found.row.measured_ms)
 
 
-def _asked(one: JudgedRow, per_host: int) -> JsonObject | None:
+def _asked(one: JudgedRow) -> JsonObject | None:
     """The row as `check` takes it; None where something is not stated."""
     row = one.row
     ms = row.forward_ms if row.forward_only or row.forward_backward_ms is None else row.forward_backward_ms
     if (ms is None and one.tflops_per_gpu is None) or not all(getattr(row, name) for name in _NEEDED):
         return None
-    size = row.world_size or 1
     return {
         "strategy": _STRATEGIES.get(row.system, row.system), "seq_global": str(row.seq), "heads": str(row.heads),
         "kv_heads": str(row.kv_heads or row.heads), "head_dim": str(row.head_dim), "batch": str(row.batch or 1),
-        "n_gpus": str(size), "hosts": str(max(1, size // per_host)), "causal": str(row.causal is not False),
+        "n_gpus": str(row.world_size), "causal": str(row.causal is not False),
         "pass": "fwd" if row.forward_only or (ms and ms is row.forward_ms) else "fwd+bwd", "degrees": _degrees(row),
         "time_ms": ms and str(ms), "tflops": None if ms else str(one.tflops_per_gpu),
     }  # fmt: skip

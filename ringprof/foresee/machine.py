@@ -8,7 +8,7 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 
 from ringprof.foresee.calibration import Calibration, KernelFigures, KernelSample
-from ringprof.foresee.curves import Curve, Estimate
+from ringprof.foresee.curves import Curve, Estimate, OutsideCalibration
 from ringprof.foresee.events import BlockTime, Leg
 from ringprof.foresee.host import host_ns
 from ringprof.foresee.links import Links
@@ -24,7 +24,7 @@ class Curves:
     def __init__(self, calibration: Calibration, kernel: str) -> None:
         self.kernel: KernelFigures = calibration.kernel(kernel)
         self._calibration = calibration
-        self._of: dict[str, Curve] = {}
+        self._of: dict[tuple[str, int], Curve] = {}
         self._known: dict[tuple[object, ...], Estimate] = {}
 
     def at(self, block: AttentionCall) -> Estimate:
@@ -34,17 +34,21 @@ class Curves:
             block.pairs, block.sequences,
         )  # fmt: skip
         if key not in self._known:
-            self._known[key] = self._curve(block.phase, masked=block.pairs is not None).at(block)
+            self._known[key] = self._curve(block.phase, block.head_dim, masked=block.pairs is not None).at(block)
         return self._known[key]
 
-    def _curve(self, phase: str, *, masked: bool) -> Curve:
+    def _curve(self, phase: str, head_dim: int, *, masked: bool) -> Curve:
         name = f"{self.kernel.name} {phase}{' of documents and windows' if masked else ''}"
-        if name not in self._of:
+        if (name, head_dim) not in self._of:
             samples = [
                 sample for sample in self.kernel.samples if (sample.phase, sample.pairs is not None) == (phase, masked)
             ]
-            self._of[name] = Curve(name, samples, self._calibration.multiprocessors, self._cooler)
-        return self._of[name]
+            known = sorted({sample.head_dim for sample in samples})
+            if samples and head_dim not in known:
+                raise OutsideCalibration(f"kernel {name!r} is calibrated for head_dim {known}, not {head_dim}")
+            samples = [sample for sample in samples if sample.head_dim == head_dim]
+            self._of[name, head_dim] = Curve(name, samples, self._calibration.multiprocessors, self._cooler)
+        return self._of[name, head_dim]
 
     def _cooler(self, sample: KernelSample) -> float:
         slowed = self._calibration.slowed

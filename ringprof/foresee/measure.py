@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ringprof.errors import UsageError
 from ringprof.foresee.bench import Bench, call_of
-from ringprof.foresee.calibration import PARTS, Calibration, KernelFigures, KernelSample, Link, Nccl, Value
+from ringprof.foresee.calibration import COLLECTIVES, PARTS, Calibration, KernelFigures, KernelSample, Link, Nccl, Value
 from ringprof.foresee.host import explained
 from ringprof.foresee.host_passes import measured_passes
 from ringprof.foresee.links import channels
@@ -248,7 +248,7 @@ def _agreed(bench: Bench, *, mine: bool) -> bool:
 def _collectives(bench: Bench, comm: Communicator) -> dict[str, Value]:
     channel = comm.collective("calibrate_all")
     found = {}
-    for name in ("all_to_all", "all_gather", "reduce_scatter"):
+    for name in COLLECTIVES:
         rates = []
         for size in COLLECTIVE_BYTES if bench.device.type == "cuda" else (1 << 16,):
             piece = torch.zeros(size // 2, dtype=torch.bfloat16, device=bench.device)

@@ -379,7 +379,8 @@ def inputs(prediction: Prediction) -> dict[str, Value]:
     kernel = machine.kernel(question.kernel)
     found = {"memory_gb_s": machine.memory_gb_s, "contention": machine.contention, "heat": machine.heat}
     for phase in ("forward", "backward") if question.workload.backward else ("forward",):
-        samples = [sample for sample in kernel.samples if sample.phase == phase]
+        of = phase, question.workload.head_dim
+        samples = [sample for sample in kernel.samples if (sample.phase, sample.head_dim) == of]
         spread = math.sqrt(prediction.parts.get(f"{phase} kernel", 0.0))
         origin: Origin = "measured" if all(sample.origin == "measured" for sample in samples) else "published"
         sources = sorted({sample.source for sample in samples})

@@ -40,6 +40,14 @@ def busy_s(run: Run, share: float = 0.5) -> float | None:
     return (timings.warmup + share * len(timings.iterations_ns[0])) * (timings.median_ns() or 0.0) / 1e9
 
 
+def cluster_of(run: Run) -> Cluster:
+    """Hosts and GPUs of a run, as its strategy saw them. Raises `UnfitWorkloadError` for hosts of unlike numbers."""
+    size, per_host = run.topology.world_size, min(run.topology.ranks_per_host, run.topology.world_size)
+    if size % per_host:
+        raise UnfitWorkloadError(f"run {run.name}: {size} ranks are not hosts of {per_host}: unlike hosts")
+    return Cluster(hosts=size // per_host, gpus_per_host=per_host)
+
+
 @dataclass(frozen=True)
 class Question:
     """One run that nobody has made."""
@@ -49,7 +57,7 @@ class Question:
     workload: Workload
     cluster: Cluster
     kernel: str = "auto"
-    """``auto``: the first of the machine's that has been measured."""
+    """``auto``: the first of the machine's that has been measured, with heads of this size where one has."""
     hops: str = "nccl"
     """``auto``: as the recorder chooses them, copy engines where the machine has a rate of them."""
     params: Mapping[str, Any] = field(default_factory=dict)
@@ -65,11 +73,10 @@ class Question:
             raise InputError(f"run {run.name}: it does not name its strategy, kernel and workload")
         if run.topology.device_type != "cuda":
             raise UnfitWorkloadError(f"run {run.name}: recorded on CPU processes, whose speed cannot be foreseen")
-        per_host = run.topology.ranks_per_host
-        cluster = Cluster(hosts=max(1, run.topology.world_size // per_host), gpus_per_host=per_host)
         used = run.strategy
         return cls(
-            used.name, run.workload, cluster, run.kernel, used.hops, used.params, is_older(run), busy_s=busy_s(run)
+            used.name, run.workload, cluster_of(run), run.kernel, used.hops, used.params, is_older(run),
+            busy_s=busy_s(run),
         )  # fmt: skip
 
     def hops_on(self, machine: Calibration) -> str:
@@ -85,15 +92,16 @@ class Question:
         if self.kernel != "auto":
             return self.kernel
         masked = not self.workload.mask().plain
-        measured = [
-            kernel.name for kernel in machine.kernels
-            if any(sample.pairs is not None or not masked for sample in kernel.samples)
+        of = [
+            (kernel.name, sample.head_dim) for kernel in machine.kernels
+            for sample in kernel.samples if sample.pairs is not None or not masked
         ]  # fmt: skip
-        if masked and not measured:
+        fitting = [name for name, head_dim in of if head_dim == self.workload.head_dim]
+        if masked and not of:
             raise UnfitWorkloadError(
                 f"machine {machine.name!r}: no kernel is calibrated for packed documents and windows"
                 " (ringprof calibrate, with flash-attn installed)"
             )
-        if not measured:
+        if not of:
             raise InputError(f"machine {machine.name!r}: no kernel has been measured on it")
-        return measured[0]
+        return (fitting or [name for name, _ in of])[0]

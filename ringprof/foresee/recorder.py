@@ -22,8 +22,9 @@ from ringprof.foresee.program import AttentionCall, Join, Op, Post, Touch, Wait
 from ringprof.json_object import JsonObject
 from ringprof.strategies.streams import SideStreams
 
-_ROUNDED = 512
-"""What CUDA's caching allocator rounds sizes up to."""
+_ROUNDED, _LARGE, _SEGMENT, _SPLIT = 512, 10 << 20, 2 << 20, 1 << 20
+"""CUDA's caching allocator rounds sizes up to the first. From the second on a tensor has a segment of its own, a
+multiple of the third, and what is left of it is split off where it is more than the fourth."""
 _FREE = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias")
 _LOOKS = ("_local_scalar_dense", "equal", "nonzero", "is_nonzero", "item")
 _OVERWRITES = ("copy_", "fill_", "zero_")
@@ -155,7 +156,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             storage = leaf.untyped_storage()
             key = storage._cdata
             if key not in self._holders:
-                size = -(-storage.nbytes() // _ROUNDED) * _ROUNDED
+                size = _block_bytes(storage.nbytes())
                 self._holders[key] = weakref.ref(storage, partial(self._let_go, key, size))
                 self._held_bytes += size
                 self._see_peak()
@@ -230,6 +231,12 @@ class RecordedKernels:
 
     def _moves(self, name: str, *tensors: Tensor) -> None:
         self._recorder.touch(name, sum(map(_bytes, tensors)))
+
+
+def _block_bytes(size: int) -> int:
+    """What the allocator counts for a tensor."""
+    rounded, segment = -(-size // _ROUNDED) * _ROUNDED, -(-size // _SEGMENT) * _SEGMENT
+    return segment if size >= _LARGE and segment - rounded <= _SPLIT else rounded
 
 
 def _shape_of(func: Any, name: str, args: Any, kwargs: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
@@ -24,6 +25,9 @@ from ringprof.strategies.merge import wide_type
 from ringprof.strategies.parcels import Parcel, Shapes, shapes_of, size_bytes
 from ringprof.strategies.parts import Batch, Lengths, Part, Parts
 
+_RESIDENT = 2 * 132
+"""Blocks that flash-attn 2 counts on at once, on a Hopper GPU."""
+
 
 def recording_kernel(kind: type[Kernel], recorder: Recorder, *, deterministic: bool) -> Kernel:
     """A kernel that records the calls of ``kind`` and returns results of the right shapes."""
@@ -40,7 +44,7 @@ class _Recording(Kernel):
         batch, seq, heads, _ = q.shape
         out = _like(q)
         lse = torch.empty(batch, heads, seq, dtype=wide_type(q), device=q.device)
-        self.recorder.block("forward", q, k, 0, causal=causal)
+        self.recorder.block("forward", q, k, _split_bytes(self.name, q, k), causal=causal)
         return out, lse
 
     def _backward(
@@ -105,6 +109,25 @@ def _scratch_bytes(kernel: str, q: Tensor, k: Tensor, sequences: int = 0) -> int
     rounded = -(-rows // 128) * 128 if kernel == "flash-attn" and not sequences else rows + 128 * sequences
     groups = 2 * _size_bytes(q) // rows * k.shape[1] if heads != k.shape[2] else 0
     return 4 * batch * rounded * heads * (head_dim + 1) + groups
+
+
+def _split_bytes(kernel: str, q: Tensor, k: Tensor) -> int:
+    """What a forward call of flash-attn 2 holds beside its results, in torch, too: where few blocks of queries leave
+    multiprocessors idle it cuts the keys into parts, whose outputs and LSE it keeps in float32 until it adds them up
+    (``num_splits_heuristic`` of its flash_api.cpp): the fewest that fill the last wave nearly as well as any number.
+    """
+    batch, rows, heads, head_dim = q.shape
+    tiles = batch * heads * -(-rows // 64)
+    if kernel not in ("flash-attn", "torch-flash") or tiles >= 0.8 * _RESIDENT:
+        return 0
+    blocks = -(-k.shape[1] // (256 if head_dim <= 64 else 128 if head_dim <= 128 else 64))
+    fills = {}
+    for splits in range(1, min(128, _RESIDENT, blocks) + 1):
+        if splits == 1 or -(-blocks // splits) != -(-blocks // (splits - 1)):
+            waves = tiles * splits / _RESIDENT
+            fills[splits] = waves / math.ceil(waves)
+    splits = next(splits for splits, full in fills.items() if full >= 0.85 * max(fills.values()))
+    return 4 * splits * batch * heads * rows * (head_dim + 1) if splits > 1 else 0
 
 
 class RecordingCommunicator(Communicator):

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import Any
 
 from ringprof.analysis.findings.digits import percent
 from ringprof.devices import peak_of
-from ringprof.foresee.calibration import Calibration, Host, Link, Value
+from ringprof.foresee.calibration import Calibration, Value, figures
 from ringprof.foresee.links import Cluster, Links
 from ringprof.foresee.predict import Prediction, inputs
 from ringprof.foresee.program import Post
@@ -143,21 +141,9 @@ def calibration_text(machine: Calibration, style: TextStyle) -> str:
         if (samples := [one for one in kernel.samples if one.phase == phase])
     ]
     failed = [f"  not measured: {clean(line)}" for line in machine.unmeasured]
-    figures = [_input(name, value) for name, value in _figures(machine)]
-    lines = [f"{clean(machine.name)}, {clean(machine.device)}", *rates, *figures, *failed]
+    told = [_input(name, value) for name, value in figures(machine)]
+    lines = [f"{clean(machine.name)}, {clean(machine.device)}", *rates, *told, *failed]
     return style.finish(style.fit("\n".join(lines)))
-
-
-def _figures(of: Any, within: str = "") -> Iterator[tuple[str, Value]]:
-    """Every `Value` of a calibration by its name in the file; of kernels and what only a machine's kind has, none."""
-    for name in of.__struct_fields__:
-        found = getattr(of, name)
-        if isinstance(found, Value):
-            yield within + name, found
-        elif isinstance(found, Host | Link):
-            yield from _figures(found, f"{name}.")
-        elif name == "collective_gb_s":
-            yield from ((f"{within}{operation}_gb_s", value) for operation, value in found.items())
 
 
 def _input(name: str, value: Value) -> str:

@@ -54,12 +54,7 @@ def tape(
     behaves = _LIKE.get(kernel, kernel)
     if behaves not in KERNELS:
         raise UsageError(f"no kernel {kernel!r}; there are: {', '.join(dict.fromkeys((*KERNELS, *_LIKE)))}")
-    if workload.kv_length is not None or workload.layer is not None or workload.sequences is not None:
-        raise UnfitWorkloadError(
-            "training's attention alone is foreseen: no prefill, decode, whole layers and changing sizes"
-        )
-    if workload.softcap or workload.sinks or workload.v_head_dim:
-        raise UnfitWorkloadError("softcap, sinks and smaller heads of v cannot be foreseen: no kernel is calibrated so")
+    _refuse_unforeseen(workload)
     if workload.batch * workload.seq * workload.heads * workload.head_dim > _MOST_ELEMENTS:
         raise UnfitWorkloadError("a tensor of so many heads and tokens has more bytes than 64 bits count")
     per_host = ranks_per_host or size
@@ -85,6 +80,15 @@ def tape(
     )  # fmt: skip
 
 
+def _refuse_unforeseen(workload: Workload) -> None:
+    if workload.kv_length is not None or workload.layer is not None or workload.sequences is not None:
+        raise UnfitWorkloadError(
+            "training's attention alone is foreseen: no prefill, decode, whole layers and changing sizes"
+        )
+    if workload.softcap:
+        raise UnfitWorkloadError("a softcap cannot be foreseen: no kernel is calibrated with one")
+
+
 def tape_of(question: Question, cluster: Cluster, ranks: Sequence[int] | None) -> Tape:
     """For `predict`: a question's programs on its own cluster, or on a smaller one that stands for it."""
     workload, params = shared(question, cluster)
@@ -101,6 +105,7 @@ def shared(question: Question, cluster: Cluster) -> tuple[Workload, Params]:
     kept, as far as they fit.
     """
     size, params, workload = question.cluster.size, dict(question.params), question.workload
+    _refuse_unforeseen(workload)
     if size > MOST_RANKS:
         raise UnfitWorkloadError(f"{size} ranks cannot be foreseen: at most {MOST_RANKS}")
     if workload.seq < size:
@@ -181,17 +186,19 @@ def _program(
 
 def _problem(strategy: Strategy, workload: Workload) -> Problem:
     """One rank's share of the workload, in shapes."""
-    local = workload.seq // strategy.comm.size
+    local, trains = workload.seq // strategy.comm.size, workload.backward
+    size, of_v = workload.head_dim, workload.v_head_dim or workload.head_dim
 
-    def shaped(heads: int) -> Any:
-        shape = (workload.batch, local, heads, workload.head_dim)
-        return torch.empty(shape, dtype=torch_dtype(workload), device="meta")
+    def shaped(heads: int, size: int) -> Any:
+        return torch.empty((workload.batch, local, heads, size), dtype=torch_dtype(workload), device="meta")
 
-    heads, kv_heads, trains = workload.heads, workload.kv_heads, workload.backward
-    q, k, v = (shaped(count).requires_grad_(trains) for count in (heads, kv_heads, kv_heads))
-    return Problem(
-        strategy, workload.causal, q, k, v, shaped(heads) if trains else None, options=mask_options(workload)
-    )
+    shapes = (workload.heads, size), (workload.kv_heads, size), (workload.kv_heads, of_v)
+    q, k, v = (shaped(*shape).requires_grad_(trains) for shape in shapes)
+    dout, options, sinks = shaped(workload.heads, of_v) if trains else None, mask_options(workload), None
+    if workload.sinks:
+        sinks = torch.empty(workload.heads, device="meta").requires_grad_(trains)
+        options |= {"sinks": sinks}
+    return Problem(strategy, workload.causal, q, k, v, dout, options=options, sinks=sinks)
 
 
 @contextmanager

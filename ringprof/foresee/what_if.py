@@ -96,6 +96,8 @@ def _refuse(observed: Observed, machine: Calibration, changes: Changes) -> None:
     for name in changes.links:
         if name not in _LINKS:
             raise UsageError(f"--link {name}: write same_host or other_host")
+    if "other_host" in changes.links and (changes.hosts_of or observed.links.cluster.hosts) == 1:
+        raise UsageError("--link other_host: the run has one host")
     known = {rank.program.rank for rank in observed.ranks}
     for rank in changes.slow:
         if rank not in known:
@@ -143,9 +145,10 @@ class _Replay:
         """``programs`` has the blocks of ``observed``, in their order."""
         self._observed, self._machine, self._changes = observed, machine, changes
         self._ranks = {rank.program.rank: rank for rank in observed.ranks}
-        per_host = changes.hosts_of or observed.links.cluster.gpus_per_host
-        size = observed.run.topology.world_size
-        self._links = Links(machine, Cluster(hosts=max(1, size // per_host), gpus_per_host=per_host))
+        cluster = observed.links.cluster
+        if changes.hosts_of:
+            cluster = Cluster(hosts=cluster.size // changes.hosts_of, gpus_per_host=changes.hosts_of)
+        self._links = Links(machine, cluster)
         self.handover_ns = machine.handover_us.value * 1e3
         self._kernel = machine.kernel(observed.run.kernel or "")
         self._memory = {

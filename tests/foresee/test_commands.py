@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
 from tests.paths import TRACES
@@ -14,7 +17,9 @@ pytest.importorskip("torch", reason="a prediction runs strategies on shapes")
 
 import ringprof
 from ringprof import cli
+from ringprof.errors import UnfitWorkloadError
 from ringprof.foresee.calibration import calibration_json, parse_calibration, read_calibration
+from ringprof.foresee.question import Question
 from ringprof.run import read_run
 
 ZIGZAG = str(TRACES / "h200x4-zigzag-65536")
@@ -90,7 +95,7 @@ def test_a_prediction_over_hosts_is_of_one_clock_and_says_that_it_is_predicted(t
         (("predict", "--machine", "h200", *SMALL, "--strategy", "dcp"), "strategy 'dcp' is for decode"),
         (("what-if", ZIGZAG, "--kernel-speed", "0"), "--kernel-speed: '0' is not a factor"),
         (("predict", "--machine", "h200", *SMALL, "--dtype", "fp32"), "bf16 and fp16 only"),
-        (("predict", "--machine", "h200", *SMALL, "--head-dim", "64"), "calibrated for head_dim [128], not 64"),
+        (("predict", "--machine", "h200", *SMALL, "--head-dim", "96"), "calibrated for head_dim [64, 128], not 96"),
         (("predict", "--machine", "h200", *SMALL, "--hosts", "2"), "Sockets cannot be foreseen"),
         (("predict", "--machine", "h200", *SMALL, "--kernel", "cudn"), "no curves of kernel 'cudn'"),
         (("predict", "--machine", "h100", *SMALL, "--seq", "1000003"), "divisible"),
@@ -153,6 +158,64 @@ def test_calibrate_from_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert parse_calibration(calibration_json(found), "again") == found
     code, out, _ = run(capsys, "predict", "--like", ZIGZAG, "--machine", str(output), "--format", "json")
     assert code == 0 and json.loads(out)["iteration_ms"]["p50"] == pytest.approx(80.87, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("change", "figure"),
+    [
+        (lambda known: known["same_host"]["channel_gb_s"].update(value=0), "same_host.channel_gb_s"),
+        (lambda known: known["memory_gb_s"].update(value=0), "memory_gb_s"),
+        (lambda known: known["same_host"]["collective_gb_s"].pop("all_to_all"), "same_host.all_to_all_gb_s"),
+    ],
+)
+def test_a_machine_with_a_rate_of_0_is_refused(
+    change: Callable[[Any], object], figure: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    known = json.loads(calibration_json(read_calibration("h100")))
+    change(known)
+    (tmp_path / "machine.json").write_text(json.dumps(known))
+    code, _, err = run(capsys, "predict", *SMALL, "--machine", str(tmp_path / "machine.json"))
+    assert code == 2 and err.endswith(f"machine.json: not a calibration: {figure} must be more than 0\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("predict", "--like", ZIGZAG, "--seq", "64k"), "--seq beside --like: leave one of them out"),
+        (("predict", "--like", ZIGZAG, "--strategy", "ring"), "--strategy beside --like: leave one of them out"),
+        (("predict", "--check", "no.csv", "--kernel", "cudnn"), "--kernel beside --check: leave one of them out"),
+        (("what-if", ZIGZAG, "--link", "other_host=2x"), "--link other_host: the run has one host"),
+    ],
+)
+def test_what_would_change_nothing_is_refused(
+    arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _, err = run(capsys, *arguments, "--machine", "h200")
+    assert code == 2 and err == f"ringprof: {message}\n"
+
+
+def test_the_network_is_told_beside_a_run(capsys: pytest.CaptureFixture[str]) -> None:
+    """Two hosts of two GPUs whose hops are bound by 2 of NCCL's channels: 8 of them are faster."""
+    asked = ("predict", "--like", str(TRACES / "h200x4-zigzag-65536-two-hosts"), "--machine", "h200", "--nic", "400")
+    times = []
+    for more in ((), ("--net-channels", "8")):
+        code, out, _ = run(capsys, *asked, *more, "--format", "json")
+        assert code == 0
+        times.append(json.loads(out)["iteration_ms"]["p50"])
+    assert times[1] < 0.7 * times[0]
+
+
+def test_runs_that_cannot_calibrate_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    layer = str(TRACES / "h200x2-zigzag-65536-layer")
+    code, _, err = run(capsys, "calibrate", ZIGZAG, layer, "-o", str(tmp_path / "machine.json"))
+    assert code == 2 and err.startswith(f"ringprof: {layer}: training's attention alone is foreseen")
+
+
+def test_hosts_of_unlike_numbers_are_refused() -> None:
+    recorded = read_run(Path(ZIGZAG) / "run.json")
+    topology = msgspec.structs.replace(recorded.topology, world_size=6, ranks_per_host=4)
+    with pytest.raises(UnfitWorkloadError, match="6 ranks are not hosts of 4"):
+        Question.like(msgspec.structs.replace(recorded, topology=topology))
 
 
 HEADER = "id,strategy,seq_global,heads,head_dim,n_gpus,hosts,causal,pass,kernel,time_ms,tflops\n"

@@ -23,7 +23,7 @@ from ringprof.analysis.kinds.user_rules import parse_rules
 from ringprof.documents import document_lengths
 from ringprof.errors import UsageError
 from ringprof.foresee.calibration import parse_calibration
-from ringprof.foresee.check import check_rows, check_text, read_rows
+from ringprof.foresee.check import check_rows, check_text, read_rows, unknown_columns
 from ringprof.foresee.links import Cluster
 from ringprof.foresee.predict import predict, prediction_dict
 from ringprof.foresee.program import Tape
@@ -122,9 +122,11 @@ def read_measurements(text: str) -> None:
         raise UsageError("not foreseen")
 
     with in_file(text, "table.csv") as path:
-        found = check_rows(read_rows(path), known, refused, Cluster())
-    assert_quiet(check_text(found, "terminal", TextStyle()))
-    strict = json.loads(check_text(found, "json", TextStyle()), parse_constant=lambda name: fails(f"{name} in JSON"))
+        rows = read_rows(path)
+        found, unknown = check_rows(rows, known, refused, Cluster()), unknown_columns(rows)
+    assert_quiet(check_text(found, unknown, "terminal", TextStyle()))
+    as_json = check_text(found, unknown, "json", TextStyle())
+    strict = json.loads(as_json, parse_constant=lambda name: fails(f"{name} in JSON"))
     assert len(strict["rows"]) == len(found)
 
 
