@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from importlib.util import find_spec
 from itertools import pairwise
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -178,10 +179,14 @@ def settled(total: Tensor, parts: Sequence[_Part], dtype: torch.dtype) -> Tensor
     Each element is added in at least float32 and rounded once.
     """
     result = torch.empty_like(total, dtype=dtype, memory_format=torch.contiguous_format)
-    spans = [(*rows.indices(total.shape[-3])[:2], block) for rows, block in parts]
-    for first, last in pairwise(sorted({0, total.shape[-3], *(at for span in spans for at in span[:2])})):
+    waiting = sorted(((*rows.indices(total.shape[-3])[:2], block) for rows, block in parts), key=itemgetter(0))
+    spans: list[tuple[int, int, Tensor]] = []
+    for first, last in pairwise(sorted({0, total.shape[-3], *(at for span in waiting for at in span[:2])})):
         rows = slice(first, last)
-        here = [part(block, slice(first - one, last - one)) for one, end, block in spans if one <= first < end]
+        while waiting and waiting[0][0] == first:
+            spans.append(waiting.pop(0))
+        spans = [span for span in spans if first < span[1]]
+        here = [part(block, slice(first - begin, last - begin)) for begin, _, block in spans]
         # Only what several blocks share has a wide sum.
         own = part(total, rows)
         while len(here) > 1:

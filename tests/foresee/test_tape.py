@@ -204,6 +204,24 @@ def test_a_ring_holds_no_more_than_one_that_waits_for_each_block(
     assert max(program.peak_bytes for program in programs) <= theirs << 20
 
 
+@pytest.mark.parametrize(
+    ("seq", "heads", "kv_heads", "kernel", "copied", "nccl"),
+    [
+        (4096, 40, 40, "flash-attn", 321, 320), (4096, 32, 8, "flash-attn", 165, 161),
+        (8192, 40, 40, "flash-attn", 721, 641), (16384, 40, 40, "flash-attn", 1443, 1283),
+        (16384, 64, 1, "flash-attn", 1046, 1044), (32768, 32, 8, "flash-attn", 1253, 1253),
+        (32768, 24, 4, "flash-attn", 915, 899), (65536, 40, 40, "flash-attn", 5770, 5130),
+        (131072, 24, 4, "flash-attn", 3471, 3471), (73728, 20, 20, "cudnn", 3067, 2798),
+    ],
+)  # fmt: skip
+def test_memory_of_zigzag_on_two_gpus(seq: int, heads: int, kv_heads: int, kernel: str, copied: int, nccl: int) -> None:
+    """As benchmarks/strategy_speed.py measured on 2 H200, in MiB."""
+    work = Workload(seq=seq, heads=heads, kv_heads=kv_heads, head_dim=128)
+    for hops, measured in (("copy", copied), ("nccl", nccl)):
+        programs = tape("zigzag", work, 2, kernel=kernel, hops=hops).programs
+        assert max(program.peak_bytes for program in programs) / 2**20 == pytest.approx(measured, abs=1.01)
+
+
 def test_two_members_have_two_slots_for_all_channels() -> None:
     """By hand: 8192 tokens of 40 heads on two ranks are 40 MiB a tensor. While rank 0 adds up dK and dV at the end it
     holds q, k, v, dO and O, two slots of K and V, dK and dV of three blocks of half the rows, dQ of two, the three

@@ -129,3 +129,18 @@ def test_rows_without_a_gradient_of_their_own_carry_that_of_the_lse(dtype):
 def test_what_carries_in_float16_is_at_least_its_smallest_number():
     dout, delta = torch.zeros(1, 1, 1, 4, dtype=torch.float16), torch.full((1, 1, 1), 2.0**-20)
     assert merge.rows_that_carry(dout, delta).flatten().tolist() == [2.0**-24, 0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_blocks_that_share_rows_are_added_where_they_lie(seed):
+    """Any stretches of rows, also of others' rows, against one addition after the other."""
+    random = torch.Generator().manual_seed(seed)
+    rows = int(torch.randint(1, 12, (), generator=random))
+    total = torch.randn(2, rows, 1, 2, dtype=torch.float64, generator=random)
+    parts, truth = [], total.clone()
+    for _ in range(seed % 5):
+        first, last = sorted(torch.randint(0, rows + 1, (2,), generator=random).tolist())
+        block = torch.randn(2, last - first, 1, 2, dtype=torch.float64, generator=random)
+        parts.append((slice(first, last), block))
+        truth[:, first:last] += block
+    assert torch.allclose(merge.settled(total.clone(), parts, torch.float64), truth)
