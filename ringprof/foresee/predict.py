@@ -17,7 +17,7 @@ from ringprof.foresee.calibration import Calibration, Origin, Value
 from ringprof.foresee.events import Timeline, simulate
 from ringprof.foresee.host import host_ns, times_us
 from ringprof.foresee.links import Cluster, Links
-from ringprof.foresee.longer import NOTHING, Lognormal, Longer
+from ringprof.foresee.longer import NO_TIME, Lognormal, Longer
 from ringprof.foresee.machine import (
     LIKELIEST,
     CalibratedMachine,
@@ -242,7 +242,7 @@ def _host(machine: Calibration, issued_ns: Sequence[float]) -> Lognormal:
     slowest = [max(ns * chance.gauss(1.0, figures.unlike.value) for ns in issued_ns) for _ in range(_HOSTS)]
     middle = median(slowest)
     if not middle:
-        return NOTHING
+        return NO_TIME
     unsteady = 1e3 * machine.unsteady_us.value / middle
     return Lognormal(middle, math.hypot(figures.launch_us.spread, unsteady, pstdev(slowest) / middle))
 

@@ -7,6 +7,7 @@ import tempfile
 import traceback
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -191,17 +192,11 @@ def write_log(text: str, output: Path, name: str) -> Path | None:
             continue
         except OSError:
             # A full disk leaves half a file.
-            _remove(path)
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
             continue
         return path
     return None
-
-
-def _remove(path: Path) -> None:
-    try:
-        path.unlink(missing_ok=True)
-    except OSError:
-        pass
 
 
 def _listed(ranks: Sequence[int]) -> str:
