@@ -210,7 +210,7 @@ def _links(bench: Bench, before: Calibration, until: float) -> Link:
     times = {}
     for size in sizes:
         tensor = torch.zeros(size, dtype=torch.uint8, device=bench.device)
-        if _agreed(bench, mine=time.monotonic() < until):
+        if all(bench.together(time.monotonic() < until, bool)):
             times[size] = bench.together_ns(lambda: ring.post(_whole(tensor)).wait())  # noqa: B023
     if not times:
         raise UsageError("no time was left")
@@ -239,10 +239,6 @@ def _links(bench: Bench, before: Calibration, until: float) -> Link:
 def _whole(tensor: Tensor) -> Parcel:
     """A tensor as one message."""
     return Parcel([tensor])
-
-
-def _agreed(bench: Bench, *, mine: bool) -> bool:
-    return all(bench.together(mine, bool))
 
 
 def _collectives(bench: Bench, comm: Communicator) -> dict[str, Value]:
