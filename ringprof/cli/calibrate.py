@@ -51,17 +51,12 @@ def command(
     """
     path = Path(output)
     if runs:
-        found = _from_runs(runs, read_calibration(base) if base else None)
-        _save(found, name, path)
+        known = read_calibration(base) if base else base_for(run_at(runs[0]).environment.devices[0])
+        _save(calibrate_from([observed_run(run, known) for run in runs], known), name, path)
     else:
         _measured(path, name, base, kernels, parts, seconds)
     click.echo(calibration_text(read_calibration(path), text_style(None)), nl=False)
     say(f"Wrote {output}: ringprof predict --machine {shell_words([output])}")
-
-
-def _from_runs(runs: tuple[str, ...], base: Calibration | None) -> Calibration:
-    known = base or base_for(run_at(runs[0]).environment.devices[0])
-    return calibrate_from([observed_run(run, known) for run in runs], known)
 
 
 def _measured(

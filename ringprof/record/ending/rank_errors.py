@@ -172,7 +172,8 @@ class FailedRun:
         if gone == there and len(set(self.hosts)) > 1:
             what = f"ranks {', '.join(map(str, there))}" if len(there) > 1 else f"rank {there[0]}"
             return f"host {host} with {what} has gone: it is down, cannot be reached, or its ranks were killed"
-        kind = f"rank {gone[0]} on host {host} has gone" if len(gone) == 1 else f"ranks {_listed(gone)} have gone"
+        listed = ", ".join(map(str, gone[:8])) + (" ..." if len(gone) > 8 else "")
+        kind = f"rank {gone[0]} on host {host} has gone" if len(gone) == 1 else f"ranks {listed} have gone"
         return f"{kind} without a word: killed (often the system's answer to memory running out), or out of reach"
 
     def _stood(self) -> str:
@@ -197,7 +198,3 @@ def write_log(text: str, output: Path, name: str) -> Path | None:
             continue
         return path
     return None
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks[:8])) + (" ..." if len(ranks) > 8 else "")
