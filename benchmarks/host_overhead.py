@@ -215,7 +215,7 @@ def _measure(bodies: dict[Any, Body], rounds: int, device: torch.device) -> dict
 
 
 PIECES = (
-    (Kernel, "forward"), (Kernel, "backward"), (hops.Ring, "post"), (hops.Hop, "wait"), (merge.Partial, "_take"),
+    (Kernel, "forward"), (Kernel, "backward"), (hops.HopRing, "post"), (hops.Hop, "wait"), (merge.Partial, "_take"),
     (merge.Sum, "add"), (merge.Sum, "result"), (ring, "onward_dkv"), (ring, "settled_dkv"), (Rows, "at"),
 )  # fmt: skip
 """What the time is told of by --pieces."""

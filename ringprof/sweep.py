@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -129,10 +130,8 @@ def _refuse_unknown(request: Request) -> None:
         typed_params(load_strategy(request.strategy), request.strategy, request.params)
     except UnfitWorkloadError as error:
         raise UsageError(str(error)) from None
-    try:
+    with suppress(UnfitWorkloadError):  # Of this length or on this machine: the row itself will say so.
         kernel_class(resolve(request, None))
-    except UnfitWorkloadError:
-        pass  # Of this length or on this machine: the row itself will say so.
 
 
 def _say_what_differs(row: Row, request: Request, path: Path, reporter: Reporter) -> None:

@@ -1,6 +1,6 @@
 """The communicator seam: everything that travels between ranks, and the count of it.
 
-A strategy asks for channels: a `Ring` posts one hop at a time, a `Collective` trades between all its members. Every
+A strategy asks for channels: a `HopRing` posts one hop at a time, a `Collective` trades between all its members. Every
 channel has its own process group, hence its own NCCL stream: two rings of one strategy run at once and are told
 apart in a trace.
 """
@@ -21,7 +21,7 @@ from .collectives import Collective
 from .copies import can_copy
 from .errors import Unfit
 from .groups import process_group
-from .hops import Ring
+from .hops import HopRing
 from .hosts import Hosts
 
 HOPS = ("auto", "nccl", "copy")
@@ -119,8 +119,8 @@ class Communicator:
         return self.hosts.per_host(self._ranks)
 
     def ring(
-        self, channel: str, members: Sequence[int] | None = None, *, shares: Ring | None = None, keeps: bool = False
-    ) -> Ring:
+        self, channel: str, members: Sequence[int] | None = None, *, shares: HopRing | None = None, keeps: bool = False
+    ) -> HopRing:
         """A ring over ``members`` (all ranks of the group where None).
 
         ``shares`` names a ring of the same members whose process group this one uses: their hops then follow each
@@ -129,7 +129,7 @@ class Communicator:
         """
         members = list(range(self.size)) if members is None else list(members)
         group = self._group_of(channel, members) if shares is None else shares.group
-        return Ring(channel, members, group, self, keeps=keeps)
+        return HopRing(channel, members, group, self, keeps=keeps)
 
     def collective(self, channel: str, members: Sequence[int] | None = None) -> Collective:
         """A channel for collectives over ``members``, as `ring` makes one for hops."""

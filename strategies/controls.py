@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .collectives import Collective
 from .communicator import Communicator
-from .hops import Hop, Ring
+from .hops import Hop, HopRing
 from .kernel import Gradients, Kernel, beside
 from .merge import wide_type
 from .parcels import Parcel
@@ -157,11 +157,11 @@ class IdleKernel(Kernel):
 # --- communicator -------------------------------------------------------------------------------------
 
 
-class SilentRing(Ring):
+class SilentRing(HopRing):
     """A ring on which everything stays where it is."""
 
     def post(self, parcel: Parcel, *, into: Parcel | None = None) -> Hop:
-        """As `Ring.post`, except that what arrives is what was sent: the same memory, so that nothing is copied.
+        """As `HopRing.post`, except that what arrives is what was sent: the same memory, so that nothing is copied.
 
         Only where the caller says where to receive, it is copied there: a kernel's speed depends on the values that it
         computes with, and what happens to lie in fresh memory may be no numbers at all.
@@ -206,7 +206,7 @@ class SilentCollective(Collective):
 class SilentCommunicator(Communicator):
     """A communicator whose channels send nothing, count nothing and need no process group of their own."""
 
-    def ring(self, channel: str, members: Sequence[int] | None = None, **_: Any) -> Ring:
+    def ring(self, channel: str, members: Sequence[int] | None = None, **_: Any) -> HopRing:
         # How hops would travel, and with whose, makes no difference here.
         return SilentRing(channel, self._members(members), None, self)
 

@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .annotate import ring_step
-from .hops import AnyHop
-from .hops import Ring as HopRing
+from .hops import AnyHop, HopRing
 from .kernel import Gradients
 from .layouts import ALL, Block, part
 from .merge import Sum, accumulate, settled, started

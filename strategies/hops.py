@@ -67,7 +67,7 @@ class Hop:
 AnyHop = Hop | CopyHop
 
 
-class Ring:
+class HopRing:
     """A ring of ranks in which every hop goes from each member to the next."""
 
     def __init__(
@@ -202,7 +202,7 @@ class DoubleRing:
     def tour(
         self, tensors: Sequence[Tensor], travel: Travel | None = None, dims: Sequence[int] = ()
     ) -> Iterator[tuple[int, list[Tensor]]]:
-        """As `Ring.tour` over all ranks: each window's hops on the inner ring, one hop a window on the outer ring.
+        """As `HopRing.tour` over all ranks: each window's hops on the inner ring, one hop a window on the outer ring.
 
         The outer hop carries what the window began with and has the whole window to arrive. Of a ``travel`` what it
         says, as `Travel.tour`.

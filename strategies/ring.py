@@ -24,7 +24,7 @@ from .annotate import ring_step
 from .base import Blocks, Context, Rows, Strategy, wire_type
 from .expected import Load, contiguous_imbalance, ring_bytes
 from .homeward import Home, Homeward, backward_of_rows, of_keys, onward, settled_dkv
-from .hops import Ring as HopRing
+from .hops import HopRing
 from .kernel import Gradients
 from .layouts import LAYOUTS
 from .merge import Sum

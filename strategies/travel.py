@@ -30,7 +30,7 @@ from .parcels import Parcel
 
 if TYPE_CHECKING:
     from .cut import Cut
-    from .hops import Ring
+    from .hops import HopRing
 
 _FINEST = 64
 """Stretches that are closer than this part of a rank's rows are one."""
@@ -123,9 +123,9 @@ class Travel:
         return slice(start + came.start - goes.start, end + came.start - goes.start)
 
     def tour(
-        self, inner: Ring, outer: Ring | None, tensors: Sequence[Tensor], dims: Sequence[int] = ()
+        self, inner: HopRing, outer: HopRing | None, tensors: Sequence[Tensor], dims: Sequence[int] = ()
     ) -> Iterator[tuple[int, list[Tensor]]]:
-        """As `Ring.tour`: a rank's own tensors whole, and of the others' what travels; none where nothing came.
+        """As `HopRing.tour`: a rank's own tensors whole, and of the others' what travels; none where nothing came.
 
         ``dims`` are the tensors' dimensions of rows, where these are not all the second.
         """

@@ -70,7 +70,7 @@ def explain(
     explained = Rank(
         rank=rank,
         host=host,
-        device=_device_name(trace, device),
+        device=next((one.name for one in trace.devices if one.index == device), None),
         on_cpu=False,
         path=trace.path,
         world_size=trace.world_size,
@@ -160,10 +160,6 @@ def _device(classified: Classified, window: Window, activities: Int64, rank: int
         told = f"{trace.path}: of {len(devices)} devices only {chosen} is reported; {others}"
         warnings.append(Caveat("several_devices", told, rank))
     return chosen
-
-
-def _device_name(trace: Trace, index: int) -> str | None:
-    return next((device.name for device in trace.devices if device.index == index), None)
 
 
 # --- with what the other ranks tell -------------------------------------------------------------------

@@ -14,7 +14,7 @@ from ringprof.cli.values import Number
 from ringprof.cli.write import say, text_style
 from ringprof.errors import UsageError
 from ringprof.files import write_atomically
-from ringprof.foresee.calibration import PARTS, Calibration, assumed, base_for, calibration_json, read_calibration
+from ringprof.foresee.calibration import TIME_SHARES, Calibration, assumed, base_for, calibration_json, read_calibration
 from ringprof.foresee.from_runs import calibrate_from, observed_run
 from ringprof.foresee.question import run_at
 from ringprof.foresee.show import calibration_text
@@ -33,7 +33,7 @@ from ringprof.report.text import clean, shell_words
 @click.option(
     "--parts",
     metavar="NAMES",
-    help=f"What to measure, by commas: {', '.join(PARTS)}; the base keeps the rest.  [default: all]",
+    help=f"What to measure, by commas: {', '.join(TIME_SHARES)}; the base keeps the rest.  [default: all]",
 )
 @click.option("--seconds", type=Number(min=5), default=400.0, show_default=True,
               help="About how long to measure on GPUs.")  # fmt: skip
@@ -51,17 +51,12 @@ def command(
     """
     path = Path(output)
     if runs:
-        found = _from_runs(runs, read_calibration(base) if base else None)
-        _save(found, name, path)
+        known = read_calibration(base) if base else base_for(run_at(runs[0]).environment.devices[0])
+        _save(calibrate_from([observed_run(run, known) for run in runs], known), name, path)
     else:
         _measured(path, name, base, kernels, parts, seconds)
     click.echo(calibration_text(read_calibration(path), text_style(None)), nl=False)
     say(f"Wrote {output}: ringprof predict --machine {shell_words([output])}")
-
-
-def _from_runs(runs: tuple[str, ...], base: Calibration | None) -> Calibration:
-    known = base or base_for(run_at(runs[0]).environment.devices[0])
-    return calibrate_from([observed_run(run, known) for run in runs], known)
 
 
 def _measured(
@@ -69,7 +64,7 @@ def _measured(
 ) -> None:
     import torch
 
-    asked = _named(parts or ",".join(PARTS), PARTS, "--parts")
+    asked = _named(parts or ",".join(TIME_SHARES), TIME_SHARES, "--parts")
     if not torch.cuda.is_available():
         raise UsageError("calibrate measures GPUs and there is none here: name recorded runs instead")
     place = launcher_rank()

@@ -21,7 +21,7 @@ from ringprof.run import Size
 
 _SCHEMA = "ringprof.calibration/1"
 BUNDLED = ("h200", "h100", "b200", "a800")
-PARTS = {"kernels": 0.55, "host": 0.15, "memory": 0.01, "links": 0.16, "heat": 0.13}
+TIME_SHARES = {"kernels": 0.55, "host": 0.15, "memory": 0.01, "links": 0.16, "heat": 0.13}
 """What `ringprof calibrate` measures, and the part of its time that each is given."""
 
 COLLECTIVES = ("all_to_all", "all_gather", "reduce_scatter")

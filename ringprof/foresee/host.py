@@ -83,7 +83,7 @@ def explained(before: Calibration, passes: Sequence[HostPass], source: str) -> C
         for one in passes
     ], dtype=float)  # fmt: skip
     unlike = before.host.unlike.value
-    took = np.array([one.us / slowest(one.ranks, unlike) for one in passes])
+    took = np.array([one.us / slowest_of(one.ranks, unlike) for one in passes])
     prior = np.array([usual[column] for column in columns])
     prior *= float(np.median(took / (rows @ prior)))
     system = np.vstack([rows / took[:, None], _HELD * np.diag(1 / prior)])
@@ -96,7 +96,7 @@ def explained(before: Calibration, passes: Sequence[HostPass], source: str) -> C
     return _with(msgspec.structs.replace(before, passes=list(passes)), values, kernels)
 
 
-def slowest(ranks: int, unlike: float) -> float:
+def slowest_of(ranks: int, unlike: float) -> float:
     """How many times as long as one rank takes the slowest of some, in the mean (Blom 1958)."""
     return 1.0 if ranks == 1 else 1 + unlike * NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))
 

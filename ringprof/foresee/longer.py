@@ -32,7 +32,7 @@ class Lognormal:
         return self.median_ns * math.exp(_NORMAL.inv_cdf(share) * self.spread)
 
 
-NOTHING = Lognormal(0.0, 0.0)
+NO_TIME = Lognormal(0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Longer:
     """What an iteration takes."""
 
     device: Lognormal
-    host: Lognormal = NOTHING
+    host: Lognormal = NO_TIME
 
     def quantile_ns(self, share: float) -> float:
         """Neither alone can be over it more often than ``share``; both are where each is as often as the root of it."""

@@ -18,7 +18,16 @@ from torch import Tensor
 
 from ringprof.errors import UsageError
 from ringprof.foresee.bench import Bench, call_of
-from ringprof.foresee.calibration import COLLECTIVES, PARTS, Calibration, KernelFigures, KernelSample, Link, Nccl, Value
+from ringprof.foresee.calibration import (
+    COLLECTIVES,
+    TIME_SHARES,
+    Calibration,
+    KernelFigures,
+    KernelSample,
+    Link,
+    Nccl,
+    Value,
+)
 from ringprof.foresee.host import explained
 from ringprof.foresee.host_passes import measured_passes
 from ringprof.foresee.links import channels
@@ -45,15 +54,15 @@ _TURNS, _LET_IN_CYCLES = 15, 400_000
 
 def measure_machine(
     base: Calibration, bench: Bench, kernels: Sequence[str], seconds: float, save: Save,
-    chosen: Collection[str] = PARTS.keys(),
+    chosen: Collection[str] = TIME_SHARES.keys(),
 ) -> Calibration:  # fmt: skip
-    """Measure the ``chosen`` of `PARTS` within about ``seconds``; what else is known of the base stays.
+    """Measure the ``chosen`` of `TIME_SHARES` within about ``seconds``; what else is known of the base stays.
 
     ``save`` is called on rank 0 with what is known so far.
     """
     started = time.monotonic()
-    ends, share, whole = {}, 0.0, sum(PARTS[name] for name in chosen)
-    for name, part in PARTS.items():
+    ends, share, whole = {}, 0.0, sum(TIME_SHARES[name] for name in chosen)
+    for name, part in TIME_SHARES.items():
         share += part * (name in chosen)
         ends[name] = started + share / whole * seconds
     found = msgspec.structs.replace(
@@ -210,7 +219,7 @@ def _links(bench: Bench, before: Calibration, until: float) -> Link:
     times = {}
     for size in sizes:
         tensor = torch.zeros(size, dtype=torch.uint8, device=bench.device)
-        if _agreed(bench, mine=time.monotonic() < until):
+        if all(bench.together(time.monotonic() < until, bool)):
             times[size] = bench.together_ns(lambda: ring.post(_whole(tensor)).wait())  # noqa: B023
     if not times:
         raise UsageError("no time was left")
@@ -239,10 +248,6 @@ def _links(bench: Bench, before: Calibration, until: float) -> Link:
 def _whole(tensor: Tensor) -> Parcel:
     """A tensor as one message."""
     return Parcel([tensor])
-
-
-def _agreed(bench: Bench, *, mine: bool) -> bool:
-    return all(bench.together(mine, bool))
 
 
 def _collectives(bench: Bench, comm: Communicator) -> dict[str, Value]:

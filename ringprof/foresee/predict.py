@@ -17,7 +17,7 @@ from ringprof.foresee.calibration import Calibration, Origin, Value
 from ringprof.foresee.events import Timeline, simulate
 from ringprof.foresee.host import host_ns, times_us
 from ringprof.foresee.links import Cluster, Links
-from ringprof.foresee.longer import NOTHING, Lognormal, Longer
+from ringprof.foresee.longer import NO_TIME, Lognormal, Longer
 from ringprof.foresee.machine import (
     LIKELIEST,
     CalibratedMachine,
@@ -242,7 +242,7 @@ def _host(machine: Calibration, issued_ns: Sequence[float]) -> Lognormal:
     slowest = [max(ns * chance.gauss(1.0, figures.unlike.value) for ns in issued_ns) for _ in range(_HOSTS)]
     middle = median(slowest)
     if not middle:
-        return NOTHING
+        return NO_TIME
     unsteady = 1e3 * machine.unsteady_us.value / middle
     return Lognormal(middle, math.hypot(figures.launch_us.spread, unsteady, pstdev(slowest) / middle))
 
@@ -356,7 +356,10 @@ def _continued(
         one, other = getattr(small.spans, name), getattr(large.spans, name)
         return {part: max(0.0, onward(one.get(part, 0.0), ns)) for part, ns in other.items()}
 
-    held = [_peak(tape_of(question, to, [0, to.size - 1])) for to in (clusters[1], _smaller(clusters[1], 2 * LARGE))]
+    held = [
+        max(program.peak_bytes for program in tape_of(question, to, [0, to.size - 1]).programs)
+        for to in (clusters[1], _smaller(clusters[1], 2 * LARGE))
+    ]
     return replace(
         large, time=Longer(*(
             Lognormal(onward(one.median_ns, other.median_ns), other.spread)
@@ -364,10 +367,6 @@ def _continued(
         )), spans=_Spans(spans("forward"), spans("backward")),
         peak_bytes=round(large.peak_bytes + (held[1] - held[0]) * (ranks / many - 1)),
     )  # fmt: skip
-
-
-def _peak(tape: Tape) -> int:
-    return max(program.peak_bytes for program in tape.programs)
 
 
 # --- what it rests on -------------------------------------------------------------------------------

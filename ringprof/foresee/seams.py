@@ -18,7 +18,7 @@ from ringprof.strategies import several_lengths
 from ringprof.strategies.collectives import Collective
 from ringprof.strategies.communicator import Communicator, Meter
 from ringprof.strategies.copies import SLOTS
-from ringprof.strategies.hops import Hop, Ring
+from ringprof.strategies.hops import Hop, HopRing
 from ringprof.strategies.hosts import SAME_HOST, Hosts
 from ringprof.strategies.kernel import Gradients, Kernel, beside
 from ringprof.strategies.merge import wide_type
@@ -150,7 +150,7 @@ class RecordingCommunicator(Communicator):
 
     def ring(
         self, channel: str, members: Sequence[int] | None = None, *, shares: Any = None, keeps: bool = False
-    ) -> Ring:
+    ) -> HopRing:
         return RecordingRing(channel, self._members(channel, members), self, shares, keeps=keeps)
 
     def collective(self, channel: str, members: Sequence[int] | None = None) -> Collective:
@@ -172,7 +172,7 @@ def _hosts(size: int, per_host: int) -> Hosts:
     return Hosts({rank: rank // per_host for rank in range(size)})
 
 
-class RecordingRing(Ring):
+class RecordingRing(HopRing):
     _comm: RecordingCommunicator
 
     """A ring whose hops are recorded; what arrives is fresh memory, or a slot where copy engines carry the hop."""

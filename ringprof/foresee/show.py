@@ -48,6 +48,7 @@ def prediction_text(prediction: Prediction, style: TextStyle) -> str:
     unit_ns, unit = unit_for(middle)
     params = ", ".join(f"{key}={value}" for key, value in prediction.tape.params.items())
     hops = " · hops by copy engine" if question.hops == "copy" else ""
+    place = f", in {clean(prediction.peak_label)}" if prediction.peak_label else ""
     head = [
         f"PREDICTED: {clean(question.strategy)} on {cluster_text(question.cluster, machine.device)}",
         f"{described(question.workload)} · kernel {question.kernel}{hops}",
@@ -57,7 +58,7 @@ def prediction_text(prediction: Prediction, style: TextStyle) -> str:
         f"{in_unit(high, unit_ns, 2)} {unit}",
         f"rate      {rate(prediction.tflops(middle))} per GPU ({rate(prediction.tflops(high))} to"
         f" {rate(prediction.tflops(low))}){_of_peak(prediction, middle)}",
-        f"memory    {binary_size(prediction.peak_bytes)} a GPU at most{_place(prediction.peak_label)}",
+        f"memory    {binary_size(prediction.peak_bytes)} a GPU at most{place}",
         f"exposed   {percent(prediction.exposed_share)} of the time waits for transfers",
         f"bound by  {', '.join(f'{phase}: {PART_LABELS[part]}' for phase, part in prediction.bound_by.items())}",
     ]
@@ -77,10 +78,6 @@ def prediction_text(prediction: Prediction, style: TextStyle) -> str:
 def _of_peak(prediction: Prediction, time_ns: float) -> str:
     peak = peak_of(prediction.machine.device, prediction.question.workload.dtype)
     return f", {percent(prediction.tflops(time_ns) / peak.tflops, 0)} of the device's peak" if peak else ""
-
-
-def _place(label: str) -> str:
-    return f", in {clean(label)}" if label else ""
 
 
 def _table(prediction: Prediction) -> Table:

@@ -203,13 +203,15 @@ def describe(request: Request, plan: RecordingEstimate) -> list[str]:
     if workload.kv_length is not None:
         new = "1 new token" if workload.seq == 1 else f"{workload.seq} new tokens"
         tokens = f"{workload.phase} of {new} a sequence over {workload.kv_length} keys"
+    size = plan.memory_bytes
+    memory = "memory unknown: the strategy has no estimate" if size is None else f"about {_bytes(size)} of memory"
     lines = [
         f"{request.strategy} on {devices}: {tokens}, batch {workload.batch}, {heads},"
         f" head_dim {workload.heads_in_words()}, {', '.join([mask, *workload.extras()])}, {workload.dtype},"
         f" {'forward and backward' if workload.backward else 'forward only'}",
         f"plan per device: {_si(plan.flops_per_device)}FLOPs an iteration,"
         f" about {_each(plan)} ({_si(plan.rate)}FLOP/s {plan.kernel},"
-        f" {plan.rate_source}), {_memory_in_words(plan.memory_bytes)}",
+        f" {plan.rate_source}), {memory}",
     ]
     if plan.kernel == "flex" and request.device == "cuda":
         lines.append("flex is compiled first, forward and backward: some 15 s before the first check")
@@ -230,10 +232,6 @@ def _each(plan: RecordingEstimate) -> str:
     if plan.share >= BUSY:
         return f"{_seconds(quiet)} each"
     return f"{_seconds(quiet)} each on a quiet machine, {_seconds(quiet / plan.share)} on one as busy as this is now"
-
-
-def _memory_in_words(size: int | None) -> str:
-    return "memory unknown: the strategy has no estimate" if size is None else f"about {_bytes(size)} of memory"
 
 
 def refuse_too_large(request: Request, plan: RecordingEstimate) -> None:

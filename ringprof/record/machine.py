@@ -6,6 +6,7 @@ import os
 import platform
 import subprocess
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -51,10 +52,8 @@ def versions(device: torch.device) -> dict[str, str]:
         found["cuda"] = torch.version.cuda or "unknown"
         found["nccl"] = ".".join(str(part) for part in untyped.cuda.nccl.version())
         found["cudnn"] = str(untyped.backends.cudnn.version())
-        try:
+        with suppress(metadata.PackageNotFoundError):
             found["flash_attn"] = metadata.version("flash-attn")
-        except metadata.PackageNotFoundError:
-            pass
     return found
 
 

@@ -172,14 +172,12 @@ class TextStyle(msgspec.Struct, frozen=True):
 
     def wrap(self, text: str, kind: str = "", indent: int = 0) -> str:
         """The text in lines that fit."""
-        lines = [part for line in text.split("\n") for part in self._lines(line, indent)]
-        return "\n".join(self.paint(line, kind) for line in lines)
-
-    def _lines(self, line: str, indent: int) -> list[str]:
         space = " " * indent
-        return textwrap.wrap(
-            line, self.width, initial_indent=space, subsequent_indent=space, break_on_hyphens=False
-        ) or [""]
+        wrapper = textwrap.TextWrapper(
+            self.width, initial_indent=space, subsequent_indent=space, break_on_hyphens=False
+        )  # fmt: skip
+        lines = (part for line in text.split("\n") for part in wrapper.wrap(line) or [""])
+        return "\n".join(self.paint(line, kind) for line in lines)
 
     def fit(self, text: str) -> str:
         """The text `printable`, its long lines on lines of readable width: under the second column, if they have one.

@@ -65,7 +65,7 @@ def nothing_may_be_sent() -> Iterator[None]:
         for name in SENDING:
             stack.enter_context(patch.object(dist, name, refuse))
         stack.enter_context(patch.object(collectives.Collective, "_trade", refuse))
-        stack.enter_context(patch.object(hops.Ring, "_exchange", refuse))
+        stack.enter_context(patch.object(hops.HopRing, "_exchange", refuse))
         yield
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from ringprof.strategies import Unfit, UnknownName, create, find, names, parameters
 from ringprof.strategies.base import Shape
-from ringprof.strategies.hops import Ring, _splits
+from ringprof.strategies.hops import HopRing, _splits
 from ringprof.strategies.layouts import LAYOUTS, Block, Grid, Grouped, split_home_block
 from ringprof.strategies.parcels import Parcel
 from ringprof.strategies.registry import parse_parameter
@@ -316,7 +316,7 @@ def test_degrees_and_windows_follow_the_hosts():
 
 def test_a_hop_can_be_waited_for_once():
     ring = create("ring").kv_ring
-    assert isinstance(ring, Ring)
+    assert isinstance(ring, HopRing)
     hop = ring.post(Parcel.holding([torch.ones(1)]))
     hop.wait()
     with pytest.raises(RuntimeError, match="twice"):
@@ -331,7 +331,7 @@ class _Group:
 
 
 def test_all_messages_of_a_hop_are_waited_for():
-    ring: Any = object.__new__(Ring)
+    ring: Any = object.__new__(HopRing)
     vars(ring).update(group=_Group(), trades_on="cpu", _splits=partial(_splits, 4, 3, 1))
     messages = [
         [torch.full((rows,), number) for rows, number in numbers]

@@ -30,7 +30,7 @@ def remedies_of(attribution: Attribution, summary: Summary) -> dict[str, str]:
         "kernel": f"another kernel (ringprof kernels), {_LONGER}",
         "attention": f"a faster kernel, {_LONGER}",
         "repeated": "a strategy that computes nothing twice",
-        "slowdown": _slowdown(used),
+        "slowdown": "" if used and used.hops == "copy" else "--hops copy, fewer channels of NCCL",
         "imbalance": _imbalance(attribution),
         "exposed_wire": _wire(attribution, longest_on_wire(summary)),
         "peer_wait": _wait(attribution, summary),
@@ -96,10 +96,6 @@ def rate_to_hide(attribution: Attribution, row: Communication | None) -> str:
 
 def _strategy(attribution: Attribution) -> StrategyUsed | None:
     return attribution.run.strategy if attribution.run else None
-
-
-def _slowdown(used: StrategyUsed | None) -> str:
-    return "" if used and used.hops == "copy" else "--hops copy, fewer channels of NCCL"
 
 
 def _imbalance(attribution: Attribution) -> str:

@@ -175,7 +175,7 @@ def _steps(side: RankSteps, blocks: StepBlocks, slots: Int64) -> list[Step]:
     start, end = _bounds(side, blocks, slots)
     rows, exposure = side.rows, exposure_of(side.detail, side.rows)
     exposed = intervals.covered_ns(exposure.everything, start, end)
-    columns: dict[str, Any] = {
+    columns: dict[str, Int64] = {
         "start_ns": start,
         "end_ns": end,
         "block_ns": _block_ns(rows, blocks),

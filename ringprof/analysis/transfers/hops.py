@@ -165,7 +165,8 @@ def group_into_hops(splits: Sequence[Split], rank: int) -> list[TimedHop]:
     A send/recv kernel is one; so are a lone send and the lone receive beside it, and peer-to-peer copies that were
     launched with nothing between them: K's and V's, that one kernel would have carried together.
     """
-    mine = sorted((part for part in splits if part.transfer.kind in ("send_recv", "copy_engine")), key=_order)
+    sent = (part for part in splits if part.transfer.kind in ("send_recv", "copy_engine"))
+    mine = sorted(sent, key=lambda part: (part.transfer.launched, part.transfer.start_ns))
     exchanges: list[list[Split]] = []
     last: Split | None = None
     for part in mine:
@@ -176,10 +177,6 @@ def group_into_hops(splits: Sequence[Split], rank: int) -> list[TimedHop]:
         last = part
     exchanges.sort(key=lambda parts: min([part.transfer.start_ns for part in parts]))
     return [TimedHop(tuple(parts), rank, number) for number, parts in enumerate(exchanges)]
-
-
-def _order(part: Split) -> tuple[int, int]:
-    return part.transfer.launched, part.transfer.start_ns
 
 
 def _one_exchange(begun: Sequence[Split], last: Transfer, next_one: Transfer) -> bool:

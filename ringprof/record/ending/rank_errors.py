@@ -7,6 +7,7 @@ import tempfile
 import traceback
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -171,7 +172,8 @@ class FailedRun:
         if gone == there and len(set(self.hosts)) > 1:
             what = f"ranks {', '.join(map(str, there))}" if len(there) > 1 else f"rank {there[0]}"
             return f"host {host} with {what} has gone: it is down, cannot be reached, or its ranks were killed"
-        kind = f"rank {gone[0]} on host {host} has gone" if len(gone) == 1 else f"ranks {_listed(gone)} have gone"
+        listed = ", ".join(map(str, gone[:8])) + (" ..." if len(gone) > 8 else "")
+        kind = f"rank {gone[0]} on host {host} has gone" if len(gone) == 1 else f"ranks {listed} have gone"
         return f"{kind} without a word: killed (often the system's answer to memory running out), or out of reach"
 
     def _stood(self) -> str:
@@ -191,18 +193,8 @@ def write_log(text: str, output: Path, name: str) -> Path | None:
             continue
         except OSError:
             # A full disk leaves half a file.
-            _remove(path)
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
             continue
         return path
     return None
-
-
-def _remove(path: Path) -> None:
-    try:
-        path.unlink(missing_ok=True)
-    except OSError:
-        pass
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks[:8])) + (" ..." if len(ranks) > 8 else "")
