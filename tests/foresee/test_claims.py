@@ -109,7 +109,7 @@ def test_peak_memory_of_the_later_session() -> None:
 
 
 def test_peak_memory_of_short_sequences() -> None:
-    """Of 39 runs, of which 14 hold up to 22 % less since, the others to 0.3 %: small blocks of flash-attn among them."""
+    """Of 39 runs 14 hold up to 22 % less since, the others are foreseen to 0.3 %, small blocks of flash-attn, too."""
     same = set()
     for shape in foresight.recorded_shapes("h200_shapes_4.csv")[:39]:
         assert shape.peak_mib is not None
@@ -126,7 +126,7 @@ def test_peak_memory_of_short_sequences() -> None:
 
 def test_other_heads_and_sinks() -> None:
     scores = list(foresight.other_heads())
-    assert len(scores) == 13 and within(scores, 0.01, 0.03) and inside(scores) == 1.0
+    assert len(scores) == 13 and within(scores, 0.015, 0.035) and inside(scores) == 1.0
 
 
 def test_one_run_left_out() -> None:
