@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .kernel import Gradients, Kernel
-from .merge import merge_rows, wide_type
+from .merge import merge_into, merge_rows, wide_type
 from .parts import Batch, Lengths, Parts
 
 _Call = Callable[..., Any]
@@ -48,6 +48,7 @@ class VarlenKernel(Kernel):
 def forward(call: _Call, q: Tensor, k: Tensor, v: Tensor, scale: float, parts: Parts) -> tuple[Tensor, Tensor]:
     """As `Kernel.forward` of ``parts``, with ``call(q, k, v, lengths, batch, scale)`` for out and LSE."""
     out = lse = None
+    wide, covered = wide_type(q) if parts.share_queries else q.dtype, False
     for batch in parts.batches:
         lengths, rows = _lengths(batch, q, k)
         taken = (_packed(x, index) for x, index in zip((q, k, v), (lengths.q, lengths.kv, lengths.kv), strict=True))
@@ -55,9 +56,15 @@ def forward(call: _Call, q: Tensor, k: Tensor, v: Tensor, scale: float, parts: P
         if len(parts.batches) == 1 and some_out.shape[0] == rows:
             return some_out.view(*q.shape[:3], v.shape[3]), _by_entry(some_lse, q)
         if out is None or lse is None:
-            out = q.new_zeros((rows, *some_out.shape[1:]), dtype=wide_type(q) if parts.share_queries else q.dtype)
-            lse = q.new_full((q.shape[2], rows), float("-inf"), dtype=some_lse.dtype)
-        merge_rows(out[None], lse[None], some_out[None], some_lse[None], lengths.q)
+            covered = some_out.shape[0] == rows
+            out = some_out.to(wide) if covered else q.new_zeros((rows, *some_out.shape[1:]), dtype=wide)
+            lse = some_lse if covered else q.new_full((q.shape[2], rows), float("-inf"), dtype=some_lse.dtype)
+            if covered:
+                continue
+        if covered and isinstance(lengths.q, slice):
+            merge_into(out[None], out[None], lse[None], some_out[None], some_lse[None], lengths.q)
+        else:
+            merge_rows(out[None], lse[None], some_out[None], some_lse[None], lengths.q)
     assert out is not None and lse is not None
     return out.view(*q.shape[:3], v.shape[3]), _by_entry(lse, q)
 
@@ -75,8 +82,7 @@ def backward(
         some_lse = by_head[:, lengths.q].contiguous()
         found = call(dout_, q_, k_, v_, out_, some_lse, lengths, batch, scale)
         if len(parts.batches) == 1 and len(q_) == rows and len(k_) == k.shape[0] * k.shape[1]:
-            totals = list(found)
-            break
+            return tuple(x.view(like.shape) for x, like in zip(found, (q, k, v), strict=True))
         totals = totals or _zeros(q, k, v, parts)
         for total, index, gradient in zip(totals, (lengths.q, lengths.kv, lengths.kv), found, strict=True):
             # No row comes twice in one batch of parts.

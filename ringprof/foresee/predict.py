@@ -14,6 +14,7 @@ import msgspec
 
 from ringprof.errors import UnfitWorkloadError
 from ringprof.foresee.calibration import Calibration, Origin, Value
+from ringprof.foresee.curves import SHORT_SPREAD, OutsideCalibration
 from ringprof.foresee.events import Timeline, simulate
 from ringprof.foresee.host import host_ns, times_us
 from ringprof.foresee.links import Cluster, Links
@@ -36,6 +37,8 @@ _HOSTS = 101
 """Draws of how far hosts are apart."""
 SMALL, LARGE = 16, 32
 """About how many ranks stand for more: a ring's time grows by as much with every host more."""
+MOST_SHORT = 0.1
+"""Of a pass, in parts of a mask whose time the form alone says."""
 TapeOf = Callable[[Question, Cluster, "Sequence[int] | None"], Tape]
 """The programs of some ranks (all where None) of a question, on a cluster of its own or a smaller one."""
 
@@ -311,7 +314,13 @@ def _variances(
             if isinstance(op, AttentionCall) and op.phase == phase
         ]
         if blocks:
-            spread = sum(ns * one for ns, one in blocks) / sum(ns for ns, _ in blocks)
+            whole = sum(ns for ns, _ in blocks)
+            short = sum(ns for ns, one in blocks if one == SHORT_SPREAD) / whole
+            if short > MOST_SHORT:
+                raise OutsideCalibration(
+                    f"{short:.0%} of the {phase} pass are parts of the mask that are too short for what is calibrated"
+                )
+            spread = sum(ns * one for ns, one in blocks) / whole
             share = (spans.forward if phase == "forward" else spans.backward).get("kernel", 0.0) / end_ns
             parts[f"{phase} kernel"] = (share * spread) ** 2
     for part, value in (
