@@ -105,8 +105,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"{self.seq} tokens are no even sequences, {self.sequences} of them")
         if self.prefix is not None and self.window is None and self.causal:
             raise ValueError(
-                f"a prefix of {self.prefix} tokens goes with a window, or (prefix LM) without a causal mask: else all"
-                " see it"
+                f"a prefix of {self.prefix} tokens goes with a window, or without a causal mask (prefix LM)"
             )
         if self.documents is not None and sum(self.documents) != self.seq:
             raise ValueError(f"the documents are {sum(self.documents)} tokens together, the sequence has {self.seq}")

@@ -68,7 +68,7 @@ masks = all_of(
     click.option("--documents", metavar="LENGTHS",
                  help="Packed documents: 65536,32768x4, a file of lengths, or lognormal:mean=8192,sigma=1.2,seed=7."),
     click.option("--window-size", type=Tokens(), help="Sliding window: a token sees so many keys, its own counted."),
-    click.option("--prefix", type=Tokens(), 
+    click.option("--prefix", type=Tokens(),
                  help="So many first keys of its document, beside a window; with --no-causal and none, a prefix LM."),
 )  # fmt: skip
 """Gives a command the options of a mask that is more than causal or none."""
@@ -173,9 +173,8 @@ def mask_of(options: Options, seq: int) -> JsonObject:
     refuse_below_one({"--window-size": window, "--prefix": prefix})
     if prefix is not None and window is None and options["causal"]:
         raise UsageError(f"--prefix {prefix} goes with --window-size, or (prefix LM) with --no-causal: else all see it")
-    return {
-        "documents": document_lengths(documents, seq) if documents else None, "window": window, "prefix": prefix,
-    }  # fmt: skip
+    lengths = document_lengths(documents, seq) if documents else None
+    return {"documents": lengths, "window": window, "prefix": prefix}
 
 
 def params_of(given: Iterable[str], form: str) -> dict[str, str]:

@@ -27,6 +27,7 @@ def described(workload: Workload) -> str:
     heads = f"{workload.heads} heads" + (f" ({workload.kv_heads} kv)" if workload.kv_heads != workload.heads else "")
     batch = f"batch {workload.batch}, " if workload.batch > 1 else ""
     mask = str(workload.mask()) if workload.causal or not workload.mask().plain else "full attention"
+    mask = ", ".join([mask, *workload.extras()])
     passes = "forward and backward" if workload.backward else "forward only"
     return f"{workload.seq} tokens, {batch}{heads} of {workload.head_dim} · {mask} · {workload.dtype} · {passes}"
 

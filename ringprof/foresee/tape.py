@@ -25,7 +25,7 @@ from ringprof.foresee.recorder import LooksAtValues, RecordedKernels, RecordedSt
 from ringprof.foresee.seams import RecordingCommunicator, recording_kernel
 from ringprof.json_object import JsonObject, Params
 from ringprof.record.measure import Problem, counted_work, reset_counts
-from ringprof.record.resolve import fits, load_strategy, mask_options, strategy_errors, torch_dtype, typed_params
+from ringprof.record.resolve import fits, load_strategy, strategy_errors, typed_params
 from ringprof.run import MOST_RANKS, Workload
 from ringprof.strategies import find
 from ringprof.strategies.annotate import heard_by
@@ -166,7 +166,7 @@ def _program(
         strategy: Any = kind(Context(comm, kernel), **params)
         if older:
             make_older(strategy)
-        problem = _problem(strategy, workload)
+        problem = Problem.of(strategy, workload, torch.device("meta"))
         recording = recording_kernel(KERNELS[kernel], recorder, deterministic=bool(params.get("deterministic")))
         strategy.kernel_for = lambda q, **asks: recording
         # What is made once and kept, as the memory that copied hops arrive in, is there when iterations are timed.
@@ -182,23 +182,6 @@ def _program(
     return Program(
         rank=place[0], ops=recorder.ops, work=work, peak_bytes=recorder.peak_bytes, peak_label=recorder.peak_label
     ), strategy
-
-
-def _problem(strategy: Strategy, workload: Workload) -> Problem:
-    """One rank's share of the workload, in shapes."""
-    local, trains = workload.seq // strategy.comm.size, workload.backward
-    size, of_v = workload.head_dim, workload.v_head_dim or workload.head_dim
-
-    def shaped(heads: int, size: int) -> Any:
-        return torch.empty((workload.batch, local, heads, size), dtype=torch_dtype(workload), device="meta")
-
-    shapes = (workload.heads, size), (workload.kv_heads, size), (workload.kv_heads, of_v)
-    q, k, v = (shaped(*shape).requires_grad_(trains) for shape in shapes)
-    dout, options, sinks = shaped(workload.heads, of_v) if trains else None, mask_options(workload), None
-    if workload.sinks:
-        sinks = torch.empty(workload.heads, device="meta").requires_grad_(trains)
-        options |= {"sinks": sinks}
-    return Problem(strategy, workload.causal, q, k, v, dout, options=options, sinks=sinks)
 
 
 @contextmanager

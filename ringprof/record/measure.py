@@ -54,10 +54,10 @@ class Problem:
 
     @classmethod
     def of(cls, strategy: Any, workload: Workload, device: torch.device, *, cuda_graph: bool = False) -> Problem:
-        """Random inputs, made where they are needed: the full tensors may fit no device."""
+        """Random inputs, made where they are needed: the full tensors may fit no device. On ``meta`` shapes alone."""
         if workload.kv_length is not None:
             return cls._over_cache(strategy, workload, device, cuda_graph=cuda_graph)
-        generator = torch.Generator(device).manual_seed(1 + strategy.comm.rank)
+        generator = None if device.type == "meta" else torch.Generator(device).manual_seed(1 + strategy.comm.rank)
         local = workload.seq // strategy.comm.size
 
         def draw(heads: int, size: int) -> Tensor:
@@ -70,10 +70,9 @@ class Problem:
         q, k, v = (draw(*count).requires_grad_(trains) for count in sizes)
         dout = draw(heads, of_v) if trains else None
         sinks = drawn_sinks(workload, device)
-        options = mask_options(workload) | ({} if sinks is None else {"sinks": sinks})
         return cls(
-            strategy, workload.causal, q, k, v, dout, cuda_graph, options=options, asks=asks_of_kernels(workload),
-            sinks=sinks,
+            strategy, workload.causal, q, k, v, dout, cuda_graph, options=mask_options(workload, sinks),
+            asks=asks_of_kernels(workload), sinks=sinks,
         )  # fmt: skip
 
     @classmethod
@@ -88,13 +87,10 @@ class Problem:
         sizes = (workload.head_dim, workload.v_head_dim or workload.head_dim)
         k, v = (torch.randn((*kv[:3], size), generator=generator, device=device, dtype=dtype) for size in sizes)
         q, sinks = strategy.shard(queries).contiguous(), drawn_sinks(workload, device)
-        options = mask_options(workload)
-        if sinks is not None:
-            sinks = sinks[strategy.heads(shape.heads, shape.kv_heads).returned]
-            options |= {"sinks": sinks}
+        sinks = None if sinks is None else sinks[strategy.heads(shape.heads, shape.kv_heads).returned]
         return cls(
-            strategy, workload.causal, q, k, v, None, cuda_graph, options=options, asks=asks_of_kernels(workload),
-            sinks=sinks,
+            strategy, workload.causal, q, k, v, None, cuda_graph, options=mask_options(workload, sinks),
+            asks=asks_of_kernels(workload), sinks=sinks,
         )  # fmt: skip
 
     def kernel(self) -> Any:

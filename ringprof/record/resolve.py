@@ -125,13 +125,14 @@ def shape_of(workload: Workload) -> Shape:
     return Shape(workload.batch, workload.seq, *heads, workload.kv_length)
 
 
-def mask_options(workload: Workload) -> JsonObject:
+def mask_options(workload: Workload, sinks: torch.Tensor | None = None) -> JsonObject:
     """What `Strategy.attention` is told of the workload's mask and scores, beside whether it is causal."""
     mask = workload.mask()
     found: JsonObject = {} if mask.plain else {"documents": mask.documents, "window_size": mask.window}
     if workload.kv_length is not None:
         found = {"kv_length": workload.kv_length} | ({"window_size": mask.window} if mask.windowed else {})
     found |= {"prefix": mask.prefix} if mask.prefix else {}
+    found |= {} if sinks is None else {"sinks": sinks}
     return found | ({"softcap": workload.softcap} if workload.softcap else {})
 
 

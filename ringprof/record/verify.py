@@ -146,8 +146,7 @@ def _strategy_results(strategy: Strategy, full: Tensors, workload: Workload) -> 
     )
     sinks = drawn_sinks(workload, q.device)
     leaves = (q, k, v) if sinks is None else (q, k, v, sinks)
-    options = mask_options(workload) | ({} if sinks is None else {"sinks": sinks})
-    out = strategy.attention(q, k, v, causal=workload.causal, **options)
+    out = strategy.attention(q, k, v, causal=workload.causal, **mask_options(workload, sinks))
     results = {"out": out.detach()}
     if workload.backward:
         gradients = torch.autograd.grad(out, leaves, strategy.shard(full.dout, **shared).contiguous())

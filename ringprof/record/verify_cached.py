@@ -48,9 +48,9 @@ def verify_cached(strategy: Cached, workload: Workload, device: torch.device) ->
     full = draw_inputs(msgspec.structs.replace(workload, phase="training", kv_length=None, seq=keys), device)
     q = full.q[:, keys - new :]
     local = (strategy.shard_cache(x, new, workload.heads).contiguous() for x in (full.k, full.v))
-    options, sinks = mask_options(workload), drawn_sinks(workload, device)
-    if sinks is not None:
-        options["sinks"] = sinks[strategy.heads(workload.heads, workload.kv_heads).returned]
+    sinks = drawn_sinks(workload, device)
+    own = None if sinks is None else sinks[strategy.heads(workload.heads, workload.kv_heads).returned]
+    options = mask_options(workload, own)
     with torch.no_grad():
         out = strategy.attention(strategy.shard(q).contiguous(), *local, causal=workload.causal, **options)
     common = keys - new + 1 if workload.causal else keys

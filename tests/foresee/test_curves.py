@@ -8,9 +8,10 @@ from typing import Literal
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from ringprof.foresee.calibration import KernelSample, read_calibration
-from ringprof.foresee.curves import Curve, OutsideCalibration
+from ringprof.foresee.curves import SHORT_SPREAD, Curve, OutsideCalibration
 from ringprof.foresee.machine import Curves
 from ringprof.foresee.program import AttentionCall
 
@@ -42,7 +43,8 @@ def curve(time_of: Callable[[AttentionCall], float], blocks: list[AttentionCall]
     samples = [
         KernelSample(
             phase=one.phase, q=one.q, kv=one.kv, heads=one.heads, kv_heads=one.kv_heads, head_dim=one.head_dim,
-            causal=one.causal, ns=time_of(one) * chance.gauss(1, noise), origin="measured", source="a law",
+            causal=one.causal, pairs=one.pairs, ns=time_of(one) * chance.gauss(1, noise), origin="measured",
+            source="a law",
         )
         for one in blocks
     ]  # fmt: skip
@@ -68,6 +70,18 @@ def test_the_farther_from_samples_the_less_sure() -> None:
     known = curve(lambda one: law(one) * (1.1 if one.kv > 4096 else 1.0), SQUARES, noise=0.02)
     spreads = [known.at(block(length, length)).spread for length in (16384, 65536, 262144)]
     assert spreads == sorted(spreads) and spreads[0] < 0.5 * spreads[-1]
+
+
+def test_a_short_part_of_a_mask_has_the_forms_time_and_its_spread() -> None:
+    """Parts of a mask that are too short: 600 TFLOP/s, and what `law` says beside it, on a device that is not full."""
+    masked = [replace(one, pairs=one.q * one.kv // 2) for one in SQUARES if not one.causal]
+    known = curve(lambda one: 2e4 + 4 * one.heads * one.head_dim * (one.q * one.kv / 2 + 300 * one.q) / 600e3, masked)
+    few = known.at(replace(block(8192, 64), pairs=8192 * 64))
+    assert few.spread == SHORT_SPREAD
+    assert few.ns == pytest.approx(law(block(8192, 64)), rel=0.5)
+    assert known.at(masked[2]).spread < 0.1
+    with pytest.raises(OutsideCalibration, match="too unlike"):
+        known.at(replace(block(2**24, 64), pairs=2**30))
 
 
 def test_what_was_not_measured_is_refused() -> None:

@@ -154,6 +154,30 @@ def test_pairs_of_documents_and_windows_by_hand() -> None:
     assert seen == [[(10 + 78, 2), (4 * 16, 1)], [(1 + 2 + 3 + 13 * 4, 1), (3 + 2 + 1, 1)]]
 
 
+def test_a_prefix_and_sinks_by_hand() -> None:
+    """Two ranks of 16 of 32 tokens; the first 6 see each other. Sinks add kernels that move memory, and no pairs."""
+    both_ways = Workload(seq=32, heads=1, kv_heads=1, head_dim=8, prefix=6, causal=False, backward=False)
+    beside = Workload(seq=32, heads=1, kv_heads=1, head_dim=8, window=4, prefix=2, backward=False)
+    found = [
+        [program.work.block_flops for program in tape("ring", workload, 2, kernel="flash-attn").programs]
+        for workload in (both_ways, beside)
+    ]
+    # The window shows 1, 2, 3 and then 4 keys: from the fifth token on key 0 is seen beside it, and key 1 one later.
+    window = [1 + 2 + 3 + 13 * 4, 16 * 4]
+    assert found == [
+        [4 * 8 * (16 * 17 // 2 + 15), 4 * 8 * (16 * 16 + 16 * 17 // 2)],
+        [4 * 8 * (window[0] + 12 + 11), 4 * 8 * (window[1] + 32)],
+    ]
+    plain, sinks = (
+        tape("zigzag", Workload(seq=64, heads=2, kv_heads=2, head_dim=8, sinks=one), 2, kernel="flash-attn").programs[0]
+        for one in (None, "learned")
+    )
+    assert plain.work == sinks.work
+    # Out (32 rows of 2 heads of 8, bf16) is read at least, and written, in both passes.
+    moved = [sum(op.bytes for op in one.ops if isinstance(op, Touch)) for one in (plain, sinks)]
+    assert moved[1] - moved[0] > 2 * 2 * 32 * 2 * 8 * 2
+
+
 def test_hops_carry_the_rows_that_a_window_leaves() -> None:
     """Four ranks with chunks of 8 and a window of 5: 4 rows at the end of both of a rank's chunks, one of them far."""
     workload = Workload(seq=64, heads=2, kv_heads=1, head_dim=8, window=5)

@@ -123,7 +123,7 @@ def test_a_shorter_workload_keeps_the_masks_shape() -> None:
 def test_documents_must_fill_the_sequence() -> None:
     with pytest.raises(ValueError, match="91 tokens together, the sequence has 96"):
         Workload(seq=96, heads=1, kv_heads=1, head_dim=8, documents=(90, 1))
-    with pytest.raises(ValueError, match="without a causal mask"):
+    with pytest.raises(ValueError, match="a prefix of 4 tokens goes with a window"):
         Workload(seq=96, heads=1, kv_heads=1, head_dim=8, prefix=4)
 
 
