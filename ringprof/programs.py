@@ -73,8 +73,7 @@ def check(
     the mask, and ``softmax_scale`` (None: 1/√D). ``documents`` are the lengths of those that the sequence packs: none
     may see another. Where the function has an argument ``cu_seqlens`` or ``documents`` it is given their cumulative
     lengths (int32, from 0). ``window_size`` is how many keys a token sees, its own counted; beside them it sees the
-    first ``prefix`` of its document. With neither window nor ``causal``, the prefix sees itself both ways, and all
-    others are causal.
+    first ``prefix`` of its document; with neither window nor ``causal`` the mask is that of a prefix LM.
 
     ``layout`` says which tokens a rank holds: ``contiguous``, ``zigzag``, ``stripe``, or this rank's positions in the
     sequence, in local order (as for RoPE). ``seq`` is the length over all ranks: by default 64 tokens a rank on CPU,

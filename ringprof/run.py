@@ -79,8 +79,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     window: Size | None = None
     """Keys that a query sees before it, its own counted, and without a causal mask as many after it; None: all."""
     prefix: Size | None = None
-    """Tokens at the beginning of each document that a query sees beside its window; None: none. Without a window, and
-    without a causal mask, they see each other both ways and all others are causal (prefix LM)."""
+    """First tokens of each document, seen beside the window; without one by each other, too (prefix LM); None: none."""
     sequences: tuple[Size, ...] | None = None
     """Of dynamic context parallelism: how many sequences ``seq`` tokens are in each step of an iteration, each on as
     many ranks as all others; None: one step, of one sequence."""

@@ -96,6 +96,7 @@ class LoongDoubleRing(Strategy):
     def backward(self, blocks: Blocks, rows: Rows, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
         travel = self.travel(blocks)
         if travel is not None:
+            # Mixed: rows that travel alone are few.
             wire = wire_type("input" if self.parameters["grad_wire"] == "input" else "fp32", k)
             homeward = Homeward(travel, self.dkv.inner, self.dkv.outer, (k, v), wire)
             return backward_of_rows(self, blocks, rows, q, self._tour(blocks, k, v), homeward)

@@ -36,8 +36,7 @@ def command(seq: int, world: int, heads: int, form: str, output: str | None, **o
     """
     from ringprof.record.balance import balances
 
-    around = {"causal": options["causal"], **mask_of(options, seq)}
-    workload = Workload(seq=seq, heads=heads, kv_heads=heads, head_dim=128, **around)
+    workload = Workload(seq=seq, heads=heads, kv_heads=heads, head_dim=128, **mask_of(options, seq))
     found = balances(workload, world)
     if form == "json":
         print_or_write(rows_json("ringprof.balance/1", found), output)

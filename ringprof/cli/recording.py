@@ -105,12 +105,11 @@ scores_and_heads = all_of(
 def workload_of(options: Options, seq: int, *, backward: bool = True) -> Workload:
     """The problem that the options describe."""
     heads, kv_heads = options["heads"], options["kv_heads"]
-    around = {"backward": backward, **phase_of(options, seq), **layer_of(options)}
+    around = {"backward": backward, **mask_of(options, seq), **phase_of(options, seq), **layer_of(options)}
     return Workload(
         batch=options["batch"], seq=seq, heads=heads, kv_heads=heads if kv_heads is None else kv_heads,
-        head_dim=options["head_dim"], causal=options["causal"], dtype=options["dtype"],
-        v_head_dim=_smaller(options.get("v_head_dim"), options["head_dim"]), softcap=options.get("softcap"),
-        sinks=options.get("sinks"), **mask_of(options, seq), **around,
+        head_dim=options["head_dim"], v_head_dim=_smaller(options.get("v_head_dim"), options["head_dim"]),
+        dtype=options["dtype"], softcap=options.get("softcap"), sinks=options.get("sinks"), **around,
     )  # fmt: skip
 
 
@@ -168,13 +167,14 @@ def request_of(options: Options, *, seq: int, strategy: str, backward: bool = Tr
 
 
 def mask_of(options: Options, seq: int) -> JsonObject:
-    """What a workload of ``seq`` tokens is told of its mask, beside whether it is causal. Raises `UsageError`."""
+    """What a workload of ``seq`` tokens is told of its mask. Raises `UsageError`."""
     documents, window, prefix = (options.get(name) for name in ("documents", "window_size", "prefix"))
     refuse_below_one({"--window-size": window, "--prefix": prefix})
-    if prefix is not None and window is None and options["causal"]:
+    causal = options["causal"]
+    if prefix is not None and window is None and causal:
         raise UsageError(f"--prefix {prefix} goes with --window-size, or (prefix LM) with --no-causal: else all see it")
     lengths = document_lengths(documents, seq) if documents else None
-    return {"documents": lengths, "window": window, "prefix": prefix}
+    return {"causal": causal, "documents": lengths, "window": window, "prefix": prefix}
 
 
 def params_of(given: Iterable[str], form: str) -> dict[str, str]:

@@ -318,7 +318,7 @@ def _variances(
             short = sum(ns for ns, one in blocks if one == SHORT_SPREAD) / whole
             if short > MOST_SHORT:
                 raise OutsideCalibration(
-                    f"{short:.0%} of the {phase} pass are parts of the mask that are too short for what is calibrated"
+                    f"{short:.0%} of the {phase} pass are parts of the mask shorter than calibrated"
                 )
             spread = sum(ns * one for ns, one in blocks) / whole
             share = (spans.forward if phase == "forward" else spans.backward).get("kernel", 0.0) / end_ns

@@ -68,11 +68,10 @@ class Problem:
         size, of_v = workload.head_dim, workload.v_head_dim or workload.head_dim
         sizes = ((heads, size), (kv_heads, size), (kv_heads, of_v))
         q, k, v = (draw(*count).requires_grad_(trains) for count in sizes)
-        dout = draw(heads, of_v) if trains else None
         sinks = drawn_sinks(workload, device)
         return cls(
-            strategy, workload.causal, q, k, v, dout, cuda_graph, options=mask_options(workload, sinks),
-            asks=asks_of_kernels(workload), sinks=sinks,
+            strategy, workload.causal, q, k, v, draw(heads, of_v) if trains else None, cuda_graph,
+            options=mask_options(workload, sinks), asks=asks_of_kernels(workload), sinks=sinks,
         )  # fmt: skip
 
     @classmethod
