@@ -50,6 +50,30 @@ def test_a_token_and_the_memorys_rate() -> None:
     assert found.sent_bytes_per_token == 2 * (32768 + 32768 + 1024) / 8
 
 
+def test_a_prefix_beside_a_window_sends_its_rows_alone_and_computes_its_pairs() -> None:
+    """Zigzag chunks of 16384, two ranks: what one sends are the prefix of 1024 and the 4095 tokens before a chunk."""
+    run = read_run(TRACES / "h200x2-zigzag-65536-prefix" / "run.json")
+    rows = (1024 + 4095) * 8 * 128 * 2
+    assert run.work is not None and run.verification is not None and run.verification.timed is not None
+    for rank in run.work:
+        # K and V in both passes; dK and dV in float32 go straight home.
+        assert [(one.channel, one.count, one.sent_bytes) for one in rank.sent] == [
+            ("kv", 1, 2 * rows), ("kv", 1, 2 * rows), ("dkv_back", 1, 4 * rows),
+        ]  # fmt: skip
+    window = 4096 * 4097 // 2 + (65536 - 4096) * 4096
+    # Queries from 4096 on see one key of the prefix more each, until all 1024 lie before their window.
+    beside = sum(min(1024, query - 4095) for query in range(4096, 65536))
+    assert sum(rank.block_flops or 0 for rank in run.work) == 14 * 32 * 128 * (window + beside)
+
+
+def test_a_window_over_a_cache_is_read_alone() -> None:
+    analysis = load(TRACES / "h200x2-decode-1048576-window")
+    found = inference_of(analysis.attribution, analysis.findings.summary)
+    assert found is not None and found.cache_bytes == CACHE // 16
+    # What is sent does not depend on it.
+    assert found.sent_bytes_per_token == 2 * (32768 + 32768 + 1024) / 8
+
+
 def slowest(name: str) -> float:
     """The median of the slowest rank's iterations, in seconds."""
     recorded = json.loads((TRACES / name / "run.json").read_text())
