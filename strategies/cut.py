@@ -93,7 +93,7 @@ class Cut:
     def travel(self, window: int, *, queries: bool = False) -> Travel | None:
         """The rows of every rank's keys, or queries, that travel over inner rings of ``window`` ranks.
 
-        ``window`` divides all ranks. None where all rows travel, or none.
+        ``window`` divides all ranks. None where most rows travel, or none.
         """
         key = window, queries
         if key not in self._travels:

@@ -25,15 +25,17 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from .layouts import Block, part
+from .layouts import ALL, Block, part
 from .parcels import Parcel
 
 if TYPE_CHECKING:
     from .cut import Cut
     from .hops import HopRing
 
-_FINEST = 64
-"""Stretches that are closer than this part of a rank's rows are one."""
+_FINEST = 16
+"""Stretches that are closer than this part of a rank's rows are one: each is cut out and put back by kernels."""
+_MOST = 0.75
+"""Of what whole shards would be; where more would travel they go whole, with nothing to cut and put back."""
 
 
 class _Need(NamedTuple):
@@ -64,6 +66,8 @@ class Travel:
             ((places, _Hulls(places, needs)) for places in (_dense(stretches), _by_reach(stretches))),
             key=lambda found: found[1].rows_sent(cut.size, window),
         )
+        self.share = hulls.rows_sent(cut.size, window) / (2 * (cut.size - 1) * (cut.queries if queries else cut.keys))
+        """Of what whole shards would be."""
         self.rows = hulls.of(0, cut.size).stop
         """Of a whole message."""
         self.last_step = max(need.step for rank in needs for need in rank)
@@ -83,6 +87,8 @@ class Travel:
 
     def taken(self, rank: int, x: Tensor, dim: int = 1) -> Tensor:
         """The rows of ``x``, in its dimension ``dim``, that leave ``rank``, and any where it has none."""
+        if self._places[rank] == [_Place(0, x.shape[dim], 0)]:
+            return x
         pieces, end, one_row = [], 0, x.narrow(dim, 0, 1)
         for one in [*self._places[rank], _Place(0, 0, self.rows)]:
             filling = one_row.expand(*(one.at - end if at == dim else -1 for at in range(x.dim())))
@@ -119,6 +125,8 @@ class Travel:
     def in_gradients(self, rows: slice, step: int) -> slice:
         """Rows of what is there in a step, counted in the message of gradients that leaves after it."""
         came, goes = self.held(step), self.back[step]
+        if rows == ALL and came == goes:
+            return rows
         start, end, _ = rows.indices(len(came))
         return slice(start + came.start - goes.start, end + came.start - goes.start)
 
@@ -132,7 +140,7 @@ class Travel:
         dims = dims or [1] * len(tensors)
         place, home = inner.rank, 0 if outer is None else outer.rank
         rank, handed_out = home * self.window + place, list(tensors)
-        current = Parcel.holding([self.taken(rank, x, dim) for x, dim in zip(tensors, dims, strict=True)])
+        current = inner.parcel([self.taken(rank, x, dim) for x, dim in zip(tensors, dims, strict=True)])
         came = range(self.rows)
         for turn, outward in enumerate(self.outward):
             out = outer.post(_cut_to(current, came, outward, dims)) if outward and outer is not None else None
@@ -165,7 +173,7 @@ def step_of(sender: int, rank: int, size: int, window: int) -> int:
 
 
 def travel_of(cut: Cut, window: int, *, queries: bool) -> Travel | None:
-    """What travels of a mask's keys, or queries, over inner rings of ``window`` ranks; None where all do, or none."""
+    """What travels of a mask's keys, or queries, over inner rings of ``window`` ranks; None where most do, or none."""
     ranks, local = range(cut.size), cut.queries if queries else cut.keys
 
     def needed(rank: int, step: int) -> list[_Need]:
@@ -179,7 +187,11 @@ def travel_of(cut: Cut, window: int, *, queries: bool) -> Travel | None:
     if last > 1 and any(needed(rank, last) == [_Need(0, local, last)] for rank in reversed(ranks)):
         return None
     needs = [[one for step in range(1, last + 1) for one in needed(rank, step)] for rank in ranks]
-    return Travel(cut, window, needs, local // _FINEST, queries=queries) if last else None
+    travel = Travel(cut, window, needs, local // _FINEST, queries=queries) if last else None
+    if travel is None or travel.share <= _MOST:
+        return travel
+    # Of whole shards gradients still go straight home from the next rank.
+    return Travel(cut, window, [[_Need(0, local, 1)]] * cut.size, 0, queries=queries) if last == 1 else None
 
 
 def _joined(needs: Sequence[_Need], gap: int) -> list[_Need]:
@@ -230,6 +242,8 @@ class _Hulls:
         return range(min((first for first, _ in found), default=0), max((last for _, last in found), default=0))
 
     def rows_sent(self, size: int, window: int) -> int:
-        """There and back, on inner rings."""
-        begins = [(step, step // window * window) for step in range(size)]
-        return sum(len(self.of(step + 1, first + window)) + len(self.of(first, step + 1)) for step, first in begins)
+        """There and back."""
+        begins = range(0, size, window)
+        inner = [(self.of(step + 1, a + window), self.of(a, step + 1)) for a in begins for step in range(a, a + window)]
+        outer = [(self.of(a + window, size), self.of(0, a + window)) for a in begins if window < size]
+        return sum(len(there) + len(back) for there, back in inner + outer)

@@ -56,6 +56,7 @@ def test_a_prefix_beside_a_window_sends_its_rows_alone_and_computes_its_pairs() 
     rows = (1024 + 4095) * 8 * 128 * 2
     assert run.work is not None and run.verification is not None and run.verification.timed is not None
     for rank in run.work:
+        assert rank.sent is not None
         # K and V in both passes; dK and dV in float32 go straight home.
         assert [(one.channel, one.count, one.sent_bytes) for one in rank.sent] == [
             ("kv", 1, 2 * rows), ("kv", 1, 2 * rows), ("dkv_back", 1, 4 * rows),

@@ -514,6 +514,16 @@ def test_hops_carry_what_somebody_needs(name: str, mask: Mask, kv: tuple[int, in
     assert run_ranks(4, rows_sent, name, mask) == [expected] * 4
 
 
+@pytest.mark.parametrize("size", [2, 4])
+def test_shares_go_whole_where_little_is_saved(size: int) -> None:
+    """Of two ranks the first's last chunks see all of the second's keys: cutting out the other half would save none."""
+    bounds = (0, 40, 90, 128)
+    cut = cut_of(Mask.of(documents=bounds), zigzag_per_document(bounds), size, 128)
+    travel = cut.travel(size)
+    assert travel is None or (size == 2 and travel.taken(0, x := torch.zeros(1, 64, 1, 1)) is x)
+    assert cut_of(Mask.of(window=(5, 0)), LAYOUTS["zigzag"], size, 128).travel(size) is not None
+
+
 def others_rows_sent(rank: int) -> list[dict[str, tuple[int, int]]]:
     mask = Mask.of(window=(5, 0))
     return [
