@@ -43,7 +43,7 @@ class Collective:
         tensor = tensor.contiguous()
         if self.size == 1:
             return Hop([], [tensor], [tensor])
-        self._count("all_to_all", self._links, _size_bytes(tensor) // self.size)
+        self._count("all_to_all", self._links, tensor.nbytes // self.size)
         return self._trade(tensor, Hop)
 
     def all_gather(self, tensor: Tensor) -> Hop:
@@ -55,7 +55,7 @@ class Collective:
         if self.size == 1:
             return Hop([], [tensor], [tensor.unsqueeze(0)])
         received = torch.empty((self.size, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
-        self._count("all_gather", self._links[:1] * (self.size - 1), _size_bytes(tensor))
+        self._count("all_gather", self._links[:1] * (self.size - 1), tensor.nbytes)
         with annotate("send", self.channel):
             if self._by_nccl(tensor):
                 work = self._calls._allgather_base(received, tensor, _GATHER)
@@ -73,7 +73,7 @@ class Collective:
         tensor = tensor.contiguous()
         if self.size == 1:
             return Hop([], [tensor], [tensor[0]])
-        self._count("reduce_scatter", self._links[:1] * (self.size - 1), _size_bytes(tensor) // self.size)
+        self._count("reduce_scatter", self._links[:1] * (self.size - 1), tensor.nbytes // self.size)
         if not self._by_nccl(tensor):
             # gloo sums in an order of its own and lacks types: trade the pieces and add them in rank order.
             return self._trade(tensor, _SummedHop)
@@ -110,10 +110,6 @@ class _SummedHop(Hop):
 
 _GATHER = while_computing("AllgatherOptions")
 _REDUCE = while_computing("ReduceScatterOptions")
-
-
-def _size_bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

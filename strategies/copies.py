@@ -161,7 +161,7 @@ class CopyRing:
         failed = write(stream, slots.previous + slots.counters + _ROOM, slots.number, 0)
         failed |= wait(stream, slots.here + slots.counters + _ROOM, slots.number, 0)
         place = slots.following + slots.number % SLOTS * slots.slot_bytes
-        for message, at in zip(parcel.messages, _places(shapes)[0], strict=True):
+        for message, at in zip(parcel.messages, places(shapes)[0], strict=True):
             assert message.is_contiguous()
             failed |= copy(place + at, message.data_ptr(), message.nbytes, _DEVICE_TO_DEVICE, stream)
         # When all before it is done, and can be seen by the other GPU.
@@ -206,7 +206,7 @@ class CopyRing:
 
     def _slots_for(self, shapes: Shapes) -> _Slots:
         """Slots with room for a hop; all members of the ring come here with the same shapes, and so make new ones."""
-        size = _places(shapes)[1]
+        size = places(shapes)[1]
         if self.slots is None or self.slots.slot_bytes < size:
             # When every member has come to here with its device idle, nobody uses the old slots any more.
             torch.cuda.synchronize()
@@ -237,27 +237,28 @@ class _Slots:
         self.here, self.following, self.previous = (pointers[at] for at in (handle.rank, following, previous))
         # Of the shapes that were asked for last: views are small, but lengths may be many. Bound to the memory, not to
         # this object: a circle would keep slots that were outgrown until the next collection.
-        self._received = lru_cache(maxsize=8)(partial(_viewed, self.memory, slot_bytes))
+        self._received = lru_cache(maxsize=8)(partial(viewed, self.memory, slot_bytes))
 
     def received(self, shapes: Shapes, number: int) -> list[Tensor]:
         """What hop ``number`` brings, here."""
         return self._received(shapes, number % SLOTS)
 
 
-def _viewed(memory: Tensor, slot_bytes: int, shapes: Shapes, slot: int) -> list[Tensor]:
+def viewed(memory: Tensor, slot_bytes: int, shapes: Shapes, slot: int) -> list[Tensor]:
+    """Tensors of these shapes in a slot."""
     base = memory[slot * slot_bytes :]
-    cuts = zip(_places(shapes)[0], shapes, strict=True)
+    cuts = zip(places(shapes)[0], shapes, strict=True)
     return [base[at : at + size_bytes(*shape)].view(shape[0]).view(shape[1]) for at, shape in cuts]
 
 
 @lru_cache(maxsize=64)
-def _places(shapes: Shapes) -> tuple[list[int], int]:
+def places(shapes: Shapes) -> tuple[list[int], int]:
     """Where tensors of these shapes begin in a slot, and where they end."""
-    places, end = [], 0
+    begins, end = [], 0
     for shape in shapes:
-        places.append(end)
+        begins.append(end)
         end += -(-size_bytes(*shape) // _ALIGNED) * _ALIGNED
-    return places, end
+    return begins, end
 
 
 # --- what is asked of CUDA itself ---------------------------------------------------------------------

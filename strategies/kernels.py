@@ -104,7 +104,7 @@ class ReferenceKernel(Kernel):
     head_dim_step = 1
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-        return self.forward_seen(q, k, v, scale, _triangle(q) if causal else None)
+        return self.forward_seen(q, k, v, scale, self._seen(q, causal))
 
     def _forward_band(self, q: Tensor, k: Tensor, v: Tensor, scale: float, part: Part) -> tuple[Tensor, Tensor]:
         return self.forward_seen(q, k, v, scale, seen_in_band(part, q.device))
@@ -120,7 +120,7 @@ class ReferenceKernel(Kernel):
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor,
         out: Tensor | None, delta: Tensor | None, scale: float, causal: bool,
     ) -> Gradients:  # fmt: skip
-        return self.backward_seen(dout, q, k, v, lse, out, delta, scale, _triangle(q) if causal else None)
+        return self.backward_seen(dout, q, k, v, lse, out, delta, scale, self._seen(q, causal))
 
     def _backward_band(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor,
@@ -147,6 +147,9 @@ class ReferenceKernel(Kernel):
         dv = torch.einsum("bhqk,bqhd->bkhd", weights, dout.double())
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
+    def _seen(self, q: Tensor, causal: bool) -> Tensor | None:
+        return torch.ones(q.shape[1], q.shape[1], dtype=torch.bool, device=q.device).tril() if causal else None
+
     def _scores(self, q: Tensor, k: Tensor, scale: float) -> Tensor:
         return capped(torch.einsum("bqhd,bkhd->bhqk", q.double(), k.double()) * scale, self.softcap)
 
@@ -162,16 +165,7 @@ class MaskedReference(ReferenceKernel):
         super().__init__(softcap=softcap)
         self._mask = mask
 
-    def _forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-        return self.forward_seen(q, k, v, scale, self._seen(q))
-
-    def _backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor,
-        out: Tensor | None, delta: Tensor | None, scale: float, causal: bool,
-    ) -> Gradients:  # fmt: skip
-        return self.backward_seen(dout, q, k, v, lse, out, delta, scale, self._seen(q))
-
-    def _seen(self, q: Tensor) -> Tensor:
+    def _seen(self, q: Tensor, causal: bool) -> Tensor:
         everything = torch.arange(q.shape[1], device=q.device)
         return KeyStretches.of(self._mask, everything, q.shape[1]).shown(everything)
 
@@ -211,10 +205,6 @@ class KeyStretches(NamedTuple):
         """Which of the keys at these positions (K) each row sees: bool (R, K)."""
         found = [(keys >= first[:, None]) & (keys < end[:, None]) for first, end in self.stretches]
         return found[0] if len(found) == 1 else found[0] | found[1]
-
-
-def _triangle(q: Tensor) -> Tensor:
-    return torch.ones(q.shape[1], q.shape[1], dtype=torch.bool, device=q.device).tril()
 
 
 # Fastest first: as measured on H200, cuDNN about 1.7 times flash-attn 2; flash-attn 3 and 4 by what their authors say.
@@ -266,15 +256,8 @@ def choose_kernel(
         if reason is None:
             return kernel
     if name != "auto":
-        able = (
-            []
-            if reasons[0] not in _LACKS.values()
-            else [
-                kernel.name
-                for kernel in KERNELS.values()
-                if reason_against(kernel, device, dtype, head_dim, **wants) is None
-            ]
-        )
+        others = KERNELS.values() if reasons[0] in _LACKS.values() else ()
+        able = [kernel.name for kernel in others if reason_against(kernel, device, dtype, head_dim, **wants) is None]
         instead = f" (those here that do: {', '.join(able)})" if able else ""
         raise Unfit(f"kernel {name!r} is not available: it {reasons[0]}{instead}")
     said = "; ".join(f"{kernel.name} {reason}" for kernel, reason in zip(candidates, reasons, strict=True))

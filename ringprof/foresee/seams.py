@@ -17,12 +17,12 @@ from ringprof.foresee.recorder import Recorder
 from ringprof.strategies import several_lengths
 from ringprof.strategies.collectives import Collective
 from ringprof.strategies.communicator import Communicator, Meter
-from ringprof.strategies.copies import SLOTS
+from ringprof.strategies.copies import SLOTS, places, viewed
 from ringprof.strategies.hops import Hop, HopRing
 from ringprof.strategies.hosts import SAME_HOST, Hosts
 from ringprof.strategies.kernel import Gradients, Kernel, beside
 from ringprof.strategies.merge import wide_type
-from ringprof.strategies.parcels import Parcel, Shapes, shapes_of, size_bytes
+from ringprof.strategies.parcels import Parcel, Shapes, shapes_of
 from ringprof.strategies.parts import Batch, Lengths, Part, Parts
 
 _RESIDENT = 2 * 132
@@ -107,7 +107,7 @@ def _scratch_bytes(kernel: str, q: Tensor, k: Tensor, sequences: int = 0) -> int
     """
     batch, rows, heads, head_dim = q.shape
     rounded = -(-rows // 128) * 128 if kernel == "flash-attn" and not sequences else rows + 128 * sequences
-    groups = 2 * _size_bytes(q) // rows * k.shape[1] if heads != k.shape[2] else 0
+    groups = 2 * q.nbytes // rows * k.shape[1] if heads != k.shape[2] else 0
     return 4 * batch * rounded * heads * (head_dim + 1) + groups
 
 
@@ -200,7 +200,7 @@ class RecordingRing(HopRing):
         messages = self.slots.last(shapes_of(parcel.messages)) if self.copied else [_like(x) for x in parcel.messages]
         arriving = parcel.over(messages)
         self._meter.add(self.channel, operation, self._link, parcel.size_bytes)
-        sizes = [_size_bytes(message) for message in parcel.messages]
+        sizes = [message.nbytes for message in parcel.messages]
         recorder = self._comm.recorder
         number = recorder.post(self.channel, self._meter.phase, operation, self._everyone, self.communicator, sizes)
         return _Arriving(recorder, number, list(parcel.messages), arriving if into is None else into)
@@ -225,17 +225,11 @@ class _Slots:
 
     def last(self, shapes: Shapes) -> list[Tensor]:
         """The slot of the last hop that was counted: all are made anew where it is too small."""
-        size = sum(size_bytes(*shape) for shape in shapes)
+        size = places(shapes)[1]
         if self._memory.numel() < SLOTS * size:
             self._memory = torch.empty(SLOTS * size, dtype=torch.uint8, device="meta")
             self._owners[_memory(self._memory)] = self
-        at = self.number % SLOTS * (self._memory.numel() // SLOTS)
-        messages = []
-        for dtype, shape in shapes:
-            until = at + size_bytes(dtype, shape)
-            messages.append(self._memory[at:until].view(dtype).view(shape))
-            at = until
-        return messages
+        return viewed(self._memory, self._memory.numel() // SLOTS, shapes, self.number % SLOTS)
 
 
 def _memory(tensor: Tensor) -> StorageWeakRef:
@@ -254,7 +248,7 @@ class RecordingCollective(Collective):
         if self.size == 1:
             return super().all_to_all(tensor)
         tensor = tensor.contiguous()
-        piece = _size_bytes(tensor) // self.size
+        piece = tensor.nbytes // self.size
         self._count("all_to_all", self._links, piece)
         return self._arriving("all_to_all", tensor, _like(tensor), piece)
 
@@ -262,7 +256,7 @@ class RecordingCollective(Collective):
         if self.size == 1:
             return super().all_gather(tensor)
         tensor = tensor.contiguous()
-        piece = _size_bytes(tensor)
+        piece = tensor.nbytes
         self._count("all_gather", self._links[:1] * (self.size - 1), piece)
         received = torch.empty((self.size, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
         return self._arriving("all_gather", tensor, received, piece)
@@ -271,7 +265,7 @@ class RecordingCollective(Collective):
         if self.size == 1:
             return super().reduce_scatter(tensor)
         tensor = tensor.contiguous()
-        piece = _size_bytes(tensor) // self.size
+        piece = tensor.nbytes // self.size
         self._count("reduce_scatter", self._links[:1] * (self.size - 1), piece)
         return self._arriving("reduce_scatter", tensor, _like(tensor[0]), piece)
 
@@ -297,10 +291,6 @@ class _Arriving(Hop):
 def _like(tensor: Tensor) -> Tensor:
     """As `torch.empty_like`, dense; on ``meta`` that takes ten times as long."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-
-
-def _size_bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def _name(channel: str, members: Sequence[int]) -> str:

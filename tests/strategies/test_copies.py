@@ -56,14 +56,14 @@ class _ByGloo:
         return message.untyped_storage().data_ptr() == self._memory.untyped_storage().data_ptr()
 
     def _grow(self, shapes: Shapes) -> None:
-        size = copies._places(shapes)[1]
+        size = copies.places(shapes)[1]
         if size > self._size:
             self._memory, self._size, self._number = torch.empty(2 * size, dtype=torch.uint8), size, 0
 
     def _spoilt(self, shapes: Shapes) -> list[torch.Tensor]:
         slot = self._number % 2
         self._memory[slot * self._size : (slot + 1) * self._size] = 255
-        return copies._viewed(self._memory, self._size, shapes, slot)
+        return copies.viewed(self._memory, self._size, shapes, slot)
 
 
 class _LateHop:
