@@ -173,14 +173,13 @@ def _store() -> Iterator[int]:
         # Torch says at length on stderr what it cannot reach.
         socket.create_connection(("127.0.0.1", port), timeout=60).close()
         listener.accept()[0].close()
-    except OSError as error:
-        why = error.strerror or error
-        raise RecordError(f"ranks cannot meet on 127.0.0.1 ({why}): bring it up (ip link set lo up)") from None
-    try:
         store = untyped.TCPStore(
             "127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60),
             master_listen_fd=listener.detach(),
         )  # fmt: skip
+    except OSError as error:
+        why = error.strerror or error
+        raise RecordError(f"ranks cannot meet on 127.0.0.1 ({why}): bring it up (ip link set lo up)") from None
     except RuntimeError as error:  # its thread cannot be started
         raise _no_more(error) from None
     yield port
