@@ -95,7 +95,9 @@ class Communicator:
 
     def agree_on(self, call: str) -> None:
         """As `agreement.agree_on_call`, but while a CUDA graph is captured, in which no rank can ask another."""
-        captures = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        # Not so where CUDA has not begun, nor in a process forked after it has, which may not ask.
+        begun: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        captures = begun and torch.cuda.is_current_stream_capturing()
         if self.size > 1 and self.group is not None and not captures:
             agree_on_call(self.group, call)
 

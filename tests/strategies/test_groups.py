@@ -313,3 +313,14 @@ def test_a_rank_that_waits_for_others_to_make_its_call_says_so():
     (warned,), nothing = run_ranks(2, late)
     assert warned.startswith("rank 0 waits for the others to ask for the same, as all must the first time: ")
     assert "q, k and v of shape (1, 8, 4, 8)" in warned and nothing == []
+
+
+def where_cuda_may_not_be_asked(rank: int) -> float:
+    asked = patch.object(torch.cuda, "is_current_stream_capturing", side_effect=RuntimeError("initialization error"))
+    with patch.object(torch.cuda, "is_available", return_value=True), asked:
+        return error_of(create("zigzag", kernel="reference"))
+
+
+def test_ranks_that_were_forked_after_cuda_had_begun_compute_on_the_cpu():
+    """There every question to CUDA fails, though a GPU is there."""
+    assert max(run_ranks(2, where_cuda_may_not_be_asked)) < 1e-12
