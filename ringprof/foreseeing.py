@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from ringprof.analysis.findings.digits import percent
+from ringprof.digits import percent
 from ringprof.errors import UsageError
 from ringprof.foresee import advice_shown
 from ringprof.foresee.advise import Advice, advice_dict

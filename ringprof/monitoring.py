@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ringprof.analysis.attribution import Attribution
-from ringprof.analysis.findings.digits import percent
 from ringprof.analysis.findings.findings import findings_in_memory
 from ringprof.analysis.transfers.matching import match
+from ringprof.digits import percent
 from ringprof.errors import MissingExtraError, RingprofError, UsageError
 from ringprof.json_object import JsonObject
 from ringprof.record.request import need

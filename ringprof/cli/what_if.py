@@ -6,9 +6,9 @@ from typing import Any
 
 import click
 
-from ringprof.analysis.findings.digits import percent
 from ringprof.cli.recording import params_of
 from ringprof.cli.write import formats
+from ringprof.digits import percent
 from ringprof.errors import UsageError
 from ringprof.foresee.calibration import base_for, read_calibration
 from ringprof.foresee.from_runs import observed_run

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ringprof.analysis.findings.digits import percent, three_digits
+from ringprof.digits import percent, three_digits
 from ringprof.foresee.advise import HIDDEN, Advice, Choice, Point, compared, crossings
 from ringprof.foresee.predict import Prediction
 from ringprof.foresee.show import cluster_text, described, remarks

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from ringprof.analysis.findings.digits import percent
 from ringprof.devices import peak_of
+from ringprof.digits import percent
 from ringprof.foresee.calibration import Calibration, Value, figures
 from ringprof.foresee.links import Cluster, Links
 from ringprof.foresee.predict import Prediction, inputs

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ringprof.analysis.findings.comparison import Comparison, Entry
-from ringprof.analysis.findings.digits import percent
 from ringprof.analysis.findings.findings import Findings
 from ringprof.analysis.findings.summary import PARTS
 from ringprof.analysis.findings.waterfall import WATERFALL_LABELS
 from ringprof.analysis.kinds.kinds import KINDS
 from ringprof.analysis.steps.steps import Step
+from ringprof.digits import percent
 from ringprof.report import palette
 from ringprof.report.palette import Interval
 from ringprof.report.sections.run import what_ran

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from ringprof.analysis.attribution import Attribution
-from ringprof.analysis.findings.digits import three_digits
 from ringprof.analysis.findings.findings import Findings
 from ringprof.analysis.kinds.kinds import COMMUNICATION, KIND, KINDS
 from ringprof.analysis.rank import Detail, Rank
@@ -15,6 +14,7 @@ from ringprof.analysis.steps.blocks import StepKey
 from ringprof.analysis.steps.steps import Step
 from ringprof.analysis.transfers.hops import Split, gbps
 from ringprof.analysis.transfers.transfers import Message
+from ringprof.digits import three_digits
 from ringprof.report import palette
 from ringprof.report.page.document import Content, PageContext
 from ringprof.report.terms import LABELS

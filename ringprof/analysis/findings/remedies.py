@@ -9,9 +9,9 @@ from itertools import pairwise
 from statistics import fmean
 
 from ringprof.analysis.attribution import Attribution
-from ringprof.analysis.findings.digits import milliseconds, three_digits
 from ringprof.analysis.findings.summary import Communication, Summary
 from ringprof.analysis.transfers.hops import OTHER_HOST
+from ringprof.digits import milliseconds, three_digits
 from ringprof.run import StrategyUsed
 
 UNBALANCED = 1.5

@@ -13,7 +13,6 @@ from typing import Protocol
 import msgspec
 
 from ringprof.analysis.attribution import Attribution
-from ringprof.analysis.findings.digits import milliseconds, percent, three_digits
 from ringprof.analysis.findings.remedies import (
     UNBALANCED,
     known_contiguous,
@@ -36,6 +35,7 @@ from ringprof.analysis.kinds.kinds import COMPUTE_PARTS, KIND, MEMORY, in_a_sent
 from ringprof.analysis.rank import Rank
 from ringprof.analysis.steps.steps import ExposedBySteps
 from ringprof.analysis.transfers.hops import OTHER_HOST
+from ringprof.digits import milliseconds, percent, three_digits
 
 WORTH_NAMING = 0.02
 """The least share of the time that is called a loss."""

@@ -12,10 +12,10 @@ from statistics import fmean
 import msgspec
 
 from ringprof.analysis.attribution import Attribution
-from ringprof.analysis.findings.digits import percent, three_digits
 from ringprof.analysis.findings.summary import Summary
 from ringprof.analysis.kinds.kinds import COMPUTE, KIND
 from ringprof.analysis.transfers.hops import OTHER_HOST
+from ringprof.digits import percent, three_digits
 from ringprof.trace.columns import CUT_OFF
 
 MOST_NAMED = 2

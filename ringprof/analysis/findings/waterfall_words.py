@@ -7,11 +7,11 @@ from statistics import fmean
 import msgspec
 
 from ringprof.analysis.attribution import Attribution
-from ringprof.analysis.findings.digits import milliseconds, three_digits
 from ringprof.analysis.findings.summary import Summary
 from ringprof.analysis.kinds.kinds import COMPUTE_PARTS, MEMORY
 from ringprof.analysis.rank import Rank
 from ringprof.devices import Peak
+from ringprof.digits import milliseconds, three_digits
 
 
 class AttentionWork(msgspec.Struct, frozen=True):

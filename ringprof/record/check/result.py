@@ -6,6 +6,7 @@ import math
 
 import msgspec
 
+from ringprof.digits import three_digits
 from ringprof.run import TensorError, Workload
 
 TENSOR_FORMATS = ("bshd", "bhsd", "sbhd")
@@ -164,7 +165,7 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
         most = max(self.sent, key=lambda rank: (rank.size_bytes or 0, sum(rank.operations.values())))
         calls = ", ".join(f"{count} {name}" for name, count in sorted(most.operations.items()))
         silent = [str(number) for number, rank in enumerate(self.sent) if not rank.operations]
-        size = "" if most.size_bytes is None else f"{most.size_bytes / 2**20:.3g} MiB, "
+        size = "" if most.size_bytes is None else f"{three_digits(most.size_bytes / 2**20)} MiB, "
         return f"sent by a rank in a call: {size}{calls}" + (f"; nothing by rank {', '.join(silent)}" * bool(silent))
 
 

@@ -8,10 +8,10 @@ from typing import Any
 
 from ringprof.analysis.findings.changes import Change
 from ringprof.analysis.findings.comparison import WATERFALL_PREFIX, Comparison, Difference, Entry, Recordings
-from ringprof.analysis.findings.digits import percent
 from ringprof.analysis.findings.findings import Findings
 from ringprof.analysis.findings.uncertainty import differ, ratio_interval
 from ringprof.analysis.findings.waterfall import WATERFALL_LABELS
+from ringprof.digits import percent
 from ringprof.errors import UsageError, nearest
 from ringprof.report import palette
 from ringprof.report.comparison import missing, verdict_lines

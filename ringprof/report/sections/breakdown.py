@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ringprof.analysis.findings.digits import percent
 from ringprof.analysis.findings.findings import Findings
 from ringprof.analysis.findings.summary import Communication, Summary
 from ringprof.analysis.kinds.kinds import OTHER_GROUPS
 from ringprof.analysis.rank import Rank
+from ringprof.digits import percent
 from ringprof.json_object import JsonObject
 from ringprof.report.page.document import Content, PageContext, PageTable, ReportParts
 from ringprof.report.tables import BETWEEN, Column, Listing, Table, text_table

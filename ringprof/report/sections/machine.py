@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
-from ringprof.analysis.findings.digits import percent
 from ringprof.analysis.findings.findings import Findings
+from ringprof.digits import percent
 from ringprof.report.page.document import Content, PageContext, PageTable, number, text
 from ringprof.report.tables import Listing
 from ringprof.report.text import TextStyle, clean

@@ -8,11 +8,11 @@ from typing import Any
 import msgspec
 
 from ringprof.analysis.findings.controls import ControlFigures
-from ringprof.analysis.findings.digits import percent, three_digits
 from ringprof.analysis.findings.findings import Findings
 from ringprof.analysis.findings.summary import Communication, Rates
 from ringprof.analysis.kinds.kinds import ATTENTION, COMPUTE, KIND, in_a_sentence
 from ringprof.analysis.transfers.hops import OTHER_HOST, SAME_HOST
+from ringprof.digits import percent, three_digits
 from ringprof.json_object import JsonObject
 from ringprof.report.page.document import Content, PageContext, PageTable, ReportParts, text
 from ringprof.report.tables import Column, Listing, Table, text_table
