@@ -105,7 +105,7 @@ scores_and_heads = all_of(
 def workload_of(options: Options, seq: int, *, backward: bool = True) -> Workload:
     """The problem that the options describe."""
     heads, kv_heads = options["heads"], options["kv_heads"]
-    around = {"backward": backward, **mask_of(options, seq), **phase_of(options, seq), **layer_of(options)}
+    around = {"backward": backward, **phase_of(options, seq), **layer_of(options), **mask_of(options, seq)}
     return Workload(
         batch=options["batch"], seq=seq, heads=heads, kv_heads=heads if kv_heads is None else kv_heads,
         head_dim=options["head_dim"], v_head_dim=_smaller(options.get("v_head_dim"), options["head_dim"]),
