@@ -146,6 +146,7 @@ def test_no_text_holds_up_a_pattern(key: tuple[Any, int]) -> None:
             held_up(pattern, way, text)
 
 
+@pytest.mark.long
 def test_what_a_pattern_that_is_held_up_looks_like() -> None:
     with pytest.raises(AssertionError):
         held_up(re.compile(r"a+b"), "search", lambda length: "a" * length)

@@ -207,7 +207,13 @@ def test_exports_and_runs(tmp_path: Path) -> None:
 COUNTED = "WITH RECURSIVE c(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM c LIMIT 100000)"
 
 
-@pytest.mark.parametrize("line", ["step 💥\n" + "Self CUDA time total: 1.0ms and more\n" * 2, "| a | b | c |\n"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "step 💥\n" + "Self CUDA time total: 1.0ms and more\n" * 2,
+        pytest.param("| a | b | c |\n", marks=pytest.mark.long),
+    ],
+)
 def test_texts(tmp_path: Path, line: str) -> None:
     sound, log = tmp_path / "rank0.json", tmp_path / "some.log"
     sound.write_bytes(TEN)

@@ -187,6 +187,7 @@ def test_of_47_pairs_of_one_command_on_gpus_none_is_called_different():
     assert sum(rank_test(one, two) < 0.05 for one, two in pairs) > 47 / 10
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("path", ON_GPUS, ids=lambda path: path.stem)
 def test_each_recording_on_gpus_with_every_other(path):
     pairs = list(itertools.combinations(recordings(path), 2))
