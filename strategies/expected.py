@@ -61,18 +61,20 @@ def forward_bytes(load: Load, kv_sets: int = 3) -> int:
     return alone if load.size == 1 else alone + load.q + load.q_wide + kv_sets * load.kv
 
 
-def ring_bytes(load: Load) -> int:
+def ring_bytes(load: Load, grad_wire: str = "fp32") -> int:
     """The peak of a ring of K and V, with dK and dV in float32 behind them.
 
     That is dQ in float32, the kernel's own sum of it, three sets of K and V (held, arriving, and sent but not yet given
-    back) and two of dK and dV; copied hops arrive in places that are as many. One rank alone holds the larger of the
-    kernel's sum and its dK and dV.
+    back) and two of dK and dV; copied hops arrive in places that are as many. Between two ranks dK and dV that are not
+    asked for in float32 take the places of K and V. One rank alone holds the larger of the kernel's sum and its dK and
+    dV.
     """
     if not load.backward:
         return forward_bytes(load)
     if load.size == 1:
         return load.own + max(load.q_wide, load.kv_wide)
-    return load.own + 2 * load.q_wide + 3 * load.kv + 2 * load.kv_wide
+    gradients = 0 if load.size == 2 and grad_wire != "fp32" else 2 * load.kv_wide
+    return load.own + 2 * load.q_wide + 3 * load.kv + gradients
 
 
 def contiguous_imbalance(size: int) -> float:

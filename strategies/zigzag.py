@@ -34,7 +34,7 @@ class Zigzag(Ring):
 
     @classmethod
     def memory_bytes(cls, load: Load, **params: Any) -> int | None:
-        return ring_bytes(load)
+        return ring_bytes(load, params.get("grad_wire", "exact"))
 
     @classmethod
     def imbalance(cls, size: int, *, causal: bool, **params: Any) -> float | None:

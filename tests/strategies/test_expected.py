@@ -10,6 +10,7 @@ from ringprof.strategies.allgather import AllGather
 from ringprof.strategies.burst import Burst
 from ringprof.strategies.expected import Load, forward_bytes, ring_bytes
 from ringprof.strategies.usp import USP
+from ringprof.strategies.zigzag import Zigzag
 
 # A rank of two holds 4 tokens of 2 heads of 4 numbers of 2 bytes: 64 bytes of queries, 128 of keys and values.
 LOAD = Load(batch=1, seq=8, heads=2, kv_heads=2, head_dim=4, item_bytes=2, size=2)
@@ -18,6 +19,30 @@ LOAD = Load(batch=1, seq=8, heads=2, kv_heads=2, head_dim=4, item_bytes=2, size=
 def test_a_ring_holds_three_sets_of_keys_and_two_of_their_gradients() -> None:
     own = 4 * 64 + 2 * 128
     assert ring_bytes(LOAD) == own + 2 * 128 + 3 * 128 + 2 * 256
+
+
+def test_two_ranks_hold_narrow_gradients_where_keys_and_values_were() -> None:
+    own = 4 * 64 + 2 * 128
+    assert Zigzag.memory_bytes(LOAD) == own + 2 * 128 + 3 * 128
+    assert Zigzag.memory_bytes(LOAD, grad_wire="fp32") == ring_bytes(LOAD)
+    four = replace(LOAD, size=4, seq=16)
+    assert Zigzag.memory_bytes(four) == ring_bytes(four) == ring_bytes(LOAD)
+
+
+MIB = 2**20
+
+
+@pytest.mark.parametrize(
+    ("tokens", "heads", "kv_heads", "held"),
+    [(8192, 40, 40, 721), (8192, 32, 8, 329), (16384, 40, 40, 1443), (16384, 64, 1, 1046), (32768, 32, 8, 1253),
+     (65536, 40, 40, 5770), (131072, 24, 4, 3471)],
+)  # fmt: skip
+def test_the_plan_of_two_h200_is_at_most_a_sixth_above_what_they_held(
+    tokens: int, heads: int, kv_heads: int, held: int
+) -> None:
+    """Copied hops, flash-attn; 32 MiB are torch's own."""
+    load = Load(batch=1, seq=tokens, heads=heads, kv_heads=kv_heads, head_dim=128, item_bytes=2, size=2)
+    assert 1 <= (Zigzag.memory_bytes(load) or 0) / MIB / (held - 32) < 7 / 6
 
 
 def test_one_rank_holds_the_larger_of_two_sums() -> None:
