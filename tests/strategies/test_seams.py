@@ -74,7 +74,7 @@ def strides_seen(rank: int, world: int) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.long)])
 def test_every_backward_call_has_the_strides_that_torchs_own_autograd_gives(world):
     for found in run_ranks(world, strides_seen, world):
         assert found == []
