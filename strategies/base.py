@@ -441,9 +441,11 @@ class Strategy(Expectations, ABC):
         with ring_step("fwd", step, "merge"):
             return result.result(q.dtype)
 
-    def travel(self, blocks: Blocks) -> Travel | None:
-        """What of the ranks' keys goes round, where not all of it does."""
-        return blocks.cut.travel(self.hop_window) if blocks.cut is not None and self.hop_window else None
+    def travel(self, blocks: Blocks, *, queries: bool = False) -> Travel | None:
+        """What of the ranks' keys, or queries, goes round, where not all of it does."""
+        if blocks.cut is None or not self.hop_window:
+            return None
+        return blocks.cut.travel(self.hop_window, queries=queries)
 
     def block(self, blocks: Blocks, kv_rank: int, q: Tensor) -> Block | None:
         """What this rank's queries see of ``kv_rank``'s keys, as far as they come to it."""

@@ -25,7 +25,7 @@ from .expected import Load, forward_bytes
 from .homeward import Homeward
 from .hops import DoubleRing
 from .kernel import Gradients
-from .layouts import ALL, LAYOUTS, part
+from .layouts import ALL, LAYOUTS, Block, part
 from .merge import Sum, accumulate, row_product, settled, started
 from .travel import Travel
 
@@ -91,7 +91,7 @@ class Burst(Strategy):
             assert rows.out is not None
             rows = Rows(rows.dout, rows.lse, delta=row_product(rows.dout, rows.out))
         wire, dk, dv = wire_type(self.parameters["grad_wire"], q), Sum(k), Sum(v)
-        travel = None if blocks.cut is None else blocks.cut.travel(self.hop_window, queries=True)
+        travel = self.travel(blocks, queries=True)
         if travel is not None:
             homeward = Homeward(travel, self.dq.inner, self.dq.outer, (q,), wire)
             return self._backward_of_rows(blocks, rows, q, k, v, travel, homeward)
@@ -102,13 +102,8 @@ class Burst(Strategy):
             if block is None:
                 travelling_dq.add(step, None)
                 continue
-            their_q, their_rows = _unpack(travelled, rows)
-            with ring_step("bwd", step, "block"):
-                grads = blocks.backward(their_rows, their_q, k, v, block)
-            with ring_step("bwd", step, "merge"):
-                dk.add(grads[1], block.kv)
-                dv.add(grads[2], block.kv)
-            travelling_dq.add(step, (block.q, grads[0]))
+            found = _dq_of(blocks, block, step, travelled, rows, (k, v), (dk, dv))
+            travelling_dq.add(step, (block.q, found))
         # What is left of this rank's own block hides the last hops of dQ.
         home = []
         for block in rest:
@@ -135,22 +130,31 @@ class Burst(Strategy):
             if block is None:
                 homeward.add(step, None, ALL)
                 continue
-            their_q, their_rows = _unpack(travelled, rows)
-            with ring_step("bwd", step, "block"):
-                grads = blocks.backward(their_rows, their_q, k, v, block)
-            with ring_step("bwd", step, "merge"):
-                dk.add(grads[1], block.kv)
-                dv.add(grads[2], block.kv)
+            found = _dq_of(blocks, block, step, travelled, rows, (k, v), (dk, dv))
             if step:
-                homeward.add(step, grads[:1], block.q)
+                homeward.add(step, (found,), block.q)
             else:
-                own = grads[:1]
+                own = (found,)
         (dq,) = homeward.home(self.comm.rank, own)
         return dq, dk.result(k.dtype), dv.result(v.dtype)
 
     @property
     def hop_window(self) -> int:
         return self.read.window
+
+
+def _dq_of(
+    blocks: Blocks, block: Block, step: int, travelled: list[Tensor], rows: Rows, kv: tuple[Tensor, Tensor],
+    sums: tuple[Sum, Sum],
+) -> Tensor:  # fmt: skip
+    """dQ of a block of queries that have travelled; its dK and dV are added to the ``sums``."""
+    their_q, their_rows = _unpack(travelled, rows)
+    with ring_step("bwd", step, "block"):
+        dq, *pair = blocks.backward(their_rows, their_q, *kv, block)
+    with ring_step("bwd", step, "merge"):
+        for total, gradient in zip(sums, pair, strict=True):
+            total.add(gradient, block.kv)
+    return dq
 
 
 class _TravellingDq:

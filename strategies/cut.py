@@ -19,8 +19,8 @@ from torch import Tensor
 
 from ringprof.mask import NO_LIMIT, Mask
 
-from .layouts import ALL, Block, Layout
-from .parts import Part, Parts, banded, joined, rows_apart
+from .layouts import Block, Layout, block_of
+from .parts import Part, banded, joined, rows_apart
 from .travel import Travel, travel_of
 
 
@@ -109,8 +109,7 @@ class Cut:
         return [[self.area(q_rank, kv_rank) for kv_rank in range(self.size)] for q_rank in range(self.size)]
 
     def _in_document(self, mine: list[_Piece], theirs: list[_Piece], begin: int, *, own: bool) -> list[Part]:
-        plain = self.mask.right == 0 and self.mask.left == NO_LIMIT and (self.mask.causal or not self.mask.prefix)
-        if own and not self.cached and plain:
+        if own and not self.cached and (self.mask.left, self.mask.right, self.mask.prefix) == (NO_LIMIT, 0, 0):
             # Whatever the layout, a rank's own rows lie in the order of their positions.
             first, end = mine[0].row, mine[-1].row + mine[-1].tokens
             return [Part(first, end, first, end, right=0 if end - first > 1 else NO_LIMIT)]
@@ -163,19 +162,6 @@ def steps_over_mean(areas: list[list[int]]) -> float:
     size = len(areas)
     steps = ([areas[rank][(rank - step) % size] for rank in range(size)] for step in range(size))
     return sum(map(max, steps)) * size / sum(map(sum, areas))
-
-
-def block_of(parts: list[Part], queries: int, keys: int) -> Block | None:
-    """The parts as one block of ``queries`` x ``keys``, no larger than it must be; None where there are none."""
-    if not parts:
-        return None
-    q = slice(min(part.q_first for part in parts), max(part.q_end for part in parts))
-    kv = slice(min(part.kv_first for part in parts), max(part.kv_end for part in parts))
-    rows, columns = (ALL if (x.start, x.stop) == (0, whole) else x for x, whole in ((q, queries), (kv, keys)))
-    if len(parts) == 1 and (parts[0].full or parts[0].causal):
-        return Block(rows, columns, causal=parts[0].causal)
-    inside = tuple(part.moved(-q.start, -kv.start) for part in parts)
-    return Block(rows, columns, parts=Parts(inside, q.stop - q.start, kv.stop - kv.start))
 
 
 def _runs(positions: Tensor, stride: int) -> list[_Piece]:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from .errors import Unfit
-from .parts import Parts
+from .parts import Part, Parts
 
 ALL = slice(None)
 
@@ -56,6 +56,19 @@ class Block:
 
 
 WHOLE = {causal: Block(causal=causal) for causal in (False, True)}
+
+
+def block_of(parts: list[Part], queries: int, keys: int) -> Block | None:
+    """The parts as one block of ``queries`` x ``keys``, no larger than it must be; None where there are none."""
+    if not parts:
+        return None
+    q = slice(min(one.q_first for one in parts), max(one.q_end for one in parts))
+    kv = slice(min(one.kv_first for one in parts), max(one.kv_end for one in parts))
+    rows, columns = (ALL if (x.start, x.stop) == (0, whole) else x for x, whole in ((q, queries), (kv, keys)))
+    if len(parts) == 1 and (parts[0].full or parts[0].causal):
+        return Block(rows, columns, causal=parts[0].causal)
+    inside = tuple(one.moved(-q.start, -kv.start) for one in parts)
+    return Block(rows, columns, parts=Parts(inside, q.stop - q.start, kv.stop - kv.start))
 
 
 class Layout(ABC):

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from .layouts import ALL, Block, part
+from .layouts import ALL, Block, block_of, part
 from .parcels import Parcel
 
 if TYPE_CHECKING:
@@ -104,8 +104,6 @@ class Travel:
         return self._blocks[key]
 
     def _block(self, rank: int, sender: int) -> Block | None:
-        from .cut import block_of
-
         cut, step = self._cut, step_of(sender, rank, self._cut.size, self.window)
         if self._queries:
             parts = [one.moved(self._move(sender, one.q_first, step), 0) for one in cut.parts(sender, rank)]

@@ -33,7 +33,6 @@ OTHERWISE = {
     "ringprof.strategies.base": "the table of names would close a circle",
     "ringprof.strategies.registry": "the table of names would close a circle",
     "ringprof.strategies.torch_kernels": "would close a circle",
-    "ringprof.strategies.travel": "would close a circle",
     "ringprof.strategies.merge": "compiles kernels where there is Triton",
 }
 

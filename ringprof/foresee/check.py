@@ -95,8 +95,8 @@ def read_rows(path: str) -> list[dict[str, str]]:
     text = read_whole(path).decode("utf-8-sig", errors="replace")
     header, _, body = text.partition("\n")
     between = max(",;\t", key=header.count)
-    names = [name.strip().strip('"').lower() for name in header.split(between)]
     try:
+        names = [name.strip().lower() for name in next(csv.reader([header], delimiter=between), [])]
         rows = list(islice(csv.DictReader(io.StringIO(body), names, delimiter=between), _MOST_ROWS + 1))
     except csv.Error as error:
         raise InputError(f"{path}: not a table of measurements: {error}") from None

@@ -48,6 +48,8 @@ class Estimate:
 
     ns: float
     spread: float
+    by_form: bool = False
+    """Of a part of a mask that is shorter than all samples."""
 
 
 class OutsideCalibration(UsageError):
@@ -74,7 +76,7 @@ class Curve:
         """Raises `OutsideCalibration` where the block is too unlike all samples."""
         place = np.array(_place(block))
         if self._short(block, place):
-            return Estimate(float(np.exp(self._form(block))), SHORT_SPREAD)
+            return Estimate(float(np.exp(self._form(block))), SHORT_SPREAD, by_form=True)
         amplitude, length, solved, inverse = self._process
         likeness = _likeness(place[None], self._places, amplitude, length)[0]
         left = float(likeness @ solved)

@@ -14,7 +14,7 @@ import msgspec
 
 from ringprof.errors import UnfitWorkloadError
 from ringprof.foresee.calibration import Calibration, Origin, Value
-from ringprof.foresee.curves import SHORT_SPREAD, OutsideCalibration
+from ringprof.foresee.curves import OutsideCalibration
 from ringprof.foresee.events import Timeline, simulate
 from ringprof.foresee.host import host_ns, times_us
 from ringprof.foresee.links import Cluster, Links
@@ -308,19 +308,15 @@ def _variances(
     """Variance of the logarithm of the time, by input: what takes a part of the time moves it by as much."""
     parts = {}
     for phase in ("forward", "backward"):
-        blocks = [
-            (curves.at(op).ns, curves.at(op).spread)
-            for op in program.ops
-            if isinstance(op, AttentionCall) and op.phase == phase
-        ]
+        blocks = [curves.at(op) for op in program.ops if isinstance(op, AttentionCall) and op.phase == phase]
         if blocks:
-            whole = sum(ns for ns, _ in blocks)
-            short = sum(ns for ns, one in blocks if one == SHORT_SPREAD) / whole
+            whole = sum(one.ns for one in blocks)
+            short = sum(one.ns for one in blocks if one.by_form) / whole
             if short > MOST_SHORT:
                 raise OutsideCalibration(
                     f"{short:.0%} of the {phase} pass are parts of the mask shorter than calibrated"
                 )
-            spread = sum(ns * one for ns, one in blocks) / whole
+            spread = sum(one.ns * one.spread for one in blocks) / whole
             share = (spans.forward if phase == "forward" else spans.backward).get("kernel", 0.0) / end_ns
             parts[f"{phase} kernel"] = (share * spread) ** 2
     for part, value in (

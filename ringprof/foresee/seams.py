@@ -173,9 +173,9 @@ def _hosts(size: int, per_host: int) -> Hosts:
 
 
 class RecordingRing(HopRing):
-    _comm: RecordingCommunicator
-
     """A ring whose hops are recorded; what arrives is fresh memory, or a slot where copy engines carry the hop."""
+
+    _comm: RecordingCommunicator
 
     def __init__(
         self, channel: str, members: Sequence[int], comm: RecordingCommunicator, shares: Any, *, keeps: bool
