@@ -13,8 +13,8 @@ import msgspec
 import torch
 from torch import Tensor
 
-from ringprof.foresee.program import AttentionCall
 from ringprof.record.group_ranks import gather_bytes
+from ringprof.record.tape.program import AttentionCall
 
 _SAMPLE_NS, _CALLS = 40e6, (2, 24)
 """Least time that is measured of a shape, and the fewest and the most calls."""

@@ -53,7 +53,7 @@ class KernelSample(msgspec.Struct, frozen=True, kw_only=True):
     head_dim: Size
     causal: bool
     pairs: Size | None = None
-    """As in `ringprof.foresee.program.AttentionCall`, also below."""
+    """As in `ringprof.record.tape.program.AttentionCall`, also below."""
     sequences: Size = 1
     ns: Positive
     spread: Share = 0.01

@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from ringprof.errors import UsageError
 from ringprof.foresee.calibration import KernelSample
-from ringprof.foresee.program import AttentionCall
+from ringprof.record.tape.program import AttentionCall
 
 Floats = npt.NDArray[np.float64]
 

@@ -23,7 +23,7 @@ from itertools import accumulate, count
 from typing import Protocol
 
 from ringprof.foresee.flows import Flow, Flows
-from ringprof.foresee.program import AttentionCall, Join, Op, Post, Program, Touch, Wait
+from ringprof.record.tape.program import AttentionCall, Join, Op, Post, Program, Touch, Wait
 
 RINGS = ("send_recv", "copy")
 """Operations in which every member sends to the next; in others all members trade with all."""

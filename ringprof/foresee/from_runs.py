@@ -20,8 +20,8 @@ from ringprof.errors import InputError, UnfitWorkloadError, UsageError
 from ringprof.foresee.calibration import Calibration, KernelFigures, KernelSample, Link, Value
 from ringprof.foresee.links import Links
 from ringprof.foresee.observed import ObservedRank, observe
-from ringprof.foresee.program import AttentionCall, Tape, Touch
 from ringprof.foresee.question import busy_s, cluster_of, is_older
+from ringprof.record.tape.program import AttentionCall, Tape, Touch
 from ringprof.run import Run
 
 LARGE_BYTES = 16 << 20

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from ringprof.foresee.calibration import Calibration, Host, HostPass, KernelFigures, Value
-from ringprof.foresee.program import AttentionCall, Op, Post, Program, Touch
+from ringprof.record.tape.program import AttentionCall, Op, Post, Program, Touch
 
 _POSTS = {"send_recv": "post_us", "copy": "copy_us"}
 _OF_KERNELS = ("forward_us", "backward_us")

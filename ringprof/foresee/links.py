@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from ringprof.foresee.calibration import Calibration, Link, Nccl
 from ringprof.foresee.events import Leg
-from ringprof.foresee.program import Post
+from ringprof.record.tape.program import Post
 from ringprof.whole_numbers import refuse_below_one, whole
 
 MESSAGE_A_CHANNEL = 16 << 20

@@ -12,7 +12,7 @@ from ringprof.foresee.curves import Curve, Estimate, OutsideCalibration
 from ringprof.foresee.events import BlockTime, Leg
 from ringprof.foresee.host import host_ns
 from ringprof.foresee.links import Links
-from ringprof.foresee.program import AttentionCall, Post, Program, Touch
+from ringprof.record.tape.program import AttentionCall, Post, Program, Touch
 
 JITTER = 0.01
 """Of a block from one call to the next."""

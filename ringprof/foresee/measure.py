@@ -31,9 +31,9 @@ from ringprof.foresee.calibration import (
 from ringprof.foresee.host import explained
 from ringprof.foresee.host_passes import measured_passes
 from ringprof.foresee.links import channels
-from ringprof.foresee.program import AttentionCall
 from ringprof.foresee.shapes import COLLECTIVE_BYTES, MESSAGES, Wanted, blocks
 from ringprof.json_object import JsonObject
+from ringprof.record.tape.program import AttentionCall
 from ringprof.strategies.communicator import Communicator
 from ringprof.strategies.kernels import KERNELS
 from ringprof.strategies.merge import accumulate

@@ -18,7 +18,7 @@ from ringprof.analysis.rank import Rank
 from ringprof.analysis.transfers.hops import Split
 from ringprof.errors import InputError
 from ringprof.foresee.events import RINGS
-from ringprof.foresee.program import AttentionCall, Post, Program, Tape, Touch
+from ringprof.record.tape.program import AttentionCall, Post, Program, Tape, Touch
 
 _BLOCK = re.compile(r"ringprof::(?:fwd|bwd)/step=[0-9]+/block")
 _SEND = re.compile(r"ringprof::send/.+")

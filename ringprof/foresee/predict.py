@@ -26,9 +26,9 @@ from ringprof.foresee.machine import (
     Draw,
     curves_of,
 )
-from ringprof.foresee.program import AttentionCall, Op, Post, Program, Tape, Touch, Wait
 from ringprof.foresee.question import Question
 from ringprof.json_object import JsonObject
+from ringprof.record.tape.program import AttentionCall, Op, Post, Program, Tape, Touch, Wait
 
 _SCHEMA = "ringprof.prediction/1"
 DIRECT = 64

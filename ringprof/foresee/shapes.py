@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from ringprof.foresee.program import AttentionCall
 from ringprof.mask import NO_LIMIT
+from ringprof.record.tape.program import AttentionCall
 from ringprof.strategies.kernels import KERNELS
 from ringprof.strategies.parts import Part, Parts
 

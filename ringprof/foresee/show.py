@@ -9,7 +9,7 @@ from ringprof.digits import percent
 from ringprof.foresee.calibration import Calibration, Value, figures
 from ringprof.foresee.links import Cluster, Links
 from ringprof.foresee.predict import Prediction, inputs
-from ringprof.foresee.program import Post
+from ringprof.record.tape.program import Post
 from ringprof.report.tables import Column, Table
 from ringprof.report.text import TextStyle, binary_size, clean, duration, in_unit, rate, unit_for
 from ringprof.run import Workload

@@ -1,38 +1,25 @@
-"""The tape: a strategy's own code, run on shapes alone, writes down every block, hop and byte.
-
-Strategies run unchanged on ``meta`` tensors, which have shapes and no values, over a kernel that computes nothing and a
-communicator that sends nothing (`seams`), under a recorder of everything else (`recorder`). What looks at values cannot
-be foreseen, and is refused.
-"""
+"""The tapes of a problem that is to be foreseen: which can be, and the programs of its ranks on a cluster."""
 
 from __future__ import annotations
 
-import traceback
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import msgspec
-import torch
 
 from ringprof.errors import UnfitWorkloadError, UsageError
 from ringprof.foresee.links import Cluster
 from ringprof.foresee.older import make_older
-from ringprof.foresee.program import Program, Tape
 from ringprof.foresee.question import Question
-from ringprof.foresee.recorder import LooksAtValues, RecordedKernels, RecordedStreams, Recorder
-from ringprof.foresee.seams import RecordingCommunicator, recording_kernel
 from ringprof.json_object import JsonObject, Params
-from ringprof.record.measure import Problem, counted_work, reset_counts
 from ringprof.record.resolve import fits, load_strategy, strategy_errors, typed_params
+from ringprof.record.tape.program import Tape
+from ringprof.record.tape.rank import refusals, tape_rank
+from ringprof.record.tape.recorder import Recorder
+from ringprof.record.tape.seams import RecordingCommunicator
 from ringprof.run import MOST_RANKS, Workload
 from ringprof.strategies import find
-from ringprof.strategies.annotate import heard_by
-from ringprof.strategies.base import Context, Strategy
+from ringprof.strategies.base import Context
 from ringprof.strategies.kernels import KERNELS
-from ringprof.strategies.merge import FUSED
-from ringprof.strategies.streams import SIDE_STREAMS
 
 MOST_PACKED = 64
 """Ranks that documents are foreseen on: on more, fewer ranks stand for all, and these hold other documents."""
@@ -70,8 +57,9 @@ def tape(
         raise UnfitWorkloadError(f"strategy {strategy!r} cannot run this: {reason}")
     programs, made = [], None
     for rank in range(size) if ranks is None else ranks:
-        with _refusals(strategy), strategy_errors():
-            program, made = _program(kind, given, workload, (rank, size, per_host), behaves, hops, older=older)
+        with refusals(strategy), strategy_errors():
+            place, prepare = (rank, size, per_host), make_older if older else None
+            program, made = tape_rank(kind, given, workload, place, behaves, hops, prepare=prepare)
         programs.append(program)
     assert made is not None
     return Tape(
@@ -147,78 +135,3 @@ def _arranged(question: Question, cluster: Cluster, params: JsonObject) -> tuple
     with strategy_errors():
         made = load_strategy(question.strategy)(Context(comm, question.kernel), **params)
     return made.parameters, comm.spread
-
-
-def _program(
-    kind: type[Strategy],
-    params: Params,
-    workload: Workload,
-    place: tuple[int, int, int],
-    kernel: str,
-    hops: str,
-    *,
-    older: bool,
-) -> tuple[Program, Any]:
-    """One rank's program, and the strategy that it was made with."""
-    recorder = Recorder()
-    comm = RecordingCommunicator(recorder, *place, hops)
-    with recorder, heard_by(recorder.named), _recorded_by(recorder):
-        strategy: Any = kind(Context(comm, kernel), **params)
-        if older:
-            make_older(strategy)
-        problem = Problem.of(strategy, workload, torch.device("meta"))
-        recording = recording_kernel(KERNELS[kernel], recorder, deterministic=bool(params.get("deterministic")))
-        strategy.kernel_for = lambda q, **asks: recording
-        # What is made once and kept, as the memory that copied hops arrive in, is there when iterations are timed.
-        for _ in range(2 if hops == "copy" or problem.options else 1):
-            recorder.start()
-            reset_counts([strategy])
-            recording.flops, recording.calls = 0, dict.fromkeys(recording.calls, 0)
-            problem.iteration()
-    # The recording kernel is none of the strategy's own.
-    work = msgspec.structs.replace(
-        counted_work([strategy]), block_flops=recording.flops, block_calls=dict(recording.calls)
-    )
-    return Program(
-        rank=place[0], ops=recorder.ops, work=work, peak_bytes=recorder.peak_bytes, peak_label=recorder.peak_label
-    ), strategy
-
-
-@contextmanager
-def _recorded_by(recorder: Recorder) -> Iterator[None]:
-    """What GPUs do otherwise than ``meta`` tensors would: merges in one kernel, and streams beside the current one."""
-    kernels = RecordedKernels(recorder)
-    FUSED["meta"] = lambda: kernels
-    SIDE_STREAMS["meta"] = lambda device, count: RecordedStreams(recorder, count)
-    try:
-        yield
-    finally:
-        del FUSED["meta"], SIDE_STREAMS["meta"]
-
-
-@contextmanager
-def _refusals(strategy: str) -> Iterator[None]:
-    """Turn what a strategy does on shapes alone and cannot into one line."""
-    try:
-        yield
-    except LooksAtValues as error:
-        raise UnfitWorkloadError(
-            f"strategy {strategy!r} looks at values{_where(error)}: from shapes alone its course cannot be foreseen"
-        ) from None
-    except (RuntimeError, NotImplementedError, AssertionError, TypeError, ValueError, AttributeError) as error:
-        if Path(traceback.extract_tb(error.__traceback__)[-1].filename).parent == Path(__file__).parent:
-            # Not the strategy's fault, but ours.
-            raise
-        brief = " ".join(str(error).split())[:200]
-        raise UnfitWorkloadError(
-            f"strategy {strategy!r} fails on shapes alone{_where(error)}: {type(error).__name__}: {brief}"
-        ) from None
-
-
-def _where(error: BaseException) -> str:
-    """The last line outside torch and this package that the error came through."""
-    frames = [
-        frame for frame in traceback.extract_tb(error.__traceback__)
-        if "/torch/" not in frame.filename and Path(frame.filename).parent != Path(__file__).parent
-    ]  # fmt: skip
-    return f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""

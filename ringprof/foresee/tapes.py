@@ -13,10 +13,10 @@ from typing import Any
 import msgspec
 
 from ringprof.foresee.links import Cluster
-from ringprof.foresee.program import AttentionCall, Op, Post, Program, Tape, Touch
 from ringprof.foresee.question import Question
 from ringprof.foresee.tape import shared, tape
 from ringprof.json_object import JsonObject
+from ringprof.record.tape.program import AttentionCall, Op, Post, Program, Tape, Touch
 
 _SIZES: Mapping[type, tuple[str, ...]] = {AttentionCall: ("q", "kv"), Touch: ("bytes",), Post: ("messages",)}
 _LIKE = 1e-3

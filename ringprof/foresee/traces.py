@@ -21,8 +21,8 @@ from ringprof.files import write_atomically
 from ringprof.foresee.events import RINGS, Timeline
 from ringprof.foresee.host import host_ns
 from ringprof.foresee.predict import Prediction
-from ringprof.foresee.program import AttentionCall, Join, Op, Post, Program, Touch, Wait
 from ringprof.json_object import JsonObject
+from ringprof.record.tape.program import AttentionCall, Join, Op, Post, Program, Touch, Wait
 from ringprof.run import (
     Environment,
     Predicted,

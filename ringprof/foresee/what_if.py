@@ -19,9 +19,9 @@ from ringprof.foresee.events import BlockTime, Leg, simulate
 from ringprof.foresee.from_runs import Observed, lost_ns
 from ringprof.foresee.links import Cluster, Links
 from ringprof.foresee.observed import touch_bytes
-from ringprof.foresee.program import AttentionCall, Post, Program, Touch
 from ringprof.foresee.question import is_older
 from ringprof.json_object import JsonObject
+from ringprof.record.tape.program import AttentionCall, Post, Program, Touch
 
 _SCHEMA = "ringprof.what-if/1"
 _LINKS = ("same_host", "other_host")

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from ringprof.foresee.calibration import KernelSample, read_calibration
 from ringprof.foresee.curves import SHORT_SPREAD, Curve, OutsideCalibration
 from ringprof.foresee.machine import Curves
-from ringprof.foresee.program import AttentionCall
+from ringprof.record.tape.program import AttentionCall
 
 LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768)
 

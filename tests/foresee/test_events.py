@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import pytest
 
 from ringprof.foresee.events import BlockTime, Leg, Timeline, simulate
-from ringprof.foresee.program import AttentionCall, Join, Op, Post, Program, Touch, Wait
+from ringprof.record.tape.program import AttentionCall, Join, Op, Post, Program, Touch, Wait
 from ringprof.run import Work
 
 NOTHING = Work(block_flops=0, block_calls={}, sent=[])

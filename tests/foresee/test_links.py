@@ -9,7 +9,7 @@ import pytest
 
 from ringprof.foresee.calibration import Nccl, read_calibration
 from ringprof.foresee.links import Cluster, Links, channels
-from ringprof.foresee.program import Post
+from ringprof.record.tape.program import Post
 from tests.paths import ROOT
 
 MIB = 1 << 20

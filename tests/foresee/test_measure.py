@@ -14,8 +14,8 @@ from ringprof.foresee import host_passes
 from ringprof.foresee.bench import Bench
 from ringprof.foresee.calibration import HostPass, assumed
 from ringprof.foresee.host import explained, host_ns, kinds, times_us
-from ringprof.foresee.program import Program
 from ringprof.foresee.tape import tape
+from ringprof.record.tape.program import Program
 from ringprof.run import Workload
 
 SMALL = Workload(seq=512, heads=2, kv_heads=2, head_dim=64)

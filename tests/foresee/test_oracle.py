@@ -26,9 +26,9 @@ from ringprof.foresee.calibration import (
 from ringprof.foresee.curves import Estimate
 from ringprof.foresee.links import Cluster
 from ringprof.foresee.predict import predict
-from ringprof.foresee.program import AttentionCall
 from ringprof.foresee.question import Question
 from ringprof.foresee.tape import tape_of
+from ringprof.record.tape.program import AttentionCall
 from ringprof.run import Workload
 
 FORWARD, BACKWARD = 4, 10

@@ -11,14 +11,10 @@ from tests.paths import TRACES
 
 pytest.importorskip("torch", reason="the tape runs strategies on shapes")
 
-import torch
-
 from ringprof.errors import UnfitWorkloadError, UnknownStrategyError, UsageError
 from ringprof.foresee.from_runs import tape_of_run
-from ringprof.foresee.program import AttentionCall, Post, Touch, Wait
-from ringprof.foresee.recorder import _block_bytes
-from ringprof.foresee.seams import _split_bytes
 from ringprof.foresee.tape import tape
+from ringprof.record.tape.program import AttentionCall, Post, Touch, Wait
 from ringprof.run import Sent, Workload, read_run
 
 RUNS = [
@@ -71,28 +67,6 @@ def test_memory_is_what_the_recording_held(path: Path) -> None:
         # prefix a result of 0 beside that of the window, which today is what the prefix's is merged into.
         least = -0.05 if path.parent.name in ("h200x2-zigzag-65536", "h200x2-zigzag-65536-prefix") else -0.001
         assert least < error < 0.001 if run.created >= NEWER_FROM else -0.34 < error < 0.01
-
-
-def test_what_the_allocator_counts() -> None:
-    """From 10 MiB on a segment of its own, a multiple of 2 MiB; of it up to 1 MiB that is left over stays with it."""
-    mib = 1 << 20
-    sizes = {1: 512, 9 * mib + 1: 9 * mib + 512, 27 * mib: 28 * mib, 28 * mib: 28 * mib, 26 * mib + 1: 26 * mib + 512}
-    assert {size: _block_bytes(size) for size in sizes} == sizes
-
-
-@pytest.mark.parametrize(
-    ("shape", "splits"),
-    [((1, 1536, 8, 128), 4), ((1, 2048, 8, 128), 1), ((1, 768, 16, 128), 4), ((1, 64, 8, 128), 12)],
-)
-def test_what_a_small_flash_call_holds_beside(shape: tuple[int, ...], splits: int) -> None:
-    """24 MiB of outputs and 0.19 MiB of LSE in 4 parts were seen on an H200 of 1536 rows of 8 heads.
-
-    64-row tiles: 8 x 24 = 192 and 16 x 12 of 264 that fit at once, less than 0.8 of them; 4 parts fill 2.9 of 3 waves.
-    8 x 32 = 256 are more. 8 x 1 = 8 tiles fill a part of one wave however many parts: as many as there are 128 keys.
-    """
-    q, k = torch.empty(shape, device="meta"), torch.empty(1, 1536, *shape[2:], device="meta")
-    held = 4 * splits * shape[1] * shape[2] * 129 if splits > 1 else 0
-    assert _split_bytes("flash-attn", q, k) == held and _split_bytes("cudnn", q, k) == 0
 
 
 def test_sinks_are_kernels_over_the_output_and_v_is_filled_up() -> None:
@@ -188,19 +162,6 @@ def test_hops_carry_the_rows_that_a_window_leaves() -> None:
         kv, dkv = [rows * 32 for rows in (8, 4, 4)], [rows * 64 for rows in (4, 4, 8)]
         assert [size for channel, size in posts if channel == "kv"] == kv + kv
         assert [size for channel, size in posts if channel == "dkv"] == dkv
-
-
-def test_the_hosts_own_tensors_are_computed() -> None:
-    """What a strategy knows without looking at values, such as which rows a rank holds, is as in a run."""
-    import torch
-
-    from ringprof.foresee.recorder import Recorder
-
-    with Recorder() as recorder:
-        held = torch.cat([torch.arange(3), torch.arange(7, 9)])
-        assert torch.stack([held, held]).sum().item() == 2 * (0 + 1 + 2 + 7 + 8)
-        assert torch.add(held, 1, out=torch.empty_like(held)).tolist() == [1, 2, 3, 8, 9]
-    assert recorder.ops == []
 
 
 def test_memory_of_a_small_block_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:

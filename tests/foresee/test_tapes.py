@@ -13,9 +13,9 @@ from msgspec.structs import replace as changed
 
 from ringprof.foresee import tapes
 from ringprof.foresee.links import Cluster
-from ringprof.foresee.program import Tape
 from ringprof.foresee.question import Question
 from ringprof.foresee.tape import tape, tape_of
+from ringprof.record.tape.program import Tape
 from ringprof.run import Workload
 
 HERE = Cluster(2, 2, nic_gbit=400.0)

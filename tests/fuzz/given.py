@@ -26,9 +26,9 @@ from ringprof.foresee.calibration import parse_calibration
 from ringprof.foresee.check import check_rows, check_text, read_rows, unknown_columns
 from ringprof.foresee.links import Cluster
 from ringprof.foresee.predict import predict, prediction_dict
-from ringprof.foresee.program import Tape
 from ringprof.foresee.question import Question
 from ringprof.foresee.show import prediction_text
+from ringprof.record.tape.program import Tape
 from ringprof.report.text import TextStyle
 from ringprof.run import Workload
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ringprof.errors import UnfitWorkloadError
-from ringprof.foresee.recorder import Recorder
+from ringprof.record.tape.recorder import Recorder
 from ringprof.strategies import several_lengths
 from ringprof.strategies.collectives import Collective
 from ringprof.strategies.communicator import Communicator, Meter

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ringprof.foresee.program import AttentionCall, Join, Op, Post, Touch, Wait
 from ringprof.json_object import JsonObject
+from ringprof.record.tape.program import AttentionCall, Join, Op, Post, Touch, Wait
 from ringprof.strategies.streams import SideStreams
 
 _ROUNDED, _LARGE, _SEGMENT, _SPLIT = 512, 10 << 20, 2 << 20, 1 << 20

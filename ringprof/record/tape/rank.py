@@ -1,0 +1,109 @@
+"""One rank's tape: a strategy's own code, run on shapes alone, writes down every block, hop and byte.
+
+Strategies run unchanged on ``meta`` tensors, which have shapes and no values, over a kernel that computes nothing and a
+communicator that sends nothing (`seams`), under a recorder of everything else (`recorder`). What looks at values cannot
+be foreseen, and is refused.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from ringprof.errors import UnfitWorkloadError
+from ringprof.json_object import Params
+from ringprof.record.measure import Problem, counted_work, reset_counts
+from ringprof.record.tape.program import Program
+from ringprof.record.tape.recorder import LooksAtValues, RecordedKernels, RecordedStreams, Recorder
+from ringprof.record.tape.seams import RecordingCommunicator, recording_kernel
+from ringprof.run import Workload
+from ringprof.strategies.annotate import heard_by
+from ringprof.strategies.base import Context, Strategy
+from ringprof.strategies.kernels import KERNELS
+from ringprof.strategies.merge import FUSED
+from ringprof.strategies.streams import SIDE_STREAMS
+
+
+def tape_rank(
+    kind: type[Strategy],
+    params: Params,
+    workload: Workload,
+    place: tuple[int, int, int],
+    kernel: str,
+    hops: str,
+    *,
+    prepare: Callable[[Strategy], None] | None = None,
+) -> tuple[Program, Strategy]:
+    """The program of one rank, and the strategy that it was made with, which ``prepare`` may change before it runs.
+
+    ``place``: the rank, the number of ranks, and how many share a host. Raises whatever the strategy does: see
+    `refusals`.
+    """
+    recorder = Recorder()
+    comm = RecordingCommunicator(recorder, *place, hops)
+    with recorder, heard_by(recorder.named), _recorded_by(recorder):
+        strategy: Any = kind(Context(comm, kernel), **params)
+        if prepare is not None:
+            prepare(strategy)
+        problem = Problem.of(strategy, workload, torch.device("meta"))
+        recording = recording_kernel(KERNELS[kernel], recorder, deterministic=bool(params.get("deterministic")))
+        strategy.kernel_for = lambda q, **asks: recording
+        # What is made once and kept, as the memory that copied hops arrive in, is there when iterations are timed.
+        for _ in range(2 if hops == "copy" or problem.options else 1):
+            recorder.start()
+            reset_counts([strategy])
+            recording.flops, recording.calls = 0, dict.fromkeys(recording.calls, 0)
+            problem.iteration()
+    # The recording kernel is none of the strategy's own.
+    work = msgspec.structs.replace(
+        counted_work([strategy]), block_flops=recording.flops, block_calls=dict(recording.calls)
+    )
+    return Program(
+        rank=place[0], ops=recorder.ops, work=work, peak_bytes=recorder.peak_bytes, peak_label=recorder.peak_label
+    ), strategy
+
+
+@contextmanager
+def _recorded_by(recorder: Recorder) -> Iterator[None]:
+    """What GPUs do otherwise than ``meta`` tensors would: merges in one kernel, and streams beside the current one."""
+    kernels = RecordedKernels(recorder)
+    FUSED["meta"] = lambda: kernels
+    SIDE_STREAMS["meta"] = lambda device, count: RecordedStreams(recorder, count)
+    try:
+        yield
+    finally:
+        del FUSED["meta"], SIDE_STREAMS["meta"]
+
+
+@contextmanager
+def refusals(strategy: str) -> Iterator[None]:
+    """Turn what a strategy does on shapes alone and cannot into one line."""
+    try:
+        yield
+    except LooksAtValues as error:
+        raise UnfitWorkloadError(
+            f"strategy {strategy!r} looks at values{_where(error)}: from shapes alone its course cannot be foreseen"
+        ) from None
+    except (RuntimeError, NotImplementedError, AssertionError, TypeError, ValueError, AttributeError) as error:
+        if Path(traceback.extract_tb(error.__traceback__)[-1].filename).parent == Path(__file__).parent:
+            # Not the strategy's fault, but ours.
+            raise
+        brief = " ".join(str(error).split())[:200]
+        raise UnfitWorkloadError(
+            f"strategy {strategy!r} fails on shapes alone{_where(error)}: {type(error).__name__}: {brief}"
+        ) from None
+
+
+def _where(error: BaseException) -> str:
+    """The last line outside torch and this package that the error came through."""
+    frames = [
+        frame for frame in traceback.extract_tb(error.__traceback__)
+        if "/torch/" not in frame.filename and Path(frame.filename).parent != Path(__file__).parent
+    ]  # fmt: skip
+    return f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
