@@ -9,7 +9,7 @@ TEXT = $$(git ls-files '*.py' '*.md' '*.toml' '*.cfg' '*.j2' '*.js' '*.css' Make
 .PHONY: help demo test test-all docs lint audit release clean
 help:
 	@echo 'make demo      record a small run and show its report (first result, a few minutes)'
-	@echo 'make test      linters, types, import contracts and the core tests'
+	@echo 'make test      linters, types, import contracts and the core tests; those of GPUs where there are some'
 	@echo 'make test-all  make test, make audit, the long tiers, and the analysis side on every Python found'
 	@echo 'make docs      the reference of the Python API, from its docstrings'
 	@echo 'make release   wheel and sdist in dist/, checked and tried in fresh environments; publishes nothing'
@@ -26,6 +26,7 @@ demo: $(VENV)/.record
 
 test: $(VENV)/.dev lint .venv-hta/made
 	$(BIN)/python -m pytest -m 'not long' -n auto --maxprocesses 4 --dist loadfile $(PYTEST)
+	@! nvidia-smi -L >/dev/null 2>&1 || $(BIN)/python -m pytest --gpu -m 'not long' -n 4 --dist loadfile
 
 # Audited last, so that what could not be audited is the last word.
 test-all: test

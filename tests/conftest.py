@@ -1,7 +1,9 @@
 """Settings of all tests."""
 
+import os
 import signal
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 # A busy machine makes no example wrong.
@@ -11,6 +13,22 @@ settings.load_profile("any machine")
 # A shell has what runs in its background ignore Ctrl-C, and what tests start would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--gpu", action="store_true", help="run the tests that need CUDA devices, and these alone")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Without --gpu no test sees a GPU: ranks are forked, which they cannot be from a process that has begun CUDA."""
+    if not config.getoption("--gpu"):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--gpu"):
+        config.hook.pytest_deselected(items=[item for item in items if not item.get_closest_marker("gpu")])
+        items[:] = [item for item in items if item.get_closest_marker("gpu")]
 
 
 def pytest_make_parametrize_id(val: object) -> str | None:

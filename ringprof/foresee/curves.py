@@ -13,12 +13,14 @@ of the sizes; a Gaussian process carries it from the samples to their neighbours
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import product
 
 import numpy as np
 import numpy.typing as npt
+from threadpoolctl import ThreadpoolController
 
 from ringprof.errors import UsageError
 from ringprof.foresee.calibration import KernelSample
@@ -79,8 +81,9 @@ class Curve:
             return Estimate(float(np.exp(self._form(block))), SHORT_SPREAD, by_form=True)
         amplitude, length, solved, inverse = self._process
         likeness = _likeness(place[None], self._places, amplitude, length)[0]
-        left = float(likeness @ solved)
-        variance = amplitude**2 - float(likeness @ inverse @ likeness)
+        with _one_thread():
+            left = float(likeness @ solved)
+            variance = amplitude**2 - float(likeness @ inverse @ likeness)
         return Estimate(float(np.exp(self._form(block) + left)), float(np.sqrt(max(variance, 0.0) + 0.005**2)))
 
     def _short(self, block: AttentionCall, place: Floats) -> bool:
@@ -131,14 +134,26 @@ class Curve:
         best: tuple[float, tuple[float, float, Floats, Floats]] | None = None
         for amplitude, length in product(_AMPLITUDES, _LENGTHS):
             covariance = _likeness(self._places, self._places, amplitude, length) + np.diag(self._noise**2)
-            lower = np.linalg.cholesky(covariance)
-            half = np.linalg.solve(lower, left)
-            likelihood = -0.5 * float(half @ half) - float(np.log(np.diag(lower)).sum())
-            if best is None or likelihood > best[0]:
-                inverse = np.linalg.inv(covariance).astype(np.float64)
-                best = likelihood, (amplitude, length, inverse @ left, inverse)
+            with _one_thread():
+                lower = np.linalg.cholesky(covariance)
+                half = np.linalg.solve(lower, left)
+                likelihood = -0.5 * float(half @ half) - float(np.log(np.diag(lower)).sum())
+                if best is None or likelihood > best[0]:
+                    inverse = np.linalg.inv(covariance).astype(np.float64)
+                    best = likelihood, (amplitude, length, inverse @ left, inverse)
         assert best is not None
         return best[1]
+
+
+def _one_thread() -> AbstractContextManager[object]:
+    """Matrices this small gain nothing from a thread a CPU, and lose a hundredfold where other processes are busy."""
+    limit: AbstractContextManager[object] = _libraries().limit(limits=1, user_api="blas")
+    return limit
+
+
+@cache
+def _libraries() -> ThreadpoolController:
+    return ThreadpoolController()
 
 
 def _likeness(a: Floats, b: Floats, amplitude: float, length: float) -> Floats:

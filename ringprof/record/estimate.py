@@ -325,26 +325,30 @@ def kernel_rate(device: str, kernel: str, dtype: str) -> tuple[float, str]:
 
 
 def _cpu_rate(kernel: Any, workload: Workload, world: int) -> tuple[float, float]:
-    """FLOP/s of one rank on a quiet machine, by one full block on the threads that a rank will have; its share now."""
+    """FLOP/s of one rank on a quiet machine, by one full block on one of a rank's threads; its share of that now.
+
+    One, for on a busy machine threads that wait for each other take a thousand times as long.
+    """
     before, threads = torch.get_num_threads(), max(1, cpu_count() // world)
-    torch.set_num_threads(threads)
+    torch.set_num_threads(1)
     try:
         began, spent = time.perf_counter(), time.process_time()
         seconds, flops = _time_block(kernel(), workload)
-        got = (time.process_time() - spent) / (time.perf_counter() - began) / threads
+        got = (time.process_time() - spent) / (time.perf_counter() - began)
     finally:
         torch.set_num_threads(before)
-    return flops / seconds * min(1.0, cpu_count() / world), share_of_ranks(got, cpu_count() / threads, world)
+    rate = flops / seconds * threads * min(1.0, cpu_count() / world)
+    return rate, share_of_ranks(got, cpu_count(), world * threads)
 
 
-def share_of_ranks(got: float, places: float, world: int) -> float:
-    """What ranks get of a quiet machine's speed, where one process alone ``got`` this share of the time that it wanted.
+def share_of_ranks(got: float, places: float, wanted: int) -> float:
+    """What ranks get of a quiet machine's speed, where one thread alone ``got`` this share of the time that it wanted.
 
-    ``places``: processes that can run at once. With ``places / got - 1`` others one gets that much; ranks share with
-    these and with each other.
+    ``places``: threads that can run at once; ``wanted``: the ranks' own. With ``places / got - 1`` others one gets that
+    much; the ranks' share with these and with each other.
     """
     others = places / max(got, 1e-3) - 1 if got < _ALONE else 0.0
-    return min(1.0, places / (others + world)) / min(1.0, places / world)
+    return min(1.0, places / (others + wanted)) / min(1.0, places / wanted)
 
 
 def _time_block(kernel: Any, workload: Workload) -> tuple[float, int]:
