@@ -18,7 +18,7 @@ import torch.distributed as dist
 def run_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     """``function(rank, *args)`` on every rank of a fresh process group; its results in rank order.
 
-    Raises the first rank's error, with its traceback as text. Results must pickle (this is test code talking to
+    Raises an error with the tracebacks of all ranks that failed. Results must pickle (this is test code talking to
     itself).
     """
     context = multiprocessing.get_context("fork")
@@ -36,9 +36,9 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list
             for process in processes:
                 process.join(5)
                 process.kill()
-    for ok, value in results:
-        if not ok:
-            raise AssertionError(f"a rank failed:\n{value}")
+    failed = [text for ok, text in results if not ok]
+    if failed:
+        raise AssertionError("\n".join(["a rank failed:", *failed]))
     return [value for _, value in results]
 
 

@@ -17,7 +17,12 @@ from ringprof.strategies.layouts import LAYOUTS
 from tests.strategies.cases import Case
 from tests.strategies.gpu_ranks import needs_two_gpus, run_gpu_ranks
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    # torch's compiler, which flex needs, warns of what torch itself does.
+    pytest.mark.filterwarnings("default"),
+]
 SEQ, HEAD_DIM = 1024, 128
 SHAPES = [(1, 8, 8), (2, 8, 2)]
 """batch, heads, kv heads"""
