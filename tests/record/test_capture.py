@@ -131,7 +131,7 @@ def test_a_mesh_of_several_dimensions_is_refused(tmp_path: Path) -> None:
 def beside_another(rank: int, folder: Path) -> list[str]:
     """Rank 1's program is profiled already; then each captures inside a capture."""
     said = []
-    own = profile(activities=[ProfilerActivity.CPU]) if rank else nullcontext()
+    own = profile(activities=[ProfilerActivity.CPU], acc_events=True) if rank else nullcontext()
     with own, pytest.raises(UsageError) as refused, ringprof.capture(folder / "mine"):
         raise AssertionError("entered")
     said.append(str(refused.value))
