@@ -16,8 +16,9 @@ Options = dict[str, Any]
 
 
 def json_text(value: object) -> str:
-    """A value as JSON for people and programs, in ASCII so that no locale can spoil it."""
-    return json.dumps(msgspec.to_builtins(value), indent=1) + "\n"
+    """A value as JSON for people and programs, in ASCII so that no locale can spoil it. NaN and infinity are null."""
+    plain = json.loads(json.dumps(msgspec.to_builtins(value)), parse_constant=lambda _: None)
+    return json.dumps(plain, indent=1) + "\n"
 
 
 def rows_json(schema: str, rows: object) -> str:

@@ -137,17 +137,17 @@ def band_area(queries: int, keys: int, left: int, right: int) -> int:
     Query i sees the keys from i + keys - queries - left to i + keys - queries + right, -1 being no limit.
     """
     shift = keys - queries
-    first = 0 if left == NO_LIMIT else _clamped_sum(queries, shift - left, 0, keys)
-    end = queries * keys if right == NO_LIMIT else _clamped_sum(queries, shift + right + 1, 0, keys)
+    first = 0 if left == NO_LIMIT else _clamped_sum(queries, shift - left, keys)
+    end = queries * keys if right == NO_LIMIT else _clamped_sum(queries, shift + right + 1, keys)
     return end - first
 
 
-def _clamped_sum(count: int, start: int, low: int, high: int) -> int:
-    """The sum of min(max(start + i, low), high) over i from 0 to count - 1."""
-    below = min(max(low - start, 0), count)
+def _clamped_sum(count: int, start: int, high: int) -> int:
+    """The sum of min(max(start + i, 0), high) over i from 0 to count - 1."""
+    below = min(max(-start, 0), count)
     above = min(max(high - start, below), count)
     slope = above - below
-    return below * low + slope * start + (below + above - 1) * slope // 2 + (count - above) * high
+    return slope * start + (below + above - 1) * slope // 2 + (count - above) * high
 
 
 @lru_cache(maxsize=256)
@@ -159,8 +159,8 @@ def _area(mask: Mask, seq: int, queries: int | None) -> int:
 def _beside(mask: Mask, queries: int, length: int) -> int:
     """Pairs of a document's prefix with its last queries whose window does not show it: too late for it, or early."""
     keys = min(mask.prefix, length)
-    late = 0 if mask.left == NO_LIMIT else _clamped_sum(queries, length - queries - mask.left, 0, keys)
-    early = 0 if mask.causal or mask.right == NO_LIMIT else _clamped_sum(queries, keys - length - mask.right, 0, keys)
+    late = 0 if mask.left == NO_LIMIT else _clamped_sum(queries, length - queries - mask.left, keys)
+    early = 0 if mask.causal or mask.right == NO_LIMIT else _clamped_sum(queries, keys - length - mask.right, keys)
     return late + early
 
 

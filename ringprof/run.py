@@ -205,8 +205,10 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
         return ", ".join([*parts, *self.extras()])
 
     def heads_in_words(self) -> str:
-        """The sizes of its heads: ``128``, or of v apart."""
-        return f"{self.head_dim}" + (f" (v {self.v_head_dim})" if self.v_head_dim else "")
+        """How many and of which size: ``40 heads (8 kv) of 128``, or of v apart: ``16 heads of 192 (v 128)``."""
+        grouped = f" ({self.kv_heads} kv)" if self.kv_heads != self.heads else ""
+        of_v = f" (v {self.v_head_dim})" if self.v_head_dim else ""
+        return f"{self.heads} heads{grouped} of {self.head_dim}{of_v}"
 
 
 class Topology(msgspec.Struct, frozen=True, kw_only=True):

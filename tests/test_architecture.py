@@ -25,8 +25,14 @@ def test_the_drawings_are_those_of_the_imports() -> None:
 
 def test_the_measures_are_those_of_the_files() -> None:
     for name, value in SCRIPT["measures"](ROOT).items():
-        (written,) = re.findall(rf"^\| {re.escape(name)} \| ([\d,]+) \|$", PAGE, re.MULTILINE)
+        (written,) = re.findall(rf"^\| {re.escape(name)} \| [\d,]+ \| ([\d,]+) \|$", PAGE, re.MULTILINE)
         assert abs(int(written.replace(",", "")) - value) <= 0.1 * value, f"{name}: python scripts/architecture.py"
+
+
+def test_the_share_of_mutants_is_that_of_their_page_and_what_was_before_stays() -> None:
+    assert f"| {SCRIPT['mutants_noticed']()} |\n" in PAGE
+    again = SCRIPT["measures_beside"](PAGE, {"files of ringprof/": 1234})
+    assert "| files of ringprof/ | 149 | 1,234 |\n| mutants noticed | 29 of 42, chosen by hand | " in again
 
 
 def test_what_follows_from_other_arrows_is_left_out() -> None:

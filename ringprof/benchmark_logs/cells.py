@@ -8,7 +8,7 @@ from functools import lru_cache
 _NUMBER = re.compile(r"[0-9]{1,15}(?:,[0-9]{3}){0,4}(?:\.[0-9]{1,12})?")
 _SEQUENCE = re.compile(r"([0-9]{1,12}(?:,[0-9]{3}){0,3})\s?([kKM]?)")
 _SCALE = {"": 1, "k": 1 << 10, "K": 1 << 10, "M": 1 << 20}
-MISSING = frozenset({"x", "X", "\u00d7", "-", "--", "—", "n/a", "N/A", "NA", "nan", "NaN", ""})
+NO_NUMBER = frozenset({"x", "X", "\u00d7", "-", "--", "—", "n/a", "N/A", "NA", "nan", "NaN", ""})
 """What says that there is no value."""
 
 # The first that a heading contains names the system. Burst's own tables name its rivals only in other headings.

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ringprof.benchmark_logs.cells import LAYOUT_NAMES, MISSING, integer, parse_number, sequence, truth
+from ringprof.benchmark_logs.cells import LAYOUT_NAMES, NO_NUMBER, integer, parse_number, sequence, truth
 from ringprof.benchmark_logs.rows import Fields
 from ringprof.log_lines import LinePrefix, LogLines
 
@@ -218,7 +218,7 @@ def _fields(cells: list[str], header: PipeHeader) -> Fields:
                 fields[name], steps[name] = found
             elif cell.lower() in ("oom", "out of memory"):
                 fields["oom"] = True
-            elif cell in MISSING and name == "tflops":
+            elif cell in NO_NUMBER and name == "tflops":
                 fields["missing"] = True
     if "latency_ms" in fields:
         name = _time_of(fields)

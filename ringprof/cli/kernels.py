@@ -85,8 +85,7 @@ def _measured(
     lines = [
         f"{'GFLOP/s' if on_cpu else 'TFLOP/s'} of one call, forward and backward, on {device_name(where)}"
         + (": a CPU, which says nothing of a GPU" if on_cpu else ""),
-        f"{seq} tokens, {heads} heads ({workload.kv_heads} kv) of {head_dim}, {dtype}; by each mask's exact area;"
-        f" softcap is causal",
+        f"{seq} tokens, {workload.heads_in_words()}, {dtype}; by each mask's exact area; softcap is causal",
         "",
         _rates_table(found, 1e3 if on_cpu else 1.0).text(text_style(output)),
         *(f"{name}: {reason}" for name, reason in dict.fromkeys((one.kernel, one.reason) for one in found) if reason),

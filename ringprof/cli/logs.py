@@ -15,9 +15,9 @@ from ringprof.benchmark_logs.rows import BenchmarkLog, Flag, LogSettings
 from ringprof.cli.values import Number
 from ringprof.cli.write import NARROWEST, formats, print_or_write, text_style, to_file
 from ringprof.files import read_within
+from ringprof.json_object import json_text
 from ringprof.limits import EXPANDED_BYTES, MEMORY_BYTES, Limits
 from ringprof.log_lines import TEXT_SHARE
-from ringprof.report import as_json
 from ringprof.report.text import TextStyle
 
 _GIVEN = ("batch", "heads", "head_dim", "world_size", "causal", "device")
@@ -89,5 +89,5 @@ def _read(file: str, limits: Limits) -> BenchmarkLog:
 
 def _text(found: BenchmarkLogs, form: str, style: TextStyle) -> str:
     if form == "json":
-        return as_json.render(found.report())
+        return json_text(found.report())
     return found.to_csv() if form == "csv" else found.to_terminal(style)

@@ -22,8 +22,8 @@ from ringprof.cli.write import NARROWEST, formats, print_or_write, say, text_sty
 from ringprof.errors import UsageError, nearest
 from ringprof.files import is_file, read_within, within
 from ringprof.frames import FRAMES, as_csv, write_parquet
+from ringprof.json_object import json_text
 from ringprof.options import LoadOptions
-from ringprof.report import as_json
 from ringprof.report.sections import OPTIONAL
 from ringprof.report.tables import Listing
 from ringprof.report.text import shell_words
@@ -113,7 +113,7 @@ def _text(analysis: Analysis | TableAnalysis, sections: Sequence[str], options: 
     if options["frame"]:
         return as_csv(_frame(analysis, options["frame"]))
     if options["form"] == "json":
-        return as_json.render(analysis.report())
+        return json_text(analysis.report())
     style = text_style(options["output"], options["width"])
     if isinstance(analysis, Analysis):
         return analysis.to_terminal(style, sections, Listing(options["sort"], options["top"], options["everything"]))

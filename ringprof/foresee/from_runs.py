@@ -107,8 +107,8 @@ def _kernels(runs: Sequence[Observed], base: Calibration, contention: float) -> 
         mine = [observed for observed in runs if observed.run.kernel == name]
         samples = [sample for observed in mine for sample in _samples(observed, contention)]
         before = known.get(name) or KernelFigures(
-            name=name, fills_device=False, tail=_assumed(0.0, "a kernel of many short blocks"),
-            lead=_assumed(0.0, "not seen"), samples=[],
+            name=name, fills_device=False, tail=_assumed("a kernel of many short blocks"),
+            lead=_assumed("not seen"), samples=[],
         )  # fmt: skip
         tail = [part for observed in mine for part in _tails(observed)] if before.fills_device else []
         leads = [
@@ -321,8 +321,8 @@ def _measured(figures: Sequence[float], runs: Iterable[Observed]) -> Value | Non
     return Value(middle, min(spread, 1.0), "measured", _names(runs))
 
 
-def _assumed(value: float, why: str) -> Value:
-    return Value(value, 0.5, "assumed", why)
+def _assumed(why: str) -> Value:
+    return Value(0.0, 0.5, "assumed", why)
 
 
 def _names(runs: Iterable[Observed]) -> str:

@@ -24,12 +24,11 @@ _NOTICED = 0.02
 
 def described(workload: Workload) -> str:
     """A problem in a few words."""
-    heads = f"{workload.heads} heads" + (f" ({workload.kv_heads} kv)" if workload.kv_heads != workload.heads else "")
     batch = f"batch {workload.batch}, " if workload.batch > 1 else ""
     mask = str(workload.mask()) if workload.causal or not workload.mask().plain else "full attention"
     mask = ", ".join([mask, *workload.extras()])
     passes = "forward and backward" if workload.backward else "forward only"
-    return f"{workload.seq} tokens, {batch}{heads} of {workload.head_dim} · {mask} · {workload.dtype} · {passes}"
+    return f"{workload.seq} tokens, {batch}{workload.heads_in_words()} · {mask} · {workload.dtype} · {passes}"
 
 
 def cluster_text(cluster: Cluster, device: str) -> str:

@@ -53,11 +53,15 @@ def _table(
     lines: LogLines, header: int, path: str, titles: tuple[str, ...], rows: list[TableRow], end: int
 ) -> KernelTable:
     """The table of these rows, of which the first line behind them is ``end``."""
-    warnings: tuple[Caveat, ...] = ()
-    if end == len(lines) and lines.is_open(end - 1):
-        message = f"{path}:{header + 1}: the log ends inside this table: it may have been cut off"
-        warnings = (Caveat("table_cut_off", message),)
-    return KernelTable(path, header + 1, "nsys", "CUDA", titles, tuple(rows), warnings=warnings)
+    return KernelTable(
+        path, header + 1, "nsys", "CUDA", titles, tuple(rows), warnings=_cut_off(lines, header, path, end)
+    )
+
+
+def _cut_off(lines: LogLines, header: int, path: str, end: int) -> tuple[Caveat, ...]:
+    """A warning where nothing stands behind the table's last line, and that line may go on."""
+    message = f"{path}:{header + 1}: the log ends inside this table: it may have been cut off"
+    return (Caveat("table_cut_off", message),) if end == len(lines) and lines.is_open(end - 1) else ()
 
 
 def _cells(content: str, layout: TableLayout) -> list[str]:
@@ -143,9 +147,8 @@ def read_nvprof(lines: LogLines, index: int, path: str) -> tuple[KernelTable, in
         elif content.strip() and not named and not _HEADER.search(content):
             break
         at += 1
-    where = f"{path}:{index + 1}: the log ends inside this table: it may have been cut off"
-    warnings = (Caveat("table_cut_off", where),) if at == len(lines) and lines.is_open(at - 1) else ()
-    return KernelTable(path, index + 1, "nvprof", "CUDA", tuple(header[0].split()), tuple(rows), warnings=warnings), at
+    titles, warnings = tuple(header[0].split()), _cut_off(lines, index, path, at)
+    return KernelTable(path, index + 1, "nvprof", "CUDA", titles, tuple(rows), warnings=warnings), at
 
 
 def _nvprof_row(row: re.Match[str], part: str, line: int) -> list[TableRow]:

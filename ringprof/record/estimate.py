@@ -197,7 +197,6 @@ def describe(request: Request, plan: RecordingEstimate) -> list[str]:
     """The plan in words, a line each."""
     workload, world = request.workload, request.world
     devices = f"{world} x {plan.device}" if request.device == "cuda" else f"{world} CPU processes"
-    heads = f"{workload.heads} heads" + (f" ({workload.kv_heads} kv)" if workload.kv_heads != workload.heads else "")
     mask = "full attention" if workload.mask().plain and not workload.causal else str(workload.mask())
     tokens = f"sequence {workload.seq}"
     if workload.kv_length is not None:
@@ -206,8 +205,8 @@ def describe(request: Request, plan: RecordingEstimate) -> list[str]:
     size = plan.memory_bytes
     memory = "memory unknown: the strategy has no estimate" if size is None else f"about {_bytes(size)} of memory"
     lines = [
-        f"{request.strategy} on {devices}: {tokens}, batch {workload.batch}, {heads},"
-        f" head_dim {workload.heads_in_words()}, {', '.join([mask, *workload.extras()])}, {workload.dtype},"
+        f"{request.strategy} on {devices}: {tokens}, batch {workload.batch},"
+        f" {workload.heads_in_words()}, {', '.join([mask, *workload.extras()])}, {workload.dtype},"
         f" {'forward and backward' if workload.backward else 'forward only'}",
         f"plan per device: {_si(plan.flops_per_device)}FLOPs an iteration,"
         f" about {_each(plan)} ({_si(plan.rate)}FLOP/s {plan.kernel},"

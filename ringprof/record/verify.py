@@ -22,6 +22,7 @@ kernel further off than that is wrong itself. An error that is not a number fail
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,8 +86,7 @@ def verify(strategy: Strategy, workload: Workload, device: torch.device) -> Veri
             # A sum over all rows, of which few numbers are left to tell how far rounding goes.
             kernel_error = max(kernel_error, torch.finfo(torch_dtype(workload)).eps / 2)
         rows.append([difference.abs().max().item(), relative_rms(difference, share), kernel_error])
-    gathered = gather_tensor(torch.tensor(rows, dtype=torch.float64, device=device))
-    by_rank = [part.tolist() for part in gathered]
+    by_rank = of_ranks(rows, device)
     errors = {
         name: worst([rank_rows[index] for rank_rows in by_rank], torch_dtype(workload), roundings(name, strategy))
         for index, name in enumerate(names)
@@ -225,6 +225,11 @@ def reference_results(full: Tensors, workload: Workload, scale: float | None = N
         for name, tensors in parts.items():
             collected.setdefault(name, []).append(tensors)
     return {name: torch.cat([torch.cat(row, dim=2) for row in rows]) for name, rows in collected.items()}
+
+
+def of_ranks(numbers: Sequence[Any], device: torch.device) -> list[list[Any]]:
+    """The numbers of every rank, or rows of them, in rank order. Collective."""
+    return [part.tolist() for part in gather_tensor(torch.tensor(numbers, dtype=torch.float64, device=device))]
 
 
 def roundings(name: str, strategy: Strategy) -> int:

@@ -25,11 +25,12 @@ from ringprof.record.verify import (
     SEED,
     TOKENS_PER_RANK,
     draw_inputs,
+    of_ranks,
     refuse_wrong,
     relative_rms,
     worst,
 )
-from ringprof.record.verify_timed import PLACES, by_head, of_ranks, same_as_first, softmax_rows
+from ringprof.record.verify_timed import PLACES, by_head, same_as_first, softmax_rows
 from ringprof.run import TimedVerification, Verification, Workload
 from ringprof.strategies.base import Blocks
 from ringprof.strategies.cached import Cached

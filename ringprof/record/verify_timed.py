@@ -19,7 +19,7 @@ ranks are so many that this would cost more than `MOST_ITERATIONS`, it is the on
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import msgspec
@@ -34,6 +34,7 @@ from ringprof.record.resolve import layout_options, torch_dtype
 from ringprof.record.verify import (
     SEED,
     kernel_results,
+    of_ranks,
     refuse_wrong,
     relative_rms,
     roundings,
@@ -305,8 +306,3 @@ def _refuse_not_finite(results: Results, seq: int) -> None:
                 f"wrong result on rank {rank}: {name} is not finite, in the last timed iteration, at sequence {seq};"
                 " nothing was recorded"
             )
-
-
-def of_ranks(numbers: Sequence[float], device: torch.device) -> list[list[float]]:
-    """The numbers of every rank, in rank order."""
-    return [part.tolist() for part in gather_tensor(torch.tensor(numbers, dtype=torch.float64, device=device))]

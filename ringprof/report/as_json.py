@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
@@ -18,11 +16,6 @@ from ringprof.report.sections import SECTIONS, annotated, kernels
 from ringprof.trace.columns import Caveat
 
 REPORT_SCHEMA = "ringprof.report/1"
-
-
-def render(report: Mapping[str, Any]) -> str:
-    """The report as JSON text, in ASCII so that no locale can spoil it."""
-    return json.dumps(report, indent=1, ensure_ascii=True, allow_nan=False) + "\n"
 
 
 def as_dict(found: Findings, *, source: str, paths: Sequence[str]) -> Report:

@@ -213,7 +213,7 @@ class _Pipeline(msgspec.Struct, dict=True):
         best, unmatched, disagree = self._rates(tiles, clocks)
         usable, warnings = judge_matching(ranks, clocks, unmatched, 0, disagree=disagree)
         silent = not any(one.communicates for one in alone.values())
-        finished, inconclusive = self._split(tiles, ranks, clocks, best, usable=usable or silent)
+        finished, inconclusive = self._split(tiles, ranks, clocks, best if usable else None)
         if usable and inconclusive:
             usable, warnings = judge_matching(ranks, clocks, unmatched, inconclusive, disagree=disagree)
         warnings += told_by_ends.warning()
@@ -303,14 +303,12 @@ class _Pipeline(msgspec.Struct, dict=True):
         tiles: Sequence[stages.Tile],
         ranks: Sequence[Rank],
         clocks: Clocks,
-        best: dict[LinkClass, Best],
-        *,
-        usable: bool,
+        best: dict[LinkClass, Best] | None,
     ) -> tuple[tuple[Rank, ...], int]:
         by_rank = {rank.rank: rank for rank in ranks}
         # In memory the store has the details, and holds the traces; a rank shall hold its own detail only.
         read_detail = lru_cache(MOST_DETAILS)(self.context.detail)
-        items = ((self.context, tile, [by_rank[rank] for rank in tile.ranks], clocks, best, usable) for tile in tiles)
+        items = ((self.context, tile, [by_rank[rank] for rank in tile.ranks], clocks, best) for tile in tiles)
         finished: dict[int, Rank] = {}
         inconclusive = 0
         for found in self.workers.map(stages.split_tile, items):

@@ -28,7 +28,7 @@ from ringprof.analysis.transfers.clocks import Clocks, TrafficSummary, collect
 from ringprof.analysis.transfers.from_run import fill_from_run
 from ringprof.analysis.transfers.hops import HostOfRank
 from ringprof.analysis.transfers.matching import Matches, match
-from ringprof.analysis.transfers.waiting import Best, LinkClass, Waiting, without_times
+from ringprof.analysis.transfers.waiting import Best, LinkClass, Waiting
 from ringprof.errors import InputError
 from ringprof.files import is_url
 from ringprof.limits import Limits, MemoryBudget
@@ -203,14 +203,11 @@ class SplitTile(msgspec.Struct, frozen=True):
 
 
 def split_tile(
-    context: RunContext, tile: Tile, ranks: list[Rank], clocks: Clocks, best: dict[LinkClass, Best],
-    usable: bool,  # noqa: FBT001 (called by a map over tiles)
-) -> SplitTile:  # fmt: skip
-    """Split the tile's transfers, keep them, and finish its ranks' figures."""
+    context: RunContext, tile: Tile, ranks: list[Rank], clocks: Clocks, best: dict[LinkClass, Best] | None
+) -> SplitTile:
+    """Split the tile's transfers, keep them, and finish its ranks' figures; as `Waiting.split`."""
     store = context.store
     by_rank, inconclusive = Waiting(_matched(store, tile), context.hosts, clocks).split(best, set(tile.ranks))
-    if not usable:
-        by_rank = without_times(by_rank)
     finished, surveyed = [], []
     for rank in ranks:
         splits = by_rank[rank.rank]

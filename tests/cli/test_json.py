@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 
 import pytest
@@ -10,6 +11,8 @@ import pytest
 pytest.importorskip("torch", reason="strategies and kernels need it")
 
 from ringprof import cli
+from ringprof.json_object import json_text
+from ringprof.record.check.result import TensorCheck
 from tests.cli.test_width import CHECK
 from tests.paths import ROOT, TRACES
 
@@ -49,3 +52,15 @@ def test_every_schema_is_documented() -> None:
     used = set(re.findall(r"\"(ringprof\.[a-z-]+/[0-9])\"", source))
     documented = re.findall(r"`(ringprof\.[a-z-]+/[0-9])`", (ROOT / "docs/definitions.md").read_text())
     assert len(used) >= 15 and used == {*documented} and len(documented) == len(used)
+
+
+def test_what_is_no_finite_number_is_null() -> None:
+    """JSON has neither NaN nor infinity; what Python's encoder would write stops every other reader."""
+    worst = TensorCheck(
+        max_abs=math.nan, rms=math.inf, kernel_rms=0.25, allowed_rms=1.0, rank=0, wrong_tokens=2, first_token=0,
+        first_rank=0,
+    )  # fmt: skip
+    text = json_text({"of Größe": [worst, -math.inf]})
+    assert text.isascii() and text.endswith("]\n}\n")
+    (row, last) = json.loads(text, parse_constant=lambda name: pytest.fail(name))["of Größe"]
+    assert (row["max_abs"], row["rms"], row["kernel_rms"], last) == (None, None, 0.25, None)

@@ -71,3 +71,12 @@ def test_many_commands_in_one_process_keep_no_garbage() -> None:
         "assert frozen[0] == frozen[1] == frozen[2] > 0, frozen\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+
+
+def test_logs_are_read_without_numpy() -> None:
+    """Tables of others need none of the analysis of traces, which takes most of the start."""
+    program = "import sys\nfrom ringprof.cli import run\nsys.exit(run(sys.argv[1:]) or 'numpy' in sys.modules)"
+    log = next((DATA / "logs").iterdir())
+    for form in ("terminal", "json", "csv"):
+        command = [sys.executable, "-c", program, "logs", str(log), "--format", form]
+        subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)

@@ -26,6 +26,7 @@ from typing import Any
 
 import msgspec
 
+from ringprof import json_object
 from ringprof.analysis.findings.findings import findings_in_memory
 from ringprof.errors import RingprofError
 from ringprof.limits import Limits, MemoryBudget
@@ -122,7 +123,7 @@ def json_text(tree: Any) -> bytes:
 def figures(traces: list[Trace]) -> tuple[Any, list[str]]:
     """The whole report without its warnings, and these, by code."""
     report = as_json.as_dict(findings_in_memory(attribute(traces, None)), source="trace", paths=["rank0"])
-    json.loads(as_json.render(report))
+    json.loads(json_object.json_text(report))
     return report | {"warnings": []}, sorted(warning["code"] for warning in report["warnings"])
 
 

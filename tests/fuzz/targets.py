@@ -11,6 +11,7 @@ from ringprof.analysis.findings.findings import findings_in_memory
 from ringprof.benchmark_logs.audit import audit
 from ringprof.benchmark_logs.read import parse_log
 from ringprof.errors import RingprofError
+from ringprof.json_object import json_text
 from ringprof.kernel_tables.analyse import analyse_table
 from ringprof.kernel_tables.read import read_tables
 from ringprof.limits import Limits, MemoryBudget
@@ -47,7 +48,7 @@ def report_of(trace: Trace, run: Run | None = None) -> None:
     parts += b.background_ns
     assert parts == b.wall_ns, (parts, b.wall_ns)
     report = as_json.as_dict(findings_in_memory(attribution), source="trace", paths=["rank0.json"])
-    json.loads(as_json.render(report))
+    json.loads(json_text(report))
 
 
 def read_table(data: bytes) -> None:

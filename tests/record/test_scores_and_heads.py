@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ringprof import cli
 from ringprof.errors import VerificationError
+from ringprof.foresee.show import described
 from ringprof.record.measure import Problem, row_sums
 from ringprof.record.resolve import fits
 from ringprof.record.verify import draw_inputs, reference_results, verify
@@ -129,6 +130,11 @@ def test_a_run_keeps_and_says_it(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert run.workload.exact_flops() == 2 * 2 * (4 * 12 + 3 * 8) * 64 * 65 // 2
     assert cli.run(["report", output, "--width", "200"]) == 0
     assert "2 heads of 12 (v 8) · causal, learned sinks · fp32" in capsys.readouterr().out
+
+
+def test_what_is_foreseen_names_both_sizes() -> None:
+    workload = Workload(seq=4096, heads=16, kv_heads=4, head_dim=192, v_head_dim=128)
+    assert described(workload) == "4096 tokens, 16 heads (4 kv) of 192 (v 128) · causal · bf16 · forward and backward"
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import jsonschema
 import pytest
 
 from ringprof.analysis.findings.findings import findings_in_memory
+from ringprof.json_object import json_text
 from ringprof.report import as_json
 from ringprof.scale.pipeline import attribute
 from tests.analysis.build import FLASH, NCCL, Builder
@@ -23,7 +24,7 @@ SCHEMA = json.loads(files("ringprof.report").joinpath("schema/report-1.schema.js
 
 def report_of(attribution):
     found = findings_in_memory(attribution)
-    text = as_json.render(as_json.as_dict(found, source="trace", paths=["x.json"]))
+    text = json_text(as_json.as_dict(found, source="trace", paths=["x.json"]))
     assert text.isascii()
     return json.loads(text)
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringprof.trace.checks import LARGEST_NS
-from ringprof.trace.kineto.times import MISSING, one_to_ns, to_ns
+from ringprof.trace.kineto.times import NOT_A_TIME, one_to_ns, to_ns
 
 
 def slow(text: str) -> int:
@@ -31,13 +31,13 @@ def slow(text: str) -> int:
         ("1.5E-3", 2),
         ("-2.25", -2_250),
         ('"41.5"', 41_500),
-        ("", MISSING),
-        ("null", MISSING),
-        ('"N/A"', MISSING),
-        ("NaN", MISSING),
-        ("9" * 5000, MISSING),
+        ("", NOT_A_TIME),
+        ("null", NOT_A_TIME),
+        ('"N/A"', NOT_A_TIME),
+        ("NaN", NOT_A_TIME),
+        ("9" * 5000, NOT_A_TIME),
         ("1." + "0" * 58, 1_000),
-        ("1." + "0" * 59, MISSING),
+        ("1." + "0" * 59, NOT_A_TIME),
         ("1e999999999", LARGEST_NS),
         ("-1e40", -LARGEST_NS),
         ("1e-999999999", 0),

@@ -79,11 +79,14 @@ class Waiting:
         late = moments.peers_ready - moments.end > _CLOCK_TOLERANCE_NS + moments.clock_error
         return bool(np.any(late & large & self._matches.matched()))
 
-    def split(self, best: Mapping[LinkClass, Best], ranks: Collection[int]) -> tuple[dict[int, list[Split]], int]:
+    def split(
+        self, best: Mapping[LinkClass, Best] | None, ranks: Collection[int]
+    ) -> tuple[dict[int, list[Split]], int]:
         """The transfers of ``ranks``, with wait and wire where their partners are known.
 
-        ``best`` are the best rates over the whole run. Returns also how many are left unsplit because the clocks are
-        not known well enough to tell their wait.
+        ``best`` are the best rates over the whole run; None for ranks that share no clock: then copies alone, which
+        wait for nobody, are split. Returns also how many are left unsplit because the clocks are not known well enough
+        to tell their wait.
         """
         result: dict[int, list[Split]] = {rank: [] for rank in ranks}
         inconclusive = 0
@@ -94,19 +97,12 @@ class Waiting:
         ):
             if transfer.rank not in result:
                 continue
-            part = _split(transfer, link, end - ready if resolved else None, best.get((transfer.kind, link)))
+            known = resolved and best is not None
+            part = _split(transfer, link, end - ready if known else None, (best or {}).get((transfer.kind, link)))
             if error and part.wait_ns is not None and error > max(part.wait_ns, transfer.duration_ns // _NEGLIGIBLE):
                 part, inconclusive = Split(transfer, link, None), inconclusive + 1
             result[transfer.rank].append(part)
         return result, inconclusive
-
-
-def without_times(splits: Mapping[int, list[Split]]) -> dict[int, list[Split]]:
-    """The same, wait and wire not known: for ranks that share no clock. Copies wait for nobody and keep theirs."""
-    return {
-        rank: [part if part.transfer.kind == "copy_engine" else Split(part.transfer, part.link, None) for part in mine]
-        for rank, mine in splits.items()
-    }
 
 
 def link_of(transfer: Transfer, hosts: HostOfRank) -> str:

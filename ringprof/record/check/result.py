@@ -137,11 +137,10 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         work = self.workload
-        shape = f"{work.heads} heads of {work.head_dim}" + (f" ({work.kv_heads} kv)" * (work.kv_heads != work.heads))
         lines = [
             f"{'equal' if self.equal else 'NOT EQUAL'} to dense attention over {work.seq} tokens: {self.ranks}"
-            f" rank{'s' * (self.ranks > 1)}, {work.seq // self.ranks} tokens each, {self.layout}, {shape},"
-            f" {work.mask()}, {work.dtype}, {self.device}",
+            f" rank{'s' * (self.ranks > 1)}, {work.seq // self.ranks} tokens each, {self.layout},"
+            f" {work.heads_in_words()}, {work.mask()}, {work.dtype}, {self.device}",
             f"call {self.call} of {self.calls}" + ", the first that is not equal" * self._differs
             + ", relative root-mean-square errors:",
         ]  # fmt: skip

@@ -202,10 +202,10 @@ class LifelineServer:
 
 
 class Lifeline:
-    """Another rank's side. ``on_end`` is called once, in its own thread: with True where rank 0 says to end, with False
-    where rank 0 has gone."""
+    """Another rank's side. ``on_end`` is called once, in its own thread, with what rank 0 said last: `END`, or nothing
+    where it has gone."""
 
-    def __init__(self, address: str, port: int, token: str, rank: int, on_end: Callable[[bool], None]) -> None:
+    def __init__(self, address: str, port: int, token: str, rank: int, on_end: Callable[[bytes], None]) -> None:
         """Raises OSError where rank 0 cannot be reached."""
         self._connection = socket.create_connection((address, port), CONNECT_S)
         keep_alive(self._connection)
@@ -238,7 +238,7 @@ class Lifeline:
         except OSError:
             said = b""
         if not self._closed and said != COMPLETE:
-            self._on_end(said == END)
+            self._on_end(said)
 
 
 def keep_alive(connection: socket.socket) -> None:

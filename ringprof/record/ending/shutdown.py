@@ -21,7 +21,7 @@ import psutil
 
 from ringprof.errors import RecordError, RingprofError
 from ringprof.owned_folders import remove_all, sees
-from ringprof.record.ending.lifeline import Lifeline, LifelineServer, RankOutcome
+from ringprof.record.ending.lifeline import END, Lifeline, LifelineServer, RankOutcome
 from ringprof.record.ending.rank_errors import (
     FailedRun,
     error_kind,
@@ -168,8 +168,8 @@ class OtherRankShutdown:
         self._has_told = True
         return self.lifeline.tell(outcome)
 
-    def _end(self, by_rank_0: bool) -> NoReturn:  # noqa: FBT001 (a callback of the lifeline)
-        if by_rank_0:
+    def _end(self, rank_0_said: bytes) -> NoReturn:
+        if rank_0_said == END:
             if not self._has_told:
                 self._tell(self._context.stopped(""))
         elif self._speaks():

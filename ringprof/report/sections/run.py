@@ -59,12 +59,11 @@ def what_ran(run: Run) -> str:
 
 
 def _workload(work: Workload) -> list[str]:
-    heads = f"{work.heads} heads" + (f" ({work.kv_heads} kv)" if work.kv_heads != work.heads else "")
     tokens = f"{work.seq} tokens"
     if work.kv_length is not None:
         tokens = f"{work.phase}: {work.seq} new of {work.kv_length} tokens"
     return [
-        f"{tokens}, {heads} of {work.heads_in_words()}" + (f", batch {work.batch}" if work.batch > 1 else ""),
+        f"{tokens}, {work.heads_in_words()}" + (f", batch {work.batch}" if work.batch > 1 else ""),
         ", ".join([str(work.mask()), *work.extras()]),
         work.dtype + ("" if work.backward else ", forward only"),
         *([] if work.layer is None else [f"{work.layers} x {work.layer}"]),

@@ -38,7 +38,7 @@ from ringprof.trace.kineto.collectives import (
     whole_number,
 )
 from ringprof.trace.kineto.event_list import EMPTY, UNREADABLE, Event, decode_fields
-from ringprof.trace.kineto.times import MISSING, to_ns
+from ringprof.trace.kineto.times import NOT_A_TIME, to_ns
 from ringprof.trace.kineto.tracks import Tracks
 from ringprof.trace.memory import bytes_of_collectives, bytes_of_rows, bytes_of_text
 
@@ -290,12 +290,12 @@ class Collector:
         start = to_ns([event.ts for event in events])
         # What an allocator did took no time.
         duration = to_ns([event.dur for event in events]) if table != "memory" else np.zeros(len(events), np.int64)
-        no_duration = duration == MISSING
+        no_duration = duration == NOT_A_TIME
         duration[no_duration] = 0
         negative, absurd = duration < 0, duration > ABSURD_NS
         duration[negative] = 0
-        sound = (start != MISSING) & ~absurd
-        self._count("missing_time", start == MISSING)
+        sound = (start != NOT_A_TIME) & ~absurd
+        self._count("missing_time", start == NOT_A_TIME)
         self._count("absurd_duration", absurd)
         self._count("negative_duration", negative)
         self._count("missing_duration", no_duration)

@@ -16,7 +16,7 @@ import numpy as np
 from ringprof.trace.checks import LARGEST_NS
 from ringprof.trace.columns import Int64
 
-MISSING = int(np.iinfo(np.int64).min)
+NOT_A_TIME = int(np.iinfo(np.int64).min)
 """Stands for a time that is absent or is no number."""
 
 Text = bytes | msgspec.Raw
@@ -27,7 +27,7 @@ _EXACT = Context(prec=_LONGEST_TEXT + 10, rounding=ROUND_HALF_EVEN)
 
 
 def to_ns(texts: Sequence[Text]) -> Int64:
-    """Nanoseconds of many decimal texts in microseconds; `MISSING` where one is absent or no number.
+    """Nanoseconds of many decimal texts in microseconds; `NOT_A_TIME` where one is absent or no number.
 
     A text may stand in quotes, have an exponent or any number of decimals; what lies below a nanosecond is
     rounded half to even. Times beyond `LARGEST_NS` are cut to it.
@@ -69,14 +69,14 @@ def one_to_ns(text: bytes) -> int:
 
 def _decimal_to_ns(text: bytes) -> int:
     if not text or len(text) > _LONGEST_TEXT or b"_" in text:
-        return MISSING
+        return NOT_A_TIME
     try:
         value = Decimal(text.decode("ascii"))
     except (InvalidOperation, UnicodeDecodeError):
-        return MISSING
+        return NOT_A_TIME
     # The size is checked before anything is expanded: 1e999999 is a short text.
     if not value.is_finite():
-        return MISSING
+        return NOT_A_TIME
     if value.adjusted() > 18:
         return LARGEST_NS if value > 0 else -LARGEST_NS
     if value.adjusted() < -_LONGEST_TEXT:

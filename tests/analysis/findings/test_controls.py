@@ -13,6 +13,7 @@ from ringprof.analysis.findings.findings import Findings, findings_in_memory
 from ringprof.analysis.findings.summary import summarise
 from ringprof.analysis.findings.waterfall import find_waterfall
 from ringprof.analysis.timeline.window import Focus
+from ringprof.json_object import json_text
 from ringprof.report import as_json
 from ringprof.report.terminal import render
 from ringprof.report.text import TextStyle
@@ -115,7 +116,7 @@ def test_conditions_know_the_figures():
 
 
 def test_the_json_report_has_every_figure():
-    text = as_json.render(as_json.as_dict(found(), source="run", paths=["run.json"]))
+    text = json_text(as_json.as_dict(found(), source="run", paths=["run.json"]))
     summary = json.loads(text)["summary"]
     assert summary["controls"]["ideal_ns"] == 1800 and summary["controls"]["solo_tflops"] == summary["solo_tflops"]
 

@@ -31,7 +31,7 @@ def trouble() -> Heard:
     return Heard()
 
 
-def connected(server: LifelineServer, rank: int, on_end: Callable[[bool], None]) -> Lifeline:
+def connected(server: LifelineServer, rank: int, on_end: Callable[[bytes], None]) -> Lifeline:
     return Lifeline("127.0.0.1", server.port, server.token, rank, on_end)
 
 
@@ -81,14 +81,14 @@ def test_all_are_told_to_end(trouble: Heard) -> None:
     server, ended = LifelineServer(3, trouble), {1: Heard(), 2: Heard()}
     lines: dict[int, Lifeline] = {}
 
-    def leave(rank: int, told: bool) -> None:
+    def leave(rank: int, told: bytes) -> None:
         ended[rank](told)
         cut_off(lines[rank])
 
     for rank in ended:
         lines[rank] = connected(server, rank, partial(leave, rank))
     server.tell_all_to_end(3600)  # it does not wait for those that have ended
-    assert [heard.calls for heard in ended.values()] == [[(True,)], [(True,)]]
+    assert [heard.calls for heard in ended.values()] == [[(b"end\n",)], [(b"end\n",)]]
     server.close()
 
 
@@ -115,7 +115,7 @@ def test_rank_0s_end_is_noticed(trouble: Heard) -> None:
     serving.start()
     line = Lifeline("127.0.0.1", listener.getsockname()[1], "", 1, ended)
     wait_until(lambda: bool(ended.calls))
-    assert ended.calls == [(False,)]
+    assert ended.calls == [(b"",)]
     serving.join()
     listener.close()
     cut_off(line)
