@@ -7,6 +7,7 @@ import json
 import sqlite3
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -187,11 +188,11 @@ def test_exports_and_runs(tmp_path: Path) -> None:
     sound = tmp_path / "rank0.json"
     sound.write_bytes(TEN)
     texts, rows = export(tmp_path / "texts.sqlite", 41), export(tmp_path / "rows.sqlite", 41)
-    with sqlite3.connect(texts) as connection:
+    with closing(sqlite3.connect(texts)) as connection, connection:
         connection.execute(f"{COUNTED} INSERT INTO StringIds SELECT x + 10, printf('%.1000c', 'n') || x FROM c")
         connection.execute("UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET demangledName = demangledName")
         connection.execute(f"{COUNTED} INSERT INTO NVTX_EVENTS SELECT x, x + 1, 59, NULL, x + 10, 1 FROM c")
-    with sqlite3.connect(rows) as connection:
+    with closing(sqlite3.connect(rows)) as connection, connection:
         connection.execute(
             f"{COUNTED.replace('100000', '700000')} INSERT INTO CUPTI_ACTIVITY_KIND_KERNEL"
             " SELECT x, x + 1, 0, 1, 7, x, 41 << 24, 1, 1, NULL FROM c"
