@@ -14,6 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.record.command import HANGS_S
+
 
 def run_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     """``function(rank, *args)`` on every rank of a fresh process group; its results in rank order.
@@ -61,7 +63,7 @@ def _rank(
             init_method=f"file://{folder}/store",
             rank=rank,
             world_size=world_size,
-            timeout=timedelta(seconds=60),
+            timeout=timedelta(seconds=HANGS_S),
         )
         result = function(rank, *args)
         # A rank that leaves while another still connects a group would break that connection.
