@@ -323,3 +323,19 @@ def compiled(rank: int) -> float:
 
 def test_a_compiled_model_breaks_its_graph_around_a_strategy():
     assert max(run_ranks(2, compiled)) < 1e-12
+
+
+def test_what_kernels_take_in_words():
+    words = {name: (kernel.types(), kernel.head_dims()) for name, kernel in KERNELS.items()}
+    of_16_bits = "bf16 and fp16"
+    assert words == {
+        "cudnn": (of_16_bits, "up to 128 in steps of 8"),
+        "flash-attn-3": (of_16_bits, "up to 256 in steps of 8"),
+        "flash-attn": (of_16_bits, "up to 256 in steps of 8"),
+        "flash-attn-4": (of_16_bits, "up to 128 in steps of 8"),
+        "torch-flash": (of_16_bits, "up to 256 in steps of 8"),
+        "torch-efficient": ("fp32, bf16 and fp16", "in steps of 8"),
+        "cpu-flash": ("any", "any"),
+        "flex": ("bf16, fp16 and fp32", "any"),
+        "reference": ("any", "any"),
+    }

@@ -11,12 +11,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringprof.strategies import Unfit, UnknownName, create, find, names, parameters
+from ringprof.strategies import Unfit, UnknownName, create, find, for_inference, names, parameters
 from ringprof.strategies.base import Shape
 from ringprof.strategies.hops import HopRing, _splits
 from ringprof.strategies.layouts import LAYOUTS, Block, Grid, Grouped, split_home_block
 from ringprof.strategies.parcels import Parcel
-from ringprof.strategies.registry import parse_parameter
+from ringprof.strategies.registry import check_parameters, parse_parameter
 from ringprof.strategies.usp import USP
 from tests.paths import ROOT
 from tests.strategies.cases import CASES
@@ -263,6 +263,52 @@ def test_every_parameter_is_described_and_listed(name):
         assert parameter.name != "deterministic" or parameter.default is False
         if parameter.name not in ("deterministic", "layout"):
             assert f"`{parameter.name}" in guide
+
+
+def test_the_kinds_of_every_parameter():
+    """As `ringprof strategies NAME` lists them and command lines are read by; `deterministic` is everybody's."""
+    of_rings = {"grad_wire": "exact|fp32|input"}
+    packed, narrow = {"documents_layout": "packed|per_document"}, {"grad_wire": "fp32|input"}
+    expected = {
+        "ring": of_rings,
+        "zigzag": of_rings | packed,
+        "stripe": of_rings,
+        "ulysses": narrow,
+        "usp": of_rings | packed | {
+            "ulysses_degree": "int", "ring_degree": "int", "placement": "head-first|ring-first",
+            "layout": "zigzag|contiguous|stripe",
+        },
+        "double-ring": packed | {
+            "ring_window": "int", "placement": "head-first|context-first", "ulysses_degree": "int",
+            "grad_wire": "mixed|fp32|input",
+        },
+        "burst": narrow | packed | {"double_ring": "bool", "ring_window": "int", "optimized_backward": "bool"},
+        "megatron": narrow | packed,
+        "allgather": narrow | packed | {"layout": "contiguous|zigzag", "heads_at_a_time": "int"},
+        "dcp": {
+            "dcp_degree": "int", "merge": "reduce-scatter|all-to-all|all-gather", "queries": "gathered|replicated",
+            "out_wire": "fp32|input",
+        },
+        "ring-prefill": {"passes": "auto|kv|q"},
+    }  # fmt: skip
+    found = {name: {one.name: one.kind for one in parameters(find(name).load())} for name in expected}
+    assert set(expected) == {*names(), *for_inference()}
+    for name, kinds in found.items():
+        assert kinds.pop("deterministic", "bool") == "bool"
+        assert kinds == expected[name]
+
+
+def test_a_parameter_of_no_strategy_is_refused_with_those_that_there_are():
+    class Plain:
+        def __init__(self) -> None: ...
+
+    said = r"^strategy 'mine' has no parameter 'x'; it has: none$"
+    with pytest.raises(Unfit, match=said):
+        parse_parameter(Plain, "mine", "x", "1")
+    with pytest.raises(Unfit, match=said):
+        check_parameters(Plain, "mine", {"x": 1})
+    with pytest.raises(Unfit, match=r"^strategy 'ring' has no parameter 'x'; it has: grad_wire, deterministic$"):
+        parse_parameter(find("ring").load(), "ring", "x", "1")
 
 
 @pytest.mark.parametrize(
