@@ -15,6 +15,7 @@ from ringprof.analysis.kinds.operators import (
 )
 from ringprof.analysis.kinds.rules import RULES, rule_for, words_needed
 from tests.analysis.kinds.truth import rows
+from tests.paths import ROOT
 
 NAMES = {
     "send_recv": [
@@ -293,6 +294,14 @@ def test_the_case_of_a_name_does_not_matter():
 def test_what_each_kind_counts_as():
     assert {group: [kind.key for kind in KIND.values() if kind.group == group] for group in GROUPS} == GROUPS
     assert sum(map(len, GROUPS.values())) == len(KINDS)
+
+
+def test_the_table_of_the_definitions_has_every_kind():
+    """But communication of other groups, which is no kind of its own there."""
+    page = (ROOT / "docs" / "definitions.md").read_text("utf-8")
+    lines = page.partition("| class | kinds |\n")[2].partition("\n\n")[0].splitlines()[1:]
+    groups = ("attention", "compute", "communication", "memory")
+    assert [re.findall(r"`(\w+)`", line) for line in lines] == [GROUPS[group] for group in groups]
 
 
 def test_every_rule_is_of_a_known_kind():
