@@ -340,6 +340,8 @@ def test_operators_that_are_one_attention_pass(name, kind):
         ("broadcast", "broadcast"),
         ("barrier", "comm_other"),
         ("wait", None),
+        ("init", None),
+        ("nccl:", None),
         ("nccl:c10d::wait", None),
     ],
 )
