@@ -14,6 +14,7 @@ from ringprof.errors import TraceFormatError, UsageError
 from ringprof.scale.pipeline import attribute
 from ringprof.trace.columns import CommRecord
 from ringprof.trace.kineto import parse_trace
+from tests.analysis.build import Builder, collective
 from tests.trace.kineto_text import document, kernel
 
 
@@ -55,3 +56,14 @@ def test_bytes_that_leave_a_rank_in_a_collective(
         out_elements=elements, dtype="BFloat16", source_rank=None, destination_rank=None,
     )  # fmt: skip
     assert _leaving(call, kind, 0) == leaving
+
+
+def test_one_collective_over_two_hosts_is_split_by_both_clocks() -> None:
+    """Of the one meeting that there is: rank 1 begins 400 ns after rank 0, by clocks that the fit has to align."""
+    call = collective("allreduce", group_ranks=(0, 1), group_size=2)
+    ranks = []
+    for rank, (start, end) in enumerate([(1_000, 101_000), (1_400, 101_000)]):
+        one = Builder(rank=rank, world_size=2, host=f"host{rank}")
+        ranks.append(one.run("ncclDevKernel_AllReduce_Sum_bf16_RING_LL", start, end, launched=500, own=call).trace())
+    found = attribute(ranks)
+    assert found.clocks.several and [len(rank.splits) for rank in found.ranks] == [1, 1]
