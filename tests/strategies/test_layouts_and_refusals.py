@@ -146,6 +146,9 @@ def refusals(rank: int) -> dict[str, str]:
         "packed": lambda: attention("torch-cp", documents=torch.tensor([0, 8, 32])),
         "types": lambda: attention("ring", x, x.double(), x.double()),
         "shapes": lambda: attention("ring", x[0], x[0], x[0]),
+        "lengths": lambda: attention("ring", x, x[:, :4], x[:, :4]),
+        "host numbers": lambda: create("burst", hosts=[0, 0, 1]),
+        "wider v": lambda: attention("ring", x[..., :4], x[..., :4], x),
         "kernel": lambda: create("ring", kernel="cudnn").attention(x, x, x),
         "unknown kernel": lambda: create("ring", kernel="cudn").attention(x, x, x),
         "hosts": lambda: create("burst", ranks_per_host=3),
@@ -174,6 +177,9 @@ EXPECTED = {
     "packed": f"those that do are {', '.join(names())}",
     "types": "share type and device",
     "shapes": "expected q (B, S, H, D)",
+    "lengths": "q, k and v must share batch, local sequence and head_dim: got (1, 8, 4, 8), (1, 4, 4, 8)",
+    "host numbers": "hosts of 3 ranks for a world of 4",
+    "wider v": "expected q (B, S, H, D), k and v (B, S, Hkv, D): got (1, 8, 4, 4), (1, 8, 4, 4), (1, 8, 4, 8)",
     "kernel": "needs a CUDA device",
     "unknown kernel": "there are: auto, cudnn",
     "hosts": "ranks_per_host 3 does not divide",
@@ -189,6 +195,9 @@ def test_what_does_not_fit_is_refused_on_every_rank_alike():
 
 # Asked before there is a process group: strategy, parameters, what the shape has of its own, ranks, what is said.
 UNFIT = [
+    ("allgather", {"heads_at_a_time": 3}, {}, 8, "heads_at_a_time 3 does not divide 8 kv heads"),
+    ("allgather", {"heads_at_a_time": 0}, {}, 8, "heads_at_a_time 0 does not divide 8 kv heads"),
+    ("dcp", {}, {"heads": 6, "kv_heads": 4, "kv_length": 64}, 2, "6 heads are not a multiple of 4 kv heads"),
     ("zigzag", {}, {"seq": 24}, 8, "a sequence divisible by 16: not 24 (try 16)"),
     ("stripe", {}, {"seq": 12}, 8, "the stripe layout on 8 ranks needs a sequence divisible by 8"),
     ("ulysses", {}, {"heads": 4}, 8, "a Ulysses degree of 8 does not divide 4 heads"),
@@ -296,6 +305,20 @@ def test_the_kinds_of_every_parameter():
     for name, kinds in found.items():
         assert kinds.pop("deterministic", "bool") == "bool"
         assert kinds == expected[name]
+
+
+def test_parameters_that_are_hidden_or_missing_are_refused():
+    class Hiding:
+        def __init__(self, **options: int) -> None: ...
+
+    class Demanding:
+        def __init__(self, *, pace: int, depth: int = 2) -> None: ...
+
+    with pytest.raises(Unfit, match=r"^Hiding: parameters must be named: no \*args or \*\*kwargs$"):
+        parameters(Hiding)
+    with pytest.raises(Unfit, match=r"^strategy 'mine' needs the parameter 'pace'$"):
+        check_parameters(Demanding, "mine", {"depth": 3})
+    check_parameters(Demanding, "mine", {"pace": 1})
 
 
 def test_a_parameter_of_no_strategy_is_refused_with_those_that_there_are():
