@@ -339,3 +339,19 @@ def test_what_kernels_take_in_words():
         "flex": ("bf16, fp16 and fp32", "any"),
         "reference": ("any", "any"),
     }
+
+
+def test_what_kernels_can():
+    """As their libraries have it; torch's own operators know neither softcap nor, but for flash, windows."""
+    own_and_flash = {"flash-attn-3", "flash-attn", "torch-flash", "cpu-flash", "flex", "reference"}
+    able = {
+        "takes_windows": own_and_flash,
+        "several_lengths": {"flash-attn-3", "flash-attn", "torch-flash", "flex"},
+        "takes_softcap": {"flash-attn-3", "flash-attn", "flex", "reference"},
+        "has_deterministic_mode": own_and_flash,
+        "takes_delta": {"reference"},
+        "tried": set(KERNELS) - {"flash-attn-3", "flash-attn-4"},
+        "production": set(KERNELS) - {"reference"},
+    }
+    for flag, names in able.items():
+        assert {name for name, kernel in KERNELS.items() if getattr(kernel, flag)} == names, flag
