@@ -353,5 +353,5 @@ def test_what_kernels_can():
         "tried": set(KERNELS) - {"flash-attn-3", "flash-attn-4"},
         "production": set(KERNELS) - {"reference"},
     }
-    for flag, names in able.items():
-        assert {name for name, kernel in KERNELS.items() if getattr(kernel, flag)} == names, flag
+    for flag, those in able.items():
+        assert {name for name, kernel in KERNELS.items() if getattr(kernel, flag)} == those, flag
