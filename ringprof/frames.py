@@ -249,6 +249,9 @@ def _figures(breakdown: Breakdown) -> JsonObject:
     return row
 
 
+_OF_HOPS = ("start_ns", "end_ns", "wait_ns", "wire_ns", "exposed_ns", "wire_gbps")
+
+
 def _hop_row(hop: TimedHop) -> JsonObject:
     first, ready = hop.parts[0], [part.ready_ns for part in hop.parts]
     return {
@@ -258,13 +261,8 @@ def _hop_row(hop: TimedHop) -> JsonObject:
         "send_to": hop.sent_to,
         "receive_from": hop.received_from,
         "bytes": hop.sent_bytes,
-        "start_ns": hop.start_ns,
-        "end_ns": hop.end_ns,
         "ready_ns": None if None in ready else max(moment for moment in ready if moment is not None),
-        "wait_ns": hop.wait_ns,
-        "wire_ns": hop.wire_ns,
-        "exposed_ns": hop.exposed_ns,
-        "wire_gbps": hop.wire_gbps,
+        **{name: getattr(hop, name) for name in _OF_HOPS},
         "link": first.link,
         "source": first.transfer.source,
     }

@@ -303,14 +303,20 @@ class Timings(msgspec.Struct, frozen=True, kw_only=True):
     steps_ns: list[list[Nanoseconds]] | None = None
     """Of dynamic context parallelism: one list a rank, of each step its median over the iterations."""
 
-    def slowest_ns(self) -> list[int]:
-        """The slowest rank's time, of each iteration."""
-        return [max(times) for times in zip(*self.iterations_ns, strict=True)]
-
     def median_ns(self) -> float | None:
-        """The run's time: the median over iterations of the slowest rank's; None where nothing was timed."""
-        slowest = self.slowest_ns()
-        return float(median(slowest)) if slowest else None
+        """The run's time: the `slowest_median`; None where nothing was timed."""
+        return slowest_median(self.iterations_ns)
+
+
+def slowest(iterations_ns: Sequence[Sequence[int]]) -> list[int]:
+    """The slowest rank's time of every iteration that all ranks have a time of."""
+    return [max(times) for times in zip(*iterations_ns, strict=False) if max(times) > 0]
+
+
+def slowest_median(iterations_ns: Sequence[Sequence[int]]) -> float | None:
+    """The median over iterations of the slowest rank's time; None where there is none."""
+    times = slowest(iterations_ns)
+    return float(median(times)) if times else None
 
 
 class DeviceState(msgspec.Struct, frozen=True, kw_only=True):

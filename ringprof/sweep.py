@@ -16,7 +16,6 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from ringprof.analysis.findings.controls import slowest
 from ringprof.analysis.findings.summary import Rates
 from ringprof.analysis.kinds.kinds import ATTENTION, COMMUNICATION
 from ringprof.api import Analysis, load
@@ -27,7 +26,7 @@ from ringprof.record import Request, record
 from ringprof.record.launcher import launcher_rank
 from ringprof.record.progress import Reporter
 from ringprof.record.resolve import kernel_class, load_strategy, resolve, typed_params
-from ringprof.run import Workload, read_run
+from ringprof.run import Workload, read_run, slowest
 from ringprof.strategies import find
 
 _SCHEMA = "ringprof.sweep/1"

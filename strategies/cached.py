@@ -90,9 +90,9 @@ class Cached(Strategy):
         if not matching or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
             shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, v))
             raise Unfit(f"expected q (B, S, H, D), k and v (B, keys, Hkv, D) of the same batch and D: got {shapes}")
-        kv_length = self._length(q, k) if kv_length is None else kv_length
-        scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
         mask = mask_asked(None, window_size, causal=causal, prefix=prefix)
+        kv_length = self._length(q, k, mask) if kv_length is None else kv_length
+        scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
         blocks = Blocks(self.kernel_for(q, **self._asks(mask, softcap)), scale, causal)
         self.comm.meter.phase = "forward"
         out, lse = self.compute(blocks, mask, q, k, v, kv_length)
@@ -105,7 +105,7 @@ class Cached(Strategy):
         return "takes no packed documents over a cache" if mask.documents else None
 
     @abstractmethod
-    def _length(self, q: Tensor, k: Tensor) -> int:
+    def _length(self, q: Tensor, k: Tensor, mask: Mask) -> int:
         """``kv_length`` where the call does not say it. Raises `Unfit` where it must."""
 
     # --- what is where ------------------------------------------------------------------------

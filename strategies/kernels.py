@@ -251,16 +251,17 @@ def choose_kernel(
         of_all.sort(key=lambda kernel: not kernel.several_lengths)
     candidates = [KERNELS[name]] if name != "auto" else of_all
     wants = {"windows": windows, "deterministic": deterministic, "softcap": bool(softcap)}
-    reasons = [reason_against(kernel, device, dtype, head_dim, **wants) for kernel in candidates]
-    for kernel, reason in zip(candidates, reasons, strict=True):
+    reasons = {kernel: reason_against(kernel, device, dtype, head_dim, **wants) for kernel in candidates}
+    for kernel, reason in reasons.items():
         if reason is None:
             return kernel
     if name != "auto":
-        others = KERNELS.values() if reasons[0] in _LACKS.values() else ()
+        reason = reasons[KERNELS[name]]
+        others = KERNELS.values() if reason in _LACKS.values() else ()
         able = [kernel.name for kernel in others if reason_against(kernel, device, dtype, head_dim, **wants) is None]
         instead = f" (those here that do: {', '.join(able)})" if able else ""
-        raise Unfit(f"kernel {name!r} is not available: it {reasons[0]}{instead}")
-    said = "; ".join(f"{kernel.name} {reason}" for kernel, reason in zip(candidates, reasons, strict=True))
+        raise Unfit(f"kernel {name!r} is not available: it {reason}{instead}")
+    said = "; ".join(f"{kernel.name} {reason}" for kernel, reason in reasons.items())
     raise Unfit(f"no kernel takes {dtype} with head_dim {head_dim} on {device.type}: {said}")
 
 

@@ -188,9 +188,7 @@ def check_parameters(strategy: Any, name: str, given: dict[str, Any]) -> None:
     """Raises `Unfit` where a given parameter is not one of the strategy's, naming those that are."""
     known = parameters(strategy)
     for key in given:
-        if key not in {parameter.name for parameter in known}:
-            valid = ", ".join(parameter.name for parameter in known) or "none"
-            raise Unfit(f"strategy {name!r} has no parameter {key!r}; it has: {valid}")
+        _known(known, name, key)
     for parameter in known:
         choices, value = parameter.kind.split("|"), given.get(parameter.name)
         if len(choices) > 1 and isinstance(value, str) and value not in choices:
@@ -200,13 +198,17 @@ def check_parameters(strategy: Any, name: str, given: dict[str, Any]) -> None:
         raise Unfit(f"strategy {name!r} needs the parameter {missing[0]!r}")
 
 
+def _known(known: Sequence[Parameter], name: str, key: str) -> Parameter:
+    for parameter in known:
+        if parameter.name == key:
+            return parameter
+    valid = ", ".join(parameter.name for parameter in known) or "none"
+    raise Unfit(f"strategy {name!r} has no parameter {key!r}; it has: {valid}")
+
+
 def parse_parameter(strategy: Any, name: str, key: str, text: str) -> Any:
     """The value of ``key=text`` in the parameter's type. Raises `Unfit` where it is none."""
-    check_parameters_known = {parameter.name: parameter for parameter in parameters(strategy)}
-    if key not in check_parameters_known:
-        valid = ", ".join(check_parameters_known) or "none"
-        raise Unfit(f"strategy {name!r} has no parameter {key!r}; it has: {valid}")
-    kind = check_parameters_known[key].kind
+    kind = _known(parameters(strategy), name, key).kind
     try:
         return _parse(kind, text)
     except ValueError:

@@ -76,7 +76,7 @@ class RingPrefill(Cached):
     def heads(self, heads: int, kv_heads: int) -> Heads:
         return Heads(ALL, ALL, ALL)
 
-    def _length(self, q: Tensor, k: Tensor) -> int:
+    def _length(self, q: Tensor, k: Tensor, mask: Mask) -> int:
         return k.shape[1] * self.comm.size
 
     def compute(

@@ -11,7 +11,7 @@ import pytest
 
 from ringprof import run as store
 from ringprof.errors import InputError, RunFormatError
-from ringprof.run import RankTrace, Run, Timings, Workload, read_run, write_run
+from ringprof.run import RankTrace, Run, Timings, Workload, read_run, slowest, write_run
 from tests.analysis.recorded import recorded_run
 
 
@@ -100,8 +100,10 @@ def test_model_flops_count_query_key_pairs(causal: bool, backward: bool, pairs: 
 def test_the_time_of_a_run_is_the_median_of_its_slowest_rank() -> None:
     """Of an even number of iterations the mean of the middle two."""
     timings = Timings(warmup=1, iterations_ns=[[10, 40, 20, 30], [15, 5, 25, 35]])
-    assert timings.slowest_ns() == [15, 40, 25, 35] and timings.median_ns() == 30.0
+    assert slowest(timings.iterations_ns) == [15, 40, 25, 35] and timings.median_ns() == 30.0
     assert Timings(warmup=0, iterations_ns=[[], []]).median_ns() is None
+    # Of the iterations that both have, without one that took no time.
+    assert Timings(warmup=1, iterations_ns=[[10, 40, 0, 30], [15, 5, 0]]).median_ns() == 27.5
 
 
 def test_the_rate_of_a_run_is_per_device(recorded: Run) -> None:

@@ -12,6 +12,7 @@ from pathlib import PurePath
 
 from ringprof.benchmark_logs.rates import (
     SolvedSettings,
+    flop_in_words,
     follows,
     judge_row,
     rates_of,
@@ -113,8 +114,7 @@ def _solved(rows: list[LogRow], solutions: list[SolvedSettings]) -> Flag:
     source = first.sources.get("head_dim", "")
     line = int(source.removeprefix("line ")) if source.startswith("line ") else first.line
     meaning = f"totals over {world} GPUs (divide by {world})" if best.total else "figures per GPU"
-    halved = " / 2" if best.causal else ""
-    times = f" x {rate.passes:g}" if rate.passes != 1 else ""
+    flop = flop_in_words(first, rate, best.head_dim, " / 2" if best.causal else "")
     value = best.tflop(first, rate) / rate.time_ms * 1e3
     others = "".join(
         f"; head_dim {other.head_dim} {'if causal' if other.causal else 'without a causal mask'} fits as well"
@@ -123,8 +123,7 @@ def _solved(rows: list[LogRow], solutions: list[SolvedSettings]) -> Flag:
     message = (
         f"head_dim {first.head_dim} cannot be right: the TFLOP/s of all {len(rows)} rows fit head_dim {best.head_dim} "
         f"{'with a causal mask' if best.causal else 'without a mask'}, as {meaning}: line {first.line}: "
-        f"4 x {first.batch} x {first.seq}^2 x {first.heads} x {best.head_dim}{halved}{times} FLOP "
-        f"/ {rate.time_ms:g} ms = {value:.2f}, printed {rate.tflops:g}{others}"
+        f"{flop} / {rate.time_ms:g} ms = {value:.2f}, printed {rate.tflops:g}{others}"
     )
     return Flag("settings_solved", "error", first.file, line, message, first.head_dim, best.head_dim)
 

@@ -133,13 +133,15 @@ def _constants(row: LogRow, rate: Rate) -> list[tuple[float, str]]:
     return slips + pairs
 
 
-def _arithmetic(row: LogRow, rate: Rate, computed: float) -> str:
-    halved = "" if row.causal is False else " / 2 (causal)"
+def flop_in_words(row: LogRow, rate: Rate, head_dim: int | None, halved: str) -> str:
+    """The arithmetic of a rate's pass over all GPUs: ``4 x 1 x 8192^2 x 32 x 128 / 2 x 3.5 FLOP``."""
     times = f" x {rate.passes:g}" if rate.passes != 1 else ""
-    return (
-        f"{rate.name}: 4 x {row.batch} x {row.seq}^2 x {row.heads} x {row.head_dim}{halved}{times} FLOP"
-        f" / {row.world_size} GPUs / {rate.time_ms:g} ms = {computed:.2f} TFLOP/s"
-    )
+    return f"4 x {row.batch} x {row.seq}^2 x {row.heads} x {head_dim}{halved}{times} FLOP"
+
+
+def _arithmetic(row: LogRow, rate: Rate, computed: float) -> str:
+    flop = flop_in_words(row, rate, row.head_dim, "" if row.causal is False else " / 2 (causal)")
+    return f"{rate.name}: {flop} / {row.world_size} GPUs / {rate.time_ms:g} ms = {computed:.2f} TFLOP/s"
 
 
 def _recovered(row: LogRow, rate: Rate, work: float) -> Flag:

@@ -8,7 +8,6 @@ from typing import Any
 
 import click
 
-from ringprof.analysis.findings.controls import slowest_median
 from ringprof.cli.write import formats, print_or_write, say, text_style, to_file
 from ringprof.errors import InputError
 from ringprof.json_object import JsonObject, rows_json
@@ -74,7 +73,7 @@ def _read(path: Path) -> Run | InputError:
 
 
 def _fields(path: str, run: Run) -> JsonObject:
-    time_ns = slowest_median(run.timings.iterations_ns) if run.timings else None
+    time_ns = run.timings.median_ns() if run.timings else None
     work, size = run.workload, run.topology.world_size
     values = (
         path, run.created, run.strategy.name if run.strategy else None, work.seq if work else None, size,

@@ -19,13 +19,7 @@ from ringprof.foresee.events import Timeline, simulate
 from ringprof.foresee.host import host_ns, times_us
 from ringprof.foresee.links import Cluster, Links
 from ringprof.foresee.longer import NO_TIME, Lognormal, Longer
-from ringprof.foresee.machine import (
-    LIKELIEST,
-    CalibratedMachine,
-    Curves,
-    Draw,
-    curves_of,
-)
+from ringprof.foresee.machine import LIKELIEST, CalibratedMachine, Curves, Draw, curves_of
 from ringprof.foresee.question import Question
 from ringprof.json_object import JsonObject
 from ringprof.record.tape.program import AttentionCall, Op, Post, Program, Tape, Touch, Wait

@@ -23,17 +23,7 @@ from ringprof.foresee.host import host_ns
 from ringprof.foresee.predict import Prediction
 from ringprof.json_object import JsonObject
 from ringprof.record.tape.program import AttentionCall, Join, Op, Post, Program, Touch, Wait
-from ringprof.run import (
-    Environment,
-    Predicted,
-    Profiled,
-    RankTrace,
-    Run,
-    StrategyUsed,
-    Timings,
-    Topology,
-    write_run,
-)
+from ringprof.run import Environment, Predicted, Profiled, RankTrace, Run, StrategyUsed, Timings, Topology, write_run
 
 MARK = "(predicted)"
 _COMPUTE_STREAM, _FIRST_CARRYING = 7, 20

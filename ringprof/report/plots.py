@@ -16,7 +16,6 @@ from ringprof.analysis.findings.comparison import Comparison, Entry
 from ringprof.analysis.findings.findings import Findings
 from ringprof.analysis.findings.summary import PARTS
 from ringprof.analysis.findings.waterfall import WATERFALL_LABELS
-from ringprof.analysis.kinds.kinds import KINDS
 from ringprof.analysis.steps.steps import Step
 from ringprof.digits import percent
 from ringprof.report import palette
@@ -24,7 +23,7 @@ from ringprof.report.palette import Interval
 from ringprof.report.sections.run import what_ran
 from ringprof.report.terms import LABELS
 from ringprof.report.text import clean, duration, short_count
-from ringprof.report.timeline import drawn_as, timeline_of
+from ringprof.report.timeline import ORDER, drawn_as, timeline_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -53,8 +52,6 @@ TITLE_WIDTH = 88
 MOST_NUMBERED = 256
 """Cells of a heat map; the numbers of more could not be read."""
 MARKERS = "osD^"
-ORDER = (*KINDS, "wait", "wire", "unsplit")
-"""Of a timeline's sorts in its legend: the same in every plot."""
 
 
 class Plots:

@@ -47,6 +47,10 @@ class Bar(NamedTuple):
     activities: int = 1
 
 
+ORDER = (*KINDS, "wait", "wire", "unsplit")
+"""Of a timeline's sorts, in every drawing: waiting and wire last, which are what one looks for."""
+
+
 def drawn_as(what: str) -> tuple[str, str]:
     """What a bar of this sort is called, and its colour."""
     sorts = {"wait": ("waiting for a peer", palette.WAIT), "wire": ("on the wire", palette.WIRE),

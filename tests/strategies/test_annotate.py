@@ -7,9 +7,11 @@ from contextlib import AbstractContextManager, nullcontext
 
 from torch.autograd.profiler import profile
 
+from ringprof.mask import Mask
 from ringprof.strategies.annotate import annotate, heard_by, ring_step
 from tests.strategies.cases import Case, Problem, over_the_ranks
 from tests.strategies.ranks import run_ranks
+from tests.strategies.test_masks import over_the_ranks as over_the_ranks_with
 
 WORLD = 4
 NAME = re.compile(r"ringprof::(?:(?:fwd|bwd)/step=\d/(?:block|merge)|(?:send|wait)/[a-z_]+|wait)")
@@ -37,6 +39,38 @@ def test_blocks_merges_sends_and_waits_are_named() -> None:
     # The last rank sees all keys of a causal mask: a block and a merge each step.
     steps = {f"ringprof::fwd/step={step}/{part}" for step in range(WORLD) for part in ("block", "merge")}
     assert {name for name in found[0] if "fwd/" in name} == steps
+
+
+def masked_names(rank: int, cases: list[Case], mask: Mask) -> list[set[str]]:
+    """Heard, not profiled: a step that is named in no range of the profiler's is heard all the same."""
+    found = []
+    for case in cases:
+        heard: set[str] = set()
+
+        def listen(name: str, heard: set[str] = heard) -> AbstractContextManager[None]:
+            heard.add(name)
+            return nullcontext()
+
+        with heard_by(listen):
+            over_the_ranks_with(case, Problem(seq=64), mask)
+        found.append(heard)
+    return found
+
+
+HEARD = re.compile(r"(?:fwd|bwd)/step=\d/(?:block|merge)|send|wait")
+
+
+def test_names_are_the_same_where_rows_travel() -> None:
+    """A window of 6 over chunks of 8: rows go by other ways than whole shards do, in two inner rings both."""
+    cases = [
+        Case(name) for name in ("ring", "zigzag", "stripe", "usp", "double-ring", "burst", "megatron", "allgather")
+    ]
+    cases += [Case(name, {"ring_window": 2}) for name in ("double-ring", "burst")]
+    for by_rank in run_ranks(WORLD, masked_names, cases, Mask.of(window=(5, 0))):
+        for case, heard in zip(cases, by_rank, strict=True):
+            assert all(map(HEARD.fullmatch, heard)), (case, sorted(heard))
+            parts = {name.partition("/")[0] for name in heard}
+            assert parts == {"fwd", "bwd", "send", "wait"}, case
 
 
 def test_a_listener_hears_the_names_without_a_profiler() -> None:

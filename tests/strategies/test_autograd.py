@@ -323,3 +323,35 @@ def compiled(rank: int) -> float:
 
 def test_a_compiled_model_breaks_its_graph_around_a_strategy():
     assert max(run_ranks(2, compiled)) < 1e-12
+
+
+def test_what_kernels_take_in_words():
+    words = {name: (kernel.types(), kernel.head_dims()) for name, kernel in KERNELS.items()}
+    of_16_bits = "bf16 and fp16"
+    assert words == {
+        "cudnn": (of_16_bits, "up to 128 in steps of 8"),
+        "flash-attn-3": (of_16_bits, "up to 256 in steps of 8"),
+        "flash-attn": (of_16_bits, "up to 256 in steps of 8"),
+        "flash-attn-4": (of_16_bits, "up to 128 in steps of 8"),
+        "torch-flash": (of_16_bits, "up to 256 in steps of 8"),
+        "torch-efficient": ("fp32, bf16 and fp16", "in steps of 8"),
+        "cpu-flash": ("any", "any"),
+        "flex": ("bf16, fp16 and fp32", "any"),
+        "reference": ("any", "any"),
+    }
+
+
+def test_what_kernels_can():
+    """As their libraries have it; torch's own operators know neither softcap nor, but for flash, windows."""
+    own_and_flash = {"flash-attn-3", "flash-attn", "torch-flash", "cpu-flash", "flex", "reference"}
+    able = {
+        "takes_windows": own_and_flash,
+        "several_lengths": {"flash-attn-3", "flash-attn", "torch-flash", "flex"},
+        "takes_softcap": {"flash-attn-3", "flash-attn", "flex", "reference"},
+        "has_deterministic_mode": own_and_flash,
+        "takes_delta": {"reference"},
+        "tried": set(KERNELS) - {"flash-attn-3", "flash-attn-4"},
+        "production": set(KERNELS) - {"reference"},
+    }
+    for flag, those in able.items():
+        assert {name for name, kernel in KERNELS.items() if getattr(kernel, flag)} == those, flag

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import pytest
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from ringprof.mask import Mask
 from ringprof.strategies import Unfit, create, find, for_inference, names
+from ringprof.strategies.annotate import heard_by
 from ringprof.strategies.base import Shape
 from tests.strategies.cases import Case
 from tests.strategies.ranks import run_ranks
@@ -283,11 +285,68 @@ def test_what_does_not_fit_is_refused_with_the_reason(name, shape, size, params,
     assert reason in find(name).load().unfit(shape, size, **params)
 
 
+def of_unsaid_length(rank: int, case: Case, problem: Problem, exact: Tensor) -> float:
+    q, k, v, _ = inputs(problem)
+    strategy = create(case.name, kernel="reference", **case.params)
+    mine = (strategy.shard_cache(x, problem.new, problem.heads) for x in (k, v))
+    out = strategy.attention(strategy.shard(q), *mine, causal=problem.causal, window_size=problem.window)
+    return float((out - strategy.shard_output(exact)).abs().max())
+
+
+@pytest.mark.parametrize(
+    ("case", "problem"),
+    [
+        (Case("dcp"), Problem(1, 32)),
+        # 8 keys on one rank and 7 on the others: one query sees all of them, whatever their number.
+        (Case("dcp"), Problem(1, 29)),
+        (Case("dcp", {"dcp_degree": 2}), Problem(1, 29, causal=False)),
+        (Case("ring-prefill", {"passes": "kv"}), Problem(16, 48)),
+        (Case("ring-prefill", {"passes": "q"}), Problem(16, 48, window=(6, 0))),
+    ],
+    ids=str,
+)
+def test_the_number_of_keys_need_not_be_said_where_a_rank_can_tell_it(case: Case, problem: Problem) -> None:
+    assert max(run_ranks(4, of_unsaid_length, case, problem, dense(problem)[0])) < 1e-12
+
+
+def phases(rank: int, cases: list[Case], problem: Problem) -> list[set[str]]:
+    q, k, v, _ = inputs(problem)
+    found = []
+    for case in cases:
+        strategy = create(case.name, kernel="reference", **case.params)
+        mine = (strategy.shard_cache(x, problem.new, problem.heads) for x in (k, v))
+        heard: set[str] = set()
+
+        def listen(name: str, heard: set[str] = heard) -> AbstractContextManager[None]:
+            heard.add(name)
+            return nullcontext()
+
+        with heard_by(listen):
+            strategy.attention(strategy.shard(q), *mine, kv_length=problem.keys)
+        found.append(heard)
+    return found
+
+
+def test_its_phases_are_named_as_those_of_training() -> None:
+    """Reports tell ring steps, sends and waits by these names."""
+    merges = [f"fwd/step={step}/merge" for step in range(2)]
+    blocks = [f"fwd/step={step}/block" for step in range(2)]
+    (decode,) = run_ranks(2, phases, [Case("dcp")], Problem(1, 32))[0]
+    assert decode - {"send", "wait"} == {blocks[0], merges[1]}
+    hops, queries = run_ranks(2, phases, PREFILL[:2], Problem(16, 48))[1]
+    assert hops - {"send", "wait"} == {*blocks, *merges}
+    assert queries - {"send", "wait"} == {*blocks, *merges, "fwd/step=2/merge"}
+    assert all({"send", "wait"} <= one for one in (decode, hops, queries))
+
+
 def test_calls_that_cannot_be_meant_are_refused() -> None:
     strategy = create("dcp", kernel="reference")
     q, k = torch.randn(1, 2, 4, 8), torch.randn(1, 9, 2, 8)
     with pytest.raises(Unfit, match="must be told kv_length"):
         strategy.attention(q, k, k)
+    # Of 29 keys on 4 ranks one has 8 and three have 7: each would take the query to be at another position.
+    with pytest.raises(Unfit, match="a window, attention must be told kv_length"):
+        strategy.attention(q[:, 1:], k, k, window_size=(4, 0))
     with pytest.raises(Unfit, match="no backward pass"):
         strategy.attention(q.requires_grad_(), k, k, kv_length=9)
     with pytest.raises(Unfit, match="expected q"):

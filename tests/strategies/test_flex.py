@@ -16,7 +16,7 @@ from ringprof.strategies.cut import cut_of
 from ringprof.strategies.flex import TILE, stretches, tiles
 from ringprof.strategies.kernels import KERNELS, ReferenceKernel
 from ringprof.strategies.layouts import LAYOUTS, part
-from ringprof.strategies.parts import Parts, seen_in_band
+from ringprof.strategies.parts import Part, Parts, seen_in_band
 from tests.strategies.cases import Case, Problem, inputs, relative_error
 from tests.strategies.ranks import run_ranks
 from tests.strategies.test_masks import dense, drawn, over_the_ranks
@@ -42,6 +42,17 @@ def test_stretches_are_the_pairs_of_the_parts(drawn_problem: tuple[Problem, Mask
         keys = torch.arange(block.parts.keys)
         seen = ((keys >= first[..., None]) & (keys < end[..., None])).int().sum(0)
         assert torch.equal(seen, pairs_of(block.parts))
+
+
+@pytest.mark.parametrize(("number", "stretched"), [(1, 1), (2, 2), (3, 4), (4, 4), (5, 8)])
+def test_stretches_are_a_power_of_two(number: int, stretched: int) -> None:
+    """The same query sees every other key: each number of stretches is compiled for by itself."""
+    block = Parts(tuple(Part(0, 1, 2 * at, 2 * at + 1) for at in range(number)), 1, 2 * number)
+    first, end = stretches(block)
+    assert first.shape == end.shape == (stretched, 1)
+    assert sorted(zip(first.flatten().tolist(), end.flatten().tolist(), strict=True)) == sorted(
+        [(2 * at, 2 * at + 1) for at in range(number)] + [(0, 0)] * (stretched - number)
+    )
 
 
 @given(st.lists(st.tuples(st.integers(0, 700), st.integers(0, 700)), min_size=1, max_size=400), st.integers(1, 700))

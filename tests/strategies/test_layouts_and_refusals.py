@@ -11,12 +11,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringprof.strategies import Unfit, UnknownName, create, find, names, parameters
+from ringprof.strategies import Unfit, UnknownName, create, find, for_inference, names, parameters
 from ringprof.strategies.base import Shape
 from ringprof.strategies.hops import HopRing, _splits
 from ringprof.strategies.layouts import LAYOUTS, Block, Grid, Grouped, split_home_block
 from ringprof.strategies.parcels import Parcel
-from ringprof.strategies.registry import parse_parameter
+from ringprof.strategies.registry import check_parameters, parse_parameter
 from ringprof.strategies.usp import USP
 from tests.paths import ROOT
 from tests.strategies.cases import CASES
@@ -146,6 +146,9 @@ def refusals(rank: int) -> dict[str, str]:
         "packed": lambda: attention("torch-cp", documents=torch.tensor([0, 8, 32])),
         "types": lambda: attention("ring", x, x.double(), x.double()),
         "shapes": lambda: attention("ring", x[0], x[0], x[0]),
+        "lengths": lambda: attention("ring", x, x[:, :4], x[:, :4]),
+        "host numbers": lambda: create("burst", hosts=[0, 0, 1]),
+        "wider v": lambda: attention("ring", x[..., :4], x[..., :4], x),
         "kernel": lambda: create("ring", kernel="cudnn").attention(x, x, x),
         "unknown kernel": lambda: create("ring", kernel="cudn").attention(x, x, x),
         "hosts": lambda: create("burst", ranks_per_host=3),
@@ -174,6 +177,9 @@ EXPECTED = {
     "packed": f"those that do are {', '.join(names())}",
     "types": "share type and device",
     "shapes": "expected q (B, S, H, D)",
+    "lengths": "q, k and v must share batch, local sequence and head_dim: got (1, 8, 4, 8), (1, 4, 4, 8)",
+    "host numbers": "hosts of 3 ranks for a world of 4",
+    "wider v": "expected q (B, S, H, D), k and v (B, S, Hkv, D): got (1, 8, 4, 4), (1, 8, 4, 4), (1, 8, 4, 8)",
     "kernel": "needs a CUDA device",
     "unknown kernel": "there are: auto, cudnn",
     "hosts": "ranks_per_host 3 does not divide",
@@ -189,6 +195,9 @@ def test_what_does_not_fit_is_refused_on_every_rank_alike():
 
 # Asked before there is a process group: strategy, parameters, what the shape has of its own, ranks, what is said.
 UNFIT = [
+    ("allgather", {"heads_at_a_time": 3}, {}, 8, "heads_at_a_time 3 does not divide 8 kv heads"),
+    ("allgather", {"heads_at_a_time": 0}, {}, 8, "heads_at_a_time 0 does not divide 8 kv heads"),
+    ("dcp", {}, {"heads": 6, "kv_heads": 4, "kv_length": 64}, 2, "6 heads are not a multiple of 4 kv heads"),
     ("zigzag", {}, {"seq": 24}, 8, "a sequence divisible by 16: not 24 (try 16)"),
     ("stripe", {}, {"seq": 12}, 8, "the stripe layout on 8 ranks needs a sequence divisible by 8"),
     ("ulysses", {}, {"heads": 4}, 8, "a Ulysses degree of 8 does not divide 4 heads"),
@@ -263,6 +272,66 @@ def test_every_parameter_is_described_and_listed(name):
         assert parameter.name != "deterministic" or parameter.default is False
         if parameter.name not in ("deterministic", "layout"):
             assert f"`{parameter.name}" in guide
+
+
+def test_the_kinds_of_every_parameter():
+    """As `ringprof strategies NAME` lists them and command lines are read by; `deterministic` is everybody's."""
+    of_rings = {"grad_wire": "exact|fp32|input"}
+    packed, narrow = {"documents_layout": "packed|per_document"}, {"grad_wire": "fp32|input"}
+    expected = {
+        "ring": of_rings,
+        "zigzag": of_rings | packed,
+        "stripe": of_rings,
+        "ulysses": narrow,
+        "usp": of_rings | packed | {
+            "ulysses_degree": "int", "ring_degree": "int", "placement": "head-first|ring-first",
+            "layout": "zigzag|contiguous|stripe",
+        },
+        "double-ring": packed | {
+            "ring_window": "int", "placement": "head-first|context-first", "ulysses_degree": "int",
+            "grad_wire": "mixed|fp32|input",
+        },
+        "burst": narrow | packed | {"double_ring": "bool", "ring_window": "int", "optimized_backward": "bool"},
+        "megatron": narrow | packed,
+        "allgather": narrow | packed | {"layout": "contiguous|zigzag", "heads_at_a_time": "int"},
+        "dcp": {
+            "dcp_degree": "int", "merge": "reduce-scatter|all-to-all|all-gather", "queries": "gathered|replicated",
+            "out_wire": "fp32|input",
+        },
+        "ring-prefill": {"passes": "auto|kv|q"},
+    }  # fmt: skip
+    found = {name: {one.name: one.kind for one in parameters(find(name).load())} for name in expected}
+    assert set(expected) == {*names(), *for_inference()}
+    for name, kinds in found.items():
+        assert kinds.pop("deterministic", "bool") == "bool"
+        assert kinds == expected[name]
+
+
+def test_parameters_that_are_hidden_or_missing_are_refused():
+    class Hiding:
+        def __init__(self, **options: int) -> None: ...
+
+    class Demanding:
+        def __init__(self, *, pace: int, depth: int = 2) -> None: ...
+
+    with pytest.raises(Unfit, match=r"^Hiding: parameters must be named: no \*args or \*\*kwargs$"):
+        parameters(Hiding)
+    with pytest.raises(Unfit, match=r"^strategy 'mine' needs the parameter 'pace'$"):
+        check_parameters(Demanding, "mine", {"depth": 3})
+    check_parameters(Demanding, "mine", {"pace": 1})
+
+
+def test_a_parameter_of_no_strategy_is_refused_with_those_that_there_are():
+    class Plain:
+        def __init__(self) -> None: ...
+
+    said = r"^strategy 'mine' has no parameter 'x'; it has: none$"
+    with pytest.raises(Unfit, match=said):
+        parse_parameter(Plain, "mine", "x", "1")
+    with pytest.raises(Unfit, match=said):
+        check_parameters(Plain, "mine", {"x": 1})
+    with pytest.raises(Unfit, match=r"^strategy 'ring' has no parameter 'x'; it has: grad_wire, deterministic$"):
+        parse_parameter(find("ring").load(), "ring", "x", "1")
 
 
 @pytest.mark.parametrize(

@@ -99,6 +99,18 @@ def test_a_merge_of_partial_results_is_the_softmax_over_all_keys(dtype, queries)
     )
 
 
+def test_a_result_can_be_asked_for_twice():
+    blocks = [(torch.full((1, 2, 1, 1), value), torch.zeros(1, 1, 2)) for value in (1.0, 3.0)]
+    partial = merge.Partial()
+    for out, lse in blocks:
+        partial.merge(out, lse)
+    for _ in range(2):
+        out, lse = partial.result(torch.float32)
+        # Two blocks of one weight: their mean, and twice the weight.
+        assert out.flatten().tolist() == [2.0, 2.0]
+        assert torch.allclose(lse, torch.full((1, 1, 2), 2.0).log())
+
+
 @pytest.mark.parametrize("size", [1.0, 1e-6, 1e-20, 1e-25, 1e-30, 1e-37])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_stand_in_for_the_output_carries_delta_however_small_its_gradient_is(dtype, size):

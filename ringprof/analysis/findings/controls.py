@@ -13,7 +13,7 @@ from statistics import fmean, median
 import msgspec
 
 from ringprof.analysis.rank import Rank
-from ringprof.run import Controls
+from ringprof.run import Controls, slowest_median
 
 
 class ControlFigures(msgspec.Struct, frozen=True):
@@ -76,17 +76,6 @@ def control_figures(controls: Controls | None, ranks: Sequence[Rank]) -> Control
         of_solo=mean_solo / ordinary,
         flash_slowdown=None if alone else _flash_slowdown(ranks, solo),
     )
-
-
-def slowest(iterations_ns: Sequence[Sequence[int]]) -> list[int]:
-    """The slowest rank's time of every iteration."""
-    return [max(times) for times in zip(*iterations_ns, strict=False) if max(times) > 0]
-
-
-def slowest_median(iterations_ns: Sequence[Sequence[int]]) -> float | None:
-    """The median over iterations of the slowest rank's time; None where there is none."""
-    times = slowest(iterations_ns)
-    return float(median(times)) if times else None
 
 
 def _flash_slowdown(ranks: Sequence[Rank], solo_ns: Sequence[float]) -> float | None:

@@ -9,11 +9,11 @@ import numpy as np
 
 from ringprof.analysis.findings.comparison import WATERFALL_PREFIX, Entry, Figure
 from ringprof.analysis.findings.conditions import figures_of
-from ringprof.analysis.findings.controls import ControlFigures, slowest
+from ringprof.analysis.findings.controls import ControlFigures
 from ringprof.analysis.findings.findings import Findings
 from ringprof.analysis.findings.summary import Summary
 from ringprof.analysis.kinds.kinds import KINDS
-from ringprof.run import Controls, Run, Workload
+from ringprof.run import Controls, Run, Workload, slowest
 from ringprof.trace.columns import NOTES
 
 MS = 1e6

@@ -11,12 +11,12 @@ import msgspec
 import numpy as np
 
 from ringprof.analysis.attribution import Attribution
-from ringprof.analysis.findings.controls import ControlFigures, control_figures, slowest
+from ringprof.analysis.findings.controls import ControlFigures, control_figures
 from ringprof.analysis.kinds.kinds import COMMUNICATION, KINDS, OTHER_GROUPS
 from ringprof.analysis.rank import Carried, Rank
 from ringprof.analysis.transfers.hops import gbps, total
 from ringprof.analysis.transfers.waiting import LinkClass
-from ringprof.run import Run
+from ringprof.run import Run, slowest
 
 MOST_RANKS_LISTED = 16
 PARTS = ("compute", "exposed_comm", "exposed_other_groups", "exposed_memory", "background", "idle", "wall")

@@ -211,7 +211,6 @@ RULES: tuple[Rule, ...] = (
         ("", r"f8f8bf16|f8i4bf16|f4f4bf16|i8i8bf16|bf16i4bf16|bf16bf16bf16"),
     ),
     # --- embedding tables, which some libraries update as they go back through them ---
-    Rule("permute", "FBGEMM", r"permute_(pooled|multi|duplicate)"),
     *_rules(
         "embedding",
         ("FBGEMM", r"embedding_codegen|codegen_(forward|backward)|rowwise_adagrad|find_long_segments"),

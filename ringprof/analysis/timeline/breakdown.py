@@ -9,15 +9,7 @@ import numpy as np
 
 from ringprof.analysis import intervals
 from ringprof.analysis.intervals import Spans
-from ringprof.analysis.kinds.kinds import (
-    ATTENTION,
-    COMMUNICATION,
-    COMPUTE,
-    COMPUTE_PARTS,
-    KINDS,
-    MEMORY,
-    OTHER_GROUPS,
-)
+from ringprof.analysis.kinds.kinds import ATTENTION, COMMUNICATION, COMPUTE, COMPUTE_PARTS, KINDS, MEMORY, OTHER_GROUPS
 from ringprof.analysis.timeline.rows import NO_ROWS, TimedActivities
 
 

@@ -15,18 +15,9 @@ import numpy.typing as npt
 from ringprof.analysis import intervals
 from ringprof.analysis.intervals import Spans
 from ringprof.analysis.kinds.kinds import ATTENTION, CODE, COMMUNICATION, COMPUTE, KINDS, MEMORY, are
-from ringprof.analysis.kinds.operators import (
-    ENCLOSING,
-    kind_enclosing,
-    kind_of_attention_operator,
-    kind_of_its_kernel,
-)
+from ringprof.analysis.kinds.operators import ENCLOSING, kind_enclosing, kind_of_attention_operator, kind_of_its_kernel
 from ringprof.analysis.timeline.breakdown import Breakdown, KindTime, beside_attention
-from ringprof.analysis.timeline.cpu_communication import (
-    CpuCommunication,
-    find_communication,
-    marked_waits,
-)
+from ringprof.analysis.timeline.cpu_communication import CpuCommunication, find_communication, marked_waits
 from ringprof.analysis.timeline.window import Window
 from ringprof.trace.columns import Int8, Int64, Ranges, Trace, distinct
 

@@ -14,13 +14,12 @@ from bokeh.plotting import figure
 from ringprof.analysis.findings.changes import Change
 from ringprof.analysis.findings.summary import PARTS
 from ringprof.analysis.findings.waterfall import WATERFALL_LABELS, Waterfall, WaterfallPart
-from ringprof.analysis.kinds.kinds import KINDS
 from ringprof.analysis.steps.steps import Step
 from ringprof.report import palette
 from ringprof.report.palette import Interval
 from ringprof.report.terms import LABELS
 from ringprof.report.text import clean, rate, short_count
-from ringprof.report.timeline import Bar, DrawnTimeline, drawn_as, lanes_of
+from ringprof.report.timeline import ORDER, Bar, DrawnTimeline, drawn_as, lanes_of
 
 MOST_LABELS = 32
 """Ranks up to which each has a label of its own beside an axis."""
@@ -183,8 +182,7 @@ def timeline(found: DrawnTimeline, ranks: Sequence[int]) -> Any:
         active_scroll="xwheel_zoom", active_drag="xpan", output_backend="canvas",
     )  # fmt: skip
     _shade(made, found, bottom, height)
-    # Waiting and wire last: they are what a look at a timeline is for.
-    for what in [*KINDS, "wait", "wire", "unsplit"]:
+    for what in ORDER:
         bars = [bar for bar in found.bars if bar.what == what]
         if not bars:
             continue

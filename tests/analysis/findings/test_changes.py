@@ -21,6 +21,13 @@ def changes(*names: str) -> RunChanges:
     return found
 
 
+def test_what_is_worth_saying_begins_at_one_percent():
+    parts = tuple(Change(what, 100, 101, share) for what, share in (("attention", 0.01), ("other_compute", 0.0099)))
+    assert RunChanges(parts, (), ()).sentence().startswith("+1.0 %")
+    assert "," not in RunChanges(parts, (), ()).sentence()
+    assert RunChanges(parts[1:], (), ()).sentence() == ""
+
+
 def test_parts_sum_to_the_change_of_the_slowest_ranks_wall():
     walls = [max(rank["wall_ns"] for rank in analysis(TRACES / name).report()["ranks"]) for name in PAIR]
     parts = changes(*PAIR).parts

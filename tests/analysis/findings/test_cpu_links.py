@@ -67,3 +67,9 @@ def test_nothing_is_said_of_one_host_or_of_traces_that_name_no_channel(hosts: li
     waits = [{"kv": 100}] * 2 if named else [{}] * 2
     found = attributed(hosts, [work(("kv", "same_host" if named else "other_host", 100))] * 2, waits)
     assert blocked_on_links(found) is None and blocked_in_words(found) == ""
+
+
+def test_the_channel_that_blocks_longest_is_named_first():
+    sent = [("dq", "other_host", 1), ("kv", "other_host", 1), ("dkv", "other_host", 1)]
+    links = blocked_on_links(attributed(["a", "b"], [work(*sent)] * 2, [{"dq": 20, "kv": 300, "dkv": 90}] * 2))
+    assert links is not None and links.channels == ("kv", "dkv", "dq")

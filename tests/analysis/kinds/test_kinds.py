@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from itertools import combinations
+from itertools import combinations, product
 
 from ringprof.analysis.kinds.kinds import COMPUTE, COMPUTE_PARTS, KIND, ORANGE, PURPLE
 from ringprof.report.palette import UNSPLIT, WAIT
@@ -38,15 +38,34 @@ COMMUNICATION = {"wire": ORANGE, "wait": WAIT, "unsplit": UNSPLIT}
 DRAWN = {**{kind: KIND[kind].colour for kind in COMPUTE}, **COMMUNICATION, "memory": PURPLE}
 
 
+FAR = 25
+"""A difference of 2.3 is just noticeable; the two blues of attention are 26 apart."""
+
+
+def free_colours():
+    """Those that a new kind can have, the farthest from all others first; none as garish as a warning."""
+    known = [lab(colour) for colour in DRAWN.values()]
+    grid = (f"#{red:02X}{green:02X}{blue:02X}" for red, green, blue in product(range(15, 256, 30), repeat=3))
+    fit = [one for one in grid if stands_out(one) and 15 < math.hypot(*lab(one)[1:]) < 60]
+    apart = {one: min(math.dist(lab(one), other) for other in known) for one in fit}
+    return sorted((one for one in fit if apart[one] >= FAR), key=lambda one: -apart[one])
+
+
+def stands_out(colour):
+    return contrast(colour, "#ffffff") > 1.3 and contrast(colour, "#15181c") > 2.5
+
+
 def test_any_two_colours_are_far_apart():
-    # A difference of 2.3 is just noticeable; the two blues of attention are 26 apart.
-    near = [pair for pair in combinations(DRAWN, 2) if math.dist(*(lab(DRAWN[name]) for name in pair)) < 25]
-    assert not near
+    near = [pair for pair in combinations(DRAWN, 2) if math.dist(*(lab(DRAWN[name]) for name in pair)) < FAR]
+    assert not near, f"free are {free_colours()[:9]}"
 
 
 def test_every_colour_stands_out_on_a_light_and_on_a_dark_page():
-    assert min(contrast(colour, "#ffffff") for colour in DRAWN.values()) > 1.3
-    assert min(contrast(colour, "#15181c") for colour in DRAWN.values()) > 2.5
+    assert all(map(stands_out, DRAWN.values()))
+
+
+def test_there_is_a_colour_for_another_kind():
+    assert free_colours()
 
 
 def test_what_is_beside_attention_is_in_one_part():

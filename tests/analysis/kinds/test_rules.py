@@ -15,6 +15,7 @@ from ringprof.analysis.kinds.operators import (
 )
 from ringprof.analysis.kinds.rules import RULES, rule_for, words_needed
 from tests.analysis.kinds.truth import rows
+from tests.paths import ROOT
 
 NAMES = {
     "send_recv": [
@@ -295,6 +296,14 @@ def test_what_each_kind_counts_as():
     assert sum(map(len, GROUPS.values())) == len(KINDS)
 
 
+def test_the_table_of_the_definitions_has_every_kind():
+    """But communication of other groups, which is no kind of its own there."""
+    page = (ROOT / "docs" / "definitions.md").read_text("utf-8")
+    lines = page.partition("| class | kinds |\n")[2].partition("\n\n")[0].splitlines()[1:]
+    groups = ("attention", "compute", "communication", "memory")
+    assert [re.findall(r"`(\w+)`", line) for line in lines] == [GROUPS[group] for group in groups]
+
+
 def test_every_rule_is_of_a_known_kind():
     assert {rule.kind for rule in RULES} <= set(KINDS)
 
@@ -331,6 +340,8 @@ def test_operators_that_are_one_attention_pass(name, kind):
         ("broadcast", "broadcast"),
         ("barrier", "comm_other"),
         ("wait", None),
+        ("init", None),
+        ("nccl:", None),
         ("nccl:c10d::wait", None),
     ],
 )

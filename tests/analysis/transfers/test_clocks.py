@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import defaultdict
 from functools import cache
@@ -273,3 +274,22 @@ def test_the_surer_reading_counts_more():
     readings = [_Reading(0, 1, 100.0, 1_000.0, lags=False), _Reading(0, 1, 400.0, 2_000.0, lags=False)]
     assert _fit_together(readings, 2).offsets == pytest.approx([0.0, 160.0])
     assert [one.tolist() for one in _equations(readings, 2)] == [[[-1.0, 1.0, 0.0], [-0.5, 0.5, 0.0]], [1.0, 0.5]]
+
+
+def _lagging(a: int, b: int, offset_ns: float) -> _Reading:
+    return _Reading(a, b, offset_ns, 1_000.0, lags=True)
+
+
+def test_a_circle_of_hosts_tells_lag_and_offsets_apart():
+    """Clocks at 0, 10 and 20, and 5 on the way: 10 - 5, 10 - 5 and -20 - 5."""
+    found = _fit_together([_lagging(0, 1, 5.0), _lagging(1, 2, 5.0), _lagging(2, 0, -25.0)], 3)
+    assert found.offsets == pytest.approx([0.0, 10.0, 20.0]) and found.lag_ns == pytest.approx(5.0)
+
+
+def test_what_lags_tells_nothing_of_hosts_in_a_row():
+    row = [_lagging(0, 1, 5.0), _lagging(1, 2, 5.0)]
+    found = _fit_together(row, 3)
+    assert (found.offsets, found.lag_ns, found.residual(0, 2)) == ([0.0, 0.0, 0.0], 0.0, math.inf)
+    # Of the third host 16 is known by other means: 16 = 5 + 5 + 2 x 3 on the way.
+    found = _fit_together([*row, _Reading(0, 2, 16.0, 1_000.0, lags=False)], 3)
+    assert found.offsets == pytest.approx([0.0, 8.0, 16.0]) and found.lag_ns == pytest.approx(3.0)

@@ -1,0 +1,69 @@
+"""What the analysis says where there is nothing to say, or too little."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ringprof.analysis.findings.verdict import _waited
+from ringprof.analysis.kinds.groups import refuse_unknown_group
+from ringprof.analysis.transfers.transfers import _leaving
+from ringprof.errors import TraceFormatError, UsageError
+from ringprof.scale.pipeline import attribute
+from ringprof.trace.columns import CommRecord
+from ringprof.trace.kineto import parse_trace
+from tests.analysis.build import Builder, collective
+from tests.trace.kineto_text import document, kernel
+
+
+def test_a_group_where_no_trace_tells_any() -> None:
+    with pytest.raises(UsageError, match=r"^--group 'cp': no trace tells the group .* \(on CPU none does\)$"):
+        refuse_unknown_group("cp", [])
+
+
+def test_operators_that_take_no_time_are_nothing_to_report() -> None:
+    trace = parse_trace(document([kernel(0, cat="cpu_op", name="aten::add", dur=0, args={})], deviceProperties=[]))
+    with pytest.raises(TraceFormatError, match="its CPU operators span no time: nothing to report"):
+        attribute([trace])
+
+
+def test_a_rank_none_of_whose_transfers_has_a_time_waited_in_communication() -> None:
+    rows = (SimpleNamespace(timed=0, kind="send_recv", wait_ns=7, wire_ns=9),)
+    untimed: Any = SimpleNamespace(carried=rows)
+    assert _waited(untimed) == (0.0, "communication")
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "elements", "size", "leaving"),
+    [
+        # 4 ranks; 1000 numbers of 2 bytes. A ring of all-gather passes 3 of 4 parts on, all-reduce 2 x 3/4 of all.
+        ("all_gather", "_allgather_base", 1000, 4, 6000),
+        ("all_reduce", "allreduce", 1000, 4, 3000),
+        ("reduce_scatter", "_reduce_scatter_base", 1000, 4, 1500),
+        ("all_to_all", "all_to_all", 1000, 4, 1500),
+        ("all_gather", "_allgather_base", None, 4, None),
+        ("all_gather", "_allgather_base", 1000, None, None),
+        ("broadcast", "broadcast", 1000, 4, None),
+    ],
+)
+def test_bytes_that_leave_a_rank_in_a_collective(
+    kind: str, name: str, elements: int | None, size: int | None, leaving: int | None
+) -> None:
+    call = CommRecord(
+        name=name, group="1", group_description=None, group_ranks=None, group_size=size, in_elements=elements,
+        out_elements=elements, dtype="BFloat16", source_rank=None, destination_rank=None,
+    )  # fmt: skip
+    assert _leaving(call, kind, 0) == leaving
+
+
+def test_one_collective_over_two_hosts_is_split_by_both_clocks() -> None:
+    """Of the one meeting that there is: rank 1 begins 400 ns after rank 0, by clocks that the fit has to align."""
+    call = collective("allreduce", group_ranks=(0, 1), group_size=2)
+    ranks = []
+    for rank, (start, end) in enumerate([(1_000, 101_000), (1_400, 101_000)]):
+        one = Builder(rank=rank, world_size=2, host=f"host{rank}")
+        ranks.append(one.run("ncclDevKernel_AllReduce_Sum_bf16_RING_LL", start, end, launched=500, own=call).trace())
+    found = attribute(ranks)
+    assert found.clocks.several and [len(rank.splits) for rank in found.ranks] == [1, 1]
