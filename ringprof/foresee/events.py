@@ -18,7 +18,7 @@ import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from itertools import accumulate, count
 from typing import Protocol
 
@@ -258,8 +258,7 @@ class _Transfer:
         self._world, self._post = world, post
         self.share = world.machine.share(post)
         self._kernels: dict[int, _Kernel] = {}
-        self._next = dict(zip(post.members, (*post.members[1:], post.members[0]), strict=True))
-        self._previous = {receiver: sender for sender, receiver in self._next.items()}
+        self._next, self._previous = _neighbours(post.members)
         self._expected = len(world.ranks.intersection(post.members))
 
     def arrive(self, kernel: _Kernel, now: float) -> None:
@@ -295,6 +294,13 @@ class _Transfer:
 
         flow = Flow(leg.size_bytes, leg.cap, leg.links, done)
         self._world.at(now + leg.latency_ns, partial(self._world.flows.begin, flow))
+
+
+@lru_cache(maxsize=256)
+def _neighbours(members: tuple[int, ...]) -> tuple[dict[int, int], dict[int, int]]:
+    """By member of a ring, the next and the one before."""
+    following = dict(zip(members, (*members[1:], members[0]), strict=True))
+    return following, {receiver: sender for sender, receiver in following.items()}
 
 
 # --- a rank -----------------------------------------------------------------------------------------

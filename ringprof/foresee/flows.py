@@ -73,6 +73,8 @@ class Flows:
 
 def max_min(flows: Sequence[Flow], capacity: Callable[[Hashable], float]) -> Mapping[Flow, float]:
     """The fair rate of each of ``flows``, which share links with no others."""
+    if len(flows) == 1:
+        return {flow: min([flow.cap, *map(capacity, flow.links)]) for flow in flows}
     room: dict[Hashable, float] = {}
     users: dict[Hashable, int] = {}
     for flow in flows:

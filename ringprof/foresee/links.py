@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from ringprof.foresee.calibration import Calibration, Link, Nccl
 from ringprof.foresee.events import Leg
@@ -54,7 +55,12 @@ class Cluster:
         return rank // self.gpus_per_host
 
     def hosts_of(self, ranks: Sequence[int]) -> int:
-        return len({self.host(rank) for rank in ranks})
+        return _hosts_of(tuple(ranks), self.gpus_per_host)
+
+
+@lru_cache(maxsize=256)
+def _hosts_of(ranks: tuple[int, ...], per_host: int) -> int:
+    return len({rank // per_host for rank in ranks})
 
 
 def channels(message_bytes: int, ranks: int, hosts: int, nccl: Nccl, nic_gb_s: float, given: int | None = None) -> int:

@@ -1,4 +1,4 @@
-"""Predictions against a small simulator of ring and Ulysses that uses nothing of `ringprof.foresee`.
+"""Predictions against a small simulator of ring, Ulysses and all-gather that uses nothing of `ringprof.foresee`.
 
 On a machine of constant rates, without heat, chance, host, merges and contention.
 """
@@ -28,6 +28,7 @@ from ringprof.foresee.links import Cluster
 from ringprof.foresee.predict import predict
 from ringprof.foresee.question import Question
 from ringprof.foresee.tape import tape_of
+from ringprof.json_object import JsonObject
 from ringprof.record.tape.program import AttentionCall
 from ringprof.run import Workload
 
@@ -87,6 +88,47 @@ class Oracle:
         moved = away * sum(self.bytes(one) for one in (self.heads, self.heads, self.kv_heads, self.kv_heads))
         return kind * seq * seq * heads * 128 / self.flops + moved / self.collective + 4 * self.latency
 
+    # All-gather, with a causal mask or none. Ranks differ where the layout is contiguous.
+
+    def gather(self) -> float:
+        """K and V one after the other, or the scattered dK and dV, which have the input's type."""
+        return 2 * (self.latency + (self.ranks - 1) * self.bytes(self.kv_heads) / self.collective)
+
+    def own(self, kind: int, *, causal: bool) -> tuple[float, float]:
+        """A rank's own block: the part that is computed while K and V come, and what is kept for the reduce-scatter.
+
+        From 32 MiB of K on a backward pass keeps half: of a square the later queries; of a triangle the two smaller
+        triangles on the diagonal, and the square below them comes first.
+        """
+        pairs, half = self.local * (self.local + 1) // 2 if causal else self.local**2, self.local // 2
+        kept = half * (half + 1) if causal else self.local**2 // 2
+        if kind == FORWARD or self.bytes(self.kv_heads) < 32 << 20:
+            kept = 0
+        return self.block(kind, pairs - kept, 1, self.heads), self.block(kind, kept, 1, self.heads)
+
+    def others(self, kind: int, layout: str, *, causal: bool) -> list[float]:
+        """By rank, the blocks with others' keys: of zigzag's two chunks a rank sees 2n - 2 chunks of others.
+
+        Of contiguous pieces with a causal mask rank r sees r others.
+        """
+        seen = [self.ranks - 1.0] * self.ranks
+        if causal:
+            seen = [(self.ranks - 1) / 2] * self.ranks if layout == "zigzag" else [float(r) for r in range(self.ranks)]
+        return [self.block(kind, self.local, self.local, self.heads) * count for count in seen]
+
+    def all_gather(self, layout: str, *, causal: bool, backward: bool) -> float:
+        """The gather begins when the last rank is there, and so does the reduce-scatter, after the others' blocks."""
+        now = [0.0] * self.ranks
+        for kind in (FORWARD, BACKWARD) if backward else (FORWARD,):
+            first, kept = self.own(kind, causal=causal)
+            arrived = max(now) + self.gather()
+            blocks = zip(now, self.others(kind, layout, causal=causal), strict=True)
+            now = [max(begun + first, arrived) + more for begun, more in blocks]
+        if backward:
+            home = max(now) + self.gather()
+            now = [max(at + kept, home) for at in now]
+        return max(now)
+
 
 def constant(hop: float, collective: float, latency_us: float) -> Calibration:
     """All that is not asked about costs nothing, and no two hops share a link."""
@@ -111,6 +153,22 @@ def constant(hop: float, collective: float, latency_us: float) -> Calibration:
     )  # fmt: skip
 
 
+def foreseen(strategy: str, params: JsonObject, workload: Workload, ranks: int, known: Calibration) -> float:
+    """Seconds."""
+    asked = Question(strategy, workload, Cluster(1, ranks), "flash-attn", "nccl", params)
+    return predict(asked, known, tape_of, draws=1).median_ns / 1e9
+
+
+def computing_at(flops: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks take as long as their FLOPs, a second for ``flops``."""
+
+    def at(_: object, block: AttentionCall) -> Estimate:
+        return Estimate(block.flops() / flops * 1e9, 0.0)
+
+    monkeypatch.setattr(machine.Curves, "at", at)
+    monkeypatch.setattr(machine, "JITTER", 0.0)
+
+
 @pytest.mark.parametrize("seed", range(30))
 def test_constant_rates(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     draw = random.Random(seed)
@@ -121,12 +179,7 @@ def test_constant_rates(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     )
     heads, seq = kv_heads * draw.choice([1, 2, 4]), ranks * draw.choice([512, 2048, 8192, 5000])
     hop, latency_us = draw.choice([5e9, 2e10, 1e11, 4e11]), draw.choice([0, 20, 100])
-
-    def at(_: object, block: AttentionCall) -> Estimate:
-        return Estimate(block.flops() / flops * 1e9, 0.0)
-
-    monkeypatch.setattr(machine.Curves, "at", at)
-    monkeypatch.setattr(machine, "JITTER", 0.0)
+    computing_at(flops, monkeypatch)
     oracle = Oracle(
         ranks, seq, heads, kv_heads, flops=flops, hop=hop, collective=0.8 * hop, latency=latency_us * 1e-6
     )  # fmt: skip
@@ -136,11 +189,32 @@ def test_constant_rates(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
         workload = Workload(
             seq=seq, heads=heads, kv_heads=kv_heads, head_dim=128, causal=False, backward=backward
         )  # fmt: skip
-        asked = Question(name, workload, Cluster(1, ranks), "flash-attn", "nccl")
-        found = predict(asked, known, tape_of, draws=1).median_ns / 1e9
+        found = foreseen(name, {}, workload, ranks, known)
         passes = (False, True) if backward else (False,)
         if name == "ulysses":
             expected = sum(oracle.ulysses(backward=one) for one in passes)
         else:
             expected = oracle.ring_forward() + (oracle.ring_backward() if backward else 0.0)
         assert found == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_constant_rates_of_all_gather(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both layouts, with a causal mask and without; a rank has more than 32 MiB of K or less."""
+    draw = random.Random(seed)
+    ranks, kv_heads, flops = draw.choice([2, 3, 4, 6, 8]), draw.choice([2, 4, 8]), draw.choice([1e14, 4e14, 1e15])
+    heads, local = kv_heads * draw.choice([1, 4]), draw.choice([1024, 5000, 16384, 65536])
+    collective, latency_us = draw.choice([4e9, 2e10, 1e11, 4e11]), draw.choice([0, 20, 100])
+    computing_at(flops, monkeypatch)
+    oracle = Oracle(
+        ranks, ranks * local, heads, kv_heads, flops=flops, hop=1e9, collective=collective, latency=latency_us * 1e-6
+    )
+    known = constant(1e9, collective, latency_us)
+    for layout in ("contiguous", "zigzag"):
+        for causal, backward in ((False, False), (False, True), (True, False), (True, True)):
+            workload = Workload(
+                seq=ranks * local, heads=heads, kv_heads=kv_heads, head_dim=128, causal=causal, backward=backward
+            )  # fmt: skip
+            found = foreseen("allgather", {"layout": layout}, workload, ranks, known)
+            expected = oracle.all_gather(layout, causal=causal, backward=backward)
+            assert found == pytest.approx(expected, rel=1e-6), (layout, causal, backward)

@@ -16,16 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from ringprof.json_object import JsonObject
 from ringprof.record.tape.program import AttentionCall, Join, Op, Post, Touch, Wait
+from ringprof.record.tape.results import Kind, is_shape, kind_of, result_of
 from ringprof.strategies.streams import SideStreams
 
 _ROUNDED, _LARGE, _SEGMENT, _SPLIT = 512, 10 << 20, 2 << 20, 1 << 20
 """CUDA's caching allocator rounds sizes up to the first. From the second on a tensor has a segment of its own, a
 multiple of the third, and what is left of it is split off where it is more than the fourth."""
-_FREE = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias")
 _LOOKS = ("_local_scalar_dense", "equal", "nonzero", "is_nonzero", "item")
 _OVERWRITES = ("copy_", "fill_", "zero_")
 _FILLS = ("zeros", "zeros_like", "ones", "ones_like", "full", "full_like", "new_zeros", "new_ones", "new_full")
@@ -125,34 +123,37 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # --- what the dispatcher shows ----------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        if name in _LOOKS and _is_shape(args[0]):
-            raise LooksAtValues(name)
+        kind = kind_of(func)
+        if is_shape(args[0] if args else None):
+            if kind.is_view:
+                self._calls += 1
+                return func(*args, **kwargs or {})
+            if kind.name in _LOOKS:
+                raise LooksAtValues(kind.name)
         kwargs = kwargs or {}
-        result = _shape_of(func, name, args, kwargs)
-        if isinstance(result, Tensor) and not _is_shape(result):
+        result = result_of(func, kind, args, kwargs)
+        if isinstance(result, Tensor) and not is_shape(result):
             # Of the host alone, such as which rows a rank holds.
             return result
         self._calls += 1
-        if name in _FREE:
-            self.hold(result)
-            return result
-        if not func.is_view:
-            given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-            made = self.hold(result)
-            changed = [given[0]] if func._schema.is_mutable and given and not made else []
-            if made or changed:
-                reads = [] if name in _FILLS else given[1:] if changed and name in _OVERWRITES else given
-                strided = name in _COPIES and not all(x.is_contiguous() for x in (*reads, *made, *changed))
-                self.touch(f"aten.{name}", sum(map(_bytes, reads)) + sum(map(_bytes, made or changed)), strided=strided)
+        made = self.hold(result) if not kind.is_view else []
+        if kind.launches:
+            self._touched(kind, [*_tensors(args), *_tensors([*kwargs.values()])], made)
         return result
+
+    def _touched(self, kind: Kind, given: list[Tensor], made: list[Tensor]) -> None:
+        """A kernel that reads ``given`` and writes what it made, or the first of them."""
+        name = kind.name
+        changed = [given[0]] if kind.is_mutable and given and not made else []
+        if made or changed:
+            reads = [] if name in _FILLS else given[1:] if changed and name in _OVERWRITES else given
+            strided = name in _COPIES and not all(x.is_contiguous() for x in (*reads, *made, *changed))
+            self.touch(f"aten.{name}", sum(map(_bytes, reads)) + sum(map(_bytes, made or changed)), strided=strided)
 
     def hold(self, result: Any) -> list[Tensor]:
         """Count the memory of new tensors among ``result`` until nobody holds it; returns those."""
         new = []
-        for leaf in (result,) if isinstance(result, Tensor) else tree_leaves(result):
-            if not isinstance(leaf, Tensor):
-                continue
+        for leaf in _tensors(result):
             storage = leaf.untyped_storage()
             key = storage._cdata
             if key not in self._holders:
@@ -239,39 +240,13 @@ def _block_bytes(size: int) -> int:
     return segment if size >= _LARGE and segment - rounded <= _SPLIT else rounded
 
 
-def _shape_of(func: Any, name: str, args: Any, kwargs: Any) -> Any:
-    """What the operation gives: of shapes a shape, of the host's own tensors, such as positions, what they hold."""
-    first = args[0][0] if args and isinstance(args[0], list | tuple) and args[0] else args[0] if args else None
-    if not _is_shape(first):
-        return func(*args, **kwargs)
-    if _is_shape(kwargs.get("out")):
-        return kwargs["out"]
-    return _SHORTCUTS.get(name, func)(*args, **kwargs)
-
-
-def _stack(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
-    shape = list(tensors[0].shape)
-    shape.insert(dim % (len(shape) + 1), len(tensors))
-    return torch.empty(shape, dtype=tensors[0].dtype, device=tensors[0].device)
-
-
-def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
-    shape = list(tensors[0].shape)
-    shape[dim] = sum(tensor.shape[dim] for tensor in tensors)
-    return torch.empty(shape, dtype=tensors[0].dtype, device=tensors[0].device)
-
-
-def _to_copy(tensor: Tensor, *, dtype: torch.dtype | None = None, device: Any = None, **_: Any) -> Tensor:
-    return torch.empty(tensor.shape, dtype=dtype or tensor.dtype, device=device or tensor.device)
-
-
-_SHORTCUTS: JsonObject = {"stack": _stack, "cat": _cat, "_to_copy": _to_copy}
-"""For these, and where results are written to a given tensor, torch would load its compiler to say what shape comes of
-a shape: a second of processor time."""
-
-
-def _is_shape(tensor: Any) -> bool:
-    return isinstance(tensor, Tensor) and tensor.is_meta
+def _tensors(values: Any) -> Iterator[Tensor]:
+    """All among values, lists of them, and lists in these."""
+    if isinstance(values, Tensor):
+        yield values
+    elif isinstance(values, list | tuple):
+        for value in values:
+            yield from _tensors(value)
 
 
 def _bytes(tensor: Tensor) -> int:
