@@ -34,17 +34,29 @@ class Browser:
              "about:blank"],
             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env={**os.environ, "TMPDIR": self._folder.name},
         )  # fmt: skip
+        self._number = 0
+        self.messages: list[str] = []
+        self.requests: list[str] = []
+        try:
+            self._connect(dark=dark)
+        except BaseException:
+            self._end()
+            raise
+
+    def _connect(self, *, dark: bool) -> None:
         port = self._port()
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/json/list", timeout=HANGS_S) as answer:
             address = next(tab for tab in json.load(answer) if tab["type"] == "page")["webSocketDebuggerUrl"]
         self._socket = websocket.create_connection(address, timeout=HANGS_S)
-        self._number = 0
-        self.messages: list[str] = []
-        self.requests: list[str] = []
         for domain in ("Page", "Runtime", "Network", "Log"):
             self.call(f"{domain}.enable")
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
+
+    def _end(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._folder.cleanup()
 
     def __enter__(self) -> Browser:
         return self
@@ -53,9 +65,7 @@ class Browser:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._socket.close()
-        self._process.kill()
-        self._process.wait()
-        self._folder.cleanup()
+        self._end()
 
     def _port(self) -> int:
         file = Path(self._folder.name) / "DevToolsActivePort"
