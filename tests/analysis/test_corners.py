@@ -9,7 +9,7 @@ import pytest
 
 from ringprof.analysis.findings.verdict import _waited
 from ringprof.analysis.kinds.groups import refuse_unknown_group
-from ringprof.analysis.transfers.transfers import _leaving
+from ringprof.analysis.transfers.transfers import Message, _leaving, _messages
 from ringprof.errors import TraceFormatError, UsageError
 from ringprof.scale.pipeline import attribute
 from ringprof.trace.columns import CommRecord
@@ -56,6 +56,12 @@ def test_bytes_that_leave_a_rank_in_a_collective(
         out_elements=elements, dtype="BFloat16", source_rank=None, destination_rank=None,
     )  # fmt: skip
     assert _leaving(call, kind, 0) == leaving
+
+
+def test_an_all_to_all_that_is_a_rotation_is_a_send_and_a_receive() -> None:
+    """1000 numbers of 2 bytes go to rank 2 of four, and 500 come from rank 0."""
+    call = collective("all_to_all", in_split=(0, 0, 1000, 0), out_split=(500, 0, 0, 0), out_elements=500)
+    assert _messages((call,), "send_recv", 1) == ((Message(2, 2000),), (Message(0, 1000),))
 
 
 def test_one_collective_over_two_hosts_is_split_by_both_clocks() -> None:

@@ -292,3 +292,9 @@ def test_what_no_group_is_known_of_is_named_without_one():
     )
     found: Any = SimpleNamespace(ranks=[rank])
     assert exposed_in_words(found) == "7.0 % all-reduce, 3.0 % send/recv of group cp"
+    by_group[("send_recv", "cp")] = 0
+    assert exposed_in_words(found) == "7.0 % all-reduce"
+    rank.breakdown.wall_ns = 100_000
+    by_group[("send_recv", "cp")] = 99  # just below 0.1 %, and rounded to it
+    by_group[("all_reduce", "")] = 7000
+    assert exposed_in_words(found) == "7.0 % all-reduce"
