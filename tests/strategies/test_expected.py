@@ -7,12 +7,8 @@ from dataclasses import replace
 import pytest
 
 from ringprof.strategies.allgather import AllGather
-from ringprof.strategies.base import Strategy
 from ringprof.strategies.burst import Burst
-from ringprof.strategies.double_ring import LoongDoubleRing
 from ringprof.strategies.expected import Load, forward_bytes, ring_bytes
-from ringprof.strategies.megatron import Megatron
-from ringprof.strategies.ulysses import Ulysses
 from ringprof.strategies.usp import USP
 from ringprof.strategies.zigzag import Zigzag
 
@@ -73,42 +69,6 @@ def test_the_last_of_four_ranks_sees_most_of_a_causal_mask(layout: str, causal: 
 def test_burst_holds_three_sets_of_what_travels_in_its_backward_pass() -> None:
     own = 4 * 64 + 2 * 128
     assert Burst.memory_bytes(LOAD) == own + 256 + 3 * 3 * 64 + 64 + 128
-
-
-ALONE, FORWARD, FORWARD_ALONE = (
-    replace(LOAD, size=1), replace(LOAD, backward=False), replace(LOAD, backward=False, size=1),
-)  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("strategy", "params", "load", "held"),
-    [
-        # Of two ranks 64 bytes of queries, 128 of K and V; 128 and 256 in float32. Alone twice as many.
-        (Ulysses, {}, LOAD, 2 * 512),
-        (Ulysses, {}, ALONE, 1024 + 256),
-        (Ulysses, {}, FORWARD, 832 + 2 * 64 + 128),
-        (Ulysses, {}, FORWARD_ALONE, 2 * 128 + 256),
-        (Megatron, {}, LOAD, 512 + 256 + 3 * 128 + 2 * 256),
-        (Megatron, {}, ALONE, 1024 + 256 + 5 * 256),
-        (Megatron, {}, FORWARD, 832),
-        (Megatron, {}, FORWARD_ALONE, 6 * 128 + 2 * 256),
-        (LoongDoubleRing, {}, LOAD, 1664 + 2 * 64 + 128),
-        (LoongDoubleRing, {}, ALONE, 1024 + 512 + 256),
-        (LoongDoubleRing, {}, FORWARD, 832),
-        (LoongDoubleRing, {}, FORWARD_ALONE, 512),
-        (Burst, {}, ALONE, 9 * 128 + 256),
-        (Burst, {}, FORWARD, 832),
-        (AllGather, {}, LOAD, 512 + 128 + 3 * (128 + 256)),
-        (AllGather, {}, replace(LOAD, controls=True), 1792 + 2 * 2 * 128),
-        (AllGather, {}, ALONE, 1024 + 512 + 256),
-        (AllGather, {}, FORWARD, 2 * 64 + 128 + 64 + 128 + 3 * 128),
-        (AllGather, {"heads_at_a_time": 1}, LOAD, 512 + 128 + 128 + 256 + 256 + 512 + 2 * 64),
-        (AllGather, {"heads_at_a_time": 1}, FORWARD, 2 * 64 + 128 + 64 + 128 + 128 + 256 + 64),
-        (AllGather, {"heads_at_a_time": 2}, LOAD, 1792),
-    ],
-)  # fmt: skip
-def test_what_each_strategy_holds(strategy: type[Strategy], params: dict[str, int], load: Load, held: int) -> None:
-    assert strategy.memory_bytes(load, **params) == held
 
 
 def test_one_rank_exchanges_no_heads() -> None:
