@@ -5,16 +5,19 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
 
 from ringprof.analysis.findings.verdict import _waited
 from ringprof.analysis.kinds.groups import refuse_unknown_group
+from ringprof.analysis.transfers.clocks import UNKNOWN_NS, Pair
 from ringprof.analysis.transfers.transfers import Message, _leaving, _messages
 from ringprof.errors import TraceFormatError, UsageError
 from ringprof.scale.pipeline import attribute
 from ringprof.trace.columns import CommRecord
 from ringprof.trace.kineto import parse_trace
-from tests.analysis.build import Builder, collective
+from tests.analysis.build import FLASH, Builder, collective
 from tests.trace.kineto_text import document, kernel
 
 
@@ -73,3 +76,14 @@ def test_one_collective_over_two_hosts_is_split_by_both_clocks() -> None:
         ranks.append(one.run("ncclDevKernel_AllReduce_Sum_bf16_RING_LL", start, end, launched=500, own=call).trace())
     found = attribute(ranks)
     assert found.clocks.several and [len(rank.splits) for rank in found.ranks] == [1, 1]
+
+
+def test_hosts_that_exchange_nothing_have_no_known_residual() -> None:
+    told = attribute(
+        [Builder(rank=rank, world_size=3, host=f"host{rank}").run(FLASH, 0, 9).trace() for rank in range(3)]
+    )
+    pair = Pair(hosts=("host0", "host2"), residual_ns=70, transfers=3)
+    between, number = msgspec.structs.replace(told.clocks, pairs=(pair,)).residuals()
+    unknown = UNKNOWN_NS
+    assert number == {"host0": 0, "host1": 1, "host2": 2} and between.dtype == np.int64
+    assert between.tolist() == [[0, unknown, 70], [unknown, 0, unknown], [70, unknown, 0]]

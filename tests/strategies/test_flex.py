@@ -44,6 +44,19 @@ def test_stretches_are_the_pairs_of_the_parts(drawn_problem: tuple[Problem, Mask
         assert torch.equal(seen, pairs_of(block.parts))
 
 
+@pytest.mark.parametrize("after", [0, 1, 2, 5])
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "stripe"])
+def test_a_rank_sees_of_its_own_rows_what_a_window_shows_behind_them(layout: str, after: int) -> None:
+    """All keys before a query and so many after it, asked pair by pair; with none after it the mask is causal."""
+    mask = Mask.of(window=(-1, after), causal=False)
+    cut, positions = cut_of(mask, LAYOUTS[layout], 2, 16), LAYOUTS[layout].positions(16, 2, 0).tolist()
+    block = cut.block(0, 0)
+    assert block is not None
+    found = torch.ones(8, 8).tril() if block.parts is None and block.causal else torch.ones(8, 8)
+    seen = found if block.parts is None else pairs_of(block.parts)
+    assert seen.tolist() == [[int(key <= query + after) for key in positions] for query in positions]
+
+
 @pytest.mark.parametrize(("number", "stretched"), [(1, 1), (2, 2), (3, 4), (4, 4), (5, 8)])
 def test_stretches_are_a_power_of_two(number: int, stretched: int) -> None:
     """The same query sees every other key: each number of stretches is compiled for by itself."""

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from ringprof.errors import InputError, TraceFormatError
+from ringprof.trace import nsys
 from ringprof.trace.columns import NONE, Trace
 from ringprof.trace.kineto import parse_trace
 from ringprof.trace.kineto.collectives import whole_number
@@ -97,3 +98,9 @@ def test_fields_of_payloads_are_of_the_size_and_sign_of_their_type(kind: int) ->
         return
     size, signed = NVTX_TYPES[kind]
     assert found == {"peer": int.from_bytes(payload[:size], "little", signed=signed)}
+
+
+def test_copies_of_nsight_are_named_by_their_ends() -> None:
+    """CUPTI's CUpti_ActivityMemcpyKind, in its order: host, device, array, peer."""
+    ends = "HtoD DtoH HtoA AtoH AtoA AtoD DtoA DtoD HtoH PtoP".split()
+    assert nsys._COPY_NAMES == {number: f"Memcpy {pair}" for number, pair in enumerate(ends, 1)}
