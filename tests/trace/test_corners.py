@@ -104,3 +104,11 @@ def test_copies_of_nsight_are_named_by_their_ends() -> None:
     """CUPTI's CUpti_ActivityMemcpyKind, in its order: host, device, array, peer."""
     ends = "HtoD DtoH HtoA AtoH AtoA AtoD DtoA DtoD HtoH PtoP".split()
     assert nsys._COPY_NAMES == {number: f"Memcpy {pair}" for number, pair in enumerate(ends, 1)}
+
+
+def test_a_field_that_an_export_puts_in_two_places_is_in_none() -> None:
+    layouts: Layouts = {}
+    add_entries(layouts, [(1, "Peer rank", 5, 8), (1, "Peer rank", 5, 16), (1, "Rank", 5, 4), (1, "Rank", 5, 4)])
+    assert layouts[1]["peer"] is None and layouts[1]["place"] is not None
+    add_entries(layouts, [(1, "Peer rank", 5, 8)])
+    assert layouts[1]["peer"] is None
