@@ -408,3 +408,12 @@ def test_all_messages_of_a_hop_are_waited_for():
     ]
     first, second = ([0, 0, 0, 2], [0, 2, 0, 0]), ([0, 0, 0, 5], [0, 5, 0, 0])
     assert ring._exchange(*messages) == [(20, 10, *first), (21, 11, *second)]
+
+
+@pytest.mark.parametrize("of_v", [1, 3, 4])
+def test_the_output_is_as_wide_as_v(of_v):
+    """Attention to all keys alike is their mean, whatever v is filled up with on its way."""
+    q, k = torch.zeros(1, 8, 2, 4), torch.randn(1, 8, 2, 4)
+    v = torch.arange(8.0).view(1, 8, 1, 1).expand(1, 8, 2, of_v).contiguous()
+    out = create("ring", kernel="reference").attention(q, k, v, causal=False)
+    assert out.shape == (1, 8, 2, of_v) and torch.allclose(out, torch.full_like(out, 3.5))
