@@ -29,7 +29,9 @@ def advice_text(advice: Advice, style: TextStyle) -> str:
         f"PREDICTED for {cluster_text(question.cluster, machine.device)}, machine {machine.name}",
         described(question.workload),
     ]
+    left = len(advice.choices) - MOST_SHOWN
     tail = [
+        *([f"and {left} more: --format json has them"] if left > 0 else []),
         "* nothing is faster with as little memory",
         "",
         *_nothing_fits(advice),
@@ -102,7 +104,8 @@ def document(advice: Advice) -> Document:
     sections = [
         PageSection(
             "choices", "Predicted time of every choice",
-            "The dot is the middle of the prediction; in four of five cases the time lies within the bar.",
+            "The dot is the middle of the prediction; in four of five cases the time lies within the bar."
+            + (" The slowest are in the table alone." if len(advice.choices) > MOST_SHOWN else ""),
             Content(
                 figures.intervals(names, [choice.prediction.interval_ms for choice in shown], "ms an iteration"),
                 [_table(advice)],
@@ -170,9 +173,9 @@ def _at_each(
 
 
 def marks(advice: Advice, name: str) -> list[tuple[float, str]]:
-    """Where something changes: another strategy overtakes the first, or transfers are hidden."""
+    """Where something changes: another strategy is as fast as the first, or transfers are hidden."""
     names = [choice.prediction.question.strategy for choice in compared(advice.choices)]
-    found = [(at, f"{names[which]} overtakes") for at, which in crossings(points_of(advice, name))]
+    found = [(at, f"{names[which]} as fast") for at, which in crossings(points_of(advice, name))]
     hidden = {"tokens": advice.hidden_from_tokens, "nic": advice.hidden_from_gbit}.get(name)
     at = hidden() if hidden else None
     return [*found, (at, "transfers hidden")] if at is not None else found

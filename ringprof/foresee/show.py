@@ -59,7 +59,7 @@ def prediction_text(prediction: Prediction, style: TextStyle) -> str:
         f"rate      {rate(prediction.tflops(middle))} per GPU ({rate(prediction.tflops(high))} to"
         f" {rate(prediction.tflops(low))}){_of_peak(prediction, middle)}",
         f"memory    {binary_size(prediction.peak_bytes)} a GPU at most{place}",
-        f"exposed   {percent(prediction.exposed_share)} of the time waits for transfers",
+        f"exposed   {percent(prediction.exposed_share)} of the time waits for transfers and peers (mean of ranks)",
         f"bound by  {', '.join(f'{phase}: {PART_LABELS[part]}' for phase, part in prediction.bound_by.items())}",
     ]
     tail = [

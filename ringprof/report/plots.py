@@ -258,8 +258,10 @@ def bands(
     ax.set_xticks(ticks, [short_count(tick) for tick in ticks])
     for place, (at, word) in enumerate(marks):
         ax.axvline(at, color=palette.GREY, linestyle="--", linewidth=1)
-        ax.annotate(word, (at, 0.02 + 0.06 * place), xycoords=("data", "axes fraction"), xytext=(4, 0),
-                    textcoords="offset points")  # fmt: skip
+        # On the side that has more room.
+        right = at * at > ticks[0] * ticks[-1]
+        ax.annotate(word, (at, 0.02 + 0.06 * place), xycoords=("data", "axes fraction"), xytext=(-4 if right else 4, 0),
+                    textcoords="offset points", ha="right" if right else "left")  # fmt: skip
     ax.set_ylabel(up)
     return _finish(ax, across, legend=True)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ import ringprof
 from ringprof.errors import UnfitWorkloadError, UnknownStrategyError, UsageError
 from ringprof.foresee.advise import Advice, Choice, Point, crossings
 from ringprof.foreseeing import Advised, Foreseen
+from ringprof.report import plots
 
 PROBLEM = ringprof.Workload(seq=131072, heads=16, kv_heads=8, head_dim=128)
 TWO_HOSTS = ringprof.Cluster(hosts=2, gpus_per_host=2, nic_gbit=200.0)
@@ -83,6 +85,22 @@ def test_plots_of_choices_and_parts() -> None:
     assert [tick.get_text() for tick in drawn.get_yticklabels()] == list(advised().choices().choice[:12])
     bars: list[Any] = list(foreseen().plot().patches)
     assert sum(bar.get_width() for bar in bars) == pytest.approx(foreseen().parts().time_ms.sum())
+
+
+def test_choices_that_are_not_shown_are_counted() -> None:
+    advice = advised().advice
+    threefold = dataclasses.replace(advice, choices=advice.choices * 3)
+    assert "\nand 3 more: --format json has them\n" in Advised(threefold).to_terminal()
+    assert " more:" not in advised().to_terminal()
+    assert "The slowest are in the table alone." in Advised(threefold).to_html()
+
+
+def test_a_word_beside_a_line_stays_inside_the_picture() -> None:
+    marks = [(2.0, "near the left"), (60.0, "near the right")]
+    drawn = plots.bands("tokens", "speed", {"a": [(1.0, (1.0, 2.0, 3.0)), (64.0, (1.0, 2.0, 3.0))]}, marks)
+    assert {text.get_text(): text.get_horizontalalignment() for text in drawn.texts} == {
+        "near the left": "left", "near the right": "right",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(

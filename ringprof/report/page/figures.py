@@ -395,7 +395,11 @@ def bands(
     for place, (at, word) in enumerate(marks):
         made.add_layout(Span(location=at, dimension="height", line_color=_INK, line_dash="dashed"))
         low = 6 + 14 * place
-        label = Label(x=at, y=low, y_units="screen", x_offset=4, text=word, text_color=_INK, text_font_size="11px")
-        made.add_layout(label)
+        # On the side that has more room.
+        right = at * at > ticks[0] * ticks[-1]
+        made.add_layout(Label(
+            x=at, y=low, y_units="screen", x_offset=-4 if right else 4, text_align="right" if right else "left",
+            text=word, text_color=_INK, text_font_size="11px",
+        ))  # fmt: skip
     _legend(made)
     return made
