@@ -29,7 +29,7 @@ from torch import Tensor
 
 from .annotate import ring_step
 from .base import DOCUMENTS_LAYOUT_HELP, Blocks, Context, DocumentsLayout, GradWire, Rows, Shape, Strategy, wire_type
-from .expected import Load, contiguous_imbalance, forward_bytes
+from .expected import contiguous_imbalance
 from .hops import Hop
 from .kernel import Gradients
 from .layouts import LAYOUTS, Block, Layout, part
@@ -60,24 +60,6 @@ class AllGather(Strategy):
         self.parameters["heads_at_a_time"] = heads_at_a_time
         self.kv = self.comm.collective("kv")
         self.dkv = self.comm.collective("dkv")
-
-    @classmethod
-    def memory_bytes(cls, load: Load, **params: Any) -> int | None:
-        chunk = params.get("heads_at_a_time") or load.kv_heads
-        if chunk < load.kv_heads:
-            # Two gathers at a time; queries, output and gradients of a chunk beside those of all heads.
-            part = min(load.kv_heads, 2 * chunk)
-            beside = load.q if load.size > 1 else 0
-            kv, kv_wide = (load.size * x * part // load.kv_heads for x in (load.kv, load.kv_wide))
-            if not load.backward:
-                return forward_bytes(load, 1) + kv + beside
-            return load.own + load.q_wide + load.kv + load.kv_wide + kv + kv_wide + 2 * beside
-        gathered = 2 * load.size * load.kv if load.controls else 0
-        if not load.backward:
-            return forward_bytes(load, load.size + 1) + gathered
-        if load.size == 1:
-            return load.own + max(load.q_wide, load.kv_wide + load.kv) + gathered
-        return load.own + load.q_wide + (load.size + 1) * (load.kv + load.kv_wide) + gathered
 
     @classmethod
     def imbalance(cls, size: int, *, causal: bool, **params: Any) -> float | None:

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from .annotate import ring_step
 from .base import DOCUMENTS_LAYOUT_HELP, Blocks, Context, DocumentsLayout, GradWire, Rows, Shape, Strategy, wire_type
-from .expected import Load, forward_bytes
 from .homeward import Homeward
 from .hops import DoubleRing
 from .kernel import Gradients
@@ -60,15 +59,6 @@ class Burst(Strategy):
         }  # fmt: skip
         self.read = DoubleRing(self.comm, "read", window)
         self.dq = DoubleRing(self.comm, "dq", window)
-
-    @classmethod
-    def memory_bytes(cls, load: Load, **params: Any) -> int | None:
-        if not load.backward:
-            return forward_bytes(load)
-        if load.size == 1:
-            return 9 * load.q + load.kv
-        # Three sets of Q, dO and the rows.
-        return load.own + load.kv_wide + 3 * 3 * load.q + load.q + load.q_wide
 
     @classmethod
     def imbalance(cls, size: int, *, causal: bool, **params: Any) -> float | None:

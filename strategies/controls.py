@@ -28,11 +28,14 @@ _SLOTS = 2
 @contextmanager
 def use_kernel(strategy: Any, kernel: Kernel) -> Iterator[None]:
     """Let ``strategy`` compute with ``kernel``, whatever the tensors are."""
+    before = vars(strategy).get("kernel_for")
     strategy.kernel_for = lambda q, **needs: kernel
     try:
         yield
     finally:
         del strategy.kernel_for
+        if before is not None:
+            strategy.kernel_for = before
 
 
 # --- kernels ------------------------------------------------------------------------------------------

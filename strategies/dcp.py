@@ -30,7 +30,6 @@ from .annotate import ring_step
 from .base import Blocks, Context, Shape
 from .cached import Cached, Heads, assembled, merged_by_lse
 from .errors import Unfit
-from .expected import Load
 from .kernel import Kernel
 from .kernels import KeyStretches, choose_kernel
 from .layouts import ALL, LAYOUTS, Block, Layout
@@ -66,14 +65,6 @@ class DecodeContextParallel(Cached):
         members = list(range(self.group * degree, (self.group + 1) * degree))
         self.q_channel = self.comm.collective("q", members)
         self.out_channel = self.comm.collective("out", members)
-
-    @classmethod
-    def memory_bytes(cls, load: Load, **params: Any) -> int | None:
-        degree = _degree(load.size, params.get("dcp_degree"))
-        keys = -(-load.kv_length // degree) * load.kv_heads // (load.size // degree)
-        rows = load.batch * load.seq * load.heads * degree // load.size * load.head_dim * load.item_bytes
-        # Queries, their own output, and the partial outputs of all ranks, weighted in float32.
-        return 2 * load.batch * keys * load.head_dim * load.item_bytes + 3 * rows + 2 * rows * 4 // load.item_bytes
 
     @classmethod
     def imbalance(cls, size: int, *, causal: bool, **params: Any) -> float | None:

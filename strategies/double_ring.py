@@ -24,7 +24,6 @@ from torch import Tensor
 from .annotate import ring_step
 from .base import DOCUMENTS_LAYOUT_HELP, Blocks, Context, DocumentsLayout, Rows, Shape, Strategy, wire_type
 from .errors import Unfit
-from .expected import Load, ring_bytes
 from .homeward import Home, Homeward, backward_of_rows, of_keys, onward, settled_dkv
 from .hops import AnyHop, DoubleRing
 from .kernel import Gradients
@@ -74,13 +73,6 @@ class LoongDoubleRing(Strategy):
         if window is not None and (window < 1 or grid.ring_degree % window):
             raise Unfit(f"ring_window {window} does not divide the ring of {grid.ring_degree}")
         return Grouped(LAYOUTS["zigzag"], grid)
-
-    @classmethod
-    def memory_bytes(cls, load: Load, **params: Any) -> int | None:
-        if load.size == 1 and load.backward:
-            return load.own + max(load.q_wide, load.kv_wide + load.kv)
-        # What a window began with, and the earlier windows' dK and dV, wait for the outer ring.
-        return ring_bytes(load) + (2 * load.q + load.kv if load.backward else 0)
 
     @classmethod
     def imbalance(cls, size: int, *, causal: bool, **params: Any) -> float | None:

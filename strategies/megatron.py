@@ -26,7 +26,6 @@ from torch import Tensor
 
 from .annotate import ring_step
 from .base import DOCUMENTS_LAYOUT_HELP, Blocks, Context, DocumentsLayout, GradWire, Rows, Strategy, wire_type
-from .expected import Load, ring_bytes
 from .homeward import Homeward, add, backward_of_rows, of_keys, settled_dkv
 from .kernel import Gradients
 from .layouts import LAYOUTS, Block
@@ -57,12 +56,6 @@ class Megatron(Strategy):
         self.ring = self.comm.ring("kv", ranks, keeps=True)
         self.back_ring = self.comm.ring("kv_dkv", ranks[::-1], shares=self.ring, keeps=True)
         self._streams: dict[torch.device, SideStreams] = {}
-
-    @classmethod
-    def memory_bytes(cls, load: Load, **params: Any) -> int | None:
-        if load.size > 1:
-            return ring_bytes(load)
-        return load.own + load.q_wide + 5 * load.kv if load.backward else 6 * load.q + 2 * load.kv
 
     @classmethod
     def imbalance(cls, size: int, *, causal: bool, **params: Any) -> float | None:

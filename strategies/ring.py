@@ -22,7 +22,7 @@ from torch import Tensor
 
 from .annotate import ring_step
 from .base import Blocks, Context, Rows, Strategy, wire_type
-from .expected import Load, contiguous_imbalance, ring_bytes
+from .expected import contiguous_imbalance
 from .homeward import Home, Homeward, backward_of_rows, of_keys, onward, settled_dkv
 from .hops import HopRing
 from .kernel import Gradients
@@ -47,10 +47,6 @@ class Ring(Strategy):
         self.parameters["grad_wire"] = grad_wire
         self.kv_ring = self.comm.ring("kv")
         self.dkv_ring = self.comm.ring("dkv", shares=self.kv_ring)
-
-    @classmethod
-    def memory_bytes(cls, load: Load, **params: Any) -> int | None:
-        return ring_bytes(load, params.get("grad_wire", "exact"))
 
     @classmethod
     def imbalance(cls, size: int, *, causal: bool, **params: Any) -> float | None:

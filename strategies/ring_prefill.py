@@ -24,7 +24,6 @@ from .annotate import ring_step
 from .base import Blocks, Context, Shape
 from .cached import Cached, Heads, assembled, merged_by_lse, rectangle
 from .cut import Cut, cut_of
-from .expected import Load, forward_bytes
 from .layouts import ALL, LAYOUTS, Block
 from .merge import Partial, wide_type
 from .travel import Travel
@@ -45,13 +44,6 @@ class RingPrefill(Cached):
         self.ring = self.comm.ring("kv")
         self.q_ring = self.comm.ring("q")
         self.home = self.comm.collective("out")
-
-    @classmethod
-    def memory_bytes(cls, load: Load, **params: Any) -> int | None:
-        cached = 2 * load.batch * -(-load.kv_length // load.size) * load.kv_heads * load.head_dim * load.item_bytes
-        # In place of K and V of new tokens alone; of queries that travel, every rank holds all partial outputs.
-        ring = forward_bytes(load) + (cached - load.kv) * (1 if load.size == 1 else 4)
-        return max(ring, forward_bytes(load) - load.kv + cached + 3 * load.size * load.q)
 
     @classmethod
     def imbalance(cls, size: int, *, causal: bool, **params: Any) -> float | None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from .expected import Load, ring_bytes
 from .layouts import LAYOUTS
 from .ring import Ring
 
@@ -19,10 +18,6 @@ class Stripe(Ring):
     """The ring over the stripe layout."""
 
     layout = LAYOUTS["stripe"]
-
-    @classmethod
-    def memory_bytes(cls, load: Load, **params: Any) -> int | None:
-        return ring_bytes(load, params.get("grad_wire", "exact"))
 
     @classmethod
     def imbalance(cls, size: int, *, causal: bool, **params: Any) -> float | None:

@@ -22,7 +22,6 @@ from torch import Tensor
 from .annotate import ring_step
 from .base import Blocks, Context, GradWire, OutAndLse, Rows, Shape, Strategy, wire_type
 from .collectives import Collective
-from .expected import Load, forward_bytes
 from .first_order import first_order
 from .hops import Hop
 from .kernel import Gradients
@@ -43,13 +42,6 @@ class Ulysses(Strategy):
         super().__init__(context, deterministic=deterministic)
         self.parameters["grad_wire"] = grad_wire
         self.exchange = HeadExchange(self.comm.collective("heads"), grad_wire)
-
-    @classmethod
-    def memory_bytes(cls, load: Load, **params: Any) -> int | None:
-        if load.size == 1:
-            return load.own + load.q_wide if load.backward else forward_bytes(load)
-        # The same again with whole sequences and a share of the heads.
-        return 2 * load.own if load.backward else forward_bytes(load) + 2 * load.q + load.kv
 
     @classmethod
     def imbalance(cls, size: int, *, causal: bool, **params: Any) -> float | None:

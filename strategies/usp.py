@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import Any, ClassVar, Literal
 
 from .base import DOCUMENTS_LAYOUT_HELP, Context, DocumentsLayout, Shape, Strategy
-from .expected import Load, contiguous_imbalance, ring_bytes
+from .expected import contiguous_imbalance
 from .layouts import LAYOUTS, Grid, Grouped, Layout
 from .ring import Ring, RingWire
 from .ulysses import HeadExchange, unfit_heads
@@ -69,12 +69,6 @@ class USP(Ring):
         head_first = params.get("placement", "head-first") == "head-first"
         grid = Grid.of(size, params.get("ulysses_degree"), params.get("ring_degree"), head_first=head_first)
         return Grouped(LAYOUTS[params.get("layout", "zigzag")], grid)
-
-    @classmethod
-    def memory_bytes(cls, load: Load, **params: Any) -> int | None:
-        # What the exchange of heads has received and not yet regrouped.
-        exchanged = 2 * load.q + load.kv if load.backward and load.size > 1 else 0
-        return ring_bytes(load) + exchanged
 
     @classmethod
     def imbalance(cls, size: int, *, causal: bool, **params: Any) -> float | None:

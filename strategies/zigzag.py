@@ -11,7 +11,6 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from .base import DOCUMENTS_LAYOUT_HELP, Context, DocumentsLayout
-from .expected import Load, ring_bytes
 from .layouts import LAYOUTS
 from .ring import Ring, RingWire
 
@@ -31,10 +30,6 @@ class Zigzag(Ring):
     ) -> None:  # fmt: skip
         super().__init__(context, grad_wire=grad_wire, deterministic=deterministic)
         self.parameters["documents_layout"] = documents_layout
-
-    @classmethod
-    def memory_bytes(cls, load: Load, **params: Any) -> int | None:
-        return ring_bytes(load, params.get("grad_wire", "exact"))
 
     @classmethod
     def imbalance(cls, size: int, *, causal: bool, **params: Any) -> float | None:

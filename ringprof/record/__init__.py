@@ -56,10 +56,10 @@ def prepare(request: Request, place: RankPlace | None, reporter: Reporter, scrat
     try:
         need("torch", "psutil")
         from ringprof.record.estimate import describe, estimate_of, refuse_too_large
-        from ringprof.record.resolve import resolve
+        from ringprof.record.resolve import ranks_per_host, resolve
 
         request = resolve(request, place)
-        plan = estimate_of(request)
+        plan = estimate_of(request, ranks_per_host(request, place))
         for line in describe(request, plan):
             reporter.say(line)
         refuse_too_large(request, plan)

@@ -48,10 +48,7 @@ def measure_controls(
     """
     rounds = min(iters, len(ORDERS))
     each = -(-iters // rounds)
-    replay = Replay.of(problem)
-    bodies = [problem.iteration, replay.run]
-    if problem.strategy.comm.size > 1:
-        bodies += [replace(problem, strategy=silent).iteration, _idle(problem)]
+    bodies, solo_flops = control_bodies(problem, silent)
     reporter.start("controls", len(bodies[1:]) * warmup + len(bodies) * rounds * each)
     warming = clock_for(device)
     for body in [body for body in bodies[1:] for _ in range(warmup)]:
@@ -67,7 +64,16 @@ def measure_controls(
     times: dict[str, list[int]] = {name: [] for name in CONTROL_KINDS[: len(bodies)]}
     for kind, time_ns in zip(turns, clock.times_ns(), strict=True):
         times[CONTROL_KINDS[kind]].append(time_ns)
-    return ControlTimes(rounds, times, replay.flops)
+    return ControlTimes(rounds, times, solo_flops)
+
+
+def control_bodies(problem: Problem, silent: Any) -> tuple[list[Callable[[], object]], int]:
+    """An iteration of each of `CONTROL_KINDS`, and the FLOPs of the blocks alone; as `measure_controls`. Collective."""
+    replay = Replay.of(problem)
+    bodies: list[Callable[[], object]] = [problem.iteration, replay.run]
+    if problem.strategy.comm.size > 1:
+        bodies += [replace(problem, strategy=silent).iteration, _idle(problem)]
+    return bodies, replay.flops
 
 
 def silent_strategy(

@@ -7,9 +7,11 @@ sending cost more, as in a test on CPU, an iteration takes longer.
 from __future__ import annotations
 
 import time
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from functools import partial
+from typing import Any
 
 import msgspec
 import psutil
@@ -20,10 +22,11 @@ from ringprof.errors import UnfitWorkloadError
 from ringprof.processes import cpu_count
 from ringprof.record.request import Request
 from ringprof.record.resolve import fits, kernel_class, load_strategy, torch_dtype
+from ringprof.record.tape.memory import peak_bytes
+from ringprof.record.tape.seams import KNOWN_KERNELS
 from ringprof.run import Workload
 from ringprof.strategies.base import Strategy
 from ringprof.strategies.cut import busiest_over_mean
-from ringprof.strategies.expected import Load
 
 CPU_LIMIT_S = 600.0
 BUSY = 0.8
@@ -41,6 +44,8 @@ PROFILED_SLOWDOWN = 1.5
 SAMPLE_TOKENS = 256
 SAMPLE_KEYS = 8192
 """Of inference, where queries may be few."""
+_MOST_TAPES = 8
+"""In search of the largest problem that fits."""
 TIME_LIMIT_S, TIME_LIMIT_FACTOR = 600.0, 10.0
 
 KERNEL_SHARES = {"cudnn": (0.56, 1200.0), "flash-attn": (0.58, 340.0), "torch-flash": (0.55, 325.0)}
@@ -67,7 +72,9 @@ class RecordingEstimate:
     """FLOP/s that one rank is assumed to reach."""
     rate_source: str
     memory_bytes: int | None
-    """Per device; None where the strategy does not say."""
+    """Per device; None where that cannot be told."""
+    memory_note: str
+    """Why it cannot, or what it rests on."""
     memory_limit: int | None
     """What a device has for us; None where nobody knows."""
     iterations: int
@@ -80,6 +87,8 @@ class RecordingEstimate:
     """What reading the keys and values of decode takes at least."""
     share: float = 1.0
     """What is to be had now of the speed of a quiet machine."""
+    memory_of: Callable[[Workload], int] = lambda workload: 0
+    """``memory_bytes`` of another workload. Raises `UnfitWorkloadError`."""
 
     @property
     def seconds_per_iteration(self) -> float:
@@ -97,12 +106,17 @@ class RecordingEstimate:
         return TIME_LIMIT_S + TIME_LIMIT_FACTOR * self.total_seconds / self.share
 
 
-def estimate_of(request: Request) -> RecordingEstimate:
-    """The plan of a resolved request. On CPU it measures the kernel on a small block, for some milliseconds."""
+def estimate_of(request: Request, per_host: int | None = None) -> RecordingEstimate:
+    """The plan of a resolved request, of whose ranks ``per_host`` share a host (None: all).
+
+    On CPU it measures the kernel on a small block, for some milliseconds.
+    """
     assert request.world is not None and request.warmup is not None and request.iters is not None
     kernel, strategy = kernel_class(request), load_strategy(request.strategy)
     on_gpu = request.device == "cuda"
     name, limit, rate, source, share = _gpu(request, kernel.name) if on_gpu else _cpu(request, kernel)
+    memory_of = partial(_memory, request, kernel.name, per_host or request.world)
+    memory, note = _told(memory_of, request.workload, kernel.name)
     profiled = PROFILED_SLOWDOWN * (1 + request.profile_iters)
     return RecordingEstimate(
         device=name,
@@ -110,7 +124,9 @@ def estimate_of(request: Request) -> RecordingEstimate:
         flops_per_device=request.workload.model_flops() // request.world,
         rate=rate,
         rate_source=source,
-        memory_bytes=memory_per_device(request, request.workload),
+        memory_bytes=memory,
+        memory_note=note,
+        memory_of=memory_of,
         memory_limit=limit,
         iterations=round(request.warmup + request.iters + profiled + _control_iterations(request)),
         start_s=GPU_START_S if on_gpu else CPU_START_S,
@@ -141,56 +157,18 @@ def _control_iterations(request: Request) -> int:
     return 3 * request.warmup + 4 * (request.iters + 3) if request.controls else 0
 
 
-def memory_per_device(request: Request, workload: Workload) -> int | None:
-    """Bytes that one rank holds at its peak, as the strategy expects it; None where it does not say."""
-    assert request.world is not None
-    load = Load(
-        workload.batch, workload.seq, workload.heads, workload.kv_heads, workload.head_dim,
-        item_bytes=4 if workload.dtype == "fp32" else 2, size=request.world, backward=workload.backward,
-        kv_length=workload.kv_length or 0, controls=request.controls,
-    )  # fmt: skip
-    attention: int | None = load_strategy(request.strategy).memory_bytes(load, **request.params)
-    if attention is None:
-        return None
-    # Where copied hops arrive: two places for the largest, dK and dV in float32.
-    slots = 2 * load.kv_wide if request.hops != "nccl" and request.device == "cuda" and load.size > 1 else 0
-    if workload.layer is not None:
-        return layers_bytes(workload, load, attention, slots)
-    if workload.sequences is not None:
-        # Inputs and results of all steps; and these side by side at the end, for the check.
-        steps, one = len(workload.sequences), 2 * load.q + load.kv
-        return max(attention + 2 * (steps - 1) * one, 3 * steps * one + slots)
-    # The blocks alone have an output of their own.
-    return attention + load.q if request.controls else attention
+def _memory(request: Request, kernel: str, per_host: int, workload: Workload) -> int:
+    """Bytes that one rank will hold at its peak; on CPU, as there it is measured, with all that a process holds."""
+    held = peak_bytes(request, workload, kernel, per_host)
+    return held + (psutil.Process().memory_info().rss if request.device == "cpu" else 0)
 
 
-def layers_bytes(workload: Workload, load: Load, attention: int, slots: int) -> int:
-    """What whole layers hold, of which ``attention`` bytes are one attention's: in its backward pass or the MLP's.
-
-    ``slots`` are bytes of copied hops.
-    """
-    assert workload.layer is not None
-    item, parameters, layers = load.item_bytes, workload.parameters() * workload.layers, workload.layers
-    # DDP: parameters, gradients and its buckets. FSDP2 gathers a layer and the next, and the gradients of one.
-    ddp = workload.layer.parallel == "ddp"
-    held = 3 * parameters if ddp else 2 * parameters // load.size + 3 * workload.parameters()
-    hidden, kv = workload.heads * workload.head_dim, workload.kv_heads * workload.head_dim
-    again, mlp = workload.layer.checkpoint, workload.layer.mlp_size
-    # Inputs of norms and products, q, k, v, the attention's output, and the MLP's four.
-    one = 6 * hidden + 2 * kv + 4 * mlp
-    # x and its gradient; q, k, v and the attention's gradient of the iteration that was checked.
-    kept = 4 * hidden + 2 * kv
-    earlier = (layers - 1) * (hidden if again else one)
-    if not workload.backward:
-        one, earlier = 2 * (hidden + mlp), 0
-    if again:
-        # The output of what is computed again, and the attention that was kept before.
-        kept += 3 * hidden + 2 * kv
-    # The output, and the gradients of the MLP's product and its factors, of which the first replaces one that was held.
-    in_mlp = kept + earlier + one + 2 * mlp
-    in_attention = kept - hidden - 2 * kv + earlier + 3 * hidden
-    tokens = workload.batch * -(-workload.seq // load.size)
-    return held * item + max(tokens * in_mlp * item + slots, tokens * in_attention * item + attention)
+def _told(memory_of: Callable[[Workload], int], workload: Workload, kernel: str) -> tuple[int | None, str]:
+    try:
+        memory = memory_of(workload)
+    except UnfitWorkloadError as error:
+        return None, str(error)
+    return memory, "" if kernel in KNOWN_KERNELS else f", with what flash attention holds for {kernel}"
 
 
 def describe(request: Request, plan: RecordingEstimate) -> list[str]:
@@ -202,8 +180,8 @@ def describe(request: Request, plan: RecordingEstimate) -> list[str]:
     if workload.kv_length is not None:
         new = "1 new token" if workload.seq == 1 else f"{workload.seq} new tokens"
         tokens = f"{workload.phase} of {new} a sequence over {workload.kv_length} keys"
-    size = plan.memory_bytes
-    memory = "memory unknown: the strategy has no estimate" if size is None else f"about {_bytes(size)} of memory"
+    size, note = plan.memory_bytes, plan.memory_note
+    memory = f"memory unknown: {note}" if size is None else f"about {_bytes(size)} of memory{note}"
     lines = [
         f"{request.strategy} on {devices}: {tokens}, batch {workload.batch},"
         f" {workload.heads_in_words()}, {', '.join([mask, *workload.extras()])}, {workload.dtype},"
@@ -237,64 +215,82 @@ def refuse_too_large(request: Request, plan: RecordingEstimate) -> None:
     """Raises `UnfitWorkloadError` with the largest sequence that fits, where memory or (on CPU) time will not do."""
     if request.force:
         return
+    workload, world = request.workload, request.world or 1
     if plan.memory_bytes and plan.memory_limit and plan.memory_bytes > plan.memory_limit:
         reason = f"needs about {_bytes(plan.memory_bytes)} per device, {_bytes(plan.memory_limit)} are there"
     elif request.device == "cpu" and plan.total_seconds > CPU_LIMIT_S:
         reason = f"would take about {_seconds(plan.total_seconds)} on this CPU, over {CPU_LIMIT_S / 60:.0f} minutes"
     else:
         return
-    if request.workload.kv_length is not None:
-        _refuse_cache(request, plan, reason)
+    if workload.kv_length is not None:
+        cached = (workload.kv_length - workload.seq) // world
+
+        def over(count: int) -> Workload:
+            return msgspec.structs.replace(workload, kv_length=workload.seq + count * world)
+
+        longest = over(_most(request, plan, over, cached)).kv_length
+        advice = f"--kv-length {longest} fits" if longest != workload.seq else "no cache fits"
+        raise UnfitWorkloadError(f"{workload.kv_length} keys a sequence {reason}; {advice} (--force runs it anyway)")
     largest = largest_seq(request, plan)
     advice = f"the largest sequence that fits is {largest}" if largest else "no sequence fits"
-    raise UnfitWorkloadError(f"sequence {request.workload.seq} {reason}; {advice} (--force runs it anyway)")
-
-
-def _refuse_cache(request: Request, plan: RecordingEstimate, reason: str) -> NoReturn:
-    """Raises `UnfitWorkloadError` with the longest cache that fits."""
-    workload, world = request.workload, request.world or 1
-
-    def fine(multiple: int) -> bool:
-        return _affordable(request, plan, msgspec.structs.replace(workload, kv_length=workload.seq + multiple * world))
-
-    assert workload.kv_length is not None
-    longest = workload.seq + _last(fine, (workload.kv_length - workload.seq) // world) * world
-    advice = f"--kv-length {longest} fits" if longest > workload.seq else "no cache fits"
-    raise UnfitWorkloadError(f"{workload.kv_length} keys a sequence {reason}; {advice} (--force runs it anyway)")
+    raise UnfitWorkloadError(f"sequence {workload.seq} {reason}; {advice} (--force runs it anyway)")
 
 
 def largest_seq(request: Request, plan: RecordingEstimate) -> int:
     """The longest sequence, as the layout needs it, that memory and time allow; 0 where none does."""
     strategy = load_strategy(request.strategy)
     assert request.world is not None
-    divisor = strategy.layout.divisor(request.world)
-
-    def fine(multiple: int) -> bool:
-        return _affordable(request, plan, request.workload.at(multiple * divisor))
-
-    best = _last(fine, request.workload.seq // divisor)
+    divisor = strategy.layout_for(request.world, **request.params).divisor(request.world)
+    best = _most(request, plan, lambda count: request.workload.at(count * divisor), request.workload.seq // divisor)
     while best and fits(strategy, request.workload, request.world, request.params, best * divisor):
         best -= 1
     return int(best * divisor)
 
 
-def _affordable(request: Request, plan: RecordingEstimate, workload: Workload) -> bool:
+def _most(request: Request, plan: RecordingEstimate, workload: Callable[[int], Workload], top: int) -> int:
+    """The largest number up to ``top``, or nearly, whose ``workload`` memory and time allow; 0 where none does."""
     assert request.world is not None
-    memory = memory_per_device(request, workload)
-    if memory and plan.memory_limit and memory > plan.memory_limit:
-        return False
-    flops = workload.model_flops() / request.world * (plan.imbalance or 1.0)
-    seconds = plan.start_s + plan.iterations * flops / plan.rate
-    return request.device != "cpu" or seconds <= CPU_LIMIT_S
+    if request.device == "cpu":
+        left = (CPU_LIMIT_S - plan.start_s) * plan.rate * request.world / plan.iterations / (plan.imbalance or 1.0)
+        top = bisect_right(range(1, top + 1), left, key=lambda count: workload(count).model_flops())
+    limit = plan.memory_limit
+    if plan.memory_bytes is None or limit is None:
+        return top
+    held = plan.memory_bytes
+
+    def over(count: int) -> int:
+        try:
+            return plan.memory_of(workload(count)) - limit
+        except UnfitWorkloadError:
+            # This very number does not go; one near it may.
+            return held * count // top - limit
+
+    return root_below(over, top)
 
 
-def _last(fine: Callable[[int], bool], top: int) -> int:
-    """The largest number up to ``top`` that is fine, where all below a fine one are; 0 where none is."""
-    low, high = 0, top
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fine(middle) else (low, middle - 1)
-    return low
+def root_below(over: Callable[[int], int], top: int) -> int:
+    """The largest number from 1 to ``top``, or nearly, of which ``over`` is not positive; 0 where there is none.
+
+    ``over`` grows about in proportion, in steps, and costs much: it is asked where the line through two points crosses
+    0, of which one that stays twice counts half (Illinois's rule).
+    """
+    low, high = (0, 0), (top, over(top) if top else 0)
+    if high[1] <= 0:
+        return top
+    guess, before = 1, None
+    for _ in range(_MOST_TAPES):
+        if high[0] - low[0] < 2:
+            break
+        found = over(guess)
+        under = found <= 0
+        stays = 2 if under == before else 1
+        low, high = (
+            ((guess, found), (high[0], high[1] // stays)) if under else ((low[0], low[1] // stays), (guess, found))
+        )
+        before = under
+        crossing = low[0] - low[1] * (high[0] - low[0]) // max(high[1] - low[1], 1)
+        guess = min(max(crossing, low[0] + 1), high[0] - 1)
+    return low[0]
 
 
 def _cpu(request: Request, kernel: Any) -> _Device:

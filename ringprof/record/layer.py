@@ -7,6 +7,7 @@ every sequence, and all ranks have the same parameters: DDP or FSDP2 over all ra
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from ringprof.record.measure import Problem, Results
+from ringprof.record.measure import Problem, Results, seeded
 from ringprof.record.resolve import layout_options, mask_options, torch_dtype
 from ringprof.run import Workload
 from ringprof.strategies.base import Strategy
@@ -117,7 +118,9 @@ def rotated(x: Tensor, turn: Tensor) -> Tensor:
 
 
 def made_parallel(model: Layers, how: str, device: torch.device) -> nn.Module:
-    """The layers with their gradients brought together over all ranks, by ``ddp`` or ``fsdp2``."""
+    """The layers with their gradients brought together over all ranks, by ``ddp`` or ``fsdp2``; on ``meta`` as is."""
+    if device.type == "meta":
+        return model
     if how == "ddp":
         return DistributedDataParallel(model, device_ids=[device.index] if device.type == "cuda" else None)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
@@ -145,9 +148,10 @@ class LayersProblem(Problem):
         """Layers of parameters that are the same on all ranks, and random tokens."""
         assert workload.layer is not None and not cuda_graph
         torch.manual_seed(PARAMETERS_SEED)
-        model = Layers(workload, strategy).to(device=device, dtype=torch_dtype(workload))
+        with device if device.type == "meta" else nullcontext():
+            model = Layers(workload, strategy).to(device=device, dtype=torch_dtype(workload))
         first: Any = model.layers[0]
-        generator = torch.Generator(device).manual_seed(1 + strategy.comm.rank)
+        generator = seeded(device, 1 + strategy.comm.rank)
         shape = (workload.batch, workload.seq // strategy.comm.size, workload.heads * workload.head_dim)
         x, dx = (torch.randn(shape, generator=generator, device=device, dtype=torch_dtype(workload)) for _ in range(2))
         positions = strategy.positions(workload.seq, device, **layout_options(workload))

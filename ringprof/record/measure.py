@@ -57,7 +57,7 @@ class Problem:
         """Random inputs, made where they are needed: the full tensors may fit no device. On ``meta`` shapes alone."""
         if workload.kv_length is not None:
             return cls._over_cache(strategy, workload, device, cuda_graph=cuda_graph)
-        generator = None if device.type == "meta" else torch.Generator(device).manual_seed(1 + strategy.comm.rank)
+        generator = seeded(device, 1 + strategy.comm.rank)
         local = workload.seq // strategy.comm.size
 
         def draw(heads: int, size: int) -> Tensor:
@@ -78,10 +78,9 @@ class Problem:
     def _over_cache(cls, strategy: Cached, workload: Workload, device: torch.device, *, cuda_graph: bool) -> Problem:
         """New queries, which ranks may have in common, and each rank's keys and values."""
         dtype, shape = torch_dtype(workload), shape_of(workload)
-        everywhere = torch.Generator(device).manual_seed(0)
         new = (shape.batch, shape.seq, shape.heads, shape.head_dim)
-        queries = torch.randn(new, generator=everywhere, device=device, dtype=dtype)
-        generator = torch.Generator(device).manual_seed(1 + strategy.comm.rank)
+        queries = torch.randn(new, generator=seeded(device, 0), device=device, dtype=dtype)
+        generator = seeded(device, 1 + strategy.comm.rank)
         kv = strategy.held(shape).kv
         sizes = (workload.head_dim, workload.v_head_dim or workload.head_dim)
         k, v = (torch.randn((*kv[:3], size), generator=generator, device=device, dtype=dtype) for size in sizes)
@@ -124,6 +123,11 @@ class Problem:
             # Every replay writes to these.
             self.captured.append(self.iteration())
         self.graph = graph
+
+
+def seeded(device: torch.device, seed: int) -> torch.Generator | None:
+    """A generator of random numbers; on ``meta`` there are none."""
+    return None if device.type == "meta" else torch.Generator(device).manual_seed(seed)
 
 
 @dataclass(frozen=True)

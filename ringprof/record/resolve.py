@@ -79,7 +79,7 @@ def resolve(request: Request, place: RankPlace | None) -> Request:
         request = msgspec.structs.replace(request, hops="nccl")
     world = world_of(request.world, device, place)
     params = strategy.placed(
-        world, _per_host(request, world, place), **typed_params(strategy, request.strategy, request.params)
+        world, ranks_per_host(request, place, world), **typed_params(strategy, request.strategy, request.params)
     )
     if request.cp_sizes:
         # Degrees that are not given follow from each size.
@@ -257,8 +257,9 @@ def typed_params(strategy: type[Strategy], name: str, params: Params) -> Params:
     return typed
 
 
-def _per_host(request: Request, world: int, place: RankPlace | None) -> int:
+def ranks_per_host(request: Request, place: RankPlace | None, world: int | None = None) -> int:
     """Ranks that will share a host, as the ranks' communicator will see it; refused later where it does not divide."""
+    world = world or request.world or 1
     launched = world if place is None else place.local_world_size
     per_host = request.ranks_per_host or launched
     return per_host if world % per_host == 0 else world

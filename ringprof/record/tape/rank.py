@@ -25,9 +25,12 @@ from ringprof.record.tape.seams import RecordingCommunicator, recording_kernel
 from ringprof.run import Workload
 from ringprof.strategies.annotate import heard_by
 from ringprof.strategies.base import Context, Strategy
+from ringprof.strategies.kernel import Kernel
 from ringprof.strategies.kernels import KERNELS
 from ringprof.strategies.merge import FUSED
 from ringprof.strategies.streams import SIDE_STREAMS
+
+META = torch.device("meta")
 
 
 def tape_rank(
@@ -46,39 +49,52 @@ def tape_rank(
     `refusals`.
     """
     recorder = Recorder()
-    comm = RecordingCommunicator(recorder, *place, hops)
-    with recorder, heard_by(recorder.named), _recorded_by(recorder):
-        strategy: Any = kind(Context(comm, kernel), **params)
+    with recording(recorder):
+        strategy, blocks = recorded(kind, params, RecordingCommunicator(recorder, *place, hops), kernel)
         if prepare is not None:
             prepare(strategy)
-        problem = Problem.of(strategy, workload, torch.device("meta"))
-        recording = recording_kernel(KERNELS[kernel], recorder, deterministic=bool(params.get("deterministic")))
-        strategy.kernel_for = lambda q, **asks: recording
+        problem = Problem.of(strategy, workload, META)
         # What is made once and kept, as the memory that copied hops arrive in, is there when iterations are timed.
         for _ in range(2 if hops == "copy" or problem.options else 1):
             recorder.start()
             reset_counts([strategy])
-            recording.flops, recording.calls = 0, dict.fromkeys(recording.calls, 0)
+            blocks.flops, blocks.calls = 0, dict.fromkeys(blocks.calls, 0)
             problem.iteration()
     # The recording kernel is none of the strategy's own.
-    work = msgspec.structs.replace(
-        counted_work([strategy]), block_flops=recording.flops, block_calls=dict(recording.calls)
-    )
+    work = msgspec.structs.replace(counted_work([strategy]), block_flops=blocks.flops, block_calls=dict(blocks.calls))
     return Program(
         rank=place[0], ops=recorder.ops, work=work, peak_bytes=recorder.peak_bytes, peak_label=recorder.peak_label
     ), strategy
 
 
+def recorded(
+    kind: type[Strategy], params: Params, comm: RecordingCommunicator, kernel: str, softcap: float | None = None
+) -> tuple[Any, Kernel]:
+    """A strategy that is not given devices, and the kernel that stands for the one called ``kernel``."""
+    strategy: Any = kind(Context(comm, kernel), **params)
+    deterministic = bool(params.get("deterministic"))
+    blocks = recording_kernel(KERNELS[kernel], comm.recorder, deterministic=deterministic, softcap=softcap or 0.0)
+    strategy.kernel_for = lambda q, **asks: blocks
+    return strategy, blocks
+
+
 @contextmanager
-def _recorded_by(recorder: Recorder) -> Iterator[None]:
-    """What GPUs do otherwise than ``meta`` tensors would: merges in one kernel, and streams beside the current one."""
+def recording(recorder: Recorder, *, on_gpus: bool = True) -> Iterator[None]:
+    """Write down what is run inside.
+
+    What GPUs do otherwise than ``meta`` tensors would is done their way: merges in one kernel, and streams beside the
+    current one.
+    """
     kernels = RecordedKernels(recorder)
-    FUSED["meta"] = lambda: kernels
-    SIDE_STREAMS["meta"] = lambda device, count: RecordedStreams(recorder, count)
-    try:
-        yield
-    finally:
-        del FUSED["meta"], SIDE_STREAMS["meta"]
+    with recorder, heard_by(recorder.named):
+        if on_gpus:
+            FUSED["meta"] = lambda: kernels
+            SIDE_STREAMS["meta"] = lambda device, count: RecordedStreams(recorder, count)
+        try:
+            yield
+        finally:
+            FUSED.pop("meta", None)
+            SIDE_STREAMS.pop("meta", None)
 
 
 @contextmanager

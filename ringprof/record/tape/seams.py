@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ringprof.errors import UnfitWorkloadError
 from ringprof.record.tape.recorder import Recorder
 from ringprof.strategies import several_lengths
 from ringprof.strategies.collectives import Collective
@@ -23,15 +22,21 @@ from ringprof.strategies.hosts import SAME_HOST, Hosts
 from ringprof.strategies.kernel import Gradients, Kernel, beside
 from ringprof.strategies.merge import wide_type
 from ringprof.strategies.parcels import Parcel, Shapes, shapes_of
-from ringprof.strategies.parts import Batch, Lengths, Part, Parts
+from ringprof.strategies.parts import Batch, Lengths, Parts
 
+KNOWN_KERNELS = ("cudnn", "flash-attn", "torch-flash", "cpu-flash", "reference")
+"""Those of which it is known what they hold beside their results; others are taken to hold what flash attention does.
+"""
 _RESIDENT = 2 * 132
 """Blocks that flash-attn 2 counts on at once, on a Hopper GPU."""
 
 
-def recording_kernel(kind: type[Kernel], recorder: Recorder, *, deterministic: bool) -> Kernel:
+def recording_kernel(
+    kind: type[Kernel], recorder: Recorder, *, deterministic: bool, softcap: float = 0.0
+) -> Kernel:  # fmt: skip
     """A kernel that records the calls of ``kind`` and returns results of the right shapes."""
-    made: Kernel = type("Recording", (_Recording, kind), {"recorder": recorder})(deterministic=deterministic)
+    recording: Any = type("Recording", (_Recording, kind), {"recorder": recorder})
+    made: Kernel = recording(deterministic=deterministic, softcap=softcap)
     return made
 
 
@@ -40,8 +45,14 @@ class _Recording(Kernel):
 
     recorder: Recorder
 
-    def _forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-        batch, seq, heads, _ = q.shape
+    def _forward(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, *_: Tensor
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        if not self.production:
+            # Made of torch's operations, which say for themselves what they hold.
+            self.recorder.block("forward", q, k, 0, causal=causal)
+            return super()._forward(q, k, v, scale, causal)  # type: ignore[safe-super]
+        batch, seq, heads = q.shape[:3]
         out = _like(q)
         lse = torch.empty(batch, heads, seq, dtype=wide_type(q), device=q.device)
         self.recorder.block("forward", q, k, _split_bytes(self.name, q, k), causal=causal)
@@ -49,8 +60,11 @@ class _Recording(Kernel):
 
     def _backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor,
-        out: Tensor | None, delta: Tensor | None, scale: float, causal: bool,
+        out: Tensor | None, delta: Tensor | None, scale: float, causal: bool, *_: Tensor,
     ) -> Gradients:  # fmt: skip
+        if not self.production:
+            self.recorder.block("backward", q, k, 0, causal=causal)
+            return super()._backward(dout, q, k, v, lse, out, delta, scale, causal)  # type: ignore[safe-super]
         dq, (dk, dv) = _like(q), beside(k) if self.pairs_gradients else (_like(k), _like(v))
         self.recorder.block("backward", q, k, _scratch_bytes(self.name, q, k), causal=causal)
         return dq, dk, dv
@@ -88,9 +102,6 @@ class _Recording(Kernel):
         self.recorder.block("backward", q[None], k[None], scratch, pairs, sequences, causal=batch.causal)
         return gradients
 
-    def _forward_band(self, q: Tensor, k: Tensor, v: Tensor, scale: float, part: Part) -> tuple[Tensor, Tensor]:
-        raise UnfitWorkloadError(f"kernel {self.name!r}: sliding windows cannot be foreseen")
-
 
 def _seen(batch: Batch, rows: int) -> tuple[int, int]:
     """Pairs and sequences of a packed call of ``rows`` queries, which may hold the batch of parts several times."""
@@ -105,6 +116,9 @@ def _scratch_bytes(kernel: str, q: Tensor, k: Tensor, sequences: int = 0) -> int
     tile's 128, or adds as many for each packed sequence (``mha_bwd`` and ``mha_varlen_bwd`` of its flash_api.cpp). It
     and cuDNN have dK and dV of every query head before they add those of a group up.
     """
+    if kernel == "cpu-flash":
+        # A buffer a thread, however long the block is.
+        return 0
     batch, rows, heads, head_dim = q.shape
     rounded = -(-rows // 128) * 128 if kernel == "flash-attn" and not sequences else rows + 128 * sequences
     groups = 2 * q.nbytes // rows * k.shape[1] if heads != k.shape[2] else 0
@@ -116,6 +130,9 @@ def _split_bytes(kernel: str, q: Tensor, k: Tensor) -> int:
     multiprocessors idle it cuts the keys into parts, whose outputs and LSE it keeps in float32 until it adds them up
     (``num_splits_heuristic`` of its flash_api.cpp): the fewest that fill the last wave nearly as well as any number.
     """
+    if kernel == "cpu-flash":
+        # Keys and values in another order, for matrix products in bfloat16.
+        return 2 * k.nbytes if k.itemsize == 2 else 0
     batch, rows, heads, head_dim = q.shape
     tiles = batch * heads * -(-rows // 64)
     if kernel not in ("flash-attn", "torch-flash") or tiles >= 0.8 * _RESIDENT:
@@ -151,15 +168,15 @@ class RecordingCommunicator(Communicator):
     def ring(
         self, channel: str, members: Sequence[int] | None = None, *, shares: Any = None, keeps: bool = False
     ) -> HopRing:
-        return RecordingRing(channel, self._members(channel, members), self, shares, keeps=keeps)
+        return RecordingRing(channel, self._spread_over(channel, members), self, shares, keeps=keeps)
 
     def collective(self, channel: str, members: Sequence[int] | None = None) -> Collective:
-        return RecordingCollective(channel, self._members(channel, members), self)
+        return RecordingCollective(channel, self._spread_over(channel, members), self)
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         return [_like(tensor) for _ in range(self.size)]
 
-    def _members(self, channel: str, members: Sequence[int] | None) -> list[int]:
+    def _spread_over(self, channel: str, members: Sequence[int] | None) -> list[int]:
         found = list(range(self.size)) if members is None else list(members)
         most = Counter(member // self._per_host for member in found)
         self.spread[channel] = max(most.values()) if len(most) > 1 else 0

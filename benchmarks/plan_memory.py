@@ -1,0 +1,163 @@
+"""The plan's memory beside what ranks hold, on GPUs: every strategy, engine of hops and kind of problem.
+
+    torchrun --nproc-per-node 2 benchmarks/plan_memory.py --out plan_memory.csv [--only fsdp2,flex] [--seconds 80]
+
+Each case is measured as a recording measures it, in MiB, the largest over the ranks. ``error`` is what the plan says
+over that, less one; ``rest_mib`` was held before, which is not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import gc
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from msgspec.structs import replace
+
+from ringprof.record.control_times import measure_controls, silent_strategy
+from ringprof.record.layer import LayersProblem
+from ringprof.record.measure import Problem, measure, peak_bytes
+from ringprof.record.progress import SilentReporter
+from ringprof.record.request import Request
+from ringprof.record.sizes import StepsProblem
+from ringprof.record.tape import memory
+from ringprof.run import LayerAround, Workload
+from ringprof.strategies import create, names
+from ringprof.strategies.copies import held_bytes
+from ringprof.strategies.dynamic import Dynamic
+
+PLAIN = Workload(seq=32768, heads=32, kv_heads=8, head_dim=128)
+DECODE = Workload(seq=1, batch=4, heads=32, kv_heads=8, head_dim=128, backward=False, phase="decode", kv_length=131072)
+PREFILL = replace(DECODE, seq=16384, batch=1, phase="prefill")
+
+
+def cases(world: int) -> Iterator[tuple[str, Request, str]]:
+    """Name, request and kernel."""
+
+    def case(name: str, strategy: str, workload: Workload, kernel: str = "flash-attn", **given: Any) -> Any:
+        request = Request(
+            workload=workload, strategy=strategy, device="cuda", world=world, verify=False,
+            **({"hops": "nccl"} | given),
+        )  # fmt: skip
+        return f"{strategy} {name} {kernel} {request.hops}", request, kernel
+
+    for strategy in names():
+        params: dict[str, Any] = {"layout": "zigzag"} if strategy == "allgather" else {}
+        for hops in ("nccl", "copy"):
+            yield case("trains", strategy, PLAIN, hops=hops, params=params)
+            yield case("forward", strategy, replace(PLAIN, backward=False), hops=hops, params=params)
+        yield case("as many kv heads", strategy, replace(PLAIN, kv_heads=32), "cudnn", hops="copy", params=params)
+        yield case("controls", strategy, PLAIN, hops="copy", controls=True, params=params)
+    for merge in ("reduce-scatter", "all-to-all", "all-gather"):
+        yield case(f"decode {merge}", "dcp", DECODE, params={"merge": merge})
+    for passes in ("q", "kv"):
+        yield case(f"prefill {passes}", "ring-prefill", PREFILL, "cudnn", hops="copy", params={"passes": passes})
+    third = PLAIN.seq // 3
+    masks: dict[str, dict[str, Any]] = {
+        "documents": {"documents": (third, PLAIN.seq - third - 1000, 1000)}, "window": {"window": 2048},
+        "window and prefix": {"window": 2048, "prefix": 512}, "softcap": {"softcap": 30.0},
+        "sinks": {"sinks": "learned"},
+    }  # fmt: skip
+    for strategy in ("zigzag", "burst", "ulysses"):
+        for name, mask in masks.items():
+            yield case(name, strategy, replace(PLAIN, **mask), hops="copy")
+    yield case("MLA", "zigzag", replace(PLAIN, kv_heads=32, head_dim=192, v_head_dim=128), "torch-flash")
+    yield case("fp32", "zigzag", replace(PLAIN, seq=8192, dtype="fp32"), "torch-efficient")
+    yield case("bf16", "zigzag", replace(PLAIN, seq=8192), "torch-efficient")
+    yield case("bf16", "zigzag", PLAIN, "torch-flash")
+    yield case("fp32", "ring", replace(PLAIN, seq=2048, heads=4, kv_heads=2, dtype="fp32"), "reference")
+    halves = tuple(world // size for size in (world, world // 2, world))
+    sizes = tuple(world // count for count in halves)
+    yield case("sizes", "zigzag", replace(PLAIN, sequences=halves), hops="copy", cp_sizes=sizes)
+    for parallel in ("ddp", "fsdp2"):
+        for again in (False, True):
+            for layers in (1, 3):
+                layer = LayerAround(parallel=parallel, mlp_size=11008, checkpoint=again)
+                yield case(
+                    f"{layers} layers {parallel}{' again' * again}", "zigzag",
+                    replace(PLAIN, layer=layer, layers=layers), hops="copy",
+                )  # fmt: skip
+        layer = LayerAround(parallel=parallel, mlp_size=11008)
+        yield case(f"layer {parallel} forward", "zigzag", replace(PLAIN, layer=layer, backward=False))
+    yield case("flex", "zigzag", replace(PLAIN, seq=8192), "flex")
+
+
+def measured(request: Request, kernel: str, device: torch.device) -> tuple[int, int]:
+    """Bytes held at the peak, and before."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated(device) + held_bytes()
+    given: Any = {"kernel": kernel, "hops": request.hops, **request.params}
+    workload, reporter = request.workload, SilentReporter()
+    problem: Problem
+    if request.cp_sizes:
+        problem = StepsProblem.over(Dynamic(request.strategy, **given), workload, request.cp_sizes, device)
+    else:
+        kind = Problem if workload.layer is None else LayersProblem
+        problem = kind.of(create(request.strategy, **given), workload, device)
+    found = measure(problem, device, 3, 2, reporter).peak_bytes or 0
+    if request.controls:
+        silent = silent_strategy(request.strategy, kernel, None, request.params)
+        measure_controls(problem, silent, device, 1, 1, reporter)
+        found = max(found, peak_bytes(device) or 0)
+    return found, before
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--only", default="")
+    parser.add_argument("--seconds", type=float, default=80.0, help="no case begins after so many")
+    asked = parser.parse_args()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
+    rank, world, begun = dist.get_rank(), dist.get_world_size(), time.monotonic()
+    rows = []
+    for name, request, kernel in cases(world):
+        late = torch.tensor([float(time.monotonic() - begun > asked.seconds)], device=device)
+        dist.all_reduce(late)
+        if late.item() or not any(part in name for part in asked.only.split(",")):
+            continue
+        rows.append(_row(name, request, kernel, device))
+        if rank == 0:
+            print(rows[-1], flush=True)
+            with asked.out.open("w", newline="") as file:
+                writer = csv.DictWriter(file, list(rows[0]))
+                writer.writeheader()
+                writer.writerows(rows)
+    dist.destroy_process_group()
+
+
+def _row(name: str, request: Request, kernel: str, device: torch.device) -> dict[str, Any]:
+    held, before, problem = 0, 0, ""
+    try:
+        held, before = measured(request, kernel, device)
+    except Exception as error:
+        problem = f"{type(error).__name__}: {str(error).splitlines()[0][:120]}"
+    most = torch.tensor([held - before, before], device=device)
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    found, rest = (int(x) for x in most)
+    start = time.perf_counter()
+    try:
+        plan = memory.peak_bytes(request, request.workload, kernel, request.world or 1)
+    except Exception as error:
+        plan, problem = 0, problem or f"plan: {error}"
+    took = time.perf_counter() - start
+    mib = 2**20
+    return {
+        "case": name, "plan_mib": round(plan / mib, 1), "held_mib": round(found / mib, 1),
+        "error": f"{plan / found - 1:+.1%}" if found and plan else "", "rest_mib": round(rest / mib, 1),
+        "plan_ms": round(took * 1e3), "problem": problem,
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
