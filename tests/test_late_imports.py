@@ -15,7 +15,7 @@ from ringprof.cli.commands import COMMANDS
 ROOT = Path(__file__).parents[1]
 SLOW = {
     "torch", "pandas", "matplotlib", "bokeh", "jinja2", "rich", "joblib", "distributed", "fsspec", "sqlite3", "hta",
-    "multiprocessing", "numpy", "pyarrow", "psutil", "triton", "webbrowser", "hashlib",
+    "multiprocessing", "numpy", "pyarrow", "psutil", "triton", "webbrowser", "hashlib", "torch.distributed.fsdp",
 }  # fmt: skip
 """What takes longer to load than a small trace to read, and what is not everywhere."""
 ROOMS = {
