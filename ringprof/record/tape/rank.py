@@ -83,12 +83,12 @@ def recording(recorder: Recorder, *, on_gpus: bool = True) -> Iterator[None]:
     """Write down what is run inside.
 
     What GPUs do otherwise than ``meta`` tensors would is done their way: merges in one kernel, and streams beside the
-    current one.
+    current one. On a CPU merges are taken for one, too: torch would load its compiler to say what shapes they have.
     """
-    kernels = RecordedKernels(recorder)
+    kernels = RecordedKernels(recorder, fused=on_gpus)
     with recorder, heard_by(recorder.named):
+        FUSED["meta"] = lambda: kernels
         if on_gpus:
-            FUSED["meta"] = lambda: kernels
             SIDE_STREAMS["meta"] = lambda device, count: RecordedStreams(recorder, count)
         try:
             yield

@@ -201,12 +201,14 @@ class RecordedStreams(SideStreams):
 class RecordedKernels:
     """What a GPU computes between blocks in one kernel each (see `ringprof.strategies.fused`), as bytes moved."""
 
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
+    def __init__(self, recorder: Recorder, *, fused: bool = True) -> None:
+        """Not ``fused``: merges hold what torch's operations do beside, as on a CPU."""
+        self._recorder, self._fused = recorder, fused
 
     def merge_into(
         self, out: Tensor, before: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor, first: int
     ) -> None:
+        self._hold_beside(block_out)
         # In place only the block's queries are touched, else all are copied.
         part = _bytes(out) * block_out.shape[1] // out.shape[1]
         moved = 2 * part if out is before else _bytes(out) + _bytes(before)
@@ -222,13 +224,20 @@ class RecordedKernels:
     def row_product(self, dout: Tensor, out: Tensor) -> Tensor:
         batch, seq, heads, _ = dout.shape
         delta = torch.empty(batch, heads, seq, dtype=torch.float32, device=dout.device)
+        self._hold_beside(dout)
         self._moves("ringprof_row_product", dout, out, delta)
         return delta
 
     def output_with_delta(self, dout: Tensor, delta: Tensor) -> Tensor:
         out = torch.empty(dout.shape, dtype=dout.dtype, device=dout.device)
+        self._hold_beside(dout)
         self._moves("ringprof_output_with_delta", dout, delta, out)
         return out
+
+    def _hold_beside(self, block: Tensor) -> None:
+        """For a moment, as torch's operations do: two operands and what comes of them, in float32."""
+        if not self._fused:
+            torch.empty((3, *block.shape), dtype=torch.float32, device=block.device)
 
     def _moves(self, name: str, *tensors: Tensor) -> None:
         self._recorder.touch(name, sum(map(_bytes, tensors)))
