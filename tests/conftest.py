@@ -14,8 +14,10 @@ settings.load_profile("any machine")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Of the user's shell: proxies, of which 127.0.0.1 has none; the terminal's size; inside a git hook the hook's checkout.
-_OF_A_SHELL = "http_proxy https_proxy all_proxy COLUMNS LINES GIT_DIR GIT_INDEX_FILE GIT_WORK_TREE"
+# Of the user's shell: proxies, of which 127.0.0.1 has none; the terminal's size and colours; how much torch says; where
+# Matplotlib draws; inside a git hook the hook's checkout.
+_OF_A_SHELL = """http_proxy https_proxy all_proxy COLUMNS LINES FORCE_COLOR NO_COLOR CLICOLOR CLICOLOR_FORCE MPLBACKEND
+TORCH_DISTRIBUTED_DEBUG TORCH_CPP_LOG_LEVEL TORCH_LOGS GIT_DIR GIT_INDEX_FILE GIT_WORK_TREE"""
 for name in _OF_A_SHELL.split():
     os.environ.pop(name, None)
     os.environ.pop(name.upper(), None)
