@@ -79,7 +79,13 @@ def _refuse_unforeseen(workload: Workload) -> None:
 
 def tape_of(question: Question, cluster: Cluster, ranks: Sequence[int] | None) -> Tape:
     """For `predict`: a question's programs on its own cluster, or on a smaller one that stands for it."""
-    workload, params = shared(question, cluster)
+    return tape_shared(question, cluster, *shared(question, cluster), ranks)
+
+
+def tape_shared(
+    question: Question, cluster: Cluster, workload: Workload, params: Params, ranks: Sequence[int] | None
+) -> Tape:
+    """As `tape_of`, of what `shared` returned."""
     return tape(
         question.strategy, workload, cluster.size, ranks_per_host=cluster.gpus_per_host, kernel=question.kernel,
         hops=question.hops, params=params, ranks=ranks, older=question.older,

@@ -14,7 +14,7 @@ import msgspec
 
 from ringprof.foresee.links import Cluster
 from ringprof.foresee.question import Question
-from ringprof.foresee.tape import shared, tape
+from ringprof.foresee.tape import shared, tape_shared
 from ringprof.record.tape.program import Program, Tape
 
 
@@ -35,10 +35,7 @@ class Tapes:
         made, programs = self._kept.get(key, (None, {}))
         missing = [rank for rank in asked if rank not in programs]
         if missing or made is None:
-            made = tape(
-                question.strategy, workload, cluster.size, ranks_per_host=cluster.gpus_per_host,
-                kernel=question.kernel, hops=question.hops, params=params, ranks=missing, older=question.older,
-            )  # fmt: skip
+            made = tape_shared(question, cluster, workload, params, missing)
             programs |= {program.rank: program for program in made.programs}
             self._kept[key] = made, programs
         return msgspec.structs.replace(made, programs=[programs[rank] for rank in asked])

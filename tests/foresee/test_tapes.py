@@ -14,7 +14,7 @@ from msgspec.structs import replace as changed
 from ringprof.foresee import tapes
 from ringprof.foresee.links import Cluster
 from ringprof.foresee.question import Question
-from ringprof.foresee.tape import tape, tape_of
+from ringprof.foresee.tape import tape_of, tape_shared
 from ringprof.record.tape.program import Tape
 from ringprof.run import Workload
 
@@ -41,11 +41,11 @@ def test_every_program_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Links and rates change none; another length, other hops and another cluster do."""
     made: list[object] = []
 
-    def counted(*given: Any, ranks: Any, **more: Any) -> Tape:
-        made.append(ranks)
-        return tape(*given, ranks=ranks, **more)
+    def counted(*given: Any) -> Tape:
+        made.append(given[-1])
+        return tape_shared(*given)
 
-    monkeypatch.setattr(tapes, "tape", counted)
+    monkeypatch.setattr(tapes, "tape_shared", counted)
     kept, asked = tapes.Tapes(), Question("zigzag", PROBLEM, HERE, "cudnn")
     for ranks in ([0], [3, 0], None, [1]):
         assert [one.rank for one in kept.of(asked, HERE, ranks).programs] == (ranks or [0, 1, 2, 3])

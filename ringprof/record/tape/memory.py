@@ -17,7 +17,7 @@ from ringprof.record.request import Request
 from ringprof.record.resolve import fits, load_strategy, strategy_errors, torch_dtype
 from ringprof.record.sizes import StepsProblem
 from ringprof.record.tape.forked import in_fork
-from ringprof.record.tape.rank import META, recorded, recording, refusals
+from ringprof.record.tape.rank import META, iterations, recorded, recording, refusals
 from ringprof.record.tape.recorder import Recorder
 from ringprof.record.tape.seams import RecordingCommunicator
 from ringprof.run import Workload
@@ -111,8 +111,7 @@ class _Rank:
         request = self._assumed.request
         with refusals(request.strategy), recording(self._recorder, on_gpus=request.device == "cuda"):
             problem = self._problem()
-            # What is kept from the first iteration on is there in all others.
-            for _ in range(2 if self._assumed.hops == "copy" or problem.options or type(problem) is not Problem else 1):
+            for _ in iterations(problem, self._assumed.hops):
                 self._recorder.start()
                 problem.results()
             if request.controls:

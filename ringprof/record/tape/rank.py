@@ -54,8 +54,7 @@ def tape_rank(
         if prepare is not None:
             prepare(strategy)
         problem = Problem.of(strategy, workload, META)
-        # What is made once and kept, as the memory that copied hops arrive in, is there when iterations are timed.
-        for _ in range(2 if hops == "copy" or problem.options else 1):
+        for _ in iterations(problem, hops):
             recorder.start()
             reset_counts([strategy])
             blocks.flops, blocks.calls = 0, dict.fromkeys(blocks.calls, 0)
@@ -65,6 +64,15 @@ def tape_rank(
     return Program(
         rank=place[0], ops=recorder.ops, work=work, peak_bytes=recorder.peak_bytes, peak_label=recorder.peak_label
     ), strategy
+
+
+def iterations(problem: Problem, hops: str) -> range:
+    """Those to run, of which the last is like all that follow.
+
+    What is made once and kept is there from the second on: the memory that copied hops arrive in, how a mask is cut, a
+    step's gradients.
+    """
+    return range(2 if hops == "copy" or problem.options or type(problem) is not Problem else 1)
 
 
 def recorded(
