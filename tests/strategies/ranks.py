@@ -16,6 +16,10 @@ import torch.distributed as dist
 
 from tests.record.command import HANGS_S
 
+# torch counts devices in a process's first backward pass, and forked ranks can have none of their own once there were
+# some. Builds with CUDA count one without a GPU where that first one is FlexAttention's on a CPU.
+torch.zeros(1, requires_grad=True).sum().backward()
+
 
 def run_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     """``function(rank, *args)`` on every rank of a fresh process group; its results in rank order.
