@@ -50,7 +50,7 @@ lint: $(VENV)/.dev
 
 audit: $(VENV)/.dev
 	$(BIN)/bandit -q -r ringprof strategies -ll
-	$(BIN)/python scripts/audit.py
+	$(BIN)/python scripts/audit.py $(OSV)
 
 # Stamps say which set of packages the environment holds; a changed setup.cfg or constraint installs again.
 $(VENV)/.made: scripts/check_python.py

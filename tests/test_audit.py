@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import runpy
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.paths import ROOT
 
@@ -48,3 +52,61 @@ def test_without_a_database_its_last_line_says_so(answer: str, tmp_path: Path) -
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     done = subprocess.run([sys.executable, AUDIT], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "NOT AUDITED: no database of vulnerabilities could be reached"
+
+
+def affected(*versions: str, events: tuple[dict[str, str], ...] = (), name: str = "Some.Package") -> dict[str, Any]:
+    ranges = [{"type": "GIT", "events": [{"introduced": "0"}]}, {"type": "ECOSYSTEM", "events": list(events)}]
+    return {"package": {"name": name, "ecosystem": "PyPI"}, "versions": list(versions), "ranges": ranges}
+
+
+_PARTS = st.tuples(st.integers(0, 12), st.integers(0, 12))
+
+
+@given(st.lists(_PARTS, min_size=1, max_size=6, unique=True), st.booleans(), _PARTS)
+def test_a_version_is_affected_between_two_events(
+    places: list[tuple[int, int]], last: bool, asked: tuple[int, int]
+) -> None:
+    """Versions of two numbers against pairs of numbers; the last range has no end where events are odd in number."""
+    kinds = ("introduced", "last_affected" if last else "fixed")
+    bounds = sorted(places)
+    events = tuple({kinds[at % 2]: f"{x}.{y}"} for at, (x, y) in enumerate(bounds))
+    ends = [*bounds[1::2], (99, 99)]
+    truth = any(
+        begin <= asked and (asked <= end if last else asked < end)
+        for begin, end in zip(bounds[::2], ends, strict=False)
+    )
+    affects = runpy.run_path(str(AUDIT))["affects"]
+    for given_events in (events, events[::-1]):
+        assert affects(affected(events=given_events), f"{asked[0]}.{asked[1]}") == truth
+
+
+def test_a_database_that_was_brought_along(tmp_path: Path) -> None:
+    """Records as OSV exports them, of the versions that this project pins: listed, in a range, withdrawn, another's."""
+    pins = runpy.run_path(str(AUDIT))["pinned"]()
+    assert len(pins) == sum("==" in line for line in (ROOT / "constraints.txt").read_text().splitlines())
+    everything = ({"introduced": "0"},)
+    records: dict[str, dict[str, Any]] = {
+        "LISTED": {"affected": [affected(pins["pytest"], name="PyTest")]},
+        "RANGE": {"affected": [affected(events=everything, name="pip_audit")]},
+        "WITHDRAWN": {"affected": [affected(events=everything, name="torch")], "withdrawn": "2026-01-01T00:00:00Z"},
+        "FIXED": {"affected": [affected(events=({"introduced": "0"}, {"fixed": pins["numpy"]}), name="numpy")]},
+        "UNRELATED": {"affected": [affected(events=everything)]},
+    }
+    database = tmp_path / "all.zip"
+    with zipfile.ZipFile(database, "w") as archive:
+        for number, (name, record) in enumerate(records.items()):
+            dated = {"id": name, "modified": f"2026-0{number + 1}-01T00:00:00Z", **record}
+            archive.writestr(f"{name}.json", json.dumps(dated))
+    done = subprocess.run([sys.executable, AUDIT, database], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.splitlines()) == (
+        1,
+        [
+            "5 records, the newest of 2026-05-01",
+            f"audited: {len(pins)} of {len(pins)} packages, 2 known holes",
+            f"pip-audit {pins['pip-audit']}: RANGE",
+            f"pytest {pins['pytest']}: LISTED",
+        ],
+    )
+    database.write_text("no archive")
+    done = subprocess.run([sys.executable, AUDIT, database], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (1, f"{database}: File is not a zip file\n")
