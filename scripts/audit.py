@@ -11,6 +11,7 @@ Where there is no network, ``make audit OSV=all.zip`` reads a database that was 
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import zipfile
@@ -82,11 +83,11 @@ def _within(events: list[dict[str, str]], version: Version) -> bool:
 
 
 def _order(text: str) -> Version:
-    """A few records have versions that are none by today's rules: of all, the first."""
+    """Some have versions that are none by today's rules, as PYSEC-2025-189 2.6.0-cu124: their numbers count."""
     try:
         return Version(text)
     except InvalidVersion:
-        return Version("0.dev0")
+        return Version((re.findall(r"\d+(?:\.\d+)*", text) or ["0"])[0])
 
 
 def pinned() -> dict[str, str]:

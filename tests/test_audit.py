@@ -80,6 +80,13 @@ def test_a_version_is_affected_between_two_events(
         assert affects(affected(events=given_events), f"{asked[0]}.{asked[1]}") == truth
 
 
+@pytest.mark.parametrize(("version", "hit"), [("2.5.1", True), ("2.6.0", True), ("2.6.1", False), ("2.13.0", False)])
+def test_a_bound_that_is_no_version(version: str, hit: bool) -> None:
+    """As in PYSEC-2025-189 of torch."""
+    events = ({"introduced": "0"}, {"last_affected": "2.6.0-cu124"})
+    assert runpy.run_path(str(AUDIT))["affects"](affected(events=events), version) == hit
+
+
 def test_a_database_that_was_brought_along(tmp_path: Path) -> None:
     """Records as OSV exports them, of the versions that this project pins: listed, in a range, withdrawn, another's."""
     pins = runpy.run_path(str(AUDIT))["pinned"]()
