@@ -98,6 +98,9 @@ import time
 from ringprof.processes import _Helpers, mapped
 results = mapped(2, time.sleep, [(0.01,), (0.01,), (1000,), (1000,)])
 next(results); next(results)
+# The first may have done both before the second was started.
+while len(_Helpers.started._processes) < 2:
+    time.sleep(0.01)
 print(*(process.pid for process in _Helpers.started._processes), flush=True)
 time.sleep(1000)
 """
@@ -109,10 +112,10 @@ def test_they_end_with_their_owner_whatever_they_are_doing(tmp_path: Path, numbe
         [sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True, cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
-    assert owner.stdout is not None
-    helpers = [int(pid) for pid in owner.stdout.readline().split()]
+    with owner:
+        assert owner.stdout is not None
+        helpers = [int(pid) for pid in owner.stdout.readline().split()]
+        owner.send_signal(number)
+        owner.wait(HANGS_S)
     assert len(helpers) == 2
-    owner.send_signal(number)
-    owner.wait(HANGS_S)
-    owner.stdout.close()
     wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in helpers))

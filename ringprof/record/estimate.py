@@ -114,9 +114,12 @@ def estimate_of(request: Request, per_host: int | None = None) -> RecordingEstim
     assert request.world is not None and request.warmup is not None and request.iters is not None
     kernel, strategy = kernel_class(request), load_strategy(request.strategy)
     on_gpu = request.device == "cuda"
+    held_by = partial(peak_bytes, request, kernel=kernel.name, per_host=per_host or request.world)
+    # First: flex, of which a block on CPU is measured, computes gradients, and then no fork of this process can.
+    held, note = _told(held_by, request.workload, kernel.name)
     name, limit, rate, source, share = _gpu(request, kernel.name) if on_gpu else _cpu(request, kernel)
-    memory_of = partial(_memory, request, kernel.name, per_host or request.world)
-    memory, note = _told(memory_of, request.workload, kernel.name)
+    # On CPU, as it is measured there, with all that a process holds.
+    beside = 0 if on_gpu else psutil.Process().memory_info().rss
     profiled = PROFILED_SLOWDOWN * (1 + request.profile_iters)
     return RecordingEstimate(
         device=name,
@@ -124,9 +127,9 @@ def estimate_of(request: Request, per_host: int | None = None) -> RecordingEstim
         flops_per_device=request.workload.model_flops() // request.world,
         rate=rate,
         rate_source=source,
-        memory_bytes=memory,
+        memory_bytes=None if held is None else held + beside,
         memory_note=note,
-        memory_of=memory_of,
+        memory_of=lambda workload: held_by(workload) + beside,
         memory_limit=limit,
         iterations=round(request.warmup + request.iters + profiled + _control_iterations(request)),
         start_s=GPU_START_S if on_gpu else CPU_START_S,
@@ -157,18 +160,13 @@ def _control_iterations(request: Request) -> int:
     return 3 * request.warmup + 4 * (request.iters + 3) if request.controls else 0
 
 
-def _memory(request: Request, kernel: str, per_host: int, workload: Workload) -> int:
-    """Bytes that one rank will hold at its peak; on CPU, as there it is measured, with all that a process holds."""
-    held = peak_bytes(request, workload, kernel, per_host)
-    return held + (psutil.Process().memory_info().rss if request.device == "cpu" else 0)
-
-
-def _told(memory_of: Callable[[Workload], int], workload: Workload, kernel: str) -> tuple[int | None, str]:
+def _told(held_by: Callable[[Workload], int], workload: Workload, kernel: str) -> tuple[int | None, str]:
+    """Bytes that one rank will hold at its peak, and what there is to say of them."""
     try:
-        memory = memory_of(workload)
+        held = held_by(workload)
     except UnfitWorkloadError as error:
         return None, str(error)
-    return memory, "" if kernel in KNOWN_KERNELS else f", with what flash attention holds for {kernel}"
+    return held, "" if kernel in KNOWN_KERNELS else f", with what flash attention holds for {kernel}"
 
 
 def describe(request: Request, plan: RecordingEstimate) -> list[str]:

@@ -15,6 +15,8 @@ import torch
 
 from ringprof.errors import UnfitWorkloadError
 
+_GRADIENTS = "this process has computed gradients on devices, and torch computes none in a fork of it then"
+
 
 def in_fork(work: Callable[[], int], limit_s: float) -> int:
     """What ``work`` returns, within ``limit_s`` seconds.
@@ -64,6 +66,7 @@ def _answer(work: Callable[[], int], there: Any, limit_s: float) -> None:
     try:
         there.send((work(), ""))
     except UnfitWorkloadError as error:
-        there.send((0, str(error)[:500]))
+        threads = "autograd's threading" in str(error)
+        there.send((0, _GRADIENTS if threads else str(error)[:500]))
     except Exception as error:  # whatever a stranger's code raises
         there.send((0, f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"))

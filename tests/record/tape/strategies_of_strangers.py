@@ -65,3 +65,12 @@ class Multiplies(_Does):
 
     def do(self) -> None:
         torch.ones(500, 500) @ torch.ones(500, 500)
+
+
+class Forked(_Does):
+    """What torch says of a backward pass where one was there on devices before the fork."""
+
+    def do(self) -> None:
+        raise RuntimeError(
+            "Unable to handle autograd's threading in combination with fork-based multiprocessing. See x"
+        )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -215,6 +217,7 @@ def test_a_strangers_strategy_is_taped_in_a_fork(name: str, capfd: pytest.Captur
         ("Raises", "LookupError: no such thing"),
         ("Sends", "fails on shapes alone .*strategies_of_strangers.py, line"),
         ("Hangs", "it does not end within 1 s on shapes alone"),
+        ("Forked", "this process has computed gradients on devices, and torch computes none in a fork"),
     ],
 )
 def test_what_a_strangers_strategy_does_is_a_reason(name: str, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,6 +228,24 @@ def test_what_a_strangers_strategy_does_is_a_reason(name: str, why: str, monkeyp
     assert "\n" not in str(refused.value)
     with pytest.raises(ChildProcessError):
         os.waitpid(-1, os.WNOHANG)
+
+
+def test_a_block_of_flex_is_measured_after_the_fork() -> None:
+    """In a process of its own: with a CUDA build of torch a fork computes no gradients after flex's on a CPU."""
+    plan = f"""if True:
+        from ringprof.record.estimate import estimate_of
+        from ringprof.record.request import Request
+        from ringprof.run import Workload
+        workload = Workload(seq=256, heads=2, kv_heads=2, head_dim=64, dtype="fp32")
+        request = Request(
+            workload=workload, strategy="{STRANGERS}:Prints", device="cpu", world=2, hops="nccl", kernel="flex",
+            warmup=1, iters=1,
+        )
+        plan = estimate_of(request)
+        assert plan.memory_bytes and plan.memory_bytes > 0, plan.memory_note
+    """
+    done = subprocess.run([sys.executable, "-c", plan], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_other_peoples_code_is_not_run() -> None:
