@@ -197,9 +197,12 @@ def _block_mask(first: Tensor, end: Tensor, keys: int, device: torch.device) -> 
         pad(found, (0, max(0, 2 - found.shape[1]), 0, max(0, 2 - found.shape[0]))) for found in tiles(first, end, keys)
     )
     pairs = list(zip(first.to(device).unbind(0), end.to(device).unbind(0), strict=True))
-    made = BlockMask.from_kv_blocks(
-        *listed(partial), *listed(whole), BLOCK_SIZE=(TILE, TILE), seq_lengths=(first.shape[1], keys),
-        mask_mod=_mask_mod(pairs),
+    # Not by `from_kv_blocks`, which from torch 2.14 on drops columns that are no tile's.
+    (kv_num, kv), (full_kv_num, full_kv) = listed(partial), listed(whole)
+    (q_num, q), (full_q_num, full_q) = listed(partial.T.contiguous()), listed(whole.T.contiguous())
+    made = BlockMask(
+        (first.shape[1], keys), kv_num, kv, full_kv_num, full_kv, q_num, q, full_q_num, full_q,
+        BLOCK_SIZE=(TILE, TILE), mask_mod=_mask_mod(pairs),
     ).to(device)  # fmt: skip
     _of_any_size([x for x in made.as_tuple() if isinstance(x, Tensor)], 2)
     _of_any_size([x for pair in pairs for x in pair], 0)

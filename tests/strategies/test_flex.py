@@ -22,6 +22,8 @@ from tests.strategies.ranks import run_ranks
 from tests.strategies.test_masks import dense, drawn, over_the_ranks
 from tests.strategies.test_results import examples
 
+CPU = torch.device("cpu")
+
 
 def pairs_of(parts: Parts) -> torch.Tensor:
     seen = torch.zeros(parts.queries, parts.keys, dtype=torch.int32)
@@ -82,6 +84,23 @@ def test_tiles_are_those_of_the_dense_mask(rows: list[tuple[int, int]], keys: in
     partial, found = tiles(first, end, keys)
     assert torch.equal(found, whole)
     assert torch.equal(partial, tiled.any(3).any(1) & ~whole)
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(300, 700), (700, 100), (100, 300), (256, 128)])
+def test_tiles_by_keys_are_torchs_own_by_queries_turned(queries: int, keys: int) -> None:
+    """torch reckons one from the other; of columns that are no tile's there is nothing."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    mask = flex._of_parts(Parts((Part(10, queries, 0, keys - 3, left=190, right=40),), queries, keys), CPU)
+    lists = mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices
+    own = BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=TILE, seq_lengths=(queries, keys))
+    assert own.q_num_blocks is not None and mask.q_num_blocks.sum() > 0
+    for kind in ("q", "full_q"):
+        counts, places = (getattr(mask, f"{kind}_{what}") for what in ("num_blocks", "indices"))
+        truth, true_places = (getattr(own, f"{kind}_{what}") for what in ("num_blocks", "indices"))
+        there = truth.shape[-1]
+        assert counts.dtype == places.dtype == torch.int32 and places.is_contiguous() and not counts[..., there:].any()
+        assert torch.equal(counts[..., :there], truth) and torch.equal(places[..., :there, :], true_places)
 
 
 BLOCKS = [
