@@ -31,7 +31,7 @@ from ringprof.scale.pipeline import explain_stored, explain_traces
 from ringprof.scale.trace_set import Notify, TraceSet
 from ringprof.scale.workers import LocalProcesses
 from ringprof.trace.columns import Caveat
-from ringprof.trace.formats import REDUCED, format_at, parse_bytes
+from ringprof.trace.formats import REDUCED, format_at, is_newest_reduced, parse_bytes
 from ringprof.trace.inputs import Input, detect, detect_bytes
 from ringprof.trace.ranks import json_bytes, read_traces
 
@@ -330,12 +330,16 @@ def _load_run(path: str, source: Input, reading: LoadOptions) -> Analysis:
 
 
 def _quickest(folder: str, trace: RankTrace) -> str:
-    """The reduced trace where there is one that this version reads and the trace is still the same; else the trace."""
+    """Choose the reduced trace where the trace is still the same, or is gone; else the trace.
+
+    A reduced trace of an older version lacks what the trace tells of the host: it is read only where the trace is gone.
+    """
     path = within(folder, trace.path)
     reduced = within(folder, trace.reduced) if trace.reduced else None
-    if reduced and format_at(reduced) is REDUCED and not _changed(path, trace.size_bytes):
+    if reduced and is_newest_reduced(reduced) and not _changed(path, trace.size_bytes):
         return reduced
-    return path
+    old = reduced and format_at(reduced) is REDUCED and not exists(path)
+    return reduced if reduced and old else path
 
 
 def _changed(path: str, size_bytes: int | None) -> bool:

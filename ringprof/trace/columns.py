@@ -20,6 +20,9 @@ Int8 = npt.NDArray[np.int8]
 KERNEL, MEMCPY, MEMSET = 0, 1, 2
 """Values of `Activities.category`."""
 
+OPERATOR, RANGE, RUNTIME_CALL = 0, 1, 2
+"""Values of `HostEvents.category`."""
+
 NONE = -1
 """Stands for "not given" in integer columns."""
 
@@ -65,6 +68,8 @@ class Activities(msgspec.Struct, frozen=True):
     """Index into `Trace.collectives` of the metadata on the kernel itself, or `NONE`."""
     graph_node: Int64
     """CUDA graph node, or `NONE`."""
+    target_device: Int32
+    """Device that a peer-to-peer copy writes to, as its own process numbers devices; `NONE` where not given."""
 
 
 class Launches(msgspec.Struct, frozen=True):
@@ -137,6 +142,21 @@ class MemoryEvents(msgspec.Struct, frozen=True):
     """With what is kept for later; `NONE` where not given."""
 
 
+class HostEvents(msgspec.Struct, frozen=True):
+    """CPU operators, ranges and CUDA calls that are open while the device idles, sorted by start.
+
+    Only events on a thread that makes the next launch are kept (`ringprof.trace.host_events`).
+    """
+
+    start_ns: Int64
+    end_ns: Int64
+    name: Int32
+    """Index into `Trace.names`."""
+    thread: Int64
+    category: Int8
+    """`OPERATOR`, `RANGE` or `RUNTIME_CALL`."""
+
+
 class Device(msgspec.Struct, frozen=True):
     """One device as the trace describes it."""
 
@@ -152,6 +172,7 @@ TABLES: dict[str, type[Any]] = {
     "operators": Ranges,
     "comm_records": CommRecords,
     "memory": MemoryEvents,
+    "host_events": HostEvents,
 }
 """The fields of `Trace` that hold columns."""
 
@@ -172,6 +193,16 @@ def among(values: npt.NDArray[_Number], others: npt.NDArray[_Number]) -> npt.NDA
     known = distinct(others)
     place = np.searchsorted(known, values, side="right")
     return (place > 0) & (known[place - 1] == values) if len(known) else np.zeros(len(values), np.bool_)
+
+
+def launch_rows(wanted: Int64, known: Int64) -> Int64:
+    """Find the launch of each activity: the index in ``known`` of each correlation in ``wanted``, or `NONE`."""
+    if not len(known):
+        return np.full(len(wanted), NONE, np.int64)
+    order = np.argsort(known, kind="stable")
+    place = np.minimum(np.searchsorted(known, wanted, sorter=order), len(known) - 1)
+    row = order[place]
+    return np.where((known[row] == wanted) & (wanted != NONE), row, NONE).astype(np.int64)
 
 
 def dtypes_of(kind: type[Any]) -> dict[str, type[Any]]:
@@ -224,6 +255,7 @@ class Trace(msgspec.Struct, frozen=True):
     """Events that could not be read."""
     warnings: list[Caveat] = []
     memory: MemoryEvents = _empty(MemoryEvents)
+    host_events: HostEvents = _empty(HostEvents)
 
     @property
     def lacks_device(self) -> bool:

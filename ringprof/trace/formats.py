@@ -13,7 +13,7 @@ from ringprof.trace.kineto import parse_trace, read_trace
 from ringprof.trace.kineto.byte_source import first_bytes
 from ringprof.trace.kineto.event_list import UTF8_MARK
 from ringprof.trace.kineto.tracks import by_device
-from ringprof.trace.reduced import MAGIC, SUFFIX, read_reduced
+from ringprof.trace.reduced import BEFORE, MAGIC, SUFFIX, read_reduced
 
 
 class Format(msgspec.Struct, frozen=True):
@@ -59,7 +59,7 @@ NSYS = Format(
 REDUCED = Format(
     name="a reduced trace",
     suffixes=(SUFFIX,),
-    sniff=lambda head: head.startswith(MAGIC),
+    sniff=lambda head: head.startswith((MAGIC, BEFORE)),
     read=lambda path, budget: [read_reduced(path, budget)],
 )
 KINETO = Format(
@@ -91,6 +91,14 @@ def format_at(path: str) -> Format:
         return format_of(first_bytes(path, path)) or KINETO
     except InputError:
         return KINETO
+
+
+def is_newest_reduced(path: str) -> bool:
+    """Tell whether a file is a reduced trace of this version, which holds all that the trace itself tells."""
+    try:
+        return first_bytes(path, path).startswith(MAGIC)
+    except InputError:
+        return False
 
 
 def parse_bytes(data: bytes, name: str, budget: MemoryBudget) -> Trace:

@@ -30,6 +30,9 @@ from ringprof.trace.columns import (
     MEMCPY,
     MEMSET,
     NONE,
+    OPERATOR,
+    RANGE,
+    RUNTIME_CALL,
     TABLES,
     Caveat,
     CommRecord,
@@ -40,6 +43,7 @@ from ringprof.trace.columns import (
     distinct,
     table_of,
 )
+from ringprof.trace.host_events import rows_in_idle
 from ringprof.trace.memory import bytes_of_collectives, bytes_of_text, take_analysis
 from ringprof.trace.nccl_payloads import (
     LONGEST_PAYLOAD,
@@ -73,6 +77,8 @@ _COPY_NAMES = {
 _THREAD_BITS = 24
 # What autograd's emit_nvtx writes: the operator, then its sequence number and identity.
 _OPERATOR = re.compile(r"(\w+::\w+)(, (seq|op_id) = .*)?")
+# Nsight names the version of a call's interface: cudaLaunchKernel_v7000.
+_VERSION = re.compile(r"_v\d+(_ptsz)?$")
 # The length of bytes is known without reading them: those of a payload too long for NCCL's are never in memory.
 _SHORT = f"""CASE WHEN typeof("{{0}}") = 'blob' AND length("{{0}}") > {LONGEST_PAYLOAD} THEN NULL ELSE "{{0}}" END"""
 
@@ -214,7 +220,7 @@ def _traces(export: _Export) -> list[Trace]:
         raise TraceFormatError(
             f"{export.path}: {len(done):,} processes used a GPU: no export has over {MOST_PROCESSES:,}"
         )
-    calls = _by_process(export.whole(_CALLS, {**_TIMES, "thread": "globalTid", "correlation": "correlationId"}))
+    calls = _by_process(_runtime_calls(export))
     marks = _by_process(_marks(export))
     base, host, devices = _base_ns(export), _host(export), _devices(export)
     rank = rank_in_name(export.path) if len(done) == 1 else None
@@ -276,6 +282,15 @@ def _activities(export: _Export) -> _Rows:
     for narrow in ("device", "stream"):
         joined[narrow][abs(joined[narrow]) >= 1 << 31] = NONE
     return joined
+
+
+def _runtime_calls(export: _Export) -> _Rows:
+    """Calls of the CUDA runtime and driver, each with the index of its name without the version that ends it."""
+    wanted = {**_TIMES, "thread": "globalTid", "correlation": "correlationId", "text": "nameId"}
+    rows = export.whole(_CALLS, wanted)
+    texts = export.texts(distinct(rows["text"]))
+    rows["name"] = _each(rows["text"], lambda key: export.number(_VERSION.sub("", texts.get(key, "CUDA call"))))
+    return rows
 
 
 def _each(keys: Int64, answer: Callable[[int], int]) -> Int64:
@@ -408,7 +423,23 @@ def _tables(done: _Rows, calls: _Rows | None, marks: _Rows | None, records: _Row
     for rows in parts.values():
         rows["start_ns"] = rows["start_ns"] + base
         rows["end_ns"] = np.maximum(rows["end_ns"] + base, rows["start_ns"])
+    parts["host_events"] = _host_events(calls, marks, parts, base)
     return {table: table_of(kind, parts.get(table, {})) for table, kind in TABLES.items()}
+
+
+def _host_events(calls: _Rows | None, marks: _Rows | None, parts: Mapping[str, _Rows], base: int) -> _Rows:
+    """CUDA calls and ranges of one process that explain idle time, sorted by start; ``parts`` have ``base`` added."""
+    if not calls:
+        return {}
+    category = np.full(len(calls["start_ns"]), RUNTIME_CALL, np.int64)
+    tables = [{**calls, "category": category}]
+    if marks:
+        tables.append({**marks, "category": np.where(marks["operator"] == 1, OPERATOR, RANGE)})
+    columns = ("start_ns", "end_ns", "name", "thread", "category")
+    rows = {column: np.concatenate([table[column] for table in tables]) for column in columns}
+    rows["start_ns"], rows["end_ns"] = rows["start_ns"] + base, rows["end_ns"] + base
+    rows = _of(rows, np.argsort(rows["start_ns"], kind="stable"))
+    return _of(rows, rows_in_idle(rows, parts["activities"], parts["launches"]) & (rows["end_ns"] > rows["start_ns"]))
 
 
 # --- what the export says of the machine ----------------------------------------------------------------

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,13 +22,15 @@ from ringprof.errors import RingprofError, TraceFormatError
 from ringprof.files import read_whole
 from ringprof.limits import MemoryBudget
 from ringprof.trace.checks import refuse_unsound
-from ringprof.trace.columns import TABLES, Caveat, CommRecord, Device, Int64, Trace, dtypes_of
+from ringprof.trace.columns import NONE, TABLES, Caveat, CommRecord, Device, Int64, Trace, dtypes_of
 from ringprof.trace.kineto import read_trace
 from ringprof.trace.kineto.event_list import UNREADABLE
 from ringprof.trace.kineto.fields import MOST_DEVICES
 from ringprof.trace.memory import bytes_of_collectives, bytes_of_list, bytes_of_rows, bytes_of_text, take_analysis
 
-MAGIC = b"ringprof.trace/3\n"
+MAGIC = b"ringprof.trace/4\n"
+BEFORE = b"ringprof.trace/3\n"
+"""Begins files of before host events were kept: read where the trace itself is not there."""
 SUFFIX = ".ringprof"
 
 _LEVEL = 4
@@ -83,8 +85,10 @@ class _File(msgspec.Struct, frozen=True, kw_only=True):
     ]
 
 
-_MAY_BE_MISSING = frozenset({"memory"})
+_MAY_BE_MISSING = frozenset({"memory", "host_events"})
 """Tables that are there where they have rows: older files have none."""
+_COLUMNS_MAY_BE_MISSING = frozenset({"target_device"})
+"""Columns that older files do not have: `NONE` stands in them."""
 _PLAIN = ("rank", "world_size", "host", "base_ns", "events_total", "events_skipped", "devices")
 
 
@@ -145,7 +149,7 @@ def read_reduced(path: str | os.PathLike[str], budget: MemoryBudget | None = Non
 def parse_reduced(data: bytes, name: str | None = None, budget: MemoryBudget | None = None) -> Trace:
     """As `read_reduced`, from a file's bytes; without ``name`` the trace keeps the path that it was reduced from."""
     shown, budget = name or "reduced trace", budget or MemoryBudget()
-    if not data.startswith(MAGIC):
+    if not data.startswith((MAGIC, BEFORE)):
         raise TraceFormatError(f"{shown}: not a reduced trace of this version: remove it, and the trace itself is read")
     try:
         file = msgspec.msgpack.decode(_expanded(data, shown, budget), type=_File)
@@ -193,11 +197,24 @@ def _trace(file: _File, path: str, take: Callable[[int], None]) -> Trace:
             for one in file.collectives
         ],
         **{
-            table: kind(**{name: _column(file.columns[table][name], dtype) for name, dtype in dtypes_of(kind).items()})
+            table: _table(kind, file.columns[table])
             for table, kind in TABLES.items()
             if table not in _MAY_BE_MISSING or table in file.columns
         },
     )  # fmt: skip
+
+
+def _table(kind: type[Any], columns: Mapping[str, memoryview]) -> Any:
+    """One table of a `Trace` from its stored columns. Raises KeyError where a column is not there that must be."""
+    count = len(columns["start_ns"]) // 8
+    return kind(
+        **{
+            name: np.full(count, NONE, dtype)
+            if name in _COLUMNS_MAY_BE_MISSING and name not in columns
+            else _column(columns[name], dtype)
+            for name, dtype in dtypes_of(kind).items()
+        }
+    )
 
 
 # --- columns, texts and lists -------------------------------------------------------------------------

@@ -80,6 +80,7 @@ class Builder:
         node: int = NONE,
         correlation: int | None = None,
         size: int = NONE,
+        target: int = NONE,
     ) -> Builder:
         """An activity on the device, launched at ``launched`` (no launch record where None)."""
         joins = NONE
@@ -90,7 +91,7 @@ class Builder:
             self.launches.append((launched, launched + 5, thread, joins))
         carried = NONE if own is None else self._collective(own)
         self.activities.append(
-            (start, end, self._name(name), category, device, stream, joins, NONE, size, carried, node)
+            (start, end, self._name(name), category, device, stream, joins, NONE, size, carried, node, target)
         )
         return self
 
@@ -133,7 +134,7 @@ class Builder:
             activities=_columns(
                 Activities,
                 self.activities,
-                (np.int64, np.int64, np.int32, np.int8, np.int32, np.int32, *[np.int64] * 3, np.int32, np.int64),
+                (np.int64, np.int64, np.int32, np.int8, np.int32, np.int32, *[np.int64] * 3, np.int32, np.int64, np.int32),
             ),
             launches=_columns(Launches, self.launches, (np.int64,) * 4),
             annotations=_columns(Ranges, self.annotations, ranges),

@@ -32,7 +32,7 @@ from ringprof.analysis.kinds.operators import (
     kind_of_its_kernel,
 )
 from ringprof.analysis.kinds.rules import Rule, rule_for, tells_no_pass
-from ringprof.trace.columns import MEMCPY, MEMSET, NONE, CommRecord, Int8, Int64, Ranges, Trace, distinct
+from ringprof.trace.columns import MEMCPY, MEMSET, NONE, CommRecord, Int8, Int64, Ranges, Trace, distinct, launch_rows
 
 EVIDENCE = ("metadata", "cpu_records", "annotation", "name", "none", "user_rule", "stream")
 """A column of evidence holds indices into this tuple; ``none`` marks what no source knows (kind ``other``)."""
@@ -88,13 +88,7 @@ def classify(trace: Trace, own_rules: Sequence[Rule] = ()) -> Classified:
 
 def launches_of(trace: Trace) -> Int64:
     """Index into ``trace.launches`` for each activity, by correlation; `NONE` where no launch was recorded."""
-    wanted, known = trace.activities.correlation, trace.launches.correlation
-    if not len(known):
-        return np.full(len(wanted), NONE, np.int64)
-    order = np.argsort(known, kind="stable")
-    at = np.minimum(np.searchsorted(known, wanted, sorter=order), len(known) - 1)
-    found = order[at]
-    return np.where((known[found] == wanted) & (wanted != NONE), found, NONE).astype(np.int64)
+    return launch_rows(trace.activities.correlation, trace.launches.correlation)
 
 
 # --- names ----------------------------------------------------------------------------------------

@@ -62,6 +62,7 @@ class DeviceArgs(CommArgs, gc=False):
     stream: JsonScalar = None
     size_bytes: JsonScalar = msgspec.field(default=None, name="bytes")
     graph_node: JsonScalar = msgspec.field(default=None, name="graph node id")
+    target_device: JsonScalar = msgspec.field(default=None, name="toDevice")
 
 
 COMM_FIELDS = slice(len(Args.__struct_fields__), len(CommArgs.__struct_fields__))

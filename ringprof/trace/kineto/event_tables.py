@@ -13,11 +13,15 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from ringprof.limits import MemoryLimitError
 from ringprof.trace.columns import (
     KERNEL,
     MEMCPY,
     MEMSET,
     NONE,
+    OPERATOR,
+    RANGE,
+    RUNTIME_CALL,
     TABLES,
     CommRecord,
     Int32,
@@ -38,6 +42,7 @@ from ringprof.trace.kineto.collectives import (
     whole_number,
 )
 from ringprof.trace.kineto.event_list import EMPTY, UNREADABLE, Event, decode_fields
+from ringprof.trace.kineto.host_rows import HostRows
 from ringprof.trace.kineto.times import NOT_A_TIME, to_ns
 from ringprof.trace.kineto.tracks import Tracks
 from ringprof.trace.memory import bytes_of_collectives, bytes_of_rows, bytes_of_text
@@ -148,9 +153,23 @@ def _table_for(category: str | None) -> str | None:
     return _ANNOTATIONS.get(key)
 
 
+def _host_category(category: str | None) -> int:
+    """The `HostEvents.category` of a host event's category in the file."""
+    return {"launches": RUNTIME_CALL, "operators": OPERATOR}.get(_table_for(category) or "", RANGE)
+
+
 def _category(category: str | None) -> int:
     known = _DEVICE_CATEGORY.fullmatch((category or "").lower())
     return _DEVICE_CATEGORIES[known[1]] if known else KERNEL
+
+
+def _take_or_drop(take: Callable[[int], None], host_rows: HostRows, size: int) -> None:
+    """Count memory with ``take``; host events, which only name the causes of idle time, make room for all else."""
+    try:
+        take(size)
+    except MemoryLimitError:
+        if not host_rows.drop():
+            raise
 
 
 class Collector:
@@ -161,7 +180,8 @@ class Collector:
 
     def __init__(self, take: Callable[[int], None], *, every_operator: bool) -> None:
         self.every_operator = every_operator
-        self.take = take
+        self.host_rows = HostRows(take)
+        self.take = partial(_take_or_drop, take, self.host_rows)
         self.names: dict[str, int] = {}
         self.collectives: dict[CommRecord, int] = {}
         self.total = 0
@@ -176,9 +196,10 @@ class Collector:
         """Launches by their process."""
         self._base_ns = self._middle_ns = 0
         self._seen_collectives: dict[tuple[Any, ...], int] = {}
-        self.number_lists = NumberLists(take)
+        self.number_lists = NumberLists(self.take)
         self._table_for = _Remembered(_table_for)
         self._category = _Remembered(_category)
+        self._host_category = _Remembered(_host_category)
         self._told_by = _Remembered(partial(_told_by, every_operator=every_operator))
         self._idle = _Remembered(lambda name: _CALLS_THAT_LAUNCH_NOTHING.search(name or "") is not None)
         self._chunks: dict[str, list[_Columns]] = {table: [] for table in TABLES}
@@ -225,15 +246,19 @@ class Collector:
         """Put events where they wait; returns those that name tracks, and those of no known category."""
         waiting, table_for, told_by, idle = self._waiting, self._table_for, self._told_by, self._idle
         launches, operators, comm_records = (waiting[one] for one in ("launches", "operators", "comm_records"))
+        # Of a CPU trace nothing idles that host events could explain.
+        host_events = [] if self.every_operator else waiting["host_events"]
         others, odd = list[Event](), 0
         for event in events:
             phase = event.ph
             if phase == "X":
                 table = table_for[event.cat]
                 if table == "launches":
+                    host_events.append(event)
                     if not idle[event.name]:
                         launches.append(event)
                 elif table == "operators":
+                    host_events.append(event)
                     told = told_by[event.name]
                     if told == _TELLS:
                         operators.append(event)
@@ -243,6 +268,8 @@ class Collector:
                         operators.append(named)
                 elif table:
                     waiting[table].append(event)
+                    if table == "annotations":
+                        host_events.append(event)
                 elif table is None:
                     others.append(event)
             elif phase == "M":
@@ -258,7 +285,11 @@ class Collector:
     def flush(self) -> None:
         """Make columns of the events that wait for more."""
         for table, events in self._waiting.items():
-            self._keep(table, events)
+            if table == "host_events":
+                threads = integers([event.tid for event in events])
+                self.host_rows.keep(events, threads, np.array([self._host_category[e.cat] for e in events], np.int8))
+            else:
+                self._keep(table, events)
             self._waiting[table] = []
 
     def _place(self, event: Event) -> None:
@@ -356,6 +387,8 @@ class Collector:
                 wide = self._column("thread", events, args, on_device=on_device)
                 # ROCm's are pointers: their lower bits tell them apart.
                 return np.where(abs(wide) < 2**31, wide, wide & (2**31 - 1)).astype(np.int32)
+            case "target_device":
+                return _narrow(integers([a.target_device for a in args]))
             case "device" if not on_device:
                 return _narrow(integers([NONE if a.kind == _HOST_MEMORY else a.device for a in args]))
             case "device":
@@ -365,6 +398,13 @@ class Collector:
             case "collective":
                 return np.array([NONE if a.collective is None else self._collective_index(a) for a in args], np.int32)
         return integers([getattr(a, name) for a in args])
+
+    def _number(self, name: str) -> int:
+        """The place of a name among the trace's names."""
+        if name not in self.names:
+            self.take(bytes_of_text(name))
+            self.names[name] = len(self.names)
+        return self.names[name]
 
     def _collective_index(self, args: CommArgs) -> int:
         try:
@@ -411,6 +451,12 @@ class Collector:
         joined["end_ns"] += self._base_ns
         return joined
 
+    def _host_events(self, rows: dict[str, _Columns]) -> _Columns:
+        """The host events that explain idle time; none where nothing tells what launched the device's work."""
+        if not (rows["activities"] and rows["launches"]):
+            return {}
+        return self.host_rows.columns(self._base_ns, rows["activities"], rows["launches"], self._number)
+
     def tables(self, base_ns: int) -> dict[str, Any]:
         """The tables of a `Trace`, by its fields; ``base_ns`` is added to all times."""
         self._base_ns = base_ns
@@ -425,6 +471,7 @@ class Collector:
             correlation = rows["launches"]["correlation"]
             known = rows["activities"].get("correlation", np.empty(0, np.int64))
             rows["launches"] = _chosen(rows["launches"], (correlation != NONE) & among(correlation, known))
+        rows["host_events"] = self._host_events(rows)
         if rows["memory"]:
             rows["memory"] = _chosen(rows["memory"], rows["memory"]["allocated_bytes"] >= 0)
         if rows["comm_records"]:

@@ -216,6 +216,12 @@ _NO_DEVICE = (
 _CUT_BEFORE_DEVICE = "the run used a GPU, and what is left of the file has nothing of what ran there"
 
 
+_HOST_EVENTS_DROPPED = (
+    "the trace has more CPU operators and CUDA calls than fit in memory: what the host did while the GPU was idle is not "
+    "named; raise the limit with --max-memory"
+)
+
+
 def _warnings(reading: _Reading) -> list[Caveat]:
     rank, at = reading.metadata.rank, reading.first_damage
     damaged, unread = reading.skipped - reading.cut_events, reading.collector.unread.total()
@@ -244,6 +250,8 @@ def _warnings(reading: _Reading) -> list[Caveat]:
     elif unread:
         message = f"events that ringprof does not read, and no figure counts: {_unread(reading.collector)}"
         found.append(Caveat("unknown_category", message, rank, unread))
+    if reading.collector.host_rows.dropped:
+        found.append(Caveat("host_events_dropped", _HOST_EVENTS_DROPPED, rank))
     if reading.second_list:
         message = "a second list of events stands behind the first and was not read: split the file"
         found.append(Caveat("second_event_list", message, rank))

@@ -1,0 +1,78 @@
+"""CPU operators, ranges and CUDA calls of a trace that may explain idle time: kept while memory allows, else dropped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import islice
+
+import numpy as np
+
+from ringprof.limits import MemoryLimitError
+from ringprof.trace.columns import Int8, Int32, Int64
+from ringprof.trace.host_events import Columns, rows_in_idle
+from ringprof.trace.kineto.event_list import Event
+from ringprof.trace.kineto.times import NOT_A_TIME, to_ns
+from ringprof.trace.memory import bytes_of_rows, bytes_of_text
+
+LONGEST_NAME = 200
+"""Characters kept of a host event's name."""
+
+
+class HostRows:
+    """Host events as columns, with names of their own: most events and names are not needed in the end."""
+
+    def __init__(self, take: Callable[[int], None]) -> None:
+        """``take`` counts bytes against the memory limit and raises `MemoryLimitError`; negative sizes give back."""
+        self.dropped = False
+        """Whether memory ran out, so that none are kept."""
+        self._take = take
+        self._held = 0
+        self._names: dict[str, int] = {}
+        self._chunks: list[tuple[Int64, Int64, Int32, Int64, Int8]] = []
+
+    def drop(self) -> bool:
+        """Forget all host events and give their memory back; False where there is none to give."""
+        held, self._held, self.dropped = self._held, 0, True
+        self._names, self._chunks = {}, []
+        if held:
+            self._take(-held)
+        return bool(held)
+
+    def keep(self, events: Sequence[Event], threads: Int64, categories: Int8) -> None:
+        """Add events with their threads and `HostEvents.category`; those without usable times are left out."""
+        if self.dropped or not events:
+            return
+        start, duration = to_ns([event.ts for event in events]), to_ns([event.dur for event in events])
+        known = len(self._names)
+        names = [self._names.setdefault((e.name or "")[:LONGEST_NAME], len(self._names)) for e in events]
+        added = islice(reversed(self._names), len(self._names) - known)
+        size = bytes_of_rows("host_events", len(events)) + sum(map(bytes_of_text, added))
+        self._held += size
+        try:
+            self._take(size)
+        except MemoryLimitError:
+            self.drop()
+            return
+        sound = (start != NOT_A_TIME) & (duration > 0)
+        columns = (start, np.where(sound, start + duration, 0), np.array(names, np.int32), threads, categories)
+        self._chunks.append(tuple(column[sound] for column in columns))  # type: ignore[arg-type]
+
+    def columns(
+        self, base_ns: int, activities: Columns, launches: Columns, number: Callable[[str], int]
+    ) -> dict[str, Int64]:
+        """Select the rows that explain idle time, sorted by start; ``number`` gives a name its place in the trace.
+
+        ``base_ns`` is added to all times, as it is to those of ``activities`` and ``launches``.
+        """
+        if not self._chunks:
+            return {}
+        start, end, name, thread, category = (np.concatenate(column) for column in zip(*self._chunks, strict=True))
+        order = np.argsort(start, kind="stable")
+        rows = {"start_ns": start + base_ns, "end_ns": end + base_ns, "name": name, "thread": thread}
+        rows = {key: column[order] for key, column in {**rows, "category": category}.items()}
+        chosen = rows_in_idle(rows, activities, launches)
+        rows = {key: column[chosen] for key, column in rows.items()}
+        texts = list(self._names)
+        used, place = np.unique(rows["name"], return_inverse=True)
+        rows["name"] = np.array([number(texts[at]) for at in used.tolist()], np.int32)[place.ravel()]
+        return rows
