@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from ringprof.analysis.attribution import Attribution
 from ringprof.analysis.findings.findings import findings_in_memory
-from ringprof.analysis.transfers.matching import match
 from ringprof.digits import percent
 from ringprof.errors import MissingExtraError, RingprofError, UsageError
 from ringprof.json_object import JsonObject
@@ -134,23 +133,9 @@ def look_figures(attribution: Attribution) -> JsonObject:
 
 def waited_for(attribution: Attribution) -> Counter[int]:
     """By rank: nanoseconds that transfers of others waited for it, the last of their partners to begin."""
-    found = match({rank.rank: [part.transfer for part in rank.splits] for rank in attribution.ranks})
-    waits = [part.wait_ns or 0 for rank in attribution.ranks for part in rank.splits]
-    offset = attribution.clocks.offset_ns
-    start = [one.start_ns + offset[one.rank] for one in found.transfers]
-    partners: dict[int, set[int]] = {}
-    pairs = [*zip(found.sender.tolist(), found.receiver.tolist(), strict=True)]
-    for a, b in pairs:
-        partners.setdefault(a, set()).add(b)
-        partners.setdefault(b, set()).add(a)
-    for call in (call for meeting in found.meetings for call in meeting.T.tolist()):
-        for one in call:
-            partners.setdefault(one, set()).update(call)
     blamed: Counter[int] = Counter()
-    for one, wait in enumerate(waits):
-        last = max(partners.get(one, ()), key=lambda other: start[other], default=one)
-        if wait and start[last] > start[one]:
-            blamed[found.transfers[last].rank] += wait
+    for rank in attribution.ranks:
+        blamed.update(rank.exposed.waited_for)
     return blamed
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import msgspec
@@ -22,10 +23,12 @@ from ringprof.analysis.timeline.cpu import (
     is_cpu_trace,
     marks_waiting,
 )
+from ringprof.analysis.timeline.idle import idle_causes
 from ringprof.analysis.timeline.kernels import RankKernel, rank_kernels
+from ringprof.analysis.timeline.launches import launch_statistics
 from ringprof.analysis.timeline.rows import OnDevice, timed_activities
 from ringprof.analysis.timeline.window import Focus, Window, find_window
-from ringprof.analysis.transfers.hops import Split, TimedHop, group_into_hops, hop_totals
+from ringprof.analysis.transfers.hops import PeerBlock, Split, TimedHop, group_into_hops, hop_totals, spans_of
 from ringprof.analysis.transfers.transfers import Transfer, transfers_of
 from ringprof.errors import TraceFormatError, UsageError
 from ringprof.trace.columns import NONE, Caveat, Int64, Trace
@@ -78,6 +81,7 @@ def explain(
         partial_window=_is_cut(window),
         breakdown=break_down(rows, background),
         iteration_ns=tuple(int(part.end_ns.max() - part.start_ns.min()) for part in window.by_iteration(rows)),
+        launches=launch_statistics(classified, rows),
     )
     # Hops are matched over the whole window: cut at times, the ranks would not count the same ones.
     transfers = transfers_of(classified, everything[trace.activities.device[everything] == device], rank)
@@ -165,8 +169,11 @@ def _device(classified: Classified, window: Window, activities: Int64, rank: int
 # --- with what the other ranks tell -------------------------------------------------------------------
 
 
-def with_splits(detail: Detail, splits: list[Split], rank: int) -> Detail:
-    """The detail with the rank's communication, and its hops, of those that begin in the chosen times."""
+def with_splits(detail: Detail, splits: list[Split], rank: int, blocks: Sequence[PeerBlock] = ()) -> Detail:
+    """Add the rank's communication and its hops, of those that begin in the chosen times.
+
+    ``blocks`` are the times in which the device ran nothing because of peers; each belongs to one hop.
+    """
     hops, between_ns = group_into_hops(splits, rank), detail.window.between_ns
     if between_ns:
         first, last = between_ns
@@ -179,25 +186,49 @@ def with_splits(detail: Detail, splits: list[Split], rank: int) -> Detail:
     place, start, end = np.array(pieces, np.int64).reshape(-1, 3).T
     exposed = np.zeros(len(hops), np.int64)
     np.add.at(exposed, place, end - start - intervals.covered_ns(computing, start, end))
-    finished = [
-        TimedHop(hop.parts, rank, number, ns)
-        for number, (hop, ns) in enumerate(zip(hops, exposed.tolist(), strict=True))
-    ]
-    return msgspec.structs.replace(detail, splits=tuple(splits), hops=tuple(finished))
+    blocked: dict[int, list[PeerBlock]] = defaultdict(list)
+    for block in blocks:
+        blocked[block.hop].append(block)
+    finished = []
+    for number, (hop, ns) in enumerate(zip(hops, exposed.tolist(), strict=True)):
+        mine = tuple(block for part in hop.parts for block in blocked.get(part.transfer.activity, ()))
+        finished.append(TimedHop(hop.parts, rank, number, ns + sum(block.time_ns for block in mine), mine))
+    return msgspec.structs.replace(detail, splits=tuple(splits), hops=tuple(finished), blocks=tuple(blocks))
 
 
-def with_communication(rank: Rank, detail: Detail) -> Rank:
-    """The rank's figures with those of its communication, which ``detail`` holds."""
-    exposed = rank.exposed
+def with_communication(rank: Rank, detail: Detail, waited_for: Mapping[int, int]) -> Rank:
+    """Add the figures of the rank's communication, which ``detail`` holds, and the causes of its idle time.
+
+    ``waited_for``: peer -> nanoseconds that kernels of the rank waited for it.
+    """
+    exposed, breakdown, idle = rank.exposed, rank.breakdown, None
     if not rank.on_cpu:
         found = exposure_of(detail, detail.rows())
-        wire_ns, wait_ns = intervals.length_ns(found.wire), intervals.length_ns(found.wait)
-        exposed = ExposedTime(wire_ns, wait_ns, found.wire_ns, found.by_group)
+        breakdown = breakdown.with_blocked(spans_of(detail.blocks))
+        idle = idle_causes(detail.idle_parts(), detail.classified.trace.names)
+        exposed = ExposedTime(
+            wire_ns=intervals.length_ns(found.wire),
+            wait_ns=intervals.length_ns(found.wait),
+            on_wire_ns=found.wire_ns,
+            by_group=found.by_group,
+            waited_for=_waited_for(waited_for, detail.blocks),
+        )
     sends = [message.peer for hop in detail.hops for part in hop.parts for message in part.transfer.sends]
     return replace(
         rank,
+        breakdown=breakdown,
+        idle=idle,
         hop_totals=hop_totals(detail.hops),
-        carried=carried_by(detail.splits),
+        carried=carried_by(detail.splits, detail.blocks),
         exposed=exposed,
         hop_peers=frozenset(sends),
     )
+
+
+def _waited_for(kernels: Mapping[int, int], blocks: Sequence[PeerBlock]) -> dict[int, int]:
+    """Peer -> waiting for it, of kernels and of the device without a kernel."""
+    times = defaultdict(int, kernels)
+    for block in blocks:
+        if block.part == "wait" and block.peer is not None:
+            times[block.peer] += block.time_ns
+    return dict(times)

@@ -1,7 +1,8 @@
 """Each exposed instant of one rank's window as wire, as waiting, or as not known.
 
 An instant of exposed communication is wire where any of the rank's communication is on the wire, else not known where
-some of it has no wait and wire, else waiting.
+some of it has no wait and wire, else waiting. Where nothing runs on the device because of a peer's copy-engine hop, the
+split of `ringprof.analysis.transfers.copy_waits` holds.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from ringprof.analysis.kinds.groups import name_of_group
 from ringprof.analysis.kinds.kinds import COMMUNICATION, COMPUTE, KINDS
 from ringprof.analysis.rank import Detail
 from ringprof.analysis.timeline.rows import TimedActivities
+from ringprof.analysis.transfers.hops import spans_of
 
 
 class Exposure(msgspec.Struct, frozen=True):
@@ -51,7 +53,12 @@ def exposure_of(detail: Detail, rows: TimedActivities) -> Exposure:
     rest = intervals.subtraction(everything, wire)
     unknown = intervals.intersection(rest, intervals.union(rows.start_ns[untimed], rows.end_ns[untimed]))
     waiting, by_group = intervals.subtraction(rest, unknown), _by_group(detail, rows, compute)
-    return Exposure(wire, waiting, unknown, intervals.length_ns(on_wire), by_group)
+    blocked = [spans_of(detail.blocks, part) for part in ("wire", "wait", "unsplit")]
+    wire, waiting, unknown = map(intervals.merged, (wire, waiting, unknown), blocked)
+    idle_ns = sum(map(intervals.length_ns, blocked))
+    if idle_ns:
+        by_group["copy_engine", ""] = by_group.get(("copy_engine", ""), 0) + idle_ns
+    return Exposure(wire, waiting, unknown, intervals.length_ns(intervals.merged(on_wire, blocked[0])), by_group)
 
 
 def _by_group(detail: Detail, rows: TimedActivities, compute: Spans) -> dict[tuple[str, str], int]:

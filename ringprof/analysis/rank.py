@@ -10,9 +10,11 @@ import msgspec
 
 from ringprof.analysis.kinds.classify import Classified
 from ringprof.analysis.timeline.breakdown import Breakdown, break_down
+from ringprof.analysis.timeline.idle import IdleCauses, IdleParts, idle_parts
+from ringprof.analysis.timeline.launches import LaunchStatistics
 from ringprof.analysis.timeline.rows import OnDevice, TimedActivities, timed_activities
 from ringprof.analysis.timeline.window import Window
-from ringprof.analysis.transfers.hops import HopTotals, Split, TimedHop, hop_totals, total
+from ringprof.analysis.transfers.hops import HopTotals, PeerBlock, Split, TimedHop, hop_totals, spans_of, total
 
 
 class Detail(msgspec.Struct, frozen=True, dict=True):
@@ -27,6 +29,8 @@ class Detail(msgspec.Struct, frozen=True, dict=True):
     splits: tuple[Split, ...] = ()
     """Its communication kernels, by start, with wait and wire."""
     hops: tuple[TimedHop, ...] = ()
+    blocks: tuple[PeerBlock, ...] = ()
+    """Times in which the device ran nothing because of a peer's copy-engine hop, by start."""
 
     def rows(self) -> TimedActivities:
         """The activities of the window on the device that is reported; made anew, since they are many."""
@@ -41,8 +45,14 @@ class Detail(msgspec.Struct, frozen=True, dict=True):
         """The breakdown of each marked iteration alone; one where nothing was marked."""
         if self.cpu_iterations:
             return self.cpu_iterations
-        device = OnDevice(self.classified, self.device)
-        return tuple(break_down(rows, device.background(rows)) for rows in self.window.by_iteration(self.rows()))
+        device, blocked = OnDevice(self.classified, self.device), spans_of(self.blocks)
+        parts = (break_down(rows, device.background(rows)) for rows in self.window.by_iteration(self.rows()))
+        return tuple(part.with_blocked(blocked) for part in parts)
+
+    def idle_parts(self) -> IdleParts:
+        """Split the idle time of the window by cause; not for CPU."""
+        rows = self.rows()
+        return idle_parts(self.classified, rows, self.background(rows), spans_of(self.blocks))
 
 
 class Carried(msgspec.Struct, frozen=True):
@@ -69,6 +79,8 @@ class ExposedTime(msgspec.Struct, frozen=True):
     """All time with something on the wire, hidden or not."""
     by_group: dict[tuple[str, str], int] = msgspec.field(default_factory=dict)
     """Exposed communication by kind and process group (empty where none is recorded); parts may run at once."""
+    waited_for: dict[int, int] = msgspec.field(default_factory=dict)
+    """Peer -> time that this rank's communication waited for it, hidden or not: for the last partner to begin."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +111,10 @@ class Rank:
     exposed: ExposedTime = field(default_factory=ExposedTime)
     hop_peers: frozenset[int] = frozenset()
     """Ranks that its hops send to."""
+    idle: IdleCauses | None = None
+    """What its idle time comes from; None on CPU."""
+    launches: LaunchStatistics | None = None
+    """How its activities were launched; None on CPU, and where no launch is recorded."""
     read_detail: Callable[[int], Detail] | None = field(default=None, repr=False, compare=False)
     """Finds the detail of a rank again: kept where there is room for all ranks', else made anew."""
 
@@ -133,21 +149,25 @@ def kept(detail: Detail) -> Callable[[int], Detail]:
     return lambda rank: detail
 
 
-def carried_by(splits: Sequence[Split]) -> tuple[Carried, ...]:
-    """The kernels by kind and link."""
+def carried_by(splits: Sequence[Split], blocks: Sequence[PeerBlock] = ()) -> tuple[Carried, ...]:
+    """Sum up communication kernels and copies by kind and link; ``blocks`` add what copies waited without a kernel."""
+    waited = sum(block.time_ns for block in blocks if block.part == "wait")
+    unknown = any(block.part == "unsplit" for block in blocks)
     groups: dict[tuple[str, str], list[Split]] = {}
     for part in splits:
         groups.setdefault((part.transfer.kind, part.link), []).append(part)
     rows = []
     for (kind, link), parts in groups.items():
-        timed = [part for part in parts if part.wire_ns is not None]
+        copied = kind == "copy_engine"
+        timed = [part for part in parts if part.wire_ns is not None and not (copied and unknown)]
         rows.append(
             Carried(
                 kind=kind,
                 link=link,
                 kernels=len(parts),
                 timed=len(timed),
-                wait_ns=sum(part.wait_ns or 0 for part in timed),
+                # All copies are within a host: there is one row of them.
+                wait_ns=sum(part.wait_ns or 0 for part in timed) + (waited if copied and timed else 0),
                 wire_ns=sum(part.wire_ns or 0 for part in timed),
                 sent_bytes=total([part.transfer.sent_bytes for part in timed]),
             )

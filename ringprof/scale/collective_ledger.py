@@ -25,6 +25,8 @@ class _Calls(msgspec.Struct):
     counts: dict[int, int] = msgspec.field(default_factory=dict)
     """Rank -> how many."""
     on_host: dict[int, Meetings] = msgspec.field(default_factory=dict)
+    last_on_host: dict[int, Int64] = msgspec.field(default_factory=dict)
+    """Host -> for each call the rank of the host that began it last."""
 
 
 class KnownCalls(msgspec.Struct, frozen=True):
@@ -32,6 +34,8 @@ class KnownCalls(msgspec.Struct, frozen=True):
 
     peers_ready_ns: Int64
     """The latest start over the group, on the common clock."""
+    last_rank: Int64
+    """The rank of that start."""
     clock_error_ns: dict[int, int]
     """Rank -> how far the clocks of the group's hosts may be off its own."""
 
@@ -51,7 +55,7 @@ class LedgerExtract(msgspec.Struct, frozen=True):
     def calls_of(self, group: Group, kind: str, rank: int, rows: Int64) -> AbsentPeers:
         found = self.calls[group, kind]
         assert isinstance(found, KnownCalls)
-        return AbsentPeers(rows, found.peers_ready_ns, found.clock_error_ns[rank])
+        return AbsentPeers(rows, found.peers_ready_ns, found.last_rank, found.clock_error_ns[rank])
 
 
 class CollectiveLedger:
@@ -79,7 +83,10 @@ class CollectiveLedger:
         others = known.on_host.get(host)
         if others is None:
             known.on_host[host] = moments
+            known.last_on_host[host] = np.full(len(moments.last_end), rank, np.int64)
         elif len(others.last_end) == len(moments.last_end):
+            later = moments.last_start > others.last_start
+            known.last_on_host[host] = np.where(later, rank, known.last_on_host[host])
             known.on_host[host] = Meetings(
                 np.maximum(others.last_start, moments.last_start),
                 np.minimum(others.first_end, moments.first_end),
@@ -105,10 +112,13 @@ class CollectiveLedger:
         if reason:
             return reason
         offset = {self._host[rank]: clocks.offset_ns[rank] for rank in calls.counts}
-        ready = np.max([moments.last_start + offset[host] for host, moments in calls.on_host.items()], axis=0)
+        starts = np.array([moments.last_start + offset[host] for host, moments in calls.on_host.items()])
+        latest = starts.argmax(axis=0)[None, :]
+        ready = np.take_along_axis(starts, latest, axis=0)[0]
+        last = np.take_along_axis(np.array([calls.last_on_host[host] for host in calls.on_host]), latest, axis=0)[0]
         here = [rank for rank in ranks if rank in calls.counts]
         if not clocks.several:
-            return KnownCalls(ready, dict.fromkeys(here, 0))
+            return KnownCalls(ready, last, dict.fromkeys(here, 0))
         between, number = clocks.residuals()
         hosts = sorted({number[clocks.host[rank]] for rank in calls.counts})
-        return KnownCalls(ready, {rank: int(between[number[clocks.host[rank]], hosts].max()) for rank in here})
+        return KnownCalls(ready, last, {rank: int(between[number[clocks.host[rank]], hosts].max()) for rank in here})

@@ -36,6 +36,8 @@ from ringprof.analysis.transfers.clocks import (
     hosts_in_order,
     one_clock,
 )
+from ringprof.analysis.transfers.copy_waits import peers_of_ranks, with_receivers
+from ringprof.analysis.transfers.hops import HostOfRank
 from ringprof.analysis.transfers.waiting import Best, LinkClass, better
 from ringprof.errors import InputError
 from ringprof.files import is_url
@@ -209,6 +211,7 @@ class _Pipeline(msgspec.Struct, dict=True):
         clocks = self.clocks or self._fit_clocks(tiles, ledger)
         if not self.in_memory:
             tiles = [msgspec.structs.replace(tile, absent=ledger.extract(tile.ranks, clocks)) for tile in tiles]
+        tiles = _with_copies(tiles, alone, self.context.hosts)
         ranks = [one.rank for one in alone.values()]
         best, unmatched, disagree = self._rates(tiles, clocks)
         usable, warnings = judge_matching(ranks, clocks, unmatched, 0, disagree=disagree)
@@ -329,6 +332,17 @@ class _Pipeline(msgspec.Struct, dict=True):
         exposed, ranks = self.told.setdefault(one.plan, ({}, set()))
         add_exposed(exposed, one.exposed)
         ranks.add(rank)
+
+
+def _with_copies(
+    tiles: Sequence[stages.Tile], alone: Mapping[int, stages.RankAlone], hosts: HostOfRank
+) -> list[stages.Tile]:
+    """The tiles, each with the hops by the copy engine that its ranks and their peers post."""
+    peers = peers_of_ranks(with_receivers({rank: one.copies for rank, one in alone.items() if one.copies}, hosts))
+    return [
+        msgspec.structs.replace(tile, copies={rank: peers[rank] for rank in tile.ranks if rank in peers})
+        for tile in tiles
+    ]
 
 
 def _around(ranks: Sequence[int], alone: Mapping[int, stages.RankAlone]) -> tuple[int, ...]:

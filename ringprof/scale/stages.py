@@ -25,10 +25,11 @@ from ringprof.analysis.timeline.kernels import RankKernel
 from ringprof.analysis.timeline.window import Focus
 from ringprof.analysis.transfers.by_ends import StreamCalls, unrecorded_calls
 from ringprof.analysis.transfers.clocks import Clocks, TrafficSummary, collect
+from ringprof.analysis.transfers.copy_waits import CopyHop, CopyPeers, blocked_on_peers, copy_hops
 from ringprof.analysis.transfers.from_run import fill_from_run
-from ringprof.analysis.transfers.hops import HostOfRank
+from ringprof.analysis.transfers.hops import HostOfRank, PeerBlock
 from ringprof.analysis.transfers.matching import Matches, match
-from ringprof.analysis.transfers.waiting import Best, LinkClass, Waiting
+from ringprof.analysis.transfers.waiting import Best, LinkClass, Waiting, waited_for
 from ringprof.errors import InputError
 from ringprof.files import is_url
 from ringprof.limits import Limits, MemoryBudget
@@ -60,7 +61,15 @@ class RunContext(msgspec.Struct, frozen=True):
     def detail(self, rank: int) -> Detail:
         """The detail of a rank whose transfers are split; for `ringprof.analysis.rank.Rank.read_detail`."""
         found = self.store.detail(rank)
-        return with_splits(self.detail_alone(rank), self.store.splits(rank), rank) if found is None else found
+        if found is not None:
+            return found
+        return with_splits(self.detail_alone(rank), self.store.splits(rank), rank, self.store.blocks(rank))
+
+    @property
+    def copies_hops(self) -> bool:
+        """Whether a run.json names hops by the copy engine."""
+        run = self.run()
+        return run is not None and run.strategy is not None and run.strategy.hops == "copy"
 
     def detail_alone(self, rank: int) -> Detail:
         """The same without its communication."""
@@ -113,6 +122,8 @@ class RankAlone(msgspec.Struct, frozen=True):
     """Collectives of which no record tells the group."""
     kernels: Sequence[RankKernel] = ()
     """What ran on its device by name, until it is added up."""
+    copies: tuple[CopyHop, ...] = ()
+    """Its hops by the copy engine."""
 
 
 def explain_alone(context: RunContext, rank: int) -> RankAlone:
@@ -133,6 +144,7 @@ def explain_alone(context: RunContext, rank: int) -> RankAlone:
         in_collectives=any(one.kind not in POINT_TO_POINT for one in transfers),
         unrecorded=tuple(unrecorded_calls(rank, transfers)),
         kernels=explained.kernels,
+        copies=() if explained.rank.on_cpu else copy_hops(explained.detail, rank, context.run()),
     )
 
 
@@ -147,6 +159,8 @@ class Tile(msgspec.Struct, frozen=True):
     """These and their neighbours and theirs."""
     absent: LedgerExtract | None = None
     """What ranks outside did in collectives; None where no rank is outside."""
+    copies: Mapping[int, CopyPeers] = {}
+    """For the ranks that post hops by the copy engine: their hops and those of their peers."""
 
 
 def _matched(store: RankStore, tile: Tile) -> Matches:
@@ -207,17 +221,29 @@ def split_tile(
 ) -> SplitTile:
     """Split the tile's transfers, keep them, and finish its ranks' figures; as `Waiting.split`."""
     store = context.store
-    by_rank, inconclusive = Waiting(_matched(store, tile), context.hosts, clocks).split(best, set(tile.ranks))
+    matches = _matched(store, tile)
+    by_rank, inconclusive = Waiting(matches, context.hosts, clocks).split(best, set(tile.ranks))
+    waits = waited_for(matches, clocks, by_rank)
     finished, surveyed = [], []
     for rank in ranks:
-        splits = by_rank[rank.rank]
-        detail = with_splits(context.detail_alone(rank.rank), splits, rank.rank)
+        splits, alone = by_rank[rank.rank], context.detail_alone(rank.rank)
+        blocks = _blocks(context, tile, rank, alone, clocks)
+        detail = with_splits(alone, splits, rank.rank, blocks)
         store.put_splits(rank.rank, splits)
+        store.put_blocks(rank.rank, blocks)
         store.keep_detail(rank.rank, detail)
-        finished.append(with_communication(rank, detail))
+        finished.append(with_communication(rank, detail, waits[rank.rank]))
         stays = store.detail(rank.rank) is not None
         surveyed.append(None if rank.on_cpu or stays else _survey(replace(rank, read_detail=kept(detail))))
     return SplitTile(finished, surveyed, inconclusive)
+
+
+def _blocks(context: RunContext, tile: Tile, rank: Rank, detail: Detail, clocks: Clocks) -> tuple[PeerBlock, ...]:
+    """The idle time that peers of the rank caused; none on CPU, and where its hops go by kernels."""
+    peers = tile.copies.get(rank.rank)
+    if rank.on_cpu or peers is None:
+        return ()
+    return blocked_on_peers(detail, peers, clocks.offset_ns, rank.rank, recorded=context.copies_hops)
 
 
 def _survey(rank: Rank) -> RankSurvey:

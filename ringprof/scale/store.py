@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from ringprof.analysis.rank import Detail
-from ringprof.analysis.transfers.hops import Split
+from ringprof.analysis.transfers.hops import PeerBlock, Split
 from ringprof.analysis.transfers.matching import Matches
 from ringprof.analysis.transfers.transfers import Message, Transfer
 from ringprof.trace.columns import Int64, Trace
@@ -28,6 +28,7 @@ class MemoryStore(msgspec.Struct, frozen=True):
     _details: dict[int, Detail] = msgspec.field(default_factory=dict)
     _transfers: dict[int, list[Transfer]] = msgspec.field(default_factory=dict)
     _splits: dict[int, list[Split]] = msgspec.field(default_factory=dict)
+    _blocks: dict[int, tuple[PeerBlock, ...]] = msgspec.field(default_factory=dict)
     _matches: list[Matches] = msgspec.field(default_factory=list)
 
     def trace(self, rank: int) -> Trace:
@@ -63,6 +64,14 @@ class MemoryStore(msgspec.Struct, frozen=True):
     def splits(self, rank: int) -> list[Split]:
         """What `put_splits` kept."""
         return self._splits[rank]
+
+    def put_blocks(self, rank: int, blocks: Sequence[PeerBlock]) -> None:
+        """Keep the times in which its device ran nothing because of peers."""
+        self._blocks[rank] = tuple(blocks)
+
+    def blocks(self, rank: int) -> tuple[PeerBlock, ...]:
+        """What `put_blocks` kept."""
+        return self._blocks[rank]
 
 
 # --- files: between processes of one run of this program, not for others ----------------------------------
@@ -163,6 +172,12 @@ class DiskStore(msgspec.Struct, frozen=True, weakref=True):
         ]
         rows = zip(self.transfers(rank), links, *columns, strict=True)
         return [Split(transfer, link, *times) for transfer, link, *times in rows]
+
+    def put_blocks(self, rank: int, blocks: Sequence[PeerBlock]) -> None:
+        self._path("blocks", rank).write_bytes(msgspec.msgpack.encode(blocks))
+
+    def blocks(self, rank: int) -> tuple[PeerBlock, ...]:
+        return msgspec.msgpack.decode(self._path("blocks", rank).read_bytes(), type=tuple[PeerBlock, ...])
 
     def _path(self, what: str, rank: int) -> Path:
         return Path(self.folder, f"{what}{rank}")

@@ -42,7 +42,7 @@ class RankSteps:
         number = np.full(len(detail.classified.trace.activities.start_ns), NONE, np.int64)
         for place, activities in enumerate(detail.window.iterations):
             number[activities] = place
-        exchanges = [Exchange(hop.parts) for hop in detail.hops]
+        exchanges: list[Exchange] = list(detail.hops)
         exchanges += [Exchange((p,)) for p in detail.splits if p.transfer.kind in ("all_gather", "reduce_scatter")]
         order, launched = launch_order(detail, self.rows, [[p.transfer.activity for p in e.parts] for e in exchanges])
         sequence = np.argsort(launched, kind="stable")

@@ -30,7 +30,7 @@ from ringprof.analysis.steps.plan import (
     survey,
 )
 from ringprof.analysis.timeline.rows import TimedActivities
-from ringprof.analysis.transfers.hops import Split, total
+from ringprof.analysis.transfers.hops import Exchange, total
 from ringprof.trace.columns import Int64
 
 NEGLIGIBLE = 50
@@ -247,18 +247,18 @@ def _block_ns(rows: TimedActivities, blocks: StepBlocks) -> Int64:
 
 
 def _carried(side: RankSteps, slots: Int64, count: int) -> list[dict[str, Any]]:
-    parts: list[list[Split]] = [[] for _ in range(count)]
-    hops = np.bincount(slots, minlength=count).tolist()
+    """The hops of each step: their number, the bytes that they send, and their waits and wires."""
+    exchanges: list[list[Exchange]] = [[] for _ in range(count)]
     for slot, exchange in zip(slots.tolist(), side.exchanges, strict=True):
-        parts[slot] += exchange.parts
+        exchanges[slot].append(exchange)
     return [
         {
-            "hops": number,
-            "bytes": total([part.transfer.sent_bytes for part in mine]),
-            "wait_ns": total([part.wait_ns for part in mine]),
-            "wire_ns": total([part.wire_ns for part in mine]),
+            "hops": len(mine),
+            "bytes": total([part.transfer.sent_bytes for exchange in mine for part in exchange.parts]),
+            "wait_ns": total([wait for exchange in mine for wait in exchange.waits_ns]),
+            "wire_ns": total([part.wire_ns for exchange in mine for part in exchange.parts]),
         }
-        for number, mine in zip(hops, parts, strict=True)
+        for mine in exchanges
     ]
 
 

@@ -48,6 +48,8 @@ class Breakdown(msgspec.Struct, frozen=True):
     communication beside it."""
     background_ns: int = 0
     """Where the window is a part of what ran: time in which the rest runs and nothing of the window counts."""
+    blocked_on_peer_ns: int = 0
+    """Of exposed communication: time in which nothing ran on the device because of a peer's copy-engine hop."""
     beside_ns: dict[str, int] = msgspec.field(default_factory=dict)
     """What is computed beside attention, by `COMPUTE_PARTS`, whose sum is the compute that is not attention."""
 
@@ -61,6 +63,17 @@ class Breakdown(msgspec.Struct, frozen=True):
     def wall_ns(self) -> int:
         """From the start of the first activity to the end of the last."""
         return self.end_ns - self.start_ns
+
+    def with_blocked(self, blocked: Spans) -> Breakdown:
+        """Count idle time that was blocked on a peer as exposed communication; ``blocked`` lies in idle stretches."""
+        edges = np.array([self.start_ns]), np.array([self.end_ns])
+        moved = int(intervals.covered_ns(blocked, *edges)[0])
+        return msgspec.structs.replace(
+            self,
+            exposed_comm_ns=self.exposed_comm_ns + moved,
+            idle_ns=self.idle_ns - moved,
+            blocked_on_peer_ns=self.blocked_on_peer_ns + moved,
+        )
 
     @property
     def overlap_ratio(self) -> float | None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
+import numpy as np
 
+from ringprof.analysis.intervals import Spans, union
 from ringprof.analysis.transfers.transfers import Transfer
 
 SAME_HOST, OTHER_HOST, UNKNOWN_LINK = "same_host", "other_host", "unknown"
@@ -29,6 +31,31 @@ class Split(msgspec.Struct, frozen=True, gc=False):
     wire_ns: int | None = None
 
 
+class PeerBlock(msgspec.Struct, frozen=True, gc=False):
+    """A time in which a device ran nothing because of a peer's copy-engine hop; times by the rank's own clock."""
+
+    start_ns: int
+    end_ns: int
+    part: str
+    """``wait``, ``wire``, or ``unsplit`` where the peer's trace is not there."""
+    peer: int | None
+    """The rank that is waited for, or that is at the other end of the wire."""
+    hop: int
+    """Index into the trace's activities of the first copy of the rank's own hop that it belongs to."""
+
+    @property
+    def time_ns(self) -> int:
+        """How long it lasts."""
+        return self.end_ns - self.start_ns
+
+
+def spans_of(blocks: Iterable[PeerBlock], *parts: str) -> Spans:
+    """Unite the times of the blocks of some parts (``wait``, ``wire``, ``unsplit``), or of all."""
+    chosen = [block for block in blocks if not parts or block.part in parts]
+    start, end = ([getattr(block, name) for block in chosen] for name in ("start_ns", "end_ns"))
+    return union(np.array(start, np.int64), np.array(end, np.int64))
+
+
 class Exchange(msgspec.Struct, frozen=True, gc=False):
     """What goes on at once: a hop, or one gather or scatter."""
 
@@ -42,6 +69,11 @@ class Exchange(msgspec.Struct, frozen=True, gc=False):
     def end_ns(self) -> int:
         return max([part.transfer.end_ns for part in self.parts])
 
+    @property
+    def waits_ns(self) -> list[int | None]:
+        """Every wait of it: of its kernels, and of the device while nothing ran; None for one that is not known."""
+        return [part.wait_ns for part in self.parts]
+
 
 class TimedHop(Exchange, frozen=True, gc=False):
     """One exchange with neighbours: one kernel, a send and a receive kernel launched one after the other, or the
@@ -51,7 +83,15 @@ class TimedHop(Exchange, frozen=True, gc=False):
     number: int
     """Place among the rank's hops, by start."""
     exposed_ns: int = 0
-    """Time of this hop with no computation beside it."""
+    """Time of this hop with no computation beside it, and of the device idling for its sake."""
+    blocks: tuple[PeerBlock, ...] = ()
+    """Times in which the device ran nothing because of the peers of this hop."""
+
+    @property
+    def waits_ns(self) -> list[int | None]:
+        """Every wait of it: of its kernels, and of the device while nothing ran; None for one that is not known."""
+        blocked = [{"wait": block.time_ns, "wire": 0}.get(block.part) for block in self.blocks]
+        return [*(part.wait_ns for part in self.parts), *blocked]
 
     @property
     def sent_to(self) -> tuple[int, ...]:
@@ -81,11 +121,14 @@ class TimedHop(Exchange, frozen=True, gc=False):
 
     @property
     def wait_ns(self) -> int | None:
-        """The rest of its kernels' time."""
+        """The rest of its kernels' time, and the time in which the device waited for its peers without a kernel."""
+        blocked = total(self.waits_ns[len(self.parts) :])
         if len(self.parts) == 1:
-            return self.parts[0].wait_ns
-        wire = self.wire_ns
-        return None if wire is None else _length(self.busy_ns()) - wire
+            own = self.parts[0].wait_ns
+        else:
+            wire = self.wire_ns
+            own = None if wire is None else _length(self.busy_ns()) - wire
+        return None if own is None or blocked is None else own + blocked
 
     @property
     def wire_gbps(self) -> float | None:

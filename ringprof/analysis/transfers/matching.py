@@ -75,6 +75,8 @@ class AbsentPeers(msgspec.Struct, frozen=True):
     rows: Int64
     peers_ready_ns: Int64
     """The latest start over the group, on the common clock."""
+    last_rank: Int64
+    """The rank of that start."""
     clock_error_ns: int
     """How far the clocks of the group's hosts may be off this rank's."""
 

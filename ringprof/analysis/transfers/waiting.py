@@ -8,7 +8,7 @@ A peer-to-peer copy does not start before its rank's peer is ready: all of it is
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -103,6 +103,48 @@ class Waiting:
                 part, inconclusive = Split(transfer, link, None), inconclusive + 1
             result[transfer.rank].append(part)
         return result, inconclusive
+
+
+def waited_for(matches: Matches, clocks: Clocks, splits: Mapping[int, Sequence[Split]]) -> dict[int, dict[int, int]]:
+    """For each rank of ``splits``: peer -> nanoseconds that its kernels waited for that peer.
+
+    The whole wait of a kernel is charged to the rank of its own partners that began last.
+    """
+    last = _last_partner(matches, clocks)
+    waits = {(part.transfer.rank, part.transfer.activity): part.wait_ns for parts in splits.values() for part in parts}
+    found: dict[int, dict[int, int]] = {rank: {} for rank in splits}
+    for transfer, peer in zip(matches.transfers, last.tolist(), strict=True):
+        wait = waits.get((transfer.rank, transfer.activity))
+        if wait and peer not in (transfer.rank, _NOBODY):
+            times = found[transfer.rank]
+            times[peer] = times.get(peer, 0) + wait
+    return found
+
+
+_NOBODY = -1
+
+
+def _last_partner(matches: Matches, clocks: Clocks) -> Int64:
+    """For each transfer the rank that began it last, itself where that is so; -1 where its partners are not known."""
+    rank = np.array([t.rank for t in matches.transfers], np.int64)
+    offset = np.array([clocks.offset_ns[t.rank] for t in matches.transfers], np.int64)
+    start = np.array([t.start_ns for t in matches.transfers], np.int64) + offset
+    latest, last = start.copy(), np.where(matches.matched(), rank, _NOBODY)
+    sender, receiver = matches.sender, matches.receiver
+    mine, other = np.concatenate((sender, receiver)), np.concatenate((receiver, sender))
+    # Of several assignments to one place the last stands: that of the partner which began last.
+    order = np.argsort(start[other], kind="stable")
+    mine, other = mine[order], other[order]
+    later = start[other] > start[mine]
+    last[mine[later]], latest[mine[later]] = rank[other[later]], start[other[later]]
+    for meeting in matches.meetings:
+        at = start[meeting].argmax(axis=0)
+        row = np.take_along_axis(meeting, at[None, :], axis=0)[0]
+        last[meeting] = np.where(start[row] > latest[meeting], rank[row], last[meeting])
+    for absent in matches.absent_peers:
+        later = absent.peers_ready_ns > latest[absent.rows]
+        last[absent.rows] = np.where(later, absent.last_rank, last[absent.rows])
+    return last
 
 
 def link_of(transfer: Transfer, hosts: HostOfRank) -> str:

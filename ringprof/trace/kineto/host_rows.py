@@ -1,4 +1,4 @@
-"""CPU operators, ranges and CUDA calls of a trace that may explain idle time: kept while memory allows, else dropped."""
+"""CPU operators, ranges and CUDA calls that may explain idle time: kept while memory allows, else dropped."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class HostRows:
             return
         sound = (start != NOT_A_TIME) & (duration > 0)
         columns = (start, np.where(sound, start + duration, 0), np.array(names, np.int32), threads, categories)
-        self._chunks.append(tuple(column[sound] for column in columns))  # type: ignore[arg-type]
+        self._chunks.append(tuple(column[sound] for column in columns))
 
     def columns(
         self, base_ns: int, activities: Columns, launches: Columns, number: Callable[[str], int]

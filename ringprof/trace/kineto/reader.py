@@ -217,8 +217,8 @@ _CUT_BEFORE_DEVICE = "the run used a GPU, and what is left of the file has nothi
 
 
 _HOST_EVENTS_DROPPED = (
-    "the trace has more CPU operators and CUDA calls than fit in memory: what the host did while the GPU was idle is not "
-    "named; raise the limit with --max-memory"
+    "the trace has more CPU operators and CUDA calls than fit in memory: what the host did while the GPU was idle is "
+    "not named; raise the limit with --max-memory"
 )
 
 
