@@ -71,6 +71,15 @@ class ExposedTime(msgspec.Struct, frozen=True):
     """Exposed communication by kind and process group (empty where none is recorded); parts may run at once."""
 
 
+class Moved(msgspec.Struct, frozen=True):
+    """Bytes that one rank's device moved in the window; None where the size of a message or copy is not recorded."""
+
+    sent_bytes: int | None = None
+    """That left the rank in communication."""
+    from_host_bytes: int | None = None
+    """Copied from the host's memory to the device."""
+
+
 @dataclass(frozen=True)
 class Rank:
     """One rank over all profiled iterations."""
@@ -99,6 +108,7 @@ class Rank:
     exposed: ExposedTime = field(default_factory=ExposedTime)
     hop_peers: frozenset[int] = frozenset()
     """Ranks that its hops send to."""
+    moved: Moved = field(default_factory=Moved)
     read_detail: Callable[[int], Detail] | None = field(default=None, repr=False, compare=False)
     """Finds the detail of a rank again: kept where there is room for all ranks', else made anew."""
 
