@@ -118,8 +118,8 @@ def _changes(found: Comparison, figures: Any) -> list[PageSection]:
     if found.changes is None:
         return []
     parts, steps, kernels = found.changes.parts, found.changes.steps, found.changes.kernels
-    table = _change_table("part", parts, WATERFALL_LABELS)
-    drawn = Content(figures.changes(parts, WATERFALL_LABELS), [table], merged_notice(found))
+    by_part = _change_table("part", parts, WATERFALL_LABELS)
+    drawn = Content(figures.changes(parts, WATERFALL_LABELS), [by_part], merged_notice(found))
     sections = [PageSection("changes", "What changed", MEANINGS["changes"], drawn)]
     timelines = _timelines(found, figures)
     if timelines is not None:
