@@ -30,7 +30,7 @@ class RankEvidence(msgspec.Struct, frozen=True):
 
     rank: int
     calls: Mapping[str, int]
-    """Computation calls by kind, as the kind is labelled."""
+    """Computation calls by kind, as the kind is labelled; in traces without any, all calls."""
     sent_bytes: int | None = None
     """None where the size of a message is not recorded."""
     from_host_bytes: int | None = None
@@ -47,6 +47,8 @@ class WorkEvidence(msgspec.Struct, frozen=True):
     """By rank."""
     kernels: Mapping[str, int] = msgspec.field(default_factory=dict)
     """Calls of each computation kernel by name, over all ranks; empty on CPU."""
+    computes: bool = True
+    """Whether the traces show any computation."""
 
 
 class WorkMatch(msgspec.Struct, frozen=True):
@@ -61,13 +63,15 @@ class WorkMatch(msgspec.Struct, frozen=True):
 
 
 def evidence_of(found: Findings, iterations: int) -> WorkEvidence | None:
-    """Collect what traces of this many iterations show of their work; None where they show no computation."""
+    """Collect what traces of this many iterations show of their work; None where they show no call."""
     from ringprof.analysis.kinds.kinds import COMPUTE, KIND  # here: logs are read without numpy
 
+    computes = any(kind in COMPUTE for rank in found.attribution.ranks for kind in rank.breakdown.kinds)
+    counted = COMPUTE if computes else KIND
     ranks = tuple(
         RankEvidence(
             rank.rank,
-            {KIND[kind].label: time.calls for kind, time in rank.breakdown.kinds.items() if kind in COMPUTE},
+            {KIND[kind].label: time.calls for kind, time in rank.breakdown.kinds.items() if kind in counted},
             rank.moved.sent_bytes,
             rank.moved.from_host_bytes,
         )
@@ -79,7 +83,7 @@ def evidence_of(found: Findings, iterations: int) -> WorkEvidence | None:
     for kernel in found.attribution.kernels:
         if kernel.kind in COMPUTE:
             kernels[kernel.name] = kernels.get(kernel.name, 0) + kernel.calls
-    return WorkEvidence(iterations, found.attribution.world_size, ranks, kernels)
+    return WorkEvidence(iterations, found.attribution.world_size, ranks, kernels, computes)
 
 
 def match_work(base: Entry, other: Entry, *, did_same_work: bool = False) -> WorkMatch:
@@ -148,11 +152,9 @@ def _moved(one: RankEvidence, two: RankEvidence) -> dict[str, tuple[int, int]]:
 def _in_common(base: WorkEvidence, other: WorkEvidence) -> str:
     """State what both traces show alike, and what they cannot show."""
     calls = sum(sum(rank.calls.values()) for rank in base.ranks)
-    what = "kernels" if base.kernels else "operators"
+    what = ("computation kernels" if base.kernels else "computation operators") if base.computes else "calls"
     ranks = f"{len(base.ranks)} ranks" if len(base.ranks) > 1 else "one rank"
-    shared = [
-        f"the same {_per_iteration(calls, base)} computation {what} per iteration on {ranks}, {_named(base, other)}"
-    ]
+    shared = [f"the same {_per_iteration(calls, base)} {what} per iteration on {ranks}, {_named(base, other)}"]
     moved = [_moved(one, two) for one, two in zip(base.ranks, other.ranks, strict=True)]
     for what, words in (("sends", "bytes sent"), ("copies from the host", "bytes copied from the host")):
         if all(what in rank for rank in moved) and any(sum(rank[what]) for rank in moved):

@@ -134,6 +134,23 @@ def test_workloads_that_both_state_decide_before_any_trace() -> None:
     assert match_work(base, replace(job(), settings={"seq": "2"})).text == "seq 2 against 1"
 
 
+def test_traces_without_computation_are_compared_by_all_their_calls() -> None:
+    def benchmark(hops: int) -> Entry:
+        builders = [Builder(rank=rank, world_size=2) for rank in (0, 1)]
+        for rank, builder in enumerate(builders):
+            for hop in range(hops):
+                builder.batch(100 + 900 * hop, 100 + 900 * hop, 200 + 900 * hop, to=1 - rank, source=1 - rank)
+        return entry_of_run("hops", findings_in_memory(attribute([builder.trace() for builder in builders])))
+
+    match = match_work(benchmark(3), benchmark(3))
+    assert match.same and match.text.startswith(
+        "the same 6 calls per iteration on 2 ranks, equal by kind, the same bytes"
+    )
+    differs = match_work(benchmark(3), benchmark(4))
+    assert differs.text == "rank 0 runs 4 calls of kind send/recv per iteration against 3"
+    assert not match_work(benchmark(3), job()).same
+
+
 def test_a_log_has_no_evidence() -> None:
     log = Entry("x.log:7", "log", {"seq": "8"})
     assert match_work(job(), log) == WorkMatch(same=False, by="nothing", text="job does not state its workload")
