@@ -330,8 +330,15 @@ class DeviceState(msgspec.Struct, frozen=True, kw_only=True):
     rated_sm_clock_mhz: Count | None = None
     """The highest that the GPU can run at."""
     power_w: float | None = None
+    highest_power_w: float | None = None
+    """The highest sample; None in runs of before this was recorded."""
     power_limit_w: float | None = None
+    instant_power: bool = False
+    """Whether power is that of the moment. Else it is what ``nvmlDeviceGetPowerUsage`` gives: on Ampere GPUs but GA100,
+    and on newer ones, the mean of the last second."""
     hottest_celsius: int | None = None
+    limit_celsius: int | None = None
+    """The highest temperature that the driver lets the GPU operate at before it slows the clock down."""
     held_back: dict[str, float] = {}
     """What the driver says limits the clock, such as ``power cap``, and in which share of the looks, 0..1. How far the
     clock fell is told by the clocks alone."""

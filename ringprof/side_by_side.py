@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -76,8 +77,8 @@ def compare(
     """Set runs, traces, printed tables and benchmark logs side by side, in any mix, against the first.
 
     A log stands for as many entries as it has rows; a list of sources for one entry: several recordings of one run.
-    ``reading``: how to read the paths; ``same_work``: set times and memory against each other though no source says
-    that the work was the same, as of traces from elsewhere.
+    ``reading``: how to read the paths. ``same_work``: compare times and memory though neither the stated workloads nor
+    the traces show that the work was the same.
 
     Raises `UsageError` for fewer than two entries, and what `load` raises.
     """
@@ -95,7 +96,7 @@ def compare(
     if len(entries) < 2:
         raise UsageError("a comparison needs two measurements or more: name another run, trace, table or log")
     found = comparison.compare_entries(entries, runs, did_same_work=same_work)
-    return SideBySide(found.entries, found.differing, found.figures, found.differences, found.runs)
+    return SideBySide(**{part.name: getattr(found, part.name) for part in dataclasses.fields(found)})
 
 
 def _loaded(source: Source, reading: LoadOptions) -> Analysis | TableAnalysis | BenchmarkLogs:

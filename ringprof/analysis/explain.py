@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -14,7 +15,7 @@ from ringprof.analysis.exposure import exposure_of
 from ringprof.analysis.kinds import groups
 from ringprof.analysis.kinds.classify import Classified, classify
 from ringprof.analysis.kinds.kinds import COMPUTE
-from ringprof.analysis.rank import Detail, ExposedTime, Rank, carried_by
+from ringprof.analysis.rank import Detail, ExposedTime, Moved, Rank, carried_by
 from ringprof.analysis.timeline.breakdown import break_down
 from ringprof.analysis.timeline.cpu import (
     blocked_by_channel,
@@ -28,10 +29,10 @@ from ringprof.analysis.timeline.kernels import RankKernel, rank_kernels
 from ringprof.analysis.timeline.launches import launch_statistics
 from ringprof.analysis.timeline.rows import OnDevice, timed_activities
 from ringprof.analysis.timeline.window import Focus, Window, find_window
-from ringprof.analysis.transfers.hops import PeerBlock, Split, TimedHop, group_into_hops, hop_totals, spans_of
+from ringprof.analysis.transfers.hops import PeerBlock, Split, TimedHop, group_into_hops, hop_totals, spans_of, total
 from ringprof.analysis.transfers.transfers import Transfer, transfers_of
 from ringprof.errors import TraceFormatError, UsageError
-from ringprof.trace.columns import NONE, Caveat, Int64, Trace
+from ringprof.trace.columns import MEMCPY, NONE, Caveat, Int64, Trace
 
 
 class Explained(msgspec.Struct, frozen=True):
@@ -70,6 +71,9 @@ def explain(
     device = _device(classified, window, everything, rank, warnings)
     rows = timed_activities(classified, everything, device, between_ns)
     background = OnDevice(classified, device).background(rows)
+    # Hops are matched over the whole window: cut at times, the ranks would not count the same ones.
+    on_device = everything[trace.activities.device[everything] == device]
+    transfers = transfers_of(classified, on_device, rank)
     explained = Rank(
         rank=rank,
         host=host,
@@ -82,11 +86,22 @@ def explain(
         breakdown=break_down(rows, background),
         iteration_ns=tuple(int(part.end_ns.max() - part.start_ns.min()) for part in window.by_iteration(rows)),
         launches=launch_statistics(classified, rows),
+        moved=Moved(total([transfer.sent_bytes for transfer in transfers]), _from_host_bytes(trace, on_device)),
     )
-    # Hops are matched over the whole window: cut at times, the ranks would not count the same ones.
-    transfers = transfers_of(classified, everything[trace.activities.device[everything] == device], rank)
     detail, kernels = Detail(classified, window, device), rank_kernels(rows, background, trace)
     return Explained(explained, detail, transfers, tuple(warnings), found, kernels)
+
+
+_FROM_HOST = re.compile("HtoD|H2D|HostToDevice", re.IGNORECASE)
+
+
+def _from_host_bytes(trace: Trace, activities: Int64) -> int | None:
+    """Sum the bytes copied from the host; None where the trace does not give the size of a copy."""
+    names = [number for number, name in enumerate(trace.names) if _FROM_HOST.search(name)]
+    columns = trace.activities
+    copies = (columns.category[activities] == MEMCPY) & np.isin(columns.name[activities], names)
+    sizes = columns.size_bytes[activities[copies]]
+    return None if np.any(sizes == NONE) else int(sizes.sum())
 
 
 def _classified(rank: int, trace: Trace, focus: Focus, warnings: list[Caveat]) -> tuple[Classified, bool]:

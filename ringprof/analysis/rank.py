@@ -83,6 +83,15 @@ class ExposedTime(msgspec.Struct, frozen=True):
     """Peer -> time that this rank's communication waited for it, hidden or not: for the last partner to begin."""
 
 
+class Moved(msgspec.Struct, frozen=True):
+    """Bytes that one rank's device moved in the window; None where the size of a message or copy is not recorded."""
+
+    sent_bytes: int | None = None
+    """That left the rank in communication."""
+    from_host_bytes: int | None = None
+    """Copied from the host's memory to the device."""
+
+
 @dataclass(frozen=True)
 class Rank:
     """One rank over all profiled iterations."""
@@ -115,6 +124,7 @@ class Rank:
     """What its idle time comes from; None on CPU."""
     launches: LaunchStatistics | None = None
     """How its activities were launched; None on CPU, and where no launch is recorded."""
+    moved: Moved = field(default_factory=Moved)
     read_detail: Callable[[int], Detail] | None = field(default=None, repr=False, compare=False)
     """Finds the detail of a rank again: kept where there is room for all ranks', else made anew."""
 

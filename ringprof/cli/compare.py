@@ -23,7 +23,7 @@ _FORMATS = {"json": shown.render_json, "csv": shown.render_csv, "markdown": show
 @to_file
 @click.option("--html", "page", type=click.Path(dir_okay=False), help="Also write the comparison as one HTML page.")
 @click.option("--same-work", is_flag=True,
-              help="Set times and memory against each other, too: you know that the work was the same.")  # fmt: skip
+              help="Compare times and memory, too: you know that all did the same work.")  # fmt: skip
 @gated("'tflops < 0.95 * base'")
 @reads_traces
 def command(
@@ -40,8 +40,9 @@ def command(
     """Set runs, traces, printed tables and benchmark logs side by side, in any mix, against the first.
 
     What differs in settings and hardware comes first. A difference that the repeated timings do not prove is called
-    noise; times of different work are not set against each other. With the word vs between them, what stands on each
-    side is several recordings of one run.
+    noise. Times and memory are compared only where the work is the same: where both sides state the same workload, or
+    where the traces show equal computation calls and bytes. With the word vs between them, what stands on each side is
+    several recordings of one run.
 
     \b
     ringprof compare traces/a traces/b

@@ -44,6 +44,7 @@ class DeviceWatch:
         self._nvml, self._handle = nvml, handle
         self._clocks: list[int] = []
         self._watts: list[float] = []
+        self._instant = True
         self._degrees: list[int] = []
         self._reasons: Counter[str] = Counter()
         self._looks = 0
@@ -53,10 +54,20 @@ class DeviceWatch:
         nvml, handle = self._nvml, self._handle
         self._looks += 1
         self._clocks += _told(lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM))
-        self._watts += _told(lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1e3)
+        self._watts += self._power_w()
         self._degrees += _told(lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU))
         masks = _told(lambda: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle))
         self._reasons.update(name for bit, name in _REASONS.items() for mask in masks if mask & bit)
+
+    def _power_w(self) -> list[float]:
+        """The power of the moment; if the driver does not tell it, in all samples what it calls the power usage."""
+        nvml, handle = self._nvml, self._handle
+        if self._instant:
+            if watts := _told(lambda: _field(nvml, handle, nvml.NVML_FI_DEV_POWER_INSTANT) / 1e3):
+                return watts
+            self._instant = False
+            self._watts.clear()
+        return _told(lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1e3)
 
     def state(self) -> DeviceState | None:
         """What all looks come to; None where there was none that told anything."""
@@ -65,14 +76,18 @@ class DeviceWatch:
         nvml, handle = self._nvml, self._handle
         rated = _told(lambda: nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_SM))
         limit = _told(lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1e3)
+        celsius = _told(lambda: nvml.nvmlDeviceGetTemperatureThreshold(handle, nvml.NVML_TEMPERATURE_THRESHOLD_GPU_MAX))
         return DeviceState(
             looks=self._looks,
             sm_clock_mhz=int(median(self._clocks)) if self._clocks else None,
             least_sm_clock_mhz=min(self._clocks, default=None),
             rated_sm_clock_mhz=rated[0] if rated else None,
             power_w=round(median(self._watts), 1) if self._watts else None,
+            highest_power_w=round(max(self._watts), 1) if self._watts else None,
             power_limit_w=limit[0] if limit else None,
+            instant_power=self._instant and bool(self._watts),
             hottest_celsius=max(self._degrees, default=None),
+            limit_celsius=celsius[0] if celsius else None,
             held_back={name: count / self._looks for name, count in sorted(self._reasons.items())},
         )
 
@@ -83,6 +98,14 @@ def _told(ask: Callable[[], Any]) -> list[Any]:
         return [ask()]
     except Exception:
         return []
+
+
+def _field(nvml: Any, handle: Any, field: int) -> int:
+    """One field value that NVML holds as an unsigned integer. Raises NVML's error where it has none."""
+    (value,) = nvml.nvmlDeviceGetFieldValues(handle, [field])
+    if value.nvmlReturn != nvml.NVML_SUCCESS:
+        raise nvml.NVMLError(value.nvmlReturn)
+    return int(value.value.uiVal)
 
 
 def nvml_handle(uuid: str) -> tuple[Any, Any] | None:

@@ -37,12 +37,14 @@ def _as_dict(comparison: Comparison) -> JsonObject:
                 },
                 "recordings": max(1, len(entry.created)),
                 "warnings": entry.warnings,
+                "work": work,
             }
-            for entry in comparison.entries
+            for entry, work in zip(comparison.entries, (None, *comparison.work), strict=True)
         ],
         "differing": comparison.differing,
         "differences": comparison.differences,
         "changes": comparison.changes,
+        "merged_parts": comparison.merged,
     }
 
 
@@ -70,11 +72,11 @@ def render_markdown(comparison: Comparison) -> str:
     names = _columns(comparison)
     entries = zip(names, comparison.entries, strict=True)
     rows = [["figure", *names], ["---", *["---:"] * len(names)]]
-    for figure in comparison.figures:
+    for figure in _shown(comparison):
         name, *cells = _figure_row(comparison, figure)
         rows.append([(WATERFALL_PREFIX if figure.startswith(WATERFALL_PREFIX) else "") + name, *map(str.strip, cells)])
     blocks = [
-        [f"**{clean(line, LONGEST_SENTENCE)}**  " for line in verdict_lines(comparison)],
+        [f"**{clean(line, LONGEST_SENTENCE)}**  " for line in (*work_notices(comparison), *verdict_lines(comparison))],
         [f"- {name}: {_code(entry.label)}" for name, entry in entries],
         [f"- {_code(name)}: {', '.join(_code(value or missing(name)) for value in values)}"
          for name, values in comparison.differing.items()],
@@ -94,7 +96,9 @@ def _ends(figure: Figure) -> tuple[float | None, float | None]:
 
 def render(comparison: Comparison, style: TextStyle) -> str:
     """For the terminal: settings that differ, then figures: a line a figure, or a line an entry where room is short."""
-    lines = [style.wrap(f"{name}: {clean(entry.label)} ({entry.source})")
+    notices = [clean(line, LONGEST_SENTENCE) for line in work_notices(comparison)]
+    lines = [*map(style.wrap, notices), ""] if notices else []
+    lines += [style.wrap(f"{name}: {clean(entry.label)} ({entry.source})")
              for name, entry in zip(_columns(comparison), comparison.entries, strict=True)]  # fmt: skip
     said = [*verdict_lines(comparison), *_warnings(comparison)]
     lines += ["", *map(style.wrap, said)] if said else []
@@ -102,14 +106,20 @@ def render(comparison: Comparison, style: TextStyle) -> str:
         rows = [[clean(name), *(clean(value or missing(name)) for value in values)]
                 for name, values in comparison.differing.items()]  # fmt: skip
         lines += ["", _either_way("what differs", rows, comparison, style)]
-    parts = [name for name in comparison.figures if name.startswith(WATERFALL_PREFIX)]
-    rows = [_figure_row(comparison, name) for name in comparison.figures if name not in parts]
-    lines += ["", _either_way("figures, of one iteration", rows, comparison, style)]
+    parts = [name for name in _shown(comparison) if name.startswith(WATERFALL_PREFIX)]
+    rows = [_figure_row(comparison, name) for name in _shown(comparison) if name not in parts]
+    if rows:
+        lines += ["", _either_way("figures, of one iteration", rows, comparison, style)]
     if parts:
         rows = [_figure_row(comparison, name) for name in parts]
         lines += ["", _either_way("waterfall: parts of the slowest rank's wall", rows, comparison, style)]
     lines += ["", *map(style.wrap, _legend(comparison))]
     return style.finish("\n".join(lines))
+
+
+def _shown(comparison: Comparison) -> list[str]:
+    """List the figures that are compared, or need not be."""
+    return [name for name in comparison.figures if name not in comparison.withheld]
 
 
 def _either_way(title: str, rows: list[list[str]], comparison: Comparison, style: TextStyle) -> str:
@@ -129,12 +139,42 @@ _TOLD_FIRST = (
     ("iteration_ms", ("slower", "faster")),
     ("profiled_iteration_ms", ("slower", "faster")),
     ("tflops", ("more TFLOP/s", "fewer TFLOP/s")),
+    ("wall_ms", ("mean wall longer", "mean wall shorter")),
 )
 """Figures that tell an entry slower or faster, the first that both have, with the words for more and less."""
 
 
+_MOST_NAMED = 4
+"""Entries that are named one by one."""
+
+
+def work_notices(comparison: Comparison) -> list[str]:
+    """State which entries' times are not compared with the base's, why, and what to do about it; at most two lines."""
+    apart: dict[bool, list[int]] = {True: [], False: []}
+    for index, match in enumerate(comparison.work, 1):
+        if not match.same:
+            apart[match.by == "settings"].append(index)
+    lines = []
+    for stated, indices in apart.items():
+        if indices:
+            first = comparison.work[indices[0] - 1].text
+            why = f"Different work ({first})" if stated else f"Work not known to be the same ({first})"
+            advice = "" if stated else " If it is the same, add --same-work."
+            of = f" of {_some(indices)}" if len(comparison.work) > 1 else ""
+            lines.append(f"{why}: times and memory{of} are not compared.{advice}")
+    return lines
+
+
+def _some(indices: Sequence[int]) -> str:
+    """Name a few entries, or count many."""
+    if len(indices) > _MOST_NAMED:
+        return f"{len(indices)} entries"
+    *first, last = map(str, indices)
+    return f"{', '.join(first)} and {last}" if first else last
+
+
 def verdict_lines(comparison: Comparison, names: Sequence[str] | None = None) -> list[str]:
-    """A line an entry: by how much it is slower or faster than the base, with the interval."""
+    """State per entry by how much it is slower or faster than the base, and on what evidence its work is the same."""
     lines = []
     for index, name in enumerate(names or _columns(comparison)):
         for figure, words in _TOLD_FIRST:
@@ -142,6 +182,9 @@ def verdict_lines(comparison: Comparison, names: Sequence[str] | None = None) ->
             if found is not None and found.ratio is not None:
                 lines.append(f"{name}: {_in_words(found, *words)}")
                 break
+        match = comparison.work[index - 1] if index and comparison.work else None
+        if match is not None and match.same and match.by == "traces":
+            lines.append(f"{name}: taken as the same work: {match.text}")
     why = comparison.changes.sentence() if comparison.changes else ""
     return [*lines, f"of the base's profiled wall: {why}"] if why else lines
 
@@ -207,6 +250,24 @@ def _legend(comparison: Comparison) -> list[str]:
     lines = ["beside each figure: its ratio to the base; + better, - worse, = the same; no sign: measured once"]
     if "noise" in seen:
         lines.append("~ noise: the measurements do not prove that there is a difference (95 % interval, rank test)")
-    if "not comparable" in seen:
-        lines.append("(work): not set against the base, as the work is not the same or not known to be (--same-work)")
+    if comparison.withheld:
+        count = len(comparison.withheld)
+        lines.append(f"figures left out, as they depend on the work: {count} (--format json has them)")
+    elif "not comparable" in seen:
+        lines.append("(work): not compared with the base, as the work is not the same or not known to be")
+    lines += merged_notice(comparison)
     return lines
+
+
+def merged_notice(comparison: Comparison) -> list[str]:
+    """Name the parts of the waterfall that are shown as one, as not every entry tells them apart."""
+    wholes = [
+        whole
+        for whole in dict.fromkeys(comparison.merged.values())
+        if f"{WATERFALL_PREFIX}{whole}_ms" in _shown(comparison)
+    ]
+    parts = [
+        f"{whole} holds {', '.join(part for part, into in comparison.merged.items() if into == whole)}"
+        for whole in wholes
+    ]
+    return [f"waterfall: {'; '.join(parts)}: not every entry tells these apart"] if parts else []

@@ -7,6 +7,7 @@ from html import escape
 
 from ringprof.analysis.findings.comparison import Comparison
 from ringprof.analysis.findings.findings import Findings
+from ringprof.report.comparison import work_notices
 from ringprof.report.page.document import Document, PageSection, PageTable
 from ringprof.report.page.html import render
 from ringprof.report.page.pages import figure_table
@@ -65,8 +66,9 @@ def findings_html(found: Findings) -> str:
 
 
 def comparison_html(found: Comparison) -> str:
-    """A row a figure, a column an entry, each with its ratio to the first."""
-    return f"<div>{_table(figure_table(found))}</div>"
+    """Show what is not compared and why, then a row per figure and a column per entry with its ratio to the first."""
+    notices = "".join(f"<p>{_text(line)}</p>" for line in work_notices(found))
+    return f"<div>{notices}{_table(figure_table(found))}</div>"
 
 
 def _text(value: str) -> str:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import io
 import json
 import re
 import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +19,7 @@ from ringprof import cli
 from ringprof.report.text import TextStyle
 from tests.loaded import analysis
 from tests.paths import ROOT
+from tests.renamed import with_gpu_named
 
 ZIGZAG, RING, BURST = (str(ROOT / "traces" / f"h200x4-{name}-262144") for name in ("zigzag", "ring", "burst"))
 TRACES = str(ROOT / "tests" / "data" / "h200x8-zigzag-131072")
@@ -91,8 +96,10 @@ def test_what_stands_against_an_entry_is_said(capsys, tmp_path):
 def test_any_mix(capsys):
     code, out, err = run(capsys, ZIGZAG, TRACES, TABLE, LOG)
     assert code == 0, err
-    for part in ("(run)", "(trace)", "(table)", "(log)", "(work)"):
+    for part in ("(run)", "(trace)", "(table)", "(log)"):
         assert part in out
+    assert out.startswith("Different work (seq 131072 against 262144): times and memory of ")
+    assert "(work)" not in out and re.search(r"^figures left out, as they depend on the work: \d+ ", out, re.MULTILINE)
     _, text, _ = run(capsys, ZIGZAG, TRACES, TABLE, LOG, "--format", "csv")
     rows = list(csv.DictReader(io.StringIO(text)))
     assert {row["source"] for row in rows} == {"run", "trace", "table", "log"}
@@ -221,9 +228,87 @@ def test_nine_runs_fit_80_columns_one_run_a_row(capsys, monkeypatch):
     assert sorted(figure.findall(narrow)) == sorted(figure.findall(wide))
 
 
-def test_traces_from_elsewhere_are_of_the_same_work_where_the_user_says_so(capsys):
-    traces = [f"{TRACES}/rank{rank}.json.gz" for rank in (0, 1)]
-    _, out, _ = run(capsys, *traces)
-    assert "(work)" in out and "(--same-work)" in out
-    code, out, _ = run(capsys, *traces, "--same-work")
-    assert code == 0 and "(work)" not in out
+def flat(out: str) -> str:
+    """What was printed without its line breaks."""
+    return " ".join(out.split())
+
+
+def changed(name: str, folder: Path, change: Callable[[list[dict[str, Any]]], None]) -> str:
+    """The folder of traces with the events of rank 3 changed."""
+    shutil.copytree(TRACES, folder / name)
+    path = folder / name / "rank3.json.gz"
+    trace = json.loads(gzip.decompress(path.read_bytes()))
+    change(trace["traceEvents"])
+    path.write_bytes(gzip.compress(json.dumps(trace).encode()))
+    return str(folder / name)
+
+
+def test_a_folder_of_traces_compared_with_itself_is_the_same_everywhere(capsys):
+    code, out, _ = run(capsys, TRACES, TRACES)
+    assert code == 0 and "(work)" not in out and "--same-work" not in out
+    assert "1: the same" in out.splitlines()
+    assert "1: taken as the same work: the same 808 computation kernels" in flat(out)
+    found = json.loads(run(capsys, TRACES, TRACES, "--format", "json")[1])
+    assert len(found["differences"]) >= 20
+    assert {(one["ratio"], one["verdict"]) for one in found["differences"]} == {(1.0, "same")}
+    assert found["entries"][0]["work"] is None
+    assert found["entries"][1]["work"]["same"] is True and found["entries"][1]["work"]["by"] == "traces"
+    # 8 kernels of flash forward, 24 backward, 7 merges, 52 elementwise, 7 casts and 3 permutations on each of 8 ranks.
+    assert "808 computation kernels" in found["entries"][1]["work"]["text"]
+    assert run(capsys, TRACES, TRACES, "--fail-if", "wall_ms > 1.0 * base")[0] == 0
+
+
+def test_an_autotuned_kernel_is_the_same_work_and_a_missing_one_is_not(capsys, tmp_path):
+    def rename(events):
+        for event in events:
+            if event.get("cat") == "kernel":
+                event["name"] = event["name"].replace("knob_7_64x128x128", "knob_9_128x128x128")
+
+    def drop(events):
+        events.remove(next(e for e in events if e.get("cat") == "kernel" and "flash_bprop" in e["name"]))
+
+    renamed, dropped = changed("renamed", tmp_path, rename), changed("dropped", tmp_path, drop)
+    _, out, _ = run(capsys, TRACES, renamed)
+    assert "equal by kind, 8 of them with other names, the same bytes sent; shapes and masks are not compared" in flat(
+        out
+    )
+    _, out, _ = run(capsys, TRACES, dropped)
+    assert flat(out).startswith(
+        "Work not known to be the same (rank 3 runs 23 calls of kind flash backward per iteration against 24): "
+        "times and memory are not compared. If it is the same, add --same-work."
+    )
+    assert "wall_ms" not in out and "exposed_comm %" in out and "(work)" not in out
+    assert "figures left out, as they depend on the work: 21 (--format json has them)" in flat(out)
+    code, out, _ = run(capsys, TRACES, dropped, "--same-work")
+    assert code == 0 and "wall_ms" in out and "Work not known" not in out
+    markdown = run(capsys, TRACES, dropped, "--format", "markdown")[1]
+    assert markdown.startswith("**Work not known to be the same (rank 3 ") and "wall_ms" not in markdown
+
+
+def test_another_sequence_length_is_not_taken_as_the_same_work(capsys, tmp_path):
+    """Runs of 64k and 256k tokens launch the same kernels; what they send tells them apart."""
+    folders = []
+    for tokens in (65536, 262144):
+        folder = tmp_path / str(tokens)
+        folder.mkdir()
+        for path in (ROOT / "traces" / f"h200x4-zigzag-{tokens}-copied").glob("rank*.json.gz"):
+            shutil.copy(path, folder)
+        folders.append(str(folder))
+    _, out, _ = run(capsys, *folders)
+    assert flat(out).startswith("Work not known to be the same (rank 0 sends 18.8 GB per iteration against 4.7 GB):")
+    code, _, err = run(capsys, *folders, "--fail-if", "wall_ms > 1.1 * base")
+    assert code == 2 and "--same-work" in err
+
+
+def test_a_condition_names_the_parts_that_both_runs_have(capsys, tmp_path):
+    known = ROOT / "traces" / "h200x4-zigzag-65536"
+    unknown = str(with_gpu_named(known, "NVIDIA RTX PRO 6000", tmp_path / "unknown"))
+    for pair in ((unknown, str(known)), (str(known), unknown)):
+        code, out, err = run(capsys, *pair, "--fail-if", "waterfall.attention_ms > 1.01 * base")
+        assert (code, err) == (0, "")
+        assert "1: the same" in out.splitlines() and "of the base's profiled wall" not in out
+        assert "waterfall: attention holds peak, kernel, repeated, slowdown: not every entry tells these apart" in flat(
+            out
+        )
+    code, _, err = run(capsys, unknown, str(known), "--fail-if", "waterfall.peak_ms > 1.01 * base")
+    assert code == 2 and "waterfall.peak_ms" in err

@@ -22,6 +22,9 @@ class Driver:
 
     NVML_CLOCK_SM = 1
     NVML_TEMPERATURE_GPU = 0
+    NVML_TEMPERATURE_THRESHOLD_GPU_MAX = 3
+    NVML_FI_DEV_POWER_INSTANT = 186
+    NVML_SUCCESS = 0
 
     def __init__(self, looks: list[tuple[int | None, int | None, int | None, int | None]]) -> None:
         self.looks, self.at, self.asked = looks, -1, threading.Event()
@@ -54,6 +57,9 @@ class Driver:
     def nvmlDeviceGetEnforcedPowerLimit(self, handle: str) -> int:
         return 700_000
 
+    def nvmlDeviceGetTemperatureThreshold(self, handle: str, which: int) -> int:
+        return {self.NVML_TEMPERATURE_THRESHOLD_GPU_MAX: 87}[which]
+
     def _told(self, column: int) -> int:
         value = self.looks[min(self.at, len(self.looks) - 1)][column]
         if value is None:
@@ -68,8 +74,40 @@ def test_median_extremes_and_what_held_it_back() -> None:
         watch.look()
     assert watch.state() == DeviceState(
         looks=3, sm_clock_mhz=1700, least_sm_clock_mhz=1500, rated_sm_clock_mhz=1980, power_w=690.5,
-        power_limit_w=700.0, hottest_celsius=64, held_back={"power cap": 2 / 3, "software thermal slow-down": 1 / 3},
+        highest_power_w=700.0, power_limit_w=700.0, instant_power=False, hottest_celsius=64, limit_celsius=87,
+        held_back={"power cap": 2 / 3, "software thermal slow-down": 1 / 3},
     )  # fmt: skip
+
+
+class InstantDriver(Driver):
+    """Tells the power of the moment, in mW, as a field that may fail; its power usage lags far behind."""
+
+    def __init__(self, instant: list[int | None]) -> None:
+        super().__init__([(1600, 250_000, 50, 0x4)])
+        self.instant = iter(instant)
+
+    def nvmlDeviceGetFieldValues(self, handle: str, fields: list[int]) -> list[Any]:
+        assert fields == [self.NVML_FI_DEV_POWER_INSTANT]
+        power = next(self.instant)
+        return [SimpleNamespace(nvmlReturn=3 if power is None else 0, value=SimpleNamespace(uiVal=power))]
+
+    def NVMLError(self, code: int) -> Exception:
+        return RuntimeError(code)
+
+
+@pytest.mark.parametrize(
+    ("told", "expected"),
+    [([690_000, 701_000, 650_000], (690.0, 701.0, True)), ([690_000, None], (250.0, 250.0, False))],
+)
+def test_power_is_that_of_the_moment_where_the_driver_tells_it(
+    told: list[int | None], expected: tuple[float, float, bool]
+) -> None:
+    watch = DeviceWatch(InstantDriver(told), "GPU-1234")
+    for _ in range(3):
+        watch.look()
+    state = watch.state()
+    assert state is not None
+    assert (state.power_w, state.highest_power_w, state.instant_power) == expected
 
 
 def test_what_the_driver_does_not_tell_is_none() -> None:
@@ -118,37 +156,121 @@ def state(**changes: Any) -> DeviceState:
     return DeviceState(**(known | changes))
 
 
+SECONDS = 10**9
+
+
 def test_gpus_at_their_highest_clock_are_a_line() -> None:
-    assert in_words({0: state(), 1: state(power_w=520.0, hottest_celsius=61)}) == [
-        "GPUs while they were timed: SM clock 1,980 of 1,980 MHz, 500 to 520 of 700 W, at most 61 °C"
+    assert in_words({0: state(), 1: state(power_w=520.0, hottest_celsius=61)}, 95 * SECONDS // 100) == [
+        "GPUs while they were timed (10 samples each in 0.95 s): SM clock 1,980 of 1,980 MHz, 500 to 520 of 700 W, "
+        "at most 61 °C"
     ]
 
 
+@pytest.mark.parametrize(
+    ("timed_ns", "shown"),
+    [(None, "(10 samples each)"), (23_160_000, "in 23 ms)"), (1_477_320_000, "in 1.5 s)"), (98 * SECONDS, "in 98 s)")],
+)
+def test_it_is_said_how_long_the_gpus_were_sampled(timed_ns: int | None, shown: str) -> None:
+    assert shown in in_words({0: state()}, timed_ns)[0]
+    assert "(9 to 10 samples each" in in_words({0: state(), 1: state(looks=9)}, timed_ns)[0]
+
+
 def test_what_held_gpus_back_and_which_is_slower_is_said() -> None:
-    held = {0: state(sm_clock_mhz=1800, held_back={"power cap": 0.9}), 1: state(sm_clock_mhz=1600)}
-    first, second, third = in_words(held)
+    held = {0: state(sm_clock_mhz=1800, power_w=690.0, held_back={"power cap": 0.9}), 1: state(sm_clock_mhz=1600)}
+    first, second, third, fourth = in_words(held)
     assert "SM clock 1,600 to 1,800 of 1,980 MHz" in first
-    # 1600 of 1980 MHz.
+    # 1800 and 1600 of 1980 MHz.
     assert second.startswith(
-        "held back by power cap (1 of 2 ranks, in 90 % of the samples): median SM clock up to 19.2 % below the highest;"
+        "held back by power cap (1 of 2 ranks, in 90 % of the samples): median SM clock up to 9.1 % below the highest;"
     )
-    assert third == "rank 1's clock is 11.1 % below rank 0's"
-    assert in_words({0: state(sm_clock_mhz=1800)})[1].startswith("held back by what is not told (1 of 1 ranks): ")
+    assert third == (
+        "the driver reports no limit (1 of 2 ranks): median SM clock up to 19.2 % below the highest, cause not certain"
+        "; rates are of these clocks"
+    )
+    assert fourth == "rank 1's clock is 11.1 % below rank 0's"
+
+
+CAPPED = {"power cap": 1.0}
+LAGS = "; NVML's power is a mean over 1 s on most GPUs since Ampere, and lags behind in a run this short"
+
+
+def test_a_power_cap_is_the_cause_only_where_the_power_was_near_its_limit() -> None:
+    """A run of 1.5 s whose driver reports a cap in every sample, at 256 to 259 of 700 W."""
+    ranks = {0: state(sm_clock_mhz=1650, power_w=256.0, held_back=CAPPED),
+             1: state(sm_clock_mhz=1650, power_w=259.0, held_back=CAPPED)}  # fmt: skip
+    said = (
+        "the driver reports power cap (2 of 2 ranks, in 100 % of the samples) while the sampled power was 256 to 259 "
+        "of 700 W: median SM clock up to 16.7 % below the highest, cause not certain; rates are of these clocks"
+    )
+    assert in_words(ranks, 15 * SECONDS // 10)[1:] == [said + LAGS]
+    # After 5 s a mean over 1 s is that of the run.
+    assert in_words(ranks, 5 * SECONDS)[1:] == [said]
+    instant = {0: state(sm_clock_mhz=1650, power_w=256.0, highest_power_w=300.0, instant_power=True, held_back=CAPPED)}
+    (line,) = in_words(instant, SECONDS)[1:]
+    assert "while the sampled power was at most 300 of 700 W: " in line and LAGS not in line
+
+
+@pytest.mark.parametrize(
+    ("sampled", "is_cause"),
+    [
+        ({"power_w": 665.0}, True),  # 95 % of 700 W
+        ({"power_w": 664.9}, False),
+        ({"power_w": 500.0, "highest_power_w": 690.0}, True),
+        ({"power_w": None}, False),
+        ({"power_w": 690.0, "power_limit_w": None}, False),
+    ],
+)
+def test_the_power_that_confirms_a_cap(sampled: dict[str, float | None], is_cause: bool) -> None:
+    line = in_words({0: state(sm_clock_mhz=1650, held_back=CAPPED, **sampled)})[1]
+    assert line.startswith("held back by power cap") is is_cause
+    assert line.startswith("the driver reports power cap") is not is_cause
+    if sampled["power_w"] is None:
+        assert " while the power is not known: " in line
+
+
+def test_heat_is_the_cause_only_where_the_gpu_was_near_its_limit() -> None:
+    heat = {"software thermal slow-down": 0.5}
+    hot = state(sm_clock_mhz=1650, hottest_celsius=86, limit_celsius=87, held_back=heat)
+    assert in_words({0: hot})[1].startswith("held back by software thermal slow-down (1 of 1 ranks, in 50 % of the")
+    cool = state(sm_clock_mhz=1650, hottest_celsius=56, limit_celsius=87, held_back=heat)
+    assert " while the GPU was at most at 56 of 87 °C: " in in_words({0: cool})[1]
+    unknown = state(sm_clock_mhz=1650, hottest_celsius=56, held_back=heat)
+    assert " while the GPU was at most at 56 °C, limit not known: " in in_words({0: unknown})[1]
+
+
+def test_a_limit_that_no_sample_can_contradict_is_the_cause_with_the_others_beside_it() -> None:
+    both = state(sm_clock_mhz=990, held_back={"hardware power brake": 1.0, "power cap": 0.5})
+    (line,) = in_words({0: both})[1:]
+    assert line.startswith("held back by hardware power brake (1 of 1 ranks, in 100 % of the samples): ")
+    assert line.endswith(
+        "; the driver also reports power cap (1 of 1 ranks, in 50 % of the samples) while the sampled power was 500 of "
+        "700 W"
+    )
 
 
 def test_a_limit_that_cost_no_clock_holds_nothing_back() -> None:
     # 1972 of 1980 MHz is 0.4 % below.
-    at_limit = state(sm_clock_mhz=1972, held_back={"power cap": 0.25})
+    at_limit = state(sm_clock_mhz=1972, power_w=690.0, held_back={"power cap": 0.25})
     assert in_words({0: state(), 1: at_limit})[1:] == [
         "the driver reports power cap (1 of 2 ranks, in 25 % of the samples), clock unaffected"
     ]
+    below = state(sm_clock_mhz=1972, power_w=207.0, held_back={"power cap": 0.25})
+    assert in_words({0: state(), 1: below})[1:] == [
+        "the driver reports power cap (1 of 2 ranks, in 25 % of the samples) while the sampled power was 207 of 700 W, "
+        "clock unaffected"
+    ]
     unknown = DeviceState(looks=4, power_w=700.0, held_back={"power cap": 1.0})
-    assert in_words({0: unknown})[1].endswith("(1 of 1 ranks, in 100 % of the samples), clock not known")
-    both = {0: state(sm_clock_mhz=1800, held_back={"power cap": 1.0}), 1: at_limit}
+    assert in_words({0: unknown})[1] == (
+        "the driver reports power cap (1 of 1 ranks, in 100 % of the samples) while the sampled power was 700 W, limit "
+        "not known, clock not known"
+    )
+    both = {0: state(sm_clock_mhz=1800, power_w=690.0, held_back={"power cap": 1.0}), 1: at_limit}
     assert [line.split(" (")[0] for line in in_words(both)[1:3]] == [
         "held back by power cap", "the driver reports power cap",
     ]  # fmt: skip
 
 
 def test_what_is_not_known_is_not_said() -> None:
-    assert in_words({0: DeviceState(looks=3, hottest_celsius=40)}) == ["GPUs while they were timed: at most 40 °C"]
+    assert in_words({0: DeviceState(looks=3, hottest_celsius=40)}) == [
+        "GPUs while they were timed (3 samples each): at most 40 °C"
+    ]

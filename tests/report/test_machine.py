@@ -33,7 +33,9 @@ def test_it_stands_before_the_verdict_and_in_the_page_and_the_data() -> None:
     traces = [builder.trace() for builder in ring([1000] * 4, [2000] * 4)]
     found = findings_in_memory(attribute(traces, run))
     blocks = render(found).split("\n\n")
-    assert blocks[1].splitlines()[0].startswith("GPUs while they were timed: SM clock 1,500 to 1,900 of 1,980 MHz")
+    assert (
+        blocks[1].splitlines()[0].startswith("GPUs while they were timed (9 samples each in 9 ms): SM clock 1,500 to")
+    )
     assert "rank 1's clock is 21.1 % below rank 0's" in blocks[1]
     report = as_json.as_dict(found, source="run", paths=["run.json"])
     assert [state and state["sm_clock_mhz"] for state in report["run"]["device_states"]] == [1900, 1500, None, None]
@@ -41,8 +43,8 @@ def test_it_stands_before_the_verdict_and_in_the_page_and_the_data() -> None:
     content = machine.html(found, NO_FIGURES)
     assert isinstance(content, Content)
     assert [[cell.text for cell in row] for row in content.tables[0].rows] == [
-        ["0", "1,900", "1,800", "1,980", "650", "700", "60", "power cap 33 %"],
-        ["1", "1,500", "1,400", "1,980", "-", "-", "-", "nothing"],
+        ["0", "9", "1,900", "1,800", "1,980", "650", "700", "60", "power cap 33 %"],
+        ["1", "9", "1,500", "1,400", "1,980", "-", "-", "-", "nothing"],
     ]
 
 

@@ -94,6 +94,8 @@ def pool(run: Analysis) -> np.ndarray[Any, np.dtype[np.float64]]:
     states = [state for state in (report["run"] or {}).get("device_states") or () if state]
     # How far a GPU's median clock is below the highest that it can.
     values += [1 - one["sm_clock_mhz"] / one["rated_sm_clock_mhz"] for one in states if one["rated_sm_clock_mhz"]]
+    # How long the GPUs were sampled.
+    values += [max(sum(times) for times in run.run.timings.iterations_ns)] if run.run and run.run.timings else []
     steps = [{**row, "step_ns": row["end_ns"] - row["start_ns"]} for row in report["steps"]]
     hops = run.hops()
     offsets = {int(rank): offset for rank, offset in report["summary"]["clocks"]["offsets_ns"].items()}

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ringprof.analysis.findings.findings import Findings
+from ringprof.analysis.findings.shared_parts import shared_parts
 from ringprof.analysis.findings.verdict import PASSES
 from ringprof.analysis.findings.waterfall import COMMUNICATION_PARTS, WATERFALL_LABELS
 
@@ -85,7 +86,8 @@ def changes_between(base: Findings, other: Findings) -> RunChanges:
         ]
         return tuple(sorted(rows, key=lambda row: -abs(row.share)))
 
-    return RunChanges(*(changed(of(base), of(other)) for of in (_parts, _steps, _kernels)))
+    parts = shared_parts([_parts(base), _parts(other)])
+    return RunChanges(changed(*parts), *(changed(of(base), of(other)) for of in (_steps, _kernels)))
 
 
 def _iterations(found: Findings) -> int:

@@ -1,8 +1,9 @@
 """Several measurements side by side: what differs in their settings, and which differences are more than noise.
 
 A figure that was repeated has an interval, and so has its ratio to another (`ringprof.analysis.findings.uncertainty`):
-a difference that the interval does not prove is called noise. Times and memory are set against each other only where
-the work is known to be the same; rates and shares always are.
+a difference that the interval does not prove is called noise. Times and memory are compared only where the work is the
+same (`ringprof.analysis.findings.same_work`); rates and shares always are. Parts of the waterfall are those that every
+entry tells apart.
 """
 
 from __future__ import annotations
@@ -15,18 +16,15 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from ringprof.analysis.findings.same_work import WorkEvidence, WorkMatch, match_work, same_evidence
+from ringprof.analysis.findings.shared_parts import merged_parts
+
 if TYPE_CHECKING:
     from ringprof.analysis.findings.changes import RunChanges
     from ringprof.analysis.findings.findings import Findings
 
 Recordings = Sequence[Sequence[float]]
 """One or several recordings of repeated measurements."""
-WORK = ("seq", "batch", "heads", "kv_heads", "head_dim", "causal", "dtype", "world_size", "passes")
-"""Settings that say how much work was done, and by how many."""
-_UNLESS_STATED = ("layers", "steps", "mask", "v_head_dim", "scores")
-"""Settings that say how often, by which mask, with which heads of v and what is done to scores; where they are not
-stated: once, causal or full, as those of q and k, and nothing."""
-
 FEWEST_TURNS = 4
 """Recordings of each from which it is surer to set those made in turns against each other one by one."""
 
@@ -69,6 +67,8 @@ class Entry(msgspec.Struct, frozen=True):
     """Figures that only conditions name: those of its report that are not among ``figures``."""
     created: tuple[str, ...] = ()
     """When each of its recordings was made, ISO 8601; empty where that is not known."""
+    evidence: WorkEvidence | None = None
+    """What its traces show of the work; None for a table or a log."""
 
     def values(self) -> dict[str, float]:
         """Every figure by name, for conditions."""
@@ -101,6 +101,10 @@ class Comparison:
     figures: tuple[str, ...]
     """Every figure that some entry has, in the order of their appearance."""
     differences: tuple[Difference, ...]
+    work: tuple[WorkMatch, ...] = ()
+    """Whether each entry after the base did the base's work, and what says so."""
+    merged: Mapping[str, str] = field(default_factory=dict)
+    """Parts of the waterfall that not every entry tells apart, with the part that holds each in all of them."""
     runs: tuple[Findings, ...] = field(default=(), repr=False, compare=False)
     """What two single runs or traces of the same work were found to be, for `changes`; else empty."""
 
@@ -110,6 +114,17 @@ class Comparison:
         from ringprof.analysis.findings.changes import changes_between  # here: logs are read without numpy
 
         return changes_between(*self.runs) if len(self.runs) == 2 else None
+
+    @cached_property
+    def withheld(self) -> tuple[str, ...]:
+        """Figures that depend on the work and are compared for no entry."""
+        if any(match.same for match in self.work):
+            return ()
+        return tuple(
+            name
+            for name in self.figures
+            if any(name in entry.figures and entry.figures[name].depends_on_work for entry in self.entries)
+        )
 
     def against_base(self, figure: str, entry: int) -> Difference | None:
         """How a figure of an entry differs from the base's; None for the base itself."""
@@ -143,6 +158,7 @@ def as_one(entries: Sequence[Entry]) -> Entry:
         others={name: median([entry.others[name] for entry in ordered]) for name in first.others
                 if all(name in entry.others for entry in ordered)},
         created=tuple(time for entry in ordered for time in entry.created),
+        evidence=first.evidence if all(same_evidence(first.evidence, entry.evidence) for entry in ordered) else None,
     )  # fmt: skip
 
 
@@ -161,11 +177,14 @@ def compare_entries(
     """
     if len(entries) < 2:
         raise ValueError("a comparison needs two measurements or more")
+    merged = merged_parts([_parts_of(entry) for entry in entries if _parts_of(entry)])
+    entries = [_with_merged_parts(entry, merged) for entry in entries]
+    work = tuple(match_work(entries[0], entry, did_same_work=did_same_work) for entry in entries[1:])
     names = dict.fromkeys(name for entry in entries for name in entry.settings)
     settings = {name: tuple(entry.settings.get(name) for entry in entries) for name in names}
     figures = tuple(dict.fromkeys(name for entry in entries for name in entry.figures))
     differences = [
-        _difference(name, index, entries[0], entry, did_same_work=did_same_work)
+        _difference(name, index, entries[0], entry, same_work=work[index - 1].same)
         for name in figures
         for index, entry in enumerate(entries)
         if index
@@ -175,15 +194,43 @@ def compare_entries(
         differing={name: values for name, values in settings.items() if len(set(values)) > 1},
         figures=figures,
         differences=tuple(differences),
-        runs=tuple(runs) if len(runs) == len(entries) == 2 and (did_same_work or same_work(*entries)) else (),
+        work=work,
+        merged=merged,
+        runs=tuple(runs) if len(runs) == len(entries) == 2 and work[0].same else (),
     )
 
 
-def same_work(one: Entry, other: Entry) -> bool:
-    """Whether both are known to have done the same work."""
-    if any(one.settings.get(name) != other.settings.get(name) for name in (*WORK, *_UNLESS_STATED)):
-        return False
-    return all(one.settings.get(name) is not None for name in WORK)
+def _parts_of(entry: Entry) -> set[str]:
+    """The parts of the entry's waterfall."""
+    return {
+        name.removeprefix(WATERFALL_PREFIX).removesuffix("_ms")
+        for name in entry.figures
+        if name.startswith(WATERFALL_PREFIX)
+    }
+
+
+def _with_merged_parts(entry: Entry, merged: Mapping[str, str]) -> Entry:
+    """Return the entry with each of the ``merged`` parts added to the part that holds it."""
+    names = {WATERFALL_PREFIX + part: WATERFALL_PREFIX + whole for part, whole in merged.items()}
+    figures: dict[str, Figure] = {}
+    for name, figure in entry.figures.items():
+        plain = name.removesuffix("_ms")
+        target = f"{names[plain]}_ms" if plain in names else name
+        figures[target] = _sum(figures[target], figure) if target in figures else figure
+    others: dict[str, float] = {}
+    for name, value in entry.others.items():
+        others[names.get(name, name)] = others.get(names.get(name, name), 0.0) + value
+    return msgspec.structs.replace(entry, figures=figures, others=others)
+
+
+def _sum(one: Figure, other: Figure) -> Figure:
+    """Add two parts of a waterfall, recording by recording."""
+    recordings = tuple(
+        tuple(a + b for a, b in zip(ones, others, strict=True))
+        for ones, others in zip(one.recordings, other.recordings, strict=True)
+    )
+    value = median(sum(recordings, ())) if recordings else one.value + other.value
+    return msgspec.structs.replace(one, value=value, recordings=recordings)
 
 
 def in_turns(one: Entry, other: Entry) -> bool:
@@ -194,15 +241,16 @@ def in_turns(one: Entry, other: Entry) -> bool:
     return count == len(other.created) >= FEWEST_TURNS and all(len(pair) == 2 for pair in pairs)
 
 
-def _difference(name: str, index: int, base: Entry, entry: Entry, *, did_same_work: bool) -> Difference:
+def _difference(name: str, index: int, base: Entry, entry: Entry, *, same_work: bool) -> Difference:
     mine, theirs = base.figures.get(name), entry.figures.get(name)
     if mine is None or theirs is None:
         return Difference(name, index, None, None, "missing")
-    if mine.depends_on_work and not (did_same_work or same_work(base, entry)):
+    if mine.depends_on_work and not same_work:
         return Difference(name, index, None, None, "not comparable")
     from ringprof.analysis.findings.uncertainty import differ, ratio_interval  # here: logs are read without numpy
 
-    ratio = theirs.value / mine.value if mine.value else None
+    # Equal figures have the ratio 1, zeros too.
+    ratio = 1.0 if theirs.value == mine.value else theirs.value / mine.value if mine.value else None
     repeated, turns = (mine.recordings, theirs.recordings), in_turns(base, entry)
     low, high = ratio_interval(*repeated, in_turns=turns) or (None, None)
     verdict = _verdict(mine, theirs, proved=None if low is None else differ(*repeated, in_turns=turns))

@@ -11,6 +11,7 @@ from ringprof.analysis.findings.comparison import WATERFALL_PREFIX, Entry, Figur
 from ringprof.analysis.findings.conditions import figures_of
 from ringprof.analysis.findings.controls import ControlFigures
 from ringprof.analysis.findings.findings import Findings
+from ringprof.analysis.findings.same_work import evidence_of
 from ringprof.analysis.findings.summary import Summary
 from ringprof.analysis.kinds.kinds import KINDS
 from ringprof.run import Controls, Run, Workload, slowest
@@ -53,6 +54,7 @@ def entry_of_run(label: str, found: Findings) -> Entry:
         warnings=warnings,
         others={name: value for name, value in figures_of(found).items() if name not in figures},
         created=(run.created,) if run is not None else (),
+        evidence=evidence_of(found, iterations),
     )
 
 

@@ -28,7 +28,10 @@ _MARK = re.compile(r"ProfilerStep#[0-9]+|ringprof::iteration\b.*|PyTorch Profile
 _CALLS = (
     (MEMORY_CALL, re.compile(r"Malloc|Free|Host(?:Alloc|Register|Unregister)|Mem(?:Create|Map|Unmap|Release|Alloc)")),
     (MEMORY_CALL, re.compile(r"MemAddress|MemSetAccess|MemPool|ArrayCreate|ArrayDestroy")),
-    (COMPILATION, re.compile(r"Capture(?!Status|Mode|Info)|Graph(?:Instantiate|ExecUpdate)|(?:Module|Library)Load|nvrtc")),
+    (
+        COMPILATION,
+        re.compile(r"Capture(?!Status|Mode|Info)|Graph(?:Instantiate|ExecUpdate)|(?:Module|Library)Load|nvrtc"),
+    ),
     (SYNCHRONISATION, re.compile(r"Synchronize")),
     # A query of how many blocks fit is made for the launch that follows, and loads its kernel as that would.
     (LAUNCH_CALL, re.compile(r"Launch|Memcpy|Memset|Occupancy")),

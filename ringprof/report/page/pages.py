@@ -14,7 +14,7 @@ from ringprof.analysis.findings.waterfall import WATERFALL_LABELS
 from ringprof.digits import percent
 from ringprof.errors import UsageError, nearest
 from ringprof.report import palette
-from ringprof.report.comparison import missing, verdict_lines
+from ringprof.report.comparison import merged_notice, missing, verdict_lines, work_notices
 from ringprof.report.page.document import Cell, Content, Document, PageContext, PageSection, PageTable, number, text
 from ringprof.report.page.html import drawing
 from ringprof.report.sections import SECTIONS
@@ -103,15 +103,14 @@ def comparison_document(found: Comparison) -> Document:
         values = _one("MiB", [entry.figures["peak_memory_mib"].value for entry in kept])
         bars = figures.stacked([entry.label for entry in kept], values, "MiB")
         sections.append(PageSection("memory", "Peak memory", MEANINGS["peak_memory"], Content(bars)))
-    every = Content(tables=[figure_table(found)])
+    every = Content(tables=[figure_table(found)], lines=merged_notice(found))
     sections.append(PageSection("figures", "Every figure", MEANINGS["comparison"], every))
     differing = Content(tables=[_settings_table(found)])
     sections.append(PageSection("differences", "What differs in settings", "", differing))
     warnings = [clean(f"{entry.label}: {text}") for entry in found.entries for text in entry.warnings]
     subtitle = " · ".join(f"{place or 'base'}: {clean(name)}" for place, name in enumerate(names))
-    return Document(
-        "Comparison", subtitle, [*warnings, *verdict_lines(found, [clean(name) for name in names])], [], sections
-    )
+    verdict = [*work_notices(found), *warnings, *verdict_lines(found, [clean(name) for name in names])]
+    return Document("Comparison", subtitle, [clean(line, LONGEST_SENTENCE) for line in verdict], [], sections)
 
 
 def _changes(found: Comparison, figures: Any) -> list[PageSection]:
@@ -119,7 +118,8 @@ def _changes(found: Comparison, figures: Any) -> list[PageSection]:
     if found.changes is None:
         return []
     parts, steps, kernels = found.changes.parts, found.changes.steps, found.changes.kernels
-    drawn = Content(figures.changes(parts, WATERFALL_LABELS), [_change_table("part", parts, WATERFALL_LABELS)])
+    by_part = _change_table("part", parts, WATERFALL_LABELS)
+    drawn = Content(figures.changes(parts, WATERFALL_LABELS), [by_part], merged_notice(found))
     sections = [PageSection("changes", "What changed", MEANINGS["changes"], drawn)]
     timelines = _timelines(found, figures)
     if timelines is not None:

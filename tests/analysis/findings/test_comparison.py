@@ -7,10 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from ringprof.analysis.findings.comparison import WORK, Entry, Figure, as_one, compare_entries, in_turns, same_work
+from ringprof.analysis.findings.comparison import Entry, Figure, as_one, compare_entries, in_turns
 from ringprof.analysis.findings.conditions import parse_condition
 from ringprof.analysis.findings.entries import entry_of_run, labels_of
 from ringprof.analysis.findings.findings import findings_in_memory
+from ringprof.analysis.findings.same_work import WORK, match_work
 from ringprof.benchmark_logs.rows import LogRow
 from ringprof.benchmark_logs.show import entry_of_row
 from ringprof.errors import UsageError
@@ -59,7 +60,7 @@ def test_times_are_set_against_each_other_only_for_the_same_work():
     found = compare_entries([entry("a", t=time), longer, unknown, entry("d", t=time)])
     assert [d.verdict for d in found.differences] == ["not comparable", "not comparable", "same"]
     assert found.differing["seq"] == ("1", "2", None, "1")
-    assert not same_work(unknown, unknown)
+    assert not match_work(unknown, unknown).same
 
 
 def test_a_figure_that_one_side_lacks_is_missing():
@@ -96,7 +97,7 @@ def test_a_setting_in_which_recordings_differ_shows_all_its_values():
     one = as_one(two)
     assert one.settings["torch"] == "1, 2"
     assert one.settings["seq"] == "1"
-    assert not same_work(one, as_one([replace(e, settings={**e.settings, "seq": e.label}) for e in two]))
+    assert not match_work(one, as_one([replace(e, settings={**e.settings, "seq": e.label}) for e in two])).same
 
 
 def test_recordings_made_in_turns_are_told_by_their_times():

@@ -1,0 +1,76 @@
+"""Waterfalls of runs that tell different parts apart, brought to the parts of all."""
+
+from __future__ import annotations
+
+import pytest
+
+import ringprof
+from ringprof.analysis.findings.comparison import Entry, Figure, as_one, compare_entries
+from ringprof.analysis.findings.shared_parts import merged_parts, shared_parts
+from ringprof.report.comparison import verdict_lines
+from tests.loaded import analysis
+from tests.paths import TRACES
+from tests.renamed import with_gpu_named
+
+WHOLE = {"peak": 50.0, "kernel": 40.0, "repeated": 3.0, "slowdown": -2.0, "exposed_wire": 9.0}
+
+
+@pytest.mark.parametrize(
+    ("other", "one_then", "other_then"),
+    [
+        (WHOLE, WHOLE, WHOLE),
+        # The peak is not known: nothing of the attention is told apart.
+        ({"attention": 90.0, "exposed_wire": 8.0}, {"attention": 91.0, "exposed_wire": 9.0}, None),
+        # No solo rate, then no count of the blocks either: the kernel's loss holds both.
+        ({"peak": 50.0, "kernel": 39.0, "repeated": 2.0, "exposed_wire": 9.0},
+         {"peak": 50.0, "kernel": 38.0, "repeated": 3.0, "exposed_wire": 9.0}, None),
+        ({"peak": 50.0, "kernel": 41.0, "exposed_wire": 9.0},
+         {"peak": 50.0, "kernel": 41.0, "exposed_wire": 9.0}, None),
+        # Wire, wait and imbalance are not told apart.
+        ({**WHOLE, "exposed_wire": 0.0, "exposed_unsplit": 9.0},
+         {"peak": 50.0, "kernel": 40.0, "repeated": 3.0, "slowdown": -2.0, "exposed_unsplit": 9.0},
+         {"peak": 50.0, "kernel": 40.0, "repeated": 3.0, "slowdown": -2.0, "exposed_unsplit": 9.0}),
+    ],
+)  # fmt: skip
+def test_parts_are_those_that_both_tell_apart(other, one_then, other_then):
+    assert shared_parts([WHOLE, other]) == [one_then, other if other_then is None else other_then]
+    assert shared_parts([other, WHOLE]) == [other if other_then is None else other_then, one_then]
+    for parts in shared_parts([WHOLE, other]):
+        assert sum(parts.values()) in (sum(WHOLE.values()), sum(other.values()))
+
+
+def test_only_parts_that_are_there_are_merged():
+    assert merged_parts([{"attention"}, {"attention", "launch_gaps"}]) == {}
+    assert merged_parts([{"attention"}, {"peak", "kernel"}]) == {"peak": "attention", "kernel": "attention"}
+
+
+def unknown_gpu(name: str, tmp_path) -> ringprof.Analysis:
+    """The same run, on a GPU whose peak nobody has published."""
+    return ringprof.load(with_gpu_named(TRACES / name, "NVIDIA RTX PRO 6000", tmp_path / "unknown"))
+
+
+def test_the_same_run_with_an_unknown_peak_has_not_changed(tmp_path):
+    known, unknown = analysis(TRACES / "h200x4-zigzag-65536"), unknown_gpu("h200x4-zigzag-65536", tmp_path)
+    for pair in ((known, unknown), (unknown, known)):
+        found = ringprof.compare(*pair)
+        assert verdict_lines(found) == ["1: the same"]
+        assert found.changes is not None
+        assert {part.what: part.share for part in found.changes.parts if part.share} == {}
+        assert {"waterfall.peak_ms", "waterfall.kernel_ms"}.isdisjoint(found.figures)
+        (attention,) = (one for one in found.differences if one.figure == "waterfall.attention_ms")
+        assert (attention.verdict, attention.ratio) == ("same", 1.0)
+        for entry in found.entries:
+            values = entry.values()
+            assert "waterfall.peak" not in values and "waterfall.attention" in values
+        assert found.merged == dict.fromkeys(("peak", "kernel", "repeated", "slowdown"), "attention")
+
+
+def test_recordings_are_merged_one_by_one():
+    def recorded(label, parts):
+        return Entry(label, "run", {}, {f"waterfall.{name}_ms": Figure(value, "ms") for name, value in parts.items()})
+
+    base = as_one([recorded("a", {"peak": 5.0, "kernel": 4.0}), recorded("b", {"peak": 5.0, "kernel": 6.0}),
+                   recorded("c", {"peak": 5.0, "kernel": 5.0})])  # fmt: skip
+    found = compare_entries([base, recorded("d", {"attention": 10.0})])
+    figure = found.entries[0].figures["waterfall.attention_ms"]
+    assert (figure.value, figure.recordings) == (10.0, ((9.0,), (11.0,), (10.0,)))
