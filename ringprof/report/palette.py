@@ -39,6 +39,7 @@ WATERFALL_COLOURS: dict[str, str] = {
     "merge_and_copies": PURPLE,
     "background": SKY,
     "launch_gaps": GREY,
+    "blocked": "#4D4D4D",
 }
 
 LINES = (BLUE, ORANGE, GREEN, VERMILION, PURPLE, SKY, GREY, UNSPLIT, YELLOW)

@@ -1,45 +1,78 @@
-"""What would shorten each part of this run's waterfall, in few words.
+"""What would shorten each part of a waterfall: one short sentence, chosen from the part, its cause and the program.
 
-Words follow from what was run: nobody is told to choose zigzag who has, or to record ranks that are there.
+Nobody is told to choose zigzag who has, to record ranks that are there, to capture hops by copy engine in a CUDA graph,
+or to merge less in a program that merges nothing.
 """
 
 from __future__ import annotations
 
+import re
+from collections import defaultdict
+from collections.abc import Mapping
 from itertools import pairwise
 from statistics import fmean
 
 from ringprof.analysis.attribution import Attribution
+from ringprof.analysis.findings.idle_words import host_cause, idle_of, remedy_of_blocked, remedy_of_host
 from ringprof.analysis.findings.summary import Communication, Summary
+from ringprof.analysis.kinds.kinds import COMPUTE_PARTS, MEMORY
 from ringprof.analysis.transfers.hops import OTHER_HOST
-from ringprof.digits import milliseconds, three_digits
+from ringprof.digits import milliseconds, percent, three_digits
 from ringprof.run import StrategyUsed
 
 UNBALANCED = 1.5
 """How many times longer one rank must compute than another, rising with the rank, to look like a causal mask."""
 SLOW_LINK = 3.0
 """A rank is at a slow link where its wire rate is this many times below the fastest rank's."""
+_WORTH = 0.02
+"""The least share of a rank's wall that is worth looking at."""
 _SAME_WORK = 1.02
 """How many times another's work is still the same."""
-_LONGER = "longer pieces a rank"
+_MORE_TOKENS = "more tokens per rank"
+LATE = 0.2
+"""A rank is named where at least this share of all waiting is for it."""
 
 
 def remedies_of(attribution: Attribution, summary: Summary) -> dict[str, str]:
-    """For parts of a waterfall; nothing for those that nothing is known to shorten."""
-    used = _strategy(attribution)
+    """Name for each part of a waterfall what would shorten it in this program; parts without a remedy are left out."""
     found = {
-        "kernel": f"another kernel (ringprof kernels), {_LONGER}",
-        "attention": f"a faster kernel, {_LONGER}",
+        "kernel": f"another kernel (ringprof kernels){_longer(attribution)}",
+        "attention": f"a faster attention kernel{_longer(attribution)}",
         "repeated": "a strategy that computes nothing twice",
-        "slowdown": "" if used and used.hops == "copy" else "--hops copy, fewer channels of NCCL",
+        "slowdown": _slowdown(attribution),
         "imbalance": _imbalance(attribution),
         "exposed_wire": _wire(attribution, longest_on_wire(summary)),
         "peer_wait": _wait(attribution, summary),
         "exposed_unsplit": _unsplit(attribution),
-        "other_groups": "other groups' work beside this one's",
-        "merge_and_copies": f"fewer merges, {_LONGER}",
-        "launch_gaps": _gaps(attribution),
+        "other_groups": "other groups' communication beside computation",
+        "merge_and_copies": _copies(attribution, summary),
+        "launch_gaps": _not_launched(attribution),
+        "blocked": "" if attribution.on_cpu else remedy_of_blocked(attribution),
     }
     return {part: words for part, words in found.items() if words}
+
+
+def has_hops(attribution: Attribution) -> bool:
+    """Whether the program passes pieces of a sequence around: a recorded strategy, or ranks with send/recv hops."""
+    return _strategy(attribution) is not None or any(rank.hop_totals.count for rank in attribution.ranks)
+
+
+def _longer(attribution: Attribution) -> str:
+    return f", {_MORE_TOKENS}" if has_hops(attribution) else ""
+
+
+def _slowdown(attribution: Attribution) -> str:
+    used = _strategy(attribution)
+    if used is None or used.hops == "copy":
+        return ""
+    return f"{_copy_hops(attribution, before=', ')}fewer NCCL channels"
+
+
+def _copy_hops(attribution: Attribution, *, before: str) -> str:
+    """The option that has copy engines carry the hops, where that is possible: on GPUs of one host, recorded here."""
+    run = attribution.run
+    possible = run is not None and run.timings is not None and len(set(run.topology.hosts)) == 1
+    return f"--hops copy{before}" if possible and not attribution.on_cpu else ""
 
 
 def known_contiguous(attribution: Attribution) -> bool:
@@ -108,7 +141,7 @@ def _imbalance(attribution: Attribution) -> str:
         return "another layout (ringprof balance compares them)"
     flops = run.block_flops() if run else None
     if flops and max(flops.values()) <= _SAME_WORK * min(flops.values()):
-        return "look at the GPUs' clocks (same work, other speed)"
+        return "look at the GPUs' clocks (same work, other speed)" if not attribution.on_cpu else ""
     return "the same work for every rank"
 
 
@@ -120,13 +153,13 @@ def _wire(attribution: Attribution, row: Communication | None) -> str:
         return "zigzag, burst or usp (hops beside blocks)"
     if row is not None and row.link == OTHER_HOST:
         return _between_hosts(used)
-    carried = [] if used.hops == "copy" else ["--hops copy"]
-    return ", ".join([*carried, _fewer_bytes(used), _LONGER])
+    carried = "" if used.hops == "copy" else _copy_hops(attribution, before=", ")
+    return f"{carried}{_fewer_bytes(used)}, {_MORE_TOKENS}"
 
 
 def _between_hosts(used: StrategyUsed) -> str:
     if used.name in ("double-ring", "usp") or used.params.get("double_ring"):
-        return f"faster links, {_fewer_bytes(used)}, {_LONGER}"
+        return f"faster links, {_fewer_bytes(used)}, {_MORE_TOKENS}"
     return "double-ring, burst or usp (less between hosts)"
 
 
@@ -134,29 +167,97 @@ def _fewer_bytes(used: StrategyUsed) -> str:
     return "-p grad_wire=input" if used.params.get("grad_wire") in ("exact", "fp32") else "fewer bytes"
 
 
+def waiting_caused(attribution: Attribution) -> dict[int, float]:
+    """Rank -> share of all ranks' waiting that is for it, the largest first."""
+    times: dict[int, int] = defaultdict(int)
+    for rank in attribution.ranks:
+        for peer, time in rank.exposed.waited_for.items():
+            times[peer] += time
+    whole = sum(times.values())
+    return {rank: times[rank] / whole for rank in sorted(times, key=lambda one: (-times[one], one)) if times[rank]}
+
+
+def late_ranks(attribution: Attribution) -> dict[int, float]:
+    """The ranks that others wait for most: those above `LATE` of all waiting, or the first where none is."""
+    shares = waiting_caused(attribution)
+    late = {rank: share for rank, share in shares.items() if share >= LATE}
+    return late or dict(list(shares.items())[:1])
+
+
 def _wait(attribution: Attribution, summary: Summary) -> str:
     if slow_between_hosts(summary) or slow_senders(attribution):
         # Who waits, waits for hops, not for computation.
         used = _strategy(attribution)
         return _wire(attribution, longest_on_wire(summary)) if used else "faster links, fewer bytes over the slow ones"
-    waits = {rank.rank: rank.hop_totals.wait_ns for rank in attribution.ranks if rank.hop_totals.wait_ns is not None}
-    late = f"rank {min(waits, key=lambda rank: waits[rank])}" if len(waits) > 1 else "the late rank"
-    return f"find what holds {late} up (--steps)"
+    late = late_ranks(attribution)
+    if not late:
+        return ""
+    named = [f"rank {rank} ({percent(share, 0)} of all waiting is for it)" for rank, share in late.items()]
+    return f"find what makes {' and '.join(named)} late{_idle_of_late(attribution, late)}"
+
+
+def _idle_of_late(attribution: Attribution, late: Mapping[int, float]) -> str:
+    """How long the late ranks idle themselves, where that is worth looking at."""
+    idle = {
+        rank.rank: rank.breakdown.idle_ns
+        for rank in attribution.ranks
+        if rank.rank in late and rank.breakdown.idle_ns >= _WORTH * rank.breakdown.wall_ns
+    }
+    if not idle:
+        return ""
+    return ": " + ", ".join(f"rank {rank} idles {milliseconds(time)}" for rank, time in idle.items()) + " (--idle)"
 
 
 def _unsplit(attribution: Attribution) -> str:
     if not attribution.on_cpu:
-        return "record all ranks to tell wire from wait"
+        missing = attribution.world_size > len(attribution.ranks)
+        return "record all ranks to tell wire from wait" if missing else ""
     used, run = _strategy(attribution), attribution.run
     if used and run and len(set(run.topology.hosts)) > 1:
         return _between_hosts(used)
-    return "faster links, fewer bytes"
+    return ""
 
 
-def _gaps(attribution: Attribution) -> str:
-    used = _strategy(attribution)
+def _copies(attribution: Attribution, summary: Summary) -> str:
+    """Against the kind that takes longest of merges, permutations and memory operations outside attention."""
+    rows = [row for row in summary.kinds if row.kind in (*COMPUTE_PARTS["merge_and_copies"], *MEMORY)]
+    if not rows:
+        return ""
+    return {
+        "merge": f"fewer merges{_longer(attribution)}",
+        "permute": "fewer permutations and copies on the GPU",
+        "memset": "fewer memory sets",
+        "memcpy": _memory_copies(attribution),
+    }[rows[0].kind]
+
+
+def _memory_copies(attribution: Attribution) -> str:
+    """Against the direction of copies that takes longest."""
+    times: dict[str, int] = defaultdict(int)
+    for kernel in attribution.kernels:
+        if kernel.kind == "memcpy":
+            host = "host" if _WITH_HOST.search(kernel.name) else "device"
+            times["pageable" if "ageable" in kernel.name else host] += kernel.time_ns
+    longest = max(times, key=lambda one: times[one], default="device")
+    return {
+        "pageable": "pinned memory and non_blocking copies, fewer copies from and to the host",
+        "host": "fewer copies from and to the host, from pinned memory and beside computation",
+        "device": "fewer copies on the GPU",
+    }[longest]
+
+
+_WITH_HOST = re.compile(r"HtoD|DtoH|Host")
+
+
+def _not_launched(attribution: Attribution) -> str:
+    used, run = _strategy(attribution), attribution.run
     if attribution.on_cpu:
-        return _LONGER
-    if used is None or used.cuda_graph:
-        return "fewer and longer kernels" if used else "CUDA graphs, fewer and longer kernels"
-    return f"--cuda-graph, {_LONGER}"
+        return _MORE_TOKENS if used else ""
+    if used is None or run is None or run.timings is None:
+        short = "CUDA graphs or torch.compile, fewer and longer kernels"
+    elif used.cuda_graph or used.hops == "copy":
+        # Hops by copy engine refuse to be captured.
+        short = f"{_MORE_TOKENS}, fewer and longer kernels"
+    else:
+        short = f"--cuda-graph, {_MORE_TOKENS}"
+    return remedy_of_host(host_cause(idle_of(attribution)), short)

@@ -13,16 +13,19 @@ from typing import Protocol
 import msgspec
 
 from ringprof.analysis.attribution import Attribution
+from ringprof.analysis.findings.idle_words import blocked_in_words as idle_blocked_in_words
+from ringprof.analysis.findings.idle_words import not_launched_in_words
 from ringprof.analysis.findings.remedies import (
     UNBALANCED,
     known_contiguous,
+    late_ranks,
     longest_on_wire,
     rate_to_hide,
     rises_with_rank,
     slow_between_hosts,
     slow_senders,
 )
-from ringprof.analysis.findings.summary import Summary
+from ringprof.analysis.findings.summary import KindRow, Summary
 from ringprof.analysis.findings.verdict_words import (
     blocked_in_words,
     computation_in_words,
@@ -30,7 +33,13 @@ from ringprof.analysis.findings.verdict_words import (
     is_attention,
     missing_in_words,
 )
-from ringprof.analysis.findings.waterfall import ATTENTION_PARTS, WATERFALL_LABELS, Waterfall
+from ringprof.analysis.findings.waterfall import (
+    ATTENTION_PARTS,
+    IDLE_PARTS,
+    WATERFALL_LABELS,
+    Waterfall,
+    WaterfallPart,
+)
 from ringprof.analysis.kinds.kinds import COMPUTE_PARTS, KIND, MEMORY, in_a_sentence
 from ringprof.analysis.rank import Rank
 from ringprof.analysis.steps.steps import ExposedBySteps
@@ -115,7 +124,7 @@ def _cause(found: Facts) -> str:
         return _beside(found, share, largest)
     return {
         "imbalance": _imbalance, "exposed_wire": _wire, "peer_wait": _wait, "exposed_unsplit": _unsplit,
-        "launch_gaps": _gaps,
+        "launch_gaps": _not_launched, "blocked": _blocked,
     }[largest](found, share)  # fmt: skip
 
 
@@ -123,10 +132,12 @@ def _computation(found: Facts) -> str:
     """Of a step that is more than attention: what computes longest, after gaps that are longer than it."""
     said = computation_in_words(found.attribution, found.summary)
     parts = found.waterfall
-    longest = max(map(parts.of, ("launch_gaps", *COMPUTE_PARTS, *ATTENTION_PARTS)))
-    gaps = _of_time(found, parts.of("launch_gaps"))
-    if gaps >= WORTH_NAMING and parts.of("launch_gaps") == longest:
-        return f"{_gaps(found, gaps).removesuffix('.')}; {said}." if said else _gaps(found, gaps)
+    longest = max(map(parts.of, (*IDLE_PARTS, *COMPUTE_PARTS, *ATTENTION_PARTS)))
+    idle = max(IDLE_PARTS, key=parts.of)
+    share = _of_time(found, parts.of(idle))
+    if share >= WORTH_NAMING and parts.of(idle) == longest:
+        why = (_not_launched if idle == "launch_gaps" else _blocked)(found, share)
+        return f"{why.removesuffix('.')}; {said}." if said else why
     return f"{said[:1].upper()}{said[1:]}." if said else ""
 
 
@@ -253,11 +264,11 @@ def _wait(found: Facts, share: float) -> str:
         on_wire = percent(found.waterfall.of("exposed_wire") / found.waterfall.wall_ns)
         waited = f"{percent(share)} of the slowest rank's wall is waiting for peers whose hops are slow"
         return f"{waited}, {on_wire} wire: {slow}."
-    waits = {rank.rank: rank.hop_totals.wait_ns for rank in found.attribution.ranks}
-    known = {rank: wait for rank, wait in waits.items() if wait}
-    who = f", rank {max(known, key=lambda rank: known[rank])} longest" if len(known) > 1 else ""
-    waited = f"{percent(share)} of the slowest rank's wall ranks wait for peers that have no more to compute"
-    return f"{waited}{who}{_worst_step(found)}."
+    late = late_ranks(found.attribution)
+    named = ", ".join(f"rank {rank} ({percent(part, 0)} of all waiting)" for rank, part in late.items())
+    for_whom = f"; most waited for: {named}" if late else ""
+    waited = f"{percent(share)} of the slowest rank's wall is waiting for peers that have no more to compute"
+    return f"{waited}{for_whom}{_worst_step(found)}."
 
 
 def _unsplit(found: Facts, share: float) -> str:
@@ -269,10 +280,23 @@ def _unsplit(found: Facts, share: float) -> str:
 
 
 def _beside(found: Facts, share: float, part: str) -> str:
-    kinds = COMPUTE_PARTS[part] if part != "merge_and_copies" else (*COMPUTE_PARTS[part], *MEMORY)
-    rows = [row for row in found.summary.kinds if row.kind in kinds]
+    rows = _kinds_of(found, part)
     most = f", most of it {KIND[rows[0].kind].label}" if len(rows) > 1 else ""
-    return f"{percent(share)} of the time is {_BESIDE[part]}{most}."
+    return f"{percent(share)} of the time is {_called(found, part)}{most}."
+
+
+def _kinds_of(found: Facts, part: str) -> list[KindRow]:
+    """The kinds that a part of the computation holds here, longest first."""
+    kinds = COMPUTE_PARTS[part] if part != "merge_and_copies" else (*COMPUTE_PARTS[part], *MEMORY)
+    return [row for row in found.summary.kinds if row.kind in kinds]
+
+
+def _called(found: Facts, part: str) -> str:
+    """What a part is called in a sentence; a program without merges is not told of any."""
+    kinds = {row.kind for row in _kinds_of(found, part)} if part == "merge_and_copies" else set()
+    if kinds and "merge" not in kinds:
+        return "copies and permutations" if len(kinds) > 1 else KIND[kinds.pop()].label
+    return _BESIDE.get(part, WATERFALL_LABELS[part])
 
 
 _BESIDE = {
@@ -283,10 +307,14 @@ _BESIDE = {
 }
 
 
-def _gaps(found: Facts, share: float) -> str:
+def _not_launched(found: Facts, share: float) -> str:
     if found.attribution.on_cpu:
         return f"{percent(share)} of the time nothing computes and nothing waits."
-    return f"{percent(share)} of the time nothing runs on the GPU: the launches do not keep up, or nothing is launched."
+    return not_launched_in_words(found.attribution, percent(share))
+
+
+def _blocked(found: Facts, share: float) -> str:
+    return idle_blocked_in_words(found.attribution, percent(share))
 
 
 # --- what could be gained -----------------------------------------------------------------------------
@@ -298,9 +326,9 @@ def _gain(found: Facts) -> str:
     wall, bounds = found.waterfall.wall_ns, found.waterfall.bounds
     named = [(bounds.free_ns, "with free communication")]
     if found.waterfall.of("imbalance"):
-        named.append((bounds.balanced_ns, "with balanced ranks"))
+        named.append((bounds.balanced_ns, "with perfect balance"))
     if not found.attribution.on_cpu:
-        named.append((bounds.hidden_ns, "balanced with all hidden that can be"))
+        named.append((bounds.hidden_ns, "with perfect balance and overlap"))
     less = [(time, words) for time, words in named if 1 - time / wall >= _LEAST_GAIN]
     if not less:
         return ""
@@ -318,7 +346,7 @@ class NextStep(msgspec.Struct, frozen=True):
     part: str
     """Of the waterfall."""
     time_ns: int
-    """The most that there is to gain."""
+    """The most that there is to gain: never above the wall less the bound that is printed."""
     share: float
     """Of the slowest rank's wall."""
     text: str
@@ -326,24 +354,45 @@ class NextStep(msgspec.Struct, frozen=True):
 
 
 def next_step_of(found: Facts) -> NextStep | None:
-    """The largest loss with what would shorten it; None where nothing is known to."""
+    """Name the largest loss with what would shorten it; None where there is none, or nothing to say of it."""
     parts, attribution = found.waterfall, found.attribution
     largest, kernels = parts.largest_loss(), ("attention", "kernel")
     small = parts.of(largest) < WORTH_NAMING * parts.wall_ns
     if small and is_attention(attribution):
         largest = max(kernels, key=parts.of)
     part = next((one for one in parts.parts if one.part == largest), None)
-    if attribution.lacks_device or part is None or not part.remedy or (small and largest not in kernels):
+    if attribution.lacks_device or part is None or (small and largest not in kernels):
         return None
-    loss = f"{milliseconds(part.time_ns)} of {milliseconds(parts.wall_ns)}"
-    if largest in kernels:
+    remedy = part.remedy or _cannot_be_told(found, largest)
+    if not remedy:
+        return None
+    gain = parts.gain_ns(largest)
+    share = gain / parts.wall_ns if parts.wall_ns else 0.0
+    return NextStep(part=largest, time_ns=gain, share=share, text=_in_words(found, part, gain, remedy))
+
+
+def _cannot_be_told(found: Facts, part: str) -> str:
+    """Why there is no remedy for a part; empty where there is nothing to say."""
+    if part == "blocked":
+        return "what it waits for is not recorded"
+    if part == "exposed_unsplit" and found.attribution.on_cpu:
+        return "which of these it is cannot be told on CPU"
+    return "why these cannot be told apart is among the warnings" if part == "exposed_unsplit" else ""
+
+
+def _in_words(found: Facts, part: WaterfallPart, gain_ns: int, remedy: str) -> str:
+    parts = found.waterfall
+    loss, wall = milliseconds(part.time_ns), milliseconds(parts.wall_ns)
+    if part.part in ("attention", "kernel"):
         tenth = milliseconds(parts.of(*ATTENTION_PARTS) / 10)
-        text = (
-            f"Largest loss: {WATERFALL_LABELS[largest]}, {loss}. To try: {part.remedy}; attention in a tenth less time "
-            f"saves {tenth}."
-        )
-    else:
-        hides = rate_to_hide(attribution, longest_on_wire(found.summary)) if largest == "exposed_wire" else ""
-        where = " outside attention" if parts.of(*ATTENTION_PARTS) else ""
-        text = f"Largest loss{where}: {WATERFALL_LABELS[largest]}. To gain at most {loss}: {part.remedy}{hides}."
-    return NextStep(part=largest, time_ns=part.time_ns, share=part.share, text=text)
+        text = f"Largest loss: {WATERFALL_LABELS[part.part]}, {loss} of {wall}. To try: {remedy}"
+        return f"{text}; 10 % faster attention saves {tenth}."
+    hides = rate_to_hide(found.attribution, longest_on_wire(found.summary)) if part.part == "exposed_wire" else ""
+    where = " outside attention" if parts.of(*ATTENTION_PARTS) > part.time_ns else ""
+    name = _called(found, part.part)
+    if not part.remedy:
+        bound = f"; free communication would gain at most {milliseconds(gain_ns)}" if gain_ns < part.time_ns else ""
+        return f"Largest loss{where}: {name}, {loss} of {wall}: {remedy}{bound}."
+    if gain_ns == part.time_ns:
+        return f"Largest loss{where}: {name}. To gain at most {loss} of {wall}: {remedy}{hides}."
+    return f"Largest loss{where}: {name}, {loss} of {wall}. To gain at most {milliseconds(gain_ns)}: {remedy}{hides}."

@@ -10,7 +10,7 @@ Each rank's time up to the slowest rank's wall is one of these parts, and every 
   longest: where all end at one transfer, that may be any);
 - matrix products, the optimizer, other computation, and merges and copies (with exposed memory): an instant in which
   several of them run is the first's;
-- gaps in which nothing ran.
+- idle time: before the launch of the next activity and in gaps below 5 us (host-bound), or after it (blocked).
 
 Parts that the evidence cannot tell apart are one part, named so.
 """
@@ -45,7 +45,8 @@ WATERFALL_LABELS: dict[str, str] = {
     "other_compute": "other computation",
     "merge_and_copies": "merges and copies",
     "background": "background only",
-    "launch_gaps": "launch gaps",
+    "launch_gaps": "host-bound idle",
+    "blocked": "blocked idle",
 }
 """Every part that a waterfall may have, in order, and what it is called. ``kernel`` holds ``slowdown`` where there is
 no solo rate; ``attention`` stands for the first four where the needed work or the peak is not known;
@@ -54,6 +55,7 @@ not asked for, ``background`` what else ran where the window is a part of it."""
 
 COMMUNICATION_PARTS = ("imbalance", "exposed_wire", "peer_wait", "exposed_unsplit")
 """What ranks wait and what they send: one loss with several causes."""
+IDLE_PARTS = ("launch_gaps", "blocked")
 ATTENTION_PARTS = ("attention", "peak", "kernel", "repeated", "slowdown")
 
 
@@ -105,9 +107,15 @@ class Waterfall(msgspec.Struct, frozen=True):
         """Time of some parts together."""
         return sum(part.time_ns for part in self.parts if part.part in names)
 
+    def gain_ns(self, part: str) -> int:
+        """The most that the slowest rank's wall could shrink without a part, never beyond the printed bounds."""
+        bounds = {"imbalance": self.bounds.balanced_ns}
+        bounds |= dict.fromkeys(("exposed_wire", "peer_wait", "exposed_unsplit"), self.bounds.free_ns)
+        return max(0, min(self.of(part), self.wall_ns - bounds.get(part, 0)))
+
     def largest_loss(self) -> str:
         """The part outside the attention kernels that takes longest; communication goes before as a whole."""
-        others = (*COMPUTE_PARTS, "launch_gaps")
+        others = (*COMPUTE_PARTS, *IDLE_PARTS)
         before = self.of(*COMMUNICATION_PARTS) >= max(map(self.of, others))
         return max(COMMUNICATION_PARTS if before else others, key=self.of)
 
@@ -124,7 +132,9 @@ class _RankParts(msgspec.Struct, frozen=True):
     beside_ns: dict[str, int]
     """Computation other than attention, and exposed memory, by part."""
     background_ns: int
-    idle_ns: int
+    host_bound_ns: int
+    """Idle before the launch of the next activity, and in gaps; on CPU all idle time."""
+    blocked_ns: int
     compute_ns: int
     busy_ns: int
     """Wall less exposed communication."""
@@ -147,7 +157,8 @@ def find_waterfall(attribution: Attribution, summary: Summary) -> Waterfall:
         "other_groups": sum(part.other_groups_ns for part in parts),
         **{name: sum(part.beside_ns[name] for part in parts) for name in COMPUTE_PARTS},
         "background": sum(part.background_ns for part in parts),
-        "launch_gaps": sum(part.idle_ns for part in parts),
+        "launch_gaps": sum(part.host_bound_ns for part in parts),
+        "blocked": sum(part.blocked_ns for part in parts),
     }
     means = _means(totals, len(ranks))
     wall = slowest.breakdown.wall_ns
@@ -176,6 +187,7 @@ def _of_rank(rank: Rank, wall_ns: int, most_compute_ns: int) -> _RankParts:
         waiting += early
     imbalance = min(waiting, most_compute_ns - b.compute_ns)
     copies = b.beside_ns["merge_and_copies"] + b.exposed_memory_ns
+    blocked = rank.idle.blocked_ns if rank.idle else 0
     return _RankParts(
         # On CPU an attention operator can contain a wait, which is not computation.
         attention_ns=b.compute_ns - sum(b.beside_ns.values()),
@@ -186,7 +198,8 @@ def _of_rank(rank: Rank, wall_ns: int, most_compute_ns: int) -> _RankParts:
         other_groups_ns=b.exposed_other_groups_ns,
         beside_ns={**b.beside_ns, "merge_and_copies": copies},
         background_ns=b.background_ns,
-        idle_ns=b.idle_ns,
+        host_bound_ns=b.idle_ns - blocked,
+        blocked_ns=blocked,
         compute_ns=b.compute_ns,
         busy_ns=b.wall_ns - b.exposed_comm_ns,
         on_wire_ns=rank.exposed.on_wire_ns,

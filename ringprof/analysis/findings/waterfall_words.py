@@ -39,8 +39,12 @@ def evidence_of(attribution: Attribution, summary: Summary, work: AttentionWork 
         **{part: _beside(summary, kinds) for part, kinds in COMPUTE_PARTS.items()},
         "merge_and_copies": _beside(summary, (*COMPUTE_PARTS["merge_and_copies"], *MEMORY)),
         "background": "other work of the device runs, launched outside the window",
-        "launch_gaps": "nothing ran on the device" if not attribution.on_cpu else "neither computing nor blocked",
+        "launch_gaps": _HOST_BOUND if not attribution.on_cpu else "neither computing nor blocked",
+        "blocked": "nothing ran on the device, although the next activity had been launched, or no launch is recorded",
     }
+
+
+_HOST_BOUND = "nothing ran on the device before the next activity was launched, and in gaps below 5 us"
 
 
 def _attention(attribution: Attribution, work: AttentionWork | None) -> str:

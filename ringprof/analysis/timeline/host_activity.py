@@ -17,10 +17,13 @@ COMPILATION = "compile or graph capture"
 USER_RANGE = "user range"
 OPERATOR_CLASS = "operator"
 NOTHING_RECORDED = "nothing recorded"
+NOT_KEPT = "host events not kept"
 HOST_CLASSES = (
     LAUNCH_CALL, MEMORY_CALL, SYNCHRONISATION, DATA_LOADER, COMPILATION, USER_RANGE, OPERATOR_CLASS, NOTHING_RECORDED,
+    NOT_KEPT,
 )  # fmt: skip
-"""Classes of host time, in the order of their codes."""
+"""Classes of host time, in the order of their codes. ``host events not kept`` stands for all host time of a trace
+without host events: of reduced traces of older versions, and where memory was too small for them."""
 _NO_CLASS = -1
 
 # Marks of whole iterations and of communication calls: they are open around everything, and tell nothing.

@@ -9,7 +9,7 @@ and no part of idle (`ringprof.analysis.transfers.copy_waits`).
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 import numpy as np
@@ -17,7 +17,7 @@ import numpy as np
 from ringprof.analysis import intervals
 from ringprof.analysis.intervals import Spans
 from ringprof.analysis.kinds.classify import Classified
-from ringprof.analysis.timeline.host_activity import HOST_CLASSES, NOTHING_RECORDED, HostThread
+from ringprof.analysis.timeline.host_activity import HOST_CLASSES, NOT_KEPT, NOTHING_RECORDED, HostThread
 from ringprof.analysis.timeline.rows import TimedActivities
 from ringprof.trace.columns import MEMCPY, NONE, Int64, distinct
 from ringprof.trace.host_events import idle_gaps
@@ -30,6 +30,8 @@ NO_LAUNCH, HOST_COPY, OTHER_STREAM, UNKNOWN = "no launch record", "host-side cop
 BLOCKED_NAMES = (NO_LAUNCH, HOST_COPY, OTHER_STREAM, UNKNOWN)
 """What a blocked activity may have waited for."""
 _SOON_NS = 20_000
+LONG_NS = 100_000
+"""A host event that keeps a device idle for this long at once is no matter of launching too slowly."""
 """A kernel that waited for an event of another stream starts within this time of it."""
 
 
@@ -90,6 +92,8 @@ class IdleEvent(msgspec.Struct, frozen=True):
     event_class: str
     name: str
     time_ns: int
+    long_ns: int
+    """Of it, in single pieces of at least `LONG_NS`: one long call, not many short ones."""
 
 
 class IdleCauses(msgspec.Struct, frozen=True):
@@ -122,25 +126,30 @@ def idle_causes(parts: IdleParts, names: Sequence[str]) -> IdleCauses:
     """Sum up parts by cause, and by the name of what the host did; ``names`` are the trace's."""
     key = np.stack((parts.cause, parts.event_class, parts.name), axis=1)
     first, group = np.unique(key, axis=0, return_index=True, return_inverse=True)[1:]
-    spent = np.zeros(len(first), np.int64)
-    np.add.at(spent, group.ravel(), parts.end_ns - parts.start_ns)
-    times: dict[tuple[str, str, str], int] = defaultdict(int)
-    for place, time in zip(first.tolist(), spent.tolist(), strict=True):
-        times[parts.label(place, names)] += time
-    return _summed(times)
+    took = parts.end_ns - parts.start_ns
+    spent, in_long = np.zeros(len(first), np.int64), np.zeros(len(first), np.int64)
+    np.add.at(spent, group.ravel(), took)
+    np.add.at(in_long, group.ravel(), np.where(took >= LONG_NS, took, 0))
+    rows = zip(first.tolist(), spent.tolist(), in_long.tolist(), strict=True)
+    return _summed((parts.label(place, names), time, long) for place, time, long in rows)
 
 
-def causes_of_ranks(ranks: list[IdleCauses]) -> IdleCauses:
+def causes_of_ranks(ranks: Iterable[IdleCauses]) -> IdleCauses:
     """Sum the causes of several ranks."""
-    times: dict[tuple[str, str, str], int] = defaultdict(int)
-    for rank in ranks:
-        for event in rank.events:
-            times[event.cause, event.event_class, event.name] += event.time_ns
-    return _summed(times)
+    return _summed(
+        ((event.cause, event.event_class, event.name), event.time_ns, event.long_ns)
+        for rank in ranks
+        for event in rank.events
+    )
 
 
-def _summed(times: dict[tuple[str, str, str], int]) -> IdleCauses:
-    events = [IdleEvent(*key, time) for key, time in times.items() if time]
+def _summed(rows: Iterable[tuple[tuple[str, str, str], int, int]]) -> IdleCauses:
+    """Sum times and long times by (cause, class, name)."""
+    times: dict[tuple[str, str, str], list[int]] = defaultdict(lambda: [0, 0])
+    for key, time, long in rows:
+        times[key][0] += time
+        times[key][1] += long
+    events = [IdleEvent(*key, *sums) for key, sums in times.items() if sums[0]]
     totals = {cause: sum(event.time_ns for event in events if event.cause == cause) for cause in CAUSES}
     longest = sorted(events, key=lambda event: (-event.time_ns, event.cause, event.event_class, event.name))
     return IdleCauses(totals[HOST], totals[GAP], totals[BLOCKED], tuple(longest))
@@ -157,6 +166,8 @@ def _host_parts(classified: Classified, stretches: IdleStretches) -> _Columns:
     trace = classified.trace
     host = np.flatnonzero(stretches.launched_ns > stretches.start_ns)
     threads = trace.launches.thread[stretches.launch[host]] if len(host) else host
+    # A launch that is late is a host event itself, so a trace with none at all does not hold them.
+    outside = NOTHING_RECORDED if len(trace.host_events.start_ns) else NOT_KEPT
     parts: list[_Columns] = [(_NO_PARTS,) * 5]
     for number in distinct(threads).tolist():
         mine = host[threads == number]
@@ -165,7 +176,7 @@ def _host_parts(classified: Classified, stretches: IdleStretches) -> _Columns:
         start, end = _pieces(spans, np.concatenate((thread.start_ns, thread.end_ns)))
         event = thread.innermost(start)
         known = event >= 0
-        kind = np.full(len(start), HOST_CLASSES.index(NOTHING_RECORDED), np.int64)
+        kind = np.full(len(start), HOST_CLASSES.index(outside), np.int64)
         name = np.full(len(start), NONE, np.int64)
         kind[known], name[known] = thread.kind[event[known]], thread.name[event[known]]
         parts.append((start, end, np.full(len(start), CAUSES.index(HOST), np.int64), kind, name))
