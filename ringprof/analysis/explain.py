@@ -76,6 +76,8 @@ def explain(
         world_size=trace.world_size,
         attention=classified.attention,
         partial_window=_is_cut(window),
+        window_source=window.source,
+        steps=window.steps,
         breakdown=break_down(rows, background),
         iteration_ns=tuple(int(part.end_ns.max() - part.start_ns.min()) for part in window.by_iteration(rows)),
     )
@@ -137,6 +139,8 @@ def _explain_cpu(
         world_size=trace.world_size,
         attention=classified.attention,
         partial_window=_is_cut(window),
+        window_source=window.source,
+        steps=window.steps,
         breakdown=whole,
         iteration_ns=tuple(part.wall_ns for part in kept),
         blocked_ns=blocked_by_channel(trace, window),

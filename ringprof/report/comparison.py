@@ -104,12 +104,22 @@ def render(comparison: Comparison, style: TextStyle) -> str:
         lines += ["", _either_way("what differs", rows, comparison, style)]
     parts = [name for name in comparison.figures if name.startswith(WATERFALL_PREFIX)]
     rows = [_figure_row(comparison, name) for name in comparison.figures if name not in parts]
-    lines += ["", _either_way("figures, of one iteration", rows, comparison, style)]
+    lines += ["", _either_way(_figures_heading(comparison), rows, comparison, style)]
     if parts:
         rows = [_figure_row(comparison, name) for name in parts]
         lines += ["", _either_way("waterfall: parts of the slowest rank's wall", rows, comparison, style)]
     lines += ["", *map(style.wrap, _legend(comparison))]
     return style.finish("\n".join(lines))
+
+
+def _figures_heading(comparison: Comparison) -> str:
+    """Say what times are of: in one word for all entries, or by entry where they differ."""
+    entries = dict(zip(_columns(comparison), comparison.entries, strict=True))
+    words = dict.fromkeys(entry.times_are_of for entry in entries.values())
+    if len(words) == 1:
+        return f"figures, of {next(iter(words))}"
+    named = ("/".join(name for name, entry in entries.items() if entry.times_are_of == each) for each in words)
+    return "figures: " + "; ".join(f"{name} of {each}" for name, each in zip(named, words, strict=True))
 
 
 def _either_way(title: str, rows: list[list[str]], comparison: Comparison, style: TextStyle) -> str:

@@ -69,6 +69,8 @@ class Entry(msgspec.Struct, frozen=True):
     """Figures that only conditions name: those of its report that are not among ``figures``."""
     created: tuple[str, ...] = ()
     """When each of its recordings was made, ISO 8601; empty where that is not known."""
+    times_are_of: str = "one iteration"
+    """What its times are of, in words: also ``one iteration (2 captured)``, ``the captured block``."""
 
     def values(self) -> dict[str, float]:
         """Every figure by name, for conditions."""
@@ -143,6 +145,7 @@ def as_one(entries: Sequence[Entry]) -> Entry:
         others={name: median([entry.others[name] for entry in ordered]) for name in first.others
                 if all(name in entry.others for entry in ordered)},
         created=tuple(time for entry in ordered for time in entry.created),
+        times_are_of=_all_values([entry.times_are_of for entry in ordered]) or "",
     )  # fmt: skip
 
 
