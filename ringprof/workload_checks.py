@@ -57,16 +57,18 @@ def workload_problems(run: Run) -> list[WorkloadProblem]:
 
 def _flops_differ(run: Run, ratio: float) -> WorkloadProblem:
     counted, needed = sum((run.block_flops() or {}).values()), run.needed_flops() or 0
-    group = run.sharing_ranks
+    group, world = run.sharing_ranks, run.topology.world_size
     advice = f"state the work of one group of {group} rank{'s' if group > 1 else ''}"
-    if run.workload_ranks is None:
+    if group == world:
+        advice = "correct its batch, heads, layers or steps"
+    if run.workload_ranks is None and world > 1:
         advice = "pass strategy=, state the work of one context-parallel group"
     recomputed = _most_recomputed(run)
     if 1 < ratio <= (1 + _TOLERANCE) * recomputed:
-        advice = f"checkpointing explains up to {three_digits(recomputed)} times, else correct the workload"
+        advice = f"checkpointing explains up to {three_digits(recomputed)} times, else correct it"
     message = (
-        f"attention FLOPs of {run.topology.world_size} ranks ({group} per workload): {_flop(needed)} stated, "
-        f"{_flop(counted)} counted ({three_digits(ratio)} times); TFLOP/s use the stated: {advice}"
+        f"attention FLOPs of {world} rank{'s' if world > 1 else ''} ({group} per workload): {_flop(needed)} stated, "
+        f"{_flop(counted)} counted ({three_digits(ratio)} times); TFLOP/s use the stated workload: {advice}"
     )
     return WorkloadProblem("workload_flops_differ", message)
 

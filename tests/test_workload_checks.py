@@ -46,16 +46,16 @@ def test_every_group_of_ranks_computes_a_workload(world_size: int, group: int | 
     [
         (2 * ONCE, None, False,
          "attention FLOPs of 4 ranks (4 per workload): 3.76 GFLOP stated, 7.52 GFLOP counted (2 times); TFLOP/s use "
-         "the stated: pass strategy=, state the work of one context-parallel group"),
+         "the stated workload: pass strategy=, state the work of one context-parallel group"),
         (4 * ONCE, 2, False,
          "attention FLOPs of 4 ranks (2 per workload): 7.52 GFLOP stated, 15 GFLOP counted (2 times); TFLOP/s use the "
-         "stated: state the work of one group of 2 ranks"),
+         "stated workload: state the work of one group of 2 ranks"),
         (2 * (ONCE + FORWARD), 2, True,
          "attention FLOPs of 4 ranks (2 per workload): 7.52 GFLOP stated, 9.67 GFLOP counted (1.29 times); TFLOP/s use "
-         "the stated: checkpointing explains up to 1.29 times, else correct the workload"),
+         "the stated workload: checkpointing explains up to 1.29 times, else correct it"),
         (ONCE // 2, 4, False,
          "attention FLOPs of 4 ranks (4 per workload): 3.76 GFLOP stated, 1.88 GFLOP counted (0.5 times); TFLOP/s use "
-         "the stated: state the work of one group of 4 ranks"),
+         "the stated workload: correct its batch, heads, layers or steps"),
     ],
 )  # fmt: skip
 def test_other_flops_than_stated_are_a_warning_with_both(
