@@ -57,7 +57,7 @@ class LayerAround(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Workload(msgspec.Struct, frozen=True, kw_only=True):
-    """One attention problem, over all ranks together."""
+    """One attention problem, shared by the ranks of one context-parallel group (`Run.workload_ranks`)."""
 
     batch: Size = 1
     seq: Size
@@ -457,6 +457,8 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     command: list[str]
     workload: Workload | None
     """None where `capture` was given none."""
+    workload_ranks: Annotated[int, msgspec.Meta(ge=1, le=MOST_RANKS)] | None = None
+    """Ranks that share the workload: the size of the context-parallel group. None: all ranks of the run."""
     topology: Topology
     strategy: StrategyUsed | None
     kernel: str | None
@@ -483,7 +485,23 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
         """The rate per device of an iteration of this time, by the model's FLOPs; None where either is unknown."""
         if self.workload is None or not time_ns:
             return None
-        return self.workload.model_flops() / self.topology.world_size / time_ns / 1e3
+        return self.workload.model_flops() / self.sharing_ranks / time_ns / 1e3
+
+    @property
+    def captured(self) -> bool:
+        """Whether `capture` recorded the run: a block of a user's program, timed only under the profiler."""
+        return self.timings is None and self.profiled is not None
+
+    @property
+    def sharing_ranks(self) -> int:
+        """Number of ranks that share one workload; with data parallelism every such group has a workload of its own."""
+        return self.workload_ranks or self.topology.world_size
+
+    def needed_flops(self) -> int | None:
+        """Return the attention FLOPs that the workload needs over all ranks of the run, from exact mask areas."""
+        if self.workload is None:
+            return None
+        return self.workload.exact_flops() * self.topology.world_size // self.sharing_ranks
 
     def ranks(self) -> Sequence[int]:
         """The number of each rank, as its trace names it."""

@@ -8,6 +8,7 @@ from itertools import islice
 
 import msgspec
 
+from ringprof.analysis.iterations import times_are_of, window_iterations
 from ringprof.analysis.rank import Rank
 from ringprof.analysis.timeline.kernels import RunKernel
 from ringprof.analysis.timeline.window import Focus
@@ -19,6 +20,7 @@ from ringprof.errors import InputError
 from ringprof.run import Run
 from ringprof.trace.columns import CUT_OFF, NO_DEVICE_ACTIVITIES, Caveat
 from ringprof.trace.one_run import OF_THE_RUN, TraceFacts, one_after_another, order
+from ringprof.workload_checks import workload_problems
 
 MOST_OF_OTHER = 5
 
@@ -55,6 +57,16 @@ class Attribution(msgspec.Struct, frozen=True, dict=True):
     def partial_window(self) -> bool:
         """Whether a part of the iterations was chosen: a range of another name, or times."""
         return any(rank.partial_window for rank in self.ranks)
+
+    @cached_property
+    def window_iterations(self) -> int | None:
+        """Number of iterations in the window; None where that is not known, and for a part of an iteration."""
+        return window_iterations(self.ranks, self.run)
+
+    @cached_property
+    def times_are_of(self) -> str:
+        """What times of the window are of once they are divided, in words: ``one iteration`` and others."""
+        return times_are_of(self.ranks, self.run)
 
     @cached_property
     def on_cpu(self) -> bool:
@@ -157,12 +169,17 @@ def outline_run(facts: Sequence[TraceFacts], run: Run | None, ranks_per_host: in
         place=place,
         hosts=hosts,
         clock_of=clock_of(numbered, hosts),
-        warnings=tuple(warnings),
+        warnings=(*warnings, *_of_workload(run)),
         world_size=world_size,
         expected=_expected(run, given, world_size, told=bool(sizes)),
         starts_ns={rank: one.span_ns[0] for rank, one in numbered.items() if one.span_ns},
         chosen_ns=focus.between_ns,
     )
+
+
+def _of_workload(run: Run | None) -> list[Caveat]:
+    """List the warnings about the workload that the user of `capture` stated."""
+    return [Caveat(problem.code, problem.message) for problem in workload_problems(run)] if run else []
 
 
 def _expected(run: Run | None, given: Collection[int], world_size: int, *, told: bool) -> Collection[int]:

@@ -112,6 +112,10 @@ class Rank:
     breakdown: Breakdown
     iteration_ns: tuple[int, ...]
     """Wall of each marked iteration alone; one where nothing was marked."""
+    window_source: str = "trace"
+    """What its window is made of: `ringprof.analysis.timeline.window.Window.source`."""
+    steps: int | None = None
+    """Training steps that the window shows, as `ringprof.analysis.timeline.window.Window.steps`."""
     blocked_ns: dict[str, int] = field(default_factory=dict)
     """On CPU: time blocked in waiting, by the channel that was waited for."""
     hop_totals: HopTotals = field(default_factory=lambda: hop_totals(()))

@@ -61,6 +61,8 @@ def gather_tensor(tensor: torch.Tensor, group: Any = None) -> list[torch.Tensor]
 
 
 _LEFT = "ringprof/left/"
+_CAPTURE = "ringprof/capture/"
+_MOST_NAMED = 8
 
 
 class GroupRanks:
@@ -74,7 +76,7 @@ class GroupRanks:
         if dist.is_available() and dist.is_initialized():
             if getattr(group, "ndim", 1) > 1:
                 raise UsageError(f"a DeviceMesh of {group.ndim} dimensions is no group: name one, as in mesh['cp']")
-            self.group = group.get_group() if hasattr(group, "get_group") else group or dist.group.WORLD
+            self.group = _process_group(group)
             self.rank, self.number = dist.get_rank(self.group), dist.get_rank()
             if self.rank < 0:
                 raise UsageError(f"rank {self.number} is not in the group: only its members may take part")
@@ -85,6 +87,26 @@ class GroupRanks:
             used: Any = torch.cuda
             on_gpu = "nccl" in named or (named == "undefined" and by_nccl(self.group) and used.is_initialized())
         self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+
+    @property
+    def label(self) -> str:
+        """Name of the group among those of its job, such as ``ranks2-3``; empty where it is the world."""
+        first, last = min(self.numbers), max(self.numbers)
+        if not (dist.is_available() and dist.is_initialized()) or self.size == dist.get_world_size():
+            return ""
+        if self.size == 1:
+            return f"rank{first}"
+        if last - first + 1 == self.size:
+            return f"ranks{first}-{last}"
+        more = "_more" if self.size > _MOST_NAMED else ""
+        return "ranks" + "_".join(map(str, sorted(self.numbers)[:_MOST_NAMED])) + more
+
+    def groups_in(self, folder: object) -> int:
+        """Count the groups of this job that have named ``folder`` to this method; 1 where the job has no store."""
+        with suppress(Exception):
+            store, key = c10d._get_default_store(), f"{_CAPTURE}{folder}/"
+            return int(store.add(f"{key}count", 1 if store.add(key + self.label, 1) == 1 else 0))
+        return 1
 
     def finish(self) -> None:
         """Wait for the device."""
@@ -122,3 +144,10 @@ class GroupRanks:
     def gathered(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Every rank's ``tensor``, of the same shape and type on all."""
         return gather_tensor(tensor, self.group) if self.size > 1 else [tensor]
+
+
+def _process_group(group: Any) -> Any:
+    """Return the process group of a process group, a DeviceMesh of one dimension, or None, which is the world."""
+    if hasattr(group, "get_coordinate") and group.get_coordinate() is None:
+        return dist.GroupMember.NON_GROUP_MEMBER
+    return group.get_group() if hasattr(group, "get_group") else group or dist.group.WORLD

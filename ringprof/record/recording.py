@@ -281,7 +281,12 @@ def gather(
     """Bring to the first rank's folder what lies elsewhere of the ranks' traces. Collective over ``group``."""
     remote = [(result.trace, result.remote_bytes) for result in results]
     reduced = [(result.reduced or "", result.remote_reduced_bytes) for result in results]
-    gather_traces(trace.path, remote, staging, device, group)
+    try:
+        gather_traces(trace.path, remote, staging, device, group)
+    except OSError:
+        # The ranks that send must not wait for one whose disk is full.
+        gather_traces(trace.reduced, reduced, staging, device, group)
+        raise
     gather_traces(trace.reduced, reduced, staging, device, group)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -53,13 +54,16 @@ def gather_traces(
     ``group`` (None: the world) with the same ``files``. Raises OSError where the first rank cannot write.
     """
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+    problems: list[OSError] = []
     for sender, (name, size) in zip(ranks, files, strict=True):
         if size is None or sender == ranks[0]:
             continue
         if dist.get_rank() == ranks[0]:
-            _receive(staging / name, size, sender, device, group)
+            _receive(staging / name, size, sender, device, group, problems)
         elif dist.get_rank() == sender:
             _send(own, size, ranks[0], device, group)
+    if problems:
+        raise problems[0]
 
 
 def _send(path: Path, size: int, receiver: int, device: torch.device, group: Any) -> None:
@@ -71,13 +75,26 @@ def _send(path: Path, size: int, receiver: int, device: torch.device, group: Any
             _exchange(dist.isend, piece, receiver, group)
 
 
-def _receive(path: Path, size: int, sender: int, device: torch.device, group: Any) -> None:
+def _receive(
+    path: Path, size: int, sender: int, device: torch.device, group: Any, problems: list[OSError]
+) -> None:  # fmt: skip
+    """Receive every piece, also after one that could not be written: the sender waits. Errors go to ``problems``."""
     room = _room(size, device)
-    with path.open("wb") as file:
-        for start in range(0, size, MESSAGE_BYTES):
-            piece = room[: min(MESSAGE_BYTES, size - start)]
-            _exchange(dist.irecv, piece, sender, group)
+    with _noting(problems):
+        path.touch()
+    for start in range(0, size, MESSAGE_BYTES):
+        piece = room[: min(MESSAGE_BYTES, size - start)]
+        _exchange(dist.irecv, piece, sender, group)
+        with _noting(problems), path.open("ab") as file:
             file.write(piece.cpu().numpy().data)
+
+
+@contextmanager
+def _noting(problems: list[OSError]) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        problems.append(error)
 
 
 def _room(size: int, device: torch.device) -> torch.Tensor:

@@ -51,6 +51,7 @@ def _summary(summary: Summary) -> JsonObject:
         "overlap_ratio": summary.overlap_ratio,
         "other_share": summary.other_share,
         "iterations": summary.iterations,
+        "window_iterations": summary.window_iterations,
         "slowest_rank": {"rank": summary.slowest_rank, "wall_ns": summary.slowest_wall_ns},
         "parts_ns": {one.name: {"mean": one.mean_ns, "min": one.min_ns, "max": one.max_ns} for one in summary.parts},
         "kinds": list(msgspec.to_builtins(summary.kinds)),

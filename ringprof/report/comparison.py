@@ -109,7 +109,7 @@ def render(comparison: Comparison, style: TextStyle) -> str:
     parts = [name for name in _shown(comparison) if name.startswith(WATERFALL_PREFIX)]
     rows = [_figure_row(comparison, name) for name in _shown(comparison) if name not in parts]
     if rows:
-        lines += ["", _either_way("figures, of one iteration", rows, comparison, style)]
+        lines += ["", _either_way(_figures_heading(comparison), rows, comparison, style)]
     if parts:
         rows = [_figure_row(comparison, name) for name in parts]
         lines += ["", _either_way("waterfall: parts of the slowest rank's wall", rows, comparison, style)]
@@ -120,6 +120,16 @@ def render(comparison: Comparison, style: TextStyle) -> str:
 def _shown(comparison: Comparison) -> list[str]:
     """List the figures that are compared, or need not be."""
     return [name for name in comparison.figures if name not in comparison.withheld]
+
+
+def _figures_heading(comparison: Comparison) -> str:
+    """Say what times are of: in one word for all entries, or by entry where they differ."""
+    entries = dict(zip(_columns(comparison), comparison.entries, strict=True))
+    words = dict.fromkeys(entry.times_are_of for entry in entries.values())
+    if len(words) == 1:
+        return f"figures, of {next(iter(words))}"
+    named = ("/".join(name for name, entry in entries.items() if entry.times_are_of == each) for each in words)
+    return "figures: " + "; ".join(f"{name} of {each}" for name, each in zip(named, words, strict=True))
 
 
 def _either_way(title: str, rows: list[list[str]], comparison: Comparison, style: TextStyle) -> str:

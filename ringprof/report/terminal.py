@@ -14,7 +14,7 @@ from ringprof.analysis.transfers.hops import EMULATED
 from ringprof.digits import percent
 from ringprof.report.sections import OPTIONAL, SECTIONS
 from ringprof.report.tables import Listing
-from ringprof.report.text import LONGEST_SENTENCE, TextStyle, clean, duration
+from ringprof.report.text import LONGEST_SENTENCE, TextStyle, captured_in_words, clean, duration
 
 
 def render(
@@ -67,7 +67,9 @@ def header_of(attribution: Attribution, summary: Summary) -> str:
         parts.append(f"{wall} on the slowest rank (rank {summary.slowest_rank}, {excess} over the mean)")
     else:
         parts.append(f"{wall} on rank {ranks[0].rank}")
-    if summary.iterations > 1:
+    if attribution.run is not None and attribution.run.captured and not attribution.partial_window:
+        parts.append(captured_in_words(summary.window_iterations))
+    elif summary.iterations > 1:
         parts.append(f"{summary.iterations} iterations")
     return " · ".join(parts)
 

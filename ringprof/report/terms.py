@@ -29,7 +29,7 @@ MEANINGS: dict[str, str] = {
     "steps": "A ring step is one block of attention and the hops that it should hide. Exposed is communication in the "
     "step with nothing computing beside it; a step is bound by compute, by the wire or by a peer.",
     "waiting": "What each ring step of each rank exposes: the brightest cell costs most.",
-    "parts": "Parts of the mean wall of the profiled iteration, as in each run's own report.",
+    "parts": "Parts of the mean wall of what was profiled, as in each run's own report.",
     "kinds": "What ran, by kind, mean over ranks. Kinds may run at the same time, so they need not sum to the wall.",
     "speed": "Timed without the profiler, unless said otherwise; controls took turns with ordinary iterations.",
     "kernels": "Activities on the device by name, over all ranks, with the kind that they count as.",
@@ -37,8 +37,9 @@ MEANINGS: dict[str, str] = {
     "settings": "What was run, where, and with which versions.",
     "comparison": "Measurements side by side. Noise: the measurements do not prove a difference (95 % interval of the "
     "ratio, rank test).",
-    "changes": "What became of the time of one profiled iteration, by part of the waterfall, largest change first: to "
-    "the left what the other run spends less, to the right what it spends more. The parts sum to the wall's change.",
+    "changes": "What became of the time of one profiled iteration (of a captured block whose iterations are not known: "
+    "of the block), by part of the waterfall, largest change first: to the left what the other run spends less, to the "
+    "right what it spends more. The parts sum to the wall's change.",
     "timelines": "The base above, the other below, each from its first activity, on one axis: zooming moves both.",
     "changed_steps": "What each ring step exposes, mean over ranks.",
     "changed_kernels": "Time by name, mean over ranks.",

@@ -102,6 +102,13 @@ def rate(tflops: float) -> str:
     return f"{tflops:,.1f} TFLOP/s" if tflops >= 1 else f"{1000 * tflops:,.1f} GFLOP/s"
 
 
+def captured_in_words(iterations: int | None) -> str:
+    """Say how many iterations a captured block holds, for a heading or a sentence."""
+    if iterations is None:
+        return "a captured block"
+    return f"{iterations} captured iteration{'s' if iterations > 1 else ''}"
+
+
 def binary_size(size_bytes: int) -> str:
     """A size in the largest binary unit that leaves a number of at least 1."""
     for shift, name in ((30, "GiB"), (20, "MiB"), (10, "KiB")):

@@ -20,6 +20,7 @@ import msgspec
 
 from ringprof.analysis.attribution import Attribution, RunOutline, all_warnings, judge_matching, outline_run
 from ringprof.analysis.findings.findings import Findings, findings_in_memory
+from ringprof.analysis.iterations import steps_warning
 from ringprof.analysis.kinds.groups import refuse_unknown_group
 from ringprof.analysis.rank import Rank, kept
 from ringprof.analysis.steps.plan import Survey
@@ -221,6 +222,7 @@ class _Pipeline(msgspec.Struct, dict=True):
             usable, warnings = judge_matching(ranks, clocks, unmatched, inconclusive, disagree=disagree)
         warnings += told_by_ends.warning()
         said = [*self.outline.warnings, *(warning for one in alone.values() for warning in one.warnings)]
+        said += steps_warning(ranks, self.context.run())
         return Attribution(
             ranks=finished,
             run=self.context.run(),

@@ -157,6 +157,8 @@ def _format_in_folder(file: str) -> Format | InputError | None:
         # JSON without any mark of a trace.
         other = rank_in_name(file) is None and (len(head) == LOOK_BYTES or _is_json(head))
         return None if other else InputError(f"{file}: no Kineto trace, or damaged at its beginning")
+    if kind == "run":
+        return None
     if kind != "trace":
         return InputError(f"{file}: no trace, for all its name") if expected else None
     return form

@@ -12,10 +12,12 @@ from ringprof.analysis.kinds.kinds import KINDS
 from ringprof.trace.columns import (
     KERNEL,
     NONE,
+    RUNTIME_CALL,
     Activities,
     CommRecord,
     CommRecords,
     Device,
+    HostEvents,
     Launches,
     Ranges,
     Trace,
@@ -64,6 +66,7 @@ class Builder:
     device_annotations: list[tuple[int, ...]] = field(default_factory=list)
     operators: list[tuple[int, ...]] = field(default_factory=list)
     records: list[tuple[int, ...]] = field(default_factory=list)
+    hosts: list[tuple[int, ...]] = field(default_factory=list)
 
     def run(
         self,
@@ -93,6 +96,11 @@ class Builder:
         self.activities.append(
             (start, end, self._name(name), category, device, stream, joins, NONE, size, carried, node, target)
         )
+        return self
+
+    def on_host(self, name: str, start: int, end: int, thread: int = MAIN, category: int = RUNTIME_CALL) -> Builder:
+        """A host event that is open while the device idles."""
+        self.hosts.append((start, end, self._name(name), thread, category))
         return self
 
     def mark(self, name: str, start: int, end: int, thread: int = MAIN) -> Builder:
@@ -151,6 +159,7 @@ class Builder:
             annotations=_columns(Ranges, self.annotations, ranges),
             device_annotations=_columns(Ranges, self.device_annotations, ranges),
             operators=_columns(Ranges, self.operators, ranges),
+            host_events=_columns(HostEvents, self.hosts, (np.int64, np.int64, np.int32, np.int64, np.int8)),
             comm_records=_columns(CommRecords, self.records, (np.int64,) * 4 + (np.int32,)),
             collectives=list(self.collectives),
             devices=[Device(0, "NVIDIA H200")],

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -14,12 +16,13 @@ pytest.importorskip("torch", reason="capturing needs torch")
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.profiler import ProfilerActivity, profile
 
 import ringprof
 from ringprof.api import Analysis
-from ringprof.errors import RecordError, UsageError
+from ringprof.errors import UsageError
+from ringprof.record import capture as recorder
 from ringprof.record import group_ranks
 from ringprof.run import Workload, read_run
 from ringprof.strategies import create
@@ -37,6 +40,20 @@ def step(strategies: list[Any], times: int = 1) -> None:
         for strategy in strategies:
             out = strategy.attention(out, out, out)
         out.sum().backward()
+
+
+@contextmanager
+def warnings_of_capture() -> Iterator[list[str]]:
+    """Collect what the logger of `capture` says on this rank."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("ringprof.capture")
+    logger.addHandler(handler)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
 
 
 def loaded(folder: Path) -> Analysis:
@@ -100,19 +117,87 @@ def test_a_group_captures_alone_and_its_ranks_keep_their_numbers(tmp_path: Path,
     assert found.to_terminal().startswith("2 ranks, host")
 
 
-def outside(rank: int, folder: Path) -> str:
-    group = dist.new_group([0, 1])
+def data_parallel(rank: int, folder: Path) -> list[str]:
+    """Data parallel x context parallel, 2 x 2: each group of two has a sequence of its own in each of two steps."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    strategy = create("zigzag", group=mesh["cp"])
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
+    step([strategy])
+    workload = Workload(seq=SEQ, heads=HEADS, kv_heads=HEADS, head_dim=HEAD_DIM, dtype="fp32", steps=2)
+    with warnings_of_capture() as lines, ringprof.capture(folder, workload, strategy=strategy):
+        for _ in range(2):
+            step([strategy])
+            optimizer.step()
+    return lines
+
+
+def test_data_parallel_groups_have_a_workload_each(tmp_path: Path) -> None:
+    assert run_ranks(4, data_parallel, tmp_path / "mine") == [[], [], [], []]
+    run, found = read_run(tmp_path / "mine/run.json"), loaded(tmp_path / "mine")
+    assert run.workload_ranks == 2 and run.topology.world_size == 4
+    # Two groups, two steps: four times forward and backward over one sequence.
+    once = 4 * (SEQ * (SEQ + 1) // 2) * HEADS * HEAD_DIM * 7 // 2
+    assert sum((run.block_flops() or {}).values()) == run.needed_flops() == 4 * once
+    assert run.profiled is not None
+    slowest_ns = max(times[0] for times in run.profiled.iterations_ns)
+    model = 4 * (4 * SEQ**2 * HEADS * HEAD_DIM / 2 * 3.5)
+    assert found.summary.rates.tflops == pytest.approx(model / 4 / slowest_ns / 1e3)
+    assert not [one.code for one in found.attribution.warnings if one.code.startswith("workload")]
+    assert found.summary.window_iterations == 2
+    text = " ".join(found.to_terminal().split())
+    assert "per device achieved (2 captured iterations, under the profiler)" in text
+    assert f"{SEQ} tokens per group of 2 ranks, " in text
+
+
+def all_groups(rank: int, folder: Path) -> list[str]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    alone = init_device_mesh("cpu", (4, 1), mesh_dim_names=("dp", "cp"))["cp"]
+    strategy = create("zigzag", group=mesh["cp"])
+    step([strategy])
+    with warnings_of_capture() as lines:
+        with ringprof.capture(folder / "pairs", WORKLOAD, group=mesh["cp"], strategy=strategy):
+            # All ranks are in the block at one moment, as where gradients are averaged over all of them.
+            dist.all_reduce(torch.ones(8))
+            step([strategy])
+            dist.all_reduce(torch.ones(8))
+        with ringprof.capture(folder / "alone", group=alone):
+            torch.ones(8).sum()
+            dist.barrier()
+    with pytest.raises(UsageError, match=f"ranks{rank // 2 * 2}-.: not empty"):
+        with ringprof.capture(folder / "pairs", WORKLOAD, group=mesh["cp"]):
+            raise AssertionError("entered")
+    return lines
+
+
+def test_groups_of_one_job_may_name_one_folder(tmp_path: Path) -> None:
+    assert run_ranks(4, all_groups, tmp_path) == [[], [], [], []]
+    assert sorted(os.listdir(tmp_path)) == ["alone", "pairs"]
+    assert sorted(os.listdir(tmp_path / "pairs")) == ["ranks0-1", "ranks2-3"]
+    assert sorted(os.listdir(tmp_path / "alone")) == ["rank0", "rank1", "rank2", "rank3"]
+    for first, name in ((0, "ranks0-1"), (2, "ranks2-3")):
+        run = read_run(tmp_path / f"pairs/{name}/run.json")
+        assert list(run.ranks()) == [first, first + 1] and run.name == f"pairs-{name}" and run.workload_ranks == 2
+        assert {rank.rank for rank in loaded(tmp_path / "pairs" / name).attribution.ranks} == {first, first + 1}
+    assert list(read_run(tmp_path / "alone/rank3/run.json").ranks()) == [3]
+    whole = ringprof.load(tmp_path / "pairs")
+    assert isinstance(whole, Analysis) and len(whole.attribution.ranks) == 4
+    assert {one.code for one in whole.attribution.warnings} == {"cpu_no_transfer_times"}
+
+
+def outside(rank: int, folder: Path, mesh: bool) -> str:
+    group = DeviceMesh("cpu", [0, 1]) if mesh else dist.new_group([0, 1])
     if rank < 2:
         with ringprof.capture(folder, group=group):
-            dist.all_reduce(torch.ones(8), group=group)
+            dist.all_reduce(torch.ones(8), group=group.get_group() if isinstance(group, DeviceMesh) else group)
         return ""
     with pytest.raises(UsageError) as refused, ringprof.capture(folder, group=group):
         raise AssertionError("entered")
     return str(refused.value)
 
 
-def test_a_rank_outside_the_group_is_refused(tmp_path: Path) -> None:
-    said = run_ranks(3, outside, tmp_path / "mine")
+@pytest.mark.parametrize("mesh", [False, True])
+def test_a_rank_outside_the_group_is_refused(tmp_path: Path, mesh: bool) -> None:
+    said = run_ranks(3, outside, tmp_path / "mine", mesh)
     assert said == ["", "", "rank 2 is not in the group: only its members may take part"]
 
 
@@ -165,46 +250,86 @@ def test_what_cannot_be_meant_is_refused_before_the_block(
         raise AssertionError("entered")
 
 
-def nobody_else_comes(rank: int, folder: Path) -> list[str]:
-    group = dist.new_group([0, 1])
-    if rank == 0:
-        # As where another rank's program has ended: it answers no message.
-        with (
-            patch.object(group_ranks, "gather_bytes", side_effect=RuntimeError("nobody answers")),
-            pytest.raises(RecordError, match=r"mine: no run: another rank has ended, or .*nobody answers"),
-            ringprof.capture(folder / "mine", group=group),
-        ):
-            raise AssertionError("entered")
-    return os.listdir(folder)
+def nobody_else_comes(rank: int, folder: Path) -> tuple[list[str], list[str]]:
+    group, entered = dist.new_group([0, 1]), False
+    if rank == 1:
+        return [], []
+    # As where another rank's program has ended: it answers no message.
+    with (
+        warnings_of_capture() as lines,
+        patch.object(group_ranks, "gather_bytes", side_effect=RuntimeError("nobody answers")),
+        ringprof.capture(folder / "mine", group=group),
+    ):
+        entered = True
+    assert entered
+    return lines, os.listdir(folder)
 
 
-def test_a_failed_opening_leaves_nothing_behind(tmp_path: Path) -> None:
-    assert run_ranks(2, nobody_else_comes, tmp_path)[0] == []
+def test_the_program_goes_on_where_no_other_rank_comes(tmp_path: Path) -> None:
+    (line,), left = run_ranks(2, nobody_else_comes, tmp_path)[0]
+    said = "no run: another rank has ended, or is not here: all of the group must enter (see group=)"
+    assert line == f"ringprof.capture: {tmp_path / 'mine'}: {said} (RuntimeError: nobody answers)"
+    assert left == []
 
 
-def raises(rank: int, folder: Path) -> str:
-    """What each rank raises where the block fails on rank 1, which then takes no part in anything."""
+def raises(rank: int, folder: Path) -> tuple[str, list[str]]:
+    """What each rank raises and warns where the block fails on rank 1, which then takes no part in anything."""
     store = dist.distributed_c10d._get_default_store()
 
     def closed(*_: Any, **__: Any) -> None:
         store.wait(["gone"])
         raise RuntimeError("Connection closed by peer")
 
-    try:
-        with patch("ringprof.record.capture._result", closed), ringprof.capture(folder / "mine"):
-            if rank == 1:
-                raise ValueError("loss is\nnot finite")
-    except (ValueError, RecordError) as error:
-        store.set("gone", "")
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
+    with warnings_of_capture() as lines:
+        try:
+            with ringprof.capture(folder / "mine"):
+                if rank == 1:
+                    raise ValueError("loss is\nnot finite")
+                group_ranks.gather_bytes = closed  # type: ignore[assignment]
+        except ValueError as error:
+            store.set("gone", "")
+            return str(error), lines
+    return "nothing", lines
 
 
-def test_an_error_in_one_ranks_block_is_told_to_the_others(tmp_path: Path) -> None:
+def test_an_error_in_one_ranks_block_is_a_warning_on_the_others(tmp_path: Path) -> None:
     first, second = run_ranks(2, raises, tmp_path)
-    assert second == "ValueError: loss is\nnot finite"
-    left = "rank 1 left the block with ValueError: loss is not finite (Connection closed by peer)"
-    assert first == f"RecordError: {tmp_path / 'mine'}: no run: {left}"
+    assert second == ("loss is\nnot finite", [])
+    left = "rank 1 left the block with ValueError: loss is not finite (RuntimeError: Connection closed by peer)"
+    assert first == ("nothing", [f"ringprof.capture: {tmp_path / 'mine'}: no run: {left}"])
+    assert os.listdir(tmp_path) == []
+
+
+FAULTS = {
+    "no scratch folder": ("TraceFile", "rank 1: OSError: [Errno 28] No space left on device"),
+    "no profiler": ("profiler", "rank 1: OSError: [Errno 28] No space left on device"),
+    "no trace": ("counted_work", "rank 1: OSError: [Errno 28] No space left on device"),
+    "no run.json": ("write_run", "OSError: [Errno 28] No space left on device"),
+}
+
+
+def fails(rank: int, folder: Path) -> list[tuple[list[str], float]]:
+    """What each rank warns, and that the group works on, with every fault; `write_run` is of rank 0 alone."""
+    found = []
+    strategy = create("zigzag")
+    for name, (function, _) in FAULTS.items():
+        disk_full = OSError(28, "No space left on device")
+        faulty = rank == (0 if function == "write_run" else 1)
+        fault = patch.object(recorder, function, side_effect=disk_full) if faulty else nullcontext()
+        total = torch.ones(1)
+        with warnings_of_capture() as lines:
+            with fault, ringprof.capture(folder / name, strategy=strategy):
+                dist.all_reduce(total)
+            dist.all_reduce(total)
+        found.append((lines, total.item()))
+    return found
+
+
+def test_a_fault_of_recording_is_one_warning_and_the_program_goes_on(tmp_path: Path) -> None:
+    first, second = run_ranks(2, fails, tmp_path)
+    for (name, (_, reason)), (lines, total), other in zip(FAULTS.items(), first, second, strict=True):
+        assert lines == [f"ringprof.capture: {tmp_path / name}: no run: {reason}"] and total == 4
+        assert other == ([], 4)
     assert os.listdir(tmp_path) == []
 
 

@@ -1,6 +1,7 @@
 """What became of the time between two runs: by part of the waterfall, by ring step and by kernel, largest change first.
 
-All times are of one profiled iteration, means over ranks; shares are of the slowest rank's wall in the base's.
+All times are of one profiled iteration (of a captured block whose iterations are not known: of the block), means over
+ranks; shares are of the slowest rank's wall in the base's.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ def changes_between(base: Findings, other: Findings) -> RunChanges:
 
 
 def _iterations(found: Findings) -> int:
-    return max(1, found.summary.iterations)
+    return found.summary.times_divisor
 
 
 def _parts(found: Findings) -> dict[str, float]:

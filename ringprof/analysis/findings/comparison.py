@@ -69,6 +69,8 @@ class Entry(msgspec.Struct, frozen=True):
     """When each of its recordings was made, ISO 8601; empty where that is not known."""
     evidence: WorkEvidence | None = None
     """What its traces show of the work; None for a table or a log."""
+    times_are_of: str = "one iteration"
+    """What its times are of, in words: also ``one iteration (2 captured)``, ``the captured block``."""
 
     def values(self) -> dict[str, float]:
         """Every figure by name, for conditions."""
@@ -159,6 +161,7 @@ def as_one(entries: Sequence[Entry]) -> Entry:
                 if all(name in entry.others for entry in ordered)},
         created=tuple(time for entry in ordered for time in entry.created),
         evidence=first.evidence if all(same_evidence(first.evidence, entry.evidence) for entry in ordered) else None,
+        times_are_of=_all_values([entry.times_are_of for entry in ordered]) or "",
     )  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from fractions import Fraction
 from statistics import fmean, median
 
 import numpy as np
@@ -29,7 +30,7 @@ def entry_of_run(label: str, found: Findings) -> Entry:
     figures = _timed_figures(whole, summary) if whole is not None else {}
     if "iteration_ms" not in figures:
         figures |= _marked_iterations(found)
-    iterations = max(1, summary.iterations)
+    iterations = summary.times_divisor
     for part in summary.parts:
         figures[f"{part.name}_ms"] = _time(part.mean_ns / iterations)
     figures["exposed_comm"] = Figure(summary.exposed_mean, "share", higher_is_better=False)
@@ -42,7 +43,7 @@ def entry_of_run(label: str, found: Findings) -> Entry:
     times = {row.kind: row.time_ns / iterations for row in summary.kinds}
     figures |= {f"{kind}_ms": _time(times[kind]) for kind in KINDS if kind in times}
     figures |= {f"{WATERFALL_PREFIX}{part.part}_ms": _time(part.time_ns / iterations) for part in found.waterfall.parts}
-    settings = _run_settings(run) if run is not None else {}
+    settings = _run_settings(run, summary.window_iterations) if run is not None else {}
     named = summary.devices or (tuple(dict.fromkeys(run.environment.devices)) if run is not None else ())
     devices = ", ".join(named) or None
     warnings = tuple(f"{one.message} [{one.code}]" for one in found.attribution.warnings if one.code not in NOTES)
@@ -55,13 +56,17 @@ def entry_of_run(label: str, found: Findings) -> Entry:
         others={name: value for name, value in figures_of(found).items() if name not in figures},
         created=(run.created,) if run is not None else (),
         evidence=evidence_of(found, iterations),
+        times_are_of=found.attribution.times_are_of,
     )
 
 
-def _run_settings(run: Run) -> dict[str, str | None]:
+def _run_settings(run: Run, iterations: int | None) -> dict[str, str | None]:
     settings: dict[str, str | None] = {"world_size": str(run.topology.world_size)}
     if run.workload is not None:
         settings |= _workload_settings(run.workload)
+        # The same work is as much in one iteration over all ranks, however many of both were captured.
+        settings["batch"] = str(Fraction(run.workload.batch * run.topology.world_size, run.sharing_ranks))
+        settings |= _more_than_one("steps", Fraction(run.workload.steps, iterations or 1 if run.captured else 1))
     if run.strategy is not None:
         settings["strategy"] = run.strategy.name
         settings["hops"] = run.strategy.hops
@@ -88,8 +93,12 @@ def _workload_settings(work: Workload) -> dict[str, str | None]:
         **({"scores": ", ".join(work.extras())} if work.extras() else {}),
         "dtype": work.dtype,
         "passes": "forward and backward" if work.backward else "forward",
-        **{name: str(count) for name, count in (("layers", work.layers), ("steps", work.steps)) if count > 1},
+        **_more_than_one("layers", work.layers),
     }
+
+
+def _more_than_one(name: str, count: int | Fraction) -> dict[str, str | None]:
+    return {} if count == 1 else {name: str(count)}
 
 
 def _timed_figures(run: Run, summary: Summary) -> dict[str, Figure]:

@@ -71,7 +71,7 @@ def _slowdown(attribution: Attribution) -> str:
 def _copy_hops(attribution: Attribution, *, before: str) -> str:
     """The option that has copy engines carry the hops, where that is possible: on GPUs of one host, recorded here."""
     run = attribution.run
-    possible = run is not None and run.timings is not None and len(set(run.topology.hosts)) == 1
+    possible = run is not None and not run.captured and len(set(run.topology.hosts)) == 1
     return f"--hops copy{before}" if possible and not attribution.on_cpu else ""
 
 
@@ -253,7 +253,7 @@ def _not_launched(attribution: Attribution) -> str:
     used, run = _strategy(attribution), attribution.run
     if attribution.on_cpu:
         return _MORE_TOKENS if used else ""
-    if used is None or run is None or run.timings is None:
+    if used is None or run is None or run.captured:
         short = "CUDA graphs or torch.compile, fewer and longer kernels"
     elif used.cuda_graph or used.hops == "copy":
         # Hops by copy engine refuse to be captured.

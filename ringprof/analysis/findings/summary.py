@@ -110,6 +110,7 @@ class Summary(msgspec.Struct, frozen=True):
     communication: tuple[Communication, ...]
     rates: Rates
     iterations: int
+    """Marked ranges in the window; one where nothing is marked."""
     exposed_mean: float
     """Mean exposed communication over mean wall, as in ``parts``."""
     exposed_worst: float
@@ -129,6 +130,13 @@ class Summary(msgspec.Struct, frozen=True):
     """Empty where no host is named."""
     attention: tuple[str, ...]
     """Families of the attention kernels."""
+    window_iterations: int | None = None
+    """Iterations in the window, those inside a captured block counted; None where that is not known."""
+
+    @property
+    def times_divisor(self) -> int:
+        """Number by which times over the window are divided: its iterations or, if not known, its marked ranges."""
+        return self.window_iterations or max(1, self.iterations)
 
 
 def summarise(attribution: Attribution) -> Summary:
@@ -146,6 +154,7 @@ def summarise(attribution: Attribution) -> Summary:
         communication=_communication(attribution),
         rates=_rates(attribution),
         iterations=max(len(rank.iteration_ns) for rank in ranks),
+        window_iterations=attribution.window_iterations,
         exposed_mean=next(part.share for part in parts if part.name == "exposed_comm"),
         exposed_worst=shares[worst],
         exposed_worst_rank=ranks[worst].rank,

@@ -91,7 +91,7 @@ class BlockedOnLinks(msgspec.Struct, frozen=True):
     channels: tuple[str, ...]
     """Those that cross hosts, longest blocked first."""
     leaving_bytes: float
-    """What one host sends to others in one iteration; mean over hosts."""
+    """What one host sends to others in one iteration, or in a captured block; mean over hosts."""
 
 
 def blocked_on_links(attribution: Attribution) -> BlockedOnLinks | None:
@@ -124,11 +124,13 @@ def blocked_in_words(attribution: Attribution) -> str:
     if links is None:
         return ""
     walls = [rank.breakdown.wall_ns for rank in attribution.ranks]
-    iterations = fmean(len(rank.iteration_ns) or 1 for rank in attribution.ranks)
+    marked = fmean(len(rank.iteration_ns) or 1 for rank in attribution.ranks)
+    each = "in the captured block" if attribution.run and attribution.run.captured else "an iteration"
     between, within = links.between_hosts_ns / fmean(walls), links.within_host_ns / fmean(walls)
-    sent_mb, each_s = links.leaving_bytes / 1e6, fmean(walls) / iterations / 1e9
+    sent_mb, each_s = links.leaving_bytes / 1e6, fmean(walls) / marked / 1e9
     return (
         f"{percent(between)} of the time ranks are blocked in hops between hosts ({', '.join(links.channels)}),"
         f" {percent(within)} in hops within a host;"
-        f" {three_digits(sent_mb)} MB leave each host an iteration, {three_digits(sent_mb / each_s)} MB/s."
+        f" {three_digits(sent_mb)} MB leave each host {each},"
+        f" {three_digits(sent_mb / each_s)} MB/s."
     )

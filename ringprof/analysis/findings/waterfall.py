@@ -28,6 +28,7 @@ from ringprof.analysis.findings.waterfall_words import AttentionWork, evidence_o
 from ringprof.analysis.kinds.kinds import COMPUTE_PARTS
 from ringprof.analysis.rank import Rank
 from ringprof.devices import Peak, peak_of
+from ringprof.workload_checks import workload_fits
 
 WATERFALL_LABELS: dict[str, str] = {
     "peak": "needed work at peak",
@@ -224,13 +225,13 @@ def _work(attribution: Attribution, summary: Summary) -> AttentionWork | None:
     if run is None or run.workload is None or run.topology.world_size != len(ranks) or attribution.on_cpu:
         return None
     iterations = {len(rank.iteration_ns) for rank in ranks}
-    if len(iterations) != 1 or attribution.partial_window:
+    if len(iterations) != 1 or attribution.partial_window or not workload_fits(run):
         return None
     peak = peak_of(next(iter(summary.devices), None), run.workload.dtype)
     count = iterations.pop()
     flops = run.block_flops()
     done = None if flops is None else count * sum(flops.values())
-    needed = count * run.workload.exact_flops()
+    needed = count * (run.needed_flops() or 0)
     spent = sum(rank.breakdown.flash_ns for rank in ranks)
     # Attention faster than the peak is not the attention of this workload.
     if peak is None or needed / peak.tflops / 1e3 > spent or len(set(summary.devices)) > 1:

@@ -12,6 +12,7 @@ from ringprof.analysis.kinds.kinds import COMPUTE_PARTS, MEMORY
 from ringprof.analysis.rank import Rank
 from ringprof.devices import Peak
 from ringprof.digits import milliseconds, three_digits
+from ringprof.workload_checks import workload_fits
 
 
 class AttentionWork(msgspec.Struct, frozen=True):
@@ -52,6 +53,8 @@ def _attention(attribution: Attribution, work: AttentionWork | None) -> str:
     if attribution.on_cpu:
         return f"attention operators, mean {milliseconds(mean)}"
     reason = "the traces do not tell the work" if work is None else "no peak is known that fits"
+    if attribution.run is not None and not workload_fits(attribution.run):
+        reason = "the stated workload does not fit the counted FLOPs"
     return f"union of the attention kernels; {reason}: not held against a peak"
 
 

@@ -57,6 +57,8 @@ WHOLE_TRACE = "trace"
 _MOST_LISTED = 8
 
 # ringprof's own mark wins over the profiler's, which may include a warm-up that was recorded.
+_OPTIMIZER_STEP = re.compile(r"Optimizer\.step#.+", re.DOTALL)
+"""Name of the range that torch.optim opens around each step of an optimizer."""
 _MARKS = {"ringprof": re.compile(r"ringprof::iteration\b.*"), "profiler": re.compile(r"ProfilerStep#[0-9]+")}
 
 
@@ -73,6 +75,8 @@ class Window(msgspec.Struct, frozen=True):
     """Whether the trace marks iterations at all; with source ``trace``, nothing was launched in them."""
     between_ns: tuple[int, int] | None = None
     """Unix times at which the activities are cut."""
+    steps: int | None = None
+    """Training steps that the marked ranges show (`count_steps`); None where a range shows none."""
 
     def activities(self) -> Int64:
         """Indices of all activities in the window, ascending."""
@@ -111,8 +115,8 @@ def find_window(trace: Trace, launch: Int64, name: str | None = None) -> Window:
         spans = tuple((int(trace.annotations.start_ns[i]), int(trace.annotations.end_ns[i])) for i in rows)
         filled = [i for i, activities in enumerate(found) if len(activities)]
         if filled or not len(launch):
-            kept = filled or range(len(rows))
-            return Window(source, tuple(found[i] for i in kept), tuple(spans[i] for i in kept), marked=True)
+            kept = list(filled or range(len(rows)))
+            return _marked_window(trace, source, rows[kept], [found[i] for i in kept], [spans[i] for i in kept])
     return Window("trace", (everything,), (), marked=found_marks)
 
 
@@ -131,7 +135,64 @@ def _named_window(trace: Trace, launch: Int64, name: str) -> Window:
     # Iterations by name are iterations still.
     found_names = {trace.names[index] for index in trace.annotations.name[rows].tolist()}
     whole = (source for source, mark in _MARKS.items() if all(map(mark.fullmatch, found_names)))
-    return Window(next(whole, "range"), tuple(found[i] for i in kept), tuple(spans[i] for i in kept), marked=True)
+    source = next(whole, "range")
+    return _marked_window(trace, source, rows[kept], [found[i] for i in kept], [spans[i] for i in kept])
+
+
+def _marked_window(
+    trace: Trace, source: str, rows: npt.NDArray[np.intp], found: list[Int64], spans: list[tuple[int, int]]
+) -> Window:
+    steps = count_steps(trace, rows, source)
+    return Window(source, tuple(found), tuple(spans), marked=True, steps=steps)
+
+
+# --- training steps inside a marked range -------------------------------------------------------------
+
+
+def count_steps(trace: Trace, rows: npt.NDArray[np.intp], source: str) -> int | None:
+    """Count the training steps in marked ranges, which are ``rows`` of the annotations.
+
+    A ``ProfilerStep#n`` is one step. A range of ringprof's own holds as many as it has ``ProfilerStep#n`` or else
+    optimizer steps inside; None where one has neither, and for ranges of other names.
+    """
+    if source == "profiler":
+        return len(rows)
+    counts = [_steps_inside(trace, int(row)) for row in rows] if source == "ringprof" else []
+    return sum(counts) if counts and all(counts) else None
+
+
+def _steps_inside(trace: Trace, mark: int) -> int:
+    ranges = trace.annotations
+    inside = (ranges.start_ns > ranges.start_ns[mark]) & (ranges.start_ns < ranges.end_ns[mark])
+    # Hooks that step the optimizer in the backward pass run on another thread, or inside one of its operators.
+    inside &= ranges.thread == ranges.thread[mark]
+    profiler_steps = inside & trace.names_that(_MARKS["profiler"].fullmatch)[ranges.name]
+    if profiler_steps.any():
+        return int(np.count_nonzero(profiler_steps))
+    steps = np.flatnonzero(inside & trace.names_that(_OPTIMIZER_STEP.fullmatch)[ranges.name])
+    if not len(steps):
+        return 0
+    steps = steps[~_inside_operators(trace, steps)]
+    return int(np.count_nonzero(_work_before(trace, steps)))
+
+
+def _inside_operators(trace: Trace, rows: npt.NDArray[np.intp]) -> npt.NDArray[np.bool_]:
+    """Which annotations begin inside an operator of their own thread."""
+    operators, starts = trace.operators, trace.annotations.start_ns[rows]
+    same = operators.thread == trace.annotations.thread[rows[0]]
+    spans = intervals.union(operators.start_ns[same], operators.end_ns[same])
+    return intervals.contains(spans, starts)
+
+
+def _work_before(trace: Trace, rows: npt.NDArray[np.intp]) -> npt.NDArray[np.bool_]:
+    """Which of these ranges, in order, have an operator or a launch between the end of the one before and their start.
+
+    Optimizers that step directly one after another share a training step.
+    """
+    starts = np.sort(np.concatenate((trace.operators.start_ns, trace.launches.start_ns)))
+    begins, ends = trace.annotations.start_ns[rows], np.maximum.accumulate(trace.annotations.end_ns[rows])
+    between = np.searchsorted(starts, begins[1:]) > np.searchsorted(starts, ends[:-1], side="right")
+    return np.concatenate((np.ones(min(1, len(rows)), np.bool_), between))
 
 
 def _inside(

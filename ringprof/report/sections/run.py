@@ -16,14 +16,24 @@ from ringprof.digits import percent, three_digits
 from ringprof.json_object import JsonObject
 from ringprof.report.page.document import Content, PageContext, PageTable, ReportParts, text
 from ringprof.report.tables import Column, Listing, Table, text_table
-from ringprof.report.text import TextStyle, binary_size, clean, duration, in_unit, rate, slower_or_faster, unit_for
+from ringprof.report.text import (
+    TextStyle,
+    binary_size,
+    captured_in_words,
+    clean,
+    duration,
+    in_unit,
+    rate,
+    slower_or_faster,
+    unit_for,
+)
 from ringprof.run import Run, Verification, Workload
 
 _PARTIAL = "a part of the run was chosen: rates, controls and memory of whole iterations are left out"
 _NAMED = 0.01
 """The least share of the computing whose kind is named."""
-_KEPT = ("name", "created", "workload", "topology", "strategy", "kernel", "verification", "peak_memory_bytes",
-         "device_states", "device_links")  # fmt: skip
+_KEPT = ("name", "created", "workload", "workload_ranks", "topology", "strategy", "kernel", "verification",
+         "peak_memory_bytes", "device_states", "device_links")  # fmt: skip
 
 _LINKS = {SAME_HOST: "within a host", OTHER_HOST: "between hosts"}
 
@@ -35,7 +45,7 @@ def terminal(found: Findings, style: TextStyle, listing: Listing) -> list[str]:
         return []
     check = [_check(run.verification)] if run.verification else []
     partial = [_PARTIAL] if found.attribution.partial_window else []
-    speed = [*_speed(run, rates), *_balance(run)]
+    speed = [*_speed(run, rates, found.summary.window_iterations), *_balance(run)]
     return [
         style.wrap(
             "\n".join([what_ran(run), *check, *speed, *_sizes(run), *_around(found), *partial, *_cost(run, rates)])
@@ -50,7 +60,7 @@ def what_ran(run: Run) -> str:
         given = ", ".join(f"{key}={value}" for key, value in run.strategy.params.items())
         parts.append(run.strategy.name + (f" ({given})" if given else ""))
     if run.workload:
-        parts += _workload(run.workload)
+        parts += _workload(run, run.workload)
     if run.kernel:
         parts.append(f"kernel {run.kernel}")
     if run.strategy and run.strategy.hops == "copy":
@@ -58,10 +68,12 @@ def what_ran(run: Run) -> str:
     return " · ".join(clean(part) for part in parts) or clean(run.name)
 
 
-def _workload(work: Workload) -> list[str]:
+def _workload(run: Run, work: Workload) -> list[str]:
     tokens = f"{work.seq} tokens"
     if work.kv_length is not None:
         tokens = f"{work.phase}: {work.seq} new of {work.kv_length} tokens"
+    if run.sharing_ranks != run.topology.world_size:
+        tokens += f" per group of {run.sharing_ranks} rank{'s' if run.sharing_ranks > 1 else ''}"
     return [
         f"{tokens}, {work.heads_in_words()}" + (f", batch {work.batch}" if work.batch > 1 else ""),
         ", ".join([str(work.mask()), *work.extras()]),
@@ -100,12 +112,13 @@ def _check(check: Verification) -> str:
     )
 
 
-def _speed(run: Run, rates: Rates) -> list[str]:
+def _speed(run: Run, rates: Rates, iterations: int | None) -> list[str]:
     parts = []
     if rates.tflops is not None and rates.tflops_quantiles:
         low, high = rates.tflops_quantiles["p10"], rates.tflops_quantiles["p90"]
         several = f"median of {rates.iterations_timed}, p10 to p90: {rate(low)} to {rate(high)}"
-        spread = several if rates.iterations_timed > 1 else "one iteration"
+        single = captured_in_words(iterations) if run.captured else "one iteration"
+        spread = several if rates.iterations_timed > 1 else single
         spread += "" if run.timings else ", under the profiler"
         if run.predicted:
             spread = f"80 % within {rate(low)} to {rate(high)}"
@@ -268,7 +281,8 @@ def speed_html(found: Findings, page: PageContext) -> Content | None:
     blocks = communication(found, style, Listing())
     rates, lines = found.summary.rates, []
     if run is not None:
-        lines = [*_speed(run, rates), *_sizes(run), *_balance(run), *_around(found), *_cost(run, rates)]
+        speed = _speed(run, rates, found.summary.window_iterations)
+        lines = [*speed, *_sizes(run), *_balance(run), *_around(found), *_cost(run, rates)]
     lines += [line for block in blocks for line in block.split("\n")]
     tables = _control_tables(found)
     return Content(lines=lines, tables=tables) if lines or tables else None

@@ -50,7 +50,10 @@ def test_the_channel_that_crosses_hosts_is_told_from_the_one_that_does_not():
     assert (links.between_hosts_ns, links.within_host_ns, links.leaving_bytes) == (500_000, 150_000, 2000)
     words = blocked_in_words(found)
     assert "50.0 % of the time ranks are blocked in hops between hosts (kv_outer), 15.0 % in hops within" in words
-    assert "2 MB/s" in words  # 2000 bytes in 1 ms
+    assert "0.002 MB leave each host an iteration, 2 MB/s" in words  # 2000 bytes in 1 ms
+    assert found.run is not None
+    block = msgspec.structs.replace(found, run=msgspec.structs.replace(found.run, timings=None))
+    assert "0.002 MB leave each host in the captured block, 2 MB/s" in blocked_in_words(block)
 
 
 def test_a_ring_across_hosts_is_held_up_for_all_of_its_ranks():

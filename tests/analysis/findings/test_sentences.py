@@ -71,7 +71,7 @@ def test_bytes_on_the_wire_with_one_slow_rank():
     )
     assert gain == (
         "200.0 ms could be 100.0 ms (50.0 % less) with free communication, "
-        "100.0 ms (50.0 %) balanced with all hidden that can be."
+        "100.0 ms (50.0 %) with perfect balance and overlap."
     )
 
 
@@ -116,7 +116,7 @@ def test_evidence_of_every_part_of_the_waterfall():
         "exposed_wire": (50, "on the wire with no computation beside it; send_recv 5 GB/s"),
         "peer_wait": (0, "waiting beyond what the ranks' computation differs by"),
         "merge_and_copies": (10, "not beside attention; mean of all: merge 10.0 ms"),
-        "launch_gaps": (0, "nothing ran on the device"),
+        "launch_gaps": (0, "nothing ran on the device before the next activity was launched, and in gaps below 5 us"),
     }
     assert [part.share for part in waterfall.parts] == [pytest.approx(n / 260) for n in (150, 50, 50, 0, 10, 0)]
 

@@ -125,9 +125,13 @@ def test_a_training_step_names_its_exposed_communication_by_kind_and_group_then_
 
 
 def test_a_training_step_with_gaps_names_them_first():
-    b = training_step().run("ampere_sgemm_128x64_nn", 3000, 3100, launched=5)
+    b = training_step().run("ampere_sgemm_128x64_nn", 3000, 3100, launched=2990)
+    b.on_host("aten::mm", 900, 2995)
     _, line = verdict(b)
-    assert line.startswith("64.5 % of the time nothing runs on the GPU")
+    assert line.startswith(
+        "64.5 % of the time the GPU is idle because its next work is not launched yet: 100.0 % of its idle time is in "
+        "short gaps between launches; "
+    )
     assert line.endswith("what computes longest is matrix product 22.6 %, then optimizer 6.5 % of the time.")
 
 
@@ -138,7 +142,7 @@ def test_a_matrix_product_beside_attention_is_no_merge():
 
 def test_gaps_are_named_where_they_cost_most():
     b = Builder(world_size=1).run(FLASH, 0, 600, launched=1).run(FLASH, 900, 1000, launched=2)
-    assert any(line.startswith("30.0 % of the time nothing runs on the GPU") for line in verdict(b))
+    assert any(line.startswith("30.0 % of the time the GPU is idle because its next work") for line in verdict(b))
 
 
 def test_one_gpu_communicates_nothing():
@@ -202,9 +206,9 @@ def step_of(*builders):
     ("run", "remedy"),
     [
         ("h200x4-zigzag-65536-two-hosts", "double-ring, burst or usp (less between hosts)"),
-        ("h200x4-burst-65536-two-hosts", "faster links, fewer bytes, longer pieces a rank"),
-        ("h200x4-usp-65536-two-hosts", "faster links, -p grad_wire=input, longer pieces a rank"),
-        ("h200x4-zigzag-65536", "--hops copy, -p grad_wire=input, longer pieces a rank"),
+        ("h200x4-burst-65536-two-hosts", "faster links, fewer bytes, more tokens per rank"),
+        ("h200x4-usp-65536-two-hosts", "faster links, -p grad_wire=input, more tokens per rank"),
+        ("h200x4-zigzag-65536", "--hops copy, -p grad_wire=input, more tokens per rank"),
         ("h200x4-stripe-262144", "look at the GPUs' clocks (same work, other speed)"),
         ("cpu4-zigzag-4096-two-hosts", "double-ring, burst or usp (less between hosts)"),
     ],
@@ -228,13 +232,17 @@ def test_the_next_step_is_the_waterfalls_own_largest_loss(folder):
     report = analysis(folder).report()
     step = report["summary"]["next_step"]
     if step is None:
-        # A whole layer: nothing is known to shorten its matrix products.
+        # Nothing is known to shorten a layer's matrix products, or what is computed beside attention.
         losses = [one for one in report["waterfall"] if one["part"] not in ("attention", "peak", "kernel")]
         assert not max(losses, key=lambda one: one["time_ns"])["remedy"]
         return
     part = next(one for one in report["waterfall"] if one["part"] == step["part"])
-    assert (part["time_ns"], part["share"]) == (step["time_ns"], step["share"])
-    assert part["remedy"] and part["remedy"] in step["text"]
+    wall, bounds = report["summary"]["slowest_rank"]["wall_ns"], report["summary"]["bounds_ns"]
+    bound = {"imbalance": "balanced", "exposed_wire": "free_communication", "peer_wait": "free_communication",
+             "exposed_unsplit": "free_communication"}.get(step["part"])  # fmt: skip
+    gain = min(part["time_ns"], wall - bounds[bound]) if bound else part["time_ns"]
+    assert (step["time_ns"], step["share"]) == (gain, gain / wall)
+    assert part["remedy"] in step["text"]
     communication = {"imbalance", "exposed_wire", "peer_wait", "exposed_unsplit"}
     attention = {"attention", "peak", "kernel", "repeated", "slowdown"}
     outside = [one for one in report["waterfall"] if one["part"] not in attention]
@@ -242,14 +250,16 @@ def test_the_next_step_is_the_waterfalls_own_largest_loss(folder):
         assert all(one["share"] < 0.02 for one in outside)
     else:
         rivals = [one for one in outside if (one["part"] in communication) == (step["part"] in communication)]
-        assert step["time_ns"] == max(one["time_ns"] for one in rivals)
+        assert part["time_ns"] == max(one["time_ns"] for one in rivals)
 
 
 def test_gaps_and_merges_have_remedies_of_their_own():
-    gaps = Builder(world_size=1).run(FLASH, 0, 600_000, launched=1).run(FLASH, 900_000, 10**6, launched=2)
+    gaps = Builder(world_size=1).run(FLASH, 0, 600_000, launched=1).run(FLASH, 900_000, 10**6, launched=899_990)
+    gaps.on_host("cudaLaunchKernel", 500_000, 899_995)
     assert step_of(gaps).text == (
-        "Largest loss outside attention: launch gaps. To gain at most 0.300 ms of 1.00 ms: "
-        "CUDA graphs, fewer and longer kernels."
+        "Largest loss outside attention: host-bound idle. To gain at most 0.300 ms of 1.00 ms: "
+        "find why single cudaLaunchKernel calls take long: kernels loaded at first use (warm up before profiling, or "
+        "CUDA_MODULE_LOADING=EAGER), or a busy CPU."
     )
     merges = Builder(world_size=1).run(FLASH, 0, 600, launched=1).run(MERGE, 600, 1000, launched=2)
     assert (step_of(merges).part, step_of(merges).time_ns) == ("merge_and_copies", 400)
@@ -260,7 +270,7 @@ def test_without_a_loss_the_kernel_is_named_with_what_a_tenth_of_it_is():
         Builder(world_size=1).run(FLASH, 0, 990_000_000, launched=1).run(MERGE, 990_000_000, 10**9, launched=2)
     )
     assert step.part == "attention"
-    assert step.text.endswith("; attention in a tenth less time saves 99.0 ms.")
+    assert step.text.endswith("; 10 % faster attention saves 99.0 ms.")
 
 
 def test_a_step_that_only_computes_matrix_products_has_no_next_step():
