@@ -115,17 +115,17 @@ def look_figures(attribution: Attribution) -> JsonObject:
     """What is told of one look."""
     summary, ranks = findings_in_memory(attribution).summary, attribution.ranks
     waited = waited_for(attribution)
-    waits = [(one.wait_ns, one.wire_ns) for rank in ranks for one in rank.splits if one.wire_ns is not None]
-    told = bool(waits) and len(waits) == sum(len(rank.splits) for rank in ranks)
-    wait, wire = (sum(column) / len(ranks) / 1e6 for column in zip(*waits, strict=True)) if told else (None, None)
+    rows = [row for rank in ranks for row in rank.carried]
+    told = bool(rows) and all(row.timed == row.kernels for row in rows)
+    wait, wire = (sum(getattr(row, name) for row in rows) / len(ranks) / 1e6 for name in ("wait_ns", "wire_ns"))
     return {
         "ranks": len(ranks),
         "wall_ms": summary.slowest_wall_ns / 1e6,
         "exposed_comm_share": {
             "mean": summary.exposed_mean, "worst": summary.exposed_worst, "rank": summary.exposed_worst_rank
         },
-        "wait_ms": wait,
-        "wire_ms": wire,
+        "wait_ms": wait if told else None,
+        "wire_ms": wire if told else None,
         "waited_for": {str(rank): time / 1e6 for rank, time in waited.most_common()},
         "straggler": waited.most_common(1)[0][0] if waited else None,
     }  # fmt: skip

@@ -94,6 +94,8 @@ class HopRing:
         may_copy = comm.hops == "copy" or (comm.hops == "auto" and comm.can_copy)
         if may_copy and group is not None and same_host and not keeps:
             self._copies = copy_ring(channel, group, to, source, {rank: comm.processes[rank] for rank in self._peers})
+        # A copy leaves no record of the rank that it goes to, so the range around it names that.
+        self._copied_to = f"{channel}/to={following}"
         self.copied = self._copies is not None
         """Whether copy engines carry the hops."""
 
@@ -110,7 +112,7 @@ class HopRing:
         if self._copies is not None:
             assert into is None, "copy engines write where they may, not where they are told"
             self._meter.add(self.channel, "copy", self._link, parcel.size_bytes)
-            with annotate("send", self.channel):
+            with annotate("send", self._copied_to):
                 # A parcel of the hop's own: a tour clears the caller's, which another ring may still send.
                 return self._copies.post(parcel.over(list(parcel.messages)))
         arriving = parcel.room() if into is None else into

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from ringprof.json_object import JsonObject
@@ -282,14 +283,18 @@ def profiler_is_busy() -> bool:
 @contextmanager
 def profiler() -> Iterator[Any]:
     """The profiler, collecting between its first and second ``step()``; before that it warms up and drops all."""
-    activities = [ProfilerActivity.CPU]
+    activities, experimental = [ProfilerActivity.CPU], None
     if torch.cuda.is_available():
         activities.append(ProfilerActivity.CUDA)
+        # Which event each stream waits for, beside what runs on the streams.
+        experimental = _ExperimentalConfig(enable_cuda_sync_events=True)
     once = schedule(wait=0, warmup=1, active=1, repeat=1)
     with warnings.catch_warnings():
         # torch 2.11 advises how to keep the events of earlier cycles; here there is one.
         warnings.filterwarnings("ignore", message="Warning: Profiler clears events")
-        with profile(activities=activities, schedule=once, record_shapes=False) as recording:
+        with profile(
+            activities=activities, schedule=once, record_shapes=False, experimental_config=experimental
+        ) as recording:
             _at_work.append(recording)
             try:
                 yield recording
