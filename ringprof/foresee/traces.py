@@ -147,7 +147,8 @@ class _Writer:
     def of(self, place: int, op: Op, begin: int, end: int) -> Iterator[_Event]:
         """An operation that the host issues from ``begin`` to ``end``."""
         if isinstance(op, Post):
-            yield self.range(f"ringprof::send/{op.channel}", begin, end)
+            to = f"/to={_neighbours(self._program.rank, op)[0]}" if op.operation == "copy" else ""
+            yield self.range(f"ringprof::send/{op.channel}{to}", begin, end)
             yield from self._carried(place, op, begin, end)
         elif isinstance(op, AttentionCall | Touch):
             if op.label:
@@ -167,12 +168,11 @@ class _Writer:
         self, name: str, stream: int, start: float, stop: float, begin: int, end: int, category: str = "kernel",
         **args: Any,
     ) -> Iterator[_Event]:  # fmt: skip
-        """A launch in the middle of what the host does, and what it launched."""
+        """Yield a launch when the host is done, before which the device cannot begin, and what it launched."""
         self._launches += 1
-        middle = (begin + end) // 2
         args |= {"device": 0, "stream": stream, "correlation": self._launches}
         launch = {"correlation": self._launches}
-        yield _slice("cuda_runtime", "cudaLaunchKernel", 0, _THREAD, middle, middle + 1, launch)
+        yield _slice("cuda_runtime", "cudaLaunchKernel", 0, _THREAD, max(begin, end - 1), end, launch)
         first, last = (self._origin + round(time_ns) for time_ns in (start, stop))
         yield _slice(category, name, 1, stream, first, last, args)
 
@@ -198,11 +198,16 @@ def _calls(rank: int, post: Post) -> Iterator[JsonObject]:
     if post.operation not in RINGS:
         yield _collective_args(rank, post)
         return
-    place = post.members.index(rank)
-    following, previous = post.members[(place + 1) % len(post.members)], post.members[place - 1]
+    following, previous = _neighbours(rank, post)
     for size in post.messages:
         yield {"Collective name": "send", "Dst Rank": following, **_sizes(post, size, size)}
         yield {"Collective name": "recv", "Src Rank": previous, **_sizes(post, size, size)}
+
+
+def _neighbours(rank: int, post: Post) -> tuple[int, int]:
+    """The ranks that a hop goes to and comes from."""
+    place = post.members.index(rank)
+    return post.members[(place + 1) % len(post.members)], post.members[place - 1]
 
 
 def _collective_args(rank: int, post: Post) -> JsonObject:

@@ -82,6 +82,8 @@ def _kinds(event: IdleEvent) -> list[tuple[str, int]]:
 
 def not_launched_in_words(attribution: Attribution, share: str) -> str:
     """Say why the GPUs idle before launches; ``share`` is what they idle so of the time."""
+    if _is_predicted(attribution):
+        return f"{share} of the predicted time the GPU is idle because its next work is not launched yet."
     text = f"{share} of the time the GPU is idle because its next work is not launched yet"
     cause = host_cause(idle_of(attribution))
     if cause is None:
@@ -122,6 +124,8 @@ def remedy_of_host(cause: HostCause | None, launch_bound: str) -> str:
 def blocked_in_words(attribution: Attribution, share: str) -> str:
     """Say why the GPUs idle although their next work is launched; ``share`` is what they idle so of the time."""
     event = _longest_blocked(attribution)
+    if _is_predicted(attribution):
+        return f"{share} of the predicted time the GPU is idle although its next work is launched."
     if event is None or event.name == NO_LAUNCH:
         return (
             f"{share} of the time nothing runs on the GPU; the launch of what follows is not recorded, so the cause "
@@ -143,6 +147,10 @@ def remedy_of_blocked(attribution: Attribution) -> str:
         NO_LAUNCH: "record the CPU's launches as well (ProfilerActivity.CPU) to see the cause",
     }
     return remedies.get(event.name, "") if event else ""
+
+
+def _is_predicted(attribution: Attribution) -> bool:
+    return attribution.run is not None and attribution.run.predicted is not None
 
 
 def _longest_blocked(attribution: Attribution) -> IdleEvent | None:

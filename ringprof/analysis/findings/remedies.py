@@ -253,6 +253,8 @@ def _not_launched(attribution: Attribution) -> str:
     used, run = _strategy(attribution), attribution.run
     if attribution.on_cpu:
         return _MORE_TOKENS if used else ""
+    if used is not None and run is not None and run.predicted is not None:
+        return f"{_MORE_TOKENS}, fewer and longer kernels"
     if used is None or run is None or run.captured:
         short = "CUDA graphs or torch.compile, fewer and longer kernels"
     elif used.cuda_graph or used.hops == "copy":
