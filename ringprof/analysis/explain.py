@@ -25,6 +25,7 @@ from ringprof.analysis.timeline.cpu import (
 from ringprof.analysis.timeline.kernels import RankKernel, rank_kernels
 from ringprof.analysis.timeline.rows import OnDevice, timed_activities
 from ringprof.analysis.timeline.window import Focus, Window, find_window
+from ringprof.analysis.timeline.work import cpu_work, device_work
 from ringprof.analysis.transfers.hops import Split, TimedHop, group_into_hops, hop_totals
 from ringprof.analysis.transfers.transfers import Transfer, transfers_of
 from ringprof.errors import TraceFormatError, UsageError
@@ -78,6 +79,7 @@ def explain(
         partial_window=_is_cut(window),
         breakdown=break_down(rows, background),
         iteration_ns=tuple(int(part.end_ns.max() - part.start_ns.min()) for part in window.by_iteration(rows)),
+        part_work=device_work(classified, rows),
     )
     # Hops are matched over the whole window: cut at times, the ranks would not count the same ones.
     transfers = transfers_of(classified, everything[trace.activities.device[everything] == device], rank)
@@ -141,6 +143,7 @@ def _explain_cpu(
         iteration_ns=tuple(part.wall_ns for part in kept),
         blocked_ns=blocked_by_channel(trace, window),
         exposed=ExposedTime(by_group=exposed),
+        part_work=cpu_work(trace, window),
     )
     return explained, Detail(classified, window, cpu_iterations=kept)
 

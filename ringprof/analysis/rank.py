@@ -12,6 +12,7 @@ from ringprof.analysis.kinds.classify import Classified
 from ringprof.analysis.timeline.breakdown import Breakdown, break_down
 from ringprof.analysis.timeline.rows import OnDevice, TimedActivities, timed_activities
 from ringprof.analysis.timeline.window import Window
+from ringprof.analysis.timeline.work import PartWork
 from ringprof.analysis.transfers.hops import HopTotals, Split, TimedHop, hop_totals, total
 
 
@@ -93,6 +94,8 @@ class Rank:
     """Wall of each marked iteration alone; one where nothing was marked."""
     blocked_ns: dict[str, int] = field(default_factory=dict)
     """On CPU: time blocked in waiting, by the channel that was waited for."""
+    part_work: tuple[PartWork, ...] = ()
+    """FLOPs and time of attention and matrix products; empty where the trace holds no shapes."""
     hop_totals: HopTotals = field(default_factory=lambda: hop_totals(()))
     carried: tuple[Carried, ...] = ()
     """By kind and link, in the order of their first kernel."""

@@ -37,6 +37,7 @@ def capture(
     name: str | None = None,
     group: Any = None,
     strategy: Any = None,
+    record_shapes: bool = False,
     reduce: Callable[[Path, Path], bool] | None = None,
 ) -> Iterator[None]:
     """Profile the block on every rank and write a run into ``folder``, which must be new or empty.
@@ -50,6 +51,8 @@ def capture(
     ``workload`` is what the block computes, its ``layers`` and ``steps`` included: with it a report knows the FLOPs and
     TFLOP/s, of the time under the profiler. ``strategy``, or several where layers have their own, adds the kernel, the
     work that it counted and the bytes that it sent. There are no verification and no timings without the profiler.
+    ``record_shapes`` has the profiler record the shapes of operators, from which a report tells the rates of attention
+    and matrix products and the MFU; it slows down the CPU.
 
     Run one step of warm-up before it: the first one sets up communicators. Raises `UsageError` where the folder holds
     something already, where a rank has another profiler at work (torch has one a process; one that only warms up cannot
@@ -69,7 +72,7 @@ def capture(
         try:
             times: list[int] = []
             reset_counts(strategies)
-            with _profiled(trace.path, ranks, times, target, token):
+            with _profiled(trace.path, ranks, times, target, token, record_shapes=record_shapes):
                 yield
             reduced = reduce is not None and reduce(trace.path, trace.reduced)
             with _answered(target, ranks, token):
@@ -149,9 +152,11 @@ def _answered(target: Path, ranks: GroupRanks, token: str = "") -> Iterator[None
 
 
 @contextmanager
-def _profiled(trace: Path, ranks: GroupRanks, times: list[int], target: Path, token: str) -> Iterator[None]:
+def _profiled(
+    trace: Path, ranks: GroupRanks, times: list[int], target: Path, token: str, *, record_shapes: bool
+) -> Iterator[None]:
     """Profile the block as one iteration, write the trace, and append the block's time in nanoseconds."""
-    with profiler() as recording:
+    with profiler(record_shapes=record_shapes) as recording:
         ranks.finish()
         recording.step()
         with _answered(target, ranks, token):

@@ -83,7 +83,7 @@ class _File(msgspec.Struct, frozen=True, kw_only=True):
     ]
 
 
-_MAY_BE_MISSING = frozenset({"memory"})
+_MAY_BE_MISSING = frozenset({"memory", "flop_records"})
 """Tables that are there where they have rows: older files have none."""
 _PLAIN = ("rank", "world_size", "host", "base_ns", "events_total", "events_skipped", "devices")
 

@@ -22,10 +22,10 @@ from ringprof.analysis.findings.remedies import (
     slow_between_hosts,
     slow_senders,
 )
+from ringprof.analysis.findings.step_rates import attention_rate, beside_attention, computation_in_words
 from ringprof.analysis.findings.summary import Summary
 from ringprof.analysis.findings.verdict_words import (
     blocked_in_words,
-    computation_in_words,
     exposed_in_words,
     is_attention,
     missing_in_words,
@@ -136,7 +136,7 @@ def _kernels(found: Facts) -> str:
     text = f"No loss outside the attention kernels reaches {percent(WORTH_NAMING, 0)}: {spent} of the time is"
     rate = found.summary.rates.block_tflops
     if rate is None or rate < 1:
-        return f"{text} attention kernels."
+        return f"{text} attention kernels{attention_rate(found.attribution)}."
     of_peak = f", {percent(rate / parts.peak.tflops, 0)} of the device's peak" if parts.peak else ""
     return f"{text} attention kernels at {rate:,.0f} TFLOP/s{of_peak}."
 
@@ -272,7 +272,7 @@ def _beside(found: Facts, share: float, part: str) -> str:
     kinds = COMPUTE_PARTS[part] if part != "merge_and_copies" else (*COMPUTE_PARTS[part], *MEMORY)
     rows = [row for row in found.summary.kinds if row.kind in kinds]
     most = f", most of it {KIND[rows[0].kind].label}" if len(rows) > 1 else ""
-    return f"{percent(share)} of the time is {_BESIDE[part]}{most}."
+    return beside_attention(found.attribution, part, share, f"{_BESIDE[part]}{most}")
 
 
 _BESIDE = {
