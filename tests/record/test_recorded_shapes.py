@@ -237,7 +237,8 @@ class Layer(torch.nn.Module):
         k, v = (part.repeat_interleave(self.heads // self.kv_heads, dim=1) for part in (k, v))
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
         x = x + self.out(attended.transpose(1, 2).reshape(batch, seq, size))
-        return x + self.mlp(x)
+        together: torch.Tensor = x + self.mlp(x)
+        return together
 
 
 def training_step(*, causal: bool) -> Step:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ringprof.trace.columns import FLOP_DTYPES, FLOPS_LIMIT, NONE
-from ringprof.trace.operator_flops import FORMULAS, Call, flops_of
+from ringprof.trace.operator_flops import FORMULAS, Call, OperatorFlops, flops_of
 
 BF16 = "c10::BFloat16"
 
@@ -15,6 +15,13 @@ def call(*sizes, values=(), types=None):
     """A call with tensors of these sizes (None for other arguments) and these texts of the others."""
     shapes = [tuple(size or ()) for size in sizes]
     return Call(shapes, [BF16 if shape else "" for shape in shapes] if types is None else types, list(values))
+
+
+def counted(name, call) -> OperatorFlops:
+    """The FLOPs of a call that has a count."""
+    found = flops_of(name, call)
+    assert found is not None
+    return found
 
 
 def pairs(queries, keys, *, bottom_right, left=-1, right=0):
@@ -30,12 +37,12 @@ def pairs(queries, keys, *, bottom_right, left=-1, right=0):
 
 
 def test_a_matrix_product_is_a_multiplication_and_an_addition_for_every_pair():
-    assert flops_of("aten::mm", call((3, 5), (5, 7))).flops == 2 * 3 * 5 * 7
-    assert flops_of("aten::addmm", call((7,), (3, 5), (5, 7))).flops == 2 * 3 * 5 * 7
-    assert flops_of("aten::bmm", call((4, 3, 5), (4, 5, 7))).flops == 2 * 4 * 3 * 5 * 7
-    assert flops_of("aten::baddbmm_", call((4, 3, 7), (4, 3, 5), (4, 5, 7))).flops == 2 * 4 * 3 * 5 * 7
-    assert flops_of("aten::mv", call((3, 5), (5,))).flops == 2 * 3 * 5
-    assert flops_of("aten::dot", call((5,), (5,))).flops == 2 * 5
+    assert counted("aten::mm", call((3, 5), (5, 7))).flops == 2 * 3 * 5 * 7
+    assert counted("aten::addmm", call((7,), (3, 5), (5, 7))).flops == 2 * 3 * 5 * 7
+    assert counted("aten::bmm", call((4, 3, 5), (4, 5, 7))).flops == 2 * 4 * 3 * 5 * 7
+    assert counted("aten::baddbmm_", call((4, 3, 7), (4, 3, 5), (4, 5, 7))).flops == 2 * 4 * 3 * 5 * 7
+    assert counted("aten::mv", call((3, 5), (5,))).flops == 2 * 3 * 5
+    assert counted("aten::dot", call((5,), (5,))).flops == 2 * 5
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(6, 6), (4, 9), (9, 4), (1, 5)])
@@ -52,11 +59,11 @@ def test_a_causal_mask_counts_what_it_shows_and_half_of_a_square(queries, keys, 
         values = [""] * causal + ["True"]
         if backward:
             shapes = [(batch, heads, queries, v_size), *shapes]
-        found = flops_of(name + "_backward" * backward, call(*shapes, values=values))
+        found = counted(name + "_backward" * backward, call(*shapes, values=values))
         seen = queries * keys / 2 if queries == keys else pairs(queries, keys, bottom_right=bottom_right)
         assert found.flops == batch * heads * per_pair * seen
         assert found.causal == 1
-        dense = flops_of(name + "_backward" * backward, call(*shapes, values=[*values[:-1], "False"]))
+        dense = counted(name + "_backward" * backward, call(*shapes, values=[*values[:-1], "False"]))
         assert (dense.flops, dense.causal) == (batch * heads * per_pair * queries * keys, 0)
 
 
@@ -64,7 +71,7 @@ def test_a_causal_mask_counts_what_it_shows_and_half_of_a_square(queries, keys, 
 def test_a_window_counts_what_it_shows(left, right, causal):
     values = ["", "", "", "0.", "0.125", str(causal), str(left), str(right), "0.", "", "False"]
     shape = (1, 7, 3, 16)
-    found = flops_of("flash_attn::_flash_attn_forward", call(shape, shape, shape, values=values))
+    found = counted("flash_attn::_flash_attn_forward", call(shape, shape, shape, values=values))
     seen = pairs(7, 7, bottom_right=True, left=left, right=0 if causal else right)
     if left == -1:
         seen = 7 * 7 / 2
@@ -73,7 +80,7 @@ def test_a_window_counts_what_it_shows(left, right, causal):
 
 def test_a_mask_that_is_not_recorded_counts_dense_and_says_so():
     shape = (2, 4, 8, 16)
-    found = flops_of("aten::_scaled_dot_product_flash_attention", call(shape, shape, shape))
+    found = counted("aten::_scaled_dot_product_flash_attention", call(shape, shape, shape))
     assert (found.flops, found.causal) == (4 * 2 * 4 * 8 * 8 * 16, NONE)
 
 
@@ -101,13 +108,13 @@ def test_chunks_and_packed_sequences_do_not_tell_the_work():
 def test_a_convolution_counts_every_weight_at_every_place_of_its_output():
     """A picture of 9 x 8, three by three with stride 2, padding 1: 5 x 4 places."""
     values = ["", "", "", "[2, 2]", "[1, 1]", "[1, 1]", "False", "[0, 0]", "2"]
-    forward = flops_of("aten::convolution", call((3, 4, 9, 8), (6, 2, 3, 3), None, values=values))
+    forward = counted("aten::convolution", call((3, 4, 9, 8), (6, 2, 3, 3), None, values=values))
     assert forward.flops == 2 * 3 * (5 * 4) * 6 * 2 * 9
     back = ["", "", "", "[0]", *values[3:9], "[True, True, False]"]
     sizes = ((3, 6, 5, 4), (3, 4, 9, 8), (6, 2, 3, 3))
-    assert flops_of("aten::convolution_backward", call(*sizes, values=back)).flops == 2 * forward.flops
+    assert counted("aten::convolution_backward", call(*sizes, values=back)).flops == 2 * forward.flops
     first = [*back[:-1], "[False, True, False]"]
-    assert flops_of("aten::convolution_backward", call(*sizes, values=first)).flops == forward.flops
+    assert counted("aten::convolution_backward", call(*sizes, values=first)).flops == forward.flops
 
 
 def test_the_data_type_is_that_of_the_first_tensor():
@@ -125,7 +132,15 @@ def test_the_data_type_is_that_of_the_first_tensor():
 @pytest.mark.parametrize("name", sorted(FORMULAS))
 def test_damaged_arguments_have_no_count(name):
     odd = ((), (0,), (5,), (3, 5), (2, 3, 5), (1, 2, 3, 4), (1 << 62, 1 << 62, 3, 1 << 62), (1,) * 40)
-    texts = ([], ["x"] * 30, ["[", "]"] * 20, ["-9"] * 30, ["True"] * 30, ["[0, 0]"] * 30, ["[1]"] * 30)
+    texts: tuple[list[str], ...] = (
+        [],
+        ["x"] * 30,
+        ["[", "]"] * 20,
+        ["-9"] * 30,
+        ["True"] * 30,
+        ["[0, 0]"] * 30,
+        ["[1]"] * 30,
+    )
     for first in odd:
         for second in odd:
             for values in texts:

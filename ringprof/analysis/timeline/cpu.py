@@ -149,8 +149,8 @@ def outermost_operators(trace: Trace) -> tuple[Int64, Int64, Int8, Int64]:
     told = intervals.merged(intervals.union(start, end), waits)
     fused = intervals.subtraction(_named(trace, operators, _COMPILED), told)
     other = np.full(len(fused.start_ns), CODE["other"], np.int8)
-    columns = ((start, fused.start_ns), (end, fused.end_ns), (kind, other))
-    return *map(np.concatenate, columns), np.append(thread, np.full(len(other), NONE))
+    start, end = np.append(start, fused.start_ns), np.append(end, fused.end_ns)
+    return start, end, np.append(kind, other), np.append(thread, np.full(len(other), NONE))
 
 
 def _leaf_or_known(trace: Trace, code: Int8) -> npt.NDArray[np.bool_]:

@@ -18,7 +18,7 @@ from ringprof.analysis.kinds.kinds import ATTENTION, COMPUTE_PARTS, are
 from ringprof.analysis.timeline.cpu import outermost_operators, window_bounds
 from ringprof.analysis.timeline.rows import TimedActivities
 from ringprof.analysis.timeline.window import Window
-from ringprof.trace.columns import FLOP_DTYPES, NONE, FlopRecords, Int8, Int64, Trace, distinct
+from ringprof.trace.columns import FLOP_DTYPES, NONE, FlopRecords, Int8, Int64, Trace
 
 RATED_PARTS = {"attention": ATTENTION, "matrix_products": COMPUTE_PARTS["matrix_products"]}
 """Parts of a step whose FLOPs can be known, and their kinds."""
@@ -77,17 +77,11 @@ def cpu_work(trace: Trace, window: Window) -> tuple[PartWork, ...]:
     first, last = window_bounds(trace, window, None)
     start, end, kind, thread = outermost_operators(trace)
     part, covered = _part_of(kind), np.zeros(len(kind), np.bool_)
-    part_of_root = np.full(len(nesting.root_row), NONE, np.int64)
-    for number in distinct(thread):
-        mine = np.flatnonzero(thread == number)
-        mine = mine[np.argsort(start[mine], kind="stable")]
-        roots = np.flatnonzero(records.thread[nesting.root_row] == number)
-        begins = records.start_ns[nesting.root_row[roots]]
-        inside, place = _containing(start[mine], end[mine], begins)
-        inside &= (begins >= first) & (begins < last)
-        holders = mine[place[inside]]
-        part_of_root[roots[inside]] = part[holders]
-        covered[holders] = True
+    begins = records.start_ns[nesting.root_row]
+    holder = _holders((start, end, thread), begins, records.thread[nesting.root_row])
+    holder[(begins < first) | (begins >= last)] = NONE
+    part_of_root = np.append(part, NONE)[holder]
+    covered[holder[holder != NONE]] = True
     clipped = np.clip(start, first, last), np.clip(end, first, last)
     return _parts(records, nesting, part_of_root, (*clipped, part, covered))
 
@@ -135,14 +129,15 @@ def _nest(records: FlopRecords) -> _Nesting:
     """Tell which records lie in others on their thread."""
     order = np.lexsort((-records.end_ns, records.start_ns, records.thread))
     start, end, thread = records.start_ns[order], records.end_ns[order], records.thread[order]
-    outermost = np.ones(len(order), np.bool_)
-    for number in distinct(thread):
-        mine = np.flatnonzero(thread == number)
-        outermost[mine[1:]] = start[mine[1:]] >= np.maximum.accumulate(end[mine])[:-1]
-    holds_next = (thread[1:] == thread[:-1]) & (start[1:] < end[:-1])
+    # The latest end so far as its place among all ends by thread, so that earlier threads' are below.
+    by_end = np.lexsort((end, thread))
+    place = np.empty(len(order), np.int64)
+    place[by_end] = np.arange(len(order))
+    latest = by_end[np.maximum.accumulate(place)[:-1]]
+    outermost = np.append(True, (thread[latest] != thread[1:]) | (end[latest] <= start[1:]))
+    holds_next = np.append((thread[1:] == thread[:-1]) & (start[1:] < end[:-1]), False)
     root, innermost = np.empty(len(order), np.int64), np.empty(len(order), np.bool_)
-    root[order] = np.cumsum(outermost) - 1
-    innermost[order] = ~np.append(holds_next, False)
+    root[order], innermost[order] = np.cumsum(outermost) - 1, ~holds_next
     return _Nesting(root, innermost, order[outermost])
 
 
@@ -152,14 +147,9 @@ def _root_of_activities(classified: Classified, activities: Int64, nesting: _Nes
     root = np.full(len(activities), NONE, np.int64)
     launch = classified.launch[activities]
     joined = np.flatnonzero(launch != NONE)
-    launched = trace.launches.start_ns[launch[joined]]
-    on_thread = trace.launches.thread[launch[joined]]
-    for thread in distinct(records.thread):
-        mine = np.flatnonzero(on_thread == thread)
-        roots = np.flatnonzero(records.thread[nesting.root_row] == thread)
-        spans = nesting.root_row[roots]
-        inside, place = _containing(records.start_ns[spans], records.end_ns[spans], launched[mine])
-        root[joined[mine[inside]]] = roots[place[inside]]
+    rows, launched = nesting.root_row, launch[joined]
+    roots = records.start_ns[rows], records.end_ns[rows], records.thread[rows]
+    root[joined] = _holders(roots, trace.launches.start_ns[launched], trace.launches.thread[launched])
     named = np.flatnonzero((launch == NONE) & (trace.activities.external_id[activities] != NONE))
     ids = np.flatnonzero(records.external_id != NONE)
     ids = ids[np.argsort(records.external_id[ids], kind="stable")]
@@ -171,9 +161,17 @@ def _root_of_activities(classified: Classified, activities: Int64, nesting: _Nes
     return root
 
 
-def _containing(start_ns: Int64, end_ns: Int64, points_ns: Int64) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.intp]]:
-    """Tell whether each point lies in one of disjoint intervals, ascending, and in which."""
-    place = np.searchsorted(start_ns, points_ns, side="right") - 1
-    if not len(start_ns):
-        return np.zeros(len(points_ns), np.bool_), place
-    return (place >= 0) & (points_ns < end_ns[place]), place
+def _holders(rows: tuple[Int64, Int64, Int64], points_ns: Int64, thread: Int64) -> Int64:
+    """Return the row that holds each point, or `NONE`; ``rows`` are start, end and thread of disjoint intervals."""
+    start, end, row_thread = rows
+    threads, times = np.append(row_thread, thread), np.append(start, points_ns)
+    is_point = np.arange(len(times)) >= len(start)
+    order = np.lexsort((is_point, times, threads))
+    # The last interval that begins at or before each place in this order.
+    last = np.maximum.accumulate(np.where(is_point[order], NONE, np.arange(len(order))))
+    before = np.full(len(times), NONE, np.int64)
+    before[order] = np.where(last == NONE, NONE, order[last])
+    row = before[len(start) :]
+    held = row != NONE
+    held[held] = (row_thread[row[held]] == thread[held]) & (points_ns[held] < end[row[held]])
+    return np.where(held, row, NONE)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import zlib
+from typing import Any
 
 import msgspec
 import pytest
@@ -42,7 +43,7 @@ class Step:
 
     def __init__(self, device: str = "NVIDIA H200", rank: int = 0, world: int = 1) -> None:
         self.device, self.rank, self.world = device, rank, world
-        self.events: list[dict] = []
+        self.events: list[dict[str, Any]] = []
 
     def operate(self, name, start, end, dims=None, *, dtype=BF16, values=(), thread=9, number=None):
         args = {} if dims is None else {"Input Dims": dims, "Input type": [dtype if one else "" for one in dims]}
@@ -74,7 +75,7 @@ class Step:
         self.events.append({**event, "args": args})
 
     def trace(self):
-        head = {"deviceProperties": [{"id": 0, "name": self.device}] if self.device else []}
+        head: dict[str, Any] = {"deviceProperties": [{"id": 0, "name": self.device}] if self.device else []}
         head["distributedInfo"] = {"rank": self.rank, "world_size": self.world}
         return parse_trace(json.dumps({**head, "traceEvents": self.events}).encode(), f"rank{self.rank}.json")
 
