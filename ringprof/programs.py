@@ -27,6 +27,7 @@ def capture(
     name: str | None = None,
     group: ProcessGroup | DeviceMesh | None = None,
     strategy: Strategy | Sequence[Strategy] | None = None,
+    record_shapes: bool = False,
 ) -> AbstractContextManager[None]:
     """Profile a block of your own program on every rank that runs it; see `ringprof.record.capture.capture`.
 
@@ -36,7 +37,9 @@ def capture(
     need("torch")
     from ringprof.record.capture import capture as profile  # here, because it imports torch
 
-    return profile(folder, workload, name=name, group=group, strategy=strategy, reduce=reduce_file)
+    return profile(
+        folder, workload, name=name, group=group, strategy=strategy, record_shapes=record_shapes, reduce=reduce_file
+    )
 
 
 def check(

@@ -29,6 +29,7 @@ from ringprof.analysis.timeline.kernels import RankKernel, rank_kernels
 from ringprof.analysis.timeline.launches import launch_statistics
 from ringprof.analysis.timeline.rows import OnDevice, timed_activities
 from ringprof.analysis.timeline.window import Focus, Window, find_window
+from ringprof.analysis.timeline.work import cpu_work, device_work
 from ringprof.analysis.transfers.hops import PeerBlock, Split, TimedHop, group_into_hops, hop_totals, spans_of, total
 from ringprof.analysis.transfers.transfers import Transfer, transfers_of
 from ringprof.errors import TraceFormatError, UsageError
@@ -89,6 +90,7 @@ def explain(
         iteration_ns=tuple(int(part.end_ns.max() - part.start_ns.min()) for part in window.by_iteration(rows)),
         launches=launch_statistics(classified, rows),
         moved=Moved(total([transfer.sent_bytes for transfer in transfers]), _from_host_bytes(trace, on_device)),
+        part_work=device_work(classified, rows),
     )
     detail, kernels = Detail(classified, window, device), rank_kernels(rows, background, trace)
     return Explained(explained, detail, transfers, tuple(warnings), found, kernels)
@@ -164,6 +166,7 @@ def _explain_cpu(
         iteration_ns=tuple(part.wall_ns for part in kept),
         blocked_ns=blocked_by_channel(trace, window),
         exposed=ExposedTime(by_group=exposed),
+        part_work=cpu_work(trace, window),
     )
     return explained, Detail(classified, window, cpu_iterations=kept)
 

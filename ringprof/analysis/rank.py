@@ -14,6 +14,7 @@ from ringprof.analysis.timeline.idle import IdleCauses, IdleParts, idle_parts
 from ringprof.analysis.timeline.launches import LaunchStatistics
 from ringprof.analysis.timeline.rows import OnDevice, TimedActivities, timed_activities
 from ringprof.analysis.timeline.window import Window
+from ringprof.analysis.timeline.work import PartWork
 from ringprof.analysis.transfers.hops import HopTotals, PeerBlock, Split, TimedHop, hop_totals, spans_of, total
 
 
@@ -118,6 +119,8 @@ class Rank:
     """Training steps that the window shows, as `ringprof.analysis.timeline.window.Window.steps`."""
     blocked_ns: dict[str, int] = field(default_factory=dict)
     """On CPU: time blocked in waiting, by the channel that was waited for."""
+    part_work: tuple[PartWork, ...] = ()
+    """FLOPs and time of attention and matrix products; empty where the trace holds no shapes."""
     hop_totals: HopTotals = field(default_factory=lambda: hop_totals(()))
     carried: tuple[Carried, ...] = ()
     """By kind and link, in the order of their first kernel."""

@@ -47,6 +47,7 @@ def capture(
     name: str | None = None,
     group: Any = None,
     strategy: Any = None,
+    record_shapes: bool = False,
     reduce: _Reduce | None = None,
 ) -> Iterator[None]:
     """Profile the block on every rank and write a run into ``folder``, which must be new or empty.
@@ -63,6 +64,8 @@ def capture(
     where layers have their own, adds the kernel, the work that it counted, the bytes that it sent, and the size of the
     context-parallel group: with data parallelism each such group computes a workload of its own. There are no
     verification and no timings without the profiler.
+    ``record_shapes`` has the profiler record the shapes of operators, from which a report tells the rates of attention
+    and matrix products and the MFU; it slows down the CPU.
 
     Run one step of warm-up before it: the first one sets up communicators. Raises `UsageError` before the block where
     the folder is not empty or cannot be written, where a rank has another profiler at work (torch has one per process;
@@ -72,7 +75,15 @@ def capture(
     """
     if workload is not None and not isinstance(workload, Workload):
         raise UsageError(f"workload is a ringprof.Workload, not {workload!r}")
-    asked = _Asked(Path(folder).absolute(), name, workload, _listed(strategy), group is not None, reduce)
+    asked = _Asked(
+        Path(folder).absolute(),
+        name,
+        workload,
+        _listed(strategy),
+        group is not None,
+        reduce,
+        record_shapes=record_shapes,
+    )
     recorder = _Recorder(asked, GroupRanks(group))
     try:
         recorder.open()
@@ -103,6 +114,7 @@ class _Asked:
     names_group: bool
     """Whether the ranks that share the workload were named as ``group``."""
     reduce: _Reduce | None
+    record_shapes: bool
 
 
 class _Opening(msgspec.Struct, frozen=True):
@@ -167,7 +179,7 @@ class _Recorder:
         with self._noting():
             reset_counts(self._asked.strategies)
             self._trace = TraceFile(self._staging, self._token, self._ranks.number)
-            self._recording = self._window.enter_context(profiler())
+            self._recording = self._window.enter_context(profiler(record_shapes=self._asked.record_shapes))
             self._ranks.finish()
             self._recording.step()
         self._wait()

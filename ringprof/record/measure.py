@@ -281,7 +281,7 @@ def profiler_is_busy() -> bool:
 
 
 @contextmanager
-def profiler() -> Iterator[Any]:
+def profiler(*, record_shapes: bool = False) -> Iterator[Any]:
     """The profiler, collecting between its first and second ``step()``; before that it warms up and drops all."""
     activities, experimental = [ProfilerActivity.CPU], None
     if torch.cuda.is_available():
@@ -293,7 +293,7 @@ def profiler() -> Iterator[Any]:
         # torch 2.11 advises how to keep the events of earlier cycles; here there is one.
         warnings.filterwarnings("ignore", message="Warning: Profiler clears events")
         with profile(
-            activities=activities, schedule=once, record_shapes=False, experimental_config=experimental
+            activities=activities, schedule=once, record_shapes=record_shapes, experimental_config=experimental
         ) as recording:
             _at_work.append(recording)
             try:

@@ -8,6 +8,7 @@ import msgspec
 
 from ringprof.analysis.findings.findings import Findings
 from ringprof.analysis.findings.inference import inference_of
+from ringprof.analysis.findings.step_rates import step_rates_of
 from ringprof.analysis.findings.summary import Communication, Summary
 from ringprof.analysis.transfers.clocks import UNKNOWN_NS
 from ringprof.json_object import JsonObject
@@ -82,6 +83,7 @@ def _explanation(found: Findings) -> JsonObject:
         "kernels": kernels.items(found),
         "annotations": annotated.items(found),
         "inference": msgspec.to_builtins(inference_of(found.attribution, found.summary)),
+        "step_rates": msgspec.to_builtins(step_rates_of(found.attribution)),
         "clocks": {
             "hosts": len(set(clocks.host.values())),
             "residual_ns": residual,

@@ -21,6 +21,8 @@ MEANINGS: dict[str, str] = {
     "runs every kernel slower, whatever the code does.",
     "breakdown": "Each rank's time, in parts that sum to its wall: an instant in which anything computes is compute, "
     "else communication if any runs (exposed), else memory operations, else idle.",
+    "rates": "FLOPs of attention and matrix products by the shapes that the profiler recorded, over the time of their "
+    "kernels. MFU: these FLOPs over the slowest rank's wall and the device's peak; recomputed work counts.",
     "waterfall": "From the device's peak matrix rate down to the speed achieved: what each loss takes of the slowest "
     "rank's wall, mean over ranks. The parts sum to that wall.",
     "timeline": "Every rank's device over time, a lane a stream: computation above, below it communication, split into "

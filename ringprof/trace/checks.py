@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from ringprof.errors import TraceFormatError
-from ringprof.trace.columns import NONE, TABLES, Activities, Caveat, Trace
+from ringprof.trace.columns import FLOP_DTYPES, FLOPS_LIMIT, NONE, TABLES, Activities, Caveat, Trace
 
 RANKS_LIMIT = 1 << 20
 """No run and no group has more ranks: a larger number in a file is damage, and would only fill memory."""
@@ -78,6 +78,10 @@ def _problem_of(part: Any, trace: Trace) -> str | None:
         return "a collective's index is out of range"
     if not _lead(columns.get("category"), 0, 3):
         return "one is of an unknown category"
+    if not _lead(columns.get("flops"), 0, FLOPS_LIMIT + 1):
+        return "a number of FLOPs is out of range"
+    if not _lead(columns.get("dtype"), NONE, len(FLOP_DTYPES)) or not _lead(columns.get("causal"), NONE, 2):
+        return "a data type or a mask is unknown"
     return None
 
 

@@ -157,6 +157,30 @@ class HostEvents(msgspec.Struct, frozen=True):
     """`OPERATOR`, `RANGE` or `RUNTIME_CALL`."""
 
 
+FLOP_DTYPES = ("bf16", "fp16", "fp32", "fp64", "fp8", "int8")
+"""Values of `FlopRecords.dtype` are indices into this tuple."""
+FLOPS_LIMIT = 1 << 60
+"""Upper bound on the FLOPs of one operator; a larger number in a file is damage."""
+
+
+class FlopRecords(msgspec.Struct, frozen=True):
+    """CPU operators whose FLOPs follow from their recorded shapes, sorted by start; nested operators included."""
+
+    start_ns: Int64
+    end_ns: Int64
+    name: Int32
+    """Index into `Trace.names`."""
+    thread: Int64
+    external_id: Int64
+    flops: Int64
+    """Floating-point operations of the call (`ringprof.trace.operator_flops`)."""
+    dtype: Int8
+    """Index into `FLOP_DTYPES`, or `NONE` where the input types are not recorded."""
+    causal: Int8
+    """1 where the count leaves out what a causal mask or a window hides, 0 where nothing is hidden, `NONE` for an
+    attention operator whose mask is not recorded: its count is dense."""
+
+
 class Device(msgspec.Struct, frozen=True):
     """One device as the trace describes it."""
 
@@ -173,6 +197,7 @@ TABLES: dict[str, type[Any]] = {
     "comm_records": CommRecords,
     "memory": MemoryEvents,
     "host_events": HostEvents,
+    "flop_records": FlopRecords,
 }
 """The fields of `Trace` that hold columns."""
 
@@ -256,6 +281,8 @@ class Trace(msgspec.Struct, frozen=True):
     warnings: list[Caveat] = []
     memory: MemoryEvents = _empty(MemoryEvents)
     host_events: HostEvents = _empty(HostEvents)
+    flop_records: FlopRecords = _empty(FlopRecords)
+    """Matrix products, convolutions and attention of known shape; empty where the profiler recorded no shapes."""
 
     @property
     def lacks_device(self) -> bool:

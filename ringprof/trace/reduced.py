@@ -85,7 +85,7 @@ class _File(msgspec.Struct, frozen=True, kw_only=True):
     ]
 
 
-_MAY_BE_MISSING = frozenset({"memory", "host_events"})
+_MAY_BE_MISSING = frozenset({"memory", "host_events", "flop_records"})
 """Tables that are there where they have rows: older files have none."""
 _COLUMNS_MAY_BE_MISSING = frozenset({"target_device"})
 """Columns that older files do not have: `NONE` stands in them."""

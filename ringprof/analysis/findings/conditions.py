@@ -25,6 +25,7 @@ import msgspec
 
 from ringprof.analysis.findings.findings import Findings
 from ringprof.analysis.findings.inference import inference_of
+from ringprof.analysis.findings.step_rates import step_rates_of
 from ringprof.analysis.kinds.kinds import KINDS
 from ringprof.analysis.rank import Rank
 from ringprof.errors import UsageError
@@ -61,6 +62,10 @@ def figures_of(found: Findings) -> dict[str, float]:
     if inference is not None:
         known["tokens_per_second"], known["read_gbps"] = inference.tokens_per_second, inference.read_gbps
         known |= {f"bound.{name}": share for name, share in inference.shares.items()}
+    step = step_rates_of(attribution)
+    if step is not None:
+        known |= {"mfu": step.mfu, "shapes_known": step.coverage}
+        known |= {f"{row.part}_tflops": row.tflops for row in step.parts}
     figures |= {name: float(value) for name, value in known.items() if value is not None}
     figures |= {f"waterfall.{part.part}": part.share for part in found.waterfall.parts}
     return figures
@@ -68,8 +73,6 @@ def figures_of(found: Findings) -> dict[str, float]:
 
 _NO_SHARES = {
     "tflops",
-    "block_tflops",
-    "solo_tflops",
     "wire_gbps",
     "read_gbps",
     "tokens_per_second",
@@ -85,7 +88,7 @@ def shares_among(figures: Iterable[str]) -> set[str]:
     return {
         name
         for name, one in plain.items()
-        if one not in _NO_SHARES and not one.endswith(("_ns", "_ms", "_bytes", "_mib", "_mb"))
+        if one not in _NO_SHARES and not one.endswith(("_ns", "_ms", "_bytes", "_mib", "_mb", "_tflops"))
     }
 
 

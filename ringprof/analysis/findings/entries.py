@@ -13,6 +13,7 @@ from ringprof.analysis.findings.conditions import figures_of
 from ringprof.analysis.findings.controls import ControlFigures
 from ringprof.analysis.findings.findings import Findings
 from ringprof.analysis.findings.same_work import evidence_of
+from ringprof.analysis.findings.step_rates import step_rates_of
 from ringprof.analysis.findings.summary import Summary
 from ringprof.analysis.kinds.kinds import KINDS
 from ringprof.run import Controls, Run, Workload, slowest
@@ -40,6 +41,7 @@ def entry_of_run(label: str, found: Findings) -> Entry:
         figures["block_tflops"] = Figure(summary.rates.block_tflops, "TFLOP/s", higher_is_better=True)
     if whole is not None and whole.controls is not None and summary.rates.controls is not None:
         figures |= _control_figures(whole.controls, summary.rates.controls)
+    figures |= _step_figures(found)
     times = {row.kind: row.time_ns / iterations for row in summary.kinds}
     figures |= {f"{kind}_ms": _time(times[kind]) for kind in KINDS if kind in times}
     figures |= {f"{WATERFALL_PREFIX}{part.part}_ms": _time(part.time_ns / iterations) for part in found.waterfall.parts}
@@ -129,6 +131,18 @@ def _marked_iterations(found: Findings) -> dict[str, Figure]:
         return {}
     recording = tuple(time / MS for time in times)
     return {"profiled_iteration_ms": Figure(median(recording), "ms", (recording,), False, depends_on_work=True)}
+
+
+def _step_figures(found: Findings) -> dict[str, Figure]:
+    """Return the MFU and the rates that follow from recorded shapes."""
+    step = step_rates_of(found.attribution)
+    if step is None:
+        return {}
+    figures = {} if step.mfu is None else {"mfu": Figure(step.mfu, "share", higher_is_better=True)}
+    rates = {f"{row.part}_tflops": row.tflops for row in step.parts}
+    return figures | {
+        name: Figure(rate, "TFLOP/s", higher_is_better=True) for name, rate in rates.items() if rate is not None
+    }
 
 
 def _control_figures(controls: Controls, found: ControlFigures) -> dict[str, Figure]:

@@ -25,10 +25,10 @@ from ringprof.analysis.findings.remedies import (
     slow_between_hosts,
     slow_senders,
 )
+from ringprof.analysis.findings.step_rates import attention_rate, beside_attention, computation_in_words
 from ringprof.analysis.findings.summary import KindRow, Summary
 from ringprof.analysis.findings.verdict_words import (
     blocked_in_words,
-    computation_in_words,
     exposed_in_words,
     is_attention,
     missing_in_words,
@@ -129,14 +129,15 @@ def _cause(found: Facts) -> str:
 
 
 def _computation(found: Facts) -> str:
-    """Of a step that is more than attention: what computes longest, after gaps that are longer than it."""
+    """Name what computes longest in a step that is more than attention, after idle time or copies that take longer."""
     said = computation_in_words(found.attribution, found.summary)
     parts = found.waterfall
     longest = max(map(parts.of, (*IDLE_PARTS, *COMPUTE_PARTS, *ATTENTION_PARTS)))
-    idle = max(IDLE_PARTS, key=parts.of)
-    share = _of_time(found, parts.of(idle))
-    if share >= WORTH_NAMING and parts.of(idle) == longest:
-        why = (_not_launched if idle == "launch_gaps" else _blocked)(found, share)
+    lost = max((*IDLE_PARTS, "merge_and_copies"), key=parts.of)
+    share = _of_time(found, parts.of(lost))
+    if share >= WORTH_NAMING and parts.of(lost) == longest:
+        named = {"launch_gaps": _not_launched, "blocked": _blocked, "merge_and_copies": _copies}
+        why = named[lost](found, share)
         return f"{why.removesuffix('.')}; {said}." if said else why
     return f"{said[:1].upper()}{said[1:]}." if said else ""
 
@@ -147,7 +148,7 @@ def _kernels(found: Facts) -> str:
     text = f"No loss outside the attention kernels reaches {percent(WORTH_NAMING, 0)}: {spent} of the time is"
     rate = found.summary.rates.block_tflops
     if rate is None or rate < 1:
-        return f"{text} attention kernels."
+        return f"{text} attention kernels{attention_rate(found.attribution)}."
     of_peak = f", {percent(rate / parts.peak.tflops, 0)} of the device's peak" if parts.peak else ""
     return f"{text} attention kernels at {rate:,.0f} TFLOP/s{of_peak}."
 
@@ -282,7 +283,11 @@ def _unsplit(found: Facts, share: float) -> str:
 def _beside(found: Facts, share: float, part: str) -> str:
     rows = _kinds_of(found, part)
     most = f", most of it {KIND[rows[0].kind].label}" if len(rows) > 1 else ""
-    return f"{percent(share)} of the time is {_called(found, part)}{most}."
+    return beside_attention(found.attribution, part, share, f"{_called(found, part)}{most}")
+
+
+def _copies(found: Facts, share: float) -> str:
+    return _beside(found, share, "merge_and_copies")
 
 
 def _kinds_of(found: Facts, part: str) -> list[KindRow]:

@@ -12,8 +12,7 @@ from statistics import fmean
 import msgspec
 
 from ringprof.analysis.attribution import Attribution
-from ringprof.analysis.findings.summary import Summary
-from ringprof.analysis.kinds.kinds import COMPUTE, KIND
+from ringprof.analysis.kinds.kinds import KIND
 from ringprof.analysis.transfers.hops import OTHER_HOST
 from ringprof.digits import percent, three_digits
 from ringprof.trace.columns import CUT_OFF
@@ -47,16 +46,6 @@ def exposed_in_words(attribution: Attribution) -> str:
         if wall and time >= LEAST_NAMED * wall
     ]
     return ", ".join(named)
-
-
-def computation_in_words(attribution: Attribution, summary: Summary) -> str:
-    """The kinds that compute longest, as shares of the mean wall; empty where nothing computes."""
-    wall = fmean(rank.breakdown.wall_ns for rank in attribution.ranks)
-    rows = [row for row in summary.kinds if row.kind in COMPUTE and row.time_ns][:MOST_NAMED]
-    named = [f"{KIND[row.kind].label} {100 * row.time_ns / wall:.1f} %" for row in rows if wall]
-    if not named:
-        return ""
-    return f"what computes longest is {', then '.join(named)} of the time"
 
 
 def missing_in_words(attribution: Attribution) -> str:

@@ -19,7 +19,7 @@ from ringprof.analysis.kinds.operators import ENCLOSING, kind_enclosing, kind_of
 from ringprof.analysis.timeline.breakdown import Breakdown, KindTime, beside_attention
 from ringprof.analysis.timeline.cpu_communication import CpuCommunication, find_communication, marked_waits
 from ringprof.analysis.timeline.window import Window
-from ringprof.trace.columns import Int8, Int64, Ranges, Trace, distinct
+from ringprof.trace.columns import NONE, Int8, Int64, Ranges, Trace, distinct
 
 _WAIT_CHANNEL = re.compile(r"ringprof::wait/(\S+)")
 _MERGE = re.compile(r"ringprof::(.*/)?merge\b.*")
@@ -62,8 +62,8 @@ def marks_waiting(trace: Trace) -> bool:
 
 def exposed_ranges(trace: Trace, window: Window) -> dict[tuple[str, str], int]:
     """Exposed communication of the marked iterations by kind, of ranges; marked blocking is not among it."""
-    first, last = _bounds(trace, window, None)
-    start, end, kind = _outermost(trace)
+    first, last = window_bounds(trace, window, None)
+    start, end, kind, _ = outermost_operators(trace)
     computing = _of(np.clip(start, first, last), np.clip(end, first, last), kind, COMPUTE)
     found = find_communication(trace, first, last)
     exposed = {one: intervals.length_ns(intervals.subtraction(found.of(one), computing)) for one in COMMUNICATION}
@@ -72,8 +72,8 @@ def exposed_ranges(trace: Trace, window: Window) -> dict[tuple[str, str], int]:
 
 def break_down_cpu(trace: Trace, window: Window, number: int | None = None) -> Breakdown | None:
     """The breakdown over all marked iterations, or over iteration ``number``; None where nothing ran in it."""
-    first, last = _bounds(trace, window, number)
-    start, end, kind = _outermost(trace)
+    first, last = window_bounds(trace, window, number)
+    start, end, kind, _ = outermost_operators(trace)
     clipped = np.clip(start, first, last), np.clip(end, first, last)
     rows = clipped[1] > clipped[0]
     start, end, kind = clipped[0][rows], clipped[1][rows], kind[rows]
@@ -104,14 +104,15 @@ def break_down_cpu(trace: Trace, window: Window, number: int | None = None) -> B
 def blocked_by_channel(trace: Trace, window: Window) -> dict[str, int]:
     """Nanoseconds that the rank was blocked in each channel's transfers (``ringprof::wait/<channel>``), within the
     marked iterations; channels that the trace does not name are left out."""
-    first, last = _bounds(trace, window, None)
+    first, last = window_bounds(trace, window, None)
     within = np.array([first]), np.array([last])
     named = {match[1]: re.compile(re.escape(name)) for name in trace.names if (match := _WAIT_CHANNEL.fullmatch(name))}
     spans = {channel: _named(trace, trace.annotations, named[channel]) for channel in sorted(named)}
     return {channel: int(intervals.covered_ns(one, *within)[0]) for channel, one in spans.items()}
 
 
-def _bounds(trace: Trace, window: Window, number: int | None) -> tuple[int, int]:
+def window_bounds(trace: Trace, window: Window, number: int | None) -> tuple[int, int]:
+    """Return start and end of the marked iterations, of one by ``number``, or of all that the trace holds."""
     if window.span_ns:
         spans = window.span_ns if number is None else (window.span_ns[number],)
         return spans[0][0], max(end for _, end in spans)
@@ -124,12 +125,14 @@ def _named(trace: Trace, ranges: Ranges, pattern: re.Pattern[str]) -> Spans:
     return intervals.union(ranges.start_ns[rows], ranges.end_ns[rows])
 
 
-def _outermost(trace: Trace) -> tuple[Int64, Int64, Int8]:
-    """Start, end and kind of the outermost operators that are one thing: attention at any depth, else the top level.
+def outermost_operators(trace: Trace) -> tuple[Int64, Int64, Int8, Int64]:
+    """Return start, end, kind and thread of the outermost operators that are one thing.
+
+    These are attention at any depth, else the top level.
 
     An autograd function is an operator around everything its backward pass runs, and an operator on DTensors waits in
     itself for the collective that its input comes from: both are looked into and not counted themselves. What a
-    compiled graph runs outside of operators, its own kernels, is ``other``.
+    compiled graph runs outside of operators, its own kernels, is ``other``; its thread is `NONE`.
     """
     operators = trace.operators
     code = np.array([_kind_of_operator(name) for name in trace.names] or [-1], np.int8)
@@ -141,12 +144,13 @@ def _outermost(trace: Trace) -> tuple[Int64, Int64, Int8]:
     in_step = intervals.contains(_named(trace, trace.annotations, _OPTIMIZER), operators.start_ns)
     kind[in_step & are(kind, "elementwise", "reduction", "other")] = CODE["optimizer"]
     keep &= kind >= 0
-    start, end, kind = operators.start_ns[keep], operators.end_ns[keep], kind[keep]
+    start, end, kind, thread = operators.start_ns[keep], operators.end_ns[keep], kind[keep], operators.thread[keep]
     waits = intervals.merged(marked_waits(trace), _named(trace, operators, _FUNCTIONAL_WAIT))
     told = intervals.merged(intervals.union(start, end), waits)
     fused = intervals.subtraction(_named(trace, operators, _COMPILED), told)
     other = np.full(len(fused.start_ns), CODE["other"], np.int8)
-    return np.concatenate((start, fused.start_ns)), np.concatenate((end, fused.end_ns)), np.concatenate((kind, other))
+    start, end = np.append(start, fused.start_ns), np.append(end, fused.end_ns)
+    return start, end, np.append(kind, other), np.append(thread, np.full(len(other), NONE))
 
 
 def _leaf_or_known(trace: Trace, code: Int8) -> npt.NDArray[np.bool_]:

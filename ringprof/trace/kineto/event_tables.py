@@ -43,9 +43,11 @@ from ringprof.trace.kineto.collectives import (
 )
 from ringprof.trace.kineto.event_list import EMPTY, UNREADABLE, Event, decode_fields
 from ringprof.trace.kineto.host_rows import HostRows
+from ringprof.trace.kineto.shapes import ShapeReader, has_shapes
 from ringprof.trace.kineto.times import NOT_A_TIME, to_ns
 from ringprof.trace.kineto.tracks import Tracks
 from ringprof.trace.memory import bytes_of_collectives, bytes_of_rows, bytes_of_text
+from ringprof.trace.operator_flops import FORMULAS, OperatorFlops
 
 _Columns = dict[str, npt.NDArray[Any]]
 
@@ -75,7 +77,8 @@ _PASSED_OVER = re.compile(
 _OPERATORS_THAT_TELL = re.compile(
     "attention|attn|flash|sdpa|scaled_dot|fmha|nccl|rccl|c10d|gloo|nvshmem|symm_mem|vllm_fa|sgl_kernel"
     "|all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|deep_ep|pplx::|mori::|uccl"
-    "|embedding|fbgemm::|cppnode<split|norm|softmax|conv|aten::(?:add|ba?d?d?)?(?:mm|mv)$|_mm$|aten::_fused_"
+    "|embedding|fbgemm::|cppnode<split|norm|softmax|conv|aten::(?:add|b|baddb|addb)?(?:mm|mv)_?$|_mm$|aten::_fused_"
+    "|aten::_addmm_activation$"
     "|optimizer.step|index_put_impl|aten::(?:sort|topk|dot)$",
     re.IGNORECASE,
 )
@@ -86,6 +89,9 @@ _CALLS_THAT_LAUNCH_NOTHING = re.compile(
 
 _PIECES_TOGETHER = 8
 """So many pieces' events become columns at once: of few rows at a time most of the work is NumPy's calls."""
+
+_PROBED = 16
+"""Operators of one piece that are looked at for shapes: the profiler records those of all operators or of none."""
 
 _SEVERAL = 20
 """Of one process all rows are but a few damaged ones: fewer than one of so many."""
@@ -197,6 +203,7 @@ class Collector:
         self._base_ns = self._middle_ns = 0
         self._seen_collectives: dict[tuple[Any, ...], int] = {}
         self.number_lists = NumberLists(self.take)
+        self._shapes = ShapeReader(self.take)
         self._table_for = _Remembered(_table_for)
         self._category = _Remembered(_category)
         self._host_category = _Remembered(_host_category)
@@ -314,7 +321,24 @@ class Collector:
                 return
             start, end = start[sound], end[sound]
         self.take(bytes_of_rows(table, len(events)))
-        self._chunks[table].append({"start_ns": start, "end_ns": end, **self._columns_of(table, events)})
+        columns = {"start_ns": start, "end_ns": end, **self._columns_of(table, events)}
+        if table == "operators":
+            self._keep_flops(events, columns)
+        self._chunks[table].append(columns)
+
+    def _keep_flops(self, events: list[Event], columns: _Columns) -> None:
+        """Keep the FLOPs of operators whose shapes are recorded, with the times of their rows in ``columns``."""
+        known = [row for row, event in enumerate(events) if event.name in FORMULAS]
+        if not any(has_shapes(events[row]) for row in known[:_PROBED]):
+            return
+        counted = [(row, work) for row in known if (work := self._shapes.flops_of(events[row]))]
+        if not counted:
+            return
+        self.take(bytes_of_rows("flop_records", len(counted)))
+        rows = np.array([row for row, _ in counted])
+        kept = {name: columns[name][rows] for name in ("start_ns", "end_ns", "name", "thread", "external_id")}
+        flops = {name: np.array([getattr(work, name) for _, work in counted]) for name in OperatorFlops._fields}
+        self._chunks["flop_records"].append(kept | flops)
 
     def _times(self, events: list[Event], table: str) -> tuple[Int64, Int64, npt.NDArray[np.bool_]]:
         """Start and end (without the base time) and which events have usable ones."""
@@ -441,8 +465,9 @@ class Collector:
         start = np.concatenate([chunk["start_ns"] for chunk in chunks])
         unset = (start == 0) & (self._base_ns > 0 or self._middle_ns > UNIX_TIMES_NS)
         stray = ~unset & (abs(start - self._middle_ns) > ABSURD_NS)
-        self._count("zero_timestamp", unset)
-        self._count("absurd_timestamp", stray)
+        if table in _ARGS:  # other tables repeat rows of these
+            self._count("zero_timestamp", unset)
+            self._count("absurd_timestamp", stray)
         kept = np.flatnonzero(~(unset | stray))
         order = kept[np.argsort(start[kept], kind="stable")]
         # One column after the other, so that only one is there twice.

@@ -1,0 +1,50 @@
+"""FLOPs, rates and MFU that follow from recorded shapes."""
+
+from __future__ import annotations
+
+from ringprof.analysis.findings.findings import Findings
+from ringprof.analysis.findings.step_rates import (
+    MASKS_UNKNOWN,
+    PartRate,
+    StepRates,
+    covered_in_words,
+    flops_in_words,
+    label_of,
+    step_rates_of,
+)
+from ringprof.digits import percent
+from ringprof.report.page.document import Content, PageContext
+from ringprof.report.tables import Listing
+from ringprof.report.text import TextStyle
+
+
+def terminal(found: Findings, style: TextStyle, listing: Listing) -> list[str]:
+    """Return one block of text; none where no trace holds shapes."""
+    return [style.wrap("\n".join(lines))] if (lines := _lines(found)) else []
+
+
+def html(found: Findings, page: PageContext) -> Content | None:
+    """Return the same lines for the page."""
+    return Content(lines=lines) if (lines := _lines(found)) else None
+
+
+def _lines(found: Findings) -> list[str]:
+    rates = step_rates_of(found.attribution)
+    if rates is None:
+        return []
+    device = "process" if found.attribution.on_cpu else "GPU"
+    rated = [row for row in rates.parts if row.tflops is not None]
+    parts = [f"{label_of(row.part, found.summary)} at {_rate(row, rates)}" for row in rated]
+    work = f"{flops_in_words(rates.flops / 1e12)} per {device} by recorded shapes, recomputed work included"
+    lines = [f"{work}: {', '.join(parts)}"] if parts else []
+    if rates.mfu is not None:
+        others = "".join(f"; {percent(share)} of the FLOPs are {dtype}" for dtype, share in rates.other_dtypes.items())
+        lines.append(f"MFU {percent(rates.mfu)} of {rates.peak_tflops:g} TFLOP/s ({rates.peak_source}){others}")
+    missing = covered_in_words(rates)
+    return [*lines, missing] if missing else lines
+
+
+def _rate(row: PartRate, rates: StepRates) -> str:
+    of_peak = f", {percent(row.tflops / rates.peak_tflops)} of peak" if row.tflops and rates.peak_tflops else ""
+    bound = MASKS_UNKNOWN if row.mask_unknown else ""
+    return f"{flops_in_words(row.tflops or 0.0, '/s')}{of_peak}{bound}"

@@ -1,0 +1,148 @@
+"""FLOPs of operators: against masks that are spelled out, and for arguments that do not tell the work."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from ringprof.trace.columns import FLOP_DTYPES, FLOPS_LIMIT, NONE
+from ringprof.trace.operator_flops import FORMULAS, Call, OperatorFlops, flops_of
+
+BF16 = "c10::BFloat16"
+
+
+def call(*sizes, values=(), types=None):
+    """A call with tensors of these sizes (None for other arguments) and these texts of the others."""
+    shapes = [tuple(size or ()) for size in sizes]
+    return Call(shapes, [BF16 if shape else "" for shape in shapes] if types is None else types, list(values))
+
+
+def counted(name, call) -> OperatorFlops:
+    """The FLOPs of a call that has a count."""
+    found = flops_of(name, call)
+    assert found is not None
+    return found
+
+
+def pairs(queries, keys, *, bottom_right, left=-1, right=0):
+    """Pairs of a query and a key that a mask shows, counted one by one."""
+    query, key = np.arange(queries)[:, None], np.arange(keys)[None, :]
+    distance = key - query - (keys - queries if bottom_right else 0)
+    seen = np.ones((queries, keys), bool)
+    if right >= 0:
+        seen &= distance <= right
+    if left >= 0:
+        seen &= distance >= -left
+    return int(seen.sum())
+
+
+def test_a_matrix_product_is_a_multiplication_and_an_addition_for_every_pair():
+    assert counted("aten::mm", call((3, 5), (5, 7))).flops == 2 * 3 * 5 * 7
+    assert counted("aten::addmm", call((7,), (3, 5), (5, 7))).flops == 2 * 3 * 5 * 7
+    assert counted("aten::bmm", call((4, 3, 5), (4, 5, 7))).flops == 2 * 4 * 3 * 5 * 7
+    assert counted("aten::baddbmm_", call((4, 3, 7), (4, 3, 5), (4, 5, 7))).flops == 2 * 4 * 3 * 5 * 7
+    assert counted("aten::mv", call((3, 5), (5,))).flops == 2 * 3 * 5
+    assert counted("aten::dot", call((5,), (5,))).flops == 2 * 5
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(6, 6), (4, 9), (9, 4), (1, 5)])
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_causal_mask_counts_what_it_shows_and_half_of_a_square(queries, keys, backward):
+    """Aligned bottom right by flash-attn, top left by PyTorch's other kernels; heads of 16 over v's of 8."""
+    batch, heads, size, v_size = 2, 6, 16, 8
+    per_pair = 2 * (3 * size + 2 * v_size) if backward else 2 * (size + v_size)
+    for name, bottom_right, causal in (
+        ("aten::_scaled_dot_product_flash_attention", True, 11 if backward else 4),
+        ("aten::_scaled_dot_product_cudnn_attention", False, 14 if backward else 6),
+    ):
+        shapes = [(batch, heads, queries, size), (batch, 2, keys, size), (batch, 2, keys, v_size)]
+        values = [""] * causal + ["True"]
+        if backward:
+            shapes = [(batch, heads, queries, v_size), *shapes]
+        found = counted(name + "_backward" * backward, call(*shapes, values=values))
+        seen = queries * keys / 2 if queries == keys else pairs(queries, keys, bottom_right=bottom_right)
+        assert found.flops == batch * heads * per_pair * seen
+        assert found.causal == 1
+        dense = counted(name + "_backward" * backward, call(*shapes, values=[*values[:-1], "False"]))
+        assert (dense.flops, dense.causal) == (batch * heads * per_pair * queries * keys, 0)
+
+
+@pytest.mark.parametrize(("left", "right", "causal"), [(2, 0, True), (2, -1, True), (3, 1, False), (-1, 0, False)])
+def test_a_window_counts_what_it_shows(left, right, causal):
+    values = ["", "", "", "0.", "0.125", str(causal), str(left), str(right), "0.", "", "False"]
+    shape = (1, 7, 3, 16)
+    found = counted("flash_attn::_flash_attn_forward", call(shape, shape, shape, values=values))
+    seen = pairs(7, 7, bottom_right=True, left=left, right=0 if causal else right)
+    if left == -1:
+        seen = 7 * 7 / 2
+    assert (found.flops, found.causal) == (3 * 4 * 16 * seen, 1)
+
+
+def test_a_mask_that_is_not_recorded_counts_dense_and_says_so():
+    shape = (2, 4, 8, 16)
+    found = counted("aten::_scaled_dot_product_flash_attention", call(shape, shape, shape))
+    assert (found.flops, found.causal) == (4 * 2 * 4 * 8 * 8 * 16, NONE)
+
+
+@pytest.mark.parametrize(
+    ("name", "lengths", "causal"),
+    [("aten::_flash_attention_forward", 3, 8), ("flash_attn_3::fwd", 7, 24), ("flash_attn_3::fwd", 14, 24)],
+)
+def test_lengths_in_tensors_do_not_tell_the_work(name, lengths, causal):
+    shape = (1, 8, 4, 16)
+    sizes = [shape, shape, shape, *[None] * (lengths - 3), (3,)]
+    values = [""] * causal + ["True"]
+    assert flops_of(name, call(*sizes, values=values)) is None
+    assert flops_of(name, call(*sizes[:-1], values=values)) is not None
+
+
+def test_chunks_and_packed_sequences_do_not_tell_the_work():
+    shape = (1, 8, 4, 16)
+    values = [""] * 24 + ["False", "-1", "-1", "0"]
+    assert flops_of("flash_attn_3::fwd", call(shape, shape, shape, values=values)) is not None
+    assert flops_of("flash_attn_3::fwd", call(shape, shape, shape, values=[*values[:-1], "4"])) is None
+    tokens = (32, 4, 16)
+    assert flops_of("aten::_flash_attention_forward", call(tokens, tokens, tokens)) is None
+
+
+def test_a_convolution_counts_every_weight_at_every_place_of_its_output():
+    """A picture of 9 x 8, three by three with stride 2, padding 1: 5 x 4 places."""
+    values = ["", "", "", "[2, 2]", "[1, 1]", "[1, 1]", "False", "[0, 0]", "2"]
+    forward = counted("aten::convolution", call((3, 4, 9, 8), (6, 2, 3, 3), None, values=values))
+    assert forward.flops == 2 * 3 * (5 * 4) * 6 * 2 * 9
+    back = ["", "", "", "[0]", *values[3:9], "[True, True, False]"]
+    sizes = ((3, 6, 5, 4), (3, 4, 9, 8), (6, 2, 3, 3))
+    assert counted("aten::convolution_backward", call(*sizes, values=back)).flops == 2 * forward.flops
+    first = [*back[:-1], "[False, True, False]"]
+    assert counted("aten::convolution_backward", call(*sizes, values=first)).flops == forward.flops
+
+
+def test_the_data_type_is_that_of_the_first_tensor():
+    def dtype(*types):
+        return flops_of("aten::mm", call((3, 5), (5, 7), types=types))
+
+    assert FLOP_DTYPES[dtype("c10::Float8_e4m3fn", BF16).dtype] == "fp8"
+    assert FLOP_DTYPES[dtype("float", "float").dtype] == "fp32"
+    assert dtype().dtype == NONE
+    # Two numbers in each element, and four products for one of complex numbers.
+    assert dtype("c10::Float4_e2m1fn_x2", "c10::Float4_e2m1fn_x2") is None
+    assert dtype("c10::complex<float>", "c10::complex<float>") is None
+
+
+@pytest.mark.parametrize("name", sorted(FORMULAS))
+def test_damaged_arguments_have_no_count(name):
+    odd = ((), (0,), (5,), (3, 5), (2, 3, 5), (1, 2, 3, 4), (1 << 62, 1 << 62, 3, 1 << 62), (1,) * 40)
+    texts: tuple[list[str], ...] = (
+        [],
+        ["x"] * 30,
+        ["[", "]"] * 20,
+        ["-9"] * 30,
+        ["True"] * 30,
+        ["[0, 0]"] * 30,
+        ["[1]"] * 30,
+    )
+    for first in odd:
+        for second in odd:
+            for values in texts:
+                found = flops_of(name, Call([first, second, second, first] * 3, [], values))
+                assert found is None or 0 <= found.flops <= FLOPS_LIMIT
