@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 
 from ringprof.analysis import intervals
+from ringprof.analysis.cross_checks import busier_than_the_window
 from ringprof.analysis.exposure import exposure_of
 from ringprof.analysis.kinds import groups
 from ringprof.analysis.kinds.classify import Classified, classify
@@ -66,6 +67,7 @@ def explain(
     everything = window.activities()
     device = _device(classified, window, everything, rank, warnings)
     rows = timed_activities(classified, everything, device, between_ns)
+    warnings += busier_than_the_window(rows, trace, rank)
     background = OnDevice(classified, device).background(rows)
     explained = Rank(
         rank=rank,

@@ -26,6 +26,7 @@ from ringprof.trace.kineto.recover import Recovery
 from ringprof.trace.kineto.tracks import ON_DEVICE
 from ringprof.trace.memory import bytes_of_text, take_analysis
 from ringprof.trace.one_run import rank_in_name
+from ringprof.trace.repeats import without_repeats
 
 
 def read_trace(path: str | os.PathLike[str], budget: MemoryBudget | None = None) -> Trace:
@@ -162,7 +163,7 @@ def _trace(reading: _Reading, name: str) -> Trace:
         raise TraceFormatError(f"{name}: several ranks, merged into one file: give each rank's own file, all at once")
     # With a second list in the file its name may be that of the other's rank.
     named = None if reading.second_list else rank_in_name(name)
-    return Trace(
+    trace = Trace(
         path=name,
         names=list(collector.names),
         **tables,
@@ -175,8 +176,11 @@ def _trace(reading: _Reading, name: str) -> Trace:
         base_ns=metadata.base_ns,
         events_total=collector.total + reading.skipped,
         events_skipped=reading.skipped,
-        warnings=_warnings(reading) + overlaps(tables["activities"], metadata.rank),
+        warnings=_warnings(reading),
     )
+    trace = without_repeats(trace)
+    trace.warnings.extend(overlaps(trace.activities, metadata.rank))
+    return trace
 
 
 def _why_empty(reading: _Reading) -> str:
