@@ -49,7 +49,14 @@ def unlike_the_run(
     """Warn where a recorded run's trace holds other hops or attention blocks than ``run.json`` counted."""
     work = run.work_of(rank) if run else None
     incomplete = _INCOMPLETE & {warning.code for warning in trace.warnings}
-    if run is None or run.predicted or work is None or incomplete or window.source != "ringprof" or window.between_ns is not None:
+    if (
+        run is None
+        or run.predicted
+        or work is None
+        or incomplete
+        or window.source != "ringprof"
+        or window.between_ns is not None
+    ):
         return []
     profiled = dict(zip(run.ranks(), run.profiled.iterations_ns, strict=False)) if run.profiled else {}
     iterations = len(profiled.get(rank, window.span_ns))
