@@ -13,6 +13,7 @@ import pytest
 
 import ringprof
 from ringprof.analysis.attribution import Attribution
+from ringprof.analysis.timeline.window import EVERYTHING
 from ringprof.run import Sent, StrategyUsed, Work
 from ringprof.scale.pipeline import attribute
 from tests.analysis.build import FLASH, Builder
@@ -152,7 +153,7 @@ def test_messages_to_other_ranks_are_no_hops_of_the_run():
 
 def test_a_window_of_part_of_the_iteration_is_not_compared():
     traces = ring_of_two(6, 8)
-    part = msgspec.structs.replace(ringprof.analysis.timeline.window.EVERYTHING, between_ns=(0, 2000))
+    part = msgspec.structs.replace(EVERYTHING, between_ns=(0, 2000))
     assert "run_counts_differ" not in codes(attribute(traces, run_with(3, 6000, 4), None, part))
 
 

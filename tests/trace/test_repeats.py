@@ -24,7 +24,7 @@ def mark(number: int, **args: Any) -> dict[str, Any]:
     return kernel(number, cat="user_annotation", name="ProfilerStep#1", args=args)
 
 
-def lengths(trace: Trace) -> tuple[int, int, int]:
+def lengths(trace: Trace) -> tuple[int, ...]:
     return tuple(len(getattr(trace, name).start_ns) for name in ("activities", "comm_records", "annotations"))
 
 
