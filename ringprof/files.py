@@ -144,6 +144,16 @@ def files_in(folder: str) -> list[str]:
         return [str(file) for file in files or (entry for entry in here.glob("*/*") if entry.is_file())]
 
 
+def folders_in(folder: str) -> list[str]:
+    """List the folders of a folder, without links to folders elsewhere. Raises `InputError`."""
+    with _as_input_error(folder):
+        if not is_url(folder):
+            return [entry.path for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False)]
+        system, path = _system_of(folder)
+        entries = system.ls(path, detail=True)
+        return [str(system.unstrip_protocol(entry["name"])) for entry in entries if entry["type"] == "directory"]
+
+
 def within(folder: str, relative: str) -> str:
     """A file below a folder."""
     return f"{folder.rstrip('/')}/{relative}" if is_url(folder) else os.path.join(folder, relative)

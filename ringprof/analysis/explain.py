@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 
 from ringprof.analysis import intervals
+from ringprof.analysis.cross_checks import busier_than_the_window
 from ringprof.analysis.exposure import exposure_of
 from ringprof.analysis.kinds import groups
 from ringprof.analysis.kinds.classify import Classified, classify
@@ -71,6 +72,7 @@ def explain(
     everything = window.activities()
     device = _device(classified, window, everything, rank, warnings)
     rows = timed_activities(classified, everything, device, between_ns)
+    warnings += busier_than_the_window(rows, trace, rank)
     background = OnDevice(classified, device).background(rows)
     # Hops are matched over the whole window: cut at times, the ranks would not count the same ones.
     on_device = everything[trace.activities.device[everything] == device]

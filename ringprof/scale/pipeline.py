@@ -170,7 +170,9 @@ def _reduce(
             Path(reduced[-1]).write_bytes(data)
     if not facts:
         raise problems[0]
-    return checked_facts(facts, problems), reduced
+    checked = checked_facts(facts, problems)
+    reported = [place for place, one in enumerate(checked) if not one.other_cycle]
+    return [checked[place] for place in reported], [reduced[place] for place in reported]
 
 
 def _reduced(paths: Sequence[str], readers: Workers, limits: Limits) -> Iterator[Any]:

@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from ringprof.analysis.cross_checks import unlike_the_run
 from ringprof.analysis.explain import explain, with_communication, with_splits
 from ringprof.analysis.kinds.groups import group_names
 from ringprof.analysis.kinds.kinds import POINT_TO_POINT
@@ -130,13 +131,15 @@ def explain_alone(context: RunContext, rank: int) -> RankAlone:
     """Explain one rank by itself, and keep its transfers and detail."""
     trace = context.store.trace(rank)
     explained = explain(rank, context.hosts.get(rank), trace, context.focus, context.between_ns.get(rank))
+    run = context.run() if context.focus.group is None else None
+    unlike = unlike_the_run(run, rank, trace, explained.detail.window, explained.transfers)
     transfers = fill_from_run(explained.transfers, context.run(), rank)
     context.store.put_transfers(rank, transfers)
     context.store.keep_detail(rank, explained.detail)
     exchanges = {id(one.sends): one.sends for one in transfers} | {id(one.receives): one.receives for one in transfers}
     return RankAlone(
         rank=explained.rank,
-        warnings=explained.warnings,
+        warnings=(*explained.warnings, *unlike),
         in_group=explained.in_group,
         group_names=frozenset() if explained.in_group else frozenset(group_names(trace)),
         peers=frozenset(message.peer for messages in exchanges.values() for message in messages) - {rank},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from itertools import islice
@@ -11,7 +12,7 @@ from typing import Literal
 import msgspec
 
 from ringprof.errors import InputError, TraceFormatError, nearest
-from ringprof.files import exists, files_in, is_file, is_folder, is_url, leading_out, within
+from ringprof.files import exists, files_in, folders_in, is_file, is_folder, is_url, leading_out, within
 from ringprof.trace.formats import FORMATS, KINETO, REDUCED, XLA, Format, format_of
 from ringprof.trace.kineto.byte_source import LOOK_BYTES, first_bytes
 from ringprof.trace.kineto.event_list import UNREADABLE, UTF8_MARK
@@ -20,6 +21,10 @@ from ringprof.trace.one_run import rank_in_name
 _RUN_FILE = "run.json"
 _COPY_OF_XLA = "perfetto_trace.json.gz"
 """What JAX writes beside its trace, for Perfetto: the same events."""
+
+_DEEPEST, _MOST_FOLDERS = 8, 1000
+"""How far below a folder traces are looked for (TensorBoard's stand at RUN/plugins/profile), in how many folders."""
+_MOST_LISTED = 8
 
 InputType = Literal["run", "trace", "text"]
 
@@ -91,11 +96,58 @@ def _meant(name: str) -> str:
 
 
 def _detect_folder(name: str) -> Input:
+    """Tell what a folder holds, or the folders below it. Raises `InputError` where that is nothing, or several runs."""
+    found = _input_in(name)
+    if found is not None:
+        return found
+    below, problems = _inputs_below(name)
+    if len(below) == 1:
+        (one,) = below.values()
+        return msgspec.structs.replace(one, left_out=(*one.left_out, *problems))
+    if below:
+        shown = ", ".join(islice(below, _MOST_LISTED)) + (", ..." if len(below) > _MOST_LISTED else "")
+        raise InputError(
+            f"{name}: {len(below)} folders below hold runs or traces: give one, or those of one run: {shown}"
+        )
+    if problems:
+        raise problems[0]
+    raise InputError(f"{name}: no run.json and no Kineto trace (.json, .json.gz, .json.zst) in this folder or below it")
+
+
+def _inputs_below(name: str) -> tuple[dict[str, Input], list[InputError]]:
+    """Find the outermost folders below that hold a run or traces, and what is damaged in folders that hold neither."""
+    found: dict[str, Input] = {}
+    problems: list[InputError] = []
+    folders, looked_at = deque((folder, 1) for folder in _sorted_folders(name)), 0
+    while folders and looked_at < _MOST_FOLDERS:
+        (folder, depth), looked_at = folders.popleft(), looked_at + 1
+        try:
+            one = _input_in(folder)
+            if one is not None:
+                found[folder] = one
+            elif depth < _DEEPEST:
+                folders.extend((inner, depth + 1) for inner in _sorted_folders(folder))
+        except InputError as error:
+            problems.append(error)
+    return found, problems
+
+
+def _sorted_folders(name: str) -> list[str]:
+    return sorted(folders_in(name), key=_natural_order)
+
+
+def _input_in(name: str) -> Input | None:
+    """Tell what a folder holds, or the folders in it where it has no files; None where that is no run and no trace.
+
+    Raises `InputError` where what is named like a trace is none.
+    """
     run = within(name, _RUN_FILE)
     if is_file(run):
         return Input("run", run=run)
     here = name if is_url(name) else os.path.join(name, "")
     files = [file for file in files_in(name) if any(file.lower().endswith(one.suffixes) for one in FORMATS)]
+    if any(os.path.basename(file) == _RUN_FILE for file in files):
+        return None  # Runs in folders of their own, each with its traces.
     outside = dict(leading_out(within(name, _RUN_FILE), (file.removeprefix(here) for file in files)))
     formats: dict[str, Format] = {}
     problems: dict[str, InputError] = {}
@@ -117,7 +169,7 @@ def _detect_folder(name: str) -> Input:
     if not traces and problems:
         raise next(iter(problems.values()))
     if not traces:
-        raise InputError(f"{name}: no run.json and no Kineto trace (.json, .json.gz, .json.zst) in this folder")
+        return None
     known = {_which(file) for file in traces}
     left_out = tuple(problem for file, problem in problems.items() if _which(file) not in known)
     return Input("trace", tuple(traces), in_folder=True, left_out=left_out)

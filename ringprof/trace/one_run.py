@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import PurePath
 
 import msgspec
@@ -12,7 +13,7 @@ from ringprof.errors import InputError
 from ringprof.trace.checks import RANKS_LIMIT
 from ringprof.trace.columns import CUT_OFF, Caveat, Trace
 
-OF_THE_RUN = frozenset({"mixed_runs", "assumed_ranks", "left_out"})
+OF_THE_RUN = frozenset({"mixed_runs", "assumed_ranks", "left_out", "profiler_cycles"})
 """Codes of warnings that one trace carries for all."""
 
 
@@ -28,6 +29,8 @@ class TraceFacts(msgspec.Struct, frozen=True):
     span_ns: tuple[int, int] | None
     """First start and last end of its activities (on CPU: operators), unix time; None where there are none."""
     warnings: tuple[Caveat, ...] = ()
+    other_cycle: bool = False
+    """Whether the same process wrote another trace, of another profiler cycle, that is reported in its place."""
 
 
 def facts_of(trace: Trace) -> TraceFacts:
@@ -45,20 +48,77 @@ def facts_of(trace: Trace) -> TraceFacts:
 
 
 def checked_facts(facts: Sequence[TraceFacts], problems: Sequence[InputError] = ()) -> list[TraceFacts]:
-    """The facts in the order given, each with its rank and with warnings about its place among the others.
+    """Return the facts in the order given, each with its rank and with warnings about its place among the others.
 
     ``problems``: why other traces of the run could not be read.
     """
-    checked = list(facts)
-    if len(checked) > 1:
-        if all(one.rank is None for one in checked):
-            checked = [msgspec.structs.replace(one, rank=rank) for rank, one in enumerate(checked)]
+    checked = _of_one_cycle(facts)
+    reported = [place for place, one in enumerate(checked) if not one.other_cycle]
+    if len(reported) > 1:
+        if all(checked[place].rank is None for place in reported):
+            for rank, place in enumerate(reported):
+                checked[place] = msgspec.structs.replace(checked[place], rank=rank)
             note = Caveat("assumed_ranks", "no trace names its rank: ranks are given in the order of the files")
-            checked[0] = _with(checked[0], note)
+            checked[reported[0]] = _with(checked[reported[0]], note)
         checked = [_with(one, *_place_warnings(one)) for one in checked]
-    first = min(range(len(checked)), key=lambda at: order(checked[at]))
-    checked[first] = _with(checked[first], *_run_warnings(checked), *_left_out(problems))
+    first = min(reported, key=lambda place: order(checked[place]))
+    warnings = [*_run_warnings([checked[place] for place in reported]), *_left_out(problems)]
+    checked[first] = _with(checked[first], *warnings, *_cycles(checked))
     return checked
+
+
+_CYCLE = re.compile(r"(?P<process>.+_[0-9]+)\.(?P<time>[0-9]{10,20})\.pt\.trace\.json(\.\w+)?")
+"""How torch.profiler's `tensorboard_trace_handler` names a trace: host and process id, then the time."""
+
+
+def _of_one_cycle(facts: Sequence[TraceFacts]) -> list[TraceFacts]:
+    """Mark the traces of all profiler cycles but one, so that no process counts as two ranks."""
+    written: dict[tuple[PurePath, str], list[tuple[int, int]]] = {}
+    for place, one in enumerate(facts):
+        path = PurePath(one.path)
+        match = _CYCLE.fullmatch(path.name)
+        process = (path.parent, match["process"]) if match else (path, str(place))
+        written.setdefault(process, []).append((int(match["time"]) if match else 0, place))
+    cycles: list[list[int]] = []
+    for traces in written.values():
+        places = [place for _, place in sorted(traces)]
+        cycles += [places] if _in_turn(facts, places) else [[place] for place in places]
+    if len(cycles) == len(facts):
+        return list(facts)
+    reported = _newest_cycle(facts, cycles)
+    return [msgspec.structs.replace(one, other_cycle=place not in reported) for place, one in enumerate(facts)]
+
+
+def _in_turn(facts: Sequence[TraceFacts], places: Sequence[int]) -> bool:
+    """Return whether traces can be of one process: of one rank, each begun after the one before has ended."""
+    spans = [span for place in places if (span := facts[place].span_ns)]
+    ranks = {facts[place].rank for place in places}
+    return len(ranks) == 1 and all(one[1] <= following[0] for one, following in pairwise(spans))
+
+
+def _newest_cycle(facts: Sequence[TraceFacts], cycles: Sequence[Sequence[int]]) -> set[int]:
+    """Choose a trace of each process: the newest that overlap in time, else the newest of each."""
+    for reference in reversed(min(cycles, key=len)):
+        chosen = {next((p for p in reversed(places) if _overlap(facts[p], facts[reference])), -1) for places in cycles}
+        if -1 not in chosen:
+            return chosen
+    return {places[-1] for places in cycles}
+
+
+def _overlap(one: TraceFacts, other: TraceFacts) -> bool:
+    (start, end), (other_start, other_end) = one.span_ns or (0, -1), other.span_ns or (0, -1)
+    return max(start, other_start) <= min(end, other_end)
+
+
+def _cycles(facts: Sequence[TraceFacts]) -> list[Caveat]:
+    others = [one.path for one in facts if one.other_cycle]
+    if not others:
+        return []
+    message = (
+        f"processes wrote several traces, one per profiler cycle: the newest cycle is reported, "
+        f"{len(others)} other traces are left out, such as {others[0]}"
+    )
+    return [Caveat("profiler_cycles", message, count=len(others))]
 
 
 def order(one: TraceFacts) -> tuple[bool, int]:

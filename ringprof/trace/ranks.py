@@ -82,7 +82,8 @@ def _checked(traces: Sequence[Trace], problems: Sequence[InputError] = ()) -> li
         offset = first.setdefault(trace.path, one.rank or 0) if sharing[trace.path] > 1 else 0
         records = [_counted_from(offset, record) for record in trace.collectives] if offset else trace.collectives
         placed.append(msgspec.structs.replace(trace, rank=one.rank, warnings=list(one.warnings), collectives=records))
-    return [placed[at] for at in sorted(range(len(facts)), key=lambda at: order(facts[at]))]
+    reported = [place for place, one in enumerate(facts) if not one.other_cycle]
+    return [placed[place] for place in sorted(reported, key=lambda place: order(facts[place]))]
 
 
 def _counted_from(first: int, record: CommRecord) -> CommRecord:

@@ -184,6 +184,63 @@ def test_a_folder_with_a_folder_for_each_rank(tmp_path):
     assert len(detect([tmp_path]).paths) == 2
 
 
+TENSORBOARD = "plugins/profile/node_41.1700000000000000000.pt.trace.json"
+
+
+def test_traces_of_a_tensorboard_folder(tmp_path):
+    """`tensorboard_trace_handler("logs/run1/plugins/profile")`, as TensorBoard's profiler plugin wants it."""
+    logs = tmp_path / "logs"
+    path = put(logs, f"run1/{TENSORBOARD}", TEN)
+    put(logs, "run1/events.out.tfevents.17", b"x")
+    put(logs, "hparams.json", b'{"a": 1}')
+    expected = Input("trace", (path,), in_folder=True)
+    for folder in (logs, logs / "run1", logs / "run1" / "plugins", logs / "run1" / "plugins" / "profile"):
+        assert detect([folder]) == expected
+    assert load(logs).ranks == [3]
+
+
+def test_several_runs_below_a_folder_are_listed(tmp_path):
+    for number in (10, 2):
+        put(tmp_path, f"logs/run{number}/{TENSORBOARD}", TEN)
+    run = put(tmp_path, "logs/recorded/run.json", RUN)
+    put(tmp_path, "logs/recorded/rank0.json", TEN)
+    put(tmp_path, "logs/other/notes.json", b'{"a": 1}')
+    with pytest.raises(InputError) as caught:
+        detect([tmp_path])
+    listed = ", ".join(f"{tmp_path}/logs/{name}" for name in ("recorded", "run2/plugins", "run10/plugins"))
+    assert str(caught.value) == (
+        f"{tmp_path}: 3 folders below hold runs or traces: give one, or those of one run: {listed}"
+    )
+    # Each path that is listed can be given.
+    for name in listed.split(", "):
+        assert detect([name]).type in ("run", "trace")
+    assert len(detect(listed.split(", ")[1:]).paths) == 2
+    for name in ("run2", "run10"):
+        shutil.rmtree(tmp_path / "logs" / name)
+    assert detect([tmp_path]) == Input("run", run=run)
+
+
+def test_a_damaged_trace_below_a_folder_does_not_vanish(tmp_path):
+    bad = put(tmp_path, "a/b/c/rank0.json", b'{"a": 1}')
+    with pytest.raises(InputError, match=f"{bad}: no Kineto trace"):
+        detect([tmp_path])
+    put(tmp_path, "a/d/e/rank1.json", TEN)
+    (problem,) = detect([tmp_path]).left_out
+    assert str(problem).startswith(f"{bad}: no Kineto trace")
+
+
+def test_folders_are_looked_through_only_so_far(tmp_path):
+    put(tmp_path, "/".join("abcdefgh") + "/i/rank0.json", TEN)
+    assert detect([tmp_path]).type == "trace"
+    deeper = put(tmp_path / "far", "/".join("abcdefghijkl") + "/rank0.json", TEN)
+    with pytest.raises(InputError, match="in this folder or below it"):
+        detect([tmp_path / "far"])
+    (tmp_path / "linked").mkdir()
+    (tmp_path / "linked" / "away").symlink_to(os.path.dirname(os.path.dirname(os.path.dirname(deeper))))
+    with pytest.raises(InputError, match="in this folder or below it"):
+        detect([tmp_path / "linked"])
+
+
 def test_real_folders():
     for folder in DATA.glob("h200*"):
         assert len(detect([folder]).paths) == 8

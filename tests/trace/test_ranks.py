@@ -7,7 +7,13 @@ import sys
 import numpy as np
 import pytest
 
+import ringprof
+from ringprof.analysis.timeline.window import EVERYTHING
 from ringprof.errors import InputError, TraceFormatError
+from ringprof.limits import Limits
+from ringprof.scale.pipeline import explain_stored
+from ringprof.scale.trace_set import TraceSet
+from ringprof.scale.workers import LocalProcesses
 from ringprof.trace.ranks import read_traces
 from tests.paths import DATA
 from tests.trace.kineto_text import REAL, document, kernel
@@ -83,3 +89,71 @@ def test_ranks_of_different_runs(tmp_path):
     assert codes(sizes)[0] == ["mixed_runs"]
     times = read_traces([write(tmp_path, "a.json", 0), write(tmp_path, "b.json", 1, start=50)])
     assert codes(times)[0] == ["mixed_runs"]
+
+
+CYCLE_NS = 10**9
+
+
+def cycle(folder, process, number, rank=None):
+    """A trace of one profiler cycle, named as `tensorboard_trace_handler` names it; cycles are a second apart."""
+    name = f"node_{process}.{1_700_000_000_000_000_000 + number * CYCLE_NS}.pt.trace.json"
+    return write(folder, name, rank, start=10_000 * number)
+
+
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("processes", [[41], [41, 42]])
+@pytest.mark.parametrize("cycles", [2, 3])
+def test_cycles_of_one_process_are_one_rank(tmp_path, named, processes, cycles):
+    ranks = [None if not named else rank for rank in range(len(processes))]
+    paths = [
+        cycle(tmp_path, process, number, rank)
+        for number in range(cycles)
+        for process, rank in zip(processes, ranks, strict=True)
+    ]
+    traces = read_traces(paths)
+    expected = list(range(len(processes))) if named or len(processes) > 1 else [None]
+    assert [trace.rank for trace in traces] == expected
+    newest = kernel(10_000 * (cycles - 1))["ts"]
+    assert [trace.activities.start_ns[0] for trace in traces] == [newest * 1000] * len(processes)
+    (warning,) = [one for trace in traces for one in trace.warnings if one.code == "profiler_cycles"]
+    assert warning.count == len(processes) * (cycles - 1)
+    assert str(paths[0]) in warning.message
+    assert {one.code for trace in traces for one in trace.warnings} <= {"profiler_cycles", "assumed_ranks"}
+
+
+def test_the_newest_cycle_is_one_that_every_process_wrote(tmp_path):
+    paths = [cycle(tmp_path, process, number) for process, number in ((41, 0), (41, 1), (42, 0))]
+    traces = read_traces(paths)
+    assert [trace.activities.start_ns[0] for trace in traces] == [kernel(0)["ts"] * 1000] * 2
+    later = [cycle(tmp_path, process, number) for process, number in ((51, 0), (51, 1), (52, 1))]
+    assert [trace.activities.start_ns[0] for trace in read_traces(later)] == [kernel(10_000)["ts"] * 1000] * 2
+
+
+def test_ranks_with_one_name_are_no_cycles_of_a_process(tmp_path):
+    """A worker's name that is given to all ranks, or a process id that two containers share."""
+    together = [tmp_path / f"run_1.{1_700_000_000_000_000_000 + number}.pt.trace.json" for number in (0, 1)]
+    for path in together:
+        write(tmp_path, path.name)
+    assert [trace.rank for trace in read_traces(together)] == [0, 1]
+    named = [cycle(tmp_path, 7, number, rank=number) for number in (0, 1)]
+    assert [trace.rank for trace in read_traces(named)] == [0, 1]
+    apart = [tmp_path / "a", tmp_path / "b"]
+    for folder in apart:
+        folder.mkdir()
+    assert [trace.rank for trace in read_traces([cycle(folder, 7, 0) for folder in apart])] == [0, 1]
+
+
+def test_cycles_with_mixed_runs_are_one_rank(tmp_path):
+    """Also where traces are held in files, as of many ranks."""
+    paths = [cycle(tmp_path, process, number) for process in (41, 42) for number in (0, 1)]
+    for options in ({}, {"mixed_runs": True}, {"scheduler": None, "jobs": 2}):
+        assert ringprof.load(paths, **options).ranks == [0, 1]
+        assert ringprof.load(paths[:2], **options).ranks == [0]
+        assert ringprof.load(tmp_path, **options).ranks == [0, 1]
+    stored = explain_stored(
+        TraceSet([str(path) for path in paths], [None] * 4, [str(path) for path in paths]), None, EVERYTHING,
+        workers=LocalProcesses(1), readers=None, limits=Limits(), notify=None,
+    )  # fmt: skip
+    assert [rank.rank for rank in stored.attribution.ranks] == [0, 1]
+    assert [rank.breakdown.start_ns for rank in stored.attribution.ranks] == [kernel(10_000)["ts"] * 1000] * 2
+    assert "profiler_cycles" in {warning.code for warning in stored.attribution.warnings}

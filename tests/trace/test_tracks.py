@@ -190,6 +190,33 @@ def test_an_npus_trace(tmp_path):
     assert not read_traces([str(path)])[0].warnings
 
 
+def test_tasks_without_a_type_count_as_the_files_own_summary_counts_them(tmp_path):
+    """CANN 7 gives most tasks the type "Other". The lane "Overlap Analysis" tells when the cores compute."""
+    path = tmp_path / "trace_view.json"
+    tasks = [
+        ("aclnnInplaceZero_ZerosLikeAiCore_ZerosLike", 100.204, 1.35, "Other"),
+        ("aclnnMm_MatMulCommon_MatMulV2", 103.5, 40.25, "Other"),
+        ("trans_TransData_3", 143.75, 6.125, "Other"),
+        ("DropOutGenMaskV4", 200.0, 9.5, "AI_CPU"),
+        ("MEMCPY_ASYNC", 220.0, 10.0, "Other"),
+        ("EVENT_WAIT", 230.0, 300.0, "Other"),
+        ("Conv2DBackpropFilter6", 600.0, 100.001, "Other"),
+    ]
+    computing = [(100.204, 1.35), (103.5, 46.375), (200.0, 9.5), (600.0, 100.001)]
+    free = [(101.554, 1.946), (149.875, 50.125), (209.5, 390.5)]
+    summary = [row(5, 0, "Computing", start, us) for start, us in computing]
+    summary += [row(5, 3, "Free", start, us) for start, us in free]
+    path.write_text(json.dumps(cann(*(task(3, *one) for one in tasks), *summary)))
+    (found,) = breakdowns(str(path))
+    busy_ns, free_ns = (round(1000 * sum(us for _, us in spans)) for spans in (computing, free))
+    assert found.compute_ns == busy_ns == 157_226
+    # The summary counts copies as free time.
+    assert (found.exposed_memory_ns, found.exposed_memory_ns + found.idle_ns) == (10_000, free_ns)
+    assert found.wall_ns == busy_ns + free_ns
+    (trace,) = read_traces([str(path)])
+    assert (len(trace.activities.start_ns), trace.warnings) == (6, [])
+
+
 def test_what_is_not_read_of_an_npus_trace_is_told():
     """A task of a type that is not known, and the tasks of a second NPU, which would be taken for the first's."""
     second = {**task(2, "MatMulV2", 20, 5, "AI_CORE"), "pid": 6}

@@ -109,6 +109,9 @@ RULES: tuple[Rule, ...] = (
     # --- what stands beside attention and has words of its names ---
     Rule("permute", "", r"_and_cache|kv_?cache_kernel|kv_buffer|store_?kv|append\w{0,20}kv_?cache|copy_blocks_kernel"),
     Rule("permute", "", r"(?<![a-z])gather_\w{0,30}_cache|slot_mapping|destindex_copy|kv_indic|to_token_pool"),
+    # CANN's names end with what runs, behind the call that it belongs to.
+    Rule("cast", "CANN", r"^aclnn\w{1,80}_cast(ai(core|cpu)_cast)?$|^trans_cast_\d"),
+    Rule("permute", "CANN", r"^aclnn\w{1,80}_transdata_transdata$"),
     Rule("permute", "", r"thd_(read_half_tensor|partition_indices|reorder)"),
     Rule("norm", "", r"rms_?norm|layer_?norm|qk_?norm|(?<![a-z])[qk]_norm|[qk]norm(_|rope)|(?<![a-z])rms_"),
     Rule("elementwise", "", r"rotary|(?<![a-z])(?<!stage1_)m?rope(?![a-z])|(fused|apply)_?m?rope|kn_entry_\dc_sbhd"),
@@ -160,7 +163,7 @@ RULES: tuple[Rule, ...] = (
         ("AITER", r"fmha_fwd_hd\d|gqa_d128_kernel|(?<![a-z])mla_(dec|pfl|a\d|reduce|fp8)|splitkv_mla|aiter::pa_"),
         ("AITER", r"aiter", "", r"fmha_fwd"),
         ("AOTriton", r"^attn_fwd"),
-        ("SageAttention", r"qk_int\d?_sv_|sageattn"),
+        ("SageAttention", r"qk_int\d?_sv_|sageattn|(?<![a-z])sage_fwd"),
         ("Triton", r"(?<!linear_)attn_fwd|decode_att_m|flash_decode"),
         ("NATTEN", r"natten"),
         ("xFormers", r"^_splitk_reduce"),
@@ -181,11 +184,14 @@ RULES: tuple[Rule, ...] = (
     # --- convolutions and norms before matrix products, which many of them contain by name ---
     *_rules(
         "convolution",
-        ("", r"implicit_(gemm|convolve)|xmma_[fdw](prop|grad)|(fprop|[dw]grad)_?(optimized|analytic|2d|alg)"),
+        ("", r"implicit_(gemm|convolve)|xmma_[fdw](prop|grad)|(fprop|[dw]grad)_?(optimized|analytic|2d|alg|engine)"),
+        ("cuDNN", r"fft2d_[rc]2[rc]_\d|compute\w{0,20}offsetskernel"),
         ("", r"winograd|im2col|col2im|vol2col|col2vol|igemm_(fwd|bwd|wrw)|convol|conv\dd|conv_(depth|fwd|bwd)"),
         ("MIOpen", r"sp3asmconv|naive_conv|[shi]\d*cudnn"),
         ("MIOpen", r"miopen", r"conv"),
     ),
+    # Pooling and recurrent layers run it, too.
+    Rule("convolution", "cuDNN", r"scalepackedtensor", loose=True),
     *_rules(
         "norm",
         ("", r"(batch|group|instance|weight)_?norm|(?<!tensor_)l2_?norm_|(?<![a-z])ln_(fwd|bwd)|(?<![a-z])bn_(fw|bw)"),
@@ -199,6 +205,7 @@ RULES: tuple[Rule, ...] = (
     *_rules(
         "gemm",
         ("cuBLAS", r"nvjet|cublas|splitkreduce|xmma|reduce_1block_kernel|gemv"),
+        ("cuBLAS", r"epilogue::impl::globalkernel|(?<![a-z])scal_kernel<"),
         ("", r"(?<!fb)gemm|cijk_|matmul|tensorop|(?<![a-z])bmm(?![a-z])|(scaled|grouped)_mm|flatmm|wgrad"),
         ("mixture of experts", r"(fused|batched)_moe_(lora_)?kernel|mfma_moe|(?<![a-z])fmoe|kernel_moe|moe_mx"),
         ("quantized or small", r"marlin|machete|wvsplitk|llmm\d|(?<![a-z])[bs]gmv|lora_(shrink|expand)|gemlite"),
@@ -310,6 +317,8 @@ RULES: tuple[Rule, ...] = (
 _LONGEST_NAME = 8192
 """Names are looked at this far: templates' are long, and a stranger's may be longer."""
 
+_BRACKET = re.compile(r"operator\s*(?:\(\)|[<>=-]+)|\(anonymous namespace\)|[<>()]")
+
 _PLAIN = re.compile(r"[\w:|<]*")
 _PIECE = re.compile(r"[\w:-]+(?![\w:?*+{-])|(\\.|\[[^]]+]|.)([?*+]|\{[\d,]+\})?")
 _WORD = re.compile(r"\w*")
@@ -398,7 +407,25 @@ def rule_for(name: str, own: Sequence[Rule] = ()) -> Rule | None:
     if kind := kind_of_inductor(name):
         # Its name lists what was fused into it, and no more.
         return Rule(kind, "Triton", "")
-    return _built_in(name.lower())
+    return _built_in(_without_parameters(name).lower())
+
+
+def _without_parameters(name: str) -> str:
+    """Return a demangled name up to its parameter list: a parameter's type says nothing of what a kernel does."""
+    opened: list[str] = []
+    for token in _BRACKET.finditer(name):
+        bracket = token[0]
+        if bracket == "(" and not opened and token.start():
+            return name[: token.start()]
+        if bracket in "<(":
+            opened.append(bracket)
+        elif bracket == ")":
+            # What is open within parentheses was no bracket, but "less than".
+            while opened and opened.pop() != "(":
+                pass
+        elif bracket == ">" and opened[-1:] == ["<"]:
+            opened.pop()
+    return name
 
 
 def _built_in(name: str) -> Rule | None:

@@ -110,6 +110,8 @@ class EventStream:
         self._chunks = iter(source)
         self._name = name
         self._rest = b""
+        self._separator = b""
+        """What stands between the piece handed on last and the rest."""
         self._offset = 0
         self._carried = b""
         self.list_root = False
@@ -152,21 +154,23 @@ class EventStream:
                 self._rest = chunk
                 continue
             end, begin = cut or (len(chunk), len(chunk))
-            yield Piece(b"".join((b"[", rest, memoryview(chunk)[:end], b"]")), self._offset, last=False)
+            piece = Piece(b"".join((b"[", rest, memoryview(chunk)[:end], b"]")), self._offset, last=False)
+            # Before the piece is handed on: its reader may find the list closed in it and ask for the remainder.
             self._offset += len(rest) + begin
-            self._rest = chunk[begin:]
-            self._take_carried(chunk[end:begin])
+            self._separator, self._rest = chunk[end:begin], chunk[begin:]
+            yield piece
+            self._take_carried()
         yield Piece(b"".join((b"[", self._rest, b"]")), self._offset, last=True)
 
-    def _take_carried(self, separator: bytes) -> None:
+    def _take_carried(self) -> None:
         if self._carried:
-            self._offset -= len(self._carried) + len(separator)
-            self._rest = self._carried + separator + self._rest
+            self._offset -= len(self._carried) + len(self._separator)
+            self._rest = self._carried + self._separator + self._rest
             self._carried = b""
 
     def remainder(self) -> bytes:
-        """What follows the last piece, as far as it may be decoded; log lines of old writers are left alone."""
-        data = self._rest
+        """Return what follows the last piece, as far as it may be decoded."""
+        data = self._separator + self._rest
         for chunk in self._chunks:
             data += chunk
             if len(data) > self.head_limit:

@@ -14,12 +14,15 @@ from ringprof.json_object import JsonObject
 from ringprof.trace.checks import LARGEST_NS, RANKS_LIMIT
 from ringprof.trace.columns import Device
 from ringprof.trace.kineto.collectives import whole_number
-from ringprof.trace.kineto.event_list import EMPTY, UNREADABLE, UTF8_MARK
+from ringprof.trace.kineto.event_list import EMPTY, LIST_KEY, UNREADABLE, UTF8_MARK
 
 _LENIENT = json.JSONDecoder(strict=False)
 
 MOST_DEVICES = 1 << 12
 """No host has more: the others are passed over."""
+
+_NEXT_DOCUMENT = re.compile(rb"\}\s*(?=[{\[])")
+"""Where one document ends and another begins, as in concatenated files. Sound JSON has this only inside strings."""
 
 _SALVAGED_CHARACTERS = 4 << 20
 _ATTEMPTS = 3
@@ -80,6 +83,24 @@ def opened(tail: bytes) -> bytes:
     """What begins behind the event list's closing bracket, as an object."""
     tail = tail.strip().removeprefix(b",").lstrip()
     return b"{" + (tail or b"}")
+
+
+def read_tail(tail: bytes, *, bare_list: bool) -> tuple[Found, bool]:
+    """Read the fields behind the event list, and tell whether another list of events follows.
+
+    Where one does, a field counts only if it stands in the same document as the first list and no other list does:
+    else it may be a field of another rank.
+    """
+    if bare_list and tail.lstrip().startswith((b"[", b"{")):
+        return Found({}, True), True
+    text = opened(tail)
+    found, second = read_fields(text), LIST_KEY.search(tail) is not None
+    for end in islice(_NEXT_DOCUMENT.finditer(text), 0 if found.sound else _ATTEMPTS):
+        document = text[: end.start() + 1]
+        first = read_fields(document)
+        if first.sound:
+            return (Found({}, True) if LIST_KEY.search(document) else first), True
+    return (Found({}, found.sound) if second else found), second
 
 
 def _salvaged(text: str) -> JsonObject:

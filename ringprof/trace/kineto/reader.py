@@ -13,7 +13,6 @@ from ringprof.trace.columns import NO_DEVICE_ACTIVITIES, Caveat, Trace
 from ringprof.trace.kineto.byte_source import ByteSource
 from ringprof.trace.kineto.collectives import with_group
 from ringprof.trace.kineto.event_list import (
-    LIST_KEY,
     UNREADABLE,
     Event,
     EventStream,
@@ -22,11 +21,12 @@ from ringprof.trace.kineto.event_list import (
     decode_fields,
 )
 from ringprof.trace.kineto.event_tables import Collector
-from ringprof.trace.kineto.fields import Metadata, closed, metadata_of, opened, read_fields
+from ringprof.trace.kineto.fields import Metadata, closed, metadata_of, read_fields, read_tail
 from ringprof.trace.kineto.recover import Recovery
 from ringprof.trace.kineto.tracks import ON_DEVICE
 from ringprof.trace.memory import bytes_of_text, take_analysis
 from ringprof.trace.one_run import rank_in_name
+from ringprof.trace.repeats import without_repeats
 
 
 def read_trace(path: str | os.PathLike[str], budget: MemoryBudget | None = None) -> Trace:
@@ -65,7 +65,7 @@ class _Reading(msgspec.Struct):
     lacks_device: bool = False
     """Whether a GPU was used and nothing of what ran on it is in the trace."""
     second_list: bool = False
-    """Whether another list of events stands behind the first, or inside what does."""
+    """Whether another list of events, or another document, stands behind the first list."""
     damage: str | None = None
     """What is wrong with the compressed data."""
 
@@ -97,12 +97,11 @@ def _pass(source: str | bytes, name: str, budget: MemoryBudget, *, every_operato
         if reading.hopeless:
             break
     collector.flush()
-    behind = read_fields(opened(tail))
+    behind, reading.second_list = read_tail(tail, bare_list=stream.list_root)
     reading.metadata = metadata_of(head.values | behind.values)
     used = collector.calls_a_device or reading.metadata.on_gpu or any(map(ON_DEVICE.search, collector.unread))
     reading.lacks_device = used and not collector.has_device_activities
     reading.fields_sound = head.sound and behind.sound
-    reading.second_list = LIST_KEY.search(tail) is not None
     reading.damage = byte_source.damage
     return reading
 
@@ -130,7 +129,7 @@ def _decode_last(piece: Piece, *, list_root: bool) -> tuple[list[Event], int]:
         return decode_events(b"[" + piece.data), piece.data.rindex(b"]")
     listed = decode_fields(b"".join((b'{"traceEvents":[', piece.data)))["traceEvents"]
     end = memoryview(listed).nbytes - 2
-    if piece.data[end : end + 1] != b"]":
+    if memoryview(listed)[1:] != memoryview(piece.data)[: end + 1]:
         raise ValueError("the key is there twice")
     return decode_events(listed), end
 
@@ -162,21 +161,26 @@ def _trace(reading: _Reading, name: str) -> Trace:
         raise TraceFormatError(f"{name}: {_why_empty(reading)}")
     if collector.is_merged:
         raise TraceFormatError(f"{name}: several ranks, merged into one file: give each rank's own file, all at once")
-    return Trace(
+    # With a second list in the file its name may be that of the other's rank.
+    named = None if reading.second_list else rank_in_name(name)
+    trace = Trace(
         path=name,
         names=list(collector.names),
         **tables,
         collectives=[with_group(one, groups) for one in collector.collectives],
         devices=metadata.devices,
-        rank=rank_in_name(name) if metadata.rank is None else metadata.rank,
+        rank=named if metadata.rank is None else metadata.rank,
         world_size=metadata.world_size,
         host=metadata.host,
         groups=groups,
         base_ns=metadata.base_ns,
         events_total=collector.total + reading.skipped,
         events_skipped=reading.skipped,
-        warnings=_warnings(reading) + overlaps(tables["activities"], metadata.rank),
+        warnings=_warnings(reading),
     )
+    trace = without_repeats(trace)
+    trace.warnings.extend(overlaps(trace.activities, metadata.rank))
+    return trace
 
 
 def _why_empty(reading: _Reading) -> str:

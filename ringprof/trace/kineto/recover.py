@@ -11,9 +11,10 @@ from __future__ import annotations
 import json
 import re
 
-from ringprof.trace.kineto.event_list import BOUNDARY, EVENT_START, UNREADABLE, Event, Piece, decode_event
+from ringprof.trace.kineto.event_list import BOUNDARY, EVENT_START, LIST_KEY, UNREADABLE, Event, Piece, decode_event
 
-_LIST_END = re.compile(rb"\s*(?:,\s*)?\]\s*(?=,\s*\"|\}\s*\Z|\Z)")
+# Behind the list stands the next key or the end of the file, or another document where files were concatenated.
+_LIST_END = re.compile(rb"\s*(?:,\s*)?\]\s*(?=,\s*\"|\}\s*(?:\Z|[{\[])|\Z|\[)")
 _SEPARATOR = re.compile(rb"\s*(?:,\s*)?")
 
 # Words that stand where a number should, a comma before a closing bracket, and a backslash that escapes nothing.
@@ -100,9 +101,18 @@ class Recovery:
             return begin if stop == end or not found else found.end()
         if self._is_closed(stop):
             return len(self._data)
-        following = EVENT_START.search(self._data, stop, end)
-        self._note_gap(stop, following.start() if following else end)
-        return following.start() if following else begin
+        following = self._next_event(stop, end)
+        if self.end is None:
+            self._note_gap(stop, end if following is None else following)
+        return begin if following is None else following
+
+    def _next_event(self, start: int, end: int) -> int | None:
+        """Find where the next event begins. A second event list that begins before it ends this one."""
+        following = EVENT_START.search(self._data, start, end)
+        second = LIST_KEY.search(self._data, start, following.start() if following else end)
+        if second:
+            self.end = second.start() - 1
+        return following.start() if following else None
 
     def _is_closed(self, position: int) -> bool:
         """Whether the list is closed at ``position``."""
@@ -162,15 +172,16 @@ class Recovery:
     def _after_damage(self, start: int, end: int, begin: int) -> int:
         """Skip the event at ``start``: on to the next that begins behind it, if only inside the same stretch."""
         at_the_end = end == len(self._data)
-        following = EVENT_START.search(self._data, start + 1, end)
-        ends_open = self._ran_out or (at_the_end and not following)
+        following = self._next_event(start + 1, end)
+        at_the_end &= following is None and self.end is None
+        ends_open = (self._ran_out and self.end is None) or at_the_end
         if ends_open and not self._piece.last and len(self._data) - start <= UNFINISHED_BYTES:
             self.unfinished = self._data[start:]
             return len(self._data)
-        if at_the_end and not following:
+        if at_the_end:
             self.skipped_last, self.last_whole = True, start
         self._skip(start)
-        return following.start() if following else begin
+        return begin if following is None else following
 
     def _note_gap(self, start: int, end: int) -> None:
         """What stands behind a whole event is either the remains of the next or a wrong separator."""

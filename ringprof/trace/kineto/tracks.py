@@ -18,7 +18,8 @@ _HOST_OR_REPEATED = re.compile(r"/device:GPU|/host:|CPU |(Python|CANN|MindSpore|
 # which show the parts of its operations.
 _TASKS, _COMMUNICATION = "Ascend Hardware", re.compile(r"Communication|HCCL")
 _COMMUNICATOR = re.compile(r"(Group [0-9]{1,9} )?Communication|(?P<plane>Plane) [0-9]{1,9}")
-_ON_CORES = re.compile(r"(KERNEL_)?(MIX_)?AI[CV]?_?(CORE|CPU|VECTOR_CORE|VEC|SQE)?|DSA_SQE")
+_UNTYPED = "Other"
+_ON_CORES = re.compile(rf"(KERNEL_)?(MIX_)?AI[CV]?_?(CORE|CPU|VECTOR_CORE|VEC|SQE)?|DSA_SQE|{_UNTYPED}")
 _COPIES = re.compile(r"MEMCPY_ASYNC|(S|PCIE_)DMA(_SQE)?")
 _RUNS_NOTHING = re.compile(r"WAIT|RECORD|NOTIFY|EVENT|HOLDER|VALUE|PROFIL|MODEL|LABEL|STREAM|FFTS|^N/A$")
 _COPY_OR_SET = re.compile(r"mem(cpy|set)", re.IGNORECASE)
@@ -40,10 +41,14 @@ class _Task(msgspec.Struct):
 
 
 def _task(event: Event) -> str:
+    """Return the type of a CANN task. Where CANN says "Other", copies and waits are named after their type."""
     try:
-        return msgspec.json.decode(event.args, type=_Task).kind
+        kind = msgspec.json.decode(event.args, type=_Task).kind
     except UNREADABLE:
         return ""
+    name = event.name or ""
+    named_by_type = _COPIES.fullmatch(name) or (name.isupper() and _RUNS_NOTHING.search(name))
+    return name if kind == _UNTYPED and named_by_type else kind
 
 
 class Tracks:

@@ -73,6 +73,9 @@ NAMES = {
         "_fwd_kernel",
         "void flashinfer::BatchPrefillWithRaggedKVCacheKernel<2>",
         "fmhaSm100fKernel_QkvBfloat16",
+        "sage_fwd",
+        "_sage_fwd",
+        "_sage_fwd_no_mask",
         "fmha_v2_flash_attention_bf16_64_128_S_q_k_v_128_sm90_kernel",
     ],
     "flash_bwd": [
@@ -103,6 +106,17 @@ NAMES = {
         "_bwd_kernel",
         "ringprof_row_product",
         "ringprof_output_with_delta",
+    ],
+    "convolution": [
+        "void fft2d_r2c_32x32<float, false, 0u, false>(float2*, float const*, int, cudnn::reduced_divisor, bool, int2)",
+        "void fft2d_c2r_32x32<float, false, false, 1u, false, false>(float*, float2 const*, int, int, float, float)",
+        "void fft2d_r2c_16x16<float>(float2*, float const*, int, int, int)",
+        "cask_cudnn::computeWgradBOffsetsKernel(cask_cudnn::ComputeWgradBOffsetsParams)",
+        "_ZN5cudnn4gemm26computeWgradBOffsetsKernelENS0_21ComputeBOffsetsParamsE",
+        "void cask_cudnn::computeOffsetsKernel<false, false>(cask_cudnn::ComputeOffsetsParams)",
+        "cask_cudnn::computeWgradSplitKOffsetsKernel(cask_cudnn::ComputeSplitKOffsetsParams)",
+        "void cudnn::detail::dgrad_engine<float, 512, 6, 5, 3, 3, 3, false>(int, float const*, kernel_grad_params)",
+        "void cudnn::ops::scalePackedTensor_kernel<float, float>(cudnnTensor4dStruct, float*, float)",
     ],
     "merge": [
         "ringprof_merge",
@@ -278,6 +292,7 @@ def test_every_family_is_told_by_its_name(kind, name):
         ("nvjet_hsh_128x256_64x4_2x1_v_bz_coopA_TNT", "cuBLAS"),
         ("__amd_rocclr_copyBuffer", "ROCm"),
         ("hstu_bwd_kernel", "HSTU"),
+        ("_sage_fwd", "SageAttention"),
     ],
 )
 def test_whose_kernel_it_is(name, family):
@@ -289,6 +304,38 @@ def test_the_case_of_a_name_does_not_matter():
     rule = rule_for("NCCLDEVKERNEL_SENDRECV")
     assert rule is not None
     assert rule.kind == "send_recv"
+
+
+FUNCTOR = "at::native::CUDAFunctor_add<float>"
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        # A word of a parameter's type is no word of the kernel's.
+        ("void compute(cudnn::reduced_divisor, int)", None),
+        ("void work<float>(flash::Flash_fwd_params)", None),
+        ("void ns::work<(ns::Mode)1, float>(ncclDevKernelArgs<4096ul>*, int)", None),
+        ("void (anonymous namespace)::work<float>(gemm::Params)", None),
+        ("void work<float>(gemm::Par", None),
+        ("void Work::operator()<float>(gemm::Params) const", None),
+        ("void work<(8 < 4), float>(gemm::Params)", None),
+        # All that stands before the parameters counts.
+        (f"void at::native::elementwise_kernel<128, 4, at::native::gpu<{FUNCTOR}>(at::It&)::{{lambda(int)#1}}>(int)",
+         "elementwise"),
+        ("void at::native::(anonymous namespace)::multi_tensor_apply_kernel<Metadata<4>, (anonymous namespace)::Adam"
+         "Functor<float>>(Metadata<4>, float)", "optimizer"),
+        ("std::enable_if<(((8)>(0)))&&exists, void>::type vllm::fused_add_rms_norm_kernel<T, 8>(T*, int)", "norm"),
+        ("void run<foo(int)::{lambda(int)#1}::operator()() const::{lambda()#2}, gemm>(int)", "gemm"),
+        ("void cutlass::Kernel2<cutlass_80_tensorop_s1688gemm>(cutlass_80_tensorop_s1688gemm::Params)", "gemm"),
+        ("void run<(less::operator<)1, gemm>(int)", "gemm"),
+        ("void run<gemm, foo(in", "gemm"),
+        ("(gemm)", "gemm"),
+    ],
+)  # fmt: skip
+def test_what_stands_before_the_parameters_tells(name, kind):
+    rule = rule_for(name)
+    assert (rule.kind if rule else None) == kind
 
 
 def test_what_each_kind_counts_as():

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import msgspec
+import numpy as np
 import pytest
 
+from ringprof.analysis.transfers.by_ends import StreamCalls, find_communicators
 from ringprof.scale.pipeline import attribute
 from tests.analysis.build import Builder, collective
 
@@ -46,7 +49,8 @@ def test_kernels_that_end_together_wait_for_the_last_to_begin():
 @pytest.mark.parametrize(
     "second",
     [
-        pytest.param([(3 * MS, 4 * MS + 60 * US), (6 * MS, 7 * MS)], id="ends apart"),
+        # An eighth of the shorter kernel, which takes 1.14 ms, is less.
+        pytest.param([(3 * MS, 4 * MS + 143 * US), (6 * MS, 7 * MS)], id="ends apart"),
         pytest.param([(3 * MS, 4 * MS)], id="another count"),
         pytest.param([(4 * MS - US, 4 * MS), (7 * MS + 60 * US, 7 * MS + 61 * US)], id="begins after the other ended"),
     ],
@@ -108,3 +112,108 @@ def test_the_spread_is_that_around_the_first_rank():
     attribution = of(*(reduces(rank, [(1 * MS, end)] * 2, world=3) for rank, end in enumerate(ends)))
     (said,) = (warning for warning in attribution.warnings if warning.code == "matched_by_ends")
     assert "within 4.0 us" in said.message
+
+
+def over_pcie(rank, count=6, world=2, **more):
+    """Kernels of 3 to 4 ms, of which rank r ends r x 73 to r x 388 us after rank 0; rank 1 waits 2 ms for rank 0."""
+    apart = [73, 388, 208, 250, 348, 192, 241]
+    spans = []
+    for number in range(count):
+        begin, end = 10 * number * MS + (2 - 2 * (rank == 1)) * MS, (10 * number + 6) * MS
+        spans.append((begin, end + rank * apart[number % len(apart)] * US))
+    return reduces(rank, spans, world=world, **more)
+
+
+def test_ends_over_pcie_match_where_there_is_one_communicator():
+    """As on two GPUs without a record of the group: the kernel that waits least takes 4 ms, and ends are 10 % apart."""
+    attribution = of(over_pcie(0), over_pcie(1))
+    assert [[wait for wait, _ in of_rank] for of_rank in splits(attribution)] == [[0] * 6, [2 * MS] * 6]
+    (said,) = (warning for warning in attribution.warnings if warning.code == "matched_by_ends")
+    assert "within 388.0 us" in said.message and said.count == 12
+    assert "no_record" not in codes(attribution)
+
+
+def test_ends_over_pcie_of_three_ranks():
+    spans = [(10 * number * MS, (10 * number + 4) * MS) for number in range(3)]
+    ranks = [[(begin, end + rank * 200 * US) for begin, end in spans] for rank in range(3)]
+    attribution = of(*(reduces(rank, ranks[rank], world=3) for rank in range(3)))
+    assert {part.transfer.group[1] for rank in attribution.ranks for part in rank.splits} == {(0, 1, 2)}
+    # Ranks 0 and 2 are more than an eighth apart.
+    far = [ranks[0], ranks[1], [(begin, end + 501 * US) for begin, end in spans]]
+    assert "matched_by_ends" not in codes(of(*(reduces(rank, far[rank], world=3) for rank in range(3))))
+
+
+def test_groups_in_lockstep_are_not_taken_for_one():
+    """Two pairs of ranks that begin and end their reductions almost together, as replicas of a model do."""
+
+    def pair(first, second, within):
+        """Ranks of which the second ends so much later than the first, 100 us after those of the pair before."""
+        return [
+            reduces(
+                rank,
+                [
+                    ((10 * at + 1) * MS, (10 * at + 5) * MS + (100 * first + within * (rank == second)) * US)
+                    for at in range(6)
+                ],
+                world=4,
+            )
+            for rank in (first, second)
+        ]
+
+    apart = of(*pair(0, 1, 90), *pair(2, 3, 90))
+    assert "matched_by_ends" not in codes(apart) and "no_record" in codes(apart)
+    one_of_them = of(*pair(0, 1, 20), *pair(2, 3, 90))
+    groups = [{part.transfer.group[1] for part in rank.splits} for rank in one_of_them.ranks]
+    assert groups == [{(0, 1)}, {(0, 1)}, {()}, {()}]
+
+
+def test_two_communicators_of_the_same_ranks_are_not_mixed_up():
+    """Both reduce as often, on streams of their own: which of them is whose, ends that lie apart do not tell."""
+    builders = [over_pcie(rank) for rank in (0, 1)]
+    for rank, builder in enumerate(builders):
+        spans = [((10 * number + 1) * MS, (10 * number + 6) * MS + (100 + 90 * rank) * US) for number in range(6)]
+        reduces(rank, spans, stream=24, builder=builder)
+    attribution = of(*builders)
+    assert "matched_by_ends" not in codes(attribution) and "no_record" in codes(attribution)
+
+
+def test_hosts_with_clocks_of_their_own_need_ends_that_agree_closely():
+    hosts = (over_pcie(0, host="a"), over_pcie(1, host="b"))
+    assert "matched_by_ends" not in codes(of(*hosts))
+
+
+def streams_of(random, communicators):
+    """The streams of communicators in lockstep, and which of them each is: all reduce five times, 4 ms at a time."""
+    streams = []
+    for number, ranks in enumerate(communicators):
+        behind = random.integers(-400, 400) * US
+        ends = [(10 * call + 8) * MS + behind + random.integers(-100, 100) * US for call in range(5)]
+        for rank in ranks:
+            last = np.array([end + random.integers(0, 350) * US for end in ends], np.int64)
+            first = last - random.integers(3, 5, 5) * MS
+            streams.append(
+                (number, StreamCalls(rank, ("all_reduce",) * 5, first, last, tuple(range(len(streams) + 1))))
+            )
+    return streams
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_no_two_communicators_are_ever_joined(seed):
+    """Whatever groups the ranks of a world form, in lockstep within 0.4 ms, with ends up to 0.35 ms apart."""
+    random = np.random.default_rng(seed)
+    world = int(random.integers(2, 7))
+    communicators = [
+        tuple(sorted(random.choice(world, int(random.integers(2, world + 1)), replace=False).tolist()))
+        for _ in range(int(random.integers(1, 4)))
+    ]
+    streams = streams_of(random, communicators)
+    # A transfer's place names its stream here.
+    calls = [msgspec.structs.replace(stream, places=(place,) * 5) for place, (_, stream) in enumerate(streams)]
+    found = find_communicators(calls, dict.fromkeys(range(world), "one"))
+    members: dict[str, set[int]] = {}
+    for groups in found.group_of.values():
+        for place, (name, _) in groups.items():
+            members.setdefault(name, set()).add(streams[place][0])
+    assert all(len(numbers) == 1 for numbers in members.values())
+    if world <= 3 and communicators == [tuple(range(world))]:
+        assert len(members) <= 1

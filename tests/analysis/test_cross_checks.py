@@ -1,0 +1,175 @@
+"""Repeated events and counts that contradict ``run.json`` are warned of; sound runs are not."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+import ringprof
+from ringprof.analysis.attribution import Attribution
+from ringprof.analysis.timeline.window import EVERYTHING
+from ringprof.run import Sent, StrategyUsed, Work
+from ringprof.scale.pipeline import attribute
+from tests.analysis.build import FLASH, Builder
+from tests.analysis.recorded import recorded_run
+from tests.analysis.rings import BACKWARD
+from tests.paths import TRACES
+
+Event = dict[str, Any]
+RUN = TRACES / "h200x2-zigzag-65536"
+
+
+def rewritten(tmp_path: Path, change: Callable[[list[Event]], list[Event]]) -> Path:
+    """The run with other events, and without the reduced form of its traces."""
+    target = tmp_path / RUN.name
+    target.mkdir()
+    (target / "run.json").write_bytes((RUN / "run.json").read_bytes())
+    for path in RUN.glob("*.json.gz"):
+        whole = json.loads(gzip.decompress(path.read_bytes()))
+        whole["traceEvents"] = change(whole["traceEvents"])
+        (target / path.name).write_bytes(gzip.compress(json.dumps(whole).encode(), 1))
+    return target
+
+
+def figures(analysis: ringprof.Analysis) -> Any:
+    report = json.loads(json.dumps(analysis.report(), default=str))
+    return {key: value for key, value in report.items() if key not in ("warnings", "inputs", "source")} | {
+        "ranks": [{**rank, "path": ""} for rank in report["ranks"]]
+    }
+
+
+def codes(analysis: ringprof.Analysis | Attribution) -> set[str]:
+    return {warning.code for warning in analysis.warnings}
+
+
+def test_events_that_are_there_twice_count_once(tmp_path):
+    twice = ringprof.load(rewritten(tmp_path, lambda events: [*events, *events]))
+    assert codes(twice) == {"repeated_events"}
+    assert figures(twice) == figures(ringprof.load(RUN))
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in TRACES.iterdir() if (path / "run.json").exists()))
+def test_no_committed_run_is_warned_of(name):
+    found = codes(ringprof.load(TRACES / name))
+    assert not found & {"repeated_events", "stream_overlap", "run_counts_differ"}
+
+
+def test_events_that_are_there_twice_at_other_times(tmp_path):
+    """Of hops and the ranges of blocks, which run.json counts: 3 hops of 536,870,912 bytes, 2 and 4 blocks."""
+
+    def repeated(event: Event) -> bool:
+        return event["ph"] == "X" and ("SendRecv" in event["name"] or event["name"].endswith("/block"))
+
+    path = rewritten(
+        tmp_path, lambda events: [*events, *({**one, "ts": one["ts"] + 0.001} for one in events if repeated(one))]
+    )
+    messages = [one.message for one in ringprof.load(path).warnings if one.code == "run_counts_differ"]
+    assert [message.partition(" in 1 profiled iteration")[0] for message in messages] == [
+        # One launch tells the bytes of one kernel: those of the repeated ones are not known.
+        "the trace has 6 send/recv, run.json counts 3 hops (536,870,912 bytes)",
+        "the trace has 4 forward blocks, run.json counts 2",
+        "the trace has 8 backward blocks, run.json counts 4",
+    ]
+
+
+def ring_of_two(hops: int, blocks: int, *, with_bytes: bool = True) -> list[Any]:
+    """Both ranks' traces of one iteration with so many hops and forward blocks."""
+    traces = []
+    for rank in (0, 1):
+        builder = Builder(rank=rank, world_size=2)
+        for number in range(hops):
+            start = 1000 * number
+            fields = {"group_ranks": (0, 1), "group_size": 2, "elements": 1000 if with_bytes else None}
+            builder.batch(start + 200, start + 500, start + 600, to=1 - rank, source=1 - rank, tensors=1, **fields)
+        for number in range(blocks):
+            start = 1000 * number
+            builder.run(FLASH, start + 650, start + 700, launched=start + 310)
+            builder.mark(f"ringprof::fwd/step={number}/block", start + 300, start + 320)
+        builder.mark("ringprof::iteration", 0, 1000 * max(hops, blocks))
+        traces.append(builder.trace())
+    return traces
+
+
+def run_with(count: int, sent_bytes: int, blocks: int, to: int | None = None) -> Any:
+    works = []
+    for rank in (0, 1):
+        sent = Sent(
+            channel="kv", phase="forward", operation="send_recv", link="same_host", count=count, sent_bytes=sent_bytes,
+            to=1 - rank if to is None else to,
+        )  # fmt: skip
+        works.append(Work(block_flops=1, block_calls={"forward": blocks, "backward": 0}, sent=[sent]))
+    strategy = StrategyUsed(name="zigzag", target="ringprof.strategies.zigzag:Zigzag", params={})
+    return recorded_run(2, work=works, strategy=strategy)
+
+
+@pytest.mark.parametrize(
+    ("hops", "blocks", "said"),
+    [
+        (3, 4, []),
+        (6, 4, ["6 send/recv (12,000 bytes), run.json counts 3 hops (6,000 bytes)"]),
+        (2, 4, ["2 send/recv (4,000 bytes), run.json counts 3 hops (6,000 bytes)"]),
+        (3, 8, ["8 forward blocks, run.json counts 4"]),
+        (3, 3, ["3 forward blocks, run.json counts 4"]),
+        # A CUDA graph replays the kernels without the ranges.
+        (3, 0, []),
+    ],
+)
+def test_other_hops_and_blocks_than_run_json_counts(hops, blocks, said):
+    found = attribute(ring_of_two(hops, blocks), run_with(3, 6000, 4))
+    warnings = [warning for warning in found.warnings if warning.code == "run_counts_differ"]
+    assert [warning.message.partition(" in 1 profiled iteration:")[0] for warning in warnings] == [
+        f"the trace has {text}" for text in said
+    ]
+    assert all((warning.rank, warning.count) == (None, 2) for warning in warnings)
+
+
+def test_hops_without_bytes_are_counted():
+    assert "run_counts_differ" not in codes(attribute(ring_of_two(3, 4, with_bytes=False), run_with(3, 6000, 4)))
+    assert "run_counts_differ" in codes(attribute(ring_of_two(6, 4, with_bytes=False), run_with(3, 6000, 4)))
+
+
+def test_a_hop_may_be_several_kernels():
+    assert "run_counts_differ" not in codes(attribute(ring_of_two(6, 4), run_with(3, 12000, 4)))
+
+
+def test_messages_to_other_ranks_are_no_hops_of_the_run():
+    """Such as those of a pipeline of which the ring is one stage."""
+    traces = []
+    for rank in (0, 1):
+        builder = Builder(rank=rank, world_size=4).mark("ringprof::iteration", 0, 9000)
+        for number, peer in enumerate((1 - rank, 1 - rank, 1 - rank, rank + 2, rank + 2)):
+            start = 1000 * number
+            builder.batch(start + 200, start + 500, start + 600, to=peer, source=peer, tensors=1)
+        traces.append(builder.trace())
+    assert "run_counts_differ" not in codes(attribute(traces, run_with(3, 6000, 4)))
+    assert "run_counts_differ" in codes(attribute(traces, run_with(4, 8000, 4)))
+
+
+def test_a_window_of_part_of_the_iteration_is_not_compared():
+    traces = ring_of_two(6, 8)
+    part = msgspec.structs.replace(EVERYTHING, between_ns=(0, 2000))
+    assert "run_counts_differ" not in codes(attribute(traces, run_with(3, 6000, 4), None, part))
+
+
+def test_more_time_of_one_kind_on_one_stream_than_there_is():
+    """Two kernels at once on one stream, as where events are repeated with other times."""
+    builder = Builder(world_size=1)
+    for start in (0, 10):
+        builder.run(BACKWARD, start, start + 700, stream=7).run(BACKWARD, start + 710, start + 980, stream=7)
+    (warning,) = attribute([builder.trace()]).warnings
+    # 2 x 970 ns of flash backward in 990 ns.
+    assert (warning.code, warning.rank) == ("stream_overlap", 0)
+    assert warning.message.startswith("flash backward on stream 7 adds up to 196.0% of the window")
+
+
+def test_streams_may_run_side_by_side():
+    builder = Builder(world_size=1)
+    for stream in (7, 8, 9):
+        builder.run(BACKWARD, 0, 1000, stream=stream)
+    assert not attribute([builder.trace()]).warnings
