@@ -6,6 +6,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -111,10 +112,8 @@ def _salvaged(text: str) -> JsonObject:
     for key in _WANTED:
         readable = []
         for found in islice(re.finditer(rf'"{key}"\s*:\s*', text), _ATTEMPTS):
-            try:
+            with suppress(*UNREADABLE):
                 readable.append(_LENIENT.raw_decode(text, found.end())[0])
-            except UNREADABLE:
-                continue
         if readable and all(value == readable[0] for value in readable):
             values[key] = readable[0]
     if "distributedInfo" not in values:
