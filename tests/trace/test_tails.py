@@ -138,3 +138,14 @@ def test_text_in_the_metadata_may_look_like_the_end_of_a_document():
     whole = parse_trace(text.encode() + text_of(0, behind=False))
     assert (whole.rank, codes(whole)) == (1, {"second_event_list"})
     assert np.all(whole.activities.device == 1)
+
+
+def test_damaged_metadata_of_two_traces_names_no_rank():
+    """The first list has lost its key, so that the second is read, behind the metadata of both."""
+    first = text_of(0, behind=False).replace(b'"traceEvents"', b'"traceEvXnts"')
+    trace = parse_trace(first + text_of(1, behind=False))
+    assert (trace.rank, names(trace)[0]) == (None, "r1k0")
+    assert "damaged_metadata" in codes(trace)
+    # A single trace with the same damage keeps its rank.
+    damaged = text_of(1, behind=False).replace(b'"schemaVersion": 1,', b'"schemaVersion" 1,')
+    assert (parse_trace(damaged).rank, codes(parse_trace(damaged))) == (1, {"damaged_metadata"})

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -104,18 +106,20 @@ def read_tail(tail: bytes, *, bare_list: bool) -> tuple[Found, bool]:
 
 
 def _salvaged(text: str) -> JsonObject:
-    """The fields that matter, each read by itself."""
-    values: JsonObject = {}
+    """Read the fields that matter, each by itself; one that is there with several values may be another trace's."""
     text = text[:_SALVAGED_CHARACTERS]
+    values: JsonObject = {}
     for key in _WANTED:
+        readable = []
         for found in islice(re.finditer(rf'"{key}"\s*:\s*', text), _ATTEMPTS):
-            try:
-                values[key], _ = _LENIENT.raw_decode(text, found.end())
-            except UNREADABLE:
-                continue
-            break
+            with suppress(*UNREADABLE):
+                readable.append(_LENIENT.raw_decode(text, found.end())[0])
+        if readable and all(value == readable[0] for value in readable):
+            values[key] = readable[0]
     if "distributedInfo" not in values:
-        values["distributedInfo"] = dict(re.findall(r'"(rank|world_size)"\s*:\s*"?(\w+)', text))
+        pairs = set(re.findall(r'"(rank|world_size)"\s*:\s*"?(\w+)', text))
+        named = Counter(name for name, _ in pairs)
+        values["distributedInfo"] = {name: value for name, value in pairs if named[name] == 1}
     return values
 
 

@@ -98,7 +98,8 @@ def _pass(source: str | bytes, name: str, budget: MemoryBudget, *, every_operato
             break
     collector.flush()
     behind, reading.second_list = read_tail(tail, bare_list=stream.list_root)
-    reading.metadata = metadata_of(head.values | behind.values)
+    values = head.values | behind.values if behind.sound else behind.values | head.values
+    reading.metadata = metadata_of(values)
     used = collector.calls_a_device or reading.metadata.on_gpu or any(map(ON_DEVICE.search, collector.unread))
     reading.lacks_device = used and not collector.has_device_activities
     reading.fields_sound = head.sound and behind.sound
@@ -257,7 +258,7 @@ def _warnings(reading: _Reading) -> list[Caveat]:
     if reading.collector.host_rows.dropped:
         found.append(Caveat("host_events_dropped", _HOST_EVENTS_DROPPED, rank))
     if reading.second_list:
-        message = "a second list of events stands behind the first and was not read: split the file"
+        message = "the file holds several lists of events, as concatenated traces do: only the first was read: split it"
         found.append(Caveat("second_event_list", message, rank))
     for code, count in sorted(reading.collector.oddities.items()):
         found.append(Caveat(code, f"{count} {_ODDITIES[code]}", rank, count))

@@ -184,7 +184,7 @@ def test_hosts_with_clocks_of_their_own_need_ends_that_agree_closely():
 
 def streams_of(random, communicators):
     """The streams of communicators in lockstep, and which of them each is: all reduce five times, 4 ms at a time."""
-    streams = []
+    streams: list[tuple[int, StreamCalls]] = []
     for number, ranks in enumerate(communicators):
         behind = random.integers(-400, 400) * US
         ends = [(10 * call + 8) * MS + behind + random.integers(-100, 100) * US for call in range(5)]
@@ -210,7 +210,7 @@ def test_no_two_communicators_are_ever_joined(seed):
     # A transfer's place names its stream here.
     calls = [msgspec.structs.replace(stream, places=(place,) * 5) for place, (_, stream) in enumerate(streams)]
     found = find_communicators(calls, dict.fromkeys(range(world), "one"))
-    members: dict[str, set[int]] = {}
+    members: dict[str | None, set[int]] = {}
     for groups in found.group_of.values():
         for place, (name, _) in groups.items():
             members.setdefault(name, set()).add(streams[place][0])
