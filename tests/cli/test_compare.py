@@ -278,7 +278,7 @@ def test_an_autotuned_kernel_is_the_same_work_and_a_missing_one_is_not(capsys, t
         "times and memory are not compared. If it is the same, add --same-work."
     )
     assert "wall_ms" not in out and "exposed_comm %" in out and "(work)" not in out
-    assert "figures left out, as they depend on the work: 21 (--format json has them)" in flat(out)
+    assert "figures left out, as they depend on the work: 25 (--format json has them)" in flat(out)
     code, out, _ = run(capsys, TRACES, dropped, "--same-work")
     assert code == 0 and "wall_ms" in out and "Work not known" not in out
     markdown = run(capsys, TRACES, dropped, "--format", "markdown")[1]
