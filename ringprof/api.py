@@ -125,6 +125,11 @@ class Analysis:
         return frames.frame_of(self.findings, "kernels")
 
     @frames.tells_columns
+    def idle(self) -> pd.DataFrame:
+        """Idle time by cause: a row per rank, cause, class and name, the longest of each rank first; empty on CPU."""
+        return frames.frame_of(self.findings, "idle")
+
+    @frames.tells_columns
     def annotations(self) -> pd.DataFrame:
         """The user's own ranges, a row a name; empty on CPU."""
         return frames.frame_of(self.findings, "annotations")

@@ -15,6 +15,7 @@ from ringprof.analysis.timeline.breakdown import Breakdown
 from ringprof.analysis.transfers.hops import TimedHop
 from ringprof.errors import MissingExtraError
 from ringprof.json_object import JsonObject
+from ringprof.report.sections import idle
 from ringprof.report.terms import LABELS
 from ringprof.report.text import csv_text
 from ringprof.trace.columns import NONE
@@ -44,6 +45,7 @@ PARTS_OF_TIME = {
     "overlap_ratio": "overlapped_ns / comm_ns, 0..1; missing without communication and on CPU",
     "exposed_other_groups_ns": "exposed communication of process groups that were not asked for",
     "background_ns": "only what is not of the chosen range runs",
+    "blocked_on_peer_ns": "of exposed_comm_ns: nothing runs because of a peer's copy",
 }
 """Of a breakdown, by its fields' names."""
 _OF_KINDS = {f"{kind}_ns": f"sum of the durations of kind {LABELS[kind]}; kinds may overlap" for kind in KINDS}
@@ -91,6 +93,14 @@ FRAMES: dict[str, dict[str, str]] = {
         "exposed_ns": "the rest of its time; missing for computation",
         "worst_rank": "the rank that spends most in it",
         "worst_ns": "its time there",
+    },
+    "idle": {
+        **_RANK,
+        "cause": "host: next activity not launched yet; gap: launched, starts within 5 µs; blocked: starts later",
+        "class": "of host time: what the launching thread did; else the cause",
+        "name": "of the innermost host event; of blocked time: what it waited for, as far as known; may be empty",
+        "time_ns": "idle time with this cause, class and name; all rows of a rank sum to its idle_ns",
+        "share": "of the rank's idle_ns, 0..1",
     },
     "annotations": {
         "name": "of the ranges",
@@ -203,6 +213,7 @@ _ROWS: dict[str, Callable[[Findings], list[JsonObject]]] = {
     "iterations": _iteration_rows,
     "steps": lambda found: [msgspec.structs.asdict(step) for step in found.steps],
     "kernels": _kernel_rows,
+    "idle": idle.rows,
     "annotations": lambda found: [{**one._asdict(), "hidden": one.hidden} for one in found.annotations],
     "hops": lambda found: [_hop_row(hop) for rank in found.attribution.ranks for hop in rank.hops],
     "waterfall": lambda found: [msgspec.structs.asdict(part) for part in found.waterfall.parts],

@@ -20,7 +20,7 @@ from ringprof.side_by_side import compare
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-OF_ONE = ("waterfall", "breakdown", "timeline", "steps", "waiting")
+OF_ONE = ("waterfall", "breakdown", "timeline", "steps", "waiting", "idle")
 OF_SEVERAL = ("comparison", "scaling")
 _FORMATS = (".png", ".svg", ".pdf")
 
@@ -74,7 +74,7 @@ def _drawn(kind: str, paths: tuple[str, ...], reading: LoadOptions) -> Axes:
     analysis = load_any(paths, reading)
     if not isinstance(analysis, Analysis):
         raise UsageError(f"plot {kind}: a printed table has no such plot: give a run or traces")
-    if kind in ("timeline", "steps", "waiting") and analysis.attribution.on_cpu:
+    if kind in ("timeline", "steps", "waiting", "idle") and analysis.attribution.on_cpu:
         raise UsageError(f"plot {kind}: a CPU run records no device activities; waterfall and breakdown can be drawn")
     if kind in ("steps", "waiting") and not analysis.findings.steps:
         raise UsageError(f"plot {kind}: no ring steps were found in these traces")

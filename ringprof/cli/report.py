@@ -34,6 +34,10 @@ if TYPE_CHECKING:
 
     from ringprof.kernel_tables.table_analysis import TableAnalysis  # loaded only where there is a printed table
 
+*_MOST, _LAST = (f"--{name}" for name, section in OPTIONAL.items() if section.columns)
+_SORTED = f"{', '.join(_MOST)} and {_LAST}"
+"""Options of the sections whose rows can be sorted."""
+
 
 @click.command(name="report")
 @click.argument("paths", nargs=-1, type=click.Path(), metavar="[PATH]...")
@@ -45,9 +49,7 @@ if TYPE_CHECKING:
 @click.option("--html", "page", type=click.Path(dir_okay=False), help="Also write the report as one HTML page.")
 @click.option("--open", "opens", is_flag=True, help="Open the page in a browser; without --html a temporary file.")
 @all_of(*(click.option(f"--{name}", is_flag=True, help=section.option) for name, section in OPTIONAL.items()))
-@click.option(
-    "--sort", metavar="COLUMN", default="", help="Order --steps, --kernels, --annotations and --hops, largest first."
-)
+@click.option("--sort", metavar="COLUMN", default="", help=f"Order {_SORTED}, largest first.")
 @click.option("--top", type=click.IntRange(min=1), help="So many rows of each of them.")
 @click.option("--all", "everything", is_flag=True, help="All rows of them, every rank's own.")
 @gated("'exposed_comm > 5%', 'max(idle) > 1%'")
@@ -148,7 +150,7 @@ def _refuse_unknown_column(name: str, sections: Sequence[str]) -> None:
     if not name or name in columns:
         return
     if not columns:
-        raise UsageError(f"--sort {name}: orders --steps, --kernels, --annotations and --hops: ask for one of them")
+        raise UsageError(f"--sort {name}: orders {_SORTED}: ask for one of them")
     raise UsageError(f"--sort {name}: no such column{nearest(name, columns)}; there are: {', '.join(columns)}")
 
 

@@ -5,12 +5,17 @@ from __future__ import annotations
 from ringprof.analysis.kinds.kinds import BLUE as BLUE
 from ringprof.analysis.kinds.kinds import GREEN, KIND, ORANGE, PURPLE, SKY, VERMILION, YELLOW
 from ringprof.analysis.kinds.kinds import GREY as GREY
+from ringprof.analysis.timeline import host_activity
+from ringprof.analysis.timeline.idle import BLOCKED, GAP
 
 Interval = tuple[float, float, float]
 """Lower end, middle, upper end of what is drawn as a bar or a band."""
 
 WIRE, WAIT, UNSPLIT = ORANGE, VERMILION, "#A6761D"
 """Communication on the wire, waiting, and not told apart."""
+
+IDLE = "#B4BCC5"
+"""Idle time on a timeline: lighter than any kind of activity."""
 
 PART_COLOURS: dict[str, str] = {
     "compute": BLUE,
@@ -41,6 +46,20 @@ WATERFALL_COLOURS: dict[str, str] = {
     "launch_gaps": GREY,
     "blocked": "#4D4D4D",
 }
+
+IDLE_COLOURS: dict[str, str] = {
+    host_activity.LAUNCH_CALL: BLUE,
+    host_activity.MEMORY_CALL: PURPLE,
+    host_activity.SYNCHRONISATION: ORANGE,
+    host_activity.DATA_LOADER: GREEN,
+    host_activity.COMPILATION: YELLOW,
+    host_activity.USER_RANGE: SKY,
+    host_activity.OPERATOR_CLASS: "#4B4FC4",
+    host_activity.NOTHING_RECORDED: IDLE,
+    GAP: GREY,
+    BLOCKED: UNSPLIT,
+}
+"""Of idle time, by class."""
 
 LINES = (BLUE, ORANGE, GREEN, VERMILION, PURPLE, SKY, GREY, UNSPLIT, YELLOW)
 """Of entries side by side, in their order; each can be seen on white and on black."""

@@ -1,8 +1,8 @@
 """All ranks in one trace for Perfetto, on one clock.
 
-A process a rank, named by host and rank, with its streams, ring steps and exposed stretches as tracks, and what it
-sends per link as counters. A transfer holds its wait and its wire as slices of their own, and an arrow goes from where
-its sender starts it to where its receiver ends it.
+A process a rank, named by host and rank, with its streams, ring steps, exposed stretches and idle time by cause as
+tracks, and what it sends per link as counters. A transfer holds its wait and its wire as slices of their own, and an
+arrow goes from where its sender starts it to where its receiver ends it.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ from ringprof.analysis.transfers.matching import match
 from ringprof.analysis.transfers.transfers import Transfer, transfers_of
 from ringprof.json_object import JsonObject
 from ringprof.report import perfetto_calls
+from ringprof.report.idle_bars import idle_bars
 from ringprof.report.terms import LABELS
 from ringprof.report.text import clean
 from ringprof.report.timeline import Activity, activities_of, origins_of, peers_of, step_name
 from ringprof.report.trace_event import Lanes, TraceEvent, arrow_end, counter, named, slice_of
 from ringprof.run import Run
 
-RUN, STEPS, EXPOSED, STREAMS, LANES = 0, 1, 2, 100, 1_000_000
-"""Track numbers inside a process: the run, ring steps, exposed communication, a stream's number plus this, and what is
-added for each further lane of a track whose slices overlap."""
+RUN, STEPS, EXPOSED, IDLE, STREAMS, LANES = 0, 1, 2, 3, 100, 1_000_000
+"""Track numbers inside a process: the run, ring steps, exposed communication, idle time by cause, a stream's number
+plus this, and what is added for each further lane of a track whose slices overlap."""
 MESSAGE = "message"
 _LINKS = {"same_host": "same host", "other_host": "other host", "unknown": "unknown link"}
 
@@ -54,6 +55,7 @@ def events_of(found: Findings, *, launches: bool = False) -> Iterator[TraceEvent
         mine = _RankEvents(rank, rank.detail, origin[rank.rank], arrows, steps.get(rank.rank, {}))
         yield from mine.activities(launches=launches)
         yield from mine.exposed()
+        yield from mine.idle()
         yield from mine.rates()
     yield from _steps(found.steps, origin)
     yield from _memory(attribution, origin)
@@ -165,7 +167,7 @@ def _names(rank: Rank) -> Iterator[TraceEvent]:
     host = f"{clean(rank.host)} " if rank.host else ""
     yield named("process_name", rank.rank, 0, name=f"{host}rank {rank.rank}")
     yield named("process_sort_index", rank.rank, 0, sort_index=rank.rank)
-    for track, name in ((STEPS, "ring steps"), (EXPOSED, "exposed communication")):
+    for track, name in ((STEPS, "ring steps"), (EXPOSED, "exposed communication"), (IDLE, "idle by cause")):
         if not rank.on_cpu:
             yield named("thread_name", rank.rank, track, name=name)
 
@@ -256,6 +258,17 @@ class _RankEvents:
         for name, spans in parts:
             for start, end in zip(spans.start_ns.tolist(), spans.end_ns.tolist(), strict=True):
                 yield slice_of(self._rank, EXPOSED, name, start - self._origin, end - self._origin)
+        for block in self._detail.blocks:
+            name = "blocked on a peer" if block.peer is None else f"blocked on rank {block.peer}"
+            start, end = block.start_ns - self._origin, block.end_ns - self._origin
+            yield slice_of(self._rank, EXPOSED, name, start, end, peer=block.peer, part=block.part)
+
+    def idle(self) -> Iterator[TraceEvent]:
+        """Every part of the idle time, named by what the host did or what the device waited for."""
+        for part in idle_bars(self._detail.idle_parts(), self._detail.classified.trace.names):
+            start, end = part.start_ns - self._origin, part.end_ns - self._origin
+            figures = {"cause": part.cause, "class": part.event_class}
+            yield slice_of(self._rank, IDLE, clean(part.name) or part.event_class, start, end, **figures)
 
     def rates(self) -> Iterator[TraceEvent]:
         """What leaves the rank over each class of link, as long as it is on the wire."""

@@ -17,9 +17,11 @@ from ringprof.analysis.findings.findings import Findings
 from ringprof.analysis.findings.summary import PARTS
 from ringprof.analysis.findings.waterfall import WATERFALL_LABELS
 from ringprof.analysis.steps.steps import Step
+from ringprof.analysis.timeline.idle import causes_of_ranks
 from ringprof.digits import percent
 from ringprof.report import palette
 from ringprof.report.palette import Interval
+from ringprof.report.sections.idle import PEER_LABEL, class_label, known_idle, stacked_parts, time_by_class
 from ringprof.report.sections.run import what_ran
 from ringprof.report.terms import LABELS
 from ringprof.report.text import clean, duration, short_count
@@ -98,6 +100,23 @@ class Plots:
         )
         return self._titled(_finish(ax, "ms", legend=True), answer)
 
+    def idle(self, ax: Axes | None = None) -> Axes:
+        """Idle time by class, one stacked bar per rank, ms; hatched, time blocked on a peer, which is communication."""
+        ranks = known_idle(self._found)
+        ax = _axes(ax, len(ranks))
+        parts = stacked_parts(ranks)
+        last = _stack(ax, parts, len(ranks))
+        if last is not None and PEER_LABEL in parts:
+            for patch in last:
+                patch.set(hatch="///", edgecolor="white", linewidth=0)
+        _rows(ax, [f"rank {known.rank.rank}" for known in ranks])
+        causes, wall = causes_of_ranks([known.causes for known in ranks]), sum(k.rank.breakdown.wall_ns for k in ranks)
+        times = time_by_class(causes)
+        longest = max(times, key=lambda name: times[name], default="")
+        share = percent(causes.total_ns / wall) if wall else "0 %"
+        answer = f"{share} of the mean wall is idle" + (f"; longest: {class_label(longest)}" if longest else "")
+        return self._titled(_finish(ax, "ms", legend=True), answer)
+
     def timeline(self, ax: Axes | None = None) -> Axes:
         """Two lanes a rank: computation above, communication below, split into waiting and wire where known."""
         ranks = [rank.rank for rank in self._found.attribution.ranks if not rank.on_cpu]
@@ -162,7 +181,8 @@ class Plots:
         """What was run, and what the plot says of it."""
         attribution = self._found.attribution
         devices = ", ".join(dict.fromkeys(clean(rank.device or "CPU") for rank in attribution.ranks))
-        where = f"{len(attribution.ranks)} ranks, {devices}"
+        count = len(attribution.ranks)
+        where = f"{count} rank{'s' if count > 1 else ''}, {devices}"
         what = f"{what_ran(attribution.run)} · {where}" if attribution.run else where
         lines = [*textwrap.wrap(what, TITLE_WIDTH), *([answer] if answer else [])]
         ax.set_title(_literal("\n".join(lines)), loc="left", fontsize="medium")

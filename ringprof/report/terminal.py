@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ringprof.analysis.attribution import Attribution
 from ringprof.analysis.findings.findings import Findings
@@ -40,14 +40,31 @@ def render(
     for section in (*always, *(OPTIONAL[name] for name in sections), warnings):
         assert section.terminal is not None
         blocks += section.terminal(found, style, listing)
-    blocks.append(style.wrap(f"next: ringprof report {path} " + " · ".join(_next(attribution, sections)), "dim"))
+    blocks.append(style.wrap(f"next: ringprof report {path} " + " · ".join(_next(found, sections)), "dim"))
     return style.finish("\n\n".join(blocks))
 
 
-def _next(attribution: Attribution, shown: Sequence[str]) -> list[str]:
-    """Options that would show more."""
+WORTH_IDLE = 0.02
+"""Least share of the mean wall that is idle for which the last line offers ``--idle``."""
+
+
+def _next(found: Findings, shown: Sequence[str]) -> list[str]:
+    """List the options that would show more of this run; kernels first where nothing is communicated."""
+    attribution = found.attribution
+    empty = {name for name, holds in _HOLDS.items() if not holds(found)}
     more = [name for name, section in OPTIONAL.items() if section.on_cpu or not attribution.on_cpu]
-    return ["--html report.html", *(f"--{name}" for name in more if name not in shown), "--format json"]
+    options = [f"--{name}" for name in more if name not in shown and name not in empty]
+    silent = not any(rank.breakdown.comm_ns or rank.breakdown.exposed_other_groups_ns for rank in attribution.ranks)
+    first = ["--kernels"] if silent and "--kernels" in options else []
+    return [*first, "--html report.html", *(name for name in options if name not in first), "--format json"]
+
+
+_HOLDS: dict[str, Callable[[Findings], bool]] = {
+    "steps": lambda found: bool(found.exposed_by_step),
+    "hops": lambda found: any(rank.hop_totals.count for rank in found.attribution.ranks),
+    "idle": lambda found: any(part.name == "idle" and part.share >= WORTH_IDLE for part in found.summary.parts),
+}
+"""Sections that are offered only where this holds: whether the run has anything to show in them."""
 
 
 def header_of(attribution: Attribution, summary: Summary) -> str:

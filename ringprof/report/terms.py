@@ -12,9 +12,13 @@ LABELS: dict[str, str] = {
     "background": "background only",
     "idle": "idle",
     "wall": "wall",
+    "idle_host": "idle: host",
+    "idle_gap": "idle: gap",
+    "idle_blocked": "idle: blocked",
+    "blocked_on_peer": "blocked on a peer",
     **{key: kind.label for key, kind in KIND.items()},
 }
-"""Of the parts of a rank's time, and of kinds."""
+"""Of the parts of a rank's time, of the causes of idle time, and of kinds."""
 
 MEANINGS: dict[str, str] = {
     "machine": "What the driver told while the iterations were timed, some ten times a second: a GPU that is held back "
@@ -27,7 +31,7 @@ MEANINGS: dict[str, str] = {
     "rank's wall, mean over ranks. The parts sum to that wall.",
     "timeline": "Every rank's device over time, a lane a stream: computation above, below it communication, split into "
     "waiting for a peer and bytes on the wire where the traces tell. Shaded: every other ring step. Scroll to zoom, "
-    "drag to move.",
+    "drag to move. Idle stretches that are wide enough to be seen are grey, with their cause.",
     "steps": "A ring step is one block of attention and the hops that it should hide. Exposed is communication in the "
     "step with nothing computing beside it; a step is bound by compute, by the wire or by a peer.",
     "waiting": "What each ring step of each rank exposes: the brightest cell costs most.",
@@ -54,6 +58,9 @@ MEANINGS: dict[str, str] = {
     "shares": "What the time of the profiled iteration went into, mean over ranks: shares of the mean wall, as in the "
     "table below. The profiler makes iterations longer, so they are no shares of the times there.",
     "peak_memory": "The most that a device held in the timed iterations.",
+    "idle": "What the device waited for while nothing ran on it. Host: the next activity was not launched yet, by what "
+    "the launching thread did meanwhile. Gap: launched, and it starts within 5 µs. Blocked: launched, and it starts "
+    "later. The three sum to idle. Time blocked on a peer's copy is part of exposed communication, not of idle.",
     "memory": "What the allocators of the profiled program held after each allocation and release, by the clock of its "
     "calls, which run ahead of the device.",
 }

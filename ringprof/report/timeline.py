@@ -12,10 +12,11 @@ from ringprof.analysis.kinds.kinds import COMMUNICATION, KIND, KINDS
 from ringprof.analysis.rank import Detail, Rank
 from ringprof.analysis.steps.blocks import StepKey
 from ringprof.analysis.steps.steps import Step
-from ringprof.analysis.transfers.hops import Split, gbps
+from ringprof.analysis.transfers.hops import PeerBlock, Split, gbps
 from ringprof.analysis.transfers.transfers import Message
 from ringprof.digits import three_digits
 from ringprof.report import palette
+from ringprof.report.idle_bars import idle_bars
 from ringprof.report.page.document import Content, PageContext
 from ringprof.report.terms import LABELS
 
@@ -33,28 +34,31 @@ class Bar(NamedTuple):
     lane: str
     """``compute`` or ``communication``."""
     what: str
-    """A kind of computation or memory operation; or ``wait``, ``wire`` or ``unsplit``."""
+    """A kind of computation or memory operation; ``wait``, ``wire`` or ``unsplit``; or ``idle``."""
     kind: str
+    """Of the activity; ``blocked_on_peer`` where nothing ran because of a peer's copy; or ``idle``."""
     start_ns: int
     end_ns: int
     name: str
-    """Of the activity; of the first of several."""
+    """Of the activity; of the first of several. Of idle time its cause."""
     stream: int = 0
     step: str = ""
     """The ring step that it belongs to, where that is known."""
     sent: str = ""
     """Of communication: peers, bytes and rate, as far as they are known."""
     activities: int = 1
+    """How many activities, or parts of an idle stretch, the bar stands for."""
 
 
-ORDER = (*KINDS, "wait", "wire", "unsplit")
-"""Of a timeline's sorts, in every drawing: waiting and wire last, which are what one looks for."""
+IDLE, BLOCKED_ON_PEER = "idle", "blocked_on_peer"
+ORDER = (IDLE, *KINDS, "wait", "wire", "unsplit")
+"""Of a timeline's sorts, in every drawing: idle below all, waiting and wire last, which are what one looks for."""
 
 
 def drawn_as(what: str) -> tuple[str, str]:
     """What a bar of this sort is called, and its colour."""
     sorts = {"wait": ("waiting for a peer", palette.WAIT), "wire": ("on the wire", palette.WIRE),
-             "unsplit": ("communication", palette.UNSPLIT)}  # fmt: skip
+             "unsplit": ("communication", palette.UNSPLIT), IDLE: (LABELS[IDLE], palette.IDLE)}  # fmt: skip
     return sorts.get(what) or (LABELS[what], KIND[what].colour)
 
 
@@ -112,11 +116,11 @@ def timeline_of(
     """The bars of all ranks on one clock; none for ranks on CPU, whose traces hold no device activities."""
     origin, known = origins_of(attribution), by_activity or {}
     ranks = [rank for rank in attribution.ranks if not rank.on_cpu]
-    bars = [bar for rank in ranks for bar in _bars(rank, origin[rank.rank], known.get(rank.rank, {}))]
+    column_ns = max((rank.breakdown.end_ns - origin[rank.rank] for rank in ranks), default=0) // _COLUMNS
+    bars = [bar for rank in ranks for bar in _bars(rank, origin[rank.rank], known.get(rank.rank, {}), column_ns)]
     thinned = len(bars) > MOST_BARS
     if thinned:
-        span = max(bar.end_ns for bar in bars)
-        bars = list(_joined(bars, max(1, span // _COLUMNS)))
+        bars = list(_joined(bars, max(1, column_ns)))
     return DrawnTimeline(bars, list(steps), origin, thinned)
 
 
@@ -138,15 +142,35 @@ def lanes_of(bars: Iterable[Bar]) -> dict[tuple[int, str, int], int]:
     return places
 
 
-def _bars(rank: Rank, origin: int, steps: Mapping[int, StepKey]) -> Iterator[Bar]:
-    detail = rank.detail
+def _bars(rank: Rank, origin: int, steps: Mapping[int, StepKey], column_ns: int) -> Iterator[Bar]:
+    """Draw one rank: what ran, what it was blocked on, and idle stretches that are wide enough to be seen."""
+    detail, streams = rank.detail, set[int]()
+    for bar in _of_activities(rank.rank, detail, origin, steps):
+        if bar.lane == "compute":
+            streams.add(bar.stream)
+        yield bar
+    columns, names = detail.classified.trace.activities, detail.classified.trace.names
+    for block in detail.blocks:
+        stream, name = max(int(columns.stream[block.hop]), 0), names[columns.name[block.hop]]
+        start, end = block.start_ns - origin, block.end_ns - origin
+        yield Bar(rank.rank, "communication", block.part, BLOCKED_ON_PEER, start, end, name, stream, sent=_peer(block))
+    # Nothing runs on any stream then: the first lane has room.
+    stream = min(streams, default=0)
+    for idle in idle_bars(detail.idle_parts(), names, column_ns):
+        start, end = idle.start_ns - origin, idle.end_ns - origin
+        yield Bar(rank.rank, "compute", IDLE, IDLE, start, end, idle.label, stream, activities=idle.parts)
+
+
+def _peer(block: PeerBlock) -> str:
+    return "peer not known" if block.peer is None else f"peer: rank {block.peer}"
+
+
+def _of_activities(rank: int, detail: Detail, origin: int, steps: Mapping[int, StepKey]) -> Iterator[Bar]:
     split = {part.transfer.activity: part for part in detail.splits}
     for one in activities_of(detail):
         part, key = split.get(one.row), steps.get(one.row)
         start, end = one.start_ns - origin, one.end_ns - origin
-        bar = Bar(
-            rank.rank, "compute", one.kind, one.kind, start, end, one.name, one.stream, step_name(key) if key else ""
-        )
+        bar = Bar(rank, "compute", one.kind, one.kind, start, end, one.name, one.stream, step_name(key) if key else "")
         if one.kind not in COMMUNICATION:
             yield bar
             continue

@@ -12,7 +12,7 @@ from ringprof.analysis.kinds.kinds import KINDS
 from ringprof.trace.columns import (
     KERNEL,
     NONE,
-    RUNTIME_CALL,
+    OPERATOR,
     Activities,
     CommRecord,
     CommRecords,
@@ -66,7 +66,7 @@ class Builder:
     device_annotations: list[tuple[int, ...]] = field(default_factory=list)
     operators: list[tuple[int, ...]] = field(default_factory=list)
     records: list[tuple[int, ...]] = field(default_factory=list)
-    hosts: list[tuple[int, ...]] = field(default_factory=list)
+    host_events: list[tuple[int, ...]] = field(default_factory=list)
 
     def run(
         self,
@@ -75,6 +75,7 @@ class Builder:
         end: int,
         *,
         launched: int | None = None,
+        call: int = 5,
         thread: int = MAIN,
         stream: int = 7,
         device: int = 0,
@@ -85,22 +86,17 @@ class Builder:
         size: int = NONE,
         target: int = NONE,
     ) -> Builder:
-        """An activity on the device, launched at ``launched`` (no launch record where None)."""
+        """An activity on the device, launched at ``launched`` (None: not recorded) by a call of ``call`` ns."""
         joins = NONE
         if correlation is not None:
             joins = correlation
         elif launched is not None:
             joins = 1000 + len(self.launches)
-            self.launches.append((launched, launched + 5, thread, joins))
+            self.launches.append((launched, launched + call, thread, joins))
         carried = NONE if own is None else self._collective(own)
         self.activities.append(
             (start, end, self._name(name), category, device, stream, joins, NONE, size, carried, node, target)
         )
-        return self
-
-    def on_host(self, name: str, start: int, end: int, thread: int = MAIN, category: int = RUNTIME_CALL) -> Builder:
-        """A host event that is open while the device idles."""
-        self.hosts.append((start, end, self._name(name), thread, category))
         return self
 
     def mark(self, name: str, start: int, end: int, thread: int = MAIN) -> Builder:
@@ -116,6 +112,11 @@ class Builder:
     def operate(self, name: str, start: int, end: int, thread: int = MAIN) -> Builder:
         """A CPU operator."""
         self.operators.append((start, end, self._name(name), thread, NONE, NONE))
+        return self
+
+    def on_host(self, name: str, start: int, end: int, category: int = OPERATOR, thread: int = MAIN) -> Builder:
+        """A host event that explains idle time: an operator, a range or a CUDA call."""
+        self.host_events.append((start, end, self._name(name), thread, category))
         return self
 
     def record(self, start: int, end: int, what: CommRecord, thread: int = MAIN) -> Builder:
@@ -159,8 +160,8 @@ class Builder:
             annotations=_columns(Ranges, self.annotations, ranges),
             device_annotations=_columns(Ranges, self.device_annotations, ranges),
             operators=_columns(Ranges, self.operators, ranges),
-            host_events=_columns(HostEvents, self.hosts, (np.int64, np.int64, np.int32, np.int64, np.int8)),
             comm_records=_columns(CommRecords, self.records, (np.int64,) * 4 + (np.int32,)),
+            host_events=_columns(HostEvents, self.host_events, (np.int64, np.int64, np.int32, np.int64, np.int8)),
             collectives=list(self.collectives),
             devices=[Device(0, "NVIDIA H200")],
             rank=self.rank,

@@ -102,6 +102,7 @@ def pool(run: Analysis) -> np.ndarray[Any, np.dtype[np.float64]]:
     starts = hops["start_ns"] + hops["rank"].map(offsets)
     hops = hops.assign(duration_ns=hops["end_ns"] - hops["start_ns"], from_start_ns=starts - starts.min())
     values += [*grouped(steps, ("phase", "step")), *grouped(hops.to_dict("records"), ("hop",))]
+    values += list(idle_by_name(ranks))
     values += [median_of_slowest(run)] if run.run is not None and run.run.timings else []
     if report["summary"]["peak"]:
         values.append(report["waterfall"][0]["time_ns"] * report["summary"]["peak"]["tflops"] / 1e3)
@@ -115,6 +116,16 @@ def pool(run: Analysis) -> np.ndarray[Any, np.dtype[np.float64]]:
     slowest = report["summary"]["slowest_rank"]["wall_ns"]
     shares = [part for value in values for part in (value / wall, value / slowest, 1 - value / slowest)]
     return np.unique(np.abs(np.array([*values, *shares, slowest / wall - 1])))
+
+
+def idle_by_name(ranks: list[dict[str, Any]]) -> Iterator[float]:
+    """Idle time by class and by name: mean over ranks, and share of all idle time."""
+    sums: dict[tuple[str, ...], int] = defaultdict(int)
+    for event in (event for rank in ranks for event in rank["idle_events"] or ()):
+        for key in ((event["class"],), (event["class"], event["name"])):
+            sums[key] += event["time_ns"]
+    idle = sum(rank["idle_ns"] for rank in ranks)
+    yield from (value for time in sums.values() for value in (time / len(ranks), time / idle))
 
 
 def documents(report: Any) -> list[int]:

@@ -15,7 +15,7 @@ from ringprof.report.page.document import Content
 from ringprof.report.perfetto import EXPOSED, events_of
 from ringprof.report.sections import kernels
 from ringprof.report.terms import LABELS
-from ringprof.report.timeline import Bar, timeline_of
+from ringprof.report.timeline import BLOCKED_ON_PEER, IDLE, Bar, timeline_of
 from ringprof.scale.pipeline import attribute
 from tests.analysis.build import FLASH, Builder
 from tests.analysis.test_real_runs import NVLINK
@@ -57,7 +57,7 @@ def test_only_the_device_that_is_reported_is_drawn() -> None:
     builder = Builder(world_size=1).run(FLASH, 0, 10, launched=1).run(FLASH, 20, 30, launched=2)
     builder.run("elementwise_of_the_other_device", 0, 500, launched=3, device=1)
     assert [(bar.what, bar.start_ns, bar.end_ns) for bar in bars_of(builder)] == [
-        ("flash_fwd", 0, 10), ("flash_fwd", 20, 30),
+        ("flash_fwd", 0, 10), ("flash_fwd", 20, 30), ("idle", 10, 20),
     ]  # fmt: skip
 
 
@@ -98,6 +98,8 @@ def test_timeline_kernel_table_and_export_hold_what_the_breakdown_holds(path: Pa
 def _summed_bars(found: Findings) -> dict[tuple[int, str], int]:
     times: Counter[tuple[int, str]] = Counter()
     for bar in timeline_of(found.attribution, ()).bars:
+        if bar.kind in (IDLE, BLOCKED_ON_PEER):
+            continue
         times[bar.rank, bar.kind] += bar.end_ns - bar.start_ns
     return dict(times)
 

@@ -1,9 +1,9 @@
 """Figures of a report by name, and conditions on them for CI: ``exposed_comm > 5%``, ``tflops < 0.95 * base``.
 
 A name means the same in every report and comparison: a mean over ranks, with ``max(...)`` and ``min(...)`` over them.
-``exposed_comm``, ``idle`` and the other parts of the time are shares of the wall (0..1); with ``_ns`` they are times
-over the whole window, with ``_ms`` of one iteration (`ringprof.analysis.findings.entries`). What is not known has no
-figure.
+``exposed_comm``, ``idle``, its causes (``idle_host``) and the other parts of the time are shares of the wall (0..1);
+with ``_ns`` they are times over the whole window, with ``_ms`` of one iteration
+(`ringprof.analysis.findings.entries`). What is not known has no figure.
 
 Of a figure that was repeated a condition holds, or does not, where it does so over the figure's whole interval; else it
 is undecided. A figure that was measured once is taken as it is.
@@ -32,6 +32,9 @@ from ringprof.errors import UsageError
 
 _TIMES = ("compute", "comm", "overlapped", "exposed_comm", "exposed_memory", "background", "idle")
 
+IDLE_FIGURES = ("idle_host", "idle_gap", "idle_blocked", "blocked_on_peer")
+"""Causes of idle time, which sum to ``idle``; last what of ``exposed_comm`` is time blocked on a peer's copy."""
+
 
 def figures_of(found: Findings) -> dict[str, float]:
     """All figures of a run or traces that are known."""
@@ -43,6 +46,8 @@ def figures_of(found: Findings) -> dict[str, float]:
         figures |= {name: fmean(values), f"max({name})": max(values), f"min({name})": min(values)}
     # The report's means are over all the ranks' time, not over their shares.
     figures |= {part.name: part.share for part in summary.parts if part.name != "wall"}
+    wall = summary.parts[-1].mean_ns
+    figures |= {name: figures[f"{name}_ns"] / wall for name in IDLE_FIGURES if wall and name in figures}
     rates, controls = summary.rates, summary.rates.controls
     known: dict[str, float | None] = {
         "overlap_ratio": summary.overlap_ratio,
@@ -99,6 +104,8 @@ def _of_rank(rank: Rank) -> dict[str, float]:
         time = getattr(b, f"{name}_ns")
         if time is not None:
             figures |= {f"{name}_ns": time, name: time / b.wall_ns if b.wall_ns else 0.0}
+    for name, time in _idle_of(rank).items():
+        figures |= {f"{name}_ns": time, name: time / b.wall_ns if b.wall_ns else 0.0}
     if b.overlap_ratio is not None:
         figures["overlap_ratio"] = b.overlap_ratio
     figures |= {f"{kind}_ns": b.kinds[kind].time_ns if kind in b.kinds else 0 for kind in KINDS}
@@ -108,6 +115,14 @@ def _of_rank(rank: Rank) -> dict[str, float]:
         known |= {"wire_ns": hops.wire_ns, "hops": hops.count, "hop_bytes": hops.sent_bytes}
         figures |= {name: value for name, value in known.items() if value is not None}
     return figures
+
+
+def _idle_of(rank: Rank) -> dict[str, int]:
+    """Return the causes of a rank's idle time, and the time blocked on a peer; nothing for a CPU rank."""
+    if rank.idle is None:
+        return {}
+    causes = rank.idle.host_ns, rank.idle.gap_ns, rank.idle.blocked_ns
+    return dict(zip(IDLE_FIGURES, (*causes, rank.breakdown.blocked_on_peer_ns), strict=True))
 
 
 _OPERATORS: dict[str, Callable[[float, float], bool]] = {

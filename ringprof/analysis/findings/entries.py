@@ -9,7 +9,7 @@ from statistics import fmean, median
 import numpy as np
 
 from ringprof.analysis.findings.comparison import WATERFALL_PREFIX, Entry, Figure
-from ringprof.analysis.findings.conditions import figures_of
+from ringprof.analysis.findings.conditions import IDLE_FIGURES, figures_of
 from ringprof.analysis.findings.controls import ControlFigures
 from ringprof.analysis.findings.findings import Findings
 from ringprof.analysis.findings.same_work import evidence_of
@@ -34,6 +34,9 @@ def entry_of_run(label: str, found: Findings) -> Entry:
     iterations = summary.times_divisor
     for part in summary.parts:
         figures[f"{part.name}_ms"] = _time(part.mean_ns / iterations)
+    known = figures_of(found)
+    times = {name: known[f"{name}_ns"] for name in IDLE_FIGURES if f"{name}_ns" in known}
+    figures |= {f"{name}_ms": _time(time / iterations) for name, time in times.items()}
     figures["exposed_comm"] = Figure(summary.exposed_mean, "share", higher_is_better=False)
     if summary.overlap_ratio is not None:
         figures["overlap_ratio"] = Figure(summary.overlap_ratio, "share", higher_is_better=True)
@@ -42,8 +45,8 @@ def entry_of_run(label: str, found: Findings) -> Entry:
     if whole is not None and whole.controls is not None and summary.rates.controls is not None:
         figures |= _control_figures(whole.controls, summary.rates.controls)
     figures |= _step_figures(found)
-    times = {row.kind: row.time_ns / iterations for row in summary.kinds}
-    figures |= {f"{kind}_ms": _time(times[kind]) for kind in KINDS if kind in times}
+    of_kinds = {row.kind: row.time_ns / iterations for row in summary.kinds}
+    figures |= {f"{kind}_ms": _time(of_kinds[kind]) for kind in KINDS if kind in of_kinds}
     figures |= {f"{WATERFALL_PREFIX}{part.part}_ms": _time(part.time_ns / iterations) for part in found.waterfall.parts}
     settings = _run_settings(run, summary.window_iterations) if run is not None else {}
     named = summary.devices or (tuple(dict.fromkeys(run.environment.devices)) if run is not None else ())
@@ -55,7 +58,7 @@ def entry_of_run(label: str, found: Findings) -> Entry:
         settings=settings | {"device": devices},
         figures=figures,
         warnings=warnings,
-        others={name: value for name, value in figures_of(found).items() if name not in figures},
+        others={name: value for name, value in known.items() if name not in figures},
         created=(run.created,) if run is not None else (),
         evidence=evidence_of(found, iterations),
         times_are_of=found.attribution.times_are_of,

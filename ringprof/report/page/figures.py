@@ -19,7 +19,7 @@ from ringprof.report import palette
 from ringprof.report.palette import Interval
 from ringprof.report.terms import LABELS
 from ringprof.report.text import clean, rate, short_count
-from ringprof.report.timeline import ORDER, Bar, DrawnTimeline, drawn_as, lanes_of
+from ringprof.report.timeline import IDLE, ORDER, Bar, DrawnTimeline, drawn_as, lanes_of
 
 MOST_LABELS = 32
 """Ranks up to which each has a label of its own beside an axis."""
@@ -203,8 +203,10 @@ def timeline(found: DrawnTimeline, ranks: Sequence[int]) -> Any:
         label, colour = drawn_as(what)
         quads = made.quad("left", "right", "top", "bottom", color=colour, source=source, legend_label=label)
         rows = [("", "@where"), ("", f"@kind, {label}"), ("start", "@start"), ("time", "@time"), ("step", "@step")]
+        if what == IDLE:
+            rows = [("", "@where"), ("idle", "@name"), ("start", "@start"), ("time", "@time")]
         sent = [("sent", "@sent")] if bars[0].lane == "communication" else []
-        _hover(made, [quads], *rows, *sent, ("", "@name"))
+        _hover(made, [quads], *rows, *sent, *([("", "@name")] if what != IDLE else []))
     _rank_labels(made, {rank: bottom[rank] + height[rank] / 2 for rank in ranks if rank in bottom})
     _legend(made)
     return made

@@ -12,6 +12,7 @@ from ringprof.analysis.rank import Rank
 from ringprof.digits import percent
 from ringprof.json_object import JsonObject
 from ringprof.report.page.document import Content, PageContext, PageTable, ReportParts
+from ringprof.report.sections import idle
 from ringprof.report.tables import BETWEEN, Column, Listing, Table, text_table
 from ringprof.report.terms import LABELS
 from ringprof.report.text import TextStyle, duration, in_unit, rounded_to_sum, short_name, unit_for
@@ -148,6 +149,7 @@ def _rank(rank: Rank) -> JsonObject:
         "kinds_ns": {kind: figures.time_ns for kind, figures in b.kinds.items()},
         "waits": _waits(rank),
         "hops": _hops(rank),
+        **idle.of_rank(rank),
     }
 
 

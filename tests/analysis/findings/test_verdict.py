@@ -12,6 +12,7 @@ from ringprof.analysis.findings.findings import findings_in_memory
 from ringprof.analysis.findings.verdict import _more_work, _worst_step
 from ringprof.analysis.findings.verdict_words import exposed_in_words
 from ringprof.scale.pipeline import attribute
+from ringprof.trace.columns import RUNTIME_CALL
 from tests.analysis.build import FLASH, Builder, collective
 from tests.analysis.rings import MERGE, everybody, ring_pass
 from tests.analysis.test_real_runs import NVLINK, TWO_HOSTS, attribution_of
@@ -255,7 +256,7 @@ def test_the_next_step_is_the_waterfalls_own_largest_loss(folder):
 
 def test_gaps_and_merges_have_remedies_of_their_own():
     gaps = Builder(world_size=1).run(FLASH, 0, 600_000, launched=1).run(FLASH, 900_000, 10**6, launched=899_990)
-    gaps.on_host("cudaLaunchKernel", 500_000, 899_995)
+    gaps.on_host("cudaLaunchKernel", 500_000, 899_995, RUNTIME_CALL)
     assert step_of(gaps).text == (
         "Largest loss outside attention: host-bound idle. To gain at most 0.300 ms of 1.00 ms: "
         "find why single cudaLaunchKernel calls take long: kernels loaded at first use (warm up before profiling, or "

@@ -1,0 +1,250 @@
+"""Idle time by cause: what each rank's device waited for while nothing ran on it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from statistics import fmean
+from typing import Any, NamedTuple
+
+import msgspec
+
+from ringprof.analysis.findings.findings import Findings
+from ringprof.analysis.findings.summary import MOST_RANKS_LISTED
+from ringprof.analysis.rank import Rank
+from ringprof.analysis.timeline.host_activity import HOST_CLASSES, NOTHING_RECORDED
+from ringprof.analysis.timeline.idle import BLOCKED, CAUSES, GAP, GAP_NS, HOST, IdleCauses, IdleEvent, causes_of_ranks
+from ringprof.json_object import JsonObject
+from ringprof.report import palette
+from ringprof.report.page.document import Content, PageContext
+from ringprof.report.tables import Column, Listing, Table, text_table
+from ringprof.report.terms import LABELS
+from ringprof.report.text import TextStyle, clean, in_unit, rounded_to_sum, unit_for
+
+CLASSES = (*HOST_CLASSES, GAP, BLOCKED)
+"""Classes of idle time: those of host time, then the other causes."""
+MOST_NAMES = 50
+"""Names of idle events that the JSON report gives per rank; the rest of each class is one item."""
+OTHERS = "(others)"
+_MOST_LISTED = 15
+_ON_CPU = "idle: a CPU trace records no device activity, so it cannot tell the causes of idle time"
+_CAUSES_NOTE = (
+    "host: the next activity was not launched yet; gap: launched, "
+    f"starts within {GAP_NS // 1000} µs; blocked: launched, starts later"
+)
+_PEER_NOTE = "blocked on a peer: no activity because of a peer's copy; part of exposed communication, not of idle"
+_DELAY_NOTE = "delay: from the start of the launch call to the start of the activity"
+
+COLUMNS = (
+    Column("name", folds=True), Column("class", drop=1), Column("time", "time"), Column("of idle", "share"),
+)  # fmt: skip
+
+
+class KnownIdle(NamedTuple):
+    """A rank whose trace tells the causes of its idle time."""
+
+    rank: Rank
+    causes: IdleCauses
+
+
+def known_idle(found: Findings) -> list[KnownIdle]:
+    """List the ranks whose traces tell the causes of idle time; none on CPU."""
+    return [KnownIdle(rank, rank.idle) for rank in found.attribution.ranks if rank.idle is not None]
+
+
+def time_by_class(causes: IdleCauses) -> dict[str, int]:
+    """Sum idle time by class, in the order of `CLASSES`; classes without time are left out."""
+    times: dict[str, int] = defaultdict(int)
+    for event in causes.events:
+        times[event.event_class] += event.time_ns
+    return {name: times[name] for name in CLASSES if name in times}
+
+
+def class_label(name: str) -> str:
+    """Return a class with its cause in front: ``host: data loader``; gap and blocked are causes themselves."""
+    return name if name in CAUSES else f"{HOST}: {name}"
+
+
+def stacked_parts(ranks: Sequence[KnownIdle]) -> dict[str, tuple[str, list[float]]]:
+    """Return the parts of one bar per rank: label -> colour and ms per rank.
+
+    Time blocked on a peer is the last part, where there is any; it is communication, not idle.
+    """
+    times = [time_by_class(known.causes) for known in ranks]
+    parts = {
+        class_label(name): (palette.IDLE_COLOURS[name], [one.get(name, 0) / 1e6 for one in times])
+        for name in CLASSES
+        if any(name in one for one in times)
+    }
+    blocked = [known.rank.breakdown.blocked_on_peer_ns / 1e6 for known in ranks]
+    return {**parts, **({PEER_LABEL: (palette.WAIT, blocked)} if any(blocked) else {})}
+
+
+PEER_LABEL = "blocked on a peer (communication)"
+
+
+# --- terminal -------------------------------------------------------------------------------------------
+
+
+def terminal(found: Findings, style: TextStyle, listing: Listing) -> list[str]:
+    """Show causes by rank, then classes, then names, each with its time; and how activities were launched."""
+    ranks = known_idle(found)
+    if not ranks:
+        return [style.wrap(_ON_CPU)]
+    causes = causes_of_ranks([known.causes for known in ranks])
+    blocks = [_by_rank(ranks, style, listing)]
+    if causes.total_ns:
+        title = "idle by name" + (f", mean of {len(ranks)} ranks" if len(ranks) > 1 else "")
+        names = Table(title, COLUMNS, _name_rows(causes, len(ranks)), "--all")
+        blocks += [_by_class(causes, len(ranks), style), names.listed(style, listing, _MOST_LISTED)]
+    launches = _launches(ranks, listing)
+    return [*blocks, launches.text(style) + "\n" + style.wrap(_DELAY_NOTE, "dim")] if launches.rows else blocks
+
+
+def _shown(ranks: Sequence[KnownIdle], listing: Listing) -> Sequence[KnownIdle]:
+    """Choose the ranks with a row of their own: all or, of many, the one that idles longest."""
+    if len(ranks) <= MOST_RANKS_LISTED or listing.everything:
+        return ranks
+    return [max(ranks, key=lambda known: known.causes.total_ns)]
+
+
+def _by_rank(ranks: Sequence[KnownIdle], style: TextStyle, listing: Listing) -> str:
+    rows = [(f"rank {known.rank.rank}", *_times(known)) for known in _shown(ranks, listing)]
+    if len(ranks) > 1:
+        means = map(fmean, zip(*map(_times, ranks), strict=True))
+        rows.append((f"mean of {len(ranks)} ranks", *means))
+    peers = any(row[-1] for row in rows)
+    unit_ns, unit = unit_for(max(row[4] for row in rows))
+    columns = [Column(f"idle by cause\nin {unit}"), *map(Column, ("host", "gap", "blocked", "idle", "of wall"))]
+    cells = [_cells(row, unit_ns, peers=peers) for row in rows]
+    table = text_table([*columns, *([Column("blocked on\na peer")] if peers else [])], cells, style)
+    return "\n".join([table, style.wrap(_CAUSES_NOTE, "dim"), *([style.wrap(_PEER_NOTE, "dim")] if peers else [])])
+
+
+def _times(known: KnownIdle) -> tuple[float, ...]:
+    """Return host, gap, blocked, idle, wall and time blocked on a peer, in nanoseconds."""
+    causes, breakdown = known.causes, known.rank.breakdown
+    parts = (causes.host_ns, causes.gap_ns, causes.blocked_ns, causes.total_ns)
+    return *parts, breakdown.wall_ns, breakdown.blocked_on_peer_ns
+
+
+def _cells(row: tuple[Any, ...], unit_ns: float, *, peers: bool) -> list[str]:
+    """Format one row so that the causes sum to idle as shown."""
+    name, *parts, idle, wall, blocked = row
+    rounded = rounded_to_sum([part / unit_ns for part in parts], idle / unit_ns, 3)
+    share = f"{100 * idle / wall:.1f} %" if wall else "-"
+    shown = [*(f"{value:,.3f}" for value in rounded), in_unit(idle, unit_ns), share]
+    return [name, *shown, *([in_unit(blocked, unit_ns)] if peers else [])]
+
+
+def _by_class(causes: IdleCauses, count: int, style: TextStyle) -> str:
+    times = time_by_class(causes)
+    whole = causes.total_ns / count
+    unit_ns, unit = unit_for(whole)
+    shown = rounded_to_sum([time / count / unit_ns for time in times.values()], whole / unit_ns, 3)
+    shares = rounded_to_sum([100 * time / causes.total_ns for time in times.values()], 100.0, 1)
+    rows = [
+        [class_label(name), f"{time:,.3f} {unit}", f"{share:.1f} %"]
+        for name, time, share in zip(times, shown, shares, strict=True)
+    ]
+    rows.append([LABELS["idle"], f"{in_unit(whole, unit_ns)} {unit}", "100.0 %"])
+    columns = [*map(Column, ("idle by class", "mean" if count > 1 else "time", "of idle"))]
+    return text_table(columns, rows, style, bold=[len(times)])
+
+
+def _name_rows(causes: IdleCauses, count: int) -> list[list[Any]]:
+    """One row per class and name, the longest first: name, class, mean time over ranks, share of idle."""
+    return [
+        [name_shown(event), event.event_class, event.time_ns / count, event.time_ns / causes.total_ns]
+        for event in causes.events
+    ]
+
+
+def name_shown(event: IdleEvent) -> str:
+    """Return an event's name as people read it, also where it has none."""
+    if event.event_class == GAP:
+        return "(gaps between activities)"
+    return clean(event.name) or f"({NOTHING_RECORDED})"
+
+
+_LAUNCH_COLUMNS = (
+    Column(""), Column("launched", "rough count"), Column("median\ndelay", "short time"),
+    Column("longest\ndelay", "short time"), Column("shorter than\ntheir launch", "rough count", 1),
+    Column("in launch\ncalls", "short time", 2),
+)  # fmt: skip
+
+
+def _launches(ranks: Sequence[KnownIdle], listing: Listing) -> Table:
+    """One row per rank whose launches are recorded, and the mean of several."""
+    timed = [known for known in ranks if known.rank.launches is not None]
+    rows = [[f"rank {known.rank.rank}", *_launched(known)] for known in _shown(timed, listing)]
+    if len(timed) > 1:
+        rows.append([f"mean of {len(timed)} ranks", *map(fmean, zip(*map(_launched, timed), strict=True))])
+    return Table("launches", _LAUNCH_COLUMNS, rows)
+
+
+def _launched(known: KnownIdle) -> tuple[int, ...]:
+    return msgspec.structs.astuple(known.rank.launches) if known.rank.launches is not None else ()
+
+
+# --- data -----------------------------------------------------------------------------------------------
+
+
+def of_rank(rank: Rank) -> JsonObject:
+    """Return the fields of one rank in the JSON report; null where the trace is of a CPU."""
+    causes = rank.idle
+    return {
+        "idle_causes_ns": {cause: getattr(causes, f"{cause}_ns") for cause in CAUSES} if causes else None,
+        "blocked_on_peer_ns": rank.breakdown.blocked_on_peer_ns,
+        "idle_events": _items(causes) if causes else None,
+        "launches": msgspec.to_builtins(rank.launches),
+    }
+
+
+def _items(causes: IdleCauses) -> list[JsonObject]:
+    """List the longest events, then what is left of each class; they sum to the idle time."""
+    rest: dict[str, int] = defaultdict(int)
+    for event in causes.events[MOST_NAMES:]:
+        rest[event.event_class] += event.time_ns
+    kept = [(event.event_class, event.name, event.time_ns) for event in causes.events[:MOST_NAMES]]
+    left = [(name, OTHERS, time) for name, time in rest.items()]
+    return [dict(zip(("class", "name", "time_ns"), item, strict=True)) for item in (*kept, *left)]
+
+
+def rows(found: Findings) -> list[JsonObject]:
+    """List one row per rank, cause, class and name, for the frame."""
+    return [
+        {"rank": known.rank.rank, "cause": event.cause, "class": event.event_class, "name": event.name,
+         "time_ns": event.time_ns, "share": event.time_ns / known.causes.total_ns}
+        for known in known_idle(found)
+        for event in known.causes.events
+    ]  # fmt: skip
+
+
+# --- page -----------------------------------------------------------------------------------------------
+
+_RANK_COLUMNS = (
+    Column("rank", "count"), *(Column(name, "time") for name in ("host", "gap", "blocked", "idle")),
+    Column("of wall", "share"), Column("blocked on a peer", "time"), Column("launched", "count"),
+    Column("median delay", "short time", on_page="median delay µs"), Column("shorter than launch", "count"),
+)  # fmt: skip
+
+
+def html(found: Findings, page: PageContext) -> Content | None:
+    """Show one bar per rank, a table by rank and one by name; None on CPU and where nothing idles."""
+    ranks = known_idle(found)
+    causes = causes_of_ranks([known.causes for known in ranks])
+    if not causes.total_ns and not any(known.rank.breakdown.blocked_on_peer_ns for known in ranks):
+        return None
+    labels = [f"rank {known.rank.rank}" for known in ranks]
+    by_rank = Table("", _RANK_COLUMNS, [_page_row(known) for known in ranks], "report --format json").page()
+    by_name = Table("", COLUMNS, _name_rows(causes, len(ranks)), "run.idle()").page()
+    figure = page.figures.stacked(labels, stacked_parts(ranks), "ms", digits=3)
+    return Content(figure, [by_rank, by_name], ["By name: means over ranks."] if len(ranks) > 1 else [])
+
+
+def _page_row(known: KnownIdle) -> list[Any]:
+    host, gap, blocked, idle, wall, peers = _times(known)
+    launches = known.rank.launches
+    figures = (launches.count, launches.median_delay_ns, launches.shorter_than_launch) if launches else (None,) * 3
+    return [known.rank.rank, host, gap, blocked, idle, idle / wall if wall else None, peers, *figures]
