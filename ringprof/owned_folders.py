@@ -18,8 +18,8 @@ from pathlib import Path
 
 import msgspec
 
+from ringprof.decoding import decode_file
 from ringprof.errors import InputError
-from ringprof.files import read_bytes
 
 OWNER_FILE = ".owner"
 PARTIAL = ".partial"
@@ -108,8 +108,8 @@ def _machine() -> str:
 
 def _read(folder: Path) -> _Owner | None:
     try:
-        return msgspec.json.decode(read_bytes(str(folder / OWNER_FILE), MAX_OWNER_BYTES), type=_Owner)
-    except (InputError, msgspec.MsgspecError):
+        return decode_file(str(folder / OWNER_FILE), _Owner, "an owner file", MAX_OWNER_BYTES)
+    except InputError:
         return None
 
 
