@@ -11,11 +11,15 @@ PACKAGE = __file__.rpartition("/")[0]
 sys.path[:] = [path for path in sys.path if path != PACKAGE]
 
 import json  # noqa: E402
+import signal  # noqa: E402
 from importlib.util import module_from_spec, spec_from_file_location  # noqa: E402
 
 
 def start(paths: str, what: str, *arguments: str) -> None:
     """Be a rank of a recording (``record``) or of a check (``check``), or a ``helper`` that carries out functions."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        # Ends the process without a traceback: it is for the starting process to say what became of it.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     given = json.loads(paths)
     sys.path[:] = [*given, *(path for path in sys.path if path not in given)]
     # This very package: it may lie in a folder that is on no path.

@@ -2,7 +2,7 @@
 
 The file ``.owner`` holds a random token, and the process that writes there keeps it locked. A rank that reads the same
 token sees the same folder. A folder whose lock is free, taken on this very machine since it was started, was left by a
-process that was killed: the next one that makes such a folder removes it.
+process that was killed: the next one that makes such a folder removes it. So it does with an empty one after an hour.
 """
 
 from __future__ import annotations
@@ -13,17 +13,20 @@ import os
 import platform
 import shutil
 import tempfile
+import time
 from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 
+from ringprof.decoding import decode_file
 from ringprof.errors import InputError
-from ringprof.files import read_bytes
 
 OWNER_FILE = ".owner"
 PARTIAL = ".partial"
 MAX_OWNER_BYTES = 4096
+UNCLAIMED_S = 3600.0
+"""Age of an empty folder from which nobody is about to claim it."""
 
 
 class _Owner(msgspec.Struct, frozen=True):
@@ -50,9 +53,9 @@ def claim(folder: Path) -> str:
     return token
 
 
-def release(folder: Path) -> None:
-    """Give up a claim; the folder stays."""
-    (folder / OWNER_FILE).unlink(missing_ok=True)
+def release(folder: Path, now_at: Path | None = None) -> None:
+    """Give up a claim; the folder stays, or is at ``now_at`` by now."""
+    ((now_at or folder) / OWNER_FILE).unlink(missing_ok=True)
     file = _locks.pop(folder, None)
     if file is not None:
         os.close(file)
@@ -81,11 +84,21 @@ def abandoned(folder: Path) -> bool:
 
 def clear_abandoned(parent: Path, pattern: str = f".*{PARTIAL}") -> list[str]:
     """Remove what killed processes left in ``parent``, by default half-written recordings; returns the names."""
-    found = [path for path in parent.glob(pattern) if path.is_dir() and not path.is_symlink()]
-    left = [path for path in found if path.stat().st_uid == os.getuid() and abandoned(path)]
-    for path in left:
-        shutil.rmtree(path, ignore_errors=True)
-    return [path.name for path in left]
+    removed = []
+    for path in parent.glob(pattern):
+        with suppress(OSError):  # another process may be removing it
+            own = path.is_dir() and not path.is_symlink() and path.stat().st_uid == os.getuid()
+            if own and (abandoned(path) or _never_claimed(path)):
+                shutil.rmtree(path, ignore_errors=True)
+                removed.append(path.name)
+    return removed
+
+
+def _never_claimed(folder: Path) -> bool:
+    """Whether its maker was killed before the owner file was written: the folder holds nothing else, and is old."""
+    with os.scandir(folder) as entries:
+        content = [(entry.name, entry.stat(follow_symlinks=False).st_size) for entry in entries]
+    return content in ([], [(OWNER_FILE, 0)]) and time.time() - folder.stat().st_mtime > UNCLAIMED_S
 
 
 def _lock(file: int) -> bool:
@@ -108,8 +121,8 @@ def _machine() -> str:
 
 def _read(folder: Path) -> _Owner | None:
     try:
-        return msgspec.json.decode(read_bytes(str(folder / OWNER_FILE), MAX_OWNER_BYTES), type=_Owner)
-    except (InputError, msgspec.MsgspecError):
+        return decode_file(str(folder / OWNER_FILE), _Owner, "an owner file", MAX_OWNER_BYTES)
+    except InputError:
         return None
 
 

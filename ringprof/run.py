@@ -16,6 +16,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from ringprof.decoding import decode_json, refuse_deep
 from ringprof.errors import RunFormatError
 from ringprof.files import leading_out, read_whole, write_atomically
 from ringprof.json_object import Params
@@ -24,6 +25,7 @@ from ringprof.mask import NO_LIMIT, Mask
 
 _SCHEMA = "ringprof.run/1"
 
+_WHAT = "a ringprof run"
 _SHARE = 32
 """A ``run.json`` may be as large as one part in so many of the memory for reading: made of empty lists, one needs 20
 times its size. Of 1 GiB that is 32 MiB; a run of 10,000 ranks has 25."""
@@ -240,6 +242,9 @@ class StrategyUsed(msgspec.Struct, frozen=True, kw_only=True):
     """What carried the hops within a host: ``nccl`` (gloo on CPU) or ``copy``, copy engines."""
     cuda_graph: bool = False
     """Whether an iteration was captured once and replayed."""
+
+    def __post_init__(self) -> None:
+        refuse_deep(self.params)
 
 
 class Environment(msgspec.Struct, frozen=True, kw_only=True):
@@ -534,13 +539,10 @@ def read_run(path: str | os.PathLike[str], limits: Limits | None = None) -> Run:
 def parse_run(data: bytes, path: str | os.PathLike[str]) -> Run:
     """Decode the text of a ``run.json``; ``path`` is where it lies."""
     file = os.fspath(path)
-    try:
-        schema = msgspec.json.decode(data, type=_SchemaOnly).schema
-        if schema != _SCHEMA:
-            raise RunFormatError(f"{file}: schema {schema!r} is not {_SCHEMA!r}: update ringprof, or record again")
-        run = msgspec.json.decode(data, type=Run)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise RunFormatError(f"{file}: not a ringprof run: {error}") from None
+    schema = decode_json(data, _SchemaOnly, file, _WHAT, RunFormatError).schema
+    if schema != _SCHEMA:
+        raise RunFormatError(f"{file}: schema {schema!r} is not {_SCHEMA!r}: update ringprof, or record again")
+    run = decode_json(data, Run, file, _WHAT, RunFormatError)
     named = (path for trace in run.traces for path in (trace.path, trace.reduced) if path is not None)
     for relative, reason in leading_out(file, named):
         raise RunFormatError(f"{file}: trace path {relative!r} {reason}")

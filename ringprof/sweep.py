@@ -19,8 +19,9 @@ from msgspec.structs import replace
 from ringprof.analysis.findings.summary import Rates
 from ringprof.analysis.kinds.kinds import ATTENTION, COMMUNICATION
 from ringprof.api import Analysis, load
+from ringprof.decoding import decode_file, refuse_deep
 from ringprof.errors import InputError, Interrupted, OutOfMemory, RecordError, UnfitWorkloadError, UsageError
-from ringprof.files import read_bytes, write_atomically
+from ringprof.files import write_atomically
 from ringprof.json_object import JsonObject, Params
 from ringprof.record import Request, record
 from ringprof.record.launcher import launcher_rank
@@ -55,6 +56,9 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     """Time of one forward pass alone, recorded apart: median over iterations of the slowest rank's."""
     options: JsonObject = {}
     """How it was recorded: those of `OPTIONS`, as given; empty in sweeps of before they were kept."""
+
+    def __post_init__(self) -> None:
+        refuse_deep([self.params, self.options])
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -154,10 +158,7 @@ def _shown(value: Any) -> str:
 
 def read_sweep(path: str | os.PathLike[str]) -> Sweep:
     """Read a sweep's file. Raises `InputError` where it is none."""
-    try:
-        sweep = msgspec.json.decode(read_bytes(os.fspath(path)), type=Sweep)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: not a sweep of ringprof bench: {error}") from None
+    sweep = decode_file(os.fspath(path), Sweep, "a sweep of ringprof bench")
     if sweep.schema != _SCHEMA:
         raise InputError(f"{path}: schema {sweep.schema!r} is not {_SCHEMA!r}")
     return sweep

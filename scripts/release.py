@@ -1,12 +1,16 @@
 """Build the wheel and the sdist, check them, and try each in a fresh environment.
 
-``python scripts/release.py [FOLDER]`` works in a checkout and in what a zip archive leaves of one. It publishes
-nothing.
+``python scripts/release.py [FOLDER]`` works in a checkout and in what a zip archive leaves of one. Two builds of the
+same files are equal byte for byte: all times in them are SOURCE_DATE_EPOCH, by default the day of the release. It
+publishes nothing.
 """
 
 from __future__ import annotations
 
+import gzip
 import hashlib
+import io
+import os
 import re
 import subprocess
 import sys
@@ -14,6 +18,7 @@ import tarfile
 import tempfile
 import venv
 import zipfile
+from datetime import datetime
 from pathlib import Path
 
 from packaging.metadata import Metadata
@@ -37,9 +42,37 @@ def stated_versions() -> dict[str, str]:
 
 def build(folder: Path) -> tuple[Path, Path]:
     """An sdist, and a wheel made from that sdist."""
-    told(ROOT, sys.executable, "-m", "build", "--outdir", folder.resolve(), ROOT)
-    (wheel,), (sdist,) = folder.glob("*.whl"), folder.glob("*.tar.gz")
+    os.environ.setdefault("SOURCE_DATE_EPOCH", str(release_time()))
+    make = (sys.executable, "-m", "build", "--outdir", folder.resolve())
+    told(ROOT, *make, "--sdist", ROOT)
+    (sdist,) = folder.glob("*.tar.gz")
+    normalise(sdist, int(os.environ["SOURCE_DATE_EPOCH"]))
+    with tempfile.TemporaryDirectory() as temporary:
+        with tarfile.open(sdist) as archive:
+            archive.extractall(temporary)
+        told(ROOT, *make, "--wheel", Path(temporary, sdist.name.removesuffix(".tar.gz")))
+    (wheel,) = folder.glob("*.whl")
     return wheel, sdist
+
+
+def release_time() -> int:
+    """Return the first second, UTC, of the day of the newest release in the changelog."""
+    day = re.search(r"^## \[\d.*\] - (\d{4}-\d\d-\d\d)$", (ROOT / "CHANGELOG.md").read_text("utf-8"), re.MULTILINE)
+    if day is None:
+        raise SystemExit("CHANGELOG.md names no day of a release")
+    return int(datetime.fromisoformat(f"{day[1]}T00:00:00+00:00").timestamp())
+
+
+def normalise(sdist: Path, time: int) -> None:
+    """Rewrite an sdist without what differs between builders: times, owners, permissions, the order of its files."""
+    packed = io.BytesIO()
+    with tarfile.open(sdist) as old, tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as new:
+        for member in sorted(old.getmembers(), key=lambda member: member.name):
+            plain = tarfile.TarInfo(member.name)
+            plain.type, plain.size, plain.mtime = member.type, member.size, time
+            plain.mode = 0o755 if member.isdir() or member.mode & 0o100 else 0o644
+            new.addfile(plain, old.extractfile(member) if member.isfile() else None)
+    sdist.write_bytes(gzip.compress(packed.getvalue(), mtime=time))
 
 
 def contents(path: Path) -> set[str]:

@@ -8,6 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from ringprof import owned_folders
 from ringprof.owned_folders import OWNER_FILE, abandoned, claim, clear_abandoned, release, sees
 from tests.record.command import environment
 
@@ -56,6 +59,19 @@ def test_only_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
         assert abandoned(theirs) and clear_abandoned(tmp_path) == [theirs.name]
     assert sorted(tmp_path.iterdir()) == sorted([mine, foreign, other])
     release(mine)
+
+
+def test_a_folder_that_another_process_removes_meanwhile_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    partial(tmp_path, "mine")
+
+    def vanished(folder: Path) -> bool:
+        folder.rmdir()
+        raise FileNotFoundError(folder)
+
+    monkeypatch.setattr(owned_folders, "abandoned", vanished)
+    assert clear_abandoned(tmp_path) == []
 
 
 def test_an_owner_file_from_a_stranger_says_nothing(tmp_path: Path) -> None:

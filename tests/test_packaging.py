@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import configparser
+import io
+import os
 import re
+import runpy
 import subprocess
 import sys
 import tarfile
@@ -72,14 +75,45 @@ def test_a_version_that_can_be_cited() -> None:
     )
 
 
-@pytest.fixture(scope="module")
-def released(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """``make release`` in a copy without the link, as a zip archive leaves it: the folder, and what it printed."""
-    source = tmp_path_factory.mktemp("a zip archive")
+RELEASE = runpy.run_path(str(ROOT / "scripts" / "release.py"))
+
+
+def test_an_sdist_does_not_tell_who_built_it_and_when(tmp_path: Path) -> None:
+    """Two archives of the same files: other times, owners, groups and permissions, and another order."""
+    archives = []
+    for number, names in enumerate((["a.py", "b.py", "run.sh"], ["run.sh", "b.py", "a.py"])):
+        archives.append(tmp_path / f"{number}.tar.gz")
+        with tarfile.open(archives[-1], "w:gz") as archive:
+            for name in names:
+                member = tarfile.TarInfo(f"x-1/{name}")
+                member.size, member.mtime, member.uid, member.uname = 4, 1000.5 + number, number, f"user{number}"
+                member.mode = (0o775 if name == "run.sh" else 0o664) & ~(0o022 * number)
+                archive.addfile(member, io.BytesIO(name[:4].encode()))
+        RELEASE["normalise"](archives[-1], 1_700_000_000)
+    assert archives[0].read_bytes() == archives[1].read_bytes()
+    with tarfile.open(archives[0]) as archive:
+        members = archive.getmembers()
+        assert [archive.extractfile(member).read() for member in members] == [b"a.py", b"b.py", b"run."]  # type: ignore[union-attr]
+    assert [(one.name, one.mode, one.mtime, one.uid, one.uname) for one in members] == [
+        ("x-1/a.py", 0o644, 1_700_000_000, 0, ""),
+        ("x-1/b.py", 0o644, 1_700_000_000, 0, ""),
+        ("x-1/run.sh", 0o755, 1_700_000_000, 0, ""),
+    ]
+
+
+def copied_checkout(source: Path) -> Path:
+    """The tracked files without the link, as a zip archive leaves them."""
     for name in tracked_files():
         if not (ROOT / name).is_symlink():
             (source / name).parent.mkdir(parents=True, exist_ok=True)
             (source / name).write_bytes((ROOT / name).read_bytes())
+    return source
+
+
+@pytest.fixture(scope="module")
+def released(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """``make release`` in a copy of the checkout: the folder, and what it printed."""
+    source = copied_checkout(tmp_path_factory.mktemp("a zip archive"))
     folder = tmp_path_factory.mktemp("release")
     command = [sys.executable, str(source / "scripts" / "release.py"), str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -92,6 +126,24 @@ def test_a_release_is_checked_and_works_in_fresh_environments(released: tuple[Pa
     lines = released[1].splitlines()
     assert lines[0] == f"ringprof {ringprof.__version__}, Apache-2.0"
     assert [line.endswith("installs and works") for line in lines[1:]] == [True, True]
+
+
+@pytest.mark.long
+def test_another_build_of_the_same_files_is_equal_byte_for_byte(released: tuple[Path, str], tmp_path: Path) -> None:
+    """In another folder, of files of another age and with other permissions."""
+    source = copied_checkout(tmp_path / "elsewhere")
+    for path in source.rglob("*.py"):
+        os.utime(path, (1_600_000_000, 1_600_000_000))
+        path.chmod(0o664)
+    program = "import runpy, sys; from pathlib import Path; runpy.run_path(sys.argv[1])['build'](Path(sys.argv[2]))"
+    (tmp_path / "again").mkdir()
+    command = [sys.executable, "-c", program, str(source / "scripts" / "release.py"), str(tmp_path / "again")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    first, second = (
+        {path.name: path.read_bytes() for path in folder.iterdir()} for folder in (released[0], tmp_path / "again")
+    )
+    assert len(first) == 2 and first == second
 
 
 @pytest.mark.long

@@ -83,6 +83,14 @@ def test_a_helper_that_cannot_begin_says_nothing(capfd: pytest.CaptureFixture[st
     assert capfd.readouterr() == ("", "")
 
 
+def test_a_helper_that_is_interrupted_alone_says_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    """SIGINT to it alone, in the midst of a call."""
+    processes.end_all()
+    with pytest.raises(ProcessEnded):
+        list(mapped(1, signal.raise_signal, [(signal.SIGINT,)]))
+    assert capfd.readouterr() == ("", "")
+
+
 def test_results_that_nobody_takes_end_the_processes() -> None:
     results = mapped(2, time.sleep, [(0,), (1000,), (1000,)])
     next(results)

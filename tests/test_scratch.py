@@ -6,9 +6,12 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+
+from ringprof.owned_folders import UNCLAIMED_S
 
 MAKE = "from ringprof.owned_folders import scratch_folder; (scratch_folder('trace') / 'rank0.json.gz').touch(); "
 
@@ -31,6 +34,27 @@ def test_it_goes_with_its_process(tmp_path: Path, end: str, code: int) -> None:
         pytest.importorskip("torch")
     assert run(MAKE + end, tmp_path) == code
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("killed_at", ["os.open", "os.write"])
+def test_what_was_killed_before_it_had_an_owner_goes_after_an_hour(tmp_path: Path, killed_at: str) -> None:
+    """Killed when it opens its owner file, or when it writes it."""
+    kill = "import os, signal, tempfile, ringprof.owned_folders; tempfile.gettempdir(); "
+    kill += f"{killed_at} = lambda *_: os.kill(os.getpid(), signal.SIGKILL); "
+    assert run(kill + MAKE, tmp_path) == -signal.SIGKILL
+    (left,) = tmp_path.iterdir()
+    assert [path.stat().st_size for path in left.iterdir()] == ([] if killed_at == "os.open" else [0])
+    # Young, it may be claimed at any moment; with something in it, it may be logs that were kept.
+    kept = tmp_path / "ringprof-trace-kept"
+    kept.mkdir()
+    (kept / "rank0.log").write_text("why")
+    hours_ago = time.time() - 2 * UNCLAIMED_S
+    os.utime(kept, (hours_ago, hours_ago))
+    assert run(MAKE, tmp_path) == 0
+    assert sorted(tmp_path.iterdir()) == sorted([left, kept])
+    os.utime(left, (hours_ago, hours_ago))
+    assert run(MAKE, tmp_path) == 0
+    assert list(tmp_path.iterdir()) == [kept]
 
 
 def test_what_a_killed_process_left_goes_with_the_next(tmp_path: Path) -> None:

@@ -107,6 +107,26 @@ def test_a_row_that_fails_says_why_and_the_sweep_goes_on(swept):
     assert rows[1].reason == "wrong result on rank 0"
 
 
+@pytest.mark.parametrize(
+    ("errors", "code"),
+    [
+        ([], 0),
+        ([RecordError("rank 1 was killed (SIGKILL)")], 3),
+        ([VerificationError("wrong result on rank 0")], 3),
+        ([OutOfMemory("rank 1 failed: out of memory")], 0),
+        ([UnfitWorkloadError("needs a multiple"), OutOfMemory("out of memory")], 3),
+    ],
+)
+def test_a_sweep_with_a_row_that_failed_ends_with_3(monkeypatch, tmp_path, errors, code):
+    """Of two rows, the first ones have these errors; what cannot be recorded at all is no failure beside what can."""
+    lengths = [1024, 2048]
+    failing = {("zigzag", seq): error for seq, error in zip(lengths, errors, strict=False)}
+    monkeypatch.setattr(sweep, "record", Recorder(failing))
+    monkeypatch.setattr(sweep, "analysis_of", lambda row, folder: None)
+    arguments = ["--strategies", "zigzag", "--seq", "1024,2048", "--heads", "8", "--device", "cpu", "--format", "json"]
+    assert cli.run(["bench", *arguments, "-o", str(tmp_path / "sweep.json")]) == code
+
+
 def test_an_interrupted_sweep_goes_on_where_it_stopped(swept):
     with pytest.raises(Interrupted):
         swept({("usp", 1024): Interrupted("interrupted")})

@@ -2,7 +2,7 @@
 
 An instant of exposed communication is wire where any of the rank's communication is on the wire, else not known where
 some of it has no wait and wire, else waiting. Where nothing runs on the device because of a peer's copy-engine hop, the
-split of `ringprof.analysis.transfers.copy_waits` holds.
+split of `ringprof.analysis.copy_waits` holds.
 """
 
 from __future__ import annotations

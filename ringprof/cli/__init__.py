@@ -12,6 +12,8 @@ import sys
 import time
 from contextlib import suppress
 
+from ringprof.compile_cache import choose_compile_cache
+
 INTERRUPTED = 130
 """A recording that was stopped has said so, whatever stopped it."""
 
@@ -19,6 +21,7 @@ INTERRUPTED = 130
 def main(args: list[str] | None = None) -> None:
     """Run the command line and exit: 0 fine, 1 a condition holds, 2 usage or input, 3 failed run, 128 + a signal."""
     _open_closed_streams()
+    choose_compile_cache(os.environ)
     signals = _Signals()
     try:
         code = run(sys.argv[1:] if args is None else args)

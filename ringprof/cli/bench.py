@@ -39,8 +39,8 @@ def command(
 ) -> int:
     """Record every combination of strategies, lengths and kernels, and print a row for each as soon as it is there.
 
-    A row that runs out of memory or fails says why, and the sweep goes on. After an interruption the same command goes
-    on where it stopped.
+    A row that does not fit, runs out of memory or fails says why, and the sweep goes on. The exit code is 3 where a row
+    failed or none could be recorded. After an interruption the same command goes on where it stopped.
 
     \b
     ringprof bench --strategies burst,zigzag,usp --seq 128k,256k -p usp.ulysses_degree=2
@@ -66,4 +66,5 @@ def command(
         click.echo(_FORMATS[form](rows), nl=False)
     if page:
         write_text(page, html.render(sweep_document(rows, Path(output).stem)))
-    return 0 if any(row["status"] == "ok" for row in rows) else 3
+    statuses = {row["status"] for row in rows}
+    return 3 if "failed" in statuses or "ok" not in statuses else 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import html
 import http.server
 import io
 import json
@@ -69,8 +70,18 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         """Nothing: the terminal is the user's."""
 
 
-def open_in_perfetto(path: Path) -> None:
-    """Open a trace in the browser and serve it until the page has it. Raises `UsageError` where the port is in use."""
+_REDIRECT = """<!doctype html><meta charset="utf-8"><meta name="referrer" content="no-referrer"><title>ringprof</title>
+<meta http-equiv="refresh" content="0; url={address}"><p><a href="{address}">Open the trace in Perfetto</a></p>
+"""
+
+
+def open_in_perfetto(path: Path, folder: Path) -> None:
+    """Open a trace in the browser and serve it until the page has fetched it.
+
+    The browser is started with a file in ``folder``, which only this user may read, and which sends it on to the
+    trace's address: the arguments of a process are there for every user to see. Raises `UsageError` where the port is
+    in use.
+    """
     try:
         server = _Once(PORT, path)
     except OSError as error:
@@ -80,9 +91,12 @@ def open_in_perfetto(path: Path) -> None:
         ) from None
     with server:
         page = f"{VIEWER}/#!/?url=http://127.0.0.1:{server.server_port}/{server.name}"
-        if not webbrowser.open(page):
-            click.echo(f"ringprof: no browser to be had here: open {page}", err=True)
-        click.echo("Waiting for the page to fetch the trace; Ctrl-C ends it.", err=True)
+        redirect = folder / "open.html"
+        redirect.write_text(_REDIRECT.format(address=html.escape(page)), encoding="utf-8")
+        if not webbrowser.open(redirect.as_uri()):
+            click.echo("ringprof: no browser can be started here", err=True)
+        click.echo(f"Waiting for the page to fetch the trace; if none appears, open {page}", err=True)
+        click.echo("Ctrl-C ends it.", err=True)
         while not server.fetched:
             server.handle_request()
 
@@ -113,15 +127,14 @@ def command(paths: tuple[str, ...], reading: LoadOptions, output: str | None, *,
     found = analysis.findings  # before a file is begun, as it may be refused
     if output is not None:
         _write(found, Path(output), launches=launches)
-        if opens:
-            open_in_perfetto(Path(output))
-        return 0
-    folder = scratch_folder("export")
-    try:
-        _write(found, folder / "merged.json.gz", launches=launches)
-        open_in_perfetto(folder / "merged.json.gz")
-    finally:
-        remove(folder)
+    if opens:
+        folder = scratch_folder("export")
+        try:
+            if output is None:
+                _write(found, folder / "merged.json.gz", launches=launches)
+            open_in_perfetto(Path(output) if output is not None else folder / "merged.json.gz", folder)
+        finally:
+            remove(folder)
     return 0
 
 

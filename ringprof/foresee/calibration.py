@@ -15,8 +15,8 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from ringprof.decoding import decode_json, read_small
 from ringprof.errors import InputError, UsageError
-from ringprof.files import read_whole
 from ringprof.run import Size
 
 _SCHEMA = "ringprof.calibration/1"
@@ -233,7 +233,7 @@ def read_calibration(path: str | os.PathLike[str]) -> Calibration:
         return _bundled(name)
     if not name.endswith(".json") and not os.path.exists(name):
         raise UsageError(f"no machine {name!r}; there are: {', '.join(BUNDLED)}, or a file of `ringprof calibrate`")
-    return parse_calibration(read_whole(name), name)
+    return parse_calibration(read_small(name, "a calibration"), name)
 
 
 @cache
@@ -244,10 +244,7 @@ def _bundled(name: str) -> Calibration:
 
 def parse_calibration(data: bytes, name: str) -> Calibration:
     """Decode a calibration; ``name`` is where it lies. Raises `InputError`."""
-    try:
-        calibration = msgspec.json.decode(data, type=Calibration)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise InputError(f"{name}: not a calibration: {error}") from None
+    calibration = decode_json(data, Calibration, name, "a calibration")
     if calibration.schema != _SCHEMA:
         raise InputError(f"{name}: schema {calibration.schema!r} is not {_SCHEMA!r}: calibrate again")
     if not all(math.isfinite(sample.ns) for kernel in calibration.kernels for sample in kernel.samples):

@@ -22,6 +22,8 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 import psutil
 
+from ringprof.compile_cache import VARIABLE as COMPILE_CACHE
+from ringprof.compile_cache import choose_compile_cache
 from ringprof.errors import Interrupted, RecordError, RingprofError
 from ringprof.owned_folders import keep, remove
 from ringprof.processes import cpu_count, isolated
@@ -123,7 +125,7 @@ def _start(request: Any, scratch: Path, port: int, what: str) -> Any:
             name="ringprof",
             entrypoint=command[0],
             args={rank: tuple(command[1:]) for rank in range(world)},
-            envs={rank: _environment(request, rank, world, port) for rank in range(world)},
+            envs={rank: _environment(request, rank, world, port, scratch) for rank in range(world)},
             logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
         )
     except (OSError, RuntimeError) as error:
@@ -141,8 +143,8 @@ def _no_more(error: Exception) -> RecordError:
     return RecordError(f"not all ranks can be started here ({why}): see ulimit -u and -n, or use a smaller --world")
 
 
-def _environment(request: Any, rank: int, world: int, port: int) -> dict[str, str]:
-    """What torch.distributed reads in a rank, and the threads that it may use."""
+def _environment(request: Any, rank: int, world: int, port: int, scratch: Path) -> dict[str, str]:
+    """What torch reads in a rank, and the threads that it may use."""
     env = {
         "RANK": str(rank),
         "WORLD_SIZE": str(world),
@@ -154,6 +156,8 @@ def _environment(request: Any, rank: int, world: int, port: int) -> dict[str, st
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cpu_count() // world))),
     }
+    choose_compile_cache(compiling := dict(os.environ), str(scratch / "torchinductor"))
+    env[COMPILE_CACHE] = compiling[COMPILE_CACHE]
     if request.device == "cpu" and any(name == "lo" for _, name in socket.if_nameindex()):
         # One host: gloo must not depend on what the host's name resolves to.
         env["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")

@@ -76,10 +76,10 @@ def publish(staging: Path, run: Run, output: Path) -> Path:
     OSError, and then there is no such run.
     """
     write_run(run, staging / RUN_FILE)
-    release(staging)
     folder = output.parent / run.name
     os.rename(staging, folder)
     try:
+        release(staging, folder)  # not before: killed in between, the folder would be nobody's
         write_run(relocated(run, run.name), output)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)

@@ -162,9 +162,9 @@ class _LaunchedRank:
             return made
         if self._first:
             discard(Path(task.staging))
-        raise (RecordError if self._first else ReportedElsewhere)(
-            f"{problems[0]}: let the hosts reach each other's ports"
-        )
+        # On one host nothing stands between the ranks that the user could open.
+        advice = "" if one_host else "; check that the hosts accept each other's TCP connections on any port"
+        raise (RecordError if self._first else ReportedElsewhere)(f"{problems[0]}{advice}")
 
     def _rank(self, task: Task) -> RankRecording:
         return RankRecording(task, self._place, self._position, hosts=self._hosts, reduce=self._reduce)

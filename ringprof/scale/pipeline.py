@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 
 from ringprof.analysis.attribution import Attribution, RunOutline, all_warnings, judge_matching, outline_run
+from ringprof.analysis.copy_waits import peers_of_ranks, with_receivers
 from ringprof.analysis.findings.findings import Findings, findings_in_memory
 from ringprof.analysis.iterations import steps_warning
 from ringprof.analysis.kinds.groups import refuse_unknown_group
@@ -37,7 +38,6 @@ from ringprof.analysis.transfers.clocks import (
     hosts_in_order,
     one_clock,
 )
-from ringprof.analysis.transfers.copy_waits import peers_of_ranks, with_receivers
 from ringprof.analysis.transfers.hops import HostOfRank
 from ringprof.analysis.transfers.waiting import Best, LinkClass, better
 from ringprof.errors import InputError

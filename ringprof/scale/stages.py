@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from ringprof.analysis.copy_waits import CopyHop, CopyPeers, blocked_on_peers, copy_hops
 from ringprof.analysis.cross_checks import unlike_the_run
 from ringprof.analysis.explain import explain, with_communication, with_splits
 from ringprof.analysis.kinds.groups import group_names
@@ -26,7 +27,6 @@ from ringprof.analysis.timeline.kernels import RankKernel
 from ringprof.analysis.timeline.window import Focus
 from ringprof.analysis.transfers.by_ends import StreamCalls, unrecorded_calls
 from ringprof.analysis.transfers.clocks import Clocks, TrafficSummary, collect
-from ringprof.analysis.transfers.copy_waits import CopyHop, CopyPeers, blocked_on_peers, copy_hops
 from ringprof.analysis.transfers.from_run import fill_from_run
 from ringprof.analysis.transfers.hops import HostOfRank, PeerBlock
 from ringprof.analysis.transfers.matching import Matches, match

@@ -18,8 +18,10 @@ ELEMENTS_LIMIT = 1 << 48
 """No message has more: sums of bytes stay far within 64 bits."""
 
 NAMED_LIMIT = 1 << 25
-"""So many ranks and sizes the records of a trace name in all, each record those of its own group: the analysis looks at
-each of them, and a file needs few bytes to name a million again."""
+"""Most ranks and sizes that the records of a trace may name in all, and most ranks that its groups may.
+
+The analysis visits every one, once per record or group, and a file needs few bytes to name a list of a million again.
+"""
 
 LARGEST_NS = 2**61
 """No time is beyond this (73 years), so that a base time can be added without overflow."""
@@ -35,8 +37,9 @@ def refuse_unsound(trace: Trace) -> Trace:
         problem = _problem_of(getattr(trace, name), trace)
         if problem:
             raise TraceFormatError(f"{trace.path}: damaged trace: of its {name.replace('_', ' ')} {problem}")
-    if _named(trace) > NAMED_LIMIT:
-        raise TraceFormatError(f"{trace.path}: damaged trace: its records name over {NAMED_LIMIT:,} ranks in all")
+    for what, count in (("records", _named(trace)), ("groups", sum(map(len, trace.groups.values())))):
+        if count > NAMED_LIMIT:
+            raise TraceFormatError(f"{trace.path}: damaged trace: its {what} name over {NAMED_LIMIT:,} ranks in all")
     if not _within(_ranks_in(trace), RANKS_LIMIT) or not _within(_counts_in(trace), ELEMENTS_LIMIT + 1):
         raise TraceFormatError(f"{trace.path}: damaged trace: a rank or a count is out of range")
     return trace

@@ -11,11 +11,12 @@ from typing import Literal
 
 import msgspec
 
+from ringprof.decoding import decode_json
 from ringprof.errors import InputError, TraceFormatError, nearest
 from ringprof.files import exists, files_in, folders_in, is_file, is_folder, is_url, leading_out, within
 from ringprof.trace.formats import FORMATS, KINETO, REDUCED, XLA, Format, format_of
 from ringprof.trace.kineto.byte_source import LOOK_BYTES, first_bytes
-from ringprof.trace.kineto.event_list import UNREADABLE, UTF8_MARK
+from ringprof.trace.kineto.event_list import UTF8_MARK
 from ringprof.trace.one_run import rank_in_name
 
 _RUN_FILE = "run.json"
@@ -218,9 +219,9 @@ def _format_in_folder(file: str) -> Format | InputError | None:
 
 def _is_json(text: bytes) -> bool:
     try:
-        msgspec.json.decode(text, type=msgspec.Raw)
+        decode_json(text, msgspec.Raw, "file", "JSON")
         return True
-    except UNREADABLE:
+    except InputError:
         return False
 
 

@@ -78,7 +78,7 @@ _THREAD_BITS = 24
 # What autograd's emit_nvtx writes: the operator, then its sequence number and identity.
 _OPERATOR = re.compile(r"(\w+::\w+)(, (seq|op_id) = .*)?")
 # Nsight names the version of a call's interface: cudaLaunchKernel_v7000.
-_VERSION = re.compile(r"_v\d+(_ptsz)?$")
+_VERSION = re.compile(r"_v[0-9]+(_ptsz)?$")
 # The length of bytes is known without reading them: those of a payload too long for NCCL's are never in memory.
 _SHORT = f"""CASE WHEN typeof("{{0}}") = 'blob' AND length("{{0}}") > {LONGEST_PAYLOAD} THEN NULL ELSE "{{0}}" END"""
 

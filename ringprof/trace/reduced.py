@@ -18,13 +18,13 @@ from typing import Annotated, Any
 import msgspec
 import numpy as np
 
+from ringprof.decoding import UNREADABLE, reason
 from ringprof.errors import RingprofError, TraceFormatError
 from ringprof.files import read_whole
 from ringprof.limits import MemoryBudget
 from ringprof.trace.checks import refuse_unsound
 from ringprof.trace.columns import NONE, TABLES, Caveat, CommRecord, Device, Int64, Trace, dtypes_of
 from ringprof.trace.kineto import read_trace
-from ringprof.trace.kineto.event_list import UNREADABLE
 from ringprof.trace.kineto.fields import MOST_DEVICES
 from ringprof.trace.memory import bytes_of_collectives, bytes_of_list, bytes_of_rows, bytes_of_text, take_analysis
 
@@ -156,7 +156,7 @@ def parse_reduced(data: bytes, name: str | None = None, budget: MemoryBudget | N
         trace = _trace(file, name or file.path, lambda size: budget.take(size, shown))
     except (*UNREADABLE, zlib.error, LookupError, OverflowError) as error:
         raise TraceFormatError(
-            f"{shown}: damaged reduced trace ({error}): remove it, and the trace itself is read"
+            f"{shown}: damaged reduced trace ({reason(error)}): remove it, and the trace itself is read"
         ) from None
     return take_analysis(refuse_unsound(trace), budget)
 

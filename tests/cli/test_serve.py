@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import gzip
+import html
 import json
+import re
 import socket
+import stat
+import sys
 import threading
 import webbrowser
 from pathlib import Path
 from urllib.error import HTTPError
-from urllib.parse import parse_qs
+from urllib.parse import parse_qs, urlsplit
 from urllib.request import Request, urlopen
 
 import pytest
@@ -27,13 +31,21 @@ class Browser:
 
     def __init__(self) -> None:
         self.page = ""
+        self.file = Path()
+        self.mode = 0
         self.allowed: list[str | None] = []
         self.refused = 0
         self.body = b""
         self.thread: threading.Thread | None = None
 
-    def open(self, page: str) -> bool:
-        self.page = page
+    def open(self, address: str) -> bool:
+        """Follow a page on disk, which is all that the command line of a browser shows to other users."""
+        self.file = Path(urlsplit(address).path)
+        assert urlsplit(address).scheme == "file" and "ringprof-" not in self.file.name
+        self.mode = stat.S_IMODE(self.file.parent.stat().st_mode)
+        redirect = re.search(r'http-equiv="refresh" content="0; url=([^"]+)"', self.file.read_text("utf-8"))
+        assert redirect is not None
+        self.page = html.unescape(redirect[1])
         self.thread = threading.Thread(target=self._fetch)
         self.thread.start()
         return True
@@ -61,6 +73,30 @@ def browser(monkeypatch: pytest.MonkeyPatch) -> Browser:
     return found
 
 
+STAND_IN = """#!{python}
+import html, os, re, sys
+from urllib.parse import parse_qs
+from urllib.request import urlopen
+
+open({seen!r}, "w").write(" ".join(sys.argv[1:]))
+if not os.fork():
+    redirect = re.search('content="0; url=([^"]+)"', urlopen(sys.argv[1]).read().decode())
+    urlopen(parse_qs(html.unescape(redirect[1]).partition("?")[2])["url"][0]).read()
+"""
+
+
+def test_the_arguments_of_the_browsers_process_hold_no_secret(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A program that stands in for the browser keeps its arguments, and fetches what the page on disk leads to."""
+    program, seen = tmp_path / "browser", tmp_path / "seen"
+    program.write_text(STAND_IN.format(python=sys.executable, seen=str(seen)))
+    program.chmod(0o755)
+    monkeypatch.setattr(webbrowser, "open", webbrowser.GenericBrowser(str(program)).open)
+    monkeypatch.setattr(export, "PORT", 0)
+    assert cli.run(["export", RUN, "--open"]) == 0
+    arguments = seen.read_text()
+    assert arguments.startswith("file:///") and "http:" not in arguments and "perfetto" not in arguments
+
+
 @pytest.mark.parametrize("kept", [False, True])
 def test_the_page_gets_the_trace_and_the_command_ends(browser: Browser, kept: bool, tmp_path: Path) -> None:
     out = tmp_path / "a name.json.gz"
@@ -68,6 +104,7 @@ def test_the_page_gets_the_trace_and_the_command_ends(browser: Browser, kept: bo
     assert browser.thread is not None
     browser.thread.join(timeout=HANGS_S)
     assert browser.page.startswith("https://ui.perfetto.dev/#!/?url=http://127.0.0.1:")
+    assert browser.mode == 0o700 and not browser.file.parent.exists()
     assert browser.allowed == ["https://ui.perfetto.dev"] * 2 and browser.refused == 404
     assert len(json.loads(gzip.decompress(browser.body))["traceEvents"]) > 500
     assert out.exists() == kept and (not kept or out.read_bytes() == browser.body)

@@ -36,7 +36,7 @@ from ringprof.trace.columns import Trace
 from ringprof.trace.kineto import parse_trace
 from ringprof.trace.nsys import read_nsys
 from ringprof.trace.reduced import MAGIC, parse_reduced
-from tests.fuzz import given
+from tests.fuzz import foreign, given
 from tests.fuzz.targets import TARGETS
 
 CORPUS = Path(__file__).parent / "corpus"
@@ -174,6 +174,34 @@ def assert_told(found: tuple[Any, list[str]], sound: tuple[Any, list[str]]) -> N
 @cache
 def of_sound(place: int) -> tuple[Any, list[str]]:
     return figures([parse_trace(json_text(sound_traces()[place]), "rank0.json")])
+
+
+def of_others(name: str) -> Callable[[random.Random], Damaged]:
+    """A trace of another profiler: changed anywhere, or times of its device's rows made unreadable."""
+
+    def made(chance: random.Random) -> Damaged:
+        tree = foreign.document(name)
+        if chance.random() < 0.3:
+            rows = [event for event in foreign.events_of(tree) if event.get("name") in foreign.ON_DEVICE[name]]
+            for event in chance.sample(rows, chance.randint(1, 3)):
+                event[chance.choice(("ts", "dur"))] = copy.deepcopy(chance.choice(NO_NUMBER))
+            return Damaged(json_text(tree), name)
+        for _ in range(chance.randint(1, 4)):
+            disturb(tree, chance)
+        return Damaged(json_text(tree))
+
+    return made
+
+
+def read_of_others(file: Damaged) -> None:
+    found = figures(foreign.read(file.data, budget().limits))
+    if file.sound is not None:
+        assert_told(found, of_sound_others(file.sound))
+
+
+@cache
+def of_sound_others(name: str) -> tuple[Any, list[str]]:
+    return figures(foreign.read(json_text(foreign.document(name)), budget().limits))
 
 
 def reduced(chance: random.Random) -> Damaged:
@@ -355,6 +383,7 @@ READERS: dict[str, tuple[Callable[[random.Random], Damaged], Callable[[Damaged],
         lambda file: given.read_names(file.data),
     ),
     "trace": (trace, read_trace),
+    **{name: (of_others(name), read_of_others) for name in foreign.SOUND},
     "reduced": (reduced, read_reduced),
     "nsight": (nsight, read_export),
     "run": (run, lambda file: TARGETS["run"](file.data)),

@@ -29,9 +29,9 @@ class Browser:
         assert CHROMIUM is not None
         self._folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         self._process = subprocess.Popen(
-            [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--remote-debugging-port=0",
-             "--remote-allow-origins=*", f"--user-data-dir={self._folder.name}", "--window-size=1280,1000",
-             "about:blank"],
+            [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking",
+             "--remote-debugging-port=0", "--remote-allow-origins=*", f"--user-data-dir={self._folder.name}",
+             "--window-size=1280,1000", "about:blank"],
             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env={**os.environ, "TMPDIR": self._folder.name},
         )  # fmt: skip
         self._number = 0

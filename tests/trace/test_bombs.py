@@ -149,6 +149,15 @@ def one_group_in_all_records(file: dict[str, Any]) -> None:
     file["collectives"] += [file["collectives"][0] | {"group_ranks": place}] * 1000
 
 
+def one_list_in_all_groups(file: dict[str, Any]) -> None:
+    file["lists"] = {"sizes": int64(1 << 17), "data": bytes(8 << 17)}
+    names = [b"%06d" % number for number in range(100_000)]
+    file["group_names"] = {"sizes": int64(*map(len, names)), "data": b"".join(names)}
+    file.update(group_lists=bytes(8 * len(names)), collectives=[])
+    for table in ("activities", "comm_records"):
+        rows(table, 0)(file)
+
+
 REDUCED: dict[str, tuple[Callable[[dict[str, Any]], None], bool]] = {
     "activities": (rows("activities", 2_000_000), True),
     "annotations": (rows("annotations", 2_000_000), True),
@@ -160,6 +169,7 @@ REDUCED: dict[str, tuple[Callable[[dict[str, Any]], None], bool]] = {
         True,
     ),
     "groups of a million": (groups_of_all, True),
+    "one list in every group": (one_list_in_all_groups, False),
     "a million in every record": (one_group_in_all_records, False),
     "devices": (lambda file: file.update(devices=[{"index": 0, "name": ""}] * 500_000), False),
     "warnings": (lambda file: file.update(warnings=[{"code": "x", "message": ""}] * 500_000), False),

@@ -194,6 +194,17 @@ def test_ranks_named_by_groups_count_for_each_record(monkeypatch: pytest.MonkeyP
         checks.refuse_unsound(trace)
 
 
+def test_ranks_count_for_each_group_that_names_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two groups of one list of three ranks name six ranks."""
+    ranks = (0, 1, 2)
+    trace = replace(Builder().run(FLASH, 0, 10).trace(), groups={"a": ranks, "b": ranks})
+    monkeypatch.setattr(checks, "NAMED_LIMIT", 6)
+    assert checks.refuse_unsound(trace) is trace
+    monkeypatch.setattr(checks, "NAMED_LIMIT", 5)
+    with pytest.raises(TraceFormatError, match="groups name over 5 ranks"):
+        checks.refuse_unsound(trace)
+
+
 def test_a_kernel_over_eight_others_of_its_stream_is_told_of_its_rank() -> None:
     builder = Builder().run(FLASH, 0, 1000).run(FLASH, 0, 1000, stream=8)
     for number in range(8):

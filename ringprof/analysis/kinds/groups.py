@@ -102,8 +102,8 @@ class _Choice(msgspec.Struct, frozen=True):
         names = [name.strip() for one in choices if one not in by_ranks for name in one.split(",")]
         patterns = tuple(re.compile(wildcards(name), re.IGNORECASE | re.DOTALL) for name in names if name)
         ranks = frozenset(frozenset(_listed(one)) for one in by_ranks)
-        listed = [frozenset(of) for name, of in trace.groups.items() if any(p.fullmatch(name) for p in patterns)]
-        return cls(patterns, ranks, (*ranks, *listed), trace)
+        listed = {of for name, of in trace.groups.items() if any(p.fullmatch(name) for p in patterns)}
+        return cls(patterns, ranks, (*ranks, *map(frozenset, listed)), trace)
 
     def has(self, record: CommRecord) -> bool:
         """Whether a call is of a chosen group."""

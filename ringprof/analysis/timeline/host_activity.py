@@ -27,7 +27,7 @@ without host events: of reduced traces of older versions, and where memory was t
 _NO_CLASS = -1
 
 # Marks of whole iterations and of communication calls: they are open around everything, and tell nothing.
-_MARK = re.compile(r"ProfilerStep#[0-9]+|ringprof::iteration\b.*|PyTorch Profiler \(\d+\)|record_param_comms")
+_MARK = re.compile(r"ProfilerStep#[0-9]+|ringprof::iteration\b.*|PyTorch Profiler \([0-9]+\)|record_param_comms")
 _CALLS = (
     (MEMORY_CALL, re.compile(r"Malloc|Free|Host(?:Alloc|Register|Unregister)|Mem(?:Create|Map|Unmap|Release|Alloc)")),
     (MEMORY_CALL, re.compile(r"MemAddress|MemSetAccess|MemPool|ArrayCreate|ArrayDestroy")),

@@ -3,7 +3,7 @@
 The part of an idle stretch before the launch call of the next activity returns is *host* time: the activity was not
 launched in time. Each nanosecond of it goes to the innermost host event open on the launching thread. What is left had
 been launched: *gap* where it is shorter than `GAP_NS`, else *blocked*. Time blocked on a peer is exposed communication
-and no part of idle (`ringprof.analysis.transfers.copy_waits`).
+and no part of idle (`ringprof.analysis.copy_waits`).
 """
 
 from __future__ import annotations

@@ -20,10 +20,14 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from ringprof.decoding import decode_json
+
 CONNECT_S = 20.0
 KEEPALIVE_S = (5, 5, 3)
 """Silence before the first probe, time between probes, and how many go unanswered before a host counts as gone."""
 MAX_LINE = 1 << 16
+MAX_UNAUTHENTICATED_BYTES = 200
+"""Most bytes that are read from a connection before it has shown the run's token."""
 MOST_STRANGERS = 64
 """Connections beyond the ranks' own that may be open before they have said the token."""
 LOOPBACK = "127.0.0.1"
@@ -120,7 +124,7 @@ class LifelineServer:
                 if key.data is None:
                     self._welcome()
                 else:
-                    self._hear(key.data)
+                    self._hear_or_leave(key.data)
         for key in list(self._selector.get_map().values()):
             key.fileobj.close()  # type: ignore[union-attr]
         self._selector.close()
@@ -141,42 +145,51 @@ class LifelineServer:
             # A rank says at once who it is: the longest silent is none.
             self._leave(self._strangers[0])
 
-    def _hear(self, peer: _Connection) -> None:
+    def _hear_or_leave(self, peer: _Connection) -> None:
+        """Read from one connection; whatever goes wrong with it ends that connection and no other."""
         if peer.connection.fileno() < 0:
             return  # turned away a moment ago
         try:
-            data = peer.connection.recv(MAX_LINE)
+            stays = self._hear(peer)
         except BlockingIOError:
             return
-        except OSError:
-            data = b""
+        except Exception:  # this thread serves all ranks: no connection may end it
+            stays = False
+        if not stays:
+            self._leave(peer)
+
+    def _hear(self, peer: _Connection) -> bool:
+        """Read what a connection has sent; whether it is to stay open."""
+        most = MAX_LINE if peer.rank is not None else MAX_UNAUTHENTICATED_BYTES - len(peer.data)
+        data = peer.connection.recv(most)
         peer.data += data
         *lines, rest = peer.data.split(b"\n")
         peer.data = bytearray(rest)
-        understood = len(rest) <= MAX_LINE and all(self._understand(peer, bytes(line)) for line in lines)
-        if not data or not understood:
-            self._leave(peer)
+        if not data or not all(self._understand(peer, bytes(line)) for line in lines):
+            return False
+        return len(rest) <= MAX_LINE if peer.rank is not None else len(rest) < MAX_UNAUTHENTICATED_BYTES
 
     def _understand(self, peer: _Connection, line: bytes) -> bool:
-        try:
-            if peer.rank is None:
-                hello = msgspec.json.decode(line, type=_Hello)
-                known = hmac.compare_digest(hello.token, self.token) and 0 < hello.rank < self._world
-                if not known or hello.rank in self._ranks:
-                    return False
-                peer.rank = hello.rank
-                self._ranks[hello.rank] = peer
-                self._strangers.remove(peer)
-                if len(self._ranks) == self._world - 1:
-                    self._let_nobody_else_in()
-                return _send_line(peer.connection, WELCOME)
-            outcome = msgspec.json.decode(line, type=RankOutcome)
-        except (msgspec.MsgspecError, UnicodeError, TypeError):
-            return False
+        """Act on one line; False for what does not belong to this run. Raises `InputError` for what is no message."""
+        if peer.rank is None:
+            return self._authenticate(peer, decode_json(line, _Hello, "connection", "a rank's greeting"))
+        outcome = decode_json(line, RankOutcome, f"rank {peer.rank}", "an outcome")
         self.outcomes.setdefault(peer.rank, outcome)
         if outcome.kind != "done":
             self._trouble()
         return True
+
+    def _authenticate(self, peer: _Connection, hello: _Hello) -> bool:
+        # As bytes: of texts, `compare_digest` takes ASCII alone.
+        same = hmac.compare_digest(hello.token.encode("utf-8", "replace"), self.token.encode())
+        if not same or not 0 < hello.rank < self._world or hello.rank in self._ranks:
+            return False
+        peer.rank = hello.rank
+        self._ranks[hello.rank] = peer
+        self._strangers.remove(peer)
+        if len(self._ranks) == self._world - 1:
+            self._let_nobody_else_in()
+        return _send_line(peer.connection, WELCOME)
 
     def _let_nobody_else_in(self) -> None:
         self._selector.unregister(self._listener)

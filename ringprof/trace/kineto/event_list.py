@@ -10,14 +10,12 @@ from typing import Any
 
 import msgspec
 
+from ringprof.decoding import UNREADABLE as UNREADABLE
 from ringprof.errors import TraceFormatError
 from ringprof.limits import MEMORY_BYTES
 from ringprof.trace.kineto.byte_source import ByteSource
 
 EMPTY = msgspec.Raw(b"")
-
-UNREADABLE = (ValueError, msgspec.MsgspecError, RecursionError)
-"""What msgspec raises on text that it cannot decode (its own errors are ValueErrors from 0.21 on)."""
 
 
 class _Row(msgspec.Struct, gc=False):

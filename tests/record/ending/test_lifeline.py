@@ -133,7 +133,12 @@ def test_ranks_that_there_are_not_are_turned_away(trouble: Heard, rank: object) 
     assert trouble.calls == [] and server.outcomes == {} and server.gone == []
 
 
-@pytest.mark.parametrize("data", [hello(1, "guess"), b"x\n", b"\xff\n", b"[" * 1000 + b"\n", b"a" * (2 * MAX_LINE)])
+DEEP = b'{"x":' + b"[" * 3000 + b"]" * 3000 + b"}\n"
+
+
+@pytest.mark.parametrize(
+    "data", [hello(1, "guess"), hello(1, "é"), b"x\n", b"\xff\n", b"[" * 150 + b"\n", DEEP, b"a" * (2 * MAX_LINE)]
+)
 def test_strangers_are_turned_away(trouble: Heard, data: bytes) -> None:
     server = LifelineServer(2, trouble)
     turned_away(server, data)
@@ -142,6 +147,40 @@ def test_strangers_are_turned_away(trouble: Heard, data: bytes) -> None:
     server.close()
     assert trouble.calls == [] and server.outcomes == {}
     cut_off(line)
+
+
+def test_a_stranger_is_heard_for_200_bytes_and_no_more(trouble: Heard) -> None:
+    server = LifelineServer(2, trouble)
+    known = hello(1, server.token)
+    padded = known[:-2] + b" " * (200 - len(known)) + known[-2:]
+    with socket.create_connection(("127.0.0.1", server.port), 5) as waiting:
+        waiting.sendall(b" " * 199)
+        waiting.settimeout(0.5)
+        with pytest.raises(TimeoutError):
+            waiting.recv(1)
+        waiting.sendall(b" ")
+        waiting.settimeout(5)
+        assert waiting.recv(1) == b""
+    turned_away(server, b" " + padded)
+    with socket.create_connection(("127.0.0.1", server.port), 5) as rank:
+        rank.sendall(padded)
+        assert rank.recv(100) == b"welcome\n"
+    wait_until(lambda: server.gone == [1])
+    server.close()
+
+
+def test_a_message_that_cannot_be_read_ends_its_own_connection_alone(trouble: Heard) -> None:
+    """Nested so deeply that decoding it raises RecursionError; the other rank is still heard."""
+    server = LifelineServer(3, trouble)
+    broken, sound = connected(server, 1, Heard()), connected(server, 2, Heard())
+    broken._connection.sendall(DEEP)
+    wait_until(lambda: server.gone == [1])
+    sound.tell(RankOutcome(kind="stopped", reason="SIGTERM"))
+    wait_until(lambda: 2 in server.outcomes)
+    assert server.outcomes[2].reason == "SIGTERM" and len(trouble.calls) == 1
+    server.close()
+    cut_off(broken)
+    cut_off(sound)
 
 
 def test_many_silent_strangers_keep_no_rank_out(trouble: Heard) -> None:

@@ -1,0 +1,57 @@
+"""What torch compiles lies in a folder of this user, never under a name that others can guess and take first."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from ringprof.compile_cache import VARIABLE, choose_compile_cache
+from tests.record.command import SMALL, run
+
+
+def chosen(environment: dict[str, str], fallback: str | None = None) -> str | None:
+    choose_compile_cache(environment, fallback)
+    return environment.get(VARIABLE)
+
+
+def test_it_is_the_users_cache_folder(tmp_path: Path) -> None:
+    home, cache = tmp_path / "home", tmp_path / "cache"
+    home.mkdir()
+    assert chosen({"HOME": str(home)}) == str(home / ".cache" / "ringprof" / "torchinductor")
+    assert list(home.iterdir()) == []  # torch makes it when it needs it
+    cache.mkdir()
+    assert chosen({"HOME": str(home), "XDG_CACHE_HOME": str(cache)}) == str(cache / "ringprof" / "torchinductor")
+
+
+def test_what_the_user_names_stays(tmp_path: Path) -> None:
+    assert chosen({"HOME": str(tmp_path), VARIABLE: "/elsewhere"}, "/fallback") == "/elsewhere"
+
+
+@pytest.mark.parametrize("home", [None, "", "relative", __file__, "/dev/null"])
+def test_without_a_home_it_is_the_fallback(home: str | None) -> None:
+    environment = {} if home is None else {"HOME": home}
+    assert chosen(dict(environment)) is None
+    assert chosen(dict(environment), "/fallback") == "/fallback"
+
+
+def test_a_folder_of_another_user_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / ".cache" / "ringprof" / "torchinductor").mkdir(parents=True)
+    monkeypatch.setattr(os, "getuid", lambda: tmp_path.stat().st_uid + 1)
+    assert chosen({"HOME": str(tmp_path)}, "/fallback") == "/fallback"
+
+
+@pytest.mark.parametrize("has_home", [True, False])
+def test_a_recording_leaves_nothing_in_the_temporary_folder(tmp_path: Path, has_home: bool) -> None:
+    pytest.importorskip("torch")
+    home, temporary = tmp_path / "home", tmp_path / "tmp"
+    temporary.mkdir()
+    if has_home:
+        home.mkdir()
+    arguments = ["record", "--strategy", "ring", *SMALL, "--world", "2", "--iters", "1", "-o", "runs/run.json"]
+    surroundings = {"HOME": str(home if has_home else Path(__file__, "home")), "TMPDIR": str(temporary), VARIABLE: ""}
+    done = run(arguments, tmp_path, **surroundings)
+    assert done.returncode == 0, done.stderr
+    assert list(temporary.iterdir()) == []
+    assert not has_home or (home / ".cache" / "ringprof" / "torchinductor").is_dir()
