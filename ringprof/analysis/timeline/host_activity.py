@@ -40,7 +40,7 @@ _CALLS = (
     (LAUNCH_CALL, re.compile(r"Launch|Memcpy|Memset|Occupancy")),
 )
 _RANGES = (
-    (DATA_LOADER, re.compile(r"enumerate\(DataLoader\)|DataLoader\w*\.__next__")),
+    (DATA_LOADER, re.compile(r"enumerate\(DataLoader\)|DataLoaderIter")),
     (COMPILATION, re.compile(r"CUDAGraphNode\.record|cudagraphify|dynamo_timed|compile_fx|compile_inner|TorchDynamo")),
 )
 
