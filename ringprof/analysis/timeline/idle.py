@@ -17,7 +17,7 @@ import numpy as np
 from ringprof.analysis import intervals
 from ringprof.analysis.intervals import Spans
 from ringprof.analysis.kinds.classify import Classified
-from ringprof.analysis.timeline.host_activity import HOST_CLASSES, NOTHING_RECORDED, HostThread
+from ringprof.analysis.timeline.host_activity import HOST_CLASSES, HostThread
 from ringprof.analysis.timeline.rows import TimedActivities
 from ringprof.trace.columns import MEMCPY, NONE, Int64, distinct
 from ringprof.trace.host_events import idle_gaps
@@ -164,10 +164,9 @@ def _host_parts(classified: Classified, stretches: IdleStretches) -> _Columns:
         spans = intervals.union(stretches.start_ns[mine], stretches.launched_ns[mine])
         start, end = _pieces(spans, np.concatenate((thread.start_ns, thread.end_ns)))
         event = thread.innermost(start)
-        known = event >= 0
-        kind = np.full(len(start), HOST_CLASSES.index(NOTHING_RECORDED), np.int64)
+        known, kind = event >= 0, thread.classes(start, event)
         name = np.full(len(start), NONE, np.int64)
-        kind[known], name[known] = thread.kind[event[known]], thread.name[event[known]]
+        name[known] = thread.name[event[known]]
         parts.append((start, end, np.full(len(start), CAUSES.index(HOST), np.int64), kind, name))
     joined = tuple(np.concatenate(column) for column in zip(*parts, strict=True))
     return joined[0], joined[1], joined[2], joined[3], joined[4]
