@@ -1,4 +1,4 @@
-"""Idle time by cause: literal cases, and the host events that it needs."""
+"""Idle time by cause: literal cases, and random and recorded runs against an independent oracle."""
 
 from __future__ import annotations
 
@@ -8,8 +8,13 @@ import numpy as np
 import pytest
 
 import ringprof
+from ringprof.errors import InputError, UsageError
 from ringprof.trace.host_events import rows_in_idle
+from tests.analysis.idle_oracle import assert_same_idle, run_traces_of
+from tests.analysis.random_copy_runs import write_random_run
 from tests.analysis.trace_text import TraceText
+from tests.loaded import analysis
+from tests.paths import DATA, TRACES
 
 US = 1000
 PAGEABLE, PINNED = "Memcpy HtoD (Pageable -> Device)", "Memcpy HtoD (Pinned -> Device)"
@@ -160,6 +165,43 @@ def test_the_kernels_of_a_graph_share_its_launch(trace, tmp_path):
         ("gap", ""): 2 * US,
         ("blocked", "unknown"): 8 * US,
     }
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_random_run_equals_the_oracle_with_every_option(seed, tmp_path):
+    choices, rng = write_random_run(seed, tmp_path), Random(-seed)
+    first = rng.randint(0, 900)
+    window = rng.choice((None, "trace", *(["part"] if choices.iterations else [])))
+    between = rng.choice((None, f"{first}us,{first + rng.randint(100, 900)}us"))
+    try:
+        run = ringprof.load(tmp_path, window=window, between=between)
+    except (InputError, UsageError) as refused:
+        # The draw left a rank nothing to show, or two ranks no moment in common.
+        assert any(text in str(refused) for text in ("nothing was launched", "nothing ran", "no moment in common"))
+        return
+    assert_same_idle(run, run_traces_of(run, tmp_path, window))
+
+
+WITH_COPIES = ("copied", "-prefix", "-layer", "-sizes", "ring-prefill", "waits-")
+
+
+@pytest.mark.parametrize(
+    "folder",
+    [
+        path
+        for path in sorted([*TRACES.glob("h200*"), *DATA.glob("waits-*")])
+        if any(part in path.name for part in WITH_COPIES)
+    ],
+    ids=lambda path: path.name,
+)
+@pytest.mark.parametrize("window", [None, "ringprof::bwd*"])
+def test_a_recorded_run_equals_the_oracle(folder, window):
+    try:
+        run = analysis(folder, window=window)
+    except UsageError:
+        assert window == "ringprof::bwd*" and "prefill" in folder.name  # forward only
+        return
+    assert_same_idle(run, run_traces_of(run, folder, window))
 
 
 @pytest.mark.parametrize("seed", range(200))
