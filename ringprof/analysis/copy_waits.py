@@ -16,7 +16,7 @@ hops: their launches lie in ranges called ``ringprof::send/<channel>``.
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
 import msgspec
@@ -173,11 +173,13 @@ class _Posting:
 # --- with the other ranks' hops -------------------------------------------------------------------------
 
 
-def with_receivers(hops: Mapping[int, Sequence[CopyHop]], hosts: HostOfRank) -> dict[int, tuple[CopyHop, ...]]:
-    """Name receivers that no recording names by the device that the copies write to.
+def with_receivers(
+    hops: Mapping[int, Sequence[CopyHop]], hosts: HostOfRank, world_size: int
+) -> dict[int, tuple[CopyHop, ...]]:
+    """Name receivers that no recording names: of two ranks the other one, else by the device that the copies write to.
 
-    That tells the rank only where all ranks of a host number the devices alike: each has a device of its own, and is
-    written to by one other.
+    The device tells the rank only where all ranks of a host number the devices alike: each has a device of its own, and
+    is written to by one other.
     """
     device = {rank: mine[0].device for rank, mine in hops.items() if mine}
     places: dict[tuple[str | None, int], list[int]] = defaultdict(list)
@@ -185,10 +187,12 @@ def with_receivers(hops: Mapping[int, Sequence[CopyHop]], hosts: HostOfRank) -> 
         places[hosts.get(rank), number].append(rank)
 
     def receiver(rank: int, hop: CopyHop) -> int | None:
+        if world_size == 2:
+            return next((other for other in hops if other != rank), None)
         ranks = places.get((hosts.get(rank), hop.target_device), [])
         return ranks[0] if len(ranks) == 1 and ranks[0] != rank else None
 
-    alike = all(len(ranks) == 1 for ranks in places.values())
+    alike = world_size == 2 or all(len(ranks) == 1 for ranks in places.values())
     named = {
         rank: tuple(
             hop if hop.receiver is not None or not alike else msgspec.structs.replace(hop, receiver=receiver(rank, hop))
@@ -207,15 +211,17 @@ class CopyPeers(msgspec.Struct, frozen=True):
     posted: dict[int, tuple[CopyHop, ...]] = msgspec.field(default_factory=dict)
     """Rank that it sends to -> that rank's hops."""
     arriving: dict[int, tuple[CopyHop, ...]] = msgspec.field(default_factory=dict)
-    """Rank that sends to it -> the hops of that rank which go here."""
+    """Rank that sends to it -> the hops of that rank which go here and are matched."""
 
 
 def peers_of_ranks(hops: Mapping[int, Sequence[CopyHop]]) -> dict[int, CopyPeers]:
     """Collect for each rank that posts copy hops what it must know of the others'."""
     into: dict[int, dict[int, list[CopyHop]]] = defaultdict(lambda: defaultdict(list))
+    count = Counter((rank, hop.channel) for rank, mine in hops.items() for hop in mine)
     for sender, mine in hops.items():
         for hop in mine:
-            if hop.receiver is not None:
+            # Where two ranks count the hops of a channel differently, the n-th are not the same.
+            if hop.receiver is not None and count[hop.receiver, hop.channel] == count[sender, hop.channel]:
                 into[hop.receiver][sender].append(hop)
     return {
         rank: CopyPeers(
@@ -285,16 +291,15 @@ class _Arrivals:
 
     def into(self, start: int, end: int, launch: int) -> list[PeerBlock]:
         """The waiting for the hop whose arrival let an activity start, with ``launch`` its own launch."""
-        place = int(np.searchsorted(self._ends, end, side="right")) - 1
-        if place < 0 or self._ends[place] < max(end - SOON_NS, start):
-            return []
-        arrived, begun, sender, channel, number = self._hops[place]
-        own = self._own.get((channel, number))
-        # It waits for the hop that the rank exchanged at the same time, so it was launched after that.
-        if own is None or own.launch > launch:
-            return []
-        begun = min(max(begun, start), end)
-        return [
-            PeerBlock(start, begun, "wait", sender, own.activity),
-            PeerBlock(begun, min(arrived, end), "wire", sender, own.activity),
-        ]
+        last = int(np.searchsorted(self._ends, end, side="right"))
+        first = int(np.searchsorted(self._ends, max(end - SOON_NS, start)))
+        for arrived, begun, sender, channel, number in reversed(self._hops[first:last]):
+            own = self._own[channel, number]
+            # It waits for a hop that the rank exchanged at the same time, so it was launched after that.
+            if own.launch <= launch:
+                begun = min(max(begun, start), end)
+                return [
+                    PeerBlock(start, begun, "wait", sender, own.activity),
+                    PeerBlock(begun, min(arrived, end), "wire", sender, own.activity),
+                ]
+        return []

@@ -214,7 +214,7 @@ class _Pipeline(msgspec.Struct, dict=True):
         clocks = self.clocks or self._fit_clocks(tiles, ledger)
         if not self.in_memory:
             tiles = [msgspec.structs.replace(tile, absent=ledger.extract(tile.ranks, clocks)) for tile in tiles]
-        tiles = _with_copies(tiles, alone, self.context.hosts)
+        tiles = _with_copies(tiles, alone, self.context.hosts, self.outline.world_size)
         ranks = [one.rank for one in alone.values()]
         best, unmatched, disagree = self._rates(tiles, clocks)
         usable, warnings = judge_matching(ranks, clocks, unmatched, 0, disagree=disagree)
@@ -339,10 +339,11 @@ class _Pipeline(msgspec.Struct, dict=True):
 
 
 def _with_copies(
-    tiles: Sequence[stages.Tile], alone: Mapping[int, stages.RankAlone], hosts: HostOfRank
+    tiles: Sequence[stages.Tile], alone: Mapping[int, stages.RankAlone], hosts: HostOfRank, world_size: int
 ) -> list[stages.Tile]:
     """The tiles, each with the hops by the copy engine that its ranks and their peers post."""
-    peers = peers_of_ranks(with_receivers({rank: one.copies for rank, one in alone.items() if one.copies}, hosts))
+    hops = {rank: one.copies for rank, one in alone.items() if one.copies}
+    peers = peers_of_ranks(with_receivers(hops, hosts, world_size))
     return [
         msgspec.structs.replace(tile, copies={rank: peers[rank] for rank in tile.ranks if rank in peers})
         for tile in tiles

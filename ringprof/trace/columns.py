@@ -27,11 +27,15 @@ NONE = -1
 """Stands for "not given" in integer columns."""
 
 
-NOTES = frozenset({"clocks_fitted", "cpu_no_transfer_times", "cpu_no_wait_marks", "matched_by_ends"})
+NOTES = frozenset(
+    {"clocks_fitted", "cpu_no_transfer_times", "cpu_no_wait_marks", "matched_by_ends", "host_events_not_kept"}
+)
 """Codes of warnings that any sound trace of its kind has: of CPU ranks, of several hosts, of older writers."""
 
 CUT_OFF = frozenset({"truncated", "damaged_compression"})
 """Codes of warnings that the end of a trace is missing."""
+NO_HOST_EVENTS = frozenset({"host_events_dropped", "host_events_not_kept"})
+"""Codes of warnings that what the host did while the device idled is not known."""
 NO_DEVICE_ACTIVITIES = "no_device_activities"
 """Code of the warning that a run used a GPU and its trace has nothing of what ran there."""
 

@@ -158,7 +158,15 @@ def parse_reduced(data: bytes, name: str | None = None, budget: MemoryBudget | N
         raise TraceFormatError(
             f"{shown}: damaged reduced trace ({reason(error)}): remove it, and the trace itself is read"
         ) from None
+    if data.startswith(BEFORE):
+        trace = msgspec.structs.replace(trace, warnings=[*trace.warnings, Caveat("host_events_not_kept", _NOT_KEPT)])
     return take_analysis(refuse_unsound(trace), budget)
+
+
+_NOT_KEPT = (
+    "a reduced trace of an older version does not hold what the host did while the GPU was idle: put the trace itself "
+    "beside it to see that"
+)
 
 
 def _expanded(data: bytes, shown: str, budget: MemoryBudget) -> bytes:

@@ -12,6 +12,7 @@ import pytest
 import ringprof
 from ringprof.analysis.findings.verdict_words import blocked_on_links
 from ringprof.run import read_run
+from tests.analysis.idle_oracle import run_traces_of
 from tests.analysis.sweep import sweep
 from tests.analysis.test_real_runs import nanoseconds
 from tests.loaded import analysis
@@ -58,11 +59,15 @@ def test_a_committed_run(folder):
     unverified = {"h200x4-double-ring-65536-two-hosts", "h200x4-usp-65536-two-hosts"}
     assert (folder.name in unverified) == (run.verification is None)
     assert run.verification is None or run.verification.passed
-    report = ringprof.load(folder).report()
+    loaded = ringprof.load(folder)
+    report, copies = loaded.report(), run_traces_of(loaded, folder)
     jsonschema.validate(report, json.loads(SCHEMA.read_text()))
     assert run.work is not None and run.profiled is not None
     for rank, trace in zip(report["ranks"], run.traces, strict=True):
         expected = sweep(raw_events(folder / trace.path))
+        blocked = sum(block.end - block.start for block in copies.blocks(rank["rank"]))
+        expected["exposed_comm"] += blocked
+        expected["idle"] -= blocked
         assert {f"{name}_ns": value for name, value in expected.items()}.items() <= rank.items()
         # What the communicator counted while it sent must be what the trace's own records say was sent.
         iterations = len(run.profiled.iterations_ns[rank["rank"]])

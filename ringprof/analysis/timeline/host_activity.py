@@ -64,7 +64,7 @@ class HostThread:
         rows = rows[np.lexsort((-events.end_ns[rows], events.start_ns[rows]))]
         self.start_ns, self.end_ns, self.name = events.start_ns[rows], events.end_ns[rows], events.name[rows]
         self._around = self._enclosing()
-        self.kind = self._classes(trace, events.category[rows])
+        self._own_class = self._classes_of_names(trace, events.category[rows])
 
     def _enclosing(self) -> Int64:
         """For each event the latest that began before it and is still open when it begins, or -1."""
@@ -77,18 +77,30 @@ class HostThread:
             open_rows = open_rows[ended]
         return around
 
-    def _classes(self, trace: Trace, category: npt.NDArray[np.int8]) -> Int64:
-        """Index into `HOST_CLASSES` of each event: that of the innermost event around it that has a class."""
+    def _classes_of_names(self, trace: Trace, category: npt.NDArray[np.int8]) -> Int64:
+        """Return for each event the index into `HOST_CLASSES` that its own name tells, or -1."""
         key = self.name.astype(np.int64) * 4 + category
         known = {one: class_of_name(trace.names[one // 4], one % 4) for one in distinct(key).tolist()}
-        kinds = np.array([known[one] for one in key.tolist()], np.int64)
-        place = np.arange(len(kinds), dtype=np.int64)
-        unknown = np.flatnonzero(kinds == _NO_CLASS)
-        while len(unknown):
-            place[unknown] = self._around[place[unknown]]
-            unknown = unknown[(place[unknown] >= 0) & (kinds[place[unknown]] == _NO_CLASS)]
-        found: Int64 = np.where(place >= 0, kinds[place], HOST_CLASSES.index(OPERATOR_CLASS))
-        return found
+        return np.array([known[one] for one in key.tolist()], np.int64)
+
+    def classes(self, times_ns: Int64, events: Int64) -> Int64:
+        """Return the index into `HOST_CLASSES` of the innermost open event that has a class, at each time.
+
+        ``events`` is what `innermost` says of the same times. Events may overlap in part: one that has ended by then
+        gives its class to nothing.
+        """
+        place = events.copy()
+        rows = np.flatnonzero(place >= 0)
+        rows = rows[self._own_class[place[rows]] == _NO_CLASS]
+        while len(rows):
+            place[rows] = self._around[place[rows]]
+            rows = rows[place[rows] >= 0]
+            ended = self.end_ns[place[rows]] <= times_ns[rows]
+            rows = rows[ended | (self._own_class[place[rows]] == _NO_CLASS)]
+        result = np.full(len(events), HOST_CLASSES.index(NOTHING_RECORDED), np.int64)
+        result[events >= 0] = HOST_CLASSES.index(OPERATOR_CLASS)
+        result[place >= 0] = self._own_class[place[place >= 0]]
+        return result
 
     def innermost(self, times_ns: Int64) -> Int64:
         """For each time the event that is open and began last, or -1."""

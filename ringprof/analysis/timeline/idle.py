@@ -17,9 +17,9 @@ import numpy as np
 from ringprof.analysis import intervals
 from ringprof.analysis.intervals import Spans
 from ringprof.analysis.kinds.classify import Classified
-from ringprof.analysis.timeline.host_activity import HOST_CLASSES, NOT_KEPT, NOTHING_RECORDED, HostThread
+from ringprof.analysis.timeline.host_activity import HOST_CLASSES, NOT_KEPT, HostThread
 from ringprof.analysis.timeline.rows import TimedActivities
-from ringprof.trace.columns import MEMCPY, NONE, Int64, distinct
+from ringprof.trace.columns import MEMCPY, NO_HOST_EVENTS, NONE, Int64, distinct
 from ringprof.trace.host_events import idle_gaps
 
 GAP_NS = 5_000
@@ -166,8 +166,7 @@ def _host_parts(classified: Classified, stretches: IdleStretches) -> _Columns:
     trace = classified.trace
     host = np.flatnonzero(stretches.launched_ns > stretches.start_ns)
     threads = trace.launches.thread[stretches.launch[host]] if len(host) else host
-    # A launch that is late is a host event itself, so a trace with none at all does not hold them.
-    outside = NOTHING_RECORDED if len(trace.host_events.start_ns) else NOT_KEPT
+    kept = all(warning.code not in NO_HOST_EVENTS for warning in trace.warnings)
     parts: list[_Columns] = [(_NO_PARTS,) * 5]
     for number in distinct(threads).tolist():
         mine = host[threads == number]
@@ -175,10 +174,10 @@ def _host_parts(classified: Classified, stretches: IdleStretches) -> _Columns:
         spans = intervals.union(stretches.start_ns[mine], stretches.launched_ns[mine])
         start, end = _pieces(spans, np.concatenate((thread.start_ns, thread.end_ns)))
         event = thread.innermost(start)
-        known = event >= 0
-        kind = np.full(len(start), HOST_CLASSES.index(outside), np.int64)
+        known, kind = event >= 0, thread.classes(start, event)
+        kind = kind if kept else np.full(len(start), HOST_CLASSES.index(NOT_KEPT), np.int64)
         name = np.full(len(start), NONE, np.int64)
-        kind[known], name[known] = thread.kind[event[known]], thread.name[event[known]]
+        name[known] = thread.name[event[known]]
         parts.append((start, end, np.full(len(start), CAUSES.index(HOST), np.int64), kind, name))
     joined = tuple(np.concatenate(column) for column in zip(*parts, strict=True))
     return joined[0], joined[1], joined[2], joined[3], joined[4]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from fractions import Fraction
+from types import MappingProxyType
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from ringprof.analysis.findings.waterfall import WATERFALL_LABELS, find_waterfal
 from ringprof.analysis.kinds.kinds import COMMUNICATION, COMPUTE, KINDS, MEMORY
 from ringprof.scale.pipeline import attribute
 from tests.analysis.build import FLASH, Builder
+from tests.analysis.idle_oracle import run_traces_of
 from tests.analysis.recorded import recorded_run
 from tests.analysis.rings import LENGTH, MERGING, causal, everybody, ring_pass
 from tests.analysis.transfers.test_hops import ring
@@ -22,6 +24,7 @@ from tests.paths import ROOT
 RUNS = [
     *sorted(path.parent for path in (ROOT / "traces").glob("h200*/run.json")),
     *sorted(path for path in (ROOT / "tests" / "data").glob("h200*") if path.is_dir()),
+    *sorted((ROOT / "tests" / "data").glob("waits-*")),
 ]
 ATTENTION = {"peak", "kernel", "repeated", "slowdown", "attention"}
 FIRST = {
@@ -37,9 +40,9 @@ def waterfall_of(attribution):
     return find_waterfall(attribution, summarise(attribution))
 
 
-def instants(rank):
+def instants(rank, blocks):
     """Nanoseconds of the rank's window by what runs: (computes, on the wire, split unknown, communicates, memory), then
-    whether each of `FIRST` does."""
+    whether each of `FIRST` does. Time blocked on a peer communicates."""
     columns, activity = rank.classified.trace.activities, rank.window.activities()
     edges = []
     for at in activity.tolist():
@@ -58,6 +61,8 @@ def instants(rank):
         if KINDS[rank.classified.kind[at]] in COMMUNICATION and at not in split
     ]:
         edges.append((start, end, name))
+    for block in blocks:
+        edges += [(block.start, block.end, name) for name in {"wait": "c", "wire": "cw", "unsplit": "cu"}[block.part]]
     moments = sorted([(start, name, 1) for start, _, name in edges] + [(end, name, -1) for _, end, name in edges])
     running: defaultdict[str, int] = defaultdict(int)
     found: defaultdict[tuple[bool, ...], int] = defaultdict(int)
@@ -70,10 +75,10 @@ def instants(rank):
     return found
 
 
-def expected(attribution):
+def expected(attribution, blocks):
     """Mean of every part over ranks, as fractions, by the rule that docs/definitions.md states."""
     ranks = attribution.ranks
-    swept = {rank.rank: instants(rank) for rank in ranks}
+    swept = {rank.rank: instants(rank, blocks.get(rank.rank, ())) for rank in ranks}
     computes = {rank: sum(ns for state, ns in found.items() if state[0]) for rank, found in swept.items()}
     walls = {rank: sum(found.values()) for rank, found in swept.items()}
     slowest = max(walls, key=lambda rank: (walls[rank], -rank))
@@ -113,9 +118,10 @@ def expected(attribution):
     return parts, walls[slowest]
 
 
-def check(attribution):
+def check(attribution, blocks=MappingProxyType({})):
+    """Compare with a sweep; ``blocks`` are the times of each rank that the oracle finds blocked on a peer's copies."""
     waterfall = waterfall_of(attribution)
-    truth, wall = expected(attribution)
+    truth, wall = expected(attribution, blocks)
     assert waterfall.wall_ns == wall == sum(part.time_ns for part in waterfall.parts)
     mine: defaultdict[str, int] = defaultdict(int)
     for part in waterfall.parts:
@@ -129,7 +135,9 @@ def check(attribution):
 
 @pytest.mark.parametrize("folder", RUNS, ids=lambda path: path.name)
 def test_every_part_of_a_recorded_run_equals_the_sweep(folder):
-    check(analysis(folder).attribution)
+    run = analysis(folder)
+    copies = run_traces_of(run, folder)
+    check(run.attribution, {rank: copies.blocks(rank) for rank in copies.traces})
 
 
 @pytest.mark.parametrize("block", [everybody(900), everybody(300), causal(900)])

@@ -1,0 +1,234 @@
+"""Idle time by cause: literal cases, and random and recorded runs against an independent oracle."""
+
+from __future__ import annotations
+
+from random import Random
+
+import numpy as np
+import pytest
+
+import ringprof
+from ringprof.errors import InputError, UsageError
+from ringprof.trace.host_events import rows_in_idle
+from tests.analysis.idle_oracle import assert_same_idle, run_traces_of
+from tests.analysis.random_copy_runs import write_random_run
+from tests.analysis.trace_text import TraceText
+from tests.loaded import analysis
+from tests.paths import DATA, TRACES
+
+US = 1000
+PAGEABLE, PINNED = "Memcpy HtoD (Pageable -> Device)", "Memcpy HtoD (Pinned -> Device)"
+
+
+def idle_of(trace: TraceText, folder):
+    """Idle nanoseconds of the one rank of a trace, by class and name."""
+    trace.write(folder)
+    (rank,) = ringprof.load(folder).attribution.ranks
+    assert rank.idle is not None
+    idle = {(event.event_class, event.name): event.time_ns for event in rank.idle.events}
+    assert sum(idle.values()) == rank.breakdown.idle_ns
+    return idle
+
+
+@pytest.fixture
+def trace():
+    """A device that is busy until 10 us, with nothing after it yet."""
+    trace = TraceText()
+    trace.run(0, 10 * US, launched=(-5 * US, -2 * US))
+    return trace
+
+
+def test_host_time_belongs_to_the_innermost_event_and_the_rest_is_blocked(trace, tmp_path):
+    trace.range("step", 20 * US, 95 * US)
+    trace.operator("aten::mm", 30 * US, 60 * US)
+    trace.run(110 * US, 120 * US, launched=(90 * US, 100 * US))
+    assert idle_of(trace, tmp_path) == {
+        ("nothing recorded", ""): 10 * US,
+        ("user range", "step"): 10 * US + 30 * US,
+        ("user range", "aten::mm"): 30 * US,
+        ("launch call", "cudaLaunchKernel"): 10 * US,
+        ("blocked", "unknown"): 10 * US,
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "category", "label"),
+    [
+        ("cudaMemcpyAsync", "cuda_runtime", "launch call"),
+        ("hipLaunchKernel", "cuda_runtime", "launch call"),
+        ("cudaOccupancyMaxActiveBlocksPerMultiprocessor", "cuda_runtime", "launch call"),
+        ("cuLaunchKernelEx", "cuda_driver", "launch call"),
+        ("cudaMalloc", "cuda_runtime", "allocation or free"),
+        ("hipFree", "cuda_runtime", "allocation or free"),
+        ("cudaHostAlloc", "cuda_runtime", "allocation or free"),
+        ("cuMemAlloc_v2", "cuda_driver", "allocation or free"),
+        ("cudaStreamSynchronize", "cuda_runtime", "synchronisation"),
+        ("cudaEventSynchronize", "cuda_runtime", "synchronisation"),
+        ("enumerate(DataLoader)#_MultiProcessingDataLoaderIter.__next__", "user_annotation", "data loader"),
+        ("TorchDynamo Cache Lookup", "cpu_op", "compile or graph capture"),
+        ("cudaGraphInstantiate", "cuda_runtime", "compile or graph capture"),
+        ("forward", "user_annotation", "user range"),
+        ("aten::mm", "cpu_op", "operator"),
+        ("aten::mm", "Operator", "operator"),
+        ("cudaStreamIsCapturing", "cuda_runtime", "operator"),
+    ],
+)
+def test_the_class_of_an_event_and_of_what_lies_in_it(trace, tmp_path, name, category, label):
+    trace.event(category, name, 10 * US, 50 * US)
+    trace.operator("aten::view", 20 * US, 30 * US)
+    trace.run(60 * US, 70 * US, launched=(60 * US, 60 * US))
+    expected = {(label, name): 30 * US, (label, "aten::view"): 10 * US, ("nothing recorded", ""): 10 * US}
+    assert idle_of(trace, tmp_path) == expected
+
+
+@pytest.mark.parametrize(
+    ("category", "name"),
+    [
+        ("user_annotation", "ProfilerStep#3"),
+        ("user_annotation", "ringprof::iteration"),
+        ("Trace", "PyTorch Profiler (0)"),
+        ("cpu_op", "record_param_comms"),
+        ("python_function", "train.py(1): step"),
+    ],
+)
+def test_what_is_open_around_everything_explains_nothing(trace, tmp_path, category, name):
+    trace.event(category, name, -20 * US, 100 * US)
+    trace.run(60 * US, 70 * US, launched=(60 * US, 60 * US))
+    assert idle_of(trace, tmp_path) == {("nothing recorded", ""): 50 * US}
+
+
+def test_only_the_thread_that_launches_counts_and_an_empty_event_does_not(trace, tmp_path):
+    trace.operator("aten::mm", 10 * US, 60 * US, thread=2)
+    trace.operator("aten::add", 20 * US, 20 * US, thread=1)
+    trace.run(60 * US, 70 * US, launched=(50 * US, 60 * US), thread=1)
+    assert idle_of(trace, tmp_path) == {
+        ("nothing recorded", ""): 40 * US,
+        ("launch call", "cudaLaunchKernel"): 10 * US,
+    }
+
+
+def test_an_event_that_has_ended_gives_its_class_to_nothing(trace, tmp_path):
+    # The operator begins in the range and outlives it; a child of it begins beside the range's end.
+    trace.range("forward", 10 * US, 20 * US)
+    trace.operator("aten::mm", 15 * US, 50 * US)
+    trace.operator("aten::view", 30 * US, 40 * US)
+    trace.run(50 * US, 70 * US, launched=(50 * US, 50 * US))
+    assert idle_of(trace, tmp_path) == {
+        ("user range", "forward"): 5 * US,
+        ("user range", "aten::mm"): 5 * US,
+        ("operator", "aten::mm"): 10 * US + 10 * US,
+        ("operator", "aten::view"): 10 * US,
+    }
+
+
+def test_of_events_that_begin_together_the_shortest_is_innermost(trace, tmp_path):
+    trace.operator("aten::linear", 10 * US, 50 * US)
+    trace.range("forward", 10 * US, 30 * US)
+    trace.run(50 * US, 70 * US, launched=(50 * US, 50 * US))
+    assert idle_of(trace, tmp_path) == {("user range", "forward"): 20 * US, ("operator", "aten::linear"): 20 * US}
+
+
+def test_a_launch_call_that_outlasts_the_start_of_its_kernel_is_host_time_until_then(trace, tmp_path):
+    trace.run(30 * US, 70 * US, launched=(15 * US, 60 * US))
+    assert idle_of(trace, tmp_path) == {
+        ("nothing recorded", ""): 5 * US,
+        ("launch call", "cudaLaunchKernel"): 15 * US,
+    }
+
+
+@pytest.mark.parametrize(
+    ("length", "options", "expected"),
+    [
+        (5 * US - 1, {}, ("gap", "")),
+        (5 * US, {}, ("blocked", "unknown")),
+        (20 * US, {"stream": 8}, ("blocked", "another stream")),
+        (20 * US + 1, {"stream": 8}, ("blocked", "unknown")),
+        (5 * US - 1, {"stream": 8}, ("gap", "")),
+        (90 * US, {"category": "gpu_memset"}, ("blocked", "unknown")),
+        (90 * US, {"category": "gpu_memcpy", "name": PAGEABLE}, ("blocked", "host-side copy")),
+        (90 * US, {"category": "gpu_memcpy", "name": PINNED}, ("blocked", "unknown")),
+        (90 * US, {"launched": None}, ("blocked", "no launch record")),
+    ],
+)  # fmt: skip
+def test_what_had_been_launched_is_a_gap_or_blocked(trace, tmp_path, length, options, expected):
+    trace.run(10 * US + length, 200 * US, **{"launched": (2 * US, 5 * US), **options})
+    assert idle_of(trace, tmp_path) == {expected: length}
+
+
+def test_the_kernels_of_a_graph_share_its_launch(trace, tmp_path):
+    joins = trace.call("cudaGraphLaunch", 12 * US, 20 * US)
+    for start in (22 * US, 40 * US):
+        trace.activity("kernel", "gemm", start, start + 10 * US, correlation=joins)
+    assert idle_of(trace, tmp_path) == {
+        ("nothing recorded", ""): 2 * US,
+        ("launch call", "cudaGraphLaunch"): 8 * US,
+        ("gap", ""): 2 * US,
+        ("blocked", "unknown"): 8 * US,
+    }
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_random_run_equals_the_oracle_with_every_option(seed, tmp_path):
+    choices, rng = write_random_run(seed, tmp_path), Random(-seed)
+    first = rng.randint(0, 900)
+    window = rng.choice((None, "trace", *(["part"] if choices.iterations else [])))
+    between = rng.choice((None, f"{first}us,{first + rng.randint(100, 900)}us"))
+    try:
+        run = ringprof.load(tmp_path, window=window, between=between)
+    except (InputError, UsageError) as refused:
+        # The draw left a rank nothing to show, or two ranks no moment in common.
+        assert any(text in str(refused) for text in ("nothing was launched", "nothing ran", "no moment in common"))
+        return
+    assert_same_idle(run, run_traces_of(run, tmp_path, window))
+
+
+WITH_COPIES = ("copied", "-prefix", "-layer", "-sizes", "ring-prefill", "waits-")
+
+
+@pytest.mark.parametrize(
+    "folder",
+    [
+        path
+        for path in sorted([*TRACES.glob("h200*"), *DATA.glob("waits-*")])
+        if any(part in path.name for part in WITH_COPIES)
+    ],
+    ids=lambda path: path.name,
+)
+@pytest.mark.parametrize("window", [None, "ringprof::bwd*"])
+def test_a_recorded_run_equals_the_oracle(folder, window):
+    try:
+        run = analysis(folder, window=window)
+    except UsageError:
+        assert window == "ringprof::bwd*" and "prefill" in folder.name  # forward only
+        return
+    assert_same_idle(run, run_traces_of(run, folder, window))
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_the_host_events_that_are_kept_are_those_that_overlap_host_time(seed):
+    rng = Random(seed)
+    joins = [rng.choice((-1, *range(6))) for _ in range(12)]
+    activities = sorted((at := rng.randrange(40), at + rng.randrange(6), rng.randrange(2), join) for join in joins)
+    launches = sorted((at := rng.randrange(40), at + rng.randrange(8), rng.randrange(2), join) for join in range(5))
+    events = sorted((at := rng.randrange(45), at + rng.randint(1, 9), rng.randrange(3)) for _ in range(12))
+    expected = [False] * len(events)
+    for device in (0, 1):
+        mine = [activity for activity in activities if activity[2] == device]
+        for now in range(mine[0][0] if mine else 0, max((end for _, end, *_ in mine), default=0)):
+            if any(start <= now < end for start, end, *_ in mine):
+                continue
+            following = next(activity for activity in mine if activity[0] > now)
+            for _, returned, thread, join in launches:
+                if join == following[3] and now < returned:
+                    for place, (start, end, on) in enumerate(events):
+                        expected[place] |= on == thread and start <= now < end
+    kept = rows_in_idle(
+        _columns(events, "start_ns", "end_ns", "thread"),
+        _columns(activities, "start_ns", "end_ns", "device", "correlation"),
+        _columns(launches, "start_ns", "end_ns", "thread", "correlation"),
+    )
+    assert kept.tolist() == expected
+
+
+def _columns(rows, *names):
+    return {name: np.array([row[place] for row in rows], np.int64) for place, name in enumerate(names)}
