@@ -138,7 +138,7 @@ def test_the_figures_of_conditions_are_shares_of_the_wall_and_times() -> None:
     """Ranks idle 2 and 4 of 500 µs, all of it gaps, and are blocked on a peer for 200 and 50 µs."""
     figures = figures_of(found_in(*copied_hop()))
     assert figures["blocked_on_peer"] == pytest.approx(0.25)
-    assert (figures["max(blocked_on_peer)"], figures["min(blocked_on_peer_ns)"]) == (pytest.approx(0.4), 50 * US)
+    assert figures["max(blocked_on_peer)"] == pytest.approx(0.4) and figures["min(blocked_on_peer_ns)"] == 50 * US
     assert figures["idle_gap"] == figures["idle"] == pytest.approx(0.006)
     assert (figures["idle_host"], figures["idle_blocked_ns"], figures["max(idle_gap_ns)"]) == (0.0, 0.0, 4 * US)
     assert "idle_host" not in figures_of(found_in(cpu_example()))
@@ -184,9 +184,9 @@ def test_the_parts_visibly_sum(name: str) -> None:
             assert sum(parts) == pytest.approx(whole, abs=1e-9), line
     start = next(at for at, line in enumerate(lines) if line.startswith("idle by class"))
     classes = lines[start + 1 : lines.index("", start)]
-    *parts, whole = (numbers(line) for line in classes)
-    assert whole[1] == 100.0 and classes[-1].startswith("idle ")
-    assert [sum(column) for column in zip(*parts, strict=True)] == pytest.approx(whole, abs=1e-9)
+    times, shares = zip(*map(numbers, classes), strict=True)
+    assert shares[-1] == 100.0 and classes[-1].startswith("idle ")
+    assert [sum(times[:-1]), sum(shares[:-1])] == pytest.approx([times[-1], shares[-1]], abs=1e-9)
 
 
 def test_time_blocked_on_a_peer_stands_beside_idle_and_is_called_communication() -> None:

@@ -192,7 +192,7 @@ def timeline(found: DrawnTimeline, ranks: Sequence[int]) -> Any:
             "right": [round(bar.end_ns / 1e6, 6) for bar in bars],
             "bottom": [at + 0.06 for at in low],
             "top": [at + 0.94 for at in low],
-            "where": [f"rank {bar.rank}, stream {bar.stream}" for bar in bars],
+            "where": [f"rank {bar.rank}" + (f", stream {bar.stream}" if what != IDLE else "") for bar in bars],
             "kind": [LABELS.get(bar.kind, bar.kind) for bar in bars],
             "start": [f"{bar.start_ns / 1e6:,.3f} ms" for bar in bars],
             "time": [f"{(bar.end_ns - bar.start_ns) / 1e6:,.3f} ms" for bar in bars],

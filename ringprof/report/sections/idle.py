@@ -109,14 +109,14 @@ def _shown(ranks: Sequence[KnownIdle], listing: Listing) -> Sequence[KnownIdle]:
 
 
 def _by_rank(ranks: Sequence[KnownIdle], style: TextStyle, listing: Listing) -> str:
-    rows = [(f"rank {known.rank.rank}", *_times(known)) for known in _shown(ranks, listing)]
+    rows = [(f"rank {known.rank.rank}", _times(known)) for known in _shown(ranks, listing)]
     if len(ranks) > 1:
-        means = map(fmean, zip(*map(_times, ranks), strict=True))
-        rows.append((f"mean of {len(ranks)} ranks", *means))
-    peers = any(row[-1] for row in rows)
-    unit_ns, unit = unit_for(max(row[4] for row in rows))
+        means = tuple(map(fmean, zip(*map(_times, ranks), strict=True)))
+        rows.append((f"mean of {len(ranks)} ranks", means))
+    peers = any(times[-1] for _, times in rows)
+    unit_ns, unit = unit_for(max(times[_IDLE] for _, times in rows))
     columns = [Column(f"idle by cause\nin {unit}"), *map(Column, ("host", "gap", "blocked", "idle", "of wall"))]
-    cells = [_cells(row, unit_ns, peers=peers) for row in rows]
+    cells = [[name, *_cells(times, unit_ns, peers=peers)] for name, times in rows]
     table = text_table([*columns, *([Column("blocked on\na peer")] if peers else [])], cells, style)
     return "\n".join([table, style.wrap(_CAUSES_NOTE, "dim"), *([style.wrap(_PEER_NOTE, "dim")] if peers else [])])
 
@@ -128,13 +128,17 @@ def _times(known: KnownIdle) -> tuple[float, ...]:
     return *parts, breakdown.wall_ns, breakdown.blocked_on_peer_ns
 
 
-def _cells(row: tuple[Any, ...], unit_ns: float, *, peers: bool) -> list[str]:
+_IDLE = 3
+"""Place of the idle time in `_times`."""
+
+
+def _cells(times: tuple[float, ...], unit_ns: float, *, peers: bool) -> list[str]:
     """Format one row so that the causes sum to idle as shown."""
-    name, *parts, idle, wall, blocked = row
+    *parts, idle, wall, blocked = times
     rounded = rounded_to_sum([part / unit_ns for part in parts], idle / unit_ns, 3)
     share = f"{100 * idle / wall:.1f} %" if wall else "-"
     shown = [*(f"{value:,.3f}" for value in rounded), in_unit(idle, unit_ns), share]
-    return [name, *shown, *([in_unit(blocked, unit_ns)] if peers else [])]
+    return [*shown, *([in_unit(blocked, unit_ns)] if peers else [])]
 
 
 def _by_class(causes: IdleCauses, count: int, style: TextStyle) -> str:
