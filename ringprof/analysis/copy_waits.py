@@ -234,6 +234,17 @@ def peers_of_ranks(hops: Mapping[int, Sequence[CopyHop]]) -> dict[int, CopyPeers
     }
 
 
+def unequal_hops(peers: Mapping[int, CopyPeers]) -> int:
+    """Count the hops of channels of which a rank and its receiver post different numbers: they match nothing."""
+    count = 0
+    for mine in peers.values():
+        sent = Counter((hop.channel, hop.receiver) for hop in mine.sent)
+        for (channel, receiver), number in sent.items():
+            theirs = sum(hop.channel == channel for hop in mine.posted.get(NONE if receiver is None else receiver, ()))
+            count += number if theirs and theirs != number else 0
+    return count
+
+
 def blocked_on_peers(
     detail: Detail, peers: CopyPeers, offset_ns: Mapping[int, int], rank: int, *, recorded: bool
 ) -> tuple[PeerBlock, ...]:

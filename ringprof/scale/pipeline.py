@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from ringprof.analysis.attribution import Attribution, RunOutline, all_warnings, judge_matching, outline_run
-from ringprof.analysis.copy_waits import peers_of_ranks, with_receivers
+from ringprof.analysis.copy_waits import CopyPeers, peers_of_ranks, unequal_hops, with_receivers
 from ringprof.analysis.findings.findings import Findings, findings_in_memory
 from ringprof.analysis.iterations import steps_warning
 from ringprof.analysis.kinds.groups import refuse_unknown_group
@@ -214,9 +214,15 @@ class _Pipeline(msgspec.Struct, dict=True):
         clocks = self.clocks or self._fit_clocks(tiles, ledger)
         if not self.in_memory:
             tiles = [msgspec.structs.replace(tile, absent=ledger.extract(tile.ranks, clocks)) for tile in tiles]
-        tiles = _with_copies(tiles, alone, self.context.hosts, self.outline.world_size)
+        copies = _copy_peers(alone, self.context.hosts, self.outline.world_size)
+        tiles = [
+            msgspec.structs.replace(tile, copies={rank: copies[rank] for rank in tile.ranks if rank in copies})
+            for tile in tiles
+        ]
         ranks = [one.rank for one in alone.values()]
         best, unmatched, disagree = self._rates(tiles, clocks)
+        if unequal := unequal_hops(copies):
+            unmatched["counts_differ"] = unmatched.get("counts_differ", 0) + unequal
         usable, warnings = judge_matching(ranks, clocks, unmatched, 0, disagree=disagree)
         silent = not any(one.communicates for one in alone.values())
         finished, inconclusive = self._split(tiles, ranks, clocks, best if usable else None)
@@ -338,16 +344,10 @@ class _Pipeline(msgspec.Struct, dict=True):
         ranks.add(rank)
 
 
-def _with_copies(
-    tiles: Sequence[stages.Tile], alone: Mapping[int, stages.RankAlone], hosts: HostOfRank, world_size: int
-) -> list[stages.Tile]:
-    """The tiles, each with the hops by the copy engine that its ranks and their peers post."""
+def _copy_peers(alone: Mapping[int, stages.RankAlone], hosts: HostOfRank, world_size: int) -> dict[int, CopyPeers]:
+    """For each rank that posts hops by the copy engine, its hops and those of its peers."""
     hops = {rank: one.copies for rank, one in alone.items() if one.copies}
-    peers = peers_of_ranks(with_receivers(hops, hosts, world_size))
-    return [
-        msgspec.structs.replace(tile, copies={rank: peers[rank] for rank in tile.ranks if rank in peers})
-        for tile in tiles
-    ]
+    return peers_of_ranks(with_receivers(hops, hosts, world_size))
 
 
 def _around(ranks: Sequence[int], alone: Mapping[int, stages.RankAlone]) -> tuple[int, ...]:

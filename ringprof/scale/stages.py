@@ -230,7 +230,7 @@ def split_tile(
     finished, surveyed = [], []
     for rank in ranks:
         splits, alone = by_rank[rank.rank], context.detail_alone(rank.rank)
-        blocks = _blocks(context, tile, rank, alone, clocks)
+        blocks = _blocks(context, tile, rank, alone, clocks, one_clock=best is not None)
         detail = with_splits(alone, splits, rank.rank, blocks)
         store.put_splits(rank.rank, splits)
         store.put_blocks(rank.rank, blocks)
@@ -241,11 +241,15 @@ def split_tile(
     return SplitTile(finished, surveyed, inconclusive)
 
 
-def _blocks(context: RunContext, tile: Tile, rank: Rank, detail: Detail, clocks: Clocks) -> tuple[PeerBlock, ...]:
+def _blocks(
+    context: RunContext, tile: Tile, rank: Rank, detail: Detail, clocks: Clocks, *, one_clock: bool
+) -> tuple[PeerBlock, ...]:
     """The idle time that peers of the rank caused; none on CPU, and where its hops go by kernels."""
     peers = tile.copies.get(rank.rank)
     if rank.on_cpu or peers is None:
         return ()
+    # Without a common clock nothing of a peer's trace can be set against this one.
+    peers = peers if one_clock else CopyPeers(peers.sent)
     return blocked_on_peers(detail, peers, clocks.offset_ns, rank.rank, recorded=context.copies_hops)
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import ringprof
+from ringprof.analysis.copy_waits import CopyHop, peers_of_ranks, unequal_hops
 from ringprof.analysis.kinds.kinds import COMMUNICATION, COMPUTE, KINDS, MEMORY
 from ringprof.errors import InputError
 from ringprof.run import write_run
@@ -261,3 +262,17 @@ def test_the_same_program_by_copies_and_by_nccl_has_the_same_losses():
         assert run.findings.waterfall.of("imbalance") > 0.2 * wall
         assert run.findings.next_step is not None
         assert "launch" not in " ".join([*run.findings.verdict, run.findings.next_step.text]).lower()
+
+
+def test_hops_that_two_ranks_count_differently_are_reported() -> None:
+    def hop(channel: str, number: int, receiver: int) -> CopyHop:
+        return CopyHop(channel, number, number, 0, 1, number, 0, 0, 0, receiver)
+
+    # Rank 0 posts three hops of kv, rank 1 two; of dkv both post one.
+    hops = {
+        0: [*(hop("kv", number, 1) for number in range(3)), hop("dkv", 0, 1)],
+        1: [*(hop("kv", number, 0) for number in range(2)), hop("dkv", 0, 0)],
+    }
+    assert unequal_hops(peers_of_ranks(hops)) == 5
+    hops[1].append(hop("kv", 2, 0))
+    assert unequal_hops(peers_of_ranks(hops)) == 0
