@@ -9,7 +9,11 @@ import ringprof
 from ringprof.analysis.copy_waits import CopyHop, peers_of_ranks, unequal_hops
 from ringprof.analysis.kinds.kinds import COMMUNICATION, COMPUTE, KINDS, MEMORY
 from ringprof.errors import InputError
+from ringprof.monitoring import look_figures
 from ringprof.run import write_run
+from ringprof.scale.pipeline import attribute
+from ringprof.trace.kineto import read_trace
+from ringprof.trace.reduced import parse_reduced, reduce_trace
 from tests.analysis.idle_oracle import assert_same_idle, run_traces_of
 from tests.analysis.random_copy_runs import run_with_hops, write_random_run
 from tests.analysis.sweep import sweep
@@ -276,3 +280,14 @@ def test_hops_that_two_ranks_count_differently_are_reported() -> None:
     assert unequal_hops(peers_of_ranks(hops)) == 5
     hops[1].append(hop("kv", 2, 0))
     assert unequal_hops(peers_of_ranks(hops)) == 0
+
+
+def test_a_look_of_the_monitor_sees_waiting_for_copies() -> None:
+    """The monitor has the ranks' reduced traces and no run.json."""
+    folder = DATA / "waits-copies"
+    traces = [parse_reduced(reduce_trace(read_trace(folder / f"rank{rank}.json.gz"))) for rank in (0, 1)]
+    look, report = look_figures(attribute(traces)), analysis(folder).report()
+    assert look["exposed_comm_share"] == report["summary"]["exposed_comm_share"]
+    assert look["exposed_comm_share"]["worst"] > 0.5 and look["straggler"] == 0
+    waits = [rank["hops"]["wait_ns"] for rank in report["ranks"]]
+    assert look["wait_ms"] == pytest.approx(sum(waits) / 2e6) and sum(waits) > 22e6
