@@ -55,6 +55,7 @@ def main(what: str, arguments: list[str]) -> NoReturn:
     watchdog.start()
     try:
         _carry_out(task, place, diary, hops)
+        diary.done()
     except BaseException as error:
         _tell(error, diary)
     sys.stdout.flush()

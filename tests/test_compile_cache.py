@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ringprof.compile_cache import VARIABLE, choose_compile_cache
-from tests.record.command import SMALL, run
+from tests.record.command import RINGPROF, SMALL, run
 
 
 def chosen(environment: dict[str, str], fallback: str | None = None) -> str | None:
@@ -51,7 +51,7 @@ def test_a_recording_leaves_nothing_in_the_temporary_folder(tmp_path: Path, has_
         home.mkdir()
     arguments = ["record", "--strategy", "ring", *SMALL, "--world", "2", "--iters", "1", "-o", "runs/run.json"]
     surroundings = {"HOME": str(home if has_home else Path(__file__, "home")), "TMPDIR": str(temporary), VARIABLE: ""}
-    done = run(arguments, tmp_path, **surroundings)
+    done = run(arguments, tmp_path, RINGPROF, **surroundings)
     assert done.returncode == 0, done.stderr
     assert list(temporary.iterdir()) == []
     assert not has_home or (home / ".cache" / "ringprof" / "torchinductor").is_dir()

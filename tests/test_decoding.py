@@ -75,7 +75,8 @@ def test_parameters_of_any_type_are_nested_64_deep_at_most(levels: int) -> None:
     run["strategy"]["params"] = {"x": "VALUE"}
     data = json.dumps(run).replace('"VALUE"', nested).encode()
     if levels <= DEEPEST:
-        assert parse_run(data, "run.json").strategy.params["x"] == json.loads(nested)
+        strategy = parse_run(data, "run.json").strategy
+        assert strategy is not None and strategy.params["x"] == json.loads(nested)
     else:
         with pytest.raises(RunFormatError, match="nested too deeply"):
             parse_run(data, "run.json")

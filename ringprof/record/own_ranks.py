@@ -89,8 +89,11 @@ def launch(task: RanksTask, reporter: Reporter, what: str, result: Callable[[], 
             if context is not None:
                 # Asked first, so that the ranks can say where they were, then killed.
                 context.close(signal.SIGTERM, END_S)
-            keep(scratch)
-            raise _explained(error, readers, scratch, what) from None
+            explained = _explained(error, readers, scratch, what)
+            # What is refused says all itself, and names no logs.
+            refused = isinstance(explained, RingprofError) and not isinstance(explained, RecordError)
+            (remove if refused else keep)(scratch)
+            raise explained from None
         context.close()
     found = result()
     remove(scratch)
@@ -246,10 +249,20 @@ def _until_done(pids: dict[int, int], readers: list[DiaryReader], reporter: Repo
             raise _RankFailed(_statuses(pids))
         if len(statuses) == len(pids):
             readers[0].relay(reporter)
+            _refuse_unfinished(statuses, readers)
             return
         if time.monotonic() > begin + limit_s:
             raise _TimeIsUp(limit_s)
         time.sleep(_POLL_S)
+
+
+def _refuse_unfinished(statuses: dict[int, int], readers: list[DiaryReader]) -> None:
+    """Raise `_RankFailed` for ranks that ended with exit code 0 in the midst of their work, as code of a user may."""
+    for reader in readers[1:]:
+        reader.read()
+    unfinished = {rank: status for rank, status in statuses.items() if readers[rank].last("done") is None}
+    if unfinished:
+        raise _RankFailed(unfinished)
 
 
 def _statuses(pids: dict[int, int]) -> dict[int, int]:

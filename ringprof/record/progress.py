@@ -81,6 +81,10 @@ class Diary(PositionReporter):
         """Why this rank fails: ``kind`` is the name of an error class."""
         self._write(error=kind, message=message)
 
+    def done(self) -> None:
+        """This rank has carried out its whole task: exit code 0 alone may be the user's code's."""
+        self._write(done=True)
+
     def last_words(self, hops: int | None) -> None:
         """Where this rank stood when it was stopped, and how many hops it had posted in this iteration."""
         self._write(stopped=self.where(), hops=hops)

@@ -72,6 +72,13 @@ class SecondCall(Zigzag):
         return tuple(x * float("nan") for x in gradients) if self.calls > 1 else gradients
 
 
+class Leaves(Zigzag):
+    """All ranks end well, they say, in the midst of their work."""
+
+    def forward(self, blocks, q, k, v):
+        os._exit(0)
+
+
 class Slow(Zigzag):
     """Half a second an iteration, to be interrupted."""
 

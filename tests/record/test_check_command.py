@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from tests.record.command import TORCHRUN, run, started_in
 SMALL = ["--layout", "zigzag", "--heads", "2", "--head-dim", "16", "--device", "cpu"]
 
 MINE = '''
+import os
 import time
 
 import torch
@@ -52,6 +54,18 @@ def fails(q, k, v):
     return alone(q, k, v)
 
 
+def leaves(q, k, v):
+    os._exit(0)
+
+
+def says_too_much(q, k, v):
+    raise ValueError("y" * 10_000_000)
+
+
+def returns_no_tensor(q, k, v):
+    return "text"
+
+
 def hangs(q, k, v):
     if dist.get_rank() == 1:
         time.sleep(600)
@@ -86,6 +100,28 @@ def test_an_error_on_one_rank_ends_all(folder: Path) -> None:
     assert done.returncode == 3 and done.stdout == ""
     assert done.stderr.startswith("ringprof: rank 1 failed in call 2 of the attention: ValueError: boom; log: ")
     assert done.stderr.count("\n") == 1 and not started_in(folder)
+
+
+def test_ranks_that_leave_with_exit_code_0_have_failed(folder: Path) -> None:
+    done = run(["check", "mine:leaves", "--world", "2", *SMALL], folder)
+    assert done.returncode == 3 and done.stdout == ""
+    assert done.stderr.startswith("ringprof: rank 0 ended with exit code 0 and said nothing; log: ")
+
+
+def test_an_error_of_10_mb_is_cut(folder: Path) -> None:
+    done = run(["check", "mine:says_too_much", "--world", "2", *SMALL], folder)
+    assert done.returncode == 3 and done.stderr.count("\n") == 1 and len(done.stderr) < 2500
+    assert re.match(
+        r"ringprof: rank [01] failed in call 1 of the attention: ValueError: y{1000,}\.\.\.; log: ", done.stderr
+    )
+
+
+def test_what_is_refused_keeps_no_logs(folder: Path) -> None:
+    temporary = folder / "temporary"
+    temporary.mkdir(exist_ok=True)
+    done = run(["check", "mine:returns_no_tensor", "--world", "2", *SMALL], folder, TMPDIR=str(temporary))
+    assert (done.returncode, done.stderr) == (2, "ringprof: the attention returned str, not a tensor\n")
+    assert list(temporary.iterdir()) == []
 
 
 def test_a_rank_that_hangs_ends_all(folder: Path) -> None:

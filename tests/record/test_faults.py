@@ -133,6 +133,20 @@ def test_running_out_of_memory_names_the_rank(own_strategies: Path) -> None:
     assert nothing_recorded(own_strategies)
 
 
+def test_ranks_that_all_leave_with_exit_code_0_have_recorded_nothing(own_strategies: Path) -> None:
+    """An earlier run is not taken for theirs."""
+    done = run(["record", "--strategy", "zigzag", *TWO, "--iters", "1"], own_strategies)
+    assert done.returncode == 0, done.stderr
+    runs = own_strategies / "traces"
+    earlier = {path: path.read_bytes() for path in runs.rglob("*") if path.is_file()}
+    done = run(["record", "--strategy", "mine:Leaves", *TWO], own_strategies, TMPDIR=str(own_strategies))
+    assert done.returncode == 3 and done.stdout == ""
+    line = one_line(done.stderr)
+    assert line.startswith("ringprof: rank 0 ended with exit code 0 and said nothing; log: ")
+    kept_log(line, own_strategies)
+    assert {path: path.read_bytes() for path in runs.rglob("*") if path.is_file()} == earlier
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(("what", "code"), [("leave", 0), ("leave_badly", 7)])
 def test_a_rank_that_leaves_is_named_not_the_one_that_misses_it(own_strategies: Path, what: str, code: int) -> None:

@@ -72,6 +72,15 @@ def test_an_error_of_its_own_beats_an_earlier_lost_connection(tmp_path: Path) ->
     assert "rank 1 failed: out of memory: use a shorter sequence" in str(error) and "rank1.log" in str(error)
 
 
+def test_a_rank_that_left_a_check_is_the_cause_of_what_the_others_quote(tmp_path: Path) -> None:
+    written, readers = diaries(tmp_path, 2)
+    written[0].error("RecordError", f"rank 0 failed in call 1 of the attention: {LOST_PEER}")
+    assert str(cause({0: 3, 1: 0}, readers, tmp_path)).startswith("rank 1 ended with exit code 0 and said nothing")
+    own = "rank 0 failed in call 1 of the attention: ValueError: no gloo"
+    written[0].error("RecordError", own)
+    assert str(cause({0: 3, 1: 0}, readers, tmp_path)).startswith(own)
+
+
 def test_the_earlier_of_two_errors_is_the_cause_though_the_clock_is_set_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

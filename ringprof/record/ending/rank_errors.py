@@ -31,9 +31,14 @@ def error_kind(error: BaseException) -> str:
     return OutOfMemory.__name__ if ran_out(error) else type(error).__name__
 
 
+LONGEST_LINE = 2000
+"""Most characters of an error that travel between processes; its log holds all of them."""
+
+
 def error_line(error: BaseException) -> str:
-    """An error's first line, with its class where it is not one of ours; what is no text is escaped."""
-    return _line(error).encode(errors="backslashreplace").decode()
+    """An error's first line, cut where it is long, with its class where it is not one of ours; odd text is escaped."""
+    line = _line(error).encode(errors="backslashreplace").decode()
+    return line if len(line) <= LONGEST_LINE else f"{line[: LONGEST_LINE - 3]}..."
 
 
 def _line(error: BaseException) -> str:
@@ -72,9 +77,14 @@ def signal_error(rank: int, number: int, log: str) -> RecordError:
     return RecordError(f"rank {rank} was killed by {name}{hint}{log}")
 
 
+_OF_PEERS = ("DistBackendError", "DistNetworkError", "DistStoreError")
+
+
 def is_consequence(kind: str, message: str) -> bool:
     """Whether an error is of the kind that a rank has when it loses a peer: the peer's own tells more."""
-    return kind in ("DistBackendError", "DistNetworkError", "DistStoreError") or (
+    if kind == RecordError.__name__:  # that of a check quotes the error of the call
+        kind = next((name for name in (*_OF_PEERS, "RuntimeError") if f"{name}: " in message), kind)
+    return kind in _OF_PEERS or (
         kind == "RuntimeError" and any(word in message for word in ("onnection", "gloo", "NCCL"))
     )
 
