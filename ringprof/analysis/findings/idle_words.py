@@ -84,13 +84,14 @@ def not_launched_in_words(attribution: Attribution, share: str) -> str:
     """Say why the GPUs idle before launches; ``share`` is what they idle so of the time."""
     if _is_predicted(attribution):
         return f"{share} of the predicted time the GPU is idle because its next work is not launched yet."
-    text = f"{share} of the time the GPU is idle because its next work is not launched yet"
-    cause = host_cause(idle_of(attribution))
+    causes = idle_of(attribution)
+    text = f"{share} of the time the GPU is idle {_before_launches(causes)}"
+    cause = host_cause(causes)
     if cause is None:
         return f"{text}."
     of_idle = f"{percent(cause.share)} of its idle time"
     if cause.kind == LAUNCH_BOUND:
-        return f"{text}: {of_idle} is in short gaps between launches."
+        return f"{text}: {of_idle} is short host work (pieces below 0.1 ms) and gaps below 5 us."
     if cause.kind == NOT_KEPT:
         return f"{text}; these reduced traces do not hold what the host did meanwhile."
     if cause.kind == NOTHING_RECORDED:
@@ -98,6 +99,18 @@ def not_launched_in_words(attribution: Attribution, share: str) -> str:
     return f"{text}: for {of_idle} the host is in {cause.name}{_WITHIN.get(cause.kind, '')}."
 
 
+def _before_launches(causes: IdleCauses) -> str:
+    """Name what host-bound idle time is: time before launches, gaps between launched activities, or both."""
+    least = _SMALL * (causes.host_ns + causes.gap_ns)
+    named = (
+        ("because its next work is not launched yet", causes.host_ns),
+        ("in gaps below 5 us", causes.gap_ns),
+    )
+    return " or ".join(words for words, time_ns in named if time_ns > least)
+
+
+_SMALL = 0.01
+"""Share of host-bound idle time below which a cause of it is not named."""
 _WITHIN = {DATA_LOADER: " (data loader)", COMPILATION: " (compilation or graph capture)"}
 
 
@@ -122,17 +135,19 @@ def remedy_of_host(cause: HostCause | None, launch_bound: str) -> str:
 
 
 def blocked_in_words(attribution: Attribution, share: str) -> str:
-    """Say why the GPUs idle although their next work is launched; ``share`` is what they idle so of the time."""
-    event = _longest_blocked(attribution)
+    """Say why the GPUs idle although their next work is launched; ``share`` is shown of a prediction."""
     if _is_predicted(attribution):
         return f"{share} of the predicted time the GPU is idle although its next work is launched."
+    causes, event = idle_of(attribution), _longest_blocked(attribution)
+    wall = sum(rank.breakdown.wall_ns for rank in attribution.ranks)
+    unknown = sum(one.time_ns for one in causes.events if one.name == NO_LAUNCH)
     if event is None or event.name == NO_LAUNCH:
         return (
-            f"{share} of the time nothing runs on the GPU; the launch of what follows is not recorded, so the cause "
-            "cannot be told."
+            f"{percent(unknown / wall)} of the time nothing runs on the GPU and the launch of what follows is not "
+            "recorded, so the cause cannot be told."
         )
-    idle = idle_of(attribution).total_ns
-    text = f"{share} of the time the GPU is idle although its next work is launched: for"
+    idle, launched = causes.total_ns, percent((causes.blocked_ns - unknown) / wall)
+    text = f"{launched} of the time the GPU is idle although its next work is launched: for"
     reason = {HOST_COPY: "a copy is staged through pageable memory", OTHER_STREAM: "it waits for another stream"}
     said = reason.get(event.name, "it waits for something that the trace does not record")
     return f"{text} {percent(event.time_ns / idle)} of its idle time {said}."

@@ -18,7 +18,7 @@ from ringprof.analysis.findings.summary import Communication, Summary
 from ringprof.analysis.kinds.kinds import COMPUTE_PARTS, MEMORY
 from ringprof.analysis.transfers.hops import OTHER_HOST
 from ringprof.digits import milliseconds, percent, three_digits
-from ringprof.run import StrategyUsed
+from ringprof.run import Run, StrategyUsed
 
 UNBALANCED = 1.5
 """How many times longer one rank must compute than another, rising with the rank, to look like a causal mask."""
@@ -38,7 +38,7 @@ def remedies_of(attribution: Attribution, summary: Summary) -> dict[str, str]:
     found = {
         "kernel": f"another kernel (ringprof kernels){_longer(attribution)}",
         "attention": f"a faster attention kernel{_longer(attribution)}",
-        "repeated": "a strategy that computes nothing twice",
+        "repeated": _repeated(attribution),
         "slowdown": _slowdown(attribution),
         "imbalance": _imbalance(attribution),
         "exposed_wire": _wire(attribution, longest_on_wire(summary)),
@@ -58,7 +58,16 @@ def has_hops(attribution: Attribution) -> bool:
 
 
 def _longer(attribution: Attribution) -> str:
-    return f", {_MORE_TOKENS}" if has_hops(attribution) else ""
+    run = attribution.run
+    decodes = run is not None and run.workload is not None and run.workload.phase == "decode"
+    return f", {_MORE_TOKENS}" if has_hops(attribution) and not decodes else ""
+
+
+def _repeated(attribution: Attribution) -> str:
+    run = attribution.run
+    layer = run.workload.layer if run and run.workload else None
+    again = run is not None and (run.captured or (layer is not None and layer.checkpoint))
+    return "less activation checkpointing" if again else "a strategy that computes nothing twice"
 
 
 def _slowdown(attribution: Attribution) -> str:
@@ -69,10 +78,16 @@ def _slowdown(attribution: Attribution) -> str:
 
 
 def _copy_hops(attribution: Attribution, *, before: str) -> str:
-    """The option that has copy engines carry the hops, where that is possible: on GPUs of one host, recorded here."""
+    """The option that has copy engines carry the hops, where that is possible: on GPUs of one host, recorded here.
+
+    Only hops that the recorder's communicator sends can change; it counts what it sends.
+    """
     run = attribution.run
-    possible = run is not None and not run.captured and len(set(run.topology.hosts)) == 1
-    return f"--hops copy{before}" if possible and not attribution.on_cpu else ""
+    if run is None or run.strategy is None or run.captured or attribution.on_cpu:
+        return ""
+    sends = any(entry.operation == "send_recv" for work in run.work or () for entry in work.sent or ())
+    possible = sends and len(set(run.topology.hosts)) == 1
+    return f"--hops copy{before}" if possible and run.strategy.hops != "copy" and not run.strategy.cuda_graph else ""
 
 
 def known_contiguous(attribution: Attribution) -> bool:
@@ -80,9 +95,16 @@ def known_contiguous(attribution: Attribution) -> bool:
     run = attribution.run
     if run is None or run.strategy is None or run.workload is None or not run.workload.causal:
         return False
-    if run.workload.documents or run.workload.window:
+    if run.workload.documents or run.workload.window or run.workload.phase != "training":
         return False  # their work is not a triangle
-    return run.strategy.layout == "contiguous"
+    # An all-to-all from sequence to heads leaves every rank the same work.
+    return run.strategy.layout == "contiguous" and not _same_work(attribution)
+
+
+def _same_work(attribution: Attribution) -> bool:
+    """Whether the attention blocks of all ranks have the same FLOPs, as the recorder counted them."""
+    flops = attribution.run.block_flops() if attribution.run else None
+    return bool(flops) and max(flops.values()) <= _SAME_WORK * min(flops.values())
 
 
 def rises_with_rank(attribution: Attribution) -> bool:
@@ -124,7 +146,9 @@ def rate_to_hide(attribution: Attribution, row: Communication | None) -> str:
     needed = row.sent_bytes / len(attribution.ranks) / computes
     if needed <= row.wire_gbps:
         return ""
-    return f"; {milliseconds(computes)} of computation can hide these bytes from {three_digits(needed)} GB/s a rank on"
+    return (
+        f"; {milliseconds(computes)} of computation can hide these bytes from {three_digits(needed)} GB/s per rank on"
+    )
 
 
 def _strategy(attribution: Attribution) -> StrategyUsed | None:
@@ -139,32 +163,45 @@ def _imbalance(attribution: Attribution) -> str:
         return "the same causal work for every rank, as zigzag has"
     if run and run.workload and run.workload.documents:
         return "another layout (ringprof balance compares them)"
-    flops = run.block_flops() if run else None
-    if flops and max(flops.values()) <= _SAME_WORK * min(flops.values()):
-        return "look at the GPUs' clocks (same work, other speed)" if not attribution.on_cpu else ""
-    return "the same work for every rank"
+    if not _same_work(attribution):
+        return "the same work for every rank"
+    if attribution.on_cpu:
+        return ""
+    by_time = sorted((rank.breakdown for rank in attribution.ranks), key=lambda one: one.compute_ns)
+    least, most = by_time[0], by_time[-1]
+    if 2 * (most.flash_ns - least.flash_ns) >= most.compute_ns - least.compute_ns:
+        return "look at the GPUs' clocks (same work, other speed)"
+    return "compare what ranks compute beside attention (--kernels)"
 
 
 def _wire(attribution: Attribution, row: Communication | None) -> str:
     used = _strategy(attribution)
     if used is None:
         return "fewer bytes, more computation beside them"
-    if used.name in ("allgather", "ulysses"):
+    if used.name in ("allgather", "ulysses") and _trains(attribution):
         return "zigzag, burst or usp (hops beside blocks)"
     if row is not None and row.link == OTHER_HOST:
-        return _between_hosts(used)
-    carried = "" if used.hops == "copy" else _copy_hops(attribution, before=", ")
-    return f"{carried}{_fewer_bytes(used)}, {_MORE_TOKENS}"
+        return _between_hosts(attribution, used)
+    return f"{_copy_hops(attribution, before=', ')}{_fewer_bytes(attribution, used)}{_longer(attribution)}"
 
 
-def _between_hosts(used: StrategyUsed) -> str:
-    if used.name in ("double-ring", "usp") or used.params.get("double_ring"):
-        return f"faster links, {_fewer_bytes(used)}, {_MORE_TOKENS}"
-    return "double-ring, burst or usp (less between hosts)"
+def _between_hosts(attribution: Attribution, used: StrategyUsed) -> str:
+    if used.name in ("double-ring", "usp") or used.params.get("double_ring") or not _trains(attribution):
+        return f"faster links, {_fewer_bytes(attribution, used)}{_longer(attribution)}"
+    others = [name for name in ("double-ring", "burst", "usp") if name != used.name]
+    return f"{', '.join(others[:-1])} or {others[-1]} (less between hosts)"
 
 
-def _fewer_bytes(used: StrategyUsed) -> str:
-    return "-p grad_wire=input" if used.params.get("grad_wire") in ("exact", "fp32") else "fewer bytes"
+def _trains(attribution: Attribution) -> bool:
+    """Whether the workload is one that every strategy can run: the strategies over a cache are others."""
+    run = attribution.run
+    return run is None or run.workload is None or run.workload.phase == "training"
+
+
+def _fewer_bytes(attribution: Attribution, used: StrategyUsed) -> str:
+    run = attribution.run
+    backward = run is not None and run.workload is not None and run.workload.backward
+    return "-p grad_wire=input" if backward and used.params.get("grad_wire") in ("exact", "fp32") else "fewer bytes"
 
 
 def waiting_caused(attribution: Attribution) -> dict[int, float]:
@@ -214,7 +251,7 @@ def _unsplit(attribution: Attribution) -> str:
         return "record all ranks to tell wire from wait" if missing else ""
     used, run = _strategy(attribution), attribution.run
     if used and run and len(set(run.topology.hosts)) > 1:
-        return _between_hosts(used)
+        return _between_hosts(attribution, used)
     return ""
 
 
@@ -223,11 +260,12 @@ def _copies(attribution: Attribution, summary: Summary) -> str:
     rows = [row for row in summary.kinds if row.kind in (*COMPUTE_PARTS["merge_and_copies"], *MEMORY)]
     if not rows:
         return ""
+    where = "" if attribution.on_cpu else " on the GPU"
     return {
         "merge": f"fewer merges{_longer(attribution)}",
-        "permute": "fewer permutations and copies on the GPU",
+        "permute": f"fewer permutations and copies{where}",
         "memset": "fewer memory sets",
-        "memcpy": _memory_copies(attribution),
+        "memcpy": _memory_copies(attribution) if where else "fewer copies",
     }[rows[0].kind]
 
 
@@ -251,15 +289,23 @@ _WITH_HOST = re.compile(r"HtoD|DtoH|Host")
 
 def _not_launched(attribution: Attribution) -> str:
     used, run = _strategy(attribution), attribution.run
+    longer = _longer(attribution)
     if attribution.on_cpu:
-        return _MORE_TOKENS if used else ""
+        return longer.removeprefix(", ") if used else ""
     if used is not None and run is not None and run.predicted is not None:
-        return f"{_MORE_TOKENS}, fewer and longer kernels"
+        return f"fewer and longer kernels{longer}"
     if used is None or run is None or run.captured:
-        short = "CUDA graphs or torch.compile, fewer and longer kernels"
-    elif used.cuda_graph or used.hops == "copy":
-        # Hops by copy engine refuse to be captured.
-        short = f"{_MORE_TOKENS}, fewer and longer kernels"
+        replayed = any(warning.code == "cuda_graph" for warning in attribution.warnings)
+        short = f"{'more ' if replayed else ''}CUDA graphs or torch.compile, fewer and longer kernels"
+    elif _may_capture(run, used):
+        short = f"--cuda-graph{longer}"
     else:
-        short = f"--cuda-graph, {_MORE_TOKENS}"
+        short = f"fewer and longer kernels{longer}"
     return remedy_of_host(host_cause(idle_of(attribution)), short)
+
+
+def _may_capture(run: Run, used: StrategyUsed) -> bool:
+    """Whether `ringprof record --cuda-graph` takes the run, and it was not recorded so."""
+    work = run.workload
+    refused = work is not None and (work.layer is not None or work.sequences is not None)
+    return not used.cuda_graph and used.hops != "copy" and not refused

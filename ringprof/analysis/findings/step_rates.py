@@ -6,7 +6,6 @@ A sentence names the largest part first, so that matrix products never stand alo
 from __future__ import annotations
 
 from collections import Counter
-from statistics import fmean
 
 import msgspec
 
@@ -170,12 +169,18 @@ def _longest(attribution: Attribution, summary: Summary) -> list[tuple[str, str,
     """Return (part or kind, label, share of the mean wall) of everything that computes, longest first."""
     merged = {kind for kinds in RATED_PARTS.values() for kind in kinds}
     rows = [(part, label_of(part, summary), _share(attribution, part)) for part in RATED_PARTS]
-    wall = fmean(rank.breakdown.wall_ns for rank in attribution.ranks)
+    wall = sum(rank.breakdown.wall_ns for rank in attribution.ranks)
     rows += [
-        (row.kind, KIND[row.kind].label, row.time_ns / wall)
+        (row.kind, KIND[row.kind].label, _busy_ns(attribution, row.kind) / wall)
         for row in summary.kinds if row.kind in COMPUTE and row.kind not in merged and wall
     ]  # fmt: skip
     return sorted((row for row in rows if row[2]), key=lambda row: -row[2])
+
+
+def _busy_ns(attribution: Attribution, kind: str) -> int:
+    """Sum over ranks the time in which activities of a kind run; several at once count once."""
+    kinds = [rank.breakdown.kinds for rank in attribution.ranks]
+    return sum(times[kind].busy_ns for times in kinds if kind in times)
 
 
 def label_of(part: str, summary: Summary) -> str:

@@ -35,21 +35,23 @@ from ringprof.analysis.findings.verdict_words import (
 )
 from ringprof.analysis.findings.waterfall import (
     ATTENTION_PARTS,
+    COMMUNICATION_PARTS,
     IDLE_PARTS,
     WATERFALL_LABELS,
+    WORTH_NAMING,
     Waterfall,
     WaterfallPart,
 )
 from ringprof.analysis.kinds.kinds import COMPUTE_PARTS, KIND, MEMORY, in_a_sentence
 from ringprof.analysis.rank import Rank
 from ringprof.analysis.steps.steps import ExposedBySteps
-from ringprof.analysis.transfers.hops import OTHER_HOST
+from ringprof.analysis.transfers.hops import SAME_HOST
 from ringprof.digits import milliseconds, percent, three_digits
 
-WORTH_NAMING = 0.02
-"""The least share of the time that is called a loss."""
 _LEAST_GAIN = 0.0005
 """The least gain, as a share of the wall, that is not written as nothing."""
+_MOST = 0.5
+"""Share of a rank's communication time above which most of it is waiting."""
 PASSES = {"fwd": "forward", "bwd": "backward"}
 
 
@@ -95,7 +97,8 @@ def _cost(found: Facts) -> str:
         ranks = attribution.ranks
         size = attribution.run.topology.world_size if attribution.run else ranks[0].world_size
         device = "process" if attribution.on_cpu else "GPU"
-        alone = len(ranks) == 1 and size in (None, 1)
+        several = any(warning.code == "several_devices" for warning in attribution.warnings)
+        alone = len(ranks) == 1 and size in (None, 1) and not several
         return f"one {device}: nothing is communicated" if alone else "no communication in these traces"
     exposed = f"{percent(summary.exposed_mean)} of the time is exposed communication"
     if len(attribution.ranks) > 1:
@@ -124,7 +127,7 @@ def _cause(found: Facts) -> str:
         return _beside(found, share, largest)
     return {
         "imbalance": _imbalance, "exposed_wire": _wire, "peer_wait": _wait, "exposed_unsplit": _unsplit,
-        "launch_gaps": _not_launched, "blocked": _blocked,
+        "launch_gaps": _not_launched, "blocked": _blocked, "other_groups": _other_groups,
     }[largest](found, share)  # fmt: skip
 
 
@@ -156,6 +159,11 @@ def _kernels(found: Facts) -> str:
 def _imbalance(found: Facts, share: float) -> str:
     rank = min(found.attribution.ranks, key=lambda one: one.breakdown.compute_ns)
     wait, kind = _waited(rank)
+    if wait < _MOST:
+        # It is done early, or waits in another kind than the one that takes it longest.
+        most = max(found.attribution.ranks, key=lambda one: one.breakdown.compute_ns)
+        computes = [f"rank {one.rank} computes {milliseconds(one.breakdown.compute_ns)}" for one in (rank, most)]
+        return f"Imbalance takes {percent(share)} of the slowest rank's wall: {', '.join(computes)}."
     text = f"{percent(wait, 0)} of rank {rank.rank}'s {kind} time was waiting for ranks {_more_work(found, rank)}"
     if known_contiguous(found.attribution):
         return f"{text}."
@@ -196,12 +204,20 @@ def _wire(found: Facts, share: float) -> str:
     return f"{text}: {slow}." if slow else f"{text}{_worst_step(found)}."
 
 
+def _other_groups(found: Facts, share: float) -> str:
+    return f"{percent(share)} of the time is exposed communication of other groups."
+
+
 def _slow_hosts(found: Facts) -> str:
     row = slow_between_hosts(found.summary)
     if row is None:
         return ""
-    within = [one.wire_gbps for one in found.summary.communication if one.wire_gbps and one.link != OTHER_HOST]
-    against = f", {three_digits(max(within))} within a host" if within else ""
+    within = [
+        (one.wire_gbps, one.kind) for one in found.summary.communication if one.wire_gbps and one.link == SAME_HOST
+    ]
+    rate, kind = max(within, default=(0.0, ""))
+    named = f"{in_a_sentence(kind)} " if within and kind != row.kind else ""
+    against = f", {named}{three_digits(rate)} within a host" if within else ""
     return f"{in_a_sentence(row.kind)} between hosts moves {three_digits(row.wire_gbps or 0.0)} GB/s{against}"
 
 
@@ -254,22 +270,34 @@ def _worst_step(found: Facts) -> str:
     means = {key[1]: time / count for key, (time, count) in exposed.items() if key[0] == phase}
     worst = max(means, key=lambda step: means[step])
     return (
-        f"; {percent(phases[phase] / everything, 0)} of it in the {PASSES[phase]} pass, most in step {worst} "
-        f"(mean {milliseconds(means[worst])})"
+        f"; of what ring steps expose, {percent(phases[phase] / everything, 0)} is in the {PASSES[phase]} pass, "
+        f"most in step {worst} (mean {milliseconds(means[worst])})"
     )
 
 
 def _wait(found: Facts, share: float) -> str:
     slow = _slow_hosts(found) or _slow_ranks(found)
+    waiting = "of the slowest rank's wall is waiting for peers"
+    early = ", or for the slowest rank to end" if _early(found) else ""
     if slow:
         on_wire = percent(found.waterfall.of("exposed_wire") / found.waterfall.wall_ns)
-        waited = f"{percent(share)} of the slowest rank's wall is waiting for peers whose hops are slow"
-        return f"{waited}, {on_wire} wire: {slow}."
+        return f"{percent(share)} {waiting} whose hops are slow{early}, {on_wire} wire: {slow}."
     late = late_ranks(found.attribution)
     named = ", ".join(f"rank {rank} ({percent(part, 0)} of all waiting)" for rank, part in late.items())
     for_whom = f"; most waited for: {named}" if late else ""
-    waited = f"{percent(share)} of the slowest rank's wall is waiting for peers that have no more to compute"
+    waited = f"{percent(share)} {waiting}{early}{',' if early else ''} beyond what their computation differs by"
     return f"{waited}{for_whom}{_worst_step(found)}."
+
+
+def _early(found: Facts) -> bool:
+    """Whether a part of the waiting worth naming is after a rank's own end, until that of the slowest rank."""
+    wall = found.waterfall.wall_ns
+    early = sum(wall - rank.breakdown.wall_ns for rank in found.attribution.ranks) / len(found.attribution.ranks)
+    return early > _SHORT * found.waterfall.of("peer_wait")
+
+
+_SHORT = 0.1
+"""Share of the waiting below which what lies after a rank's own end is not named."""
 
 
 def _unsplit(found: Facts, share: float) -> str:
@@ -282,7 +310,8 @@ def _unsplit(found: Facts, share: float) -> str:
 
 def _beside(found: Facts, share: float, part: str) -> str:
     rows = _kinds_of(found, part)
-    most = f", most of it {KIND[rows[0].kind].label}" if len(rows) > 1 else ""
+    mostly = len(rows) > 1 and rows[0].time_ns > sum(row.time_ns for row in rows) / 2
+    most = f", most of it {KIND[rows[0].kind].label}" if mostly else ""
     return beside_attention(found.attribution, part, share, f"{_called(found, part)}{most}")
 
 
@@ -314,7 +343,9 @@ _BESIDE = {
 
 def _not_launched(found: Facts, share: float) -> str:
     if found.attribution.on_cpu:
-        return f"{percent(share)} of the time nothing computes and nothing waits."
+        text = f"{percent(share)} of the time nothing computes"
+        unmarked = any(warning.code == "cpu_no_wait_marks" for warning in found.attribution.warnings)
+        return f"{text}; waiting is not recorded." if unmarked else f"{text} and nothing waits."
     return not_launched_in_words(found.attribution, percent(share))
 
 
@@ -332,7 +363,8 @@ def _gain(found: Facts) -> str:
     named = [(bounds.free_ns, "with free communication")]
     if found.waterfall.of("imbalance"):
         named.append((bounds.balanced_ns, "with perfect balance"))
-    if not found.attribution.on_cpu:
+    if not found.attribution.on_cpu and not found.waterfall.of("exposed_unsplit"):
+        # What is on the wire longer than ranks compute cannot be hidden: it must be known.
         named.append((bounds.hidden_ns, "with perfect balance and overlap"))
     less = [(time, words) for time, words in named if 1 - time / wall >= _LEAST_GAIN]
     if not less:
@@ -351,7 +383,8 @@ class NextStep(msgspec.Struct, frozen=True):
     part: str
     """Of the waterfall."""
     time_ns: int
-    """The most that there is to gain: never above the wall less the bound that is printed."""
+    """What the part takes, never more than the wall less the bound of `Bounds` that belongs to it. A remedy can gain
+    more: what other ranks wait because of the part, and slower kernels beside it, are counted in other parts."""
     share: float
     """Of the slowest rank's wall."""
     text: str
@@ -361,7 +394,7 @@ class NextStep(msgspec.Struct, frozen=True):
 def next_step_of(found: Facts) -> NextStep | None:
     """Name the largest loss with what would shorten it; None where there is none, or nothing to say of it."""
     parts, attribution = found.waterfall, found.attribution
-    largest, kernels = parts.largest_loss(), ("attention", "kernel")
+    largest, kernels = parts.largest_loss(), ("attention", "kernel", "repeated", "slowdown")
     small = parts.of(largest) < WORTH_NAMING * parts.wall_ns
     if small and is_attention(attribution):
         largest = max(kernels, key=parts.of)
@@ -379,7 +412,7 @@ def next_step_of(found: Facts) -> NextStep | None:
 def _cannot_be_told(found: Facts, part: str) -> str:
     """Why there is no remedy for a part; empty where there is nothing to say."""
     if part == "blocked":
-        return "what it waits for is not recorded"
+        return "what most of it waits for is not recorded"
     if part == "exposed_unsplit" and found.attribution.on_cpu:
         return "which of these it is cannot be told on CPU"
     return "why these cannot be told apart is among the warnings" if part == "exposed_unsplit" else ""
@@ -388,16 +421,24 @@ def _cannot_be_told(found: Facts, part: str) -> str:
 def _in_words(found: Facts, part: WaterfallPart, gain_ns: int, remedy: str) -> str:
     parts = found.waterfall
     loss, wall = milliseconds(part.time_ns), milliseconds(parts.wall_ns)
-    if part.part in ("attention", "kernel"):
+    if part.part in ATTENTION_PARTS:
         tenth = milliseconds(parts.of(*ATTENTION_PARTS) / 10)
         text = f"Largest loss: {WATERFALL_LABELS[part.part]}, {loss} of {wall}. To try: {remedy}"
         return f"{text}; 10 % faster attention saves {tenth}."
     hides = rate_to_hide(found.attribution, longest_on_wire(found.summary)) if part.part == "exposed_wire" else ""
-    where = " outside attention" if parts.of(*ATTENTION_PARTS) > part.time_ns else ""
-    name = _called(found, part.part)
-    if not part.remedy:
-        bound = f"; free communication would gain at most {milliseconds(gain_ns)}" if gain_ns < part.time_ns else ""
-        return f"Largest loss{where}: {name}, {loss} of {wall}: {remedy}{bound}."
-    if gain_ns == part.time_ns:
-        return f"Largest loss{where}: {name}. To gain at most {loss} of {wall}: {remedy}{hides}."
-    return f"Largest loss{where}: {name}, {loss} of {wall}. To gain at most {milliseconds(gain_ns)}: {remedy}{hides}."
+    together = _together(parts, part.part)
+    where = " outside attention" if parts.of(*ATTENTION_PARTS) > parts.of(*together) else ""
+    name = f"{_called(found, part.part)}, {loss} of {wall}"
+    if len(together) > 1:
+        whole, largest = milliseconds(parts.of(*together)), _called(found, part.part)
+        name = f"imbalance and exposed communication, {whole} of {wall}, its largest part {largest} ({loss})"
+    bound = f", of which free communication would gain {milliseconds(gain_ns)}" if gain_ns < part.time_ns else ""
+    what = f". To try: {remedy}{hides}" if part.remedy else f": {remedy}"
+    return f"Largest loss{where}: {name}{bound}{what}."
+
+
+def _together(parts: Waterfall, part: str) -> tuple[str, ...]:
+    """Return the parts that a loss is named with: all of communication where no part of it alone is the largest."""
+    others = (*COMPUTE_PARTS, *IDLE_PARTS, "other_groups")
+    alone = part not in COMMUNICATION_PARTS or parts.of(part) >= max(map(parts.of, others))
+    return (part,) if alone else COMMUNICATION_PARTS

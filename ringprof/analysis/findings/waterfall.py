@@ -58,6 +58,8 @@ COMMUNICATION_PARTS = ("imbalance", "exposed_wire", "peer_wait", "exposed_unspli
 """What ranks wait and what they send: one loss with several causes."""
 IDLE_PARTS = ("launch_gaps", "blocked")
 ATTENTION_PARTS = ("attention", "peak", "kernel", "repeated", "slowdown")
+WORTH_NAMING = 0.02
+"""The least share of the time that is called a loss."""
 
 
 class WaterfallPart(msgspec.Struct, frozen=True):
@@ -74,7 +76,7 @@ class WaterfallPart(msgspec.Struct, frozen=True):
     evidence: str
     """The figures that it comes from, in words."""
     remedy: str
-    """What would shorten it; empty where that is not known."""
+    """What would shorten it; empty where that is not known, and of a part that takes no time."""
 
 
 class Bounds(msgspec.Struct, frozen=True):
@@ -115,10 +117,15 @@ class Waterfall(msgspec.Struct, frozen=True):
         return max(0, min(self.of(part), self.wall_ns - bounds.get(part, 0)))
 
     def largest_loss(self) -> str:
-        """The part outside the attention kernels that takes longest; communication goes before as a whole."""
-        others = (*COMPUTE_PARTS, *IDLE_PARTS)
-        before = self.of(*COMMUNICATION_PARTS) >= max(map(self.of, others))
-        return max(COMMUNICATION_PARTS if before else others, key=self.of)
+        """Find the part outside the attention kernels that takes longest; communication goes before as a whole.
+
+        Not where each part of the communication is too small to be named and another part is not.
+        """
+        others = max((*COMPUTE_PARTS, *IDLE_PARTS, "other_groups"), key=self.of)
+        named = max(COMMUNICATION_PARTS, key=self.of)
+        least = WORTH_NAMING * self.wall_ns
+        before = self.of(*COMMUNICATION_PARTS) >= self.of(others)
+        return named if before and (self.of(named) >= least or self.of(others) < least) else others
 
 
 class _RankParts(msgspec.Struct, frozen=True):
@@ -294,7 +301,7 @@ def _rows(
                 share=means[name] / wall_ns if wall_ns else 0.0,
                 tflops=flops / spent / 1e3 if flops and spent > 0 else None,
                 evidence=evidence[name],
-                remedy=remedies.get(name, ""),
+                remedy=remedies.get(name, "") if means[name] > 0 else "",
             )
         )
     return tuple(rows)

@@ -21,6 +21,8 @@ class KindTime(msgspec.Struct, frozen=True):
     calls: int
     hidden_ns: int | None
     """Of a communication kind: how much of that time computation ran beside it. None for other kinds, and on CPU."""
+    busy_ns: int
+    """Time in which at least one of them runs: the union of their intervals."""
 
 
 class Breakdown(msgspec.Struct, frozen=True):
@@ -134,5 +136,6 @@ def _kind_times(rows: TimedActivities, compute: Spans) -> dict[str, KindTime]:
             continue
         start, end = rows.start_ns[mine], rows.end_ns[mine]
         hidden = int(np.sum(intervals.covered_ns(compute, start, end))) if name in COMMUNICATION else None
-        result[name] = KindTime(int(np.sum(end - start)), len(start), hidden)
+        busy = intervals.length_ns(intervals.union(start, end))
+        result[name] = KindTime(int(np.sum(end - start)), len(start), hidden, busy)
     return result

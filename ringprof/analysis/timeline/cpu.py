@@ -17,7 +17,12 @@ from ringprof.analysis.intervals import Spans
 from ringprof.analysis.kinds.kinds import ATTENTION, CODE, COMMUNICATION, COMPUTE, KINDS, MEMORY, are
 from ringprof.analysis.kinds.operators import ENCLOSING, kind_enclosing, kind_of_attention_operator, kind_of_its_kernel
 from ringprof.analysis.timeline.breakdown import Breakdown, KindTime, beside_attention
-from ringprof.analysis.timeline.cpu_communication import CpuCommunication, find_communication, marked_waits
+from ringprof.analysis.timeline.cpu_communication import (
+    CpuCommunication,
+    communication_bounds,
+    find_communication,
+    marked_waits,
+)
 from ringprof.analysis.timeline.window import Window
 from ringprof.trace.columns import NONE, Int8, Int64, Ranges, Trace, distinct
 
@@ -117,7 +122,10 @@ def window_bounds(trace: Trace, window: Window, number: int | None) -> tuple[int
         spans = window.span_ns if number is None else (window.span_ns[number],)
         return spans[0][0], max(end for _, end in spans)
     found = trace.operators if len(trace.operators.start_ns) else trace.annotations
-    return int(found.start_ns.min()), int(found.end_ns.max())
+    # A worker of gloo communicates on after the last operator, and before the first.
+    first, last = communication_bounds(trace)
+    start, end = np.append(found.start_ns, first), np.append(found.end_ns, last)
+    return int(start.min()), int(end.max())
 
 
 def _named(trace: Trace, ranges: Ranges, pattern: re.Pattern[str]) -> Spans:
@@ -195,8 +203,10 @@ def _kind_times(start: Int64, end: Int64, kind: Int8, found: CpuCommunication) -
     for name in KINDS:
         rows = kind == CODE[name]
         time, calls = int(np.sum(end[rows] - start[rows])), int(np.count_nonzero(rows))
+        busy = intervals.union(start[rows], end[rows])
         if name == "send_recv" and len(found.blocked):
             time, calls = time + intervals.length_ns(found.blocked), calls + found.marks
+            busy = intervals.merged(busy, found.blocked)
         if calls:
-            result[name] = KindTime(time, calls, None)
+            result[name] = KindTime(time, calls, None, intervals.length_ns(busy))
     return result

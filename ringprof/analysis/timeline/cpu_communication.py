@@ -60,6 +60,13 @@ def find_communication(trace: Trace, first: int, last: int) -> CpuCommunication:
     return CpuCommunication(blocked, len(waits), start[kept], end[kept], kind[kept].astype(np.int8))
 
 
+def communication_bounds(trace: Trace) -> tuple[Int64, Int64]:
+    """Return starts and ends of all ranges of communication and of waiting in a trace."""
+    waits = marked_waits(trace)
+    start, end, _ = _ranges_of(trace, trace.annotations, _RANGE)
+    return np.append(start, waits.start_ns), np.append(end, waits.end_ns)
+
+
 def marked_waits(trace: Trace) -> Spans:
     """The time that the trace marks as blocked in communication."""
     rows = trace.names_that(WAIT.fullmatch)[trace.annotations.name]

@@ -108,7 +108,7 @@ class Waiting:
 def waited_for(matches: Matches, clocks: Clocks, splits: Mapping[int, Sequence[Split]]) -> dict[int, dict[int, int]]:
     """For each rank of ``splits``: peer -> nanoseconds that its kernels waited for that peer.
 
-    The whole wait of a kernel is charged to the rank of its own partners that began last.
+    The whole wait of a kernel is charged to the rank that began last of all that it depends on.
     """
     last = _last_partner(matches, clocks)
     waits = {(part.transfer.rank, part.transfer.activity): part.wait_ns for parts in splits.values() for part in parts}
@@ -125,7 +125,7 @@ _NOBODY = -1
 
 
 def _last_partner(matches: Matches, clocks: Clocks) -> Int64:
-    """For each transfer the rank that began it last, itself where that is so; -1 where its partners are not known."""
+    """Find for each transfer the rank that began last of all that it depends on; -1 where partners are not known."""
     rank = np.array([t.rank for t in matches.transfers], np.int64)
     offset = np.array([clocks.offset_ns[t.rank] for t in matches.transfers], np.int64)
     start = np.array([t.start_ns for t in matches.transfers], np.int64) + offset
@@ -144,7 +144,20 @@ def _last_partner(matches: Matches, clocks: Clocks) -> Int64:
     for absent in matches.absent_peers:
         later = absent.peers_ready_ns > latest[absent.rows]
         last[absent.rows] = np.where(later, absent.last_rank, last[absent.rows])
-    return last
+    return _with_peers_of_peers(matches, last, latest)
+
+
+def _with_peers_of_peers(matches: Matches, last: Int64, latest: Int64) -> Int64:
+    """Name the peers' last partners instead, where a kernel of several messages waited for these, too."""
+    several, result = _several_messages(matches.transfers), last.copy()
+    mine = np.concatenate((matches.sender, matches.receiver))
+    other = np.concatenate((matches.receiver, matches.sender))
+    later = several[mine] & (last[other] != _NOBODY) & (latest[other] > latest[mine])
+    mine, other = mine[later], other[later]
+    # Of several assignments to one place the last stands: that of the peer whose own partner began last.
+    order = np.argsort(latest[other], kind="stable")
+    result[mine[order]] = last[other[order]]
+    return result
 
 
 def link_of(transfer: Transfer, hosts: HostOfRank) -> str:

@@ -67,7 +67,8 @@ def test_bytes_on_the_wire_with_one_slow_rank():
     assert cost == "24.5 % of the time is exposed communication, 50.0 % at worst (rank 1)."
     # The others are done 90 ms before rank 1: 3 x 90 of 4 x 200.
     assert cause == (
-        "33.8 % of the slowest rank's wall is waiting for peers whose hops are slow, 16.2 % wire: "
+        "33.8 % of the slowest rank's wall is waiting for peers whose hops are slow, or for the slowest rank to end, "
+        "16.2 % wire: "
         "rank 1 sends at 2.5 GB/s, the others at 25."
     )
     assert gain == (
@@ -87,7 +88,7 @@ def test_rates_of_thousands_have_no_exponent():
     assert wire.evidence == "on the wire with no computation beside it; send_recv 7,692 GB/s"
     # 250 MB of each rank beside 10 us.
     assert rate_to_hide(found.attribution, longest_on_wire(found.summary)) == (
-        "; 0.010 ms of computation can hide these bytes from 25,000 GB/s a rank on"
+        "; 0.010 ms of computation can hide these bytes from 25,000 GB/s per rank on"
     )
 
 
@@ -163,7 +164,8 @@ def test_the_step_that_exposes_most_is_named_in_the_pass_that_exposes_most():
     assert (forward, exposed["fwd", 0], exposed["fwd", 3]) == (570, 190, 0) and backward > forward
     step = max((key[1] for key in exposed if key[0] == "bwd"), key=lambda step: exposed["bwd", step])
     assert found.verdict[1].endswith(
-        f"; {100 * backward / (forward + backward):.0f} % of it in the backward pass, most in step {step} "
+        f"; of what ring steps expose, {100 * backward / (forward + backward):.0f} % is in the backward pass, most in "
+        f"step {step} "
         f"(mean {exposed['bwd', step] / 1e6:.3f} ms)."
     )
 

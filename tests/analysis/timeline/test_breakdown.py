@@ -42,6 +42,7 @@ def test_kinds_sum_durations_and_count_calls():
     b = Builder().run(FLASH, 0, 10).run(FLASH, 5, 15, stream=8).run(NCCL, 10, 30, stream=20)
     result = breakdown_of(b)
     assert (result.kinds["flash_fwd"].time_ns, result.kinds["flash_fwd"].calls) == (20, 2)
+    assert result.kinds["flash_fwd"].busy_ns == 15
     assert result.flash_ns == 15
     assert result.kinds["send_recv"].hidden_ns == 5
     assert result.kinds["flash_fwd"].hidden_ns is None

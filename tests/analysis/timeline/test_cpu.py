@@ -70,6 +70,14 @@ def test_without_an_iteration_mark_the_operators_bound_the_wall():
     assert rank_of(Builder(world_size=1).operate(FORWARD, 10, 110)).breakdown.wall_ns == 100
 
 
+def test_without_an_iteration_mark_communication_outside_the_operators_counts():
+    b = Builder(world_size=2).operate(FORWARD, 100, 200).mark("gloo:all_reduce", 50, 80, thread=7)
+    b.mark("gloo:all_reduce", 150, 400, thread=7).mark("somebody's own", 0, 1000)
+    breakdown = rank_of(b).breakdown
+    assert (breakdown.start_ns, breakdown.end_ns, breakdown.comm_ns) == (50, 400, 280)
+    assert (breakdown.exposed_comm_ns, breakdown.compute_ns, breakdown.idle_ns) == (230, 100, 20)
+
+
 def test_each_iteration_alone():
     b = Builder(world_size=1)
     for at in (0, 1000):

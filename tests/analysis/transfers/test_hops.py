@@ -62,6 +62,14 @@ def test_two_messages_a_peer_wait_for_the_peers_peers_too():
     assert splits(attribution) == [(500, 1000)] * 3 + [(0, 1000)]
 
 
+@pytest.mark.parametrize(("tensors", "waited_for"), [(1, [{3: 500}, {}, {3: 500}, {}]), (2, [{3: 500}] * 3 + [{}])])
+def test_a_wait_is_for_the_rank_that_began_last_of_all_that_it_depends_on(tensors, waited_for):
+    # With two messages per peer rank 1 waits for rank 3, which none of its own peers 0 and 2 is.
+    starts, ends = [1000, 1000, 1000, 1500], [2500, 2500 if tensors == 2 else 2000, 2500, 2500]
+    attribution = attribution_of(ring(starts, ends, tensors=tensors))
+    assert [rank.exposed.waited_for for rank in attribution.ranks] == waited_for
+
+
 def test_wire_is_never_faster_than_the_best_rate_seen():
     # Six ranks; rank 3 is last by far, and rank 1, whose peer's peer it is, ends soon after. That it sent all its
     # bytes in the 10 ns left cannot be: a kernel of its own direct peers took 100 ns at best.

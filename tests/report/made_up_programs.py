@@ -1,0 +1,346 @@
+"""Programs that are made to prove sentences wrong: each a way in which a job may differ from a recorded ring.
+
+A program is a function that returns the builders of its ranks, and the run that recorded them where there is one.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from ringprof.run import Controls, LayerAround, Predicted, Run, Sent, StrategyUsed, Work, Workload
+from ringprof.trace.columns import MEMCPY, OPERATOR
+from tests.analysis.build import FLASH, NCCL, Builder, collective
+from tests.analysis.recorded import recorded_run
+from tests.analysis.rings import MERGE, causal, everybody, ring_pass
+
+MS, US = 1_000_000, 1_000
+GEMM, ADD, COPY = "sm90_xmma_gemm_bf16", "elementwise_kernel", "Memcpy PtoP (Device -> Device)"
+Program = tuple[Sequence[Builder], Run | None]
+
+
+def recorded(world: int = 2, *, flops: Sequence[int] = (), sent: str = "send_recv", **changes: Any) -> Run:
+    """A run whose ranks have these FLOPs and sent hops by this operation."""
+    entry = Sent(channel="kv", phase="forward", operation=sent, link="same_host", count=2, sent_bytes=2_000_000)
+    work = [
+        Work(block_flops=one, block_calls={}, sent=[entry] if sent else []) for one in flops or [10**9] * world
+    ]  # fmt: skip
+    return recorded_run(world, work=work, **changes)
+
+
+def strategy(name: str = "zigzag", **fields: Any) -> StrategyUsed:
+    return StrategyUsed(name=name, target=f"ringprof.strategies.{name}:S", params=fields.pop("params", {}), **fields)
+
+
+def world_of(builders: Sequence[Builder]) -> Sequence[Builder]:
+    for builder in builders:
+        builder.world_size = len(builders)
+    return builders
+
+
+# --- without communication ------------------------------------------------------------------------------------
+
+
+def one_gpu(*rows: tuple[str, int, int, int], **fields: Any) -> Builder:
+    """One rank that ran (name, start, end, launched) in microseconds; a negative launch is not recorded."""
+    b = Builder(world_size=1)
+    for name, start, end, launched in rows:
+        b.run(name, start * US, end * US, launched=None if launched < 0 else launched * US, **fields)
+    return b
+
+
+def launch_bound() -> Program:
+    b = one_gpu(*((ADD, 50 * n, 50 * n + 10, 50 * n - 8) for n in range(100)))
+    for n in range(100):
+        b.on_host("aten::add", (50 * n - 30) * US, (50 * n - 5) * US, category=OPERATOR)
+    return [b], None
+
+
+def one_slow_stretch() -> Program:
+    """A thousand short calls in one stretch of 20 ms: no gap between launches is short."""
+    b = one_gpu((GEMM, 0, 5000, -1 + 1), (GEMM, 25_000, 30_000, 24_990))
+    for n in range(1000):
+        b.on_host("aten::empty", (5000 + 20 * n) * US, (5015 + 20 * n) * US, category=OPERATOR)
+    return [b], None
+
+
+def launched_far_ahead() -> Program:
+    """Every kernel is launched long before, and there are 3 us between them."""
+    return [one_gpu(*((ADD, 13 * n, 13 * n + 10, n // 100) for n in range(200)))], None
+
+
+def stalled_in(call: str, category: int = 2) -> Program:
+    """The host is in one call for 40 ms while the device idles."""
+    b = one_gpu((GEMM, 0, 10_000, 0), (ADD, 50_000, 52_000, 49_990))
+    if call:
+        b.on_host(call, 10_000 * US, 49_980 * US, category=category)
+    return [b.on_host("aten::add", 49_985 * US, 49_999 * US, category=OPERATOR)], None
+
+
+def blocked(*streams: int, unlaunched: int = 0) -> Program:
+    b, at = Builder(world_size=1), 0
+    for stream in streams:
+        b.run(GEMM, at * US, (at + 100) * US, launched=at // 100 + 1, stream=stream)
+        at += 200 if stream == 7 else 110
+    for _ in range(unlaunched):
+        b.run(ADD, at * US, (at + 100) * US)
+        at += 220
+    return [b], None
+
+
+def host_copies() -> Program:
+    b = Builder(world_size=1)
+    for n in range(10):
+        name = "Memcpy DtoH (Device -> Pageable)"
+        b.run(name, 1000 * n * US, (1000 * n + 900) * US, launched=1000 * n * US, category=MEMCPY, size=10**6)
+        b.run(ADD, (1000 * n + 900) * US, (1000 * n + 1000) * US, launched=(1000 * n + 1) * US)
+    return [b], None
+
+
+def at_once() -> Program:
+    """Elementwise kernels on two streams at once, of which every instant has both."""
+    b = Builder(world_size=1)
+    for stream in (7, 8):
+        b.run(ADD, 0, MS, launched=stream, stream=stream)
+    return [b], None
+
+
+def two_devices() -> Program:
+    b = one_gpu((GEMM, 0, 900, 0), (GEMM, 900, 950, 0))
+    b.world_size = None
+    return [b.run(GEMM, 0, 500 * US, launched=3, device=1)], None
+
+
+def replayed() -> Program:
+    """A foreign program whose kernels a CUDA graph replays, with the host slow between graphs."""
+    b = Builder(world_size=1)
+    for n in range(20):
+        b.run(GEMM, 100 * n * US, (100 * n + 30) * US, launched=(100 * n - 10) * US, node=n + 1)
+        b.on_host("aten::item", (100 * n + 31) * US, (100 * n + 85) * US, category=OPERATOR)
+    return [b], None
+
+
+def merges() -> Program:
+    return [Builder(world_size=1).run(FLASH, 0, 600 * US, launched=1).run(MERGE, 600 * US, MS, launched=2)], None
+
+
+def several_small_losses() -> Program:
+    """Exposed wire, waiting and imbalance are 1 % each, and merges are 2.5 %."""
+    builders = []
+    for rank, (computes, begins) in enumerate([(950, 950), (960, 970)]):
+        b = Builder(rank=rank, world_size=2).run(FLASH, 0, computes * US, launched=1)
+        fields: dict[str, Any] = {"group_ranks": (0, 1), "group_size": 2, "elements": 1000}
+        b.batch(100, begins * US, 980 * US, to=1 - rank, source=1 - rank, tensors=1, **fields)
+        builders.append(b.run(MERGE, 980 * US, 1005 * US, launched=200))
+    return builders, None
+
+
+# --- with communication -----------------------------------------------------------------------------------------
+
+
+def ring(
+    computes: Sequence[int], hops: Sequence[tuple[int, int]], after: Sequence[int] = (), kernel: str = FLASH
+) -> Sequence[Builder]:
+    """Each rank computes from 0 on, exchanges one hop at (start, end), then computes again; microseconds."""
+    builders, world = [], len(computes)
+    for rank, (compute, (start, end)) in enumerate(zip(computes, hops, strict=True)):
+        b = Builder(rank=rank, world_size=world).run(kernel, 0, compute * US, launched=1)
+        fields: dict[str, Any] = {"group_ranks": tuple(range(world)), "group_size": world, "elements": 500_000}
+        b.batch(200, start * US, end * US, to=(rank + 1) % world, source=(rank - 1) % world, tensors=1, **fields)
+        if after:
+            b.run(kernel, end * US, (end + after[rank]) * US, launched=300)
+        builders.append(b)
+    return builders
+
+
+def copied(computes: Sequence[int], *, hops: str = "copy") -> Program:
+    """A ring whose hop the copy engine carries: it begins when the receiver has computed, and takes 100 us."""
+    builders, world = [], len(computes)
+    posted = [compute + 20 for compute in computes]
+    begins = [max(posted[rank], posted[(rank + 1) % world]) for rank in range(world)]
+    for rank, compute in enumerate(computes):
+        b = Builder(rank=rank, world_size=world)
+        b.run(FLASH, 0, compute * US, launched=1)
+        b.mark(f"ringprof::send/kv/to={(rank + 1) % world}", 90, 200)
+        start, arrived = begins[rank] * US, (begins[rank - 1] + 100) * US
+        b.run(COPY, start, start + 100 * US, launched=100, stream=20, category=MEMCPY, size=10**6)
+        b.run(FLASH, max(start + 100 * US, arrived + 2 * US), 2000 * US, launched=300)
+        builders.append(b)
+    sent = recorded(world, sent="copy", strategy=strategy(hops=hops, layout="zigzag"))
+    return builders, sent
+
+
+def data_parallel(computes: Sequence[int], wire: int = 300) -> Program:
+    """Gradients are reduced when the last rank gets there; the optimizer follows."""
+    builders, ready = [], max(computes)
+    for rank, compute in enumerate(computes):
+        b = Builder(rank=rank, world_size=len(computes)).run(GEMM, 0, compute * US, launched=1)
+        own = collective("allreduce", group_ranks=tuple(range(len(computes))), group_size=len(computes))
+        b.run(f"{NCCL[:15]}AllReduce", compute * US, (ready + wire) * US, launched=2, own=own, stream=20)
+        end = (ready + wire) * US
+        builders.append(b.run("multi_tensor_apply_kernel<FusedAdamMathFunctor>", end, end + 50 * US, launched=3))
+    return builders, None
+
+
+def unrecorded_sharding() -> Program:
+    """Two ranks whose long collectives have no record: most of the time is on the wire, and nothing tells."""
+    builders = []
+    for rank in range(2):
+        b = Builder(rank=rank, world_size=2).run(GEMM, 0, 50 * US, launched=1)
+        b.run("ncclDevKernel_AllGather_RING_LL", 50 * US, (900 + 300 * rank) * US, launched=2, stream=20)
+        builders.append(b.run(GEMM, (900 + 300 * rank) * US, 1300 * US, launched=3))
+    return builders, None
+
+
+def two_kinds_between_hosts() -> Program:
+    """An all-to-all between hosts, and send/recv within each."""
+    builders = []
+    for rank in range(4):
+        b = Builder(rank=rank, world_size=4, host=f"node{rank // 2}").run(FLASH, 0, 100 * US, launched=1)
+        own = collective("all_to_all", group_ranks=(rank % 2, rank % 2 + 2), group_size=2, elements=10**6)
+        own = msgspec.structs.replace(own, group=f"across{rank % 2}")
+        b.run(NCCL, 100 * US, 900 * US, launched=200, own=own, stream=20)
+        pair = rank // 2 * 2, rank // 2 * 2 + 1
+        peer = pair[1] if rank == pair[0] else pair[0]
+        fields: dict[str, Any] = {"group": f"in{rank // 2}", "group_ranks": pair, "group_size": 2, "elements": 10**6}
+        builders.append(b.batch(300, 900 * US, 910 * US, to=peer, source=peer, tensors=1, **fields))
+    return builders, None
+
+
+def on_cpu(hosts: Sequence[str], *, marks: bool = True) -> Program:
+    entry = Sent(channel="kv", phase="forward", operation="send_recv", link="other_host", count=1, sent_bytes=10**6)
+    builders = []
+    for rank in range(len(hosts)):
+        b = Builder(rank=rank, world_size=len(hosts)).mark("ringprof::iteration", 0, 10 * MS)
+        b.operate("aten::_scaled_dot_product_flash_attention_for_cpu", 0, (5 - rank) * MS)
+        b.operate("aten::index_select", 6 * MS, 7 * MS)
+        builders.append(b.mark("ringprof::wait/kv", 7 * MS, 9 * MS) if marks else b)
+    run = recorded(len(hosts), strategy=strategy("burst"))
+    topology = msgspec.structs.replace(run.topology, hosts=list(hosts), device_type="cpu", backend="gloo")
+    work = [msgspec.structs.replace(one, sent=[entry]) for one in run.work or []]
+    return builders, msgspec.structs.replace(run, topology=topology, work=work) if marks else None
+
+
+UNEVEN = ([300, 900], [(300, 1000), (900, 1000)])
+LATE = ([500, 500], [(500, 1000), (900, 1000)])
+SLOW = ([100] * 4, [(100, 110), (100, 200), (100, 110), (100, 110)])
+SOLO = Controls(
+    warmup=1, rounds=1, ordinary_ns=[[1_500_000]] * 2, solo_ns=[[500_000]] * 2, solo_flops=[10**11] * 2,
+    compute_only_ns=[[10**6]] * 2, communication_only_ns=[[10**5]] * 2,
+)  # fmt: skip
+LARGE = Workload(seq=16384, heads=8, kv_heads=8, head_dim=128)
+PREDICTION = Predicted(machine="h200", evidence="measured", simulated_ranks=2, p10_ns=MS, p50_ns=MS, p90_ns=MS)
+
+
+def with_run(make: Callable[[], Sequence[Builder]], **fields: Any) -> Program:
+    builders = make()
+    return builders, recorded(len(builders), **fields)
+
+
+def at_random(seed: int) -> Program:
+    """Ranks that compute, idle, copy and communicate at random, with kernels of random kinds."""
+    dice = random.Random(seed)
+    world = dice.randint(1, 4)
+    names = dice.sample([FLASH, GEMM, ADD, MERGE, "multi_tensor_apply_kernel<FusedAdamMathFunctor>"], 3)
+    plan = [dice.choice(["hop", "all_reduce", "none", "none"]) for _ in range(dice.randint(1, 6))]
+    clock, cpu = [0] * world, 1000
+    hosts = [dice.choice([None, None, f"node{rank % 2}"]) for rank in range(world)]
+    builders = [Builder(rank=rank, world_size=world, host=host) for rank, host in enumerate(hosts)]
+    for step in plan:
+        for rank, b in enumerate(builders):
+            for _ in range(dice.randint(1, 3)):
+                idle = dice.choice([0, 0, 2, 30, 400]) * US
+                start, length = clock[rank] + idle, dice.choice([5, 50, 800]) * US
+                launched = dice.choice([None, max(cpu, start - 10 * US), cpu, cpu])
+                name = dice.choice([*names, "Memcpy HtoD (Pageable -> Device)"])
+                b.run(name, start, start + length, launched=launched, category=int(name.startswith("Memcpy")))
+                clock[rank] = start + length
+        cpu += 500
+        wire = dice.choice([10, 900]) * US
+        for rank, b in enumerate(builders):
+            if step == "none" or world == 1:
+                continue
+            end = max(clock) + wire
+            group: dict[str, Any] = {"group_ranks": tuple(range(world)), "group_size": world, "elements": 500_000}
+            if step == "hop":
+                b.batch(cpu, clock[rank], end, to=(rank + 1) % world, source=(rank - 1) % world, **group)
+            else:
+                b.run(f"{NCCL[:15]}AllReduce", clock[rank], end, launched=cpu, own=collective("allreduce", **group),
+                      stream=20)  # fmt: skip
+        if step != "none" and world > 1:
+            clock = [max(clock) + wire] * world
+    kept = builders[: dice.choice([world, world, max(1, world - 1)])]
+    return kept, None
+
+
+PROGRAMS: dict[str, Callable[[], Program]] = {
+    "no communication": lambda: ([Builder(rank=r, world_size=2).run(GEMM, 0, MS, launched=1) for r in (0, 1)], None),
+    "one rank, merging": merges,
+    "launch-bound": launch_bound,
+    "many short calls in one stretch": one_slow_stretch,
+    "launched far ahead": launched_far_ahead,
+    "data loader": partial(stalled_in, "enumerate(DataLoader)#_MultiProcessingDataLoaderIter.__next__", 1),
+    "hipFree": partial(stalled_in, "hipFree"),
+    "one slow launch": partial(stalled_in, "cudaLaunchKernel"),
+    "nothing recorded": partial(stalled_in, ""),
+    "blocked, cause unknown": partial(blocked, 7, 7, 7, 7),
+    "blocked on another stream": partial(blocked, 8, 9, 8, 9, 8, 9),
+    "no launch records": partial(blocked, unlaunched=5),
+    "blocked, and some without launch": partial(blocked, 7, 7, 7, 7, 7, unlaunched=2),
+    "host copies": host_copies,
+    "two streams at once": at_once,
+    "two devices in one trace": two_devices,
+    "replayed by a CUDA graph": replayed,
+    "several small losses": several_small_losses,
+    "ring that hides its hops": lambda: (ring_pass(), None),
+    "contiguous causal ring by traces alone": lambda: (ring_pass(block=causal(900)), None),
+    "hops longer than blocks": lambda: (ring_pass(block=everybody(600), hop_ns=800), None),
+    "a rank is missing": lambda: (ring_pass(block=everybody(600), hop_ns=800)[:3], None),
+    "one rank of several": lambda: (ring_pass(block=everybody(600), hop_ns=800)[:1], None),
+    "uneven work": lambda: (ring(*UNEVEN), None),
+    "a late rank": lambda: (ring(*LATE), None),
+    "uneven after the last hop": lambda: (ring([300, 300], [(300, 310)] * 2, after=[100, 900]), None),
+    "a late rank that ends late": lambda: (ring([300, 300], [(300, 400), (380, 400)], after=[500, 510]), None),
+    "a slow link": lambda: (ring(*SLOW), None),
+    "copies, 2 ranks": partial(copied, [400, 900]),
+    "copies, 3 ranks": partial(copied, [400, 900, 500]),
+    "copies, one of 2 ranks": lambda: (copied([400, 900])[0][:1], copied([400, 900])[1]),
+    "data parallel": partial(data_parallel, [600, 600, 610]),
+    "data parallel, one late": partial(data_parallel, [600, 900], 20),
+    "sharded without records": unrecorded_sharding,
+    "two kinds between hosts": two_kinds_between_hosts,
+    "CPU, one host": partial(on_cpu, ["a", "a"]),
+    "CPU, two hosts": partial(on_cpu, ["a", "b"]),
+    "CPU, no marks": partial(on_cpu, ["a", "a"], marks=False),
+    "ulysses, one slow GPU": lambda: with_run(
+        lambda: ring(*UNEVEN), strategy=strategy("ulysses", layout="contiguous"), sent=""
+    ),
+    "contiguous ring": lambda: with_run(
+        lambda: ring(*UNEVEN), flops=(10**9, 3 * 10**9), strategy=strategy("ring", layout="contiguous")
+    ),
+    "equal attention, uneven rest": lambda: with_run(lambda: ring(*UNEVEN, kernel=ADD), strategy=strategy()),
+    "someone else's strategy": lambda: with_run(
+        lambda: ring(*SLOW), sent="", strategy=strategy("ring-flash-attn/zigzag", layout="zigzag")
+    ),
+    "CUDA graph": lambda: (launch_bound()[0], recorded(1, strategy=strategy(cuda_graph=True))),
+    "launch-bound, recorded": lambda: (launch_bound()[0], recorded(1, strategy=strategy())),
+    "launch-bound layer": lambda: (launch_bound()[0], recorded(1, strategy=strategy(), workload=Workload(
+        seq=1024, heads=8, kv_heads=8, head_dim=64, layer=LayerAround(parallel="ddp", mlp_size=64)))),
+    "decode": lambda: (launch_bound()[0], recorded(1, sent="all_gather", strategy=strategy("dcp"), workload=Workload(
+        seq=1, heads=8, kv_heads=8, head_dim=64, phase="decode", kv_length=1024, backward=False))),
+    "slower beside communication": lambda: with_run(
+        lambda: ring([1000, 1000], [(0, 990), (0, 990)]), flops=(10**11, 10**11), controls=SOLO, workload=LARGE,
+        strategy=strategy(),
+    ),
+    "captured block": lambda: with_run(lambda: ring(*SLOW), timings=None, strategy=strategy()),
+    "predicted": lambda: (launch_bound()[0], recorded(1, strategy=strategy(), predicted=PREDICTION)),
+    "packed documents": lambda: with_run(
+        lambda: ring(*UNEVEN), flops=(10**9, 3 * 10**9), strategy=strategy("ring", layout="contiguous"),
+        workload=Workload(seq=1024, heads=8, kv_heads=8, head_dim=64, documents=(1000, 24)),
+    ),
+    **{f"at random, {seed}": partial(at_random, seed) for seed in range(40)},
+}  # fmt: skip

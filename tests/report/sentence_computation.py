@@ -1,0 +1,347 @@
+"""Rules for the lines of the verdict about idle time and computation, and for the next step."""
+
+from __future__ import annotations
+
+import re
+
+from ringprof.analysis.kinds.kinds import COMPUTE, COMPUTE_PARTS, KIND, MEMORY
+from tests.report.raw_facts import LONG_NS
+from tests.report.sentence_rules import (
+    ATTENTION_PARTS,
+    COMMUNICATION_PARTS,
+    IDLE_PARTS,
+    MS,
+    WORTH,
+    Case,
+    P,
+    R,
+    audit,
+    mean,
+    milliseconds,
+    percent,
+    rule,
+    three_digits,
+)
+
+RATE = rf" \({R} ([PTG])FLOP/s( at most: attention masks are not recorded)?\)"
+NAMES = {
+    "imbalance": "imbalance between ranks", "exposed_wire": "exposed wire", "peer_wait": "peer wait",
+    "exposed_unsplit": "exposed wire, wait and imbalance", "other_groups": "other groups' communication",
+    "attention": "attention kernels", "kernel": "attention kernel below peak", "repeated": "repeated work",
+    "slowdown": "slow-down beside communication", "launch_gaps": "host-bound idle", "blocked": "blocked idle",
+    "matrix_products": "matrix products", "optimizer": "the optimizer",
+    "other_compute": "computation other than attention",
+}  # fmt: skip
+"""What each part of the waterfall is called in a sentence; merges and copies have names of their own."""
+
+# --- where it came from: idle time -----------------------------------------------------------------------------
+
+
+BECAUSE = r"(because its next work is not launched yet)?( or )?(in gaps below 5 us)?"
+
+
+@rule("verdict", rf"{P} of the (predicted )?time the GPU is idle {BECAUSE}")
+def _not_launched(case: Case, m: re.Match[str]) -> None:
+    times, predicted = case.idle, bool(case.run and case.run.get("predicted"))
+    percent(m[1], (times["host"] + times["gap"]) / sum(case.swept("wall")))
+    assert bool(m[2]) == predicted and (m[3] or m[5])
+    # What is not named is a small part of it.
+    assert m[5] or predicted or times["gap"] <= 0.01 * (times["host"] + times["gap"])
+    assert m[3] or times["host"] <= 0.01 * (times["host"] + times["gap"])
+
+
+@rule("verdict", rf"for {P} of its idle time the host is in (.+?)( \(data loader\)| \(compilation or graph capture\))?"
+      r"(?=\.$|; what computes)")  # fmt: skip
+def _host_call(case: Case, m: re.Match[str]) -> None:
+    pieces = [piece for raw in case.raw.values() for piece in raw.host_pieces]
+    percent(m[1], sum(time for time, name in pieces if name == m[2]) / sum(case.idle.values()))
+
+
+@rule("verdict", rf"{P} of its idle time is short host work \(pieces below 0\.1 ms\) and gaps below 5 us")
+def _launch_bound(case: Case, m: re.Match[str]) -> None:
+    whole = sum(case.idle.values())
+    short = sum(time for raw in case.raw.values() for time, _ in raw.host_pieces if time < LONG_NS)
+    assert float(m[1]) <= 100 * (short + case.idle["gap"]) / whole + 0.06
+    assert float(m[1]) >= 100 * case.idle["gap"] / whole - 0.06
+
+
+@rule("verdict", rf"for {P} of its idle time the launching thread has no operator, CUDA call or range open")
+def _nothing_open(case: Case, m: re.Match[str]) -> None:
+    pieces = [piece for raw in case.raw.values() for piece in raw.host_pieces]
+    percent(m[1], sum(time for time, name in pieces if not name) / sum(case.idle.values()))
+
+
+@rule("verdict", r"these reduced traces do not hold what the host did meanwhile")
+def _not_kept(case: Case, m: re.Match[str]) -> None:
+    assert not any(raw.host for raw in case.raw.values())
+
+
+@rule("verdict", rf"{P} of the (predicted )?time the GPU is idle although its next work is launched")
+def _blocked(case: Case, m: re.Match[str]) -> None:
+    unlaunched = without_launch(case)
+    percent(m[1], (case.idle["blocked"] - (0 if m[2] else unlaunched)) / sum(case.swept("wall")))
+
+
+def without_launch(case: Case) -> int:
+    """Idle time before activities whose launch is not recorded."""
+    found = [(raw, s) for raw in case.raw.values() for s in raw.stretches if s[2].correlation not in raw.launches]
+    return sum(after.start - start for _, (start, _, after) in found if after.start - start >= 5_000)
+
+
+BLOCKED_ON = r"a copy is staged through pageable memory|it waits for another stream|it waits for something that the " \
+    r"trace does not record"  # fmt: skip
+
+
+@rule("verdict", rf"for {P} of its idle time ({BLOCKED_ON})")
+def _blocked_on(case: Case, m: re.Match[str]) -> None:
+    whole = sum(case.idle.values())
+    stretches = [s for raw in case.raw.values() for s in raw.stretches if s[2].start - s[1] >= 5_000]
+    known = {joined for raw in case.raw.values() for joined in raw.launches}
+    launched = [stretch for stretch in stretches if stretch[2].correlation in known]
+    pageable = sum(after.start - at for _, at, after in launched if "ageable" in after.name)
+    if "pageable" in m[2]:
+        percent(m[1], pageable / whole)
+    else:
+        assert float(m[1]) <= 100 * (case.idle["blocked"] - pageable - without_launch(case)) / whole + 0.06
+
+
+@rule("verdict", rf"{P} of the time nothing runs on the GPU and the launch of what follows is not recorded, so the "
+      r"cause cannot be told")  # fmt: skip
+def _no_launch(case: Case, m: re.Match[str]) -> None:
+    percent(m[1], without_launch(case) / sum(case.swept("wall")))
+
+
+@rule("verdict", rf"{P} of the time nothing computes( and nothing waits|; waiting is not recorded)")
+def _cpu_idle(case: Case, m: re.Match[str]) -> None:
+    assert case.on_cpu and ("not recorded" in m[2]) == ("cpu_no_wait_marks" in case.codes)
+    percent(m[1], case.of("launch_gaps") / case.mean_wall)
+
+
+@rule("verdict", rf"{P} of the time ranks are blocked in hops between hosts \(([^)]*)\), {P} in hops within a host")
+def _blocked_in_hops(case: Case, m: re.Match[str]) -> None:
+    crossing = {e["channel"] for work in case.run["work"] for e in work["sent"] if e["link"] == "other_host"}
+    assert set(m[2].split(", ")) <= crossing and case.on_cpu
+    assert abs(float(m[1]) + float(m[3]) - 100 * mean(case.exposed) / case.mean_wall) < 0.11
+
+
+@rule("verdict", rf"{R} MB leave each host (?:an iteration|in the captured block), {R} MB/s")
+def _leaving(case: Case, m: re.Match[str]) -> None:
+    hosts = len(set(case.run["topology"]["hosts"]))
+    each = sum(e["sent_bytes"] for work in case.run["work"] for e in work["sent"] if e["link"] == "other_host") / hosts
+    three_digits(m[1], each / 1e6)
+    three_digits(m[2], each / 1e6 / (case.mean_wall / case.summary["iterations"] / 1e9))
+
+
+@rule("verdict", rf"{P} of the slowest rank's time others are blocked, or done before it; what of it is waiting is not "
+      r"recorded on CPU")  # fmt: skip
+def _cpu_blocked(case: Case, m: re.Match[str]) -> None:
+    percent(m[1], case.of("exposed_unsplit") / case.wall)
+    assert case.on_cpu
+
+
+# --- where it came from: computation ----------------------------------------------------------------------------
+
+
+def attention_share(case: Case) -> float:
+    """Share of the mean wall with attention kernels; at most 2 % of it are kernels that only annotations tell."""
+    told = mean(rank.breakdown.flash_ns for rank in case.findings.attribution.ranks) / case.mean_wall
+    named = mean(raw.attention_ns for raw in case.raw.values()) / case.mean_wall
+    assert case.on_cpu or named - 1e-9 <= told <= named + 0.02
+    return told
+
+
+def is_rate(case: Case, part: str, number: str | None, unit: str | None, masks: str | None) -> None:
+    """A rate stands where the report has one, and is that."""
+    rates = {row["part"]: row for row in (case.summary["step_rates"] or {"parts": []})["parts"]}
+    row = rates.get(part)
+    assert bool(number) == bool(row and row["tflops"] is not None)
+    if row and number:
+        three_digits(number, row["tflops"] / {"P": 1e3, "T": 1, "G": 1e-3}[unit or "T"])
+        assert bool(masks) == bool(row["mask_unknown"])
+
+
+def names_of(case: Case, part: str) -> set[str]:
+    """What a part of the computation may be called, by the kinds that the report has."""
+    if part != "merge_and_copies":
+        return {NAMES[part]}
+    kinds = {kind for kind in (*COMPUTE_PARTS[part], *MEMORY) if kind in case.kinds}
+    if "merge" in kinds or not kinds:
+        return {"merges and copies"}
+    return {KIND[next(iter(kinds))].label} if len(kinds) == 1 else {"copies and permutations"}
+
+
+@rule("verdict", rf"(?:{P} of the time is attention(?:{RATE})?, )?{P}( of the time)? is ([a-z][a-z -]*?)(?:, most of "
+      rf"it ([a-z /-]+?))?(?:{RATE})?(?=\.$|; MFU|; shapes|; what)")  # fmt: skip
+def _beside_attention(case: Case, m: re.Match[str]) -> None:
+    part = next(part for part in COMPUTE_PARTS if m[7] in names_of(case, part))
+    percent(m[5], case.of(part) / case.mean_wall)
+    is_rate(case, part, *m.group(9, 10, 11))
+    attention = attention_share(case)
+    assert bool(m[1]) == (not m[6]) and (m[1] or attention < float(m[5]) / 100 + 0.0006)
+    if m[1]:
+        percent(m[1], attention)
+        is_rate(case, "attention", *m.group(2, 3, 4))
+    kinds = (*COMPUTE_PARTS[part], *(MEMORY if part == "merge_and_copies" else ()))
+    longest = max((kind for kind in kinds if kind in case.kinds), key=lambda kind: case.kinds[kind]["time_ns"])
+    if m[8]:
+        assert m[8] == KIND[longest].label
+        assert case.kinds[longest]["time_ns"] > sum(case.kinds[k]["time_ns"] for k in kinds if k in case.kinds) / 2
+    others = [case.of(one) for one in (*COMPUTE_PARTS, *IDLE_PARTS)]
+    assert case.of(part) == max(others)
+
+
+@rule("verdict", r"MFU ([\d.]+) % of ([\d.]+) TFLOP/s \((\w+)\)")
+def _mfu(case: Case, m: re.Match[str]) -> None:
+    rates = case.summary["step_rates"]
+    percent(m[1], rates["flops"] / case.wall / 1e3 / float(m[2]))
+    assert (float(m[2]), m[3]) == (rates["peak_tflops"], rates["peak_dtype"])
+
+
+@rule("verdict", r"shapes are recorded for (.*?)(, and rates are of that time)?(?=\.$)")
+def _shapes(case: Case, m: re.Match[str]) -> None:
+    parts = {row["part"]: row["coverage"] for row in case.summary["step_rates"]["parts"]}
+    names = {"attention": "attention", "matrix-product": "matrix_products"}
+    for share, name in re.findall(r"([\d.]+) % of the ([a-z-]+) time", m[1]):
+        percent(share, parts[names[name]])
+    assert bool(m[2]) == bool(case.summary["step_rates"]["flops"])
+
+
+@rule("verdict", rf"No loss outside the attention kernels reaches 2 %: {P} of the time is attention kernels"
+      rf"(?: at {R} TFLOP/s(?:, {P} of the device's peak)?)?(?:{RATE})?")  # fmt: skip
+def _no_loss(case: Case, m: re.Match[str]) -> None:
+    outside = {part: time for part, time in case.parts.items() if part not in (*ATTENTION_PARTS, "background")}
+    assert max(outside.values()) < WORTH * case.wall, max(outside, key=lambda part: outside[part])
+    percent(m[1], attention_share(case))
+    if m[2]:
+        assert abs(float(m[2].replace(",", "")) - case.summary["block_tflops"]) <= 0.5
+    if m[3]:
+        percent(m[3], case.summary["block_tflops"] / case.summary["peak"]["tflops"])
+
+
+@rule("verdict", rf"[Ww]hat computes longest is ([a-z -]+?) {P}(?:{RATE})?(?:, then ([a-z -]+?) {P}(?:{RATE})?)?"
+      r" of the time")  # fmt: skip
+def _longest(case: Case, m: re.Match[str]) -> None:
+    shares = computed_shares(case)
+    ordered = sorted(shares.values(), reverse=True)
+    assert abs(shares[m[1]] - ordered[0]) < 1e-6
+    percent(m[2], shares[m[1]])
+    assert bool(m[6]) == (len(ordered) > 1)
+    if m[6]:
+        percent(m[7], shares[m[6]])
+        assert abs(shares[m[6]] - ordered[1]) < 1e-6
+    for name, rate in ((m[1], m.group(3, 4, 5)), (m[6], m.group(8, 9, 10))):
+        part = "attention" if name == "attention" else "matrix_products" if name and "matrix" in name else ""
+        is_rate(case, part, *rate)
+    assert all(float(share) <= 100 for share in (m[2], m[7]) if share), "more than all of the time"
+
+
+@rule("verdict", rf"(?<=; )([a-z -]+?) {P}{RATE}")
+def _also_rated(case: Case, m: re.Match[str]) -> None:
+    percent(m[2], computed_shares(case)[m[1]])
+    is_rate(case, "attention" if m[1] == "attention" else "matrix_products", *m.group(3, 4, 5))
+
+
+def busy_ns(case: Case, kind: str) -> int:
+    """Sum over ranks the time in which a kind runs: its kernels on one stream, or all computation if that is less."""
+    times = [(row["kinds_ns"].get(kind, 0), row["compute_ns"]) for row in case.ranks.values()]
+    told = [rank.breakdown.kinds for rank in case.findings.attribution.ranks]
+    found = sum(kinds[kind].busy_ns for kinds in told if kind in kinds)
+    assert found <= sum(min(pair) for pair in times)
+    kernels = [a.end - a.start for raw in case.raw.values() for a in raw.activities if a.kind == "compute"]
+    one_by_one = sum(kernels) == sum(case.swept("compute")) if kernels else False
+    assert not one_by_one or found == sum(time for time, _ in times)
+    return found
+
+
+def computed_shares(case: Case) -> dict[str, float]:
+    """Label of each kind of computation -> share of the mean wall; attention and matrix products are one each."""
+    matrix = [kind for kind in COMPUTE_PARTS["matrix_products"] if kind in case.kinds]
+    label = " and ".join({"gemm": "matrix products", "convolution": "convolutions"}[kind] for kind in matrix)
+    shares = {
+        KIND[kind].label: busy_ns(case, kind) / sum(row["wall_ns"] for row in case.ranks.values())
+        for kind in case.kinds
+        if kind in COMPUTE and kind not in ("flash_fwd", "flash_bwd", *matrix)
+    }
+    rates = {row["part"]: row["share"] for row in (case.summary["step_rates"] or {"parts": []})["parts"]}
+    flash = sum(rank.breakdown.flash_ns for rank in case.findings.attribution.ranks) / len(case.ranks)
+    shares["attention"] = rates.get("attention", flash / case.mean_wall)
+    if matrix:
+        shares[label] = rates.get("matrix_products", case.of("matrix_products") / case.mean_wall)
+    return {name: share for name, share in shares.items() if share}
+
+
+# --- what to do about it --------------------------------------------------------------------------------------
+
+
+OF_WHICH = rf"(?:, of which free communication would gain {MS})?"
+
+
+@rule("next", rf"Largest loss( outside attention)?: (.+?), {MS} of {MS}(?:, its largest part ([a-z ,-]+) \({MS}\))?"
+      rf"{OF_WHICH}(?=\. To try|: |\.$)")  # fmt: skip
+def _largest_loss(case: Case, m: re.Match[str]) -> None:
+    step = case.summary["next_step"]
+    part, losses = step["part"], [one for one in case.parts if one not in ("peak", "background", "attention")]
+    attention = case.of(*ATTENTION_PARTS)
+    chosen = COMMUNICATION_PARTS if m[5] else (part,)
+    milliseconds(m[3], case.of(*chosen))
+    milliseconds(m[4], case.wall)
+    assert (m[5] or m[2]) in (names_of(case, part) if part == "merge_and_copies" else {NAMES[part]})
+    if part in ATTENTION_PARTS:
+        assert all(case.of(one) < WORTH * case.wall for one in losses if one not in ATTENTION_PARTS) and not m[1]
+        assert case.of(part) == max(case.of(one) for one in [*losses, "attention"])
+        return
+    assert bool(m[1]) == (attention > case.of(*chosen))
+    rivals = [one for one in losses if one not in (*ATTENTION_PARTS, *chosen)]
+    assert case.of(*chosen) >= max((case.of(one) for one in rivals), default=0), "another part is longer"
+    if m[5]:
+        assert m[2] == "imbalance and exposed communication" and case.of(part) == max(case.of(p) for p in chosen)
+        milliseconds(m[6], case.of(part))
+    is_gain(case, part, step, m[7])
+
+
+def is_gain(case: Case, part: str, step: dict[str, int], shown: str | None) -> None:
+    """A gain is never longer than its part, nor than the wall less the bound; it stands where it is shorter."""
+    bound = {"imbalance": case.bounds["balanced"]}.get(part, 0)
+    if part in ("exposed_wire", "peer_wait", "exposed_unsplit"):
+        bound = case.bounds["free_communication"]
+    assert step["time_ns"] == max(0, min(case.of(part), case.wall - bound))
+    assert step["share"] == step["time_ns"] / case.wall
+    assert bool(shown) == (step["time_ns"] < case.of(part))
+    if shown:
+        milliseconds(shown, step["time_ns"])
+
+
+@rule("next", r"To try: (.*?)(?=\.$|; 10 % faster|; [\d,.]+ ms of comp)")
+def _remedy(case: Case, m: re.Match[str]) -> None:
+    case.part = case.summary["next_step"]["part"]
+    audit(case, "remedy", m[1])
+
+
+@rule("next", rf"10 % faster attention saves {MS}")
+def _tenth(case: Case, m: re.Match[str]) -> None:
+    milliseconds(m[1], case.of(*ATTENTION_PARTS) / 10)
+
+
+@rule("next", rf"{MS} of computation can hide these bytes from {R} GB/s per rank on")
+def _rate_to_hide(case: Case, m: re.Match[str]) -> None:
+    compute = mean(row["compute_ns"] for row in case.ranks.values())
+    rows = [row for row in case.summary["communication"] if row["wire_gbps"] and row["bytes"]]
+    longest = max(rows, key=lambda row: row["bytes"] / row["wire_gbps"])
+    milliseconds(m[1], compute)
+    three_digits(m[2], longest["bytes"] / len(case.ranks) / compute)
+    assert longest["bytes"] / len(case.ranks) / compute > longest["wire_gbps"]
+
+
+@rule("next", r"(?:what most of it waits for|the cause) is not recorded")
+def _unrecorded(case: Case, m: re.Match[str]) -> None:
+    assert case.summary["next_step"]["part"] == "blocked"
+
+
+@rule("next", r"which of these it is cannot be told on CPU")
+def _untold_on_cpu(case: Case, m: re.Match[str]) -> None:
+    assert case.on_cpu
+
+
+@rule("next", r"why these cannot be told apart is among the warnings")
+def _among_warnings(case: Case, m: re.Match[str]) -> None:
+    assert case.report["warnings"] and not case.on_cpu

@@ -1,0 +1,217 @@
+"""Rules for remedies: each must be possible for the program, and be against something that is there."""
+
+from __future__ import annotations
+
+import re
+
+from tests.report.raw_facts import is_copy_with_host
+from tests.report.sentence_communication import is_waited_for
+from tests.report.sentence_rules import MS, Case, P, milliseconds, rule
+
+# --- remedies: possible for this program, and against what is there -------------------------------------------
+
+
+def recorded(case: Case) -> dict[str, object]:
+    """The strategy of a run that `ringprof record` made; fails for traces and captured blocks."""
+    assert case.run and case.run["strategy"] and (case.run["timings"] or case.run["predicted"])
+    strategy: dict[str, object] = case.run["strategy"]
+    return strategy
+
+
+def sends_by_nccl(case: Case) -> bool:
+    """Whether the communicator sent hops by send/recv kernels: nobody else's can be carried otherwise."""
+    return any(e["operation"] == "send_recv" for work in case.run["work"] or [] for e in work["sent"] or [])
+
+
+@rule("remedy", r"a faster attention kernel")
+def _attention(case: Case, m: re.Match[str]) -> None:
+    assert case.of("attention") > 0
+
+
+@rule("remedy", r"another kernel \(ringprof kernels\)")
+def _kernel(case: Case, m: re.Match[str]) -> None:
+    assert case.run["strategy"] and case.of("kernel") > 0
+
+
+@rule("remedy", r"more tokens per rank")
+def _tokens(case: Case, m: re.Match[str]) -> None:
+    assert (case.run and case.run["strategy"]) or any(row["hops"] for row in case.ranks.values())
+    assert not (case.run and case.run["workload"] and case.run["workload"]["phase"] == "decode"), "one token a step"
+
+
+@rule("remedy", r"a strategy that computes nothing twice|less activation checkpointing")
+def _repeated(case: Case, m: re.Match[str]) -> None:
+    layer = case.run["workload"]["layer"]
+    again = not (case.run["timings"] or case.run["predicted"]) or bool(layer and layer["checkpoint"])
+    assert case.of("repeated") > 0 and ("checkpointing" in m[0]) == again
+
+
+@rule("remedy", r"--hops copy")
+def _hops_copy(case: Case, m: re.Match[str]) -> None:
+    used = recorded(case)
+    assert not case.on_cpu and used["hops"] != "copy" and not used["cuda_graph"] and sends_by_nccl(case)
+    assert len(set(case.run["topology"]["hosts"])) == 1 and case.run["timings"]
+
+
+@rule("remedy", r"--cuda-graph")
+def _cuda_graph(case: Case, m: re.Match[str]) -> None:
+    used = recorded(case)
+    assert not case.on_cpu and used["hops"] != "copy" and not used["cuda_graph"] and case.run["timings"]
+    assert not (case.run["workload"]["layer"] or case.run["workload"]["sequences"]), "refused together"
+
+
+@rule("remedy", r"fewer NCCL channels")
+def _channels(case: Case, m: re.Match[str]) -> None:
+    assert any(a.name.startswith("nccl") for raw in case.raw.values() for a in raw.activities)
+
+
+@rule("remedy", r"zigzag or stripe \(the same causal work for all\)")
+def _zigzag(case: Case, m: re.Match[str]) -> None:
+    work, used = case.run["workload"], case.run["strategy"]
+    assert work["causal"] and used["layout"] == "contiguous" and work["phase"] == "training"
+    assert not work["documents"] and not work["window"]
+    flops = [one["block_flops"] for one in case.run["work"] or []]
+    assert not flops or max(flops) > 1.02 * min(flops), "all ranks have the same work already"
+
+
+@rule("remedy", r"the same causal work for every rank, as zigzag has")
+def _as_zigzag(case: Case, m: re.Match[str]) -> None:
+    times = [raw.attention_ns for raw in case.raw.values()]
+    assert not (case.run and case.run["strategy"]) and times == sorted(set(times)) and times[-1] >= 1.5 * times[0]
+
+
+@rule("remedy", r"another layout \(ringprof balance compares them\)")
+def _layout(case: Case, m: re.Match[str]) -> None:
+    assert case.run["workload"]["documents"]
+
+
+@rule("remedy", r"look at the GPUs' clocks \(same work, other speed\)")
+def _clocks(case: Case, m: re.Match[str]) -> None:
+    flops = [one["block_flops"] for one in case.run["work"]]
+    assert not case.on_cpu and max(flops) <= 1.02 * min(flops)
+    # What one computes longer is attention: of anything else the FLOPs say nothing.
+    least, most = sorted(case.raw.values(), key=lambda raw: raw.swept["compute"])[:: len(case.raw) - 1]
+    longer = most.swept["compute"] - least.swept["compute"]
+    assert longer == 0 or most.attention_ns - least.attention_ns >= longer / 2
+
+
+@rule("remedy", r"compare what ranks compute beside attention \(--kernels\)")
+def _beside_attention(case: Case, m: re.Match[str]) -> None:
+    least, most = sorted(case.raw.values(), key=lambda raw: raw.swept["compute"])[:: len(case.raw) - 1]
+    longer = most.swept["compute"] - least.swept["compute"]
+    assert most.attention_ns - least.attention_ns < longer / 2
+
+
+@rule("remedy", r"the same work for every rank")
+def _same_work(case: Case, m: re.Match[str]) -> None:
+    compute = [row["compute_ns"] for row in case.ranks.values()]
+    assert max(compute) > min(compute)
+
+
+@rule("remedy", r"((?:zigzag|double-ring|burst|usp)(?:(?:, | or )(?:double-ring|burst|usp))*) "
+      r"\((hops beside blocks|less between hosts)\)")  # fmt: skip
+def _strategies(case: Case, m: re.Match[str]) -> None:
+    used = case.run["strategy"]
+    assert used["name"] not in re.split(", | or ", m[1]) and case.run["workload"]["phase"] == "training"
+    if m[2] == "hops beside blocks":
+        assert used["name"] in ("allgather", "ulysses")
+    else:
+        between = any(row["link"] == "other_host" for row in case.summary["communication"])
+        assert between or len(set(case.run["topology"]["hosts"])) > 1
+
+
+@rule("remedy", r"faster links")
+def _links(case: Case, m: re.Match[str]) -> None:
+    rates = [row["hops"]["wire_gbps"] for row in case.ranks.values() if row["hops"] and row["hops"]["wire_gbps"]]
+    between = any(row["link"] == "other_host" for row in case.summary["communication"])
+    assert between or (case.on_cpu and len(set(case.run["topology"]["hosts"])) > 1) or max(rates) >= 3 * min(rates)
+
+
+@rule("remedy", r"fewer bytes( over the slow ones)?|more computation beside them")
+def _bytes(case: Case, m: re.Match[str]) -> None:
+    assert any(row["comm_ns"] or row["exposed_comm_ns"] for row in case.ranks.values())
+
+
+@rule("remedy", r"-p grad_wire=input")
+def _grad_wire(case: Case, m: re.Match[str]) -> None:
+    assert case.run["strategy"]["params"]["grad_wire"] in ("exact", "fp32") and case.run["workload"]["backward"]
+
+
+@rule("remedy", r"find what makes (rank .*?) late")
+def _late(case: Case, m: re.Match[str]) -> None:
+    for rank, share in re.findall(rf"rank (\d+) \({P} of all waiting is for it\)", m[1]):
+        is_waited_for(case, int(rank), share)
+
+
+@rule("remedy", rf"rank (\d+) idles {MS}(?: \(--idle\))?")
+def _idles(case: Case, m: re.Match[str]) -> None:
+    milliseconds(m[2], case.ranks[int(m[1])]["idle_ns"])
+
+
+@rule("remedy", r"record all ranks to tell wire from wait")
+def _record_all(case: Case, m: re.Match[str]) -> None:
+    assert "missing_ranks" in case.codes and not case.on_cpu
+
+
+@rule("remedy", r"other groups' communication beside computation")
+def _other_groups(case: Case, m: re.Match[str]) -> None:
+    assert case.of("other_groups")
+
+
+@rule("remedy", r"fewer (merges|permutations and copies|memory sets|copies)( on the GPU)?")
+def _copies(case: Case, m: re.Match[str]) -> None:
+    kinds = {"merges": "merge", "permutations and copies": "permute", "memory sets": "memset", "copies": "memcpy"}
+    mine = {
+        kind: case.kinds[kind]["time_ns"] for kind in ("merge", "permute", "memset", "memcpy") if kind in case.kinds
+    }
+    assert max(mine, key=lambda kind: mine[kind]) == kinds[m[1]]
+    assert not (m[2] and case.on_cpu)
+
+
+@rule("remedy", r"pinned memory and non_blocking copies, fewer copies from and to the host|fewer copies from and to "
+      r"the host, from pinned memory and beside computation")  # fmt: skip
+def _host_copies(case: Case, m: re.Match[str]) -> None:
+    copies = [a for raw in case.raw.values() for a in raw.activities if a.category == 1 and a.kind == "memory"]
+    assert any(is_copy_with_host(a.name) for a in copies)
+    assert m[0].startswith("fewer") or any("ageable" in a.name for a in copies)
+
+
+@rule("remedy", r"(?:more )?CUDA graphs or torch\.compile")
+def _graphs(case: Case, m: re.Match[str]) -> None:
+    assert not case.on_cpu and m[0].startswith("more") == ("cuda_graph" in case.codes)
+
+
+@rule("remedy", r"fewer and longer kernels")
+def _longer_kernels(case: Case, m: re.Match[str]) -> None:
+    assert not case.on_cpu
+
+
+@rule("remedy", r"more DataLoader workers, prefetching, pinned memory|keep memory allocated, so that the step needs no "
+      r"(?P<call>\S+)|fewer calls that wait for the GPU, such as (?P<sync>\S+)|profile after compilation and graph "
+      r"capture are over \(more warm-up\)|find why single (?P<launch>\S+) calls take long: kernels loaded at first use "
+      r"\(warm up before profiling, or CUDA_MODULE_LOADING=EAGER\), or a busy CPU|find what holds the host up in "
+      r"(?P<op>.+?) \(first use, a busy CPU\)")  # fmt: skip
+def _of_the_host(case: Case, m: re.Match[str]) -> None:
+    names = [name for raw in case.raw.values() for _, name in raw.host_pieces]
+    named = next((one for one in m.groups() if one), None)
+    assert named in names if named else any(re.search("DataLoader|Capture|Graph|compile|nvrtc|Load", n) for n in names)
+
+
+@rule("remedy", r"name the program's phases with torch\.profiler\.record_function to see what it does meanwhile")
+def _phases(case: Case, m: re.Match[str]) -> None:
+    assert any(not name for raw in case.raw.values() for _, name in raw.host_pieces)
+
+
+@rule("remedy", r"fewer dependencies between streams")
+def _streams(case: Case, m: re.Match[str]) -> None:
+    assert any(len({a.stream for a in raw.activities}) > 1 for raw in case.raw.values())
+
+
+@rule("remedy", r"pinned memory for copies from and to the host")
+def _pinned(case: Case, m: re.Match[str]) -> None:
+    assert any("ageable" in a.name for raw in case.raw.values() for a in raw.activities)
+
+
+@rule("remedy", r"record the CPU's launches as well \(ProfilerActivity\.CPU\) to see the cause")
+def _launches(case: Case, m: re.Match[str]) -> None:
+    assert any(a.correlation not in raw.launches for raw in case.raw.values() for a in raw.activities)
