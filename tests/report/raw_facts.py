@@ -193,7 +193,7 @@ def of_builder(builder: Builder) -> RawRank:
     """Take the rows of a made-up trace."""
     names = builder.names
     launches = {joins: HostEvent(a, b, "", thread, RUNTIME_CALL) for a, b, thread, joins in builder.launches}
-    host = [HostEvent(a, b, names[name], thread, category) for a, b, name, thread, category in builder.hosts]
+    host = [HostEvent(a, b, names[name], thread, category) for a, b, name, thread, category in builder.host_events]
     host += [HostEvent(row[0], row[1], names[row[2]], row[3], RANGE) for row in builder.annotations]
     activities = [Activity(r[0], r[1], names[r[2]], r[3], r[5], r[6], r[4]) for r in builder.activities]
     return _in_window(activities, host, launches)

@@ -191,12 +191,12 @@ def waiting(case: Case) -> dict[int, int]:
         needed = {key} | partners[key]
         if key in several:
             needed |= {far for near in partners[key] for far in partners[near]}
-        last, rank = max((kernels[other][0], -other[0]) for other in needed)
-        if -rank != key[0]:
+        last, latest = max((kernels[other][0], -other[0]) for other in needed)
+        if -latest != key[0]:
             # Bytes cannot have been faster than the best that was seen: that is part of its wire.
-            found[-rank] += min(last - begun, end - begun, most)
-    for rank, raw in case.raw.items():
-        others = [peer for peer in case.raw if peer != rank]
+            found[-latest] += min(last - begun, end - begun, most if most is not None else end - begun)
+    for number, raw in case.raw.items():
+        others = [peer for peer in case.raw if peer != number]
         for receiver, time in raw.waits_for_copies_ns.items():
             if receiver is not None or len(others) == 1:
                 found[others[0] if receiver is None else receiver] += time
