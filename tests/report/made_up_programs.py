@@ -254,7 +254,8 @@ def at_random(seed: int) -> Program:
         for rank, b in enumerate(builders):
             for _ in range(dice.randint(1, 3)):
                 idle = dice.choice([0, 0, 2, 30, 400]) * US
-                start, length = clock[rank] + idle, dice.choice([5, 50, 800]) * US
+                # No two ranks begin in the same nanosecond: nobody could say who is waited for.
+                start, length = clock[rank] + idle + 7 * rank, dice.choice([5, 50, 800]) * US
                 launched = dice.choice([None, max(cpu, start - 10 * US), cpu, cpu])
                 name = dice.choice([*names, "Memcpy HtoD (Pageable -> Device)"])
                 b.run(name, start, start + length, launched=launched, category=int(name.startswith("Memcpy")))
