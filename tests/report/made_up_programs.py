@@ -15,12 +15,13 @@ import msgspec
 from ringprof.run import Controls, LayerAround, Predicted, Run, Sent, StrategyUsed, Work, Workload
 from ringprof.trace.columns import MEMCPY, OPERATOR
 from tests.analysis.build import FLASH, NCCL, Builder, collective
+from tests.analysis.findings.test_step_rates import Step
 from tests.analysis.recorded import recorded_run
 from tests.analysis.rings import MERGE, causal, everybody, ring_pass
 
 MS, US = 1_000_000, 1_000
 GEMM, ADD, COPY = "sm90_xmma_gemm_bf16", "elementwise_kernel", "Memcpy PtoP (Device -> Device)"
-Program = tuple[Sequence[Builder], Run | None]
+Program = tuple[Sequence[Builder | Step], Run | None]
 
 
 def recorded(world: int = 2, *, flops: Sequence[int] = (), sent: str = "send_recv", **changes: Any) -> Run:
@@ -186,6 +187,16 @@ def data_parallel(computes: Sequence[int], wire: int = 300) -> Program:
     return builders, None
 
 
+def with_shapes() -> Program:
+    """A training step whose shapes are recorded for half of its matrix products."""
+    builders = []
+    for rank in range(2):
+        step = Step(rank=rank, world=2).product(100, 102, launched=10).product(200, 202, launched=20, dims=None)
+        step.run("elementwise_kernel", 202, 203, launched=30)
+        builders.append(step.run(f"{NCCL[:15]}AllReduce", 203, 260, launched=40, stream=20))
+    return builders, None
+
+
 def unrecorded_sharding() -> Program:
     """Two ranks whose long collectives have no record: most of the time is on the wire, and nothing tells."""
     builders = []
@@ -254,7 +265,8 @@ def at_random(seed: int) -> Program:
         for rank, b in enumerate(builders):
             for _ in range(dice.randint(1, 3)):
                 idle = dice.choice([0, 0, 2, 30, 400]) * US
-                start, length = clock[rank] + idle, dice.choice([5, 50, 800]) * US
+                # No two ranks begin in the same nanosecond: nobody could say who is waited for.
+                start, length = clock[rank] + idle + 7 * rank, dice.choice([5, 50, 800]) * US
                 launched = dice.choice([None, max(cpu, start - 10 * US), cpu, cpu])
                 name = dice.choice([*names, "Memcpy HtoD (Pageable -> Device)"])
                 b.run(name, start, start + length, launched=launched, category=int(name.startswith("Memcpy")))
@@ -311,6 +323,7 @@ PROGRAMS: dict[str, Callable[[], Program]] = {
     "copies, one of 2 ranks": lambda: (copied([400, 900])[0][:1], copied([400, 900])[1]),
     "data parallel": partial(data_parallel, [600, 600, 610]),
     "data parallel, one late": partial(data_parallel, [600, 900], 20),
+    "data parallel with shapes": with_shapes,
     "sharded without records": unrecorded_sharding,
     "two kinds between hosts": two_kinds_between_hosts,
     "CPU, one host": partial(on_cpu, ["a", "a"]),

@@ -15,6 +15,7 @@ from decimal import Decimal
 from functools import cached_property, lru_cache
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from ringprof.trace.columns import NONE, RANGE, RUNTIME_CALL
 from tests.analysis.build import Builder
@@ -173,7 +174,12 @@ def of_file(path: Path, *, whole: bool = False) -> RawRank:
     data = path.read_bytes()
     text = gzip.decompress(data) if path.suffix == ".gz" else data
     listed = json.loads(text, parse_float=str, parse_int=str, strict=False)
-    events = [e for e in (listed if isinstance(listed, list) else listed["traceEvents"]) if e.get("cat") and "ts" in e]
+    return of_events(listed if isinstance(listed, list) else listed["traceEvents"], whole=whole)
+
+
+def of_events(listed: Iterable[dict[str, Any]], *, whole: bool = False) -> RawRank:
+    """Take Kineto's events; times in microseconds, as text or exact numbers."""
+    events = [event for event in listed if event.get("cat") and "ts" in event]
     activities, host, launches = [], [], {}
     for event in events:
         start, arguments = _ns(event["ts"]), event.get("args") or {}
@@ -215,13 +221,13 @@ def _in_window(
     return RawRank(chosen, host, launches, marked)
 
 
-def _ns(microseconds: str) -> int:
-    return int(Decimal(microseconds) * 1000)
+def _ns(microseconds: Any) -> int:
+    return int(Decimal(str(microseconds)) * 1000)
 
 
-def _number(arguments: dict[str, str], name: str) -> int:
-    value = arguments.get(name, "")
-    return int(value) if str(value).lstrip("-").isdigit() else NONE
+def _number(arguments: dict[str, Any], name: str) -> int:
+    value = str(arguments.get(name, ""))
+    return int(value) if value.lstrip("-").isdigit() else NONE
 
 
 def is_copy_with_host(name: str) -> bool:

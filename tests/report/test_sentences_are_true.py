@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from ringprof.analysis.findings.findings import findings_in_memory
-from ringprof.run import Run
 from ringprof.scale.pipeline import attribute
+from tests.analysis.build import Builder
 from tests.loaded import analysis
 from tests.paths import COMMITTED, DATA
 from tests.report import sentence_communication, sentence_computation, sentence_evidence, sentence_remedies
 from tests.report.made_up_programs import PROGRAMS
-from tests.report.raw_facts import of_builder, of_file
+from tests.report.raw_facts import of_builder, of_events, of_file
 from tests.report.sentence_rules import RULES, Case, audit
 
 FOLDERS = [*COMMITTED, *sorted(path for path in DATA.iterdir() if list(path.glob("rank*.json.gz")))]
@@ -59,10 +59,10 @@ def test_every_sentence_of_a_recorded_run_is_true(folder):
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_every_sentence_of_a_made_up_program_is_true(name):
-    builders, *others = PROGRAMS[name]()
-    run = next((one for one in others if isinstance(one, Run)), None)
+    builders, run = PROGRAMS[name]()
     findings = findings_in_memory(attribute([builder.trace() for builder in builders], run))
-    raw = {rank.rank: of_builder(builder) for rank, builder in zip(findings.attribution.ranks, builders, strict=True)}
+    raws = [of_builder(one) if isinstance(one, Builder) else of_events(one.events) for one in builders]
+    raw = {rank.rank: events for rank, events in zip(findings.attribution.ranks, raws, strict=True)}
     assert false_sentences(Case(findings, raw)) == []
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from ringprof.analysis.findings.findings import Findings
-from ringprof.analysis.findings.waterfall import WATERFALL_LABELS, Bounds, Waterfall
+from ringprof.analysis.findings.waterfall import WATERFALL_LABELS, Waterfall
 from ringprof.digits import percent
 from ringprof.report.page.document import Content, PageContext, ReportParts
 from ringprof.report.tables import Column, Listing, Table, text_table
@@ -28,7 +28,7 @@ def terminal(found: Findings, style: TextStyle, listing: Listing) -> list[str]:
     titles = ["waterfall", unit, "of wall", *_speed(waterfall, None, "TFLOP/s\nafter it")]
     columns = [*map(Column, titles), Column("", left=True, paint="cyan")]
     lines = [f"{WATERFALL_LABELS[part.part]}: {clean(part.evidence)}" for part in waterfall.parts]
-    lines.append("bounds: " + _bounds(waterfall.bounds, waterfall.wall_ns))
+    lines.append(f"bounds: {_bounds(waterfall)}")
     return [text_table(columns, [*rows, whole], style, bold=[len(rows)]), style.wrap("\n".join(lines), "dim")]
 
 
@@ -41,13 +41,14 @@ def _speed(waterfall: Waterfall, tflops: float | None, unknown: str = "-") -> li
     return [rate(tflops).split(" ")[0] if tflops >= 1 else f"{tflops:.3g}"]
 
 
-def _bounds(bounds: Bounds, wall_ns: int) -> str:
-    """What the wall could be; what would change nothing is left out."""
-    named = (
-        ("if communication were free", bounds.free_ns), ("if ranks were balanced", bounds.balanced_ns),
-        ("if they were and all were hidden that can be", bounds.hidden_ns),
-    )  # fmt: skip
-    lower = [f"{duration(bound)} {what}" for what, bound in named if duration(bound) != duration(wall_ns)]
+def _bounds(waterfall: Waterfall) -> str:
+    """Say what the wall could be; what would change nothing is left out."""
+    bounds, wall = waterfall.bounds, duration(waterfall.wall_ns)
+    named = [("if communication were free", bounds.free_ns), ("if ranks were balanced", bounds.balanced_ns)]
+    if not waterfall.of("exposed_unsplit"):
+        # How much of the communication can be hidden is known only where its time on the wire is.
+        named.append(("if they were and all were hidden that can be", bounds.hidden_ns))
+    lower = [f"{duration(bound)} {what}" for what, bound in named if duration(bound) != wall]
     return ", ".join(lower) or "neither free communication nor balanced ranks would shorten it"
 
 
@@ -65,5 +66,5 @@ def html(found: Findings, page: PageContext) -> Content:
         [WATERFALL_LABELS[one.part], one.time_ns, one.share, one.tflops, one.evidence, one.remedy or "-"]
         for one in waterfall.parts
     ]
-    lines = [f"Bounds on the wall of {duration(waterfall.wall_ns)}: {_bounds(waterfall.bounds, waterfall.wall_ns)}."]
+    lines = [f"Bounds on the wall of {duration(waterfall.wall_ns)}: {_bounds(waterfall)}."]
     return Content(page.figures.waterfall(waterfall), [Table("", columns, rows).page()], lines)

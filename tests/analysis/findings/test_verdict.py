@@ -11,6 +11,7 @@ import pytest
 from ringprof.analysis.findings.findings import findings_in_memory
 from ringprof.analysis.findings.verdict import _more_work, _worst_step
 from ringprof.analysis.findings.verdict_words import exposed_in_words
+from ringprof.analysis.timeline.window import Focus
 from ringprof.scale.pipeline import attribute
 from ringprof.trace.columns import RUNTIME_CALL
 from tests.analysis.build import FLASH, Builder, collective
@@ -271,6 +272,33 @@ def test_gaps_and_merges_have_remedies_of_their_own():
     )
     merges = Builder(world_size=1).run(FLASH, 0, 600, launched=1).run(MERGE, 600, 1000, launched=2)
     assert (step_of(merges).part, step_of(merges).time_ns) == ("merge_and_copies", 400)
+
+
+def test_communication_of_other_groups_can_be_the_largest_loss():
+    b = Builder(world_size=1).run(FLASH, 0, 600_000, launched=1)
+    b.batch(100, 600_000, 700_000, to=1, source=3)
+    own = collective("_allgather_base", group="2", group_description="dp")
+    b.run("ncclDevKernel_AllGather", 700_000, 10**6, launched=200, own=own, stream=20)
+    found = findings_in_memory(attribute([b.trace()], focus=Focus(group="cp")))
+    assert found.verdict[1] == "30.0 % of the time is exposed communication of other groups."
+    assert found.next_step is not None and found.next_step.text == (
+        "Largest loss outside attention: other groups' communication, 0.300 ms of 1.00 ms. To try: "
+        "other groups' communication beside computation."
+    )
+
+
+def test_communication_is_named_as_a_whole_where_no_part_of_it_is_the_largest_loss():
+    # Mean over ranks: 100 ms each of imbalance and wire, 150 ms of merging.
+    builders = []
+    for rank, computes in enumerate((400, 600)):
+        b = Builder(rank=rank, world_size=2).run(FLASH, 0, computes * 10**6, launched=1)
+        fields: dict[str, Any] = {"group_ranks": (0, 1), "group_size": 2, "tensors": 1}
+        b.batch(100, computes * 10**6, 700 * 10**6, to=1 - rank, source=1 - rank, **fields)
+        builders.append(b.run(MERGE, 700 * 10**6, 850 * 10**6, launched=200))
+    assert step_of(*builders).text.startswith(
+        "Largest loss outside attention: imbalance and exposed communication, 200.0 ms of 850.0 ms, "
+        "its largest part imbalance between ranks (100.0 ms). To try: "
+    )
 
 
 def test_without_a_loss_the_kernel_is_named_with_what_a_tenth_of_it_is():
