@@ -56,6 +56,7 @@ IDLE_COLOURS: dict[str, str] = {
     host_activity.USER_RANGE: SKY,
     host_activity.OPERATOR_CLASS: "#4B4FC4",
     host_activity.NOTHING_RECORDED: IDLE,
+    host_activity.NOT_KEPT: "#C2B5D6",
     GAP: GREY,
     BLOCKED: UNSPLIT,
 }

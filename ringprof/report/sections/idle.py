@@ -12,7 +12,7 @@ import msgspec
 from ringprof.analysis.findings.findings import Findings
 from ringprof.analysis.findings.summary import MOST_RANKS_LISTED
 from ringprof.analysis.rank import Rank
-from ringprof.analysis.timeline.host_activity import HOST_CLASSES, NOTHING_RECORDED
+from ringprof.analysis.timeline.host_activity import HOST_CLASSES
 from ringprof.analysis.timeline.idle import BLOCKED, CAUSES, GAP, GAP_NS, HOST, IdleCauses, IdleEvent, causes_of_ranks
 from ringprof.json_object import JsonObject
 from ringprof.report import palette
@@ -168,7 +168,7 @@ def name_shown(event: IdleEvent) -> str:
     """Return an event's name as people read it, also where it has none."""
     if event.event_class == GAP:
         return "(gaps between activities)"
-    return clean(event.name) or f"({NOTHING_RECORDED})"
+    return clean(event.name) or f"({event.event_class})"
 
 
 _LAUNCH_COLUMNS = (
