@@ -104,7 +104,7 @@ def known_contiguous(attribution: Attribution) -> bool:
 def _same_work(attribution: Attribution) -> bool:
     """Whether the attention blocks of all ranks have the same FLOPs, as the recorder counted them."""
     flops = attribution.run.block_flops() if attribution.run else None
-    return bool(flops) and max(flops.values()) <= _SAME_WORK * min(flops.values())
+    return flops is not None and max(flops.values()) <= _SAME_WORK * min(flops.values())
 
 
 def rises_with_rank(attribution: Attribution) -> bool:

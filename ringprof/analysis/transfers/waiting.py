@@ -149,7 +149,8 @@ def _last_partner(matches: Matches, clocks: Clocks) -> Int64:
 
 def _with_peers_of_peers(matches: Matches, last: Int64, latest: Int64) -> Int64:
     """Name the peers' last partners instead, where a kernel of several messages waited for these, too."""
-    several, result = _several_messages(matches.transfers), last.copy()
+    several = _several_messages(matches.transfers)
+    result: Int64 = last.copy()
     mine = np.concatenate((matches.sender, matches.receiver))
     other = np.concatenate((matches.receiver, matches.sender))
     later = several[mine] & (last[other] != _NOBODY) & (latest[other] > latest[mine])
