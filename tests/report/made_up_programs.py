@@ -240,10 +240,11 @@ UNEVEN = ([300, 900], [(300, 1000), (900, 1000)])
 LATE = ([500, 500], [(500, 1000), (900, 1000)])
 SLOW = ([100] * 4, [(100, 110), (100, 200), (100, 110), (100, 110)])
 SOLO = Controls(
-    warmup=1, rounds=1, ordinary_ns=[[1_500_000]] * 2, solo_ns=[[500_000]] * 2, solo_flops=[10**11] * 2,
+    warmup=1, rounds=1, ordinary_ns=[[1_500_000]] * 2, solo_ns=[[500_000]] * 2, solo_flops=[7 * 2**36] * 2,
     compute_only_ns=[[10**6]] * 2, communication_only_ns=[[10**5]] * 2,
 )  # fmt: skip
-LARGE = Workload(seq=16384, heads=8, kv_heads=8, head_dim=128)
+LARGE = Workload(seq=8192, heads=8, kv_heads=8, head_dim=128, causal=False)
+"""Of 14 x 8 x 128 x 8192 x 8192 FLOPs for forward and backward."""
 PREDICTION = Predicted(machine="h200", evidence="measured", simulated_ranks=2, p10_ns=MS, p50_ns=MS, p90_ns=MS)
 
 
@@ -298,6 +299,9 @@ PROGRAMS: dict[str, Callable[[], Program]] = {
     "data loader": partial(stalled_in, "enumerate(DataLoader)#_MultiProcessingDataLoaderIter.__next__", 1),
     "hipFree": partial(stalled_in, "hipFree"),
     "one slow launch": partial(stalled_in, "cudaLaunchKernel"),
+    "one slow launch on an AMD GPU": partial(stalled_in, "hipLaunchKernel"),
+    "synchronisation": partial(stalled_in, "cudaStreamSynchronize"),
+    "graph capture": partial(stalled_in, "cudaGraphInstantiate"),
     "nothing recorded": partial(stalled_in, ""),
     "blocked, cause unknown": partial(blocked, 7, 7, 7, 7),
     "blocked on another stream": partial(blocked, 8, 9, 8, 9, 8, 9),
@@ -346,7 +350,7 @@ PROGRAMS: dict[str, Callable[[], Program]] = {
     "decode": lambda: (launch_bound()[0], recorded(1, sent="all_gather", strategy=strategy("dcp"), workload=Workload(
         seq=1, heads=8, kv_heads=8, head_dim=64, phase="decode", kv_length=1024, backward=False))),
     "slower beside communication": lambda: with_run(
-        lambda: ring([1000, 1000], [(0, 990), (0, 990)]), flops=(10**11, 10**11), controls=SOLO, workload=LARGE,
+        lambda: ring([1000, 1000], [(0, 990), (0, 990)]), flops=(7 * 2**36, 7 * 2**36), controls=SOLO, workload=LARGE,
         strategy=strategy(),
     ),
     "captured block": lambda: with_run(lambda: ring(*SLOW), timings=None, strategy=strategy()),

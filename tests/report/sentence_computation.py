@@ -71,7 +71,7 @@ def _nothing_open(case: Case, m: re.Match[str]) -> None:
     percent(m[1], sum(time for time, name in pieces if not name) / sum(case.idle.values()))
 
 
-@rule("verdict", r"these reduced traces do not hold what the host did meanwhile")
+@rule("verdict", r"these traces do not hold what the host did meanwhile")
 def _not_kept(case: Case, m: re.Match[str]) -> None:
     assert not any(raw.host for raw in case.raw.values())
 
@@ -284,6 +284,7 @@ def _largest_loss(case: Case, m: re.Match[str]) -> None:
     attention = case.of(*ATTENTION_PARTS)
     chosen = COMMUNICATION_PARTS if m[5] else (part,)
     milliseconds(m[3], case.of(*chosen))
+    assert 0 < case.of(*chosen) <= case.wall
     milliseconds(m[4], case.wall)
     assert (m[5] or m[2]) in (names_of(case, part) if part == "merge_and_copies" else {NAMES[part]})
     if part in ATTENTION_PARTS:

@@ -186,14 +186,22 @@ def _longer_kernels(case: Case, m: re.Match[str]) -> None:
     assert not case.on_cpu
 
 
-@rule("remedy", r"more DataLoader workers, prefetching, pinned memory|keep memory allocated, so that the step needs no "
-      r"(?P<call>\S+)|fewer calls that wait for the GPU, such as (?P<sync>\S+)|profile after compilation and graph "
-      r"capture are over \(more warm-up\)|find why single (?P<launch>\S+) calls take long: kernels loaded at first use "
-      r"\(warm up before profiling, or CUDA_MODULE_LOADING=EAGER\), or a busy CPU|find what holds the host up in "
-      r"(?P<op>.+?) \(first use, a busy CPU\)")  # fmt: skip
+OF_THE_HOST = (
+    r"more DataLoader workers, prefetching, pinned memory",
+    r"keep memory allocated, so that the step needs no (\S+)",
+    r"fewer calls that wait for the GPU, such as (\S+)",
+    r"profile after compilation and graph capture are over \(more warm-up\)",
+    r"find why single (\S+) calls take long: kernels loaded at first use \(warm up before profiling"
+    r"(?P<cuda>, or CUDA_MODULE_LOADING=EAGER)?\), or a busy CPU",
+    r"find what holds the host up in (.+?) \(first use, a busy CPU\)",
+)
+
+
+@rule("remedy", "|".join(OF_THE_HOST))
 def _of_the_host(case: Case, m: re.Match[str]) -> None:
     names = [name for raw in case.raw.values() for _, name in raw.host_pieces]
     named = next((one for one in m.groups() if one), None)
+    assert not m["cuda"] or (named or "").startswith("cu"), "no variable of this GPU's software"
     assert named in names if named else any(re.search("DataLoader|Capture|Graph|compile|nvrtc|Load", n) for n in names)
 
 

@@ -163,13 +163,14 @@ def waiting(case: Case) -> dict[int, int]:
     offset = {int(rank): shift for rank, shift in case.summary["clocks"]["offsets_ns"].items()}
     kernels: dict[Key, tuple[int, int]] = {}
     ends: dict[Any, dict[int, list[Key]]] = defaultdict(lambda: defaultdict(list))
-    several, counted = set(), {}
+    several: set[Key] = set()
+    counted: dict[Key, int] = {}
     for rank in case.findings.attribution.ranks:
         for part in rank.splits:
             one, key = part.transfer, (rank.rank, part.transfer.activity)
             if one.kind == "copy_engine":
                 continue
-            if part.wire_ns is not None:
+            if part.wait_ns is not None:
                 counted[key] = part.wait_ns
             kernels[key] = one.start_ns + offset[rank.rank], one.end_ns + offset[rank.rank]
             if one.kind != "send_recv":
@@ -191,10 +192,10 @@ def waiting(case: Case) -> dict[int, int]:
         needed = {key} | partners[key]
         if key in several:
             needed |= {far for near in partners[key] for far in partners[near]}
-        last, latest = max((kernels[other][0], -other[0]) for other in needed)
-        if -latest != key[0]:
+        last, first_rank = max((kernels[other][0], -other[0]) for other in needed)
+        if -first_rank != key[0]:
             # Bytes cannot have been faster than the best that was seen: that is part of its wire.
-            found[-latest] += min(last - begun, end - begun, most if most is not None else end - begun)
+            found[-first_rank] += min(last - begun, end - begun, most if most is not None else end - begun)
     for number, raw in case.raw.items():
         others = [peer for peer in case.raw if peer != number]
         for receiver, time in raw.waits_for_copies_ns.items():

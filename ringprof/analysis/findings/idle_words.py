@@ -93,7 +93,7 @@ def not_launched_in_words(attribution: Attribution, share: str) -> str:
     if cause.kind == LAUNCH_BOUND:
         return f"{text}: {of_idle} is short host work (pieces below 0.1 ms) and gaps below 5 us."
     if cause.kind == NOT_KEPT:
-        return f"{text}; these reduced traces do not hold what the host did meanwhile."
+        return f"{text}; these traces do not hold what the host did meanwhile."
     if cause.kind == NOTHING_RECORDED:
         return f"{text}: for {of_idle} the launching thread has no operator, CUDA call or range open."
     return f"{text}: for {of_idle} the host is in {cause.name}{_WITHIN.get(cause.kind, '')}."
@@ -125,8 +125,8 @@ def remedy_of_host(cause: HostCause | None, launch_bound: str) -> str:
         SYNCHRONISATION: f"fewer calls that wait for the GPU, such as {cause.name}",
         COMPILATION: "profile after compilation and graph capture are over (more warm-up)",
         _SLOW_LAUNCH: (
-            f"find why single {cause.name} calls take long: kernels loaded at first use (warm up before profiling, or "
-            "CUDA_MODULE_LOADING=EAGER), or a busy CPU"
+            f"find why single {cause.name} calls take long: kernels loaded at first use (warm up before profiling"
+            f"{', or CUDA_MODULE_LOADING=EAGER' if cause.name.startswith('cu') else ''}), or a busy CPU"
         ),
         _SLOW_OPERATOR: f"find what holds the host up in {cause.name} (first use, a busy CPU)",
         NOT_KEPT: "",

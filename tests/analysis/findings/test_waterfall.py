@@ -14,7 +14,7 @@ from ringprof.analysis.findings.waterfall import WATERFALL_LABELS, find_waterfal
 from ringprof.analysis.kinds.kinds import COMMUNICATION, COMPUTE, KINDS, MEMORY
 from ringprof.scale.pipeline import attribute
 from tests.analysis.build import FLASH, Builder
-from tests.analysis.idle_oracle import run_traces_of
+from tests.analysis.idle_oracle import idle_by_cause, run_traces_of
 from tests.analysis.recorded import recorded_run
 from tests.analysis.rings import LENGTH, MERGING, causal, everybody, ring_pass
 from tests.analysis.transfers.test_hops import ring
@@ -26,6 +26,7 @@ RUNS = [
     *sorted(path for path in (ROOT / "tests" / "data").glob("h200*") if path.is_dir()),
     *sorted((ROOT / "tests" / "data").glob("waits-*")),
 ]
+NONE = MappingProxyType({})
 ATTENTION = {"peak", "kernel", "repeated", "slowdown", "attention"}
 FIRST = {
     "attention": {"flash_fwd", "flash_bwd"},
@@ -75,8 +76,11 @@ def instants(rank, blocks):
     return found
 
 
-def expected(attribution, blocks):
-    """Mean of every part over ranks, as fractions, by the rule that docs/definitions.md states."""
+def expected(attribution, blocks, blocked_idle):
+    """Mean of every part over ranks, as fractions, by the rule that docs/definitions.md states.
+
+    Of the idle time of each rank, ``blocked_idle`` nanoseconds lie after the launch of the next activity.
+    """
     ranks = attribution.ranks
     swept = {rank.rank: instants(rank, blocks.get(rank.rank, ())) for rank in ranks}
     computes = {rank: sum(ns for state, ns in found.items() if state[0]) for rank, found in swept.items()}
@@ -111,17 +115,18 @@ def expected(attribution, blocks):
             "exposed_wire": wire,
             "peer_wait": wait - imbalance,
             "exposed_unsplit": unknown,
-            "launch_gaps": idle,
+            "launch_gaps": idle - blocked_idle.get(rank.rank, 0),
+            "blocked": blocked_idle.get(rank.rank, 0),
         }
         for name, value in values.items():
             parts[name] += Fraction(value, len(ranks))
     return parts, walls[slowest]
 
 
-def check(attribution, blocks=MappingProxyType({})):
-    """Compare with a sweep; ``blocks`` are the times of each rank that the oracle finds blocked on a peer's copies."""
+def check(attribution, blocks=NONE, blocked_idle=NONE):
+    """Compare with a sweep; the idle oracle finds ``blocks``, on a peer's copies, and ``blocked_idle`` of each rank."""
     waterfall = waterfall_of(attribution)
-    truth, wall = expected(attribution, blocks)
+    truth, wall = expected(attribution, blocks, blocked_idle)
     assert waterfall.wall_ns == wall == sum(part.time_ns for part in waterfall.parts)
     mine: defaultdict[str, int] = defaultdict(int)
     for part in waterfall.parts:
@@ -137,7 +142,15 @@ def check(attribution, blocks=MappingProxyType({})):
 def test_every_part_of_a_recorded_run_equals_the_sweep(folder):
     run = analysis(folder)
     copies = run_traces_of(run, folder)
-    check(run.attribution, {rank: copies.blocks(rank) for rank in copies.traces})
+    check(
+        run.attribution,
+        {rank: copies.blocks(rank) for rank in copies.traces},
+        {rank: blocked_idle(copies, rank) for rank in copies.traces},
+    )
+
+
+def blocked_idle(copies, rank):
+    return sum(ns for (cause, _), ns in idle_by_cause(copies, rank).items() if cause == "blocked")
 
 
 @pytest.mark.parametrize("block", [everybody(900), everybody(300), causal(900)])
