@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from fractions import Fraction
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,7 +27,7 @@ RUNS = [
     *sorted(path for path in (ROOT / "tests" / "data").glob("h200*") if path.is_dir()),
     *sorted((ROOT / "tests" / "data").glob("waits-*")),
 ]
-NONE = MappingProxyType({})
+NONE: MappingProxyType[int, Any] = MappingProxyType({})
 ATTENTION = {"peak", "kernel", "repeated", "slowdown", "attention"}
 FIRST = {
     "attention": {"flash_fwd", "flash_bwd"},
