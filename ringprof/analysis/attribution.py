@@ -65,7 +65,7 @@ class Attribution(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def times_are_of(self) -> str:
-        """What times of the window are of once they are divided, in words: ``one iteration`` and others."""
+        """Return, in words, what a divided time of the window stands for: ``one iteration`` and others."""
         return times_are_of(self.ranks, self.run)
 
     @cached_property

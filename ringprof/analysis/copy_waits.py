@@ -204,7 +204,7 @@ def with_receivers(
 
 
 class CopyPeers(msgspec.Struct, frozen=True):
-    """What one rank must know of the copy hops of others; times by the clocks of those ranks."""
+    """Copy hops of the other ranks, for one rank; times by the clocks of those ranks."""
 
     sent: tuple[CopyHop, ...] = ()
     """Its own."""

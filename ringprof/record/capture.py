@@ -105,7 +105,7 @@ _NOBODY = "another rank has ended, or is not here: all of the group must enter (
 
 @dataclass(frozen=True)
 class _Asked:
-    """What the user of `capture` asked for."""
+    """Request of the user of `capture`."""
 
     target: Path
     name: str | None
@@ -118,14 +118,14 @@ class _Asked:
 
 
 class _Opening(msgspec.Struct, frozen=True):
-    """What a rank tells the others before the block: why there is no run, or nothing; and the folder's token."""
+    """Message of a rank to the others before the block: why there is no run, or nothing; and the folder's token."""
 
     refusal: str = ""
     token: str = ""
 
 
 class _Outcome(msgspec.Struct, frozen=True):
-    """What a rank tells the others after the block."""
+    """Message of a rank to the others after the block."""
 
     problem: str = ""
     """Why it has no trace; empty where it has one."""

@@ -147,7 +147,7 @@ def _no_more(error: Exception) -> RecordError:
 
 
 def _environment(request: Any, rank: int, world: int, port: int, scratch: Path) -> dict[str, str]:
-    """What torch reads in a rank, and the threads that it may use."""
+    """Return the environment variables of a rank that torch reads, and the threads that it may use."""
     env = {
         "RANK": str(rank),
         "WORLD_SIZE": str(world),

@@ -70,7 +70,7 @@ class MemoryStore(msgspec.Struct, frozen=True):
         self._blocks[rank] = tuple(blocks)
 
     def blocks(self, rank: int) -> tuple[PeerBlock, ...]:
-        """What `put_blocks` kept."""
+        """Return the blocks that `put_blocks` kept."""
         return self._blocks[rank]
 
 

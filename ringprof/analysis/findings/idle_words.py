@@ -35,7 +35,7 @@ _ALWAYS_OWN = (DATA_LOADER, MEMORY_CALL, SYNCHRONISATION, COMPILATION, NOT_KEPT)
 
 
 class HostCause(msgspec.Struct, frozen=True):
-    """What takes most of the time in which the GPUs idle because their next work is not launched."""
+    """Largest cause of the time in which the GPUs idle because their next work is not launched."""
 
     kind: str
     """`LAUNCH_BOUND`, or what the host does: a class of `HOST_CLASSES`, ``slow launch call`` or ``slow operator``."""
@@ -115,7 +115,7 @@ _WITHIN = {DATA_LOADER: " (data loader)", COMPILATION: " (compilation or graph c
 
 
 def remedy_of_host(cause: HostCause | None, launch_bound: str) -> str:
-    """What would shorten the idle time before launches; ``launch_bound`` is the remedy of many short gaps."""
+    """Return what would shorten the idle time before launches; ``launch_bound`` is the remedy of many short gaps."""
     if cause is None:
         return ""
     return {
@@ -154,7 +154,7 @@ def blocked_in_words(attribution: Attribution, share: str) -> str:
 
 
 def remedy_of_blocked(attribution: Attribution) -> str:
-    """What would shorten the time in which launched work is blocked; empty where its cause is not known."""
+    """Return what would shorten the time in which launched work is blocked; empty where its cause is not known."""
     event = _longest_blocked(attribution)
     remedies = {
         HOST_COPY: "pinned memory for copies from and to the host",

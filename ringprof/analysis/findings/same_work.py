@@ -26,7 +26,7 @@ plain scores, no key-value cache, one sequence length, attention alone."""
 
 
 class RankEvidence(msgspec.Struct, frozen=True):
-    """What one rank's trace shows of its work, over the whole window."""
+    """Evidence of one rank's work in its trace, over the whole window."""
 
     rank: int
     calls: Mapping[str, int]
@@ -38,7 +38,7 @@ class RankEvidence(msgspec.Struct, frozen=True):
 
 
 class WorkEvidence(msgspec.Struct, frozen=True):
-    """What the traces of one entry show of its work."""
+    """Evidence of the work of one entry in its traces."""
 
     iterations: int
     world_size: int

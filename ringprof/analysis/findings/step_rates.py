@@ -43,7 +43,7 @@ class PartRate(msgspec.Struct, frozen=True):
 
 
 class StepRates(msgspec.Struct, frozen=True):
-    """What the recorded shapes say of a step; all profiled iterations together."""
+    """FLOPs and rates of a step by the recorded shapes; all profiled iterations together."""
 
     flops: int
     """Of attention and matrix products, per device, mean over ranks. Recomputed work counts."""

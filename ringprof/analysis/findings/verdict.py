@@ -326,7 +326,7 @@ def _kinds_of(found: Facts, part: str) -> list[KindRow]:
 
 
 def _called(found: Facts, part: str) -> str:
-    """What a part is called in a sentence; a program without merges is not told of any."""
+    """Return the name of a part in a sentence; a program without merges is not told of any."""
     kinds = {row.kind for row in _kinds_of(found, part)} if part == "merge_and_copies" else set()
     if kinds and "merge" not in kinds:
         return "copies and permutations" if len(kinds) > 1 else KIND[kinds.pop()].label

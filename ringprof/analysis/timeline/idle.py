@@ -97,7 +97,7 @@ class IdleEvent(msgspec.Struct, frozen=True):
 
 
 class IdleCauses(msgspec.Struct, frozen=True):
-    """What the idle time of one rank, or of several, comes from, in nanoseconds."""
+    """Causes of the idle time of one rank, or of several, in nanoseconds."""
 
     host_ns: int = 0
     gap_ns: int = 0
