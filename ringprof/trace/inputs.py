@@ -28,7 +28,7 @@ _DEEPEST, _MOST_FOLDERS = 8, 1000
 """How far below a folder traces are looked for (TensorBoard's stand at RUN/plugins/profile), in how many folders."""
 _MOST_LISTED = 8
 
-_GROUP_FOLDER = re.compile(r"rank\d+|ranks\d+([-_]\d+)*(_more)?", re.ASCII)
+_GROUP_FOLDER = re.compile(r"rank[0-9]+|ranks[0-9]+([-_][0-9]+)*(_more)?")
 """What `capture` names the folder of one group where several groups of a job name one folder."""
 
 InputType = Literal["run", "trace", "text"]
