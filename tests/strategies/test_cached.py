@@ -260,6 +260,10 @@ def test_prefill_sends_of_the_cache_what_a_window_shows() -> None:
 
 def shares(rank: int) -> list[list[int]]:
     dcp, prefill = create("dcp", dcp_degree=2), create("ring-prefill")
+    # A cache of one key leaves the second rank of a group without any.
+    for strategy, lengths in ((dcp, [(9, 1), (8, 1), (1, 1)]), (prefill, [(16, 8), (8, 8)])):
+        for kv_length, new in lengths:
+            assert strategy.key_count(kv_length, new) == len(strategy.key_positions(kv_length, new))
     return [dcp.key_positions(9, 1).tolist(), prefill.key_positions(16, 8).tolist(), prefill.query_places(8).tolist()]
 
 
@@ -269,6 +273,12 @@ def test_who_holds_which_keys() -> None:
     assert [rank[0] for rank in found] == [[0, 2, 4, 6, 8], [1, 3, 5, 7]] * 2
     # Two cached tokens a rank, then the new ones in zigzag.
     assert found[1][1:] == [[2, 3, 9, 14], [1, 6]]
+
+
+@pytest.mark.parametrize("name", ["dcp", "ring-prefill"])
+def test_keys_are_counted_without_a_list_of_them(name: str) -> None:
+    """A list of 2**50 positions fits in no memory: a dry run of a cache that is too large must still end."""
+    assert create(name).held(Shape(1, 4, 8, 2, 8, 2**50)).kv == (1, 2**50, 2, 8)
 
 
 @pytest.mark.parametrize(
