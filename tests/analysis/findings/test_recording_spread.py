@@ -134,7 +134,7 @@ def test_several_recordings_per_side_assume_nothing():
     found = compare_entries(sides)
     assert (found.differences[0].assumed_spread, found.differences[0].verdict) == (None, "worse")
     assert spread_notices(found) == [] and "takes" not in verdict_lines(found)[0]
-    assert recordings_to_decide(*sides, "iteration_ms") is None
+    assert recordings_to_decide(sides[0], sides[1], "iteration_ms") is None
 
 
 def test_one_recording_against_several_assumes_the_spread_at_least():
