@@ -1,7 +1,8 @@
 """HolisticTraceAnalysis as a second opinion on the overlap ratio and the temporal breakdown, through ``run.hta()``.
 
 It rounds each event inward to whole microseconds, hence the tolerances. It needs pandas below 3, so it is asked in the
-environment that ``make test-processes`` makes for it; where there is none, and it cannot be imported here, it is not asked.
+environment that ``make test-processes`` makes for it; where there is none, and it cannot be imported here, it is not
+asked.
 """
 
 from __future__ import annotations
