@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
@@ -26,6 +27,9 @@ _COPY_OF_XLA = "perfetto_trace.json.gz"
 _DEEPEST, _MOST_FOLDERS = 8, 1000
 """How far below a folder traces are looked for (TensorBoard's stand at RUN/plugins/profile), in how many folders."""
 _MOST_LISTED = 8
+
+_GROUP_FOLDER = re.compile(r"rank\d+|ranks\d+([-_]\d+)*(_more)?", re.ASCII)
+"""What `capture` names the folder of one group where several groups of a job name one folder."""
 
 InputType = Literal["run", "trace", "text"]
 
@@ -147,8 +151,9 @@ def _input_in(name: str) -> Input | None:
         return Input("run", run=run)
     here = name if is_url(name) else os.path.join(name, "")
     files = [file for file in files_in(name) if any(file.lower().endswith(one.suffixes) for one in FORMATS)]
-    if any(os.path.basename(file) == _RUN_FILE for file in files):
-        return None  # Runs in folders of their own, each with its traces.
+    runs = [os.path.dirname(file) for file in files if os.path.basename(file) == _RUN_FILE]
+    if not all(_GROUP_FOLDER.fullmatch(os.path.basename(folder)) for folder in runs):
+        return None  # Runs in folders of their own, each with its traces; those of the groups of one job are one run.
     outside = dict(leading_out(within(name, _RUN_FILE), (file.removeprefix(here) for file in files)))
     formats: dict[str, Format] = {}
     problems: dict[str, InputError] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
+from textwrap import shorten
 from typing import Any
 
 from bokeh.layouts import column
@@ -21,6 +22,8 @@ from ringprof.report.terms import LABELS
 from ringprof.report.text import clean, rate, short_count
 from ringprof.report.timeline import IDLE, ORDER, Bar, DrawnTimeline, drawn_as, lanes_of
 
+_LONGEST_REMEDY = 60
+"""Characters of a remedy above a bar, which fit a narrow window; the box under the pointer has the whole."""
 MOST_LABELS = 32
 """Ranks up to which each has a label of its own beside an axis."""
 TELEPHONE = 375
@@ -86,11 +89,12 @@ def waterfall(found: Waterfall) -> Any:
         "share": [f"{100 * part.share:.1f} %" for part in parts],
         "speed": ["-" if part.tflops is None else rate(part.tflops) for part in parts],
         "action": [part.remedy for part in parts],
+        "shown": [shorten(part.remedy, _LONGEST_REMEDY, placeholder=" …") for part in parts],
         "line": [_waterfall_line(part) for part in parts],
         "offset": [-24 if part.remedy else -11 for part in parts],
     })  # fmt: skip
     bars = made.hbar(y="y", left="left", right="right", height=0.32, color="colour", source=source)
-    for text, offset in (("line", "offset"), ("action", -11)):
+    for text, offset in (("line", "offset"), ("shown", -11)):
         made.text(x=0, y="y", text=text, y_offset=offset, text_font_size="12px", text_color=_INK, source=source)
     _hover(made, [bars], ("part", "@part"), ("time", "@time"), ("of wall", "@share"), ("speed after it", "@speed"),
            ("shorter by", "@action"))  # fmt: skip
