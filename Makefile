@@ -6,11 +6,15 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Only files that git tracks: what was recorded or downloaded here is nobody's spelling.
 TEXT = $$(git ls-files '*.py' '*.md' '*.toml' '*.cfg' '*.j2' '*.js' '*.css' Makefile 2>/dev/null)
 
-.PHONY: help demo test test-all docs lint audit release clean
+# One worker per core, at most four; the tests of a file stay on one worker and share its fixtures.
+WORKERS := -n auto --maxprocesses 4 --dist loadfile
+
+.PHONY: help demo test test-processes test-all docs lint audit release clean
 help:
 	@echo 'make demo      record a small run and show its report (first result, a few minutes)'
-	@echo 'make test      linters, types, import contracts and the core tests; those of GPUs where there are some'
-	@echo 'make test-all  make test, make audit, the long tiers, and the analysis side on every Python found'
+	@echo 'make test      linters, types, import contracts and the fast tests; those of GPUs where there are some'
+	@echo 'make test-processes  the tests that start ranks, clusters or a browser'
+	@echo 'make test-all  make test, make test-processes, make audit, the long tier, and analysis on every Python found'
 	@echo 'make docs      the reference of the Python API, from its docstrings'
 	@echo 'make release   wheel and sdist in dist/, checked and tried in fresh environments; publishes nothing'
 	@echo 'make clean     remove .venv/ and caches'
@@ -24,12 +28,15 @@ demo: $(VENV)/.record
 	@echo 'done. Activate the environment:   . $(BIN)/activate'
 	@echo 'and try next:                     ringprof report traces/h200x4-zigzag-262144'
 
-test: $(VENV)/.dev lint .venv-hta/made
-	$(BIN)/python -m pytest -m 'not long' -n auto --maxprocesses 4 --dist loadfile $(PYTEST)
+test: $(VENV)/.dev lint
+	$(BIN)/python -m pytest -m 'not long and not processes' $(WORKERS) $(PYTEST)
 	@! nvidia-smi -L >/dev/null 2>&1 || $(BIN)/python -m pytest --gpu -m 'not long' -n 4 --dist loadfile
 
+test-processes: $(VENV)/.dev .venv-hta/made
+	$(BIN)/python -m pytest -m 'processes and not long and not gpu' $(WORKERS) $(PYTEST)
+
 # Audited last, so that what could not be audited is the last word.
-test-all: test
+test-all: test test-processes
 	$(BIN)/python -m pytest -m long $(PYTEST)
 	$(BIN)/python scripts/every_python.py
 	@$(MAKE) audit

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import signal
 import socket
@@ -24,6 +25,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from glob import glob
@@ -33,6 +35,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from ringprof.analysis.findings.recording_spread import SAME_SESSION
 from ringprof.analysis.findings.uncertainty import differ
 from ringprof.record.group_ranks import world_group
 from ringprof.record.launcher import RankPlace
@@ -203,11 +206,16 @@ def _verdict(found: dict[str, Any]) -> list[str]:
     levels = [[max(times) / 1e6 for times in zip(*one["iterations_ns"], strict=True)] for one in found["recordings"]]
     pairs = list(zip(levels[::2], levels[1::2], strict=False))
     middles = [median(times) for times in levels] or [0.0]
-    called = sum(differ([one], [two]) for one, two in pairs)
+    called = sum(differ([one], [two], spread=_assumed_spread(one, two)) for one, two in pairs)
     return [
         f"{called} of {len(pairs)} pairs are called different",
         f"medians of the recordings: {min(middles):.3f} to {max(middles):.3f} ms",
     ]
+
+
+def _assumed_spread(one: Sequence[float], two: Sequence[float]) -> float:
+    """Return what `ringprof compare` assumes of the ratio of two recordings of one session."""
+    return math.hypot(SAME_SESSION.share_of(median(one)), SAME_SESSION.share_of(median(two)))
 
 
 if __name__ == "__main__":

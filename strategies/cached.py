@@ -58,6 +58,10 @@ class Cached(Strategy):
     def key_positions(self, kv_length: int, new_tokens: int) -> Tensor:
         """Positions (int64) of the keys that this rank holds, in local order."""
 
+    def key_count(self, kv_length: int, new_tokens: int) -> int:
+        """Return how many keys this rank holds, the length of `key_positions`. Override it to allocate no positions."""
+        return len(self.key_positions(kv_length, new_tokens))
+
     @abstractmethod
     def query_places(self, new_tokens: int) -> Tensor:
         """Which of the new tokens (int64, 0 the first) this rank has queries of, in local order."""
@@ -131,7 +135,7 @@ class Cached(Strategy):
         assert shape.kv_length is not None
         mine = self.heads(shape.heads, shape.kv_heads)
         queries = len(self.query_places(shape.seq))
-        keys = len(self.key_positions(shape.kv_length, shape.seq))
+        keys = self.key_count(shape.kv_length, shape.seq)
         given, kv = (len(range(*one.indices(count))) for one, count in
                      ((mine.given, shape.heads), (mine.kv, shape.kv_heads)))  # fmt: skip
         return _Held(

@@ -110,6 +110,9 @@ class DecodeContextParallel(Cached):
     def key_positions(self, kv_length: int, new_tokens: int) -> Tensor:
         return torch.arange(min(self.place, kv_length), kv_length, self.degree, device="cpu")
 
+    def key_count(self, kv_length: int, new_tokens: int) -> int:
+        return len(range(self.place, kv_length, self.degree))
+
     def query_places(self, new_tokens: int) -> Tensor:
         return torch.arange(new_tokens, device="cpu")
 

@@ -62,6 +62,9 @@ class RingPrefill(Cached):
         own = LAYOUTS["contiguous"].positions(cached, self.comm.size, self.comm.rank)
         return torch.cat([own, cached + self.query_places(new_tokens)])
 
+    def key_count(self, kv_length: int, new_tokens: int) -> int:
+        return (kv_length - new_tokens) // self.comm.size + len(self.query_places(new_tokens))
+
     def query_places(self, new_tokens: int) -> Tensor:
         return self.layout.positions(new_tokens, self.comm.size, self.comm.rank)
 

@@ -22,6 +22,9 @@ for name in _OF_A_SHELL.split():
     os.environ.pop(name, None)
     os.environ.pop(name.upper(), None)
 
+# Tensors here are small: further threads of torch's only burn processor time, waiting for each other on a busy machine.
+os.environ["OMP_NUM_THREADS"] = "1"
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--gpu", action="store_true", help="run the tests that need CUDA devices, and these alone")

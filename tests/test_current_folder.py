@@ -46,6 +46,7 @@ def finished(program: Path, arguments: list[str], folder: Path) -> str:
     return done.stdout + done.stderr
 
 
+@pytest.mark.processes
 def test_helpers_of_a_report_of_many_ranks(scripts: Path, tmp_path: Path) -> None:
     plant(tmp_path, INSTALLED | sys.stdlib_module_names)
     write_ring(tmp_path, 72, per_host=8)
@@ -56,11 +57,13 @@ def test_helpers_of_a_report_of_many_ranks(scripts: Path, tmp_path: Path) -> Non
 RECORD = ["record", *SMALL, "--seq", "128", "--world", "2", "--iters", "1"]
 
 
+@pytest.mark.processes
 def test_ranks_of_a_recording(scripts: Path, tmp_path: Path) -> None:
     plant(tmp_path, INSTALLED | sys.stdlib_module_names)
     finished(scripts / "ringprof", [*RECORD, "--strategy", "ring"], tmp_path)
 
 
+@pytest.mark.processes
 def test_ranks_of_torchrun(scripts: Path, tmp_path: Path) -> None:
     """They are started as ``python -m ringprof``: what Python imports before it knows of ringprof is Python's own."""
     plant(tmp_path, INSTALLED)
@@ -68,6 +71,7 @@ def test_ranks_of_torchrun(scripts: Path, tmp_path: Path) -> None:
     finished(scripts / "torchrun", [*launch, *RECORD, "--strategy", "ring"], tmp_path)
 
 
+@pytest.mark.processes
 def test_a_strategy_given_by_its_path_is_the_users_word(scripts: Path, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("from ringprof.strategies.ring import Ring\n\n\nclass Mine(Ring):\n    pass\n")
     assert "mine:Mine" in finished(scripts / "ringprof", [*RECORD, "--strategy", "mine:Mine"], tmp_path)

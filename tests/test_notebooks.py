@@ -24,6 +24,7 @@ def test_there_are_seven() -> None:
 
 
 # The Jupyter client warns of its own plans and of unencrypted local sockets.
+@pytest.mark.processes
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -281,6 +281,7 @@ def test_wrong_usage_is_one_line(capsys, tmp_path, monkeypatch, arguments, part)
     assert part in err and "Traceback" not in err
 
 
+@pytest.mark.processes
 def test_a_real_sweep_on_two_ranks_and_again(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     # This checkout, whatever is installed.

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 import click
 import msgspec
 
-from ringprof.analysis.findings.comparison import Difference, Entry
+from ringprof.analysis.findings.comparison import Difference, Entry, recordings_to_decide
 from ringprof.analysis.findings.conditions import Condition, parse_condition, shares_among
 from ringprof.cli.values import Decorator, all_of
 from ringprof.cli.write import say
 from ringprof.errors import UsageError
+from ringprof.report.comparison import needed_recordings
 
 
 class Gate(msgspec.Struct, frozen=True):
@@ -45,8 +46,17 @@ class Gate(msgspec.Struct, frozen=True):
                 shown += f", {interval[0]:.4g} to {interval[1]:.4g}{of_base}"
             label = f"{entry.label}: " if base is not None else ""
             verdict = "undecided: " if answer is None else ""
-            say(f"ringprof: {label}{shown}: {verdict}{condition.text}")
+            advice = _advice(condition, entry, base, beside) if answer is None else ""
+            say(f"ringprof: {label}{shown}: {verdict}{condition.text}{advice}")
         return answer
+
+
+def _advice(condition: Condition, entry: Entry, base: Entry | None, beside: Difference | None) -> str:
+    """Say how many recordings per side would decide a condition on the base, where each side is a single recording."""
+    if not condition.of_base or base is None or beside is None or beside.assumed_spread is None:
+        return ""
+    count = recordings_to_decide(base, entry, condition.figure, condition.number)
+    return f" (deciding takes {needed_recordings(count)})"
 
 
 def _interval(condition: Condition, entry: Entry, beside: Difference | None) -> tuple[float, float] | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ringprof.analysis.findings.comparison import WATERFALL_PREFIX, Comparison, Difference, Figure
+from ringprof.analysis.findings.recording_spread import MOST_RECORDINGS
 from ringprof.json_object import JsonObject, json_text
 from ringprof.report.tables import Column, table_width, text_table
 from ringprof.report.text import LONGEST_SENTENCE, TextStyle, clean, csv_text
@@ -213,8 +214,21 @@ def _in_words(found: Difference, more: str, less: str) -> str:
         return f"{by}, measured once"
     low, high = sorted((100 * sign * (found.low - 1), 100 * sign * (found.high - 1)))
     if found.verdict == "noise":
-        return f"no difference proved: {by} ({low:.1f} to {high:.1f})"
+        return f"no difference proved: {by} ({low:.1f} to {high:.1f}){_advice(found)}"
     return f"{by} ({low:.1f} to {high:.1f})"
+
+
+def _advice(found: Difference) -> str:
+    """Say how many recordings per side would show the difference, where each side is a single recording."""
+    assert found.ratio is not None
+    if found.assumed_spread is None:
+        return ""
+    return f"; showing {100 * abs(found.ratio - 1):.1f} % takes {needed_recordings(found.recordings_to_decide)}"
+
+
+def needed_recordings(count: int | None) -> str:
+    """Say how many recordings per side are needed; None stands for more than are worth advising."""
+    return f"about {count} recordings per side" if count else f"more than {MOST_RECORDINGS} recordings per side"
 
 
 def _warnings(comparison: Comparison) -> list[str]:
@@ -260,6 +274,7 @@ def _legend(comparison: Comparison) -> list[str]:
     lines = ["beside each figure: its ratio to the base; + better, - worse, = the same; no sign: measured once"]
     if "noise" in seen:
         lines.append("~ noise: the measurements do not prove that there is a difference (95 % interval, rank test)")
+    lines += spread_notices(comparison)
     if comparison.withheld:
         count = len(comparison.withheld)
         lines.append(f"figures left out, as they depend on the work: {count} (--format json has them)")
@@ -267,6 +282,24 @@ def _legend(comparison: Comparison) -> list[str]:
         lines.append("(work): not compared with the base, as the work is not the same or not known to be")
     lines += merged_notice(comparison)
     return lines
+
+
+def spread_notices(comparison: Comparison) -> list[str]:
+    """State what the intervals of single recordings assume, a line for each source of the assumption."""
+    shares: dict[str, list[float]] = {}
+    for found in comparison.differences:
+        if found.assumed_spread is not None:
+            shares.setdefault(found.assumed_spread.source, []).append(found.assumed_spread.share)
+    return [
+        f"one recording on a side: the intervals assume that recordings of one program differ by {_range(each)} % "
+        f"(standard deviation; {source})"
+        for source, each in shares.items()
+    ]
+
+
+def _range(shares: Sequence[float]) -> str:
+    ends = dict.fromkeys(f"{100 * share:.1f}" for share in (min(shares), max(shares)))
+    return " to ".join(ends)
 
 
 def merged_notice(comparison: Comparison) -> list[str]:

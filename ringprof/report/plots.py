@@ -202,7 +202,7 @@ def comparison(found: Comparison, ax: Axes | None = None) -> Axes:
         ax.bar_label(bar, [f"{figure.value:,.1f}" if figure.value >= 10 else f"{figure.value:.3g}"], padding=6)
     ax.margins(x=ROOM_FOR_LABELS)
     _rows(ax, [clean(entry.label) for entry in entries])
-    return _finish(ax, "TFLOP/s per device; whiskers: where the median lies, to 95 %")
+    return _finish(ax, "TFLOP/s per device; whiskers: 95 % interval (of one recording: of its iterations)")
 
 
 def scaling(found: Comparison, ax: Axes | None = None) -> Axes:

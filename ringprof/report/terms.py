@@ -42,7 +42,7 @@ MEANINGS: dict[str, str] = {
     "hops": "A hop is one transfer with neighbours. It waits until its peers have arrived; the rest is wire.",
     "settings": "What was run, where, and with which versions.",
     "comparison": "Measurements side by side. Noise: the measurements do not prove a difference (95 % interval of the "
-    "ratio, rank test).",
+    "ratio, rank test). Of single recordings the interval assumes how far recordings of one program differ.",
     "changes": "What became of the time of one profiled iteration (of a captured block whose iterations are not known: "
     "of the block), by part of the waterfall, largest change first: to the left what the other run spends less, to the "
     "right what it spends more. The parts sum to the wall's change.",

@@ -1,7 +1,8 @@
 """HolisticTraceAnalysis as a second opinion on the overlap ratio and the temporal breakdown, through ``run.hta()``.
 
 It rounds each event inward to whole microseconds, hence the tolerances. It needs pandas below 3, so it is asked in the
-environment that ``make test`` makes for it; where there is none, and it cannot be imported here, it is not asked.
+environment that ``make test-processes`` makes for it; where there is none, and it cannot be imported here, it is not
+asked.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return figures
 
 
+@pytest.mark.processes
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("path", RUNS, ids=lambda path: path.name)
 def test_the_overlap_ratio_is_within_three_tenths_of_a_point(path: Path, said: dict[str, Any]) -> None:
@@ -63,6 +65,7 @@ def test_the_overlap_ratio_is_within_three_tenths_of_a_point(path: Path, said: d
         assert ratio == pytest.approx(ratios[str(rank.rank)], abs=off)
 
 
+@pytest.mark.processes
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("path", RUNS, ids=lambda path: path.name)
 def test_the_temporal_breakdown_is_within_two_microseconds_an_activity(path: Path, said: dict[str, Any]) -> None:

@@ -15,6 +15,7 @@ from ringprof.run import read_run
 CPU = ["--heads", "4", "--head-dim", "8", "--device", "cpu", "--world", "2", "--iters", "2", "--dtype", "fp32"]
 
 
+@pytest.mark.processes
 def test_a_packed_recording_counts_and_says_what_it_did(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lengths = tmp_path / "lengths.txt"
     lengths.write_text("300 100 100 100 500")
@@ -36,6 +37,7 @@ def test_a_packed_recording_counts_and_says_what_it_did(tmp_path: Path, capsys: 
     assert "attention work over the ranks: 1.0" in shown
 
 
+@pytest.mark.processes
 def test_a_prefix_lm_is_recorded_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = str(tmp_path / "run.json")
     given = ["--seq", "256", "--documents", "200,56", "--prefix", "72", "--no-causal"]

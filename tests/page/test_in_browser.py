@@ -17,7 +17,7 @@ from tests.page.test_page import HOSTILE, page_of
 from tests.paths import COMMITTED, TRACES
 
 browser = pytest.importorskip("tests.page.browser", reason="websocket-client is not installed", exc_type=ImportError)
-pytestmark = pytest.mark.skipif(browser.CHROMIUM is None, reason="no Chromium here")
+pytestmark = [pytest.mark.processes, pytest.mark.skipif(browser.CHROMIUM is None, reason="no Chromium here")]
 _LABEL = "ms from the first activity"
 TIMELINE = f"Bokeh.documents[0].roots().find(one => one.below?.some(part => part.axis_label === '{_LABEL}'))"
 

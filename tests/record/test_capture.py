@@ -70,6 +70,7 @@ def two_layers(rank: int, folder: Path) -> None:
         step(strategies, 3)
 
 
+@pytest.mark.processes
 def test_layers_steps_and_the_strategys_own_work_enter_the_run(tmp_path: Path) -> None:
     """Two layers, three steps: six times the FLOPs of one call, counted by the kernels and said by the workload."""
     run_ranks(2, two_layers, tmp_path / "mine")
@@ -104,6 +105,7 @@ def each_group(rank: int, folder: Path, mesh: bool) -> None:
             step([strategy])
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("mesh", [False, True])
 def test_a_group_captures_alone_and_its_ranks_keep_their_numbers(tmp_path: Path, mesh: bool) -> None:
     run_ranks(4, each_group, tmp_path / "mine", mesh)
@@ -131,6 +133,7 @@ def data_parallel(rank: int, folder: Path) -> list[str]:
     return lines
 
 
+@pytest.mark.processes
 def test_data_parallel_groups_have_a_workload_each(tmp_path: Path) -> None:
     assert run_ranks(4, data_parallel, tmp_path / "mine") == [[], [], [], []]
     run, found = read_run(tmp_path / "mine/run.json"), loaded(tmp_path / "mine")
@@ -169,6 +172,7 @@ def all_groups(rank: int, folder: Path) -> list[str]:
     return lines
 
 
+@pytest.mark.processes
 def test_groups_of_one_job_may_name_one_folder(tmp_path: Path) -> None:
     assert run_ranks(4, all_groups, tmp_path) == [[], [], [], []]
     assert sorted(os.listdir(tmp_path)) == ["alone", "pairs"]
@@ -195,6 +199,7 @@ def outside(rank: int, folder: Path, mesh: bool) -> str:
     return str(refused.value)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("mesh", [False, True])
 def test_a_rank_outside_the_group_is_refused(tmp_path: Path, mesh: bool) -> None:
     said = run_ranks(3, outside, tmp_path / "mine", mesh)
@@ -208,6 +213,7 @@ def several_dimensions(rank: int, folder: Path) -> str:
     return str(refused.value)
 
 
+@pytest.mark.processes
 def test_a_mesh_of_several_dimensions_is_refused(tmp_path: Path) -> None:
     said = "a DeviceMesh of 2 dimensions is no group: name one, as in mesh['cp']"
     assert run_ranks(2, several_dimensions, tmp_path / "mine") == [said, said]
@@ -227,6 +233,7 @@ def beside_another(rank: int, folder: Path) -> list[str]:
     return [*said, str(refused.value)]
 
 
+@pytest.mark.processes
 def test_a_capture_beside_another_profiler_is_refused_on_all_ranks(tmp_path: Path) -> None:
     said = run_ranks(2, beside_another, tmp_path)
     busy = "rank {} has a profiler at work already (torch.profiler, or another capture): end it, there can be but one"
@@ -265,6 +272,7 @@ def nobody_else_comes(rank: int, folder: Path) -> tuple[list[str], list[str]]:
     return lines, os.listdir(folder)
 
 
+@pytest.mark.processes
 def test_the_program_goes_on_where_no_other_rank_comes(tmp_path: Path) -> None:
     (line,), left = run_ranks(2, nobody_else_comes, tmp_path)[0]
     said = "no run: another rank has ended, or is not here: all of the group must enter (see group=)"
@@ -292,6 +300,7 @@ def raises(rank: int, folder: Path) -> tuple[str, list[str]]:
     return "nothing", lines
 
 
+@pytest.mark.processes
 def test_an_error_in_one_ranks_block_is_a_warning_on_the_others(tmp_path: Path) -> None:
     first, second = run_ranks(2, raises, tmp_path)
     assert second == ("loss is\nnot finite", [])
@@ -325,6 +334,7 @@ def fails(rank: int, folder: Path) -> list[tuple[list[str], float]]:
     return found
 
 
+@pytest.mark.processes
 def test_a_fault_of_recording_is_one_warning_and_the_program_goes_on(tmp_path: Path) -> None:
     first, second = run_ranks(2, fails, tmp_path)
     for (name, (_, reason)), (lines, total), other in zip(FAULTS.items(), first, second, strict=True):

@@ -87,6 +87,7 @@ def right(rank: int, layout: str) -> list[Check]:
     ]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "stripe", "positions"])
 def test_dense_attention_on_gathered_keys_is_equal(layout: str) -> None:
     by_rank = run_ranks(2, right, layout)
@@ -109,6 +110,7 @@ def bundled(rank: int, dtype: str) -> None:
             assert check.equal, str(check)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 def test_bundled_strategies_are_equal(dtype: str) -> None:
     run_ranks(4, bundled, dtype)
@@ -124,6 +126,7 @@ def in_a_group(rank: int) -> Check | str:
     return ringprof.check(strategy.attention, "zigzag", group=group, **SHAPE)
 
 
+@pytest.mark.processes
 def test_ranks_of_a_group_check_alone() -> None:
     outside, one, _, other = run_ranks(4, in_a_group)
     assert one == other and one.equal and one.ranks == 2
@@ -149,6 +152,7 @@ def forward_only(rank: int) -> Check:
     return ringprof.check(attention, "contiguous", causal=False, backward=False, **SHAPE)
 
 
+@pytest.mark.processes
 def test_bytes_are_those_that_the_rank_gives_to_its_collectives() -> None:
     """K and V of 32 tokens, 2 heads of 16 numbers of 4 bytes."""
     check = run_ranks(2, forward_only)[0]
@@ -166,6 +170,7 @@ def hops(rank: int) -> tuple[Check, int]:
     return check, sum(size for _, size in strategy.comm.meter.sent.values())
 
 
+@pytest.mark.processes
 def test_bytes_are_those_that_a_strategy_counts() -> None:
     check, counted = run_ranks(4, hops)[0]
     assert check.sent is not None and check.sent[0].size_bytes == counted > 0
@@ -291,6 +296,7 @@ def checked(rank: int, attention: Attention, options: dict[str, Any]) -> Check:
     return ringprof.check(attention, "zigzag", **{**SHAPE, **options})
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize(("attention", "wrong", "reason"), WRONG, ids=lambda value: getattr(value, "__name__", ""))
 def test_a_known_mistake_is_found_and_named(attention: Attention, wrong: set[str], reason: str, dtype: str) -> None:
@@ -300,6 +306,7 @@ def test_a_known_mistake_is_found_and_named(attention: Attention, wrong: set[str
     assert check.reasons[0] == reason and f"why: {reason}" in str(check)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_dropout_is_seen_by_calls_that_differ(dtype: str) -> None:
     check = run_ranks(2, checked, dropping, {"dtype": dtype})[0]
@@ -320,6 +327,7 @@ def one_pair(rank: int, layout: str, query: int, key: int) -> Check:
     return ringprof.check(attention, layout, **{**SHAPE, "seq": 512, "head_dim": 64, "dtype": "bf16"})
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("query", "key", "rank"), [(500, 3, 0), (300, 301, 1), (511, 0, 0)])
 def test_one_pair_in_a_quarter_of_a_million_is_found_where_rounding_hides_it(query: int, key: int, rank: int) -> None:
     check = run_ranks(2, one_pair, "zigzag", query, key)[0]
@@ -333,6 +341,7 @@ def test_one_pair_in_a_quarter_of_a_million_is_found_where_rounding_hides_it(que
     assert f"(the first: token {query} on rank {rank}, key {key})" in str(check)
 
 
+@pytest.mark.processes
 def test_of_a_long_sequence_some_keys_are_tried_and_it_is_said() -> None:
     """16 calls tell a key for each of 16 numbers of a head, 256: every fourth, and the last."""
     check = run_ranks(2, checked, alone, {"seq": 1000, "backward": False})[0]
@@ -340,6 +349,7 @@ def test_of_a_long_sequence_some_keys_are_tried_and_it_is_said() -> None:
     assert "of 251000 pairs of a query and a key (25.1 % of all) " in str(check)
 
 
+@pytest.mark.processes
 def test_the_first_wrong_token_is_the_first_that_misses_other_ranks() -> None:
     """Zigzag on 2 ranks: 0 holds 0-15 and 48-63, 1 the rest; 16 is the first token that needs the other rank's keys."""
     check = run_ranks(2, checked, alone, {})[0]
@@ -370,6 +380,7 @@ def stale(rank: int) -> Check:
     return ringprof.check(attention, "zigzag", **SHAPE)
 
 
+@pytest.mark.processes
 def test_what_is_left_of_an_earlier_call_shows() -> None:
     """Keys of the first call in all: right as long as the numbers are the same."""
     check = run_ranks(2, stale)[0]
@@ -385,6 +396,7 @@ def one_token(rank: int) -> Check:
     return ringprof.check(Later(1, change), "zigzag", backward=False, calls=1, **shape)
 
 
+@pytest.mark.processes
 def test_one_wrong_token_is_found_where_the_mean_error_hides_it() -> None:
     error = run_ranks(2, one_token)[0].errors["out"]
     assert error.rms <= error.allowed_rms and not error.equal
@@ -399,6 +411,7 @@ def not_finite(rank: int) -> Check:
     return ringprof.check(Later(3, change), "zigzag", backward=False, **SHAPE)
 
 
+@pytest.mark.processes
 def test_what_is_not_a_number_is_wrong() -> None:
     check = run_ranks(2, not_finite)[0]
     error = check.errors["out"]
@@ -411,6 +424,7 @@ def whole(rank: int) -> Check:
     return ringprof.check(lambda q, k, v: gathered(q), "zigzag", **SHAPE)
 
 
+@pytest.mark.processes
 def test_an_output_of_the_whole_sequence_is_said_to_be_one() -> None:
     check = run_ranks(2, whole)[0]
     assert not check.equal and check.errors == {}
@@ -420,6 +434,7 @@ def test_an_output_of_the_whole_sequence_is_said_to_be_one() -> None:
     ]
 
 
+@pytest.mark.processes
 def test_an_output_that_no_gradient_reaches_is_wrong_in_all_gradients() -> None:
     check = run_ranks(2, checked, lambda *qkv: over_all(positions("zigzag"), *qkv).detach(), {})[0]
     assert check.reasons == [f"d{x} is 0: no gradient reaches {x}" for x in "qkv"]
@@ -439,6 +454,7 @@ def failing(rank: int) -> str:
     return str(failed.value)
 
 
+@pytest.mark.processes
 def test_an_error_on_one_rank_is_all_ranks_error() -> None:
     assert run_ranks(2, failing) == ["rank 1 failed in call 1 of the attention: ValueError: boom"] * 2
 
@@ -458,6 +474,7 @@ def hanging(rank: int) -> str:
     return str(failed.value)
 
 
+@pytest.mark.processes
 def test_a_rank_that_does_not_come_back_is_named() -> None:
     said = run_ranks(2, hanging)[0]
     assert said.startswith("rank 1 did not come back from call 1 of the attention within 0.3 s of rank 0: it hangs, or")
@@ -490,6 +507,7 @@ def refused(rank: int) -> None:
         ringprof.check(lambda q, k, v: None, "zigzag")
 
 
+@pytest.mark.processes
 def test_what_cannot_be_meant_is_refused_on_all_ranks() -> None:
     run_ranks(2, refused)
 
@@ -537,6 +555,7 @@ def _positions_of(rank: int) -> Tensor:
     return LAYOUTS["zigzag"].positions(SEQ, 2, rank)
 
 
+@pytest.mark.processes
 def test_leaks_across_documents_are_found_and_named() -> None:
     heeding, leaking, one_key, windowed, unwindowed = run_ranks(2, packed)[0]
     assert heeding.equal, str(heeding)
@@ -553,5 +572,6 @@ def bad_documents(rank: int) -> None:
         ringprof.check(lambda q, k, v: q, "zigzag", documents=(5, 4), **SHAPE)
 
 
+@pytest.mark.processes
 def test_documents_must_fill_the_sequence() -> None:
     run_ranks(2, bad_documents)

@@ -25,6 +25,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from ringprof.strategies import create
 
+pytestmark = pytest.mark.processes
+
 calls = 0
 
 

@@ -75,6 +75,7 @@ def not_a_number_in_fresh_memory() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
+@pytest.mark.processes
 def test_the_refusal_above_refuses() -> None:
     def attempt(case: Case) -> bool:
         problem, _ = problem_of(case)
@@ -146,6 +147,7 @@ def without_computing(case: Case) -> None:
     assert problem.strategy.kernel_for(problem.q) is kernel
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("check", [blocks_alone, without_sending, without_computing])
 def test_every_strategy_and_option_under(check: Callable[[Case], None], world: int) -> None:
@@ -180,6 +182,7 @@ def all_in_turns(case: Case) -> tuple[int, dict[str, int], int, int | None]:
     return found.rounds, counts, found.solo_flops, measured.work.block_flops
 
 
+@pytest.mark.processes
 def test_the_turns_leave_the_problem_as_it_was_and_time_each_kind_equally_often() -> None:
     for rank in in_every_case(2, all_in_turns, [Case(name) for name in names()]):
         for rounds, counts, solo_flops, block_flops in rank:
@@ -201,6 +204,7 @@ def forward_only(rank: int) -> tuple[int, set[str]]:
     return len(calls), {call[0] for call in calls}
 
 
+@pytest.mark.processes
 def test_the_blocks_of_a_forward_pass_alone() -> None:
     assert run_ranks(2, forward_only) == [(2, {"forward"})] * 2
 
@@ -215,6 +219,7 @@ def finite(rank: int) -> bool:
     return all(results)
 
 
+@pytest.mark.processes
 def test_the_blocks_alone_compute_with_ordinary_numbers() -> None:
     assert run_ranks(2, finite) == [True, True]
 

@@ -47,6 +47,7 @@ def kept_log(line: str, folder: Path) -> None:
     assert path.exists() and path.is_relative_to(folder), line
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("name", "tensor"), [("Wrong", "out"), ("NotANumber", "dv")])
 def test_a_wrong_result_ends_the_run_before_timing(own_strategies: Path, name: str, tensor: str) -> None:
     done = run(["record", "--strategy", f"mine:{name}", *TWO], own_strategies, TMPDIR=str(own_strategies))
@@ -58,6 +59,7 @@ def test_a_wrong_result_ends_the_run_before_timing(own_strategies: Path, name: s
     assert nothing_recorded(own_strategies)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("name", "told"), [("LongOnly", "is off by"), ("SecondCall", "is not finite, in the last timed iteration")]
 )
@@ -69,6 +71,7 @@ def test_a_result_that_is_wrong_only_where_it_is_timed_ends_the_run(own_strategi
     assert "nothing was recorded" in line and nothing_recorded(own_strategies)
 
 
+@pytest.mark.processes
 def test_one_key_a_row_is_verified(own_strategies: Path) -> None:
     """Where the kernel alone has no error, as a row that sees one key."""
     tiny = ["--seq", "4", "--world", "4", "--heads", "4", "--head-dim", "8", "--device", "cpu", "--iters", "1"]
@@ -181,6 +184,7 @@ from ringprof.cli import main
 """
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_while_ranks_are_being_started_ends_them(tmp_path: Path, number: signal.Signals) -> None:
     """Before the launcher has said which they are, and again while it ends them."""
@@ -212,6 +216,7 @@ NO_THREAD = "threading.Thread.start = scarce(threading.Thread.start, 1)"
 NO_STORE = "torch.distributed.TCPStore = scarce(torch.distributed.TCPStore, 0)"
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("what", "error"),
     [
@@ -233,6 +238,7 @@ def test_where_no_more_can_be_started_no_rank_stays(tmp_path: Path, what: str, e
     assert nothing_recorded(tmp_path)
 
 
+@pytest.mark.processes
 def test_what_nohup_and_a_shells_background_ignore_is_ignored(tmp_path: Path) -> None:
     def ignore() -> None:
         for number in (signal.SIGHUP, signal.SIGINT):
@@ -251,6 +257,7 @@ def test_what_nohup_and_a_shells_background_ignore_is_ignored(tmp_path: Path) ->
     assert (tmp_path / "traces/run.json").exists()
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_before_there_are_ranks_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
     (tmp_path / "tmp").mkdir()

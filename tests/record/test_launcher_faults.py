@@ -27,6 +27,8 @@ from tests.record.command import (
 )
 from tests.record.test_faults import to_group
 
+pytestmark = pytest.mark.processes
+
 RECORD = ["-m", "ringprof", "record", *SMALL, "--iters", "1"]
 SLOW = ["-m", "ringprof", "record", "--strategy", "mine:Slow", *SMALL, "--iters", "100"]
 

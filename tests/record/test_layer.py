@@ -109,6 +109,7 @@ def every_way(rank: int) -> dict[str, list[float]]:
     return {f"{how} {again}": losses(rank, "zigzag", how, again) for how, again in ways}
 
 
+@pytest.mark.processes
 def test_every_strategy_trains_to_the_losses_of_one_process() -> None:
     truth = losses_of_one_process()
     assert truth[-1] < truth[0] - 0.05, "it learns"
@@ -118,6 +119,7 @@ def test_every_strategy_trains_to_the_losses_of_one_process() -> None:
         assert mine == pytest.approx(truth, rel=1e-9), name
 
 
+@pytest.mark.processes
 def test_ddp_and_fsdp2_with_and_without_recomputation_train_alike() -> None:
     truth = losses_of_one_process()
     for way, mine in run_ranks(2, every_way)[0].items():
@@ -139,6 +141,7 @@ def kept(rank: int, recomputed: bool) -> float:
     return max(float((mine - theirs).abs().max()) for mine, theirs in pairs if theirs is not None)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("recomputed", [False, True])
 def test_the_attention_that_is_checked_is_the_layers_own(recomputed: bool) -> None:
     assert max(run_ranks(2, kept, recomputed)) < 1e-6

@@ -80,6 +80,7 @@ def gates(rank: int) -> None:
                 assert (found - there).norm() < 1e-5 * right.out.norm(), (case, workload, name)
 
 
+@pytest.mark.processes
 def test_both_gates_take_the_workloads_mask() -> None:
     run_ranks(4, gates)
 
@@ -98,6 +99,7 @@ def leaking(rank: int) -> str:
     return str(refused.value)
 
 
+@pytest.mark.processes
 def test_attention_across_documents_is_found() -> None:
     assert all("wrong result on rank" in said for said in run_ranks(2, leaking))
 

@@ -128,6 +128,7 @@ def attend(rank: int, log: Path) -> int:
     return watch.interval
 
 
+@pytest.mark.processes
 def test_ranks_look_together_and_the_first_tells(tmp_path: Path) -> None:
     intervals = run_ranks(2, attend, tmp_path / "log")
     (line,) = lines(tmp_path / "log")

@@ -13,6 +13,8 @@ import pytest
 from ringprof.run import read_run
 from tests.record.command import HANGS_S, RINGPROF, SMALL, TORCHRUN, environment, run, started_in, wait_until
 
+pytestmark = pytest.mark.processes
+
 RECORD = ["record", "--strategy", "mine:Slow", *SMALL, "--world", "2", "--iters", "6", "--no-verify"]
 MOUNT = ["unshare", "--mount", "--propagation", "private", "sh", "-c"]
 

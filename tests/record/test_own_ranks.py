@@ -22,6 +22,7 @@ def test_the_ranks_meet_where_no_other_host_can_connect() -> None:
         socket.create_connection(("127.0.0.1", port), 5).close()
 
 
+@pytest.mark.processes
 def test_without_a_loopback_ranks_cannot_meet_and_one_line_says_so(tmp_path: Path) -> None:
     """As in a container of no network, whose loopback is down."""
     apart = ["unshare", "--net"]

@@ -5,8 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from ringprof.run import read_run
 from tests.record.command import SMALL, run
+
+pytestmark = pytest.mark.processes
 
 RECORD = ["record", "--strategy", "mine:Past", *SMALL, "--world", "2", "--iters", "2"]
 

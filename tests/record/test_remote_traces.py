@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.record.command import TORCHRUN, run
 
 PROGRAM = """
@@ -58,6 +60,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.processes
 def test_traces_arrive_whole_in_little_memory(tmp_path: Path) -> None:
     (tmp_path / "gather.py").write_text(PROGRAM)
     (tmp_path / "staging").mkdir()

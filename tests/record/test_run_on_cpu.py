@@ -7,10 +7,12 @@ import json
 import os
 import pty
 import re
+import shutil
 import subprocess
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from ringprof.run import Run, read_run
 from ringprof.trace.kineto import read_trace
@@ -141,8 +143,9 @@ def test_it_says_what_it_will_do_and_what_came_out(recorded: tuple[Path, Run, st
     )
 
 
-def test_a_second_run_leaves_the_first_and_becomes_the_newest(recorded: tuple[Path, Run, str]) -> None:
-    folder, first, _ = recorded
+def test_a_second_run_leaves_the_first_and_becomes_the_newest(recorded: tuple[Path, Run, str], tmp_path: Path) -> None:
+    recorded_folder, first, _ = recorded
+    folder = Path(shutil.copytree(recorded_folder, tmp_path / "copy"))
     kept = {path: path.read_bytes() for path in (folder / "traces" / first.name).iterdir()}
     done = run(["record", "--strategy", "ring", *SMALL, "--world", "1", "--forward-only", "--dtype", "fp32"], folder)
     assert done.returncode == 0, done.stderr
@@ -191,6 +194,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.processes
 def test_capture_in_a_users_own_program(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(CAPTURE)
     done = run(["own.py"], tmp_path, TORCHRUN)
@@ -207,6 +211,7 @@ def test_capture_in_a_users_own_program(tmp_path: Path) -> None:
     assert "ringprof::iteration" in read_reduced(tmp_path / "traces/mine/rank1.ringprof").names
 
 
+@pytest.mark.processes
 def test_on_a_terminal_there_are_bars(tmp_path: Path) -> None:
     ours, theirs = pty.openpty()
     process = subprocess.Popen(

@@ -99,6 +99,7 @@ def test_both_gates_pass_what_is_right_in_every_strategy() -> None:
     assert run_ranks(2, gates, "") == [[]] * 2
 
 
+@pytest.mark.processes
 def test_the_gate_finds_a_sink_whose_gradient_is_wrong_on_one_rank() -> None:
     for said in run_ranks(2, gates, "dsinks"):
         assert [line.split(":")[0] for line in said] == ["sinks", "all"]
@@ -116,6 +117,7 @@ def test_flops_of_two_head_sizes_by_hand() -> None:
     assert same.exact_flops() == 2 * 3 * 55 * 14 * 192
 
 
+@pytest.mark.processes
 def test_a_run_keeps_and_says_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = str(tmp_path / "run.json")
     given = ["--seq", "64", "--heads", "2", "--head-dim", "12", "--v-head-dim", "8", "--sinks", "learned"]

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from ringprof.run import read_run
 from tests.record.command import run
 
 
+@pytest.mark.processes
 def test_torchs_ring_is_verified_timed_and_profiled(tmp_path: Path) -> None:
     size = ["--seq", "256", "--heads", "4", "--kv-heads", "2", "--head-dim", "16", "--world", "2", "--device", "cpu"]
     ended = run(["record", "--strategy", "torch-cp", "-p", "rotate=alltoall", "--iters", "2", *size], tmp_path)

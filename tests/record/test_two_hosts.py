@@ -48,6 +48,7 @@ def traces_of_all_ranks(run: Run, folder: Path) -> None:
         assert reduced.rank == entry.rank and "ringprof::iteration" in reduced.names
 
 
+@pytest.mark.processes
 def test_separate_folders_on_two_hosts_make_one_run(hosts: TwoHosts, tmp_path: Path) -> None:
     """The second host has a file system of its own where the first has the output: its traces are sent."""
     other = tmp_path / "disk-of-the-second"

@@ -65,6 +65,7 @@ def reference_is_dense(rank: int, dtype: torch.dtype, causal: bool, limit: float
             assert found.shape == measured[name].shape and error < limit, (case, name, error)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-12), (torch.bfloat16, 1e-5)])
 def test_its_reference_is_dense_attention(dtype: torch.dtype, causal: bool, limit: float) -> None:
@@ -101,6 +102,7 @@ def damaged(rank: int, name: str) -> str:
     return str(refused.value)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("name", DAMAGES)
 def test_every_rank_refuses_what_one_has_wrong(name: str) -> None:
     said = run_ranks(2, damaged, name)
@@ -113,6 +115,7 @@ def passes(rank: int) -> tuple[TimedVerification, TimedVerification]:
     return judged(problem, right, workload), judged(problem, right, workload, torch.zeros_like(row_sums(right.out)))
 
 
+@pytest.mark.processes
 def test_what_is_right_passes_and_is_said_to_be_the_first_output_or_not() -> None:
     (same, other), _ = run_ranks(2, passes)
     assert (same.seq, same.places, same.same_output, other.same_output) == (SEQ, PLACES, True, False)
@@ -126,6 +129,7 @@ def bound_by(rank: int, most_iterations: int) -> dict[str, float]:
     return {name: error.kernel_rms for name, error in errors.items()}
 
 
+@pytest.mark.processes
 def test_the_kernels_own_error_is_measured_at_this_length_where_that_is_cheap() -> None:
     """Then it is at least the unit roundoff of bf16; where it is not measured, it is that of the check before."""
     measured, assumed = (run_ranks(2, bound_by, most)[0] for most in (2, 0))
@@ -142,6 +146,7 @@ def not_the_first(rank: int) -> None:
         judged(problem, right, workload, other)
 
 
+@pytest.mark.processes
 def test_a_deterministic_kernel_must_give_the_first_output_again() -> None:
     run_ranks(2, not_the_first)
 

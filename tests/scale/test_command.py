@@ -85,6 +85,7 @@ def disturbed(many: Path, scratch: Path, jobs: str, number: signal.Signals) -> t
     return process.returncode, errors
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("jobs", ["1", "2"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_it_and_leaves_nothing(many, tmp_path, jobs, number):
@@ -96,6 +97,7 @@ def test_a_signal_ends_it_and_leaves_nothing(many, tmp_path, jobs, number):
         time.sleep(0.05)
 
 
+@pytest.mark.processes
 def test_what_a_killed_report_left_goes_with_the_next(many, tmp_path):
     code, _ = disturbed(many, tmp_path / "scratch", "1", signal.SIGKILL)
     assert code == -signal.SIGKILL and len(ours(tmp_path / "scratch")) == 1
@@ -103,6 +105,7 @@ def test_what_a_killed_report_left_goes_with_the_next(many, tmp_path):
     assert ours(tmp_path / "scratch") == []
 
 
+@pytest.mark.processes
 def test_no_room_for_scratch_files_is_one_line(many, tmp_path):
     surroundings = {**os.environ, "TMPDIR": str(tmp_path)}
     done = subprocess.run(
@@ -113,6 +116,7 @@ def test_no_room_for_scratch_files_is_one_line(many, tmp_path):
     assert "TMPDIR" in done.stderr and "File too large" in done.stderr and ours(tmp_path) == []
 
 
+@pytest.mark.processes
 def test_a_damaged_trace_of_many_in_a_folder_is_left_out_and_said(many, tmp_path):
     folder = tmp_path / "damaged"
     shutil.copytree(many, folder)
@@ -126,6 +130,7 @@ def test_a_damaged_trace_of_many_in_a_folder_is_left_out_and_said(many, tmp_path
     assert report(folder, "--strict", scratch=tmp_path / "scratch").returncode == 2
 
 
+@pytest.mark.processes
 def test_a_damaged_trace_among_many_that_are_named_is_one_line(many, tmp_path):
     folder = tmp_path / "damaged"
     shutil.copytree(many, folder)

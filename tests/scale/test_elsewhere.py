@@ -116,11 +116,13 @@ def cluster() -> Iterator[str]:
         yield address
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("name", ["h200x4-usp-262144", "cpu4-burst-4096"])
 def test_workers_of_a_cluster_read_the_traces(cluster, name):
     assert report_of(TRACES / name, scheduler=cluster) == report_of(TRACES / name)
 
 
+@pytest.mark.processes
 def test_an_error_on_a_cluster_is_the_same_error(cluster, tmp_path):
     bad = tmp_path / "rank4.json"
     bad.write_text('{"traceEvents": []}')
@@ -128,11 +130,13 @@ def test_an_error_on_a_cluster_is_the_same_error(cluster, tmp_path):
         ringprof.load([*sorted(RING.glob("rank*.json.gz")), bad], scheduler=cluster)
 
 
+@pytest.mark.processes
 def test_workers_find_a_path_that_is_relative_here(cluster, monkeypatch):
     monkeypatch.chdir(TRACES)
     assert report_of(RING.name, scheduler=cluster) == report_of(RING)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("address", ["bogus", "http://127.0.0.1:1", "tcp://127.0.0.1:1", "tcp://", ""])
 def test_no_scheduler_there(address):
     """One line, and no wait longer than the patience: as a process, since Dask leaves threads behind."""
@@ -143,18 +147,21 @@ def test_no_scheduler_there(address):
     assert done.stderr.count("\n") == bool(address), done.stderr
 
 
+@pytest.mark.processes
 def test_a_scheduler_without_workers(monkeypatch):
     monkeypatch.setattr("ringprof.scale.dask_cluster.PATIENCE_S", 2)
     with cluster_of(0) as (address, _), pytest.raises(UsageError, match="has no workers"):
         ringprof.load(RING, scheduler=address)
 
 
+@pytest.mark.processes
 def test_workers_without_ringprof():
     with cluster_of(1, "import sys; sys.modules['ringprof'] = None") as (address, _):
         with pytest.raises(UsageError, match="cannot import this version of ringprof"):
             ringprof.load(RING, scheduler=address)
 
 
+@pytest.mark.processes
 def test_a_cluster_that_ends_meanwhile(tmp_path):
     paths = write_ring(tmp_path, 40)
     with cluster_of(1) as (address, process):

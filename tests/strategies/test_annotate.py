@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from contextlib import AbstractContextManager, nullcontext
 
+import pytest
 from torch.autograd.profiler import profile
 
 from ringprof.mask import Mask
@@ -27,6 +28,7 @@ def names(rank: int, cases: list[Case]) -> list[set[str]]:
     return found
 
 
+@pytest.mark.processes
 def test_blocks_merges_sends_and_waits_are_named() -> None:
     cases = [Case(name) for name in ("ring", "zigzag", "stripe", "ulysses", "usp", "double-ring", "burst", "megatron")]
     cases += [Case("allgather"), Case("double-ring", {"ring_window": 2})]
@@ -60,6 +62,7 @@ def masked_names(rank: int, cases: list[Case], mask: Mask) -> list[set[str]]:
 HEARD = re.compile(r"(?:fwd|bwd)/step=\d/(?:block|merge)|send|wait")
 
 
+@pytest.mark.processes
 def test_names_are_the_same_where_rows_travel() -> None:
     """A window of 6 over chunks of 8: rows go by other ways than whole shards do, in two inner rings both."""
     cases = [

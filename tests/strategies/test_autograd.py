@@ -53,6 +53,7 @@ def lse_on_one_rank(rank: int, kernel: str) -> list[tuple[str, float]]:
     return found
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("kernel", ["reference", "cpu-flash"])
 def test_the_lse_may_be_in_the_loss_of_some_ranks_only(kernel):
     for found in run_ranks(2, lse_on_one_rank, kernel):
@@ -80,6 +81,7 @@ def penalised(rank: int) -> dict[str, list[str]]:
     return said
 
 
+@pytest.mark.processes
 def test_a_second_order_gradient_is_refused_and_never_dropped():
     for said in run_ranks(2, penalised):
         for name, refusals in said.items():
@@ -100,6 +102,7 @@ def transformed(rank: int) -> list[str]:
     return said
 
 
+@pytest.mark.processes
 def test_transforms_of_functions_are_refused_in_a_line():
     for said in run_ranks(2, transformed):
         assert len(said) == 18
@@ -127,6 +130,7 @@ def interrupted(rank: int) -> dict[str, float]:
     return errors
 
 
+@pytest.mark.processes
 def test_a_second_attempt_after_an_exception_is_right():
     """What the first has sent is not taken back, and no later hop waits for it."""
     for errors in run_ranks(2, interrupted):
@@ -152,6 +156,7 @@ def cast(rank: int) -> list[str]:
     return wrong
 
 
+@pytest.mark.processes
 def test_autocast_casts_as_torchs_own_attention_does():
     assert run_ranks(2, cast) == [[], []]
 
@@ -172,6 +177,7 @@ def checkpointed(rank: int) -> float:
     return max(errors)
 
 
+@pytest.mark.processes
 def test_checkpoints_of_both_kinds_are_exact():
     assert max(run_ranks(2, checkpointed)) < 1e-13
 
@@ -197,6 +203,7 @@ def strided_inputs(rank: int) -> float:
     return max(errors)
 
 
+@pytest.mark.processes
 def test_inputs_may_lie_in_memory_as_they_like():
     assert max(run_ranks(2, strided_inputs)) < 1e-13
 
@@ -223,6 +230,7 @@ def with_other_defaults(rank: int) -> float:
     return max(errors)
 
 
+@pytest.mark.processes
 def test_neither_default_devices_nor_types_nor_inference_change_anything():
     assert max(run_ranks(2, with_other_defaults)) < 1e-13
 
@@ -247,6 +255,7 @@ def in_two_threads(rank: int) -> float:
     return max(errors) if len(errors) == 2 * 8 * 4 else float("inf")
 
 
+@pytest.mark.processes
 def test_two_threads_may_call_strategies_of_two_groups():
     assert max(run_ranks(2, in_two_threads)) < 1e-13
 
@@ -266,6 +275,7 @@ def bits_by_wire(rank: int) -> bool:
     return all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
+@pytest.mark.processes
 def test_what_a_kernel_rounded_travels_in_its_type_without_loss():
     assert run_ranks(2, bits_by_wire) == [True, True]
 
@@ -279,6 +289,7 @@ def kept_positions(rank: int) -> tuple[int, bool]:
     return len(strategy._positions), strategy.positions(8).tolist() == ([0, 1, 6, 7] if rank == 0 else [2, 3, 4, 5])
 
 
+@pytest.mark.processes
 def test_positions_are_kept_for_few_lengths_and_belong_to_the_caller():
     assert run_ranks(2, kept_positions) == [(8, True), (8, True)]
 
@@ -321,6 +332,7 @@ def compiled(rank: int) -> float:
     return max(relative_error(x, strategy.shard(true)) for x, true in zip(found, dense(PROBLEM), strict=True))
 
 
+@pytest.mark.processes
 def test_a_compiled_model_breaks_its_graph_around_a_strategy():
     assert max(run_ranks(2, compiled)) < 1e-12
 

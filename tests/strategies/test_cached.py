@@ -116,6 +116,7 @@ def errors(rank: int, cases: list[Case], problem: Problem, truth: tuple[Tensor, 
     return found
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_decode_is_exact_in_float64_and_counted_by_the_exact_area(world: int) -> None:
     # One token and several; a cache that the ranks cannot share evenly, and one with fewer tokens than ranks.
@@ -133,6 +134,7 @@ def test_decode_is_exact_in_float64_and_counted_by_the_exact_area(world: int) ->
             assert error < 1e-12, label
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_prefill_is_exact_in_float64_and_counted_by_the_exact_area(world: int) -> None:
     problems = [Problem(16, 48), Problem(8, 8), Problem(16, 24, causal=False), Problem(8, 136, kernel="cpu-flash")]
@@ -166,6 +168,7 @@ def errors_beside_meta(rank: int, problem: Problem, truth: Tensor) -> list[float
     return found
 
 
+@pytest.mark.processes
 def test_a_default_device_changes_nothing_over_a_cache() -> None:
     problem = Problem(16, 48, window=(20, 0), prefix=11)
     for found in run_ranks(2, errors_beside_meta, problem, dense(problem)[0]):
@@ -200,6 +203,7 @@ def drawn_are_exact(given_: tuple[list[Case], Problem]) -> None:
         assert error < 1e-12, label
 
 
+@pytest.mark.processes
 @examples(5)
 @given(drawn())
 def test_drawn_caches_are_exact(drawn_one) -> None:
@@ -225,6 +229,7 @@ def sent(rank: int, cases: list[Case], problem: Problem) -> list[dict[tuple[str,
     return found
 
 
+@pytest.mark.processes
 def test_bytes_of_decode_do_not_grow_with_the_cache() -> None:
     # Of 2 ranks, in float64: 2 sequences of one token; 4 of 8 heads of 4 numbers are 256 bytes, their LSEs 64.
     q = {("q", "all_gather"): 256}
@@ -240,6 +245,7 @@ def test_bytes_of_decode_do_not_grow_with_the_cache() -> None:
         assert run_ranks(2, sent, DECODE, Problem(1, keys))[0] == expected
 
 
+@pytest.mark.processes
 def test_prefill_sends_what_is_less() -> None:
     # 12 of 24 keys of 4 heads, K and V of 2 sequences: 6144 bytes. 4 of 8 queries of 8 heads: 2048, there and back,
     # and 512 of LSEs.
@@ -249,6 +255,7 @@ def test_prefill_sends_what_is_less() -> None:
     assert run_ranks(2, sent, PREFILL[2:], Problem(8, 8))[0] == [{("kv", "send_recv"): 2048}]
 
 
+@pytest.mark.processes
 def test_prefill_sends_of_the_cache_what_a_window_shows() -> None:
     """Of 4 ranks, with chunks of 2 new tokens, each chunk and the cache is followed by one on another rank or its own:
     a key of a rank goes one hop, and one goes three. K and V are 2 · 4 heads · 4 numbers of 8 bytes, of 2 sequences."""
@@ -260,15 +267,26 @@ def test_prefill_sends_of_the_cache_what_a_window_shows() -> None:
 
 def shares(rank: int) -> list[list[int]]:
     dcp, prefill = create("dcp", dcp_degree=2), create("ring-prefill")
+    # A cache of one key leaves the second rank of a group without any.
+    for strategy, lengths in ((dcp, [(9, 1), (8, 1), (1, 1)]), (prefill, [(16, 8), (8, 8)])):
+        for kv_length, new in lengths:
+            assert strategy.key_count(kv_length, new) == len(strategy.key_positions(kv_length, new))
     return [dcp.key_positions(9, 1).tolist(), prefill.key_positions(16, 8).tolist(), prefill.query_places(8).tolist()]
 
 
+@pytest.mark.processes
 def test_who_holds_which_keys() -> None:
     found = run_ranks(4, shares)
     # Groups of 2 neighbours; a cache that grows by one token grows by one key on one rank.
     assert [rank[0] for rank in found] == [[0, 2, 4, 6, 8], [1, 3, 5, 7]] * 2
     # Two cached tokens a rank, then the new ones in zigzag.
     assert found[1][1:] == [[2, 3, 9, 14], [1, 6]]
+
+
+@pytest.mark.parametrize("name", ["dcp", "ring-prefill"])
+def test_keys_are_counted_without_a_list_of_them(name: str) -> None:
+    """A list of 2**50 positions fits in no memory: a dry run of a cache that is too large must still end."""
+    assert create(name).held(Shape(1, 4, 8, 2, 8, 2**50)).kv == (1, 2**50, 2, 8)
 
 
 @pytest.mark.parametrize(
@@ -293,6 +311,7 @@ def of_unsaid_length(rank: int, case: Case, problem: Problem, exact: Tensor) -> 
     return float((out - strategy.shard_output(exact)).abs().max())
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("case", "problem"),
     [
@@ -327,6 +346,7 @@ def phases(rank: int, cases: list[Case], problem: Problem) -> list[set[str]]:
     return found
 
 
+@pytest.mark.processes
 def test_its_phases_are_named_as_those_of_training() -> None:
     """Reports tell ring steps, sends and waits by these names."""
     merges = [f"fwd/step={step}/merge" for step in range(2)]

@@ -50,6 +50,7 @@ def trades(rank: int) -> list[str]:
     return wrong
 
 
+@pytest.mark.processes
 def test_what_arrives_is_what_was_sent():
     assert run_ranks(4, trades) == [[]] * 4
 
@@ -60,6 +61,7 @@ def sums(rank: int) -> float:
     return float(Communicator().collective("sums").reduce_scatter(values).wait()[0])
 
 
+@pytest.mark.processes
 def test_a_sum_is_rounded_once_where_the_ranks_add_it_themselves():
     # 259 lies between the bf16 neighbours 258 and 260; halves go to the even one.
     assert run_ranks(4, sums) == [260.0] * 4
@@ -74,6 +76,7 @@ def counts(rank: int) -> dict[tuple[str, str, str, str], list[int]]:
     return comm.meter.sent
 
 
+@pytest.mark.processes
 def test_bytes_are_counted_by_the_link_that_they_take():
     for rank, sent in enumerate(run_ranks(4, counts)):
         # Pieces of 5 bf16 are 10 bytes. An all-to-all sends one to the neighbour on the host and two to the other host.
@@ -92,6 +95,7 @@ def channels(rank: int) -> list[bool]:
     return [one is other, one is again]
 
 
+@pytest.mark.processes
 def test_channels_of_one_name_share_a_process_group_and_others_do_not():
     assert run_ranks(2, channels) == [[False, True]] * 2
 

@@ -125,6 +125,7 @@ def _one_carried(case: Case, mask: Mask) -> tuple[set[str], float]:
     return {operation for _, _, operation, _ in strategy.comm.meter.sent}, error
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("can", "way"), [([True, True], "copy"), ([True, False], "send_recv"), ([False, False], "send_recv")]
 )
@@ -133,6 +134,7 @@ def test_auto_copies_where_all_ranks_can(can, way):
         assert all(ways == {way} and error < 1e-13 for ways, error in found.values())
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("size", [2, 4])
 def test_every_strategy_is_right_with_room_that_is_used_again(size):
     cases = [case for case in CASES if size in case.worlds]
@@ -141,6 +143,7 @@ def test_every_strategy_is_right_with_room_that_is_used_again(size):
         assert "copy" in found["zigzag"][0] and "copy" not in found["megatron"][0]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     "mask", [Mask.of(window=(3, 0)), Mask.of(window=(3, 0), prefix=2), Mask.of(documents=[0, 3, 21, 32])]
 )

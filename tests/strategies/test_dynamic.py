@@ -37,6 +37,7 @@ def changing(rank: int, name: str) -> float:
     return worst
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("name", names())
 def test_every_strategy_is_exact_at_changing_sizes(name: str) -> None:
     assert max(run_ranks(4, changing, name)) < 1e-12
@@ -50,6 +51,7 @@ def at_once(rank: int) -> float:
     return max(found, error_of(parts, Problem(seq=32), [0, 1, 2, 3]))
 
 
+@pytest.mark.processes
 def test_parts_of_several_sizes_at_once() -> None:
     assert max(run_ranks(4, at_once)) < 1e-12
 
@@ -70,6 +72,7 @@ def counts(rank: int) -> list[tuple[int, int, int]]:
     return found
 
 
+@pytest.mark.processes
 def test_going_round_the_sizes_makes_no_group_and_keeps_no_tensor() -> None:
     for rank in run_ranks(4, counts):
         # The world; parts of 1 and 2; rings of K and V over 2 and 4. dK and dV share these.
@@ -93,6 +96,7 @@ def refused(rank: int) -> list[str]:
     return said
 
 
+@pytest.mark.processes
 def test_parts_that_cannot_be_are_refused() -> None:
     said = run_ranks(2, refused)[0]
     assert said[:2] == ["parts of 3 ranks do not divide 2", "parts of 0 ranks do not divide 2"]

@@ -148,6 +148,7 @@ def through_strategies(rank: int, truths: dict[Mask, list[torch.Tensor]]) -> lis
     ]
 
 
+@pytest.mark.processes
 def test_strategies_are_exact_with_it() -> None:
     masks = [Mask.of(documents=[0, 1, 2, 9, 9, 40, 64]), Mask.of(causal=False, documents=[0, 29, 64], window=(5, 2))]
     truths = {mask: dense(Problem(seq=64), mask) for mask in masks}

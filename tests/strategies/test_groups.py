@@ -50,6 +50,7 @@ def a_group_of_rank_0(rank: int) -> list[float]:
     return [error_of(create(name, kernel="reference")) for name in ("zigzag", "ulysses", "usp")]
 
 
+@pytest.mark.processes
 def test_a_group_that_only_one_rank_is_in_holds_nobody_up():
     assert max(max(found) for found in run_ranks(2, a_group_of_rank_0)) < 1e-13
 
@@ -59,6 +60,7 @@ def a_group_of_half_the_ranks(rank: int) -> float:
     return error_of(create("zigzag", kernel="reference"))
 
 
+@pytest.mark.processes
 def test_a_group_that_half_of_the_ranks_are_in_holds_nobody_up():
     assert max(run_ranks(4, a_group_of_half_the_ranks)) < 1e-13
 
@@ -76,6 +78,7 @@ def lengths_that_change(rank: int) -> tuple[list[float], list[int]]:
     return errors, counts
 
 
+@pytest.mark.processes
 def test_a_context_parallel_degree_that_changes_makes_each_group_once():
     for errors, counts in run_ranks(4, lengths_that_change):
         assert max(errors) < 1e-13
@@ -88,6 +91,7 @@ def strided_groups(rank: int) -> float:
     return max(error_of(create(name, group=group, kernel="reference"), problem) for name in names())
 
 
+@pytest.mark.processes
 def test_groups_of_ranks_that_are_no_neighbours():
     assert max(run_ranks(4, strided_groups)) < 1e-13
 
@@ -109,6 +113,7 @@ def _said(call: Any) -> str:
     return ""
 
 
+@pytest.mark.processes
 def test_a_mesh_of_one_dimension_is_a_group_and_one_of_two_is_refused():
     for error, said, backend in run_ranks(4, on_a_mesh):
         assert error < 1e-13
@@ -121,6 +126,7 @@ def from_outside(rank: int) -> str:
     return _said(lambda: create("zigzag", group=group, kernel="reference"))
 
 
+@pytest.mark.processes
 def test_a_rank_outside_the_group_is_told_so_and_waits_for_nobody():
     inside, refused = "", "Unfit: rank {} is not in the group: only its members can have a strategy over it"
     assert run_ranks(3, from_outside) == [inside, inside, refused.format(2)]
@@ -137,6 +143,7 @@ def different_wishes(rank: int) -> list[str]:
     return [_said(call) for call in calls] + [str(error_of(create("zigzag", kernel="reference")) < 1e-13)]
 
 
+@pytest.mark.processes
 def test_ranks_that_ask_for_different_things_are_all_refused():
     for rank, (name, params, hops, unknown, hosts, after) in enumerate(run_ranks(2, different_wishes)):
         assert name.startswith("Unfit: the ranks do not ask for the same: rank 0 for ring() with kernel auto")
@@ -197,11 +204,13 @@ def under(rank: int, variables: list[dict[str, str]]) -> tuple[Any, ...]:
     return *chosen, max(error_of(strategy, replace(PROBLEM, seq=seq, heads=12)) for strategy in made)
 
 
+@pytest.mark.processes
 def test_srun_alone_tells_two_hosts_of_two():
     for window, degree, error in run_ranks(4, under, [{"SLURM_NODEID": str(rank // 2)} for rank in range(4)]):
         assert (window, degree) == (2, 2) and error < 1e-12
 
 
+@pytest.mark.processes
 def test_hosts_of_four_and_two_ranks_are_agreed_on_by_all():
     sizes = ["4", "4", "4", "4", "2", "2"]
     for window, degree, error in run_ranks(6, under, [{"LOCAL_WORLD_SIZE": size} for size in sizes]):
@@ -235,6 +244,7 @@ def copied_and_pickled(rank: int) -> tuple[bool, float, str, str]:
     return same, error_of(again.strategy), again.strategy.parameters["layout"], said
 
 
+@pytest.mark.processes
 def test_a_module_that_holds_a_strategy_can_be_copied_and_pickled():
     for same, error, layout, said in run_ranks(4, copied_and_pickled):
         assert same and error < 1e-13 and layout == "stripe"
@@ -257,6 +267,7 @@ def differing(rank: int, how: str) -> str:
     return "nothing"
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("how", "one", "other"),
     [
@@ -286,6 +297,7 @@ def left_alone(rank: int) -> str:
     return "nothing"
 
 
+@pytest.mark.processes
 def test_a_call_that_no_other_rank_makes_is_named():
     for told in run_ranks(2, left_alone):
         assert told.startswith("this rank comes with a call that it has not made before, and another rank has not, or")
@@ -309,6 +321,7 @@ def late(rank: int) -> list[str]:
     return said
 
 
+@pytest.mark.processes
 def test_a_rank_that_waits_for_others_to_make_its_call_says_so():
     (warned,), nothing = run_ranks(2, late)
     assert warned.startswith("rank 0 waits for the others to ask for the same, as all must the first time: ")
@@ -321,6 +334,7 @@ def where_cuda_may_not_be_asked(rank: int) -> float:
         return error_of(create("zigzag", kernel="reference"))
 
 
+@pytest.mark.processes
 def test_ranks_that_were_forked_after_cuda_had_begun_compute_on_the_cpu():
     """There every question to CUDA fails, though a GPU is there."""
     assert max(run_ranks(2, where_cuda_may_not_be_asked)) < 1e-12

@@ -118,6 +118,7 @@ def round_trips(rank: int, world: int) -> list[str]:
     return wrong
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("world", [1, 4])
 def test_unshard_undoes_shard(world):
     assert run_ranks(world, round_trips, world) == [[]] * world
@@ -187,6 +188,7 @@ EXPECTED = {
 }
 
 
+@pytest.mark.processes
 def test_what_does_not_fit_is_refused_on_every_rank_alike():
     for said in run_ranks(4, refusals):
         for label, part in EXPECTED.items():
@@ -372,6 +374,7 @@ def test_one_degree_decides_the_other():
     assert USP.layout_for(8, ring_degree=2).grid == Grid.of(8, 4, 2, head_first=True)
 
 
+@pytest.mark.processes
 def test_degrees_and_windows_follow_the_hosts():
     for usp, double, burst, one_usp, one_double, one_burst, ring_first, heads, context in run_ranks(4, resolved):
         assert (usp["ulysses_degree"], usp["ring_degree"]) == (2, 2)

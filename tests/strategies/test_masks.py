@@ -107,7 +107,11 @@ def errors_of(
     return found
 
 
-@pytest.mark.parametrize(("world", "kernel"), [(1, "reference"), (2, "cpu-flash"), (4, "reference")])
+@pytest.mark.parametrize(
+    ("world", "kernel"),
+    [pytest.param(1, "reference", marks=pytest.mark.processes), (2, "cpu-flash"),
+     pytest.param(4, "reference", marks=pytest.mark.processes)],
+)  # fmt: skip
 def test_exact_in_float64_and_counted_by_the_exact_area(world: int, kernel: str) -> None:
     cases = [case for case in TAKING if world in case.worlds]
     problem = Problem(seq=64, batch=2, kernel=kernel)
@@ -136,6 +140,7 @@ def drawn(draw) -> tuple[Problem, Mask]:
     return problem, Mask.of(documents, window, causal=causal, prefix=prefix)
 
 
+@pytest.mark.processes
 @examples(5)
 @given(drawn())
 def test_drawn_masks_on_2_ranks(problem: tuple[Problem, Mask]) -> None:
@@ -178,6 +183,7 @@ def leaks(rank: int, kernel: str) -> list[str]:
     return found
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("kernel", ["reference", "cpu-flash"])
 def test_what_one_document_holds_reaches_no_bit_of_another(kernel: str) -> None:
     assert run_ranks(4, leaks, kernel) == [[]] * 4
@@ -221,6 +227,7 @@ def sink_errors(rank: int, kernel: str, sinks: Tensor, truths: dict[Mask, list[T
     return found
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("kernel", ["reference", "cpu-flash"])
 def test_sinks_are_exact_in_every_strategy_and_learn(kernel: str) -> None:
     sinks = torch.tensor([-1.5, 0.0, 0.7, 3.0], dtype=torch.float64)
@@ -246,6 +253,7 @@ def types_and_bytes(rank: int, name: str) -> tuple[set[torch.dtype], list[int]]:
     return found, sent
 
 
+@pytest.mark.processes
 def test_parts_that_share_rows_come_in_the_type_of_the_inputs() -> None:
     """A row in several parts is merged in float32, and so are gradients of a key in several: neither travels so."""
     found, sent = run_ranks(2, types_and_bytes, "ulysses")[0]
@@ -279,6 +287,7 @@ def mla_errors(rank: int) -> list[tuple[str, float]]:
     return found
 
 
+@pytest.mark.processes
 def test_heads_of_v_may_be_smaller() -> None:
     for label, error in run_ranks(2, mla_errors)[0]:
         assert error < 1e-12, label
@@ -303,6 +312,7 @@ def refusals(rank: int) -> list[str]:
     return said
 
 
+@pytest.mark.processes
 def test_who_takes_no_such_mask_names_those_who_do() -> None:
     for said in run_ranks(2, refusals):
         assert "the documents end at 8, and the sequence has 16" in said[0]
@@ -489,6 +499,7 @@ def rows_sent(rank: int, name: str, mask: Mask, **params: Any) -> dict[str, tupl
     return {f"{channel} {phase}": (count, size // row) for (channel, phase, *_), (count, size) in sent}
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("name", "mask", "kv", "dkv"),
     [
@@ -534,6 +545,7 @@ def others_rows_sent(rank: int) -> list[dict[str, tuple[int, int]]]:
     ]
 
 
+@pytest.mark.processes
 def test_queries_keys_and_gradients_of_a_window_travel_alone_in_all_rings() -> None:
     """Chunks of 8 of 64 tokens, and 5 keys before each: of a rank's two chunks one neighbour is a hop away, one three.
 
@@ -556,6 +568,7 @@ def test_queries_keys_and_gradients_of_a_window_travel_alone_in_all_rings() -> N
     ]] * 4  # fmt: skip
 
 
+@pytest.mark.processes
 def test_nothing_travels_where_no_document_lies_on_two_ranks() -> None:
     assert run_ranks(4, rows_sent, "ring", Mask.of(documents=[0, 16, 20, 32, 48, 64])) == [{}] * 4
 

@@ -55,6 +55,7 @@ def _errors(rank: int, cases: list[Case], problem: Problem) -> dict[str, float]:
     return found
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("world", [2, 4])
 def test_every_adapter_gives_dense_attention(world: int) -> None:
     cases = [case for case in PEERS if world in case.worlds]
@@ -64,6 +65,7 @@ def test_every_adapter_gives_dense_attention(world: int) -> None:
     assert len(errors) == len(cases)
 
 
+@pytest.mark.processes
 def test_a_full_mask_and_a_batch_are_passed_on() -> None:
     problem = Problem(seq=32, batch=2, kernel="auto", causal=False)
     (errors, _) = run_ranks(2, _errors, [Case(name) for name in FULL], problem)
@@ -77,6 +79,7 @@ def _torch_errors(rank: int, problem: Problem) -> list[float]:
     return [relative_error(one, true) for result in results for one, true in zip(result, truth, strict=True)]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("causal", [True, False])
 def test_torchs_own_ring_gives_dense_attention(world: int, causal: bool) -> None:
@@ -94,6 +97,7 @@ def _options_left(rank: int) -> Any:
     return before == (_cp_options.enable_load_balance, _cp_options.rotate_method)
 
 
+@pytest.mark.processes
 def test_torchs_options_are_as_before() -> None:
     assert run_ranks(2, _options_left) == [True, True]
 
@@ -146,6 +150,7 @@ def _refusals(rank: int) -> list[str]:
     return said
 
 
+@pytest.mark.processes
 def test_what_a_peer_cannot_do_is_refused_in_a_line() -> None:
     (said, _) = run_ranks(2, _refusals)
     for line, part in zip(

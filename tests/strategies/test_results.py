@@ -47,6 +47,7 @@ def check(world: int, problems: list[Problem], bound: float) -> None:
             assert error <= bound, label
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_every_strategy_is_exact_in_float64(world):
     # What differs from the dense formula is the order of sums: some tens of roundings of 1e-16.
@@ -58,6 +59,7 @@ def test_every_strategy_is_exact_in_float64_on_8_ranks():
     check(8, [Problem(seq=64), Problem(seq=64, causal=False), Problem(seq=32, batch=2, heads=8, kv_heads=2)], 1e-13)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("dtype", "unit"), [(torch.float32, 2**-24), (torch.bfloat16, 2**-8), (torch.float16, 2**-11)])
 def test_rounding_stays_near_that_of_one_device(dtype, unit):
     """At most 3 times the error of one call of the same kernel, with room for a rounding at each hop on the wire."""
@@ -108,6 +110,7 @@ def examples(count: int) -> settings:
     return settings(max_examples=count, suppress_health_check=list(HealthCheck), print_blob=True)
 
 
+@pytest.mark.processes
 @examples(5)
 @given(drawn_problems())
 def test_drawn_shapes_on_2_ranks(problem):
@@ -130,6 +133,7 @@ def same_bits(rank: int, problem: Problem) -> list[str]:
     return differing
 
 
+@pytest.mark.processes
 def test_a_second_call_gives_the_same_bits():
     problem = Problem(seq=64, dtype=torch.bfloat16, head_dim=16, kernel="cpu-flash")
     assert run_ranks(4, same_bits, problem) == [[]] * 4
@@ -163,6 +167,7 @@ def lse_gradients(rank: int, cases: list[Case], problem: Problem) -> list[float]
     return found
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("kernel", "dtype", "bound"), [("reference", torch.float64, 1e-13), ("cpu-flash", torch.float32, 1e-5)]
 )
@@ -196,6 +201,7 @@ def lse_alone(rank: int, kernel: str) -> dict[str, float]:
     return errors
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("kernel", ["reference", "cpu-flash"])
 def test_an_lse_gradient_of_rows_without_an_output_gradient_is_right(kernel):
     for errors in run_ranks(2, lse_alone, kernel):
@@ -203,6 +209,7 @@ def test_an_lse_gradient_of_rows_without_an_output_gradient_is_right(kernel):
             assert error < 1e-5, case
 
 
+@pytest.mark.processes
 def test_the_stand_in_for_the_output_is_as_good_as_the_output():
     """Burst with delta on the wire against Burst with O on the wire, through a kernel that takes no delta."""
     for dtype in (torch.float32, torch.bfloat16):
@@ -264,6 +271,7 @@ def group_timeout(rank: int) -> float:
     return float(group._get_backend(torch.device("cpu")).options._timeout.total_seconds())
 
 
+@pytest.mark.processes
 def test_the_groups_of_a_ring_take_the_default_groups_timeout():
     # run_ranks gives its group 600 s; gloo's own default is 30 minutes.
     assert run_ranks(2, group_timeout) == [600.0, 600.0]

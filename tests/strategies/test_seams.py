@@ -74,6 +74,7 @@ def strides_seen(rank: int, world: int) -> list[str]:
     return found
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.long)])
 def test_every_backward_call_has_the_strides_that_torchs_own_autograd_gives(world):
     for found in run_ranks(world, strides_seen, world):
@@ -108,6 +109,7 @@ def results_with_views(rank: int, world: int) -> tuple[list[str], int]:
     return wrong, views
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_a_kernel_that_takes_views_is_given_them_and_its_gradients_are_added_in_pairs(world):
     for rank, (wrong, views) in enumerate(run_ranks(world, results_with_views, world)):

@@ -53,6 +53,7 @@ def errors(
     return found
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("world", "kernel"), [(4, "reference"), (2, "flex")])
 def test_softcap_is_exact_in_every_strategy(world: int, kernel: str) -> None:
     problem = Problem(seq=64, batch=2)

@@ -101,6 +101,7 @@ def sent_by(rank: int, cases: list[Case], v_head_dim: int | None = None) -> dict
     return {label: (found["forward"][1], found["backward"][1]) for label, found in sent.items()}
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("formulas", "v_head_dim"), [(FORMULAS, None), (SMALLER_V, 2)], ids=["", "smaller heads of v"])
 def test_every_rank_sends_what_the_formula_says(formulas, v_head_dim):
     cases = [case for case in CASES if str(case) in formulas]
@@ -111,6 +112,7 @@ def test_every_rank_sends_what_the_formula_says(formulas, v_head_dim):
         assert counted == formulas
 
 
+@pytest.mark.processes
 def test_repeated_kv_heads_are_counted():
     # 12 heads, 3 kv heads, degree 4: lcm(3, 4) = 12 kv heads travel, as many bytes as Q; 3/4 of each of 4 tensors.
     problem = replace(PROBLEM, heads=12, kv_heads=3)
@@ -168,6 +170,7 @@ def links_of(rank: int) -> dict[str, dict[str, int]]:
     return found
 
 
+@pytest.mark.processes
 def test_a_double_ring_follows_the_hosts_and_crosses_them_once_a_window():
     by_rank = run_ranks(4, links_of)
     for rank, found in enumerate(by_rank):
@@ -191,6 +194,7 @@ def usp_links(rank: int) -> list[dict[str, int]]:
     return found
 
 
+@pytest.mark.processes
 def test_the_placement_decides_what_crosses_hosts():
     # A tensor is 8 tokens x 2 heads x 4 x 8 bytes = 512: half of four of them go out, and one hop of two.
     for head_first, ring_first in run_ranks(4, usp_links):
@@ -210,6 +214,7 @@ def many_calls(rank: int) -> tuple[int, int]:
     return members, len(dist.distributed_c10d._world.pg_map)
 
 
+@pytest.mark.processes
 def test_100_calls_leave_no_process_group_behind():
     for before, after in run_ranks(4, many_calls):
         assert before == after
@@ -235,6 +240,7 @@ def tensors_left(rank: int) -> list[str]:
     return leaking
 
 
+@pytest.mark.processes
 def test_calls_leave_no_tensor_behind():
     assert run_ranks(2, tensors_left) == [[]] * 2
 
@@ -260,6 +266,7 @@ def interleaved(rank: int, pairs: list[tuple[str, str]]) -> list[str]:
     return disturbed
 
 
+@pytest.mark.processes
 def test_two_calls_under_way_at_once_do_not_disturb_each_other():
     pairs = [("zigzag", "burst"), ("usp", "double-ring"), ("megatron", "allgather"), ("ulysses", "stripe")]
     pairs += [(name, name) for name in names()]

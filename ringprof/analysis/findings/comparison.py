@@ -1,9 +1,10 @@
 """Several measurements side by side: what differs in their settings, and which differences are more than noise.
 
 A figure that was repeated has an interval, and so has its ratio to another (`ringprof.analysis.findings.uncertainty`):
-a difference that the interval does not prove is called noise. Times and memory are compared only where the work is the
-same (`ringprof.analysis.findings.same_work`); rates and shares always are. Parts of the waterfall are those that every
-entry tells apart.
+a difference that the interval does not prove is called noise. Where a side is a single recording, the interval assumes
+how far recordings of one program differ (`ringprof.analysis.findings.recording_spread`). Times and memory are compared
+only where the work is the same (`ringprof.analysis.findings.same_work`); rates and shares always are. Parts of the
+waterfall are those that every entry tells apart.
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import hypot
 from statistics import median
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from ringprof.analysis.findings.recording_spread import OTHER_SESSION, SAME_SESSION, Spread, session_spread
 from ringprof.analysis.findings.same_work import WorkEvidence, WorkMatch, match_work, same_evidence
 from ringprof.analysis.findings.shared_parts import merged_parts
 
@@ -46,7 +49,10 @@ class Figure(msgspec.Struct, frozen=True):
     """Whether it means something only for the same work: times, memory."""
 
     def interval(self) -> tuple[float, float] | None:
-        """Where the figure lies, to 95 %; None where it was measured once."""
+        """Return where the median of these recordings lies, to 95 %; None where the figure was measured once.
+
+        A single recording's interval is that of its own iterations: another recording may lie outside.
+        """
         from ringprof.analysis.findings.uncertainty import own_interval  # here: logs are read without numpy
 
         return own_interval(self.recordings)
@@ -77,6 +83,15 @@ class Entry(msgspec.Struct, frozen=True):
         return {**self.others, **{name: figure.value for name, figure in self.figures.items()}}
 
 
+class AssumedSpread(msgspec.Struct, frozen=True):
+    """How far recordings of one program are assumed to differ, where a side is a single recording."""
+
+    share: float
+    """Standard deviation of one recording, as a share."""
+    source: str
+    """What it was measured on, in words."""
+
+
 class Difference(msgspec.Struct, frozen=True):
     """One figure of one entry against the first entry's."""
 
@@ -91,6 +106,11 @@ class Difference(msgspec.Struct, frozen=True):
     low: float | None = None
     """The 95 % interval of the ratio; None where a figure was measured once."""
     high: float | None = None
+    assumed_spread: AssumedSpread | None = None
+    """What the interval assumes; None where both sides are several recordings, or the figure was measured once."""
+    recordings_to_decide: int | None = None
+    """Recordings per side, made in turns, that show a difference of this size in four of five cases. None where it is
+    shown already, a side is several recordings, or more than `MOST_RECORDINGS` would be needed."""
 
 
 @dataclass(frozen=True)
@@ -255,9 +275,43 @@ def _difference(name: str, index: int, base: Entry, entry: Entry, *, same_work: 
     # Equal figures have the ratio 1, zeros too.
     ratio = 1.0 if theirs.value == mine.value else theirs.value / mine.value if mine.value else None
     repeated, turns = (mine.recordings, theirs.recordings), in_turns(base, entry)
-    low, high = ratio_interval(*repeated, in_turns=turns) or (None, None)
-    verdict = _verdict(mine, theirs, proved=None if low is None else differ(*repeated, in_turns=turns))
-    return Difference(name, index, theirs.value - mine.value, ratio, verdict, low, high)
+    assumed = _assumed_spread(base, entry) if min(map(len, repeated)) == 1 else None
+    spread = 2**0.5 * assumed.share if assumed else 0.0
+    low, high = ratio_interval(*repeated, in_turns=turns, spread=spread) or (None, None)
+    proved = None if low is None else differ(*repeated, in_turns=turns, spread=spread)
+    verdict = _verdict(mine, theirs, proved=proved)
+    needed = recordings_to_decide(base, entry, name) if verdict == "noise" else None
+    assumed = None if low is None else assumed
+    return Difference(name, index, theirs.value - mine.value, ratio, verdict, low, high, assumed, needed)
+
+
+def recordings_to_decide(base: Entry, entry: Entry, figure: str, limit: float = 1.0) -> int | None:
+    """Return how many recordings per side would tell the ratio of two single recordings' figures from ``limit``.
+
+    They are made in turns and in one session. None as in `uncertainty.recordings_to_decide`, and where a side is
+    several recordings.
+    """
+    from ringprof.analysis.findings import uncertainty  # here: logs are read without numpy
+
+    sides = base.figures[figure].recordings, entry.figures[figure].recordings
+    if [len(side) for side in sides] != [1, 1] or limit <= 0:
+        return None
+    spread = 2**0.5 * _assumed_spread(base, entry, SAME_SESSION).share
+    return uncertainty.recordings_to_decide(sides[0][0], sides[1][0], spread, limit)
+
+
+def _assumed_spread(base: Entry, entry: Entry, spread: Spread | None = None) -> AssumedSpread:
+    """Return the spread of recordings as long as these: that of one session, unless they are of two."""
+    if spread is None:
+        spread = session_spread((*base.created, *entry.created)) if base.created and entry.created else OTHER_SESSION
+    shares = [spread.share_of(_iteration_ms(each)) for each in (base, entry)]
+    return AssumedSpread(hypot(*shares) / 2**0.5, spread.source)
+
+
+def _iteration_ms(entry: Entry) -> float | None:
+    """Return the time of one iteration: without the profiler, else with it; None where it is not known."""
+    names = ("iteration_ms", "profiled_iteration_ms", "wall_ms")
+    return next((entry.figures[name].value for name in names if name in entry.figures), None)
 
 
 def _verdict(base: Figure, other: Figure, *, proved: bool | None) -> str:

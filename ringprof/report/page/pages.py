@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from statistics import median
 from typing import Any
 
 from ringprof.analysis.findings.changes import Change
 from ringprof.analysis.findings.comparison import WATERFALL_PREFIX, Comparison, Difference, Entry, Recordings
 from ringprof.analysis.findings.findings import Findings
+from ringprof.analysis.findings.recording_spread import SAME_SESSION
 from ringprof.analysis.findings.uncertainty import differ, ratio_interval
 from ringprof.analysis.findings.waterfall import WATERFALL_LABELS
 from ringprof.digits import percent
 from ringprof.errors import UsageError, nearest
 from ringprof.report import palette
-from ringprof.report.comparison import merged_notice, missing, verdict_lines, work_notices
+from ringprof.report.comparison import merged_notice, missing, spread_notices, verdict_lines, work_notices
 from ringprof.report.page.document import Cell, Content, Document, PageContext, PageSection, PageTable, number, text
 from ringprof.report.page.html import drawing
 from ringprof.report.sections import SECTIONS
@@ -103,7 +106,7 @@ def comparison_document(found: Comparison) -> Document:
         values = _one("MiB", [entry.figures["peak_memory_mib"].value for entry in kept])
         bars = figures.stacked([entry.label for entry in kept], values, "MiB")
         sections.append(PageSection("memory", "Peak memory", MEANINGS["peak_memory"], Content(bars)))
-    every = Content(tables=[figure_table(found)], lines=merged_notice(found))
+    every = Content(tables=[figure_table(found)], lines=[*merged_notice(found), *spread_notices(found)])
     sections.append(PageSection("figures", "Every figure", MEANINGS["comparison"], every))
     differing = Content(tables=[_settings_table(found)])
     sections.append(PageSection("differences", "What differs in settings", "", differing))
@@ -256,7 +259,7 @@ def _fastest(done: Sequence[Mapping[str, Any]]) -> list[str]:
         rows = sorted((row for row in done if row["seq"] == seq), key=lambda row: -row["tflops"])
         first = rows[0]
         speed = f"{first['forward_backward_ms']:,.1f} ms, {rate(first['tflops'])}"
-        slower = [row for row in rows[1:] if differ(_repeated(first), _repeated(row))]
+        slower = [row for row in rows[1:] if differ(_repeated(first), _repeated(row), spread=_spread(first, row))]
         level = [row for row in rows[1:] if row not in slower]
         line = f"{seq:,} tokens: {_series(first)} {'took the least time' if level else 'is fastest'}, {speed}"
         if first["of_kernel_rate"]:
@@ -273,9 +276,14 @@ def _repeated(row: Mapping[str, Any]) -> Recordings:
     return (row["iterations_ms"],)
 
 
+def _spread(first: Mapping[str, Any], row: Mapping[str, Any]) -> float:
+    """Return the standard deviation assumed of the ratio of two rows of a sweep, each a single recording."""
+    return math.hypot(*(SAME_SESSION.share_of(median(each["iterations_ms"] or [0.0])) for each in (first, row)))
+
+
 def _behind(first: Mapping[str, Any], row: Mapping[str, Any]) -> str:
     """By how much a row is slower than the first, with the 95 % interval."""
-    found = ratio_interval(_repeated(first), _repeated(row))
+    found = ratio_interval(_repeated(first), _repeated(row), spread=_spread(first, row))
     sure = f", {100 * (found[0] - 1):.1f} to {100 * (found[1] - 1):.1f}" if found else ""
     return f"{_series(row)} ({percent(first['tflops'] / row['tflops'] - 1)}{sure})"
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -201,14 +203,14 @@ def test_times_of_work_that_only_the_user_knows_are_set_against_each_other_where
 
 
 def marked(lengths):
-    """Traces of two ranks that mark iterations of these lengths in µs; rank 0 is 1 µs faster in each."""
+    """Traces of two ranks that mark iterations of these lengths in 0.1 ms; rank 0 is 0.1 ms faster in each."""
     builders = [Builder(rank=rank, world_size=2) for rank in (0, 1)]
     at = 0
     for number, length in enumerate(lengths):
         for rank, builder in enumerate(builders):
-            builder.mark(f"ProfilerStep#{number}", at, at + 1000 * (length + rank))
-            builder.operate("aten::mm", at, at + 1000 * (length + rank))
-        at += 1000 * (length + 2)
+            builder.mark(f"ProfilerStep#{number}", at, at + 100_000 * (length + rank))
+            builder.operate("aten::mm", at, at + 100_000 * (length + rank))
+        at += 100_000 * (length + 2)
     return entry_of_run("traces", findings_in_memory(attribute([b.trace() for b in builders])))
 
 
@@ -216,13 +218,15 @@ def test_of_traces_with_several_iterations_a_difference_has_an_interval():
     scatter = (-3, 2, 0, 1, -2, 3, -1, 0)
     base, again, slower = (marked([length + off for off in scatter]) for length in (999, 1000, 1099))
     figure = base.figures["profiled_iteration_ms"]
-    assert (figure.value, sorted(figure.recordings[0])) == (1.0, [0.997, 0.998, 0.999, 1.0, 1.0, 1.001, 1.002, 1.003])
+    assert (figure.value, sorted(figure.recordings[0])) == (100, [99.7, 99.8, 99.9, 100, 100, 100.1, 100.2, 100.3])
     found = compare_entries([base, again, slower], did_same_work=True)
     same, worse = (found.against_base("profiled_iteration_ms", index) for index in (1, 2))
     assert same and worse and worse.low and worse.high and worse.ratio
     assert (same.verdict, worse.verdict) == ("noise", "worse")
-    assert 1.09 < worse.low < worse.ratio == 1.1 < worse.high < 1.11
-    assert verdict_lines(found)[1].startswith("2: slower by 10.0 % (9.")
+    # When they were recorded is not known: 1.96 * sqrt(2) * 2.64 % to each side.
+    assert (worse.ratio, worse.low, worse.high) == pytest.approx((1.1, 1.1 / 1.0759, 1.1 * 1.0759), rel=1e-3)
+    assert worse.assumed_spread and worse.assumed_spread.share == pytest.approx(math.hypot(0.026, 0.0044), rel=0.01)
+    assert verdict_lines(found)[1].startswith("2: slower by 10.0 % (2.3 to 18.")
 
 
 def test_one_iteration_is_no_repeated_figure():

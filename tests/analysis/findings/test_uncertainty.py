@@ -19,7 +19,10 @@ from ringprof.analysis.findings.uncertainty import (
     own_interval,
     rank_test,
     ratio_interval,
+    recordings_to_decide,
     resampled_medians,
+    student_quantile,
+    variance_inflation,
 )
 from tests.paths import ROOT
 
@@ -110,6 +113,78 @@ def test_intervals_hold_the_true_ratio_as_often_as_they_say(name, count):
         held += low <= 1.03 <= high
     # 95 % less two standard errors.
     assert held / rounds >= 0.92
+
+
+# --- serial correlation -------------------------------------------------------------------------------
+
+
+def autoregressive(correlation: float, count: int, random: np.random.Generator) -> np.ndarray:
+    noise = random.normal(0, 0.004, count)
+    for at in range(1, count):
+        noise[at] = correlation * noise[at - 1] + math.sqrt(1 - correlation**2) * noise[at]
+    return noise
+
+
+@pytest.mark.parametrize("correlation", [0.0, 0.3, 0.6])
+def test_the_variance_of_a_long_series_is_inflated_by_its_autocorrelation(correlation):
+    """Ranks of normal values whose correlation is r have the correlation 6 / pi asin(r / 2)."""
+    values = autoregressive(correlation, 20_000, np.random.default_rng(1))
+    of_ranks = 6 / math.pi * math.asin(correlation / 2)
+    assert variance_inflation(values) == pytest.approx((1 + of_ranks) / (1 - of_ranks), rel=0.05)
+
+
+def test_the_inflation_of_few_values_by_hand():
+    # Ranks less their mean: -2, -1, 0, 1, 2. Neighbours' products sum to 4, squares to 10: 0.4, corrected 3.
+    assert variance_inflation(np.array([1.0, 2.0, 4.0, 8.0, 99.0])) == 5 / 2
+    # 1, -1, 1, -1, ...: negative correlation makes the median no surer.
+    assert variance_inflation(np.tile([1.0, 2.0], 10)) == 1
+    assert variance_inflation(np.ones(9)) == variance_inflation(np.arange(4.0)) == 1
+
+
+@pytest.mark.parametrize(("count", "correlation"), [(10, 0.7), (20, 0.7), (50, 0.7)])
+def test_intervals_hold_the_true_ratio_where_neighbouring_iterations_are_alike(count, correlation):
+    random, rounds = np.random.default_rng(count), 400
+    held = 0
+    for _ in range(rounds):
+        base, other = (80 * np.exp(autoregressive(correlation, count, random)) for _ in range(2))
+        low, high = interval([base], [1.03 * other])
+        held += low <= 1.03 <= high
+    # 95 % less three standard errors.
+    assert held / rounds >= 0.95 - 3 * math.sqrt(0.05 * 0.95 / rounds)
+
+
+# --- Student's t --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("share", "freedom", "table"),
+    [(0.975, 1, 12.706), (0.975, 2, 4.303), (0.975, 4, 2.776), (0.975, 8, 2.306), (0.975, 120, 1.980),
+     (0.8, 4, 0.941), (0.8, 1, 1.376), (0.5, 3, 0.0)],
+)  # fmt: skip
+def test_students_t_is_that_of_printed_tables(share, freedom, table):
+    assert student_quantile(share, freedom) == pytest.approx(table, abs=6e-4)
+
+
+@pytest.mark.parametrize("count", [2, 3, 5])
+def test_groups_of_recordings_of_one_program_differ_one_time_in_twenty(count):
+    """By the definition of the test; quantiles drawn at random were 2 to 7 % too small."""
+    random, rounds = np.random.default_rng(count), 4000
+    levels = np.exp(random.normal(0, 0.01, (rounds, 2, count, 1)))
+    called = sum(differ(base.tolist(), other.tolist()) for base, other in levels)
+    assert abs(called / rounds - 0.05) <= 3 * math.sqrt(0.05 * 0.95 / rounds)
+
+
+def test_recordings_that_decide_by_hand():
+    still, other = [100.0, 100.0], [102.0, 102.0]
+    distance = math.log(1.02)
+    # Two: (4.303 + 1.061) * spread / sqrt(2); three: (2.776 + 0.941) / sqrt(3); four, in turns: (3.182 + 0.978) / 2.
+    for needed, errors in ((2, 3.793), (3, 2.146), (4, 2.080)):
+        assert recordings_to_decide(still, other, 0.999 * distance / errors) == needed
+        assert recordings_to_decide(still, other, 1.001 * distance / errors) != needed
+    assert recordings_to_decide(still, other, 0.2) is None
+    assert recordings_to_decide(still, still, 0.01) is None
+    # Against a limit: as far from 1.04 as 1.02 is from 1.
+    assert recordings_to_decide(still, other, 0.999 * distance / 3.793, 1.02**2) == 2
 
 
 # --- the rank test ------------------------------------------------------------------------------------
@@ -249,6 +324,8 @@ def test_few_measurements_widen_the_interval_as_students_t_does(counts, student,
 
 def test_drift_is_what_the_parts_are_apart_beyond_their_scatter():
     # Medians 0.005 three times and 1.005: a variance of 1/4. The median distance from the median is 0.01.
-    by_chance = math.pi / 2 * (1.4826 * 0.01) ** 2 * 4 / 8
+    # Ranks less their mean: -2.5 and 0.5 in turns, then 2.5 and 3.5. Neighbours' products sum to 3.75, squares to 38.
+    correlation = (8 * 3.75 / 38 + 1) / 4
+    by_chance = math.pi / 2 * (1.4826 * 0.01) ** 2 * 4 / 8 * (1 + correlation) / (1 - correlation)
     found = uncertainty.drift(np.array([0, 0.01, 0, 0.01, 0, 0.01, 1, 1.01]))
     assert found == pytest.approx(math.sqrt(0.25 - by_chance), rel=1e-9)
