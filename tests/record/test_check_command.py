@@ -13,6 +13,8 @@ pytest.importorskip("torch", reason="checking needs torch")
 from ringprof import cli
 from tests.record.command import TORCHRUN, run, started_in
 
+pytestmark = pytest.mark.processes
+
 SMALL = ["--layout", "zigzag", "--heads", "2", "--head-dim", "16", "--device", "cpu"]
 
 MINE = '''
@@ -24,8 +26,6 @@ import torch.distributed as dist
 from torch.nn.functional import scaled_dot_product_attention
 
 from ringprof.strategies import create
-
-pytestmark = pytest.mark.processes
 
 calls = 0
 
