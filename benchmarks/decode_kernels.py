@@ -14,9 +14,9 @@ from statistics import median
 import torch
 
 from ringprof.devices import bandwidth_of
-from ringprof.strategies.cached import rectangle
-from ringprof.strategies.kernels import KERNELS
-from ringprof.strategies.layouts import Block
+from ringprof.strategies.algorithms.cached import rectangle
+from ringprof.strategies.kernels.builtin import KERNELS
+from ringprof.strategies.masks.layouts import Block
 
 
 def main() -> None:

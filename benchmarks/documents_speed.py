@@ -28,7 +28,7 @@ from torch import Tensor
 
 from ringprof.documents import document_lengths
 from ringprof.errors import RingprofError
-from ringprof.record.measure import Problem
+from ringprof.record.measure import WorkloadShard
 from ringprof.record.verify import verify
 from ringprof.run import Workload
 from ringprof.strategies import create
@@ -155,7 +155,7 @@ def _strategy(text: str, options: argparse.Namespace) -> Any:
 def _ours(
     text: str, workload: Workload, options: argparse.Namespace, device: torch.device
 ) -> Callable[[], list[Tensor]]:
-    problem = Problem.of(_strategy(text, options), workload, device)
+    problem = WorkloadShard.of(_strategy(text, options), workload, device)
     return lambda: [x for x in vars(problem.iteration()).values() if x is not None]
 
 
@@ -187,13 +187,13 @@ def _peers(ours: list[Competitor], workload: Workload, device: torch.device) -> 
 
 def _leaves(workload: Workload, device: torch.device) -> list[Tensor]:
     """The numbers that `Problem.of` draws, packed: (T, H, D)."""
-    problem = Problem.of(create("ring", kernel="flash-attn"), workload, device)
+    problem = WorkloadShard.of(create("ring", kernel="flash-attn"), workload, device)
     assert problem.dout is not None
     return [x.detach()[0].requires_grad_() for x in (problem.q, problem.k, problem.v)] + [problem.dout[0]]
 
 
 def _zigzag_varlen(workload: Workload, device: torch.device) -> Callable[[], list[Tensor]]:
-    from ringprof.strategies.foreign.ring_flash_attn import _package
+    from ringprof.strategies.peers.ring_flash_attn import _package
 
     function = _package().zigzag_ring_flash_attn_varlen_func
     q, k, v, dout = _leaves(workload, device)
@@ -209,7 +209,7 @@ def _zigzag_varlen(workload: Workload, device: torch.device) -> Callable[[], lis
 
 
 def _llama3(workload: Workload, device: torch.device) -> Callable[[], list[Tensor]]:
-    from ringprof.strategies.foreign.ring_flash_attn import _package
+    from ringprof.strategies.peers.ring_flash_attn import _package
 
     package = _package()
     q, k, v, dout = _leaves(workload, device)

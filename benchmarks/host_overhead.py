@@ -35,11 +35,14 @@ import torch
 import torch.distributed as dist
 from on_gpus import start
 
-from ringprof.strategies import communicator, create, find, hops, merge, ring
-from ringprof.strategies.agreement import Agreement
+from ringprof.strategies import create, find
+from ringprof.strategies.algorithms import ring
 from ringprof.strategies.base import Rows
-from ringprof.strategies.controls import IdleKernel
-from ringprof.strategies.kernel import Kernel
+from ringprof.strategies.kernels import merge
+from ringprof.strategies.kernels.kernel import Kernel
+from ringprof.strategies.transport import communicator, ring_channel
+from ringprof.strategies.transport.baselines import NoOpKernel
+from ringprof.strategies.transport.handshake import Agreement
 
 OURS = "zigzag,ring,stripe,burst,double-ring,megatron,ulysses,usp,allgather"
 PEERS = "ring-flash-attn/zigzag,ring-flash-attn/ring,ring-flash-attn/stripe,yunchang/usp,torch-cp"
@@ -187,15 +190,15 @@ def _replay(body: Body) -> Body:
     return replayed
 
 
-def _strategy(name: str, kernel: str, hops: str) -> Any:
+def _strategy(name: str, kernel: str, ring_channel: str) -> Any:
     if kernel != "null":
-        return create(name, kernel=kernel, hops=hops)
+        return create(name, kernel=kernel, ring_channel=ring_channel)
     strategy = create(name)
     # As on a GPU, where hops of this size are not worth the kernel calls that hide them.
-    strategy.hides_last_hop = lambda travelling: False
+    strategy.overlaps_last_hop = lambda travelling: False
     for ring_of_ranks in [part for part in vars(strategy).values() if isinstance(part, ring.HopRing)]:
         ring_of_ranks.trades_on = "cpu"
-    idle = IdleKernel()
+    idle = NoOpKernel()
     strategy.kernel_for = lambda q: idle
     return strategy
 
@@ -215,7 +218,8 @@ def _measure(bodies: dict[Any, Body], rounds: int, device: torch.device) -> dict
 
 
 PIECES = (
-    (Kernel, "forward"), (Kernel, "backward"), (hops.HopRing, "post"), (hops.Hop, "wait"), (merge.Partial, "_take"),
+    (Kernel, "forward"), (Kernel, "backward"), (ring_channel.HopRing, "post"), (ring_channel.Hop, "wait"),
+    (merge.Partial, "_take"),
     (merge.Sum, "add"), (merge.Sum, "result"), (ring, "onward_dkv"), (ring, "settled_dkv"), (Rows, "at"),
 )  # fmt: skip
 """What the time is told of by --pieces."""

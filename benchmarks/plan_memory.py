@@ -21,17 +21,17 @@ import torch
 import torch.distributed as dist
 from msgspec.structs import replace
 
-from ringprof.record.control_times import measure_controls, silent_strategy
+from ringprof.record.baselines import measure_baselines, silent_strategy
+from ringprof.record.dryrun import memory
+from ringprof.record.dynamic_cp import StepsProblem
 from ringprof.record.layer import LayersProblem
-from ringprof.record.measure import Problem, measure, peak_bytes
+from ringprof.record.measure import WorkloadShard, measure, peak_bytes
 from ringprof.record.progress import SilentReporter
 from ringprof.record.request import Request
-from ringprof.record.sizes import StepsProblem
-from ringprof.record.tape import memory
 from ringprof.run import LayerAround, Workload
 from ringprof.strategies import create, names
-from ringprof.strategies.copies import held_bytes
-from ringprof.strategies.dynamic import Dynamic
+from ringprof.strategies.algorithms.dynamic import Dynamic
+from ringprof.strategies.transport.copy_engine import held_bytes
 
 PLAIN = Workload(seq=32768, heads=32, kv_heads=8, head_dim=128)
 DECODE = Workload(seq=1, batch=4, heads=32, kv_heads=8, head_dim=128, backward=False, phase="decode", kv_length=131072)
@@ -96,16 +96,16 @@ def measured(request: Request, kernel: str, device: torch.device) -> tuple[int, 
     before = torch.cuda.memory_allocated(device) + held_bytes()
     given: Any = {"kernel": kernel, "hops": request.hops, **request.params}
     workload, reporter = request.workload, SilentReporter()
-    problem: Problem
+    problem: WorkloadShard
     if request.cp_sizes:
         problem = StepsProblem.over(Dynamic(request.strategy, **given), workload, request.cp_sizes, device)
     else:
-        kind = Problem if workload.layer is None else LayersProblem
+        kind = WorkloadShard if workload.layer is None else LayersProblem
         problem = kind.of(create(request.strategy, **given), workload, device)
     found = measure(problem, device, 3, 2, reporter).peak_bytes or 0
     if request.controls:
         silent = silent_strategy(request.strategy, kernel, None, request.params)
-        measure_controls(problem, silent, device, 1, 1, reporter)
+        measure_baselines(problem, silent, device, 1, 1, reporter)
         found = max(found, peak_bytes(device) or 0)
     return found, before
 

@@ -37,9 +37,9 @@ import torch
 
 from ringprof.analysis.findings.recording_spread import SAME_SESSION
 from ringprof.analysis.findings.uncertainty import differ
-from ringprof.record.group_ranks import world_group
 from ringprof.record.launcher import RankPlace
-from ringprof.record.measure import Problem, measure
+from ringprof.record.measure import WorkloadShard, measure
+from ringprof.record.process_group import world_group
 from ringprof.record.progress import SilentReporter
 from ringprof.run import Workload
 from ringprof.strategies import create
@@ -191,7 +191,7 @@ def _time(options: argparse.Namespace, rank: int, into: Path, orders: _Orders) -
         torch.set_num_threads(1)
     place = RankPlace(rank, options.world, rank, options.world)
     with world_group(place, options.device, PATIENCE_S) as device:
-        problem = Problem.of(create(options.strategy, hops=options.hops), workload, device)
+        problem = WorkloadShard.of(create(options.strategy, hops=options.hops), workload, device)
         # Kernels are loaded and channels opened in the first iteration, which takes seconds.
         problem.iteration()
         if options.device == "cuda":

@@ -10,7 +10,7 @@ call of each is not counted: who comes after a kernel that heats more is worse o
 back to back, nothing merged, nothing sent. Peers are other people's strategies (`ringprof strategies` lists them),
 where they are installed. Before anything is timed every competitor's output and gradients are held against float64,
 and one that is wrong is not timed; a rate above the device's peak is marked, for that is not the whole work. Speed
-counts the model's FLOPs (docs/definitions.md), the slowest rank's time each iteration; memory is the peak above what
+counts the model's FLOPs (docs/metrics.md), the slowest rank's time each iteration; memory is the peak above what
 was there before, inputs included. A configuration is SEQ:HEADS:KV_HEADS; the grid has 1,024 to 65,536 tokens a GPU and
 four ratios of heads, small ones first. With --seconds-in-all no configuration is begun that is not likely to end in
 time; with --out every configuration is written when it is done.
@@ -40,13 +40,13 @@ from on_gpus import leave, say, start, timed
 
 from ringprof.devices import peak_of
 from ringprof.errors import VerificationError
-from ringprof.record.control_times import Replay
-from ringprof.record.ending.rank_errors import ran_out
-from ringprof.record.measure import Problem
+from ringprof.record.baselines import Replay
+from ringprof.record.measure import WorkloadShard
+from ringprof.record.shutdown.rank_errors import ran_out
 from ringprof.record.verify import verify
 from ringprof.run import Workload
-from ringprof.strategies import Unfit, create, find
-from ringprof.strategies.copies import slots_in_use
+from ringprof.strategies import Unsupported, create, find
+from ringprof.strategies.transport.copy_engine import slots_in_use
 
 OURS = "zigzag,burst,ring,stripe,ulysses,usp,double-ring,megatron,allgather"
 PEERS = (
@@ -65,7 +65,7 @@ class Competitor:
     name: str
     kernel: str
     strategy: Any
-    problem: Problem
+    problem: WorkloadShard
     """Over the same q, k, v and dout for all."""
     is_peer: bool
     solo: Callable[[], Any] | None = None
@@ -236,7 +236,7 @@ def _warmed(body: Callable[[], Any], device: torch.device, count: int) -> list[i
     return timed(body, device, count + 1)[1:]
 
 
-def _forward(problem: Problem) -> None:
+def _forward(problem: WorkloadShard) -> None:
     problem.strategy.attention(problem.q, problem.k, problem.v, causal=True)
 
 
@@ -246,7 +246,9 @@ def _competitors(
     inputs, rows = None, []
     for entry in entries:
         strategy = entry.create(options)
-        problem = Problem.of(strategy, workload, device) if inputs is None else Problem(strategy, True, *inputs)
+        problem = (
+            WorkloadShard.of(strategy, workload, device) if inputs is None else WorkloadShard(strategy, True, *inputs)
+        )
         inputs = inputs or (problem.q, problem.k, problem.v, problem.dout)
         rows.append(Competitor(entry.label, entry.kernel, strategy, problem, entry.is_peer))
     return rows
@@ -274,7 +276,7 @@ def _prepare(one: Competitor, device: torch.device, *, solo: bool) -> bool:
                 replay = Replay.of(one.problem)
                 one.solo = replay.run
                 timed(replay.run, device, 1)
-    except Unfit as error:
+    except Unsupported as error:
         reason = str(error)
     except Exception as error:
         reason = "out of memory" if ran_out(error) else f"{type(error).__name__}: {error}"

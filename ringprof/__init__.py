@@ -44,30 +44,30 @@ from ringprof._version import __version__
 if TYPE_CHECKING:
     from ringprof.api import Analysis, load
     from ringprof.benchmark_logs.logs import logs
-    from ringprof.foresee.links import Cluster
-    from ringprof.foreseeing import advise, predict
+    from ringprof.comparison import compare
+    from ringprof.in_process import capture, check
     from ringprof.kernel_tables.table_analysis import TableAnalysis, load_tables
     from ringprof.monitoring import monitor
     from ringprof.options import LoadOptions
-    from ringprof.programs import capture, check
+    from ringprof.prediction.api import advise, predict
+    from ringprof.prediction.network import Cluster
     from ringprof.run import Workload
-    from ringprof.side_by_side import compare
 
 _HOME = {
     "Analysis": "ringprof.api",
-    "Cluster": "ringprof.foresee.links",
+    "Cluster": "ringprof.prediction.network",
     "LoadOptions": "ringprof.options",
     "TableAnalysis": "ringprof.kernel_tables.table_analysis",
     "Workload": "ringprof.run",
-    "advise": "ringprof.foreseeing",
-    "capture": "ringprof.programs",
-    "check": "ringprof.programs",
-    "compare": "ringprof.side_by_side",
+    "advise": "ringprof.prediction.api",
+    "capture": "ringprof.in_process",
+    "check": "ringprof.in_process",
+    "compare": "ringprof.comparison",
     "load": "ringprof.api",
     "load_tables": "ringprof.kernel_tables.table_analysis",
     "logs": "ringprof.benchmark_logs.logs",
     "monitor": "ringprof.monitoring",
-    "predict": "ringprof.foreseeing",
+    "predict": "ringprof.prediction.api",
 }
 
 __all__ = [

@@ -13,8 +13,8 @@ import msgspec
 from ringprof import frames
 from ringprof.analysis.attribution import Attribution
 from ringprof.analysis.findings.comparison import Entry
-from ringprof.analysis.findings.entries import entry_of_run
 from ringprof.analysis.findings.findings import Findings
+from ringprof.analysis.findings.measurements import entry_of_run
 from ringprof.analysis.findings.summary import Summary
 from ringprof.analysis.transfers.clocks import Clocks
 from ringprof.errors import InputError, KernelTableError, MissingExtraError, NoKernelTableError
@@ -30,7 +30,7 @@ from ringprof.run import RankTrace, Run, read_run
 from ringprof.scale.pipeline import explain_stored, explain_traces
 from ringprof.scale.trace_set import Notify, TraceSet
 from ringprof.scale.workers import LocalProcesses
-from ringprof.trace.columns import Caveat
+from ringprof.trace.columns import Notice
 from ringprof.trace.formats import REDUCED, format_at, is_newest_reduced, parse_bytes
 from ringprof.trace.inputs import Input, detect, detect_bytes
 from ringprof.trace.ranks import json_bytes, read_traces
@@ -95,7 +95,7 @@ class Analysis:
         return [rank.rank for rank in self.attribution.ranks]
 
     @property
-    def warnings(self) -> list[Caveat]:
+    def warnings(self) -> list[Notice]:
         """What was odd in the input, and what could not be told and why."""
         return list(self.attribution.warnings)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ringprof.errors import UsageError
 from ringprof.files import read_whole
-from ringprof.whole_numbers import whole
+from ringprof.validation import whole
 
 MOST = 1 << 20
 """Documents in one sequence."""

@@ -38,7 +38,7 @@ class UnknownStrategyError(UsageError):
     """No strategy has this name."""
 
 
-class UnfitWorkloadError(UsageError):
+class UnsupportedWorkloadError(UsageError):
     """The workload does not fit the strategy, the kernel or the machine."""
 
 

@@ -22,5 +22,5 @@ def json_text(value: object) -> str:
 
 
 def rows_json(schema: str, rows: object) -> str:
-    """The rows of a listing as `json_text`, under the name of their form (docs/definitions.md)."""
+    """The rows of a listing as `json_text`, under the name of their form (docs/metrics.md)."""
     return json_text({"schema": schema, "rows": rows})

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 from ringprof.analysis.attribution import Attribution
 from ringprof.analysis.findings.findings import findings_in_memory
-from ringprof.digits import percent
 from ringprof.errors import MissingExtraError, RingprofError, UsageError
+from ringprof.formatting import percent
 from ringprof.json_object import JsonObject
 from ringprof.record.request import need
 from ringprof.scale.pipeline import attribute
 from ringprof.trace.kineto import read_trace
 from ringprof.trace.reduced import parse_reduced, reduce_trace
-from ringprof.whole_numbers import refuse_below_one
+from ringprof.validation import refuse_below_one
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -60,8 +60,8 @@ def monitor(
     """
     need("torch")
     refuse_below_one({"every": every})
-    from ringprof.record.group_ranks import GroupRanks  # here, as the next, because they import torch
     from ringprof.record.monitor import Monitor
+    from ringprof.record.process_group import GroupRanks
 
     ranks = GroupRanks(group)
     looks = Looks(log, _writer(tensorboard)) if ranks.rank == 0 else Looks(None)

@@ -438,7 +438,7 @@ class RankTrace(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Predicted(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run that was foreseen, not made, rests on (`ringprof.foresee`)."""
+    """What a run that was foreseen, not made, rests on (`ringprof.prediction`)."""
 
     machine: str
     """The calibration's name."""

@@ -20,7 +20,7 @@ from ringprof.analysis.findings.summary import Rates
 from ringprof.analysis.kinds.kinds import ATTENTION, COMMUNICATION
 from ringprof.api import Analysis, load
 from ringprof.decoding import decode_file, refuse_deep
-from ringprof.errors import InputError, Interrupted, OutOfMemory, RecordError, UnfitWorkloadError, UsageError
+from ringprof.errors import InputError, Interrupted, OutOfMemory, RecordError, UnsupportedWorkloadError, UsageError
 from ringprof.files import write_atomically
 from ringprof.json_object import JsonObject, Params
 from ringprof.record import Request, record
@@ -124,16 +124,16 @@ def run_sweep(requests: Sequence[Request], path: Path, reporter: Reporter) -> It
 
 def is_peer(strategy: str) -> bool:
     """Whether it is other people's code, called as it is."""
-    return ".strategies.foreign." in find(strategy).target
+    return ".strategies.peers." in find(strategy).target
 
 
 def _refuse_unknown(request: Request) -> None:
     """Raises for a name or an option that no recording could honour, before hours go into the rows before it."""
     try:
         typed_params(load_strategy(request.strategy), request.strategy, request.params)
-    except UnfitWorkloadError as error:
+    except UnsupportedWorkloadError as error:
         raise UsageError(str(error)) from None
-    with suppress(UnfitWorkloadError):  # Of this length or on this machine: the row itself will say so.
+    with suppress(UnsupportedWorkloadError):  # Of this length or on this machine: the row itself will say so.
         kernel_class(resolve(request, None))
 
 
@@ -228,7 +228,7 @@ def _record_row(request: Request, folder: Path, reporter: Reporter) -> Row:
             forward = record(alone, reporter)
             forward_ns = forward.timings.median_ns() if forward and forward.timings else None
         run = record(request, reporter)
-    except (UnfitWorkloadError, UsageError) as error:
+    except (UnsupportedWorkloadError, UsageError) as error:
         return replace(row, status="unfit", reason=str(error))
     except Interrupted:
         raise  # the user's Ctrl-C ends the sweep, not the row

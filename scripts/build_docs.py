@@ -13,9 +13,9 @@ ROOT = Path(__file__).resolve().parent.parent
 MODULES = (
     "ringprof",
     "ringprof.api",
-    "ringprof.side_by_side",
+    "ringprof.comparison",
     "ringprof.kernel_tables.table_analysis",
-    "ringprof.programs",
+    "ringprof.in_process",
     "ringprof.frames",
     "ringprof.run",
     "ringprof.errors",

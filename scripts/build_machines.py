@@ -1,9 +1,9 @@
-"""Write the calibrations that come with the package, ringprof/foresee/machines/*.json.
+"""Write the calibrations that come with the package, ringprof/prediction/machines/*.json.
 
 h200 is measured: from the committed runs, benchmarks/data/h200_links.csv and what `ringprof calibrate` found, of which
 benchmarks/data/h200_kernels.csv has the kernels, and h200_heads.csv those of other head sizes. h100, b200 and a800 are
-put together from published figures, by the rules below; which figures, docs/foresight.md says. Nothing that
-docs/foresight.md scores a prediction against enters, but the rows that it names.
+put together from published figures, by the rules below; which figures, docs/prediction.md says. Nothing that
+docs/prediction.md scores a prediction against enters, but the rows that it names.
 
     python -m scripts.build_machines [NAME...]
 """
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from ringprof.foresee.calibration import (
+from ringprof.prediction.calibration import (
     Calibration,
     Host,
     HostPass,
@@ -29,12 +29,12 @@ from ringprof.foresee.calibration import (
     assumed,
     calibration_json,
 )
-from ringprof.foresee.from_runs import calibrate_from, observed_run
-from ringprof.foresee.host import explained
+from ringprof.prediction.fit import calibrate_from, observed_run
+from ringprof.prediction.host_model import explained
 
 ROOT = Path(__file__).parents[1]
 DATA = ROOT / "benchmarks" / "data"
-MACHINES = ROOT / "ringprof" / "foresee" / "machines"
+MACHINES = ROOT / "ringprof" / "prediction" / "machines"
 PUBLISHED_DUTY = 1.0
 """Of a kernel benchmark, which pauses between shapes and flushes caches: cooler than a run is. Assumed."""
 OF_H200 = "as measured on H200"
@@ -63,7 +63,7 @@ OF_HOSTS = 0.15
 """How far hosts of this kind, and one at two times, are apart."""
 
 
-HELD_OUT = "runs of other machines, processes and days (benchmarks/foresight.py held_out), split conformal"
+HELD_OUT = "runs of other machines, processes and days (benchmarks/prediction.py held_out), split conformal"
 ELSEWHERE = {
     "device": Value(0.9, 0.1, "measured", f"181 {HELD_OUT}"), "host": Value(0.75, 0.2, "measured", f"89 {HELD_OUT}")
 }  # fmt: skip

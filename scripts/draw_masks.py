@@ -13,9 +13,9 @@ from matplotlib.figure import Figure
 from ringprof.mask import Mask
 from ringprof.report import palette
 from ringprof.report.plots import STYLE
-from ringprof.strategies.cut import busiest_over_mean, cut_of
-from ringprof.strategies.kernels import KeyStretches
-from ringprof.strategies.layouts import LAYOUTS, Layout
+from ringprof.strategies.kernels.builtin import KeyStretches
+from ringprof.strategies.masks.layouts import LAYOUTS, Layout
+from ringprof.strategies.masks.sharded_mask import busiest_over_mean, sharded_mask_of
 
 IMAGE = Path(__file__).resolve().parent.parent / "docs" / "img" / "masks.png"
 SEQ, RANKS = 32, 4
@@ -52,7 +52,7 @@ def draw(ax: Any, title: str, mask: Mask, layout: Layout) -> None:
         ax.axvline(bound - 0.5, color="white", linewidth=0.4)
     ax.set_xticks([])
     ax.set_yticks([])
-    busiest = busiest_over_mean(cut_of(mask, layout, RANKS, SEQ).areas())
+    busiest = busiest_over_mean(sharded_mask_of(mask, layout, RANKS, SEQ).areas())
     ax.set_title(title, fontsize=9.5)
     ax.set_xlabel(f"keys · busiest rank {busiest:.2f} of the mean", fontsize=8.5)
 

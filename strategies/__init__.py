@@ -4,22 +4,32 @@ if __name__ != "ringprof.strategies":
     # In a checkout `import strategies` would make a second copy of every class.
     raise ImportError("import ringprof.strategies: the folder strategies/ is part of the package ringprof")
 
-from .dynamic import Dynamic
-from .errors import PeerLost, Unfit, UnknownName, WrongGradient
-from .registry import Parameter, Spec, create, find, for_inference, names, parameters, peers
+import warnings
+from typing import Any
+
+from ringprof.strategies.algorithms.dynamic import Dynamic
+from ringprof.strategies.errors import PeerLost, UnknownName, Unsupported, WrongGradient
+from ringprof.strategies.registry import Parameter, Spec, create, find, for_inference, names, parameters, peer_names
 
 __all__ = [
     "Dynamic",
     "Parameter",
     "PeerLost",
     "Spec",
-    "Unfit",
     "UnknownName",
+    "Unsupported",
     "WrongGradient",
     "create",
     "find",
     "for_inference",
     "names",
     "parameters",
-    "peers",
+    "peer_names",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Unfit":
+        warnings.warn("ringprof.strategies.Unfit is now called Unsupported", DeprecationWarning, stacklevel=2)
+        return Unsupported
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

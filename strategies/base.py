@@ -6,6 +6,7 @@ and blocks. Shapes: B batch, S local sequence, H heads, Hkv kv heads, D head_dim
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -16,19 +17,25 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ringprof.mask import Mask
-
-from .annotate import ring_step
-from .communicator import Communicator
-from .cut import Cut, cut_of
-from .errors import Unfit
-from .expected import Expectations
-from .first_order import first_order
-from .kernel import Gradients, Kernel
-from .kernels import choose_kernel
-from .layouts import ALL, WHOLE, Block, Layout, gapless, part, split_home_block
-from .merge import Partial, output_with_delta, row_product, rows_that_carry, wide_type, with_sinks
-from .travel import Travel
-from .uncompiled import uncompiled
+from ringprof.strategies.annotate import ring_step
+from ringprof.strategies.errors import Unsupported
+from ringprof.strategies.first_order import first_order
+from ringprof.strategies.kernels.builtin import choose_kernel
+from ringprof.strategies.kernels.kernel import Gradients, Kernel
+from ringprof.strategies.kernels.merge import (
+    Partial,
+    output_with_delta,
+    row_product,
+    rows_that_carry,
+    wide_type,
+    with_sinks,
+)
+from ringprof.strategies.kernels.uncompiled import uncompiled
+from ringprof.strategies.masks.expected import Expectations
+from ringprof.strategies.masks.layouts import ALL, WHOLE, Block, Layout, gapless, part, split_home_block
+from ringprof.strategies.masks.row_routing import RowRouting
+from ringprof.strategies.masks.sharded_mask import ShardedMask, sharded_mask_of
+from ringprof.strategies.transport.communicator import Communicator
 
 GradWire = Literal["fp32", "input"]
 DocumentsLayout = Literal["packed", "per_document"]
@@ -107,7 +114,7 @@ class Rows:
 
 
 @dataclass(slots=True)
-class Blocks:
+class AttentionCall:
     """The blocks of one attention call: kernel, scale and mask.
 
     Heads of v that are smaller than those of q and k are filled up with zeros for the kernel alone: they travel, and
@@ -119,7 +126,7 @@ class Blocks:
     causal: bool
     lse_wanted: bool = False
     """Whether a gradient may come through the LSE, on any rank: all must then go the same way back."""
-    cut: Cut | None = None
+    cut: ShardedMask | None = None
     """The mask, where it is more than causal or none."""
     kept: tuple[Tensor, ...] = ()
     """q, k and v for the backward pass, where it begins with others than the call's own."""
@@ -187,14 +194,18 @@ class Strategy(Expectations, ABC):
         self._layouts: dict[tuple[int, ...], Layout] = {}
         self._deterministic = deterministic
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        _alias_renamed_methods(cls)
+
     # --- what a strategy writes ---------------------------------------------------------------
 
     @abstractmethod
-    def forward(self, blocks: Blocks, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, blocks: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Output (B, S, H, D) in q's type and LSE (B, H, S) of this rank's queries."""
 
     @abstractmethod
-    def backward(self, blocks: Blocks, rows: Rows, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
+    def backward(self, blocks: AttentionCall, rows: Rows, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
         """Gradients of this rank's q, k and v, in their types."""
 
     @classmethod
@@ -204,15 +215,15 @@ class Strategy(Expectations, ABC):
 
     @classmethod
     def layout_for(cls, size: int, **params: Any) -> Layout:
-        """The layout that these parameters mean on ``size`` ranks. Raises `Unfit` where they mean none."""
+        """The layout that these parameters mean on ``size`` ranks. Raises `Unsupported` where they mean none."""
         return cls.layout
 
     @classmethod
-    def unfit(cls, shape: Shape, size: int, **params: Any) -> str | None:
+    def why_unsupported(cls, shape: Shape, size: int, **params: Any) -> str | None:
         """Why this problem cannot run on ``size`` ranks; None where it can. Needs no process group."""
         try:
             layout = cls.layout_for(size, **params)
-        except Unfit as error:
+        except Unsupported as error:
             return str(error)
         reason = _indivisible(layout, shape.seq, size)
         if reason:
@@ -222,12 +233,12 @@ class Strategy(Expectations, ABC):
         return None
 
     @classmethod
-    def unfit_mask(cls, mask: Mask, seq: int, size: int, **params: Any) -> str | None:
+    def why_mask_unsupported(cls, mask: Mask, seq: int, size: int, **params: Any) -> str | None:
         """Why this mask cannot be computed over ``seq`` tokens on ``size`` ranks; None where it can."""
         if mask.plain:
             return None
         if not cls.takes_masks:
-            from .registry import taking_masks
+            from ringprof.strategies.registry import taking_masks
 
             return f"takes no packed documents and no sliding window: those that do are {', '.join(taking_masks())}"
         try:
@@ -235,7 +246,7 @@ class Strategy(Expectations, ABC):
             if mask.documents and params.get("documents_layout") == "per_document":
                 layout = cls.layout_for(size, **params).per_document(mask.documents)
                 return _indivisible(layout, seq, size)
-        except (Unfit, ValueError) as error:
+        except (Unsupported, ValueError) as error:
             return str(error)
         return None
 
@@ -295,7 +306,8 @@ class Strategy(Expectations, ABC):
         """Attention over the whole sequence for this rank's queries. Differentiable, also through the LSE.
 
         q (B, S/N, H, D), k and v (B, S/N, Hkv, D), sharded as `shard` does. Returns out (B, S/N, H, D), or (out, lse)
-        with lse (B, H, S/N) float32. Raises `Unfit` for shapes, types and options that the strategy cannot honour.
+        with lse (B, H, S/N) float32. Raises `Unsupported` for shapes, types and options that the strategy cannot
+        honour.
         Heads of v may be smaller (MLA): they travel as they are, and each block's work is that of the larger size.
         Under autocast q, k and v are cast as `scaled_dot_product_attention` casts them.
 
@@ -309,7 +321,7 @@ class Strategy(Expectations, ABC):
         """
         if dropout_p or alibi_slopes is not None:
             option = "dropout_p" if dropout_p else "alibi_slopes"
-            raise Unfit(f"{option} is not supported by any bundled strategy")
+            raise Unsupported(f"{option} is not supported by any bundled strategy")
         q, k, v = _as_autocast(q, k, v)
         missing = 0 if self.smaller_v_travels else q.shape[-1] - v.shape[-1]
         if missing > 0:
@@ -324,7 +336,7 @@ class Strategy(Expectations, ABC):
             cut = self._cut(causal, documents, window, prefix, q.shape[1] * self.comm.size)
         asks = self._asks(cut.mask if cut else None, softcap) if cut or softcap else {}
         kernel = self.kernel_for(q, **asks)
-        blocks = Blocks(kernel, scale, causal, return_lse or sinks is not None, cut)
+        blocks = AttentionCall(kernel, scale, causal, return_lse or sinks is not None, cut)
         call = self.differentiable
         out, lse = call(blocks, q, k, v) if self.exchange is None else self.exchange.around(call, blocks, q, k, v)
         out = out[..., : v.shape[-1] - missing] if missing > 0 else out
@@ -333,7 +345,7 @@ class Strategy(Expectations, ABC):
             out, lse = with_sinks(out, lse, sinks)
         return (out, lse) if return_lse else out
 
-    def differentiable(self, blocks: Blocks, q: Tensor, k: Tensor, v: Tensor) -> OutAndLse:
+    def differentiable(self, blocks: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> OutAndLse:
         """`forward`, with `backward` as its gradient."""
         result: Any = _Attention.apply(self, blocks, q, k, v)  # type: ignore[no-untyped-call]
         return result if blocks.lse_wanted else (result, None)
@@ -344,26 +356,28 @@ class Strategy(Expectations, ABC):
         if not softcap:
             return asks
         if not (0 < softcap < float("inf")):
-            raise Unfit(f"softcap is a positive number, or 0 for none: not {softcap}")
+            raise Unsupported(f"softcap is a positive number, or 0 for none: not {softcap}")
         if not self.takes_softcap:
-            raise Unfit(f"{type(self).__name__} {NO_SOFTCAP}")
+            raise Unsupported(f"{type(self).__name__} {NO_SOFTCAP}")
         return {**asks, "softcap": float(softcap)}
 
-    def _cut(self, causal: bool, documents: Documents, window: Sequence[int], prefix: int, seq: int) -> Cut | None:
+    def _cut(
+        self, causal: bool, documents: Documents, window: Sequence[int], prefix: int, seq: int
+    ) -> ShardedMask | None:
         """The mask as the ranks that trade keys hold it; None for a plain one."""
         mask = mask_asked(documents, window, causal=causal, prefix=prefix)
-        reason = self.unfit_mask(mask, seq, self.comm.size, **self.parameters)
+        reason = self.why_mask_unsupported(mask, seq, self.comm.size, **self.parameters)
         if reason:
-            raise Unfit(f"{type(self).__name__} {reason}")
+            raise Unsupported(f"{type(self).__name__} {reason}")
         return None if mask.plain else self.cut(mask, seq, self.comm.size, **self.parameters)
 
     @classmethod
-    def cut(cls, mask: Mask, seq: int, size: int, **params: Any) -> Cut:
+    def cut(cls, mask: Mask, seq: int, size: int, **params: Any) -> ShardedMask:
         """The mask over ``seq`` tokens as ``size`` ranks hold it when they compute."""
         layout = cls.layout_for(size, **params)
         if mask.documents and params.get("documents_layout") == "per_document":
             layout = layout.per_document(mask.documents)
-        return cut_of(mask, *cls.computing(layout, size), seq)
+        return sharded_mask_of(mask, *cls.computing(layout, size), seq)
 
     @classmethod
     def computing(cls, layout: Layout, size: int) -> tuple[Layout, int]:
@@ -375,7 +389,7 @@ class Strategy(Expectations, ABC):
         cls, name: str, device: torch.device, dtype: torch.dtype, head_dim: int, *, deterministic: bool = False,
         windows: bool = False, documents: bool = False, softcap: float = 0.0,
     ) -> type[Kernel]:  # fmt: skip
-        """The kernel called ``name``, or for ``auto`` the fastest that fits. Raises `UnknownName` and `Unfit`."""
+        """The kernel called ``name``, or for ``auto`` the fastest that fits. Raises `UnknownName` and `Unsupported`."""
         return choose_kernel(
             name, device, dtype, head_dim, deterministic=deterministic, among=cls.KERNELS, windows=windows,
             documents=documents, softcap=softcap,
@@ -384,7 +398,7 @@ class Strategy(Expectations, ABC):
     def kernel_for(self, q: Tensor, *, windows: bool = False, documents: bool = False, softcap: float = 0.0) -> Kernel:
         """The kernel that computes blocks of tensors like ``q``, of sliding windows or documents where these are there.
 
-        Raises `Unfit` where it is not available.
+        Raises `Unsupported` where it is not available.
         """
         key = q.device, q.dtype, q.shape[-1], windows, documents, softcap
         if key not in self._kernels:
@@ -427,7 +441,9 @@ class Strategy(Expectations, ABC):
         """Ranks that the travelling tensors of this strategy go round."""
         return self.comm.size
 
-    def over(self, blocks: Blocks, q: Tensor, tour: Iterable[tuple[int, Sequence[Tensor]]]) -> tuple[Tensor, Tensor]:
+    def over(
+        self, blocks: AttentionCall, q: Tensor, tour: Iterable[tuple[int, Sequence[Tensor]]]
+    ) -> tuple[Tensor, Tensor]:
         """A forward pass over the K and V of a tour of ranks, merged one after another."""
         result = Partial()
         for step, (kv_rank, kv) in enumerate(tour):
@@ -441,32 +457,32 @@ class Strategy(Expectations, ABC):
         with ring_step("fwd", step, "merge"):
             return result.result(q.dtype)
 
-    def travel(self, blocks: Blocks, *, queries: bool = False) -> Travel | None:
+    def routing(self, blocks: AttentionCall, *, queries: bool = False) -> RowRouting | None:
         """What of the ranks' keys, or queries, goes round, where not all of it does."""
         if blocks.cut is None or not self.hop_window:
             return None
-        return blocks.cut.travel(self.hop_window, queries=queries)
+        return blocks.cut.routing(self.hop_window, queries=queries)
 
-    def block(self, blocks: Blocks, kv_rank: int, q: Tensor) -> Block | None:
+    def block(self, blocks: AttentionCall, kv_rank: int, q: Tensor) -> Block | None:
         """What this rank's queries see of ``kv_rank``'s keys, as far as they come to it."""
-        travel = self.travel(blocks)
-        if travel is not None and kv_rank != self.ring_rank:
-            return travel.block(self.ring_rank, kv_rank)
+        routing = self.routing(blocks)
+        if routing is not None and kv_rank != self.ring_rank:
+            return routing.block(self.ring_rank, kv_rank)
         return blocks.between(self.layout, self.ring_rank, kv_rank, q.shape[1])
 
-    def own_block(self, blocks: Blocks, q: Tensor) -> Block:
+    def own_block(self, blocks: AttentionCall, q: Tensor) -> Block:
         """What they see of its own."""
         block = self.block(blocks, self.ring_rank, q)
         assert block is not None, "a token sees itself"
         return block
 
-    def home_blocks(self, blocks: Blocks, q: Tensor, travelling: Tensor) -> tuple[Block, list[Block]]:
+    def split_local_block(self, blocks: AttentionCall, q: Tensor, travelling: Tensor) -> tuple[Block, list[Block]]:
         """That block in an early part and what a backward pass keeps to the end.
 
         All of it is early where nothing travels, where what comes home last, ``travelling``, is so small that the
         additional kernel calls cost more than they hide, and where the mask is neither causal nor full.
         """
-        if blocks.cut is not None or self.ring_size == 1 or not self.hides_last_hop(travelling):
+        if blocks.cut is not None or self.ring_size == 1 or not self.overlaps_last_hop(travelling):
             return self.own_block(blocks, q), []
         return split_home_block(q.shape[1], causal=blocks.causal)
 
@@ -475,7 +491,7 @@ class Strategy(Expectations, ABC):
         """This rank's place among those that the travelling tensors go round."""
         return self.comm.rank
 
-    def hides_last_hop(self, travelling: Tensor) -> bool:
+    def overlaps_last_hop(self, travelling: Tensor) -> bool:
         """Whether a hop of such a tensor is worth the kernel calls that hide it."""
         return travelling.is_cpu or travelling.nbytes >= HIDDEN_FROM_BYTES
 
@@ -484,7 +500,7 @@ class Strategy(Expectations, ABC):
         layout = self.layout_of(documents)
         reason = _indivisible(layout, seq, self.comm.size)
         if reason:
-            raise Unfit(reason)
+            raise Unsupported(reason)
         key = seq, device, layout
         if key not in self._positions:
             while len(self._positions) >= POSITIONS_KEPT:
@@ -493,9 +509,12 @@ class Strategy(Expectations, ABC):
         return self._positions[key]
 
     def _check_call(self, q: Tensor, k: Tensor, v: Tensor, asked: tuple[Any, ...]) -> None:
-        """Raises `Unfit` for tensors that do not fit, and where the ranks do not call alike; looks once at each."""
+        """Raises `Unsupported` for tensors that do not fit, and where the ranks do not call alike; looks once at
+        each."""
         if torch._C._are_functorch_transforms_active():
-            raise Unfit("torch.func transforms (grad, vmap, jvp) are not supported: take gradients by torch.autograd")
+            raise Unsupported(
+                "torch.func transforms (grad, vmap, jvp) are not supported: take gradients by torch.autograd"
+            )
         key = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, asked
         if key in self._fitting:
             return
@@ -507,30 +526,57 @@ class Strategy(Expectations, ABC):
 
     def _check_tensors(self, q: Tensor, k: Tensor, v: Tensor) -> None:
         if q.dim() != 4 or k.dim() != 4 or k.shape[:3] != v.shape[:3] or v.shape[3:] > k.shape[3:]:
-            raise Unfit(f"expected q (B, S, H, D), k and v (B, S, Hkv, D): got {_shapes(q, k, v)}")
+            raise Unsupported(f"expected q (B, S, H, D), k and v (B, S, Hkv, D): got {_shapes(q, k, v)}")
         if q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]:
-            raise Unfit(f"q, k and v must share batch, local sequence and head_dim: got {_shapes(q, k, v)}")
+            raise Unsupported(f"q, k and v must share batch, local sequence and head_dim: got {_shapes(q, k, v)}")
         if not q.dtype == k.dtype == v.dtype or not q.device == k.device == v.device:
-            raise Unfit(f"q, k and v must share type and device: got {q.dtype}, {k.dtype}, {v.dtype}")
+            raise Unsupported(f"q, k and v must share type and device: got {q.dtype}, {k.dtype}, {v.dtype}")
         shape = Shape(q.shape[0], q.shape[1] * self.comm.size, q.shape[2], k.shape[2], q.shape[3])
-        reason = self.unfit(shape, self.comm.size, **self.parameters)
+        reason = self.why_unsupported(shape, self.comm.size, **self.parameters)
         if reason:
-            raise Unfit(reason)
+            raise Unsupported(reason)
+
+
+_RENAMED_METHODS = {
+    "unfit": "why_unsupported",
+    "unfit_mask": "why_mask_unsupported",
+    "travel": "routing",
+    "home_blocks": "split_local_block",
+    "hides_last_hop": "overlaps_last_hop",
+}
+"""Old and new names of methods that a user's strategy may define or call; the old names go with the next release."""
+
+
+def _alias_renamed_methods(cls: type) -> None:
+    """Give each method that ``cls`` defines under one of its two names the other name, too.
+
+    Both names resolve along the inheritance, so a user's class may define or call either, ``super().unfit`` included.
+    """
+    defined = dict(vars(cls))
+    for old, new in _RENAMED_METHODS.items():
+        if new in defined:
+            setattr(cls, old, defined[new])
+        elif old in defined:
+            warnings.warn(f"{cls.__name__}.{old} is now called {new}", DeprecationWarning, stacklevel=3)
+            setattr(cls, new, defined[old])
+
+
+_alias_renamed_methods(Strategy)
 
 
 def mask_asked(documents: Documents, window: Sequence[int], *, causal: bool, prefix: int) -> Mask:
-    """The mask of a call. Raises `Unfit` where there is none such."""
+    """The mask of a call. Raises `Unsupported` where there is none such."""
     try:
         return Mask.of(documents, window, causal=causal, prefix=prefix)
     except ValueError as error:
-        raise Unfit(str(error)) from None
+        raise Unsupported(str(error)) from None
 
 
 class _Attention(torch.autograd.Function):
     """Autograd around a strategy's two loops."""
 
     @staticmethod
-    def forward(ctx: Any, strategy: Strategy, blocks: Blocks, q: Tensor, k: Tensor, v: Tensor) -> Any:
+    def forward(ctx: Any, strategy: Strategy, blocks: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Any:
         strategy.comm.meter.phase = "forward"
         q = _heads_together(q)
         out, lse = strategy.forward(blocks, q, k, v)

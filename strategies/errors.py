@@ -7,7 +7,7 @@ class UnknownName(LookupError):
     """No strategy, kernel or layout has this name."""
 
 
-class Unfit(ValueError):
+class Unsupported(ValueError):
     """The tensors, the world size or the parameters do not fit the strategy; the message says which and why."""
 
 

@@ -13,8 +13,8 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-from .communicator import Communicator
-from .errors import Unfit, UnknownName
+from ringprof.strategies.errors import UnknownName, Unsupported
+from ringprof.strategies.transport.communicator import Communicator
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Parameter:
 
 
 def _spec(name: str, attribute: str, summary: str, reference: str) -> Spec:
-    return Spec(name, f"{__package__}.{name.replace('-', '_')}:{attribute}", summary, reference)
+    return Spec(name, f"{__package__}.algorithms.{name.replace('-', '_')}:{attribute}", summary, reference)
 
 
 SPECS = {
@@ -101,7 +101,7 @@ _MAGI = ("magi_attention",), "build it from https://github.com/SandAI-org/MagiAt
 
 def _peer(name: str, attribute: str, summary: str, source: tuple[tuple[str, ...], str] = ((), "")) -> Spec:
     module = name.partition("/")[0].replace("-", "_")
-    return Spec(name, f"{__package__}.foreign.{module}:{attribute}", summary, "", *source)
+    return Spec(name, f"{__package__}.peers.{module}:{attribute}", summary, "", *source)
 
 
 PEERS = {
@@ -138,7 +138,7 @@ def for_inference() -> list[str]:
     return list(CACHED)
 
 
-def peers() -> list[str]:
+def peer_names() -> list[str]:
     """Other people's, whether or not they are installed."""
     return list(PEERS)
 
@@ -161,13 +161,14 @@ def find(name: str) -> Spec:
 
 
 def parameters(strategy: Any) -> list[Parameter]:
-    """The keyword parameters of a strategy class. Raises `Unfit` for ``*args`` and ``**kwargs``, which hide them."""
+    """The keyword parameters of a strategy class. Raises `Unsupported` for ``*args`` and ``**kwargs``, which hide
+    them."""
     hints = typing.get_type_hints(strategy.__init__)
     described: dict[str, str] = getattr(strategy, "PARAMETERS", {})
     found = []
     for name, parameter in inspect.signature(strategy).parameters.items():
         if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
-            raise Unfit(f"{strategy.__name__}: parameters must be named: no *args or **kwargs")
+            raise Unsupported(f"{strategy.__name__}: parameters must be named: no *args or **kwargs")
         if parameter.kind is not parameter.KEYWORD_ONLY:
             continue
         required = parameter.default is parameter.empty
@@ -185,17 +186,17 @@ def _kind(hint: Any) -> str:
 
 
 def check_parameters(strategy: Any, name: str, given: dict[str, Any]) -> None:
-    """Raises `Unfit` where a given parameter is not one of the strategy's, naming those that are."""
+    """Raises `Unsupported` where a given parameter is not one of the strategy's, naming those that are."""
     known = parameters(strategy)
     for key in given:
         _known(known, name, key)
     for parameter in known:
         choices, value = parameter.kind.split("|"), given.get(parameter.name)
         if len(choices) > 1 and isinstance(value, str) and value not in choices:
-            raise Unfit(f"parameter {parameter.name}: {value!r} is not {parameter.kind}")
+            raise Unsupported(f"parameter {parameter.name}: {value!r} is not {parameter.kind}")
     missing = [parameter.name for parameter in known if parameter.required and parameter.name not in given]
     if missing:
-        raise Unfit(f"strategy {name!r} needs the parameter {missing[0]!r}")
+        raise Unsupported(f"strategy {name!r} needs the parameter {missing[0]!r}")
 
 
 def _known(known: Sequence[Parameter], name: str, key: str) -> Parameter:
@@ -203,16 +204,16 @@ def _known(known: Sequence[Parameter], name: str, key: str) -> Parameter:
         if parameter.name == key:
             return parameter
     valid = ", ".join(parameter.name for parameter in known) or "none"
-    raise Unfit(f"strategy {name!r} has no parameter {key!r}; it has: {valid}")
+    raise Unsupported(f"strategy {name!r} has no parameter {key!r}; it has: {valid}")
 
 
 def parse_parameter(strategy: Any, name: str, key: str, text: str) -> Any:
-    """The value of ``key=text`` in the parameter's type. Raises `Unfit` where it is none."""
+    """The value of ``key=text`` in the parameter's type. Raises `Unsupported` where it is none."""
     kind = _known(parameters(strategy), name, key).kind
     try:
         return _parse(kind, text)
     except ValueError:
-        raise Unfit(f"parameter {key}: {text!r} is not {kind}") from None
+        raise Unsupported(f"parameter {key}: {text!r} is not {kind}") from None
 
 
 def _parse(kind: str, text: str) -> Any:
@@ -244,15 +245,15 @@ def create(
 
     ``kernel`` is a kernel's name or ``auto``; ``ranks_per_host`` overrides what the launcher says; ``hops``
     says what carries the hops within a host (see `communicator.HOPS`); ``hosts`` numbers every global rank's host.
-    ``params`` are the strategy's own. Raises `UnknownName` and `Unfit`.
+    ``params`` are the strategy's own. Raises `UnknownName` and `Unsupported`.
     """
-    from .base import Context
+    from ringprof.strategies.base import Context
 
     strategy, problem = None, None
     try:
         strategy = find(name).load()
         check_parameters(strategy, name, params)
-    except (Unfit, UnknownName) as error:
+    except (Unsupported, UnknownName) as error:
         problem = error
     comm = Communicator(
         group, ranks_per_host=ranks_per_host, hops=hops, hosts=hosts, request=_request(name, kernel, params),

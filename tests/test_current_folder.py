@@ -73,7 +73,9 @@ def test_ranks_of_torchrun(scripts: Path, tmp_path: Path) -> None:
 
 @pytest.mark.processes
 def test_a_strategy_given_by_its_path_is_the_users_word(scripts: Path, tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text("from ringprof.strategies.ring import Ring\n\n\nclass Mine(Ring):\n    pass\n")
+    (tmp_path / "mine.py").write_text(
+        "from ringprof.strategies.algorithms.ring import Ring\n\n\nclass Mine(Ring):\n    pass\n"
+    )
     assert "mine:Mine" in finished(scripts / "ringprof", [*RECORD, "--strategy", "mine:Mine"], tmp_path)
 
 

@@ -13,13 +13,13 @@ import ringprof
 from ringprof import decoding
 from ringprof.decoding import DEEPEST, decode_file, decode_json, refuse_deep
 from ringprof.errors import InputError, RunFormatError
-from ringprof.foresee.calibration import parse_calibration, read_calibration
-from ringprof.owned_folders import OWNER_FILE, clear_abandoned, sees
+from ringprof.prediction.calibration import parse_calibration, read_calibration
 from ringprof.run import parse_run
+from ringprof.scratch import OWNER_FILE, clear_abandoned, sees
 from tests.paths import ROOT, TRACES
 
 PACKAGE = Path(ringprof.__file__).parent
-MACHINE = (PACKAGE / "foresee" / "machines" / "h100.json").read_bytes()
+MACHINE = (PACKAGE / "prediction" / "machines" / "h100.json").read_bytes()
 RUN = (TRACES / "h200x4-zigzag-65536" / "run.json").read_bytes()
 DEEP = b"[" * 20_000 + b"]" * 20_000
 
@@ -125,8 +125,8 @@ def test_the_error_is_the_callers() -> None:
 _DECODERS = {"decode", "loads", "load", "Decoder", "JSONDecoder"}
 EXCEPTIONS = {
     "decoding.py": "the place itself",
-    "foresee/bench.py": "measurements that one process of a calibration sends to another",
-    "isolated.py": "import paths on the command line of a process that ringprof starts itself",
+    "prediction/microbenchmark.py": "measurements that one process of a calibration sends to another",
+    "spawn.py": "import paths on the command line of a process that ringprof starts itself",
     "json_object.py": "text that the same function has just written",
     "record/progress.py": "progress logs of this run's own ranks, in a folder that is this user's alone",
     "record/request.py": "tasks that one process of a run sends to another",

@@ -16,8 +16,8 @@ import pytest
 
 import ringprof
 import ringprof.api
+import ringprof.comparison
 import ringprof.frames
-import ringprof.side_by_side
 import ringprof.strategies
 from ringprof import cli
 from ringprof.cli import commands
@@ -96,7 +96,7 @@ def test_the_guides_commands_work(
 
 
 def test_every_public_name_says_what_it_does() -> None:
-    for module in (ringprof, ringprof.api, ringprof.side_by_side, ringprof.frames, ringprof.strategies):
+    for module in (ringprof, ringprof.api, ringprof.comparison, ringprof.frames, ringprof.strategies):
         for name, thing in vars(module).items():
             mine = getattr(thing, "__module__", "").startswith("ringprof")
             if not name.startswith("_") and mine and (inspect.isfunction(thing) or inspect.isclass(thing)):
@@ -109,7 +109,10 @@ def test_the_reference_is_built_from_docstrings(tmp_path: Path) -> None:
     subprocess.run(command, check=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)})
     first = (tmp_path / "ringprof.html").read_text(encoding="utf-8")
     assert all(f'id="{name}"' in first for name in ringprof.__all__) and "traces/run.json" in first
-    for module, names in (("api", ("Analysis", "waterfall", "between")), ("side_by_side", ("compare", "SideBySide"))):
+    for module, names in (
+        ("api", ("Analysis", "waterfall", "between")),
+        ("comparison", ("compare", "RunComparison")),
+    ):
         page = (tmp_path / "ringprof" / f"{module}.html").read_text(encoding="utf-8")
         assert all(name in page for name in names)
     assert (tmp_path / "ringprof" / "strategies" / "registry.html").is_file()

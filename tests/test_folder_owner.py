@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from ringprof import owned_folders
-from ringprof.owned_folders import OWNER_FILE, abandoned, claim, clear_abandoned, release, sees
+from ringprof import scratch
+from ringprof.scratch import OWNER_FILE, abandoned, claim, clear_abandoned, release, sees
 from tests.record.command import environment
 
-HOLD = "import sys, pathlib; from ringprof.owned_folders import claim; "
+HOLD = "import sys, pathlib; from ringprof.scratch import claim; "
 HOLD += "claim(pathlib.Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
 
 
@@ -70,7 +70,7 @@ def test_a_folder_that_another_process_removes_meanwhile_is_no_error(
         folder.rmdir()
         raise FileNotFoundError(folder)
 
-    monkeypatch.setattr(owned_folders, "abandoned", vanished)
+    monkeypatch.setattr(scratch, "abandoned", vanished)
     assert clear_abandoned(tmp_path) == []
 
 

@@ -20,7 +20,7 @@ SLOW = {
 """What takes longer to load than a small trace to read, and what is not everywhere."""
 ROOMS = {
     "ringprof.report.page.html", "ringprof.report.page.pages", "ringprof.report.plots", "ringprof.report.notebook",
-    "ringprof.kernel_tables", "ringprof.benchmark_logs", "ringprof.foresee", "ringprof.record",
+    "ringprof.kernel_tables", "ringprof.benchmark_logs", "ringprof.prediction", "ringprof.record",
 }  # fmt: skip
 """Of our own: a report of a trace in a terminal does without them (tests/cli/test_start.py)."""
 NOT_EVERYWHERE = {
@@ -29,11 +29,11 @@ NOT_EVERYWHERE = {
 }  # fmt: skip
 OTHERWISE = {
     "ringprof.cli": "signals are heard before the commands are loaded",
-    "ringprof.isolated": "the path is set first",
+    "ringprof.spawn": "the path is set first",
     "ringprof.strategies.base": "the table of names would close a circle",
     "ringprof.strategies.registry": "the table of names would close a circle",
-    "ringprof.strategies.torch_kernels": "would close a circle",
-    "ringprof.strategies.merge": "compiles kernels where there is Triton",
+    "ringprof.strategies.kernels.torch_builtin": "would close a circle",
+    "ringprof.strategies.kernels.merge": "compiles kernels where there is Triton",
 }
 
 

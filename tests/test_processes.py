@@ -15,8 +15,8 @@ from unittest.mock import Mock
 
 import pytest
 
-from ringprof import processes
-from ringprof.processes import ProcessEnded, mapped
+from ringprof import process_pool
+from ringprof.process_pool import ProcessEnded, mapped
 from tests.paths import ROOT
 from tests.record.command import HANGS_S, wait_until
 
@@ -67,7 +67,7 @@ def test_where_none_can_begin_it_is_told_and_the_next_call_has_others(
     where: object, name: str, error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As under ``ulimit -u``, which binds root by nothing."""
-    processes.end_all()
+    process_pool.end_all()
     with monkeypatch.context() as scarce, pytest.raises(ProcessEnded):
         scarce.setattr(where, name, Mock(side_effect=error))
         list(mapped(2, abs, [(-1,)]))
@@ -79,13 +79,13 @@ def test_a_helper_that_cannot_begin_says_nothing(capfd: pytest.CaptureFixture[st
     ours, theirs = Pipe()
     with ours, theirs, pytest.MonkeyPatch.context() as scarce:
         scarce.setattr(threading.Thread, "start", Mock(side_effect=NO_THREAD))
-        processes.main([str(os.dup(theirs.fileno()))])
+        process_pool.main([str(os.dup(theirs.fileno()))])
     assert capfd.readouterr() == ("", "")
 
 
 def test_a_helper_that_is_interrupted_alone_says_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     """SIGINT to it alone, in the midst of a call."""
-    processes.end_all()
+    process_pool.end_all()
     with pytest.raises(ProcessEnded):
         list(mapped(1, signal.raise_signal, [(signal.SIGINT,)]))
     assert capfd.readouterr() == ("", "")
@@ -94,8 +94,8 @@ def test_a_helper_that_is_interrupted_alone_says_nothing(capfd: pytest.CaptureFi
 def test_results_that_nobody_takes_end_the_processes() -> None:
     results = mapped(2, time.sleep, [(0,), (1000,), (1000,)])
     next(results)
-    assert processes._Helpers.started is not None
-    helpers = [process.pid for process in processes._Helpers.started._processes]
+    assert process_pool._Helpers.started is not None
+    helpers = [process.pid for process in process_pool._Helpers.started._processes]
     with pytest.raises(KeyboardInterrupt):
         results.throw(KeyboardInterrupt)
     assert helpers and not any(Path(f"/proc/{pid}").exists() for pid in helpers)
@@ -103,7 +103,7 @@ def test_results_that_nobody_takes_end_the_processes() -> None:
 
 OWNER = """
 import time
-from ringprof.processes import _Helpers, mapped
+from ringprof.process_pool import _Helpers, mapped
 results = mapped(2, time.sleep, [(0.01,), (0.01,), (1000,), (1000,)])
 next(results); next(results)
 # The first may have done both before the second was started.

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from ringprof.owned_folders import UNCLAIMED_S
+from ringprof.scratch import UNCLAIMED_S
 
-MAKE = "from ringprof.owned_folders import scratch_folder; (scratch_folder('trace') / 'rank0.json.gz').touch(); "
+MAKE = "from ringprof.scratch import scratch_folder; (scratch_folder('trace') / 'rank0.json.gz').touch(); "
 
 
 def run(program: str, folder: Path) -> int:
@@ -26,7 +26,7 @@ def run(program: str, folder: Path) -> int:
     [
         ("", 0),
         ("raise ValueError", 1),
-        ("from ringprof.record.ending.shutdown import _leave; _leave(3)", 3),
+        ("from ringprof.record.shutdown.coordinator import _leave; _leave(3)", 3),
     ],
 )
 def test_it_goes_with_its_process(tmp_path: Path, end: str, code: int) -> None:
@@ -39,7 +39,7 @@ def test_it_goes_with_its_process(tmp_path: Path, end: str, code: int) -> None:
 @pytest.mark.parametrize("killed_at", ["os.open", "os.write"])
 def test_what_was_killed_before_it_had_an_owner_goes_after_an_hour(tmp_path: Path, killed_at: str) -> None:
     """Killed when it opens its owner file, or when it writes it."""
-    kill = "import os, signal, tempfile, ringprof.owned_folders; tempfile.gettempdir(); "
+    kill = "import os, signal, tempfile, ringprof.scratch; tempfile.gettempdir(); "
     kill += f"{killed_at} = lambda *_: os.kill(os.getpid(), signal.SIGKILL); "
     assert run(kill + MAKE, tmp_path) == -signal.SIGKILL
     (left,) = tmp_path.iterdir()

@@ -22,7 +22,7 @@ from ringprof.errors import (
     Interrupted,
     OutOfMemory,
     RecordError,
-    UnfitWorkloadError,
+    UnsupportedWorkloadError,
     UsageError,
     VerificationError,
 )
@@ -100,7 +100,7 @@ def test_a_row_that_fails_says_why_and_the_sweep_goes_on(swept):
         {
             ("burst", 1024): OutOfMemory("rank 1 failed: out of memory: use a shorter sequence"),
             ("burst", 2048): VerificationError("wrong result on rank 0"),
-            ("usp", 1024): UnfitWorkloadError("needs a multiple"),
+            ("usp", 1024): UnsupportedWorkloadError("needs a multiple"),
         }
     )
     assert [row.status for row in rows] == ["oom", "failed", "unfit", "ok"]
@@ -114,7 +114,7 @@ def test_a_row_that_fails_says_why_and_the_sweep_goes_on(swept):
         ([RecordError("rank 1 was killed (SIGKILL)")], 3),
         ([VerificationError("wrong result on rank 0")], 3),
         ([OutOfMemory("rank 1 failed: out of memory")], 0),
-        ([UnfitWorkloadError("needs a multiple"), OutOfMemory("out of memory")], 3),
+        ([UnsupportedWorkloadError("needs a multiple"), OutOfMemory("out of memory")], 3),
     ],
 )
 def test_a_sweep_with_a_row_that_failed_ends_with_3(monkeypatch, tmp_path, errors, code):

@@ -183,11 +183,11 @@ def test_limits_have_an_option(command: str, name: str, data: bytes, tmp_path: P
     assert told.count("\n") == 1 and "--max-bytes" in told
 
 
-# --- docs/trust.md --------------------------------------------------------------------------------------
+# --- docs/security.md --------------------------------------------------------------------------------------
 
 
 def test_every_promise_names_a_test_that_there_is() -> None:
-    text = (PACKAGE.parent / "docs" / "trust.md").read_text("utf-8")
+    text = (PACKAGE.parent / "docs" / "security.md").read_text("utf-8")
     promises = re.findall(r"^\* (.+(?:\n  .+)*)", text.partition("## Not promised")[0], re.MULTILINE)
     assert len(promises) > 8
     for promise in promises:

@@ -15,10 +15,10 @@ from ringprof.analysis.timeline.window import Focus
 from ringprof.analysis.transfers.clocks import UNKNOWN_NS, Clocks, one_clock
 from ringprof.analysis.transfers.hops import HostOfRank
 from ringprof.analysis.transfers.hosts import clock_of, hosts_of
-from ringprof.analysis.transfers.waiting import LinkClass
+from ringprof.analysis.transfers.wait_and_wire import LinkClass
 from ringprof.errors import InputError
 from ringprof.run import Run
-from ringprof.trace.columns import CUT_OFF, NO_DEVICE_ACTIVITIES, Caveat
+from ringprof.trace.columns import CUT_OFF, NO_DEVICE_ACTIVITIES, Notice
 from ringprof.trace.one_run import OF_THE_RUN, TraceFacts, one_after_another, order
 from ringprof.workload_checks import workload_problems
 
@@ -33,7 +33,7 @@ class Attribution(msgspec.Struct, frozen=True, dict=True):
     run: Run | None
     best_gbps: dict[LinkClass, float]
     """The best rate seen, by (kind, link class)."""
-    warnings: tuple[Caveat, ...]
+    warnings: tuple[Notice, ...]
     clocks: Clocks = msgspec.field(default_factory=lambda: one_clock(()))
     """The clocks of the ranks' hosts, and how far they can be told."""
     world_size: int = 0
@@ -89,14 +89,14 @@ class Attribution(msgspec.Struct, frozen=True, dict=True):
 _MOST_LISTED = 8
 
 
-class RunOutline(msgspec.Struct, frozen=True, dict=True):
+class RunInfo(msgspec.Struct, frozen=True, dict=True):
     """What is known of a run before any activity is looked at."""
 
     place: dict[int, int]
     """Rank -> index of its trace among those given, by rank."""
     hosts: HostOfRank
     clock_of: dict[int, str]
-    warnings: tuple[Caveat, ...]
+    warnings: tuple[Notice, ...]
     world_size: int
     expected: Collection[int]
     """The ranks that should be there, ascending."""
@@ -112,7 +112,7 @@ class RunOutline(msgspec.Struct, frozen=True, dict=True):
         """Whether times are chosen that are not the same on every rank's clock."""
         return self.chosen_ns is not None and len(set(self.clock_of.values())) > 1
 
-    def on(self, clocks: Clocks) -> RunOutline:
+    def on(self, clocks: Clocks) -> RunInfo:
         """The same, with all ranks' times on one clock."""
         return msgspec.structs.replace(self, offset_ns=clocks.offset_ns)
 
@@ -131,14 +131,14 @@ class RunOutline(msgspec.Struct, frozen=True, dict=True):
     def _first_ns(self) -> int:
         return min((start + self.offset_ns.get(rank, 0) for rank, start in self.starts_ns.items()), default=0)
 
-    def missing(self) -> list[Caveat]:
+    def missing(self) -> list[Notice]:
         """A warning where ranks have no trace."""
         count = len(self.expected) - sum(rank in self.expected for rank in self.place)
         if not count:
             return []
         first = islice((rank for rank in self.expected if rank not in self.place), _MOST_LISTED)
         shown = ", ".join(map(str, first)) + (" ..." if count > _MOST_LISTED else "")
-        return [Caveat("missing_ranks", f"{count} of {self.world_size} ranks have no trace: {shown}")]
+        return [Notice("missing_ranks", f"{count} of {self.world_size} ranks have no trace: {shown}")]
 
 
 _LEFT_OUT = (
@@ -148,7 +148,7 @@ _LEFT_OUT = (
 """Codes of warnings of traces that are left out beside better ones, and why: means would be of unlike ranks."""
 
 
-def outline_run(facts: Sequence[TraceFacts], run: Run | None, ranks_per_host: int | None, focus: Focus) -> RunOutline:
+def read_run_info(facts: Sequence[TraceFacts], run: Run | None, ranks_per_host: int | None, focus: Focus) -> RunInfo:
     """Tell the ranks, hosts and clocks of traces that are of one run. Raises `InputError` where they are not."""
     warnings = [warning for one in facts for warning in _with_rank(one)]
     place = _by_rank(facts, warnings)
@@ -158,14 +158,14 @@ def outline_run(facts: Sequence[TraceFacts], run: Run | None, ranks_per_host: in
         worse = {rank for rank, at in place.items() if codes & {warning.code for warning in facts[at].warnings}}
         if worse < place.keys():
             place = {rank: at for rank, at in place.items() if rank not in worse}
-            warnings += [Caveat("left_out", f"the trace {why}: the rank is left out", rank) for rank in sorted(worse)]
+            warnings += [Notice("left_out", f"the trace {why}: the rank is left out", rank) for rank in sorted(worse)]
     numbered = {rank: facts[at] for rank, at in place.items()}
     hosts = hosts_of(numbered, run, ranks_per_host)
     sizes = [one.world_size for one in facts if one.world_size]
     # A lone trace that names no world is one of its own, though its file be called rank2.
     least = 1 if len(given) == 1 else max(given) + 1
     world_size = run.topology.world_size if run else max(sizes, default=least)
-    return RunOutline(
+    return RunInfo(
         place=place,
         hosts=hosts,
         clock_of=clock_of(numbered, hosts),
@@ -177,9 +177,9 @@ def outline_run(facts: Sequence[TraceFacts], run: Run | None, ranks_per_host: in
     )
 
 
-def _of_workload(run: Run | None) -> list[Caveat]:
+def _of_workload(run: Run | None) -> list[Notice]:
     """List the warnings about the workload that the user of `capture` stated."""
-    return [Caveat(problem.code, problem.message) for problem in workload_problems(run)] if run else []
+    return [Notice(problem.code, problem.message) for problem in workload_problems(run)] if run else []
 
 
 def _expected(run: Run | None, given: Collection[int], world_size: int, *, told: bool) -> Collection[int]:
@@ -189,14 +189,14 @@ def _expected(run: Run | None, given: Collection[int], world_size: int, *, told:
     return range(world_size) if run or told or len(given) > 1 else given
 
 
-def _with_rank(one: TraceFacts) -> list[Caveat]:
+def _with_rank(one: TraceFacts) -> list[Notice]:
     return [
         w if w.rank is not None or w.code in OF_THE_RUN else msgspec.structs.replace(w, rank=one.rank)
         for w in one.warnings
     ]
 
 
-def _by_rank(facts: Sequence[TraceFacts], warnings: list[Caveat]) -> dict[int, int]:
+def _by_rank(facts: Sequence[TraceFacts], warnings: list[Notice]) -> dict[int, int]:
     """The traces by rank. A trace that names no rank takes a free one, in the order given."""
     if not facts:
         raise InputError("no trace to analyse")
@@ -212,7 +212,7 @@ def _by_rank(facts: Sequence[TraceFacts], warnings: list[Caveat]) -> dict[int, i
     for at, rank in zip(nameless, free, strict=False):
         result[rank] = at
         if len(facts) > 1:
-            warnings.append(Caveat("unknown_rank", f"{facts[at].path} names no rank: taken as rank {rank}", rank))
+            warnings.append(Notice("unknown_rank", f"{facts[at].path} names no rank: taken as rank {rank}", rank))
     _refuse_other_sizes(facts)
     return dict(sorted(result.items()))
 
@@ -227,7 +227,7 @@ def _both(first: TraceFacts, second: TraceFacts, facts: Sequence[TraceFacts]) ->
     return f"{message}; these are of {len(recordings)}, one after another (a profiler's schedule?). The last: {last}"
 
 
-def _of_one_run(warnings: list[Caveat], run: Run | None, focus: Focus) -> list[Caveat]:
+def _of_one_run(warnings: list[Notice], run: Run | None, focus: Focus) -> list[Notice]:
     """Means over ranks of two runs are of neither: refused. What is recorded says itself that it is one, though a rank
     may be done before another begins."""
     mixed = [warning for warning in warnings if warning.code == "mixed_runs"]
@@ -251,15 +251,15 @@ def _refuse_other_sizes(facts: Sequence[TraceFacts]) -> None:
 
 def judge_matching(
     ranks: Sequence[Rank], clocks: Clocks, unmatched: Mapping[str, int], inconclusive: int, *, disagree: bool
-) -> tuple[bool, list[Caveat]]:
+) -> tuple[bool, list[Notice]]:
     """Whether wait and wire can be told at all, and what is to be said of the matching.
 
     ``unmatched``: transfers without partners, by reason; ``disagree``: the clocks contradict a transfer;
     ``inconclusive``: transfers that the clocks do not tell well enough.
     """
-    warnings = [Caveat(*_UNMATCHED[reason], count=count) for reason, count in sorted(unmatched.items())]
+    warnings = [Notice(*_UNMATCHED[reason], count=count) for reason, count in sorted(unmatched.items())]
     if clocks.pairs:
-        warnings.append(Caveat("clocks_fitted", _fit_in_words(clocks)))
+        warnings.append(Notice("clocks_fitted", _fit_in_words(clocks)))
     problem = _no_common_clock(ranks, clocks)
     if problem is None and disagree:
         # Where nobody names the hosts, all ranks are taken to share a clock.
@@ -268,11 +268,11 @@ def judge_matching(
             if all(rank.host for rank in ranks)
             else ": if these ranks are of several hosts, --ranks-per-host has their clocks fitted"
         )
-        problem = Caveat("clocks_disagree", f"a transfer ends before its partner begins: no wait and wire{fit}")
+        problem = Notice("clocks_disagree", f"a transfer ends before its partner begins: no wait and wire{fit}")
     if problem:
         return False, [*warnings, problem]
     if inconclusive:
-        warnings.append(Caveat("clocks_inconclusive", _INCONCLUSIVE, count=inconclusive))
+        warnings.append(Notice("clocks_inconclusive", _INCONCLUSIVE, count=inconclusive))
     return True, warnings
 
 
@@ -295,25 +295,25 @@ _UNMATCHED = {
 }
 
 
-def _no_common_clock(ranks: Sequence[Rank], clocks: Clocks) -> Caveat | None:
+def _no_common_clock(ranks: Sequence[Rank], clocks: Clocks) -> Notice | None:
     if all(rank.on_cpu for rank in ranks):
         return None  # nothing of theirs is set against one another
     latest_start = max(rank.breakdown.start_ns + clocks.offset_ns[rank.rank] for rank in ranks)
     if latest_start > min(rank.breakdown.end_ns + clocks.offset_ns[rank.rank] for rank in ranks):
-        return Caveat("mixed_runs", "the traces do not overlap in time: they are of different runs or clocks")
+        return Notice("mixed_runs", "the traces do not overlap in time: they are of different runs or clocks")
     return None
 
 
-def all_warnings(outline: RunOutline, said: Sequence[Caveat], of_matching: Sequence[Caveat]) -> tuple[Caveat, ...]:
+def all_warnings(info: RunInfo, said: Sequence[Notice], of_matching: Sequence[Notice]) -> tuple[Notice, ...]:
     """Input warnings, then analysis warnings; a `mixed_runs` that the reader raised is not repeated."""
     codes = {warning.code for warning in said}
     fresh = [warning for warning in of_matching if warning.code != "mixed_runs" or warning.code not in codes]
-    return merged_caveats([*said, *outline.missing(), *fresh])
+    return merged_caveats([*said, *info.missing(), *fresh])
 
 
-def merged_caveats(warnings: Iterable[Caveat]) -> tuple[Caveat, ...]:
+def merged_caveats(warnings: Iterable[Notice]) -> tuple[Notice, ...]:
     """One warning where several ranks raise the same."""
-    found: dict[tuple[str, str], Caveat] = {}
+    found: dict[tuple[str, str], Notice] = {}
     for warning in warnings:
         key = warning.code, warning.message
         known = found.get(key)

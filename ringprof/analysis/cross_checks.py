@@ -14,7 +14,7 @@ from ringprof.analysis.timeline.window import Window
 from ringprof.analysis.transfers.hops import total
 from ringprof.analysis.transfers.transfers import Transfer
 from ringprof.run import Run, Sent
-from ringprof.trace.columns import CUT_OFF, NONE, Caveat, Trace, distinct
+from ringprof.trace.columns import CUT_OFF, NONE, Notice, Trace, distinct
 
 _BLOCK = re.compile(r"ringprof::(fwd|bwd)/(?:.*/)?block")
 _PASS = {"fwd": "forward", "bwd": "backward"}
@@ -22,7 +22,7 @@ _OWN_STRATEGIES = "ringprof.strategies."
 _INCOMPLETE = CUT_OFF | {"damaged_events"}
 
 
-def busier_than_the_window(rows: TimedActivities, trace: Trace, rank: int) -> list[Caveat]:
+def busier_than_the_window(rows: TimedActivities, trace: Trace, rank: int) -> list[Notice]:
     """Warn of kinds whose activities on one stream last longer than the window: they overlap, or are repeated."""
     wall_ns = int(rows.end_ns.max() - rows.start_ns.min())
     length = rows.end_ns - rows.start_ns
@@ -39,13 +39,13 @@ def busier_than_the_window(rows: TimedActivities, trace: Trace, rank: int) -> li
                     f"{KIND[kind].label} on stream {number} adds up to {time_ns / max(wall_ns, 1):.1%} of the window, "
                     "though a stream runs one kernel after another: its events may be repeated or their times damaged"
                 )
-                warnings.append(Caveat("stream_overlap", message, rank))
+                warnings.append(Notice("stream_overlap", message, rank))
     return warnings
 
 
 def unlike_the_run(
     run: Run | None, rank: int, trace: Trace, window: Window, transfers: Sequence[Transfer]
-) -> list[Caveat]:
+) -> list[Notice]:
     """Warn where a recorded run's trace holds other hops or attention blocks than ``run.json`` counted."""
     work = run.work_of(rank) if run else None
     incomplete = _INCOMPLETE & {warning.code for warning in trace.warnings}
@@ -66,7 +66,7 @@ def unlike_the_run(
     if run.strategy and run.strategy.target.startswith(_OWN_STRATEGIES):
         differing += _blocks(work.block_calls, trace, window, iterations)
     return [
-        Caveat(
+        Notice(
             "run_counts_differ",
             f"the trace has {in_trace}, run.json counts {counted} in {iterations} profiled "
             f"iteration{'s' if iterations > 1 else ''}: events may be repeated or missing, or be of another run",

@@ -34,7 +34,7 @@ from ringprof.analysis.timeline.work import cpu_work, device_work
 from ringprof.analysis.transfers.hops import PeerBlock, Split, TimedHop, group_into_hops, hop_totals, spans_of, total
 from ringprof.analysis.transfers.transfers import Transfer, transfers_of
 from ringprof.errors import TraceFormatError, UsageError
-from ringprof.trace.columns import MEMCPY, NONE, Caveat, Int64, Trace
+from ringprof.trace.columns import MEMCPY, NONE, Int64, Notice, Trace
 
 
 class Explained(msgspec.Struct, frozen=True):
@@ -44,7 +44,7 @@ class Explained(msgspec.Struct, frozen=True):
     """Nothing of it about communication yet."""
     detail: Detail
     transfers: list[Transfer]
-    warnings: tuple[Caveat, ...]
+    warnings: tuple[Notice, ...]
     in_group: bool
     """Whether the chosen group communicates here; true where none was chosen."""
     kernels: Sequence[RankKernel] = ()
@@ -58,7 +58,7 @@ def explain(
 
     Raises `TraceFormatError` where it holds nothing to analyse, `UsageError` where a chosen range is not there.
     """
-    warnings: list[Caveat] = []
+    warnings: list[Notice] = []
     classified, found = _classified(rank, trace, focus, warnings)
     window = msgspec.structs.replace(find_window(trace, classified.launch, focus.window), between_ns=between_ns)
     if is_cpu_trace(trace):
@@ -67,7 +67,7 @@ def explain(
         raise TraceFormatError(f"{trace.path}: the trace holds no GPU activity and no CPU operator: nothing to report")
     if window.source == "trace" and window.marked:
         warnings.append(
-            Caveat("window_empty", "no activity was launched in the marked iterations: the whole trace is shown", rank)
+            Notice("window_empty", "no activity was launched in the marked iterations: the whole trace is shown", rank)
         )
     everything = window.activities()
     device = _device(classified, window, everything, rank, warnings)
@@ -110,16 +110,16 @@ def _from_host_bytes(trace: Trace, activities: Int64) -> int | None:
     return None if np.any(sizes == NONE) else int(sizes.sum())
 
 
-def _classified(rank: int, trace: Trace, focus: Focus, warnings: list[Caveat]) -> tuple[Classified, bool]:
+def _classified(rank: int, trace: Trace, focus: Focus, warnings: list[Notice]) -> tuple[Classified, bool]:
     classified = classify(trace, focus.rules)
     replayed = int(np.count_nonzero(trace.activities.graph_node != NONE))
     if replayed:
-        warnings.append(Caveat("cuda_graph", f"{replayed} {_CUDA_GRAPH}", rank))
+        warnings.append(Notice("cuda_graph", f"{replayed} {_CUDA_GRAPH}", rank))
     if focus.group is None:
         return classified, True
     kept = groups.keep_group(classified, focus.group)
     if kept.unknown:
-        warnings.append(Caveat("group_unknown", _GROUP_UNKNOWN, rank, kept.unknown))
+        warnings.append(Notice("group_unknown", _GROUP_UNKNOWN, rank, kept.unknown))
     return kept.classified, kept.found
 
 
@@ -139,7 +139,7 @@ _CPU_TIMES = "on CPU a transfer's own time is not recorded: no overlap, wait and
 
 
 def _explain_cpu(
-    rank: int, host: str | None, classified: Classified, window: Window, warnings: list[Caveat]
+    rank: int, host: str | None, classified: Classified, window: Window, warnings: list[Notice]
 ) -> tuple[Rank, Detail]:
     trace = classified.trace
     whole = break_down_cpu(trace, window)
@@ -149,10 +149,10 @@ def _explain_cpu(
     kept = tuple(part for part in parts if part) or (whole,)
     several = (trace.world_size or 1) > 1 and not trace.lacks_device
     if several or marks_waiting(trace):
-        warnings.append(Caveat("cpu_no_transfer_times", _CPU_TIMES, rank))
+        warnings.append(Notice("cpu_no_transfer_times", _CPU_TIMES, rank))
     exposed = exposed_ranges(trace, window)
     if several and not marks_waiting(trace) and not whole.comm_ns:
-        warnings.append(Caveat("cpu_no_wait_marks", _CPU_NO_MARKS, rank))
+        warnings.append(Notice("cpu_no_wait_marks", _CPU_NO_MARKS, rank))
     explained = Rank(
         rank=rank,
         host=host,
@@ -173,7 +173,7 @@ def _explain_cpu(
     return explained, Detail(classified, window, cpu_iterations=kept)
 
 
-def _device(classified: Classified, window: Window, activities: Int64, rank: int, warnings: list[Caveat]) -> int:
+def _device(classified: Classified, window: Window, activities: Int64, rank: int, warnings: list[Notice]) -> int:
     """The device that did most: a breakdown is of one device. Raises `UsageError` where none did anything."""
     trace = classified.trace
     rows = timed_activities(classified, activities, None, window.between_ns)
@@ -186,7 +186,7 @@ def _device(classified: Classified, window: Window, activities: Int64, rank: int
     if len(devices) > 1:
         others = f"{int(counts.sum() - counts.max())} activities ran on others"
         told = f"{trace.path}: of {len(devices)} devices only {chosen} is reported; {others}"
-        warnings.append(Caveat("several_devices", told, rank))
+        warnings.append(Notice("several_devices", told, rank))
     return chosen
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ringprof.analysis.rank import Rank
 from ringprof.run import Run
-from ringprof.trace.columns import Caveat
+from ringprof.trace.columns import Notice
 from ringprof.workload_checks import counted_over_needed, workload_fits
 
 
@@ -31,7 +31,7 @@ def window_iterations(ranks: Sequence[Rank], run: Run | None) -> int | None:
     return min(counted, stated) if counted_over_needed(run) is not None else counted
 
 
-def steps_warning(ranks: Sequence[Rank], run: Run | None) -> list[Caveat]:
+def steps_warning(ranks: Sequence[Rank], run: Run | None) -> list[Notice]:
     """Warn where a captured block has more steps than its workload states, and no counted FLOPs check that."""
     if run is None or run.workload is None or not run.captured or counted_over_needed(run) is not None:
         return []
@@ -42,7 +42,7 @@ def steps_warning(ranks: Sequence[Rank], run: Run | None) -> list[Caveat]:
         f"the workload states {stated} step{'s' if stated > 1 else ''}, the captured block has {counted} optimizer "
         f"steps: unless several of them share an iteration, state Workload(steps={counted}), or TFLOP/s are too low"
     )
-    return [Caveat("workload_steps_differ", message)]
+    return [Notice("workload_steps_differ", message)]
 
 
 def times_are_of(ranks: Sequence[Rank], run: Run | None) -> str:

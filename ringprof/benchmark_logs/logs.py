@@ -15,7 +15,7 @@ from ringprof.benchmark_logs.rows import BenchmarkLog, Flag, JudgedRow, LogSetti
 from ringprof.json_object import JsonObject
 from ringprof.limits import MEMORY_BYTES, Limits
 from ringprof.report.text import TextStyle, csv_text
-from ringprof.whole_numbers import refuse_below_one
+from ringprof.validation import refuse_below_one
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -13,8 +13,8 @@ import re
 from dataclasses import replace
 
 from ringprof.benchmark_logs.cells import placement_of, system_of
+from ringprof.benchmark_logs.free_text import log_names, read_burst_figures, read_results, read_settings
 from ringprof.benchmark_logs.pipes import PipeHeader, PipeRow, find_pipe_header, may_be_header, read_pipe_row
-from ringprof.benchmark_logs.prose import log_names, read_burst_figures, read_results, read_settings
 from ringprof.benchmark_logs.rows import STATED, BenchmarkLog, Fields, Flag, LogRow, LogSettings, flag
 from ringprof.errors import InputError
 from ringprof.files import read_whole

@@ -128,8 +128,8 @@ class _Signals:
     def _end(self) -> None:
         _end_helpers()
         _end_children()
-        if "ringprof.owned_folders" in sys.modules:
-            sys.modules["ringprof.owned_folders"].remove_all()
+        if "ringprof.scratch" in sys.modules:
+            sys.modules["ringprof.scratch"].remove_all()
         os._exit(128 + self.received)
 
 
@@ -142,5 +142,5 @@ def _end_children() -> None:
 
 
 def _end_helpers() -> None:
-    if "ringprof.processes" in sys.modules:
-        sys.modules["ringprof.processes"].end_all()
+    if "ringprof.process_pool" in sys.modules:
+        sys.modules["ringprof.process_pool"].end_all()

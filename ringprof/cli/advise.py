@@ -11,10 +11,10 @@ from ringprof.cli.predict import asked_cluster, asked_workload, asks
 from ringprof.cli.progress import loading_progress
 from ringprof.cli.write import text_style, write_text
 from ringprof.errors import UsageError
-from ringprof.foresee.advice_shown import advice_text, document
-from ringprof.foresee.advise import advice_dict, advise
-from ringprof.foresee.calibration import read_calibration
 from ringprof.json_object import json_text
+from ringprof.prediction.advise import advice_dict, advise
+from ringprof.prediction.calibration import read_calibration
+from ringprof.prediction.recommendation_text import advice_text, document
 from ringprof.report.page.html import render as page
 from ringprof.scale.trace_set import unheard
 
@@ -32,12 +32,12 @@ def command(**options: Any) -> int:
     \b
     ringprof advise --seq 1048576 --heads 40 --hosts 16 --gpus-per-host 8 --machine h100 --nic 400
     """
-    from ringprof.foresee.tapes import Tapes
+    from ringprof.prediction.schedule_cache import ScheduleCache
 
     machine, cluster = read_calibration(options["machine"]), asked_cluster(options)
     with loading_progress() as tell:
         found = advise(
-            asked_workload(options), cluster, machine, Tapes().of, kernel=options["kernel"],
+            asked_workload(options), cluster, machine, ScheduleCache().of, kernel=options["kernel"],
             memory_bytes=_size(options["memory"]) if options["memory"] else None, strategies=options["strategies"],
             tell=tell or unheard,
         )  # fmt: skip

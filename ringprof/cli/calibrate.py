@@ -14,10 +14,17 @@ from ringprof.cli.values import Number
 from ringprof.cli.write import say, text_style
 from ringprof.errors import UsageError
 from ringprof.files import write_atomically
-from ringprof.foresee.calibration import TIME_SHARES, Calibration, assumed, base_for, calibration_json, read_calibration
-from ringprof.foresee.from_runs import calibrate_from, observed_run
-from ringprof.foresee.question import run_at
-from ringprof.foresee.show import calibration_text
+from ringprof.prediction.calibration import (
+    TIME_SHARES,
+    Calibration,
+    assumed,
+    base_for,
+    calibration_json,
+    read_calibration,
+)
+from ringprof.prediction.fit import calibrate_from, observed_run
+from ringprof.prediction.query import run_at
+from ringprof.prediction.text import calibration_text
 from ringprof.record.launcher import launcher_rank
 from ringprof.report.text import clean, shell_words
 
@@ -74,9 +81,9 @@ def _measured(
         count = str(torch.cuda.device_count())
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", count]
         os.execv(sys.executable, [sys.executable, *launcher, "-m", "ringprof", *sys.argv[1:]])
-    from ringprof.foresee.bench import Bench
-    from ringprof.foresee.measure import measure_machine, usable_kernels
-    from ringprof.record.group_ranks import world_group
+    from ringprof.prediction.measure import measure_machine, usable_kernels
+    from ringprof.prediction.microbenchmark import Bench
+    from ringprof.record.process_group import world_group
 
     device = torch.device("cuda", 0)
     properties = torch.cuda.get_device_properties(device)

@@ -10,9 +10,9 @@ import click
 from ringprof.cli.gate import gate, gated
 from ringprof.cli.reading import reads_traces
 from ringprof.cli.write import formats, print_or_write, text_style, to_file, write_text
+from ringprof.comparison import compare
 from ringprof.options import LoadOptions
 from ringprof.report import comparison as shown
-from ringprof.side_by_side import compare
 
 _FORMATS = {"json": shown.render_json, "csv": shown.render_csv, "markdown": shown.render_markdown}
 

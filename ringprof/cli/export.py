@@ -20,8 +20,8 @@ from ringprof.cli.reading import newest_or, reads_traces
 from ringprof.cli.write import written
 from ringprof.errors import UsageError
 from ringprof.options import LoadOptions
-from ringprof.owned_folders import remove, scratch_folder
 from ringprof.report.perfetto import events_of, run_metadata
+from ringprof.scratch import remove, scratch_folder
 
 VIEWER = "https://ui.perfetto.dev"
 PORT = 9001

@@ -72,13 +72,13 @@ def command(files: tuple[str, ...], **options: Any) -> int:
 
 
 def _held(found: BenchmarkLogs, machine: str, gpus_per_host: int, nic: float | None) -> Iterator[Flag]:
-    from ringprof.foresee.calibration import read_calibration
-    from ringprof.foresee.links import Cluster
-    from ringprof.foresee.logs_held import logs_held
-    from ringprof.foresee.tape import tape_of
+    from ringprof.prediction.calibration import read_calibration
+    from ringprof.prediction.network import Cluster
+    from ringprof.prediction.plausibility import logs_held
+    from ringprof.prediction.schedules import schedule_of
 
     cluster = Cluster(gpus_per_host=gpus_per_host, nic_gbit=nic)
-    return logs_held(found.rows, read_calibration(machine), tape_of, cluster)
+    return logs_held(found.rows, read_calibration(machine), schedule_of, cluster)
 
 
 def _read(file: str, limits: Limits) -> BenchmarkLog:

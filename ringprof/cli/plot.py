@@ -12,10 +12,10 @@ import click
 from ringprof.api import Analysis, load_any
 from ringprof.cli.reading import reads_traces
 from ringprof.cli.write import written
+from ringprof.comparison import compare
 from ringprof.errors import UsageError
 from ringprof.options import LoadOptions
 from ringprof.report import plots
-from ringprof.side_by_side import compare
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -14,14 +14,14 @@ from ringprof.cli.recording import masks, params_of, scores_and_heads, workload_
 from ringprof.cli.values import KERNEL_NAMES, STRATEGIES, Known, Number, Tokens, all_of
 from ringprof.cli.write import formats, say, text_style
 from ringprof.errors import UsageError
-from ringprof.foresee.calibration import read_calibration
-from ringprof.foresee.check import check_rows, check_text, read_rows, unknown_columns
-from ringprof.foresee.links import Cluster
-from ringprof.foresee.predict import predict, prediction_dict
-from ringprof.foresee.question import Question, run_at
-from ringprof.foresee.show import prediction_text
-from ringprof.foresee.traces import write_prediction
 from ringprof.json_object import Options, json_text
+from ringprof.prediction.as_run import write_prediction
+from ringprof.prediction.calibration import read_calibration
+from ringprof.prediction.network import Cluster
+from ringprof.prediction.predict import predict, prediction_dict
+from ringprof.prediction.query import Query, run_at
+from ringprof.prediction.score import check_rows, check_text, read_rows, unknown_columns
+from ringprof.prediction.text import prediction_text
 from ringprof.report.text import shell_words
 from ringprof.run import Workload
 
@@ -78,18 +78,18 @@ def command(**options: Any) -> int:
     ringprof predict --strategy burst --seq 8388608 --heads 64 --kv-heads 8 --hosts 128 --machine h100 --nic 400
     ringprof predict --like traces/h200x4-zigzag-262144 --machine h200 -o traces/predicted
     """
-    from ringprof.foresee.tape import tape_of
+    from ringprof.prediction.schedules import schedule_of
 
     _refuse_beside(options)
     machine = read_calibration(options["machine"])
     style = text_style(None)
     if options["check"]:
         rows = read_rows(options["check"])
-        found = check_rows(rows, machine, tape_of, asked_cluster(options))
+        found = check_rows(rows, machine, schedule_of, asked_cluster(options))
         click.echo(check_text(found, unknown_columns(rows), options["form"], style), nl=False)
         return 0
     question = _question(options)
-    prediction = predict(question, machine, tape_of)
+    prediction = predict(question, machine, schedule_of)
     as_json = options["form"] == "json"
     click.echo(json_text(prediction_dict(prediction)) if as_json else prediction_text(prediction, style), nl=False)
     if options["output"]:
@@ -113,14 +113,14 @@ def _refuse_beside(options: Options) -> None:
                 raise UsageError(f"{option.opts[0]} beside --{decides}: leave one of them out")
 
 
-def _question(options: Options) -> Question:
+def _question(options: Options) -> Query:
     if options["like"]:
-        question = Question.like(run_at(options["like"]))
+        question = Query.like(run_at(options["like"]))
         network = {name: options[name] for name in _NETWORK}
         return replace(question, cluster=replace(question.cluster, **network))
     if not options["strategy"]:
         raise UsageError("--strategy NAME or --like RUN: say what is to be foreseen")
-    return Question(
+    return Query(
         options["strategy"], asked_workload(options), asked_cluster(options), options["kernel"], options["hops"],
         params_of(options["params"], "KEY=VALUE"),
     )  # fmt: skip

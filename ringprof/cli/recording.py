@@ -18,7 +18,7 @@ from ringprof.json_object import JsonObject, Options
 from ringprof.record import Request
 from ringprof.record.request import DTYPES
 from ringprof.run import LayerAround, Phase, Workload
-from ringprof.whole_numbers import refuse_below_one
+from ringprof.validation import refuse_below_one
 
 _SAME = ("hops", "device", "world", "ranks_per_host", "warmup", "iters", "controls", "verify")
 """Options that a request has under the same name."""

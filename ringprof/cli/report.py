@@ -27,7 +27,7 @@ from ringprof.options import LoadOptions
 from ringprof.report.sections import OPTIONAL
 from ringprof.report.tables import Listing
 from ringprof.report.text import shell_words
-from ringprof.trace.columns import NOTES, Caveat
+from ringprof.trace.columns import NOTES, Notice
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -168,7 +168,7 @@ def _entry_of(analysis: Analysis | TableAnalysis) -> Entry:
     return Entry(analysis.name, "table", {}, others=analysis.figures())
 
 
-def _strictly(warnings: list[Caveat]) -> int:
+def _strictly(warnings: list[Notice]) -> int:
     serious = [warning for warning in warnings if warning.code not in NOTES]
     if not serious:
         return 0

@@ -20,9 +20,9 @@ def command(name: str | None) -> None:
 
 
 def _listing() -> list[str]:
-    from ringprof.strategies import find, for_inference, names, peers
+    from ringprof.strategies import find, for_inference, names, peer_names
 
-    ours, inference, theirs = ([find(name) for name in listed()] for listed in (names, for_inference, peers))
+    ours, inference, theirs = ([find(name) for name in listed()] for listed in (names, for_inference, peer_names))
     width = max(len(spec.name) for spec in ours + inference + theirs)
     lacking = {spec.name.partition("/")[0]: spec.install for spec in theirs if spec.missing()}
     return [

@@ -8,15 +8,15 @@ import click
 
 from ringprof.cli.recording import params_of
 from ringprof.cli.write import formats
-from ringprof.digits import percent
 from ringprof.errors import UsageError
-from ringprof.foresee.calibration import base_for, read_calibration
-from ringprof.foresee.from_runs import observed_run
-from ringprof.foresee.question import run_at
-from ringprof.foresee.what_if import Changes, WhatIf, what_if
+from ringprof.formatting import percent
 from ringprof.json_object import json_text
+from ringprof.prediction.calibration import base_for, read_calibration
+from ringprof.prediction.fit import observed_run
+from ringprof.prediction.query import run_at
+from ringprof.prediction.what_if import Changes, WhatIf, what_if
 from ringprof.report.text import duration
-from ringprof.whole_numbers import whole
+from ringprof.validation import whole
 
 
 @click.command("what-if")

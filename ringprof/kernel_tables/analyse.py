@@ -17,7 +17,7 @@ from ringprof.kernel_tables.kernels import CountedRows, counted_rows, slack_ns
 from ringprof.kernel_tables.rows import KernelTable, TableRow
 from ringprof.kernel_tables.stated_shares import CheckedShare, check_share
 from ringprof.report.text import duration
-from ringprof.trace.columns import Caveat
+from ringprof.trace.columns import Notice
 
 ASSUMPTIONS = (
     "compute kernels do not overlap one another",
@@ -86,7 +86,7 @@ class TableReport:
     iterations: Iterations | None
     overlap: OverlapBounds
     shares: tuple[CheckedShare, ...]
-    warnings: tuple[Caveat, ...]
+    warnings: tuple[Notice, ...]
 
     @property
     def total_ns(self) -> int:
@@ -156,7 +156,7 @@ def whole_by_shares(table: KernelTable) -> tuple[int | None, int]:
 
 def _kinds(
     table: KernelTable, counted: CountedRows, told: Iterations | None
-) -> tuple[tuple[KindSum, ...], list[Caveat]]:
+) -> tuple[tuple[KindSum, ...], list[Notice]]:
     sums = {kind: KindSum(kind, 0, 0, 0.0 if told else None) for kind in KINDS}
     for row in counted.rows:
         each = row.time_ns / told.of(row) if told else 0.0
@@ -166,7 +166,7 @@ def _kinds(
     return tuple(one for one in largest_first if one.calls or one.time_ns), warnings
 
 
-def _split_send_recv(table: KernelTable, sums: dict[str, KindSum]) -> list[Caveat]:
+def _split_send_recv(table: KernelTable, sums: dict[str, KindSum]) -> list[Notice]:
     """Sends, receives and all-to-alls run in kernels of one name: the annotations' times share it out."""
     times: dict[str, int] = {}
     calls: dict[str, int] = {}
@@ -184,7 +184,7 @@ def _split_send_recv(table: KernelTable, sums: dict[str, KindSum]) -> list[Cavea
         sums[kind] = sums[kind].plus(part, shared_calls[kind], each)
     parts = ", ".join(f"{kind} {100 * times[kind] / sum(times.values()):.1f} %" for kind in sorted(times))
     message = f"SendRecv kernels carry more than hops: their time is shared out as their annotations' is ({parts})"
-    return [Caveat("send_recv_split", message)]
+    return [Notice("send_recv_split", message)]
 
 
 def _shared_out(whole: int, weights: dict[str, int]) -> dict[str, int]:
@@ -256,25 +256,25 @@ def _sum(kinds: tuple[KindSum, ...], wanted: tuple[str, ...], *, per_iteration: 
 # --- warnings ---------------------------------------------------------------------------------------
 
 
-def _row_warnings(counted: CountedRows) -> list[Caveat]:
+def _row_warnings(counted: CountedRows) -> list[Notice]:
     found = []
     if counted.basis == "cpu":
-        found.append(Caveat("table_cpu_only", "the table has no device columns: self CPU times are added up"))
+        found.append(Notice("table_cpu_only", "the table has no device columns: self CPU times are added up"))
     if counted.basis == "operators":
         text = "the table has no kernel rows: the operators' own device times are added up"
-        found.append(Caveat("table_operators_only", text))
+        found.append(Notice("table_operators_only", text))
     generic = sum(one.generic for one in counted.rows)
     if generic:
         text = f"{generic} rows are cut to a generic CUTLASS name and counted as other: they may be attention"
-        found.append(Caveat("table_names_cut", text, count=generic))
+        found.append(Notice("table_names_cut", text, count=generic))
     doubtful = sum(out.reason == "footer" for out in counted.left_out)
     if doubtful:
         text = f"{doubtful} rows are left out as annotations: without them the rows add up to the footer's total"
-        found.append(Caveat("table_annotations_by_footer", text, count=doubtful))
+        found.append(Notice("table_annotations_by_footer", text, count=doubtful))
     return found
 
 
-def _sum_warnings(report: TableReport) -> list[Caveat]:
+def _sum_warnings(report: TableReport) -> list[Notice]:
     found = []
     difference, told = report.difference_ns, report.iterations
     if difference is not None and report.counted.basis == "kernels" and abs(difference) > report.slack_ns:
@@ -285,13 +285,13 @@ def _sum_warnings(report: TableReport) -> list[Caveat]:
             f"the kernels add up to {abs(difference) / 1e6:.3f} ms {more} than the footer's total "
             f"(line {report.table.line} on; rounding explains {report.slack_ns / 1e6:.3f} ms): {why}"
         )
-        found.append(Caveat("table_off_footer", text))
+        found.append(Notice("table_off_footer", text))
     if difference is None and report.missing_ns:
         text = (
             f"by the shares printed beside the times all kernels took {duration(report.whole_ns)}: "
             f"{duration(report.missing_ns)} of it has no row here"
         )
-        found.append(Caveat("table_rows_missing", text))
+        found.append(Notice("table_rows_missing", text))
     if told is not None and told.leak:
         pairs = ", ".join(f"{c.launch} {c.launched:,} to {c.ran:,}" for c in told.counts if c.ratio > 1)
         low, high = told.device_range
@@ -300,5 +300,5 @@ def _sum_warnings(report: TableReport) -> list[Caveat]:
             f" ({told.source.replace('_', ' ')}): work launched before the window ran on into it"
             f" (launches to device calls: {pairs})"
         )
-        found.append(Caveat("warmup_in_window", text))
+        found.append(Notice("warmup_in_window", text))
     return found

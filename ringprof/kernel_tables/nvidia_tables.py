@@ -14,7 +14,7 @@ from itertools import pairwise
 from ringprof.kernel_tables.layout import TableLayout, parse_share, parse_time, scaled
 from ringprof.kernel_tables.rows import MOST_ROWS, KernelTable, TableRow
 from ringprof.log_lines import LinePrefix, LogLines
-from ringprof.trace.columns import Caveat
+from ringprof.trace.columns import Notice
 
 _TOTAL = re.compile(r"Total(?: Time)? ?\((ns|us|μs|ms|s)\)|Total Time")
 _NAMES = ("Name", "Operation")
@@ -58,10 +58,10 @@ def _table(
     )
 
 
-def _cut_off(lines: LogLines, header: int, path: str, end: int) -> tuple[Caveat, ...]:
+def _cut_off(lines: LogLines, header: int, path: str, end: int) -> tuple[Notice, ...]:
     """A warning where nothing stands behind the table's last line, and that line may go on."""
     message = f"{path}:{header + 1}: the log ends inside this table: it may have been cut off"
-    return (Caveat("table_cut_off", message),) if end == len(lines) and lines.is_open(end - 1) else ()
+    return (Notice("table_cut_off", message),) if end == len(lines) and lines.is_open(end - 1) else ()
 
 
 def _cells(content: str, layout: TableLayout) -> list[str]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ringprof.trace.columns import Caveat
+from ringprof.trace.columns import Notice
 
 CUT_MARKS = ("...", "…")
 """What printers put where they cut a name off: torch, and ``nsys stats``."""
@@ -99,4 +99,4 @@ class KernelTable:
     total_step_ns: int = 0
     """Worth of the last digit of the footer's device total."""
     context: TableContext = TableContext()
-    warnings: tuple[Caveat, ...] = ()
+    warnings: tuple[Notice, ...] = ()

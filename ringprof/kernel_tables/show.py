@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ringprof.analysis.findings.comparison import Entry, Figure
-from ringprof.digits import percent
+from ringprof.formatting import percent
 from ringprof.json_object import JsonObject
 from ringprof.kernel_tables.analyse import ASSUMPTIONS, KindSum, TableReport
 from ringprof.kernel_tables.iterations import Iterations
@@ -17,7 +17,7 @@ from ringprof.report.as_json import whole_report
 from ringprof.report.page.document import Report
 from ringprof.report.terms import LABELS
 from ringprof.report.text import TextStyle, clean, duration, in_unit, unit_for
-from ringprof.trace.columns import Caveat
+from ringprof.trace.columns import Notice
 
 _SUMMED = {"kernels": "kernel time", "operators": "device time", "cpu": "CPU time"}
 _WALLS = {
@@ -151,7 +151,7 @@ def tables_dict(reports: Sequence[TableReport], path: str) -> Report:
     if len(reports) > 1:
         lines = ", ".join(str(report.table.line) for report in reports if report is not largest)
         text = f"{len(reports)} kernel tables: the JSON report holds the largest, of line {largest.table.line}"
-        warnings.append(Caveat("several_tables", f"{text}; the others are at lines {lines}"))
+        warnings.append(Notice("several_tables", f"{text}; the others are at lines {lines}"))
     return whole_report("table", [path], warnings, {"table": table_dict(largest)})
 
 

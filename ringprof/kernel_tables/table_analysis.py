@@ -15,7 +15,7 @@ from ringprof.limits import MEMORY_BYTES, Limits
 from ringprof.log_lines import TEXT_SHARE
 from ringprof.report.page.document import Report
 from ringprof.report.text import TextStyle
-from ringprof.trace.columns import Caveat
+from ringprof.trace.columns import Notice
 
 
 class TableAnalysis:
@@ -25,7 +25,7 @@ class TableAnalysis:
         self.name, self.reports = name, tuple(reports)
 
     @property
-    def warnings(self) -> list[Caveat]:
+    def warnings(self) -> list[Notice]:
         """What was odd in the tables."""
         return [warning for report in self.reports for warning in report.warnings]
 

@@ -10,7 +10,7 @@ import re
 from ringprof.kernel_tables.layout import CALLS_TITLES, Columns, TableLayout, find_rule, parse_share, parse_time
 from ringprof.kernel_tables.rows import MOST_ROWS, KernelTable, TableRow
 from ringprof.log_lines import LogLines
-from ringprof.trace.columns import Caveat
+from ringprof.trace.columns import Notice
 
 MOST_STRAY = 200
 """Lines in a row that are not of the table before it counts as cut off."""
@@ -37,7 +37,7 @@ class TorchTable:
     def read(self, limit: int) -> KernelTable:
         """What it says; none of it stands at line ``limit`` or behind."""
         layout, rows = self.layout, list[TableRow]()
-        where, warnings = f"{self.path}:{layout.line + 1}", list[Caveat]()
+        where, warnings = f"{self.path}:{layout.line + 1}", list[Notice]()
         index = own = layout.rows_at
         stray = skipped = 0
         footer: tuple[int | None, int | None, int] = (None, None, 0)
@@ -55,10 +55,10 @@ class TorchTable:
                 stray += 1
             index += used
         else:
-            warnings.append(Caveat("table_cut_off", f"{where}: no rule ends this table: it was cut off"))
+            warnings.append(Notice("table_cut_off", f"{where}: no rule ends this table: it was cut off"))
         if skipped:
             message = f"{where}: {skipped} lines inside the table are not rows of it"
-            warnings.append(Caveat("table_lines_skipped", message, count=skipped))
+            warnings.append(Notice("table_lines_skipped", message, count=skipped))
         return KernelTable(
             self.path, layout.line + 1, "torch", self.device, layout.titles, tuple(rows), *footer,
             warnings=tuple(warnings),

@@ -10,12 +10,12 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ringprof.owned_folders import remove, scratch_folder
 from ringprof.record.launcher import RankPlace, launcher_rank
 from ringprof.record.progress import Reporter, SilentReporter
 from ringprof.record.request import Request, Task, need
 from ringprof.record.run_folder import discard, stage
 from ringprof.run import Run, read_run
+from ringprof.scratch import remove, scratch_folder
 
 __all__ = ["Request", "record"]
 
@@ -33,14 +33,14 @@ def record(request: Request, reporter: Reporter | None = None, reduce: Any = Non
     place = launcher_rank()
     if place is not None:
         need("torch", "psutil")
-        from ringprof.record.under_launcher import record_as_rank
+        from ringprof.record.external_launcher import record_as_rank
 
         return record_as_rank(request, place, reporter, reduce)
     return _record_here(request, reporter)
 
 
 def _record_here(request: Request, reporter: Reporter) -> Run:
-    from ringprof.record.own_ranks import launch
+    from ringprof.record.local_launcher import launch
 
     task = prepare(request, None, reporter, str(scratch_folder("ranks")))
     try:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ringprof.json_object import JsonObject, Params
 from ringprof.record.resolve import fits, load_strategy, typed_params
 from ringprof.run import Workload
-from ringprof.strategies.cut import busiest_over_mean, steps_over_mean
+from ringprof.strategies.masks.sharded_mask import busiest_over_mean, steps_over_mean
 
 CANDIDATES: tuple[tuple[str, JsonObject], ...] = (
     ("ring", {}),

@@ -22,17 +22,17 @@ from msgspec.structs import replace
 from torch.profiler import record_function
 
 from ringprof.errors import UsageError
-from ringprof.owned_folders import claim, clear_abandoned, release
-from ringprof.record.group_ranks import GroupRanks
 from ringprof.record.launcher import launcher_rank
 from ringprof.record.machine import RankHost, device_name, distinct_host_names, host_name
 from ringprof.record.measure import ITERATION, counted_work, profiler, profiler_is_busy, reset_counts
+from ringprof.record.process_group import GroupRanks
 from ringprof.record.recording import RankResult, assemble, gather, strategy_used
 from ringprof.record.remote_traces import TraceFile
 from ringprof.record.request import from_json
 from ringprof.record.run_folder import RUN_FILE, discard, reduced_name, trace_name
 from ringprof.run import Run, Workload, write_run
-from ringprof.whole_numbers import whole
+from ringprof.scratch import claim, clear_abandoned, release
+from ringprof.validation import whole
 from ringprof.workload_checks import workload_problems
 
 _log = logging.getLogger("ringprof.capture")

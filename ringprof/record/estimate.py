@@ -18,15 +18,15 @@ import psutil
 import torch
 
 from ringprof.devices import bandwidth_of, peak_of
-from ringprof.errors import UnfitWorkloadError
-from ringprof.processes import cpu_count
+from ringprof.errors import UnsupportedWorkloadError
+from ringprof.process_pool import cpu_count
+from ringprof.record.dryrun.fakes import KNOWN_KERNELS
+from ringprof.record.dryrun.memory import peak_bytes
 from ringprof.record.request import Request
 from ringprof.record.resolve import fits, kernel_class, load_strategy, torch_dtype
-from ringprof.record.tape.memory import peak_bytes
-from ringprof.record.tape.seams import KNOWN_KERNELS
 from ringprof.run import Workload
 from ringprof.strategies.base import Strategy
-from ringprof.strategies.cut import busiest_over_mean
+from ringprof.strategies.masks.sharded_mask import busiest_over_mean
 
 CPU_LIMIT_S = 600.0
 BUSY = 0.8
@@ -88,7 +88,7 @@ class RecordingEstimate:
     share: float = 1.0
     """What is to be had now of the speed of a quiet machine."""
     memory_of: Callable[[Workload], int] = lambda workload: 0
-    """``memory_bytes`` of another workload. Raises `UnfitWorkloadError`."""
+    """``memory_bytes`` of another workload. Raises `UnsupportedWorkloadError`."""
 
     @property
     def seconds_per_iteration(self) -> float:
@@ -164,7 +164,7 @@ def _told(held_by: Callable[[Workload], int], workload: Workload, kernel: str) -
     """Bytes that one rank will hold at its peak, and what there is to say of them."""
     try:
         held = held_by(workload)
-    except UnfitWorkloadError as error:
+    except UnsupportedWorkloadError as error:
         return None, str(error)
     return held, "" if kernel in KNOWN_KERNELS else f", with what flash attention holds for {kernel}"
 
@@ -210,7 +210,8 @@ def _each(plan: RecordingEstimate) -> str:
 
 
 def refuse_too_large(request: Request, plan: RecordingEstimate) -> None:
-    """Raises `UnfitWorkloadError` with the largest sequence that fits, where memory or (on CPU) time will not do."""
+    """Raises `UnsupportedWorkloadError` with the largest sequence that fits, where memory or (on CPU) time will not
+    do."""
     if request.force:
         return
     workload, world = request.workload, request.world or 1
@@ -228,10 +229,12 @@ def refuse_too_large(request: Request, plan: RecordingEstimate) -> None:
 
         longest = over(_most(request, plan, over, cached)).kv_length
         advice = f"--kv-length {longest} fits" if longest != workload.seq else "no cache fits"
-        raise UnfitWorkloadError(f"{workload.kv_length} keys a sequence {reason}; {advice} (--force runs it anyway)")
+        raise UnsupportedWorkloadError(
+            f"{workload.kv_length} keys a sequence {reason}; {advice} (--force runs it anyway)"
+        )
     largest = largest_seq(request, plan)
     advice = f"the largest sequence that fits is {largest}" if largest else "no sequence fits"
-    raise UnfitWorkloadError(f"sequence {workload.seq} {reason}; {advice} (--force runs it anyway)")
+    raise UnsupportedWorkloadError(f"sequence {workload.seq} {reason}; {advice} (--force runs it anyway)")
 
 
 def largest_seq(request: Request, plan: RecordingEstimate) -> int:
@@ -259,7 +262,7 @@ def _most(request: Request, plan: RecordingEstimate, workload: Callable[[int], W
     def over(count: int) -> int:
         try:
             return plan.memory_of(workload(count)) - limit
-        except UnfitWorkloadError:
+        except UnsupportedWorkloadError:
             # This very number does not go; one near it may.
             return held * count // top - limit
 

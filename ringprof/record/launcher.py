@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ringprof.errors import UsageError
-from ringprof.whole_numbers import whole
+from ringprof.validation import whole
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from ringprof.record.measure import Problem, Results, seeded
+from ringprof.record.measure import Results, WorkloadShard, seeded
 from ringprof.record.resolve import layout_options, mask_options, torch_dtype
 from ringprof.run import Workload
 from ringprof.strategies.base import Strategy
@@ -131,7 +131,7 @@ def made_parallel(model: Layers, how: str, device: torch.device) -> nn.Module:
 
 
 @dataclass(kw_only=True)
-class LayersProblem(Problem):
+class LayersProblem(WorkloadShard):
     """One rank's share of whole layers: q, k, v and dout are those of the first layer's attention that was kept."""
 
     model: nn.Module

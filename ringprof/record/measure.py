@@ -17,12 +17,12 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from ringprof.json_object import JsonObject
 from ringprof.record.clock import clock_for
-from ringprof.record.device_watch import watching
 from ringprof.record.progress import Reporter
 from ringprof.record.resolve import asks_of_kernels, mask_options, shape_of, torch_dtype
+from ringprof.record.telemetry import watching
 from ringprof.run import DeviceState, Sent, Work, Workload
-from ringprof.strategies.cached import Cached
-from ringprof.strategies.copies import held_bytes
+from ringprof.strategies.algorithms.cached import Cached
+from ringprof.strategies.transport.copy_engine import held_bytes
 
 SINKS_SEED = 18
 ITERATION = "ringprof::iteration"
@@ -30,7 +30,7 @@ ITERATION = "ringprof::iteration"
 
 
 @dataclass
-class Problem:
+class WorkloadShard:
     """One rank's share of a workload, and one iteration over it."""
 
     strategy: Any
@@ -54,7 +54,7 @@ class Problem:
     """What the replays of the graph compute; empty without one."""
 
     @classmethod
-    def of(cls, strategy: Any, workload: Workload, device: torch.device, *, cuda_graph: bool = False) -> Problem:
+    def of(cls, strategy: Any, workload: Workload, device: torch.device, *, cuda_graph: bool = False) -> WorkloadShard:
         """Random inputs, made where they are needed: the full tensors may fit no device. On ``meta`` shapes alone."""
         if workload.kv_length is not None:
             return cls._over_cache(strategy, workload, device, cuda_graph=cuda_graph)
@@ -76,7 +76,9 @@ class Problem:
         )  # fmt: skip
 
     @classmethod
-    def _over_cache(cls, strategy: Cached, workload: Workload, device: torch.device, *, cuda_graph: bool) -> Problem:
+    def _over_cache(
+        cls, strategy: Cached, workload: Workload, device: torch.device, *, cuda_graph: bool
+    ) -> WorkloadShard:
         """New queries, which ranks may have in common, and each rank's keys and values."""
         dtype, shape = torch_dtype(workload), shape_of(workload)
         new = (shape.batch, shape.seq, shape.heads, shape.head_dim)
@@ -166,7 +168,7 @@ class Measurement:
     """Of the GPU meanwhile."""
 
 
-def measure(problem: Problem, device: torch.device, warmup: int, iters: int, reporter: Reporter) -> Measurement:
+def measure(problem: WorkloadShard, device: torch.device, warmup: int, iters: int, reporter: Reporter) -> Measurement:
     """Warm up, then time every iteration; the work is counted in the first timed one."""
     kept: list[Results] = []
     first_rows = work = None
@@ -239,7 +241,9 @@ def row_sums(out: Tensor) -> Tensor:
     return out.detach().view(bits).flatten(2).sum(2, dtype=torch.int64)
 
 
-def profile_iterations(problem: Problem, device: torch.device, iters: int, path: Path, reporter: Reporter) -> list[int]:
+def profile_iterations(
+    problem: WorkloadShard, device: torch.device, iters: int, path: Path, reporter: Reporter
+) -> list[int]:
     """Profile iterations and write the trace to ``path``; returns their times by the clock of `measure`.
 
     All ranks start each iteration together, behind a barrier that lies outside the marked range.

@@ -18,9 +18,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.profiler import record_function
 from torch.profiler.profiler import PROFILER_STEP_NAME
 
-from ringprof.owned_folders import remove, scratch_folder
-from ringprof.record.group_ranks import GroupRanks, gather_tensor
 from ringprof.record.measure import ITERATION, profiler, profiler_is_busy
+from ringprof.record.process_group import GroupRanks, gather_tensor
+from ringprof.scratch import remove, scratch_folder
 
 MOST_SHARE = 0.01
 """Of the loop's time that looking may take: after each look the next is put off until it does not take more."""

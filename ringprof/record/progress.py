@@ -59,7 +59,7 @@ class PositionReporter:
         return f"{self._phase}, step {self._done + 1}"
 
 
-class Diary(PositionReporter):
+class ProgressLog(PositionReporter):
     """A rank's own file of JSON lines: its progress, its error, and its last words when it is stopped."""
 
     def __init__(self, path: Path) -> None:
@@ -95,7 +95,7 @@ class Diary(PositionReporter):
             file.write(json.dumps({"at": time.monotonic(), **entry}) + "\n")
 
 
-class DiaryReader:
+class ProgressLogReader:
     """The entries of one diary, as they come."""
 
     def __init__(self, path: Path) -> None:

@@ -13,19 +13,19 @@ import msgspec
 import torch
 
 from ringprof.errors import UsageError
-from ringprof.record.control_times import ControlTimes, measure_controls, silent_strategy
-from ringprof.record.device_watch import links_of
-from ringprof.record.group_ranks import gather_bytes, gather_tensor, world_group
+from ringprof.record.baselines import BaselineTimes, measure_baselines, silent_strategy
+from ringprof.record.dynamic_cp import StepsProblem, verify_steps, verify_timed_steps
 from ringprof.record.launcher import RankPlace
 from ringprof.record.layer import LayersProblem
 from ringprof.record.machine import device_name, driver_version, host_name, host_numbers, variables, versions
-from ringprof.record.measure import Measurement, Problem, counted_work, measure, profile_iterations
+from ringprof.record.measure import Measurement, WorkloadShard, counted_work, measure, profile_iterations
+from ringprof.record.process_group import gather_bytes, gather_tensor, world_group
 from ringprof.record.progress import Reporter
 from ringprof.record.remote_traces import TraceFile, gather_traces
 from ringprof.record.request import Request, Task, from_json, to_json
 from ringprof.record.resolve import load_strategy, strategy_errors
 from ringprof.record.run_folder import publish, reduced_name, trace_name
-from ringprof.record.sizes import StepsProblem, verify_steps, verify_timed_steps
+from ringprof.record.telemetry import links_of
 from ringprof.record.verify import verify
 from ringprof.record.verify_cached import verify_cached, verify_cached_timed
 from ringprof.record.verify_timed import verify_timed
@@ -64,7 +64,7 @@ class RankResult(msgspec.Struct, frozen=True, kw_only=True):
     state: DeviceState | None = None
     links: DeviceLinks | None = None
     work: Work | None = None
-    controls: ControlTimes | None = None
+    controls: BaselineTimes | None = None
     trace_bytes: int | None = None
     remote_bytes: int | None = None
     """Of the trace, where it is not in the run's folder and rank 0 must be sent it."""
@@ -181,11 +181,11 @@ class RankRecording:
             controls=_controls(request, [r.controls for r in results if r.controls is not None]),
         )
 
-    def _problem(self, device: torch.device) -> Problem:
+    def _problem(self, device: torch.device) -> WorkloadShard:
         request = self.task.request
         if self.parts is not None:
             return StepsProblem.over(self.parts, request.workload, request.cp_sizes, device)
-        kind = Problem if request.workload.layer is None else LayersProblem
+        kind = WorkloadShard if request.workload.layer is None else LayersProblem
         return kind.of(self.strategy, request.workload, device, cuda_graph=request.cuda_graph)
 
     def _parts(self) -> Any:
@@ -221,13 +221,13 @@ class RankRecording:
             torch.cuda.empty_cache()
         return verification
 
-    def _timed(self, problem: Problem, device: torch.device) -> Measurement:
+    def _timed(self, problem: WorkloadShard, device: torch.device) -> Measurement:
         request = self.task.request
         assert request.warmup is not None and request.iters is not None
         return measure(problem, device, request.warmup, request.iters, self.reporter)
 
     def _verify_timed(
-        self, problem: Problem, measured: Measurement, before: Verification | None
+        self, problem: WorkloadShard, measured: Measurement, before: Verification | None
     ) -> Verification | None:
         if before is None or measured.last is None:
             return None
@@ -260,12 +260,12 @@ class RankRecording:
         if past:
             raise UsageError(f"--controls: strategy {name!r} {past} (record it without --controls)")
 
-    def _control(self, problem: Problem, device: torch.device) -> ControlTimes:
+    def _control(self, problem: WorkloadShard, device: torch.device) -> BaselineTimes:
         request = self.task.request
         assert request.warmup is not None and request.iters is not None
         hosts = None if self.hosts is None else host_numbers(self.hosts)
         silent = silent_strategy(request.strategy, request.kernel, request.ranks_per_host, request.params, hosts)
-        return measure_controls(problem, silent, device, request.warmup, request.iters, self.reporter)
+        return measure_baselines(problem, silent, device, request.warmup, request.iters, self.reporter)
 
 
 def _as_far_as_counted(work: Work, *, computes: bool, sends: bool) -> Work:
@@ -334,7 +334,7 @@ def assemble(name: str, created: str, command: list[str], results: list[RankResu
     )
 
 
-def _controls(request: Request, ranks: list[ControlTimes]) -> Controls | None:
+def _controls(request: Request, ranks: list[BaselineTimes]) -> Controls | None:
     """All ranks' controls; None where none were measured."""
     if not ranks:
         return None

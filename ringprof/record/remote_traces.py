@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ringprof.owned_folders import remove, scratch_folder, sees
 from ringprof.record.run_folder import reduced_name, trace_name
+from ringprof.scratch import remove, scratch_folder, sees
 
 MESSAGE_BYTES = 4 * 2**20
 """The most of a trace that a rank holds in memory at a time."""

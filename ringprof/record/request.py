@@ -11,7 +11,7 @@ import msgspec
 from ringprof.errors import MissingExtraError, UsageError
 from ringprof.json_object import Params
 from ringprof.run import Workload
-from ringprof.whole_numbers import refuse_below_one
+from ringprof.validation import refuse_below_one
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 MIN_GPU_WARMUP = 3

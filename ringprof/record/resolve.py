@@ -13,14 +13,14 @@ from contextlib import contextmanager
 import msgspec
 import torch
 
-from ringprof.errors import RecordError, UnfitWorkloadError, UnknownStrategyError, UsageError
+from ringprof.errors import RecordError, UnknownStrategyError, UnsupportedWorkloadError, UsageError
 from ringprof.json_object import JsonObject, Params
 from ringprof.record.launcher import RankPlace
 from ringprof.record.request import DTYPES, MIN_GPU_WARMUP, Request, check_numbers
 from ringprof.run import Workload
-from ringprof.strategies import Unfit, UnknownName, find, for_inference, names
+from ringprof.strategies import UnknownName, Unsupported, find, for_inference, names
 from ringprof.strategies.base import NO_SOFTCAP, Shape, Strategy
-from ringprof.strategies.kernel import Kernel
+from ringprof.strategies.kernels.kernel import Kernel
 from ringprof.strategies.registry import check_parameters, parse_parameter
 
 CPU_RANKS = 4
@@ -34,8 +34,8 @@ def strategy_errors() -> Iterator[None]:
         yield
     except UnknownName as error:
         raise UnknownStrategyError(str(error.args[0])) from None
-    except Unfit as error:
-        raise UnfitWorkloadError(str(error)) from None
+    except Unsupported as error:
+        raise UnsupportedWorkloadError(str(error)) from None
 
 
 def load_strategy(name: str) -> type[Strategy]:
@@ -63,7 +63,7 @@ def load_strategy(name: str) -> type[Strategy]:
 def resolve(request: Request, place: RankPlace | None) -> Request:
     """The request with every open choice made. ``place`` is this process's rank where a launcher made it one.
 
-    Raises `UsageError`, `UnknownStrategyError` and `UnfitWorkloadError`.
+    Raises `UsageError`, `UnknownStrategyError` and `UnsupportedWorkloadError`.
     """
     check_numbers(request)
     if request.workload.dtype not in DTYPES:
@@ -92,17 +92,17 @@ def resolve(request: Request, place: RankPlace | None) -> Request:
 
 
 def _with_sizes(strategy: type[Strategy], request: Request, params: Params, world: int) -> Request:
-    """The request with the sequences of each step. Raises `UsageError` and `UnfitWorkloadError`."""
+    """The request with the sequences of each step. Raises `UsageError` and `UnsupportedWorkloadError`."""
     workload = request.workload
     for size in request.cp_sizes:
         if size < 1 or world % size:
             raise UsageError(f"--cp-sizes: groups of {size} ranks do not divide {world}")
         if workload.seq % (world // size):
-            raise UnfitWorkloadError(f"{workload.seq} tokens are not {world // size} even sequences")
+            raise UnsupportedWorkloadError(f"{workload.seq} tokens are not {world // size} even sequences")
         with strategy_errors():
             reason = fits(strategy, workload.step(world // size), size, params)
         if reason:
-            raise UnfitWorkloadError(f"strategy {request.strategy!r} cannot run this on {size} ranks: {reason}")
+            raise UnsupportedWorkloadError(f"strategy {request.strategy!r} cannot run this on {size} ranks: {reason}")
     sequences = tuple(world // size for size in request.cp_sizes)
     return msgspec.structs.replace(request, workload=msgspec.structs.replace(workload, sequences=sequences))
 
@@ -113,10 +113,10 @@ def fits(
     """Why the workload (at ``seq``, where given) cannot run on ``world`` ranks; None where it can."""
     if seq is not None:
         workload = workload.at(seq)
-    reason: str | None = strategy.unfit(shape_of(workload), world, **params)
+    reason: str | None = strategy.why_unsupported(shape_of(workload), world, **params)
     if not strategy.takes_softcap and (workload.softcap or workload.sinks):
         reason = reason or (NO_SOFTCAP if workload.softcap else NO_SINKS)
-    return reason or strategy.unfit_mask(workload.mask(), workload.seq, world, **params)
+    return reason or strategy.why_mask_unsupported(workload.mask(), workload.seq, world, **params)
 
 
 def shape_of(workload: Workload) -> Shape:
@@ -158,7 +158,7 @@ def torch_dtype(workload: Workload) -> torch.dtype:
 
 
 def kernel_class(request: Request) -> type[Kernel]:
-    """The kernel that a resolved request will run with. Raises `UsageError` and `UnfitWorkloadError`."""
+    """The kernel that a resolved request will run with. Raises `UsageError` and `UnsupportedWorkloadError`."""
     workload = request.workload
     try:
         return load_strategy(request.strategy).kernel_class(
@@ -167,8 +167,8 @@ def kernel_class(request: Request) -> type[Kernel]:
         )  # fmt: skip
     except UnknownName as error:
         raise UsageError(str(error.args[0])) from None
-    except Unfit as error:
-        raise UnfitWorkloadError(str(error)) from None
+    except Unsupported as error:
+        raise UnsupportedWorkloadError(str(error)) from None
 
 
 def _check_what_is_made(strategy: type[Strategy], request: Request) -> None:
@@ -247,7 +247,8 @@ def _counts(request: Request, device: str) -> tuple[int, int]:
 
 
 def typed_params(strategy: type[Strategy], name: str, params: Params) -> Params:
-    """The parameters of strategy ``name`` as what they are. Raises `UnfitWorkloadError` for one it does not take."""
+    """The parameters of strategy ``name`` as what they are. Raises `UnsupportedWorkloadError` for one it does not
+    take."""
     with strategy_errors():
         typed = {
             key: parse_parameter(strategy, name, key, value) if isinstance(value, str) else value
@@ -267,8 +268,8 @@ def ranks_per_host(request: Request, place: RankPlace | None, world: int | None 
 
 def _check_fit(strategy: type[Strategy], request: Request, params: Params, world: int) -> None:
     if request.ranks_per_host is not None and world % request.ranks_per_host:
-        raise UnfitWorkloadError(f"--ranks-per-host {request.ranks_per_host} does not divide the {world} ranks")
+        raise UnsupportedWorkloadError(f"--ranks-per-host {request.ranks_per_host} does not divide the {world} ranks")
     with strategy_errors():
         reason = fits(strategy, request.workload, world, params)
     if reason:
-        raise UnfitWorkloadError(f"strategy {request.strategy!r} cannot run this: {reason}")
+        raise UnsupportedWorkloadError(f"strategy {request.strategy!r} cannot run this: {reason}")

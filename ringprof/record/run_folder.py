@@ -12,8 +12,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from ringprof.errors import RunFormatError, UsageError
-from ringprof.owned_folders import PARTIAL, claim, clear_abandoned, release
 from ringprof.run import Run, read_run, relocated, write_run
+from ringprof.scratch import PARTIAL, claim, clear_abandoned, release
 
 RUN_FILE = "run.json"
 NEEDED_BYTES_PER_RANK = 4 * 2**20

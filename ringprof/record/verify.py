@@ -30,17 +30,17 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ringprof.errors import UnfitWorkloadError, VerificationError
+from ringprof.errors import UnsupportedWorkloadError, VerificationError
 from ringprof.json_object import JsonObject, Params
-from ringprof.record.group_ranks import gather_tensor
 from ringprof.record.measure import drawn_sinks
+from ringprof.record.process_group import gather_tensor
 from ringprof.record.resolve import fits, kernel_of, layout_options, mask_options, torch_dtype
 from ringprof.run import TensorError, Verification, Workload
 from ringprof.strategies.base import Strategy
-from ringprof.strategies.cut import cut_of
-from ringprof.strategies.kernels import MaskedReference
-from ringprof.strategies.layouts import LAYOUTS
-from ringprof.strategies.merge import row_product, with_sinks
+from ringprof.strategies.kernels.builtin import MaskedReference
+from ringprof.strategies.kernels.merge import row_product, with_sinks
+from ringprof.strategies.masks.layouts import LAYOUTS
+from ringprof.strategies.masks.sharded_mask import sharded_mask_of
 
 SEED = 20260401
 TOKENS_PER_RANK = {"cpu": 64, "cuda": 256}
@@ -103,14 +103,14 @@ def _share(strategy: Strategy, name: str, whole: Tensor, workload: Workload) -> 
 def verification_seq(strategy: type[Strategy], workload: Workload, world: int, device_type: str, params: Params) -> int:
     """The sequence length of the check: at least 64 tokens a rank on CPU and 256 on GPU, as the layout needs it.
 
-    Never longer than the workload's own. Raises `UnfitWorkloadError` where no short sequence fits.
+    Never longer than the workload's own. Raises `UnsupportedWorkloadError` where no short sequence fits.
     """
     divisor = int(strategy.layout.divisor(world))
     tokens = min(TOKENS_PER_RANK[device_type] * world, max(MOST_TOKENS, divisor), workload.seq)
     for multiple in range(max(1, tokens // divisor), workload.seq // divisor + 1):
         if fits(strategy, workload, world, params, seq=multiple * divisor) is None:
             return multiple * divisor
-    raise UnfitWorkloadError(f"no sequence up to {workload.seq} fits {strategy.__name__} on {world} ranks")
+    raise UnsupportedWorkloadError(f"no sequence up to {workload.seq} fits {strategy.__name__} on {world} ranks")
 
 
 def allowed_rms(kernel_rms: float, dtype: torch.dtype, hops: int) -> float:
@@ -164,7 +164,7 @@ def summed_over_ranks(x: Tensor) -> Tensor:
 def whole_block(workload: Workload) -> JsonObject:
     """What a kernel is told that computes the whole sequence in one call: ``causal`` and ``parts``."""
     mask = workload.mask()
-    block = None if mask.plain else cut_of(mask, LAYOUTS["contiguous"], 1, workload.seq).block(0, 0)
+    block = None if mask.plain else sharded_mask_of(mask, LAYOUTS["contiguous"], 1, workload.seq).block(0, 0)
     if block is None:
         return {"causal": workload.causal}
     return {"causal": block.causal, "parts": block.parts}

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from ringprof.json_object import JsonObject, Params
-from ringprof.record.group_ranks import gather_tensor
-from ringprof.record.measure import Problem, Results, drawn_sinks
+from ringprof.record.measure import Results, WorkloadShard, drawn_sinks
+from ringprof.record.process_group import gather_tensor
 from ringprof.record.resolve import fits, kernel_of, mask_options, shape_of, torch_dtype
 from ringprof.record.verify import (
     MOST_TOKENS,
@@ -32,11 +32,11 @@ from ringprof.record.verify import (
 )
 from ringprof.record.verify_timed import PLACES, by_head, same_as_first, softmax_rows
 from ringprof.run import TimedVerification, Verification, Workload
-from ringprof.strategies.base import Blocks
-from ringprof.strategies.cached import Cached
-from ringprof.strategies.kernels import KeyStretches, ReferenceKernel
-from ringprof.strategies.layouts import Block
-from ringprof.strategies.merge import with_sinks
+from ringprof.strategies.algorithms.cached import Cached
+from ringprof.strategies.base import AttentionCall
+from ringprof.strategies.kernels.builtin import KeyStretches, ReferenceKernel
+from ringprof.strategies.kernels.merge import with_sinks
+from ringprof.strategies.masks.layouts import Block
 
 SEQUENCES = 2
 
@@ -63,7 +63,7 @@ def verify_cached(strategy: Cached, workload: Workload, device: torch.device) ->
     if sinks is not None:
         exact, _ = with_sinks(exact, lse, sinks)
     # One call of the kernel over what all new tokens may see: its own error.
-    blocks = Blocks(kernel_of(strategy, q, workload).again(), scale, causal=False)
+    blocks = AttentionCall(kernel_of(strategy, q, workload).again(), scale, causal=False)
     alone, _ = blocks.forward(q, full.k[:, :common], full.v[:, :common], Block())
     there, _ = reference.forward_seen(q.double(), wide_k[:, :common], wide_v[:, :common], scale, None)
     share, kernel_error = strategy.shard_output(exact), relative_rms(alone.double() - there, there)
@@ -92,7 +92,7 @@ def shortened(strategy: type[Cached], workload: Workload, world: int, device_typ
 
 
 def verify_cached_timed(
-    problem: Problem, first_rows: Tensor, last: Results, workload: Workload, before: Verification
+    problem: WorkloadShard, first_rows: Tensor, last: Results, workload: Workload, before: Verification
 ) -> Verification:
     """As `ringprof.record.verify_timed.verify_timed`, for a strategy over a cache. Raises `VerificationError`."""
     begin = time.perf_counter_ns()
@@ -127,7 +127,7 @@ def _judged(row: list[float], strategy: Cached, workload: Workload, device: torc
 class _Cache:
     """Keys and values of all ranks, a head of a sequence at a time, and the heads that this rank has."""
 
-    def __init__(self, problem: Problem, workload: Workload) -> None:
+    def __init__(self, problem: WorkloadShard, workload: Workload) -> None:
         self.problem, self.workload = problem, workload
         strategy, shape = problem.strategy, shape_of(workload)
         mine, device = strategy.heads(shape.heads, shape.kv_heads), problem.q.device
@@ -168,7 +168,7 @@ class _Cache:
         return (full / count[:, None])[:, :, self.returned.start : self.returned.stop]
 
 
-def _places(problem: Problem, out: Tensor, workload: Workload) -> Iterator[tuple[Tensor, Tensor]]:
+def _places(problem: WorkloadShard, out: Tensor, workload: Workload) -> Iterator[tuple[Tensor, Tensor]]:
     """This rank's output and dense attention's, in places of every kv head that it returns heads of. Collective."""
     cache, keys, group = _Cache(problem, workload), workload.kv_length or 0, workload.heads // workload.kv_heads
     generator = torch.Generator().manual_seed(SEED)

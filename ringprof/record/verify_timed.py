@@ -28,8 +28,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringprof.errors import VerificationError
-from ringprof.record.group_ranks import gather_tensor
-from ringprof.record.measure import Problem, Results, row_sums
+from ringprof.record.measure import Results, WorkloadShard, row_sums
+from ringprof.record.process_group import gather_tensor
 from ringprof.record.resolve import layout_options, torch_dtype
 from ringprof.record.verify import (
     SEED,
@@ -43,7 +43,7 @@ from ringprof.record.verify import (
     worst,
 )
 from ringprof.run import TimedVerification, Verification, Workload
-from ringprof.strategies.kernels import KeyStretches, capped
+from ringprof.strategies.kernels.builtin import KeyStretches, capped
 
 PLACES = 16
 BLOCK_NUMBERS = {"cpu": 2**22, "cuda": 2**25}
@@ -53,7 +53,7 @@ MOST_ITERATIONS = 2
 
 
 def verify_timed(
-    problem: Problem, first_rows: Tensor, last: Results, workload: Workload, before: Verification
+    problem: WorkloadShard, first_rows: Tensor, last: Results, workload: Workload, before: Verification
 ) -> Verification:
     """The check before timing with this one added; all ranks must call it, and all get the same answer.
 
@@ -146,7 +146,7 @@ class _Whole(NamedTuple):
 class _Places:
     """Some rows and keys of every rank, and what dense attention has there."""
 
-    def __init__(self, problem: Problem, workload: Workload) -> None:
+    def __init__(self, problem: WorkloadShard, workload: Workload) -> None:
         self._problem, self._workload = problem, workload
         self._strategy, self._device = problem.strategy, problem.q.device
         self._comm = problem.strategy.comm
@@ -287,7 +287,7 @@ def by_head(x: Tensor) -> Tensor:
     return x.transpose(0, 1).flatten(0, 1)
 
 
-def same_as_first(problem: Problem, first_rows: Tensor, last: Results, seq: int) -> bool:
+def same_as_first(problem: WorkloadShard, first_rows: Tensor, last: Results, seq: int) -> bool:
     """Whether the last output has the bits of the first on all ranks. Raises `VerificationError` where it has no
     number; leaves the device's memory to what comes next. Collective."""
     _refuse_not_finite(last, seq)

@@ -14,7 +14,7 @@ from ringprof.analysis.transfers.clocks import UNKNOWN_NS
 from ringprof.json_object import JsonObject
 from ringprof.report.page.document import Report, ReportParts
 from ringprof.report.sections import SECTIONS, annotated, kernels
-from ringprof.trace.columns import Caveat
+from ringprof.trace.columns import Notice
 
 REPORT_SCHEMA = "ringprof.report/1"
 
@@ -29,7 +29,7 @@ def as_dict(found: Findings, *, source: str, paths: Sequence[str]) -> Report:
     return whole_report(source, paths, found.attribution.warnings, parts)
 
 
-def whole_report(source: str, paths: Sequence[str], warnings: Iterable[Caveat], parts: ReportParts) -> Report:
+def whole_report(source: str, paths: Sequence[str], warnings: Iterable[Notice], parts: ReportParts) -> Report:
     """A report with every part that the schema asks for; those not given are empty."""
     return {
         "schema": REPORT_SCHEMA,

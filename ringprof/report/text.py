@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from ringprof.digits import percent
+from ringprof.formatting import percent
 
 BLOCKS = " ▏▎▍▌▋▊▉█"
 _ASCII = str.maketrans({"·": "|", "█": "#", "…": "~", "µ": "u"})

@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from ringprof.errors import MissingExtraError, RingprofError, UsageError
-from ringprof.processes import in_order
+from ringprof.process_pool import in_order
 
 PATIENCE_S = 10
 """For a scheduler to answer, and to have a worker."""

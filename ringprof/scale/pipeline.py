@@ -18,17 +18,16 @@ from typing import Any
 
 import msgspec
 
-from ringprof.analysis.attribution import Attribution, RunOutline, all_warnings, judge_matching, outline_run
+from ringprof.analysis.attribution import Attribution, RunInfo, all_warnings, judge_matching, read_run_info
 from ringprof.analysis.copy_waits import CopyPeers, peers_of_ranks, unequal_hops, with_receivers
 from ringprof.analysis.findings.findings import Findings, findings_in_memory
 from ringprof.analysis.iterations import steps_warning
 from ringprof.analysis.kinds.groups import refuse_unknown_group
 from ringprof.analysis.rank import Rank, kept
-from ringprof.analysis.steps.plan import Survey
+from ringprof.analysis.steps.plan import StepSummary
 from ringprof.analysis.steps.steps import ExposedByPlan, StepFinder, add_exposed
 from ringprof.analysis.timeline.kernels import KernelTotals
 from ringprof.analysis.timeline.window import EVERYTHING, Focus
-from ringprof.analysis.transfers.by_ends import SOURCE, Communicators, find_communicators
 from ringprof.analysis.transfers.clocks import (
     Clocks,
     Traffic,
@@ -39,24 +38,25 @@ from ringprof.analysis.transfers.clocks import (
     one_clock,
 )
 from ringprof.analysis.transfers.hops import HostOfRank
-from ringprof.analysis.transfers.waiting import Best, LinkClass, better
+from ringprof.analysis.transfers.match_by_end import SOURCE, Communicators, find_communicators
+from ringprof.analysis.transfers.wait_and_wire import Best, LinkClass, better
 from ringprof.errors import InputError
 from ringprof.files import is_url
 from ringprof.limits import Limits
-from ringprof.owned_folders import remove, scratch_folder
 from ringprof.run import Run
 from ringprof.scale import stages
-from ringprof.scale.collective_ledger import CollectiveLedger, LedgerExtract
+from ringprof.scale.collective_index import CollectiveExtract, CollectiveIndex
 from ringprof.scale.store import DiskStore, MemoryStore, RankStore
 from ringprof.scale.trace_set import Notify, TraceSet, unheard
 from ringprof.scale.workers import LocalProcesses, Workers
+from ringprof.scratch import remove, scratch_folder
 from ringprof.trace.columns import Trace
 from ringprof.trace.one_run import TraceFacts, checked_facts, facts_of
 
 _TILE = 16
 """Ranks that are looked at together, at least; whole hosts."""
 NEIGHBOURHOOD = 2
-"""How far a rank's wait and wire reach: its peers and their peers (`ringprof.analysis.transfers.waiting`)."""
+"""How far a rank's wait and wire reach: its peers and their peers (`ringprof.analysis.transfers.wait_and_wire`)."""
 MOST_PLANS = 4
 """Plans of ring steps whose sums are kept: in most runs all ranks have one."""
 MOST_DETAILS = 4
@@ -72,23 +72,23 @@ def attribute(
     are of the same rank or of runs of different size, `TraceFormatError` where a trace holds nothing to analyse,
     `UsageError` where a chosen range or group is not there.
     """
-    outline = outline_run([facts_of(trace) for trace in traces], run, ranks_per_host, focus)
-    by_rank = {rank: msgspec.structs.replace(traces[at], rank=rank) for rank, at in outline.place.items()}
-    return _pipeline(outline, lambda: MemoryStore(by_rank), focus, run, LocalProcesses(1)).attribute()
+    info = read_run_info([facts_of(trace) for trace in traces], run, ranks_per_host, focus)
+    by_rank = {rank: msgspec.structs.replace(traces[at], rank=rank) for rank, at in info.place.items()}
+    return _pipeline(info, lambda: MemoryStore(by_rank), focus, run, LocalProcesses(1)).attribute()
 
 
 def _pipeline(
-    outline: RunOutline, store: Callable[[], RankStore], focus: Focus, recorded: Run | str | None, workers: Workers,
+    info: RunInfo, store: Callable[[], RankStore], focus: Focus, recorded: Run | str | None, workers: Workers,
     notify: Notify = unheard,
 ) -> _Pipeline:  # fmt: skip
     """That of the chosen part; where its times need the clocks of all hosts, the whole run is attributed before."""
     clocks = None
-    if outline.needs_clocks:
-        whole = stages.RunContext(store(), msgspec.structs.replace(focus, between_ns=None), {}, recorded, outline.hosts)
-        clocks = _Pipeline(whole, outline, workers, notify).attribute().clocks
-        outline = outline.on(clocks)
-    context = stages.RunContext(store(), focus, outline.chosen_by_rank(), recorded, outline.hosts)
-    return _Pipeline(context, outline, workers, notify, clocks)
+    if info.needs_clocks:
+        whole = stages.RunContext(store(), msgspec.structs.replace(focus, between_ns=None), {}, recorded, info.hosts)
+        clocks = _Pipeline(whole, info, workers, notify).attribute().clocks
+        info = info.on(clocks)
+    context = stages.RunContext(store(), focus, info.chosen_by_rank(), recorded, info.hosts)
+    return _Pipeline(context, info, workers, notify, clocks)
 
 
 def explain_traces(
@@ -132,15 +132,15 @@ def _explain_in(
     folder: Path, facts: Sequence[TraceFacts], reduced: Sequence[str], given: TraceSet, ranks_per_host: int | None,
     focus: Focus, workers: Workers, notify: Notify,
 ) -> Findings:  # fmt: skip
-    outline = outline_run(facts, given.run, ranks_per_host, focus)
+    info = read_run_info(facts, given.run, ranks_per_host, focus)
     store = DiskStore(
         str(folder),
-        {rank: reduced[at] for rank, at in outline.place.items()},
-        {rank: facts[at].path for rank, at in outline.place.items()},
+        {rank: reduced[at] for rank, at in info.place.items()},
+        {rank: facts[at].path for rank, at in info.place.items()},
     )
     # The files live as long as anything that reads them.
     weakref.finalize(store, remove, folder)
-    pipeline = _pipeline(outline, lambda: store, focus, given.run_path, workers, notify)
+    pipeline = _pipeline(info, lambda: store, focus, given.run_path, workers, notify)
     attribution = pipeline.attribute()
     ranks = [rank for rank in attribution.ranks if not rank.on_cpu]
     surveys = [pipeline.surveyed[rank.rank] for rank in ranks]
@@ -188,33 +188,33 @@ class _Pipeline(msgspec.Struct, dict=True):
     """One attribution, step by step."""
 
     context: stages.RunContext
-    outline: RunOutline
+    info: RunInfo
     workers: Workers
     notify: Notify = unheard
     clocks: Clocks | None = None
     """Where they are known already."""
-    surveyed: dict[int, Survey] = msgspec.field(default_factory=dict)
+    surveyed: dict[int, StepSummary] = msgspec.field(default_factory=dict)
     """What ranks whose details do not stay in memory tell of the run's steps."""
     told: ExposedByPlan = msgspec.field(default_factory=dict)
     kernels: KernelTotals = msgspec.field(default_factory=KernelTotals)
 
     def __post_init__(self) -> None:
-        number = {name: at for at, name in enumerate(hosts_in_order(self.outline.clock_of))}
-        self.host = {rank: number[name] for rank, name in self.outline.clock_of.items()}
+        number = {name: at for at, name in enumerate(hosts_in_order(self.info.clock_of))}
+        self.host = {rank: number[name] for rank, name in self.info.clock_of.items()}
         self.several_clocks = len(number) > 1
         self.in_memory = isinstance(self.context.store, MemoryStore)
 
     def attribute(self) -> Attribution:
         alone = self._explain()
         told_by_ends = self._group_by_ends(alone)
-        ledger = CollectiveLedger(self.host)
+        ledger = CollectiveIndex(self.host)
         if not self.in_memory:
             self._enter(ledger, alone)
         tiles = self._tiles(alone)
         clocks = self.clocks or self._fit_clocks(tiles, ledger)
         if not self.in_memory:
             tiles = [msgspec.structs.replace(tile, absent=ledger.extract(tile.ranks, clocks)) for tile in tiles]
-        copies = _copy_peers(alone, self.context.hosts, self.outline.world_size)
+        copies = _copy_peers(alone, self.context.hosts, self.info.world_size)
         tiles = [
             msgspec.structs.replace(tile, copies={rank: copies[rank] for rank in tile.ranks if rank in copies})
             for tile in tiles
@@ -229,24 +229,24 @@ class _Pipeline(msgspec.Struct, dict=True):
         if usable and inconclusive:
             usable, warnings = judge_matching(ranks, clocks, unmatched, inconclusive, disagree=disagree)
         warnings += told_by_ends.warning()
-        said = [*self.outline.warnings, *(warning for one in alone.values() for warning in one.warnings)]
+        said = [*self.info.warnings, *(warning for one in alone.values() for warning in one.warnings)]
         said += steps_warning(ranks, self.context.run())
         return Attribution(
             ranks=finished,
             run=self.context.run(),
             best_gbps={key: size / span for key, (size, span) in best.items()} if usable and not silent else {},
-            warnings=all_warnings(self.outline, said, [] if silent else warnings),
+            warnings=all_warnings(self.info, said, [] if silent else warnings),
             clocks=clocks,
-            world_size=self.outline.world_size,
+            world_size=self.info.world_size,
             kernels=self.kernels.sorted(),
         )
 
     def _explain(self) -> dict[int, stages.RankAlone]:
         alone: dict[int, stages.RankAlone] = {}
-        for one in self.workers.map(stages.explain_alone, ((self.context, rank) for rank in self.outline.place)):
+        for one in self.workers.map(stages.explain_alone, ((self.context, rank) for rank in self.info.place)):
             self.kernels.add(one.rank.rank, one.kernels)
             alone[one.rank.rank] = msgspec.structs.replace(one, kernels=())
-            self.notify("ranks explained", len(alone), len(self.outline.place))
+            self.notify("ranks explained", len(alone), len(self.info.place))
         group = self.context.focus.group
         if group is not None and not any(one.in_group for one in alone.values()):
             refuse_unknown_group(group, {name for one in alone.values() for name in one.group_names})
@@ -255,7 +255,7 @@ class _Pipeline(msgspec.Struct, dict=True):
     def _group_by_ends(self, alone: Mapping[int, stages.RankAlone]) -> Communicators:
         """Give collectives without a record the groups that their ends tell."""
         calls = [one for rank in alone.values() for one in rank.unrecorded]
-        if self.outline.world_size > len(alone):
+        if self.info.world_size > len(alone):
             # Whoever is not here may have been the last to begin.
             calls = []
         found = find_communicators(calls, self.host)
@@ -266,7 +266,7 @@ class _Pipeline(msgspec.Struct, dict=True):
             self.context.store.put_transfers(rank, transfers)
         return found
 
-    def _enter(self, ledger: CollectiveLedger, alone: Mapping[int, stages.RankAlone]) -> None:
+    def _enter(self, ledger: CollectiveIndex, alone: Mapping[int, stages.RankAlone]) -> None:
         for rank, one in alone.items():
             if one.in_collectives:
                 ledger.add(rank, self.context.store.transfers(rank))
@@ -283,11 +283,11 @@ class _Pipeline(msgspec.Struct, dict=True):
                 tiles.append([])
             tiles[-1].append(rank)
             before = self.host[rank]
-        return [stages.Tile(tuple(ranks), _around(ranks, alone), LedgerExtract({})) for ranks in tiles]
+        return [stages.Tile(tuple(ranks), _around(ranks, alone), CollectiveExtract({})) for ranks in tiles]
 
-    def _fit_clocks(self, tiles: Sequence[stages.Tile], ledger: CollectiveLedger) -> Clocks:
+    def _fit_clocks(self, tiles: Sequence[stages.Tile], ledger: CollectiveIndex) -> Clocks:
         if not self.several_clocks:
-            return one_clock(list(self.outline.place))
+            return one_clock(list(self.info.place))
         ways: dict[tuple[int, int], TrafficSummary] = {}
         for found in self.workers.map(stages.traffic_of, ((self.context.store, tile, self.host) for tile in tiles)):
             ways |= found
@@ -295,7 +295,7 @@ class _Pipeline(msgspec.Struct, dict=True):
         ledger.traffic(met)
         for key, way in met.items():
             ways[key] = _both(ways.get(key, TrafficSummary()), way.summed())
-        return fit_ways(ways, self.outline.clock_of)
+        return fit_ways(ways, self.info.clock_of)
 
     def _rates(
         self, tiles: Sequence[stages.Tile], clocks: Clocks

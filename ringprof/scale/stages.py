@@ -21,24 +21,24 @@ from ringprof.analysis.explain import explain, with_communication, with_splits
 from ringprof.analysis.kinds.groups import group_names
 from ringprof.analysis.kinds.kinds import POINT_TO_POINT
 from ringprof.analysis.rank import Detail, Rank, kept
-from ringprof.analysis.steps.plan import RankSteps, Survey, own_plan, survey
+from ringprof.analysis.steps.plan import RankSteps, StepSummary, own_plan, survey
 from ringprof.analysis.steps.steps import ExposedBySteps, exposed_steps
 from ringprof.analysis.timeline.kernels import RankKernel
 from ringprof.analysis.timeline.window import Focus
-from ringprof.analysis.transfers.by_ends import StreamCalls, unrecorded_calls
 from ringprof.analysis.transfers.clocks import Clocks, TrafficSummary, collect
 from ringprof.analysis.transfers.from_run import fill_from_run
 from ringprof.analysis.transfers.hops import HostOfRank, PeerBlock
+from ringprof.analysis.transfers.match_by_end import StreamCalls, unrecorded_calls
 from ringprof.analysis.transfers.matching import Matches, match
-from ringprof.analysis.transfers.waiting import Best, LinkClass, Waiting, waited_for
+from ringprof.analysis.transfers.wait_and_wire import Best, LinkClass, Waiting, waited_for
 from ringprof.errors import InputError
 from ringprof.files import is_url
 from ringprof.limits import Limits, MemoryBudget
 from ringprof.run import Run, read_run
-from ringprof.scale.collective_ledger import LedgerExtract
+from ringprof.scale.collective_index import CollectiveExtract
 from ringprof.scale.store import RankStore
 from ringprof.scale.workers import Workers
-from ringprof.trace.columns import Caveat
+from ringprof.trace.columns import Notice
 from ringprof.trace.formats import REDUCED, format_at
 from ringprof.trace.one_run import TraceFacts, facts_of
 from ringprof.trace.ranks import try_file
@@ -111,7 +111,7 @@ class RankAlone(msgspec.Struct, frozen=True):
     """What one trace says without the others."""
 
     rank: Rank
-    warnings: tuple[Caveat, ...]
+    warnings: tuple[Notice, ...]
     in_group: bool
     group_names: frozenset[str]
     """Where the chosen group is not there: those that are."""
@@ -160,7 +160,7 @@ class Tile(msgspec.Struct, frozen=True):
     ranks: tuple[int, ...]
     around: tuple[int, ...]
     """These and their neighbours and theirs."""
-    absent: LedgerExtract | None = None
+    absent: CollectiveExtract | None = None
     """What ranks outside did in collectives; None where no rank is outside."""
     copies: Mapping[int, CopyPeers] = {}
     """For the ranks that post hops by the copy engine: their hops and those of their peers."""
@@ -203,7 +203,7 @@ def rates_of_tile(context: RunContext, tile: Tile, clocks: Clocks) -> TileRates:
 class RankSurvey(msgspec.Struct, frozen=True):
     """One rank's steps as it tells them alone: in most runs all ranks tell the same."""
 
-    survey: Survey
+    survey: StepSummary
     plan: str | None
     """The plan's mark; None where it tells none."""
     exposed: ExposedBySteps

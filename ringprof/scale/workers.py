@@ -21,7 +21,7 @@ class LocalProcesses:
     def __init__(self, jobs: int | None = None) -> None:
         if jobs is None:
             # Imported here and below: few reports need more processes, and this is a tenth of the time to start.
-            from ringprof.processes import cpu_count
+            from ringprof.process_pool import cpu_count
 
             jobs = cpu_count()
         self.jobs = jobs
@@ -32,7 +32,7 @@ class LocalProcesses:
         return self._elsewhere(function, items)
 
     def _elsewhere(self, function: Callable[..., Any], items: Iterable[tuple[Any, ...]]) -> Iterator[Any]:
-        from ringprof.processes import ProcessEnded, mapped
+        from ringprof.process_pool import ProcessEnded, mapped
 
         try:
             yield from mapped(self.jobs, function, items)

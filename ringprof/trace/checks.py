@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from ringprof.errors import TraceFormatError
-from ringprof.trace.columns import FLOP_DTYPES, FLOPS_LIMIT, NONE, TABLES, Activities, Caveat, Trace
+from ringprof.trace.columns import FLOP_DTYPES, FLOPS_LIMIT, NONE, TABLES, Activities, Notice, Trace
 
 RANKS_LIMIT = 1 << 20
 """No run and no group has more ranks: a larger number in a file is damage, and would only fill memory."""
@@ -45,7 +45,7 @@ def refuse_unsound(trace: Trace) -> Trace:
     return trace
 
 
-def overlaps(rows: Activities, rank: int | None) -> list[Caveat]:
+def overlaps(rows: Activities, rank: int | None) -> list[Notice]:
     """A warning where kernels or copies lie over many others of their stream, which carries out one after another."""
     order = np.lexsort((rows.start_ns, rows.stream, rows.device))
     order = order[rows.stream[order] != NONE]
@@ -57,7 +57,7 @@ def overlaps(rows: Activities, rank: int | None) -> list[Caveat]:
         return []
     where, longer = f"until {_FOLLOWING} others of their stream have begun", f"{beyond.sum() / 1e6:,.3f} ms longer"
     message = f"{count} kernels or copies last {where}, and {longer}: their times, which figures hold, may be damaged"
-    return [Caveat("overlapping_kernels", message, rank, count)]
+    return [Notice("overlapping_kernels", message, rank, count)]
 
 
 def _problem_of(part: Any, trace: Trace) -> str | None:

@@ -40,7 +40,7 @@ NO_DEVICE_ACTIVITIES = "no_device_activities"
 """Code of the warning that a run used a GPU and its trace has nothing of what ran there."""
 
 
-class Caveat(msgspec.Struct, frozen=True):
+class Notice(msgspec.Struct, frozen=True):
     """Something odd in the input that did not stop the reading."""
 
     code: str
@@ -282,7 +282,7 @@ class Trace(msgspec.Struct, frozen=True):
     events_total: int = 0
     events_skipped: int = 0
     """Events that could not be read."""
-    warnings: list[Caveat] = []
+    warnings: list[Notice] = []
     memory: MemoryEvents = _empty(MemoryEvents)
     host_events: HostEvents = _empty(HostEvents)
     flop_records: FlopRecords = _empty(FlopRecords)

@@ -34,10 +34,10 @@ from ringprof.trace.columns import (
     RANGE,
     RUNTIME_CALL,
     TABLES,
-    Caveat,
     CommRecord,
     Device,
     Int64,
+    Notice,
     Trace,
     among,
     distinct,
@@ -256,10 +256,10 @@ def _traces(export: _Export) -> list[Trace]:
         trace.warnings.extend(overlaps(trace.activities, rank))
     if export.skipped:
         message = f"{export.skipped} rows without times were left out"
-        traces[0].warnings.append(Caveat("damaged_events", message, None, export.skipped))
+        traces[0].warnings.append(Notice("damaged_events", message, None, export.skipped))
     if export.unnamed:
         message = f"{export.unnamed} kernels have no name in the export: what they do is not known"
-        traces[0].warnings.append(Caveat("unnamed_kernels", message, None, export.unnamed))
+        traces[0].warnings.append(Notice("unnamed_kernels", message, None, export.unnamed))
     return traces
 
 

@@ -11,7 +11,7 @@ import msgspec
 
 from ringprof.errors import InputError
 from ringprof.trace.checks import RANKS_LIMIT
-from ringprof.trace.columns import CUT_OFF, Caveat, Trace
+from ringprof.trace.columns import CUT_OFF, Notice, Trace
 
 OF_THE_RUN = frozenset({"mixed_runs", "assumed_ranks", "left_out", "profiler_cycles"})
 """Codes of warnings that one trace carries for all."""
@@ -28,7 +28,7 @@ class TraceFacts(msgspec.Struct, frozen=True):
     """The largest rank of any group that it names, 0 where it names none."""
     span_ns: tuple[int, int] | None
     """First start and last end of its activities (on CPU: operators), unix time; None where there are none."""
-    warnings: tuple[Caveat, ...] = ()
+    warnings: tuple[Notice, ...] = ()
     other_cycle: bool = False
     """Whether the same process wrote another trace, of another profiler cycle, that is reported in its place."""
 
@@ -58,7 +58,7 @@ def checked_facts(facts: Sequence[TraceFacts], problems: Sequence[InputError] = 
         if all(checked[place].rank is None for place in reported):
             for rank, place in enumerate(reported):
                 checked[place] = msgspec.structs.replace(checked[place], rank=rank)
-            note = Caveat("assumed_ranks", "no trace names its rank: ranks are given in the order of the files")
+            note = Notice("assumed_ranks", "no trace names its rank: ranks are given in the order of the files")
             checked[reported[0]] = _with(checked[reported[0]], note)
         checked = [_with(one, *_place_warnings(one)) for one in checked]
     first = min(reported, key=lambda place: order(checked[place]))
@@ -110,7 +110,7 @@ def _overlap(one: TraceFacts, other: TraceFacts) -> bool:
     return max(start, other_start) <= min(end, other_end)
 
 
-def _cycles(facts: Sequence[TraceFacts]) -> list[Caveat]:
+def _cycles(facts: Sequence[TraceFacts]) -> list[Notice]:
     others = [one.path for one in facts if one.other_cycle]
     if not others:
         return []
@@ -118,7 +118,7 @@ def _cycles(facts: Sequence[TraceFacts]) -> list[Caveat]:
         f"processes wrote several traces, one per profiler cycle: the newest cycle is reported, "
         f"{len(others)} other traces are left out, such as {others[0]}"
     )
-    return [Caveat("profiler_cycles", message, count=len(others))]
+    return [Notice("profiler_cycles", message, count=len(others))]
 
 
 def order(one: TraceFacts) -> tuple[bool, int]:
@@ -126,35 +126,35 @@ def order(one: TraceFacts) -> tuple[bool, int]:
     return one.rank is None, one.rank or 0
 
 
-def _with(one: TraceFacts, *warnings: Caveat) -> TraceFacts:
+def _with(one: TraceFacts, *warnings: Notice) -> TraceFacts:
     return msgspec.structs.replace(one, warnings=(*one.warnings, *warnings)) if warnings else one
 
 
-def _place_warnings(one: TraceFacts) -> list[Caveat]:
+def _place_warnings(one: TraceFacts) -> list[Notice]:
     if one.rank is not None:
         return []
-    return [Caveat("unknown_rank", f"{one.path} does not name its rank, in the file or its name")]
+    return [Notice("unknown_rank", f"{one.path} does not name its rank, in the file or its name")]
 
 
-def _left_out(problems: Sequence[InputError]) -> list[Caveat]:
+def _left_out(problems: Sequence[InputError]) -> list[Notice]:
     if not problems:
         return []
     more = f", and {len(problems) - 1} more" if len(problems) > 1 else ""
-    return [Caveat("left_out", f"traces that cannot be read are left out: {problems[0]}{more}")]
+    return [Notice("left_out", f"traces that cannot be read are left out: {problems[0]}{more}")]
 
 
-def _run_warnings(facts: Sequence[TraceFacts]) -> list[Caveat]:
+def _run_warnings(facts: Sequence[TraceFacts]) -> list[Notice]:
     """What shows that the traces are not all the ranks of one run."""
     found = []
     sizes = {one.world_size for one in facts if one.world_size is not None}
     if len(sizes) > 1:
         listed = ", ".join(str(size) for size in sorted(sizes))
-        found.append(Caveat("mixed_runs", f"the traces come from runs of different world sizes ({listed})"))
+        found.append(Notice("mixed_runs", f"the traces come from runs of different world sizes ({listed})"))
     apart = _first_apart(facts)
     if apart:
         one, other = (each.path for each in apart)
         which = f"{one} and {other}" if one != other else f"{one}: two of its processes"
-        found.append(Caveat("mixed_runs", f"{which} have no moment in common: are they of one run?"))
+        found.append(Notice("mixed_runs", f"{which} have no moment in common: are they of one run?"))
     return found
 
 

@@ -123,7 +123,7 @@ def _read_all(
     budget = MemoryBudget(limits)
     if len(names) < 2 or jobs == 1 or (jobs is None and json_bytes(names) < WORTH_A_PROCESS):
         return [read(name, budget) for name in names]
-    from ringprof.processes import ProcessEnded, cpu_count, mapped  # here: it takes as long as a small trace
+    from ringprof.process_pool import ProcessEnded, cpu_count, mapped
 
     jobs = min(jobs or cpu_count(), len(names))
     found = []

@@ -23,7 +23,7 @@ from ringprof.errors import RingprofError, TraceFormatError
 from ringprof.files import read_whole
 from ringprof.limits import MemoryBudget
 from ringprof.trace.checks import refuse_unsound
-from ringprof.trace.columns import NONE, TABLES, Caveat, CommRecord, Device, Int64, Trace, dtypes_of
+from ringprof.trace.columns import NONE, TABLES, CommRecord, Device, Int64, Notice, Trace, dtypes_of
 from ringprof.trace.kineto import read_trace
 from ringprof.trace.kineto.fields import MOST_DEVICES
 from ringprof.trace.memory import bytes_of_collectives, bytes_of_list, bytes_of_rows, bytes_of_text, take_analysis
@@ -73,7 +73,7 @@ class _File(msgspec.Struct, frozen=True, kw_only=True):
     events_total: int
     events_skipped: int
     devices: Annotated[list[Device], msgspec.Meta(max_length=MOST_DEVICES)]
-    warnings: Annotated[list[Caveat], msgspec.Meta(max_length=_MOST_WARNINGS)]
+    warnings: Annotated[list[Notice], msgspec.Meta(max_length=_MOST_WARNINGS)]
     names: _Ragged
     lists: _Ragged
     group_names: _Ragged
@@ -159,7 +159,7 @@ def parse_reduced(data: bytes, name: str | None = None, budget: MemoryBudget | N
             f"{shown}: damaged reduced trace ({reason(error)}): remove it, and the trace itself is read"
         ) from None
     if data.startswith(BEFORE):
-        trace = msgspec.structs.replace(trace, warnings=[*trace.warnings, Caveat("host_events_not_kept", _NOT_KEPT)])
+        trace = msgspec.structs.replace(trace, warnings=[*trace.warnings, Notice("host_events_not_kept", _NOT_KEPT)])
     return take_analysis(refuse_unsound(trace), budget)
 
 

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ringprof.trace.columns import NONE, Caveat, Trace
+from ringprof.trace.columns import NONE, Notice, Trace
 
 _TOLD_APART_BY = {
     "activities": ("correlation", "stream"),
@@ -35,7 +35,7 @@ def without_repeats(trace: Trace) -> Trace:
     return msgspec.structs.replace(
         trace,
         **{name: table for name, (table, _) in tables.items()},
-        warnings=[*trace.warnings, Caveat("repeated_events", message, trace.rank, count)],
+        warnings=[*trace.warnings, Notice("repeated_events", message, trace.rank, count)],
     )
 
 

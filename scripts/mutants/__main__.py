@@ -26,7 +26,7 @@ from fork import Watch, copy_checkout, in_fork, preload, run_pytest
 from sample import ROOT, Mutant, sample
 
 ROOMS = ["ringprof/analysis", "ringprof/trace", "strategies"]
-PAGE = ROOT / "docs" / "mutants.md"
+PAGE = ROOT / "docs" / "mutation-testing.md"
 Row = dict[str, Any]
 
 

@@ -12,7 +12,7 @@ from sample import Mutant
 
 LEFT_OUT = ("tests/record/", "tests/page/", "tests/fuzz/", "tests/test_notebooks.py", "tests/test_sweep.py")
 """Whole recordings, browsers and notebooks: minutes, for figures that other tests hold."""
-ALSO = ("tests/record/test_control_times.py", "tests/record/test_estimate.py", "tests/record/test_verify.py")
+ALSO = ("tests/record/test_baselines.py", "tests/record/test_estimate.py", "tests/record/test_verify.py")
 """Of those: what runs the strategies' own code in this process and its forks, or asks what they say of themselves."""
 LIMIT_S = 20.0
 """A mutant meets as many of its tests as take this long together, in CPU time."""

@@ -37,7 +37,9 @@ def recorded_run(world_size: int = 4, **changes: Any) -> Run:
             device_type="cuda",
             backend="nccl",
         ),
-        "strategy": StrategyUsed(name="burst", target="ringprof.strategies.burst:Burst", params={"double_ring": False}),
+        "strategy": StrategyUsed(
+            name="burst", target="ringprof.strategies.algorithms.burst:Burst", params={"double_ring": False}
+        ),
         "kernel": "cudnn",
         "environment": Environment(devices=["NVIDIA H200"] * world_size, versions={}, variables={}),
         "verification": Verification(passed=True, seq=256, errors={"out": error}),

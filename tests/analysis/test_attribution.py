@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import ringprof
-from ringprof.analysis.attribution import outline_run
+from ringprof.analysis.attribution import read_run_info
 from ringprof.analysis.timeline.window import EVERYTHING
 from ringprof.errors import InputError, TraceFormatError
 from ringprof.scale.pipeline import attribute
@@ -100,9 +100,9 @@ def test_ranks_of_a_recorded_run_may_be_done_before_others_begin():
     traces = [b.trace() for b in builders]
     facts = checked_facts([facts_of(trace) for trace in traces])
     with pytest.raises(InputError, match="have no moment in common"):
-        outline_run(facts, None, None, EVERYTHING)
+        read_run_info(facts, None, None, EVERYTHING)
     run = recorded_run(world_size=2)
-    assert outline_run(facts, run, None, EVERYTHING).warnings == ()
+    assert read_run_info(facts, run, None, EVERYTHING).warnings == ()
     assert "mixed_runs" not in codes(attribute(traces, run))
 
 

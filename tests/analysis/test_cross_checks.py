@@ -104,7 +104,7 @@ def run_with(count: int, sent_bytes: int, blocks: int, to: int | None = None) ->
             to=1 - rank if to is None else to,
         )  # fmt: skip
         works.append(Work(block_flops=1, block_calls={"forward": blocks, "backward": 0}, sent=[sent]))
-    strategy = StrategyUsed(name="zigzag", target="ringprof.strategies.zigzag:Zigzag", params={})
+    strategy = StrategyUsed(name="zigzag", target="ringprof.strategies.algorithms.zigzag:Zigzag", params={})
     return recorded_run(2, work=works, strategy=strategy)
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from ringprof.analysis.findings.changes import changes_between
 from ringprof.analysis.findings.comparison import compare_entries
-from ringprof.analysis.findings.entries import entry_of_run
 from ringprof.analysis.findings.findings import Findings, findings_in_memory
+from ringprof.analysis.findings.measurements import entry_of_run
 from ringprof.analysis.timeline.window import Focus
 from ringprof.report import as_json
 from ringprof.report.comparison import render

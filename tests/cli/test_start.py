@@ -14,8 +14,8 @@ from tests.paths import DATA, ROOT, TRACES
 HEAVY = {
     "torch", "pandas", "matplotlib", "bokeh", "jinja2", "rich", "joblib", "dask", "fsspec", "sqlite3",
     "multiprocessing", "concurrent.futures", "asyncio", "subprocess", "importlib.metadata", "numpy.ma",
-    "numpy.testing", "numpy.random", "ringprof.record", "ringprof.foresee", "ringprof.kernel_tables",
-    "ringprof.benchmark_logs", "ringprof.processes", "ringprof.trace.nsys", "ringprof.report.page.figures",
+    "numpy.testing", "numpy.random", "ringprof.record", "ringprof.prediction", "ringprof.kernel_tables",
+    "ringprof.benchmark_logs", "ringprof.process_pool", "ringprof.trace.nsys", "ringprof.report.page.figures",
     "ringprof.report.perfetto", "ringprof.strategies",
 }  # fmt: skip
 PROGRAM = """

@@ -22,17 +22,17 @@ from ringprof.analysis.kinds.rules import rule_for
 from ringprof.analysis.kinds.user_rules import parse_rules
 from ringprof.documents import document_lengths
 from ringprof.errors import UsageError
-from ringprof.foresee.calibration import parse_calibration
-from ringprof.foresee.check import check_rows, check_text, read_rows, unknown_columns
-from ringprof.foresee.links import Cluster
-from ringprof.foresee.predict import predict, prediction_dict
-from ringprof.foresee.question import Question
-from ringprof.foresee.show import prediction_text
-from ringprof.record.tape.program import Tape
+from ringprof.prediction.calibration import parse_calibration
+from ringprof.prediction.network import Cluster
+from ringprof.prediction.predict import predict, prediction_dict
+from ringprof.prediction.query import Query
+from ringprof.prediction.score import check_rows, check_text, read_rows, unknown_columns
+from ringprof.prediction.text import prediction_text
+from ringprof.record.dryrun.schedule import Schedule
 from ringprof.report.text import TextStyle
 from ringprof.run import Workload
 
-ASKED = Question("ring", Workload(seq=65536, heads=8, kv_heads=8, head_dim=128), Cluster(gpus_per_host=4))
+ASKED = Query("ring", Workload(seq=65536, heads=8, kv_heads=8, head_dim=128), Cluster(gpus_per_host=4))
 MEASURED = """id,strategy,seq_global,heads,kv_heads,head_dim,n_gpus,hosts,causal,pass,kernel,degrees,time_ms,tflops
 a,ulysses,131072,64,8,128,16,2,False,fwd,fa3,,61.33,
 b,ulysses,131072,64,8,128,16,2,True,fwd+bwd,fa3,,,1937
@@ -83,15 +83,15 @@ def in_file(text: str, name: str) -> Iterator[str]:
 
 @cache
 def machine() -> Any:
-    return json.loads((files("ringprof.foresee") / "machines" / "h100.json").read_bytes())
+    return json.loads((files("ringprof.prediction") / "machines" / "h100.json").read_bytes())
 
 
 @cache
-def programs() -> Tape:
+def programs() -> Schedule:
     """Of the question; they are the same on every machine."""
-    from ringprof.foresee.tape import tape_of
+    from ringprof.prediction.schedules import schedule_of
 
-    return tape_of(ASKED, ASKED.cluster, None)
+    return schedule_of(ASKED, ASKED.cluster, None)
 
 
 def read_machine(data: bytes) -> None:
@@ -118,7 +118,7 @@ def read_measurements(text: str) -> None:
     """Held against a machine, up to where strategies would be run through."""
     known = parse_calibration(json.dumps(machine()).encode(), "h100")
 
-    def refused(*_: object) -> Tape:
+    def refused(*_: object) -> Schedule:
         raise UsageError("not foreseen")
 
     with in_file(text, "table.csv") as path:

@@ -74,7 +74,7 @@ def run_folder(folder: Path) -> Path:
 
 def machine(folder: Path) -> str:
     """A machine file with payloads for its names; those of kernels are told by their names."""
-    known = json.loads((files("ringprof.foresee") / "machines" / "h100.json").read_bytes())
+    known = json.loads((files("ringprof.prediction") / "machines" / "h100.json").read_bytes())
     changed = hostile({name: value for name, value in known.items() if name != "kernels"}, cycle(PAYLOADS))
     for link in ("same_host", "other_host"):
         changed[link]["collective_gb_s"] = known[link]["collective_gb_s"]

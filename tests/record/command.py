@@ -27,8 +27,8 @@ import torch
 import torch.distributed as dist
 
 from ringprof.strategies.base import Strategy
-from ringprof.strategies.layouts import LAYOUTS
-from ringprof.strategies.zigzag import Zigzag
+from ringprof.strategies.masks.layouts import LAYOUTS
+from ringprof.strategies.algorithms.zigzag import Zigzag
 
 
 class Wrong(Zigzag):

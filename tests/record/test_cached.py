@@ -14,13 +14,13 @@ import torch
 
 from ringprof import cli
 from ringprof.errors import VerificationError
-from ringprof.record.measure import Problem, row_sums
+from ringprof.record.measure import WorkloadShard, row_sums
 from ringprof.record.verify_cached import verify_cached, verify_cached_timed
 from ringprof.run import Workload
 from ringprof.strategies import create
+from ringprof.strategies.algorithms.dcp import DecodeContextParallel
 from ringprof.strategies.base import Context
-from ringprof.strategies.communicator import Communicator
-from ringprof.strategies.dcp import DecodeContextParallel
+from ringprof.strategies.transport.communicator import Communicator
 from tests.record.command import run
 from tests.strategies.cases import Case
 from tests.strategies.ranks import run_ranks
@@ -39,7 +39,7 @@ def gates(rank: int, cases: list[Case], workload: Workload) -> list[str]:
     for case in cases:
         strategy = create(case.name, kernel="cpu-flash", **case.params)
         before = verify_cached(strategy, workload, CPU)
-        problem = Problem.of(strategy, workload, CPU)
+        problem = WorkloadShard.of(strategy, workload, CPU)
         last = problem.iteration()
         after = verify_cached_timed(problem, row_sums(last.out), last, workload, before)
         assert after.timed is not None and after.timed.same_output
@@ -78,7 +78,7 @@ class Forgets(DecodeContextParallel):
 def forgetful(rank: int) -> str:
     strategy = Forgets(Context(Communicator(), "cpu-flash"))
     before = verify_cached(strategy, BASE, CPU)
-    problem = Problem.of(strategy, BASE, CPU)
+    problem = WorkloadShard.of(strategy, BASE, CPU)
     last = problem.iteration()
     with pytest.raises(VerificationError) as refused:
         verify_cached_timed(problem, row_sums(last.out), last, BASE, before)

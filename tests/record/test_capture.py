@@ -23,7 +23,7 @@ import ringprof
 from ringprof.api import Analysis
 from ringprof.errors import UsageError
 from ringprof.record import capture as recorder
-from ringprof.record import group_ranks
+from ringprof.record import process_group
 from ringprof.run import Workload, read_run
 from ringprof.strategies import create
 from tests.strategies.ranks import run_ranks
@@ -79,7 +79,7 @@ def test_layers_steps_and_the_strategys_own_work_enter_the_run(tmp_path: Path) -
     assert run.block_flops() == {0: 3 * once, 1: 3 * once} and run.workload is not None
     assert run.workload.exact_flops() == 6 * once
     assert run.kernel == "cpu-flash" and run.strategy is not None and run.strategy.name == "zigzag"
-    assert run.strategy.target == "ringprof.strategies.zigzag:Zigzag" and run.strategy.layout == "zigzag"
+    assert run.strategy.target == "ringprof.strategies.algorithms.zigzag:Zigzag" and run.strategy.layout == "zigzag"
     assert run.work is not None
     sent = {(entry.channel, entry.phase): entry for entry in run.work[0].sent or []}
     kv_bytes = 2 * (SEQ // 2) * HEADS * HEAD_DIM * 4
@@ -264,7 +264,7 @@ def nobody_else_comes(rank: int, folder: Path) -> tuple[list[str], list[str]]:
     # As where another rank's program has ended: it answers no message.
     with (
         warnings_of_capture() as lines,
-        patch.object(group_ranks, "gather_bytes", side_effect=RuntimeError("nobody answers")),
+        patch.object(process_group, "gather_bytes", side_effect=RuntimeError("nobody answers")),
         ringprof.capture(folder / "mine", group=group),
     ):
         entered = True
@@ -293,7 +293,7 @@ def raises(rank: int, folder: Path) -> tuple[str, list[str]]:
             with ringprof.capture(folder / "mine"):
                 if rank == 1:
                     raise ValueError("loss is\nnot finite")
-                group_ranks.gather_bytes = closed  # type: ignore[assignment]
+                process_group.gather_bytes = closed  # type: ignore[assignment]
         except ValueError as error:
             store.set("gone", "")
             return str(error), lines
@@ -360,7 +360,7 @@ def test_the_device_is_that_of_the_groups_backend(
         "get_backend": named,
     }.items():
         monkeypatch.setattr(torch.distributed, name, lambda *_, value=value: value)
-    monkeypatch.setattr(group_ranks, "by_nccl", lambda _: by_nccl)
+    monkeypatch.setattr(process_group, "by_nccl", lambda _: by_nccl)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: used)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    assert group_ranks.GroupRanks(object()).device.type == device
+    assert process_group.GroupRanks(object()).device.type == device

@@ -19,7 +19,7 @@ import ringprof
 from ringprof.errors import RecordError, UsageError
 from ringprof.record.check.result import Check, QueryAndKey, Seen
 from ringprof.strategies import create
-from ringprof.strategies.layouts import LAYOUTS
+from ringprof.strategies.masks.layouts import LAYOUTS
 from tests.strategies.ranks import run_ranks
 
 SEQ, HEADS, KV_HEADS, HEAD_DIM = 64, 4, 2, 16

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ringprof.record import device_watch
-from ringprof.record.device_watch import adapters_in, links_of, nvlinks_of
+from ringprof.record import telemetry
+from ringprof.record.telemetry import adapters_in, links_of, nvlinks_of
 from ringprof.report.sections.machine import links_in_words
 from ringprof.run import Adapter, DeviceLinks
 
@@ -73,8 +73,8 @@ def test_a_cpu_has_none_and_a_gpu_without_a_driver_has_those_of_its_host(
 ) -> None:
     assert links_of(torch.device("cpu"), first_on_host=True) is None
     _port(tmp_path, "mlx5_0", "4: ACTIVE", "strange", "")
-    monkeypatch.setattr(device_watch, "ADAPTERS", tmp_path)
-    monkeypatch.setattr(device_watch, "nvml_handle", lambda uuid: None)
+    monkeypatch.setattr(telemetry, "ADAPTERS", tmp_path)
+    monkeypatch.setattr(telemetry, "nvml_handle", lambda uuid: None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="1234"))
     assert links_of(torch.device("cuda", 0), first_on_host=True) == DeviceLinks(adapters=[Adapter(name="mlx5_0:1")])
     assert links_of(torch.device("cuda", 1), first_on_host=False) is None

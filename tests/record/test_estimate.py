@@ -17,7 +17,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ringprof.errors import MissingExtraError, UnfitWorkloadError, UsageError
+from ringprof.errors import MissingExtraError, UnsupportedWorkloadError, UsageError
+from ringprof.record.dryrun.memory import peak_bytes
 from ringprof.record.estimate import (
     RecordingEstimate,
     describe,
@@ -29,14 +30,13 @@ from ringprof.record.estimate import (
     share_of_ranks,
 )
 from ringprof.record.launcher import RankPlace
-from ringprof.record.measure import Problem
+from ringprof.record.measure import WorkloadShard
 from ringprof.record.request import Request, need
 from ringprof.record.resolve import resolve
-from ringprof.record.tape.memory import peak_bytes
 from ringprof.run import Workload
 from ringprof.strategies import create, find, names
-from ringprof.strategies.controls import IdleKernel, use_kernel
-from ringprof.strategies.zigzag import Zigzag
+from ringprof.strategies.algorithms.zigzag import Zigzag
+from ringprof.strategies.transport.baselines import NoOpKernel, use_kernel
 
 GIB = 2**30
 
@@ -128,13 +128,13 @@ def peak_of_tensors(strategy: Any, workload: Workload) -> int:
     """Bytes of all tensors that live at the same time in two iterations of one rank."""
     tensors = Tensors()
     with tensors, use_kernel(strategy, KernelsRoom()):
-        problem = Problem.of(strategy, workload, torch.device("cpu"))
+        problem = WorkloadShard.of(strategy, workload, torch.device("cpu"))
         for _ in range(2):
             problem.iteration()
     return tensors.peak
 
 
-class KernelsRoom(IdleKernel):
+class KernelsRoom(NoOpKernel):
     """Takes the room that flash attention needs for its sum of dQ in float32, the rows' sums, and dK and dV of every
     query head, and computes nothing."""
 
@@ -233,14 +233,14 @@ def test_the_plan_chooses_degrees_by_the_hosts_that_the_run_will_have() -> None:
     assert resolve(request(**SIX_RANKS), ON_HOSTS_OF_THREE).params["ulysses_degree"] == 3
     ring_first = resolve(request(**SIX_RANKS, ranks_per_host=2, params={"placement": "ring-first"}), None)
     assert ring_first.params["ulysses_degree"] == 3
-    with pytest.raises(UnfitWorkloadError, match="Ulysses degree of 2 does not divide 3 heads"):
+    with pytest.raises(UnsupportedWorkloadError, match="Ulysses degree of 2 does not divide 3 heads"):
         resolve(request(**SIX_RANKS), None)
 
 
 def test_the_plan_refuses_what_the_run_would() -> None:
     four_heads = Workload(seq=1200, heads=4, kv_heads=4, head_dim=32)
     for hosts, place in ((3, None), (None, ON_HOSTS_OF_THREE)):
-        with pytest.raises(UnfitWorkloadError, match="Ulysses degree of 3 does not divide 4 heads"):
+        with pytest.raises(UnsupportedWorkloadError, match="Ulysses degree of 3 does not divide 4 heads"):
             resolve(request(strategy="usp", world=6, workload=four_heads, ranks_per_host=hosts), place)
     given = resolve(
         request(strategy="usp", world=6, workload=four_heads, ranks_per_host=3, params={"ulysses_degree": "2"}), None
@@ -264,7 +264,7 @@ def test_too_much_memory_is_refused_with_the_sequence_that_fits() -> None:
     assert peak_bytes(asked, asked.workload.at(fits), "cudnn", 8) <= needed // 3
     assert peak_bytes(asked, asked.workload.at(fits + 1024), "cudnn", 8) > needed // 3
     assert len(sizes) <= 10
-    with pytest.raises(UnfitWorkloadError, match=f"largest sequence that fits is {fits} .*--force"):
+    with pytest.raises(UnsupportedWorkloadError, match=f"largest sequence that fits is {fits} .*--force"):
         refuse_too_large(asked, tight)
     refuse_too_large(msgspec.structs.replace(asked, force=True), tight)
     refuse_too_large(asked, replace(tight, memory_limit=None))
@@ -279,7 +279,7 @@ def test_too_long_a_cache_is_refused_with_the_one_that_fits() -> None:
         memory_bytes=2**40, memory_limit=GIB, memory_of=lambda work: peak_bytes(asked, work, "flash-attn", 8)
     )  # fmt: skip
     # K and V of a key and 4 sequences are 16 KiB over all ranks, 2 KiB a rank; 32 MiB are workspace.
-    with pytest.raises(UnfitWorkloadError, match=r"--kv-length (\d+) fits") as refused:
+    with pytest.raises(UnsupportedWorkloadError, match=r"--kv-length (\d+) fits") as refused:
         refuse_too_large(asked, tight)
     found = int(re.search(r"--kv-length (\d+)", str(refused.value))[1])  # type: ignore[index]
     assert found == pytest.approx(8 * (GIB - (32 << 20)) // (16 << 10), rel=0.01)
@@ -313,7 +313,7 @@ def test_the_search_asks_where_the_line_crosses(over: Any, largest: int) -> None
 def test_ten_minutes_on_cpu_are_refused_and_on_gpu_not() -> None:
     asked = request()
     slow = plan(rate=asked.workload.model_flops() / 4 / 60, flops_per_device=asked.workload.model_flops() // 4)
-    with pytest.raises(UnfitWorkloadError, match="over 10 minutes; the largest sequence that fits is"):
+    with pytest.raises(UnsupportedWorkloadError, match="over 10 minutes; the largest sequence that fits is"):
         refuse_too_large(asked, slow)
     fits = largest_seq(asked, slow)
     shorter = msgspec.structs.replace(asked.workload, seq=fits)

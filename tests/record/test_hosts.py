@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from ringprof.record.machine import RankHost, distinct_host_names, host_numbers
-from ringprof.strategies import Unfit
-from ringprof.strategies.hosts import Hosts
+from ringprof.strategies import Unsupported
+from ringprof.strategies.transport.hosts import Hosts
 
 
 def test_a_name_is_enough_where_it_is_one_hosts() -> None:
@@ -35,5 +35,5 @@ def test_numbers_and_links(names: str, numbers: list[int], together: int) -> Non
 def test_what_the_user_says_goes_before_what_the_launcher_said() -> None:
     hosts = Hosts.given(4, 2, [0, 0, 0, 0])
     assert hosts is not None and hosts.link(1, 2) == "other_host"
-    with pytest.raises(Unfit):
+    with pytest.raises(Unsupported):
         Hosts.given(4, None, [0, 0, 0])

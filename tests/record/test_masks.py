@@ -14,14 +14,14 @@ import torch
 from ringprof.errors import UsageError, VerificationError
 from ringprof.record import verify_timed as subject
 from ringprof.record.balance import balances
-from ringprof.record.measure import Problem, Results
+from ringprof.record.measure import Results, WorkloadShard
 from ringprof.record.verify import draw_inputs, kernel_results, verify, whole_block
 from ringprof.run import Workload
 from ringprof.strategies import create
+from ringprof.strategies.algorithms.zigzag import Zigzag
 from ringprof.strategies.base import Context
-from ringprof.strategies.communicator import Communicator
-from ringprof.strategies.torch_kernels import CpuFlashKernel
-from ringprof.strategies.zigzag import Zigzag
+from ringprof.strategies.kernels.torch_builtin import CpuFlashKernel
+from ringprof.strategies.transport.communicator import Communicator
 from tests.strategies import cases
 from tests.strategies.cases import Case, inputs
 from tests.strategies.ranks import run_ranks
@@ -58,13 +58,13 @@ def test_a_kernel_alone_gives_the_type_of_its_inputs() -> None:
 
 def gates(rank: int) -> None:
     for workload in WORKLOADS:
-        problem = cases.Problem(96, 2, 4, 2, 8, dtype=torch.float32, kernel="cpu-flash")
+        problem = cases.WorkloadShard(96, 2, 4, 2, 8, dtype=torch.float32, kernel="cpu-flash")
         mask = workload.mask()
         truth = dense(problem, mask)
         for case in CASES:
             strategy = create(case.name, kernel="cpu-flash", **case.params)
             assert verify(strategy, workload, torch.device("cpu")).passed
-            local = Problem.of(strategy, workload, torch.device("cpu"))
+            local = WorkloadShard.of(strategy, workload, torch.device("cpu"))
             for name, whole in zip("qkv", inputs(problem), strict=False):
                 setattr(local, name, strategy.shard(whole, documents=mask.documents).contiguous())
             local.dout = strategy.shard(inputs(problem)[3], documents=mask.documents).contiguous()

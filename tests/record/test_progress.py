@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from ringprof.errors import RecordError, UnfitWorkloadError, VerificationError
-from ringprof.record.own_ranks import _cause, _laggard
-from ringprof.record.progress import Diary, DiaryReader
+from ringprof.errors import RecordError, UnsupportedWorkloadError, VerificationError
+from ringprof.record.local_launcher import _cause, _laggard
+from ringprof.record.progress import ProgressLog, ProgressLogReader
 
 
 class Heard:
@@ -30,7 +30,7 @@ class Heard:
 
 
 def test_a_diary_is_relayed_as_it_grows(tmp_path: Path) -> None:
-    diary, reader, heard = Diary(tmp_path / "d"), DiaryReader(tmp_path / "d"), Heard()
+    diary, reader, heard = ProgressLog(tmp_path / "d"), ProgressLogReader(tmp_path / "d"), Heard()
     reader.relay(heard)
     diary.start("warm-up", 2)
     diary.advance()
@@ -43,12 +43,12 @@ def test_a_diary_is_relayed_as_it_grows(tmp_path: Path) -> None:
     assert diary.where() == "warm-up, step 2"
 
 
-def diaries(tmp_path: Path, count: int) -> tuple[list[Diary], list[DiaryReader]]:
+def diaries(tmp_path: Path, count: int) -> tuple[list[ProgressLog], list[ProgressLogReader]]:
     paths = [tmp_path / f"rank{rank}.jsonl" for rank in range(count)]
-    return [Diary(path) for path in paths], [DiaryReader(path) for path in paths]
+    return [ProgressLog(path) for path in paths], [ProgressLogReader(path) for path in paths]
 
 
-def cause(statuses: dict[int, int], readers: list[DiaryReader], folder: Path) -> Exception:
+def cause(statuses: dict[int, int], readers: list[ProgressLogReader], folder: Path) -> Exception:
     for reader in readers:
         reader.read()
     return _cause(statuses, readers, folder)
@@ -95,9 +95,9 @@ def test_ringprofs_own_errors_keep_their_class_and_exit_code(tmp_path: Path) -> 
     written, readers = diaries(tmp_path, 2)
     written[0].error("VerificationError", "wrong result on rank 1")
     assert isinstance(cause({0: 3, 1: 3}, readers, tmp_path), VerificationError)
-    written[0].error("UnfitWorkloadError", "does not fit")
+    written[0].error("UnsupportedWorkloadError", "does not fit")
     error = cause({0: 3}, readers, tmp_path)
-    assert isinstance(error, UnfitWorkloadError) and error.exit_code == 2
+    assert isinstance(error, UnsupportedWorkloadError) and error.exit_code == 2
 
 
 def test_a_rank_that_says_nothing_is_named_with_its_log(tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ def test_the_run_says_what_ran(recorded: tuple[Path, Run, str]) -> None:
     assert found.topology.local_ranks == [0, 1, 2, 3] and len(set(found.topology.hosts)) == 1
     assert found.strategy is not None and found.strategy.layout == "zigzag"
     assert found.strategy.params["double_ring"] is True and found.strategy.params["ring_window"] == 2
-    assert found.strategy.target == "ringprof.strategies.burst:Burst"
+    assert found.strategy.target == "ringprof.strategies.algorithms.burst:Burst"
     assert found.kernel == "cpu-flash" and found.environment.versions["torch"]
     assert found.command[:2] == ["ringprof", "record"]
 

@@ -15,14 +15,14 @@ from torch import Tensor
 
 from ringprof import cli
 from ringprof.errors import VerificationError
-from ringprof.foresee.show import described
-from ringprof.record.measure import Problem, row_sums
+from ringprof.prediction.text import described
+from ringprof.record.measure import WorkloadShard, row_sums
 from ringprof.record.resolve import fits
 from ringprof.record.verify import draw_inputs, reference_results, verify
 from ringprof.record.verify_timed import verify_timed
 from ringprof.run import Workload, read_run
 from ringprof.strategies import create, names
-from ringprof.strategies.foreign.ring_flash_attn import RingFlashAttnRing
+from ringprof.strategies.peers.ring_flash_attn import RingFlashAttnRing
 from tests.strategies.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -80,7 +80,7 @@ def gates(rank: int, damage: str) -> list[str]:
         for label, workload in WORKLOADS.items():
             strategy = create(name, kernel="flex" if workload.softcap else "cpu-flash")
             before = verify(strategy, workload, CPU)
-            problem = Problem.of(strategy, workload, CPU)
+            problem = WorkloadShard.of(strategy, workload, CPU)
             last = problem.results()
             assert (last.dsinks is not None) == (workload.sinks is not None)
             if damage and rank == 1:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ringprof.record.ending.lifeline import KEEPALIVE_S
+from ringprof.record.shutdown.heartbeat import KEEPALIVE_S
 from ringprof.run import Run, Sent, read_run
 from ringprof.trace.reduced import read_reduced
 from tests.record.command import wait_until

@@ -11,7 +11,7 @@ pytest.importorskip("torch", reason="recording needs torch")
 
 import torch
 
-from ringprof.errors import UnfitWorkloadError, VerificationError
+from ringprof.errors import UnsupportedWorkloadError, VerificationError
 from ringprof.record.verify import allowed_rms, refuse_wrong, verification_seq
 from ringprof.run import TensorError, Workload
 from ringprof.strategies import find
@@ -77,5 +77,5 @@ def test_the_check_is_short_and_fits_the_layout(seq: int, world: int, device: st
 
 
 def test_a_workload_that_never_fits_has_no_check() -> None:
-    with pytest.raises(UnfitWorkloadError):
+    with pytest.raises(UnsupportedWorkloadError):
         verification_seq(ZIGZAG, Workload(seq=512, heads=6, kv_heads=4, head_dim=32), 4, "cpu", {})

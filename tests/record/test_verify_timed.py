@@ -16,11 +16,11 @@ from torch import Tensor
 from ringprof.errors import VerificationError
 from ringprof.mask import Mask
 from ringprof.record import verify_timed as subject
-from ringprof.record.measure import Problem, Results, row_sums
+from ringprof.record.measure import Results, WorkloadShard, row_sums
 from ringprof.record.verify_timed import PLACES, softmax_rows, verify_timed
 from ringprof.run import TensorError, TimedVerification, Verification, Workload
 from ringprof.strategies import create
-from ringprof.strategies.kernels import KeyStretches
+from ringprof.strategies.kernels.builtin import KeyStretches
 from tests.strategies import cases
 from tests.strategies.cases import Case, dense, inputs
 from tests.strategies.ranks import run_ranks
@@ -33,19 +33,19 @@ LAYOUTS = [
 ]  # fmt: skip
 
 
-def stated(dtype: torch.dtype, causal: bool) -> tuple[cases.Problem, Workload]:
+def stated(dtype: torch.dtype, causal: bool) -> tuple[cases.WorkloadShard, Workload]:
     """One problem, as the strategies' tests and as the recorder state it; grouped heads, two batch entries."""
-    problem = cases.Problem(SEQ, batch=2, heads=4, kv_heads=2, head_dim=8, causal=causal, dtype=dtype)
+    problem = cases.WorkloadShard(SEQ, batch=2, heads=4, kv_heads=2, head_dim=8, causal=causal, dtype=dtype)
     name = {torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype]
     return problem, Workload(batch=2, seq=SEQ, heads=4, kv_heads=2, head_dim=8, causal=causal, dtype=name)
 
 
-def on_this_rank(case: Case, dtype: torch.dtype, causal: bool = True) -> tuple[Problem, Results, Workload]:
+def on_this_rank(case: Case, dtype: torch.dtype, causal: bool = True) -> tuple[WorkloadShard, Results, Workload]:
     """The problem's share of this rank, and the share of dense attention's results."""
     problem, workload = stated(dtype, causal)
     strategy = create(case.name, **case.params)
     q, k, v, dout = (strategy.shard(x).contiguous() for x in inputs(problem))
-    local = Problem(strategy, causal, q, k, v, dout)
+    local = WorkloadShard(strategy, causal, q, k, v, dout)
     return local, Results(*(strategy.shard(x) for x in dense(problem))), workload
 
 
@@ -74,7 +74,7 @@ def test_its_reference_is_dense_attention(dtype: torch.dtype, causal: bool, limi
 
 
 def judged(
-    problem: Problem, last: Results, workload: Workload, first: Tensor | None = None, kernel_rms: float = 1e-3
+    problem: WorkloadShard, last: Results, workload: Workload, first: Tensor | None = None, kernel_rms: float = 1e-3
 ) -> TimedVerification:
     before = TensorError(max_abs=0.0, rms=0.0, kernel_rms=kernel_rms, allowed_rms=1e-2, rank=0)
     verification = Verification(passed=True, seq=64, errors=dict.fromkeys(("out", "dq", "dk", "dv"), before))

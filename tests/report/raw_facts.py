@@ -22,7 +22,7 @@ from tests.analysis.build import Builder
 from tests.analysis.sweep import sweep
 
 GAP_NS, LONG_NS, SOON_NS = 5_000, 100_000, 20_000
-"""The limits that docs/definitions.md names: of a gap, of a long host event, of an arrival that lets work start."""
+"""The limits that docs/metrics.md names: of a gap, of a long host event, of an arrival that lets work start."""
 _CATEGORIES = {"kernel": 0, "gpu_memcpy": 1, "gpu_memset": 2}
 _HOST = {"cpu_op": 0, "user_annotation": RANGE, "cuda_runtime": RUNTIME_CALL, "cuda_driver": RUNTIME_CALL}
 _WINDOWS = (re.compile(r"ringprof::iteration"), re.compile(r"ProfilerStep#\d+"))

@@ -10,7 +10,7 @@ import jsonschema
 import pytest
 
 import ringprof
-from ringprof.analysis.findings.verdict_words import blocked_on_links
+from ringprof.analysis.findings.verdict_text import blocked_on_links
 from ringprof.run import read_run
 from tests.analysis.idle_oracle import run_traces_of
 from tests.analysis.sweep import sweep

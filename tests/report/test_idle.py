@@ -14,8 +14,8 @@ import pytest
 from ringprof import cli
 from ringprof.analysis.attribution import Attribution
 from ringprof.analysis.findings.conditions import figures_of
-from ringprof.analysis.findings.entries import entry_of_run
 from ringprof.analysis.findings.findings import Findings, findings_in_memory
+from ringprof.analysis.findings.measurements import entry_of_run
 from ringprof.analysis.timeline.idle import CAUSES
 from ringprof.frames import frame_of
 from ringprof.report import palette, plots

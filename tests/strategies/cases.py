@@ -12,7 +12,7 @@ from ringprof.strategies import create
 
 
 @dataclass(frozen=True)
-class Problem:
+class WorkloadShard:
     """One attention problem over all ranks."""
 
     seq: int
@@ -79,7 +79,7 @@ CASES = [
 ]
 
 
-def inputs(problem: Problem) -> list[Tensor]:
+def inputs(problem: WorkloadShard) -> list[Tensor]:
     """Full q, k, v and dout, the same on every rank."""
     generator = torch.Generator().manual_seed(problem.seed)
 
@@ -90,7 +90,7 @@ def inputs(problem: Problem) -> list[Tensor]:
     return [draw(problem.heads), draw(problem.kv_heads), draw(problem.kv_heads), draw(problem.heads)]
 
 
-def dense(problem: Problem) -> list[Tensor]:
+def dense(problem: WorkloadShard) -> list[Tensor]:
     """out, dq, dk, dv by torch's own autograd over the plain formula, in float64."""
     q, k, v, dout = (tensor.double() for tensor in inputs(problem))
     leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
@@ -104,7 +104,7 @@ def dense(problem: Problem) -> list[Tensor]:
     return [out.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
 
 
-def over_the_ranks(case: Case, problem: Problem, using: Any = None, **how: Any) -> list[Tensor]:
+def over_the_ranks(case: Case, problem: WorkloadShard, using: Any = None, **how: Any) -> list[Tensor]:
     """out, dq, dk, dv of the whole sequence as the ranks computed them together, with the kernel ``using`` if given."""
     strategy = create(case.name, kernel=problem.kernel, **how, **case.params)
     if using is not None:

@@ -10,7 +10,7 @@ from torch.autograd.profiler import profile
 
 from ringprof.mask import Mask
 from ringprof.strategies.annotate import annotate, heard_by, ring_step
-from tests.strategies.cases import Case, Problem, over_the_ranks
+from tests.strategies.cases import Case, WorkloadShard, over_the_ranks
 from tests.strategies.ranks import run_ranks
 from tests.strategies.test_masks import over_the_ranks as over_the_ranks_with
 
@@ -23,7 +23,7 @@ def names(rank: int, cases: list[Case]) -> list[set[str]]:
     found = []
     for case in cases:
         with profile() as events:
-            over_the_ranks(case, Problem(seq=32))
+            over_the_ranks(case, WorkloadShard(seq=32))
         found.append({event.name for event in events.function_events if event.name.startswith("ringprof::")})
     return found
 
@@ -54,7 +54,7 @@ def masked_names(rank: int, cases: list[Case], mask: Mask) -> list[set[str]]:
             return nullcontext()
 
         with heard_by(listen):
-            over_the_ranks_with(case, Problem(seq=64), mask)
+            over_the_ranks_with(case, WorkloadShard(seq=64), mask)
         found.append(heard)
     return found
 

@@ -14,15 +14,15 @@ import torch.distributed as dist
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
-from ringprof.strategies import Unfit, create, names
-from ringprof.strategies.kernels import KERNELS, ReferenceKernel, choose_kernel
-from tests.strategies.cases import CASES, Problem, dense, inputs, relative_error
+from ringprof.strategies import Unsupported, create, names
+from ringprof.strategies.kernels.builtin import KERNELS, ReferenceKernel, choose_kernel
+from tests.strategies.cases import CASES, WorkloadShard, dense, inputs, relative_error
 from tests.strategies.ranks import run_ranks
 
-PROBLEM = Problem(seq=16, heads=4, kv_heads=2)
+PROBLEM = WorkloadShard(seq=16, heads=4, kv_heads=2)
 
 
-def shares(strategy: Any, problem: Problem = PROBLEM) -> tuple[list[torch.Tensor], torch.Tensor]:
+def shares(strategy: Any, problem: WorkloadShard = PROBLEM) -> tuple[list[torch.Tensor], torch.Tensor]:
     *qkv, dout = (strategy.shard(tensor) for tensor in inputs(problem))
     return [tensor.detach().requires_grad_() for tensor in qkv], dout
 
@@ -32,7 +32,7 @@ def shares(strategy: Any, problem: Problem = PROBLEM) -> tuple[list[torch.Tensor
 
 def lse_on_one_rank(rank: int, kernel: str) -> list[tuple[str, float]]:
     """Errors where the LSE is in the loss of rank 0 alone, for strategies that send different things for it."""
-    problem = Problem(seq=16, heads=4, kv_heads=2, dtype=torch.float32)
+    problem = WorkloadShard(seq=16, heads=4, kv_heads=2, dtype=torch.float32)
     full = [tensor.double() for tensor in inputs(problem)]
     leaves = [tensor.requires_grad_() for tensor in full[:3]]
     wide = [leaf.repeat_interleave(2, 2) for leaf in leaves[1:]]
@@ -96,7 +96,7 @@ def transformed(rank: int) -> list[str]:
         mine = [x.detach() for x in shares(strategy)[0]]
         loss: Any = lambda *qkv, of=strategy: of.attention(*qkv).sum()  # noqa: E731
         for transform in (torch.func.grad(loss), torch.vmap(loss)):
-            with pytest.raises(Unfit) as refused:
+            with pytest.raises(Unsupported) as refused:
                 transform(*mine)
             said.append(str(refused.value))
     return said
@@ -186,7 +186,7 @@ def strided_inputs(rank: int) -> float:
     """q, k and v as (B, H, S, D) programs hold them, and as slices of one fused projection; batch 1 and 2."""
     errors = []
     for batch in (1, 2):
-        problem = Problem(seq=16, batch=batch, heads=4, kv_heads=4)
+        problem = WorkloadShard(seq=16, batch=batch, heads=4, kv_heads=4)
         truth = dense(problem)
         for name in names():
             strategy = create(name, kernel="reference")
@@ -262,7 +262,7 @@ def test_two_threads_may_call_strategies_of_two_groups():
 
 def bits_by_wire(rank: int) -> bool:
     """Whether bf16 on the only hop of dK and dV gives what float32 gives; several parts of a block travel as a sum."""
-    problem = Problem(seq=32, batch=2, dtype=torch.bfloat16)
+    problem = WorkloadShard(seq=32, batch=2, dtype=torch.bfloat16)
     found = []
     for wire in ("exact", "fp32"):
         strategies = (
@@ -304,10 +304,12 @@ def test_auto_never_takes_the_dense_reference_on_a_gpu(dtype, monkeypatch):
     if dtype == torch.float32:
         assert choose_kernel("auto", device, dtype, 128).name == "torch-efficient"
         assert choose_kernel("auto", device, dtype, 100).name == "flex"
-        with pytest.raises(Unfit, match=r"no kernel takes torch.float32 with head_dim 12 on cuda: cudnn is not here;"):
+        with pytest.raises(
+            Unsupported, match=r"no kernel takes torch.float32 with head_dim 12 on cuda: cudnn is not here;"
+        ):
             choose_kernel("auto", device, dtype, 12)
     else:
-        with pytest.raises(Unfit, match=r"no kernel takes torch.float64"):
+        with pytest.raises(Unsupported, match=r"no kernel takes torch.float64"):
             choose_kernel("auto", device, dtype, 128)
     assert choose_kernel("reference", device, dtype, 128).name == "reference"
 

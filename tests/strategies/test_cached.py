@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ringprof.mask import Mask
-from ringprof.strategies import Unfit, create, find, for_inference, names
+from ringprof.strategies import Unsupported, create, find, for_inference, names
 from ringprof.strategies.annotate import heard_by
 from ringprof.strategies.base import Shape
 from tests.strategies.cases import Case
@@ -23,7 +23,7 @@ from tests.strategies.test_results import examples
 from tests.test_mask import sees
 
 
-class Problem(NamedTuple):
+class WorkloadShard(NamedTuple):
     """New tokens over keys, those of the new tokens the last of them."""
 
     new: int
@@ -58,7 +58,7 @@ GROUPS = [
 PREFILL = [Case("ring-prefill", {"passes": passes}) for passes in ("kv", "q", "auto")]
 
 
-def inputs(problem: Problem) -> list[Tensor]:
+def inputs(problem: WorkloadShard) -> list[Tensor]:
     generator = torch.Generator().manual_seed(problem.seed)
     of_k, of_v = problem.head_dim, problem.v_head_dim or problem.head_dim
     kv = problem.keys, problem.kv_heads
@@ -68,7 +68,7 @@ def inputs(problem: Problem) -> list[Tensor]:
     return [*(x[: problem.batch] for x in qkv), sinks[0].flatten()]
 
 
-def dense(problem: Problem) -> tuple[Tensor, Tensor]:
+def dense(problem: WorkloadShard) -> tuple[Tensor, Tensor]:
     """Output and LSE, a row and head at a time: what a query sees is asked of every key."""
     q, k, v, sinks = inputs(problem)
     out = q.new_empty((*q.shape[:3], v.shape[3]))
@@ -88,7 +88,9 @@ def dense(problem: Problem) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-def errors(rank: int, cases: list[Case], problem: Problem, truth: tuple[Tensor, Tensor]) -> list[tuple[str, float]]:
+def errors(
+    rank: int, cases: list[Case], problem: WorkloadShard, truth: tuple[Tensor, Tensor]
+) -> list[tuple[str, float]]:
     q, k, v, sinks = inputs(problem)
     exact, exact_lse = truth
     found = []
@@ -120,16 +122,22 @@ def errors(rank: int, cases: list[Case], problem: Problem, truth: tuple[Tensor, 
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_decode_is_exact_in_float64_and_counted_by_the_exact_area(world: int) -> None:
     # One token and several; a cache that the ranks cannot share evenly, and one with fewer tokens than ranks.
-    problems = [Problem(1, 29), Problem(3, 29), Problem(5, 64, causal=False), Problem(2, 3), Problem(1, 1)]
+    problems = [
+        WorkloadShard(1, 29),
+        WorkloadShard(3, 29),
+        WorkloadShard(5, 64, causal=False),
+        WorkloadShard(2, 3),
+        WorkloadShard(1, 1),
+    ]
     cases = DECODE + [case for case in GROUPS if world in case.worlds]
     masked = [
-        Problem(1, 29, window=(7, 0)),
-        Problem(5, 29, window=(2, 0), prefix=3, sinks=True),
-        Problem(4, 6, window=(3, 0), prefix=5, softcap=1.5, v_head_dim=3),
-        Problem(5, 40, causal=False, window=(9, 1), prefix=2, v_head_dim=1, sinks=True),
-        Problem(2, 29, window=(7, 0), batch=0),
+        WorkloadShard(1, 29, window=(7, 0)),
+        WorkloadShard(5, 29, window=(2, 0), prefix=3, sinks=True),
+        WorkloadShard(4, 6, window=(3, 0), prefix=5, softcap=1.5, v_head_dim=3),
+        WorkloadShard(5, 40, causal=False, window=(9, 1), prefix=2, v_head_dim=1, sinks=True),
+        WorkloadShard(2, 29, window=(7, 0), batch=0),
     ]
-    for problem in [*problems, *masked, Problem(4, 40, kernel="cpu-flash")]:
+    for problem in [*problems, *masked, WorkloadShard(4, 40, kernel="cpu-flash")]:
         for label, error in run_ranks(world, errors, cases, problem, dense(problem))[0]:
             assert error < 1e-12, label
 
@@ -137,24 +145,29 @@ def test_decode_is_exact_in_float64_and_counted_by_the_exact_area(world: int) ->
 @pytest.mark.processes
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_prefill_is_exact_in_float64_and_counted_by_the_exact_area(world: int) -> None:
-    problems = [Problem(16, 48), Problem(8, 8), Problem(16, 24, causal=False), Problem(8, 136, kernel="cpu-flash")]
+    problems = [
+        WorkloadShard(16, 48),
+        WorkloadShard(8, 8),
+        WorkloadShard(16, 24, causal=False),
+        WorkloadShard(8, 136, kernel="cpu-flash"),
+    ]
     masked = [
-        Problem(16, 48, window=(6, 0), sinks=True),
-        Problem(16, 48, window=(20, 0), prefix=11, softcap=1.5, v_head_dim=3),
-        Problem(8, 8, window=(2, 0), prefix=1),
-        Problem(16, 24, causal=False, window=(9, 1), prefix=2, sinks=True, v_head_dim=1),
-        Problem(8, 136, window=(50, 0), prefix=40, kernel="cpu-flash"),
+        WorkloadShard(16, 48, window=(6, 0), sinks=True),
+        WorkloadShard(16, 48, window=(20, 0), prefix=11, softcap=1.5, v_head_dim=3),
+        WorkloadShard(8, 8, window=(2, 0), prefix=1),
+        WorkloadShard(16, 24, causal=False, window=(9, 1), prefix=2, sinks=True, v_head_dim=1),
+        WorkloadShard(8, 136, window=(50, 0), prefix=40, kernel="cpu-flash"),
         # Of one rank's early and late tokens some see keys of the other's, and those between them see none.
-        Problem(8, 24, window=(1, 0)),
-        Problem(16, 48, window=(1, 0), kernel="cpu-flash"),
-        Problem(8, 24, batch=0),
+        WorkloadShard(8, 24, window=(1, 0)),
+        WorkloadShard(16, 48, window=(1, 0), kernel="cpu-flash"),
+        WorkloadShard(8, 24, batch=0),
     ]
     for problem in problems + masked:
         for label, error in run_ranks(world, errors, PREFILL, problem, dense(problem))[0]:
             assert error < 1e-12, label
 
 
-def errors_beside_meta(rank: int, problem: Problem, truth: Tensor) -> list[float]:
+def errors_beside_meta(rank: int, problem: WorkloadShard, truth: Tensor) -> list[float]:
     """In a program whose tensors are made on ``meta`` where nothing else is said."""
     q, k, v, _ = inputs(problem)
     found = []
@@ -170,13 +183,13 @@ def errors_beside_meta(rank: int, problem: Problem, truth: Tensor) -> list[float
 
 @pytest.mark.processes
 def test_a_default_device_changes_nothing_over_a_cache() -> None:
-    problem = Problem(16, 48, window=(20, 0), prefix=11)
+    problem = WorkloadShard(16, 48, window=(20, 0), prefix=11)
     for found in run_ranks(2, errors_beside_meta, problem, dense(problem)[0]):
         assert max(found) < 1e-12
 
 
 @st.composite
-def drawn(draw) -> tuple[list[Case], Problem]:
+def drawn(draw) -> tuple[list[Case], WorkloadShard]:
     kv_heads = 4
     heads = kv_heads * draw(st.sampled_from([1, 2, 3]))
     sizes = {
@@ -192,12 +205,12 @@ def drawn(draw) -> tuple[list[Case], Problem]:
     sizes |= {"v_head_dim": draw(st.integers(1, sizes["head_dim"]))}
     if draw(st.booleans()):
         new = draw(st.integers(1, 6))
-        return [draw(st.sampled_from(DECODE + GROUPS))], Problem(new, new + draw(st.integers(0, 50)), **sizes)
+        return [draw(st.sampled_from(DECODE + GROUPS))], WorkloadShard(new, new + draw(st.integers(0, 50)), **sizes)
     new = 8 * draw(st.integers(1, 3))
-    return [draw(st.sampled_from(PREFILL))], Problem(new, new + 4 * draw(st.integers(0, 20)), **sizes)
+    return [draw(st.sampled_from(PREFILL))], WorkloadShard(new, new + 4 * draw(st.integers(0, 20)), **sizes)
 
 
-def drawn_are_exact(given_: tuple[list[Case], Problem]) -> None:
+def drawn_are_exact(given_: tuple[list[Case], WorkloadShard]) -> None:
     cases, problem = given_
     for label, error in run_ranks(4, errors, cases, problem, dense(problem))[0]:
         assert error < 1e-12, label
@@ -217,7 +230,7 @@ def test_many_drawn_caches_are_exact(drawn_one) -> None:
     drawn_are_exact(drawn_one)
 
 
-def sent(rank: int, cases: list[Case], problem: Problem) -> list[dict[tuple[str, str], int]]:
+def sent(rank: int, cases: list[Case], problem: WorkloadShard) -> list[dict[tuple[str, str], int]]:
     q, k, v, _ = inputs(problem)
     found = []
     for case in cases:
@@ -242,7 +255,7 @@ def test_bytes_of_decode_do_not_grow_with_the_cache() -> None:
         {("out", "all_gather"): 512 + 128},
     ]
     for keys in (10, 1000):
-        assert run_ranks(2, sent, DECODE, Problem(1, keys))[0] == expected
+        assert run_ranks(2, sent, DECODE, WorkloadShard(1, keys))[0] == expected
 
 
 @pytest.mark.processes
@@ -250,9 +263,9 @@ def test_prefill_sends_what_is_less() -> None:
     # 12 of 24 keys of 4 heads, K and V of 2 sequences: 6144 bytes. 4 of 8 queries of 8 heads: 2048, there and back,
     # and 512 of LSEs.
     kv, q = {("kv", "send_recv"): 6144}, {("q", "send_recv"): 2048, ("out", "all_to_all"): 2048 + 512}
-    assert run_ranks(2, sent, PREFILL, Problem(8, 24))[0] == [kv, q, q]
+    assert run_ranks(2, sent, PREFILL, WorkloadShard(8, 24))[0] == [kv, q, q]
     # Without a cache keys and values are less: 4 of 8 tokens are 2048 bytes.
-    assert run_ranks(2, sent, PREFILL[2:], Problem(8, 8))[0] == [{("kv", "send_recv"): 2048}]
+    assert run_ranks(2, sent, PREFILL[2:], WorkloadShard(8, 8))[0] == [{("kv", "send_recv"): 2048}]
 
 
 @pytest.mark.processes
@@ -262,7 +275,7 @@ def test_prefill_sends_of_the_cache_what_a_window_shows() -> None:
     kv = {("kv", "send_recv"): 4 * (2 * 4 * 4 * 8 * 2)}
     # 4 queries of 8 heads make three hops whole, and their outputs and LSEs come home from as many.
     q = {("q", "send_recv"): 3 * 2048, ("out", "all_to_all"): 3 * (2048 + 512)}
-    assert run_ranks(4, sent, PREFILL, Problem(16, 48, window=(1, 0))) == [[kv, q, kv]] * 4
+    assert run_ranks(4, sent, PREFILL, WorkloadShard(16, 48, window=(1, 0))) == [[kv, q, kv]] * 4
 
 
 def shares(rank: int) -> list[list[int]]:
@@ -300,10 +313,10 @@ def test_keys_are_counted_without_a_list_of_them(name: str) -> None:
     ],
 )
 def test_what_does_not_fit_is_refused_with_the_reason(name, shape, size, params, reason) -> None:
-    assert reason in find(name).load().unfit(shape, size, **params)
+    assert reason in find(name).load().why_unsupported(shape, size, **params)
 
 
-def of_unsaid_length(rank: int, case: Case, problem: Problem, exact: Tensor) -> float:
+def of_unsaid_length(rank: int, case: Case, problem: WorkloadShard, exact: Tensor) -> float:
     q, k, v, _ = inputs(problem)
     strategy = create(case.name, kernel="reference", **case.params)
     mine = (strategy.shard_cache(x, problem.new, problem.heads) for x in (k, v))
@@ -315,20 +328,20 @@ def of_unsaid_length(rank: int, case: Case, problem: Problem, exact: Tensor) -> 
 @pytest.mark.parametrize(
     ("case", "problem"),
     [
-        (Case("dcp"), Problem(1, 32)),
+        (Case("dcp"), WorkloadShard(1, 32)),
         # 8 keys on one rank and 7 on the others: one query sees all of them, whatever their number.
-        (Case("dcp"), Problem(1, 29)),
-        (Case("dcp", {"dcp_degree": 2}), Problem(1, 29, causal=False)),
-        (Case("ring-prefill", {"passes": "kv"}), Problem(16, 48)),
-        (Case("ring-prefill", {"passes": "q"}), Problem(16, 48, window=(6, 0))),
+        (Case("dcp"), WorkloadShard(1, 29)),
+        (Case("dcp", {"dcp_degree": 2}), WorkloadShard(1, 29, causal=False)),
+        (Case("ring-prefill", {"passes": "kv"}), WorkloadShard(16, 48)),
+        (Case("ring-prefill", {"passes": "q"}), WorkloadShard(16, 48, window=(6, 0))),
     ],
     ids=str,
 )
-def test_the_number_of_keys_need_not_be_said_where_a_rank_can_tell_it(case: Case, problem: Problem) -> None:
+def test_the_number_of_keys_need_not_be_said_where_a_rank_can_tell_it(case: Case, problem: WorkloadShard) -> None:
     assert max(run_ranks(4, of_unsaid_length, case, problem, dense(problem)[0])) < 1e-12
 
 
-def phases(rank: int, cases: list[Case], problem: Problem) -> list[set[str]]:
+def phases(rank: int, cases: list[Case], problem: WorkloadShard) -> list[set[str]]:
     q, k, v, _ = inputs(problem)
     found = []
     for case in cases:
@@ -351,9 +364,9 @@ def test_its_phases_are_named_as_those_of_training() -> None:
     """Reports tell ring steps, sends and waits by these names."""
     merges = [f"fwd/step={step}/merge" for step in range(2)]
     blocks = [f"fwd/step={step}/block" for step in range(2)]
-    (decode,) = run_ranks(2, phases, [Case("dcp")], Problem(1, 32))[0]
+    (decode,) = run_ranks(2, phases, [Case("dcp")], WorkloadShard(1, 32))[0]
     assert decode - {"send", "wait"} == {blocks[0], merges[1]}
-    hops, queries = run_ranks(2, phases, PREFILL[:2], Problem(16, 48))[1]
+    hops, queries = run_ranks(2, phases, PREFILL[:2], WorkloadShard(16, 48))[1]
     assert hops - {"send", "wait"} == {*blocks, *merges}
     assert queries - {"send", "wait"} == {*blocks, *merges, "fwd/step=2/merge"}
     assert all({"send", "wait"} <= one for one in (decode, hops, queries))
@@ -362,21 +375,21 @@ def test_its_phases_are_named_as_those_of_training() -> None:
 def test_calls_that_cannot_be_meant_are_refused() -> None:
     strategy = create("dcp", kernel="reference")
     q, k = torch.randn(1, 2, 4, 8), torch.randn(1, 9, 2, 8)
-    with pytest.raises(Unfit, match="must be told kv_length"):
+    with pytest.raises(Unsupported, match="must be told kv_length"):
         strategy.attention(q, k, k)
     # Of 29 keys on 4 ranks one has 8 and three have 7: each would take the query to be at another position.
-    with pytest.raises(Unfit, match="a window, attention must be told kv_length"):
+    with pytest.raises(Unsupported, match="a window, attention must be told kv_length"):
         strategy.attention(q[:, 1:], k, k, window_size=(4, 0))
-    with pytest.raises(Unfit, match="no backward pass"):
+    with pytest.raises(Unsupported, match="no backward pass"):
         strategy.attention(q.requires_grad_(), k, k, kv_length=9)
-    with pytest.raises(Unfit, match="expected q"):
+    with pytest.raises(Unsupported, match="expected q"):
         strategy.attention(q.detach(), k, k[:, 1:], kv_length=9)
-    with pytest.raises(Unfit, match="4 heads over 3 kv heads"):
+    with pytest.raises(Unsupported, match="4 heads over 3 kv heads"):
         strategy.attention(q.detach(), torch.randn(1, 9, 3, 8), torch.randn(1, 9, 3, 8), kv_length=9)
     for options, said in (
         ({"prefix": 3}, "a prefix of 3"),
         ({"sinks": torch.ones(3)}, "one logit a head: (4,), not (3,)"),
     ):
-        with pytest.raises(Unfit, match=re.escape(said)):
+        with pytest.raises(Unsupported, match=re.escape(said)):
             strategy.attention(q.detach(), k, k, kv_length=9, **options)
     assert not set(for_inference()) & set(names()), "those do not train"

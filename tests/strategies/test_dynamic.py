@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from ringprof.strategies import Dynamic, Unfit, names
-from tests.strategies.cases import Problem, dense, inputs, relative_error
+from ringprof.strategies import Dynamic, Unsupported, names
+from tests.strategies.cases import WorkloadShard, dense, inputs, relative_error
 from tests.strategies.ranks import run_ranks
 
 
-def error_of(parts: Dynamic, problem: Problem, ranks: list[int]) -> float:
+def error_of(parts: Dynamic, problem: WorkloadShard, ranks: list[int]) -> float:
     """The largest error of out, dq, dk and dv over these ranks alone."""
     strategy = parts.over(ranks)
     assert strategy.comm.size == len(ranks)
@@ -33,7 +33,7 @@ def changing(rank: int, name: str) -> float:
     for size in (4, 1, 2, 4, 2, 1):
         first = rank // size * size
         assert parts.of(size) is parts.over(range(first, first + size))
-        worst = max(worst, error_of(parts, Problem(seq=8 * size, seed=first), list(range(first, first + size))))
+        worst = max(worst, error_of(parts, WorkloadShard(seq=8 * size, seed=first), list(range(first, first + size))))
     return worst
 
 
@@ -47,8 +47,8 @@ def at_once(rank: int) -> float:
     """Ranks 0 and 3 share a sequence while ranks 1 and 2 have one each."""
     parts = Dynamic("zigzag", kernel="reference")
     mine = [0, 3] if rank in (0, 3) else [rank]
-    found = error_of(parts, Problem(seq=16, seed=min(mine)), mine)
-    return max(found, error_of(parts, Problem(seq=32), [0, 1, 2, 3]))
+    found = error_of(parts, WorkloadShard(seq=16, seed=min(mine)), mine)
+    return max(found, error_of(parts, WorkloadShard(seq=32), [0, 1, 2, 3]))
 
 
 @pytest.mark.processes
@@ -90,7 +90,7 @@ def refused(rank: int) -> list[str]:
         lambda: parts.over([1 - rank]),
         lambda: parts.over([0, 0, 1]),
     ):
-        with pytest.raises(Unfit) as error:
+        with pytest.raises(Unsupported) as error:
             ask()
         said.append(str(error.value))
     return said

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ringprof.strategies.allgather import AllGather
+from ringprof.strategies.algorithms.allgather import AllGather
 
 
 @pytest.mark.parametrize(

@@ -11,13 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringprof.mask import Mask
-from ringprof.strategies import create, flex
-from ringprof.strategies.cut import cut_of
-from ringprof.strategies.flex import TILE, stretches, tiles
-from ringprof.strategies.kernels import KERNELS, ReferenceKernel
-from ringprof.strategies.layouts import LAYOUTS, part
-from ringprof.strategies.parts import Part, Parts, seen_in_band
-from tests.strategies.cases import Case, Problem, inputs, relative_error
+from ringprof.strategies import create
+from ringprof.strategies.kernels import flex
+from ringprof.strategies.kernels.builtin import KERNELS, ReferenceKernel
+from ringprof.strategies.kernels.flex import TILE, stretches, tiles
+from ringprof.strategies.masks.layouts import LAYOUTS, part
+from ringprof.strategies.masks.mask_blocks import AttnRectangle, MaskBlocks, seen_in_band
+from ringprof.strategies.masks.sharded_mask import sharded_mask_of
+from tests.strategies.cases import Case, WorkloadShard, inputs, relative_error
 from tests.strategies.ranks import run_ranks
 from tests.strategies.test_masks import dense, drawn, over_the_ranks
 from tests.strategies.test_results import examples
@@ -25,7 +26,7 @@ from tests.strategies.test_results import examples
 CPU = torch.device("cpu")
 
 
-def pairs_of(parts: Parts) -> torch.Tensor:
+def pairs_of(parts: MaskBlocks) -> torch.Tensor:
     seen = torch.zeros(parts.queries, parts.keys, dtype=torch.int32)
     for one in parts:
         seen[one.q, one.kv] += seen_in_band(one, torch.device("cpu")).int()
@@ -33,9 +34,11 @@ def pairs_of(parts: Parts) -> torch.Tensor:
 
 
 @given(drawn(), st.sampled_from([1, 2]), st.sampled_from(["contiguous", "zigzag", "stripe"]))
-def test_stretches_are_the_pairs_of_the_parts(drawn_problem: tuple[Problem, Mask], size: int, layout: str) -> None:
+def test_stretches_are_the_pairs_of_the_parts(
+    drawn_problem: tuple[WorkloadShard, Mask], size: int, layout: str
+) -> None:
     problem, mask = drawn_problem
-    cut = cut_of(mask, LAYOUTS[layout], size, problem.seq)
+    cut = sharded_mask_of(mask, LAYOUTS[layout], size, problem.seq)
     for q_rank, kv_rank in itertools.product(range(size), repeat=2):
         block = cut.block(q_rank, kv_rank)
         if block is None or block.parts is None:
@@ -51,7 +54,7 @@ def test_stretches_are_the_pairs_of_the_parts(drawn_problem: tuple[Problem, Mask
 def test_a_rank_sees_of_its_own_rows_what_a_window_shows_behind_them(layout: str, after: int) -> None:
     """All keys before a query and so many after it, asked pair by pair; with none after it the mask is causal."""
     mask = Mask.of(window=(-1, after), causal=False)
-    cut, positions = cut_of(mask, LAYOUTS[layout], 2, 16), LAYOUTS[layout].positions(16, 2, 0).tolist()
+    cut, positions = sharded_mask_of(mask, LAYOUTS[layout], 2, 16), LAYOUTS[layout].positions(16, 2, 0).tolist()
     block = cut.block(0, 0)
     assert block is not None
     found = torch.ones(8, 8).tril() if block.parts is None and block.causal else torch.ones(8, 8)
@@ -62,7 +65,7 @@ def test_a_rank_sees_of_its_own_rows_what_a_window_shows_behind_them(layout: str
 @pytest.mark.parametrize(("number", "stretched"), [(1, 1), (2, 2), (3, 4), (4, 4), (5, 8)])
 def test_stretches_are_a_power_of_two(number: int, stretched: int) -> None:
     """The same query sees every other key: each number of stretches is compiled for by itself."""
-    block = Parts(tuple(Part(0, 1, 2 * at, 2 * at + 1) for at in range(number)), 1, 2 * number)
+    block = MaskBlocks(tuple(AttnRectangle(0, 1, 2 * at, 2 * at + 1) for at in range(number)), 1, 2 * number)
     first, end = stretches(block)
     assert first.shape == end.shape == (stretched, 1)
     assert sorted(zip(first.flatten().tolist(), end.flatten().tolist(), strict=True)) == sorted(
@@ -91,7 +94,9 @@ def test_tiles_by_keys_are_torchs_own_by_queries_turned(queries: int, keys: int)
     """torch reckons one from the other; of columns that are no tile's there is nothing."""
     from torch.nn.attention.flex_attention import BlockMask
 
-    mask = flex._of_parts(Parts((Part(10, queries, 0, keys - 3, left=190, right=40),), queries, keys), CPU)
+    mask = flex._of_parts(
+        MaskBlocks((AttnRectangle(10, queries, 0, keys - 3, left=190, right=40),), queries, keys), CPU
+    )
     lists = mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices
     own = BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=TILE, seq_lengths=(queries, keys))
     assert own.q_num_blocks is not None and mask.q_num_blocks.sum() > 0
@@ -118,7 +123,7 @@ BLOCKS = [
 def test_a_block_given_the_lse_of_all_blocks(
     mask: Mask, layout: str, size: int, q_rank: int, kv_rank: int, softcap: float
 ) -> None:
-    block = cut_of(mask, LAYOUTS[layout], size, 96).block(q_rank, kv_rank)
+    block = sharded_mask_of(mask, LAYOUTS[layout], size, 96).block(q_rank, kv_rank)
     assert block is not None
     generator = torch.Generator().manual_seed(1)
 
@@ -138,7 +143,7 @@ def test_a_block_given_the_lse_of_all_blocks(
 
 
 def through_strategies(rank: int, truths: dict[Mask, list[torch.Tensor]]) -> list[tuple[str, float]]:
-    problem = Problem(seq=64, kernel="flex")
+    problem = WorkloadShard(seq=64, kernel="flex")
     cases = [Case("zigzag", {"documents_layout": "per_document"}), Case("ring"), Case("allgather")]
     return [
         (f"{case}, {mask}", max(relative_error(x, y) for x, y in zip(whole, truth, strict=True)))
@@ -151,7 +156,7 @@ def through_strategies(rank: int, truths: dict[Mask, list[torch.Tensor]]) -> lis
 @pytest.mark.processes
 def test_strategies_are_exact_with_it() -> None:
     masks = [Mask.of(documents=[0, 1, 2, 9, 9, 40, 64]), Mask.of(causal=False, documents=[0, 29, 64], window=(5, 2))]
-    truths = {mask: dense(Problem(seq=64), mask) for mask in masks}
+    truths = {mask: dense(WorkloadShard(seq=64), mask) for mask in masks}
     for label, error in run_ranks(2, through_strategies, truths)[0]:
         assert error < 1e-12, label
 
@@ -160,7 +165,7 @@ def test_numbers_of_a_document_change_no_bit_of_another() -> None:
     """NaN may, within a tile: docs/workloads.md says so."""
     strategy, results = create("zigzag", kernel="flex"), []
     for factor in (1.0, -1.5):
-        *qkv, dout = inputs(Problem(seq=64, dtype=torch.float32))
+        *qkv, dout = inputs(WorkloadShard(seq=64, dtype=torch.float32))
         for x in (*qkv, dout):
             x[:, 7:37] *= factor
         leaves = [x.requires_grad_() for x in qkv]
@@ -214,7 +219,7 @@ def test_blocks_of_every_length_are_compiled_once(monkeypatch: pytest.MonkeyPatc
     real = torch.compile
     monkeypatch.setattr(torch, "compile", lambda function, **how: real(function, backend=counting, **how))
     call, cpu = flex._compiled(), torch.device("cpu")
-    documents = cut_of(Mask.of(documents=[0, 300, 768]), LAYOUTS["contiguous"], 1, 768).block(0, 0)
+    documents = sharded_mask_of(Mask.of(documents=[0, 300, 768]), LAYOUTS["contiguous"], 1, 768).block(0, 0)
     assert documents is not None and documents.parts is not None
     masks = [flex._plain(*sizes, cpu) for sizes in ((512, 512, True), (256, 512, False), (512, 128, False))]
     monkeypatch.setattr(flex, "_flex", lambda compiled: call)

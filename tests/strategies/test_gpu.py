@@ -7,8 +7,9 @@ from importlib.metadata import version
 import pytest
 import torch
 
-from ringprof.strategies import create, merge
-from ringprof.strategies.kernels import KERNELS, Kernel, ReferenceKernel
+from ringprof.strategies import create
+from ringprof.strategies.kernels import merge
+from ringprof.strategies.kernels.builtin import KERNELS, Kernel, ReferenceKernel
 
 pytestmark = [
     pytest.mark.gpu,
@@ -22,7 +23,7 @@ BLOCKS = [(1, 8, 8, 512, 512, True), (2, 8, 2, 500, 500, True), (2, 8, 8, 256, 5
 def _kernel(
     name: str, dtype: torch.dtype = torch.bfloat16, head_dim: int = 128, *, deterministic: bool = False
 ) -> Kernel:
-    reason = KERNELS[name].unfit(torch.device("cuda"), dtype, head_dim)
+    reason = KERNELS[name].why_unsupported(torch.device("cuda"), dtype, head_dim)
     if reason:
         pytest.skip(f"{name} {reason}")
     if name == "flash-attn" and "+hdim128" in version("flash-attn") and (dtype, head_dim) != (torch.bfloat16, 128):

@@ -18,15 +18,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from ringprof.strategies import Unfit, UnknownName, agreement, create, groups, names
-from ringprof.strategies.agreement import Standing, agreed_hosts
-from tests.strategies.cases import Problem, dense, inputs, relative_error
+from ringprof.strategies import UnknownName, Unsupported, create, names
+from ringprof.strategies.transport import groups, handshake
+from ringprof.strategies.transport.handshake import HandshakeRequest, agreed_hosts
+from tests.strategies.cases import WorkloadShard, dense, inputs, relative_error
 from tests.strategies.ranks import run_ranks
 
-PROBLEM = Problem(seq=16, heads=4, kv_heads=2)
+PROBLEM = WorkloadShard(seq=16, heads=4, kv_heads=2)
 
 
-def error_of(strategy: Any, problem: Problem = PROBLEM) -> float:
+def error_of(strategy: Any, problem: WorkloadShard = PROBLEM) -> float:
     """The largest error of out, dq, dk and dv on this rank against the dense formula."""
     full = inputs(problem)
     *qkv, dout = (strategy.shard(tensor) for tensor in full)
@@ -108,7 +109,7 @@ def on_a_mesh(rank: int) -> tuple[float, str, str]:
 def _said(call: Any) -> str:
     try:
         call()
-    except (Unfit, UnknownName) as refusal:
+    except (Unsupported, UnknownName) as refusal:
         return f"{type(refusal).__name__}: {refusal}"
     return ""
 
@@ -159,9 +160,9 @@ def test_ranks_that_ask_for_different_things_are_all_refused():
 WORDS = {"LOCAL_WORLD_SIZE", "LOCAL_RANK", "SLURM_NODEID"}
 
 
-def standing(rank: int, **said: Any) -> Standing:
+def standing(rank: int, **said: Any) -> HandshakeRequest:
     blank: dict[str, Any] = {"host": "a", "local_world_size": None, "local_rank": None, "node": None}
-    return Standing(rank=rank, request="", problem=None, token="", **{**blank, **said})
+    return HandshakeRequest(rank=rank, request="", problem=None, token="", **{**blank, **said})
 
 
 @pytest.mark.parametrize(
@@ -189,7 +190,7 @@ def test_hosts_follow_the_launcher_and_else_the_names(ranks, world, hosts):
 
 def test_hosts_of_unequal_size_that_cannot_be_told_apart_are_refused():
     ranks = [standing(rank, local_world_size=4 if rank < 4 else 2) for rank in (0, 4, 5)]
-    with pytest.raises(Unfit, match=r"LOCAL_WORLD_SIZE 2 and 4.*give ranks_per_host"):
+    with pytest.raises(Unsupported, match=r"LOCAL_WORLD_SIZE 2 and 4.*give ranks_per_host"):
         agreed_hosts(ranks, 6)
 
 
@@ -262,7 +263,7 @@ def differing(rank: int, how: str) -> str:
     options: dict[str, Any] = {"causal": {"causal": False}, "lse": {"return_lse": True}}.get(how, {}) if last else {}
     try:
         strategy.attention(q, q, q, **options)
-    except Unfit as error:
+    except Unsupported as error:
         return str(error)
     return "nothing"
 
@@ -292,7 +293,7 @@ def left_alone(rank: int) -> str:
     with patch.object(dist, "all_gather_object", side_effect=closed):
         try:
             strategy.attention(*[torch.randn(1, 8, 4, 8)] * 3)
-        except Unfit as error:
+        except Unsupported as error:
             return str(error)
     return "nothing"
 
@@ -316,7 +317,7 @@ def late(rank: int) -> list[str]:
     if rank == 1:
         store.wait(["warned"])
     # Never on the one that comes last.
-    with patch.object(agreement, "WARNED_AFTER_S", 0.0 if rank == 0 else 60.0), patch.object(warnings, "warn", warn):
+    with patch.object(handshake, "WARNED_AFTER_S", 0.0 if rank == 0 else 60.0), patch.object(warnings, "warn", warn):
         strategy.attention(*[torch.randn(1, 8, 4, 8)] * 3)
     return said
 

@@ -11,13 +11,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringprof.strategies import Unfit, UnknownName, create, find, for_inference, names, parameters
+from ringprof.strategies import UnknownName, Unsupported, create, find, for_inference, names, parameters
+from ringprof.strategies.algorithms.usp import USP
 from ringprof.strategies.base import Shape
-from ringprof.strategies.hops import HopRing, _splits
-from ringprof.strategies.layouts import LAYOUTS, Block, Grid, Grouped, split_home_block
-from ringprof.strategies.parcels import Parcel
+from ringprof.strategies.masks.layouts import LAYOUTS, Block, Grid, Grouped, split_home_block
 from ringprof.strategies.registry import check_parameters, parse_parameter
-from ringprof.strategies.usp import USP
+from ringprof.strategies.transport.message import Message
+from ringprof.strategies.transport.ring_channel import HopRing, _splits
 from tests.paths import ROOT
 from tests.strategies.cases import CASES
 from tests.strategies.ranks import run_ranks
@@ -160,7 +160,7 @@ def refusals(rank: int) -> dict[str, str]:
         try:
             call()
             said[label] = ""
-        except (Unfit, UnknownName) as refusal:
+        except (Unsupported, UnknownName) as refusal:
             said[label] = str(refusal)
     return said
 
@@ -235,13 +235,13 @@ UNFIT = [
 @pytest.mark.parametrize(("name", "params", "given_shape", "size", "said"), UNFIT)
 def test_unfit_says_why(name, params, given_shape, size, said):
     shape = Shape(**{"batch": 1, "seq": 64, "heads": 8, "kv_heads": 8, "head_dim": 8, **given_shape})
-    assert said in (find(name).load().unfit(shape, size, **params) or "")
+    assert said in (find(name).load().why_unsupported(shape, size, **params) or "")
 
 
 @pytest.mark.parametrize("name", names())
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
 def test_what_fits_is_not_refused(name, size):
-    assert find(name).load().unfit(Shape(1, 64, 8, 2, 8), size) is None
+    assert find(name).load().why_unsupported(Shape(1, 64, 8, 2, 8), size) is None
 
 
 @pytest.mark.parametrize(
@@ -254,7 +254,7 @@ def test_what_fits_is_not_refused(name, size):
     ],
 )
 def test_a_choice_that_there_is_not_is_refused(name, params):
-    with pytest.raises(Unfit, match=f"{next(iter(params))}: .* is not "):
+    with pytest.raises(Unsupported, match=f"{next(iter(params))}: .* is not "):
         create(name, **params)
 
 
@@ -316,9 +316,9 @@ def test_parameters_that_are_hidden_or_missing_are_refused():
     class Demanding:
         def __init__(self, *, pace: int, depth: int = 2) -> None: ...
 
-    with pytest.raises(Unfit, match=r"^Hiding: parameters must be named: no \*args or \*\*kwargs$"):
+    with pytest.raises(Unsupported, match=r"^Hiding: parameters must be named: no \*args or \*\*kwargs$"):
         parameters(Hiding)
-    with pytest.raises(Unfit, match=r"^strategy 'mine' needs the parameter 'pace'$"):
+    with pytest.raises(Unsupported, match=r"^strategy 'mine' needs the parameter 'pace'$"):
         check_parameters(Demanding, "mine", {"depth": 3})
     check_parameters(Demanding, "mine", {"pace": 1})
 
@@ -328,11 +328,11 @@ def test_a_parameter_of_no_strategy_is_refused_with_those_that_there_are():
         def __init__(self) -> None: ...
 
     said = r"^strategy 'mine' has no parameter 'x'; it has: none$"
-    with pytest.raises(Unfit, match=said):
+    with pytest.raises(Unsupported, match=said):
         parse_parameter(Plain, "mine", "x", "1")
-    with pytest.raises(Unfit, match=said):
+    with pytest.raises(Unsupported, match=said):
         check_parameters(Plain, "mine", {"x": 1})
-    with pytest.raises(Unfit, match=r"^strategy 'ring' has no parameter 'x'; it has: grad_wire, deterministic$"):
+    with pytest.raises(Unsupported, match=r"^strategy 'ring' has no parameter 'x'; it has: grad_wire, deterministic$"):
         parse_parameter(find("ring").load(), "ring", "x", "1")
 
 
@@ -351,7 +351,7 @@ def test_a_parameter_is_read_in_its_type(key, text, value):
 
 @pytest.mark.parametrize(("key", "text"), [("double_ring", "maybe"), ("ring_window", "x"), ("grad_wire", "bf16")])
 def test_a_parameter_of_another_type_is_refused(key, text):
-    with pytest.raises(Unfit, match=key):
+    with pytest.raises(Unsupported, match=key):
         parse_parameter(find("burst").load(), "burst", key, text)
 
 
@@ -389,7 +389,7 @@ def test_degrees_and_windows_follow_the_hosts():
 def test_a_hop_can_be_waited_for_once():
     ring = create("ring").kv_ring
     assert isinstance(ring, HopRing)
-    hop = ring.post(Parcel.holding([torch.ones(1)]))
+    hop = ring.post(Message.holding([torch.ones(1)]))
     hop.wait()
     with pytest.raises(RuntimeError, match="twice"):
         hop.wait()

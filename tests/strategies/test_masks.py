@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ringprof.mask import NO_LIMIT, Mask
-from ringprof.strategies import Unfit, create, find, names, several_lengths
-from ringprof.strategies.cut import cut_of
-from ringprof.strategies.kernels import ReferenceKernel
-from ringprof.strategies.layouts import LAYOUTS, zigzag_per_document
-from ringprof.strategies.parts import Part, Parts, banded, rows_apart, seen_in_band
-from tests.strategies.cases import Case, Problem, inputs, relative_error
+from ringprof.strategies import Unsupported, create, find, names
+from ringprof.strategies.kernels import varlen
+from ringprof.strategies.kernels.builtin import ReferenceKernel
+from ringprof.strategies.masks.layouts import LAYOUTS, zigzag_per_document
+from ringprof.strategies.masks.mask_blocks import AttnRectangle, MaskBlocks, banded, seen_in_band, split_rows
+from ringprof.strategies.masks.sharded_mask import sharded_mask_of
+from tests.strategies.cases import Case, WorkloadShard, inputs, relative_error
 from tests.strategies.ranks import run_ranks
 from tests.strategies.test_results import examples
 from tests.test_mask import sees
@@ -63,7 +64,7 @@ MASKS = [
 ]
 
 
-def dense(problem: Problem, mask: Mask) -> list[Tensor]:
+def dense(problem: WorkloadShard, mask: Mask) -> list[Tensor]:
     """out, dq, dk, dv by torch's own autograd over the plain formula, in float64; the mask pair by pair."""
     seen = torch.tensor([[sees(mask, query, key) for key in range(problem.seq)] for query in range(problem.seq)])
     q, k, v, dout = (tensor.double() for tensor in inputs(problem))
@@ -77,7 +78,7 @@ def dense(problem: Problem, mask: Mask) -> list[Tensor]:
 
 
 def over_the_ranks(
-    case: Case, problem: Problem, mask: Mask, tensors: list[Tensor] | None = None
+    case: Case, problem: WorkloadShard, mask: Mask, tensors: list[Tensor] | None = None
 ) -> tuple[list[Tensor], int]:
     """out, dq, dk, dv of the whole sequence as the ranks computed them; and the FLOPs that this rank counted."""
     strategy = create(case.name, kernel=problem.kernel, **case.params)
@@ -92,7 +93,7 @@ def over_the_ranks(
 
 
 def errors_of(
-    rank: int, cases: list[Case], problem: Problem, truths: dict[Mask, list[Tensor]]
+    rank: int, cases: list[Case], problem: WorkloadShard, truths: dict[Mask, list[Tensor]]
 ) -> list[tuple[str, float]]:
     found = []
     for mask, truth in truths.items():
@@ -114,7 +115,7 @@ def errors_of(
 )  # fmt: skip
 def test_exact_in_float64_and_counted_by_the_exact_area(world: int, kernel: str) -> None:
     cases = [case for case in TAKING if world in case.worlds]
-    problem = Problem(seq=64, batch=2, kernel=kernel)
+    problem = WorkloadShard(seq=64, batch=2, kernel=kernel)
     truths = {mask: dense(problem, mask) for mask in MASKS}
     for label, error in run_ranks(world, errors_of, cases, problem, truths)[0]:
         assert error < 1e-12, label
@@ -123,19 +124,21 @@ def test_exact_in_float64_and_counted_by_the_exact_area(world: int, kernel: str)
 @pytest.mark.long
 def test_exact_in_float64_on_8_ranks() -> None:
     cases = [case for case in TAKING if case.name != "ulysses" and 4 in case.worlds]
-    truths = {mask: dense(Problem(seq=64), mask) for mask in MASKS}
-    for label, error in run_ranks(8, errors_of, cases, Problem(seq=64), truths)[0]:
+    truths = {mask: dense(WorkloadShard(seq=64), mask) for mask in MASKS}
+    for label, error in run_ranks(8, errors_of, cases, WorkloadShard(seq=64), truths)[0]:
         assert error < 1e-12, label
 
 
 @st.composite
-def drawn(draw) -> tuple[Problem, Mask]:
+def drawn(draw) -> tuple[WorkloadShard, Mask]:
     seq = 4 * draw(st.integers(1, 14))
     bounds = draw(st.lists(st.integers(0, seq), max_size=6))
     causal = draw(st.booleans())
     documents = [0, *sorted(bounds), seq] if draw(st.booleans()) else None
     window = draw(st.tuples(st.sampled_from([-1, 1, 2, 5, 13, 40]), st.sampled_from([-1, 0, 1, 7, 60])))
-    problem = Problem(seq, draw(st.integers(1, 2)), head_dim=draw(st.integers(1, 9)), seed=draw(st.integers(0, 999)))
+    problem = WorkloadShard(
+        seq, draw(st.integers(1, 2)), head_dim=draw(st.integers(1, 9)), seed=draw(st.integers(0, 999))
+    )
     prefix = draw(st.sampled_from([0, 1, 6, 50])) if Mask.of(documents, window, causal=causal).windowed else 0
     return problem, Mask.of(documents, window, causal=causal, prefix=prefix)
 
@@ -143,14 +146,14 @@ def drawn(draw) -> tuple[Problem, Mask]:
 @pytest.mark.processes
 @examples(5)
 @given(drawn())
-def test_drawn_masks_on_2_ranks(problem: tuple[Problem, Mask]) -> None:
+def test_drawn_masks_on_2_ranks(problem: tuple[WorkloadShard, Mask]) -> None:
     cases = [case for case in TAKING if 2 in case.worlds]
     # Where a query sees itself alone dq and dk are 0, and what is left of them is rounding.
     for label, error in run_ranks(2, errors_of_all, cases, *problem)[0]:
         assert error < 1e-12, label
 
 
-def errors_of_all(rank: int, cases: list[Case], problem: Problem, mask: Mask) -> list[tuple[str, float]]:
+def errors_of_all(rank: int, cases: list[Case], problem: WorkloadShard, mask: Mask) -> list[tuple[str, float]]:
     truth = dense(problem, mask)
     size = max(float(x.norm()) for x in truth)
     return [
@@ -164,7 +167,7 @@ def errors_of_all(rank: int, cases: list[Case], problem: Problem, mask: Mask) ->
 
 
 def leaks(rank: int, kernel: str) -> list[str]:
-    problem = Problem(seq=64, kernel=kernel, dtype=torch.float32)
+    problem = WorkloadShard(seq=64, kernel=kernel, dtype=torch.float32)
     mask = Mask.of(documents=[0, 7, 37, 64])
     mine = slice(7, 37)
     found = []
@@ -192,7 +195,7 @@ def test_what_one_document_holds_reaches_no_bit_of_another(kernel: str) -> None:
 # --- attention sinks ------------------------------------------------------------------------------------
 
 
-def dense_with_sinks(problem: Problem, mask: Mask, sinks: Tensor) -> list[Tensor]:
+def dense_with_sinks(problem: WorkloadShard, mask: Mask, sinks: Tensor) -> list[Tensor]:
     """out, dq, dk, dv, dsinks, LSE of a softmax over the keys and one more logit, by torch's own autograd."""
     seen = torch.tensor([[sees(mask, query, key) for key in range(problem.seq)] for query in range(problem.seq)])
     q, k, v, dout = inputs(problem)
@@ -207,7 +210,7 @@ def dense_with_sinks(problem: Problem, mask: Mask, sinks: Tensor) -> list[Tensor
 
 
 def sink_errors(rank: int, kernel: str, sinks: Tensor, truths: dict[Mask, list[Tensor]]) -> list[tuple[str, float]]:
-    problem, found = Problem(seq=64, batch=2, kernel=kernel), []
+    problem, found = WorkloadShard(seq=64, batch=2, kernel=kernel), []
     for mask, truth in truths.items():
         for name in names():
             if not mask.plain and not find(name).load().takes_masks:
@@ -232,7 +235,7 @@ def sink_errors(rank: int, kernel: str, sinks: Tensor, truths: dict[Mask, list[T
 def test_sinks_are_exact_in_every_strategy_and_learn(kernel: str) -> None:
     sinks = torch.tensor([-1.5, 0.0, 0.7, 3.0], dtype=torch.float64)
     masks = [Mask(), Mask.of(documents=[0, 7, 40, 64], window=(9, 0))]
-    truths = {mask: dense_with_sinks(Problem(seq=64, batch=2), mask, sinks) for mask in masks}
+    truths = {mask: dense_with_sinks(WorkloadShard(seq=64, batch=2), mask, sinks) for mask in masks}
     for label, error in run_ranks(4, sink_errors, kernel, sinks, truths)[0]:
         assert error < 1e-12, label
 
@@ -245,7 +248,7 @@ def types_and_bytes(rank: int, name: str) -> tuple[set[torch.dtype], list[int]]:
     sent = []
     for options in ({}, {"window_size": (6, 0), "prefix": 5}):
         strategy = create(name, kernel="cpu-flash")
-        leaves = [strategy.shard(x).bfloat16().requires_grad_() for x in inputs(Problem(seq=64))[:3]]
+        leaves = [strategy.shard(x).bfloat16().requires_grad_() for x in inputs(WorkloadShard(seq=64))[:3]]
         out = strategy.attention(*leaves, **options)
         found = {out.dtype, *(x.dtype for x in out.grad_fn.saved_tensors[:-1])} if name != "usp" else {out.dtype}
         found |= {x.dtype for x in torch.autograd.grad(out.sum(), leaves)}
@@ -266,7 +269,7 @@ def test_parts_that_share_rows_come_in_the_type_of_the_inputs() -> None:
 
 def mla_errors(rank: int) -> list[tuple[str, float]]:
     """Heads of 12 for q and k and of 8 for v, as latent attention has 192 and 128."""
-    problem = Problem(seq=32, head_dim=12, kernel="cpu-flash")
+    problem = WorkloadShard(seq=32, head_dim=12, kernel="cpu-flash")
     q, k, v, dout = inputs(problem)
     v, dout = v[..., :8].contiguous(), dout[..., :8].contiguous()
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
@@ -306,7 +309,7 @@ def refusals(rank: int) -> list[str]:
     ]
     said = []
     for name, params, options in calls:
-        with pytest.raises(Unfit) as refusal:
+        with pytest.raises(Unsupported) as refusal:
             create(name, kernel="reference", **params).attention(x, x, x, **options)
         said.append(str(refusal.value))
     return said
@@ -320,14 +323,14 @@ def test_who_takes_no_such_mask_names_those_who_do() -> None:
         assert "window_size (-3, 0)" in said[2]
         assert "the stripe layout is not made for each document by itself" in said[3]
     assert f"those that do are {', '.join(names())}" in str(
-        find("torch-cp").load().unfit_mask(Mask.of(window=(4, 0)), 16, 2)
+        find("torch-cp").load().why_mask_unsupported(Mask.of(window=(4, 0)), 16, 2)
     )
 
 
 def test_documents_are_not_dealt_out_each_in_stripes() -> None:
     mask, usp = Mask.of(documents=[0, 4, 16]), find("usp").load()
-    assert usp.unfit_mask(mask, 16, 2, layout="stripe") is None
-    assert "stripe" in usp.unfit_mask(mask, 16, 2, layout="stripe", documents_layout="per_document")
+    assert usp.why_mask_unsupported(mask, 16, 2, layout="stripe") is None
+    assert "stripe" in usp.why_mask_unsupported(mask, 16, 2, layout="stripe", documents_layout="per_document")
 
 
 def test_one_document_and_no_window_is_the_plain_path() -> None:
@@ -376,23 +379,23 @@ def test_a_band_keeps_every_pair(queries: int, keys: int, low: int | None, high:
     assert part.full == bool(seen.all())
 
 
-def as_flash_attn_reads(part: Part) -> Part:
+def as_flash_attn_reads(part: AttnRectangle) -> AttnRectangle:
     """The limits that flash-attn 2 computes with: as many keys as there are, for none beside another limit."""
     left, right = (NO_LIMIT if side >= part.keys else side for side in part.band)
     if left >= 0 > right:
         right = part.keys
     elif right >= 0 > left:
         left = part.keys
-    return Part(part.q_first, part.q_end, part.kv_first, part.kv_end, left, right)
+    return AttnRectangle(part.q_first, part.q_end, part.kv_first, part.kv_end, left, right)
 
 
 @given(drawn(), st.sampled_from([1, 2, 4]))
 @settings(max_examples=150, deadline=None)
-def test_flash_attn_reads_every_part_as_it_is_meant(problem: tuple[Problem, Mask], size: int) -> None:
+def test_flash_attn_reads_every_part_as_it_is_meant(problem: tuple[WorkloadShard, Mask], size: int) -> None:
     """Where there are more queries than keys it would not, in the order in which it normalises its windows."""
     seq, mask = 4 * size * problem[0].seq, problem[1].scaled(problem[0].seq, 4 * size * problem[0].seq)
     for layout in (*LAYOUTS.values(), zigzag_per_document(mask.documents or (0, seq))):
-        cut = cut_of(mask, layout, size, seq)
+        cut = sharded_mask_of(mask, layout, size, seq)
         for ranks in itertools.product(range(size), repeat=2):
             for part in cut.parts(*ranks):
                 read = seen_in_band(as_flash_attn_reads(part), torch.device("cpu"))
@@ -405,7 +408,7 @@ def test_rows_apart_keep_every_pair_once(queries: int, keys: int, low: int | Non
     if part is None:
         return
     whole, found = torch.zeros(queries, keys, dtype=torch.int), torch.zeros(queries, keys, dtype=torch.int)
-    for total, pieces in ((whole, [part]), (found, rows_apart(part))):
+    for total, pieces in ((whole, [part]), (found, split_rows(part))):
         for one in pieces:
             total[one.q, one.kv] += seen_in_band(one, torch.device("cpu")).int()
     assert torch.equal(whole, found)
@@ -413,42 +416,49 @@ def test_rows_apart_keep_every_pair_once(queries: int, keys: int, low: int | Non
 
 def test_rows_that_see_all_keys_are_apart() -> None:
     # Query i sees key j where j <= i - 2: from query 4 on all three.
-    assert rows_apart(Part(0, 6, 0, 3, right=1)) == [Part(2, 4, 0, 2, right=0), Part(4, 6, 0, 3)]
+    assert split_rows(AttnRectangle(0, 6, 0, 3, right=1)) == [
+        AttnRectangle(2, 4, 0, 2, right=0),
+        AttnRectangle(4, 6, 0, 3),
+    ]
 
 
 PARTS = {
-    "triangles, all rows": [Part(0, 5, 0, 5, right=0), Part(5, 12, 5, 12, right=0)],
-    "with gaps": [Part(1, 5, 0, 4, right=0), Part(6, 9, 7, 10, right=0), Part(9, 12, 10, 12)],
-    "all queries, some keys": [Part(0, 12, 3, 8)],
-    "some queries, all keys": [Part(3, 8, 0, 12)],
-    "shared queries": [Part(0, 12, 0, 3), Part(2, 12, 2, 12, 3, 0), Part(6, 9, 9, 12, 2, 1)],
-    "shared keys": [Part(0, 4, 0, 12), Part(4, 12, 0, 12, left=9)],
+    "triangles, all rows": [AttnRectangle(0, 5, 0, 5, right=0), AttnRectangle(5, 12, 5, 12, right=0)],
+    "with gaps": [
+        AttnRectangle(1, 5, 0, 4, right=0),
+        AttnRectangle(6, 9, 7, 10, right=0),
+        AttnRectangle(9, 12, 10, 12),
+    ],
+    "all queries, some keys": [AttnRectangle(0, 12, 3, 8)],
+    "some queries, all keys": [AttnRectangle(3, 8, 0, 12)],
+    "shared queries": [AttnRectangle(0, 12, 0, 3), AttnRectangle(2, 12, 2, 12, 3, 0), AttnRectangle(6, 9, 9, 12, 2, 1)],
+    "shared keys": [AttnRectangle(0, 4, 0, 12), AttnRectangle(4, 12, 0, 12, left=9)],
 }
 
 
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("parts", PARTS.values(), ids=PARTS)
-def test_several_lengths_in_one_call_are_a_call_each(parts: list[Part], batch: int) -> None:
+def test_several_lengths_in_one_call_are_a_call_each(parts: list[AttnRectangle], batch: int) -> None:
     """The rows and lengths that a varlen kernel is given, with one made of dense calls."""
-    block, kernel = Parts(tuple(parts), 12, 12), ReferenceKernel()
+    block, kernel = MaskBlocks(tuple(parts), 12, 12), ReferenceKernel()
     torch.manual_seed(0)
     q, k, v, dout = (torch.randn(batch, 12, heads, 4, dtype=torch.float64) for heads in (4, 2, 2, 4))
     wide_k, wide_v = (x.repeat_interleave(2, 2) for x in (k, v))
     out, lse = kernel.forward(q, k, v, scale=0.5, causal=False, parts=block)
-    found = several_lengths.forward(_varlen_forward, q, wide_k, wide_v, 0.5, block)
+    found = varlen.forward(_varlen_forward, q, wide_k, wide_v, 0.5, block)
     assert torch.allclose(found[0], out) and torch.allclose(found[1].double(), lse, atol=1e-6)
     # Every row with some result has an LSE of its own; what the gradients are taken at does not matter here.
     rows = torch.randn(batch, 4, 12, dtype=torch.float64), torch.randn_like(q)
     expected = kernel._backward_parts(dout, q, wide_k, wide_v, rows[0], rows[1], None, 0.5, block)
-    gradients = several_lengths.backward(_varlen_backward, dout, q, wide_k, wide_v, rows[0], rows[1], 0.5, block)
+    gradients = varlen.backward(_varlen_backward, dout, q, wide_k, wide_v, rows[0], rows[1], 0.5, block)
     assert all(torch.allclose(one, other) for one, other in zip(gradients, expected, strict=True))
 
 
-def _segments(lengths, batch) -> list[tuple[slice, slice, Part]]:
+def _segments(lengths, batch) -> list[tuple[slice, slice, AttnRectangle]]:
     q, kv = (list(itertools.pairwise(x.tolist())) for x in (lengths.cumulative_q, lengths.cumulative_kv))
     assert batch.most_queries == max(b - a for a, b in q) and batch.most_keys == max(b - a for a, b in kv)
     return [
-        (slice(*a), slice(*b), Part(0, a[1] - a[0], 0, b[1] - b[0], batch.left, batch.right))
+        (slice(*a), slice(*b), AttnRectangle(0, a[1] - a[0], 0, b[1] - b[0], batch.left, batch.right))
         for a, b in zip(q, kv, strict=True)
     ]
 
@@ -473,9 +483,9 @@ def _varlen_backward(dout, q, k, v, out, lse, lengths, batch, scale):
 
 def test_packed_zigzag_computes_full_rectangles_between_ranks_and_triangles_on_them() -> None:
     """4 ranks, chunks of 8; one document of 40 tokens and one of 24: what rank 0 owes is 4 plain calls."""
-    from ringprof.strategies.cut import Cut
+    from ringprof.strategies.masks.sharded_mask import ShardedMask
 
-    cut = Cut(Mask.of(documents=[0, 40, 64]), LAYOUTS["zigzag"], 4, 64)
+    cut = ShardedMask(Mask.of(documents=[0, 40, 64]), LAYOUTS["zigzag"], 4, 64)
     own = cut.block(0, 0)
     assert own is not None and own.parts is not None
     assert [part.area for part in own.parts] == [36, 36]
@@ -489,7 +499,7 @@ def test_packed_zigzag_computes_full_rectangles_between_ranks_and_triangles_on_t
 
 def rows_sent(rank: int, name: str, mask: Mask, **params: Any) -> dict[str, tuple[int, int]]:
     """How many hops a channel made, and how many tokens' K and V, or dK and dV, they carried."""
-    problem = Problem(seq=64)
+    problem = WorkloadShard(seq=64)
     strategy = create(name, kernel="reference", **params)
     *qkv, dout = (strategy.shard(x).requires_grad_() for x in inputs(problem))
     options = {"documents": mask.documents, "window_size": mask.window, "prefix": mask.prefix}
@@ -529,10 +539,10 @@ def test_hops_carry_what_somebody_needs(name: str, mask: Mask, kv: tuple[int, in
 def test_shares_go_whole_where_little_is_saved(size: int) -> None:
     """Of two ranks the first's last chunks see all of the second's keys: cutting out the other half would save none."""
     bounds = (0, 40, 90, 128)
-    cut = cut_of(Mask.of(documents=bounds), zigzag_per_document(bounds), size, 128)
-    travel = cut.travel(size)
-    assert travel is None or (size == 2 and travel.taken(0, x := torch.zeros(1, 64, 1, 1)) is x)
-    assert cut_of(Mask.of(window=(5, 0)), LAYOUTS["zigzag"], size, 128).travel(size) is not None
+    cut = sharded_mask_of(Mask.of(documents=bounds), zigzag_per_document(bounds), size, 128)
+    routing = cut.routing(size)
+    assert routing is None or (size == 2 and routing.taken(0, x := torch.zeros(1, 64, 1, 1)) is x)
+    assert sharded_mask_of(Mask.of(window=(5, 0)), LAYOUTS["zigzag"], size, 128).routing(size) is not None
 
 
 def others_rows_sent(rank: int) -> list[dict[str, tuple[int, int]]]:
@@ -579,7 +589,7 @@ def test_nothing_travels_where_no_document_lies_on_two_ranks() -> None:
     st.sampled_from(["contiguous", "zigzag", "stripe"]), st.booleans(),
 )  # fmt: skip
 def test_every_hop_carries_all_that_is_still_needed(
-    drawn_problem: tuple[Problem, Mask], size: int, window: int, name: str, queries: bool
+    drawn_problem: tuple[WorkloadShard, Mask], size: int, window: int, name: str, queries: bool
 ) -> None:
     """By the mask, pair by pair; and of a window over contiguous tokens, no more than the rank that needs most."""
     mask, seq = drawn_problem[1], drawn_problem[0].seq
@@ -587,11 +597,11 @@ def test_every_hop_carries_all_that_is_still_needed(
         seq = 16 * size
         mask = Mask.of(None, mask.window, causal=mask.causal, prefix=mask.prefix)
     layout, local = LAYOUTS[name], seq // size
-    travel = cut_of(mask, layout, size, seq).travel(window := min(window, size), queries=queries)
-    if travel is None:
+    routing = sharded_mask_of(mask, layout, size, seq).routing(window := min(window, size), queries=queries)
+    if routing is None:
         return
     held = [layout.positions(seq, size, rank).tolist() for rank in range(size)]
-    carried = [travel.taken(rank, torch.arange(local).view(1, -1, 1, 1)).flatten().tolist() for rank in range(size)]
+    carried = [routing.taken(rank, torch.arange(local).view(1, -1, 1, 1)).flatten().tolist() for rank in range(size)]
     for rank in range(size):
         needed: set[int] = set()
         for turn, place in itertools.product(range(size // window), range(window)):
@@ -602,9 +612,9 @@ def test_every_hop_carries_all_that_is_still_needed(
             }  # fmt: skip
             if step := turn * window + place:
                 needed |= needs
-                assert needs <= {carried[rank][at] for at in travel.held(step)}
-                assert needs <= {carried[rank][at] for at in travel.back[step]}
-        given_back = [(rows.start, rows.stop, x.flatten().tolist()) for rows, x in travel.home(
+                assert needs <= {carried[rank][at] for at in routing.held(step)}
+                assert needs <= {carried[rank][at] for at in routing.back[step]}
+        given_back = [(rows.start, rows.stop, x.flatten().tolist()) for rows, x in routing.home(
             rank, torch.tensor(carried[rank]).view(1, -1, 1, 1))]  # fmt: skip
         assert all(rows == list(range(start, stop)) for start, stop, rows in given_back)
         assert needed <= {row for start, stop, _ in given_back for row in range(start, stop)}

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from ringprof.mask import Mask
-from ringprof.strategies import Unfit, create
-from ringprof.strategies.cut import cut_of
-from ringprof.strategies.kernels import KERNELS, Kernel, MaskedReference, ReferenceKernel
-from ringprof.strategies.layouts import LAYOUTS
+from ringprof.strategies import Unsupported, create
+from ringprof.strategies.kernels.builtin import KERNELS, Kernel, MaskedReference, ReferenceKernel
+from ringprof.strategies.masks.layouts import LAYOUTS
+from ringprof.strategies.masks.sharded_mask import sharded_mask_of
 from tests.strategies.cases import Case
 from tests.strategies.gpu_ranks import needs_two_gpus, run_gpu_ranks
 
@@ -78,7 +78,7 @@ SOFTCAP = 2.0
     ],
 )
 def test_a_kernel_computes_parts_as_float64_does(name: str, softcap: float) -> None:
-    reason = KERNELS[name].unfit(torch.device("cuda"), torch.bfloat16, HEAD_DIM)
+    reason = KERNELS[name].why_unsupported(torch.device("cuda"), torch.bfloat16, HEAD_DIM)
     if reason:
         pytest.skip(f"{name} {reason}")
     wrong = []
@@ -87,7 +87,7 @@ def test_a_kernel_computes_parts_as_float64_does(name: str, softcap: float) -> N
         full = full_inputs(*shape)
         q, k, v, dout = full
         for mask in MASKS:
-            block = cut_of(mask, LAYOUTS["contiguous"], 1, SEQ).block(0, 0)
+            block = sharded_mask_of(mask, LAYOUTS["contiguous"], 1, SEQ).block(0, 0)
             assert block is not None and block.parts is not None
             kernel = KERNELS[name](softcap=softcap)
             if block.parts.bands and not kernel.takes_windows:
@@ -120,7 +120,7 @@ def wrong_on_a_rank(rank: int, kernel: str, masks: list[Mask], cases: list[Case]
             try:
                 how = {"causal": mask.causal, "window_size": mask.window, "prefix": mask.prefix, "softcap": softcap}
                 out = strategy.attention(*leaves, **how, **share)
-            except Unfit as refusal:
+            except Unsupported as refusal:
                 assert mask.windowed and "takes no sliding windows" in str(refusal)
                 continue
             gradients = torch.autograd.grad(out, leaves, strategy.shard(full[3], **share))
@@ -147,7 +147,7 @@ ON_TWO = {
 @needs_two_gpus
 @pytest.mark.parametrize("part", ON_TWO)
 def test_strategies_are_right_on_two_gpus(part: str) -> None:
-    reason = KERNELS[ON_TWO[part][0]].unfit(torch.device("cuda"), torch.bfloat16, HEAD_DIM)
+    reason = KERNELS[ON_TWO[part][0]].why_unsupported(torch.device("cuda"), torch.bfloat16, HEAD_DIM)
     if reason:
         pytest.skip(f"{ON_TWO[part][0]} {reason}")
     assert run_gpu_ranks(2, wrong_on_a_rank, *ON_TWO[part]) == [[], []]

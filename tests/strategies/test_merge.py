@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from ringprof.strategies import merge
+from ringprof.strategies.kernels import merge
 
 
 @pytest.mark.parametrize("rows", [slice(None), slice(0, 5), slice(5, 12), slice(3, 9)])

@@ -11,11 +11,11 @@ import pytest
 import torch
 import torch.distributed.tensor.experimental
 
-from ringprof.strategies import Unfit, UnknownName, create, find, parameters, peers
-from ringprof.strategies.foreign.transformer_engine import TransformerEngineP2P
-from ringprof.strategies.kernels import FlashAttnKernel
-from ringprof.strategies.torch_kernels import CudnnKernel
-from tests.strategies.cases import Case, Problem, dense, over_the_ranks, relative_error
+from ringprof.strategies import UnknownName, Unsupported, create, find, parameters, peer_names
+from ringprof.strategies.kernels.builtin import FlashAttnKernel
+from ringprof.strategies.kernels.torch_builtin import CudnnKernel
+from ringprof.strategies.peers.transformer_engine import TransformerEngineP2P
+from tests.strategies.cases import Case, WorkloadShard, dense, over_the_ranks, relative_error
 from tests.strategies.fake_packages import install
 from tests.strategies.ranks import run_ranks
 
@@ -42,10 +42,10 @@ def _pretend() -> None:
     """The stand-ins, on a CPU: the kernels that the real packages bring are asked for, and never called."""
     install()
     for kernel in (FlashAttnKernel, CudnnKernel):
-        kernel.unfit = classmethod(lambda *_: None)  # type: ignore[assignment]
+        kernel.why_unsupported = classmethod(lambda *_: None)  # type: ignore[assignment]
 
 
-def _errors(rank: int, cases: list[Case], problem: Problem) -> dict[str, float]:
+def _errors(rank: int, cases: list[Case], problem: WorkloadShard) -> dict[str, float]:
     _pretend()
     truth = dense(problem)
     found = {}
@@ -59,7 +59,7 @@ def _errors(rank: int, cases: list[Case], problem: Problem) -> dict[str, float]:
 @pytest.mark.parametrize("world", [2, 4])
 def test_every_adapter_gives_dense_attention(world: int) -> None:
     cases = [case for case in PEERS if world in case.worlds]
-    problem = Problem(seq=48, heads=8, kv_heads=4, kernel="auto", seed=5)
+    problem = WorkloadShard(seq=48, heads=8, kv_heads=4, kernel="auto", seed=5)
     (errors, *_) = run_ranks(world, _errors, cases, problem)
     assert {name: error for name, error in errors.items() if not error < 1e-12} == {}
     assert len(errors) == len(cases)
@@ -67,12 +67,12 @@ def test_every_adapter_gives_dense_attention(world: int) -> None:
 
 @pytest.mark.processes
 def test_a_full_mask_and_a_batch_are_passed_on() -> None:
-    problem = Problem(seq=32, batch=2, kernel="auto", causal=False)
+    problem = WorkloadShard(seq=32, batch=2, kernel="auto", causal=False)
     (errors, _) = run_ranks(2, _errors, [Case(name) for name in FULL], problem)
     assert max(errors.values()) < 1e-12
 
 
-def _torch_errors(rank: int, problem: Problem) -> list[float]:
+def _torch_errors(rank: int, problem: WorkloadShard) -> list[float]:
     truth = dense(problem)
     rings = [Case("torch-cp", {"rotate": rotate}) for rotate in ("allgather", "alltoall")]
     results = [over_the_ranks(ring, problem) for ring in rings]
@@ -83,7 +83,7 @@ def _torch_errors(rank: int, problem: Problem) -> list[float]:
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("causal", [True, False])
 def test_torchs_own_ring_gives_dense_attention(world: int, causal: bool) -> None:
-    problem = Problem(seq=64, batch=2, causal=causal, dtype=torch.float32, kernel="cpu-flash")
+    problem = WorkloadShard(seq=64, batch=2, causal=causal, dtype=torch.float32, kernel="cpu-flash")
     (errors, *_) = run_ranks(world, _torch_errors, problem)
     # It merges in float32, whose unit roundoff is 6e-8.
     assert max(errors) < 1e-6
@@ -93,7 +93,7 @@ def _options_left(rank: int) -> Any:
     from torch.distributed.tensor.experimental._attention import _cp_options
 
     before = _cp_options.enable_load_balance, _cp_options.rotate_method
-    over_the_ranks(Case("torch-cp", {"rotate": "alltoall"}), Problem(seq=16, causal=False))
+    over_the_ranks(Case("torch-cp", {"rotate": "alltoall"}), WorkloadShard(seq=16, causal=False))
     return before == (_cp_options.enable_load_balance, _cp_options.rotate_method)
 
 
@@ -123,7 +123,7 @@ def test_transformer_engine_is_told_which_kernel_to_use(
 
 
 def test_peers_are_not_deterministic_unless_asked() -> None:
-    for name in peers():
+    for name in peer_names():
         module, _, peer = find(name).target.partition(":")
         (default,) = (
             one.default for one in parameters(getattr(import_module(module), peer)) if one.name == "deterministic"
@@ -144,7 +144,7 @@ def _refusals(rank: int) -> list[str]:
     for name, params, options, batch in asked:
         strategy = create(name, **params)
         q, k, v = (torch.zeros(batch, 8, heads, 8, dtype=torch.bfloat16) for heads in (3, 1, 1))
-        with pytest.raises(Unfit) as refused:
+        with pytest.raises(Unsupported) as refused:
             strategy.attention(q, k, v, **options)
         said.append(str(refused.value))
     return said
@@ -161,7 +161,7 @@ def test_what_a_peer_cannot_do_is_refused_in_a_line() -> None:
         assert part in line and "\n" not in line
 
 
-@pytest.mark.parametrize("name", peers())
+@pytest.mark.parametrize("name", peer_names())
 def test_a_package_that_is_not_here_is_named_with_the_way_to_get_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ringprof.strategies.registry.find_spec", lambda package: None)
     if name == "torch-cp":

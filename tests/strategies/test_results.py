@@ -12,25 +12,25 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import ringprof.strategies
-from ringprof.strategies import create, find, foreign, names, parameters, peers
+from ringprof.strategies import create, find, names, parameters, peer_names, peers
+from ringprof.strategies.algorithms.cached import Cached
 from ringprof.strategies.base import Strategy
-from ringprof.strategies.cached import Cached
 from ringprof.strategies.registry import for_inference
-from tests.strategies.cases import CASES, Case, Problem, dense, inputs, over_the_ranks, relative_error
+from tests.strategies.cases import CASES, Case, WorkloadShard, dense, inputs, over_the_ranks, relative_error
 from tests.strategies.ranks import run_ranks
 
 PROBLEMS = [
-    Problem(seq=32),
-    Problem(seq=32, causal=False),
-    Problem(seq=48, batch=2, heads=4, kv_heads=4, causal=True),
-    Problem(seq=16, heads=4, kv_heads=4, causal=False),
+    WorkloadShard(seq=32),
+    WorkloadShard(seq=32, causal=False),
+    WorkloadShard(seq=48, batch=2, heads=4, kv_heads=4, causal=True),
+    WorkloadShard(seq=16, heads=4, kv_heads=4, causal=False),
     # One kv head for all, and kv heads that no Ulysses degree divides.
-    Problem(seq=16, heads=4, kv_heads=1),
-    Problem(seq=16, batch=2, heads=12, kv_heads=3),
+    WorkloadShard(seq=16, heads=4, kv_heads=1),
+    WorkloadShard(seq=16, batch=2, heads=12, kv_heads=3),
 ]
 
 
-def errors_of(rank: int, cases: list[Case], problems: list[Problem]) -> list[tuple[str, float]]:
+def errors_of(rank: int, cases: list[Case], problems: list[WorkloadShard]) -> list[tuple[str, float]]:
     """The largest error of out, dq, dk and dv for every case and problem."""
     found = []
     for case in cases:
@@ -40,7 +40,7 @@ def errors_of(rank: int, cases: list[Case], problems: list[Problem]) -> list[tup
     return found
 
 
-def check(world: int, problems: list[Problem], bound: float) -> None:
+def check(world: int, problems: list[WorkloadShard], bound: float) -> None:
     cases = [case for case in CASES if world in case.worlds]
     for results in run_ranks(world, errors_of, cases, problems):
         for label, error in results:
@@ -56,14 +56,22 @@ def test_every_strategy_is_exact_in_float64(world):
 
 @pytest.mark.long
 def test_every_strategy_is_exact_in_float64_on_8_ranks():
-    check(8, [Problem(seq=64), Problem(seq=64, causal=False), Problem(seq=32, batch=2, heads=8, kv_heads=2)], 1e-13)
+    check(
+        8,
+        [
+            WorkloadShard(seq=64),
+            WorkloadShard(seq=64, causal=False),
+            WorkloadShard(seq=32, batch=2, heads=8, kv_heads=2),
+        ],
+        1e-13,
+    )
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize(("dtype", "unit"), [(torch.float32, 2**-24), (torch.bfloat16, 2**-8), (torch.float16, 2**-11)])
 def test_rounding_stays_near_that_of_one_device(dtype, unit):
     """At most 3 times the error of one call of the same kernel, with room for a rounding at each hop on the wire."""
-    problem = Problem(seq=128, heads=4, kv_heads=2, head_dim=16, dtype=dtype, kernel="cpu-flash")
+    problem = WorkloadShard(seq=128, heads=4, kv_heads=2, head_dim=16, dtype=dtype, kernel="cpu-flash")
     truth = dense(problem)
     alone = [
         relative_error(value, exact) for value, exact in zip(over_the_ranks(Case("ring"), problem), truth, strict=True)
@@ -77,7 +85,7 @@ def test_rounding_stays_near_that_of_one_device(dtype, unit):
             assert error <= 3 * (one**2 + on_the_wire) ** 0.5, str(case)
 
 
-def rounding_of(rank: int, cases: list[Case], problem: Problem) -> list[list[float]]:
+def rounding_of(rank: int, cases: list[Case], problem: WorkloadShard) -> list[list[float]]:
     truth = dense(problem)
     return [
         [relative_error(value, exact) for value, exact in zip(over_the_ranks(case, problem), truth, strict=True)]
@@ -86,9 +94,9 @@ def rounding_of(rank: int, cases: list[Case], problem: Problem) -> list[list[flo
 
 
 @st.composite
-def drawn_problems(draw) -> Problem:
+def drawn_problems(draw) -> WorkloadShard:
     kv_heads = draw(st.sampled_from([2, 4]))
-    return Problem(
+    return WorkloadShard(
         seq=16 * draw(st.integers(1, 5)),
         batch=draw(st.integers(1, 3)),
         heads=kv_heads * draw(st.integers(1, 3)),
@@ -99,7 +107,7 @@ def drawn_problems(draw) -> Problem:
     )
 
 
-def drawn_are_exact(problem: Problem, world: int) -> None:
+def drawn_are_exact(problem: WorkloadShard, world: int) -> None:
     cases = [case for case in CASES if world in case.worlds and problem.heads % world == 0]
     for label, error in run_ranks(world, errors_of, cases, [problem])[0]:
         assert error <= 1e-12, label
@@ -124,7 +132,7 @@ def test_drawn_shapes_on_4_ranks(problem):
     drawn_are_exact(problem, 4)
 
 
-def same_bits(rank: int, problem: Problem) -> list[str]:
+def same_bits(rank: int, problem: WorkloadShard) -> list[str]:
     differing = []
     for case in [case for case in CASES if 4 in case.worlds]:
         first, second = (over_the_ranks(case, problem) for _ in range(2))
@@ -135,14 +143,14 @@ def same_bits(rank: int, problem: Problem) -> list[str]:
 
 @pytest.mark.processes
 def test_a_second_call_gives_the_same_bits():
-    problem = Problem(seq=64, dtype=torch.bfloat16, head_dim=16, kernel="cpu-flash")
+    problem = WorkloadShard(seq=64, dtype=torch.bfloat16, head_dim=16, kernel="cpu-flash")
     assert run_ranks(4, same_bits, problem) == [[]] * 4
 
 
 # --- the LSE ----------------------------------------------------------------------------------------
 
 
-def lse_gradients(rank: int, cases: list[Case], problem: Problem) -> list[float]:
+def lse_gradients(rank: int, cases: list[Case], problem: WorkloadShard) -> list[float]:
     """Errors of dq, dk and dv where the loss is sum(out · dout) + sum(weights · lse)."""
     full = inputs(problem)
     weights = torch.randn(
@@ -172,7 +180,7 @@ def lse_gradients(rank: int, cases: list[Case], problem: Problem) -> list[float]
     ("kernel", "dtype", "bound"), [("reference", torch.float64, 1e-13), ("cpu-flash", torch.float32, 1e-5)]
 )
 def test_a_gradient_through_the_lse_is_right(kernel, dtype, bound):
-    problem = Problem(seq=32, kernel=kernel, dtype=dtype)
+    problem = WorkloadShard(seq=32, kernel=kernel, dtype=dtype)
     cases = [case for case in CASES if 4 in case.worlds]
     for errors in run_ranks(4, lse_gradients, cases, problem):
         for case, error in zip(cases, errors, strict=True):
@@ -181,7 +189,7 @@ def test_a_gradient_through_the_lse_is_right(kernel, dtype, bound):
 
 def lse_alone(rank: int, kernel: str) -> dict[str, float]:
     """Errors of dq and dk, and the size of dv, where the loss is the LSE of rank 1's tokens: dO is 0 everywhere."""
-    full = inputs(Problem(seq=16, dtype=torch.float32))
+    full = inputs(WorkloadShard(seq=16, dtype=torch.float32))
     q, k = (tensor.double().requires_grad_() for tensor in full[:2])
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k.repeat_interleave(2, 2)) * q.shape[-1] ** -0.5
     lse = scores.masked_fill(torch.ones(16, 16).triu(1).bool(), float("-inf")).logsumexp(-1)
@@ -213,7 +221,7 @@ def test_an_lse_gradient_of_rows_without_an_output_gradient_is_right(kernel):
 def test_the_stand_in_for_the_output_is_as_good_as_the_output():
     """Burst with delta on the wire against Burst with O on the wire, through a kernel that takes no delta."""
     for dtype in (torch.float32, torch.bfloat16):
-        problem = Problem(seq=128, head_dim=32, dtype=dtype, kernel="cpu-flash")
+        problem = WorkloadShard(seq=128, head_dim=32, dtype=dtype, kernel="cpu-flash")
         pair = [Case("burst"), Case("burst", {"optimized_backward": False})]
         with_delta, with_out = run_ranks(2, rounding_of, pair, problem)[0]
         for one, other in zip(with_delta[1:], with_out[1:], strict=True):
@@ -244,13 +252,13 @@ def test_every_strategy_on_disk_is_registered():
 
 
 def test_every_adapter_on_disk_is_registered():
-    registered = {find(name).target for name in peers()}
+    registered = {find(name).target for name in peer_names()}
     on_disk = set()
-    for module in pkgutil.iter_modules(foreign.__path__):
-        own = f"{foreign.__name__}.{module.name}"
+    for module in pkgutil.iter_modules(peers.__path__):
+        own = f"{peers.__name__}.{module.name}"
         classes = (item for item in _strategies_in(own) if item.__module__ == own)
         on_disk |= {f"{own}:{item.__name__}" for item in classes if not item.__name__.startswith("_")}
-    assert on_disk - {f"{foreign.__name__}.call:Foreign"} == registered
+    assert on_disk - {f"{peers.__name__}.call:PeerStrategy"} == registered
 
 
 def _strategies_in(module: str) -> set[type[Strategy]]:

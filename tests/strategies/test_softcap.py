@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ringprof.mask import Mask
-from ringprof.strategies import Unfit, create, find, names
-from ringprof.strategies.kernels import KERNELS, choose_kernel
-from tests.strategies.cases import Problem, inputs, relative_error
+from ringprof.strategies import Unsupported, create, find, names
+from ringprof.strategies.kernels.builtin import KERNELS, choose_kernel
+from tests.strategies.cases import WorkloadShard, inputs, relative_error
 from tests.strategies.ranks import run_ranks
 from tests.strategies.test_results import examples
 from tests.test_mask import sees
@@ -19,7 +19,7 @@ from tests.test_mask import sees
 DOCUMENTS = Mask.of(documents=[0, 7, 40, 64], window=(9, 0))
 
 
-def dense(problem: Problem, mask: Mask, softcap: float) -> list[Tensor]:
+def dense(problem: WorkloadShard, mask: Mask, softcap: float) -> list[Tensor]:
     """out, dq, dk, dv, LSE; scores are capped before the mask."""
     seen = torch.tensor([[sees(mask, query, key) for key in range(problem.seq)] for query in range(problem.seq)])
     q, k, v, dout = inputs(problem)
@@ -33,7 +33,7 @@ def dense(problem: Problem, mask: Mask, softcap: float) -> list[Tensor]:
 
 
 def errors(
-    rank: int, kernel: str, problem: Problem, softcap: float, truths: dict[Mask, list[Tensor]]
+    rank: int, kernel: str, problem: WorkloadShard, softcap: float, truths: dict[Mask, list[Tensor]]
 ) -> list[tuple[str, float]]:
     found = []
     for mask, truth in truths.items():
@@ -56,7 +56,7 @@ def errors(
 @pytest.mark.processes
 @pytest.mark.parametrize(("world", "kernel"), [(4, "reference"), (2, "flex")])
 def test_softcap_is_exact_in_every_strategy(world: int, kernel: str) -> None:
-    problem = Problem(seq=64, batch=2)
+    problem = WorkloadShard(seq=64, batch=2)
     # As large as some scores: a linear stretch would not show it.
     truths = {mask: dense(problem, mask, 1.5) for mask in (Mask(), DOCUMENTS)}
     for label, error in run_ranks(world, errors, kernel, problem, 1.5, truths)[0]:
@@ -64,7 +64,7 @@ def test_softcap_is_exact_in_every_strategy(world: int, kernel: str) -> None:
 
 
 def test_a_large_softcap_changes_nothing_and_a_small_one_evens_out() -> None:
-    problem = Problem(seq=16)
+    problem = WorkloadShard(seq=16)
     q, k, v, _ = inputs(problem)
     strategy = create("zigzag", kernel="reference")
     plain = strategy.attention(q, k, v)
@@ -76,7 +76,7 @@ def test_a_large_softcap_changes_nothing_and_a_small_one_evens_out() -> None:
 @examples(8)
 @given(st.floats(0.05, 60), st.integers(0, 99), st.integers(1, 12), st.booleans())
 def test_drawn_softcaps(softcap: float, seed: int, quarter: int, causal: bool) -> None:
-    problem = Problem(seq=4 * quarter, seed=seed, head_dim=3)
+    problem = WorkloadShard(seq=4 * quarter, seed=seed, head_dim=3)
     mask = Mask(causal)
     truth = dense(problem, mask, softcap)
     size = max(float(x.norm()) for x in truth)
@@ -91,7 +91,7 @@ def test_drawn_softcaps(softcap: float, seed: int, quarter: int, causal: bool) -
 
 
 def test_nan_in_a_document_stays_there_with_softcap() -> None:
-    problem = Problem(seq=64)
+    problem = WorkloadShard(seq=64)
     strategy = create("ring", kernel="reference")
     results = []
     for value in (0.0, float("nan")):
@@ -109,15 +109,15 @@ def test_nan_in_a_document_stays_there_with_softcap() -> None:
 @pytest.mark.parametrize("softcap", [-1.0, float("inf"), float("nan")])
 def test_no_softcap_is_refused(softcap: float) -> None:
     x = torch.zeros(1, 8, 2, 4)
-    with pytest.raises(Unfit, match="a positive number, or 0 for none"):
+    with pytest.raises(Unsupported, match="a positive number, or 0 for none"):
         create("ring", kernel="reference").attention(x, x, x, softcap=softcap)
 
 
 def test_kernels_without_it_refuse_by_name_and_auto_passes_them_over() -> None:
     x = torch.zeros(1, 8, 2, 4)
-    with pytest.raises(Unfit, match=r"'cpu-flash' is not available: it takes no softcap .*: flex, reference\)"):
+    with pytest.raises(Unsupported, match=r"'cpu-flash' is not available: it takes no softcap .*: flex, reference\)"):
         create("ring", kernel="cpu-flash").attention(x, x, x, softcap=5.0)
-    with pytest.raises(Unfit, match="kernel 'cudnn' takes no softcap"):
+    with pytest.raises(Unsupported, match="kernel 'cudnn' takes no softcap"):
         KERNELS["cudnn"](softcap=5.0)
     cpu = torch.device("cpu")
     assert choose_kernel("auto", cpu, torch.float32, 64).name == "cpu-flash"

@@ -9,11 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ringprof.strategies import create, groups, names
-from tests.strategies.cases import CASES, Case, Problem, inputs, over_the_ranks
+from ringprof.strategies import create, names
+from ringprof.strategies.transport import groups
+from tests.strategies.cases import CASES, Case, WorkloadShard, inputs, over_the_ranks
 from tests.strategies.ranks import run_ranks
 
-PROBLEM = Problem(seq=64, batch=2, heads=8, kv_heads=4, head_dim=4, dtype=torch.bfloat16, kernel="cpu-flash")
+PROBLEM = WorkloadShard(seq=64, batch=2, heads=8, kv_heads=4, head_dim=4, dtype=torch.bfloat16, kernel="cpu-flash")
 WORLD = 4
 # Sizes of one rank's share in bytes, bf16: a query tensor, a key tensor, and one float32 number a row and head.
 Q = 2 * PROBLEM.batch * (PROBLEM.seq // WORLD) * PROBLEM.heads * PROBLEM.head_dim
@@ -82,7 +83,7 @@ SMALLER_V: dict[str, tuple[int, int]] = {
 }  # fmt: skip
 
 
-def totals(case: Case, problem: Problem, v_head_dim: int | None = None) -> dict[str, list[int]]:
+def totals(case: Case, problem: WorkloadShard, v_head_dim: int | None = None) -> dict[str, list[int]]:
     """[hops and collectives, bytes] that this rank sends in each phase of one call."""
     strategy = create(case.name, kernel=problem.kernel, **case.params)
     full = list(inputs(problem))
@@ -121,7 +122,7 @@ def test_repeated_kv_heads_are_counted():
         assert counted == {"forward": [4, 3 * q_bytes], "backward": [4, 3 * q_bytes]}
 
 
-def sent_by_one(rank: int, case: Case, problem: Problem) -> dict[str, list[int]]:
+def sent_by_one(rank: int, case: Case, problem: WorkloadShard) -> dict[str, list[int]]:
     return totals(case, problem)
 
 
@@ -139,7 +140,7 @@ ON_8_RANKS = [
 ]
 
 
-def sent_on_8_ranks(rank: int, problem: Problem) -> list[dict[str, list[int]]]:
+def sent_on_8_ranks(rank: int, problem: WorkloadShard) -> list[dict[str, list[int]]]:
     return [totals(case, problem) for case, *_ in ON_8_RANKS]
 
 
@@ -147,7 +148,9 @@ def sent_on_8_ranks(rank: int, problem: Problem) -> list[dict[str, list[int]]]:
 @pytest.mark.parametrize(("heads", "kv_heads", "seq", "column"), [(40, 40, 131072, 2), (32, 8, 65536, 3)])
 def test_the_volumes_on_8_ranks_are_those_of_the_literature(heads, kv_heads, seq, column):
     """Bytes grow with the sequence: 64 tokens are counted and scaled."""
-    problem = Problem(seq=64, heads=heads, kv_heads=kv_heads, head_dim=128, dtype=torch.bfloat16, kernel="cpu-flash")
+    problem = WorkloadShard(
+        seq=64, heads=heads, kv_heads=kv_heads, head_dim=128, dtype=torch.bfloat16, kernel="cpu-flash"
+    )
     for counted in run_ranks(8, sent_on_8_ranks, problem):
         for row, found in zip(ON_8_RANKS, counted, strict=True):
             assert (found["forward"][0], found["backward"][0]) == row[1], str(row[0])
@@ -204,7 +207,7 @@ def test_the_placement_decides_what_crosses_hosts():
 
 def many_calls(rank: int) -> tuple[int, int]:
     """Process groups after one call of every case, and after 100 more, each by a strategy made anew."""
-    cases, problem = [case for case in CASES if 4 in case.worlds], Problem(seq=16)
+    cases, problem = [case for case in CASES if 4 in case.worlds], WorkloadShard(seq=16)
     for case in cases:
         over_the_ranks(case, problem)
     made, members = len(groups._groups), len(dist.distributed_c10d._world.pg_map)
@@ -248,7 +251,7 @@ def test_calls_leave_no_tensor_behind():
 def interleaved(rank: int, pairs: list[tuple[str, str]]) -> list[str]:
     """Pairs of strategies whose forward and backward passes cross each other; the same name twice is one strategy."""
     disturbed = []
-    problems = [Problem(seq=32, seed=1), Problem(seq=32, seed=2)]
+    problems = [WorkloadShard(seq=32, seed=1), WorkloadShard(seq=32, seed=2)]
     for pair in pairs:
         made = {name: create(name, kernel="reference") for name in pair}
         alone = [over_the_ranks(Case(name), problem) for name, problem in zip(pair, problems, strict=True)]

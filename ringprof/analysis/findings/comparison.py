@@ -256,7 +256,7 @@ def _sum(one: Figure, other: Figure) -> Figure:
     return msgspec.structs.replace(one, value=value, recordings=recordings)
 
 
-def in_turns(one: Entry, other: Entry) -> bool:
+def interleaved(one: Entry, other: Entry) -> bool:
     """Whether their recordings were made in turns: each next two are one of both."""
     count = len(one.created)
     times = sorted([(time, 0) for time in one.created] + [(time, 1) for time in other.created])
@@ -274,11 +274,11 @@ def _difference(name: str, index: int, base: Entry, entry: Entry, *, same_work: 
 
     # Equal figures have the ratio 1, zeros too.
     ratio = 1.0 if theirs.value == mine.value else theirs.value / mine.value if mine.value else None
-    repeated, turns = (mine.recordings, theirs.recordings), in_turns(base, entry)
+    repeated, turns = (mine.recordings, theirs.recordings), interleaved(base, entry)
     assumed = _assumed_spread(base, entry) if min(map(len, repeated)) == 1 else None
     spread = 2**0.5 * assumed.share if assumed else 0.0
-    low, high = ratio_interval(*repeated, in_turns=turns, spread=spread) or (None, None)
-    proved = None if low is None else differ(*repeated, in_turns=turns, spread=spread)
+    low, high = ratio_interval(*repeated, interleaved=turns, spread=spread) or (None, None)
+    proved = None if low is None else differ(*repeated, interleaved=turns, spread=spread)
     verdict = _verdict(mine, theirs, proved=proved)
     needed = recordings_to_decide(base, entry, name) if verdict == "noise" else None
     assumed = None if low is None else assumed

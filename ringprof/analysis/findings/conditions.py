@@ -3,7 +3,7 @@
 A name means the same in every report and comparison: a mean over ranks, with ``max(...)`` and ``min(...)`` over them.
 ``exposed_comm``, ``idle``, its causes (``idle_host``) and the other parts of the time are shares of the wall (0..1);
 with ``_ns`` they are times over the whole window, with ``_ms`` of one iteration
-(`ringprof.analysis.findings.entries`). What is not known has no figure.
+(`ringprof.analysis.findings.measurements`). What is not known has no figure.
 
 Of a figure that was repeated a condition holds, or does not, where it does so over the figure's whole interval; else it
 is undecided. A figure that was measured once is taken as it is.

@@ -15,7 +15,7 @@ from ringprof.analysis.kinds.kinds import COMPUTE, KIND
 from ringprof.analysis.rank import Rank
 from ringprof.analysis.timeline.work import RATED_PARTS, PartWork
 from ringprof.devices import peak_of
-from ringprof.digits import percent, three_digits
+from ringprof.formatting import percent, three_digits
 
 MOST_NAMED = 2
 """Parts that a sentence names, largest first."""

@@ -11,11 +11,11 @@ import msgspec
 import numpy as np
 
 from ringprof.analysis.attribution import Attribution
-from ringprof.analysis.findings.controls import ControlFigures, control_figures
+from ringprof.analysis.findings.baselines import BaselineMetrics, baseline_metrics
 from ringprof.analysis.kinds.kinds import COMMUNICATION, KINDS, OTHER_GROUPS
 from ringprof.analysis.rank import Carried, Rank
 from ringprof.analysis.transfers.hops import gbps, total
-from ringprof.analysis.transfers.waiting import LinkClass
+from ringprof.analysis.transfers.wait_and_wire import LinkClass
 from ringprof.run import Run, slowest
 
 MOST_RANKS_LISTED = 16
@@ -77,13 +77,13 @@ class Rates(msgspec.Struct, frozen=True):
     block_tflops: float | None = None
     """FLOPs of the attention blocks over the union of the attention kernels' intervals, mean over ranks."""
     solo_tflops: float | None = None
-    """The same blocks alone, see `ringprof.analysis.findings.controls`."""
+    """The same blocks alone, see `ringprof.analysis.findings.baselines`."""
     slowest_median_ns: float | None = None
     profiler_overhead: float | None = None
     """Slow-down of the profiled iterations, as a share of the time without the profiler."""
     peak_memory_bytes: int | None = None
     """Of the rank that used most."""
-    controls: ControlFigures | None = None
+    controls: BaselineMetrics | None = None
 
 
 class RankRow(msgspec.Struct, frozen=True):
@@ -286,7 +286,7 @@ def _rates(attribution: Attribution) -> Rates:
     overhead = median(profiled) / typical - 1.0 if profiled and typical else None
     # A captured block was timed under the profiler only.
     rates = _achieved(run, timed or profiled)
-    controls = control_figures(run.controls, attribution.ranks)
+    controls = baseline_metrics(run.controls, attribution.ranks)
     return Rates(
         tflops=rates["p50"] if rates else None,
         tflops_quantiles=rates,

@@ -51,18 +51,18 @@ EXACT = 80
 
 
 def ratio_interval(
-    base: Recordings, other: Recordings, *, in_turns: bool = False, spread: float = 0.0
+    base: Recordings, other: Recordings, *, interleaved: bool = False, spread: float = 0.0
 ) -> tuple[float, float] | None:
     """Return the 95 % interval of median(other) / median(base); None where nothing says how sure either is.
 
-    ``in_turns``: the n-th recordings of both were made one after the other, so that what moved both cancels.
+    ``interleaved``: the n-th recordings of both were made one after the other, so that what moved both cancels.
     ``spread``: the assumed standard deviation of the ratio of two single recordings of one program, as a share. The
     interval is at least as wide as it makes it, where a side is a single recording.
     """
     if not _positive(base) or not _positive(other):
         return None
     if len(base) + len(other) > 2:
-        return _several(base, other, in_turns=in_turns, spread=spread)
+        return _several(base, other, interleaved=interleaved, spread=spread)
     return _single(base[0], other[0], spread)
 
 
@@ -86,12 +86,12 @@ def own_interval(recordings: Recordings) -> tuple[float, float] | None:
     return _around(float(np.median(values)), _scatter([values], freedom), drifted)
 
 
-def differ(base: Recordings, other: Recordings, *, in_turns: bool = False, spread: float = 0.0) -> bool:
+def differ(base: Recordings, other: Recordings, *, interleaved: bool = False, spread: float = 0.0) -> bool:
     """Return whether two figures differ: their ratio's interval leaves 1 out.
 
     Of single recordings the rank test must agree: it guards against few measurements, of which a bootstrap is too sure.
     """
-    interval = ratio_interval(base, other, in_turns=in_turns, spread=spread)
+    interval = ratio_interval(base, other, interleaved=interleaved, spread=spread)
     if interval is None or interval[0] <= 1 <= interval[1]:
         return False
     return len(base) + len(other) > 2 or rank_test(base[0], other[0]) <= LEVEL
@@ -150,11 +150,11 @@ def _around(middle: float, scatter: tuple[float, float], between: float = 0.0) -
     return float(low), float(high)
 
 
-def _several(base: Recordings, other: Recordings, *, in_turns: bool, spread: float) -> tuple[float, float]:
+def _several(base: Recordings, other: Recordings, *, interleaved: bool, spread: float) -> tuple[float, float]:
     """Return the interval by how far recordings of the same side are apart: Student's t over their medians."""
     one, two = _levels(base), _levels(other)
     each = 1 / len(one) + 1 / len(two)
-    if in_turns and len(one) == len(two):
+    if interleaved and len(one) == len(two):
         pairs = two - one
         freedom, error = len(pairs) - 1, float(np.std(pairs, ddof=1)) / len(pairs) ** 0.5
     else:

@@ -13,9 +13,9 @@ from typing import Protocol
 import msgspec
 
 from ringprof.analysis.attribution import Attribution
-from ringprof.analysis.findings.idle_words import blocked_in_words as idle_blocked_in_words
-from ringprof.analysis.findings.idle_words import not_launched_in_words
-from ringprof.analysis.findings.remedies import (
+from ringprof.analysis.findings.idle_text import blocked_in_words as idle_blocked_in_words
+from ringprof.analysis.findings.idle_text import not_launched_in_words
+from ringprof.analysis.findings.recommendations import (
     UNBALANCED,
     known_contiguous,
     late_ranks,
@@ -27,12 +27,7 @@ from ringprof.analysis.findings.remedies import (
 )
 from ringprof.analysis.findings.step_rates import attention_rate, beside_attention, computation_in_words
 from ringprof.analysis.findings.summary import KindRow, Summary
-from ringprof.analysis.findings.verdict_words import (
-    blocked_in_words,
-    exposed_in_words,
-    is_attention,
-    missing_in_words,
-)
+from ringprof.analysis.findings.verdict_text import blocked_in_words, exposed_in_words, is_attention, missing_in_words
 from ringprof.analysis.findings.waterfall import (
     ATTENTION_PARTS,
     COMMUNICATION_PARTS,
@@ -46,7 +41,7 @@ from ringprof.analysis.kinds.kinds import COMPUTE_PARTS, KIND, MEMORY, in_a_sent
 from ringprof.analysis.rank import Rank
 from ringprof.analysis.steps.steps import ExposedBySteps
 from ringprof.analysis.transfers.hops import SAME_HOST
-from ringprof.digits import milliseconds, percent, three_digits
+from ringprof.formatting import milliseconds, percent, three_digits
 
 _LEAST_GAIN = 0.0005
 """The least gain, as a share of the wall, that is not written as nothing."""

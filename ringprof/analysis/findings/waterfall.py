@@ -22,9 +22,9 @@ from collections.abc import Sequence
 import msgspec
 
 from ringprof.analysis.attribution import Attribution
-from ringprof.analysis.findings.remedies import remedies_of
+from ringprof.analysis.findings.recommendations import recommendations_of
 from ringprof.analysis.findings.summary import Summary
-from ringprof.analysis.findings.waterfall_words import AttentionWork, evidence_of
+from ringprof.analysis.findings.waterfall_text import AttentionWork, evidence_of
 from ringprof.analysis.kinds.kinds import COMPUTE_PARTS
 from ringprof.analysis.rank import Rank
 from ringprof.devices import Peak, peak_of
@@ -170,7 +170,7 @@ def find_waterfall(attribution: Attribution, summary: Summary) -> Waterfall:
     }
     means = _means(totals, len(ranks))
     wall = slowest.breakdown.wall_ns
-    words = evidence_of(attribution, summary, work), remedies_of(attribution, summary)
+    words = evidence_of(attribution, summary, work), recommendations_of(attribution, summary)
     # Of whole layers the attention alone has a count here: no rate follows from it.
     flops = work.needed / len(ranks) if work and not _in_layers(attribution) else None
     return Waterfall(

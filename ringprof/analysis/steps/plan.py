@@ -67,7 +67,7 @@ class RankSteps:
         return self._runs[ring_size]
 
 
-class Survey(msgspec.Struct, frozen=True):
+class StepSummary(msgspec.Struct, frozen=True):
     """What one rank can tell of the run's steps."""
 
     source: str
@@ -109,11 +109,11 @@ def own_plan(side: RankSteps) -> StepPlan | None:
     return plan_steps([survey(side)], HeldRanks(lambda: [side]))
 
 
-def survey(side: RankSteps) -> Survey:
+def survey(side: RankSteps) -> StepSummary:
     """What one rank can tell."""
     named = side.named
     groups = {len(part.transfer.group[1]) for hop in side.detail.hops for part in hop.parts}
-    return Survey(
+    return StepSummary(
         source=named.source if named else "",
         named=len(named.keys) if named else 0,
         hops=len(side.detail.hops),
@@ -149,7 +149,7 @@ class HeldRanks:
         return self._sides[place]
 
 
-def plan_steps(surveys: Sequence[Survey], ranks: RanksOfSteps) -> StepPlan | None:
+def plan_steps(surveys: Sequence[StepSummary], ranks: RanksOfSteps) -> StepPlan | None:
     """The steps of a run, by name, else by the order of hops; None where nothing tells them."""
     source = next((found.source for found in surveys if found.source), None)
     if source is not None:

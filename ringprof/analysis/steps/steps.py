@@ -24,7 +24,7 @@ from ringprof.analysis.steps.plan import (
     RanksOfSteps,
     RankSteps,
     StepPlan,
-    Survey,
+    StepSummary,
     placed,
     plan_steps,
     survey,
@@ -85,7 +85,7 @@ class StepFinder:
     """The ring steps of a run's ranks on GPUs, found when they are first asked for."""
 
     def __init__(
-        self, ranks: RanksOfSteps, surveys: Sequence[Survey] | None = None, told: ExposedByPlan | None = None
+        self, ranks: RanksOfSteps, surveys: Sequence[StepSummary] | None = None, told: ExposedByPlan | None = None
     ) -> None:
         """``surveys`` and ``told``: what was found before, so that fewer ranks must be looked at again."""
         self._ranks, self._surveys, self._told = ranks, surveys, told or {}

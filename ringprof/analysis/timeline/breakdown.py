@@ -29,7 +29,7 @@ class Breakdown(msgspec.Struct, frozen=True):
     """One device over one window, in nanoseconds.
 
     Always ``compute + exposed_comm + exposed_memory + idle == wall``, with ``exposed_other_groups`` on the left where
-    one process group was asked for, and ``background`` where more ran than the window; see docs/definitions.md.
+    one process group was asked for, and ``background`` where more ran than the window; see docs/metrics.md.
     """
 
     start_ns: int

@@ -172,7 +172,7 @@ class TrafficSamples(msgspec.Struct):
         )
 
 
-class Meetings(msgspec.Struct, frozen=True):
+class CollectiveMatches(msgspec.Struct, frozen=True):
     """The calls of one collective on the ranks of one host: a figure a call, by that host's clock."""
 
     last_start: Int64
@@ -213,10 +213,10 @@ def collect(matches: Matches, host: Mapping[int, int]) -> Traffic:
         where = place[meeting[:, 0]]
         rows_of = {one: meeting[where == one] for one in np.unique(where).tolist()}
         on_host = {
-            one: Meetings(start[rows].max(axis=0), end[rows].min(axis=0), end[rows].max(axis=0))
+            one: CollectiveMatches(start[rows].max(axis=0), end[rows].min(axis=0), end[rows].max(axis=0))
             for one, rows in rows_of.items()
         }
-        collect_meetings(on_host, transfers[int(meeting[0, 0])].kind, found)
+        collect_matches(on_host, transfers[int(meeting[0, 0])].kind, found)
     return found
 
 
@@ -252,7 +252,7 @@ def _lags(matches: Matches, kernel: Int64, partner: Int64, end: Int64) -> Int64:
     return np.where(least[link] <= END_TOGETHER_NS, 0, most[link])
 
 
-def collect_meetings(on_host: Mapping[int, Meetings], kind: str, found: Traffic) -> None:
+def collect_matches(on_host: Mapping[int, CollectiveMatches], kind: str, found: Traffic) -> None:
     """A collective ends on all its ranks together, and where all need all, on none before the last begins.
 
     Of very many hosts each is compared with the first and with its neighbours: that ties all of them, where all pairs

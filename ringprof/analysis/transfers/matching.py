@@ -60,7 +60,7 @@ class Matches(msgspec.Struct, frozen=True):
 
 
 class AbsentRanks(Protocol):
-    """Summary of collectives for ranks that are not loaded, see `ringprof.scale.collective_ledger`."""
+    """Summary of collectives for ranks that are not loaded, see `ringprof.scale.collective_index`."""
 
     def refusal(self, group: Group, kind: str) -> str:
         """Why the group's calls of this kind are not matched: one of `_REASONS`."""

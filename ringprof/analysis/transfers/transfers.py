@@ -47,7 +47,8 @@ class Transfer(msgspec.Struct, frozen=True, gc=False):
     """Bytes that leave this rank: of a collective, by its ring or pairwise algorithm; of a copy, all."""
     source: str
     """Which evidence the messages come from: ``metadata``, ``cpu_records``, ``run`` (what the recorder counted),
-    ``copy`` (a copy's own size) or ``ends`` (`ringprof.analysis.transfers.by_ends`); ``none`` where nothing tells."""
+    ``copy`` (a copy's own size) or ``ends`` (`ringprof.analysis.transfers.match_by_end`); ``none`` where nothing
+    tells."""
 
     @property
     def duration_ns(self) -> int:

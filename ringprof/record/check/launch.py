@@ -11,11 +11,11 @@ from typing import Any
 import msgspec
 
 from ringprof.errors import UsageError
-from ringprof.owned_folders import scratch_folder
 from ringprof.record.check.result import Check, CheckRequest
 from ringprof.record.launcher import RankPlace, launcher_rank
 from ringprof.record.progress import Reporter, SilentReporter
 from ringprof.record.request import from_json, need, to_json
+from ringprof.scratch import scratch_folder
 
 START_S = 120.0
 """For what comes before the first call: imports, the process group."""
@@ -44,7 +44,7 @@ def check_here(request: CheckRequest) -> Check:
     The module is imported by the ranks alone. Raises `UsageError`, and `RecordError` where a rank fails or hangs.
     """
     need("torch", "psutil")
-    from ringprof.record.own_ranks import launch
+    from ringprof.record.local_launcher import launch
     from ringprof.record.resolve import device_of, world_of
 
     place = launcher_rank()
@@ -61,7 +61,7 @@ def check_here(request: CheckRequest) -> Check:
 def check_as_rank(request: CheckRequest, place: RankPlace, reporter: Reporter) -> Check:
     """This rank's part, in a process group of its own making."""
     from ringprof.record.check.on_ranks import check_on_ranks
-    from ringprof.record.group_ranks import world_group
+    from ringprof.record.process_group import world_group
 
     attention = load_function(request.target)
     with world_group(place, request.device, request.time_limit + JUDGE_S):

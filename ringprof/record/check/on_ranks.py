@@ -19,19 +19,19 @@ from torch import Tensor
 from torch.autograd.profiler import profile
 
 from ringprof.errors import RingprofError, UsageError
-from ringprof.record.check.given import Answers, GivenAttention, order_of_layout, order_of_positions
-from ringprof.record.check.judge import Case, Truth, judge
+from ringprof.record.check.completion_barrier import CompletionBarrier
+from ringprof.record.check.diagnose import Case, Truth, judge
 from ringprof.record.check.result import TENSOR_FORMATS, Check, CheckRequest, Seen, SentInCall, TensorCheck
-from ringprof.record.check.roll import Roll
+from ringprof.record.check.user_attention import Answers, UserAttention, order_of_layout, order_of_positions
 from ringprof.record.check.weights import read_weights
-from ringprof.record.group_ranks import GroupRanks
 from ringprof.record.measure import profiler_is_busy
+from ringprof.record.process_group import GroupRanks
 from ringprof.record.progress import Reporter, SilentReporter
 from ringprof.record.request import DTYPES, from_json
 from ringprof.record.resolve import torch_dtype
 from ringprof.record.verify import MOST_TOKENS, SEED, Tensors, draw_inputs, severity
 from ringprof.run import Workload
-from ringprof.whole_numbers import refuse_below_one
+from ringprof.validation import refuse_below_one
 
 
 class _Form(msgspec.Struct, frozen=True):
@@ -63,7 +63,7 @@ def check_on_ranks(
     """
     ranks, reporter = GroupRanks(group), reporter or SilentReporter()
     _refuse_numbers(request)
-    roll = Roll(ranks, request.time_limit)
+    roll = CompletionBarrier(ranks, request.time_limit)
     if len(set(ranks.told(request))) > 1:
         raise UsageError("the ranks do not ask for the same check: the arguments must be alike on all")
     if positions is None:
@@ -71,7 +71,7 @@ def check_on_ranks(
     else:
         order = order_of_positions(positions, ranks)
     workload = _workload(request, order.numel())
-    given = GivenAttention(
+    given = UserAttention(
         attention, ranks, order, request.tensor_format, workload.mask().documents, trains=workload.backward
     )
     calls, sent = list[_Call](), list[SentInCall]()
@@ -97,7 +97,7 @@ def check_on_ranks(
 
 
 def _seen(
-    given: GivenAttention, workload: Workload, request: CheckRequest, roll: Roll
+    given: UserAttention, workload: Workload, request: CheckRequest, roll: CompletionBarrier
 ) -> tuple[Seen | None, list[str]]:
     """`read_weights`, by calls of their own after those that are compared. Collective."""
     forward_only = msgspec.structs.replace(workload, backward=False)
@@ -142,7 +142,12 @@ def _workload(request: CheckRequest, seq: int) -> Workload:
 
 
 def _call(
-    given: GivenAttention, full: Tensors, workload: Workload, roll: Roll, number: int, sent: list[SentInCall] | None
+    given: UserAttention,
+    full: Tensors,
+    workload: Workload,
+    roll: CompletionBarrier,
+    number: int,
+    sent: list[SentInCall] | None,
 ) -> tuple[Answers, str]:
     """One call; ``sent`` is given where it is to be told what this rank sends."""
     where = f"call {number} of the attention"
@@ -162,7 +167,7 @@ def _call(
 
 
 def _judged(
-    given: GivenAttention, full: Tensors, workload: Workload, scale: float | None, answers: Answers, wrong_form: str,
+    given: UserAttention, full: Tensors, workload: Workload, scale: float | None, answers: Answers, wrong_form: str,
     number: int, *, explain: bool,
 ) -> _Call:  # fmt: skip
     """What all ranks find of a call. Collective."""

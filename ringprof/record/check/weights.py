@@ -16,12 +16,12 @@ import msgspec
 import torch
 from torch import Tensor
 
-from ringprof.record.check.given import Answers, GivenAttention
 from ringprof.record.check.result import QueryAndKey, Seen
+from ringprof.record.check.user_attention import Answers, UserAttention
 from ringprof.record.request import from_json
 from ringprof.record.verify import Tensors, relative_rms
 from ringprof.run import Workload
-from ringprof.strategies import kernels
+from ringprof.strategies.kernels import builtin
 
 MOST_CALLS = 16
 """So many tell all keys of short sequences; of longer ones the keys at the documents' edges and some between."""
@@ -54,7 +54,7 @@ class _OnRank(msgspec.Struct, frozen=True):
 
 
 def read_weights(
-    call: Callable[[Tensors], Answers], given: GivenAttention, full: Tensors, workload: Workload, scale: float | None
+    call: Callable[[Tensors], Answers], given: UserAttention, full: Tensors, workload: Workload, scale: float | None
 ) -> tuple[Seen | None, list[str]]:
     """Which pairs of a query and a key are not as the mask says, and what else the weights tell. Collective.
 
@@ -101,7 +101,7 @@ def _weights(call: Callable[[Tensors], Answers], full: Tensors, keys: Tensor) ->
 class _Weights:
     """One rank's weights beside what they should be."""
 
-    given: GivenAttention
+    given: UserAttention
     full: Tensors
     workload: Workload
     keys: Tensor
@@ -112,7 +112,7 @@ class _Weights:
     @cached_property
     def seen(self) -> Tensor:
         """Which keys the mask shows a query: bool (S/N, T)."""
-        return kernels.KeyStretches.of(self.workload.mask(), self.given.positions, self.workload.seq).shown(self.keys)
+        return builtin.KeyStretches.of(self.workload.mask(), self.given.positions, self.workload.seq).shown(self.keys)
 
     def told(self, again: float) -> _OnRank:
         finite = self.read.isfinite().all(2).all(1)[:, None]

@@ -14,8 +14,8 @@ from ringprof.analysis.findings.findings import Findings
 from ringprof.analysis.findings.recording_spread import SAME_SESSION
 from ringprof.analysis.findings.uncertainty import differ, ratio_interval
 from ringprof.analysis.findings.waterfall import WATERFALL_LABELS
-from ringprof.digits import percent
 from ringprof.errors import UsageError, nearest
+from ringprof.formatting import percent
 from ringprof.report import palette
 from ringprof.report.comparison import merged_notice, missing, spread_notices, verdict_lines, work_notices
 from ringprof.report.page.document import Cell, Content, Document, PageContext, PageSection, PageTable, number, text

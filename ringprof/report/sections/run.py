@@ -7,12 +7,12 @@ from typing import Any
 
 import msgspec
 
-from ringprof.analysis.findings.controls import ControlFigures
+from ringprof.analysis.findings.baselines import BaselineMetrics
 from ringprof.analysis.findings.findings import Findings
 from ringprof.analysis.findings.summary import Communication, Rates
 from ringprof.analysis.kinds.kinds import ATTENTION, COMPUTE, KIND, in_a_sentence
 from ringprof.analysis.transfers.hops import OTHER_HOST, SAME_HOST
-from ringprof.digits import percent, three_digits
+from ringprof.formatting import percent, three_digits
 from ringprof.json_object import JsonObject
 from ringprof.report.page.document import Content, PageContext, PageTable, ReportParts, text
 from ringprof.report.tables import Column, Listing, Table, text_table
@@ -218,7 +218,7 @@ def controls(found: Findings, style: TextStyle, listing: Listing) -> list[str]:
     return [text_table(columns, cells, style), style.wrap("; ".join(lines) + f" ({times}).")]
 
 
-def _control_rows(c: ControlFigures) -> list[tuple[str, float, str]]:
+def _control_rows(c: BaselineMetrics) -> list[tuple[str, float, str]]:
     on = "compute only" if c.ideal_ns == c.compute_only_ns else "communication only"
     rows = (
         ("an iteration, in turns with these", c.iteration_ns, ""),

@@ -9,7 +9,7 @@ import msgspec
 from ringprof.errors import TraceFormatError
 from ringprof.limits import MemoryBudget
 from ringprof.trace.checks import overlaps, refuse_unsound
-from ringprof.trace.columns import NO_DEVICE_ACTIVITIES, Caveat, Trace
+from ringprof.trace.columns import NO_DEVICE_ACTIVITIES, Notice, Trace
 from ringprof.trace.kineto.byte_source import ByteSource
 from ringprof.trace.kineto.collectives import with_group
 from ringprof.trace.kineto.event_list import (
@@ -227,39 +227,39 @@ _HOST_EVENTS_DROPPED = (
 )
 
 
-def _warnings(reading: _Reading) -> list[Caveat]:
+def _warnings(reading: _Reading) -> list[Notice]:
     rank, at = reading.metadata.rank, reading.first_damage
     damaged, unread = reading.skipped - reading.cut_events, reading.collector.unread.total()
     found = []
     if reading.damage:
-        found.append(Caveat("damaged_compression", f"{reading.damage}: read up to there", rank))
+        found.append(Notice("damaged_compression", f"{reading.damage}: read up to there", rank))
     if reading.cut_at is not None:
         message = f"the file is cut off at byte {reading.cut_at}: {reading.collector.total} complete events were read"
-        found.append(Caveat("truncated", message, rank, byte_offset=reading.cut_at))
+        found.append(Notice("truncated", message, rank, byte_offset=reading.cut_at))
     if damaged:
         message = f"{damaged} damaged events were left out, the first damage is at byte {at}"
-        found.append(Caveat("damaged_events", message, rank, damaged, at))
+        found.append(Notice("damaged_events", message, rank, damaged, at))
     if reading.repaired:
         message = f"{reading.repaired} events that are not sound JSON were read all the same, from byte {at} on"
-        found.append(Caveat("repaired_events", message, rank, reading.repaired, at))
+        found.append(Notice("repaired_events", message, rank, reading.repaired, at))
     if reading.gaps:
         message = f"{reading.gaps} commas between events are missing or too many, from byte {at} on; no event is lost"
-        found.append(Caveat("misplaced_commas", message, rank, reading.gaps, at))
+        found.append(Notice("misplaced_commas", message, rank, reading.gaps, at))
     if not reading.fields_sound:
         message = "the text around the events is damaged: the rank, groups or base time may be missing"
-        found.append(Caveat("damaged_metadata", message, rank))
+        found.append(Notice("damaged_metadata", message, rank))
     if reading.lacks_device:
         nothing = _NO_DEVICE if reading.cut_at is None else _CUT_BEFORE_DEVICE
         message = f"what ran on the device is not read: {_unread(reading.collector)}" if unread else nothing
-        found.append(Caveat(NO_DEVICE_ACTIVITIES, message, rank))
+        found.append(Notice(NO_DEVICE_ACTIVITIES, message, rank))
     elif unread:
         message = f"events that ringprof does not read, and no figure counts: {_unread(reading.collector)}"
-        found.append(Caveat("unknown_category", message, rank, unread))
+        found.append(Notice("unknown_category", message, rank, unread))
     if reading.collector.host_rows.dropped:
-        found.append(Caveat("host_events_dropped", _HOST_EVENTS_DROPPED, rank))
+        found.append(Notice("host_events_dropped", _HOST_EVENTS_DROPPED, rank))
     if reading.second_list:
         message = "the file holds several lists of events, as concatenated traces do: only the first was read: split it"
-        found.append(Caveat("second_event_list", message, rank))
+        found.append(Notice("second_event_list", message, rank))
     for code, count in sorted(reading.collector.oddities.items()):
-        found.append(Caveat(code, f"{count} {_ODDITIES[code]}", rank, count))
+        found.append(Notice(code, f"{count} {_ODDITIES[code]}", rank, count))
     return found

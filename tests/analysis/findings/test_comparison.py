@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from ringprof.analysis.findings.comparison import Entry, Figure, as_one, compare_entries, in_turns
+from ringprof.analysis.findings.comparison import Entry, Figure, as_one, compare_entries, interleaved
 from ringprof.analysis.findings.conditions import parse_condition
-from ringprof.analysis.findings.entries import entry_of_run, labels_of
 from ringprof.analysis.findings.findings import findings_in_memory
+from ringprof.analysis.findings.measurements import entry_of_run, labels_of
 from ringprof.analysis.findings.same_work import WORK, match_work
 from ringprof.benchmark_logs.rows import LogRow
 from ringprof.benchmark_logs.show import entry_of_row
@@ -106,11 +106,11 @@ def test_recordings_made_in_turns_are_told_by_their_times():
     def made(*times: str) -> Entry:
         return replace(entry("x"), created=times)
 
-    assert in_turns(made("01", "04", "05", "08"), made("02", "03", "06", "07"))
-    assert not in_turns(made("01", "02", "03", "04"), made("05", "06", "07", "08"))
-    assert not in_turns(made("01", "03", "05"), made("02", "04", "06"))
-    assert not in_turns(made("01", "03", "05", "07"), made("02"))
-    assert not in_turns(made(), made())
+    assert interleaved(made("01", "04", "05", "08"), made("02", "03", "06", "07"))
+    assert not interleaved(made("01", "02", "03", "04"), made("05", "06", "07", "08"))
+    assert not interleaved(made("01", "03", "05"), made("02", "04", "06"))
+    assert not interleaved(made("01", "03", "05", "07"), made("02"))
+    assert not interleaved(made(), made())
 
 
 def test_one_entry_is_no_comparison():

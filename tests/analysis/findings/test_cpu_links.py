@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from ringprof.analysis.findings.verdict_words import blocked_in_words, blocked_on_links
+from ringprof.analysis.findings.verdict_text import blocked_in_words, blocked_on_links
 from ringprof.run import Sent, Work
 from ringprof.scale.pipeline import attribute
 from tests.analysis.build import Builder

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from ringprof.analysis.findings.findings import findings_in_memory
 from ringprof.scale.pipeline import attribute
-from ringprof.trace.columns import NO_DEVICE_ACTIVITIES, Caveat
+from ringprof.trace.columns import NO_DEVICE_ACTIVITIES, Notice
 from tests.analysis.build import FLASH, Builder
 
 
@@ -17,7 +17,7 @@ def trace(rank: int = 0, *codes: str, computes: bool = True):
         b.run(FLASH, 0, 900, launched=1).run(FLASH, 950, 1000, launched=2)
     else:
         b.operate("aten::mm", 0, 1000)
-    return replace(b.trace(), warnings=[Caveat(code, f"about {code}") for code in codes])
+    return replace(b.trace(), warnings=[Notice(code, f"about {code}") for code in codes])
 
 
 def verdict(*traces):

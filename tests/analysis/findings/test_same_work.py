@@ -6,8 +6,8 @@ import pytest
 from msgspec.structs import replace
 
 from ringprof.analysis.findings.comparison import Entry, Figure, as_one, compare_entries
-from ringprof.analysis.findings.entries import entry_of_run
 from ringprof.analysis.findings.findings import findings_in_memory
+from ringprof.analysis.findings.measurements import entry_of_run
 from ringprof.analysis.findings.same_work import WORK, WorkMatch, match_work
 from ringprof.report.comparison import render_json, verdict_lines, work_notices
 from ringprof.scale.pipeline import attribute

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from ringprof.analysis.findings.conditions import figures_of
 from ringprof.analysis.findings.findings import findings_in_memory
-from ringprof.analysis.findings.remedies import longest_on_wire, rate_to_hide
+from ringprof.analysis.findings.recommendations import longest_on_wire, rate_to_hide
 from ringprof.analysis.findings.summary import summarise
 from ringprof.analysis.findings.waterfall import find_waterfall
 from ringprof.run import Workload

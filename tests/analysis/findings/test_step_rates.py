@@ -11,8 +11,8 @@ import pytest
 
 import ringprof
 from ringprof.analysis.findings.conditions import figures_of
-from ringprof.analysis.findings.entries import entry_of_run
 from ringprof.analysis.findings.findings import findings_in_memory
+from ringprof.analysis.findings.measurements import entry_of_run
 from ringprof.analysis.findings.step_rates import step_rates_of
 from ringprof.analysis.timeline.window import Focus
 from ringprof.errors import TraceFormatError

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from ringprof.analysis.findings.comparison import Figure
-from ringprof.analysis.findings.entries import entry_of_run
 from ringprof.analysis.findings.findings import findings_in_memory
+from ringprof.analysis.findings.measurements import entry_of_run
 from ringprof.analysis.findings.summary import summarise
 from ringprof.scale.pipeline import attribute
 from tests.analysis.build import FLASH, Builder

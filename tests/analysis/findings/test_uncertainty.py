@@ -34,8 +34,8 @@ ON_GPUS = [SAME_COMMAND / "zigzag-16384-h200x2.json", SAME_COMMAND / "zigzag-163
 # --- a regression with one hiccup ---------------------------------------------------------------------
 
 
-def interval(base: Recordings, other: Recordings, in_turns: bool = False) -> tuple[float, float]:
-    found = ratio_interval(base, other, in_turns=in_turns)
+def interval(base: Recordings, other: Recordings, interleaved: bool = False) -> tuple[float, float]:
+    found = ratio_interval(base, other, interleaved=interleaved)
     assert found is not None
     return found
 
@@ -281,7 +281,7 @@ def test_groups_of_recordings_of_one_command_differ_one_time_in_twenty_at_most(p
     """Four against four made in turns: 10 pairs of groups."""
     levels = recordings(path)
     groups = [levels[at : at + 8] for at in range(0, 80, 8)]
-    assert sum(differ(group[0::2], group[1::2], in_turns=True) for group in groups) <= 1
+    assert sum(differ(group[0::2], group[1::2], interleaved=True) for group in groups) <= 1
     assert sum(differ(group[0::2], group[1::2]) for group in groups) <= 1
 
 
@@ -299,7 +299,7 @@ def test_made_in_turns_what_moved_both_cancels():
     drift = [1.0, 1.2, 0.9, 1.4]
     base, other = [[100 * by] for by in drift], [[110 * by + 0.1 * at] for at, by in enumerate(drift)]
     assert not differ(base, other)
-    assert differ(base, other, in_turns=True)
+    assert differ(base, other, interleaved=True)
 
 
 def test_one_run_against_recordings_of_another():

@@ -10,7 +10,7 @@ import pytest
 
 from ringprof.analysis.findings.findings import findings_in_memory
 from ringprof.analysis.findings.verdict import _more_work, _worst_step
-from ringprof.analysis.findings.verdict_words import exposed_in_words
+from ringprof.analysis.findings.verdict_text import exposed_in_words
 from ringprof.analysis.timeline.window import Focus
 from ringprof.scale.pipeline import attribute
 from ringprof.trace.columns import RUNTIME_CALL

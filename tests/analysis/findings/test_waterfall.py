@@ -78,7 +78,7 @@ def instants(rank, blocks):
 
 
 def expected(attribution, blocks, blocked_idle):
-    """Mean of every part over ranks, as fractions, by the rule that docs/definitions.md states.
+    """Mean of every part over ranks, as fractions, by the rule that docs/metrics.md states.
 
     Of the idle time of each rank, ``blocked_idle`` nanoseconds lie after the launch of the next activity.
     """

@@ -345,7 +345,7 @@ def test_what_each_kind_counts_as():
 
 def test_the_table_of_the_definitions_has_every_kind():
     """But communication of other groups, which is no kind of its own there."""
-    page = (ROOT / "docs" / "definitions.md").read_text("utf-8")
+    page = (ROOT / "docs" / "metrics.md").read_text("utf-8")
     lines = page.partition("| class | kinds |\n")[2].partition("\n\n")[0].splitlines()[1:]
     groups = ("attention", "compute", "communication", "memory")
     assert [re.findall(r"`(\w+)`", line) for line in lines] == [GROUPS[group] for group in groups]

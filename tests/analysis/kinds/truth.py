@@ -6,7 +6,7 @@ kernels of the traces named there that hold more than 0.1 % of a trace's kernel 
 operators launch has a row for each kind.
 
     python -m tests.analysis.kinds.truth TRACE...    # of each Kineto trace what share of kernel time agrees
-    python -m tests.analysis.kinds.truth --table TRACE...    # and the shares of kinds: the table of docs/definitions.md
+    python -m tests.analysis.kinds.truth --table TRACE...    # and the shares of kinds: the table of docs/metrics.md
 """
 
 from __future__ import annotations

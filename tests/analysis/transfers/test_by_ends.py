@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from ringprof.analysis.transfers.by_ends import StreamCalls, find_communicators
+from ringprof.analysis.transfers.match_by_end import StreamCalls, find_communicators
 from ringprof.scale.pipeline import attribute
 from tests.analysis.build import Builder, collective
 

@@ -12,7 +12,7 @@ import pytest
 from msgspec.structs import replace
 
 from ringprof.analysis.transfers.clocks import (
-    Meetings,
+    CollectiveMatches,
     Spread,
     Traffic,
     TrafficSamples,
@@ -23,7 +23,7 @@ from ringprof.analysis.transfers.clocks import (
     _Reading,
     _readings,
     collect,
-    collect_meetings,
+    collect_matches,
     fit_ways,
     hosts_in_order,
 )  # fmt: skip
@@ -223,7 +223,7 @@ def test_a_collective_of_many_hosts_ties_all_their_clocks(hosts):
     true = np.concatenate([[0], draw.integers(-(10**9), 10**9, hosts - 1)])
     begun = np.arange(40) * 1_000_000
     on_host = {
-        host: Meetings(
+        host: CollectiveMatches(
             begun + draw.integers(0, 1_000, 40) + true[host],
             begun + 5_000 + draw.integers(0, 300, 40) + true[host],
             begun + 5_300 + draw.integers(0, 300, 40) + true[host],
@@ -231,7 +231,7 @@ def test_a_collective_of_many_hosts_ties_all_their_clocks(hosts):
         for host in range(hosts)
     }
     found: Traffic = defaultdict(TrafficSamples)
-    collect_meetings(on_host, "all_reduce", found)
+    collect_matches(on_host, "all_reduce", found)
     ways = {pair: way.summed() for pair, way in found.items()}
     clocks = fit_ways(ways, {rank: f"host{rank // 8}" for rank in range(8 * hosts)})
     assert len(clocks.pairs) == hosts * (hosts - 1) // 2
@@ -242,7 +242,7 @@ def test_a_collective_of_many_hosts_ties_all_their_clocks(hosts):
 def test_of_many_hosts_each_is_compared_with_the_first_and_with_its_neighbours():
     found: Traffic = defaultdict(TrafficSamples)
     one = np.array([0])
-    collect_meetings({host: Meetings(one, one + 1, one + 2) for host in range(40)}, "all_reduce", found)
+    collect_matches({host: CollectiveMatches(one, one + 1, one + 2) for host in range(40)}, "all_reduce", found)
     compared = {pair for pair, samples in found.items() if samples.together}
     assert compared == {(0, other) for other in range(1, 40)} | {(host, host + 1) for host in range(39)}
 

@@ -1,0 +1,214 @@
+"""Advice as text, and as a page with plots."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ringprof.formatting import percent, three_digits
+from ringprof.prediction.advise import HIDDEN, Advice, Choice, Point, compared, crossings
+from ringprof.prediction.predict import PredictionResult
+from ringprof.prediction.text import cluster_text, described, remarks
+from ringprof.report.page.document import Content, Document, PageSection, PageTable, number, text
+from ringprof.report.page.html import drawing
+from ringprof.report.palette import Interval
+from ringprof.report.tables import Column, text_table
+from ringprof.report.text import TextStyle, binary_size, clean, duration
+
+MOST_SHOWN, MOST_REFUSED = 12, 3
+_COLUMNS = (
+    Column("strategy"), Column("best"), Column("ms"), Column("80 % within"), Column("TFLOP/s"),
+    Column("exposed"), Column("memory"),
+)  # fmt: skip
+
+
+def advice_text(advice: Advice, style: TextStyle) -> str:
+    """The choices and what would change them, ending with a newline."""
+    query, machine = advice.first.prediction.query, advice.first.prediction.machine
+    head = [
+        f"PREDICTED for {cluster_text(query.cluster, machine.device)}, machine {machine.name}",
+        described(query.workload),
+    ]
+    left = len(advice.choices) - MOST_SHOWN
+    tail = [
+        *([f"and {left} more: --format json has them"] if left > 0 else []),
+        "* nothing is faster with as little memory",
+        "",
+        *_nothing_fits(advice),
+        f"why not the second: {clean(advice.why_not_the_second())}",
+        *(f"crossing: {line}" for line in _crossings(advice)),
+        *(f"first: {line}" for line in remarks(advice.first.prediction) if line),
+        f"to be surer: {advice.what_to_measure()}",
+    ]
+    if advice.refused:
+        tail.append(f"not foreseen: {_refused(advice)}")
+    rows = [_row(choice) for choice in advice.choices[:MOST_SHOWN]]
+    table = text_table(_COLUMNS, rows, style)
+    return style.finish(style.fit("\n".join(head)) + "\n\n" + table + "\n" + style.fit("\n".join(tail)))
+
+
+def _nothing_fits(advice: Advice) -> list[str]:
+    """Where that is so: what needs the least."""
+    if advice.first.fits:
+        return []
+    least = min(advice.choices, key=lambda choice: choice.prediction.peak_bytes)
+    needs = binary_size(least.prediction.peak_bytes)
+    return [
+        f"nothing fits: the least that any needs is {needs} a GPU, of {clean(least.label)}. More GPUs need less each"
+    ]
+
+
+def _refused(advice: Advice) -> str:
+    """What was not foreseen and why, with the strategy named once."""
+    shown = [
+        clean(f"{label}: {why.partition(' cannot run this: ')[2] or why}")
+        for label, why in advice.refused[:MOST_REFUSED]
+    ]
+    more = len(advice.refused) - len(shown)
+    return "; ".join([*shown, f"and {more} more"] if more else shown)
+
+
+def _row(choice: Choice) -> list[str]:
+    one = choice.prediction
+    low, middle, high = map(_ms, one.interval_ms)
+    return [
+        f"{'*' if choice.on_front else ' '} {clean(choice.label)}{'' if choice.fits else ', does not fit'}",
+        percent(choice.best, 0), middle, f"{low} to {high}", f"{one.tflops(one.median_ns):.1f}",
+        percent(one.exposed_share), binary_size(one.peak_bytes),
+    ]  # fmt: skip
+
+
+def _crossings(advice: Advice) -> list[str]:
+    tokens, gbit = advice.hidden_from_tokens(), advice.hidden_from_gbit()
+    hidden = f"transfers are hidden (under {percent(HIDDEN, 0)} of the time)"
+    if tokens is not None:
+        lines = [f"{hidden} from {tokens:,.0f} tokens on"]
+    else:
+        lines = ["transfers are not hidden at any length up to four times this one"]
+    if gbit is not None:
+        lines.append(f"{hidden} from {three_digits(gbit)} Gbit/s a NIC on, {three_digits(gbit / 8)} GB/s")
+    elif advice.nics:
+        lines.append("transfers would not be hidden by NICs four times as fast")
+    names = [clean(choice.label) for choice in compared(advice.choices)]
+    for points, what in ((advice.lengths, "tokens"), (advice.hosts, "hosts"), (advice.nics, "Gbit/s")):
+        lines += [f"at {at:,.0f} {what} {names[which]} is as fast as {names[0]}" for at, which in crossings(points)]
+    return lines
+
+
+def document(advice: Advice) -> Document:
+    """The page: what to choose, all choices, and speed over length, hosts and NICs. Raises `MissingExtraError`."""
+    figures = drawing()
+    first = advice.first.prediction
+    shown = advice.choices[:MOST_SHOWN]
+    names = [choice.label for choice in shown]
+    sections = [
+        PageSection(
+            "choices", "Predicted time of every choice",
+            "The dot is the middle of the prediction; in four of five cases the time lies within the bar."
+            + (" The slowest are in the table alone." if len(advice.choices) > MOST_SHOWN else ""),
+            Content(
+                figures.intervals(names, [choice.prediction.interval_ms for choice in shown], "ms an iteration"),
+                [_table(advice)],
+            ),
+        ),
+        PageSection(
+            "length", "Speed against length", "Predicted, with the interval that holds four of five cases.",
+            Content(_bands(advice, "tokens")),
+        ),
+    ]  # fmt: skip
+    for name, title in (("hosts", "Speed against hosts"), ("nic", "Speed against the network")):
+        if points_of(advice, name):
+            sections.append(PageSection(name, title, "Predicted, as above.", Content(_bands(advice, name))))
+    lines = [
+        *(_nothing_fits(advice) or [_choose(advice)]),
+        advice.why_not_the_second(),
+        *_crossings(advice),
+        f"to be surer: {advice.what_to_measure()}",
+    ]
+    tiles = [
+        (duration(first.median_ns), "predicted, an iteration"),
+        (f"{first.tflops(first.median_ns):,.0f}", "TFLOP/s per GPU"),
+        (percent(advice.first.best, 0), "to be the fastest"),
+    ]
+    subtitle = f"{cluster_text(first.query.cluster, first.machine.device)} · {described(first.query.workload)}"
+    return Document(f"Predicted: {advice.first.label}", subtitle, [clean(line) for line in lines], tiles, sections)
+
+
+SPEED = "TFLOP/s per GPU, predicted"
+ACROSS = {"tokens": "tokens", "hosts": "hosts", "nic": "Gbit/s of a NIC"}
+"""What the first choices were looked at over, by the name of the plot."""
+
+
+def points_of(advice: Advice, name: str) -> Sequence[Point]:
+    """Of one of `ACROSS`."""
+    return {"tokens": advice.lengths, "hosts": advice.hosts, "nic": advice.nics}[name]
+
+
+def series(advice: Advice, name: str) -> dict[str, list[tuple[float, Interval]]]:
+    """By choice, the interval of an iteration in ms at each place."""
+    return _at_each(advice, name, lambda one: one.interval_ms)
+
+
+def speeds(advice: Advice, name: str) -> dict[str, list[tuple[float, Interval]]]:
+    """By choice, the interval of TFLOP/s per GPU at each place: there lines over length lie apart."""
+
+    def interval(one: PredictionResult) -> Interval:
+        low, middle, high = (one.tflops(1e6 * time) for time in reversed(one.interval_ms))
+        return low, middle, high
+
+    return _at_each(advice, name, interval)
+
+
+def _at_each(
+    advice: Advice, name: str, interval: Callable[[PredictionResult], Interval]
+) -> dict[str, list[tuple[float, Interval]]]:
+    return {
+        choice.label: [
+            (point.at, interval(point.predictions[which]))
+            for point in points_of(advice, name)
+            if which < len(point.predictions)
+        ]
+        for which, choice in enumerate(compared(advice.choices))
+    }
+
+
+def marks(advice: Advice, name: str) -> list[tuple[float, str]]:
+    """Where something changes: another strategy is as fast as the first, or transfers are hidden."""
+    names = [choice.prediction.query.strategy for choice in compared(advice.choices)]
+    found = [(at, f"{names[which]} as fast") for at, which in crossings(points_of(advice, name))]
+    hidden = {"tokens": advice.hidden_from_tokens, "nic": advice.hidden_from_gbit}.get(name)
+    at = hidden() if hidden else None
+    return [*found, (at, "transfers hidden")] if at is not None else found
+
+
+def _choose(advice: Advice) -> str:
+    one = advice.first.prediction
+    low, middle, high = (_ms(time) for time in one.interval_ms)
+    return (
+        f"choose {advice.first.label}: {middle} ms an iteration ({low} to {high} in four of five cases), "
+        f"{one.tflops(one.median_ns):,.0f} TFLOP/s per GPU, {binary_size(one.peak_bytes)} a GPU; the fastest in "
+        f"{percent(advice.first.best, 0)} of cases"
+    )
+
+
+def _ms(time: float) -> str:
+    """With no more digits than a prediction has."""
+    return f"{time:,.{0 if time >= 1000 else 1 if time >= 100 else 2 if time >= 10 else 3}f}"
+
+
+def _bands(advice: Advice, name: str) -> Any:
+    return drawing().bands(ACROSS[name], SPEED, speeds(advice, name), marks(advice, name))
+
+
+def _table(advice: Advice) -> PageTable:
+    titles = ["strategy", "best %", "ms", "10 %", "90 %", "TFLOP/s", "exposed %", "MiB a GPU", "front"]
+    rows = []
+    for choice in advice.choices:
+        one = choice.prediction
+        low, middle, high = one.interval_ms
+        rows.append([
+            text(choice.label), number(100 * choice.best, 0), number(middle), number(low), number(high),
+            number(one.tflops(one.median_ns), 1), number(100 * one.exposed_share, 1),
+            number(one.peak_bytes / 2**20, 0), text("yes" if choice.on_front else ""),
+        ])  # fmt: skip
+    return PageTable(titles, rows, "Predicted, not measured.")

@@ -1,0 +1,148 @@
+"""A prediction as text: what, how sure, where the time goes, and what it rests on."""
+
+from __future__ import annotations
+
+import math
+
+from ringprof.devices import peak_of
+from ringprof.formatting import percent
+from ringprof.prediction.calibration import Calibration, Value, figures
+from ringprof.prediction.network import Cluster, Links
+from ringprof.prediction.predict import PredictionResult, inputs
+from ringprof.record.dryrun.schedule import CommStart
+from ringprof.report.tables import Column, Table
+from ringprof.report.text import TextStyle, binary_size, clean, duration, in_unit, rate, unit_for
+from ringprof.run import Workload
+
+PART_LABELS = {
+    "kernel": "attention", "memory": "merges, copies", "same_host": "wire in host", "other_host": "wire between",
+    "peers": "waiting for peers", "host": "launching",
+}  # fmt: skip
+_NOTICED = 0.02
+"""Part of the time from which on a transfer is worth a remark."""
+
+
+def described(workload: Workload) -> str:
+    """A problem in a few words."""
+    batch = f"batch {workload.batch}, " if workload.batch > 1 else ""
+    mask = str(workload.mask()) if workload.causal or not workload.mask().plain else "full attention"
+    mask = ", ".join([mask, *workload.extras()])
+    passes = "forward and backward" if workload.backward else "forward only"
+    return f"{workload.seq} tokens, {batch}{workload.heads_in_words()} · {mask} · {workload.dtype} · {passes}"
+
+
+def cluster_text(cluster: Cluster, device: str) -> str:
+    """A cluster in a few words."""
+    network = ""
+    if cluster.hosts > 1 and cluster.nic_gbit is not None:
+        shared = f" for {cluster.gpus_per_nic} GPUs" if cluster.gpus_per_nic > 1 else " a GPU"
+        network = f", {cluster.nic_gbit:g} Gbit/s{shared}"
+    hosts = f"{cluster.hosts} hosts of {cluster.gpus_per_host}" if cluster.hosts > 1 else "one host"
+    return f"{cluster.size} x {clean(device)} ({hosts}{network})"
+
+
+def prediction_text(prediction: PredictionResult, style: TextStyle) -> str:
+    """The whole answer, ending with a newline."""
+    query, machine = prediction.query, prediction.machine
+    low, middle, high = prediction.interval_ns
+    unit_ns, unit = unit_for(middle)
+    params = ", ".join(f"{key}={value}" for key, value in prediction.schedule.params.items())
+    hops = " · hops by copy engine" if query.hops == "copy" else ""
+    place = f", in {clean(prediction.peak_label)}" if prediction.peak_label else ""
+    head = [
+        f"PREDICTED: {clean(query.strategy)} on {cluster_text(query.cluster, machine.device)}",
+        f"{described(query.workload)} · kernel {query.kernel}{hops}",
+        f"{clean(params)}",
+        "",
+        f"time      {duration(middle)} an iteration; in four of five cases {in_unit(low, unit_ns, 2)} {unit} to "
+        f"{in_unit(high, unit_ns, 2)} {unit}",
+        f"rate      {rate(prediction.tflops(middle))} per GPU ({rate(prediction.tflops(high))} to"
+        f" {rate(prediction.tflops(low))}){_of_peak(prediction, middle)}",
+        f"memory    {binary_size(prediction.peak_bytes)} a GPU at most{place}",
+        f"exposed   {percent(prediction.exposed_share)} of the time waits for transfers and peers (mean of ranks)",
+        f"bound by  {', '.join(f'{phase}: {PART_LABELS[part]}' for phase, part in prediction.bound_by.items())}",
+    ]
+    tail = [
+        *remarks(prediction),
+        "how sure, one standard deviation: " + ", ".join(
+            f"{name} {percent(math.sqrt(part))}" for name, part in prediction.parts.items() if part > 1e-6
+        ),
+        "",
+        "what it rests on",
+        *(_input(name, value) for name, value in inputs(prediction).items()),
+    ]  # fmt: skip
+    parts = [style.fit("\n".join(head)), _table(prediction).text(style), style.fit("\n".join(tail))]
+    return style.finish("\n\n".join(parts))
+
+
+def _of_peak(prediction: PredictionResult, time_ns: float) -> str:
+    peak = peak_of(prediction.machine.device, prediction.query.workload.dtype)
+    return f", {percent(prediction.tflops(time_ns) / peak.tflops, 0)} of the device's peak" if peak else ""
+
+
+def _table(prediction: PredictionResult) -> Table:
+    """The slowest rank's time by phase and part."""
+    spans = prediction.spans
+    present = [part for part in PART_LABELS if spans.total(part) > 0]
+    rows = [
+        [name, *(f"{parts.get(part, 0.0) / 1e6:,.3f}" for part in present)]
+        for name, parts in (("forward", spans.forward), ("backward", spans.backward))
+        if parts
+    ]
+    return Table("slowest rank, ms", [Column(""), *(Column(PART_LABELS[part]) for part in present)], rows)
+
+
+def remarks(prediction: PredictionResult) -> list[str]:
+    """What stands out, and what might help."""
+    spans, lines = prediction.spans, []
+    time_ns = prediction.median_ns
+    if prediction.host_bound:
+        lines.append("the host is the bound: it needs longer to launch than the devices to compute")
+    if spans.total("other_host") > _NOTICED * time_ns:
+        lines.append(_channels_line(prediction))
+    if spans.total("same_host") > _NOTICED * time_ns and prediction.query.hops == "nccl":
+        lines.append("hops inside a host are exposed: --hops copy keeps NCCL's kernels off the multiprocessors")
+    if prediction.peak_bytes > prediction.machine.memory_bytes:
+        lines.append(f"this does not fit: a GPU has {binary_size(prediction.machine.memory_bytes)}")
+    return [*lines, ""] if lines else []
+
+
+def _channels_line(prediction: PredictionResult) -> str:
+    """NCCL's channels of the hops between hosts, and the variable that changes them."""
+    cluster, machine = prediction.query.cluster, prediction.machine
+    links = Links(machine, cluster)
+    posts = (
+        op for op in prediction.schedule.programs[0].ops
+        if isinstance(op, CommStart) and cluster.hosts_of(op.members) > 1
+    )  # fmt: skip
+    post = next(posts, None)
+    waiting = percent(prediction.spans.total("other_host") / prediction.median_ns)
+    share = f"{waiting} of the time waits for bytes between hosts"
+    if post is None or post.operation != "send_recv":
+        return share
+    count, gb_s = links.channels_of(post), links.hop_gb_s(post)
+    if gb_s >= links.nic_gb_s:
+        return f"{share}: the NIC is the bound, {links.nic_gb_s:.0f} GB/s"
+    return (
+        f"{share}: a hop gets {count} of NCCL's channels, {gb_s:.0f} GB/s where the NIC has {links.nic_gb_s:.0f}"
+        f" (the rule of {machine.nccl.version}; NCCL_NCHANNELS_PER_NET_PEER={2 * count} doubles them)"
+    )
+
+
+def calibration_text(machine: Calibration, style: TextStyle) -> str:
+    """A machine's figures with their spread and origin, ending with a newline."""
+    rates = [
+        f"  {kernel.name + ' ' + phase:30}{max(one.tflops for one in samples):>12,.4g}  best TFLOP/s of"
+        f" {len(samples)} shapes"
+        for kernel in machine.kernels
+        for phase in ("forward", "backward")
+        if (samples := [one for one in kernel.samples if one.phase == phase])
+    ]
+    failed = [f"  not measured: {clean(line)}" for line in machine.unmeasured]
+    told = [_input(name, value) for name, value in figures(machine)]
+    lines = [f"{clean(machine.name)}, {clean(machine.device)}", *rates, *told, *failed]
+    return style.finish(style.fit("\n".join(lines)))
+
+
+def _input(name: str, value: Value) -> str:
+    return f"  {name:30}{value.value:,.4g} ±{percent(value.spread)}, {value.origin}: {clean(value.source)}"

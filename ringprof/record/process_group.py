@@ -1,0 +1,153 @@
+"""Process groups, the recorder's own and a user's: who is in them, and what ranks tell each other. Loads torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from ringprof.errors import UsageError
+from ringprof.record.launcher import RankPlace, slurm_rendezvous
+from ringprof.record.request import to_json
+from ringprof.strategies.transport.groups import by_nccl
+
+
+@contextmanager
+def world_group(place: RankPlace, device_type: str, timeout_s: float) -> Iterator[torch.device]:
+    """The world's process group: NCCL on GPUs, gloo on CPUs. Yields this rank's device."""
+    if "RANK" not in os.environ:
+        os.environ.update(slurm_rendezvous(place))
+    device = torch.device("cpu")
+    if device_type == "cuda":
+        # Before the group is made: NCCL must never see a rank on another rank's device.
+        # A launcher that shows each rank its own GPU alone calls all of them 0.
+        device = torch.device("cuda", place.local_rank if torch.cuda.device_count() > 1 else 0)
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "nccl" if device_type == "cuda" else "gloo",
+        timeout=timedelta(seconds=timeout_s),
+        device_id=device if device_type == "cuda" else None,
+    )
+    yield device
+    # Only after success: with a rank gone, taking the group down would wait for it.
+    dist.destroy_process_group()
+
+
+def gather_bytes(data: bytes, device: torch.device, group: Any = None) -> list[bytes]:
+    """Every rank's ``data``, in the order of ``group`` (None: the world). ``device`` is where its backend works.
+
+    Bytes and not objects: what ranks exchange is JSON, nothing is unpickled.
+    """
+    lengths = gather_tensor(torch.tensor([len(data)], dtype=torch.int64, device=device), group)
+    sizes = [int(length.item()) for length in lengths]
+    padded = torch.zeros(max(1, *sizes), dtype=torch.uint8)
+    padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else 0
+    gathered = gather_tensor(padded.to(device), group)
+    return [bytes(part[:size].cpu().numpy()) for part, size in zip(gathered, sizes, strict=True)]
+
+
+def gather_tensor(tensor: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
+    """Every rank's ``tensor`` (same shape and type on all), in the order of ``group`` (None: the world)."""
+    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, tensor, group=group)
+    return parts
+
+
+_LEFT = "ringprof/left/"
+_CAPTURE = "ringprof/capture/"
+_MOST_NAMED = 8
+
+
+class GroupRanks:
+    """The ranks that do something together, and this one among them; one rank where torch.distributed is not in use."""
+
+    def __init__(self, group: Any) -> None:
+        """Raises `UsageError` on a rank outside ``group``, and of a DeviceMesh of several dimensions."""
+        self.rank, self.size, self.number, self.numbers = 0, 1, 0, [0]
+        self.group: Any = None
+        on_gpu = torch.cuda.is_available()
+        if dist.is_available() and dist.is_initialized():
+            if getattr(group, "ndim", 1) > 1:
+                raise UsageError(f"a DeviceMesh of {group.ndim} dimensions is no group: name one, as in mesh['cp']")
+            self.group = _process_group(group)
+            self.rank, self.number = dist.get_rank(self.group), dist.get_rank()
+            if self.rank < 0:
+                raise UsageError(f"rank {self.number} is not in the group: only its members may take part")
+            self.size = dist.get_world_size(self.group)
+            self.numbers = dist.get_process_group_ranks(self.group)
+            # Where the user named no backend, as init_device_mesh does not, there is one for each sort of device.
+            named = str(dist.get_backend(self.group))
+            used: Any = torch.cuda
+            on_gpu = "nccl" in named or (named == "undefined" and by_nccl(self.group) and used.is_initialized())
+        self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+
+    @property
+    def label(self) -> str:
+        """Name of the group among those of its job, such as ``ranks2-3``; empty where it is the world."""
+        first, last = min(self.numbers), max(self.numbers)
+        if not (dist.is_available() and dist.is_initialized()) or self.size == dist.get_world_size():
+            return ""
+        if self.size == 1:
+            return f"rank{first}"
+        if last - first + 1 == self.size:
+            return f"ranks{first}-{last}"
+        more = "_more" if self.size > _MOST_NAMED else ""
+        return "ranks" + "_".join(map(str, sorted(self.numbers)[:_MOST_NAMED])) + more
+
+    def groups_in(self, folder: object) -> int:
+        """Count the groups of this job that have named ``folder`` to this method; 1 where the job has no store."""
+        with suppress(Exception):
+            store, key = c10d._get_default_store(), f"{_CAPTURE}{folder}/"
+            return int(store.add(f"{key}count", 1 if store.add(key + self.label, 1) == 1 else 0))
+        return 1
+
+    def finish(self) -> None:
+        """Wait for the device."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def wait(self) -> None:
+        """Wait for the other ranks."""
+        if self.size > 1:
+            dist.barrier(self.group)
+
+    def leave(self, token: str, error: BaseException) -> None:
+        """Leave word, which waits for nobody, that this rank has left ``token``'s block with an error."""
+        said = f"rank {self.number} left the block with {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        # Nothing here may hide that error.
+        with suppress(Exception):
+            c10d._get_default_store().set(_LEFT + token, said)
+
+    def left(self, token: str) -> str | None:
+        """The word that another rank has left, as far as it can still be read."""
+        with suppress(Exception):
+            store = c10d._get_default_store()
+            if token and store.check([_LEFT + token]):
+                return str(store.get(_LEFT + token), "utf-8", "replace")
+        return None
+
+    def told(self, value: msgspec.Struct) -> list[bytes]:
+        """Every rank's ``value``, as JSON."""
+        return self.bytes_of_all(to_json(value))
+
+    def bytes_of_all(self, data: bytes) -> list[bytes]:
+        """Every rank's ``data``."""
+        return gather_bytes(data, self.device, self.group) if self.size > 1 else [data]
+
+    def gathered(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Every rank's ``tensor``, of the same shape and type on all."""
+        return gather_tensor(tensor, self.group) if self.size > 1 else [tensor]
+
+
+def _process_group(group: Any) -> Any:
+    """Return the process group of a process group, a DeviceMesh of one dimension, or None, which is the world."""
+    if hasattr(group, "get_coordinate") and group.get_coordinate() is None:
+        return dist.GroupMember.NON_GROUP_MEMBER
+    return group.get_group() if hasattr(group, "get_group") else group or dist.group.WORLD

@@ -1,0 +1,1 @@
+"""Context-parallel attention algorithms: one file per strategy."""

@@ -1,0 +1,237 @@
+"""All-gather: every rank gathers all keys and values once, and computes its queries against them.
+
+No ring, so no step waits for the one before: also the control that shows what a ring's overlap is worth. While the
+gather travels the rank computes the block with its own keys; then one or two full rectangles with everyone else's.
+The backward pass gathers again (keeping all keys would cost their memory for every layer), computes a part of its own
+block meanwhile, and sends dK and dV home by reduce-scatter, which the rest of its own block hides.
+
+Which keys of others a causal rank r of N needs:
+
+    contiguous   all queries: ranks 0 .. r-1                      r rectangles of S x S: the last rank does the most
+    zigzag       first half of the queries: chunks 0 .. r-1       2N-2 chunk squares together, on every rank
+                 second half: those and chunks r+1 .. 2N-2-r
+
+With ``heads_at_a_time`` the keys and values of so many kv heads are gathered and used up before the next ones but one:
+the same bytes in more messages, and the memory of two such gathers in place of all heads'.
+
+Source: Llama 3 (arXiv 2407.21783), contiguous; Transformer Engine's all_gather, zigzag. Both call a kernel that
+aligns its mask to the end of a key prefix; ours are full or square causal, hence the own block apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from ringprof.strategies.annotate import ring_step
+from ringprof.strategies.base import (
+    DOCUMENTS_LAYOUT_HELP,
+    AttentionCall,
+    Context,
+    DocumentsLayout,
+    GradWire,
+    Rows,
+    Shape,
+    Strategy,
+    wire_type,
+)
+from ringprof.strategies.kernels.kernel import Gradients
+from ringprof.strategies.kernels.merge import Partial, Sum, accumulate, settled
+from ringprof.strategies.masks.expected import contiguous_imbalance
+from ringprof.strategies.masks.layouts import LAYOUTS, Block, Layout, part
+from ringprof.strategies.transport.ring_channel import Hop
+
+
+class AllGather(Strategy):
+    """K and V are gathered, dK and dV reduced and scattered."""
+
+    layout = LAYOUTS["contiguous"]
+    takes_masks = True
+    PARAMETERS: ClassVar[dict[str, str]] = {
+        "layout": "contiguous as in Llama 3, or zigzag for balanced causal work",
+        "documents_layout": DOCUMENTS_LAYOUT_HELP,
+        "heads_at_a_time": "kv heads that are gathered at a time (default: all)",
+        "grad_wire": "type of dK and dV in the reduce-scatter: fp32, or the input's own",
+        **Strategy.PARAMETERS,
+    }
+
+    def __init__(
+        self, context: Context, *, layout: Literal["contiguous", "zigzag"] = "contiguous",
+        documents_layout: DocumentsLayout = "packed", heads_at_a_time: int | None = None,
+        grad_wire: GradWire = "input", deterministic: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__(context, deterministic=deterministic)
+        self.layout = LAYOUTS[layout]
+        self.parameters |= {"layout": layout, "documents_layout": documents_layout, "grad_wire": grad_wire}
+        self.parameters["heads_at_a_time"] = heads_at_a_time
+        self.kv = self.comm.collective("kv")
+        self.dkv = self.comm.collective("dkv")
+
+    @classmethod
+    def imbalance(cls, size: int, *, causal: bool, **params: Any) -> float | None:
+        return contiguous_imbalance(size) if causal and params.get("layout", "contiguous") == "contiguous" else 1.0
+
+    @classmethod
+    def layout_for(cls, size: int, **params: Any) -> Layout:
+        return LAYOUTS[params.get("layout", "contiguous")]
+
+    @classmethod
+    def why_unsupported(cls, shape: Shape, size: int, **params: Any) -> str | None:
+        heads = params.get("heads_at_a_time")
+        if heads is not None and (heads < 1 or shape.kv_heads % heads):
+            return f"heads_at_a_time {heads} does not divide {shape.kv_heads} kv heads"
+        return super().why_unsupported(shape, size, **params)
+
+    def forward(self, blocks: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        found = [self._forward(blocks, *one) for one in self._by_heads(q, k, v)]
+        if len(found) == 1:
+            return found[0]
+        return torch.cat([out for out, _ in found], 2), torch.cat([lse for _, lse in found], 1)
+
+    def backward(self, blocks: AttentionCall, rows: Rows, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
+        found = [
+            self._backward(blocks, of_heads(rows, index, q, k, some_k), some_q, some_k, some_v, gathers)
+            for index, (some_q, some_k, some_v, gathers) in enumerate(self._by_heads(q, k, v))
+        ]
+        if len(found) == 1:
+            return found[0]
+        dq, dk, dv = (torch.cat(one, 2) for one in zip(*found, strict=True))
+        return dq, dk, dv
+
+    def _by_heads(self, q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor, list[Hop]]]:
+        """q, k and v of some kv heads after others, and the gathers of k and v, the next ones' already on their way."""
+        count = self.parameters["heads_at_a_time"] or k.shape[2]
+        if count == k.shape[2]:
+            yield q, k, v, [self.kv.all_gather(x) for x in (k, v)]
+            return
+        groups, after = q.shape[2] // k.shape[2], None
+        for first in range(0, k.shape[2], count):
+            own = after or self._gathered(k, v, first, count)
+            after = self._gathered(k, v, first + count, count) if first + count < k.shape[2] else None
+            yield q[:, :, first * groups : (first + count) * groups].contiguous(), *own
+
+    def _gathered(self, k: Tensor, v: Tensor, first: int, count: int) -> tuple[Tensor, Tensor, list[Hop]]:
+        k, v = (x[:, :, first : first + count].contiguous() for x in (k, v))
+        return k, v, [self.kv.all_gather(x) for x in (k, v)]
+
+    def _forward(
+        self, blocks: AttentionCall, q: Tensor, k: Tensor, v: Tensor, gathers: list[Hop]
+    ) -> tuple[Tensor, Tensor]:
+        result = Partial()
+        with ring_step("fwd", 0, "block"):
+            result.merge(*blocks.forward(q, k, v, self.own_block(blocks, q)))
+        others = self._others(q.shape[1], blocks)
+        k_others, v_others = (others.take(gather.wait()[0]) for gather in gathers)
+        for step, block in enumerate(others.blocks, 1):
+            with ring_step("fwd", step, "block"):
+                out, lse = blocks.forward(q, k_others, v_others, block)
+            with ring_step("fwd", step, "merge"):
+                result.merge(out, lse, block.q)
+        with ring_step("fwd", len(others.blocks), "merge"):
+            return result.result(q.dtype)
+
+    def _backward(
+        self, blocks: AttentionCall, rows: Rows, q: Tensor, k: Tensor, v: Tensor, gathers: list[Hop]
+    ) -> Gradients:
+        early, rest = self.split_local_block(blocks, q, k)
+        dq = Sum(q)
+        with ring_step("bwd", 0, "block"):
+            home = [(early, blocks.backward(rows, q, k, v, early))]
+        others = self._others(q.shape[1], blocks)
+        k_others, v_others = (others.take(gather.wait()[0]) for gather in gathers)
+        wire = wire_type(self.parameters["grad_wire"], k)
+        dk_others, dv_others = (torch.zeros_like(x, dtype=wire) for x in (k_others, v_others))
+        for step, block in enumerate(others.blocks, 1):
+            with ring_step("bwd", step, "block"):
+                grads = blocks.backward(rows, q, k_others, v_others, block)
+            with ring_step("bwd", step, "merge"):
+                dq.add(grads[0], block.q)
+                accumulate(part(dk_others, block.kv), grads[1])
+                accumulate(part(dv_others, block.kv), grads[2])
+        del k_others, v_others
+        scatters = [self.dkv.reduce_scatter(others.put_back(x)) for x in (dk_others, dv_others)]
+        for block in rest:
+            with ring_step("bwd", self.comm.size, "block"):
+                home.append((block, blocks.backward(rows, q, k, v, block)))
+        dk, dv = (scatter.wait()[0] for scatter in scatters)
+        with ring_step("bwd", self.comm.size, "merge"):
+            for block, grads in home:
+                dq.add(grads[0], block.q)
+            dk, dv = (
+                settled(x, [(block.kv, grads[which]) for block, grads in home], k.dtype)
+                for which, x in enumerate((dk, dv), start=1)
+            )
+            return dq.result(q.dtype), dk, dv
+
+    def _others(self, local_seq: int, blocks_: AttentionCall) -> _Others:
+        rank, size, causal = self.comm.rank, self.comm.size, blocks_.causal
+        if blocks_.cut is not None:
+            return _Others(size, local_seq, blocks_.cut.with_others(rank))
+        if not causal or self.parameters["layout"] == "contiguous":
+            before, after = rank * local_seq, (rank + 1) * local_seq
+            blocks = [Block(kv=slice(0, before))] if before else []
+            if not causal and after < size * local_seq:
+                blocks.append(Block(kv=slice(after, size * local_seq)))
+            return _Others(size, local_seq, blocks)
+        half = local_seq // 2
+        first, second = slice(0, half), slice(half, local_seq)
+        chunks = [*range(rank), *range(rank + 1, 2 * size - 1 - rank)]
+        blocks = [Block(first, slice(0, rank * half))] if rank else []
+        if chunks:
+            blocks.append(Block(second, slice(0, len(chunks) * half)))
+        return _Others(size, local_seq, blocks, chunks)
+
+
+def of_heads(rows: Rows, index: int, q: Tensor, k: Tensor, some_k: Tensor) -> Rows:
+    """The rows of one chunk of heads, those of ``some_k``; all of them where that is ``k``."""
+    count = some_k.shape[2] * (q.shape[2] // k.shape[2])
+    if count == q.shape[2]:
+        return rows
+    heads = slice(index * count, (index + 1) * count)
+    dout, out = (None if x is None else x[:, :, heads].contiguous() for x in (rows.dout, rows.out))
+    delta = None if rows.delta is None else rows.delta[:, heads].contiguous()
+    assert dout is not None
+    return Rows(dout, rows.lse[:, heads].contiguous(), out, delta)
+
+
+@dataclass(frozen=True)
+class _Others:
+    """What a rank's queries see of the gathered keys, their own apart.
+
+    ``chunks`` are the zigzag chunks that are needed, in the order in which the blocks count keys; where it is None
+    the blocks count keys in the order of the ranks, and nothing is copied.
+    """
+
+    size: int
+    local_seq: int
+    blocks: list[Block]
+    chunks: list[int] | None = None
+
+    def take(self, gathered: Tensor) -> Tensor:
+        """The needed keys (B, S', Hkv, D) of the gathered (N, B, S, Hkv, D)."""
+        if self.chunks is None:
+            return gathered.transpose(0, 1).flatten(1, 2)
+        pieces = [gathered[rank][:, part] for rank, part in map(self._home, self.chunks)]
+        return torch.cat(pieces, dim=1) if pieces else gathered[0][:, :0]
+
+    def put_back(self, gradients: Tensor) -> Tensor:
+        """The inverse of `take`: (N, B, S, Hkv, D), zero where no key was needed."""
+        batch, _, heads, head_dim = gradients.shape
+        if self.chunks is None:
+            return gradients.view(batch, self.size, self.local_seq, heads, head_dim).transpose(0, 1)
+        full = gradients.new_zeros(self.size, batch, self.local_seq, heads, head_dim)
+        half = self.local_seq // 2
+        for place, (rank, rows) in enumerate(map(self._home, self.chunks)):
+            full[rank][:, rows] = gradients[:, place * half : (place + 1) * half]
+        return full
+
+    def _home(self, chunk: int) -> tuple[int, slice]:
+        """The rank that holds a zigzag chunk, and where."""
+        half = self.local_seq // 2
+        if chunk < self.size:
+            return chunk, slice(0, half)
+        return 2 * self.size - 1 - chunk, slice(half, self.local_seq)

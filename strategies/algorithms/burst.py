@@ -1,0 +1,221 @@
+"""BurstAttention: a (double) ring of keys and values forward; backward, the queries travel instead.
+
+Forward is the zigzag ring. Backward keeps K, V, dK and dV at home: Q, dO, LSE and delta travel on a read ring, and dQ
+follows on a second ring, one step behind, in the input's type: 3 tensors of a query's size a hop in place of 4 of a
+key's, which pays unless there are fewer kv heads. Without ``optimized_backward`` O travels in place of delta.
+
+The double ring cuts the ranks into windows (the ranks of a host). Inside a window hops go round the inner ring; once
+a window, a copy of what the window began with goes to the next window on the outer ring, with the whole window to
+arrive. dQ starts afresh in every window and is joined with the earlier windows' dQ at the window's end.
+
+Source: BurstEngine (arXiv 2509.19836) and MayDomine/Burst-Attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ringprof.strategies.annotate import ring_step
+from ringprof.strategies.base import (
+    DOCUMENTS_LAYOUT_HELP,
+    AttentionCall,
+    Context,
+    DocumentsLayout,
+    GradWire,
+    Rows,
+    Shape,
+    Strategy,
+    wire_type,
+)
+from ringprof.strategies.kernels.kernel import Gradients
+from ringprof.strategies.kernels.merge import Sum, accumulate, row_product, settled, started
+from ringprof.strategies.masks.layouts import ALL, LAYOUTS, Block, part
+from ringprof.strategies.masks.row_routing import RowRouting
+from ringprof.strategies.transport.gradient_ring import GradientRing
+from ringprof.strategies.transport.ring_channel import DoubleRing
+
+
+class Burst(Strategy):
+    """K and V travel forward, Q and dQ backward, over one ring or a ring of rings."""
+
+    layout = LAYOUTS["zigzag"]
+    takes_masks = True
+    PARAMETERS: ClassVar[dict[str, str]] = {
+        "double_ring": "a ring of rings (default: where there is more than one host)",
+        "ring_window": "ranks in an inner ring (default: the ranks of a host)",
+        "optimized_backward": "send delta, one number a row, in place of O",
+        "grad_wire": "type of travelling dQ: fp32, or the input's own",
+        "documents_layout": DOCUMENTS_LAYOUT_HELP,
+        **Strategy.PARAMETERS,
+    }
+
+    def __init__(
+        self, context: Context, *, double_ring: bool | None = None, ring_window: int | None = None,
+        optimized_backward: bool = True, grad_wire: GradWire = "input",
+        documents_layout: DocumentsLayout = "packed", deterministic: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__(context, deterministic=deterministic)
+        per_host = self.comm.ranks_per_host()
+        if double_ring is None:
+            double_ring = per_host < self.comm.size or ring_window is not None
+        window = (ring_window or per_host) if double_ring else self.comm.size
+        self.parameters |= {
+            "double_ring": double_ring, "ring_window": window,
+            "optimized_backward": optimized_backward, "grad_wire": grad_wire, "documents_layout": documents_layout,
+        }  # fmt: skip
+        self.read = DoubleRing(self.comm, "read", window)
+        self.dq = DoubleRing(self.comm, "dq", window)
+
+    @classmethod
+    def imbalance(cls, size: int, *, causal: bool, **params: Any) -> float | None:
+        return 1.0
+
+    @classmethod
+    def why_unsupported(cls, shape: Shape, size: int, **params: Any) -> str | None:
+        window = params.get("ring_window")
+        if window is not None and (window < 1 or size % window):
+            return f"ring_window {window} does not divide the world size {size}"
+        if window not in (None, size) and params.get("double_ring") is False:
+            return f"ring_window {window} has no meaning with double_ring=false"
+        return super().why_unsupported(shape, size, **params)
+
+    def forward(self, blocks: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return self.over(blocks, q, self.read.tour([k, v], self.routing(blocks)))
+
+    def backward(self, blocks: AttentionCall, rows: Rows, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
+        if self.parameters["optimized_backward"] and rows.delta is None:
+            assert rows.out is not None
+            rows = Rows(rows.dout, rows.lse, delta=row_product(rows.dout, rows.out))
+        wire, dk, dv = wire_type(self.parameters["grad_wire"], q), Sum(k), Sum(v)
+        routing = self.routing(blocks, queries=True)
+        if routing is not None:
+            gradient_ring = GradientRing(routing, self.dq.inner, self.dq.outer, (q,), wire)
+            return self._backward_of_rows(blocks, rows, q, k, v, routing, gradient_ring)
+        early, rest = self.split_local_block(blocks, q, q)
+        travelling_dq = _TravellingDq(self.dq, q, wire)
+        for step, (q_rank, travelled) in enumerate(self.read.tour(_pack(q, rows))):
+            block = early if step == 0 else blocks.between(self.layout, q_rank, self.comm.rank, q.shape[1])
+            if block is None:
+                travelling_dq.add(step, None)
+                continue
+            found = _dq_of(blocks, block, step, travelled, rows, (k, v), (dk, dv))
+            travelling_dq.add(step, (block.q, found))
+        # What is left of this rank's own block hides the last hops of dQ.
+        home = []
+        for block in rest:
+            with ring_step("bwd", self.comm.size, "block"):
+                home.append((block, blocks.backward(rows, q, k, v, block)))
+            travelling_dq.head_home()
+        dq = travelling_dq.home()
+        with ring_step("bwd", self.comm.size, "merge"):
+            return (
+                settled(dq, [(block.q, grads[0]) for block, grads in home], q.dtype),
+                dk.result(k.dtype, [(block.kv, grads[1]) for block, grads in home]),
+                dv.result(v.dtype, [(block.kv, grads[2]) for block, grads in home]),
+            )
+
+    def _backward_of_rows(
+        self,
+        blocks: AttentionCall,
+        rows: Rows,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        routing: RowRouting,
+        gradient_ring: GradientRing,
+    ) -> Gradients:
+        """Where not all rows of the queries travel."""
+        dk, dv = Sum(k), Sum(v)
+        own: Sequence[Tensor] = ()
+        dims = (1, 1, 2, 1 if rows.delta is None else 2)
+        for step, (q_rank, travelled) in enumerate(self.read.tour(_pack(q, rows), routing, dims)):
+            block = routing.block(self.comm.rank, q_rank) if step else self.own_block(blocks, q)
+            if block is None:
+                gradient_ring.add(step, None, ALL)
+                continue
+            found = _dq_of(blocks, block, step, travelled, rows, (k, v), (dk, dv))
+            if step:
+                gradient_ring.add(step, (found,), block.q)
+            else:
+                own = (found,)
+        (dq,) = gradient_ring.home(self.comm.rank, own)
+        return dq, dk.result(k.dtype), dv.result(v.dtype)
+
+    @property
+    def hop_window(self) -> int:
+        return self.read.window
+
+
+def _dq_of(
+    blocks: AttentionCall, block: Block, step: int, travelled: list[Tensor], rows: Rows, kv: tuple[Tensor, Tensor],
+    sums: tuple[Sum, Sum],
+) -> Tensor:  # fmt: skip
+    """dQ of a block of queries that have travelled; its dK and dV are added to the ``sums``."""
+    their_q, their_rows = _unpack(travelled, rows)
+    with ring_step("bwd", step, "block"):
+        dq, *pair = blocks.backward(their_rows, their_q, *kv, block)
+    with ring_step("bwd", step, "merge"):
+        for total, gradient in zip(sums, pair, strict=True):
+            total.add(gradient, block.kv)
+    return dq
+
+
+class _TravellingDq:
+    """dQ on its way: fresh in each window, along the inner ring, over the outer ring at the window's end, home."""
+
+    def __init__(self, rings: DoubleRing, q: Tensor, dtype: torch.dtype) -> None:
+        self._rings = rings
+        self._like, self._dtype = q, dtype
+        self._inner: Any = None
+        self._outer: Any = None
+
+    def add(self, step: int, dq: tuple[slice, Tensor] | None) -> None:
+        """Add one block's dQ, where there is one, to the partial that came with its queries, and send it on."""
+        window, inner_step = divmod(step, self._rings.window)
+        like = self._like
+        total = self._inner.wait() if inner_step else self._rings.inner.begun(((self._dtype, like.shape),), like.device)
+        with ring_step("bwd", step, "merge"):
+            if dq is None:
+                if not inner_step:
+                    total.tensors[0].zero_()
+            elif inner_step:
+                accumulate(part(total.tensors[0], dq[0]), dq[1])
+            else:
+                started(total.tensors[0], *dq)
+        if inner_step + 1 < self._rings.window:
+            self._inner = self._rings.inner.post(total)
+            return
+        if window > 0:
+            earlier = self._outer.wait()
+            with ring_step("bwd", step, "merge"):
+                accumulate(total.tensors[0], earlier.tensors[0])
+        self._inner = None
+        self._outer = self._rings.outer.post(total)
+        if self._rings.outer.size == 1:
+            self.head_home()
+
+    def head_home(self) -> None:
+        """Post the closing hop of the inner ring, once the outer ring's last hop has arrived."""
+        if self._inner is None:
+            self._inner = self._rings.inner.post(self._outer.wait())
+
+    def home(self) -> Tensor:
+        """This rank's own dQ, without what the rank kept to the end."""
+        self.head_home()
+        dq: Tensor = self._inner.wait().tensors[0]
+        return dq
+
+
+def _pack(q: Tensor, rows: Rows) -> list[Tensor]:
+    term = rows.out if rows.delta is None else rows.delta
+    assert term is not None
+    return [q, rows.dout, rows.lse, term]
+
+
+def _unpack(travelled: list[Tensor], like: Rows) -> tuple[Tensor, Rows]:
+    q, dout, lse, term = travelled
+    return q, Rows(dout, lse, out=term) if like.delta is None else Rows(dout, lse, delta=term)

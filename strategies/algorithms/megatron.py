@@ -1,0 +1,173 @@
+"""Megatron's context parallelism, as Transformer Engine's "p2p": a zigzag ring with its own schedule.
+
+K and V travel in one packed message. Forward, the blocks of odd and even steps run on two CUDA streams, so that one
+attention kernel's last wave overlaps with the next one's first; every step's output is kept, and all are scaled by
+exp(lse_step - lse) and added once at the end. Memory grows with the number of ranks: that is the price of it.
+
+Backward begins with the keys that the forward pass ended with and goes the other way round, so that every rank's own
+block, the diagonal one, comes last. dK and dV follow one step behind their K and V in the same message:
+
+    step 0          sends K V                    computes with the next rank's keys
+    step 1 .. N-2   sends K V and dK dV
+    step N-1        sends dK dV                  computes the diagonal block, which hides the hop
+
+Where a mask lets some rows alone travel, there is nothing whole to begin with: both passes go the same way.
+
+Source: NVIDIA/TransformerEngine, attn_forward_func_with_cp with cp_comm_type="p2p". There outputs and dQ accumulate in
+the input's type; here whatever stays on a rank does so in float32.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ringprof.strategies.annotate import ring_step
+from ringprof.strategies.base import (
+    DOCUMENTS_LAYOUT_HELP,
+    AttentionCall,
+    Context,
+    DocumentsLayout,
+    GradWire,
+    Rows,
+    Strategy,
+    wire_type,
+)
+from ringprof.strategies.kernels.kernel import Gradients
+from ringprof.strategies.kernels.merge import Sum
+from ringprof.strategies.masks.layouts import LAYOUTS, Block
+from ringprof.strategies.transport.gradient_ring import GradientRing, add, backward_of_rows, of_keys, settled_dkv
+from ringprof.strategies.transport.message import Message, unstacked
+from ringprof.strategies.transport.streams import SideStreams, side_streams
+
+
+class Megatron(Strategy):
+    """K and V in one message; outputs corrected once; backward in reverse with the diagonal last."""
+
+    layout = LAYOUTS["zigzag"]
+    takes_masks = True
+    smaller_v_travels = False
+    PARAMETERS: ClassVar[dict[str, str]] = {
+        "grad_wire": "type of travelling dK and dV: fp32, or the input's own",
+        "documents_layout": DOCUMENTS_LAYOUT_HELP,
+        **Strategy.PARAMETERS,
+    }
+
+    def __init__(
+        self, context: Context, *, grad_wire: GradWire = "input", documents_layout: DocumentsLayout = "packed",
+        deterministic: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__(context, deterministic=deterministic)
+        self.parameters |= {"grad_wire": grad_wire, "documents_layout": documents_layout}
+        ranks = range(self.comm.size)
+        self.ring = self.comm.ring("kv", ranks, keeps=True)
+        self.back_ring = self.comm.ring("kv_dkv", ranks[::-1], shares=self.ring, keeps=True)
+        self._streams: dict[torch.device, SideStreams] = {}
+
+    @classmethod
+    def imbalance(cls, size: int, *, causal: bool, **params: Any) -> float | None:
+        return 1.0
+
+    def forward(self, blocks: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        streams = self._streams_for(q)
+        steps: list[_Step] = []
+        routing = self.routing(blocks)
+        tour = self.ring.tour([torch.stack([k, v])]) if routing is None else routing.tour(self.ring, None, [k, v])
+        for step, (kv_rank, tensors) in enumerate(tour):
+            block, kv = self.block(blocks, kv_rank, q), tensors[0] if routing is None else tuple(tensors)
+            if block is None:
+                continue
+            with ring_step("fwd", step, "block"), streams.on(step):
+                out, lse = blocks.forward(q, kv[0], kv[1], block)
+            # K and V stay with the result: their memory must not be used again before the streams meet.
+            steps.append(_Step(block, out, lse, kv))
+        streams.meet(result for step in steps for result in (step.out, step.lse))
+        blocks.kept = (q, kv[0], kv[1]) if routing is None else ()
+        with ring_step("fwd", self.comm.size, "merge"):
+            return corrected(steps, q.dtype)
+
+    def backward(self, blocks: AttentionCall, rows: Rows, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
+        """As `Strategy.backward`; k and v are those that the forward pass ended with, of the next rank: but where some
+        of their rows alone travel they are the rank's own, and all goes the way of the forward pass again."""
+        routing, wire = self.routing(blocks), wire_type(self.parameters["grad_wire"], k)
+        if routing is not None:
+            gradient_ring = GradientRing(routing, self.ring, None, (k, v), wire)
+            return backward_of_rows(self, blocks, rows, q, routing.tour(self.ring, None, [k, v]), gradient_ring)
+        dq, last = Sum(q), self.comm.size - 1
+        held = _StepMessage(k, wire)
+        torch.stack([k, v], out=held.kv)
+        for step in range(self.comm.size):
+            arriving = _StepMessage(k, wire)
+            part = "whole" if 0 < step < last else "dkv" if step else "kv"
+            hop = self.back_ring.post(held.parcel(part), into=arriving.parcel(part))
+            kv_rank = (self.comm.rank + 1 + step) % self.comm.size
+            block, grads = blocks.between(self.layout, self.comm.rank, kv_rank, q.shape[1]), None
+            if block is not None:
+                with ring_step("bwd", step, "block"):
+                    grads = blocks.backward(rows, q, held.kv[0], held.kv[1], block)
+            hop.wait()
+            with ring_step("bwd", step, "merge"):
+                if block is not None and grads is not None:
+                    dq.add(grads[0], block.q)
+                dkv = Message([arriving.dkv], unstacked)
+                if step < last:
+                    add(dkv, *of_keys(grads, block), first=step == 0)
+            held = arriving
+        assert block is not None and grads is not None, "a token sees itself"
+        with ring_step("bwd", last, "merge"):
+            if self.comm.size == 1:
+                return dq.result(q.dtype), grads[1].to(k.dtype), grads[2].to(v.dtype)
+            return dq.result(q.dtype), *settled_dkv(dkv, [(block, grads[1:])], k.dtype)
+
+    @property
+    def hop_window(self) -> int:
+        return self.comm.size
+
+    def _streams_for(self, q: Tensor) -> SideStreams:
+        """Two streams beside the current one, which is left to the hops."""
+        if self.comm.size == 1:
+            return SideStreams()
+        if q.device not in self._streams:
+            self._streams[q.device] = side_streams(q, 2)
+        return self._streams[q.device]
+
+
+class _Step:
+    """One step's result of the forward pass, and the K and V that it came from."""
+
+    def __init__(self, block: Block, out: Tensor, lse: Tensor, kv: Any) -> None:
+        self.block, self.out, self.lse, self.kv = block, out, lse, kv
+
+
+def corrected(steps: list[_Step], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The output in ``dtype`` and the LSE over all steps, the first of which covers all queries.
+
+    lse = log Σ exp(lse_step);  out = Σ exp(lse_step - lse) · out_step
+    """
+    lse = steps[0].lse.clone()
+    for step in steps[1:]:
+        queries = lse[..., step.block.q]
+        queries.copy_(torch.logaddexp(queries, step.lse))
+    out = torch.zeros(steps[0].out.shape, dtype=lse.dtype, device=lse.device)
+    for step in steps:
+        weight = (step.lse - lse[..., step.block.q]).exp().transpose(1, 2).unsqueeze(-1)
+        out[:, step.block.q].addcmul_(step.out.to(lse.dtype), weight)
+    return out.to(dtype), lse
+
+
+class _StepMessage:
+    """K and V, and dK and dV after them, in one stretch of memory: one message a hop, whatever their types."""
+
+    def __init__(self, like: Tensor, wire: torch.dtype) -> None:
+        count = 2 * like.numel()
+        cut = count * like.element_size()
+        self.whole = torch.empty(cut + count * wire.itemsize, dtype=torch.uint8, device=like.device)
+        self.kv = self.whole[:cut].view(like.dtype).view(2, *like.shape)
+        self.dkv = self.whole[cut:].view(wire).view(2, *like.shape)
+
+    def parcel(self, part: str) -> Message:
+        """``whole``, ``kv`` or ``dkv``, to be sent or received."""
+        message: Tensor = getattr(self, part)
+        return Message([message])

@@ -1,0 +1,144 @@
+"""Ring prefill with a cache: a chunk of new tokens attends all cached keys, and itself causally.
+
+The new tokens lie on the ranks in zigzag chunks, the cached keys in even shares, so every rank has the same work in
+every step. Either goes round the ring:
+
+    passes=kv    keys and values, cached and new: N-1 hops, each hidden behind a block; outputs stay at home
+    passes=q     the queries; each rank computes visitors' queries over its own keys, and an all-to-all brings the
+                 partial outputs and LSEs home at the end. The cache does not move
+    passes=auto  what sends fewer bytes: queries where the cache is long against the chunk
+
+Source: Context Parallelism for Scalable Million-Token Inference (arXiv 2411.01783).
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from ringprof.mask import Mask
+from ringprof.strategies.algorithms.cached import Cached, Heads, assembled, merged_by_lse, rectangle
+from ringprof.strategies.annotate import ring_step
+from ringprof.strategies.base import AttentionCall, Context, Shape
+from ringprof.strategies.kernels.merge import Partial, wide_type
+from ringprof.strategies.masks.layouts import ALL, LAYOUTS, Block
+from ringprof.strategies.masks.row_routing import RowRouting
+from ringprof.strategies.masks.sharded_mask import ShardedMask, sharded_mask_of
+
+Passes = Literal["auto", "kv", "q"]
+
+
+class RingPrefill(Cached):
+    """New tokens by zigzag over a cache in even shares."""
+
+    phase = "prefill"
+    layout = LAYOUTS["zigzag"]
+    PARAMETERS: ClassVar[dict[str, str]] = {"passes": "what goes round the ring: kv, q, or the one with fewer bytes"}
+
+    def __init__(self, context: Context, *, passes: Passes = "auto") -> None:
+        super().__init__(context)
+        self.parameters = {"passes": passes}
+        self.ring = self.comm.ring("kv")
+        self.q_ring = self.comm.ring("q")
+        self.home = self.comm.collective("out")
+
+    @classmethod
+    def imbalance(cls, size: int, *, causal: bool, **params: Any) -> float | None:
+        return 1.0
+
+    @classmethod
+    def why_unsupported(cls, shape: Shape, size: int, **params: Any) -> str | None:
+        reason = super().why_unsupported(shape, size, **params)
+        cached = 0 if shape.kv_length is None else shape.kv_length - shape.seq
+        if reason is None and cached % size:
+            return f"{size} ranks hold even shares of the cache: {cached} cached tokens are none"
+        return reason
+
+    def key_positions(self, kv_length: int, new_tokens: int) -> Tensor:
+        cached = kv_length - new_tokens
+        own = LAYOUTS["contiguous"].positions(cached, self.comm.size, self.comm.rank)
+        return torch.cat([own, cached + self.query_places(new_tokens)])
+
+    def key_count(self, kv_length: int, new_tokens: int) -> int:
+        return (kv_length - new_tokens) // self.comm.size + len(self.query_places(new_tokens))
+
+    def query_places(self, new_tokens: int) -> Tensor:
+        return self.layout.positions(new_tokens, self.comm.size, self.comm.rank)
+
+    def heads(self, heads: int, kv_heads: int) -> Heads:
+        return Heads(ALL, ALL, ALL)
+
+    def _length(self, q: Tensor, k: Tensor, mask: Mask) -> int:
+        return k.shape[1] * self.comm.size
+
+    def compute(
+        self, blocks: AttentionCall, mask: Mask, q: Tensor, k: Tensor, v: Tensor, kv_length: int
+    ) -> tuple[Tensor, Tensor]:
+        if self.comm.size > 1 and self.passes_queries(q, k, v, mask):
+            return self._pass_queries(blocks, mask, q, k, v)
+        result, routing = Partial(), self._travel(q, k, mask)
+        tour = self.ring.tour([k, v]) if routing is None else routing.tour(self.ring, None, [k, v])
+        for step, (kv_rank, kv) in enumerate(tour):
+            if routing is None or step == 0:
+                owed = self._blocks(self.comm.rank, kv_rank, q.shape[1], k.shape[1], mask)
+            else:
+                owed = [block for block in (routing.block(self.comm.rank, kv_rank),) if block]
+            for block in owed:
+                with ring_step("fwd", step, "block"):
+                    found = rectangle(blocks, q, kv[0], kv[1], block)
+                with ring_step("fwd", step, "merge"):
+                    result.merge(*found, block.q)
+        with ring_step("fwd", step, "merge"):
+            return result.result(q.dtype)
+
+    def passes_queries(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> bool:
+        """Whether queries go round and outputs come home, in place of keys and values."""
+        if self.parameters["passes"] != "auto":
+            return bool(self.parameters["passes"] == "q")
+        rows = q[..., 0].numel()
+        there_and_back = rows * ((q.shape[3] + v.shape[3]) * q.element_size() + torch.finfo(wide_type(q)).bits // 8)
+        routing = self._travel(q, k, mask)
+        part = 1.0 if routing is None else sum(map(len, routing.onward)) / (k.shape[1] * (self.comm.size - 1))
+        return there_and_back < part * (k.numel() + v.numel()) * k.element_size()
+
+    def _pass_queries(
+        self, blocks: AttentionCall, mask: Mask, q: Tensor, k: Tensor, v: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        batch, rows, heads, _ = q.shape
+        outs = torch.empty((self.comm.size, *q.shape[:3], v.shape[3]), dtype=q.dtype, device=q.device)
+        lses = torch.empty((self.comm.size, batch, heads, rows), dtype=wide_type(q), device=q.device)
+        for step, (q_rank, (visitor,)) in enumerate(self.q_ring.tour([q])):
+            owed = self._blocks(q_rank, self.comm.rank, rows, k.shape[1], mask)
+            out, lse = assembled(blocks, visitor, k, v, owed, step)
+            outs[q_rank].copy_(out)
+            lses[q_rank].copy_(lse)
+        hops = [self.home.all_to_all(x) for x in (outs, lses)]
+        outs, lses = (hop.wait()[0] for hop in hops)
+        with ring_step("fwd", self.comm.size, "merge"):
+            return merged_by_lse(outs, lses, q.dtype)
+
+    def _blocks(self, q_rank: int, kv_rank: int, queries: int, keys: int, mask: Mask) -> list[Block]:
+        """What the new tokens of ``q_rank`` see of ``kv_rank``'s keys: those cached first, then its new ones."""
+        cached, half = keys - queries, queries // 2
+        if not mask.plain:
+            block = self._cut_over(queries, keys, mask).block(q_rank, kv_rank)
+            return [] if block is None else [block]
+        if not mask.causal:
+            return [Block()]
+        if kv_rank == q_rank:
+            own = Block(kv=slice(cached, keys), causal=True)
+            return [Block(kv=slice(0, cached)), own] if cached else [own]
+        if kv_rank < q_rank:
+            return [Block(kv=slice(0, cached + half))]
+        late = Block(q=slice(half, queries))
+        return [late, Block(slice(0, half), slice(0, cached))] if cached else [late]
+
+    def _cut_over(self, queries: int, keys: int, mask: Mask) -> ShardedMask:
+        size = self.comm.size
+        return sharded_mask_of(mask, self.layout, size, keys * size, (keys - queries) * size)
+
+    def _travel(self, q: Tensor, k: Tensor, mask: Mask) -> RowRouting | None:
+        """What of keys and values goes round, where not all of it does."""
+        return None if mask.plain else self._cut_over(q.shape[1], k.shape[1], mask).routing(self.comm.size)

@@ -1,0 +1,159 @@
+"""Ulysses: an all-to-all turns a piece of the sequence with all heads into the whole sequence with some heads.
+
+Every rank then computes ordinary attention for its heads in one block, and a last all-to-all brings the output back
+to the rank that holds the tokens. The backward pass does the same in reverse. Nothing hides the all-to-alls, but their
+volume does not grow with the number of ranks.
+
+Kv heads: where the degree U does not divide the Hkv kv heads, each is repeated until it does, lcm(Hkv, U) / Hkv times,
+and every rank has as many heads to a kv head as every other. The gradients of the repeats are added in float32 at home.
+
+Source: DeepSpeed Ulysses (arXiv 2309.14509); the repeated kv heads are verl's and VeOmni's rule, for any ratio.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ringprof.strategies.annotate import ring_step
+from ringprof.strategies.base import AttentionCall, Context, GradWire, OutAndLse, Rows, Shape, Strategy, wire_type
+from ringprof.strategies.first_order import first_order
+from ringprof.strategies.kernels.kernel import Gradients
+from ringprof.strategies.masks.layouts import LAYOUTS, Layout
+from ringprof.strategies.transport.collectives import Collective
+from ringprof.strategies.transport.ring_channel import Hop
+
+
+class Ulysses(Strategy):
+    """All ranks trade sequence for heads; each computes its heads alone."""
+
+    layout = LAYOUTS["contiguous"]
+    takes_masks = True
+    PARAMETERS: ClassVar[dict[str, str]] = {
+        "grad_wire": "type of dQ, dK and dV in the all-to-all: fp32, or the input's own",
+        **Strategy.PARAMETERS,
+    }
+
+    def __init__(self, context: Context, *, grad_wire: GradWire = "input", deterministic: bool = False) -> None:
+        super().__init__(context, deterministic=deterministic)
+        self.parameters["grad_wire"] = grad_wire
+        self.exchange = HeadExchange(self.comm.collective("heads"), grad_wire)
+
+    @classmethod
+    def imbalance(cls, size: int, *, causal: bool, **params: Any) -> float | None:
+        return 1.0
+
+    @classmethod
+    def why_unsupported(cls, shape: Shape, size: int, **params: Any) -> str | None:
+        return why_heads_unsupported(shape, size) or super().why_unsupported(shape, size, **params)
+
+    def forward(self, blocks: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        with ring_step("fwd", 0, "block"):
+            out, lse = blocks.forward(q, k, v, blocks.whole())
+            return out.to(q.dtype), lse
+
+    def backward(self, blocks: AttentionCall, rows: Rows, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
+        with ring_step("bwd", 0, "block"):
+            dq, dk, dv = blocks.backward(rows, q, k, v, blocks.whole())
+            return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+    @classmethod
+    def computing(cls, layout: Layout, size: int) -> tuple[Layout, int]:
+        return layout, 1
+
+
+def why_heads_unsupported(shape: Shape, ulysses_degree: int) -> str | None:
+    """Why these heads cannot be dealt out to so many ranks; None where they can."""
+    if shape.heads % ulysses_degree:
+        return f"a Ulysses degree of {ulysses_degree} does not divide {shape.heads} heads"
+    return None
+
+
+class HeadExchange:
+    """Sequence for heads, and back, among the ranks of one Ulysses group; differentiable both ways.
+
+    With S tokens a rank and degree U: (B, S, H, D) on every rank becomes (B, U·S, H/U, D), the tokens in the order of
+    the group's ranks.
+    """
+
+    def __init__(self, channel: Collective, grad_wire: GradWire = "input") -> None:
+        self.channel = channel
+        self.degree = channel.size
+        self.grad_wire: GradWire = grad_wire
+        self.meter = channel.meter
+
+    def around(
+        self, attention: Callable[..., OutAndLse], blocks: AttentionCall, q: Tensor, k: Tensor, v: Tensor
+    ) -> OutAndLse:
+        """``attention`` on exchanged heads: q, k and v go there, output and (if wanted) LSE come back."""
+        if self.degree == 1:
+            return attention(blocks, q, k, v)
+        repeats = math.lcm(k.shape[2], self.degree) // k.shape[2]
+        q, k, v = self._exchanged(True, q, _repeat(k, repeats), _repeat(v, repeats))
+        out, lse = attention(blocks, q, k, v)
+        if lse is None:
+            return self._exchanged(False, out)[0], None
+        # Together: where the loss of some ranks has no LSE, or nothing but it, they still trade both gradients.
+        out, rows = self._exchanged(False, out, lse.transpose(1, 2).unsqueeze(-1))
+        return out, rows.squeeze(-1).transpose(1, 2)
+
+    def _exchanged(self, to_heads: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
+        result: tuple[Tensor, ...] = _Exchange.apply(self, to_heads, *tensors)  # type: ignore[no-untyped-call]
+        return result
+
+    def trade(self, tensors: list[Tensor], *, to_heads: bool) -> list[Tensor]:
+        """Exchange several tensors; each is packed while the one before it travels."""
+        pack, unpack = (self._by_heads, _join_sequence) if to_heads else (self._by_sequence, _join_heads)
+        hops: list[Hop] = [self.channel.all_to_all(pack(tensor)) for tensor in tensors]
+        return [unpack(hop.wait()[0]) for hop in hops]
+
+    def _by_heads(self, x: Tensor) -> Tensor:
+        """A piece of the heads for each rank of the group."""
+        return torch.stack(x.chunk(self.degree, dim=2))
+
+    def _by_sequence(self, x: Tensor) -> Tensor:
+        """A piece of the tokens for each rank of the group; no copy where B is 1."""
+        batch, seq, heads, head_dim = x.shape
+        return x.contiguous().view(batch, self.degree, seq // self.degree, heads, head_dim).transpose(0, 1)
+
+
+class _Exchange(torch.autograd.Function):
+    """One exchange whose gradient is the opposite one."""
+
+    @staticmethod
+    def forward(ctx: Any, exchange: HeadExchange, to_heads: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.exchange, ctx.to_heads = exchange, to_heads
+        ctx.types = [tensor.dtype for tensor in tensors]
+        exchange.meter.phase = "forward"
+        return tuple(exchange.trade(list(tensors), to_heads=to_heads))
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        exchange = ctx.exchange
+        exchange.meter.phase = "backward"
+        if ctx.to_heads:
+            gradients = tuple(g.to(wire_type(exchange.grad_wire, g)) for g in gradients)
+        traded = exchange.trade(list(gradients), to_heads=not ctx.to_heads)
+        return (None, None, *(g.to(dtype) for g, dtype in zip(traded, ctx.types, strict=True)))
+
+
+def _repeat(kv: Tensor, times: int) -> Tensor:
+    """Each kv head ``times`` times; the gradient adds the repeats in float32 before it rounds."""
+    if times == 1:
+        return kv
+    return kv.unsqueeze(3).expand(-1, -1, -1, times, -1).flatten(2, 3)
+
+
+def _join_sequence(pieces: Tensor) -> Tensor:
+    """(U, B, S, H/U, D) of tokens in order -> (B, U·S, H/U, D); no copy where B is 1."""
+    return pieces.transpose(0, 1).flatten(1, 2)
+
+
+def _join_heads(pieces: Tensor) -> Tensor:
+    """(U, B, S, H/U, D) of heads in order -> (B, S, H, D)."""
+    return pieces.movedim(0, 2).flatten(2, 3)

@@ -1,0 +1,36 @@
+"""Zigzag ring attention: the ring with two chunks a rank, so that every causal step is the same work everywhere.
+
+With 4 ranks and chunks a .. h, rank 0 holds a h, rank 1 b g, rank 2 c f, rank 3 d e. Keys of a lower rank: all my
+queries see their first half. Keys of a higher rank: my second half sees all of them. Either way half a square.
+
+Source: zhuzilin/ring-flash-attention, issue 2; the same split is "load balancing" in Transformer Engine and Megatron.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from ringprof.strategies.algorithms.ring import Ring, RingWire
+from ringprof.strategies.base import DOCUMENTS_LAYOUT_HELP, Context, DocumentsLayout
+from ringprof.strategies.masks.layouts import LAYOUTS
+
+
+class Zigzag(Ring):
+    """The ring over the zigzag layout."""
+
+    layout = LAYOUTS["zigzag"]
+    PARAMETERS: ClassVar[dict[str, str]] = {
+        "documents_layout": DOCUMENTS_LAYOUT_HELP,
+        **Ring.PARAMETERS,
+    }
+
+    def __init__(
+        self, context: Context, *, grad_wire: RingWire = "exact", documents_layout: DocumentsLayout = "packed",
+        deterministic: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__(context, grad_wire=grad_wire, deterministic=deterministic)
+        self.parameters["documents_layout"] = documents_layout
+
+    @classmethod
+    def imbalance(cls, size: int, *, causal: bool, **params: Any) -> float | None:
+        return 1.0

@@ -1,0 +1,1 @@
+"""Attention kernels, and the merge kernels beside them."""

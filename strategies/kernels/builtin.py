@@ -1,0 +1,287 @@
+"""The kernels by name, and the choice among them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ringprof.mask import NO_LIMIT, Mask
+from ringprof.strategies.errors import UnknownName, Unsupported
+from ringprof.strategies.kernels.flex import FlexKernel
+from ringprof.strategies.kernels.kernel import Gradients, Kernel, beside
+from ringprof.strategies.kernels.merge import row_product, wide_type
+from ringprof.strategies.kernels.newer_flash_attn import FlashAttn3Kernel, FlashAttn4Kernel
+from ringprof.strategies.kernels.torch_builtin import (
+    CpuFlashKernel,
+    CudnnKernel,
+    TorchEfficientKernel,
+    TorchFlashKernel,
+)
+from ringprof.strategies.kernels.varlen import VarlenKernel
+from ringprof.strategies.masks.mask_blocks import AttnRectangle, Batch, Lengths, seen_in_band
+
+__all__ = ["KERNELS", "Gradients", "Kernel", "ReferenceKernel", "choose_kernel"]
+
+
+class FlashAttnKernel(VarlenKernel):
+    """The flash-attn package, version 2."""
+
+    name = "flash-attn"
+    dense_rows = False
+    pairs_gradients = True
+    takes_windows = True
+    takes_softcap = True
+    most_head_dim = 256
+
+    @classmethod
+    def missing(cls, device: torch.device) -> str | None:
+        if device.type != "cuda":
+            return "needs a CUDA device"
+        return None if find_spec("flash_attn") else "needs the flash-attn package: pip install 'ringprof[flash]'"
+
+    def _forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = _flash_attn().fwd(q, k, v, None, None, 0.0, scale, causal, -1, -1, self.softcap, False, None)
+        return out, lse
+
+    def _backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor,
+        out: Tensor | None, delta: Tensor | None, scale: float, causal: bool,
+    ) -> Gradients:  # fmt: skip
+        dk, dv = beside(k)
+        dq, *_ = _flash_attn().bwd(
+            dout, q, k, v, out, lse, None, dk, dv, None, 0.0, scale, causal, -1, -1, self.softcap, self.deterministic,
+            None, None,
+        )  # fmt: skip
+        return dq, dk, dv
+
+    def _varlen_forward(
+        self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, batch: Batch, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        from flash_attn import flash_attn_interface
+
+        out, lse, *_ = flash_attn_interface._flash_attn_varlen_forward(
+            q, k, v, lengths.cumulative_q, lengths.cumulative_kv, batch.most_queries, batch.most_keys, 0.0, scale,
+            causal=batch.causal, window_size_left=batch.left, window_size_right=batch.right, softcap=self.softcap,
+            alibi_slopes=None, return_softmax=False,
+        )  # fmt: skip
+        return out, lse
+
+    def _varlen_backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, lengths: Lengths, batch: Batch,
+        scale: float,
+    ) -> Gradients:  # fmt: skip
+        from flash_attn import flash_attn_interface
+
+        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        flash_attn_interface._flash_attn_varlen_backward(
+            dout, q, k, v, out, lse, dq, dk, dv, lengths.cumulative_q, lengths.cumulative_kv, batch.most_queries,
+            batch.most_keys, 0.0, scale, causal=batch.causal, window_size_left=batch.left,
+            window_size_right=batch.right, softcap=self.softcap, alibi_slopes=None, deterministic=self.deterministic,
+        )  # fmt: skip
+        return dq, dk, dv
+
+
+@cache
+def _flash_attn() -> Any:
+    """The package's compiled part, which its Python functions call; those cost the host as much again."""
+    from flash_attn import flash_attn_interface
+
+    return flash_attn_interface.flash_attn_gpu
+
+
+class ReferenceKernel(Kernel):
+    """Dense attention in float64, for checks: simple, slow, any device and type."""
+
+    name = "reference"
+    takes_delta = True
+    takes_windows = True
+    takes_softcap = True
+    grouped_heads = False
+    production = False
+
+    dtypes = None
+    head_dim_step = 1
+
+    def _forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+        return self.forward_seen(q, k, v, scale, self._seen(q, causal))
+
+    def _forward_band(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, part: AttnRectangle
+    ) -> tuple[Tensor, Tensor]:
+        return self.forward_seen(q, k, v, scale, seen_in_band(part, q.device))
+
+    def forward_seen(self, q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor | None) -> tuple[Tensor, Tensor]:
+        """As `forward` over as many kv heads as heads; ``seen`` (Sq, Sk) says which keys a query sees, None: all."""
+        scores = self._hidden(self._scores(q, k, scale), seen)
+        lse = torch.logsumexp(scores, dim=-1)
+        out = torch.einsum("bhqk,bkhd->bqhd", (scores - lse.unsqueeze(-1)).exp(), v.double())
+        return out.to(q.dtype), lse.to(wide_type(q))
+
+    def _backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor,
+        out: Tensor | None, delta: Tensor | None, scale: float, causal: bool,
+    ) -> Gradients:  # fmt: skip
+        return self.backward_seen(dout, q, k, v, lse, out, delta, scale, self._seen(q, causal))
+
+    def _backward_band(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor,
+        out: Tensor | None, delta: Tensor | None, scale: float, part: AttnRectangle,
+    ) -> Gradients:  # fmt: skip
+        return self.backward_seen(dout, q, k, v, lse, out, delta, scale, seen_in_band(part, q.device))
+
+    def backward_seen(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor,
+        out: Tensor | None, delta: Tensor | None, scale: float, seen: Tensor | None,
+    ) -> Gradients:  # fmt: skip
+        """As `backward`, with ``seen`` as in `forward_seen`."""
+        if delta is None:
+            assert out is not None
+            delta = row_product(dout.double(), out.double())
+        scores = self._scores(q, k, scale)
+        weights = (self._hidden(scores, seen) - lse.double().unsqueeze(-1)).exp()
+        dweights = torch.einsum("bqhd,bkhd->bhqk", dout.double(), v.double())
+        dscores = weights * (dweights - delta.double().unsqueeze(-1)) * scale
+        if self.softcap:
+            dscores = dscores * (1 - (scores / self.softcap).square())
+        dq = torch.einsum("bhqk,bkhd->bqhd", dscores, k.double())
+        dk = torch.einsum("bhqk,bqhd->bkhd", dscores, q.double())
+        dv = torch.einsum("bhqk,bqhd->bkhd", weights, dout.double())
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+    def _seen(self, q: Tensor, causal: bool) -> Tensor | None:
+        return torch.ones(q.shape[1], q.shape[1], dtype=torch.bool, device=q.device).tril() if causal else None
+
+    def _scores(self, q: Tensor, k: Tensor, scale: float) -> Tensor:
+        return capped(torch.einsum("bqhd,bkhd->bhqk", q.double(), k.double()) * scale, self.softcap)
+
+    @staticmethod
+    def _hidden(scores: Tensor, seen: Tensor | None) -> Tensor:
+        return scores if seen is None else scores.masked_fill(~seen, float("-inf"))
+
+
+class MaskedReference(ReferenceKernel):
+    """Dense attention in float64 over a whole sequence with any mask, for checks."""
+
+    def __init__(self, mask: Mask, *, softcap: float = 0.0) -> None:
+        super().__init__(softcap=softcap)
+        self._mask = mask
+
+    def _seen(self, q: Tensor, causal: bool) -> Tensor:
+        everything = torch.arange(q.shape[1], device=q.device)
+        return KeyStretches.of(self._mask, everything, q.shape[1]).shown(everything)
+
+
+def capped(scores: Tensor, softcap: float) -> Tensor:
+    """``softcap`` · tanh(scores / ``softcap``), or the scores as they are where it is 0."""
+    return softcap * torch.tanh(scores / softcap) if softcap else scores
+
+
+class KeyStretches(NamedTuple):
+    """The stretches of keys that each of R query rows sees: of each the first (R) and the end, int64 positions."""
+
+    stretches: tuple[tuple[Tensor, Tensor], ...]
+
+    @classmethod
+    def of(cls, mask: Mask, positions: Tensor, seq: int) -> KeyStretches:
+        """What rows at these positions see of ``seq`` keys."""
+        mask.check(seq)
+        bounds = torch.tensor(mask.documents or (0, seq), device=positions.device)
+        document = torch.searchsorted(bounds, positions, right=True)
+        begin, last = bounds[document - 1], bounds[document]
+        first = begin if mask.left == NO_LIMIT else torch.maximum(begin, positions - mask.left)
+        end = last if mask.right == NO_LIMIT else torch.minimum(last, positions + mask.right + 1)
+        if not mask.prefix:
+            return cls(((first, end),))
+        return cls(((first, end), (begin, torch.minimum(begin + mask.prefix, end if mask.causal else last))))
+
+    def repeated(self, times: int) -> KeyStretches:
+        """The same for as many rows after each other: the heads of a group."""
+        return KeyStretches(tuple((first.repeat(times), end.repeat(times)) for first, end in self.stretches))
+
+    def bounds(self) -> tuple[int, int]:
+        """The first key that any row sees, and the end of these."""
+        return min(int(first.min()) for first, _ in self.stretches), max(int(end.max()) for _, end in self.stretches)
+
+    def shown(self, keys: Tensor) -> Tensor:
+        """Which of the keys at these positions (K) each row sees: bool (R, K)."""
+        found = [(keys >= first[:, None]) & (keys < end[:, None]) for first, end in self.stretches]
+        return found[0] if len(found) == 1 else found[0] | found[1]
+
+
+# Fastest first: as measured on H200, cuDNN about 1.7 times flash-attn 2; flash-attn 3 and 4 by what their authors say.
+KERNELS: dict[str, type[Kernel]] = {
+    kernel.name: kernel
+    for kernel in (
+        CudnnKernel,
+        FlashAttn3Kernel,
+        FlashAttnKernel,
+        FlashAttn4Kernel,
+        TorchFlashKernel,
+        TorchEfficientKernel,
+        CpuFlashKernel,
+        FlexKernel,
+        ReferenceKernel,
+    )
+}
+
+
+_LACKS = {
+    "windows": "takes no sliding windows",
+    "softcap": "takes no softcap",
+    "deterministic": "has no deterministic backward pass",
+}
+
+
+def choose_kernel(
+    name: str, device: torch.device, dtype: torch.dtype, head_dim: int, *, deterministic: bool = False,
+    windows: bool = False, documents: bool = False, softcap: float = 0.0, among: Sequence[str] = (),
+) -> type[Kernel]:  # fmt: skip
+    """The kernel called ``name``, or for ``auto`` the fastest that this device, type and head_dim allow.
+
+    With ``windows`` it must take parts that are bands; with ``documents`` those that compute many lengths in one call
+    come first, for cuDNN makes a plan for every length; with a ``softcap`` above 0 it must compute one. ``among`` are
+    those that may be chosen, where not all may.
+    Raises `UnknownName`, or `Unsupported` with the reason.
+    """
+    if name not in ("auto", *KERNELS):
+        raise UnknownName(f"no kernel {name!r}; there are: auto, {', '.join(KERNELS)}")
+    if among and name not in ("auto", *among):
+        raise Unsupported(
+            f"kernel {name!r}: this strategy brings its own way to compute blocks; it has {', '.join(among)}"
+        )
+    of_all = [kernel for kernel in KERNELS.values() if kernel.production and (not among or kernel.name in among)]
+    if documents and device.type == "cuda":
+        of_all.sort(key=lambda kernel: not kernel.several_lengths)
+    candidates = [KERNELS[name]] if name != "auto" else of_all
+    wants = {"windows": windows, "deterministic": deterministic, "softcap": bool(softcap)}
+    reasons = {kernel: reason_against(kernel, device, dtype, head_dim, **wants) for kernel in candidates}
+    for kernel, reason in reasons.items():
+        if reason is None:
+            return kernel
+    if name != "auto":
+        reason = reasons[KERNELS[name]]
+        others = KERNELS.values() if reason in _LACKS.values() else ()
+        able = [kernel.name for kernel in others if reason_against(kernel, device, dtype, head_dim, **wants) is None]
+        instead = f" (those here that do: {', '.join(able)})" if able else ""
+        raise Unsupported(f"kernel {name!r} is not available: it {reason}{instead}")
+    said = "; ".join(f"{kernel.name} {reason}" for kernel, reason in reasons.items())
+    raise Unsupported(f"no kernel takes {dtype} with head_dim {head_dim} on {device.type}: {said}")
+
+
+def reason_against(
+    kernel: type[Kernel], device: torch.device, dtype: torch.dtype, head_dim: int, **wants: bool
+) -> str | None:
+    """Why a kernel does not compute this here; None where it does. ``wants`` are keys of `_LACKS`."""
+    able = {
+        "windows": kernel.takes_windows, "softcap": kernel.takes_softcap,
+        "deterministic": kernel.has_deterministic_mode,
+    }  # fmt: skip
+    for want, wanted in wants.items():
+        if wanted and not able[want]:
+            return _LACKS[want]
+    return kernel.why_unsupported(device, dtype, head_dim)

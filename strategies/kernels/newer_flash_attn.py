@@ -1,0 +1,127 @@
+"""flash-attn 3 and 4 as kernels, by the signatures of their public repository; neither could be run by the authors.
+
+A recording checks a kernel's results before it times them, with these as with all others.
+
+Source: Dao-AILab/flash-attention, hopper/flash_attn_interface.py (3) and flash_attn/cute/interface.py (4).
+"""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ringprof.strategies.kernels.kernel import Gradients, Kernel, beside
+from ringprof.strategies.kernels.varlen import VarlenKernel
+from ringprof.strategies.masks.mask_blocks import Batch, Lengths
+
+
+class FlashAttn3Kernel(VarlenKernel):
+    """flash-attn 3, for Hopper: the module ``flash_attn_interface``."""
+
+    name = "flash-attn-3"
+    pairs_gradients = True
+    tried = False
+    dense_rows = False
+    takes_windows = True
+    takes_softcap = True
+    most_head_dim = 256
+
+    @classmethod
+    def missing(cls, device: torch.device) -> str | None:
+        if device.type != "cuda":
+            return "needs a CUDA device"
+        if find_spec("flash_attn_interface") is None:
+            return "needs flash-attn 3: build hopper/ of github.com/Dao-AILab/flash-attention"
+        return None if torch.cuda.get_device_capability(device)[0] == 9 else "needs a Hopper GPU (capability 9.0)"
+
+    def _forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = _interface()._flash_attn_forward(
+            q, k, v, softmax_scale=scale, causal=causal, softcap=self.softcap
+        )
+        return out, lse
+
+    def _backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor,
+        out: Tensor | None, delta: Tensor | None, scale: float, causal: bool,
+    ) -> Gradients:  # fmt: skip
+        found = torch.empty_like(q), *beside(k)
+        _interface()._flash_attn_backward(
+            dout, q, k, v, out, lse, dq=found[0], dk=found[1], dv=found[2], softmax_scale=scale, is_causal=causal,
+            softcap=self.softcap, deterministic=self.deterministic,
+        )  # fmt: skip
+        return found
+
+    def _varlen_forward(
+        self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, batch: Batch, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = _interface()._flash_attn_forward(
+            q, k, v, softmax_scale=scale, softcap=self.softcap, causal=batch.causal, **_varlen(lengths, batch)
+        )
+        return out, lse
+
+    def _varlen_backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, lengths: Lengths, batch: Batch,
+        scale: float,
+    ) -> Gradients:  # fmt: skip
+        found = torch.empty_like(q), *beside(k)
+        _interface()._flash_attn_backward(
+            dout, q, k, v, out, lse, dq=found[0], dk=found[1], dv=found[2], softmax_scale=scale, softcap=self.softcap,
+            is_causal=batch.causal, deterministic=self.deterministic, **_varlen(lengths, batch),
+        )  # fmt: skip
+        return found
+
+
+def _varlen(lengths: Lengths, batch: Batch) -> dict[str, Any]:
+    return {
+        "cu_seqlens_q": lengths.cumulative_q, "cu_seqlens_k": lengths.cumulative_kv,
+        "max_seqlen_q": batch.most_queries, "max_seqlen_k": batch.most_keys,
+        "window_size_left": batch.left, "window_size_right": batch.right,
+    }  # fmt: skip
+
+
+def _interface() -> Any:
+    import flash_attn_interface
+
+    return flash_attn_interface
+
+
+class FlashAttn4Kernel(Kernel):
+    """flash-attn 4, in CuTe's Python: the package ``flash_attn.cute``. Full blocks and triangles, a call each.
+
+    Its backward pass on Hopper has no windows, no documents in one call and no deterministic mode.
+    """
+
+    name = "flash-attn-4"
+    tried = False
+    dense_rows = False
+    has_deterministic_mode = False
+    most_head_dim = 128
+
+    @classmethod
+    def missing(cls, device: torch.device) -> str | None:
+        if device.type != "cuda":
+            return "needs a CUDA device"
+        package = find_spec("flash_attn")
+        places = [] if package is None else list(package.submodule_search_locations or ())
+        if not any(os.path.isdir(os.path.join(place, "cute")) for place in places) or find_spec("cutlass") is None:
+            return "needs flash-attn 4: pip install flash-attn-4"
+        return None if torch.cuda.get_device_capability(device)[0] >= 9 else "needs capability 9.0 or higher"
+
+    def _forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+        from flash_attn.cute import interface
+
+        out, lse = interface._flash_attn_fwd(q, k, v, softmax_scale=scale, causal=causal, return_lse=True)
+        return out, lse
+
+    def _backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor,
+        out: Tensor | None, delta: Tensor | None, scale: float, causal: bool,
+    ) -> Gradients:  # fmt: skip
+        from flash_attn.cute import interface
+
+        dq, dk, dv = interface._flash_attn_bwd(q, k, v, out, dout, lse, softmax_scale=scale, causal=causal)
+        return dq, dk, dv

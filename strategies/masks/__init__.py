@@ -1,0 +1,1 @@
+"""Layouts of tokens over ranks, and masks sharded by them."""

@@ -1,0 +1,102 @@
+"""The ring-flash-attn package (zhuzilin/ring-flash-attention)."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ringprof.strategies.base import Context, Shape
+from ringprof.strategies.masks.layouts import LAYOUTS
+from ringprof.strategies.peers.call import PeerStrategy
+
+
+def _package() -> Any:
+    try:
+        import ring_flash_attn
+    except ImportError:
+        # Its adapters replace parts of transformers that newer releases lack; the functions need none of them.
+        stub: Any = types.ModuleType("ring_flash_attn.adapters")
+        stub.substitute_hf_flash_attn = stub.update_ring_flash_attn_params = None
+        sys.modules["ring_flash_attn.adapters"] = stub
+        import ring_flash_attn
+    return ring_flash_attn
+
+
+class _RingFlashAttn(PeerStrategy):
+    KERNELS = ("flash-attn",)
+    FUNCTION: ClassVar[str]
+
+    def __init__(self, context: Context, *, deterministic: bool = False) -> None:
+        super().__init__(context, deterministic=deterministic)
+        self._function: Callable[..., Tensor] = getattr(_package(), self.FUNCTION)
+
+    def call(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> Tensor:
+        return self._function(
+            q, k, v, softmax_scale=scale, causal=causal, deterministic=self._deterministic, group=self.comm.group
+        )
+
+
+class RingFlashAttnRing(_RingFlashAttn):
+    """Contiguous pieces on a ring."""
+
+    layout = LAYOUTS["contiguous"]
+    FUNCTION = "ring_flash_attn_func"
+
+
+class RingFlashAttnZigzag(_RingFlashAttn):
+    """Two chunks a rank on a ring."""
+
+    layout = LAYOUTS["zigzag"]
+    FUNCTION = "zigzag_ring_flash_attn_func"
+    CAUSAL_ONLY = True
+
+
+class RingFlashAttnStripe(_RingFlashAttn):
+    """Every N-th token on a ring."""
+
+    layout = LAYOUTS["stripe"]
+    FUNCTION = "stripe_flash_attn_func"
+    CAUSAL_ONLY = True
+
+
+class RingFlashAttnLlama3(_RingFlashAttn):
+    """All-gather of keys and values, some heads at a time."""
+
+    layout = LAYOUTS["contiguous"]
+    FUNCTION = "llama3_flash_attn_varlen_func"
+    SINGLE_SEQUENCE = True
+    PARAMETERS: ClassVar[dict[str, str]] = {
+        "heads_k_stride": "kv heads that are gathered at a time",
+        **PeerStrategy.PARAMETERS,
+    }
+
+    def __init__(self, context: Context, *, heads_k_stride: int = 1, deterministic: bool = False) -> None:
+        super().__init__(context, deterministic=deterministic)
+        self.parameters["heads_k_stride"] = heads_k_stride
+        self._pieces = lru_cache(maxsize=8)(self._prepared)
+
+    @classmethod
+    def why_unsupported(cls, shape: Shape, size: int, **params: Any) -> str | None:
+        stride = params.get("heads_k_stride", 1)
+        if shape.kv_heads % stride:
+            return f"heads_k_stride {stride} does not divide {shape.kv_heads} kv heads"
+        return super().why_unsupported(shape, size, **params)
+
+    def call(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> Tensor:
+        pieces = self._pieces(q.shape[1] * self.comm.size, causal, q.device)
+        out = self._function(
+            q[0], k[0], v[0], *pieces[:4], self.parameters["heads_k_stride"], pieces[4], softmax_scale=scale,
+            causal=causal, deterministic=self._deterministic, group=self.comm.group,
+        )  # fmt: skip
+        return out.unsqueeze(0)
+
+    def _prepared(self, seq: int, causal: bool, device: torch.device) -> Any:
+        ends = torch.tensor([0, seq], dtype=torch.int32, device=device)
+        prepare = _package().llama3_flash_attn_prepare_cu_seqlens
+        return prepare(ends, causal=causal, rank=self.comm.rank, world_size=self.comm.size)

@@ -1,0 +1,94 @@
+"""torch's own context parallelism: the ring behind `torch.distributed.tensor.experimental.context_parallel`.
+
+torch's loop, rotation and merge run as they are. What brings a call to them is left out: DTensor's dispatch, and a
+patch of `torch.nn.functional.scaled_dot_product_attention`. (Where a program has imported that function by name the
+patch does not reach it, and each rank attends to its own tokens alone.) Our kernels of the same operators compute the
+blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar, Literal
+
+from torch import Tensor
+
+from ringprof.strategies.base import AttentionCall, Context, Rows, Strategy
+from ringprof.strategies.kernels.kernel import Gradients, Kernel
+from ringprof.strategies.masks.layouts import LAYOUTS
+
+Rotate = Literal["allgather", "alltoall"]
+_SEQ_DIM = 2
+
+
+class TorchContextParallel(Strategy):
+    """Two chunks a rank, keys and values by all-gather or by rotation."""
+
+    layout = LAYOUTS["zigzag"]
+    KERNELS = ("cudnn", "torch-flash", "torch-efficient", "cpu-flash", "reference")
+    PARAMETERS: ClassVar[dict[str, str]] = {
+        "rotate": "how keys and values come round: torch's default, allgather, or alltoall",
+        **Strategy.PARAMETERS,
+    }
+
+    def __init__(self, context: Context, *, rotate: Rotate = "allgather", deterministic: bool = False) -> None:
+        super().__init__(context, deterministic=deterministic)
+        self.parameters |= {"rotate": rotate, "grad_wire": "fp32"}
+
+    def forward(self, blocks: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        op = _Operator(blocks.kernel, blocks.scale)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        with self._options(blocks.causal) as ring:
+            out, lse, *_ = ring._templated_ring_attention(
+                self.comm.group, _SEQ_DIM, op.forward, q, k, v, is_causal=blocks.causal
+            )
+        return out.transpose(1, 2).contiguous(), lse
+
+    def backward(self, blocks: AttentionCall, rows: Rows, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
+        assert rows.out is not None
+        op = _Operator(blocks.kernel, blocks.scale)
+        dout, q, k, v, out = (x.transpose(1, 2) for x in (rows.dout, q, k, v, rows.out))
+        with self._options(blocks.causal) as ring:
+            dq, dk, dv, *_ = ring._templated_ring_attention_backward(
+                self.comm.group, _SEQ_DIM, op.backward, dout, "dout", q, k, v, out, rows.lse, is_causal=blocks.causal
+            )
+        return tuple(x.transpose(1, 2).contiguous() for x in (dq, dk, dv))
+
+    @contextmanager
+    def _options(self, causal: bool) -> Iterator[Any]:
+        """torch's module, with its options as this strategy wants them; they are one set for the whole process."""
+        from torch.distributed.tensor.experimental._context_parallel import _attention as ring
+
+        options, rotations = ring._cp_options, ring._RotateMethod
+        before = options.enable_load_balance, options.rotate_method
+        options.enable_load_balance = causal
+        by_gather = self.parameters["rotate"] == "allgather"
+        options.rotate_method = rotations.ALL_GATHER if by_gather else rotations.ALL_TO_ALL
+        try:
+            yield ring
+        finally:
+            options.enable_load_balance, options.rotate_method = before
+
+
+class _Operator:
+    """One of our kernels as torch's ring calls its operators: heads before the sequence."""
+
+    def __init__(self, kernel: Kernel, scale: float) -> None:
+        self._kernel, self._scale = kernel, scale
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool) -> tuple[Tensor, Tensor]:
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        out, lse = self._kernel.forward(q, k, v, scale=self._scale, causal=is_causal)
+        return out.transpose(1, 2), lse
+
+    def backward(
+        self, *, dout: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor,
+        is_causal: bool,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        # Dense, as our kernels want them: torch's own call hands out views.
+        dout, out = (x.transpose(1, 2).contiguous() for x in (dout, out))
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        lse = logsumexp.contiguous()
+        found = self._kernel.backward(dout, q, k, v, lse, out=out, scale=self._scale, causal=is_causal)
+        return tuple(x.transpose(1, 2) for x in found)

@@ -1,0 +1,1 @@
+"""Communication between ranks: rings, collectives, copy engines, and their handshake."""

@@ -1,0 +1,221 @@
+"""Both seams with one half taken out, for controls: what a strategy costs if nothing travels, or nothing is computed.
+
+A strategy runs unchanged on a `NullCommunicator`, which sends nothing, or with an `NoOpKernel`, which computes
+nothing. A `Listener` computes and keeps the list of the calls, so that the same blocks can be run alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ringprof.strategies.kernels.kernel import Gradients, Kernel, beside
+from ringprof.strategies.kernels.merge import wide_type
+from ringprof.strategies.masks.mask_blocks import MaskBlocks
+from ringprof.strategies.transport.collectives import Collective
+from ringprof.strategies.transport.communicator import Communicator
+from ringprof.strategies.transport.message import Message
+from ringprof.strategies.transport.ring_channel import Hop, HopRing
+
+_SLOTS = 2
+
+
+@contextmanager
+def use_kernel(strategy: Any, kernel: Kernel) -> Iterator[None]:
+    """Let ``strategy`` compute with ``kernel``, whatever the tensors are."""
+    before = vars(strategy).get("kernel_for")
+    strategy.kernel_for = lambda q, **needs: kernel
+    try:
+        yield
+    finally:
+        del strategy.kernel_for
+        if before is not None:
+            strategy.kernel_for = before
+
+
+# --- kernels ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TensorView:
+    """How a tensor lies in memory."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> TensorView:
+        return cls(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
+
+    @property
+    def span(self) -> int:
+        """Elements from the first to the last."""
+        return 1 + sum((size - 1) * stride for size, stride in zip(self.size, self.stride, strict=True))
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a kernel: what it was given, without the values. ``rows`` is None for a forward call."""
+
+    q: TensorView
+    k: TensorView
+    v: TensorView
+    scale: float
+    causal: bool
+    parts: MaskBlocks | None = None
+    rows: RowViews | None = None
+
+
+@dataclass(frozen=True)
+class RowViews:
+    """What a backward call was given of the queries' rows; ``out`` or ``delta``, whichever the kernel takes."""
+
+    dout: TensorView
+    lse: TensorView
+    out: TensorView | None
+    delta: TensorView | None
+
+
+class RecordingKernel(Kernel):
+    """Computes with another kernel, and keeps what that was called with."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        super().__init__(deterministic=kernel.deterministic)
+        self.kernel = kernel
+        self.name, self.takes_delta, self.dense_rows = kernel.name, kernel.takes_delta, kernel.dense_rows
+        self.heard: list[Call] = []
+
+    @classmethod
+    def why_unsupported(cls, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+        return None
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool, parts: MaskBlocks | None = None
+    ) -> tuple[Tensor, Tensor]:
+        self.heard.append(Call(TensorView.of(q), TensorView.of(k), TensorView.of(v), scale, causal, parts))
+        return self.kernel.forward(q, k, v, scale=scale, causal=causal, parts=parts)
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, *,
+        out: Tensor | None = None, delta: Tensor | None = None, scale: float, causal: bool,
+        parts: MaskBlocks | None = None,
+    ) -> Gradients:  # fmt: skip
+        by_delta = delta is not None and self.takes_delta
+        # Dressing delta up as an output is work beside the block: alone, the block is given such an output at once.
+        term = delta if by_delta else torch.empty_like(dout, device="meta") if out is None else out
+        assert term is not None
+        given = TensorView.of(term)
+        rows = RowViews(
+            TensorView.of(dout), TensorView.of(lse), None if by_delta else given, given if by_delta else None
+        )
+        self.heard.append(Call(TensorView.of(q), TensorView.of(k), TensorView.of(v), scale, causal, parts, rows))
+        return self.kernel.backward(dout, q, k, v, lse, out=out, delta=delta, scale=scale, causal=causal, parts=parts)
+
+    def _forward(self, *_: Any) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError("the other kernel computes")
+
+    def _backward(self, *_: Any) -> Gradients:
+        raise NotImplementedError("the other kernel computes")
+
+
+class NoOpKernel(Kernel):
+    """Computes nothing: results of the right shapes and types, with whatever the memory holds."""
+
+    name = "idle"
+    takes_delta = True
+    dense_rows = False
+
+    @classmethod
+    def why_unsupported(cls, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+        return None
+
+    def _count(self, phase: str, q: Tensor, k: Tensor, causal: bool, parts: MaskBlocks | None = None) -> None:
+        """There is no work to count."""
+
+    def _forward_parts(self, q: Tensor, k: Tensor, v: Tensor, scale: float, parts: MaskBlocks) -> tuple[Tensor, Tensor]:
+        return self._forward(q, k, v, scale, False)
+
+    def _backward_parts(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor,
+        out: Tensor | None, delta: Tensor | None, scale: float, parts: MaskBlocks,
+    ) -> Gradients:  # fmt: skip
+        return self._backward(dout, q, k, v, lse, out, delta, scale, False)
+
+    def _forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+        batch, seq, heads, _ = q.shape
+        return torch.empty_like(q), torch.empty(batch, heads, seq, dtype=wide_type(q), device=q.device)
+
+    def _backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor,
+        out: Tensor | None, delta: Tensor | None, scale: float, causal: bool,
+    ) -> Gradients:  # fmt: skip
+        return torch.empty_like(q), *beside(k)
+
+
+# --- communicator -------------------------------------------------------------------------------------
+
+
+class NullRing(HopRing):
+    """A ring on which everything stays where it is."""
+
+    def post(self, parcel: Message, *, into: Message | None = None) -> Hop:
+        """As `HopRing.post`, except that what arrives is what was sent: the same memory, so that nothing is copied.
+
+        Only where the caller says where to receive, it is copied there: a kernel's speed depends on the values that it
+        computes with, and what happens to lie in fresh memory may be no numbers at all.
+        """
+        if into is None:
+            # Without the version counter: writing to what arrived is no write to what was sent.
+            return Hop([], parcel.messages, parcel.over([message.data for message in parcel.messages]))
+        for place, message in zip(into.messages, parcel.messages, strict=True):
+            place.copy_(message)
+        return Hop([], parcel.messages, into)
+
+
+class NullCollective(Collective):
+    """A channel on which every member keeps what it has."""
+
+    def __init__(self, channel: str, members: Sequence[int], comm: Communicator) -> None:
+        super().__init__(channel, members, None, comm)
+        self._gathered: dict[TensorView, list[Tensor]] = {}
+
+    def all_to_all(self, tensor: Tensor) -> Hop:
+        """As `Collective.all_to_all`, but the pieces stay: the same memory."""
+        tensor = tensor.contiguous()
+        return Hop([], [tensor], [tensor])
+
+    def all_gather(self, tensor: Tensor) -> Hop:
+        """As `Collective.all_gather`, with this rank's piece in every place, written when a shape is first seen.
+
+        What arrives holds until the second next gather of the same shape.
+        """
+        tensor = tensor.contiguous()
+        slots = self._gathered.setdefault(TensorView.of(tensor), [])
+        full = len(slots) == _SLOTS
+        slots.append(slots.pop(0) if full else tensor.expand(self.size, *tensor.shape).contiguous())
+        return Hop([], [tensor], [slots[-1]])
+
+    def reduce_scatter(self, tensor: Tensor) -> Hop:
+        """As `Collective.reduce_scatter`, but the sum is this rank's own first piece."""
+        tensor = tensor.contiguous()
+        return Hop([], [tensor], [tensor[0]])
+
+
+class NullCommunicator(Communicator):
+    """A communicator whose channels send nothing, count nothing and need no process group of their own."""
+
+    def ring(self, channel: str, members: Sequence[int] | None = None, **_: Any) -> HopRing:
+        # How hops would travel, and with whose, makes no difference here.
+        return NullRing(channel, self._members(members), None, self)
+
+    def collective(self, channel: str, members: Sequence[int] | None = None) -> Collective:
+        return NullCollective(channel, self._members(members), self)
+
+    def _members(self, members: Sequence[int] | None) -> list[int]:
+        return list(range(self.size)) if members is None else list(members)

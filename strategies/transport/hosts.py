@@ -1,0 +1,56 @@
+"""Which ranks share a host."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ringprof.strategies.errors import Unsupported
+
+SAME_HOST, OTHER_HOST = "same_host", "other_host"
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """The host of each global rank of a group, counted from 0 in the order of their first ranks."""
+
+    numbers: Mapping[int, int]
+
+    @classmethod
+    def given(cls, world_size: int, per_host: int | None, numbers: Sequence[int] | None) -> Hosts | None:
+        """As a caller says: ``per_host`` consecutive ranks each, or a number for every rank of the world; else None.
+
+        Raises `Unsupported` where ``per_host`` does not divide the world, or ``numbers`` are not as many as its ranks.
+        """
+        if per_host is not None:
+            if per_host < 1 or world_size % per_host:
+                raise Unsupported(f"ranks_per_host {per_host} does not divide the world size {world_size}")
+            return cls({rank: rank // per_host for rank in range(world_size)})
+        if numbers is None:
+            return None
+        if len(numbers) != world_size:
+            raise Unsupported(f"hosts of {len(numbers)} ranks for a world of {world_size}")
+        return cls(dict(enumerate(numbers)))
+
+    def number(self, rank: int) -> int:
+        """The host of a global rank."""
+        return self.numbers[rank]
+
+    def link(self, rank: int, other: int) -> str:
+        """The class of the link between two global ranks."""
+        return SAME_HOST if self.number(rank) == self.number(other) else OTHER_HOST
+
+    def per_host(self, ranks: Sequence[int]) -> int:
+        """How many of these ranks share a host, if every host has as many and they are neighbours; else all."""
+        hosts = [self.number(rank) for rank in ranks]
+        per_host = hosts.count(hosts[0])
+        regular = len(ranks) % per_host == 0 and hosts == sorted(hosts)
+        even = all(hosts.count(host) == per_host for host in hosts)
+        return per_host if regular and even else len(ranks)
+
+
+def told(variable: str) -> int | None:
+    """The whole number that a variable of the environment holds, if it does."""
+    text = os.environ.get(variable, "")
+    return int(text) if text.isascii() and text.isdigit() else None

@@ -1,0 +1,260 @@
+"""predict, what-if, calibrate and check from the command line; a prediction is read as a recorded run is."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.paths import TRACES
+
+pytest.importorskip("torch", reason="a prediction runs strategies on shapes")
+
+import ringprof
+from ringprof import cli
+from ringprof.errors import UnsupportedWorkloadError
+from ringprof.prediction.calibration import calibration_json, parse_calibration, read_calibration
+from ringprof.prediction.query import Query
+from ringprof.run import read_run
+
+ZIGZAG = str(TRACES / "h200x4-zigzag-65536")
+SMALL = ("--strategy", "zigzag", "--seq", "64k", "--gpus-per-host", "2")
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    code = cli.run(list(arguments))
+    return code, *capsys.readouterr()
+
+
+def test_a_prediction_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "predict", *SMALL, "--machine", "h200", "--format", "json")
+    found = json.loads(out)
+    assert code == 0 and found["schema"] == "ringprof.prediction/1" and found["predicted"] is True
+    time = found["iteration_ms"]
+    assert time["p10"] < time["p50"] < time["p90"]
+    # 14 · S²/2 · heads · head_dim FLOPs on two GPUs.
+    flops = 14 * 65536**2 / 2 * 40 * 128
+    assert found["tflops"]["p50"] == pytest.approx(flops / 2 / time["p50"] / 1e9, rel=1e-3)
+    assert found["tflops"]["p10"] < found["tflops"]["p90"]
+    assert set(found["bound_by"]) == {"forward", "backward"} and 0 <= found["exposed_comm"] < 0.2
+    assert all(one["origin"] in ("measured", "published", "assumed") and one["source"] for one in found["inputs"])
+    parts = sum(sum(phase.values()) for phase in found["parts_ms"].values())
+    assert parts == pytest.approx(time["p50"], rel=0.05)
+
+
+def test_a_prediction_is_read_as_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "predicted"
+    code, out, err = run(capsys, "predict", "--like", ZIGZAG, "--machine", "h200", "-o", str(folder))
+    assert code == 0 and out.startswith("PREDICTED: zigzag on 4 x NVIDIA H200") and "in four of five cases" in out
+    assert err == f"Wrote {folder}: ringprof report {shlex.quote(str(folder))}\n"
+    made = read_run(folder / "run.json")
+    assert made.predicted is not None and made.predicted.machine == "h200"
+    assert made.predicted.p10_ns < made.predicted.p50_ns < made.predicted.p90_ns
+    loaded, recorded = ringprof.load(folder), ringprof.load(ZIGZAG)
+    assert isinstance(loaded, ringprof.Analysis) and isinstance(recorded, ringprof.Analysis)
+    # Every hop and block of the recording, and no time that does not add up.
+    assert len(loaded.hops()) == len(recorded.hops())
+    assert loaded.breakdown()["idle_ns"].ge(0).all()
+    blocks = {one.kernel for one in loaded.steps().itertuples() if "kernel" in one._fields} or {""}
+    assert blocks
+    assert run(capsys, "report", str(folder))[0] == 0
+    code, out, _ = run(capsys, "compare", str(folder), ZIGZAG)
+    assert code == 0 and "predicted" in out
+
+
+def test_a_prediction_over_hosts_is_of_one_clock_and_says_that_it_is_predicted(tmp_path: Path) -> None:
+    hosts = ringprof.Cluster(hosts=2, gpus_per_host=1, nic_gbit=200.0)
+    ringprof.predict(
+        "zigzag", ringprof.Workload(seq=65536, heads=8, kv_heads=8, head_dim=128), hosts, machine="h200"
+    ).write(tmp_path / "made")
+    loaded = ringprof.load(tmp_path / "made")
+    assert isinstance(loaded, ringprof.Analysis)
+    assert loaded.report()["summary"]["clocks"]["hosts"] == 1 and not loaded.report()["warnings"]
+    hops = loaded.hops()
+    assert hops["wait_ns"].notna().all() and set(hops["link"]) == {"other_host"}
+    # 200 Gbit/s carry 25 GB/s at most.
+    assert 10 < hops["bytes"].sum() / hops["wire_ns"].sum() <= 25
+    text = loaded.to_terminal()
+    assert "TFLOP/s per device predicted (80 % within" in text and "achieved" not in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("predict", "--machine", "h200", "--seq", "64k"), "--strategy NAME or --like RUN"),
+        (("predict", "--machine", "h200", "--strategy", "zigzag"), "the sequence length is needed"),
+        (("predict", "--machine", "h201", *SMALL), "no machine 'h201'; there are: h200"),
+        (("predict", "--machine", "h200", *SMALL, "--heads", "0"), "'--heads': 0 is not in the range"),
+        (("advise", "--machine", "h100", "--seq", "64k", "--heads", "0"), "'--heads': 0 is not in the range"),
+        (("predict", "--machine", "h100", *SMALL, "--nic", "nan"), "'nan' is not a finite number"),
+        (("predict", "--machine", "h200", *SMALL, "--strategy", "dcp"), "strategy 'dcp' is for decode"),
+        (("what-if", ZIGZAG, "--kernel-speed", "0"), "--kernel-speed: '0' is not a factor"),
+        (("predict", "--machine", "h200", *SMALL, "--dtype", "fp32"), "bf16 and fp16 only"),
+        (("predict", "--machine", "h200", *SMALL, "--head-dim", "96"), "calibrated for head_dim [64, 128], not 96"),
+        (("predict", "--machine", "h200", *SMALL, "--hosts", "2"), "Sockets cannot be foreseen"),
+        (("predict", "--machine", "h200", *SMALL, "--kernel", "cudn"), "no curves of kernel 'cudn'"),
+        (("predict", "--machine", "h100", *SMALL, "--seq", "1000003"), "divisible"),
+        (("predict", "--machine", "h200", "--like", str(TRACES / "cpu4-burst-4096")), "CPU processes"),
+        (("predict", "--machine", ZIGZAG + "/run.json", *SMALL), "not a calibration"),
+        (("what-if", ZIGZAG, "--link", "nic=2x"), "write same_host or other_host"),
+        (("what-if", ZIGZAG, "--slow", "9=2"), "no such rank"),
+        (("what-if", ZIGZAG, "--slow", "1=fast"), "not a factor"),
+        (("what-if", str(TRACES / "cpu4-burst-4096"), "--kernel-speed", "2x"), "CPU processes"),
+        (("calibrate", str(TRACES / "cpu4-burst-4096"), "-o", "unwritten.json"), "CPU processes"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else " ".join(value[-2:]),
+)
+def test_what_cannot_be_foreseen_is_refused_in_a_line(
+    arguments: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = run(capsys, *arguments)
+    assert code == 2 and out == "" and says in err and err.count("\n") == 1
+
+
+def test_what_if_says_what_a_change_would_have_done(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "what-if", ZIGZAG, "--format", "json", "--slow", "3=1.25")
+    found = json.loads(out)
+    assert code == 0 and abs(found["replay_error"]) < 0.02
+    # The ring goes at the pace of its slowest rank; nine tenths of the time are blocks.
+    assert found["change"] == pytest.approx(0.9 * 0.25, abs=0.03)
+    _, out, _ = run(capsys, "what-if", ZIGZAG, "--format", "json", "--kernel-speed", "1.1x")
+    assert -0.1 < json.loads(out)["change"] < -0.07
+
+
+def test_copied_hops_foreseen_are_as_those_recorded(capsys: pytest.CaptureFixture[str]) -> None:
+    """From the run with NCCL's hops; the recorded one with copied hops took 75.15 ms in its profiled iteration."""
+    _, out, _ = run(capsys, "what-if", ZIGZAG, "--format", "json", "--hops", "copy")
+    assert json.loads(out)["changed_ms"] == pytest.approx(75.15, rel=0.05)
+
+
+def test_sockets_ten_times_as_fast(capsys: pytest.CaptureFixture[str]) -> None:
+    """The wire is the bound of this run: 1,631 ms of which the blocks take 60."""
+    path = str(TRACES / "h200x4-zigzag-65536-two-hosts")
+    _, out, _ = run(capsys, "what-if", path, "--format", "json", "--link", "other_host=10x")
+    assert json.loads(out)["changed_ms"] == pytest.approx(163, rel=0.15)
+
+
+def test_calibrate_from_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "machine.json"
+    code, out, err = run(capsys, "calibrate", ZIGZAG, ZIGZAG + "-copied", "-o", str(output), "--name", "ours")
+    assert code == 0 and f"Wrote {output}" in err
+    # What it found, in words: of each kernel its best, and every figure with how sure and where from.
+    assert "ours, NVIDIA H200" in out and "cudnn forward" in out and "best TFLOP/s of" in out
+    (copied,) = (line for line in out.splitlines() if "same_host.copy_gb_s" in line)
+    assert "measured" in copied and "±" in copied
+    found = read_calibration(output)
+    assert found.name == "ours" and found.device == "NVIDIA H200"
+    kernel = found.kernel("cudnn")
+    assert {sample.q for sample in kernel.samples} == {8192, 16384}
+    assert all(sample.origin == "measured" and "zigzag-65536" in sample.source for sample in kernel.samples)
+    # A kernel that did not run stays as the bundled machine of this device has it.
+    assert found.kernel("flash-attn") == read_calibration("h200").kernel("flash-attn")
+    assert found.same_host.copy_gb_s is not None and 370 < found.same_host.copy_gb_s.value < 395
+    assert parse_calibration(calibration_json(found), "again") == found
+    code, out, _ = run(capsys, "predict", "--like", ZIGZAG, "--machine", str(output), "--format", "json")
+    assert code == 0 and json.loads(out)["iteration_ms"]["p50"] == pytest.approx(80.87, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("change", "figure"),
+    [
+        (lambda known: known["same_host"]["channel_gb_s"].update(value=0), "same_host.channel_gb_s"),
+        (lambda known: known["memory_gb_s"].update(value=0), "memory_gb_s"),
+        (lambda known: known["same_host"]["collective_gb_s"].pop("all_to_all"), "same_host.all_to_all_gb_s"),
+    ],
+)
+def test_a_machine_with_a_rate_of_0_is_refused(
+    change: Callable[[Any], object], figure: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    known = json.loads(calibration_json(read_calibration("h100")))
+    change(known)
+    (tmp_path / "machine.json").write_text(json.dumps(known))
+    code, _, err = run(capsys, "predict", *SMALL, "--machine", str(tmp_path / "machine.json"))
+    assert code == 2 and err.endswith(f"machine.json: not a calibration: {figure} must be more than 0\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("predict", "--like", ZIGZAG, "--seq", "64k"), "--seq beside --like: leave one of them out"),
+        (("predict", "--like", ZIGZAG, "--strategy", "ring"), "--strategy beside --like: leave one of them out"),
+        (("predict", "--check", "no.csv", "--kernel", "cudnn"), "--kernel beside --check: leave one of them out"),
+        (("what-if", ZIGZAG, "--link", "other_host=2x"), "--link other_host: the run has one host"),
+    ],
+)
+def test_what_would_change_nothing_is_refused(
+    arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _, err = run(capsys, *arguments, "--machine", "h200")
+    assert code == 2 and err == f"ringprof: {message}\n"
+
+
+def test_the_network_is_told_beside_a_run(capsys: pytest.CaptureFixture[str]) -> None:
+    """Two hosts of two GPUs whose hops are bound by 2 of NCCL's channels: 8 of them are faster."""
+    asked = ("predict", "--like", str(TRACES / "h200x4-zigzag-65536-two-hosts"), "--machine", "h200", "--nic", "400")
+    times = []
+    for more in ((), ("--net-channels", "8")):
+        code, out, _ = run(capsys, *asked, *more, "--format", "json")
+        assert code == 0
+        times.append(json.loads(out)["iteration_ms"]["p50"])
+    assert times[1] < 0.7 * times[0]
+
+
+def test_runs_that_cannot_calibrate_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    layer = str(TRACES / "h200x2-zigzag-65536-layer")
+    code, _, err = run(capsys, "calibrate", ZIGZAG, layer, "-o", str(tmp_path / "machine.json"))
+    assert code == 2 and err.startswith(f"ringprof: {layer}: training's attention alone is foreseen")
+
+
+def test_hosts_of_unlike_numbers_are_refused() -> None:
+    recorded = read_run(Path(ZIGZAG) / "run.json")
+    topology = msgspec.structs.replace(recorded.topology, world_size=6, ranks_per_host=4)
+    with pytest.raises(UnsupportedWorkloadError, match="6 ranks are not hosts of 4"):
+        Query.like(msgspec.structs.replace(recorded, topology=topology))
+
+
+HEADER = "id,strategy,seq_global,heads,head_dim,n_gpus,hosts,causal,pass,kernel,time_ms,tflops\n"
+
+
+def test_published_tables_are_audited(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Good; beyond any H100; beyond the kernel; the time of a quarter of its length; of a strategy that is not ours."""
+    table = tmp_path / "table.csv"
+    table.write_text(
+        HEADER + "good,ulysses,131072,64,128,16,2,False,fwd,fa3,61.33,\n"
+        "cp-off,ulysses,131072,64,128,16,2,False,fwd,fa3,,1937\n"
+        "te,ulysses,131072,64,128,16,2,False,fwd,fa3,,760\n"
+        "short,ulysses,524288,64,128,16,2,False,fwd,fa3,61.33,\n"
+        "theirs,magi,131072,64,128,16,2,False,fwd,fa3,61.33,\n"
+    )
+    code, out, _ = run(
+        capsys, "predict", "--check", str(table), "--machine", "h100", "--nic", "400", "--format", "json"
+    )
+    rows = {row["name"]: row for row in json.loads(out)["rows"]}
+    assert code == 0
+    assert rows["good"]["flags"] == [] and abs(rows["good"]["error"]) < 0.1
+    flags = {name: [flag["code"] for flag in row["flags"]] for name, row in rows.items()}
+    assert flags["cp-off"][0] == "above_peak" and flags["te"] == ["above_kernel"]
+    assert flags["short"] == ["above_peak", "length"]
+    assert "is what 131072 tokens take, not 524288" in rows["short"]["flags"][1]["message"]
+    assert rows["theirs"]["predicted_ms"] is None and "ringprof has not" in rows["theirs"]["reason"]
+    _, out, _ = run(capsys, "predict", "--check", str(table), "--machine", "h100", "--nic", "400")
+    assert "PREDICTED ms" in out and "3 of 5 rows flagged" in out
+
+
+def test_a_table_that_is_none_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "table.csv").write_text("a,b\n1,2\n")
+    code, _, err = run(capsys, "predict", "--check", str(tmp_path / "table.csv"), "--machine", "h100")
+    assert code == 2 and "not a table of measurements" in err and err.count("\n") == 1
+
+
+def test_where_nothing_fits_the_least_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """6 GPUs with 14 heads: no degree of 3 or 6 divides those; q, k and v of 1536 tokens take 16.5 of the 20 MB."""
+    cluster = ("--gpus-per-host", "6", "--machine", "h100", "--seq", "9216", "--heads", "14", "--forward-only")
+    code, out, _ = run(capsys, "advise", *cluster, "--memory", "20MB")
+    assert code == 0 and "nothing fits: the least that any needs is" in out and out.count("does not fit") > 3
+    assert "not foreseen: ulysses: a Ulysses degree of 6 does not divide 14 heads" in out

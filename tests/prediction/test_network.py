@@ -1,0 +1,90 @@
+"""NCCL's channel rule against public measurements, and who shares which link."""
+
+from __future__ import annotations
+
+import csv
+
+import msgspec
+import pytest
+
+from ringprof.prediction.calibration import Nccl, read_calibration
+from ringprof.prediction.network import Cluster, Links, channels
+from ringprof.record.dryrun.schedule import CommStart
+from tests.paths import ROOT
+
+MIB = 1 << 20
+HOPPER = Nccl(version="2.28.9", peer_channels=32)
+
+
+def hop(*members: int, messages: tuple[int, ...] = (64 * MIB,), operation: str = "send_recv") -> CommStart:
+    return CommStart(
+        id=1, channel="kv", phase="forward", operation=operation, members=members, communicator="kv", messages=messages
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("ranks", "by_size"), [(8, [4, 8, 16, 32]), (4, [8, 8, 16, 32]), (2, [16, 16, 16, 32])], ids=str
+)
+def test_channels_inside_a_host(ranks: int, by_size: list[int]) -> None:
+    """As mghpcc/aicr-benchmarks' sweeps of 1 to 8 B200 show them at 64, 128, 256 and 512 MiB."""
+    assert [channels(size * MIB, ranks, 1, HOPPER, 0.0) for size in (64, 128, 256, 512)] == by_size
+
+
+def test_channels_between_hosts() -> None:
+    """Together AI's 8 x 400 Gbit/s B200, NCCL 2.29.7: 42, 44, 26, 14.5, 14.5 GB/s at 16 to 256 ranks."""
+    theirs = msgspec.structs.replace(HOPPER, version="2.29.7")
+    found = [channels(64 * MIB, ranks, ranks // 8, theirs, 50.0) for ranks in (16, 32, 64, 128, 256)]
+    assert found == [4, 4, 2, 1, 1]
+    assert [channels(64 * MIB, ranks, ranks // 8, HOPPER, 50.0) for ranks in (16, 64, 128)] == [2, 2, 1]
+    assert channels(64 * MIB, 128, 16, HOPPER, 50.0, given=4) == 4
+
+
+def test_h200_hops_take_what_was_measured() -> None:
+    """Messages of 64 MiB and more, in communicators of 2 and 4, one and two tensors: within 16 %, 7 in the mean."""
+    links = Links(read_calibration("h200"), Cluster(gpus_per_host=8))
+    errors = []
+    with open(ROOT / "benchmarks" / "data" / "h200_links.csv", encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            size, count = int(row["mib_each_way"]) * MIB, int(row["tensors"])
+            if size >= 64 * MIB:
+                post = hop(*range(int(row["communicator_ranks"])), messages=(size // count,) * count)
+                leg = links.leg(post, 0, 1)
+                errors.append((leg.latency_ns + leg.size_bytes / leg.cap) / (float(row["us"]) * 1e3) - 1)
+    assert len(errors) >= 10
+    assert max(map(abs, errors)) < 0.16 and sum(map(abs, errors)) / len(errors) < 0.07
+
+
+def test_transfers_share_nics_and_up_links() -> None:
+    """4 GPUs a host, two to a NIC; rails keep what stays in its place on a host off the up-links."""
+    machine = read_calibration("h100")
+    cluster = Cluster(hosts=2, gpus_per_host=4, nic_gbit=400.0, gpus_per_nic=2, oversubscription=2.0)
+    links = Links(machine, cluster)
+    paths = {to: links.leg(hop(*range(8)), 0, to).links for to in (1, 4, 6)}
+    assert paths == {
+        1: (("out", 0), ("in", 1)),
+        4: (("nic-out", (0, 0)), ("nic-in", (1, 0))),
+        6: (("nic-out", (0, 0)), ("nic-in", (1, 1)), ("up", 0), ("down", 1)),
+    }
+    assert links.capacity(("nic-out", (0, 0))) == pytest.approx(43.0)
+    assert links.capacity(("up", 0)) == pytest.approx(2 * 43.0 / 2)
+
+
+def test_collectives_by_their_formulas() -> None:
+    """h200: an all-to-all of 4 sends three pieces, an all-gather takes in three; over hosts the NIC is the bound."""
+    machine = read_calibration("h100")
+    rates = {name: value.value for name, value in machine.same_host.collective_gb_s.items()}
+    latency = machine.same_host.latency_us.value * 1e3
+    inside = Links(machine, Cluster(gpus_per_host=4))
+    for name in ("all_to_all", "all_gather", "reduce_scatter"):
+        post = hop(0, 1, 2, 3, operation=name, messages=(64 * MIB,))
+        assert inside.collective(post) == pytest.approx(3 * 64 * MIB / rates[name] + latency)
+    across = Links(machine, Cluster(hosts=2, gpus_per_host=2, nic_gbit=400.0))
+    post = hop(0, 1, 2, 3, operation="all_to_all", messages=(64 * MIB,))
+    wire = 2 * 64 * MIB / 43.0
+    assert across.collective(post) == pytest.approx(wire + machine.other_host.latency_us.value * 1e3)
+
+
+def test_copies_hold_no_multiprocessors() -> None:
+    links = Links(read_calibration("h200"), Cluster(gpus_per_host=4))
+    assert links.share(hop(0, 1, operation="copy")) == 0
+    assert links.held(hop(0, 1, 2, 3, messages=(512 * MIB,))) == pytest.approx(32 / 132)

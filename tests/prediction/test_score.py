@@ -1,0 +1,108 @@
+"""What a row of measurements says is understood, or the row is not foreseen: nothing is guessed in silence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="names of strategies and kernels")
+
+from ringprof.errors import InputError, UsageError
+from ringprof.prediction.calibration import read_calibration
+from ringprof.prediction.network import Cluster
+from ringprof.prediction.score import check_rows, read_rows, unknown_columns
+
+ROW = {"strategy": "zigzag", "seq_global": "65536", "heads": "40", "n_gpus": "8", "time_ms": "40"}
+
+
+def asked(**changes: str) -> tuple[Any, str]:
+    """The question that a row asks, and why not."""
+
+    def refuse(*_: object) -> Any:
+        raise UsageError("asked")
+
+    (found,) = check_rows([{**ROW, **changes}], read_calibration("h200"), refuse, Cluster())
+    return found.row.query, "" if found.reason == "asked" else found.reason
+
+
+@pytest.mark.parametrize(
+    ("column", "words"),
+    [
+        ("pass", {"forward": False, "fwd": False, "FWD": False, "backward": True, "fwd+bwd": True, "": True}),
+        ("causal", {"True": True, "t": True, "y": True, "1": True, "": True, "no": False, "FALSE": False, "f": False}),
+    ],
+)
+def test_words_of_a_pass_and_a_mask(column: str, words: dict[str, bool]) -> None:
+    for word, expected in words.items():
+        workload = asked(**{column: word})[0].workload
+        assert (workload.backward if column == "pass" else workload.causal) is expected
+
+
+@pytest.mark.parametrize(
+    ("kernel", "expected"),
+    [
+        ("", "auto"), ("cuDNN 9.3", "cudnn"), ("FA2", "flash-attn"), ("flash-attn 2.4.3", "flash-attn"),
+        ("flash_attn", "flash-attn"), ("Flash Attention v3", "flash-attn-3"), ("fa4", "flash-attn-4"),
+        ("torch-flash", "torch-flash"),
+    ],
+)  # fmt: skip
+def test_names_of_kernels(kernel: str, expected: str) -> None:
+    assert asked(kernel=kernel)[0].kernel == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"pass": "training"}, "pass 'training' is none of fwd, forward, bwd, backward"),
+        ({"causal": "maybe"}, "causal 'maybe' is none of true"),
+        ({"dtype": "int8"}, "dtype 'int8' is none of bf16"),
+        ({"time_ms": "40 ms"}, "time_ms '40 ms' is no such number"),
+        ({"time_ms": "-4"}, "time_ms '-4' is no such number"),
+        ({"heads": ""}, "no heads"),
+        ({"kernel": "triton"}, "a kernel that ringprof has not, 'triton'"),
+        ({"strategy": "zigzag_llama3"}, "a strategy that ringprof has not"),
+        ({"hardware": "A100-SXM4-80GB"}, "measured on A100, and the machine is H200"),
+        ({"hosts": "2", "gpus_per_host": "3"}, "n_gpus 8 is not 2 hosts of 3"),
+        ({"n_gpus": "15", "hosts": "2"}, "n_gpus 15 is not 2 hosts of 7"),
+        ({"n_gpus": "12"}, "n_gpus 12 is not 1 hosts of 8"),
+    ],
+)
+def test_what_is_not_understood_is_not_foreseen(changes: dict[str, str], reason: str) -> None:
+    query, why = asked(**changes)
+    assert query is None and why.startswith(reason)
+
+
+@pytest.mark.parametrize(
+    ("changes", "hosts", "per_host"),
+    [
+        ({}, 1, 8), ({"n_gpus": "4"}, 1, 4), ({"n_gpus": "64"}, 8, 8), ({"n_gpus": "16", "gpus_per_host": "4"}, 4, 4),
+        ({"n_gpus": "15", "hosts": "3"}, 3, 5), ({"n_gpus": "4", "gpus_per_host": "8"}, 1, 4),
+        ({"n_gpus": "16.0", "hosts": "16"}, 16, 1),
+    ],
+)  # fmt: skip
+def test_hosts_follow_from_what_is_said(changes: dict[str, str], hosts: int, per_host: int) -> None:
+    cluster = asked(**changes)[0].cluster
+    assert (cluster.hosts, cluster.gpus_per_host) == (hosts, per_host)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "strategy,seq_global,heads,n_gpus,time_ms,window\nzigzag,65536,40,8,40,\n",
+        "\ufeffStrategy, SEQ_global,Heads,n_gpus,time_ms,window\r\nzigzag,65536,40,8,40,\r\n",
+        "strategy;seq_global;heads;n_gpus;time_ms;window\nzigzag;65536;40;8;40;\n",
+        '"strategy"\t"seq_global"\t"heads"\t"n_gpus"\t"time_ms"\t"window"\nzigzag\t65536\t40\t8\t40\t\n',
+    ],
+)
+def test_tables_as_programs_write_them(text: str, tmp_path: Path) -> None:
+    (tmp_path / "table.csv").write_bytes(text.encode())
+    rows = read_rows(str(tmp_path / "table.csv"))
+    assert rows == [{**ROW, "window": ""}] and unknown_columns(rows) == ["window"]
+
+
+def test_a_table_without_a_time_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "table.csv").write_text("strategy,seq_global,heads,n_gpus,time_s\nzigzag,65536,40,8,0.04\n")
+    with pytest.raises(InputError, match="it needs strategy, seq_global, heads, n_gpus, time_ms"):
+        read_rows(str(tmp_path / "table.csv"))

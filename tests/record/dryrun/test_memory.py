@@ -1,0 +1,262 @@
+"""The plan's memory: against what GPUs held, against sums that can be reckoned in the head, and of strangers' code."""
+
+from __future__ import annotations
+
+import csv
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from tests.paths import ROOT, TRACES
+
+pytest.importorskip("torch", reason="the tape runs strategies on shapes")
+
+import torch
+
+from benchmarks import plan_memory
+from ringprof.errors import UnsupportedWorkloadError
+from ringprof.record.dryrun import memory
+from ringprof.record.dryrun.memory import peak_bytes
+from ringprof.record.request import Request
+from ringprof.run import Workload, read_run
+from ringprof.strategies import find, names
+from tests.record.dryrun import strategies_of_strangers
+
+MIB = 2**20
+Q, KV, LSE = 40.0, 16.0, 0.625
+"""MiB of 4096 tokens of 40 heads of 128 numbers in bf16, of K and V of 8 heads, and of the LSE in float32."""
+GRADIENTS = Q + KV + (2 * Q + LSE) + 2 * Q
+"""What a backward block makes, and holds meanwhile: dQ in float32, the rows' sums, dK and dV of every query head."""
+WORKLOAD = Workload(seq=4096, heads=40, kv_heads=8, head_dim=128, causal=False)
+
+
+def asked(strategy: str, world: int, **given: Any) -> Request:
+    base = Request(workload=WORKLOAD, strategy=strategy, device="cuda", world=world, hops="nccl", verify=False)
+    return replace(base, **given)
+
+
+def held_mib(strategy: str, world: int, *, backward: bool, kernel: str = "flash-attn", **given: Any) -> float:
+    workload = replace(WORKLOAD, seq=4096 * world, backward=backward)
+    return peak_bytes(asked(strategy, world, **given), workload, kernel, world) / MIB
+
+
+# --- what GPUs held ---------------------------------------------------------------------------------
+
+RUNS = {
+    "h200x2-decode-1048576": 16416.7, "h200x2-decode-1048576-window": 16416.7, "h200x2-ring-65536-window": 2378.3,
+    "h200x2-ring-prefill-262144": 2480.1, "h200x2-zigzag-65536": 2922.3, "h200x2-zigzag-65536-layer": 8558.8,
+    "h200x2-zigzag-65536-packed": 2890.8, "h200x2-zigzag-65536-prefix": 2816.3, "h200x2-zigzag-65536-sizes": 6592.8,
+}  # fmt: skip
+"""MiB that ranks held, of code that holds as much today, or a parcel more."""
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_plan_is_within_a_twentieth_of_what_committed_runs_held(name: str) -> None:
+    run = read_run(TRACES / name / "run.json")
+    assert run.workload and run.strategy and run.kernel and run.peak_memory_bytes
+    assert max(run.peak_memory_bytes) / MIB == pytest.approx(RUNS[name], abs=0.1)
+    used = run.strategy
+    request = asked(used.name, 2, params=used.params, hops=used.hops, verify=True)
+    assert peak_bytes(request, run.workload, run.kernel, 2) / MIB == pytest.approx(RUNS[name], rel=0.05)
+
+
+def measured_cases() -> list[Any]:
+    """What benchmarks/plan_memory.py measured on 2 H200: MiB held at the peak, and before in workspaces."""
+    with (ROOT / "benchmarks" / "data" / "h200_plan_memory.csv").open() as file:
+        held = {row["case"]: (float(row["held_mib"]), float(row["rest_mib"])) for row in csv.DictReader(file)}
+    return [
+        pytest.param(request, kernel, *held[name], id=name)
+        for name, request, kernel in plan_memory.cases(2) if name in held
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("request_", "kernel", "held", "before"), measured_cases())
+def test_the_plan_is_what_two_gpus_held(request_: Request, kernel: str, held: float, before: float) -> None:
+    """To half a percent. The plan counts workspaces that were there before, where the case itself needs them."""
+    counted = kernel == "cudnn" or request_.workload.layer is not None or kernel == "reference"
+    plan = peak_bytes(request_, request_.workload, kernel, 2) / MIB
+    assert plan == pytest.approx(held + (before if counted else 0), rel=0.005)
+
+
+def test_every_strategy_was_measured_both_ways() -> None:
+    measured = {case.id for case in measured_cases()}
+    for name in names():
+        assert {
+            f"{name} {what} flash-attn {hops}" for what in ("trains", "forward") for hops in ("nccl", "copy")
+        } < measured
+
+
+# --- by hand ----------------------------------------------------------------------------------------
+
+
+def test_one_rank_by_hand() -> None:
+    """q, k, v, O and the LSE; backward dO, too, and what a block makes."""
+    assert held_mib("ring", 1, backward=False) == Q + KV + Q + LSE == 96.625
+    assert held_mib("ring", 1, backward=True) == 3 * Q + KV + LSE + GRADIENTS == 353.25
+
+
+@pytest.mark.parametrize("name", ["ring", "zigzag"])
+def test_rings_by_hand(name: str) -> None:
+    """Two ranks: at the second block K and V that arrived, and two outputs.
+
+    Backward K and V that arrived, dQ, dK and dV of the first block, and what the second makes. On four ranks, at the
+    third of these, K and V that arrive meanwhile; dQ is a float32 sum by then, and dK and dV travel, sent and arriving
+    in float32, beside those of the own block.
+    """
+    assert held_mib(name, 2, backward=False) == Q + KV + KV + 2 * (Q + LSE) == 153.25
+    assert held_mib(name, 2, backward=True) == 3 * Q + KV + LSE + KV + Q + KV + GRADIENTS == 425.25
+    travelling = 2 * KV + 2 * (2 * KV) + KV
+    assert held_mib(name, 4, backward=True) == 3 * Q + KV + LSE + travelling + 2 * Q + GRADIENTS == 545.25
+
+
+def test_a_rings_first_hop_by_hand() -> None:
+    """As many heads of K and V: those that are sent are copied side by side, and the others arrive, in the block."""
+    workload = replace(WORKLOAD, seq=8192, kv_heads=40, backward=False)
+    assert peak_bytes(asked("ring", 2), workload, "flash-attn", 2) / MIB == Q + 3 * 2 * Q + Q + LSE == 320.625
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_ulysses_by_hand(world: int) -> None:
+    """Everything twice: a rank's tokens, and all tokens of its heads. Forward the output three times: as it was
+    computed, as it arrived and put together. As many heads of K and V, so that none is repeated."""
+    whole = replace(WORKLOAD, seq=4096 * world, kv_heads=40)
+    forward, backward = (
+        peak_bytes(asked("ulysses", world), replace(whole, backward=trains), "flash-attn", world) / MIB
+        for trains in (False, True)
+    )
+    assert forward == 2 * 3 * Q + 3 * Q == 360
+    assert backward == 2 * (5 * Q) + LSE + (3 * Q + 2 * Q + LSE) == 601.25
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_all_gather_by_hand(world: int) -> None:
+    """Forward all that was gathered, and two outputs: of the own keys and of all others.
+
+    Between the first and the last of four there are others on both sides: when the third output is there, the first two
+    are summed up in float32.
+    """
+    outputs = 2 * (Q + LSE) if world == 2 else 3 * (Q + LSE) + 2 * Q
+    assert held_mib("allgather", world, backward=False) == Q + KV + world * KV + outputs
+
+
+def test_two_slots_of_copied_hops_by_hand() -> None:
+    """They are there as long as the ring: in place of what arrives, one more parcel of K and V."""
+    nccl, copied = (held_mib("ring", 2, backward=False, hops=hops) for hops in ("nccl", "copy"))
+    assert copied - nccl == KV
+
+
+def test_what_is_computed_densely_by_hand() -> None:
+    """The reference's scores are float64: of 1024 x 1024 pairs and 2 heads 16 MiB, and there are several at once."""
+    workload = Workload(seq=1024, heads=2, kv_heads=2, head_dim=8, causal=False, backward=False, dtype="fp32")
+    held = peak_bytes(asked("ring", 1), workload, "reference", 1)
+    twice = peak_bytes(asked("ring", 1), replace(workload, seq=2048), "reference", 1)
+    assert 2 * 16 * MIB < held - memory._CUBLAS_BYTES < 4 * 16 * MIB
+    assert (twice - memory._CUBLAS_BYTES) / (held - memory._CUBLAS_BYTES) == pytest.approx(4, rel=0.02)
+
+
+# --- many ranks and tokens --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", names())
+def test_fewer_ranks_stand_for_many(name: str) -> None:
+    """Five and six hosts of eight for eight of them, whose ranks are taken one by one."""
+    workload = replace(WORKLOAD, seq=4096 * 64, heads=64, kv_heads=64, causal=True)
+    request = asked(name, 64, params=find(name).load().placed(64, 8))
+    assumed = memory._Assumed(request, "flash-attn", 8)
+    largest = max(memory._Rank(assumed, workload, rank, 64).run() for rank in (0, 1, 9, 31, 62, 63))
+    assert peak_bytes(request, workload, "flash-attn", 8) == pytest.approx(largest, rel=0.001)
+
+
+@pytest.mark.parametrize("name", names())
+def test_of_many_ranks_three_are_enough(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    workload = replace(WORKLOAD, seq=4096 * 12, heads=12, kv_heads=12, causal=True)
+    three = peak_bytes(asked(name, 12), workload, "flash-attn", 4)
+    monkeypatch.setattr(memory, "ALL", 12)
+    assert three == peak_bytes(asked(name, 12), workload, "flash-attn", 4)
+
+
+def test_sixteen_thousand_ranks_and_billions_of_tokens() -> None:
+    """Rings hold no more than 48 ranks with as many tokens each; all-gather K and V of all, forward."""
+    world, tokens = 16384, 2**17
+    workload = replace(WORKLOAD, seq=world * tokens, backward=False)
+    few = peak_bytes(asked("zigzag", 48), replace(workload, seq=48 * tokens), "flash-attn", 8)
+    assert peak_bytes(asked("zigzag", world), workload, "flash-attn", 8) == few
+    gathered = world * tokens * 2 * 8 * 128 * 2
+    assert peak_bytes(asked("allgather", world), workload, "flash-attn", 8) == pytest.approx(gathered, rel=0.01)
+    with pytest.raises(UnsupportedWorkloadError, match="packed documents on 64 ranks"):
+        peak_bytes(asked("zigzag", 64), replace(WORKLOAD, seq=2048, documents=(2000, 48)), "flash-attn", 8)
+
+
+# --- strangers' code --------------------------------------------------------------------------------
+
+STRANGERS = "tests.record.dryrun.strategies_of_strangers"
+
+
+def of_stranger(name: str) -> int:
+    workload = replace(WORKLOAD, seq=8192)
+    return peak_bytes(asked(f"{STRANGERS}:{name}", 2), workload, "flash-attn", 2)
+
+
+@pytest.mark.parametrize("name", ["Prints", "Multiplies"])
+def test_a_strangers_strategy_is_taped_in_a_fork(name: str, capfd: pytest.CaptureFixture[str]) -> None:
+    # So that torch's threads are there when the fork begins.
+    assert torch.ones(500, 500).mm(torch.ones(500, 500)).sum() > 0
+    assert of_stranger(name) == peak_bytes(asked("zigzag", 2), replace(WORKLOAD, seq=8192), "flash-attn", 2)
+    assert capfd.readouterr() == ("", "") and strategies_of_strangers.MADE == []
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("Exits", "it ends the process on shapes alone"),
+        ("Dies", "it ends the process on shapes alone"),
+        ("Raises", "LookupError: no such thing"),
+        ("Sends", "fails on shapes alone .*strategies_of_strangers.py, line"),
+        ("Hangs", "it does not end within 1 s on shapes alone"),
+        ("Forked", "this process has computed gradients on devices, and torch computes none in a fork"),
+    ],
+)
+def test_what_a_strangers_strategy_does_is_a_reason(name: str, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if name == "Hangs":
+        monkeypatch.setattr(memory, "_STRANGERS_S", 1.0)
+    with pytest.raises(UnsupportedWorkloadError, match=why) as refused:
+        of_stranger(name)
+    assert "\n" not in str(refused.value)
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)
+
+
+def test_a_block_of_flex_is_measured_after_the_fork() -> None:
+    """In a process of its own: with a CUDA build of torch a fork computes no gradients after flex's on a CPU."""
+    plan = f"""if True:
+        from ringprof.record.estimate import estimate_of
+        from ringprof.record.request import Request
+        from ringprof.run import Workload
+        workload = Workload(seq=256, heads=2, kv_heads=2, head_dim=64, dtype="fp32")
+        request = Request(
+            workload=workload, strategy="{STRANGERS}:Prints", device="cpu", world=2, hops="nccl", kernel="flex",
+            warmup=1, iters=1,
+        )
+        plan = estimate_of(request)
+        assert plan.memory_bytes and plan.memory_bytes > 0, plan.memory_note
+    """
+    done = subprocess.run([sys.executable, "-c", plan], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_other_peoples_code_is_not_run() -> None:
+    with pytest.raises(UnsupportedWorkloadError, match="other people's code computes and sends by itself"):
+        peak_bytes(asked("torch-cp", 2), replace(WORKLOAD, seq=8192), "flash-attn", 2)
+
+
+def test_the_tape_begins_no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    def begun() -> None:
+        raise AssertionError("CUDA begins")
+
+    monkeypatch.setattr(torch.cuda, "_lazy_init", begun)
+    for name in names():
+        assert held_mib(name, 2, backward=True, hops="copy", controls=True) > 0

@@ -1,0 +1,37 @@
+"""Ranks of our own: who can reach the store that they meet at."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+from pathlib import Path
+
+import psutil
+import pytest
+
+pytest.importorskip("torch", reason="recording needs torch")
+
+from ringprof.record.local_launcher import _store
+from tests.record.command import HANGS_S, RINGPROF, SMALL, environment
+
+
+def test_the_ranks_meet_where_no_other_host_can_connect() -> None:
+    with _store() as port:
+        listening = [at.laddr for at in psutil.Process().net_connections("tcp") if at.status == psutil.CONN_LISTEN]
+        assert [address.ip for address in listening if address.port == port] == ["127.0.0.1"]
+        socket.create_connection(("127.0.0.1", port), 5).close()
+
+
+@pytest.mark.processes
+def test_without_a_loopback_ranks_cannot_meet_and_one_line_says_so(tmp_path: Path) -> None:
+    """As in a container of no network, whose loopback is down."""
+    apart = ["unshare", "--net"]
+    if subprocess.run([*apart, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("network namespaces are not permitted here")
+    command = [*apart, *RINGPROF, "record", "--strategy", "zigzag", *SMALL, "--world", "2"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=HANGS_S)
+    last = done.stderr.splitlines()[-1]
+    assert (done.returncode, "Traceback" in done.stderr) == (3, False)
+    assert last == (
+        "ringprof: ranks cannot meet on 127.0.0.1 (Network is unreachable): bring it up (ip link set lo up)"
+    )

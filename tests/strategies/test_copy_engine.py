@@ -1,0 +1,322 @@
+"""Hops by copy engine: the same bits and bytes as hops by NCCL, for every strategy, call after call.
+
+Without GPUs only the refusals can be tested; the transfers need two GPUs of one host that can reach each other.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed._symmetric_memory as symmetric
+
+from ringprof.mask import Mask
+from ringprof.strategies import create
+from ringprof.strategies.errors import PeerLost, Unsupported
+from ringprof.strategies.transport import copy_engine, handshake, ring_channel
+from ringprof.strategies.transport.message import Message, Shapes, shapes_of
+from tests.strategies.cases import CASES, Case, WorkloadShard, dense, inputs, relative_error
+from tests.strategies.gpu_ranks import GPUS, SIZES, needs_two_gpus, run_gpu_ranks
+from tests.strategies.ranks import run_ranks
+from tests.strategies.test_masks import dense as masked
+
+PLAIN = Mask()
+
+
+def test_hops_that_nothing_carries_are_refused_by_name():
+    with pytest.raises(Unsupported, match="hops 'pigeon': write one of auto, nccl, copy"):
+        create("ring", ring_channel="pigeon")
+
+
+class _ByGloo:
+    """Carries what copy engines would, in two slots, at the worst moments that they may choose.
+
+    Where a hop arrives is spoilt as soon as it is posted, and what it sends is read no sooner than it is waited for.
+    """
+
+    def __init__(self, group: Any, following: int, previous: int) -> None:
+        self.group, self.following, self.previous = group, following, previous
+        self._memory, self._size, self._number = torch.empty(0, dtype=torch.uint8), 0, 0
+
+    def post(self, parcel: Message) -> _LateHop:
+        shapes = shapes_of(parcel.messages)
+        self._grow(shapes)
+        self._number += 1
+        return _LateHop(self, parcel, self._spoilt(shapes))
+
+    def free_slot(self, shapes: Shapes) -> list[torch.Tensor]:
+        self._grow(shapes)
+        return self._spoilt(shapes)
+
+    def holds(self, message: torch.Tensor) -> bool:
+        return message.untyped_storage().data_ptr() == self._memory.untyped_storage().data_ptr()
+
+    def _grow(self, shapes: Shapes) -> None:
+        size = copy_engine.places(shapes)[1]
+        if size > self._size:
+            self._memory, self._size, self._number = torch.empty(2 * size, dtype=torch.uint8), size, 0
+
+    def _spoilt(self, shapes: Shapes) -> list[torch.Tensor]:
+        slot = self._number % 2
+        self._memory[slot * self._size : (slot + 1) * self._size] = 255
+        return copy_engine.viewed(self._memory, self._size, shapes, slot)
+
+
+class _LateHop:
+    """As `copies.CopyHop`, it knows what is under way by its parcel."""
+
+    def __init__(self, ring: _ByGloo, sent: Message, places: list[torch.Tensor]) -> None:
+        self._ring, self._sent, self._places = ring, sent, places
+
+    def wait(self) -> Message:
+        ring, messages = self._ring, self._sent.messages
+        assert messages, "what is under way was let go of"
+        arrived = [torch.empty_like(x) for x in messages]
+        # gloo knows few types, but bytes are bytes.
+        works = [ring.group.send([x.view(torch.uint8)], ring.following, 0) for x in messages]
+        works += [ring.group.recv([x.view(torch.uint8)], ring.previous, 0) for x in arrived]
+        for work in works:
+            work.wait()
+        for place, message in zip(self._places, arrived, strict=True):
+            place.copy_(message)
+        return self._sent.over(self._places)
+
+
+def _carried(rank: int, can: list[bool], cases: list[Case], mask: Mask = PLAIN) -> dict[str, tuple[set[str], float]]:
+    """By what the hops of each case went, where ``can`` says which ranks have copy engines; and the error."""
+    rings: list[_ByGloo] = []
+
+    def made(group: Any, following: int, previous: int, *_: Any) -> _ByGloo:
+        rings.append(_ByGloo(group, following, previous))
+        return rings[-1]
+
+    def owned(parcel: Message, ring: _ByGloo | None) -> Message:
+        """As `copies.owned`: what lies in another ring's room is copied."""
+        if any(other.holds(message) for other in rings if other is not ring for message in parcel.messages):
+            return parcel.over([message.clone() for message in parcel.messages])
+        return parcel
+
+    with (
+        patch.object(handshake, "can_copy", lambda: None if can[rank] else "need CUDA"),
+        patch.object(handshake, "sees_peers", lambda: True),
+        patch.object(copy_engine, "CopyRing", made),
+        patch.object(copy_engine, "_watch", SimpleNamespace(add=lambda ring: None)),
+        patch.object(ring_channel, "owned", owned),
+    ):
+        return {str(case): _one_carried(case, mask) for case in cases}
+
+
+def _one_carried(case: Case, mask: Mask) -> tuple[set[str], float]:
+    problem = WorkloadShard(seq=32, heads=8, kv_heads=4)
+    *qkv, dout = inputs(problem)
+    strategy = create(case.name, kernel="reference", **case.params)
+    for _ in range(2):
+        # The second time in room that the first has left.
+        mine = [strategy.shard(x).requires_grad_() for x in qkv]
+        out = strategy.attention(*mine, documents=mask.documents, window_size=mask.window, prefix=mask.prefix)
+        out.backward(strategy.shard(dout))
+    results = [strategy.unshard(x) for x in (out, *(x.grad for x in mine))]
+    exact = dense(problem) if mask.plain else masked(problem, mask)
+    error = max(relative_error(x, true) for x, true in zip(results, exact, strict=True))
+    return {operation for _, _, operation, _ in strategy.comm.meter.sent}, error
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("can", "way"), [([True, True], "copy"), ([True, False], "send_recv"), ([False, False], "send_recv")]
+)
+def test_auto_copies_where_all_ranks_can(can, way):
+    for found in run_ranks(2, _carried, can, [Case("zigzag")]):
+        assert all(ways == {way} and error < 1e-13 for ways, error in found.values())
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("size", [2, 4])
+def test_every_strategy_is_right_with_room_that_is_used_again(size):
+    cases = [case for case in CASES if size in case.worlds]
+    for found in run_ranks(size, _carried, [True] * size, cases):
+        assert {case: error for case, (_, error) in found.items() if not error < 1e-12} == {}
+        assert "copy" in found["zigzag"][0] and "copy" not in found["megatron"][0]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "mask", [Mask.of(window=(3, 0)), Mask.of(window=(3, 0), prefix=2), Mask.of(documents=[0, 3, 21, 32])]
+)
+def test_rows_that_travel_alone_are_right_with_room_that_is_used_again(mask):
+    cases = [Case("ring"), Case("zigzag"), Case("usp", {"ulysses_degree": 1})]
+    for found in run_ranks(4, _carried, [True] * 4, cases, mask):
+        assert {case: error for case, (_, error) in found.items() if not error < 1e-12} == {}
+
+
+def test_slots_that_were_outgrown_are_given_back_at_once(monkeypatch):
+    """Not at the next collection of garbage: the memory of a GPU is full before that."""
+    handle = SimpleNamespace(rank=0, buffer_ptrs=[0, 0])
+    monkeypatch.setattr(symmetric, "empty", lambda size, dtype, device: torch.empty(size, dtype=dtype))
+    monkeypatch.setattr(symmetric, "rendezvous", lambda memory, group: handle)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    group: Any = None
+    slots = copy_engine._Slots(1024, group, 1, 1)
+    assert copy_engine.held_bytes() == 2 * 1024 + 256
+    shapes = ((torch.float32, (2, 64)),)
+    assert [x.shape for x in slots.received(shapes, 1)] == [(2, 64)]
+    gc.disable()
+    try:
+        del slots
+        assert copy_engine.held_bytes() == 0
+    finally:
+        gc.enable()
+
+
+@pytest.mark.skipif(GPUS > 0, reason="needs a machine without CUDA")
+def test_without_cuda_there_are_no_copy_engines():
+    with pytest.raises(Unsupported, match="hops by copy engine need CUDA"):
+        create("zigzag", ring_channel="copy")
+
+
+@pytest.mark.skipif(GPUS == 0, reason="needs a CUDA device")
+def test_a_single_hardware_queue_is_refused(monkeypatch):
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    with pytest.raises(Unsupported, match="CUDA_DEVICE_MAX_CONNECTIONS of at least 8, which is 1"):
+        create("zigzag", ring_channel="copy")
+
+
+def _calls(strategy: Any, seeds: range, heads: int, kv_heads: int) -> list[list[torch.Tensor]]:
+    """Output and gradients of several calls, posted without waiting for one another."""
+    results = []
+    for seed in seeds:
+        torch.manual_seed(seed)
+        q, k, v, dout = (
+            torch.randn(1, 1024, count, 64, device="cuda", dtype=torch.bfloat16)
+            for count in (heads, kv_heads, kv_heads, heads)
+        )
+        mine = [strategy.shard(tensor).requires_grad_() for tensor in (q, k, v)]
+        out = strategy.attention(*mine, causal=True)
+        results.append([out.detach(), *torch.autograd.grad(out, mine, strategy.shard(dout))])
+    return results
+
+
+def _compared(case: Case) -> str:
+    """Empty where both ways of a case give the same bits and count the same bytes; else what differs."""
+    params = {**case.params, "deterministic": True}
+    ways = {way: create(case.name, kernel="torch-flash", ring_channel=way, **params) for way in ("nccl", "copy")}
+    results = {way: _calls(strategy, range(6), 8, 4) for way, strategy in ways.items()}
+    for call, pair in enumerate(zip(*results.values(), strict=True)):
+        for name, one, other in zip(("out", "dq", "dk", "dv"), *pair, strict=True):
+            if not torch.equal(one, other):
+                return f"{case}: {name} of call {call} differs by {(one - other).abs().max().item()}"
+    sent = {
+        way: {(*key[:2], key[3]): value for key, value in strategy.comm.meter.sent.items()}
+        for way, strategy in ways.items()
+    }
+    if sent["nccl"] != sent["copy"]:
+        return f"{case}: counted {sent}"
+    copied = [key for key in ways["copy"].comm.meter.sent if key[2] == "copy"]
+    return "" if bool(copied) == bool(copy_engine.held_bytes()) else f"{case}: memory is held for {copied}"
+
+
+def _differences(rank: int, size: int) -> list[str]:
+    found = []
+    for case in CASES:
+        found += [_compared(case)] if size in case.worlds else []
+        # What one case held must be free before the next counts.
+        gc.collect()
+    return [problem for problem in found if problem]
+
+
+@pytest.mark.gpu
+@needs_two_gpus
+@pytest.mark.parametrize("size", SIZES)
+def test_every_strategy_gives_the_same_bits_and_bytes_either_way(size):
+    assert run_gpu_ranks(size, _differences, size) == [[]] * size
+
+
+def _bucketed(rank: int) -> tuple[list[int], bool]:
+    """Memory held after each of many lengths, by several strategies over the same ring, and whether all was right."""
+    strategies = [create("zigzag", kernel="torch-flash", ring_channel="copy") for _ in range(3)]
+    plain = create("zigzag", kernel="torch-flash")
+    held, right = [], True
+    for turn, seq in enumerate([512, 1024, 256, 2048, 768, 2048, 128, 1536, *range(256, 1280, 64)]):
+        torch.manual_seed(turn)
+        q, k, v = (torch.randn(1, seq, 8, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+        outs = []
+        for strategy in (*strategies, plain):
+            leaves = [strategy.shard(x).requires_grad_() for x in (q, k, v)]
+            out = strategy.attention(*leaves)
+            outs.append([out, *torch.autograd.grad(out.sum(), leaves)])
+        pairs = [(x, outs[-1][place]) for one in outs for place, x in enumerate(one)]
+        right = right and all(torch.allclose(x, own, atol=1e-2) for x, own in pairs)
+        held.append(copy_engine.held_bytes())
+    return held, right
+
+
+@pytest.mark.gpu
+@needs_two_gpus
+def test_a_ring_holds_two_slots_of_its_largest_hop_whatever_lengths_and_strategies_there_are():
+    for held, right in run_gpu_ranks(2, _bucketed):
+        # K and V of 1024 tokens of 8 heads of 64 in bf16 are 2 MiB, as dK and dV on their only hop.
+        assert held[3] == held[-1] == 2 * 2 * 2**20 + 256
+        assert right
+
+
+def _bereft(rank: int) -> str:
+    """What rank 0 is told when rank 1 has ended in the middle; it must not wait for ever."""
+    strategy = create("zigzag", kernel="torch-flash", ring_channel="copy")
+    q = torch.randn(1, 1024, 8, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    strategy.attention(q, q, q).sum().backward()
+    torch.cuda.synchronize()
+    if rank == 1:
+        os._exit(0)
+    try:
+        for _ in range(100):
+            out = strategy.attention(q, q, q)
+            torch.cuda.synchronize()
+    except PeerLost as lost:
+        return f"{lost}; the last output has NaN: {bool(out.isnan().any())}"
+    return "nothing"
+
+
+@pytest.mark.gpu
+@needs_two_gpus
+def test_a_peer_that_dies_ends_the_wait_for_its_hop():
+    told, gone = run_gpu_ranks(2, _bereft, limit_s=90)
+    assert told.startswith("rank 1 has ended (process ") and told.endswith("the last output has NaN: True")
+    assert gone == "gone"
+
+
+def _captured(rank: int) -> str:
+    strategy = create("zigzag", kernel="torch-flash", ring_channel="copy")
+    q = torch.randn(1, 1024, 8, 64, device="cuda", dtype=torch.bfloat16)
+    strategy.attention(q, q, q)
+    try:
+        with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
+            strategy.attention(q, q, q)
+    except Unsupported as refusal:
+        return str(refusal)
+    return ""
+
+
+@pytest.mark.gpu
+@needs_two_gpus
+def test_copied_hops_are_refused_inside_a_cuda_graph():
+    assert all("cannot be captured in a CUDA graph" in said for said in run_gpu_ranks(2, _captured))
+
+
+def _auto(rank: int) -> dict[str, set[str]]:
+    found = {}
+    for kernel in ("cudnn", "torch-flash"):
+        strategy = create("zigzag", kernel=kernel)
+        _calls(strategy, range(2), 8, 4)
+        found[kernel] = {operation for _, _, operation, _ in strategy.comm.meter.sent}
+    return found
+
+
+@pytest.mark.gpu
+@needs_two_gpus
+def test_auto_copies_beside_any_kernel_on_gpus():
+    assert run_gpu_ranks(2, _auto) == [{"cudnn": {"copy"}, "torch-flash": {"copy"}}] * 2

@@ -1,0 +1,95 @@
+"""The watch over copied hops: a peer that ends, a hop that takes too long, and rings that nobody needs any more."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+
+import pytest
+
+from ringprof.strategies.errors import PeerLost
+from ringprof.strategies.transport.copy_watchdog import Watch
+
+
+class Ring:
+    """A ring as the watch sees it."""
+
+    timeout_s = 600.0
+
+    def __init__(self, since: float | None, processes: Mapping[int, int | None]) -> None:
+        self.since, self.processes = since, processes
+        self.released = 0
+
+    def waiting_since(self) -> float | None:
+        return self.since
+
+    def release(self) -> None:
+        self.released += 1
+
+
+@pytest.fixture
+def peer() -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def watch_at(seconds: float) -> Watch:
+    """A watch that looks only when it is told to."""
+    watch = Watch(clock=lambda: seconds)
+    watch._keep_looking = lambda: None  # type: ignore[method-assign]
+    return watch
+
+
+def test_a_peer_that_ends_releases_those_who_wait_for_it(peer):
+    watch, waiting, idle = watch_at(1.0), Ring(0.0, {3: peer.pid}), Ring(None, {3: peer.pid})
+    watch.add(waiting)
+    watch.add(idle)
+    watch.look()
+    watch.refuse()
+    assert waiting.released == 0
+    peer.kill()
+    peer.wait()
+    watch.look()
+    assert (waiting.released, idle.released) == (1, 0)
+    with pytest.raises(PeerLost, match=rf"rank 3 has ended \(process {peer.pid}\) while this rank waited for its hop"):
+        watch.refuse()
+
+
+@pytest.mark.parametrize(("now", "released"), [(599.0, 0), (600.0, 1)])
+def test_a_hop_takes_at_most_the_groups_time(now, released):
+    watch, ring = watch_at(now), Ring(0.0, {1: None, 3: None})
+    watch.add(ring)
+    watch.look()
+    assert ring.released == released
+    if released:
+        with pytest.raises(PeerLost, match="rank 1 and 3 was not over after 600 s, the group's timeout"):
+            watch.refuse()
+
+
+def test_a_peer_that_ended_after_its_last_hop_is_not_missed(peer):
+    watch, ring = watch_at(1.0), Ring(None, {3: peer.pid})
+    watch.add(ring)
+    peer.kill()
+    peer.wait()
+    watch.look()
+    watch.refuse()
+    assert ring.released == 0
+
+
+def test_a_ring_that_nobody_has_any_more_is_not_looked_at():
+    watch, ring = watch_at(1e9), Ring(0.0, {1: None})
+    watch.add(ring)
+    del ring
+    gc.collect()
+    watch.look()
+    watch.refuse()
+
+
+def test_the_watch_keeps_no_process_alive():
+    watch = watch_at(0.0)
+    watch.add(Ring(None, {}))
+    assert watch._thread is not None and watch._thread.daemon

@@ -1,0 +1,282 @@
+"""What reaches the seams: how every kernel call's tensors lie in memory, and what lies in one message."""
+
+from __future__ import annotations
+
+from math import inf
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ringprof.strategies import create
+from ringprof.strategies.base import _heads_together
+from ringprof.strategies.kernels.builtin import KERNELS, ReferenceKernel
+from ringprof.strategies.kernels.kernel import Kernel
+from ringprof.strategies.kernels.plan_check import plausible
+from ringprof.strategies.kernels.torch_builtin import CpuFlashKernel, _added_to_scores
+from ringprof.strategies.masks.mask_blocks import AttnRectangle
+from ringprof.strategies.transport.baselines import RecordingKernel, TensorView
+from ringprof.strategies.transport.message import Message, Shapes, side_by_side
+from tests.strategies.cases import CASES, WorkloadShard, dense, inputs, over_the_ranks, relative_error
+from tests.strategies.ranks import run_ranks
+
+
+class Recording(ReferenceKernel):
+    """Computes, and keeps what is wrong with the strides of what it is given. It takes O, as cuDNN does, not delta."""
+
+    takes_delta = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wrong: list[str] = []
+        self.backward_calls = 0
+
+    def _backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor,
+        out: Tensor | None, delta: Tensor | None, scale: float, causal: bool,
+    ) -> Any:  # fmt: skip
+        assert out is not None
+        self.backward_calls += 1
+        # torch gives O the strides of an empty tensor like q, and dO those of O; the LSE is dense.
+        for name, x, like in (("out", out, q), ("dout", dout, out)):
+            wanted = _strides(torch.empty_like(like.transpose(1, 2)).transpose(1, 2))
+            if _strides(x) != wanted:
+                self.wrong.append(f"{name} {tuple(x.shape)} has strides {x.stride()}, q {q.stride()}")
+        if not lse.is_contiguous():
+            self.wrong.append(f"lse {tuple(lse.shape)} has strides {lse.stride()}")
+        return super()._backward(dout, q, k, v, lse, out, delta, scale, causal)
+
+
+def _strides(x: Tensor) -> list[int]:
+    """Those that matter: a dimension of one has no stride."""
+    return [stride for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1]
+
+
+def strides_seen(rank: int, world: int) -> list[str]:
+    found = []
+    for batch, heads, kv_heads in [(1, 4, 4), (2, 4, 2), (3, 8, 2)]:
+        problem = WorkloadShard(seq=32, batch=batch, heads=heads, kv_heads=kv_heads)
+        full = inputs(problem)
+        for case in [case for case in CASES if world in case.worlds]:
+            strategy = create(case.name, kernel="reference", **case.params)
+            kernel = Recording()
+            strategy.kernel_for = lambda q, kernel=kernel: kernel
+            for causal in (True, False):
+                for turned in (False, True):
+                    q, k, v, dout = (strategy.shard(x) for x in full)
+                    if turned:
+                        q, dout = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, dout))
+                    leaves = [x.requires_grad_() for x in (q, k, v)]
+                    torch.autograd.grad(strategy.attention(*leaves, causal=causal), leaves, dout)
+            assert kernel.backward_calls >= 4
+            found += [f"{case} batch {batch}: {wrong}" for wrong in kernel.wrong]
+    return found
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.long)])
+def test_every_backward_call_has_the_strides_that_torchs_own_autograd_gives(world):
+    for found in run_ranks(world, strides_seen, world):
+        assert found == []
+
+
+class LikeFlashAttn(Recording):
+    """Takes O and dO as views, and gives dK and dV side by side, as flash-attn does."""
+
+    dense_rows = False
+
+    def _backward(self, *given: Any) -> Any:
+        dq, dk, dv = super()._backward(*given)
+        dk, dv = torch.stack([dk, dv]).unbind(0)
+        assert side_by_side(dk, dv) is not None
+        return dq, dk, dv
+
+
+def results_with_views(rank: int, world: int) -> tuple[list[str], int]:
+    """Cases that are wrong with such a kernel, and how many calls were given views."""
+    wrong, views = [], 0
+    problem = WorkloadShard(seq=32, batch=2)
+    truth = dense(problem)
+    for case in [case for case in CASES if world in case.worlds]:
+        kernel = LikeFlashAttn()
+        results = over_the_ranks(case, problem, using=kernel)
+        worst = max(relative_error(value, true) for value, true in zip(results, truth, strict=True))
+        # dO and O travel as float64, but some gradients of some cases in the input's type, which is that, too.
+        if not worst < 1e-12:
+            wrong.append(f"{case}: {worst:.1e}")
+        views += len(kernel.wrong)
+    return wrong, views
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_a_kernel_that_takes_views_is_given_them_and_its_gradients_are_added_in_pairs(world):
+    for rank, (wrong, views) in enumerate(run_ranks(world, results_with_views, world)):
+        assert wrong == []
+        # Half of a rank's queries see the keys of those before it: ranks but the last have such blocks.
+        assert views > 0 or rank == world - 1
+
+
+def test_only_what_lies_side_by_side_is_taken_as_one():
+    pair = torch.rand(2, 1, 3, 4)
+    first, second = pair.unbind(0)
+    assert side_by_side(first, second) is pair
+    for other in (first, second.clone(), second.bfloat16(), second[:, :2], second.transpose(1, 2)):
+        assert side_by_side(first, other) is None
+    assert side_by_side(second, first) is side_by_side(first.view(torch.int32), second.view(torch.int32)) is None
+    assert side_by_side(*(x.reshape(1, 4, 3).transpose(1, 2) for x in (first, second))) is None
+    assert side_by_side(*torch.rand(3, 4, 2).permute(2, 0, 1).unbind(0)) is None
+    # Neighbours in memory by chance, or as parts of something else.
+    assert side_by_side(pair[0, :, :, :2], pair[0, :, :, 2:]) is None
+
+
+# --- the look at a plan's first gradients -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("scale", [1.0, 1e-4])
+def test_right_gradients_are_plausible_and_those_of_wrong_memory_are_not(causal, scale):
+    torch.manual_seed(0)
+    kernel: Kernel = ReferenceKernel()
+    q, dout = (torch.randn(2, 64, 4, 16).bfloat16() for _ in range(2))
+    k, v = (torch.randn(2, 64, 2, 16).bfloat16() for _ in range(2))
+    dout *= scale
+    out, lse = kernel.forward(q, k, v, scale=0.25, causal=causal)
+
+    def seen(**other: Tensor) -> bool:
+        given = {"dout": dout, "lse": lse, "out": out, **other}
+        gradients = kernel.backward(given["dout"], q, k, v, given["lse"], out=given["out"], scale=0.25, causal=causal)
+        return bool(plausible(gradients, dout, q, k, v, out, lse, 0.25, causal))
+
+    assert seen()
+    # As if the memory were read with a view's strides: that of another batch entry, of other rows, or of no row at all.
+    assert not seen(out=out.flip(0))
+    assert not seen(dout=dout.roll(7, 1))
+    assert not seen(lse=lse.roll(1, 1))
+    assert not seen(lse=lse * torch.nan)
+    # Inputs that are no numbers are no plan's fault.
+    q[-1] = torch.nan
+    assert seen()
+
+
+# --- parcels ----------------------------------------------------------------------------------------
+
+
+def _room(shapes: Shapes) -> list[torch.Tensor]:
+    return [torch.empty(shape, dtype=dtype) for dtype, shape in shapes]
+
+
+@pytest.mark.parametrize(
+    ("shapes", "messages"),
+    [
+        ([(torch.bfloat16, (2, 4, 2, 8))] * 2, 1),
+        ([(torch.bfloat16, (1, 8)), (torch.bfloat16, (1, 8)), (torch.float32, (2, 4)), (torch.float32, (4,))], 1),
+        # Sizes that no kernel may begin after: no padding is sent for them.
+        ([(torch.bfloat16, (3, 5))] * 2, 2),
+        ([(torch.float32, (4,)), (torch.bfloat16, (3,))], 2),
+        ([(torch.float32, (4,))], 1),
+    ],
+)
+def test_tensors_travel_in_one_message_where_no_byte_is_added(shapes, messages):
+    torch.manual_seed(0)
+    tensors = [torch.randn(shape).to(dtype) for dtype, shape in shapes]
+    parcel = Message.holding(tensors)
+    assert len(parcel.messages) == messages
+    assert parcel.size_bytes == sum(x.numel() * x.element_size() for x in tensors)
+    for other in (parcel, parcel.over([message.clone() for message in parcel.messages])):
+        assert all(torch.equal(x, own) and own.is_contiguous() for x, own in zip(tensors, other.tensors, strict=True))
+    room, made = parcel.room(), Message.empty(tuple(shapes), _room)
+    for other in (room, made):
+        assert [(x.dtype, tuple(x.shape)) for x in other.tensors] == shapes
+        assert [tuple(x.shape) for x in other.messages] == [tuple(x.shape) for x in parcel.messages]
+        starts = {x.data_ptr() for x in other.messages} | {x.data_ptr() for x in parcel.messages}
+        assert len(starts) == 2 * messages
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("sharpness", [1, 8, 60, 200])
+def test_gradients_of_a_softmax_with_one_key_are_rounding_and_no_sign_of_a_wrong_plan(causal, sharpness):
+    torch.manual_seed(0)
+    q, k, v, dout = (torch.randn(1, 256, 4, 64).bfloat16() for _ in range(4))
+    k = (k + sharpness * q.float()).bfloat16()
+    kernel = CpuFlashKernel()
+    out, lse = kernel.forward(q, k, v, scale=0.1, causal=causal)
+
+    def seen(given: Tensor) -> bool:
+        gradients = kernel.backward(dout, q, k, v, lse, out=given, scale=0.1, causal=causal)
+        return bool(plausible(gradients, dout, q, k, v, out, lse, 0.1, causal))
+
+    assert seen(out.contiguous())
+    # As if O were read with other strides: other rows, other heads.
+    assert not seen(out.roll(7, 1).contiguous())
+    assert not seen(out.flip(2).contiguous())
+
+
+def test_a_kernel_is_made_once_for_all_that_it_computes():
+    strategy = create("ring", kernel="auto")
+    one, other, half = (
+        strategy.kernel_for(torch.zeros(1, 4, 2, head_dim, dtype=dtype))
+        for head_dim, dtype in ((8, torch.float32), (16, torch.float32), (8, torch.float64))
+    )
+    assert one is other is half and strategy.kernels() == [one]
+    assert strategy.kernel_for(torch.zeros(1, 4, 2, 8), softcap=2.0) is not one
+
+
+def test_what_lies_in_order_is_taken_as_it_is():
+    """Also where a dimension of one element has a stride of no meaning."""
+    q = torch.empty(5, 4, 3, 8).transpose(0, 1)[::2, :1]
+    assert q.shape == (2, 1, 3, 8) and not q.is_contiguous() and _heads_together(q) is q
+
+
+def test_a_mask_lies_where_the_tensors_do():
+    with torch.device("meta"):
+        assert _added_to_scores(AttnRectangle(0, 2, 0, 2, right=0), torch.zeros(1, device="cpu")).tolist() == [
+            [0, -inf],
+            [0, 0],
+        ]
+
+
+@pytest.mark.parametrize(
+    ("name", "grouped_heads", "dense_rows", "windows", "deterministic"),
+    [
+        ("flash-attn", True, False, True, True),
+        ("flash-attn-3", True, False, True, True),
+        ("flash-attn-4", True, False, False, False),
+        ("cudnn", True, True, False, False),
+        ("torch-flash", False, True, True, True),
+        ("torch-efficient", False, True, False, False),
+        ("cpu-flash", False, True, True, True),
+    ],
+)
+def test_what_each_kernel_takes(name, grouped_heads, dense_rows, windows, deterministic):
+    """As their makers say."""
+    kernel = KERNELS[name]
+    assert kernel.grouped_heads is grouped_heads and kernel.dense_rows is dense_rows
+    assert kernel.takes_windows is windows and kernel.has_deterministic_mode is deterministic
+
+
+def test_a_listener_keeps_how_what_a_kernel_was_given_lies():
+    """``delta`` as such for a kernel that takes it, else the output that it is made to; sizes with their strides."""
+    torch.manual_seed(0)
+    q, dout, k, v = (torch.randn(2, 4, heads, 8) for heads in (2, 2, 1, 1))
+    lse, delta = torch.randn(2, 2, 4), torch.randn(2, 2, 4)
+    rows, heads = (2, 2, 4), (2, 4, 2, 8)
+    for kernel, taken in (
+        (ReferenceKernel(), (None, TensorView(rows, (8, 4, 1), torch.float32))),
+        (CpuFlashKernel(), (TensorView(heads, (64, 16, 8, 1), torch.float32), None)),
+    ):
+        listener = RecordingKernel(kernel)
+        listener.forward(q[:, :2], k, v, scale=0.5, causal=False)
+        listener.backward(dout, q, k, v, lse, delta=delta, scale=0.5, causal=True)
+        forward, backward = listener.heard
+        assert forward.q == TensorView((2, 2, 2, 8), (64, 16, 8, 1), torch.float32) and forward.rows is None
+        assert backward.rows is not None and (backward.rows.out, backward.rows.delta) == taken
+        listener.backward(dout, q, k, v, lse, out=dout, scale=0.5, causal=True)
+        last = listener.heard[-1].rows
+        assert last is not None and last.delta is None and last.out == TensorView.of(dout)
+
+
+def test_the_span_of_a_view_is_from_its_first_element_to_its_last():
+    x = torch.empty(5, 4, 8)
+    assert [TensorView.of(one).span for one in (x, x[:, :2], x.transpose(0, 2), x[:, 1])] == [160, 144, 160, 136]

@@ -1,0 +1,282 @@
+"""Kernels for GPUs through stand-ins: the published names, signatures and layouts, dense attention inside.
+
+Signatures of Dao-AILab/flash-attention: flash_attn/flash_attn_interface.py, hopper/flash_attn_interface.py and
+flash_attn/cute/interface.py; and of torch's aten/src/ATen/native/native_functions.yaml. What the real ones compute is
+not held here: flash-attn 3 and 4 could not be run, the others are in `test_gpu`.
+"""
+
+from __future__ import annotations
+
+import sys
+from itertools import pairwise
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ringprof.mask import Mask
+from ringprof.strategies.kernels import builtin, torch_builtin
+from ringprof.strategies.kernels.builtin import KERNELS, ReferenceKernel
+from ringprof.strategies.masks.layouts import LAYOUTS
+from ringprof.strategies.masks.mask_blocks import AttnRectangle, MaskBlocks
+from ringprof.strategies.masks.sharded_mask import sharded_mask_of
+from tests.strategies.cases import relative_error
+
+CPU = torch.device("cpu")
+
+
+def _parts(q: Tensor, k: Tensor, cu_q: Any, cu_k: Any, left: int, right: int) -> MaskBlocks:
+    bounds_q = [0, q.shape[0]] if cu_q is None else cu_q.tolist()
+    bounds_k = [0, k.shape[0]] if cu_k is None else cu_k.tolist()
+    pairs = zip(pairwise(bounds_q), pairwise(bounds_k), strict=True)
+    return MaskBlocks(tuple(AttnRectangle(*a, *b, left, right) for a, b in pairs), q.shape[0], k.shape[0])
+
+
+def _fwd3(
+    q: Tensor, k: Tensor, v: Tensor, k_new: Any = None, v_new: Any = None, qv: Any = None, out_: Any = None,
+    cu_seqlens_q: Any = None, cu_seqlens_k: Any = None, cu_seqlens_k_new: Any = None, seqused_q: Any = None,
+    seqused_k: Any = None, max_seqlen_q: int | None = None, max_seqlen_k: int | None = None, page_table: Any = None,
+    kv_batch_idx: Any = None, leftpad_k: Any = None, rotary_cos: Any = None, rotary_sin: Any = None,
+    seqlens_rotary: Any = None, q_descale: Any = None, k_descale: Any = None, v_descale: Any = None,
+    softmax_scale: float | None = None, causal: bool = False, window_size_left: int = -1, window_size_right: int = -1,
+    attention_chunk: int = 0, softcap: float = 0.0, rotary_interleaved: bool = True, scheduler_metadata: Any = None,
+    num_splits: int = 1, pack_gqa: Any = None, sm_margin: int = 0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    assert softmax_scale is not None
+    kernel, none = ReferenceKernel(softcap=softcap), torch.tensor([])
+    if cu_seqlens_q is None:
+        return *kernel.forward(q, k, v, scale=softmax_scale, causal=causal), none, none
+    parts = _parts(q, k, cu_seqlens_q, cu_seqlens_k, window_size_left, 0 if causal else window_size_right)
+    assert max_seqlen_q == max(part.queries for part in parts) and max_seqlen_k == max(part.keys for part in parts)
+    out, lse = kernel.forward(q[None], k[None], v[None], scale=softmax_scale, causal=False, parts=parts)
+    return out[0], lse[0], none, none
+
+
+def _bwd3(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor, cu_seqlens_q: Any = None,
+    cu_seqlens_k: Any = None, sequed_q: Any = None, sequed_k: Any = None, max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None, dq: Tensor | None = None, dk: Tensor | None = None, dv: Tensor | None = None,
+    softmax_scale: float | None = None, is_causal: bool = False, window_size_left: int = -1,
+    window_size_right: int = -1, softcap: float = 0.0, deterministic: bool = False, sm_margin: int = 0,
+) -> Tensor:  # fmt: skip
+    assert dq is not None and dk is not None and dv is not None and softmax_scale is not None
+    kernel = ReferenceKernel(softcap=softcap)
+    if cu_seqlens_q is None:
+        found = kernel.backward(dout, q, k, v, softmax_lse, out=out, scale=softmax_scale, causal=is_causal)
+    else:
+        parts = _parts(q, k, cu_seqlens_q, cu_seqlens_k, window_size_left, 0 if is_causal else window_size_right)
+        rows = (x[None] for x in (dout, q, k, v, softmax_lse))
+        found = kernel.backward(*rows, out=out[None], scale=softmax_scale, causal=False, parts=parts)
+    for target, gradient in zip((dq, dk, dv), found, strict=True):
+        target.copy_(gradient.view_as(target))
+    return torch.zeros(1)
+
+
+def _fwd2(
+    q: Tensor, k: Tensor, v: Tensor, out: Any, alibi_slopes: Any, p_dropout: float, softmax_scale: float,
+    is_causal: bool, window_left: int, window_right: int, softcap: float, return_softmax: bool, gen: Any,
+) -> tuple[Tensor, Tensor, None, None]:  # fmt: skip
+    assert (p_dropout, window_left, window_right, return_softmax) == (0.0, -1, -1, False)
+    return *ReferenceKernel(softcap=softcap).forward(q, k, v, scale=softmax_scale, causal=is_causal), None, None
+
+
+def _bwd2(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor, dq: Any, dk: Tensor, dv: Tensor,
+    alibi_slopes: Any, p_dropout: float, softmax_scale: float, is_causal: bool, window_left: int, window_right: int,
+    softcap: float, deterministic: bool, gen: Any, rng_state: Any,
+) -> tuple[Tensor, Tensor, Tensor, None]:  # fmt: skip
+    assert (dq, p_dropout, window_left, window_right) == (None, 0.0, -1, -1)
+    kernel = ReferenceKernel(softcap=softcap)
+    found = kernel.backward(dout, q, k, v, softmax_lse, out=out, scale=softmax_scale, causal=is_causal)
+    return found[0], dk.copy_(found[1]), dv.copy_(found[2]), None
+
+
+def _varlen_fwd2(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: int, max_seqlen_k: int,
+    dropout_p: float, softmax_scale: float, causal: bool, window_size_left: int = -1, window_size_right: int = -1,
+    softcap: float = 0.0, alibi_slopes: Any = None, return_softmax: bool = False,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    assert dropout_p == 0.0 and not return_softmax
+    return _fwd3(
+        q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k, softmax_scale=softmax_scale, causal=causal, window_size_left=window_size_left,
+        window_size_right=window_size_right, softcap=softcap,
+    )  # fmt: skip
+
+
+def _varlen_bwd2(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor, dq: Tensor, dk: Tensor, dv: Tensor,
+    cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: int, max_seqlen_k: int, dropout_p: float, softmax_scale: float,
+    causal: bool, window_size_left: int, window_size_right: int, softcap: float, alibi_slopes: Any,
+    deterministic: bool,
+) -> Tensor:  # fmt: skip
+    assert dropout_p == 0.0
+    return _bwd3(
+        dout, q, k, v, out, softmax_lse, cu_seqlens_q, cu_seqlens_k, dq=dq, dk=dk, dv=dv, softmax_scale=softmax_scale,
+        is_causal=causal, window_size_left=window_size_left, window_size_right=window_size_right, softcap=softcap,
+    )  # fmt: skip
+
+
+def _swapped(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Heads before the sequence, as torch's own kernels have them, and back."""
+    return tuple(x.transpose(1, 2) for x in tensors)
+
+
+class _Aten:
+    """torch's operators of attention, without dropout."""
+
+    @staticmethod
+    def _scaled_dot_product_flash_attention(
+        q: Tensor, k: Tensor, v: Tensor, dropout_p: float, is_causal: bool, return_debug_mask: bool, *, scale: float
+    ) -> tuple[Tensor, Tensor, None]:
+        assert dropout_p == 0.0 and not return_debug_mask
+        out, lse = ReferenceKernel().forward(*_swapped(q, k, v), scale=scale, causal=is_causal)
+        return out.transpose(1, 2), lse, None
+
+    @staticmethod
+    def _scaled_dot_product_flash_attention_backward(
+        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cum_seq_q: Any, cum_seq_k: Any,
+        max_q: int, max_k: int, dropout_p: float, is_causal: bool, seed: Tensor, offset: Tensor, *, scale: float,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        assert (max_q, max_k, dropout_p, seed.shape, offset.dim()) == (q.shape[2], k.shape[2], 0.0, (2,), 0)
+        dout, q, k, v, out = _swapped(dout, q, k, v, out)
+        return _swapped(*ReferenceKernel().backward(dout, q, k, v, lse, out=out, scale=scale, causal=is_causal))
+
+    @staticmethod
+    def _scaled_dot_product_cudnn_attention(
+        q: Tensor, k: Tensor, v: Tensor, bias: Any, compute_lse: bool, dropout_p: float, is_causal: bool,
+        return_debug_mask: bool, *, scale: float,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        assert q.shape[2] * k.shape[2] > 1, "cuDNN refuses one query with one key"
+        assert compute_lse and bias is None
+        out, lse, _ = _Aten._scaled_dot_product_flash_attention(
+            q, k, v, dropout_p, is_causal, return_debug_mask, scale=scale
+        )
+        return out, lse.unsqueeze(-1)
+
+    @staticmethod
+    def _scaled_dot_product_cudnn_attention_backward(
+        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, seed: Tensor, offset: Tensor,
+        bias: Any, cum_seq_q: Any, cum_seq_k: Any, max_q: int, max_k: int, dropout_p: float, is_causal: bool, *,
+        scale: float,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        assert q.shape[2] * k.shape[2] > 1, "cuDNN refuses one query with one key"
+        return _Aten._scaled_dot_product_flash_attention_backward(
+            dout, q, k, v, out, lse.squeeze(-1), cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal,
+            torch.empty(2), seed, scale=scale,
+        )  # fmt: skip
+
+    @staticmethod
+    def _flash_attention_forward(
+        q: Tensor, k: Tensor, v: Tensor, cum_seq_q: Any, cum_seq_k: Any, max_q: int, max_k: int, dropout_p: float,
+        is_causal: bool, return_debug_mask: bool, *, scale: float, window_size_left: int, window_size_right: int,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        assert not return_debug_mask
+        return _varlen_fwd2(
+            q, k, v, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, scale, is_causal, window_size_left,
+            window_size_right,
+        )  # fmt: skip
+
+    @staticmethod
+    def _flash_attention_backward(
+        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cum_seq_q: Any, cum_seq_k: Any,
+        max_q: int, max_k: int, dropout_p: float, is_causal: bool, rng_state: Tensor, unused: Tensor, *, scale: float,
+        window_size_left: int, window_size_right: int,
+    ) -> list[Tensor]:  # fmt: skip
+        assert rng_state.shape == (2,)
+        dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
+        _varlen_bwd2(
+            dout, q, k, v, out, lse, dq, dk, dv, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, scale, is_causal,
+            window_size_left, window_size_right, 0.0, None, False,
+        )  # fmt: skip
+        return [dq, dk, dv]
+
+
+def _fwd4(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Any = None, cu_seqlens_k: Any = None, seqused_q: Any = None,
+    seqused_k: Any = None, max_seqlen_q: int | None = None, max_seqlen_k: int | None = None, page_table: Any = None,
+    softmax_scale: float | None = None, causal: bool = False, softcap: float | None = None,
+    window_size_left: int | None = None, window_size_right: int | None = None, learnable_sink: Any = None,
+    m_block_size: int = 128, n_block_size: int = 128, num_threads: int = 384, num_splits: int = 1,
+    pack_gqa: Any = None, _arch: int | None = None, score_mod: Any = None, mask_mod: Any = None,
+    block_sparse_tensors: Any = None, return_lse: bool = False, out: Any = None, lse: Any = None,
+    aux_tensors: Any = None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    assert softmax_scale is not None
+    found, found_lse = ReferenceKernel().forward(q, k, v, scale=softmax_scale, causal=causal)
+    return found, found_lse if return_lse else None
+
+
+def _bwd4(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, lse: Tensor, softmax_scale: float | None = None,
+    causal: bool = False, softcap: float = 0.0, window_size_left: int | None = None,
+    window_size_right: int | None = None, deterministic: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    assert softmax_scale is not None and not deterministic
+    return ReferenceKernel().backward(dout, q, k, v, lse, out=out, scale=softmax_scale, causal=causal)
+
+
+@pytest.fixture(autouse=True)
+def packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    three, four, cute = (ModuleType(name) for name in ("flash_attn_interface", "flash_attn", "flash_attn.cute"))
+    vars(three).update(_flash_attn_forward=_fwd3, _flash_attn_backward=_bwd3)
+    interface = ModuleType("flash_attn.cute.interface")
+    vars(interface).update(_flash_attn_fwd=_fwd4, _flash_attn_bwd=_bwd4)
+    vars(cute).update(interface=interface)
+    two = ModuleType("flash_attn.flash_attn_interface")
+    vars(two).update(
+        flash_attn_gpu=SimpleNamespace(fwd=_fwd2, bwd=_bwd2), _flash_attn_varlen_forward=_varlen_fwd2,
+        _flash_attn_varlen_backward=_varlen_bwd2,
+    )  # fmt: skip
+    vars(four).update(flash_attn_interface=two)
+    for module in (two, three, four, cute, interface):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(builtin, "_flash_attn", lambda: two.flash_attn_gpu)
+    monkeypatch.setattr(torch_builtin, "aten", _Aten)
+    # Where torch is built without CUDA there is no such function.
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+
+
+WHOLE = [Mask(), Mask(causal=False)]
+PARTS = [
+    Mask.of(documents=[0, 1, 9, 9, 24]),
+    Mask.of(window=(5, 0)),
+    Mask.of(causal=False, documents=[0, 11, 24], window=(3, 2)),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "softcap", "masks"),
+    [
+        ("torch-flash", 0.0, WHOLE + PARTS),
+        ("cudnn", 0.0, WHOLE + PARTS[:1]),
+        ("flash-attn", 0.0, WHOLE + PARTS),
+        ("flash-attn", 2.0, WHOLE + PARTS),
+        ("flash-attn-3", 0.0, WHOLE + PARTS),
+        ("flash-attn-3", 2.0, WHOLE + PARTS),
+        ("flash-attn-4", 0.0, WHOLE + PARTS[:1]),
+    ],
+)
+def test_what_is_handed_over_is_what_is_meant(name: str, softcap: float, masks: list[Mask]) -> None:
+    generator = torch.Generator().manual_seed(3)
+    q, k, v, dout, out = (
+        torch.randn(2, 24, heads, 8, generator=generator, dtype=torch.float64) for heads in (4, 2, 2, 4, 4)
+    )
+    for mask in masks:
+        block = sharded_mask_of(mask, LAYOUTS["contiguous"], 1, 24).block(0, 0)
+        assert block is not None
+        how: Any = {"scale": 0.4, "causal": block.causal, "parts": block.parts}
+        given, exact = KERNELS[name](softcap=softcap), ReferenceKernel(softcap=softcap)
+        (found, lse), (truth, true_lse) = (kernel.forward(q, k, v, **how) for kernel in (given, exact))
+        assert relative_error(found, truth) < 1e-13 and torch.allclose(lse, true_lse, rtol=1e-12)
+        gradients = [kernel.backward(dout, q, k, v, true_lse + 0.3, out=out, **how) for kernel in (given, exact)]
+        assert all(relative_error(x, y) < 1e-12 for x, y in zip(*gradients, strict=True)), mask
+
+
+def test_what_they_do_not_take_is_said() -> None:
+    assert (KERNELS["flash-attn-4"].takes_windows, KERNELS["flash-attn-4"].takes_softcap) == (False, False)
+    assert not KERNELS["flash-attn-4"].has_deterministic_mode
+    for name in ("flash-attn-3", "flash-attn-4"):
+        assert KERNELS[name].missing(CPU) == "needs a CUDA device"

@@ -1,0 +1,45 @@
+"""Names of the strategies' public interface that changed keep their old spelling for one release."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("torch", reason="strategies need torch")
+
+import ringprof.strategies
+from ringprof.strategies.algorithms.ring import Ring
+from ringprof.strategies.base import Shape
+
+SHAPE = Shape(batch=1, seq=64, heads=4, kv_heads=2, head_dim=16)
+
+
+def test_a_class_may_define_the_old_name() -> None:
+    with pytest.warns(DeprecationWarning, match="Mine.unfit is now called why_unsupported"):
+
+        class Mine(Ring):
+            @classmethod
+            def unfit(cls, shape: Shape, size: int, **params: object) -> str | None:
+                return super().unfit(shape, size, **params) or f"{cls.__name__} refuses"  # type: ignore[misc]
+
+    assert Mine.why_unsupported(SHAPE, 2) == "Mine refuses"
+    assert Mine.why_unsupported(SHAPE, 3) == Ring.why_unsupported(SHAPE, 3) != "Mine refuses"
+
+
+def test_the_old_name_can_be_called() -> None:
+    class Newer(Ring):
+        @classmethod
+        def why_unsupported(cls, shape: Shape, size: int, **params: object) -> str | None:
+            return "never"
+
+    assert Newer.unfit(SHAPE, 2) == "never"  # type: ignore[attr-defined]
+    assert Ring.unfit(SHAPE, 2) is None  # type: ignore[attr-defined]
+
+
+def test_the_old_exception_is_the_new_one() -> None:
+    with pytest.warns(DeprecationWarning, match="now called Unsupported"):
+        assert ringprof.strategies.Unfit is ringprof.strategies.Unsupported
+
+
+def test_no_other_name_is_there() -> None:
+    with pytest.raises(AttributeError, match="has no attribute 'Fit'"):
+        _ = ringprof.strategies.Fit

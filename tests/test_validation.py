@@ -1,0 +1,98 @@
+"""Numbers from outside are read strictly: in variables, options and cells."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ringprof.documents import document_lengths
+from ringprof.errors import InputError, UsageError
+from ringprof.prediction.calibration import read_calibration
+from ringprof.prediction.network import Cluster
+from ringprof.prediction.score import check_rows, read_rows
+from ringprof.validation import whole
+
+
+@pytest.mark.parametrize(("text", "number"), [("0", 0), ("007", 7), ("9" * 18, 10**18 - 1)])
+def test_plain_digits(text: str, number: int) -> None:
+    assert whole(text) == number
+
+
+@pytest.mark.parametrize("text", ["", "1e3", "1_000", "²", "٣", "-1", "+1", " 1", "1\n", "1.0", "9" * 19, "9" * 6000])
+def test_nothing_else(text: str) -> None:
+    assert whole(text) is None
+
+
+@pytest.mark.parametrize("text", ["9" * 6000, "٣ ٢", "1e3", "0", "-5"])
+def test_a_file_of_lengths(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "lengths.txt"
+    path.write_text(text)
+    with pytest.raises(UsageError, match="is no length in tokens"):
+        document_lengths(str(path), 1024)
+
+
+@pytest.mark.parametrize("text", ["9" * 6000, "9" * 13, "1x" + "9" * 8, "mean=1"])
+def test_lengths_of_too_many_digits(text: str) -> None:
+    with pytest.raises(UsageError, match="is neither a file nor a length") as told:
+        document_lengths(text, 1024)
+    assert len(str(told.value)) < 300
+
+
+@pytest.mark.parametrize("text", ["mean=inf,sigma=1", "mean=9,sigma=nan", "seed=nan", "mean=9,seed=inf", "seed=.5"])
+def test_a_distribution_of_no_numbers(text: str) -> None:
+    with pytest.raises(UsageError, match="as in lognormal:mean=8192"):
+        document_lengths(f"lognormal:{text}", 1024)
+
+
+def test_a_list_longer_than_a_path_can_be() -> None:
+    assert document_lengths(",".join(["16"] * 5000), 80_000) == (16,) * 5000
+
+
+TITLES = "strategy,seq_global,heads,n_gpus,time_ms\n"
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ("zigzag,65536,1e3,4,5", "heads '1e3' is no such number"),
+        ("zigzag,65536,40,nan,5", "n_gpus 'nan' is no such number"),
+        ("zigzag,99999999999999999999,40,4,5", "seq_global '99999999999999999999' is no such number"),
+        ("zigzag,65536,40,0,5", "n_gpus '0' is no such number"),
+    ],
+)
+def test_a_row_of_measurements_without_a_number(row: str, reason: str, tmp_path: Path) -> None:
+    """A default in its place would be held against the machine in silence."""
+    path = tmp_path / "table.csv"
+    path.write_text(TITLES + row)
+    (found,) = check_rows(
+        read_rows(str(path)), read_calibration("h100"), lambda *_: pytest.fail("not asked"), Cluster()
+    )
+    assert (found.reason, found.predicted_ms) == (reason, None)
+
+
+def test_a_cell_too_wide_is_told_of(tmp_path: Path) -> None:
+    path = tmp_path / "table.csv"
+    path.write_text(TITLES + "zigzag,65536,40,4," + "1" * 200_000)
+    with pytest.raises(InputError, match="not a table of measurements: field larger"):
+        read_rows(str(path))
+
+
+@pytest.mark.parametrize(
+    ("hosts", "seq", "heads", "reason"),
+    [
+        (65536, 1 << 30, 40, "67108864 ranks cannot be foreseen: at most 1048576"),
+        (1000, 4096, 40, "4096 tokens on 1024000 ranks are less than one each"),
+        (1, 1 << 30, 1 << 40, "more bytes than 64 bits count"),
+    ],
+)
+def test_a_question_beyond_all_machines_is_refused(hosts: int, seq: int, heads: int, reason: str) -> None:
+    pytest.importorskip("torch")
+    from ringprof.prediction.query import Query
+    from ringprof.prediction.schedules import schedule_of
+    from ringprof.run import Workload
+
+    cluster = Cluster(hosts=hosts, gpus_per_host=1024)
+    workload = Workload(seq=seq, heads=heads, kv_heads=heads, head_dim=128)
+    with pytest.raises(UsageError, match=reason):
+        schedule_of(Query("ring", workload, cluster, "cudnn"), cluster, None)
