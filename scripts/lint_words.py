@@ -28,18 +28,14 @@ def findings(path: Path) -> Iterator[tuple[int, str]]:
     for node in ast.walk(ast.parse(text)):
         body = getattr(node, "body", None)
         for item in body if isinstance(body, list) else ():
-            if (
-                isinstance(item, ast.Expr)
-                and isinstance(item.value, ast.Constant)
-                and isinstance(item.value.value, str)
-            ):
-                if start := LEANING.match(item.value.value.strip()):
-                    yield item.lineno, f"docstring begins with {start[0]!r}"
-        name = node.arg if isinstance(node, ast.arg) else None
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            name = node.id
-        if name in EMPTY_NAMES:
-            yield node.lineno, f"variable {name!r} does not say what it holds"
+            value = getattr(item, "value", None)
+            prose = value.value if isinstance(item, ast.Expr) and isinstance(value, ast.Constant) else None
+            if isinstance(prose, str) and (start := LEANING.match(prose.strip())):
+                yield item.lineno, f"docstring begins with {start[0]!r}"
+        if isinstance(node, ast.arg) and node.arg in EMPTY_NAMES:
+            yield node.lineno, f"parameter {node.arg!r} does not say what it holds"
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id in EMPTY_NAMES:
+            yield node.lineno, f"variable {node.id!r} does not say what it holds"
     for number, line in enumerate(text.splitlines(), 1):
         if word := PRIVATE.search(line):
             yield number, f"private word {word[0]!r}"
