@@ -1,4 +1,4 @@
-"""The walks of CONTRIBUTING.md lead to files that are there."""
+"""CONTRIBUTING.md names files that exist."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from tests.paths import ROOT
 
 
-def test_every_file_that_a_walk_names_exists() -> None:
+def test_every_file_that_it_names_exists() -> None:
     named = re.findall(r"`([\w./-]+/[\w.-]*)`", (ROOT / "CONTRIBUTING.md").read_text("utf-8"))
     assert len(named) > 20
     for name in named:
