@@ -25,7 +25,8 @@ from ringprof.decoding import decode_json
 CONNECT_S = 20.0
 KEEPALIVE_S = (5, 5, 3)
 """Silence before the first probe, time between probes, and how many go unanswered before a host counts as gone."""
-MAX_LINE = 1 << 16
+MAX_LINE = 1 << 17
+"""Room for the 18,000 characters of an outcome's message and detail, each at most 6 bytes in JSON."""
 MAX_UNAUTHENTICATED_BYTES = 200
 """Most bytes that are read from a connection before it has shown the run's token."""
 MOST_STRANGERS = 64
@@ -234,7 +235,11 @@ class Heartbeat:
 
     def tell(self, outcome: RankOutcome) -> bool:
         """Tell rank 0; whether that could be done."""
-        fits = msgspec.structs.replace(outcome, message=outcome.message[:2000], detail=outcome.detail[-16_000:])
+        texts = {
+            name: _escaped(text) for name, text in msgspec.structs.asdict(outcome).items() if isinstance(text, str)
+        }
+        texts |= {"message": texts["message"][:2000], "detail": texts["detail"][-16_000:]}
+        fits = msgspec.structs.replace(outcome, **texts)
         try:
             self._connection.sendall(msgspec.json.encode(fits) + b"\n")
         except OSError:
@@ -252,6 +257,11 @@ class Heartbeat:
             said = b""
         if not self._closed and said != COMPLETE:
             self._on_end(said)
+
+
+def _escaped(text: str) -> str:
+    """Escape lone surrogates, which UTF-8 cannot encode."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def keep_alive(connection: socket.socket) -> None:

@@ -77,6 +77,19 @@ def test_a_long_last_word_is_shortened(trouble: Heard) -> None:
     cut_off(line)
 
 
+@pytest.mark.parametrize("text", ["\udcff", "\0", "\U0001f4a5"], ids=["lone surrogate", "control", "4 bytes"])
+def test_text_that_grows_when_encoded_arrives(trouble: Heard, text: str) -> None:
+    """A lone surrogate is no UTF-8; a control character takes 6 bytes in JSON, and a line has a largest length."""
+    server = HeartbeatServer(2, trouble)
+    line = connected(server, 1, Heard())
+    assert line.tell(RankOutcome(kind="failed", message=f"why {text}", detail=text * 16_000 + "the end"))
+    wait_until(lambda: bool(trouble.calls))
+    assert server.gone == [] and server.outcomes[1].detail.endswith("the end")
+    assert server.outcomes[1].message == ("why \\udcff" if text == "\udcff" else f"why {text}")
+    server.close()
+    cut_off(line)
+
+
 def test_all_are_told_to_end(trouble: Heard) -> None:
     server, ended = HeartbeatServer(3, trouble), {1: Heard(), 2: Heard()}
     lines: dict[int, Heartbeat] = {}
