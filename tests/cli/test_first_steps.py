@@ -183,7 +183,7 @@ def test_a_current_folder_that_was_removed_is_named(start: list[str], arguments:
     gone = tmp_path / "gone"
     gone.mkdir()
     process = subprocess.run(
-        ["sh", "-c", 'cd "$1" && rmdir "$1" && shift && exec "$@"', "sh", str(gone), sys.executable, *start, *arguments],
+        ["sh", "-c", 'cd "$0" && rmdir "$0" && exec "$@"', str(gone), sys.executable, *start, *arguments],
         env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     sentence = f"ringprof: {gone}: the current folder has been removed: change to another one with cd\n"

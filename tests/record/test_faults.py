@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.paths import ROOT
 from tests.record.command import (
     HANGS_S,
     RINGPROF,
@@ -24,6 +26,7 @@ from tests.record.command import (
     wait_until,
 )
 from tests.scale.test_command import obey_signals
+from tests.test_processes import INTERRUPTED_AT_START
 
 TWO = [*SMALL, "--world", "2"]
 SLOW = ["record", "--strategy", "mine:Slow", *TWO, "--iters", "100"]
@@ -106,6 +109,15 @@ def test_ctrl_c_ends_all(own_strategies: Path, interrupt: Callable[[subprocess.P
     assert code == 130
     assert "interrupted during iterations" in one_line(stderr)
     assert nothing_recorded(own_strategies)
+
+
+@pytest.mark.processes
+def test_ranks_interrupted_at_their_start_write_no_traceback(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(INTERRUPTED_AT_START)
+    arguments = ["record", "--strategy", "zigzag", *TWO]
+    done = run(arguments, tmp_path, TMPDIR=str(tmp_path), PYTHONPATH=os.pathsep.join([str(ROOT), str(tmp_path)]))
+    assert done.returncode == 3
+    assert re.fullmatch(r"ringprof: rank [01] was killed by SIGINT.*", one_line(done.stderr))
 
 
 @pytest.mark.long

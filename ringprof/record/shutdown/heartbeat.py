@@ -235,9 +235,8 @@ class Heartbeat:
 
     def tell(self, outcome: RankOutcome) -> bool:
         """Tell rank 0; whether that could be done."""
-        texts = {
-            name: _escaped(text) for name, text in msgspec.structs.asdict(outcome).items() if isinstance(text, str)
-        }
+        values = msgspec.structs.asdict(outcome)
+        texts = {name: _escaped(value) for name, value in values.items() if isinstance(value, str)}
         texts |= {"message": texts["message"][:2000], "detail": texts["detail"][-16_000:]}
         fits = msgspec.structs.replace(outcome, **texts)
         try:
