@@ -61,7 +61,7 @@ import os, signal, sys
 if any(argument.endswith("isolated.py") for argument in sys.orig_argv):
     os.kill(os.getpid(), signal.SIGINT)
 """
-"""A ``sitecustomize.py``: Python runs it before the program's first line, while SIGINT still has Python's own handler."""
+"""A ``sitecustomize.py``: Python runs it before the program's first line, while SIGINT still has its own handler."""
 
 
 def test_a_process_interrupted_at_its_start_writes_no_traceback(tmp_path, monkeypatch, capfd) -> None:
