@@ -136,6 +136,7 @@ def test_every_frame_can_be_had_as_csv(frame: str, tmp_path: Path, capsys: pytes
             ]  # fmt: skip
 
 
+@pytest.mark.usefixtures("scratch")
 def test_the_page_can_be_opened(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("bokeh")
     opened: list[str] = []
