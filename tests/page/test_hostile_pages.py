@@ -20,7 +20,7 @@ from ringprof.report.sweep import COLUMNS
 from tests.paths import TRACES
 
 browser = pytest.importorskip("tests.page.browser", reason="websocket-client is not installed", exc_type=ImportError)
-pytestmark = pytest.mark.skipif(browser.CHROMIUM is None, reason="no Chromium here")
+pytestmark = [pytest.mark.processes, pytest.mark.skipif(browser.CHROMIUM is None, reason="no Chromium here")]
 
 RAN = "window.ran=1;document.title='ran'"
 PAYLOADS = (

@@ -148,6 +148,7 @@ def test_running_out_of_memory_names_the_rank(own_strategies: Path) -> None:
     assert nothing_recorded(own_strategies)
 
 
+@pytest.mark.processes
 def test_ranks_that_all_leave_with_exit_code_0_have_recorded_nothing(own_strategies: Path) -> None:
     """An earlier run is not taken for theirs."""
     done = run(["record", "--strategy", "zigzag", *TWO, "--iters", "1"], own_strategies)
