@@ -58,7 +58,7 @@ def test_a_process_that_ends_is_told_and_the_next_call_has_others(function, item
 
 INTERRUPTED_AT_START = """
 import os, signal, sys
-if any(argument.endswith("isolated.py") for argument in sys.orig_argv):
+if any(argument.endswith("spawn.py") for argument in sys.orig_argv):
     os.kill(os.getpid(), signal.SIGINT)
 """
 """A ``sitecustomize.py``: Python runs it before the program's first line, while SIGINT still has its own handler."""
