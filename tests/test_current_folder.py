@@ -103,9 +103,7 @@ def test_a_plot_is_not_drawn_by_the_folders_settings(
     assert len({(tmp_path / place / "plot.png").read_bytes() for place in settings}) == 1
 
 
-@pytest.mark.parametrize(
-    "start", [["-m", "ringprof"], ["-P", "-m", "ringprof"]][: 2 if sys.version_info >= (3, 11) else 1]
-)
+@pytest.mark.parametrize("start", [["-m", "ringprof"], ["-P", "-m", "ringprof"]])
 def test_the_module_as_a_program(start: list[str], tmp_path: Path) -> None:
     (tmp_path / "click.py").write_text("raise SystemExit('the stranger')")
     done = subprocess.run(

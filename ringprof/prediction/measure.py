@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from statistics import median, pstdev
 from typing import Any
 
@@ -66,7 +66,7 @@ def measure_machine(
         share += part * (name in chosen)
         ends[name] = started + share / whole * seconds
     found = msgspec.structs.replace(
-        base, created=f"{datetime.now(timezone.utc):%Y-%m-%dT%H:%M:%SZ}", nccl=_nccl(base.nccl, bench), elsewhere={}
+        base, created=f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}", nccl=_nccl(base.nccl, bench), elsewhere={}
     )
     if "kernels" in chosen:
         _warm(bench, kernels[0])

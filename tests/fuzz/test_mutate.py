@@ -25,8 +25,6 @@ FEW = {reader: min(40, count // 200) for reader, count in COUNTS.items()}
 
 
 def can_read(reader: str) -> bool:
-    if reader == "nsight" and sys.version_info < (3, 11):
-        return False  # sqlite3 of this Python writes no database into memory
     return reader not in NEEDED or find_spec(NEEDED[reader]) is not None
 
 

@@ -262,8 +262,7 @@ def test_every_adapter_on_disk_is_registered():
 
 
 def _strategies_in(module: str) -> set[type[Strategy]]:
-    # In Python 3.10 ``list[int]`` says that it is a class.
-    loaded = (item for item in vars(import_module(module)).values() if issubclass(type(item), type))
+    loaded = (item for item in vars(import_module(module)).values() if isinstance(item, type))
     return {item for item in loaded if issubclass(item, Strategy)}
 
 
