@@ -97,11 +97,12 @@ def explained(before: Calibration, passes: Sequence[HostPass], source: str) -> C
     found = np.maximum(found, 0.1 * prior)
     off = max(math.sqrt(float(np.mean((rows @ found / took - 1) ** 2))), _LEAST_SPREAD)
     spreads = _spreads(rows / took[:, None], off, np.array([_spread_of(before, column) for column in columns]), prior)
+    ran = [bool(column.any()) for column in rows.T]
     hosts = _slowest_spread(max(one.ranks for one in passes), unlike)
     values = {
         column: Value(round(float(us), 2), round(min(math.hypot(spread / us, hosts), 1.0), 3),
                       *(("measured", source) if used else ("assumed", _IN_PROPORTION)))
-        for column, us, spread, used in zip(columns, found, spreads, rows.any(axis=0), strict=True)
+        for column, us, spread, used in zip(columns, found, spreads, ran, strict=True)
     }  # fmt: skip
     host = msgspec.structs.replace(before.host, pass_spread=round(min(math.hypot(off, hosts), 1.0), 3))
     return _with(msgspec.structs.replace(before, host=host, passes=list(passes)), values, kernels)
