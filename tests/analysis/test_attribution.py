@@ -134,6 +134,15 @@ def test_iterations_are_analysed_alone_and_together():
     assert (rank.breakdown.wall_ns, rank.breakdown.compute_ns, rank.breakdown.idle_ns) == (2300, 900, 1400)
 
 
+def test_of_an_even_number_of_iterations_the_median_one_is_the_lower_of_the_middle_two():
+    b = Builder(world_size=1)
+    for number, length in enumerate((400, 100, 300, 200)):
+        at = 1000 * number
+        b.mark("ringprof::iteration", at, at + 500).run(FLASH, at + 20, at + 20 + length, launched=at + 10)
+    # 100, 200, 300 and 400 ns: the second shortest is the last.
+    assert attribute_all(b).median_iteration == 3
+
+
 def test_marks_that_hold_nothing_are_said():
     b = one(0, world_size=1).mark("ringprof::iteration", 5000, 6000)
     assert codes(attribute_all(b)) == ["window_empty"]

@@ -18,9 +18,11 @@ pytest.importorskip("torch", reason="a prediction runs strategies on shapes")
 import ringprof
 from ringprof import cli
 from ringprof.errors import UnsupportedWorkloadError
+from ringprof.prediction.advise import candidates
 from ringprof.prediction.calibration import calibration_json, parse_calibration, read_calibration
+from ringprof.prediction.network import Cluster
 from ringprof.prediction.query import Query
-from ringprof.run import read_run
+from ringprof.run import Workload, read_run
 
 ZIGZAG = str(TRACES / "h200x4-zigzag-65536")
 SMALL = ("--strategy", "zigzag", "--seq", "64k", "--gpus-per-host", "2")
@@ -258,3 +260,10 @@ def test_where_nothing_fits_the_least_is_named(capsys: pytest.CaptureFixture[str
     code, out, _ = run(capsys, "advise", *cluster, "--memory", "20MB")
     assert code == 0 and "nothing fits: the least that any needs is" in out and out.count("does not fit") > 3
     assert "not foreseen: ulysses: a Ulysses degree of 6 does not divide 14 heads" in out
+
+
+def test_ulysses_degrees_go_up_to_the_query_heads() -> None:
+    """Of 8 heads and 2 kv heads on 16 GPUs: degrees 2, 4 and 8, beyond 2 with repeated kv heads."""
+    workload = Workload(seq=65536, heads=8, kv_heads=2, head_dim=128)
+    asked = candidates(workload, Cluster(gpus_per_host=16), read_calibration("h200"), "cudnn")
+    assert {one.params["ulysses_degree"] for one in asked if one.strategy == "usp"} == {2, 4, 8}

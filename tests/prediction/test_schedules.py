@@ -284,3 +284,22 @@ def test_the_tape_leaves_nothing_behind() -> None:
         schedule(f"{USERS}:Looks", SMALL, 2)
     assert "meta" not in merge.FUSED and "meta" not in streams.SIDE_STREAMS and annotate._listener is None
     assert (torch.ones(2) + 1).sum().item() == 4
+
+
+@pytest.mark.parametrize(
+    ("documents", "grad_wire", "rows", "number_bytes"),
+    [((100, 412), "exact", 156, 4), ((100, 412), "input", 156, 2), (None, "exact", 256, 2)],
+)
+def test_the_type_in_which_gradients_travel_between_two_ranks(
+    documents: tuple[int, ...] | None, grad_wire: str, rows: int, number_bytes: int
+) -> None:
+    """One hop brings dK and dV home: of a plain mask one kernel call's, of documents the sum of several calls'.
+
+    Each rank holds 256 tokens. The second document begins with token 100, so rank 1 needs rank 0's last 156.
+    """
+    workload = Workload(seq=512, heads=1, kv_heads=1, head_dim=8, dtype="bf16", documents=documents)
+    made = schedule("ring", workload, 2, params={"grad_wire": grad_wire})
+    for program in made.programs:
+        hops = [op for op in program.ops if isinstance(op, CommStart) and op.phase == "backward"]
+        (gradients,) = (hop.messages for hop in hops if hop.channel.startswith("dkv"))
+        assert gradients == (2 * rows * 8 * number_bytes,)

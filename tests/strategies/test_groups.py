@@ -66,6 +66,20 @@ def test_a_group_that_half_of_the_ranks_are_in_holds_nobody_up():
     assert max(run_ranks(4, a_group_of_half_the_ranks)) < 1e-13
 
 
+def test_a_channel_has_a_new_group_after_torch_distributed_was_started_again():
+    """The old group's communicator is gone: a collective on it raises."""
+    made = []
+    for _ in range(2):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            made.append(groups.process_group("kv", (0,), "token", dist.group.WORLD))
+            assert groups.process_group("kv", (0,), "token", dist.group.WORLD) is made[-1]
+            dist.barrier(made[-1])
+        finally:
+            dist.destroy_process_group()
+    assert made[0] is not made[1]
+
+
 def lengths_that_change(rank: int) -> tuple[list[float], list[int]]:
     """Short documents on two ranks, long ones on four, the shortest on one; then all of it again."""
     pair = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]

@@ -180,6 +180,19 @@ def test_bytes_and_waits_of_collectives(tmp_path: Path) -> None:
         assert not rank.hops
 
 
+def test_bytes_of_ncclAlltoAll(tmp_path: Path) -> None:
+    """NCCL tells what goes to each rank: of four ranks each sends 1000 bytes to three others."""
+    job = Job(tmp_path / "all.sqlite")
+    for rank in range(4):
+        job.call(10 + rank, 10, "ncclCommInitRank", payload(INIT, 7, 4, rank, rank))
+        job.call(10 + rank, 100, "ncclAlltoAll", payload(GATHER, 7, 1000))
+        job.kernel(10 + rank, rank, 101, 1000 + 100 * rank, 2000, SENDRECV)
+    for number, rank in enumerate(attribute(job.read()).ranks):
+        (split,) = rank.splits
+        assert (split.transfer.kind, split.transfer.sent_bytes) == ("all_to_all", 3000)
+        assert (split.wait_ns, split.wire_ns) == (300 - 100 * number, 700)
+
+
 def changed(path: Path, script: str, *values: Any) -> list[Trace]:
     job = ring(path, {41: 0, 77: 1})
     job.connection.execute(script, values)

@@ -14,7 +14,7 @@ from ringprof.analysis.findings.summary import summarise
 from ringprof.analysis.findings.waterfall import WATERFALL_LABELS, find_waterfall
 from ringprof.analysis.kinds.kinds import COMMUNICATION, COMPUTE, KINDS, MEMORY
 from ringprof.scale.pipeline import attribute
-from tests.analysis.build import FLASH, Builder
+from tests.analysis.build import FLASH, NCCL, Builder
 from tests.analysis.idle_oracle import idle_by_cause, run_traces_of
 from tests.analysis.recorded import recorded_run
 from tests.analysis.rings import LENGTH, MERGING, causal, everybody, ring_pass
@@ -181,6 +181,27 @@ def test_who_has_less_to_compute_is_imbalance():
     assert {part.part: part.time_ns for part in waterfall.parts if part.time_ns} == {"attention": 800, "imbalance": 200}
     assert waterfall.slowest_rank == 1
     assert (waterfall.bounds.free_ns, waterfall.bounds.balanced_ns, waterfall.bounds.hidden_ns) == (1000, 800, 800)
+
+
+def test_a_rank_that_is_done_early_waits_only_where_waiting_is_known():
+    """Of four ranks two have a trace, so nothing tells wait from wire. Rank 0 ends 300 ns before rank 1."""
+    builders = ring([1000] * 4, [2000] * 4)[:2]
+    builders[1].run(FLASH, 2000, 2300, launched=500)
+    waterfall = waterfall_of(attribute([builder.trace() for builder in builders]))
+    # Exposed on both ranks for 1000 ns, on rank 0 until rank 1 is done: (1300 + 1000) / 2.
+    parts = {part.part: part.time_ns for part in waterfall.parts if part.time_ns}
+    assert parts == {"attention": 150, "exposed_unsplit": 1150}
+
+
+def test_unknown_communication_beside_wire_is_wire():
+    """A hop of two ranks from 1000 to 2000, beside a kernel without a record from 1500 to 2500."""
+    builders = ring([1000] * 2, [2000] * 2, world=2)
+    for b in builders:
+        b.run(NCCL, 1500, 2500, launched=600, stream=30)
+    attribution = attribute([builder.trace() for builder in builders])
+    assert [(rank.exposed.wire_ns, rank.exposed.wait_ns) for rank in attribution.ranks] == [(1000, 0)] * 2
+    parts = {part.part: part.time_ns for part in waterfall_of(attribution).parts if part.time_ns}
+    assert parts == {"exposed_wire": 1000, "exposed_unsplit": 500}
 
 
 def test_with_one_rank_exposed_communication_is_one_part():
