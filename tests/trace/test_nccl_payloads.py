@@ -148,6 +148,7 @@ def test_a_second_file_counts_its_ranks_on(tmp_path: Path) -> None:
         job.connection.close()
     hops = hops_of(read_traces([tmp_path / "a.sqlite", tmp_path / "b.sqlite"]))
     assert [mine[0].sent_to for mine in hops] == [(1,), (0,), (3,), (2,)]
+    assert [mine[0].received_from for mine in hops] == [(1,), (0,), (3,), (2,)]
 
 
 def collectives(path: Path) -> Job:

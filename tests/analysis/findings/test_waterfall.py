@@ -13,6 +13,7 @@ import pytest
 from ringprof.analysis.findings.summary import summarise
 from ringprof.analysis.findings.waterfall import WATERFALL_LABELS, find_waterfall
 from ringprof.analysis.kinds.kinds import COMMUNICATION, COMPUTE, KINDS, MEMORY
+from ringprof.run import Work
 from ringprof.scale.pipeline import attribute
 from tests.analysis.build import FLASH, NCCL, Builder
 from tests.analysis.idle_oracle import idle_by_cause, run_traces_of
@@ -235,6 +236,16 @@ def test_a_run_slower_than_its_peak_starts_at_the_peak():
     after = {part.part: part.tflops for part in waterfall.parts}
     assert after["kernel"] == pytest.approx(run.summary.rates.solo_tflops, rel=2e-4)
     assert waterfall.parts[-1].tflops == pytest.approx(waterfall.tflops)
+
+
+def test_the_attention_at_peak_is_that_of_all_iterations():
+    """Of 1024 tokens, 8 heads and 64 channels: 14 FLOPs a pair and channel, 3.76e9, take 3804 ns at 989 TFLOP/s."""
+    b = Builder(rank=0, world_size=1)
+    for at in (0, 20_000):
+        b.mark("ringprof::iteration", at, at + 15_000).run(FLASH, at + 100, at + 10_100, launched=at + 50)
+    work = [Work(block_flops=14 * 512 * 1024 * 1025 // 2, block_calls={"forward": 1, "backward": 1}, sent=[])]
+    waterfall = waterfall_of(attribute([b.trace()], recorded_run(world_size=1, work=work)))
+    assert waterfall.of("peak") == round(2 * 14 * 512 * 1024 * 1025 / 2 / 989e3) == 7607
 
 
 def test_the_frame_has_the_parts():
