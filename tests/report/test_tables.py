@@ -4,12 +4,15 @@ missing."""
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 import ringprof
+from ringprof.analysis.findings.comparison import Difference
 from ringprof.report import comparison
-from ringprof.report.sections import OPTIONAL
+from ringprof.report.sections import OPTIONAL, steps
 from ringprof.report.sections.breakdown import rank_table
 from ringprof.report.tables import Column, Listing, Table, text_table
 from ringprof.report.text import TextStyle, short_name
@@ -147,3 +150,29 @@ def test_no_cell_commands_a_terminal(name: str) -> None:
     """Names of a user's own ranges come from the trace, too; one of control characters only is no error."""
     made = Table("t", (Column("name", folds=True), Column("n", "count")), [[name, 1]]).text(TextStyle(width=60))
     assert all(line.isprintable() for line in made.split("\n")) and made.count("\n") == 1
+
+
+def test_mebibytes_are_of_two_to_the_twentieth() -> None:
+    table = Table("memory", (Column(""), Column("held", "MiB")), [["rank 0", 3 << 20]])
+    assert table.text(TextStyle(width=40)).split("\n")[-1].split() == ["rank", "0", "3.0"]
+
+
+@pytest.mark.parametrize(
+    ("ratio", "low", "high", "verdict", "shown"),
+    [
+        (0.95, 0.94, 0.96, "better", "faster by 5.0 % (4.0 to 6.0)"),
+        (1.10, 1.08, 1.13, "worse", "slower by 10.0 % (8.0 to 13.0)"),
+        (0.99, 0.97, 1.01, "noise", "no difference proved: faster by 1.0 % (-1.0 to 3.0)"),
+    ],
+)
+def test_the_interval_of_a_gain_has_the_sign_of_the_gain(
+    ratio: float, low: float, high: float, verdict: str, shown: str
+) -> None:
+    found = Difference("iteration_ms", 1, ratio - 1, ratio, verdict, low, high)
+    assert comparison._in_words(found, "slower", "faster") == shown
+
+
+def test_the_worst_rank_of_a_step_is_that_of_the_mean_over_calls() -> None:
+    """Rank 0 exposes 10 and 20 in two calls, rank 1 18 in the one that it has."""
+    found: list[Any] = [SimpleNamespace(rank=rank, exposed_ns=ns) for rank, ns in ((0, 10), (0, 20), (1, 18))]
+    assert steps._worst(found) == (1, 18)

@@ -71,6 +71,19 @@ def test_rounded_parts_sum_to_the_rounded_whole(values, digits):
     assert all(abs(part - value) <= 10**-digits + 1e-9 for part, value in zip(parts, values, strict=True))
 
 
+@pytest.mark.parametrize(
+    ("values", "digits", "rounded"),
+    [
+        # The two that are cut most are rounded up.
+        ([0.16, 0.178, 0.272], 1, [0.1, 0.2, 0.3]),
+        ([33.31, 33.35, 33.34], 1, [33.3, 33.4, 33.3]),
+        ([1.4, 1.3, 1.3], 0, [2.0, 1.0, 1.0]),
+    ],
+)
+def test_what_is_cut_most_is_rounded_up_to_the_sum(values, digits, rounded):
+    assert text.rounded_to_sum(values, sum(values), digits) == pytest.approx(rounded)
+
+
 @pytest.mark.parametrize(("tflops", "shown"), [(520.04, "520.0 TFLOP/s"), (0.0101, "10.1 GFLOP/s")])
 def test_rates(tflops, shown):
     assert text.rate(tflops) == shown

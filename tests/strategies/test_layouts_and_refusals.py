@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringprof.strategies import UnknownName, Unsupported, create, find, for_inference, names, parameters
-from ringprof.strategies.algorithms.usp import USP
+from ringprof.strategies.algorithms.usp import USP, default_ulysses_degree
 from ringprof.strategies.base import Shape
 from ringprof.strategies.masks.layouts import LAYOUTS, Block, Grid, Grouped, split_home_block
 from ringprof.strategies.registry import check_parameters, parse_parameter
@@ -94,6 +94,24 @@ def test_a_ulysses_group_holds_what_its_place_on_the_ring_holds(grid, name, time
         # What the all-to-all puts together, in the order of the group's ranks.
         together = torch.cat([layout.positions(seq, size, member) for member in grid.ulysses_group(rank)])
         assert torch.equal(together, LAYOUTS[name].positions(seq, grid.ring_degree, grid.place(rank)[1]))
+
+
+@pytest.mark.parametrize(
+    ("size", "per_host", "placement", "degree"),
+    [
+        # On one host the smallest divisor, so that a ring is left; over hosts a host's ranks.
+        (4, 4, "head-first", 2), (9, 9, "head-first", 3), (7, 7, "head-first", 7), (1, 1, "head-first", 1),
+        (8, 4, "head-first", 4), (8, 2, "head-first", 2), (4, 4, "ring-first", 2), (8, 2, "ring-first", 4),
+    ],
+)  # fmt: skip
+def test_the_default_degree_of_ulysses(size, per_host, placement, degree):
+    assert default_ulysses_degree(size, per_host, placement) == degree
+
+
+def test_a_sequence_of_a_hybrid_is_divided_by_its_groups_and_by_its_ring():
+    """Zigzag on a ring of 3 takes multiples of 6; each place shares its part out to 2, 4 or 8 ranks."""
+    for ulysses, divisor in ((1, 6), (2, 6), (4, 12), (8, 24)):
+        assert Grouped(LAYOUTS["zigzag"], Grid(ulysses, 3, True)).divisor(3 * ulysses) == divisor
 
 
 def test_a_grid_by_hand():

@@ -16,7 +16,7 @@ from ringprof.strategies import Unsupported, create, find, names
 from ringprof.strategies.kernels import varlen
 from ringprof.strategies.kernels.builtin import ReferenceKernel
 from ringprof.strategies.masks.layouts import LAYOUTS, zigzag_per_document
-from ringprof.strategies.masks.mask_blocks import AttnRectangle, MaskBlocks, banded, seen_in_band, split_rows
+from ringprof.strategies.masks.mask_blocks import AttnRectangle, MaskBlocks, banded, joined, seen_in_band, split_rows
 from ringprof.strategies.masks.sharded_mask import sharded_mask_of
 from tests.strategies.cases import Case, WorkloadShard, inputs, relative_error
 from tests.strategies.ranks import run_ranks
@@ -412,6 +412,19 @@ def test_rows_apart_keep_every_pair_once(queries: int, keys: int, low: int | Non
         for one in pieces:
             total[one.q, one.kv] += seen_in_band(one, torch.device("cpu")).int()
     assert torch.equal(whole, found)
+
+
+def test_full_rectangles_are_joined_only_where_their_other_sides_are_equal() -> None:
+    top, below, beside = AttnRectangle(0, 2, 0, 4), AttnRectangle(2, 4, 0, 4), AttnRectangle(0, 2, 4, 6)
+    assert joined([top, below]) == [AttnRectangle(0, 4, 0, 4)]
+    assert joined([top, beside]) == [AttnRectangle(0, 2, 0, 6)]
+    for other in (
+        AttnRectangle(2, 4, 0, 3),
+        AttnRectangle(2, 4, 4, 6),
+        AttnRectangle(0, 1, 4, 6),
+        AttnRectangle(2, 4, 0, 4, right=1),
+    ):
+        assert joined([top, other]) == [top, other]
 
 
 def test_rows_that_see_all_keys_are_apart() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -156,3 +157,19 @@ def test_blocks_that_share_rows_are_added_where_they_lie(seed):
         parts.append((slice(first, last), block))
         truth[:, first:last] += block
     assert torch.allclose(merge.settled(total.clone(), parts, torch.float64), truth)
+
+
+def test_a_sink_takes_its_share_of_the_output_and_adds_to_the_lse():
+    """Three keys of score 0, and a sink of score 0: the output keeps three quarters, the LSE is log 4."""
+    out, lse = torch.ones(1, 1, 1, 2), torch.full((1, 1, 1), math.log(3))
+    kept, total = merge.with_sinks(out, lse, torch.zeros(1))
+    assert torch.allclose(kept, torch.full_like(out, 0.75)) and total.item() == pytest.approx(math.log(4))
+
+
+def test_rows_that_have_seen_no_key_take_the_others_result_and_stay_numbers():
+    """Rows 0 and 1 have seen nothing, row 2 has; the block's rows 0 and 2 see nothing, its row 1 does."""
+    never = -math.inf
+    out, lse = torch.tensor([0.0, 0.0, 5.0]).view(1, 3, 1, 1), torch.tensor([never, never, 2.0]).view(1, 1, 3)
+    some, some_lse = torch.tensor([0.0, 7.0, 0.0]).view(1, 3, 1, 1), torch.tensor([never, 3.0, never]).view(1, 1, 3)
+    merge.merge_rows(out, lse, some, some_lse, slice(None))
+    assert out.flatten().tolist() == [0.0, 7.0, 5.0] and lse.flatten().tolist() == [never, 3.0, 2.0]
