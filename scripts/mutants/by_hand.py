@@ -1,8 +1,8 @@
 """Plant bugs that were written by hand one at a time, and list those that the nearest tests do not notice.
 
 ``python scripts/mutants/by_hand.py`` takes both sets, `first_set` and `second_set`. Each bug goes into a copy of the
-checkout, and the test files nearest to the changed module run there, without those that start processes. With
-``--wide`` all test files that name the module or stand in its folder run, and those that start processes, too.
+checkout, and the test files nearest to the changed module run there, without tests that start processes. With
+``--wide`` all test files that import the module or stand in its folder run, with the tests that start processes.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def judge(name: str, rule: Rule, tree: Path, *, wide: bool, tests: Sequence[str]
     """Run ``tests``, or those nearest to a bug, with the bug in place."""
     path, answer, began = tree / rule.file, tree / "answer.json", time.monotonic()
     original = path.read_text("utf-8")
-    tests = tests or tests_near(rule.file, wide=wide)
+    tests = tests or [*filter(None, [rule.test]), *tests_near(rule.file, wide=wide)]
     tier = "not long" if wide else "not long and not processes"
     answer.unlink(missing_ok=True)
     try:

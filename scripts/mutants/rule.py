@@ -19,6 +19,8 @@ class Rule:
     """What a user would see."""
     equivalent: bool = False
     """Whether the change turned out to have no effect, for the reason that ``effect`` gives."""
+    test: str = ""
+    """Test file to run first, where it is not among those that `by_hand.tests_near` finds by their names."""
 
     def planted_in(self, root: Path) -> str:
         """Return the text of the file with the bug. Raises ValueError where the file no longer has the place."""
