@@ -130,7 +130,8 @@ def _told(ms: float) -> Any:
 def test_a_choice_is_on_the_front_where_nothing_faster_needs_as_little_memory(
     ms: float, peak_bytes: int, on_front: bool
 ) -> None:
-    other, one = (SimpleNamespace(median_ns=time, peak_bytes=held) for time, held in ((1.0, 100), (ms, peak_bytes)))
+    other: Any = SimpleNamespace(median_ns=1.0, peak_bytes=100)
+    one: Any = SimpleNamespace(median_ns=ms, peak_bytes=peak_bytes)
     assert _on_front(one, [other, one]) is on_front
 
 

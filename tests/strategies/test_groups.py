@@ -70,10 +70,12 @@ def test_a_channel_has_a_new_group_after_torch_distributed_was_started_again():
     """The old group's communicator is gone: a collective on it raises."""
     made = []
     for _ in range(2):
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        store: Any = torch._C._distributed_c10d.HashStore()
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        world: Any = dist.group.WORLD
         try:
-            made.append(groups.process_group("kv", (0,), "token", dist.group.WORLD))
-            assert groups.process_group("kv", (0,), "token", dist.group.WORLD) is made[-1]
+            made.append(groups.process_group("kv", (0,), "token", world))
+            assert groups.process_group("kv", (0,), "token", world) is made[-1]
             dist.barrier(made[-1])
         finally:
             dist.destroy_process_group()

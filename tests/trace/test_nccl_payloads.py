@@ -188,8 +188,8 @@ def test_bytes_of_ncclAlltoAll(tmp_path: Path) -> None:
         job.call(10 + rank, 10, "ncclCommInitRank", payload(INIT, 7, 4, rank, rank))
         job.call(10 + rank, 100, "ncclAlltoAll", payload(GATHER, 7, 1000))
         job.kernel(10 + rank, rank, 101, 1000 + 100 * rank, 2000, SENDRECV)
-    for number, rank in enumerate(attribute(job.read()).ranks):
-        (split,) = rank.splits
+    for number, found in enumerate(attribute(job.read()).ranks):
+        (split,) = found.splits
         assert (split.transfer.kind, split.transfer.sent_bytes) == ("all_to_all", 3000)
         assert (split.wait_ns, split.wire_ns) == (300 - 100 * number, 700)
 
