@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ringprof.analysis.exposure import exposure_of
 from ringprof.analysis.findings.summary import summarise
 from ringprof.analysis.findings.waterfall import WATERFALL_LABELS, find_waterfall
+from ringprof.analysis.intervals import length_ns
 from ringprof.analysis.kinds.kinds import COMMUNICATION, COMPUTE, KINDS, MEMORY
 from ringprof.run import Work
 from ringprof.scale.pipeline import attribute
@@ -200,7 +202,9 @@ def test_unknown_communication_beside_wire_is_wire():
     for b in builders:
         b.run(NCCL, 1500, 2500, launched=600, stream=30)
     attribution = attribute([builder.trace() for builder in builders])
-    assert [(rank.exposed.wire_ns, rank.exposed.wait_ns) for rank in attribution.ranks] == [(1000, 0)] * 2
+    for rank in attribution.ranks:
+        found = exposure_of(rank.detail, rank.detail.rows())
+        assert [length_ns(spans) for spans in (found.wire, found.wait, found.unknown)] == [1000, 0, 500]
     parts = {part.part: part.time_ns for part in waterfall_of(attribution).parts if part.time_ns}
     assert parts == {"exposed_wire": 1000, "exposed_unsplit": 500}
 
