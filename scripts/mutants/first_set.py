@@ -59,9 +59,11 @@ RULES = [
          "nothing: the call that rounds names its rounding again",
          equivalent=True),
     Rule(f"{T}/ranks.py", "if sharing[trace.path] > 1 else 0", "if sharing[trace.path] > 2 else 0",
-         "exports of two ranks each from two hosts name the wrong peers"),
+         "exports of two ranks each from two hosts name the wrong peers",
+         test="tests/trace/test_nccl_payloads.py"),
     Rule(f"{T}/checks.py", "if np.any(start[1:] < start[:-1]):", "if np.any(start[1:] < start[:-1] - 1000):",
-         "rows that are out of order by less than a microsecond are taken as sorted"),
+         "rows that are out of order by less than a microsecond are taken as sorted",
+         test="tests/trace/test_limits.py"),
     Rule(f"{T}/kineto/tracks.py", 'if device["xla"] else event.tid', "if False else event.tid",
          "XLA traces count each kernel again as its module and its operation"),
     # --- foresee ----------------------------------------------------------------------------------------
