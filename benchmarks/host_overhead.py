@@ -190,13 +190,13 @@ def _replay(body: Body) -> Body:
     return replayed
 
 
-def _strategy(name: str, kernel: str, ring_channel: str) -> Any:
+def _strategy(name: str, kernel: str, hops: str) -> Any:
     if kernel != "null":
-        return create(name, kernel=kernel, ring_channel=ring_channel)
+        return create(name, kernel=kernel, hops=hops)
     strategy = create(name)
     # As on a GPU, where hops of this size are not worth the kernel calls that hide them.
     strategy.overlaps_last_hop = lambda travelling: False
-    for ring_of_ranks in [part for part in vars(strategy).values() if isinstance(part, ring.HopRing)]:
+    for ring_of_ranks in [part for part in vars(strategy).values() if isinstance(part, ring_channel.HopRing)]:
         ring_of_ranks.trades_on = "cpu"
     idle = NoOpKernel()
     strategy.kernel_for = lambda q: idle

@@ -202,8 +202,8 @@ def test_what_is_assumed_of_a_kernel_is_said() -> None:
 
 
 def test_a_bundled_strategy_without_a_figure_of_its_own_cannot_be_made() -> None:
-    body: dict[str, Any] = {"__module__": "ringprof.strategies.new"}
-    with pytest.raises(TypeError, match=r"ringprof.strategies.new.New must say imbalance itself"):
+    body: dict[str, Any] = {"__module__": "ringprof.strategies.algorithms.new"}
+    with pytest.raises(TypeError, match=r"ringprof.strategies.algorithms.new.New must say imbalance itself"):
         type("New", (Zigzag,), body)
     type("New", (Zigzag,), {**body, "imbalance": None})
 

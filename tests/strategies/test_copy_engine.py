@@ -30,7 +30,7 @@ PLAIN = Mask()
 
 def test_hops_that_nothing_carries_are_refused_by_name():
     with pytest.raises(Unsupported, match="hops 'pigeon': write one of auto, nccl, copy"):
-        create("ring", ring_channel="pigeon")
+        create("ring", hops="pigeon")
 
 
 class _ByGloo:
@@ -176,14 +176,14 @@ def test_slots_that_were_outgrown_are_given_back_at_once(monkeypatch):
 @pytest.mark.skipif(GPUS > 0, reason="needs a machine without CUDA")
 def test_without_cuda_there_are_no_copy_engines():
     with pytest.raises(Unsupported, match="hops by copy engine need CUDA"):
-        create("zigzag", ring_channel="copy")
+        create("zigzag", hops="copy")
 
 
 @pytest.mark.skipif(GPUS == 0, reason="needs a CUDA device")
 def test_a_single_hardware_queue_is_refused(monkeypatch):
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     with pytest.raises(Unsupported, match="CUDA_DEVICE_MAX_CONNECTIONS of at least 8, which is 1"):
-        create("zigzag", ring_channel="copy")
+        create("zigzag", hops="copy")
 
 
 def _calls(strategy: Any, seeds: range, heads: int, kv_heads: int) -> list[list[torch.Tensor]]:
@@ -204,7 +204,7 @@ def _calls(strategy: Any, seeds: range, heads: int, kv_heads: int) -> list[list[
 def _compared(case: Case) -> str:
     """Empty where both ways of a case give the same bits and count the same bytes; else what differs."""
     params = {**case.params, "deterministic": True}
-    ways = {way: create(case.name, kernel="torch-flash", ring_channel=way, **params) for way in ("nccl", "copy")}
+    ways = {way: create(case.name, kernel="torch-flash", hops=way, **params) for way in ("nccl", "copy")}
     results = {way: _calls(strategy, range(6), 8, 4) for way, strategy in ways.items()}
     for call, pair in enumerate(zip(*results.values(), strict=True)):
         for name, one, other in zip(("out", "dq", "dk", "dv"), *pair, strict=True):
@@ -238,7 +238,7 @@ def test_every_strategy_gives_the_same_bits_and_bytes_either_way(size):
 
 def _bucketed(rank: int) -> tuple[list[int], bool]:
     """Memory held after each of many lengths, by several strategies over the same ring, and whether all was right."""
-    strategies = [create("zigzag", kernel="torch-flash", ring_channel="copy") for _ in range(3)]
+    strategies = [create("zigzag", kernel="torch-flash", hops="copy") for _ in range(3)]
     plain = create("zigzag", kernel="torch-flash")
     held, right = [], True
     for turn, seq in enumerate([512, 1024, 256, 2048, 768, 2048, 128, 1536, *range(256, 1280, 64)]):
@@ -266,7 +266,7 @@ def test_a_ring_holds_two_slots_of_its_largest_hop_whatever_lengths_and_strategi
 
 def _bereft(rank: int) -> str:
     """What rank 0 is told when rank 1 has ended in the middle; it must not wait for ever."""
-    strategy = create("zigzag", kernel="torch-flash", ring_channel="copy")
+    strategy = create("zigzag", kernel="torch-flash", hops="copy")
     q = torch.randn(1, 1024, 8, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     strategy.attention(q, q, q).sum().backward()
     torch.cuda.synchronize()
@@ -290,7 +290,7 @@ def test_a_peer_that_dies_ends_the_wait_for_its_hop():
 
 
 def _captured(rank: int) -> str:
-    strategy = create("zigzag", kernel="torch-flash", ring_channel="copy")
+    strategy = create("zigzag", kernel="torch-flash", hops="copy")
     q = torch.randn(1, 1024, 8, 64, device="cuda", dtype=torch.bfloat16)
     strategy.attention(q, q, q)
     try:

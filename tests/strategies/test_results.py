@@ -11,8 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import ringprof.strategies
-from ringprof.strategies import create, find, names, parameters, peer_names, peers
+from ringprof.strategies import algorithms, create, find, names, parameters, peer_names, peers
 from ringprof.strategies.algorithms.cached import Cached
 from ringprof.strategies.base import Strategy
 from ringprof.strategies.registry import for_inference
@@ -245,9 +244,8 @@ def test_every_bundled_strategy_is_among_the_cases_with_each_of_its_options():
 def test_every_strategy_on_disk_is_registered():
     registered = {find(name).load() for name in (*names(), *for_inference())}
     on_disk = set()
-    for module in pkgutil.iter_modules(ringprof.strategies.__path__):
-        if module.name != "fused":  # needs triton, holds no strategy
-            on_disk |= _strategies_in(f"ringprof.strategies.{module.name}")
+    for module in pkgutil.iter_modules(algorithms.__path__):
+        on_disk |= _strategies_in(f"{algorithms.__name__}.{module.name}")
     assert on_disk - {Strategy, Cached} == registered
 
 
