@@ -23,7 +23,7 @@ from ringprof.report.page.html import drawing, render
 from ringprof.report.page.pages import comparison_document, run_document, sweep_document
 from ringprof.report.sections import hops
 from ringprof.report.terms import LABELS
-from ringprof.report.timeline import MOST_BARS, timeline_of
+from ringprof.report.timeline import MAX_BARS, timeline_of
 from ringprof.scale.pipeline import attribute
 from tests.analysis.build import Builder
 from tests.analysis.rings import ring_pass
@@ -200,8 +200,8 @@ def test_a_large_run_is_thinned_and_says_so() -> None:
     attribution = attribute([builder.trace() for builder in builders])
     drawn = timeline_of(attribution, ())
     total = sum(len(rank.window.activities()) for rank in attribution.ranks)
-    assert total > MOST_BARS >= 0 and drawn.thinned
-    assert sum(bar.activities for bar in drawn.bars if bar.what not in ("wait", "idle")) == total
+    assert total > MAX_BARS >= 0 and drawn.thinned
+    assert sum(bar.activities for bar in drawn.bars if bar.category not in ("wait", "idle")) == total
     text = page_of(*builders)
     assert "Neighbouring short activities are drawn as one bar" in text
     assert len(text) < 15e6

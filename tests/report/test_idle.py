@@ -302,7 +302,7 @@ def test_the_timeline_shows_idle_stretches_with_their_cause() -> None:
     b.on_host("op", 100 * US, 400 * US).on_host("late", 400 * US, 1100 * US)
     b.on_host("cudaMalloc", 500 * US, 600 * US, RUNTIME_CALL)
     b.run(FLASH, 1100 * US, 1200 * US, launched=1100 * US - 5)
-    bars = [bar for bar in timeline_of(attribution_of(b), ()).bars if bar.what == "idle"]
+    bars = [bar for bar in timeline_of(attribution_of(b), ()).bars if bar.category == "idle"]
     assert [(bar.name, bar.start_ns // US, bar.end_ns // US, bar.lane) for bar in bars] == [
         ("host, operator: op", 100, 400, "compute"),
         ("host, operator: late", 400, 500, "compute"),
@@ -329,7 +329,7 @@ def test_stretches_that_cannot_be_seen_are_left_out_and_short_parts_are_one_bar(
 
 def test_the_timeline_shows_on_whom_a_rank_was_blocked() -> None:
     bars = [bar for bar in timeline_of(attribution_of(*copied_hop()), ()).bars if bar.kind == BLOCKED_ON_PEER]
-    assert [(bar.rank, bar.what, bar.start_ns // US, bar.end_ns // US, bar.sent) for bar in bars] == [
+    assert [(bar.rank, bar.category, bar.start_ns // US, bar.end_ns // US, bar.sent) for bar in bars] == [
         (0, "wait", 100, 250, "peer: rank 1"), (0, "wire", 250, 300, "peer: rank 1"),
         (1, "wire", 350, 400, "peer: rank 0"),
     ]  # fmt: skip

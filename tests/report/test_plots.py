@@ -165,7 +165,7 @@ def test_names_are_text_in_svg(tmp_path):
     for builder in builders:
         builder.host = "<script>$x^2$</script>"
     ax = plots_of(*builders).breakdown()
-    ax.set_title(plots._literal("<script>alert(1)</script> $\\frac{1}{2}$"))
+    ax.set_title(plots._escape_dollars("<script>alert(1)</script> $\\frac{1}{2}$"))
     figure = ax.get_figure()
     assert isinstance(figure, Figure)
     figure.savefig(tmp_path / "out.svg")

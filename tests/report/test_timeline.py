@@ -31,7 +31,9 @@ def bars_of(*builders: Builder, between_ns: tuple[int, int] | None = None) -> li
 
 
 def halves(bars: list[Bar], rank: int) -> list[tuple[str, int, int]]:
-    return [(bar.what, bar.start_ns, bar.end_ns) for bar in bars if bar.rank == rank and bar.lane == "communication"]
+    return [
+        (bar.category, bar.start_ns, bar.end_ns) for bar in bars if bar.rank == rank and bar.lane == "communication"
+    ]
 
 
 def test_a_split_bar_is_waiting_first_and_wire_then() -> None:
@@ -47,7 +49,7 @@ def test_a_split_bar_is_cut_at_the_chosen_times() -> None:
     for builder in builders:
         builder.run(FLASH, 900, 2400, launched=80)
     bars = bars_of(*builders, between_ns=(200, 1200))
-    assert [(bar.what, bar.start_ns, bar.end_ns) for bar in bars if bar.rank == 0] == [
+    assert [(bar.category, bar.start_ns, bar.end_ns) for bar in bars if bar.rank == 0] == [
         ("flash_fwd", 0, 1000), ("wait", 100, 600), ("wire", 600, 1000),
     ]  # fmt: skip
     assert max(bar.end_ns for bar in bars) == 1000
@@ -56,7 +58,7 @@ def test_a_split_bar_is_cut_at_the_chosen_times() -> None:
 def test_only_the_device_that_is_reported_is_drawn() -> None:
     builder = Builder(world_size=1).run(FLASH, 0, 10, launched=1).run(FLASH, 20, 30, launched=2)
     builder.run("elementwise_of_the_other_device", 0, 500, launched=3, device=1)
-    assert [(bar.what, bar.start_ns, bar.end_ns) for bar in bars_of(builder)] == [
+    assert [(bar.category, bar.start_ns, bar.end_ns) for bar in bars_of(builder)] == [
         ("flash_fwd", 0, 10), ("flash_fwd", 20, 30), ("idle", 10, 20),
     ]  # fmt: skip
 
