@@ -112,8 +112,11 @@ class Plots:
         if last is not None and PEER_LABEL in parts:
             for patch in last:
                 patch.set(hatch="///", edgecolor="white", linewidth=0)
-        _label_rows(ax, [f"rank {known.rank.rank}" for known in ranks])
-        causes, wall = causes_of_ranks([known.causes for known in ranks]), sum(k.rank.breakdown.wall_ns for k in ranks)
+        _label_rows(ax, [f"rank {idle_rank.rank.rank}" for idle_rank in ranks])
+        causes, wall = (
+            causes_of_ranks([idle_rank.causes for idle_rank in ranks]),
+            sum(idle_rank.rank.breakdown.wall_ns for idle_rank in ranks),
+        )
         times = time_by_class(causes)
         longest = max(times, key=lambda name: times[name], default="")
         share = percent(causes.total_ns / wall) if wall else "0 %"

@@ -30,9 +30,9 @@ def slice_event(process: int, track: int, name: str, start_ns: int, end_ns: int,
     return {"ph": "X", "pid": process, "tid": track, "name": name, "ts": ts, "dur": dur, "args": known}
 
 
-def metadata_event(what: str, process: int, track: int, **args: Any) -> TraceEvent:
+def metadata_event(event_name: str, process: int, track: int, **args: Any) -> TraceEvent:
     """Create the event that sets the name or the position of a process or track."""
-    return {"ph": "M", "pid": process, "tid": track, "name": what, "args": args}
+    return {"ph": "M", "pid": process, "tid": track, "name": event_name, "args": args}
 
 
 def counter_event(process: int, name: str, time_ns: int, unit: str, value: float) -> TraceEvent:

@@ -73,9 +73,9 @@ def waterfall(waterfall_data: Waterfall) -> Any:
 
     A negative loss goes back to the left; parts that take no time are left to the table.
     """
-    left, start_ns = {}, 0
+    start_of, start_ns = {}, 0
     for part in waterfall_data.parts:
-        left[part.part] = start_ns
+        start_of[part.part] = start_ns
         start_ns += part.time_ns
     parts = [
         part for part in waterfall_data.parts if abs(part.time_ns) >= MIN_BAR_SHARE * (waterfall_data.wall_ns or 1)
@@ -83,8 +83,8 @@ def waterfall(waterfall_data: Waterfall) -> Any:
     plot = _new_plot("", 58 * len(parts) + 90, x_axis_label="ms of the slowest rank's wall")
     source = ColumnDataSource({
         "y": [-row for row in range(len(parts))],
-        "left": [left[part.part] / 1e6 for part in parts],
-        "right": [(left[part.part] + part.time_ns) / 1e6 for part in parts],
+        "left": [start_of[part.part] / 1e6 for part in parts],
+        "right": [(start_of[part.part] + part.time_ns) / 1e6 for part in parts],
         "colour": [palette.WATERFALL_COLOURS[part.part] for part in parts],
         "part": [WATERFALL_LABELS[part.part] for part in parts],
         "time": [f"{part.time_ns / 1e6:,.3f} ms" for part in parts],

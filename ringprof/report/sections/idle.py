@@ -70,13 +70,13 @@ def stacked_parts(ranks: Sequence[KnownIdle]) -> dict[str, tuple[str, list[float
 
     The last part is time blocked on a peer, where there is any; it is communication, not idle time.
     """
-    times = [time_by_class(known.causes) for known in ranks]
+    times = [time_by_class(idle_rank.causes) for idle_rank in ranks]
     parts = {
         class_label(name): (palette.IDLE_COLOURS[name], [times_of_rank.get(name, 0) / 1e6 for times_of_rank in times])
         for name in CLASSES
         if any(name in times_of_rank for times_of_rank in times)
     }
-    blocked = [known.rank.breakdown.blocked_on_peer_ns / 1e6 for known in ranks]
+    blocked = [idle_rank.rank.breakdown.blocked_on_peer_ns / 1e6 for idle_rank in ranks]
     return {**parts, **({PEER_LABEL: (palette.WAIT, blocked)} if any(blocked) else {})}
 
 
@@ -91,7 +91,7 @@ def terminal(findings: Findings, style: TextStyle, listing: Listing) -> list[str
     ranks = known_idle(findings)
     if not ranks:
         return [style.wrap(_ON_CPU)]
-    causes = causes_of_ranks([known.causes for known in ranks])
+    causes = causes_of_ranks([idle_rank.causes for idle_rank in ranks])
     blocks = [_by_rank(ranks, style, listing)]
     if causes.total_ns:
         title = "idle by name" + (f", mean of {len(ranks)} ranks" if len(ranks) > 1 else "")
@@ -105,11 +105,11 @@ def _listed_ranks(ranks: Sequence[KnownIdle], listing: Listing) -> Sequence[Know
     """Choose the ranks that get a row: all, or where there are many, the one that is idle longest."""
     if len(ranks) <= MOST_RANKS_LISTED or listing.everything:
         return ranks
-    return [max(ranks, key=lambda known: known.causes.total_ns)]
+    return [max(ranks, key=lambda idle_rank: idle_rank.causes.total_ns)]
 
 
 def _by_rank(ranks: Sequence[KnownIdle], style: TextStyle, listing: Listing) -> str:
-    rows = [(f"rank {known.rank.rank}", _times_of(known)) for known in _listed_ranks(ranks, listing)]
+    rows = [(f"rank {idle_rank.rank.rank}", _times_of(idle_rank)) for idle_rank in _listed_ranks(ranks, listing)]
     if len(ranks) > 1:
         means = tuple(map(fmean, zip(*map(_times_of, ranks), strict=True)))
         rows.append((f"mean of {len(ranks)} ranks", means))
@@ -121,9 +121,9 @@ def _by_rank(ranks: Sequence[KnownIdle], style: TextStyle, listing: Listing) -> 
     return "\n".join([table, style.wrap(_CAUSES_NOTE, "dim"), *([style.wrap(_PEER_NOTE, "dim")] if has_peers else [])])
 
 
-def _times_of(known: KnownIdle) -> tuple[float, ...]:
+def _times_of(idle_rank: KnownIdle) -> tuple[float, ...]:
     """Return host, gap, blocked, idle, wall and time blocked on a peer, in nanoseconds."""
-    causes, breakdown = known.causes, known.rank.breakdown
+    causes, breakdown = idle_rank.causes, idle_rank.rank.breakdown
     parts = (causes.host_ns, causes.gap_ns, causes.blocked_ns, causes.total_ns)
     return *parts, breakdown.wall_ns, breakdown.blocked_on_peer_ns
 
@@ -180,15 +180,15 @@ _LAUNCH_COLUMNS = (
 
 def _launch_table(ranks: Sequence[KnownIdle], listing: Listing) -> Table:
     """Build one row per rank whose launches are recorded, and the mean of several."""
-    timed = [known for known in ranks if known.rank.launches is not None]
-    rows = [[f"rank {known.rank.rank}", *_launch_figures(known)] for known in _listed_ranks(timed, listing)]
+    timed = [idle_rank for idle_rank in ranks if idle_rank.rank.launches is not None]
+    rows = [[f"rank {idle_rank.rank.rank}", *_launch_figures(idle_rank)] for idle_rank in _listed_ranks(timed, listing)]
     if len(timed) > 1:
         rows.append([f"mean of {len(timed)} ranks", *map(fmean, zip(*map(_launch_figures, timed), strict=True))])
     return Table("launches", _LAUNCH_COLUMNS, rows)
 
 
-def _launch_figures(known: KnownIdle) -> tuple[int, ...]:
-    return msgspec.structs.astuple(known.rank.launches) if known.rank.launches is not None else ()
+def _launch_figures(idle_rank: KnownIdle) -> tuple[int, ...]:
+    return msgspec.structs.astuple(idle_rank.rank.launches) if idle_rank.rank.launches is not None else ()
 
 
 # --- data -----------------------------------------------------------------------------------------------
@@ -218,10 +218,10 @@ def _event_items(causes: IdleCauses) -> list[JsonObject]:
 def rows(findings: Findings) -> list[JsonObject]:
     """List one row per rank, cause, class and name, for the data frame."""
     return [
-        {"rank": known.rank.rank, "cause": event.cause, "class": event.event_class, "name": event.name,
-         "time_ns": event.time_ns, "share": event.time_ns / known.causes.total_ns}
-        for known in known_idle(findings)
-        for event in known.causes.events
+        {"rank": idle_rank.rank.rank, "cause": event.cause, "class": event.event_class, "name": event.name,
+         "time_ns": event.time_ns, "share": event.time_ns / idle_rank.causes.total_ns}
+        for idle_rank in known_idle(findings)
+        for event in idle_rank.causes.events
     ]  # fmt: skip
 
 
@@ -237,18 +237,18 @@ _RANK_COLUMNS = (
 def html(findings: Findings, page: PageContext) -> Content | None:
     """Build one bar per rank, a table by rank and one by name; None on CPU and where there is no idle time."""
     ranks = known_idle(findings)
-    causes = causes_of_ranks([known.causes for known in ranks])
-    if not causes.total_ns and not any(known.rank.breakdown.blocked_on_peer_ns for known in ranks):
+    causes = causes_of_ranks([idle_rank.causes for idle_rank in ranks])
+    if not causes.total_ns and not any(idle_rank.rank.breakdown.blocked_on_peer_ns for idle_rank in ranks):
         return None
-    labels = [f"rank {known.rank.rank}" for known in ranks]
-    by_rank = Table("", _RANK_COLUMNS, [_page_row(known) for known in ranks], "report --format json").page()
+    labels = [f"rank {idle_rank.rank.rank}" for idle_rank in ranks]
+    by_rank = Table("", _RANK_COLUMNS, [_page_row(idle_rank) for idle_rank in ranks], "report --format json").page()
     by_name = Table("", COLUMNS, _name_rows(causes, len(ranks)), "run.idle()").page()
     figure = page.figures.stacked(labels, stacked_parts(ranks), "ms", digits=3)
     return Content(figure, [by_rank, by_name], ["By name: means over ranks."] if len(ranks) > 1 else [])
 
 
-def _page_row(known: KnownIdle) -> list[Any]:
-    host, gap, blocked, idle, wall, blocked_on_peer = _times_of(known)
-    launches = known.rank.launches
+def _page_row(idle_rank: KnownIdle) -> list[Any]:
+    host, gap, blocked, idle, wall, blocked_on_peer = _times_of(idle_rank)
+    launches = idle_rank.rank.launches
     figures = (launches.count, launches.median_delay_ns, launches.shorter_than_launch) if launches else (None,) * 3
-    return [known.rank.rank, host, gap, blocked, idle, idle / wall if wall else None, blocked_on_peer, *figures]
+    return [idle_rank.rank.rank, host, gap, blocked, idle, idle / wall if wall else None, blocked_on_peer, *figures]

@@ -39,8 +39,8 @@ def terminal(findings: Findings, style: TextStyle, listing: Listing) -> list[str
     steps = findings.steps
     if not steps:
         if findings.attribution.on_cpu:
-            return [style.wrap("ring steps: a CPU trace does not tell when a transfer ran, so none are told")]
-        nothing = "none found; neither annotations nor the order of hops and attention tell them"
+            return [style.wrap("ring steps: a CPU trace does not tell when a transfer ran, so none are listed")]
+        nothing = "none found; neither annotations nor the order of hops and attention identify them"
         return [style.wrap(f"ring steps: {nothing}")]
     ranks = len({step.rank for step in steps})
     groups: dict[str, list[Step]] = defaultdict(list)
