@@ -21,8 +21,8 @@ LABELS: dict[str, str] = {
 """Label of each part of a rank's time, cause of idle time, and kind."""
 
 MEANINGS: dict[str, str] = {
-    "machine": "What the driver reported while the iterations were timed, some ten times a second: a GPU that is held back "
-    "runs every kernel slower, whatever the code does.",
+    "machine": "What the driver reported while the iterations were timed, some ten times a second: a GPU that is held "
+    "back runs every kernel slower, whatever the code does.",
     "breakdown": "Each rank's time, in parts that sum to its wall: an instant in which anything computes is compute, "
     "else communication if any runs (exposed), else memory operations, else idle.",
     "rates": "FLOPs of attention and matrix products by the shapes that the profiler recorded, over the time of their "
