@@ -219,7 +219,7 @@ def comparison(result: Comparison, ax: Axes | None = None) -> Axes:
 
 
 def scaling(result: Comparison, ax: Axes | None = None) -> Axes:
-    """Plot TFLOP/s per device over tokens, one line per strategy and transport.
+    """Plot TFLOP/s per device over tokens, one line per strategy, transport and number of hosts.
 
     Each line goes through the median of the runs of one length. The dashed line is the attention kernels' own rate.
     """

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from ringprof.formatting import percent, three_digits
-from ringprof.report.page.document import MOST_PAGE_ROWS, Cell, PageTable, number, text
+from ringprof.report.page.document import MAX_PAGE_ROWS, Cell, PageTable, number, text
 from ringprof.report.text import LONGEST_KERNEL, TextStyle, clean, duration, in_unit, unit_for
 
 COLUMN_GAP = 2
@@ -214,8 +214,8 @@ class Table(NamedTuple):
     def page(self) -> PageTable:
         """Build a sortable table for the page."""
         kinds = [column.unit for column in self.columns]
-        rows = [[*map(_cell, row, kinds)] for row in self.rows[:MOST_PAGE_ROWS]]
-        left_out = len(self.rows) - MOST_PAGE_ROWS
+        rows = [[*map(_cell, row, kinds)] for row in self.rows[:MAX_PAGE_ROWS]]
+        left_out = len(self.rows) - MAX_PAGE_ROWS
         note = f"{left_out} more rows are left out; {self.whole} has all." if left_out > 0 else ""
         return PageTable([column.page_title for column in self.columns], rows, note)
 

@@ -106,7 +106,7 @@ def rate(tflops: float) -> str:
 
 
 def captured_in_words(iterations: int | None) -> str:
-    """Return how many iterations a captured block holds, for a heading or a sentence."""
+    """Say how many iterations a captured block holds, for a heading or a sentence."""
     if iterations is None:
         return "a captured block"
     return f"{iterations} captured iteration{'s' if iterations > 1 else ''}"
@@ -159,7 +159,7 @@ def spreadsheet_cell(value: Any) -> Any:
 
 
 _TO_SECOND_COLUMN = re.compile(r" *\S+(?: \S+)*  +")
-MOST_READABLE = 100
+MAX_READABLE_WIDTH = 100
 """Width in characters that prose is limited to on wide terminals."""
 _PAINT = {"bold": "1", "dim": "2", "cyan": "36", "yellow": "33", "bold yellow": "1;33"}
 
@@ -198,7 +198,7 @@ class TextStyle(msgspec.Struct, frozen=True):
         return "\n".join(self._fitted(printable(line)) for line in text.split("\n"))
 
     def _fitted(self, line: str) -> str:
-        width = min(self.table_width, MOST_READABLE)
+        width = min(self.table_width, MAX_READABLE_WIDTH)
         if len(line) <= width:
             return line
         indent = len(line) - len(line.lstrip()) + 2

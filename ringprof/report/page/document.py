@@ -10,9 +10,9 @@ import msgspec
 from ringprof.json_object import JsonObject
 from ringprof.report.text import clean
 
-LONG = 60
-"""Length in characters from which a cell may be broken anywhere, so that it does not widen its table."""
-MOST_PAGE_ROWS = 2_000
+LONG_CELL = 60
+"""Length in characters above which a cell may be broken anywhere, so that it does not widen its table."""
+MAX_PAGE_ROWS = 2_000
 """Number of rows that a page shows per table; a note says how many are left out."""
 
 
@@ -26,7 +26,7 @@ class Cell(msgspec.Struct, frozen=True):
     @property
     def long(self) -> bool:
         """Whether the text may be broken anywhere, such as the name of a kernel."""
-        return len(self.text) > LONG
+        return len(self.text) > LONG_CELL
 
 
 class PageTable(msgspec.Struct, frozen=True):

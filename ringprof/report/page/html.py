@@ -18,10 +18,8 @@ from ringprof.report.page.document import Document
 
 def render(document: Document) -> str:
     """Render the page as text. Raises `MissingExtraError` where Bokeh is not installed."""
-    from jinja2 import (
-        Environment,
-        StrictUndefined,
-    )  # imported here, like Bokeh below: both take longer than most reports
+    # Jinja2 and Bokeh are imported where they are needed: both imports take longer than most reports.
+    from jinja2 import Environment, StrictUndefined
 
     bokeh = _import_bokeh()
     figures = [section.content.figure for section in document.sections if section.content.figure is not None]

@@ -92,6 +92,7 @@ def _describe_adapters(links: DeviceLinks) -> str:
 
 
 def _operating_point(states: States, timed_ns: int | None) -> str:
+    """State clocks, power and temperature of the GPUs, and how often they were sampled."""
     parts = []
     clocks = [state.sm_clock_mhz for state in states.values() if state.sm_clock_mhz is not None]
     rated = max((state.rated_sm_clock_mhz or 0 for state in states.values()), default=0)
@@ -191,7 +192,7 @@ def _near_limit(sampled: float | None, limit: float | None) -> bool:
 
 
 def _contradicting_samples(states: States) -> str:
-    """State the samples that contradict reported limits."""
+    """State the power and temperature samples that contradict reported limits."""
     unconfirmed = {rank: state.held_back.keys() - _confirmed_reasons(state) for rank, state in states.items()}
     power_capped = [states[rank] for rank, reasons in unconfirmed.items() if "power cap" in reasons]
     thermal = [states[rank] for rank, reasons in unconfirmed.items() if reasons & {*_THERMAL}]
