@@ -145,7 +145,10 @@ class Plots:
         return self._titled(_finish(ax, "ms from the first activity", legend=True))
 
     def steps(self, ax: Axes | None = None) -> Axes:
-        """Plot the attention block and the exposed communication of each ring step, in ms (mean over ranks)."""
+        """Plot the attention block and the exposed communication of each ring step, in ms.
+
+        Times are means over ranks and calls.
+        """
         groups = _by_step(self._findings.steps)
         ax = _axes_or_new(ax, len(groups))
         block = [_mean([step.block_ns for step in steps]) for steps in groups.values()]

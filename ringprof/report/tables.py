@@ -47,8 +47,8 @@ def text_table(
 ) -> str:
     """Format a table of text in the width of the terminal; no number is ever truncated.
 
-    Long names continue on the next line. Columns that do not fit are left out, with a note. If the table is still too
-    wide, it is split into several below each other. ``bold`` holds the indices of bold rows.
+    Long names continue on the next line. Columns that may be dropped are left out where there is no room, with a note.
+    A table that is still too wide is split into several below each other. ``bold`` holds the indices of bold rows.
     """
     available, natural_widths = style.table_width, _widths(columns, rows)
     widths = [

@@ -133,8 +133,8 @@ def changes(changes_by_part: Sequence[Change], labels: Mapping[str, str]) -> Any
 
 def timelines(runs: Sequence[tuple[DrawnTimeline, Sequence[int]]], names: Sequence[str]) -> Any:
     """Draw the timelines of several runs below each other, on one time axis."""
-    plots = [timeline(data, ranks) for data, ranks in runs]
-    longest = max(data.x_range.end for data in plots)
+    plots = [timeline(run, ranks) for run, ranks in runs]
+    longest = max(run_plot.x_range.end for run_plot in plots)
     for run_plot, title in zip(plots, names, strict=True):
         run_plot.title.text = clean(title)
         run_plot.x_range = plots[0].x_range
