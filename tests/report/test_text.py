@@ -1,4 +1,4 @@
-"""Figures and names as text."""
+"""Tests of figures and names as text."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_path_in_a_hint_is_one_word_of_a_shell(paths, words):
 
 
 @pytest.mark.parametrize(
-    "formula", ["=1+1", "+1", "-1", "@SUM(A1)", "\t=1", *(f"{one}1" for one in "\uff1d\uff0b\uff0d\uff20")]
+    "formula", ["=1+1", "+1", "-1", "@SUM(A1)", "\t=1", *(f"{sign}1" for sign in "\uff1d\uff0b\uff0d\uff20")]
 )
 def test_a_spreadsheet_runs_no_cell(formula):
     (cell,) = text.csv_text(["name"], [[formula]]).splitlines()[1:]
