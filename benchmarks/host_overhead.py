@@ -42,7 +42,7 @@ from ringprof.strategies.kernels import merge
 from ringprof.strategies.kernels.kernel import Kernel
 from ringprof.strategies.transport import communicator, ring_channel
 from ringprof.strategies.transport.baselines import NoOpKernel
-from ringprof.strategies.transport.handshake import Agreement
+from ringprof.strategies.transport.handshake import Handshake
 
 OURS = "zigzag,ring,stripe,burst,double-ring,megatron,ulysses,usp,allgather"
 PEERS = "ring-flash-attn/zigzag,ring-flash-attn/ring,ring-flash-attn/stripe,yunchang/usp,torch-cp"
@@ -98,7 +98,7 @@ def _start_alone(world: int) -> torch.device:
 
     dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
     torch.set_num_threads(1)
-    alone = Agreement("", dict.fromkeys(range(world), 0), {})
+    alone = Handshake("", dict.fromkeys(range(world), 0), {})
     communicator.agree, communicator.agree_on_call = lambda *_: alone, lambda *_: None
     _pretend_flash_attn()
     return torch.device("cpu")

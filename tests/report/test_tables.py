@@ -168,10 +168,10 @@ def test_the_interval_of_a_gain_has_the_sign_of_the_gain(
     ratio: float, low: float, high: float, verdict: str, shown: str
 ) -> None:
     difference = Difference("iteration_ms", 1, ratio - 1, ratio, verdict, low, high)
-    assert comparison._in_words(difference, "slower", "faster") == shown
+    assert comparison._describe(difference, "slower", "faster") == shown
 
 
 def test_the_worst_rank_of_a_step_is_that_of_the_mean_over_calls() -> None:
     """Rank 0 exposes 10 and 20 in two calls, rank 1 18 in the one that it has."""
     steps_of_ranks: list[Any] = [SimpleNamespace(rank=rank, exposed_ns=ns) for rank, ns in ((0, 10), (0, 20), (1, 18))]
-    assert steps._worst(steps_of_ranks) == (1, 18)
+    assert steps._most_exposed(steps_of_ranks) == (1, 18)
