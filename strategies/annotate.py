@@ -30,7 +30,7 @@ def ring_step(phase: str, step: int, part: str) -> AbstractContextManager[object
 
 
 @contextmanager
-def heard_by(listener: _Listener) -> Iterator[None]:
+def redirect_annotations(listener: _Listener) -> Iterator[None]:
     """Give names to ``listener`` in place of the profiler: for planners that run a strategy on shapes."""
     global _listener
     before, _listener = _listener, listener

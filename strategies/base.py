@@ -32,7 +32,7 @@ from ringprof.strategies.kernels.merge import (
 )
 from ringprof.strategies.kernels.uncompiled import uncompiled
 from ringprof.strategies.masks.expected import Expectations
-from ringprof.strategies.masks.layouts import ALL, WHOLE, Block, Layout, gapless, part, split_home_block
+from ringprof.strategies.masks.layouts import ALL, WHOLE, Block, Layout, as_contiguous, part, split_local_block
 from ringprof.strategies.masks.row_routing import RowRouting
 from ringprof.strategies.masks.sharded_mask import ShardedMask, sharded_mask_of
 from ringprof.strategies.transport.communicator import Communicator
@@ -88,7 +88,7 @@ class Rows:
     delta: Tensor | None = None
     _parts: dict[tuple[Any, Any], Rows] = field(default_factory=dict, repr=False)
 
-    def at(self, queries: slice, *, dense: bool = True) -> Rows:
+    def select(self, queries: slice, *, dense: bool = True) -> Rows:
         """The same for some of the queries, dense again: made once, as several blocks may want them.
 
         With ``dense`` false O and dO may be views, as far as nothing is computed from them here.
@@ -99,12 +99,12 @@ class Rows:
         if key not in self._parts:
             dout, out = part(self.dout, queries), None if self.out is None else part(self.out, queries)
             if dense or self.delta is not None:
-                dout, out = gapless(dout), None if out is None else gapless(out)
-            delta = None if self.delta is None else gapless(part(self.delta, queries, 2))
-            self._parts[key] = Rows(dout, gapless(part(self.lse, queries, 2)), out, delta)
+                dout, out = as_contiguous(dout), None if out is None else as_contiguous(out)
+            delta = None if self.delta is None else as_contiguous(part(self.delta, queries, 2))
+            self._parts[key] = Rows(dout, as_contiguous(part(self.lse, queries, 2)), out, delta)
         return self._parts[key]
 
-    def filled(self, head_dim: int) -> Rows:
+    def pad_heads(self, head_dim: int) -> Rows:
         """The same with O and dO filled up with zeros to ``head_dim``: made once."""
         missing = head_dim - self.dout.shape[-1]
         if missing and ("filled", missing) not in self._parts:
@@ -126,20 +126,20 @@ class AttentionCall:
     causal: bool
     lse_wanted: bool = False
     """Whether a gradient may come through the LSE, on any rank: all must then go the same way back."""
-    cut: ShardedMask | None = None
+    sharded_mask: ShardedMask | None = None
     """The mask, where it is more than causal or none."""
-    kept: tuple[Tensor, ...] = ()
+    saved: tuple[Tensor, ...] = ()
     """q, k and v for the backward pass, where it begins with others than the call's own."""
 
-    def between(self, layout: Layout, q_rank: int, kv_rank: int, local_seq: int) -> Block | None:
+    def block_between(self, layout: Layout, q_rank: int, kv_rank: int, local_seq: int) -> Block | None:
         """The block that ``q_rank`` owes ``kv_rank``'s keys; None where the mask leaves nothing."""
-        if self.cut is not None:
-            return self.cut.block(q_rank, kv_rank)
+        if self.sharded_mask is not None:
+            return self.sharded_mask.block(q_rank, kv_rank)
         return layout.block(q_rank, kv_rank, local_seq, causal=self.causal)
 
-    def whole(self) -> Block:
+    def whole_block(self) -> Block:
         """Everything against everything, where one rank holds all tokens in order."""
-        block = WHOLE[self.causal] if self.cut is None else self.cut.block(0, 0)
+        block = WHOLE[self.causal] if self.sharded_mask is None else self.sharded_mask.block(0, 0)
         assert block is not None
         return block
 
@@ -157,7 +157,7 @@ class AttentionCall:
         """dq of the block's queries, dk and dv of the block's keys."""
         k, v = part(k, block.kv), part(v, block.kv)
         missing = k.shape[-1] - v.shape[-1]
-        rows = (rows.filled(k.shape[-1]) if missing else rows).at(block.q, dense=self.kernel.dense_rows)
+        rows = (rows.pad_heads(k.shape[-1]) if missing else rows).select(block.q, dense=self.kernel.dense_rows)
         dq, dk, dv = self.kernel.backward(
             rows.dout, part(q, block.q), k, pad(v, (0, missing)) if missing else v, rows.lse, out=rows.out,
             delta=rows.delta, scale=self.scale, causal=block.causal, parts=block.parts,
@@ -201,15 +201,15 @@ class Strategy(Expectations, ABC):
     # --- what a strategy writes ---------------------------------------------------------------
 
     @abstractmethod
-    def forward(self, blocks: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Output (B, S, H, D) in q's type and LSE (B, H, S) of this rank's queries."""
 
     @abstractmethod
-    def backward(self, blocks: AttentionCall, rows: Rows, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
+    def backward(self, call: AttentionCall, rows: Rows, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
         """Gradients of this rank's q, k and v, in their types."""
 
     @classmethod
-    def placed(cls, size: int, per_host: int, **params: Any) -> dict[str, Any]:
+    def with_placement(cls, size: int, per_host: int, **params: Any) -> dict[str, Any]:
         """``params``, with what shape and refusals depend on filled in for ``per_host`` of ``size`` ranks a host."""
         return params
 
@@ -333,24 +333,24 @@ class Strategy(Expectations, ABC):
         self._check_call(q, k, v, asked)
         cut = None
         if packed or prefix or window != (-1, -1):
-            cut = self._cut(causal, documents, window, prefix, q.shape[1] * self.comm.size)
-        asks = self._asks(cut.mask if cut else None, softcap) if cut or softcap else {}
+            cut = self._sharded_mask(causal, documents, window, prefix, q.shape[1] * self.comm.size)
+        asks = self._kernel_requirements(cut.mask if cut else None, softcap) if cut or softcap else {}
         kernel = self.kernel_for(q, **asks)
-        blocks = AttentionCall(kernel, scale, causal, return_lse or sinks is not None, cut)
-        call = self.differentiable
-        out, lse = call(blocks, q, k, v) if self.exchange is None else self.exchange.around(call, blocks, q, k, v)
+        call = AttentionCall(kernel, scale, causal, return_lse or sinks is not None, cut)
+        attend = self.differentiable
+        out, lse = attend(call, q, k, v) if self.exchange is None else self.exchange.around(attend, call, q, k, v)
         out = out[..., : v.shape[-1] - missing] if missing > 0 else out
         if sinks is not None:
             assert lse is not None
             out, lse = with_sinks(out, lse, sinks)
         return (out, lse) if return_lse else out
 
-    def differentiable(self, blocks: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> OutAndLse:
+    def differentiable(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> OutAndLse:
         """`forward`, with `backward` as its gradient."""
-        result: Any = _Attention.apply(self, blocks, q, k, v)  # type: ignore[no-untyped-call]
-        return result if blocks.lse_wanted else (result, None)
+        result: Any = _Attention.apply(self, call, q, k, v)  # type: ignore[no-untyped-call]
+        return result if call.lse_wanted else (result, None)
 
-    def _asks(self, mask: Mask | None, softcap: float) -> dict[str, Any]:
+    def _kernel_requirements(self, mask: Mask | None, softcap: float) -> dict[str, Any]:
         """What the choice of a kernel is told beside the tensors: nothing where all kernels do."""
         asks: dict[str, Any] = {} if mask is None else mask.asks_of_kernels()
         if not softcap:
@@ -361,26 +361,26 @@ class Strategy(Expectations, ABC):
             raise Unsupported(f"{type(self).__name__} {NO_SOFTCAP}")
         return {**asks, "softcap": float(softcap)}
 
-    def _cut(
+    def _sharded_mask(
         self, causal: bool, documents: Documents, window: Sequence[int], prefix: int, seq: int
     ) -> ShardedMask | None:
         """The mask as the ranks that trade keys hold it; None for a plain one."""
-        mask = mask_asked(documents, window, causal=causal, prefix=prefix)
+        mask = mask_of_call(documents, window, causal=causal, prefix=prefix)
         reason = self.why_mask_unsupported(mask, seq, self.comm.size, **self.parameters)
         if reason:
             raise Unsupported(f"{type(self).__name__} {reason}")
-        return None if mask.plain else self.cut(mask, seq, self.comm.size, **self.parameters)
+        return None if mask.plain else self.sharded_mask(mask, seq, self.comm.size, **self.parameters)
 
     @classmethod
-    def cut(cls, mask: Mask, seq: int, size: int, **params: Any) -> ShardedMask:
+    def sharded_mask(cls, mask: Mask, seq: int, size: int, **params: Any) -> ShardedMask:
         """The mask over ``seq`` tokens as ``size`` ranks hold it when they compute."""
         layout = cls.layout_for(size, **params)
         if mask.documents and params.get("documents_layout") == "per_document":
             layout = layout.per_document(mask.documents)
-        return sharded_mask_of(mask, *cls.computing(layout, size), seq)
+        return sharded_mask_of(mask, *cls.layout_while_computing(layout, size), seq)
 
     @classmethod
-    def computing(cls, layout: Layout, size: int) -> tuple[Layout, int]:
+    def layout_while_computing(cls, layout: Layout, size: int) -> tuple[Layout, int]:
         """The layout of the tokens when blocks are computed, and by how many ranks (or groups of them)."""
         return layout, size
 
@@ -441,50 +441,50 @@ class Strategy(Expectations, ABC):
         """Ranks that the travelling tensors of this strategy go round."""
         return self.comm.size
 
-    def over(
-        self, blocks: AttentionCall, q: Tensor, tour: Iterable[tuple[int, Sequence[Tensor]]]
+    def forward_over_ring(
+        self, call: AttentionCall, q: Tensor, tour: Iterable[tuple[int, Sequence[Tensor]]]
     ) -> tuple[Tensor, Tensor]:
         """A forward pass over the K and V of a tour of ranks, merged one after another."""
         result = Partial()
         for step, (kv_rank, kv) in enumerate(tour):
-            block = self.block(blocks, kv_rank, q)
+            block = self.block(call, kv_rank, q)
             if block is None:
                 continue
             with ring_step("fwd", step, "block"):
-                out, lse = blocks.forward(q, kv[0], kv[1], block)
+                out, lse = call.forward(q, kv[0], kv[1], block)
             with ring_step("fwd", step, "merge"):
                 result.merge(out, lse, block.q)
         with ring_step("fwd", step, "merge"):
             return result.result(q.dtype)
 
-    def routing(self, blocks: AttentionCall, *, queries: bool = False) -> RowRouting | None:
+    def routing(self, call: AttentionCall, *, queries: bool = False) -> RowRouting | None:
         """What of the ranks' keys, or queries, goes round, where not all of it does."""
-        if blocks.cut is None or not self.hop_window:
+        if call.sharded_mask is None or not self.hop_window:
             return None
-        return blocks.cut.routing(self.hop_window, queries=queries)
+        return call.sharded_mask.routing(self.hop_window, queries=queries)
 
-    def block(self, blocks: AttentionCall, kv_rank: int, q: Tensor) -> Block | None:
+    def block(self, call: AttentionCall, kv_rank: int, q: Tensor) -> Block | None:
         """What this rank's queries see of ``kv_rank``'s keys, as far as they come to it."""
-        routing = self.routing(blocks)
+        routing = self.routing(call)
         if routing is not None and kv_rank != self.ring_rank:
             return routing.block(self.ring_rank, kv_rank)
-        return blocks.between(self.layout, self.ring_rank, kv_rank, q.shape[1])
+        return call.block_between(self.layout, self.ring_rank, kv_rank, q.shape[1])
 
-    def own_block(self, blocks: AttentionCall, q: Tensor) -> Block:
+    def local_block(self, call: AttentionCall, q: Tensor) -> Block:
         """What they see of its own."""
-        block = self.block(blocks, self.ring_rank, q)
+        block = self.block(call, self.ring_rank, q)
         assert block is not None, "a token sees itself"
         return block
 
-    def split_local_block(self, blocks: AttentionCall, q: Tensor, travelling: Tensor) -> tuple[Block, list[Block]]:
+    def split_local_block(self, call: AttentionCall, q: Tensor, travelling: Tensor) -> tuple[Block, list[Block]]:
         """That block in an early part and what a backward pass keeps to the end.
 
         All of it is early where nothing travels, where what comes home last, ``travelling``, is so small that the
         additional kernel calls cost more than they hide, and where the mask is neither causal nor full.
         """
-        if blocks.cut is not None or self.ring_size == 1 or not self.overlaps_last_hop(travelling):
-            return self.own_block(blocks, q), []
-        return split_home_block(q.shape[1], causal=blocks.causal)
+        if call.sharded_mask is not None or self.ring_size == 1 or not self.overlaps_last_hop(travelling):
+            return self.local_block(call, q), []
+        return split_local_block(q.shape[1], causal=call.causal)
 
     @property
     def ring_rank(self) -> int:
@@ -521,7 +521,7 @@ class Strategy(Expectations, ABC):
         self._check_tensors(q, k, v)
         tensors = f"q, k and v of shape {_shapes(q, k, v)}", f"type {q.dtype}"
         options = (f"{name}={value}" for name, value in zip(_ASKED, asked, strict=True))
-        self.comm.agree_on("; ".join(("attention", *tensors, *options)))
+        self.comm.check_same_call("; ".join(("attention", *tensors, *options)))
         self._fitting.add(key)
 
     def _check_tensors(self, q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -543,6 +543,11 @@ _RENAMED_METHODS = {
     "travel": "routing",
     "home_blocks": "split_local_block",
     "hides_last_hop": "overlaps_last_hop",
+    "own_block": "local_block",
+    "over": "forward_over_ring",
+    "cut": "sharded_mask",
+    "placed": "with_placement",
+    "computing": "layout_while_computing",
 }
 """Old and new names of methods that a user's strategy may define or call; the old names go with the next release."""
 
@@ -564,7 +569,7 @@ def _alias_renamed_methods(cls: type) -> None:
 _alias_renamed_methods(Strategy)
 
 
-def mask_asked(documents: Documents, window: Sequence[int], *, causal: bool, prefix: int) -> Mask:
+def mask_of_call(documents: Documents, window: Sequence[int], *, causal: bool, prefix: int) -> Mask:
     """The mask of a call. Raises `Unsupported` where there is none such."""
     try:
         return Mask.of(documents, window, causal=causal, prefix=prefix)
@@ -576,27 +581,27 @@ class _Attention(torch.autograd.Function):
     """Autograd around a strategy's two loops."""
 
     @staticmethod
-    def forward(ctx: Any, strategy: Strategy, blocks: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Any:
+    def forward(ctx: Any, strategy: Strategy, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Any:
         strategy.comm.meter.phase = "forward"
         q = _heads_together(q)
-        out, lse = strategy.forward(blocks, q, k, v)
-        ctx.strategy, ctx.blocks = strategy, blocks
-        ctx.save_for_backward(*(blocks.kept or (q, k, v)), out, lse)
-        blocks.kept = ()
+        out, lse = strategy.forward(call, q, k, v)
+        ctx.strategy, ctx.blocks = strategy, call
+        ctx.save_for_backward(*(call.saved or (q, k, v)), out, lse)
+        call.saved = ()
         ctx.set_materialize_grads(False)
-        return (out, lse) if blocks.lse_wanted else out
+        return (out, lse) if call.lse_wanted else out
 
     @staticmethod
     @first_order
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        strategy, blocks = ctx.strategy, ctx.blocks
-        dout = torch.zeros_like(out) if dout is None else gapless(dout)
-        rows = Rows(dout, gapless(lse), out=gapless(out))
-        if dlse is not None or (blocks.lse_wanted and blocks.kernel.takes_delta):
-            rows = _rows_with_lse_gradient(blocks.kernel, rows, dlse)
+        strategy, call = ctx.strategy, ctx.blocks
+        dout = torch.zeros_like(out) if dout is None else as_contiguous(dout)
+        rows = Rows(dout, as_contiguous(lse), out=as_contiguous(out))
+        if dlse is not None or (call.lse_wanted and call.kernel.takes_delta):
+            rows = _rows_with_lse_gradient(call.kernel, rows, dlse)
         strategy.comm.meter.phase = "backward"
-        return (None, None, *strategy.backward(blocks, rows, q, k, v))
+        return (None, None, *strategy.backward(call, rows, q, k, v))
 
 
 def _rows_with_lse_gradient(kernel: Kernel, rows: Rows, dlse: Tensor | None) -> Rows:

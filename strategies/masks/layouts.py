@@ -38,7 +38,7 @@ def part(x: Tensor, rows: slice, dim: int = -3) -> Tensor:
     return x if last - first == size else x.narrow(dim, first, last - first)
 
 
-def gapless(x: Tensor) -> Tensor:
+def as_contiguous(x: Tensor) -> Tensor:
     """The tensor, copied where there are gaps in it: what `contiguous` gives, for less where there is nothing to do."""
     return x if x.is_contiguous() else x.contiguous()
 
@@ -67,7 +67,7 @@ def block_of(parts: list[AttnRectangle], queries: int, keys: int) -> Block | Non
     rows, columns = (ALL if (x.start, x.stop) == (0, whole) else x for x, whole in ((q, queries), (kv, keys)))
     if len(parts) == 1 and (parts[0].full or parts[0].causal):
         return Block(rows, columns, causal=parts[0].causal)
-    inside = tuple(one.moved(-q.start, -kv.start) for one in parts)
+    inside = tuple(one.shifted(-q.start, -kv.start) for one in parts)
     return Block(rows, columns, parts=MaskBlocks(inside, q.stop - q.start, kv.stop - kv.start))
 
 
@@ -252,7 +252,7 @@ class Grid:
             raise Unsupported(f"ulysses_degree {ulysses} x ring_degree {ring} is not the world size {size}")
         return cls(ulysses, ring, head_first)
 
-    def place(self, rank: int) -> tuple[int, int]:
+    def coordinates(self, rank: int) -> tuple[int, int]:
         """(place in the Ulysses group, place in the ring) of a rank."""
         if self.head_first:
             return rank % self.ulysses_degree, rank // self.ulysses_degree
@@ -266,11 +266,11 @@ class Grid:
 
     def ulysses_group(self, rank: int) -> list[int]:
         """The ranks that trade heads with ``rank``, itself among them."""
-        return [self.rank(place, self.place(rank)[1]) for place in range(self.ulysses_degree)]
+        return [self.rank(place, self.coordinates(rank)[1]) for place in range(self.ulysses_degree)]
 
     def ring(self, rank: int) -> list[int]:
         """The ranks on the ring of ``rank``."""
-        return [self.rank(self.place(rank)[0], place) for place in range(self.ring_degree)]
+        return [self.rank(self.coordinates(rank)[0], place) for place in range(self.ring_degree)]
 
 
 class Grouped(Layout):
@@ -289,7 +289,7 @@ class Grouped(Layout):
         return math.lcm(size, self.ring.divisor(self.grid.ring_degree))
 
     def positions(self, seq: int, size: int, rank: int) -> Tensor:
-        ulysses_place, ring_place = self.grid.place(rank)
+        ulysses_place, ring_place = self.grid.coordinates(rank)
         group = self.ring.positions(seq, self.grid.ring_degree, ring_place)
         return group.chunk(self.grid.ulysses_degree)[ulysses_place]
 
@@ -300,7 +300,7 @@ class Grouped(Layout):
         return self.ring.causal_block(q_rank, kv_rank, local_seq)
 
 
-def split_home_block(local_seq: int, *, causal: bool) -> tuple[Block, list[Block]]:
+def split_local_block(local_seq: int, *, causal: bool) -> tuple[Block, list[Block]]:
     """A rank's block with its own keys, in an early part and a late rest.
 
     A backward pass computes the early part first, while the first hop travels, and keeps the rest to the end, where

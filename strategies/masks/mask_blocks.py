@@ -65,7 +65,7 @@ class AttnRectangle:
         """Pairs of a query and a key that it sees."""
         return band_area(self.queries, self.keys, self.left, self.right)
 
-    def moved(self, queries: int, keys: int) -> AttnRectangle:
+    def shifted(self, queries: int, keys: int) -> AttnRectangle:
         """The same, counted from further on."""
         return AttnRectangle(
             self.q_first + queries,
@@ -77,7 +77,7 @@ class AttnRectangle:
         )
 
 
-def banded(
+def band(
     q_first: int, queries: int, kv_first: int, keys: int, low: int | None, high: int | None
 ) -> AttnRectangle | None:
     """The part in which query i sees key j where i + low <= j <= i + high (None: no limit); None where none sees any.
@@ -126,12 +126,12 @@ def split_rows(part: AttnRectangle) -> list[AttnRectangle]:
     found = [AttnRectangle(part.q_first + first, part.q_first + end, part.kv_first, part.kv_end)]
     for top, bottom in ((0, first), (end, part.queries)):
         limits = (None if limit is None else limit + top for limit in (low, high))
-        rest = banded(part.q_first + top, bottom - top, part.kv_first, part.keys, *limits) if top < bottom else None
+        rest = band(part.q_first + top, bottom - top, part.kv_first, part.keys, *limits) if top < bottom else None
         found += [rest] if rest else []
     return sorted(found, key=lambda one: one.q_first)
 
 
-def seen_in_band(part: AttnRectangle, device: torch.device) -> Tensor:
+def band_mask(part: AttnRectangle, device: torch.device) -> Tensor:
     """Which keys each query of a part sees: bool (queries, keys)."""
     place = torch.arange(part.keys, device=device) - torch.arange(part.queries, device=device)[:, None]
     place -= part.keys - part.queries
@@ -171,7 +171,7 @@ class MaskBlocks:
     parts: tuple[AttnRectangle, ...]
     queries: int
     keys: int
-    kept: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+    kernel_cache: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
     """What a kernel has made of it, by device."""
 
     def __iter__(self) -> Iterator[AttnRectangle]:

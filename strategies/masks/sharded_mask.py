@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ringprof.mask import NO_LIMIT, Mask
 from ringprof.strategies.masks.layouts import Block, Layout, block_of
-from ringprof.strategies.masks.mask_blocks import AttnRectangle, banded, joined, split_rows
+from ringprof.strategies.masks.mask_blocks import AttnRectangle, band, joined, split_rows
 from ringprof.strategies.masks.row_routing import RowRouting, routing_of
 
 
@@ -68,11 +68,11 @@ class ShardedMask:
                 found += self._in_document(mine, theirs[document], bounds[document], own=q_rank == kv_rank)
         return found
 
-    def with_others(self, q_rank: int) -> list[Block]:
+    def blocks_with_others(self, q_rank: int) -> list[Block]:
         """What ``q_rank``'s queries see of all others' keys, these in the order of the ranks: one block, or none."""
         local = self.seq // self.size
         parts = [
-            part.moved(0, kv_rank * local)
+            part.shifted(0, kv_rank * local)
             for kv_rank in range(self.size)
             if kv_rank != q_rank
             for part in self.parts(q_rank, kv_rank)
@@ -121,12 +121,12 @@ class ShardedMask:
         left, right = self.mask.left, self.mask.right
         low = None if left == NO_LIMIT else -((left - apart) // self.stride)
         high = None if right == NO_LIMIT else (apart + right) // self.stride
-        yield banded(q.row, q.tokens, kv.row, kv.tokens, low, high)
+        yield band(q.row, q.tokens, kv.row, kv.tokens, low, high)
         keys = min(kv.tokens, max(0, -(-prefix // self.stride))) if self.mask.prefix else 0
         if keys and low is not None:
-            yield banded(q.row, q.tokens, kv.row, keys, None, low - 1)
+            yield band(q.row, q.tokens, kv.row, keys, None, low - 1)
         if keys and high is not None and not self.mask.causal:
-            yield banded(q.row, q.tokens, kv.row, keys, high + 1, None)
+            yield band(q.row, q.tokens, kv.row, keys, high + 1, None)
 
     def _pieces(self, positions: Tensor) -> dict[int, list[_Piece]]:
         """A rank's rows by the number of the document."""

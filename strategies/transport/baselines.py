@@ -60,7 +60,7 @@ class TensorView:
 
 
 @dataclass(frozen=True)
-class Call:
+class KernelCall:
     """One call of a kernel: what it was given, without the values. ``rows`` is None for a forward call."""
 
     q: TensorView
@@ -89,7 +89,7 @@ class RecordingKernel(Kernel):
         super().__init__(deterministic=kernel.deterministic)
         self.kernel = kernel
         self.name, self.takes_delta, self.dense_rows = kernel.name, kernel.takes_delta, kernel.dense_rows
-        self.heard: list[Call] = []
+        self.recorded_calls: list[KernelCall] = []
 
     @classmethod
     def why_unsupported(cls, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
@@ -98,7 +98,9 @@ class RecordingKernel(Kernel):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool, parts: MaskBlocks | None = None
     ) -> tuple[Tensor, Tensor]:
-        self.heard.append(Call(TensorView.of(q), TensorView.of(k), TensorView.of(v), scale, causal, parts))
+        self.recorded_calls.append(
+            KernelCall(TensorView.of(q), TensorView.of(k), TensorView.of(v), scale, causal, parts)
+        )
         return self.kernel.forward(q, k, v, scale=scale, causal=causal, parts=parts)
 
     def backward(
@@ -114,7 +116,9 @@ class RecordingKernel(Kernel):
         rows = RowViews(
             TensorView.of(dout), TensorView.of(lse), None if by_delta else given, given if by_delta else None
         )
-        self.heard.append(Call(TensorView.of(q), TensorView.of(k), TensorView.of(v), scale, causal, parts, rows))
+        self.recorded_calls.append(
+            KernelCall(TensorView.of(q), TensorView.of(k), TensorView.of(v), scale, causal, parts, rows)
+        )
         return self.kernel.backward(dout, q, k, v, lse, out=out, delta=delta, scale=scale, causal=causal, parts=parts)
 
     def _forward(self, *_: Any) -> tuple[Tensor, Tensor]:
@@ -164,7 +168,7 @@ class NoOpKernel(Kernel):
 class NullRing(HopRing):
     """A ring on which everything stays where it is."""
 
-    def post(self, parcel: Message, *, into: Message | None = None) -> Hop:
+    def post(self, message: Message, *, into: Message | None = None) -> Hop:
         """As `HopRing.post`, except that what arrives is what was sent: the same memory, so that nothing is copied.
 
         Only where the caller says where to receive, it is copied there: a kernel's speed depends on the values that it
@@ -172,10 +176,10 @@ class NullRing(HopRing):
         """
         if into is None:
             # Without the version counter: writing to what arrived is no write to what was sent.
-            return Hop([], parcel.messages, parcel.over([message.data for message in parcel.messages]))
-        for place, message in zip(into.messages, parcel.messages, strict=True):
-            place.copy_(message)
-        return Hop([], parcel.messages, into)
+            return Hop([], message.buffers, message.with_buffers([buffer.data for buffer in message.buffers]))
+        for place, buffer in zip(into.buffers, message.buffers, strict=True):
+            place.copy_(buffer)
+        return Hop([], message.buffers, into)
 
 
 class NullCollective(Collective):

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from ringprof.strategies.annotate import annotate
 from ringprof.strategies.kernels.merge import wide_type
-from ringprof.strategies.transport.groups import by_nccl
+from ringprof.strategies.transport.groups import uses_nccl
 from ringprof.strategies.transport.hosts import OTHER_HOST, SAME_HOST
-from ringprof.strategies.transport.ring_channel import TRADE, Hop, while_computing
+from ringprof.strategies.transport.ring_channel import ALL_TO_ALL_OPTIONS, Hop, async_options
 
 if TYPE_CHECKING:
     from ringprof.strategies.transport.communicator import Communicator
@@ -36,7 +36,7 @@ class Collective:
         self._links = [comm.hosts.link(me, other) for other in others]
         # Called as `torch.distributed` does after its checks of every argument, which cost the host as much again.
         self._calls: Any = group
-        self._has_nccl = group is not None and by_nccl(group)
+        self._has_nccl = group is not None and uses_nccl(group)
 
     def all_to_all(self, tensor: Tensor) -> Hop:
         """Start trading: ``tensor[i]`` goes to member i, and the one tensor that arrives holds its piece there."""
@@ -90,7 +90,7 @@ class Collective:
         # gloo knows few types, but bytes are bytes.
         into, out = (received, tensor) if self._by_nccl(tensor) else (_as_bytes(received), _as_bytes(tensor))
         with annotate("send", self.channel):
-            work = self._calls.alltoall_base(into, out, [], [], TRADE)
+            work = self._calls.alltoall_base(into, out, [], [], ALL_TO_ALL_OPTIONS)
         return kind([work], [tensor], [received], self.channel)
 
     def _count(self, operation: str, links: Sequence[str], piece_bytes: int) -> None:
@@ -108,8 +108,8 @@ class _SummedHop(Hop):
         return [pieces.sum(0, dtype=wide_type(pieces)).to(pieces.dtype)]
 
 
-_GATHER = while_computing("AllgatherOptions")
-_REDUCE = while_computing("ReduceScatterOptions")
+_GATHER = async_options("AllgatherOptions")
+_REDUCE = async_options("ReduceScatterOptions")
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from ringprof.strategies.errors import Unsupported
 from ringprof.strategies.transport.collectives import Collective
 from ringprof.strategies.transport.copy_engine import can_copy
 from ringprof.strategies.transport.groups import process_group
-from ringprof.strategies.transport.handshake import agree, agree_on_call
+from ringprof.strategies.transport.handshake import check_same_call, perform_handshake
 from ringprof.strategies.transport.hosts import Hosts
 from ringprof.strategies.transport.ring_channel import HopRing
 
@@ -82,25 +82,25 @@ class Communicator:
             self.rank, self.size = dist.get_rank(found), dist.get_world_size(found)
             self._ranks = dist.get_process_group_ranks(found)
             self._agree(f"{request}, {ranks_per_host=}, {hops=}, {hosts=}", problem)
-            self.hosts = Hosts.given(world_size, ranks_per_host, hosts) or self.hosts
+            self.hosts = Hosts.from_arguments(world_size, ranks_per_host, hosts) or self.hosts
         elif problem is not None:
             raise problem
 
     def _agree(self, request: str, problem: Exception | None) -> None:
         try:
-            agreed = agree(self.group, request, None if problem is None else str(problem))
+            agreed = perform_handshake(self.group, request, None if problem is None else str(problem))
         except Unsupported as refusal:
             raise (problem or refusal) from None
         self.token, self.hosts, self.processes = agreed.token, Hosts(agreed.hosts), agreed.processes
         self.can_copy = agreed.can_copy
 
-    def agree_on(self, call: str) -> None:
+    def check_same_call(self, call: str) -> None:
         """As `agreement.agree_on_call`, but while a CUDA graph is captured, in which no rank can ask another."""
         # Not so where CUDA has not begun, nor in a process forked after it has, which may not ask.
         begun: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         captures = begun and torch.cuda.is_current_stream_capturing()
         if self.size > 1 and self.group is not None and not captures:
-            agree_on_call(self.group, call)
+            check_same_call(self.group, call)
 
     @property
     def is_world(self) -> bool:
@@ -180,7 +180,7 @@ def _problem(world_size: int, ranks_per_host: int | None, hops: str, hosts: Sequ
     if problem:
         return Unsupported(f"hops by copy engine {problem}")
     try:
-        Hosts.given(world_size, ranks_per_host, hosts)
+        Hosts.from_arguments(world_size, ranks_per_host, hosts)
     except Unsupported as refusal:
         return refusal
     return None

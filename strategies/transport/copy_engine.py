@@ -29,9 +29,9 @@ from torch import Tensor
 
 from ringprof.strategies.annotate import annotate
 from ringprof.strategies.errors import Unsupported
-from ringprof.strategies.transport.copy_watchdog import Watch
-from ringprof.strategies.transport.groups import by_nccl, timeout
-from ringprof.strategies.transport.hosts import told
+from ringprof.strategies.transport.copy_watchdog import CopyWatchdog
+from ringprof.strategies.transport.groups import timeout, uses_nccl
+from ringprof.strategies.transport.hosts import int_from_environment
 from ringprof.strategies.transport.message import Message, Shapes, shapes_of, size_bytes
 
 SLOTS = 2
@@ -49,7 +49,7 @@ _UNDER_WAY_AT_MOST = 32
 _rings: WeakValueDictionary[tuple[dist.ProcessGroup, str], CopyRing] = WeakValueDictionary()
 _owners: WeakValueDictionary[int, _Slots] = WeakValueDictionary()
 """By the address of its memory."""
-_watch = Watch()
+_watch = CopyWatchdog()
 
 
 def can_copy() -> str | None:
@@ -59,9 +59,9 @@ def can_copy() -> str | None:
     """
     if not torch.cuda.is_available() or _cuda() is None:
         return "need CUDA, and a torch that shares its runtime library"
-    if dist.is_initialized() and not by_nccl():
+    if dist.is_initialized() and not uses_nccl():
         return "need NCCL's process groups"
-    queues = told("CUDA_DEVICE_MAX_CONNECTIONS")
+    queues = int_from_environment("CUDA_DEVICE_MAX_CONNECTIONS")
     if queues is not None and queues < FEWEST_QUEUES:
         return f"need CUDA_DEVICE_MAX_CONNECTIONS of at least {FEWEST_QUEUES}, which is {queues}"
     return None
@@ -99,14 +99,14 @@ def slots_in_use() -> dict[int, tuple[int, int]]:
     return {address: (slots.size_bytes, slots.number) for address, slots in _owners.items()}
 
 
-def owned(parcel: Message, ring: CopyRing | None) -> Message:
+def copy_if_in_other_slot(message: Message, ring: CopyRing | None) -> Message:
     """The parcel, or a copy where it lies in a slot of another ring, which may fill the slot while this one reads."""
-    if not _Slots.made or not parcel.messages[0].is_cuda:
-        return parcel
-    owners = [_owners.get(message.untyped_storage().data_ptr()) for message in parcel.messages]
+    if not _Slots.made or not message.buffers[0].is_cuda:
+        return message
+    owners = [_owners.get(buffer.untyped_storage().data_ptr()) for buffer in message.buffers]
     if all(slots is None or (ring is not None and ring.slots is slots) for slots in owners):
-        return parcel
-    return parcel.over([message.clone() for message in parcel.messages])
+        return message
+    return message.with_buffers([buffer.clone() for buffer in message.buffers])
 
 
 class CopyHop:
@@ -124,7 +124,7 @@ class CopyHop:
         sent, self._sent = self._sent, None
         with annotate("wait"):
             self._ring.wait(self._slots.here + self._slots.counters + _ARRIVED, self._number)
-        return sent.over(self._slots.received(self._shapes, self._number))
+        return sent.with_buffers(self._slots.received(self._shapes, self._number))
 
 
 class CopyRing:
@@ -143,7 +143,7 @@ class CopyRing:
         self._under_way: deque[tuple[float, Any]] = deque()
         self._lock = threading.Lock()
 
-    def post(self, parcel: Message) -> CopyHop:
+    def post(self, message: Message) -> CopyHop:
         """Start copying a parcel to the next member. All members post the same shapes in one order.
 
         Raises `PeerLost`, and `Unsupported` while a CUDA graph is captured: counters count on, a graph repeats itself.
@@ -152,7 +152,7 @@ class CopyRing:
             raise Unsupported("hops by copy engine cannot be captured in a CUDA graph: use hops='nccl'")
         _watch.refuse()
         wait, write, copy = _cuda()
-        shapes = shapes_of(parcel.messages)
+        shapes = shapes_of(message.buffers)
         slots, stream = self._slots_for(shapes), self._stream.cuda_stream
         slots.number += 1
         # What is sent is there, and what lay in the slot to be filled is no longer read.
@@ -161,13 +161,13 @@ class CopyRing:
         failed = write(stream, slots.previous + slots.counters + _ROOM, slots.number, 0)
         failed |= wait(stream, slots.here + slots.counters + _ROOM, slots.number, 0)
         place = slots.following + slots.number % SLOTS * slots.slot_bytes
-        for message, at in zip(parcel.messages, places(shapes)[0], strict=True):
-            assert message.is_contiguous()
-            failed |= copy(place + at, message.data_ptr(), message.nbytes, _DEVICE_TO_DEVICE, stream)
+        for buffer, at in zip(message.buffers, slot_offsets(shapes)[0], strict=True):
+            assert buffer.is_contiguous()
+            failed |= copy(place + at, buffer.data_ptr(), buffer.nbytes, _DEVICE_TO_DEVICE, stream)
         # When all before it is done, and can be seen by the other GPU.
         _check(failed | write(stream, slots.following + slots.counters + _ARRIVED, slots.number, 0))
         self._sent.record(self._stream)
-        return CopyHop(self, slots, parcel, shapes)
+        return CopyHop(self, slots, message, shapes)
 
     def wait(self, counter: int, number: int) -> None:
         """Make the current stream wait until hops have been sent from here, and a counter has reached a number."""
@@ -206,7 +206,7 @@ class CopyRing:
 
     def _slots_for(self, shapes: Shapes) -> _Slots:
         """Slots with room for a hop; all members of the ring come here with the same shapes, and so make new ones."""
-        size = places(shapes)[1]
+        size = slot_offsets(shapes)[1]
         if self.slots is None or self.slots.slot_bytes < size:
             # When every member has come to here with its device idle, nobody uses the old slots any more.
             torch.cuda.synchronize()
@@ -237,22 +237,22 @@ class _Slots:
         self.here, self.following, self.previous = (pointers[at] for at in (handle.rank, following, previous))
         # Of the shapes that were asked for last: views are small, but lengths may be many. Bound to the memory, not to
         # this object: a circle would keep slots that were outgrown until the next collection.
-        self._received = lru_cache(maxsize=8)(partial(viewed, self.memory, slot_bytes))
+        self._received = lru_cache(maxsize=8)(partial(views_in_slot, self.memory, slot_bytes))
 
     def received(self, shapes: Shapes, number: int) -> list[Tensor]:
         """What hop ``number`` brings, here."""
         return self._received(shapes, number % SLOTS)
 
 
-def viewed(memory: Tensor, slot_bytes: int, shapes: Shapes, slot: int) -> list[Tensor]:
+def views_in_slot(memory: Tensor, slot_bytes: int, shapes: Shapes, slot: int) -> list[Tensor]:
     """Tensors of these shapes in a slot."""
     base = memory[slot * slot_bytes :]
-    cuts = zip(places(shapes)[0], shapes, strict=True)
+    cuts = zip(slot_offsets(shapes)[0], shapes, strict=True)
     return [base[at : at + size_bytes(*shape)].view(shape[0]).view(shape[1]) for at, shape in cuts]
 
 
 @lru_cache(maxsize=64)
-def places(shapes: Shapes) -> tuple[list[int], int]:
+def slot_offsets(shapes: Shapes) -> tuple[list[int], int]:
     """Where tensors of these shapes begin in a slot, and where they end."""
     begins, end = [], 0
     for shape in shapes:

@@ -16,7 +16,7 @@ from ringprof.strategies.errors import PeerLost
 INTERVAL_S = 0.5
 
 
-class Watched(Protocol):
+class WatchedRing(Protocol):
     """A ring whose streams may be waiting."""
 
     processes: Mapping[int, int | None]
@@ -30,18 +30,18 @@ class Watched(Protocol):
         """Let the streams go on, with no numbers in place of what did not arrive."""
 
 
-class Watch:
+class CopyWatchdog:
     """Looks after rings, and lets them go where a peer has ended or a hop takes longer than the group's time."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._rings: WeakSet[Watched] = WeakSet()
+        self._rings: WeakSet[WatchedRing] = WeakSet()
         self._clock = clock
         self._thread: threading.Thread | None = None
         self._handles: dict[int, int | None] = {}
         self.lost: str | None = None
         """What has happened to a peer; from then on nothing is sent."""
 
-    def add(self, ring: Watched) -> None:
+    def add(self, ring: WatchedRing) -> None:
         """Look after a ring for as long as it lives."""
         for process in ring.processes.values():
             if process is not None and process not in self._handles:
@@ -56,7 +56,7 @@ class Watch:
         if self.lost is not None:
             raise PeerLost(self.lost)
 
-    def look(self) -> None:
+    def check(self) -> None:
         """One look at all rings."""
         rings = [(ring, since) for ring in list(self._rings) if (since := ring.waiting_since()) is not None]
         for ring, since in rings:
@@ -65,14 +65,14 @@ class Watch:
             for ring, _ in rings:
                 ring.release()
 
-    def _ended(self, ring: Watched) -> str | None:
+    def _ended(self, ring: WatchedRing) -> str | None:
         for rank, process in ring.processes.items():
             handle = None if process is None else self._handles.get(process)
             if handle is not None and select.select([handle], [], [], 0)[0]:
                 return f"rank {rank} has ended (process {process}) while this rank waited for its hop"
         return None
 
-    def _late(self, ring: Watched, since: float) -> str | None:
+    def _late(self, ring: WatchedRing, since: float) -> str | None:
         if self._clock() - since < ring.timeout_s:
             return None
         ranks = " and ".join(map(str, ring.processes))
@@ -83,7 +83,7 @@ class Watch:
     def _keep_looking(self) -> None:
         while True:
             time.sleep(INTERVAL_S)
-            self.look()
+            self.check()
 
 
 def _handle(process: int) -> int | None:

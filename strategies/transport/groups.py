@@ -47,7 +47,7 @@ def backend_for(device_type: str, group: dist.ProcessGroup | None = None) -> str
     return pairs.get(device_type)
 
 
-def by_nccl(group: dist.ProcessGroup | None = None) -> bool:
+def uses_nccl(group: dist.ProcessGroup | None = None) -> bool:
     """Whether NCCL carries the GPU's tensors."""
     return torch.cuda.is_available() and backend_for("cuda", group) == "nccl"
 
@@ -82,9 +82,9 @@ def _not_split_from(world: Any) -> Iterator[None]:
 def timeout() -> timedelta:
     """The default group's own, so that a hanging hop ends when the user said, not earlier."""
     world: Any = dist.group.WORLD
-    default = timedelta(minutes=10 if by_nccl() else 30)
+    default = timedelta(minutes=10 if uses_nccl() else 30)
     try:
-        found = world._get_backend(torch.device("cuda" if by_nccl() else "cpu")).options._timeout
+        found = world._get_backend(torch.device("cuda" if uses_nccl() else "cpu")).options._timeout
     except (AttributeError, RuntimeError):
         return default
     return found if isinstance(found, timedelta) else default
@@ -92,7 +92,7 @@ def timeout() -> timedelta:
 
 def _options() -> object | None:
     """NCCL settings of a channel's communicator; None for other backends."""
-    if not by_nccl():
+    if not uses_nccl():
         return None
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout()

@@ -18,7 +18,7 @@ class Hosts:
     numbers: Mapping[int, int]
 
     @classmethod
-    def given(cls, world_size: int, per_host: int | None, numbers: Sequence[int] | None) -> Hosts | None:
+    def from_arguments(cls, world_size: int, per_host: int | None, numbers: Sequence[int] | None) -> Hosts | None:
         """As a caller says: ``per_host`` consecutive ranks each, or a number for every rank of the world; else None.
 
         Raises `Unsupported` where ``per_host`` does not divide the world, or ``numbers`` are not as many as its ranks.
@@ -50,7 +50,7 @@ class Hosts:
         return per_host if regular and even else len(ranks)
 
 
-def told(variable: str) -> int | None:
+def int_from_environment(variable: str) -> int | None:
     """The whole number that a variable of the environment holds, if it does."""
     text = os.environ.get(variable, "")
     return int(text) if text.isascii() and text.isdigit() else None

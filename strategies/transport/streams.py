@@ -17,7 +17,7 @@ class SideStreams:
         """Run on one of the streams, taken in turns, after what the current stream has waited for."""
         return nullcontext()
 
-    def meet(self, results: Iterable[Tensor]) -> None:
+    def join(self, results: Iterable[Tensor]) -> None:
         """Make the current stream wait for the others, and the memory of their ``results`` wait for it."""
 
 
@@ -32,7 +32,7 @@ class CudaSideStreams(SideStreams):
         stream.wait_stream(torch.cuda.current_stream(stream.device))
         return torch.cuda.stream(stream)
 
-    def meet(self, results: Iterable[Tensor]) -> None:
+    def join(self, results: Iterable[Tensor]) -> None:
         current = torch.cuda.current_stream(self._streams[0].device)
         for stream in self._streams:
             current.wait_stream(stream)

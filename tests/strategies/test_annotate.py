@@ -9,7 +9,7 @@ import pytest
 from torch.autograd.profiler import profile
 
 from ringprof.mask import Mask
-from ringprof.strategies.annotate import annotate, heard_by, ring_step
+from ringprof.strategies.annotate import annotate, redirect_annotations, ring_step
 from tests.strategies.cases import Case, WorkloadShard, over_the_ranks
 from tests.strategies.ranks import run_ranks
 from tests.strategies.test_masks import over_the_ranks as over_the_ranks_with
@@ -53,7 +53,7 @@ def masked_names(rank: int, cases: list[Case], mask: Mask) -> list[set[str]]:
             heard.add(name)
             return nullcontext()
 
-        with heard_by(listen):
+        with redirect_annotations(listen):
             over_the_ranks_with(case, WorkloadShard(seq=64), mask)
         found.append(heard)
     return found
@@ -83,7 +83,7 @@ def test_a_listener_hears_the_names_without_a_profiler() -> None:
         heard.append(name)
         return nullcontext()
 
-    with heard_by(listen), ring_step("fwd", 2, "block"), annotate("send", "kv"):
+    with redirect_annotations(listen), ring_step("fwd", 2, "block"), annotate("send", "kv"):
         pass
     with ring_step("fwd", 3, "block"), annotate("wait", "kv"):
         pass

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ringprof.mask import Mask
 from ringprof.strategies import Unsupported, create, find, for_inference, names
-from ringprof.strategies.annotate import heard_by
+from ringprof.strategies.annotate import redirect_annotations
 from ringprof.strategies.base import Shape
 from tests.strategies.cases import Case
 from tests.strategies.ranks import run_ranks
@@ -353,7 +353,7 @@ def phases(rank: int, cases: list[Case], problem: WorkloadShard) -> list[set[str
             heard.add(name)
             return nullcontext()
 
-        with heard_by(listen):
+        with redirect_annotations(listen):
             strategy.attention(strategy.shard(q), *mine, kv_length=problem.keys)
         found.append(heard)
     return found

@@ -30,7 +30,7 @@ PLAIN = Mask()
 
 def test_hops_that_nothing_carries_are_refused_by_name():
     with pytest.raises(Unsupported, match="hops 'pigeon': write one of auto, nccl, copy"):
-        create("ring", ring_channel="pigeon")
+        create("ring", hops="pigeon")
 
 
 class _ByGloo:
@@ -43,28 +43,28 @@ class _ByGloo:
         self.group, self.following, self.previous = group, following, previous
         self._memory, self._size, self._number = torch.empty(0, dtype=torch.uint8), 0, 0
 
-    def post(self, parcel: Message) -> _LateHop:
-        shapes = shapes_of(parcel.messages)
+    def post(self, message: Message) -> _LateHop:
+        shapes = shapes_of(message.buffers)
         self._grow(shapes)
         self._number += 1
-        return _LateHop(self, parcel, self._spoilt(shapes))
+        return _LateHop(self, message, self._spoilt(shapes))
 
     def free_slot(self, shapes: Shapes) -> list[torch.Tensor]:
         self._grow(shapes)
         return self._spoilt(shapes)
 
-    def holds(self, message: torch.Tensor) -> bool:
-        return message.untyped_storage().data_ptr() == self._memory.untyped_storage().data_ptr()
+    def holds(self, buffer: torch.Tensor) -> bool:
+        return buffer.untyped_storage().data_ptr() == self._memory.untyped_storage().data_ptr()
 
     def _grow(self, shapes: Shapes) -> None:
-        size = copy_engine.places(shapes)[1]
+        size = copy_engine.slot_offsets(shapes)[1]
         if size > self._size:
             self._memory, self._size, self._number = torch.empty(2 * size, dtype=torch.uint8), size, 0
 
     def _spoilt(self, shapes: Shapes) -> list[torch.Tensor]:
         slot = self._number % 2
         self._memory[slot * self._size : (slot + 1) * self._size] = 255
-        return copy_engine.viewed(self._memory, self._size, shapes, slot)
+        return copy_engine.views_in_slot(self._memory, self._size, shapes, slot)
 
 
 class _LateHop:
@@ -74,7 +74,7 @@ class _LateHop:
         self._ring, self._sent, self._places = ring, sent, places
 
     def wait(self) -> Message:
-        ring, messages = self._ring, self._sent.messages
+        ring, messages = self._ring, self._sent.buffers
         assert messages, "what is under way was let go of"
         arrived = [torch.empty_like(x) for x in messages]
         # gloo knows few types, but bytes are bytes.
@@ -82,9 +82,9 @@ class _LateHop:
         works += [ring.group.recv([x.view(torch.uint8)], ring.previous, 0) for x in arrived]
         for work in works:
             work.wait()
-        for place, message in zip(self._places, arrived, strict=True):
-            place.copy_(message)
-        return self._sent.over(self._places)
+        for place, buffer in zip(self._places, arrived, strict=True):
+            place.copy_(buffer)
+        return self._sent.with_buffers(self._places)
 
 
 def _carried(rank: int, can: list[bool], cases: list[Case], mask: Mask = PLAIN) -> dict[str, tuple[set[str], float]]:
@@ -95,18 +95,18 @@ def _carried(rank: int, can: list[bool], cases: list[Case], mask: Mask = PLAIN) 
         rings.append(_ByGloo(group, following, previous))
         return rings[-1]
 
-    def owned(parcel: Message, ring: _ByGloo | None) -> Message:
+    def copy_if_in_other_slot(message: Message, ring: _ByGloo | None) -> Message:
         """As `copies.owned`: what lies in another ring's room is copied."""
-        if any(other.holds(message) for other in rings if other is not ring for message in parcel.messages):
-            return parcel.over([message.clone() for message in parcel.messages])
-        return parcel
+        if any(other.holds(buffer) for other in rings if other is not ring for buffer in message.buffers):
+            return message.with_buffers([buffer.clone() for buffer in message.buffers])
+        return message
 
     with (
         patch.object(handshake, "can_copy", lambda: None if can[rank] else "need CUDA"),
         patch.object(handshake, "sees_peers", lambda: True),
         patch.object(copy_engine, "CopyRing", made),
         patch.object(copy_engine, "_watch", SimpleNamespace(add=lambda ring: None)),
-        patch.object(ring_channel, "owned", owned),
+        patch.object(ring_channel, "copy_if_in_other_slot", copy_if_in_other_slot),
     ):
         return {str(case): _one_carried(case, mask) for case in cases}
 
@@ -176,14 +176,14 @@ def test_slots_that_were_outgrown_are_given_back_at_once(monkeypatch):
 @pytest.mark.skipif(GPUS > 0, reason="needs a machine without CUDA")
 def test_without_cuda_there_are_no_copy_engines():
     with pytest.raises(Unsupported, match="hops by copy engine need CUDA"):
-        create("zigzag", ring_channel="copy")
+        create("zigzag", hops="copy")
 
 
 @pytest.mark.skipif(GPUS == 0, reason="needs a CUDA device")
 def test_a_single_hardware_queue_is_refused(monkeypatch):
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     with pytest.raises(Unsupported, match="CUDA_DEVICE_MAX_CONNECTIONS of at least 8, which is 1"):
-        create("zigzag", ring_channel="copy")
+        create("zigzag", hops="copy")
 
 
 def _calls(strategy: Any, seeds: range, heads: int, kv_heads: int) -> list[list[torch.Tensor]]:
@@ -204,7 +204,7 @@ def _calls(strategy: Any, seeds: range, heads: int, kv_heads: int) -> list[list[
 def _compared(case: Case) -> str:
     """Empty where both ways of a case give the same bits and count the same bytes; else what differs."""
     params = {**case.params, "deterministic": True}
-    ways = {way: create(case.name, kernel="torch-flash", ring_channel=way, **params) for way in ("nccl", "copy")}
+    ways = {way: create(case.name, kernel="torch-flash", hops=way, **params) for way in ("nccl", "copy")}
     results = {way: _calls(strategy, range(6), 8, 4) for way, strategy in ways.items()}
     for call, pair in enumerate(zip(*results.values(), strict=True)):
         for name, one, other in zip(("out", "dq", "dk", "dv"), *pair, strict=True):
@@ -238,7 +238,7 @@ def test_every_strategy_gives_the_same_bits_and_bytes_either_way(size):
 
 def _bucketed(rank: int) -> tuple[list[int], bool]:
     """Memory held after each of many lengths, by several strategies over the same ring, and whether all was right."""
-    strategies = [create("zigzag", kernel="torch-flash", ring_channel="copy") for _ in range(3)]
+    strategies = [create("zigzag", kernel="torch-flash", hops="copy") for _ in range(3)]
     plain = create("zigzag", kernel="torch-flash")
     held, right = [], True
     for turn, seq in enumerate([512, 1024, 256, 2048, 768, 2048, 128, 1536, *range(256, 1280, 64)]):
@@ -266,7 +266,7 @@ def test_a_ring_holds_two_slots_of_its_largest_hop_whatever_lengths_and_strategi
 
 def _bereft(rank: int) -> str:
     """What rank 0 is told when rank 1 has ended in the middle; it must not wait for ever."""
-    strategy = create("zigzag", kernel="torch-flash", ring_channel="copy")
+    strategy = create("zigzag", kernel="torch-flash", hops="copy")
     q = torch.randn(1, 1024, 8, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     strategy.attention(q, q, q).sum().backward()
     torch.cuda.synchronize()
@@ -290,7 +290,7 @@ def test_a_peer_that_dies_ends_the_wait_for_its_hop():
 
 
 def _captured(rank: int) -> str:
-    strategy = create("zigzag", kernel="torch-flash", ring_channel="copy")
+    strategy = create("zigzag", kernel="torch-flash", hops="copy")
     q = torch.randn(1, 1024, 8, 64, device="cuda", dtype=torch.bfloat16)
     strategy.attention(q, q, q)
     try:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 import pytest
 
 from ringprof.strategies.errors import PeerLost
-from ringprof.strategies.transport.copy_watchdog import Watch
+from ringprof.strategies.transport.copy_watchdog import CopyWatchdog
 
 
 class Ring:
@@ -37,9 +37,9 @@ def peer() -> Iterator[subprocess.Popen[bytes]]:
     process.communicate()
 
 
-def watch_at(seconds: float) -> Watch:
+def watch_at(seconds: float) -> CopyWatchdog:
     """A watch that looks only when it is told to."""
-    watch = Watch(clock=lambda: seconds)
+    watch = CopyWatchdog(clock=lambda: seconds)
     watch._keep_looking = lambda: None  # type: ignore[method-assign]
     return watch
 
@@ -48,12 +48,12 @@ def test_a_peer_that_ends_releases_those_who_wait_for_it(peer):
     watch, waiting, idle = watch_at(1.0), Ring(0.0, {3: peer.pid}), Ring(None, {3: peer.pid})
     watch.add(waiting)
     watch.add(idle)
-    watch.look()
+    watch.check()
     watch.refuse()
     assert waiting.released == 0
     peer.kill()
     peer.wait()
-    watch.look()
+    watch.check()
     assert (waiting.released, idle.released) == (1, 0)
     with pytest.raises(PeerLost, match=rf"rank 3 has ended \(process {peer.pid}\) while this rank waited for its hop"):
         watch.refuse()
@@ -63,7 +63,7 @@ def test_a_peer_that_ends_releases_those_who_wait_for_it(peer):
 def test_a_hop_takes_at_most_the_groups_time(now, released):
     watch, ring = watch_at(now), Ring(0.0, {1: None, 3: None})
     watch.add(ring)
-    watch.look()
+    watch.check()
     assert ring.released == released
     if released:
         with pytest.raises(PeerLost, match="rank 1 and 3 was not over after 600 s, the group's timeout"):
@@ -75,7 +75,7 @@ def test_a_peer_that_ended_after_its_last_hop_is_not_missed(peer):
     watch.add(ring)
     peer.kill()
     peer.wait()
-    watch.look()
+    watch.check()
     watch.refuse()
     assert ring.released == 0
 
@@ -85,7 +85,7 @@ def test_a_ring_that_nobody_has_any_more_is_not_looked_at():
     watch.add(ring)
     del ring
     gc.collect()
-    watch.look()
+    watch.check()
     watch.refuse()
 
 

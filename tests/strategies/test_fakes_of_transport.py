@@ -181,16 +181,16 @@ def _room(shapes: Shapes) -> list[torch.Tensor]:
 def test_tensors_travel_in_one_message_where_no_byte_is_added(shapes, messages):
     torch.manual_seed(0)
     tensors = [torch.randn(shape).to(dtype) for dtype, shape in shapes]
-    parcel = Message.holding(tensors)
-    assert len(parcel.messages) == messages
-    assert parcel.size_bytes == sum(x.numel() * x.element_size() for x in tensors)
-    for other in (parcel, parcel.over([message.clone() for message in parcel.messages])):
+    message = Message.pack(tensors)
+    assert len(message.buffers) == messages
+    assert message.size_bytes == sum(x.numel() * x.element_size() for x in tensors)
+    for other in (message, message.with_buffers([buffer.clone() for buffer in message.buffers])):
         assert all(torch.equal(x, own) and own.is_contiguous() for x, own in zip(tensors, other.tensors, strict=True))
-    room, made = parcel.room(), Message.empty(tuple(shapes), _room)
+    room, made = message.empty_like(), Message.empty(tuple(shapes), _room)
     for other in (room, made):
         assert [(x.dtype, tuple(x.shape)) for x in other.tensors] == shapes
-        assert [tuple(x.shape) for x in other.messages] == [tuple(x.shape) for x in parcel.messages]
-        starts = {x.data_ptr() for x in other.messages} | {x.data_ptr() for x in parcel.messages}
+        assert [tuple(x.shape) for x in other.buffers] == [tuple(x.shape) for x in message.buffers]
+        starts = {x.data_ptr() for x in other.buffers} | {x.data_ptr() for x in message.buffers}
         assert len(starts) == 2 * messages
 
 
@@ -269,11 +269,11 @@ def test_a_listener_keeps_how_what_a_kernel_was_given_lies():
         listener = RecordingKernel(kernel)
         listener.forward(q[:, :2], k, v, scale=0.5, causal=False)
         listener.backward(dout, q, k, v, lse, delta=delta, scale=0.5, causal=True)
-        forward, backward = listener.heard
+        forward, backward = listener.recorded_calls
         assert forward.q == TensorView((2, 2, 2, 8), (64, 16, 8, 1), torch.float32) and forward.rows is None
         assert backward.rows is not None and (backward.rows.out, backward.rows.delta) == taken
         listener.backward(dout, q, k, v, lse, out=dout, scale=0.5, causal=True)
-        last = listener.heard[-1].rows
+        last = listener.recorded_calls[-1].rows
         assert last is not None and last.delta is None and last.out == TensorView.of(dout)
 
 

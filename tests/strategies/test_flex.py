@@ -16,7 +16,7 @@ from ringprof.strategies.kernels import flex
 from ringprof.strategies.kernels.builtin import KERNELS, ReferenceKernel
 from ringprof.strategies.kernels.flex import TILE, stretches, tiles
 from ringprof.strategies.masks.layouts import LAYOUTS, part
-from ringprof.strategies.masks.mask_blocks import AttnRectangle, MaskBlocks, seen_in_band
+from ringprof.strategies.masks.mask_blocks import AttnRectangle, MaskBlocks, band_mask
 from ringprof.strategies.masks.sharded_mask import sharded_mask_of
 from tests.strategies.cases import Case, WorkloadShard, inputs, relative_error
 from tests.strategies.ranks import run_ranks
@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 def pairs_of(parts: MaskBlocks) -> torch.Tensor:
     seen = torch.zeros(parts.queries, parts.keys, dtype=torch.int32)
     for one in parts:
-        seen[one.q, one.kv] += seen_in_band(one, torch.device("cpu")).int()
+        seen[one.q, one.kv] += band_mask(one, torch.device("cpu")).int()
     return seen
 
 

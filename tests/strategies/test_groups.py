@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from ringprof.strategies import UnknownName, Unsupported, create, names
 from ringprof.strategies.transport import groups, handshake
-from ringprof.strategies.transport.handshake import HandshakeRequest, agreed_hosts
+from ringprof.strategies.transport.handshake import HandshakeRequest, assign_hosts
 from tests.strategies.cases import WorkloadShard, dense, inputs, relative_error
 from tests.strategies.ranks import run_ranks
 
@@ -185,13 +185,13 @@ def standing(rank: int, **said: Any) -> HandshakeRequest:
     ],
 )
 def test_hosts_follow_the_launcher_and_else_the_names(ranks, world, hosts):
-    assert list(agreed_hosts(ranks, world).values()) == hosts
+    assert list(assign_hosts(ranks, world).values()) == hosts
 
 
 def test_hosts_of_unequal_size_that_cannot_be_told_apart_are_refused():
     ranks = [standing(rank, local_world_size=4 if rank < 4 else 2) for rank in (0, 4, 5)]
     with pytest.raises(Unsupported, match=r"LOCAL_WORLD_SIZE 2 and 4.*give ranks_per_host"):
-        agreed_hosts(ranks, 6)
+        assign_hosts(ranks, 6)
 
 
 def under(rank: int, variables: list[dict[str, str]]) -> tuple[Any, ...]:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ringprof.strategies import UnknownName, Unsupported, create, find, for_inference, names, parameters
 from ringprof.strategies.algorithms.usp import USP
 from ringprof.strategies.base import Shape
-from ringprof.strategies.masks.layouts import LAYOUTS, Block, Grid, Grouped, split_home_block
+from ringprof.strategies.masks.layouts import LAYOUTS, Block, Grid, Grouped, split_local_block
 from ringprof.strategies.registry import check_parameters, parse_parameter
 from ringprof.strategies.transport.message import Message
 from ringprof.strategies.transport.ring_channel import HopRing, _splits
@@ -58,7 +58,7 @@ def test_the_blocks_of_all_pairs_are_the_mask_exactly_once(name, size, times, ca
 
 @given(st.integers(1, 40), st.booleans())
 def test_the_parts_of_the_home_block_are_the_whole(local, causal):
-    early, rest = split_home_block(local, causal=causal)
+    early, rest = split_local_block(local, causal=causal)
     seen = torch.zeros(local, local, dtype=torch.int)
     for block in (early, *rest):
         covered(seen, block)
@@ -78,7 +78,7 @@ grids = st.builds(
 def test_a_grid_names_every_rank_once_and_gives_neighbours_to_what_comes_first(grid):
     size = grid.ulysses_degree * grid.ring_degree
     for rank in range(size):
-        assert grid.rank(*grid.place(rank)) == rank
+        assert grid.rank(*grid.coordinates(rank)) == rank
         assert set(grid.ulysses_group(rank)) & set(grid.ring(rank)) == {rank}
         near = grid.ulysses_group(rank) if grid.head_first else grid.ring(rank)
         assert near == list(range(near[0], near[0] + len(near)))
@@ -93,7 +93,7 @@ def test_a_ulysses_group_holds_what_its_place_on_the_ring_holds(grid, name, time
     for rank in range(size):
         # What the all-to-all puts together, in the order of the group's ranks.
         together = torch.cat([layout.positions(seq, size, member) for member in grid.ulysses_group(rank)])
-        assert torch.equal(together, LAYOUTS[name].positions(seq, grid.ring_degree, grid.place(rank)[1]))
+        assert torch.equal(together, LAYOUTS[name].positions(seq, grid.ring_degree, grid.coordinates(rank)[1]))
 
 
 def test_a_grid_by_hand():
@@ -369,8 +369,8 @@ def resolved(rank: int) -> list[dict[str, object]]:
 
 
 def test_one_degree_decides_the_other():
-    assert USP.placed(8, 4) == {"ulysses_degree": 4}
-    assert USP.placed(8, 4, ring_degree=4) == {"ring_degree": 4}
+    assert USP.with_placement(8, 4) == {"ulysses_degree": 4}
+    assert USP.with_placement(8, 4, ring_degree=4) == {"ring_degree": 4}
     assert USP.layout_for(8, ring_degree=2).grid == Grid.of(8, 4, 2, head_first=True)
 
 
@@ -389,7 +389,7 @@ def test_degrees_and_windows_follow_the_hosts():
 def test_a_hop_can_be_waited_for_once():
     ring = create("ring").kv_ring
     assert isinstance(ring, HopRing)
-    hop = ring.post(Message.holding([torch.ones(1)]))
+    hop = ring.post(Message.pack([torch.ones(1)]))
     hop.wait()
     with pytest.raises(RuntimeError, match="twice"):
         hop.wait()

@@ -16,7 +16,7 @@ from ringprof.strategies import Unsupported, create, find, names
 from ringprof.strategies.kernels import varlen
 from ringprof.strategies.kernels.builtin import ReferenceKernel
 from ringprof.strategies.masks.layouts import LAYOUTS, zigzag_per_document
-from ringprof.strategies.masks.mask_blocks import AttnRectangle, MaskBlocks, banded, seen_in_band, split_rows
+from ringprof.strategies.masks.mask_blocks import AttnRectangle, MaskBlocks, band, band_mask, split_rows
 from ringprof.strategies.masks.sharded_mask import sharded_mask_of
 from tests.strategies.cases import Case, WorkloadShard, inputs, relative_error
 from tests.strategies.ranks import run_ranks
@@ -367,11 +367,11 @@ def test_a_band_keeps_every_pair(queries: int, keys: int, low: int | None, high:
         for i, j in itertools.product(range(queries), range(keys))
         if (low is None or j >= i + low) and (high is None or j <= i + high)
     }
-    part = banded(0, queries, 0, keys, low, high)
+    part = band(0, queries, 0, keys, low, high)
     if part is None:
         assert not wanted
         return
-    seen = seen_in_band(part, torch.device("cpu"))
+    seen = band_mask(part, torch.device("cpu"))
     assert {(i + part.q_first, j + part.kv_first) for i, j in seen.nonzero().tolist()} == wanted
     assert part.area == len(wanted) and bool(seen.any(1).all()) and bool(seen.any(0).all())
     # What needs no window is called full or causal.
@@ -398,19 +398,19 @@ def test_flash_attn_reads_every_part_as_it_is_meant(problem: tuple[WorkloadShard
         cut = sharded_mask_of(mask, layout, size, seq)
         for ranks in itertools.product(range(size), repeat=2):
             for part in cut.parts(*ranks):
-                read = seen_in_band(as_flash_attn_reads(part), torch.device("cpu"))
-                assert torch.equal(read, seen_in_band(part, torch.device("cpu"))), (layout.name, part)
+                read = band_mask(as_flash_attn_reads(part), torch.device("cpu"))
+                assert torch.equal(read, band_mask(part, torch.device("cpu"))), (layout.name, part)
 
 
 @given(*(st.integers(1, 9),) * 2, *(st.one_of(st.none(), st.integers(-9, 9)),) * 2)
 def test_rows_apart_keep_every_pair_once(queries: int, keys: int, low: int | None, high: int | None) -> None:
-    part = banded(0, queries, 0, keys, low, high)
+    part = band(0, queries, 0, keys, low, high)
     if part is None:
         return
     whole, found = torch.zeros(queries, keys, dtype=torch.int), torch.zeros(queries, keys, dtype=torch.int)
     for total, pieces in ((whole, [part]), (found, split_rows(part))):
         for one in pieces:
-            total[one.q, one.kv] += seen_in_band(one, torch.device("cpu")).int()
+            total[one.q, one.kv] += band_mask(one, torch.device("cpu")).int()
     assert torch.equal(whole, found)
 
 
@@ -541,7 +541,7 @@ def test_shares_go_whole_where_little_is_saved(size: int) -> None:
     bounds = (0, 40, 90, 128)
     cut = sharded_mask_of(Mask.of(documents=bounds), zigzag_per_document(bounds), size, 128)
     routing = cut.routing(size)
-    assert routing is None or (size == 2 and routing.taken(0, x := torch.zeros(1, 64, 1, 1)) is x)
+    assert routing is None or (size == 2 and routing.pack_rows(0, x := torch.zeros(1, 64, 1, 1)) is x)
     assert sharded_mask_of(Mask.of(window=(5, 0)), LAYOUTS["zigzag"], size, 128).routing(size) is not None
 
 
@@ -601,7 +601,9 @@ def test_every_hop_carries_all_that_is_still_needed(
     if routing is None:
         return
     held = [layout.positions(seq, size, rank).tolist() for rank in range(size)]
-    carried = [routing.taken(rank, torch.arange(local).view(1, -1, 1, 1)).flatten().tolist() for rank in range(size)]
+    carried = [
+        routing.pack_rows(rank, torch.arange(local).view(1, -1, 1, 1)).flatten().tolist() for rank in range(size)
+    ]
     for rank in range(size):
         needed: set[int] = set()
         for turn, place in itertools.product(range(size // window), range(window)):
@@ -612,9 +614,9 @@ def test_every_hop_carries_all_that_is_still_needed(
             }  # fmt: skip
             if step := turn * window + place:
                 needed |= needs
-                assert needs <= {carried[rank][at] for at in routing.held(step)}
-                assert needs <= {carried[rank][at] for at in routing.back[step]}
-        given_back = [(rows.start, rows.stop, x.flatten().tolist()) for rows, x in routing.home(
+                assert needs <= {carried[rank][at] for at in routing.received_rows(step)}
+                assert needs <= {carried[rank][at] for at in routing.inner_gradient_slices[step]}
+        given_back = [(rows.start, rows.stop, x.flatten().tolist()) for rows, x in routing.split_by_own_rows(
             rank, torch.tensor(carried[rank]).view(1, -1, 1, 1))]  # fmt: skip
         assert all(rows == list(range(start, stop)) for start, stop, rows in given_back)
         assert needed <= {row for start, stop, _ in given_back for row in range(start, stop)}
