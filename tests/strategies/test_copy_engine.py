@@ -105,7 +105,7 @@ def _carried(rank: int, can: list[bool], cases: list[Case], mask: Mask = PLAIN) 
         patch.object(handshake, "can_copy", lambda: None if can[rank] else "need CUDA"),
         patch.object(handshake, "sees_peers", lambda: True),
         patch.object(copy_engine, "CopyRing", made),
-        patch.object(copy_engine, "_watch", SimpleNamespace(add=lambda ring: None)),
+        patch.object(copy_engine, "_watchdog", SimpleNamespace(add=lambda ring: None)),
         patch.object(ring_channel, "copy_if_in_other_slot", copy_if_in_other_slot),
     ):
         return {str(case): _one_carried(case, mask) for case in cases}

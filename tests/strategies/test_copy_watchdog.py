@@ -40,7 +40,7 @@ def peer() -> Iterator[subprocess.Popen[bytes]]:
 def watch_at(seconds: float) -> CopyWatchdog:
     """A watch that looks only when it is told to."""
     watch = CopyWatchdog(clock=lambda: seconds)
-    watch._keep_looking = lambda: None  # type: ignore[method-assign]
+    watch._check_forever = lambda: None  # type: ignore[method-assign]
     return watch
 
 
