@@ -72,7 +72,7 @@ class ShardedMask:
         return parts
 
     def blocks_with_others(self, q_rank: int) -> list[Block]:
-        """Return the block of ``q_rank``'s queries with all other ranks' keys in rank order, as a list of at most one."""
+        """Return the block of ``q_rank``'s queries with all others' keys in rank order, as a list of at most one."""
         local = self.seq // self.size
         parts = [
             part.shifted(0, kv_rank * local)

@@ -299,7 +299,7 @@ def test_positions_are_kept_for_few_lengths_and_belong_to_the_caller():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_auto_never_takes_the_dense_reference_on_a_gpu(dtype, monkeypatch):
-    monkeypatch.setattr(KERNELS["cudnn"], "unfit", classmethod(lambda *_: "is not here"))
+    monkeypatch.setattr(KERNELS["cudnn"], "why_unsupported", classmethod(lambda *_: "is not here"))
     device = torch.device("cuda")
     if dtype == torch.float32:
         assert choose_kernel("auto", device, dtype, 128).name == "torch-efficient"
