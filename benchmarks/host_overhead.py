@@ -197,7 +197,7 @@ def _strategy(name: str, kernel: str, hops: str) -> Any:
     # As on a GPU, where hops of this size are not worth the kernel calls that hide them.
     strategy.overlaps_last_hop = lambda travelling: False
     for ring_of_ranks in [part for part in vars(strategy).values() if isinstance(part, ring.HopRing)]:
-        ring_of_ranks.trades_on = "cpu"
+        ring_of_ranks.all_to_all_device = "cpu"
     idle = NoOpKernel()
     strategy.kernel_for = lambda q: idle
     return strategy

@@ -245,9 +245,9 @@ class Strategy(Expectations, ABC):
         if mask.plain:
             return None
         if not cls.takes_masks:
-            from ringprof.strategies.registry import taking_masks
+            from ringprof.strategies.registry import names_with_masks
 
-            return f"takes no packed documents and no sliding window: those that do are {', '.join(taking_masks())}"
+            return f"takes no packed documents and no sliding window: those that do are {', '.join(names_with_masks())}"
         try:
             mask.check(seq)
             if mask.documents and params.get("documents_layout") == "per_document":

@@ -72,7 +72,7 @@ SPECS = {
         _spec(
             "zigzag",
             "Zigzag",
-            "the ring with two chunks a rank: balanced causal work",
+            "the ring with two chunks per rank: balanced causal work",
             "ring-flash-attention",
         ),
         _spec("stripe", "Stripe", "the ring with token i on rank i mod N: balanced, all masked", "arXiv 2311.09431"),
@@ -144,7 +144,7 @@ def peer_names() -> list[str]:
     return list(PEERS)
 
 
-def taking_masks() -> list[str]:
+def names_with_masks() -> list[str]:
     """Return the names of the bundled strategies that support packed documents and sliding windows."""
     return [name for name, spec in SPECS.items() if spec.load().takes_masks]
 

@@ -231,7 +231,7 @@ class Batch:
         self.most_keys = max(part.keys for part in parts)
         self._lengths: dict[tuple[torch.device, int], Lengths] = {}
 
-    def on(self, device: torch.device, batch: int, queries: int, keys: int) -> Lengths:
+    def lengths_on(self, device: torch.device, batch: int, queries: int, keys: int) -> Lengths:
         """Return the rows and lengths on a device, for ``batch`` entries of ``queries`` and ``keys`` each.
 
         The entries of the batch are packed one after another.

@@ -1,4 +1,4 @@
-"""Which K/V rows each hop of a ring must carry, so that no rank sends rows that nobody downstream needs.
+"""Row routing: the K/V rows that each hop of a ring must carry, so that no rank sends rows nobody downstream needs.
 
 The rows of a rank that others need (its keys, or its queries) form a few stretches. They lie side by side in a message.
 A hop carries those rows of a message that any rank further along the ring still needs. Example: a sliding window over

@@ -117,7 +117,7 @@ class Communicator:
         return not _initialised() or self.size == dist.get_world_size()
 
     @property
-    def carried_by(self) -> str:
+    def hop_transport(self) -> str:
         """The transport of hops within a host: ``nccl`` or ``copy``. For ``auto`` it is known once hops were sent."""
         copied = any(operation == "copy" for _, _, operation, _ in self.meter.sent)
         return "copy" if self.hops == "copy" or copied else "nccl"

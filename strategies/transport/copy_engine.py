@@ -163,7 +163,7 @@ class CopyRing:
         """
         if torch.cuda.is_current_stream_capturing():
             raise Unsupported("hops by copy engine cannot be captured in a CUDA graph: use hops='nccl'")
-        _watchdog.refuse()
+        _watchdog.raise_if_lost()
         wait, write, copy = _cuda()
         shapes = shapes_of(message.buffers)
         slots, stream = self._slots_for(shapes), self._stream.cuda_stream
@@ -187,7 +187,7 @@ class CopyRing:
 
         ``counter`` is the address of the counter.
         """
-        _watchdog.refuse()
+        _watchdog.raise_if_lost()
         stream = torch.cuda.current_stream()
         self._sent.wait(stream)
         _check(_cuda()[0](stream.cuda_stream, counter, number, 0))

@@ -53,7 +53,7 @@ class CopyWatchdog:
             self._thread = threading.Thread(target=self._check_forever, name="ringprof-hops", daemon=True)
             self._thread.start()
 
-    def refuse(self) -> None:
+    def raise_if_lost(self) -> None:
         """Raise `PeerLost` if a peer is lost."""
         if self.lost is not None:
             raise PeerLost(self.lost)

@@ -91,11 +91,11 @@ class HopRing:
         self._peers, self._copies = (following, previous), None
         # gloo cancels a transfer whose work nobody holds, such as one abandoned by an exception; the peers would hang.
         self._posted: list[Any] = []
-        self.trades_on: str | None = None  # The type of device whose hops are sent as all-to-alls.
+        self.all_to_all_device: str | None = None  # Device type whose hops are sent as all-to-alls.
         if group is not None:
             to, source = (dist.get_group_rank(group, rank) for rank in self._peers)
             self._splits = lru_cache(maxsize=4)(partial(_splits, self.size, source, to))
-            self.trades_on = "cuda" if uses_nccl() and self.size <= _MOST_NAMED else None
+            self.all_to_all_device = "cuda" if uses_nccl() and self.size <= _MOST_NAMED else None
         same_host = len({comm.hosts.number(comm.global_rank(member)) for member in members}) == 1
         may_copy = comm.hops == "copy" or (comm.hops == "auto" and comm.can_copy)
         if may_copy and group is not None and same_host and not keeps:
@@ -143,7 +143,7 @@ class HopRing:
         An all-to-all is one call and the same kernel; a batch of a send and a receive is four calls.
         """
         pairs = zip(outgoing, incoming, strict=True)
-        if outgoing[0].device.type == self.trades_on:
+        if outgoing[0].device.type == self.all_to_all_device:
             group: Any = self.group
             return [
                 group.alltoall_base(into, out, *self._splits(out.shape[0]), ALL_TO_ALL_OPTIONS) for out, into in pairs

@@ -184,8 +184,8 @@ class _LongContextAttention(torch.nn.Module):
         assert query.shape[2] % ulysses == key.shape[2] % ulysses == 0
 
         def layout(seq: int, size: int, rank: int) -> list[int]:
-            place, within = (rank // ulysses, rank % ulysses) if low else (rank % ring, rank // ring)
-            tokens = _two_chunks(seq, ring, place)
+            position, within = (rank // ulysses, rank % ulysses) if low else (rank % ring, rank // ring)
+            tokens = _two_chunks(seq, ring, position)
             return tokens[within * seq // size : (within + 1) * seq // size]
 
         return _dense(layout, query, key, value, causal, softmax_scale, None)

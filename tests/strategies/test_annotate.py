@@ -20,43 +20,43 @@ NAME = re.compile(r"ringprof::(?:(?:fwd|bwd)/step=\d/(?:block|merge)|(?:send|wai
 
 
 def names(rank: int, cases: list[Case]) -> list[set[str]]:
-    found = []
+    names_by_case = []
     for case in cases:
         with profile() as events:
             over_the_ranks(case, WorkloadShard(seq=32))
-        found.append({event.name for event in events.function_events if event.name.startswith("ringprof::")})
-    return found
+        names_by_case.append({event.name for event in events.function_events if event.name.startswith("ringprof::")})
+    return names_by_case
 
 
 @pytest.mark.processes
 def test_blocks_merges_sends_and_waits_are_named() -> None:
     cases = [Case(name) for name in ("ring", "zigzag", "stripe", "ulysses", "usp", "double-ring", "burst", "megatron")]
     cases += [Case("allgather"), Case("double-ring", {"ring_window": 2})]
-    found = run_ranks(WORLD, names, cases)[WORLD - 1]
-    for case, one in zip(cases, found, strict=True):
-        assert all(map(NAME.fullmatch, one)), (case, sorted(one))
-        assert {name.partition("/")[0] for name in one} >= {
+    names_by_case = run_ranks(WORLD, names, cases)[WORLD - 1]
+    for case, ranges in zip(cases, names_by_case, strict=True):
+        assert all(map(NAME.fullmatch, ranges)), (case, sorted(ranges))
+        assert {name.partition("/")[0] for name in ranges} >= {
             f"ringprof::{what}" for what in ("fwd", "bwd", "send", "wait")
         }
     # The last rank sees all keys of a causal mask: a block and a merge each step.
     steps = {f"ringprof::fwd/step={step}/{part}" for step in range(WORLD) for part in ("block", "merge")}
-    assert {name for name in found[0] if "fwd/" in name} == steps
+    assert {name for name in names_by_case[0] if "fwd/" in name} == steps
 
 
 def masked_names(rank: int, cases: list[Case], mask: Mask) -> list[set[str]]:
     """Heard, not profiled: a step that is named in no range of the profiler's is heard all the same."""
-    found = []
+    names_by_case = []
     for case in cases:
-        heard: set[str] = set()
+        steps: set[str] = set()
 
-        def listen(name: str, heard: set[str] = heard) -> AbstractContextManager[None]:
-            heard.add(name)
+        def listen(name: str, steps: set[str] = steps) -> AbstractContextManager[None]:
+            steps.add(name)
             return nullcontext()
 
         with redirect_annotations(listen):
             over_the_ranks_with(case, WorkloadShard(seq=64), mask)
-        found.append(heard)
-    return found
+        names_by_case.append(steps)
+    return names_by_case
 
 
 HEARD = re.compile(r"(?:fwd|bwd)/step=\d/(?:block|merge)|send|wait")

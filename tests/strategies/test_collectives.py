@@ -14,7 +14,7 @@ MEMBERS = {4: [[0, 1, 2, 3]], 2: [[0, 2], [1, 3]]}
 
 
 def piece(sender: int, receiver: int, dtype: torch.dtype) -> torch.Tensor:
-    """What one member has for another: small whole numbers, exact in every type."""
+    """Return the piece that one member sends to another: small whole numbers, exact in every type."""
     return torch.full((2, 3), 8 * sender + receiver, dtype=dtype)
 
 
@@ -91,8 +91,8 @@ def test_bytes_are_counted_by_the_link_that_they_take():
 
 def channels(rank: int) -> list[bool]:
     comm = Communicator()
-    one, other, again = (comm.collective(name)._group for name in ("kv", "dkv", "kv"))
-    return [one is other, one is again]
+    first, other, again = (comm.collective(name)._group for name in ("kv", "dkv", "kv"))
+    return [first is other, first is again]
 
 
 @pytest.mark.processes
@@ -104,7 +104,7 @@ def test_what_carries_hops_is_told_by_what_was_sent():
     comm = Communicator()
     for operation, carrier in (("send_recv", "nccl"), ("copy", "copy")):
         comm.meter.add("kv", operation, "same_host", 10)
-        assert comm.carried_by == carrier
+        assert comm.hop_transport == carrier
 
 
 def test_one_rank_sends_nothing():

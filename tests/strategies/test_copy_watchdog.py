@@ -49,14 +49,14 @@ def test_a_peer_that_ends_releases_those_who_wait_for_it(peer):
     watch.add(waiting)
     watch.add(idle)
     watch.check()
-    watch.refuse()
+    watch.raise_if_lost()
     assert waiting.released == 0
     peer.kill()
     peer.wait()
     watch.check()
     assert (waiting.released, idle.released) == (1, 0)
     with pytest.raises(PeerLost, match=rf"rank 3 has ended \(process {peer.pid}\) while this rank waited for its hop"):
-        watch.refuse()
+        watch.raise_if_lost()
 
 
 @pytest.mark.parametrize(("now", "released"), [(599.0, 0), (600.0, 1)])
@@ -67,7 +67,7 @@ def test_a_hop_takes_at_most_the_groups_time(now, released):
     assert ring.released == released
     if released:
         with pytest.raises(PeerLost, match="rank 1 and 3 was not over after 600 s, the group's timeout"):
-            watch.refuse()
+            watch.raise_if_lost()
 
 
 def test_a_peer_that_ended_after_its_last_hop_is_not_missed(peer):
@@ -76,7 +76,7 @@ def test_a_peer_that_ended_after_its_last_hop_is_not_missed(peer):
     peer.kill()
     peer.wait()
     watch.check()
-    watch.refuse()
+    watch.raise_if_lost()
     assert ring.released == 0
 
 
@@ -86,7 +86,7 @@ def test_a_ring_that_nobody_has_any_more_is_not_looked_at():
     del ring
     gc.collect()
     watch.check()
-    watch.refuse()
+    watch.raise_if_lost()
 
 
 def test_the_watch_keeps_no_process_alive():

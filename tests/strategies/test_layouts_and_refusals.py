@@ -128,7 +128,7 @@ def test_unshard_undoes_shard(world):
 
 
 def refusals(rank: int) -> dict[str, str]:
-    """What each call says; empty where it was taken."""
+    """Return the error message of each call; empty where the call was accepted."""
     x = torch.zeros(1, 8, 4, 8)
 
     def attention(name: str, *tensors: torch.Tensor, params: dict[str, Any] | None = None, **options) -> None:
@@ -155,14 +155,14 @@ def refusals(rank: int) -> dict[str, str]:
         "hosts": lambda: create("burst", ranks_per_host=3),
         "parameter": lambda: create("ring", windows=2),
     }
-    said = {}
+    messages = {}
     for label, call in calls.items():
         try:
             call()
-            said[label] = ""
+            messages[label] = ""
         except (Unsupported, UnknownName) as refusal:
-            said[label] = str(refusal)
-    return said
+            messages[label] = str(refusal)
+    return messages
 
 
 EXPECTED = {
@@ -277,7 +277,7 @@ def test_every_parameter_is_described_and_listed(name):
 
 
 def test_the_kinds_of_every_parameter():
-    """As `ringprof strategies NAME` lists them and command lines are read by; `deterministic` is everybody's."""
+    """The types are those that `ringprof strategies NAME` lists and command lines use; all have `deterministic`."""
     of_rings = {"grad_wire": "exact|fp32|input"}
     packed, narrow = {"documents_layout": "packed|per_document"}, {"grad_wire": "fp32|input"}
     expected = {
@@ -302,9 +302,11 @@ def test_the_kinds_of_every_parameter():
         },
         "ring-prefill": {"passes": "auto|kv|q"},
     }  # fmt: skip
-    found = {name: {one.name: one.kind for one in parameters(find(name).load())} for name in expected}
+    kinds_by_name = {
+        name: {parameter.name: parameter.kind for parameter in parameters(find(name).load())} for name in expected
+    }
     assert set(expected) == {*names(), *for_inference()}
-    for name, kinds in found.items():
+    for name, kinds in kinds_by_name.items():
         assert kinds.pop("deterministic", "bool") == "bool"
         assert kinds == expected[name]
 
@@ -357,15 +359,15 @@ def test_a_parameter_of_another_type_is_refused(key, text):
 
 def resolved(rank: int) -> list[dict[str, object]]:
     """The degrees and windows that are chosen on two hosts of two, told by the launcher and by the call."""
-    found = []
-    for given_hosts in (None, 4):
+    params = []
+    for ranks_per_host in (None, 4):
         os.environ["LOCAL_WORLD_SIZE"] = "2"
-        found += [create(name, ranks_per_host=given_hosts).parameters for name in ("usp", "double-ring", "burst")]
-    found.append(create("usp", placement="ring-first").parameters)
-    found.append(create("double-ring", ulysses_degree=2).parameters)
-    found.append(create("double-ring", ulysses_degree=2, placement="context-first").parameters)
+        params += [create(name, ranks_per_host=ranks_per_host).parameters for name in ("usp", "double-ring", "burst")]
+    params.append(create("usp", placement="ring-first").parameters)
+    params.append(create("double-ring", ulysses_degree=2).parameters)
+    params.append(create("double-ring", ulysses_degree=2, placement="context-first").parameters)
     del os.environ["LOCAL_WORLD_SIZE"]
-    return found
+    return params
 
 
 def test_one_degree_decides_the_other():
@@ -404,7 +406,7 @@ class _Group:
 
 def test_all_messages_of_a_hop_are_waited_for():
     ring: Any = object.__new__(HopRing)
-    vars(ring).update(group=_Group(), trades_on="cpu", _splits=partial(_splits, 4, 3, 1))
+    vars(ring).update(group=_Group(), all_to_all_device="cpu", _splits=partial(_splits, 4, 3, 1))
     messages = [
         [torch.full((rows,), number) for rows, number in numbers]
         for numbers in (((2, 10), (5, 11)), ((2, 20), (5, 21)))

@@ -69,7 +69,7 @@ def in_random_order(rank: int, size: int, seed: int) -> list[str]:
     draw.shuffle(jobs)
     known: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
     wrong = []
-    for place, (shape, causal, (who, hops)) in enumerate(jobs):
+    for index, (shape, causal, (who, hops)) in enumerate(jobs):
         if (shape, causal) not in known:
             full = full_inputs(*shape)
             known[shape, causal] = full, truth_of(full, causal)
@@ -78,7 +78,7 @@ def in_random_order(rank: int, size: int, seed: int) -> list[str]:
         worst = max(error(value, true) for value, true in zip(results, truth, strict=True))
         # Not "worst > 0.02": NaN must not pass.
         if not worst < 0.02:
-            wrong.append(f"{place}: {who} {hops} {shape} causal={causal}: {worst:.2g}")
+            wrong.append(f"{index}: {who} {hops} {shape} causal={causal}: {worst:.2g}")
     return wrong
 
 
@@ -112,8 +112,8 @@ def graphed(rank: int, kernel: str) -> list[str]:
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             results = once()
         with torch.no_grad():
-            for place, x in zip(held, draws[1], strict=True):
-                place.copy_(strategy.shard(x))
+            for target, x in zip(held, draws[1], strict=True):
+                target.copy_(strategy.shard(x))
         for _ in range(2):
             graph.replay()
         replayed = [x.clone() for x in results]
