@@ -309,7 +309,7 @@ class Grouped(Layout):
 def split_local_block(local_seq: int, *, causal: bool) -> tuple[Block, list[Block]]:
     """Split the local block (a rank's queries with its own keys) into (first block, blocks for the end).
 
-    A backward pass computes the first block while the first hop travels, and keeps the others to the end, where they
+    A backward pass computes the first block while the first hop travels. It keeps the others to the end, where they
     overlap the last hops of the gradients. There are two of these, because a double ring has two last hops.
     """
     half = local_seq // 2

@@ -119,8 +119,8 @@ def band(
 def split_rows(part: AttnRectangle) -> list[AttnRectangle]:
     """Split a part with more queries than keys: the queries that see all keys become a part of their own.
 
-    flash-attn would misread such a part. Beside a limit on the other side, it takes a limit of as many keys as there
-    are for none, and no limit for a limit of that many keys.
+    flash-attn would misread such a part if the other side has a limit, too. It would read a limit equal to the number
+    of keys as no limit, and no limit as that limit.
     """
     shift = part.keys - part.queries
     if part.full or shift >= 0:

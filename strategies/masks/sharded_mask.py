@@ -1,8 +1,8 @@
 """A mask sharded by a layout: which of another rank's keys a rank's queries see, for any mask and layout.
 
-A rank's tokens are runs of evenly spaced positions. In every document, a run of queries and a run of keys with the same
-spacing see each other in a band (or completely, or not at all), which is an `AttnRectangle`; full rectangles that touch
-are joined. For a packed sequence, a block of two ranks therefore holds only the few documents that lie on both, and a
+A rank's tokens are runs of evenly spaced positions. Within a document, a run of queries and a run of keys have the same
+spacing. They see each other in a band (or completely, or not at all), which is an `AttnRectangle`. Full rectangles that
+touch are joined. For a packed sequence, a block of two ranks therefore holds only the few documents that lie on both. A
 rank's own block has one triangle per document.
 """
 

@@ -1,7 +1,7 @@
 """Messages of a ring: tensors that travel side by side in one buffer, so that a hop sends one NCCL message.
 
-NCCL moves one large message faster than two of half the size: on 4 H200, 128 MiB each way travel at 272 GB/s as one
-tensor of 256 MiB and at 150 GB/s as two tensors of 128 MiB.
+NCCL moves one large message faster than two of half the size. On 4 H200, 128 MiB each way travel at 272 GB/s as one
+tensor of 256 MiB. As two tensors of 128 MiB they travel at 150 GB/s.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The names that a trace shows for what a strategy does: reports tell ring steps, sends and waits by them."""
+"""Names of ranges in a trace, by which reports find ring steps, sends and waits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.strategies.test_masks import over_the_ranks as over_the_ranks_with
 
 WORLD = 4
 NAME = re.compile(r"ringprof::(?:(?:fwd|bwd)/step=\d/(?:block|merge)|(?:send|wait)/[a-z_]+|wait)")
-"""A ring of one waits for nobody, and has no name."""
+"""Names of ranges. A ring of one rank waits for nobody, and has no channel name."""
 
 
 def names(rank: int, cases: list[Case]) -> list[set[str]]:
@@ -44,7 +44,7 @@ def test_blocks_merges_sends_and_waits_are_named() -> None:
 
 
 def masked_names(rank: int, cases: list[Case], mask: Mask) -> list[set[str]]:
-    """Heard, not profiled: a step that is named in no range of the profiler's is heard all the same."""
+    """Return the names by `redirect_annotations`, which sees all of them without a profiler."""
     names_by_case = []
     for case in cases:
         steps: set[str] = set()
@@ -64,7 +64,7 @@ HEARD = re.compile(r"(?:fwd|bwd)/step=\d/(?:block|merge)|send|wait")
 
 @pytest.mark.processes
 def test_names_are_the_same_where_rows_travel() -> None:
-    """A window of 6 over chunks of 8: rows go by other ways than whole shards do, in two inner rings both."""
+    """With a window of 6 over chunks of 8, only some rows travel, also in two inner rings."""
     cases = [
         Case(name) for name in ("ring", "zigzag", "stripe", "usp", "double-ring", "burst", "megatron", "allgather")
     ]

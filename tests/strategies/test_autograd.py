@@ -1,4 +1,4 @@
-"""Strategies inside other people's graphs: losses of some ranks only, gradients of gradients, autocast, checkpoints."""
+"""Strategies in users' autograd graphs: losses of some ranks only, second-order gradients, autocast, checkpoints."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_a_second_attempt_after_an_exception_is_right():
 
 
 def cast(rank: int) -> list[str]:
-    """Types of the output and of q's gradient beside those of torch's own attention, under autocast."""
+    """Return the types of the output and of q's gradient, next to those of torch's attention, under autocast."""
     wrong = []
     strategy = create("zigzag")
     kinds = [torch.float32, torch.bfloat16, torch.float64]
@@ -183,7 +183,7 @@ def test_checkpoints_of_both_kinds_are_exact():
 
 
 def strided_inputs(rank: int) -> float:
-    """q, k and v as (B, H, S, D) programs hold them, and as slices of one fused projection; batch 1 and 2."""
+    """Return the largest error with q, k and v in (B, H, S, D) memory, and as slices of a fused projection."""
     errors = []
     for batch in (1, 2):
         problem = WorkloadShard(seq=16, batch=batch, heads=4, kv_heads=4)
@@ -209,7 +209,7 @@ def test_inputs_may_lie_in_memory_as_they_like():
 
 
 def with_other_defaults(rank: int) -> float:
-    """In a model made on ``meta``, or in another type, after a call without gradients; k and v from one tensor."""
+    """A strategy works in a model made on ``meta`` or in another type, also with k and v in one tensor."""
     errors, truth = [], dense(PROBLEM)
     for name in names():
         full = inputs(PROBLEM)
@@ -236,7 +236,7 @@ def test_neither_default_devices_nor_types_nor_inference_change_anything():
 
 
 def in_two_threads(rank: int) -> float:
-    """Strategies of two groups, each called by a thread: the ranks' threads need not take turns alike."""
+    """Call strategies of two groups by a thread each: the threads of different ranks may run in different orders."""
     truth, errors = dense(PROBLEM), list[float]()
     strategies = [create("zigzag", kernel="reference", group=dist.new_group([0, 1])) for _ in range(2)]
 
@@ -261,7 +261,7 @@ def test_two_threads_may_call_strategies_of_two_groups():
 
 
 def bits_by_wire(rank: int) -> bool:
-    """Whether bf16 on the only hop of dK and dV gives what float32 gives; several parts of a block travel as a sum."""
+    """Return whether bf16 on the only hop of dK and dV gives the bits of float32. Parts of a block travel as a sum."""
     problem = WorkloadShard(seq=32, batch=2, dtype=torch.bfloat16)
     gradients = []
     for wire in ("exact", "fp32"):
@@ -318,7 +318,7 @@ def test_auto_never_takes_the_dense_reference_on_a_gpu(dtype, monkeypatch):
 
 
 def compiled(rank: int) -> float:
-    """The error of a compiled model around a strategy that sends."""
+    """Return the error of a compiled model around a strategy that sends."""
     strategy = create("zigzag", kernel="reference")
     mine, dout = shares(strategy)
 

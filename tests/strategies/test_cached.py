@@ -1,4 +1,4 @@
-"""Prefill and decode over a cache that ranks share: against the plain formula in float64."""
+"""Prefill and decode over a cache that is sharded over ranks, against the plain formula in float64."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.test_mask import sees
 
 
 class WorkloadShard(NamedTuple):
-    """New tokens over keys, those of the new tokens the last of them."""
+    """New tokens over a number of keys, the last of which are those of the new tokens."""
 
     new: int
     keys: int
@@ -364,7 +364,7 @@ def phases(rank: int, cases: list[Case], problem: WorkloadShard) -> list[set[str
 
 @pytest.mark.processes
 def test_its_phases_are_named_as_those_of_training() -> None:
-    """Reports tell ring steps, sends and waits by these names."""
+    """Reports find ring steps, sends and waits by these names."""
     merges = [f"fwd/step={step}/merge" for step in range(2)]
     blocks = [f"fwd/step={step}/block" for step in range(2)]
     (decode,) = run_ranks(2, phases, [Case("dcp")], WorkloadShard(1, 32))[0]

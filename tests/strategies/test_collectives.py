@@ -1,4 +1,4 @@
-"""The collectives of the communicator: what arrives, in every type, and what is counted."""
+"""Collectives of the communicator: what arrives, in every type, and what the meter counts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def channel_of(comm: Communicator, size: int) -> tuple[Collective, list[int]]:
 
 
 def trades(rank: int) -> list[str]:
-    """All three collectives, in all types, two of each under way at once and waited for in the other order."""
+    """Run all three collectives in all types, two of each in flight, and wait for them in the other order."""
     wrong = []
     comm = Communicator()
     for size in MEMBERS:
@@ -56,7 +56,7 @@ def test_what_arrives_is_what_was_sent():
 
 
 def sums(rank: int) -> float:
-    """Numbers whose bf16 sum depends on the rounding: 256 + 1 + 1 + 1 is 259 once rounded, 256 rounded each time."""
+    """Sum numbers whose bf16 sum shows the rounding: 256 + 1 + 1 + 1 is 259 rounded once, 256 rounded each time."""
     values = torch.full((4, 1), 256.0 if rank == 0 else 1.0, dtype=torch.bfloat16)
     return float(Communicator().collective("sums").reduce_scatter(values).wait()[0])
 

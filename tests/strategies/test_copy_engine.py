@@ -155,7 +155,7 @@ def test_rows_that_travel_alone_are_right_with_room_that_is_used_again(mask):
 
 
 def test_slots_that_were_outgrown_are_given_back_at_once(monkeypatch):
-    """Not at the next collection of garbage: the memory of a GPU is full before that."""
+    """The memory is freed at once, not at the next garbage collection: a GPU would run out before that."""
     handle = SimpleNamespace(rank=0, buffer_ptrs=[0, 0])
     monkeypatch.setattr(symmetric, "empty", lambda size, dtype, device: torch.empty(size, dtype=dtype))
     monkeypatch.setattr(symmetric, "rendezvous", lambda memory, group: handle)
@@ -187,7 +187,7 @@ def test_a_single_hardware_queue_is_refused(monkeypatch):
 
 
 def _calls(strategy: Any, seeds: range, heads: int, kv_heads: int) -> list[list[torch.Tensor]]:
-    """Output and gradients of several calls, posted without waiting for one another."""
+    """Return output and gradients of several calls, posted without waiting for each other."""
     results = []
     for seed in seeds:
         torch.manual_seed(seed)

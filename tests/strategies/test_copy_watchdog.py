@@ -1,4 +1,4 @@
-"""The watch over copied hops: a peer that ends, a hop that takes too long, and rings that nobody needs any more."""
+"""The watchdog of copied hops: a peer that ends, a hop that takes too long, and rings that are no longer in use."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ringprof.strategies.transport.copy_watchdog import CopyWatchdog
 
 
 class Ring:
-    """A ring as the watch sees it."""
+    """A stand-in for a ring that the watchdog watches."""
 
     timeout_s = 600.0
 
@@ -38,7 +38,7 @@ def peer() -> Iterator[subprocess.Popen[bytes]]:
 
 
 def watch_at(seconds: float) -> CopyWatchdog:
-    """A watch that looks only when it is told to."""
+    """Return a watchdog at this time, whose thread does nothing."""
     watch = CopyWatchdog(clock=lambda: seconds)
     watch._check_forever = lambda: None  # type: ignore[method-assign]
     return watch

@@ -1,4 +1,4 @@
-"""Sizes that change from batch to batch: results are those of each sequence, and nothing is made twice."""
+"""Dynamic context parallelism: results are those of each sequence, and nothing is made twice."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.strategies.ranks import run_ranks
 
 
 def error_of(parts: Dynamic, problem: WorkloadShard, ranks: list[int]) -> float:
-    """The largest error of out, dq, dk and dv over these ranks alone."""
+    """Return the largest error of out, dq, dk and dv over these ranks alone."""
     strategy = parts.over(ranks)
     assert strategy.comm.size == len(ranks)
     *qkv, dout = (strategy.shard(x) for x in inputs(problem))
@@ -27,7 +27,7 @@ def error_of(parts: Dynamic, problem: WorkloadShard, ranks: list[int]) -> float:
 
 
 def changing(rank: int, name: str) -> float:
-    """Sizes 4, 1, 2 and back; every group of ranks has a sequence of its own."""
+    """Use the sizes 4, 1, 2 and back; every group of ranks has its own sequence."""
     parts = Dynamic(name, kernel="reference")
     worst = 0.0
     for size in (4, 1, 2, 4, 2, 1):
@@ -44,7 +44,7 @@ def test_every_strategy_is_exact_at_changing_sizes(name: str) -> None:
 
 
 def at_once(rank: int) -> float:
-    """Ranks 0 and 3 share a sequence while ranks 1 and 2 have one each."""
+    """Let ranks 0 and 3 share a sequence while ranks 1 and 2 have one each; return the largest error."""
     parts = Dynamic("zigzag", kernel="reference")
     mine = [0, 3] if rank in (0, 3) else [rank]
     error = error_of(parts, WorkloadShard(seq=16, seed=min(mine)), mine)
@@ -57,7 +57,7 @@ def test_parts_of_several_sizes_at_once() -> None:
 
 
 def counts(rank: int) -> list[tuple[int, int, int]]:
-    """Process groups, strategies and living tensors after each of some rounds."""
+    """Return the numbers of process groups, strategies and live tensors after each round."""
     parts, counts_by_round = Dynamic("zigzag", kernel="cpu-flash"), []
     for _ in range(6):
         for size in (2, 4, 1):

@@ -1,4 +1,4 @@
-"""How evenly strategies deal out the work, against sums that can be reckoned in the head."""
+"""Expected load imbalance of strategies, against sums that can be checked by hand."""
 
 from __future__ import annotations
 

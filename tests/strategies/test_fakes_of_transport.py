@@ -82,7 +82,7 @@ def test_every_backward_call_has_the_strides_that_torchs_own_autograd_gives(worl
 
 
 class LikeFlashAttn(Recording):
-    """Takes O and dO as views, and gives dK and dV side by side, as flash-attn does."""
+    """A kernel that takes O and dO as views, and returns dK and dV side by side, as flash-attn does."""
 
     dense_rows = False
 
@@ -94,7 +94,7 @@ class LikeFlashAttn(Recording):
 
 
 def results_with_views(rank: int, world: int) -> tuple[list[str], int]:
-    """Cases that are wrong with such a kernel, and how many calls were given views."""
+    """Return the cases that are wrong with such a kernel, and the number of calls with views."""
     wrong, views = [], 0
     problem = WorkloadShard(seq=32, batch=2)
     truth = dense(problem)
@@ -223,7 +223,7 @@ def test_a_kernel_is_made_once_for_all_that_it_computes():
 
 
 def test_what_lies_in_order_is_taken_as_it_is():
-    """Also where a dimension of one element has a stride of no meaning."""
+    """The tensor is not copied, even if a dimension of one element has a meaningless stride."""
     q = torch.empty(5, 4, 3, 8).transpose(0, 1)[::2, :1]
     assert q.shape == (2, 1, 3, 8) and not q.is_contiguous() and _heads_together(q) is q
 

@@ -52,7 +52,7 @@ def test_stretches_are_the_pairs_of_the_parts(
 @pytest.mark.parametrize("after", [0, 1, 2, 5])
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "stripe"])
 def test_a_rank_sees_of_its_own_rows_what_a_window_shows_behind_them(layout: str, after: int) -> None:
-    """All keys before a query and so many after it, asked pair by pair; with none after it the mask is causal."""
+    """Each query sees all keys before it and ``after`` keys behind it, checked pair by pair; 0 is a causal mask."""
     mask = Mask.of(window=(-1, after), causal=False)
     sharded_mask, positions = (
         sharded_mask_of(mask, LAYOUTS[layout], 2, 16),
@@ -94,7 +94,7 @@ def test_tiles_are_those_of_the_dense_mask(rows: list[tuple[int, int]], keys: in
 
 @pytest.mark.parametrize(("queries", "keys"), [(300, 700), (700, 100), (100, 300), (256, 128)])
 def test_tiles_by_keys_are_torchs_own_by_queries_turned(queries: int, keys: int) -> None:
-    """torch reckons one from the other; of columns that are no tile's there is nothing."""
+    """torch computes one index from the other; columns outside all tiles have no entry."""
     from torch.nn.attention.flex_attention import BlockMask
 
     mask = flex._of_parts(
@@ -165,7 +165,7 @@ def test_strategies_are_exact_with_it() -> None:
 
 
 def test_numbers_of_a_document_change_no_bit_of_another() -> None:
-    """NaN may, within a tile: docs/workloads.md says so."""
+    """Only NaN may pass, within a tile, as docs/workloads.md says."""
     strategy, results = create("zigzag", kernel="flex"), []
     for factor in (1.0, -1.5):
         *qkv, dout = inputs(WorkloadShard(seq=64, dtype=torch.float32))
@@ -192,7 +192,7 @@ def test_heads_of_two_sizes_and_any_lengths(queries: int, keys: int, size: int) 
 
 
 def test_every_softcap_is_compiled_as_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch makes a tensor of a number that differs from call to call; on a GPU the kernel's template refuses it."""
+    """torch would make a number that changes between calls a tensor, which the kernel template refuses on a GPU."""
     numbers: list[int] = []
 
     def counting(graph: Any, args: list[Any]) -> Any:

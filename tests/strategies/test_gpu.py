@@ -32,7 +32,7 @@ def _kernel(
 
 
 def _tensors(batch, heads, kv_heads, queries, keys, head_dim=128, dtype=torch.bfloat16):
-    """q, k, v, dout as views into longer tensors, as a zigzag half is."""
+    """Return q, k, v and dout as views into longer tensors, like half a zigzag shard."""
     torch.manual_seed(0)
 
     def view(seq, count):
@@ -52,7 +52,7 @@ HEAD_DIMS = [8, 16, 32, 64, 72, 80, 96, 104, 128, 160, 192, 224, 256]
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_a_kernel_agrees_with_float64(name, dtype, head_dim):
-    """Every kernel on every head size and type that it does not refuse, full and causal, grouped heads or not."""
+    """Every kernel is right on all head sizes and types that it supports, full and causal, grouped heads or not."""
     kernel, scale = _kernel(name, dtype, head_dim), head_dim**-0.5
     # One rounding is at most half of eps of a value, a few of them stay below 2.5 eps. In fp32 TF32 is not enough.
     allowed = 2.5 * torch.finfo(dtype).eps if dtype != torch.float32 else 1e-5

@@ -28,7 +28,7 @@ PROBLEM = WorkloadShard(seq=16, heads=4, kv_heads=2)
 
 
 def error_of(strategy: Any, problem: WorkloadShard = PROBLEM) -> float:
-    """The largest error of out, dq, dk and dv on this rank against the dense formula."""
+    """Return the largest error of out, dq, dk and dv on this rank against the dense formula."""
     full = inputs(problem)
     *qkv, dout = (strategy.shard(tensor) for tensor in full)
     for tensor in qkv:
@@ -67,7 +67,7 @@ def test_a_group_that_half_of_the_ranks_are_in_holds_nobody_up():
 
 
 def lengths_that_change(rank: int) -> tuple[list[float], list[int]]:
-    """Short documents on two ranks, long ones on four, the shortest on one; then all of it again."""
+    """Run short documents on two ranks, long ones on four, the shortest on one; then all of it again."""
     pair = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
     alone = [dist.new_group([each]) for each in range(4)][rank]
     errors, counts = [], []
@@ -229,7 +229,7 @@ def test_hosts_of_four_and_two_ranks_are_agreed_on_by_all():
 
 
 class Layer(torch.nn.Module):
-    """A module that holds a strategy, as a model does."""
+    """A module that holds a strategy, like a layer of a model."""
 
     def __init__(self, strategy: Any) -> None:
         super().__init__()
@@ -286,7 +286,7 @@ def differing(rank: int, how: str) -> str:
     ],
 )
 def test_ranks_that_call_differently_are_all_told_how(how, first, other):
-    """A difference that gloo ends the process for, and NCCL computes with."""
+    """For such a difference gloo would end the process, and NCCL would compute wrong results."""
     for message in run_ranks(2, differing, how):
         assert message.startswith("the ranks do not ask for the same: rank 0 for ")
         assert f"{first}, rank 1 for " in message and message.endswith(other)
@@ -351,5 +351,5 @@ def where_cuda_may_not_be_asked(rank: int) -> float:
 
 @pytest.mark.processes
 def test_ranks_that_were_forked_after_cuda_had_begun_compute_on_the_cpu():
-    """There every question to CUDA fails, though a GPU is there."""
+    """In such a process every CUDA query fails, although there is a GPU."""
     assert max(run_ranks(2, where_cuda_may_not_be_asked)) < 1e-12

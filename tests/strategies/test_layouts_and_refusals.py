@@ -1,4 +1,4 @@
-"""Layouts are permutations with an inverse whose blocks cover the mask; what does not fit is refused in a sentence."""
+"""Layouts are permutations whose blocks cover the mask; unsupported calls are refused with a message."""
 
 from __future__ import annotations
 
@@ -358,7 +358,7 @@ def test_a_parameter_of_another_type_is_refused(key, text):
 
 
 def resolved(rank: int) -> list[dict[str, object]]:
-    """The degrees and windows that are chosen on two hosts of two, told by the launcher and by the call."""
+    """Return the parameters chosen on two hosts of two ranks, known from the launcher or from the call."""
     params = []
     for ranks_per_host in (None, 4):
         os.environ["LOCAL_WORLD_SIZE"] = "2"
@@ -398,7 +398,7 @@ def test_a_hop_can_be_waited_for_once():
 
 
 class _Group:
-    """A process group whose works are what they were asked for."""
+    """A stand-in for a process group that returns the arguments of a call in place of a work."""
 
     def alltoall_base(self, into: torch.Tensor, out: torch.Tensor, come: list[int], go: list[int], _: Any) -> object:
         return into[0].item(), out[0].item(), come, go
@@ -417,7 +417,7 @@ def test_all_messages_of_a_hop_are_waited_for():
 
 @pytest.mark.parametrize("of_v", [1, 3, 4])
 def test_the_output_is_as_wide_as_v(of_v):
-    """Attention to all keys alike is their mean, whatever v is filled up with on its way."""
+    """Attention with equal weights is the mean of v, whatever v is padded with for the kernel."""
     q, k = torch.zeros(1, 8, 2, 4), torch.randn(1, 8, 2, 4)
     v = torch.arange(8.0).view(1, 8, 1, 1).expand(1, 8, 2, of_v).contiguous()
     out = create("ring", kernel="reference").attention(q, k, v, causal=False)

@@ -65,7 +65,7 @@ MASKS = [
 
 
 def dense(problem: WorkloadShard, mask: Mask) -> list[Tensor]:
-    """out, dq, dk, dv by torch's own autograd over the plain formula, in float64; the mask pair by pair."""
+    """Compute out, dq, dk and dv by torch's autograd in float64, with the mask checked pair by pair."""
     seen = torch.tensor([[sees(mask, query, key) for key in range(problem.seq)] for query in range(problem.seq)])
     q, k, v, dout = (tensor.double() for tensor in inputs(problem))
     leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
@@ -80,7 +80,7 @@ def dense(problem: WorkloadShard, mask: Mask) -> list[Tensor]:
 def over_the_ranks(
     case: Case, problem: WorkloadShard, mask: Mask, tensors: list[Tensor] | None = None
 ) -> tuple[list[Tensor], int]:
-    """out, dq, dk, dv of the whole sequence as the ranks computed them; and the FLOPs that this rank counted."""
+    """Compute out, dq, dk and dv of the whole sequence on all ranks; also return the FLOPs that this rank counted."""
     strategy = create(case.name, kernel=problem.kernel, **case.params)
     *qkv, dout = (strategy.shard(x, documents=mask.documents) for x in tensors or inputs(problem))
     for tensor in qkv:
@@ -196,7 +196,7 @@ def test_what_one_document_holds_reaches_no_bit_of_another(kernel: str) -> None:
 
 
 def dense_with_sinks(problem: WorkloadShard, mask: Mask, sinks: Tensor) -> list[Tensor]:
-    """out, dq, dk, dv, dsinks, LSE of a softmax over the keys and one more logit, by torch's own autograd."""
+    """Compute out, dq, dk, dv, dsinks and LSE of a softmax over the keys and one more logit, by torch's autograd."""
     seen = torch.tensor([[sees(mask, query, key) for key in range(problem.seq)] for query in range(problem.seq)])
     q, k, v, dout = inputs(problem)
     leaves = [x.requires_grad_() for x in (q, k, v, sinks.clone())]
@@ -258,7 +258,7 @@ def types_and_bytes(rank: int, name: str) -> tuple[set[torch.dtype], list[int]]:
 
 @pytest.mark.processes
 def test_parts_that_share_rows_come_in_the_type_of_the_inputs() -> None:
-    """A row in several parts is merged in float32, and so are gradients of a key in several: neither travels so."""
+    """Rows in several parts, and gradients of keys in several parts, are merged in float32, but do not travel in it."""
     types, sent = run_ranks(2, types_and_bytes, "ulysses")[0]
     assert types == {torch.bfloat16} and sent[0] == sent[1]
     assert run_ranks(2, types_and_bytes, "usp")[0][0] == {torch.bfloat16}
@@ -268,7 +268,7 @@ def test_parts_that_share_rows_come_in_the_type_of_the_inputs() -> None:
 
 
 def mla_errors(rank: int) -> list[tuple[str, float]]:
-    """Heads of 12 for q and k and of 8 for v, as latent attention has 192 and 128."""
+    """Return the errors with heads of 12 for q and k and of 8 for v; latent attention has 192 and 128."""
     problem = WorkloadShard(seq=32, head_dim=12, kernel="cpu-flash")
     q, k, v, dout = inputs(problem)
     v, dout = v[..., :8].contiguous(), dout[..., :8].contiguous()
@@ -380,7 +380,7 @@ def test_a_band_keeps_every_pair(queries: int, keys: int, low: int | None, high:
 
 
 def as_flash_attn_reads(part: AttnRectangle) -> AttnRectangle:
-    """The limits that flash-attn 2 computes with: as many keys as there are, for none beside another limit."""
+    """Return the limits that flash-attn 2 computes with: beside another limit, the number of keys is no limit."""
     left, right = (NO_LIMIT if side >= part.keys else side for side in part.band)
     if left >= 0 > right:
         right = part.keys
@@ -392,7 +392,7 @@ def as_flash_attn_reads(part: AttnRectangle) -> AttnRectangle:
 @given(drawn(), st.sampled_from([1, 2, 4]))
 @settings(max_examples=150, deadline=None)
 def test_flash_attn_reads_every_part_as_it_is_meant(problem: tuple[WorkloadShard, Mask], size: int) -> None:
-    """Where there are more queries than keys it would not, in the order in which it normalises its windows."""
+    """With more queries than keys it would not, because of the order in which it normalises its windows."""
     seq, mask = 4 * size * problem[0].seq, problem[1].scaled(problem[0].seq, 4 * size * problem[0].seq)
     for layout in (*LAYOUTS.values(), zigzag_per_document(mask.documents or (0, seq))):
         sharded_mask = sharded_mask_of(mask, layout, size, seq)
@@ -439,7 +439,7 @@ PARTS = {
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("parts", PARTS.values(), ids=PARTS)
 def test_several_lengths_in_one_call_are_a_call_each(parts: list[AttnRectangle], batch: int) -> None:
-    """The rows and lengths that a varlen kernel is given, with one made of dense calls."""
+    """The rows and lengths for a varlen kernel are right, checked with one made of dense calls."""
     block, kernel = MaskBlocks(tuple(parts), 12, 12), ReferenceKernel()
     torch.manual_seed(0)
     q, k, v, dout = (torch.randn(batch, 12, heads, 4, dtype=torch.float64) for heads in (4, 2, 2, 4))
@@ -482,7 +482,7 @@ def _varlen_backward(dout, q, k, v, out, lse, lengths, batch, scale):
 
 
 def test_packed_zigzag_computes_full_rectangles_between_ranks_and_triangles_on_them() -> None:
-    """4 ranks, chunks of 8; one document of 40 tokens and one of 24: what rank 0 owes is 4 plain calls."""
+    """On 4 ranks with chunks of 8, documents of 40 and 24 tokens give rank 0 four plain calls."""
     from ringprof.strategies.masks.sharded_mask import ShardedMask
 
     sharded_mask = ShardedMask(Mask.of(documents=[0, 40, 64]), LAYOUTS["zigzag"], 4, 64)
@@ -498,7 +498,7 @@ def test_packed_zigzag_computes_full_rectangles_between_ranks_and_triangles_on_t
 
 
 def rows_sent(rank: int, name: str, mask: Mask, **params: Any) -> dict[str, tuple[int, int]]:
-    """How many hops a channel made, and how many tokens' K and V, or dK and dV, they carried."""
+    """Return the hops of each channel, and the number of tokens whose K and V, or dK and dV, they carried."""
     problem = WorkloadShard(seq=64)
     strategy = create(name, kernel="reference", **params)
     *qkv, dout = (strategy.shard(x).requires_grad_() for x in inputs(problem))
@@ -557,7 +557,7 @@ def others_rows_sent(rank: int) -> list[dict[str, tuple[int, int]]]:
 
 @pytest.mark.processes
 def test_queries_keys_and_gradients_of_a_window_travel_alone_in_all_rings() -> None:
-    """Chunks of 8 of 64 tokens, and 5 keys before each: of a rank's two chunks one neighbour is a hop away, one three.
+    """Only rows in a window travel: 5 keys before each of 8 chunks of 8 tokens, over one hop or three.
 
     Of two inner rings of two ranks the one is in the same ring, and the other comes in the last step of the other one.
     A token's queries are as large as its K and V; dO is, too, and LSE and delta are an eighth of it each.

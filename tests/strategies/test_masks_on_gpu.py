@@ -25,7 +25,7 @@ pytestmark = [
 ]
 SEQ, HEAD_DIM = 1024, 128
 SHAPES = [(1, 8, 8), (2, 8, 2)]
-"""batch, heads, kv heads"""
+"""Shapes (batch, heads, kv heads)."""
 DOCUMENTS = Mask.of(documents=[0, 1, 8, 300, 300, 556, 1024])
 MASKS = [
     DOCUMENTS,

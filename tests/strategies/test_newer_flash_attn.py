@@ -120,12 +120,12 @@ def _varlen_bwd2(
 
 
 def _swapped(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Heads before the sequence, as torch's own kernels have them, and back."""
+    """Swap the dimensions of heads and sequence, as torch's kernels need it."""
     return tuple(x.transpose(1, 2) for x in tensors)
 
 
 class _Aten:
-    """torch's operators of attention, without dropout."""
+    """Stand-ins for torch's attention operators, without dropout."""
 
     @staticmethod
     def _scaled_dot_product_flash_attention(

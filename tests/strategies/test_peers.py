@@ -1,4 +1,4 @@
-"""Other people's attention as a strategy, against float64: adapters with stand-ins for packages, torch's own ring."""
+"""Peers against float64: the adapters with stand-ins for their packages, and torch's own ring."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ FULL = ["ring-flash-attn/ring", "transformer-engine/p2p"]
 
 
 def _pretend() -> None:
-    """The stand-ins, on a CPU: the kernels that the real packages bring are asked for, and never called."""
+    """Install the stand-ins. The kernels of the real packages are looked up, and never called."""
     install()
     for kernel in (FlashAttnKernel, CudnnKernel):
         kernel.why_unsupported = classmethod(lambda *_: None)  # type: ignore[assignment]

@@ -30,7 +30,7 @@ PROBLEMS = [
 
 
 def errors_of(rank: int, cases: list[Case], problems: list[WorkloadShard]) -> list[tuple[str, float]]:
-    """The largest error of out, dq, dk and dv for every case and problem."""
+    """Return the largest error of out, dq, dk and dv for every case and problem."""
     errors = []
     for case in cases:
         for problem in problems:
@@ -69,7 +69,7 @@ def test_every_strategy_is_exact_in_float64_on_8_ranks():
 @pytest.mark.processes
 @pytest.mark.parametrize(("dtype", "unit"), [(torch.float32, 2**-24), (torch.bfloat16, 2**-8), (torch.float16, 2**-11)])
 def test_rounding_stays_near_that_of_one_device(dtype, unit):
-    """At most 3 times the error of one call of the same kernel, with room for a rounding at each hop on the wire."""
+    """The error is at most 3 times that of one call of the same kernel, plus a rounding at each hop."""
     problem = WorkloadShard(seq=128, heads=4, kv_heads=2, head_dim=16, dtype=dtype, kernel="cpu-flash")
     truth = dense(problem)
     alone = [
@@ -113,7 +113,7 @@ def drawn_are_exact(problem: WorkloadShard, world: int) -> None:
 
 
 def examples(count: int) -> settings:
-    """Forked ranks take their time: no deadline."""
+    """Return settings for ``count`` examples without health checks, because forked ranks are slow."""
     return settings(max_examples=count, suppress_health_check=list(HealthCheck), print_blob=True)
 
 
@@ -150,7 +150,7 @@ def test_a_second_call_gives_the_same_bits():
 
 
 def lse_gradients(rank: int, cases: list[Case], problem: WorkloadShard) -> list[float]:
-    """Errors of dq, dk and dv where the loss is sum(out · dout) + sum(weights · lse)."""
+    """Return the errors of dq, dk and dv where the loss is sum(out · dout) + sum(weights · lse)."""
     full = inputs(problem)
     weights = torch.randn(
         problem.batch, problem.heads, problem.seq, generator=torch.Generator().manual_seed(9)
@@ -187,7 +187,7 @@ def test_a_gradient_through_the_lse_is_right(kernel, dtype, bound):
 
 
 def lse_alone(rank: int, kernel: str) -> dict[str, float]:
-    """Errors of dq and dk, and the size of dv, where the loss is the LSE of rank 1's tokens: dO is 0 everywhere."""
+    """Return the errors of dq and dk, and the size of dv, where the loss is the LSE of rank 1's tokens: dO is 0."""
     full = inputs(WorkloadShard(seq=16, dtype=torch.float32))
     q, k = (tensor.double().requires_grad_() for tensor in full[:2])
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k.repeat_interleave(2, 2)) * q.shape[-1] ** -0.5
@@ -218,7 +218,7 @@ def test_an_lse_gradient_of_rows_without_an_output_gradient_is_right(kernel):
 
 @pytest.mark.processes
 def test_the_stand_in_for_the_output_is_as_good_as_the_output():
-    """Burst with delta on the wire against Burst with O on the wire, through a kernel that takes no delta."""
+    """Burst is as exact with delta on the wire as with O, through a kernel that takes no delta."""
     for dtype in (torch.float32, torch.bfloat16):
         problem = WorkloadShard(seq=128, head_dim=32, dtype=dtype, kernel="cpu-flash")
         pair = [Case("burst"), Case("burst", {"optimized_backward": False})]
@@ -228,7 +228,7 @@ def test_the_stand_in_for_the_output_is_as_good_as_the_output():
 
 
 NOT_TRIED_HERE = {"deterministic", "double_ring", "documents_layout"}
-"""The first is the kernel's affair: test_gpu.py has it; the last says how packed documents lie: test_masks.py."""
+"""Options tested elsewhere: the first in test_gpu.py, the last, the layout of packed documents, in test_masks.py."""
 
 
 def test_every_bundled_strategy_is_among_the_cases_with_each_of_its_options():

@@ -20,7 +20,7 @@ DOCUMENTS = Mask.of(documents=[0, 7, 40, 64], window=(9, 0))
 
 
 def dense(problem: WorkloadShard, mask: Mask, softcap: float) -> list[Tensor]:
-    """out, dq, dk, dv, LSE; scores are capped before the mask."""
+    """Compute out, dq, dk, dv and LSE, with scores capped before the mask."""
     seen = torch.tensor([[sees(mask, query, key) for key in range(problem.seq)] for query in range(problem.seq)])
     q, k, v, dout = inputs(problem)
     leaves = [x.requires_grad_() for x in (q, k, v)]

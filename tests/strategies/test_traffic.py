@@ -84,7 +84,7 @@ SMALLER_V: dict[str, tuple[int, int]] = {
 
 
 def totals(case: Case, problem: WorkloadShard, v_head_dim: int | None = None) -> dict[str, list[int]]:
-    """[hops and collectives, bytes] that this rank sends in each phase of one call."""
+    """Return [hops and collectives, bytes] that this rank sends in each phase of one call."""
     strategy = create(case.name, kernel=problem.kernel, **case.params)
     full = list(inputs(problem))
     full[2:] = [x[..., :v_head_dim] for x in full[2:]]
@@ -147,7 +147,7 @@ def sent_on_8_ranks(rank: int, problem: WorkloadShard) -> list[dict[str, list[in
 @pytest.mark.long
 @pytest.mark.parametrize(("heads", "kv_heads", "seq", "column"), [(40, 40, 131072, 2), (32, 8, 65536, 3)])
 def test_the_volumes_on_8_ranks_are_those_of_the_literature(heads, kv_heads, seq, column):
-    """Bytes grow with the sequence: 64 tokens are counted and scaled."""
+    """Bytes are proportional to the sequence length: those of 64 tokens are counted and scaled."""
     problem = WorkloadShard(
         seq=64, heads=heads, kv_heads=kv_heads, head_dim=128, dtype=torch.bfloat16, kernel="cpu-flash"
     )
@@ -184,7 +184,7 @@ def test_a_double_ring_follows_the_hosts_and_crosses_them_once_a_window():
 
 
 def usp_links(rank: int) -> list[dict[str, int]]:
-    """Forward bytes by link of both placements on two hosts of two ranks."""
+    """Return the forward bytes by link of both placements on two hosts of two ranks."""
     bytes_by_placement = []
     for placement in ("head-first", "ring-first"):
         strategy = create("usp", kernel="reference", ranks_per_host=2, ulysses_degree=2, placement=placement)
@@ -206,7 +206,7 @@ def test_the_placement_decides_what_crosses_hosts():
 
 
 def many_calls(rank: int) -> tuple[int, int]:
-    """Process groups after one call of every case, and after 100 more, each by a strategy made anew."""
+    """Return the number of process groups after one call of every case, and after 100 more by new strategies."""
     cases, problem = [case for case in CASES if 4 in case.worlds], WorkloadShard(seq=16)
     for case in cases:
         over_the_ranks(case, problem)
@@ -224,7 +224,7 @@ def test_100_calls_leave_no_process_group_behind():
 
 
 def tensors_left(rank: int) -> list[str]:
-    """One case of each strategy after whose calls more tensors live than before; the first two calls fill caches."""
+    """Return the cases after whose calls more tensors are alive than before; the first two calls fill caches."""
     leaking = []
     gc.freeze()  # What the test process had before is not looked at again.
     for case in {case.name: case for case in CASES if 2 in case.worlds}.values():
@@ -249,7 +249,10 @@ def test_calls_leave_no_tensor_behind():
 
 
 def interleaved(rank: int, pairs: list[tuple[str, str]]) -> list[str]:
-    """Pairs of strategies whose forward and backward passes cross each other; the same name twice is one strategy."""
+    """Interleave the passes of pairs of strategies, and return the pairs with wrong results.
+
+    A pair of equal names is one strategy, called twice.
+    """
     disturbed = []
     problems = [WorkloadShard(seq=32, seed=1), WorkloadShard(seq=32, seed=2)]
     for pair in pairs:
