@@ -45,7 +45,7 @@ DOCUMENTS_LAYOUT_HELP = "zigzag over the packed whole, or over each document by 
 Documents = Sequence[int] | Tensor | None
 """Cumulative lengths of packed documents (``cu_seqlens``), from 0 to the sequence length; None: one document."""
 NO_SOFTCAP = "takes no softcap: the bundled strategies do, with a kernel that computes it (`ringprof kernels`)"
-HIDDEN_FROM_BYTES = 2**25
+OVERLAP_FROM_BYTES = 2**25
 """Bytes from which, on a GPU, the last hop of a backward pass is worth two more kernel calls that overlap it."""
 _COMPARED_OPTIONS = (
     "causal", "softmax_scale", "return_lse", "sinks", "softcap", "documents", "window_size", "prefix", "gradients",
@@ -172,7 +172,7 @@ class Strategy(Expectations, ABC):
     """A strategy for attention over a sequence that is split over ranks (context parallelism)."""
 
     layout: Layout
-    """Which tokens each rank holds."""
+    """The layout: which tokens each rank holds."""
     phase: ClassVar[str] = "training"
     """Purpose: ``training``, or over a cache of keys and values ``prefill`` or ``decode``."""
     takes_masks: ClassVar[bool] = False
@@ -468,7 +468,7 @@ class Strategy(Expectations, ABC):
             return result.result(q.dtype)
 
     def routing(self, call: AttentionCall, *, queries: bool = False) -> RowRouting | None:
-        """Return which keys, or ``queries``, travel around the ring; None where all of them do."""
+        """Return which keys, or ``queries``, travel around the ring; None where whole shards travel, or nothing does."""
         if call.sharded_mask is None or not self.hop_window:
             return None
         return call.sharded_mask.routing(self.hop_window, queries=queries)
@@ -503,7 +503,7 @@ class Strategy(Expectations, ABC):
 
     def overlaps_last_hop(self, travelling: Tensor) -> bool:
         """Return whether a hop of a tensor like ``travelling`` is worth the additional kernel calls that overlap it."""
-        return travelling.is_cpu or travelling.nbytes >= HIDDEN_FROM_BYTES
+        return travelling.is_cpu or travelling.nbytes >= OVERLAP_FROM_BYTES
 
     def _positions_on(self, seq: int, device: torch.device, documents: Documents = None) -> Tensor:
         """Return this rank's positions on a device, cached for the latest sequence lengths."""

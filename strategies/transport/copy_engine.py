@@ -50,7 +50,7 @@ The first counts hops that have arrived here, the second hops that the next memb
 _DEVICE_TO_DEVICE = 3
 """CUDA's ``cudaMemcpyDeviceToDevice``."""
 _RELEASED = 2**30
-"""Counter value above every hop's number, set to release streams that wait."""
+"""Added to a counter to release the streams that wait for it: more than any number of hops."""
 _MOST_IN_FLIGHT = 32
 """Hops remembered before finished ones are removed; the watchdog removes finished hops, too."""
 
