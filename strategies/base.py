@@ -468,7 +468,7 @@ class Strategy(Expectations, ABC):
             return result.result(q.dtype)
 
     def routing(self, call: AttentionCall, *, queries: bool = False) -> RowRouting | None:
-        """Return which keys, or ``queries``, travel around the ring; None where whole shards travel, or nothing does."""
+        """Return which keys, or ``queries``, travel around the ring; None where whole shards or nothing travels."""
         if call.sharded_mask is None or not self.hop_window:
             return None
         return call.sharded_mask.routing(self.hop_window, queries=queries)

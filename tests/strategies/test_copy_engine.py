@@ -137,7 +137,7 @@ def test_auto_copies_where_all_ranks_can(can, way):
 
 @pytest.mark.processes
 @pytest.mark.parametrize("size", [2, 4])
-def test_every_strategy_is_right_with_room_that_is_used_again(size):
+def test_every_strategy_is_right_with_memory_that_is_used_again(size):
     cases = [case for case in CASES if size in case.worlds]
     for carried in run_ranks(size, _carried, [True] * size, cases):
         assert {case: error for case, (_, error) in carried.items() if not error < 1e-12} == {}
@@ -148,7 +148,7 @@ def test_every_strategy_is_right_with_room_that_is_used_again(size):
 @pytest.mark.parametrize(
     "mask", [Mask.of(window=(3, 0)), Mask.of(window=(3, 0), prefix=2), Mask.of(documents=[0, 3, 21, 32])]
 )
-def test_rows_that_travel_alone_are_right_with_room_that_is_used_again(mask):
+def test_rows_that_travel_alone_are_right_with_memory_that_is_used_again(mask):
     cases = [Case("ring"), Case("zigzag"), Case("usp", {"ulysses_degree": 1})]
     for carried in run_ranks(4, _carried, [True] * 4, cases, mask):
         assert {case: error for case, (_, error) in carried.items() if not error < 1e-12} == {}
@@ -264,7 +264,7 @@ def test_a_ring_holds_two_slots_of_its_largest_hop_whatever_lengths_and_strategi
         assert right
 
 
-def _bereft(rank: int) -> str:
+def _after_a_peer_died(rank: int) -> str:
     """Return the error on rank 0 after rank 1 has exited between two calls: rank 0 must not wait forever."""
     strategy = create("zigzag", kernel="torch-flash", hops="copy")
     q = torch.randn(1, 1024, 8, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
@@ -284,7 +284,7 @@ def _bereft(rank: int) -> str:
 @pytest.mark.gpu
 @needs_two_gpus
 def test_a_peer_that_dies_ends_the_wait_for_its_hop():
-    message, ended = run_gpu_ranks(2, _bereft, limit_s=90)
+    message, ended = run_gpu_ranks(2, _after_a_peer_died, limit_s=90)
     assert message.startswith("rank 1 has ended (process ") and message.endswith("the last output has NaN: True")
     assert ended == "gone"
 
