@@ -1,4 +1,4 @@
-"""Totals of gradients, begun with one block and settled with the last, against sums in float64."""
+"""Sums of gradients, from the first block to the final cast, against sums in float64."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ SLICES = [slice(None), slice(0, 6), slice(6, 12), slice(1, 12), slice(3, 9)]
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
 def test_a_sum_of_blocks_is_rounded_once(dtype, count):
-    """Blocks in any rows, some kept to the end, against float64: one rounding to the type, after sums in float32."""
+    """Sums of blocks in any rows, some kept to the end, are right: one rounding to the type, after sums in float32."""
     torch.manual_seed(count)
     for draw in range(20):
         order = torch.randint(len(SLICES), (count,)).tolist()
@@ -146,7 +146,7 @@ def test_what_carries_in_float16_is_at_least_its_smallest_number():
 
 @pytest.mark.parametrize("seed", range(40))
 def test_blocks_that_share_rows_are_added_where_they_lie(seed):
-    """Any stretches of rows, also of others' rows, against one addition after the other."""
+    """Sums over any, also overlapping, stretches of rows equal one addition after the other."""
     random = torch.Generator().manual_seed(seed)
     rows = int(torch.randint(1, 12, (), generator=random))
     total = torch.randn(2, rows, 1, 2, dtype=torch.float64, generator=random)
