@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import ringprof
-from ringprof.analysis.copy_waits import CopyHop, peers_of_ranks, unequal_hops
+from ringprof.analysis.copy_waits import CopyHop, count_unequal_hops, peers_of_ranks
 from ringprof.analysis.kinds.kinds import COMMUNICATION, COMPUTE, KINDS, MEMORY
 from ringprof.errors import InputError
 from ringprof.monitoring import look_figures
@@ -277,9 +277,9 @@ def test_hops_that_two_ranks_count_differently_are_reported() -> None:
         0: [*(hop("kv", number, 1) for number in range(3)), hop("dkv", 0, 1)],
         1: [*(hop("kv", number, 0) for number in range(2)), hop("dkv", 0, 0)],
     }
-    assert unequal_hops(peers_of_ranks(hops)) == 5
+    assert count_unequal_hops(peers_of_ranks(hops)) == 5
     hops[1].append(hop("kv", 2, 0))
-    assert unequal_hops(peers_of_ranks(hops)) == 0
+    assert count_unequal_hops(peers_of_ranks(hops)) == 0
 
 
 def test_a_look_of_the_monitor_sees_waiting_for_copies() -> None:

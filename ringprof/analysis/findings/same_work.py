@@ -72,8 +72,8 @@ def evidence_of(found: Findings, iterations: int) -> WorkEvidence | None:
         RankEvidence(
             rank.rank,
             {KIND[kind].label: time.calls for kind, time in rank.breakdown.kinds.items() if kind in counted},
-            rank.moved.sent_bytes,
-            rank.moved.from_host_bytes,
+            rank.bytes_moved.sent_bytes,
+            rank.bytes_moved.from_host_bytes,
         )
         for rank in found.attribution.ranks
     )

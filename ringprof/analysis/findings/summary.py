@@ -13,7 +13,7 @@ import numpy as np
 from ringprof.analysis.attribution import Attribution
 from ringprof.analysis.findings.baselines import BaselineMetrics, baseline_metrics
 from ringprof.analysis.kinds.kinds import COMMUNICATION, KINDS, OTHER_GROUPS
-from ringprof.analysis.rank import Carried, Rank
+from ringprof.analysis.rank import LinkTotals, Rank
 from ringprof.analysis.transfers.hops import gbps, total
 from ringprof.analysis.transfers.wait_and_wire import LinkClass
 from ringprof.run import Run, slowest
@@ -243,9 +243,9 @@ def _kinds(ranks: Sequence[Rank], wall_ns: float) -> tuple[KindRow, ...]:
 
 def _communication(attribution: Attribution) -> tuple[Communication, ...]:
     """By kind and link class, longest first; only what has wait and wire."""
-    groups: dict[LinkClass, list[Carried]] = defaultdict(list)
+    groups: dict[LinkClass, list[LinkTotals]] = defaultdict(list)
     for rank in attribution.ranks:
-        for row in rank.carried:
+        for row in rank.link_totals:
             if row.timed:
                 groups[row.kind, row.link].append(row)
     rows = []

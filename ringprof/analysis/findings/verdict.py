@@ -170,7 +170,7 @@ def _imbalance(found: Facts, share: float) -> str:
 def _waited(rank: Rank) -> tuple[float, str]:
     """The share of waiting in its longest kind of communication, and what that is called."""
     times: dict[str, list[int]] = defaultdict(lambda: [0, 0])
-    for row in rank.carried:
+    for row in rank.link_totals:
         if row.timed:
             times[row.kind][0] += row.wait_ns
             times[row.kind][1] += row.wait_ns + row.wire_ns

@@ -281,7 +281,7 @@ def _means(totals: dict[str, int], count: int) -> dict[str, int]:
 def _always(attribution: Attribution) -> set[str]:
     """Parts that are shown though they be nothing: that they are is worth knowing."""
     several = len(attribution.ranks) > 1
-    timed = any(row.timed for rank in attribution.ranks for row in rank.carried)
+    timed = any(row.timed for rank in attribution.ranks for row in rank.link_totals)
     shown = {"merge_and_copies", "launch_gaps", "kernel", "repeated", "slowdown", "peak", "attention"}
     return shown | ({"imbalance", "exposed_wire", "peer_wait"} if several and timed else set())
 
