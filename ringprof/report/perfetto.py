@@ -15,7 +15,7 @@ import numpy as np
 from ringprof.analysis.attribution import Attribution
 from ringprof.analysis.exposure import exposure_of
 from ringprof.analysis.findings.findings import Findings
-from ringprof.analysis.findings.memory import memory_of
+from ringprof.analysis.findings.memory import memory_timelines
 from ringprof.analysis.rank import Detail, Rank
 from ringprof.analysis.steps.blocks import StepKey
 from ringprof.analysis.steps.steps import Step
@@ -187,7 +187,7 @@ def _steps(steps: Iterable[Step], origin: dict[int, int]) -> Iterator[TraceEvent
 
 def _memory(attribution: Attribution, origin: dict[int, int]) -> Iterator[TraceEvent]:
     """What each rank's allocators hold, as counters; what was before the first activity is there from 0 on."""
-    for one in memory_of(attribution):
+    for one in memory_timelines(attribution):
         for time, size in zip(one.time_ns.tolist(), one.allocated_bytes.tolist(), strict=True):
             yield counter(one.rank, f"allocated, {one.memory}", max(0, time - origin[one.rank]), "MiB", size / 2**20)
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ringprof.analysis.findings.comparison import Comparison, Entry
+from ringprof.analysis.findings.comparison import Comparison, Measurement
 from ringprof.analysis.findings.findings import Findings
 from ringprof.analysis.findings.summary import PARTS
 from ringprof.analysis.findings.waterfall import WATERFALL_LABELS
@@ -239,7 +239,7 @@ def scaling(found: Comparison, ax: Axes | None = None) -> Axes:
     return _finish(ax, "tokens", legend=True)
 
 
-def _line_name(entry: Entry) -> str:
+def _line_name(entry: Measurement) -> str:
     """The strategy, and what makes its speed another one: copied hops, and hosts."""
     known = entry.settings
     world, per_host = int(known.get("world_size") or 1), int(known.get("ranks_per_host") or 1)

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from ringprof.analysis.findings.verdict import _waited
+from ringprof.analysis.findings.verdict import _waiting_share
 from ringprof.analysis.kinds.groups import refuse_unknown_group
 from ringprof.analysis.transfers.clocks import UNKNOWN_NS, Pair
 from ringprof.analysis.transfers.transfers import Message, _leaving, _messages
@@ -35,7 +35,7 @@ def test_operators_that_take_no_time_are_nothing_to_report() -> None:
 def test_a_rank_none_of_whose_transfers_has_a_time_waited_in_communication() -> None:
     rows = (SimpleNamespace(timed=0, kind="send_recv", wait_ns=7, wire_ns=9),)
     untimed: Any = SimpleNamespace(carried=rows)
-    assert _waited(untimed) == (0.0, "communication")
+    assert _waiting_share(untimed) == (0.0, "communication")
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,9 @@ import msgspec
 import pytest
 
 from ringprof.analysis.findings.changes import changes_between
-from ringprof.analysis.findings.comparison import compare_entries
+from ringprof.analysis.findings.comparison import compare_measurements
 from ringprof.analysis.findings.findings import Findings, findings_in_memory
-from ringprof.analysis.findings.measurements import entry_of_run
+from ringprof.analysis.findings.measurements import measurement_of_run
 from ringprof.analysis.timeline.window import Focus
 from ringprof.report import as_json
 from ringprof.report.comparison import render
@@ -161,42 +161,44 @@ def test_more_steps_than_stated_are_a_warning_where_no_flops_tell() -> None:
 def test_a_capture_compares_with_a_profile_of_the_same_program() -> None:
     """Both have two steps of 600 ns of attention; the window ends 5 ns after the last optimizer's start, 100 later."""
     base, other = found(profiled(2)), found(capture_of(2, ADAM), run=captured_run())
-    entries = [entry_of_run("torch", base), entry_of_run("capture", other)]
+    entries = [measurement_of_run("torch", base), measurement_of_run("capture", other)]
     for entry in entries:
         assert entry.figures["flash_fwd_ms"].value * 1e6 == pytest.approx(600)
         assert entry.figures["wall_ms"].value * 1e6 == pytest.approx((STEP + 755) / 2)
         assert entry.figures["waterfall.attention_ms"].value * 1e6 == pytest.approx(600)
-    comparison = compare_entries(entries, (base, other), did_same_work=True)
+    comparison = compare_measurements(entries, (base, other), did_same_work=True)
     ratios = {one.figure: one.ratio for one in comparison.differences if one.ratio is not None}
     assert ratios and set(ratios.values()) == {1.0}
     assert not any(one.share for one in changes_between(base, other).parts)
     text = render(comparison, TextStyle(width=100))
     assert "figures: base of one iteration; 1 of one iteration (2 captured)" in text
-    both = compare_entries([entries[1], msgspec.structs.replace(entries[1], label="again")], did_same_work=True)
+    both = compare_measurements([entries[1], msgspec.structs.replace(entries[1], label="again")], did_same_work=True)
     assert "figures, of one iteration (2 captured)" in render(both, TextStyle(width=100))
 
 
 def test_a_block_of_unknown_iterations_is_not_called_one() -> None:
-    entry = entry_of_run("mine", found(capture_of(2), run=captured_run()))
+    entry = measurement_of_run("mine", found(capture_of(2), run=captured_run()))
     assert entry.figures["flash_fwd_ms"].value * 1e6 == pytest.approx(1200)
-    text = render(compare_entries([entry, entry]), TextStyle(width=100))
+    text = render(compare_measurements([entry, entry]), TextStyle(width=100))
     assert "figures, of the captured block" in text and "one iteration" not in text
 
 
 def test_the_same_work_is_as_much_an_iteration() -> None:
     """Two steps against four of the same workload, and data parallel 2 x 2 against a batch of 2."""
     two, four = (
-        entry_of_run(str(steps), found(capture_of(steps, ADAM), run=captured_run(replaced(steps=steps), steps * FLOPS)))
+        measurement_of_run(
+            str(steps), found(capture_of(steps, ADAM), run=captured_run(replaced(steps=steps), steps * FLOPS))
+        )
         for steps in (2, 4)
     )
-    (wall,) = [one for one in compare_entries([two, four]).differences if one.figure == "flash_fwd_ms"]
+    (wall,) = [one for one in compare_measurements([two, four]).differences if one.figure == "flash_fwd_ms"]
     assert (wall.ratio, wall.verdict) == (1.0, "same")
     ranks = [capture_of(1, ADAM, rank=rank, world_size=4) for rank in range(4)]
     grouped = msgspec.structs.replace(captured_run(WORKLOAD, 2 * FLOPS, world_size=4), workload_ranks=2)
     whole = captured_run(replaced(batch=2), 2 * FLOPS, world_size=4)
-    entries = [entry_of_run("mine", found(*ranks, run=run)) for run in (grouped, whole)]
+    entries = [measurement_of_run("mine", found(*ranks, run=run)) for run in (grouped, whole)]
     assert [entry.settings["batch"] for entry in entries] == ["2", "2"]
-    assert compare_entries(entries).differing == {}
+    assert compare_measurements(entries).differing == {}
 
 
 def replaced(**changes: Any) -> Workload:

@@ -13,7 +13,12 @@ from itertools import pairwise
 from statistics import fmean
 
 from ringprof.analysis.attribution import Attribution
-from ringprof.analysis.findings.idle_text import host_cause, idle_of, remedy_of_blocked, remedy_of_host
+from ringprof.analysis.findings.idle_text import (
+    blocked_recommendation,
+    host_recommendation,
+    largest_host_cause,
+    total_idle_causes,
+)
 from ringprof.analysis.findings.summary import Communication, Summary
 from ringprof.analysis.kinds.kinds import COMPUTE_PARTS, MEMORY
 from ringprof.analysis.transfers.hops import OTHER_HOST
@@ -47,7 +52,7 @@ def recommendations_of(attribution: Attribution, summary: Summary) -> dict[str, 
         "other_groups": "other groups' communication beside computation",
         "merge_and_copies": _copies(attribution, summary),
         "launch_gaps": _not_launched(attribution),
-        "blocked": "" if attribution.on_cpu else remedy_of_blocked(attribution),
+        "blocked": "" if attribution.on_cpu else blocked_recommendation(attribution),
     }
     return {part: words for part, words in found.items() if words}
 
@@ -301,7 +306,7 @@ def _not_launched(attribution: Attribution) -> str:
         short = f"--cuda-graph{longer}"
     else:
         short = f"fewer and longer kernels{longer}"
-    return remedy_of_host(host_cause(idle_of(attribution)), short)
+    return host_recommendation(largest_host_cause(total_idle_causes(attribution)), short)
 
 
 def _may_capture(run: Run, used: StrategyUsed) -> bool:

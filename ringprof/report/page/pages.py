@@ -9,10 +9,10 @@ from statistics import median
 from typing import Any
 
 from ringprof.analysis.findings.changes import Change
-from ringprof.analysis.findings.comparison import WATERFALL_PREFIX, Comparison, Difference, Entry, Recordings
+from ringprof.analysis.findings.comparison import WATERFALL_PREFIX, Comparison, Difference, Measurement, Recordings
 from ringprof.analysis.findings.findings import Findings
 from ringprof.analysis.findings.recording_spread import SAME_SESSION
-from ringprof.analysis.findings.uncertainty import differ, ratio_interval
+from ringprof.analysis.findings.uncertainty import ratio_interval, significantly_different
 from ringprof.analysis.findings.waterfall import WATERFALL_LABELS
 from ringprof.errors import UsageError, nearest
 from ringprof.formatting import percent
@@ -159,7 +159,7 @@ def _one(name: str, values: Sequence[float]) -> dict[str, tuple[str, Sequence[fl
     return {name: (palette.BLUE, values)}
 
 
-def _shares(entries: Sequence[Entry], figures: Any) -> Any:
+def _shares(entries: Sequence[Measurement], figures: Any) -> Any:
     parts = {}
     for name in _TIMES:
         values = []
@@ -259,7 +259,11 @@ def _fastest(done: Sequence[Mapping[str, Any]]) -> list[str]:
         rows = sorted((row for row in done if row["seq"] == seq), key=lambda row: -row["tflops"])
         first = rows[0]
         speed = f"{first['forward_backward_ms']:,.1f} ms, {rate(first['tflops'])}"
-        slower = [row for row in rows[1:] if differ(_repeated(first), _repeated(row), spread=_spread(first, row))]
+        slower = [
+            row
+            for row in rows[1:]
+            if significantly_different(_repeated(first), _repeated(row), spread=_spread(first, row))
+        ]
         level = [row for row in rows[1:] if row not in slower]
         line = f"{seq:,} tokens: {_series(first)} {'took the least time' if level else 'is fastest'}, {speed}"
         if first["of_kernel_rate"]:

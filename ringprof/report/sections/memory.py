@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ringprof.analysis.findings.findings import Findings
-from ringprof.analysis.findings.memory import Held, memory_of
+from ringprof.analysis.findings.memory import MemoryTimeline, memory_timelines
 from ringprof.report.page.document import Content, PageContext
 from ringprof.report.tables import Column, Table
 from ringprof.report.timeline import origins_of
@@ -21,7 +21,7 @@ _COLUMNS = (
 
 def html(found: Findings, page: PageContext) -> Content | None:
     """A line a rank and memory, and its peak; None where nothing was recorded, and of very many ranks."""
-    held = list(memory_of(found.attribution)) if found.lists_steps or found.attribution.on_cpu else []
+    held = list(memory_timelines(found.attribution)) if found.lists_steps or found.attribution.on_cpu else []
     if not held:
         return None
     origin = origins_of(found.attribution)
@@ -34,13 +34,13 @@ def html(found: Findings, page: PageContext) -> Content | None:
     return Content(page.figures.memory(lines), [Table("", _COLUMNS, rows, "run.memory()").page()])
 
 
-def name_of(one: Held, among: list[Held]) -> str:
+def name_of(one: MemoryTimeline, among: list[MemoryTimeline]) -> str:
     """Of its line: the memory is named where ranks have several."""
     several = len({other.memory for other in among if other.rank == one.rank}) > 1
     return f"rank {one.rank}" + (f", {one.memory}" if several else "")
 
 
-def _points(one: Held, origin: int) -> list[tuple[float, float]]:
+def _points(one: MemoryTimeline, origin: int) -> list[tuple[float, float]]:
     """(ms, MiB) from each of which on it is so; of many the largest of each stretch, and the last."""
     kept = thinned(one.allocated_bytes, MOST_POINTS)
     times, sizes = (one.time_ns[kept] - origin) / 1e6, one.allocated_bytes[kept] / 2**20

@@ -9,10 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from ringprof.analysis.findings.comparison import Entry, Figure, as_one, compare_entries, interleaved
+from ringprof.analysis.findings.comparison import (
+    Measurement,
+    Metric,
+    combine_recordings,
+    compare_measurements,
+    interleaved,
+)
 from ringprof.analysis.findings.conditions import parse_condition
 from ringprof.analysis.findings.findings import findings_in_memory
-from ringprof.analysis.findings.measurements import entry_of_run, labels_of
+from ringprof.analysis.findings.measurements import measurement_of_run, shortest_labels
 from ringprof.analysis.findings.same_work import WORK, match_work
 from ringprof.benchmark_logs.rows import LogRow
 from ringprof.benchmark_logs.show import entry_of_row
@@ -24,14 +30,14 @@ from tests.analysis.build import Builder
 SETTINGS: dict[str, str | None] = dict.fromkeys(WORK, "1")
 
 
-def entry(label: str, settings: dict[str, str | None] | None = None, **figures: Figure) -> Entry:
-    return Entry(label, "run", SETTINGS if settings is None else settings, figures)
+def entry(label: str, settings: dict[str, str | None] | None = None, **figures: Metric) -> Measurement:
+    return Measurement(label, "run", SETTINGS if settings is None else settings, figures)
 
 
-def rate(value: float, spread: float) -> Figure:
+def rate(value: float, spread: float) -> Metric:
     """Ten measurements around a value, none of which is it."""
     each = tuple(value + spread * (at - 4.5) / 4.5 for at in (3, 8, 0, 5, 9, 1, 7, 2, 6, 4))
-    return Figure(value, "TFLOP/s", (each,), higher_is_better=True)
+    return Metric(value, "TFLOP/s", (each,), higher_is_better=True)
 
 
 @pytest.mark.parametrize(
@@ -41,12 +47,12 @@ def rate(value: float, spread: float) -> Figure:
         (rate(100, 1), rate(90, 1), "worse"),
         (rate(100, 5), rate(101, 5), "noise"),
         (rate(100, 1), rate(100, 1), "same"),
-        (rate(100, 1), Figure(110, "TFLOP/s", higher_is_better=True), "differs"),
+        (rate(100, 1), Metric(110, "TFLOP/s", higher_is_better=True), "differs"),
         (replace(rate(5, 0.1), higher_is_better=None), replace(rate(9, 0.1), higher_is_better=None), "differs"),
     ],
 )
 def test_a_difference_that_is_not_proved_is_noise(base, other, verdict):
-    (difference,) = compare_entries([entry("a", x=base), entry("b", x=other)]).differences
+    (difference,) = compare_measurements([entry("a", x=base), entry("b", x=other)]).differences
     assert difference.verdict == verdict
     assert (difference.low is None) == (not other.recordings)
     if difference.low is not None and difference.high is not None and difference.ratio is not None:
@@ -56,23 +62,23 @@ def test_a_difference_that_is_not_proved_is_noise(base, other, verdict):
 
 
 def test_times_are_set_against_each_other_only_for_the_same_work():
-    time = Figure(5, "ms", higher_is_better=False, depends_on_work=True)
+    time = Metric(5, "ms", higher_is_better=False, depends_on_work=True)
     longer = entry("b", SETTINGS | {"seq": "2"}, t=replace(time, value=10))
     unknown = entry("c", {}, t=time)
-    found = compare_entries([entry("a", t=time), longer, unknown, entry("d", t=time)])
+    found = compare_measurements([entry("a", t=time), longer, unknown, entry("d", t=time)])
     assert [d.verdict for d in found.differences] == ["not comparable", "not comparable", "same"]
     assert found.differing["seq"] == ("1", "2", None, "1")
     assert not match_work(unknown, unknown).same
 
 
 def test_a_figure_that_one_side_lacks_is_missing():
-    found = compare_entries([entry("a", x=rate(1, 0)), entry("b", y=rate(1, 0))])
+    found = compare_measurements([entry("a", x=rate(1, 0)), entry("b", y=rate(1, 0))])
     assert found.figures == ("x", "y")
     assert {d.verdict for d in found.differences} == {"missing"}
 
 
-def recorded(label: str, created: str, tflops: float, exposed: float) -> Entry:
-    share = Figure(exposed, "share", higher_is_better=False)
+def recorded(label: str, created: str, tflops: float, exposed: float) -> Measurement:
+    share = Metric(exposed, "share", higher_is_better=False)
     return replace(
         entry(label, tflops=rate(tflops, 1), exposed_comm=share),
         created=(created,),
@@ -82,7 +88,7 @@ def recorded(label: str, created: str, tflops: float, exposed: float) -> Entry:
 
 
 def test_recordings_of_one_run_are_one_entry():
-    one = as_one(
+    one = combine_recordings(
         [recorded("b", "2026-02", 104, 0.3), recorded("a", "2026-01", 100, 0.1), recorded("c", "2026-03", 102, 0.2)]
     )
     assert (one.label, one.created) == ("a and 2 more", ("2026-01", "2026-02", "2026-03"))
@@ -91,19 +97,21 @@ def test_recordings_of_one_run_are_one_entry():
     assert one.figures["exposed_comm"].recordings == ((0.1,), (0.3,), (0.2,))
     assert one.others == {"idle": pytest.approx(0.02)}
     assert one.warnings == ("a: odd", "b: odd", "c: odd")
-    assert as_one([one]) is one
+    assert combine_recordings([one]) is one
 
 
 def test_a_setting_in_which_recordings_differ_shows_all_its_values():
     two = [replace(entry(label, SETTINGS | {"torch": version}), created=(label,)) for label, version in ("a1", "b2")]
-    one = as_one(two)
+    one = combine_recordings(two)
     assert one.settings["torch"] == "1, 2"
     assert one.settings["seq"] == "1"
-    assert not match_work(one, as_one([replace(e, settings={**e.settings, "seq": e.label}) for e in two])).same
+    assert not match_work(
+        one, combine_recordings([replace(e, settings={**e.settings, "seq": e.label}) for e in two])
+    ).same
 
 
 def test_recordings_made_in_turns_are_told_by_their_times():
-    def made(*times: str) -> Entry:
+    def made(*times: str) -> Measurement:
         return replace(entry("x"), created=times)
 
     assert interleaved(made("01", "04", "05", "08"), made("02", "03", "06", "07"))
@@ -115,7 +123,7 @@ def test_recordings_made_in_turns_are_told_by_their_times():
 
 def test_one_entry_is_no_comparison():
     with pytest.raises(ValueError, match="two"):
-        compare_entries([entry("a")])
+        compare_measurements([entry("a")])
 
 
 def test_a_log_row_keeps_what_it_printed():
@@ -136,7 +144,7 @@ def test_a_log_row_keeps_what_it_printed():
     ],
 )
 def test_labels_are_the_shortest_that_differ(paths, labels):
-    assert labels_of(paths) == labels
+    assert shortest_labels(paths) == labels
 
 
 # --- conditions -------------------------------------------------------------------------------------
@@ -195,10 +203,10 @@ def test_a_condition_is_what_python_says(value, limit, sign):
 
 def test_times_of_work_that_only_the_user_knows_are_set_against_each_other_where_he_says_so():
     entries = [
-        entry(label, {}, wall=Figure(value, "ms", depends_on_work=True)) for label, value in (("a", 8), ("b", 6))
+        entry(label, {}, wall=Metric(value, "ms", depends_on_work=True)) for label, value in (("a", 8), ("b", 6))
     ]
-    assert [one.verdict for one in compare_entries(entries).differences] == ["not comparable"]
-    (found,) = compare_entries(entries, did_same_work=True).differences
+    assert [one.verdict for one in compare_measurements(entries).differences] == ["not comparable"]
+    (found,) = compare_measurements(entries, did_same_work=True).differences
     assert (found.difference, found.ratio) == (-2, 0.75)
 
 
@@ -211,7 +219,7 @@ def marked(lengths):
             builder.mark(f"ProfilerStep#{number}", at, at + 100_000 * (length + rank))
             builder.operate("aten::mm", at, at + 100_000 * (length + rank))
         at += 100_000 * (length + 2)
-    return entry_of_run("traces", findings_in_memory(attribute([b.trace() for b in builders])))
+    return measurement_of_run("traces", findings_in_memory(attribute([b.trace() for b in builders])))
 
 
 def test_of_traces_with_several_iterations_a_difference_has_an_interval():
@@ -219,7 +227,7 @@ def test_of_traces_with_several_iterations_a_difference_has_an_interval():
     base, again, slower = (marked([length + off for off in scatter]) for length in (999, 1000, 1099))
     figure = base.figures["profiled_iteration_ms"]
     assert (figure.value, sorted(figure.recordings[0])) == (100, [99.7, 99.8, 99.9, 100, 100, 100.1, 100.2, 100.3])
-    found = compare_entries([base, again, slower], did_same_work=True)
+    found = compare_measurements([base, again, slower], did_same_work=True)
     same, worse = (found.against_base("profiled_iteration_ms", index) for index in (1, 2))
     assert same and worse and worse.low and worse.high and worse.ratio
     assert (same.verdict, worse.verdict) == ("noise", "worse")

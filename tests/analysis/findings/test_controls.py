@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from ringprof.analysis.findings.conditions import figures_of
+from ringprof.analysis.findings.conditions import metrics_of
 from ringprof.analysis.findings.findings import Findings, findings_in_memory
 from ringprof.analysis.findings.summary import summarise
 from ringprof.analysis.findings.waterfall import find_waterfall
@@ -109,7 +109,7 @@ def test_without_controls_there_is_no_solo_rate():
 
 
 def test_conditions_know_the_figures():
-    figures = figures_of(found())
+    figures = metrics_of(found())
     assert figures["ideal_efficiency"] == pytest.approx(1800 / 2200)
     assert figures["of_solo"] == pytest.approx(1050 / 2200)
     assert figures["flash_slowdown"] == pytest.approx(4600 / 4200 - 1)

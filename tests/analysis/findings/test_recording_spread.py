@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import compare_errors, recording_spread
 from benchmarks.compare_errors import MODELS, SIZES, Model
-from ringprof.analysis.findings.comparison import Entry, Figure, compare_entries, recordings_to_decide
+from ringprof.analysis.findings.comparison import Measurement, Metric, compare_measurements, recordings_to_decide
 from ringprof.analysis.findings.recording_spread import OTHER_SESSION, SAME_SESSION, Spread, session_spread
 from ringprof.report.comparison import spread_notices, verdict_lines
 
@@ -87,10 +87,10 @@ def test_recordings_within_an_hour_are_of_one_session(created, expected):
 # --- what a comparison makes of it --------------------------------------------------------------------
 
 
-def entry(values: list[float], created: str | None, recordings: int = 1) -> Entry:
+def entry(values: list[float], created: str | None, recordings: int = 1) -> Measurement:
     times = (tuple(values),) if recordings == 1 else tuple((value,) for value in values)
-    figure = Figure(float(np.median(values)), "ms", times, False)
-    return Entry(
+    figure = Metric(float(np.median(values)), "ms", times, False)
+    return Measurement(
         "x", "run", {}, {"iteration_ms": figure}, created=(created,) * recordings if created is not None else ()
     )
 
@@ -104,7 +104,7 @@ BASE = [100.0, 100.01, 99.99, 100.0, 100.02, 99.98, 100.01, 99.99, 100.0, 100.0]
 )
 def test_the_interval_of_single_recordings_is_as_wide_as_is_assumed(created, assumed):
     sides = entry(BASE, "2026-01-01T00:00:00Z"), entry([1.01 * value for value in BASE], created)
-    found = compare_entries(sides).differences[0]
+    found = compare_measurements(sides).differences[0]
     each = [math.hypot(assumed.share, assumed.fixed_ms / length) for length in (100, 101)]
     assert found.low is not None and found.high is not None and found.assumed_spread is not None
     # Iterations that are nearly the same add next to nothing.
@@ -117,7 +117,7 @@ def test_the_interval_of_single_recordings_is_as_wide_as_is_assumed(created, ass
 def test_what_is_assumed_and_how_many_recordings_decide_is_said():
     at = "2026-01-01T00:00:00Z"
     near, far = (entry([factor * value for value in BASE], at) for factor in (1.001, 1.02))
-    found = compare_entries([entry(BASE, at), near, far])
+    found = compare_measurements([entry(BASE, at), near, far])
     lines = verdict_lines(found)
     assert lines[0].startswith("1: no difference proved: slower by 0.1 % (-2.")
     assert lines[0].endswith("; showing 0.1 % takes more than 30 recordings per side")
@@ -131,7 +131,7 @@ def test_what_is_assumed_and_how_many_recordings_decide_is_said():
 
 def test_several_recordings_per_side_assume_nothing():
     sides = [entry([100.0, 100.1, 100.2], "2026-01-01T00:00:00Z", 3), entry([101.0, 101.1, 101.2], None, 3)]
-    found = compare_entries(sides)
+    found = compare_measurements(sides)
     assert (found.differences[0].assumed_spread, found.differences[0].verdict) == (None, "worse")
     assert spread_notices(found) == [] and "takes" not in verdict_lines(found)[0]
     assert recordings_to_decide(sides[0], sides[1], "iteration_ms") is None
@@ -139,7 +139,9 @@ def test_several_recordings_per_side_assume_nothing():
 
 def test_one_recording_against_several_assumes_the_spread_at_least():
     group = entry([100.0, 100.1, 99.9, 100.0], "2026-01-01T00:00:00Z", 4)
-    found = compare_entries([group, entry([value * 1.02 for value in BASE], "2026-01-01T00:00:00Z")]).differences[0]
+    found = compare_measurements([group, entry([value * 1.02 for value in BASE], "2026-01-01T00:00:00Z")]).differences[
+        0
+    ]
     assert found.verdict == "noise" and found.high is not None
     # The spread of the group, 0.1 %, makes less: 3.18 * 0.08 % * sqrt(5 / 4).
     assert math.log(found.high / 1.02) == pytest.approx(1.96 * 0.01028 * math.sqrt(1 + 1 / 4), rel=0.01)

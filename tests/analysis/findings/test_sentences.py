@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from ringprof.analysis.findings.conditions import figures_of
+from ringprof.analysis.findings.conditions import metrics_of
 from ringprof.analysis.findings.findings import findings_in_memory
 from ringprof.analysis.findings.recommendations import longest_on_wire, rate_to_hide
 from ringprof.analysis.findings.summary import summarise
@@ -124,7 +124,7 @@ def test_evidence_of_every_part_of_the_waterfall():
 
 
 def test_figures_by_name():
-    figures = figures_of(findings_in_memory(attribute([b.trace() for b in ring_of(
+    figures = metrics_of(findings_in_memory(attribute([b.trace() for b in ring_of(
         [(100, 250), (200, 250)], compute=[100, 200], world=2
     )])))  # fmt: skip
     expected = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import ringprof
-from ringprof.analysis.findings.comparison import Entry, Figure, as_one, compare_entries
+from ringprof.analysis.findings.comparison import Measurement, Metric, combine_recordings, compare_measurements
 from ringprof.analysis.findings.shared_parts import merged_parts, shared_parts
 from ringprof.report.comparison import verdict_lines
 from tests.loaded import analysis
@@ -67,10 +67,12 @@ def test_the_same_run_with_an_unknown_peak_has_not_changed(tmp_path):
 
 def test_recordings_are_merged_one_by_one():
     def recorded(label, parts):
-        return Entry(label, "run", {}, {f"waterfall.{name}_ms": Figure(value, "ms") for name, value in parts.items()})
+        return Measurement(
+            label, "run", {}, {f"waterfall.{name}_ms": Metric(value, "ms") for name, value in parts.items()}
+        )
 
-    base = as_one([recorded("a", {"peak": 5.0, "kernel": 4.0}), recorded("b", {"peak": 5.0, "kernel": 6.0}),
+    base = combine_recordings([recorded("a", {"peak": 5.0, "kernel": 4.0}), recorded("b", {"peak": 5.0, "kernel": 6.0}),
                    recorded("c", {"peak": 5.0, "kernel": 5.0})])  # fmt: skip
-    found = compare_entries([base, recorded("d", {"attention": 10.0})])
+    found = compare_measurements([base, recorded("d", {"attention": 10.0})])
     figure = found.entries[0].figures["waterfall.attention_ms"]
     assert (figure.value, figure.recordings) == (10.0, ((9.0,), (11.0,), (10.0,)))

@@ -10,9 +10,9 @@ import msgspec
 import pytest
 
 import ringprof
-from ringprof.analysis.findings.conditions import figures_of
+from ringprof.analysis.findings.conditions import metrics_of
 from ringprof.analysis.findings.findings import findings_in_memory
-from ringprof.analysis.findings.measurements import entry_of_run
+from ringprof.analysis.findings.measurements import measurement_of_run
 from ringprof.analysis.findings.step_rates import step_rates_of
 from ringprof.analysis.timeline.window import Focus
 from ringprof.errors import TraceFormatError
@@ -172,7 +172,7 @@ def test_without_shapes_there_are_no_rates():
     assert rates_of(step) is None
     report = as_dict(findings(step), source="trace", paths=[])
     assert report["summary"]["step_rates"] is None
-    assert "mfu" not in figures_of(findings(step))
+    assert "mfu" not in metrics_of(findings(step))
 
 
 def test_a_part_of_an_iteration_has_no_rates():
@@ -327,8 +327,8 @@ def test_the_report_has_rates_in_text_json_and_conditions():
     assert plain["flops"] == CAUSAL + PRODUCT
     assert plain["mfu"] == pytest.approx((CAUSAL + PRODUCT) / 100e-6 / 989e12)
     assert [part["flops"] for part in plain["parts"]] == [CAUSAL, PRODUCT]
-    figures = entry_of_run("a", found).values()
-    assert figures["mfu"] == figures_of(found)["mfu"] == plain["mfu"]
+    figures = measurement_of_run("a", found).values()
+    assert figures["mfu"] == metrics_of(found)["mfu"] == plain["mfu"]
     assert figures["attention_tflops"] == pytest.approx(CAUSAL / 70e-6 / 1e12)
     assert figures["matrix_products_tflops"] == pytest.approx(PRODUCT / 20e-6 / 1e12)
 

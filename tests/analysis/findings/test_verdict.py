@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from ringprof.analysis.findings.findings import findings_in_memory
-from ringprof.analysis.findings.verdict import _more_work, _worst_step
-from ringprof.analysis.findings.verdict_text import exposed_in_words
+from ringprof.analysis.findings.verdict import _work_clause, _worst_step_clause
+from ringprof.analysis.findings.verdict_text import exposed_shares
 from ringprof.analysis.timeline.window import Focus
 from ringprof.scale.pipeline import attribute
 from ringprof.trace.columns import RUNTIME_CALL
@@ -323,12 +323,12 @@ def test_more_work_is_called_causal_where_a_causal_mask_makes_it(causal, work):
     run = SimpleNamespace(block_flops=lambda: {0: 1e9, 1: 3e9}, workload=SimpleNamespace(causal=causal))
     found: Any = SimpleNamespace(attribution=SimpleNamespace(run=run))
     rank: Any = SimpleNamespace(rank=0)
-    assert _more_work(found, rank) == f"with up to 3 times its {work}"
+    assert _work_clause(found, rank) == f"with up to 3 times its {work}"
 
 
 def test_no_step_is_worst_where_none_exposes_anything():
     found: Any = SimpleNamespace(exposed_by_step={("fwd", 0): (0, 1), ("fwd", 1): (0, 1)})
-    assert _worst_step(found) == ""
+    assert _worst_step_clause(found) == ""
 
 
 def test_what_no_group_is_known_of_is_named_without_one():
@@ -337,10 +337,10 @@ def test_what_no_group_is_known_of_is_named_without_one():
         exposed=SimpleNamespace(by_group=by_group), blocked_ns={}, breakdown=SimpleNamespace(wall_ns=1000)
     )
     found: Any = SimpleNamespace(ranks=[rank])
-    assert exposed_in_words(found) == "7.0 % all-reduce, 3.0 % send/recv of group cp"
+    assert exposed_shares(found) == "7.0 % all-reduce, 3.0 % send/recv of group cp"
     by_group[("send_recv", "cp")] = 0
-    assert exposed_in_words(found) == "7.0 % all-reduce"
+    assert exposed_shares(found) == "7.0 % all-reduce"
     rank.breakdown.wall_ns = 100_000
     by_group[("send_recv", "cp")] = 99  # just below 0.1 %, and rounded to it
     by_group[("all_reduce", "")] = 7000
-    assert exposed_in_words(found) == "7.0 % all-reduce"
+    assert exposed_shares(found) == "7.0 % all-reduce"
