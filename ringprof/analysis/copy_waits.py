@@ -4,8 +4,8 @@ A copy by the copy engine waits without a kernel. The wait shows as a device tha
 been launched. There are two cases:
 
 * departure: the next activity is the rank's own copy, the first of its hop. The copy waits until the receiver posts the
-  same hop. The receiver has posted it when its launch call for the hop has returned, and its earlier work on its
-  compute stream and on its copy stream has ended. The rest is wire time.
+  same hop. The receiver has posted the hop when two things are done: its launch call for the hop, and its earlier work
+  on its compute stream and its copy stream. The rest is wire time.
 * arrival: the next activity starts soon after the end of a copy into this rank, which a peer's trace shows. Until the
   hop of that copy begins, the rank waits for the peer. While the hop runs, bytes are on the wire.
 

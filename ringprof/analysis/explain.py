@@ -134,7 +134,7 @@ _GROUP_UNKNOWN = "communication kernels without a record of their group do not c
 
 
 def _is_partial(window: Window) -> bool:
-    """Whether the window is a chosen range or cut at times."""
+    """Return whether the window is a chosen range or cut at times."""
     return window.between_ns is not None or window.source == "range"
 
 

@@ -284,7 +284,7 @@ def _add_metrics(first: Metric, second: Metric) -> Metric:
 
 
 def interleaved(base: Measurement, other: Measurement) -> bool:
-    """Whether recordings of both were made in turns: in order of time, each pair has one of either side."""
+    """Return whether recordings of both were made in turns: in order of time, each pair has one of either side."""
     count = len(base.created)
     times = sorted([(time, 0) for time in base.created] + [(time, 1) for time in other.created])
     pairs = [{times[index][1], times[index + 1][1]} for index in range(0, len(times) - 1, 2)]

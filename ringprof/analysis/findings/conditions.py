@@ -5,8 +5,8 @@ A name means the same in every report and comparison: a mean over ranks, with ``
 wall time (0..1). With ``_ns`` they are times over the whole window, with ``_ms`` times of one iteration
 (`ringprof.analysis.findings.measurements`). A metric whose value is not known is left out.
 
-A condition on a metric that was measured repeatedly is decided where it gives the same answer over the metric's whole
-interval; otherwise it is undecided. A metric that was measured once counts as exact.
+A metric that was measured repeatedly has an interval. A condition on it is decided where the answer is the same over
+the whole interval, and otherwise undecided. A metric that was measured once counts as exact.
 
 Grammar: FIGURE OP NUMBER[%] [* base], with OP one of < <= > >= == !=, and FIGURE a name, or ``max(name)`` or
 ``min(name)`` over ranks. Conditions are parsed, never evaluated as code.
@@ -165,10 +165,10 @@ class Condition(msgspec.Struct, frozen=True):
         shares: Collection[str] | None = None,
         interval: tuple[float, float] | None = None,
     ) -> bool | None:
-        """Whether the condition holds for these metrics; None where it is undecided.
+        """Return whether the condition holds for these metrics; None where it is undecided.
 
         ``shares``: names of the metrics that are shares; None skips the check of units. ``interval``: 95 % interval of
-        the metric, or of its ratio to the base's, where it was measured repeatedly; an interval that contains the limit
+        the metric, or of its ratio to the base's; None where it was measured once. An interval that contains the limit
         leaves the condition undecided. Raises `UsageError` for an unknown metric, and for a limit in another unit,
         with which the condition would hold always or never.
         """

@@ -168,7 +168,7 @@ def blocked_recommendation(attribution: Attribution) -> str:
 
 
 def _is_predicted(attribution: Attribution) -> bool:
-    """Whether the run is a prediction."""
+    """Return whether the run is a prediction."""
     return attribution.run is not None and attribution.run.predicted is not None
 
 

@@ -59,7 +59,7 @@ def recommendations_of(attribution: Attribution, summary: Summary) -> dict[str, 
 
 
 def has_hops(attribution: Attribution) -> bool:
-    """Whether the program exchanges pieces of a sequence: a recorded strategy, or ranks with send/recv hops."""
+    """Return whether the program exchanges pieces of a sequence: a recorded strategy, or ranks with send/recv hops."""
     return _strategy(attribution) is not None or any(rank.hop_totals.count for rank in attribution.ranks)
 
 
@@ -100,7 +100,7 @@ def _copy_hops_option(attribution: Attribution, *, suffix: str) -> str:
 
 
 def known_contiguous(attribution: Attribution) -> bool:
-    """Whether the run has contiguous pieces under a plain causal mask, so that the work rises with the rank."""
+    """Return whether the run has contiguous pieces under a plain causal mask, so that the work rises with the rank."""
     run = attribution.run
     if run is None or run.strategy is None or run.workload is None or not run.workload.causal:
         return False
@@ -111,13 +111,13 @@ def known_contiguous(attribution: Attribution) -> bool:
 
 
 def _same_work(attribution: Attribution) -> bool:
-    """Whether the attention blocks of all ranks have about the same FLOPs by the recorder's count."""
+    """Return whether the attention blocks of all ranks have about the same FLOPs by the recorder's count."""
     flops = attribution.run.block_flops() if attribution.run else None
     return flops is not None and max(flops.values()) <= _MAX_WORK_RATIO * min(flops.values())
 
 
 def rises_with_rank(attribution: Attribution) -> bool:
-    """Whether attention time in traces of an unknown program rises with the rank, as under a causal mask."""
+    """Return whether attention time in traces of an unknown program rises with the rank, as under a causal mask."""
     if attribution.run is not None and attribution.run.strategy is not None:
         return False
     times = [rank.breakdown.flash_ns for rank in attribution.ranks]
@@ -214,7 +214,7 @@ def _links_between_hosts_advice(attribution: Attribution, strategy: StrategyUsed
 
 
 def _is_training(attribution: Attribution) -> bool:
-    """Whether the workload is training, which every strategy can run except those over a key-value cache."""
+    """Return whether the workload is training, which every strategy can run except those over a key-value cache."""
     run = attribution.run
     return run is None or run.workload is None or run.workload.phase == "training"
 
@@ -335,7 +335,7 @@ def _launch_idle_advice(attribution: Attribution) -> str:
 
 
 def _may_capture(run: Run, strategy: StrategyUsed) -> bool:
-    """Whether `ringprof record --cuda-graph` accepts the run and was not used for it."""
+    """Return whether `ringprof record --cuda-graph` accepts the run and was not used for it."""
     work = run.workload
     is_refused = work is not None and (work.layer is not None or work.sequences is not None)
     return not strategy.cuda_graph and strategy.hops != "copy" and not is_refused

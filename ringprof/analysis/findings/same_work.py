@@ -118,7 +118,7 @@ def match_work(base: Measurement, other: Measurement, *, did_same_work: bool = F
 
 
 def same_evidence(base: WorkEvidence | None, other: WorkEvidence | None) -> bool:
-    """Whether the traces of two recordings show the same work."""
+    """Return whether the traces of two recordings show the same work."""
     return base is not None and other is not None and not _difference(base, other)
 
 

@@ -93,7 +93,7 @@ def own_interval(recordings: Recordings) -> tuple[float, float] | None:
 def significantly_different(
     base: Recordings, other: Recordings, *, interleaved: bool = False, spread: float = 0.0
 ) -> bool:
-    """Whether two metrics differ significantly: the interval of their ratio excludes 1.
+    """Return whether two metrics differ significantly: the interval of their ratio excludes 1.
 
     For single recordings the rank test must agree. It guards against few measurements, where a bootstrap gives too
     narrow intervals. Parameters as in `ratio_interval`.
@@ -285,5 +285,5 @@ def _log_medians(recordings: Recordings) -> FloatArray:
 
 
 def _positive(recordings: Recordings) -> bool:
-    """Whether there are recordings, and every one has measurements above 0."""
+    """Return whether there are recordings, and every one has measurements above 0."""
     return bool(recordings) and all(len(values) and min(values) > 0 for values in recordings)

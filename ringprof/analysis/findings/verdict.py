@@ -79,7 +79,7 @@ def _share_of_time(facts: Facts, time_ns: float) -> float:
 
 
 def _communicates(facts: Facts) -> bool:
-    """Whether any rank communicates."""
+    """Return whether any rank communicates."""
     return any(rank.breakdown.comm_ns for rank in facts.attribution.ranks)
 
 
@@ -306,7 +306,7 @@ def _wait_line(facts: Facts, share: float) -> str:
 
 
 def _ends_early(facts: Facts) -> bool:
-    """Whether enough of the waiting lies between the ranks' own ends and the slowest rank's end to be named."""
+    """Return whether enough of the waiting lies between the ranks' own ends and the slowest rank's end to be named."""
     wall_ns = facts.waterfall.wall_ns
     early_ns = sum(wall_ns - rank.breakdown.wall_ns for rank in facts.attribution.ranks) / len(facts.attribution.ranks)
     return early_ns > _MIN_EARLY_SHARE * facts.waterfall.of("peer_wait")

@@ -24,7 +24,7 @@ MIN_SHARE = 0.001
 
 
 def is_attention(attribution: Attribution) -> bool:
-    """Whether the job is attention alone: a recorded strategy, or attention for half of the computation or more."""
+    """Return whether the job is attention: a recorded strategy, or attention for at least half of the computation."""
     run = attribution.run
     if run is not None and run.strategy is not None and (run.workload is None or run.workload.layer is None):
         return True

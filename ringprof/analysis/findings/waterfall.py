@@ -2,8 +2,8 @@
 
 Each rank's time up to the slowest rank's wall time is split into these parts, and every part is the mean over ranks:
 
-- Attention kernels. They are split into the time that the needed work takes at peak, the loss of the kernel alone
-  against the peak, repeated work, and the slow-down beside communication.
+- Attention kernels: the needed work at peak, the loss of the kernel alone against the peak, repeated work, and the
+  slow-down beside communication.
 - Exposed communication. An exposed instant counts as wire before wait before memory before idle. A rank's waiting is
   its exposed waiting and the time from its last activity until the slowest rank is done. Imbalance is the part of the
   waiting up to the difference between the longest computation of any rank and the rank's own. Peer wait is the rest.
@@ -265,7 +265,7 @@ def _attention_work(attribution: Attribution, summary: Summary) -> AttentionWork
 
 
 def _has_layers(attribution: Attribution) -> bool:
-    """Whether the attention was recorded in whole layers."""
+    """Return whether the attention was recorded in whole layers."""
     run = attribution.run
     return run is not None and run.workload is not None and run.workload.layer is not None
 
