@@ -239,18 +239,18 @@ def test_a_random_run_equals_the_oracle(seed, tmp_path):
 
 
 def classed_events(rank):
-    """(start, end, class) of what runs on a device in a rank's window; computation beside the window hides, too."""
+    """Yield (start, end, class) of device activities in a rank's window, and of computation outside it."""
     rows = rank.detail.rows()
     beside = rank.detail.background(rows)
-    for start, end, code in [(*_times(rows, at), rows.kind[at]) for at in range(len(rows.kind))]:
+    for start, end, code in [(*_times(rows, row), rows.kind[row]) for row in range(len(rows.kind))]:
         name = KINDS[code]
         yield start, end, "comm" if name in COMMUNICATION else "memory" if name in MEMORY else "compute"
-    for at in np.flatnonzero(beside.of(*COMPUTE)):
-        yield *_times(beside, at), "compute"
+    for row in np.flatnonzero(beside.of(*COMPUTE)):
+        yield *_times(beside, row), "compute"
 
 
-def _times(rows, at):
-    return int(rows.start_ns[at]), int(rows.end_ns[at])
+def _times(rows, row):
+    return int(rows.start_ns[row]), int(rows.end_ns[row])
 
 
 def test_the_same_program_by_copies_and_by_nccl_has_the_same_losses():

@@ -33,26 +33,26 @@ def attributed(hosts: list[str], ranks: list[Work], waits: list[dict[str, int]])
     for rank, blocked in enumerate(waits):
         builder = Builder(rank=rank, world_size=len(hosts)).mark("ringprof::iteration", 0, 1_000_000)
         builder.operate(BLOCK, 0, 1000)
-        at = 1000
+        start = 1000
         for channel, length in blocked.items():
-            builder.mark(f"ringprof::wait/{channel}", at, at + length)
-            at += length
+            builder.mark(f"ringprof::wait/{channel}", start, start + length)
+            start += length
         traces.append(builder.trace())
     return attribute(traces, run)
 
 
 def test_the_channel_that_crosses_hosts_is_told_from_the_one_that_does_not():
     inner, outer = ("kv_inner", "same_host", 500), ("kv_outer", "other_host", 2000)
-    found = attributed(["a", "b"], [work(inner, outer)] * 2, [{"kv_inner": 100_000, "kv_outer": 400_000},
+    attribution = attributed(["a", "b"], [work(inner, outer)] * 2, [{"kv_inner": 100_000, "kv_outer": 400_000},
                                                              {"kv_inner": 200_000, "kv_outer": 600_000}])  # fmt: skip
-    links = blocked_by_link(found)
+    links = blocked_by_link(attribution)
     assert links is not None and links.channels == ("kv_outer",)
     assert (links.between_hosts_ns, links.within_host_ns, links.leaving_bytes) == (500_000, 150_000, 2000)
-    words = cpu_blocked_sentence(found)
-    assert "50.0 % of the time ranks are blocked in hops between hosts (kv_outer), 15.0 % in hops within" in words
-    assert "0.002 MB leave each host an iteration, 2 MB/s" in words  # 2000 bytes in 1 ms
-    assert found.run is not None
-    block = msgspec.structs.replace(found, run=msgspec.structs.replace(found.run, timings=None))
+    sentence = cpu_blocked_sentence(attribution)
+    assert "50.0 % of the time ranks are blocked in hops between hosts (kv_outer), 15.0 % in hops within" in sentence
+    assert "0.002 MB leave each host an iteration, 2 MB/s" in sentence  # 2000 bytes in 1 ms
+    assert attribution.run is not None
+    block = msgspec.structs.replace(attribution, run=msgspec.structs.replace(attribution.run, timings=None))
     assert "0.002 MB leave each host in the captured block, 2 MB/s" in cpu_blocked_sentence(block)
 
 
@@ -68,8 +68,8 @@ def test_a_ring_across_hosts_is_held_up_for_all_of_its_ranks():
 def test_nothing_is_said_of_one_host_or_of_traces_that_name_no_channel(hosts: list[str]):
     named = hosts == ["a", "a"]
     waits = [{"kv": 100}] * 2 if named else [{}] * 2
-    found = attributed(hosts, [work(("kv", "same_host" if named else "other_host", 100))] * 2, waits)
-    assert blocked_by_link(found) is None and cpu_blocked_sentence(found) == ""
+    attribution = attributed(hosts, [work(("kv", "same_host" if named else "other_host", 100))] * 2, waits)
+    assert blocked_by_link(attribution) is None and cpu_blocked_sentence(attribution) == ""
 
 
 def test_the_channel_that_blocks_longest_is_named_first():

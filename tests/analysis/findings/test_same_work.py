@@ -39,24 +39,24 @@ def job(
     """
     builders = [Builder(rank=rank, world_size=world) for rank in range(ranks)]
     for rank, builder in enumerate(builders):
-        at = 0
+        now = 0
         for number in range(steps):
-            begin, at = at, at + 1000
-            builder.run("Memcpy HtoD (Pinned -> Device)", at, at + 10, launched=at, category=MEMCPY, size=host_bytes)
+            begin, now = now, now + 1000
+            builder.run("Memcpy HtoD (Pinned -> Device)", now, now + 10, launched=now, category=MEMCPY, size=host_bytes)
             for name in [FLASH, *[gemm] * gemms]:
-                at += 100
-                builder.run(name, at, at + 90 + slower, launched=at)
-            at += 100
+                now += 100
+                builder.run(name, now, now + 90 + slower, launched=now)
+            now += 100
             if copied:
                 for part in range(4):
-                    builder.run("Memcpy PtoP (Device -> Device)", at + part * 9, at + part * 9 + 8, launched=at,
+                    builder.run("Memcpy PtoP (Device -> Device)", now + part * 9, now + part * 9 + 8, launched=now,
                                 category=MEMCPY, size=length, stream=30)  # fmt: skip
             else:
-                builder.batch(at, at, at + hop_ns, to=(rank + 1) % world, source=(rank - 1) % world, elements=length,
+                builder.batch(now, now, now + hop_ns, to=(rank + 1) % world, source=(rank - 1) % world, elements=length,
                               group_ranks=tuple(range(world)), group_size=world)  # fmt: skip
-            at += 1000
+            now += 1000
             if marked:
-                builder.mark(f"ProfilerStep#{number}", begin, at)
+                builder.mark(f"ProfilerStep#{number}", begin, now)
     return measurement_of_run("job", findings_in_memory(attribute([builder.trace() for builder in builders])))
 
 
@@ -97,12 +97,14 @@ def test_equal_computation_and_bytes_are_the_same_work(other: Measurement, evide
 def test_what_the_traces_show_to_differ_is_not_the_same_work(other: Measurement, reason: str) -> None:
     assert match_work(job(), other) == WorkMatch(same=False, by="traces", text=reason)
     assert match_work(other, job()).same is False
-    found = compare_measurements([job(), other])
-    assert work_notices(found) == [
+    comparison = compare_measurements([job(), other])
+    assert work_notices(comparison) == [
         f"Work not known to be the same ({reason}): times and memory are not compared. "
         "If it is the same, add --same-work."
     ]
-    assert {one.verdict for one in found.differences if one.figure in ("wall_ms", "compute_ms")} == {"not comparable"}
+    assert {
+        difference.verdict for difference in comparison.differences if difference.figure in ("wall_ms", "compute_ms")
+    } == {"not comparable"}
     assert match_work(job(), other, did_same_work=True) == WorkMatch(same=True, by="user")
 
 
@@ -167,11 +169,11 @@ def test_recordings_keep_their_evidence_where_all_show_the_same_work() -> None:
 
 def test_the_evidence_is_said_beside_the_verdict_and_in_the_json() -> None:
     # From the input copy at 0 to the end of the hop: 550 and 605 ns.
-    found = compare_measurements([job(), job(hop_ns=105)])
-    first, second, *_ = verdict_lines(found)
+    comparison = compare_measurements([job(), job(hop_ns=105)])
+    first, second, *_ = verdict_lines(comparison)
     assert first == "1: mean wall longer by 10.0 %, measured once"
     assert second.startswith("1: taken as the same work: the same 8 computation kernels")
-    assert '"by": "traces"' in render_json(found)
+    assert '"by": "traces"' in render_json(comparison)
 
 
 def test_of_several_entries_those_of_other_work_are_named() -> None:
