@@ -133,6 +133,7 @@ class RunInfo(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def _earliest_ns(self) -> int:
+        """Earliest start of any rank's trace, on the common clock."""
         return min((start + self.offset_ns.get(rank, 0) for rank, start in self.starts_ns.items()), default=0)
 
     def missing(self) -> list[Notice]:
@@ -302,6 +303,7 @@ def judge_matching(
 
 
 def _fit_in_words(clocks: Clocks) -> str:
+    """Describe how the clocks of the hosts are aligned: largest offset and residual."""
     residual = "is not known" if clocks.residual_ns >= UNKNOWN_NS else f"is {clocks.residual_ns / 1e3:.1f} us"
     largest = max(abs(offset) for offset in clocks.offset_ns.values())
     return (
@@ -321,6 +323,7 @@ _UNMATCHED = {
 
 
 def _no_common_clock(ranks: Sequence[Rank], clocks: Clocks) -> Notice | None:
+    """Return a warning where the ranks' windows share no moment in time; None where they do, and on CPU."""
     if all(rank.on_cpu for rank in ranks):
         return None  # times of CPU ranks are not compared with each other
     latest_start = max(rank.breakdown.start_ns + clocks.offset_ns[rank.rank] for rank in ranks)

@@ -200,6 +200,7 @@ def name_receivers(
         ranks_of_device[hosts.get(rank), device].append(rank)
 
     def receiver(rank: int, hop: CopyHop) -> int | None:
+        """Return the receiver of a hop; None where the target device does not identify a rank."""
         if world_size == 2:
             return next((other for other in hops if other != rank), None)
         ranks = ranks_of_device.get((hosts.get(rank), hop.target_device), [])

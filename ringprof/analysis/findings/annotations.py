@@ -128,6 +128,7 @@ class _LaunchedRows:
         return np.sort(np.concatenate(row_indices)), calls
 
     def _launched_before(self, times_ns: Int64) -> npt.NDArray[np.intp]:
+        """Count the launches before each of the times."""
         return np.searchsorted(self._launched_ns, times_ns)
 
 

@@ -27,9 +27,9 @@ class BaselineMetrics(msgspec.Struct, frozen=True):
     iteration_ns: float
     """Time of an ordinary iteration, interleaved with the baselines."""
     compute_only_ns: float | None
-    """Time of an iteration without communication; None for a single rank, which communicates nothing."""
+    """Time of an iteration that sends nothing; None for a single rank, which communicates nothing."""
     communication_only_ns: float | None
-    """Time of an iteration without computation; None for a single rank."""
+    """Time of an iteration whose attention kernel computes nothing; None for a single rank."""
     ideal_ns: float | None
     """The larger of compute-only and communication-only time, reached with perfect overlap; None for a single rank."""
     ideal_efficiency: float | None

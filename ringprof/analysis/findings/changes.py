@@ -69,9 +69,9 @@ class RunChanges:
             return ""
         named: list[int] = []
         for number, share in sorted(passes[phase].items(), key=lambda item: -item[1]):
-            if sum(passes[phase][number] for number in named) < STEP_COVERAGE * pass_change and share:
+            if sum(passes[phase][earlier] for earlier in named) < STEP_COVERAGE * pass_change and share:
                 named.append(number)
-        covered = sign * 100 * sum(passes[phase][number] for number in named)
+        covered = sign * 100 * sum(passes[phase][step_number] for step_number in named)
         steps = f"step{'s' if len(named) > 1 else ''} {_steps_in_words(sorted(named))}"
         return f"; by ring step {covered:+.1f} % exposed in {PASSES.get(phase, phase)} {steps}"
 
@@ -88,6 +88,7 @@ def changes_between(base: Findings, other: Findings) -> RunChanges:
     base_wall_ns = base.waterfall.wall_ns / _times_divisor(base) or 1.0
 
     def changed(base_ns: Mapping[str, float], other_ns: Mapping[str, float]) -> tuple[Change, ...]:
+        """Pair the times of both runs by name, largest change first."""
         rows = [
             Change(
                 name,
@@ -106,6 +107,7 @@ def changes_between(base: Findings, other: Findings) -> RunChanges:
 
 
 def _times_divisor(findings: Findings) -> int:
+    """Return the divisor that makes a time of the window one of an iteration."""
     return findings.summary.times_divisor
 
 

@@ -292,6 +292,7 @@ def interleaved(base: Measurement, other: Measurement) -> bool:
 
 
 def _difference(name: str, index: int, base: Measurement, other: Measurement, *, same_work: bool) -> Difference:
+    """Compare one metric of a measurement with the base's."""
     base_metric, metric = base.figures.get(name), other.figures.get(name)
     if base_metric is None or metric is None:
         return Difference(name, index, None, None, "missing")
@@ -345,6 +346,7 @@ def _iteration_ms(measurement: Measurement) -> float | None:
 
 
 def _verdict(base: Metric, other: Metric, *, proved: bool | None) -> str:
+    """Judge a difference; ``proved``: whether its interval proves it, None where there is no interval."""
     if base.value == other.value:
         return "same"
     if proved is False:

@@ -182,6 +182,7 @@ class Condition(msgspec.Struct, frozen=True):
         return test(value, self.number * (self._figure(base) if self.of_base else 1.0))
 
     def _figure(self, figures: Mapping[str, float]) -> float:
+        """Return the value of the condition's metric. Raises `UsageError` where it is unknown, with similar names."""
         if self.figure not in figures:
             nearest = ", ".join(difflib.get_close_matches(self.figure, figures, n=3, cutoff=0.4))
             hint = f" (nearest: {nearest})" if nearest else ""
@@ -191,6 +192,7 @@ class Condition(msgspec.Struct, frozen=True):
         return figures[self.figure]
 
     def _refuse_other_unit(self, *, is_share: bool) -> None:
+        """Raise `UsageError` for a limit in another unit than the metric's."""
         if is_share and not self.percent and abs(self.number) > 1:
             meant = f"{self.figure} {self.sign} {self.number:g}%"
             raise UsageError(f"--fail-if {self.text!r}: {self.figure} is a share: did you mean {meant!r}?")

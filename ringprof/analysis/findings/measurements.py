@@ -167,9 +167,11 @@ def _baseline_metrics(controls: Controls, baselines: BaselineMetrics) -> dict[st
     """Return the metrics of the baselines. Shares have one value per round, in which all baselines ran in turn."""
 
     def by_round(times: Sequence[float]) -> list[float]:
+        """Return the median of each round's times."""
         return [float(np.median(chunk)) for chunk in np.array_split(times, controls.rounds or 1) if len(chunk)]
 
     def share(value: float, values: Sequence[float]) -> Metric:
+        """Return a share whose repeated values are ``values`` over the ordinary iterations, by round."""
         ratios = (tuple(chunk / iteration for chunk, iteration in zip(values, ordinary_by_round, strict=False)),)
         return Metric(value, "share", ratios, higher_is_better=True)
 

@@ -27,7 +27,10 @@ from ringprof.formatting import milliseconds, percent, three_digits
 from ringprof.run import Run, StrategyUsed
 
 UNBALANCED = 1.5
-"""Smallest ratio of the last to the first rank's attention time, rising with the rank, that suggests a causal mask."""
+"""Smallest ratio of two ranks' work that counts as unbalanced.
+
+If attention time rises with the rank, to this ratio between the last and the first, it suggests a causal mask.
+"""
 SLOW_LINK = 3.0
 """Ratio of the fastest rank's wire rate to a rank's from which on the rank's link counts as slow."""
 _MIN_IDLE_SHARE = 0.02

@@ -184,6 +184,7 @@ def summarise(attribution: Attribution) -> Summary:
 
 
 def _time_parts(ranks: Sequence[Rank]) -> tuple[TimePart, ...]:
+    """Return the parts of the time over all ranks; optional parts that do not occur are left out."""
     wall_ns = fmean(rank.breakdown.wall_ns for rank in ranks)
     result = []
     for name in PARTS:
@@ -220,6 +221,7 @@ def _over_ranks(label: str, statistic: Statistic, rows: Sequence[RankRow]) -> Ra
 
 
 def _rank_row(rank: Rank) -> RankRow:
+    """Return the row of one rank."""
     breakdown, hops = rank.breakdown, rank.hop_totals
     return RankRow(
         label=f"rank {rank.rank}",
@@ -235,6 +237,7 @@ def _rank_row(rank: Rank) -> RankRow:
 
 
 def _kind_rows(ranks: Sequence[Rank], wall_ns: float) -> tuple[KindRow, ...]:
+    """Return one row per kind that occurs, longest first."""
     rows = []
     for kind in KINDS:
         times = [rank.breakdown.kinds[kind] for rank in ranks if kind in rank.breakdown.kinds]
@@ -282,6 +285,7 @@ def _communication_rows(attribution: Attribution) -> tuple[Communication, ...]:
 
 
 def _overlap_ratio(ranks: Sequence[Rank]) -> float | None:
+    """Return the overlapped share of all ranks' communication time; None where it is not known."""
     overlapped = total([rank.breakdown.overlapped_ns for rank in ranks])
     communication = sum(rank.breakdown.comm_ns for rank in ranks)
     return None if overlapped is None or not communication else overlapped / communication

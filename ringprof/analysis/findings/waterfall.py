@@ -314,6 +314,7 @@ def _waterfall_parts(
     texts: tuple[dict[str, str], ...],
     always_shown: set[str],
 ) -> tuple[WaterfallPart, ...]:
+    """Build the parts in order; ``texts``: evidence and recommendations by part."""
     rows, total_ns, (evidence, recommendations) = [], 0, texts
     for name in WATERFALL_LABELS:
         if name not in mean_ns or (not mean_ns[name] and name not in always_shown):

@@ -49,6 +49,7 @@ _HOST_BOUND = "nothing ran on the device before the next activity was launched, 
 
 
 def _attention_evidence(attribution: Attribution, work: AttentionWork | None) -> str:
+    """Say why attention is not split: no known work, or no peak that fits; on CPU give its mean time."""
     mean_ns = fmean(rank.breakdown.flash_ns for rank in attribution.ranks)
     if attribution.on_cpu:
         return f"attention operators, mean {milliseconds(mean_ns)}"
@@ -84,6 +85,7 @@ def _work_evidence(attribution: Attribution, work: AttentionWork | None) -> dict
 
 
 def _imbalance_evidence(attribution: Attribution) -> str:
+    """Give the shortest and the longest computation time of a rank."""
     ranks = attribution.ranks
     least = min(ranks, key=lambda rank: rank.breakdown.compute_ns)
     most = max(ranks, key=lambda rank: rank.breakdown.compute_ns)
@@ -91,10 +93,12 @@ def _imbalance_evidence(attribution: Attribution) -> str:
 
 
 def _compute_time(rank: Rank) -> str:
+    """Give the computation time of a rank."""
     return f"rank {rank.rank} computes {milliseconds(rank.breakdown.compute_ns)}"
 
 
 def _wire_evidence(summary: Summary) -> str:
+    """Give the rates on the wire of the three longest kinds of communication."""
     rates = [
         f"{row.kind} {three_digits(row.wire_gbps)} GB/s" for row in summary.communication if row.wire_gbps is not None
     ]
@@ -102,11 +106,13 @@ def _wire_evidence(summary: Summary) -> str:
 
 
 def _unsplit_evidence(attribution: Attribution) -> str:
+    """Say why wire, waiting and imbalance are not separated."""
     if attribution.on_cpu:
         return "blocked in wait: on CPU wire, peer wait and imbalance are not told apart"
     return "its kernels have no wait and wire (see warnings): exposed wire, peer wait and imbalance in one"
 
 
 def _compute_evidence(summary: Summary, kinds: tuple[str, ...]) -> str:
+    """Give the mean time of each kind that a part consists of."""
     times = [f"{row.kind} {milliseconds(row.time_ns)}" for row in summary.kinds if row.kind in kinds]
     return f"not beside attention; mean of all: {', '.join(times) or 'none'}"
