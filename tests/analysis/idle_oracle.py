@@ -1,4 +1,4 @@
-"""Slow and obvious truth for idle time by cause and for time blocked on a peer's copies.
+"""Slow, simple reference for idle time by cause and for time blocked on a peer's copies.
 
 Follows the definitions one stretch at a time, from rows that it reads itself. Times are whole nanoseconds.
 """

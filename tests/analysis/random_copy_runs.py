@@ -1,4 +1,4 @@
-"""Random runs with copy-engine hops, host events of every sort, and what goes wrong in real traces."""
+"""Random runs with copy-engine hops, host events of every kind, and the defects of real traces."""
 
 from __future__ import annotations
 

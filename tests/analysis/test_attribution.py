@@ -1,4 +1,4 @@
-"""From traces to an attribution: ranks, hosts, iterations, and input that does not fit together."""
+"""Attribution of traces: ranks, hosts, iterations, and inconsistent input."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Interval sets against the obvious: sets of single nanoseconds."""
+"""Interval sets compared with a simple reference: sets of single nanoseconds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kineto traces written by hand as text, one rank each; times are whole nanoseconds."""
+"""Writer of synthetic Kineto traces as text, one rank each; times are whole nanoseconds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The user's own ranges: what was launched in them, to the nanosecond."""
+"""User annotations: the work launched in them, to the nanosecond."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Comparisons with figures that can be checked by hand, and conditions that are parsed, not evaluated."""
+"""Comparisons with metrics that can be checked by hand, and conditions that are parsed, not evaluated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The controls' figures, from times that can be reckoned by hand."""
+"""Metrics of the baselines, from times that can be checked by hand."""
 
 from __future__ import annotations
 

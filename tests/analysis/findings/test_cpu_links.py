@@ -1,4 +1,4 @@
-"""Which link ranks on CPU processes of two hosts are blocked on."""
+"""Blocked time of CPU ranks on two hosts, by class of link."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def work(*sent: tuple[str, str, int]) -> Work:
 
 
 def attributed(hosts: list[str], ranks: list[Work], waits: list[dict[str, int]]):
-    """Ranks of one iteration of 1,000,000 ns, blocked so long in each channel."""
+    """Return ranks with one iteration of 1,000,000 ns, blocked for these times in each channel."""
     run = recorded_run()
     topology = msgspec.structs.replace(run.topology, hosts=hosts, world_size=len(hosts), ranks_per_host=2)
     run = msgspec.structs.replace(run, topology=topology, work=ranks)

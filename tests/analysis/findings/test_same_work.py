@@ -1,4 +1,4 @@
-"""Whether traces that state no workload are of the same work, on jobs whose work is known."""
+"""Decision whether traces without a workload are of the same work, on jobs whose work is known."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def job(
     slower: int = 0,
     hop_ns: int = 50,
 ) -> Measurement:
-    """Steps of an input copy, an attention kernel, matrix products, and one hop of K and V around a ring of ranks.
+    """Return a job whose steps are an input copy, an attention kernel, matrix products, and a hop of K and V in a ring.
 
     ``length`` in bf16 numbers sets the bytes of a hop (K and V: 4 bytes per number); ``copied`` moves them in four
     copies instead of one NCCL kernel.

@@ -1,4 +1,4 @@
-"""Whole sentences of the verdict, of traces whose figures can be reckoned in the head."""
+"""Whole sentences of the verdict, on traces whose metrics can be checked by hand."""
 
 from __future__ import annotations
 

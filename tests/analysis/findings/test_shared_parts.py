@@ -1,4 +1,4 @@
-"""Waterfalls of runs that tell different parts apart, brought to the parts of all."""
+"""Waterfalls of runs that separate different parts, reduced to the parts of all runs."""
 
 from __future__ import annotations
 

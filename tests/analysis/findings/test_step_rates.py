@@ -1,4 +1,4 @@
-"""FLOPs, rates and MFU of steps whose figures can be reckoned in the head, and the sentences made of them."""
+"""FLOPs, rates and MFU of steps that can be checked by hand, and the sentences about them."""
 
 from __future__ import annotations
 

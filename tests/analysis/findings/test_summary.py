@@ -1,4 +1,4 @@
-"""The run as a whole, on figures that can be checked by hand."""
+"""Summary of a run, on metrics that can be checked by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The verdict says what the figures show, of cases whose cause is known."""
+"""Verdicts on cases whose cause is known say what the metrics show."""
 
 from __future__ import annotations
 

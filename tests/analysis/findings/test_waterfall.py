@@ -1,4 +1,4 @@
-"""The waterfall against a sweep over instants, on passes whose truth is plain and on every committed run."""
+"""Waterfalls compared with a sweep over instants, on synthetic passes and on every committed run."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def waterfall_of(attribution):
 
 
 def instants(rank, blocks):
-    """Nanoseconds of the rank's window by what runs: (computes, on the wire, split unknown, communicates, memory), then
+    """Sum the rank's window by what runs: (computes, on the wire, split unknown, communicates, memory), then
     whether each of `FIRST` does. Time blocked on a peer communicates."""
     columns, activity = rank.classified.trace.activities, rank.window.activities()
     edges = []
@@ -78,7 +78,7 @@ def instants(rank, blocks):
 
 
 def expected(attribution, blocks, blocked_idle):
-    """Mean of every part over ranks, as fractions, by the rule that docs/metrics.md states.
+    """Return the mean of every part over ranks, as fractions, by the rule in docs/metrics.md.
 
     Of the idle time of each rank, ``blocked_idle`` nanoseconds lie after the launch of the next activity.
     """
@@ -127,7 +127,7 @@ def expected(attribution, blocks, blocked_idle):
 
 
 def check(attribution, blocks=NONE, blocked_idle=NONE):
-    """Compare with a sweep; the idle oracle finds ``blocks``, on a peer's copies, and ``blocked_idle`` of each rank."""
+    """Compare with a sweep; the idle reference gives ``blocks`` on peers' copies and ``blocked_idle`` of each rank."""
     waterfall = waterfall_of(attribution)
     truth, wall = expected(attribution, blocks, blocked_idle)
     assert waterfall.wall_ns == wall == sum(part.time_ns for part in waterfall.parts)
