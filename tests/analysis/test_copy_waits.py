@@ -52,7 +52,7 @@ def loaded(folder, *traces, hops=None, world=2):
 
 
 def sender(world=2, to=1, device=0):
-    """Return the trace of rank 0: it computes until 100 us; its hop, launched at 10 us, is copied from 180 to 200 us."""
+    """Return the trace of rank 0: it computes until 100 us; its hop, launched at 10 us, runs from 180 to 200 us."""
     trace = TraceText(0, world, device)
     trace.run(0, 100 * US, launched=EARLY)
     trace.hop("kv", to, (10 * US, 12 * US, 180 * US, 200 * US))
